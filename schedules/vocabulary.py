@@ -59,6 +59,10 @@ DECISIONS: Mapping[str, str] = {
         " of it in each."
     ),
     # What is done ahead of its time.
+    "early_bound": (
+        "1: the thread blocks of a row agree on what its k best have to reach while the last of it is on its way, and"
+        " have a warp more for that; 0: when all of it is there."
+    ),
     "overlap": (
         "Programmatic dependent launch. 0: none. 1: the kernel waits for its producer kernel, then lets its consumer"
         " kernel start. 2: it lets the consumer start at once, and reads what the template says before it waits."
@@ -123,7 +127,7 @@ ADDED: Mapping[str, Mapping[str, int]] = dict.fromkeys(
     {"prefetch": 0, "stages": 0, "direct": 0, "dynamic": 0, "cached": 0},
 ) | {
     "fused_step": {"late_words": 0, "apart": 0},
-    "held_rows": {"staged": 0},
+    "held_rows": {"staged": 0, "early_bound": 0},
     **dict.fromkeys(("threshold_gate", "sample_gate"), {"unroll": 1}),
     **dict.fromkeys(("cluster_gate", "sample_cluster"), {"unroll": 1, "bound": 0}),
 }

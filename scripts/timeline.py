@@ -74,11 +74,12 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
     "threshold_gate": GATES,
     "held_rows": {
         f"{HELD}.kernel": (
-            "locate_row", "clear", "prepare_exchange", "load_row", "stage_row", "take_row", "find_tops", "find_keys",
-            "share_parts", "finish_row",
+            "locate_row", "prepare_block", "load_row", "stage_row", "take_row", "stage_steps", "take_steps",
+            "find_tops", "find_keys", "share_parts", "gather_parts", "unite_parts", "finish_row", "finish_early",
         ),
-        f"{HELD}.keys": ("find_bound", "put_reached"),
-        f"{HELD}.cluster": ("send_keys", "sum_of_warp", "unite_parts"),
+        f"{HELD}.paced": ("offer_early",),
+        f"{HELD}.find": ("find_bound", "put_reached", "list_steps", "put_listed"),
+        f"{HELD}.cluster": ("send_keys", "sum_of_warp"),
     },
     "head_tiles": {
         f"{TILES}.product": PRODUCTS,

@@ -18,15 +18,20 @@ from tvm_sparse.core.template import NotApplicable
 from tvm_sparse.emulation import EmulationError
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 from tvm_sparse.schedules.device.pool import STATIC
-from tvm_sparse.schedules.softmax_topk.held_rows import Layout, keys, rank
+from tvm_sparse.schedules.softmax_topk.held_rows import Layout, find, kernel, rank
 from tvm_sparse.schedules.softmax_topk.held_rows.space import MAX_K, allowed, default, points
 from tvm_sparse.schedules.softmax_topk.held_rows.words import LEAST, NOTHING
 
 TEMPLATE = spaces.find("held_rows", "softmax_topk")
 
 
-def point(cluster: int, threads: int, staged: int = 0) -> dict[str, int]:
-    return {"cluster": cluster, "threads": threads, "overlap": 1, "staged": staged}
+# How a row is held: in registers, staged, or staged with an early bound.
+REGISTERS, STAGED, EARLY = 0, 1, 2
+
+
+def point(cluster: int, threads: int, held: int = REGISTERS) -> dict[str, int]:
+    staged, early = int(held != REGISTERS), int(held == EARLY)
+    return {"cluster": cluster, "threads": threads, "overlap": 1, "staged": staged, "early_bound": early}
 
 
 def groups_of(layout: Layout, row: int) -> np.ndarray:
@@ -102,7 +107,7 @@ def awkward(layout: Layout, rng: np.random.Generator) -> np.ndarray:
     return x
 
 
-# vocab, k, dtype, cluster, threads, ids, staged, and vectors of a thread
+# vocab, k, dtype, cluster, threads, ids, how it is held, and vectors of a thread
 CASES = [
     (8001, 20, "bfloat16", 4, 128, 9, 0, 2),
     (8000, 20, "float32", 8, 256, 2, 0, 1),
@@ -114,9 +119,12 @@ CASES = [
     (1001, 50, "float32", 4, 128, 3, 0, 1),
     (50, 50, "float32", 1, 128, 0, 0, 1),
     # Of the last block some threads have fewer vectors, or none.
-    (6400, 50, "float32", 2, 128, 0, 1, 7),
-    (8000, 50, "float16", 1, 640, 150, 1, 2),
-    (8008, 33, "bfloat16", 1, 128, 5, 1, 8),
+    (6400, 50, "float32", 2, 128, 0, STAGED, 7),
+    (8000, 50, "float16", 1, 640, 150, STAGED, 2),
+    (8008, 33, "bfloat16", 1, 128, 5, STAGED, 8),
+    # By steps of two vectors, and in a block alone of one.
+    (8000, 20, "bfloat16", 2, 128, 3, EARLY, 4),
+    (6400, 24, "float32", 1, 256, 0, EARLY, 7),
 ]
 OTHERS = [
     (5003, 5, "float16", 1, 256, 0, 0, 3),
@@ -127,27 +135,31 @@ OTHERS = [
     (8192, 20, "float16", 2, 128, 0, 0, 4),
     (12802, 24, "float32", 8, 384, 0, 0, 2),
     (301, 50, "float16", 1, 128, 0, 0, 1),
-    (4096, 1, "bfloat16", 2, 128, 7, 1, 2),
-    (8200, 20, "float16", 4, 128, 0, 1, 3),
-    (4100, 20, "float32", 2, 256, 3, 1, 3),
+    (4096, 1, "bfloat16", 2, 128, 7, STAGED, 2),
+    (8200, 20, "float16", 4, 128, 0, STAGED, 3),
+    (4100, 20, "float32", 2, 256, 3, STAGED, 3),
+    (16008, 24, "float16", 2, 128, 9, EARLY, 8),
+    (16384, 5, "bfloat16", 8, 128, 0, EARLY, 2),
+    (12000, 1, "float32", 16, 128, 2, EARLY, 2),
+    (4096, 20, "bfloat16", 1, 128, 0, EARLY, 4),
 ]
 
 
 @pytest.mark.parametrize(
-    ("vocab", "k", "dtype", "cluster", "threads", "ids", "staged", "vectors"),
+    ("vocab", "k", "dtype", "cluster", "threads", "ids", "held", "vectors"),
     [
-        # What the three that are left out have of dtypes, clusters and staging others have.
+        # What the three that are left out have of dtypes, clusters and how a row is held others have.
         *(thorough(*case) if case in (CASES[1], CASES[2], CASES[9]) else case for case in CASES),
         *(thorough(*other) for other in OTHERS),
     ],
 )
 def test_awkward_rows(
-    vocab: int, k: int, dtype: str, cluster: int, threads: int, ids: int, staged: int, vectors: int
+    vocab: int, k: int, dtype: str, cluster: int, threads: int, ids: int, held: int, vectors: int
 ) -> None:
-    problem, decisions = SoftmaxTopk(ROWS, vocab, k, dtype, ids=ids), point(cluster, threads, staged)
+    problem, decisions = SoftmaxTopk(ROWS, vocab, k, dtype, ids=ids), point(cluster, threads, held)
     layout = Layout.of(problem, decisions)
     assert layout.vectors == vectors
-    seed = [*CASES, *OTHERS].index((vocab, k, dtype, cluster, threads, ids, staged, vectors))
+    seed = [*CASES, *OTHERS].index((vocab, k, dtype, cluster, threads, ids, held, vectors))
     logits = awkward(layout, np.random.default_rng(vocab + k))
     # In every third case arrays hold garbage until the producer kernel is done.
     run(problem, decisions, logits, seed, (1.0, 0.625)[seed // 2 % 2], stale=None if seed % 3 else all_garbage(seed))
@@ -172,9 +184,17 @@ def test_least_finite_numbers(dtype: str, vocab: int, cluster: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "staged"), [("float32", 0), thorough("float32", 1), thorough("bfloat16", 0), ("bfloat16", 1)]
+    ("dtype", "held"),
+    [
+        ("float32", REGISTERS),
+        thorough("float32", STAGED),
+        thorough("bfloat16", REGISTERS),
+        thorough("bfloat16", STAGED),
+        thorough("float32", EARLY),
+        ("bfloat16", EARLY),
+    ],
 )
-def test_numbers_that_are_rounded_by_more_than_exponents_bear(dtype: str, staged: int) -> None:
+def test_numbers_that_are_rounded_by_more_than_exponents_bear(dtype: str, held: int) -> None:
     """Masks that a warp has nothing but, and rows of nothing but such numbers."""
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((5, 4000))
@@ -183,7 +203,7 @@ def test_numbers_that_are_rounded_by_more_than_exponents_bear(dtype: str, staged
     logits[2] = -1e20
     logits[3] = np.where(rng.random(4000) < 0.5, 1e12, -1e12)
     logits[4] *= 1e30
-    run(SoftmaxTopk(5, 4000, 20, dtype), point(2, 128, staged), logits)
+    run(SoftmaxTopk(5, 4000, 20, dtype), point(2, 128, held), logits)
 
 
 def test_same_bits_in_any_order_of_threads() -> None:
@@ -194,35 +214,39 @@ def test_same_bits_in_any_order_of_threads() -> None:
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Let phases trap: those of the ways out, or the ranking of many keys."""
+    """Let phases trap: those of the ways out, the ranking of many keys, or a bound of all blocks' keys."""
     for name in names:
-        monkeypatch.setattr(rank if name == "rank_all" else keys, name, trapping)
+        monkeypatch.setattr({"rank_all": rank, "unite_parts": kernel}.get(name, find), name, trapping)
 
 
 WAYS = [
-    # vocab, k, dtype, cluster, threads, staged
-    (8001, 20, "bfloat16", 1, 128, 0),
-    (8192, 33, "float32", 2, 256, 1),
-    (8001, 5, "float32", 4, 128, 0),
+    # vocab, k, dtype, cluster, threads, and how it is held
+    (8001, 20, "bfloat16", 1, 128, REGISTERS),
+    (16384, 20, "float32", 2, 128, EARLY),
+    (8192, 33, "float32", 2, 256, STAGED),
+    (8001, 5, "float32", 4, 128, REGISTERS),
 ]
+SOME_WAYS = [*WAYS[:2], *(thorough(*way) for way in WAYS[2:])]
 
 
-@pytest.mark.parametrize(("vocab", "k", "dtype", "cluster", "threads", "staged"), WAYS)
+@pytest.mark.parametrize(("vocab", "k", "dtype", "cluster", "threads", "held"), SOME_WAYS)
 def test_random_rows_take_no_way_out(
-    vocab: int, k: int, dtype: str, cluster: int, threads: int, staged: int, monkeypatch: pytest.MonkeyPatch
+    vocab: int, k: int, dtype: str, cluster: int, threads: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits = np.random.default_rng(vocab).standard_normal((12, vocab)) * 3
     # Minus infinity is as good as any other number, and so are a few strong outliers.
     logits[1, ::2] = -np.inf
     logits[2, : vocab // 2] -= 50
     logits[3, vocab // 3 : vocab // 3 + 5] += 100
-    without(monkeypatch, "find_firsts", "select_keys", "rank_all")
-    run(SoftmaxTopk(12, vocab, k, dtype), point(cluster, threads, staged), logits)
+    # With an early bound blocks have no more keys than are ranked at once.
+    early = ["find_tops", "unite_parts"] if held == EARLY else []
+    without(monkeypatch, "find_firsts", "select_keys", "rank_all", *early)
+    run(SoftmaxTopk(12, vocab, k, dtype), point(cluster, threads, held), logits)
 
 
-@pytest.mark.parametrize(("vocab", "k", "dtype", "cluster", "threads", "staged"), [*WAYS[:2], thorough(*WAYS[2])])
+@pytest.mark.parametrize(("vocab", "k", "dtype", "cluster", "threads", "held"), SOME_WAYS)
 def test_rows_in_order_never_fill_the_room(
-    vocab: int, k: int, dtype: str, cluster: int, threads: int, staged: int, monkeypatch: pytest.MonkeyPatch
+    vocab: int, k: int, dtype: str, cluster: int, threads: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits = np.sort(np.random.default_rng(vocab).standard_normal((4, vocab)))
     # All different, as those of 16 bits are not.
@@ -232,13 +256,14 @@ def test_rows_in_order_never_fill_the_room(
         most = np.arange(1, vocab + 1).astype("uint16")
         logits[:2] = np.sort(most.view(numpy_dtype(dtype)).astype("float32"))
         logits[2:] = logits[0, ::-1]
-    without(monkeypatch, "find_firsts", "select_keys")
-    run(SoftmaxTopk(4, vocab, k, dtype), point(cluster, threads, staged), logits)
+    # In ascending order most come behind an early bound: the row gets another one, with a column.
+    without(monkeypatch, *(["find_firsts"] if held != EARLY else []), "select_keys")
+    run(SoftmaxTopk(4, vocab, k, dtype), point(cluster, threads, held), logits)
 
 
-@pytest.mark.parametrize(("vocab", "k", "dtype", "cluster", "threads", "staged"), [*WAYS[:2], thorough(*WAYS[2])])
+@pytest.mark.parametrize(("vocab", "k", "dtype", "cluster", "threads", "held"), SOME_WAYS)
 def test_equals_need_a_column_but_no_selection(
-    vocab: int, k: int, dtype: str, cluster: int, threads: int, staged: int, monkeypatch: pytest.MonkeyPatch
+    vocab: int, k: int, dtype: str, cluster: int, threads: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits = np.round(np.random.default_rng(vocab).standard_normal((8, vocab)))
     logits[1] = 0
@@ -249,7 +274,7 @@ def test_equals_need_a_column_but_no_selection(
     logits[3] = logits[4, ::-1]
     logits[6].sort()
     logits[7] = np.sort(np.random.default_rng(k).standard_normal(vocab))
-    problem, decisions = SoftmaxTopk(8, vocab, k, dtype), point(cluster, threads, staged)
+    problem, decisions = SoftmaxTopk(8, vocab, k, dtype), point(cluster, threads, held)
     without(monkeypatch, "select_keys")
     run(problem, decisions, logits)
     without(monkeypatch, "find_firsts")
@@ -258,12 +283,18 @@ def test_equals_need_a_column_but_no_selection(
 
 
 @pytest.mark.parametrize(
-    ("structure", "vocab", "staged"), [("crowded", 8001, 0), ("nan", 8000, 1), thorough("few", 8001, 0)]
+    ("structure", "vocab", "held"),
+    [
+        ("crowded", 8001, REGISTERS),
+        ("nan", 8000, EARLY),
+        thorough("nan", 8000, STAGED),
+        thorough("few", 8001, REGISTERS),
+    ],
 )
 def test_crowded_rows_need_the_selection(
-    structure: str, vocab: int, staged: int, monkeypatch: pytest.MonkeyPatch
+    structure: str, vocab: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem, decisions = SoftmaxTopk(1, vocab, 20, "bfloat16"), point(2, 128, staged)
+    problem, decisions = SoftmaxTopk(1, vocab, 20, "bfloat16"), point(2, 128, held)
     logits = np.random.default_rng(3).standard_normal((1, vocab))
     crowded = groups_of(Layout.of(problem, decisions), 0) < problem.k - 1
     if structure == "crowded":
@@ -326,11 +357,15 @@ def test_default_is_a_point(problem: SoftmaxTopk) -> None:
         (SoftmaxTopk(1, 98304, 50, "float16"), point(32, 256), "bytes of shared memory are more than 204800"),
         (
             SoftmaxTopk(1, 100_001, 5),
-            point(16, 512, 1),
+            point(16, 512, STAGED),
             "rows of 100001 elements of float32 do not begin with a vector",
         ),
-        (SoftmaxTopk(1, 8000, 5), point(4, 512, 1), "1 vectors of a thread are not staged: from 2 to 16 are"),
-        (SoftmaxTopk(1, 80_000, 5), point(4, 256, 1), "20 vectors of a thread are not staged: from 2 to 16 are"),
+        (SoftmaxTopk(1, 8000, 5), point(4, 512, STAGED), "1 vectors of a thread are not staged: from 2 to 16 are"),
+        (SoftmaxTopk(1, 80_000, 5), point(4, 256, STAGED), "20 vectors of a thread are not staged: from 2 to 16 are"),
+        (SoftmaxTopk(1, 80_000, 5), point(4, 512) | {"early_bound": 1}, "an early bound is that of a staged share"),
+        (SoftmaxTopk(1, 80_000, 25), point(4, 512, EARLY), "k=25 exceeds 24: too much of the row would reach"),
+        (SoftmaxTopk(80, 32_000, 5), point(2, 512, EARLY), "160 blocks with an early bound have no multiprocessor"),
+        (SoftmaxTopk(1, 80_000, 5), point(4, 1024, EARLY), "1024 threads and a warp are more than 1024"),
     ],
 )
 def test_points_that_are_left_out(problem: SoftmaxTopk, decisions: dict[str, int], reason: str) -> None:

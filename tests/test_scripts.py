@@ -6,6 +6,7 @@ In processes of their own. What they are for is a GPU.
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import os
 import string
@@ -320,6 +321,16 @@ def test_counters_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     found, reason = penalties(NCU, ["one"])
     assert not found and "ncu counted 2 launches in the place of 1" in reason
     assert "ERR_NVGPUCTRPERM" in penalties("==ERROR== ERR_NVGPUCTRPERM", ["one"])[1]
+
+
+def test_timelines_know_the_phases_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    pytest.importorskip("torch")
+    from timeline import PHASES
+
+    for modules in PHASES.values():
+        for place, names in modules.items():
+            assert set(names) <= vars(importlib.import_module(place)).keys(), place
 
 
 # What compute-sanitizer is asked, and what it says at its end.

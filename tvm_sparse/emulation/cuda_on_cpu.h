@@ -1955,6 +1955,9 @@ inline float bfloat16_value(uint16_t v) { return pun<float>(uint32_t(v) << 16); 
   inline H2 __hmax2_nan(H2 a, H2 b) { return {__hmax_nan(a.x, b.x), __hmax_nan(a.y, b.y)}; }   \
   inline unsigned __hgeu2_mask(H2 a, H2 b) {                                                   \
     return (a.x < b.x ? 0u : 0xFFFFu) | (a.y < b.y ? 0u : 0xFFFF0000u);                        \
+  }                                                                                            \
+  inline unsigned __hgtu2_mask(H2 a, H2 b) {                                                   \
+    return (a.x <= b.x ? 0u : 0xFFFFu) | (a.y <= b.y ? 0u : 0xFFFF0000u);                      \
   }
 
 COC_HALF(__half, __half2, half)

@@ -10,7 +10,7 @@ every element stays where it is until all that is asked of it has been answered,
     group, so that neighbours, which a row in order would have alike, are in different ones; shared memory has the
     largest element of each group. The k-th best of these is a bound that at least k of the block's elements reach, and
     in most rows few others do: 32 groups have 31 such elements for k = 20.
-3.  **Keys** (`keys.find_keys`). What reaches the bound goes into a list in shared memory, value and column in one key.
+3.  **Keys** (`find.find_keys`). What reaches the bound goes into a list in shared memory, value and column in one key.
     Of rows with many equal elements more do than there is room for. Then the bound gets a column, up to which its
     equals are wanted; and where that is not enough the block selects its k best by radix passes. So a block always
     has all of its share that can be among the row's k best.
@@ -24,6 +24,11 @@ every element stays where it is until all that is asked of it has been answered,
 7.  **Rank** (`rank.finish_row`). Each key is counted against all others by a few threads, in one step, and written with
     its probability.
 
+With `early_bound` the blocks of a staged row agree on a bound while its last vectors come (`early`). In 1 warps
+keep step with each other, and few exponentials are left behind the last vector (`paced`); in 3 any thread looks at what
+a vector has (`listed`); and in 6 there are seldom more keys than are ranked at once, so that the blocks' are only put
+one behind another (`cluster.gather_parts`).
+
 =============  ===============================================================================================
 file           holds
 =============  ===============================================================================================
@@ -32,8 +37,12 @@ file           holds
 ``words``      elements as they are held in registers, two of a 16-bit dtype in a word
 ``row``        where a share lies, and its loads
 ``staged``     the share in shared memory: its copies, and exponentials as they come
+``paced``      the same by steps, of a row with an early bound
 ``bound``      the best element of each group, and the k-th best of these
-``keys``       what reaches the bound, and the ways out if that is too much
+``early``      the same of the blocks of a cluster, while vectors come
+``keys``       what of its own each thread finds to reach the bound, and the selection
+``listed``     what reaches the bound where any thread looks at any vector
+``find``       from the bound to the block's keys, whatever the row
 ``sums``       sums of exponentials, of warps and of blocks
 ``cluster``    what blocks send each other
 ``rank``       the k best in order, and the outputs

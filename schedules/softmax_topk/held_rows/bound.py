@@ -13,6 +13,7 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
+from ...device.loops import rolled
 from ...device.selection import FULL_WARP, order
 from ...device.tops import find_kth, offer
 from ...device.words import value_in
@@ -23,6 +24,14 @@ from .words import LEAST, largest
 
 
 # fmt: off
+@T.inline
+def find_top(layout, s):
+    """`top` = the thread's largest element, of `pair`."""
+    s.top[0] = value_in(layout.dtype, s.pair[0], 0)
+    if layout.per_word == 2:
+        T.ptx.max.NaN.f32(s.top[0], s.top[0], value_in(layout.dtype, s.pair[0], 1))
+
+
 def find_tops(layout: Layout) -> Callable[..., Any]:
     """The largest element of each thread, and of each group of threads. The phase is (s).
 
@@ -40,9 +49,9 @@ def find_tops(layout: Layout) -> Callable[..., Any]:
     def phase(s):
         if not layout.staged:
             find_pair(s)
-        s.top[0] = value_in(dtype, s.pair[0], 0)
-        if layout.per_word == 2:
-            T.ptx.max.NaN.f32(s.top[0], s.top[0], value_in(dtype, s.pair[0], 1))
+        # With an early bound it is known.
+        if not layout.early:
+            find_top(layout, s)
         order(s.top[0], s.plain, s.bits)
         offer(s, s.tops, s.t % layout.groups, s.bits[0])
         T.cuda.cta_sync()
@@ -89,9 +98,9 @@ def find_firsts(layout: Layout) -> Callable[..., Any]:
     @T.inline
     def phase(s):
         order(s.top[0], s.plain, s.bits)
-        if s.bits[0] == s.tops[s.t % groups]:
+        if s.bits[0] == s.tops[s.t % groups] and s.t < layout.threads:
             s.column[0] = layout.vocab
-            for u in T.unroll(layout.vectors):
+            for u in (rolled if layout.early else T.unroll)(layout.vectors):
                 load(s, u)
                 for e in T.unroll(width):
                     if value_in(dtype, s.vector[e // per_word], e % per_word) == s.top[0]:

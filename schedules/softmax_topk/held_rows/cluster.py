@@ -45,7 +45,7 @@ def prepare_exchange(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def phase(s):
-        if s.part == 0 and s.t == 0:
+        if s.part == 0 and s.t % layout.preparers == 0:
             T.ptx.mbarrier.init.shared__cta.b64(s.barriers.ptr_to([KEYS]), T.uint32(layout.cluster))
             T.ptx.mbarrier.init.shared__cta.b64(s.barriers.ptr_to([SUMS]), T.uint32(1))
             T.ptx.fence.mbarrier_init.release.cluster()
@@ -63,7 +63,7 @@ def send_keys(layout: Layout) -> Callable[..., Any]:
     Writes: `united` and `united_sizes` of the first block, asynchronously.
     Barriers: none.
     """
-    threads = layout.threads
+    threads = layout.block_threads
 
     @T.inline
     def phase(s):
@@ -90,7 +90,7 @@ def send_sum(layout: Layout) -> Callable[..., Any]:
     Writes: `sums` of the first block, asynchronously.
     Barriers: one, at the start.
     """
-    threads, warps = layout.threads, layout.warps
+    threads, warps = layout.block_threads, layout.block_warps
     add = add_up(layout.cluster, warps)
 
     @T.inline
@@ -225,13 +225,42 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
+def gather_parts(layout: Layout) -> Callable[..., Any]:
+    """The blocks' keys one behind another, as many as are ranked at once. The phase is (s).
+
+    Reads: `united`, `united_sizes`.
+    Writes: `keys`.
+    Barriers: one, at the end.
+    """
+    cluster, room, each = layout.cluster, layout.room, layout.block_threads // layout.cluster
+
+    @T.inline
+    def phase(s):
+        first = T.alloc_local([1], "int32")
+        own = T.alloc_local([1], "int32")
+        first[0] = 0
+        own[0] = 0
+        for part in T.unroll(cluster):
+            if part < s.t // each:
+                first[0] = first[0] + T.Cast("int32", s.united_sizes[part])
+            if part == s.t // each:
+                own[0] = T.Cast("int32", s.united_sizes[part])
+        for i in rolled((own[0] - s.t % each + (each - 1)) // each):
+            s.keys[first[0] + i * each + s.t % each] = s.united[s.t // each * room + i * each + s.t % each]
+        T.cuda.cta_sync()
+
+    return phase
+
+
 def share_parts(layout: Layout) -> Callable[..., Any]:
-    """From the blocks' keys to the row's, in the first block; all others end here. The phase is (s).
+    """The block's keys and its sum to the first block, which then has the keys of all; others end here. The phase is
+    (s).
 
     Reads, writes: as the phases above and `sum_of_warp`.
+    Writes: `size`, the number of keys.
     Barriers: those of these phases.
     """
-    keys, own, total, unite = send_keys(layout), sum_of_warp(layout), send_sum(layout), unite_parts(layout)
+    keys, own, total = send_keys(layout), sum_of_warp(layout), send_sum(layout)
 
     @T.inline
     def phase(s):
@@ -242,7 +271,6 @@ def share_parts(layout: Layout) -> Callable[..., Any]:
             total(s)
             T.thread_return()
         await_arrivals(s.barriers.ptr_to([KEYS]))
-        unite(s)
 
     return phase
 # fmt: on

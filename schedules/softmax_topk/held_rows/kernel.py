@@ -10,9 +10,11 @@ from tvm.script import tirx as T
 from ...device.cluster import cluster_arrive_relaxed, cluster_wait
 from ...device.overlap import wait_then_start_consumer
 from .bound import find_tops
-from .cluster import prepare_exchange, share_parts
-from .keys import find_keys
-from .rank import finish_row
+from .cluster import gather_parts, prepare_exchange, share_parts, unite_parts
+from .early import begin_early
+from .find import find_keys
+from .paced import stage_steps, take_steps
+from .rank import finish_early, finish_row
 from .row import clear, load_row, locate_row
 from .space import Layout
 from .staged import stage_row, take_row
@@ -21,12 +23,126 @@ from .sums import add_up, sum_of_warp
 
 
 # fmt: off
+def prepare_block(layout: Layout) -> Callable[..., Any]:
+    """What needs nothing of the producer kernel, nor of the row. The phase is (s).
+
+    Writes: as `row.clear`, `early.begin_early` and `cluster.prepare_exchange`.
+    Barriers: none.
+    """
+    empty, early, exchange = clear(layout), begin_early(layout), prepare_exchange(layout)
+
+    @T.inline
+    def phase(s):
+        empty(s)
+        if layout.early:
+            early(s)
+        if layout.cluster > 1:
+            exchange(s)
+
+    return phase
+
+
+def load_and_bound(layout: Layout) -> Callable[..., Any]:
+    """Steps 1 and 2: load the row, while all blocks come to be ready to receive; and find the bound. The phase is (s).
+
+    Reads: as the phases of `row` or `staged`.
+    Writes: as these, and as `find_tops`.
+    Barriers: the cluster's, and the block's.
+    """
+    prepare, load, take, tops = (
+        prepare_block(layout), (stage_row if layout.staged else load_row)(layout), take_row(layout), find_tops(layout))
+
+    @T.inline
+    def phase(s):
+        prepare(s)
+        if layout.cluster > 1:
+            cluster_arrive_relaxed()
+        if layout.overlap:
+            wait_then_start_consumer()
+        load(s)
+        if layout.cluster > 1:
+            cluster_wait()
+        T.cuda.cta_sync()
+        if layout.staged:
+            take(s)
+        tops(s)
+
+    return phase
+
+
+def load_with_early_bound(layout: Layout) -> Callable[..., Any]:
+    """The same with an early bound: a warp more prepares the block, and later finds the bound. The phase is (s).
+
+    Reads, writes: as the phases of `paced`.
+    Barriers: the cluster's, and the block's.
+    """
+    prepare, load, take = prepare_block(layout), stage_steps(layout), take_steps(layout)
+
+    @T.inline
+    def phase(s):
+        if s.t < layout.threads:
+            if layout.overlap:
+                wait_then_start_consumer()
+            load(s)
+        else:
+            prepare(s)
+        if layout.cluster > 1:
+            cluster_arrive_relaxed()
+        T.cuda.cta_sync()
+        if layout.cluster > 1:
+            cluster_wait()
+        take(s)
+
+    return phase
+
+
+def end_row(layout: Layout) -> Callable[..., Any]:
+    """Steps 6 and 7: from the keys and sums of all blocks to the outputs, in the first block. The phase is (s).
+
+    Reads, writes, barriers: as the phases of `cluster` and `rank`.
+    """
+    unite, add, finish = unite_parts(layout), add_up(1, layout.block_warps), finish_row(layout)
+
+    @T.inline
+    def phase(s):
+        if layout.cluster > 1:
+            unite(s)
+        else:
+            add(s)
+        finish(s)
+
+    return phase
+
+
+def end_early(layout: Layout) -> Callable[..., Any]:
+    """The same with an early bound, which mostly leaves no more keys than are ranked at once. The phase is (s).
+
+    Reads, writes, barriers: as the phases of `cluster` and `rank`.
+    """
+    gather, finish, end = gather_parts(layout), finish_early(layout), end_row(layout)
+
+    @T.inline
+    def phase(s):
+        if layout.cluster > 1:
+            s.size[0] = 0
+            for part in T.unroll(layout.cluster):
+                s.size[0] = s.size[0] + T.Cast("int32", s.united_sizes[part])
+        if s.size[0] >= layout.k and s.size[0] <= layout.at_once:
+            if layout.cluster > 1:
+                gather(s)
+            finish(s)
+        else:
+            end(s)
+
+    return phase
+
+
 def kernel(layout: Layout) -> Callable[..., Any]:
     """The kernel's body, over the operator's arguments (see `interface.gpu_program`)."""
-    threads, cluster = layout.threads, layout.cluster
-    locate, prepare, exchange = locate_row(layout), clear(layout), prepare_exchange(layout)
-    load, take = (stage_row if layout.staged else load_row)(layout), take_row(layout)
-    tops, share, finish, add = find_tops(layout), share_parts(layout), finish_row(layout), add_up(1, layout.warps)
+    cluster = layout.cluster
+    locate, share = locate_row(layout), share_parts(layout)
+    load = (load_with_early_bound if layout.early else load_and_bound)(layout)
+    end = (end_early if layout.early else end_row)(layout)
     # In a cluster sums are made while keys are on their way, in a block alone while other warps find theirs.
     find = find_keys(layout, sum_of_warp(layout) if cluster == 1 else None)
 
@@ -40,33 +156,15 @@ def kernel(layout: Layout) -> Callable[..., Any]:
         else:
             block = T.cta_id([io.batch])
             part = 0
-        t = T.thread_id([threads])
+        t = T.thread_id([layout.block_threads])
         s = T.meta_var(State.alloc(layout, layout.bytes, io=io, t=t, part=part))
-        # What needs nothing of the producer kernel.
+        # The steps of the package's docstring.
         locate(s, block)
-        prepare(s)
-        if cluster > 1:
-            exchange(s)
-            cluster_arrive_relaxed()
-        if layout.overlap:
-            wait_then_start_consumer()
-        # 1. Load the row, and look at what is staged as it comes. Meanwhile all blocks come to be ready to receive.
         load(s)
-        if cluster > 1:
-            cluster_wait()
-        T.cuda.cta_sync()
-        if layout.staged:
-            take(s)
-        # 2. and 3. The bound, and what reaches it.
-        tops(s)
         find(s)
-        # 4. to 6. Share the parts of a cluster; sums.
         if cluster > 1:
             share(s)
-        else:
-            add(s)
-        # 7. Rank the keys.
-        finish(s)
+        end(s)
 
     return body
 # fmt: on

@@ -10,7 +10,6 @@ from tvm.script import tirx as T
 from ...device.loops import rolled
 from ...device.selection import PLUS_INFINITY, bits_value, join_key, order, order_bits, radix_selection, take_places
 from ...device.words import load_element, load_words, value_in
-from .bound import bound_equals, find_bound, find_firsts
 from .row import load_vector
 from .space import Layout
 from .state import column_of
@@ -116,7 +115,7 @@ def select_keys(layout: Layout) -> Callable[..., Any]:
     Writes: `found_keys`, `count`; scratch as `radix_selection`, and `need`, `size`, `column`, `key`.
     Barriers: several; ends with one.
     """
-    threads, width, vocab = layout.threads, layout.width, layout.vocab
+    threads, width, vocab = layout.block_threads, layout.width, layout.vocab
     put = put_key(layout)
 
     def key_at(s: Any, i: Any) -> Any:
@@ -155,50 +154,4 @@ def clear_behind(layout, s):
     if s.t >= s.size[0] and s.t < layout.at_once:
         s.keys[s.t] = T.uint64(0)
     T.cuda.cta_sync()
-
-
-def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """All of the block's share that can be among the row's k best. The phase is (s).
-
-    `meanwhile`: a phase (s) for the time until all warps have found theirs.
-
-    Reads: `raw`, `top`, `tops`; `firsts`, `last` and `count`, which come as the number of columns and 0.
-    Writes: `found_keys`, `size`, at most `Layout.room`; `until` and scratch.
-    Barriers: several, the last at the end.
-    """
-    bound, put, firsts, equals, select = (
-        find_bound(layout), put_reached(layout), find_firsts(layout), bound_equals(layout), select_keys(layout))
-
-    @T.inline
-    def put_anew(s):
-        """With a column for the bound; else the k best."""
-        T.cuda.cta_sync()
-        if s.t == 0:
-            s.count[0] = 0
-        firsts(s)
-        equals(s, s.tops, s.firsts)
-        put(s)
-        T.cuda.cta_sync()
-        if s.count[0] > layout.room:
-            T.cuda.cta_sync()
-            select(s)
-        s.size[0] = s.count[0]
-        if layout.cluster == 1:
-            clear_behind(layout, s)
-
-    @T.inline
-    def phase(s):
-        bound(s, s.tops)
-        s.until[0] = layout.vocab
-        # Of few distinct values it is known beforehand that too many reach the bound.
-        if s.equals[0] <= layout.groups // 2:
-            put(s)
-        if meanwhile is not None:
-            meanwhile(s)
-        T.cuda.cta_sync()
-        s.size[0] = s.count[0]
-        if s.size[0] > layout.room or s.equals[0] > layout.groups // 2:
-            put_anew(s)
-
-    return phase
 # fmt: on

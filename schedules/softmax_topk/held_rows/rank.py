@@ -9,11 +9,13 @@ from tvm.script import tirx as T
 
 from ...device.arithmetic import LN_2
 from ...device.loops import rolled
+from ...device.mbarriers import await_arrivals
 from ...device.ranking import rank_at_once, rank_key
 from ...device.selection import keep_selected, key_index, key_value, radix_selection
 from ..finishing import complete, write_given_columns
 from .space import RANKED, RANKERS, Layout
-from .sums import take_power
+from .state import SUMS
+from .sums import add_up, parts_of, sum_word, take_power
 
 
 def exponent(s: Any, value: Any) -> Any:
@@ -47,7 +49,7 @@ def rank_all(layout: Layout) -> Callable[..., Any]:
     Reads, writes: as `finish_row`.
     Barriers: several.
     """
-    threads, k = layout.threads, layout.k
+    threads, k = layout.block_threads, layout.k
     completed, rank, write = complete(layout.vocab, k), rank_key(threads, RANKERS), write_ranked(k, RANKERS)
     select, keep = radix_selection(threads, k, lambda keys, i: keys[i], rolled), keep_selected(threads, k, rolled)
 
@@ -65,6 +67,19 @@ def rank_all(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
+@T.inline
+def invert(s):
+    """What the outputs take of the sum.
+
+    Reads: `sum`, the arguments.
+    Writes: `inverse`, `logarithm`.
+    """
+    T.ptx.rcp.approx.ftz.f32(s.inverse[0], s.sum[0])
+    s.logarithm[0] = T.float32(0)
+    if s.io.log != 0:
+        s.logarithm[0] = T.log(s.sum[0])
+
+
 def finish_row(layout: Layout) -> Callable[..., Any]:
     """From a row's keys and its sum to the outputs. The phase is (s).
 
@@ -74,19 +89,53 @@ def finish_row(layout: Layout) -> Callable[..., Any]:
     """
     at_once, every = rank_at_once(layout.at_once, layout.rankers), rank_all(layout)
     write = write_ranked(layout.k, layout.rankers)
-    write_given = write_given_columns(layout.threads, layout.vocab, layout.ids, exponent, rolled)
+    write_given = write_given_columns(layout.block_threads, layout.vocab, layout.ids, exponent, rolled)
 
     @T.inline
     def phase(s):
-        T.ptx.rcp.approx.ftz.f32(s.inverse[0], s.sum[0])
-        s.logarithm[0] = T.float32(0)
-        if s.io.log != 0:
-            s.logarithm[0] = T.log(s.sum[0])
+        invert(s)
         if s.size[0] >= layout.k and s.size[0] <= layout.at_once:
             at_once(s, s.t, s.keys)
             write(s)
         else:
             every(s)
+        if layout.ids > 0:
+            write_given(s)
+
+    return phase
+
+
+def finish_early(layout: Layout) -> Callable[..., Any]:
+    """As `finish_row`, of a staged row whose keys are few enough: they are ranked while the last warp adds up the sum.
+    The phase is (s).
+
+    Reads: `keys`, `size`, `sums`, `factor`, the arguments.
+    Writes: the outputs, and scratch.
+    Barriers: one; awaits the sums of the other blocks.
+    """
+    threads, rankers = layout.threads, layout.rankers
+    rank, write = rank_at_once(layout.at_once, rankers), write_ranked(layout.k, rankers)
+    add = add_up(0, layout.entries) if layout.cluster > 1 else add_up(1, layout.block_warps)
+    write_given = write_given_columns(layout.block_threads, layout.vocab, layout.ids, exponent, rolled)
+
+    @T.inline
+    def phase(s):
+        s.slot[0] = layout.k
+        if s.t >= threads:
+            if layout.cluster > 1:
+                await_arrivals(s.barriers.ptr_to([SUMS]))
+            add(s)
+            if s.t == threads:
+                s.total[0] = sum_word(s.sum[0], s.reference[0])
+        else:
+            rank(s, s.t, s.keys)
+        T.cuda.cta_sync()
+        s.key[0] = s.total[0]
+        parts = T.meta_var(parts_of(s.key[0]))
+        s.sum[0] = parts[0]
+        s.reference[0] = parts[1]
+        invert(s)
+        write(s)
         if layout.ids > 0:
             write_given(s)
 

@@ -24,7 +24,7 @@ def locate_row(layout: Layout) -> Callable[..., Any]:
     """The columns of this block's share. The phase is (s, block), of which the second is the row's number.
 
     Reads: the arguments, but no logits.
-    Writes: `row`, `start`, `mine`, `left`, `factor`.
+    Writes: `row`, `start`, `mine`, `left`, `factor`, `counter`, `listing`.
     Barriers: none.
     """
     vocab, width, share = layout.vocab, layout.width, layout.share
@@ -40,6 +40,9 @@ def locate_row(layout: Layout) -> Callable[..., Any]:
             s.start[0] = s.start[0] - lead
             s.mine[0] = T.max(T.min((vocab + lead + (width - 1)) // width - s.part * share, share), 0)
             s.left[0] = T.Cast("int32", T.min(T.Cast("int64", s.io.batch) - s.row[0], T.int64(width + 1)) * vocab)
+        s.counter[0] = counter_address(s.count.ptr_to([0]))
+        if layout.early:
+            s.listing[0] = counter_address(s.listed.ptr_to([0]))
 
     return phase
 
@@ -47,26 +50,32 @@ def locate_row(layout: Layout) -> Callable[..., Any]:
 def clear(layout: Layout) -> Callable[..., Any]:
     """Set shared memory to how it is before any element was read. The phase is (s).
 
-    Writes: `tops`, `firsts`, `united_tops`, `united_firsts`, `last`, `count`, `united_count`, the front of `keys`; and
-        `counter`.
+    Writes: `tops`, `firsts`, `united_tops`, `united_firsts`, `last`, `count`, `listed`, `united_count`, the
+        front of `keys`.
     Barriers: none.
     """
-    threads, groups, at_once = layout.threads, layout.groups, layout.at_once
+    groups, at_once, threads = layout.groups, layout.at_once, layout.preparers
+
+    @T.inline
+    def clear_group(s, group):
+        s.tops[group] = T.uint32(0)
+        s.firsts[group] = layout.vocab
+        if layout.cluster > 1:
+            s.united_tops[group] = T.uint32(0)
+            s.united_firsts[group] = layout.vocab
 
     @T.inline
     def phase(s):
-        s.counter[0] = counter_address(s.count.ptr_to([0]))
-        if s.t < groups:
-            s.tops[s.t] = T.uint32(0)
-            s.firsts[s.t] = layout.vocab
-            if layout.cluster > 1:
-                s.united_tops[s.t] = T.uint32(0)
-                s.united_firsts[s.t] = layout.vocab
+        for i in T.unroll(ceildiv(groups, threads)):
+            if i * threads + s.t % threads < groups:
+                clear_group(s, i * threads + s.t % threads)
         for i in T.unroll(ceildiv(at_once, threads)):
-            if i * threads + s.t < at_once:
-                s.keys[i * threads + s.t] = T.uint64(0)
-        if s.t == 0:
+            if i * threads + s.t % threads < at_once:
+                s.keys[i * threads + s.t % threads] = T.uint64(0)
+        if s.t % threads == 0:
             s.count[0] = 0
+            if layout.early:
+                s.listed[0] = 0
             s.last[0] = layout.vocab
             if layout.cluster > 1:
                 s.united_count[0] = 0
@@ -146,8 +155,30 @@ def load_vector(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def of_shared(s, u):
-        load_shared(
-            s.vector[0], s.vector[1], s.vector[2], s.vector[3], s.staged.ptr_to([(u * layout.threads + s.t) * 4]))
+        read_staged(layout, s, u, 0)
 
     return of_shared if layout.staged else of_registers
+
+
+@T.inline
+def read_staged(layout, s, u, at):
+    """The staged vector number u, to `vector` from word `at` on."""
+    load_shared(
+        s.vector[at], s.vector[at + 1], s.vector[at + 2], s.vector[at + 3],
+        s.staged.ptr_to([(u * layout.threads + s.t) * 4]))
+
+
+def load_staged(layout: Layout) -> Callable[..., Any]:
+    """`vector` = the thread's vectors of step i, staged. The phase is (s, i).
+
+    Reads: `staged`.
+    Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, i):
+        for v in T.unroll(layout.step):
+            read_staged(layout, s, i * layout.step + v, 4 * v)
+
+    return phase
 # fmt: on

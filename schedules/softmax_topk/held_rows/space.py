@@ -20,6 +20,8 @@ CLUSTERS = powers(1, 16)
 # the k-th best of their tops. With 128 groups up to k = 100 the gates are faster.
 GROUPS = {24: 32, 50: 64}
 MAX_K = max(GROUPS)
+# The most k of an early bound: of more groups it is found too late.
+EARLY_K = min(GROUPS)
 # Registers that a thread needs beside those that hold the row, or where shared memory does. Of the row it has so many
 # words at most: 16 vectors, each of which has a bit in half a word (`words.HALF`).
 WORKING = 32
@@ -27,6 +29,8 @@ STAGED_WORKING = 40
 MAX_WORDS = 64
 # Vectors of a share from which on it is staged by default.
 LARGE = 2048
+# The most threads of a block.
+MOST_THREADS = 1024
 # Threads of a multiprocessor, and bytes of shared memory that a block may ask for.
 THREADS_MOST, MAX_SHARED = 2048, 200 * 1024
 # Threads that share the ranking of one key, and the most keys that are ranked so: of more the best are selected first.
@@ -46,6 +50,7 @@ class Layout(Share):
     dtype: str
     overlap: bool
     staged: bool  # whether shared memory holds the row, and not registers
+    early: bool  # whether it gets its bound before all of it is there
 
     @classmethod
     def of(cls, problem: SoftmaxTopk, decisions: Decisions) -> Layout:
@@ -59,6 +64,7 @@ class Layout(Share):
             dtype=problem.dtype,
             overlap=bool(decisions["overlap"]),
             staged=bool(decisions["staged"]),
+            early=bool(decisions["early_bound"]),
         )
 
     # The row in registers, or in shared memory.
@@ -67,6 +73,15 @@ class Layout(Share):
     def vectors(self) -> int:
         """Vectors of a thread."""
         return ceildiv(self.share, self.threads)
+
+    @cached_property
+    def step(self) -> int:
+        """Vectors that a thread looks at together: two, if there are several such steps."""
+        return 2 if self.early and self.vectors % 2 == 0 and self.vectors >= 4 else 1
+
+    @cached_property
+    def steps(self) -> int:
+        return self.vectors // self.step
 
     @cached_property
     def inner(self) -> int:
@@ -82,8 +97,9 @@ class Layout(Share):
     @cached_property
     def resident(self) -> int:
         """Blocks that a multiprocessor is to hold, which bounds the registers of a thread."""
-        by_registers = REGISTER_FILE // (self.threads * (self.words + (STAGED_WORKING if self.staged else WORKING)))
-        return max(min(by_registers, THREADS_MOST // self.threads, SHARED // (self.bytes + STATIC + RESERVED)), 1)
+        threads, working = self.block_threads, STAGED_WORKING if self.staged else WORKING
+        by_registers = REGISTER_FILE // (threads * (self.words + working))
+        return max(min(by_registers, THREADS_MOST // threads, SHARED // (self.bytes + STATIC + RESERVED)), 1)
 
     # Keys.
 
@@ -93,6 +109,30 @@ class Layout(Share):
         return next(groups for most, groups in GROUPS.items() if self.k <= most)
 
     @cached_property
+    def block_threads(self) -> int:
+        """Threads of a block: a warp more, which has no vectors, agrees on an early bound."""
+        return self.threads + 32 * self.early
+
+    @cached_property
+    def preparers(self) -> int:
+        """Threads that prepare shared memory: those of this warp, or of the block."""
+        return 32 if self.early else self.threads
+
+    @cached_property
+    def block_warps(self) -> int:
+        return self.block_threads // 32
+
+    @cached_property
+    def early_steps(self) -> int:
+        """Steps after which tops are offered: all but as many as pass until blocks have agreed."""
+        return max(self.steps - (3 if self.steps > 4 else 2), 1)
+
+    @cached_property
+    def early_groups(self) -> int:
+        """Groups of these tops. They are more, as part of a row has fewer elements that reach the k-th best."""
+        return 2 * self.groups
+
+    @cached_property
     def room(self) -> int:
         """Keys that a block may find: a few more than in most rows, and those of a row in order.
 
@@ -100,6 +140,12 @@ class Layout(Share):
         equals are among them twice as many.
         """
         return ceildiv(max(2 * self.k * self.width, 3 * self.groups), 32) * 32
+
+    @cached_property
+    def reached_room(self) -> int:
+        """Steps that may have elements which reach the bound: of a row in order k, and where equals are among them
+        twice as many."""
+        return 3 * self.groups
 
     @cached_property
     def at_once(self) -> int:
@@ -114,7 +160,7 @@ class Layout(Share):
     @cached_property
     def entries(self) -> int:
         """Sums of exponentials that the first block adds up: of all blocks, and of its own warps."""
-        return self.cluster + self.warps
+        return self.cluster + self.block_warps
 
     # Dynamic shared memory; offsets are in keys.
 
@@ -149,8 +195,20 @@ class Layout(Share):
         return ceildiv(self.keys_bytes, 16) * 4
 
     @cached_property
+    def at_peaks(self) -> int:
+        """Where the largest elements of its steps are, in words."""
+        return self.at_staged + 4 * self.vectors * self.threads
+
+    @cached_property
+    def at_early(self) -> int:
+        """Where its early tops are, in words."""
+        return self.at_peaks + self.steps * self.threads
+
+    @cached_property
     def bytes(self) -> int:
         """All of it."""
+        if self.early:
+            return asked(4 * (self.at_early + self.cluster * self.early_groups))
         return asked(4 * self.at_staged + 16 * self.vectors * self.threads if self.staged else self.keys_bytes)
 
 
@@ -164,12 +222,18 @@ def space(problem: SoftmaxTopk, machine: Machine) -> Table:
     if not points(problem, machine):
         rows = f"{problem.batch_extent} rows of {problem.vocab}"
         raise NotApplicable(f"registers and memory of {machine.cores} multiprocessors do not hold {rows} at once")
-    return {"cluster": CLUSTERS, "threads": THREADS, "overlap": (1,), "staged": (0, 1)}
+    return {"cluster": CLUSTERS, "threads": THREADS, "overlap": (1,), "staged": (0, 1), "early_bound": (0, 1)}
 
 
 def points(problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
     """All points of the space."""
-    every = [{"cluster": c, "threads": t, "overlap": 1, "staged": s} for c in CLUSTERS for t in THREADS for s in (0, 1)]
+    held = ((0, 0), (1, 0), (1, 1))
+    every = [
+        {"cluster": cluster, "threads": threads, "overlap": 1, "staged": staged, "early_bound": early}
+        for cluster in CLUSTERS
+        for threads in THREADS
+        for staged, early in held
+    ]
     return [point for point in every if allowed(problem, machine, point) is None]
 
 
@@ -192,6 +256,14 @@ def allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str
         return f"{layout.cluster * problem.batch_extent} blocks are more than run at once"
     if layout.threads < layout.at_once:
         return f"{layout.threads} threads are too few to rank {layout.at_once} keys at once"
+    if layout.early and not layout.staged:
+        return "an early bound is that of a staged share"
+    if layout.early and problem.k > EARLY_K:
+        return f"k={problem.k} exceeds {EARLY_K}: too much of the row would reach an early bound"
+    if layout.early and layout.cluster * problem.batch_extent > machine.cores:
+        return f"{layout.cluster * problem.batch_extent} blocks with an early bound have no multiprocessor each"
+    if layout.block_threads > MOST_THREADS:
+        return f"{layout.threads} threads and a warp are more than {MOST_THREADS}"
     if layout.bytes > (limit := most_asked(machine, MAX_SHARED)):
         return f"{layout.bytes} bytes of shared memory are more than {limit}"
     return None
@@ -200,7 +272,8 @@ def allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str
 def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
     """The most blocks that each have a multiprocessor of their own, up to a portable cluster, of a middle size.
 
-    A large share of 16-bit elements is staged: it has many exponentials for its bytes.
+    A large share of 16-bit elements is staged: it has many exponentials for its bytes. It gets an early bound where
+    that is known to be faster, of few k and whole steps of two vectors.
     """
 
     def badness(point: Decisions) -> tuple[bool, int, bool, int]:
@@ -208,7 +281,9 @@ def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
         crowded = cluster > 1 and cluster * problem.batch_extent > machine.cores or cluster > 8
         layout = Layout.of(problem, point)
         large = layout.itemsize == 2 and layout.share >= LARGE
-        return (crowded, cluster if crowded else -cluster, point["staged"] != large, abs(point["threads"] - 512))
+        early = large and problem.k <= EARLY_K and layout.vectors % 2 == 0
+        other = (layout.staged, layout.early) != (large, early)
+        return (crowded, cluster if crowded else -cluster, other, abs(point["threads"] - 512))
 
     space(problem, machine)  # it may not apply
     return min(points(problem, machine), key=badness)
@@ -227,4 +302,5 @@ def features(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> Fe
         "bytes_in_flight": resident * layout.threads * layout.vectors * 16,
         "k_share": problem.k / problem.vocab,
         "k_each": problem.k / layout.threads,
+        "early_bound": float(layout.early),
     }

@@ -11,10 +11,20 @@ from .space import Layout
 
 # The mbarriers of the first block: for the keys of all blocks, and for their sums.
 KEYS, SUMS = 0, 1
+# Those of a staged row's early bound: tops were offered, those of the other blocks have come, the bound is known.
+OFFERED, EXCHANGED, BOUNDED = 0, 1, 2
 
 
 def clustered(layout: Layout) -> bool:
     return layout.cluster > 1
+
+
+def on_staged(layout: Layout) -> bool:
+    return layout.staged
+
+
+def bound_early(layout: Layout) -> bool:
+    return layout.early
 
 
 def in_registers(layout: Layout) -> bool:
@@ -39,9 +49,11 @@ class State(Buffers):
     found_keys: Any = pooled("uint64", lambda o: o.room, lambda o: o.at_found)  # of the block's share
     united: Any = pooled("uint64", lambda o: o.capacity, lambda o: o.at_united, when=clustered)  # of all blocks
     # The first vectors of all threads, then their second ones, and so on; minus infinity where they have none.
-    staged: Any = pooled(
-        "uint32", lambda o: 4 * o.vectors * o.threads, lambda o: o.at_staged, when=lambda o: o.staged
-    )  # fmt: skip
+    staged: Any = pooled("uint32", lambda o: 4 * o.vectors * o.threads, lambda o: o.at_staged, when=on_staged)
+    # Of each step a word that has its largest element.
+    step_peaks: Any = pooled("uint32", lambda o: o.steps * o.threads, lambda o: o.at_peaks, when=bound_early)
+    # Of each block of the cluster the tops of what has come so far (see `early`).
+    early_tops: Any = pooled("uint32", lambda o: o.cluster * o.early_groups, lambda o: o.at_early, when=bound_early)
 
     # ---- static shared memory ---------------------------------------------------------------------------------------
     tops: Any = shared("uint32", lambda o: o.groups)  # of groups of threads, orders of the largest elements
@@ -58,11 +70,16 @@ class State(Buffers):
     united_sizes: Any = shared("uint64", lambda o: o.cluster, when=clustered)  # how many keys each block has sent
     united_count: Any = shared("int32", when=clustered)  # how many of them reach the row's bound
     barriers: Any = shared("uint64", 2, when=clustered)  # KEYS and SUMS
+    early: Any = shared("uint64", 3, when=bound_early)  # OFFERED, EXCHANGED and BOUNDED
+    reached: Any = shared("int32", lambda o: o.reached_room, when=bound_early)  # listed steps: step * threads + thread
+    listed: Any = shared("int32", when=bound_early)  # how many there are, those that had no room included
+    total: Any = shared("uint64", when=bound_early)  # the row's sum
 
     # ---- a thread's own ---------------------------------------------------------------------------------------------
     raw: Any = local("uint32", lambda o: o.words, when=in_registers)  # likewise, if they are not staged
-    peaks: Any = local("uint32", lambda o: o.vectors, when=lambda o: o.staged)  # of each vector the largest elements
-    vector: Any = local("uint32", 4)  # one of them
+    # Of each vector a word that has its largest element.
+    peaks: Any = local("uint32", lambda o: o.vectors, when=lambda o: o.staged and not o.early)
+    vector: Any = local("uint32", lambda o: 4 * o.step)  # one of them, or those of a step
     pair: Any = local("uint32")  # the threshold, as a word whose elements it is; also scratch
     factor: Any = local("float32")  # scale * log2(e): exponentials are powers of 2
     top: Any = local("float32")  # the thread's largest element, NaN if it has one
@@ -72,15 +89,19 @@ class State(Buffers):
     partial: Any = local("float32", 4)  # sums of exponentials side by side
     sum: Any = local("float32")
     reference: Any = local("float32")  # of the sum
+    base: Any = local("float32", when=bound_early)  # -reference * factor, rounded
+    rest: Any = local("float32", when=bound_early)  # what rounding took of it, or 0 if it is not `near`
+    near: Any = local("int32", when=bound_early)  # whether it is small enough for exponents to be taken from it
     inverse: Any = local("float32")  # 1 / sum
     logarithm: Any = local("float32")  # ln(sum)
-    own: Any = local("uint32", lambda o: o.groups // 32)  # tops
+    own: Any = local("uint32", lambda o: (o.early_groups if o.early else o.groups) // 32)  # tops
     bound: Any = local("uint32")  # the order that elements have to reach
     until: Any = local("int32")  # the last column in which equals of the bound are wanted
     threshold: Any = local("float32")  # the bound as a value
     marks: Any = local("uint32")  # of a thread's vectors, those with elements that reach it
     spot: Any = local("int32")  # one of them
     column: Any = local("int32")
+    listing: Any = local("uint32", when=bound_early)  # the address of `listed`
     counter: Any = local("uint32")  # the address of `count`, or of `united_count` (see `selection.counter_address`)
     row: Any = local("int64")  # offsets into the logits pass 2^31
     start: Any = local("int32")  # the column of the block's first vector; below 0 if that begins in the row before

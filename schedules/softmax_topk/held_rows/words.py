@@ -62,12 +62,17 @@ def twice(dtype: str, x: Any) -> Any:
     return T.cuda.func_call("half_twice", x, source_code=TWICE, return_type="uint32")
 
 
-def reach(dtype: str, word: Any, threshold: Any, i: Any) -> Any:
-    """Which elements of a word are not below those of the threshold, as no NaN is: bit i, of the second HALF + i."""
+def reach(dtype: str, word: Any, threshold: Any, i: Any, beyond: bool = False) -> Any:
+    """Which elements of a word are not below those of the threshold, as no NaN is: bit i, of the second HALF + i.
+
+    `beyond`: nor equal.
+    """
     bit = T.uint32(1) << T.Cast("uint32", i)
     if dtype == "float32":
-        return T.Select(T.reinterpret("float32", word) < T.reinterpret("float32", threshold), T.uint32(0), bit)
-    return _of_two("reach", dtype, "return __hgeu2_mask(a, b);")(word, threshold) & (bit | (bit << T.uint32(HALF)))
+        x, least = T.reinterpret("float32", word), T.reinterpret("float32", threshold)
+        return T.Select(x <= least if beyond else x < least, T.uint32(0), bit)
+    name, compare = ("exceed", "__hgtu2_mask") if beyond else ("reach", "__hgeu2_mask")
+    return _of_two(name, dtype, f"return {compare}(a, b);")(word, threshold) & (bit | (bit << T.uint32(HALF)))
 
 
 def picked(words: Any, i: Any, extent: int, width: int = 1, offset: int = 0, first: int = 0) -> Any:

@@ -1,0 +1,111 @@
+"""The keys of what reaches a block's bound, where any thread can look at any vector.
+
+A thread that looks at its own vectors does so one element after another, as most warps have one such thread, and those
+that have two make all others wait (`keys.put_reached`). Here threads list what they have, a step of vectors each, and
+then all threads look at an element each of what is listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ...device.loops import rolled
+from ...device.selection import PLUS_INFINITY, bits_value, join_key, order, take_places
+from ...device.words import value_in
+from .keys import put_key
+from .row import load_vector
+from .space import Layout
+from .state import column_of
+from .words import HALF, largest, reach, twice
+
+
+# fmt: off
+def list_steps(layout: Layout, limited: bool) -> Callable[..., Any]:
+    """List the steps of a staged share that have elements which reach the bound. The phase is (s).
+
+    `limited`: of its equals those up to a column.
+
+    Most have one, and most threads none. Threads that looked at what they have listed themselves would do so one
+    element after another, while all others wait.
+
+    Reads: `step_peaks`, `top`, `bound`; if `limited`, `staged`, `until`.
+    Writes: `reached` and `listed`; scratch is `threshold`, `pair`, `marks`, `spot`, `vector`, `slot`.
+    Barriers: none.
+    After: if there is no room for all, the count exceeds it.
+    """
+    threads, dtype = layout.threads, layout.dtype
+    load = load_vector(layout)
+
+    @T.inline
+    def mark_steps(s):
+        for i in T.unroll(layout.steps):
+            s.marks[0] = s.marks[0] | reach(dtype, s.step_peaks[i * threads + s.t], s.pair[0], i)
+
+    @T.inline
+    def mark_limited(s):
+        """As `mark_steps`, but vectors behind the last column for what exceeds the bound alone."""
+        peak = T.alloc_local([1], "uint32")
+        for u in rolled(layout.vectors):
+            load(s, u)
+            peak[0] = largest(dtype, [s.vector[w] for w in range(4)])
+            s.marks[0] = s.marks[0] | T.Select(
+                column_of(layout, s, u * layout.width) <= s.until[0],
+                reach(dtype, peak[0], s.pair[0], u // layout.step),
+                reach(dtype, peak[0], s.pair[0], u // layout.step, beyond=True))
+
+    mark = mark_limited if limited else mark_steps
+
+    @T.inline
+    def phase(s):
+        # No NaN is below plus infinity, and all else is that is not in the share.
+        s.threshold[0] = bits_value(T.min(s.bound[0], T.uint32(PLUS_INFINITY)))
+        s.pair[0] = twice(dtype, s.threshold[0])
+        # The simplifier would take "not below" for "no less", which no NaN is.
+        if T.Select(s.top[0] < s.threshold[0], 0, 1) != 0:
+            s.marks[0] = T.uint32(0)
+            mark(s)
+            s.marks[0] = (s.marks[0] | (s.marks[0] >> T.uint32(HALF))) & T.uint32((1 << HALF) - 1)
+            while s.marks[0] != T.uint32(0):
+                s.spot[0] = 31 - T.clz(T.reinterpret("int32", s.marks[0]))
+                s.marks[0] = s.marks[0] ^ (T.uint32(1) << T.Cast("uint32", s.spot[0]))
+                s.slot[0] = take_places(s.listing[0], T.int32(1))
+                if s.slot[0] < layout.reached_room:
+                    s.reached[s.slot[0]] = s.spot[0] * threads + s.t
+
+    return phase
+
+
+def put_listed(layout: Layout) -> Callable[..., Any]:
+    """Append the keys of what reaches the bound, and of its equals of those up to a column: each element of the steps
+    that are listed is looked at by another thread. The phase is (s).
+
+    Reads: `reached`, `listed`; `staged`, `bound`, `until`.
+    Writes: as `put_key`; scratch is `pivot`, `size`, `column`, `key`, `plain`, `bits`.
+    Barriers: none; one has to come between `list_steps` and this.
+    """
+    threads, block, dtype, width, per_word, step, room = (
+        layout.threads, layout.block_threads, layout.dtype, layout.width, layout.per_word, layout.step,
+        layout.reached_room)
+    put, lanes = put_key(layout), step * width
+
+    @T.inline
+    def phase(s):
+        vector = T.alloc_local([1], "int32")
+        s.pivot[0] = join_key(s.bound[0], s.until[0])
+        s.size[0] = T.min(s.listed[0], room)
+        for i in rolled((s.size[0] * lanes - s.t + (block - 1)) // block):
+            vector[0] = s.reached[(i * block + s.t) // lanes]
+            # From the step to its vector that has the element.
+            vector[0] = (vector[0] // threads * step + s.t % lanes // width) * threads + vector[0] % threads
+            s.column[0] = s.start[0] + vector[0] * width + s.t % width
+            order(
+                value_in(dtype, s.staged[vector[0] * 4 + s.t % width // per_word], s.t % per_word), s.plain, s.bits)
+            s.key[0] = join_key(s.bits[0], s.column[0])
+            if s.key[0] >= s.pivot[0]:
+                put(s)
+
+    return phase
+# fmt: on

@@ -1,0 +1,185 @@
+"""A staged share of which no warp comes late, and of which few exponentials are left when the last vector is there.
+
+As `staged`, but by *steps* of two vectors, and with three differences:
+
+* The loop over steps is not unrolled. Of straight code the assembler puts the waits first, and more than half of the
+  exponentials behind the last one.
+* All warps ask for a step before any asks for the next one. Else some have all of theirs on their way before others
+  have begun; the last ones' vectors come last, and each warp is alone then with many exponentials.
+* A sum is relative to an element that few others exceed by much, not to the largest one so far. It seldom changes, so
+  that no exponential is spent on it, and an exponent is one product and sum in one instruction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ...device.loops import rolled
+from ...device.words import value_in
+from .early import agree, offer_early
+from .row import load_staged
+from .space import Layout
+from .staged import VECTOR
+from .state import column_of
+from .sums import LOWEST, PARTIAL, take_power
+from .words import NOTHING, larger, largest
+
+# The barrier of the threads that have vectors, by which they ask for them in the order of steps.
+PACE = 1
+# Powers of two by which elements may exceed the reference of a sum, far less than float32 reaches; and below which
+# products with `factor` are, so that what rounding takes of a reference's is a small part of one.
+REACH, NEAR = 8, 1 << 20
+
+
+# fmt: off
+def stage_steps(layout: Layout) -> Callable[..., Any]:
+    """Have the thread's vectors copied. The phase is (s), of the threads that have some.
+
+    Reads: `row`, `start`, `mine`.
+    Writes: `staged`, asynchronously: minus infinity beyond this block's share.
+    Barriers: of the threads that have vectors alone; what a thread reads it has copied itself.
+    After: a group of copies for each step is on its way.
+    """
+    step, width, threads = layout.step, layout.width, layout.threads
+
+    @T.inline
+    def copy(s, u):
+        T.ptx.cp.async_.cg.shared.global_(
+            s.staged.ptr_to([(u * threads + s.t) * 4]),
+            s.io.logits.ptr_to([s.row[0], column_of(layout, s, u * width)]), VECTOR)
+
+    @T.inline
+    def phase(s):
+        for u in T.unroll(layout.vectors):
+            if u < layout.inner:
+                copy(s, u)
+            else:
+                if u * threads + s.t < s.mine[0]:
+                    copy(s, u)
+                else:
+                    for w in T.unroll(4):
+                        s.staged[(u * threads + s.t) * 4 + w] = T.uint32(NOTHING[layout.dtype])
+            if u % step == step - 1:
+                T.ptx.cp.async_.commit_group()
+                if u < layout.vectors - 1:
+                    T.ptx.bar.sync(T.uint32(PACE), T.uint32(threads))
+
+    return phase
+
+
+def raise_reference(layout: Layout) -> Callable[..., Any]:
+    """Make `plain` the reference of the thread's sum. The phase is (s).
+
+    Reads: `plain`, `factor`.
+    Writes: `reference`, `base`, `rest`, `near`, `sum`; scratch is `power`.
+    Barriers: none.
+    """
+
+    @T.inline
+    def phase(s):
+        s.power[0] = (s.reference[0] - s.plain[0]) * s.factor[0] - s.rest[0]
+        s.reference[0] = s.plain[0]
+        s.base[0] = s.plain[0] * -s.factor[0]
+        s.rest[0] = T.float32(0)
+        s.near[0] = 0
+        if T.abs(s.base[0]) < T.float32(NEAR):
+            s.near[0] = 1
+            T.ptx.fma.rn.f32(s.rest[0], s.plain[0], s.factor[0], s.base[0])
+        T.ptx.ex2.approx.ftz.f32(s.power[0], s.power[0] + s.rest[0])
+        s.sum[0] = s.sum[0] * s.power[0]
+
+    return phase
+
+
+def weigh_step(layout: Layout) -> Callable[..., Any]:
+    """Add the exponentials of a step's vectors to the thread's sum. The phase is (s, peak), of which the second is a
+    word that has their largest element.
+
+    As Algorithm 3 of Milakov & Gimelshein 2018 (lines 4 to 6), but for whole vectors, and relative to an element that
+    few others exceed by much: it changes seldom.
+
+    Reads: `vector`, `factor`.
+    Writes: `sum` and what it is relative to; scratch is `plain`, `power`, `partial`.
+    Barriers: none.
+    """
+    dtype, per_word = layout.dtype, layout.per_word
+    rise = raise_reference(layout)
+
+    @T.inline
+    def add(s, e):
+        if e < PARTIAL:
+            s.partial[e] = s.power[0]
+        else:
+            s.partial[e % PARTIAL] = s.partial[e % PARTIAL] + s.power[0]
+
+    @T.inline
+    def phase(s, peak):
+        s.plain[0] = value_in(dtype, peak, 0)
+        if per_word == 2:
+            s.plain[0] = T.max(s.plain[0], value_in(dtype, peak, 1))
+        if (s.plain[0] - s.reference[0]) * s.factor[0] > T.float32(REACH):
+            rise(s)
+        if s.near[0] != 0:
+            for e in T.unroll(layout.step * layout.width):
+                T.ptx.fma.rn.f32(
+                    s.power[0], value_in(dtype, s.vector[e // per_word], e % per_word), s.factor[0], s.base[0])
+                T.ptx.ex2.approx.ftz.f32(s.power[0], s.power[0])
+                add(s, e)
+        else:
+            # Numbers of any size: where they are equal the difference is 0, and else minus infinity.
+            for e in T.unroll(layout.step * layout.width):
+                take_power(s, s.power, value_in(dtype, s.vector[e // per_word], e % per_word))
+                add(s, e)
+        s.sum[0] = s.sum[0] + ((s.partial[0] + s.partial[1]) + (s.partial[2] + s.partial[3]))
+
+    return phase
+
+
+def take_steps(layout: Layout) -> Callable[..., Any]:
+    """Look at the thread's vectors as they come; the warp that has none finds the early bound. The phase is (s).
+
+    Reads: `staged`, `factor`.
+    Writes: `step_peaks`, `pair`, the largest elements of all, `sum`, `reference`; as `agree`; scratch is `vector`, and
+        as `weigh_step`.
+    Barriers: none.
+    """
+    dtype, threads, steps, early = layout.dtype, layout.threads, layout.steps, layout.early_steps
+    load, weigh = load_staged(layout), weigh_step(layout)
+    offer, bound = offer_early(layout), agree(layout)
+
+    @T.inline
+    def look(s, peak):
+        for i in rolled(steps):
+            T.ptx.cp.async_.wait_group(steps - 1)
+            # An empty group, so that all but the same number have to be over in the next step.
+            T.ptx.cp.async_.commit_group()
+            load(s, i)
+            peak[0] = largest(dtype, [s.vector[w] for w in range(4 * layout.step)])
+            s.step_peaks[i * threads + s.t] = peak[0]
+            s.pair[0] = larger(dtype, s.pair[0], peak[0])
+            weigh(s, peak[0])
+            if i == early - 1:
+                offer(s)
+
+    @T.inline
+    def phase(s):
+        peak = T.alloc_local([1], "uint32")
+        s.pair[0] = T.uint32(NOTHING[dtype])
+        s.reference[0] = LOWEST
+        s.rest[0] = T.float32(0)
+        s.base[0] = T.float32(0)
+        s.near[0] = 0
+        s.sum[0] = T.float32(0)
+        if s.t < threads:
+            look(s, peak)
+        else:
+            bound(s)
+        # Relative to the reference itself.
+        T.ptx.ex2.approx.ftz.f32(s.power[0], T.float32(0) - s.rest[0])
+        s.sum[0] = s.sum[0] * s.power[0]
+
+    return phase
+# fmt: on
