@@ -249,7 +249,7 @@ def pairs_with_nan(n):
 
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
 def test_pairs_of_half_with_nan(dtype):
-    """The larger of two is NaN if one is; and "not less" is true of NaN."""
+    """The larger of two is NaN if one is; and "not less" and "not less nor equal" are true of NaN."""
     pair = "__half2" if dtype == "float16" else "__nv_bfloat162"
 
     def of_pairs(name, result):
@@ -261,21 +261,24 @@ def test_pairs_of_half_with_nan(dtype):
 
     largest = of_pairs("largest", f"{pair} c = __hmax2_nan(a, b); return *(unsigned int*)&c;")
     not_less = of_pairs("not_less", "return __hgeu2_mask(a, b);")
+    greater = of_pairs("greater", "return __hgtu2_mask(a, b);")
 
     @T.prim_func
-    def func(V: T.Buffer((128,), "uint32"), W: T.Buffer((128,), "uint32"), Y: T.Buffer((2, 128), "uint32")):
+    def func(V: T.Buffer((128,), "uint32"), W: T.Buffer((128,), "uint32"), Y: T.Buffer((3, 128), "uint32")):
         T.device_entry()
         T.cta_id([1])
         t = T.thread_id([128])
         Y[0, t] = largest(V[t], W[t])
         Y[1, t] = not_less(V[t], W[t])
+        Y[2, t] = greater(V[t], W[t])
 
     a, b = (x.astype(dtype) for x in pairs_with_nan(256))
-    out = np.zeros((2, 128), "uint32")
+    out = np.zeros((3, 128), "uint32")
     run_tirx(func, [a.view("uint32"), b.view("uint32"), out])
     wide_a, wide_b = a.astype("float32"), b.astype("float32")
     np.testing.assert_array_equal(out[0].view(dtype).astype("float32"), np.maximum(wide_a, wide_b))
     np.testing.assert_array_equal(out[1].view("uint16"), np.where(wide_a < wide_b, 0, 0xFFFF))
+    np.testing.assert_array_equal(out[2].view("uint16"), np.where(wide_a <= wide_b, 0, 0xFFFF))
 
 
 def test_larger_of_two_with_nan():

@@ -55,7 +55,7 @@ from __future__ import annotations
 from tvm_sparse.core.template import Decisions, Program, Template
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
-from .space import Layout, allowed, default, features, space
+from .space import Layout, allowed, default, features, launch, space
 
 __all__ = ["Layout", "held_rows"]
 
@@ -79,5 +79,6 @@ held_rows = Template(
     program=build,
     allowed=allowed,
     features=features,
+    launch=launch,
     explicit_threads=True,
 )

@@ -226,7 +226,7 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
 
 
 def gather_parts(layout: Layout) -> Callable[..., Any]:
-    """The blocks' keys one behind another, as many as are ranked at once. The phase is (s).
+    """The blocks' keys one behind another, which are few enough to be ranked at once. The phase is (s).
 
     Reads: `united`, `united_sizes`.
     Writes: `keys`.
@@ -256,9 +256,8 @@ def share_parts(layout: Layout) -> Callable[..., Any]:
     """The block's keys and its sum to the first block, which then has the keys of all; others end here. The phase is
     (s).
 
-    Reads, writes: as the phases above and `sum_of_warp`.
-    Writes: `size`, the number of keys.
-    Barriers: those of these phases.
+    Reads, writes: as `send_keys`, `sum_of_warp` and `send_sum`.
+    Barriers: that of `send_sum`; awaits the keys.
     """
     keys, own, total = send_keys(layout), sum_of_warp(layout), send_sum(layout)
 

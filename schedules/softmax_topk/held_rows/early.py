@@ -32,7 +32,7 @@ TOP = 4
 def begin_early(layout: Layout) -> Callable[..., Any]:
     """The mbarriers, and no tops yet. The phase is (s), of one warp.
 
-    Writes: `early`, `early_tops` of this block.
+    Writes: `early_barriers`, `early_tops` of this block.
     Barriers: none; one of the cluster has to come before anything is offered.
     """
     groups = layout.early_groups
@@ -40,11 +40,11 @@ def begin_early(layout: Layout) -> Callable[..., Any]:
     @T.inline
     def phase(s):
         if s.t % 32 == 0:
-            T.ptx.mbarrier.init.shared__cta.b64(s.early.ptr_to([OFFERED]), T.uint32(layout.warps))
-            T.ptx.mbarrier.init.shared__cta.b64(s.early.ptr_to([EXCHANGED]), T.uint32(1))
-            T.ptx.mbarrier.init.shared__cta.b64(s.early.ptr_to([BOUNDED]), T.uint32(1))
+            T.ptx.mbarrier.init.shared__cta.b64(s.early_barriers.ptr_to([OFFERED]), T.uint32(layout.warps))
+            T.ptx.mbarrier.init.shared__cta.b64(s.early_barriers.ptr_to([EXCHANGED]), T.uint32(1))
+            T.ptx.mbarrier.init.shared__cta.b64(s.early_barriers.ptr_to([BOUNDED]), T.uint32(1))
             T.ptx.fence.mbarrier_init.release.cluster()
-            arrive_expecting(s.early.ptr_to([EXCHANGED]), T.uint32((layout.cluster - 1) * groups * TOP))
+            arrive_expecting(s.early_barriers.ptr_to([EXCHANGED]), T.uint32((layout.cluster - 1) * groups * TOP))
         for j in T.unroll(groups // 32):
             s.early_tops[s.part * groups + j * 32 + s.t % 32] = T.uint32(0)
 
@@ -53,10 +53,10 @@ def begin_early(layout: Layout) -> Callable[..., Any]:
 
 @T.inline
 def tell(s, which):
-    """This warp has done its part: one arrival at an mbarrier of `early`."""
+    """This warp has done its part: one arrival at an mbarrier of `early_barriers`."""
     T.cuda.warp_sync()
     if s.t % 32 == 0:
-        arrive_expecting(s.early.ptr_to([which]), T.uint32(0))
+        arrive_expecting(s.early_barriers.ptr_to([which]), T.uint32(0))
 
 
 def offer_early(layout: Layout) -> Callable[..., Any]:
@@ -100,7 +100,7 @@ def send_early(layout: Layout) -> Callable[..., Any]:
             for other in T.unroll(cluster - 1):
                 peer[0] = T.Cast("uint32", (s.part + 1 + other) % cluster)
                 T.ptx.mapa.shared__cluster.u32(
-                    barrier[0], T.cuda.cvta_generic_to_shared(s.early.ptr_to([EXCHANGED])), peer[0])
+                    barrier[0], T.cuda.cvta_generic_to_shared(s.early_barriers.ptr_to([EXCHANGED])), peer[0])
                 T.ptx.mapa.shared__cluster.u32(
                     there[0], T.cuda.cvta_generic_to_shared(s.early_tops.ptr_to([at])), peer[0])
                 send_word(there[0], pair[0], barrier[0])
@@ -163,10 +163,10 @@ def agree(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def phase(s):
-        await_arrivals(s.early.ptr_to([OFFERED]))
+        await_arrivals(s.early_barriers.ptr_to([OFFERED]))
         if layout.cluster > 1:
             send(s)
-            await_arrivals(s.early.ptr_to([EXCHANGED]))
+            await_arrivals(s.early_barriers.ptr_to([EXCHANGED]))
         find(s)
         tell(s, BOUNDED)
 
@@ -181,6 +181,6 @@ def take_early(layout, s):
     Barriers: awaits BOUNDED.
     """
     find_top(layout, s)
-    await_arrivals(s.early.ptr_to([BOUNDED]))
+    await_arrivals(s.early_barriers.ptr_to([BOUNDED]))
     s.bound[0] = T.max(s.kth[0], T.uint32(LEAST[layout.dtype]))
 # fmt: on

@@ -28,9 +28,6 @@ def list_steps(layout: Layout, limited: bool) -> Callable[..., Any]:
 
     `limited`: of its equals those up to a column.
 
-    Most have one, and most threads none. Threads that looked at what they have listed themselves would do so one
-    element after another, while all others wait.
-
     Reads: `step_peaks`, `top`, `bound`; if `limited`, `staged`, `until`.
     Writes: `reached` and `listed`; scratch is `threshold`, `pair`, `marks`, `spot`, `vector`, `slot`.
     Barriers: none.

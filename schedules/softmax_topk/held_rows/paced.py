@@ -142,9 +142,9 @@ def take_steps(layout: Layout) -> Callable[..., Any]:
     """Look at the thread's vectors as they come; the warp that has none finds the early bound. The phase is (s).
 
     Reads: `staged`, `factor`.
-    Writes: `step_peaks`, `pair`, the largest elements of all, `sum`, `reference`; as `agree`; scratch is `vector`, and
-        as `weigh_step`.
-    Barriers: none.
+    Writes: `step_peaks`, `pair`, the largest elements of all, `sum`, `reference`; as `offer_early` and `agree`; scratch
+        is `vector`, and as `weigh_step`.
+    Barriers: as `offer_early` and `agree`.
     """
     dtype, threads, steps, early = layout.dtype, layout.threads, layout.steps, layout.early_steps
     load, weigh = load_staged(layout), weigh_step(layout)

@@ -106,8 +106,8 @@ def finish_row(layout: Layout) -> Callable[..., Any]:
 
 
 def finish_early(layout: Layout) -> Callable[..., Any]:
-    """As `finish_row`, of a staged row whose keys are few enough: they are ranked while the last warp adds up the sum.
-    The phase is (s).
+    """As `finish_row`, with an early bound, of keys that are few enough: they are ranked while the warp that has no
+    vectors adds up the sum. The phase is (s).
 
     Reads: `keys`, `size`, `sums`, `factor`, the arguments.
     Writes: the outputs, and scratch.
@@ -120,6 +120,7 @@ def finish_early(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def phase(s):
+        # A thread that ranks nothing has nothing to write.
         s.slot[0] = layout.k
         if s.t >= threads:
             if layout.cluster > 1:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from tvm_sparse.core.machine import REGISTER_FILE, Machine
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.core.template import Decisions, Features, NotApplicable, Table, ceildiv, powers
+from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv, powers
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 from ...device.pool import RESERVED, SHARED, STATIC, asked, most_asked
@@ -267,6 +267,11 @@ def allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str
     if layout.bytes > (limit := most_asked(machine, MAX_SHARED)):
         return f"{layout.bytes} bytes of shared memory are more than {limit}"
     return None
+
+
+def launch(problem: SoftmaxTopk, decisions: Decisions) -> Launch:
+    layout = Layout.of(problem, decisions)
+    return Launch(layout.block_threads, layout.bytes)
 
 
 def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:

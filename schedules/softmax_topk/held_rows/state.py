@@ -23,7 +23,7 @@ def on_staged(layout: Layout) -> bool:
     return layout.staged
 
 
-def bound_early(layout: Layout) -> bool:
+def has_early(layout: Layout) -> bool:
     return layout.early
 
 
@@ -51,9 +51,9 @@ class State(Buffers):
     # The first vectors of all threads, then their second ones, and so on; minus infinity where they have none.
     staged: Any = pooled("uint32", lambda o: 4 * o.vectors * o.threads, lambda o: o.at_staged, when=on_staged)
     # Of each step a word that has its largest element.
-    step_peaks: Any = pooled("uint32", lambda o: o.steps * o.threads, lambda o: o.at_peaks, when=bound_early)
+    step_peaks: Any = pooled("uint32", lambda o: o.steps * o.threads, lambda o: o.at_peaks, when=has_early)
     # Of each block of the cluster the tops of what has come so far (see `early`).
-    early_tops: Any = pooled("uint32", lambda o: o.cluster * o.early_groups, lambda o: o.at_early, when=bound_early)
+    early_tops: Any = pooled("uint32", lambda o: o.cluster * o.early_groups, lambda o: o.at_early, when=has_early)
 
     # ---- static shared memory ---------------------------------------------------------------------------------------
     tops: Any = shared("uint32", lambda o: o.groups)  # of groups of threads, orders of the largest elements
@@ -70,10 +70,10 @@ class State(Buffers):
     united_sizes: Any = shared("uint64", lambda o: o.cluster, when=clustered)  # how many keys each block has sent
     united_count: Any = shared("int32", when=clustered)  # how many of them reach the row's bound
     barriers: Any = shared("uint64", 2, when=clustered)  # KEYS and SUMS
-    early: Any = shared("uint64", 3, when=bound_early)  # OFFERED, EXCHANGED and BOUNDED
-    reached: Any = shared("int32", lambda o: o.reached_room, when=bound_early)  # listed steps: step * threads + thread
-    listed: Any = shared("int32", when=bound_early)  # how many there are, those that had no room included
-    total: Any = shared("uint64", when=bound_early)  # the row's sum
+    early_barriers: Any = shared("uint64", 3, when=has_early)  # OFFERED, EXCHANGED and BOUNDED
+    reached: Any = shared("int32", lambda o: o.reached_room, when=has_early)  # steps: number * threads + thread
+    listed: Any = shared("int32", when=has_early)  # how many there are, those that had no room included
+    total: Any = shared("uint64", when=has_early)  # the row's sum
 
     # ---- a thread's own ---------------------------------------------------------------------------------------------
     raw: Any = local("uint32", lambda o: o.words, when=in_registers)  # likewise, if they are not staged
@@ -89,9 +89,9 @@ class State(Buffers):
     partial: Any = local("float32", 4)  # sums of exponentials side by side
     sum: Any = local("float32")
     reference: Any = local("float32")  # of the sum
-    base: Any = local("float32", when=bound_early)  # -reference * factor, rounded
-    rest: Any = local("float32", when=bound_early)  # what rounding took of it, or 0 if it is not `near`
-    near: Any = local("int32", when=bound_early)  # whether it is small enough for exponents to be taken from it
+    base: Any = local("float32", when=has_early)  # -reference * factor, rounded
+    rest: Any = local("float32", when=has_early)  # what rounding took of it, or 0 if it is not `near`
+    near: Any = local("int32", when=has_early)  # whether it is small enough for exponents to be taken from it
     inverse: Any = local("float32")  # 1 / sum
     logarithm: Any = local("float32")  # ln(sum)
     own: Any = local("uint32", lambda o: (o.early_groups if o.early else o.groups) // 32)  # tops
@@ -101,7 +101,7 @@ class State(Buffers):
     marks: Any = local("uint32")  # of a thread's vectors, those with elements that reach it
     spot: Any = local("int32")  # one of them
     column: Any = local("int32")
-    listing: Any = local("uint32", when=bound_early)  # the address of `listed`
+    listing: Any = local("uint32", when=has_early)  # the address of `listed`
     counter: Any = local("uint32")  # the address of `count`, or of `united_count` (see `selection.counter_address`)
     row: Any = local("int64")  # offsets into the logits pass 2^31
     start: Any = local("int32")  # the column of the block's first vector; below 0 if that begins in the row before
