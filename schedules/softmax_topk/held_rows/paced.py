@@ -22,8 +22,7 @@ from ...device.words import value_in
 from .early import agree, offer_early
 from .row import load_staged
 from .space import Layout
-from .staged import VECTOR
-from .state import column_of
+from .staged import copy_vector
 from .sums import LOWEST, PARTIAL, take_power
 from .words import NOTHING, larger, largest
 
@@ -38,34 +37,20 @@ REACH, NEAR = 8, 1 << 20
 def stage_steps(layout: Layout) -> Callable[..., Any]:
     """Have the thread's vectors copied. The phase is (s), of the threads that have some.
 
-    Reads: `row`, `start`, `mine`.
-    Writes: `staged`, asynchronously: minus infinity beyond this block's share.
-    Barriers: of the threads that have vectors alone; what a thread reads it has copied itself.
+    Reads, writes: as `copy_vector`.
+    Barriers: one of these threads behind each step but the last.
     After: a group of copies for each step is on its way.
     """
-    step, width, threads = layout.step, layout.width, layout.threads
-
-    @T.inline
-    def copy(s, u):
-        T.ptx.cp.async_.cg.shared.global_(
-            s.staged.ptr_to([(u * threads + s.t) * 4]),
-            s.io.logits.ptr_to([s.row[0], column_of(layout, s, u * width)]), VECTOR)
+    copy = copy_vector(layout)
 
     @T.inline
     def phase(s):
         for u in T.unroll(layout.vectors):
-            if u < layout.inner:
-                copy(s, u)
-            else:
-                if u * threads + s.t < s.mine[0]:
-                    copy(s, u)
-                else:
-                    for w in T.unroll(4):
-                        s.staged[(u * threads + s.t) * 4 + w] = T.uint32(NOTHING[layout.dtype])
-            if u % step == step - 1:
+            copy(s, u)
+            if u % layout.step == layout.step - 1:
                 T.ptx.cp.async_.commit_group()
                 if u < layout.vectors - 1:
-                    T.ptx.bar.sync(T.uint32(PACE), T.uint32(threads))
+                    T.ptx.bar.sync(T.uint32(PACE), T.uint32(layout.threads))
 
     return phase
 

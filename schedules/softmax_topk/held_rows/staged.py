@@ -22,15 +22,14 @@ VECTOR = 16  # bytes
 
 
 # fmt: off
-def stage_row(layout: Layout) -> Callable[..., Any]:
-    """Have the thread's vectors copied. The phase is (s).
+def copy_vector(layout: Layout) -> Callable[..., Any]:
+    """Have the thread's vector number u copied. The phase is (s, u).
 
     Reads: `row`, `start`, `mine`.
     Writes: `staged`, asynchronously: minus infinity beyond this block's share.
     Barriers: none; a thread reads only what it had copied itself.
-    After: a group of copies for each vector is on its way.
     """
-    vectors, width, threads = layout.vectors, layout.width, layout.threads
+    width, threads = layout.width, layout.threads
 
     @T.inline
     def copy(s, u):
@@ -39,16 +38,32 @@ def stage_row(layout: Layout) -> Callable[..., Any]:
             s.io.logits.ptr_to([s.row[0], column_of(layout, s, u * width)]), VECTOR)
 
     @T.inline
-    def phase(s):
-        for u in T.unroll(vectors):
-            if u < layout.inner:
+    def phase(s, u):
+        if u < layout.inner:
+            copy(s, u)
+        else:
+            if u * threads + s.t < s.mine[0]:
                 copy(s, u)
             else:
-                if u * threads + s.t < s.mine[0]:
-                    copy(s, u)
-                else:
-                    for w in T.unroll(4):
-                        s.staged[(u * threads + s.t) * 4 + w] = T.uint32(NOTHING[layout.dtype])
+                for w in T.unroll(4):
+                    s.staged[(u * threads + s.t) * 4 + w] = T.uint32(NOTHING[layout.dtype])
+
+    return phase
+
+
+def stage_row(layout: Layout) -> Callable[..., Any]:
+    """Have the thread's vectors copied. The phase is (s).
+
+    Reads, writes: as `copy_vector`.
+    Barriers: none.
+    After: a group of copies for each vector is on its way.
+    """
+    copy = copy_vector(layout)
+
+    @T.inline
+    def phase(s):
+        for u in T.unroll(layout.vectors):
+            copy(s, u)
             T.ptx.cp.async_.commit_group()
 
     return phase
