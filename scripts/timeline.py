@@ -74,8 +74,8 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
     "threshold_gate": GATES,
     "held_rows": {
         f"{HELD}.kernel": (
-            "locate_row", "prepare_block", "load_row", "stage_row", "take_row", "stage_steps", "take_steps",
-            "find_tops", "find_keys", "share_parts", "gather_parts", "unite_parts", "finish_row", "finish_early",
+            "locate_row", "prepare_block", "load_row", "stage_row", "take_row", "take_steps", "find_tops",
+            "find_keys", "share_parts", "gather_parts", "unite_parts", "finish_row", "finish_early",
         ),
         f"{HELD}.paced": ("offer_early",),
         f"{HELD}.find": ("find_bound", "put_reached", "list_steps", "put_listed"),

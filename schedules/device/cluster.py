@@ -76,6 +76,12 @@ def cluster_barrier():
     cluster_wait()
 
 
+@T.inline
+def place_there(there, place, rank):
+    """`there` = the address of what lies at `place` in this thread block, in the rank-th one of the cluster."""
+    T.ptx.mapa.shared__cluster.u32(there[0], T.cuda.cvta_generic_to_shared(place), rank)
+
+
 @dataclass(frozen=True)
 class Deal:
     """How a block's warps share what the blocks of its cluster have sent: a few warps a part, which take keys by 32."""

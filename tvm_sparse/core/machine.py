@@ -133,6 +133,8 @@ MULTIPROCESSOR = (
     (0, _Limits(16, 1024, 64 * 1024, 0)),
 )
 REGISTER_FILE = 65536
+# Of a thread block, on every GPU.
+MAX_THREADS = 1024
 # The environment variable that limits the multiprocessors which kernels are chosen for, as on a slice of a GPU.
 LIMIT = "TVM_SPARSE_MULTIPROCESSORS"
 

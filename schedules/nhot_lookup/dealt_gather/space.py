@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tvm_sparse.core.machine import REGISTER_FILE, Machine
+from tvm_sparse.core.machine import MAX_THREADS, REGISTER_FILE, Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
@@ -18,7 +18,6 @@ BLOCKS_EACH = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 REDUCE_THREADS = (1, 2, 4, 5, 8, 10, 16, 20, 25, 32)
 # Loads of table rows that a thread has in flight: 20 of 16 bytes take 80 registers.
 MOST_LOADS = 20
-MAX_THREADS = 1024  # of a thread block: the hardware's limit
 SECTOR = 32  # bytes: the least that L2 cache and memory read or write
 MAX_SHARED = 48 * 1024  # bytes of shared memory that any kernel may have
 # Registers that a thread needs beside loads, values and sums (addresses, counts).

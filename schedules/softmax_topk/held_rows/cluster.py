@@ -14,7 +14,7 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
-from ...device.cluster import TURN, Deal
+from ...device.cluster import TURN, Deal, place_there
 from ...device.loops import rolled
 from ...device.mbarriers import arrive_expecting, arrive_expecting_there, await_arrivals, send_word
 from ...device.selection import FULL_WARP, below, counter_address, join_key, key_bits, key_index, take_places
@@ -27,15 +27,11 @@ from .sums import LOWEST_BITS, add_up, sum_of_warp, sum_word
 
 # Bytes of a key, a number of keys, or a sum.
 WORD = 8
+# The block that gets what all send.
+FIRST = T.uint32(0)
 
 
 # fmt: off
-@T.inline
-def place_there(there, place):
-    """`there` = where something of this block's lies in the first one."""
-    T.ptx.mapa.shared__cluster.u32(there[0], T.cuda.cvta_generic_to_shared(place), T.uint32(0))
-
-
 def prepare_exchange(layout: Layout) -> Callable[..., Any]:
     """The first block's mbarriers. The phase is (s).
 
@@ -69,13 +65,13 @@ def send_keys(layout: Layout) -> Callable[..., Any]:
     def phase(s):
         barrier = T.alloc_local([1], "uint32")
         there = T.alloc_local([1], "uint32")
-        place_there(barrier, s.barriers.ptr_to([KEYS]))
+        place_there(barrier, s.barriers.ptr_to([KEYS]), FIRST)
         # Of the last warp, which seldom has a key.
         if s.t == threads - 32:
             arrive_expecting_there(barrier[0], T.Cast("uint32", (s.size[0] + 1) * WORD))
-            place_there(there, s.united_sizes.ptr_to([s.part]))
+            place_there(there, s.united_sizes.ptr_to([s.part]), FIRST)
             send_word(there[0], T.Cast("uint64", s.size[0]), barrier[0])
-        place_there(there, s.united.ptr_to([s.part * layout.room]))
+        place_there(there, s.united.ptr_to([s.part * layout.room]), FIRST)
         for i in rolled((s.size[0] - s.t + (threads - 1)) // threads):
             send_word(
                 there[0] + T.Cast("uint32", (i * threads + s.t) * WORD), s.found_keys[i * threads + s.t], barrier[0])
@@ -99,8 +95,8 @@ def send_sum(layout: Layout) -> Callable[..., Any]:
         there = T.alloc_local([1], "uint32")
         T.cuda.cta_sync()
         if s.t // 32 == warps - 1:
-            place_there(barrier, s.barriers.ptr_to([SUMS]))
-            place_there(there, s.sums.ptr_to([s.part]))
+            place_there(barrier, s.barriers.ptr_to([SUMS]), FIRST)
+            place_there(there, s.sums.ptr_to([s.part]), FIRST)
             add(s)
             if s.t == threads - 32:
                 send_word(there[0], sum_word(s.sum[0], s.reference[0]), barrier[0])

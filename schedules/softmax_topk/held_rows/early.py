@@ -16,6 +16,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from ...device.cluster import place_there
 from ...device.mbarriers import arrive_expecting, await_arrivals, send_word
 from ...device.selection import FULL_WARP, order
 from ...device.tops import offer
@@ -99,10 +100,8 @@ def send_early(layout: Layout) -> Callable[..., Any]:
                 T.Cast("uint64", s.early_tops[at + 1]) << T.uint64(32))
             for other in T.unroll(cluster - 1):
                 peer[0] = T.Cast("uint32", (s.part + 1 + other) % cluster)
-                T.ptx.mapa.shared__cluster.u32(
-                    barrier[0], T.cuda.cvta_generic_to_shared(s.early_barriers.ptr_to([EXCHANGED])), peer[0])
-                T.ptx.mapa.shared__cluster.u32(
-                    there[0], T.cuda.cvta_generic_to_shared(s.early_tops.ptr_to([at])), peer[0])
+                place_there(barrier, s.early_barriers.ptr_to([EXCHANGED]), peer[0])
+                place_there(there, s.early_tops.ptr_to([at]), peer[0])
                 send_word(there[0], pair[0], barrier[0])
 
     return phase
@@ -175,7 +174,7 @@ def agree(layout: Layout) -> Callable[..., Any]:
 
 @T.inline
 def take_early(layout, s):
-    """`bound` and `equals` as they are for all threads, and `top` of all that the thread has.
+    """`bound`, the same in all threads, and `top` of all that the thread has.
 
     Reads: `pair`, `kth`.
     Barriers: awaits BOUNDED.

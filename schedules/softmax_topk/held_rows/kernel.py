@@ -13,7 +13,7 @@ from .bound import find_tops
 from .cluster import gather_parts, prepare_exchange, share_parts, unite_parts
 from .early import begin_early
 from .find import find_keys
-from .paced import stage_steps, take_steps
+from .paced import take_steps
 from .rank import finish_early, finish_row
 from .row import clear, load_row, locate_row
 from .space import Layout
@@ -76,7 +76,7 @@ def load_with_early_bound(layout: Layout) -> Callable[..., Any]:
     Reads, writes: as the phases of `paced`.
     Barriers: the cluster's, and the block's.
     """
-    prepare, load, take = prepare_block(layout), stage_steps(layout), take_steps(layout)
+    prepare, load, take = prepare_block(layout), stage_row(layout), take_steps(layout)
 
     @T.inline
     def phase(s):

@@ -37,6 +37,25 @@ def put_key(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
+@T.inline
+def set_threshold(layout, s):
+    """The bound as a value, and as a word whose elements it is. No NaN is below plus infinity, and all else is that is
+    not in the share.
+
+    Reads: `bound`.
+    Writes: `threshold`, `pair`.
+    """
+    s.threshold[0] = bits_value(T.min(s.bound[0], T.uint32(PLUS_INFINITY)))
+    s.pair[0] = twice(layout.dtype, s.threshold[0])
+
+
+@T.inline
+def take_mark(marks, place):
+    """`place` = that of the highest bit of `marks`, which is gone then."""
+    place[0] = 31 - T.clz(T.reinterpret("int32", marks[0]))
+    marks[0] = marks[0] ^ (T.uint32(1) << T.Cast("uint32", place[0]))
+
+
 def put_reached(layout: Layout) -> Callable[..., Any]:
     """Append the keys of what reaches the bound, and of its equals of those up to a column. The phase is (s).
 
@@ -74,9 +93,7 @@ def put_reached(layout: Layout) -> Callable[..., Any]:
     def phase(s):
         place = T.alloc_local([1], "int32")
         elements = T.alloc_local([1], "uint32")
-        # No NaN is below plus infinity, and all else is that is not in the share.
-        s.threshold[0] = bits_value(T.min(s.bound[0], T.uint32(PLUS_INFINITY)))
-        s.pair[0] = twice(dtype, s.threshold[0])
+        set_threshold(layout, s)
         s.pivot[0] = join_key(s.bound[0], s.until[0])
         # The simplifier would take "not below" for "no less", which no NaN is.
         if T.Select(s.top[0] < s.threshold[0], 0, 1) != 0:
@@ -85,15 +102,13 @@ def put_reached(layout: Layout) -> Callable[..., Any]:
                 s.marks[0] = s.marks[0] | reach(dtype, peak_of(s, u), s.pair[0], u)
             s.marks[0] = (s.marks[0] | (s.marks[0] >> T.uint32(HALF))) & T.uint32((1 << HALF) - 1)
             while s.marks[0] != T.uint32(0):
-                s.spot[0] = 31 - T.clz(T.reinterpret("int32", s.marks[0]))
-                s.marks[0] = s.marks[0] ^ (T.uint32(1) << T.Cast("uint32", s.spot[0]))
+                take_mark(s.marks, s.spot)
                 take_vector(s)
                 elements[0] = T.uint32(0)
                 for w in T.unroll(4):
                     elements[0] = elements[0] | reach(dtype, s.vector[w], s.pair[0], w)
                 while elements[0] != T.uint32(0):
-                    place[0] = 31 - T.clz(T.reinterpret("int32", elements[0]))
-                    elements[0] = elements[0] ^ (T.uint32(1) << T.Cast("uint32", place[0]))
+                    take_mark(elements, place)
                     s.column[0] = column_of(
                         layout, s, s.spot[0] * width + place[0] % HALF * per_word + place[0] // HALF)
                     order(value_in(dtype, picked(s.vector, place[0] % HALF, 4), place[0] // HALF), s.plain, s.bits)

@@ -13,13 +13,13 @@ from typing import Any
 from tvm.script import tirx as T
 
 from ...device.loops import rolled
-from ...device.selection import PLUS_INFINITY, bits_value, join_key, order, take_places
+from ...device.selection import join_key, order, take_places
 from ...device.words import value_in
-from .keys import put_key
+from .keys import put_key, set_threshold, take_mark
 from .row import load_vector
 from .space import Layout
 from .state import column_of
-from .words import HALF, largest, reach, twice
+from .words import HALF, largest, reach
 
 
 # fmt: off
@@ -57,17 +57,14 @@ def list_steps(layout: Layout, limited: bool) -> Callable[..., Any]:
 
     @T.inline
     def phase(s):
-        # No NaN is below plus infinity, and all else is that is not in the share.
-        s.threshold[0] = bits_value(T.min(s.bound[0], T.uint32(PLUS_INFINITY)))
-        s.pair[0] = twice(dtype, s.threshold[0])
+        set_threshold(layout, s)
         # The simplifier would take "not below" for "no less", which no NaN is.
         if T.Select(s.top[0] < s.threshold[0], 0, 1) != 0:
             s.marks[0] = T.uint32(0)
             mark(s)
             s.marks[0] = (s.marks[0] | (s.marks[0] >> T.uint32(HALF))) & T.uint32((1 << HALF) - 1)
             while s.marks[0] != T.uint32(0):
-                s.spot[0] = 31 - T.clz(T.reinterpret("int32", s.marks[0]))
-                s.marks[0] = s.marks[0] ^ (T.uint32(1) << T.Cast("uint32", s.spot[0]))
+                take_mark(s.marks, s.spot)
                 s.slot[0] = take_places(s.listing[0], T.int32(1))
                 if s.slot[0] < layout.reached_room:
                     s.reached[s.slot[0]] = s.spot[0] * threads + s.t

@@ -4,8 +4,8 @@ As `staged`, but by *steps* of two vectors, and with three differences:
 
 * The loop over steps is not unrolled. Of straight code the assembler puts the waits first, and more than half of the
   exponentials behind the last one.
-* All warps ask for a step before any asks for the next one. Else some have all of theirs on their way before others
-  have begun; the last ones' vectors come last, and each warp is alone then with many exponentials.
+* All warps ask for a step before any asks for the next one (`staged.stage_row`). Else some have all of theirs on their
+  way before others have begun; the last ones' vectors come last, and each warp is alone then with many exponentials.
 * A sum is relative to an element that few others exceed by much, not to the largest one so far. It seldom changes, so
   that no exponential is spent on it, and an exponent is one product and sum in one instruction.
 """
@@ -22,39 +22,15 @@ from ...device.words import value_in
 from .early import agree, offer_early
 from .row import load_staged
 from .space import Layout
-from .staged import copy_vector
-from .sums import LOWEST, PARTIAL, take_power
+from .sums import LOWEST, add_partial, sum_of_partials, take_power
 from .words import NOTHING, larger, largest
 
-# The barrier of the threads that have vectors, by which they ask for them in the order of steps.
-PACE = 1
 # Powers of two by which elements may exceed the reference of a sum, far less than float32 reaches; and below which
 # products with `factor` are, so that what rounding takes of a reference's is a small part of one.
 REACH, NEAR = 8, 1 << 20
 
 
 # fmt: off
-def stage_steps(layout: Layout) -> Callable[..., Any]:
-    """Have the thread's vectors copied. The phase is (s), of the threads that have some.
-
-    Reads, writes: as `copy_vector`.
-    Barriers: one of these threads behind each step but the last.
-    After: a group of copies for each step is on its way.
-    """
-    copy = copy_vector(layout)
-
-    @T.inline
-    def phase(s):
-        for u in T.unroll(layout.vectors):
-            copy(s, u)
-            if u % layout.step == layout.step - 1:
-                T.ptx.cp.async_.commit_group()
-                if u < layout.vectors - 1:
-                    T.ptx.bar.sync(T.uint32(PACE), T.uint32(layout.threads))
-
-    return phase
-
-
 def raise_reference(layout: Layout) -> Callable[..., Any]:
     """Make `plain` the reference of the thread's sum. The phase is (s).
 
@@ -94,13 +70,6 @@ def weigh_step(layout: Layout) -> Callable[..., Any]:
     rise = raise_reference(layout)
 
     @T.inline
-    def add(s, e):
-        if e < PARTIAL:
-            s.partial[e] = s.power[0]
-        else:
-            s.partial[e % PARTIAL] = s.partial[e % PARTIAL] + s.power[0]
-
-    @T.inline
     def phase(s, peak):
         s.plain[0] = value_in(dtype, peak, 0)
         if per_word == 2:
@@ -112,13 +81,13 @@ def weigh_step(layout: Layout) -> Callable[..., Any]:
                 T.ptx.fma.rn.f32(
                     s.power[0], value_in(dtype, s.vector[e // per_word], e % per_word), s.factor[0], s.base[0])
                 T.ptx.ex2.approx.ftz.f32(s.power[0], s.power[0])
-                add(s, e)
+                add_partial(s, e)
         else:
             # Numbers of any size: where they are equal the difference is 0, and else minus infinity.
             for e in T.unroll(layout.step * layout.width):
                 take_power(s, s.power, value_in(dtype, s.vector[e // per_word], e % per_word))
-                add(s, e)
-        s.sum[0] = s.sum[0] + ((s.partial[0] + s.partial[1]) + (s.partial[2] + s.partial[3]))
+                add_partial(s, e)
+        s.sum[0] = s.sum[0] + sum_of_partials(s)
 
     return phase
 

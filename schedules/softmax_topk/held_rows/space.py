@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from tvm_sparse.core.machine import REGISTER_FILE, Machine
+from tvm_sparse.core.machine import MAX_THREADS, REGISTER_FILE, Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv, powers
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
@@ -29,8 +29,6 @@ STAGED_WORKING = 40
 MAX_WORDS = 64
 # Vectors of a share from which on it is staged by default.
 LARGE = 2048
-# The most threads of a block.
-MOST_THREADS = 1024
 # Threads of a multiprocessor, and bytes of shared memory that a block may ask for.
 THREADS_MOST, MAX_SHARED = 2048, 200 * 1024
 # Threads that share the ranking of one key, and the most keys that are ranked so: of more the best are selected first.
@@ -262,8 +260,8 @@ def allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str
         return f"k={problem.k} exceeds {EARLY_K}: too much of the row would reach an early bound"
     if layout.early and layout.cluster * problem.batch_extent > machine.cores:
         return f"{layout.cluster * problem.batch_extent} blocks with an early bound have no multiprocessor each"
-    if layout.block_threads > MOST_THREADS:
-        return f"{layout.threads} threads and a warp are more than {MOST_THREADS}"
+    if layout.block_threads > MAX_THREADS:
+        return f"{layout.threads} threads and a warp are more than {MAX_THREADS}"
     if layout.bytes > (limit := most_asked(machine, MAX_SHARED)):
         return f"{layout.bytes} bytes of shared memory are more than {limit}"
     return None

@@ -15,21 +15,25 @@ from ...device.words import value_in
 from .row import load_vector
 from .space import Layout
 from .state import column_of
-from .sums import LOWEST, PARTIAL, take_power
+from .sums import LOWEST, add_partial, sum_of_partials, take_power
 from .words import NOTHING, larger, largest
 
 VECTOR = 16  # bytes
+# The barrier by which the threads that have vectors ask for them in the order of steps.
+PACE = 1
 
 
 # fmt: off
-def copy_vector(layout: Layout) -> Callable[..., Any]:
-    """Have the thread's vector number u copied. The phase is (s, u).
+def stage_row(layout: Layout) -> Callable[..., Any]:
+    """Have the thread's vectors copied. The phase is (s), of the threads that have some.
 
     Reads: `row`, `start`, `mine`.
     Writes: `staged`, asynchronously: minus infinity beyond this block's share.
-    Barriers: none; a thread reads only what it had copied itself.
+    Barriers: none, as a thread reads only what it had copied itself; but with an early bound one of these threads
+        between the steps (see `paced`).
+    After: a group of copies for each step is on its way.
     """
-    width, threads = layout.width, layout.threads
+    step, width, threads = layout.step, layout.width, layout.threads
 
     @T.inline
     def copy(s, u):
@@ -38,33 +42,21 @@ def copy_vector(layout: Layout) -> Callable[..., Any]:
             s.io.logits.ptr_to([s.row[0], column_of(layout, s, u * width)]), VECTOR)
 
     @T.inline
-    def phase(s, u):
-        if u < layout.inner:
-            copy(s, u)
-        else:
-            if u * threads + s.t < s.mine[0]:
-                copy(s, u)
-            else:
-                for w in T.unroll(4):
-                    s.staged[(u * threads + s.t) * 4 + w] = T.uint32(NOTHING[layout.dtype])
-
-    return phase
-
-
-def stage_row(layout: Layout) -> Callable[..., Any]:
-    """Have the thread's vectors copied. The phase is (s).
-
-    Reads, writes: as `copy_vector`.
-    Barriers: none.
-    After: a group of copies for each vector is on its way.
-    """
-    copy = copy_vector(layout)
-
-    @T.inline
     def phase(s):
         for u in T.unroll(layout.vectors):
-            copy(s, u)
-            T.ptx.cp.async_.commit_group()
+            if u < layout.inner:
+                copy(s, u)
+            else:
+                if u * threads + s.t < s.mine[0]:
+                    copy(s, u)
+                else:
+                    for w in T.unroll(4):
+                        s.staged[(u * threads + s.t) * 4 + w] = T.uint32(NOTHING[layout.dtype])
+            if u % step == step - 1:
+                T.ptx.cp.async_.commit_group()
+                if layout.early:
+                    if u < layout.vectors - 1:
+                        T.ptx.bar.sync(T.uint32(PACE), T.uint32(threads))
 
     return phase
 
@@ -89,11 +81,8 @@ def weigh_vector(layout: Layout) -> Callable[..., Any]:
         s.sum[0] = s.sum[0] * s.power[0]
         for e in T.unroll(layout.width):
             take_power(s, s.power, value_in(dtype, s.vector[e // per_word], e % per_word))
-            if e < PARTIAL:
-                s.partial[e] = s.power[0]
-            else:
-                s.partial[e % PARTIAL] = s.partial[e % PARTIAL] + s.power[0]
-        s.sum[0] = s.sum[0] + ((s.partial[0] + s.partial[1]) + (s.partial[2] + s.partial[3]))
+            add_partial(s, e)
+        s.sum[0] = s.sum[0] + sum_of_partials(s)
 
     return phase
 

@@ -46,6 +46,20 @@ def take_power(s, power, value):
     T.ptx.ex2.approx.ftz.f32(power[0], (value - s.reference[0]) * s.factor[0])
 
 
+@T.inline
+def add_partial(s, e):
+    """Add `power`, the e-th of some, to one of the sums side by side, which the first ones begin."""
+    if e < PARTIAL:
+        s.partial[e] = s.power[0]
+    else:
+        s.partial[e % PARTIAL] = s.partial[e % PARTIAL] + s.power[0]
+
+
+def sum_of_partials(s: Any) -> tirx.PrimExpr:
+    """The sum of these."""
+    return (s.partial[0] + s.partial[1]) + (s.partial[2] + s.partial[3])
+
+
 def sum_of_warp(layout: Layout) -> Callable[..., Any]:
     """The sum of a warp's elements. The phase is (s).
 
@@ -68,7 +82,7 @@ def sum_of_warp(layout: Layout) -> Callable[..., Any]:
         for e in T.unroll(words * per_word):
             take_power(s, s.power, value_in(dtype, s.raw[e // per_word], e % per_word))
             s.partial[e % PARTIAL] = s.partial[e % PARTIAL] + s.power[0]
-        s.sum[0] = T.cuda.warp_sum((s.partial[0] + s.partial[1]) + (s.partial[2] + s.partial[3]))
+        s.sum[0] = T.cuda.warp_sum(sum_of_partials(s))
 
     @T.inline
     def of_threads(s):
