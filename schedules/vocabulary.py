@@ -59,9 +59,9 @@ DECISIONS: Mapping[str, str] = {
         " of it in each."
     ),
     # What is done ahead of its time.
-    "early_bound": (
-        "1: the thread blocks of a row agree on what its k best have to reach while the last of it is on its way, and"
-        " have a warp more for that; 0: when all of it is there."
+    "row_bound": (
+        "1: the thread blocks of a row agree on what its k best have to reach, of a staged row while the last of it is"
+        " on its way, and have a warp more for that. 0: each has a bound of its own."
     ),
     "overlap": (
         "Programmatic dependent launch. 0: none. 1: the kernel waits for its producer kernel, then lets its consumer"
@@ -110,6 +110,7 @@ RENAMED: Mapping[str, Mapping[str, str | Mapping[int, Mapping[str, int]]]] = {
     "threshold_gate": {"early": _GATE_EARLY},
     "cluster_gate": {"split": "cluster", "early": _GATE_EARLY},
     "warp_rows": {"early": _EARLY},
+    "held_rows": {"early_bound": "row_bound"},
     "warp_gather": {"lanes": "column_lanes", "split": "reduce_warps", "early": _GATHER_EARLY},
     "dealt_gather": {"groups": "reduce_threads", "early": _EARLY},
     "tensor_core": {"split": "reduce_warps", "spread": "cluster", "early": _EARLY},
@@ -127,7 +128,7 @@ ADDED: Mapping[str, Mapping[str, int]] = dict.fromkeys(
     {"prefetch": 0, "stages": 0, "direct": 0, "dynamic": 0, "cached": 0},
 ) | {
     "fused_step": {"late_words": 0, "apart": 0},
-    "held_rows": {"staged": 0, "early_bound": 0},
+    "held_rows": {"staged": 0, "row_bound": 0},
     **dict.fromkeys(("threshold_gate", "sample_gate"), {"unroll": 1}),
     **dict.fromkeys(("cluster_gate", "sample_cluster"), {"unroll": 1, "bound": 0}),
 }

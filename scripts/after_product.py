@@ -1,6 +1,6 @@
 """What `softmax_topk` adds to the product of a decoding step, in one CUDA graph.
 
-    python scripts/after_product.py --csv scripts/results/after-product-h200.csv       # half a minute
+    python scripts/after_product.py --csv scripts/results/after-product-h200.csv       # a minute and a half
     python scripts/after_product.py --batch 32 --vocab 151936 --hidden 2560
 
 The product alone is torch's. Behind it come `softmax_topk`, torch's softmax and topk, and a kernel that only reads the
@@ -104,7 +104,7 @@ def in_places(
 
 def main(
     target: Target = "auto",
-    batch: Annotated[list[int] | None, typer.Option(help="Rows; may be given again.  [default: 1 10 64]")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Rows; may be given again.  [default: 1 10 16 32 64]")] = None,
     vocab: Annotated[int, typer.Option(min=1, help="Words.")] = 128256,
     hidden: Annotated[int, typer.Option(min=1, help="Columns.")] = 4096,
     k: Annotated[int, typer.Option(min=1, help="Best words of a row.")] = 20,
@@ -116,7 +116,7 @@ def main(
     """Time what comes behind a product."""
     with errors():
         where = machine_here(target, "comparing")
-        batches = batch or [1, 10, 64]
+        batches = batch or [1, 10, 16, 32, 64]
         axes = {"vocab": vocab, "k": k, "dtype": dtype}
         tops = {rows: make("softmax_topk", {"batch": rows, **axes}) for rows in batches}
         heads = {rows: make("head_topk", {"batch": rows, "hidden": hidden, **axes}) for rows in batches}

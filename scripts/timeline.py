@@ -74,12 +74,14 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
     "threshold_gate": GATES,
     "held_rows": {
         f"{HELD}.kernel": (
-            "locate_row", "prepare_block", "load_row", "stage_row", "take_row", "take_steps", "find_tops",
-            "find_keys", "share_parts", "gather_parts", "unite_parts", "finish_row", "finish_early",
+            "locate_row", "prepare_block", "load_row", "stage_row", "take_row", "take_steps", "take_held", "find_tops",
+            "find_keys", "share_parts", "count_parts", "unite_parts", "finish_row", "finish_agreed",
         ),
-        f"{HELD}.paced": ("offer_early",),
-        f"{HELD}.find": ("find_bound", "put_reached", "list_steps", "put_listed"),
+        f"{HELD}.paced": ("offer_top",),
+        f"{HELD}.held": ("offer_top", "weigh_warp"),
+        f"{HELD}.find": ("find_bound", "put_single", "put_reached", "list_steps", "put_listed"),
         f"{HELD}.cluster": ("send_keys", "sum_of_warp"),
+        f"{HELD}.rank": ("gather_parts", "rank_at_once", "add_up"),
     },
     "head_tiles": {
         f"{TILES}.product": PRODUCTS,

@@ -25,13 +25,13 @@ from tvm_sparse.schedules.softmax_topk.held_rows.words import LEAST, NOTHING
 TEMPLATE = spaces.find("held_rows", "softmax_topk")
 
 
-# How a row is held: in registers, staged, or staged with an early bound.
-REGISTERS, STAGED, EARLY = 0, 1, 2
+# How a row is held: in registers, or staged; and each with a bound on which blocks agree, which is early or late.
+REGISTERS, STAGED, EARLY, LATE = 0, 1, 2, 3
 
 
 def point(cluster: int, threads: int, held: int = REGISTERS) -> dict[str, int]:
-    staged, early = int(held != REGISTERS), int(held == EARLY)
-    return {"cluster": cluster, "threads": threads, "overlap": 1, "staged": staged, "early_bound": early}
+    staged, agreed = int(held in (STAGED, EARLY)), int(held in (EARLY, LATE))
+    return {"cluster": cluster, "threads": threads, "overlap": 1, "staged": staged, "row_bound": agreed}
 
 
 def groups_of(layout: Layout, row: int) -> np.ndarray:
@@ -125,6 +125,10 @@ CASES = [
     # By steps of two vectors, and in a block alone of one.
     (8000, 20, "bfloat16", 2, 128, 3, EARLY, 4),
     (6400, 24, "float32", 1, 256, 0, EARLY, 7),
+    # Of a cluster whose parts the warps share evenly, or not; the others' tops come by halves of a warp, or by warps.
+    (8001, 20, "bfloat16", 4, 128, 9, LATE, 2),
+    (9000, 33, "float32", 3, 256, 0, LATE, 3),
+    (12001, 24, "float16", 16, 128, 2, LATE, 1),
 ]
 OTHERS = [
     (5003, 5, "float16", 1, 256, 0, 0, 3),
@@ -142,6 +146,10 @@ OTHERS = [
     (16384, 5, "bfloat16", 8, 128, 0, EARLY, 2),
     (12000, 1, "float32", 16, 128, 2, EARLY, 2),
     (4096, 20, "bfloat16", 1, 128, 0, EARLY, 4),
+    (9600, 24, "bfloat16", 3, 128, 0, EARLY, 4),
+    (8200, 50, "bfloat16", 6, 128, 0, LATE, 2),
+    (16000, 5, "float32", 2, 256, 3, LATE, 8),
+    (12003, 1, "float16", 5, 128, 0, LATE, 3),
 ]
 
 
@@ -192,6 +200,8 @@ def test_least_finite_numbers(dtype: str, vocab: int, cluster: int) -> None:
         ("bfloat16", STAGED),
         thorough("float32", EARLY),
         ("bfloat16", EARLY),
+        ("float32", LATE),
+        thorough("bfloat16", LATE),
     ],
 )
 def test_numbers_that_are_rounded_by_more_than_exponents_bear(dtype: str, held: int) -> None:
@@ -206,17 +216,19 @@ def test_numbers_that_are_rounded_by_more_than_exponents_bear(dtype: str, held: 
     run(SoftmaxTopk(5, 4000, 20, dtype), point(2, 128, held), logits)
 
 
-def test_same_bits_in_any_order_of_threads() -> None:
-    problem, decisions = SoftmaxTopk(ROWS, 4001, 20, "bfloat16", ids=2), point(4, 128)
+@pytest.mark.parametrize("held", [REGISTERS, LATE])
+def test_same_bits_in_any_order_of_threads(held: int) -> None:
+    problem, decisions = SoftmaxTopk(ROWS, 4001, 20, "bfloat16", ids=2), point(4, 128, held)
     logits = awkward(Layout.of(problem, decisions), np.random.default_rng(1))
     found = [[a.tobytes() for a in run(problem, decisions, logits, seed, log=0)[:2]] for seed in (2, 4, 6)]
     assert found[0] == found[1] == found[2]
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Let phases trap: those of the ways out, the ranking of many keys, or a bound of all blocks' keys."""
+    """Let phases trap: those of the ways out, the ranking of many keys, or what is done with many of all blocks."""
     for name in names:
-        monkeypatch.setattr({"rank_all": rank, "unite_parts": kernel}.get(name, find), name, trapping)
+        place = {"rank_all": rank, "unite_parts": kernel, "filter_parts": kernel}.get(name, find)
+        monkeypatch.setattr(place, name, trapping)
 
 
 WAYS = [
@@ -225,8 +237,11 @@ WAYS = [
     (16384, 20, "float32", 2, 128, EARLY),
     (8192, 33, "float32", 2, 256, STAGED),
     (8001, 5, "float32", 4, 128, REGISTERS),
+    (8001, 20, "bfloat16", 4, 128, LATE),
 ]
-SOME_WAYS = [*WAYS[:3], thorough(*WAYS[3])]
+SOME_WAYS = [*WAYS[:3], thorough(*WAYS[3]), WAYS[4]]
+# What finds a column up to which equals are wanted.
+COLUMN = {LATE: "find_first_reached"}
 
 
 @pytest.mark.parametrize(("vocab", "k", "dtype", "cluster", "threads", "held"), WAYS)
@@ -238,9 +253,9 @@ def test_random_rows_take_no_way_out(
     logits[1, ::2] = -np.inf
     logits[2, : vocab // 2] -= 50
     logits[3, vocab // 3 : vocab // 3 + 5] += 100
-    # With an early bound blocks have no more keys than are ranked at once.
-    early = ["find_tops", "unite_parts"] if held == EARLY else []
-    without(monkeypatch, "find_firsts", "select_keys", "rank_all", *early)
+    # Where blocks agree on a bound they have no more keys than are ranked at once.
+    agreed = ["find_tops", "unite_parts", "filter_parts"] if held in (EARLY, LATE) else []
+    without(monkeypatch, COLUMN.get(held, "find_firsts"), "select_keys", "rank_all", *agreed)
     run(SoftmaxTopk(12, vocab, k, dtype), point(cluster, threads, held), logits)
 
 
@@ -257,7 +272,7 @@ def test_rows_in_order_never_fill_the_room(
         logits[:2] = np.sort(most.view(numpy_dtype(dtype)).astype("float32"))
         logits[2:] = logits[0, ::-1]
     # In ascending order most come behind an early bound: the row gets another one, with a column.
-    without(monkeypatch, *(["find_firsts"] if held != EARLY else []), "select_keys")
+    without(monkeypatch, *([COLUMN.get(held, "find_firsts")] if held != EARLY else []), "select_keys")
     run(SoftmaxTopk(4, vocab, k, dtype), point(cluster, threads, held), logits)
 
 
@@ -277,7 +292,7 @@ def test_equals_need_a_column_but_no_selection(
     problem, decisions = SoftmaxTopk(8, vocab, k, dtype), point(cluster, threads, held)
     without(monkeypatch, "select_keys")
     run(problem, decisions, logits)
-    without(monkeypatch, "find_firsts")
+    without(monkeypatch, COLUMN.get(held, "find_firsts"))
     with pytest.raises(EmulationError, match="trap"):
         run(problem, decisions, logits)
 
@@ -288,6 +303,7 @@ def test_equals_need_a_column_but_no_selection(
         ("crowded", 8001, REGISTERS),
         ("nan", 8000, EARLY),
         ("nan", 8000, STAGED),
+        ("crowded", 8001, LATE),
         thorough("few", 8001, REGISTERS),
     ],
 )
@@ -335,10 +351,10 @@ def test_default_is_a_point(problem: SoftmaxTopk) -> None:
     chosen = TEMPLATE.default(problem, SM90)
     assert chosen == default(problem, SM90) in found and TEMPLATE.point(problem, SM90, chosen) is None
     # Every block of a small batch has a multiprocessor of its own, or there is but one for a row.
-    assert chosen["cluster"] <= 8 and (chosen["cluster"] == 1 or chosen["cluster"] * problem.batch <= SM90.cores)
+    assert chosen["cluster"] == 1 or problem.batch <= SM90.clusters_at_once(chosen["cluster"])
     for one in found:
         layout = Layout.of(problem, one)
-        assert layout.vectors <= 16 and layout.threads % layout.groups == 0 and layout.at_once % layout.rankers == 0
+        assert layout.vectors <= 16 and layout.threads % 32 == 0 and layout.at_once % layout.rankers == 0
         # What a warp of which not all lanes have a vector finds fits in, and so do the rows in order.
         assert layout.room >= problem.k * layout.width and layout.room % 32 == 0
         # Bytes that an mbarrier awaits.
@@ -362,7 +378,7 @@ def test_default_is_a_point(problem: SoftmaxTopk) -> None:
         ),
         (SoftmaxTopk(1, 8000, 5), point(4, 512, STAGED), "1 vectors of a thread are not staged: from 2 to 16 are"),
         (SoftmaxTopk(1, 80_000, 5), point(4, 256, STAGED), "20 vectors of a thread are not staged: from 2 to 16 are"),
-        (SoftmaxTopk(1, 80_000, 5), point(4, 512) | {"early_bound": 1}, "an early bound is that of a staged share"),
+        (SoftmaxTopk(1, 8000, 5), point(1, 128, LATE), "in the registers of one block is the block's own"),
         (SoftmaxTopk(1, 80_000, 25), point(4, 512, EARLY), "k=25 exceeds 24: too much of the row would reach"),
         (SoftmaxTopk(80, 32_000, 5), point(2, 512, EARLY), "160 blocks with an early bound have no multiprocessor"),
         (SoftmaxTopk(1, 80_000, 5), point(4, 1024, EARLY), "1024 threads and a warp are more than 1024"),
@@ -375,7 +391,7 @@ def test_points_that_are_left_out(problem: SoftmaxTopk, decisions: dict[str, int
 
 def test_problems_that_it_is_not_for() -> None:
     usual = SoftmaxTopk(10, 25000, 20)
-    assert TEMPLATE.space(usual, SM90)["cluster"] == (1, 2, 4, 8, 16)
+    assert TEMPLATE.space(usual, SM90)["cluster"] == (1, 2, 3, 4, 5, 6, 8, 16)
     for problem, machine, reason in (
         (SoftmaxTopk(10, 25000, MAX_K + 1), SM90, "k=51 exceeds 50"),
         (SoftmaxTopk(10, 25000, 20, bias=1), SM90, "bias"),

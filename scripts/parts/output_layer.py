@@ -339,12 +339,11 @@ SEEN = {
     },
     "held_rows": {
         "row asked for": ("kernel: load_row", "kernel: stage_row"),
-        "there, and its largest elements known": ("kernel: find_tops",),
-        "bound": ("keys: find_bound",),
-        "what reaches it found": ("kernel: find_keys",),
-        "exponentials added up": ("cluster: sum_of_warp",),
-        "keys of the cluster united": ("cluster: unite_parts",),
-        "ranked and written": ("kernel: finish_row",),
+        "largest elements told": ("held: offer_top", "paced: offer_top", "kernel: find_tops"),
+        "there, and exponentials taken": ("kernel: take_held", "kernel: take_steps"),
+        "what reaches the bound found": ("kernel: find_keys",),
+        "keys of the cluster there": ("kernel: share_parts",),
+        "ranked and written": ("kernel: finish_agreed", "kernel: finish_row"),
     },
 }
 

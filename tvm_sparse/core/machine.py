@@ -88,6 +88,13 @@ class Machine:
         )
         return self.cores * each
 
+    def clusters_at_once(self, blocks: int) -> int:
+        """Clusters of so many thread blocks that a GPU runs at the same time if each block takes a multiprocessor.
+
+        All blocks of a cluster are in one part of the GPU (a GPC), so that some multiprocessors are left over.
+        """
+        return CLUSTERS_AT_ONCE[blocks - 1] * self.cores // CLUSTER_CORES
+
     @property
     def _limits(self) -> _Limits:
         return next(limits for capability, limits in MULTIPROCESSOR if self.capability >= capability)
@@ -133,6 +140,10 @@ MULTIPROCESSOR = (
     (0, _Limits(16, 1024, 64 * 1024, 0)),
 )
 REGISTER_FILE = 65536
+# Clusters that run at the same time on H200s, of 1 to 16 thread blocks which take a multiprocessor each, and the
+# multiprocessors that such a GPU has. Measured on four cards, all alike: scripts/probes/cluster_room.cu.
+CLUSTERS_AT_ONCE = (132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7, 7)
+CLUSTER_CORES = 132
 # Of a thread block, on every GPU.
 MAX_THREADS = 1024
 # The environment variable that limits the multiprocessors which kernels are chosen for, as on a slice of a GPU.

@@ -24,10 +24,15 @@ every element stays where it is until all that is asked of it has been answered,
 7.  **Rank** (`rank.finish_row`). Each key is counted against all others by a few threads, in one step, and written with
     its probability.
 
-With `early_bound` the blocks of a staged row agree on a bound while its last vectors come (`early`). In 1 warps
-keep step with each other, and few exponentials are left behind the last vector (`paced`); in 3 any thread looks at what
-a vector has (`listed`); and in 6 there are seldom more keys than are ranked at once, so that the blocks' are only put
-one behind another (`cluster.gather_parts`).
+With `row_bound` the blocks of a row agree on one bound in step 2, by a warp more that has no vectors (`agreement`): few
+more than k elements of the row reach it. So in 3 most threads have nothing, and others one element
+(`keys.put_single`); and in 6 there are seldom more keys than are ranked at once: the blocks' are only put one behind
+another (`cluster.gather_parts`). Where they are many equals, those behind k of the first block's are left out
+(`cluster.filter_parts`).
+
+Of a row in registers that bound is of all of it (a *late* one), and exponentials are taken while blocks agree (`held`).
+Of a staged one blocks agree while the last vectors come (an *early* one). In 1 its warps keep step with each other, and
+few exponentials are left behind the last vector (`paced`); in 3 any thread looks at what a vector has (`listed`).
 
 =============  ===============================================================================================
 file           holds
@@ -38,8 +43,9 @@ file           holds
 ``row``        where a share lies, and its loads
 ``staged``     the share in shared memory: its copies, and exponentials as they come
 ``paced``      the same by steps, of a row with an early bound
+``held``       a share in registers, looked at as it comes, of a row with a late bound
 ``bound``      the best element of each group, and the k-th best of these
-``early``      the same of the blocks of a cluster, while vectors come
+``agreement``  a bound on which the blocks of a cluster agree
 ``keys``       what of its own each thread finds to reach the bound, and the selection
 ``listed``     what reaches the bound where any thread looks at any vector
 ``find``       from the bound to the block's keys, whatever the row
@@ -70,7 +76,7 @@ def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
 
 held_rows = Template(
     name="held_rows",
-    version=2,
+    version=3,
     operator="softmax_topk",
     kind="cuda",
     summary="a cluster of blocks a row, held in registers or shared memory; each finds its own k best and little more",

@@ -17,10 +17,11 @@ from ...device.loops import rolled
 from ...device.selection import FULL_WARP, order
 from ...device.tops import find_kth, offer
 from ...device.words import value_in
+from .keys import lowest_mark, mark_elements, mark_vectors, pick_vector, set_threshold
 from .row import load_vector
 from .space import Layout
 from .state import column_of
-from .words import LEAST, largest
+from .words import HALF, LEAST, largest
 
 
 # fmt: off
@@ -42,15 +43,11 @@ def find_tops(layout: Layout) -> Callable[..., Any]:
     dtype, words = layout.dtype, layout.words
 
     @T.inline
-    def find_pair(s):
-        s.pair[0] = largest(dtype, [s.raw[w] for w in range(words)])
-
-    @T.inline
     def phase(s):
-        if not layout.staged:
-            find_pair(s)
-        # With an early bound it is known.
-        if not layout.early:
+        # Where blocks have agreed on a bound it is known.
+        if not layout.agreed:
+            if not layout.staged:
+                s.pair[0] = largest(dtype, [s.raw[w] for w in range(words)])
             find_top(layout, s)
         order(s.top[0], s.plain, s.bits)
         offer(s, s.tops, s.t % layout.groups, s.bits[0])
@@ -107,6 +104,65 @@ def find_firsts(layout: Layout) -> Callable[..., Any]:
                         s.column[0] = T.min(s.column[0], column_of(layout, s, u * width + e))
             offer_first(s, s.firsts, s.t % groups, s.column[0])
         T.cuda.cta_sync()
+
+    return phase
+
+
+def find_first_reached(layout: Layout) -> Callable[..., Any]:
+    """The first column of each group with an element that reaches the bound. The phase is (s), of a share in registers.
+
+    Reads: `raw`, `peaks`, `top`, `bound`; `firsts`, which come as the number of columns.
+    Writes: `firsts`; scratch is `threshold`, `pair`, `marks`, `spot`, `vector`, `column`.
+    Barriers: one, at the end.
+    """
+
+    @T.inline
+    def phase(s):
+        place = T.alloc_local([1], "int32")
+        elements = T.alloc_local([1], "uint32")
+        both = T.alloc_local([1], "uint32")
+        set_threshold(layout, s)
+        s.column[0] = layout.vocab
+        # The simplifier would take "not below" for "no less", which no NaN is.
+        if T.Select(s.top[0] < s.threshold[0], 0, 1) != 0:
+            mark_vectors(layout, s)
+            lowest_mark(s.marks, s.spot)
+            pick_vector(layout, s)
+            mark_elements(layout, s, elements)
+            both[0] = elements[0] | (elements[0] >> T.uint32(HALF))
+            lowest_mark(both, place)
+            # Of a word's two elements the first one, if it has a mark.
+            s.column[0] = column_of(layout, s, s.spot[0] * layout.width + place[0] * layout.per_word + T.Select(
+                (elements[0] >> T.Cast("uint32", place[0])) & T.uint32(1) == T.uint32(0), 1, 0))
+        offer_first(s, s.firsts, s.t % layout.groups, s.column[0])
+        T.cuda.cta_sync()
+
+    return phase
+
+
+def bound_columns(layout: Layout) -> Callable[..., Any]:
+    """Up to which column equals of the bound are wanted: the k-th first of the groups' first columns, so that k
+    elements which reach it lie so far. The phase is (s).
+
+    Reads: `firsts`; `last`, which comes as the number of columns.
+    Writes: `last`, `until`; scratch is `need`, `column`.
+    Barriers: one, before the end.
+    After: `until` is the number of columns if fewer groups than k have such an element.
+    """
+    groups, warps = layout.groups, layout.block_warps
+
+    @T.inline
+    def phase(s):
+        for i in T.unroll(ceildiv(groups, warps)):
+            s.column[0] = s.firsts[(i * warps + s.t // 32) % groups]
+            s.need[0] = 0
+            for j in T.unroll(groups // 32):
+                s.need[0] = s.need[0] + T.Cast("int32", T.popcount(T.cuda.ballot_sync(
+                    T.uint32(FULL_WARP), s.firsts[j * 32 + s.t % 32] < s.column[0])))
+            if s.t % 32 == 0 and s.need[0] == layout.k - 1:
+                s.last[0] = s.column[0]
+        T.cuda.cta_sync()
+        s.until[0] = s.last[0]
 
     return phase
 

@@ -23,12 +23,18 @@ from .bound import bound_equals, find_bound, offer_first
 from .keys import clear_behind
 from .space import Layout
 from .state import KEYS, SUMS
-from .sums import LOWEST_BITS, add_up, sum_of_warp, sum_word
+from .sums import FIRST, LOWEST_BITS, add_threads, add_up, place_sum, sum_of_warp, sum_word
 
+# The barrier of the threads that rank.
+RANK = 2
 # Bytes of a key, a number of keys, or a sum.
 WORD = 8
-# The block that gets what all send.
-FIRST = T.uint32(0)
+
+
+def sum_of_lanes(number: Any) -> Any:
+    """The sum of an int32 over the lanes of a warp, in all of them."""
+    total = T.call_extern("uint32", "__reduce_add_sync", T.uint32(FULL_WARP), T.Cast("uint32", number))
+    return T.Cast("int32", total)
 
 
 # fmt: off
@@ -45,9 +51,12 @@ def prepare_exchange(layout: Layout) -> Callable[..., Any]:
             T.ptx.mbarrier.init.shared__cta.b64(s.barriers.ptr_to([KEYS]), T.uint32(layout.cluster))
             T.ptx.mbarrier.init.shared__cta.b64(s.barriers.ptr_to([SUMS]), T.uint32(1))
             T.ptx.fence.mbarrier_init.release.cluster()
-            arrive_expecting(s.barriers.ptr_to([SUMS]), T.uint32(WORD * (layout.cluster - 1)))
-            # The first block's own sum stays in those of its warps.
-            s.sums[0] = T.uint64(LOWEST_BITS) << T.uint64(32)
+            if layout.senders > 0:
+                arrive_expecting(s.barriers.ptr_to([SUMS]), T.uint32(WORD * layout.entries))
+            else:
+                arrive_expecting(s.barriers.ptr_to([SUMS]), T.uint32(WORD * (layout.cluster - 1)))
+                # The first block's own sum stays in those of its warps.
+                s.sums[0] = T.uint64(LOWEST_BITS) << T.uint64(32)
 
     return phase
 
@@ -79,7 +88,7 @@ def send_keys(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
-def send_sum(layout: Layout) -> Callable[..., Any]:
+def send_block_sum(layout: Layout) -> Callable[..., Any]:
     """The sum of a block that is not the first. The phase is (s).
 
     Reads: `sums` of its warps.
@@ -95,8 +104,7 @@ def send_sum(layout: Layout) -> Callable[..., Any]:
         there = T.alloc_local([1], "uint32")
         T.cuda.cta_sync()
         if s.t // 32 == warps - 1:
-            place_there(barrier, s.barriers.ptr_to([SUMS]), FIRST)
-            place_there(there, s.sums.ptr_to([s.part]), FIRST)
+            place_sum(s, there, barrier, s.part)
             add(s)
             if s.t == threads - 32:
                 send_word(there[0], sum_word(s.sum[0], s.reference[0]), barrier[0])
@@ -221,29 +229,81 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
-def gather_parts(layout: Layout) -> Callable[..., Any]:
-    """The blocks' keys one behind another, which are few enough to be ranked at once. The phase is (s).
+def count_parts(layout: Layout) -> Callable[..., Any]:
+    """How many keys the blocks have sent. The phase is (s).
 
-    Reads: `united`, `united_sizes`.
-    Writes: `keys`.
-    Barriers: one, at the end.
+    Reads: `united_sizes`.
+    Writes: `size`, of all; `need`, in each lane that of a part, or 0.
+    Barriers: none, but all lanes take part.
     """
-    cluster, room, each = layout.cluster, layout.room, layout.block_threads // layout.cluster
+
+    @T.inline
+    def phase(s):
+        s.need[0] = 0
+        if s.t % 32 < layout.cluster:
+            s.need[0] = T.Cast("int32", s.united_sizes[s.t % 32])
+        s.size[0] = sum_of_lanes(s.need[0])
+
+    return phase
+
+
+def gather_parts(layout: Layout) -> Callable[..., Any]:
+    """The blocks' keys one behind another, which are few enough to be ranked at once. The phase is (s), of the threads
+    that have vectors.
+
+    Reads: `united`; `need` of `count_parts`.
+    Writes: `keys`.
+    Barriers: one of these threads, at the end.
+    """
+    room, deal = layout.room, Deal(layout.cluster, layout.warps)
+    step = deal.groups * 32
 
     @T.inline
     def phase(s):
         first = T.alloc_local([1], "int32")
         own = T.alloc_local([1], "int32")
-        first[0] = 0
-        own[0] = 0
-        for part in T.unroll(cluster):
-            if part < s.t // each:
-                first[0] = first[0] + T.Cast("int32", s.united_sizes[part])
-            if part == s.t // each:
-                own[0] = T.Cast("int32", s.united_sizes[part])
-        for i in rolled((own[0] - s.t % each + (each - 1)) // each):
-            s.keys[first[0] + i * each + s.t % each] = s.united[s.t // each * room + i * each + s.t % each]
+        for r in T.unroll(deal.rounds):
+            part = T.meta_var(deal.part(s.t, r))
+            first[0] = sum_of_lanes(T.Select(s.t % 32 < part, s.need[0], 0))
+            own[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.need[0], part % 32, 32, 32)
+            if deal.has(s.t, part):
+                for i in rolled((own[0] - deal.turn(s.t) * 32 - s.t % 32 + (step - 1)) // step):
+                    at = T.meta_var(i * step + deal.turn(s.t) * 32 + s.t % 32)
+                    s.keys[first[0] + at] = s.united[part * room + at]
+        T.ptx.bar.sync(T.uint32(RANK), T.uint32(layout.threads))
+
+    return phase
+
+
+def filter_parts(layout: Layout) -> Callable[..., Any]:
+    """The blocks' keys in `keys`, without those that k of the first block's come before. The phase is (s), where it has
+    as many, and all blocks have the same bound.
+
+    Equals of the bound in the other blocks come behind them, and behind the column up to which it has its own.
+
+    Reads: `united`, `bound`, `until`; `need` of `count_parts`; `united_count`, which comes as 0.
+    Writes: `keys`, `size`; scratch is `pivot`, `counter`, `key`, `slot`.
+    Barriers: one, before the end.
+    """
+    room, deal = layout.room, Deal(layout.cluster, layout.block_warps)
+    step = deal.groups * 32
+
+    @T.inline
+    def phase(s):
+        own = T.alloc_local([1], "int32")
+        s.counter[0] = counter_address(s.united_count.ptr_to([0]))
+        s.pivot[0] = join_key(s.bound[0], T.min(s.until[0], layout.share * layout.width))
+        for r in T.unroll(deal.rounds):
+            part = T.meta_var(deal.part(s.t, r))
+            own[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.need[0], part % 32, 32, 32)
+            if deal.has(s.t, part):
+                for i in rolled((own[0] - deal.turn(s.t) * 32 - s.t % 32 + (step - 1)) // step):
+                    s.key[0] = s.united[part * room + i * step + deal.turn(s.t) * 32 + s.t % 32]
+                    if s.key[0] >= s.pivot[0]:
+                        s.slot[0] = take_places(s.counter[0], T.int32(1))
+                        s.keys[s.slot[0]] = s.key[0]
         T.cuda.cta_sync()
+        s.size[0] = s.united_count[0]
 
     return phase
 
@@ -252,18 +312,30 @@ def share_parts(layout: Layout) -> Callable[..., Any]:
     """The block's keys and its sum to the first block, which then has the keys of all; others end here. The phase is
     (s).
 
-    Reads, writes: as `send_keys`, `sum_of_warp` and `send_sum`.
-    Barriers: that of `send_sum`; awaits the keys.
+    Reads, writes: as `send_keys`, `add_threads`, `sum_of_warp` and `send_block_sum`.
+    Barriers: that of `send_block_sum`; awaits the keys.
     """
-    keys, own, total = send_keys(layout), sum_of_warp(layout), send_sum(layout)
+    keys, of_threads, of_warp, total = (
+        send_keys(layout), add_threads(layout), sum_of_warp(layout), send_block_sum(layout))
+
+    @T.inline
+    def add(s):
+        """While keys are on their way."""
+        if layout.late:
+            if s.t >= layout.threads:
+                of_threads(s)
+        else:
+            # The warp more has no sum.
+            if s.t < layout.threads or layout.senders == 0:
+                of_warp(s)
 
     @T.inline
     def phase(s):
         keys(s)
-        # While they are on their way.
-        own(s)
+        add(s)
         if s.part != 0:
-            total(s)
+            if layout.senders == 0:
+                total(s)
             T.thread_return()
         await_arrivals(s.barriers.ptr_to([KEYS]))
 

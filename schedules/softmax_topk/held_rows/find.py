@@ -7,32 +7,64 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from .bound import bound_equals, find_bound, find_firsts, find_tops
-from .early import take_early
-from .keys import clear_behind, put_reached, select_keys
+from .agreement import take_agreed
+from .bound import bound_columns, bound_equals, find_bound, find_first_reached, find_firsts, find_tops
+from .keys import clear_behind, put_reached, put_single, select_keys
 from .listed import list_steps, put_listed
 from .space import Layout
 
 
 # fmt: off
+def bound_anew(layout: Layout) -> Callable[..., Any]:
+    """A bound with a column up to which its equals are wanted, where too many reach it. The phase is (s).
+
+    A bound on which blocks have agreed of all of the row stays, and each has a column of its own. Else the bound is
+    that of all of the block's share.
+
+    Reads, writes: as `find_first_reached` and `bound_columns`, or `find_tops`, `find_bound`, `find_firsts` and
+        `bound_equals`.
+    Barriers: several.
+    After: `bound` and `until` are the same in all threads.
+    """
+    first_reached, columns = find_first_reached(layout), bound_columns(layout)
+    tops, bound, firsts, equals = find_tops(layout), find_bound(layout), find_firsts(layout), bound_equals(layout)
+
+    @T.inline
+    def of_row(s):
+        first_reached(s)
+        columns(s)
+
+    @T.inline
+    def of_block(s):
+        # With an early bound there are none yet.
+        if layout.early:
+            tops(s)
+            bound(s, s.tops)
+        firsts(s)
+        equals(s, s.tops, s.firsts)
+
+    return of_row if layout.late else of_block
+
+
 def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """All of the block's share that can be among the row's k best. The phase is (s).
 
     `meanwhile`: a phase (s) for the time until all warps have found theirs.
 
-    Reads: `raw`, `top`, `tops`; with an early bound what `list_steps`, `put_listed` and `take_early` do, and `tops`,
-        which come as 0; `firsts`, `last` and `count`, which come as the number of columns and 0.
+    Reads: `raw`, `top`, `tops`; where blocks agree on a bound what `take_agreed`, `list_steps` and `put_listed` do, and
+        `tops`, which come as 0; `firsts`, `last` and `count`, which come as the number of columns and 0.
     Writes: `found_keys`, `size`, at most `Layout.room`; `until` and scratch.
     Barriers: several, the last at the end.
     """
-    bound, firsts, equals, select, tops = (
-        find_bound(layout), find_firsts(layout), bound_equals(layout), select_keys(layout), find_tops(layout))
-    most_equals = (layout.early_groups if layout.early else layout.groups) // 2
+    bound, another, select = find_bound(layout), bound_anew(layout), select_keys(layout)
+    most_equals = (layout.row_groups if layout.agreed else layout.groups) // 2
 
     def put_from(limited: bool) -> Callable[..., Any]:
         """The keys of what reaches the bound."""
+        if layout.late and not limited:
+            return put_single(layout)
         if not layout.early:
-            return put_reached(layout)
+            return put_reached(layout, limited)
         listed, put = list_steps(layout, limited), put_listed(layout)
 
         @T.inline
@@ -58,8 +90,7 @@ def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None = None) -> Ca
             s.count[0] = 0
             if layout.early:
                 s.listed[0] = 0
-        firsts(s)
-        equals(s, s.tops, s.firsts)
+        another(s)
         put_limited(s)
         T.cuda.cta_sync()
         if too_many(s):
@@ -71,8 +102,8 @@ def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None = None) -> Ca
 
     @T.inline
     def phase(s):
-        if layout.early:
-            take_early(layout, s)
+        if layout.agreed:
+            take_agreed(layout, s)
         else:
             bound(s, s.tops)
         s.until[0] = layout.vocab
@@ -84,10 +115,6 @@ def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None = None) -> Ca
         T.cuda.cta_sync()
         s.size[0] = s.count[0]
         if too_many(s) or s.equals[0] > most_equals:
-            if layout.early:
-                # The bound of all of the block's share.
-                tops(s)
-                bound(s, s.tops)
             put_anew(s)
 
     return phase

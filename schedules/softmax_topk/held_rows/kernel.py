@@ -8,17 +8,19 @@ from typing import Any
 from tvm.script import tirx as T
 
 from ...device.cluster import cluster_arrive_relaxed, cluster_wait
+from ...device.mbarriers import await_arrivals
 from ...device.overlap import wait_then_start_consumer
+from .agreement import begin_agreement
 from .bound import find_tops
-from .cluster import gather_parts, prepare_exchange, share_parts, unite_parts
-from .early import begin_early
+from .cluster import count_parts, filter_parts, prepare_exchange, share_parts, unite_parts
 from .find import find_keys
+from .held import take_held
 from .paced import take_steps
-from .rank import finish_early, finish_row
+from .rank import finish_agreed, finish_row
 from .row import clear, load_row, locate_row
 from .space import Layout
 from .staged import stage_row, take_row
-from .state import State
+from .state import SUMS, State
 from .sums import add_up, sum_of_warp
 
 
@@ -26,16 +28,16 @@ from .sums import add_up, sum_of_warp
 def prepare_block(layout: Layout) -> Callable[..., Any]:
     """What needs nothing of the producer kernel, nor of the row. The phase is (s).
 
-    Writes: as `row.clear`, `early.begin_early` and `cluster.prepare_exchange`.
+    Writes: as `row.clear`, `agreement.begin_agreement` and `cluster.prepare_exchange`.
     Barriers: none.
     """
-    empty, early, exchange = clear(layout), begin_early(layout), prepare_exchange(layout)
+    empty, agreement, exchange = clear(layout), begin_agreement(layout), prepare_exchange(layout)
 
     @T.inline
     def phase(s):
         empty(s)
-        if layout.early:
-            early(s)
+        if layout.agreed:
+            agreement(s)
         if layout.cluster > 1:
             exchange(s)
 
@@ -70,13 +72,15 @@ def load_and_bound(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
-def load_with_early_bound(layout: Layout) -> Callable[..., Any]:
-    """The same with an early bound: a warp more prepares the block, and later finds the bound. The phase is (s).
+def load_and_agree(layout: Layout) -> Callable[..., Any]:
+    """The same where blocks agree on a bound: a warp more prepares the block, and later finds the bound. The phase is
+    (s).
 
-    Reads, writes: as the phases of `paced`.
+    Reads, writes: as the phases of `row` and `held`, or `staged` and `paced`.
     Barriers: the cluster's, and the block's.
     """
-    prepare, load, take = prepare_block(layout), stage_row(layout), take_steps(layout)
+    prepare = prepare_block(layout)
+    load, take = (stage_row(layout), take_steps(layout)) if layout.staged else (load_row(layout), take_held(layout))
 
     @T.inline
     def phase(s):
@@ -114,25 +118,36 @@ def end_row(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
-def end_early(layout: Layout) -> Callable[..., Any]:
-    """The same with an early bound, which mostly leaves no more keys than are ranked at once. The phase is (s).
+def end_agreed(layout: Layout) -> Callable[..., Any]:
+    """The same where blocks have agreed on a bound, which mostly leaves no more keys than are ranked at once. The phase
+    is (s).
 
     Reads, writes, barriers: as the phases of `cluster` and `rank`.
     """
-    gather, finish, end = gather_parts(layout), finish_early(layout), end_row(layout)
+    count, finish, end = count_parts(layout), finish_agreed(layout), end_row(layout)
+    filtered, add, finish_filtered = filter_parts(layout), add_up(0, layout.entries), finish_row(layout)
+
+    @T.inline
+    def end_filtered(s):
+        filtered(s)
+        await_arrivals(s.barriers.ptr_to([SUMS]))
+        add(s)
+        finish_filtered(s)
 
     @T.inline
     def phase(s):
         if layout.cluster > 1:
-            s.size[0] = 0
-            for part in T.unroll(layout.cluster):
-                s.size[0] = s.size[0] + T.Cast("int32", s.united_sizes[part])
+            count(s)
         if s.size[0] >= layout.k and s.size[0] <= layout.at_once:
-            if layout.cluster > 1:
-                gather(s)
             finish(s)
         else:
-            end(s)
+            if layout.late:
+                if T.Cast("int32", s.united_sizes[0]) >= layout.k:
+                    end_filtered(s)
+                else:
+                    end(s)
+            else:
+                end(s)
 
     return phase
 
@@ -141,8 +156,8 @@ def kernel(layout: Layout) -> Callable[..., Any]:
     """The kernel's body, over the operator's arguments (see `interface.gpu_program`)."""
     cluster = layout.cluster
     locate, share = locate_row(layout), share_parts(layout)
-    load = (load_with_early_bound if layout.early else load_and_bound)(layout)
-    end = (end_early if layout.early else end_row)(layout)
+    load = (load_and_agree if layout.agreed else load_and_bound)(layout)
+    end = (end_agreed if layout.agreed else end_row)(layout)
     # In a cluster sums are made while keys are on their way, in a block alone while other warps find theirs.
     find = find_keys(layout, sum_of_warp(layout) if cluster == 1 else None)
 

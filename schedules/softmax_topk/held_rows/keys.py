@@ -19,6 +19,13 @@ from .words import HALF, largest, picked, reach, twice
 PICKED = 4
 
 
+def peak_of(layout: Layout, s: Any, u: Any) -> Any:
+    """A word that has the largest element of the thread's vector number u."""
+    if layout.staged or layout.late:
+        return s.peaks[u]
+    return largest(layout.dtype, [s.raw[u * 4 + w] for w in range(4)])
+
+
 # fmt: off
 def put_key(layout: Layout) -> Callable[..., Any]:
     """Append `key` to the block's. The phase is (s).
@@ -50,13 +57,64 @@ def set_threshold(layout, s):
 
 
 @T.inline
+def lowest_mark(marks, place):
+    """`place` = that of the lowest bit of `marks`."""
+    place[0] = 31 - T.clz(T.reinterpret("int32", marks[0] & (T.uint32(0) - marks[0])))
+
+
+@T.inline
 def take_mark(marks, place):
     """`place` = that of the highest bit of `marks`, which is gone then."""
     place[0] = 31 - T.clz(T.reinterpret("int32", marks[0]))
     marks[0] = marks[0] ^ (T.uint32(1) << T.Cast("uint32", place[0]))
 
 
-def put_reached(layout: Layout) -> Callable[..., Any]:
+@T.inline
+def mark_vectors(layout, s):
+    """`marks` = those of the thread's vectors that have elements which reach the bound.
+
+    Reads: `raw` or `peaks`; `pair`.
+    """
+    s.marks[0] = T.uint32(0)
+    for u in T.unroll(layout.vectors):
+        s.marks[0] = s.marks[0] | reach(layout.dtype, peak_of(layout, s, u), s.pair[0], u)
+    s.marks[0] = (s.marks[0] | (s.marks[0] >> T.uint32(HALF))) & T.uint32((1 << HALF) - 1)
+
+
+@T.inline
+def mark_limited(layout, s):
+    """The same, but of vectors behind the last column in which equals of the bound are wanted those that exceed it.
+
+    Reads: `peaks`; `pair`, `until`.
+    """
+    s.marks[0] = T.uint32(0)
+    for u in T.unroll(layout.vectors):
+        s.marks[0] = s.marks[0] | T.Select(
+            column_of(layout, s, u * layout.width) <= s.until[0],
+            reach(layout.dtype, s.peaks[u], s.pair[0], u),
+            reach(layout.dtype, s.peaks[u], s.pair[0], u, beyond=True))
+    s.marks[0] = (s.marks[0] | (s.marks[0] >> T.uint32(HALF))) & T.uint32((1 << HALF) - 1)
+
+
+@T.inline
+def pick_vector(layout, s):
+    """`vector` = vector number `spot`, of registers."""
+    for w in T.unroll(4):
+        s.vector[w] = picked(s.raw, s.spot[0], layout.vectors, 4, w)
+
+
+@T.inline
+def mark_elements(layout, s, elements):
+    """`elements` = marks of those of `vector` that reach the bound, of a word each (`words.reach`).
+
+    Reads: `vector`, `pair`.
+    """
+    elements[0] = T.uint32(0)
+    for w in T.unroll(4):
+        elements[0] = elements[0] | reach(layout.dtype, s.vector[w], s.pair[0], w)
+
+
+def put_reached(layout: Layout, limited: bool = False) -> Callable[..., Any]:
     """Append the keys of what reaches the bound, and of its equals of those up to a column. The phase is (s).
 
     Reads: `raw`, or `staged` and `peaks`; `top`, `bound`, `until`.
@@ -67,18 +125,13 @@ def put_reached(layout: Layout) -> Callable[..., Any]:
     put, load, dtype, vectors, width, per_word = (
         put_key(layout), load_vector(layout), layout.dtype, layout.vectors, layout.width, layout.per_word)
 
-    def peak_of(s: Any, u: Any) -> Any:
-        """A word that has the largest element of vector number u."""
-        return s.peaks[u] if layout.staged else largest(dtype, [s.raw[u * 4 + w] for w in range(4)])
-
     @T.inline
     def take_vector(s):
         """Vector number `spot`."""
         if layout.staged:
             load(s, s.spot[0])
-        elif vectors <= PICKED:
-            for w in T.unroll(4):
-                s.vector[w] = picked(s.raw, s.spot[0], vectors, 4, w)
+        elif vectors <= PICKED or layout.late:
+            pick_vector(layout, s)
         elif layout.aligned:
             load_words(
                 16, s.vector, 0, None, s.io.logits.ptr_to([s.row[0], column_of(layout, s, s.spot[0] * width)]))
@@ -97,16 +150,14 @@ def put_reached(layout: Layout) -> Callable[..., Any]:
         s.pivot[0] = join_key(s.bound[0], s.until[0])
         # The simplifier would take "not below" for "no less", which no NaN is.
         if T.Select(s.top[0] < s.threshold[0], 0, 1) != 0:
-            s.marks[0] = T.uint32(0)
-            for u in T.unroll(vectors):
-                s.marks[0] = s.marks[0] | reach(dtype, peak_of(s, u), s.pair[0], u)
-            s.marks[0] = (s.marks[0] | (s.marks[0] >> T.uint32(HALF))) & T.uint32((1 << HALF) - 1)
+            if limited and layout.late:
+                mark_limited(layout, s)
+            else:
+                mark_vectors(layout, s)
             while s.marks[0] != T.uint32(0):
                 take_mark(s.marks, s.spot)
                 take_vector(s)
-                elements[0] = T.uint32(0)
-                for w in T.unroll(4):
-                    elements[0] = elements[0] | reach(dtype, s.vector[w], s.pair[0], w)
+                mark_elements(layout, s, elements)
                 while elements[0] != T.uint32(0):
                     take_mark(elements, place)
                     s.column[0] = column_of(
@@ -119,6 +170,42 @@ def put_reached(layout: Layout) -> Callable[..., Any]:
                         if s.slot[0] >= layout.room:
                             s.marks[0] = T.uint32(0)
                             elements[0] = T.uint32(0)
+
+    return phase
+
+
+def put_single(layout: Layout) -> Callable[..., Any]:
+    """As `put_reached`, without a column for the bound, where few threads have elements that reach it, and most of them
+    one: for one there is neither a loop nor a branch. The phase is (s).
+
+    Reads, writes, barriers: as `put_reached`, of a share in registers.
+    """
+    put, several, per_word = put_key(layout), put_reached(layout), layout.per_word
+
+    @T.inline
+    def phase(s):
+        place = T.alloc_local([1], "int32")
+        elements = T.alloc_local([1], "uint32")
+        found = T.alloc_local([1], "int32")
+        set_threshold(layout, s)
+        # The simplifier would take "not below" for "no less", which no NaN is.
+        if T.Select(s.top[0] < s.threshold[0], 0, 1) != 0:
+            mark_vectors(layout, s)
+            found[0] = T.Cast("int32", T.popcount(s.marks[0]))
+            take_mark(s.marks, s.spot)
+            pick_vector(layout, s)
+            mark_elements(layout, s, elements)
+            found[0] = found[0] + T.Cast("int32", T.popcount(elements[0]))
+            if found[0] == 2:
+                take_mark(elements, place)
+                s.column[0] = column_of(
+                    layout, s, s.spot[0] * layout.width + place[0] % HALF * per_word + place[0] // HALF)
+                # It is the largest one.
+                order(s.top[0], s.plain, s.bits)
+                s.key[0] = join_key(s.bits[0], s.column[0])
+                put(s)
+            else:
+                several(s)
 
     return phase
 

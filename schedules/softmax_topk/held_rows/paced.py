@@ -19,15 +19,14 @@ from tvm.script import tirx as T
 
 from ...device.loops import rolled
 from ...device.words import value_in
-from .early import agree, offer_early
+from .agreement import agree, offer_top
 from .row import load_staged
 from .space import Layout
-from .sums import LOWEST, add_partial, sum_of_partials, take_power
+from .sums import LOWEST, add_partial, set_base, sum_of_partials, take_near_power, take_power, take_rest
 from .words import NOTHING, larger, largest
 
-# Powers of two by which elements may exceed the reference of a sum, far less than float32 reaches; and below which
-# products with `factor` are, so that what rounding takes of a reference's is a small part of one.
-REACH, NEAR = 8, 1 << 20
+# A power of two by which elements may exceed the reference of a sum, far less than float32 reaches.
+REACH = 8
 
 
 # fmt: off
@@ -43,12 +42,7 @@ def raise_reference(layout: Layout) -> Callable[..., Any]:
     def phase(s):
         s.power[0] = (s.reference[0] - s.plain[0]) * s.factor[0] - s.rest[0]
         s.reference[0] = s.plain[0]
-        s.base[0] = s.plain[0] * -s.factor[0]
-        s.rest[0] = T.float32(0)
-        s.near[0] = 0
-        if T.abs(s.base[0]) < T.float32(NEAR):
-            s.near[0] = 1
-            T.ptx.fma.rn.f32(s.rest[0], s.plain[0], s.factor[0], s.base[0])
+        set_base(s)
         T.ptx.ex2.approx.ftz.f32(s.power[0], s.power[0] + s.rest[0])
         s.sum[0] = s.sum[0] * s.power[0]
 
@@ -78,9 +72,7 @@ def weigh_step(layout: Layout) -> Callable[..., Any]:
             rise(s)
         if s.near[0] != 0:
             for e in T.unroll(layout.step * layout.width):
-                T.ptx.fma.rn.f32(
-                    s.power[0], value_in(dtype, s.vector[e // per_word], e % per_word), s.factor[0], s.base[0])
-                T.ptx.ex2.approx.ftz.f32(s.power[0], s.power[0])
+                take_near_power(s, value_in(dtype, s.vector[e // per_word], e % per_word))
                 add_partial(s, e)
         else:
             # Numbers of any size: where they are equal the difference is 0, and else minus infinity.
@@ -96,13 +88,13 @@ def take_steps(layout: Layout) -> Callable[..., Any]:
     """Look at the thread's vectors as they come; the warp that has none finds the early bound. The phase is (s).
 
     Reads: `staged`, `factor`.
-    Writes: `step_peaks`, `pair`, the largest elements of all, `sum`, `reference`; as `offer_early` and `agree`; scratch
+    Writes: `step_peaks`, `pair`, the largest elements of all, `sum`, `reference`; as `offer_top` and `agree`; scratch
         is `vector`, and as `weigh_step`.
-    Barriers: as `offer_early` and `agree`.
+    Barriers: as `offer_top` and `agree`.
     """
     dtype, threads, steps, early = layout.dtype, layout.threads, layout.steps, layout.early_steps
     load, weigh = load_staged(layout), weigh_step(layout)
-    offer, bound = offer_early(layout), agree(layout)
+    offer, bound = offer_top(layout), agree(layout)
 
     @T.inline
     def look(s, peak):
@@ -131,9 +123,7 @@ def take_steps(layout: Layout) -> Callable[..., Any]:
             look(s, peak)
         else:
             bound(s)
-        # Relative to the reference itself.
-        T.ptx.ex2.approx.ftz.f32(s.power[0], T.float32(0) - s.rest[0])
-        s.sum[0] = s.sum[0] * s.power[0]
+        take_rest(s)
 
     return phase
 # fmt: on

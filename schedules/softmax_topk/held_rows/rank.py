@@ -13,6 +13,7 @@ from ...device.mbarriers import await_arrivals
 from ...device.ranking import rank_at_once, rank_key
 from ...device.selection import keep_selected, key_index, key_value, radix_selection
 from ..finishing import complete, write_given_columns
+from .cluster import gather_parts
 from .space import RANKED, RANKERS, Layout
 from .state import SUMS
 from .sums import add_up, parts_of, sum_word, take_power
@@ -105,22 +106,22 @@ def finish_row(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
-def finish_early(layout: Layout) -> Callable[..., Any]:
-    """As `finish_row`, with an early bound, of keys that are few enough: they are ranked while the warp that has no
-    vectors adds up the sum. The phase is (s).
+def finish_agreed(layout: Layout) -> Callable[..., Any]:
+    """As `finish_row`, where blocks have agreed on a bound, of keys that are few enough: they are ranked while the warp
+    that has no vectors adds up the sum. The phase is (s).
 
-    Reads: `keys`, `size`, `sums`, `factor`, the arguments.
+    Reads: `united`, or in a block alone `keys`; `size`, `sums`, `factor`, the arguments.
     Writes: the outputs, and scratch.
-    Barriers: one; awaits the sums of the other blocks.
+    Barriers: one, and one of the threads that have vectors; awaits the sums.
     """
-    threads, rankers = layout.threads, layout.rankers
+    threads, rankers, gather = layout.threads, layout.rankers, gather_parts(layout)
     rank, write = rank_at_once(layout.at_once, rankers), write_ranked(layout.k, rankers)
     add = add_up(0, layout.entries) if layout.cluster > 1 else add_up(1, layout.block_warps)
     write_given = write_given_columns(layout.block_threads, layout.vocab, layout.ids, exponent, rolled)
 
     @T.inline
     def phase(s):
-        # A thread that ranks nothing has nothing to write.
+        # Who ranks nothing has nothing to write.
         s.slot[0] = layout.k
         if s.t >= threads:
             if layout.cluster > 1:
@@ -129,7 +130,10 @@ def finish_early(layout: Layout) -> Callable[..., Any]:
             if s.t == threads:
                 s.total[0] = sum_word(s.sum[0], s.reference[0])
         else:
-            rank(s, s.t, s.keys)
+            if layout.cluster > 1:
+                gather(s)
+            if s.t // 32 * 32 // rankers < s.size[0]:
+                rank(s, s.t, s.keys)
         T.cuda.cta_sync()
         s.key[0] = s.total[0]
         parts = T.meta_var(parts_of(s.key[0]))

@@ -7,28 +7,30 @@ from functools import cached_property
 
 from tvm_sparse.core.machine import MAX_THREADS, REGISTER_FILE, Machine
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv, powers
+from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 from ...device.pool import RESERVED, SHARED, STATIC, asked, most_asked
 from ..share import Share
 
-THREADS = (128, 256, 384, 512, 640, 768, 1024)
-# Blocks a row; above 8 a cluster is not portable, which every Hopper allows.
-CLUSTERS = powers(1, 16)
+THREADS = (128, 256, 384, 448, 512, 576, 640, 672, 768, 896, 1024)
+# Blocks a row; above 8 a cluster is not portable, which every Hopper allows. Of 7 no more run at once than of 8.
+CLUSTERS = (1, 2, 3, 4, 5, 6, 8, 16)
 # Into how many groups a block's threads are divided, by the k up to which they are. About 3/2 as many elements reach
 # the k-th best of their tops. With 128 groups up to k = 100 the gates are faster.
 GROUPS = {24: 32, 50: 64}
 MAX_K = max(GROUPS)
 # The most k of an early bound: of more groups it is found too late.
 EARLY_K = min(GROUPS)
-# Registers that a thread needs beside those that hold the row, or where shared memory does. Of the row it has so many
-# words at most: 16 vectors, each of which has a bit in half a word (`words.HALF`).
+# Registers that a thread needs beside those that hold the row, or where shared memory does, or to agree on a bound. Of
+# the row it has so many words at most: 16 vectors, each of which has a bit in half a word (`words.HALF`).
 WORKING = 32
 STAGED_WORKING = 40
+LATE_WORKING = 48
 MAX_WORDS = 64
-# Vectors of a share from which on it is staged by default.
-LARGE = 2048
+# By default: vectors of a share from which on it is staged, and of a thread in whose registers it is.
+LARGE = 4096
+FEW = 4
 # Threads of a multiprocessor, and bytes of shared memory that a block may ask for.
 THREADS_MOST, MAX_SHARED = 2048, 200 * 1024
 # Threads that share the ranking of one key, and the most keys that are ranked so: of more the best are selected first.
@@ -48,7 +50,7 @@ class Layout(Share):
     dtype: str
     overlap: bool
     staged: bool  # whether shared memory holds the row, and not registers
-    early: bool  # whether it gets its bound before all of it is there
+    agreed: bool  # whether the blocks of a row agree on one bound
 
     @classmethod
     def of(cls, problem: SoftmaxTopk, decisions: Decisions) -> Layout:
@@ -62,10 +64,20 @@ class Layout(Share):
             dtype=problem.dtype,
             overlap=bool(decisions["overlap"]),
             staged=bool(decisions["staged"]),
-            early=bool(decisions["early_bound"]),
+            agreed=bool(decisions["row_bound"]),
         )
 
     # The row in registers, or in shared memory.
+
+    @cached_property
+    def early(self) -> bool:
+        """Whether blocks agree on a bound while the last of their shares is on its way."""
+        return self.agreed and self.staged
+
+    @cached_property
+    def late(self) -> bool:
+        """Whether they do so once all of it is there."""
+        return self.agreed and not self.staged
 
     @cached_property
     def vectors(self) -> int:
@@ -95,7 +107,8 @@ class Layout(Share):
     @cached_property
     def resident(self) -> int:
         """Blocks that a multiprocessor is to hold, which bounds the registers of a thread."""
-        threads, working = self.block_threads, STAGED_WORKING if self.staged else WORKING
+        threads = self.block_threads
+        working = STAGED_WORKING if self.staged else LATE_WORKING if self.late else WORKING
         by_registers = REGISTER_FILE // (threads * (self.words + working))
         return max(min(by_registers, THREADS_MOST // threads, SHARED // (self.bytes + STATIC + RESERVED)), 1)
 
@@ -108,13 +121,13 @@ class Layout(Share):
 
     @cached_property
     def block_threads(self) -> int:
-        """Threads of a block: a warp more, which has no vectors, agrees on an early bound."""
-        return self.threads + 32 * self.early
+        """Threads of a block: a warp more, which has no vectors, agrees with other blocks on a bound."""
+        return self.threads + 32 * self.agreed
 
     @cached_property
     def preparers(self) -> int:
         """Threads that prepare shared memory: those of this warp, or of the block."""
-        return 32 if self.early else self.threads
+        return 32 if self.agreed else self.threads
 
     @cached_property
     def block_warps(self) -> int:
@@ -126,9 +139,10 @@ class Layout(Share):
         return max(self.steps - (3 if self.steps > 4 else 2), 1)
 
     @cached_property
-    def early_groups(self) -> int:
-        """Groups of these tops. They are more, as part of a row has fewer elements that reach the k-th best."""
-        return 2 * self.groups
+    def row_groups(self) -> int:
+        """Groups of the tops that blocks tell each other. Early ones are more, as fewer elements of part of a row reach
+        the k-th best."""
+        return 2 * self.groups if self.early else self.groups
 
     @cached_property
     def room(self) -> int:
@@ -157,8 +171,15 @@ class Layout(Share):
 
     @cached_property
     def entries(self) -> int:
-        """Sums of exponentials that the first block adds up: of all blocks, and of its own warps."""
-        return self.cluster + self.block_warps
+        """Sums of exponentials that the first block adds up: of all blocks, and of its own warps; or as many as
+        `senders` send."""
+        return self.cluster * self.senders if self.senders else self.cluster + self.block_warps
+
+    @cached_property
+    def senders(self) -> int:
+        """How many sums each block, the first one included, sends the first one where blocks agree on a bound: one, of
+        which the warp more has the time to add it up, or those of its warps. 0: the others send one at the end."""
+        return 1 if self.late else self.warps if self.early and self.cluster > 1 else 0
 
     # Dynamic shared memory; offsets are in keys.
 
@@ -198,15 +219,20 @@ class Layout(Share):
         return self.at_staged + 4 * self.vectors * self.threads
 
     @cached_property
-    def at_early(self) -> int:
-        """Where its early tops are, in words."""
-        return self.at_peaks + self.steps * self.threads
+    def at_row_tops(self) -> int:
+        """Where the tops of all blocks are, in words."""
+        return self.at_peaks + self.steps * self.threads if self.early else self.at_staged
+
+    @cached_property
+    def at_thread_sums(self) -> int:
+        """Where the sums of threads are, in words."""
+        return self.at_row_tops + self.cluster * self.row_groups
 
     @cached_property
     def bytes(self) -> int:
         """All of it."""
-        if self.early:
-            return asked(4 * (self.at_early + self.cluster * self.early_groups))
+        if self.agreed:
+            return asked(4 * (self.at_thread_sums + self.threads * self.late))
         return asked(4 * self.at_staged + 16 * self.vectors * self.threads if self.staged else self.keys_bytes)
 
 
@@ -220,17 +246,17 @@ def space(problem: SoftmaxTopk, machine: Machine) -> Table:
     if not points(problem, machine):
         rows = f"{problem.batch_extent} rows of {problem.vocab}"
         raise NotApplicable(f"registers and memory of {machine.cores} multiprocessors do not hold {rows} at once")
-    return {"cluster": CLUSTERS, "threads": THREADS, "overlap": (1,), "staged": (0, 1), "early_bound": (0, 1)}
+    return {"cluster": CLUSTERS, "threads": THREADS, "overlap": (1,), "staged": (0, 1), "row_bound": (0, 1)}
 
 
 def points(problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
     """All points of the space."""
-    held = ((0, 0), (1, 0), (1, 1))
+    held = ((0, 0), (0, 1), (1, 0), (1, 1))
     every = [
-        {"cluster": cluster, "threads": threads, "overlap": 1, "staged": staged, "early_bound": early}
+        {"cluster": cluster, "threads": threads, "overlap": 1, "staged": staged, "row_bound": agreed}
         for cluster in CLUSTERS
         for threads in THREADS
-        for staged, early in held
+        for staged, agreed in held
     ]
     return [point for point in every if allowed(problem, machine, point) is None]
 
@@ -254,8 +280,8 @@ def allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str
         return f"{layout.cluster * problem.batch_extent} blocks are more than run at once"
     if layout.threads < layout.at_once:
         return f"{layout.threads} threads are too few to rank {layout.at_once} keys at once"
-    if layout.early and not layout.staged:
-        return "an early bound is that of a staged share"
+    if layout.late and layout.cluster == 1:
+        return "the bound of a row in the registers of one block is the block's own"
     if layout.early and problem.k > EARLY_K:
         return f"k={problem.k} exceeds {EARLY_K}: too much of the row would reach an early bound"
     if layout.early and layout.cluster * problem.batch_extent > machine.cores:
@@ -273,20 +299,26 @@ def launch(problem: SoftmaxTopk, decisions: Decisions) -> Launch:
 
 
 def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
-    """The most blocks that each have a multiprocessor of their own, up to a portable cluster, of a middle size.
+    """The most blocks a row that all run at once, each with a multiprocessor of its own.
 
     A large share of 16-bit elements is staged: it has many exponentials for its bytes. It gets an early bound where
-    that is known to be faster, of few k and whole steps of two vectors.
+    that is known to be faster, of few k and whole steps of two vectors. Other blocks of a cluster agree on a bound too,
+    and have few vectors a thread.
     """
 
-    def badness(point: Decisions) -> tuple[bool, int, bool, int]:
-        cluster = point["cluster"]
-        crowded = cluster > 1 and cluster * problem.batch_extent > machine.cores or cluster > 8
+    def badly_held(layout: Layout) -> int:
+        if layout.itemsize > 2 or layout.share < LARGE:
+            return int(layout.staged or layout.late != (layout.cluster > 1))
+        if layout.early:
+            return 0 if layout.vectors % 2 == 0 else 2
+        return 1 if layout.staged else 2
+
+    def badness(point: Decisions) -> tuple[bool, int, int, int]:
         layout = Layout.of(problem, point)
-        large = layout.itemsize == 2 and layout.share >= LARGE
-        early = large and problem.k <= EARLY_K and layout.vectors % 2 == 0
-        other = (layout.staged, layout.early) != (large, early)
-        return (crowded, cluster if crowded else -cluster, other, abs(point["threads"] - 512))
+        cluster = layout.cluster
+        crowded = cluster > 1 and problem.batch_extent > machine.clusters_at_once(cluster)
+        threads = layout.share // FEW if layout.late else 512
+        return (crowded, cluster if crowded else -cluster, badly_held(layout), abs(layout.threads - threads))
 
     space(problem, machine)  # it may not apply
     return min(points(problem, machine), key=badness)
@@ -305,5 +337,6 @@ def features(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> Fe
         "bytes_in_flight": resident * layout.threads * layout.vectors * 16,
         "k_share": problem.k / problem.vocab,
         "k_each": problem.k / layout.threads,
-        "early_bound": float(layout.early),
+        "row_bound": float(layout.agreed),
+        "clusters_each": problem.batch / machine.clusters_at_once(layout.cluster),
     }

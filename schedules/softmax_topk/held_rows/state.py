@@ -11,8 +11,9 @@ from .space import Layout
 
 # The mbarriers of the first block: for the keys of all blocks, and for their sums.
 KEYS, SUMS = 0, 1
-# Those of a staged row's early bound: tops were offered, those of the other blocks have come, the bound is known.
-OFFERED, EXCHANGED, BOUNDED = 0, 1, 2
+# Those of a bound on which blocks agree: tops were offered, those of the other blocks have come, the bound is known;
+# and of a share in registers: the sums of its threads are known.
+OFFERED, EXCHANGED, BOUNDED, WEIGHED = 0, 1, 2, 3
 
 
 def clustered(layout: Layout) -> bool:
@@ -25,6 +26,14 @@ def on_staged(layout: Layout) -> bool:
 
 def has_early(layout: Layout) -> bool:
     return layout.early
+
+
+def has_agreed(layout: Layout) -> bool:
+    return layout.agreed
+
+
+def is_late(layout: Layout) -> bool:
+    return layout.late
 
 
 def in_registers(layout: Layout) -> bool:
@@ -52,8 +61,10 @@ class State(Buffers):
     staged: Any = pooled("uint32", lambda o: 4 * o.vectors * o.threads, lambda o: o.at_staged, when=on_staged)
     # Of each step a word that has its largest element.
     step_peaks: Any = pooled("uint32", lambda o: o.steps * o.threads, lambda o: o.at_peaks, when=has_early)
-    # Of each block of the cluster the tops of what has come so far (see `early`).
-    early_tops: Any = pooled("uint32", lambda o: o.cluster * o.early_groups, lambda o: o.at_early, when=has_early)
+    # Of each block of the cluster the tops, or those of what has come so far (see `agreement`).
+    row_tops: Any = pooled("uint32", lambda o: o.cluster * o.row_groups, lambda o: o.at_row_tops, when=has_agreed)
+    # Sums of threads, each relative to a reference of its warp.
+    thread_sums: Any = pooled("float32", lambda o: o.threads, lambda o: o.at_thread_sums, when=is_late)
 
     # ---- static shared memory ---------------------------------------------------------------------------------------
     tops: Any = shared("uint32", lambda o: o.groups)  # of groups of threads, orders of the largest elements
@@ -70,15 +81,16 @@ class State(Buffers):
     united_sizes: Any = shared("uint64", lambda o: o.cluster, when=clustered)  # how many keys each block has sent
     united_count: Any = shared("int32", when=clustered)  # how many of them reach the row's bound
     barriers: Any = shared("uint64", 2, when=clustered)  # KEYS and SUMS
-    early_barriers: Any = shared("uint64", 3, when=has_early)  # OFFERED, EXCHANGED and BOUNDED
+    row_barriers: Any = shared("uint64", 4, when=has_agreed)  # OFFERED, EXCHANGED and BOUNDED
     reached: Any = shared("int32", lambda o: o.reached_room, when=has_early)  # steps: number * threads + thread
     listed: Any = shared("int32", when=has_early)  # how many there are, those that had no room included
-    total: Any = shared("uint64", when=has_early)  # the row's sum
+    warp_references: Any = shared("float32", lambda o: o.warps, when=is_late)  # those of `thread_sums`
+    total: Any = shared("uint64", when=has_agreed)  # the row's sum
 
     # ---- a thread's own ---------------------------------------------------------------------------------------------
     raw: Any = local("uint32", lambda o: o.words, when=in_registers)  # likewise, if they are not staged
     # Of each vector a word that has its largest element.
-    peaks: Any = local("uint32", lambda o: o.vectors, when=lambda o: o.staged and not o.early)
+    peaks: Any = local("uint32", lambda o: o.vectors, when=lambda o: o.staged != o.agreed)
     vector: Any = local("uint32", lambda o: 4 * o.step)  # one of them, or those of a step
     pair: Any = local("uint32")  # the threshold, as a word whose elements it is; also scratch
     factor: Any = local("float32")  # scale * log2(e): exponentials are powers of 2
@@ -89,12 +101,12 @@ class State(Buffers):
     partial: Any = local("float32", 4)  # sums of exponentials side by side
     sum: Any = local("float32")
     reference: Any = local("float32")  # of the sum
-    base: Any = local("float32", when=has_early)  # -reference * factor, rounded
-    rest: Any = local("float32", when=has_early)  # what rounding took of it, or 0 if it is not `near`
-    near: Any = local("int32", when=has_early)  # whether it is small enough for exponents to be taken from it
+    base: Any = local("float32", when=has_agreed)  # -reference * factor, rounded
+    rest: Any = local("float32", when=has_agreed)  # what rounding took of it, or 0 if it is not `near`
+    near: Any = local("int32", when=has_agreed)  # whether it is small enough for exponents to be taken from it
     inverse: Any = local("float32")  # 1 / sum
     logarithm: Any = local("float32")  # ln(sum)
-    own: Any = local("uint32", lambda o: (o.early_groups if o.early else o.groups) // 32)  # tops
+    own: Any = local("uint32", lambda o: (o.row_groups if o.agreed else o.groups) // 32)  # tops
     bound: Any = local("uint32")  # the order that elements have to reach
     until: Any = local("int32")  # the last column in which equals of the bound are wanted
     threshold: Any = local("float32")  # the bound as a value

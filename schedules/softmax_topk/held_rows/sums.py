@@ -10,13 +10,20 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
+from ...device.cluster import place_there
+from ...device.mbarriers import await_arrivals, send_word
 from ...device.selection import FULL_WARP, MINUS_INFINITY, bits_value, order
 from ...device.words import value_in
 from .space import Layout
+from .state import SUMS, WEIGHED
 
 # The reference of a sum of nothing: the least float32, and its bits.
 LOWEST = T.min_value("float32")
 LOWEST_BITS = 0xFF7FFFFF
+# The block that gets what all send.
+FIRST = T.uint32(0)
+# A power of two. Of products with `factor` that are below it rounding takes a small part of one.
+NEAR = 1 << 20
 # Sums side by side, so that an addition does not wait for the one before.
 PARTIAL = 4
 
@@ -60,15 +67,65 @@ def sum_of_partials(s: Any) -> tirx.PrimExpr:
     return (s.partial[0] + s.partial[1]) + (s.partial[2] + s.partial[3])
 
 
-def sum_of_warp(layout: Layout) -> Callable[..., Any]:
-    """The sum of a warp's elements. The phase is (s).
+@T.inline
+def place_sum(s, there, barrier, entry):
+    """Where an entry of `sums` lies in the first block, and the mbarrier that counts its bytes."""
+    place_there(barrier, s.barriers.ptr_to([SUMS]), FIRST)
+    place_there(there, s.sums.ptr_to([entry]), FIRST)
+
+
+@T.inline
+def send_sum(s, entry):
+    """`sum` and `reference` to `sums` of the first block, asynchronously."""
+    barrier = T.alloc_local([1], "uint32")
+    there = T.alloc_local([1], "uint32")
+    place_sum(s, there, barrier, entry)
+    send_word(there[0], sum_word(s.sum[0], s.reference[0]), barrier[0])
+
+
+@T.inline
+def set_base(s):
+    """What exponents are taken from where they are one product and sum: -reference * factor.
+
+    Writes: `base`, rounded; `rest`, what rounding took of it; `near`. Where numbers are too large, `near` is 0.
+    """
+    s.base[0] = s.reference[0] * -s.factor[0]
+    s.rest[0] = T.float32(0)
+    s.near[0] = 0
+    if T.abs(s.base[0]) < T.float32(NEAR):
+        s.near[0] = 1
+        T.ptx.fma.rn.f32(s.rest[0], s.reference[0], s.factor[0], s.base[0])
+
+
+@T.inline
+def take_near_power(s, value):
+    """`power` = exp((value - reference) * scale) / 2^rest, if `near`."""
+    T.ptx.fma.rn.f32(s.power[0], value, s.factor[0], s.base[0])
+    T.ptx.ex2.approx.ftz.f32(s.power[0], s.power[0])
+
+
+@T.inline
+def take_rest(s):
+    """`sum` relative to the reference itself."""
+    T.ptx.ex2.approx.ftz.f32(s.power[0], T.float32(0) - s.rest[0])
+    s.sum[0] = s.sum[0] * s.power[0]
+
+
+def weigh_warp(layout: Layout) -> Callable[..., Any]:
+    """Each thread's sum, relative to the largest element of the warp. The phase is (s).
 
     Reads: `raw`, `top`; or, of a staged row, each thread's `sum` and `reference`; `factor`.
-    Writes: `sums` of the warp; `reference`, `sum`; scratch is `plain`, `bits`, `power`, `partial`.
+    Writes: `reference`, `sum`; scratch is `plain`, `bits`, `power`, `partial`.
     Barriers: none, but all lanes take part.
     After: a warp with NaN or plus infinity has NaN for its sum; one with nothing above minus infinity 0.
     """
     dtype, words, per_word = layout.dtype, layout.words, layout.per_word
+
+    @T.inline
+    def of_any_size(s):
+        for e in T.unroll(words * per_word):
+            take_power(s, s.power, value_in(dtype, s.raw[e // per_word], e % per_word))
+            s.partial[e % PARTIAL] = s.partial[e % PARTIAL] + s.power[0]
 
     @T.inline
     def of_registers(s):
@@ -79,10 +136,19 @@ def sum_of_warp(layout: Layout) -> Callable[..., Any]:
             s.reference[0] = bits_value(s.bits[0])
         for i in T.unroll(PARTIAL):
             s.partial[i] = T.float32(0)
-        for e in T.unroll(words * per_word):
-            take_power(s, s.power, value_in(dtype, s.raw[e // per_word], e % per_word))
-            s.partial[e % PARTIAL] = s.partial[e % PARTIAL] + s.power[0]
-        s.sum[0] = T.cuda.warp_sum(sum_of_partials(s))
+        if layout.late:
+            set_base(s)
+            if s.near[0] != 0:
+                for e in T.unroll(words * per_word):
+                    take_near_power(s, value_in(dtype, s.raw[e // per_word], e % per_word))
+                    s.partial[e % PARTIAL] = s.partial[e % PARTIAL] + s.power[0]
+            else:
+                of_any_size(s)
+            s.sum[0] = sum_of_partials(s)
+            take_rest(s)
+        else:
+            of_any_size(s)
+            s.sum[0] = sum_of_partials(s)
 
     @T.inline
     def of_threads(s):
@@ -90,16 +156,58 @@ def sum_of_warp(layout: Layout) -> Callable[..., Any]:
         order(s.reference[0], s.power, s.bits)
         s.reference[0] = bits_value(T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0]))
         take_power(s, s.power, s.plain[0])
-        s.sum[0] = T.cuda.warp_sum(s.sum[0] * s.power[0])
+        s.sum[0] = s.sum[0] * s.power[0]
+
+    return of_threads if layout.staged else of_registers
+
+
+def sum_of_warp(layout: Layout) -> Callable[..., Any]:
+    """The sum of a warp's elements. The phase is (s).
+
+    Reads: as `weigh_warp`.
+    Writes: `sums` of the warp, or those of the first block, asynchronously; as `weigh_warp`.
+    Barriers: none, but all lanes take part.
+    """
+    weigh = weigh_warp(layout)
 
     @T.inline
     def phase(s):
-        if layout.staged:
-            of_threads(s)
-        else:
-            of_registers(s)
+        weigh(s)
+        s.sum[0] = T.cuda.warp_sum(s.sum[0])
         if s.t % 32 == 0:
-            s.sums[layout.cluster + s.t // 32] = sum_word(s.sum[0], s.reference[0])
+            if layout.senders > 0:
+                send_sum(s, s.part * layout.warps + s.t // 32)
+            else:
+                s.sums[layout.cluster + s.t // 32] = sum_word(s.sum[0], s.reference[0])
+
+    return phase
+
+
+def add_threads(layout: Layout) -> Callable[..., Any]:
+    """The sum of a block, by the warp that has no vectors, to the first block. The phase is (s).
+
+    Reads: `thread_sums`, `warp_references`, `factor`.
+    Writes: `sums` of the first block, asynchronously; scratch is `sum`, `reference`, `plain`, `bits`, `power`.
+    Barriers: awaits WEIGHED.
+    """
+    warps = layout.warps
+
+    @T.inline
+    def phase(s):
+        scale = T.alloc_local([1], "float32")
+        await_arrivals(s.row_barriers.ptr_to([WEIGHED]))
+        scale[0] = s.warp_references[T.min(s.t % 32, warps - 1)]
+        order(scale[0], s.plain, s.bits)
+        s.reference[0] = bits_value(T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0]))
+        take_power(s, s.power, scale[0])
+        scale[0] = s.power[0]
+        s.sum[0] = T.float32(0)
+        for w in T.unroll(warps):
+            s.sum[0] = s.sum[0] + s.thread_sums[w * 32 + s.t % 32] * T.tvm_warp_shuffle(
+                T.uint32(FULL_WARP), scale[0], w, 32, 32)
+        s.sum[0] = T.cuda.warp_sum(s.sum[0])
+        if s.t % 32 == 0:
+            send_sum(s, s.part)
 
     return phase
 

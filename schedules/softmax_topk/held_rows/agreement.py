@@ -1,0 +1,199 @@
+"""A bound of the row, on which the blocks of a cluster agree: the k-th best of tops that are joined over all blocks.
+
+A block's own bound is reached by as many elements as are ranked in all. This one few more than k of the whole row
+reach, so that blocks have little to look for and to send, and the first one ranks what comes as it is.
+
+All threads offer their largest elements. A warp that has no vectors of its own sends the tops of the block to the
+others of the cluster, awaits theirs, and finds the k-th best, while all other warps go on. They tell each other by
+mbarriers: a barrier would wait for the slowest warp.
+
+Of a share in registers all of it is there by then (`held.take_held`); exponentials are taken meanwhile. Of a staged one
+tops are those of what has come after most of the steps (`paced.take_steps`): at least k elements reach their k-th best,
+as of any part of the row, and once the last vector is there keys can be found. Of a row in ascending order too many
+elements come behind; then blocks have bounds of their own (`find.find_keys`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import ceildiv
+
+from ...device.cluster import place_there
+from ...device.mbarriers import arrive_expecting, await_arrivals, send_word
+from ...device.selection import FULL_WARP, order
+from ...device.tops import offer
+from .bound import find_top
+from .row import load_shared
+from .space import Layout
+from .state import BOUNDED, EXCHANGED, OFFERED, WEIGHED
+from .words import LEAST
+
+# Bytes of a top.
+TOP = 4
+
+
+# fmt: off
+def begin_agreement(layout: Layout) -> Callable[..., Any]:
+    """The mbarriers, and no tops yet. The phase is (s), of one warp.
+
+    Writes: `row_barriers`, `row_tops` of this block.
+    Barriers: none; one of the cluster has to come before anything is offered.
+    """
+    groups = layout.row_groups
+
+    @T.inline
+    def phase(s):
+        if s.t % 32 == 0:
+            T.ptx.mbarrier.init.shared__cta.b64(s.row_barriers.ptr_to([OFFERED]), T.uint32(layout.warps))
+            T.ptx.mbarrier.init.shared__cta.b64(s.row_barriers.ptr_to([EXCHANGED]), T.uint32(1))
+            T.ptx.mbarrier.init.shared__cta.b64(s.row_barriers.ptr_to([BOUNDED]), T.uint32(1))
+            T.ptx.mbarrier.init.shared__cta.b64(s.row_barriers.ptr_to([WEIGHED]), T.uint32(layout.warps))
+            T.ptx.fence.mbarrier_init.release.cluster()
+            arrive_expecting(s.row_barriers.ptr_to([EXCHANGED]), T.uint32((layout.cluster - 1) * groups * TOP))
+        for j in T.unroll(groups // 32):
+            s.row_tops[s.part * groups + j * 32 + s.t % 32] = T.uint32(0)
+
+    return phase
+
+
+@T.inline
+def tell(s, which):
+    """This warp has done its part: one arrival at an mbarrier of `row_barriers`."""
+    T.cuda.warp_sync()
+    if s.t % 32 == 0:
+        arrive_expecting(s.row_barriers.ptr_to([which]), T.uint32(0))
+
+
+def offer_top(layout: Layout) -> Callable[..., Any]:
+    """The thread's largest element, so far. The phase is (s).
+
+    Reads: `pair`.
+    Writes: `row_tops`; scratch is `top`, `plain`, `bits`.
+    Barriers: arrives at OFFERED.
+    """
+    groups = layout.row_groups
+
+    @T.inline
+    def phase(s):
+        find_top(layout, s)
+        order(s.top[0], s.plain, s.bits)
+        offer(s, s.row_tops, s.part * groups + s.t % groups, s.bits[0])
+        tell(s, OFFERED)
+
+    return phase
+
+
+def send_tops(layout: Layout) -> Callable[..., Any]:
+    """The tops of this block to all others of the cluster: two a lane, to as many blocks at a time as a warp has lanes
+    for. The phase is (s), of one warp.
+
+    Reads: `row_tops` of this block.
+    Writes: those of the others, asynchronously.
+    Barriers: none.
+    """
+    groups, cluster = layout.row_groups, layout.cluster
+    lanes = groups // 2
+    together = 32 // lanes
+
+    @T.inline
+    def phase(s):
+        pair = T.alloc_local([1], "uint64")
+        peer = T.alloc_local([1], "int32")
+        barrier = T.alloc_local([1], "uint32")
+        there = T.alloc_local([1], "uint32")
+        at = T.meta_var(s.part * groups + s.t % lanes * 2)
+        pair[0] = T.Cast("uint64", s.row_tops[at]) | (T.Cast("uint64", s.row_tops[at + 1]) << T.uint64(32))
+        for turn in T.unroll(ceildiv(cluster - 1, together)):
+            peer[0] = s.part + 1 + turn * together + s.t % 32 // lanes
+            peer[0] = T.Select(peer[0] >= cluster, peer[0] - cluster, peer[0])
+            place_there(barrier, s.row_barriers.ptr_to([EXCHANGED]), T.Cast("uint32", peer[0]))
+            place_there(there, s.row_tops.ptr_to([at]), T.Cast("uint32", peer[0]))
+            if turn * together + s.t % 32 // lanes < cluster - 1:
+                send_word(there[0], pair[0], barrier[0])
+
+    return phase
+
+
+def find_agreed(layout: Layout) -> Callable[..., Any]:
+    """The k-th best of the tops of all blocks. The phase is (s), of one warp.
+
+    It is the least of those which fewer than k exceed.
+
+    Reads: `row_tops`.
+    Writes: those of this block, with the best of all; `kth`, `equals`; scratch is `own`, `bits`, `need`.
+    Barriers: none.
+    """
+    groups, cluster, each = layout.row_groups, layout.cluster, layout.row_groups // 32
+
+    @T.inline
+    def phase(s):
+        better = T.alloc_local([each], "int32")
+        others = T.alloc_local([4], "uint32")
+        tops = T.meta_var(s.part * groups)
+        for j in T.unroll(each):
+            s.own[j] = s.row_tops[j * 32 + s.t % 32]
+            for part in T.unroll(cluster - 1):
+                s.own[j] = T.max(s.own[j], s.row_tops[(1 + part) * groups + j * 32 + s.t % 32])
+            better[j] = 0
+        T.cuda.warp_sync()
+        for j in T.unroll(each):
+            s.row_tops[tops + j * 32 + s.t % 32] = s.own[j]
+        T.cuda.warp_sync()
+        for four in T.unroll(groups // 4):
+            load_shared(others[0], others[1], others[2], others[3], s.row_tops.ptr_to([tops + four * 4]))
+            for i in T.unroll(4):
+                for j in T.unroll(each):
+                    if others[i] > s.own[j]:
+                        better[j] = better[j] + 1
+        s.bits[0] = T.uint32(0xFFFFFFFF)
+        for j in T.unroll(each):
+            if better[j] < layout.k:
+                s.bits[0] = T.min(s.bits[0], s.own[j])
+        s.bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), s.bits[0])
+        s.need[0] = 0
+        for j in T.unroll(each):
+            s.need[0] = s.need[0] + T.Cast("int32", T.popcount(T.cuda.ballot_sync(
+                T.uint32(FULL_WARP), s.own[j] == s.bits[0])))
+        if s.t % 32 == 0:
+            s.kth[0] = s.bits[0]
+            s.equals[0] = s.need[0]
+
+    return phase
+
+
+def agree(layout: Layout) -> Callable[..., Any]:
+    """The bound, by the warp that has no vectors. The phase is (s).
+
+    Reads, writes: as `send_agreed` and `find_agreed`.
+    Barriers: awaits OFFERED and EXCHANGED, arrives at BOUNDED.
+    """
+    send, find = send_tops(layout), find_agreed(layout)
+
+    @T.inline
+    def phase(s):
+        await_arrivals(s.row_barriers.ptr_to([OFFERED]))
+        if layout.cluster > 1:
+            send(s)
+            await_arrivals(s.row_barriers.ptr_to([EXCHANGED]))
+        find(s)
+        tell(s, BOUNDED)
+
+    return phase
+
+
+@T.inline
+def take_agreed(layout, s):
+    """`bound`, the same in all threads, and `top` of all that the thread has.
+
+    Reads: `pair`, `kth`.
+    Barriers: awaits BOUNDED.
+    """
+    if layout.early:
+        find_top(layout, s)
+    await_arrivals(s.row_barriers.ptr_to([BOUNDED]))
+    s.bound[0] = T.max(s.kth[0], T.uint32(LEAST[layout.dtype]))
+# fmt: on

@@ -1,0 +1,53 @@
+"""A share in registers of a row on whose bound blocks agree: a warp goes on as soon as its own vectors are there.
+
+Exponentials are taken while tops are on their way, and by a warp whose vectors came early while others wait for theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from .agreement import agree, offer_top, tell
+from .space import Layout
+from .state import WEIGHED
+from .sums import weigh_warp
+from .words import NOTHING, largest
+
+
+# fmt: off
+def take_held(layout: Layout) -> Callable[..., Any]:
+    """The largest elements of the thread's vectors, and the sum of the warp's; the warp that has none finds the bound.
+    The phase is (s).
+
+    Reads: `raw`, `factor`.
+    Writes: `peaks`, `top`; as `offer_top`, `sum_of_warp` and `agree`; scratch is `pair`.
+    Barriers: as `offer_top` and `agree`.
+    """
+    dtype, vectors = layout.dtype, layout.vectors
+    offer, weigh, bound = offer_top(layout), weigh_warp(layout), agree(layout)
+
+    @T.inline
+    def look(s):
+        for u in T.unroll(vectors):
+            s.peaks[u] = largest(dtype, [s.raw[u * 4 + w] for w in range(4)])
+        s.pair[0] = largest(dtype, [s.peaks[u] for u in range(vectors)])
+        offer(s)
+        weigh(s)
+        s.thread_sums[s.t] = s.sum[0]
+        if s.t % 32 == 0:
+            s.warp_references[s.t // 32] = s.reference[0]
+        tell(s, WEIGHED)
+
+    @T.inline
+    def phase(s):
+        s.top[0] = T.reinterpret("float32", T.uint32(NOTHING["float32"]))
+        if s.t < layout.threads:
+            look(s)
+        else:
+            bound(s)
+
+    return phase
+# fmt: on
