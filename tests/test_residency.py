@@ -44,6 +44,17 @@ def test_blocks_at_once(where: Machine, threads: int, registers: int, shared_byt
     assert where.blocks_at_once(threads, registers, shared_bytes) == each * where.cores
 
 
+def test_clusters_at_once() -> None:
+    """More of smaller ones; a part of them where kernels are to use a part of the multiprocessors."""
+    found = [SM90.clusters_at_once(blocks) for blocks in range(1, 17)]
+    assert found == sorted(found, reverse=True) and found[0] == SM90.cores
+    assert all(blocks * clusters <= SM90.cores for blocks, clusters in enumerate(found, 1))
+    # By which 32 rows have three blocks each, and 16 rows six.
+    assert found[3] < 32 <= found[2] and found[6] < 16 <= found[5]
+    half = dataclasses.replace(SM90, cores=SM90.cores // 2)
+    assert [half.clusters_at_once(blocks) for blocks in range(1, 17)] == [clusters // 2 for clusters in found]
+
+
 def resident(blocks: int, threads: int = 128, shared_bytes: int = 0) -> dict[str, int]:
     return {"blocks": blocks, "threads": threads, "shared_bytes": shared_bytes}
 

@@ -19,12 +19,12 @@ from .words import NOTHING, largest
 
 # fmt: off
 def take_held(layout: Layout) -> Callable[..., Any]:
-    """The largest elements of the thread's vectors, and the sum of the warp's; the warp that has none finds the bound.
-    The phase is (s).
+    """The thread's largest elements and its sum; the warp that has no vectors finds the bound. The phase is (s).
 
     Reads: `raw`, `factor`.
-    Writes: `peaks`, `top`; as `offer_top`, `sum_of_warp` and `agree`; scratch is `pair`.
-    Barriers: as `offer_top` and `agree`.
+    Writes: `peaks`, `top`, `thread_sums`, `warp_references`; as `offer_top`, `weigh_warp` and `agree`; scratch is
+        `pair`.
+    Barriers: as `offer_top` and `agree`; arrives at WEIGHED.
     """
     dtype, vectors = layout.dtype, layout.vectors
     offer, weigh, bound = offer_top(layout), weigh_warp(layout), agree(layout)

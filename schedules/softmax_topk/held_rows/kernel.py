@@ -125,14 +125,20 @@ def end_agreed(layout: Layout) -> Callable[..., Any]:
     Reads, writes, barriers: as the phases of `cluster` and `rank`.
     """
     count, finish, end = count_parts(layout), finish_agreed(layout), end_row(layout)
-    filtered, add, finish_filtered = filter_parts(layout), add_up(0, layout.entries), finish_row(layout)
+    left, add, finish_left = filter_parts(layout), add_up(0, layout.entries), finish_row(layout)
 
     @T.inline
     def end_filtered(s):
-        filtered(s)
-        await_arrivals(s.barriers.ptr_to([SUMS]))
-        add(s)
-        finish_filtered(s)
+        """Of a bound that is the same in all blocks."""
+        if T.Cast("int32", s.united_sizes[0]) >= layout.k:
+            left(s)
+            await_arrivals(s.barriers.ptr_to([SUMS]))
+            add(s)
+            finish_left(s)
+        else:
+            end(s)
+
+    end_many = end_filtered if layout.late else end
 
     @T.inline
     def phase(s):
@@ -141,13 +147,7 @@ def end_agreed(layout: Layout) -> Callable[..., Any]:
         if s.size[0] >= layout.k and s.size[0] <= layout.at_once:
             finish(s)
         else:
-            if layout.late:
-                if T.Cast("int32", s.united_sizes[0]) >= layout.k:
-                    end_filtered(s)
-                else:
-                    end(s)
-            else:
-                end(s)
+            end_many(s)
 
     return phase
 

@@ -28,8 +28,8 @@ WORKING = 32
 STAGED_WORKING = 40
 LATE_WORKING = 48
 MAX_WORDS = 64
-# By default: vectors of a share from which on it is staged, and of a thread in whose registers it is.
-LARGE = 4096
+# By default: elements of a share from which on it is staged, and vectors of a thread in whose registers it is.
+LARGE = 1 << 15
 FEW = 4
 # Threads of a multiprocessor, and bytes of shared memory that a block may ask for.
 THREADS_MOST, MAX_SHARED = 2048, 200 * 1024
@@ -301,13 +301,13 @@ def launch(problem: SoftmaxTopk, decisions: Decisions) -> Launch:
 def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
     """The most blocks a row that all run at once, each with a multiprocessor of its own.
 
-    A large share of 16-bit elements is staged: it has many exponentials for its bytes. It gets an early bound where
+    A large share is staged, so that its many exponentials need not wait for all of it. It gets an early bound where
     that is known to be faster, of few k and whole steps of two vectors. Other blocks of a cluster agree on a bound too,
     and have few vectors a thread.
     """
 
     def badly_held(layout: Layout) -> int:
-        if layout.itemsize > 2 or layout.share < LARGE:
+        if layout.share * layout.width < LARGE:
             return int(layout.staged or layout.late != (layout.cluster > 1))
         if layout.early:
             return 0 if layout.vectors % 2 == 0 else 2
@@ -338,5 +338,5 @@ def features(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> Fe
         "k_share": problem.k / problem.vocab,
         "k_each": problem.k / layout.threads,
         "row_bound": float(layout.agreed),
-        "clusters_each": problem.batch / machine.clusters_at_once(layout.cluster),
+        "clusters_each": problem.batch / max(machine.clusters_at_once(layout.cluster), 1),
     }

@@ -106,7 +106,7 @@ def take_near_power(s, value):
 
 @T.inline
 def take_rest(s):
-    """`sum` relative to the reference itself."""
+    """Make `sum`, of near powers, relative to the reference itself."""
     T.ptx.ex2.approx.ftz.f32(s.power[0], T.float32(0) - s.rest[0])
     s.sum[0] = s.sum[0] * s.power[0]
 
@@ -115,16 +115,22 @@ def weigh_warp(layout: Layout) -> Callable[..., Any]:
     """Each thread's sum, relative to the largest element of the warp. The phase is (s).
 
     Reads: `raw`, `top`; or, of a staged row, each thread's `sum` and `reference`; `factor`.
-    Writes: `reference`, `sum`; scratch is `plain`, `bits`, `power`, `partial`.
+    Writes: `reference`, `sum`; scratch is `plain`, `bits`, `power`, `partial`, and as `set_base`.
     Barriers: none, but all lanes take part.
     After: a warp with NaN or plus infinity has NaN for its sum; one with nothing above minus infinity 0.
     """
     dtype, words, per_word = layout.dtype, layout.words, layout.per_word
 
     @T.inline
-    def of_any_size(s):
+    def add_any(s):
         for e in T.unroll(words * per_word):
             take_power(s, s.power, value_in(dtype, s.raw[e // per_word], e % per_word))
+            s.partial[e % PARTIAL] = s.partial[e % PARTIAL] + s.power[0]
+
+    @T.inline
+    def add_near(s):
+        for e in T.unroll(words * per_word):
+            take_near_power(s, value_in(dtype, s.raw[e // per_word], e % per_word))
             s.partial[e % PARTIAL] = s.partial[e % PARTIAL] + s.power[0]
 
     @T.inline
@@ -139,15 +145,13 @@ def weigh_warp(layout: Layout) -> Callable[..., Any]:
         if layout.late:
             set_base(s)
             if s.near[0] != 0:
-                for e in T.unroll(words * per_word):
-                    take_near_power(s, value_in(dtype, s.raw[e // per_word], e % per_word))
-                    s.partial[e % PARTIAL] = s.partial[e % PARTIAL] + s.power[0]
+                add_near(s)
             else:
-                of_any_size(s)
+                add_any(s)
             s.sum[0] = sum_of_partials(s)
             take_rest(s)
         else:
-            of_any_size(s)
+            add_any(s)
             s.sum[0] = sum_of_partials(s)
 
     @T.inline
