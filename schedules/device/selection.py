@@ -82,6 +82,11 @@ def below(lane: tirx.PrimExpr, lanes: tirx.PrimExpr) -> tirx.PrimExpr:
     return T.Cast("int32", T.popcount(lanes & ((T.uint32(1) << T.Cast("uint32", lane)) - T.uint32(1))))
 
 
+def lanes_sum(number: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The sum of an int32 over the lanes of a warp, in all of them."""
+    return T.call_extern("int32", "__reduce_add_sync", T.uint32(FULL_WARP), number)
+
+
 @T.inline
 def scan_lanes(t, value, other):
     """The inclusive sum of `value` over the lanes of a warp up to one's own; `other` is lost."""

@@ -15,16 +15,10 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 from tvm_sparse.formats.bitmap import BITS
 
-from ..device.selection import FULL_WARP, scan_lanes
+from ..device.selection import lanes_sum, scan_lanes
 from .extents import WARP, CompactExtents
 
 Phase = Callable[..., Any]
-
-
-def sum_of_warp(value: Any) -> Any:
-    """The sum of an int32 over a warp."""
-    total = T.call_extern("uint32", "__reduce_add_sync", T.uint32(FULL_WARP), T.Cast("uint32", value))
-    return T.Cast("int32", total)
 
 
 def read_bitmap(e: CompactExtents, load: Callable[..., Any]) -> Phase:
@@ -53,14 +47,14 @@ def read_bitmap(e: CompactExtents, load: Callable[..., Any]) -> Phase:
                     s.total = s.total + T.Cast("int32", T.popcount(s.held[u]))
                     if word < share * e.share:
                         s.before = s.before + T.Cast("int32", T.popcount(s.held[u]))
-        s.mine[0] = sum_of_warp(s.before)
-        s.mine[1] = sum_of_warp(s.total)
+        s.mine[0] = lanes_sum(s.before)
+        s.mine[1] = lanes_sum(s.total)
         if t % WARP == 0:
             s.totals[t // WARP] = s.mine[0]
             s.totals[WARP + t // WARP] = s.mine[1]
         T.cuda.cta_sync()
-        s.before = sum_of_warp(T.if_then_else(t % WARP < e.warps, s.totals[t % WARP], 0))
-        s.total = sum_of_warp(T.if_then_else(t % WARP < e.warps, s.totals[WARP + t % WARP], 0))
+        s.before = lanes_sum(T.if_then_else(t % WARP < e.warps, s.totals[t % WARP], 0))
+        s.total = lanes_sum(T.if_then_else(t % WARP < e.warps, s.totals[WARP + t % WARP], 0))
     # fmt: on
     return phase
 
@@ -91,9 +85,9 @@ def write_share(e: CompactExtents) -> Phase:
                 s.counts[n % 2 * WARP + t // WARP] = s.mine[0]
             T.cuda.cta_sync()
             s.other[0] = T.if_then_else(t % WARP < e.warps, s.counts[n % 2 * WARP + t % WARP], 0)
-            s.at = s.before + s.mine[0] - T.Cast("int32", T.popcount(s.bits[0])) + sum_of_warp(
+            s.at = s.before + s.mine[0] - T.Cast("int32", T.popcount(s.bits[0])) + lanes_sum(
                 T.if_then_else(t % WARP < t // WARP, s.other[0], 0))
-            s.before = s.before + sum_of_warp(s.other[0])
+            s.before = s.before + lanes_sum(s.other[0])
             while s.bits[0] != T.uint32(0):
                 if s.at < io.capacity:
                     io.candidates[row, s.at] = (

@@ -27,7 +27,7 @@ from tvm_sparse.operators.softmax_sample.definition import (
 )
 from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 
-from ..device.selection import FULL_WARP, scan_lanes
+from ..device.selection import FULL_WARP, lanes_sum, scan_lanes
 from ..device.state import named
 from ..device.words import load_element
 from ..softmax_topk.ending import Ending
@@ -171,7 +171,7 @@ def draw_by_warp(problem: SoftmaxSample) -> Callable[..., Any]:
                 ):
                     s.left[0] = s.left[0] + 1
             # One at least: of a row of NaN, or if `top_p` is 0, nothing passes.
-            s.left[0] = T.max(T.call_extern("int32", "__reduce_add_sync", T.uint32(FULL_WARP), s.left[0]), 1)
+            s.left[0] = T.max(lanes_sum(s.left[0]), 1)
             s.other[0] = T.float32(0)
             for j in T.unroll(each):
                 if t * each + j < s.left[0]:
@@ -187,7 +187,7 @@ def draw_by_warp(problem: SoftmaxSample) -> Callable[..., Any]:
             for j in T.unroll(each):
                 if t * each + j < s.left[0] and s.before[0] + s.sums[j] <= s.other[0]:
                     s.place[0] = s.place[0] + 1
-            s.place[0] = T.call_extern("int32", "__reduce_add_sync", T.uint32(FULL_WARP), s.place[0])
+            s.place[0] = lanes_sum(s.place[0])
             if whole:
                 if t == 0:
                     needed[0] = T.Select(is_open(k, s), 1, 0)

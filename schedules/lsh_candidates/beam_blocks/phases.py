@@ -17,8 +17,8 @@ from tvm_sparse.formats.bitmap import BITS
 from tvm_sparse.operators.lsh_lookup.definition import valid_bits
 
 from ...device.cluster import cluster_barrier, peer_load, peer_store
+from ...device.selection import lanes_sum
 from ...lsh.buckets import find_buckets, set_bits
-from ...lsh.compact import sum_of_warp
 from ...lsh.extents import WARP, HashExtents
 from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
 from .space import BlockExtents
@@ -186,16 +186,16 @@ def combine(e: BlockExtents) -> Phase:
                 s.bits[0] = s.bits[0] & valid_bits(e.vocab, word)
                 s.bitmap[word] = s.bits[0]
                 s.total = s.total + T.Cast("int32", T.popcount(s.bits[0]))
-        s.mine[0] = sum_of_warp(s.total)
+        s.mine[0] = lanes_sum(s.total)
         if t % WARP == 0:
             s.totals[t // WARP] = s.mine[0]
         T.cuda.cta_sync()
         if t < WARP:
-            s.mine[1] = sum_of_warp(T.if_then_else(t < e.warps, s.totals[t], 0))
+            s.mine[1] = lanes_sum(T.if_then_else(t < e.warps, s.totals[t], 0))
             if t < e.peers:
                 T.evaluate(put_words(s.totals.ptr_to([WARP + s.rank]), t, s.mine[1]))
         meet(e.peers)
-        s.before = sum_of_warp(T.if_then_else(t % WARP < s.rank, s.totals[WARP + t % WARP], 0))
-        s.total = sum_of_warp(T.if_then_else(t % WARP < e.peers, s.totals[WARP + t % WARP], 0))
+        s.before = lanes_sum(T.if_then_else(t % WARP < s.rank, s.totals[WARP + t % WARP], 0))
+        s.total = lanes_sum(T.if_then_else(t % WARP < e.peers, s.totals[WARP + t % WARP], 0))
     # fmt: on
     return phase

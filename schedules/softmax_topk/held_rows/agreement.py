@@ -168,7 +168,7 @@ def find_agreed(layout: Layout) -> Callable[..., Any]:
 def agree(layout: Layout) -> Callable[..., Any]:
     """The bound, by the warp that has no vectors. The phase is (s).
 
-    Reads, writes: as `send_agreed` and `find_agreed`.
+    Reads, writes: as `send_tops` and `find_agreed`.
     Barriers: awaits OFFERED and EXCHANGED, arrives at BOUNDED.
     """
     send, find = send_tops(layout), find_agreed(layout)

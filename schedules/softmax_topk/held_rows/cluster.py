@@ -17,7 +17,7 @@ from tvm_sparse.core.template import ceildiv
 from ...device.cluster import TURN, Deal, place_there
 from ...device.loops import rolled
 from ...device.mbarriers import arrive_expecting, arrive_expecting_there, await_arrivals, send_word
-from ...device.selection import FULL_WARP, below, counter_address, join_key, key_bits, key_index, take_places
+from ...device.selection import FULL_WARP, below, counter_address, join_key, key_bits, key_index, lanes_sum, take_places
 from ...device.tops import offer
 from .bound import bound_equals, find_bound, offer_first
 from .keys import clear_behind
@@ -29,12 +29,6 @@ from .sums import FIRST, LOWEST_BITS, add_threads, add_up, place_sum, sum_of_war
 RANK = 2
 # Bytes of a key, a number of keys, or a sum.
 WORD = 8
-
-
-def sum_of_lanes(number: Any) -> Any:
-    """The sum of an int32 over the lanes of a warp, in all of them."""
-    total = T.call_extern("uint32", "__reduce_add_sync", T.uint32(FULL_WARP), T.Cast("uint32", number))
-    return T.Cast("int32", total)
 
 
 # fmt: off
@@ -242,7 +236,7 @@ def count_parts(layout: Layout) -> Callable[..., Any]:
         s.need[0] = 0
         if s.t % 32 < layout.cluster:
             s.need[0] = T.Cast("int32", s.united_sizes[s.t % 32])
-        s.size[0] = sum_of_lanes(s.need[0])
+        s.size[0] = lanes_sum(s.need[0])
 
     return phase
 
@@ -264,7 +258,7 @@ def gather_parts(layout: Layout) -> Callable[..., Any]:
         own = T.alloc_local([1], "int32")
         for r in T.unroll(deal.rounds):
             part = T.meta_var(deal.part(s.t, r))
-            first[0] = sum_of_lanes(T.Select(s.t % 32 < part, s.need[0], 0))
+            first[0] = lanes_sum(T.Select(s.t % 32 < part, s.need[0], 0))
             own[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.need[0], part % 32, 32, 32)
             if deal.has(s.t, part):
                 for i in rolled((own[0] - deal.turn(s.t) * 32 - s.t % 32 + (step - 1)) // step):
@@ -325,8 +319,8 @@ def share_parts(layout: Layout) -> Callable[..., Any]:
             if s.t >= layout.threads:
                 of_threads(s)
         else:
-            # The warp more has no sum.
-            if s.t < layout.threads or layout.senders == 0:
+            # A warp more has no sum.
+            if s.t < layout.threads:
                 of_warp(s)
 
     @T.inline

@@ -57,7 +57,7 @@ def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None = None) -> Ca
     Barriers: several, the last at the end.
     """
     bound, another, select = find_bound(layout), bound_anew(layout), select_keys(layout)
-    most_equals = (layout.row_groups if layout.agreed else layout.groups) // 2
+    most_equals = layout.row_groups // 2
 
     def put_from(limited: bool) -> Callable[..., Any]:
         """The keys of what reaches the bound."""

@@ -13,7 +13,7 @@ from ...device.words import load_element, load_words, value_in
 from .row import load_vector
 from .space import Layout
 from .state import column_of
-from .words import HALF, largest, picked, reach, twice
+from .words import HALF, either, largest, picked, reach, twice
 
 # Vectors of a thread up to which one is chosen among all. Of more it is read again, from the L1 cache, if it can be.
 PICKED = 4
@@ -24,6 +24,11 @@ def peak_of(layout: Layout, s: Any, u: Any) -> Any:
     if layout.staged or layout.late:
         return s.peaks[u]
     return largest(layout.dtype, [s.raw[u * 4 + w] for w in range(4)])
+
+
+def marked_column(layout: Layout, s: Any, place: Any) -> Any:
+    """The column of the element of vector number `spot` that has the mark at a place (`words.reach`)."""
+    return column_of(layout, s, s.spot[0] * layout.width + place % HALF * layout.per_word + place // HALF)
 
 
 # fmt: off
@@ -70,30 +75,23 @@ def take_mark(marks, place):
 
 
 @T.inline
-def mark_vectors(layout, s):
+def mark_vectors(layout, s, limited=False):
     """`marks` = those of the thread's vectors that have elements which reach the bound.
 
-    Reads: `raw` or `peaks`; `pair`.
+    `limited`: of vectors behind the last column in which equals of the bound are wanted those that exceed it.
+
+    Reads: `raw` or `peaks`; `pair`; if `limited`, `until`.
     """
     s.marks[0] = T.uint32(0)
     for u in T.unroll(layout.vectors):
-        s.marks[0] = s.marks[0] | reach(layout.dtype, peak_of(layout, s, u), s.pair[0], u)
-    s.marks[0] = (s.marks[0] | (s.marks[0] >> T.uint32(HALF))) & T.uint32((1 << HALF) - 1)
-
-
-@T.inline
-def mark_limited(layout, s):
-    """The same, but of vectors behind the last column in which equals of the bound are wanted those that exceed it.
-
-    Reads: `peaks`; `pair`, `until`.
-    """
-    s.marks[0] = T.uint32(0)
-    for u in T.unroll(layout.vectors):
-        s.marks[0] = s.marks[0] | T.Select(
-            column_of(layout, s, u * layout.width) <= s.until[0],
-            reach(layout.dtype, s.peaks[u], s.pair[0], u),
-            reach(layout.dtype, s.peaks[u], s.pair[0], u, beyond=True))
-    s.marks[0] = (s.marks[0] | (s.marks[0] >> T.uint32(HALF))) & T.uint32((1 << HALF) - 1)
+        if limited:
+            s.marks[0] = s.marks[0] | T.Select(
+                column_of(layout, s, u * layout.width) <= s.until[0],
+                reach(layout.dtype, peak_of(layout, s, u), s.pair[0], u),
+                reach(layout.dtype, peak_of(layout, s, u), s.pair[0], u, beyond=True))
+        else:
+            s.marks[0] = s.marks[0] | reach(layout.dtype, peak_of(layout, s, u), s.pair[0], u)
+    s.marks[0] = either(s.marks[0])
 
 
 @T.inline
@@ -122,8 +120,8 @@ def put_reached(layout: Layout, limited: bool = False) -> Callable[..., Any]:
     Barriers: none.
     After: if there is no room for all, `count` exceeds it, and which keys are there nobody knows.
     """
-    put, load, dtype, vectors, width, per_word = (
-        put_key(layout), load_vector(layout), layout.dtype, layout.vectors, layout.width, layout.per_word)
+    put, load, dtype, vectors, width = (
+        put_key(layout), load_vector(layout), layout.dtype, layout.vectors, layout.width)
 
     @T.inline
     def take_vector(s):
@@ -150,18 +148,14 @@ def put_reached(layout: Layout, limited: bool = False) -> Callable[..., Any]:
         s.pivot[0] = join_key(s.bound[0], s.until[0])
         # The simplifier would take "not below" for "no less", which no NaN is.
         if T.Select(s.top[0] < s.threshold[0], 0, 1) != 0:
-            if limited and layout.late:
-                mark_limited(layout, s)
-            else:
-                mark_vectors(layout, s)
+            mark_vectors(layout, s, limited and layout.late)
             while s.marks[0] != T.uint32(0):
                 take_mark(s.marks, s.spot)
                 take_vector(s)
                 mark_elements(layout, s, elements)
                 while elements[0] != T.uint32(0):
                     take_mark(elements, place)
-                    s.column[0] = column_of(
-                        layout, s, s.spot[0] * width + place[0] % HALF * per_word + place[0] // HALF)
+                    s.column[0] = marked_column(layout, s, place[0])
                     order(value_in(dtype, picked(s.vector, place[0] % HALF, 4), place[0] // HALF), s.plain, s.bits)
                     s.key[0] = join_key(s.bits[0], s.column[0])
                     if s.key[0] >= s.pivot[0]:
@@ -180,7 +174,7 @@ def put_single(layout: Layout) -> Callable[..., Any]:
 
     Reads, writes, barriers: as `put_reached`, of a share in registers.
     """
-    put, several, per_word = put_key(layout), put_reached(layout), layout.per_word
+    put, several = put_key(layout), put_reached(layout)
 
     @T.inline
     def phase(s):
@@ -198,8 +192,7 @@ def put_single(layout: Layout) -> Callable[..., Any]:
             found[0] = found[0] + T.Cast("int32", T.popcount(elements[0]))
             if found[0] == 2:
                 take_mark(elements, place)
-                s.column[0] = column_of(
-                    layout, s, s.spot[0] * layout.width + place[0] % HALF * per_word + place[0] // HALF)
+                s.column[0] = marked_column(layout, s, place[0])
                 # It is the largest one.
                 order(s.top[0], s.plain, s.bits)
                 s.key[0] = join_key(s.bits[0], s.column[0])

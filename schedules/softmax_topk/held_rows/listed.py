@@ -19,7 +19,7 @@ from .keys import put_key, set_threshold, take_mark
 from .row import load_vector
 from .space import Layout
 from .state import column_of
-from .words import HALF, largest, reach
+from .words import either, largest, reach
 
 
 # fmt: off
@@ -62,7 +62,7 @@ def list_steps(layout: Layout, limited: bool) -> Callable[..., Any]:
         if T.Select(s.top[0] < s.threshold[0], 0, 1) != 0:
             s.marks[0] = T.uint32(0)
             mark(s)
-            s.marks[0] = (s.marks[0] | (s.marks[0] >> T.uint32(HALF))) & T.uint32((1 << HALF) - 1)
+            s.marks[0] = either(s.marks[0])
             while s.marks[0] != T.uint32(0):
                 take_mark(s.marks, s.spot)
                 s.slot[0] = take_places(s.listing[0], T.int32(1))

@@ -106,7 +106,7 @@ class State(Buffers):
     near: Any = local("int32", when=has_agreed)  # whether it is small enough for exponents to be taken from it
     inverse: Any = local("float32")  # 1 / sum
     logarithm: Any = local("float32")  # ln(sum)
-    own: Any = local("uint32", lambda o: (o.row_groups if o.agreed else o.groups) // 32)  # tops
+    own: Any = local("uint32", lambda o: o.row_groups // 32)  # tops
     bound: Any = local("uint32")  # the order that elements have to reach
     until: Any = local("int32")  # the last column in which equals of the bound are wanted
     threshold: Any = local("float32")  # the bound as a value

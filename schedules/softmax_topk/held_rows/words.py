@@ -75,6 +75,11 @@ def reach(dtype: str, word: Any, threshold: Any, i: Any, beyond: bool = False) -
     return _of_two(name, dtype, f"return {compare}(a, b);")(word, threshold) & (bit | (bit << T.uint32(HALF)))
 
 
+def either(marks: Any) -> Any:
+    """Marks of words that have one, of the first or of the second element."""
+    return (marks | (marks >> T.uint32(HALF))) & T.uint32((1 << HALF) - 1)
+
+
 def picked(words: Any, i: Any, extent: int, width: int = 1, offset: int = 0, first: int = 0) -> Any:
     """words[i * width + offset], i one of `extent` from `first` on: chosen among all, as registers have no index."""
     if extent == 1:

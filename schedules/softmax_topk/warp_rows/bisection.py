@@ -8,12 +8,12 @@ from typing import Any
 from tvm.script import tirx as T
 
 from ...device.arithmetic import is_nan
-from ...device.selection import FULL_WARP, MINUS_INFINITY, PLUS_INFINITY, below, join_key, order
+from ...device.selection import FULL_WARP, MINUS_INFINITY, PLUS_INFINITY, below, join_key, lanes_sum, order
 from ..elements import written_element
 from .bins import MAGIC_BITS, find_bin, read_back
 from .results import write_key
 from .space import Layout
-from .state import count_lanes, lanes_max, lanes_min, lanes_sum, lanes_with
+from .state import count_lanes, lanes_max, lanes_min, lanes_with
 
 
 # fmt: off

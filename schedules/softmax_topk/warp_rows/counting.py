@@ -7,11 +7,11 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from ...device.selection import PLUS_INFINITY, below, bits_value, join_key
+from ...device.selection import PLUS_INFINITY, below, bits_value, join_key, lanes_sum
 from .results import write_key
 from .row import mark_reached, take_marked
 from .space import Layout
-from .state import count_lanes, lanes_sum, lanes_with
+from .state import count_lanes, lanes_with
 
 
 # fmt: off

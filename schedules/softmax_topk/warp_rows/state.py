@@ -190,11 +190,6 @@ def lanes_min(bits: tirx.PrimExpr) -> tirx.PrimExpr:
     return T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), bits)
 
 
-def lanes_sum(count: tirx.PrimExpr) -> tirx.PrimExpr:
-    """The sum of the lanes' int32."""
-    return T.call_extern("int32", "__reduce_add_sync", T.uint32(FULL_WARP), count)
-
-
 def lanes_with(condition: tirx.PrimExpr) -> tirx.PrimExpr:
     """A uint32 with one bit for each lane for which the condition holds."""
     return T.cuda.ballot_sync(T.uint32(FULL_WARP), condition)
