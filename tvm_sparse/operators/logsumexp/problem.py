@@ -42,6 +42,14 @@ class LogSumExp(Problem):
     def __post_init__(self) -> None:
         require_rows(self)
 
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        return ("logits",)
+
+    @property
+    def shifted(self) -> tuple[str, ...]:
+        return self.scaled
+
     def definition(self) -> tirx.PrimFunc:
         """Lines 1 to 6 of Algorithm 3, one row after another."""
         return self.stages(lanes=0)
