@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tvm_sparse.core import distribution
 from tvm_sparse.core.problem import OPTIONAL, Argument, Cost, Problem, ProblemError, Settings, numpy_dtype
 from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, SoftmaxTopk
 from tvm_sparse.operators.softmax_topk.reference import normalised, ranked
@@ -21,6 +22,8 @@ from tvm_sparse.operators.softmax_topk.reference import normalised, ranked
 from . import philox, reference
 
 if TYPE_CHECKING:
+    import random
+
     import numpy as np
     from tvm import tirx
 
@@ -98,6 +101,20 @@ class SoftmaxSample(Problem):
                 raise ProblemError(f"softmax_sample: {name} must be 0 or 1, got {self.axes[name]!r}")
         if self.whole and self.k == self.vocab:
             raise ProblemError(f"softmax_sample: whole is for a k below vocab, got k={self.k}, which is all")
+
+    @classmethod
+    def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
+        vocab, whole = distribution.vocab(rng), distribution.flag(rng, 0.4)
+        return {
+            "batch": distribution.batch(rng),
+            "vocab": vocab,
+            "k": min(vocab, UNSAID if whole else distribution.whole(rng, 1, MAX_K)),
+            "dtype": distribution.dtype(rng),
+            "bias": distribution.flag(rng, 0.2),
+            "per_row": distribution.flag(rng, 0.5),
+            "seeded": distribution.flag(rng, 0.5),
+            "whole": whole * (vocab > UNSAID),
+        }
 
     def as_called(self) -> Problem:
         """With the k that calls keep: their top_k rounded up, and `UNSAID` where numbers leave the whole row.
