@@ -12,8 +12,10 @@ import random
 from .problem import FLOATS, Problem, ProblemError, numpy_dtype
 
 # Bounds of a drawn problem, so that a study of many ends and fits every GPU: bytes of its arrays (an operator may say
-# more, `Problem.most_drawn_bytes`), and operations.
-MOST_OPERATIONS = 10**11
+# more, `Problem.most_drawn_bytes`), operations, and elements of its outputs, which are compared with a reference on the
+# host for every candidate.
+MOST_OPERATIONS = 2 * 10**10
+MOST_OUTPUTS = 1 << 25
 # Tries until one is within the bounds: a tenth or more of the draws of every operator here are.
 MOST_TRIES = 1000
 
@@ -30,7 +32,12 @@ def problem(operator: type[Problem], rng: random.Random) -> Problem:
         axes = operator.drawn_axes(rng)
         try:
             found = operator(**axes).as_called()
-            if array_bytes(found) <= operator.most_drawn_bytes and found.cost().operations <= MOST_OPERATIONS:
+            outputs = sum(math.prod(shape) for shape, _ in found.output_layouts())
+            if (
+                array_bytes(found) <= operator.most_drawn_bytes
+                and found.cost().operations <= MOST_OPERATIONS
+                and outputs <= MOST_OUTPUTS
+            ):
                 return found
         except ProblemError:  # arrays beyond what kernels count
             continue
