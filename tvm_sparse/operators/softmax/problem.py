@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tvm_sparse.core import distribution
 from tvm_sparse.core.problem import Argument, Cost, Problem, ProblemError, Settings, numpy_dtype
 from tvm_sparse.core.rounding import ROUNDING, SMALLEST
 from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, RELATIVE
@@ -17,6 +18,8 @@ from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, RELATIVE
 from .rows import SHIFT, STRUCTURES, float32_range, normaliser, require_rows, row_logits
 
 if TYPE_CHECKING:
+    import random
+
     import numpy as np
     from tvm import tirx
 
@@ -61,6 +64,15 @@ class Softmax(Problem):
     @property
     def shifted(self) -> tuple[str, ...]:
         return self.scaled
+
+    @classmethod
+    def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
+        return {
+            "batch": distribution.batch(rng),
+            "vocab": distribution.vocab(rng),
+            "algorithm": "online" if distribution.flag(rng, 0.8) else rng.choice(ALGORITHMS),
+            "dtype": distribution.dtype(rng),
+        }
 
     def definition(self) -> tirx.PrimFunc:
         """The algorithm as the paper writes it, one row after another."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tvm_sparse.core import drawing
+from tvm_sparse.core import distribution, drawing
 from tvm_sparse.core.problem import (
     OPTIONAL,
     Argument,
@@ -28,6 +28,8 @@ from .reference import best_and_asked
 from .rows import asked, mixed
 
 if TYPE_CHECKING:
+    import random
+
     import numpy as np
     from tvm import tirx
 
@@ -101,6 +103,18 @@ class SoftmaxTopk(Problem):
 
     def draw_settings(self, rng: np.random.Generator) -> dict[str, float]:
         return {"scale": 1 / drawing.temperature(rng), "log": int(rng.integers(2))}
+
+    @classmethod
+    def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
+        vocab = distribution.vocab(rng)
+        return {
+            "batch": distribution.batch(rng),
+            "vocab": vocab,
+            "k": min(vocab, distribution.whole(rng, 1, 1000)),
+            "dtype": distribution.dtype(rng),
+            "bias": distribution.flag(rng, 0.2),
+            "ids": distribution.flag(rng, 0.2) * distribution.whole(rng, 1, 16),
+        }
 
     def definition(self) -> tirx.PrimFunc:
         """Algorithm 4 as written, one row after another, with NaN first in the order as in torch.topk."""

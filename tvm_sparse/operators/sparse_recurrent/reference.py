@@ -49,10 +49,10 @@ def run(problem: Any, inputs: Sequence[Any], errors: bool = False) -> list[np.nd
     off in each of their elements.
 
     Errors are carried along to first order, as variances: those of a sum of many terms are independent. A sum adds the
-    roundings of float32, which grow like the square root of their number, an activation its own (`ACTIVATION`),
-    and rounding h to the dtype makes of a small difference d a whole unit u in the last place, with a chance of d / u:
-    a variance of d * u, and never so little that one such unit would show in what is made of h. An element is then within `DEVIATIONS` deviations, and the unit that its own rounding
-    may differ by.
+    roundings of float32, which grow like the square root of their number, an activation its own (`ACTIVATION`), and
+    rounding h to the dtype makes of a small difference d a whole unit u in the last place, with a chance of d / u: a
+    variance of d * u, and never so little that one such unit would show in what is made of h. An element is then
+    within `DEVIATIONS` deviations, and the unit that its own rounding may differ by.
     """
     given = dict(zip((argument.name for argument in problem.kernel_inputs), inputs, strict=True))
     rows = Rows(problem.gates * problem.hidden, problem.hidden, *problem.coordinates(inputs))
