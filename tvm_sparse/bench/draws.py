@@ -36,7 +36,7 @@ PROOFS = 10
 # up to MANY, whatever the batch of the problem.
 EVERY, MANY = 40, 160
 # Bytes of a case, of all cases of a candidate, and of the longest case of a winner.
-CASE_BYTES, ALL_BYTES, LONG_BYTES = 1 << 24, 1 << 25, 1 << 28
+CASE_BYTES, ALL_BYTES, LONG_BYTES = 1 << 24, 3 << 23, 1 << 28
 # Seconds that new blocks may take, for a candidate and for a winner.
 FRESH, FRESH_PROOF = 0.005, 3.0
 
@@ -126,7 +126,8 @@ class Pool:
         self._cost = time.perf_counter() - begun
         self.large = self.pairs[0][0].large
         count = len(problem.verified)
-        places = range(2, count, 2) if self.large else range(1, max(count, LEAST_PAIRS))
+        least = max(count, PAIRS if problem.sequential else LEAST_PAIRS)  # a case of each block, or several
+        places = range(2, count, 2) if self.large else range(1, least)
         self.pairs += map(self._pair, places)
         self._turns = itertools.cycle(range(len(self.pairs)))
 
@@ -139,7 +140,9 @@ class Pool:
     def renew(self, seconds: float, rng: np.random.Generator) -> None:
         """Replace the oldest blocks by new ones, as many as take so long. What is left over counts the next time."""
         self._credit += seconds
-        while self._credit >= self._cost:
+        for _ in self.pairs:
+            if self._credit < self._cost:
+                break
             begun, turn = time.perf_counter(), next(self._turns)
             place = 2 * turn if self.large else turn
             self.pairs[turn] = self._pair(place, rng)

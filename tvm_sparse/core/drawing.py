@@ -40,10 +40,10 @@ def whole(rng: np.random.Generator, low: int, high: int, shape: tuple[int, ...],
     return _drawn(rng, shape, dtype, draw)
 
 
-# Magnitudes that inputs are drawn of, and numbers that are added to them, as powers of ten.
-POWERS, SHIFTS = (-8.0, 4.0), (0.0, 4.0)
-# Of the chances below: half of all inputs are as they were generated.
-AS_GENERATED, SUBNORMAL, SHIFTED = 0.5, 0.12, 0.5
+# Factors below and above 1 that inputs are drawn with, and numbers that are added to them, as powers of ten.
+POWERS, SHIFTS = ((-8.0, 0.0), (0.0, 4.0)), (0.0, 4.0)
+# Chances that inputs stay as they were generated, become subnormal, and have a number added.
+AS_GENERATED, SUBNORMAL, SHIFTED = 0.4, 0.12, 0.5
 
 
 def magnified(problem: Problem, inputs: Sequence[Any], rng: np.random.Generator) -> tuple[list[Any], tuple[str, ...]]:
@@ -66,7 +66,7 @@ def magnified(problem: Problem, inputs: Sequence[Any], rng: np.random.Generator)
         limits = ml_dtypes.finfo(kind)
         factor, added = 1.0, 0.0
         if name in problem.scaled:
-            factor = 10 ** rng.uniform(*POWERS)
+            factor = 10 ** rng.uniform(*POWERS[rng.integers(len(POWERS))])
             if name in problem.shifted and rng.random() < SUBNORMAL:
                 factor = float(limits.smallest_normal) / 8
         if name in problem.shifted and rng.random() < SHIFTED:
