@@ -16,7 +16,7 @@ from ..core.machine import Machine, nearest_arch
 from ..core.problem import Problem
 from ..core.registry import parse
 from ..records.queries import best_records, predictor, recorded_archs
-from ..runtime.lookup import Evidence, Known, choose, same_program
+from ..runtime.lookup import Evidence, Known, choose, known_of, same_program
 from ..workers.building import build
 
 # A problem, the decisions it is compiled with, how these were come by, and what was measured of them.
@@ -124,11 +124,7 @@ def planned(
 
 def _evidence(operator: str, machine: Machine, roots: Sequence[Path], recorded: Mapping[str, Any]) -> Evidence:
     def known(records: Mapping[str, Any]) -> dict[str, Known]:
-        return {
-            key: Known(best.candidate, figures)
-            for key, (best, figures) in records.items()
-            if key.partition("/")[0] == operator
-        }
+        return known_of({key: found for key, found in records.items() if key.partition("/")[0] == operator})
 
     if own := known(recorded):
         return Evidence(own, predictor=lambda: predictor(roots, machine.arch, operator))
