@@ -180,13 +180,18 @@ def test_records_of_another_architecture_have_to_have_gained_more() -> None:
         assert found.how == how
 
 
-def test_other_dtypes_come_before_nothing() -> None:
-    """If the default is the same with them."""
-    for dtype, octaves in (("float16", lookup.BETWEEN_WIDTHS), ("bfloat16", lookup.BETWEEN_WIDTHS)):
-        default = spaces.fallback(rows(64, dtype), SM90)
-        found = chosen(rows(64, dtype), rows(64), lookup.DOUBT * octaves * 1.05, fallback=default)
-        assert found.how == "nearby" and found.record == rows(64).key
-        assert chosen(rows(64, dtype), rows(64), lookup.DOUBT * octaves * 0.95, fallback=default).how == "fallback"
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_other_dtypes_come_before_nothing(dtype: str) -> None:
+    """If the record was compared with the default that the problem has here."""
+    problem = rows(64, dtype)
+    default = spaces.fallback(problem, SM90)
+    won = next(one for one in spaces.points(problem, SM90, spaces.applicable(problem, SM90)[0]) if one != default)
+    for share, how in ((1.05, "nearby"), (0.95, "fallback")):
+        gain = lookup.DOUBT * lookup.BETWEEN_WIDTHS * share
+        figures = {"seconds": 1e-6, "fallback_seconds": 1e-6 * math.exp(gain)}
+        known = {rows(64).key: Known(won, figures, fallback=default)}
+        found = lookup.choose(problem, SM90, Evidence(known))
+        assert found.how == how and found.record == (rows(64).key if how == "nearby" else None)
 
 
 def test_a_policy_without_the_fallback_takes_what_there_is() -> None:
