@@ -74,6 +74,11 @@ def handle(request):
         case "hold": kept.append(bytearray(b"x") * request["size"]); time.sleep(60)
         case "leave": open(tempfile.mkstemp()[1], "w").write("left"); return tempfile.gettempdir()
         case "alarm": signal.alarm(60)
+        case "thread":
+            import threading
+            thread = threading.Thread(target=lambda: None)
+            thread.start(); thread.join()
+            return len(signal.valid_signals())
         case "catch": signal.signal(signal.SIGUSR1, lambda *_: None)
         case "spin":
             while True: pass
@@ -277,6 +282,13 @@ def test_a_request_that_changes_the_process_renews_it(worker):
     assert reply.ok and reply.changed == ("its alarms",) and is_gone(pid)
     reply = worker.call({"do": "catch", "watched": 1}, timeout=10)
     assert reply.ok and reply.changed == ("signals caught",) and worker.started == 2 and worker.pid is None
+
+
+def test_the_first_thread_of_a_process_changes_nothing(worker):
+    """The C library catches a signal of its own from then on."""
+    assert worker.call({"do": "thread", "watched": 1}, timeout=10) == processes.Reply(
+        "ok", value=len(signal.valid_signals())
+    )
 
 
 def test_a_reply_needs_the_token_of_its_request(worker):

@@ -23,6 +23,13 @@ TAIL = 2000
 
 _PR_SET_PDEATHSIG = 1
 
+_SIGNALS = sum(1 << (number - 1) for number in signal.valid_signals())
+"""The signals that programs may handle, as bits of `/proc/self/status`.
+
+The C library keeps others for itself (glibc: 32 and 33) and takes them when a process starts its first thread or
+cancels one, whichever library does so: with OMP_NUM_THREADS=1 that is the first kernel, else NumPy's import.
+"""
+
 
 def serve(
     handle: Callable[[dict[str, Any]], Any],
@@ -79,8 +86,9 @@ def _state() -> dict[str, Any]:
     names = {"SigBlk": "signals blocked", "SigIgn": "signals ignored", "SigCgt": "signals caught", "Umask": "its umask"}
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
-            if what := names.get(line.partition(":")[0]):
-                found[what] = line
+            name, _, value = line.partition(":")
+            if what := names.get(name):
+                found[what] = value if name == "Umask" else int(value, 16) & _SIGNALS
         found["its timers"] = Path("/proc/self/timers").read_text()
     except OSError:  # not everywhere
         pass
