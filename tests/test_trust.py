@@ -44,6 +44,7 @@ def accounts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accounts]:
         {"root": (0, 0), "me": (ME, OWN), "ann": (70011, 70003), "bob": (70012, 70004)},
         {"me": (OWN, ()), "lab": (SHARED, ("me", "ann")), "ann": (70003, ()), "bob": (70004, ())},
     )
+
     def user(name: str) -> pwd.struct_passwd:
         number, group = found.users[name]
         return pwd.struct_passwd((name, "x", number, group, "", "/", "/bin/sh"))
