@@ -21,7 +21,7 @@ import tvm_ffi
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 
-from tvm_sparse.artifacts import manifest, runtime_libraries, signing, trust
+from tvm_sparse.artifacts import manifest, runtime_libraries, runtime_loading, signing, trust
 from tvm_sparse.artifacts.compile import CompileError
 from tvm_sparse.artifacts.manifest import Entry, ManifestError
 from tvm_sparse.core import machine, scratch, spaces
@@ -527,9 +527,9 @@ def test_runtime_libraries_of_a_signed_folder_are_those_that_were_signed(
         loaded.append(name)
 
     monkeypatch.setattr(runtime_libraries, "compiler", lambda: None)
-    monkeypatch.setattr(runtime_libraries.ctypes, "CDLL", library)
+    monkeypatch.setattr(runtime_loading.ctypes, "CDLL", library)
     reader = signing.check(folder, [public]).read
-    assert runtime_libraries.load("libtvm_runtime.so", folder, reader) and loaded[0].startswith("/proc/self/fd/")
+    assert runtime_loading.load("libtvm_runtime.so", folder, reader) and loaded[0].startswith("/proc/self/fd/")
     path = folder / "runtime" / "libtvm_runtime.so"
     path.write_bytes(path.read_bytes() + b"more")
     found = manifest.read(folder, reader(manifest.NAME, manifest.MOST_BYTES))[0]
@@ -559,18 +559,18 @@ def test_runtime_libraries_are_those_that_the_manifest_describes(
         assert name.startswith("/proc/self/fd/")
 
     monkeypatch.setattr(runtime_libraries, "compiler", lambda: None)
-    monkeypatch.setattr(runtime_libraries.ctypes, "CDLL", library)
-    assert runtime_libraries.load("libtvm_runtime.so", folder) == str(path) and loaded == [right]
+    monkeypatch.setattr(runtime_loading.ctypes, "CDLL", library)
+    assert runtime_loading.load("libtvm_runtime.so", folder) == str(path) and loaded == [right]
     with pytest.raises(trust.Refused, match=r"libtvm_runtime\.so: the file is not the one that .*manifest\.json desc"):
-        runtime_libraries.load("libtvm_runtime.so", folder)
+        runtime_loading.load("libtvm_runtime.so", folder)
     path.write_bytes(right)
     path.chmod(0o666)
     with pytest.raises(trust.Refused, match="may be written by others"):
-        runtime_libraries.load("libtvm_runtime.so", folder)
+        runtime_loading.load("libtvm_runtime.so", folder)
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(trust.Refused, match="is not a plain file"):
-        runtime_libraries.load("libtvm_runtime.so", folder)
+        runtime_loading.load("libtvm_runtime.so", folder)
     path.unlink()
     path.write_bytes(right)
     described = json.loads((folder / manifest.NAME).read_text())
@@ -583,7 +583,7 @@ def test_runtime_libraries_are_those_that_the_manifest_describes(
     ):
         (folder / manifest.NAME).write_text(json.dumps(found))
         with pytest.raises(trust.Refused, match=message):
-            runtime_libraries.load("libtvm_runtime.so", folder)
+            runtime_loading.load("libtvm_runtime.so", folder)
     assert len(loaded) == 1
 
 

@@ -44,7 +44,7 @@ from typing import Any
 import platformdirs
 
 from ...core import scratch
-from .. import runtime_libraries, trust
+from .. import runtime_libraries, runtime_loading, trust
 
 # The TVM wheel's CUDA runtime is linked to libcudart.so.13: no other major can be loaded.
 CUDA_MAJOR = 13
@@ -309,7 +309,7 @@ def _load_driver(allow_stub: bool) -> tuple[str, bool]:
 
 
 def load_runtime(
-    *, allow_stub: bool = False, beside: Path | None = None, signed: runtime_libraries.Reader | None = None
+    *, allow_stub: bool = False, beside: Path | None = None, signed: runtime_loading.Reader | None = None
 ) -> Runtime:
     """Load what an exported CUDA library needs to be loaded and called, without importing tvm.
 
@@ -345,7 +345,7 @@ def load_runtime(
     if cudart is None:
         raise ToolchainError(f"libcudart.so.{CUDA_MAJOR} is missing: {_INSTALL}")
     try:
-        libraries = [runtime_libraries.load(name, beside, signed) for name in runtime_libraries.LIBRARIES["cuda"]]
+        libraries = [runtime_loading.load(name, beside, signed) for name in runtime_libraries.LIBRARIES["cuda"]]
     except OSError as error:
         raise ToolchainError(f"TVM's CUDA runtime cannot be loaded: {error}") from error
     library = libraries[-1]
