@@ -613,7 +613,7 @@ def load(
         are first used.
     """
     there = [found for found in (machines.gpu(), machines.cpu()) if found is not None]
-    place = Path(folder)
+    place = Path(folder).absolute()  # libraries are loaded later, from wherever the process is then
     signed = None if trusted_keys is None else signing.check(place, signing.public_keys(trusted_keys))
     if trusted_keys is None and signing.is_signed(place) and not _is_own(place):
         named = paths.user_keys()

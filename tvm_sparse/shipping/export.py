@@ -40,8 +40,10 @@ def export(
     architecture or the fallback. Beside a cooperative kernel goes the one that takes its place where a GPU has no room
     for it.
 
-    A folder that is exported into again gets a new manifest; libraries that it no longer names are removed. TVM's
-    runtime libraries, which the kernels call, lie beside them: no compiler has to be installed where they are used.
+    A folder that is exported into again gets a new manifest, the last of its files; libraries that it no longer names
+    are removed. Files are replaced, never written over: who uses the folder keeps what it has loaded. TVM's runtime
+    libraries, which the kernels call, lie beside them: no compiler has to be installed where they are used.
+
     With a private `key` (`artifacts.signing`) the folder is signed; a signature of what was there before goes.
 
     Raises
@@ -62,10 +64,10 @@ def export(
         )
     entries = build(jobs, machine, folder, builders=builders, show=show)
     before = held(folder)
+    runtime_libraries.carry(folder, machine.kind)
     (folder / signing.NAME).unlink(missing_ok=True)
     manifest.write(folder, entries)
     remove_stale(folder, entries, before)
-    runtime_libraries.carry(folder, machine.kind)
     if key is not None:
         signing.sign(folder, key)
     return entries
