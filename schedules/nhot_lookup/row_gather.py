@@ -3,8 +3,8 @@
 A row is computed `chunk` columns at a time. The sums of a chunk stay in registers while the row's entries are gone
 through, so each table row that is looked up is read once, and the output is written once.
 
-Long rows are summed `LONG` entries at a time, and these sums are added: of n entries the error is at most
-(LONG + n / LONG) 2^-24 of the sum of absolute products, where one running sum has n 2^-24.
+Long rows are summed `LONG` entries at a time in float32, and these sums are added in float64: the error of any number of
+entries is at most (LONG + 1) 2^-24 of the sum of absolute products. One running sum of n entries has n 2^-24.
 
 With `prefetch` a thread asks for the table row of an entry some entries ahead, also of its next rows: rows of a large
 table come from memory, and the processor by itself does not look that far. Few rows are computed by the calling thread:
@@ -22,8 +22,8 @@ from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 CHUNK = powers(16, 256)
 # Entries ahead whose table rows are asked for.
 AHEAD = 12
-# Entries of one running sum. A row of 10^6 has about as many such sums.
-LONG = 1024
+# Entries of one running sum in float32.
+LONG = 64
 # Bytes of a table whose rows come from a processor's last cache soon enough without being asked for.
 CACHED = 32 << 20
 # Bytes of table rows that one thread goes through while others would wake up.
@@ -85,9 +85,9 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
 
     @T.inline
     def sum_columns_of_many(io, acc, total, row, base, columns):
-        """The same of more than `LONG` entries: sums of so many at a time are added."""
+        """The same of more than `LONG` entries: sums of so many at a time are added in float64."""
         for v in T.vectorized(columns):
-            total[v] = T.float32(0)
+            total[v] = T.float64(0)
         for part in range(ceildiv(T.Cast("int64", io.indptr[row + 1]) - T.Cast("int64", io.indptr[row]), LONG)):
             for v in T.vectorized(columns):
                 acc[v] = T.float32(0)
@@ -95,9 +95,9 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
                 T.int64(LONG), T.Cast("int64", io.indptr[row + 1]) - T.Cast("int64", io.indptr[row]) - part * LONG),
                 base, columns)
             for v in T.vectorized(columns):
-                total[v] = total[v] + acc[v]
+                total[v] = total[v] + T.Cast("float64", acc[v])
         for v in T.vectorized(columns):
-            io.out[row, base + v] = T.Cast(dtype, total[v])
+            io.out[row, base + v] = T.Cast(dtype, T.Cast("float32", total[v]))
 
     @T.inline
     def sum_row(io, r):
@@ -116,7 +116,7 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
                     T.reads(io.indptr[row : row + 2], io.indices[0:io.nnz], io.table[0:io.vocab, 0:width])
                     T.writes(io.out[row, 0:width])
                     part = T.sblock_alloc_buffer((chunk,), "float32")
-                    total = T.sblock_alloc_buffer((chunk,), "float32")
+                    total = T.sblock_alloc_buffer((chunk,), "float64")
                     for c in range(whole):
                         sum_columns_of_many(io, part, total, row, c * chunk, chunk)
                     if rest > 0:
