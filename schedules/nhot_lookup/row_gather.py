@@ -3,8 +3,8 @@
 A row is computed `chunk` columns at a time. The sums of a chunk stay in registers while the row's entries are gone
 through, so each table row that is looked up is read once, and the output is written once.
 
-Long rows are summed `LONG` entries at a time in float32, and these sums are added in float64: the error of any number of
-entries is at most (LONG + 1) 2^-24 of the sum of absolute products. One running sum of n entries has n 2^-24.
+Long rows are summed `LONG` entries at a time in float32, and these sums are added in float64: the error of any number
+of entries is at most (LONG + 1) 2^-24 of the sum of absolute products. One running sum of n entries has n 2^-24.
 
 With `prefetch` a thread asks for the table row of an entry some entries ahead, also of its next rows: rows of a large
 table come from memory, and the processor by itself does not look that far. Few rows are computed by the calling thread:
