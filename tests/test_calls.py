@@ -1528,9 +1528,9 @@ BAD_NHOT = {
         r"indptr: must never fall, but indptr\[2\]=1 < indptr\[1\]=2",
     ),
     "indices dtype": (
-        lambda: (entries(indices=ints(0, 1, 2, dtype=np.int64)), TABLE),
+        lambda: (entries(indices=ints(0, 1, 2, dtype=np.int16)), TABLE),
         ValueError,
-        "indices: expected one dimension of int32, as indptr has, got int64",
+        "indices: expected one dimension of int32 or int64, got int16",
     ),
     "indices high": (
         lambda: (entries(indices=ints(0, 50, 1)), TABLE),

@@ -123,6 +123,66 @@ def facts_beside(
     return name, known, array
 
 
+# Dtypes of index arrays.
+INDEX = ("int32", "int64")
+
+
+def index_beside(
+    name: str, array: Any, shapes: tuple[tuple[int | str, ...], ...], first: Facts, where: str = "the logits are"
+) -> tuple[str, Facts, Any]:
+    """An array of indices that comes with the first argument, checked: int32 or int64, of one of `shapes`.
+
+    An extent that is a text is free, and the message calls it so. `index_as` makes the dtype that a kernel takes.
+    """
+    known = arrays.facts(name, array)
+
+    def fits(shape: tuple[int | str, ...]) -> bool:
+        return len(shape) == len(known.shape) and all(
+            isinstance(want, str) or have == want for have, want in zip(known.shape, shape, strict=True)
+        )
+
+    if known.dtype not in INDEX or not any(map(fits, shapes)):
+        texts = [f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})" for shape in shapes]
+        raise ValueError(
+            f"{name}: expected shape {' or '.join(texts)} and dtype {' or '.join(INDEX)}, got {known.shape} and"
+            f" {known.dtype}"
+        )
+    if (known.device, known.index) != (first.device, first.index):
+        raise ValueError(
+            f"{name}: expected an array on {first.device}:{first.index}, as {where}, got {known.device}:{known.index}"
+        )
+    return name, known, array
+
+
+def index_as(name: str, array: Any, known: Facts, dtype: str) -> Any:
+    """Indices, int32 or int64, as a kernel takes them that wants `dtype`: contiguous and aligned.
+
+    Those of the other dtype are copied, on a GPU by an elementwise kernel on the current stream, or by two from int64
+    to int32: there, numbers outside of the range of int32 become its nearest, so that none turns into a valid index.
+
+    Raises
+    ------
+    ValueError
+        For an array on a GPU that would have to be copied, and whose library is neither PyTorch nor CuPy.
+    """
+    if known.device == "cpu" and not (arrays.is_torch(array) or arrays.is_numpy(array)):
+        array = arrays.as_numpy(array)  # which has all that follows, and shares the memory
+        known = arrays.facts(name, array)
+    if known.dtype == dtype:
+        return arrays.ready(name, array, known)
+    narrow = dtype == "int32"
+    least, most = -(2**31), 2**31 - 1
+    if arrays.is_torch(array):
+        torch = sys.modules["torch"]
+        array = array.detach().clamp(least, most) if narrow else array.detach()
+        return array.to(getattr(torch, dtype), memory_format=torch.contiguous_format)
+    if known.device != "cpu" and not arrays.is_cupy(array):
+        raise ValueError(
+            f"{name}: expected {dtype} of a {type(array).__name__} on a GPU, got {known.dtype}; convert it first"
+        )
+    return (array.clip(least, most) if narrow else array).astype(dtype, order="C")
+
+
 def passed(beside: tuple[str, Facts, Any], shape: tuple[int, ...] | None = None) -> Any:
     """What is passed to the kernel for an array that `facts_beside` checked, under another shape if one is given."""
     name, known, array = beside

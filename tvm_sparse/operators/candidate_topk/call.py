@@ -11,6 +11,8 @@ from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
     facts_beside,
+    index_as,
+    index_beside,
     inverse_temperature,
     machine_of,
     outputs_for,
@@ -50,14 +52,15 @@ def candidate_topk(
     embedding
         Shape `(vocab, hidden)`, a row a word, of the dtype and on the device of `hidden`.
     candidates
-        int32 words in [0, vocab), which no list should hold twice: `(m,)` for one list that all rows share (the union
-        of a beam's), `(rows, m)` for a list a row, or `(lists, m)` for lists each shared by rows / lists neighbouring
-        rows (sentences that are decoded together).
+        int32 or int64 words in [0, vocab), which no list should hold twice: `(m,)` for one list that all rows share
+        (the union of a beam's), `(rows, m)` for a list a row, or `(lists, m)` for lists each shared by rows / lists
+        neighbouring rows (sentences that are decoded together). The kernel reads int32: int64, as `torch.topk` returns
+        it, is copied at every call, on a GPU by two elementwise kernels.
     n
         1 <= n <= m * block.
     counts
-        `(lists,)` int32 (of one shared list: `(1,)`): only the first counts[l] candidates of list l count. It may have
-        been made on the device, and is never brought to the host. Values above m mean m.
+        `(lists,)` int32 or int64 (of one shared list: `(1,)`): only the first counts[l] candidates of list l count. It
+        may have been made on the device, and is never brought to the host. Values above m mean m.
     block
         A candidate c stands for the `block` words from c * block on, and must lie in [0, vocab / block).
     log, temperature, bias
@@ -103,11 +106,12 @@ def candidate_topk(
         found = repeat.repeated(dispatcher.launchers, what, tensors)
         if found is not None:
             function, beam, given, *likes = found
-            lists = candidates if candidates.dim() == 2 else candidates[None]
+            words, many = (_int32(*one) for one in (("candidates", candidates), ("counts", counts)))
+            lists = words if words.dim() == 2 else words[None]
             states = hidden.view(lists.shape[0], beam, hidden.shape[1])
             results = [sys.modules["torch"].empty_like(like) for like in likes]
             extras = [] if bias is None else [bias]
-            many = given if counts is None else counts
+            many = given if counts is None else many
             function(states, embedding, lists, many, scale, 1 if log else 0, *extras, *results)
             shown = [array.view(hidden.shape[0], *array.shape[2:]) for array in results]
             return tuple(shown) if normaliser else tuple(shown[:2])
@@ -185,16 +189,17 @@ class Lists:
             raise ValueError(f"hidden: expected at least one column, got shape {known.shape}")
         if whole_number("block", block) < 1 or theirs.shape[0] % block:
             raise ValueError(f"block: expected a divisor of vocab ({theirs.shape[0]}), got {block}")
-        rank = len(arrays.facts("candidates", candidates).shape)
-        shape = (None, None) if rank == 2 else (None,)
-        _, facts, _ = facts_beside("candidates", candidates, shape, "int32", known, WHERE)
-        lists, m = facts.shape if rank == 2 else (1, facts.shape[0])
+        _, facts, _ = index_beside("candidates", candidates, (("m",), ("lists", "m")), known, WHERE)
+        lists, m = facts.shape if len(facts.shape) == 2 else (1, facts.shape[0])
         if not m:
             raise ValueError(f"candidates: expected at least one, got shape {facts.shape}")
         if rows and (not lists or rows % lists):
-            raise ValueError(f"candidates: expected a number of lists that divides the {rows} rows, got {lists}")
+            raise ValueError(
+                f"candidates: expected a number of lists that divides the {rows} rows of hidden, got {lists} lists"
+                f" (shape {facts.shape})"
+            )
         if counts is not None:
-            facts_beside("counts", counts, (lists,), "int32", known, WHERE)
+            index_beside("counts", counts, ((lists,),), known, WHERE)
         if (known.device == "cpu" or validate) and not arrays.is_fake(candidates):
             check_candidates(candidates, counts, theirs.shape[0] // block, m)
         return cls(known, theirs, facts, lists, rows // max(lists, 1), m)
@@ -204,13 +209,20 @@ class Lists:
         states = arrays.reshaped(
             arrays.ready("hidden", hidden, self.hidden), (self.lists, self.beam, self.hidden.shape[1])
         )
-        words = arrays.reshaped(arrays.ready("candidates", candidates, self.candidates), (self.lists, self.m))
+        words = arrays.reshaped(index_as("candidates", candidates, self.candidates, "int32"), (self.lists, self.m))
         if counts is None:
             many = arrays.full((self.lists,), self.m, "int32", hidden, self.hidden)
         else:
-            many = arrays.ready("counts", counts, arrays.facts("counts", counts))
+            many = index_as("counts", counts, arrays.facts("counts", counts), "int32")
         table = arrays.ready("embedding", embedding, self.embedding)
         return arrays.argument(states), arrays.argument(table), arrays.argument(words), many
+
+
+def _int32(name: str, tensor: Any) -> Any:
+    """A torch tensor of int32 or int64, which a kernel takes as it is, in int32; None as it is."""
+    if tensor is None or tensor.dtype is sys.modules["torch"].int32:
+        return tensor
+    return index_as(name, tensor, arrays.facts(name, tensor), "int32")
 
 
 def check_candidates(candidates: Any, counts: Any, units: int, m: int) -> None:

@@ -10,6 +10,7 @@ from tvm_sparse.runtime.calls import (
     TORCH_ALONE,
     check_floats,
     fill,
+    index_as,
     machine_of,
     outputs_for,
     refuse_gradient,
@@ -18,8 +19,8 @@ from tvm_sparse.runtime.calls import (
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 
-from .problem import typical
-from .rows import CsrRows
+from .problem import INDEX, typical
+from .rows import CsrRows, index_of
 
 __all__ = ["CsrRows", "nhot_lookup"]
 
@@ -34,9 +35,10 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
     csr
         Shape `(rows, vocab)`, a few nonzeros a row: a `CsrRows` (prepared once, the fastest to call with), a
         `scipy.sparse.csr_array`, a torch tensor of layout `torch.sparse_csr`, or `(indptr, indices, values)` with
-        indptr `(rows + 1,)`, indices `(nnz,)` in [0, vocab), both int32 or both int64, and values `(nnz,)` of the
-        table's dtype, or None if all are 1. Rows may be empty; columns need not be sorted, and those that stand twice
-        are added. On the device of `table`.
+        indptr `(rows + 1,)`, indices `(nnz,)` in [0, vocab), each int32 or int64, and values `(nnz,)` of the table's
+        dtype or float32, or None if all are 1. Rows may be empty; columns need not be sorted, and those that stand
+        twice are added. On the device of `table`. Kernels take both of one dtype: an indptr of another dtype than that
+        of the indices is copied, at every call unless they are a `CsrRows`.
     table
         Shape `(vocab, width)`; float32, float16 or bfloat16, accumulated in float32. Copied first if it is not
         contiguous, or not aligned to 16 bytes on a GPU.
@@ -92,8 +94,8 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
     rows, columns = csr.shape
     if columns != vocab:
         raise ValueError(f"csr: expected {vocab} columns, as the table has rows, got shape ({rows}, {columns})")
-    if csr.dtype is not None and csr.dtype != known.dtype:
-        raise ValueError(f"values: expected dtype {known.dtype}, as the table has, got {csr.dtype}")
+    if csr.dtype not in (None, "float32", known.dtype):
+        raise ValueError(f"values: expected dtype float32, or {known.dtype} as the table has, got {csr.dtype}")
     if (csr.device, csr.device_index) != (known.device, known.index):
         raise ValueError(
             f"csr: expected arrays on {known.device}:{known.index}, as the table is,"
@@ -167,7 +169,18 @@ def _csr_tensors(csr: Any, table: Any, torch: Any) -> tuple[Any, ...] | None:
     if not all([type(part) is torch.Tensor and part.device == device and part.dim() == 1 for part in parts]):
         return None
     rows, entries = parts[0].shape[0] - 1, parts[1].shape
-    return parts if rows > 0 and entries[0] and parts[-1].shape == entries else None
+    if not (rows > 0 and entries[0] and parts[-1].shape == entries):
+        return None
+    return parts if parts[0].dtype is parts[1].dtype else _one_dtype(parts)
+
+
+def _one_dtype(parts: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The tensors with indptr and indices of one dtype, as `CsrRows` makes them; None if they are no integers."""
+    pair = [(name, part, arrays.facts(name, part)) for name, part in zip(("indptr", "indices"), parts, strict=False)]
+    if not all(known.dtype in INDEX for _, _, known in pair):
+        return None
+    index = index_of(pair[1][2])
+    return (*[index_as(*one, index) for one in pair], *parts[2:])
 
 
 def lookup_key(parts: tuple[Any, ...]) -> tuple[Any, ...]:
