@@ -71,7 +71,7 @@ def block_recurrent(
             f"weights: expected BlockRecurrentWeights, got {type(weights).__name__}; make them by"
             " block_recurrent_weights(matrix)"
         )
-    what = ("block_recurrent", cell, weights.gates, weights.hidden, weights.dtype, len(weights.groups))
+    what = ("block_recurrent", cell, len(weights.groups))
     states = x_projected, h0, c0, hidden_bias, lengths, resets
     return run_layer(dispatcher, what, problem_of, weights, *states, cell=cell, out=out, validate=validate)
 

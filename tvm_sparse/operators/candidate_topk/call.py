@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from tvm_sparse.operators.head_topk.call import WHERE, pair_facts, whole_number
+from tvm_sparse.operators.head_topk.call import WHERE, pair_facts
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
@@ -14,6 +14,7 @@ from tvm_sparse.runtime.calls import (
     inverse_temperature,
     machine_of,
     outputs_for,
+    whole_number,
     without_gradient,
 )
 from tvm_sparse.runtime.dispatch import dispatcher

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from typing import Any
 
@@ -18,6 +17,7 @@ from tvm_sparse.runtime.calls import (
     machine_of,
     outputs_for,
     refuse_gradient,
+    whole_number,
     without_gradient,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
@@ -243,16 +243,6 @@ def _normalise(logits: Any, outputs: list[Any], log: bool, temperature: float, b
 
 def _shown(results: tuple[Any, ...], normaliser: bool) -> tuple[Any, ...]:
     return results if normaliser else (*results[:2], *results[3:])
-
-
-def whole_number(name: str, value: Any) -> int:
-    """An integer argument."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
 
 
 def pair_facts(hidden: Any, embedding: Any) -> tuple[Facts, Facts]:
