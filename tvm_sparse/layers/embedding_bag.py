@@ -10,6 +10,7 @@ from ..operators.nhot_lookup import torch_op
 from ..operators.nhot_lookup.call import CsrRows, nhot_lookup
 
 MODES = ("sum", "mean")
+INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 class NHotEmbeddingBag(torch.nn.Module):
@@ -97,7 +98,7 @@ class NHotEmbeddingBag(torch.nn.Module):
             `(bags, num_embeddings)` as `nhot_lookup` takes them (`CsrRows`, `(indptr, indices, values)` or a tensor in
             CSR format), alone.
         offsets
-            `(bags,)` of the same dtype: where bags begin in a one-dimensional input, the first at 0. One more, the
+            `(bags,)` int32 or int64: where bags begin in a one-dimensional input, the first at 0. One more, the
             number of entries, of a bag made of one with `include_last_offset`.
         per_sample_weights
             Of the shape of `input` and the dtype of the table, with the mode "sum".
@@ -137,16 +138,19 @@ class NHotEmbeddingBag(torch.nn.Module):
 
     def _starts(self, input: torch.Tensor, offsets: Any) -> torch.Tensor:
         """Where bags begin and the last one ends."""
+        if input.dtype not in INDEX_DTYPES:
+            raise ValueError(f"input: expected indices of int32 or int64, got {input.dtype}")
         if input.dim() == 2:
             if offsets is not None:
                 raise ValueError("offsets: a two-dimensional input has bags of one size, and no offsets")
             bags, n = input.shape
-            return torch.arange(bags + 1, dtype=input.dtype, device=input.device) * n
+            dtype = input.dtype if input.numel() < 2**31 else torch.int64  # what counts all entries
+            return torch.arange(bags + 1, dtype=dtype, device=input.device) * n
         if input.dim() != 1:
             raise ValueError(f"input: expected one or two dimensions, got shape {tuple(input.shape)}")
-        if offsets is None or offsets.dim() != 1 or offsets.dtype != input.dtype:
+        if offsets is None or offsets.dim() != 1 or offsets.dtype not in INDEX_DTYPES:
             got = None if offsets is None else f"{offsets.dtype} of shape {tuple(offsets.shape)}"
-            raise ValueError(f"offsets: expected one dimension of {input.dtype}, as input has, got {got}")
+            raise ValueError(f"offsets: expected one dimension of int32 or int64, got {got}")
         if self.include_last_offset:
             return offsets
         return torch.cat([offsets, offsets.new_full((1,), input.shape[0])])

@@ -74,7 +74,8 @@ def is_jax(array: Any) -> bool:
     return jax is not None and isinstance(array, jax.Array)
 
 
-def _is_cupy(array: Any) -> bool:
+def is_cupy(array: Any) -> bool:
+    """Whether this is an array of CuPy's."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(array, cupy.ndarray)
 
@@ -291,7 +292,7 @@ def empty(shape: tuple[int, ...], dtype: str, like: Any, known: Facts) -> Any:
 
     namespace = None if is_numpy(like) else getattr(like, "__array_namespace__", lambda: None)()
     if known.device == "cuda":
-        if _is_cupy(like):  # has no namespace of the standard
+        if is_cupy(like):  # has no namespace of the standard
             with like.device:
                 return sys.modules["cupy"].empty(shape, numpy_dtype(dtype))
         if namespace is None:
@@ -307,7 +308,7 @@ def full(shape: tuple[int, ...], value: int, dtype: str, like: Any, known: Facts
     array = empty(shape, dtype, like, known)
     if is_torch(array):
         return array.fill_(value)
-    if is_numpy(array) or _is_cupy(array):
+    if is_numpy(array) or is_cupy(array):
         array[...] = value
         return array
     namespace = array.__array_namespace__()

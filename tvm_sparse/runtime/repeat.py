@@ -167,9 +167,7 @@ def _fits(outputs: tuple[Any, ...], likes: tuple[Any, ...], arguments: tuple[Any
     if len(outputs) != len(likes) or _layouts(outputs, _value) != tuple([(o.shape, o.dtype, o.device) for o in likes]):
         return False
     read = [one for one in arguments if arrays.is_torch(one)]
-    return not any(
-        arrays.overlap(one, other) for i, one in enumerate(outputs) for other in (*outputs[:i], *read)
-    )
+    return not any(arrays.overlap(one, other) for i, one in enumerate(outputs) for other in (*outputs[:i], *read))
 
 
 def _again(launchers: dict[Any, Any], what: Any, arguments: tuple[Any, ...], out: Any) -> Any:

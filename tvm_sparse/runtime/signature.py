@@ -15,7 +15,7 @@ from typing import Any
 from ..core.problem import FLOATS
 from . import arrays
 from .arrays import Facts
-from .calls import facts_beside
+from .calls import facts_beside, index_as
 
 # The first extent of a shape: any number of dimensions.
 ROWS = ...
@@ -46,8 +46,8 @@ class Array:
 
     `shape` names extents; `ROWS` in front stands for the dimensions before the last ones of the first argument, of
     which there may be any number, and None for an extent of its own. `dtypes`: those accepted, of which the first is
-    what a kernel takes; of another one a copy is made. Without any it is the first argument's. `below`: integers in
-    [0, below), a number or the name of an extent; `negative`: also -1. `gradient`: the result has one of it.
+    what a kernel takes; integers of another one are copied. Without any it is the first argument's. `below`: integers
+    in [0, below), a number or the name of an extent; `negative`: also -1. `gradient`: the result has one of it.
     """
 
     shape: tuple[Any, ...]
@@ -139,7 +139,7 @@ class Signature:
         found = facts_beside(name, array, tuple(shape), accepted, first, where)
         if found[1].dtype == accepted[0]:
             return found
-        ready = arrays.converted(name, array, accepted[0])
+        ready = index_as(name, array, found[1], accepted[0])
         return name, arrays.facts(name, ready), ready
 
     def refuse_overlap(self, out: Any, **read: Any) -> None:

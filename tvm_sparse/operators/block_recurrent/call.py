@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from tvm_sparse.formats.block_recurrent import BlockRecurrentWeights, block_recurrent_weights
-from tvm_sparse.operators.sparse_recurrent.call import run_layer
+from tvm_sparse.operators.sparse_recurrent.call import run_layer, signature
 from tvm_sparse.runtime.dispatch import dispatcher
 
 from ..sparse_recurrent.problem import preferred
 from .problem import BlockRecurrent
 
 __all__ = ["BlockRecurrentWeights", "block_recurrent", "block_recurrent_weights"]
+
+SIGNATURES = {"block_recurrent": signature("BlockRecurrentWeights")}
 
 
 def block_recurrent(

@@ -170,10 +170,10 @@ def bsr_matmul(
                 _fill_rows(y, bias, activation or "")
         else:
             problem = weight.problem(m, int(bias is not None), activation or "")
-            function = dispatcher.kernel(problem, machine_of("x", known)).function
             [row] = [arrays.ready(name, array, theirs) for name, theirs, array in extras] or [None]
             arguments = (arrays.ready("x", x, known), *weight.arguments, row)
-            launch(launchers, activation, function, arguments, (y,), single=True)
+            where = machine_of("x", known)
+            launch(dispatcher, problem, where, activation, arguments, (y,), single=True, kept=launchers)
     return out if out is not None else arrays.returned(y, x)
 
 

@@ -57,8 +57,8 @@ def compaction(chosen: Any, vocab: int, capacity: int, *, out: Any = None) -> tu
     Source: Shi, Xu & Knight 2018, section 4.2.3.
     """
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-    what, launchers = ("compaction", vocab, capacity), dispatcher.launchers
-    found = repeat.again(launchers, what, (chosen,), None if out is None else outputs)
+    what = ("compaction", vocab, capacity)
+    found = repeat.again(dispatcher.launchers, what, (chosen,), None if out is None else outputs)
     if found is not None:
         return found
 
@@ -81,6 +81,6 @@ def compaction(chosen: Any, vocab: int, capacity: int, *, out: Any = None) -> tu
             problem = Compaction(lists, vocab, capacity)
         except ProblemError as error:
             raise ValueError(f"chosen: {error}") from None
-        function = dispatcher.kernel(problem, machine_of("chosen", known)).function
-        launch(launchers, what, function, (arrays.ready("chosen", chosen, known),), results)
+        ready = arrays.ready("chosen", chosen, known)
+        launch(dispatcher, problem, machine_of("chosen", known), what, (ready,), results)
     return outputs if out is not None else tuple(arrays.returned(one, chosen) for one in results)

@@ -72,7 +72,6 @@ def logsumexp(logits: Any, out: Any = None) -> Any:
     elif batch > (most := most_rows(vocab)):
         by_parts(lambda given, into: logsumexp(given[0], into[0]), batch, most, (logits,), (result,))
     elif batch:
-        launchers = dispatcher.launchers
-        function = dispatcher.kernel(LogSumExp(batch, vocab, known.dtype), machine_of("logits", known)).function
-        launch(launchers, "logsumexp", function, (arrays.ready("logits", logits, known),), (result,), single=True)
+        problem, ready = LogSumExp(batch, vocab, known.dtype), arrays.ready("logits", logits, known)
+        launch(dispatcher, problem, machine_of("logits", known), "logsumexp", (ready,), (result,), single=True)
     return out if out is not None else arrays.returned(result, logits)

@@ -92,10 +92,10 @@ def lsh_candidates(
     Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", section 4.2.
     """
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-    what, launchers = ("lsh_candidates", capacity), dispatcher.launchers
+    what = ("lsh_candidates", capacity)
     if not validate and type(threshold) is int and threshold > 0:
         arguments = (hidden, permutations, words, table, multipliers, always, threshold)
-        found = repeat.again(launchers, what, arguments, None if out is None else outputs)
+        found = repeat.again(dispatcher.launchers, what, arguments, None if out is None else outputs)
         if found is not None:
             return found
 
@@ -120,7 +120,6 @@ def lsh_candidates(
             )
         except ProblemError as error:
             raise ValueError(f"hidden: {error}") from None
-        function = dispatcher.kernel(problem, machine_of("hidden", known)).function
         ready = arrays.ready("hidden", hidden, known), arrays.ready(where[0], where[2], where[1])
-        launch(launchers, what, function, (*ready, *tables.arguments), results)
+        launch(dispatcher, problem, machine_of("hidden", known), what, (*ready, *tables.arguments), results)
     return outputs if out is not None else tuple(arrays.returned(one, hidden) for one in results)

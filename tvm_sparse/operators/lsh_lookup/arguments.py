@@ -12,7 +12,6 @@ from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import facts_beside
 from tvm_sparse.runtime.signature import Absent, Array, Number, Structure
 
-
 # Arguments of every function that looks words up.
 TABLES: tuple[Any, ...] = (
     ("words", Array(("bands", "vocab"), ("int32",), below="vocab")),

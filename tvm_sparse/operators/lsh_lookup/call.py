@@ -81,10 +81,9 @@ def lsh_lookup(
 
     Source: Shi, Xu & Knight 2018, Algorithm 1, equations 9, 10 and 3.
     """
-    launchers = dispatcher.launchers
     if not validate and type(threshold) is int and threshold > 0:
         arguments = (codes, words, table, multipliers, always, threshold)
-        found = repeat.again(launchers, "lsh_lookup", arguments, out)
+        found = repeat.again(dispatcher.launchers, "lsh_lookup", arguments, out)
         if found is not None:
             return found
 
@@ -106,7 +105,6 @@ def lsh_lookup(
             problem = LshLookup(lists, beam, tables.vocab, bands, tables.kind, tables.bits)
         except ProblemError as error:
             raise ValueError(f"codes: {error}") from None
-        function = dispatcher.kernel(problem, machine_of("codes", known)).function
         arguments = (arrays.ready("codes", codes, known), *tables.arguments)
-        launch(launchers, "lsh_lookup", function, arguments, (result,), single=True)
+        launch(dispatcher, problem, machine_of("codes", known), "lsh_lookup", arguments, (result,), single=True)
     return out if out is not None else arrays.returned(result, codes)

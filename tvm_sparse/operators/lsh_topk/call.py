@@ -121,13 +121,13 @@ def lsh_topk(
     """
     scale = inverse_temperature(temperature)
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-    what, launchers = ("lsh_topk", n), dispatcher.launchers
+    what = ("lsh_topk", n)
     if not validate and type(threshold) is int and threshold > 0:
         arguments = (
             *(hidden, embedding, permutations, words, table, multipliers, always, threshold, ids),
             *(scale, 1 if log else 0, bias),
         )
-        found = repeat.again(launchers, what, arguments, None if out is None else outputs)
+        found = repeat.again(dispatcher.launchers, what, arguments, None if out is None else outputs)
         if found is not None:
             return found
 
@@ -167,11 +167,10 @@ def lsh_topk(
             )  # fmt: skip
         except ProblemError as error:
             raise ValueError(f"hidden: {error}") from None
-        function = dispatcher.kernel(problem, machine_of("hidden", known)).function
         states, *rest, row = (
             None if one is None else arrays.ready(one[0], one[2], one[1])
             for one in (("hidden", known, hidden), matrix, where, frequent, extra)
         )
         arguments = (states, *rest[:2], *tables.arguments, rest[2], scale, 1 if log else 0, row)
-        launch(launchers, what, function, arguments, results)
+        launch(dispatcher, problem, machine_of("hidden", known), what, arguments, results)
     return outputs if out is not None else tuple(arrays.returned(one, hidden) for one in results)  # type: ignore[return-value]

@@ -11,6 +11,7 @@ from tvm_sparse.runtime.calls import (
     TORCH_ALONE,
     check_floats,
     fill,
+    index_as,
     launch,
     machine_of,
     outputs_for,
@@ -20,8 +21,8 @@ from tvm_sparse.runtime.calls import (
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.signature import Array, Number, Output, Signature, Structure
 
-from .problem import typical
-from .rows import CsrRows
+from .problem import INDEX, typical
+from .rows import CsrRows, index_of
 
 SIGNATURES = {
     "nhot_lookup": Signature(
@@ -45,9 +46,10 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
     csr
         Shape `(rows, vocab)`, a few nonzeros a row: a `CsrRows` (prepared once, the fastest to call with), a
         `scipy.sparse.csr_array`, a torch tensor of layout `torch.sparse_csr`, or `(indptr, indices, values)` with
-        indptr `(rows + 1,)`, indices `(nnz,)` in [0, vocab), both int32 or both int64, and values `(nnz,)` of the
-        table's dtype, or None if all are 1. Rows may be empty; columns need not be sorted, and those that stand twice
-        are added. On the device of `table`.
+        indptr `(rows + 1,)`, indices `(nnz,)` in [0, vocab), each int32 or int64, and values `(nnz,)` of the table's
+        dtype, or None if all are 1. Rows may be empty; columns need not be sorted, and those that stand twice are
+        added. On the device of `table`. Kernels take both of one dtype: an indptr of another dtype than that of the
+        indices is copied, at every call unless they are a `CsrRows`.
     table
         Shape `(vocab, width)`; float32, float16 or bfloat16, accumulated in float32. Copied first if it is not
         contiguous, or not aligned to 16 bytes on a GPU.
@@ -125,14 +127,14 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
         else:
             prepared = arrays.ready("table", table, known)
             launchers = dispatcher.launchers
-            function = dispatcher.kernel(csr.problem(width, known.dtype), machine_of("table", known)).function
             kept, what = None, None
             if given is csr:
                 kept = csr.launchers.of(launchers)
             elif type(table) is getattr(torch, "Tensor", None) and known.device == "cuda":
                 parts = _csr_tensors(given, table, torch)
                 kept, what = (None, None) if parts is None else (launchers, lookup_key(parts))
-            launch(kept, what, function, (*csr.arguments, prepared), (result,), single=True)
+            problem, where = csr.problem(width, known.dtype), machine_of("table", known)
+            launch(dispatcher, problem, where, what, (*csr.arguments, prepared), (result,), single=True, kept=kept)
     return out if out is not None else arrays.returned(result, table)
 
 
@@ -167,7 +169,18 @@ def _csr_tensors(csr: Any, table: Any, torch: Any) -> tuple[Any, ...] | None:
     if not all([type(part) is torch.Tensor and part.device == device and part.dim() == 1 for part in parts]):
         return None
     rows, entries = parts[0].shape[0] - 1, parts[1].shape
-    return parts if rows > 0 and entries[0] and parts[-1].shape == entries else None
+    if not (rows > 0 and entries[0] and parts[-1].shape == entries):
+        return None
+    return parts if parts[0].dtype is parts[1].dtype else _one_dtype(parts)
+
+
+def _one_dtype(parts: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The tensors with indptr and indices of one dtype, as `CsrRows` makes them; None if they are no integers."""
+    pair = [(name, part, arrays.facts(name, part)) for name, part in zip(("indptr", "indices"), parts, strict=False)]
+    if not all(known.dtype in INDEX for _, _, known in pair):
+        return None
+    index = index_of(pair[1][2])
+    return (*[index_as(*one, index) for one in pair], *parts[2:])
 
 
 def lookup_key(parts: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -102,9 +102,7 @@ def distribution(logits: Any, algorithm: str, log: int, out: Any = None) -> Any:
         call_parts = lambda given, into: distribution(given[0], algorithm, log, into[0])  # noqa: E731
         by_parts(call_parts, batch, most, (logits,), (result,))
     elif batch and vocab:
-        launchers = dispatcher.launchers
         problem = Softmax(batch, vocab, algorithm, known.dtype)
-        function = dispatcher.kernel(problem, machine_of("logits", known)).function
-        prepared = arrays.ready("logits", logits, known)
-        launch(launchers, what, function, (prepared, 1 if log else 0), (result,), single=True)
+        arguments = (arrays.ready("logits", logits, known), 1 if log else 0)
+        launch(dispatcher, problem, machine_of("logits", known), what, arguments, (result,), single=True)
     return out if out is not None else arrays.returned(result, logits)

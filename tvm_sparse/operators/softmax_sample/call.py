@@ -183,15 +183,13 @@ def softmax_sample(
     if batch and not arrays.is_fake(logits):
         axes = {"bias": len(extras), "per_row": int(any(own)), "seeded": int(seeded), "whole": int(whole)}
         problem = SoftmaxSample(batch, vocab, width, known.dtype, **axes)
-        launchers = dispatcher.launchers
-        function = dispatcher.kernel(problem, machine_of("logits", known)).function
         ready = arrays.reshaped(arrays.ready("logits", logits, known), (batch, vocab))
         flat = [
             arrays.reshaped(array, (batch, *shape[len(rows) :]))
             for array, (_, shape, _) in zip(outputs, (*wanted, *kept), strict=True)
         ]
         arguments = (ready, *passed_filters, *(extras or [None]), numbers)
-        launch(launchers if len(rows) == 1 else None, what, function, arguments, flat)
+        launch(dispatcher, problem, machine_of("logits", known), what, arguments, flat)
     shown = [arrays.returned(array, logits) for array in outputs]
     return tuple([*(out or shown[:2]), *[array[..., :best] for array in shown[2:] if best]])
 

@@ -74,8 +74,8 @@ def softmax_topk(
     bias
         `(vocab,)` float32, added to every row in float32; -inf masks a column. On the device of `logits`.
     ids
-        `(batch, n)` int64 (or int32, which is copied) columns whose probabilities are wanted too, wherever they rank: the logprobs of sampled or
-        given tokens, from the same pass. On the device of `logits`.
+        `(batch, n)` int64, or int32, which is copied: columns whose probabilities are wanted too, wherever they rank,
+        as the logprobs of sampled or given tokens, from the same pass. On the device of `logits`.
     out
         `(values, indices)`, or `(values, indices, given)` with `ids`, to write into: contiguous, of the shapes and
         dtypes below, on the device of `logits`.
@@ -148,11 +148,9 @@ def softmax_topk(
         )
     elif batch:
         problem = SoftmaxTopk(batch, vocab, k, known.dtype, int(bias is not None), n)
-        launchers = dispatcher.launchers
-        function = dispatcher.kernel(problem, machine_of("logits", known)).function
         arguments = (arrays.ready("logits", logits, known), scale, 1 if log else 0, row, asked if n else None)
-        # No kernel takes an empty array.
-        launch(launchers, ("softmax_topk", k), function, arguments, outputs if n else outputs[:2])
+        written = outputs if n else outputs[:2]  # no kernel takes an empty array
+        launch(dispatcher, problem, machine_of("logits", known), ("softmax_topk", k), arguments, written)
     return out if out is not None else tuple(arrays.returned(array, logits) for array in outputs)
 
 

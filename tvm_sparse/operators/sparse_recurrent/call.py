@@ -176,12 +176,12 @@ def run_layer(
     """A call of a recurrent layer, of which `what` says the operator and all of the weights that its problem depends
     on. The other arguments are `sparse_recurrent`'s."""
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-    given, launchers = (x_projected, h0, c0, hidden_bias, lengths, resets), dispatcher.launchers
+    given = x_projected, h0, c0, hidden_bias, lengths, resets
     # Lengths on the host are looked at every time.
     if not validate and arrays.is_torch(x_projected) and x_projected.dim() == 3:
         placed = weights.laid_out_for(x_projected.shape[1]).placed.get(x_projected.device)
         if placed is not None and (lengths is None or x_projected.is_cuda):
-            found = repeat.again(launchers, what, (*placed, *given), None if out is None else outputs)
+            found = repeat.again(dispatcher.launchers, what, (*placed, *given), None if out is None else outputs)
             if found is not None:
                 return found
 
@@ -201,12 +201,11 @@ def run_layer(
             problem = problem_of(weights, steps, batch, cell, int(lengths is not None), int(resets is not None))
         except ProblemError as error:
             raise ValueError(f"x_projected: {error}") from None
-        function = dispatcher.kernel(problem, machine_of("x_projected", known)).function
         bias = None if cell != "gru" else _bias(hidden_bias, weights.hidden, x_projected, known)
         beside = (("x_projected", known, x_projected), *(*states, None)[:2], bias, *extras)
         ready = [None if one is None else arrays.ready(one[0], one[2], one[1]) for one in beside]
         arguments = (*_placed(weights.laid_out_for(batch), x_projected, known), *ready)
-        launch(launchers, what, function, arguments, results)
+        launch(dispatcher, problem, machine_of("x_projected", known), what, arguments, results)
     return outputs if out is not None else tuple(arrays.returned(one, x_projected) for one in results)
 
 

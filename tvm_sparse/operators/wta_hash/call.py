@@ -67,8 +67,7 @@ def wta_hash(hidden: Any, permutations: Any, *, out: Any = None, validate: bool 
 
     Source: Yagnik et al. 2011, "The power of comparative reasoning"; Shi, Xu & Knight 2018, equations 4 to 8.
     """
-    launchers = dispatcher.launchers
-    found = None if validate else repeat.again(launchers, "wta_hash", (hidden, permutations), out)
+    found = None if validate else repeat.again(dispatcher.launchers, "wta_hash", (hidden, permutations), out)
     if found is not None:
         return found
 
@@ -87,8 +86,7 @@ def wta_hash(hidden: Any, permutations: Any, *, out: Any = None, validate: bool 
             problem = WtaHash(batch, columns, k, units, bands, known.dtype)
         except ProblemError as error:
             raise ValueError(f"permutations: {error}") from None
-        function = dispatcher.kernel(problem, machine_of("hidden", known)).function
         ready = arrays.ready("hidden", hidden, known), arrays.ready("permutations", permutations, where[1])
-        kept = launchers if known.device != "cpu" else None  # permutations on the host are looked at every time
-        launch(kept, "wta_hash", function, ready, (result,), single=True)
+        kept = known.device != "cpu" or None  # permutations on the host are looked at every time
+        launch(dispatcher, problem, machine_of("hidden", known), "wta_hash", ready, (result,), single=True, kept=kept)
     return out if out is not None else arrays.returned(result, hidden)
