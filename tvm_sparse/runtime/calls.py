@@ -191,6 +191,19 @@ def whole_number(name: str, value: Any) -> int:
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
 
 
+def count(name: str, value: Any) -> int:
+    """An integer argument of at least 1 and below 2^31."""
+    if type(value) is int and 1 <= value < 2**31:
+        return value
+    try:
+        found = whole_number(name, value)
+    except TypeError:
+        found = 0
+    if not 1 <= found < 2**31:
+        raise ValueError(f"{name}: expected an integer of at least 1 and below 2^31, got {value!r}")
+    return found
+
+
 def inverse_temperature(temperature: Any) -> float:
     """The factor that a temperature stands for."""
     if type(temperature) is float and temperature == 1.0:

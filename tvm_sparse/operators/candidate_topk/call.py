@@ -131,6 +131,7 @@ def candidate_topk(
     scale = inverse_temperature(temperature)
     if type(embedding) is not type(hidden):
         embedding = without_gradient(embedding)
+    block = block if type(block) is int else whole_number("block", block)
     if type(n) is int and not validate:
         what = ("candidate_topk", n, block, bool(normaliser))
         words, many = (_int32(*one) for one in (("candidates", candidates), ("counts", counts)))
@@ -217,7 +218,7 @@ class Lists:
         rows, width = known.shape
         if not width:
             raise ValueError(f"hidden: expected at least one column, got shape {known.shape}")
-        if whole_number("block", block) < 1 or theirs.shape[0] % block:
+        if block < 1 or theirs.shape[0] % block:
             raise ValueError(f"block: expected a divisor of vocab ({theirs.shape[0]}), got {block}")
         _, facts, _ = index_beside("candidates", candidates, (("m",), ("lists", "m")), known, WHERE)
         lists, m = facts.shape if len(facts.shape) == 2 else (1, facts.shape[0])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from operator import index
 from typing import Any
 
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.runtime import arrays, repeat
-from tvm_sparse.runtime.calls import launch, machine_of, outputs_for
+from tvm_sparse.runtime.calls import count, launch, machine_of, outputs_for
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.signature import Array, Number, Output, Signature
 
@@ -57,16 +56,13 @@ def compaction(chosen: Any, vocab: int, capacity: int, *, out: Any = None) -> tu
     Source: Shi, Xu & Knight 2018, section 4.2.3.
     """
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    vocab, capacity = count("vocab", vocab), count("capacity", capacity)
     what = ("compaction", vocab, capacity)
     found = repeat.again(dispatcher.launchers, what, (chosen,), None if out is None else outputs)
     if found is not None:
         return found
 
     known = arrays.facts("chosen", chosen)
-    for name, value in (("vocab", vocab), ("capacity", capacity)):
-        if not hasattr(value, "__index__") or isinstance(value, bool) or not 1 <= index(value) < 2**31:
-            raise ValueError(f"{name}: expected an integer of at least 1 and below 2^31, got {value!r}")
-    vocab, capacity = index(vocab), index(capacity)
     if len(known.shape) != 2 or known.shape[1] != bitmap_words(vocab) or known.dtype != "int32":
         raise ValueError(
             f"chosen: expected shape (lists, {bitmap_words(vocab)}) and dtype int32 for vocab={vocab}, got"

@@ -14,6 +14,7 @@ from tvm_sparse.operators.lsh_lookup.arguments import (
 )
 from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.calls import (
+    count,
     launch,
     machine_of,
     outputs_for,
@@ -92,8 +93,9 @@ def lsh_candidates(
     Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", section 4.2.
     """
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    threshold, capacity = count("threshold", threshold), count("capacity", capacity)
     what = ("lsh_candidates", capacity)
-    if not validate and type(threshold) is int and threshold > 0:
+    if not validate:
         arguments = (hidden, permutations, words, table, multipliers, always, threshold)
         found = repeat.again(dispatcher.launchers, what, arguments, None if out is None else outputs)
         if found is not None:
@@ -101,8 +103,6 @@ def lsh_candidates(
 
     known = checked_states(hidden)
     refuse_gradient("hidden", hidden)
-    if not isinstance(capacity, int) or isinstance(capacity, bool) or not 1 <= capacity < 2**31:
-        raise ValueError(f"capacity: expected an integer of at least 1 and below 2^31, got {capacity!r}")
     lists, beam, columns = known.shape
     where, tables = checked_hashing(
         permutations, words, table, multipliers, always, threshold, known, "hidden is", validate

@@ -97,8 +97,6 @@ def checked_tables(
     TypeError, ValueError
         Naming the argument.
     """
-    if isinstance(threshold, bool) or not isinstance(threshold, int) or not 1 <= threshold < 2**31:
-        raise ValueError(f"threshold: expected an integer of at least 1, got {threshold!r}")
     found = facts_beside("words", words, (bands, None), "int32", first, where)
     given: list[tuple[str, Facts, Any] | None] = [found]
     vocab = found[1].shape[1]

@@ -8,7 +8,7 @@ from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.formats import wta
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.runtime import arrays, repeat
-from tvm_sparse.runtime.calls import launch, machine_of, outputs_for
+from tvm_sparse.runtime.calls import count, launch, machine_of, outputs_for
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.signature import Array, Number, Output, Signature
 
@@ -81,7 +81,8 @@ def lsh_lookup(
 
     Source: Shi, Xu & Knight 2018, Algorithm 1, equations 9, 10 and 3.
     """
-    if not validate and type(threshold) is int and threshold > 0:
+    threshold = count("threshold", threshold)
+    if not validate:
         arguments = (codes, words, table, multipliers, always, threshold)
         found = repeat.again(dispatcher.launchers, "lsh_lookup", arguments, out)
         if found is not None:

@@ -16,6 +16,7 @@ from tvm_sparse.operators.lsh_lookup.arguments import (
 )
 from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.calls import (
+    count,
     facts_beside,
     inverse_temperature,
     launch,
@@ -121,8 +122,9 @@ def lsh_topk(
     """
     scale = inverse_temperature(temperature)
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    threshold, n = count("threshold", threshold), whole_number("n", n)
     what = ("lsh_topk", n)
-    if not validate and type(threshold) is int and threshold > 0:
+    if not validate:
         arguments = (
             *(hidden, embedding, permutations, words, table, multipliers, always, threshold, ids),
             *(scale, 1 if log else 0, bias),
@@ -146,7 +148,6 @@ def lsh_topk(
         raise ValueError("ids: expected at least one word, got none; lsh_candidates needs none")
     if known.device == "cpu" or validate:
         wta.check_frequent(arrays.as_numpy(ids), arrays.as_numpy(always), tables.vocab)
-    n = whole_number("n", n)
     if not 1 <= n <= tables.vocab:
         raise ValueError(f"n: expected 1 <= n <= vocab ({tables.vocab}), got {n}")
     extra = None if bias is None else facts_beside("bias", bias, (tables.vocab,), "float32", known, WHERE)

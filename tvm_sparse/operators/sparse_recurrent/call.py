@@ -205,7 +205,8 @@ def run_layer(
         beside = (("x_projected", known, x_projected), *(*states, None)[:2], bias, *extras)
         ready = [None if one is None else arrays.ready(one[0], one[2], one[1]) for one in beside]
         arguments = (*_placed(weights.laid_out_for(batch), x_projected, known), *ready)
-        launch(dispatcher, problem, machine_of("x_projected", known), what, arguments, results)
+        kept = lengths is None or known.device != "cpu" or None
+        launch(dispatcher, problem, machine_of("x_projected", known), what, arguments, results, kept=kept)
     return outputs if out is not None else tuple(arrays.returned(one, x_projected) for one in results)
 
 
