@@ -236,7 +236,7 @@ BAD_HEADS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "k of a kind": ({"k": 2.5}, TypeError, "k: expected an integer"),
     "temperature": ({"temperature": 0.0}, ValueError, "temperature: expected a finite number above 0"),
     "bias": ({"bias": np.zeros(49, np.float32)}, ValueError, r"bias: expected shape \(50,\)"),
-    "ids": ({"ids": np.zeros((4, 2), np.int32)}, ValueError, "ids: .*int64"),
+    "ids": ({"ids": np.zeros((4, 2), np.int16)}, ValueError, "ids: .*int64"),
     "out": ({"out": (np.zeros((4, 3), np.float32),)}, ValueError, "out: expected 2 arrays"),
 }
 

@@ -5,22 +5,33 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from tvm_sparse.core.problem import FLOATS
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.calls import (
     TORCH_ALONE,
     check_floats,
     fill,
     index_as,
+    launch,
     machine_of,
     outputs_for,
     refuse_gradient,
-    refuse_overlap,
     without_gradient,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
+from tvm_sparse.runtime.signature import Array, Number, Output, Signature, Structure
 
 from .problem import INDEX, typical
 from .rows import CsrRows, index_of
+
+SIGNATURES = {
+    "nhot_lookup": Signature(
+        ("csr", Structure(("CsrRows", "scipy.sparse.csr_array", "torch.sparse_csr", "(indptr, indices, values)"))),
+        ("table", Array(("vocab", "width"), FLOATS, gradient=True)),
+        ("validate", Number("bool")),
+        outputs=(Output("out"),),
+    )
+}
 
 __all__ = ["CsrRows", "nhot_lookup"]
 
@@ -107,7 +118,7 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
             f" vocab={vocab}, width={width}"
         )
     [result] = outputs_for(out, (("out", (rows, width), known.dtype),), table, known)
-    refuse_overlap(out, _read(csr, table))
+    SIGNATURES["nhot_lookup"].refuse_overlap(out, csr=_arrays_of(csr), table=table)
     if arrays.is_fake(table):
         return result
     if rows and width:
@@ -116,24 +127,15 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
         else:
             prepared = arrays.ready("table", table, known)
             launchers = dispatcher.launchers
-            function = dispatcher.kernel(csr.problem(width, known.dtype), machine_of("table", known)).function
-            function(*csr.arguments, arrays.argument(prepared), arrays.argument(result))
-            if type(table) is getattr(torch, "Tensor", None) and arrays.is_torch(csr.indptr):
-                found = repeat.launcher(function, (result,), single=True)
-                if given is csr:
-                    repeat.put_down(csr.launchers.of(launchers), None, (table,), found)
-                elif known.device == "cuda" and (parts := _csr_tensors(given, table, torch)) is not None:
-                    repeat.put_down(launchers, lookup_key(parts), (table,), found)
+            kept, what = None, None
+            if given is csr:
+                kept = csr.launchers.of(launchers)
+            elif type(table) is getattr(torch, "Tensor", None) and known.device == "cuda":
+                parts = _csr_tensors(given, table, torch)
+                kept, what = (None, None) if parts is None else (launchers, lookup_key(parts))
+            problem, where = csr.problem(width, known.dtype), machine_of("table", known)
+            launch(dispatcher, problem, where, what, (*csr.arguments, prepared), (result,), single=True, kept=kept)
     return out if out is not None else arrays.returned(result, table)
-
-
-def _read(csr: Any, table: Any) -> tuple[tuple[str, Any], ...]:
-    """The inputs by name that `out` may not overlap: those of its dtype."""
-    if isinstance(csr, CsrRows):
-        return ("table", table), ("values", csr.values)
-    if isinstance(csr, (tuple, list)):
-        return ("table", table), ("values", csr[2])
-    return (("table", table), ("values", csr.values()))
 
 
 def _arrays_of(csr: Any) -> tuple[Any, ...]:
@@ -147,12 +149,10 @@ def repeated_lookup(csr: Any, table: Any, torch: Any, out: Any = None, checked: 
     """The result of a look-up like one before, or None."""
     launchers = dispatcher.launchers
     if type(csr) is CsrRows:
-        return repeat.again(csr.launchers.of(launchers), None, (table,), (*csr.arguments, table), out)
+        return repeat.again(csr.launchers.of(launchers), None, (*csr.arguments, table), out)
     # Structures on the host are checked at every call, but those of which somebody knows that they are `checked`.
     parts = _csr_tensors(csr, table, torch) if checked or table.is_cuda else None
-    if parts is None or not all(map(repeat.is_plain, parts)):
-        return None
-    return repeat.again(launchers, lookup_key(parts), (table,), (*parts, table), out)
+    return None if parts is None else repeat.again(launchers, lookup_key(parts), (*parts, table), out)
 
 
 def _csr_tensors(csr: Any, table: Any, torch: Any) -> tuple[Any, ...] | None:
@@ -187,5 +187,4 @@ def lookup_key(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     """What the choice of a kernel for a look-up depends on beside the table."""
     indptr, indices, *values = parts
     nonzeros = typical(indices.shape[0], indptr.shape[0] - 1)
-    dtypes = indptr.dtype, indices.dtype, values[0].dtype if values else None
-    return ("nhot_lookup", indptr.shape, nonzeros, dtypes)
+    return ("nhot_lookup", nonzeros, len(values))
