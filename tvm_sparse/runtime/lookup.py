@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -121,9 +121,11 @@ def choose(problem: Problem, machine: Machine, evidence: Evidence) -> Choice:
     return found
 
 
-def fallback(problem: Problem, machine: Machine, why: str, *, cooperative: bool = True) -> Choice:
-    """A template's default; without `cooperative` of one whose thread blocks need not run at the same time."""
-    return Choice("fallback", why, problem, spaces.fallback(problem, machine, cooperative), None, {})
+def fallback(
+    problem: Problem, machine: Machine, why: str, *, cooperative: bool = True, refused: Collection[Candidate] = ()
+) -> Choice:
+    """A template's default, as `spaces.fallback` says."""
+    return Choice("fallback", why, problem, spaces.fallback(problem, machine, cooperative, refused), None, {})
 
 
 def _by_record(

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from . import arrays
+from . import arrays, loading
 
 try:
     from . import native
@@ -201,7 +201,7 @@ def launcher(function: Any, outputs: tuple[Any, ...], single: bool = False) -> L
     """For calls like the one that has made these outputs, which are plain tensors."""
     _prepare()
     key = key_of(None, outputs)
-    return Launcher(function, tuple(map(arrays.prototype, outputs)), key and key[1], single)
+    return Launcher(loading.settled(function), tuple(map(arrays.prototype, outputs)), key and key[1], single)
 
 
 MOST = 1024  # calls of an operator that are remembered: some come in shapes without end
