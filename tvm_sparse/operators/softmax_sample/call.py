@@ -19,12 +19,8 @@ from tvm_sparse.runtime.calls import (
 from tvm_sparse.runtime.dispatch import dispatcher
 
 from . import philox
-from .problem import MAX_K, SoftmaxSample
+from .problem import MAX_K, UNSAID, SoftmaxSample, width_of
 
-# How many of the best words a kernel keeps: top_k is rounded up, so that a new one seldom takes another kernel.
-WIDTHS = (8, 32, 64, 128, 256, 512, MAX_K)
-# How many are kept where nothing is said of top_k: most nuclei are smaller.
-UNSAID = 128
 # What numbers may be, and what else arrays of them are; top_k is known by being the one of integers.
 FILTERS = (
     ("temperature", "float32", lambda x: 0 <= x < math.inf, "a finite number of at least 0"),
@@ -236,11 +232,6 @@ def _width(top_k: int | None, max_top_k: int | None, vocab: int) -> tuple[int, i
             raise ValueError(f"top_k: expected at most {MAX_K}, or all {vocab} words, got {top_k}")
     width = width_of(most, vocab)
     return width, min(most, vocab), width < vocab and not bounded
-
-
-def width_of(top_k: int, vocab: int) -> int:
-    """The k of the problem that a call with this top_k asks for."""
-    return min(next(width for width in WIDTHS if width >= top_k), vocab)
 
 
 def _uniforms(seed: Any, offset: int, rows: tuple[int, ...], like: Any, known: Facts) -> Any:
