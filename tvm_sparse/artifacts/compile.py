@@ -39,7 +39,9 @@ class Compiled:
     path: str
     seconds: float  # to build the program, compile and link it
     workspaces: tuple[dict[str, Any], ...]  # `core.template.Workspace` as dicts, in calling order
-    resources: dict[str, int] | None  # CUDA: the most that any kernel takes of each; of a CPU its `instructions`
+    # CUDA: the most that any kernel takes of each, and what it `needs` (`core.template.Template`); of a CPU its
+    # `instructions`.
+    resources: dict[str, int] | None
     resident: dict[str, int] | None = None  # `core.template.Resident` as a dict, of a cooperative kernel
     symbol: str = "main"  # of the library's function
 
@@ -85,7 +87,7 @@ def compile_candidate(
     CompileError
         If the candidate's template has another version, its decisions are not a point of the template's space, the
         compiler fails, there is no C compiler to link with, a CUDA library holds no code for the machine's
-        architecture, or the machine has no room for all thread blocks of a cooperative kernel.
+        architecture, or the machine cannot run it (`residency.unfit`).
     """
     [found] = compile_bundle([(problem, candidate, symbol)], machine, path, quick_host=quick_host)
     if isinstance(found, CompileError):
@@ -133,9 +135,10 @@ def compile_bundle(
                 found.append(part)
                 continue
             _, program, symbol, seconds = part
-            used = dict.fromkeys(program.instructions, 1) or None
+            used = dict.fromkeys(program.instructions, 1)
             own = _of_symbol(resources or {}, symbol)
-            taken = used if resources is None else _most(own)
+            needs = spaces.find(candidate.template, problem.operator).needs(problem, candidate.values)
+            taken = {**(used if resources is None else _most(own)), **needs} or None
             resident = None if program.resident is None else asdict(program.resident)
             if reason := unfit(resident, taken, machine) or _refused_launch(problem, candidate, own, machine):
                 found.append(CompileError(f"{candidate}: {reason}"))

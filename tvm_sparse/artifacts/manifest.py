@@ -68,8 +68,9 @@ class Entry:
         What was measured when the decisions were tuned: problem, arch, seconds, fallback_seconds, session, machine and
         date; or empty.
     resources
-        CUDA: registers, shared and local bytes and spills, the most of any kernel. Of a CPU's kernel 1 for each
-        instruction set that it uses beyond its level's (`core.template.Program.instructions`), or None.
+        CUDA: registers, shared and local bytes and spills, the most of any kernel, and where it asks for them
+        `dynamic_shared_bytes` and the thread blocks of a `cluster` (`core.template.Template.needs`). Of a CPU's kernel
+        1 for each instruction set that it uses beyond its level's (`core.template.Program.instructions`), or None.
     resident
         Of a cooperative kernel `core.template.Resident` as a dict: what has to run at the same time; else None.
     symbol

@@ -65,7 +65,8 @@ Target = Annotated[
     typer.Option(
         "--target",
         "--arch",
-        help="auto (the GPU if there is one), cpu, cuda, or an architecture: sm_80, sm_90a, x86-64-v3, ...",
+        help="auto (the GPU if there is one), cpu, cuda, an architecture (sm_80, sm_90a, x86-64-v3,"
+        " sm_89:multiprocessors=128), or a card (a100, rtx4090, l40s, h100, h200, b200, rtx5090, ...).",
     ),
 ]
 Templates = Annotated[
@@ -140,7 +141,7 @@ def machine_here(target: str, doing: str) -> Machine:
     """
     wanted = machine.resolve(target)
     present = [*machine.gpus(), machine.cpu()]
-    if wanted.kind == "llvm" and machine.suitability(wanted.arch, machine.cpu()) is not None:
+    if wanted.kind == "llvm" and is_here(wanted):
         return dataclasses.replace(wanted, name=machine.cpu().name)
     if wanted not in present:
         names = " and ".join(dict.fromkeys(f"{found.arch} ({found.name})" for found in present))
@@ -149,6 +150,13 @@ def machine_here(target: str, doing: str) -> Machine:
             " Other architectures can be exported for (tvm-sparse export), not measured"
         )
     return wanted
+
+
+def is_here(wanted: Machine) -> bool:
+    """Whether a machine is this one, or a CPU of a level that this one has."""
+    if wanted.kind == "llvm":
+        return machine.suitability(wanted.arch, machine.cpu()) is not None
+    return wanted in machine.gpus()
 
 
 def require(*extras: str) -> None:

@@ -33,6 +33,7 @@ from .common import (
     duration,
     errors,
     fixed_values,
+    is_here,
     machine_here,
     problem_of,
     program,
@@ -141,7 +142,7 @@ def tune(
             raise ProblemError("vary: template and other decisions are as recorded; leave out --template, --fix")
         given = None if vary is not None and _whole(operator, axes) else _as_called(_problems(operator, axes, shapes))
         asked: dict[str, Any] = {"devices": devices, "workers": workers, "ray": ray, "model": model}
-        with _devices(target, builders, **asked) as fleet:
+        with _devices(target, builders, planned=dry_run, **asked) as fleet:
             machines = list(fleet.machines)
             from ..runtime import paths
 
@@ -245,9 +246,16 @@ def _as_called(problems: Sequence[Problem]) -> list[Problem]:
 
 @contextlib.contextmanager
 def _devices(
-    target: str, builders: int | None, *, devices: str | None, workers: int | None, ray: str | None, model: str | None
+    target: str,
+    builders: int | None,
+    *,
+    planned: bool,
+    devices: str | None,
+    workers: int | None,
+    ray: str | None,
+    model: str | None,
 ) -> Iterator[Fleet]:
-    """What measures and builds, as the options say."""
+    """What measures and builds, as the options say; `planned`: nothing will run, and the machine need not be here."""
     from ..tuning import cluster, fleet
 
     if ray is not None:
@@ -255,6 +263,11 @@ def _devices(
             raise ProblemError("ray: the cluster has all its GPUs measure and all its cores build; leave out --devices")
         require("ray")
         with cluster.connected(ray, target, model=model, workers=workers, show=_say) as found:
+            yield found
+        return
+    if planned and devices is None and workers is None and not is_here(where := machine.resolve(target)):
+        fleet.of_one_model([where], model)
+        with fleet.imagined(where) as found:
             yield found
         return
     where = machine_here(target, "tuning")

@@ -137,6 +137,18 @@ class Template(Generic[P]):
     def candidate(self, decisions: Decisions) -> Candidate:
         return Candidate(self.name, self.version, tuple((name, int(value)) for name, value in decisions.items()))
 
+    def needs(self, problem: P, decisions: Decisions) -> dict[str, int]:
+        """What a point asks of a GPU beside what its machine code takes, as far as it is declared.
+
+        `dynamic_shared_bytes` of a thread block (`Launch`), and the thread blocks of a `cluster`, if it has several.
+        """
+        if self.kind != "cuda":
+            return {}
+        launch = self.launch(problem, decisions) if self.launch else None
+        found = {"dynamic_shared_bytes": launch.dynamic_shared_bytes if launch else 0}
+        found["cluster"] = decisions["cluster"] if decisions.get("cluster", 1) > 1 else 0
+        return {name: int(value) for name, value in found.items() if value}
+
     def point(self, problem: P, machine: Machine, decisions: Decisions) -> str | None:
         """None if `decisions` is a point of this template's space for the problem, else why it is not."""
         try:

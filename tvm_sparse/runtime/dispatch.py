@@ -32,6 +32,7 @@ from ..artifacts.residency import unfit
 from ..artifacts.signing import Signed
 from ..core import locking, registry, shape_files
 from ..core import machine as machines
+from ..core.candidate import Candidate
 from ..core.machine import Machine, UnknownArch
 from ..core.problem import Problem
 from ..core.registry import make, parse
@@ -132,6 +133,8 @@ class Dispatcher:
         self._predictors: dict[tuple[str, str], Any] = {}
         self._manifests: dict[Path, tuple[Any, tuple[Entry, ...]]] = {}
         self._warned: set[tuple[Any, ...]] = set()
+        # By operator and machine, what the GPU refused to launch, and what the driver said.
+        self._refused: dict[tuple[str, Machine], dict[Candidate, str]] = {}
         self._lock = threading.RLock()
         self._forked = self._watches_forks = False
         self.launchers: dict[Any, Any] = {}
@@ -266,18 +269,51 @@ class Dispatcher:
             logger.warning("%s on %s: %s: %s", problem.typed, machine.arch, why, error)
             choice = fallback(problem, machine, why)
             kernel = self._loaded(problem, machine, choice, self._find(choice, machine, sources))
-        if kernel.entry.resident is None:
+        return self._retreating(problem, machine, kernel)
+
+    def _retreating(self, problem: Problem, machine: Machine, kernel: Kernel) -> Kernel:
+        """The kernel, or what runs where this GPU refuses to launch it: said once, and remembered for the process."""
+        if machine.kind != "cuda":
             return kernel
+        candidate = kernel.entry.candidate
 
-        def other() -> Any:
-            why = "the GPU has no room for all thread blocks of a cooperative kernel at the same time"
-            choice = fallback(problem, machine, why, cooperative=False)
+        def other(reason: str) -> Kernel:
             with self._lock:
+                refused = self._refused.setdefault((problem.operator, machine), {})
+                refused[candidate] = reason
+                choice = self._instead(problem, machine)
+                if choice.candidate in refused:
+                    raise loading.LoadError(
+                        f"{problem.typed} on {machine.name}: the GPU launches none of {', '.join(map(str, refused))}:"
+                        f" {_explained(reason)}"
+                    )
+                logger.warning(
+                    "%s on %s: %s cannot be launched (%s); %s runs from now on",
+                    problem.typed,
+                    machine.name,
+                    candidate,
+                    _explained(reason),
+                    choice.candidate,
+                )
+                if choice.how not in POLICIES[policy := self._policy()]:
+                    raise loading.Miss(f"{problem.typed} on {machine.arch}: {choice.why}. The policy is {policy!r}")
                 located = self._find(choice, machine, self._sources(machine))
-                found = self._kernels[problem, machine] = self._loaded(problem, machine, choice, located)
-            return found.function
+                found = self._retreating(problem, machine, self._loaded(problem, machine, choice, located))
+                self._kernels[problem, machine] = found
+                return found
 
-        return dataclasses.replace(kernel, function=loading.or_else(kernel.function, problem, other))
+        if reason := _no_room(kernel.entry, machine):
+            return other(reason)
+        function = loading.Retreating(
+            kernel.function, lambda reason: other(reason).function, always=kernel.entry.resident is not None
+        )
+        return dataclasses.replace(kernel, function=function)
+
+    def _instead(self, problem: Problem, machine: Machine) -> Choice:
+        """What runs where kernels of an operator were refused."""
+        refused = self._refused[problem.operator, machine]
+        why = f"this GPU does not launch {', '.join(map(str, refused))}: {_explained(next(reversed(refused.values())))}"
+        return fallback(problem, machine, why, cooperative=False, refused=refused)
 
     def _loaded(self, problem: Problem, machine: Machine, choice: Choice, located: tuple[Path, Entry] | None) -> Kernel:
         """The kernel of a choice, if need be compiled."""
@@ -408,6 +444,8 @@ class Dispatcher:
     ) -> tuple[Choice, tuple[Path, Entry] | None]:
         """The decisions for a problem, and the library at hand that has them."""
         choice = choose(problem, machine, self._evidence(problem, machine, sources, compiles=True))
+        if choice.candidate in self._refused.get((problem.operator, machine), {}):
+            choice = self._instead(problem, machine)
         located = self._find(choice, machine, sources)
         if located is None and not self._may_compile():
             choice = choose(problem, machine, self._evidence(problem, machine, sources, compiles=False))
@@ -503,6 +541,26 @@ class Dispatcher:
                 (folder, next(e for e in entries if _is_program(e, choice)))  # also one that is too large for this GPU
                 for choice in choices
             ]
+
+
+def _no_room(entry: Entry, machine: Machine) -> str | None:
+    """Why the GPU cannot launch a kernel's clusters, if it is here and the driver says so."""
+    taken = entry.resources or {}
+    cluster = taken.get("cluster", 1)
+    if cluster <= machines.PORTABLE_CLUSTER or machine not in machines.gpus():
+        return None
+    from ..artifacts.cuda.limits import clusters_at_once
+
+    threads, shared = taken.get("threads", 32), taken.get("dynamic_shared_bytes", 0)
+    room = clusters_at_once(machines.gpus().index(machine), cluster, threads, shared)
+    return f"no room for a cluster of {cluster} thread blocks" if room == 0 else None
+
+
+def _explained(reason: str) -> str:
+    """A refusal in words, where the driver's are known."""
+    if "COOPERATIVE_LAUNCH_TOO_LARGE" in reason:
+        return f"{reason}: no room for all thread blocks at the same time"
+    return reason
 
 
 def _is_program(entry: Entry, choice: Choice) -> bool:

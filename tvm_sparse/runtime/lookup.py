@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -155,9 +155,11 @@ def _chosen(problem: Problem, machine: Machine, evidence: Evidence, judge: Judge
     return found
 
 
-def fallback(problem: Problem, machine: Machine, why: str, *, cooperative: bool = True) -> Choice:
-    """A template's default; without `cooperative` of one whose thread blocks need not run at the same time."""
-    return Choice("fallback", why, problem, spaces.fallback(problem, machine, cooperative), None, {})
+def fallback(
+    problem: Problem, machine: Machine, why: str, *, cooperative: bool = True, refused: Collection[Candidate] = ()
+) -> Choice:
+    """A template's default, as `spaces.fallback` says."""
+    return Choice("fallback", why, problem, spaces.fallback(problem, machine, cooperative, refused), None, {})
 
 
 @dataclass(frozen=True)

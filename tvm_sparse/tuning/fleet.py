@@ -556,6 +556,11 @@ def local(machine: Machine, builders: int, *, gpus: Sequence[int] = (0,), worker
     )
 
 
+def imagined(machine: Machine) -> Fleet:
+    """A device of a machine that need not be here: plans are made for it, and nothing runs."""
+    return Fleet([Device(machine.name, machine, [], Pool(1, BUILD_WORKER, name="build"))])
+
+
 def threads_of_seat(seats: int) -> int:
     """Threads for references in the process of each of so many seats, together a quarter of the processors."""
     return max(1, machines.cpu().cores // (4 * seats))

@@ -129,16 +129,22 @@ def build(
     builders: int = 1,
     show: Callable[[Entry], None] = lambda entry: None,
     using: Pool | None = None,
+    skip: Callable[[int, str], None] | None = None,
 ) -> list[Entry]:
     """Compile (problem, candidate, chosen, figures) jobs into `folder` and describe the libraries.
 
     Compilation happens in child processes, `builders` of its own or those of `using`: the caller's process imports no
     compiler and survives its crashes.
 
+    Parameters
+    ----------
+    skip
+        Called with the number of a job that does not compile, and why: it has no library, and the others go on.
+
     Raises
     ------
     CompileError
-        Naming the first problem that did not compile; nothing is written into a manifest then.
+        Without `skip`: naming the first problem that did not compile; nothing is written into a manifest then.
     """
     entries = []
     requests = [
@@ -147,9 +153,11 @@ def build(
     ]
     with _no_parts_left(folder), contextlib.ExitStack() as stack:
         pool = using or stack.enter_context(Pool(builders, BUILD_WORKER, name="build"))
-        for (problem, candidate, chosen, figures), reply in zip(
-            jobs, pool.map(requests, timeout=BUILD_TIMEOUT), strict=True
-        ):
+        for number, reply in enumerate(pool.map(requests, timeout=BUILD_TIMEOUT)):
+            problem, candidate, chosen, figures = jobs[number]
+            if not reply.ok and skip is not None:
+                skip(number, reply.message)
+                continue
             if not reply.ok:
                 raise CompileError(f"{problem} with {candidate}: {reply.message}")
             entry = described(problem, candidate, machine, chosen, reply.value, figures)
