@@ -35,11 +35,11 @@ NAMES = ("temperature", "top_k", "top_p", "min_p")
 class SoftmaxSample(Problem):
     """A word of each row of logits `(batch, vocab)`, drawn from what top-k, top-p and min-p leave of its softmax.
 
-    `k` is how many of the best words are written, and bounds top_k unless `whole`. Extras, absent by default: `bias` = 1
-    for a row that is added to every row of the logits; `per_row` = 1 for a temperature, top_k, top_p and min_p of each
-    row; `seeded`, where uniform numbers are made in the kernel: 1 from a seed and an offset of each row, 2 from one seed,
-    one offset and the row's number, 3 from one seed, each row's offset and its number; `whole` = 1 if a word may be
-    drawn from the whole row, where top_k is 0 or less, or above k.
+    `k` is how many of the best words are written, and bounds top_k unless `whole`. Extras, absent by default: `bias` =
+    1 for a row that is added to every row of the logits; `per_row` = 1 for a temperature, top_k, top_p and min_p of
+    each row; `seeded`, where uniform numbers are made in the kernel: 1 from a seed and an offset of each row, 2 from
+    one seed, one offset and the row's number, 3 from one seed, each row's offset and its number; `whole` = 1 if a word
+    may be drawn from the whole row, where top_k is 0 or less, or above k.
     """
 
     batch: int

@@ -15,7 +15,7 @@ from . import philox
 
 # What `SoftmaxSample.seeded` says of a kernel's random numbers.
 GIVEN, OF_ROWS, OF_CALL, OFFSETS = range(4)
-# By how much a draw moves the offset of a CUDA generator of PyTorch, which counts single numbers: one counter of Philox.
+# By how much a draw moves the offset of a CUDA generator of PyTorch, which counts numbers: those of a Philox counter.
 STEP = 4
 _lock = threading.Lock()  # between reading a generator's offset and moving it
 
