@@ -301,7 +301,7 @@ def find_by_warp(s, t, start):
         s.part[0] = s.above[0] + s.mass[0] - s.part[0]
         s.mass[0] = s.part[1]
         scan_lanes(t, s.mass, s.other)
-        s.part[1] = s.passed[0] + s.mass[0] - s.part[1]
+        s.part[1] = T.Cast("uint64", s.passed[0]) + s.mass[0] - s.part[1]
         for b in T.unroll(RADIX_BINS // 32):
             s.mass[0] = s.masses[start + RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b)]
             s.other[0] = T.Cast("uint64", s.counts[RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b)])

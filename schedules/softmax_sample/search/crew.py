@@ -61,7 +61,6 @@ class State:
     need: tirx.Buffer  # the mass, or the number, that is to be reached
     above: tirx.Buffer  # the mass of the words before the group
     passed: tirx.Buffer  # how many these are, where words are counted
-    kept: tirx.Buffer  # the mass of the words that top-k leaves
     left: tirx.Buffer  # the mass of all that is left
     rank: tirx.Buffer  # a number within the group
     # ---- of a GPU's crew ----
@@ -109,8 +108,7 @@ class State:
                 counting=local((1,), "int32"),
                 need=local((1,), "uint64"),
                 above=local((1,), "uint64"),
-                passed=local((1,), "uint64"),
-                kept=local((1,), "uint64"),
+                passed=local((1,), "int32"),
                 left=local((1,), "uint64"),
                 rank=local((1,), "uint64"),
                 **more,
@@ -321,7 +319,7 @@ def take_digit(s):
     s.highest[0] = bits_value(s.high[0])
     s.unknown[0] = T.Cast("int32", s.shift[0])
     s.above[0] = s.found[BEFORE]
-    s.passed[0] = s.found[COUNT_BEFORE]
+    s.passed[0] = T.Cast("int32", s.found[COUNT_BEFORE])
 
 
 def locate(crew: Crew, vocab: int, alike: int) -> Callable[..., Any]:
@@ -350,14 +348,14 @@ def locate(crew: Crew, vocab: int, alike: int) -> Callable[..., Any]:
     @T.inline
     def phase(io, row, t, s):
         s.above[0] = T.uint64(0)
-        s.passed[0] = T.uint64(0)
+        s.passed[0] = 0
         # `found` has been read.
         crew.meet()
         crew.find(s, t, SLICES)
         crew.meet()
         s.slice[0] = T.Cast("int32", s.found[BIN])
         s.above[0] = s.found[BEFORE]
-        s.passed[0] = s.found[COUNT_BEFORE]
+        s.passed[0] = T.Cast("int32", s.found[COUNT_BEFORE])
         bound_slice(s)
         for digit in T.serial(ceildiv(32, RADIX_BITS), unroll=False):
             # Words of slices are not counted: once in any case.
@@ -439,7 +437,6 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
         s.least[0] = min_p
         s.counting[0] = T.Select(top_k < vocab, 1, 0)
         summed(io, row, t, s)
-        s.kept[0] = s.masses[SLICES + RADIX_BINS]
         s.left[0] = s.masses[SLICES + RADIX_BINS + 1]
         if s.counting[0] != 0:
             s.rank[0] = T.uint64(0)
@@ -455,7 +452,7 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
                     s.need[0] = T.Cast("uint64", share(uniform, s.left[0])) + T.uint64(1)
                 elif turn == 1:
                     s.need[0] = T.max(
-                        T.Cast("uint64", T.ceil(share(T.max(top_p, T.float32(0)), s.kept[0]))), T.uint64(1))
+                        T.Cast("uint64", T.ceil(share(T.max(top_p, T.float32(0)), s.masses[SLICES + RADIX_BINS]))), T.uint64(1))
                 else:
                     s.need[0] = T.Cast("uint64", top_k)
                 located(io, row, t, s)
@@ -463,9 +460,12 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
                     # Up to the last of the group's words that is left.
                     s.mass[0] = T.truncdiv(s.found[MASS], s.found[COUNT])
                     if turn == 0:
-                        s.kept[0] = s.above[0] + (s.need[0] - s.passed[0]) * s.mass[0]
-                        s.mass[0] = s.kept[0]
+                        s.mass[0] = s.above[0] + (s.need[0] - T.Cast("uint64", s.passed[0])) * s.mass[0]
                         s.counting[0] = 0
+                        # What is left has the place of the row's mass, of which top-p is a share.
+                        if t == 0:
+                            s.masses[SLICES + RADIX_BINS] = s.mass[0]
+                        crew.meet()
                     else:
                         s.mass[0] = s.above[0] + T.truncdiv(
                             s.need[0] - s.above[0] + s.mass[0] - T.uint64(1), s.mass[0]) * s.mass[0]

@@ -85,7 +85,7 @@ def add_own_part(s, t, i):
 @T.inline
 def find_by_thread(s, t, start):
     s.part[0] = s.above[0]
-    s.part[1] = s.passed[0]
+    s.part[1] = T.Cast("uint64", s.passed[0])
     for b in range(RADIX_BINS):
         s.mass[0] = s.masses[start + RADIX_BINS - 1 - b]
         s.other[0] = T.Cast("uint64", s.counts[RADIX_BINS - 1 - b])
