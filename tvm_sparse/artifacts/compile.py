@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -135,15 +135,16 @@ def compile_bundle(
         root.export_library(str(unfinished), fcompile=_link)
         resources = _resources(unfinished, machine)
         linked = (time.perf_counter() - started) / len(modules)
-        for part, (_, candidate, _) in zip(parts, kernels, strict=True):
+        for part, (problem, candidate, _) in zip(parts, kernels, strict=True):
             if isinstance(part, CompileError):
                 found.append(part)
                 continue
             _, program, symbol, seconds = part
             used = dict.fromkeys(program.instructions, 1) or None
-            taken = used if resources is None else _most(resources, symbol)
+            own = _of_symbol(resources or {}, symbol)
+            taken = used if resources is None else _most(own)
             resident = None if program.resident is None else asdict(program.resident)
-            if reason := unfit(resident, taken, machine):
+            if reason := unfit(resident, taken, machine) or _refused_launch(problem, candidate, own, machine):
                 found.append(CompileError(f"{candidate}: {reason}"))
                 continue
             workspaces = tuple(asdict(workspace) for workspace in program.workspaces)
@@ -154,6 +155,25 @@ def compile_bundle(
     finally:
         unfinished.unlink(missing_ok=True)
     return found
+
+
+def _refused_launch(
+    problem: Problem, candidate: Candidate, kernels: Sequence[Mapping[str, int]], machine: Machine
+) -> str | None:
+    """Why a GPU would refuse to launch a program for its shared memory; None if it would not, or nothing is known.
+
+    Known is a program of one kernel whose template tells the launch. The host code asks for more than
+    `Machine.shared_bytes` only where dynamic buffers alone exceed them.
+    """
+    template = spaces.find(candidate.template, problem.operator)
+    if template.launch is None or len(kernels) != 1:
+        return None
+    dynamic = template.launch(problem, candidate.values).dynamic_shared_bytes
+    static = kernels[0].get("shared_bytes", 0)
+    most = machine.block_shared_bytes if dynamic > machine.shared_bytes else machine.shared_bytes
+    if static + dynamic <= most:
+        return None
+    return f"{static} bytes of static and {dynamic} of dynamic shared memory are more than a launch may have, {most}"
 
 
 def _module(
@@ -260,8 +280,12 @@ def _resources(library: Path, machine: Machine) -> dict[str, dict[str, int]] | N
     return usage
 
 
-def _most(usage: dict[str, dict[str, int]], symbol: str) -> dict[str, int]:
-    """The most of each that the device functions of one host function take: they are called after it."""
+def _of_symbol(usage: dict[str, dict[str, int]], symbol: str) -> list[dict[str, int]]:
+    """What each device function of one host function takes: they are called after it."""
     own = [taken for kernel, taken in usage.items() if re.fullmatch(rf"{symbol}_kernel(_\d+)?", kernel)]
-    own = own or list(usage.values())
-    return {name: max(taken.get(name, 0) for taken in own) for name in own[0]}
+    return own or list(usage.values())
+
+
+def _most(kernels: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The most of each that any of these device functions takes."""
+    return {name: max(taken.get(name, 0) for taken in kernels) for name in kernels[0]}

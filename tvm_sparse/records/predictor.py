@@ -12,6 +12,7 @@ nearly all of its choices among neighbours of these points were such as nobody h
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ..core import spaces
 from ..core.candidate import Candidate
 from ..core.machine import Machine
-from ..core.problem import Problem, numpy_dtype
+from ..core.problem import Problem, ProblemError, numpy_dtype
 from ..core.template import NotApplicable, Table
 
 if TYPE_CHECKING:
@@ -167,9 +168,11 @@ class Predictor:
     def choose(self, problem: Problem, machine: Machine) -> Prediction | None:
         """The point that takes least time by the model; None if no template of the model fits the problem.
 
-        Ranked is for the batch rounded up to a power of two, so that one library serves all in between.
+        Ranked is for the batch rounded up to a power of two, so that one library serves all in between, unless its
+        arrays would be too large to be counted.
         """
-        problem = problem.with_batch(1 << (problem.batch_extent - 1).bit_length())
+        with contextlib.suppress(ProblemError):
+            problem = problem.with_batch(1 << (problem.batch_extent - 1).bit_length())
         ranked = self.ranked(problem, machine)
         return Prediction(problem, self.fastest(problem, machine, 1, ranked)[0], len(ranked)) if ranked else None
 

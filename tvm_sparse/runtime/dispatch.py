@@ -192,6 +192,11 @@ class Dispatcher:
             choice, located = self._decide(problem, machine, self._sources(machine))
             return _explanation(problem, machine, choice, located, self._may_compile())
 
+    def choice(self, problem: Problem, machine: Machine) -> Choice:
+        """The decisions that `kernel` takes, and the problem that they are compiled for."""
+        with self._lock:
+            return self._decide(problem, machine, self._sources(machine))[0]
+
     def way(self, problem: Problem, machine: Machine) -> str | None:
         """The fastest way to an operator's result, by the record of the problem or of the next larger batch.
 

@@ -160,9 +160,7 @@ def _by_record(
         if other is not None and other != problem:
             others[other] = found
 
-    larger = [
-        o for o in others if o.with_batch(problem.batch_extent) == problem and o.batch_extent > problem.batch_extent
-    ]
+    larger = [o for o in others if apart_in_batch(o, problem) and o.batch_extent > problem.batch_extent]
     for other in sorted(larger, key=lambda o: o.batch_extent):
         if (candidate := usable(other.key, others[other], other)) is not None:
             why = f"the next larger {problem.batch_axis} that was tuned is {other.batch_extent}{''.join(passed_over)}"
@@ -173,10 +171,23 @@ def _by_record(
         known_as = Known(others[other].candidate, others[other].figures)  # of another problem a library is no help
         candidate, _ = fitting(known_as, problem)
         if candidate is not None:
-            same = other.with_batch(problem.batch_extent) == problem
+            same = apart_in_batch(other, problem)
             why = f"not tuned; the decisions are those of {other.typed}, the most like it{''.join(passed_over)}"
             return Choice("nearby", why, other if same else problem, candidate, key, others[other].figures)
     return None
+
+
+def apart_in_batch(one: Problem, other: Problem) -> bool:
+    """Whether two problems of an operator differ in nothing but their batch, if in that."""
+    return all(other.axes[name] == value for name, value in one.axes.items() if name != one.batch_axis)
+
+
+def with_batch(problem: Problem, extent: int) -> Problem | None:
+    """The problem at another batch; None where no problem has it: its arrays would be too large to be counted."""
+    try:
+        return problem.with_batch(extent)
+    except ProblemError:
+        return None
 
 
 def octaves(problem: Problem, other: Problem, machine: Machine) -> float | None:
@@ -239,7 +250,8 @@ def _by_library(
         other, library = one
         smaller = other.batch_extent < problem.batch_extent
         apart = abs(other.batch_extent - problem.batch_extent)
-        of_data = other.with_batch(problem.batch_extent).distance(problem)
+        here = with_batch(other, problem.batch_extent)
+        of_data = None if here is None else here.distance(problem)
         return library.distance, HOW.index(library.chosen), math.inf if of_data is None else of_data, smaller, apart
 
     same = [

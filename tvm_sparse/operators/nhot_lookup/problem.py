@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tvm_sparse.core import drawing
+from tvm_sparse.core import distribution, drawing
 from tvm_sparse.core.problem import (
     OPTIONAL,
     Argument,
@@ -31,6 +31,8 @@ from tvm_sparse.core.problem import (
 )
 
 if TYPE_CHECKING:
+    import random
+
     import numpy as np
     from tvm import tirx
 
@@ -93,6 +95,18 @@ class NhotLookup(Problem):
             raise ProblemError(f"nhot_lookup: weighted must be 0 or 1 (entries with values), got {self.weighted!r}")
         if self.index not in INDEX:
             raise ProblemError(f"nhot_lookup: index must be one of {', '.join(INDEX)}, got {self.index!r}")
+
+    @classmethod
+    def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
+        return {
+            "rows": distribution.batch(rng),
+            "vocab": distribution.whole(rng, 1000, 1_000_000),
+            "width": distribution.whole(rng, 16, 4096),
+            "nonzeros": distribution.whole(rng, 1, 200),
+            "dtype": distribution.dtype(rng),
+            "weighted": distribution.flag(rng, 0.5),
+            "index": rng.choice(INDEX),
+        }
 
     def distance(self, other: Problem) -> float | None:
         """Octaves of rows, width and nonzeros, and a step for what costs a load more or a wider one."""

@@ -20,12 +20,8 @@ from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.loading import Miss
 
 from . import seeds
-from .problem import MAX_K, SoftmaxSample
+from .problem import MAX_K, UNSAID, SoftmaxSample, width_of
 
-# How many of the best words a kernel keeps: top_k is rounded up, so that a new one seldom takes another kernel.
-WIDTHS = (8, 32, 64, 128, 256, 512, MAX_K)
-# How many are kept where nothing is said of top_k: most nuclei are smaller.
-UNSAID = 128
 # What is said of the arrays that uniform numbers are, or are made of, by `seeded`: name, dtype, extents of a row.
 NUMBERS = {
     seeds.GIVEN: ("uniforms", "float32", ()),
@@ -268,8 +264,3 @@ def _width(top_k: int | None, max_top_k: int | None, vocab: int) -> tuple[int, i
         most = top_k or 0
     width = width_of(most, vocab)
     return width, min(most, vocab), width < vocab and not bounded
-
-
-def width_of(top_k: int, vocab: int) -> int:
-    """The k of the problem that a call with this top_k asks for."""
-    return min(next(width for width in WIDTHS if width >= top_k), vocab)

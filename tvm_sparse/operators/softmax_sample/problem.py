@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tvm_sparse.core import distribution
 from tvm_sparse.core.problem import OPTIONAL, Argument, Cost, Problem, ProblemError, Settings, numpy_dtype
 from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, SoftmaxTopk
 from tvm_sparse.operators.softmax_topk.reference import normalised, ranked
@@ -21,11 +22,17 @@ from tvm_sparse.operators.softmax_topk.reference import normalised, ranked
 from . import philox, reference
 
 if TYPE_CHECKING:
+    import random
+
     import numpy as np
     from tvm import tirx
 
 # The k best of a row that are kept: one warp draws among them, with at most so many each lane.
 MAX_K = 1024
+# How many of the best words a kernel keeps: top_k is rounded up, so that a new one seldom takes another kernel.
+WIDTHS = (8, 32, 64, 128, 256, 512, MAX_K)
+# How many are kept where nothing is said of top_k: most nuclei are smaller.
+UNSAID = 128
 # Sums of probabilities in float32 are as accurate as probabilities (`SoftmaxTopk.tolerance`), or a little less.
 SLACK = 3e-5
 NAMES = ("temperature", "top_k", "top_p", "min_p")
@@ -100,6 +107,28 @@ class SoftmaxSample(Problem):
                 raise ProblemError(f"softmax_sample: {name} must be {expected}, got {self.axes[name]!r}")
         if self.whole and self.k == self.vocab:
             raise ProblemError(f"softmax_sample: whole is for a k below vocab, got k={self.k}, which is all")
+
+    @classmethod
+    def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
+        vocab, whole = distribution.vocab(rng), distribution.flag(rng, 0.4)
+        return {
+            "batch": distribution.batch(rng),
+            "vocab": vocab,
+            "k": min(vocab, UNSAID if whole else distribution.whole(rng, 1, MAX_K)),
+            "dtype": distribution.dtype(rng),
+            "bias": distribution.flag(rng, 0.2),
+            "per_row": distribution.flag(rng, 0.5),
+            "seeded": rng.choice((0, 1, 2, 2)),  # mostly one seed, or none said
+            "whole": whole * (vocab > UNSAID),
+        }
+
+    def as_called(self) -> Problem:
+        """With the k that calls keep: their top_k rounded up, and `UNSAID` where numbers leave the whole row.
+
+        No call says `whole` where k is all of the vocabulary.
+        """
+        width = width_of(UNSAID if self.whole and not self.per_row else self.k, self.vocab)
+        return dataclasses.replace(self, k=width, whole=self.whole if width < self.vocab else 0)
 
     @functools.cached_property
     def best(self) -> SoftmaxTopk:
@@ -361,6 +390,11 @@ class SoftmaxSample(Problem):
         numbers = (4, 16, 0, 8)[self.seeded]
         small = self.batch * (8 + numbers + self.k * 12 + 16 * self.per_row) + self.vocab * 4 * self.bias
         return Cost(logits * numpy_dtype(self.dtype).itemsize + small, 3 * logits)
+
+
+def width_of(top_k: int, vocab: int) -> int:
+    """The k of the problem that a call with this top_k asks for."""
+    return min(next(width for width in WIDTHS if width >= top_k), vocab)
 
 
 PROBLEM = SoftmaxSample
