@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..core import commands
 from . import trust
 from .manifest import ManifestError
 
@@ -237,5 +238,5 @@ def _cryptography(module: str) -> Any:
         return importlib.import_module(f"cryptography.{module}")
     except ModuleNotFoundError:
         raise SignatureError(
-            'cryptography is missing, which signs and checks signatures: pip install "tvm_sparse[sign]"'
+            f"cryptography is missing, which signs and checks signatures: {commands.install('sign')}"
         ) from None

@@ -10,8 +10,7 @@ import dataclasses
 import enum
 import importlib.util
 import os
-import shlex
-import shutil
+import statistics
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from ..bench.load import FEWEST_ROUNDS, WIDE, comparable, spread
 from ..core import machine
+from ..core.commands import PROGRAM as PROGRAM
+from ..core.commands import install
+from ..core.commands import program as program
 from ..core.machine import Machine, UnknownArch
 from ..core.problem import Problem, ProblemError
 from ..core.registry import PluginError, add_plugins, make, parse
@@ -28,8 +31,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from ..bench.load import Load
+    from ..records import Best
+
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
-PROGRAM = "tvm-sparse"
 
 # Where output goes to a file or a pipe nobody's terminal sets a width.
 PLAIN_WIDTH = 120
@@ -71,6 +76,24 @@ Target = Annotated[
 Templates = Annotated[
     list[str] | None, typer.Option("--template", metavar="NAME", help="This template only; may be given again.")
 ]
+# Of commands that look a kernel up as a call does: `looking_in` takes both.
+ReadLogs = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--logs",
+        metavar="FOLDER",
+        help="Folder of records that is read besides the package's and yours, and wins, as by"
+        " tvm_sparse.configure(logs=FOLDER); may be given again.",
+    ),
+]
+Kernels = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--kernels",
+        metavar="FOLDER",
+        help="Folder that tvm-sparse export wrote, used as by tvm_sparse.load(FOLDER); may be given again.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Fixed = Annotated[
     list[str] | None,
@@ -101,18 +124,6 @@ Plugins = Annotated[
         help="Folder or file outside of the package with an operator, or templates; may be given again.",
     ),
 ]
-
-
-def program() -> str:
-    """How this program was started: a command in a message has to work where it is copied to."""
-    started = Path(sys.argv[0])
-    if started.name == "__main__.py":
-        python = "python" if shutil.which("python") == sys.executable else shlex.quote(sys.executable)
-        return f"{python} -m tvm_sparse"
-    on_path = shutil.which(PROGRAM)
-    if started.name != PROGRAM or (on_path and Path(on_path).samefile(started)):
-        return PROGRAM
-    return shlex.quote(sys.argv[0])
 
 
 # ------------------------------------------------------------------------------------------- what was asked for
@@ -160,7 +171,7 @@ def require(*extras: str) -> None:
 
 
 def _lacking(modules: Sequence[str], extra: str) -> str:
-    return f'{", ".join(modules)} missing; install with: pip install "tvm_sparse[{extra}]"'
+    return f"{', '.join(modules)} missing; install with: {install(extra)}"
 
 
 def _installed(module: str) -> bool:
@@ -168,6 +179,19 @@ def _installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of the parent package
         return False
+
+
+@contextlib.contextmanager
+def looking_in(logs: Sequence[Path] | None, kernels: Sequence[Path] | None) -> Iterator[None]:
+    """Within the block calls and look-up use what `--logs` and `--kernels` name."""
+    from ..runtime import dispatch
+
+    with dispatch.dispatcher.kept():
+        if logs:
+            dispatch.configure(logs=logs)
+        for folder in kernels or ():
+            dispatch.load(folder)
+        yield
 
 
 # --------------------------------------------------------------------------------------------------- messages
@@ -260,6 +284,46 @@ def ratio(numerator: float | None, denominator: float | None) -> str:
         return "-"
     value = numerator / denominator
     return f"{value:.0f}x" if value >= 100 else f"{value:.1f}x" if value >= 10 else f"{value:.2f}x"
+
+
+def apart(seconds: Sequence[float]) -> str:
+    """How far rounds lie apart, as a share of their median: `4 %`."""
+    found = spread(seconds)
+    return "-" if found is None else f"{100 * found:.0f} %"
+
+
+def ratio_of_rounds(numerator: Sequence[float], denominator: Sequence[float]) -> str:
+    """The ratio of two medians; none where the rounds of either lie too far apart, or are too few, to have one."""
+    if not comparable(numerator, denominator):
+        return "-"
+    return ratio(statistics.median(numerator), statistics.median(denominator))
+
+
+def gain(best: Best) -> str:
+    """How many times as fast as the fallback a ranking's winner is; as `ratio_of_rounds` says where it has rounds."""
+    if best.seconds_all and best.fallback_all:
+        return ratio_of_rounds(best.fallback_all, best.seconds_all)
+    return ratio(best.fallback_seconds, best.seconds)
+
+
+def gain_apart(best: Best) -> str:
+    """How far the rounds lie apart, of winner or fallback whichever is more."""
+    return apart(max(best.seconds_all, best.fallback_all, key=lambda rounds: spread(rounds) or 0.0))
+
+
+def load_line(*loads: Load | None) -> list[str]:
+    """What others did on the machine meanwhile, the most of several samples; nothing where it is not known."""
+    known = [load for load in loads if load is not None]
+    if not known:
+        return []
+    worst = max(known, key=lambda load: load.others / load.cores)
+    return [f"Load: {worst}." + (" Times on this CPU are those of a busy machine." if worst.busy else "")]
+
+
+WIDE_NOTE = (
+    f"spread: interquartile range of the rounds over their median; no ratio where it is above {WIDE:.0%}, or of fewer"
+    f" than {FEWEST_ROUNDS} rounds."
+)
 
 
 def rate(byte_count: int, seconds: float | None) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..core.problem import ProblemError
-from .common import FAILED, Inputs, console, default_roots, errors, fail, ratio, require, table, us
+from .common import FAILED, Inputs, console, default_roots, errors, fail, gain, ratio, require, table, us
 
 if TYPE_CHECKING:
     from ..records import Log
@@ -88,7 +88,7 @@ def best(problem: Wanted = "", logs: Logs = None) -> None:
                 for key, record in sorted(log.best().items()):
                     if key.startswith(problem):
                         note = "" if readable(key) else " (no problem of this version)"
-                        faster = ratio(record.fallback_seconds, record.seconds)
+                        faster = gain(record)
                         state = states.get(record.session, "hot")
                         made.add_row(log.arch, key + note, str(record.candidate), state, us(record.seconds), faster)
         console().print(made)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..bench.load import sampled
 from ..core import machine, registry, shape_files
 from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
@@ -23,6 +24,7 @@ from ..tuning.strategies import names as strategy_names
 from .common import (
     FAILED,
     INTERRUPTED,
+    WIDE_NOTE,
     Axes,
     Builders,
     Fixed,
@@ -33,11 +35,13 @@ from .common import (
     duration,
     errors,
     fixed_values,
+    gain,
+    gain_apart,
+    load_line,
     machine_here,
     problem_of,
     program,
     rate,
-    ratio,
     require,
     share,
     table,
@@ -193,9 +197,11 @@ def tune(
                 vary=vary,
                 **asked,
             )
+            before = sampled()
             outcome = run(plans, folder, seed, again, fleet)
         if outcome.bests:
             console().print(result_table(plans, outcome.bests))
+            typer.echo("\n".join([WIDE_NOTE[0].upper() + WIDE_NOTE[1:], *load_line(before, sampled())]))
             typer.echo(f"Recorded in {', '.join(str(folder / where.arch) for where in machines)}")
         if outcome.interrupted:
             left = len(plans) - len(outcome.bests) - outcome.failures
@@ -594,10 +600,7 @@ class Lines:
             typer.echo(f"{self._names[plan]}: no valid record")
         else:
             inputs = ", fresh inputs" if plan.fresh else ""
-            typer.echo(
-                f"{self._names[plan]}: {us(best.seconds)} us{inputs},"
-                f" {ratio(best.fallback_seconds, best.seconds)} fallback, {best.candidate}"
-            )
+            typer.echo(f"{self._names[plan]}: {us(best.seconds)} us{inputs}, {gain(best)} fallback, {best.candidate}")
 
 
 class Live:
@@ -662,7 +665,7 @@ class Live:
             return [_named(plan, self._plans), *[""] * (4 if self._limit else 3), str(plan.trials), "waiting"]
         seconds = best.seconds if best else state.best_seconds
         # Only after the final, which times the two in turn: the least of many single figures is a lucky one.
-        gain = ratio(best.fallback_seconds, best.seconds) if best else ""
+        faster = gain(best) if best else ""
         bytes_ = plan.problem.cost().bytes
         if plan in self._bests:
             what = "done: " + _counts(state) if best else "no valid record"
@@ -674,7 +677,7 @@ class Live:
         return [
             _named(plan, self._plans),
             *figures,
-            gain,
+            faster,
             f"{state.measured}/{plan.trials}",
             what,
         ]
@@ -692,7 +695,7 @@ class Live:
 
 def result_table(plans: Sequence[Plan], bests: Mapping[Plan, Best]) -> Table:
     limit = any(plan.machine.bandwidth for plan in plans)
-    right = ("us", "fallback us", "gain", "GB/s", *(("of limit",) if limit else ()))
+    right = ("us", "fallback us", "spread", "gain", "GB/s", *(("of limit",) if limit else ()))
     title = "times with fresh inputs" if any(plan.fresh for plan in plans) else None
     made = table("problem", "best candidate", *right, title=title, right=right)
     for plan in plans:
@@ -700,7 +703,7 @@ def result_table(plans: Sequence[Plan], bests: Mapping[Plan, Best]) -> Table:
         if best is None:
             continue
         bytes_ = plan.problem.cost().bytes
-        cells = [us(best.seconds), us(best.fallback_seconds), ratio(best.fallback_seconds, best.seconds)]
+        cells = [us(best.seconds), us(best.fallback_seconds), gain_apart(best), gain(best)]
         cells.append(rate(bytes_, best.seconds))
         if limit:
             cells.append(share(bytes_, best.seconds, plan.machine))

@@ -258,7 +258,7 @@ def _rows_of(operator: str, known: Iterable[Session], records: Iterable[Trial | 
             "reason": trial.reason if trial else "",
             "build_seconds": trial.build_seconds if trial else None,
             "seconds": seconds,
-            "seconds_all": trial.seconds if trial else (),
+            "seconds_all": trial.seconds if trial else ranked.seconds_all if ranked else (),
             "fallback_seconds": ranked.fallback_seconds if ranked else None,
             **dict.fromkeys(RESOURCES),
             **_resources(trial, session),
