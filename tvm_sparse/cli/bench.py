@@ -75,9 +75,8 @@ def bench(
 
         try:
             if record:
-                show_ways(
-                    problem, where, record_ways(problem, where, logs[-1] if logs else paths.user_logs(), seed), as_json
-                )
+                into = logs[-1] if logs else paths.user_logs()
+                show_ways(problem, where, record_ways(problem, where, into, seed), as_json)
                 return
             load = watch()
             result = compare(problem, where, seed=seed)
@@ -118,7 +117,7 @@ def comparison_table(result: Comparison) -> Table:
     bytes_ = result.problem.cost().bytes
     limit = result.machine.bandwidth is not None
     right = ("us", "spread", "ours is", "GB/s", *(("of limit",) if limit else ()))
-    made = table("implementation", *right, "correct", "timed", "", right=right)
+    made = table("implementation", *right, "correct", "timed", "", right=right, prose=("",))
     for timing in result.timings:
         cells = [us(timing.median), apart(timing.seconds), ratio_of_rounds(timing.seconds, result.ours.seconds)]
         cells.append(rate(bytes_, timing.median))

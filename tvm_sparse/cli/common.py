@@ -14,12 +14,12 @@ import statistics
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
 from ..bench.load import FEWEST_ROUNDS, WIDE, comparable, spread
-from ..core import machine
+from ..core import machine, registry
 from ..core.commands import PROGRAM as PROGRAM
 from ..core.commands import install
 from ..core.commands import program as program
@@ -33,11 +33,15 @@ if TYPE_CHECKING:
 
     from ..bench.load import Load
     from ..records import Best
+    from ..records.queries import Failure
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
-# Where output goes to a file or a pipe nobody's terminal sets a width.
-PLAIN_WIDTH = 120
+# Characters: more than any row of a table has.
+UNLIMITED = 100_000
+
+# The architectures that kernels are built ahead for, where all are wanted; any other can be named.
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120", "compute_80", "x86-64-v3", "x86-64-v4")
 
 # The modules that an extra brings, by the name under which they are imported.
 EXTRAS = {
@@ -59,11 +63,71 @@ class Inputs(enum.StrEnum):
     fresh = "fresh"
 
 
+# ---------------------------------------------------------------------------------------- what a shell completes
+
+
+def operator_names(incomplete: str) -> list[str]:
+    """Operators, those of plugins too, whose names begin so."""
+    return [name for name in registry.operators() if name.startswith(incomplete)]
+
+
+def axis_words(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Of the operator that is named: `batch=` and so on, without those that are given; values of an axis of names."""
+    given = [str(word) for word in ctx.params.get("axes") or ()]
+    operator = registry.operators().get(str(ctx.params.get("operator")))
+    if operator is None:
+        return []
+    name, equals, value = incomplete.partition("=")
+    if equals:
+        return [f"{name}={choice}" for choice in axis_choices(operator, name) if choice.startswith(value)]
+    taken = {word.partition("=")[0] for word in given}
+    names = (field.name for field in dataclasses.fields(operator.problem))
+    return [f"{one}=" for one in names if one.startswith(name) and one not in taken]
+
+
+def axis_choices(operator: registry.Operator, name: str) -> list[str]:
+    """Of an axis whose values are names those that the operator's own shapes have; nothing of an axis of numbers."""
+    shapes = [parse(key) for key in (*operator.shapes.AWKWARD, *operator.shapes.REALISTIC)]
+    found = dict.fromkeys(shape.axes[name] for shape in shapes if name in shape.axes)
+    return [value for value in found if isinstance(value, str)]
+
+
+def target_names(incomplete: str) -> list[str]:
+    """What `--target` takes, as far as it can be listed."""
+    return [name for name in ("auto", "cpu", "cuda", *ARCHS) if name.startswith(incomplete)]
+
+
+def template_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Templates of the operator that is named, or of all."""
+    operator = registry.operators().get(str(ctx.params.get("operator")).partition("/")[0])
+    known = [operator] if operator is not None else registry.operators().values()
+    return [template.name for one in known for template in one.templates if template.name.startswith(incomplete)]
+
+
+def recorded_keys(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Operators; once one is written out, the problems that have a ranking in the folders that are read."""
+    from ..records.database import logs_of
+
+    operator, slash, _ = incomplete.partition("/")
+    if not slash:
+        return [f"{name}/" for name in operator_names(operator)]
+    logs = ctx.params.get("logs")
+    roots = default_roots([logs] if isinstance(logs, Path) else logs)
+    keys = (key for root in roots for log in logs_of(root) if log.operator == operator for key in log.best())
+    return sorted({key for key in keys if key.startswith(incomplete)})
+
+
 Operator = Annotated[
-    str, typer.Argument(metavar="OPERATOR", help="An operator (see tvm-sparse list), or a problem's whole key.")
+    str,
+    typer.Argument(
+        metavar="OPERATOR",
+        help="An operator (see tvm-sparse list), or a problem's whole key.",
+        autocompletion=operator_names,
+    ),
 ]
 Axes = Annotated[
-    list[str] | None, typer.Argument(metavar="AXIS=VALUE", help="Its axes, such as batch=10 vocab=25000 k=5.")
+    list[str] | None,
+    typer.Argument(metavar="AXIS=VALUE", help="Its axes, such as batch=10 vocab=25000 k=5.", autocompletion=axis_words),
 ]
 Target = Annotated[
     str,
@@ -71,10 +135,17 @@ Target = Annotated[
         "--target",
         "--arch",
         help="auto (the GPU if there is one), cpu, cuda, or an architecture: sm_80, sm_90a, x86-64-v3, ...",
+        autocompletion=target_names,
     ),
 ]
 Templates = Annotated[
-    list[str] | None, typer.Option("--template", metavar="NAME", help="This template only; may be given again.")
+    list[str] | None,
+    typer.Option(
+        "--template",
+        metavar="NAME",
+        help="This template only; may be given again.",
+        autocompletion=template_names,
+    ),
 ]
 # Of commands that look a kernel up as a call does: `looking_in` takes both.
 ReadLogs = Annotated[
@@ -142,6 +213,14 @@ def problem_of(operator: str, axes: Sequence[str] | None) -> Problem:
             raise ProblemError(f"{operator}: axis {name} is given twice")
         values[name] = value
     return make(operator, values)
+
+
+def as_called(problems: Sequence[Problem], done: str = "tuned") -> list[Problem]:
+    """The problems that calls ask for in the place of those given, each once; says which are others."""
+    for problem in problems:
+        if problem.as_called() != problem:
+            typer.echo(f"{problem.typed} is {done} as {problem.as_called().typed}: calls with such data ask for it")
+    return list(dict.fromkeys(problem.as_called() for problem in problems))
 
 
 def machine_here(target: str, doing: str) -> Machine:
@@ -248,25 +327,47 @@ def errors() -> Iterator[None]:
 
 
 def console() -> Console:
-    """A console on the present stdout; without a terminal its width is fixed, unless COLUMNS sets it."""
+    """A console on the present stdout. A table's cells are never cut, and wrap only in columns of prose: it is wider
+    than the terminal where it has to be. Without a terminal a row is a line, unless COLUMNS says how wide it may be.
+    """
     from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
 
-    if sys.stdout.isatty() or "COLUMNS" in os.environ:
-        return Console(highlight=False)
-    return Console(highlight=False, width=PLAIN_WIDTH)
+    def least(made: Table) -> int:
+        """Characters that a table needs."""
+        widest = screen.options.update_width(UNLIMITED)
+        for column in made.columns:
+            if column.no_wrap:
+                cells = [Measurement.get(screen, widest, cell).maximum for cell in (column.header, *column.cells)]
+                column.min_width = max(cells, default=0)
+        return Measurement.get(screen, widest, made).minimum
+
+    class Screen(Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            before, needed = self.width, max((least(one) for one in objects if isinstance(one, Table)), default=0)
+            self.width = max(before, needed)
+            super().print(*objects, **options)
+            self.width = before
+
+    limited = sys.stdout.isatty() or "COLUMNS" in os.environ
+    screen = Screen(highlight=False, width=None if limited else UNLIMITED)
+    return screen
 
 
-def table(*columns: str, title: str | None = None, right: Sequence[str] = ()) -> Table:
-    """An empty table in the package's look; the columns named in `right` hold figures and never wrap."""
+def table(
+    *columns: str, title: str | None = None, right: Sequence[str] = (), prose: Sequence[str] = ("what it does",)
+) -> Table:
+    """An empty table in the package's look: the columns named in `right` hold figures, those in `prose` may wrap."""
     from rich import box
     from rich.table import Table
 
     made = Table(
-        title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+        title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0)
     )
     for column in columns:
-        figures = column in right
-        made.add_column(column, justify="right" if figures else "left", no_wrap=figures, overflow="fold")
+        justify: Literal["left", "right"] = "right" if column in right else "left"
+        made.add_column(column, justify=justify, no_wrap=column not in prose, overflow="fold")
     return made
 
 
@@ -318,6 +419,15 @@ def load_line(*loads: Load | None) -> list[str]:
         return []
     worst = max(known, key=lambda load: load.others / load.cores)
     return [f"Load: {worst}." + (" Times on this CPU are those of a busy machine." if worst.busy else "")]
+
+
+def failure_lines(found: Sequence[Failure], most: int) -> list[str]:
+    """Why trials failed, a reason a line with a candidate that can be tried again; of more reasons their number."""
+    lines = [f"  {one.count} x {one.outcome}: {one.reason}\n      as {one.candidate}" for one in found[:most]]
+    rest = found[most:]
+    if rest:
+        lines.append(f"  and {sum(one.count for one in rest)} trials for {len(rest)} other reasons")
+    return lines
 
 
 WIDE_NOTE = (

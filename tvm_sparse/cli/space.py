@@ -143,7 +143,7 @@ def _print_inputs(path: Path) -> None:
 
     found = read_inputs(path)
     refused = found.refused()
-    made = table("parameter", "values", title=path.stem)
+    made = table("parameter", "values", title=path.stem, prose=("values",))
     for name, values in found.table.items():
         made.add_row(name, ", ".join(map(str, values)))
     console().print(made)
@@ -188,7 +188,7 @@ def _described(
 
 def _print(problem: Problem, where: Machine, parts: Sequence[Part], tried: Mapping[str, Compiled]) -> None:
     screen = console()
-    screen.print(f"{problem.key} on {where.arch} ({where.cores} cores)", markup=False)
+    typer.echo(f"{problem.key} on {where.arch} ({where.cores} cores)")
     right = ("of table", "points", "compile")
     made = table("template", "what it does", *right, right=right)
     for part in parts:
@@ -203,7 +203,7 @@ def _print(problem: Problem, where: Machine, parts: Sequence[Part], tried: Mappi
         if part.reason:
             screen.print(f"{part.template.name} does not apply: {part.reason}", markup=False)
             continue
-        made = table("decision", "candidates", title=part.template.name)
+        made = table("decision", "candidates", title=part.template.name, prose=("candidates",))
         for name, values in part.table.items():
             made.add_row(name, ", ".join(map(str, values)))
         screen.print(made)
@@ -269,7 +269,7 @@ def _pairs(text: str) -> Iterable[tuple[str, str]]:
 
 def _print_differences(heads: tuple[str, str], found: Sequence[tuple[str, Difference]]) -> None:
     by_template = any(name for name, _ in found)
-    made = table(*(["template"] if by_template else []), "differs", *heads)
+    made = table(*(["template"] if by_template else []), "differs", *heads, prose=("differs", *heads))
     for name, difference in found:
         sides = [
             ", ".join(map(str, side)) if isinstance(side, tuple) else "-" if side is None else str(side)

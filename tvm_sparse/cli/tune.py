@@ -16,6 +16,7 @@ import typer
 
 from ..bench.load import sampled
 from ..core import machine, registry, shape_files
+from ..core.commands import command
 from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
 from ..tuning.ask_tell import LIBRARIES
@@ -31,20 +32,24 @@ from .common import (
     Inputs,
     Plugins,
     Target,
+    as_called,
     console,
     duration,
     errors,
+    failure_lines,
     fixed_values,
     gain,
     gain_apart,
     load_line,
     machine_here,
+    operator_names,
     problem_of,
     program,
     rate,
     require,
     share,
     table,
+    template_names,
     us,
 )
 
@@ -62,7 +67,11 @@ ROWS_BEFORE, ROWS_AFTER = 6, 3
 def tune(
     operator: Annotated[
         str | None,
-        typer.Argument(metavar="OPERATOR", help="An operator (see tvm-sparse list), or a problem's whole key."),
+        typer.Argument(
+            metavar="OPERATOR",
+            help="An operator (see tvm-sparse list), or a problem's whole key.",
+            autocompletion=operator_names,
+        ),
     ] = None,
     axes: Axes = None,
     shapes: Annotated[
@@ -102,6 +111,7 @@ def tune(
             "--template",
             metavar="NAME",
             help="Search this template only; may be given again. Templates for comparison are searched only so.",
+            autocompletion=template_names,
         ),
     ] = None,
     fix: Fixed = None,
@@ -114,7 +124,12 @@ def tune(
         ),
     ] = None,
     strategy: Annotated[
-        str, typer.Option(metavar="NAME", help="How the search proposes what to measure: see docs/simulated-search.md.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How the search proposes what to measure: see docs/simulated-search.md.",
+            autocompletion=lambda incomplete: [n for n in strategy_names() if n.startswith(incomplete)],
+        ),
     ] = STRATEGY,
     inputs: Annotated[
         Inputs,
@@ -143,7 +158,7 @@ def tune(
     with errors():
         if vary is not None and (templates or fix):
             raise ProblemError("vary: template and other decisions are as recorded; leave out --template, --fix")
-        given = None if vary is not None and _whole(operator, axes) else _as_called(_problems(operator, axes, shapes))
+        given = None if vary is not None and _whole(operator, axes) else as_called(_problems(operator, axes, shapes))
         asked: dict[str, Any] = {"devices": devices, "workers": workers, "ray": ray, "model": model}
         with _devices(target, builders, **asked) as fleet:
             machines = list(fleet.machines)
@@ -203,6 +218,8 @@ def tune(
             console().print(result_table(plans, outcome.bests))
             typer.echo("\n".join([WIDE_NOTE[0].upper() + WIDE_NOTE[1:], *load_line(before, sampled())]))
             typer.echo(f"Recorded in {', '.join(str(folder / where.arch) for where in machines)}")
+        for line in _failed(plans, outcome, folder):
+            typer.echo(line)
         if outcome.interrupted:
             left = len(plans) - len(outcome.bests) - outcome.failures
             state = f", {left} of {len(plans)} problems not begun" if left else ""
@@ -212,6 +229,29 @@ def tune(
             raise typer.Exit(FAILED)
         to = "" if logs is None else f" --logs {shlex.quote(str(logs))}"
         typer.echo(f"Next: {program()} export -o kernels{to}")
+
+
+# Reasons that a run names for each problem; `db show` has the others.
+MOST_REASONS = 3
+
+
+def _failed(plans: Sequence[Plan], outcome: Outcome, folder: Path) -> list[str]:
+    """Why candidates of this run failed, by problem."""
+    from ..records import Log
+    from ..records.queries import failures
+
+    lines = []
+    for plan, sessions in outcome.sessions.items():
+        log = Log(folder, plan.machine.arch, plan.problem.operator)
+        found = failures(
+            one for one in log.read().trials if one.problem == plan.problem.key and one.session in sessions
+        )
+        if found:
+            count = sum(one.count for one in found)
+            more = command("db", "show", plan.problem.key, "--logs", folder)
+            lines.append(f"{_named(plan, plans)}: {count} {'candidate' if count == 1 else 'candidates'} failed: {more}")
+            lines += failure_lines(found, MOST_REASONS)
+    return lines
 
 
 def _problems(operator: str | None, axes: Sequence[str] | None, shapes: Path | None) -> list[Problem]:
@@ -239,14 +279,6 @@ def _recorded(operator: str, machines: Sequence[Machine], folder: Path) -> list[
         archs = " or ".join(where.arch for where in machines)
         raise ProblemError(f"vary: {folder} has no record of {operator} for {archs}")
     return [registry.parse(key) for key in sorted(keys)]
-
-
-def _as_called(problems: Sequence[Problem]) -> list[Problem]:
-    """The problems that calls ask for in the place of those given, each once; says which are others."""
-    for problem in problems:
-        if problem.as_called() != problem:
-            typer.echo(f"{problem.typed} is tuned as {problem.as_called().typed}: calls with such data ask for it")
-    return list(dict.fromkeys(problem.as_called() for problem in problems))
 
 
 @contextlib.contextmanager
@@ -504,6 +536,7 @@ class Outcome:
 
     def __init__(self) -> None:
         self.bests: dict[Plan, Best] = {}
+        self.sessions: dict[Plan, set[str]] = {}  # in which trials of a plan failed
         self.failures = 0
         self.interrupted = False
 
@@ -516,6 +549,11 @@ def run(plans: Sequence[Plan], folder: Path, seed: int, again: str, using: Fleet
     outcome = Outcome()
     if not plans:
         return outcome
+
+    def show(progress: Progress) -> None:
+        if progress.last is not None and progress.last.outcome != "ok":
+            outcome.sessions.setdefault(progress.plan, set()).add(progress.last.session)
+        view.show(progress)
 
     def end(plan: Plan, found: Best | NoValidRecord) -> None:
         if isinstance(found, NoValidRecord):
@@ -531,7 +569,7 @@ def run(plans: Sequence[Plan], folder: Path, seed: int, again: str, using: Fleet
             devices = using or stack.enter_context(fleet.local(plans[0].machine, plans[0].builders))
             stop = stack.enter_context(session.stop_on_interrupt())
             view = stack.enter_context(_view(plans, stop, devices.sessions()))
-            session.tune_all(plans, folder, devices, seed=seed, begin=view.begin, show=view.show, end=end, stop=stop)
+            session.tune_all(plans, folder, devices, seed=seed, begin=view.begin, show=show, end=end, stop=stop)
             outcome.interrupted = stop()
     except KeyboardInterrupt:
         typer.echo(f"\nEnded at once; the batch in hand is lost. Resume with:\n  {again}", err=True)
@@ -640,7 +678,7 @@ class Live:
         measured = sum(state.measured for state in states)
         self._bar.update(self._task, completed=measured, left=f"about {duration(self._seconds_left())} left")
         right = ("us", "GB/s", *(("of limit",) if self._limit else ()), "x fallback", "trials")
-        made = table("problem", *right, "outcomes", right=right)
+        made = table("problem", *right, "outcomes", right=right, prose=("problem", "outcomes"))
         rest = [""] * (len(right) + 1)
         # Up to what was begun last: of several that run at the same time the others are above it.
         last = max((self._plans.index(state.plan) for state in states), default=0)
