@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from ..research.space import Compiled, Difference, Part
 
 
+# Combinations of a file from which on counting is announced; points drawn where they cannot be counted.
+NOTED, DRAWN = 1_000_000, 100_000
+
+
 def space(
     operator: Operator,
     axes: Axes = None,
@@ -139,14 +143,26 @@ def _write_inputs(problem: Problem, where: Machine, names: Sequence[str], path: 
 
 
 def _print_inputs(path: Path) -> None:
-    from ..records.exchange import read_inputs
+    from ..records.exchange import TooLarge, read_inputs
+    from ..research.space import wilson
 
     found = read_inputs(path)
-    refused = found.refused()
     made = table("parameter", "values", title=path.stem, prose=("values",))
     for name, values in found.table.items():
         made.add_row(name, ", ".join(map(str, values)))
     console().print(made)
+    if found.conditions and found.product > NOTED:
+        typer.echo(f"note: counting which of {found.product:,} combinations the conditions allow", err=True)
+    try:
+        refused = found.refused()
+    except TooLarge as error:
+        allowed, drawn = found.sampled(DRAWN)
+        low, high = wilson(allowed, drawn)
+        typer.echo(
+            f"{found.product:,} combinations, of which {low:.2%} to {high:.2%} are points (95 % confidence, by"
+            f" {drawn:,} that were drawn at random); not counted: {error}"
+        )
+        return
     typer.echo(f"{found.product - sum(refused.values()):,} of {found.product:,} points")
     for text, count in refused.items():
         typer.echo(f"  - {count:,} points: {text[:200]}")
