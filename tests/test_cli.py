@@ -30,7 +30,7 @@ from tvm_sparse.bench.compare import compare
 from tvm_sparse.bench.contenders import Peer
 from tvm_sparse.cli import common, doctor
 from tvm_sparse.cli.app import app
-from tvm_sparse.core import machine, registry, shape_files, spaces
+from tvm_sparse.core import commands, machine, registry, shape_files, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.machine import Machine, UnknownArch
 from tvm_sparse.core.problem import ProblemError
@@ -327,7 +327,7 @@ def test_the_time_left_does_not_jump() -> None:
 def test_a_missing_extra_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(common, "_installed", lambda module: module != "xgboost")
     said = call("tune", *TINY, "--target", "cpu", "--logs", tmp_path, code=1)
-    assert 'xgboost missing; install with: pip install "tvm_sparse[tune]"' in said
+    assert f'xgboost missing; install with: {commands.python()} -m pip install "tvm_sparse[tune]"' in said
 
 
 # ------------------------------------------------------------------------------------------------ the main job
