@@ -228,8 +228,7 @@ class Session:
         _check_texts(self, "id", "date", "timer", "strategy")
         if not isinstance(self.fresh, bool):
             raise TypeError(f"fresh is true or false, not {self.fresh!r}")
-        # Python 3.10 does not read the Z.
-        date = datetime.fromisoformat(re.sub("Z$", "+00:00", self.date))
+        date = datetime.fromisoformat(self.date)
         if date.utcoffset() != timedelta(0):
             raise ValueError(f"the date of a session is in UTC and says so, unlike {self.date!r}")
         for name in ("machine", "versions", "inputs"):
