@@ -17,10 +17,10 @@ from cases import MACHINES, SM90, calls_run
 import tvm_sparse
 from tvm_sparse.artifacts.compile import target_of
 from tvm_sparse.core import spaces
-from tvm_sparse.core.problem import Mismatch, numpy_dtype
+from tvm_sparse.core.problem import Mismatch, ProblemError, numpy_dtype
 from tvm_sparse.core.registry import parse
 from tvm_sparse.emulation import run_on_cpu
-from tvm_sparse.operators.softmax_sample import philox, reference
+from tvm_sparse.operators.softmax_sample import edges, philox, reference
 from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 from tvm_sparse.runtime import arrays
 from tvm_sparse.runtime.dispatch import Dispatcher
@@ -45,6 +45,14 @@ KEYS = tuple(
         "k=8,bias=1,per_row=1,whole=1",
         "k=128,per_row=1,seeded=1,whole=1",
         "k=128,whole=1",
+        "k=8,seeded=2",
+        "k=8,whole=1,seeded=2",
+        "k=128,whole=1,seeded=2",
+        "k=128,whole=1,seeded=3",
+        "k=128,whole=1,seeded=1",
+        "k=128,per_row=1,whole=1,seeded=2",
+        "k=128,bias=1,per_row=1,whole=1",
+        "k=128,per_row=1,whole=1",
     )
 )
 
@@ -138,15 +146,113 @@ def test_without_numbers_each_call_draws_anew() -> None:
     assert np.array_equal(first, second) and not np.array_equal(first, tvm_sparse.softmax_sample(flat, seed=11)[0])
 
 
+# Every way to say the numbers of a call, and of which seed, offset and row each row's is made.
+ROWS, OFFSETS = np.arange(BATCH), np.arange(BATCH) ** 3 * 2**30
+NUMBERS: dict[str, tuple[dict[str, Any], tuple[Any, Any, Any]]] = {
+    "seed": ({"seed": 3}, (3, 0, ROWS)),
+    "seed and offset": ({"seed": -3, "offset": 2**40}, (-3, 2**40, ROWS)),
+    "beyond int64": ({"seed": 2**64 - 7, "offset": 2**63}, (-7, -(2**63), ROWS)),
+    "seed and offsets": ({"seed": 2**33, "offset": OFFSETS}, (2**33, OFFSETS, ROWS)),
+    "seeds": ({"seed": SEEDS}, (SEEDS[:, 0], SEEDS[:, 1], 0)),
+    "seeds and offset": ({"seed": SEEDS, "offset": -5}, (SEEDS[:, 0], SEEDS[:, 1] - 5, 0)),
+    "seeds and offsets": ({"seed": SEEDS, "offset": OFFSETS}, (SEEDS[:, 0], SEEDS[:, 1] + OFFSETS, 0)),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_numbers_are_philox_of_seed_offset_and_row(name: str, library: str) -> None:
+    """In the first call of a form and in later ones, which take the short way; and beside a form of another kind."""
+    given, (seed, offset, row) = NUMBERS[name]
+    made = philox.uniforms(np.int64(seed) + 0 * ROWS, np.int64(offset) + 0 * ROWS, row + 0 * ROWS)
+    wanted = tvm_sparse.softmax_sample(LOGITS, temperature=3.0, uniforms=made)[0]
+    assert len(set(wanted.tolist())) > 2
+    logits: Any = LOGITS
+    if library == "torch":
+        torch = pytest.importorskip("torch")
+        logits = torch.from_numpy(LOGITS)
+        given = {n: torch.from_numpy(a) if isinstance(a, np.ndarray) else a for n, a in given.items()}
+    for _ in range(3):
+        assert np.array_equal(tvm_sparse.softmax_sample(logits, temperature=3.0, **given)[0], wanted)
+        tvm_sparse.softmax_sample(logits, temperature=3.0, seed=99, offset=1)
+
+
+def test_one_seed_serves_where_only_a_kernel_for_uniform_numbers_is_at_hand(
+    dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """k = 8 with a top_k of each row is built for given numbers alone."""
+    monkeypatch.setattr(dispatcher, "_may_compile", lambda: False)
+    options = {**OWN, "max_top_k": 8, "bias": BIAS}
+    for given in ({"seed": 5, "offset": 7}, {"seed": 5, "offset": OFFSETS}):
+        made = philox.uniforms(np.int64(5) + 0 * ROWS, np.int64(given["offset"]) + 0 * ROWS, ROWS)
+        wanted = tvm_sparse.softmax_sample(LOGITS, **options, uniforms=made)[0]
+        assert np.array_equal(tvm_sparse.softmax_sample(LOGITS, **options, **given)[0], wanted)
+    with pytest.raises(tvm_sparse.Miss, match="per_row=1 seeded=2 whole=1"):
+        tvm_sparse.softmax_sample(LOGITS[:, :299].copy(), **(options | {"bias": None}), seed=1)
+
+
+def test_torch_tells_the_tokens_that_no_seed_tells() -> None:
+    torch = pytest.importorskip("torch")
+    logits = torch.zeros(BATCH, VOCAB)
+
+    def drawn(seed: int) -> list[list[int]]:
+        torch.manual_seed(seed)
+        return [tvm_sparse.softmax_sample(logits)[0].tolist() for _ in range(3)]
+
+    first, again, other = map(drawn, (1, 1, 2))
+    assert first == again and first != other and first[0] != first[1] != first[2]
+
+
+@pytest.mark.parametrize("top_k", [0, -1, None, VOCAB, 2**40])
+def test_a_top_k_of_no_limit_is_none(top_k: Any) -> None:
+    wanted = tvm_sparse.softmax_sample(LOGITS, temperature=3.0, seed=1)[0]
+    assert np.array_equal(tvm_sparse.softmax_sample(LOGITS, temperature=3.0, top_k=top_k, seed=1)[0], wanted)
+    if top_k is not None and top_k < 2**31:
+        array = np.full(BATCH, top_k, np.int32)
+        assert np.array_equal(tvm_sparse.softmax_sample(LOGITS, temperature=3.0, top_k=array, seed=1)[0], wanted)
+
+
+@pytest.mark.parametrize("width", [None, 8])
+def test_a_top_k_above_what_a_kernel_keeps_is_what_was_asked_for(width: int | None) -> None:
+    """An array's above max_top_k, beside any top_p and min_p."""
+    rows = 40 * BATCH
+    logits, uniforms = np.tile(LOGITS, (40, 1)), np.linspace(0, 1, rows, dtype=np.float32)
+    logits[BATCH : 5 * BATCH] = np.round(logits[BATCH : 5 * BATCH])
+    filters = edges.any_filters(np.random.default_rng(1), rows, [1.0, 200, 1.0, 0.0], 150, VOCAB)
+    inputs = [logits, *filters, uniforms]
+    problem = SoftmaxSample(rows, VOCAB, width or 128, per_row=1, whole=1)
+    expected = problem.reference(inputs)
+    given = dict(zip(OWN, filters, strict=True))
+    found = tvm_sparse.softmax_sample(
+        logits, **given, uniforms=uniforms, max_top_k=width, best=problem.k, bias=np.zeros(VOCAB, np.float32)
+    )
+    problem.check(inputs, expected, found)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"min_p": 0.5}, {"top_p": 0.5}])
+def test_an_infinite_temperature_leaves_words_equally_likely_but_no_masked_one(options: dict[str, Any]) -> None:
+    logits = np.repeat(LOGITS[:1] * 10, 1000, axis=0)
+    logits[:, 7:] = -np.inf
+    logits[:, 3] = -1e30
+    logits[:, 5] = np.finfo(np.float32).min
+    words = {0, 1, 2, 4, 6} if options.get("top_p") is None else None
+    for temperature in (np.inf, 1e39, np.full(1000, np.inf, np.float32)):
+        uniforms = np.linspace(0, 1, 1000, dtype=np.float32)
+        tokens, logprobs = tvm_sparse.softmax_sample(logits, temperature=temperature, uniforms=uniforms, **options)
+        counts = np.bincount(tokens, minlength=7)
+        left = 5 if words else 3
+        assert (counts > 0).sum() == left and np.isin(tokens, [0, 1, 2, 4, 6]).all()
+        assert np.ptp(counts[counts > 0]) <= 2 and np.allclose(logprobs, -np.log(5), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"top_k": 0}, ValueError, "top_k: expected an integer of at least 1, or None, got 0"),
         ({"top_k": 2.0}, TypeError, "top_k: expected an integer or an array with one for each row, got float"),
         ({"top_p": 0.0}, ValueError, r"top_p: expected a number in \(0, 1\], got 0\.0"),
         ({"min_p": 1.5}, ValueError, r"min_p: expected a number in \[0, 1\], got 1\.5"),
-        ({"temperature": -1}, ValueError, "temperature: expected a finite number of at least 0, got -1"),
-        ({"temperature": float("nan")}, ValueError, "temperature: expected a finite number"),
+        ({"temperature": -1}, ValueError, "temperature: expected a number of at least 0, got -1"),
+        ({"temperature": float("nan")}, ValueError, "temperature: expected a number of at least 0"),
         ({"temperature": "hot"}, TypeError, "temperature: expected a number or an array"),
         ({"temperature": np.ones(2, np.float32)}, ValueError, r"temperature: expected shape \(6,\) and dtype float32"),
         ({"top_k": np.ones(BATCH, np.int64)}, ValueError, "top_k: expected .* dtype int32"),
@@ -157,6 +263,11 @@ def test_without_numbers_each_call_draws_anew() -> None:
         ({"uniforms": UNIFORMS[1:]}, ValueError, r"uniforms: expected shape \(6,\)"),
         ({"seed": SEEDS[:, 0].copy()}, ValueError, r"seed: expected shape \(6, 2\) and dtype int64"),
         ({"seed": "x"}, TypeError, "seed: expected an integer or an int64 array"),
+        ({"seed": 1, "offset": 0.5}, TypeError, "offset: expected an integer or an int64 array"),
+        ({"seed": True}, TypeError, "seed: expected an integer or an int64 array"),
+        ({"seed": 1, "offset": SEEDS}, ValueError, r"offset: expected shape \(6,\) and dtype int64"),
+        ({"offset": 1}, ValueError, "offset: comes with a seed, and there is none"),
+        ({"uniforms": UNIFORMS, "offset": 1}, ValueError, "offset: comes with a seed, and uniforms are given"),
         ({"out": (np.empty(BATCH), np.empty(BATCH))}, ValueError, r"out \(tokens\): expected .* int32"),
     ],
 )
@@ -165,11 +276,13 @@ def test_bad_arguments_are_named(options: dict[str, Any], error: type[Exception]
         tvm_sparse.softmax_sample(LOGITS, **options)
 
 
-def test_a_top_k_that_no_kernel_has_is_refused() -> None:
-    with pytest.raises(ValueError, match="top_k: expected at most 1024, or all 2000 words, got 1025"):
-        tvm_sparse.softmax_sample(np.zeros((1, 2000), np.float32), top_k=1025)
-    with pytest.raises(ValueError, match="whole is for a k below vocab"):
+def test_axes_that_no_problem_has_are_refused() -> None:
+    with pytest.raises(ProblemError, match="whole is for a k below vocab"):
         SoftmaxSample(1, 8, 8, whole=1)
+    with pytest.raises(ProblemError, match="seeded must be 0, 1, 2, 3, got 4"):
+        SoftmaxSample(1, 8, 8, seeded=4)
+    with pytest.raises(ProblemError, match="per_row must be 0 or 1, got 2"):
+        SoftmaxSample(1, 8, 8, per_row=2)
 
 
 # ---- distributions -------------------------------------------------------------------------------

@@ -167,6 +167,20 @@ def test_stop_ends_the_search_and_holds_the_final(log: Log) -> None:
     assert shown[-1].phase == "final" and log.best() == {PROBLEM.key: best}
 
 
+def test_proposed_points_come_first_and_rivals_are_in_the_final(log: Log) -> None:
+    """A rival is compiled for the batch that it is given, and takes part in any case; one that fails costs nothing."""
+    rival, faulty = OTHERS[0], dataclasses.replace(FALLBACK, version=0)
+    plan = make_plan(PROBLEM, cpu(), 3, log, builders=1)
+    rivals = {rival: PROBLEM.with_batch(8 * PROBLEM.batch_extent), faulty: PROBLEM}
+    plan = dataclasses.replace(plan, proposed=(OTHERS[1], OTHERS[2]), rivals=rivals)
+    shown: list[Progress] = []
+    best = tune(plan, log, show=shown.append)
+    measured = [trial.candidate for trial in log.read().trials]
+    assert measured == [FALLBACK, OTHERS[1], OTHERS[2]]
+    medians = shown[-1].medians
+    assert {rival, FALLBACK, best.candidate} <= set(medians) and faulty not in medians
+
+
 # ---- faults --------------------------------------------------------------------------------------
 
 

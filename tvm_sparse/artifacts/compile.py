@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 import subprocess
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core import spaces
+from ..core import scratch, spaces
 from ..core.candidate import Candidate
 from ..core.machine import AVX512_BF16, Machine
 from ..core.problem import Problem, numpy_dtype
@@ -25,8 +23,6 @@ from .residency import unfit
 
 # What TVM calls the launch of a kernel whose thread blocks are all resident, or which fails.
 COOPERATIVE = "tirx.use_cooperative_launch"
-# How names of libraries begin that are being written, or that a killed process has left.
-UNFINISHED = "unfinished-"
 
 # Functions of tvm_ffi, which every process that loads a library has, that generated code calls by name.
 OF_THE_RUNTIME = ("TVMFFIErrorSetRaisedFromCStrParts", "TVMFFIEnvModRegisterSystemLibSymbol")
@@ -43,7 +39,9 @@ class Compiled:
     path: str
     seconds: float  # to build the program, compile and link it
     workspaces: tuple[dict[str, Any], ...]  # `core.template.Workspace` as dicts, in calling order
-    resources: dict[str, int] | None  # CUDA: the most that any kernel takes of each; of a CPU its `instructions`
+    # CUDA: the most that any kernel takes of each, and what it `needs` (`core.template.Template`); of a CPU its
+    # `instructions`.
+    resources: dict[str, int] | None
     resident: dict[str, int] | None = None  # `core.template.Resident` as a dict, of a cooperative kernel
     symbol: str = "main"  # of the library's function
 
@@ -89,7 +87,7 @@ def compile_candidate(
     CompileError
         If the candidate's template has another version, its decisions are not a point of the template's space, the
         compiler fails, there is no C compiler to link with, a CUDA library holds no code for the machine's
-        architecture, or the machine has no room for all thread blocks of a cooperative kernel.
+        architecture, or the machine cannot run it (`residency.unfit`).
     """
     [found] = compile_bundle([(problem, candidate, symbol)], machine, path, quick_host=quick_host)
     if isinstance(found, CompileError):
@@ -127,33 +125,48 @@ def compile_bundle(
 
     started = time.perf_counter()
     trust.make_folder(path.parent, trust.SHARED)
-    handle, name = tempfile.mkstemp(prefix=UNFINISHED, suffix=".so", dir=path.parent)
-    os.close(handle)
-    unfinished = Path(name)
     found: list[Compiled | CompileError] = []
-    try:
+    with scratch.written(path) as unfinished:
         root.export_library(str(unfinished), fcompile=_link)
         resources = _resources(unfinished, machine)
         linked = (time.perf_counter() - started) / len(modules)
-        for part, (_, candidate, _) in zip(parts, kernels, strict=True):
+        for part, (problem, candidate, _) in zip(parts, kernels, strict=True):
             if isinstance(part, CompileError):
                 found.append(part)
                 continue
             _, program, symbol, seconds = part
-            used = dict.fromkeys(program.instructions, 1) or None
-            taken = used if resources is None else _most(resources, symbol)
+            used = dict.fromkeys(program.instructions, 1)
+            own = _of_symbol(resources or {}, symbol)
+            needs = spaces.find(candidate.template, problem.operator).needs(problem, candidate.values)
+            taken = {**(used if resources is None else _most(own)), **needs} or None
             resident = None if program.resident is None else asdict(program.resident)
-            if reason := unfit(resident, taken, machine):
+            if reason := unfit(resident, taken, machine) or _refused_launch(problem, candidate, own, machine):
                 found.append(CompileError(f"{candidate}: {reason}"))
                 continue
             workspaces = tuple(asdict(workspace) for workspace in program.workspaces)
             found.append(Compiled(str(path), seconds + linked, workspaces, taken, resident, symbol))
-        if any(isinstance(one, Compiled) for one in found):
-            unfinished.chmod(0o644)  # mkstemp's own mode would keep a shared folder's other users out
-            os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+        if not any(isinstance(one, Compiled) for one in found):
+            unfinished.unlink()
     return found
+
+
+def _refused_launch(
+    problem: Problem, candidate: Candidate, kernels: Sequence[Mapping[str, int]], machine: Machine
+) -> str | None:
+    """Why a GPU would refuse to launch a program for its shared memory; None if it would not, or nothing is known.
+
+    Known is a program of one kernel whose template tells the launch. The host code asks for more than
+    `Machine.shared_bytes` only where dynamic buffers alone exceed them.
+    """
+    template = spaces.find(candidate.template, problem.operator)
+    if template.launch is None or len(kernels) != 1:
+        return None
+    dynamic = template.launch(problem, candidate.values).dynamic_shared_bytes
+    static = kernels[0].get("shared_bytes", 0)
+    most = machine.block_shared_bytes if dynamic > machine.shared_bytes else machine.shared_bytes
+    if static + dynamic <= most:
+        return None
+    return f"{static} bytes of static and {dynamic} of dynamic shared memory are more than a launch may have, {most}"
 
 
 def _module(
@@ -260,8 +273,12 @@ def _resources(library: Path, machine: Machine) -> dict[str, dict[str, int]] | N
     return usage
 
 
-def _most(usage: dict[str, dict[str, int]], symbol: str) -> dict[str, int]:
-    """The most of each that the device functions of one host function take: they are called after it."""
+def _of_symbol(usage: dict[str, dict[str, int]], symbol: str) -> list[dict[str, int]]:
+    """What each device function of one host function takes: they are called after it."""
     own = [taken for kernel, taken in usage.items() if re.fullmatch(rf"{symbol}_kernel(_\d+)?", kernel)]
-    own = own or list(usage.values())
-    return {name: max(taken.get(name, 0) for taken in own) for name in own[0]}
+    return own or list(usage.values())
+
+
+def _most(kernels: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The most of each that any of these device functions takes."""
+    return {name: max(taken.get(name, 0) for taken in kernels) for name in kernels[0]}

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    import random
+
     import numpy as np
     from tvm import tirx
 
@@ -89,6 +91,18 @@ class Problem(ABC):
     settings: ClassVar[tuple[Settings, ...]] = ({},)  # with each a kernel has to be right; the first is tuned and timed
     example: ClassVar[Mapping[str, Any]]  # a small shape, for the quickstart and the listing
     source: ClassVar[str]  # paper and algorithm
+    most_drawn_bytes: ClassVar[int] = 1 << 28  # of a problem's arrays where it is drawn at random
+
+    @classmethod
+    def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
+        """Axes of a problem drawn at random as users may have it (`core.distribution`); they need not be valid.
+
+        Raises
+        ------
+        ProblemError
+            Of an operator that declares no distribution.
+        """
+        raise ProblemError(f"{cls.operator}: declares no distribution of its problems (Problem.drawn_axes)")
 
     @property
     def axes(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ nearly all of its choices among neighbours of these points were such as nobody h
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ..core import spaces
 from ..core.candidate import Candidate
 from ..core.machine import Machine
-from ..core.problem import Problem, numpy_dtype
+from ..core.problem import Problem, ProblemError, numpy_dtype
 from ..core.template import NotApplicable, Table
 
 if TYPE_CHECKING:
@@ -167,11 +168,20 @@ class Predictor:
     def choose(self, problem: Problem, machine: Machine) -> Prediction | None:
         """The point that takes least time by the model; None if no template of the model fits the problem.
 
-        Ranked is for the batch rounded up to a power of two, so that one library serves all in between.
+        Ranked is for the batch rounded up to a power of two, so that one library serves all in between, unless its
+        arrays would be too large to be counted.
         """
-        problem = problem.with_batch(1 << (problem.batch_extent - 1).bit_length())
+        with contextlib.suppress(ProblemError):
+            problem = problem.with_batch(1 << (problem.batch_extent - 1).bit_length())
         ranked = self.ranked(problem, machine)
         return Prediction(problem, self.fastest(problem, machine, 1, ranked)[0], len(ranked)) if ranked else None
+
+    def said(self, problem: Problem, machine: Machine, candidates: Sequence[Candidate]) -> list[float | None]:
+        """ln(time / best time of the problem) of points by the model; None of a template that it does not know."""
+        known = [candidate for candidate in candidates if candidate.template in self.templates]
+        rows = (features_of(problem, machine, candidate) for candidate in known)
+        values = dict(zip(known, map(float, self.trees.predict(self.trees.matrix(rows))), strict=True)) if known else {}
+        return [values.get(candidate) for candidate in candidates]
 
     def fastest(
         self, problem: Problem, machine: Machine, count: int, ranked: Sequence[Candidate] | None = None

@@ -29,7 +29,8 @@ def machine_of(name: str, known: Facts) -> Machine:
         return machine.cpu()
     found = machine.gpu()
     if found is None:
-        raise ValueError(f"{name}: lies on a GPU, but the driver reports none")
+        refused = next(filter(None, map(machine.below_floor, machine.gpus())), None)
+        raise ValueError(f"{name}: lies on a GPU, but {refused or 'the driver reports none'}")
     return found
 
 

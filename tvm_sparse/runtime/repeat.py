@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from . import arrays
+from . import arrays, loading
 
 try:
     from . import native
@@ -260,7 +260,8 @@ def remember(
     _prepare()
     key = kinds_of(what, arguments)
     if key is not None:
-        _keep(launchers, key, Launcher(function, tuple(map(arrays.prototype, outputs)), single))
+        found = Launcher(loading.settled(function), tuple(map(arrays.prototype, outputs)), single)
+        _keep(launchers, key, found)
 
 
 def remember_operator(

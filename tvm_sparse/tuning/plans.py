@@ -52,6 +52,10 @@ class Plan:
     fresh: bool = False  # whether every timed call is behind a kernel that has just written the inputs of the batch
     drawn: tuple[str, ...] = ()  # templates of which a search is given some points (`spaces.searchable`)
     limit: float | None = None  # seconds to check and to time a candidate; None: `workbench.MEASURE_TIMEOUT`
+    proposed: tuple[Candidate, ...] = ()  # points that are measured before all but the fallback
+    # What takes part in the final whatever its trials took, and the problem that it is compiled for, of which only the
+    # batch may be another. It wins only if it is a point of this problem's spaces.
+    rivals: Mapping[Candidate, Problem] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -83,6 +87,7 @@ class Progress:
     last: Trial | None = None
     phase: str = "search"
     final_share: float = 0.0  # of the final that is through
+    medians: dict[Candidate, float] = field(default_factory=dict)  # of the final, once it is through
     search_seconds: float = 0.0  # spent on the search: its beginning and its proposals
 
     @property

@@ -118,12 +118,23 @@ class Run:
         session = new_session(lease.seat(), seed, problem, plan.strategy, fresh=plan.fresh)
         log.append(session)
         self._session = session.id
-        self.bench = Bench(problem, machine, self._fallback, seed, folder, lease, fresh=plan.fresh, limit=plan.limit)
+        self.bench = Bench(
+            problem,
+            machine,
+            self._fallback,
+            seed,
+            folder,
+            lease,
+            fresh=plan.fresh,
+            limit=plan.limit,
+            rivals=plan.rivals,
+        )
 
     def before_search(self, tables: Mapping[str, Table]) -> list[Candidate]:
         """What is measured first and is not known, as far as it is paid for; the fallback in any case."""
         plan = self._plan
-        first = before_search(plan.problem, plan.machine, tables, self._log, plan.trials)
+        known = before_search(plan.problem, plan.machine, tables, self._log, plan.trials)
+        first = dict.fromkeys([*known[:1], *plan.proposed, *known[1:]])
         return [c for c in first if c not in self.known][: max(plan.trials, self._fallback not in self.known)]
 
     def begin(self, first: Sequence[Candidate], asked: Searcher | None) -> None:
@@ -243,12 +254,16 @@ class Run:
         self.progress.phase = "final"
         self._show(self.progress)
         ranked = sorted((c for c, seconds in known.items() if seconds), key=lambda c: known[c] or 0.0)
-        finalists = list(dict.fromkeys([*ranked[: plans.FINALISTS], fallback]))
+        finalists = list(dict.fromkeys([*ranked[: plans.FINALISTS], *self._plan.rivals, fallback]))
         while True:
             with contextlib.suppress(Lost):
                 times, spoilt = self._rounds(finalists)
                 break
         medians = {c: statistics.median(seconds) for c, seconds in times.items() if len(seconds) == plans.FINAL_ROUNDS}
+        self.progress.medians = dict(medians)
+        for rival in self._plan.rivals:
+            if spaces.refusal(rival, problem, self._plan.machine) is not None:
+                medians.pop(rival, None)
         if not medians and spoilt:
             raise NoValidRecord(f"{problem}: the final could not be held (environment): {spoilt.reason}")
         if not medians:
@@ -268,6 +283,8 @@ class Run:
             session=self._session,
             trials=self.progress.measured,
             ways=before.ways if before is not None and before.candidate == winner else None,
+            seconds_all=tuple(times[winner]),
+            fallback_all=tuple(times.get(fallback, ())),
         )
         self._log.append_best(best)
         return best

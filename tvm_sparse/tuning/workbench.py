@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..bench.measure import STEPS, WITHOUT_VERIFY
@@ -51,7 +52,9 @@ class Bench:
         undisturbed: bool = False,
         fresh: bool = False,
         limit: float | None = None,
+        rivals: Mapping[Candidate, Problem] = MappingProxyType({}),
     ) -> None:
+        self._rivals = rivals  # as `plans.Plan` has them
         self._how = {"undisturbed": undisturbed, "fresh": fresh}
         self._limit = MEASURE_TIMEOUT if limit is None else limit
         self._problem, self._machine, self._fallback = problem, machine, fallback
@@ -98,7 +101,10 @@ class Bench:
     def _submit(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Have built what is not; returns that."""
         new = [c for c in dict.fromkeys(candidates) if c not in self._built]
-        requests = [building.request(self._problem, c, self._machine, next(self._names), quick_host=True) for c in new]
+        requests = [
+            building.request(self._rivals.get(c, self._problem), c, self._machine, next(self._names), quick_host=True)
+            for c in new
+        ]
         self._built.update(zip(new, self._lease.build(requests, BUILD_TIMEOUT), strict=True))
         return new
 
@@ -139,8 +145,10 @@ class Bench:
         return self._lease.measure(self._built[candidate], self._request, library, self._limit, seat)
 
     def _spills(self, candidate: Candidate, built: Reply) -> int:
-        """Of registers, in instructions. The fallback's are not asked for."""
-        return (built.value["resources"] or {}).get("spill_instructions", 0) if candidate != self._fallback else 0
+        """Of registers, in instructions. The fallback and rivals run in any case: theirs are not asked for."""
+        if candidate == self._fallback or candidate in self._rivals:
+            return 0
+        return (built.value["resources"] or {}).get("spill_instructions", 0)
 
     def _finished(self, candidate: Candidate, measured: Future[Reply | None], session: str, order: int) -> Trial:
         found = self._trial(candidate, self._built[candidate].result(), measured, session, order)

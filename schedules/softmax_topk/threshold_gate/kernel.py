@@ -11,8 +11,9 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
-from ...device.arithmetic import LOG2_E
+from ...device.arithmetic import LN_2, LOG2_E
 from ...device.loops import loop_of
+from ...device.references import exact_factor, is_far, unit_of
 from ...device.selection import FULL_WARP, bits_value
 from ..ending import Ending, end_of_block
 from ..finishing import complete, write_given_columns
@@ -21,7 +22,7 @@ from .cluster import agree, await_others, call_others, share_parts
 from .deferred import finish_by_one_warp, search_marked
 from .layout import Layout
 from .rank import exponent, rank_survivors
-from .state import LOWEST, WRITTEN, State, too_large
+from .state import LOWEST, WRITTEN, State, no_good
 from .stream import add_up, await_producer, begin_pass, stream_row
 from .tiles import locate_row
 
@@ -58,12 +59,26 @@ def settle(layout: Layout) -> Callable[..., Any]:
     @T.inline
     def phase(s, attempt):
         s.settled[0] = 1
-        if (s.size[0] < layout.k and s.threshold[0] > LOWEST) or too_large(s.sum[0]):
+        if (s.size[0] < layout.k and s.threshold[0] > LOWEST) or no_good(s.sum[0]):
             s.settled[0] = attempt
         if layout.tiling.cluster > 1:
             agreed(s)
 
     return phase
+
+
+@T.inline
+def refer_to_largest(s):
+    """Take the row's largest element for the reference of the exponentials.
+
+    Reads: `largest`, `factor`.
+    Writes: `reference`; `factor`, if the reference is far (see `device.references`).
+    Barriers: none.
+    """
+    s.reference[0] = s.largest[0] * s.factor[0]
+    if is_far(s.reference[0]):
+        s.factor[0] = exact_factor(s.largest[0])
+        s.reference[0] = s.largest[0] * s.factor[0]
 
 
 @T.inline
@@ -83,7 +98,7 @@ def invert_sum(s):
 def few_marked(layout: Layout, s: Any) -> tirx.PrimExpr:
     """Whether one warp may do for the row: k tiles or more are marked, all of them copied, and the sum is good."""
     enough = T.And(s.marks[0] >= layout.k, s.marks[0] <= layout.pool.copies)
-    return T.And(enough, T.Not(too_large(s.sum[0])))
+    return T.And(enough, T.Not(no_good(s.sum[0])))
 
 
 def try_one_warp(layout: Layout) -> Callable[..., Any]:
@@ -196,6 +211,7 @@ def kernel(layout: Layout, ending: Ending | None = None) -> Callable[..., Any]:
             if t == 0:
                 needed[0] = 0
         s.written[0] = 0
+        s.unit[0] = T.float32(LN_2)
         for attempt in T.serial(2):
             # 2. Stream the row.
             begin(s, attempt)
@@ -218,7 +234,9 @@ def kernel(layout: Layout, ending: Ending | None = None) -> Callable[..., Any]:
             if s.settled[0] != 0:
                 break
             T.cuda.cta_sync()
-            s.reference[0] = s.largest[0] * s.factor[0]
+            refer_to_largest(s)
+        if is_far(s.reference[0]):
+            s.unit[0] = unit_of(s.reference[0], s.factor[0], of_row.scale if ending is not None else io.scale)
         if stay:
             end(s, of_row, needed)
         else:

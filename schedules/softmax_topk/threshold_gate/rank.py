@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
-from ...device.arithmetic import LN_2
+from ...device import references
 from ...device.loops import loop_of
 from ...device.ranking import rank_in_bins, rank_key, refine_bins, sort_descending
 from ...device.selection import (
@@ -28,7 +28,7 @@ from .survivors import keep_best
 
 def exponent(s: Any, value: Any) -> tirx.PrimExpr:
     """(value - m) * scale, m being the element of the reference, in powers of e."""
-    return (value * s.factor[0] - s.reference[0]) * T.float32(LN_2)
+    return references.exponent(value, s.factor[0], s.reference[0]) * s.unit[0]
 
 
 # fmt: off

@@ -20,6 +20,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from ...device.references import sampled_reference
 from ...device.selection import (
     FULL_WARP,
     MINUS_INFINITY,
@@ -97,16 +98,14 @@ def take_threshold(layout: Layout) -> Callable[..., Any]:
 
 @T.inline
 def refer_to_sample(s):
-    """Take the largest element of a sample, if it is finite, for the reference of the exponentials.
+    """Take the largest element of a sample, if it is finite and not far below 0, for the reference of the exponentials.
 
     Reads: `sample_top`, `factor`.
     Writes: `largest`, `reference`.
     Barriers: none.
     """
-    s.largest[0] = T.Select(
-        s.sample_top[0] > T.uint32(MINUS_INFINITY) and s.sample_top[0] < T.uint32(PLUS_INFINITY),
-        bits_value(s.sample_top[0]), T.float32(0))
-    s.reference[0] = s.largest[0] * s.factor[0]
+    s.largest[0] = T.Select(s.sample_top[0] < T.uint32(PLUS_INFINITY), bits_value(s.sample_top[0]), T.float32(0))
+    s.reference[0] = sampled_reference(s.largest[0] * s.factor[0])
 
 
 def combine_samples(layout: Layout) -> Callable[..., Any]:

@@ -42,6 +42,14 @@ CACHED = 50 << 20
 
 def space(problem: SoftmaxTopk, machine: Machine) -> Table:
     """The table of `threshold_gate`."""
+    table = shared_space(problem, machine)
+    if first_allowed(problem, machine, guesses(problem, machine), allowed) is None:
+        raise NotApplicable(f"the survivors of one row of {problem.vocab} would not fit into shared memory")
+    return table
+
+
+def shared_space(problem: SoftmaxTopk, machine: Machine) -> Table:
+    """What the tables of both templates have in common."""
     if problem.k > MAX_K:
         raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: the buffer would not fit into shared memory")
     size = problem.batch_extent * problem.vocab * numpy_dtype(problem.dtype).itemsize
@@ -70,8 +78,8 @@ def cluster_space(problem: SoftmaxTopk, machine: Machine) -> Table:
     if problem.batch_extent > 2 * machine.cores:
         raise NotApplicable(f"a block a row fills {machine.cores} multiprocessors at batch {problem.batch_extent}")
     # More blocks than fit at once would only wait for each other.
-    clusters = tuple(c for c in CLUSTERS if problem.batch_extent * c <= max(2 * machine.cores, 2))
-    table = {"cluster": clusters or CLUSTERS[:1], **space(problem, machine), "overlap": (1,), "prefetch": (0,)}
+    clusters = tuple(c for c in machine.clusters(CLUSTERS) if problem.batch_extent * c <= max(2 * machine.cores, 2))
+    table = {"cluster": clusters or CLUSTERS[:1], **shared_space(problem, machine), "overlap": (1,), "prefetch": (0,)}
     table["bound"] = (0, 1) if problem.k <= BOUNDED else (0,)
     if first_allowed(problem, machine, cluster_guesses(table, problem, machine), cluster_allowed) is None:
         raise NotApplicable(f"vocab={problem.vocab} is too short to share")
@@ -149,7 +157,7 @@ def first_allowed(
 def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
     """The best guess for `threshold_gate`."""
     point = first_allowed(problem, machine, guesses(problem, machine), allowed)
-    assert point is not None, f"{problem}: the smallest point fits every k and vocab"
+    assert point is not None, f"{problem}: the space would not apply"
     return point
 
 

@@ -15,8 +15,9 @@ from .layout import Layout, Tiling
 
 # What every float but minus infinity and NaN reaches.
 LOWEST = T.min_value("float32")
-# Bits of a float32 sum from which on it counts as overflown: 2^100, whose inverse is a normal number.
-TOO_LARGE = (127 + 100) << 23
+# Bits of a float32 sum from which on it counts as overflown: 2^100, whose inverse is a normal number; and below which
+# exponentials that matter were flushed to 0, as their reference was too large: 2^-60.
+TOO_LARGE, TOO_SMALL = (127 + 100) << 23, (127 - 60) << 23
 # The entries of `State.found` beside those of a radix pass: whether one warp has written the outputs, and how many of
 # the sample equal the threshold.
 WRITTEN, EQUALS = 0, 3
@@ -91,6 +92,7 @@ class State(Buffers):
     plain: Any = local("float32")
     inverse: Any = local("float32")  # 1 / sum
     logarithm: Any = local("float32")  # ln(sum)
+    unit: Any = local("float32")  # what exponents are multiplied by to be in powers of e (`references.unit_of`)
     slot: Any = local("int32")
     spot: Any = local("int32")
     sum_before: Any = local("float32")  # without the tile in hand
@@ -166,9 +168,9 @@ def folded(most: Callable[..., Any], x: Any, first: int, extent: int) -> Any:
     return most(folded(most, x, first, half), folded(most, x, first + half, extent - half))
 
 
-def too_large(total: Any) -> tirx.PrimExpr:
-    """Whether a sum of exponentials is no good; as if it is a NaN."""
-    return (T.reinterpret("uint32", total) & T.uint32(0x7FFFFFFF)) >= T.uint32(TOO_LARGE)
+def no_good(total: Any) -> tirx.PrimExpr:
+    """Whether a sum of exponentials, which is not negative, is too small, too large or NaN."""
+    return T.reinterpret("uint32", total) - T.uint32(TOO_SMALL) >= T.uint32(TOO_LARGE - TOO_SMALL)
 
 
 def not_below(value: Any, bound: Any, otherwise: Any = 0) -> tirx.PrimExpr:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from ...device.arithmetic import LN_2
+from ...device.references import exponent
 from ...device.selection import key_index, key_value
 from ..elements import write_given, written_element
 from .space import Layout
@@ -26,7 +26,7 @@ def write_key(io, s, rank, key):
     T.ptx.ex2.approx.ftz.f32(s.value[0], s.power[0])
     T.ptx.st.global_.f32(
         s.outputs_at[0] + T.Cast("uint64", rank * 4),
-        T.Select(io.log != 0, s.power[0] * T.float32(LN_2) - s.logarithm[0], s.value[0] * s.inverse[0]))
+        T.Select(io.log != 0, s.power[0] * s.unit[0] - s.logarithm[0], s.value[0] * s.inverse[0]))
 
 
 def write_asked(layout: Layout) -> Callable[..., Any]:
@@ -44,7 +44,7 @@ def write_asked(layout: Layout) -> Callable[..., Any]:
             s.column[0] = T.Cast("int32", T.max(T.min(s.wanted[0], T.int64(layout.vocab - 1)), T.int64(0)))
             write_given(
                 io.given, at.row, i * 32 + at.lane, s.wanted[0], layout.vocab,
-                (written_element(io, at.row, s.column[0]) * s.factor[0] - s.reference[0]) * T.float32(LN_2),
+                exponent(written_element(io, at.row, s.column[0]), s.factor[0], s.reference[0]) * s.unit[0],
                 s.inverse[0], s.logarithm[0], io.log)
 
     return phase

@@ -7,6 +7,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from ...device.arithmetic import LN_2
+from ...device.references import exact_factor, is_far, unit_of
 from ...device.selection import MINUS_INFINITY, bits_value, maxima_of_warp, order
 from ...device.thresholds import Rank
 from ...device.words import load_element, load_words, per_word, value_in
@@ -146,7 +148,7 @@ def sum_exponentials(layout: Layout) -> Callable[..., Any]:
     """The sum of exponentials.
 
     Reads: `x`, `top`, `factor`.
-    Writes: `reference`, `d`, `inverse`, `logarithm`.
+    Writes: `reference`, `unit`, `d`, `inverse`, `logarithm`; `factor`, if the reference is far (`device.references`).
     Barriers: none.
     After: `d` is the sum of exp(scale * (x - top)), in all lanes.
     """
@@ -155,6 +157,12 @@ def sum_exponentials(layout: Layout) -> Callable[..., Any]:
     @T.inline
     def phase(io, at, s):
         s.reference[0] = s.top[0] * s.factor[0]
+        s.unit[0] = T.float32(LN_2)
+        if is_far(s.reference[0]):
+            scale: T.float32 = s.factor[0] * T.float32(LN_2)
+            s.factor[0] = exact_factor(s.top[0])
+            s.unit[0] = unit_of(s.reference[0], s.factor[0], scale)
+            s.reference[0] = s.top[0] * s.factor[0]
         for e in T.unroll(layout.held):
             # x * factor - reference with one rounding, so that the reference's own rounding cancels in the quotient.
             # `ex2.ftz` spares the steps for subnormal results, which add nothing to a sum of about 1 or more.

@@ -53,6 +53,7 @@ class State:
     top_bits: tirx.Buffer  # its order bits
     factor: tirx.Buffer  # scale * log2(e)
     reference: tirx.Buffer  # top * factor, subtracted from all exponents
+    unit: tirx.Buffer  # what exponents are multiplied by to be in powers of e
     d: tirx.Buffer  # the sum of exponentials
     inverse: tirx.Buffer  # 1 / d
     logarithm: tirx.Buffer  # ln(d), if logarithms are asked for
@@ -125,6 +126,7 @@ class State:
                 factor=register("float32"),
                 top=register("float32"),
                 reference=register("float32"),
+                unit=register("float32"),
                 gate=register("float32"),
                 fine=register("float32"),
                 high=register("float32"),

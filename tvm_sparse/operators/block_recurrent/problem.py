@@ -15,6 +15,8 @@ from tvm_sparse.core.problem import Argument, Cost, numpy_dtype
 from tvm_sparse.operators.sparse_recurrent.problem import NORM, STATES, RecurrentLayer
 
 if TYPE_CHECKING:
+    import random
+
     import numpy as np
     from tvm import tirx
 
@@ -48,6 +50,10 @@ class BlockRecurrent(RecurrentLayer):
     example: ClassVar[Mapping[str, Any]] = {
         "steps": 16, "batch": 2, "hidden": 256, "nonzeros": 32, "cell": "lstm", "dtype": "float16",
     }  # fmt: skip
+
+    @classmethod
+    def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
+        return cls.drawn_layer(rng, 8)
 
     @property
     def across(self) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tvm_sparse.core import distribution
 from tvm_sparse.core.problem import (
     OPTIONAL,
     Argument,
@@ -27,6 +28,8 @@ from tvm_sparse.core.problem import (
 )
 
 if TYPE_CHECKING:
+    import random
+
     import numpy as np
     from tvm import tirx
 
@@ -129,6 +132,22 @@ class BsrMatmul(Problem):
             raise ProblemError("bsr_matmul: each matrix must have fewer than 2^31 elements")
         object.__setattr__(self, "block", f"{rows}x{cols}")
         object.__setattr__(self, "sparsity", round(float(self.sparsity), 2))
+
+    @classmethod
+    def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
+        high, wide = rng.choice((1, 4, 8, 16, 16, 32, 32, 64, 128)), rng.choice((8, 16, 32, 64))
+        wide = high if distribution.flag(rng, 0.8) else wide
+        return {
+            "m": distribution.batch(rng),
+            "k": distribution.whole(rng, 128, 1 << 14, 128),
+            "n": distribution.whole(rng, 128, 1 << 14, 128),
+            "block": f"{high}x{wide}",
+            "sparsity": round(rng.uniform(0.5, 0.98), 2),
+            "pattern": "skewed" if distribution.flag(rng, 0.2) else "uniform",
+            "dtype": distribution.dtype(rng),
+            "bias": distribution.flag(rng, 0.3),
+            "activation": rng.choice(ACTIVATIONS) if distribution.flag(rng, 0.3) else "",
+        }
 
     @property
     def block_shape(self) -> tuple[int, int]:

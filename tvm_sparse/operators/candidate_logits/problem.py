@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tvm_sparse.core import distribution
 from tvm_sparse.core.problem import (
     OPTIONAL,
     Argument,
@@ -24,6 +25,8 @@ from tvm_sparse.operators.head_topk import scores
 from tvm_sparse.operators.softmax_topk.problem import require_extras
 
 if TYPE_CHECKING:
+    import random
+
     import numpy as np
     from tvm import tirx
 
@@ -66,6 +69,18 @@ class CandidateLogits(Problem):
         require_dtype(self)
         scores.require_extents(self.operator, self.lists * self.beam, self.hidden, self.vocab, self.m)
         require_extras(self)
+
+    @classmethod
+    def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
+        return {
+            "lists": distribution.whole(rng, 1, 4096),
+            "beam": distribution.whole(rng, 1, 48),
+            "vocab": distribution.whole(rng, 1000, 256_000),
+            "hidden": distribution.whole(rng, 64, 4096, 8),
+            "m": distribution.whole(rng, 16, 1 << 14),
+            "dtype": distribution.dtype(rng),
+            "bias": distribution.flag(rng, 0.2),
+        }
 
     def smaller(self, extent: int) -> Problem:
         return replace(self, lists=extent, vocab=min(self.vocab, lists.FEW_WORDS))

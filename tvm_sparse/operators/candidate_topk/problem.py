@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tvm_sparse.core import distribution
 from tvm_sparse.core.problem import (
     OPTIONAL,
     Argument,
@@ -30,6 +31,8 @@ from tvm_sparse.operators.softmax_topk.reference import best_and_asked
 from . import lists
 
 if TYPE_CHECKING:
+    import random
+
     import numpy as np
     from tvm import tirx
 
@@ -75,6 +78,7 @@ class CandidateTopk(Problem):
     verified: ClassVar[tuple[str, ...]] = structures
     settings: ClassVar[tuple[Settings, ...]] = HeadTopk.settings
     example: ClassVar[Mapping[str, Any]] = {"lists": 1, "beam": 4, "vocab": 8000, "hidden": 256, "m": 1000, "k": 5}
+    most_drawn_bytes: ClassVar[int] = 1 << 30  # the embedding of a large vocabulary
     source: ClassVar[str] = "Shi, Xu & Knight 2018, section 4.2 and figure 2"
 
     def __post_init__(self) -> None:
@@ -91,6 +95,22 @@ class CandidateTopk(Problem):
         if self.words >= 2**31:
             raise ProblemError(f"candidate_topk: a list must have fewer than 2^31 words, got {self.words}")
         require_extras(self)
+
+    @classmethod
+    def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
+        vocab, block = distribution.whole(rng, 1000, 256_000, 8), rng.choice((1, 1, 8))
+        m = distribution.whole(rng, 16, 1 << 14) // block or 1
+        return {
+            "lists": distribution.whole(rng, 1, 4096),
+            "beam": distribution.whole(rng, 1, 48),
+            "vocab": vocab,
+            "hidden": distribution.whole(rng, 64, 4096, 8),
+            "m": m,
+            "k": min(m * block, distribution.whole(rng, 1, 64)),
+            "dtype": distribution.dtype(rng),
+            "block": block,
+            "bias": distribution.flag(rng, 0.2),
+        }
 
     @property
     def words(self) -> int:

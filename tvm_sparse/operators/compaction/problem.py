@@ -9,11 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tvm_sparse.core import distribution
 from tvm_sparse.core.problem import Argument, Cost, Problem, ProblemError, Settings, require_positive
 from tvm_sparse.core.template import ceildiv
 from tvm_sparse.formats.bitmap import BITS, bitmap_words, pack_bits, unpack_bits
 
 if TYPE_CHECKING:
+    import random
+
     import numpy as np
     from tvm import tirx
 
@@ -66,6 +69,15 @@ class Compaction(Problem):
         require_positive(self, "lists", "vocab", "capacity")
         if self.lists * max(self.vocab, self.capacity) >= 2**31:
             raise ProblemError("compaction: arrays must have fewer than 2^31 elements")
+
+    @classmethod
+    def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
+        vocab = distribution.whole(rng, 1000, 256_000)
+        return {
+            "lists": distribution.whole(rng, 1, 1024),
+            "vocab": vocab,
+            "capacity": distribution.whole(rng, 256, vocab),
+        }
 
     def extent(self, name: str | int) -> int:
         return bitmap_words(self.vocab) if name == BITMAP else super().extent(name)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tvm_sparse.core import distribution
 from tvm_sparse.core.problem import (
     OPTIONAL,
     Argument,
@@ -28,6 +29,8 @@ from tvm_sparse.operators.softmax_topk.reference import best_and_asked
 from . import scores
 
 if TYPE_CHECKING:
+    import random
+
     import numpy as np
     from tvm import tirx
 
@@ -81,6 +84,7 @@ class HeadTopk(Problem):
         {**setting, "constant": 1 - i % 2} for i, setting in enumerate(SoftmaxTopk.settings)
     )
     example: ClassVar[Mapping[str, Any]] = {"batch": 4, "vocab": 8000, "hidden": 256, "k": 5}
+    most_drawn_bytes: ClassVar[int] = 1 << 30  # the embedding of a large vocabulary
     source: ClassVar[str] = "Shi, Xu & Knight 2018, equations 1 and 2; Milakov & Gimelshein 2018, Algorithm 4"
 
     def __post_init__(self) -> None:
@@ -90,6 +94,19 @@ class HeadTopk(Problem):
         if self.k > self.vocab:
             raise ProblemError(f"head_topk: k must be at most vocab ({self.vocab}), got {self.k}")
         require_extras(self)
+
+    @classmethod
+    def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
+        vocab = distribution.whole(rng, 1000, 256_000)
+        return {
+            "batch": distribution.batch(rng),
+            "vocab": vocab,
+            "hidden": distribution.whole(rng, 64, 8192, 64 if distribution.flag(rng, 0.8) else 1),
+            "k": min(vocab, distribution.whole(rng, 1, 128)),
+            "dtype": distribution.dtype(rng),
+            "bias": distribution.flag(rng, 0.2),
+            "ids": distribution.flag(rng, 0.1) * distribution.whole(rng, 1, 16),
+        }
 
     def distance(self, other: Problem) -> float | None:
         """Octaves of all sizes; None for a problem of other columns, and for one whose rows need a smaller tile.

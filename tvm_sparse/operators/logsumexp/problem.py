@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tvm_sparse.core import distribution
 from tvm_sparse.core.problem import Argument, Cost, Problem, Settings, numpy_dtype
 from tvm_sparse.operators.softmax.problem import Softmax
 from tvm_sparse.operators.softmax.rows import SHIFT, STRUCTURES, normaliser, require_rows, row_logits
 from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG
 
 if TYPE_CHECKING:
+    import random
+
     import numpy as np
     from tvm import tirx
 
@@ -41,6 +44,14 @@ class LogSumExp(Problem):
 
     def __post_init__(self) -> None:
         require_rows(self)
+
+    @classmethod
+    def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
+        return {
+            "batch": distribution.batch(rng),
+            "vocab": distribution.vocab(rng),
+            "dtype": distribution.dtype(rng),
+        }
 
     def definition(self) -> tirx.PrimFunc:
         """Lines 1 to 6 of Algorithm 3, one row after another."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tvm_sparse.core import distribution
 from tvm_sparse.core.problem import (
     Argument,
     Cost,
@@ -41,6 +42,8 @@ from tvm_sparse.operators.lsh_lookup.tables import (
 from tvm_sparse.operators.wta_hash.problem import WtaHash, hidden_states, random_codes, require_hash
 
 if TYPE_CHECKING:
+    import random
+
     import numpy as np
     from tvm import tirx
 
@@ -88,6 +91,21 @@ class LshCandidates(Problem):
         require_tables(self, self.bits)
         if self.lists * max(self.beam * self.hidden, self.capacity) >= 2**31:
             raise ProblemError("lsh_candidates: arrays must have fewer than 2^31 elements")
+
+    @classmethod
+    def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
+        return {
+            "lists": distribution.whole(rng, 1, 64),
+            "beam": distribution.whole(rng, 1, 48),
+            "hidden": distribution.whole(rng, 64, 4096, 8),
+            "vocab": distribution.whole(rng, 1000, 256_000),
+            "k": rng.choice((8, 16)),
+            "units": rng.choice((2, 3, 4)),
+            "bands": distribution.whole(rng, 50, 1000),
+            "table": "cuckoo" if distribution.flag(rng, 0.3) else "direct",
+            "capacity": distribution.whole(rng, 1024, 1 << 15),
+            "dtype": distribution.dtype(rng),
+        }
 
     @property
     def bits(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tvm_sparse.core import distribution
 from tvm_sparse.core.problem import Argument, Cost, Problem, Settings, require_positive
 from tvm_sparse.core.template import ceildiv
 from tvm_sparse.formats.bitmap import BITS, bitmap_words, pack_bits
@@ -30,6 +31,8 @@ from .tables import (
 )
 
 if TYPE_CHECKING:
+    import random
+
     import numpy as np
     from tvm import tirx
 
@@ -71,6 +74,18 @@ class LshLookup(Problem):
     def __post_init__(self) -> None:
         require_positive(self, "lists", "beam", "vocab", "bands", "bits")
         require_tables(self, self.bits)
+
+    @classmethod
+    def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
+        cuckoo = distribution.flag(rng, 0.3)
+        return {
+            "lists": distribution.whole(rng, 1, 64),
+            "beam": distribution.whole(rng, 1, 48),
+            "vocab": distribution.whole(rng, 1000, 256_000),
+            "bands": distribution.whole(rng, 50, 1000),
+            "table": "cuckoo" if cuckoo else "direct",
+            "bits": rng.randrange(10, 21) if cuckoo else rng.randrange(6, 17),
+        }
 
     def extent(self, name: str | int) -> int:
         found = table_extent(self, self.bits, name)

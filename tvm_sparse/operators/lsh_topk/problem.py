@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tvm_sparse.core import distribution
 from tvm_sparse.core.problem import (
     OPTIONAL,
     Argument,
@@ -31,6 +32,8 @@ from tvm_sparse.operators.lsh_lookup import tables
 from tvm_sparse.operators.wta_hash.problem import random_codes
 
 if TYPE_CHECKING:
+    import random
+
     import numpy as np
     from tvm import tirx
 
@@ -94,6 +97,24 @@ class LshTopk(Problem):
         if self.frequent > self.vocab:
             raise ProblemError(f"lsh_topk: frequent={self.frequent} exceeds vocab={self.vocab}")
         _ = self.hashing, self.ranking
+
+    @classmethod
+    def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
+        vocab = distribution.whole(rng, 1000, 256_000)
+        return {
+            "lists": distribution.whole(rng, 1, 64),
+            "beam": distribution.whole(rng, 1, 48),
+            "hidden": distribution.whole(rng, 64, 4096, 8),
+            "vocab": vocab,
+            "frequent": distribution.whole(rng, 100, min(vocab, 8192)),
+            "n": distribution.whole(rng, 1, 64),
+            "k": rng.choice((8, 16)),
+            "units": rng.choice((2, 3, 4)),
+            "bands": distribution.whole(rng, 50, 1000),
+            "table": "cuckoo" if distribution.flag(rng, 0.3) else "direct",
+            "dtype": distribution.dtype(rng),
+            "bias": distribution.flag(rng, 0.2),
+        }
 
     @property
     def hashing(self) -> LshCandidates:

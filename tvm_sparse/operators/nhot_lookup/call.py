@@ -47,9 +47,9 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
         Shape `(rows, vocab)`, a few nonzeros a row: a `CsrRows` (prepared once, the fastest to call with), a
         `scipy.sparse.csr_array`, a torch tensor of layout `torch.sparse_csr`, or `(indptr, indices, values)` with
         indptr `(rows + 1,)`, indices `(nnz,)` in [0, vocab), each int32 or int64, and values `(nnz,)` of the table's
-        dtype, or None if all are 1. Rows may be empty; columns need not be sorted, and those that stand twice are
-        added. On the device of `table`. Kernels take both of one dtype: an indptr of another dtype than that of the
-        indices is copied, at every call unless they are a `CsrRows`.
+        dtype or float32, or None if all are 1. Rows may be empty; columns need not be sorted, and those that stand
+        twice are added. On the device of `table`. Kernels take both of one dtype: an indptr of another dtype than that
+        of the indices is copied, at every call unless they are a `CsrRows`.
     table
         Shape `(vocab, width)`; float32, float16 or bfloat16, accumulated in float32. Copied first if it is not
         contiguous, or not aligned to 16 bytes on a GPU.
@@ -105,8 +105,8 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
     rows, columns = csr.shape
     if columns != vocab:
         raise ValueError(f"csr: expected {vocab} columns, as the table has rows, got shape ({rows}, {columns})")
-    if csr.dtype is not None and csr.dtype != known.dtype:
-        raise ValueError(f"values: expected dtype {known.dtype}, as the table has, got {csr.dtype}")
+    if csr.dtype not in (None, "float32", known.dtype):
+        raise ValueError(f"values: expected dtype float32, or {known.dtype} as the table has, got {csr.dtype}")
     if (csr.device, csr.device_index) != (known.device, known.index):
         raise ValueError(
             f"csr: expected arrays on {known.device}:{known.index}, as the table is,"

@@ -124,7 +124,8 @@ class CsrRows:
     def problem(self, width: int, dtype: str) -> NhotLookup:
         """The problem of a look-up in a table of `width` columns."""
         (rows, vocab), weighted = self.shape, int(self.dtype is not None)
-        return NhotLookup(rows, vocab, width, typical(self.nnz, rows), dtype, weighted, self.index)
+        value = "float32" if self.dtype == "float32" != dtype else ""
+        return NhotLookup(rows, vocab, width, typical(self.nnz, rows), dtype, weighted, self.index, value)
 
     def __repr__(self) -> str:
         return (

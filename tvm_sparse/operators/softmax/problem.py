@@ -10,12 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tvm_sparse.core import distribution
 from tvm_sparse.core.problem import Argument, Cost, Problem, ProblemError, Settings, numpy_dtype
 from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, RELATIVE, TINY
 
 from .rows import SHIFT, STRUCTURES, float32_range, normaliser, require_rows, row_logits
 
 if TYPE_CHECKING:
+    import random
+
     import numpy as np
     from tvm import tirx
 
@@ -53,6 +56,15 @@ class Softmax(Problem):
         require_rows(self)
         if self.algorithm not in ALGORITHMS:
             raise ProblemError(f"softmax: algorithm must be one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}")
+
+    @classmethod
+    def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
+        return {
+            "batch": distribution.batch(rng),
+            "vocab": distribution.vocab(rng),
+            "algorithm": "online" if distribution.flag(rng, 0.8) else rng.choice(ALGORITHMS),
+            "dtype": distribution.dtype(rng),
+        }
 
     def definition(self) -> tirx.PrimFunc:
         """The algorithm as the paper writes it, one row after another."""

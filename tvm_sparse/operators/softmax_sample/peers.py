@@ -9,8 +9,8 @@ from typing import Any
 from tvm_sparse.bench.contenders import BOTH, CUDA, Call, Peer, torch_tensor
 from tvm_sparse.core.problem import Problem
 
-from .call import FILTERS, softmax_sample, width_of
-from .problem import SoftmaxSample
+from .call import FILTERS, softmax_sample
+from .problem import SoftmaxSample, width_of
 
 
 def _given(problem: SoftmaxSample, inputs: Sequence[Any], device: str) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tvm_sparse.core import drawing
+from tvm_sparse.core import distribution, drawing
 from tvm_sparse.core.problem import (
     OPTIONAL,
     Argument,
@@ -27,6 +27,8 @@ from tvm_sparse.core.problem import (
 from .reference import best_and_asked
 
 if TYPE_CHECKING:
+    import random
+
     import numpy as np
     from tvm import tirx
 
@@ -87,6 +89,18 @@ class SoftmaxTopk(Problem):
         if self.vocab >= 2**31:
             raise ProblemError(f"softmax_topk: vocab must be below 2^31, got {self.vocab}")
         require_extras(self)
+
+    @classmethod
+    def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
+        vocab = distribution.vocab(rng)
+        return {
+            "batch": distribution.batch(rng),
+            "vocab": vocab,
+            "k": min(vocab, distribution.whole(rng, 1, 1000)),
+            "dtype": distribution.dtype(rng),
+            "bias": distribution.flag(rng, 0.2),
+            "ids": distribution.flag(rng, 0.2) * distribution.whole(rng, 1, 16),
+        }
 
     def definition(self) -> tirx.PrimFunc:
         """Algorithm 4 as written, one row after another, with NaN first in the order as in torch.topk."""

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tvm_sparse.core import distribution
 from tvm_sparse.core.problem import (
     OPTIONAL,
     Argument,
@@ -36,6 +37,8 @@ from tvm_sparse.core.problem import (
 )
 
 if TYPE_CHECKING:
+    import random
+
     import numpy as np
     from tvm import tirx
 
@@ -95,6 +98,22 @@ class RecurrentLayer(Problem):
                 raise ProblemError(f"{self.operator}: {name} must be 0 or 1, got {self.axes[name]!r}")
         if self.steps * self.batch * self.gates * self.hidden >= 2**31:
             raise ProblemError(f"{self.operator}: x_projected must have fewer than 2^31 elements; cut the sequence up")
+
+    @classmethod
+    def drawn_layer(cls, rng: random.Random, units: int) -> dict[str, Any]:
+        """`drawn_axes` of a layer whose weight is kept in groups of so many columns."""
+        hidden = distribution.whole(rng, 64, 2048)
+        density = math.exp(rng.uniform(math.log(0.01), math.log(0.3)))
+        return {
+            "steps": distribution.whole(rng, 1, 512),
+            "batch": distribution.whole(rng, 1, 64),
+            "hidden": hidden,
+            "nonzeros": max(1, round(density * hidden / units)),
+            "cell": rng.choice(tuple(GATES)),
+            "dtype": distribution.dtype(rng),
+            "ragged": distribution.flag(rng, 0.3),
+            "resets": distribution.flag(rng, 0.2),
+        }
 
     @property
     def gates(self) -> int:
@@ -256,6 +275,10 @@ class SparseRecurrent(RecurrentLayer):
     tuned: ClassVar[str] = "random"
     verified: ClassVar[tuple[str, ...]] = structures
     example: ClassVar[Mapping[str, Any]] = {"steps": 16, "batch": 2, "hidden": 256, "nonzeros": 20, "cell": "lstm"}
+
+    @classmethod
+    def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
+        return cls.drawn_layer(rng, 1)
 
     @property
     def words(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tvm_sparse.core import distribution
 from tvm_sparse.core.problem import (
     Argument,
     Cost,
@@ -24,6 +25,8 @@ from tvm_sparse.core.problem import (
 from tvm_sparse.formats import wta
 
 if TYPE_CHECKING:
+    import random
+
     import numpy as np
     from tvm import tirx
 
@@ -100,6 +103,17 @@ class WtaHash(Problem):
         require_hash(self)
         if max(self.batch * max(self.bands, self.hidden), self.bands * self.units * self.k) >= 2**31:
             raise ProblemError("wta_hash: arrays must have fewer than 2^31 elements")
+
+    @classmethod
+    def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
+        return {
+            "batch": distribution.whole(rng, 1, 4096),
+            "hidden": distribution.whole(rng, 64, 8192, 8),
+            "k": rng.choice((4, 8, 16, 32)),
+            "units": rng.choice((2, 3, 4)),
+            "bands": distribution.whole(rng, 50, 1000),
+            "dtype": distribution.dtype(rng),
+        }
 
     def smaller(self, extent: int) -> Problem:
         return dataclasses.replace(self, batch=extent, bands=min(self.bands, FEW_BANDS))

@@ -1,0 +1,46 @@
+"""Problems drawn at random: what operators declare for studies of look-up."""
+
+import random
+
+import pytest
+
+from tvm_sparse.core import distribution, registry
+from tvm_sparse.core.problem import Problem, ProblemError
+
+OPERATORS = tuple(operator.name for operator in registry.BUILTIN)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_drawn_problems_are_within_the_bounds_and_as_calls_ask_for_them(name: str) -> None:
+    kind, rng = registry.find(name).problem, random.Random(f"bounds/{name}")
+    drawn = [distribution.problem(kind, rng) for _ in range(50)]
+    assert len(set(drawn)) > 40
+    for problem in drawn:
+        assert registry.parse(problem.key) == problem == problem.as_called()
+        assert distribution.array_bytes(problem) <= kind.most_drawn_bytes
+        assert problem.cost().operations <= distribution.MOST_OPERATIONS
+    batches = sorted(problem.batch_extent for problem in drawn)
+    assert batches[0] * 8 < batches[-1]
+
+
+def test_what_is_drawn_follows_from_the_seed() -> None:
+    for name in OPERATORS:
+        kind = registry.find(name).problem
+        one, again, other = (distribution.problem(kind, random.Random(seed)) for seed in (5, 5, 6))
+        assert one == again != other
+
+
+def test_every_dtype_and_extra_is_drawn() -> None:
+    kind, rng = registry.find("softmax_topk").problem, random.Random(0)
+    drawn = [distribution.problem(kind, rng).axes for _ in range(100)]
+    assert {axes["dtype"] for axes in drawn} == {"float32", "float16", "bfloat16"}
+    assert {axes["bias"] for axes in drawn} == {0, 1}
+    assert any(axes["ids"] for axes in drawn)
+
+
+def test_an_operator_without_a_distribution_says_so() -> None:
+    class Other(Problem):
+        operator = "other"
+
+    with pytest.raises(ProblemError, match="other: declares no distribution"):
+        distribution.problem(Other, random.Random(0))
