@@ -5,18 +5,19 @@ That kernels agree with the reference is tested with those of all operators (tes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import scipy.stats
 import tvm
-from cases import MACHINES, SM90, calls_run
+from cases import MACHINES, SM90, calls_run, sampled, thorough
 
 import tvm_sparse
 from tvm_sparse.artifacts.compile import target_of
 from tvm_sparse.core import spaces
+from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.problem import Mismatch, ProblemError, numpy_dtype
 from tvm_sparse.core.registry import parse
 from tvm_sparse.emulation import run_on_cpu
@@ -377,6 +378,101 @@ def test_blocks_of_a_cluster_search_rows_of_any_kind() -> None:
     problem.check(inputs, problem.reference(inputs), outputs)
     # Most words are none of the best four: they were searched for.
     assert (outputs[3] != outputs[0][:, None]).all(axis=1).mean() > 0.5
+
+
+# ---- whatever rounding does ----------------------------------------------------------------------
+
+
+def rows_at_bounds(problem: SoftmaxSample, seed: int) -> list[Any]:
+    """Inputs whose rows have few words that may be drawn, with uniform numbers at the bounds of their chances.
+
+    Of a row one to k + 1 words are finite, or all but one masked, or all equal, or all but a few below 2^-24 of the
+    mass, or it is padding. The numbers are 0, 1 - 2^-24, and where a word's part of the row ends.
+    """
+    rng = np.random.default_rng(seed)
+    inputs = problem.generate(seed, "ties")
+    x = np.full((problem.batch, problem.vocab), -np.inf, np.float32)
+    for i, row in enumerate(x):
+        kind, some = i % 6, rng.permutation(problem.vocab)
+        if kind < 2:
+            row[some[: 1 + i // 6 % (problem.k + 1)]] = rng.standard_normal(1 + i // 6 % (problem.k + 1)) * kind
+        elif kind == 2:
+            row[some[0]] = rng.choice([-1e4, 0, 1e4])
+        elif kind == 3:
+            row[:] = rng.choice([0.0, -6e4])
+        elif kind == 4:
+            row[:] = -np.linspace(14, 200, problem.vocab)[some]  # 1e-6 and less, down to 0
+            row[some[:2]] = 0
+        else:
+            row[:] = np.where(rng.random(problem.vocab) < 0.5, -6e4, -np.inf)
+            row[some[:3]] = (-1, 0, 1)
+    inputs[0] = x.astype(numpy_dtype(problem.dtype))
+    if not problem.seeded:
+        scores = np.asarray(inputs[0], np.float64) + (inputs[5] if problem.bias else 0)
+        scores[np.isneginf(scores).all(axis=1)] = 0
+        chances = np.exp(
+            scores - scores.max(axis=1, keepdims=True), where=np.isfinite(scores), out=np.zeros_like(scores)
+        )
+        ends = np.cumsum(-np.sort(-chances), axis=1)
+        places = [rng.integers(np.count_nonzero(row)) if row.any() else 0 for row in chances]
+        bounds = (ends / ends[:, -1:])[np.arange(len(x)), places]
+        fixed = np.resize(np.float32([0, 1 - 2.0**-24, 1 - 2.0**-24]), len(x))
+        inputs[-1] = np.where(rng.random(len(x)) < 0.4, bounds, fixed).astype(np.float32)
+    return inputs
+
+
+def check_drawn(problem: SoftmaxSample, inputs: list[Any], outputs: list[Any]) -> None:
+    """The outputs are right, and every word that is drawn is one of a finite score."""
+    problem.check(inputs, problem.reference(inputs), outputs)
+    scores = np.asarray(inputs[0]).astype(np.float32) + (inputs[5] if problem.bias else np.float32(0))
+    known = np.isfinite(scores).any(axis=1)
+    assert np.isfinite(scores[known, np.asarray(outputs[0])[known]]).all()
+
+
+# Every template, with and without the whole row, and some points beside the default.
+BOUNDED = (
+    ("sample_scan", "batch=240,vocab=301,k=8", 0),
+    ("sample_scan", "batch=240,vocab=333,k=40,dtype=bfloat16,per_row=1,bias=1,whole=1", 0),
+    thorough("sample_gate", "batch=48,vocab=301,k=8", 3),
+    ("sample_gate", "batch=48,vocab=301,k=64,dtype=bfloat16,per_row=1,bias=1", 0),
+    ("sample_gate", "batch=36,vocab=333,k=8,dtype=float16,per_row=1,whole=1", 0),
+    thorough("sample_cluster", "batch=48,vocab=2051,k=8", 2),
+    ("sample_cluster", "batch=18,vocab=4096,k=8,dtype=bfloat16,per_row=1,whole=1", 0),
+    ("sample_warps", "batch=48,vocab=301,k=8,per_row=1", 0),
+    thorough("sample_warps", "batch=48,vocab=500,k=128,dtype=bfloat16", 2),
+    ("sample_radix", "batch=36,vocab=301,k=8,per_row=1", 0),
+    ("sample_radix", "batch=36,vocab=301,k=8,dtype=bfloat16,whole=1", 0),
+)
+
+
+def runner(problem: SoftmaxSample, candidate: Candidate) -> Callable[[Sequence[Any], int], list[np.ndarray]]:
+    """(inputs, seed) -> outputs of a candidate's program, a CUDA one thread by thread."""
+    program = spaces.find(candidate.template).build(problem, candidate.values)
+    if spaces.find(candidate.template).kind == "llvm":
+        function = tvm.compile(program.module, target="llvm")["main"]
+
+    def run(inputs: Sequence[Any], seed: int) -> list[np.ndarray]:
+        outputs = problem.empty_outputs()
+        if spaces.find(candidate.template).kind == "llvm":
+            function(*(arrays.argument(one) if isinstance(one, np.ndarray) else one for one in (*inputs, *outputs)))
+        else:
+            run_on_cpu(program.module, target_of(SM90), [*inputs, *outputs], pipeline=program.pipeline, seed=seed)
+        return outputs
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "axes", "more"), BOUNDED)
+def test_no_masked_word_is_drawn(name: str, axes: str, more: int) -> None:
+    """Of no template and point, at 1 - 2^-24 and wherever sums of chances may be rounded, with any filters."""
+    problem, template = parse(f"softmax_sample/{axes}"), spaces.find(name)
+    for number, candidate in enumerate(sampled(template, problem, MACHINES[template.kind], more)):
+        run = runner(problem, candidate)
+        for turn, settings in enumerate(problem.settings[:1] if problem.per_row else problem.settings[1:4]):
+            inputs = rows_at_bounds(problem, 10 * number + turn)
+            if not problem.per_row:
+                inputs[1:5] = [int(value) if name == "top_k" else value for name, value in settings.items()]
+            check_drawn(problem, inputs, run(inputs, turn))
 
 
 def test_a_wrong_word_is_found_out() -> None:
