@@ -30,7 +30,7 @@ from tvm_sparse.bench.compare import compare
 from tvm_sparse.bench.contenders import Peer
 from tvm_sparse.cli import common, doctor
 from tvm_sparse.cli.app import app
-from tvm_sparse.core import machine, registry, shape_files, spaces
+from tvm_sparse.core import commands, machine, registry, shape_files, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.machine import Machine, UnknownArch
 from tvm_sparse.core.problem import ProblemError
@@ -132,7 +132,7 @@ def test_shapes_that_nobody_tuned_are_exported(tuned: tuple[Path, str], tmp_path
     jobs = shipping.planned(HERE, [tuned[0]], shape_files.read(path))
     assert {(job[0].key, job[2]) for job in jobs} >= {(parse("softmax/batch=1,vocab=37").key, "fallback")}
     assert [job[2] for job in jobs].count("exact") == 1
-    assert "(--shapes FILE)" in call("export", "--target", "sm_50", "--logs", tuned[0], "-o", folder, code=1)
+    assert "(--shapes FILE)" in call("export", "--target", "sm_80", "--logs", tuned[0], "-o", folder, code=1)
 
 
 def test_the_cache_is_shown_and_cleaned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,8 @@ def test_what_calls_ask_for_is_tuned(tmp_path: Path) -> None:
         (("softmax_topk", "batch=one", "vocab=10", "k=1"), "batch must be int, got 'one'"),
         (("softmax_topk", "batch=1", "vocab=10", "k=11"), "k must be at most vocab"),
         ((*TINY, "--target", "sm_9"), "sm_90a"),
-        ((*TINY, "--target", "sm_60"), "is not here, and tuning runs kernels"),
+        ((*TINY, "--target", "l4"), "is not here, and tuning runs kernels"),
+        ((*TINY, "--target", "sm_60"), "capability 6.0 is below 8.0"),
         ((*TINY, "--shapes", "nowhere.toml"), "give one of them"),
         (("--shapes", "nowhere.toml"), "nowhere.toml: No such file"),
         ((), "see tvm-sparse list"),
@@ -326,7 +327,7 @@ def test_the_time_left_does_not_jump() -> None:
 def test_a_missing_extra_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(common, "_installed", lambda module: module != "xgboost")
     said = call("tune", *TINY, "--target", "cpu", "--logs", tmp_path, code=1)
-    assert 'xgboost missing; install with: pip install "tvm_sparse[tune]"' in said
+    assert f'xgboost missing; install with: {commands.python()} -m pip install "tvm_sparse[tune]"' in said
 
 
 # ------------------------------------------------------------------------------------------------ the main job

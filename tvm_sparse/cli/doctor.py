@@ -278,8 +278,12 @@ def _gpu() -> list[Check]:
     cpu = machine.cpu()
     checks = [Check("CPU", "info", f"{cpu.name}, {cpu.cores} cores, {cpu.arch}")]
     found = machine.gpu()
+    refused = [reason for one in machine.gpus() if (reason := machine.below_floor(one))]
+    checks += [Check("GPU", "broken", f"{reason}; kernels run on the CPU") for reason in refused]
+    if found is None and not refused:
+        checks.append(Check("GPU", "absent", "the driver reports none; kernels run on the CPU"))
     if found is None:
-        return [*checks, Check("GPU", "absent", "the driver reports none; kernels run on the CPU")]
+        return checks
     limit = f", reads {found.bandwidth / 1e12:.2f} TB/s" if found.bandwidth else ""
     checks.append(Check("GPU", "info", f"{found.name}, {found.arch}, {found.cores} multiprocessors{limit}"))
     fields = "driver_version,memory.free,clocks.sm,clocks.mem,power.limit"

@@ -143,6 +143,8 @@ class Best:
         `Session.id` of the tuning session.
     trials : int, optional
         How many trials that session had recorded by then: fewer in the log mean that it was cut.
+    seconds_all, fallback_all : tuple of float, optional
+        Of winner and fallback the time of one call in each round. Rankings of before these were kept have none.
     ways : mapping, optional
         Median time of a call by the name of its way, where the operator has other ways to its result than the kernel,
         and `tvm-sparse bench --record` has timed them in turn.
@@ -161,9 +163,13 @@ class Best:
     trials: int | None = None
     # Left out of the hash, not of the comparison: a dict has no hash.
     ways: Mapping[str, float] | None = field(default=None, hash=False)
+    seconds_all: tuple[float, ...] = ()
+    fallback_all: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         _check_texts(self, "problem", "arch", "session")
+        for name in ("seconds_all", "fallback_all"):
+            object.__setattr__(self, name, tuple(_time(value, name) for value in getattr(self, name)))
         _check_candidate(self.candidate)
         _check_candidate(self.fallback)
         operator_of(self.problem)

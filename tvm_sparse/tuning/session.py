@@ -283,6 +283,8 @@ class Run:
             session=self._session,
             trials=self.progress.measured,
             ways=before.ways if before is not None and before.candidate == winner else None,
+            seconds_all=tuple(times[winner]),
+            fallback_all=tuple(times.get(fallback, ())),
         )
         self._log.append_best(best)
         return best

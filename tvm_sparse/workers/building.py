@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..artifacts import manifest
-from ..artifacts.compile import UNFINISHED, CompileError
+from ..artifacts.compile import CompileError
 from ..artifacts.manifest import Entry, digest
+from ..core import scratch
 from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem
@@ -128,16 +129,22 @@ def build(
     builders: int = 1,
     show: Callable[[Entry], None] = lambda entry: None,
     using: Pool | None = None,
+    skip: Callable[[int, str], None] | None = None,
 ) -> list[Entry]:
     """Compile (problem, candidate, chosen, figures) jobs into `folder` and describe the libraries.
 
     Compilation happens in child processes, `builders` of its own or those of `using`: the caller's process imports no
     compiler and survives its crashes.
 
+    Parameters
+    ----------
+    skip
+        Called with the number of a job that does not compile, and why: it has no library, and the others go on.
+
     Raises
     ------
     CompileError
-        Naming the first problem that did not compile; nothing is written into a manifest then.
+        Without `skip`: naming the first problem that did not compile; nothing is written into a manifest then.
     """
     entries = []
     requests = [
@@ -146,9 +153,11 @@ def build(
     ]
     with _no_parts_left(folder), contextlib.ExitStack() as stack:
         pool = using or stack.enter_context(Pool(builders, BUILD_WORKER, name="build"))
-        for (problem, candidate, chosen, figures), reply in zip(
-            jobs, pool.map(requests, timeout=BUILD_TIMEOUT), strict=True
-        ):
+        for number, reply in enumerate(pool.map(requests, timeout=BUILD_TIMEOUT)):
+            problem, candidate, chosen, figures = jobs[number]
+            if not reply.ok and skip is not None:
+                skip(number, reply.message)
+                continue
             if not reply.ok:
                 raise CompileError(f"{problem} with {candidate}: {reply.message}")
             entry = described(problem, candidate, machine, chosen, reply.value, figures)
@@ -160,12 +169,10 @@ def build(
 @contextlib.contextmanager
 def _no_parts_left(folder: Path) -> Iterator[None]:
     """Where the block fails, remove what its workers had begun to write: one that was ended could not do so itself."""
-    before = set(folder.glob(f"{UNFINISHED}*"))
     try:
         yield
     except BaseException:
-        for path in set(folder.glob(f"{UNFINISHED}*")) - before:
-            path.unlink(missing_ok=True)
+        scratch.sweep(folder)
         raise
 
 

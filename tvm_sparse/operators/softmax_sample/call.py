@@ -15,6 +15,7 @@ from tvm_sparse.runtime.calls import (
     machine_of,
     outputs_for,
     passed,
+    run,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.loading import Miss
@@ -150,9 +151,7 @@ def softmax_sample(
     # What a kernel depends on: numbers other than top_k are passed to it.
     what = ("softmax_sample", None if own[1] else filters[1], max_top_k, best, seeded)
     if out is None and not through and any(own) is all(own):
-        given = (logits, *(filters if own[0] else ()), bias, *drawn)
-        before = (logits, *filters, *numbers) if bias is None else (logits, *filters, bias, *numbers)
-        results = repeat.again(dispatcher.launchers, what, given, before, None)
+        results = repeat.again(dispatcher.launchers, what, (logits, *filters, bias, *numbers), None)
         if results is not None:
             return tuple([*results[:2], *[array[:, :best] for array in results[2:] if best]])
 
@@ -196,18 +195,17 @@ def softmax_sample(
     if batch and not arrays.is_fake(logits):
         axes = {"bias": len(extras), "per_row": int(any(own)), "seeded": seeded, "whole": int(whole)}
         problem = SoftmaxSample(batch, vocab, width, known.dtype, **axes)
-        function, seeded = _kernel(problem, machine_of("logits", known))
-        if seeded != problem.seeded:
-            passed_numbers = checked(seeded, (seeds.uniforms(problem.seeded, numbers, rows, logits, known),))
+        launchers = dispatcher.launchers  # before others take their place
+        function, made = _kernel(problem, machine_of("logits", known))
+        if made != seeded:
+            passed_numbers = checked(made, (seeds.uniforms(seeded, numbers, rows, logits, known),))
         ready = arrays.reshaped(arrays.ready("logits", logits, known), (batch, vocab))
         flat = [
             arrays.reshaped(array, (batch, *shape[len(rows) :]))
             for array, (_, shape, _) in zip(outputs, (*wanted, *kept), strict=True)
         ]
-        function(arrays.argument(ready), *passed_filters, *extras, *passed_numbers, *map(arrays.argument, flat))
-        if arrays.is_torch(logits) and len(rows) == 1 and any(own) is all(own) and seeded == what[-1]:
-            given = (logits, *(filters if own[0] else ()), bias, *drawn)
-            repeat.put_down(dispatcher.launchers, what, given, repeat.launcher(function, tuple(outputs)))
+        arguments = (ready, *passed_filters, *(extras or [None]), *passed_numbers)
+        run(launchers if made == seeded else None, what, function, arguments, flat)
     shown = [arrays.returned(array, logits) for array in outputs]
     return tuple([*(out or shown[:2]), *[array[..., :best] for array in shown[2:] if best]])
 
