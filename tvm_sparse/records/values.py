@@ -13,6 +13,7 @@ neither TVM nor NumPy: records are read where nothing can be compiled.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import statistics
@@ -247,6 +248,7 @@ FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+\-]*")
 """What may be the name of a folder of records: an architecture or an operator."""
 
 
+@functools.lru_cache(maxsize=1024)  # thousands of lines of a log have the same
 def operator_of(problem: str) -> str:
     """Return the operator of a problem key: what stands before the first ``/``."""
     operator, slash, _ = problem.partition("/")
@@ -273,6 +275,8 @@ def _check_candidate(value: Any) -> None:
 
 
 def _time(value: Any, name: str) -> float:
+    if type(value) is float and 0.0 < value < math.inf:
+        return value
     if isinstance(value, bool | str):  # float() would take both
         raise TypeError(f"{name}: not a number: {value!r}")
     seconds = float(value)

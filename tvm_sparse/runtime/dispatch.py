@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,7 @@ class Dispatcher:
         self._signed: dict[Path, Signed] = {}  # of added folders those that are taken for their signature
         self._taken: tuple[Problem, Machine, str] | None = None  # as `taking` says
         self._libraries: dict[tuple[Path, str], Any] = {}
-        self._records: dict[tuple[str, str], dict[str, Any]] = {}
+        self._records: dict[tuple[str, str], Any] = {}  # as `_kept` keeps them
         self._predictors: dict[tuple[str, str], Any] = {}
         self._manifests: dict[Path, tuple[Any, tuple[Entry, ...]]] = {}
         self._warned: set[tuple[Any, ...]] = set()
@@ -405,20 +405,34 @@ class Dispatcher:
         return (self._cache or paths.user_cache()) / machine.arch
 
     def _tuned(self, arch: str, operator: str) -> dict[str, Any]:
-        """The best records of one operator."""
-        if (arch, operator) not in self._records:
+        """The best records of one operator, read anew when their files have changed."""
+
+        def read() -> dict[str, Any]:
             from ..records.queries import best_records
 
-            self._records[arch, operator] = best_records(self._roots(), arch, (operator,))
-        return self._records[arch, operator]
+            return best_records(self._roots(), arch, (operator,))
+
+        return self._kept(self._records, arch, operator, "best.jsonl", read)
 
     def _predictor(self, arch: str, operator: str) -> Any:
-        """The model of one operator, or None."""
-        if (arch, operator) not in self._predictors:
+        """The model of one operator, or None; as `_tuned`."""
+
+        def read() -> Any:
             from ..records.queries import predictor
 
-            self._predictors[arch, operator] = predictor(self._roots(), arch, operator)
-        return self._predictors[arch, operator]
+            return predictor(self._roots(), arch, operator)
+
+        return self._kept(self._predictors, arch, operator, "predictor.json", read)
+
+    def _kept(
+        self, kept: dict[tuple[str, str], Any], arch: str, operator: str, name: str, read: Callable[[], Any]
+    ) -> Any:
+        """What was read from the files of this name, one a folder of logs, unless one of them has changed since."""
+        stamps = [locking.stamp(root / arch / operator / name) for root in self._roots()]
+        held = kept.get((arch, operator))
+        if held is None or held[0] != stamps:
+            held = kept[arch, operator] = (stamps, read())
+        return held[1]
 
     def _roots(self) -> tuple[Path, ...]:
         """The folders of records, of which the last that has one of a problem counts."""

@@ -106,7 +106,7 @@ class Run:
         problem, machine = plan.problem, plan.machine
         self._plan, self._log, self._seed, self._show, self._stop = plan, log, seed, show, stop
         self._fallback = spaces.fallback(problem, machine)
-        self.known = recorded(log, fresh=plan.fresh).get(problem.key, {})
+        self.known = recorded(log, problem, fresh=plan.fresh).get(problem.key, {})
         self.progress = Progress(plan)
         for candidate, seconds in self.known.items():
             if seconds and seconds < self.progress.best_seconds:
