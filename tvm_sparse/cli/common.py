@@ -97,11 +97,10 @@ def target_names(incomplete: str) -> list[str]:
     return [name for name in ("auto", "cpu", "cuda", *ARCHS) if name.startswith(incomplete)]
 
 
-def template_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Templates of the operator that is named, or of all."""
-    operator = registry.operators().get(str(ctx.params.get("operator")).partition("/")[0])
-    known = [operator] if operator is not None else registry.operators().values()
-    return [template.name for one in known for template in one.templates if template.name.startswith(incomplete)]
+def template_names(incomplete: str) -> list[str]:
+    """All templates: of what is in front of an option that has no value yet, a shell's completion is not told."""
+    templates = (template for one in registry.operators().values() for template in one.templates)
+    return [template.name for template in templates if template.name.startswith(incomplete)]
 
 
 def recorded_keys(ctx: typer.Context, incomplete: str) -> list[str]:

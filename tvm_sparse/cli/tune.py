@@ -219,7 +219,7 @@ def tune(
             console().print(result_table(plans, outcome.bests))
             typer.echo("\n".join([WIDE_NOTE[0].upper() + WIDE_NOTE[1:], *load_line(before, sampled())]))
             typer.echo(f"Recorded in {', '.join(str(folder / where.arch) for where in machines)}")
-        for line in _failed(plans, outcome, folder):
+        for line in failed_lines(plans, outcome, folder):
             typer.echo(line)
         if outcome.interrupted:
             left = len(plans) - len(outcome.bests) - outcome.failures
@@ -236,7 +236,7 @@ def tune(
 MOST_REASONS = 3
 
 
-def _failed(plans: Sequence[Plan], outcome: Outcome, folder: Path) -> list[str]:
+def failed_lines(plans: Sequence[Plan], outcome: Outcome, folder: Path) -> list[str]:
     """Why candidates of this run failed, by problem."""
     from ..records import Log
     from ..records.queries import failures
@@ -651,7 +651,8 @@ class Lines:
             typer.echo(f"{self._names[plan]}: no valid record")
         else:
             inputs = ", fresh inputs" if plan.fresh else ""
-            typer.echo(f"{self._names[plan]}: {us(best.seconds)} us{inputs}, {gain(best)} fallback, {best.candidate}")
+            faster = found if (found := gain(best)) != "-" else "no ratio (spread) to the"
+            typer.echo(f"{self._names[plan]}: {us(best.seconds)} us{inputs}, {faster} fallback, {best.candidate}")
 
 
 class Live:
