@@ -198,7 +198,7 @@ class Run:
                 return
             self._proposed.append((batch, search.predicted))
             if self.ahead:
-                self.bench.begin(batch)
+                self.bench.begin(batch, self._session)
 
     def _require_fallback(self) -> None:
         """The fallback fits every shape: where it fails the machine is at fault, and no candidate is to pay."""
@@ -244,7 +244,8 @@ class Run:
         self._show(progress)
 
     def final(self) -> Best:
-        """Measure the best few and the fallback again, in turn on one device, and record the winner by its median.
+        """Measure the best few and the fallback again, in turn on one device, and record the winner by its median, if
+        it is right on ten times as many cases as candidates are; else the next best that is.
 
         One round after another, so that a drift of the machine meets all of them; the fallback takes part, so that a
         tuned result cannot lose to not tuning. Devices differ: all is measured by the session's own seat, and where
@@ -258,19 +259,19 @@ class Run:
         while True:
             with contextlib.suppress(Lost):
                 times, spoilt = self._rounds(finalists)
+                rounds = plans.FINAL_ROUNDS
+                medians = {c: statistics.median(seconds) for c, seconds in times.items() if len(seconds) == rounds}
+                self.progress.medians = dict(medians)
+                for rival in self._plan.rivals:
+                    if spaces.refusal(rival, problem, self._plan.machine) is not None:
+                        medians.pop(rival, None)
+                winner, failed = self._proven(medians)
                 break
-        medians = {c: statistics.median(seconds) for c, seconds in times.items() if len(seconds) == plans.FINAL_ROUNDS}
-        self.progress.medians = dict(medians)
-        for rival in self._plan.rivals:
-            if spaces.refusal(rival, problem, self._plan.machine) is not None:
-                medians.pop(rival, None)
-        if not medians and spoilt:
+        spoilt = failed or spoilt
+        if winner is None and spoilt:
             raise NoValidRecord(f"{problem}: the final could not be held (environment): {spoilt.reason}")
-        if not medians:
+        if winner is None:
             raise NoValidRecord(f"{problem}: no candidate gave the right answer; the log has the reasons")
-        winner = min(medians, key=lambda c: medians[c])
-        if medians.get(fallback, float("inf")) <= medians[winner]:
-            winner = fallback
         before = self._log.best().get(problem.key)
         best = Best(
             problem=problem.key,
@@ -288,6 +289,22 @@ class Run:
         )
         self._log.append_best(best)
         return best
+
+    def _proven(self, medians: dict[Candidate, float]) -> tuple[Candidate | None, Trial | None]:
+        """The fastest finalist that stands the proof, the fallback where it is as fast, and a trial that the
+        environment spoilt if there was one. What fails is written down and left out of `medians`."""
+        seat, spoilt = self.bench.seat(), None
+        while medians:
+            winner = min(medians, key=lambda c: (medians[c], c != self._fallback))
+            trial = self.bench.prove(winner, self._session, seat)
+            if trial is None:
+                return winner, None
+            self._log.append(trial)
+            self.known[winner] = None
+            del medians[winner]
+            if trial.outcome == "environment":
+                spoilt = trial
+        return None, spoilt
 
     def _rounds(self, finalists: Sequence[Candidate]) -> tuple[dict[Candidate, list[float]], Trial | None]:
         """Times of finalists, a figure a round, and a trial that the environment spoilt if there was one."""

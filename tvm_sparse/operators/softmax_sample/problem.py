@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tvm_sparse.core import distribution
+from tvm_sparse.core import distribution, drawing
 from tvm_sparse.core.problem import OPTIONAL, Argument, Cost, Problem, ProblemError, Settings, numpy_dtype
 from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, SoftmaxTopk
 from tvm_sparse.operators.softmax_topk.reference import normalised, ranked
@@ -35,6 +35,8 @@ WIDTHS = (8, 32, 64, 128, 256, 512, MAX_K)
 UNSAID = 128
 # Sums of probabilities in float32 are as accurate as probabilities (`SoftmaxTopk.tolerance`), or a little less.
 SLACK = 3e-5
+# Uniform numbers that one of [0, 1) may happen to be.
+UNIFORMS = (0.0, 2.0**-32, 0.25, 0.5, 0.75, 1 - 2.0**-24)
 NAMES = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -84,7 +86,7 @@ class SoftmaxSample(Problem):
         Argument("indices", ("batch", "k"), "int64", "These words, in [0, vocab)."),
     )
     # How a row is read is softmax_topk's: these are what a word may have to be drawn from, and a long tail to time.
-    structures: ClassVar[tuple[str, ...]] = ("random", "ties", "masked", "special", "zipf")
+    structures: ClassVar[tuple[str, ...]] = ("random", "ties", "masked", "special", "mixed", "zipf")
     tuned: ClassVar[str] = SoftmaxTopk.tuned
     verified: ClassVar[tuple[str, ...]] = structures[:-1]
     settings: ClassVar[tuple[Settings, ...]] = (
@@ -165,6 +167,35 @@ class SoftmaxSample(Problem):
         the reference reads and kernels do not have."""
         some = super().sample(inputs[: len(self.kernel_inputs)], rows)
         return [*some, self._numbers(inputs)[rows]] if self.seeded > 1 else some
+
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        return self.best.scaled
+
+    @property
+    def shifted(self) -> tuple[str, ...]:
+        return self.best.shifted
+
+    def draw_settings(self, rng: np.random.Generator) -> dict[str, float]:
+        """Each filter is off as often as it is on."""
+        import numpy as np
+
+        on = rng.random(3) < 0.5
+        return {
+            "temperature": 0.0 if rng.random() < 0.1 else drawing.temperature(rng),
+            "top_k": int(rng.choice([1, 2, rng.integers(1, self.k + 1), self.k])) if on[0] else 0,
+            "top_p": float(np.float32(rng.uniform(0.02, 1))) if on[1] else 1.0,
+            "min_p": float(np.float32(10 ** rng.uniform(-4, 0))) if on[2] else 0.0,
+        }
+
+    def altered(self, inputs: list[Any], rng: np.random.Generator) -> list[Any]:
+        """Uniform numbers at the ends of their range and in its middle, in a third of the rows."""
+        import numpy as np
+
+        if not self.seeded:
+            own = rng.choice(UNIFORMS, size=self.batch).astype(np.float32)
+            inputs[-1] = np.where(rng.random(self.batch) < 0.35, own, inputs[-1])
+        return inputs
 
     def definition(self) -> tirx.PrimFunc:
         """Algorithm 4 of `softmax_topk` as written, then a word drawn of the best, one row after another."""
