@@ -20,6 +20,7 @@ from .recurrent import FORMAT, SparseGRU, SparseLSTM, SparseRNN, checked_lengths
 
 CELLS = {"RNN_TANH": "tanh", "RNN_RELU": "relu", "LSTM": "lstm", "GRU": "gru"}  # by `torch.nn.RNNBase.mode`
 CLASSES: dict[str, Any] = {"tanh": SparseRNN, "relu": SparseRNN, "lstm": SparseLSTM, "gru": SparseGRU}
+LAYERS = frozenset(CLASSES.values())
 # The classes of PyTorch that a stack computes what they do, by the same.
 MODULES: dict[str, Any] = {
     "RNN_TANH": torch.nn.RNN,
@@ -27,7 +28,7 @@ MODULES: dict[str, Any] = {
     "LSTM": torch.nn.LSTM,
     "GRU": torch.nn.GRU,
 }
-INSTEAD = "there is none through a RecurrentStack: train the module that it was made of, or call it under no_grad()"
+INSTEAD = "train the module that the stack was made of, or call it under torch.no_grad()"
 
 
 def from_torch(
@@ -142,10 +143,15 @@ class RecurrentStack(torch.nn.Module):
     ) -> None:
         super().__init__()
         directions = 2 if bidirectional else 1
+        if not isinstance(layers, (list, tuple)) or not all(isinstance(layer, tuple(LAYERS)) for layer in layers):
+            raise TypeError(
+                "layers: expected a list of SparseRNN, SparseLSTM or SparseGRU, got"
+                f" {type(layers).__name__}; RecurrentStack.load reads a file, tvm_sparse.from_torch converts a module"
+            )
         if not layers or len(layers) % directions or len(inputs) != len(layers):
             raise ValueError(
-                f"layers, inputs: expected as many of both, a multiple of {directions}, got {len(layers)} and"
-                f" {len(inputs)}"
+                f"layers: expected as many as inputs, a multiple of {directions} above 0, got {len(layers)}, and"
+                f" {len(inputs)} inputs"
             )
         kinds = {(layer.cell, layer.hidden, layer.dtype) for layer in layers}
         if len(kinds) > 1:
