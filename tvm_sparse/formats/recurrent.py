@@ -293,7 +293,9 @@ def matrix_entries(
             f" each of at least one unit, got {shape}"
         )
     if dtype is None and own not in FLOATS:
-        raise ValueError(f"{name}: expected a matrix of {', '.join(FLOATS)} or float64, got {own}; pass dtype=...")
+        raise ValueError(
+            f"{name}: expected a matrix of {', '.join(FLOATS)} or float64, got {own}; pass dtype='float32' to convert it"
+        )
     dtype = own if dtype is None else dtype
     if dtype not in FLOATS:
         raise ValueError(f"dtype: expected one of {', '.join(FLOATS)}, got {dtype!r}")

@@ -310,7 +310,7 @@ class GradualPruning:
 
 def _recurrent_weights(target: Any) -> list[Any]:
     """The parameters that are pruned."""
-    if hasattr(target, "named_parameters"):
+    if hasattr(target, "named_parameters") and not isinstance(target, type):
         found = [
             parameter
             for name, parameter in target.named_parameters()
