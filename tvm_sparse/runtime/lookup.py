@@ -152,6 +152,8 @@ def _by_record(
     own = known.get(problem.key)
     if own is not None and (candidate := usable(problem.key, own, problem)) is not None:
         why = "tuned for this very problem"
+        if "strategy" in own.figures:  # a few candidates were timed, and nothing was searched
+            why = f"measured here: the fastest of a few candidates on {own.figures['machine']}"
         if candidate != own.candidate:
             why += ", on a CPU with instructions that this one lacks"
         return Choice("exact", why, problem, candidate, problem.key, own.figures)

@@ -56,6 +56,7 @@ class Plan:
     # What takes part in the final whatever its trials took, and the problem that it is compiled for, of which only the
     # batch may be another. It wins only if it is a point of this problem's spaces.
     rivals: Mapping[Candidate, Problem] = field(default_factory=dict)
+    rounds: int | None = None  # of the final; None: `FINAL_ROUNDS`
 
     @property
     def size(self) -> int:
@@ -68,9 +69,14 @@ class Plan:
         return build / self.builders + measure
 
     @property
+    def final_rounds(self) -> int:
+        """How often the best are timed in turn."""
+        return FINAL_ROUNDS if self.rounds is None else self.rounds
+
+    @property
     def final_seconds(self) -> float:
         """What the final takes by estimate."""
-        return FINAL_ROUNDS * (FINALISTS + 1) * TYPICAL[self.machine.kind][1]
+        return self.final_rounds * (FINALISTS + 1) * TYPICAL[self.machine.kind][1]
 
 
 @dataclass
