@@ -26,9 +26,10 @@ from tvm_sparse.tuning.measuring import Lost, Measurer, PrepareError
 from tvm_sparse.tuning.plans import make_plan
 from tvm_sparse.tuning.session import tune, tune_all
 from tvm_sparse.tuning.workbench import NoValidRecord
-from tvm_sparse.workers.processes import Reply, StartError
+from tvm_sparse.workers.processes import Reply, StartError, few_threads
 
 PROBLEM = tuning_child.PROBLEM  # 20 points of one template
+OTHERS = tuple(spaces.points(PROBLEM, cpu(), spaces.applicable(PROBLEM, cpu())[0]))
 OTHER = parse("softmax_topk/batch=2,vocab=200,k=3")
 Answer = Callable[[Any], Reply]
 
@@ -101,11 +102,11 @@ def log_of(root: Path, problem: Any = PROBLEM) -> Log:
     return Log(root, cpu().arch, problem.operator)
 
 
-def run(root: Path, devices: Fleet, trials: int = 20) -> Log:
+def run(root: Path, devices: Fleet, trials: int = 20, problem: Any = PROBLEM) -> Log:
     """All of the space unless told otherwise, for which no search is asked."""
-    log = log_of(root)
+    log = log_of(root, problem)
     with devices:
-        tune(make_plan(PROBLEM, cpu(), trials, log, builders=1), log, using=devices)
+        tune(make_plan(problem, cpu(), trials, log, builders=1), log, using=devices)
     return log
 
 
@@ -492,6 +493,23 @@ def test_a_candidate_that_is_wrong_is_not_timed(tmp_path: Path) -> None:
     assert {asked for _, asked in wrong.asked} == {fallback}
 
 
+@pytest.mark.parametrize("step", ["check", "time", "recheck"])
+def test_a_library_that_changes_its_process_fails_by_name(tmp_path: Path, step: str) -> None:
+    """Not for what the next step misses in a new process; and a time of such a process does not count."""
+    spoilt = OTHERS[1]
+
+    class Renewed(Simulated):
+        def measure(self, problem: Any, library: Any, timeout: float, abandoned: Callable[[], bool]) -> Reply:
+            reply = super().measure(problem, library, timeout, abandoned)
+            is_it = step in library["steps"] and library["library"] == str(spoilt)
+            return dataclasses.replace(reply, changed=("its alarms",)) if is_it else reply
+
+    log = run(tmp_path, made(Renewed(timed)))
+    [trial] = [one for one in log.read().trials if one.candidate == spoilt]
+    assert (trial.outcome, trial.reason) == ("run-error", "calling the library changed its process: its alarms")
+    assert log.best()[PROBLEM.key].candidate != spoilt
+
+
 def test_whoever_waits_for_a_turn_gives_up_once_it_is_unwanted() -> None:
     turn = fleet.Turn()
     with turn.alone(lambda: False):
@@ -625,3 +643,12 @@ def test_two_parts_of_the_cpu_tune_with_real_workers(tmp_path: Path, two_parts: 
     assert {best.problem for best in ends.values()} == {PROBLEM.key, OTHER.key}
     assert [trial.outcome for trial in log_of(tmp_path).read().trials] == ["ok"] * 2
     assert {one.machine["cores"] for one in log_of(tmp_path).read().sessions} == {machine.cores}
+
+
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_a_run_is_the_same_with_few_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: str) -> None:
+    """As torchrun and Ray have it: then the first thread of the process that measures is a kernel's."""
+    for name in few_threads(1):
+        monkeypatch.setenv(name, threads)
+    log = run(tmp_path, fleet.local(cpu(), 1), 2, tuning_child.THREADED)
+    assert [trial.outcome for trial in log.read().trials] == ["ok"] * 2 and tuning_child.THREADED.key in log.best()

@@ -111,7 +111,8 @@ def test_an_architecture_without_records_borrows_what_compiles(tmp_path: Path, m
     for key, chunk in ((TOPK, 64), (TOPK.replace("37", "39"), 7)):
         candidate = Candidate("row_scan", version, (("chunk", chunk), ("simd", 8)))
         log = Log(tmp_path / "logs", CPU.arch, "softmax_topk")
-        log.append_best(Best(parse(key).key, CPU.arch, candidate, 1e-6, candidate, 2e-6, 3, "s"))
+        default = spaces.fallback(parse(key), CPU)
+        log.append_best(Best(parse(key).key, CPU.arch, candidate, 1e-6, default, 2e-6, 3, "s"))
     # Decisions that look up lets pass, and the compiler does not.
     monkeypatch.setattr("tvm_sparse.core.spaces.refusal", lambda candidate, problem, machine: None)
     [built] = prebuild.prebuild([OTHER], tmp_path, [tmp_path / "logs"])

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core import spaces
+from ..core import scratch, spaces
 from ..core.candidate import Candidate
 from ..core.machine import AVX512_BF16, Machine
 from ..core.problem import Problem, numpy_dtype
@@ -25,8 +23,6 @@ from .residency import unfit
 
 # What TVM calls the launch of a kernel whose thread blocks are all resident, or which fails.
 COOPERATIVE = "tirx.use_cooperative_launch"
-# How names of libraries begin that are being written, or that a killed process has left.
-UNFINISHED = "unfinished-"
 
 # Functions of tvm_ffi, which every process that loads a library has, that generated code calls by name.
 OF_THE_RUNTIME = ("TVMFFIErrorSetRaisedFromCStrParts", "TVMFFIEnvModRegisterSystemLibSymbol")
@@ -129,11 +125,8 @@ def compile_bundle(
 
     started = time.perf_counter()
     trust.make_folder(path.parent, trust.SHARED)
-    handle, name = tempfile.mkstemp(prefix=UNFINISHED, suffix=".so", dir=path.parent)
-    os.close(handle)
-    unfinished = Path(name)
     found: list[Compiled | CompileError] = []
-    try:
+    with scratch.written(path) as unfinished:
         root.export_library(str(unfinished), fcompile=_link)
         resources = _resources(unfinished, machine)
         linked = (time.perf_counter() - started) / len(modules)
@@ -152,11 +145,8 @@ def compile_bundle(
                 continue
             workspaces = tuple(asdict(workspace) for workspace in program.workspaces)
             found.append(Compiled(str(path), seconds + linked, workspaces, taken, resident, symbol))
-        if any(isinstance(one, Compiled) for one in found):
-            unfinished.chmod(0o644)  # mkstemp's own mode would keep a shared folder's other users out
-            os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+        if not any(isinstance(one, Compiled) for one in found):
+            unfinished.unlink()
     return found
 
 

@@ -3,6 +3,7 @@
 manifest.json
     format      version of this layout, and of what kernels take
     versions    of tvm_sparse, apache-tvm, apache-tvm-ffi and NumPy that exported it
+    runtime     sha256 of each file in the folder `runtime` (`runtime_libraries`), by its name
     kernels     one entry a library, see `Entry`
 
 Nothing of it is believed unchecked. A kernel's name in its library is a hash of what the entry says of it, `symbol_of`:
@@ -15,19 +16,18 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..core import scratch
 from ..core.candidate import Candidate
 from ..core.template import Resident, Workspace
 from . import runtime_libraries, trust
 
-FORMAT = 6
+FORMAT = 7
 NAME = "manifest.json"
 # How decisions are come by, best first: by the problem's own record, by that of a larger batch, by a model of what was
 # measured, by the record of the problem most like it, by those of another architecture, by a template's default.
@@ -120,19 +120,57 @@ def digest(path: Path) -> str:
 
 
 def write(folder: Path, entries: Iterable[Entry]) -> None:
-    """Write the manifest of `folder`, by a temporary file and a rename."""
+    """Write the manifest of `folder`, with the hashes of the runtime libraries that lie there, and put it in the place
+    of the one before."""
     kernels = [{**asdict(entry), "candidate": str(entry.candidate)} for entry in entries]
-    text = json.dumps({"format": FORMAT, "versions": versions(), "kernels": kernels}, indent=1, sort_keys=True)
     trust.make_folder(folder, trust.SHARED)
-    handle, name = tempfile.mkstemp(dir=folder, prefix=NAME)
+    content = {
+        "format": FORMAT,
+        "versions": versions(),
+        "runtime": runtime_libraries.hashes(folder),
+        "kernels": kernels,
+    }
+    text = json.dumps(content, indent=1, sort_keys=True)
+    with scratch.written(folder / NAME) as unfinished:
+        unfinished.write_text(text + "\n")
+
+
+def runtime(folder: Path, content: bytes | None = None) -> dict[str, str]:
+    """The sha256 of each file of the runtime libraries that came with a folder, by its name; `content` is as in `read`.
+
+    Raises
+    ------
+    ManifestError
+        As `read` does, of the file as a whole.
+    """
+    path, found = folder / NAME, _document(folder, content).get("runtime")
+    if (
+        not isinstance(found, dict)
+        or not set(found) <= set(runtime_libraries.FILES)
+        or not all(isinstance(value, str) and _SHA256.fullmatch(value) for value in found.values())
+    ):
+        raise ManifestError(
+            f"{path}: runtime must have hashes of {', '.join(runtime_libraries.FILES)}, got {_shown(found)}; export"
+            " again with this version"
+        )
+    return found
+
+
+def _document(folder: Path, content: bytes | None) -> dict[str, Any]:
+    """What the file says, as an object of this format."""
+    path = folder / NAME
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text + "\n")
-        os.chmod(name, 0o644)  # mkstemp's own mode would keep a shared folder's other users out
-        os.replace(name, folder / NAME)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        found = json.loads(trust.read(path, MOST_BYTES) if content is None else content)
+    except FileNotFoundError:
+        raise ManifestError(f"{path}: no such file; export kernels into this folder first") from None
+    except trust.Refused as error:
+        raise ManifestError(str(error)) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ManifestError(f"{path}: {error}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        what = found.get("format") if isinstance(found, dict) else type(found).__name__
+        raise ManifestError(f"{path}: format is {what!r}, expected {FORMAT}; export again with this version")
+    return found
 
 
 def read(folder: Path, content: bytes | None = None) -> tuple[Entry, ...]:
@@ -147,21 +185,13 @@ def read(folder: Path, content: bytes | None = None) -> tuple[Entry, ...]:
         of range, has another format, names a library outside its folder, says something else of a kernel than the
         kernel's name, or was exported by a compiler version that this one's runtime cannot load.
     """
-    path = folder / NAME
-    try:
-        found = json.loads(trust.read(path, MOST_BYTES) if content is None else content)
-    except FileNotFoundError:
-        raise ManifestError(f"{path}: no such file; export kernels into this folder first") from None
-    except trust.Refused as error:
-        raise ManifestError(str(error)) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ManifestError(f"{path}: {error}") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        what = found.get("format") if isinstance(found, dict) else type(found).__name__
-        raise ManifestError(f"{path}: format is {what!r}, expected {FORMAT}; export again with this version")
+    path, found = folder / NAME, _document(folder, content)
     exported = found.get("versions", {})
     exported = exported if isinstance(exported, dict) else {}
-    present = runtime_libraries.version(folder)
+    try:
+        present = runtime_libraries.version(folder)
+    except OSError as error:
+        raise ManifestError(f"{folder / runtime_libraries.FOLDER / runtime_libraries.VERSION}: {error}") from None
     if present is None:
         raise ManifestError(
             f"{path}: neither apache-tvm nor its runtime libraries are here, which kernels call: install a package of"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..core import registry, shape_files
+from ..core import registry, scratch, shape_files
 from ..core.registry import parse
 from .common import (
     FAILED,
@@ -70,7 +70,6 @@ def export(
     The architecture need not be this machine's: code for sm_90a is built without a GPU.
     """
     with errors():
-        import tempfile
         import time
 
         from ..artifacts import signing
@@ -96,7 +95,7 @@ def export(
         with contextlib.ExitStack() as stack:
             folder = output
             if layout is Layout.kernels:
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                folder = stack.enter_context(scratch.folder())
             with _progress(count, where.arch) as show:
                 try:
                     entries = export_records(

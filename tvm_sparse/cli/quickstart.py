@@ -6,7 +6,6 @@ import contextlib
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..bench.compare import has_torch
-from ..core import machine, registry
+from ..core import machine, registry, scratch
 from ..core.problem import Problem
 from ..core.registry import parse
 from .common import (
@@ -79,8 +78,8 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         keep.mkdir(parents=True, exist_ok=True)
         yield keep
         return
-    with tempfile.TemporaryDirectory(prefix="tvm_sparse-quickstart-") as name:
-        yield Path(name)
+    with scratch.folder() as folder:
+        yield folder
 
 
 def _tune(problems: Sequence[Problem], where: machine.Machine, trials: int, logs: Path) -> dict[Problem, Best]:

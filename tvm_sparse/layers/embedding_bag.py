@@ -10,6 +10,7 @@ from ..operators.nhot_lookup import torch_op
 from ..operators.nhot_lookup.call import CsrRows, nhot_lookup
 
 MODES = ("sum", "mean")
+INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 class NHotEmbeddingBag(torch.nn.Module):
@@ -97,15 +98,16 @@ class NHotEmbeddingBag(torch.nn.Module):
             `(bags, num_embeddings)` as `nhot_lookup` takes them (`CsrRows`, `(indptr, indices, values)` or a tensor in
             CSR format), alone.
         offsets
-            `(bags,)` of the same dtype: where bags begin in a one-dimensional input, the first at 0. One more, the
+            `(bags,)` int32 or int64: where bags begin in a one-dimensional input, the first at 0. One more, the
             number of entries, of a bag made of one with `include_last_offset`.
         per_sample_weights
-            Of the shape of `input` and the dtype of the table, with the mode "sum".
+            Of the shape of `input` and the dtype of the table, or float32; with the mode "sum".
 
         Returns
         -------
         sums
-            `(bags, embedding_dim)`; 0 for an empty bag.
+            `(bags, embedding_dim)`; 0 for an empty bag. Sums and means are made in float32 and rounded once to the
+            dtype of the table, as their gradients are.
 
         Raises
         ------
@@ -125,11 +127,13 @@ class NHotEmbeddingBag(torch.nn.Module):
                     f" {tuple(per_sample_weights.shape)}"
                 )
             per_sample_weights = per_sample_weights.reshape(-1)
-        starts = self._starts(input, offsets)
-        sums = self._looked_up((starts, input.reshape(-1), per_sample_weights))
+        starts, indices = self._starts(input, offsets), input.reshape(-1)
         if self.mode == "sum":
-            return sums
-        return sums / starts.diff().clamp(min=1)[:, None].to(sums.dtype)
+            return self._looked_up((starts, indices, per_sample_weights))
+        if self.weight.dtype is not torch.float32:
+            # A sum that was rounded to 16 bits may be infinite, and a gradient that was divided there 0.
+            return self._looked_up((starts, indices, _shares(starts, indices)))
+        return self._looked_up((starts, indices, None)) / starts.diff().clamp(min=1)[:, None]
 
     def _looked_up(self, csr: Any) -> torch.Tensor:
         function = torch_op.nhot_lookup if torch.compiler.is_compiling() else nhot_lookup
@@ -137,19 +141,34 @@ class NHotEmbeddingBag(torch.nn.Module):
 
     def _starts(self, input: torch.Tensor, offsets: Any) -> torch.Tensor:
         """Where bags begin and the last one ends."""
+        if input.dtype not in INDEX_DTYPES:
+            raise ValueError(f"input: expected indices of int32 or int64, got {input.dtype}")
         if input.dim() == 2:
             if offsets is not None:
                 raise ValueError("offsets: a two-dimensional input has bags of one size, and no offsets")
             bags, n = input.shape
-            return torch.arange(bags + 1, dtype=input.dtype, device=input.device) * n
+            dtype = input.dtype if input.numel() < 2**31 else torch.int64  # what counts all entries
+            return torch.arange(bags + 1, dtype=dtype, device=input.device) * n
         if input.dim() != 1:
             raise ValueError(f"input: expected one or two dimensions, got shape {tuple(input.shape)}")
-        if offsets is None or offsets.dim() != 1 or offsets.dtype != input.dtype:
+        if offsets is None or offsets.dim() != 1 or offsets.dtype not in INDEX_DTYPES:
             got = None if offsets is None else f"{offsets.dtype} of shape {tuple(offsets.shape)}"
-            raise ValueError(f"offsets: expected one dimension of {input.dtype}, as input has, got {got}")
+            raise ValueError(f"offsets: expected one dimension of int32 or int64, got {got}")
         if self.include_last_offset:
             return offsets
         return torch.cat([offsets, offsets.new_full((1,), input.shape[0])])
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}"
+
+
+def _shares(starts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """One over the number of entries of its bag, in float32, for each entry."""
+    bags, entries = starts.shape[0] - 1, indices.shape[0]
+    if bags < 1:
+        return torch.ones(entries, device=indices.device)
+    share = starts.diff().clamp(min=1).float().reciprocal()
+    places = torch.arange(entries, device=starts.device, dtype=starts.dtype)
+    # Starts that are wrong are refused by the look-up, and must not be indices that are wrong.
+    bag = (torch.searchsorted(starts, places, right=True) - 1).clamp(0, bags - 1)
+    return share.index_select(0, bag)

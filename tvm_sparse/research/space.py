@@ -10,11 +10,9 @@ import math
 import random
 import re
 import statistics
-import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ..core import scratch, spaces
@@ -211,8 +209,8 @@ def _assembled(problem: Problem, candidate: Candidate, machine: Machine, form: s
 
     if form == "ptx" and not machine.arch.startswith("compute_"):
         machine = replace(machine, arch=f"compute_{machine.capability}")
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "kernel.so"
+    with scratch.folder() as folder:
+        library = folder / "kernel.so"
         compile_candidate(problem, candidate, machine, library)
         if form == "sass":
             return "\n".join(map(cuda.disassembled, cuda.cubins(library)))

@@ -20,7 +20,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from ..core.machine import Machine, UnknownArch
 from ..core.problem import Problem
 from ..core.registry import make, parse
 from . import cache, loading, paths
-from .lookup import POLICIES, Built, Choice, Evidence, Known, choose, fallback, same_program
+from .lookup import POLICIES, Built, Choice, Evidence, Known, choose, fallback, known_of, same_program
 
 logger = logging.getLogger("tvm_sparse")
 
@@ -479,15 +479,16 @@ class Dispatcher:
         own = held.get(problem.key)
         if own is not None and own.unfit is None:
             return Evidence(held, built=built, compiles=compiles)  # no record says better, and reading them takes time
-        known = _known(self._tuned(machine.arch, problem.operator)) | held
+        known = known_of(self._tuned(machine.arch, problem.operator)) | held
         borrowed, lender = {}, None
         if not known:
             from ..records.queries import recorded_archs
 
             lender = machines.nearest_arch(machine, recorded_archs(self._roots(), (problem.operator,)))
-            borrowed = _known(self._tuned(lender, problem.operator)) if lender else {}
-        evidence = Evidence(known, borrowed, lender or "", built, compiles)
-        if self._policy() == "exact":
+            borrowed = known_of(self._tuned(lender, problem.operator)) if lender else {}
+        policy = self._policy()
+        evidence = Evidence(known, borrowed, lender or "", built, compiles, permitted=POLICIES[policy])
+        if policy == "exact":
             return evidence  # what is predicted would be refused, where a bucket runs
         predictor = functools.partial(self._predictor, machine.arch, problem.operator)
         return dataclasses.replace(evidence, predictor=predictor)
@@ -616,10 +617,6 @@ def _explained(reason: str) -> str:
     return reason
 
 
-def _known(records: Mapping[str, Any]) -> dict[str, Known]:
-    return {key: Known(best.candidate, figures) for key, (best, figures) in records.items()}
-
-
 def _is_program(entry: Entry, choice: Choice) -> bool:
     return entry.candidate == choice.candidate and same_program(entry.problem, choice.compiled_for)
 
@@ -738,7 +735,7 @@ def load(
         are first used.
     """
     there = [found for found in (machines.gpu(), machines.cpu()) if found is not None]
-    place = Path(folder)
+    place = Path(folder).absolute()  # libraries are loaded later, from wherever the process is then
     signed = None if trusted_keys is None else signing.check(place, signing.public_keys(trusted_keys))
     if trusted_keys is None and signing.is_signed(place) and not _is_own(place):
         named = paths.user_keys()

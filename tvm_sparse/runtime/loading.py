@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..artifacts import runtime_libraries, trust
-from ..artifacts.runtime_libraries import Reader
+from ..artifacts import runtime_loading, trust
+from ..artifacts.runtime_loading import Reader
 from ..artifacts.signing import SignatureError
 from ..core import machine
 from ..core.problem import Problem, numpy_dtype
@@ -77,7 +77,7 @@ def prepare(kind: str, beside: Path | None = None, signed: Reader | None = None)
     # Threads that are bound to a core wait there for whoever has it, such as a thread of PyTorch's that still spins,
     # where the scheduler would find them another one.
     os.environ.setdefault("TVM_BIND_THREADS", "0")
-    if runtime_libraries.load("libtvm_runtime.so", beside, signed) is None:
+    if runtime_loading.load("libtvm_runtime.so", beside, signed) is None:
         raise LoadError(
             "TVM's runtime library is missing, which kernels call: install a package of prebuilt kernels, which carries"
             ' it, or the compiler: pip install "tvm_sparse[compiler]"'

@@ -18,7 +18,7 @@ from ..core.machine import Machine, nearest_arch
 from ..core.problem import Problem
 from ..core.registry import parse
 from ..records.queries import best_records, predictor, recorded_archs
-from ..runtime.lookup import Evidence, Known, choose, same_program
+from ..runtime.lookup import Evidence, Known, choose, known_of, same_program
 from ..workers.building import build
 
 # A problem, the decisions it is compiled with, how these were come by, and what was measured of them.
@@ -54,8 +54,10 @@ def export(
     architecture or the fallback. Beside a cooperative kernel goes the one that takes its place where a GPU has no room
     for it.
 
-    A folder that is exported into again gets a new manifest; libraries that it no longer names are removed. TVM's
-    runtime libraries, which the kernels call, lie beside them: no compiler has to be installed where they are used.
+    A folder that is exported into again gets a new manifest, the last of its files; libraries that it no longer names
+    are removed. Files are replaced, never written over: who uses the folder keeps what it has loaded. TVM's runtime
+    libraries, which the kernels call, lie beside them: no compiler has to be installed where they are used.
+
     With a private `key` (`artifacts.signing`) the folder is signed; a signature of what was there before goes.
 
     Parameters
@@ -82,10 +84,10 @@ def export(
         )
     entries = built(jobs, machine, folder, builders, show, skip)
     before = held(folder)
+    runtime_libraries.carry(folder, machine.kind)
     (folder / signing.NAME).unlink(missing_ok=True)
     manifest.write(folder, entries)
     remove_stale(folder, entries, before)
-    runtime_libraries.carry(folder, machine.kind)
     if key is not None:
         signing.sign(folder, key)
     return entries
@@ -189,11 +191,7 @@ def planned(
 
 def _evidence(operator: str, machine: Machine, roots: Sequence[Path], recorded: Mapping[str, Any]) -> Evidence:
     def known(records: Mapping[str, Any]) -> dict[str, Known]:
-        return {
-            key: Known(best.candidate, figures)
-            for key, (best, figures) in records.items()
-            if key.partition("/")[0] == operator
-        }
+        return known_of({key: found for key, found in records.items() if key.partition("/")[0] == operator})
 
     if own := known(recorded):
         return Evidence(own, predictor=lambda: predictor(roots, machine.arch, operator))

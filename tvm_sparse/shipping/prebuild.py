@@ -192,7 +192,7 @@ def _finish(state: _State) -> Built:
         )
     entries = sorted(state.entries, key=lambda entry: (entry.problem, entry.chosen))
     before = held(state.folder)
+    runtime_libraries.carry(state.folder, state.machine.kind)
     manifest.write(state.folder, entries)
     remove_stale(state.folder, entries, before)
-    runtime_libraries.carry(state.folder, state.machine.kind)
     return Built(state.machine, state.folder, tuple(entries), tuple(state.dropped))

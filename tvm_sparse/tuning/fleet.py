@@ -359,9 +359,10 @@ class Fleet:
             nonlocal left
             began = time.monotonic()
             try:
-                return measurer.measure(job.problem, {**job.library, "steps": steps}, left, self._is_closed)
+                reply = measurer.measure(job.problem, {**job.library, "steps": steps}, left, self._is_closed)
             finally:
                 left = max(LEAST_SECONDS, left - (time.monotonic() - began))
+            return _unchanged(reply)
 
         measurer.prepare(job.problem, self._is_closed)
         before = [step for step in job.library["steps"] if step not in (TIME, RECHECK)]
@@ -470,6 +471,17 @@ class Fleet:
                 if not self._hopeful(machine):
                     self._drop(lease, self._last_error)
         self._changed.notify_all()
+
+
+def _unchanged(reply: Reply) -> Reply:
+    """A step's reply; an error if the library left its process changed, which was ended for it.
+
+    The steps that follow need what that process held, and a time that was measured in it counts for nothing.
+    """
+    if not (reply.ok and reply.changed):
+        return reply
+    what = ", ".join(reply.changed)
+    return Reply("error", message=f"calling the library changed its process: {what}", changed=reply.changed)
 
 
 def of_one_model(found: Iterable[Machine], model: str | None = None) -> set[Machine]:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..artifacts import manifest
-from ..artifacts.compile import UNFINISHED, CompileError
+from ..artifacts.compile import CompileError
 from ..artifacts.manifest import Entry, digest
+from ..core import scratch
 from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem
@@ -168,12 +169,10 @@ def build(
 @contextlib.contextmanager
 def _no_parts_left(folder: Path) -> Iterator[None]:
     """Where the block fails, remove what its workers had begun to write: one that was ended could not do so itself."""
-    before = set(folder.glob(f"{UNFINISHED}*"))
     try:
         yield
     except BaseException:
-        for path in set(folder.glob(f"{UNFINISHED}*")) - before:
-            path.unlink(missing_ok=True)
+        scratch.sweep(folder)
         raise
 
 

@@ -11,6 +11,7 @@ from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
     facts_beside,
+    launch,
     logits_facts,
     machine_of,
     outputs_for,
@@ -129,11 +130,9 @@ def softmax_sample(
     filters = [one if array else _number(i, one) for i, (one, array) in enumerate(zip(filters, own, strict=True))]
     drawn = seed if uniforms is None else uniforms
     # What a kernel depends on: numbers other than top_k are passed to it.
-    what = ("softmax_sample", None if own[1] else filters[1], max_top_k, best, uniforms is None)
+    what = ("softmax_sample", None if own[1] else filters[1], max_top_k, best)
     if out is None and any(own) is all(own) and (uniforms is None or seed is None):
-        given = (logits, *(filters if own[0] else ()), bias, drawn)
-        before = (logits, *filters, drawn) if bias is None else (logits, *filters, bias, drawn)
-        results = repeat.again(dispatcher.launchers, what, given, before, None)
+        results = repeat.again(dispatcher.launchers, what, (logits, *filters, bias, drawn), None)
         if results is not None:
             return tuple([*results[:2], *[array[:, :best] for array in results[2:] if best]])
 
@@ -180,16 +179,13 @@ def softmax_sample(
     if batch and not arrays.is_fake(logits):
         axes = {"bias": len(extras), "per_row": int(any(own)), "seeded": int(seeded), "whole": int(whole)}
         problem = SoftmaxSample(batch, vocab, width, known.dtype, **axes)
-        function = dispatcher.kernel(problem, machine_of("logits", known)).function
         ready = arrays.reshaped(arrays.ready("logits", logits, known), (batch, vocab))
         flat = [
             arrays.reshaped(array, (batch, *shape[len(rows) :]))
             for array, (_, shape, _) in zip(outputs, (*wanted, *kept), strict=True)
         ]
-        function(arrays.argument(ready), *passed_filters, *extras, numbers, *map(arrays.argument, flat))
-        if arrays.is_torch(logits) and len(rows) == 1 and any(own) is all(own) and drawn is not None:
-            given = (logits, *(filters if own[0] else ()), bias, drawn)
-            repeat.put_down(dispatcher.launchers, what, given, repeat.launcher(function, tuple(outputs)))
+        arguments = (ready, *passed_filters, *(extras or [None]), numbers)
+        launch(dispatcher, problem, machine_of("logits", known), what, arguments, flat)
     shown = [arrays.returned(array, logits) for array in outputs]
     return tuple([*(out or shown[:2]), *[array[..., :best] for array in shown[2:] if best]])
 

@@ -27,9 +27,8 @@ def _call_given(logits: Any, k: int, ids: Any, log: bool, temperature: float, bi
 def _launched(
     launchers: Any, logits: Any, k: int, log: bool, temperature: float, bias: Any, ids: Any = None
 ) -> tuple[Any, tuple[Any, ...]]:
-    beside = [one for one in (bias, ids) if one is not None]
-    found = repeat.repeated(launchers, ("softmax_topk", k), (logits, bias, ids))
-    return found, (logits, inverse_temperature(temperature), int(log), *beside)
+    arguments = (logits, inverse_temperature(temperature), int(log), bias, ids)
+    return repeat.repeated(launchers, ("softmax_topk", k), arguments), arguments
 
 
 def _launched_given(
