@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..core.registry import BUILTIN
+from .adopt import adopt
 from .bench import bench
 from .cache import cache
 from .common import PROGRAM, Plugins
@@ -55,6 +56,7 @@ app.command("quickstart")(quickstart)
 app.command("doctor")(doctor)
 app.command("list")(list_operators)
 app.command("tune")(tune)
+app.command("adopt")(adopt)
 app.command("measure-space")(measure_space)
 app.command("space")(space)
 app.command("study")(study)

@@ -48,6 +48,7 @@ from .common import (
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ..core.candidate import Candidate
     from ..records import Best
     from ..tuning.fleet import Fleet
     from ..tuning.plans import Plan, Progress
@@ -511,18 +512,34 @@ class Outcome:
 
     def __init__(self) -> None:
         self.bests: dict[Plan, Best] = {}
+        self.finals: dict[str, dict[Candidate, float]] = {}  # by problem key, median seconds of what was timed in turn
         self.failures = 0
         self.interrupted = False
 
 
-def run(plans: Sequence[Plan], folder: Path, seed: int, again: str, using: Fleet | None = None) -> Outcome:
-    """Run plans on these devices, or on the first of this machine, and show how they get on."""
+def run(
+    plans: Sequence[Plan],
+    folder: Path,
+    seed: int,
+    again: str,
+    using: Fleet | None = None,
+    over: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Run plans on these devices, or on the first of this machine, and show how they get on.
+
+    Once it is `over` no plan is begun, and those that run end after the batch in hand.
+    """
     from ..tuning import fleet, session
     from ..tuning.workbench import NoValidRecord
 
     outcome = Outcome()
     if not plans:
         return outcome
+
+    def show(progress: Progress) -> None:
+        if progress.medians:
+            outcome.finals[progress.plan.problem.key] = progress.medians
+        view.show(progress)
 
     def end(plan: Plan, found: Best | NoValidRecord) -> None:
         if isinstance(found, NoValidRecord):
@@ -538,7 +555,8 @@ def run(plans: Sequence[Plan], folder: Path, seed: int, again: str, using: Fleet
             devices = using or stack.enter_context(fleet.local(plans[0].machine, plans[0].builders))
             stop = stack.enter_context(session.stop_on_interrupt())
             view = stack.enter_context(_view(plans, stop, devices.sessions()))
-            session.tune_all(plans, folder, devices, seed=seed, begin=view.begin, show=view.show, end=end, stop=stop)
+            calls = {"begin": view.begin, "show": show, "end": end, "stop": lambda: stop() or over()}
+            session.tune_all(plans, folder, devices, seed=seed, **calls)
             outcome.interrupted = stop()
     except KeyboardInterrupt:
         typer.echo(f"\nEnded at once; the batch in hand is lost. Resume with:\n  {again}", err=True)

@@ -20,7 +20,7 @@ from ..records import MEASURED, Best, Log
 from ..workers.serving import serve
 from . import fleet
 from .fleet import Fleet
-from .plans import Plan, Progress
+from .plans import Progress, uncounted
 from .session import Run
 from .workbench import MEASURE_TIMEOUT, NoValidRecord
 
@@ -62,20 +62,9 @@ def measured(
     NoValidRecord
         If none gave the right answer.
     """
-    plan = Plan(
-        problem,
-        machine,
-        {},
-        {},
-        trials=len(candidates),
-        paid=0,
-        builders=builders,
-        seconds=0.0,
-        strategy=strategy,
-        limit=limit,
-        proposed=tuple(candidates),
-        rounds=rounds,
-    )
+    proposed = tuple(candidates)
+    how = {"strategy": strategy, "limit": limit, "proposed": proposed, "rounds": rounds}
+    plan = uncounted(problem, machine, len(candidates), builders, **how)
     with scratch.folder() as folder, using.lease(machine) as lease:
         run = Run(plan, log, 0, folder, lease, show, stop)
         try:

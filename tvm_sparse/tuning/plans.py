@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..core import spaces
 from ..core.candidate import Candidate
@@ -114,6 +115,14 @@ class Progress:
     def seconds_left(self) -> float:
         trials = max(self.plan.trials - self.measured, 0) if self.phase == "search" else 0
         return self.slowness * (trials * self.plan.trial_seconds + (1 - self.final_share) * self.plan.final_seconds)
+
+
+def uncounted(problem: Problem, machine: Machine, trials: int, builders: int, **fields: Any) -> Plan:
+    """A plan of so many trials that says nothing of its space: for points that are given, and runs against the clock.
+
+    `fields`: others of `Plan`.
+    """
+    return Plan(problem, machine, {}, {}, trials, 0, builders, 0.0, **fields)
 
 
 def make_plan(
