@@ -14,7 +14,7 @@ from ..core import registry, spaces
 from ..core.problem import ProblemError
 from .log import Log
 from .predictor import NAME, Predictor, PredictorError, read
-from .values import Best, Trial
+from .values import MEASURED, Best, Trial
 
 logger = logging.getLogger("tvm_sparse")
 
@@ -113,6 +113,8 @@ def best_records(
                     "machine": session.machine.get("name", "") if session else "",
                     "date": session.date if session else "",
                 }
+                if session is not None and session.strategy == MEASURED:
+                    figures["strategy"] = MEASURED
                 if session is not None and session.fresh:
                     figures["inputs"] = session.state
                 if record.ways:

@@ -29,6 +29,8 @@ from ..core.candidate import Candidate
 OUTCOMES = ("ok", "wrong", "build-error", "run-error", "crash", "timeout", "rejected", "environment")
 """How a trial can end; `rejected` ones were refused before they were built. `environment` ones tell nothing of their
 candidate, and are tried again: memory, disk or processors were wanting, or something else ended the process."""
+MEASURED = "measured"
+"""`Session.strategy` of the few candidates of look-up that were timed before they ran (`tvm_sparse.warmup`)."""
 REASON_LENGTH = 500
 """Characters kept of an error: enough for its head, and a log of crashes stays readable."""
 

@@ -246,6 +246,8 @@ def _by_record(
     if own is not None and (candidate := usable(problem.key, own, problem)) is not None:
         if not judge.adapts or (judge.comparable(problem, own) and judge.takes(problem, own, 0.0)):
             why = "tuned for this very problem"
+            if "strategy" in own.figures:  # a few candidates were timed, and nothing was searched
+                why = f"measured here: the fastest of a few candidates on {own.figures['machine']}"
             if candidate != own.candidate:
                 why += ", on a CPU with instructions that this one lacks"
             return Choice("exact", why, problem, candidate, problem.key, own.figures)

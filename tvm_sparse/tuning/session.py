@@ -148,6 +148,18 @@ class Run:
         for batch in (first[:1], first[1:]):
             self._measure(batch, {})
 
+    def begin_given(self, together: int) -> None:
+        """Measure the fallback and the plan's `proposed` points, so many at a time, until the run is to stop."""
+        first = [c for c in dict.fromkeys([self._fallback, *self._plan.proposed]) if c not in self.known]
+        if self.ahead:
+            self.bench.order(first)
+        if self._fallback in self.known:
+            self._require_fallback()
+        for start in range(0, len(first), together):
+            if start and self._stop():
+                break
+            self._measure(first[start : start + together], {})
+
     def search(self, asked: Searcher | None, tables: Mapping[str, Table], trials: int) -> strategies.Strategy:
         """A search for so many trials, in the process that was started for it; without one, of all that is left."""
         plan, batch = self._plan, plans.BATCH // self._under_way
@@ -267,8 +279,19 @@ class Run:
                         medians.pop(rival, None)
                 winner, failed = self._proven(medians)
                 break
+<<<<<<< HEAD
         spoilt = failed or spoilt
         if winner is None and spoilt:
+=======
+        medians = {
+            c: statistics.median(seconds) for c, seconds in times.items() if len(seconds) == self._plan.final_rounds
+        }
+        self.progress.medians = dict(medians)
+        for rival in self._plan.rivals:
+            if spaces.refusal(rival, problem, self._plan.machine) is not None:
+                medians.pop(rival, None)
+        if not medians and spoilt:
+>>>>>>> anygpu
             raise NoValidRecord(f"{problem}: the final could not be held (environment): {spoilt.reason}")
         if winner is None:
             raise NoValidRecord(f"{problem}: no candidate gave the right answer; the log has the reasons")
@@ -280,7 +303,7 @@ class Run:
             seconds=medians[winner],
             fallback=fallback,
             fallback_seconds=medians.get(fallback, medians[winner]),
-            rounds=plans.FINAL_ROUNDS,
+            rounds=self._plan.final_rounds,
             session=self._session,
             trials=self.progress.measured,
             ways=before.ways if before is not None and before.candidate == winner else None,
@@ -311,7 +334,7 @@ class Run:
         seat = self.bench.seat()
         times: dict[Candidate, list[float]] = {}
         spoilt: Trial | None = None
-        for number in range(plans.FINAL_ROUNDS):
+        for number in range(self._plan.final_rounds):
             for trial in self.bench.measure(finalists, self._session, 0, seat, again=number > 0):
                 if trial.outcome == "ok":
                     times.setdefault(trial.candidate, []).append(trial.median)
@@ -319,7 +342,7 @@ class Run:
                     spoilt = trial
             # One that fails once is no finalist.
             finalists = [c for c in finalists if c in times]
-            self.progress.final_share = (number + 1) / plans.FINAL_ROUNDS
+            self.progress.final_share = (number + 1) / self._plan.final_rounds
             self._show(self.progress)
         return times, spoilt
 
