@@ -183,7 +183,7 @@ def check_outs(name: str, device: str) -> None:
         try:
             call.check(call(given_out(name, bad) if len(bad) == len(first) else bad))
         except (ValueError, TypeError) as error:
-            assert str(error).startswith("out"), error  # noqa: PT017
+            assert str(error).startswith("out"), error
         for number in range(2):
             again = with_all(name, number, device)
             outputs = made_like(first)
