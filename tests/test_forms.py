@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from cases import calls_run
