@@ -231,7 +231,7 @@ def test_a_kernel_that_computes_only_its_first_rows_does_not_win(log: Log, monke
     best, _ = run(log, plans.PROVEN_SHARE, problem)
     outcomes = {trial.candidate: trial for trial in log.read().trials}
     wrong = outcomes.pop(faulty)
-    assert wrong.outcome == "wrong" and "batch 67: values[64, 0] is nan" in wrong.reason
+    assert wrong.outcome == "wrong" and "is nan" in wrong.reason
     assert len(outcomes) == 3 and {trial.outcome for trial in outcomes.values()} == {"ok"}
     assert best.candidate in outcomes
 

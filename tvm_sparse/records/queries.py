@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,43 @@ from ..core import registry, spaces
 from ..core.problem import ProblemError
 from .log import Log
 from .predictor import NAME, Predictor, PredictorError, read
-from .values import Best
+from .values import MEASURED, Best, Trial
 
 logger = logging.getLogger("tvm_sparse")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A way in which trials of one template ended otherwise than right."""
+
+    count: int
+    template: str
+    outcome: str  # one of `values.OUTCOMES`
+    reason: str  # the first line of one of them
+    candidate: str  # of that one
+
+
+def failures(trials: Iterable[Trial]) -> list[Failure]:
+    """How trials failed, the most frequent first; reasons that differ only in numbers are one."""
+    groups: dict[tuple[str, str, str], list[Trial]] = {}
+    for trial in trials:
+        if trial.outcome != "ok":
+            key = trial.candidate.template, trial.outcome, without_numbers(_first_line(trial.reason))
+            groups.setdefault(key, []).append(trial)
+    found = [
+        Failure(len(same), template, outcome, _first_line(same[0].reason), str(same[0].candidate))
+        for (template, outcome, _), same in groups.items()
+    ]
+    return sorted(found, key=lambda failure: -failure.count)
+
+
+def without_numbers(reason: str) -> str:
+    """A reason with `#` for each number: by which those that differ only in numbers are one."""
+    return re.sub(r"\d[\d.,]*", "#", reason)
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
 
 
 def predictor(roots: Sequence[Path], arch: str, operator: str) -> Predictor | None:
@@ -77,6 +113,8 @@ def best_records(
                     "machine": session.machine.get("name", "") if session else "",
                     "date": session.date if session else "",
                 }
+                if session is not None and session.strategy == MEASURED:
+                    figures["strategy"] = MEASURED
                 if session is not None and session.fresh:
                     figures["inputs"] = session.state
                 if record.ways:

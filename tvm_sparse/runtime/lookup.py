@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -156,9 +156,11 @@ def _chosen(problem: Problem, machine: Machine, evidence: Evidence, judge: Judge
     return found
 
 
-def fallback(problem: Problem, machine: Machine, why: str, *, cooperative: bool = True) -> Choice:
-    """A template's default; without `cooperative` of one whose thread blocks need not run at the same time."""
-    return Choice("fallback", why, problem, spaces.fallback(problem, machine, cooperative), None, {})
+def fallback(
+    problem: Problem, machine: Machine, why: str, *, cooperative: bool = True, refused: Collection[Candidate] = ()
+) -> Choice:
+    """A template's default, as `spaces.fallback` says."""
+    return Choice("fallback", why, problem, spaces.fallback(problem, machine, cooperative, refused), None, {})
 
 
 @dataclass(frozen=True)
@@ -245,6 +247,8 @@ def _by_record(
     if own is not None and (candidate := usable(problem.key, own, problem)) is not None:
         if not judge.adapts or (judge.comparable(problem, own) and judge.takes(problem, own, 0.0)):
             why = "tuned for this very problem"
+            if "strategy" in own.figures:  # a few candidates were timed, and nothing was searched
+                why = f"measured here: the fastest of a few candidates on {own.figures['machine']}"
             if candidate != own.candidate:
                 why += ", on a CPU with instructions that this one lacks"
             return Choice("exact", why, problem, candidate, problem.key, own.figures)

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..core import spaces
 from ..core.candidate import Candidate
@@ -56,6 +57,7 @@ class Plan:
     # What takes part in the final whatever its trials took, and the problem that it is compiled for, of which only the
     # batch may be another. It wins only if it is a point of this problem's spaces.
     rivals: Mapping[Candidate, Problem] = field(default_factory=dict)
+    rounds: int | None = None  # of the final; None: `FINAL_ROUNDS`
 
     @property
     def size(self) -> int:
@@ -68,9 +70,14 @@ class Plan:
         return build / self.builders + measure
 
     @property
+    def final_rounds(self) -> int:
+        """How often the best are timed in turn."""
+        return FINAL_ROUNDS if self.rounds is None else self.rounds
+
+    @property
     def final_seconds(self) -> float:
         """What the final takes by estimate."""
-        return FINAL_ROUNDS * (FINALISTS + 1) * TYPICAL[self.machine.kind][1]
+        return self.final_rounds * (FINALISTS + 1) * TYPICAL[self.machine.kind][1]
 
 
 @dataclass
@@ -108,6 +115,14 @@ class Progress:
     def seconds_left(self) -> float:
         trials = max(self.plan.trials - self.measured, 0) if self.phase == "search" else 0
         return self.slowness * (trials * self.plan.trial_seconds + (1 - self.final_share) * self.plan.final_seconds)
+
+
+def uncounted(problem: Problem, machine: Machine, trials: int, builders: int, **fields: Any) -> Plan:
+    """A plan of so many trials that says nothing of its space: for points that are given, and runs against the clock.
+
+    `fields`: others of `Plan`.
+    """
+    return Plan(problem, machine, {}, {}, trials, 0, builders, 0.0, **fields)
 
 
 def make_plan(

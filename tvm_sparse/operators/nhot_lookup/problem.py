@@ -29,6 +29,7 @@ from tvm_sparse.core.problem import (
     require_dtype,
     require_positive,
 )
+from tvm_sparse.core.rounding import ROUNDING, SMALLEST
 
 if TYPE_CHECKING:
     import random
@@ -38,16 +39,12 @@ if TYPE_CHECKING:
 
 INDEX = ("int32", "int64")
 
-# Half a unit in the last place of the output, relative.
-ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-# Half a unit of the smallest numbers, absolute: of float16 they are large enough for products to be among them. Results
-# below the normal numbers of the other two may be flushed to zero.
-SMALLEST = {"float32": 1.2e-38, "float16": 2.0**-25, "bfloat16": 1.2e-38}
 # A float32 sum of n products has n roundings, each of at most half a unit of the sum of absolute products; in any
 # order, hundreds of them grow like their square root, for which 64 leaves a wide margin at 16,384 terms.
 MOST_ROUNDINGS = 64
 # Rows of a table that is cheap to make and to check.
 FEW = 4096
+FEW_ELEMENTS = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,8 @@ class NhotLookup(Problem):
     """`out = a @ table` for a sparse `a` `(rows, vocab)` in CSR format and a dense table `(vocab, width)`.
 
     `nonzeros` is their number in a typical row. `weighted` = 1 for entries with values, 0 for ones that are not
-    stored; `index` is the dtype of indptr and indices.
+    stored; `index` is the dtype of indptr and indices. `value` is "float32" for values of float32 beside a table of 16
+    bits, else "": values have the table's dtype.
     """
 
     rows: int
@@ -65,6 +63,7 @@ class NhotLookup(Problem):
     dtype: str = "float32"
     weighted: int = field(default=0, metadata=OPTIONAL)
     index: str = field(default="int32", metadata=OPTIONAL)
+    value: str = field(default="", metadata=OPTIONAL)
 
     operator: ClassVar[str] = "nhot_lookup"
     batch_axis: ClassVar[str] = "rows"
@@ -73,7 +72,7 @@ class NhotLookup(Problem):
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("indptr", ("rows + 1",), "index", "First entry of each row; the last one is nnz."),
         Argument("indices", ("nnz",), "index", "Column of each entry, in [0, vocab)."),
-        Argument("values", ("nnz",), "dtype", "Value of each entry.", when="weighted"),
+        Argument("values", ("nnz",), "dtype or float32", "Value of each entry.", when="weighted"),
         Argument("table", ("vocab", "width"), "dtype", "Dense rows that are looked up."),
     )
     outputs: ClassVar[tuple[Argument, ...]] = (Argument("out", ("rows", "width"), "dtype", "The product."),)
@@ -95,6 +94,16 @@ class NhotLookup(Problem):
             raise ProblemError(f"nhot_lookup: weighted must be 0 or 1 (entries with values), got {self.weighted!r}")
         if self.index not in INDEX:
             raise ProblemError(f"nhot_lookup: index must be one of {', '.join(INDEX)}, got {self.index!r}")
+        if self.value not in ("", "float32") or (self.value and (not self.weighted or self.dtype == "float32")):
+            raise ProblemError(
+                f"nhot_lookup: value must be '' (as the table), or float32 with weighted=1 and a table of 16 bits, got"
+                f" {self.value!r} with weighted={self.weighted} and dtype={self.dtype}"
+            )
+
+    @property
+    def value_dtype(self) -> str:
+        """The dtype of the values."""
+        return self.value or self.dtype
 
     @classmethod
     def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
@@ -116,7 +125,8 @@ class NhotLookup(Problem):
 
         mine, theirs = ((p.rows, p.width, p.nonzeros) for p in (self, other))
         octaves = sum(abs(math.log2(a / b)) for a, b in zip(mine, theirs, strict=True))
-        return octaves + 0.5 * (self.weighted != other.weighted) + 0.25 * (self.index != other.index)
+        unlike = 0.25 * ((self.index != other.index) + (self.value != other.value))
+        return octaves + 0.5 * (self.weighted != other.weighted) + unlike
 
     def as_called(self) -> Problem:
         """With the step of `nonzeros` that calls give, see `typical`."""
@@ -125,6 +135,16 @@ class NhotLookup(Problem):
     def smaller(self, extent: int) -> Problem:
         """With a table of a few thousand rows: a larger one is most of the memory that a case takes."""
         return dataclasses.replace(self, rows=extent, vocab=min(self.vocab, FEW))
+
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        return ("values", "table")
+
+    def redrawn(self, rng: np.random.Generator) -> Problem:
+        """With a table of fewer rows, half to twice as many nonzeros, and now and then only one."""
+        vocab = int(min(self.vocab, max(3, FEW_ELEMENTS // self.width)) * rng.uniform(0.3, 1) + 1)
+        nonzeros = max(1, round(self.nonzeros * 2 ** rng.uniform(-1, 1)) if rng.random() < 0.8 else 1)
+        return dataclasses.replace(self, vocab=min(self.vocab, vocab), nonzeros=nonzeros)
 
     def definition(self) -> tirx.PrimFunc:
         """Algorithm 2: one sum an output element, over the entries of its row.
@@ -138,7 +158,7 @@ class NhotLookup(Problem):
         width = tirx.const(self.width, "int64")
         indptr = te.placeholder((rows + 1,), self.index, name="indptr")
         indices = te.placeholder((nnz,), self.index, name="indices")
-        values = te.placeholder((nnz,), self.dtype, name="values")
+        values = te.placeholder((nnz,), self.value_dtype, name="values")
         table = te.placeholder((vocab, width), self.dtype, name="table")
 
         def product(i, j):
@@ -196,7 +216,7 @@ class NhotLookup(Problem):
             for value in (np.nan, np.inf, -np.inf):
                 table[rng.choice(indices, 2), rng.integers(self.width, size=2)] = value
             values[rng.integers(len(values), size=2)] = [np.inf, np.nan]
-        dtype = numpy_dtype(self.dtype)
+        dtype = numpy_dtype(self.value_dtype)
         structured = [indptr.astype(self.index), indices.astype(self.index)]
         return [*structured, *([values.astype(dtype)] if self.weighted else []), table]
 
@@ -260,9 +280,10 @@ class NhotLookup(Problem):
 
             nnz, distinct = len(inputs[1]), len(np.unique(inputs[1]))
         itemsize, index = numpy_dtype(self.dtype).itemsize, numpy_dtype(self.index).itemsize
+        value = self.weighted * numpy_dtype(self.value_dtype).itemsize
         dense = (round(distinct) + self.rows) * self.width * itemsize
         return Cost(
-            dense + nnz * (index + self.weighted * itemsize) + (self.rows + 1) * index,
+            dense + nnz * (index + value) + (self.rows + 1) * index,
             (1 + self.weighted) * nnz * self.width,
         )
 
