@@ -43,7 +43,8 @@ DOUBT, BATCHES, FAR = 0.07, 2.0, 3.0
 # Octaves between architectures.
 ELSEWHERE = 1.0
 # A predicted choice is taken if the model expects it to beat the default by a factor of e^CLEAR, and by more than what
-# it expects the choice itself to lose: far from what it has seen the model expects every point to lose.
+# it expects the choice itself to lose: far from what it has seen the model expects every point to lose. And by more
+# than what its choices lost for problems left out of its training: a model of few problems has to expect much.
 CLEAR = 0.05
 
 
@@ -354,7 +355,7 @@ def _by_model(
         return None
     if found.candidate != judge.default and not judge.lenient:
         said, default = predictor.said(problem, machine, (found.candidate, judge.default))
-        if default is None or said is None or default - said <= max(CLEAR, said):
+        if default is None or said is None or default - said <= max(CLEAR, said, math.log(predictor.loss)):
             why = f"not tuned; a template's default, as the best of {found.ranked} points is not expected to be clearly"
             why += f" faster by {predictor.provenance}"
             return fallback(problem, machine, why + "".join(passed_over))
