@@ -130,7 +130,7 @@ def test_rows_without_a_distribution_and_ties() -> None:
     rows = np.zeros((BATCH, VOCAB), np.float32)
     rows[0, 7], rows[1, 9], rows[2] = np.nan, np.inf, -np.inf
     rows[3, 1:] = -np.inf
-    for options in ({"top_k": 5}, {"top_p": 0.999}, {}):
+    for options in ({"top_k": 5}, {"top_p": 0.999}, {"min_p": 1.0}, {}):
         for uniform in (0.0, 0.7, 1.5):  # the last is taken as a little less than 1
             given = np.full(BATCH, uniform, np.float32)
             tokens, logprobs = tvm_sparse.softmax_sample(rows, **options, uniforms=given)
