@@ -267,17 +267,23 @@ def softmax_sample(
 def _kernel(problem: SoftmaxSample, machine: Machine) -> tuple[Any, int]:
     """The kernel of a problem, and the `seeded` that it is for.
 
-    Where there is no kernel that makes the uniform numbers of one seed, one that is given them does as well.
+    Where there is no kernel that makes the uniform numbers of one seed, one that is given them does as well. That is
+    remembered until other kernels are loaded, as looking in vain takes long.
     """
+    given = dataclasses.replace(problem, seeded=seeds.GIVEN)
+    if ("softmax_sample, given", problem) in dispatcher.launchers:
+        return dispatcher.kernel(given, machine).function, seeds.GIVEN
     try:
         return dispatcher.kernel(problem, machine).function, problem.seeded
     except Miss as miss:
         if problem.seeded not in (seeds.OF_CALL, seeds.OFFSETS):
             raise
         try:
-            return dispatcher.kernel(dataclasses.replace(problem, seeded=seeds.GIVEN), machine).function, seeds.GIVEN
+            found = dispatcher.kernel(given, machine).function
         except Miss:
             raise miss from None
+        dispatcher.launchers["softmax_sample, given", problem] = True
+        return found, seeds.GIVEN
 
 
 def _number(which: int, value: Any) -> Any:

@@ -157,10 +157,12 @@ class SoftmaxSample(Problem):
         return int(present[name]) if name in present else super().extent(name)
 
     def distance(self, other: Problem) -> float | None:
-        """Octaves of all sizes. Where the uniform number of a row comes from says nothing about decisions."""
-        if isinstance(other, SoftmaxSample):
-            other = dataclasses.replace(other, seeded=self.seeded)
-        return super().distance(other)
+        """Octaves of all sizes; where uniform numbers come from is none."""
+        return super().distance(dataclasses.replace(other, seeded=self.seeded) if type(other) is type(self) else other)
+
+    def as_tuned(self) -> Problem:
+        """With uniform numbers that are given: where they come from takes one warp of a row a few instructions."""
+        return dataclasses.replace(self, seeded=0)
 
     def sample(self, inputs: Sequence[Any], rows: np.ndarray) -> list[Any]:
         """As of any problem; where a row's number makes its uniform number, the rows follow as one more input, which
