@@ -88,7 +88,7 @@ class SoftmaxSample(Problem):
     # How a row is read is softmax_topk's: these are what a word may have to be drawn from, and a long tail to time.
     structures: ClassVar[tuple[str, ...]] = ("random", "ties", "masked", "special", "mixed", "zipf")
     tuned: ClassVar[str] = SoftmaxTopk.tuned
-    verified: ClassVar[tuple[str, ...]] = structures[:-1]
+    verified: ClassVar[tuple[str, ...]] = (*structures[:-1], "mixed")
     settings: ClassVar[tuple[Settings, ...]] = (
         {"temperature": 0.8, "top_k": 0, "top_p": 0.9, "min_p": 0.0},
         {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
