@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..core import scratch
+from ..core import commands, scratch
 from ..core.candidate import Candidate
 from ..core.template import Resident, Workspace
 from . import runtime_libraries, trust
@@ -195,7 +195,7 @@ def read(folder: Path, content: bytes | None = None) -> tuple[Entry, ...]:
     if present is None:
         raise ManifestError(
             f"{path}: neither apache-tvm nor its runtime libraries are here, which kernels call: install a package of"
-            ' prebuilt kernels or the compiler: pip install "tvm_sparse[compiler]"'
+            f" prebuilt kernels or the compiler: {commands.install('compiler')}"
         )
     if exported.get("apache-tvm") != present:
         raise ManifestError(

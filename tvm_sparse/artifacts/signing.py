@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core import scratch
+from ..core import commands, scratch
 from . import manifest, runtime_libraries, trust
 from .manifest import ManifestError
 
@@ -259,5 +259,5 @@ def _cryptography(module: str) -> Any:
         return importlib.import_module(f"cryptography.{module}")
     except ModuleNotFoundError:
         raise SignatureError(
-            'cryptography is missing, which signs and checks signatures: pip install "tvm_sparse[sign]"'
+            f"cryptography is missing, which signs and checks signatures: {commands.install('sign')}"
         ) from None

@@ -22,6 +22,7 @@ from .common import (
     duration,
     errors,
     fail,
+    operator_names,
     ratio,
     require,
     size,
@@ -46,7 +47,7 @@ def export(
         list[Path] | None,
         typer.Option(help="Folder of records; of several the last wins.  \\[default: the package's, then yours]"),
     ] = None,
-    operator: Annotated[str | None, typer.Option(help="Only this operator.")] = None,
+    operator: Annotated[str | None, typer.Option(help="Only this operator.", autocompletion=operator_names)] = None,
     shapes: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Only what calls of these problems run, tuned or not; TOML as for tune."),

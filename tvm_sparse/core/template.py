@@ -157,7 +157,7 @@ class Template(Generic[P]):
             return str(error)
         if list(decisions) != list(table):
             names = f"decisions are {', '.join(decisions)}; the space has {', '.join(table)}"
-            return f"{names} (tvm-sparse migrate completes records of an earlier version)"
+            return f"{names} (tvm-sparse db migrate completes records of an earlier version)"
         for name, value in decisions.items():
             if value not in table[name]:
                 return f"{name}={value} is not among {', '.join(map(str, table[name]))}"

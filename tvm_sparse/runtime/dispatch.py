@@ -16,11 +16,10 @@ import functools
 import hashlib
 import logging
 import os
-import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from ..artifacts.compile import CompileError
 from ..artifacts.manifest import Entry, ManifestError
 from ..artifacts.residency import unfit
 from ..artifacts.signing import Signed
-from ..core import locking, registry, shape_files
+from ..core import commands, locking, registry, shape_files
 from ..core import machine as machines
 from ..core.candidate import Candidate
 from ..core.machine import Machine, UnknownArch
@@ -122,6 +121,7 @@ class Dispatcher:
         self, logs: tuple[Path, ...] | None = None, shipped: Path | None = None, cache: Path | None = None
     ) -> None:
         self._log_roots = logs
+        self._more_logs: tuple[Path, ...] = ()  # as `configure` names them
         self._shipped = shipped
         self._cache = cache
         self._folders: list[_Source] = []
@@ -129,7 +129,7 @@ class Dispatcher:
         self._signed: dict[Path, Signed] = {}  # of added folders those that are taken for their signature
         self._taken: tuple[Problem, Machine, str] | None = None  # as `taking` says
         self._libraries: dict[tuple[Path, str], Any] = {}
-        self._records: dict[tuple[str, str], dict[str, Any]] = {}
+        self._records: dict[tuple[str, str], Any] = {}  # as `_kept` keeps them
         self._predictors: dict[tuple[str, str], Any] = {}
         self._manifests: dict[Path, tuple[Any, tuple[Entry, ...]]] = {}
         self._warned: set[tuple[Any, ...]] = set()
@@ -143,13 +143,34 @@ class Dispatcher:
         self.measures = 0.0
         self._measured: set[tuple[Problem, Machine]] = set()  # tried, with or without success
 
-    def configure(self, policy: str | None, compiles: bool | None, measures: float | None = None) -> None:
+    def configure(
+        self,
+        policy: str | None = None,
+        compiles: bool | None = None,
+        logs: tuple[Path, ...] | None = None,
+        measures: float | None = None,
+    ) -> None:
         """Set what is not None; kernels that calls have found are looked up again."""
         with self._lock:
             self.policy = self.policy if policy is None else policy
             self.compiles = self.compiles if compiles is None else compiles
             self.measures = self.measures if measures is None else measures
+            if logs is not None:
+                self._more_logs = logs
+                # Also where the folders are the same: what was recorded in between counts.
+                self._records, self._predictors = {}, {}
             self._forget()
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """After the block look-up reads the folders of kernels and of records that it read before, and no others."""
+        before = self._more_logs, list(self._folders), dict(self._signed)
+        try:
+            yield
+        finally:
+            with self._lock:
+                logs, self._folders, self._signed = before
+                self.configure(logs=logs)
 
     def add(self, folder: Path, signed: Signed | None = None) -> tuple[Entry, ...]:
         """Use the kernels of an exported folder before all others; later folders come first.
@@ -256,7 +277,7 @@ class Dispatcher:
         choice = choose(problem, machine, evidence)
         refused = self._refused.get((problem.operator, machine), {})
         candidates = [c for c in measuring.contenders(problem, machine, choice, evidence) if c not in refused]
-        logs = (self._roots() or (paths.user_logs(),))[-1]
+        logs = (self._log_roots or (paths.user_logs(),))[-1]
         found = {"reason": "no time is left"}
         if seconds > 0:
             with _spinner(f"measuring {problem.typed}"):
@@ -273,7 +294,6 @@ class Dispatcher:
             found["seconds"] * 1e6,
             found["fallback_seconds"] * 1e6,
         )
-        self._records.pop((machine.arch, problem.operator), None)
         self._kernels.pop((problem, machine), None)
         self.launchers = {}
 
@@ -442,23 +462,39 @@ class Dispatcher:
         return (self._cache or paths.user_cache()) / machine.arch
 
     def _tuned(self, arch: str, operator: str) -> dict[str, Any]:
-        """The best records of one operator."""
-        if (arch, operator) not in self._records:
+        """The best records of one operator, read anew when their files have changed."""
+
+        def read() -> dict[str, Any]:
             from ..records.queries import best_records
 
-            self._records[arch, operator] = best_records(self._roots(), arch, (operator,))
-        return self._records[arch, operator]
+            return best_records(self._roots(), arch, (operator,))
+
+        return self._kept(self._records, arch, operator, "best.jsonl", read)
 
     def _predictor(self, arch: str, operator: str) -> Any:
-        """The model of one operator, or None."""
-        if (arch, operator) not in self._predictors:
+        """The model of one operator, or None; as `_tuned`."""
+
+        def read() -> Any:
             from ..records.queries import predictor
 
-            self._predictors[arch, operator] = predictor(self._roots(), arch, operator)
-        return self._predictors[arch, operator]
+            return predictor(self._roots(), arch, operator)
+
+        return self._kept(self._predictors, arch, operator, "predictor.json", read)
+
+    def _kept(
+        self, kept: dict[tuple[str, str], Any], arch: str, operator: str, name: str, read: Callable[[], Any]
+    ) -> Any:
+        """What was read from the files of this name, one a folder of logs, unless one of them has changed since."""
+        stamps = [locking.stamp(root / arch / operator / name) for root in self._roots()]
+        held = kept.get((arch, operator))
+        if held is None or held[0] != stamps:
+            held = kept[arch, operator] = (stamps, read())
+        return held[1]
 
     def _roots(self) -> tuple[Path, ...]:
-        return self._log_roots if self._log_roots is not None else (paths.shipped_logs(), paths.user_logs())
+        """The folders of records, of which the last that has one of a problem counts."""
+        own = self._log_roots if self._log_roots is not None else (paths.shipped_logs(), paths.user_logs())
+        return (*own, *self._more_logs)
 
     def _evidence(self, problem: Problem, machine: Machine, sources: list[_Source], compiles: bool) -> Evidence:
         """What is exported and recorded of a problem's operator."""
@@ -533,13 +569,15 @@ class Dispatcher:
     def _require_compiler(self, problem: Problem, machine: Machine) -> None:
         if not self._may_compile():
             reason = (
-                'apache-tvm is not installed (pip install "tvm_sparse[compiler]")'
+                f"apache-tvm, which compiles one, is not installed: {commands.install(*_compiling(machine))}"
                 if self.compiles
                 else "tvm_sparse.configure(compile=False) forbids to compile one"
             )
+            ahead = ("prebuild", *problem.typed.split(), "--target", machine.arch, "--output", "dist")
             raise loading.Miss(
-                f"{problem.typed} on {machine.arch}: no kernel for it is at hand, and {reason};"
-                " kernels are built ahead by tvm-sparse export --shapes FILE"
+                f"{problem.typed} on {machine.arch}: no kernel for it is at hand, and {reason}\n"
+                "To build it ahead into a wheel, on any machine with the compiler:"
+                f" {commands.command(*ahead, *_plugins_of(problem))}"
             )
 
     def _find(self, choice: Choice, machine: Machine, sources: list[_Source]) -> tuple[Path, Entry] | None:
@@ -650,13 +688,21 @@ def _tune_command(problem: Problem, machine: Machine, choice: Choice) -> str | N
     """The command that tunes a problem, on the machine itself; None if what was tuned serves it."""
     if choice.how in RECORDED and "strategy" not in choice.figures:
         return None
-    words = ["tvm-sparse", "tune", *problem.typed.split()]
+    words = ["tune", *problem.typed.split()]
     if machine.arch != machines.resolve("auto").arch:
         words += ["--target", machines.target(machine)]
-    if problem.operator not in {operator.name for operator in registry.BUILTIN}:
-        for path in registry.plugins():
-            words += ["--plugin", path]
-    return shlex.join(words)
+    return commands.command(*words, *_plugins_of(problem))
+
+
+def _plugins_of(problem: Problem) -> list[str]:
+    """The options by which a command knows the problem's operator."""
+    own = problem.operator in {operator.name for operator in registry.BUILTIN}
+    return [] if own else commands.options("--plugin", registry.plugins())
+
+
+def _compiling(machine: Machine) -> tuple[str, ...]:
+    """The extras that compile for a machine."""
+    return ("cuda",) if machine.kind == "cuda" else ("compiler",)
 
 
 @contextlib.contextmanager
@@ -675,7 +721,13 @@ def _spinner(text: str) -> Iterator[None]:
 dispatcher = Dispatcher()
 
 
-def configure(*, policy: str | None = None, compile: bool | None = None, measure: float | None = None) -> None:
+def configure(
+    *,
+    policy: str | None = None,
+    compile: bool | None = None,
+    logs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
+    measure: float | None = None,
+) -> None:
     """Say which kernels calls of this process may run; what is not given stays as it was.
 
     Parameters
@@ -690,6 +742,10 @@ def configure(*, policy: str | None = None, compile: bool | None = None, measure
     measure
         Seconds that the first call of a problem may spend on timing the few best candidates of look-up, if the problem
         has no record of its own: see `warmup`. 0, the default: calls measure nothing.
+    logs
+        Folders of records that look-up reads besides the package's and the user's, and prefers, the last one most: what
+        `tvm-sparse tune --logs` wrote. They take the place of those named before; `()` names none. Records that were
+        added since are read anew.
 
     The errors are `tvm_sparse.Miss`, raised by calls, `warmup` and what else looks kernels up; `explain` raises none.
 
@@ -697,10 +753,19 @@ def configure(*, policy: str | None = None, compile: bool | None = None, measure
     ------
     ValueError
         For another policy, or a number of seconds that is negative or no number.
+    NotADirectoryError
+        If one of `logs` is no folder.
     """
     if policy is not None and policy not in POLICIES:
         raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
-    dispatcher.configure(policy, compile, None if measure is None else _seconds("measure", measure))
+    folders = None
+    if logs is not None:
+        folders = tuple(Path(one).absolute() for one in ([logs] if isinstance(logs, str | os.PathLike) else logs))
+        for folder in folders:
+            if not folder.is_dir():
+                wanted = "expected a folder of records, as tvm-sparse tune --logs FOLDER writes it"
+                raise NotADirectoryError(f"logs: {wanted}, got {str(folder)!r}, which is none")
+    dispatcher.configure(policy, compile, folders, None if measure is None else _seconds("measure", measure))
 
 
 def _seconds(name: str, value: float) -> float:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ..artifacts import runtime_loading, trust
 from ..artifacts.runtime_loading import Reader
 from ..artifacts.signing import SignatureError
-from ..core import machine
+from ..core import commands, machine
 from ..core.problem import Problem, numpy_dtype
 from . import arrays
 
@@ -80,7 +80,7 @@ def prepare(kind: str, beside: Path | None = None, signed: Reader | None = None)
     if runtime_loading.load("libtvm_runtime.so", beside, signed) is None:
         raise LoadError(
             "TVM's runtime library is missing, which kernels call: install a package of prebuilt kernels, which carries"
-            ' it, or the compiler: pip install "tvm_sparse[compiler]"'
+            f" it, or the compiler: {commands.install('compiler')}"
         )
 
 

@@ -260,7 +260,8 @@ def remember(
     _prepare()
     key = kinds_of(what, arguments)
     if key is not None:
-        _keep(launchers, key, Launcher(loading.settled(function), tuple(map(arrays.prototype, outputs)), single))
+        found = Launcher(loading.settled(function), tuple(map(arrays.prototype, outputs)), single)
+        _keep(launchers, key, found)
 
 
 def remember_operator(

@@ -371,7 +371,7 @@ class Fleet:
         if reply.environment:  # perhaps there was no memory for several
             with turn.alone(self._is_closed):
                 reply = ask(*before)
-        if not reply.ok:
+        if not reply.ok or TIME not in job.library["steps"]:
             return reply
         with turn.alone(self._is_closed):
             timed = ask(TIME)

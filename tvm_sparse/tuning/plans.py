@@ -156,7 +156,7 @@ def make_plan(
     # The fallback is measured in every run.
     fallback = spaces.fallback(problem, machine)
     size = sum(sizes.values()) + (not spaces.among(fallback, tables))
-    there = (recorded(log, fresh=fresh) if known is None else known).get(problem.key, {})
+    there = (recorded(log, problem, fresh=fresh) if known is None else known).get(problem.key, {})
     paid = sum(candidate == fallback or spaces.among(candidate, tables) for candidate in there)
     left = max(0, min(trials, size) - paid)
     plan = Plan(
@@ -177,13 +177,13 @@ def make_plan(
     return dataclasses.replace(plan, seconds=left * plan.trial_seconds + plan.final_seconds)
 
 
-def recorded(log: Log, *, fresh: bool = False) -> dict[str, Measured]:
-    """By problem key the candidates of the log at their templates' present version.
+def recorded(log: Log, problem: Problem | None = None, *, fresh: bool = False) -> dict[str, Measured]:
+    """By problem key the candidates of the log at their templates' present version; of one problem, or of all.
 
     Of trials with fresh inputs, or of all others: neither knows of the other.
     """
     known: dict[str, Measured] = {}
-    for trial in log.read().timed(fresh):
+    for trial in (log.read() if problem is None else log.of_problem(problem.key)).timed(fresh):
         if trial.outcome != "environment":
             with contextlib.suppress(KeyError):
                 if spaces.find(trial.candidate.template).version == trial.candidate.version:

@@ -106,7 +106,7 @@ class Run:
         problem, machine = plan.problem, plan.machine
         self._plan, self._log, self._seed, self._show, self._stop = plan, log, seed, show, stop
         self._fallback = spaces.fallback(problem, machine)
-        self.known = recorded(log, fresh=plan.fresh).get(problem.key, {})
+        self.known = recorded(log, problem, fresh=plan.fresh).get(problem.key, {})
         self.progress = Progress(plan)
         for candidate, seconds in self.known.items():
             if seconds and seconds < self.progress.best_seconds:
@@ -210,7 +210,7 @@ class Run:
                 return
             self._proposed.append((batch, search.predicted))
             if self.ahead:
-                self.bench.begin(batch)
+                self.bench.begin(batch, self._session)
 
     def _require_fallback(self) -> None:
         """The fallback fits every shape: where it fails the machine is at fault, and no candidate is to pay."""
@@ -256,7 +256,8 @@ class Run:
         self._show(progress)
 
     def final(self) -> Best:
-        """Measure the best few and the fallback again, in turn on one device, and record the winner by its median.
+        """Measure the best few and the fallback again, in turn on one device, and record the winner by its median, if
+        it is right on ten times as many cases as candidates are; else the next best that is.
 
         One round after another, so that a drift of the machine meets all of them; the fallback takes part, so that a
         tuned result cannot lose to not tuning. Devices differ: all is measured by the session's own seat, and where
@@ -270,21 +271,19 @@ class Run:
         while True:
             with contextlib.suppress(Lost):
                 times, spoilt = self._rounds(finalists)
+                rounds = self._plan.final_rounds
+                medians = {c: statistics.median(seconds) for c, seconds in times.items() if len(seconds) == rounds}
+                self.progress.medians = dict(medians)
+                for rival in self._plan.rivals:
+                    if spaces.refusal(rival, problem, self._plan.machine) is not None:
+                        medians.pop(rival, None)
+                winner, failed = self._proven(medians)
                 break
-        medians = {
-            c: statistics.median(seconds) for c, seconds in times.items() if len(seconds) == self._plan.final_rounds
-        }
-        self.progress.medians = dict(medians)
-        for rival in self._plan.rivals:
-            if spaces.refusal(rival, problem, self._plan.machine) is not None:
-                medians.pop(rival, None)
-        if not medians and spoilt:
+        spoilt = failed or spoilt
+        if winner is None and spoilt:
             raise NoValidRecord(f"{problem}: the final could not be held (environment): {spoilt.reason}")
-        if not medians:
+        if winner is None:
             raise NoValidRecord(f"{problem}: no candidate gave the right answer; the log has the reasons")
-        winner = min(medians, key=lambda c: medians[c])
-        if medians.get(fallback, float("inf")) <= medians[winner]:
-            winner = fallback
         before = self._log.best().get(problem.key)
         best = Best(
             problem=problem.key,
@@ -297,9 +296,27 @@ class Run:
             session=self._session,
             trials=self.progress.measured,
             ways=before.ways if before is not None and before.candidate == winner else None,
+            seconds_all=tuple(times[winner]),
+            fallback_all=tuple(times.get(fallback, ())),
         )
         self._log.append_best(best)
         return best
+
+    def _proven(self, medians: dict[Candidate, float]) -> tuple[Candidate | None, Trial | None]:
+        """The fastest finalist that stands the proof, the fallback where it is as fast, and a trial that the
+        environment spoilt if there was one. What fails is written down and left out of `medians`."""
+        seat, spoilt = self.bench.seat(), None
+        while medians:
+            winner = min(medians, key=lambda c: (medians[c], c != self._fallback))
+            trial = self.bench.prove(winner, self._session, seat)
+            if trial is None:
+                return winner, None
+            self._log.append(trial)
+            self.known[winner] = None
+            del medians[winner]
+            if trial.outcome == "environment":
+                spoilt = trial
+        return None, spoilt
 
     def _rounds(self, finalists: Sequence[Candidate]) -> tuple[dict[Candidate, list[float]], Trial | None]:
         """Times of finalists, a figure a round, and a trial that the environment spoilt if there was one."""

@@ -43,12 +43,11 @@ from typing import Any
 
 import platformdirs
 
-from ...core import scratch
+from ...core import commands, scratch
 from .. import runtime_libraries, runtime_loading, trust
 
 # The TVM wheel's CUDA runtime is linked to libcudart.so.13: no other major can be loaded.
 CUDA_MAJOR = 13
-_INSTALL = 'pip install "tvm_sparse[cuda]"'
 _LOADER_FUNCTION = "ffi.Module.load_from_bytes.cuda"
 
 # cuGetErrorName and cuGetErrorString succeed: TVM prints what they return without looking.
@@ -343,7 +342,7 @@ def load_runtime(
     driver, is_stub = _load_driver(allow_stub)
     cudart = _load(f"libcudart.so.{CUDA_MAJOR}")
     if cudart is None:
-        raise ToolchainError(f"libcudart.so.{CUDA_MAJOR} is missing: {_INSTALL}")
+        raise ToolchainError(f"libcudart.so.{CUDA_MAJOR} is missing: {commands.install('cuda')}")
     try:
         libraries = [runtime_loading.load(name, beside, signed) for name in runtime_libraries.LIBRARIES["cuda"]]
     except OSError as error:
@@ -352,7 +351,7 @@ def load_runtime(
     if library is None:
         raise ToolchainError(
             "libtvm_runtime_cuda.so is missing: install a package of prebuilt kernels, which carries it, or the"
-            ' compiler: pip install "tvm_sparse[compiler]"'
+            f" compiler: {commands.install('compiler')}"
         )
     if tvm_ffi.get_global_func(_LOADER_FUNCTION, allow_missing=True) is None:
         raise ToolchainError(f"{library} does not register {_LOADER_FUNCTION}")
@@ -363,7 +362,7 @@ def _nvrtc() -> tuple[tuple[int, int], str]:
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
-        raise ToolchainError(f"cuda-bindings is missing ({error}): {_INSTALL}") from error
+        raise ToolchainError(f"cuda-bindings is missing ({error}): {commands.install('cuda')}") from error
 
     def version() -> tuple[int, int] | None:
         # cuda-bindings looks for the library: pip's, then the system's, then CUDA_PATH's. It also
@@ -385,10 +384,11 @@ def _nvrtc() -> tuple[tuple[int, int], str]:
         if found := version():
             break
     if found is None:
-        raise ToolchainError(f"NVRTC (package nvidia-cuda-nvrtc) is missing: {_INSTALL}")
+        raise ToolchainError(f"NVRTC (package nvidia-cuda-nvrtc) is missing: {commands.install('cuda')}")
     if found[0] != CUDA_MAJOR:
         raise ToolchainError(
-            f"cuda-bindings loads NVRTC {found[0]}.{found[1]}, but TVM needs CUDA {CUDA_MAJOR}: {_INSTALL}"
+            f"cuda-bindings loads NVRTC {found[0]}.{found[1]}, but TVM needs CUDA {CUDA_MAJOR}:"
+            f" {commands.install('cuda')}"
         )
     return found, _mapped_path("libnvrtc.so")
 
@@ -455,7 +455,7 @@ def _headers(nvrtc: tuple[int, int]) -> tuple[Path, tuple[int, int], Path]:
     if not usable:
         raise ToolchainError(
             f"no complete CUDA {CUDA_MAJOR} headers (packages nvidia-cuda-runtime, "
-            f"nvidia-cuda-cccl, nvidia-cuda-crt): {_INSTALL}; "
+            f"nvidia-cuda-cccl, nvidia-cuda-crt): {commands.install('cuda')}; "
             f"found: {', '.join(seen) or 'none at all'}"
         )
     _, root, version, cccl = min(usable, key=lambda item: item[0])

@@ -45,6 +45,14 @@ class LogSumExp(Problem):
     def __post_init__(self) -> None:
         require_rows(self)
 
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        return ("logits",)
+
+    @property
+    def shifted(self) -> tuple[str, ...]:
+        return self.scaled
+
     @classmethod
     def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
         return {
