@@ -177,7 +177,7 @@ def softmax_sample(
     drawn = [one for one in numbers if type(one) is not int]
     # What a kernel depends on: numbers other than top_k are passed to it.
     what = ("softmax_sample", None if own[1] else filters[1], max_top_k, best, seeded)
-    if out is None and not through and any(own) is all(own):
+    if out is None and not through and any(own) is all(own) and type(best) is int:
         results = repeat.again(dispatcher.launchers, what, (logits, *filters, bias, *numbers), None)
         if results is not None:
             return tuple([*results[:2], *[array[:, :best] for array in results[2:] if best]])
@@ -191,8 +191,10 @@ def softmax_sample(
     *leading, vocab = known.shape
     if not vocab:
         raise ValueError(f"logits: expected at least one word, got shape {known.shape}")
-    width, most, whole = _width(None if own[1] else filters[1], max_top_k, vocab)
-    if not 0 <= operator.index(best) <= most:
+    symbols = arrays.is_fake(logits) and not (type(best) is int and (own[1] or type(filters[1]) is int))
+    # A graph that was specialised to the kernel's width would be one of a few values of top_k alone.
+    width, most, whole = (best, best, False) if symbols else _width(None if own[1] else filters[1], max_top_k, vocab)
+    if not symbols and not 0 <= best <= most:
         raise ValueError(f"best: expected at most the {most} words that top_k leaves, got {best}")
     batch, rows = math.prod(leading), tuple(leading)
 
@@ -294,12 +296,14 @@ def _number(which: int, value: Any) -> Any:
     try:
         if isinstance(value, bool):
             raise TypeError
-        number: Any = operator.index(value) if dtype == "int32" else float(value)
+        number: Any = whole_number(name, value) if dtype == "int32" else float(value)
     except (TypeError, ValueError, RuntimeError):
         what = "an integer" if dtype == "int32" else "a number"
         raise TypeError(
             f"{name}: expected {what} or an array with one for each row, got {type(value).__name__}"
         ) from None
+    if dtype == "int32" and type(number) is not int:  # a symbol of a graph
+        return number
     if not fits(number):
         raise ValueError(f"{name}: expected {wanted}, got {value!r}")
     return max(0, min(number, 2**31 - 1)) if dtype == "int32" else min(number, LARGEST)
