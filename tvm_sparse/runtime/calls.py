@@ -130,13 +130,14 @@ def launch(
     *,
     single: bool = False,
     kept: Any = True,
+    free: int = 0,
     around: Callable[[Any], Any] | None = None,
 ) -> None:
     """Call the kernel of a problem, and let `repeat.again` do so for arguments of the same kinds.
 
     Parameters
     ----------
-    what, single
+    what, single, free
         As `repeat.remember` takes them.
     arguments, outputs
         As kernels take them, see `arrays.ready`; None for an argument that is absent.
@@ -147,7 +148,7 @@ def launch(
     """
     launchers = dispatcher.launchers if kept is True else kept  # before others take their place
     function = dispatcher.kernel(problem, machine).function
-    run(launchers, what, function if around is None else around(function), arguments, outputs, single)
+    run(launchers, what, function if around is None else around(function), arguments, outputs, single, free)
 
 
 def run(
@@ -157,6 +158,7 @@ def run(
     arguments: tuple[Any, ...],
     outputs: Sequence[Any],
     single: bool = False,
+    free: int = 0,
 ) -> None:
     """As `launch`, of a function that is at hand; `launchers` are those from before it was looked up."""
     given = [one if one is None or isinstance(one, int | float) else arrays.argument(one) for one in arguments]
@@ -164,7 +166,7 @@ def run(
     if launchers is not None and all(
         arrays.is_torch(one) or one is None or isinstance(one, int | float) for one in (*arguments, *outputs)
     ):
-        repeat.remember(launchers, what, arguments, function, tuple(outputs), single)
+        repeat.remember(launchers, what, arguments, function, tuple(outputs), single, free)
 
 
 def with_scratch(function: Any, unshown: Any, after: int) -> Any:
