@@ -1,4 +1,4 @@
-"""A decode loop: the best tokens of each step, and the log-probability of the one that was drawn.
+"""A decode loop: a token of each row, drawn by one kernel, with its log-probability and the best tokens beside it.
 
     python examples/decode_loop.py                # kernels from the user's cache, compiled at the warm-up if need be
     python examples/decode_loop.py kernels        # kernels that `tvm-sparse export` wrote into a folder
@@ -14,8 +14,8 @@ import torch
 
 import tvm_sparse
 
-BATCH, HIDDEN, VOCAB, K, STEPS = 8, 64, 5000, 10, 12
-TEMPERATURE = 0.7
+BATCH, HIDDEN, VOCAB, BEST, STEPS = 8, 64, 5000, 10, 12
+FILTERS = {"temperature": 0.7, "top_k": 50, "top_p": 0.95}
 
 
 def main() -> None:
@@ -28,31 +28,25 @@ def main() -> None:
     embedding = torch.randn(VOCAB, HIDDEN, device=device)
     output = torch.randn(HIDDEN, VOCAB, device=device) / 4
     state = torch.zeros(BATCH, HIDDEN, device=device)
-    token = torch.zeros(BATCH, 1, dtype=torch.int64, device=device)
-    total = torch.zeros(BATCH, 1, device=device)
-    # Written into by every step: a call then allocates nothing.
-    out = (
-        torch.empty(BATCH, K, device=device),
-        torch.empty(BATCH, K, dtype=torch.int64, device=device),
-        torch.empty(BATCH, 1, device=device),
-    )
+    total = torch.zeros(BATCH, device=device)
+    # Seed and offset of each request: its tokens do not depend on the rows beside it, and can be drawn again.
+    seeds = torch.stack([torch.arange(BATCH), torch.zeros(BATCH, dtype=torch.int64)], 1).to(device)
+    token = torch.zeros(BATCH, dtype=torch.int64, device=device)
 
     # Before the first request: the first call of a shape looks the kernel up and loads it, or compiles it.
-    tvm_sparse.softmax_topk(torch.zeros(BATCH, VOCAB, device=device), K, log=True, ids=token, out=out)
-    print(tvm_sparse.explain("softmax_topk", batch=BATCH, vocab=VOCAB, k=K, ids=1))
+    tvm_sparse.softmax_sample(torch.zeros(BATCH, VOCAB, device=device), **FILTERS, seed=seeds, best=BEST)
+    print(tvm_sparse.explain("softmax_sample", batch=BATCH, vocab=VOCAB, k=64, seeded=1))
 
     for _ in range(STEPS):
-        state = torch.tanh(0.5 * state + embedding[token[:, 0]])
+        state = torch.tanh(0.5 * state + embedding[token])
         logits = state @ output
-        # Drawn by the exponential race, which needs no normaliser.
-        token = (logits / TEMPERATURE - torch.empty_like(logits).exponential_().log()).argmax(1, keepdim=True)
-        # The best tokens and the drawn one, with their log-probabilities, from one pass over the logits.
-        best_logprobs, best, logprob = tvm_sparse.softmax_topk(
-            logits, K, log=True, temperature=TEMPERATURE, ids=token, out=out
-        )
+        # The token, its log-probability, and the best tokens with theirs, from one pass over the logits.
+        drawn, logprob, best_logprobs, best = tvm_sparse.softmax_sample(logits, **FILTERS, seed=seeds, best=BEST)
+        seeds[:, 1] += 1
+        token = drawn.long()
         total += logprob
-    print(f"drawn last: {token[:, 0].tolist()}; the best would have been {best[:, 0].tolist()}")
-    print(f"log-probabilities of the sequences: {[round(x, 1) for x in total[:, 0].tolist()]}")
+    print(f"drawn last: {token.tolist()}; the best would have been {best[:, 0].tolist()}")
+    print(f"log-probabilities of the sequences: {[round(x, 1) for x in total.tolist()]}")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from tvm_sparse.core import registry, spaces
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.records import Log
 from tvm_sparse.records.queries import best_records, predictor
-from tvm_sparse.runtime.lookup import Evidence, Known, choose, twin_of
+from tvm_sparse.runtime.lookup import Evidence, choose, known_of, twin_of
 from tvm_sparse.tuning import training
 from tvm_sparse.tuning.training import Measured
 
@@ -67,10 +67,7 @@ def losses(
     log: Log, data: Sequence[Measured], apart: Callable[[Problem], object]
 ) -> dict[str, dict[Problem, float | None]]:
     """By way, the loss for each problem for which it has a choice; None where nobody measured that choice."""
-    known = {
-        key: Known(best.candidate, figures)
-        for key, (best, figures) in best_records([log.root], log.arch, (log.operator,)).items()
-    }
+    known = known_of(best_records([log.root], log.arch, (log.operator,)))
     found: dict[str, dict[Problem, float | None]] = {way: {} for way in WAYS}
     for kept, out in training.rounds_of(data, apart):
         trees = training.fit(kept)

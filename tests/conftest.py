@@ -11,7 +11,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import core_only
 import pytest
@@ -26,6 +28,8 @@ for name, value in {
     "OPENBLAS_THREAD_TIMEOUT": "4",
 }.items():
     os.environ.setdefault(name, value)
+# As where the environment is activated: commands in messages are then short.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 # A shell starts what it puts into the background with SIGINT ignored, and every child inherits that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -84,10 +84,10 @@ def test_blocks_of_zeros_that_are_stored_and_nan_are_kept() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (("text",), TypeError, "weights: expected a SciPy"),
-        ((np.zeros((4, 5)),), ValueError, "weights: expected shape"),
+        (("text",), TypeError, "matrix: expected a SciPy"),
+        ((np.zeros((4, 5)),), ValueError, "matrix: expected shape"),
         ((np.zeros((8, 4)), 2), ValueError, "gates: expected 1, 3 or 4, got 2"),
-        ((np.zeros((4, 4), np.int32),), ValueError, "dtype: expected one of"),
+        ((np.zeros((4, 4), np.int32),), ValueError, "matrix: expected a matrix of float32"),
     ],
 )
 def test_other_weights_are_refused(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:

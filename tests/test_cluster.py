@@ -117,6 +117,21 @@ def test_a_killed_driver_is_resumed_and_a_lost_node_costs_nothing_but_time(
             pass
 
 
+def test_the_command_tunes_on_a_cluster_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children_without_torch: None
+) -> None:
+    """The whole way, with the variable that Ray sets for its workers and torchrun for its processes."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    problem = tuning_child.THREADED
+    words = [problem.key, "--target", "cpu", "--trials", "2", "--logs", str(tmp_path), "--ray", "local"]
+    argv = [sys.executable, "-m", "tvm_sparse", "tune", *words]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    log = Log(tmp_path, cpu().arch, problem.operator)
+    assert done.returncode == 0, done.stdout
+    assert [trial.outcome for trial in log.read().trials] == ["ok"] * 2 and problem.key in log.best()
+
+
 def test_builds_of_a_lost_task_are_nobodys_fault() -> None:
     found = cluster.lost_build(RuntimeError("the node died"))
     assert found.kind == "crash" and found.environment and "the node died" in found.message

@@ -16,7 +16,7 @@ from tvm_sparse.workers import building
 
 CPU = machine.cpu()
 SHAPE = ("softmax_topk", "batch=4", "vocab=37", "k=4")
-INSTALL = "missing; install with: pip install"
+INSTALL = "missing; install with: "
 
 
 def run(folder: Path, *words: str | Path, code: int = 0) -> str:
@@ -114,7 +114,7 @@ with errors():
 """
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, env=core_only.environment(tmp_path))
-    assert 'cuda missing; install with: pip install "tvm_sparse[cuda]"' in done.stderr
+    assert '-m pip install "tvm_sparse[cuda]"' in done.stderr
 
 
 def test_without_a_c_compiler(tmp_path: Path) -> None:

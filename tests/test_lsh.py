@@ -280,8 +280,8 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
     refused("out: expected shape (6, 60)", hash_, embedding[:6], permutations, out=np.empty((6, 61), np.int32))
     tables = built.words, built.table, always
     refused("codes: expected shape (lists, beam, bands)", look_up, codes[0], *tables, 3)
-    refused("threshold: expected an integer of at least 1, got 0", look_up, codes, *tables, 0)
-    refused("threshold: expected an integer of at least 1, got 2.5", look_up, codes, *tables, 2.5)
+    refused("threshold: expected an integer of at least 1 and below 2^31, got 0", look_up, codes, *tables, 0)
+    refused("threshold: expected an integer of at least 1 and below 2^31, got 2.5", look_up, codes, *tables, 2.5)
     refused("words: expected shape (60, n)", look_up, codes, built.words[:5], built.table, always, 3)
     refused("table: expected 2^bits + 1 bucket starts", look_up, codes, built.words, built.table[:, :-1], always, 3)
     refused("table: expected 2 dimensions", look_up, codes, built.words, built.table[0], always, 3)

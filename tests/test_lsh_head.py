@@ -174,7 +174,7 @@ def test_fewer_candidates_than_asked_for() -> None:
     values, indices, info = head.topk(hidden, 4)
     assert np.sort(indices, axis=1).tolist() == [[-1, -1, 3, 5]] * 2 and (values[:, 2:] == 0).all()
     assert np.allclose(values.sum(axis=1), 1) and info.candidates.tolist() == [2]
-    words, log_probs, _ = head.sample(hidden, generator=1)
+    words, log_probs, _ = head.sample(hidden, seed=1)
     assert set(words.tolist()) <= {3, 5} and np.isfinite(log_probs).all()
 
 
@@ -187,8 +187,9 @@ def test_nan_stays_in_its_row(path: str) -> None:
     assert np.isnan(values[2]).all() and np.isnan(info.log_normaliser[2])
     others = np.delete(np.arange(6), 2)
     assert np.isfinite(values[others]).all() and np.isfinite(info.log_normaliser[others]).all()
-    words, log_probs, _ = head.sample(hidden, generator=2)
-    assert words[2] == -1 and np.isnan(log_probs[2]) and (words[others] >= 0).all()
+    for options in ({}, {"top_k": 3}):
+        words, log_probs, _ = head.sample(hidden, seed=2, **options)
+        assert (words >= 0).all() and np.isnan(log_probs[2]) and np.isfinite(log_probs[others]).all()
     # Candidates of the other rows of its sentence are there, and those of other sentences are the same.
     alone = head.topk(hidden[3:], 5, log=True)[0]
     assert np.allclose(head.topk(hidden, 5, sentences=2, log=True)[0][3:], alone, atol=1e-5)
@@ -216,20 +217,26 @@ def test_no_rows() -> None:
 # ---- sampling ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"path": "exact"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 3}, {"path": "exact"}, {"top_k": 20, "top_p": 0.6}, {"min_p": 0.2}], ids=str
+)
 def test_samples_follow_the_distribution(options: dict[str, Any]) -> None:
     embedding, hidden = drawn(1)
     head = tvm_sparse.LshHead(embedding, **SMALL)
     rows, temperature = 4000, 1.7
-    words, log_probs, info = head.sample(np.repeat(hidden, rows, 0), temperature, generator=next(numbers), **options)
+    states = np.repeat(hidden, rows, 0)
+    words, log_probs, info = head.sample(states, temperature, seed=next(numbers), **options)
     lists = [np.arange(VOCAB)] if "path" in options else candidates(head, embedding, hidden, 1)
     wanted = expected(embedding, hidden / np.float32(temperature), lists)[0]
-    if "top_k" in options:
-        best = np.argsort(-wanted)[:3]
-        wanted = np.where(np.isin(np.arange(VOCAB), best), wanted, -np.inf)
-        wanted -= np.log(np.exp(wanted).sum())
-    assert np.allclose(log_probs, wanted[words], atol=1e-4)
-    probabilities = np.exp(wanted)
+    # As of `softmax_sample`: before all filters.
+    assert words.dtype == np.int32 and np.allclose(log_probs, wanted[words], atol=1e-4)
+    order = np.argsort(-wanted)[: options.get("top_k", VOCAB)]
+    chances = np.exp(wanted[order])
+    before = np.cumsum(chances) - chances
+    left = order[(before < options.get("top_p", 1) * chances.sum()) & (chances >= options.get("min_p", 0) * chances[0])]
+    probabilities = np.where(np.isin(np.arange(VOCAB), left), np.exp(wanted), 0)
+    probabilities /= probabilities.sum()
+    assert np.isin(words, left).all()
     error = np.sqrt(probabilities * (1 - probabilities) / rows)
     assert (np.abs(np.bincount(words, minlength=VOCAB) / rows - probabilities) < 6 * error + 1e-3).all()
     assert info.log_normaliser.shape == (rows,)
@@ -242,10 +249,36 @@ def test_a_seed_draws_the_same_again() -> None:
         (tvm_sparse.LshHead(embedding, **SMALL), hidden),
         (tvm_sparse.LshHead(tensor(embedding), **SMALL), tensor(hidden)),
     ):
-        first, again, other = (head.sample(states, 3.0, generator=seed)[0].tolist() for seed in (4, 4, 5))
-        assert first == again != other
-    generator = torch.Generator().manual_seed(4)
-    assert head.sample(states, 3.0, generator=generator)[0].tolist() == first
+        first, again, other = (head.sample(states, 3.0, seed=seed)[0].tolist() for seed in (4, 4, 5))
+        assert first == again != other and first != head.sample(states, 3.0, seed=4, offset=1)[0].tolist()
+        torch.manual_seed(7)
+    drawn_by_torch = [head.sample(states, 3.0)[0].tolist()]
+    torch.manual_seed(7)
+    assert [head.sample(states, 3.0)[0].tolist()] == drawn_by_torch
+
+
+def test_samples_are_those_of_softmax_sample() -> None:
+    """Of the logits of all candidates, whatever way they are drawn; filters and temperatures of each row, too."""
+    embedding, hidden = drawn(20)
+    head = tvm_sparse.LshHead(embedding, **SMALL | {"path": "exact"})
+    logits = hidden @ embedding.T
+    uniforms = np.random.default_rng(2).random(20, dtype=np.float32)
+    heats, many = np.linspace(0, 3, 20, dtype=np.float32), np.arange(20, dtype=np.int32)
+    for options in (
+        {"top_k": 5},
+        {"temperature": 0},
+        {"temperature": np.inf, "top_k": 4},
+        {"temperature": 2.0, "top_p": 0.8, "min_p": 0.01},
+        {"temperature": heats, "top_k": many},
+        {"temperature": heats, "top_k": 7},
+        {"top_k": 0},
+        {"top_k": VOCAB},
+    ):
+        words, log_probs, info = head.sample(hidden, uniforms=uniforms, **options)
+        wanted = tvm_sparse.softmax_sample(logits, uniforms=uniforms, **options)
+        assert (words == wanted[0]).mean() >= 0.9  # another one where u is within rounding of a bound
+        assert np.allclose(log_probs[words == wanted[0]], wanted[1][words == wanted[0]], atol=1e-4)
+        assert info.log_normaliser.shape == (20,)
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -554,8 +587,14 @@ def test_what_cannot_be_called() -> None:
     ):
         with pytest.raises(error, match=message):
             head.topk(*arguments, **options)
-    with pytest.raises(ValueError, match=r"top_k: expected 1 <= top_k <= vocab \(301\), got 0"):
-        head.sample(hidden, top_k=0)
+    for arguments, error, message in (
+        ({"top_k": 2.0}, TypeError, "top_k: expected an integer, got float"),
+        ({"temperature": -1}, ValueError, "temperature: expected a number of at least 0, got -1"),
+        ({"temperature": "hot"}, TypeError, "temperature: expected"),
+        ({"seed": 1, "uniforms": np.zeros(6, np.float32)}, ValueError, "uniforms: expected these or a seed"),
+    ):
+        with pytest.raises(error, match=message):
+            head.sample(hidden, **arguments)
     with pytest.raises(ValueError, match="a CUDA graph needs a head on a GPU"):
         head.capture(6, 3)
     with pytest.raises(TypeError, match="embedding: expected a torch tensor or a NumPy array, got list"):
@@ -625,8 +664,8 @@ def test_a_head_on_the_gpu(tmp_path: Path) -> None:
     host = tvm_sparse.LshHead(embedding, **SMALL)
     head = tvm_sparse.LshHead(tensor(embedding).cuda(), **SMALL)
     states = tensor(hidden).cuda()
-    words, log_probs, _ = head.sample(states, generator=3)
-    assert torch.equal(head.sample(states, generator=3)[0], words) and log_probs.is_cuda
+    words, log_probs, _ = head.sample(states, seed=3)
+    assert torch.equal(head.sample(states, seed=3)[0], words) and log_probs.is_cuda
     again = tvm_sparse.LshHead.load(head.save(tmp_path / "head.npz"), device="cuda")
     for found in (head, again, host.to("cuda")):
         results = found.log_softmax(states, sentences=3)

@@ -9,6 +9,8 @@ import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,10 @@ import tvm_ffi
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 
-from tvm_sparse.artifacts import manifest, runtime_libraries, signing, trust
-from tvm_sparse.artifacts.compile import UNFINISHED, CompileError
+from tvm_sparse.artifacts import manifest, runtime_libraries, runtime_loading, signing, trust
+from tvm_sparse.artifacts.compile import CompileError
 from tvm_sparse.artifacts.manifest import Entry, ManifestError
-from tvm_sparse.core import machine, spaces
+from tvm_sparse.core import machine, scratch, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Best, Log, Session
@@ -123,10 +125,10 @@ def test_no_manifest(tmp_path: Path) -> None:
         (b"{", "Expecting property name"),
         (b"\xff\xfe\x00", "can't decode"),
         (b"[" * 100_000, "recursion"),
-        (b"[]", "format is 'list', expected 6"),
-        (b"{}", "format is None, expected 6"),
-        (b'{"format": 2}', "format is 2, expected 6; export again"),
-        (b'{"format": "2"}', "format is '2', expected 6"),
+        (b"[]", "format is 'list', expected 7"),
+        (b"{}", "format is None, expected 7"),
+        (b'{"format": 2}', "format is 2, expected 7; export again"),
+        (b'{"format": "2"}', "format is '2', expected 7"),
     ],
     ids=lambda value: str(value[:20]),
 )
@@ -525,15 +527,113 @@ def test_runtime_libraries_of_a_signed_folder_are_those_that_were_signed(
         loaded.append(name)
 
     monkeypatch.setattr(runtime_libraries, "compiler", lambda: None)
-    monkeypatch.setattr(runtime_libraries.ctypes, "CDLL", library)
+    monkeypatch.setattr(runtime_loading.ctypes, "CDLL", library)
     reader = signing.check(folder, [public]).read
-    assert runtime_libraries.load("libtvm_runtime.so", folder, reader) and loaded[0].startswith("/proc/self/fd/")
+    assert runtime_loading.load("libtvm_runtime.so", folder, reader) and loaded[0].startswith("/proc/self/fd/")
     path = folder / "runtime" / "libtvm_runtime.so"
     path.write_bytes(path.read_bytes() + b"more")
     found = manifest.read(folder, reader(manifest.NAME, manifest.MOST_BYTES))[0]
     with pytest.raises(LoadError, match=r"libtvm_runtime.so: is not the file that manifest\.json\.sig was made for"):
         loading.load_library(folder / found.library, found.kind, found.sha256, reader)
     assert len(loaded) == 1
+
+
+def test_runtime_libraries_are_those_that_the_manifest_describes(
+    exported: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a signature too; and what is loaded is what was compared, whatever becomes of the file meanwhile."""
+    folder = tmp_path / "folder"
+    shutil.copytree(exported[1], folder)
+    path = folder / "runtime" / "libtvm_runtime.so"
+    right = path.read_bytes()
+    assert manifest.runtime(folder) == {
+        file.name: manifest.digest(file) for file in (folder / "runtime").iterdir()
+    } and {*runtime_libraries.LIBRARIES["llvm"], "VERSION"} < set(manifest.runtime(folder))
+    loaded: list[bytes] = []
+
+    def library(name: str, mode: int) -> None:
+        if mode & os.RTLD_NOLOAD:
+            raise OSError
+        path.write_bytes(b"swapped")
+        loaded.append(Path(name).read_bytes())
+        assert name.startswith("/proc/self/fd/")
+
+    monkeypatch.setattr(runtime_libraries, "compiler", lambda: None)
+    monkeypatch.setattr(runtime_loading.ctypes, "CDLL", library)
+    assert runtime_loading.load("libtvm_runtime.so", folder) == str(path) and loaded == [right]
+    with pytest.raises(trust.Refused, match=r"libtvm_runtime\.so: the file is not the one that .*manifest\.json desc"):
+        runtime_loading.load("libtvm_runtime.so", folder)
+    path.write_bytes(right)
+    path.chmod(0o666)
+    with pytest.raises(trust.Refused, match="may be written by others"):
+        runtime_loading.load("libtvm_runtime.so", folder)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(trust.Refused, match="is not a plain file"):
+        runtime_loading.load("libtvm_runtime.so", folder)
+    path.unlink()
+    path.write_bytes(right)
+    described = json.loads((folder / manifest.NAME).read_text())
+    for found, message in (
+        ({**described, "runtime": {"VERSION": "0" * 64}}, "sha256 differs"),
+        ({**described, "runtime": {"libtvm_runtime.so": 7}}, "runtime must have hashes of"),
+        ({**described, "runtime": {"../other.so": "0" * 64}}, "runtime must have hashes of"),
+        ({**described, "runtime": None}, "runtime must have hashes of .*export again"),
+        ({**described, "format": 6}, "format is 6, expected 7; export again with this version"),
+    ):
+        (folder / manifest.NAME).write_text(json.dumps(found))
+        with pytest.raises(trust.Refused, match=message):
+            runtime_loading.load("libtvm_runtime.so", folder)
+    assert len(loaded) == 1
+
+
+def test_the_version_of_runtime_libraries_is_no_endless_file(
+    exported: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(exported[1], folder)
+    monkeypatch.setattr(runtime_libraries, "compiler", lambda: None)
+    assert manifest.read(folder) == manifest.read(exported[1])
+    (folder / "runtime" / "VERSION").unlink()
+    os.mkfifo(folder / "runtime" / "VERSION")
+    with pytest.raises(ManifestError, match="VERSION: is not a plain file"):
+        manifest.read(folder)
+
+
+def test_a_signature_covers_what_the_manifest_names_and_nothing_else(
+    exported: tuple[Path, Path], tmp_path: Path
+) -> None:
+    key, public = key_pair(tmp_path)
+    folder = tmp_path / "folder"
+    shutil.copytree(exported[1], folder)
+    for name in ("unfinished-0a1b2c3d.so", "notes", "softmax_topk-0123456789abcdef.so"):
+        (folder / name).write_text("not ours")
+    (folder / "runtime" / "other.so").write_text("not ours")
+    signing.sign(folder, key)
+    named = {path.relative_to(exported[1]).as_posix() for path in exported[1].rglob("*") if path.is_file()}
+    assert set(signing.check(folder, [public]).files) == named
+    for name in sorted(named - {manifest.NAME}):
+        shutil.copyfile(folder / name, tmp_path / "kept")
+        with (folder / name).open("ab") as file:
+            file.write(b"more")
+        with pytest.raises(signing.SignatureError, match=rf"{re.escape(name)}: the file is not the one that manifest"):
+            signing.sign(folder, key)
+        (folder / name).unlink()
+        with pytest.raises(signing.SignatureError, match=rf"{re.escape(name)}: No such file"):
+            signing.sign(folder, key)
+        shutil.copyfile(tmp_path / "kept", folder / name)
+
+
+def test_a_folder_is_found_from_wherever_the_process_is(
+    exported: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Dispatcher(logs=(), shipped=tmp_path / "none", cache=tmp_path / "cache")
+    monkeypatch.setattr(dispatch, "dispatcher", own)
+    monkeypatch.chdir(exported[1].parent)
+    assert dispatch.load(exported[1].name) == 2
+    monkeypatch.chdir(tmp_path)
+    assert callable(own.kernel(parse(TOPK), machine.cpu()).function)
+    assert own.explain(parse(TOPK), machine.cpu()).library.startswith(str(exported[1]))
 
 
 def test_keys_are_named_where_they_cannot_be_used(tmp_path: Path) -> None:
@@ -631,18 +731,75 @@ def test_export_removes_what_it_no_longer_names_and_nothing_else(exported: tuple
 
 
 def test_a_build_whose_worker_ends_leaves_no_part_of_a_library(tmp_path: Path) -> None:
-    """As where the disk is full: LLVM ends the process."""
+    """As where the disk is full: LLVM ends the process. What a process that lives is writing stays."""
 
     class Ended:
         def map(self, requests: Any, *, timeout: float) -> Any:
-            (tmp_path / f"{UNFINISHED}new.so").touch()
+            killed_while_writing(tmp_path)
             yield Reply("crash", message="build-0 ended with exit status 1")
 
     problem = parse(TOPK)
-    (tmp_path / f"{UNFINISHED}other.so").touch()
-    with pytest.raises(CompileError, match="exit status 1"):
-        build([(problem, spaces.fallback(problem, machine.cpu()), "exact", {})], machine.cpu(), tmp_path, using=Ended())
-    assert [path.name for path in tmp_path.iterdir()] == [f"{UNFINISHED}other.so"]
+    with scratch.folder(tmp_path) as other:
+        with pytest.raises(CompileError, match="exit status 1"):
+            build(
+                [(problem, spaces.fallback(problem, machine.cpu()), "exact", {})],
+                machine.cpu(),
+                tmp_path,
+                using=Ended(),
+            )
+        assert list(tmp_path.iterdir()) == [other]
+
+
+def killed_while_writing(folder: Path) -> Path:
+    """What is left of a process that was killed while it wrote a library there."""
+    code = "import os, sys; from pathlib import Path; from tvm_sparse.core import scratch;"
+    code += "block = scratch.written(Path(sys.argv[1]) / 'new.so'); path = block.__enter__();"
+    code += "path.write_text('half'); print(path, flush=True); os._exit(9)"
+    argv = [sys.executable, "-c", code, str(folder)]
+    left = Path(subprocess.run(argv, capture_output=True, text=True).stdout.strip())
+    assert left.read_text() == "half" and left.parent.parent == folder
+    return left.parent
+
+
+def test_a_later_export_removes_what_a_killed_one_left(exported: tuple[Path, Path], tmp_path: Path) -> None:
+    logs, folder = exported
+    shutil.copytree(folder, tmp_path / "again")
+    names = {path.name for path in folder.iterdir()}
+    killed_while_writing(tmp_path / "again")
+    (tmp_path / "again" / f"{scratch.UNFINISHED}0a1b2c3d.so").touch()  # as versions before 7 of the manifest did
+    export.export(machine.cpu(), tmp_path / "again", [logs])
+    assert {path.name for path in (tmp_path / "again").iterdir()} == names
+
+
+def test_an_export_into_a_folder_in_use_writes_over_no_file(
+    exported: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that has a file mapped, which is another one afterwards, keeps its own; the manifest is the last."""
+    logs, folder = exported
+    shutil.copytree(folder, again := tmp_path / "again")
+    files = [path for path in again.rglob("*") if path.is_file()]
+    for path in files:
+        if path.name != manifest.NAME:
+            path.write_bytes(b"of before")
+    opened = {path: path.open("rb") for path in files}
+    before = {path: path.read_bytes() for path in files}
+    real, order = os.replace, []
+
+    def replace(source: Any, target: Any) -> None:
+        order.append(Path(target).relative_to(again).as_posix())
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    export.export(machine.cpu(), again, [logs])
+    for path, file in opened.items():
+        assert file.read() == before[path], path
+        file.close()
+    assert {path.relative_to(folder) for path in folder.rglob("*")} == {p.relative_to(again) for p in again.rglob("*")}
+    assert order[-1] == manifest.NAME and "runtime/libtvm_runtime.so" in order
+    # What is the same already is left alone.
+    order.clear()
+    export.export(machine.cpu(), again, [logs])
+    assert not [name for name in order if name.startswith("runtime/")]
 
 
 def test_an_export_that_fails_leaves_the_folder_as_it_was(exported: tuple[Path, Path], tmp_path: Path) -> None:

@@ -307,7 +307,7 @@ def test_rows_are_what_the_structure_says(problem: NhotLookup) -> None:
         indptr, indices, *values, table = problem.generate(seed, structure)
         check_compressed(indptr, indices, len(indices), (problem.rows, problem.vocab), stored_in="value")
         assert str(indptr.dtype) == str(indices.dtype) == problem.index
-        assert {str(a.dtype) for a in (*values, table)} == {problem.dtype} and len(values) == problem.weighted
+        assert [str(a.dtype) for a in (*values, table)] == [problem.value_dtype] * problem.weighted + [problem.dtype]
         assert table.shape == (problem.vocab, problem.width)
         counts, rows = np.diff(indptr), np.split(indices, indptr[1:-1])
         each = min(problem.nonzeros, problem.vocab)

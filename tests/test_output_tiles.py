@@ -255,5 +255,5 @@ def test_records_of_before_mean_the_same_programs() -> None:
     now = tuple(template.default(problem, SM90).items())
     before = tuple((name, value) for name, value in now if name not in ADDED["head_tiles"])
     assert renamed("head_tiles", before) == now == renamed("head_tiles", now)
-    assert "tvm-sparse migrate" in (template.point(problem, SM90, dict(before)) or "")
+    assert "tvm-sparse db migrate" in (template.point(problem, SM90, dict(before)) or "")
     assert renamed("candidate_dots", (("threads", 256),)) == (("threads", 256),)

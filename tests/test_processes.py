@@ -74,12 +74,28 @@ def handle(request):
         case "hold": kept.append(bytearray(b"x") * request["size"]); time.sleep(60)
         case "leave": open(tempfile.mkstemp()[1], "w").write("left"); return tempfile.gettempdir()
         case "alarm": signal.alarm(60)
+        case "thread":
+            import threading
+            thread = threading.Thread(target=lambda: None)
+            thread.start(); thread.join()
+            return len(signal.valid_signals())
         case "catch": signal.signal(signal.SIGUSR1, lambda *_: None)
         case "spin":
             while True: pass
         case "stop": os.kill(os.getpid(), signal.SIGSTOP)
         case "gil": ctypes.PyDLL(None).sleep(60)
         case "spawn": return subprocess.Popen(["sleep", "60"]).pid
+        case "escape":
+            # A session of its own, and a parent that has ended.
+            code = "import subprocess; how = dict(stdout=subprocess.DEVNULL, start_new_session=True);"
+            code += "print(subprocess.Popen(['sleep', '60'], **how).pid)"
+            how = dict(env={} if request.get("clean") else None, start_new_session=True)
+            return int(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, **how).stdout)
+        case "escape and die":
+            open(os.environ["TMPDIR"] + "/here", "w").close()
+            subprocess.Popen(["sh", "-c", f"echo $$ > {request['path']}; exec sleep 60"], start_new_session=True)
+            while not (os.path.exists(request["path"]) and open(request["path"]).read()): time.sleep(0.01)
+            os._exit(1)
         case "fork and die":
             pid = os.fork()
             if pid == 0: time.sleep(60)
@@ -279,6 +295,13 @@ def test_a_request_that_changes_the_process_renews_it(worker):
     assert reply.ok and reply.changed == ("signals caught",) and worker.started == 2 and worker.pid is None
 
 
+def test_the_first_thread_of_a_process_changes_nothing(worker):
+    """The C library catches a signal of its own from then on."""
+    assert worker.call({"do": "thread", "watched": 1}, timeout=10) == processes.Reply(
+        "ok", value=len(signal.valid_signals())
+    )
+
+
 def test_a_reply_needs_the_token_of_its_request(worker):
     """A child that guesses what the next reply looks like does not answer for others."""
     worker.start()
@@ -293,24 +316,75 @@ def test_temporary_files_go_with_the_process(worker):
     assert not where.exists()
 
 
-def test_what_killed_processes_left_is_removed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("within", [False, True])
+def test_what_killed_processes_left_is_removed(tmp_path, monkeypatch, within):
+    """By the next one that begins, where what watches over a process has been killed as well."""
+    place = tmp_path if within else None
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    mine = scratch.Scratch()
-    ended = "from tvm_sparse.core import scratch; import os; s = scratch.Scratch(); os.fork(); print(s.path.exists())"
-    code = "from tvm_sparse.core import scratch; s = scratch.Scratch(); print(s.path); import os; os._exit(9)"
+    mine = scratch.Scratch(place)
+    of = "scratch.Scratch(Path(sys.argv[1]))" if within else "scratch.Scratch()"
+    start = "import os, sys; from pathlib import Path; from tvm_sparse.core import scratch;"
+    start += f"scratch._watcher = lambda *_: None; s = {of};"
+    ended = f"{start} child = os.fork(); child and os.waitpid(child, 0); print(s.path.exists())"
+    killed = f"{start} print(s.path, flush=True); os._exit(9)"
     environment = os.environ | ENV | {"TMPDIR": str(tmp_path)}
-    left = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout.strip()
-    subprocess.run([sys.executable, "-c", ended], env=environment, check=True, capture_output=True)
-    assert {str(path) for path in tmp_path.iterdir()} == {
-        str(mine.path),
-        left,
-    }  # a process that ends takes its own along
-    assert scratch.sweep() == [] and Path(left).is_dir()  # as young as one that is being made
-    for path in (mine.path, Path(left)):
-        os.utime(path, (0, 0))
-    assert scratch.sweep() == [Path(left)] and mine.path.is_dir()
+
+    def run(code):
+        argv = [sys.executable, "-c", code, str(tmp_path)]
+        done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    left = run(killed)
+    # A process that ends takes its own along; one that begins beside it may have removed what was left.
+    assert run(ended).count("True") == 2
+    assert {str(path) for path in tmp_path.iterdir()} == {str(mine.path)} if within else {str(mine.path), left}
+    left = run(killed)
+    assert Path(left).is_dir()
+    assert Path(left) in scratch.sweep(place) and mine.path.is_dir() and scratch.sweep(place) == []
     mine.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_swept_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    real, swept = tempfile.mkdtemp, []
+
+    def mkdtemp(**how):
+        made = real(**how)
+        if len(swept) < 2:
+            swept.extend(scratch.sweep(tmp_path))
+        return made
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    with scratch.folder(tmp_path) as folder:
+        assert len(swept) == 2 and folder.is_dir() and folder not in swept
+
+
+def test_a_file_system_without_locks_keeps_folders_for_a_while(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(scratch.fcntl, "flock", flock)
+    with scratch.folder(tmp_path) as folder:
+        assert scratch.sweep(tmp_path) == [] and folder.is_dir()
+        os.utime(folder, (0, 0))
+        assert scratch.sweep(tmp_path) == [folder]
+
+
+def test_what_is_written_takes_its_place_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "library.so"
+    path.write_text("before")
+    with path.open() as mapped:
+        with pytest.raises(KeyError), scratch.written(path) as unfinished:
+            unfinished.write_text("half")
+            raise KeyError
+        with scratch.written(path):
+            pass
+        assert path.read_text() == "before"
+        with scratch.written(path, mode=0o640) as unfinished:
+            unfinished.write_text("after")
+            assert path.read_text() == "before"
+        assert mapped.read() == "before" and path.read_text() == "after" and path.stat().st_mode & 0o777 == 0o640
+    assert [one.name for one in tmp_path.iterdir()] == ["library.so"]
 
 
 def test_without_room_for_temporary_files_no_child_starts(worker, monkeypatch):
@@ -405,9 +479,67 @@ def test_whole_group_ends(worker, how):
     assert is_gone(grandchild)
 
 
+@linux
+@pytest.mark.parametrize("clean", [False, True])
+@pytest.mark.parametrize("how", ["close", "timeout", "alarm"])
+def test_what_has_a_session_of_its_own_ends(worker, how, clean):
+    """Also whose parent has ended, and without any variable of the worker's."""
+    escaped = worker.call({"do": "escape", "clean": clean}, timeout=20).value
+    assert is_alive(escaped) and os.getsid(escaped) == escaped
+    if how == "close":
+        worker.close()
+    elif how == "timeout":
+        worker.call({"do": "spin"}, timeout=0.1)
+    else:
+        assert worker.call({"do": "alarm", "watched": 1}, timeout=10).changed
+    assert not is_alive(escaped)
+
+
+@linux
+def test_what_a_crashed_worker_leaves_ends(worker, tmp_path):
+    reply = worker.call({"do": "escape and die", "path": str(tmp_path / "pid")}, timeout=20)
+    assert reply.kind == "crash" and not is_alive(int((tmp_path / "pid").read_text()))
+
+
+@linux
+def test_a_library_that_leaves_a_process_is_told(worker):
+    escaped = worker.call({"do": "escape", "watched": 1}, timeout=20)
+    assert escaped.changed == ("its processes",) and not is_alive(escaped.value)
+
+
+@linux
+@pytest.mark.parametrize("ends", ["kill", "exit"])
+def test_the_end_of_a_process_removes_what_it_leaves_at_once(argv, tmp_path, ends):
+    """Its folders and those of its workers, and processes of these with a session of their own."""
+    code = """
+import sys
+from tvm_sparse.core import scratch
+from tvm_sparse.workers.processes import Worker
+mine, worker = scratch.Scratch(), Worker(sys.argv[1:], name="worker")
+print(worker.call({"do": "escape"}, timeout=60).value, flush=True)
+sys.stdin.read()
+"""
+    (tmp_path / "temporary").mkdir()
+    environment = os.environ | ENV | {"TMPDIR": str(tmp_path / "temporary")}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, *argv], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    escaped = int(parent.stdout.readline())
+    assert is_alive(escaped) and len(list((tmp_path / "temporary").iterdir())) == 2
+    if ends == "kill":
+        parent.kill()
+    parent.communicate()
+    assert is_gone(escaped)
+    until = time.monotonic() + 20
+    while list((tmp_path / "temporary").iterdir()) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not list((tmp_path / "temporary").iterdir())
+
+
 def test_no_descriptor_leaks(argv):
     if not os.path.isdir("/dev/fd"):
         pytest.skip("needs /dev/fd")
+    scratch.Scratch().close()  # what watches over this process has a pipe to it
     before = len(os.listdir("/dev/fd"))
     with Worker(argv, env=ENV, name="worker") as worker:
         for _ in range(3):
@@ -482,6 +614,26 @@ with FileLock(sys.argv[1]):
 
 
 @linux
+@linux
+def test_a_claim_is_one_holders_until_it_ends(tmp_path):
+    path = tmp_path / "claims"
+    mine, other = locking.Claims(path), locking.Claims(path)
+    assert mine.take("a") and mine.take("a") and not other.take("a") and other.take("b") and not mine.take("b")
+    mine.release("a")
+    assert other.take("a") and not mine.take("a")
+    other.close()
+    other.close()
+    assert mine.take("a") and mine.take("b")
+    code = "import sys, time; from pathlib import Path; from tvm_sparse.core.locking import Claims;"
+    code += "claims = Claims(Path(sys.argv[1])); print(claims.take('c'), claims.take('a'), flush=True); time.sleep(60)"
+    argv = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(argv, env=os.environ | ENV, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "True False\n" and not mine.take("c")
+        holder.kill()
+    assert mine.take("c")
+    mine.close()
+
+
 def test_a_lock_whose_holder_is_stopped_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(locking, "STOPPED_SECONDS", 0.1)
     monkeypatch.setattr(locking, "_LOOK_SECONDS", 0.1)

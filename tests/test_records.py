@@ -63,7 +63,7 @@ def test_records_that_come_with_the_package_need_no_migration(tmp_path: Path) ->
     """A record without a decision that its template has now is passed over, and no figure tells."""
     logs = shutil.copytree(PACKAGE_ROOT / "tuning_logs", tmp_path / "logs")
     changed = {str(path.relative_to(logs)): count for path, count in migrate(logs, renamed).items() if count}
-    assert not changed, "run tvm-sparse migrate tuning_logs"
+    assert not changed, "run tvm-sparse db migrate tuning_logs"
 
 
 def session(**changes) -> Session:
@@ -572,7 +572,7 @@ def test_pruning_leaves_what_is_used(log: Log):
     with log.trials_path.open("ab") as file:
         file.write(b"damaged\n")
     assert database.prune(log.root, lambda *_: False) == {}
-    assert database.prune(log.root) == {log.trials_path.parent: 5}
+    assert database.prune(log.root, gone=True) == {log.trials_path.parent: 5}
     assert log.read() == Contents(trials=(good[0],), sessions=(session(),))
     assert log.read_best().bests == (good[1],) and database.prune(log.root) == {}
 

@@ -1,25 +1,31 @@
-"""Cooperative kernels: all their thread blocks run at the same time, or another kernel runs."""
+"""What a kernel needs of a machine: where it is not there, or the GPU refuses the launch, another kernel runs."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import SM80, SM90
+import tvm_ffi
+from cases import AWKWARD, REALISTIC, SM80, SM90
 
 from tvm_sparse.artifacts import manifest
 from tvm_sparse.artifacts.compile import CompileError, compile_candidate
+from tvm_sparse.artifacts.cuda import limits
 from tvm_sparse.artifacts.manifest import Entry
 from tvm_sparse.artifacts.residency import unfit
 from tvm_sparse.core import machine, spaces
 from tvm_sparse.core.machine import AVX512_BF16, Machine, cpu, resolve
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.template import Template
+from tvm_sparse.records import Best, Log
 from tvm_sparse.runtime import loading
-from tvm_sparse.runtime.dispatch import Dispatcher
+from tvm_sparse.runtime.dispatch import Dispatcher, Kernel
+from tvm_sparse.runtime.loading import Miss
+from tvm_sparse.runtime.lookup import Choice
 
 KEY = "sparse_recurrent/steps=4,batch=2,hidden=300,nonzeros=10"
 SLICE = dataclasses.replace(SM90, cores=16)
@@ -105,31 +111,259 @@ def test_defaults_fit_the_machine(where: Machine) -> None:
     assert spaces.fallback(problem, where, cooperative=False).template == "step_kernels"
 
 
-def test_what_a_launch_without_room_is_replaced_by(caplog: pytest.LogCaptureFixture) -> None:
+# As TVM words them: refused before any thread block ran, and what leaves the process unusable.
+LAUNCH = "CUDALaunch Error: {}\n grid=(132,1,1), block=(512,1,1)\n// func_name=main_kernel"
+REFUSALS = [
+    LAUNCH.format("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"),
+    LAUNCH.format("CUDA_ERROR_INVALID_VALUE"),
+    LAUNCH.format("CUDA_ERROR_INVALID_CLUSTER_SIZE"),
+    LAUNCH.format("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"),
+    "Check failed: (r == 0): Failed to set the allowed dynamic shared memory size to 232448",
+    "Failed to allow non-portable CUDA cluster size (16, 1, 1)",
+    "CUDAError: cuModuleLoadData(&(module_[device_id]), data_.c_str()) failed with error: CUDA_ERROR_NO_BINARY_FOR_GPU",
+]
+BROKEN = [
+    LAUNCH.format("CUDA_ERROR_ILLEGAL_ADDRESS"),
+    LAUNCH.format("CUDA_ERROR_LAUNCH_FAILED"),
+    LAUNCH.format("CUDA_ERROR_INVALID_VALUES_OF_ANOTHER_KIND"),
+    "CUDAError: cuMemcpyAsync failed with error: CUDA_ERROR_INVALID_VALUE",
+    "Mismatched type on argument #5",
+]
+
+
+@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize("text", REFUSALS)
+def test_a_refused_launch_is_replaced_once_and_for_all(text: str, always: bool) -> None:
     calls: list[str] = []
 
     def refused(*arguments: Any) -> None:
         calls.append("refused")
-        raise RuntimeError("CUDALaunch Error: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE\n grid=(132,1,1)")
+        raise RuntimeError(text)
 
-    def other() -> Any:
+    def other(reason: str) -> Any:
         calls.append("loaded")
+        assert reason in text
         return lambda *arguments: calls.append(f"steps of {arguments}")
 
-    function = loading.or_else(refused, parse(KEY), other)
-    with caplog.at_level(logging.WARNING, "tvm_sparse"):
-        function(1, 2)
-        function(3)
+    function = loading.Retreating(refused, other, always=always)
+    function(1, 2)
+    function(3)
     assert calls == ["refused", "loaded", "steps of (1, 2)", "steps of (3,)"]
-    assert len(caplog.records) == 1 and "no room for all thread blocks" in caplog.text
+    loading.settled(function)(4)
+    assert calls[4:] == ["steps of (4,)"]
 
 
-def test_other_errors_are_the_callers(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("text", BROKEN)
+def test_other_errors_are_the_callers(text: str) -> None:
     def broken() -> None:
-        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+        raise RuntimeError(text)
 
-    with pytest.raises(RuntimeError, match="ILLEGAL"):
-        loading.or_else(broken, parse(KEY), pytest.fail)()
+    with pytest.raises(RuntimeError, match=text.partition("\n")[0].partition("(")[0]):
+        loading.Retreating(broken, pytest.fail)()
+
+
+def test_a_launch_that_ran_is_not_looked_at_again() -> None:
+    """But for a cooperative one, for which a busy GPU may have no room later."""
+
+    def runs(*arguments: Any) -> None: ...
+
+    once, always = (loading.Retreating(runs, pytest.fail, always=always) for always in (False, True))
+    assert loading.settled(once) is once and loading.settled(runs) is runs
+    once(1)
+    always(1)
+    assert loading.settled(once) is runs and loading.settled(always) is always
+
+
+class Refusing:
+    """Kernels in the place of libraries: those of some templates are refused."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *templates: str, text: str = REFUSALS[2]) -> None:
+        self.tried: list[str] = []
+
+        def loaded(own: Dispatcher, problem: Any, where: Machine, choice: Choice, located: Any) -> Kernel:
+            def function(*arguments: Any) -> None:
+                self.tried.append(choice.candidate.template)
+                if choice.candidate.template in templates:
+                    raise RuntimeError(text)
+
+            entry = Entry(problem.key, where.arch, "cuda", choice.candidate, choice.how, "a.so", "", (), {}, None)
+            return Kernel(function, entry, own.explain(problem, where))
+
+        monkeypatch.setattr(Dispatcher, "_loaded", loaded)
+
+
+TOPK = "softmax_topk/batch=4,vocab=128256,k=5"
+
+
+def test_a_refused_kernel_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For no batch, whatever look-up would say; and `explain` says what runs."""
+    problem, where = parse(TOPK), SM90
+    chosen = spaces.fallback(problem, where)
+    kernels = Refusing(monkeypatch, chosen.template)
+    own = Dispatcher(logs=(), shipped=tmp_path / "none", cache=tmp_path)
+    with caplog.at_level(logging.WARNING, "tvm_sparse"):
+        for _ in range(3):
+            own.kernel(problem, where).function()
+    instead = kernels.tried[1]
+    assert kernels.tried == [chosen.template, *[instead] * 3] and instead != chosen.template
+    said = [record.getMessage() for record in caplog.records if "cannot be launched" in record.getMessage()]
+    assert len(said) == 1 and "CUDA_ERROR_INVALID_CLUSTER_SIZE" in said[0] and instead in said[0]
+    found = own.explain(problem, where)
+    assert (found.how, found.candidate.partition("@")[0].partition(" ")[0].startswith(instead)) == ("fallback", True)
+    assert "this GPU does not launch" in found.why and chosen.template in found.why
+    own.configure("exact", None)
+    with pytest.raises(Miss, match="this GPU does not launch"):
+        own.kernel(problem, where)
+
+
+def test_where_every_kernel_is_refused_the_call_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = Refusing(monkeypatch, *(template.name for template in spaces.templates("softmax_topk")))
+    own = Dispatcher(logs=(), shipped=tmp_path / "none", cache=tmp_path)
+    with pytest.raises(loading.LoadError, match="the GPU launches none of .*CUDA_ERROR_INVALID_CLUSTER_SIZE"):
+        own.kernel(parse(TOPK), SM90).function()
+    assert len(kernels.tried) == len(set(kernels.tried)) >= 2
+
+
+def test_a_policy_that_forbids_the_fallback_holds_at_a_refused_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = parse(TOPK)
+    best = spaces.fallback(problem, SM90)
+    Log(tmp_path / "logs", SM90.arch, problem.operator).append_best(
+        Best(problem.key, SM90.arch, best, 1e-6, best, 2e-6, 3, "s")
+    )
+    Refusing(monkeypatch, best.template)
+    own = Dispatcher(logs=(tmp_path / "logs",), shipped=tmp_path / "none", cache=tmp_path)
+    own.configure("exact", None)
+    with pytest.raises(Miss, match="The policy is 'exact'"):
+        own.kernel(problem, SM90).function()
+
+
+def test_what_a_kernel_needs_is_compared_with_the_machine() -> None:
+    """Clusters and dynamic shared memory, as templates declare them and manifests hold them."""
+    blackwell = resolve("rtx5090")
+    assert unfit(None, {"cluster": 16}, SM90) is None and unfit(None, {"cluster": 8}, blackwell) is None
+    assert "clusters of 16 thread blocks are larger than 8" in (unfit(None, {"cluster": 16}, blackwell) or "")
+    assert "larger than 1" in (unfit(None, {"cluster": 2}, SM80) or "")
+    fits = {"shared_bytes": 4096, "dynamic_shared_bytes": 226 * 1024}
+    assert unfit(None, fits, SM90) is None and "of shared memory, more than 166912" in (unfit(None, fits, SM80) or "")
+    template, problem = spaces.find("held_rows"), parse(TOPK)
+    decisions = template.default(problem, SM90)
+    assert template.needs(problem, decisions)["cluster"] == decisions["cluster"] > 8
+    assert "dynamic_shared_bytes" in template.needs(problem, decisions)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", sorted(t.name for t in spaces.templates() if t.kind == "cuda"))
+def test_declared_needs_are_those_of_the_program(name: str) -> None:
+    """At the largest cluster of a shape that has one."""
+    template = spaces.find(name)
+    for problem in (*AWKWARD, *REALISTIC):
+        if problem.operator != template.operator or name not in spaces.applicable(problem, SM90)[0]:
+            continue
+        sizes = template.space(problem, SM90).get("cluster", ())
+        points = [dict(template.default(problem, SM90))]
+        points = [{**points[0], "cluster": size} for size in sizes] or points
+        *_, decisions = (point for point in points if template.allowed(problem, SM90, point) is None)
+        if sizes and decisions["cluster"] == 1:
+            continue
+        text = template.build(problem, decisions).module["main"].script()
+        clusters = {int(size) for size in re.findall(r"cta_id_in_cluster\(\[(\d+)\]", text)}
+        assert max(clusters, default=1) == template.needs(problem, decisions).get("cluster", 1)
+        return
+
+
+@pytest.mark.gpu
+def test_the_driver_tells_the_limits() -> None:
+    where = machine.gpu()
+    assert where is not None
+    found = limits.limits(where)
+    assert (found.multiprocessors, found.l2_bytes, found.max_threads) == (
+        where.cores,
+        where.l2_bytes,
+        where.max_threads,
+    )
+    assert found.block_shared_bytes == where.block_shared_bytes and found.threads == where.threads_at_once
+    assert found.cooperative_blocks == where.blocks_at_once(1024, 16, 0)
+    assert found.largest_cluster == where.most_cluster
+    if "H200" in where.name:
+        assert found.clusters_at_once == machine.CLUSTERS_AT_ONCE
+    assert limits.clusters_at_once(0, 2 * where.most_cluster, 128, 0) in (0, None)
+
+
+@pytest.mark.gpu
+def test_a_manifest_that_asks_for_too_large_a_cluster_is_passed_over(tmp_path: Path) -> None:
+    """As on a GPU of the same architecture with smaller parts; what runs is right."""
+    torch = pytest.importorskip("torch")
+    where = machine.gpu()
+    problem = parse(TOPK)
+    own = Dispatcher(logs=(), shipped=tmp_path / "none", cache=tmp_path)
+    chosen = own.kernel(problem, where).entry
+    folder = tmp_path / where.arch
+    doctored = dataclasses.replace(chosen, resources={**(chosen.resources or {}), "cluster": 64}, chosen="exact")
+    manifest.write(folder, [doctored])
+    other = Dispatcher(logs=(), shipped=tmp_path / "none", cache=tmp_path / "other")
+    other.add(folder)
+    kernel = other.kernel(problem, where)
+    assert kernel.explanation.library != str(folder / chosen.library)
+    logits = torch.randn(4, 128256, device="cuda")
+    values, indices = torch.empty(4, 5, device="cuda"), torch.empty(4, 5, dtype=torch.int64, device="cuda")
+    with tvm_ffi.use_torch_stream():
+        kernel.function(logits, 1.0, 0, values, indices)
+    assert torch.equal(logits.gather(1, indices), logits.topk(5).values)
+
+
+@pytest.mark.gpu
+def test_a_launch_that_this_gpu_refuses_retreats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A cluster that no GPU launches, compiled for this one; the driver refuses it, and the process goes on."""
+    torch = pytest.importorskip("torch")
+    where, problem = machine.gpu(), parse(TOPK)
+    if not where.has_clusters:
+        pytest.skip("this GPU has no clusters")
+    refused = clusters_of(32, where, tmp_path / "refused.so")
+    with pytest.raises(Exception) as raised:
+        refused(torch.zeros(32, device="cuda"))
+    assert loading.refusal(raised.value), str(raised.value)
+    own = Dispatcher(logs=(), shipped=tmp_path / "none", cache=tmp_path)
+    kernel = own.kernel(problem, where)
+    first = kernel.entry.candidate
+    object.__setattr__(kernel.function, "_function", lambda *arguments: refused(torch.zeros(32, device="cuda")))
+    logits = torch.randn(4, 128256, device="cuda")
+    values, indices = torch.empty(4, 5, device="cuda"), torch.empty(4, 5, dtype=torch.int64, device="cuda")
+    with tvm_ffi.use_torch_stream(), caplog.at_level(logging.WARNING, "tvm_sparse"):
+        for _ in range(2):
+            kernel.function(logits, 1.0, 0, values, indices)
+    assert torch.equal(logits.gather(1, indices), logits.topk(5).values)
+    assert caplog.text.count("cannot be launched") == 1
+    assert own.kernel(problem, where).entry.candidate != first
+    torch.cuda.synchronize()
+
+
+def clusters_of(blocks: int, where: Machine, path: Path) -> Any:
+    """A kernel of one cluster of so many thread blocks, each of which writes its number."""
+    import tvm
+    from tvm.script import tirx as T
+
+    from tvm_sparse.artifacts import cuda
+    from tvm_sparse.artifacts.compile import target_of
+
+    cuda.activate()
+
+    @T.prim_func
+    def main(out: T.Buffer((blocks,), "float32")):
+        T.device_entry()
+        T.cluster_id([1])
+        part = T.cta_id_in_cluster([blocks])
+        thread = T.thread_id([32])
+        if thread == 0:
+            out[part] = T.Cast("float32", part)
+
+    with target_of(where):
+        module = tvm.compile(tvm.IRModule({"main": main}), target=target_of(where), tir_pipeline="tirx")
+    module.mod.export_library(str(path))
+    return loading.load_function(path, "cuda", None)
 
 
 def exported(folder: Path, blocks: int) -> None:

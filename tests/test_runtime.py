@@ -141,35 +141,40 @@ def test_nearby_takes_the_nearest_whose_decisions_fit(tmp_path: Path, builds: li
     key = "bsr_matmul/m={m},k=12,n=10,block=5x3,sparsity=0.5"
     wide = Candidate("block_rows", spaces.find("block_rows").version, (("tile_m", 8), ("tile_n", 1), ("simd", 1)))
     narrow = Candidate(wide.template, wide.version, (("tile_m", 1), ("tile_n", 1), ("simd", 1)))
-    record(tmp_path / "logs", key.format(m=8).replace("k=12", "k=15"), wide)
-    record(tmp_path / "logs", key.format(m=64).replace("k=12", "k=18"), narrow)
-    near, far = (parse(key.format(m=m).replace("k=12", k)).key for m, k in ((8, "k=15"), (64, "k=18")))
+    near, far = (parse(key.format(m=8).replace("k=12", k)).key for k in ("k=15", "k=18"))
+    record(tmp_path / "logs", near, wide)
+    record(tmp_path / "logs", far, narrow)
     kernels = dispatcher(tmp_path, tmp_path / "logs")
-    for m, candidate, recorded in ((8, wide, near), (2, narrow, far)):  # a tile of 8 rows is no point of the space at 2
+    for m, candidate, recorded in ((8, wide, near), (4, narrow, far)):  # a tile of 8 rows is no point of the space at 4
         problem = parse(key.format(m=m))
         said = kernels.explain(problem, CPU)
         assert (said.how, said.candidate, said.record) == ("nearby", str(candidate), recorded)
         run(kernels.kernel(problem, CPU), problem)
-    assert builds == [(parse(key.format(m=8)).key, wide), (parse(key.format(m=2)).key, narrow)]
+    assert builds == [(parse(key.format(m=8)).key, wide), (parse(key.format(m=4)).key, narrow)]
 
 
-def test_on_a_gpu_the_other_dtype_of_16_bits_is_nearly_the_same() -> None:
-    """Farther than one just like it, nearer than one of half the words; on a CPU, and of other dtypes, nothing."""
+WON = {"seconds": 1e-6, "fallback_seconds": 2e-6}
+
+
+def test_on_a_gpu_other_dtypes_come_before_nothing() -> None:
+    """The other one of 16 bits is farther than one just like it, nearer than one of half the words; one of other bytes
+    is as far as that. On a CPU nothing."""
     wanted = parse("softmax_topk/batch=8,vocab=1000,k=4,dtype=bfloat16")
     alike, other, half, wide = (
         parse(f"softmax_topk/batch=2,vocab={vocab},k=4,dtype={dtype}").key
-        for vocab, dtype in ((1000, "bfloat16"), (1000, "float16"), (500, "bfloat16"), (1000, "float32"))
+        for vocab, dtype in ((1000, "bfloat16"), (1000, "float16"), (450, "bfloat16"), (1000, "float32"))
     )
 
     def nearest(keys: Sequence[str], where: machine.Machine = SM90, template: str = "warp_rows") -> str | None:
         found = spaces.find(template)
-        known = dict.fromkeys(keys, lookup.Known(found.candidate(found.default(wanted, where)), {}))
+        known = dict.fromkeys(keys, lookup.Known(found.candidate(found.default(wanted, where)), WON))
         return lookup.choose(wanted, where, lookup.Evidence(known)).record
 
     assert nearest([wide, other]) == nearest([half, other]) == other
     assert nearest([other, alike]) == alike
-    assert nearest([wide]) is None
-    assert nearest([alike], CPU, "row_scan") == alike and nearest([other], CPU, "row_scan") is None
+    assert nearest([wide]) == nearest([wide, half]) == wide
+    assert nearest([alike], CPU, "row_scan") == alike
+    assert nearest([other], CPU, "row_scan") is nearest([wide], CPU, "row_scan") is None
 
 
 def test_nothing_like_it_was_tuned(
@@ -231,9 +236,10 @@ def test_decisions_of_the_nearest_architecture_are_borrowed(tmp_path: Path, capl
 
 def test_borrowed_decisions_leave_out_what_a_machine_lacks(tmp_path: Path) -> None:
     problem = parse("bsr_matmul/m=8,k=1024,n=1024,block=16,sparsity=0.85")
-    tuned = spaces.fallback(problem, machine.resolve("sm_90a"))
-    assert tuned.values["overlap"] == 1
-    record(tmp_path / "logs", problem.key, tuned, arch="sm_90a")
+    default = spaces.fallback(problem, machine.resolve("sm_90a"))
+    tuned = dataclasses.replace(default, decisions=tuple((default.values | {"depth": 2}).items()))
+    assert tuned != default and tuned.values["overlap"] == 1
+    record(tmp_path / "logs", problem.key, tuned, arch="sm_90a", fallback=default)
     said = dispatcher(tmp_path, tmp_path / "logs").explain(problem, machine.resolve("sm_80"))
     assert said.how == "borrowed" and said.candidate == str(tuned).replace("overlap=1", "overlap=0")
     assert "on sm_90a, but for what this one lacks" in said.why
@@ -447,7 +453,7 @@ def test_warmup_says_what_is_wrong(tmp_path: Path) -> None:
         (lambda: tvm_sparse.warmup("softmax_topk/batch=1"), ProblemError, "missing axis vocab, k"),
         (lambda: tvm_sparse.warmup(tmp_path / "none.toml"), ProblemError, "none.toml: No such file"),
         (lambda: tvm_sparse.warmup([], builders=0), ValueError, "builders: expected at least 1, got 0"),
-        (lambda: tvm_sparse.warmup([], target="sm_50"), machine.UnknownArch, "expected this machine's, got 'sm_50'"),
+        (lambda: tvm_sparse.warmup([], target="l4"), machine.UnknownArch, "expected this machine's, got 'l4'"),
     ):
         with pytest.raises(kind, match=message):
             wrong()

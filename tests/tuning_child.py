@@ -12,6 +12,8 @@ from tvm_sparse.records import Log
 from tvm_sparse.tuning import plans, session
 
 PROBLEM = parse("softmax_topk/batch=2,vocab=100,k=3")
+# Large enough for kernels that start threads.
+THREADED = parse("softmax_topk/batch=4,vocab=300,k=5")
 BATCH = 2
 
 

@@ -56,14 +56,15 @@ class Arguments:
         """
         index, dtype, width = problem.index, problem.dtype, T.int64(problem.width)
         rows, nnz, vocab = (T.int64() for _ in range(3))
-        of_index, of_element = (numpy_dtype(index).itemsize, numpy_dtype(dtype).itemsize) if packed else (-1, -1)
+        sizes = (numpy_dtype(one).itemsize if packed else -1 for one in (index, dtype, problem.value_dtype))
+        of_index, of_element, of_value = sizes
         for name, extent in (("rows", rows), ("nnz", nnz), ("vocab", vocab)):
             IRBuilder.name(name, extent)
         indptr, indices, values, table, out = handles
         io = cls(
             indptr=T.match_buffer(indptr, (rows + T.int64(1),), index, align=of_index),
             indices=T.match_buffer(indices, (nnz,), index, align=of_index),
-            values=T.match_buffer(values, (nnz,), dtype, align=of_element),
+            values=T.match_buffer(values, (nnz,), problem.value_dtype, align=of_value),
             table=T.match_buffer(table, (vocab, width), dtype, align=of_element),
             out=T.match_buffer(out, (rows, width), dtype, align=of_element),
             rows=rows,

@@ -3,6 +3,9 @@
 A row is computed `chunk` columns at a time. The sums of a chunk stay in registers while the row's entries are gone
 through, so each table row that is looked up is read once, and the output is written once.
 
+Long rows are summed `LONG` entries at a time in float32, and these sums are added in float64: the error of any number
+of entries is at most (LONG + 1) 2^-24 of the sum of absolute products. One running sum of n entries has n 2^-24.
+
 With `prefetch` a thread asks for the table row of an entry some entries ahead, also of its next rows: rows of a large
 table come from memory, and the processor by itself does not look that far. Few rows are computed by the calling thread:
 to wake the others takes longer than the work.
@@ -19,6 +22,8 @@ from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 CHUNK = powers(16, 256)
 # Entries ahead whose table rows are asked for.
 AHEAD = 12
+# Entries of one running sum in float32.
+LONG = 64
 # Bytes of a table whose rows come from a processor's last cache soon enough without being asked for.
 CACHED = 32 << 20
 # Bytes of table rows that one thread goes through while others would wake up.
@@ -56,22 +61,43 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
                 T.Cast("int64", io.indices[T.min(entry, io.nnz - 1)]), base + line * (llvm_ir.LINE // size)]), into=3))
 
     @T.inline
-    def sum_columns(io, acc, row, base, columns):
-        """`columns` sums from column `base` on."""
-        for v in T.vectorized(columns):
-            acc[v] = T.float32(0)
-        for e in range(T.Cast("int64", io.indptr[row + 1]) - T.Cast("int64", io.indptr[row])):
+    def add_entries(io, acc, first, count, base, columns):
+        """Add `count` entries from `first` on to the sums of `columns` columns from column `base` on."""
+        for e in range(count):
             if prefetch:
-                ask_for(io, T.Cast("int64", io.indptr[row]) + e + AHEAD, base, columns)
+                ask_for(io, first + e + AHEAD, base, columns)
             for v in T.vectorized(columns):
                 if weighted:
-                    acc[v] = acc[v] + T.Cast("float32", io.values[T.Cast("int64", io.indptr[row]) + e]) * T.Cast(
-                        "float32", io.table[T.Cast("int64", io.indices[T.Cast("int64", io.indptr[row]) + e]), base + v])
+                    acc[v] = acc[v] + T.Cast("float32", io.values[first + e]) * T.Cast(
+                        "float32", io.table[T.Cast("int64", io.indices[first + e]), base + v])
                 else:
-                    acc[v] = acc[v] + T.Cast(
-                        "float32", io.table[T.Cast("int64", io.indices[T.Cast("int64", io.indptr[row]) + e]), base + v])
+                    acc[v] = acc[v] + T.Cast("float32", io.table[T.Cast("int64", io.indices[first + e]), base + v])
+
+    @T.inline
+    def sum_columns(io, acc, row, base, columns):
+        """`columns` sums from column `base` on: one running sum each."""
+        for v in T.vectorized(columns):
+            acc[v] = T.float32(0)
+        add_entries(io, acc, T.Cast("int64", io.indptr[row]),
+                    T.Cast("int64", io.indptr[row + 1]) - T.Cast("int64", io.indptr[row]), base, columns)
         for v in T.vectorized(columns):
             io.out[row, base + v] = T.Cast(dtype, acc[v])
+
+    @T.inline
+    def sum_columns_of_many(io, acc, total, row, base, columns):
+        """The same of more than `LONG` entries: sums of so many at a time are added in float64."""
+        for v in T.vectorized(columns):
+            total[v] = T.float64(0)
+        for part in range(ceildiv(T.Cast("int64", io.indptr[row + 1]) - T.Cast("int64", io.indptr[row]), LONG)):
+            for v in T.vectorized(columns):
+                acc[v] = T.float32(0)
+            add_entries(io, acc, T.Cast("int64", io.indptr[row]) + part * LONG, T.min(
+                T.int64(LONG), T.Cast("int64", io.indptr[row + 1]) - T.Cast("int64", io.indptr[row]) - part * LONG),
+                base, columns)
+            for v in T.vectorized(columns):
+                total[v] = total[v] + T.Cast("float64", acc[v])
+        for v in T.vectorized(columns):
+            io.out[row, base + v] = T.Cast(dtype, T.Cast("float32", total[v]))
 
     @T.inline
     def sum_row(io, r):
@@ -80,10 +106,21 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
             T.reads(io.indptr[row : row + 2], io.indices[0:io.nnz], io.table[0:io.vocab, 0:width])
             T.writes(io.out[row, 0:width])
             acc = T.sblock_alloc_buffer((chunk,), "float32")
-            for c in range(whole):
-                sum_columns(io, acc, row, c * chunk, chunk)
-            if rest > 0:
-                sum_columns(io, acc, row, whole * chunk, rest)
+            if io.indptr[row + 1] - io.indptr[row] <= LONG:
+                for c in range(whole):
+                    sum_columns(io, acc, row, c * chunk, chunk)
+                if rest > 0:
+                    sum_columns(io, acc, row, whole * chunk, rest)
+            else:
+                with T.sblock("long_row"):
+                    T.reads(io.indptr[row : row + 2], io.indices[0:io.nnz], io.table[0:io.vocab, 0:width])
+                    T.writes(io.out[row, 0:width])
+                    part = T.sblock_alloc_buffer((chunk,), "float32")
+                    total = T.sblock_alloc_buffer((chunk,), "float64")
+                    for c in range(whole):
+                        sum_columns_of_many(io, part, total, row, c * chunk, chunk)
+                    if rest > 0:
+                        sum_columns_of_many(io, part, total, row, whole * chunk, rest)
 
     @T.inline
     def body(io):
@@ -99,7 +136,7 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
 
 row_gather = Template(
     name="row_gather",
-    version=2,
+    version=3,
     operator="nhot_lookup",
     kind="llvm",
     summary="a thread a row, sums of neighbouring columns in vectors",

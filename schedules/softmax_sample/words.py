@@ -17,6 +17,7 @@ from tvm_sparse.core.template import ceildiv
 from tvm_sparse.operators.softmax_sample.definition import (
     Draw,
     clamped,
+    counter_of,
     cut,
     draw,
     inverse,
@@ -110,10 +111,18 @@ def read_filters(io, row, s):
         T.ptx.ld.global_.s32(s.top_k[0], io.top_ks.ptr_to([row]))
     else:
         s.top_k[0] = io.top_k
-    if io.seeded:
-        T.ptx.ld.global_.s64(s.numbers[0], io.seeds.ptr_to([row, 0]))
-        T.ptx.ld.global_.s64(s.numbers[1], io.seeds.ptr_to([row, 1]))
-        philox(s.words, s.high, s.key, s.numbers[0], s.numbers[1])
+    if io.seeded > 0:
+        if io.seeded == 1:
+            T.ptx.ld.global_.s64(s.numbers[0], io.seeds.ptr_to([row, 0]))
+            T.ptx.ld.global_.s64(s.numbers[1], io.seeds.ptr_to([row, 1]))
+        else:
+            s.numbers[0] = io.seed
+            if io.seeded == 2:
+                s.numbers[1] = io.offset
+            else:
+                T.ptx.ld.global_.s64(s.numbers[1], io.offsets.ptr_to([row]))
+        philox(s.words, s.high, s.key, s.numbers[0], s.numbers[1],
+               T.uint32(0) if io.seeded == 1 else T.Cast("uint32", row))
         s.uniform[0] = uniform_of(s.words)
     else:
         s.uniform[0] = load_element("float32", io.uniforms.ptr_to([row]))
@@ -123,8 +132,9 @@ def draw_by_warp(problem: SoftmaxSample) -> Callable[..., Any]:
     """A word of the k best, by one warp; called with (io, row, t, barrier, needed), see `Ending.finish`.
 
     Each lane has some neighbours in the order, and the lanes' sums are scanned. What is left is a prefix of the order:
-    the sum before a word decides for top-p, and its chance for min-p. The word drawn has as many words before it as
-    have cumulative chances up to the uniform number's share of all that is left.
+    the sum before a word decides for top-p, and its chance for min-p; a word of chance 0 is none of it. The word drawn
+    has as many words before it as have cumulative chances up to the uniform number's share of all that is left, but at
+    most all but one: whatever is rounded, it is one that is left.
 
     Where a word may be drawn from the whole row, the k best decide if the filters end among them, or if there are none
     and the uniform number ends there. Else the row has to be searched (`search`).
@@ -144,7 +154,7 @@ def draw_by_warp(problem: SoftmaxSample) -> Callable[..., Any]:
             read_filters(io, row, s)
         barrier()
         if t < 32:
-            s.top_k[0] = limit_of(s.temperature[0], s.top_k[0], k, words)
+            s.top_k[0] = limit_of(s.temperature[0], s.top_k[0], words)
             for j in T.unroll(each):
                 s.chance[j] = T.float32(0)
                 if t * each + j < T.min(s.top_k[0], k):
@@ -165,16 +175,18 @@ def draw_by_warp(problem: SoftmaxSample) -> Callable[..., Any]:
             s.other[0] = s.min_p[0] * T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.chance[0], 0, 32, 32)
             s.left[0] = 0
             for j in T.unroll(each):
-                if t * each + j < T.min(s.top_k[0], k) and s.chance[j] >= s.other[0] and (
+                if t * each + j < T.min(s.top_k[0], k) and (
+                    s.chance[j] > T.float32(0) and s.chance[j] >= s.other[0]
+                ) and (
                     s.before[0] + (s.sums[T.max(j - 1, 0)] if j > 0 else T.float32(0)) < s.scale[0]
                     or s.top_p[0] >= T.float32(1)
                 ):
                     s.left[0] = s.left[0] + 1
-            # One at least: of a row of NaN, or if `top_p` is 0, nothing passes.
-            s.left[0] = T.max(lanes_sum(s.left[0]), 1)
+            # None of a row of NaN, or if `top_p` is 0: then the best is left.
+            s.left[0] = lanes_sum(s.left[0])
             s.other[0] = T.float32(0)
             for j in T.unroll(each):
-                if t * each + j < s.left[0]:
+                if t * each + j < T.max(s.left[0], 1):
                     s.other[0] = s.before[0] + s.sums[j]
             # Sums are no less than 0, and so order as their bits.
             s.other[0] = T.reinterpret("float32", T.call_extern(
@@ -185,13 +197,13 @@ def draw_by_warp(problem: SoftmaxSample) -> Callable[..., Any]:
             s.other[0] = clamped(s.uniform[0]) * s.other[0]
             s.place[0] = 0
             for j in T.unroll(each):
-                if t * each + j < s.left[0] and s.before[0] + s.sums[j] <= s.other[0]:
+                if t * each + j < T.max(s.left[0], 1) and s.before[0] + s.sums[j] <= s.other[0]:
                     s.place[0] = s.place[0] + 1
             s.place[0] = lanes_sum(s.place[0])
             if whole:
                 if t == 0:
-                    needed[0] = T.Select(is_open(k, s), 1, 0)
-            s.place[0] = T.min(s.place[0], s.left[0] - 1)
+                    needed[0] = T.Select(is_open(k, words, s), 1, 0)
+            s.place[0] = T.min(s.place[0], T.max(s.left[0], 1) - 1)
             if t == 0:
                 T.ptx.ld.global_.s64(s.numbers[0], io.indices.ptr_to([row, s.place[0]]))
                 io.tokens[row] = T.Cast("int32", s.numbers[0])
@@ -213,17 +225,24 @@ def draw_by_blocks(problem: SoftmaxSample, blocks: Blocks) -> Callable[..., Any]
     def phase(io, row, t, part, pool):
         s = T.meta_var(Drawing.alloc(1))
         read_filters(io, row, s)
+        s.top_k[0] = limit_of(s.temperature[0], s.top_k[0], problem.words)
         T.ptx.ld.global_.s64(s.numbers[0], io.indices.ptr_to([row, 0]))
         search(io, row, t, part, pool, s.numbers[0], load_element("float32", io.values.ptr_to([row, 0])),
-               s.top_p[0], s.min_p[0], clamped(s.uniform[0]))
+               s.top_k[0], s.top_p[0], s.min_p[0], clamped(s.uniform[0]))
 
     return phase
 
 
-def is_open(k: int, s: Drawing) -> tirx.PrimExpr:
-    """Whether the k best do not decide which word of the whole row is drawn."""
+def is_open(k: int, words: int, s: Any) -> tirx.PrimExpr:
+    """Whether the k best do not decide which word of the whole row is drawn, as far as `left` of them are left.
+
+    The mass of a top_k that is above k, and below all, is not known: it is at most that of all words, for which `left`
+    and `place` are. Rows without a distribution, of which nothing is left, are decided.
+    """
     filtered = T.Or(s.top_p[0] < T.float32(1), s.min_p[0] > T.float32(0))
-    return T.And(T.And(s.top_k[0] > k, s.left[0] == k), T.Or(filtered, s.place[0] >= k))
+    full = T.And(s.left[0] == k, T.Or(T.Or(filtered, s.top_k[0] < words), s.place[0] >= k))
+    return T.And(
+        T.And(s.top_k[0] > k, s.left[0] > 0), T.Or(full, T.And(s.top_k[0] < words, s.top_p[0] < T.float32(1))))
 
 
 def own_on_cpu(io: Arguments, row: Any) -> Arguments:
@@ -247,14 +266,15 @@ def draw_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
     @T.inline
     def phase(io, row, t, barrier, needed):
         s = T.meta_var(named(Draw.alloc(k)))
-        uniform = T.meta_var(uniform_of(s.words) if io.seeded else io.uniforms[row])
+        uniform = T.meta_var(uniform_of(s.words) if io.seeded > 0 else io.uniforms[row])
         top_p = T.meta_var(filter_on_cpu(io, "top_p", row))
         min_p = T.meta_var(filter_on_cpu(io, "min_p", row))
-        s.limit[0] = limit_of(filter_on_cpu(io, "temperature", row), filter_on_cpu(io, "top_k", row), k, words)
+        s.limit[0] = limit_of(filter_on_cpu(io, "temperature", row), filter_on_cpu(io, "top_k", row), words)
         for i in range(k):
             s.chance[i] = T.exp(io.values[row, i])
-        if io.seeded:
-            philox(s.words, s.high, s.key, io.seeds[row, 0], io.seeds[row, 1])
+        if io.seeded > 0:
+            at = T.meta_var(counter_of(io.seeded, row, io.seeds, io.seed, io.offset, io.offsets))
+            philox(s.words, s.high, s.key, at[0], at[1], at[2])
         if whole:
             if s.limit[0] > k:
                 s.total[0] = T.float32(1)
@@ -262,7 +282,11 @@ def draw_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
                 if s.left[0] == k:
                     s.sum[0] = T.float32(1)
                 taken(s, uniform)
-                if s.left[0] == k and (top_p < T.float32(1) or min_p > T.float32(0) or s.place[0] == k):
+                if s.chance[0] > T.float32(0) and (
+                    (s.left[0] == k and (top_p < T.float32(1) or min_p > T.float32(0) or s.limit[0] < words
+                                         or s.place[0] == k))
+                    or (s.limit[0] < words and top_p < T.float32(1))
+                ):
                     s.place[0] = k
                 else:
                     s.place[0] = T.min(s.place[0], s.left[0] - 1)
@@ -275,7 +299,7 @@ def draw_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
             io.logprobs[row] = io.values[row, s.place[0]]
         if whole:
             if s.place[0] >= k:
-                search(io, row, io.indices[row, 0], io.values[row, 0], top_p, min_p, clamped(uniform))
+                search(io, row, io.indices[row, 0], io.values[row, 0], s.limit[0], top_p, min_p, clamped(uniform))
 
     return phase
 # fmt: on

@@ -11,6 +11,7 @@ from . import (
     output_layer,
     products,
     recurrent,
+    sampler,
     softmax,
     tuning,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "output_layer",
     "products",
     "recurrent",
+    "sampler",
     "softmax",
     "tuning",
 ]

@@ -157,6 +157,8 @@ def commands() -> str:
 
     rows = []
     for command in app.registered_commands:
+        if command.hidden:
+            continue
         assert command.callback is not None
         name = command.name or command.callback.__name__
         rows.append([code(f"tvm-sparse {name}"), first_sentence(command.callback.__doc__)])

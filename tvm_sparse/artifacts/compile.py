@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core import spaces
+from ..core import scratch, spaces
 from ..core.candidate import Candidate
 from ..core.machine import AVX512_BF16, Machine
 from ..core.problem import Problem, numpy_dtype
@@ -25,8 +23,6 @@ from .residency import unfit
 
 # What TVM calls the launch of a kernel whose thread blocks are all resident, or which fails.
 COOPERATIVE = "tirx.use_cooperative_launch"
-# How names of libraries begin that are being written, or that a killed process has left.
-UNFINISHED = "unfinished-"
 
 # Functions of tvm_ffi, which every process that loads a library has, that generated code calls by name.
 OF_THE_RUNTIME = ("TVMFFIErrorSetRaisedFromCStrParts", "TVMFFIEnvModRegisterSystemLibSymbol")
@@ -43,7 +39,9 @@ class Compiled:
     path: str
     seconds: float  # to build the program, compile and link it
     workspaces: tuple[dict[str, Any], ...]  # `core.template.Workspace` as dicts, in calling order
-    resources: dict[str, int] | None  # CUDA: the most that any kernel takes of each; of a CPU its `instructions`
+    # CUDA: the most that any kernel takes of each, and what it `needs` (`core.template.Template`); of a CPU its
+    # `instructions`.
+    resources: dict[str, int] | None
     resident: dict[str, int] | None = None  # `core.template.Resident` as a dict, of a cooperative kernel
     symbol: str = "main"  # of the library's function
 
@@ -89,7 +87,7 @@ def compile_candidate(
     CompileError
         If the candidate's template has another version, its decisions are not a point of the template's space, the
         compiler fails, there is no C compiler to link with, a CUDA library holds no code for the machine's
-        architecture, or the machine has no room for all thread blocks of a cooperative kernel.
+        architecture, or the machine cannot run it (`residency.unfit`).
     """
     [found] = compile_bundle([(problem, candidate, symbol)], machine, path, quick_host=quick_host)
     if isinstance(found, CompileError):
@@ -127,11 +125,8 @@ def compile_bundle(
 
     started = time.perf_counter()
     trust.make_folder(path.parent, trust.SHARED)
-    handle, name = tempfile.mkstemp(prefix=UNFINISHED, suffix=".so", dir=path.parent)
-    os.close(handle)
-    unfinished = Path(name)
     found: list[Compiled | CompileError] = []
-    try:
+    with scratch.written(path) as unfinished:
         root.export_library(str(unfinished), fcompile=_link)
         resources = _resources(unfinished, machine)
         linked = (time.perf_counter() - started) / len(modules)
@@ -140,20 +135,18 @@ def compile_bundle(
                 found.append(part)
                 continue
             _, program, symbol, seconds = part
-            used = dict.fromkeys(program.instructions, 1) or None
+            used = dict.fromkeys(program.instructions, 1)
             own = _of_symbol(resources or {}, symbol)
-            taken = used if resources is None else _most(own)
+            needs = spaces.find(candidate.template, problem.operator).needs(problem, candidate.values)
+            taken = {**(used if resources is None else _most(own)), **needs} or None
             resident = None if program.resident is None else asdict(program.resident)
             if reason := unfit(resident, taken, machine) or _refused_launch(problem, candidate, own, machine):
                 found.append(CompileError(f"{candidate}: {reason}"))
                 continue
             workspaces = tuple(asdict(workspace) for workspace in program.workspaces)
             found.append(Compiled(str(path), seconds + linked, workspaces, taken, resident, symbol))
-        if any(isinstance(one, Compiled) for one in found):
-            unfinished.chmod(0o644)  # mkstemp's own mode would keep a shared folder's other users out
-            os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+        if not any(isinstance(one, Compiled) for one in found):
+            unfinished.unlink()
     return found
 
 

@@ -3,6 +3,7 @@
 manifest.json
     format      version of this layout, and of what kernels take
     versions    of tvm_sparse, apache-tvm, apache-tvm-ffi and NumPy that exported it
+    runtime     sha256 of each file in the folder `runtime` (`runtime_libraries`), by its name
     kernels     one entry a library, see `Entry`
 
 Nothing of it is believed unchecked. A kernel's name in its library is a hash of what the entry says of it, `symbol_of`:
@@ -15,19 +16,18 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..core import commands, scratch
 from ..core.candidate import Candidate
 from ..core.template import Resident, Workspace
 from . import runtime_libraries, trust
 
-FORMAT = 6
+FORMAT = 7
 NAME = "manifest.json"
 # How decisions are come by, best first: by the problem's own record, by that of a larger batch, by a model of what was
 # measured, by the record of the problem most like it, by those of another architecture, by a template's default.
@@ -68,8 +68,9 @@ class Entry:
         What was measured when the decisions were tuned: problem, arch, seconds, fallback_seconds, session, machine and
         date; or empty.
     resources
-        CUDA: registers, shared and local bytes and spills, the most of any kernel. Of a CPU's kernel 1 for each
-        instruction set that it uses beyond its level's (`core.template.Program.instructions`), or None.
+        CUDA: registers, shared and local bytes and spills, the most of any kernel, and where it asks for them
+        `dynamic_shared_bytes` and the thread blocks of a `cluster` (`core.template.Template.needs`). Of a CPU's kernel
+        1 for each instruction set that it uses beyond its level's (`core.template.Program.instructions`), or None.
     resident
         Of a cooperative kernel `core.template.Resident` as a dict: what has to run at the same time; else None.
     symbol
@@ -119,19 +120,57 @@ def digest(path: Path) -> str:
 
 
 def write(folder: Path, entries: Iterable[Entry]) -> None:
-    """Write the manifest of `folder`, by a temporary file and a rename."""
+    """Write the manifest of `folder`, with the hashes of the runtime libraries that lie there, and put it in the place
+    of the one before."""
     kernels = [{**asdict(entry), "candidate": str(entry.candidate)} for entry in entries]
-    text = json.dumps({"format": FORMAT, "versions": versions(), "kernels": kernels}, indent=1, sort_keys=True)
     trust.make_folder(folder, trust.SHARED)
-    handle, name = tempfile.mkstemp(dir=folder, prefix=NAME)
+    content = {
+        "format": FORMAT,
+        "versions": versions(),
+        "runtime": runtime_libraries.hashes(folder),
+        "kernels": kernels,
+    }
+    text = json.dumps(content, indent=1, sort_keys=True)
+    with scratch.written(folder / NAME) as unfinished:
+        unfinished.write_text(text + "\n")
+
+
+def runtime(folder: Path, content: bytes | None = None) -> dict[str, str]:
+    """The sha256 of each file of the runtime libraries that came with a folder, by its name; `content` is as in `read`.
+
+    Raises
+    ------
+    ManifestError
+        As `read` does, of the file as a whole.
+    """
+    path, found = folder / NAME, _document(folder, content).get("runtime")
+    if (
+        not isinstance(found, dict)
+        or not set(found) <= set(runtime_libraries.FILES)
+        or not all(isinstance(value, str) and _SHA256.fullmatch(value) for value in found.values())
+    ):
+        raise ManifestError(
+            f"{path}: runtime must have hashes of {', '.join(runtime_libraries.FILES)}, got {_shown(found)}; export"
+            " again with this version"
+        )
+    return found
+
+
+def _document(folder: Path, content: bytes | None) -> dict[str, Any]:
+    """What the file says, as an object of this format."""
+    path = folder / NAME
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text + "\n")
-        os.chmod(name, 0o644)  # mkstemp's own mode would keep a shared folder's other users out
-        os.replace(name, folder / NAME)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        found = json.loads(trust.read(path, MOST_BYTES) if content is None else content)
+    except FileNotFoundError:
+        raise ManifestError(f"{path}: no such file; export kernels into this folder first") from None
+    except trust.Refused as error:
+        raise ManifestError(str(error)) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ManifestError(f"{path}: {error}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        what = found.get("format") if isinstance(found, dict) else type(found).__name__
+        raise ManifestError(f"{path}: format is {what!r}, expected {FORMAT}; export again with this version")
+    return found
 
 
 def read(folder: Path, content: bytes | None = None) -> tuple[Entry, ...]:
@@ -146,25 +185,17 @@ def read(folder: Path, content: bytes | None = None) -> tuple[Entry, ...]:
         of range, has another format, names a library outside its folder, says something else of a kernel than the
         kernel's name, or was exported by a compiler version that this one's runtime cannot load.
     """
-    path = folder / NAME
-    try:
-        found = json.loads(trust.read(path, MOST_BYTES) if content is None else content)
-    except FileNotFoundError:
-        raise ManifestError(f"{path}: no such file; export kernels into this folder first") from None
-    except trust.Refused as error:
-        raise ManifestError(str(error)) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ManifestError(f"{path}: {error}") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        what = found.get("format") if isinstance(found, dict) else type(found).__name__
-        raise ManifestError(f"{path}: format is {what!r}, expected {FORMAT}; export again with this version")
+    path, found = folder / NAME, _document(folder, content)
     exported = found.get("versions", {})
     exported = exported if isinstance(exported, dict) else {}
-    present = runtime_libraries.version(folder)
+    try:
+        present = runtime_libraries.version(folder)
+    except OSError as error:
+        raise ManifestError(f"{folder / runtime_libraries.FOLDER / runtime_libraries.VERSION}: {error}") from None
     if present is None:
         raise ManifestError(
             f"{path}: neither apache-tvm nor its runtime libraries are here, which kernels call: install a package of"
-            ' prebuilt kernels or the compiler: pip install "tvm_sparse[compiler]"'
+            f" prebuilt kernels or the compiler: {commands.install('compiler')}"
         )
     if exported.get("apache-tvm") != present:
         raise ManifestError(
@@ -193,10 +224,10 @@ def _entry(path: Path, number: int, kernel: Any) -> Entry:
         ("kind", kernel["kind"] in ("llvm", "cuda"), "llvm or cuda"),
         ("chosen", kernel["chosen"] in HOW, f"one of {', '.join(HOW)}"),
         ("sha256", _SHA256.fullmatch(kernel["sha256"]), "64 hexadecimal digits"),
-        ("workspaces", _are_workspaces(kernel["workspaces"]), "a list of name, shape, dtype and fill"),
+        ("workspaces", are_workspaces(kernel["workspaces"]), "a list of name, shape, dtype and fill"),
         ("figures", _are_figures(kernel["figures"]), "an object of times and texts, or empty"),
-        ("resources", kernel["resources"] is None or _are_counts(kernel["resources"]), "an object of numbers, or null"),
-        ("resident", _is_resident(kernel["resident"]), f"null or have {', '.join(f.name for f in fields(Resident))}"),
+        ("resources", kernel["resources"] is None or are_counts(kernel["resources"]), "an object of numbers, or null"),
+        ("resident", is_resident(kernel["resident"]), f"null or have {', '.join(f.name for f in fields(Resident))}"),
     ):
         if not valid:
             raise ManifestError(f"{where}: {name} must be {expected}, got {_shown(kernel[name])}")
@@ -219,7 +250,8 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-def _are_workspaces(value: Any) -> bool:
+def are_workspaces(value: Any) -> bool:
+    """Whether a value of JSON is a list of `core.template.Workspace` as dicts."""
     return isinstance(value, list) and len(value) <= 100 and all(map(_is_workspace, value))
 
 
@@ -255,12 +287,14 @@ def _is_count(value: Any, most: int) -> bool:
     return type(value) is int and 0 <= value <= most
 
 
-def _are_counts(value: Any) -> bool:
+def are_counts(value: Any) -> bool:
+    """Whether a value of JSON is an object of whole numbers, none of them negative."""
     return isinstance(value, dict) and len(value) <= 20 and all(_is_count(n, _MOST_EXTENT) for n in value.values())
 
 
-def _is_resident(value: Any) -> bool:
+def is_resident(value: Any) -> bool:
+    """Whether a value of JSON is None, or `core.template.Resident` as a dict."""
     if value is None:
         return True
     wanted = [field.name for field in fields(Resident)]
-    return _are_counts(value) and sorted(value) == sorted(wanted)
+    return are_counts(value) and sorted(value) == sorted(wanted)

@@ -1,30 +1,27 @@
 """TVM's runtime libraries: 4 MB that kernels call, of the installed compiler or carried along with prebuilt kernels.
 
 Beside the manifest of a folder of kernels may lie a folder `runtime` with the libraries, and a file `VERSION` that says
-of which apache-tvm they are. With those nothing of apache-tvm has to be installed.
+of which apache-tvm they are. With those nothing of apache-tvm has to be installed. The manifest has the sha256 of each
+(`manifest.runtime`), with which they are compared as they are loaded (`runtime_loading`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
-import os
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
+from ..core import scratch
 from . import trust
 from .packages import kernel_packages
 
 FOLDER, VERSION = "runtime", "VERSION"
 LIBRARIES = {"llvm": ("libtvm_runtime.so",), "cuda": ("libtvm_runtime.so", "libtvm_runtime_cuda.so")}
 _LICENCES = ("LICENSE", "NOTICE")
-MOST_BYTES = 1 << 30
-
-# Reads a file of a folder, by its path there, of at most so many bytes.
-Reader = Callable[[str, int], bytes]
+FILES = (*LIBRARIES["cuda"], *_LICENCES, VERSION)
+_MOST_VERSION = 1000
 
 
 @functools.cache
@@ -41,54 +38,39 @@ def version(beside: Path | None = None) -> str | None:
     """Of which apache-tvm the libraries are that this process has: they load kernels of that version alone."""
     if compiler() is not None:
         return importlib.metadata.version("apache-tvm")
-    found = _carried(VERSION, beside)
-    return found.read_text().strip() if found else None
+    found = carried(VERSION, beside)
+    # Whoever owns it: it is compared with what the manifest says, and no more.
+    return trust.read(found, _MOST_VERSION, owned=False).decode(errors="replace").strip() if found else None
 
 
-def load(name: str, beside: Path | None = None, signed: Reader | None = None) -> str | None:
-    """Load one of the libraries, unless it is in the process already; its path, or None if there is none.
-
-    `beside` is a folder of kernels that may carry it, and `signed` reads a file of it if the folder is signed: its
-    error if the file is not the one that was signed.
-
-    Raises
-    ------
-    OSError
-        If what it is linked to is missing; as `trust.Refused` if it comes with kernels and is not trusted.
-    """
-    try:
-        ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
-        return name
-    except OSError:
-        pass
-    installed = compiler()
-    path = _carried(name, beside) if installed is None else installed / "lib" / name
-    if path is None or not path.exists():
-        return None
-    if installed is None and signed is not None and beside is not None and path.is_relative_to(beside):
-        with trust.loadable(name, signed(f"{FOLDER}/{name}", MOST_BYTES)) as place:
-            ctypes.CDLL(place, mode=ctypes.RTLD_GLOBAL)
-        return str(path)
-    if installed is None:
-        trust.check_file(path)
-    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    return str(path)
-
-
-def _carried(name: str, beside: Path | None) -> Path | None:
+def carried(name: str, beside: Path | None) -> Path | None:
+    """Where a file lies that came with kernels: of an installed package of them, or of the folder `beside`."""
     folders = (*kernel_packages(), *([beside] if beside else []))
     return next((path for folder in folders if (path := folder / FOLDER / name).exists()), None)
 
 
 def carry(folder: Path, kind: str) -> None:
-    """Copy the libraries that kernels of a kind need from the installed compiler into a folder of kernels."""
+    """Copy the libraries that kernels of a kind need from the installed compiler into a folder of kernels.
+
+    Before its manifest is written, which describes them. A file that is there is replaced, and stays if it is the same:
+    processes may have it mapped.
+    """
     installed = compiler()
     if installed is None:
         raise FileNotFoundError("apache-tvm is not installed, whose runtime libraries are to be carried along")
     target = folder / FOLDER
     trust.make_folder(target, trust.SHARED)
-    for name in LIBRARIES[kind]:
-        shutil.copyfile(installed / "lib" / name, target / name)
-    for name in _LICENCES:
-        shutil.copyfile(installed / name, target / name)
-    (target / VERSION).write_text(f"{version()}\n")
+    contents = {name: (installed / "lib" / name).read_bytes() for name in LIBRARIES[kind]}
+    contents |= {name: (installed / name).read_bytes() for name in _LICENCES}
+    contents[VERSION] = f"{version()}\n".encode()
+    for name, content in contents.items():
+        path = target / name
+        if not (path.is_file() and path.read_bytes() == content):
+            with scratch.written(path) as unfinished:
+                unfinished.write_bytes(content)
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """The sha256 of each file that came with a folder of kernels from the compiler, by its name."""
+    paths = (folder / FOLDER / name for name in FILES)
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()}

@@ -3,7 +3,7 @@
 manifest.json.sig
     format      version of this layout
     key         the signer's public key, as OpenSSH writes it
-    files       sha256 of every other file of the folder, by its path there
+    files       sha256 of the manifest and of each file that it names, by its path in the folder
     signature   Ed25519 (Bernstein et al. 2012, "High-speed high-security signatures"; RFC 8032) of `files`, in base64
 
 A signature says who vouches for the bytes, and nothing of what they do. Keys are OpenSSH's, as `ssh-keygen -t ed25519`
@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import trust
+from ..core import commands, scratch
+from . import manifest, runtime_libraries, trust
 from .manifest import ManifestError
 
 FORMAT = 1
@@ -72,23 +73,44 @@ def is_signed(folder: Path) -> bool:
     return (folder / NAME).exists()
 
 
-def sign(folder: Path, key: Any) -> Path:
-    """Sign all files of a folder with a private key (`private_key`); the path of the signature."""
-    files = {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path != folder / NAME
-    }
-    content = {
+def sign(folder: Path, key: Any, also: Iterable[str] = ()) -> Path:
+    """Sign a folder of kernels with a private key (`private_key`); the path of the signature.
+
+    Signed are the manifest, what it names, as it describes that, and `also`: nothing that merely lies there.
+
+    Raises
+    ------
+    ManifestError
+        As `manifest.read` does; as `SignatureError` if a file that it names is missing, or is another one.
+    """
+    try:
+        content = trust.read(folder / manifest.NAME, manifest.MOST_BYTES, owned=False)
+    except OSError as error:
+        raise SignatureError(
+            f"{folder / manifest.NAME}: {error.strerror or error}; export kernels into this folder first"
+        ) from None
+    described = {entry.library: entry.sha256 for entry in manifest.read(folder, content)}
+    described |= {f"{runtime_libraries.FOLDER}/{name}": one for name, one in manifest.runtime(folder, content).items()}
+    files = {manifest.NAME: hashlib.sha256(content).hexdigest()}
+    for name in (*described, *also):
+        try:
+            files[name] = manifest.digest(folder / name)
+        except OSError as error:
+            raise SignatureError(f"{folder / name}: {error.strerror or error}; export the folder again") from None
+        if files[name] != described.get(name, files[name]):
+            raise SignatureError(
+                f"{folder / name}: the file is not the one that {manifest.NAME} describes (sha256 differs); export the"
+                " folder again"
+            )
+    signature = {
         "format": FORMAT,
         "key": _text(key.public_key()),
         "files": files,
         "signature": base64.b64encode(key.sign(_message(files))).decode(),
     }
     path = folder / NAME
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
-    os.replace(unfinished, path)
+    with scratch.written(path) as unfinished:
+        unfinished.write_text(json.dumps(signature, indent=1, sort_keys=True) + "\n")
     return path
 
 
@@ -237,5 +259,5 @@ def _cryptography(module: str) -> Any:
         return importlib.import_module(f"cryptography.{module}")
     except ModuleNotFoundError:
         raise SignatureError(
-            'cryptography is missing, which signs and checks signatures: pip install "tvm_sparse[sign]"'
+            f"cryptography is missing, which signs and checks signatures: {commands.install('sign')}"
         ) from None

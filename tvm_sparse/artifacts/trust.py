@@ -1,26 +1,39 @@
 """Files that decide which code runs: whose they are, who else may change them, and what they hold, read once.
 
-A folder or file is trusted if it belongs to this user or to root, and nobody else may write to it. So is what lies
-beside this package's own code, whoever installed both, and what the environment variable TVM_SPARSE_TRUST names:
-folders, separated by colons.
+A folder or file is trusted if it belongs to this user or to root, and nobody else may write to it: by its mode, and by
+its POSIX access control list, which may name users and groups. A group may write where it has no member but this user
+and root. Where that cannot be known, the file is not trusted.
+
+So is what lies beside this package's own code, whoever installed both, and what the environment variable
+TVM_SPARSE_TRUST names: folders, separated by colons.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
+import grp
 import os
+import pwd
 import stat
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..core import scratch
+from ..core import plain_files, scratch
 from .packages import kernel_packages
 
 # The environment variable with folders that are trusted whoever owns them.
 TRUST = "TVM_SPARSE_TRUST"
 PRIVATE, SHARED = 0o700, 0o755  # of folders: for this user alone, and for others to read
+# The extended attributes that hold access control lists: POSIX's (version, then tag, permissions and id each), which
+# most file systems have, and NFS 4's, in which other rules hold.
+_ACL, _NFS_ACL = "system.posix_acl_access", "system.nfs4_acl"
+_ACL_HEAD, _ACL_VERSION, _ACL_ENTRY = struct.Struct("<I"), 2, struct.Struct("<HHI")
+_OWNER, _USER, _OWNING_GROUP, _GROUP, _MASK, _OTHERS = 0x01, 0x02, 0x04, 0x08, 0x10, 0x20
+_MAY_WRITE = 0o2
 
 
 class Refused(PermissionError):
@@ -40,13 +53,13 @@ def make_folder(path: Path, mode: int = PRIVATE) -> None:
 
 def check_folder(path: Path) -> None:
     """Raise `Refused` unless a folder is trusted."""
-    _check(path, path.stat())
+    _check(path, path.stat(), path)
 
 
 def check_file(path: Path) -> None:
     """Raise `Refused` unless a file and its folder are trusted."""
     check_folder(path.parent)
-    _check(path, path.stat())
+    _check(path, path.stat(), path)
 
 
 def read(path: Path, most: int, *, owned: bool = True) -> bytes:
@@ -63,19 +76,14 @@ def read(path: Path, most: int, *, owned: bool = True) -> bytes:
     """
     if owned:
         check_folder(path.parent)
-    # Without waiting: a pipe without a writer would keep this process.
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    with os.fdopen(file, "rb") as opened:
-        found = os.fstat(file)
-        if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(f"{path}: is a directory")
-        if not stat.S_ISREG(found.st_mode):
-            raise Refused(f"{path}: is not a plain file")
-        if found.st_size > most:
-            raise Refused(f"{path}: has {found.st_size} bytes; expected at most {most}")
+    try:
+        file = plain_files.opened(path, most)
+    except plain_files.NotPlain as error:
+        raise Refused(str(error)) from None
+    with file:
         if owned:
-            _check(path, found)
-        return opened.read(most)
+            _check(path, os.fstat(file.fileno()), file.fileno())
+        return file.read(most)
 
 
 @contextlib.contextmanager
@@ -91,17 +99,21 @@ def loadable(name: str, content: bytes) -> Iterator[str]:
         return
     with os.fdopen(os.dup(file), "wb") as writable:
         writable.write(content)
-    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    # Any process of this user can open another one's descriptors: from here on nobody can change these bytes.
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
     # The descriptor stays open with the library: the loader knows libraries by their names, and must not take the next
     # one that gets this number for this one.
     yield f"/proc/self/fd/{file}"
 
 
-def _check(path: Path, found: os.stat_result) -> None:
+def _check(path: Path, found: os.stat_result, opened: int | Path) -> None:
+    """Raise `Refused` unless a file of this status is trusted; `opened` is what its access control list is read of."""
     if found.st_uid not in (0, os.geteuid()):
         reason = f"belongs to user {found.st_uid}"
-    elif found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _own_group(found.st_gid)):
-        reason = f"may be written by others (mode {stat.S_IMODE(found.st_mode):o}; chmod go-w takes that away)"
+    elif writers := _others_who_write(found, opened):
+        mode = f"{stat.S_IMODE(found.st_mode):o}"
+        reason = f"may be written by others: {writers} (mode {mode}; chmod go-w takes that away)"
     else:
         return
     whole = path.resolve()
@@ -110,17 +122,71 @@ def _check(path: Path, found: os.stat_result) -> None:
     raise Refused(f"{path}: {reason}, and what lies there is run as code; if you trust it, name its folder in {TRUST}")
 
 
+def _others_who_write(found: os.stat_result, opened: int | Path) -> str:
+    """Who beside this user and root may write to a file, in words; empty if nobody may."""
+    if found.st_mode & stat.S_IWOTH:
+        return "everybody"
+    # Where there is an access control list these bits are its mask, which bounds what all that it names may do.
+    if not found.st_mode & stat.S_IWGRP:
+        return ""
+    entries = _access_list(opened)
+    if entries is None:
+        return "whom its access control list names, which cannot be read here"
+    for tag, permissions, number in entries or [(_OWNING_GROUP, _MAY_WRITE, 0)]:
+        if not permissions & _MAY_WRITE or tag in (_OWNER, _MASK):
+            continue
+        if tag == _USER and number not in (0, os.geteuid()):
+            return f"user {number}, whom its access control list names"
+        if tag == _GROUP and not _own_group(number):
+            return f"group {number}, which its access control list names"
+        if tag == _OWNING_GROUP and not _own_group(found.st_gid):
+            return f"group {found.st_gid}"
+    return ""
+
+
+def _access_list(opened: int | Path) -> list[tuple[int, int, int]] | None:
+    """The entries of a file's access control list, each its tag, permissions and id; None if they cannot be known.
+
+    A file without a list, or of a file system without such lists, has no entries.
+    """
+    if not hasattr(os, "getxattr"):  # not Linux
+        return None
+    absent = (errno.ENODATA, errno.EOPNOTSUPP)
+    try:
+        content = os.getxattr(opened, _ACL)
+    except OSError as error:
+        if error.errno not in absent:
+            return None
+        try:
+            os.getxattr(opened, _NFS_ACL)
+        except OSError as other:
+            return [] if other.errno in absent else None
+        return None
+    body = content[_ACL_HEAD.size :]
+    if content[: _ACL_HEAD.size] != _ACL_HEAD.pack(_ACL_VERSION) or len(body) % _ACL_ENTRY.size:
+        return None
+    entries = list(_ACL_ENTRY.iter_unpack(body))
+    known = (_OWNER, _USER, _OWNING_GROUP, _GROUP, _MASK, _OTHERS)
+    return entries if entries and all(tag in known for tag, _, _ in entries) else None
+
+
 @functools.cache
 def _own_group(group: int) -> bool:
-    """Whether a group is the user's private one, as many systems make for each: named like the user, of nobody else."""
-    import grp
-    import pwd
+    """Whether a group is the user's private one, as many systems make for each: named like the user, and of nobody else
+    but root.
 
+    Its members are those of its list, and the users whose primary group it is, whom only the list of all users tells. A
+    directory service may not show that list: then this user is not in it either, and nothing is known.
+    """
     try:
         user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
-    except KeyError:
+        listed = [pwd.getpwnam(name) for name in found.gr_mem]
+        everybody = pwd.getpwall()
+    except KeyError:  # a member that is nobody, too: who gets that name is not known
         return False
-    return user.pw_gid == group and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
+    members = {one.pw_uid for one in (*listed, *(one for one in everybody if one.pw_gid == group))}
+    is_private = user.pw_gid == group and found.gr_name == user.pw_name
+    return is_private and user.pw_uid in {one.pw_uid for one in everybody} and members <= {0, user.pw_uid}
 
 
 def _code() -> tuple[Path, ...]:

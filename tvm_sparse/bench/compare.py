@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..core import registry
+from ..core import commands, registry
 from ..core.machine import Machine
 from ..core.problem import Mismatch, Problem
 from .contenders import Call, Peer, torch_tensor
@@ -105,7 +105,7 @@ def compare(
     device, known = machine.device, registry.find(problem.operator).peers
     if device == "cuda" and not has_torch("cuda"):
         raise ModuleNotFoundError(
-            'comparing on CUDA needs PyTorch with CUDA: pip install "tvm_sparse[torch]"', name="torch"
+            f"comparing on CUDA needs PyTorch with CUDA: {commands.install('torch')}", name="torch"
         )
     inputs = problem.generate(seed, structure)
     copies = 1

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..core import registry
+from ..core import commands, registry
 from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
 from .compare import Sample, agree, as_numpy, has_torch
@@ -36,7 +36,7 @@ def time_ways(problem: Problem, machine: Machine, *, seed: int = 0) -> dict[str,
     """
     ways = ways_of(problem)
     if not has_torch(machine.device):
-        raise ModuleNotFoundError('the ways are those of torch tensors: pip install "tvm_sparse[torch]"', name="torch")
+        raise ModuleNotFoundError(f"the ways are those of torch tensors: {commands.install('torch')}", name="torch")
     inputs = problem.generate(seed)
     calls, sample = ways(problem, inputs, machine), Sample(problem, inputs)
     for call in calls.values():

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import importlib.metadata
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..core.commands import command
 from ..core.registry import BUILTIN
+from .adopt import adopt
 from .bench import bench
 from .cache import cache
 from .common import PROGRAM, Plugins
-from .db import db
+from .db import db, migrate
 from .doctor import doctor
 from .explain import explain
 from .export import export
 from .list import list_operators
 from .measure_space import measure_space
-from .migrate import migrate
+from .prebuild import prebuild
 from .quickstart import quickstart
 from .report import report
 from .simulate import simulate
@@ -51,20 +54,30 @@ def root(
     pass
 
 
+def _migrate(
+    logs: Annotated[list[Path] | None, typer.Argument(help="Folders of records.  \\[default: yours]")] = None,
+) -> None:
+    """The name of before of `db migrate`."""
+    typer.echo(f"note: this is {command('db', 'migrate')} now; migrate alone will go", err=True)
+    migrate(logs)
+
+
 app.command("quickstart")(quickstart)
 app.command("doctor")(doctor)
 app.command("list")(list_operators)
 app.command("tune")(tune)
+app.command("adopt")(adopt)
 app.command("measure-space")(measure_space)
 app.command("space")(space)
 app.command("study")(study)
 app.command("report")(report)
 app.command("simulate")(simulate)
 app.command("export")(export)
+app.command("prebuild")(prebuild)
 app.command("explain")(explain)
 app.command("bench")(bench)
 app.command("cache")(cache)
-app.command("migrate")(migrate)
+app.command("migrate", hidden=True)(_migrate)
 app.add_typer(db, name="db")
 
 

@@ -9,25 +9,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..bench.compare import compare
+from ..bench.load import spread, watch
 from ..bench.ways import time_ways, ways_of
 from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
 from ..records import Log
 from ..runtime import paths
 from .common import (
+    WIDE_NOTE,
     AsJson,
     Axes,
+    Kernels,
     Operator,
     Plugins,
+    ReadLogs,
     Target,
+    apart,
     console,
     echo_json,
     errors,
     fail,
+    load_line,
+    looking_in,
     machine_here,
     problem_of,
     rate,
-    ratio,
+    ratio_of_rounds,
     share,
     table,
     us,
@@ -37,6 +44,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..bench.compare import Comparison
+    from ..bench.load import Load
 
 
 def bench(
@@ -51,34 +59,38 @@ def bench(
             help="Time the ways of an operator that has more than one instead, and note them.",
         ),
     ] = False,
-    logs: Annotated[
-        Path | None, typer.Option(help="Of --record: folder of records.  \\[default: your data folder]")
-    ] = None,
+    logs: ReadLogs = None,
+    kernels: Kernels = None,
     as_json: AsJson = False,
     plugin: Plugins = None,
 ) -> None:
-    """Time our function beside PyTorch, NumPy and SciPy, after checking each against the reference."""
-    with errors():
+    """Time our function beside PyTorch, NumPy and SciPy, after checking each against the reference.
+
+    --record notes in the last folder of --logs, by default in that of your data.
+    """
+    with errors(), looking_in(logs, kernels):
         problem = problem_of(operator, axes)
         where = machine_here(target, "comparing")
         from ..core.problem import Mismatch
 
         try:
             if record:
-                show_ways(problem, where, record_ways(problem, where, logs or paths.user_logs(), seed), as_json)
+                into = logs[-1] if logs else paths.user_logs()
+                show_ways(problem, where, record_ways(problem, where, into, seed), as_json)
                 return
+            load = watch()
             result = compare(problem, where, seed=seed)
         except Mismatch as error:
             fail(f"{problem}: our own result is wrong: {error}")
         except ModuleNotFoundError as error:
             fail(str(error))
         if as_json:
-            echo_json(as_dict(result))
+            echo_json(as_dict(result, load()))
             return
         typer.echo(f"{problem.typed} on {where.name} ({where.arch})")
         typer.echo(f"kernel: {result.kernel} ({result.how})")
         console().print(comparison_table(result))
-        typer.echo("\n".join(notes(result)))
+        typer.echo("\n".join([*notes(result), *load_line(load())]))
 
 
 def record_ways(problem: Problem, where: Machine, logs: Path, seed: int) -> dict[str, float]:
@@ -104,10 +116,11 @@ def show_ways(problem: Problem, where: Machine, found: dict[str, float], as_json
 def comparison_table(result: Comparison) -> Table:
     bytes_ = result.problem.cost().bytes
     limit = result.machine.bandwidth is not None
-    right = ("us", "ours is", "GB/s", *(("of limit",) if limit else ()))
-    made = table("implementation", *right, "correct", "timed", "", right=right)
+    right = ("us", "spread", "ours is", "GB/s", *(("of limit",) if limit else ()))
+    made = table("implementation", *right, "correct", "timed", "", right=right, prose=("",))
     for timing in result.timings:
-        cells = [us(timing.median), ratio(timing.median, result.ours.median), rate(bytes_, timing.median)]
+        cells = [us(timing.median), apart(timing.seconds), ratio_of_rounds(timing.seconds, result.ours.seconds)]
+        cells.append(rate(bytes_, timing.median))
         if limit:
             cells.append(share(bytes_, timing.median, result.machine))
         correct = {True: "yes", False: "[red]no[/red]", None: "-"}[timing.correct]
@@ -118,7 +131,10 @@ def comparison_table(result: Comparison) -> Table:
 def notes(result: Comparison) -> list[str]:
     """How the figures were taken: without it they say little."""
     bytes_ = result.problem.cost().bytes
-    lines = [f"GB/s counts compulsory bytes: {bytes_:,} a call, each input read and each output written once."]
+    lines = [
+        f"GB/s counts compulsory bytes: {bytes_:,} a call, each input read and each output written once.",
+        WIDE_NOTE[0].upper() + WIDE_NOTE[1:],
+    ]
     if result.machine.device == "cuda":
         hot = "Hot: inputs are not rotated, and what fits into the L2 cache (about 50 MB) is read from there."
         lines.append("Every call has other copies of the inputs, and reads memory." if result.rotated else hot)
@@ -134,7 +150,7 @@ def notes(result: Comparison) -> list[str]:
     return lines
 
 
-def as_dict(result: Comparison) -> dict[str, Any]:
+def as_dict(result: Comparison, load: Load | None) -> dict[str, Any]:
     bytes_ = result.problem.cost().bytes
     return {
         "problem": result.problem.key,
@@ -144,10 +160,12 @@ def as_dict(result: Comparison) -> dict[str, Any]:
         "how": result.how,
         "bytes": bytes_,
         "host_seconds": result.host_seconds,
+        "load": None if load is None else dataclasses.asdict(load),
         "timings": [
             {
                 "name": t.name,
                 "seconds": t.median,
+                "spread": spread(t.seconds),
                 "how": t.how,
                 "correct": t.correct,
                 "note": t.note,

@@ -10,16 +10,19 @@ import dataclasses
 import enum
 import importlib.util
 import os
-import shlex
-import shutil
+import statistics
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from ..core import machine
+from ..bench.load import FEWEST_ROUNDS, WIDE, comparable, spread
+from ..core import machine, registry
+from ..core.commands import PROGRAM as PROGRAM
+from ..core.commands import install
+from ..core.commands import program as program
 from ..core.machine import Machine, UnknownArch
 from ..core.problem import Problem, ProblemError
 from ..core.registry import PluginError, add_plugins, make, parse
@@ -28,11 +31,17 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-FAILED, USAGE, INTERRUPTED = 1, 2, 130
-PROGRAM = "tvm-sparse"
+    from ..bench.load import Load
+    from ..records import Best
+    from ..records.queries import Failure
 
-# Where output goes to a file or a pipe nobody's terminal sets a width.
-PLAIN_WIDTH = 120
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+# Characters: more than any row of a table has.
+UNLIMITED = 100_000
+
+# The architectures that kernels are built ahead for, where all are wanted; any other can be named.
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120", "compute_80", "x86-64-v3", "x86-64-v4")
 
 # The modules that an extra brings, by the name under which they are imported.
 EXTRAS = {
@@ -54,22 +63,107 @@ class Inputs(enum.StrEnum):
     fresh = "fresh"
 
 
+# ---------------------------------------------------------------------------------------- what a shell completes
+
+
+def operator_names(incomplete: str) -> list[str]:
+    """Operators, those of plugins too, whose names begin so."""
+    return [name for name in registry.operators() if name.startswith(incomplete)]
+
+
+def axis_words(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Of the operator that is named: `batch=` and so on, without those that are given; values of an axis of names."""
+    given = [str(word) for word in ctx.params.get("axes") or ()]
+    operator = registry.operators().get(str(ctx.params.get("operator")))
+    if operator is None:
+        return []
+    name, equals, value = incomplete.partition("=")
+    if equals:
+        return [f"{name}={choice}" for choice in axis_choices(operator, name) if choice.startswith(value)]
+    taken = {word.partition("=")[0] for word in given}
+    names = (field.name for field in dataclasses.fields(operator.problem))
+    return [f"{one}=" for one in names if one.startswith(name) and one not in taken]
+
+
+def axis_choices(operator: registry.Operator, name: str) -> list[str]:
+    """Of an axis whose values are names those that the operator's own shapes have; nothing of an axis of numbers."""
+    shapes = [parse(key) for key in (*operator.shapes.AWKWARD, *operator.shapes.REALISTIC)]
+    found = dict.fromkeys(shape.axes[name] for shape in shapes if name in shape.axes)
+    return [value for value in found if isinstance(value, str)]
+
+
+def target_names(incomplete: str) -> list[str]:
+    """What `--target` takes, as far as it can be listed."""
+    return [name for name in ("auto", "cpu", "cuda", *ARCHS) if name.startswith(incomplete)]
+
+
+def template_names(incomplete: str) -> list[str]:
+    """All templates: of what is in front of an option that has no value yet, a shell's completion is not told."""
+    templates = (template for one in registry.operators().values() for template in one.templates)
+    return [template.name for template in templates if template.name.startswith(incomplete)]
+
+
+def recorded_keys(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Operators; once one is written out, the problems that have a ranking in the folders that are read."""
+    from ..records.database import logs_of
+
+    operator, slash, _ = incomplete.partition("/")
+    if not slash:
+        return [f"{name}/" for name in operator_names(operator)]
+    logs = ctx.params.get("logs")
+    roots = default_roots([logs] if isinstance(logs, Path) else logs)
+    keys = (key for root in roots for log in logs_of(root) if log.operator == operator for key in log.best())
+    return sorted({key for key in keys if key.startswith(incomplete)})
+
+
 Operator = Annotated[
-    str, typer.Argument(metavar="OPERATOR", help="An operator (see tvm-sparse list), or a problem's whole key.")
+    str,
+    typer.Argument(
+        metavar="OPERATOR",
+        help="An operator (see tvm-sparse list), or a problem's whole key.",
+        autocompletion=operator_names,
+    ),
 ]
 Axes = Annotated[
-    list[str] | None, typer.Argument(metavar="AXIS=VALUE", help="Its axes, such as batch=10 vocab=25000 k=5.")
+    list[str] | None,
+    typer.Argument(metavar="AXIS=VALUE", help="Its axes, such as batch=10 vocab=25000 k=5.", autocompletion=axis_words),
 ]
 Target = Annotated[
     str,
     typer.Option(
         "--target",
         "--arch",
-        help="auto (the GPU if there is one), cpu, cuda, or an architecture: sm_80, sm_90a, x86-64-v3, ...",
+        help="auto (the GPU if there is one), cpu, cuda, an architecture (sm_80, sm_90a, x86-64-v3,"
+        " sm_89:multiprocessors=128), or a card (a100, rtx4090, l40s, h100, h200, b200, rtx5090, ...).",
+        autocompletion=target_names,
     ),
 ]
 Templates = Annotated[
-    list[str] | None, typer.Option("--template", metavar="NAME", help="This template only; may be given again.")
+    list[str] | None,
+    typer.Option(
+        "--template",
+        metavar="NAME",
+        help="This template only; may be given again.",
+        autocompletion=template_names,
+    ),
+]
+# Of commands that look a kernel up as a call does: `looking_in` takes both.
+ReadLogs = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--logs",
+        metavar="FOLDER",
+        help="Folder of records that is read besides the package's and yours, and wins, as by"
+        " tvm_sparse.configure(logs=FOLDER); may be given again.",
+    ),
+]
+Kernels = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--kernels",
+        metavar="FOLDER",
+        help="Folder that tvm-sparse export wrote, used as by tvm_sparse.load(FOLDER); may be given again.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Fixed = Annotated[
@@ -103,18 +197,6 @@ Plugins = Annotated[
 ]
 
 
-def program() -> str:
-    """How this program was started: a command in a message has to work where it is copied to."""
-    started = Path(sys.argv[0])
-    if started.name == "__main__.py":
-        python = "python" if shutil.which("python") == sys.executable else shlex.quote(sys.executable)
-        return f"{python} -m tvm_sparse"
-    on_path = shutil.which(PROGRAM)
-    if started.name != PROGRAM or (on_path and Path(on_path).samefile(started)):
-        return PROGRAM
-    return shlex.quote(sys.argv[0])
-
-
 # ------------------------------------------------------------------------------------------- what was asked for
 
 
@@ -133,6 +215,14 @@ def problem_of(operator: str, axes: Sequence[str] | None) -> Problem:
     return make(operator, values)
 
 
+def as_called(problems: Sequence[Problem], done: str = "tuned") -> list[Problem]:
+    """The problems that calls ask for in the place of those given, each once; says which are others."""
+    for problem in problems:
+        if problem.as_called() != problem:
+            typer.echo(f"{problem.typed} is {done} as {problem.as_called().typed}: calls with such data ask for it")
+    return list(dict.fromkeys(problem.as_called() for problem in problems))
+
+
 def machine_here(target: str, doing: str) -> Machine:
     """The machine of a target, which has to be this one; `doing` says what for.
 
@@ -140,7 +230,7 @@ def machine_here(target: str, doing: str) -> Machine:
     """
     wanted = machine.resolve(target)
     present = [*machine.gpus(), machine.cpu()]
-    if wanted.kind == "llvm" and machine.suitability(wanted.arch, machine.cpu()) is not None:
+    if wanted.kind == "llvm" and is_here(wanted):
         return dataclasses.replace(wanted, name=machine.cpu().name)
     if wanted not in present:
         names = " and ".join(dict.fromkeys(f"{found.arch} ({found.name})" for found in present))
@@ -151,16 +241,23 @@ def machine_here(target: str, doing: str) -> Machine:
     return wanted
 
 
+def is_here(wanted: Machine) -> bool:
+    """Whether a machine is this one, or a CPU of a level that this one has."""
+    if wanted.kind == "llvm":
+        return machine.suitability(wanted.arch, machine.cpu()) is not None
+    return wanted in machine.gpus()
+
+
 def require(*extras: str) -> None:
     """End with the command that installs what is missing of these extras."""
-    for extra in extras:
-        missing = [name for name in EXTRAS[extra] if not _installed(name)]
-        if missing:
-            fail(_lacking(missing, extra))
+    missing = {extra: [name for name in EXTRAS[extra] if not _installed(name)] for extra in extras}
+    lacking = {extra: names for extra, names in missing.items() if names}
+    if lacking:
+        fail(_lacking([name for names in lacking.values() for name in names], *lacking))
 
 
-def _lacking(modules: Sequence[str], extra: str) -> str:
-    return f'{", ".join(modules)} missing; install with: pip install "tvm_sparse[{extra}]"'
+def _lacking(modules: Sequence[str], *extras: str) -> str:
+    return f"{', '.join(modules)} missing; install with: {install(*extras)}"
 
 
 def _installed(module: str) -> bool:
@@ -168,6 +265,19 @@ def _installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of the parent package
         return False
+
+
+@contextlib.contextmanager
+def looking_in(logs: Sequence[Path] | None, kernels: Sequence[Path] | None) -> Iterator[None]:
+    """Within the block calls and look-up use what `--logs` and `--kernels` name."""
+    from ..runtime import dispatch
+
+    with dispatch.dispatcher.kept():
+        if logs:
+            dispatch.configure(logs=logs)
+        for folder in kernels or ():
+            dispatch.load(folder)
+        yield
 
 
 # --------------------------------------------------------------------------------------------------- messages
@@ -224,25 +334,47 @@ def errors() -> Iterator[None]:
 
 
 def console() -> Console:
-    """A console on the present stdout; without a terminal its width is fixed, unless COLUMNS sets it."""
+    """A console on the present stdout. A table's cells are never cut, and wrap only in columns of prose: it is wider
+    than the terminal where it has to be. Without a terminal a row is a line, unless COLUMNS says how wide it may be.
+    """
     from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
 
-    if sys.stdout.isatty() or "COLUMNS" in os.environ:
-        return Console(highlight=False)
-    return Console(highlight=False, width=PLAIN_WIDTH)
+    def least(made: Table) -> int:
+        """Characters that a table needs."""
+        widest = screen.options.update_width(UNLIMITED)
+        for column in made.columns:
+            if column.no_wrap:
+                cells = [Measurement.get(screen, widest, cell).maximum for cell in (column.header, *column.cells)]
+                column.min_width = max(cells, default=0)
+        return Measurement.get(screen, widest, made).minimum
+
+    class Screen(Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            before, needed = self.width, max((least(one) for one in objects if isinstance(one, Table)), default=0)
+            self.width = max(before, needed)
+            super().print(*objects, **options)
+            self.width = before
+
+    limited = sys.stdout.isatty() or "COLUMNS" in os.environ
+    screen = Screen(highlight=False, width=None if limited else UNLIMITED)
+    return screen
 
 
-def table(*columns: str, title: str | None = None, right: Sequence[str] = ()) -> Table:
-    """An empty table in the package's look; the columns named in `right` hold figures and never wrap."""
+def table(
+    *columns: str, title: str | None = None, right: Sequence[str] = (), prose: Sequence[str] = ("what it does",)
+) -> Table:
+    """An empty table in the package's look: the columns named in `right` hold figures, those in `prose` may wrap."""
     from rich import box
     from rich.table import Table
 
     made = Table(
-        title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+        title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0)
     )
     for column in columns:
-        figures = column in right
-        made.add_column(column, justify="right" if figures else "left", no_wrap=figures, overflow="fold")
+        justify: Literal["left", "right"] = "right" if column in right else "left"
+        made.add_column(column, justify=justify, no_wrap=column not in prose, overflow="fold")
     return made
 
 
@@ -260,6 +392,55 @@ def ratio(numerator: float | None, denominator: float | None) -> str:
         return "-"
     value = numerator / denominator
     return f"{value:.0f}x" if value >= 100 else f"{value:.1f}x" if value >= 10 else f"{value:.2f}x"
+
+
+def apart(seconds: Sequence[float]) -> str:
+    """How far rounds lie apart, as a share of their median: `4 %`."""
+    found = spread(seconds)
+    return "-" if found is None else f"{100 * found:.0f} %"
+
+
+def ratio_of_rounds(numerator: Sequence[float], denominator: Sequence[float]) -> str:
+    """The ratio of two medians; none where the rounds of either lie too far apart, or are too few, to have one."""
+    if not comparable(numerator, denominator):
+        return "-"
+    return ratio(statistics.median(numerator), statistics.median(denominator))
+
+
+def gain(best: Best) -> str:
+    """How many times as fast as the fallback a ranking's winner is; as `ratio_of_rounds` says where it has rounds."""
+    if best.seconds_all and best.fallback_all:
+        return ratio_of_rounds(best.fallback_all, best.seconds_all)
+    return ratio(best.fallback_seconds, best.seconds)
+
+
+def gain_apart(best: Best) -> str:
+    """How far the rounds lie apart, of winner or fallback whichever is more."""
+    return apart(max(best.seconds_all, best.fallback_all, key=lambda rounds: spread(rounds) or 0.0))
+
+
+def load_line(*loads: Load | None) -> list[str]:
+    """What others did on the machine meanwhile, the most of several samples; nothing where it is not known."""
+    known = [load for load in loads if load is not None]
+    if not known:
+        return []
+    worst = max(known, key=lambda load: load.others / load.cores)
+    return [f"Load: {worst}." + (" Times on this CPU are those of a busy machine." if worst.busy else "")]
+
+
+def failure_lines(found: Sequence[Failure], most: int) -> list[str]:
+    """Why trials failed, a reason a line with a candidate that can be tried again; of more reasons their number."""
+    lines = [f"  {one.count} x {one.outcome}: {one.reason}\n      as {one.candidate}" for one in found[:most]]
+    rest = found[most:]
+    if rest:
+        lines.append(f"  and {sum(one.count for one in rest)} trials for {len(rest)} other reasons")
+    return lines
+
+
+WIDE_NOTE = (
+    f"spread: interquartile range of the rounds over their median; no ratio where it is above {WIDE:.0%}, or of fewer"
+    f" than {FEWEST_ROUNDS} rounds."
+)
 
 
 def rate(byte_count: int, seconds: float | None) -> str:

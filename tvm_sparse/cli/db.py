@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
+import sys
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..core.commands import command
 from ..core.problem import ProblemError
-from .common import FAILED, Inputs, console, default_roots, errors, fail, ratio, require, table, us
+from .common import (
+    FAILED,
+    USAGE,
+    AsJson,
+    Inputs,
+    Plugins,
+    console,
+    default_roots,
+    echo_json,
+    errors,
+    fail,
+    failure_lines,
+    gain,
+    gain_apart,
+    ratio,
+    recorded_keys,
+    require,
+    table,
+    us,
+)
 
 if TYPE_CHECKING:
-    from ..records import Log
+    from ..records import Best, Log
 
 Logs = Annotated[list[Path] | None, typer.Option(help="Folder of records.  \\[default: the package's, then yours]")]
 Own = Annotated[Path | None, typer.Option(help="Folder of records.  \\[default: yours]")]
@@ -25,7 +47,14 @@ class Format(enum.StrEnum):
     metaschedule = "metaschedule"
 
 
-Wanted = Annotated[str, typer.Argument(metavar="PROBLEM", help="A problem's key, or how keys begin: an operator.")]
+Wanted = Annotated[
+    str,
+    typer.Argument(
+        metavar="PROBLEM",
+        help="A problem's key, or how keys begin: an operator.",
+        autocompletion=recorded_keys,
+    ),
+]
 
 db = typer.Typer(
     no_args_is_help=True,
@@ -34,27 +63,47 @@ db = typer.Typer(
 
 
 @db.command("ls")
-def ls(logs: Logs = None) -> None:
+def ls(logs: Logs = None, as_json: AsJson = False) -> None:
     """List the logs: how many problems, trials and sessions each has, and lines that cannot be used."""
     with errors():
         from ..records.database import logs_of
 
-        columns = ("problems", "trials", "sessions", "damaged")
-        made = table("folder", "arch", "operator", *columns, right=columns)
+        rows = []
         for root in default_roots(logs):
             for log in logs_of(root):
                 trials, bests = log.read(), log.read_best()
-                counts = len({best.problem for best in bests.bests}), len(trials.trials), len(trials.sessions)
-                damaged = len(trials.skipped) + len(bests.skipped)
-                made.add_row(str(root), log.arch, log.operator, *map(str, (*counts, damaged)))
+                rows.append(
+                    {
+                        "folder": str(root),
+                        "arch": log.arch,
+                        "operator": log.operator,
+                        "problems": len({best.problem for best in bests.bests}),
+                        "trials": len(trials.trials),
+                        "sessions": len(trials.sessions),
+                        "damaged": len(trials.skipped) + len(bests.skipped),
+                    }
+                )
+        if as_json:
+            echo_json(rows)
+            return
+        columns = ("problems", "trials", "sessions", "damaged")
+        made = table("folder", "arch", "operator", *columns, right=columns)
+        for row in rows:
+            made.add_row(*map(str, row.values()))
         console().print(made)
 
 
 @db.command("show")
-def show(problem: Wanted, logs: Logs = None, count: Annotated[int, typer.Option(min=1)] = 20) -> None:
-    """Show a problem's trials, the fastest first, and how the others ended."""
+def show(
+    problem: Wanted,
+    logs: Logs = None,
+    count: Annotated[int, typer.Option(min=1, help="Of trials, and of reasons.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Show a problem's trials, the fastest first, and why the others failed: how often, with one candidate each."""
     with errors():
         from ..records.database import logs_of
+        from ..records.queries import failures
 
         found = [
             (trial, inputs)
@@ -66,31 +115,67 @@ def show(problem: Wanted, logs: Logs = None, count: Annotated[int, typer.Option(
             if trial.problem.startswith(problem)
         ]
         if not found:
-            raise ProblemError(f"no trial of {problem}; see tvm-sparse db ls")
-        made = table("arch", "problem", "candidate", "inputs", "us", right=("us",))
+            raise ProblemError(f"no trial of {problem}; see {command('db', 'ls')}")
         right = sorted((pair for pair in found if pair[0].seconds), key=lambda pair: pair[0].median)
+        failed = failures(trial for trial, _ in found)
+        outcomes = Counter(trial.outcome for trial, _ in found)
+        if as_json:
+            trials = [
+                {
+                    "arch": trial.arch,
+                    "problem": trial.problem,
+                    "candidate": str(trial.candidate),
+                    "inputs": inputs,
+                    "seconds": trial.median,
+                }
+                for trial, inputs in right[:count]
+            ]
+            echo_json({"outcomes": outcomes, "trials": trials, "failures": list(map(dataclasses.asdict, failed))})
+            return
+        made = table("arch", "problem", "candidate", "inputs", "us", right=("us",))
         for trial, inputs in right[:count]:
             made.add_row(trial.arch, trial.problem, str(trial.candidate), inputs, us(trial.median))
         console().print(made)
-        typer.echo(", ".join(f"{n} {outcome}" for outcome, n in Counter(trial.outcome for trial, _ in found).items()))
+        typer.echo(", ".join(f"{n} {outcome}" for outcome, n in outcomes.items()))
+        for line in failure_lines(failed, count):
+            typer.echo(line)
 
 
 @db.command("best")
-def best(problem: Wanted = "", logs: Logs = None) -> None:
+def best(problem: Wanted = "", logs: Logs = None, as_json: AsJson = False) -> None:
     """Print the last ranking of each problem: the winner, its time, and how much faster it is than the fallback."""
     with errors():
         from ..records.database import logs_of, readable
 
-        made = table("arch", "problem", "candidate", "inputs", "us", "x fallback", right=("us", "x fallback"))
+        rows = []
         for root in default_roots(logs):
             for log in logs_of(root):
                 states = _states(log)
                 for key, record in sorted(log.best().items()):
                     if key.startswith(problem):
-                        note = "" if readable(key) else " (no problem of this version)"
-                        faster = ratio(record.fallback_seconds, record.seconds)
-                        state = states.get(record.session, "hot")
-                        made.add_row(log.arch, key + note, str(record.candidate), state, us(record.seconds), faster)
+                        rows.append((log.arch, key, record, states.get(record.session, "hot"), readable(key)))
+        if as_json:
+            found = [
+                {
+                    "arch": arch,
+                    "problem": key,
+                    "candidate": str(record.candidate),
+                    "inputs": state,
+                    "seconds": record.seconds,
+                    "fallback_seconds": record.fallback_seconds,
+                    "readable": known,
+                }
+                for arch, key, record, state, known in rows
+            ]
+            echo_json(found)
+            return
+        right = ("us", "spread", "x fallback")
+        made = table("arch", "problem", "candidate", "inputs", *right, "note", right=right)
+        for arch, key, record, state, known in rows:
+            figures = us(record.seconds), gain_apart(record), gain(record)
+            made.add_row(
+                arch, key, str(record.candidate), state, *figures, "" if known else "no problem of this version"
+            )
         console().print(made)
 
 
@@ -118,23 +203,68 @@ def merge(
 
 @db.command("prune")
 def prune(
-    logs: Own = None, dry_run: Annotated[bool, typer.Option("--dry-run", help="Count them and stop.")] = False
+    logs: Own = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Name what would be removed, and stop.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove it without asking.")] = False,
+    gone: Annotated[
+        bool,
+        typer.Option(
+            "--gone",
+            help="Also records of templates and operators that are not known here; a plugin's are among them, unless"
+            " --plugin names it.",
+        ),
+    ] = False,
+    plugin: Plugins = None,
 ) -> None:
-    """Remove damaged lines, replaced rankings, records of templates that are gone, and trials the machine spoilt."""
+    """Remove damaged lines, replaced rankings, records of other versions of templates, and trials the machine spoilt.
+
+    Everything is named, and asked about, before it is removed.
+    """
     with errors():
         from ..records.database import prune as remove
         from ..runtime import paths
 
-        def ask(log: Log, count: int) -> bool:
-            typer.echo(f"{log.trials_path.parent}: {count} lines")
-            return not dry_run
+        root = logs or paths.user_logs()
+        found: dict[Path, Counter[str]] = {}
 
-        removed = remove(logs or paths.user_logs(), ask)
+        def note(log: Log, what: Counter[str]) -> bool:
+            found[log.trials_path.parent] = what
+            return False
+
+        remove(root, note, gone=gone)
+        for folder, what in found.items():
+            typer.echo(f"{folder}: {what.total()} lines")
+            for text, number in what.items():
+                typer.echo(f"  {number} x {text}")
+        if dry_run or not found:
+            count = sum(what.total() for what in found.values())
+            typer.echo(f"{count} lines would be removed" if found else "0 lines removed")
+            return
+        if not yes:
+            if not sys.stdin.isatty():
+                fail("prune asks before it removes, and there is nobody to ask; give --yes, or --dry-run", USAGE)
+            typer.confirm(f"Remove these {sum(what.total() for what in found.values())} lines?", abort=True)
+        removed = remove(root, lambda log, what: what == found.get(log.trials_path.parent), gone=gone)
         typer.echo(f"{sum(removed.values())} lines removed")
 
 
+@db.command("migrate")
+def migrate(
+    logs: Annotated[list[Path] | None, typer.Argument(help="Folders of records.  \\[default: yours]")] = None,
+) -> None:
+    """Rename decisions in records of an earlier version. Every figure stays; running it again changes nothing."""
+    with errors():
+        from ..records.migrate import migrate as rewrite
+        from ..runtime import paths
+        from ..schedules.vocabulary import renamed
+
+        for root in logs or [paths.user_logs()]:
+            for path, count in rewrite(root, renamed).items():
+                typer.echo(f"{path}: {count} records renamed")
+
+
 @db.command("diff")
-def diff(one: Path, other: Path) -> None:
+def diff(one: Path, other: Path, as_json: AsJson = False) -> None:
     """Compare the last rankings of two folders; FOLDER to FOLDER."""
     with errors():
         from ..records import Log, operator_of
@@ -145,6 +275,7 @@ def diff(one: Path, other: Path) -> None:
             return _states(Log(root, arch, operator))
 
         made = table("arch", "problem", "in the first", "in the second", "x faster", right=("x faster",))
+        rows = []
         for arch, problem, mine, theirs in differences(one, other):
             told, inputs = [], set()
             for root, found in ((one, mine), (other, theirs)):
@@ -155,7 +286,15 @@ def diff(one: Path, other: Path) -> None:
             # Hot and fresh times have no ratio.
             faster = ratio(mine.seconds, theirs.seconds) if mine and theirs and len(inputs) == 1 else "-"
             made.add_row(arch, problem, *told, faster)
+            rows.append({"arch": arch, "problem": problem, "first": _told(mine), "second": _told(theirs)})
+        if as_json:
+            echo_json(rows)
+            return
         console().print(made)
+
+
+def _told(record: Best | None) -> dict[str, Any] | None:
+    return None if record is None else {"candidate": str(record.candidate), "seconds": record.seconds}
 
 
 @db.command("verify")

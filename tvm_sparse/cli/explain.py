@@ -6,14 +6,32 @@ import dataclasses
 
 import typer
 
-from .common import AsJson, Axes, Operator, Plugins, Target, echo_json, errors, problem_of
+from .common import (
+    AsJson,
+    Axes,
+    Kernels,
+    Operator,
+    Plugins,
+    ReadLogs,
+    Target,
+    echo_json,
+    errors,
+    looking_in,
+    problem_of,
+)
 
 
 def explain(
-    operator: Operator, axes: Axes = None, target: Target = "auto", as_json: AsJson = False, plugin: Plugins = None
+    operator: Operator,
+    axes: Axes = None,
+    target: Target = "auto",
+    logs: ReadLogs = None,
+    kernels: Kernels = None,
+    as_json: AsJson = False,
+    plugin: Plugins = None,
 ) -> None:
     """Print which kernel a call of this shape runs, and why: a record, a prediction, or a template's default."""
-    with errors():
+    with errors(), looking_in(logs, kernels):
         from ..core import machine
         from ..runtime.dispatch import dispatcher
 

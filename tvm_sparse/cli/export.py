@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..core import registry, shape_files
+from ..core import registry, scratch, shape_files
 from ..core.registry import parse
 from .common import (
+    FAILED,
     Builders,
     Plugins,
     Target,
@@ -21,6 +22,7 @@ from .common import (
     duration,
     errors,
     fail,
+    operator_names,
     ratio,
     require,
     size,
@@ -30,6 +32,7 @@ from .common import (
 
 if TYPE_CHECKING:
     from ..artifacts.manifest import Entry
+    from ..shipping.export import LeftOut
 
 
 class Layout(enum.StrEnum):
@@ -44,7 +47,7 @@ def export(
         list[Path] | None,
         typer.Option(help="Folder of records; of several the last wins.  \\[default: the package's, then yours]"),
     ] = None,
-    operator: Annotated[str | None, typer.Option(help="Only this operator.")] = None,
+    operator: Annotated[str | None, typer.Option(help="Only this operator.", autocompletion=operator_names)] = None,
     shapes: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Only what calls of these problems run, tuned or not; TOML as for tune."),
@@ -56,6 +59,9 @@ def export(
         Path | None,
         typer.Option(metavar="KEY", help="Sign the folder with this private key: ssh-keygen -t ed25519 -f KEY."),
     ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="End with exit code 1 if any kernel does not compile.")
+    ] = False,
     builders: Builders = None,
     plugin: Plugins = None,
 ) -> None:
@@ -65,7 +71,6 @@ def export(
     The architecture need not be this machine's: code for sm_90a is built without a GPU.
     """
     with errors():
-        import tempfile
         import time
 
         from ..artifacts import signing
@@ -87,10 +92,11 @@ def export(
         asked = problems if problems is not None else map(parse, best_records(roots, where.arch))
         count = sum(operator in (None, problem.operator) for problem in asked)
         started = time.monotonic()
+        left_out: list[LeftOut] = []
         with contextlib.ExitStack() as stack:
             folder = output
             if layout is Layout.kernels:
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                folder = stack.enter_context(scratch.folder())
             with _progress(count, where.arch) as show:
                 try:
                     entries = export_records(
@@ -101,6 +107,7 @@ def export(
                         problems=problems,
                         builders=builders or machine.default_builders(),
                         show=show,
+                        skip=left_out.append,
                         key=None if layout is Layout.kernels else key,
                     )
                 except LookupError as error:
@@ -110,10 +117,14 @@ def export(
                 [folder] = hub.arrange([folder], output, key=key)
                 use = f"kernels.get_local_kernel(Path({str(output)!r}))"
             print_entries(entries, folder)
+        if left_out:
+            print_left_out(left_out, where.arch)
         typer.echo(
             f"{len(entries)} {'library' if len(entries) == 1 else 'libraries'} for {where.arch} in {output},"
             f" {duration(time.monotonic() - started)}.\nUse them with: {use}"
         )
+        if left_out and strict:
+            raise typer.Exit(FAILED)
 
 
 @contextlib.contextmanager
@@ -147,12 +158,32 @@ def _progress(count: int, arch: str) -> Iterator[Callable[[Entry], None]]:
 def print_entries(entries: list[Entry], folder: Path) -> None:
     cuda = any(entry.kind == "cuda" for entry in entries)
     figures = ["us", "x fallback", "size", *(["registers", "spills"] if cuda else [])]
-    made = table("problem", "candidate", *figures, right=figures)
+    made = table("problem", "candidate", "decisions", *figures, right=figures)
+    foreign = False
     for entry in entries:
         seconds, fallback = entry.figures.get("seconds"), entry.figures.get("fallback_seconds")
-        cells = [us(seconds), ratio(fallback, seconds), size((folder / entry.library).stat().st_size)]
+        # Times of a record that is not this problem's on this architecture are not times of this kernel.
+        mark = "" if entry.chosen == "exact" or seconds is None else "*"
+        foreign = foreign or bool(mark)
+        how = entry.chosen
+        if (arch := entry.figures.get("arch", entry.arch)) != entry.arch:
+            how = f"{how}: {arch}"
+        cells = [how, us(seconds) + mark, ratio(fallback, seconds) + mark]
+        cells.append(size((folder / entry.library).stat().st_size))
         if cuda:
             used = entry.resources or {}
             cells += [str(used.get("registers", "-")), str(used.get("spill_instructions", "-"))]
         made.add_row(parse(entry.problem).typed, str(entry.candidate), *cells)
+    console().print(made)
+    if foreign:
+        typer.echo("* measured for the problem or the architecture that the decisions are from, not for this kernel")
+
+
+def print_left_out(left_out: list[LeftOut], arch: str) -> None:
+    """What does not compile, why, and what is built instead."""
+    made = table("problem", "candidate", "decisions", "why", "built instead", title=f"Left out for {arch}")
+    for one in left_out:
+        why = one.why.strip().partition("\n")[0][:200]
+        instead = "nothing" if one.instead is None else str(one.instead)
+        made.add_row(one.problem.typed, str(one.candidate), one.chosen, why, instead)
     console().print(made)

@@ -29,6 +29,7 @@ def result_of(problem: Problem, where: machine.Machine, folder: str, rounds: int
         "correct": None,
         "error": "",
         "seconds": None,
+        "rounds": [],  # of that, a figure a round
         "host_seconds": None,  # of that, what Python costs of our call
         "peer": None,
         "compiler": False,
@@ -45,11 +46,12 @@ def result_of(problem: Problem, where: machine.Machine, folder: str, rounds: int
         else:
             compared = compare(problem, where, seed=seed, host=where.device == "cpu", rounds=rounds)
             best = compared.best_peer
-            result.update(correct=True, seconds=compared.ours.median, host_seconds=compared.host_seconds)
+            ours = compared.ours
+            result.update(correct=True, seconds=ours.median, rounds=ours.seconds, host_seconds=compared.host_seconds)
             if compared.how != "exact":
                 result["error"] = f"the call ran another kernel ({compared.how}): {compared.kernel}"
             if best is not None:
-                result["peer"] = {"name": best.name, "seconds": best.median}
+                result["peer"] = {"name": best.name, "seconds": best.median, "rounds": best.seconds}
     except AssertionError as error:
         result.update(correct=False, error=f"wrong with seed {seed}: {error}")
     result["compiler"] = "tvm" in sys.modules

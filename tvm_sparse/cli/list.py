@@ -13,13 +13,26 @@ from ..core import machine, registry
 from ..core.machine import Machine
 from ..core.registry import Operator, axis_type, parse
 from ..records.queries import best_records, recorded_archs
-from .common import AsJson, Plugins, console, default_roots, echo_json, errors, program, rate, ratio, table, us
+from .common import (
+    AsJson,
+    Plugins,
+    console,
+    default_roots,
+    echo_json,
+    errors,
+    operator_names,
+    program,
+    rate,
+    ratio,
+    table,
+    us,
+)
 
 KINDS = {"llvm": "CPU", "cuda": "CUDA"}
 
 
 def list_operators(
-    operator: Annotated[str | None, typer.Argument(help="Only this operator.")] = None,
+    operator: Annotated[str | None, typer.Argument(help="Only this operator.", autocompletion=operator_names)] = None,
     logs: Annotated[
         list[Path] | None, typer.Option(help="Folder of records.  \\[default: the package's, then yours]")
     ] = None,
@@ -91,7 +104,7 @@ def _print(one: dict[str, Any]) -> None:
     for line in (one["doc"], f"source: {one['source']}"):
         screen.print(f"  {line}", markup=False)
     axes = [name if axis["default"] is None else f"{name}={axis['default']}" for name, axis in one["axes"].items()]
-    screen.print(f"  axes: {', '.join(axes)}", markup=False)
+    screen.print(f"  axes: {', '.join(axes)}", markup=False, soft_wrap=True)
     example = " ".join(f"{name}={value}" for name, value in one["example"].items())
     screen.print(f"  try: {program()} tune {one['operator']} {example}\n", markup=False, soft_wrap=True)
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from ..workers.absent import without
@@ -47,12 +45,12 @@ def cuda() -> dict[str, Any]:
 def _kernel(where: Any, run: bool) -> dict[str, Any]:
     from ..artifacts.compile import compile_candidate
     from ..bench import measure
-    from ..core import spaces
+    from ..core import scratch, spaces
     from ..core.registry import parse
 
     problem = parse("softmax_topk/batch=2,vocab=64,k=3")
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "smoke.so"
+    with scratch.folder() as folder:
+        library = folder / "smoke.so"
         built = compile_candidate(problem, spaces.fallback(problem, where), where, library)
         if run:
             measure.handle(

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from ..research.space import Compiled, Difference, Part
 
 
+# Combinations of a file from which on counting is announced; points drawn where they cannot be counted.
+NOTED, DRAWN = 1_000_000, 100_000
+
+
 def space(
     operator: Operator,
     axes: Axes = None,
@@ -139,14 +143,26 @@ def _write_inputs(problem: Problem, where: Machine, names: Sequence[str], path: 
 
 
 def _print_inputs(path: Path) -> None:
-    from ..records.exchange import read_inputs
+    from ..records.exchange import TooLarge, read_inputs
+    from ..research.space import wilson
 
     found = read_inputs(path)
-    refused = found.refused()
-    made = table("parameter", "values", title=path.stem)
+    made = table("parameter", "values", title=path.stem, prose=("values",))
     for name, values in found.table.items():
         made.add_row(name, ", ".join(map(str, values)))
     console().print(made)
+    if found.conditions and found.product > NOTED:
+        typer.echo(f"note: counting which of {found.product:,} combinations the conditions allow", err=True)
+    try:
+        refused = found.refused()
+    except TooLarge as error:
+        allowed, drawn = found.sampled(DRAWN)
+        low, high = wilson(allowed, drawn)
+        typer.echo(
+            f"{found.product:,} combinations, of which {low:.2%} to {high:.2%} are points (95 % confidence, by"
+            f" {drawn:,} that were drawn at random); not counted: {error}"
+        )
+        return
     typer.echo(f"{found.product - sum(refused.values()):,} of {found.product:,} points")
     for text, count in refused.items():
         typer.echo(f"  - {count:,} points: {text[:200]}")
@@ -188,7 +204,7 @@ def _described(
 
 def _print(problem: Problem, where: Machine, parts: Sequence[Part], tried: Mapping[str, Compiled]) -> None:
     screen = console()
-    screen.print(f"{problem.key} on {where.arch} ({where.cores} cores)", markup=False)
+    typer.echo(f"{problem.key} on {where.arch} ({where.cores} cores)")
     right = ("of table", "points", "compile")
     made = table("template", "what it does", *right, right=right)
     for part in parts:
@@ -203,7 +219,7 @@ def _print(problem: Problem, where: Machine, parts: Sequence[Part], tried: Mappi
         if part.reason:
             screen.print(f"{part.template.name} does not apply: {part.reason}", markup=False)
             continue
-        made = table("decision", "candidates", title=part.template.name)
+        made = table("decision", "candidates", title=part.template.name, prose=("candidates",))
         for name, values in part.table.items():
             made.add_row(name, ", ".join(map(str, values)))
         screen.print(made)
@@ -269,7 +285,7 @@ def _pairs(text: str) -> Iterable[tuple[str, str]]:
 
 def _print_differences(heads: tuple[str, str], found: Sequence[tuple[str, Difference]]) -> None:
     by_template = any(name for name, _ in found)
-    made = table(*(["template"] if by_template else []), "differs", *heads)
+    made = table(*(["template"] if by_template else []), "differs", *heads, prose=("differs", *heads))
     for name, difference in found:
         sides = [
             ", ".join(map(str, side)) if isinstance(side, tuple) else "-" if side is None else str(side)

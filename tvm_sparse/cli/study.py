@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..core.problem import ProblemError
-from .common import AsJson, Axes, Inputs, Plugins, console, default_roots, echo_json, errors, require, table
+from .common import (
+    AsJson,
+    Axes,
+    Inputs,
+    Plugins,
+    console,
+    default_roots,
+    echo_json,
+    errors,
+    operator_names,
+    require,
+    table,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -21,7 +33,14 @@ Recorded = Annotated[
         "  \\[default: the package's logs, then yours]",
     ),
 ]
-Some = Annotated[str | None, typer.Argument(metavar="OPERATOR", help="Only this operator.")]
+Some = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="OPERATOR|FILE...",
+        help="Only this operator; or files that measure-space has written, or results in T4, as by --logs.",
+        autocompletion=operator_names,
+    ),
+]
 Arch = Annotated[str | None, typer.Option("--arch", "--target", help="Only records of this architecture.")]
 Timed = Annotated[Inputs, typer.Option("--inputs", help="Only trials that were timed so.  See docs/tuning.md.")]
 
@@ -88,6 +107,22 @@ def checked_parts(names: list[str] | None) -> list[str] | None:
     return names
 
 
+# What is never an operator or an axis.
+_OF_FILES = (".jsonl", ".xz", ".json", ".csv", ".parquet")
+
+
+def _parted(operator: str | None, axes: list[str] | None) -> tuple[str | None, list[str], list[Path]]:
+    """Operator, axes and files among the words of a command."""
+    words = [*([operator] if operator else []), *(axes or ())]
+    files = [word for word in words if word.endswith(_OF_FILES) or ("=" not in word and Path(word).is_file())]
+    for word in files:
+        if not Path(word).is_file():
+            raise ProblemError(f"{word}: no such file")
+    left = [word for word in words if word not in files]
+    named = left.pop(0) if left and "=" not in left[0] else None
+    return named, left, [Path(word) for word in files]
+
+
 def recorded(
     operator: str | None,
     axes: list[str] | None,
@@ -99,6 +134,8 @@ def recorded(
     from ..core import registry
     from ..research.trials import trials
 
+    operator, axes, files = _parted(operator, axes)
+    logs = [*(logs or ()), *files] or None
     if operator is not None:
         registry.find(operator)
     found = trials(default_roots(logs), operator=operator, arch=arch, fresh=inputs is Inputs.fresh)

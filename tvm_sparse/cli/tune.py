@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..bench.load import sampled
 from ..core import machine, registry, shape_files
+from ..core.commands import command
 from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
 from ..tuning.ask_tell import LIBRARIES
@@ -23,30 +25,39 @@ from ..tuning.strategies import names as strategy_names
 from .common import (
     FAILED,
     INTERRUPTED,
+    WIDE_NOTE,
     Axes,
     Builders,
     Fixed,
     Inputs,
     Plugins,
     Target,
+    as_called,
     console,
     duration,
     errors,
+    failure_lines,
     fixed_values,
+    gain,
+    gain_apart,
+    is_here,
+    load_line,
     machine_here,
+    operator_names,
     problem_of,
     program,
     rate,
-    ratio,
     require,
     share,
     table,
+    template_names,
     us,
 )
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ..core.candidate import Candidate
     from ..records import Best
     from ..tuning.fleet import Fleet
     from ..tuning.plans import Plan, Progress
@@ -58,7 +69,11 @@ ROWS_BEFORE, ROWS_AFTER = 6, 3
 def tune(
     operator: Annotated[
         str | None,
-        typer.Argument(metavar="OPERATOR", help="An operator (see tvm-sparse list), or a problem's whole key."),
+        typer.Argument(
+            metavar="OPERATOR",
+            help="An operator (see tvm-sparse list), or a problem's whole key.",
+            autocompletion=operator_names,
+        ),
     ] = None,
     axes: Axes = None,
     shapes: Annotated[
@@ -98,6 +113,7 @@ def tune(
             "--template",
             metavar="NAME",
             help="Search this template only; may be given again. Templates for comparison are searched only so.",
+            autocompletion=template_names,
         ),
     ] = None,
     fix: Fixed = None,
@@ -110,7 +126,12 @@ def tune(
         ),
     ] = None,
     strategy: Annotated[
-        str, typer.Option(metavar="NAME", help="How the search proposes what to measure: see docs/simulated-search.md.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How the search proposes what to measure: see docs/simulated-search.md.",
+            autocompletion=lambda incomplete: [n for n in strategy_names() if n.startswith(incomplete)],
+        ),
     ] = STRATEGY,
     inputs: Annotated[
         Inputs,
@@ -139,9 +160,9 @@ def tune(
     with errors():
         if vary is not None and (templates or fix):
             raise ProblemError("vary: template and other decisions are as recorded; leave out --template, --fix")
-        given = None if vary is not None and _whole(operator, axes) else _as_called(_problems(operator, axes, shapes))
+        given = None if vary is not None and _whole(operator, axes) else as_called(_problems(operator, axes, shapes))
         asked: dict[str, Any] = {"devices": devices, "workers": workers, "ray": ray, "model": model}
-        with _devices(target, builders, **asked) as fleet:
+        with _devices(target, builders, planned=dry_run, **asked) as fleet:
             machines = list(fleet.machines)
             from ..runtime import paths
 
@@ -193,10 +214,14 @@ def tune(
                 vary=vary,
                 **asked,
             )
+            before = sampled()
             outcome = run(plans, folder, seed, again, fleet)
         if outcome.bests:
             console().print(result_table(plans, outcome.bests))
+            typer.echo("\n".join([WIDE_NOTE[0].upper() + WIDE_NOTE[1:], *load_line(before, sampled())]))
             typer.echo(f"Recorded in {', '.join(str(folder / where.arch) for where in machines)}")
+        for line in failed_lines(plans, outcome, folder):
+            typer.echo(line)
         if outcome.interrupted:
             left = len(plans) - len(outcome.bests) - outcome.failures
             state = f", {left} of {len(plans)} problems not begun" if left else ""
@@ -206,6 +231,29 @@ def tune(
             raise typer.Exit(FAILED)
         to = "" if logs is None else f" --logs {shlex.quote(str(logs))}"
         typer.echo(f"Next: {program()} export -o kernels{to}")
+
+
+# Reasons that a run names for each problem; `db show` has the others.
+MOST_REASONS = 3
+
+
+def failed_lines(plans: Sequence[Plan], outcome: Outcome, folder: Path) -> list[str]:
+    """Why candidates of this run failed, by problem."""
+    from ..records import Log
+    from ..records.queries import failures
+
+    lines = []
+    for plan, sessions in outcome.sessions.items():
+        log = Log(folder, plan.machine.arch, plan.problem.operator)
+        found = failures(
+            one for one in log.read().trials if one.problem == plan.problem.key and one.session in sessions
+        )
+        if found:
+            count = sum(one.count for one in found)
+            more = command("db", "show", plan.problem.key, "--logs", folder)
+            lines.append(f"{_named(plan, plans)}: {count} {'candidate' if count == 1 else 'candidates'} failed: {more}")
+            lines += failure_lines(found, MOST_REASONS)
+    return lines
 
 
 def _problems(operator: str | None, axes: Sequence[str] | None, shapes: Path | None) -> list[Problem]:
@@ -235,19 +283,18 @@ def _recorded(operator: str, machines: Sequence[Machine], folder: Path) -> list[
     return [registry.parse(key) for key in sorted(keys)]
 
 
-def _as_called(problems: Sequence[Problem]) -> list[Problem]:
-    """The problems that calls ask for in the place of those given, each once; says which are others."""
-    for problem in problems:
-        if problem.as_called() != problem:
-            typer.echo(f"{problem.typed} is tuned as {problem.as_called().typed}: calls with such data ask for it")
-    return list(dict.fromkeys(problem.as_called() for problem in problems))
-
-
 @contextlib.contextmanager
 def _devices(
-    target: str, builders: int | None, *, devices: str | None, workers: int | None, ray: str | None, model: str | None
+    target: str,
+    builders: int | None,
+    *,
+    planned: bool,
+    devices: str | None,
+    workers: int | None,
+    ray: str | None,
+    model: str | None,
 ) -> Iterator[Fleet]:
-    """What measures and builds, as the options say."""
+    """What measures and builds, as the options say; `planned`: nothing will run, and the machine need not be here."""
     from ..tuning import cluster, fleet
 
     if ray is not None:
@@ -255,6 +302,11 @@ def _devices(
             raise ProblemError("ray: the cluster has all its GPUs measure and all its cores build; leave out --devices")
         require("ray")
         with cluster.connected(ray, target, model=model, workers=workers, show=_say) as found:
+            yield found
+        return
+    if planned and devices is None and workers is None and not is_here(where := machine.resolve(target)):
+        fleet.of_one_model([where], model)
+        with fleet.imagined(where) as found:
             yield found
         return
     where = machine_here(target, "tuning")
@@ -498,18 +550,37 @@ class Outcome:
 
     def __init__(self) -> None:
         self.bests: dict[Plan, Best] = {}
+        self.sessions: dict[Plan, set[str]] = {}  # in which trials of a plan failed
+        self.finals: dict[str, dict[Candidate, float]] = {}  # by problem key, median seconds of what was timed in turn
         self.failures = 0
         self.interrupted = False
 
 
-def run(plans: Sequence[Plan], folder: Path, seed: int, again: str, using: Fleet | None = None) -> Outcome:
-    """Run plans on these devices, or on the first of this machine, and show how they get on."""
+def run(
+    plans: Sequence[Plan],
+    folder: Path,
+    seed: int,
+    again: str,
+    using: Fleet | None = None,
+    over: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Run plans on these devices, or on the first of this machine, and show how they get on.
+
+    Once it is `over` no plan is begun, and those that run end after the batch in hand.
+    """
     from ..tuning import fleet, session
     from ..tuning.workbench import NoValidRecord
 
     outcome = Outcome()
     if not plans:
         return outcome
+
+    def show(progress: Progress) -> None:
+        if progress.last is not None and progress.last.outcome != "ok":
+            outcome.sessions.setdefault(progress.plan, set()).add(progress.last.session)
+        if progress.medians:
+            outcome.finals[progress.plan.problem.key] = progress.medians
+        view.show(progress)
 
     def end(plan: Plan, found: Best | NoValidRecord) -> None:
         if isinstance(found, NoValidRecord):
@@ -525,7 +596,8 @@ def run(plans: Sequence[Plan], folder: Path, seed: int, again: str, using: Fleet
             devices = using or stack.enter_context(fleet.local(plans[0].machine, plans[0].builders))
             stop = stack.enter_context(session.stop_on_interrupt())
             view = stack.enter_context(_view(plans, stop, devices.sessions()))
-            session.tune_all(plans, folder, devices, seed=seed, begin=view.begin, show=view.show, end=end, stop=stop)
+            calls = {"begin": view.begin, "show": show, "end": end, "stop": lambda: stop() or over()}
+            session.tune_all(plans, folder, devices, seed=seed, **calls)
             outcome.interrupted = stop()
     except KeyboardInterrupt:
         typer.echo(f"\nEnded at once; the batch in hand is lost. Resume with:\n  {again}", err=True)
@@ -594,10 +666,8 @@ class Lines:
             typer.echo(f"{self._names[plan]}: no valid record")
         else:
             inputs = ", fresh inputs" if plan.fresh else ""
-            typer.echo(
-                f"{self._names[plan]}: {us(best.seconds)} us{inputs},"
-                f" {ratio(best.fallback_seconds, best.seconds)} fallback, {best.candidate}"
-            )
+            faster = found if (found := gain(best)) != "-" else "no ratio (spread) to the"
+            typer.echo(f"{self._names[plan]}: {us(best.seconds)} us{inputs}, {faster} fallback, {best.candidate}")
 
 
 class Live:
@@ -637,7 +707,7 @@ class Live:
         measured = sum(state.measured for state in states)
         self._bar.update(self._task, completed=measured, left=f"about {duration(self._seconds_left())} left")
         right = ("us", "GB/s", *(("of limit",) if self._limit else ()), "x fallback", "trials")
-        made = table("problem", *right, "outcomes", right=right)
+        made = table("problem", *right, "outcomes", right=right, prose=("problem", "outcomes"))
         rest = [""] * (len(right) + 1)
         # Up to what was begun last: of several that run at the same time the others are above it.
         last = max((self._plans.index(state.plan) for state in states), default=0)
@@ -662,7 +732,7 @@ class Live:
             return [_named(plan, self._plans), *[""] * (4 if self._limit else 3), str(plan.trials), "waiting"]
         seconds = best.seconds if best else state.best_seconds
         # Only after the final, which times the two in turn: the least of many single figures is a lucky one.
-        gain = ratio(best.fallback_seconds, best.seconds) if best else ""
+        faster = gain(best) if best else ""
         bytes_ = plan.problem.cost().bytes
         if plan in self._bests:
             what = "done: " + _counts(state) if best else "no valid record"
@@ -674,7 +744,7 @@ class Live:
         return [
             _named(plan, self._plans),
             *figures,
-            gain,
+            faster,
             f"{state.measured}/{plan.trials}",
             what,
         ]
@@ -692,7 +762,7 @@ class Live:
 
 def result_table(plans: Sequence[Plan], bests: Mapping[Plan, Best]) -> Table:
     limit = any(plan.machine.bandwidth for plan in plans)
-    right = ("us", "fallback us", "gain", "GB/s", *(("of limit",) if limit else ()))
+    right = ("us", "fallback us", "spread", "gain", "GB/s", *(("of limit",) if limit else ()))
     title = "times with fresh inputs" if any(plan.fresh for plan in plans) else None
     made = table("problem", "best candidate", *right, title=title, right=right)
     for plan in plans:
@@ -700,7 +770,7 @@ def result_table(plans: Sequence[Plan], bests: Mapping[Plan, Best]) -> Table:
         if best is None:
             continue
         bytes_ = plan.problem.cost().bytes
-        cells = [us(best.seconds), us(best.fallback_seconds), ratio(best.fallback_seconds, best.seconds)]
+        cells = [us(best.seconds), us(best.fallback_seconds), gain_apart(best), gain(best)]
         cells.append(rate(bytes_, best.seconds))
         if limit:
             cells.append(share(bytes_, best.seconds, plan.machine))

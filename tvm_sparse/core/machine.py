@@ -5,6 +5,9 @@ a CPU the psABI level that its instruction set reaches (`x86-64-v2`, `-v3`, `-v4
 on one CPU serves all CPUs of the same level. Libraries are also built for architectures that no machine reports:
 `sm_90` without the `a` runs on all later GPUs of the same major number, `compute_80` is PTX, which the driver
 translates for any GPU from that number on (`suitability`). Nothing here imports the compiler.
+
+GPUs of one architecture differ in multiprocessors. A target says which one is meant by a card's name (`CARDS`) or by
+`sm_89:multiprocessors=128`; the bare architecture is its largest data-centre card. GPUs below `FLOOR` are refused.
 """
 
 from __future__ import annotations
@@ -34,8 +37,17 @@ X86_INSTRUCTIONS = {"x86-64-v4": AVX512_BF16}  # as `Machine.instructions`
 ARCH_SPECIFIC = {"sm_90", "sm_100", "sm_103", "sm_110", "sm_120"}
 
 
+# Ten times the least compute capability that kernels are compiled for. They use cp.async, bfloat16 products of tensor
+# cores and reductions of a warp by one instruction, none of which 7.5 has.
+FLOOR = 80
+
+
 class UnknownArch(ValueError):
     """The text names no architecture that kernels can be compiled for."""
+
+
+class BelowFloor(UnknownArch):
+    """A GPU's compute capability is below `FLOOR`."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,7 @@ class Machine:
     max_threads: int = 1024  # threads a block
     shared_bytes: int = 48 * 1024  # static shared memory a block
     instructions: str = ""  # of a CPU beyond those of its level, separated by spaces
+    l2_bytes: int = 0  # of a GPU's L2 cache; 0: not known
 
     @property
     def bandwidth(self) -> float | None:
@@ -65,6 +78,19 @@ class Machine:
     def has_clusters(self) -> bool:
         """Thread block clusters and programmatic dependent launch: from compute capability 9.0 on."""
         return self.capability >= 90
+
+    @property
+    def most_cluster(self) -> int:
+        """Thread blocks of the largest cluster that a GPU launches: beyond 8, the portable size, only where its parts
+        (GPCs) are large enough; 1 where there are no clusters.
+        """
+        if not self.has_clusters:
+            return 1
+        return PORTABLE_CLUSTER if self.capability >= 120 else MOST_CLUSTER
+
+    def clusters(self, sizes: Iterable[int]) -> tuple[int, ...]:
+        """Those of some sizes of clusters that this GPU launches."""
+        return tuple(size for size in sizes if size <= self.most_cluster)
 
     @property
     def has_warpgroups(self) -> bool:
@@ -118,6 +144,37 @@ class Machine:
 # `sm_90a`: machine code for this GPU alone; `sm_90`: for it and later ones of its major number; `compute_90`: PTX.
 _CUDA = re.compile(r"(?P<code>sm|compute)_(?P<number>\d{2,3})(?P<specific>a?)")
 
+
+class Card(NamedTuple):
+    """A GPU as it is sold: what NVIDIA publishes of it."""
+
+    name: str
+    arch: str
+    multiprocessors: int
+    l2_bytes: int
+
+
+_MB = 1 << 20
+# By the word for a target. From NVIDIA's data sheets and architecture white papers; shared memory and threads follow
+# from the architecture (`MULTIPROCESSOR`).
+CARDS = {
+    "a100": Card("A100", "sm_80", 108, 40 * _MB),
+    "a30": Card("A30", "sm_80", 56, 24 * _MB),
+    "a40": Card("A40", "sm_86", 84, 6 * _MB),
+    "a10": Card("A10", "sm_86", 72, 6 * _MB),
+    "rtx3090": Card("GeForce RTX 3090", "sm_86", 82, 6 * _MB),
+    "l40s": Card("L40S", "sm_89", 142, 96 * _MB),
+    "l4": Card("L4", "sm_89", 58, 48 * _MB),
+    "rtx4090": Card("GeForce RTX 4090", "sm_89", 128, 72 * _MB),
+    "rtx4080": Card("GeForce RTX 4080", "sm_89", 76, 64 * _MB),
+    "h100": Card("H100", "sm_90a", 132, 50 * _MB),
+    "h100-pcie": Card("H100 PCIe", "sm_90a", 114, 50 * _MB),
+    "h200": Card("H200", "sm_90a", 132, 50 * _MB),
+    "b200": Card("B200", "sm_100a", 148, 126 * _MB),
+    "rtx5090": Card("GeForce RTX 5090", "sm_120a", 170, 96 * _MB),
+    "rtxpro6000": Card("RTX PRO 6000 Blackwell", "sm_120a", 188, 128 * _MB),
+}
+
 # Of the largest data-centre part of an architecture, for targets that are not here: templates ask whether a batch fills
 # the machine, and a record made on such a part must be a point of its template's space where it is exported.
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 188}
@@ -146,6 +203,8 @@ CLUSTERS_AT_ONCE = (132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7, 7)
 CLUSTER_CORES = 132
 # Of a thread block, on every GPU.
 MAX_THREADS = 1024
+# Thread blocks of a cluster: on every GPU that has clusters, and on the data-centre parts of 9.0 to 11.0.
+PORTABLE_CLUSTER, MOST_CLUSTER = 8, 16
 # The environment variable that limits the multiprocessors which kernels are chosen for, as on a slice of a GPU.
 LIMIT = "TVM_SPARSE_MULTIPROCESSORS"
 
@@ -241,17 +300,33 @@ def gpus() -> tuple[Machine, ...]:
             driver.cuDeviceGetAttribute(ctypes.byref(value), which, device)
             return value.value
 
-        # CU_DEVICE_ATTRIBUTE_: COMPUTE_CAPABILITY_MAJOR 75, _MINOR 76, MULTIPROCESSOR_COUNT 16, MAX_THREADS_PER_BLOCK 1
+        # CU_DEVICE_ATTRIBUTE_: COMPUTE_CAPABILITY_MAJOR 75, _MINOR 76, MULTIPROCESSOR_COUNT 16, L2_CACHE_SIZE 38,
+        # MAX_THREADS_PER_BLOCK 1
         arch = cuda_arch(attribute(75), attribute(76))
         cores = min(attribute(16), limit())
-        return Machine("cuda", arch, name.value.decode(), cores=cores, max_threads=attribute(1))
+        return Machine("cuda", arch, name.value.decode(), cores=cores, max_threads=attribute(1), l2_bytes=attribute(38))
 
     return tuple(describe(number) for number in range(count.value))
 
 
 def gpu() -> Machine | None:
-    """The first CUDA GPU; None where there is no usable GPU."""
-    return next(iter(gpus()), None)
+    """The first CUDA GPU that kernels are compiled for; None where there is none."""
+    return next((found for found in gpus() if below_floor(found) is None), None)
+
+
+def below_floor(machine: Machine) -> str | None:
+    """Why no kernel is compiled for a machine: its compute capability is below `FLOOR`; else None."""
+    if machine.kind != "cuda" or machine.capability >= FLOOR:
+        return None
+    of = "" if machine.name.startswith(("sm_", "compute_")) else f" of the {machine.name}"
+    return (
+        f"compute capability {_point(machine.capability)}{of} is below {_point(FLOOR)} (sm_{FLOOR}), the least that"
+        " kernels are compiled for"
+    )
+
+
+def _point(capability: int) -> str:
+    return f"{capability // 10}.{capability % 10}"
 
 
 def gpu_bus(number: int) -> str:
@@ -286,13 +361,15 @@ def limit() -> int:
 def resolve(target: str) -> Machine:
     """The machine that a `--target` text means.
 
-    `auto`: the GPU if there is one, else the CPU; `cpu`, `cuda`: this machine's; otherwise an architecture
-    by name (`sm_90a`, `x86-64-v3`), to compile for any machine of it.
+    `auto`: the GPU if there is one that kernels are compiled for, else the CPU; `cpu`, `cuda`: this machine's;
+    otherwise an architecture (`sm_90a`, `x86-64-v3`), to compile for any machine of it, an architecture with a number
+    of multiprocessors (`sm_89:multiprocessors=128`), or a card (`CARDS`).
 
     Raises
     ------
     UnknownArch
-        With the valid names, if `target` is none of them, or if it is `cuda` and there is no GPU.
+        With the valid names, if `target` is none of them, or if it is `cuda` and there is no GPU; as `BelowFloor` for
+        a GPU below `FLOOR`.
     """
     if target == "auto":
         return gpu() or cpu()
@@ -301,28 +378,54 @@ def resolve(target: str) -> Machine:
     if target == "cuda":
         found = gpu()
         if found is None:
+            refused = next(filter(None, map(below_floor, gpus())), None)
+            if refused:
+                raise BelowFloor(f"target: got 'cuda': {refused}")
             raise UnknownArch(
                 "target: got 'cuda', but no CUDA GPU was found; name an architecture (sm_90a) to compile for one"
             )
         return found
+    card = CARDS.get(target.lower())
+    arch, cores = (card.arch, card.multiprocessors) if card else _arch_and_cores(target)
     for present in (*gpus(), cpu()):
-        if present.arch == target:
+        same = present.arch == arch and cores in (0, present.cores) and (card is None or card.name in present.name)
+        if same and below_floor(present) is None:
             return dataclasses.replace(present, instructions="")
-    if (named := _CUDA.fullmatch(target)) and not (named["code"] == "compute" and named["specific"]):
-        return Machine("cuda", target, target, cores=MULTIPROCESSORS.get(int(named["number"]), 108))
+    if (named := _CUDA.fullmatch(arch)) and not (named["code"] == "compute" and named["specific"]):
+        most = MULTIPROCESSORS.get(int(named["number"]), 108)
+        name, l2_bytes = (card.name, card.l2_bytes) if card else (target, 0)
+        wanted = Machine("cuda", arch, name, cores=cores or most, l2_bytes=l2_bytes)
+        if refused := below_floor(wanted):
+            raise BelowFloor(f"target: got {target!r}: {refused}")
+        return wanted
     levels = [level for level, _ in X86_LEVELS] + ["x86-64", "aarch64"]
-    if target in levels:
-        return Machine("llvm", target, target, cores=cpu().cores)
+    if arch in levels and not cores:
+        return Machine("llvm", arch, target, cores=cpu().cores)
     import difflib
 
-    names = ["auto", "cpu", "cuda", "sm_80", "sm_86", "sm_89", "sm_90a", *levels]
+    names = ["auto", "cpu", "cuda", "sm_80", "sm_86", "sm_89", "sm_90a", *CARDS, *levels]
     near = difflib.get_close_matches(target, names, n=3, cutoff=0.3)
     raise UnknownArch(f"target: got {target!r}; nearest valid names: {', '.join(near or names)}")
 
 
+def _arch_and_cores(target: str) -> tuple[str, int]:
+    """The architecture and the number of multiprocessors that a target names; 0: it does not say how many."""
+    arch, colon, text = target.partition(":")
+    if not colon:
+        return target, 0
+    name, _, count = text.partition("=")
+    if name != "multiprocessors" or not (count.isascii() and count.isdigit() and 0 < int(count) < 1 << 16):
+        raise UnknownArch(f"target: got {target!r}; expected {arch}:multiprocessors=NUMBER, such as 128")
+    return arch, int(count)
+
+
 def target(machine: Machine) -> str:
     """What `resolve` takes for a machine: `cpu` for this one's, which may have more than its architecture."""
-    return "cpu" if machine == cpu() else machine.arch
+    if machine == cpu():
+        return "cpu"
+    if machine.kind == "cuda" and resolve(machine.arch).cores != machine.cores:
+        return f"{machine.arch}:multiprocessors={machine.cores}"
+    return machine.arch
 
 
 def suitability(arch: str, machine: Machine) -> int | None:

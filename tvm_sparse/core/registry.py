@@ -130,6 +130,16 @@ BUILTIN = (
     Operator("block_recurrent", public=("block_recurrent", "block_recurrent_weights", "BlockRecurrentWeights")),
 )
 
+# Operators that a kind of program calls together: what `--set` names.
+SETS: Mapping[str, tuple[str, ...]] = {
+    "serve": (
+        *("softmax_topk", "softmax_sample", "softmax", "logsumexp", "head_topk", "candidate_topk", "candidate_logits"),
+        *("wta_hash", "lsh_lookup", "compaction", "lsh_candidates", "lsh_topk"),
+    ),
+    "sparse": ("bsr_matmul", "nhot_lookup"),
+    "recurrent": ("sparse_recurrent", "block_recurrent"),
+}
+
 
 @functools.cache
 def _registered() -> dict[str, Operator]:

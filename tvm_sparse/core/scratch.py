@@ -1,7 +1,12 @@
-"""Temporary folders that do not outlive their process for long: what a killed one has left, the next one removes.
+"""Temporary folders that do not outlive their process, however it ends, nor do the processes that work in them.
 
-A folder is held by a lock on itself, which the kernel lets go when the process ends, however it ends. So neither a
-process id that was given out again nor another container's with the same temporary folder is mistaken for a dead one.
+All that this package writes for a while lies in such a folder: in the temporary folder of the system, or beside the
+file that it becomes (`written`). A folder is held by a lock on itself, which the kernel releases when its process ends.
+So neither a process id that was given out again nor another container's with the same temporary folder is mistaken for
+a dead one. What nobody holds is removed (`sweep`): by a small process that waits for the end of this one, or, where
+that was killed as well, by the next process that needs such a folder.
+
+This file is that small process, too: `python -I -S scratch.py`. It imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -11,73 +16,291 @@ import fcntl
 import functools
 import os
 import shutil
+import signal
 import stat
+import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 PREFIX = "tvm_sparse_scratch-"
-# A folder is locked a moment after it was made: one as young as this is left alone.
-YOUNG_SECONDS = 60.0
+# Of a folder beside what it is to become; of a plain file: what an earlier version of this package has left.
+UNFINISHED = "unfinished-"
+# How long a folder counts as held where the file system has no locks of folders: NFS.
+UNLOCKED_SECONDS = 3600.0
+# How long processes that were killed, and what they were writing, may take to go.
+_END_SECONDS = 5.0
+_LOOK_SECONDS = 0.02
 
 
 class Scratch:
-    """A temporary folder of this process, mode 0700, until `close` or the end of the process."""
+    """A temporary folder of this process, mode 0700, until `close` or the end of the process.
 
-    def __init__(self) -> None:
-        _sweep_once()
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(held, fcntl.LOCK_EX)
-        self._remove = weakref.finalize(self, _remove, self.path, held, os.getpid())
+    Parameters
+    ----------
+    within
+        The folder that it lies in, from which those that dead processes have left are removed now. Default: the
+        system's temporary folder.
+    """
+
+    def __init__(self, within: Path | None = None) -> None:
+        if within is None:
+            _watch()
+        else:
+            sweep(within)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX if within is None else UNFINISHED, dir=within))
+            try:
+                held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue  # it was swept before it was locked
+            with contextlib.suppress(OSError):  # a file system without such locks
+                fcntl.flock(held, fcntl.LOCK_EX)
+            if _is_at(self.path, held):
+                break
+            os.close(held)
+        self._processes: list[int] = []
+        self._remove = weakref.finalize(self, _remove, self.path, held, os.getpid(), self._processes)
+
+    def lend(self, process: int) -> None:
+        """Give the folder to a child process as its TMPDIR: with the folder that process and all it has started end."""
+        self._processes.append(process)
 
     def close(self) -> None:
-        """Remove the folder and all that is in it. May be called again."""
+        """End the processes that have the folder, and remove it with all that is in it. May be called again."""
         self._remove()
 
 
-def _remove(path: Path, held: int, owner: int) -> None:
+def _remove(path: Path, held: int, owner: int, processes: list[int]) -> None:
     if os.getpid() == owner:  # a process that was forked from it has the folder in common
-        shutil.rmtree(path, ignore_errors=True)
+        if processes:
+            end_processes(path, processes)
+        _clear(path)
     os.close(held)
 
 
+def _clear(path: Path) -> None:
+    """Remove a folder with all that processes which were just killed may still be writing."""
+    until = time.monotonic() + _END_SECONDS
+    while path.exists():
+        shutil.rmtree(path, ignore_errors=True)
+        if time.monotonic() > until:
+            return
+        if path.exists():
+            time.sleep(_LOOK_SECONDS)
+
+
 @contextlib.contextmanager
-def folder() -> Iterator[Path]:
+def folder(within: Path | None = None) -> Iterator[Path]:
     """A temporary folder for the time of the block."""
-    scratch = Scratch()
+    scratch = Scratch(within)
     try:
         yield scratch.path
     finally:
         scratch.close()
 
 
-def sweep() -> list[Path]:
-    """Remove the folders that dead processes of this user have left; returns which."""
+@contextlib.contextmanager
+def written(path: Path, mode: int = 0o644) -> Iterator[Path]:
+    """Where to write a file that takes its place, with this mode, once the block has ended well; a block that writes
+    none leaves the file as it is.
+
+    Whoever reads the file, or has it mapped, keeps the one before: it is replaced, never written over.
+    """
+    with folder(path.parent) as place:
+        unfinished = place / path.name
+        yield unfinished
+        if unfinished.exists():
+            unfinished.chmod(mode)
+            os.replace(unfinished, path)
+
+
+def sweep(within: Path | None = None) -> list[Path]:
+    """Remove the folders in one, by default the system's temporary folder, that no process of this user holds any more.
+
+    Their processes end. Returns what was removed.
+    """
+    place, prefix = (Path(tempfile.gettempdir()), PREFIX) if within is None else (within, UNFINISHED)
     removed = []
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for path in sorted(place.glob(f"{prefix}*")):
         try:
             found = path.lstat()
-            if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
+            if found.st_uid != os.geteuid():
                 continue
-            if time.time() - found.st_mtime < YOUNG_SECONDS:
+            if stat.S_ISDIR(found.st_mode):
+                if not _sweep_folder(path):
+                    continue
+            elif within is not None and path.suffix == ".so" and stat.S_ISREG(found.st_mode):
+                path.unlink()
+            else:
                 continue
-            held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:  # it has gone, or cannot be looked at
             continue
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-            removed.append(path)
-        except BlockingIOError:  # its process lives
-            pass
-        finally:
-            os.close(held)
+        removed.append(path)
     return removed
 
 
+def _sweep_folder(path: Path) -> bool:
+    """Remove a folder and end its processes, unless its own one lives; whether that was done."""
+    held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            if time.time() - os.fstat(held).st_mtime < UNLOCKED_SECONDS:
+                return False
+        if not _is_at(path, held):
+            return False
+        end_processes(path)
+        _clear(path)
+        return True
+    finally:
+        os.close(held)
+
+
+def _is_at(path: Path, held: int) -> bool:
+    """Whether an open folder is the one that lies at a path."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(held))
+    except FileNotFoundError:
+        return False
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+def end_processes(place: Path, of: Iterable[int] = ()) -> None:
+    """Kill the processes that have a folder, and wait until they are gone, whatever group and session they have.
+
+    Parameters
+    ----------
+    place
+        The folder: all processes that have it as their variable TMPDIR, which processes inherit.
+    of
+        Child processes of this one that have it. While they live all their descendants are theirs, also those whose
+        parents have ended (`workers.serving`).
+    """
+    if not os.path.isdir("/proc/self"):  # not Linux
+        return
+    own = os.getpid()
+
+    def all_of_them() -> set[int]:
+        # An id that is no child's any more may be anybody's.
+        trees = [descendants(one) | {one} for one in of if (status := _status(one)) and int(status[1]) == own]
+        return _working_in(place).union(*trees) - {own}
+
+    # Stopped first, so that none starts another one while the list is made.
+    stopped: set[int] = set()
+    while new := all_of_them() - stopped:
+        for process in new:
+            _send(process, signal.SIGSTOP)
+        stopped |= new
+    until = time.monotonic() + _END_SECONDS
+    while left := {process for process in stopped if _is_alive(process)}:
+        for process in left:
+            _send(process, signal.SIGKILL)
+        if time.monotonic() > until:
+            return
+        time.sleep(_LOOK_SECONDS / 10)
+
+
+def descendants(process: int) -> set[int]:
+    """The processes that a process has started, and those that these have."""
+    children: dict[int, list[int]] = {}
+    for number in _processes():
+        if (status := _status(number)) is not None:
+            children.setdefault(int(status[1]), []).append(number)
+    found: set[int] = set()
+    waiting = [process]
+    while waiting:
+        new = [number for number in children.get(waiting.pop(), ()) if number not in found]
+        found.update(new)
+        waiting += new
+    return found
+
+
+def _working_in(place: Path) -> set[int]:
+    """The processes whose temporary folder this is."""
+    wanted, found = f"TMPDIR={place}".encode(), set()
+    for number in _processes():
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if wanted in Path(f"/proc/{number}/environ").read_bytes().split(b"\0"):
+                found.add(number)
+    return found
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def _status(process: int) -> list[str] | None:
+    """State, parent and what follows of `/proc/PID/stat`; None if it has ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _is_alive(process: int) -> bool:
+    status = _status(process)
+    return status is not None and status[0] not in "ZX"
+
+
+def _send(process: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(process, number)
+
+
+# ---- the end of this process ---------------------------------------------------------------------
+
+
+def _watch() -> None:
+    """See to it that folders which this process may leave are removed: those of others now, and its own at its end."""
+    place = tempfile.gettempdir()
+    if not Path(place).name.startswith(PREFIX):  # a worker's: that goes as a whole
+        _watcher(place, os.getpid())
+
+
 @functools.cache
-def _sweep_once() -> None:
+def _watcher(place: str, process: int) -> None:
+    """Remove what lies in the temporary folder, and start the process that does so when this one has ended.
+
+    That one reads a pipe whose other end is open as long as this process, and those that were forked from it, live.
+    """
     sweep()
+    reader, writer = os.pipe()
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-I", "-S", __file__],
+            os.environ | {"TMPDIR": place},
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, reader, 0),
+                (os.POSIX_SPAWN_DUP2, nothing, 1),
+                (os.POSIX_SPAWN_DUP2, nothing, 2),
+            ],
+            setpgroup=0,
+        )
+    except OSError:  # without it the next process does that
+        os.close(writer)
+    finally:
+        os.close(reader)
+        os.close(nothing)
+
+
+def _main() -> None:
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # meant for the process that is watched: what it does then comes after
+    os.chdir("/")
+    while os.read(0, 1 << 16):
+        pass
+    sweep()
+
+
+if __name__ == "__main__":
+    _main()

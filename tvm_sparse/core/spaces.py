@@ -145,6 +145,15 @@ def searchable(
                 break
 
 
+def neighbours(candidate: Candidate, problem: Problem, machine: Machine) -> Iterator[Candidate]:
+    """The allowed points that differ from a point of the problem's spaces in one decision."""
+    template = find(candidate.template, problem.operator)
+    for decisions in _neighbours(template.space(problem, machine), [candidate.values]):
+        other = template.candidate(decisions)
+        if other != candidate and template.allowed(problem, machine, decisions) is None:
+            yield other
+
+
 def _neighbours(table: Table, starts: Collection[Decisions]) -> Iterator[Decisions]:
     """What differs from one of some points in one decision at most."""
     for start in starts:
@@ -162,15 +171,28 @@ def _draws(table: Table, seed: str) -> Iterator[Decisions]:
         yield {name: generator.choice(values) for name, values in table.items()}
 
 
-def fallback(problem: Problem, machine: Machine, cooperative: bool = True) -> Candidate:
+def fallback(
+    problem: Problem, machine: Machine, cooperative: bool = True, refused: Collection[Candidate] = ()
+) -> Candidate:
     """What runs without tuning: the first fallback template that fits, at its default point.
 
-    `cooperative`: it may be one that needs all its thread blocks at the same time.
+    Parameters
+    ----------
+    cooperative
+        Whether it may be one that needs all its thread blocks at the same time.
+    refused
+        What it must not be. If nothing else is left, it is the last of these.
     """
     tables, _ = applicable(problem, machine)
     possible = (t for t in registry.find(problem.operator).fallbacks[machine.kind] if t.name in tables)
-    template = next(t for t in possible if cooperative or not t.cooperative)
-    return template.candidate(template.default(problem, machine))
+    candidate = None
+    for template in possible:
+        if cooperative or not template.cooperative:
+            candidate = template.candidate(template.default(problem, machine))
+            if candidate not in refused:
+                break
+    assert candidate is not None, f"{problem}: every operator has a fallback that fits every problem"
+    return candidate
 
 
 def refusal(candidate: Candidate, problem: Problem, machine: Machine) -> str | None:

@@ -137,6 +137,18 @@ class Template(Generic[P]):
     def candidate(self, decisions: Decisions) -> Candidate:
         return Candidate(self.name, self.version, tuple((name, int(value)) for name, value in decisions.items()))
 
+    def needs(self, problem: P, decisions: Decisions) -> dict[str, int]:
+        """What a point asks of a GPU beside what its machine code takes, as far as it is declared.
+
+        `dynamic_shared_bytes` of a thread block (`Launch`), and the thread blocks of a `cluster`, if it has several.
+        """
+        if self.kind != "cuda":
+            return {}
+        launch = self.launch(problem, decisions) if self.launch else None
+        found = {"dynamic_shared_bytes": launch.dynamic_shared_bytes if launch else 0}
+        found["cluster"] = decisions["cluster"] if decisions.get("cluster", 1) > 1 else 0
+        return {name: int(value) for name, value in found.items() if value}
+
     def point(self, problem: P, machine: Machine, decisions: Decisions) -> str | None:
         """None if `decisions` is a point of this template's space for the problem, else why it is not."""
         try:
@@ -145,7 +157,7 @@ class Template(Generic[P]):
             return str(error)
         if list(decisions) != list(table):
             names = f"decisions are {', '.join(decisions)}; the space has {', '.join(table)}"
-            return f"{names} (tvm-sparse migrate completes records of an earlier version)"
+            return f"{names} (tvm-sparse db migrate completes records of an earlier version)"
         for name, value in decisions.items():
             if value not in table[name]:
                 return f"{name}={value} is not among {', '.join(map(str, table[name]))}"

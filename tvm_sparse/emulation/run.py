@@ -41,7 +41,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -55,6 +54,8 @@ from tvm import tirx
 from tvm.ir import Call, StringImm
 from tvm.tirx.build import split_host_device_mods
 
+from ..core import scratch
+from ..core.scratch import Scratch
 from .child import CLUSTER_DIMS, COOPERATIVE, DIMS, DYNAMIC_SHARED, FLAGS, PAGE, Kernel, Placed, receive, send
 from .translation import translate
 
@@ -114,8 +115,8 @@ def run_on_cpu(
     ValueError, TypeError... : as from `tvm.compile` and from the host function's own checks.
     """
     built = _built(_Lowering(mod, target, pipeline))
-    with tempfile.TemporaryDirectory(prefix="cuda_on_cpu_") as folder:
-        library = Path(folder) / "kernel.so"
+    with scratch.folder() as folder:
+        library = folder / "kernel.so"
         library.write_bytes(_compiled(built.source, built.kernels, built.host))
         placed: list[Any] = [
             _GuardedArray(a, f"argument {i}") if isinstance(a, np.ndarray) else a for i, a in enumerate(args)
@@ -205,8 +206,8 @@ def _built(key: _Lowering) -> _Built:
     kernels = tuple(_kernel(str(gv.name_hint), f) for gv, f in device.functions.items())
     source = translate(_device_source(device, target))
     runtime = tvm.get_global_func("target.build.llvm")(host, tvm.target.Target("llvm"))
-    with tempfile.TemporaryDirectory(prefix="cuda_on_cpu_") as folder:
-        compiled = Path(folder) / "host.o"
+    with scratch.folder() as folder:
+        compiled = folder / "host.o"
         runtime.write_to_file(str(compiled))
         return _Built(source, kernels, compiled.read_bytes(), entries[0])
 
@@ -278,8 +279,8 @@ def _keep_text(code: str, *_: object) -> bytes:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(source: str, kernels: tuple[Kernel, ...], host: bytes) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="cuda_on_cpu_") as folder:
-        return _compile(source, kernels, host, Path(folder)).read_bytes()
+    with scratch.folder() as folder:
+        return _compile(source, kernels, host, folder).read_bytes()
 
 
 def _compile(source: str, kernels: Sequence[Kernel], host: bytes, folder: Path) -> Path:
@@ -311,8 +312,8 @@ def _compile(source: str, kernels: Sequence[Kernel], host: bytes, folder: Path) 
 
 @functools.cache
 def _machine_object() -> bytes:
-    with tempfile.TemporaryDirectory(prefix="cuda_on_cpu_") as folder:
-        out = Path(folder) / "machine.o"
+    with scratch.folder() as folder:
+        out = folder / "machine.o"
         _gxx([*GXX, *MACHINE_FLAGS, "-c", str(HEADER), "-o", str(out)])
         return out.read_bytes()
 
@@ -320,8 +321,7 @@ def _machine_object() -> bytes:
 @functools.cache
 def _precompiled_header() -> Path:
     """The header as the kernels include it, beside what g++ has made of it (".gch"), which it reads in its place."""
-    folder = _folder()
-    header = Path(folder.name) / HEADER.name
+    header = _folder().path / HEADER.name
     shutil.copyfile(HEADER, header)
     precompiled = ["c++-header" if word == "c++" else word for word in GXX]
     _gxx([*precompiled, *KERNEL_FLAGS, str(header), "-o", f"{header}.gch"])
@@ -329,9 +329,9 @@ def _precompiled_header() -> Path:
 
 
 @functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
+def _folder() -> Scratch:
     """Of what all libraries have in common; it goes with the process."""
-    return tempfile.TemporaryDirectory(prefix="cuda_on_cpu_")
+    return Scratch()
 
 
 def _gxx(command: list[str]) -> None:

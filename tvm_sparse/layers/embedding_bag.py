@@ -8,8 +8,10 @@ import torch
 
 from ..operators.nhot_lookup import torch_op
 from ..operators.nhot_lookup.call import CsrRows, nhot_lookup
+from .modules import check_conversion, parameter, refuse_own_forward
 
 MODES = ("sum", "mean")
+INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 class NHotEmbeddingBag(torch.nn.Module):
@@ -38,7 +40,8 @@ class NHotEmbeddingBag(torch.nn.Module):
         For another mode.
 
     The gradient of the table is dense. `from_torch` makes one of a `torch.nn.EmbeddingBag`. It can be moved, converted,
-    copied, pickled, compiled and exported.
+    copied, pickled, compiled and exported. What no kernel computes, as `double()`, raises a TypeError, and leaves it as
+    it was.
     """
 
     weight: Any
@@ -65,16 +68,21 @@ class NHotEmbeddingBag(torch.nn.Module):
     def from_torch(cls, bag: torch.nn.EmbeddingBag, *, validate: bool = False) -> NHotEmbeddingBag:
         """One in the place of a `torch.nn.EmbeddingBag`, whose parameter it shares.
 
+        Of a bag that is pruned by `torch.nn.utils.prune`, parametrized or normalised, the parameter is a copy of what
+        it computes with now.
+
         Raises
         ------
         TypeError
-            If it is none.
+            If it is none, or a subclass with a forward of its own.
         ValueError
             For what is not offered: the mode "max", `padding_idx`, `max_norm`, `scale_grad_by_freq` and sparse
             gradients.
         """
         if not isinstance(bag, torch.nn.EmbeddingBag):
             raise TypeError(f"bag: expected a torch.nn.EmbeddingBag, got {type(bag).__name__}")
+        instead = "make an NHotEmbeddingBag and load its weight"
+        refuse_own_forward("bag", bag, torch.nn.EmbeddingBag, instead=instead)
         for name, wanted in (
             ("padding_idx", None),
             ("max_norm", None),
@@ -84,7 +92,7 @@ class NHotEmbeddingBag(torch.nn.Module):
             if getattr(bag, name) != wanted:
                 raise ValueError(f"bag: expected {name}={wanted}, got {getattr(bag, name)}")
         made = cls(bag.num_embeddings, bag.embedding_dim, mode=bag.mode, device="meta", validate=validate)
-        made.weight, made.include_last_offset = bag.weight, bag.include_last_offset
+        made.weight, made.include_last_offset = parameter(bag, "weight"), bag.include_last_offset
         return made.train(bag.training)
 
     def forward(self, input: Any, offsets: Any = None, per_sample_weights: Any = None) -> torch.Tensor:
@@ -97,15 +105,16 @@ class NHotEmbeddingBag(torch.nn.Module):
             `(bags, num_embeddings)` as `nhot_lookup` takes them (`CsrRows`, `(indptr, indices, values)` or a tensor in
             CSR format), alone.
         offsets
-            `(bags,)` of the same dtype: where bags begin in a one-dimensional input, the first at 0. One more, the
+            `(bags,)` int32 or int64: where bags begin in a one-dimensional input, the first at 0. One more, the
             number of entries, of a bag made of one with `include_last_offset`.
         per_sample_weights
-            Of the shape of `input` and the dtype of the table, with the mode "sum".
+            Of the shape of `input` and the dtype of the table, or float32; with the mode "sum".
 
         Returns
         -------
         sums
-            `(bags, embedding_dim)`; 0 for an empty bag.
+            `(bags, embedding_dim)`; 0 for an empty bag. Sums and means are made in float32 and rounded once to the
+            dtype of the table, as their gradients are.
 
         Raises
         ------
@@ -125,31 +134,54 @@ class NHotEmbeddingBag(torch.nn.Module):
                     f" {tuple(per_sample_weights.shape)}"
                 )
             per_sample_weights = per_sample_weights.reshape(-1)
-        starts = self._starts(input, offsets)
-        sums = self._looked_up((starts, input.reshape(-1), per_sample_weights))
+        starts, indices = self._starts(input, offsets), input.reshape(-1)
         if self.mode == "sum":
-            return sums
-        return sums / starts.diff().clamp(min=1)[:, None].to(sums.dtype)
+            return self._looked_up((starts, indices, per_sample_weights))
+        if self.weight.dtype is not torch.float32:
+            # A sum that was rounded to 16 bits may be infinite, and a gradient that was divided there 0.
+            return self._looked_up((starts, indices, _shares(starts, indices)))
+        return self._looked_up((starts, indices, None)) / starts.diff().clamp(min=1)[:, None]
 
     def _looked_up(self, csr: Any) -> torch.Tensor:
-        function = torch_op.nhot_lookup if torch.compiler.is_compiling() else nhot_lookup
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        function = torch_op.nhot_lookup if traced else nhot_lookup
         return function(csr, self.weight, validate=self.validate)
 
     def _starts(self, input: torch.Tensor, offsets: Any) -> torch.Tensor:
         """Where bags begin and the last one ends."""
+        if input.dtype not in INDEX_DTYPES:
+            raise ValueError(f"input: expected indices of int32 or int64, got {input.dtype}")
         if input.dim() == 2:
             if offsets is not None:
                 raise ValueError("offsets: a two-dimensional input has bags of one size, and no offsets")
             bags, n = input.shape
-            return torch.arange(bags + 1, dtype=input.dtype, device=input.device) * n
+            dtype = input.dtype if input.numel() < 2**31 else torch.int64  # what counts all entries
+            return torch.arange(bags + 1, dtype=dtype, device=input.device) * n
         if input.dim() != 1:
             raise ValueError(f"input: expected one or two dimensions, got shape {tuple(input.shape)}")
-        if offsets is None or offsets.dim() != 1 or offsets.dtype != input.dtype:
+        if offsets is None or offsets.dim() != 1 or offsets.dtype not in INDEX_DTYPES:
             got = None if offsets is None else f"{offsets.dtype} of shape {tuple(offsets.shape)}"
-            raise ValueError(f"offsets: expected one dimension of {input.dtype}, as input has, got {got}")
+            raise ValueError(f"offsets: expected one dimension of int32 or int64, got {got}")
         if self.include_last_offset:
             return offsets
         return torch.cat([offsets, offsets.new_full((1,), input.shape[0])])
 
+    def _apply(self, fn: Any, recurse: bool = True) -> NHotEmbeddingBag:
+        check_conversion(self, fn)
+        super()._apply(fn, recurse)
+        return self
+
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}"
+
+
+def _shares(starts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """One over the number of entries of its bag, in float32, for each entry."""
+    bags, entries = starts.shape[0] - 1, indices.shape[0]
+    if bags < 1:
+        return torch.ones(entries, device=indices.device)
+    share = starts.diff().clamp(min=1).float().reciprocal()
+    places = torch.arange(entries, device=starts.device, dtype=starts.dtype)
+    # Starts that are wrong are refused by the look-up, and must not be indices that are wrong.
+    bag = (torch.searchsorted(starts, places, right=True) - 1).clamp(0, bags - 1)
+    return share.index_select(0, bag)

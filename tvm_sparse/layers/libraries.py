@@ -12,10 +12,8 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
+from ..core.given import described
 from ..runtime import arrays
-
-# Below this an exponential variate counts as this: its logarithm stays finite.
-_TINY = 1e-30
 
 
 class Library(Protocol):
@@ -27,7 +25,6 @@ class Library(Protocol):
     def take(self, array: Any, index: Any) -> Any: ...
     def take_along(self, array: Any, index: Any) -> Any: ...
     def descending(self, array: Any) -> Any: ...
-    def argmax(self, array: Any) -> Any: ...
     def kth_largest(self, array: Any, k: int) -> Any: ...
     def logsumexp(self, array: Any) -> Any: ...
     def where(self, condition: Any, array: Any, other: Any) -> Any: ...
@@ -35,7 +32,6 @@ class Library(Protocol):
     def above_zero(self, array: Any) -> Any: ...
     def cast(self, array: Any, dtype: str) -> Any: ...
     def concatenate(self, parts: list[Any], axis: int) -> Any: ...
-    def gumbel(self, like: Any, generator: Any) -> Any: ...
     def from_host(self, array: np.ndarray, like: Any) -> Any: ...
 
 
@@ -61,9 +57,6 @@ class _NumPy:
     def descending(self, array: Any) -> Any:
         return np.argsort(-array, axis=1, kind="stable")
 
-    def argmax(self, array: Any) -> Any:
-        return array.argmax(1)
-
     def kth_largest(self, array: Any, k: int) -> Any:
         place = array.shape[1] - k
         return np.partition(array, place, axis=1)[:, place].copy()
@@ -88,9 +81,6 @@ class _NumPy:
 
     def concatenate(self, parts: list[Any], axis: int) -> Any:
         return np.concatenate(parts, axis)
-
-    def gumbel(self, like: Any, generator: Any) -> Any:
-        return -np.log(np.maximum(np.random.default_rng(generator).standard_exponential(like.shape, np.float32), _TINY))
 
     def from_host(self, array: np.ndarray, like: Any) -> Any:
         return array
@@ -120,9 +110,6 @@ class _Torch:
     def descending(self, array: Any) -> Any:
         return _torch().sort(array, dim=1, descending=True, stable=True).indices
 
-    def argmax(self, array: Any) -> Any:
-        return array.argmax(1)
-
     def kth_largest(self, array: Any, k: int) -> Any:
         if array.device.type == "cpu":  # five times as fast as torch's there
             return _torch().from_numpy(NUMPY.kth_largest(array.numpy(), k))
@@ -146,13 +133,6 @@ class _Torch:
     def concatenate(self, parts: list[Any], axis: int) -> Any:
         return _torch().cat(parts, axis)
 
-    def gumbel(self, like: Any, generator: Any) -> Any:
-        torch = _torch()
-        if isinstance(generator, int):
-            generator = torch.Generator(like.device).manual_seed(generator)
-        noise = torch.empty_like(like, dtype=torch.float32).exponential_(generator=generator)
-        return noise.clamp_(min=_TINY).log_().neg_()
-
     def from_host(self, array: np.ndarray, like: Any) -> Any:
         return tensor(array, like.device)
 
@@ -172,7 +152,7 @@ def library(name: str, array: Any) -> Library:
         return TORCH
     if arrays.is_numpy(array):
         return NUMPY
-    raise TypeError(f"{name}: expected a torch tensor or a NumPy array, got {type(array).__name__}")
+    raise TypeError(f"{name}: expected a torch tensor or a NumPy array, got {described(array)}")
 
 
 def to_host(array: Any) -> np.ndarray:

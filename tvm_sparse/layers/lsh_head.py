@@ -31,6 +31,9 @@ from ..operators.logsumexp.call import logsumexp
 from ..operators.lsh_candidates.call import lsh_candidates
 from ..operators.lsh_topk.call import lsh_topk
 from ..operators.softmax.call import log_softmax
+from ..operators.softmax_sample.call import softmax_sample
+from ..operators.softmax_sample.problem import MAX_K
+from ..operators.softmax_sample.reference import GREEDY, LEAST_SCALE
 from ..runtime import arrays, dispatch
 from ..runtime.arrays import Facts
 from ..runtime.calls import check_floats, facts_beside, inverse_temperature, machine_of, refuse_gradient
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     from .frontier import Frontier
 
 FORMAT = 1  # of what `save` writes
+HOTTEST = 1 / LEAST_SCALE  # the temperature that infinity is taken as
 FUSED = "fused_step"  # the template of `lsh_topk` that makes no lists
 
 
@@ -337,58 +341,67 @@ class LshHead:
     def sample(
         self,
         hidden: Any,
-        temperature: float = 1.0,
+        temperature: Any = 1.0,
         *,
-        top_k: int | None = None,
+        top_k: Any = None,
+        top_p: Any = 1.0,
+        min_p: Any = 0.0,
+        uniforms: Any = None,
+        seed: Any = None,
+        offset: Any = 0,
         sentences: int = 1,
-        generator: Any = None,
         path: str | None = None,
     ) -> tuple[Any, Any, HeadInfo]:
-        """One word a row, drawn from the distribution over its candidates by the Gumbel maximum.
+        """One word a row, drawn as `softmax_sample` draws from the logits of the row's candidates.
 
         Parameters
         ----------
-        temperature
-            Above 0 and finite.
-        top_k
-            Draw among so many of the most probable words.
-        generator
-            A `torch.Generator` on the device (for arrays a `numpy.random.Generator`), a seed, or None.
+        temperature, top_k, top_p, min_p, uniforms, seed, offset
+            As of `softmax_sample`: numbers, or arrays with something for each row. With one number for top_k, at most
+            the capacity, and one for the temperature the logits are not written to memory.
 
         Returns
         -------
         words
-            `(rows,)` int64; -1 for a row that has no distribution, as one with NaN.
+            `(rows,)` int32. A row with NaN gets the first of its candidates, a row without candidates -1.
         log_probs
-            `(rows,)` float32: of these words, under the distribution that they were drawn from (with `top_k` over these
-            words alone), which is what the acceptance test of speculative decoding needs.
+            `(rows,)` float32: ln p(word), of the distribution over all candidates at this temperature and before all
+            filters; NaN for a row that has no distribution. The acceptance test of speculative decoding takes it as it
+            is without filters; with filters, less the logarithm of what they leave.
         info
-            As of `topk`, at this temperature.
+            As of `topk`, at this temperature, or at 1 where that is below 1e-5. Of a temperature of each row, at 1.
         """
         xp = self._library
-        if top_k is not None:
-            if not 1 <= integer("top_k", top_k) <= self.vocab:
-                raise ValueError(f"top_k: expected 1 <= top_k <= vocab ({self.vocab}), got {top_k}")
+        rows = self._check_hidden(hidden, sentences).shape[0]
+        numbers = {"uniforms": uniforms, "seed": seed, "offset": offset}
+        one = not getattr(temperature, "shape", ())
+        scale = temperature
+        if one:
+            try:
+                scale = min(float(temperature), HOTTEST)
+            except (TypeError, ValueError):
+                inverse_temperature(temperature)  # says what is wrong
+            if not scale >= 0:
+                raise ValueError(f"temperature: expected a number of at least 0, got {temperature!r}")
+            if scale < GREEDY:
+                scale, top_k = 1.0, 1
+        if (
+            one
+            and not getattr(top_k, "shape", ())
+            and 0 < (most := _limit(top_k)) <= min(MAX_K, self.settings.capacity)
+        ):
             log_probs, ids, info = self.topk(
-                hidden, top_k, sentences=sentences, log=True, temperature=temperature, path=path
+                hidden, min(most, self.vocab), sentences=sentences, log=True, temperature=scale, path=path
             )
-            log_probs = log_probs - xp.logsumexp(log_probs)[:, None]
-            place = xp.argmax(log_probs + xp.gumbel(log_probs, generator))[:, None]
-            drawn = xp.take_along(ids, place)[:, 0]
-        else:
-            inverse = inverse_temperature(temperature)
-            rows = self._check_hidden(hidden, sentences).shape[0]
-            logits, words, counts = self._logits(hidden, sentences, self._path(rows, 1, sentences, path))
-            logits = logits * inverse
-            log_probs = log_softmax(logits)
-            info = HeadInfo(counts, logsumexp(logits), words.shape[1])
-            place = xp.argmax(log_probs + xp.gumbel(log_probs, generator))[:, None]
-            beam = rows // sentences
-            lists = xp.arange(rows, "int64", hidden) // max(1, beam)
-            drawn = xp.take_along(xp.take(words, lists), place)[:, 0]
-        chosen = xp.take_along(log_probs, place)[:, 0]
-        drawn = xp.cast(drawn, "int64")
-        return xp.where(xp.isnan(chosen), -1, drawn), chosen, info
+            place = softmax_sample(log_probs, top_p=top_p, min_p=min_p, **numbers)[0]
+            place = xp.cast(place, "int64")[:, None]
+            return xp.cast(xp.take_along(ids, place)[:, 0], "int32"), xp.take_along(log_probs, place)[:, 0], info
+        logits, words, counts = self._logits(hidden, sentences, self._path(rows, 1, sentences, path))
+        place, chosen = softmax_sample(logits, temperature=scale, top_k=top_k, top_p=top_p, min_p=min_p, **numbers)
+        info = HeadInfo(counts, logsumexp(logits * (1.0 / scale) if one else logits), words.shape[1])
+        lists = xp.arange(rows, "int64", hidden) // max(1, rows // sentences)
+        drawn = xp.take_along(xp.take(words, lists), xp.cast(place, "int64")[:, None])[:, 0]
+        return drawn, chosen, info
 
     def explain(self, rows: int, n: int = 1, *, sentences: int = 1, path: str | None = None) -> HeadExplanation:
         """Which path a call with `(rows, hidden)` takes, and why.
@@ -679,6 +692,17 @@ class LshHead:
             taken = "lsh"
             why = f"no record tells the time of {' and '.join(missing)}; tune these kernels, or use LshHead.fit"
         return HeadExplanation(taken, why, times["lsh"], times["exact"], kernels[taken])
+
+
+def _limit(top_k: Any) -> int:
+    """How many words a number for top_k leaves; 0 for all.
+
+    Raises
+    ------
+    TypeError
+        If it is no integer.
+    """
+    return 0 if top_k is None else max(0, integer("top_k", top_k))
 
 
 def _embedding_facts(embedding: Any) -> Facts:

@@ -9,7 +9,7 @@ import functools
 import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,35 +110,63 @@ def _absent(theirs: Any, mine: Any) -> list[Trial | Session]:
     return [record for record in (*theirs.sessions, *theirs.trials) if encode(record) not in there]
 
 
-def prune(root: Path, ask: Callable[[Log, int], bool] = lambda log, count: True) -> dict[Path, int]:
+def prune(
+    root: Path, ask: Callable[[Log, Counter[str]], bool] = lambda log, what: True, *, gone: bool = False
+) -> dict[Path, int]:
     """Remove what no look-up and no tuning run reads again; returns how many lines of each log's folder.
 
-    That is: damaged lines, rankings that a later one has replaced, records of templates or of versions of templates
-    that are gone, trials that the machine spoilt, and sessions of which nothing is left. `ask` is told how many lines
-    of a log these are, and may refuse.
+    That is: damaged lines, rankings that a later one has replaced, records of other versions of templates, trials that
+    the machine spoilt, and sessions of which nothing is left. `ask` is told what of a log these are, with the number of
+    lines of each, and may refuse.
+
+    Parameters
+    ----------
+    gone
+        Also records of templates and operators that this process does not know. A plugin's are among them, unless it is
+        registered.
     """
     removed = {}
     for log in logs_of(root):
-        present = _present(log.operator)
         trials, bests = log.read(), log.read_best()
+        reason = functools.cache(functools.partial(_superfluous, _present(log.operator), gone))
         last = {best.problem: best for best in bests.bests}
-
-        def current(record: Trial | Best, present: dict[str, int] = present) -> bool:
-            return present.get(record.candidate.template) == record.candidate.version
-
-        kept_trials = {t for t in trials.trials if current(t) and t.outcome != "environment"}
-        kept_bests = {best for best in last.values() if current(best)}
-        used = {trial.session for trial in kept_trials} | {best.session for best in kept_bests}
-        kept: set[Trial | Session | Best] = {*kept_trials, *kept_bests}
+        what: Counter[str] = Counter()
+        kept: set[Trial | Session | Best] = set()
+        for trial in trials.trials:
+            why = reason(trial.candidate.template, trial.candidate.version)
+            why = why or ("the machine spoilt it" if trial.outcome == "environment" else "")
+            if why:
+                what[f"trial of {trial.candidate.template}@{trial.candidate.version}: {why}"] += 1
+            else:
+                kept.add(trial)
+        for best in bests.bests:
+            why = reason(best.candidate.template, best.candidate.version)
+            why = why or ("a later one replaced it" if last[best.problem] != best else "")
+            if why:
+                what[f"ranking of {best.problem}, {best.candidate.template}@{best.candidate.version}: {why}"] += 1
+            else:
+                kept.add(best)
+        used = {record.session for record in kept if not isinstance(record, Session)}
+        for session in trials.sessions:
+            if session.id not in used:
+                what[f"session of {session.date}: nothing of it is left"] += 1
+        for path, contents in ((log.trials_path, trials), (log.best_path, bests)):
+            if contents.skipped:
+                what[f"damaged line of {path.name}"] += len(contents.skipped)
 
         def keep(record: Trial | Session | Best, kept: set[Any] = kept, used: set[str] = used) -> bool:
             return record.id in used if isinstance(record, Session) else record in kept
 
-        records: list[Trial | Session | Best] = [*trials.trials, *trials.sessions, *bests.bests]
-        count = sum(not keep(record) for record in records) + len(trials.skipped) + len(bests.skipped)
-        if count and ask(log, count):
+        if what and ask(log, what):
             removed[log.trials_path.parent] = log.prune(keep)
     return removed
+
+
+def _superfluous(present: Mapping[str, int], gone: bool, template: str, version: int) -> str:
+    """Why a record of this template is not read again; empty if it is, or may be once its plugin is there."""
+    if template not in present:
+        return "there is no such template" if gone else ""
+    return "" if present[template] == version else f"its version is {present[template]} now"
 
 
 def _present(operator: str) -> dict[str, int]:
@@ -258,7 +286,7 @@ def _rows_of(operator: str, known: Iterable[Session], records: Iterable[Trial | 
             "reason": trial.reason if trial else "",
             "build_seconds": trial.build_seconds if trial else None,
             "seconds": seconds,
-            "seconds_all": trial.seconds if trial else (),
+            "seconds_all": trial.seconds if trial else ranked.seconds_all if ranked else (),
             "fallback_seconds": ranked.fallback_seconds if ranked else None,
             **dict.fromkeys(RESOURCES),
             **_resources(trial, session),

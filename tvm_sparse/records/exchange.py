@@ -10,20 +10,19 @@ is, not how to compile its points: they can search it on recorded results.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from ..core.candidate import Candidate
 from ..core.problem import Problem
+from .expressions import MOST_ITEMS, Condition, ExpressionError, condition, evaluated
 from .values import Session, Trial
 
 SCHEMA_VERSION = "1.0.0"
@@ -260,6 +259,17 @@ def _arguments(problem: Problem) -> list[dict[str, Any]]:
     return found
 
 
+# Combinations of a condition's parameters for which it is evaluated, and of all that hang together, which are counted.
+MOST_EVALUATIONS = 20_000_000
+MOST_COUNTED = 1 << 30
+_AT_ONCE = 1 << 24  # of them, in memory
+_FAILS = 2  # in the place of a truth: the condition cannot be evaluated there
+
+
+class TooLarge(ExchangeError):
+    """A space of which too many combinations would have to be gone through."""
+
+
 @dataclass(frozen=True)
 class Inputs:
     """The space of a T1 file: values by parameter, and conditions as they stand there."""
@@ -275,76 +285,170 @@ class Inputs:
     def refused(self) -> Mapping[str, int]:
         """How many points each condition is the first to refuse.
 
+        Parameters that no condition connects are counted apart, so that a space may have any number of points.
+
         Raises
         ------
         ExchangeError
-            If one cannot be evaluated, as where it divides by zero.
+            If a condition cannot be evaluated, as where it divides by zero; as `TooLarge` if more than
+            `MOST_EVALUATIONS` combinations of a condition's parameters, or `MOST_COUNTED` of parameters that conditions
+            connect, would have to be gone through.
         """
-        compiled = {text: _compiled(text, self.table) for text in self.conditions}
-        found = dict.fromkeys(self.conditions, 0)
-        for values in itertools.product(*self.table.values()):
-            point = {**_FUNCTIONS, **dict(zip(self.table, values, strict=True))}
-            try:
-                text = next((t for t, code in compiled.items() if not eval(code, {"__builtins__": {}}, point)), None)
-            except (TypeError, ValueError, ArithmeticError) as error:
-                raise ExchangeError(f"a condition cannot be evaluated: {type(error).__name__}: {error}") from error
-            if text is not None:
-                found[text] += 1
+        conditions = self._conditions()
+        groups = _connected(self.table, conditions)
+        left = {group: math.prod(len(self.table[name]) for name in group) for group in groups}
+        first: dict[str, int] = {}
+        for group in groups:
+            own = [one for one in conditions if set(one.parameters) <= set(group) and one.parameters]
+            first |= dict(zip((one.text for one in own), self._first_refused(group, own), strict=True))
+        found = {}
+        for one in conditions:
+            if not one.parameters:
+                found[one.text] = 0
+                if (everything := math.prod(left.values())) and not self._truth(one, ()):
+                    found[one.text], left = everything, dict.fromkeys(left, 0)
+                continue
+            [mine] = [group for group in groups if one.parameters[0] in group]
+            # Nothing is left of a group where a condition without parameters has refused everything.
+            refused = min(first[one.text], left[mine])
+            found[one.text] = refused * math.prod(count for group, count in left.items() if group != mine)
+            left[mine] -= refused
         return found
+
+    def sampled(self, count: int, seed: int = 0) -> tuple[int, int]:
+        """Of so many points that are drawn at random, how many all conditions allow, and how many were drawn."""
+        import random
+
+        conditions, draw = self._conditions(), random.Random(seed)
+        allowed = 0
+        for _ in range(count):
+            point = {name: draw.choice(values) for name, values in self.table.items()}
+            allowed += all(self._truth(one, [point[name] for name in one.parameters]) for one in conditions)
+        return allowed, count
+
+    def _conditions(self) -> list[Condition]:
+        return [condition(text, self.table) for text in dict.fromkeys(self.conditions)]
+
+    def _truth(self, one: Condition, values: Sequence[Any]) -> bool:
+        try:
+            return bool(one.function(*values))
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise ExchangeError(_cannot(one, error)) from error
+
+    def _truths(self, one: Condition) -> Any:
+        """An array of what a condition says of each combination of its parameters: 1, 0 or `_FAILS`."""
+        import numpy as np
+
+        values = [self.table[name] for name in one.parameters]
+        count = math.prod(map(len, values))
+        if count > MOST_EVALUATIONS:
+            raise TooLarge(
+                f"condition {one.text[:100]!r}: its parameters have {count:,} combinations; at most"
+                f" {MOST_EVALUATIONS:,} are gone through"
+            )
+
+        def careful(*point: Any) -> int:
+            try:
+                return bool(one.function(*point))
+            except (TypeError, ValueError, ArithmeticError):
+                return _FAILS
+
+        try:
+            said = np.fromiter(map(bool, itertools.starmap(one.function, itertools.product(*values))), np.int8, count)
+        except (TypeError, ValueError, ArithmeticError):
+            said = np.fromiter(itertools.starmap(careful, itertools.product(*values)), np.int8, count)
+        return said.reshape([len(choices) for choices in values])
+
+    def _first_refused(self, group: Sequence[str], conditions: Sequence[Condition]) -> list[int]:
+        """Of the combinations of these parameters how many each condition is the first to refuse."""
+        import numpy as np
+
+        if not conditions:
+            return []
+        extents = [len(self.table[name]) for name in group]
+        if (count := math.prod(extents)) > MOST_COUNTED:
+            names = ", ".join(group)
+            raise TooLarge(
+                f"conditions connect {names}: {count:,} combinations; at most {MOST_COUNTED:,} are gone through"
+            )
+        truths = []
+        for one in conditions:
+            shape = [len(self.table[name]) if name in one.parameters else 1 for name in group]
+            truths.append(self._truths(one).reshape(shape))
+        outer = 0
+        while math.prod(extents[outer:]) > _AT_ONCE:
+            outer += 1
+        found = [0] * len(conditions)
+        for place in itertools.product(*map(range, extents[:outer])):
+            alive = np.ones(extents[outer:], bool)
+            for number, (one, truth) in enumerate(zip(conditions, truths, strict=True)):
+                said = truth[tuple(at if truth.shape[axis] > 1 else 0 for axis, at in enumerate(place))]
+                if np.any(alive & (said == _FAILS)):
+                    self._raise(one)
+                refused = alive & (said == 0)
+                found[number] += int(np.count_nonzero(refused))
+                alive &= ~refused
+        return found
+
+    def _raise(self, one: Condition) -> None:
+        """Raise for the first combination for which a condition cannot be evaluated."""
+        for point in itertools.product(*(self.table[name] for name in one.parameters)):
+            self._truth(one, point)
+
+
+def _cannot(one: Condition, error: Exception) -> str:
+    return f"condition {one.text[:100]!r} cannot be evaluated: {type(error).__name__}: {error}"
+
+
+def _connected(table: Mapping[str, Sequence[Any]], conditions: Iterable[Condition]) -> list[tuple[str, ...]]:
+    """Groups of parameters such that no condition names parameters of two of them."""
+    group = {name: {name} for name in table}
+    for one in conditions:
+        joined = set().union(*(group[name] for name in one.parameters))
+        group.update(dict.fromkeys(joined, joined))
+    return list(dict.fromkeys(tuple(name for name in table if name in group[first]) for first in table))
 
 
 def read_inputs(path: Path) -> Inputs:
     """The space of a T1 file.
 
+    Values are a list, or a text with an expression of one: numbers and texts, `range`, comprehensions, arithmetic
+    (`records.expressions`). Nothing of the file is run.
+
     Raises
     ------
     ExchangeError
-        If the file holds none, or a condition that is more than arithmetic and comparisons.
+        If the file holds none, values that are none, or a condition that is more than arithmetic and comparisons.
     """
     try:
         space = json.loads(path.read_text())["ConfigurationSpace"]
-        table = {one["Name"]: tuple(ast.literal_eval(one["Values"])) for one in space["TuningParameters"]}
-        conditions = tuple(one["Expression"] for one in space.get("Conditions", ()))
-    except (KeyError, TypeError, ValueError, AttributeError, SyntaxError, RecursionError, MemoryError) as error:
+        listed = {one["Name"]: one["Values"] for one in space["TuningParameters"]}
+        conditions = tuple(one["Expression"] for one in space.get("Conditions") or ())
+        if not all(isinstance(name, str) for name in listed):
+            raise ValueError("a parameter's name is a text")
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ExchangeError(f"{path}: expected a space (T1): {type(error).__name__}: {error}") from error
+    table = {name: _listed(f"{path}: parameter {name}", values) for name, values in listed.items()}
     for text in conditions:
-        _compiled(text, table)
+        try:
+            condition(text, table)
+        except ExpressionError as error:
+            raise ExchangeError(f"{path}: condition {str(text)[:100]!r}: {error}") from error
     return Inputs(table, conditions)
 
 
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"min": min, "max": max, "abs": abs, "int": int, "round": round}
-_NODES = (
-    *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Tuple, ast.List, ast.IfExp, ast.Call),
-    *(ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.UAdd, ast.Compare),
-    *(ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn),
-    *(ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.BitAnd, ast.BitOr, ast.BitXor),
-)
-
-
-def _compiled(text: str, table: Mapping[str, Any]) -> CodeType:
-    """A condition, ready to be evaluated. What is more than arithmetic and comparisons of parameters is refused: a file
-    of somebody else's must not run programs."""
-    if not isinstance(text, str):
-        raise ExchangeError(f"condition {text!r}: expected a text")
+def _listed(where: str, values: Any) -> tuple[Any, ...]:
+    """The values of a parameter."""
     try:
-        tree = ast.parse(text.replace("&&", " and ").replace("||", " or ").strip(), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ExchangeError(f"condition {text[:100]!r}: {error}") from error
-    numbers = {name for name, values in table.items() if all(isinstance(value, int | float) for value in values)}
-    for node in ast.walk(tree):
-        known = isinstance(node, _NODES) and not (isinstance(node, ast.Call) and node.keywords)
-        if isinstance(node, ast.Call):
-            known &= isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS
-        if isinstance(node, ast.Name):
-            known &= node.id in table or node.id in _FUNCTIONS
-        if isinstance(node, ast.Constant):
-            known &= isinstance(node.value, int | float | str | bool)
-        if isinstance(node, ast.BinOp):  # a text or a list, times a number, is as long as the number is large
-            inner = list(ast.walk(node))
-            known &= not any(isinstance(one, ast.Tuple | ast.List) for one in inner)
-            known &= all(isinstance(one.value, int | float) for one in inner if isinstance(one, ast.Constant))
-            known &= all(one.id in numbers or one.id in _FUNCTIONS for one in inner if isinstance(one, ast.Name))
-        if not known:
-            what = node.id if isinstance(node, ast.Name) else type(node).__name__
-            raise ExchangeError(f"condition {text[:100]!r}: {what} is not understood")
-    return compile(tree, "<condition>", "eval")
+        found = evaluated(values) if isinstance(values, str) else values
+    except ExpressionError as error:
+        raise ExchangeError(f"{where}: values {values[:100]!r}: {error}") from error
+    if isinstance(found, range) and len(found) <= MOST_ITEMS:
+        found = list(found)
+    if not isinstance(found, list | tuple) or not 0 < len(found) <= MOST_ITEMS:
+        what = f"{len(found):,} values" if isinstance(found, list | tuple | range) else type(found).__name__
+        raise ExchangeError(f"{where}: expected a list of 1 to {MOST_ITEMS:,} values, got {what}")
+    for value in found:
+        if not isinstance(value, int | float | str):
+            raise ExchangeError(f"{where}: expected numbers and texts, got {value!r:.100}")
+    return tuple(found)

@@ -176,6 +176,13 @@ class Predictor:
         ranked = self.ranked(problem, machine)
         return Prediction(problem, self.fastest(problem, machine, 1, ranked)[0], len(ranked)) if ranked else None
 
+    def said(self, problem: Problem, machine: Machine, candidates: Sequence[Candidate]) -> list[float | None]:
+        """ln(time / best time of the problem) of points by the model; None of a template that it does not know."""
+        known = [candidate for candidate in candidates if candidate.template in self.templates]
+        rows = (features_of(problem, machine, candidate) for candidate in known)
+        values = dict(zip(known, map(float, self.trees.predict(self.trees.matrix(rows))), strict=True)) if known else {}
+        return [values.get(candidate) for candidate in candidates]
+
     def fastest(
         self, problem: Problem, machine: Machine, count: int, ranked: Sequence[Candidate] | None = None
     ) -> list[Candidate]:

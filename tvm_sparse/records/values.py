@@ -13,6 +13,7 @@ neither TVM nor NumPy: records are read where nothing can be compiled.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import statistics
@@ -28,6 +29,8 @@ from ..core.candidate import Candidate
 OUTCOMES = ("ok", "wrong", "build-error", "run-error", "crash", "timeout", "rejected", "environment")
 """How a trial can end; `rejected` ones were refused before they were built. `environment` ones tell nothing of their
 candidate, and are tried again: memory, disk or processors were wanting, or something else ended the process."""
+MEASURED = "measured"
+"""`Session.strategy` of the few candidates of look-up that were timed before they ran (`tvm_sparse.warmup`)."""
 REASON_LENGTH = 500
 """Characters kept of an error: enough for its head, and a log of crashes stays readable."""
 
@@ -143,6 +146,8 @@ class Best:
         `Session.id` of the tuning session.
     trials : int, optional
         How many trials that session had recorded by then: fewer in the log mean that it was cut.
+    seconds_all, fallback_all : tuple of float, optional
+        Of winner and fallback the time of one call in each round. Rankings of before these were kept have none.
     ways : mapping, optional
         Median time of a call by the name of its way, where the operator has other ways to its result than the kernel,
         and `tvm-sparse bench --record` has timed them in turn.
@@ -161,9 +166,13 @@ class Best:
     trials: int | None = None
     # Left out of the hash, not of the comparison: a dict has no hash.
     ways: Mapping[str, float] | None = field(default=None, hash=False)
+    seconds_all: tuple[float, ...] = ()
+    fallback_all: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         _check_texts(self, "problem", "arch", "session")
+        for name in ("seconds_all", "fallback_all"):
+            object.__setattr__(self, name, tuple(_time(value, name) for value in getattr(self, name)))
         _check_candidate(self.candidate)
         _check_candidate(self.fallback)
         operator_of(self.problem)
@@ -222,8 +231,7 @@ class Session:
         _check_texts(self, "id", "date", "timer", "strategy")
         if not isinstance(self.fresh, bool):
             raise TypeError(f"fresh is true or false, not {self.fresh!r}")
-        # Python 3.10 does not read the Z.
-        date = datetime.fromisoformat(re.sub("Z$", "+00:00", self.date))
+        date = datetime.fromisoformat(self.date)
         if date.utcoffset() != timedelta(0):
             raise ValueError(f"the date of a session is in UTC and says so, unlike {self.date!r}")
         for name in ("machine", "versions", "inputs"):
@@ -242,6 +250,7 @@ FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+\-]*")
 """What may be the name of a folder of records: an architecture or an operator."""
 
 
+@functools.lru_cache(maxsize=1024)  # thousands of lines of a log have the same
 def operator_of(problem: str) -> str:
     """Return the operator of a problem key: what stands before the first ``/``."""
     operator, slash, _ = problem.partition("/")
@@ -268,6 +277,8 @@ def _check_candidate(value: Any) -> None:
 
 
 def _time(value: Any, name: str) -> float:
+    if type(value) is float and 0.0 < value < math.inf:
+        return value
     if isinstance(value, bool | str):  # float() would take both
         raise TypeError(f"{name}: not a number: {value!r}")
     seconds = float(value)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core import registry
+from ..core import registry, scratch
 from . import plots, study
 
 if TYPE_CHECKING:
@@ -134,8 +133,8 @@ def write_images(found: Report, folder: Path) -> list[Path]:
 
 def page(found: Report) -> str:
     """The page."""
-    with tempfile.TemporaryDirectory() as folder:
-        shown = [_shown(name, *figure, Path(folder)) for name, figure in found.figures.items()]
+    with scratch.folder() as folder:
+        shown = [_shown(name, *figure, folder) for name, figure in found.figures.items()]
     facts = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in found.facts.items())
     tables = "".join(_section(name, rows) for name, rows in found.tables.items())
     links = "".join(f'<a href="#{name}">{name}</a>' for name in (*found.tables, "plots"))

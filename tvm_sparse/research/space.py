@@ -8,13 +8,10 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import re
 import statistics
-import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ..core import scratch, spaces
@@ -22,6 +19,7 @@ from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
 from ..core.template import NotApplicable, Table, Template
+from ..records.queries import without_numbers
 from ..workers import building
 from ..workers.processes import Pool, Reply
 
@@ -82,14 +80,9 @@ def parts(problem: Problem, machine: Machine, names: Collection[str] = ()) -> li
             if reason is None:
                 points.append(template.candidate(decisions))
             else:
-                refused[_without_numbers(reason)] += 1
+                refused[without_numbers(reason)] += 1
         found.append(Part(template, "", table, tuple(points), dict(refused.most_common())))
     return found
-
-
-def _without_numbers(reason: str) -> str:
-    """By which reasons that differ only in numbers are one."""
-    return re.sub(r"\d[\d.,]*", "#", reason)
 
 
 def sampled(points: Sequence[Candidate], count: int, seed: int = 0) -> list[Candidate]:
@@ -148,7 +141,7 @@ def compiled(
         ]
         for reply in pool.map(requests, timeout=building.BUILD_TIMEOUT):
             if reason := _failure(reply):
-                failures[_without_numbers(reason)] += 1
+                failures[without_numbers(reason)] += 1
     tried, fits = len(points), len(points) - failures.total()
     return Compiled(tried, len(points) if of is None else of, fits, dict(failures.most_common()))
 
@@ -211,8 +204,8 @@ def _assembled(problem: Problem, candidate: Candidate, machine: Machine, form: s
 
     if form == "ptx" and not machine.arch.startswith("compute_"):
         machine = replace(machine, arch=f"compute_{machine.capability}")
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "kernel.so"
+    with scratch.folder() as folder:
+        library = folder / "kernel.so"
         compile_candidate(problem, candidate, machine, library)
         if form == "sass":
             return "\n".join(map(cuda.disassembled, cuda.cubins(library)))

@@ -14,6 +14,8 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.given import described
+
 # DLPack's device types that kernels exist for (kDLCPU, kDLCUDA, kDLCUDAHost, kDLCUDAManaged).
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
 # Vector loads of CUDA kernels need their own width; a CPU kernel needs an element's.
@@ -22,6 +24,11 @@ CUDA_ALIGNMENT = 16
 UNTRACED = (
     "this function of tvm_sparse is no custom operator of PyTorch: torch.compile calls it between two graphs, and it"
     " cannot be part of one (fullgraph=True), nor of torch.export, torch.func (vmap, jvp, grad) or fake mode"
+)
+# Said while torch.jit.trace records a call of one of these.
+UNRECORDED = (
+    "torch.jit.trace (and torch.onnx.export with dynamo=False) cannot record this function of tvm_sparse, which is no"
+    " custom operator of PyTorch; call it outside of what is traced"
 )
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int16": 2, "int32": 4, "int64": 8}
 
@@ -52,6 +59,12 @@ def is_torch(array: Any) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
+def traced() -> bool:
+    """Whether torch.jit.trace records what this thread does."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch._C._get_tracing_state() is not None
+
+
 def is_numpy(array: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(array, numpy.ndarray)
@@ -63,7 +76,8 @@ def is_jax(array: Any) -> bool:
     return jax is not None and isinstance(array, jax.Array)
 
 
-def _is_cupy(array: Any) -> bool:
+def is_cupy(array: Any) -> bool:
+    """Whether this is an array of CuPy's."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(array, cupy.ndarray)
 
@@ -92,7 +106,8 @@ def facts(name: str, array: Any) -> Facts:
     Raises
     ------
     TypeError
-        If it is no array, or lives where no kernel runs; if it is a masked array, or stands for one without data.
+        If it is no array, or lives where no kernel runs; if it is a masked array, or stands for one without data; if
+        torch.jit.trace records the call, which then is one of a function without a custom operator.
     """
     if is_torch(array):
         device = array.device.type
@@ -100,6 +115,8 @@ def facts(name: str, array: Any) -> Facts:
             raise TypeError(f"{name}: expected a tensor on cpu or cuda, got one on {device}")
         if array.layout is not sys.modules["torch"].strided:
             raise TypeError(f"{name}: expected a dense tensor, got layout {array.layout}")
+        if traced():
+            raise TypeError(f"{name}: {UNRECORDED}")
         dtype = str(array.dtype).removeprefix("torch.")
         alignment = CUDA_ALIGNMENT if device == "cuda" else ITEMSIZE.get(dtype, 1)
         address = _address(name, array)
@@ -132,7 +149,7 @@ def facts(name: str, array: Any) -> Facts:
         )
     if not hasattr(array, "__dlpack__") or not hasattr(array, "__dlpack_device__"):
         raise TypeError(
-            f"{name}: expected a torch tensor, a NumPy array or another DLPack array, got {type(array).__name__}"
+            f"{name}: expected a torch tensor, a NumPy array or another DLPack array, got {described(array)}"
         )
     import tvm_ffi
 
@@ -238,12 +255,29 @@ def ready(name: str, array: Any, known: Facts) -> Any:
     return array
 
 
+def converted(name: str, array: Any, dtype: str) -> Any:
+    """A copy of an array of the argument `name` in another dtype.
+
+    Raises
+    ------
+    ValueError
+        If its library is neither PyTorch nor NumPy.
+    """
+    if is_torch(array):
+        return array.to(getattr(sys.modules["torch"], dtype))
+    if is_numpy(array):
+        return array.astype(dtype)
+    raise ValueError(f"{name}: expected dtype {dtype} of an array that is neither torch's nor NumPy's")
+
+
 def argument(array: Any) -> Any:
     """What is passed to the kernel for a prepared array."""
     if is_torch(array):
         return array
     import tvm_ffi
 
+    if isinstance(array, tvm_ffi.Tensor):
+        return array
     if is_numpy(array) and _name(array.dtype) == "bfloat16":
         array = _BfloatExport(array)
     return tvm_ffi.from_dlpack(array)
@@ -260,7 +294,7 @@ def empty(shape: tuple[int, ...], dtype: str, like: Any, known: Facts) -> Any:
 
     namespace = None if is_numpy(like) else getattr(like, "__array_namespace__", lambda: None)()
     if known.device == "cuda":
-        if _is_cupy(like):  # has no namespace of the standard
+        if is_cupy(like):  # has no namespace of the standard
             with like.device:
                 return sys.modules["cupy"].empty(shape, numpy_dtype(dtype))
         if namespace is None:
@@ -276,7 +310,7 @@ def full(shape: tuple[int, ...], value: int, dtype: str, like: Any, known: Facts
     array = empty(shape, dtype, like, known)
     if is_torch(array):
         return array.fill_(value)
-    if is_numpy(array) or _is_cupy(array):
+    if is_numpy(array) or is_cupy(array):
         array[...] = value
         return array
     namespace = array.__array_namespace__()

@@ -8,15 +8,17 @@ shape has loaded the kernel, and allocate nothing but the outputs (or nothing at
 from __future__ import annotations
 
 import math
+import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core import machine
 from ..core.machine import Machine
-from ..core.problem import FLOATS
-from . import arrays
+from ..core.problem import FLOATS, Problem
+from . import arrays, repeat
 from .arrays import Facts
+from .dispatch import Dispatcher
 
 # Factors that float32 holds as normal numbers.
 _SMALLEST, _LARGEST = 1.2e-38, 3.4e38
@@ -27,7 +29,8 @@ def machine_of(name: str, known: Facts) -> Machine:
         return machine.cpu()
     found = machine.gpu()
     if found is None:
-        raise ValueError(f"{name}: lies on a GPU, but the driver reports none")
+        refused = next(filter(None, map(machine.below_floor, machine.gpus())), None)
+        raise ValueError(f"{name}: lies on a GPU, but {refused or 'the driver reports none'}")
     return found
 
 
@@ -81,6 +84,131 @@ def by_rows(
     return given
 
 
+# Elements of an array below which kernels count in 32 bits: what has more is computed some rows at a time.
+LIMIT = 2**31
+# Parts of `out` begin at a multiple of so many rows, and so at an address that vector loads can have.
+_ROWS_ALIGNED = 16
+
+
+def most_rows(*widths: int) -> int:
+    """How many rows of these widths a kernel takes at a time."""
+    most = max(1, (LIMIT - 1) // max(1, *widths))
+    return most // _ROWS_ALIGNED * _ROWS_ALIGNED or most
+
+
+def by_parts(
+    call: Callable[[list[Any], list[Any]], Any], rows: int, most: int, given: Sequence[Any], outputs: Sequence[Any]
+) -> None:
+    """Write outputs by several calls, each of `most` rows.
+
+    Parameters
+    ----------
+    call
+        (some rows of `given`, arrays to write into): computes these rows.
+    given, outputs
+        Arrays with something for each of the rows; None among `given` stays None.
+    """
+    for first in range(0, rows, most):
+        part = slice(first, first + most)
+        into = [one[part] for one in outputs]
+        facts = [arrays.facts("out", one) for one in into]
+        aligned = all(known.aligned for known in facts)
+        written = into if aligned else [arrays.empty(f.shape, f.dtype, o, f) for o, f in zip(into, facts, strict=True)]
+        call([None if one is None else one[part] for one in given], written)
+        if not aligned:
+            for one, other in zip(into, written, strict=True):
+                one[...] = other
+
+
+def launch(
+    dispatcher: Dispatcher,
+    problem: Problem,
+    machine: Machine,
+    what: Any,
+    arguments: tuple[Any, ...],
+    outputs: Sequence[Any],
+    *,
+    single: bool = False,
+    kept: Any = True,
+    free: int = 0,
+    around: Callable[[Any], Any] | None = None,
+) -> None:
+    """Call the kernel of a problem, and let `repeat.again` do so for arguments of the same kinds.
+
+    Parameters
+    ----------
+    what, single, free
+        As `repeat.remember` takes them.
+    arguments, outputs
+        As kernels take them, see `arrays.ready`; None for an argument that is absent.
+    kept
+        The launchers among which `repeat.again` looks: True for those of the dispatcher, None for none.
+    around
+        Makes of the kernel what takes these arguments and outputs, where the kernel itself does not.
+    """
+    launchers = dispatcher.launchers if kept is True else kept  # before others take their place
+    function = dispatcher.kernel(problem, machine).function
+    run(launchers, what, function if around is None else around(function), arguments, outputs, single, free)
+
+
+def run(
+    launchers: dict[Any, Any] | None,
+    what: Any,
+    function: Any,
+    arguments: tuple[Any, ...],
+    outputs: Sequence[Any],
+    single: bool = False,
+    free: int = 0,
+) -> None:
+    """As `launch`, of a function that is at hand; `launchers` are those from before it was looked up."""
+    given = [one if one is None or isinstance(one, int | float) else arrays.argument(one) for one in arguments]
+    function(*[one for one in given if one is not None], *map(arrays.argument, outputs))
+    if launchers is not None and all(
+        arrays.is_torch(one) or one is None or isinstance(one, int | float) for one in (*arguments, *outputs)
+    ):
+        repeat.remember(launchers, what, arguments, function, tuple(outputs), single, free)
+
+
+def with_scratch(function: Any, unshown: Any, after: int) -> Any:
+    """A kernel of which nobody wants one output: called without it, it writes an array that is made for each call.
+
+    `unshown`: an array like it. `after`: how many outputs come after it.
+    """
+    like = arrays.prototype(unshown) if arrays.is_torch(unshown) else None
+
+    def call(*arguments: Any) -> None:
+        made = arrays.argument(unshown) if like is None else sys.modules["torch"].empty_like(like)
+        place = len(arguments) - after
+        function(*arguments[:place], made, *arguments[place:])
+
+    return call
+
+
+def whole_number(name: str, value: Any) -> int:
+    """An integer argument; a symbol of a graph stays one."""
+    if type(value).__name__ == "SymInt" and type(value).__module__.partition(".")[0] == "torch":
+        return value
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
+
+
+def count(name: str, value: Any) -> int:
+    """An integer argument of at least 1 and below 2^31."""
+    if type(value) is int and 1 <= value < 2**31:
+        return value
+    try:
+        found = whole_number(name, value)
+    except TypeError:
+        found = 0
+    if not 1 <= found < 2**31:
+        raise ValueError(f"{name}: expected an integer of at least 1 and below 2^31, got {value!r}")
+    return found
+
+
 def inverse_temperature(temperature: Any) -> float:
     """The factor that a temperature stands for."""
     if type(temperature) is float and temperature == 1.0:
@@ -97,23 +225,33 @@ def inverse_temperature(temperature: Any) -> float:
     except ZeroDivisionError:
         inverse = math.inf
     if not _SMALLEST < inverse < _LARGEST:
-        raise ValueError(f"temperature: expected a finite number above 0, got {temperature!r}")
+        raise ValueError(
+            f"temperature: expected a finite number above 0, from {1 / _LARGEST:.2g} to {1 / _SMALLEST:.2g}, whose"
+            f" inverse float32 holds, got {temperature!r}"
+        )
     return inverse
 
 
 def facts_beside(
-    name: str, array: Any, shape: tuple[int | None, ...], dtype: str, first: Facts, where: str = "the logits are"
+    name: str,
+    array: Any,
+    shape: tuple[int | None, ...],
+    dtype: str | tuple[str, ...],
+    first: Facts,
+    where: str = "the logits are",
 ) -> tuple[str, Facts, Any]:
-    """An array that comes with the first argument, checked; None in `shape` is any extent."""
+    """An array that comes with the first argument, checked; None in `shape` is any extent. `dtype`: one, or several."""
     known = arrays.facts(name, array)
+    dtypes = (dtype,) if isinstance(dtype, str) else dtype
     refuse_gradient(name, array)
     same = len(known.shape) == len(shape) and all(
         want is None or have == want for have, want in zip(known.shape, shape, strict=True)
     )
-    if not same or known.dtype != dtype:
+    if not same or known.dtype not in dtypes:
         text = ", ".join("n" if extent is None else str(extent) for extent in shape)
         raise ValueError(
-            f"{name}: expected shape ({text}{',' * (len(shape) == 1)}) and dtype {dtype}, got {known.shape} and"
+            f"{name}: expected shape ({text}{',' * (len(shape) == 1)}) and dtype {' or '.join(dtypes)}, got"
+            f" {known.shape} and"
             f" {known.dtype}"
         )
     if (known.device, known.index) != (first.device, first.index):
@@ -123,11 +261,71 @@ def facts_beside(
     return name, known, array
 
 
+# Dtypes of index arrays.
+INDEX = ("int32", "int64")
+
+
+def index_beside(
+    name: str, array: Any, shapes: tuple[tuple[int | str, ...], ...], first: Facts, where: str = "the logits are"
+) -> tuple[str, Facts, Any]:
+    """An array of indices that comes with the first argument, checked: int32 or int64, of one of `shapes`.
+
+    An extent that is a text is free, and the message calls it so. `index_as` makes the dtype that a kernel takes.
+    """
+    known = arrays.facts(name, array)
+
+    def fits(shape: tuple[int | str, ...]) -> bool:
+        return len(shape) == len(known.shape) and all(
+            isinstance(want, str) or have == want for have, want in zip(known.shape, shape, strict=True)
+        )
+
+    if known.dtype not in INDEX or not any(map(fits, shapes)):
+        texts = [f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})" for shape in shapes]
+        raise ValueError(
+            f"{name}: expected shape {' or '.join(texts)} and dtype {' or '.join(INDEX)}, got {known.shape} and"
+            f" {known.dtype}"
+        )
+    if (known.device, known.index) != (first.device, first.index):
+        raise ValueError(
+            f"{name}: expected an array on {first.device}:{first.index}, as {where}, got {known.device}:{known.index}"
+        )
+    return name, known, array
+
+
+def index_as(name: str, array: Any, known: Facts, dtype: str) -> Any:
+    """Indices, int32 or int64, as a kernel takes them that wants `dtype`: contiguous and aligned.
+
+    Those of the other dtype are copied, on a GPU by an elementwise kernel on the current stream, or by two from int64
+    to int32: there, numbers outside of the range of int32 become its nearest, so that none turns into a valid index.
+
+    Raises
+    ------
+    ValueError
+        For an array on a GPU that would have to be copied, and whose library is neither PyTorch nor CuPy.
+    """
+    if known.device == "cpu" and not (arrays.is_torch(array) or arrays.is_numpy(array)):
+        array = arrays.as_numpy(array)  # which has all that follows, and shares the memory
+        known = arrays.facts(name, array)
+    if known.dtype == dtype:
+        return arrays.ready(name, array, known)
+    narrow = dtype == "int32"
+    least, most = -(2**31), 2**31 - 1
+    if arrays.is_torch(array):
+        torch = sys.modules["torch"]
+        array = array.detach().clamp(least, most) if narrow else array.detach()
+        return array.to(getattr(torch, dtype), memory_format=torch.contiguous_format)
+    if known.device != "cpu" and not arrays.is_cupy(array):
+        raise ValueError(
+            f"{name}: expected {dtype} of a {type(array).__name__} on a GPU, got {known.dtype}; convert it first"
+        )
+    return (array.clip(least, most) if narrow else array).astype(dtype, order="C")
+
+
 def passed(beside: tuple[str, Facts, Any], shape: tuple[int, ...] | None = None) -> Any:
     """What is passed to the kernel for an array that `facts_beside` checked, under another shape if one is given."""
     name, known, array = beside
     ready = arrays.ready(name, array, known)
-    return arrays.argument(ready if shape is None else arrays.reshaped(ready, shape))
+    return arrays.argument(ready if shape is None or shape == known.shape else arrays.reshaped(ready, shape))
 
 
 # Of functions with a backward pass, which custom operators have.
@@ -194,15 +392,6 @@ def outputs_for(out: Any, wanted: tuple[tuple[str, tuple[int, ...], str], ...], 
         if not theirs.contiguous or not theirs.aligned:
             raise ValueError(f"{name}: expected a contiguous, writeable and aligned array")
     return given
-
-
-def refuse_overlap(out: Any, inputs: Iterable[tuple[str, Any]]) -> None:
-    """Raise if `out` shares memory with an input that a kernel reads while it writes; inputs may be None."""
-    if out is None or arrays.is_fake(out):
-        return
-    for name, array in inputs:
-        if array is not None and arrays.overlap(out, array):
-            raise ValueError(f"out: shares memory with {name}, which is read while out is written; pass another array")
 
 
 def fill(array: Any, value: float) -> None:

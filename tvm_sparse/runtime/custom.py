@@ -22,9 +22,9 @@ _libraries: list[Any] = []  # an operator is there as long as the library object
 def transformed(*given: Any, differentiable: bool = False) -> bool:
     """Whether a call with these arrays, of which some may be None, has to go through its custom operator.
 
-    Never if one is not PyTorch's. It has to where PyTorch wants to see it: tensors without data (of fake mode,
-    torch.export, torch.func), a mode that watches calls, and, of a function that is `differentiable`, a tensor that
-    requires a gradient.
+    Never if one is not PyTorch's. It has to where PyTorch wants to see it: while torch.jit.trace records, tensors
+    without data (of fake mode, torch.export, torch.func), a mode that watches calls, and, of a function that is
+    `differentiable`, a tensor that requires a gradient.
 
     Raises
     ------
@@ -43,7 +43,7 @@ def transformed(*given: Any, differentiable: bool = False) -> bool:
         )
     if differentiable and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return True
-    return torch._C._len_torch_dispatch_stack() > 0 or any(map(arrays.stands_for_data, tensors))
+    return arrays.traced() or torch._C._len_torch_dispatch_stack() > 0 or any(map(arrays.stands_for_data, tensors))
 
 
 def module_of(name: str) -> ModuleType:
@@ -74,7 +74,8 @@ def define(
         As of `torch.library.register_autograd`.
     launched
         What ran in a call of plain tensors, so that calls like it need no Python of the operator: `(launchers,
-        *arguments) -> (launcher, before)`, as `repeat.remember` takes them, the launcher None if there is none.
+        *arguments) -> (launcher, before)`, as `repeat.remember_operator` takes them; the launcher is None if there is
+        none.
         `launchers` are those of the dispatcher before the call.
     """
     import torch
@@ -95,7 +96,7 @@ def define(
         if launched is not None and repeat.key_of(None, args) is not None:
             launcher, before = launched(launchers, *whole)
             if launcher is not None:
-                repeat.remember(launchers, qualified, args, launcher, before)
+                repeat.remember_operator(launchers, qualified, args, launcher, before)
         return results
 
     def run(*args: Any) -> Any:
@@ -103,10 +104,15 @@ def define(
         if found is not None:
             return found
         before, arrays.here.below = arrays.here.below, True
+        graph = torch._C._get_tracing_state()
+        if graph is not None:  # the operator is what a trace shows, and not what happens in it
+            torch._C._set_tracing_state(None)
         try:
             return computed(args)
         finally:
             arrays.here.below = before
+            if graph is not None:
+                torch._C._set_tracing_state(graph)
 
     def mapped(info: Any, in_dims: Any, *args: Any) -> Any:
         return batched(info, (*in_dims, *[None] * len(rest[len(args)])), *args, *rest[len(args)])
@@ -127,6 +133,29 @@ def define(
 
     library.impl(name, front, "Autograd", with_keyset=True)
     return overload
+
+
+def number(value: Any) -> tuple[Any, Any]:
+    """A float argument as operators take it: (the number, None), or (1.0, a tensor of no dimension that holds it).
+
+    The latter for such a tensor, and for a number that a graph of torch.compile knows only when it runs: as a float of
+    the operator's schema it would be fixed, and each value would take a graph of its own.
+    """
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return 1.0, value
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import has_static_value
+
+        if not has_static_value(value):
+            return 1.0, torch.ones((), dtype=torch.float64) * value
+    return value, None
+
+
+def value_of(given: Any, tensor: Any) -> Any:
+    """The float that an operator was given by `number`; of a fake tensor, whose value nobody knows, the other one."""
+    return given if tensor is None or arrays.is_fake(tensor) else tensor.item()
 
 
 def without_backward(name: str, instead: str = "") -> Callable[..., Any]:

@@ -20,7 +20,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,14 @@ from ..artifacts.compile import CompileError
 from ..artifacts.manifest import Entry, ManifestError
 from ..artifacts.residency import unfit
 from ..artifacts.signing import Signed
-from ..core import locking, registry, shape_files
+from ..core import commands, locking, registry, shape_files
 from ..core import machine as machines
+from ..core.candidate import Candidate
 from ..core.machine import Machine, UnknownArch
 from ..core.problem import Problem
 from ..core.registry import make, parse
 from . import cache, loading, paths
-from .lookup import POLICIES, Built, Choice, Evidence, Known, choose, fallback, same_program
+from .lookup import POLICIES, Built, Choice, Evidence, Known, choose, fallback, known_of, same_program
 
 logger = logging.getLogger("tvm_sparse")
 
@@ -68,7 +69,7 @@ class Explanation:
             behind = " behind a kernel that writes its inputs" if self.figures.get("inputs") == "fresh" else ""
             tuned, untuned = self.figures["seconds"], self.figures["fallback_seconds"]
             lines.append(
-                f"  tuned {self.figures['date'] or 'at an unknown date'}"
+                f"  {self.figures.get('strategy', 'tuned')} {self.figures['date'] or 'at an unknown date'}"
                 f" on {self.figures['machine'] or 'an unknown machine'}:"
                 f" {tuned * 1e6:.2f} us{behind}, {untuned / tuned:.2f}x the fallback's speed"
             )
@@ -110,7 +111,7 @@ class Dispatcher:
 
     Attributes
     ----------
-    policy, compiles
+    policy, compiles, measures
         As `configure` sets them; None: the environment's policy.
     launchers
         What the public functions keep for calls that are like one before. Another dict, and so an empty one, takes its
@@ -121,6 +122,7 @@ class Dispatcher:
         self, logs: tuple[Path, ...] | None = None, shipped: Path | None = None, cache: Path | None = None
     ) -> None:
         self._log_roots = logs
+        self._more_logs: tuple[Path, ...] = ()  # as `configure` names them
         self._shipped = shipped
         self._cache = cache
         self._folders: list[_Source] = []
@@ -128,22 +130,48 @@ class Dispatcher:
         self._signed: dict[Path, Signed] = {}  # of added folders those that are taken for their signature
         self._taken: tuple[Problem, Machine, str] | None = None  # as `taking` says
         self._libraries: dict[tuple[Path, str], Any] = {}
-        self._records: dict[tuple[str, str], dict[str, Any]] = {}
+        self._records: dict[tuple[str, str], Any] = {}  # as `_kept` keeps them
         self._predictors: dict[tuple[str, str], Any] = {}
         self._manifests: dict[Path, tuple[Any, tuple[Entry, ...]]] = {}
         self._warned: set[tuple[Any, ...]] = set()
+        # By operator and machine, what the GPU refused to launch, and what the driver said.
+        self._refused: dict[tuple[str, Machine], dict[Candidate, str]] = {}
         self._lock = threading.RLock()
         self._forked = self._watches_forks = False
         self.launchers: dict[Any, Any] = {}
         self.policy: str | None = None
         self.compiles = True
+        self.measures = 0.0
+        self._measured: set[tuple[Problem, Machine]] = set()  # tried, with or without success
 
-    def configure(self, policy: str | None, compiles: bool | None) -> None:
+    def configure(
+        self,
+        policy: str | None = None,
+        compiles: bool | None = None,
+        logs: tuple[Path, ...] | None = None,
+        measures: float | None = None,
+    ) -> None:
         """Set what is not None; kernels that calls have found are looked up again."""
         with self._lock:
             self.policy = self.policy if policy is None else policy
             self.compiles = self.compiles if compiles is None else compiles
+            self.measures = self.measures if measures is None else measures
+            if logs is not None:
+                self._more_logs = logs
+                # Also where the folders are the same: what was recorded in between counts.
+                self._records, self._predictors = {}, {}
             self._forget()
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """After the block look-up reads the folders of kernels and of records that it read before, and no others."""
+        before = self._more_logs, list(self._folders), dict(self._signed)
+        try:
+            yield
+        finally:
+            with self._lock:
+                logs, self._folders, self._signed = before
+                self.configure(logs=logs)
 
     def add(self, folder: Path, signed: Signed | None = None) -> tuple[Entry, ...]:
         """Use the kernels of an exported folder before all others; later folders come first.
@@ -222,6 +250,54 @@ class Dispatcher:
         finally:
             self._taken, self.launchers = before
 
+    def measure(self, problems: Sequence[Problem], machine: Machine, seconds: float, builders: int) -> None:
+        """Time the best candidates of those problems that have no record of their own, for so many seconds in all.
+
+        The fastest are in the user's records then. A problem for which no time is left, or of which no candidate can be
+        measured, keeps the decisions of look-up; that is said.
+        """
+        end = time.monotonic() + seconds
+        with self._lock:
+            wanted = [one for one in dict.fromkeys(problems) if self._is_unmeasured(one, machine)]
+            for number, problem in enumerate(wanted):
+                left = (end - time.monotonic()) / (len(wanted) - number)
+                self._measure(problem, machine, left, builders)
+
+    def _is_unmeasured(self, problem: Problem, machine: Machine) -> bool:
+        """Whether the problem has no record of its own, and was not tried to be measured."""
+        if (problem, machine) in self._measured or not self._may_compile():
+            return False
+        return self._decide(problem, machine, self._sources(machine))[0].how != "exact"
+
+    def _measure(self, problem: Problem, machine: Machine, seconds: float, builders: int) -> None:
+        """As `measure`, of one problem."""
+        from . import measuring
+
+        self._measured.add((problem, machine))
+        evidence = self._evidence(problem, machine, self._sources(machine), compiles=True)
+        choice = choose(problem, machine, evidence)
+        refused = self._refused.get((problem.operator, machine), {})
+        candidates = [c for c in measuring.contenders(problem, machine, choice, evidence) if c not in refused]
+        logs = (self._log_roots or (paths.user_logs(),))[-1]
+        found = {"reason": "no time is left"}
+        if seconds > 0:
+            with _spinner(f"measuring {problem.typed}"):
+                found = measuring.measure(problem, machine, candidates, logs, seconds, builders)
+        if "reason" in found:
+            logger.warning("%s on %s: not measured: %s", problem.typed, machine.arch, found["reason"])
+            return
+        logger.info(
+            "%s on %s: %s is the fastest of %d candidates: %.2f us, the fallback %.2f",
+            problem.typed,
+            machine.arch,
+            found["candidate"],
+            len(found["times"]),
+            found["seconds"] * 1e6,
+            found["fallback_seconds"] * 1e6,
+        )
+        self._kernels.pop((problem, machine), None)
+        self.launchers = {}
+
     def warmup(self, problems: Sequence[Problem], machine: Machine, builders: int) -> list[Explanation]:
         """Load the kernels of these problems, compiling those that are missing `builders` at a time."""
         with self._lock:
@@ -253,6 +329,8 @@ class Dispatcher:
         self._forget()
 
     def _load(self, problem: Problem, machine: Machine) -> Kernel:
+        if self.measures and self._is_unmeasured(problem, machine):
+            self._measure(problem, machine, self.measures, machines.default_builders())
         sources = self._sources(machine)
         choice, located = self._allowed(problem, machine, sources)
         self._warn(problem, machine, choice)
@@ -266,18 +344,51 @@ class Dispatcher:
             logger.warning("%s on %s: %s: %s", problem.typed, machine.arch, why, error)
             choice = fallback(problem, machine, why)
             kernel = self._loaded(problem, machine, choice, self._find(choice, machine, sources))
-        if kernel.entry.resident is None:
+        return self._retreating(problem, machine, kernel)
+
+    def _retreating(self, problem: Problem, machine: Machine, kernel: Kernel) -> Kernel:
+        """The kernel, or what runs where this GPU refuses to launch it: said once, and remembered for the process."""
+        if machine.kind != "cuda":
             return kernel
+        candidate = kernel.entry.candidate
 
-        def other() -> Any:
-            why = "the GPU has no room for all thread blocks of a cooperative kernel at the same time"
-            choice = fallback(problem, machine, why, cooperative=False)
+        def other(reason: str) -> Kernel:
             with self._lock:
+                refused = self._refused.setdefault((problem.operator, machine), {})
+                refused[candidate] = reason
+                choice = self._instead(problem, machine)
+                if choice.candidate in refused:
+                    raise loading.LoadError(
+                        f"{problem.typed} on {machine.name}: the GPU launches none of {', '.join(map(str, refused))}:"
+                        f" {_explained(reason)}"
+                    )
+                logger.warning(
+                    "%s on %s: %s cannot be launched (%s); %s runs from now on",
+                    problem.typed,
+                    machine.name,
+                    candidate,
+                    _explained(reason),
+                    choice.candidate,
+                )
+                if choice.how not in POLICIES[policy := self._policy()]:
+                    raise loading.Miss(f"{problem.typed} on {machine.arch}: {choice.why}. The policy is {policy!r}")
                 located = self._find(choice, machine, self._sources(machine))
-                found = self._kernels[problem, machine] = self._loaded(problem, machine, choice, located)
-            return found.function
+                found = self._retreating(problem, machine, self._loaded(problem, machine, choice, located))
+                self._kernels[problem, machine] = found
+                return found
 
-        return dataclasses.replace(kernel, function=loading.or_else(kernel.function, problem, other))
+        if reason := _no_room(kernel.entry, machine):
+            return other(reason)
+        function = loading.Retreating(
+            kernel.function, lambda reason: other(reason).function, always=kernel.entry.resident is not None
+        )
+        return dataclasses.replace(kernel, function=function)
+
+    def _instead(self, problem: Problem, machine: Machine) -> Choice:
+        """What runs where kernels of an operator were refused."""
+        refused = self._refused[problem.operator, machine]
+        why = f"this GPU does not launch {', '.join(map(str, refused))}: {_explained(next(reversed(refused.values())))}"
+        return fallback(problem, machine, why, cooperative=False, refused=refused)
 
     def _loaded(self, problem: Problem, machine: Machine, choice: Choice, located: tuple[Path, Entry] | None) -> Kernel:
         """The kernel of a choice, if need be compiled."""
@@ -352,23 +463,39 @@ class Dispatcher:
         return (self._cache or paths.user_cache()) / machine.arch
 
     def _tuned(self, arch: str, operator: str) -> dict[str, Any]:
-        """The best records of one operator."""
-        if (arch, operator) not in self._records:
+        """The best records of one operator, read anew when their files have changed."""
+
+        def read() -> dict[str, Any]:
             from ..records.queries import best_records
 
-            self._records[arch, operator] = best_records(self._roots(), arch, (operator,))
-        return self._records[arch, operator]
+            return best_records(self._roots(), arch, (operator,))
+
+        return self._kept(self._records, arch, operator, "best.jsonl", read)
 
     def _predictor(self, arch: str, operator: str) -> Any:
-        """The model of one operator, or None."""
-        if (arch, operator) not in self._predictors:
+        """The model of one operator, or None; as `_tuned`."""
+
+        def read() -> Any:
             from ..records.queries import predictor
 
-            self._predictors[arch, operator] = predictor(self._roots(), arch, operator)
-        return self._predictors[arch, operator]
+            return predictor(self._roots(), arch, operator)
+
+        return self._kept(self._predictors, arch, operator, "predictor.json", read)
+
+    def _kept(
+        self, kept: dict[tuple[str, str], Any], arch: str, operator: str, name: str, read: Callable[[], Any]
+    ) -> Any:
+        """What was read from the files of this name, one a folder of logs, unless one of them has changed since."""
+        stamps = [locking.stamp(root / arch / operator / name) for root in self._roots()]
+        held = kept.get((arch, operator))
+        if held is None or held[0] != stamps:
+            held = kept[arch, operator] = (stamps, read())
+        return held[1]
 
     def _roots(self) -> tuple[Path, ...]:
-        return self._log_roots if self._log_roots is not None else (paths.shipped_logs(), paths.user_logs())
+        """The folders of records, of which the last that has one of a problem counts."""
+        own = self._log_roots if self._log_roots is not None else (paths.shipped_logs(), paths.user_logs())
+        return (*own, *self._more_logs)
 
     def _evidence(self, problem: Problem, machine: Machine, sources: list[_Source], compiles: bool) -> Evidence:
         """What is exported and recorded of a problem's operator."""
@@ -389,15 +516,16 @@ class Dispatcher:
         own = held.get(problem.key)
         if own is not None and own.unfit is None:
             return Evidence(held, built=built, compiles=compiles)  # no record says better, and reading them takes time
-        known = _known(self._tuned(machine.arch, problem.operator)) | held
+        known = known_of(self._tuned(machine.arch, problem.operator)) | held
         borrowed, lender = {}, None
         if not known:
             from ..records.queries import recorded_archs
 
             lender = machines.nearest_arch(machine, recorded_archs(self._roots(), (problem.operator,)))
-            borrowed = _known(self._tuned(lender, problem.operator)) if lender else {}
-        evidence = Evidence(known, borrowed, lender or "", built, compiles)
-        if self._policy() == "exact":
+            borrowed = known_of(self._tuned(lender, problem.operator)) if lender else {}
+        policy = self._policy()
+        evidence = Evidence(known, borrowed, lender or "", built, compiles, permitted=POLICIES[policy])
+        if policy == "exact":
             return evidence  # what is predicted would be refused, where a bucket runs
         predictor = functools.partial(self._predictor, machine.arch, problem.operator)
         return dataclasses.replace(evidence, predictor=predictor)
@@ -407,6 +535,8 @@ class Dispatcher:
     ) -> tuple[Choice, tuple[Path, Entry] | None]:
         """The decisions for a problem, and the library at hand that has them."""
         choice = choose(problem, machine, self._evidence(problem, machine, sources, compiles=True))
+        if choice.candidate in self._refused.get((problem.operator, machine), {}):
+            choice = self._instead(problem, machine)
         located = self._find(choice, machine, sources)
         if located is None and not self._may_compile():
             choice = choose(problem, machine, self._evidence(problem, machine, sources, compiles=False))
@@ -440,13 +570,15 @@ class Dispatcher:
     def _require_compiler(self, problem: Problem, machine: Machine) -> None:
         if not self._may_compile():
             reason = (
-                'apache-tvm is not installed (pip install "tvm_sparse[compiler]")'
+                f"apache-tvm, which compiles one, is not installed: {commands.install(*_compiling(machine))}"
                 if self.compiles
                 else "tvm_sparse.configure(compile=False) forbids to compile one"
             )
+            ahead = ("prebuild", *problem.typed.split(), "--target", machine.arch, "--output", "dist")
             raise loading.Miss(
-                f"{problem.typed} on {machine.arch}: no kernel for it is at hand, and {reason};"
-                " kernels are built ahead by tvm-sparse export --shapes FILE"
+                f"{problem.typed} on {machine.arch}: no kernel for it is at hand, and {reason}\n"
+                "To build it ahead into a wheel, on any machine with the compiler:"
+                f" {commands.PROGRAM} {shlex.join([*ahead, *_plugins_of(problem)])}"
             )
 
     def _find(self, choice: Choice, machine: Machine, sources: list[_Source]) -> tuple[Path, Entry] | None:
@@ -504,8 +636,24 @@ class Dispatcher:
             ]
 
 
-def _known(records: Mapping[str, Any]) -> dict[str, Known]:
-    return {key: Known(best.candidate, figures) for key, (best, figures) in records.items()}
+def _no_room(entry: Entry, machine: Machine) -> str | None:
+    """Why the GPU cannot launch a kernel's clusters, if it is here and the driver says so."""
+    taken = entry.resources or {}
+    cluster = taken.get("cluster", 1)
+    if cluster <= machines.PORTABLE_CLUSTER or machine not in machines.gpus():
+        return None
+    from ..artifacts.cuda.limits import clusters_at_once
+
+    threads, shared = taken.get("threads", 32), taken.get("dynamic_shared_bytes", 0)
+    room = clusters_at_once(machines.gpus().index(machine), cluster, threads, shared)
+    return f"no room for a cluster of {cluster} thread blocks" if room == 0 else None
+
+
+def _explained(reason: str) -> str:
+    """A refusal in words, where the driver's are known."""
+    if "COOPERATIVE_LAUNCH_TOO_LARGE" in reason:
+        return f"{reason}: no room for all thread blocks at the same time"
+    return reason
 
 
 def _is_program(entry: Entry, choice: Choice) -> bool:
@@ -539,15 +687,23 @@ def _explanation(
 
 def _tune_command(problem: Problem, machine: Machine, choice: Choice) -> str | None:
     """The command that tunes a problem, on the machine itself; None if what was tuned serves it."""
-    if choice.how in RECORDED:
+    if choice.how in RECORDED and "strategy" not in choice.figures:
         return None
-    words = ["tvm-sparse", "tune", *problem.typed.split()]
+    words = ["tune", *problem.typed.split()]
     if machine.arch != machines.resolve("auto").arch:
         words += ["--target", machines.target(machine)]
-    if problem.operator not in {operator.name for operator in registry.BUILTIN}:
-        for path in registry.plugins():
-            words += ["--plugin", path]
-    return shlex.join(words)
+    return commands.command(*words, *_plugins_of(problem))
+
+
+def _plugins_of(problem: Problem) -> list[str]:
+    """The options by which a command knows the problem's operator."""
+    own = problem.operator in {operator.name for operator in registry.BUILTIN}
+    return [] if own else commands.options("--plugin", registry.plugins())
+
+
+def _compiling(machine: Machine) -> tuple[str, ...]:
+    """The extras that compile for a machine."""
+    return ("cuda",) if machine.kind == "cuda" else ("compiler",)
 
 
 @contextlib.contextmanager
@@ -566,7 +722,13 @@ def _spinner(text: str) -> Iterator[None]:
 dispatcher = Dispatcher()
 
 
-def configure(*, policy: str | None = None, compile: bool | None = None) -> None:
+def configure(
+    *,
+    policy: str | None = None,
+    compile: bool | None = None,
+    logs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
+    measure: float | None = None,
+) -> None:
     """Say which kernels calls of this process may run; what is not given stays as it was.
 
     Parameters
@@ -578,17 +740,40 @@ def configure(*, policy: str | None = None, compile: bool | None = None) -> None
     compile
         Whether a call may compile what lies in no folder of kernels, which takes seconds. If not, it takes the best
         that is at hand for the problem, whatever its batch, and raises where there is nothing. Default: True.
+    measure
+        Seconds that the first call of a problem may spend on timing the few best candidates of look-up, if the problem
+        has no record of its own: see `warmup`. 0, the default: calls measure nothing.
+    logs
+        Folders of records that look-up reads besides the package's and the user's, and prefers, the last one most: what
+        `tvm-sparse tune --logs` wrote. They take the place of those named before; `()` names none. Records that were
+        added since are read anew.
 
     The errors are `tvm_sparse.Miss`, raised by calls, `warmup` and what else looks kernels up; `explain` raises none.
 
     Raises
     ------
     ValueError
-        For another policy.
+        For another policy, or a number of seconds that is negative or no number.
+    NotADirectoryError
+        If one of `logs` is no folder.
     """
     if policy is not None and policy not in POLICIES:
         raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
-    dispatcher.configure(policy, compile)
+    folders = None
+    if logs is not None:
+        folders = tuple(Path(one).absolute() for one in ([logs] if isinstance(logs, str | os.PathLike) else logs))
+        for folder in folders:
+            if not folder.is_dir():
+                wanted = "expected a folder of records, as tvm-sparse tune --logs FOLDER writes it"
+                raise NotADirectoryError(f"logs: {wanted}, got {str(folder)!r}, which is none")
+    dispatcher.configure(policy, compile, folders, None if measure is None else _seconds("measure", measure))
+
+
+def _seconds(name: str, value: float) -> float:
+    """A length of time that was given, checked."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
+        raise ValueError(f"{name}: expected seconds, from 0 to 1,000,000, got {value!r}")
+    return float(value)
 
 
 def load(
@@ -616,7 +801,7 @@ def load(
         are first used.
     """
     there = [found for found in (machines.gpu(), machines.cpu()) if found is not None]
-    place = Path(folder)
+    place = Path(folder).absolute()  # libraries are loaded later, from wherever the process is then
     signed = None if trusted_keys is None else signing.check(place, signing.public_keys(trusted_keys))
     if trusted_keys is None and signing.is_signed(place) and not _is_own(place):
         named = paths.user_keys()
@@ -650,6 +835,7 @@ def warmup(
     *,
     target: str = "auto",
     builders: int | None = None,
+    seconds: float | None = None,
 ) -> list[Explanation]:
     """Load the kernels that calls of these problems run, so that no call has to; what is missing is compiled first.
 
@@ -665,6 +851,13 @@ def warmup(
         `auto` (the GPU if there is one), `cpu` or `cuda`, of this machine.
     builders
         Processes that compile. Default: one a core, 16 at most.
+    seconds
+        Time to measure in, for all problems together; some ten seconds for the first and five for each further one are
+        enough on a GPU. Of each problem without a record of its own the few best candidates of look-up (its choice,
+        runners-up, defaults, the fallback) are built in other processes, checked against the reference, and timed on
+        this machine. The fastest is in the user's records from then on, where later processes find it, and `explain`
+        says "measured here". Where the time does not suffice, or something fails, the choice of look-up runs.
+        Needs what tuning needs. Default: nothing is measured.
 
     Returns
     -------
@@ -678,7 +871,7 @@ def warmup(
     UnknownArch
         For a target that is not this machine's.
     ValueError
-        For fewer than 1 builder.
+        For fewer than 1 builder, or a number of seconds that is negative or no number.
     CompileError, LoadError
         If a kernel does not compile or may not be loaded; those compiled before it stay in the cache.
     """
@@ -688,7 +881,10 @@ def warmup(
     builders = machines.default_builders() if builders is None else builders
     if builders < 1:
         raise ValueError(f"builders: expected at least 1, got {builders}")
-    return dispatcher.warmup([problem.as_called() for problem in _problems(problems)], where, builders)
+    wanted = [problem.as_called() for problem in _problems(problems)]
+    if seconds is not None:
+        dispatcher.measure(wanted, where, _seconds("seconds", seconds), builders)
+    return dispatcher.warmup(wanted, where, builders)
 
 
 def _problems(given: Any) -> list[Problem]:

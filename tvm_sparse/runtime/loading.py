@@ -12,16 +12,17 @@ import hashlib
 import logging
 import math
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..artifacts import runtime_libraries, trust
-from ..artifacts.runtime_libraries import Reader
+from ..artifacts import runtime_loading, trust
+from ..artifacts.runtime_loading import Reader
 from ..artifacts.signing import SignatureError
-from ..core import machine
+from ..core import commands, machine
 from ..core.problem import Problem, numpy_dtype
 from . import arrays
 
@@ -35,8 +36,15 @@ logger = logging.getLogger("tvm_sparse")
 MOST_LIBRARY = 1 << 32
 MOST_WORKSPACE = 1 << 40
 
-# In the text of the error that a cooperative launch without room raises.
-REFUSED = "COOPERATIVE_LAUNCH_TOO_LARGE"
+# In the text of errors, what a GPU refuses before any thread block has run: a launch, by the driver's code, or what TVM
+# asks for before it; and code that is none for this GPU.
+_REFUSED = re.compile(
+    r"(?<=CUDALaunch Error: )CUDA_ERROR_(INVALID_VALUE|INVALID_CLUSTER_SIZE|LAUNCH_OUT_OF_RESOURCES|NOT_SUPPORTED"
+    r"|COOPERATIVE_LAUNCH_TOO_LARGE)\b"
+    r"|Failed to set the allowed dynamic shared memory size to \d+"
+    r"|Failed to allow non-portable CUDA cluster size"
+    r"|CUDA_ERROR_(NO_BINARY_FOR_GPU|INVALID_PTX|UNSUPPORTED_PTX_VERSION|JIT_COMPILER_NOT_FOUND|JIT_COMPILATION_DISABLED)"
+)
 
 
 class LoadError(RuntimeError):
@@ -69,10 +77,10 @@ def prepare(kind: str, beside: Path | None = None, signed: Reader | None = None)
     # Threads that are bound to a core wait there for whoever has it, such as a thread of PyTorch's that still spins,
     # where the scheduler would find them another one.
     os.environ.setdefault("TVM_BIND_THREADS", "0")
-    if runtime_libraries.load("libtvm_runtime.so", beside, signed) is None:
+    if runtime_loading.load("libtvm_runtime.so", beside, signed) is None:
         raise LoadError(
             "TVM's runtime library is missing, which kernels call: install a package of prebuilt kernels, which carries"
-            ' it, or the compiler: pip install "tvm_sparse[compiler]"'
+            f" it, or the compiler: {commands.install('compiler')}"
         )
 
 
@@ -176,33 +184,58 @@ def with_workspaces(function: Any, workspaces: Sequence[Mapping[str, Any]], prob
     return call
 
 
-def or_else(function: Any, problem: Problem, other: Callable[[], Any]) -> Any:
-    """A cooperative kernel's `function`; where a launch finds no room for all thread blocks, `other()` runs instead.
+def refusal(error: BaseException) -> str | None:
+    """What the driver said, if an error is a launch that the GPU refused before any thread block ran; else None.
 
-    The GPU refuses such a launch before any block has run, so that nothing was written. From then on, and with a
-    warning, calls go to the other kernel, which is loaded at that moment.
+    Then nothing was written, and the process can go on. After all other errors of the driver, as an illegal address, it
+    cannot: they are none of these.
     """
-    chosen = function
+    found = _REFUSED.search(str(error))
+    return None if found is None else found[0].strip()
 
-    def call(*arguments: Any) -> None:
-        nonlocal chosen
-        if chosen is not function:
-            chosen(*arguments)
+
+class Retreating:
+    """A kernel's function in whose place another runs from the moment that the GPU refuses to launch it.
+
+    Calls raise what the kernel raises, but for a refusal (`refusal`): then `other(what the driver said)` gives the
+    function that runs instead, now and from then on. It is asked for once.
+
+    Parameters
+    ----------
+    always
+        Whether a later launch may be refused after one has run: a cooperative one is, where other processes take the
+        room. Of all others the first launch tells, and `settled` is the kernel's own function from then on.
+
+    Attributes
+    ----------
+    settled
+        What calls run; None until the first one has.
+    """
+
+    def __init__(self, function: Any, other: Callable[[str], Any], *, always: bool = False) -> None:
+        self.settled: Any = None
+        self._function, self._other, self._always = function, other, always
+
+    def __call__(self, *arguments: Any) -> None:
+        if self.settled is not None:
+            self.settled(*arguments)
             return
         try:
-            function(*arguments)
-            return
+            self._function(*arguments)
         except Exception as error:
-            if REFUSED not in str(error):
+            reason = refusal(error)
+            if reason is None:
                 raise
-            logger.warning(
-                "%s: the GPU has no room for all thread blocks at once; a kernel that needs it not runs from now on",
-                problem,
-            )
-        chosen = other()
-        chosen(*arguments)
+            self.settled = self._other(reason)
+            self.settled(*arguments)
+        else:
+            if not self._always:
+                self.settled = self._function
 
-    return call
+
+def settled(function: Any) -> Any:
+    """The function that further calls run, without the look at refused launches where none can come."""
+    return getattr(function, "settled", None) or function
 
 
 def allocated(

@@ -6,8 +6,9 @@ Pure: it knows candidates and the problems that they won, and asks the spaces; i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from ..core.problem import Problem, ProblemError
 from ..core.registry import parse
 
 if TYPE_CHECKING:  # where a record or a library decides, nothing of records is imported
+    from ..records import Best
     from ..records.predictor import Predictor
 
 # Which of these are no miss, by the name of a policy.
@@ -28,11 +30,22 @@ POLICIES = {"exact": HOW[:2], "nearest": HOW[:5], "any": HOW}
 LIKE = 1.0
 # Octaves between problems that differ in which of the two dtypes of 16 bits they have. On a GPU decisions of the one
 # suit the other: of problems that were tuned in both they lost 0.3 % in the mean, and 4 % at most (way "twin" of
-# scripts/study_prediction.py).
-HALVES, BETWEEN_HALVES = ("float16", "bfloat16"), 0.1
-# How many times as large the batch of a bucket may be where there is a model that knows its record. Decisions for 4000
-# rows are none for 10: what the model takes there was up to 1.6x as fast (scripts/study_prediction.py).
-BUCKET = 4
+# scripts/study_prediction.py). Between 16 and 32 bits a row has twice the bytes.
+HALVES, BETWEEN_HALVES, BETWEEN_WIDTHS = ("float16", "bfloat16"), 0.1, 1.0
+# Decisions of one problem serve another one only if they are expected to beat the template's default there. What is
+# known is that they beat the default of their own problem, by a factor e^gain. They are taken if this problem's default
+# has the same decisions, so that the same two were compared, and gain exceeds `DOUBT` for each octave between the
+# problems; of batches at most `BATCHES` octaves apart, and of problems at most `FAR`. Of pairs of tuned problems on an
+# H200 where both kernels were timed, 1.7 % of such choices were more than 5 % slower than the default and their
+# geometric mean was 0.65 of it; of pairs whose defaults differ, 59 % were slower, by up to 5 times
+# (scripts/study_transfer.py).
+DOUBT, BATCHES, FAR = 0.07, 2.0, 3.0
+# Octaves between architectures.
+ELSEWHERE = 1.0
+# A predicted choice is taken if the model expects it to beat the default by a factor of e^CLEAR, and by more than what
+# it expects the choice itself to lose: far from what it has seen the model expects every point to lose. And by more
+# than what its choices lost for problems left out of its training: a model of few problems has to expect much.
+CLEAR = 0.05
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,18 @@ class Known:
     figures: Mapping[str, Any]
     at_hand: bool = False  # a library of it lies in an exported folder, so that nothing has to be built
     unfit: str | None = None  # why this machine cannot launch that library
+    fallback: Candidate | None = None  # with which it was compared; None where that is not told
+
+    @property
+    def gain(self) -> float:
+        """ln of how many times as fast as the fallback it was; 0 if that is not told."""
+        tuned, untuned = self.figures.get("seconds"), self.figures.get("fallback_seconds")
+        return math.log(untuned / tuned) if tuned and untuned else 0.0
+
+
+def known_of(records: Mapping[str, tuple[Best, Mapping[str, Any]]]) -> dict[str, Known]:
+    """What `records.queries.best_records` found, by key."""
+    return {key: Known(best.candidate, figures, fallback=best.fallback) for key, (best, figures) in records.items()}
 
 
 @dataclass(frozen=True)
@@ -62,7 +87,8 @@ class Evidence:
 
     `records`: by key, this architecture's. `borrowed`: another one's, `lender`, where this one has none of the
     operator. `built`: kernels at hand that this machine can launch. `compiles`: whether others can be made.
-    `predictor`: reads this architecture's model of the operator, if there is one.
+    `predictor`: reads this architecture's model of the operator, if there is one. `permitted`: the ways that may be
+    taken, of `HOW`.
     """
 
     records: Mapping[str, Known] = field(default_factory=dict)
@@ -71,6 +97,7 @@ class Evidence:
     built: Sequence[Built] = ()
     compiles: bool = True
     predictor: Callable[[], Predictor | None] = lambda: None
+    permitted: Sequence[str] = HOW
 
 
 @dataclass(frozen=True)
@@ -89,47 +116,115 @@ def choose(problem: Problem, machine: Machine, evidence: Evidence) -> Choice:
     """The first of: the problem's own record, that of the next larger batch, a kernel built for it at a like batch,
     what a model predicts, the nearest problem's record, another architecture's, the fallback.
 
-    The model comes before a batch more than `BUCKET` times as large, if it knows that record and no library of it is at
-    hand, and behind what `_by_model` says.
+    Decisions of another problem, and predicted ones, are taken where they are expected to beat the fallback (`DOUBT`,
+    `CLEAR`). Where the fallback is not permitted they are taken anyway.
 
     A record whose decisions are no point of its template's space here (another number of multiprocessors, another
     version of the template) is passed over, and the reason is part of the choice's. A library at hand runs as it is, if
     the machine can launch it. Where nothing compiles, only what is at hand is chosen, if anything is.
     """
+    found = _chosen(problem, machine, evidence, Judge(problem, machine))
+    if found.how not in evidence.permitted:
+        anyway = _chosen(problem, machine, evidence, Judge(problem, machine, lenient=True))
+        return anyway if anyway.how in evidence.permitted else found
+    return found
+
+
+def _chosen(problem: Problem, machine: Machine, evidence: Evidence, judge: Judge) -> Choice:
     passed_over: list[str] = []
     records = evidence.records
-    if not evidence.compiles:
-        records = {key: known for key, known in records.items() if known.at_hand}
-    found = _by_record(problem, machine, records, passed_over)
-    if found is not None and found.how != "nearby" and not _far(problem, found, evidence):
+    records = _as_own(problem, records) if evidence.compiles else {k: one for k, one in records.items() if one.at_hand}
+    found = _by_record(problem, machine, records, passed_over, judge)
+    if found is not None and found.how != "nearby":
         return found
     near = found if evidence.compiles else None
     found = _by_library(problem, evidence.built, machine, passed_over, anything=not evidence.compiles)
     if found is None and evidence.compiles:
-        found = _by_model(problem, machine, evidence, near, passed_over) or near
+        found = _by_model(problem, machine, evidence, near, passed_over, judge) or near
     if found is None and evidence.compiles:
-        found = _by_record(problem, machine, evidence.borrowed, passed_over, adapts=True)
+        found = _by_record(problem, machine, evidence.borrowed, passed_over, judge.of_another_architecture())
         if found is not None:
             why = f"not tuned on {machine.arch}; the decisions are those of {_typed(found.record)} on {evidence.lender}"
             if evidence.borrowed[found.record or ""].candidate != found.candidate:
                 why += ", but for what this one lacks"
             found = Choice("borrowed", why, found.compiled_for, found.candidate, found.record, found.figures)
     if found is None:
-        why = f"not tuned, nor anything like it on {machine.arch}; the decisions are a template's default"
-        why += "".join(passed_over)
+        like = "".join(judge.doubts) or f", nor anything like it on {machine.arch}"
+        why = f"not tuned{like}; the decisions are a template's default{''.join(passed_over)}"
         found = fallback(problem, machine, why)
     return found
 
 
-def fallback(problem: Problem, machine: Machine, why: str, *, cooperative: bool = True) -> Choice:
-    """A template's default; without `cooperative` of one whose thread blocks need not run at the same time."""
-    return Choice("fallback", why, problem, spaces.fallback(problem, machine, cooperative), None, {})
+def fallback(
+    problem: Problem, machine: Machine, why: str, *, cooperative: bool = True, refused: Collection[Candidate] = ()
+) -> Choice:
+    """A template's default, as `spaces.fallback` says."""
+    return Choice("fallback", why, problem, spaces.fallback(problem, machine, cooperative, refused), None, {})
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Says whether decisions of another problem are expected to beat the fallback of this one.
+
+    Attributes
+    ----------
+    lenient
+        All are taken.
+    adapts
+        Records are another architecture's: decisions that this machine lacks take the nearest value here.
+    doubts
+        Why the first one was not taken, for the reason of a fallback.
+    """
+
+    problem: Problem
+    machine: Machine
+    lenient: bool = False
+    adapts: bool = False
+    doubts: list[str] = field(default_factory=list)
+
+    def of_another_architecture(self) -> Judge:
+        return dataclasses.replace(self, adapts=True)
+
+    @functools.cached_property
+    def default(self) -> Candidate:
+        return spaces.fallback(self.problem, self.machine)
+
+    def near(self, other: Problem) -> float | None:
+        """Octaves to a problem whose decisions may be asked about; None if it is too far, or of another kind."""
+        away = octaves(self.problem, other, self.machine)
+        if away is None or self.lenient:
+            return away
+        batches = abs(math.log2(self.problem.batch_extent / other.batch_extent))
+        return away if away <= FAR and batches <= BATCHES else None
+
+    def comparable(self, other: Problem, known: Known) -> bool:
+        """Whether what a record was compared with is this problem's fallback."""
+        if self.lenient:
+            return True
+        theirs = known.fallback
+        if theirs is None:
+            theirs = spaces.fallback(other, self.machine)
+        if self.adapts and theirs != self.default:
+            theirs = spaces.adapted(theirs, self.problem, self.machine)
+        return theirs == self.default
+
+    def takes(self, other: Problem, known: Known, away: float) -> bool:
+        """Whether the decisions of a comparable record are taken; notes why not."""
+        doubt = DOUBT * (away + (ELSEWHERE if self.adapts else 0.0))
+        if self.lenient or known.gain > doubt:
+            return True
+        if not self.doubts:
+            self.doubts.append(
+                f"; the record of {other.typed}, the most like it, is {math.exp(known.gain):.2f}x the default's speed"
+                " there, too little to count on here"
+            )
+        return False
 
 
 def _by_record(
-    problem: Problem, machine: Machine, known: Mapping[str, Known], passed_over: list[str], *, adapts: bool = False
+    problem: Problem, machine: Machine, known: Mapping[str, Known], passed_over: list[str], judge: Judge
 ) -> Choice | None:
-    """By a record of the problem, of a larger batch, or of the problem most like it; `adapts`: as near as it gets."""
+    """By a record of the problem, of a larger batch, or of the problem most like it."""
 
     def fitting(found: Known, wanted: Problem) -> tuple[Candidate | None, str | None]:
         if found.at_hand:
@@ -139,7 +234,7 @@ def _by_record(
             reason = spaces.refusal(candidate, wanted, machine)
         if reason is None:
             return candidate, None
-        return (spaces.adapted(found.candidate, wanted, machine) if adapts else None), reason
+        return (spaces.adapted(found.candidate, wanted, machine) if judge.adapts else None), reason
 
     def usable(key: str, found: Known, wanted: Problem) -> Candidate | None:
         candidate, reason = fitting(found, wanted)
@@ -149,10 +244,13 @@ def _by_record(
 
     own = known.get(problem.key)
     if own is not None and (candidate := usable(problem.key, own, problem)) is not None:
-        why = "tuned for this very problem"
-        if candidate != own.candidate:
-            why += ", on a CPU with instructions that this one lacks"
-        return Choice("exact", why, problem, candidate, problem.key, own.figures)
+        if not judge.adapts or (judge.comparable(problem, own) and judge.takes(problem, own, 0.0)):
+            why = "tuned for this very problem"
+            if "strategy" in own.figures:  # a few candidates were timed, and nothing was searched
+                why = f"measured here: the fastest of a few candidates on {own.figures['machine']}"
+            if candidate != own.candidate:
+                why += ", on a CPU with instructions that this one lacks"
+            return Choice("exact", why, problem, candidate, problem.key, own.figures)
 
     others: dict[Problem, Known] = {}
     for key, found in known.items():
@@ -162,19 +260,48 @@ def _by_record(
 
     larger = [o for o in others if apart_in_batch(o, problem) and o.batch_extent > problem.batch_extent]
     for other in sorted(larger, key=lambda o: o.batch_extent):
-        if (candidate := usable(other.key, others[other], other)) is not None:
+        found = others[other]
+        away = judge.near(other)
+        # A library at hand needs no compiler, whatever its batch.
+        if not found.at_hand and (away is None or not judge.comparable(other, found)):
+            continue
+        if (candidate := usable(other.key, found, other)) is None:
+            continue
+        # The default itself is no worse than the default.
+        if found.at_hand or candidate == judge.default or judge.takes(other, found, away or 0.0):
             why = f"the next larger {problem.batch_axis} that was tuned is {other.batch_extent}{''.join(passed_over)}"
-            return Choice("bucket", why, other, candidate, other.key, others[other].figures)
+            return Choice("bucket", why, other, candidate, other.key, found.figures)
+        break
 
-    by_distance = sorted((d, o.key, o) for o in others if (d := octaves(problem, o, machine)) is not None)
-    for _, key, other in by_distance:
-        known_as = Known(others[other].candidate, others[other].figures)  # of another problem a library is no help
+    by_distance = sorted((d, o.key, o) for o in others if (d := judge.near(o)) is not None)
+    for away, key, other in by_distance:
+        # Of another problem a library is no help.
+        known_as = dataclasses.replace(others[other], at_hand=False, unfit=None)
         candidate, _ = fitting(known_as, problem)
-        if candidate is not None:
-            same = apart_in_batch(other, problem)
-            why = f"not tuned; the decisions are those of {other.typed}, the most like it{''.join(passed_over)}"
-            return Choice("nearby", why, other if same else problem, candidate, key, others[other].figures)
+        if candidate is None or not judge.comparable(other, known_as):
+            continue
+        if not judge.takes(other, known_as, away):
+            return None  # the one most like it says that the default will do
+        same = apart_in_batch(other, problem)
+        why = f"not tuned; the decisions are those of {other.typed}, the most like it{''.join(passed_over)}"
+        return Choice("nearby", why, other if same else problem, candidate, key, known_as.figures)
     return None
+
+
+def _as_own(problem: Problem, records: Mapping[str, Known]) -> Mapping[str, Known]:
+    """Records, and those whose decisions are the problem's own (`Problem.as_tuned`) under keys like its own, too.
+
+    What lies in a folder for one of these is no library of the problem.
+    """
+    like = problem.as_tuned()
+    found = dict(records)
+    for key, known in records.items():
+        other = _parsed(key, problem)
+        if other is not None and not apart_in_batch(other, problem) and apart_in_batch(other.as_tuned(), like):
+            own = with_batch(problem, other.batch_extent)
+            if own is not None and own.key not in records:
+                found[own.key] = dataclasses.replace(known, at_hand=False, unfit=None)
+    return found
 
 
 def apart_in_batch(one: Problem, other: Problem) -> bool:
@@ -191,34 +318,42 @@ def with_batch(problem: Problem, extent: int) -> Problem | None:
 
 
 def octaves(problem: Problem, other: Problem, machine: Machine) -> float | None:
-    """`Problem.distance`, on a GPU also between the two dtypes of 16 bits."""
+    """`Problem.distance`, on a GPU also between dtypes."""
     away = problem.distance(other)
-    if away is not None or machine.kind != "cuda" or (twin := twin_of(other)) is None:
+    if away is not None or machine.kind != "cuda":
         return away
-    away = problem.distance(twin)
-    return None if away is None else away + BETWEEN_HALVES
+    mine, theirs = problem.axes.get("dtype"), other.axes.get("dtype")
+    if mine is None or theirs is None or mine == theirs:
+        return None
+    alike = _in_dtype(other, mine)
+    away = None if alike is None else problem.distance(alike)
+    if away is None:
+        return None
+    return away + (BETWEEN_HALVES if {mine, theirs} == set(HALVES) else BETWEEN_WIDTHS)
 
 
 def twin_of(problem: Problem) -> Problem | None:
     """The same problem in the other dtype of 16 bits; None of another dtype."""
     dtype = problem.axes.get("dtype")
-    if dtype not in HALVES:
+    return _in_dtype(problem, HALVES[1 - HALVES.index(dtype)]) if dtype in HALVES else None
+
+
+def _in_dtype(problem: Problem, dtype: str) -> Problem | None:
+    try:
+        return dataclasses.replace(problem, dtype=dtype)  # type: ignore[call-arg]
+    except ProblemError:
         return None
-    return dataclasses.replace(problem, dtype=HALVES[1 - HALVES.index(dtype)])  # type: ignore[call-arg]
-
-
-def _far(problem: Problem, bucket: Choice, evidence: Evidence) -> bool:
-    """Whether the model comes before a record: of a batch much larger, which it knows, and not built."""
-    if bucket.compiled_for.batch_extent <= BUCKET * problem.batch_extent or not evidence.compiles:
-        return False
-    predictor, record = evidence.predictor(), bucket.record or ""
-    return predictor is not None and record in predictor.problems and not evidence.records[record].at_hand
 
 
 def _by_model(
-    problem: Problem, machine: Machine, evidence: Evidence, near: Choice | None, passed_over: list[str]
+    problem: Problem,
+    machine: Machine,
+    evidence: Evidence,
+    near: Choice | None,
+    passed_over: list[str],
+    judge: Judge,
 ) -> Choice | None:
-    """What the model predicts.
+    """What the model predicts: its choice, or the fallback, if it does not expect the choice to be clearly faster.
 
     None without a model, and where the record of `near` says more: of this very problem in the other dtype of 16 bits,
     or one that the model was not trained on, of a problem much like this.
@@ -233,6 +368,12 @@ def _by_model(
     found = predictor.choose(problem, machine)
     if found is None:
         return None
+    if found.candidate != judge.default and not judge.lenient:
+        said, default = predictor.said(problem, machine, (found.candidate, judge.default))
+        if default is None or said is None or default - said <= max(CLEAR, said, math.log(predictor.loss)):
+            why = f"not tuned; a template's default, as the best of {found.ranked} points is not expected to be clearly"
+            why += f" faster by {predictor.provenance}"
+            return fallback(problem, machine, why + "".join(passed_over))
     why = f"not tuned; the best of {found.ranked} points by {predictor.provenance}{''.join(passed_over)}"
     return Choice("predicted", why, found.problem, found.candidate, None, {})
 

@@ -36,11 +36,11 @@ typedef struct Exchange {
 } Exchange;
 
 /* REVISION is `repeat.REVISION`: both change where what Python expects of these functions does. */
-enum { REVISION = 2, MAJOR = 1, ALIGNED = 16, MOST_WORDS = 128 };
+enum { REVISION = 4, MAJOR = 1, ALIGNED = 16, MOST_WORDS = 256, HEADER = 3, FREE_BITS = 31 };
 
 /* ---- what `prepare` was told ------------------------------------------------------------------------------------ */
 
-static PyObject *tensor_type, *is_negated, *empty_like, *count_modes, *forward_ad, *needs_gradient, *level;
+static PyObject *tensor_type, *is_negated, *empty_like, *count_modes, *tracing, *forward_ad, *needs_gradient, *level;
 static const Exchange *exchange;
 
 static int truth(PyObject *value) { /* of a new reference, which is dropped; -1: an error */
@@ -80,11 +80,17 @@ static int plain(PyObject *object, Tensor *found) {
   return not_so < 0 ? -1 : !not_so;
 }
 
-static int unwatched(void) { /* 1: no mode of PyTorch watches calls, and there are no tangents; 0: else; -1: an error */
+/* 1: no mode of PyTorch watches calls, nothing is traced, and there are no tangents; 0: else; -1: an error. */
+static int unwatched(void) {
   PyObject *modes = PyObject_CallFunctionObjArgs(count_modes, NULL);
   if (modes == NULL) return -1;
   long count = PyLong_AsLong(modes);
   Py_DECREF(modes);
+  PyObject *graph = PyObject_CallFunctionObjArgs(tracing, NULL);
+  if (graph == NULL) return -1;
+  int traced = graph != Py_None;
+  Py_DECREF(graph);
+  if (traced) return 0;
   PyObject *depth = PyDict_GetItemWithError(forward_ad, level);
   if (depth == NULL) return PyErr_Occurred() ? -1 : 0;
   int so = count == 0 && PyLong_AsLong(depth) < 0;
@@ -95,16 +101,33 @@ static int unwatched(void) { /* 1: no mode of PyTorch watches calls, and there a
 
 /* Writes what a kernel depends on of a tensor; the words written, or 0 where there is no room. */
 static Py_ssize_t write_facts(const Tensor *tensor, int64_t *words, Py_ssize_t room) {
-  if (room < 3 + tensor->ndim) return 0;
+  if (room < HEADER + tensor->ndim) return 0;
   words[0] = tensor->ndim;
   words[1] = (int64_t)tensor->dtype.code << 32 | tensor->dtype.bits << 16 | tensor->dtype.lanes;
   words[2] = (int64_t)tensor->device.type << 32 | (uint32_t)tensor->device.id;
-  memcpy(words + 3, tensor->shape, sizeof(int64_t) * (size_t)tensor->ndim);
-  return 3 + tensor->ndim;
+  memcpy(words + HEADER, tensor->shape, sizeof(int64_t) * (size_t)tensor->ndim);
+  return HEADER + tensor->ndim;
 }
 
 /* What stands in front of the words of an argument that is no tensor; of a tensor it is the number of dimensions. */
 enum { NONE = -1, NO = -2, YES = -3, INTEGER = -4, NUMBER = -5, TEXT = -6 };
+
+/* Writes what kind of argument of a kernel this is, which is no tensor; 0 where it is of none, or there is no room. */
+static Py_ssize_t write_kind(PyObject *value, int64_t *words, Py_ssize_t room) {
+  int overflow = 0;
+  if (room < 1) return 0;
+  if (value == Py_None) {
+    words[0] = NONE;
+  } else if (PyLong_CheckExact(value)) {
+    words[0] = INTEGER;
+    PyLong_AsLongLongAndOverflow(value, &overflow);
+  } else if (PyFloat_CheckExact(value)) {
+    words[0] = NUMBER;
+  } else {
+    return 0;
+  }
+  return overflow ? 0 : 1;
+}
 
 /* Writes an argument that is no tensor; the words written, or 0 where it is of no known type or there is no room. */
 static Py_ssize_t write_value(PyObject *value, int64_t *words, Py_ssize_t room) {
@@ -140,37 +163,42 @@ static Py_ssize_t write_value(PyObject *value, int64_t *words, Py_ssize_t room) 
   return 0;
 }
 
-/* Of a tuple of arguments; -1: a tensor is not plain, another one of no known type, or an error. */
-static Py_ssize_t write_all(PyObject *given, int64_t *words) {
+typedef Py_ssize_t (*Writer)(PyObject *value, int64_t *words, Py_ssize_t room);
+
+/* The facts of a tuple's tensors, and of its other items what `written` tells; bytes, or NULL, with or without an error:
+ * a tensor is not plain, or another item is of no known type. Extents of a tensor whose bit of `free` is set are left
+ * out. */
+static PyObject *facts_of(PyObject *given, Writer written, unsigned long free) {
+  int64_t words[MOST_WORDS];
   Py_ssize_t used = 0;
   for (Py_ssize_t i = 0, n = PyTuple_Size(given); i < n; ++i) {
     PyObject *one = PyTuple_GetItem(given, i);
     Tensor tensor;
     Py_ssize_t more = 0, room = MOST_WORDS - used;
     if ((PyObject *)Py_TYPE(one) != tensor_type) {
-      more = write_value(one, words + used, room);
+      more = written(one, words + used, room);
     } else if (plain(one, &tensor) == 1) {
       more = write_facts(&tensor, words + used, room);
+      if (more != 0 && i < FREE_BITS && free >> i & 1) more = HEADER;
     }
-    if (more == 0) return -1;
+    if (more == 0) return NULL;
     used += more;
   }
-  return used;
+  return PyBytes_FromStringAndSize((const char *)words, used * (Py_ssize_t)sizeof(int64_t));
 }
 
-static PyObject *facts_of(PyObject *given) { /* bytes, or NULL, with or without an error */
-  int64_t words[MOST_WORDS];
-  Py_ssize_t used = write_all(given, words);
-  return used < 0 ? NULL : PyBytes_FromStringAndSize((const char *)words, used * (Py_ssize_t)sizeof(int64_t));
-}
-
-/* What was put down for such a call, a new reference, or NULL, with or without an error. */
-static PyObject *found_for(PyObject *launchers, PyObject *what, PyObject *given) {
+static PyObject *key_for(PyObject *what, PyObject *given, Writer written, unsigned long free) { /* NULL with or without an error */
   if (exchange == NULL || unwatched() != 1) return NULL;
-  PyObject *facts = facts_of(given);
+  PyObject *facts = facts_of(given, written, free);
   if (facts == NULL) return NULL;
   PyObject *key = PyTuple_Pack(2, what, facts);
   Py_DECREF(facts);
+  return key;
+}
+
+/* What was kept for such arguments, a new reference, or NULL, with or without an error. */
+static PyObject *found_for(PyObject *launchers, PyObject *what, PyObject *given, Writer written, unsigned long free) {
+  PyObject *key = key_for(what, given, written, free);
   if (key == NULL) return NULL;
   PyObject *found = PyDict_GetItemWithError(launchers, key);
   Py_XINCREF(found);
@@ -180,21 +208,35 @@ static PyObject *found_for(PyObject *launchers, PyObject *what, PyObject *given)
 
 /* ---- outputs ---------------------------------------------------------------------------------------------------- */
 
-/* 1: each of `outputs` has the facts that are wanted, and shares no memory with an argument; 0: not, or not known. */
-static int fit(PyObject *outputs, PyObject *wanted, PyObject *before) {
-  int64_t words[MOST_WORDS];
-  Py_ssize_t used = write_all(outputs, words), size;
-  char *known;
-  if (used < 0 || PyBytes_AsStringAndSize(wanted, &known, &size) < 0) return 0;
-  if (size != used * (Py_ssize_t)sizeof(int64_t) || memcmp(words, known, (size_t)size) != 0) return 0;
-  for (Py_ssize_t i = 0, n = PyTuple_Size(outputs); i < n; ++i) {
-    Tensor out, in;
-    if (!looked_at(PyTuple_GetItem(outputs, i), &out)) return 0;
-    for (Py_ssize_t j = 0, m = PyTuple_Size(before); j < m; ++j) {
-      PyObject *argument = PyTuple_GetItem(before, j);
-      if (PyLong_Check(argument) || PyFloat_Check(argument)) continue;
-      if (!looked_at(argument, &in)) return 0;
-      if (address(&out) < address(&in) + bytes_of(&in) && address(&in) < address(&out) + bytes_of(&out)) return 0;
+static int overlap(const Tensor *one, const Tensor *other) {
+  return address(one) < address(other) + bytes_of(other) && address(other) < address(one) + bytes_of(one);
+}
+
+/* Whether two tensors have the same facts; those of a prototype are those of the outputs that are made like it. */
+static int alike(const Tensor *one, const Tensor *other) {
+  int64_t first[MOST_WORDS], second[MOST_WORDS];
+  Py_ssize_t used = write_facts(one, first, MOST_WORDS);
+  return used != 0 && used == write_facts(other, second, MOST_WORDS) &&
+         memcmp(first, second, (size_t)used * sizeof(int64_t)) == 0;
+}
+
+/* 1: each of `outputs` is like its prototype, and shares no memory with an argument or another output; 0: not; -1: an
+ * error. */
+static int fit(PyObject *outputs, PyObject *likes, PyObject *arguments) {
+  Py_ssize_t count = PyTuple_Size(outputs);
+  if (count != PyTuple_Size(likes)) return 0;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    Tensor out, other;
+    int so = plain(PyTuple_GetItem(outputs, i), &out);
+    if (so != 1) return so;
+    if (!looked_at(PyTuple_GetItem(likes, i), &other) || !alike(&out, &other)) return 0;
+    for (Py_ssize_t j = 0; j < i; ++j) {
+      if (!looked_at(PyTuple_GetItem(outputs, j), &other) || overlap(&out, &other)) return 0;
+    }
+    for (Py_ssize_t j = 0, m = PyTuple_Size(arguments); j < m; ++j) {
+      PyObject *argument = PyTuple_GetItem(arguments, j);
+      if (argument == Py_None || PyLong_Check(argument) || PyFloat_Check(argument)) continue;
+      if (!looked_at(argument, &other) || overlap(&out, &other)) return 0;
     }
   }
   return 1;
@@ -208,6 +250,19 @@ static PyObject *made(PyObject *likes) {
     if (one == NULL || PyTuple_SetItem(outputs, i, one) < 0) Py_CLEAR(outputs);
   }
   return outputs;
+}
+
+/* The arguments that are there, and the outputs. */
+static PyObject *joined(PyObject *arguments, PyObject *outputs) {
+  Py_ssize_t given = PyTuple_Size(arguments), made_ones = PyTuple_Size(outputs), present = 0, next = 0;
+  for (Py_ssize_t i = 0; i < given; ++i) present += PyTuple_GetItem(arguments, i) != Py_None;
+  PyObject *all = PyTuple_New(present + made_ones);
+  for (Py_ssize_t i = 0; all != NULL && i < given + made_ones; ++i) {
+    PyObject *one = i < given ? PyTuple_GetItem(arguments, i) : PyTuple_GetItem(outputs, i - given);
+    if (i < given && one == Py_None) continue;
+    if (PyTuple_SetItem(all, next++, Py_NewRef(one)) < 0) Py_CLEAR(all);
+  }
+  return all;
 }
 
 /* Calls a kernel by a recipe: its arguments, those of the operator's call in the places of None, and new outputs. */
@@ -252,12 +307,12 @@ static int count_is(Py_ssize_t given, Py_ssize_t wanted) {
 
 static PyObject *prepare(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
   (void)self;
-  if (!count_is(nargs, 6)) return NULL;
+  if (!count_is(nargs, 7)) return NULL;
   static const char *const name = "dlpack_exchange_api";
-  const Exchange *table = PyCapsule_IsValid(args[5], name) ? PyCapsule_GetPointer(args[5], name) : NULL;
+  const Exchange *table = PyCapsule_IsValid(args[6], name) ? PyCapsule_GetPointer(args[6], name) : NULL;
   while (table != NULL && table->version.major != MAJOR) table = table->before;
   if (table == NULL || table->tensor_from_object == NULL) return Py_NewRef(Py_False);
-  PyObject **kept[] = {&tensor_type, &is_negated, &empty_like, &count_modes, &forward_ad};
+  PyObject **kept[] = {&tensor_type, &is_negated, &empty_like, &count_modes, &tracing, &forward_ad};
   for (size_t i = 0; i < sizeof kept / sizeof *kept; ++i) *kept[i] = Py_NewRef(args[i]);
   exchange = table;
   return Py_NewRef(Py_True);
@@ -271,46 +326,61 @@ static PyObject *is_plain(PyObject *self, PyObject *tensor) {
   return so < 0 ? NULL : PyBool_FromLong(so);
 }
 
+/* The mask that follows `wanted` arguments, or 0 where it is left out; -1: an error. */
+static long free_behind(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t wanted) {
+  if (nargs == wanted + 1) return PyLong_AsLong(args[wanted]);
+  return count_is(nargs, wanted) ? 0 : -1;
+}
+
+static PyObject *key(PyObject *const *args, Py_ssize_t nargs, Writer written) {
+  long free = free_behind(args, nargs, 2);
+  if (free < 0) return NULL;
+  PyObject *found = key_for(args[0], args[1], written, (unsigned long)free);
+  return found == NULL ? none_unless_error() : found;
+}
+
 static PyObject *key_of(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
   (void)self;
-  if (!count_is(nargs, 2)) return NULL;
-  PyObject *facts = exchange != NULL && unwatched() == 1 ? facts_of(args[1]) : NULL;
-  if (facts == NULL) return none_unless_error();
-  PyObject *key = PyTuple_Pack(2, args[0], facts);
-  Py_DECREF(facts);
-  return key;
+  return key(args, nargs, write_value);
+}
+
+static PyObject *kinds_of(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+  (void)self;
+  return key(args, nargs, write_kind);
 }
 
 static PyObject *repeated(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
   (void)self;
-  if (!count_is(nargs, 3)) return NULL;
-  PyObject *found = found_for(args[0], args[1], args[2]);
+  long free = free_behind(args, nargs, 3);
+  if (free < 0) return NULL;
+  PyObject *found = found_for(args[0], args[1], args[2], write_kind, (unsigned long)free);
   return found == NULL ? none_unless_error() : found;
 }
 
 static PyObject *again(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
   (void)self;
-  if (!count_is(nargs, 5)) return NULL;
-  PyObject *before = args[3], *out = args[4];
-  PyObject *found = found_for(args[0], args[1], args[2]);
+  long free = free_behind(args, nargs, 4);
+  if (free < 0) return NULL;
+  PyObject *arguments = args[2], *out = args[3];
+  PyObject *found = found_for(args[0], args[1], arguments, write_kind, (unsigned long)free);
   if (found == NULL) return none_unless_error();
-  PyObject *function, *likes, *facts, *outputs = NULL, *result = NULL;
+  PyObject *function, *likes, *outputs = NULL, *result = NULL;
   int single;
-  if (!PyArg_ParseTuple(found, "OOOp", &function, &likes, &facts, &single)) goto done;
+  if (!PyArg_ParseTuple(found, "OOp", &function, &likes, &single)) goto done;
   if (out == Py_None) {
     outputs = made(likes);
     if (outputs == NULL) goto done;
   } else {
     outputs = single ? PyTuple_Pack(1, out) : PyTuple_CheckExact(out) ? Py_NewRef(out) : NULL;
-    if (outputs == NULL || !fit(outputs, facts, before)) {
+    if (outputs == NULL || fit(outputs, likes, arguments) != 1) {
       result = none_unless_error();
       goto done;
     }
   }
-  PyObject *arguments = PySequence_Concat(before, outputs);
-  if (arguments == NULL) goto done;
-  PyObject *nothing = PyObject_Call(function, arguments, NULL);
-  Py_DECREF(arguments);
+  PyObject *all = joined(arguments, outputs);
+  if (all == NULL) goto done;
+  PyObject *nothing = PyObject_Call(function, all, NULL);
+  Py_DECREF(all);
   if (nothing == NULL) goto done;
   Py_DECREF(nothing);
   result = Py_NewRef(out != Py_None ? out : single ? PyTuple_GetItem(outputs, 0) : outputs);
@@ -326,7 +396,7 @@ static PyObject *recalled(PyObject *self, PyObject *const *args, Py_ssize_t narg
   PyObject *known = PyDict_GetItemWithError(args[0], args[1]);
   if (known == NULL) return none_unless_error();
   Py_INCREF(known);
-  PyObject *found = found_for(known, Py_None, args[2]);
+  PyObject *found = found_for(known, Py_None, args[2], write_value, 0);
   Py_DECREF(known);
   if (found == NULL) return none_unless_error();
   PyObject *result = by_recipe(found, args[2]);
@@ -339,6 +409,7 @@ static PyMethodDef methods[] = {
     {"is_plain", is_plain, METH_O, NULL},
     {"recalled", (PyCFunction)(void (*)(void))recalled, METH_FASTCALL, NULL},
     {"key_of", (PyCFunction)(void (*)(void))key_of, METH_FASTCALL, NULL},
+    {"kinds_of", (PyCFunction)(void (*)(void))kinds_of, METH_FASTCALL, NULL},
     {"repeated", (PyCFunction)(void (*)(void))repeated, METH_FASTCALL, NULL},
     {"again", (PyCFunction)(void (*)(void))again, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},

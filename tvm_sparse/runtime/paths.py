@@ -29,6 +29,11 @@ def user_cache() -> Path:
     return Path(platformdirs.user_cache_dir("tvm_sparse", appauthor=False)) / "kernels"
 
 
+def user_quickstart() -> Path:
+    """What the quickstart has tuned and exported for this user; no call reads it unless it is told to."""
+    return user_cache().parent / "quickstart"
+
+
 def user_keys() -> Path:
     """The file of public keys whose signed folders this user loads; the variable TVM_SPARSE_TRUSTED_KEYS names it."""
     import platformdirs

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..artifacts import manifest, runtime_libraries, signing
+from ..artifacts.compile import CompileError
 from ..artifacts.manifest import Entry, ManifestError
 from ..core import registry, spaces
 from ..core.candidate import Candidate
@@ -16,11 +18,22 @@ from ..core.machine import Machine, nearest_arch
 from ..core.problem import Problem
 from ..core.registry import parse
 from ..records.queries import best_records, predictor, recorded_archs
-from ..runtime.lookup import Evidence, Known, choose, same_program
+from ..runtime.lookup import Evidence, Known, choose, known_of, same_program
 from ..workers.building import build
 
 # A problem, the decisions it is compiled with, how these were come by, and what was measured of them.
 Job = tuple[Problem, Candidate, str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A kernel that does not compile, why, and the decisions that are built instead if there are such."""
+
+    problem: Problem
+    candidate: Candidate
+    chosen: str  # as in `manifest.Entry`
+    why: str
+    instead: Candidate | None = None
 
 
 def export(
@@ -32,6 +45,7 @@ def export(
     problems: Sequence[Problem] | None = None,
     builders: int = 1,
     show: Callable[[Entry], None] = lambda entry: None,
+    skip: Callable[[LeftOut], None] | None = None,
     key: Any = None,
 ) -> list[Entry]:
     """Compile every best record of the machine's architecture in the logs under `roots` into `folder`.
@@ -40,16 +54,24 @@ def export(
     architecture or the fallback. Beside a cooperative kernel goes the one that takes its place where a GPU has no room
     for it.
 
-    A folder that is exported into again gets a new manifest; libraries that it no longer names are removed. TVM's
-    runtime libraries, which the kernels call, lie beside them: no compiler has to be installed where they are used.
+    A folder that is exported into again gets a new manifest, the last of its files; libraries that it no longer names
+    are removed. Files are replaced, never written over: who uses the folder keeps what it has loaded. TVM's runtime
+    libraries, which the kernels call, lie beside them: no compiler has to be installed where they are used.
+
     With a private `key` (`artifacts.signing`) the folder is signed; a signature of what was there before goes.
+
+    Parameters
+    ----------
+    skip
+        Called with each kernel that does not compile. One whose decisions are not a record of its problem on this
+        architecture is built with a template's default instead; others are left out.
 
     Raises
     ------
     LookupError
         If there is no such record, and no problem is given.
     CompileError
-        See `build`.
+        Without `skip` for the first kernel that does not compile; with it if none does. The folder stays as it was.
     """
     jobs = planned(machine, roots, problems, only)
     if not jobs:
@@ -60,15 +82,60 @@ def export(
             f" (tvm-sparse tune ... --target {machine.arch}), or name the problems whose untuned kernels are wanted"
             " (--shapes FILE)" + (f". There are records for {', '.join(others)}" if others else "")
         )
-    entries = build(jobs, machine, folder, builders=builders, show=show)
+    entries = built(jobs, machine, folder, builders, show, skip)
     before = held(folder)
+    runtime_libraries.carry(folder, machine.kind)
     (folder / signing.NAME).unlink(missing_ok=True)
     manifest.write(folder, entries)
     remove_stale(folder, entries, before)
-    runtime_libraries.carry(folder, machine.kind)
     if key is not None:
         signing.sign(folder, key)
     return entries
+
+
+def built(
+    jobs: Sequence[Job],
+    machine: Machine,
+    folder: Path,
+    builders: int,
+    show: Callable[[Entry], None],
+    skip: Callable[[LeftOut], None] | None,
+) -> list[Entry]:
+    """The libraries of jobs, as `export` says. Raises `CompileError` if there is none at all."""
+    if skip is None:
+        return build(jobs, machine, folder, builders=builders, show=show)
+    failed: list[tuple[Job, str]] = []
+    entries = build(
+        jobs, machine, folder, builders=builders, show=show, skip=lambda number, why: failed.append((jobs[number], why))
+    )
+    there = {(entry.problem, entry.candidate) for entry in entries}
+    again: list[Job] = []
+    for (problem, candidate, chosen, _), why in failed:
+        instead = default_instead(problem, candidate, chosen, machine)
+        skip(LeftOut(problem, candidate, chosen, why, instead))
+        if instead is not None and (problem.key, instead) not in there:
+            there.add((problem.key, instead))
+            again.append((problem, instead, "fallback", {}))
+    if again:
+
+        def unable(number: int, why: str) -> None:
+            problem, candidate, chosen, _ = again[number]
+            skip(LeftOut(problem, candidate, chosen, why))
+
+        entries += build(again, machine, folder, builders=builders, show=show, skip=unable)
+    if not entries:
+        (problem, candidate, *_), why = failed[0]
+        raise CompileError(
+            f"none of {len(jobs)} kernels compiles for {machine.arch}; {problem} with {candidate}: {why}"
+        )
+    return entries
+
+
+def default_instead(problem: Problem, candidate: Candidate, chosen: str, machine: Machine) -> Candidate | None:
+    """What is built where decisions that are no record of the problem do not compile: a template's default; or None."""
+    if chosen in ("exact", "fallback") or (default := spaces.fallback(problem, machine)) == candidate:
+        return None
+    return default
 
 
 def held(folder: Path) -> set[str]:
@@ -105,6 +172,7 @@ def planned(
                 jobs.append((problem, spaces.built_here(best.candidate, problem, machine), "exact", figures))
     else:
         evidence: dict[str, Evidence] = {}
+        found: list[Job] = []
         for problem in map(Problem.as_called, filter(only, problems)):
             if problem.operator not in evidence:
                 evidence[problem.operator] = _evidence(problem.operator, machine, roots, recorded)
@@ -112,8 +180,11 @@ def planned(
             # Of another batch, but by a record of that very problem.
             own = choice.how != "borrowed" and choice.record == choice.compiled_for.key
             how = "exact" if own else choice.how
-            if not any(choice.candidate == one[1] and same_program(one[0].key, choice.compiled_for) for one in jobs):
-                jobs.append((choice.compiled_for, choice.candidate, how, choice.figures))
+            found.append((choice.compiled_for, choice.candidate, how, choice.figures))
+        # Of several that run one program the manifest names the one that has a record.
+        for job in sorted(found, key=lambda job: job[2] != "exact"):
+            if not any(job[1] == one[1] and same_program(one[0].key, job[0]) for one in jobs):
+                jobs.append(job)
     beside = {
         problem: spaces.fallback(problem, machine, cooperative=False)
         for problem, candidate, _, _ in jobs
@@ -124,11 +195,7 @@ def planned(
 
 def _evidence(operator: str, machine: Machine, roots: Sequence[Path], recorded: Mapping[str, Any]) -> Evidence:
     def known(records: Mapping[str, Any]) -> dict[str, Known]:
-        return {
-            key: Known(best.candidate, figures)
-            for key, (best, figures) in records.items()
-            if key.partition("/")[0] == operator
-        }
+        return known_of({key: found for key, found in records.items() if key.partition("/")[0] == operator})
 
     if own := known(recorded):
         return Evidence(own, predictor=lambda: predictor(roots, machine.arch, operator))

@@ -29,6 +29,7 @@ from ..core.registry import parse
 
 NAME = "tvm-sparse"
 METADATA = "metadata.json"
+_MODULE = "__init__.py"
 
 _INIT = '''"""Kernels of tvm_sparse built ahead for {archs}."""
 
@@ -72,11 +73,11 @@ def arrange(folders: Sequence[Path], output: Path, version: int = 1, key: Any = 
             if not (target / entry.library).exists():
                 shutil.copyfile(folder / entry.library, target / entry.library)
         entries = [entry for _, entry in kernels]
-        manifest.write(target, entries)
         runtime_libraries.carry(target, kind)
-        (target / "__init__.py").write_text(_init(entries))
+        manifest.write(target, entries)
+        (target / _MODULE).write_text(_init(entries))
         if key is not None:
-            signing.sign(target, key)
+            signing.sign(target, key, also=[_MODULE])
         (target / METADATA).write_text(json.dumps(_metadata(target, kind, entries, version), indent=2) + "\n")
         written.append(target)
     return written

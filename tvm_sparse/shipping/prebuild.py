@@ -16,7 +16,7 @@ from typing import Any
 from ..artifacts import manifest, runtime_libraries
 from ..artifacts.compile import CompileError
 from ..artifacts.manifest import Entry, digest
-from ..core import registry, spaces
+from ..core import registry
 from ..core.candidate import Candidate
 from ..core.machine import Machine, nearest_arch, resolve
 from ..core.problem import Problem
@@ -24,7 +24,7 @@ from ..core.registry import parse
 from ..records.queries import best_records, recorded_archs
 from ..workers.building import BUILD_TIMEOUT, BUILD_WORKER, bundle_name, bundle_request, described
 from ..workers.processes import Pool, Reply
-from .export import Job, held, planned, remove_stale
+from .export import Job, default_instead, held, planned, remove_stale
 
 # Kernels a library: a first call reads and hashes all of its library (3 MB of machine code, 10 ms), and each library is
 # built by one process.
@@ -42,7 +42,8 @@ class Built:
     entries
         One a kernel; `chosen` says how the decisions were come by.
     dropped
-        Decisions that did not compile, and why: a template's default is there in their place.
+        Decisions that did not compile, and why. A template's default is there in their place, unless it is the default,
+        or a record of the problem on this architecture, that does not compile.
     """
 
     machine: Machine
@@ -106,7 +107,7 @@ def prebuild(
     LookupError
         If there is nothing to build for an architecture.
     CompileError
-        If decisions that were tuned for the architecture itself, or a template's default, do not compile.
+        If nothing compiles for an architecture.
     """
     waiting: list[tuple[_State, list[Job]]] = []
     states = []
@@ -179,17 +180,19 @@ def _take(state: _State, chunk: Sequence[Job], reply: Reply) -> None:
         if not isinstance(result, str):
             state.entries.append(described(problem, candidate, state.machine, chosen, result, figures, sha256))
             continue
-        default = spaces.fallback(problem, state.machine)
-        if chosen in ("exact", "fallback") or default == candidate:
-            raise CompileError(f"{problem} with {candidate} for {state.machine.arch}: {result}")
         state.dropped.append(f"{problem.typed}: {candidate}: {result}")
-        state.again.append((problem, default, "fallback", {}))
+        if (instead := default_instead(problem, candidate, chosen, state.machine)) is not None:
+            state.again.append((problem, instead, "fallback", {}))
 
 
 def _finish(state: _State) -> Built:
+    if not state.entries:
+        raise CompileError(
+            f"none of {len(state.dropped)} kernels compiles for {state.machine.arch}: {state.dropped[0]}"
+        )
     entries = sorted(state.entries, key=lambda entry: (entry.problem, entry.chosen))
     before = held(state.folder)
+    runtime_libraries.carry(state.folder, state.machine.kind)
     manifest.write(state.folder, entries)
     remove_stale(state.folder, entries, before)
-    runtime_libraries.carry(state.folder, state.machine.kind)
     return Built(state.machine, state.folder, tuple(entries), tuple(state.dropped))

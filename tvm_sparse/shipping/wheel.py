@@ -79,7 +79,7 @@ def pack(folders: Sequence[Path], output: Path, name: str | None = None) -> Path
 def _files(folder: Path) -> list[Path]:
     """The manifest, what it names, and the runtime libraries: nothing else that may lie in the folder."""
     named = {entry.library for entry in manifest.read(folder)}
-    runtime = sorted(path for path in (folder / runtime_libraries.FOLDER).glob("*") if path.is_file())
+    runtime = [folder / runtime_libraries.FOLDER / name for name in sorted(manifest.runtime(folder))]
     return [folder / manifest.NAME, *(folder / library for library in sorted(named)), *runtime]
 
 

@@ -32,6 +32,7 @@ from ..core.machine import Machine, UnknownArch
 from ..workers.building import BUILD_WORKER
 from ..workers.processes import Pool, Reply, StartError, few_threads, pin
 from .measuring import Lost, Measurer, device_state
+from .replies import NotBelieved, check_measured
 
 logger = logging.getLogger("tvm_sparse")
 
@@ -359,9 +360,10 @@ class Fleet:
             nonlocal left
             began = time.monotonic()
             try:
-                return measurer.measure(job.problem, {**job.library, "steps": steps}, left, self._is_closed)
+                reply = measurer.measure(job.problem, {**job.library, "steps": steps}, left, self._is_closed)
             finally:
                 left = max(LEAST_SECONDS, left - (time.monotonic() - began))
+            return _believed(_unchanged(reply), steps, job.timeout)
 
         measurer.prepare(job.problem, self._is_closed)
         before = [step for step in job.library["steps"] if step not in (TIME, RECHECK)]
@@ -472,6 +474,26 @@ class Fleet:
         self._changed.notify_all()
 
 
+def _unchanged(reply: Reply) -> Reply:
+    """A step's reply; an error if the library left its process changed, which was ended for it.
+
+    The steps that follow need what that process held, and a time that was measured in it counts for nothing.
+    """
+    if not (reply.ok and reply.changed):
+        return reply
+    what = ", ".join(reply.changed)
+    return Reply("error", message=f"calling the library changed its process: {what}", changed=reply.changed)
+
+
+def _believed(reply: Reply, steps: Sequence[str], timeout: float) -> Reply:
+    """A reply whose times a clock can have shown; else an error of the library that the process had called."""
+    try:
+        check_measured(reply, steps, timeout)
+    except NotBelieved as error:
+        return Reply("error", message=f"the process that measured is not believed: {error}")
+    return reply
+
+
 def of_one_model(found: Iterable[Machine], model: str | None = None) -> set[Machine]:
     """The machines whose names have `model` in them.
 
@@ -542,6 +564,11 @@ def local(machine: Machine, builders: int, *, gpus: Sequence[int] = (0,), worker
             for number, part in enumerate(parts)
         ]
     )
+
+
+def imagined(machine: Machine) -> Fleet:
+    """A device of a machine that need not be here: plans are made for it, and nothing runs."""
+    return Fleet([Device(machine.name, machine, [], Pool(1, BUILD_WORKER, name="build"))])
 
 
 def threads_of_seat(seats: int) -> int:

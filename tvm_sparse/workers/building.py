@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..artifacts import manifest
-from ..artifacts.compile import UNFINISHED, CompileError
+from ..artifacts.compile import CompileError
 from ..artifacts.manifest import Entry, digest
+from ..core import scratch
 from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem
@@ -128,16 +129,22 @@ def build(
     builders: int = 1,
     show: Callable[[Entry], None] = lambda entry: None,
     using: Pool | None = None,
+    skip: Callable[[int, str], None] | None = None,
 ) -> list[Entry]:
     """Compile (problem, candidate, chosen, figures) jobs into `folder` and describe the libraries.
 
     Compilation happens in child processes, `builders` of its own or those of `using`: the caller's process imports no
     compiler and survives its crashes.
 
+    Parameters
+    ----------
+    skip
+        Called with the number of a job that does not compile, and why: it has no library, and the others go on.
+
     Raises
     ------
     CompileError
-        Naming the first problem that did not compile; nothing is written into a manifest then.
+        Without `skip`: naming the first problem that did not compile; nothing is written into a manifest then.
     """
     entries = []
     requests = [
@@ -146,9 +153,11 @@ def build(
     ]
     with _no_parts_left(folder), contextlib.ExitStack() as stack:
         pool = using or stack.enter_context(Pool(builders, BUILD_WORKER, name="build"))
-        for (problem, candidate, chosen, figures), reply in zip(
-            jobs, pool.map(requests, timeout=BUILD_TIMEOUT), strict=True
-        ):
+        for number, reply in enumerate(pool.map(requests, timeout=BUILD_TIMEOUT)):
+            problem, candidate, chosen, figures = jobs[number]
+            if not reply.ok and skip is not None:
+                skip(number, reply.message)
+                continue
             if not reply.ok:
                 raise CompileError(f"{problem} with {candidate}: {reply.message}")
             entry = described(problem, candidate, machine, chosen, reply.value, figures)
@@ -160,23 +169,26 @@ def build(
 @contextlib.contextmanager
 def _no_parts_left(folder: Path) -> Iterator[None]:
     """Where the block fails, remove what its workers had begun to write: one that was ended could not do so itself."""
-    before = set(folder.glob(f"{UNFINISHED}*"))
     try:
         yield
     except BaseException:
-        for path in set(folder.glob(f"{UNFINISHED}*")) - before:
-            path.unlink(missing_ok=True)
+        scratch.sweep(folder)
         raise
 
 
 class Kept:
-    """One build worker that stays for a while after a request: the next one finds the compiler imported.
+    """One worker that stays for a while after a request: the next one finds what it needs imported.
 
     Thread-safe. The worker ends `seconds` after its last request, and with this process.
+
+    Parameters
+    ----------
+    argv, name
+        As in `Pool`; by default a build worker.
     """
 
-    def __init__(self, seconds: float = KEEP_SECONDS) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float = KEEP_SECONDS, argv: Sequence[str] = BUILD_WORKER, name: str = "build") -> None:
+        self._seconds, self._argv, self._name = seconds, argv, name
         self._pool: Pool | None = None
         self._timer: threading.Timer | None = None
         self._lock = threading.RLock()
@@ -192,7 +204,7 @@ class Kept:
                 os.register_at_fork(after_in_child=self._forget)
                 self._watches_forks = True
             if self._pool is None:
-                self._pool = Pool(1, BUILD_WORKER, name="build")
+                self._pool = Pool(1, self._argv, name=self._name)
             try:
                 yield self._pool
             except BaseException:

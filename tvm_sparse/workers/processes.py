@@ -2,8 +2,8 @@
 
 A `Worker` is a child that answers requests one at a time; a `Pool` is several of them. Whatever
 the child does, the parent gets a `Reply` in time: it keeps the deadline itself, and ends the
-child's whole process group with SIGKILL, so a child that is stopped, holds the GIL or waits for a
-kernel that never ends is no exception. The child side is one call, `serving.serve`::
+child and all processes that it has started with SIGKILL, so a child that is stopped, holds the GIL
+or waits for a kernel that never ends is no exception. The child side is one call, `serving.serve`::
 
     # build_child.py
     def handle(request: dict) -> object: ...
@@ -264,7 +264,7 @@ class Worker:
         return reply
 
     def close(self) -> None:
-        """Kill the child's process group and wait for the child. May be called again."""
+        """Kill the child and all processes that it has started, and wait for it. May be called again."""
         self._job = None
         child, self._child = self._child, None
         if child is not None:
@@ -272,7 +272,6 @@ class Worker:
             os.close(child.requests)
             os.close(child.replies)
             child.output.close()
-            child.scratch.close()
 
     def _submit(self, request: Mapping[str, Any], timeout: float) -> None:
         if self._job is not None:
@@ -576,6 +575,7 @@ def _spawn(argv: Sequence[str], env: Mapping[str, str], name: str, timeout: floa
     finally:
         os.close(request_reader)
         os.close(reply_writer)
+    scratch.lend(process.pid)
     os.set_blocking(request_writer, False)
     os.set_blocking(reply_reader, False)
     return _Child(process, request_writer, reply_reader, output, scratch, time.monotonic() + timeout)
@@ -655,7 +655,8 @@ def _memory() -> int:
 
 
 def _kill(child: _Child) -> None:
-    """End the child and everything in its group, and reap it."""
+    """End the child and all that it has started, whatever group or session that has, and reap it."""
+    child.scratch.close()
     try:
         os.killpg(child.process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):  # macOS refuses where only a zombie is left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import io
@@ -21,7 +22,14 @@ VARIABLE = "TVM_SPARSE_WORKER"
 TAIL = 2000
 """Characters of output or traceback that go into a message."""
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+_SIGNALS = sum(1 << (number - 1) for number in signal.valid_signals())
+"""The signals that programs may handle, as bits of `/proc/self/status`.
+
+The C library keeps others for itself (glibc: 32 and 33) and takes them when a process starts its first thread or
+cancels one, whichever library does so: with OMP_NUM_THREADS=1 that is the first kernel, else NumPy's import.
+"""
 
 
 def serve(
@@ -36,7 +44,7 @@ def serve(
     What `handle` returns has to be JSON. What it raises becomes an error with the type, the message
     and the tail of the traceback; an exception with a true attribute ``fatal`` (a CUDA error that
     sticks to the context, say) makes the parent replace this process. So does a request that is `watched`, and that
-    leaves the process in another state than it found it in: an alarm, signals, the rounding of numbers.
+    leaves the process in another state than it found it in: an alarm, signals, the rounding of numbers, a child.
     """
     requests, replies = _attach()
     faulthandler.enable()  # a segfault leaves the Python stack in the output
@@ -70,7 +78,7 @@ def _state() -> dict[str, Any]:
     """What a request may leave behind in this process that others would meet."""
     timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
     smallest = sys.float_info.min
-    found = {
+    found: dict[str, Any] = {
         "its alarms": [signal.getitimer(which)[0] > 0 for which in timers],
         "its folder": os.getcwd(),
         "its limits": [resource.getrlimit(which) for which in (resource.RLIMIT_AS, resource.RLIMIT_CPU)],
@@ -79,11 +87,22 @@ def _state() -> dict[str, Any]:
     names = {"SigBlk": "signals blocked", "SigIgn": "signals ignored", "SigCgt": "signals caught", "Umask": "its umask"}
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
-            if what := names.get(line.partition(":")[0]):
-                found[what] = line
+            name, _, value = line.partition(":")
+            if what := names.get(name):
+                found[what] = value if name == "Umask" else int(value, 16) & _SIGNALS
         found["its timers"] = Path("/proc/self/timers").read_text()
     except OSError:  # not everywhere
         pass
+    found["its processes"] = _children()
+    return found
+
+
+def _children() -> set[str]:
+    """The processes that run as children of this one, whichever of its threads has started them."""
+    found: set[str] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found.update(path.read_text().split())
     return found
 
 
@@ -100,6 +119,8 @@ def _attach() -> tuple[int, int]:
         # Reading the end of the pipe is not enough: it waits for the handler, which may not return.
         # Where a sandbox forbids this call, it is what remains.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        # What is started here stays a descendant of this process, whoever started it has ended: with it, it is ended.
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if os.getppid() != parent:  # it died before the prctl
         sys.exit("the process that started this worker is gone, or is not its direct parent")
     return requests, replies

@@ -19,9 +19,7 @@ from ...lsh.extents import (
     Room,
 )
 
-# Of thread blocks. More than 8 are not portable: compute capability 12.0 has none.
-CLUSTERS = (1, 2, 4, 8, 16)
-PORTABLE, ONLY_PORTABLE = 8, 120
+CLUSTERS = (1, 2, 4, 8, 16)  # of thread blocks
 PACKS = (1, 2, 3, 4)  # rows that a thread block hashes together
 COPIES = (1, 8, 16)  # of a row in shared memory: all lanes share one, or four or two
 USUAL_LANES = 16  # for buckets of some ten words
@@ -92,17 +90,13 @@ def space(problem: LshCandidates, machine: Machine) -> Table:
     default(problem, machine)
     return {
         "threads": THREADS,
-        "cluster": _clusters(machine),
+        "cluster": machine.clusters(CLUSTERS),
         "bucket_lanes": BUCKET_LANES,
         "loads": LOADS,
         "pack": PACKS,
         "copies": COPIES,
         "overlap": (0, 1, 2),
     }
-
-
-def _clusters(machine: Machine) -> tuple[int, ...]:
-    return tuple(n for n in CLUSTERS if n <= PORTABLE or machine.capability < ONLY_PORTABLE)
 
 
 def allowed(problem: LshCandidates, machine: Machine, decisions: Decisions) -> str | None:
@@ -122,7 +116,7 @@ def default(problem: LshCandidates, machine: Machine) -> Decisions:
 
     Raises `NotApplicable` if the counts of all words do not fit a thread block's shared memory.
     """
-    threads, lanes, clusters = THREADS[-1], USUAL_LANES, _clusters(machine)
+    threads, lanes, clusters = THREADS[-1], USUAL_LANES, machine.clusters(CLUSTERS)
     point = {
         "threads": threads,
         "cluster": next((n for n in clusters if n >= problem.beam), clusters[-1]),

@@ -13,6 +13,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import ceildiv
 
 from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
@@ -144,7 +145,7 @@ def load_guessed_entries(e: Extents) -> Phase:
 
     Where shares are not even, the last group has its last ids again in the place of those beyond the row.
     """
-    together, kind = e.ids_together, PTX_INDEX[e.index]
+    together, kind, size = e.ids_together, PTX_INDEX[e.index], numpy_dtype(e.value).itemsize
     read = getattr(T.ptx.ld.global_ if together == 1 else getattr(T.ptx.ld.global_, f"v{together}"), kind)
 
     # fmt: off
@@ -155,7 +156,7 @@ def load_guessed_entries(e: Extents) -> Phase:
             at = begin + T.Cast(e.index, place if e.even_loads else T.min(place, e.nonzeros - together))
             read(*[s.id[u * together + v] for v in range(together)], io.indices.ptr_to([at]))
             if e.weighted:
-                load_words(together * e.itemsize, s.raw_values, u * e.value_words, s.small, io.values.ptr_to([at]))
+                load_words(together * size, s.raw_values, u * e.value_words, s.small, io.values.ptr_to([at]))
     # fmt: on
     return phase
 
@@ -254,7 +255,7 @@ def gather_where_guessed(e: Extents) -> Phase:
             if e.weighted:
                 for u in T.unroll(e.loads):
                     s.weight[u] = value_at(
-                        e.dtype, s.raw_values, u // e.ids_together * e.value_words, u % e.ids_together)
+                        e.value, s.raw_values, u // e.ids_together * e.value_words, u % e.ids_together)
             s.count = e.nonzeros - at.group * e.loads
             add(s, e.even_loads)
             s.done = 1
@@ -278,7 +279,7 @@ def gather_entries(e: Extents) -> Phase:
     def load_entry(s, io, u, entry):
         read(s.id[u], io.indices.ptr_to([entry]))
         if e.weighted:
-            s.weight[u] = load_element(e.dtype, io.values.ptr_to([entry]))
+            s.weight[u] = load_element(e.value, io.values.ptr_to([entry]))
 
     @T.inline
     def phase(s, io, at):

@@ -31,7 +31,8 @@ class Extents:
     rows: int  # of the output that the point is for; the kernel runs with any number
     width: int  # columns of the table
     nonzeros: int  # entries of a row at which the kernel is fast; it runs with any number
-    dtype: str  # of table, values and output
+    dtype: str  # of table and output
+    value: str  # dtype of the values
     index: str  # dtype of indptr and indices
     weighted: bool  # whether entries have values
     vec: int  # elements of a vector
@@ -46,6 +47,7 @@ class Extents:
             width=problem.width,
             nonzeros=problem.nonzeros,
             dtype=problem.dtype,
+            value=problem.value_dtype,
             index=problem.index,
             weighted=bool(problem.weighted),
             vec=load_widths(problem)[0],
@@ -115,7 +117,7 @@ class Extents:
     @property
     def value_words(self) -> int:
         """Registers of 32 bits that the values of one load of ids fill."""
-        return ceildiv(self.ids_together * self.itemsize, 4)
+        return ceildiv(self.ids_together * numpy_dtype(self.value).itemsize, 4)
 
     # How what the threads have is added: floats in shared memory, (groups, quads, pitch, wide).
 

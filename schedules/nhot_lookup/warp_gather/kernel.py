@@ -201,7 +201,7 @@ def load_window(e: Extents) -> Phase:
             read(s.id, io.indices.ptr_to([begin + T.Cast(e.index, lane)]))
             window.column = T.Cast("int32", s.id)
             if e.weighted:
-                window.value = load_element(e.dtype, io.values.ptr_to([begin + T.Cast(e.index, lane)]))
+                window.value = load_element(e.value, io.values.ptr_to([begin + T.Cast(e.index, lane)]))
     # fmt: on
     return phase
 

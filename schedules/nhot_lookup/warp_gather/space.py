@@ -32,7 +32,8 @@ class Extents:
     """The sizes of one point's kernel."""
 
     width: int  # columns of the table
-    dtype: str  # of table, values and output
+    dtype: str  # of table and output
+    value: str  # dtype of the values
     index: str  # dtype of indptr and indices
     weighted: bool  # whether entries have values
     lanes: int  # lanes of a warp side by side along the columns of a tile
@@ -49,6 +50,7 @@ class Extents:
         return cls(
             width=problem.width,
             dtype=problem.dtype,
+            value=problem.value_dtype,
             index=problem.index,
             weighted=bool(problem.weighted),
             lanes=decisions["column_lanes"],

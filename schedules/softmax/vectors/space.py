@@ -14,7 +14,7 @@ from .extents import Extents, vector_width
 # Threads of a block that share a row, or its part. Not only powers of two: how many blocks fit onto a multiprocessor,
 # with the row in their registers, is what counts.
 THREADS = (32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024)
-# Blocks that share a row. A cluster of more than 8 is not portable, but every Hopper allows 16.
+# Blocks that share a row, as far as the GPU launches clusters of so many (`Machine.most_cluster`).
 CLUSTERS = powers(1, 16)
 # Rows of a block, where each has a warp.
 ROWS = powers(1, 16)
@@ -32,7 +32,7 @@ Allowed = Callable[[RowProblem, Machine, Decisions], str | None]
 
 
 def base_space(problem: RowProblem, machine: Machine) -> Table:
-    return {"threads": THREADS, "cluster": CLUSTERS if machine.has_clusters else (1,)}
+    return {"threads": THREADS, "cluster": machine.clusters(CLUSTERS)}
 
 
 def held_space(problem: RowProblem, machine: Machine) -> Table:

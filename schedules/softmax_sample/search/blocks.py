@@ -23,6 +23,8 @@ from .crew import (
     BIN,
     BINS,
     COUNT,
+    COUNT_BEFORE,
+    FOUND,
     LOADS,
     MASS,
     SLICES,
@@ -31,6 +33,7 @@ from .crew import (
     agrees,
     draw_by_search,
     is_heavy,
+    reaches,
     write_word,
 )
 
@@ -77,7 +80,7 @@ class Blocks:
     @property
     def bytes(self) -> int:
         """Of shared memory, see `search_state`."""
-        histograms = 8 * (2 * BINS + 4 + 2 * BINS) + 4 * ((3 + 3 * COPIES) * BINS)
+        histograms = 8 * (2 * BINS + len(FOUND) + 2 * BINS) + 4 * ((3 + 3 * COPIES) * BINS)
         return asked(VECTOR * RING * self.threads + ceildiv(histograms, VECTOR) * VECTOR)
 
 
@@ -288,21 +291,28 @@ def unite_blocks(blocks: Blocks) -> Callable[..., Any]:
 def find_by_warp(s, t, start):
     if t < 32:
         s.part[0] = T.uint64(0)
+        s.part[1] = T.uint64(0)
         for b in T.unroll(RADIX_BINS // 32):
             s.part[0] = s.part[0] + s.masses[start + RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b)]
-        s.part[1] = s.part[0]
-        # An inclusive scan over the lanes, the last bins on lane 0.
+            s.part[1] = s.part[1] + T.Cast("uint64", s.counts[RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b)])
+        # Inclusive scans over the lanes, the last bins on lane 0.
         s.mass[0] = s.part[0]
         scan_lanes(t, s.mass, s.other)
-        s.part[0] = s.above[0] + s.mass[0] - s.part[1]
+        s.part[0] = s.above[0] + s.mass[0] - s.part[0]
+        s.mass[0] = s.part[1]
+        scan_lanes(t, s.mass, s.other)
+        s.part[1] = T.Cast("uint64", s.passed[0]) + s.mass[0] - s.part[1]
         for b in T.unroll(RADIX_BINS // 32):
             s.mass[0] = s.masses[start + RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b)]
-            if s.part[0] < s.need[0] and s.need[0] <= s.part[0] + s.mass[0]:
+            s.other[0] = T.Cast("uint64", s.counts[RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b)])
+            if reaches(s, s.part[0], s.part[1], s.mass[0], s.other[0]):
                 s.found[BIN] = T.Cast("uint64", t * (RADIX_BINS // 32) + b)
                 s.found[BEFORE] = s.part[0]
                 s.found[MASS] = s.mass[0]
-                s.found[COUNT] = T.Cast("uint64", s.counts[RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b)])
+                s.found[COUNT] = s.other[0]
+                s.found[COUNT_BEFORE] = s.part[1]
             s.part[0] = s.part[0] + s.mass[0]
+            s.part[1] = s.part[1] + s.other[0]
 
 
 def pick_by_warp(blocks: Blocks) -> Callable[..., Any]:
@@ -365,17 +375,19 @@ def crew_of(blocks: Blocks) -> Crew:
 
 
 def search_by_blocks(blocks: Blocks) -> Callable[..., Any]:
-    """The search of all threads of a row; the phase is (io, row, t, part, pool, first, best, top_p, min_p, uniform).
+    """The search of all threads of a row.
+
+    The phase is (io, row, t, part, pool, first, best, top_k, top_p, min_p, uniform).
 
     Barriers: several; the last one is the cluster's, as no block may end while others read what it has found.
     """
     begin, search = begin_search(blocks), draw_by_search(crew_of(blocks), blocks.problem)
 
     @T.inline
-    def phase(io, row, t, part, pool, first, best, top_p, min_p, uniform):
+    def phase(io, row, t, part, pool, first, best, top_k, top_p, min_p, uniform):
         s = T.meta_var(search_state(blocks, pool))
         begin(row, t, s, part)
-        search(io, row, t, s, first, best, top_p, min_p, uniform)
+        search(io, row, t, s, first, best, top_k, top_p, min_p, uniform)
         if blocks.cluster > 1:
             cluster_barrier()
 

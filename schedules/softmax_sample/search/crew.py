@@ -21,7 +21,7 @@ LOADS = 4
 # Of float32s that were made of a dtype's elements so many of the lowest bits are all alike.
 ALIKE = {"float32": 0, "float16": 13, "bfloat16": 16}
 # What `Crew.find` leaves in `State.found`; bins are counted from the last one on.
-BIN, BEFORE, MASS, COUNT = range(4)
+BIN, BEFORE, MASS, COUNT, COUNT_BEFORE = FOUND = range(5)
 # A histogram has two more bins, for the row's mass and for that of the words that min-p leaves.
 BINS = RADIX_BINS + 2
 # Where bins begin: those of slices, which are kept, and those of digits and columns.
@@ -38,7 +38,7 @@ class State:
 
     masses: tirx.Buffer  # shared: of each bin
     counts: tirx.Buffer  # shared: how many words each bin of digits has
-    found: tirx.Buffer  # shared: what `Crew.find` finds: the bin, the mass before it, its own, its words
+    found: tirx.Buffer  # shared: what `Crew.find` finds: the bin, the mass before it, its own, its words, those before
     x: tirx.Buffer  # the element in hand, and such as were loaded
     top: tirx.Buffer  # the row's largest
     best: tirx.Buffer  # its log-probability
@@ -57,8 +57,10 @@ class State:
     part: tirx.Buffer  # the thread's part of the two sums
     mass: tirx.Buffer
     other: tirx.Buffer  # scratch
-    need: tirx.Buffer  # the mass that is to be reached
+    counting: tirx.Buffer  # whether a number of words is looked for, and not a mass
+    need: tirx.Buffer  # the mass, or the number, that is to be reached
     above: tirx.Buffer  # the mass of the words before the group
+    passed: tirx.Buffer  # how many these are, where words are counted
     left: tirx.Buffer  # the mass of all that is left
     rank: tirx.Buffer  # a number within the group
     # ---- of a GPU's crew ----
@@ -84,7 +86,7 @@ class State:
             cls(
                 masses=shared((2 * BINS,), "uint64"),
                 counts=shared((BINS,), "int32"),
-                found=shared((4,), "uint64"),
+                found=shared((len(FOUND),), "uint64"),
                 x=local((1 + LOADS,), "float32"),
                 top=local((1,), "float32"),
                 best=local((1,), "float32"),
@@ -103,8 +105,10 @@ class State:
                 part=local((2,), "uint64"),
                 mass=local((1,), "uint64"),
                 other=local((1,), "uint64"),
+                counting=local((1,), "int32"),
                 need=local((1,), "uint64"),
                 above=local((1,), "uint64"),
+                passed=local((1,), "int32"),
                 left=local((1,), "uint64"),
                 rank=local((1,), "uint64"),
                 **more,
@@ -146,8 +150,8 @@ class Crew:
         (s, t, start): what all threads have added is in `masses`, from `start` on, and in `counts`. Begins and ends
         with a barrier.
     find
-        (s, t, start): in which of the bins from `start` on, the last one first, a mass of `s.need` is reached. Reads
-        `masses`, `counts`, `above`, writes `found`.
+        (s, t, start): in which of the bins from `start` on, the last one first, a mass of `s.need` is reached; or, if
+        `s.counting`, so many words. Reads `masses`, `counts`, `above`, `passed`, writes `found`.
     pick
         (io, row, t, s, first, last): the `s.rank`-th of the group's columns from `first` to `last` becomes the token.
     """
@@ -199,6 +203,13 @@ def agrees(s: State, x: Any) -> tirx.PrimExpr:
     return T.And(T.And(x >= s.lowest[0], x <= s.highest[0]), slice_of(s, x) == s.slice[0])
 
 
+def reaches(s: State, above: Any, passed: Any, mass: Any, count: Any) -> tirx.PrimExpr:
+    """Whether `need` is reached within a bin of this mass and number of words, before which are such of the row."""
+    before = T.Select(s.counting[0] != 0, passed, above)
+    within = T.Select(s.counting[0] != 0, count, mass)
+    return T.And(before < s.need[0], s.need[0] <= before + within)
+
+
 def is_heavy(power: Any, vocab: int) -> tirx.PrimExpr:
     """Whether an element of this exponential has any mass."""
     return power >= T.float32(2.0 ** -unit_bits(vocab))
@@ -223,10 +234,10 @@ def pass_over_row(crew: Crew, see: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_slices(crew: Crew, vocab: int) -> Callable[..., Any]:
-    """The masses of the row, of what min-p leaves of it, and of each slice.
+    """The masses of the row, of what min-p leaves of it, and of each slice; if `counting`, the words of each, too.
 
-    Reads: the row, `top`, `factor`, `least`.
-    Writes: `masses` of slices, and of the two sums behind them; scratch.
+    Reads: the row, `top`, `factor`, `least`, `counting`.
+    Writes: `masses` of slices, and of the two sums behind them; `counts`; scratch.
     Barriers: several; ends with one.
     """
     weighed = weigh(crew, vocab)
@@ -239,6 +250,8 @@ def count_slices(crew: Crew, vocab: int) -> Callable[..., Any]:
             if s.power[0] >= s.least[0]:
                 s.part[1] = s.part[1] + s.mass[0]
             s.slice[0] = slice_of(s, s.x[0])
+            if s.counting[0] != 0:
+                crew.count(s, t, RADIX_BINS - 1 - s.slice[0])
             # Neighbours of one slice are added at once: rows of equals would else be waiting for one bin.
             if s.slice[0] != s.run[0]:
                 if s.gathered[0] > T.uint64(0):
@@ -298,7 +311,7 @@ def take_digit(s):
     """One digit more is known.
 
     Reads: `found`, `shift`.
-    Writes: `low`, `high`, `lowest`, `highest`, `unknown`, `above`.
+    Writes: `low`, `high`, `lowest`, `highest`, `unknown`, `above`, `passed`.
     """
     s.low[0] = s.low[0] + ((T.uint32(RADIX_BINS - 1) - T.Cast("uint32", s.found[BIN])) << s.shift[0])
     s.high[0] = s.low[0] + T.min(s.high[0] - s.low[0], (T.uint32(1) << s.shift[0]) - T.uint32(1))
@@ -306,13 +319,15 @@ def take_digit(s):
     s.highest[0] = bits_value(s.high[0])
     s.unknown[0] = T.Cast("int32", s.shift[0])
     s.above[0] = s.found[BEFORE]
+    s.passed[0] = T.Cast("int32", s.found[COUNT_BEFORE])
 
 
 def locate(crew: Crew, vocab: int, alike: int) -> Callable[..., Any]:
-    """The group of equal words within which a mass of `need` is reached.
+    """The group of equal words within which a mass of `need` is reached, or, if `counting`, so many words.
 
-    Reads: the row, `top`, `factor`, `need`, and what `count_slices` has written.
-    Writes: `slice`, `low`, `high`, `lowest`, `highest`, `above`; `found`: the group's mass and words; scratch.
+    Reads: the row, `top`, `factor`, `need`, `counting`, and what `count_slices` has written.
+    Writes: `slice`, `low`, `high`, `lowest`, `highest`, `above`, `passed`; `found`: the group's mass and words;
+        scratch.
     Barriers: several; begins and ends with one.
     After: the group (`agrees`) is one word, or all of some value, and words of no mass.
     """
@@ -333,12 +348,14 @@ def locate(crew: Crew, vocab: int, alike: int) -> Callable[..., Any]:
     @T.inline
     def phase(io, row, t, s):
         s.above[0] = T.uint64(0)
+        s.passed[0] = 0
         # `found` has been read.
         crew.meet()
         crew.find(s, t, SLICES)
         crew.meet()
         s.slice[0] = T.Cast("int32", s.found[BIN])
         s.above[0] = s.found[BEFORE]
+        s.passed[0] = T.Cast("int32", s.found[COUNT_BEFORE])
         bound_slice(s)
         for digit in T.serial(ceildiv(32, RADIX_BITS), unroll=False):
             # Words of slices are not counted: once in any case.
@@ -396,10 +413,10 @@ def pick_of_group(crew: Crew, vocab: int) -> Callable[..., Any]:
 
 
 def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
-    """A word of the whole row; the phase is (io, row, t, s, first, best, top_p, min_p, uniform).
+    """A word of the whole row; the phase is (io, row, t, s, first, best, top_k, top_p, min_p, uniform).
 
     `s` is the crew's state, with nothing in any bin, and `first` and `best` are column and log-probability of the row's
-    best word.
+    best word. Each filter leaves a prefix of the order, and so all of them the shortest.
 
     Reads: the row.
     Writes: the row's token and its log-probability.
@@ -413,28 +430,46 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
         return T.Cast("float64", part) * T.Cast("float64", whole)
 
     @T.inline
-    def phase(io, row, t, s, first, best, top_p, min_p, uniform):
+    def phase(io, row, t, s, first, best, top_k, top_p, min_p, uniform):
         s.factor[0] = io.scale * T.float32(LOG2_E)
         s.top[0] = crew.element(io, row, first)
         s.best[0] = best
         s.least[0] = min_p
+        s.counting[0] = T.Select(top_k < vocab, 1, 0)
         summed(io, row, t, s)
         s.left[0] = s.masses[SLICES + RADIX_BINS + 1]
-        # First how much is left, if top-p has a say; then the word.
-        for turn in T.serial(2, unroll=False):
-            if turn == 1 or top_p < T.float32(1):
-                if turn == 1:
+        if s.counting[0] != 0:
+            s.rank[0] = T.uint64(0)
+            for b in T.serial(RADIX_BINS, unroll=False):
+                s.rank[0] = s.rank[0] + T.Cast("uint64", s.counts[b])
+            # Words of no mass are not counted. Where no more than top_k have one, it takes nothing away.
+            if s.rank[0] <= T.Cast("uint64", top_k):
+                s.counting[0] = 0
+        # First how much top-k and top-p leave, where they have a say; then the word.
+        for turn in T.serial(3, unroll=False):
+            if turn == 2 or (turn == 1 and top_p < T.float32(1)) or (turn == 0 and s.counting[0] != 0):
+                if turn == 2:
                     s.need[0] = T.Cast("uint64", share(uniform, s.left[0])) + T.uint64(1)
-                else:
+                elif turn == 1:
                     s.need[0] = T.max(
                         T.Cast("uint64", T.ceil(
                             share(T.max(top_p, T.float32(0)), s.masses[SLICES + RADIX_BINS]))), T.uint64(1))
+                else:
+                    s.need[0] = T.Cast("uint64", top_k)
                 located(io, row, t, s)
-                if turn == 0:
+                if turn < 2:
                     # Up to the last of the group's words that is left.
                     s.mass[0] = T.truncdiv(s.found[MASS], s.found[COUNT])
-                    s.mass[0] = s.above[0] + T.truncdiv(
-                        s.need[0] - s.above[0] + s.mass[0] - T.uint64(1), s.mass[0]) * s.mass[0]
+                    if turn == 0:
+                        s.mass[0] = s.above[0] + (s.need[0] - T.Cast("uint64", s.passed[0])) * s.mass[0]
+                        s.counting[0] = 0
+                        # What is left has the place of the row's mass, of which top-p is a share.
+                        if t == 0:
+                            s.masses[SLICES + RADIX_BINS] = s.mass[0]
+                        crew.meet()
+                    else:
+                        s.mass[0] = s.above[0] + T.truncdiv(
+                            s.need[0] - s.above[0] + s.mass[0] - T.uint64(1), s.mass[0]) * s.mass[0]
                     s.left[0] = T.min(s.left[0], s.mass[0])
         picked(io, row, t, s)
 

@@ -19,6 +19,7 @@ from .crew import (
     BIN,
     BINS,
     COUNT,
+    COUNT_BEFORE,
     LOADS,
     MASS,
     OTHERS,
@@ -28,6 +29,7 @@ from .crew import (
     agrees,
     draw_by_search,
     is_heavy,
+    reaches,
     write_word,
 )
 
@@ -62,6 +64,7 @@ def clear_bins(s, t):
 def clear_slices(s):
     for b in range(BINS):
         s.masses[SLICES + b] = T.uint64(0)
+        s.counts[b] = 0
 
 
 @T.inline
@@ -82,14 +85,18 @@ def add_own_part(s, t, i):
 @T.inline
 def find_by_thread(s, t, start):
     s.part[0] = s.above[0]
+    s.part[1] = T.Cast("uint64", s.passed[0])
     for b in range(RADIX_BINS):
         s.mass[0] = s.masses[start + RADIX_BINS - 1 - b]
-        if s.part[0] < s.need[0] and s.need[0] <= s.part[0] + s.mass[0]:
+        s.other[0] = T.Cast("uint64", s.counts[RADIX_BINS - 1 - b])
+        if reaches(s, s.part[0], s.part[1], s.mass[0], s.other[0]):
             s.found[BIN] = T.Cast("uint64", b)
             s.found[BEFORE] = s.part[0]
             s.found[MASS] = s.mass[0]
-            s.found[COUNT] = T.Cast("uint64", s.counts[RADIX_BINS - 1 - b])
+            s.found[COUNT] = s.other[0]
+            s.found[COUNT_BEFORE] = s.part[1]
         s.part[0] = s.part[0] + s.mass[0]
+        s.part[1] = s.part[1] + s.other[0]
 
 
 def pick_by_thread(vocab: int) -> Callable[..., Any]:
@@ -109,7 +116,7 @@ def pick_by_thread(vocab: int) -> Callable[..., Any]:
 
 
 def search_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
-    """The search of a CPU's thread; the phase is (io, row, first, best, top_p, min_p, uniform)."""
+    """The search of a CPU's thread; the phase is (io, row, first, best, top_k, top_p, min_p, uniform)."""
     vocab = problem.vocab
     crew = Crew(
         elements=LOADS,
@@ -132,10 +139,10 @@ def search_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
     search = draw_by_search(crew, problem)
 
     @T.inline
-    def phase(io, row, first, best, top_p, min_p, uniform):
+    def phase(io, row, first, best, top_k, top_p, min_p, uniform):
         s = T.meta_var(State.alloc(T.sblock_alloc_buffer, T.sblock_alloc_buffer))
         clear_slices(s)
-        search(io, row, 0, s, first, best, top_p, min_p, uniform)
+        search(io, row, 0, s, first, best, top_k, top_p, min_p, uniform)
 
     return phase
 # fmt: on

@@ -246,7 +246,8 @@ def space(problem: SoftmaxTopk, machine: Machine) -> Table:
     if not points(problem, machine):
         rows = f"{problem.batch_extent} rows of {problem.vocab}"
         raise NotApplicable(f"registers and memory of {machine.cores} multiprocessors do not hold {rows} at once")
-    return {"cluster": CLUSTERS, "threads": THREADS, "overlap": (1,), "staged": (0, 1), "row_bound": (0, 1)}
+    clusters = machine.clusters(CLUSTERS)
+    return {"cluster": clusters, "threads": THREADS, "overlap": (1,), "staged": (0, 1), "row_bound": (0, 1)}
 
 
 def points(problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
@@ -254,7 +255,7 @@ def points(problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
     held = ((0, 0), (0, 1), (1, 0), (1, 1))
     every = [
         {"cluster": cluster, "threads": threads, "overlap": 1, "staged": staged, "row_bound": agreed}
-        for cluster in CLUSTERS
+        for cluster in machine.clusters(CLUSTERS)
         for threads in THREADS
         for staged, agreed in held
     ]

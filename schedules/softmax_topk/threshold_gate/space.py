@@ -78,7 +78,7 @@ def cluster_space(problem: SoftmaxTopk, machine: Machine) -> Table:
     if problem.batch_extent > 2 * machine.cores:
         raise NotApplicable(f"a block a row fills {machine.cores} multiprocessors at batch {problem.batch_extent}")
     # More blocks than fit at once would only wait for each other.
-    clusters = tuple(c for c in CLUSTERS if problem.batch_extent * c <= max(2 * machine.cores, 2))
+    clusters = tuple(c for c in machine.clusters(CLUSTERS) if problem.batch_extent * c <= max(2 * machine.cores, 2))
     table = {"cluster": clusters or CLUSTERS[:1], **shared_space(problem, machine), "overlap": (1,), "prefetch": (0,)}
     table["bound"] = (0, 1) if problem.k <= BOUNDED else (0,)
     if first_allowed(problem, machine, cluster_guesses(table, problem, machine), cluster_allowed) is None:

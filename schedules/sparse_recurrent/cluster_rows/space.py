@@ -134,12 +134,12 @@ def space(problem: SparseRecurrent, machine: Machine) -> Table:
         raise NotApplicable("clusters of thread blocks need compute capability 9.0")
     require(problem, machine)
     best_point(problem, machine)
-    return _table(problem)
+    return _table(problem, machine)
 
 
-def _table(problem: SparseRecurrent) -> Table:
+def _table(problem: SparseRecurrent, machine: Machine) -> Table:
     return {
-        "cluster": tuple(n for n in CLUSTERS if n <= max(CLUSTERS[0], problem.hidden)),
+        "cluster": tuple(n for n in machine.clusters(CLUSTERS) if n <= max(CLUSTERS[0], problem.hidden)),
         "threads": THREADS,
         "reduce_threads": LANES,
         "registers": REGISTERS,
@@ -188,7 +188,7 @@ def cycles(e: ClusterExtents, machine: Machine) -> float:
 
 def likely_points(problem: SparseRecurrent, machine: Machine) -> Iterator[Decisions]:
     """Points that may be the best, all of them allowed: rows are in registers as far as these reach."""
-    row, table = longest_row(problem), _table(problem)
+    row, table = longest_row(problem), _table(problem, machine)
     for cluster, threads, lanes, pack in itertools.product(table["cluster"], THREADS, LANES, table["pack"]):
         for registers in reversed(REGISTERS[: enough(REGISTERS, row, lanes) + 1]):
             point = {

@@ -36,7 +36,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,11 +43,11 @@ from typing import Any
 
 import platformdirs
 
-from .. import runtime_libraries, trust
+from ...core import commands, scratch
+from .. import runtime_libraries, runtime_loading, trust
 
 # The TVM wheel's CUDA runtime is linked to libcudart.so.13: no other major can be loaded.
 CUDA_MAJOR = 13
-_INSTALL = 'pip install "tvm_sparse[cuda]"'
 _LOADER_FUNCTION = "ffi.Module.load_from_bytes.cuda"
 
 # cuGetErrorName and cuGetErrorString succeed: TVM prints what they return without looking.
@@ -226,10 +225,10 @@ def disassembled(cubin: bytes) -> str:
     tool = next(filter(None, map(shutil.which, ("nvdisasm", *places))), None)
     if tool is None:
         raise ToolchainError("nvdisasm, which disassembles machine code, is missing: pip install nvidia-cuda-nvdisasm")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, timeout=60)
+    with scratch.folder() as folder:
+        (folder / "code.cubin").write_bytes(cubin)
+        command = [tool, "-c", str(folder / "code.cubin")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if done.returncode:
         raise ToolchainError(f"{tool}: {done.stderr.strip()}")
     return done.stdout
@@ -283,14 +282,12 @@ def _stub_driver() -> Path:
             "build a stub of it with; install one (Debian: apt-get install gcc)"
         )
     # Built aside and renamed: another process may be loading or building it just now.
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        built = Path(scratch, "libcuda.so.1")
+    with scratch.written(library, 0o755) as built:
         command = [cc, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-x", "c", "-"]
         command += ["-o", str(built)]
         done = subprocess.run(command, input=_STUB_SOURCE, capture_output=True, text=True, check=False)
         if done.returncode:
             raise ToolchainError(f"{cc} could not build the stub driver:\n{done.stderr}")
-        built.replace(library)
     return library
 
 
@@ -311,7 +308,7 @@ def _load_driver(allow_stub: bool) -> tuple[str, bool]:
 
 
 def load_runtime(
-    *, allow_stub: bool = False, beside: Path | None = None, signed: runtime_libraries.Reader | None = None
+    *, allow_stub: bool = False, beside: Path | None = None, signed: runtime_loading.Reader | None = None
 ) -> Runtime:
     """Load what an exported CUDA library needs to be loaded and called, without importing tvm.
 
@@ -345,16 +342,16 @@ def load_runtime(
     driver, is_stub = _load_driver(allow_stub)
     cudart = _load(f"libcudart.so.{CUDA_MAJOR}")
     if cudart is None:
-        raise ToolchainError(f"libcudart.so.{CUDA_MAJOR} is missing: {_INSTALL}")
+        raise ToolchainError(f"libcudart.so.{CUDA_MAJOR} is missing: {commands.install('cuda')}")
     try:
-        libraries = [runtime_libraries.load(name, beside, signed) for name in runtime_libraries.LIBRARIES["cuda"]]
+        libraries = [runtime_loading.load(name, beside, signed) for name in runtime_libraries.LIBRARIES["cuda"]]
     except OSError as error:
         raise ToolchainError(f"TVM's CUDA runtime cannot be loaded: {error}") from error
     library = libraries[-1]
     if library is None:
         raise ToolchainError(
             "libtvm_runtime_cuda.so is missing: install a package of prebuilt kernels, which carries it, or the"
-            ' compiler: pip install "tvm_sparse[compiler]"'
+            f" compiler: {commands.install('compiler')}"
         )
     if tvm_ffi.get_global_func(_LOADER_FUNCTION, allow_missing=True) is None:
         raise ToolchainError(f"{library} does not register {_LOADER_FUNCTION}")
@@ -365,7 +362,7 @@ def _nvrtc() -> tuple[tuple[int, int], str]:
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
-        raise ToolchainError(f"cuda-bindings is missing ({error}): {_INSTALL}") from error
+        raise ToolchainError(f"cuda-bindings is missing ({error}): {commands.install('cuda')}") from error
 
     def version() -> tuple[int, int] | None:
         # cuda-bindings looks for the library: pip's, then the system's, then CUDA_PATH's. It also
@@ -387,10 +384,11 @@ def _nvrtc() -> tuple[tuple[int, int], str]:
         if found := version():
             break
     if found is None:
-        raise ToolchainError(f"NVRTC (package nvidia-cuda-nvrtc) is missing: {_INSTALL}")
+        raise ToolchainError(f"NVRTC (package nvidia-cuda-nvrtc) is missing: {commands.install('cuda')}")
     if found[0] != CUDA_MAJOR:
         raise ToolchainError(
-            f"cuda-bindings loads NVRTC {found[0]}.{found[1]}, but TVM needs CUDA {CUDA_MAJOR}: {_INSTALL}"
+            f"cuda-bindings loads NVRTC {found[0]}.{found[1]}, but TVM needs CUDA {CUDA_MAJOR}:"
+            f" {commands.install('cuda')}"
         )
     return found, _mapped_path("libnvrtc.so")
 
@@ -457,7 +455,7 @@ def _headers(nvrtc: tuple[int, int]) -> tuple[Path, tuple[int, int], Path]:
     if not usable:
         raise ToolchainError(
             f"no complete CUDA {CUDA_MAJOR} headers (packages nvidia-cuda-runtime, "
-            f"nvidia-cuda-cccl, nvidia-cuda-crt): {_INSTALL}; "
+            f"nvidia-cuda-cccl, nvidia-cuda-crt): {commands.install('cuda')}; "
             f"found: {', '.join(seen) or 'none at all'}"
         )
     _, root, version, cccl = min(usable, key=lambda item: item[0])
@@ -471,9 +469,8 @@ def _install_lean_compiler() -> None:
 
     header = _cached("lean", _LEAN_HEADER) / "tvm_sparse_lean.h"
     if not header.exists():
-        with tempfile.NamedTemporaryFile("w", dir=header.parent, delete=False) as file:
-            file.write(_LEAN_HEADER)
-        Path(file.name).replace(header)
+        with scratch.written(header) as unfinished:
+            unfinished.write_text(_LEAN_HEADER)
     original = nvcc.tvm_callback_cuda_compile
     options = [f"--pre-include={header}"]
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from tvm_sparse.formats.block_recurrent import BlockRecurrentWeights, block_recurrent_weights
-from tvm_sparse.operators.sparse_recurrent.call import run_layer
+from tvm_sparse.operators.sparse_recurrent.call import run_layer, signature
 from tvm_sparse.runtime.dispatch import dispatcher
 
 from ..sparse_recurrent.problem import preferred
 from .problem import BlockRecurrent
 
 __all__ = ["BlockRecurrentWeights", "block_recurrent", "block_recurrent_weights"]
+
+SIGNATURES = {"block_recurrent": signature("BlockRecurrentWeights")}
 
 
 def block_recurrent(
@@ -71,7 +73,7 @@ def block_recurrent(
             f"weights: expected BlockRecurrentWeights, got {type(weights).__name__}; make them by"
             " block_recurrent_weights(matrix)"
         )
-    what = ("block_recurrent", cell, weights.gates, weights.hidden, weights.dtype, len(weights.groups))
+    what = ("block_recurrent", cell, len(weights.groups))
     states = x_projected, h0, c0, hidden_bias, lengths, resets
     return run_layer(dispatcher, what, problem_of, weights, *states, cell=cell, out=out, validate=validate)
 

@@ -5,22 +5,36 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from tvm_sparse.core.problem import FLOATS
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.calls import (
     TORCH_ALONE,
+    by_parts,
     by_rows,
     check_floats,
-    facts_beside,
     fill,
+    launch,
     machine_of,
+    most_rows,
     outputs_for,
     refuse_gradient,
-    refuse_overlap,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
+from tvm_sparse.runtime.signature import ROWS, Absent, Array, Number, Output, Signature, Structure, Text
 
 from .problem import ACTIVATIONS, activated
 from .weight import BsrWeight
+
+SIGNATURES = {
+    "bsr_matmul": Signature(
+        ("x", Array((ROWS, "k"), FLOATS, gradient=True)),
+        ("weight", Structure(("BsrWeight", "scipy.sparse.bsr_array", "torch.sparse_bsr", "(data, indices, indptr)"))),
+        ("bias", Absent(), Array(("n",), gradient=True)),
+        ("activation", Absent(), Text(ACTIVATIONS[1:])),
+        ("validate", Number("bool")),
+        outputs=(Output("y"),),
+    )
+}
 
 __all__ = ["BsrWeight", "bsr_matmul"]
 
@@ -73,8 +87,7 @@ def bsr_matmul(
         If `x`, `weight` or `bias` is none of these.
     ValueError
         For an x of no dimension, another dtype, shapes that do not fit, a malformed structure (naming the first bad
-        entry), arrays on different devices, matrices of 2^31 elements or more, an unknown activation, or an `out` that
-        does not fit.
+        entry), arrays on different devices, an unknown activation, or an `out` that does not fit.
     RuntimeError
         If `out`, the data of a `BsrWeight`, or a sparse tensor requires a gradient.
 
@@ -97,9 +110,8 @@ def bsr_matmul(
     elif validate:
         weight.validate()
     torch = sys.modules.get("torch")
-    given, launchers = (x, bias), weight.launchers.of(dispatcher.launchers)
-    before = (x, *weight.arguments) if bias is None else (x, *weight.arguments, bias)
-    found = repeat.again(launchers, activation, given, before, out)
+    launchers = weight.launchers.of(dispatcher.launchers)
+    found = repeat.again(launchers, activation, (x, *weight.arguments, bias), out)
     if found is not None:
         return found
 
@@ -134,17 +146,22 @@ def bsr_matmul(
         [y] = by_rows(call, x, known, out, (("out", (n,), known.dtype),))
         return out if out is not None else y
     m = known.shape[0]
-    if not arrays.is_fake(x) and max(m * k, m * n) >= 2**31:  # of a fake m it would be a condition of the graph
-        raise ValueError(
-            f"x: expected x and the product to have fewer than 2^31 elements, got ({m}, {k}) and ({m}, {n})"
-        )
     if activation is not None and activation not in ACTIVATIONS[1:]:
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS[1:])} or None, got {activation!r}")
-    extras = [] if bias is None else [facts_beside("bias", bias, (n,), known.dtype, known, "x is")]
+    extras = [] if bias is None else [SIGNATURES["bsr_matmul"].beside("bias", bias, known, "x is", n=n)]
     [y] = outputs_for(out, (("out", (m, n), known.dtype),), x, known)
-    refuse_overlap(out, (("x", x), ("weight", weight.data), ("bias", bias)))
+    read = (weight.data, weight.indices, weight.indptr)
+    SIGNATURES["bsr_matmul"].refuse_overlap(out, x=x, weight=read, bias=bias)
     if arrays.is_fake(x):
         return y
+    most = most_rows(k, n)
+    if m > most:
+
+        def some(given: list[Any], into: list[Any]) -> Any:
+            return bsr_matmul(given[0], weight, bias=bias, activation=activation, out=into[0])
+
+        by_parts(some, m, most, (x,), (y,))
+        return out if out is not None else arrays.returned(y, x)
     if m and n:
         if weight.nnzb == 0 or k == 0:
             if bias is None:
@@ -152,13 +169,11 @@ def bsr_matmul(
             else:
                 _fill_rows(y, bias, activation or "")
         else:
-            prepared = arrays.ready("x", x, known)
             problem = weight.problem(m, int(bias is not None), activation or "")
-            function = dispatcher.kernel(problem, machine_of("x", known)).function
-            beside = (arrays.argument(arrays.ready(name, array, theirs)) for name, theirs, array in extras)
-            function(arrays.argument(prepared), *weight.arguments, *beside, arrays.argument(y))
-            if arrays.is_torch(x) and arrays.is_torch(weight.data):
-                repeat.put_down(launchers, activation, given, repeat.launcher(function, (y,), single=True))
+            [row] = [arrays.ready(name, array, theirs) for name, theirs, array in extras] or [None]
+            arguments = (arrays.ready("x", x, known), *weight.arguments, row)
+            where = machine_of("x", known)
+            launch(dispatcher, problem, where, activation, arguments, (y,), single=True, kept=launchers)
     return out if out is not None else arrays.returned(y, x)
 
 

@@ -81,24 +81,26 @@ def _call(*args: Any) -> Any:
         return call.bsr_matmul(x, weight, **options)
     launchers, weight = call.dispatcher.launchers, BsrWeight.assembled(parts, order, structure)
     y = call.bsr_matmul(x, weight, validate=validate, **options)
-    kept = repeat.repeated(weight.launchers.of(launchers), activation or None, (x, bias))
+    arguments = (x, *weight.arguments, bias)
+    kept = repeat.repeated(weight.launchers.of(launchers), activation or None, arguments)
     if kept is not None:  # of x under other dimensions there is one of its rows alone
-        repeat.put_down(launchers, _ANY_WEIGHT, asked, kept)
+        repeat.remember(launchers, _any_weight(structure, activation), arguments, kept.function, (y,), single=True)
     return y
 
 
-# Under what the launchers of all weights of the same shapes are put down.
-_ANY_WEIGHT = "bsr_matmul of any weight"
+def _any_weight(structure: int, activation: str) -> tuple[Any, ...]:
+    """Under what the launchers of all weights of the same shapes are kept."""
+    return "bsr_matmul of any weight", structure, activation
 
 
 def _launched(launchers: Any, *args: Any) -> tuple[Any, tuple[Any, ...]]:
     asked, validate = _asked(args)
-    *operands, structure, bias, _ = asked
+    *operands, structure, bias, activation = asked
     known = Structure.unpacked(structure)
-    beside = () if bias is None else (bias,)
+    arguments = (*operands, known.long, int(known.constant), bias)
     # What is to be validated is, every time.
-    found = None if validate else repeat.repeated(launchers, _ANY_WEIGHT, asked)
-    return found, (*operands, known.long, int(known.constant), *beside)
+    found = None if validate else repeat.repeated(launchers, _any_weight(structure, activation), arguments)
+    return found, arguments
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from tvm_sparse.operators.candidate_topk.call import Lists
+from tvm_sparse.operators.candidate_topk.call import BIAS, CANDIDATES, COUNTS, Lists
 from tvm_sparse.operators.head_topk.call import WHERE
 from tvm_sparse.runtime import arrays, custom
-from tvm_sparse.runtime.calls import facts_beside, machine_of, outputs_for
+from tvm_sparse.runtime.calls import launch, machine_of, outputs_for
 from tvm_sparse.runtime.dispatch import dispatcher
+from tvm_sparse.runtime.signature import Number, Output, Signature
 
 from .problem import CandidateLogits
+
+SIGNATURES = {
+    "candidate_logits": Signature(*CANDIDATES, COUNTS, BIAS, ("validate", Number("bool")), outputs=(Output("logits"),))
+}
+_SIGNATURE = SIGNATURES["candidate_logits"]
 
 
 def candidate_logits(
@@ -53,21 +59,24 @@ def candidate_logits(
         return custom.module_of("candidate_logits").candidate_logits(hidden, embedding, candidates, **options)
     given = Lists.of(hidden, embedding, candidates, counts, 1, validate)
     known, vocab = given.hidden, given.embedding.shape[0]
-    extras = [] if bias is None else [facts_beside("bias", bias, (vocab,), "float32", known, WHERE)]
+    extra = None if bias is None else _SIGNATURE.beside("bias", bias, known, WHERE, vocab=vocab)
     rows = known.shape[0]
     [logits] = outputs_for(out, (("logits", (rows, given.m), "float32"),), hidden, known)
-    if rows and not arrays.is_fake(hidden):
+    _SIGNATURE.refuse_overlap(out, hidden=hidden, embedding=embedding, candidates=candidates, counts=counts, bias=bias)
+    row = None if extra is None or arrays.is_fake(hidden) else arrays.ready(extra[0], extra[2], extra[1])
+    most = given.most_rows()
+    if not arrays.is_fake(hidden) and rows > most:
+
+        def some(states: Any, words: Any, many: Any, into: list[Any]) -> Any:
+            return candidate_logits(states, embedding, words, counts=many, bias=row, out=into[0])
+
+        given.by_parts(some, most, hidden, candidates, counts, (logits,))
+    elif rows and not arrays.is_fake(hidden):
         problem = CandidateLogits(
             given.lists, given.beam, vocab, known.shape[1], given.m, known.dtype, int(bias is not None)
         )
-        function = dispatcher.kernel(problem, machine_of("hidden", known)).function
         states, table, words, many = given.arguments(hidden, embedding, candidates, counts)
-        function(
-            states,
-            table,
-            words,
-            arrays.argument(many),
-            *(arrays.argument(arrays.ready(name, array, facts)) for name, facts, array in extras),
-            arrays.argument(arrays.reshaped(logits, (given.lists, given.beam, given.m))),
-        )
+        written = arrays.reshaped(logits, (given.lists, given.beam, given.m))
+        arguments = (states, table, words, many, row)
+        launch(dispatcher, problem, machine_of("hidden", known), None, arguments, (written,), kept=None)
     return out if out is not None else arrays.returned(logits, hidden)

@@ -3,22 +3,54 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tvm_sparse.operators.head_topk.call import WHERE, pair_facts, whole_number
+from tvm_sparse.core.problem import FLOATS
+from tvm_sparse.operators.head_topk.call import WHERE, pair_facts
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
-    facts_beside,
+    by_parts,
+    index_as,
+    index_beside,
     inverse_temperature,
+    launch,
     machine_of,
+    most_rows,
     outputs_for,
+    whole_number,
+    with_scratch,
     without_gradient,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
+from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Signature, Structure
 
 from .problem import CandidateTopk
+
+CANDIDATES: tuple[Any, ...] = (
+    ("hidden", Array(("rows", "hidden"), FLOATS)),
+    ("embedding", Array(("vocab", "hidden"))),
+    ("candidates", Structure(("(m,)", "(rows, m)", "(lists, m)"))),
+)
+COUNTS: tuple[Any, ...] = ("counts", Absent(), Array(("lists",), ("int32", "int64"), below="m + 1"))
+BIAS: tuple[Any, ...] = ("bias", Absent(), Array(("vocab",), ("float32",)))
+SIGNATURES = {
+    "candidate_topk": Signature(
+        *CANDIDATES,
+        ("n", Number("int", 1, "m")),
+        COUNTS,
+        ("block", Number("int", 1, 1)),
+        ("log", Number("bool")),
+        ("temperature", Number("float", 0.1, 3.0)),
+        BIAS,
+        ("normaliser", Number("bool")),
+        ("validate", Number("bool")),
+        outputs=(Output("values"), Output("indices"), Output("normaliser", asked="normaliser")),
+    )
+}
+_SIGNATURE = SIGNATURES["candidate_topk"]
 
 
 def candidate_topk(
@@ -50,14 +82,15 @@ def candidate_topk(
     embedding
         Shape `(vocab, hidden)`, a row a word, of the dtype and on the device of `hidden`.
     candidates
-        int32 words in [0, vocab), which no list should hold twice: `(m,)` for one list that all rows share (the union
-        of a beam's), `(rows, m)` for a list a row, or `(lists, m)` for lists each shared by rows / lists neighbouring
-        rows (sentences that are decoded together).
+        int32 or int64 words in [0, vocab), which no list should hold twice: `(m,)` for one list that all rows share
+        (the union of a beam's), `(rows, m)` for a list a row, or `(lists, m)` for lists each shared by rows / lists
+        neighbouring rows (sentences that are decoded together). The kernel reads int32: int64, as `torch.topk` returns
+        it, is copied at every call, on a GPU by two elementwise kernels.
     n
         1 <= n <= m * block.
     counts
-        `(lists,)` int32 (of one shared list: `(1,)`): only the first counts[l] candidates of list l count. It may have
-        been made on the device, and is never brought to the host. Values above m mean m.
+        `(lists,)` int32 or int64 (of one shared list: `(1,)`): only the first counts[l] candidates of list l count. It
+        may have been made on the device, and is never brought to the host. Values above m mean m.
     block
         A candidate c stands for the `block` words from c * block on, and must lie in [0, vocab / block).
     log, temperature, bias
@@ -98,19 +131,14 @@ def candidate_topk(
     scale = inverse_temperature(temperature)
     if type(embedding) is not type(hidden):
         embedding = without_gradient(embedding)
-    what, tensors = ("candidate_topk", n, block), (hidden, embedding, candidates, counts, bias)
-    if type(n) is int and out is None and not validate:
-        found = repeat.repeated(dispatcher.launchers, what, tensors)
+    block = block if type(block) is int else whole_number("block", block)
+    if type(n) is int and not validate:
+        what = ("candidate_topk", n, block, bool(normaliser))
+        words, many = (_int32(*one) for one in (("candidates", candidates), ("counts", counts)))
+        arguments = (hidden, embedding, words, many, scale, 1 if log else 0, bias)
+        found = repeat.again(dispatcher.launchers, what, arguments, out)
         if found is not None:
-            function, beam, given, *likes = found
-            lists = candidates if candidates.dim() == 2 else candidates[None]
-            states = hidden.view(lists.shape[0], beam, hidden.shape[1])
-            results = [sys.modules["torch"].empty_like(like) for like in likes]
-            extras = [] if bias is None else [bias]
-            many = given if counts is None else counts
-            function(states, embedding, lists, many, scale, 1 if log else 0, *extras, *results)
-            shown = [array.view(hidden.shape[0], *array.shape[2:]) for array in results]
-            return tuple(shown) if normaliser else tuple(shown[:2])
+            return found
 
     if custom.transformed(hidden, embedding, candidates, counts, bias):
         options = {"counts": counts, "block": block, "log": log, "temperature": temperature, "bias": bias}
@@ -122,41 +150,48 @@ def candidate_topk(
     if not 1 <= n <= given.m * block:
         raise ValueError(f"n: expected 1 <= n <= the {given.m * block} words of a list, got {n}")
     rows, vocab = known.shape[0], theirs.shape[0]
-    extras = [] if bias is None else [facts_beside("bias", bias, (vocab,), "float32", known, WHERE)]
-    wanted = [("values", (rows, n), "float32"), ("indices", (rows, n), "int64"), ("normaliser", (rows,), "float32")]
-    outputs = outputs_for(out, tuple(wanted if normaliser else wanted[:2]), hidden, known)
-    shown = list(outputs)
-    if not normaliser:
-        outputs += outputs_for(None, (wanted[2],), hidden, known)
-    if rows and not arrays.is_fake(hidden):
-        problem = CandidateTopk(
-            given.lists, given.beam, vocab, known.shape[1], given.m, n, known.dtype, block, int(bias is not None)
-        )
-        launchers = dispatcher.launchers
-        function = dispatcher.kernel(problem, machine_of("hidden", known)).function
+    extra = None if bias is None else _SIGNATURE.beside("bias", bias, known, WHERE, vocab=vocab)
+    wanted = (("values", (rows, n), "float32"), ("indices", (rows, n), "int64"), ("normaliser", (rows,), "float32"))
+    outputs = outputs_for(out, wanted if normaliser else wanted[:2], hidden, known)
+    _SIGNATURE.refuse_overlap(out, hidden=hidden, embedding=embedding, candidates=candidates, counts=counts, bias=bias)
+    if not rows or arrays.is_fake(hidden):
+        return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
+    row = None if extra is None else arrays.ready(extra[0], extra[2], extra[1])
+    most = given.most_rows(block)
+    if rows > most:
+        options = {"block": block, "log": log, "temperature": temperature, "bias": row, "normaliser": normaliser}
+
+        def some(states: Any, words: Any, many: Any, into: list[Any]) -> Any:
+            return candidate_topk(states, embedding, words, n, counts=many, out=tuple(into), **options)
+
+        given.by_parts(some, most, hidden, candidates, counts, outputs)
+        return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
+    problem = CandidateTopk(
+        given.lists, given.beam, vocab, known.shape[1], given.m, n, known.dtype, block, int(bias is not None)
+    )
+    where, numbers = machine_of("hidden", known), (scale, 1 if log else 0, row)
+    states, table, words, many = given.arguments(hidden, embedding, candidates, counts)
+    unshown = [] if normaliser else outputs_for(None, wanted[2:], hidden, known)
+    if arrays.is_torch(hidden):
+        what = ("candidate_topk", n, block, bool(normaliser))
+        arguments: tuple[Any, ...] = (states.reshape(hidden.shape), table, words.reshape(candidates.shape))
+        arguments += (None if counts is None else many, *numbers)
+
+        def around(kernel: Any) -> Any:
+            known_counts = many if counts is None else None
+            by_rows = _of_rows(kernel, given.lists, given.beam, known_counts, len(wanted))
+            return by_rows if normaliser else with_scratch(by_rows, unshown[0], 0)
+
+        # Candidates on the host are looked at every time.
+        kept = known.device != "cpu" or None
+        launch(dispatcher, problem, where, what, arguments, outputs, kept=kept, around=around)
+    else:
         parts = [
-            arrays.reshaped(array, (given.lists, given.beam, *facts.shape[1:]))
-            for array, facts in ((array, arrays.facts("out", array)) for array in outputs)
+            arrays.reshaped(array, (given.lists, given.beam, *shape[1:]))
+            for array, (_, shape, _) in zip((*outputs, *unshown), wanted, strict=True)
         ]
-        states, table, words, many = given.arguments(hidden, embedding, candidates, counts)
-        function(
-            states,
-            table,
-            words,
-            arrays.argument(many),
-            scale,
-            1 if log else 0,
-            *(arrays.argument(arrays.ready(name, array, facts)) for name, facts, array in extras),
-            *map(arrays.argument, parts),
-        )
-        if arrays.is_torch(hidden) and known.device != "cpu":  # candidates on the host are looked at every time
-            repeat.put_down(
-                launchers,
-                ("candidate_topk", n, block),
-                tensors,
-                (function, given.beam, many, *map(arrays.prototype, parts)),
-            )
-    return out if out is not None else tuple(arrays.returned(array, hidden) for array in shown)
+        launch(dispatcher, problem, where, None, (states, table, words, many, *numbers), parts, kept=None)
+    return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
 
 
 @dataclass(frozen=True)
@@ -183,34 +218,89 @@ class Lists:
         rows, width = known.shape
         if not width:
             raise ValueError(f"hidden: expected at least one column, got shape {known.shape}")
-        if whole_number("block", block) < 1 or theirs.shape[0] % block:
+        if block < 1 or theirs.shape[0] % block:
             raise ValueError(f"block: expected a divisor of vocab ({theirs.shape[0]}), got {block}")
-        rank = len(arrays.facts("candidates", candidates).shape)
-        shape = (None, None) if rank == 2 else (None,)
-        _, facts, _ = facts_beside("candidates", candidates, shape, "int32", known, WHERE)
-        lists, m = facts.shape if rank == 2 else (1, facts.shape[0])
+        _, facts, _ = index_beside("candidates", candidates, (("m",), ("lists", "m")), known, WHERE)
+        lists, m = facts.shape if len(facts.shape) == 2 else (1, facts.shape[0])
         if not m:
             raise ValueError(f"candidates: expected at least one, got shape {facts.shape}")
         if rows and (not lists or rows % lists):
-            raise ValueError(f"candidates: expected a number of lists that divides the {rows} rows, got {lists}")
+            raise ValueError(
+                f"candidates: expected a number of lists that divides the {rows} rows of hidden, got {lists} lists"
+                f" (shape {facts.shape})"
+            )
         if counts is not None:
-            facts_beside("counts", counts, (lists,), "int32", known, WHERE)
+            index_beside("counts", counts, ((lists,),), known, WHERE)
         if (known.device == "cpu" or validate) and not arrays.is_fake(candidates):
             check_candidates(candidates, counts, theirs.shape[0] // block, m)
         return cls(known, theirs, facts, lists, rows // max(lists, 1), m)
+
+    def most_rows(self, block: int = 1) -> int:
+        """How many rows a kernel takes at a time."""
+        return most_rows(self.hidden.shape[1], self.m * block)
+
+    def by_parts(
+        self,
+        call: Callable[[Any, Any, Any, list[Any]], Any],
+        most: int,
+        hidden: Any,
+        candidates: Any,
+        counts: Any,
+        outputs: Sequence[Any],
+    ) -> None:
+        """Write outputs by several calls of (hidden states, candidates, counts, arrays to write into).
+
+        Each is of whole lists, or, where there is one list for all rows, of `most` rows.
+        """
+        rows = self.hidden.shape[0]
+        if self.lists == 1:
+            by_parts(lambda some, into: call(some[0], candidates, counts, into), rows, most, (hidden,), outputs)
+            return
+        first = 0
+
+        def lists(some: list[Any], into: list[Any]) -> None:
+            nonlocal first
+            part = slice(first, first + some[0].shape[0] // self.beam)
+            first = part.stop
+            call(some[0], candidates[part], None if counts is None else counts[part], into)
+
+        by_parts(lists, rows, max(1, most // self.beam) * self.beam, (hidden,), outputs)
 
     def arguments(self, hidden: Any, embedding: Any, candidates: Any, counts: Any) -> tuple[Any, Any, Any, Any]:
         """Hidden states, embedding and candidates as kernels take them, and the counts as an array."""
         states = arrays.reshaped(
             arrays.ready("hidden", hidden, self.hidden), (self.lists, self.beam, self.hidden.shape[1])
         )
-        words = arrays.reshaped(arrays.ready("candidates", candidates, self.candidates), (self.lists, self.m))
+        words = arrays.reshaped(index_as("candidates", candidates, self.candidates, "int32"), (self.lists, self.m))
         if counts is None:
             many = arrays.full((self.lists,), self.m, "int32", hidden, self.hidden)
         else:
-            many = arrays.ready("counts", counts, arrays.facts("counts", counts))
+            many = index_as("counts", counts, arrays.facts("counts", counts), "int32")
         table = arrays.ready("embedding", embedding, self.embedding)
-        return arrays.argument(states), arrays.argument(table), arrays.argument(words), many
+        return states, table, words, many
+
+
+def _int32(name: str, array: Any) -> Any:
+    """A plain torch tensor of int64 in int32; anything else as it is."""
+    torch = sys.modules.get("torch")
+    if torch is None or type(array) is not torch.Tensor or array.dtype is not torch.int64 or not repeat.is_plain(array):
+        return array
+    return index_as(name, array, arrays.facts(name, array), "int32")
+
+
+def _of_rows(function: Any, lists: int, beam: int, many: Any, outputs: int) -> Any:
+    """A kernel of lists, to be called with torch tensors as a caller has them: rows of hidden states and of outputs.
+
+    `many`: the counts, where the caller gives none. `outputs`: how many there are.
+    """
+    counts = () if many is None else (many,)
+
+    def call(hidden: Any, embedding: Any, candidates: Any, *rest: Any) -> None:
+        states, words = hidden.view(lists, beam, hidden.shape[1]), candidates.view(lists, -1)
+        written = [one.view(lists, beam, *one.shape[1:]) for one in rest[-outputs:]]
+        function(states, embedding, words, *counts, *rest[:-outputs], *written)
+
+    return call
 
 
 def check_candidates(candidates: Any, counts: Any, units: int, m: int) -> None:

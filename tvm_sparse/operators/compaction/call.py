@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from operator import index
 from typing import Any
 
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.runtime import arrays, repeat
-from tvm_sparse.runtime.calls import machine_of, outputs_for, passed
+from tvm_sparse.runtime.calls import count, launch, machine_of, outputs_for
 from tvm_sparse.runtime.dispatch import dispatcher
+from tvm_sparse.runtime.signature import Array, Number, Output, Signature
 
 from .problem import Compaction
+
+SIGNATURES = {
+    "compaction": Signature(
+        ("chosen", Array(("lists", "words"), ("int32",))),
+        ("vocab", Number("int", 1, 2**31 - 1)),
+        ("capacity", Number("int", 1, 2**31 - 1)),
+        outputs=(Output("candidates"), Output("counts")),
+        operator=False,
+    )
+}
 
 
 def compaction(chosen: Any, vocab: int, capacity: int, *, out: Any = None) -> tuple[Any, Any]:
@@ -46,16 +56,13 @@ def compaction(chosen: Any, vocab: int, capacity: int, *, out: Any = None) -> tu
     Source: Shi, Xu & Knight 2018, section 4.2.3.
     """
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-    given, what, launchers = (chosen,), ("compaction", vocab, capacity), dispatcher.launchers
-    found = repeat.again(launchers, what, given, given, None if out is None else outputs)
+    vocab, capacity = count("vocab", vocab), count("capacity", capacity)
+    what = ("compaction", vocab, capacity)
+    found = repeat.again(dispatcher.launchers, what, (chosen,), None if out is None else outputs)
     if found is not None:
         return found
 
     known = arrays.facts("chosen", chosen)
-    for name, value in (("vocab", vocab), ("capacity", capacity)):
-        if not hasattr(value, "__index__") or isinstance(value, bool) or not 1 <= index(value) < 2**31:
-            raise ValueError(f"{name}: expected an integer of at least 1 and below 2^31, got {value!r}")
-    vocab, capacity = index(vocab), index(capacity)
     if len(known.shape) != 2 or known.shape[1] != bitmap_words(vocab) or known.dtype != "int32":
         raise ValueError(
             f"chosen: expected shape (lists, {bitmap_words(vocab)}) and dtype int32 for vocab={vocab}, got"
@@ -64,13 +71,12 @@ def compaction(chosen: Any, vocab: int, capacity: int, *, out: Any = None) -> tu
     lists = known.shape[0]
     wanted = ("candidates", (lists, capacity), "int32"), ("counts", (lists,), "int32")
     results = tuple(outputs_for(out, wanted, chosen, known))
+    SIGNATURES["compaction"].refuse_overlap(out, chosen=chosen)
     if lists:
         try:
             problem = Compaction(lists, vocab, capacity)
         except ProblemError as error:
             raise ValueError(f"chosen: {error}") from None
-        function = dispatcher.kernel(problem, machine_of("chosen", known)).function
-        function(passed(("chosen", known, chosen)), *map(arrays.argument, results))
-        if arrays.is_torch(results[0]):
-            repeat.put_down(launchers, what, given, repeat.launcher(function, results))
+        ready = arrays.ready("chosen", chosen, known)
+        launch(dispatcher, problem, machine_of("chosen", known), what, (ready,), results)
     return outputs if out is not None else tuple(arrays.returned(one, chosen) for one in results)

@@ -2,27 +2,52 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.problem import FLOATS, numpy_dtype
 from tvm_sparse.operators.softmax_topk.call import softmax_topk
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
+    by_parts,
     check_floats,
     facts_beside,
     inverse_temperature,
+    launch,
     machine_of,
+    most_rows,
     outputs_for,
     refuse_gradient,
+    run,
+    whole_number,
+    with_scratch,
     without_gradient,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
+from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Signature
 
 from .problem import EIGHT, SIXTEEN, HeadTopk
+
+SIGNATURES = {
+    "head_topk": Signature(
+        ("hidden", Array(("batch", "hidden"), FLOATS)),
+        ("embedding", Array(("vocab", "hidden"))),
+        ("k", Number("int", 1, "vocab")),
+        ("log", Number("bool")),
+        ("temperature", Number("float", 0.1, 3.0)),
+        ("bias", Absent(), Array(("vocab",), ("float32",))),
+        ("ids", Absent(), Array(("batch", "n"), ("int64", "int32"), below="vocab", negative=True)),
+        ("normaliser", Number("bool")),
+        ("constant", Number("bool")),
+        outputs=(
+            *(Output("values"), Output("indices"), Output("normaliser", asked="normaliser")),
+            Output("given", asked="ids"),
+        ),
+    )
+}
+_SIGNATURE = SIGNATURES["head_topk"]
 
 WHERE = "the hidden states are"
 # The ways to the result: the kernel of this operator, or PyTorch's product and `softmax_topk`.
@@ -79,7 +104,7 @@ def head_topk(
         1 <= k <= vocab.
     log, temperature, bias, ids
         As for `softmax_topk`: log-probabilities; the temperature; `(vocab,)` float32 added to every row, -inf masks a
-        word; `(batch, n)` int64 words whose probabilities are wanted too.
+        word; `(batch, n)` int64 (or int32, which is copied) words whose probabilities are wanted too.
     normaliser
         Return also log(sum_j exp(s[b, j] / temperature)), `(batch,)` float32.
     constant
@@ -122,12 +147,11 @@ def head_topk(
     scalars = (inverse_temperature(temperature), 1 if log else 0, 1 if constant else 0)
     if type(embedding) is not type(hidden):
         embedding = without_gradient(embedding)
-    what, tensors = ("head_topk", k), (hidden, embedding, bias, ids)
-    if type(k) is int and out is None:
-        before = (hidden, embedding, *scalars, *[one for one in (bias, ids) if one is not None])
-        found = repeat.again(dispatcher.launchers, what, tensors, before, None)
+    if type(k) is int:
+        what = ("head_topk", k, bool(normaliser))
+        found = repeat.again(dispatcher.launchers, what, (hidden, embedding, *scalars, bias, ids), out)
         if found is not None:
-            return _shown(found, normaliser)
+            return found
 
     if custom.transformed(hidden, embedding, bias, ids):
         options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "normaliser": normaliser}
@@ -138,12 +162,11 @@ def head_topk(
     k = whole_number("k", k)
     if not 1 <= k <= vocab:
         raise ValueError(f"k: expected 1 <= k <= vocab ({vocab}), got {k}")
-    given = []
-    if bias is not None:
-        given.append(facts_beside("bias", bias, (vocab,), "float32", known, WHERE))
-    if ids is not None:
-        given.append(facts_beside("ids", ids, (batch, None), "int64", known, WHERE))
-    n = given[-1][1].shape[1] if ids is not None else 0
+    beside = [
+        None if one is None else _SIGNATURE.beside(name, one, known, WHERE, vocab=vocab)
+        for name, one in (("bias", bias), ("ids", ids))
+    ]
+    n = beside[1][1].shape[1] if beside[1] is not None else 0
     sums = ("normaliser", (batch,), "float32")
     wanted: list[tuple[str, tuple[int, ...], str]] = [
         ("values", (batch, k), "float32"),
@@ -152,37 +175,39 @@ def head_topk(
         *([("given", (batch, n), "float32")] if ids is not None else []),
     ]
     outputs = outputs_for(out, tuple(wanted), hidden, known)
-    shown = list(outputs)
-    if not normaliser:
-        outputs[2:2] = outputs_for(None, (sums,), hidden, known)
+    _SIGNATURE.refuse_overlap(out, hidden=hidden, embedding=embedding, bias=bias, ids=ids)
     if arrays.is_fake(hidden):
-        return tuple(shown)
-    if not batch:
-        return out if out is not None else tuple(arrays.returned(array, hidden) for array in shown)
-    if not width:
+        return tuple(outputs)
+    if batch and not width:
         raise ValueError(f"hidden: expected at least one column, got shape {known.shape}")
+    row, asked = (None if one is None else arrays.ready(one[0], one[2], one[1]) for one in beside)
+    most = most_rows(vocab, width)
+    if batch > most:
+        options = {"log": log, "temperature": temperature, "bias": row, "normaliser": normaliser, "constant": constant}
+        by_parts(
+            lambda given, into: head_topk(given[0], embedding, k, ids=given[1], out=tuple(into), **options),
+            *(batch, most, (hidden, asked), outputs),
+        )
+    if not batch or batch > most:
+        return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
+    launchers, what = dispatcher.launchers, ("head_topk", k, bool(normaliser))
+    # No kernel takes an empty array.
+    asked, written = (asked, outputs) if n or ids is None else (None, outputs[:-1])
+    ready = arrays.ready("hidden", hidden, known), arrays.ready("embedding", embedding, theirs)
+    arguments = (*ready, *scalars, row, asked)
     axes = (batch, vocab, width, k, known.dtype, int(bias is not None), n)
     if arrays.is_torch(hidden) and arrays.is_torch(embedding) and way(axes, known) == PRODUCT:
-        torch = sys.modules["torch"]
-        logits = torch.nn.functional.linear(hidden.detach(), embedding.detach())
-        of_softmax = (*outputs[:2], *outputs[3:])
-        softmax_topk(logits, k, log=log or normaliser, temperature=temperature, bias=bias, ids=ids, out=of_softmax)
-        if normaliser:
-            _normalise(logits, outputs, log, temperature, bias, torch)
+        run(launchers, what, _product(k, row is not None, asked is not None, normaliser), arguments, written)
     else:
-        launchers = dispatcher.launchers
-        function = dispatcher.kernel(HeadTopk(*axes), machine_of("hidden", known)).function
-        passed = outputs if n or ids is None else outputs[:3]  # no kernel takes an empty array
-        function(
-            arrays.argument(arrays.ready("hidden", hidden, known)),
-            arrays.argument(arrays.ready("embedding", embedding, theirs)),
-            *scalars,
-            *(arrays.argument(arrays.ready(name, a, facts)) for name, facts, a in given if facts.shape[-1]),
-            *map(arrays.argument, passed),
-        )
-        if arrays.is_torch(hidden) and len(passed) == len(outputs):
-            repeat.put_down(launchers, what, tensors, repeat.launcher(function, tuple(outputs)))
-    return out if out is not None else tuple(arrays.returned(array, hidden) for array in shown)
+
+        def around(kernel: Any) -> Any:
+            if normaliser:
+                return kernel
+            [unshown] = outputs_for(None, (sums,), hidden, known)
+            return with_scratch(kernel, unshown, len(written) - 2)
+
+        launch(dispatcher, HeadTopk(*axes), machine_of("hidden", known), what, arguments, written, around=around)
+    return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
 
 
 def way(axes: tuple[Any, ...], known: Facts) -> str:
@@ -226,33 +251,34 @@ def grouped_rows(problem: HeadTopk) -> int:
     return MANY_GROUPED_ROWS if problem.vocab >= MANY_WORDS else GROUPED_ROWS
 
 
-def _normalise(logits: Any, outputs: list[Any], log: bool, temperature: float, bias: Any, torch: Any) -> None:
-    """Fill in the normaliser from log-probabilities, and turn these into what was asked for.
+def _product(k: int, with_bias: bool, with_ids: bool, normaliser: bool) -> Any:
+    """What stands in the place of the kernel where PyTorch's product and `softmax_topk` are faster."""
+    torch = sys.modules["torch"]
 
-    Of the best word score and log-probability are known, and the normaliser is their difference.
-    """
-    values, indices, normaliser, *given = outputs
-    top = torch.gather(logits, 1, indices[:, :1])[:, 0].float()
-    if bias is not None:
-        top = top + bias[indices[:, 0]]
-    torch.sub(top / temperature, values[:, 0], out=normaliser)
-    if not log:
-        for array in (values, *given):
-            array.exp_()
+    def call(hidden: Any, embedding: Any, scale: float, log: int, constant: int, *rest: Any) -> None:
+        given = iter(rest)
+        bias, ids = next(given) if with_bias else None, next(given) if with_ids else None
+        values, indices, *others = given
+        sums = others.pop(0) if normaliser else None
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                logits = torch.nn.functional.linear(hidden, embedding)
+        else:
+            logits = torch.nn.functional.linear(hidden, embedding)
+        temperature = 1.0 if scale == 1.0 else 1.0 / scale
+        written = (values, indices, *others)
+        softmax_topk(logits, k, log=log or normaliser, temperature=temperature, bias=bias, ids=ids, out=written)
+        if sums is not None:
+            # Score and log-probability of the best word differ by the normaliser.
+            top = torch.gather(logits, 1, indices[:, :1])[:, 0].float()
+            top = top if bias is None else top + bias[indices[:, 0]]
+            torch.sub(top * scale, values[:, 0], out=sums)
+            if not log:
+                for array in (values, *others):
+                    array.exp_()
 
-
-def _shown(results: tuple[Any, ...], normaliser: bool) -> tuple[Any, ...]:
-    return results if normaliser else (*results[:2], *results[3:])
-
-
-def whole_number(name: str, value: Any) -> int:
-    """An integer argument."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
+    return call
 
 
 def pair_facts(hidden: Any, embedding: Any) -> tuple[Facts, Facts]:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from tvm_sparse.core.problem import FLOATS
 from tvm_sparse.runtime import arrays, custom, repeat
-from tvm_sparse.runtime.calls import by_rows, fill, logits_facts, machine_of, outputs_for
+from tvm_sparse.runtime.calls import by_parts, by_rows, fill, launch, logits_facts, machine_of, most_rows, outputs_for
 from tvm_sparse.runtime.dispatch import dispatcher
+from tvm_sparse.runtime.signature import ROWS, Array, Output, Signature
 
 from .problem import LogSumExp
+
+SIGNATURES = {
+    "logsumexp": Signature(("logits", Array((ROWS, "vocab"), FLOATS, gradient=True)), outputs=(Output("values"),))
+}
 
 
 def logsumexp(logits: Any, out: Any = None) -> Any:
@@ -42,8 +48,7 @@ def logsumexp(logits: Any, out: Any = None) -> Any:
 
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 3, lines 1 to 6.
     """
-    given = (logits,)
-    found = repeat.again(dispatcher.launchers, "logsumexp", given, given, out)
+    found = repeat.again(dispatcher.launchers, "logsumexp", (logits,), out)
     if found is not None:
         return found
 
@@ -59,15 +64,14 @@ def logsumexp(logits: Any, out: Any = None) -> Any:
         return out if out is not None else result
     batch, vocab = known.shape
     [result] = outputs_for(out, (("out", (batch,), "float32"),), logits, known)
+    SIGNATURES["logsumexp"].refuse_overlap(out, logits=logits)
     if arrays.is_fake(logits):
         return result
     if batch and not vocab:
         fill(result, -math.inf)
+    elif batch > (most := most_rows(vocab)):
+        by_parts(lambda given, into: logsumexp(given[0], into[0]), batch, most, (logits,), (result,))
     elif batch:
-        prepared = arrays.ready("logits", logits, known)
-        launchers = dispatcher.launchers
-        function = dispatcher.kernel(LogSumExp(batch, vocab, known.dtype), machine_of("logits", known)).function
-        function(arrays.argument(prepared), arrays.argument(result))
-        if arrays.is_torch(logits):
-            repeat.put_down(launchers, "logsumexp", given, repeat.launcher(function, (result,), single=True))
+        problem, ready = LogSumExp(batch, vocab, known.dtype), arrays.ready("logits", logits, known)
+        launch(dispatcher, problem, machine_of("logits", known), "logsumexp", (ready,), (result,), single=True)
     return out if out is not None else arrays.returned(result, logits)

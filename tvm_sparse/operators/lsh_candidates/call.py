@@ -4,18 +4,40 @@ from __future__ import annotations
 
 from typing import Any
 
-from tvm_sparse.core.problem import ProblemError
-from tvm_sparse.operators.lsh_lookup.arguments import checked_hashing, checked_states
+from tvm_sparse.core.problem import FLOATS, ProblemError
+from tvm_sparse.operators.lsh_lookup.arguments import (
+    MULTIPLIERS,
+    TABLES,
+    THRESHOLD,
+    checked_hashing,
+    checked_states,
+)
 from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.calls import (
+    count,
+    launch,
     machine_of,
     outputs_for,
-    passed,
     refuse_gradient,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
+from tvm_sparse.runtime.signature import Array, Number, Output, Signature
 
 from .problem import LshCandidates
+
+SIGNATURES = {
+    "lsh_candidates": Signature(
+        ("hidden", Array(("lists", "beam", "hidden"), FLOATS)),
+        ("permutations", Array(("bands", "units", "k"), ("int16",), below="hidden")),
+        *TABLES,
+        THRESHOLD,
+        ("capacity", Number("int", 1, 2**31 - 1)),
+        MULTIPLIERS,
+        ("validate", Number("bool")),
+        outputs=(Output("candidates"), Output("counts")),
+        operator=False,
+    )
+}
 
 
 def lsh_candidates(
@@ -71,18 +93,16 @@ def lsh_candidates(
     Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", section 4.2.
     """
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-    given = (hidden, permutations, words, table, multipliers, always)
-    what, launchers = ("lsh_candidates", threshold, capacity), dispatcher.launchers
+    threshold, capacity = count("threshold", threshold), count("capacity", capacity)
+    what = ("lsh_candidates", capacity)
     if not validate:
-        before = (*[one for one in given if one is not None], threshold)
-        found = repeat.again(launchers, what, given, before, None if out is None else outputs)
+        arguments = (hidden, permutations, words, table, multipliers, always, threshold)
+        found = repeat.again(dispatcher.launchers, what, arguments, None if out is None else outputs)
         if found is not None:
             return found
 
     known = checked_states(hidden)
     refuse_gradient("hidden", hidden)
-    if not isinstance(capacity, int) or isinstance(capacity, bool) or not 1 <= capacity < 2**31:
-        raise ValueError(f"capacity: expected an integer of at least 1 and below 2^31, got {capacity!r}")
     lists, beam, columns = known.shape
     where, tables = checked_hashing(
         permutations, words, table, multipliers, always, threshold, known, "hidden is", validate
@@ -90,6 +110,9 @@ def lsh_candidates(
     bands, units, k = where[1].shape
     wanted = ("candidates", (lists, capacity), "int32"), ("counts", (lists,), "int32")
     results = tuple(outputs_for(out, wanted, hidden, known))
+    SIGNATURES["lsh_candidates"].refuse_overlap(
+        out, hidden=hidden, permutations=permutations, words=words, table=table, multipliers=multipliers, always=always
+    )
     if lists:
         try:
             problem = LshCandidates(
@@ -97,8 +120,6 @@ def lsh_candidates(
             )
         except ProblemError as error:
             raise ValueError(f"hidden: {error}") from None
-        function = dispatcher.kernel(problem, machine_of("hidden", known)).function
-        function(passed(("hidden", known, hidden)), passed(where), *tables.arguments, *map(arrays.argument, results))
-        if arrays.is_torch(results[0]):
-            repeat.put_down(launchers, what, given, repeat.launcher(function, results))
+        ready = arrays.ready("hidden", hidden, known), arrays.ready(where[0], where[2], where[1])
+        launch(dispatcher, problem, machine_of("hidden", known), what, (*ready, *tables.arguments), results)
     return outputs if out is not None else tuple(arrays.returned(one, hidden) for one in results)

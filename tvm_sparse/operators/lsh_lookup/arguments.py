@@ -9,7 +9,17 @@ from tvm_sparse.formats import wta
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.runtime import arrays
 from tvm_sparse.runtime.arrays import Facts
-from tvm_sparse.runtime.calls import facts_beside, passed
+from tvm_sparse.runtime.calls import facts_beside
+from tvm_sparse.runtime.signature import Absent, Array, Number, Structure
+
+# Arguments of every function that looks words up.
+TABLES: tuple[Any, ...] = (
+    ("words", Array(("bands", "vocab"), ("int32",), below="vocab")),
+    ("table", Structure(("direct", "cuckoo"))),
+    ("always", Array(("ceil(vocab / 32)",), ("int32",))),
+)
+THRESHOLD: tuple[Any, ...] = ("threshold", Number("int", 1, "bands"))
+MULTIPLIERS: tuple[Any, ...] = ("multipliers", Absent(), Array(("bands", 2), ("int32",)))
 
 
 class HashTables(NamedTuple):
@@ -18,7 +28,7 @@ class HashTables(NamedTuple):
     vocab: int
     kind: str  # "direct" or "cuckoo"
     bits: int  # of a code; of a cuckoo table the most there may be
-    arguments: tuple[Any, ...]  # for the kernel, from `words` to `threshold`
+    arguments: tuple[Any, ...]  # for the kernel, from `words` to `threshold`, None for multipliers that it has not
 
 
 def checked_states(hidden: Any) -> Facts:
@@ -87,21 +97,22 @@ def checked_tables(
     TypeError, ValueError
         Naming the argument.
     """
-    if isinstance(threshold, bool) or not isinstance(threshold, int) or not 1 <= threshold < 2**31:
-        raise ValueError(f"threshold: expected an integer of at least 1, got {threshold!r}")
-    given = [facts_beside("words", words, (bands, None), "int32", first, where)]
-    vocab = given[0][1].shape[1]
+    found = facts_beside("words", words, (bands, None), "int32", first, where)
+    given: list[tuple[str, Facts, Any] | None] = [found]
+    vocab = found[1].shape[1]
     if vocab < 1:
         raise ValueError("words: expected at least one word, got none")
     rank = len(arrays.facts("table", table).shape)
     if rank == 2:
-        given.append(facts_beside("table", table, (bands, None), "int32", first, where))
-        size = given[1][1].shape[1] - 1
+        starts = facts_beside("table", table, (bands, None), "int32", first, where)
+        given.append(starts)
+        size = starts[1].shape[1] - 1
         if size < 2 or size & (size - 1):
             raise ValueError(f"table: expected 2^bits + 1 bucket starts a band, got {size + 1}")
         if multipliers is not None:
             raise ValueError("multipliers: expected none with a direct table, whose starts have 2 dimensions")
         kind, bits = "direct", size.bit_length() - 1
+        given.append(None)
     elif rank == 4:
         given.append(facts_beside("table", table, (bands, 2, None, 4), "int32", first, where))
         if multipliers is None:
@@ -116,4 +127,5 @@ def checked_tables(
     given.append(facts_beside("always", always, (bitmap_words(vocab),), "int32", first, where))
     if validate:
         wta.check_tables(arrays.as_numpy(words), arrays.as_numpy(table))
-    return HashTables(vocab, kind, bits, (*map(passed, given), threshold))
+    ready = [None if one is None else arrays.ready(one[0], one[2], one[1]) for one in given]
+    return HashTables(vocab, kind, bits, (*ready, threshold))

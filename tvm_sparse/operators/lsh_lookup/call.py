@@ -8,11 +8,24 @@ from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.formats import wta
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.runtime import arrays, repeat
-from tvm_sparse.runtime.calls import machine_of, outputs_for, passed
+from tvm_sparse.runtime.calls import count, launch, machine_of, outputs_for
 from tvm_sparse.runtime.dispatch import dispatcher
+from tvm_sparse.runtime.signature import Array, Number, Output, Signature
 
-from .arguments import checked_tables
+from .arguments import MULTIPLIERS, TABLES, THRESHOLD, checked_tables
 from .problem import LshLookup
+
+SIGNATURES = {
+    "lsh_lookup": Signature(
+        ("codes", Array(("lists", "beam", "bands"), ("int32",))),
+        *TABLES,
+        THRESHOLD,
+        MULTIPLIERS,
+        ("validate", Number("bool")),
+        outputs=(Output("chosen"),),
+        operator=False,
+    )
+}
 
 
 def lsh_lookup(
@@ -68,11 +81,10 @@ def lsh_lookup(
 
     Source: Shi, Xu & Knight 2018, Algorithm 1, equations 9, 10 and 3.
     """
-    given = (codes, words, table, multipliers, always)
-    what, launchers = ("lsh_lookup", threshold), dispatcher.launchers
+    threshold = count("threshold", threshold)
     if not validate:
-        before = (*[one for one in given if one is not None], threshold)
-        found = repeat.again(launchers, what, given, before, out)
+        arguments = (codes, words, table, multipliers, always, threshold)
+        found = repeat.again(dispatcher.launchers, "lsh_lookup", arguments, out)
         if found is not None:
             return found
 
@@ -86,13 +98,14 @@ def lsh_lookup(
     if validate:
         wta.check_codes(arrays.as_numpy(codes), tables.bits if tables.kind == "direct" else 31)
     [result] = outputs_for(out, (("out", (lists, bitmap_words(tables.vocab)), "int32"),), codes, known)
+    SIGNATURES["lsh_lookup"].refuse_overlap(
+        out, codes=codes, words=words, table=table, multipliers=multipliers, always=always
+    )
     if lists:
         try:
             problem = LshLookup(lists, beam, tables.vocab, bands, tables.kind, tables.bits)
         except ProblemError as error:
             raise ValueError(f"codes: {error}") from None
-        function = dispatcher.kernel(problem, machine_of("codes", known)).function
-        function(passed(("codes", known, codes)), *tables.arguments, arrays.argument(result))
-        if arrays.is_torch(result):
-            repeat.put_down(launchers, what, given, repeat.launcher(function, (result,), single=True))
+        arguments = (arrays.ready("codes", codes, known), *tables.arguments)
+        launch(dispatcher, problem, machine_of("codes", known), "lsh_lookup", arguments, (result,), single=True)
     return out if out is not None else arrays.returned(result, codes)

@@ -4,22 +4,50 @@ from __future__ import annotations
 
 from typing import Any
 
-from tvm_sparse.core.problem import ProblemError
+from tvm_sparse.core.problem import FLOATS, ProblemError
 from tvm_sparse.formats import wta
-from tvm_sparse.operators.head_topk.call import WHERE, whole_number
-from tvm_sparse.operators.lsh_lookup.arguments import checked_hashing, checked_states
+from tvm_sparse.operators.head_topk.call import WHERE
+from tvm_sparse.operators.lsh_lookup.arguments import (
+    MULTIPLIERS,
+    TABLES,
+    THRESHOLD,
+    checked_hashing,
+    checked_states,
+)
 from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.calls import (
+    count,
     facts_beside,
     inverse_temperature,
+    launch,
     machine_of,
     outputs_for,
-    passed,
     refuse_gradient,
+    whole_number,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
+from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Signature
 
 from .problem import LshTopk
+
+SIGNATURES = {
+    "lsh_topk": Signature(
+        ("hidden", Array(("lists", "beam", "hidden"), FLOATS)),
+        ("embedding", Array(("vocab", "hidden"))),
+        ("permutations", Array(("bands", "units", "k"), ("int16",), below="hidden")),
+        *TABLES,
+        ("ids", Array(("frequent",), ("int32",), below="vocab")),
+        THRESHOLD,
+        ("n", Number("int", 1, "vocab")),
+        MULTIPLIERS,
+        ("log", Number("bool")),
+        ("temperature", Number("float", 0.1, 3.0)),
+        ("bias", Absent(), Array(("vocab",), ("float32",))),
+        ("validate", Number("bool")),
+        outputs=(Output("values"), Output("indices"), Output("normaliser"), Output("counts")),
+        operator=False,
+    )
+}
 
 
 def lsh_topk(
@@ -94,15 +122,14 @@ def lsh_topk(
     """
     scale = inverse_temperature(temperature)
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-    given = (hidden, embedding, permutations, words, table, multipliers, always, ids, bias)
-    what, launchers = ("lsh_topk", threshold, n), dispatcher.launchers
+    threshold, n = count("threshold", threshold), whole_number("n", n)
+    what = ("lsh_topk", n)
     if not validate:
-        tables_given = (words, table) if multipliers is None else (words, table, multipliers)
-        before = (
-            hidden, embedding, permutations, *tables_given, always, threshold, ids, scale, 1 if log else 0,
-            *(() if bias is None else (bias,)),
-        )  # fmt: skip
-        found = repeat.again(launchers, what, given, before, None if out is None else outputs)
+        arguments = (
+            *(hidden, embedding, permutations, words, table, multipliers, always, threshold, ids),
+            *(scale, 1 if log else 0, bias),
+        )
+        found = repeat.again(dispatcher.launchers, what, arguments, None if out is None else outputs)
         if found is not None:
             return found
 
@@ -121,15 +148,18 @@ def lsh_topk(
         raise ValueError("ids: expected at least one word, got none; lsh_candidates needs none")
     if known.device == "cpu" or validate:
         wta.check_frequent(arrays.as_numpy(ids), arrays.as_numpy(always), tables.vocab)
-    n = whole_number("n", n)
     if not 1 <= n <= tables.vocab:
         raise ValueError(f"n: expected 1 <= n <= vocab ({tables.vocab}), got {n}")
-    extras = () if bias is None else (facts_beside("bias", bias, (tables.vocab,), "float32", known, WHERE),)
+    extra = None if bias is None else facts_beside("bias", bias, (tables.vocab,), "float32", known, WHERE)
     wanted = (
         ("values", (lists, beam, n), "float32"), ("indices", (lists, beam, n), "int64"),
         ("normaliser", (lists, beam), "float32"), ("counts", (lists,), "int32"),
     )  # fmt: skip
     results = tuple(outputs_for(out, wanted, hidden, known))
+    SIGNATURES["lsh_topk"].refuse_overlap(
+        out, hidden=hidden, embedding=embedding, permutations=permutations, words=words, table=table,
+        multipliers=multipliers, always=always, ids=ids, bias=bias,
+    )  # fmt: skip
     if lists:
         try:
             problem = LshTopk(
@@ -138,18 +168,10 @@ def lsh_topk(
             )  # fmt: skip
         except ProblemError as error:
             raise ValueError(f"hidden: {error}") from None
-        function = dispatcher.kernel(problem, machine_of("hidden", known)).function
-        function(
-            passed(("hidden", known, hidden)),
-            passed(matrix),
-            passed(where),
-            *tables.arguments,
-            passed(frequent),
-            scale,
-            int(log),
-            *map(passed, extras),
-            *map(arrays.argument, results),
+        states, *rest, row = (
+            None if one is None else arrays.ready(one[0], one[2], one[1])
+            for one in (("hidden", known, hidden), matrix, where, frequent, extra)
         )
-        if arrays.is_torch(results[0]):
-            repeat.put_down(launchers, what, given, repeat.launcher(function, results))
+        arguments = (states, *rest[:2], *tables.arguments, rest[2], scale, 1 if log else 0, row)
+        launch(dispatcher, problem, machine_of("hidden", known), what, arguments, results)
     return outputs if out is not None else tuple(arrays.returned(one, hidden) for one in results)  # type: ignore[return-value]

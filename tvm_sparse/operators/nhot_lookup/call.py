@@ -5,21 +5,33 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from tvm_sparse.core.problem import FLOATS
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.calls import (
     TORCH_ALONE,
     check_floats,
     fill,
+    index_as,
+    launch,
     machine_of,
     outputs_for,
     refuse_gradient,
-    refuse_overlap,
     without_gradient,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
+from tvm_sparse.runtime.signature import Array, Number, Output, Signature, Structure
 
-from .problem import typical
-from .rows import CsrRows
+from .problem import INDEX, typical
+from .rows import CsrRows, index_of
+
+SIGNATURES = {
+    "nhot_lookup": Signature(
+        ("csr", Structure(("CsrRows", "scipy.sparse.csr_array", "torch.sparse_csr", "(indptr, indices, values)"))),
+        ("table", Array(("vocab", "width"), FLOATS, gradient=True)),
+        ("validate", Number("bool")),
+        outputs=(Output("out"),),
+    )
+}
 
 __all__ = ["CsrRows", "nhot_lookup"]
 
@@ -34,9 +46,10 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
     csr
         Shape `(rows, vocab)`, a few nonzeros a row: a `CsrRows` (prepared once, the fastest to call with), a
         `scipy.sparse.csr_array`, a torch tensor of layout `torch.sparse_csr`, or `(indptr, indices, values)` with
-        indptr `(rows + 1,)`, indices `(nnz,)` in [0, vocab), both int32 or both int64, and values `(nnz,)` of the
-        table's dtype, or None if all are 1. Rows may be empty; columns need not be sorted, and those that stand twice
-        are added. On the device of `table`.
+        indptr `(rows + 1,)`, indices `(nnz,)` in [0, vocab), each int32 or int64, and values `(nnz,)` of the table's
+        dtype or float32, or None if all are 1. Rows may be empty; columns need not be sorted, and those that stand
+        twice are added. On the device of `table`. Kernels take both of one dtype: an indptr of another dtype than that
+        of the indices is copied, at every call unless they are a `CsrRows`.
     table
         Shape `(vocab, width)`; float32, float16 or bfloat16, accumulated in float32. Copied first if it is not
         contiguous, or not aligned to 16 bytes on a GPU.
@@ -92,8 +105,9 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
     rows, columns = csr.shape
     if columns != vocab:
         raise ValueError(f"csr: expected {vocab} columns, as the table has rows, got shape ({rows}, {columns})")
-    if csr.dtype is not None and csr.dtype != known.dtype:
-        raise ValueError(f"values: expected dtype {known.dtype}, as the table has, got {csr.dtype}")
+    if csr.dtype not in (None, "float32", known.dtype):
+        other = "" if known.dtype == "float32" else " or float32,"
+        raise ValueError(f"values: expected dtype {known.dtype}, as the table has,{other} got {csr.dtype}")
     if (csr.device, csr.device_index) != (known.device, known.index):
         raise ValueError(
             f"csr: expected arrays on {known.device}:{known.index}, as the table is,"
@@ -105,7 +119,7 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
             f" vocab={vocab}, width={width}"
         )
     [result] = outputs_for(out, (("out", (rows, width), known.dtype),), table, known)
-    refuse_overlap(out, _read(csr, table))
+    SIGNATURES["nhot_lookup"].refuse_overlap(out, csr=_arrays_of(csr), table=table)
     if arrays.is_fake(table):
         return result
     if rows and width:
@@ -114,24 +128,17 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
         else:
             prepared = arrays.ready("table", table, known)
             launchers = dispatcher.launchers
-            function = dispatcher.kernel(csr.problem(width, known.dtype), machine_of("table", known)).function
-            function(*csr.arguments, arrays.argument(prepared), arrays.argument(result))
-            if type(table) is getattr(torch, "Tensor", None) and arrays.is_torch(csr.indptr):
-                found = repeat.launcher(function, (result,), single=True)
-                if given is csr:
-                    repeat.put_down(csr.launchers.of(launchers), None, (table,), found)
-                elif known.device == "cuda" and (parts := _csr_tensors(given, table, torch)) is not None:
-                    repeat.put_down(launchers, lookup_key(parts), (table,), found)
+            kept, what, free = None, None, 0
+            if given is csr:
+                kept = csr.launchers.of(launchers)
+            elif type(table) is getattr(torch, "Tensor", None) and known.device == "cuda":
+                parts = _csr_tensors(given, table, torch)
+                if parts is not None:
+                    kept, what, free = launchers, lookup_key(parts), entries_of(parts)
+            problem, where = csr.problem(width, known.dtype), machine_of("table", known)
+            arguments = (*csr.arguments, prepared)
+            launch(dispatcher, problem, where, what, arguments, (result,), single=True, kept=kept, free=free)
     return out if out is not None else arrays.returned(result, table)
-
-
-def _read(csr: Any, table: Any) -> tuple[tuple[str, Any], ...]:
-    """The inputs by name that `out` may not overlap: those of its dtype."""
-    if isinstance(csr, CsrRows):
-        return ("table", table), ("values", csr.values)
-    if isinstance(csr, (tuple, list)):
-        return ("table", table), ("values", csr[2])
-    return (("table", table), ("values", csr.values()))
 
 
 def _arrays_of(csr: Any) -> tuple[Any, ...]:
@@ -145,12 +152,12 @@ def repeated_lookup(csr: Any, table: Any, torch: Any, out: Any = None, checked: 
     """The result of a look-up like one before, or None."""
     launchers = dispatcher.launchers
     if type(csr) is CsrRows:
-        return repeat.again(csr.launchers.of(launchers), None, (table,), (*csr.arguments, table), out)
+        return repeat.again(csr.launchers.of(launchers), None, (*csr.arguments, table), out)
     # Structures on the host are checked at every call, but those of which somebody knows that they are `checked`.
     parts = _csr_tensors(csr, table, torch) if checked or table.is_cuda else None
-    if parts is None or not all(map(repeat.is_plain, parts)):
-        return None
-    return repeat.again(launchers, lookup_key(parts), (table,), (*parts, table), out)
+    return (
+        None if parts is None else repeat.again(launchers, lookup_key(parts), (*parts, table), out, entries_of(parts))
+    )
 
 
 def _csr_tensors(csr: Any, table: Any, torch: Any) -> tuple[Any, ...] | None:
@@ -167,12 +174,28 @@ def _csr_tensors(csr: Any, table: Any, torch: Any) -> tuple[Any, ...] | None:
     if not all([type(part) is torch.Tensor and part.device == device and part.dim() == 1 for part in parts]):
         return None
     rows, entries = parts[0].shape[0] - 1, parts[1].shape
-    return parts if rows > 0 and entries[0] and parts[-1].shape == entries else None
+    if not (rows > 0 and entries[0] and parts[-1].shape == entries):
+        return None
+    return parts if parts[0].dtype is parts[1].dtype else _one_dtype(parts)
+
+
+def _one_dtype(parts: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The tensors with indptr and indices of one dtype, as `CsrRows` makes them; None if they are no integers."""
+    pair = [(name, part, arrays.facts(name, part)) for name, part in zip(("indptr", "indices"), parts, strict=False)]
+    if not all(known.dtype in INDEX for _, _, known in pair):
+        return None
+    index = index_of(pair[1][2])
+    return (*[index_as(*one, index) for one in pair], *parts[2:])
+
+
+def entries_of(parts: tuple[Any, ...]) -> int:
+    """Which of these arguments have as many elements as there are entries, as `repeat.kinds_of` takes it: a kernel
+    takes any number of them, and `lookup_key` says how many there typically are in a row."""
+    return sum(1 << i for i in range(1, len(parts)))
 
 
 def lookup_key(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     """What the choice of a kernel for a look-up depends on beside the table."""
     indptr, indices, *values = parts
     nonzeros = typical(indices.shape[0], indptr.shape[0] - 1)
-    dtypes = indptr.dtype, indices.dtype, values[0].dtype if values else None
-    return ("nhot_lookup", indptr.shape, nonzeros, dtypes)
+    return ("nhot_lookup", nonzeros, len(values))

@@ -52,7 +52,8 @@ class NhotLookup(Problem):
     """`out = a @ table` for a sparse `a` `(rows, vocab)` in CSR format and a dense table `(vocab, width)`.
 
     `nonzeros` is their number in a typical row. `weighted` = 1 for entries with values, 0 for ones that are not
-    stored; `index` is the dtype of indptr and indices.
+    stored; `index` is the dtype of indptr and indices. `value` is "float32" for values of float32 beside a table of 16
+    bits, else "": values have the table's dtype.
     """
 
     rows: int
@@ -62,6 +63,7 @@ class NhotLookup(Problem):
     dtype: str = "float32"
     weighted: int = field(default=0, metadata=OPTIONAL)
     index: str = field(default="int32", metadata=OPTIONAL)
+    value: str = field(default="", metadata=OPTIONAL)
 
     operator: ClassVar[str] = "nhot_lookup"
     batch_axis: ClassVar[str] = "rows"
@@ -70,7 +72,7 @@ class NhotLookup(Problem):
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("indptr", ("rows + 1",), "index", "First entry of each row; the last one is nnz."),
         Argument("indices", ("nnz",), "index", "Column of each entry, in [0, vocab)."),
-        Argument("values", ("nnz",), "dtype", "Value of each entry.", when="weighted"),
+        Argument("values", ("nnz",), "dtype or float32", "Value of each entry.", when="weighted"),
         Argument("table", ("vocab", "width"), "dtype", "Dense rows that are looked up."),
     )
     outputs: ClassVar[tuple[Argument, ...]] = (Argument("out", ("rows", "width"), "dtype", "The product."),)
@@ -92,6 +94,16 @@ class NhotLookup(Problem):
             raise ProblemError(f"nhot_lookup: weighted must be 0 or 1 (entries with values), got {self.weighted!r}")
         if self.index not in INDEX:
             raise ProblemError(f"nhot_lookup: index must be one of {', '.join(INDEX)}, got {self.index!r}")
+        if self.value not in ("", "float32") or (self.value and (not self.weighted or self.dtype == "float32")):
+            raise ProblemError(
+                f"nhot_lookup: value must be '' (as the table), or float32 with weighted=1 and a table of 16 bits, got"
+                f" {self.value!r} with weighted={self.weighted} and dtype={self.dtype}"
+            )
+
+    @property
+    def value_dtype(self) -> str:
+        """The dtype of the values."""
+        return self.value or self.dtype
 
     @classmethod
     def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
@@ -113,7 +125,8 @@ class NhotLookup(Problem):
 
         mine, theirs = ((p.rows, p.width, p.nonzeros) for p in (self, other))
         octaves = sum(abs(math.log2(a / b)) for a, b in zip(mine, theirs, strict=True))
-        return octaves + 0.5 * (self.weighted != other.weighted) + 0.25 * (self.index != other.index)
+        unlike = 0.25 * ((self.index != other.index) + (self.value != other.value))
+        return octaves + 0.5 * (self.weighted != other.weighted) + unlike
 
     def as_called(self) -> Problem:
         """With the step of `nonzeros` that calls give, see `typical`."""
@@ -145,7 +158,7 @@ class NhotLookup(Problem):
         width = tirx.const(self.width, "int64")
         indptr = te.placeholder((rows + 1,), self.index, name="indptr")
         indices = te.placeholder((nnz,), self.index, name="indices")
-        values = te.placeholder((nnz,), self.dtype, name="values")
+        values = te.placeholder((nnz,), self.value_dtype, name="values")
         table = te.placeholder((vocab, width), self.dtype, name="table")
 
         def product(i, j):
@@ -203,7 +216,7 @@ class NhotLookup(Problem):
             for value in (np.nan, np.inf, -np.inf):
                 table[rng.choice(indices, 2), rng.integers(self.width, size=2)] = value
             values[rng.integers(len(values), size=2)] = [np.inf, np.nan]
-        dtype = numpy_dtype(self.dtype)
+        dtype = numpy_dtype(self.value_dtype)
         structured = [indptr.astype(self.index), indices.astype(self.index)]
         return [*structured, *([values.astype(dtype)] if self.weighted else []), table]
 
@@ -267,9 +280,10 @@ class NhotLookup(Problem):
 
             nnz, distinct = len(inputs[1]), len(np.unique(inputs[1]))
         itemsize, index = numpy_dtype(self.dtype).itemsize, numpy_dtype(self.index).itemsize
+        value = self.weighted * numpy_dtype(self.value_dtype).itemsize
         dense = (round(distinct) + self.rows) * self.width * itemsize
         return Cost(
-            dense + nnz * (index + self.weighted * itemsize) + (self.rows + 1) * index,
+            dense + nnz * (index + value) + (self.rows + 1) * index,
             (1 + self.weighted) * nnz * self.width,
         )
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from tvm_sparse.core.given import described
 from tvm_sparse.core.problem import FLOATS
 from tvm_sparse.runtime import arrays, repeat
-from tvm_sparse.runtime.calls import refuse_gradient
+from tvm_sparse.runtime.arrays import Facts
+from tvm_sparse.runtime.calls import index_as, refuse_gradient
 
 from .problem import INDEX, NhotLookup, typical
+
+# Entries that row starts of int32 can count.
+MOST_INT32 = 2**31 - 1
 
 
 class CsrRows:
@@ -30,8 +35,10 @@ class CsrRows:
     Attributes
     ----------
     indptr, indices, values
-        The arrays that kernels take: row starts `(rows + 1,)`, columns `(nnz,)`, both int32 or both int64 as they were
-        given, and values `(nnz,)` or None. Changing them in place is allowed, as long as indptr and indices stay valid.
+        The arrays that kernels take: row starts `(rows + 1,)`, columns `(nnz,)`, both int32 or both int64, and values
+        `(nnz,)` or None. Where indptr and indices were given in different dtypes, indptr is a copy in that of indices
+        (of 2^31 and more int32 indices, these are a copy in int64). Changing the arrays in place is allowed, as long
+        as indptr and indices stay valid.
     shape, dtype, nnz, index, device
         Of the rows; `dtype` is that of the values or None, `index` that of indptr and indices.
 
@@ -53,10 +60,9 @@ class CsrRows:
         if known.shape[0] < 1:
             raise ValueError("indptr: expected at least 1 entry (rows + 1), got 0")
         theirs = arrays.facts("indices", indices)
-        if len(theirs.shape) != 1 or theirs.dtype != known.dtype:
+        if len(theirs.shape) != 1 or theirs.dtype not in INDEX:
             raise ValueError(
-                f"indices: expected one dimension of {known.dtype}, as indptr has, got {theirs.dtype} of shape"
-                f" {theirs.shape}"
+                f"indices: expected one dimension of int32 or int64, got {theirs.dtype} of shape {theirs.shape}"
             )
         [self.nnz] = theirs.shape
         others = [("indices", indices, theirs)]
@@ -83,12 +89,12 @@ class CsrRows:
         self.shape = shape
         if known.shape[0] != self.shape[0] + 1:
             raise ValueError(f"indptr: expected {self.shape[0] + 1} entries (rows + 1), got {known.shape[0]}")
-        self.index, self.device, self.device_index = known.dtype, known.device, known.index
+        self.index, self.device, self.device_index = index_of(theirs), known.device, known.index
         self.dtype = others[-1][2].dtype if values is not None else None
         if (known.device == "cpu" or validate) and not (checked or arrays.is_fake(indptr)):
             self._check(indptr, indices)
-        self.indptr = arrays.ready("indptr", indptr, known)
-        self.indices = arrays.ready("indices", indices, theirs)
+        self.indptr = index_as("indptr", indptr, known, self.index)
+        self.indices = index_as("indices", indices, theirs, self.index)
         self.values = None if values is None else arrays.ready("values", values, others[-1][2])
         given = (self.indptr, self.indices) if values is None else (self.indptr, self.indices, self.values)
         self.arguments = tuple(map(arrays.argument, given))
@@ -119,7 +125,8 @@ class CsrRows:
     def problem(self, width: int, dtype: str) -> NhotLookup:
         """The problem of a look-up in a table of `width` columns."""
         (rows, vocab), weighted = self.shape, int(self.dtype is not None)
-        return NhotLookup(rows, vocab, width, typical(self.nnz, rows), dtype, weighted, self.index)
+        value = "float32" if self.dtype == "float32" != dtype else ""
+        return NhotLookup(rows, vocab, width, typical(self.nnz, rows), dtype, weighted, self.index, value)
 
     def __repr__(self) -> str:
         return (
@@ -127,12 +134,17 @@ class CsrRows:
         )
 
 
+def index_of(indices: Facts) -> str:
+    """The dtype in which kernels take indptr and indices: that of the indices, as far as it can count them."""
+    return "int64" if indices.shape[0] > MOST_INT32 else indices.dtype
+
+
 def _csr_parts(csr: Any) -> tuple[Any, Any, Any, tuple[int, int] | None]:
     """indptr, indices, values, and the shape where the rows tell it."""
     if isinstance(csr, (tuple, list)):
         if len(csr) != 3:
             raise ValueError(f"csr: expected (indptr, indices, values or None), got {len(csr)} items")
-        return (*csr, None)
+        return csr[0], csr[1], csr[2], None
     if arrays.is_torch(csr):
         torch = sys.modules["torch"]
         if csr.layout is not torch.sparse_csr:
@@ -142,13 +154,14 @@ def _csr_parts(csr: Any) -> tuple[Any, Any, Any, tuple[int, int] | None]:
         refuse_gradient("csr", csr)
         csr = csr.detach()
         return csr.crow_indices(), csr.col_indices(), csr.values(), tuple(csr.shape)
-    if getattr(csr, "format", None) == "csr":
+    layout = getattr(csr, "format", None)
+    if layout == "csr":
         if len(csr.shape) != 2:
             raise ValueError(f"csr: expected 2 dimensions, got shape {csr.shape}")
         return csr.indptr, csr.indices, csr.data, (int(csr.shape[0]), int(csr.shape[1]))
-    if getattr(csr, "format", None) is not None:
-        raise TypeError(f"csr: expected a SciPy matrix in CSR format, got {csr.format}; use csr.tocsr()")
+    if isinstance(layout, str):
+        raise TypeError(f"csr: expected a SciPy matrix in CSR format, got {layout}; use csr.tocsr()")
     raise TypeError(
         "csr: expected a CsrRows, a scipy.sparse.csr_array, a torch.sparse_csr tensor or (indptr, indices, values or"
-        f" None), got {type(csr).__name__}"
+        f" None), got {described(csr)}"
     )

@@ -11,6 +11,7 @@ AWKWARD: tuple[str, ...] = (
     "nhot_lookup/rows=9,vocab=300,width=136,nonzeros=10,dtype=float16",  # a tile and a part of one
     "nhot_lookup/rows=4,vocab=61,width=260,nonzeros=40,dtype=bfloat16,weighted=1",  # more than the ids of a warp
     "nhot_lookup/rows=5,vocab=40,width=6,nonzeros=20,weighted=1",  # fewer columns than a warp has lanes
+    "nhot_lookup/rows=6,vocab=53,width=48,nonzeros=12,dtype=bfloat16,weighted=1,value=float32",
     "nhot_lookup/rows=33,vocab=17,width=128,nonzeros=1,index=int64",
 )
 REALISTIC: tuple[str, ...] = (

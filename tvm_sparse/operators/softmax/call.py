@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from tvm_sparse.core.problem import FLOATS
 from tvm_sparse.runtime import arrays, custom, repeat
-from tvm_sparse.runtime.calls import by_rows, logits_facts, machine_of, outputs_for, refuse_overlap
+from tvm_sparse.runtime.calls import by_parts, by_rows, launch, logits_facts, machine_of, most_rows, outputs_for
 from tvm_sparse.runtime.dispatch import dispatcher
+from tvm_sparse.runtime.signature import ROWS, Array, Output, Signature, Text
 
 from .problem import ALGORITHMS, Softmax
+
+_LOGITS = ("logits", Array((ROWS, "vocab"), FLOATS, gradient=True))
+SIGNATURES = {
+    "softmax": Signature(_LOGITS, ("algorithm", Text(ALGORITHMS)), outputs=(Output("probabilities"),)),
+    "log_softmax": Signature(_LOGITS, outputs=(Output("probabilities"),)),
+}
 
 
 def softmax(logits: Any, *, algorithm: str = "online", out: Any = None) -> Any:
@@ -65,9 +73,9 @@ def log_softmax(logits: Any, out: Any = None) -> Any:
 
 def distribution(logits: Any, algorithm: str, log: int, out: Any = None) -> Any:
     """`softmax`, or with `log` `log_softmax`."""
-    what, given = ("softmax", algorithm), (logits,)
+    what = ("softmax", algorithm)
     if type(algorithm) is str:
-        found = repeat.again(dispatcher.launchers, what, given, (logits, 1 if log else 0), out)
+        found = repeat.again(dispatcher.launchers, what, (logits, 1 if log else 0), out)
         if found is not None:
             return found
 
@@ -85,16 +93,16 @@ def distribution(logits: Any, algorithm: str, log: int, out: Any = None) -> Any:
         [result] = by_rows(call, logits, known, out, (("out", known.shape[-1:], known.dtype),))
         return out if out is not None else result
     [result] = outputs_for(out, (("out", known.shape, known.dtype),), logits, known)
-    refuse_overlap(out, (("logits", logits),))
+    SIGNATURES["log_softmax"].refuse_overlap(out, logits=logits)
     batch, vocab = known.shape
     if arrays.is_fake(logits):
         return result
-    if batch and vocab:
-        prepared = arrays.ready("logits", logits, known)
-        launchers = dispatcher.launchers
+    most = most_rows(vocab)
+    if batch > most:
+        call_parts = lambda given, into: distribution(given[0], algorithm, log, into[0])  # noqa: E731
+        by_parts(call_parts, batch, most, (logits,), (result,))
+    elif batch and vocab:
         problem = Softmax(batch, vocab, algorithm, known.dtype)
-        function = dispatcher.kernel(problem, machine_of("logits", known)).function
-        function(arrays.argument(prepared), 1 if log else 0, arrays.argument(result))
-        if arrays.is_torch(logits):
-            repeat.put_down(launchers, what, given, repeat.launcher(function, (result,), single=True))
+        arguments = (arrays.ready("logits", logits, known), 1 if log else 0)
+        launch(dispatcher, problem, machine_of("logits", known), what, arguments, (result,), single=True)
     return out if out is not None else arrays.returned(result, logits)

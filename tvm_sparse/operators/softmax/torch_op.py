@@ -26,7 +26,8 @@ def _backward(ctx: Any, grad: Any) -> Any:
 
 
 def _launched(launchers: Any, logits: Any, algorithm: str, log: bool) -> tuple[Any, tuple[Any, ...]]:
-    return repeat.repeated(launchers, ("softmax", algorithm), (logits,)), (logits, int(log))
+    arguments = (logits, int(log))
+    return repeat.repeated(launchers, ("softmax", algorithm), arguments), arguments
 
 
 def _batched(info: Any, in_dims: Any, logits: Any, algorithm: str, log: bool) -> Any:

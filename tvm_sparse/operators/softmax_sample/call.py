@@ -2,29 +2,64 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
-import sys
 from typing import Any
 
+from tvm_sparse.core.machine import Machine
 from tvm_sparse.runtime import arrays, custom, repeat
-from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
+    by_parts,
     facts_beside,
     logits_facts,
     machine_of,
+    most_rows,
     outputs_for,
     passed,
+    run,
+    whole_number,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
+from tvm_sparse.runtime.loading import Miss
+from tvm_sparse.runtime.signature import FLOAT_ROWS, ROWS, Absent, Array, Number, Output, Signature
 
-from . import philox
+from . import seeds
 from .problem import MAX_K, UNSAID, SoftmaxSample, width_of
 
+_OF_ROWS = Array((ROWS,), ("float32",))
+SIGNATURES = {
+    "softmax_sample": Signature(
+        ("logits", FLOAT_ROWS),
+        ("temperature", Number("float", 0.2, 3.0), _OF_ROWS),
+        ("top_k", Absent(), Number("int", 1, MAX_K), Array((ROWS,), ("int32",), below=MAX_K)),
+        ("top_p", Number("float", 0.1, 1.0), _OF_ROWS),
+        ("min_p", Number("float", 0.0, 0.2), _OF_ROWS),
+        ("bias", Absent(), Array(("vocab",), ("float32",))),
+        ("uniforms", _OF_ROWS, Absent()),
+        ("seed", Absent(), Number("int", -(2**63), 2**63 - 1), Array((ROWS, 2), ("int64",))),
+        ("offset", Number("int", 0, 2**63 - 1), Array((ROWS,), ("int64",))),
+        ("max_top_k", Absent(), Number("int", 1, MAX_K)),
+        ("best", Number("int", 0, "k")),
+        outputs=(
+            *(Output("tokens"), Output("logprobs")),
+            *(Output("values", asked="best", given=False), Output("indices", asked="best", given=False)),
+        ),
+    )
+}
+
+# What is said of the arrays that uniform numbers are, or are made of, by `seeded`: name, dtype, extents of a row.
+NUMBERS = {
+    seeds.GIVEN: ("uniforms", "float32", ()),
+    seeds.OF_ROWS: ("seed", "int64", (2,)),
+    seeds.OF_CALL: ("", "", ()),
+    seeds.OFFSETS: ("offset", "int64", ()),
+}
+LARGEST = 3.4e38  # as float32 has it
 # What numbers may be, and what else arrays of them are; top_k is known by being the one of integers.
 FILTERS = (
-    ("temperature", "float32", lambda x: 0 <= x < math.inf, "a finite number of at least 0"),
-    ("top_k", "int32", lambda x: x >= 1, "an integer of at least 1, or None"),
+    ("temperature", "float32", lambda x: x >= 0, "a number of at least 0"),
+    ("top_k", "int32", lambda x: True, "an integer, or None"),
     ("top_p", "float32", lambda x: 0 < x <= 1, "a number in (0, 1]"),
     ("min_p", "float32", lambda x: 0 <= x <= 1, "a number in [0, 1]"),
 )
@@ -40,7 +75,7 @@ def softmax_sample(
     bias: Any = None,
     uniforms: Any = None,
     seed: Any = None,
-    offset: int = 0,
+    offset: Any = 0,
     max_top_k: int | None = None,
     best: int = 0,
     out: tuple[Any, Any] | None = None,
@@ -56,9 +91,9 @@ def softmax_sample(
     being the row's uniform number: each word that is left comes with the share of its probability. One kernel, which
     gives the same token for the same inputs.
 
-    With a top_k that is one pass over the logits, at little more than what `softmax_topk` costs. Without one it is as
-    long as the token and the bounds of top-p and min-p are found among the 128 best words, as they are of peaked
-    distributions. Rows of which that does not hold are read again, three to ten times, from the L2 cache.
+    With a top_k of at most 1024 that is one pass over the logits, at little more than what `softmax_topk` costs.
+    Without one it is as long as the token and the bounds of top-p and min-p are found among the 128 best words, as they
+    are of peaked distributions. Rows of which that does not hold are read again, three to ten times, from the L2 cache.
 
     Parameters
     ----------
@@ -67,10 +102,11 @@ def softmax_sample(
         float32, float16 or bfloat16, accumulated in float32. Otherwise as for `softmax_topk`.
     temperature
         A number of at least 0, or `(batch,)` float32. Below 1e-5 the row is greedy, as in vLLM: its token is w_1, and
-        its log-probabilities are those at a temperature of 1.
+        its log-probabilities are those at a temperature of 1. Infinity, and all above 2^90, is taken as 2^90: words
+        that are left are equally likely, but for masked ones, at -1e30 or below, which are not drawn.
     top_k
-        A number from 1 to 1024, or one of at least vocab, or None, which leave all words; or `(batch,)` int32, where 0
-        or less leaves all words.
+        An integer, or `(batch,)` int32. 0 or less, as well as None in the place of a number, leaves all words. Numbers
+        above 1024 and below vocab leave the row to be read again, as none does.
     top_p
         A number in (0, 1], or `(batch,)` float32; 1 leaves all words.
     min_p
@@ -81,23 +117,28 @@ def softmax_sample(
     uniforms
         `(batch,)` float32 numbers in [0, 1), of which u is one; others are taken as the nearest of these.
     seed, offset
-        In the place of `uniforms`: u is made by Philox4x32-10 under the key `seed` from the counter `offset`, a
-        multiple of 2^-24. `seed` is an integer, then the row's number stands in the counter, too, and u is made on the
-        host; or `(batch, 2)` int64 with the seed and the offset of each row, which the kernel reads: a row's tokens
-        then do not depend on where in the batch it is, and a CUDA graph draws anew when the array changes.
-        Without any of the three, u comes from torch's or NumPy's own generator.
+        In the place of `uniforms`: u is made in the kernel by Philox4x32-10 under the key `seed` from the counter
+        `offset`, a multiple of 2^-24. `seed` is an integer (of more than 64 bits the lower 64), then the row's number
+        stands in the counter, too; or `(batch, 2)` int64 with the seed and the offset of each row: a row's tokens then
+        do not depend on where in the batch it is. `offset` is an integer, or `(batch,)` int64 with one of each row;
+        beside a seed array it is added to the offsets there. A CUDA graph draws anew when an array changes.
+        Without a seed and without uniforms: on a GPU seed and offset are those of torch's generator of that device,
+        which is moved on (a CUDA graph that is captured draws anew with each replay); on a CPU torch's generator draws
+        a seed, so that `torch.manual_seed` tells the tokens. Arrays of other libraries get a seed of the operating
+        system.
     max_top_k
-        With an array `top_k`: the largest number below vocab that it has, 128 by default and at most 1024. Larger ones
-        are taken as this one.
+        With an array `top_k`: how many of the best words a kernel keeps, 128 by default and at most 1024. Rows whose
+        top_k is larger get their tokens as the others, but are read again for that.
     best
-        How many of the best words are wanted beside the token: at most top_k, or max_top_k, or 128 if top_k is None.
+        How many of the best words are wanted beside the token: at most top_k, or max_top_k, or 128 if top_k is None or
+        above 1024.
     out
         `(tokens, logprobs)` to write into: contiguous, on the device of `logits`.
 
     Returns
     -------
     tokens
-        `(batch,)` int32.
+        `(batch,)` int32, as vocabularies have fewer than 2^31 words.
     logprobs
         `(batch,)` float32: ln p(token), of the distribution after the temperature and before all filters.
     values, indices
@@ -111,9 +152,9 @@ def softmax_sample(
     TypeError
         If an argument is neither a number nor an array, or lies on another kind of device.
     ValueError
-        For another shape, dtype or device, a number out of range, both `uniforms` and `seed`, or an `out` that does not
-        fit. Values in arrays are not looked at: a temperature that is no number is greedy, a `top_p` of 0 or less
-        leaves w_1.
+        For another shape, dtype or device, a number out of range, both `uniforms` and `seed`, an `offset` without a
+        seed, or an `out` that does not fit. Values in arrays are not looked at: a temperature that is no number is
+        greedy, a `top_p` of 0 or less leaves w_1.
     RuntimeError
         If `logits` requires a gradient: there is none of a token.
 
@@ -124,21 +165,24 @@ def softmax_sample(
     Sources: Fan, Lewis & Dauphin 2018 (top-k); Holtzman et al. 2020 (top-p); Nguyen et al. 2024 (min-p); Salmon et al.
     2011 (Philox).
     """
+    best = best if type(best) is int else whole_number("best", best)
+    max_top_k = max_top_k if max_top_k is None or type(max_top_k) is int else whole_number("max_top_k", max_top_k)
     filters = [temperature, top_k, top_p, min_p]
     own = [type(one) not in (float, int) and bool(getattr(one, "shape", ())) for one in filters]
     filters = [one if array else _number(i, one) for i, (one, array) in enumerate(zip(filters, own, strict=True))]
-    drawn = seed if uniforms is None else uniforms
+    said = seeds.told(uniforms, seed, offset)
+    tensors = [one for one, array in zip(filters, own, strict=True) if array]
+    through = said is None and custom.transformed(logits, *tensors, bias)
+    seeded, numbers = (seeds.GIVEN, ()) if through else said or seeds.fresh(logits)
+    drawn = [one for one in numbers if type(one) is not int]
     # What a kernel depends on: numbers other than top_k are passed to it.
-    what = ("softmax_sample", None if own[1] else filters[1], max_top_k, best, uniforms is None)
-    if out is None and any(own) is all(own) and (uniforms is None or seed is None):
-        given = (logits, *(filters if own[0] else ()), bias, drawn)
-        before = (logits, *filters, drawn) if bias is None else (logits, *filters, bias, drawn)
-        results = repeat.again(dispatcher.launchers, what, given, before, None)
+    what = ("softmax_sample", None if own[1] else filters[1], max_top_k, best, seeded)
+    if out is None and not through and any(own) is all(own) and type(best) is int:
+        results = repeat.again(dispatcher.launchers, what, (logits, *filters, bias, *numbers), None)
         if results is not None:
             return tuple([*results[:2], *[array[:, :best] for array in results[2:] if best]])
 
-    tensors = [one for one, array in zip(filters, own, strict=True) if array]
-    if custom.transformed(logits, *tensors, bias, uniforms, None if isinstance(seed, int) else seed):
+    if through or custom.transformed(logits, *tensors, bias, *drawn):
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "bias": bias}
         options |= {"uniforms": uniforms, "seed": seed, "offset": offset}
         options |= {"max_top_k": max_top_k, "best": best, "out": out}
@@ -147,16 +191,21 @@ def softmax_sample(
     *leading, vocab = known.shape
     if not vocab:
         raise ValueError(f"logits: expected at least one word, got shape {known.shape}")
-    if uniforms is not None and seed is not None:
-        raise ValueError("uniforms: expected these or a seed, got both")
-    width, most, whole = _width(None if own[1] else filters[1], max_top_k, vocab)
-    if not 0 <= operator.index(best) <= most:
+    symbols = arrays.is_fake(logits) and not (type(best) is int and (own[1] or type(filters[1]) is int))
+    # A graph that was specialised to the kernel's width would be one of a few values of top_k alone.
+    width, most, whole = (best, best, False) if symbols else _width(None if own[1] else filters[1], max_top_k, vocab)
+    if not symbols and not 0 <= best <= most:
         raise ValueError(f"best: expected at most the {most} words that top_k leaves, got {best}")
     batch, rows = math.prod(leading), tuple(leading)
 
     def by_row(name: str, array: Any, dtype: str, *rest: int) -> Any:
         """An array with something for each row, checked, as a kernel takes it."""
         return passed(facts_beside(name, array, (*rows, *rest), dtype, known), (batch, *rest))
+
+    def checked(seeded: int, numbers: tuple[Any, ...]) -> list[Any]:
+        """What a kernel is given for its uniform numbers."""
+        name, dtype, rest = NUMBERS[seeded]
+        return [one if type(one) is int else by_row(name, one, dtype, *rest) for one in numbers]
 
     passed_filters = [
         by_row(name, one, dtype) if array else one
@@ -168,30 +217,75 @@ def softmax_sample(
             for (_, dtype, *_), one, array in zip(FILTERS, passed_filters, own, strict=True)
         ]
     extras = [] if bias is None else [passed(facts_beside("bias", bias, (vocab,), "float32", known))]
-    seeded = uniforms is None and bool(getattr(seed, "shape", ()))
-    if seeded:
-        numbers = by_row("seed", seed, "int64", 2)
-    else:
-        made = _uniforms(seed, offset, rows, logits, known) if uniforms is None else uniforms
-        numbers = by_row("uniforms", made, "float32")
+    passed_numbers = checked(seeded, numbers)
     wanted = (("tokens", rows, "int32"), ("logprobs", rows, "float32"))
     kept = (("values", (*rows, width), "float32"), ("indices", (*rows, width), "int64"))
-    outputs = outputs_for(out, wanted, logits, known) + outputs_for(None, kept, logits, known)
-    if batch and not arrays.is_fake(logits):
-        axes = {"bias": len(extras), "per_row": int(any(own)), "seeded": int(seeded), "whole": int(whole)}
-        problem = SoftmaxSample(batch, vocab, width, known.dtype, **axes)
-        function = dispatcher.kernel(problem, machine_of("logits", known)).function
-        ready = arrays.reshaped(arrays.ready("logits", logits, known), (batch, vocab))
+    written = outputs_for(out, wanted, logits, known)
+    SIGNATURES["softmax_sample"].refuse_overlap(
+        out, logits=logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, bias=bias,
+        uniforms=uniforms, seed=seed, offset=offset,
+    )  # fmt: skip
+    outputs = written + outputs_for(None, kept, logits, known)
+    most_at_once = most_rows(vocab)
+    if batch > most_at_once and not arrays.is_fake(logits):
+        if seeded in (seeds.OF_CALL, seeds.OFFSETS):  # the numbers of rows count
+            numbers, seeded = (seeds.uniforms(seeded, numbers, rows, logits, known),), seeds.GIVEN
+        names = [name for name, *_ in FILTERS]
+        by_rows = [arrays.reshaped(one, (batch, *one.shape[len(rows) :])) for one in (*tensors, numbers[0])]
         flat = [
             arrays.reshaped(array, (batch, *shape[len(rows) :]))
             for array, (_, shape, _) in zip(outputs, (*wanted, *kept), strict=True)
         ]
-        function(arrays.argument(ready), *passed_filters, *extras, numbers, *map(arrays.argument, flat))
-        if arrays.is_torch(logits) and len(rows) == 1 and any(own) is all(own) and drawn is not None:
-            given = (logits, *(filters if own[0] else ()), bias, drawn)
-            repeat.put_down(dispatcher.launchers, what, given, repeat.launcher(function, tuple(outputs)))
+
+        def some(given: list[Any], into: list[Any]) -> None:
+            part, *arrays_of_rows, drawn_numbers = given
+            ones = iter(arrays_of_rows)
+            options = {name: next(ones) if a else one for name, a, one in zip(names, own, filters, strict=True)}
+            options |= {"uniforms" if seeded == seeds.GIVEN else "seed": drawn_numbers, "bias": bias}
+            found = softmax_sample(part, **options, max_top_k=max_top_k, best=most, out=(into[0], into[1]))
+            for have, want in zip(into[2:], found[2:], strict=True):
+                have[:, :most] = want
+
+        by_parts(some, batch, most_at_once, (arrays.reshaped(logits, (batch, vocab)), *by_rows), flat)
+    elif batch and not arrays.is_fake(logits):
+        axes = {"bias": len(extras), "per_row": int(any(own)), "seeded": seeded, "whole": int(whole)}
+        problem = SoftmaxSample(batch, vocab, width, known.dtype, **axes)
+        launchers = dispatcher.launchers  # before others take their place
+        function, made = _kernel(problem, machine_of("logits", known))
+        if made != seeded:
+            passed_numbers = checked(made, (seeds.uniforms(seeded, numbers, rows, logits, known),))
+        ready = arrays.ready("logits", logits, known)
+        ready = ready if len(rows) == 1 else arrays.reshaped(ready, (batch, vocab))
+        flat = [
+            arrays.reshaped(array, (batch, *shape[len(rows) :]))
+            for array, (_, shape, _) in zip(outputs, (*wanted, *kept), strict=True)
+        ]
+        arguments = (ready, *passed_filters, *(extras or [None]), *passed_numbers)
+        run(launchers if made == seeded else None, what, function, arguments, flat)
     shown = [arrays.returned(array, logits) for array in outputs]
     return tuple([*(out or shown[:2]), *[array[..., :best] for array in shown[2:] if best]])
+
+
+def _kernel(problem: SoftmaxSample, machine: Machine) -> tuple[Any, int]:
+    """The kernel of a problem, and the `seeded` that it is for.
+
+    Where there is no kernel that makes the uniform numbers of one seed, one that is given them does as well. That is
+    remembered until other kernels are loaded, as looking in vain takes long.
+    """
+    given = dataclasses.replace(problem, seeded=seeds.GIVEN)
+    if ("softmax_sample, given", problem) in dispatcher.launchers:
+        return dispatcher.kernel(given, machine).function, seeds.GIVEN
+    try:
+        return dispatcher.kernel(problem, machine).function, problem.seeded
+    except Miss as miss:
+        if problem.seeded not in (seeds.OF_CALL, seeds.OFFSETS):
+            raise
+        try:
+            found = dispatcher.kernel(given, machine).function
+        except Miss:
+            raise miss from None
+        dispatcher.launchers["softmax_sample, given", problem] = True
+        return found, seeds.GIVEN
 
 
 def _number(which: int, value: Any) -> Any:
@@ -202,15 +296,17 @@ def _number(which: int, value: Any) -> Any:
     try:
         if isinstance(value, bool):
             raise TypeError
-        number: Any = operator.index(value) if dtype == "int32" else float(value)
+        number: Any = whole_number(name, value) if dtype == "int32" else float(value)
     except (TypeError, ValueError, RuntimeError):
         what = "an integer" if dtype == "int32" else "a number"
         raise TypeError(
             f"{name}: expected {what} or an array with one for each row, got {type(value).__name__}"
         ) from None
+    if dtype == "int32" and type(number) is not int:  # a symbol of a graph
+        return number
     if not fits(number):
         raise ValueError(f"{name}: expected {wanted}, got {value!r}")
-    return min(number, 2**31 - 1) if dtype == "int32" else number
+    return max(0, min(number, 2**31 - 1)) if dtype == "int32" else min(number, LARGEST)
 
 
 def _width(top_k: int | None, max_top_k: int | None, vocab: int) -> tuple[int, int, bool]:
@@ -225,37 +321,8 @@ def _width(top_k: int | None, max_top_k: int | None, vocab: int) -> tuple[int, i
         most = operator.index(max_top_k)
         if not 1 <= most <= MAX_K:
             raise ValueError(f"max_top_k: expected 1 <= max_top_k <= {MAX_K}, got {max_top_k}")
-    bounded = top_k is not None and 0 < top_k < vocab
+    bounded = top_k is not None and 0 < top_k <= MAX_K and top_k < vocab
     if bounded:
         most = top_k or 0
-        if most > MAX_K:
-            raise ValueError(f"top_k: expected at most {MAX_K}, or all {vocab} words, got {top_k}")
     width = width_of(most, vocab)
     return width, min(most, vocab), width < vocab and not bounded
-
-
-def _uniforms(seed: Any, offset: int, rows: tuple[int, ...], like: Any, known: Facts) -> Any:
-    """Uniform numbers of an integer seed, or of PyTorch's or NumPy's own generator, beside the logits."""
-    import numpy as np
-
-    torch = sys.modules.get("torch")
-    if seed is None and torch is not None and arrays.is_torch(like):
-        return torch.rand(rows, device=like.device)
-    if seed is None:
-        made = np.random.default_rng().random(rows, dtype=np.float32)
-    else:
-        try:
-            key, at = (np.asarray([operator.index(one) % 2**64], np.uint64) for one in (seed, offset))
-        except TypeError:
-            raise TypeError(
-                f"seed: expected an integer or an int64 array (batch, 2), got {type(seed).__name__}"
-            ) from None
-        made = philox.uniforms(key, at, np.arange(math.prod(rows))).reshape(rows)
-    if torch is not None and arrays.is_torch(like):
-        return torch.from_numpy(made).to(like.device)
-    if known.device == "cuda":
-        namespace = getattr(like, "__array_namespace__", lambda: None)()
-        if namespace is None:
-            raise TypeError(f"uniforms: {type(like).__name__} offers no way to make arrays on a GPU; pass them")
-        return namespace.asarray(made, device=like.device)
-    return made

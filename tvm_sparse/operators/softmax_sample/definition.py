@@ -13,7 +13,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from .philox import MULTIPLIERS, ROUNDS, WEYL
-from .reference import BELOW_ONE, GREEDY
+from .reference import BELOW_ONE, GREEDY, LEAST_SCALE
 
 LOW = 0xFFFFFFFF
 
@@ -56,13 +56,14 @@ def is_greedy(temperature: tirx.PrimExpr) -> tirx.PrimExpr:
 
 def inverse(temperature: tirx.PrimExpr) -> tirx.PrimExpr:
     """The factor of a row's scores."""
-    return T.Select(is_greedy(temperature), T.float32(1), T.float32(1) / temperature)
+    scale = T.max(T.float32(1) / temperature, T.float32(LEAST_SCALE))
+    return T.Select(is_greedy(temperature), T.float32(1), scale)
 
 
-def limit_of(temperature: tirx.PrimExpr, top_k: tirx.PrimExpr, k: int, words: int) -> tirx.PrimExpr:
+def limit_of(temperature: tirx.PrimExpr, top_k: tirx.PrimExpr, words: int) -> tirx.PrimExpr:
     """How many of the best words count, see `reference.Filters.limits`."""
     free = T.Or(top_k <= 0, top_k >= words)
-    return T.Select(is_greedy(temperature), 1, T.Select(free, T.int32(words), T.min(top_k, T.int32(k))))
+    return T.Select(is_greedy(temperature), 1, T.Select(free, T.int32(words), top_k))
 
 
 def clamped(uniform: tirx.PrimExpr) -> tirx.PrimExpr:
@@ -71,13 +72,16 @@ def clamped(uniform: tirx.PrimExpr) -> tirx.PrimExpr:
 
 # fmt: off
 @T.inline
-def philox(words, high, key, seed, offset):
-    """Philox4x32-10 of int64 seed and offset, see `philox.uniforms`. Writes: `words`; scratch is `high`, `key`."""
+def philox(words, high, key, seed, offset, row):
+    """Philox4x32-10 of int64 seed and offset and uint32 row, see `philox.uniforms`.
+
+    Writes: `words`; scratch is `high`, `key`.
+    """
     key[0] = T.Cast("uint32", seed & T.int64(LOW))
     key[1] = T.Cast("uint32", (seed >> T.int64(32)) & T.int64(LOW))
     words[0] = T.Cast("uint32", offset & T.int64(LOW))
     words[1] = T.Cast("uint32", (offset >> T.int64(32)) & T.int64(LOW))
-    words[2] = T.uint32(0)
+    words[2] = row
     words[3] = T.uint32(0)
     for _ in T.serial(ROUNDS):
         high[0] = T.Cast("uint32", (T.Cast("uint64", words[0]) * T.uint64(MULTIPLIERS[0])) >> T.uint64(32))
@@ -97,6 +101,13 @@ def uniform_of(words: tirx.Buffer) -> tirx.PrimExpr:
     return T.Cast("float32", words[0] >> T.uint32(8)) * T.float32(2.0**-24)
 
 
+def counter_of(seeded: int, row: tirx.PrimExpr, seeds: Any, seed: Any, offset: Any, offsets: Any) -> tuple[Any, ...]:
+    """Seed, offset and row of a row's counter, of which a problem has those that its `seeded` says."""
+    if seeded == 1:
+        return seeds[row, 0], seeds[row, 1], T.uint32(0)
+    return seed, offset if seeded == 2 else offsets[row], T.Cast("uint32", row)
+
+
 def sum_up(n: int) -> Callable[..., Any]:
     """All that counts of the first n words; the phase is (s). Reads: `chance`, `limit`. Writes: `total`."""
 
@@ -113,6 +124,8 @@ def sum_up(n: int) -> Callable[..., Any]:
 def cut(n: int) -> Callable[..., Any]:
     """How many of the first n words are left; the phase is (s, top_p, min_p).
 
+    The first is, whatever it is, and none of chance 0 beside it.
+
     Reads: `chance`, `limit`, `total`.
     Writes: `left`, and `sum`, their chances.
     """
@@ -124,7 +137,7 @@ def cut(n: int) -> Callable[..., Any]:
         for i in range(n):
             if i < s.limit[0] and i == s.left[0] and (
                 i == 0 or ((s.sum[0] < top_p * s.total[0] or top_p >= T.float32(1))
-                           and s.chance[i] >= min_p * s.chance[0])
+                           and s.chance[i] > T.float32(0) and s.chance[i] >= min_p * s.chance[0])
             ):
                 s.sum[0] = s.sum[0] + s.chance[i]
                 s.left[0] = i + 1

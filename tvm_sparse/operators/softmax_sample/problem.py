@@ -44,10 +44,11 @@ NAMES = ("temperature", "top_k", "top_p", "min_p")
 class SoftmaxSample(Problem):
     """A word of each row of logits `(batch, vocab)`, drawn from what top-k, top-p and min-p leave of its softmax.
 
-    `k` bounds top_k, and is how many of the best words are written. Extras, absent by default: `bias` = 1 for a row
-    that is added to every row of the logits; `per_row` = 1 for a temperature, top_k, top_p and min_p of each row;
-    `seeded` = 1 for a seed and an offset of each row in the place of its uniform number; `whole` = 1 if a word may be
-    drawn from the whole row, where top_k is 0 or less.
+    `k` is how many of the best words are written, and bounds top_k unless `whole`. Extras, absent by default: `bias` =
+    1 for a row that is added to every row of the logits; `per_row` = 1 for a temperature, top_k, top_p and min_p of
+    each row; `seeded`, where uniform numbers are made in the kernel: 1 from a seed and an offset of each row, 2 from
+    one seed, one offset and the row's number, 3 from one seed, each row's offset and its number; `whole` = 1 if a word
+    may be drawn from the whole row, where top_k is 0 or less, or above k.
     """
 
     batch: int
@@ -64,7 +65,7 @@ class SoftmaxSample(Problem):
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("logits", ("batch", "vocab"), "dtype", "Unnormalised scores, row-major."),
         Argument("temperature", (), "float32", "Divides logits + bias; greedy below 1e-5.", when="shared"),
-        Argument("top_k", (), "int32", "How many words count, at most k; 0: all k, or all of `whole`.", when="shared"),
+        Argument("top_k", (), "int32", "How many words count; 0: all k, or all of `whole`.", when="shared"),
         Argument("top_p", (), "float32", "Share of their probability that is left.", when="shared"),
         Argument("min_p", (), "float32", "Least probability, as a share of the best word's.", when="shared"),
         Argument("temperatures", ("batch",), "float32", "The same of each row.", when="per_row"),
@@ -73,7 +74,10 @@ class SoftmaxSample(Problem):
         Argument("min_ps", ("batch",), "float32", "The same of each row.", when="per_row"),
         Argument("bias", ("vocab",), "float32", "Added to every row; -inf masks a column.", when="bias"),
         Argument("uniforms", ("batch",), "float32", "Uniform numbers in [0, 1).", when="given"),
-        Argument("seeds", ("batch", 2), "int64", "Seed and offset of Philox4x32-10.", when="seeded"),
+        Argument("seeds", ("batch", 2), "int64", "Seed and offset of Philox4x32-10.", when="own_seeds"),
+        Argument("seed", (), "int64", "Seed of all rows, whose numbers stand in the counter.", when="one_seed"),
+        Argument("offset", (), "int64", "Offset of all rows.", when="one_offset"),
+        Argument("offsets", ("batch",), "int64", "Offset of each row.", when="own_offsets"),
     )
     outputs: ClassVar[tuple[Argument, ...]] = (
         Argument("tokens", ("batch",), "int32", "The words drawn, in [0, vocab)."),
@@ -88,7 +92,8 @@ class SoftmaxSample(Problem):
     settings: ClassVar[tuple[Settings, ...]] = (
         {"temperature": 0.8, "top_k": 0, "top_p": 0.9, "min_p": 0.0},
         {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
-        {"temperature": 1.7, "top_k": 3, "top_p": 0.75, "min_p": 0.25},
+        {"temperature": 5.0, "top_k": 0, "top_p": 0.9, "min_p": 0.05},
+        {"temperature": 0.3, "top_k": 3, "top_p": 0.75, "min_p": 0.01},
         {"temperature": 0.0, "top_k": 5, "top_p": 0.5, "min_p": 0.0},
     )
     example: ClassVar[Mapping[str, Any]] = {"batch": 10, "vocab": 25000, "k": 32}
@@ -98,9 +103,10 @@ class SoftmaxSample(Problem):
         _ = self.best  # its axes are checked as those of softmax_topk
         if self.k > MAX_K:
             raise ProblemError(f"softmax_sample: k must be at most {MAX_K}, got {self.k}")
-        for name in ("per_row", "seeded", "whole"):
-            if self.axes[name] not in (0, 1):
-                raise ProblemError(f"softmax_sample: {name} must be 0 or 1, got {self.axes[name]!r}")
+        for name, values in (("per_row", (0, 1)), ("seeded", (0, 1, 2, 3)), ("whole", (0, 1))):
+            if self.axes[name] not in values:
+                expected = " or ".join(map(str, values)) if len(values) == 2 else ", ".join(map(str, values))
+                raise ProblemError(f"softmax_sample: {name} must be {expected}, got {self.axes[name]!r}")
         if self.whole and self.k == self.vocab:
             raise ProblemError(f"softmax_sample: whole is for a k below vocab, got k={self.k}, which is all")
 
@@ -114,7 +120,7 @@ class SoftmaxSample(Problem):
             "dtype": distribution.dtype(rng),
             "bias": distribution.flag(rng, 0.2),
             "per_row": distribution.flag(rng, 0.5),
-            "seeded": distribution.flag(rng, 0.5),
+            "seeded": rng.choice((0, 1, 2, 2)),  # mostly one seed, or none said
             "whole": whole * (vocab > UNSAID),
         }
 
@@ -140,9 +146,29 @@ class SoftmaxSample(Problem):
         return self.vocab if self.whole else self.k
 
     def extent(self, name: str | int) -> int:
-        if name == "shared":
-            return 1 - self.per_row
-        return 1 - self.seeded if name == "given" else super().extent(name)
+        present = {
+            "shared": not self.per_row,
+            "given": self.seeded == 0,
+            "own_seeds": self.seeded == 1,
+            "one_seed": self.seeded in (2, 3),
+            "one_offset": self.seeded == 2,
+            "own_offsets": self.seeded == 3,
+        }
+        return int(present[name]) if name in present else super().extent(name)
+
+    def distance(self, other: Problem) -> float | None:
+        """Octaves of all sizes; where uniform numbers come from is none."""
+        return super().distance(dataclasses.replace(other, seeded=self.seeded) if type(other) is type(self) else other)
+
+    def as_tuned(self) -> Problem:
+        """With uniform numbers that are given: where they come from takes one warp of a row a few instructions."""
+        return dataclasses.replace(self, seeded=0)
+
+    def sample(self, inputs: Sequence[Any], rows: np.ndarray) -> list[Any]:
+        """As of any problem; where a row's number makes its uniform number, the rows follow as one more input, which
+        the reference reads and kernels do not have."""
+        some = super().sample(inputs[: len(self.kernel_inputs)], rows)
+        return [*some, self._numbers(inputs)[rows]] if self.seeded > 1 else some
 
     @property
     def scaled(self) -> tuple[str, ...]:
@@ -181,7 +207,7 @@ class SoftmaxSample(Problem):
 
         from . import definition
 
-        vocab, k, dtype, per_row, seeded = self.vocab, self.k, self.dtype, bool(self.per_row), bool(self.seeded)
+        vocab, k, dtype, per_row, seeded = self.vocab, self.k, self.dtype, bool(self.per_row), self.seeded
         with_bias, n = bool(self.bias), self.words
         take, draw = topk.take(n), definition.draw(n)
 
@@ -190,8 +216,8 @@ class SoftmaxSample(Problem):
         def main(
             logits_h: T.handle, temperature: T.float32, top_k: T.int32, top_p: T.float32, min_p: T.float32,
             temperatures_h: T.handle, top_ks_h: T.handle, top_ps_h: T.handle, min_ps_h: T.handle, bias_h: T.handle,
-            uniforms_h: T.handle, seeds_h: T.handle, tokens_h: T.handle, logprobs_h: T.handle, values_h: T.handle,
-            indices_h: T.handle
+            uniforms_h: T.handle, seeds_h: T.handle, seed: T.int64, offset: T.int64, offsets_h: T.handle,
+            tokens_h: T.handle, logprobs_h: T.handle, values_h: T.handle, indices_h: T.handle
         ):
             T.func_attr({"global_symbol": "main", "tirx.noalias": True})
             batch = T.int64()
@@ -203,6 +229,7 @@ class SoftmaxSample(Problem):
             B = T.match_buffer(bias_h, (T.int64(vocab),), "float32", align=4)
             U = T.match_buffer(uniforms_h, (batch,), "float32", align=4)
             seeds = T.match_buffer(seeds_h, (batch, T.int64(2)), "int64", align=8)
+            offsets = T.match_buffer(offsets_h, (batch,), "int64", align=8)
             tokens = T.match_buffer(tokens_h, (batch,), "int32", align=4)
             logprobs = T.match_buffer(logprobs_h, (batch,), "float32", align=4)
             V = T.match_buffer(values_h, (batch, T.int64(k)), "float32", align=4)
@@ -219,7 +246,7 @@ class SoftmaxSample(Problem):
                     own_top_p = T.meta_var(top_ps[row] if per_row else top_p)
                     own_min_p = T.meta_var(min_ps[row] if per_row else min_p)
                     d.scale[0] = definition.inverse(own_temperature)
-                    d.limit[0] = definition.limit_of(own_temperature, own_top_k, k, n)
+                    d.limit[0] = definition.limit_of(own_temperature, own_top_k, n)
                     topk.begin(s)
                     for j in range(vocab):
                         s.x[0] = T.Cast("float32", X[row, j])
@@ -231,8 +258,9 @@ class SoftmaxSample(Problem):
                         topk.write(V, [row, i], s, s.u[i], d.scale[0], 1)
                     for i in range(n):
                         topk.write(d.chance, [i], s, s.u[i], d.scale[0], 0)
-                    if seeded:
-                        definition.philox(d.words, d.high, d.key, seeds[row, 0], seeds[row, 1])
+                    if seeded > 0:
+                        at = T.meta_var(definition.counter_of(seeded, row, seeds, seed, offset, offsets))
+                        definition.philox(d.words, d.high, d.key, at[0], at[1], at[2])
                         draw(d, own_top_p, own_min_p, definition.uniform_of(d.words))
                     else:
                         draw(d, own_top_p, own_min_p, U[row])
@@ -242,28 +270,41 @@ class SoftmaxSample(Problem):
         return self.trimmed(main)
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
-        """Logits and bias as of `softmax_topk`, uniform numbers or seeds at random.
+        """Logits and bias as of `softmax_topk`, and uniform numbers or seeds at random.
 
-        `per_row`: of four rows one has all that was chosen, and the others a temperature of 0, or another top_p or
-        top_k.
+        Of what is `tuned` uniform numbers are uniform, and with `per_row` one of four rows has all that was chosen, the
+        others a temperature of 0, another top_p or another top_k. Other structures have uniform numbers at their bounds
+        and seeds of every magnitude, and with `per_row` any filters beside any; of `masked` some rows have one to three
+        finite logits or are padding (`edges.mask_rows`), and of `ties` some are in order.
         """
         import numpy as np
+
+        from . import edges
 
         structure, chosen = self.chosen(structure, settings)
         logits, _, _, *bias = self.best.generate(seed, structure)
         rng = np.random.default_rng([seed, self.vocab, self.k, self.seeded])
+        plain = structure == self.tuned
+        if structure == "masked":
+            edges.mask_rows(rng, logits)
+        elif structure == "ties":
+            edges.sort_rows(rng, logits)
         filters: list[Any] = [chosen[name] if name != "top_k" else int(chosen[name]) for name in NAMES]
-        if self.per_row:
+        if self.per_row and plain:
             kinds = np.arange(self.batch) % 4
             for i, (kind, other) in enumerate(((1, 0.0), (2, 2), (3, 0.3), (0, chosen["min_p"]))):
                 dtype = np.int32 if NAMES[i] == "top_k" else np.float32
                 filters[i] = np.where(kinds == kind, other, filters[i]).astype(dtype)
-        numbers: np.ndarray
-        if self.seeded:
-            numbers = rng.integers(-(2**63), 2**63 - 1, size=(self.batch, 2), dtype=np.int64)
-        else:
-            numbers = rng.random(self.batch, dtype=np.float32)
-        return [logits, *filters, *bias, numbers]
+        elif self.per_row:
+            filters = edges.any_filters(rng, self.batch, filters, self.k, self.vocab)
+        if self.seeded == 0:
+            uniform = rng.random(self.batch, dtype=np.float32)
+            return [logits, *filters, *bias, uniform if plain else edges.at_bounds(rng, uniform)]
+        if self.seeded == 1:
+            return [logits, *filters, *bias, edges.any_integers(rng, (self.batch, 2))]
+        first = int(edges.any_integers(rng, (1,))[0])
+        offsets = edges.any_integers(rng, (self.batch if self.seeded == 3 else 1,))
+        return [logits, *filters, *bias, first, offsets if self.seeded == 3 else int(offsets[0])]
 
     def _scores(self, inputs: Sequence[Any]) -> np.ndarray:
         """logits + bias, rounded to float32 as kernels have it, in float64."""
@@ -289,9 +330,22 @@ class SoftmaxSample(Problem):
     def _uniforms(self, inputs: Sequence[Any]) -> np.ndarray:
         import numpy as np
 
-        numbers = inputs[-1]
-        uniform = philox.uniforms(numbers[:, 0], numbers[:, 1]) if self.seeded else np.asarray(numbers)
+        at = len(self.kernel_inputs)
+        if self.seeded == 0:
+            uniform = np.asarray(inputs[at - 1])
+        elif self.seeded == 1:
+            uniform = philox.uniforms(inputs[at - 1][:, 0], inputs[at - 1][:, 1])
+        else:
+            rows = self._numbers(inputs)
+            seed, offset = (np.asarray(one) + np.zeros(len(rows), np.int64) for one in inputs[at - 2 : at])
+            uniform = philox.uniforms(seed, offset, rows)
         return np.clip(uniform.astype(np.float64), 0, reference.BELOW_ONE)
+
+    def _numbers(self, inputs: Sequence[Any]) -> np.ndarray:
+        """The numbers of the rows that inputs have: those of a `sample`, or all."""
+        import numpy as np
+
+        return inputs[-1] if len(inputs) > len(self.kernel_inputs) else np.arange(len(inputs[0]))
 
     def _ranked(self, inputs: Sequence[Any], n: int, rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Of all rows or some: the n best words, and their log-probabilities."""
@@ -313,7 +367,7 @@ class SoftmaxSample(Problem):
         filters = self._filters(inputs)
         indices, values = self._ranked(inputs, self.words)
         chances = np.exp(values)
-        left = reference.kept(chances, filters.limits(self.k, self.words), filters.top_p, filters.min_p)
+        left = reference.kept(chances, filters.limits(self.words), filters.top_p, filters.min_p)
         place = reference.drawn(chances, left, self._uniforms(inputs))[:, None]
         tokens, logprobs = (np.take_along_axis(array, place, axis=1)[:, 0] for array in (indices, values))
         return [tokens.astype(np.int32), logprobs, values[:, : self.k], indices[:, : self.k]]
@@ -322,7 +376,8 @@ class SoftmaxSample(Problem):
         """Equal indices, as the order is total; log-probabilities within float32 rounding; for tokens see `agree`."""
         import numpy as np
 
-        bounds = [ABSOLUTE_LOG + 1e-6 * np.abs(wanted) for wanted in expected[1:3]]
+        # A logarithm as far below as padding of finfo.min may leave float32's range on the way.
+        bounds = [np.where(wanted < -1e37, np.inf, ABSOLUTE_LOG + 1e-6 * np.abs(wanted)) for wanted in expected[1:3]]
         return [None, *bounds, None]
 
     def agree(
@@ -344,7 +399,7 @@ class SoftmaxSample(Problem):
         if len(rows):
             filters = self._filters(inputs).rows(rows)
             indices, values = self._ranked(inputs, self.words, rows)
-            at, limits = indices == tokens[rows, None], filters.limits(self.k, self.words)
+            at, limits = indices == tokens[rows, None], filters.limits(self.words)
             ranks, chances = at.argmax(axis=1), np.where(np.arange(self.words) < limits[:, None], np.exp(values), 0)
             good = at.any(axis=1) & (ranks < limits)
             good &= reference.possible(chances, ranks, filters, limits, self._uniforms(inputs)[rows], SLACK)
@@ -359,13 +414,14 @@ class SoftmaxSample(Problem):
 
         indices, values = self._ranked(inputs, self.words)
         filters = self._filters(inputs)
-        limits = filters.limits(self.k, self.words)
+        limits = filters.limits(self.words)
         left = reference.kept(np.exp(values), limits, filters.top_p + SLACK, filters.min_p - SLACK)
         return bool(((indices == outputs[0][:, None]) & (np.arange(self.words) < left[:, None])).any(axis=1).all())
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         logits = self.batch * self.vocab
-        small = self.batch * (12 + self.k * 12 + 16 * self.per_row + 12 * self.seeded) + self.vocab * 4 * self.bias
+        numbers = (4, 16, 0, 8)[self.seeded]
+        small = self.batch * (8 + numbers + self.k * 12 + 16 * self.per_row) + self.vocab * 4 * self.bias
         return Cost(logits * numpy_dtype(self.dtype).itemsize + small, 3 * logits)
 
 

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 
 # Temperatures below this one are greedy, as in vLLM.
 GREEDY = 1e-5
+# The least inverse temperature. Temperatures above 2^90 and infinity are taken as 2^90, where float32 exponentials of
+# logits of any usual size are 1, and those of masks (-1e30 and less) still 0.
+LEAST_SCALE = 2.0**-90
 # The largest float32 below 1: uniform numbers are taken as no more.
 BELOW_ONE = 1 - 2.0**-24
 
@@ -33,27 +36,27 @@ class Filters:
         import numpy as np
 
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(self.greedy, 1.0, 1.0 / self.temperature)
+            return np.where(self.greedy, 1.0, np.maximum(1.0 / self.temperature, LEAST_SCALE))
 
-    def limits(self, k: int, words: int) -> np.ndarray:
-        """How many of the best words of each row count, of `words` in all: up to k, or all where top_k is 0 or less.
-
-        Where `words` is k, as of a kernel that has no more, top_k of 0 or less is k.
-        """
+    def limits(self, words: int) -> np.ndarray:
+        """How many of the best words of each row count, of `words` in all, which a top_k of 0 or less leaves."""
         import numpy as np
 
         free = (self.top_k <= 0) | (self.top_k >= words)
-        return np.where(self.greedy, 1, np.where(free, words, np.minimum(self.top_k, k)))
+        return np.where(self.greedy, 1, np.where(free, words, self.top_k))
 
     def rows(self, rows: np.ndarray) -> Filters:
         return Filters(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
 def kept(chances: np.ndarray, limits: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> np.ndarray:
-    """How many of the best words of each row are left, one at least; `chances (rows, n)` descend."""
+    """How many of the best words of each row are left, one at least; `chances (rows, n)` descend.
+
+    None of chance 0 is left beside the best: no rounding of a draw can come to a word that is masked.
+    """
     import numpy as np
 
-    within = np.arange(chances.shape[1]) < limits[:, None]
+    within = (np.arange(chances.shape[1]) < limits[:, None]) & (chances > 0)
     chances = np.where(within, chances, 0)
     total = np.cumsum(chances, axis=1)
     with np.errstate(invalid="ignore"):
@@ -93,4 +96,5 @@ def possible(
     start = np.where(ranks > 0, total[rows, ranks - 1], 0) - slack * total[:, -1]
     wanted = uniform[:, None] * total  # of each number of words that may be left
     fits = (counts >= fewest[:, None]) & (counts <= most[:, None]) & (counts > ranks[:, None])
+    fits &= (chances[rows, ranks] > 0)[:, None]
     return (fits & (wanted >= start[:, None]) & (wanted <= end[:, None])).any(axis=1)

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any
 
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
+    by_parts,
     by_rows,
-    facts_beside,
     inverse_temperature,
+    launch,
     logits_facts,
     machine_of,
+    most_rows,
     outputs_for,
+    whole_number,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
+from tvm_sparse.runtime.signature import FLOAT_ROWS, ROWS, Absent, Array, Number, Output, Signature
 
 from .problem import SoftmaxTopk
+
+SIGNATURES = {
+    "softmax_topk": Signature(
+        ("logits", FLOAT_ROWS),
+        ("k", Number("int", 1, "vocab")),
+        ("log", Number("bool")),
+        ("temperature", Number("float", 0.1, 3.0)),
+        ("bias", Absent(), Array(("vocab",), ("float32",))),
+        ("ids", Absent(), Array((ROWS, "n"), ("int64", "int32"), below="vocab", negative=True)),
+        outputs=(Output("values"), Output("indices"), Output("given", asked="ids")),
+    )
+}
+_SIGNATURE = SIGNATURES["softmax_topk"]
 
 # What a gradient is taken of.
 INSTEAD = (
@@ -47,8 +63,8 @@ def softmax_topk(
     logits
         Shape `(batch, vocab)`, or `(..., vocab)` with any number of dimensions before, which then stand in the place of
         `batch` below as well; float32, float16 or bfloat16, accumulated in float32. `vocab` below 2^31. Arrays that
-        are not contiguous, or not aligned to 16 bytes on a GPU, are copied first. On a GPU finite entries must stay
-        below 2e38 times the temperature in size, and a row's largest entry below 5e8 times the temperature.
+        are not contiguous, or not aligned to 16 bytes on a GPU, are copied first. Finite entries may have any size; on
+        a GPU log-probabilities below -2e38 may be -inf.
     k
         1 <= k <= vocab.
     log
@@ -58,8 +74,8 @@ def softmax_topk(
     bias
         `(vocab,)` float32, added to every row in float32; -inf masks a column. On the device of `logits`.
     ids
-        `(batch, n)` int64 columns whose probabilities are wanted too, wherever they rank: the logprobs of sampled or
-        given tokens, from the same pass. On the device of `logits`.
+        `(batch, n)` int64, or int32, which is copied: columns whose probabilities are wanted too, wherever they rank,
+        as the logprobs of sampled or given tokens, from the same pass. On the device of `logits`.
     out
         `(values, indices)`, or `(values, indices, given)` with `ids`, to write into: contiguous, of the shapes and
         dtypes below, on the device of `logits`.
@@ -92,12 +108,9 @@ def softmax_topk(
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 4.
     """
     scale = inverse_temperature(temperature)
-    what, given = ("softmax_topk", k), (logits, bias, ids)
+    arguments = (logits, scale, 1 if log else 0, bias, ids)
     if type(k) is int:
-        before: tuple[Any, ...] = (logits, scale, 1 if log else 0)
-        if bias is not None or ids is not None:
-            before += tuple([one for one in (bias, ids) if one is not None])
-        found = repeat.again(dispatcher.launchers, what, given, before, out)
+        found = repeat.again(dispatcher.launchers, ("softmax_topk", k), arguments, out)
         if found is not None:
             return found
 
@@ -105,12 +118,7 @@ def softmax_topk(
         options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids}
         return custom.module_of("softmax_topk").softmax_topk(logits, k, out=out, **options)
     known = logits_facts(logits, INSTEAD)
-    try:
-        if isinstance(k, bool):
-            raise TypeError
-        k = operator.index(k)
-    except TypeError:
-        raise TypeError(f"k: expected an integer, got {type(k).__name__}") from None
+    k = whole_number("k", k)
     vocab = known.shape[-1]
     if not 1 <= k <= vocab:
         raise ValueError(f"k: expected 1 <= k <= vocab ({vocab}), got {k}")
@@ -118,31 +126,31 @@ def softmax_topk(
         options = {"log": log, "temperature": temperature, "bias": bias}
         return _by_rows(logits, known, k, ids, out, options)
     batch = known.shape[0]
-    extras = []
-    if bias is not None:
-        extras.append(facts_beside("bias", bias, (vocab,), "float32", known))
-    if ids is not None:
-        extras.append(facts_beside("ids", ids, (batch, None), "int64", known))
-    n = extras[-1][1].shape[1] if ids is not None else 0
+    beside = [
+        None if one is None else _SIGNATURE.beside(name, one, known, vocab=vocab)
+        for name, one in (("bias", bias), ("ids", ids))
+    ]
+    n = beside[1][1].shape[1] if beside[1] is not None else 0
     wanted = [("values", (batch, k), "float32"), ("indices", (batch, k), "int64")]
     if ids is not None:
         wanted.append(("given", (batch, n), "float32"))
     outputs = outputs_for(out, tuple(wanted), logits, known)
-    if batch and not arrays.is_fake(logits):
-        problem = SoftmaxTopk(batch, vocab, k, known.dtype, int(bias is not None), n)
-        prepared = arrays.ready("logits", logits, known)
-        launchers = dispatcher.launchers
-        function = dispatcher.kernel(problem, machine_of("logits", known)).function
-        passed = outputs if n or ids is None else outputs[:2]  # no kernel takes an empty array
-        function(
-            arrays.argument(prepared),
-            scale,
-            1 if log else 0,
-            *(arrays.argument(arrays.ready(name, array, theirs)) for name, theirs, array in extras if theirs.shape[-1]),
-            *map(arrays.argument, passed),
+    _SIGNATURE.refuse_overlap(out, logits=logits, bias=bias, ids=ids)
+    if arrays.is_fake(logits):
+        return tuple(outputs)
+    row, asked = (None if one is None else arrays.ready(one[0], one[2], one[1]) for one in beside)
+    most = most_rows(vocab)
+    if batch > most:
+        options = {"log": log, "temperature": temperature, "bias": row}
+        by_parts(
+            lambda given, into: softmax_topk(given[0], k, ids=given[1], out=tuple(into), **options),
+            *(batch, most, (logits, asked), outputs),
         )
-        if arrays.is_torch(logits) and len(passed) == len(outputs):
-            repeat.put_down(launchers, ("softmax_topk", k), given, repeat.launcher(function, tuple(outputs)))
+    elif batch:
+        problem = SoftmaxTopk(batch, vocab, k, known.dtype, int(bias is not None), n)
+        arguments = (arrays.ready("logits", logits, known), scale, 1 if log else 0, row, asked if n else None)
+        written = outputs if n else outputs[:2]  # no kernel takes an empty array
+        launch(dispatcher, problem, machine_of("logits", known), ("softmax_topk", k), arguments, written)
     return out if out is not None else tuple(arrays.returned(array, logits) for array in outputs)
 
 
@@ -151,7 +159,7 @@ def _by_rows(logits: Any, known: Facts, k: int, ids: Any, out: Any, options: dic
     leading = known.shape[:-1]
     wanted: list[tuple[str, tuple[int, ...], str]] = [("values", (k,), "float32"), ("indices", (k,), "int64")]
     if ids is not None:
-        _, theirs, ids = facts_beside("ids", ids, (*leading, None), "int64", known)
+        _, theirs, ids = _SIGNATURE.beside("ids", ids, known)
         ids = arrays.reshaped(ids, (math.prod(leading), theirs.shape[-1]))
         wanted.append(("given", theirs.shape[-1:], "float32"))
 

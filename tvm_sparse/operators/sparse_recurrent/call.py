@@ -6,19 +6,20 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from tvm_sparse.core.problem import ProblemError
+from tvm_sparse.core.problem import FLOATS, ProblemError
 from tvm_sparse.formats.recurrent import RecurrentWeights, recurrent_weights
 from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
     check_floats,
     facts_beside,
+    launch,
     machine_of,
     outputs_for,
-    passed,
     refuse_gradient,
 )
 from tvm_sparse.runtime.dispatch import Dispatcher, dispatcher
+from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Signature, Structure, Text
 
 from .problem import GATES, RecurrentLayer, SparseRecurrent, preferred
 
@@ -29,6 +30,28 @@ __all__ = ["RecurrentWeights", "recurrent_weights", "sparse_recurrent"]
 
 # For messages about the device of an argument.
 WHERE = "x_projected is"
+
+
+def signature(weights: str) -> Signature:
+    """The arguments of a recurrent layer, whose weights are of this type."""
+    state = Array(("batch", "hidden"))
+    return Signature(
+        ("weights", Structure((weights,))),
+        ("x_projected", Array(("steps", "batch", "rows"), FLOATS)),
+        ("h0", state),
+        ("c0", Absent(), state),
+        ("cell", Text(tuple(GATES))),
+        ("hidden_bias", Absent(), Array(("hidden",))),
+        ("lengths", Absent(), Array(("batch",), ("int32", "int64"), below="steps + 1")),
+        ("resets", Absent(), Array(("steps", "batch"), ("int32", "bool"), below=2)),
+        ("validate", Number("bool")),
+        outputs=(Output("output"), Output("h_n"), Output("c_n", asked="c0")),
+        operator=False,
+    )
+
+
+SIGNATURE = signature("RecurrentWeights")
+SIGNATURES = {"sparse_recurrent": SIGNATURE}
 
 
 def sparse_recurrent(
@@ -105,7 +128,7 @@ def sparse_recurrent(
         raise TypeError(
             f"weights: expected RecurrentWeights, got {type(weights).__name__}; make them by recurrent_weights(matrix)"
         )
-    what = ("sparse_recurrent", cell, weights.gates, weights.hidden, weights.dtype, weights.nonzeros)
+    what = ("sparse_recurrent", cell, weights.nonzeros)
     states = x_projected, h0, c0, hidden_bias, lengths, resets
     return run_layer(dispatcher, what, problem_of, weights, *states, cell=cell, out=out, validate=validate)
 
@@ -153,18 +176,14 @@ def run_layer(
     """A call of a recurrent layer, of which `what` says the operator and all of the weights that its problem depends
     on. The other arguments are `sparse_recurrent`'s."""
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-    given = (x_projected, h0, c0, hidden_bias, lengths, resets, *outputs)
-    launchers = dispatcher.launchers
-    found = None if validate else repeat.repeated(launchers, what, given)
-    if found is not None:
-        function, like, batch = found
-        arranged = weights.laid_out_for(batch)
-        placed = arranged.placed.get(x_projected.device)
-        if placed is None:
-            placed = _placed(arranged, x_projected, arrays.facts("x_projected", x_projected))
-        results = tuple([one.new_empty(one.shape) for one in like]) if out is None else outputs
-        function(*placed, *[one for one in given[:6] if one is not None], *results)
-        return results
+    given = x_projected, h0, c0, hidden_bias, lengths, resets
+    # Lengths on the host are looked at every time.
+    if not validate and arrays.is_torch(x_projected) and x_projected.dim() == 3 and not arrays.traced():
+        placed = weights.laid_out_for(x_projected.shape[1]).placed.get(x_projected.device)
+        if placed is not None and (lengths is None or x_projected.is_cuda):
+            found = repeat.again(dispatcher.launchers, what, (*placed, *given), None if out is None else outputs)
+            if found is not None:
+                return found
 
     known, states = _checked(weights, x_projected, h0, c0, cell, hidden_bias)
     steps, batch, _ = known.shape
@@ -172,6 +191,8 @@ def run_layer(
     wanted: list[tuple[str, tuple[int, ...], str]] = [("output", (steps, batch, weights.hidden), known.dtype)]
     wanted += [(name, (batch, weights.hidden), known.dtype) for name in ("h_n", "c_n")[: 1 + (cell == "lstm")]]
     results = tuple(outputs_for(out, tuple(wanted), x_projected, known))
+    read = dict(zip(("x_projected", "h0", "c0", "hidden_bias", "lengths", "resets"), given, strict=True))
+    SIGNATURE.refuse_overlap(out, weights=_torch_arrays(weights, x_projected), **read)
     if not steps:
         for result, (_, _, state) in zip(results[1:], states, strict=False):
             _copy(result, state)
@@ -180,20 +201,12 @@ def run_layer(
             problem = problem_of(weights, steps, batch, cell, int(lengths is not None), int(resets is not None))
         except ProblemError as error:
             raise ValueError(f"x_projected: {error}") from None
-        function = dispatcher.kernel(problem, machine_of("x_projected", known)).function
-        bias = [] if cell != "gru" else [_bias(hidden_bias, weights.hidden, x_projected, known)]
-        function(
-            *_placed(weights.laid_out_for(batch), x_projected, known),
-            passed(("x_projected", known, x_projected)),
-            *map(passed, states),
-            *map(passed, bias),
-            *map(passed, extras),
-            *map(arrays.argument, results),
-        )
-        # Lengths on the host are looked at every time, and what had to be converted is converted every time.
-        as_given = all(any(one is theirs for theirs in given) for _, _, one in (*bias, *extras))
-        if arrays.is_torch(results[0]) and as_given and (lengths is None or known.device != "cpu"):
-            repeat.put_down(launchers, what, given, (function, tuple(map(arrays.prototype, results)), batch))
+        bias = None if cell != "gru" else _bias(hidden_bias, weights.hidden, x_projected, known)
+        beside = (("x_projected", known, x_projected), *(*states, None)[:2], bias, *extras)
+        ready = [None if one is None else arrays.ready(one[0], one[2], one[1]) for one in beside]
+        arguments = (*_placed(weights.laid_out_for(batch), x_projected, known), *ready)
+        kept = lengths is None or known.device != "cpu" or None
+        launch(dispatcher, problem, machine_of("x_projected", known), what, arguments, results, kept=kept)
     return outputs if out is not None else tuple(arrays.returned(one, x_projected) for one in results)
 
 
@@ -242,10 +255,10 @@ def _checked(
     return known, states
 
 
-def _checked_extras(known: Facts, lengths: Any, resets: Any, validate: bool) -> list[Beside]:
-    """Lengths and resets, those that there are, as int32."""
+def _checked_extras(known: Facts, lengths: Any, resets: Any, validate: bool) -> list[Beside | None]:
+    """Lengths and resets as int32; None for what is absent."""
     steps, batch, _ = known.shape
-    found = []
+    found: list[Beside | None] = [None, None]
     if lengths is not None:
         theirs = arrays.facts("lengths", lengths)
         if theirs.shape != (batch,) or theirs.dtype not in ("int32", "int64"):
@@ -258,7 +271,7 @@ def _checked_extras(known: Facts, lengths: Any, resets: Any, validate: bool) -> 
             if outside.any():
                 at = int(outside.argmax())
                 raise ValueError(f"lengths: expected values in [0, {steps}], got {values[at]} for sequence {at}")
-        found.append(facts_beside("lengths", _as_int32("lengths", lengths, theirs), (batch,), "int32", known, WHERE))
+        found[0] = facts_beside("lengths", _as_int32("lengths", lengths, theirs), (batch,), "int32", known, WHERE)
     if resets is not None:
         theirs = arrays.facts("resets", resets)
         if theirs.shape != (steps, batch) or theirs.dtype not in ("bool", "int32"):
@@ -266,18 +279,12 @@ def _checked_extras(known: Facts, lengths: Any, resets: Any, validate: bool) -> 
                 f"resets: expected shape ({steps}, {batch}) and dtype bool or int32, got {theirs.shape} and"
                 f" {theirs.dtype}"
             )
-        found.append(facts_beside("resets", _as_int32("resets", resets, theirs), (steps, batch), "int32", known, WHERE))
+        found[1] = facts_beside("resets", _as_int32("resets", resets, theirs), (steps, batch), "int32", known, WHERE)
     return found
 
 
 def _as_int32(name: str, array: Any, known: Facts) -> Any:
-    if known.dtype == "int32":
-        return array
-    if arrays.is_torch(array):
-        return array.to(sys.modules["torch"].int32)
-    if arrays.is_numpy(array):
-        return array.astype("int32")
-    raise ValueError(f"{name}: expected int32 of an array that is neither torch's nor NumPy's, got {known.dtype}")
+    return array if known.dtype == "int32" else arrays.converted(name, array, "int32")
 
 
 def _bias(hidden_bias: Any, hidden: int, like: Any, known: Facts) -> Beside:
@@ -303,6 +310,13 @@ def _placed(weights: LayerWeights, like: Any, known: Facts) -> tuple[Any, ...]:
             raise TypeError("weights: PyTorch copies them to a GPU; import torch")
         weights.placed[place] = found
     return found
+
+
+def _torch_arrays(weights: LayerWeights, like: Any) -> tuple[Any, ...]:
+    """The weights' arrays on the device of a torch tensor, where they have been placed there."""
+    if not arrays.is_torch(like):
+        return ()
+    return tuple(weights.laid_out_for(like.shape[1]).placed.get(like.device, ()))
 
 
 def _tensor(array: np.ndarray) -> Any:

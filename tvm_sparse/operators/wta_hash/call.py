@@ -4,20 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from tvm_sparse.core.problem import ProblemError
+from tvm_sparse.core.problem import FLOATS, ProblemError
 from tvm_sparse.formats import wta
 from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.calls import (
     check_floats,
-    facts_beside,
+    launch,
     machine_of,
     outputs_for,
-    passed,
     refuse_gradient,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
+from tvm_sparse.runtime.signature import Array, Number, Output, Signature
 
 from .problem import WtaHash
+
+SIGNATURES = {
+    "wta_hash": Signature(
+        ("hidden", Array(("batch", "hidden"), FLOATS)),
+        ("permutations", Array(("bands", "units", "k"), ("int16",), below="hidden")),
+        ("validate", Number("bool")),
+        outputs=(Output("codes"),),
+        operator=False,
+    )
+}
 
 
 def wta_hash(hidden: Any, permutations: Any, *, out: Any = None, validate: bool = False) -> Any:
@@ -57,27 +67,26 @@ def wta_hash(hidden: Any, permutations: Any, *, out: Any = None, validate: bool 
 
     Source: Yagnik et al. 2011, "The power of comparative reasoning"; Shi, Xu & Knight 2018, equations 4 to 8.
     """
-    given, launchers = (hidden, permutations), dispatcher.launchers
-    found = None if validate else repeat.again(launchers, "wta_hash", given, given, out)
+    found = None if validate else repeat.again(dispatcher.launchers, "wta_hash", (hidden, permutations), out)
     if found is not None:
         return found
 
     known = arrays.facts("hidden", hidden)
     check_floats("hidden", known, rank=2)
     refuse_gradient("hidden", hidden)
-    where = facts_beside("permutations", permutations, (None, None, None), "int16", known, "hidden is")
+    where = SIGNATURES["wta_hash"].beside("permutations", permutations, known, "hidden is")
     batch, columns = known.shape
     bands, units, k = where[1].shape
     if where[1].device == "cpu" or validate:
         wta.check_permutations(arrays.as_numpy(permutations), columns)
     [result] = outputs_for(out, (("out", (batch, bands), "int32"),), hidden, known)
+    SIGNATURES["wta_hash"].refuse_overlap(out, hidden=hidden, permutations=permutations)
     if batch:
         try:
             problem = WtaHash(batch, columns, k, units, bands, known.dtype)
         except ProblemError as error:
             raise ValueError(f"permutations: {error}") from None
-        function = dispatcher.kernel(problem, machine_of("hidden", known)).function
-        function(passed(("hidden", known, hidden)), passed(where), arrays.argument(result))
-        if arrays.is_torch(result) and known.device != "cpu":  # permutations on the host are looked at every time
-            repeat.put_down(launchers, "wta_hash", given, repeat.launcher(function, (result,), single=True))
+        ready = arrays.ready("hidden", hidden, known), arrays.ready("permutations", permutations, where[1])
+        kept = known.device != "cpu" or None  # permutations on the host are looked at every time
+        launch(dispatcher, problem, machine_of("hidden", known), "wta_hash", ready, (result,), single=True, kept=kept)
     return out if out is not None else arrays.returned(result, hidden)

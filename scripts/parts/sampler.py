@@ -1,0 +1,38 @@
+"""A decoding step with each sampler: `examples/replace_sampler.py`."""
+
+from __future__ import annotations
+
+from .register import part
+from .results import RESULTS, provenance, results
+from .text import code, table, us
+
+REPLACED = "replace-sampler-h200"
+BODY = "body alone"
+
+
+@part
+def replace_sampler() -> str:
+    """What each way adds to the body of the model, eager and in a CUDA graph."""
+    if not (RESULTS / f"{REPLACED}.csv").exists():
+        return (
+            "The script has not been run on the machine of this project's figures yet; run on yours it prints the time"
+            " of a step of each way."
+        )
+    found = results(REPLACED)
+    times = {(row["way"], row["timed"]): float(row["microseconds"]) for row in found.rows}
+    how = list(dict.fromkeys(row["timed"] for row in found.rows))
+    rows = []
+    for way in dict.fromkeys(row["way"] for row in found.rows):
+        cells = []
+        for one in how:
+            seconds, body = times.get((way, one)), times.get((BODY, one))
+            cells.append("-" if seconds is None else us(seconds))
+            cells.append("-" if seconds is None or body is None or way == BODY else us(seconds - body))
+        rows.append([way if way in (BODY, "transformers") else code(way), *cells])
+    first = found.rows[0]
+    sizes = (
+        f"{first['batch']} rows, {int(first['vocab']):,} words, hidden {first['hidden']}, {first['layers']} layers,"
+        f" {first['dtype']}; {found.facts['timing']}"
+    )
+    head = ["way", *(word for one in how for word in (f"{one}: us a step", "added to the body"))]
+    return f"{provenance(REPLACED)}; {sizes}.\n\n{table(head, rows)}"

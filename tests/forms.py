@@ -1,0 +1,422 @@
+"""Calls of public functions in every form that their signatures declare: what `test_forms.py` is generated from.
+
+A `Case` tells how a problem's inputs are passed to a public function. Everything else follows from the function's
+`Signature`: `variants` lists the forms of each argument, `draw` makes a call of one of them with values of a seed, and
+`Call.check` compares results with the problem's reference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import scipy.sparse
+import torch
+from foreign import Foreign
+from test_calls import shifted, to_numpy, to_torch
+
+import tvm_sparse
+from tvm_sparse.core import registry
+from tvm_sparse.core.problem import FLOATS, Problem
+from tvm_sparse.core.registry import parse
+from tvm_sparse.operators.block_recurrent.call import BlockRecurrentWeights
+from tvm_sparse.operators.sparse_recurrent.call import RecurrentWeights
+from tvm_sparse.runtime.signature import ROWS, Absent, Number, Signature, Structure, Text
+
+# Every public function that takes arrays and is an operator's, by name.
+SIGNATURES: dict[str, Signature] = {
+    name: signature
+    for operator in registry.operators().values()
+    for name, signature in getattr(operator.call, "SIGNATURES", {}).items()
+}
+# Numbers that kernels take as arguments: what they are among a problem's inputs.
+SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "log": ("log", int),
+    "temperature": ("scale", lambda value: 1.0 / value),
+    "constant": ("constant", int),
+}
+# Numbers of which results, beside how many there are, do not depend.
+FREE = ("normaliser", "validate")
+
+Arguments = dict[str, Any]
+
+
+# Numbers and texts that are axes of a problem under the same name.
+AXES = ("k", "n", "vocab", "capacity", "algorithm")
+
+
+def plainly(problem: Problem, given: Mapping[str, Any]) -> Arguments:
+    """The inputs and axes under their own names."""
+    return {**{name: axis for name, axis in problem.axes.items() if name in AXES}, **given}
+
+
+def rows_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
+    """Of functions with candidates."""
+    hidden = given["hidden"].reshape(-1, problem.hidden)
+    words = given["candidates"]
+    words = words[0] if problem.lists == 1 else words
+    return {**given, "hidden": hidden, "candidates": words, "n": problem.axes.get("k"), "block": 1}
+
+
+def tables_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
+    """Of functions that look words up in hash tables."""
+    table = given["starts"] if "starts" in given else given["entries"]
+    return {**plainly(problem, given), "table": table, "multipliers": given.get("multipliers")}
+
+
+def layer_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
+    """Of recurrent layers."""
+    kind = RecurrentWeights if problem.operator == "sparse_recurrent" else BlockRecurrentWeights
+    packed = list(given.values())[:3]
+    return {**given, "cell": problem.cell, "weights": kind(problem.hidden, problem.gates, problem.dtype, *packed)}
+
+
+def sample_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
+    """Of the sampler: filters are numbers, or arrays with one for each row."""
+    names = ("temperature", "top_k", "top_p", "min_p")
+    filters = {name: given[f"{name}s"] if problem.per_row else given[name] for name in names}
+    seed = given.get("seeds", given.get("seed"))
+    offset = given.get("offsets", given.get("offset", 0))
+    return {**given, **filters, "seed": seed, "offset": offset, "max_top_k": problem.k if problem.whole else None}
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a problem's inputs are passed to a public function."""
+
+    key: str
+    other: Mapping[str, Any]  # axes of another batch
+    arguments: Callable[[Any, Mapping[str, Any]], Arguments] = plainly
+    arrays: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # axes by an optional array's name
+    kinds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # axes by the kind of a structure
+    texts: Mapping[str, str] = field(default_factory=dict)  # axis by the name of an argument that is a text
+    settings: Mapping[str, Any] = field(default_factory=dict)  # inputs that the function fixes
+    numbers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # axes by the name of an optional number
+
+
+_OPTIONAL = {"bias": {"bias": 1}, "ids": {"ids": 3}}
+_LISTS = {"(m,)": {"lists": 1, "beam": 6}, "(rows, m)": {"lists": 6, "beam": 1}, "(lists, m)": {"lists": 2, "beam": 3}}
+_TABLES = {"direct": {}, "cuckoo": {"table": "cuckoo", "bits": 30}}
+_CUCKOO = {"direct": {}, "cuckoo": {"table": "cuckoo"}}
+_LAYER: dict[str, Any] = {
+    "other": {"steps": 3},
+    "arguments": layer_of,
+    "arrays": {
+        "c0": {"cell": "lstm"},
+        "hidden_bias": {"cell": "gru"},
+        "lengths": {"ragged": 1},
+        "resets": {"resets": 1},
+    },
+    "texts": {"cell": "cell"},
+}
+CASES: dict[str, Case] = {
+    "softmax": Case("softmax/batch=7,vocab=61", {"batch": 4}, texts={"algorithm": "algorithm"}, settings={"log": 0}),
+    "log_softmax": Case("softmax/batch=7,vocab=61", {"batch": 4}, settings={"log": 1}),
+    "logsumexp": Case("logsumexp/batch=7,vocab=61", {"batch": 4}),
+    "softmax_topk": Case("softmax_topk/batch=7,vocab=61,k=5", {"batch": 4}, arrays=_OPTIONAL),
+    "head_topk": Case("head_topk/batch=7,vocab=61,hidden=16,k=5", {"batch": 4}, arrays=_OPTIONAL),
+    "candidate_topk": Case(
+        "candidate_topk/lists=1,beam=6,vocab=61,hidden=16,m=10,k=3", {"beam": 4}, rows_of, {"bias": {"bias": 1}}, _LISTS
+    ),
+    "candidate_logits": Case(
+        "candidate_logits/lists=1,beam=6,vocab=61,hidden=16,m=10", {"beam": 4}, rows_of, {"bias": {"bias": 1}}, _LISTS
+    ),
+    "bsr_matmul": Case(
+        "bsr_matmul/m=7,k=66,n=35,block=5x3,sparsity=0.5", {"m": 4},
+        lambda problem, given: {
+            **given, "weight": tuple(given[name] for name in ("data", "indices", "indptr")),
+            "activation": problem.activation or None,
+        },
+        {"bias": {"bias": 1}}, texts={"activation": "activation"},
+    ),
+    "nhot_lookup": Case(
+        "nhot_lookup/rows=7,vocab=50,width=33,nonzeros=5,weighted=1", {"rows": 4},
+        lambda problem, given: {**given, "csr": tuple(given[name] for name in ("indptr", "indices", "values"))},
+    ),
+    "softmax_sample": Case(
+        "softmax_sample/batch=7,vocab=61,k=61", {"batch": 4}, sample_of,
+        {
+            "bias": {"bias": 1}, "seed": {"seeded": 1}, "offset": {"seeded": 3},
+            **dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), {"per_row": 1}),
+        },
+        numbers={
+            "top_k": {"k": 8}, "seed": {"seeded": 2}, "offset": {"seeded": 2},
+            "max_top_k": {"per_row": 1, "k": 8, "whole": 1},
+        },
+    ),
+    "wta_hash": Case("wta_hash/batch=6,hidden=40,k=8,units=2,bands=60", {"batch": 4}),
+    "lsh_lookup": Case(
+        "lsh_lookup/lists=2,beam=3,vocab=700,bands=60,bits=6", {"lists": 3}, tables_of, kinds=_TABLES
+    ),
+    "compaction": Case("compaction/lists=2,vocab=700,capacity=50", {"lists": 3}),
+    "lsh_candidates": Case(
+        "lsh_candidates/lists=2,beam=3,hidden=40,vocab=700,k=8,units=2,bands=60,capacity=50", {"lists": 3}, tables_of,
+        kinds=_CUCKOO,
+    ),
+    "lsh_topk": Case(
+        "lsh_topk/lists=2,beam=3,hidden=40,vocab=700,frequent=50,n=5,k=8,units=2,bands=60", {"lists": 3}, tables_of,
+        {"bias": {"bias": 1}}, _CUCKOO,
+    ),
+    "sparse_recurrent": Case("sparse_recurrent/steps=4,batch=3,hidden=10,nonzeros=4,cell=tanh", **_LAYER),
+    "block_recurrent": Case("block_recurrent/steps=4,batch=3,hidden=16,nonzeros=2,cell=tanh", **_LAYER),
+}  # fmt: skip
+
+
+# ---- forms ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One form of one argument: what it changes of a call.
+
+    `axes`, `structure`: of the problem. `shows`: how the argument is passed, from its canonical value. `library`: how
+    all arrays are passed. `rows`: the dimensions before the last of arrays that may have any number.
+    """
+
+    argument: str
+    label: str
+    axes: Mapping[str, Any] = field(default_factory=dict)
+    shows: Callable[[Any], Any] | None = None
+    library: str = "torch"
+    kind: str = ""  # of a structure
+    structure: str | None = None
+    rows: tuple[int, ...] = ()
+
+
+BASE = Variant("", "first form of all")
+
+# Ways in which a tensor may lie.
+LAYOUTS: dict[str, Callable[[Any], Any]] = {
+    "contiguous": lambda a: a,
+    "every second column": lambda a: a.repeat_interleave(2, -1)[..., ::2],
+    "offset by an element": lambda a: torch.cat([a.new_zeros(1), a.flatten()])[1:].view(a.shape),
+    "transposed": lambda a: a.mT.contiguous().mT if a.dim() > 1 else a,
+    "negated view": lambda a: torch._neg_view(-a) if a.is_floating_point() else a,
+}
+NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "Python": lambda value: value,
+    "NumPy": lambda value: np.asarray(value)[()],
+    "array of no dimension": np.asarray,
+    "tensor of no dimension": torch.tensor,
+}
+# A truth value may be anything that has one.
+LIBRARIES = ("torch", "numpy", "dlpack")
+
+
+def variants(name: str) -> Iterator[Variant]:
+    """Every form of every argument of a public function."""
+    case, signature = CASES[name], SIGNATURES[name]
+    first = next(argument for argument in signature.arguments if argument.array)
+    for library in LIBRARIES[1:]:
+        if library != "dlpack" or not any(isinstance(f, Structure) for a in signature.arguments for f in a.forms):
+            yield Variant(first.name, library, library=library)
+    for argument in signature.arguments:
+        for form in argument.forms:
+            yield from _of_form(case, argument.name, form, argument is first)
+
+
+def _of_form(case: Case, name: str, form: Any, first: bool) -> Iterator[Variant]:
+    axes = case.arrays.get(name, {})
+    if isinstance(form, Absent):
+        yield Variant(name, "absent", structure="random" if name == "counts" else None)
+    elif isinstance(form, Number):
+        for label, shows in NUMBERS.items():
+            yield Variant(name, label, case.numbers.get(name, {}), shows)
+    elif isinstance(form, Text):
+        for text in form.values:
+            yield Variant(name, text, {case.texts[name]: text})
+    elif isinstance(form, Structure):
+        for kind in form.kinds:
+            library = "numpy" if kind.startswith("scipy") else "torch"
+            yield Variant(name, kind, case.kinds.get(kind, {}), library=library, kind=kind)
+    else:
+        structure = "few" if name == "counts" else None
+        several = len(form.shape) > 1
+        floats = not form.dtypes or form.dtypes[0] in FLOATS
+        for label, shows in LAYOUTS.items():
+            if (several or label != "transposed") and (floats or label != "negated view"):
+                yield Variant(name, label, axes, shows, structure=structure)
+        for dtype in form.dtypes[1:] if form.dtypes != FLOATS else ():
+            shows = lambda a, dtype=dtype: a.to(getattr(torch, dtype))  # noqa: E731
+            yield Variant(name, dtype, axes, shows, structure=structure)
+        for dtype in FLOATS[1:] if first and form.dtypes == FLOATS else ():
+            yield Variant(name, dtype, {"dtype": dtype})
+        if ROWS in form.shape:
+            yield Variant(name, "more dimensions", axes, rows=(2, 3))
+            yield Variant(name, "one dimension", axes, rows=())
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call: its arguments as they are passed, and what its results are compared with."""
+
+    name: str
+    problem: Problem
+    inputs: Sequence[Any]
+    arguments: Arguments
+
+    def __call__(self, out: Any = None) -> Any:
+        given = self.arguments if out is None else {**self.arguments, "out": out}
+        return getattr(tvm_sparse, self.name)(**given)
+
+    def names(self) -> list[str]:
+        """The outputs that this call returns."""
+
+        def asked(value: Any) -> bool:
+            array = bool(getattr(value, "shape", ())) or isinstance(value, Foreign)
+            return value is not None and (array or bool(value))
+
+        return [one.name for one in SIGNATURES[self.name].outputs if not one.asked or asked(self.arguments[one.asked])]
+
+    def outputs(self, results: Any) -> tuple[Any, ...]:
+        return tuple(results) if len(SIGNATURES[self.name].outputs) > 1 else (results,)
+
+    def check(self, results: Any) -> None:
+        """Compare results with the reference's; those that the call does not return count as right."""
+        found = dict(zip(self.names(), self.outputs(results), strict=True))
+        if self.name == "softmax_sample" and self.arguments["uniforms"] is None and self.arguments["seed"] is None:
+            assert self.problem.admits(self.inputs, [to_numpy(found["tokens"].cpu())])
+            return
+        expected = self.problem.reference(self.inputs)
+        compared = []
+        layouts = self.problem.output_layouts()
+        for argument, wanted, (shape, dtype) in zip(self.problem.kernel_outputs, expected, layouts, strict=True):
+            array = found.pop(argument.name, wanted)
+            if array is not wanted:
+                if isinstance(array, torch.Tensor):
+                    assert array.is_contiguous() or self.name == "softmax_sample"
+                    array = array.cpu()
+                array = to_numpy(array)
+                if self.name == "softmax_sample" and argument.name in ("values", "indices"):
+                    array = array.reshape(shape[0], -1)  # the best of more, which are not shown
+                    array = np.concatenate([array, wanted[:, array.shape[1] :]], 1)
+                array = array.astype(dtype) if array is wanted else array.reshape(shape)
+                assert array.dtype.name == dtype or array.dtype == wanted.dtype, (argument.name, array.dtype)
+            compared.append(array)
+        assert not found
+        self.problem.check(self.inputs, expected, compared)
+
+
+def draw(name: str, variant: Variant, seed: int, other: bool = False, device: str = "cpu") -> Call:
+    """A call of this form with values of a seed; with `other`, at another batch."""
+    case, signature = CASES[name], SIGNATURES[name]
+    rng = np.random.default_rng(seed)
+    axes = {**variant.axes, **(case.other if other else {})}
+    if variant.rows or variant.label == "one dimension":
+        axes[parse(case.key).batch_axis] = int(np.prod(variant.rows))
+    if name.startswith("candidate") and other and variant.kind.startswith("("):
+        axes = {**variant.axes, "lists": variant.axes["lists"] * (1 if variant.kind == "(m,)" else 2)}
+    problem = problem_of(case, axes)
+    structure = variant.structure or "random"
+    settings = None
+    if name == "softmax_sample":
+        settings = {"temperature": float(rng.uniform(0.2, 3)), "top_p": float(rng.uniform(0.3, 1))}
+        settings |= {"min_p": float(rng.uniform(0, 0.2)), "top_k": 0}
+        if problem.axes["k"] == 8 and not problem.axes["per_row"]:
+            settings["top_k"] = int(rng.integers(1, 9))
+    made = problem.generate(seed, structure, settings)
+    inputs = dict(zip((a.name for a in problem.kernel_inputs), made, strict=True))
+    numbers: dict[str, Any] = {}
+    for argument in signature.arguments:
+        form = argument.forms[0]
+        if not isinstance(form, Number) or (argument.name not in SETTINGS and argument.name not in FREE):
+            continue
+        value = bool(rng.integers(2)) if form.kind == "bool" else float(rng.uniform(form.least, form.most))
+        setting, meant = SETTINGS.get(argument.name, ("", None))
+        if meant is not None and setting not in inputs:
+            continue
+        numbers[argument.name] = value
+        if meant is not None:
+            inputs[setting] = meant(value)
+    inputs.update(case.settings)
+    given = {**case.arguments(problem, inputs), **numbers}
+    if variant.label == "absent" and given.get(variant.argument) is not None:
+        given[variant.argument] = None
+    if name == "softmax_sample":
+        given["best"] = int(rng.integers(0, settings["top_k"] or (9 if problem.axes["k"] == 8 else 62)))
+    passed = {}
+    for argument in signature.arguments:
+        value = given.get(argument.name)
+        form = argument.array
+        if form is not None and ROWS in form.shape and isinstance(value, np.ndarray):
+            tail = value.shape[value.ndim - len(form.shape) + 1 :]
+            leading = variant.rows if variant.rows or variant.label == "one dimension" else value.shape[:1]
+            value = value.reshape((*leading, *tail))
+        kind = variant.kind if variant.argument == argument.name else ""
+        value = placed(value, variant.library, device, kind, problem)
+        passed[argument.name] = value
+    if variant.shows is not None and passed[variant.argument] is not None:
+        passed[variant.argument] = variant.shows(passed[variant.argument])
+    return Call(name, problem, list(inputs.values()), passed)
+
+
+def problem_of(case: Case, axes: Mapping[str, Any]) -> Problem:
+    problem = parse(case.key)
+    return dataclasses.replace(problem, **axes)
+
+
+def keys() -> list[str]:
+    """The problems that the forms ask for at the first batch."""
+    found = {}
+    for name in CASES:
+        for variant in (BASE, *variants(name)):
+            problem = problem_of(CASES[name], variant.axes)
+            found[problem.as_called().key] = None
+    return list(found)
+
+
+def placed(value: Any, library: str, device: str, kind: str, problem: Problem) -> Any:
+    """A canonical value as a call passes it: arrays of a library, on a device; structures of a kind."""
+    if isinstance(value, np.ndarray):
+        if library == "numpy":
+            return value
+        tensor = to_torch(np.array(value, order="C")).clone().to(device)
+        return tensor if library == "torch" else Foreign(tensor)
+    if not isinstance(value, tuple):
+        return value
+    parts = tuple(placed(one, library, device, "", problem) for one in value)
+    if problem.operator == "bsr_matmul":
+        return _weight(parts, kind or "BsrWeight", problem)
+    return _rows(parts, kind or "CsrRows", problem)
+
+
+def _weight(parts: tuple[Any, ...], kind: str, problem: Any) -> Any:
+    data, indices, indptr = parts
+    if kind == "BsrWeight":
+        return tvm_sparse.BsrWeight(parts, columns=problem.k)
+    if kind.startswith("scipy"):
+        return scipy.sparse.bsr_array((data, indices, indptr), shape=(problem.n, problem.k))
+    if kind == "torch.sparse_bsr":
+        return torch.sparse_bsr_tensor(indptr.long(), indices.long(), data, size=(problem.n, problem.k))
+    return parts
+
+
+def _rows(parts: tuple[Any, ...], kind: str, problem: Any) -> Any:
+    indptr, indices, values = parts
+    if kind == "CsrRows":
+        return tvm_sparse.CsrRows(parts, columns=problem.vocab)
+    if kind.startswith("scipy"):
+        return scipy.sparse.csr_array((values, indices, indptr), shape=(problem.rows, problem.vocab))
+    if kind == "torch.sparse_csr":
+        return torch.sparse_csr_tensor(indptr, indices, values, size=(problem.rows, problem.vocab))
+    return parts
+
+
+def parameters(name: str) -> list[str]:
+    """The parameters of a public function, but `out`."""
+    import inspect
+
+    function = getattr(importlib.import_module("tvm_sparse"), name)
+    return [one for one in inspect.signature(function).parameters if one != "out"]
+
+
+__all__ = [
+    "BASE", "CASES", "SIGNATURES", "Call", "Variant", "draw", "keys", "parameters", "shifted", "variants",
+]  # fmt: skip

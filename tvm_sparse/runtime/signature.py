@@ -1,0 +1,172 @@
+"""What a public function takes, as data: each of its arguments with the forms that it accepts.
+
+An operator's `call` module declares one `Signature` for each of its public functions, in `SIGNATURES`. From it come the
+checks of arrays that stand beside the first (`Signature.beside`), the rule about memory that outputs may share with
+inputs (`Signature.refuse_overlap`), and the test that calls every form of every argument (`tests/test_forms.py`): a
+parameter that a declaration lacks fails there. How a repeated call is recognised needs no declaration: `repeat` looks
+at what the kernel is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.problem import FLOATS
+from . import arrays
+from .arrays import Facts
+from .calls import facts_beside, index_as
+
+# The first extent of a shape: any number of dimensions.
+ROWS = ...
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number of Python or NumPy, or an array or tensor of no dimension.
+
+    `least` and `most` bound what is valid, as numbers or names of extents; a test draws between them.
+    """
+
+    kind: str  # "int", "float" or "bool"
+    least: Any = 0
+    most: Any = 1
+
+
+@dataclass(frozen=True)
+class Text:
+    """One of some words."""
+
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Array:
+    """A torch tensor on CPU or CUDA, a NumPy array, or another DLPack array.
+
+    `shape` names extents; `ROWS` in front stands for the dimensions before the last ones of the first argument, of
+    which there may be any number, and None for an extent of its own. `dtypes`: those accepted, of which the first is
+    what a kernel takes; integers of another one are copied. Without any it is the first argument's. `below`: integers
+    in [0, below), a number or the name of an extent; `negative`: also -1. `gradient`: the result has one of it.
+    """
+
+    shape: tuple[Any, ...]
+    dtypes: tuple[str, ...] = ()
+    below: Any = None
+    negative: bool = False
+    gradient: bool = False
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A sparse structure under one of several names, which are those of Python types or say what a tuple holds."""
+
+    kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Absent:
+    """None."""
+
+
+Form = Number | Text | Array | Structure | Absent
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a public function, with its forms; the first is what most calls pass."""
+
+    name: str
+    forms: tuple[Form, ...]
+
+    @property
+    def array(self) -> Array | None:
+        return next((form for form in self.forms if isinstance(form, Array)), None)
+
+    @property
+    def read(self) -> bool:
+        """Whether a kernel reads memory of it."""
+        return any(isinstance(form, Array | Structure) for form in self.forms)
+
+
+@dataclass(frozen=True)
+class Output:
+    """One array that is returned. `asked`: the argument that asks for it, if one does. `given`: it may be in `out`."""
+
+    name: str
+    asked: str = ""
+    given: bool = True
+
+
+class Signature:
+    """The arguments of a public function, in the order of its parameters but for `out`, and its outputs.
+
+    Parameters
+    ----------
+    arguments
+        Name and forms: `("bias", Array(("vocab",), ("float32",)), Absent())`.
+    outputs
+        What is returned; of a single output that the call returns by itself, and not as a tuple, one.
+    operator
+        Whether the function is a custom operator of PyTorch: part of traces and graphs.
+    """
+
+    def __init__(self, *arguments: tuple[Any, ...], outputs: tuple[Output, ...], operator: bool = True) -> None:
+        self.arguments = tuple(Argument(name, forms) for name, *rest in arguments for forms in [tuple(rest)])
+        self.outputs = outputs
+        self.operator = operator
+        self._named = {argument.name: argument for argument in self.arguments}
+        self._read = frozenset(argument.name for argument in self.arguments if argument.read)
+
+    def __getitem__(self, name: str) -> Argument:
+        return self._named[name]
+
+    def beside(
+        self, name: str, array: Any, first: Facts, where: str = "the logits are", **extents: int
+    ) -> tuple[str, Facts, Any]:
+        """An array that comes with the first argument, checked, and of a dtype that kernels take.
+
+        `extents`: those that are known, by name; others are any. The dimensions `ROWS` are those of the first argument.
+        """
+        form = self._named[name].array
+        assert form is not None, name
+        shape: list[int | None] = []
+        for extent in form.shape:
+            if extent is ROWS:
+                shape += first.shape[:-1]
+            else:
+                shape.append(extents.get(extent) if isinstance(extent, str) else extent)
+        accepted = form.dtypes or (first.dtype,)
+        found = facts_beside(name, array, tuple(shape), accepted, first, where)
+        if found[1].dtype == accepted[0]:
+            return found
+        ready = index_as(name, array, found[1], accepted[0])
+        return name, arrays.facts(name, ready), ready
+
+    def refuse_overlap(self, out: Any, **read: Any) -> None:
+        """Raise if an array of `out` shares memory with an input that the kernel reads, or with another one of `out`.
+
+        `read`: every argument that may hold an array, by name; None, numbers, and structures as tuples of arrays.
+        """
+        assert read.keys() == self._read, f"expected {sorted(self._read)}, got {sorted(read)}"
+        if out is None:
+            return
+        outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+        names = [f"out ({one.name})" for one in self.outputs] if len(outputs) > 1 else ["out"]
+        names += ["out"] * (len(outputs) - len(names))
+        given = [
+            (name, one)
+            for name, value in read.items()
+            for one in (value if isinstance(value, (tuple, list)) else (value,))
+            if hasattr(one, "shape")
+        ]
+        for i, (name, one) in enumerate(zip(names, outputs, strict=False)):
+            if arrays.is_fake(one):
+                return
+            for other, array in (*given, *zip(names[:i], outputs, strict=False)):
+                if arrays.overlap(one, array):
+                    use = "which is read while out is written" if not other.startswith("out") else "another output"
+                    raise ValueError(f"{name}: shares memory with {other}, {use}; pass another array")
+
+
+FLOAT_ROWS = Array((ROWS, "vocab"), FLOATS)
