@@ -221,7 +221,7 @@ def wrong(count: int, where: Machine, folder: Path) -> Count:
 
 @kind("wrong candidate that runs: conditions drawn at random, of all operators", llvm=160)
 def drawn(count: int, where: Machine, folder: Path) -> Count:
-    """Kernels that are wrong at some batches, alignments, settings or data: five of 160 may pass the check of a winner."""
+    """Kernels that are wrong at some batches, alignments, settings or data: five of 160 may pass a winner's check."""
     seed = random.randrange(2**32)
     kernels = wrong_kernels.wrong_kernels(seed, count)
     passed = [f"{one.problem}: {one.what}" for number, one in enumerate(kernels) if one.passes(seed + number)]
