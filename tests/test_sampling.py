@@ -673,3 +673,21 @@ def test_rounding_is_allowed_for_at_the_bounds() -> None:
 
     assert ranks(1.0, 0.5) == [0, 1] and ranks(1.0, 0.6) == [1] and ranks(0.7, 0.999) == [1]
     assert ranks(0.75, 0.9) == [1, 2]  # 0.9 of 0.75, or of 0.875 if a sum came out below 0.75
+
+
+def test_offsets_and_seeds_in_graphs_and_under_vmap() -> None:
+    """As eager calls have them; rows of vmap have numbers of their own."""
+    torch = pytest.importorskip("torch")
+    logits, offsets = torch.from_numpy(LOGITS), torch.from_numpy(OFFSETS)
+    seeds = torch.from_numpy(SEEDS)
+
+    def sampled(rows: Any, at: Any, each: Any) -> list[Any]:
+        ways = {"seed": 2**63 + 5, "offset": at}, {"seed": 7, "offset": 3}, {"seed": each, "offset": at}, {"seed": each}
+        return [tvm_sparse.softmax_sample(rows, temperature=3.0, **way)[0] for way in ways]
+
+    wanted = sampled(logits, offsets, seeds)
+    graph = torch.compile(sampled, backend="eager", fullgraph=True)
+    assert all(map(torch.equal, graph(logits, offsets, seeds), wanted))
+    two = logits.reshape(2, 3, VOCAB), offsets.reshape(2, 3), seeds.reshape(2, 3, 2)
+    mapped = torch.vmap(lambda *given: tuple(sampled(*given)))(*two)
+    assert all(torch.equal(found.reshape(-1), want) for found, want in zip(mapped, wanted, strict=True))
