@@ -61,7 +61,8 @@ def mask_rows(rng: np.random.Generator, logits: np.ndarray) -> None:
     rows, vocab = logits.shape
     least = float(ml_dtypes.finfo(logits.dtype).min)
     padding = max(PADDING, least)
-    for row, kind in enumerate(rng.integers(0, 10, size=rows)):
+    for row in range(rows):
+        kind = int(rng.integers(10))
         if kind < 4:
             finite = rng.permutation(vocab)[: kind + 1 if kind < 3 else 2]
             logits[row] = -np.inf
@@ -78,7 +79,8 @@ def mask_rows(rng: np.random.Generator, logits: np.ndarray) -> None:
 
 def sort_rows(rng: np.random.Generator, logits: np.ndarray) -> None:
     """Put a third of the rows of `logits` into ascending order, and a third into descending order, in place."""
-    for row, kind in enumerate(rng.integers(0, 3, size=len(logits))):
+    for row in range(len(logits)):
+        kind = rng.integers(3)
         if kind:
             ordered = logits[row].copy()
             ordered.sort()
