@@ -251,7 +251,7 @@ def with_scratch(function: Any, unshown: Any, after: int) -> Any:
 
 def whole_number(name: str, value: Any) -> int:
     """An integer argument; a symbol of a graph stays one."""
-    if type(value).__name__ == "SymInt" and type(value).__module__.partition(".")[0] == "torch":
+    if arrays.is_symbol(value):
         return value
     try:
         if isinstance(value, bool):
