@@ -151,7 +151,7 @@ class SoftmaxSample(Problem):
             return axes
         own = {name for name, value in given.items() if getattr(value, "shape", ()) or str(value) == "array"}
         said = {name for name, value in given.items() if name in own or str(value).lower() != "none"}
-        follows = {}
+        follows: dict[str, int] = {}
         if given.keys() & {"top_k", "max_top_k"} or "k" not in axes:
             try:
                 vocab = int(axes["vocab"])
