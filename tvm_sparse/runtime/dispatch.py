@@ -16,6 +16,7 @@ import functools
 import hashlib
 import logging
 import os
+import shlex
 import sys
 import threading
 import time
@@ -156,11 +157,11 @@ class Dispatcher:
         with self._lock:
             self.policy = self.policy if policy is None else policy
             self.compiles = self.compiles if compiles is None else compiles
+            self.measures = self.measures if measures is None else measures
             if logs is not None:
                 self._more_logs = logs
                 # Also where the folders are the same: what was recorded in between counts.
                 self._records, self._predictors = {}, {}
-            self.measures = self.measures if measures is None else measures
             self._forget()
 
     @contextlib.contextmanager
@@ -279,7 +280,7 @@ class Dispatcher:
         choice = choose(problem, machine, evidence)
         refused = self._refused.get((problem.operator, machine), {})
         candidates = [c for c in measuring.contenders(problem, machine, choice, evidence) if c not in refused]
-        logs = (self._roots() or (paths.user_logs(),))[-1]
+        logs = (self._log_roots or (paths.user_logs(),))[-1]
         found = {"reason": "no time is left"}
         if seconds > 0:
             with _spinner(f"measuring {problem.typed}"):
@@ -296,7 +297,6 @@ class Dispatcher:
             found["seconds"] * 1e6,
             found["fallback_seconds"] * 1e6,
         )
-        self._records.pop((machine.arch, problem.operator), None)
         self._kernels.pop((problem, machine), None)
         self.launchers = {}
 
@@ -580,7 +580,7 @@ class Dispatcher:
             raise loading.Miss(
                 f"{problem.typed} on {machine.arch}: no kernel for it is at hand, and {reason}\n"
                 "To build it ahead into a wheel, on any machine with the compiler:"
-                f" {commands.command(*ahead, *_plugins_of(problem))}"
+                f" {commands.PROGRAM} {shlex.join([*ahead, *_plugins_of(problem)])}"
             )
 
     def _find(self, choice: Choice, machine: Machine, sources: list[_Source]) -> tuple[Path, Entry] | None:
@@ -728,8 +728,8 @@ def configure(
     *,
     policy: str | None = None,
     compile: bool | None = None,
-    measure: float | None = None,
     logs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
+    measure: float | None = None,
 ) -> None:
     """Say which kernels calls of this process may run; what is not given stays as it was.
 

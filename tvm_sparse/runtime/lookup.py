@@ -133,8 +133,7 @@ def choose(problem: Problem, machine: Machine, evidence: Evidence) -> Choice:
 def _chosen(problem: Problem, machine: Machine, evidence: Evidence, judge: Judge) -> Choice:
     passed_over: list[str] = []
     records = evidence.records
-    if not evidence.compiles:
-        records = {key: known for key, known in records.items() if known.at_hand}
+    records = _as_own(problem, records) if evidence.compiles else {k: one for k, one in records.items() if one.at_hand}
     found = _by_record(problem, machine, records, passed_over, judge)
     if found is not None and found.how != "nearby":
         return found
@@ -287,6 +286,22 @@ def _by_record(
         why = f"not tuned; the decisions are those of {other.typed}, the most like it{''.join(passed_over)}"
         return Choice("nearby", why, other if same else problem, candidate, key, known_as.figures)
     return None
+
+
+def _as_own(problem: Problem, records: Mapping[str, Known]) -> Mapping[str, Known]:
+    """Records, and those whose decisions are the problem's own (`Problem.as_tuned`) under keys like its own, too.
+
+    What lies in a folder for one of these is no library of the problem.
+    """
+    like = problem.as_tuned()
+    found = dict(records)
+    for key, known in records.items():
+        other = _parsed(key, problem)
+        if other is not None and not apart_in_batch(other, problem) and apart_in_batch(other.as_tuned(), like):
+            own = with_batch(problem, other.batch_extent)
+            if own is not None and own.key not in records:
+                found[own.key] = dataclasses.replace(known, at_hand=False, unfit=None)
+    return found
 
 
 def apart_in_batch(one: Problem, other: Problem) -> bool:
