@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
@@ -25,7 +24,7 @@ from tvm_sparse.runtime.loading import Miss
 from tvm_sparse.runtime.signature import FLOAT_ROWS, ROWS, Absent, Array, Number, Output, Signature
 
 from . import seeds
-from .problem import SoftmaxSample
+from .problem import MAX_K, SoftmaxSample
 from .problem import width_of_call as _width
 
 _OF_ROWS = Array((ROWS,), ("float32",))
