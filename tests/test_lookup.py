@@ -324,3 +324,17 @@ def test_a_long_log_is_not_decoded_for_one_problem(
     assert len(known.trials) == long_log.EACH and {trial.problem for trial in known.trials} == {key}
     assert len(decoded) == long_log.EACH + problems
     assert known.trials == tuple(trial for trial in log.read().trials if trial.problem == key)
+
+
+def test_where_uniform_numbers_come_from_makes_no_other_record(shipped: Dispatcher) -> None:
+    """A record of one is the other's own, and so is that of a larger batch; but a library is not."""
+    known = "softmax_sample/batch=64,vocab=128256,k=64,dtype=bfloat16"
+    for seeded in (1, 2, 3):
+        for batch, how in ((64, "exact"), (60, "bucket")):
+            problem = dataclasses.replace(parse(known).with_batch(batch), seeded=seeded)
+            found, given = (shipped.choice(one, SM90) for one in (problem, dataclasses.replace(problem, seeded=0)))
+            assert found.how == given.how == how and found.candidate == given.candidate
+            assert found.compiled_for == dataclasses.replace(given.compiled_for, seeded=seeded)
+    at_hand = Known(shipped.choice(parse(known), SM90).candidate, {}, at_hand=True)
+    other = dataclasses.replace(parse(known), seeded=2)
+    assert lookup.choose(other, SM90, Evidence({known: at_hand}, compiles=False)).how == "fallback"

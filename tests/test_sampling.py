@@ -130,7 +130,7 @@ def test_rows_without_a_distribution_and_ties() -> None:
     rows = np.zeros((BATCH, VOCAB), np.float32)
     rows[0, 7], rows[1, 9], rows[2] = np.nan, np.inf, -np.inf
     rows[3, 1:] = -np.inf
-    for options in ({"top_k": 5}, {"top_p": 0.999}, {}):
+    for options in ({"top_k": 5}, {"top_p": 0.999}, {"min_p": 1.0}, {}):
         for uniform in (0.0, 0.7, 1.5):  # the last is taken as a little less than 1
             given = np.full(BATCH, uniform, np.float32)
             tokens, logprobs = tvm_sparse.softmax_sample(rows, **options, uniforms=given)
@@ -478,43 +478,6 @@ def test_a_search_of_the_whole_row_is_the_inverse_of_its_distribution() -> None:
         problem.check(inputs, expected, outputs)
 
 
-@pytest.mark.thorough
-def test_blocks_of_a_cluster_search_rows_of_any_kind() -> None:
-    """Of one value or two, in order, crowded about zero, of a long tail, and with few words: in vectors of bfloat16."""
-    vocab, rng = 2048, np.random.default_rng(8)
-    kinds = [
-        np.zeros(vocab),
-        rng.choice([0.5, -0.25], vocab),
-        np.sort(rng.standard_normal(vocab)),
-        rng.standard_normal(vocab) * 1e-30,
-        rng.standard_normal(vocab) * np.where(rng.random(vocab) < 0.5, 1e-3, 1),
-        np.linspace(-40, 0, vocab),
-        np.where(rng.random(vocab) < 0.9, -np.inf, rng.standard_normal(vocab)),
-        rng.standard_normal(vocab) + 60,
-    ]
-    problem = SoftmaxSample(4 * len(kinds), vocab, 4, "bfloat16", per_row=1, whole=1)
-    logits = np.repeat(np.stack(kinds), 4, axis=0).astype(numpy_dtype("bfloat16"))
-    filters = [(1, 1, 0), (2, 0.9, 0), (0.5, 1, 0.02), (1, 0.5, 1e-3)]
-    temperature, top_p, min_p = np.tile(np.float32(filters).T, len(kinds))
-    uniforms = rng.random(problem.batch).astype(np.float32)
-    inputs = [logits, temperature, np.zeros(problem.batch, np.int32), top_p, min_p, uniforms]
-    decisions = {
-        "cluster": 2,
-        "threads": 256,
-        "vectors": 1,
-        "stages": 1,
-        "overlap": 1,
-        "prefetch": 0,
-        "deferred": 0,
-        "unroll": 1,
-    }
-    program, outputs = spaces.find("sample_cluster").build(problem, decisions), problem.empty_outputs()
-    run_on_cpu(program.module, target_of(SM90), [*inputs, *outputs], pipeline=program.pipeline, seed=1)
-    problem.check(inputs, problem.reference(inputs), outputs)
-    # Most words are none of the best four: they were searched for.
-    assert (outputs[3] != outputs[0][:, None]).all(axis=1).mean() > 0.5
-
-
 # ---- whatever rounding does ----------------------------------------------------------------------
 
 
@@ -608,6 +571,76 @@ def test_no_masked_word_is_drawn(name: str, axes: str, more: int) -> None:
             if not problem.per_row:
                 inputs[1:5] = [int(value) if name == "top_k" else value for name, value in settings.items()]
             check_drawn(problem, inputs, run(inputs, turn))
+
+
+GATE = {"threads": 64, "vectors": 1, "stages": 1, "overlap": 1, "prefetch": 0, "deferred": 0, "unroll": 1}
+# Blocks that search: one or several, of rows that begin and end within a vector or not.
+SEARCHED = (
+    ("sample_scan", "vocab=1029,k=4,per_row=1,whole=1", {}),
+    ("sample_scan", "vocab=403,k=1,dtype=bfloat16,per_row=1,whole=1", {}),
+    ("sample_gate", "vocab=1029,k=4,per_row=1,whole=1", GATE),
+    ("sample_gate", "vocab=1003,k=4,dtype=bfloat16,per_row=1,whole=1", GATE),
+    ("sample_cluster", "vocab=2048,k=4,dtype=bfloat16,per_row=1,whole=1",
+     {"cluster": 2, **GATE, "threads": 256}),
+    thorough("sample_cluster", "vocab=4099,k=4,bias=1,per_row=1,whole=1", {"cluster": 4, **GATE, "threads": 128}),
+    thorough("sample_radix", "vocab=701,k=4,dtype=float16,per_row=1,whole=1", {"threads": 256}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "axes", "decisions"), SEARCHED)
+def test_blocks_search_rows_of_any_kind(name: str, axes: str, decisions: dict[str, int]) -> None:
+    """Of one value or two, in order, crowded about zero, of a long tail, with few words, or at the bounds of slices."""
+    problem, template = parse(f"softmax_sample/batch=1,{axes}"), spaces.find(name)
+    point = {**template.default(problem, MACHINES[template.kind]), **decisions}
+    run = None
+    # A CPU has time for some more.
+    for _ in range(10 if template.kind == "llvm" else 1):
+        seed = int(np.random.default_rng().integers(2**31))
+        inputs, problem = rows_to_search(problem, seed)
+        run = run or runner(problem, template.candidate(point))
+        outputs = run(inputs, seed % 1000)
+        try:
+            problem.check(inputs, problem.reference(inputs), outputs)
+        except Mismatch as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        # Most words are none of the best: they were searched for.
+        assert (outputs[3] != outputs[0][:, None]).all(axis=1).mean() > 0.3
+
+
+def rows_to_search(problem: SoftmaxSample, seed: int) -> tuple[list[Any], SoftmaxSample]:
+    """Inputs of a problem of some rows, in which of every kind a row comes with each of some filters, and two with any.
+
+    Uniform numbers are at bounds or not.
+    """
+    rng, vocab = np.random.default_rng(seed), problem.vocab
+    # Slices are eighths of an octave at a temperature of 1: words at their bounds, or some roundings beside them.
+    bounds = np.float32(-np.log(2) / 8) * rng.integers(0, 200, vocab).astype(np.float32)
+    bounds = (bounds.view(np.int32) + rng.integers(-2, 3, vocab) * (bounds != 0)).astype(np.int32).view(np.float32)
+    bounds[0] = 0
+    kinds = [
+        np.zeros(vocab),
+        rng.choice([0.5, -0.25], vocab),
+        np.sort(rng.standard_normal(vocab)),
+        rng.standard_normal(vocab) * 1e-30,
+        rng.standard_normal(vocab) * np.where(rng.random(vocab) < 0.5, 1e-3, 1),
+        np.linspace(-40, 0, vocab),
+        np.where(rng.random(vocab) < 0.9, -np.inf, rng.standard_normal(vocab)),
+        rng.standard_normal(vocab) + 60,
+        np.round(rng.standard_normal(vocab) * 2),
+        -np.linspace(0, 3, vocab),
+        bounds,
+        bounds + np.float32(60),
+        bounds / 8 + np.float32(1000),
+    ]
+    some = [(1, 0, 1, 0), (2, 0, 0.9, 0), (0.5, 0, 1, 0.02), (1, 0, 0.7, 1e-3), (3, vocab // 2, 1, 0), (2, 9, 0.8, 0.1)]
+    problem = problem.with_batch((len(some) + 2) * len(kinds))
+    logits = np.repeat(np.stack(kinds), len(some) + 2, axis=0).astype(numpy_dtype(problem.dtype))
+    filters = edges.any_filters(rng, problem.batch, [1.0, 0, 1.0, 0.0], problem.k, vocab)
+    for one, values in zip(filters, zip(*some, strict=True), strict=True):
+        one.reshape(len(kinds), -1)[:, : len(some)] = values
+    uniforms = edges.at_bounds(rng, rng.random(problem.batch, dtype=np.float32))
+    bias = [rng.standard_normal(vocab).astype(np.float32)] if problem.bias else []
+    return [logits, *filters, *bias, uniforms], problem
 
 
 def test_a_wrong_word_is_found_out() -> None:

@@ -260,7 +260,7 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
     "softmax_topk": (LOGITS, 5, False, 1.0, BIAS),
     "softmax_topk_given": (LOGITS, 5, IDS, False, 1.0, BIAS),
     "softmax_sample": (
-        *(LOGITS, [1.0, 0.9, 0.01], 1, [HEATS, TOP_KS, None, None], BIAS, None, SEEDS, None, 0, None, 3),
+        *(LOGITS, [1.0, 0.9, 0.01], 1, BIAS, None, SEEDS, None, 0, None, 3, None, HEATS, TOP_KS, None, None),
     ),
     "head_topk": (HIDDEN, EMBEDDING, 5, False, 1.0, None, None, True, True),
     "candidate_topk": (HIDDEN, EMBEDDING, WORDS, 3, None, 1, False, 1.0, None, True, False),

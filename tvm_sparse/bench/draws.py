@@ -150,16 +150,16 @@ class Pool:
         """The cases of a candidate."""
         rng = np.random.default_rng([seed, 4])
         if not self.large:
-            self.renew(FRESH, rng)
+            self.renew(FRESH, np.random.default_rng([seed, 6]))
         return self._cases(rng, PAIRS // 2 if self.large else PAIRS, ())
 
     def proof(self, seed: int) -> Iterator[list[Case]]:
         """The cases of a winner, in portions."""
-        rng = np.random.default_rng([seed, 5])
+        rng, renewing = np.random.default_rng([seed, 5]), np.random.default_rng([seed, 7])
         every = iter(rng.permutation(np.arange(1, EVERY + 1)))
         long = self._problem.batch_extent * row_bytes(self._problem) > CASE_BYTES
         for turn in range(PROOFS):
-            self.renew(FRESH_PROOF / PROOFS, rng)
+            self.renew(FRESH_PROOF / PROOFS, renewing)
             these = [self._long(rng), *map(int, itertools.islice(every, EVERY // PROOFS))]
             if long and turn % 4 == 0:
                 most = max(1, LONG_BYTES // row_bytes(self._problem))
@@ -187,14 +187,16 @@ class Pool:
         ]
 
     def _batches(self, rng: np.random.Generator, count: int) -> list[int]:
-        """One and two rows, a long batch, and any others up to `EVERY`."""
-        drawn = [1, 2, self._long(rng), *(_log_uniform(rng, EVERY) for _ in range(count))]
+        """One and two rows, a long batch, and any others up to `EVERY`, most of them different."""
+        drawn = [1, 2, self._long(rng)]
+        while len(drawn) < count:
+            drawn.append(next((b for b in (_log_uniform(rng, EVERY) for _ in range(4)) if b not in drawn), EVERY))
         return drawn[: max(0, count)]
 
     def _long(self, rng: np.random.Generator) -> int:
-        """A batch around the timed one, up to twice as large or beyond 64 rows: of these three one."""
+        """A batch around the timed one, up to twice as large, or, every other time, beyond 64 rows."""
         timed = self._problem.batch_extent
-        ranges = ((timed - 1, timed + 1), (timed // 2, 2 * timed + 1), (65, MANY))
+        ranges = ((timed - 1, timed + 1), (timed // 2, 2 * timed + 1), (65, MANY), (65, MANY))
         low, high = ranges[rng.integers(len(ranges))]
         return int(rng.integers(max(1, low), high + 1))
 

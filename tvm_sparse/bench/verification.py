@@ -104,7 +104,9 @@ class Case:
         found = []
         for slot, grows in zip(self.slots, batched, strict=True):
             least = CUDA_ALIGNMENT if kind == "cuda" else numpy_dtype(slot.layout[1]).itemsize if slot.layout else 1
-            alone = int((own if grows else whole).integers(OFFSETS // least)) * least
+            rng, steps = own if grows else whole, (OFFSETS // least).bit_length()
+            # Multiples of each power of two are as likely.
+            alone = (int(rng.integers(OFFSETS)) * 2 + 1) * (least << int(rng.integers(steps))) % OFFSETS
             found.append((0, least)[how] if grows and how < 2 else alone if self.place else least)
         return found
 

@@ -250,14 +250,14 @@ def is_here(wanted: Machine) -> bool:
 
 def require(*extras: str) -> None:
     """End with the command that installs what is missing of these extras."""
-    for extra in extras:
-        missing = [name for name in EXTRAS[extra] if not _installed(name)]
-        if missing:
-            fail(_lacking(missing, extra))
+    missing = {extra: [name for name in EXTRAS[extra] if not _installed(name)] for extra in extras}
+    lacking = {extra: names for extra, names in missing.items() if names}
+    if lacking:
+        fail(_lacking([name for names in lacking.values() for name in names], *lacking))
 
 
-def _lacking(modules: Sequence[str], extra: str) -> str:
-    return f"{', '.join(modules)} missing; install with: {install(extra)}"
+def _lacking(modules: Sequence[str], *extras: str) -> str:
+    return f"{', '.join(modules)} missing; install with: {install(*extras)}"
 
 
 def _installed(module: str) -> bool:

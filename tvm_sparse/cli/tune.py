@@ -550,8 +550,8 @@ class Outcome:
 
     def __init__(self) -> None:
         self.bests: dict[Plan, Best] = {}
-        self.finals: dict[str, dict[Candidate, float]] = {}  # by problem key, median seconds of what was timed in turn
         self.sessions: dict[Plan, set[str]] = {}  # in which trials of a plan failed
+        self.finals: dict[str, dict[Candidate, float]] = {}  # by problem key, median seconds of what was timed in turn
         self.failures = 0
         self.interrupted = False
 
@@ -576,10 +576,10 @@ def run(
         return outcome
 
     def show(progress: Progress) -> None:
-        if progress.medians:
-            outcome.finals[progress.plan.problem.key] = progress.medians
         if progress.last is not None and progress.last.outcome != "ok":
             outcome.sessions.setdefault(progress.plan, set()).add(progress.last.session)
+        if progress.medians:
+            outcome.finals[progress.plan.problem.key] = progress.medians
         view.show(progress)
 
     def end(plan: Plan, found: Best | NoValidRecord) -> None:

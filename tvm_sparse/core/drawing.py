@@ -40,8 +40,8 @@ def whole(rng: np.random.Generator, low: int, high: int, shape: tuple[int, ...],
     return _drawn(rng, shape, dtype, draw)
 
 
-# Magnitudes that inputs are drawn of, as powers of ten; and the largest number that is added to them.
-POWERS = (-8.0, 4.0)
+# Magnitudes that inputs are drawn of, and numbers that are added to them, as powers of ten.
+POWERS, SHIFTS = (-8.0, 4.0), (0.0, 4.0)
 # Of the chances below: half of all inputs are as they were generated.
 AS_GENERATED, SUBNORMAL, SHIFTED = 0.5, 0.12, 0.5
 
@@ -70,7 +70,7 @@ def magnified(problem: Problem, inputs: Sequence[Any], rng: np.random.Generator)
             if name in problem.shifted and rng.random() < SUBNORMAL:
                 factor = float(limits.smallest_normal) / 8
         if name in problem.shifted and rng.random() < SHIFTED:
-            factor, added = max(1.0, factor) if rng.random() < 0.5 else 1.0, 10 ** rng.uniform(0, POWERS[1])
+            factor, added = max(1.0, factor) if rng.random() < 0.5 else 1.0, 10 ** rng.uniform(*SHIFTS)
             added *= rng.choice([-1.0, 1.0])
         wide = found[place].astype(np.float32)
         with np.errstate(invalid="ignore", over="ignore"):

@@ -174,6 +174,13 @@ class Problem(ABC):
         """The problem that calls with such data ask for, and that is tuned for them: an axis may be known in steps."""
         return self
 
+    def as_tuned(self) -> Problem:
+        """The problem that stands for all whose records are each other's own: no decision depends on where they differ.
+
+        Their programs differ, so that a library of one is none of another.
+        """
+        return self
+
     def smaller(self, extent: int) -> Problem:
         """A problem with this batch that the same program computes, and that is cheap to check.
 

@@ -294,7 +294,7 @@ def matrix_entries(
         )
     if dtype is None and own not in FLOATS:
         raise ValueError(
-            f"{name}: expected a matrix of {', '.join(FLOATS)} or float64, got {own}; pass dtype='float32' to convert it"
+            f"{name}: expected a matrix of {', '.join(FLOATS)} or float64, got {own}; pass dtype='float32' to convert"
         )
     dtype = own if dtype is None else dtype
     if dtype not in FLOATS:

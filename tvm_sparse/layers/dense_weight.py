@@ -53,7 +53,7 @@ class DenseWeight(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        target = args[0] if args else None
+        target: Any = args[0] if args else None
         if func == _GRADIENT:
             return target._layer.data.requires_grad
         if isinstance(target, cls) and (
@@ -66,7 +66,7 @@ class DenseWeight(torch.Tensor):
         return func(*tree_map(_dense, args), **tree_map(_dense, kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         with torch.no_grad():
             return func(*tree_map(_dense, args), **tree_map(_dense, kwargs or {}))
 

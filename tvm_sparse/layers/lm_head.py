@@ -60,6 +60,9 @@ class LmHead(torch.nn.Module):
     Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU".
     """
 
+    head: Any
+    weight: Any
+
     def __init__(
         self,
         weight: torch.Tensor,
@@ -128,7 +131,7 @@ class LmHead(torch.nn.Module):
     def rebuild(self) -> None:
         """Hash the weight as it is now; on the meta device, at the first call after it has left that."""
         if self.weight.is_meta:
-            self.head, self._hashed = None, (None,)
+            self.head = None
             return
         head = LshHead(self.weight.detach(), bias=self._float_bias(), **self.options)
         for name in HASHED:

@@ -319,8 +319,8 @@ def _recurrent_weights(target: Any) -> list[Any]:
         if not found:
             raise TypeError(f"target: expected a module with recurrent weights, got {type(target).__name__}")
         return found
-    if not isinstance(target, Iterable) or isinstance(target, (str, bytes)):
-        raise TypeError(f"target: expected a module or parameters, got {described(target)}")
+    if not isinstance(target, Iterable) or isinstance(target, (str, bytes)) or hasattr(target, "shape"):
+        raise TypeError(f"target: expected a module or a list of parameters, got {described(target)}")
     found = list(target)
     if not found:
         raise TypeError(f"target: expected a module or at least one parameter, got none in a {type(target).__name__}")

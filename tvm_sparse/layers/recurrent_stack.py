@@ -133,6 +133,8 @@ class RecurrentStack(torch.nn.Module):
         For layers and weights that do not fit each other, naming them.
     """
 
+    weight_0: torch.Tensor
+
     def __init__(
         self,
         layers: Sequence[Any],

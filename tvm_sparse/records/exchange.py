@@ -297,7 +297,7 @@ class Inputs:
         conditions = self._conditions()
         groups = _connected(self.table, conditions)
         left = {group: math.prod(len(self.table[name]) for name in group) for group in groups}
-        first = {}
+        first: dict[str, int] = {}
         for group in groups:
             own = [one for one in conditions if set(one.parameters) <= set(group) and one.parameters]
             first |= dict(zip((one.text for one in own), self._first_refused(group, own), strict=True))

@@ -323,7 +323,7 @@ def passed(beside: tuple[str, Facts, Any], shape: tuple[int, ...] | None = None)
     """What is passed to the kernel for an array that `facts_beside` checked, under another shape if one is given."""
     name, known, array = beside
     ready = arrays.ready(name, array, known)
-    return arrays.argument(ready if shape is None else arrays.reshaped(ready, shape))
+    return arrays.argument(ready if shape is None or shape == known.shape else arrays.reshaped(ready, shape))
 
 
 # Of functions with a backward pass, which custom operators have.

@@ -16,6 +16,7 @@ import functools
 import hashlib
 import logging
 import os
+import shlex
 import sys
 import threading
 import time
@@ -577,7 +578,7 @@ class Dispatcher:
             raise loading.Miss(
                 f"{problem.typed} on {machine.arch}: no kernel for it is at hand, and {reason}\n"
                 "To build it ahead into a wheel, on any machine with the compiler:"
-                f" {commands.command(*ahead, *_plugins_of(problem))}"
+                f" {commands.PROGRAM} {shlex.join([*ahead, *_plugins_of(problem)])}"
             )
 
     def _find(self, choice: Choice, machine: Machine, sources: list[_Source]) -> tuple[Path, Entry] | None:

@@ -43,7 +43,8 @@ DOUBT, BATCHES, FAR = 0.07, 2.0, 3.0
 # Octaves between architectures.
 ELSEWHERE = 1.0
 # A predicted choice is taken if the model expects it to beat the default by a factor of e^CLEAR, and by more than what
-# it expects the choice itself to lose: far from what it has seen the model expects every point to lose.
+# it expects the choice itself to lose: far from what it has seen the model expects every point to lose. And by more
+# than what its choices lost for problems left out of its training: a model of few problems has to expect much.
 CLEAR = 0.05
 
 
@@ -132,8 +133,7 @@ def choose(problem: Problem, machine: Machine, evidence: Evidence) -> Choice:
 def _chosen(problem: Problem, machine: Machine, evidence: Evidence, judge: Judge) -> Choice:
     passed_over: list[str] = []
     records = evidence.records
-    if not evidence.compiles:
-        records = {key: known for key, known in records.items() if known.at_hand}
+    records = _as_own(problem, records) if evidence.compiles else {k: one for k, one in records.items() if one.at_hand}
     found = _by_record(problem, machine, records, passed_over, judge)
     if found is not None and found.how != "nearby":
         return found
@@ -288,6 +288,22 @@ def _by_record(
     return None
 
 
+def _as_own(problem: Problem, records: Mapping[str, Known]) -> Mapping[str, Known]:
+    """Records, and those whose decisions are the problem's own (`Problem.as_tuned`) under keys like its own, too.
+
+    What lies in a folder for one of these is no library of the problem.
+    """
+    like = problem.as_tuned()
+    found = dict(records)
+    for key, known in records.items():
+        other = _parsed(key, problem)
+        if other is not None and not apart_in_batch(other, problem) and apart_in_batch(other.as_tuned(), like):
+            own = with_batch(problem, other.batch_extent)
+            if own is not None and own.key not in records:
+                found[own.key] = dataclasses.replace(known, at_hand=False, unfit=None)
+    return found
+
+
 def apart_in_batch(one: Problem, other: Problem) -> bool:
     """Whether two problems of an operator differ in nothing but their batch, if in that."""
     return all(other.axes[name] == value for name, value in one.axes.items() if name != one.batch_axis)
@@ -354,7 +370,7 @@ def _by_model(
         return None
     if found.candidate != judge.default and not judge.lenient:
         said, default = predictor.said(problem, machine, (found.candidate, judge.default))
-        if default is None or said is None or default - said <= max(CLEAR, said):
+        if default is None or said is None or default - said <= max(CLEAR, said, math.log(predictor.loss)):
             why = f"not tuned; a template's default, as the best of {found.ranked} points is not expected to be clearly"
             why += f" faster by {predictor.provenance}"
             return fallback(problem, machine, why + "".join(passed_over))

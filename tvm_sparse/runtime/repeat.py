@@ -260,8 +260,7 @@ def remember(
     _prepare()
     key = kinds_of(what, arguments)
     if key is not None:
-        found = Launcher(loading.settled(function), tuple(map(arrays.prototype, outputs)), single)
-        _keep(launchers, key, found)
+        _keep(launchers, key, Launcher(loading.settled(function), tuple(map(arrays.prototype, outputs)), single))
 
 
 def remember_operator(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from tvm_sparse.core.given import described
 from tvm_sparse.core.problem import FLOATS, numpy_dtype
 from tvm_sparse.runtime import arrays, repeat
-from tvm_sparse.runtime.calls import refuse_gradient
+from tvm_sparse.runtime.calls import index_as, refuse_gradient
 
 from .problem import BsrMatmul
 
@@ -375,15 +375,11 @@ def _unread(shape: tuple[int, ...], like: Any, known: arrays.Facts) -> Any:
 
 
 def as_int32(name: str, array: Any) -> Any:
-    if arrays.is_torch(array):
-        return array.to(sys.modules["torch"].int32).contiguous()
+    """Indices as kernels take them; on the host, but of torch tensors, a copy."""
     known = arrays.facts(name, array)
-    if known.device == "cpu":
-        import numpy as np
+    found = index_as(name, array, known, "int32")
+    if known.device != "cpu" or arrays.is_torch(array):
+        return found
+    import numpy as np
 
-        return np.array(arrays.as_numpy(array), np.int32)
-    if known.dtype != "int32":
-        raise ValueError(
-            f"{name}: expected int32 of another library's array on a GPU, got {known.dtype}; convert it first"
-        )
-    return arrays.ready(name, array, known)
+    return np.array(found)

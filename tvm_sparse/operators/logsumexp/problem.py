@@ -38,7 +38,7 @@ class LogSumExp(Problem):
     )
     structures: ClassVar[tuple[str, ...]] = STRUCTURES
     tuned: ClassVar[str] = "random"
-    verified: ClassVar[tuple[str, ...]] = STRUCTURES
+    verified: ClassVar[tuple[str, ...]] = (*STRUCTURES, "mixed")
     example: ClassVar[Mapping[str, Any]] = {"batch": 512, "vocab": 10240}
     source: ClassVar[str] = "Milakov & Gimelshein 2018, Algorithm 3, lines 1-6"
 

@@ -106,7 +106,8 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
     if columns != vocab:
         raise ValueError(f"csr: expected {vocab} columns, as the table has rows, got shape ({rows}, {columns})")
     if csr.dtype not in (None, "float32", known.dtype):
-        raise ValueError(f"values: expected dtype float32, or {known.dtype} as the table has, got {csr.dtype}")
+        other = "" if known.dtype == "float32" else " or float32,"
+        raise ValueError(f"values: expected dtype {known.dtype}, as the table has,{other} got {csr.dtype}")
     if (csr.device, csr.device_index) != (known.device, known.index):
         raise ValueError(
             f"csr: expected arrays on {known.device}:{known.index}, as the table is,"

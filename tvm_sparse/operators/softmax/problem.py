@@ -46,7 +46,7 @@ class Softmax(Problem):
     )
     structures: ClassVar[tuple[str, ...]] = STRUCTURES
     tuned: ClassVar[str] = "random"
-    verified: ClassVar[tuple[str, ...]] = STRUCTURES
+    verified: ClassVar[tuple[str, ...]] = (*STRUCTURES, "mixed")
     settings: ClassVar[tuple[Settings, ...]] = ({"log": 0}, {"log": 1})
     example: ClassVar[Mapping[str, Any]] = {"batch": 512, "vocab": 10240}
     source: ClassVar[str] = "Milakov & Gimelshein 2018, Algorithms 1, 2 and 3"

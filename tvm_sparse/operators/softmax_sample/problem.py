@@ -88,7 +88,7 @@ class SoftmaxSample(Problem):
     # How a row is read is softmax_topk's: these are what a word may have to be drawn from, and a long tail to time.
     structures: ClassVar[tuple[str, ...]] = ("random", "ties", "masked", "special", "mixed", "zipf")
     tuned: ClassVar[str] = SoftmaxTopk.tuned
-    verified: ClassVar[tuple[str, ...]] = structures[:-1]
+    verified: ClassVar[tuple[str, ...]] = (*structures[:-1], "mixed")
     settings: ClassVar[tuple[Settings, ...]] = (
         {"temperature": 0.8, "top_k": 0, "top_p": 0.9, "min_p": 0.0},
         {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
@@ -157,10 +157,12 @@ class SoftmaxSample(Problem):
         return int(present[name]) if name in present else super().extent(name)
 
     def distance(self, other: Problem) -> float | None:
-        """Octaves of all sizes. Where the uniform number of a row comes from says nothing about decisions."""
-        if isinstance(other, SoftmaxSample):
-            other = dataclasses.replace(other, seeded=self.seeded)
-        return super().distance(other)
+        """Octaves of all sizes; where uniform numbers come from is none."""
+        return super().distance(dataclasses.replace(other, seeded=self.seeded) if type(other) is type(self) else other)
+
+    def as_tuned(self) -> Problem:
+        """With uniform numbers that are given: where they come from takes one warp of a row a few instructions."""
+        return dataclasses.replace(self, seeded=0)
 
     def sample(self, inputs: Sequence[Any], rows: np.ndarray) -> list[Any]:
         """As of any problem; where a row's number makes its uniform number, the rows follow as one more input, which

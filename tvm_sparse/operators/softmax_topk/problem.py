@@ -74,7 +74,7 @@ class SoftmaxTopk(Problem):
         "random", "ties", "masked", "special", "ascending", "constant", "zipf", "mixed",
     )  # fmt: skip
     tuned: ClassVar[str] = "random"
-    verified: ClassVar[tuple[str, ...]] = structures
+    verified: ClassVar[tuple[str, ...]] = (*structures, "mixed")  # twice, as it has most kinds of rows
     settings: ClassVar[tuple[Settings, ...]] = (
         {"scale": 1.0, "log": 0},
         {"scale": 1.0, "log": 1},
@@ -172,10 +172,10 @@ class SoftmaxTopk(Problem):
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
         """Logits by structure. A bias is normal with a tenth at -inf; of the ids one in eight is out of range.
 
-        `random`: standard normal. `ties`: a handful of distinct values. `masked`: most entries -inf, one row
-        wholly so. `special`: NaN, +inf and -0.0 among normal values. `ascending`: each entry above the last,
-        the worst case of a threshold. `constant`: all equal. `zipf`: a few large values, a long tail. `mixed`: each row
-        is of another kind, see `rows.mixed`.
+        `random`: standard normal. `ties`: a handful of distinct values. `masked`: half, nine tenths or all but about k
+        of a row's entries -inf, one row wholly so. `special`: NaN, +inf and -0.0 among normal values. `ascending`: each
+        entry above the last, the worst case of a threshold. `constant`: all equal. `zipf`: a few large values, a long
+        tail. `mixed`: each row is of another kind, see `rows.mixed`.
         """
         import numpy as np
 
@@ -186,7 +186,7 @@ class SoftmaxTopk(Problem):
         if structure == "ties":
             x = np.round(x)
         elif structure == "masked":
-            x[rng.random(shape) < 0.9] = -np.inf
+            x[rng.random(shape) < rng.choice([0.5, 0.9, 1 - self.k / self.vocab], (self.batch, 1))] = -np.inf
             x[rng.integers(self.batch)] = -np.inf
         elif structure == "special":
             for value, share in ((np.nan, 0.3), (np.inf, 0.3), (-np.inf, 0.3), (-0.0, 1.0)):
