@@ -281,7 +281,7 @@ class Dispatcher:
         refused = self._refused.get((problem.operator, machine), {})
         candidates = [c for c in measuring.contenders(problem, machine, choice, evidence) if c not in refused]
         logs = (self._log_roots or (paths.user_logs(),))[-1]
-        found = {"reason": "no time is left"}
+        found: dict[str, Any] = {"reason": "no time is left"}
         if seconds > 0:
             with _spinner(f"measuring {problem.typed}"):
                 found = measuring.measure(problem, machine, candidates, logs, seconds, builders)
