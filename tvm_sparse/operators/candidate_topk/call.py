@@ -106,7 +106,7 @@ def candidate_topk(
         found = repeat.repeated(dispatcher.launchers, what, tensors)
         if found is not None:
             function, beam, given, *likes = found
-            words, many = (_int32(*one) for one in (("candidates", candidates), ("counts", counts)))
+            words, many = _int32("candidates", candidates), _int32("counts", counts)
             lists = words if words.dim() == 2 else words[None]
             states = hidden.view(lists.shape[0], beam, hidden.shape[1])
             results = [sys.modules["torch"].empty_like(like) for like in likes]
