@@ -596,7 +596,7 @@ def run(
             devices = using or stack.enter_context(fleet.local(plans[0].machine, plans[0].builders))
             stop = stack.enter_context(session.stop_on_interrupt())
             view = stack.enter_context(_view(plans, stop, devices.sessions()))
-            calls = {"begin": view.begin, "show": show, "end": end, "stop": lambda: stop() or over()}
+            calls: dict[str, Any] = {"begin": view.begin, "show": show, "end": end, "stop": lambda: stop() or over()}
             session.tune_all(plans, folder, devices, seed=seed, **calls)
             outcome.interrupted = stop()
     except KeyboardInterrupt:
