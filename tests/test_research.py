@@ -348,6 +348,8 @@ def test_results_of_others_are_studied(tmp_path: Path) -> None:
     path = tmp_path / "convolution.json"
     path.write_text(json.dumps({"results": results, "schema_version": "1.0.0"}))
     found = json.loads(call("study", "--logs", path, "--part", "distribution", "--part", "effects", "--json"))
+    assert json.loads(call("study", path, "--part", "distribution", "--json"))["distribution"] == found["distribution"]
+    assert "nowhere.json: no such file" in call("study", tmp_path / "nowhere.json", code=2)
     [line] = found["distribution"]
     assert line["template"] == "convolution" and line["failed"] == pytest.approx(1 / 3)
     effects = {(line["decision"], line["value"]): line["effect"] for line in found["effects"]}

@@ -5,21 +5,25 @@ That kernels agree with the reference is tested with those of all operators (tes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import scipy.stats
 import tvm
-from cases import MACHINES, SM90, calls_run
+from cases import MACHINES, SM90, built, calls_run, sampled, thorough
 
 import tvm_sparse
 from tvm_sparse.artifacts.compile import target_of
-from tvm_sparse.core import spaces
+from tvm_sparse.bench import measure
+from tvm_sparse.core import machine, spaces
+from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.problem import Mismatch, ProblemError, numpy_dtype
 from tvm_sparse.core.registry import parse
 from tvm_sparse.emulation import run_on_cpu
+from tvm_sparse.layers.libraries import tensor, to_host
 from tvm_sparse.operators.softmax_sample import edges, philox, reference
 from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 from tvm_sparse.runtime import arrays
@@ -51,6 +55,7 @@ KEYS = tuple(
         "k=128,whole=1,seeded=3",
         "k=128,whole=1,seeded=1",
         "k=128,per_row=1,whole=1,seeded=2",
+        "k=128,per_row=1,whole=1,seeded=3",
         "k=128,bias=1,per_row=1,whole=1",
         "k=128,per_row=1,whole=1",
     )
@@ -125,7 +130,7 @@ def test_rows_without_a_distribution_and_ties() -> None:
     rows = np.zeros((BATCH, VOCAB), np.float32)
     rows[0, 7], rows[1, 9], rows[2] = np.nan, np.inf, -np.inf
     rows[3, 1:] = -np.inf
-    for options in ({"top_k": 5}, {"top_p": 0.999}, {}):
+    for options in ({"top_k": 5}, {"top_p": 0.999}, {"min_p": 1.0}, {}):
         for uniform in (0.0, 0.7, 1.5):  # the last is taken as a little less than 1
             given = np.full(BATCH, uniform, np.float32)
             tokens, logprobs = tvm_sparse.softmax_sample(rows, **options, uniforms=given)
@@ -303,30 +308,161 @@ def test_philox_has_the_known_answers_of_random123(counter: list[int], key: list
     assert [int(w) for w in philox.philox([np.uint64(w) for w in counter], [np.uint64(w) for w in key])] == words
 
 
-@pytest.mark.parametrize(
-    ("options", "left"),
-    [({"top_k": 8}, 8), ({"top_k": 8, "top_p": 0.5}, None), ({"min_p": 0.05}, None), ({"temperature": 3.0}, VOCAB)],
-    ids=["top-k", "top-p", "min-p", "all"],
+# Filters that lead to every way of drawing: from the best that a kernel keeps, and from the whole row.
+DRAWN: tuple[dict[str, Any], ...] = (
+    {"top_k": 8},
+    {"top_k": 8, "top_p": 0.5},
+    {"top_k": 7, "min_p": 0.1, "temperature": 2.0},
+    {"temperature": 0.3},
+    {"temperature": 3.0},
+    {"temperature": 3.0, "top_p": 0.8},
+    {"temperature": 3.0, "min_p": 0.05},
+    {"temperature": 3.0, "top_p": 0.8, "min_p": 0.02},
+    {"temperature": 5.0, "top_k": 200},
+    {"temperature": 5.0, "top_k": 200, "top_p": 0.95, "min_p": 0.01},
 )
-def test_words_come_with_their_probabilities(options: dict[str, Any], left: int | None) -> None:
-    """Chi-squared over 6,000 draws of one row, with fixed seeds, against probabilities in float64."""
-    draws = 6000
-    logits = np.repeat(LOGITS[:1], draws, axis=0)
-    tokens = tvm_sparse.softmax_sample(logits, **options, seed=np.stack([np.full(draws, 99), np.arange(draws)], 1))[0]
-    y = LOGITS[0].astype(np.float64) / options.get("temperature", 1)
+
+
+def chances_of(logits: np.ndarray, options: dict[str, Any]) -> np.ndarray:
+    """What a word of one row is drawn with, by the plainest NumPy."""
+    y = logits.astype(np.float64) / options.get("temperature", 1)
     chances = np.exp(y - y.max()) / np.exp(y - y.max()).sum()
-    order = np.argsort(-chances)
-    sorted_chances = chances[order][: options.get("top_k", VOCAB)]
-    kept = np.cumsum(sorted_chances) - sorted_chances < options.get("top_p", 1) * sorted_chances.sum()
-    kept &= sorted_chances >= options.get("min_p", 0) * sorted_chances[0]
-    wanted = draws * sorted_chances[kept] / sorted_chances[kept].sum()
-    assert left in (None, kept.sum()) and 1 < kept.sum()
-    found = np.bincount(tokens, minlength=VOCAB)[order][: len(kept)][kept]
-    assert found.sum() == draws  # no other word
-    # Words that are expected fewer than five times are counted together.
+    order = np.argsort(-chances, kind="stable")
+    best = chances[order][: options.get("top_k", len(y))]
+    kept = np.cumsum(best) - best < options.get("top_p", 1) * best.sum()
+    kept &= best >= options.get("min_p", 0) * best[0]
+    found = np.zeros(len(y))
+    found[order[: len(best)][kept]] = best[kept] / best[kept].sum()
+    return found
+
+
+def check_frequencies(tokens: np.ndarray, chances: np.ndarray) -> None:
+    """Chi-squared; words that are expected fewer than five times are counted together."""
+    found, wanted = np.bincount(tokens, minlength=len(chances)), len(tokens) * chances
+    assert not found[chances == 0].any()
     often = wanted >= 5
-    found, wanted = (np.append(a[often], [a[~often].sum()] if (~often).any() else []) for a in (found, wanted))
-    assert scipy.stats.chisquare(found, wanted).pvalue > 0.01
+    found, wanted = (np.append(a[often], [a[~often].sum()] if a[~often].any() else []) for a in (found, wanted))
+    if len(found) < len(wanted):  # of the rare words none came
+        found = np.append(found, 0)
+    assert len(wanted) > 1 and scipy.stats.chisquare(found, wanted * found.sum() / wanted.sum()).pvalue > 1e-7
+
+
+def any_numbers(way: int, draws: int) -> dict[str, Any]:
+    """Seeds and offsets in each way to say them, anew in every run."""
+    first = int(edges.any_integers(np.random.default_rng(), (1,))[0])
+    at, rows = int(np.random.default_rng().integers(2**40)), np.arange(draws)
+    return (
+        {"seed": first},
+        {"seed": first, "offset": at},
+        {"seed": first, "offset": at + 2**33 * rows},
+        {"seed": np.stack([np.full(draws, first), at + rows], axis=1)},
+        {"seed": np.stack([first // 2 + rows, np.full(draws, at)], axis=1), "offset": 7},
+        {},
+    )[way]
+
+
+@pytest.mark.parametrize(("way", "options"), [(i % 6, options) for i, options in enumerate(DRAWN)], ids=str)
+def test_words_come_with_their_probabilities(way: int, options: dict[str, Any]) -> None:
+    """Of 60,000 draws of one row, with seeds of every run's own, against probabilities in float64."""
+    draws = 60_000
+    logits = np.repeat(LOGITS[:1], draws, axis=0)
+    given = dict(options)
+    if options.get("top_k") == 200:
+        given["top_k"] = np.full(draws, 200, np.int32)
+    tokens = tvm_sparse.softmax_sample(logits, **given, **any_numbers(way, draws))[0]
+    check_frequencies(tokens, chances_of(LOGITS[0], options))
+
+
+def test_numbers_of_rows_offsets_and_seeds_are_independent() -> None:
+    """Chi-squared of pairs: of neighbouring rows, of the next offset, of the next seed, and across these."""
+    draws, parts = 60_000, 12
+    flat = np.zeros((draws, VOCAB), np.float32)  # the token is floor(VOCAB * u)
+    at = int(np.random.default_rng().integers(2**62))
+
+    def drawn(**given: Any) -> np.ndarray:
+        return tvm_sparse.softmax_sample(flat, **given)[0] * parts // VOCAB
+
+    here, later, other = drawn(seed=at, offset=5), drawn(seed=at, offset=6), drawn(seed=at + 1, offset=5)
+    rows = np.arange(draws)
+    offsets, seeds = (np.stack(columns, axis=1) for columns in ((0 * rows + at, rows), (at + rows, 0 * rows)))
+    by_offset, by_seed, by_both = drawn(seed=offsets), drawn(seed=seeds), drawn(seed=at, offset=rows)
+    unsaid = drawn(), drawn()
+    for one, two in (
+        *((a[:-1], a[1:]) for a in (here, by_offset, by_seed, by_both, unsaid[0])),
+        *((a, b) for a, b in ((here, later), (here, other), unsaid)),
+        (here[1:], later[:-1]),
+        (by_offset[1:], by_seed[:-1]),
+    ):
+        pairs = np.bincount(one * parts + two, minlength=parts**2)
+        assert scipy.stats.chisquare(pairs).pvalue > 1e-7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("whole", [0, 1])
+@pytest.mark.parametrize("name", ["sample_gate", "sample_cluster", "sample_warps", "sample_radix"])
+def test_gpu_templates_draw_with_probabilities_and_no_masked_word(name: str, whole: int, tmp_path: Path) -> None:
+    """With one seed and offsets of each launch; 200,000 draws of every filter."""
+    torch = pytest.importorskip("torch")
+    gpu, template, vocab = machine.gpu(), spaces.find(name), 4099
+    assert gpu is not None
+    logits = np.random.default_rng().standard_normal(vocab).astype(np.float32) * 2
+    many = torch.from_numpy(logits).cuda().expand(20_000, -1).contiguous()
+    for number, dtype in enumerate(("float32", "bfloat16")):
+        drawn = SoftmaxSample(8, vocab, 8, dtype, seeded=2, whole=whole)
+        if reason := spaces.applicable(drawn, gpu)[1].get(name):
+            pytest.skip(reason)
+        compiled = built(drawn, template.candidate(template.default(drawn, gpu)), gpu, tmp_path / f"{number}.so")
+        function, rows = measure.load(compiled.path, "cuda"), many.to(getattr(torch, dtype))
+        outputs = [torch.empty(shape, dtype=getattr(torch, kind), device="cuda")
+                   for shape, kind in drawn.with_batch(len(rows)).output_layouts()]  # fmt: skip
+        seed = int(np.random.default_rng().integers(2**62))
+        for options in DRAWN:
+            if not whole and not 0 < options.get("top_k", 0) <= 8:
+                continue
+            filters = [options.get(one, default) for one, default in zip(OWN, (1.0, 0, 1.0, 0.0), strict=True)]
+            tokens = []
+            for offset in range(10):
+                function(rows, *filters, seed, offset, *outputs)
+                tokens.append(outputs[0].cpu().numpy())
+            check_frequencies(np.concatenate(tokens), chances_of(rows[0].float().cpu().numpy(), options))
+
+        bounded = SoftmaxSample(96, vocab, 8, dtype, bias=1, per_row=1, whole=whole)
+        point = template.candidate(template.default(bounded, gpu))
+        function = measure.load(built(bounded, point, gpu, tmp_path / f"bounded{number}.so").path, "cuda")
+        inputs = rows_at_bounds(bounded, int(np.random.default_rng().integers(2**31)))
+        outputs = bounded.empty_outputs()
+        on_gpu = [tensor(array, "cuda") for array in (*inputs, *outputs)]
+        function(*on_gpu)
+        check_drawn(bounded, inputs, list(map(to_host, on_gpu[len(inputs) :])))
+
+
+@pytest.mark.gpu
+def test_torchs_generator_on_a_gpu_tells_the_tokens_and_graphs_draw_anew() -> None:
+    torch = pytest.importorskip("torch")
+    logits = torch.zeros(64, VOCAB, device="cuda")
+    generator = torch.cuda.default_generators[logits.device.index]
+
+    def drawn(seed: int) -> list[list[int]]:
+        torch.manual_seed(seed)
+        return [tvm_sparse.softmax_sample(logits)[0].tolist() for _ in range(3)]
+
+    first, again, other = map(drawn, (1, 1, 2))
+    assert first == again and first != other and first[0] != first[1] != first[2]
+    before = generator.get_offset()
+    tvm_sparse.softmax_sample(logits)
+    assert generator.get_offset() == before + 4
+    offsets = torch.zeros(64, dtype=torch.int64, device="cuda")
+    for options, moved in (({}, True), ({"seed": 3}, False), ({"seed": 3, "offset": offsets}, True)):
+        tvm_sparse.softmax_sample(logits, **options)
+        tvm_sparse.softmax_sample(logits, uniforms=torch.rand(64, device="cuda"))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            tokens = tvm_sparse.softmax_sample(logits, **options)[0]
+        graph.replay()
+        one = tokens.tolist()
+        offsets += 1
+        graph.replay()
+        assert (one != tokens.tolist()) is moved
 
 
 def test_a_search_of_the_whole_row_is_the_inverse_of_its_distribution() -> None:
@@ -342,10 +478,155 @@ def test_a_search_of_the_whole_row_is_the_inverse_of_its_distribution() -> None:
         problem.check(inputs, expected, outputs)
 
 
-@pytest.mark.thorough
-def test_blocks_of_a_cluster_search_rows_of_any_kind() -> None:
-    """Of one value or two, in order, crowded about zero, of a long tail, and with few words: in vectors of bfloat16."""
-    vocab, rng = 2048, np.random.default_rng(8)
+# ---- whatever rounding does ----------------------------------------------------------------------
+
+
+def rows_at_bounds(problem: SoftmaxSample, seed: int) -> list[Any]:
+    """Inputs whose rows have few words that may be drawn, with uniform numbers at the bounds of their chances.
+
+    Every other row is what a grammar leaves: a few finite words, fewer than k, without filters and at 1 - 2^-24. There
+    sums of chances that are added in another order may say that a masked word is reached. Of others one to k + 1 words
+    are finite, or one, or all are equal, or all but a few below 2^-24 of the mass, or they are padding. Their numbers
+    are 0, 1 - 2^-24, and where a word's part of the row ends.
+    """
+    rng = np.random.default_rng(seed)
+    inputs = problem.generate(seed, "ties")
+    x = np.full((problem.batch, problem.vocab), -np.inf, np.float32)
+    for i, row in enumerate(x):
+        kind, some = i // 2 % 6, rng.permutation(problem.vocab)
+        if i % 2 == 0:
+            finite = rng.integers(3, max(4, problem.k))
+            row[some[:finite]] = rng.standard_normal(finite) * 2
+        elif kind < 2:
+            finite = rng.integers(1, problem.k + 2)
+            row[some[:finite]] = rng.standard_normal(finite) * kind
+        elif kind == 2:
+            row[some[0]] = rng.choice([-1e4, 0, 1e4])
+        elif kind == 3:
+            row[:] = rng.choice([0.0, -6e4])
+        elif kind == 4:
+            row[:] = -np.linspace(14, 200, problem.vocab)[some]  # 1e-6 and less, down to 0
+            row[some[:2]] = 0
+        else:
+            row[:] = np.where(rng.random(problem.vocab) < 0.5, -6e4, -np.inf)
+            row[some[:3]] = (-1, 0, 1)
+    inputs[0] = x.astype(numpy_dtype(problem.dtype))
+    if not problem.seeded:
+        scores = np.asarray(inputs[0], np.float64) + (inputs[5] if problem.bias else 0)
+        scores[np.isneginf(scores).all(axis=1)] = 0
+        chances = np.exp(
+            scores - scores.max(axis=1, keepdims=True), where=np.isfinite(scores), out=np.zeros_like(scores)
+        )
+        ends = np.cumsum(-np.sort(-chances), axis=1)
+        places = [rng.integers(np.count_nonzero(row)) if row.any() else 0 for row in chances]
+        bounds = (ends / ends[:, -1:])[np.arange(len(x)), places]
+        fixed = rng.choice([0, reference.BELOW_ONE], len(x))
+        inputs[-1] = np.where(rng.random(len(x)) < 0.5, bounds, fixed).astype(np.float32)
+        inputs[-1][::2] = reference.BELOW_ONE
+    if problem.per_row:
+        for one, unfiltered in zip(inputs[1:5], (1, 0, 1, 0), strict=True):
+            one[::2] = unfiltered
+    return inputs
+
+
+def check_drawn(problem: SoftmaxSample, inputs: list[Any], outputs: list[Any]) -> None:
+    """The outputs are right, and every word that is drawn is one of a finite score."""
+    problem.check(inputs, problem.reference(inputs), outputs)
+    scores = np.asarray(inputs[0]).astype(np.float32) + (inputs[5] if problem.bias else np.float32(0))
+    known = np.isfinite(scores).any(axis=1)
+    assert np.isfinite(scores[known, np.asarray(outputs[0])[known]]).all()
+
+
+# Every template, with and without the whole row, and some points beside the default.
+BOUNDED = (
+    ("sample_scan", "batch=240,vocab=301,k=8", 0),
+    ("sample_scan", "batch=240,vocab=333,k=40,dtype=bfloat16,per_row=1,bias=1,whole=1", 0),
+    thorough("sample_gate", "batch=48,vocab=301,k=8", 3),
+    ("sample_gate", "batch=48,vocab=301,k=64,dtype=bfloat16,per_row=1,bias=1", 0),
+    ("sample_gate", "batch=36,vocab=333,k=8,dtype=float16,per_row=1,whole=1", 0),
+    thorough("sample_cluster", "batch=48,vocab=2051,k=8", 2),
+    ("sample_cluster", "batch=18,vocab=4096,k=8,dtype=bfloat16,per_row=1,whole=1", 0),
+    ("sample_warps", "batch=48,vocab=301,k=8,per_row=1", 0),
+    thorough("sample_warps", "batch=48,vocab=500,k=128,dtype=bfloat16", 2),
+    ("sample_radix", "batch=36,vocab=301,k=8,per_row=1", 0),
+    ("sample_radix", "batch=36,vocab=301,k=8,dtype=bfloat16,whole=1", 0),
+)
+
+
+def runner(problem: SoftmaxSample, candidate: Candidate) -> Callable[[Sequence[Any], int], list[np.ndarray]]:
+    """(inputs, seed) -> outputs of a candidate's program, a CUDA one thread by thread."""
+    program = spaces.find(candidate.template).build(problem, candidate.values)
+    if spaces.find(candidate.template).kind == "llvm":
+        function = tvm.compile(program.module, target="llvm")["main"]
+
+    def run(inputs: Sequence[Any], seed: int) -> list[np.ndarray]:
+        outputs = problem.empty_outputs()
+        if spaces.find(candidate.template).kind == "llvm":
+            function(*(arrays.argument(one) if isinstance(one, np.ndarray) else one for one in (*inputs, *outputs)))
+        else:
+            run_on_cpu(program.module, target_of(SM90), [*inputs, *outputs], pipeline=program.pipeline, seed=seed)
+        return outputs
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "axes", "more"), BOUNDED)
+def test_no_masked_word_is_drawn(name: str, axes: str, more: int) -> None:
+    """Of no template and point, at 1 - 2^-24 and wherever sums of chances may be rounded, with any filters."""
+    problem, template = parse(f"softmax_sample/{axes}"), spaces.find(name)
+    for number, candidate in enumerate(sampled(template, problem, MACHINES[template.kind], more)):
+        run = runner(problem, candidate)
+        for turn, settings in enumerate(problem.settings[:1] if problem.per_row else problem.settings[1:4]):
+            inputs = rows_at_bounds(problem, 10 * number + turn)
+            if not problem.per_row:
+                inputs[1:5] = [int(value) if name == "top_k" else value for name, value in settings.items()]
+            check_drawn(problem, inputs, run(inputs, turn))
+
+
+GATE = {"threads": 64, "vectors": 1, "stages": 1, "overlap": 1, "prefetch": 0, "deferred": 0, "unroll": 1}
+# Blocks that search: one or several, of rows that begin and end within a vector or not.
+SEARCHED = (
+    ("sample_scan", "vocab=1029,k=4,per_row=1,whole=1", {}),
+    ("sample_scan", "vocab=403,k=1,dtype=bfloat16,per_row=1,whole=1", {}),
+    ("sample_gate", "vocab=1029,k=4,per_row=1,whole=1", GATE),
+    ("sample_gate", "vocab=1003,k=4,dtype=bfloat16,per_row=1,whole=1", GATE),
+    ("sample_cluster", "vocab=2048,k=4,dtype=bfloat16,per_row=1,whole=1",
+     {"cluster": 2, **GATE, "threads": 256}),
+    thorough("sample_cluster", "vocab=4099,k=4,bias=1,per_row=1,whole=1", {"cluster": 4, **GATE, "threads": 128}),
+    thorough("sample_radix", "vocab=701,k=4,dtype=float16,per_row=1,whole=1", {"threads": 256}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "axes", "decisions"), SEARCHED)
+def test_blocks_search_rows_of_any_kind(name: str, axes: str, decisions: dict[str, int]) -> None:
+    """Of one value or two, in order, crowded about zero, of a long tail, with few words, or at the bounds of slices."""
+    problem, template = parse(f"softmax_sample/batch=1,{axes}"), spaces.find(name)
+    point = {**template.default(problem, MACHINES[template.kind]), **decisions}
+    run = None
+    # A CPU has time for some more.
+    for _ in range(10 if template.kind == "llvm" else 1):
+        seed = int(np.random.default_rng().integers(2**31))
+        inputs, problem = rows_to_search(problem, seed)
+        run = run or runner(problem, template.candidate(point))
+        outputs = run(inputs, seed % 1000)
+        try:
+            problem.check(inputs, problem.reference(inputs), outputs)
+        except Mismatch as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        # Most words are none of the best: they were searched for.
+        assert (outputs[3] != outputs[0][:, None]).all(axis=1).mean() > 0.3
+
+
+def rows_to_search(problem: SoftmaxSample, seed: int) -> tuple[list[Any], SoftmaxSample]:
+    """Inputs of a problem of some rows, in which of every kind a row comes with each of some filters, and two with any.
+
+    Uniform numbers are at bounds or not.
+    """
+    rng, vocab = np.random.default_rng(seed), problem.vocab
+    # Slices are eighths of an octave at a temperature of 1: words at their bounds, or some roundings beside them.
+    bounds = np.float32(-np.log(2) / 8) * rng.integers(0, 200, vocab).astype(np.float32)
+    bounds = (bounds.view(np.int32) + rng.integers(-2, 3, vocab) * (bounds != 0)).astype(np.int32).view(np.float32)
+    bounds[0] = 0
     kinds = [
         np.zeros(vocab),
         rng.choice([0.5, -0.25], vocab),
@@ -355,28 +636,21 @@ def test_blocks_of_a_cluster_search_rows_of_any_kind() -> None:
         np.linspace(-40, 0, vocab),
         np.where(rng.random(vocab) < 0.9, -np.inf, rng.standard_normal(vocab)),
         rng.standard_normal(vocab) + 60,
+        np.round(rng.standard_normal(vocab) * 2),
+        -np.linspace(0, 3, vocab),
+        bounds,
+        bounds + np.float32(60),
+        bounds / 8 + np.float32(1000),
     ]
-    problem = SoftmaxSample(4 * len(kinds), vocab, 4, "bfloat16", per_row=1, whole=1)
-    logits = np.repeat(np.stack(kinds), 4, axis=0).astype(numpy_dtype("bfloat16"))
-    filters = [(1, 1, 0), (2, 0.9, 0), (0.5, 1, 0.02), (1, 0.5, 1e-3)]
-    temperature, top_p, min_p = np.tile(np.float32(filters).T, len(kinds))
-    uniforms = rng.random(problem.batch).astype(np.float32)
-    inputs = [logits, temperature, np.zeros(problem.batch, np.int32), top_p, min_p, uniforms]
-    decisions = {
-        "cluster": 2,
-        "threads": 256,
-        "vectors": 1,
-        "stages": 1,
-        "overlap": 1,
-        "prefetch": 0,
-        "deferred": 0,
-        "unroll": 1,
-    }
-    program, outputs = spaces.find("sample_cluster").build(problem, decisions), problem.empty_outputs()
-    run_on_cpu(program.module, target_of(SM90), [*inputs, *outputs], pipeline=program.pipeline, seed=1)
-    problem.check(inputs, problem.reference(inputs), outputs)
-    # Most words are none of the best four: they were searched for.
-    assert (outputs[3] != outputs[0][:, None]).all(axis=1).mean() > 0.5
+    some = [(1, 0, 1, 0), (2, 0, 0.9, 0), (0.5, 0, 1, 0.02), (1, 0, 0.7, 1e-3), (3, vocab // 2, 1, 0), (2, 9, 0.8, 0.1)]
+    problem = problem.with_batch((len(some) + 2) * len(kinds))
+    logits = np.repeat(np.stack(kinds), len(some) + 2, axis=0).astype(numpy_dtype(problem.dtype))
+    filters = edges.any_filters(rng, problem.batch, [1.0, 0, 1.0, 0.0], problem.k, vocab)
+    for one, values in zip(filters, zip(*some, strict=True), strict=True):
+        one.reshape(len(kinds), -1)[:, : len(some)] = values
+    uniforms = edges.at_bounds(rng, rng.random(problem.batch, dtype=np.float32))
+    bias = [rng.standard_normal(vocab).astype(np.float32)] if problem.bias else []
+    return [logits, *filters, *bias, uniforms], problem
 
 
 def test_a_wrong_word_is_found_out() -> None:
@@ -409,3 +683,21 @@ def test_rounding_is_allowed_for_at_the_bounds() -> None:
 
     assert ranks(1.0, 0.5) == [0, 1] and ranks(1.0, 0.6) == [1] and ranks(0.7, 0.999) == [1]
     assert ranks(0.75, 0.9) == [1, 2]  # 0.9 of 0.75, or of 0.875 if a sum came out below 0.75
+
+
+def test_offsets_and_seeds_in_graphs_and_under_vmap() -> None:
+    """As eager calls have them; rows of vmap have numbers of their own."""
+    torch = pytest.importorskip("torch")
+    logits, offsets = torch.from_numpy(LOGITS), torch.from_numpy(OFFSETS)
+    seeds = torch.from_numpy(SEEDS)
+
+    def sampled(rows: Any, at: Any, each: Any) -> list[Any]:
+        ways = {"seed": 2**63 + 5, "offset": at}, {"seed": 7, "offset": 3}, {"seed": each, "offset": at}, {"seed": each}
+        return [tvm_sparse.softmax_sample(rows, temperature=3.0, **way)[0] for way in ways]
+
+    wanted = sampled(logits, offsets, seeds)
+    graph = torch.compile(sampled, backend="eager", fullgraph=True)
+    assert all(map(torch.equal, graph(logits, offsets, seeds), wanted))
+    two = logits.reshape(2, 3, VOCAB), offsets.reshape(2, 3), seeds.reshape(2, 3, 2)
+    mapped = torch.vmap(lambda *given: tuple(sampled(*given)))(*two)
+    assert all(torch.equal(found.reshape(-1), want) for found, want in zip(mapped, wanted, strict=True))

@@ -14,6 +14,8 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.given import described
+
 # DLPack's device types that kernels exist for (kDLCPU, kDLCUDA, kDLCUDAHost, kDLCUDAManaged).
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
 # Vector loads of CUDA kernels need their own width; a CPU kernel needs an element's.
@@ -147,7 +149,7 @@ def facts(name: str, array: Any) -> Facts:
         )
     if not hasattr(array, "__dlpack__") or not hasattr(array, "__dlpack_device__"):
         raise TypeError(
-            f"{name}: expected a torch tensor, a NumPy array or another DLPack array, got {type(array).__name__}"
+            f"{name}: expected a torch tensor, a NumPy array or another DLPack array, got {described(array)}"
         )
     import tvm_ffi
 

@@ -130,6 +130,7 @@ def launch(
     *,
     single: bool = False,
     kept: Any = True,
+    free: int = 0,
     around: Callable[[Any], Any] | None = None,
     wider: Problem | None = None,
 ) -> None:
@@ -137,7 +138,7 @@ def launch(
 
     Parameters
     ----------
-    what, single
+    what, single, free
         As `repeat.remember` takes them.
     arguments, outputs
         As kernels take them, see `arrays.ready`; None for an argument that is absent.
@@ -161,7 +162,7 @@ def launch(
         if not torch_alone:
             function(*[one for one in arguments if one is not None], *outputs)
             return
-    run(launchers, what, function, arguments, outputs, single)
+    run(launchers, what, function, arguments, outputs, single, free)
 
 
 # What numbers of words are rounded up to where the kernel for just as many would have to be compiled.
@@ -224,6 +225,7 @@ def run(
     arguments: tuple[Any, ...],
     outputs: Sequence[Any],
     single: bool = False,
+    free: int = 0,
 ) -> None:
     """As `launch`, of a function that is at hand; `launchers` are those from before it was looked up."""
     given = [one if one is None or isinstance(one, int | float) else arrays.argument(one) for one in arguments]
@@ -231,7 +233,7 @@ def run(
     if launchers is not None and all(
         arrays.is_torch(one) or one is None or isinstance(one, int | float) for one in (*arguments, *outputs)
     ):
-        repeat.remember(launchers, what, arguments, function, tuple(outputs), single)
+        repeat.remember(launchers, what, arguments, function, tuple(outputs), single, free)
 
 
 def with_scratch(function: Any, unshown: Any, after: int) -> Any:

@@ -36,14 +36,15 @@ HALVES, BETWEEN_HALVES, BETWEEN_WIDTHS = ("float16", "bfloat16"), 0.1, 1.0
 # known is that they beat the default of their own problem, by a factor e^gain. They are taken if this problem's default
 # has the same decisions, so that the same two were compared, and gain exceeds `DOUBT` for each octave between the
 # problems; of batches at most `BATCHES` octaves apart, and of problems at most `FAR`. Of pairs of tuned problems on an
-# H200 where both kernels were timed, 1.7 % of such choices were more than 5 % slower than the default and their
-# geometric mean was 0.65 of it; of pairs whose defaults differ, 59 % were slower, by up to 5 times
+# H200 where both kernels were timed, 1.3 % of such choices were more than 5 % slower than the default and their
+# geometric mean was 0.63 of it; of pairs whose defaults differ, 56 % were slower, by up to 15 times
 # (scripts/study_transfer.py).
 DOUBT, BATCHES, FAR = 0.07, 2.0, 3.0
 # Octaves between architectures.
 ELSEWHERE = 1.0
 # A predicted choice is taken if the model expects it to beat the default by a factor of e^CLEAR, and by more than what
-# it expects the choice itself to lose: far from what it has seen the model expects every point to lose.
+# it expects the choice itself to lose: far from what it has seen the model expects every point to lose. And by more
+# than what its choices lost for problems left out of its training: a model of few problems has to expect much.
 CLEAR = 0.05
 
 
@@ -132,8 +133,7 @@ def choose(problem: Problem, machine: Machine, evidence: Evidence) -> Choice:
 def _chosen(problem: Problem, machine: Machine, evidence: Evidence, judge: Judge) -> Choice:
     passed_over: list[str] = []
     records = evidence.records
-    if not evidence.compiles:
-        records = {key: known for key, known in records.items() if known.at_hand}
+    records = _as_own(problem, records) if evidence.compiles else {k: one for k, one in records.items() if one.at_hand}
     found = _by_record(problem, machine, records, passed_over, judge)
     if found is not None and found.how != "nearby":
         return found
@@ -246,6 +246,8 @@ def _by_record(
     if own is not None and (candidate := usable(problem.key, own, problem)) is not None:
         if not judge.adapts or (judge.comparable(problem, own) and judge.takes(problem, own, 0.0)):
             why = "tuned for this very problem"
+            if "strategy" in own.figures:  # a few candidates were timed, and nothing was searched
+                why = f"measured here: the fastest of a few candidates on {own.figures['machine']}"
             if candidate != own.candidate:
                 why += ", on a CPU with instructions that this one lacks"
             return Choice("exact", why, problem, candidate, problem.key, own.figures)
@@ -284,6 +286,22 @@ def _by_record(
         why = f"not tuned; the decisions are those of {other.typed}, the most like it{''.join(passed_over)}"
         return Choice("nearby", why, other if same else problem, candidate, key, known_as.figures)
     return None
+
+
+def _as_own(problem: Problem, records: Mapping[str, Known]) -> Mapping[str, Known]:
+    """Records, and those whose decisions are the problem's own (`Problem.as_tuned`) under keys like its own, too.
+
+    What lies in a folder for one of these is no library of the problem.
+    """
+    like = problem.as_tuned()
+    found = dict(records)
+    for key, known in records.items():
+        other = _parsed(key, problem)
+        if other is not None and not apart_in_batch(other, problem) and apart_in_batch(other.as_tuned(), like):
+            own = with_batch(problem, other.batch_extent)
+            if own is not None and own.key not in records:
+                found[own.key] = dataclasses.replace(known, at_hand=False, unfit=None)
+    return found
 
 
 def apart_in_batch(one: Problem, other: Problem) -> bool:
@@ -352,7 +370,7 @@ def _by_model(
         return None
     if found.candidate != judge.default and not judge.lenient:
         said, default = predictor.said(problem, machine, (found.candidate, judge.default))
-        if default is None or said is None or default - said <= max(CLEAR, said):
+        if default is None or said is None or default - said <= max(CLEAR, said, math.log(predictor.loss)):
             why = f"not tuned; a template's default, as the best of {found.ranked} points is not expected to be clearly"
             why += f" faster by {predictor.provenance}"
             return fallback(problem, machine, why + "".join(passed_over))

@@ -452,7 +452,8 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
                     s.need[0] = T.Cast("uint64", share(uniform, s.left[0])) + T.uint64(1)
                 elif turn == 1:
                     s.need[0] = T.max(
-                        T.Cast("uint64", T.ceil(share(T.max(top_p, T.float32(0)), s.masses[SLICES + RADIX_BINS]))), T.uint64(1))
+                        T.Cast("uint64", T.ceil(
+                            share(T.max(top_p, T.float32(0)), s.masses[SLICES + RADIX_BINS]))), T.uint64(1))
                 else:
                     s.need[0] = T.Cast("uint64", top_k)
                 located(io, row, t, s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
@@ -25,7 +24,8 @@ from tvm_sparse.runtime.loading import Miss
 from tvm_sparse.runtime.signature import FLOAT_ROWS, ROWS, Absent, Array, Number, Output, Signature
 
 from . import seeds
-from .problem import MAX_K, UNSAID, SoftmaxSample, width_of
+from .problem import MAX_K, SoftmaxSample
+from .problem import width_of_call as _width
 
 _OF_ROWS = Array((ROWS,), ("float32",))
 SIGNATURES = {
@@ -273,17 +273,23 @@ def softmax_sample(
 def _kernel(problem: SoftmaxSample, machine: Machine) -> tuple[Any, int]:
     """The kernel of a problem, and the `seeded` that it is for.
 
-    Where there is no kernel that makes the uniform numbers of one seed, one that is given them does as well.
+    Where there is no kernel that makes the uniform numbers of one seed, one that is given them does as well. That is
+    remembered until other kernels are loaded, as looking in vain takes long.
     """
+    given = dataclasses.replace(problem, seeded=seeds.GIVEN)
+    if ("softmax_sample, given", problem) in dispatcher.launchers:
+        return dispatcher.kernel(given, machine).function, seeds.GIVEN
     try:
         return dispatcher.kernel(problem, machine).function, problem.seeded
     except Miss as miss:
         if problem.seeded not in (seeds.OF_CALL, seeds.OFFSETS):
             raise
         try:
-            return dispatcher.kernel(dataclasses.replace(problem, seeded=seeds.GIVEN), machine).function, seeds.GIVEN
+            found = dispatcher.kernel(given, machine).function
         except Miss:
             raise miss from None
+        dispatcher.launchers["softmax_sample, given", problem] = True
+        return found, seeds.GIVEN
 
 
 def _number(which: int, value: Any) -> Any:
@@ -305,22 +311,3 @@ def _number(which: int, value: Any) -> Any:
     if not fits(number):
         raise ValueError(f"{name}: expected {wanted}, got {value!r}")
     return max(0, min(number, 2**31 - 1)) if dtype == "int32" else min(number, LARGEST)
-
-
-def _width(top_k: int | None, max_top_k: int | None, vocab: int) -> tuple[int, int, bool]:
-    """How many of the best words the kernel keeps, how many may be asked for, and whether it has to draw from all.
-
-    `top_k` is None for an array, and 0 for none.
-    """
-    most = UNSAID
-    if top_k is not None and max_top_k is not None:
-        raise ValueError("max_top_k: comes with an array top_k, and top_k is none")
-    if max_top_k is not None:
-        most = operator.index(max_top_k)
-        if not 1 <= most <= MAX_K:
-            raise ValueError(f"max_top_k: expected 1 <= max_top_k <= {MAX_K}, got {max_top_k}")
-    bounded = top_k is not None and 0 < top_k <= MAX_K and top_k < vocab
-    if bounded:
-        most = top_k or 0
-    width = width_of(most, vocab)
-    return width, min(most, vocab), width < vocab and not bounded

@@ -65,8 +65,8 @@ def softmax_topk(
     logits
         Shape `(batch, vocab)`, or `(..., vocab)` with any number of dimensions before, which then stand in the place of
         `batch` below as well; float32, float16 or bfloat16, accumulated in float32. `vocab` below 2^31. Arrays that
-        are not contiguous, or not aligned to 16 bytes on a GPU, are copied first. On a GPU finite entries must stay
-        below 2e38 times the temperature in size, and a row's largest entry below 5e8 times the temperature.
+        are not contiguous, or not aligned to 16 bytes on a GPU, are copied first. Finite entries may have any size; on
+        a GPU log-probabilities below -2e38 may be -inf.
     k
         1 <= k <= vocab.
     log
