@@ -482,9 +482,12 @@ def echo_json(value: Any) -> None:
 def note_counting(tables: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:
     """Say of which templates all combinations are about to be gone through, if that takes a while."""
     from ..core import spaces
+    from ..research.space import DRAWN, MOST_COMBINATIONS
 
     for name in spaces.drawn(tables):
-        typer.echo(f"note: going through {spaces.combinations(tables[name]):,} combinations of {name}", err=True)
+        count = spaces.combinations(tables[name])
+        how = "going through" if count <= MOST_COMBINATIONS else f"too many to go through: {DRAWN:,} are drawn of"
+        typer.echo(f"note: {how} {count:,} combinations of {name}", err=True)
 
 
 def default_roots(logs: Sequence[Path] | None) -> tuple[Path, ...]:
