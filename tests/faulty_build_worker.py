@@ -29,6 +29,13 @@ MACHINE_CODE = {
     "stopped": "raise(SIGSTOP); return 0;",
     "ended": "raise(SIGTERM); return 0;",
     "exit": "_exit(0); return 0;",
+    # A process with a session of its own, and then its parent's end.
+    "escape": """
+        if (!fork()) { setsid(); if (!fork()) { execlp("sleep", "sleep", "600", (char*)0); } _exit(0); }
+        usleep(100000); return 0;""",
+    "escape and crash": """
+        if (!fork()) { setsid(); if (!fork()) { execlp("sleep", "sleep", "600", (char*)0); } _exit(0); }
+        usleep(100000); *(volatile int*)0 = 1; return 0;""",
 }
 INCLUDES = "#define _GNU_SOURCE\n#include <dlfcn.h>\n#include <signal.h>\n#include <unistd.h>\n"
 FAR = 1 << 40  # elements beyond any buffer

@@ -75,6 +75,15 @@ def layer_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
     return {**given, "cell": problem.cell, "weights": kind(problem.hidden, problem.gates, problem.dtype, *packed)}
 
 
+def sample_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
+    """Of the sampler: filters are numbers, or arrays with one for each row."""
+    names = ("temperature", "top_k", "top_p", "min_p")
+    filters = {name: given[f"{name}s"] if problem.per_row else given[name] for name in names}
+    seed = given.get("seeds", given.get("seed"))
+    offset = given.get("offsets", given.get("offset", 0))
+    return {**given, **filters, "seed": seed, "offset": offset, "max_top_k": problem.k if problem.whole else None}
+
+
 @dataclass(frozen=True)
 class Case:
     """How a problem's inputs are passed to a public function."""
@@ -86,7 +95,7 @@ class Case:
     kinds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # axes by the kind of a structure
     texts: Mapping[str, str] = field(default_factory=dict)  # axis by the name of an argument that is a text
     settings: Mapping[str, Any] = field(default_factory=dict)  # inputs that the function fixes
-    structure: str | None = None
+    numbers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # axes by the name of an optional number
 
 
 _OPTIONAL = {"bias": {"bias": 1}, "ids": {"ids": 3}}
@@ -127,6 +136,17 @@ CASES: dict[str, Case] = {
     "nhot_lookup": Case(
         "nhot_lookup/rows=7,vocab=50,width=33,nonzeros=5,weighted=1", {"rows": 4},
         lambda problem, given: {**given, "csr": tuple(given[name] for name in ("indptr", "indices", "values"))},
+    ),
+    "softmax_sample": Case(
+        "softmax_sample/batch=7,vocab=61,k=61", {"batch": 4}, sample_of,
+        {
+            "bias": {"bias": 1}, "seed": {"seeded": 1}, "offset": {"seeded": 3},
+            **dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), {"per_row": 1}),
+        },
+        numbers={
+            "top_k": {"k": 8}, "seed": {"seeded": 2}, "offset": {"seeded": 2},
+            "max_top_k": {"per_row": 1, "k": 8, "whole": 1},
+        },
     ),
     "wta_hash": Case("wta_hash/batch=6,hidden=40,k=8,units=2,bands=60", {"batch": 4}),
     "lsh_lookup": Case(
@@ -205,7 +225,7 @@ def _of_form(case: Case, name: str, form: Any, first: bool) -> Iterator[Variant]
         yield Variant(name, "absent", structure="random" if name == "counts" else None)
     elif isinstance(form, Number):
         for label, shows in NUMBERS.items():
-            yield Variant(name, label, shows=shows)
+            yield Variant(name, label, case.numbers.get(name, {}), shows)
     elif isinstance(form, Text):
         for text in form.values:
             yield Variant(name, text, {case.texts[name]: text})
@@ -248,13 +268,12 @@ class Call:
 
     def names(self) -> list[str]:
         """The outputs that this call returns."""
-        wanted = [
-            one.name
-            for one in SIGNATURES[self.name].outputs
-            if not one.asked or (self.arguments[one.asked] is not None and self.arguments[one.asked] is not False)
-        ]
-        asked = self.arguments.get("normaliser")
-        return [one for one in wanted if one != "normaliser" or asked is None or bool(asked)]
+
+        def asked(value: Any) -> bool:
+            array = bool(getattr(value, "shape", ())) or isinstance(value, Foreign)
+            return value is not None and (array or bool(value))
+
+        return [one.name for one in SIGNATURES[self.name].outputs if not one.asked or asked(self.arguments[one.asked])]
 
     def outputs(self, results: Any) -> tuple[Any, ...]:
         return tuple(results) if len(SIGNATURES[self.name].outputs) > 1 else (results,)
@@ -262,6 +281,9 @@ class Call:
     def check(self, results: Any) -> None:
         """Compare results with the reference's; those that the call does not return count as right."""
         found = dict(zip(self.names(), self.outputs(results), strict=True))
+        if self.name == "softmax_sample" and self.arguments["uniforms"] is None and self.arguments["seed"] is None:
+            assert self.problem.admits(self.inputs, [to_numpy(found["tokens"].cpu())])
+            return
         expected = self.problem.reference(self.inputs)
         compared = []
         layouts = self.problem.output_layouts()
@@ -269,10 +291,14 @@ class Call:
             array = found.pop(argument.name, wanted)
             if array is not wanted:
                 if isinstance(array, torch.Tensor):
-                    assert array.is_contiguous()
+                    assert array.is_contiguous() or self.name == "softmax_sample"
                     array = array.cpu()
-                array = to_numpy(array).reshape(shape)
-                assert array.dtype.name == dtype, (argument.name, array.dtype)
+                array = to_numpy(array)
+                if self.name == "softmax_sample" and argument.name in ("values", "indices"):
+                    array = array.reshape(shape[0], -1)  # the best of more, which are not shown
+                    array = np.concatenate([array, wanted[:, array.shape[1] :]], 1)
+                array = array.astype(dtype) if array is wanted else array.reshape(shape)
+                assert array.dtype.name == dtype or array.dtype == wanted.dtype, (argument.name, array.dtype)
             compared.append(array)
         assert not found
         self.problem.check(self.inputs, expected, compared)
@@ -289,29 +315,40 @@ def draw(name: str, variant: Variant, seed: int, other: bool = False, device: st
         axes = {**variant.axes, "lists": variant.axes["lists"] * (1 if variant.kind == "(m,)" else 2)}
     problem = problem_of(case, axes)
     structure = variant.structure or "random"
-    inputs = dict(zip((a.name for a in problem.kernel_inputs), problem.generate(seed, structure), strict=True))
+    settings = None
+    if name == "softmax_sample":
+        settings = {"temperature": float(rng.uniform(0.2, 3)), "top_p": float(rng.uniform(0.3, 1))}
+        settings |= {"min_p": float(rng.uniform(0, 0.2)), "top_k": 0}
+        if problem.axes["k"] == 8 and not problem.axes["per_row"]:
+            settings["top_k"] = int(rng.integers(1, 9))
+    made = problem.generate(seed, structure, settings)
+    inputs = dict(zip((a.name for a in problem.kernel_inputs), made, strict=True))
     numbers: dict[str, Any] = {}
     for argument in signature.arguments:
         form = argument.forms[0]
         if not isinstance(form, Number) or (argument.name not in SETTINGS and argument.name not in FREE):
             continue
         value = bool(rng.integers(2)) if form.kind == "bool" else float(rng.uniform(form.least, form.most))
+        setting, meant = SETTINGS.get(argument.name, ("", None))
+        if meant is not None and setting not in inputs:
+            continue
         numbers[argument.name] = value
-        if argument.name in SETTINGS:
-            setting, meant = SETTINGS[argument.name]
+        if meant is not None:
             inputs[setting] = meant(value)
     inputs.update(case.settings)
     given = {**case.arguments(problem, inputs), **numbers}
-    if variant.argument == "counts" and variant.label == "absent":
-        given["counts"] = None
+    if variant.label == "absent" and given.get(variant.argument) is not None:
+        given[variant.argument] = None
+    if name == "softmax_sample":
+        given["best"] = int(rng.integers(0, settings["top_k"] or (9 if problem.axes["k"] == 8 else 62)))
     passed = {}
     for argument in signature.arguments:
         value = given.get(argument.name)
         form = argument.array
-        if form is not None and ROWS in form.shape and value is not None:
+        if form is not None and ROWS in form.shape and isinstance(value, np.ndarray):
             tail = value.shape[value.ndim - len(form.shape) + 1 :]
             leading = variant.rows if variant.rows or variant.label == "one dimension" else value.shape[:1]
-            value = value.reshape(*leading, *tail)
+            value = value.reshape((*leading, *tail))
         kind = variant.kind if variant.argument == argument.name else ""
         value = placed(value, variant.library, device, kind, problem)
         passed[argument.name] = value
@@ -340,7 +377,7 @@ def placed(value: Any, library: str, device: str, kind: str, problem: Problem) -
     if isinstance(value, np.ndarray):
         if library == "numpy":
             return value
-        tensor = to_torch(np.ascontiguousarray(value)).clone().to(device)
+        tensor = to_torch(np.array(value, order="C")).clone().to(device)
         return tensor if library == "torch" else Foreign(tensor)
     if not isinstance(value, tuple):
         return value

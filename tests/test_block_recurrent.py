@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse
-from cases import SM80, SM90, each_with_some
+from cases import SM80, SM90, case_id, cases, each_with_some, own_on_host, run_emulated
 
 import tvm_sparse
 from tvm_sparse.core import registry, spaces
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.core.template import NotApplicable
+from tvm_sparse.core.problem import Problem, numpy_dtype
+from tvm_sparse.core.template import NotApplicable, Template
 from tvm_sparse.formats.block_recurrent import block_recurrent_weights, tile_units, tiles_of
 from tvm_sparse.operators.block_recurrent.call import problem_of
-from tvm_sparse.operators.sparse_recurrent.problem import GATES
+from tvm_sparse.operators.sparse_recurrent.problem import GATES, MARKS
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -84,10 +84,10 @@ def test_blocks_of_zeros_that_are_stored_and_nan_are_kept() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (("text",), TypeError, "weights: expected a SciPy"),
-        ((np.zeros((4, 5)),), ValueError, "weights: expected shape"),
+        (("text",), TypeError, "matrix: expected a SciPy"),
+        ((np.zeros((4, 5)),), ValueError, "matrix: expected shape"),
         ((np.zeros((8, 4)), 2), ValueError, "gates: expected 1, 3 or 4, got 2"),
-        ((np.zeros((4, 4), np.int32),), ValueError, "dtype: expected one of"),
+        ((np.zeros((4, 4), np.int32),), ValueError, "matrix: expected a matrix of float32"),
     ],
 )
 def test_other_weights_are_refused(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
@@ -175,3 +175,24 @@ def test_what_the_kernel_is_not_for_takes_a_kernel_a_step(axes: str, machine: Ma
     with pytest.raises(NotApplicable, match=reason):
         spaces.find("persistent_tiles").space(problem, machine)
     assert spaces.fallback(problem, machine).template == "step_tiles"
+
+
+# ---- resets --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("marks", MARKS, ids=["positive", "negative", "mixed"])
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    cases("cuda", (
+        registry.parse("sparse_recurrent/steps=4,batch=3,hidden=24,nonzeros=4,cell=gru,resets=1"),
+        registry.parse("block_recurrent/steps=4,batch=3,hidden=24,nonzeros=3,cell=lstm,dtype=float16,resets=1"),
+    )),
+    ids=case_id,
+)  # fmt: skip
+def test_whatever_is_not_zero_begins_anew(template: Template, problem: Problem, marks: tuple[int, ...]) -> None:
+    """In every template's kernel, wherever it looks at a mark."""
+    program = template.build(problem, template.default(problem, SM90))
+    inputs = problem.generate(3)
+    resets = inputs[[argument.name for argument in problem.kernel_inputs].index("resets")]
+    resets[:] = np.where(np.arange(resets.size).reshape(resets.shape) % 2, np.resize(marks, resets.shape), 0)
+    run_emulated(program, problem, inputs, own_on_host(program, problem))

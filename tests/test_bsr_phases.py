@@ -17,8 +17,9 @@ from tvm_sparse.artifacts.compile import target_of
 from tvm_sparse.core import spaces
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.registry import parse
+from tvm_sparse.core.rounding import ROUNDING
 from tvm_sparse.emulation import EmulationError, run_on_cpu
-from tvm_sparse.operators.bsr_matmul.problem import ROUNDING, BsrMatmul, activated
+from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul, activated
 from tvm_sparse.schedules.bsr_matmul import block_row
 from tvm_sparse.schedules.bsr_matmul.interface import Arguments, output
 from tvm_sparse.schedules.bsr_matmul.staged_x import kernel as staged

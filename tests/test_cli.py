@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,22 +22,23 @@ import pytest
 from cases import thorough
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import tvm_sparse
 from tvm_sparse.artifacts import manifest, signing
 from tvm_sparse.bench import compare as comparing
-from tvm_sparse.bench import timing
+from tvm_sparse.bench import load, timing
 from tvm_sparse.bench.compare import compare
 from tvm_sparse.bench.contenders import Peer
-from tvm_sparse.cli import common, doctor
+from tvm_sparse.cli import bench, common, doctor, tune
 from tvm_sparse.cli.app import app
 from tvm_sparse.core import commands, machine, registry, shape_files, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.machine import Machine, UnknownArch
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.core.registry import parse
-from tvm_sparse.records import Best, Log
+from tvm_sparse.records import Best, Log, Trial
 from tvm_sparse.runtime import paths
 from tvm_sparse.shipping import export as shipping
 from tvm_sparse.tuning import plans
@@ -76,6 +79,14 @@ def test_db(tuned: tuple[Path, str], tmp_path: Path) -> None:
     assert call("db", "merge", logs, "--logs", copy).startswith("5 records appended")  # a session, 3 trials, a ranking
     assert "bsr_matmul/" not in call("db", "diff", logs, copy)
     assert "0 lines removed" in call("db", "prune", "--logs", copy)
+    assert [row["trials"] for row in json.loads(call("db", "ls", "--json", *own))] == [3]
+    [ranked] = json.loads(call("db", "best", "--json", *own))
+    shown = json.loads(call("db", "show", "bsr_matmul/", "--json", *own))
+    assert ranked["problem"] == shown["trials"][0]["problem"] and shown["outcomes"] == {"ok": 3}
+    assert json.loads(call("db", "diff", logs, copy, "--json")) == []
+    assert call("db", "migrate", copy).endswith("0 records renamed\n")
+    renamed = CliRunner().invoke(app, ["migrate", str(copy)])
+    assert renamed.stdout == call("db", "migrate", copy) and "db migrate now" in renamed.stderr
     assert "4 records" in call("db", "export", "-o", tmp_path / "a.csv", *own)
     call("db", "export", "-o", tmp_path / "a.txt", *own, code=2)
     database = tmp_path / "database"
@@ -118,6 +129,180 @@ def test_list_names_operators_templates_and_records(tuned: tuple[Path, str]) -> 
     assert "nearest valid names" in call("list", "--target", "sm80", code=2)
 
 
+# ------------------------------------------------------------------------------------ what was tuned, in each command
+
+
+def test_what_was_tuned_is_found_by_logs_and_kernels(
+    tuned: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `explain`, `bench` and calls, and forgotten after the command; records added meanwhile are read."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(timing, "ROUND_SECONDS", 1e-4)
+    monkeypatch.setattr(timing, "REST_SECONDS", 1e-4)
+    logs, kernels, words = tuned[0], tmp_path / "kernels", (*TINY, "--target", "cpu", "--json")
+    call("export", "-o", kernels, "--logs", logs, "--target", "cpu")
+    axes = dict(word.split("=") for word in TINY[1:])
+
+    def how() -> tuple[str, str | None]:
+        found = tvm_sparse.explain("bsr_matmul", target="cpu", **axes)
+        return found.how, found.library
+
+    before = how()
+    assert before[0] != "exact"
+    assert json.loads(call("explain", *words, "--logs", logs))["how"] == "exact"
+    found = json.loads(call("explain", *words, "--kernels", kernels))
+    assert found["how"] == "exact" and found["library"].startswith(str(kernels)) and how() == before
+    assert json.loads(call("bench", *words, "--kernels", kernels))["how"] == "exact"
+    later = tmp_path / "later"
+    later.mkdir()
+    try:
+        tvm_sparse.configure(logs=later)
+        assert how() == before
+        shutil.copytree(logs, later, dirs_exist_ok=True)
+        tvm_sparse.configure(logs=[str(later)])
+        assert how()[0] == "exact"
+    finally:
+        tvm_sparse.configure(logs=())
+    assert how() == before
+    with pytest.raises(NotADirectoryError, match="logs: expected a folder of records.*no_such"):
+        tvm_sparse.configure(logs=tmp_path / "no_such")
+    assert "no_such" in call("explain", *words, "--logs", tmp_path / "no_such", code=1)
+    assert "no_such" in call("explain", *words, "--kernels", tmp_path / "no_such", code=1)
+
+
+def commands_of(group: object) -> dict[str, object]:
+    """Every command of the program by its words, hidden ones too."""
+    found = {}
+    for name, one in group.commands.items():  # type: ignore[attr-defined]
+        inner = commands_of(one) if hasattr(one, "commands") else {"": one}
+        found |= {f"{name} {rest}".strip(): command for rest, command in inner.items()}
+    return found
+
+
+COMMANDS = commands_of(get_command(app))
+# They look up what they have made themselves, or nothing of a caller's.
+APART = {"quickstart", "doctor", "cache"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_that_looks_a_kernel_up_can_be_told_where(name: str) -> None:
+    """Known by its module: it uses the dispatcher, or compares calls with other libraries'."""
+    command = COMMANDS[name]
+    source = inspect.getsource(inspect.getmodule(command.callback.__wrapped__))  # type: ignore[attr-defined]
+    options = {option for one in command.params for option in one.opts}  # type: ignore[attr-defined]
+    looks_up = re.search(r"runtime\.dispatch|bench\.compare import compare", source) is not None
+    if looks_up and name not in APART:
+        assert {"--logs", "--kernels"} <= options, options
+    assert "--help" in call(*name.split(), "--help")
+
+
+LONG = (
+    "lsh_topk/lists=1,beam=3,hidden=40,vocab=517,frequent=13,n=5,k=8,units=2,bands=13,dtype=float32,table=direct",
+    "softmax_topk/batch=100,vocab=250000,k=50,dtype=bfloat16",
+)
+
+
+@pytest.mark.parametrize("columns", ["30", "100", None], ids=str)
+def test_keys_and_candidates_are_printed_whole(
+    columns: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However narrow the terminal: each can be copied, parses, and is the one that was recorded."""
+    candidates, other = {}, tmp_path / "other"
+    other.mkdir()
+    for key in LONG:
+        problem = parse(key)
+        candidates[problem.key] = spaces.fallback(problem, HERE)
+        log = Log(tmp_path / "logs", HERE.arch, problem.operator)
+        ok, bad = (
+            Trial(problem.key, HERE.arch, candidates[problem.key], *how, None, "s", order)
+            for order, how in enumerate((("ok", "", (1e-6,)), ("wrong", f"Mismatch: off by {len(key)}.5", ())))
+        )
+        log.append(ok, bad)
+        given = candidates[problem.key]
+        log.append_best(Best(problem.key, HERE.arch, given, 1e-6, given, 2e-6, rounds=1, session="s"))
+    if columns is None:
+        monkeypatch.delenv("COLUMNS", raising=False)
+    else:
+        monkeypatch.setenv("COLUMNS", columns)
+    logs = ("--logs", str(tmp_path / "logs"))
+    for words in (
+        ("db", "best", *logs),
+        *(("db", "show", key, *logs) for key in candidates),
+        ("db", "diff", logs[1], other),
+    ):
+        text = call_plain(*map(str, words))
+        found = re.findall(r"\w+/\w+=\S+", text)
+        assert found and all(parse(key).key == key and key in candidates for key in found), text
+        for key in found:
+            assert str(candidates[key]) in text
+    text = call_plain("list", "softmax_topk", *logs)
+    assert parse(LONG[1]).typed.removeprefix("softmax_topk ") in text
+    if columns is None:  # a row is a line, its cells two spaces apart
+        rows = [re.split(r" {2,}", line.strip()) for line in call_plain("db", "best", *logs).splitlines()]
+        assert {row[1]: row[2] for row in rows if len(row) > 3 and row[0] == HERE.arch} == {
+            key: str(candidate) for key, candidate in candidates.items()
+        }
+
+
+def call_plain(*words: str) -> str:
+    return CliRunner().invoke(app, list(words)).stdout
+
+
+def test_why_candidates_failed_is_said(tmp_path: Path) -> None:
+    """By reason, numbers aside, the most frequent first, with a candidate that can be tried again."""
+    problem = parse("softmax_topk/batch=2,vocab=100,k=3")
+    points = list(spaces.points(problem, HERE, spaces.applicable(problem, HERE)[0]))[:6]
+    ends = [("wrong", f"Mismatch: values differ by {n}.5 at row {n}\nmore") for n in range(3)]
+    ends += [("crash", "killed by SIGSEGV"), ("build-error", "build: no"), ("environment", "full disk")]
+    log = Log(tmp_path, HERE.arch, problem.operator)
+    for order, (point, (outcome, reason)) in enumerate(zip(points, ends, strict=False)):
+        log.append(Trial(problem.key, HERE.arch, point, outcome, reason, (), None, "s", order))
+    text = call("db", "show", problem.key, "--logs", tmp_path)
+    assert "3 x wrong: Mismatch: values differ by 0.5 at row 0\n" in text and f"as {points[0]}" in text
+    assert text.index("3 x wrong") < text.index("1 x crash: killed by SIGSEGV") and "more" not in text
+    assert "and 3 trials for 3 other reasons" in call("db", "show", problem.key, "--logs", tmp_path, "--count", "1")
+    found = json.loads(call("db", "show", problem.key, "--logs", tmp_path, "--json"))["failures"]
+    assert [one["count"] for one in found] == [3, 1, 1, 1]
+
+
+def test_tune_says_why_candidates_of_its_run_failed(tmp_path: Path) -> None:
+    problem = parse("softmax_topk/batch=2,vocab=100,k=3")
+    points = list(spaces.points(problem, HERE, spaces.applicable(problem, HERE)[0]))[:3]
+    log = Log(tmp_path, HERE.arch, problem.operator)
+    for order, (point, session) in enumerate(zip(points, ("before", "now", "now"), strict=True)):
+        log.append(Trial(problem.key, HERE.arch, point, "wrong", f"Mismatch: {session}", (), None, session, order))
+    plan = plans.Plan(problem, HERE, {}, {}, 3, 0, 1, 0.0)
+    outcome = tune.Outcome()
+    assert tune.failed_lines([plan], outcome, tmp_path) == []
+    outcome.sessions[plan] = {"now"}
+    head, *reasons = tune.failed_lines([plan], outcome, tmp_path)
+    assert head.startswith(f"{problem.typed}: 2 candidates failed: tvm-sparse db show {problem.key} --logs ")
+    assert len(reasons) == 1 and reasons[0].startswith("  2 x wrong: Mismatch: now") and "before" not in reasons[0]
+
+
+def test_prune_names_what_it_removes_and_spares_plugins(tmp_path: Path) -> None:
+    row = Candidate("row_scan", spaces.find("row_scan").version, (("chunk", 64), ("simd", 8)))
+    old, theirs = dataclasses.replace(row, version=1), Candidate("of_a_plugin", 3, (("threads", 32),))
+    log = Log(tmp_path, HERE.arch, "softmax_topk")
+    key = parse("softmax_topk/batch=2,vocab=100,k=3").key
+    for order, candidate in enumerate((row, old, theirs)):
+        log.append(Trial(key, HERE.arch, candidate, "ok", "", (1e-6,), None, "s", order))
+    for seconds in (2e-6, 1e-6):
+        log.append_best(Best(key, HERE.arch, row, seconds, row, 2e-6, rounds=1, session="s"))
+    foreign = Log(tmp_path, HERE.arch, "operator_of_a_plugin")
+    foreign.append(Trial("operator_of_a_plugin/n=1", HERE.arch, theirs, "ok", "", (1e-6,), None, "s", 0))
+    own = ("db", "prune", "--logs", tmp_path)
+    named = call(*own, "--dry-run")
+    assert f"1 x trial of row_scan@1: its version is {row.version} now" in named
+    assert f"1 x ranking of {key}, row_scan@{row.version}: a later one replaced it" in named
+    assert "plugin" not in named and "2 lines would be removed" in named and len(log.read().trials) == 3
+    assert "give --yes, or --dry-run" in call(*own, code=2) and len(log.read().trials) == 3
+    assert call(*own, "--yes").endswith("2 lines removed\n")
+    assert [trial.candidate for trial in log.read().trials] == [row, theirs] and len(foreign.read().trials) == 1
+    assert "trial of of_a_plugin@3: there is no such template" in call(*own, "--gone", "--yes")
+    assert [trial.candidate for trial in log.read().trials] == [row] and not foreign.read().trials
+
+
 def test_shapes_that_nobody_tuned_are_exported(tuned: tuple[Path, str], tmp_path: Path) -> None:
     """And those that somebody did as they won; each program once, for any batch."""
     path = tmp_path / "shapes.toml"
@@ -151,10 +336,36 @@ def test_the_cache_is_shown_and_cleaned(tmp_path: Path, monkeypatch: pytest.Monk
     assert "show" in call("cache", "drop", code=2)
 
 
+def completed(*words: str) -> list[str]:
+    """What bash offers for the last of these words."""
+    environment = {
+        "_TVM_SPARSE_COMPLETE": "complete_bash",
+        "COMP_WORDS": " ".join(("tvm-sparse", *words)),
+        "COMP_CWORD": str(len(words)),
+    }
+    return CliRunner().invoke(app, [], prog_name="tvm-sparse", env=environment).stdout.split()
+
+
 def test_a_shell_completes_commands() -> None:
-    environment = {"_TVM_SPARSE_COMPLETE": "complete_bash", "COMP_WORDS": "tvm-sparse ex", "COMP_CWORD": "1"}
-    result = CliRunner().invoke(app, [], prog_name="tvm-sparse", env=environment)
-    assert result.stdout.split() == ["export", "explain"]
+    assert completed("ex") == ["export", "explain"] and "migrate" not in completed("m")
+
+
+@pytest.mark.parametrize("command", ["tune", "explain", "bench", "space", "measure-space", "prebuild"])
+def test_a_shell_completes_operators_axes_and_targets(command: str, tuned: tuple[Path, str]) -> None:
+    names = list(registry.operators())
+    assert set(completed(command, "s")) >= {name for name in names if name.startswith("s")}
+    for name in names:
+        axes = [field.name for field in dataclasses.fields(registry.find(name).problem)]
+        assert completed(command, name, "") == [f"{axis}=" for axis in axes]
+    assert completed(command, "softmax_topk", "batch=3", "v") == ["vocab="]
+    assert "dtype=bfloat16" in completed(command, "softmax_topk", "dtype=")
+    assert completed(command, "softmax_topk", "--target", "sm_9") == ["sm_90a"]
+    assert set(completed("tune", "bsr_matmul", "--template", "")) >= {
+        template.name for template in registry.find("bsr_matmul").templates
+    }
+    keys = completed("db", "show", "--logs", str(tuned[0]), "bsr_matmul/")
+    assert keys == list(Log(tuned[0], HERE.arch, "bsr_matmul").best())
+    assert "bsr_matmul/" in completed("db", "show", "bsr")
 
 
 def test_the_package_tells_its_names_and_version() -> None:
@@ -245,7 +456,7 @@ def test_a_bad_file_of_shapes_is_named_with_its_table_and_axis(tmp_path: Path, t
 
 def test_fix_leaves_some_values_of_a_decision(tmp_path: Path) -> None:
     words = ("tune", "softmax_topk", "batch=2", "vocab=500", "k=3", "--target", "cpu", "--dry-run")
-    assert "row_scan        2 " in call(*words, "--fix", "chunk=64,128", "--fix", "simd=8")
+    assert re.search(r"row_scan +2 ", call(*words, "--fix", "chunk=64,128", "--fix", "simd=8"))
     assert "fix: expected one of chunk, simd, got 'chunks'" in call(*words, "--fix", "chunks=64", code=2)
     assert "chunk=1,2" in call(*words, "--fix", "chunk=many", code=2)
     # No value that the space has: the template is left out, and says so.
@@ -514,6 +725,35 @@ def test_bench_checks_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(t["correct"] or "absent" in t["note"] or "not available" in t["note"] for t in others)
 
 
+def test_a_ratio_is_printed_of_rounds_that_agree() -> None:
+    steady, wide = (1.0, 1.01, 1.02, 0.99, 1.0), (1.0, 9.0, 2.0, 30.0, 1.0)
+    assert common.ratio_of_rounds([2 * x for x in steady], steady) == "2.00x"
+    for one, other in ((wide, steady), (steady, wide), ((1.0,), steady), (steady, ())):
+        assert common.ratio_of_rounds(one, other) == "-"
+    assert common.apart(steady) == "1 %" and common.apart((1.0, 2.0)) == "-"
+    problem = parse("softmax_topk/batch=3,vocab=500,k=4")
+    point = spaces.fallback(problem, HERE)
+    best = Best(problem.key, HERE.arch, point, 1.0, point, 2.0, 5, "s")
+    assert common.gain(best) == "2.00x"  # of before rounds were kept
+    assert common.gain(dataclasses.replace(best, seconds_all=steady, fallback_all=wide)) == "-"
+    lines = (comparing.Timing("tvm_sparse", steady, "eager", True), comparing.Timing("NumPy", wide, "eager", True))
+    table = bench.comparison_table(comparing.Comparison(problem, HERE, lines, None, "exact", "row_scan", "tvm 1"))
+    cells = {column.header: list(column.cells) for column in table.columns}
+    assert cells["ours is"] == ["1.00x", "-"] and cells["spread"] == ["1 %", "400 %"]
+
+
+def test_the_load_of_a_machine_is_that_of_others() -> None:
+    found = load.sampled(0.05)
+    if found is None:
+        pytest.skip("the system does not tell")
+    assert 0 <= found.others <= found.cores
+    busy = load.Load(3.0, 4)
+    assert busy.busy and not load.Load(0.5, 4).busy
+    assert common.load_line(None) == []
+    [line] = common.load_line(load.Load(0.1, 4), busy, None)
+    assert line.startswith("Load: other processes kept 3.0 of 4 cores busy") and "busy machine" in line
+
+
 def test_bench_notes_in_a_record_which_way_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = parse("head_topk/batch=2,vocab=400,hidden=32,k=3")
     words = ("bench", problem.key, "--target", "cpu", "--record", "--logs", tmp_path)
@@ -619,13 +859,17 @@ def test_the_quickstart_runs_the_whole_way(few: bool, tmp_path: Path) -> None:
     shapes = FEW_SHAPES if few else own
     assert {key.partition("/")[0] for key in own} == {key.partition("/")[0] for key in FEW_SHAPES}
     begin = ("-c", OF_FEW_SHAPES, " ".join(shapes)) if few else ("-m", "tvm_sparse")
-    command = [sys.executable, *begin, "quickstart", "--trials", "1", "--keep", str(tmp_path)]
+    kept = tmp_path / "cache" / "tvm_sparse" / "quickstart" if few else tmp_path / "kept"
+    command = [sys.executable, *begin, "quickstart", "--trials", "1", *([] if few else ["--keep", str(kept)])]
     environment = {**os.environ, "COLUMNS": "160", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     out, err = process.communicate(timeout=270)
     assert process.returncode == 0, out + err
     assert "correct" in out and out.count(" yes") == len(shapes) and " NO" not in out
-    assert (tmp_path / "kernels" / "manifest.json").exists() and (tmp_path / "logs").is_dir()
-    assert "Next:" in out and "-m tvm_sparse tune" in out  # as it was started
+    assert (kept / "kernels" / "manifest.json").exists() and (kept / "logs").is_dir()
+    assert "Next:" in out and "-m tvm_sparse tune" in out and "Load: " in out  # as it was started
+    # The commands that it names find what it has tuned.
+    [explained] = re.findall(r"which kernel runs: +\S+ -m tvm_sparse (.*)", out)
+    assert "exact: tuned for this very problem" in call(*shlex.split(explained))
     if importlib.util.find_spec("torch") is None:
         assert "PyTorch is not installed" in out

@@ -46,6 +46,9 @@ def run(pages: list[str], folder: Path) -> None:
     (folder / "examples").symlink_to(ROOT / "examples")
     own = {name: str(folder / name.lower()) for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME")}
     scripts = str(Path(sys.executable).parent)
+    # README's commands are those of a checkout whose environment is not activated.
+    (folder / ".venv").mkdir()
+    (folder / ".venv" / "bin").symlink_to(scripts)
     path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
     # One thread: on a machine with more to do than cores, those of a kernel wait for each other for long.
     environment = {**os.environ, **own, "PATH": path, "TVM_NUM_THREADS": "1"}

@@ -111,6 +111,17 @@ for bad, message in ((lambda: tvm_sparse.row_norm(x, eps=-1), "eps"), (lambda: t
     assert result["peer"]["name"] == "NumPy"
 
 
+def test_a_sampler_is_replaced(tmp_path: Path) -> None:
+    """Tokens of every way are among those that the warpers of transformers leave: the script looks itself."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    printed = spawn(tmp_path, sys.executable, EXAMPLES / "replace_sampler.py", "--quick", "--csv", "steps.csv")
+    facts, table = (tmp_path / "steps.csv").read_text().split("way,", 1)
+    ways = [line.split(",")[0] for line in table.splitlines()[1:]]
+    assert ways[:4] == ["body alone", "transformers", "softmax_sample", "head_topk"] and "# device:" in facts
+    assert all(way in printed for way in ways)
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(280)
 def test_a_trained_model_decodes_with_both_heads(tmp_path: Path) -> None:

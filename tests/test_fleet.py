@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,17 @@ import tuning_child
 from cases import SM90
 
 from tvm_sparse.core import spaces
+from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.machine import Machine, UnknownArch, cpu, gpu
+from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.registry import parse
-from tvm_sparse.records import Log
+from tvm_sparse.records import Log, Session, Trial
 from tvm_sparse.tuning import fleet, plans, searching, session
 from tvm_sparse.tuning.fleet import Device, Fleet, Lease
 from tvm_sparse.tuning.measuring import Lost, Measurer, PrepareError
 from tvm_sparse.tuning.plans import make_plan
 from tvm_sparse.tuning.session import tune, tune_all
+from tvm_sparse.tuning.sharing import Sharing
 from tvm_sparse.tuning.workbench import NoValidRecord
 from tvm_sparse.workers.processes import Reply, StartError, few_threads
 
@@ -643,6 +646,83 @@ def test_two_parts_of_the_cpu_tune_with_real_workers(tmp_path: Path, two_parts: 
     assert {best.problem for best in ends.values()} == {PROBLEM.key, OTHER.key}
     assert [trial.outcome for trial in log_of(tmp_path).read().trials] == ["ok"] * 2
     assert {one.machine["cores"] for one in log_of(tmp_path).read().sessions} == {machine.cores}
+
+
+# ---- several runs of a problem --------------------------------------------------------------------
+
+
+def test_runs_that_share_a_log_measure_nothing_twice(tmp_path: Path) -> None:
+    """Not even where they begin at the same moment, and each knows what all have measured when it holds its final."""
+    runs = 3
+    measurers = [Simulated(timed) for _ in range(runs)]
+    together = threading.Barrier(runs)
+
+    def one(measurer: Simulated) -> Any:
+        log = log_of(tmp_path)
+        with made(measurer) as devices:
+            plan = make_plan(PROBLEM, cpu(), 20, log, builders=1)
+            together.wait()
+            return tune(plan, log, using=devices)
+
+    with ThreadPoolExecutor(runs) as pool:
+        bests = list(pool.map(one, measurers))
+    trials = log_of(tmp_path).read().trials
+    assert len(trials) == len({trial.candidate for trial in trials}) == 20
+    assert {trial.session for trial in trials} <= {best.session for best in bests}
+    # The last to end knew of all.
+    fastest = min(trials, key=lambda trial: trial.median).candidate
+    assert log_of(tmp_path).best()[PROBLEM.key].candidate == fastest
+
+
+def test_what_another_run_began_and_gave_up_is_measured_after_all(tmp_path: Path) -> None:
+    log = log_of(tmp_path)
+    log.append(session_of("other"))
+    other = Sharing(log, PROBLEM)
+    given_up, failed = OTHERS[2:7], OTHERS[7:9]
+    assert other.claim([*given_up, *failed]) == ([*given_up, *failed], {})
+    seen: list[str] = []
+
+    def answer(candidate: str) -> Reply:
+        seen.append(candidate)
+        if len(seen) == 3:  # it records two failures, and ends
+            log.append(*(Trial(PROBLEM.key, cpu().arch, one, "wrong", "why", (), 0.1, "other", 0) for one in failed))
+            other.close()
+        return timed(candidate)
+
+    run(tmp_path, made(Simulated(answer)))
+    trials = log.read().trials
+    assert len(trials) == len({trial.candidate for trial in trials}) == 20
+    assert {trial.candidate for trial in trials if trial.session == "other"} == set(failed)
+    assert not {str(one) for one in failed} & set(seen) and {str(one) for one in given_up} <= set(seen)
+
+
+def test_what_another_run_measures_counts_as_paid_for(tmp_path: Path) -> None:
+    """A trial of other inputs, or of another problem, or that the environment spoilt, does not."""
+    log = log_of(tmp_path)
+    log.append(session_of("other"), session_of("fresh", fresh=True))
+    sharing = Sharing(log, PROBLEM)
+
+    def trial(candidate: Candidate, session: str = "other", outcome: str = "ok", problem: Problem = PROBLEM) -> Trial:
+        reason, times = ("", (1e-6,)) if outcome == "ok" else ("why", ())
+        return Trial(problem.key, cpu().arch, candidate, outcome, reason, times, 0.1, session, 0)
+
+    log.append(trial(OTHERS[0]), trial(OTHERS[1], "fresh"), trial(OTHERS[2], outcome="environment"))
+    log.append(trial(OTHERS[3], problem=OTHER), trial(dataclasses.replace(OTHERS[4], version=99)))
+    with log.trials_path.open("ab") as file:
+        file.write(b'{"half": "' + PROBLEM.key.encode())  # being written
+    assert sharing.claim(OTHERS[:5]) == (list(OTHERS[1:5]), {OTHERS[0]: 1e-6}) and sharing.count == 1
+    log.append(trial(OTHERS[5], outcome="crash"))
+    assert sharing.learn() == ([], {OTHERS[5]: None}) and sharing.count == 2
+    sharing.done(OTHERS[1:3])
+    log.append(trial(OTHERS[1]))
+    assert sharing.learn() == ([], {}) and sharing.count == 2
+    log.prune(lambda record: True)  # written anew
+    assert sharing.learn()[0] == [] and sharing.count == 2
+    sharing.close()
+
+
+def session_of(name: str, fresh: bool = False) -> Session:
+    return Session(name, "2026-01-02T03:04:05Z", {"name": "m"}, {}, "t", {"seed": 1}, fresh=fresh)
 
 
 @pytest.mark.parametrize("threads", ["1", "2"])

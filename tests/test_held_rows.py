@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import SM80, SM90, thorough, trapping
+from test_far_rows import far_logits
 from test_templates import all_garbage, emulated
 
 from tvm_sparse.core import spaces
@@ -214,6 +215,28 @@ def test_numbers_that_are_rounded_by_more_than_exponents_bear(dtype: str, held: 
     logits[3] = np.where(rng.random(4000) < 0.5, 1e12, -1e12)
     logits[4] *= 1e30
     run(SoftmaxTopk(5, 4000, 20, dtype), point(2, 128, held), logits)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vocab", "cluster", "held"),
+    [
+        ("float32", 4000, 2, EARLY),
+        ("float32", 4004, 3, LATE),
+        thorough("float16", 8001, 4, LATE),
+        thorough("bfloat16", 8000, 2, EARLY),
+        thorough("float32", 4000, 2, STAGED),
+        thorough("bfloat16", 8001, 4, REGISTERS),
+    ],
+)
+def test_rows_far_from_zero(dtype: str, vocab: int, cluster: int, held: int) -> None:
+    """Sums relative to a reference whose own rounding counts, drawn anew in every run."""
+    rng = np.random.default_rng()
+    logits = far_logits(rng, (10, vocab), dtype).astype("float32")
+    # Elements of a usual spread about any place: what rounding takes of the reference is up to a quarter.
+    sizes = 10.0 ** rng.uniform(2, 6 if dtype == "float32" else 4, size=(5, 1))
+    logits[5:] = rng.standard_normal((5, vocab)) * rng.choice([1, 8], size=(5, 1)) + sizes * rng.choice([-1, 1], (5, 1))
+    logits[8:].sort()
+    run(SoftmaxTopk(10, vocab, 20, dtype), point(cluster, 128, held), logits, log=0)
 
 
 @pytest.mark.parametrize("held", [REGISTERS, LATE])

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from pathlib import Path
+from typing import Any
 
+import long_log
 import pytest
 
 from tvm_sparse.core import distribution, machine, registry, spaces
@@ -13,6 +16,9 @@ from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import Problem, ProblemError
 from tvm_sparse.core.registry import parse
+from tvm_sparse.records import Best, Log, Session
+from tvm_sparse.records.codec import decode
+from tvm_sparse.records.queries import best_records, predictor
 from tvm_sparse.runtime import lookup, paths
 from tvm_sparse.runtime.dispatch import Dispatcher
 from tvm_sparse.runtime.lookup import Evidence, Known
@@ -214,6 +220,110 @@ def test_the_batch_of_shipped_records_is_within_four_times(shipped: Dispatcher) 
                 if found.how in ("bucket", "nearby", "borrowed"):
                     ratio = parse(found.record or "").batch_extent / problem.batch_extent
                     assert 1 / 4 <= ratio <= 4
+
+
+# ---- logs ---------------------------------------------------------------------------------------
+
+KEY = rows(64).key
+
+
+def ranking(root: Path, threads: int = 64, version: int = 0, seconds: float = 1e-6, key: str = KEY) -> None:
+    """Append a session and a ranking; `version` is relative to the template's."""
+    log = Log(root, SM90.arch, "softmax")
+    name = f"s{threads}"
+    log.append(Session(name, "2026-01-02T03:04:05Z", {"name": f"machine {threads}"}, {}, "a timer", {}))
+    values = WON.values | {"threads": threads}
+    won = Candidate(WON.template, WON.version + version, tuple(values.items()))
+    log.append_best(Best(key, SM90.arch, won, seconds, DEFAULT, 2e-6, 3, name))
+
+
+def best_of(*roots: Path) -> tuple[int, str]:
+    """Threads of what is known of the problem, and the machine of the session."""
+    best, figures = best_records(roots, SM90.arch, ("softmax",))[KEY]
+    return best.candidate.values["threads"], figures["machine"]
+
+
+@pytest.mark.parametrize("version", [-1, 1])
+def test_a_ranking_of_another_version_hides_none_of_this_one(version: int, tmp_path: Path) -> None:
+    """Two versions of the package may append to one log; each reads what it knows."""
+    ranking(tmp_path, 64)
+    ranking(tmp_path, 128, version)
+    assert best_of(tmp_path) == (64, "machine 64")
+    ranking(tmp_path, 256)
+    ranking(tmp_path, 512, version)
+    assert best_of(tmp_path) == (256, "machine 256")
+
+
+@pytest.mark.parametrize("version", [-1, 1])
+def test_rankings_of_other_versions_alone_are_none(version: int, tmp_path: Path) -> None:
+    ranking(tmp_path, 64, version)
+    assert best_records([tmp_path], SM90.arch, ("softmax",)) == {}
+
+
+def test_later_folders_and_later_lines_win(tmp_path: Path) -> None:
+    """Whatever their times: a later measurement is of the machine and the software as they are now."""
+    ranking(tmp_path / "a", 64, seconds=1e-6)
+    ranking(tmp_path / "b", 128, seconds=3e-6)
+    assert best_of(tmp_path / "a", tmp_path / "b") == (128, "machine 128")
+    assert best_of(tmp_path / "b", tmp_path / "a") == (64, "machine 64")
+    ranking(tmp_path / "a", 256, seconds=9e-6)
+    assert best_of(tmp_path / "b", tmp_path / "a") == (256, "machine 256")
+    ranking(tmp_path / "c", 512, version=1)  # of which nothing is read
+    assert best_of(tmp_path / "a", tmp_path / "c") == (256, "machine 256")
+
+
+def test_the_last_folder_with_a_model_has_the_model(tmp_path: Path) -> None:
+    model = predictor([paths.shipped_logs()], SM90.arch, "softmax")
+    assert model is not None
+    for name in ("a", "b"):
+        dataclasses.replace(model, loss=2.0 if name == "b" else 1.0).write(tmp_path / name)
+    for order in (("a", "b"), ("b", "a")):
+        found = predictor([tmp_path / name for name in order], SM90.arch, "softmax")
+        assert found is not None and found.loss == (2.0 if order[-1] == "b" else 1.0)
+
+
+def test_rankings_are_read_once_until_their_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each new shape of a process looks up in what was read, and trials are never read."""
+    ranking(tmp_path, 64)
+    kernels = Dispatcher(logs=(tmp_path,), shipped=tmp_path / "none", cache=tmp_path / "cache")
+    read: list[Path] = []
+    original = Log.best
+
+    def best(self: Log, *arguments: Any) -> Any:
+        read.append(self.root)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Log, "best", best)
+    monkeypatch.setattr(Log, "read", lambda self: pytest.fail("all trials were read"))
+    for batch in (64, 63, 65, 64):
+        kernels.explain(rows(batch), SM90)
+    assert read == [tmp_path]
+    ranking(tmp_path, 64, seconds=1.5e-6)
+    assert kernels.explain(rows(64), SM90).figures["seconds"] == 1.5e-6 and len(read) == 2
+
+
+@pytest.mark.parametrize("trials", [2000])  # 450,000 take a few seconds to write, and show the same
+def test_a_long_log_is_not_decoded_for_one_problem(
+    trials: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rankings need the sessions, and a tuning run its problem's trials: no other line is decoded."""
+    long_log.write(tmp_path, trials)
+    decoded: list[bytes] = []
+
+    def counted(line: bytes, kinds: Any) -> Any:
+        decoded.append(line)
+        return decode(line, kinds)
+
+    monkeypatch.setattr("tvm_sparse.records.log.decode", counted)
+    log = Log(tmp_path, long_log.ARCH, long_log.OPERATOR)
+    problems = len(best_records([tmp_path], log.arch, (log.operator,)))
+    assert problems == trials // long_log.EACH and len(decoded) == 2 * problems
+    decoded.clear()
+    key = long_log.key(1)
+    known = log.of_problem(key)
+    assert len(known.trials) == long_log.EACH and {trial.problem for trial in known.trials} == {key}
+    assert len(decoded) == long_log.EACH + problems
+    assert known.trials == tuple(trial for trial in log.read().trials if trial.problem == key)
 
 
 def test_where_uniform_numbers_come_from_makes_no_other_record(shipped: Dispatcher) -> None:

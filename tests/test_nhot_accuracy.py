@@ -123,3 +123,19 @@ def test_values_of_float32_beside_a_table_of_16_bits(dtype: str, device: str) ->
     check(table.grad, matrix.T @ grad, np.abs(matrix.T) @ np.abs(grad), 20, dtype)
     wanted = (grad[np.repeat(np.arange(ROWS), counts)] * plain[indices]).sum(1)
     np.testing.assert_allclose(values.grad.cpu().numpy(), wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_means_in_graphs(dtype: str) -> None:
+    bag = tvm_sparse.nn.NHotEmbeddingBag(VOCAB, WIDTH, mode="mean", dtype=getattr(torch, dtype))
+    given = torch.randint(VOCAB, (20,)), torch.tensor([0, 3, 3, 9, 12, 15])
+    torch._dynamo.reset()
+    compiled = torch.compile(bag, backend="aot_eager", fullgraph=True)
+    exported = torch.export.export(bag, given).module()
+    with torch.no_grad():
+        assert torch.equal(compiled(*given), bag(*given)) and torch.equal(exported(*given), bag(*given))
+    compiled(*given).float().square().sum().backward()
+    found, bag.weight.grad = bag.weight.grad.clone(), None
+    bag(*given).float().square().sum().backward()
+    assert torch.equal(found, bag.weight.grad)
+    torch._dynamo.reset()

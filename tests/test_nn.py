@@ -184,7 +184,11 @@ def test_a_layer_that_cannot_be() -> None:
         (lambda: nn.BsrLinear.from_dense(linear(), 16), ValueError, r"block: blocks of 16x16 do not divide .*\(35, 66"),
         (lambda: nn.BsrLinear.from_dense(linear(), (5, 0)), ValueError, "block: expected a positive number"),
         (lambda: nn.BsrLinear.from_dense(linear(), (5, 3), 1.5), ValueError, "sparsity: expected a number from 0 to 1"),
-        (lambda: nn.BsrLinear.from_dense(linear().double(), (5, 3), 0.5), ValueError, "data: expected dtype float32"),
+        (
+            lambda: nn.BsrLinear.from_dense(linear().double(), (5, 3), 0.5),
+            ValueError,
+            "linear: expected a weight of float32",
+        ),
         (lambda: nn.BsrLinear.from_torch(X), TypeError, "weight: expected a tensor of layout torch.sparse_bsr, got"),
         (lambda: layer(0.5, activation="tanh"), ValueError, "activation: expected one of relu, gelu, silu or None"),
         (

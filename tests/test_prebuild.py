@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -18,11 +19,14 @@ import core_only
 import numpy as np
 import pytest
 import tvm_ffi
+from typer.testing import CliRunner
 
 import tvm_sparse
 from tvm_sparse.artifacts import manifest, runtime_libraries
 from tvm_sparse.artifacts.compile import Compiled, CompileError, compile_bundle
-from tvm_sparse.core import machine, spaces
+from tvm_sparse.cli.app import app
+from tvm_sparse.cli.prebuild import Set
+from tvm_sparse.core import machine, registry, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Best, Log
@@ -142,7 +146,8 @@ assert "tvm_sparse_kernels" in found.library and found.how == "fallback", found
 try:
     tvm_sparse.softmax_topk(logits, 5)
 except tvm_sparse.Miss as error:
-    assert 'pip install "tvm_sparse[compiler]"' in str(error), error
+    assert '-m pip install "tvm_sparse[compiler]"' in str(error), error
+    assert "prebuild softmax_topk batch=9 vocab=37 k=5 --target" in str(error), error
 else:
     raise AssertionError("nothing was built for k=5")
 assert "tvm" not in sys.modules
@@ -170,6 +175,48 @@ def test_a_wheel_of_kernels_needs_no_compiler(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tvm_sparse", "doctor"]
     doctor = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
     assert doctor.returncode == 0 and "Kernels that were built ahead can be called" in doctor.stdout, doctor.stdout
+
+
+def run_cli(*words: str | Path, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "160"})
+    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
+    return result.stderr if code else result.stdout
+
+
+def test_prebuild_is_a_command(tmp_path: Path) -> None:
+    """A problem, the records of a set, and the command that a missing kernel names; what it says can be pasted."""
+    dispatcher = dispatch.Dispatcher((), tmp_path / "none", tmp_path / "cache")
+    dispatcher.configure(compiles=False)
+    with pytest.raises(loading.Miss) as miss:
+        dispatcher.kernel(parse(SUM), CPU)
+    said = shlex.split(str(miss.value).partition("compiler: ")[2])
+    text = run_cli(*said[said.index("prebuild") :][:-1], tmp_path / "dist")
+    [package] = (tmp_path / "dist").glob("*.whl")
+    assert f"pip install {package}" in text and "1 kernel in 1 library" in text
+    [entry] = manifest.read(tmp_path / "dist" / "kernels" / CPU.arch)
+    assert entry.problem == parse(SUM).key
+
+    point = spaces.fallback(parse(TOPK), CPU)
+    for key in (TOPK, "bsr_matmul/m=8,k=64,n=64,block=16,sparsity=0.5"):
+        problem = parse(key)
+        point = spaces.fallback(problem, CPU)
+        Log(tmp_path / "logs", CPU.arch, problem.operator).append_best(
+            Best(problem.key, CPU.arch, point, 1e-6, point, 2e-6, 3, "s")
+        )
+    own = ("--logs", tmp_path / "logs", "--target", CPU.arch, "-o", tmp_path / "sparse")
+    run_cli("prebuild", "--set", "sparse", *own)
+    assert [entry.problem.partition("/")[0] for entry in manifest.read(tmp_path / "sparse" / "kernels" / CPU.arch)] == [
+        "bsr_matmul"
+    ]
+    assert "set: an operator is named, too" in run_cli("prebuild", "softmax", "--set", "serve", *own, code=2)
+    assert "did you mean softmax" in run_cli("prebuild", "softmaxx", *own, code=2)
+    assert "nothing to build" in run_cli("prebuild", "--set", "recurrent", *own, code=1)
+
+
+def test_every_operator_is_in_one_set() -> None:
+    listed = [name for names in registry.SETS.values() for name in names]
+    assert sorted(listed) == sorted(operator.name for operator in registry.BUILTIN)
+    assert [one.value for one in Set] == [*registry.SETS, "all"]
 
 
 def test_a_repository_of_the_library_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

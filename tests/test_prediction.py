@@ -18,7 +18,7 @@ from tvm_sparse.records import Best, Log, Session, predictor, queries
 from tvm_sparse.records.predictor import Predictor, Trees
 from tvm_sparse.runtime import dispatch, lookup, paths
 from tvm_sparse.runtime.lookup import Evidence, Known
-from tvm_sparse.tuning import plans
+from tvm_sparse.tuning import plans, training
 
 SHIPPED = sorted(paths.shipped_logs().glob(f"*/*/{predictor.NAME}"))
 KEY = "softmax/batch={batch},vocab=25000,algorithm=online,dtype=float32"
@@ -30,7 +30,6 @@ def problem(batch: int) -> Problem:
 
 def test_trees_are_walked_as_xgboost_walks_them() -> None:
     xgboost = pytest.importorskip("xgboost")
-    from tvm_sparse.tuning import training
 
     rng = np.random.default_rng()
     rows = np.round(rng.normal(size=(400, 5)), 1).astype(np.float32)
@@ -49,7 +48,7 @@ def test_trees_are_walked_as_xgboost_walks_them() -> None:
 def test_what_ships_reads_and_chooses_points(path: Path, tmp_path: Path) -> None:
     shipped = predictor.read(path)
     assert shipped.write(tmp_path).read_bytes() == path.read_bytes() and path.stat().st_size < 1_500_000
-    assert len(shipped.problems) >= 20 and 1 <= shipped.loss <= shipped.worst_loss
+    assert len(shipped.problems) >= training.LEAST_PROBLEMS and 1 <= shipped.loss <= shipped.worst_loss
     if shipped.outdated:
         pytest.skip(f"{shipped.outdated}: look-up leaves it aside; scripts/train_predictor.py trains it anew")
     # Templates say of points what they said at the training.
@@ -208,7 +207,6 @@ def test_a_model_of_other_templates_or_a_damaged_file_is_left_aside(
 def test_what_is_learned_from(tmp_path: Path) -> None:
     """Points of the spaces as they are, of problems with several; losses are of problems that were left out."""
     from tvm_sparse.records import Trial
-    from tvm_sparse.tuning import training
 
     log = Log(tmp_path, "sm_90a", "softmax")
     log.append(Session("s1", "2026-01-02T03:04:05Z", {"name": "a machine", "cores": 132}, {}, "a timer", {}))

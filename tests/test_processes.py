@@ -614,6 +614,26 @@ with FileLock(sys.argv[1]):
 
 
 @linux
+@linux
+def test_a_claim_is_one_holders_until_it_ends(tmp_path):
+    path = tmp_path / "claims"
+    mine, other = locking.Claims(path), locking.Claims(path)
+    assert mine.take("a") and mine.take("a") and not other.take("a") and other.take("b") and not mine.take("b")
+    mine.release("a")
+    assert other.take("a") and not mine.take("a")
+    other.close()
+    other.close()
+    assert mine.take("a") and mine.take("b")
+    code = "import sys, time; from pathlib import Path; from tvm_sparse.core.locking import Claims;"
+    code += "claims = Claims(Path(sys.argv[1])); print(claims.take('c'), claims.take('a'), flush=True); time.sleep(60)"
+    argv = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(argv, env=os.environ | ENV, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "True False\n" and not mine.take("c")
+        holder.kill()
+    assert mine.take("c")
+    mine.close()
+
+
 def test_a_lock_whose_holder_is_stopped_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(locking, "STOPPED_SECONDS", 0.1)
     monkeypatch.setattr(locking, "_LOOK_SECONDS", 0.1)

@@ -265,7 +265,7 @@ def test_what_cannot_be_pruned_is_refused() -> None:
         GradualPruning(torch.nn.Linear(3, 4), schedule)
     with pytest.raises(TypeError, match="target: expected two-dimensional"):
         GradualPruning([torch.nn.Parameter(torch.ones(3))], schedule)
-    with pytest.raises(TypeError, match="target: expected a module or parameters"):
+    with pytest.raises(TypeError, match="target: expected a module or a list of parameters"):
         GradualPruning(3, schedule)
     with pytest.raises(TypeError, match="schedule"):
         GradualPruning(torch.nn.GRU(3, 4), 0.5)

@@ -379,7 +379,7 @@ def test_calls_are_explained(target: str) -> None:
 def test_there_is_no_backward_pass() -> None:
     stack = tvm_sparse.from_torch(torch.nn.GRU(4, 6))
     x = torch.randn(3, 2, 4, requires_grad=True)
-    with pytest.raises(RuntimeError, match="x_projected: requires a gradient"):
+    with pytest.raises(RuntimeError, match="input: requires a gradient.*train the module"):
         stack(x)
     with torch.no_grad():
         assert not stack(x)[0].requires_grad
@@ -560,7 +560,7 @@ def test_stacks_are_of_other_dtypes(dtype: str) -> None:
         found = stack(x.to(kind))[0]
         assert found.dtype is kind and stack.dtype == dtype
         close(found, wanted, 10 * TOLERANCE[dtype])
-    with pytest.raises(ValueError, match="dtype: expected one of"):
+    with pytest.raises(TypeError, match="dtype: RecurrentStack computes in float32, float16, bfloat16, got"):
         tvm_sparse.from_torch(made).double()
 
 
@@ -615,12 +615,12 @@ def test_a_stack_takes_the_module_s_place(tmp_path: Path) -> None:
         (
             lambda: tvm_sparse.from_torch(torch.nn.GRU(3, 4))(torch.zeros(2, 1, 3), torch.zeros(2, 1, 4)),
             ValueError,
-            "hx: expected one of shape",
+            "hx: expected one tensor of shape",
         ),
         (
             lambda: tvm_sparse.from_torch(torch.nn.LSTM(3, 4))(torch.zeros(2, 1, 3), torch.zeros(1, 4)),
             ValueError,
-            "hx: expected two of shape",
+            "hx: expected two tensors of shape",
         ),
         (
             lambda: tvm_sparse.from_torch(torch.nn.GRU(3, 4))(torch.zeros(2, 1, 3), lengths=[3]),

@@ -247,7 +247,7 @@ def test_what_a_kernel_needs_is_compared_with_the_machine() -> None:
     assert unfit(None, {"cluster": 16}, SM90) is None and unfit(None, {"cluster": 8}, blackwell) is None
     assert "clusters of 16 thread blocks are larger than 8" in (unfit(None, {"cluster": 16}, blackwell) or "")
     assert "larger than 1" in (unfit(None, {"cluster": 2}, SM80) or "")
-    fits = {"shared_bytes": 1024, "dynamic_shared_bytes": 226 * 1024}
+    fits = {"shared_bytes": 4096, "dynamic_shared_bytes": 226 * 1024}
     assert unfit(None, fits, SM90) is None and "of shared memory, more than 166912" in (unfit(None, fits, SM80) or "")
     template, problem = spaces.find("held_rows"), parse(TOPK)
     decisions = template.default(problem, SM90)

@@ -103,6 +103,19 @@ def test_private_names_stay_in_their_file(name: str) -> None:
             assert not private or not (node.level or (node.module or "").startswith("tvm_sparse")), private
 
 
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_temporary_is_removed_by_one_rule(name: str) -> None:
+    """That of `core.scratch`, which holds however a process ends."""
+    if name != "tvm_sparse.core.scratch":
+        makers = {"mkdtemp", "mkstemp", "mktemp", "TemporaryDirectory", "NamedTemporaryFile", "SpooledTemporaryFile"}
+        found = {
+            node.attr if isinstance(node, ast.Attribute) else node.id
+            for node in ast.walk(ast.parse(KNOWN[name].read_text()))
+            if isinstance(node, ast.Attribute | ast.Name)
+        }
+        assert not found & makers, f"{name}: use core.scratch.folder or core.scratch.written"
+
+
 def test_every_module_is_in_a_package() -> None:
     """The build finds packages by their `__init__.py`; `schedules/` is linked into the package."""
     assert (ROOT / "tvm_sparse" / "schedules").resolve() == ROOT / "schedules"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import tvm_sparse
-from tvm_sparse.artifacts import manifest, signing
+from tvm_sparse.artifacts import manifest, runtime_libraries, signing
 from tvm_sparse.artifacts.manifest import Entry, ManifestError
 from tvm_sparse.core import machine, registry, shape_files, spaces
 from tvm_sparse.core.candidate import Candidate
@@ -65,12 +65,17 @@ def _entries() -> list[Entry]:
 
 def _manifests() -> list[bytes]:
     with tempfile.TemporaryDirectory() as name:
+        carried = Path(name) / runtime_libraries.FOLDER
+        carried.mkdir()
+        for file in runtime_libraries.FILES:
+            (carried / file).write_text(file)
         manifest.write(Path(name), _entries())
         return [(Path(name) / manifest.NAME).read_bytes()]
 
 
 def _read_manifest(data: bytes, folder: Path) -> None:
     entries = manifest.read(folder, data)
+    assert set(manifest.runtime(folder, data)) <= set(runtime_libraries.FILES)
     # What was believed decides nothing but what it is about: look-ups of other problems work.
     own = dispatch.Dispatcher(logs=(), shipped=folder / "none", cache=folder / "none")
     own._folders = [dispatch._Source("folder", folder, entries)]
@@ -84,7 +89,10 @@ def _signatures() -> list[bytes]:
     from cryptography.hazmat.primitives.asymmetric import ed25519
 
     with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "a").write_text("a")
+        for entry in (entries := _entries()):
+            (Path(name) / entry.library).write_text(entry.problem)
+        described = [dataclasses.replace(one, sha256=manifest.digest(Path(name) / one.library)) for one in entries]
+        manifest.write(Path(name), described)
         return [signing.sign(Path(name), ed25519.Ed25519PrivateKey.from_private_bytes(b"1" * 32)).read_bytes()]
 
 

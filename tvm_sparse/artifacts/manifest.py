@@ -224,10 +224,10 @@ def _entry(path: Path, number: int, kernel: Any) -> Entry:
         ("kind", kernel["kind"] in ("llvm", "cuda"), "llvm or cuda"),
         ("chosen", kernel["chosen"] in HOW, f"one of {', '.join(HOW)}"),
         ("sha256", _SHA256.fullmatch(kernel["sha256"]), "64 hexadecimal digits"),
-        ("workspaces", _are_workspaces(kernel["workspaces"]), "a list of name, shape, dtype and fill"),
+        ("workspaces", are_workspaces(kernel["workspaces"]), "a list of name, shape, dtype and fill"),
         ("figures", _are_figures(kernel["figures"]), "an object of times and texts, or empty"),
-        ("resources", kernel["resources"] is None or _are_counts(kernel["resources"]), "an object of numbers, or null"),
-        ("resident", _is_resident(kernel["resident"]), f"null or have {', '.join(f.name for f in fields(Resident))}"),
+        ("resources", kernel["resources"] is None or are_counts(kernel["resources"]), "an object of numbers, or null"),
+        ("resident", is_resident(kernel["resident"]), f"null or have {', '.join(f.name for f in fields(Resident))}"),
     ):
         if not valid:
             raise ManifestError(f"{where}: {name} must be {expected}, got {_shown(kernel[name])}")
@@ -250,7 +250,8 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-def _are_workspaces(value: Any) -> bool:
+def are_workspaces(value: Any) -> bool:
+    """Whether a value of JSON is a list of `core.template.Workspace` as dicts."""
     return isinstance(value, list) and len(value) <= 100 and all(map(_is_workspace, value))
 
 
@@ -286,12 +287,14 @@ def _is_count(value: Any, most: int) -> bool:
     return type(value) is int and 0 <= value <= most
 
 
-def _are_counts(value: Any) -> bool:
+def are_counts(value: Any) -> bool:
+    """Whether a value of JSON is an object of whole numbers, none of them negative."""
     return isinstance(value, dict) and len(value) <= 20 and all(_is_count(n, _MOST_EXTENT) for n in value.values())
 
 
-def _is_resident(value: Any) -> bool:
+def is_resident(value: Any) -> bool:
+    """Whether a value of JSON is None, or `core.template.Resident` as a dict."""
     if value is None:
         return True
     wanted = [field.name for field in fields(Resident)]
-    return _are_counts(value) and sorted(value) == sorted(wanted)
+    return are_counts(value) and sorted(value) == sorted(wanted)

@@ -23,12 +23,13 @@ def unfit(resident: Mapping[str, int] | None, resources: Mapping[str, int] | Non
         return f"it uses {', '.join(lacks)}, which this CPU does not have" if lacks else None
     if (cluster := taken.get("cluster", 1)) > (most := machine.most_cluster):
         return f"its clusters of {cluster} thread blocks are larger than {most}, the most that {machine.arch} launches"
-    static = taken.get("shared_bytes", 0)
-    if (shared := static + taken.get("dynamic_shared_bytes", 0)) > machine.block_shared_bytes:
-        return f"its thread blocks take {shared} bytes of shared memory, more than {machine.block_shared_bytes}"
+    # Without the static part, which may be that of another of its kernels.
+    if (shared := taken.get("dynamic_shared_bytes", 0)) > machine.block_shared_bytes:
+        return f"its thread blocks ask for {shared} bytes of shared memory, more than {machine.block_shared_bytes}"
     if resident is None:
         return None
-    room = machine.blocks_at_once(resident["threads"], taken.get("registers", 0), resident["shared_bytes"] + static)
+    shared = resident["shared_bytes"] + taken.get("shared_bytes", 0)
+    room = machine.blocks_at_once(resident["threads"], taken.get("registers", 0), shared)
     if resident["blocks"] <= room:
         return None
     return (

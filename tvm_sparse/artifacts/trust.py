@@ -22,7 +22,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..core import scratch
+from ..core import plain_files, scratch
 from .packages import kernel_packages
 
 # The environment variable with folders that are trusted whoever owns them.
@@ -76,19 +76,14 @@ def read(path: Path, most: int, *, owned: bool = True) -> bytes:
     """
     if owned:
         check_folder(path.parent)
-    # Without waiting: a pipe without a writer would keep this process.
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    with os.fdopen(file, "rb") as opened:
-        found = os.fstat(file)
-        if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(f"{path}: is a directory")
-        if not stat.S_ISREG(found.st_mode):
-            raise Refused(f"{path}: is not a plain file")
-        if found.st_size > most:
-            raise Refused(f"{path}: has {found.st_size} bytes; expected at most {most}")
+    try:
+        file = plain_files.opened(path, most)
+    except plain_files.NotPlain as error:
+        raise Refused(str(error)) from None
+    with file:
         if owned:
-            _check(path, found, file)
-        return opened.read(most)
+            _check(path, os.fstat(file.fileno()), file.fileno())
+        return file.read(most)
 
 
 @contextlib.contextmanager

@@ -45,13 +45,13 @@ def empty(kind: str, shape: Sequence[int], dtype: str) -> Any:
 
 
 class Guarded:
-    """Room for one array at a time, of at most `size` bytes, `offset` bytes after where an allocator would put it."""
+    """Room for one array at a time, of at most `size` bytes, up to `most` bytes after where allocators put one."""
 
-    def __init__(self, kind: str, size: int, offset: int) -> None:
+    def __init__(self, kind: str, size: int, most: int) -> None:
         import numpy as np
 
-        self._begin = GUARD_BYTES + offset
-        self._buffer = empty(kind, (self._begin + size + GUARD_BYTES,), "uint8")
+        self._begin = GUARD_BYTES
+        self._buffer = empty(kind, (GUARD_BYTES + most + size + GUARD_BYTES,), "uint8")
         self._image = np.empty(self._buffer.shape, np.uint8)  # on the host, kept: new memory costs more than a copy
         self.held: np.ndarray | int | None = None  # what was written last
 
@@ -59,8 +59,11 @@ class Guarded:
     def nbytes(self) -> int:
         return int(self._image.nbytes)
 
-    def place(self, shape: Sequence[int], dtype: str) -> Any:
-        """The tensor of this shape and dtype that lies here, as kernels take it."""
+    def place(self, shape: Sequence[int], dtype: str, offset: int = 0) -> Any:
+        """The tensor of this shape and dtype that lies here, as kernels take it: `offset` bytes after where an
+        allocator would put it."""
+        if self._begin != GUARD_BYTES + offset:
+            self._begin, self.held = GUARD_BYTES + offset, None
         self._shape, self._dtype = tuple(shape), numpy_dtype(dtype)
         self._end = self._begin + math.prod(shape) * self._dtype.itemsize
         return _addressed(self._buffer._create_view(self._shape, dtype, self._begin))

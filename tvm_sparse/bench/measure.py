@@ -1,32 +1,38 @@
 """The child that runs candidates: `python -m tvm_sparse.bench.measure`, started by `processes.Worker`.
 
-A library is timed once it has been right (`verification`), and looked at again afterwards with the very arguments that
-it was timed with. Candidates of a problem are timed with the same arrays, one after the other: where arrays lie may
-make a kernel slower, so that candidates with arrays of their own would be compared by their luck. A process in which a
-call failed is renewed, so a spoilt GPU context costs one candidate.
+A library is timed once it has been right on cases that are drawn for it (`draws`), and looked at again afterwards with
+the very arguments that it was timed with. Candidates of a problem are timed with the same arrays, one after the other:
+where arrays lie may make a kernel slower, so that candidates with arrays of their own would be compared by their luck.
+A process in which a call failed is renewed, so a spoilt GPU context costs one candidate.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..core.problem import Problem
 from ..core.registry import add_plugins, parse
 from ..runtime.loading import load_function, prepare
 from ..workers.absent import without
 from ..workers.serving import serve
 from .buffers import Fatal, Guarded, device_of
+from .draws import Pool
 from .producer import Producer
 from .timing import time_kernel
-from .verification import POISONS, Arguments, Case, call, cases, check_again, verify, workspaces_on
+from .verification import POISONS, Arguments, Case, call, check_again, make_case, verify, workspaces_on
 
-# What is done with a library, in this order. VERIFY: the small cases. CHECK: the whole batch, with the very arguments
-# that it is timed with. TIME: that. RECHECK: these arguments, and what the timed calls have made of them. A step may
-# come in a message of its own: only TIME needs the device for itself.
-VERIFY, CHECK, TIME, RECHECK = STEPS = ("verify", "check", "time", "recheck")
-WITHOUT_VERIFY = STEPS[1:]
+# What is done with a library, in this order. VERIFY: the cases of a candidate. PROVE: those of the winner of a final,
+# ten times as many. CHECK: the whole batch, with the very arguments that it is timed with. TIME: that. RECHECK: these
+# arguments, and what the timed calls have made of them. A step may come in a message of its own: only TIME needs the
+# device for itself.
+VERIFY, PROVE, CHECK, TIME, RECHECK = EVERYTHING = ("verify", "prove", "check", "time", "recheck")
+WITHOUT_VERIFY = (CHECK, TIME, RECHECK)
+STEPS = (VERIFY, *WITHOUT_VERIFY)
 # Bytes of the whole batch's arrays that are kept for the next candidate, beside those that it is verified with.
 MOST_KEPT = 1 << 30
 
@@ -101,9 +107,18 @@ def check(library: str, kind: str, function: Any, whole: Case, workspaces: Any) 
     return Checked(library, kind, function, whole, arguments, given, first)
 
 
+@functools.lru_cache(maxsize=1)
+def prepared(problem: Problem, seed: int, kind: str) -> tuple[Pool, Case]:
+    """What cases are drawn of, and the whole batch as it is timed; kept for the candidates of one problem."""
+    return Pool(problem, seed, kind), make_case(problem, seed)
+
+
 def handle(message: dict[str, Any]) -> dict[str, Any]:
     """Measure one library: the `steps` that the message names, or all. It is timed `undisturbed` or not
     (`time_kernel`), and on a GPU with `fresh` inputs or not (`Checked.time`).
+
+    `draw` seeds the cases that are drawn for this library; without it they are others every time. A failure names the
+    draw of its case, which `draws.again` makes anew.
 
     A message without a library makes the problem's references and loads the runtime, but leaves the device alone. One
     without a problem tries the device, and has the driver set up what it sets up once. Neither is to a candidate's
@@ -123,16 +138,21 @@ def handle(message: dict[str, Any]) -> dict[str, Any]:
         return {}
     checked, _checked = _checked, None
     problem = parse(message["problem"])
-    small, whole = cases(problem, message["seed"])
+    pool, whole = prepared(problem, message["seed"], kind)
     if "library" not in message:
         prepare(kind)
         device_of(kind)
         return {}
-    library, steps = message["library"], message.get("steps", STEPS)
-    if VERIFY in steps or CHECK in steps:
+    library, steps = message["library"], message.get("steps", EVERYTHING)
+    if {VERIFY, PROVE, CHECK} & set(steps):
         checked, function, workspaces = None, load(library, kind), message["workspaces"]
+        draw = message.get("draw")
+        draw = int.from_bytes(os.urandom(6), "little") if draw is None else draw
         if VERIFY in steps:
-            verify(function, kind, small, workspaces)
+            verify(function, kind, pool.draw(draw), workspaces)
+        if PROVE in steps:
+            for cases in pool.proof(draw):
+                verify(function, kind, cases, workspaces)
         if CHECK in steps:
             checked = check(library, kind, function, whole, workspaces_on(kind, workspaces, problem))
     if TIME not in steps and RECHECK not in steps:

@@ -91,6 +91,8 @@ class Producer:
     arrays
         Tensors on the first GPU, each with its contents on the host, which are copied to the device: as much memory
         again.
+    sweep_bytes
+        What is read beside, at least. Default: `SWEEPS` L2 caches.
 
     Raises
     ------
@@ -102,7 +104,7 @@ class Producer:
         If the driver does not load it.
     """
 
-    def __init__(self, arrays: Sequence[tuple[Any, np.ndarray]]) -> None:
+    def __init__(self, arrays: Sequence[tuple[Any, np.ndarray]], sweep_bytes: int = 0) -> None:
         import numpy as np
 
         some = [(array, bytes_of(content)) for array, content in arrays if content.nbytes]
@@ -115,7 +117,8 @@ class Producer:
         listed = np.array(rows or [(0, 0, 0)], "uint64")
         self._table = empty("cuda", listed.shape, "uint64").copyfrom(listed)
         self._count = len(rows)
-        self._kernel = _kernel()
+        self._kernel = _kernel(sweep_bytes)
+        self.sweep_bytes = self._kernel.sweep_bytes
         self.launch(0)  # the driver may load a kernel when it is launched first, which is not to be in a capture
 
     def launch(self, stream: int) -> None:
@@ -138,8 +141,8 @@ class _Kernel:
 
 
 @functools.cache
-def _kernel() -> _Kernel:
-    """The kernel of this process, and what it reads: one for all arrays."""
+def _kernel(least: int) -> _Kernel:
+    """The kernel of this process, and what it reads, so many bytes at least: one for all arrays."""
     import numpy as np
     from cuda.bindings import driver
 
@@ -148,7 +151,7 @@ def _kernel() -> _Kernel:
         return int(driver_result(driver.cuDeviceGetAttribute(asked, device)))
 
     device = driver_result(driver.cuDeviceGet(0))
-    sweep_bytes = SWEEPS * fact("L2_CACHE_SIZE") // 16 * 16
+    sweep_bytes = max(SWEEPS * fact("L2_CACHE_SIZE"), least) // 16 * 16
     # Before the module is loaded: this makes the device's context the thread's.
     sweep = empty("cuda", (sweep_bytes + 16,), "uint8")
     sweep.copyfrom(np.zeros(sweep_bytes + 16, np.uint8))

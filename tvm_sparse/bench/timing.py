@@ -90,6 +90,15 @@ def time_kernel(
     return [reduce(_round(call, part)) for _ in range(ALONE_ROUNDS[kind])]
 
 
+def time_launch(launch: Launch) -> list[float]:
+    """Seconds of what is launched on a stream of the driver's, one figure a round."""
+    record = _driver_recorder()
+    replay, calls = _graph(lambda n: record(launch, n), ALONE_GRAPH_SECONDS, 1, ALONE_MOST_CALLS)
+    for _ in range(3):
+        replay()
+    return [replay() / calls for _ in range(ALONE_ROUNDS["cuda"])]
+
+
 def _time_behind(record: Callable[[Launch, int], Replay], producer: Launch, call: Call) -> list[float]:
     def both(stream: int) -> None:
         producer(stream)

@@ -1,10 +1,6 @@
-"""What a kernel has to get right before its time counts.
+"""How a kernel is checked on cases: inputs of a problem, and what a kernel has to make of them.
 
-`cases` are the inputs. Every structure that the problem declares for verification comes with every one of its settings
-at a few rows, and at one row; then there are an odd number of rows above 64, and the whole batch as it is timed. Every
-row is compared with the operator's own reference in float64, which is made once and kept for all candidates.
-
-`verify` calls a kernel with the small ones, one call after the other and nothing awaited in between, and all of it
+`verify` calls a kernel with several cases, one call after the other and nothing awaited in between, and all of it
 again:
 
 - Arrays are aligned to no more than a public call guarantees, in the midst of guard bytes (`buffers`). These have to
@@ -14,17 +10,15 @@ again:
 - In the second round a case lies where another one lay in the first, so that a kernel cannot live on what it remembers
   of an address. Its workspaces are the same in all calls of one shape, as they are for the public calls.
 
-Problems with *large* arrays that every batch has whole, as the embedding and the tables of an LSH head are, would take
-minutes a candidate, and gigabytes. Of these a structure comes with one setting, all settings in turn; its case of one
-row is a row of that of a few, so that both have the same arrays in the same place; and cases stay where they are from
-the second round on.
+Which cases a candidate gets, `draws` says. Every row is compared with the operator's own reference in float64. A
+problem is *large* if it has large arrays that every batch has whole, as the embedding and the tables of an LSH head
+are: its cases stay where they are from the second round on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,10 +32,6 @@ from .buffers import Fatal, Guarded, bytes_of, empty
 if TYPE_CHECKING:
     import numpy as np
 
-# Rows of a structure, over all settings: enough for every kind of row that it draws at random.
-STRUCTURE_ROWS = 33
-# More than 64, for which a grid or a tile may be made, and a multiple of nothing.
-ODD_ROWS = 67
 # Of inputs and outputs that go through the reference at a time: its intermediate arrays are in float64.
 REFERENCE_ELEMENTS = 1 << 22
 # What the bytes of outputs are before a call: NaN, then a number.
@@ -52,6 +42,8 @@ CALLS = 20
 LARGE = 1 << 25
 # Bytes that are compared at a time.
 COMPARED = 1 << 20
+# Where arrays may begin, in bytes after a place that an allocator gives: less than this.
+OFFSETS = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +64,9 @@ class Case:
     inputs: list[Any]
     expected: list[np.ndarray]
     tolerance: list[np.ndarray | None]
+    # What seeds where arrays lie: those that every batch has whole, and the others. None: all are aligned as little as
+    # calls may have it.
+    place: tuple[int, int] | None = None
 
     def check(self, outputs: Sequence[np.ndarray]) -> None:
         """Raise `Mismatch` unless these are its outputs."""
@@ -96,6 +91,25 @@ class Case:
         whole = [given for spec, given in arrays if spec.shape and not self.problem.batched(spec)]
         return sum(given.nbytes for given in whole) > LARGE
 
+    def offsets(self, kind: str) -> list[int]:
+        """Bytes after a place that an allocator gives at which each argument begins; 0 for a scalar.
+
+        Drawn: all as an allocator gives them, all aligned as little as calls may have it, or each on its own.
+        """
+        import numpy as np
+
+        whole, own = (np.random.default_rng([seed, 7]) for seed in self.place or (0, 0))
+        how = own.integers(4) if self.place else 1
+        batched = [*map(self.problem.batched, self.problem.kernel_inputs), *(True for _ in self.problem.kernel_outputs)]
+        found = []
+        for slot, grows in zip(self.slots, batched, strict=True):
+            least = CUDA_ALIGNMENT if kind == "cuda" else numpy_dtype(slot.layout[1]).itemsize if slot.layout else 1
+            rng, steps = own if grows else whole, (OFFSETS // least).bit_length()
+            # Multiples of each power of two are as likely.
+            alone = (int(rng.integers(OFFSETS)) * 2 + 1) * (least << int(rng.integers(steps))) % OFFSETS
+            found.append((0, least)[how] if grows and how < 2 else alone if self.place else least)
+        return found
+
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
         """A `Mismatch` from within says that it was this case."""
@@ -107,10 +121,30 @@ class Case:
 
 def make_case(problem: Problem, seed: int, structure: str | None = None, settings: Settings | None = None) -> Case:
     structure, chosen = problem.chosen(structure, settings)
-    said = "".join(f", {name} {value:g}" for name, value in chosen.items())
-    inputs = problem.generate(seed, structure, chosen)
-    expected, tolerance = reference(problem, inputs)
-    return Case(problem, f"{structure}{said}, {problem.batch_axis} {problem.batch_extent}", inputs, expected, tolerance)
+    return case_of(problem, problem.generate(seed, structure, chosen), structure, chosen)
+
+
+def case_of(
+    problem: Problem,
+    inputs: list[Any],
+    structure: str,
+    settings: Settings,
+    said: Sequence[str] = (),
+    place: tuple[int, int] | None = None,
+) -> Case:
+    """A case of these inputs, named by what they were made of."""
+    words = (structure, *(f"{name} {value:g}" for name, value in settings.items()), *said[:-1])
+    name = ", ".join((*words, f"{problem.batch_axis} {problem.batch_extent}", *said[-1:]))
+    return Case(problem, name, inputs, *reference(problem, inputs), place)
+
+
+def row_elements(problem: Problem) -> int:
+    """Elements of one row of the batch, in all arguments."""
+
+    def of_a_row(argument: Argument) -> int:
+        return math.prod(map(problem.extent, argument.shape[1:])) if problem.batched(argument) else 0
+
+    return max(1, sum(map(of_a_row, problem.kernel_inputs)) + sum(map(of_a_row, problem.kernel_outputs)))
 
 
 def reference(
@@ -125,15 +159,10 @@ def reference(
     expected: list[np.ndarray]
     tolerance: list[np.ndarray | None]
 
-    def of_a_row(argument: Argument) -> int:
-        if not problem.batched(argument):
-            return 0
-        return math.prod(map(problem.extent, argument.shape[1:]))
-
     def with_all_rows(part: np.ndarray) -> np.ndarray:
         return np.empty((problem.batch_extent, *part.shape[1:]), part.dtype)
 
-    step = max(1, elements // sum(map(of_a_row, (*problem.kernel_inputs, *problem.kernel_outputs))))
+    step = max(1, elements // row_elements(problem))
     if problem.sequential or step >= problem.batch_extent:
         expected = problem.reference(inputs)
         return expected, problem.tolerance(inputs, expected)
@@ -152,43 +181,11 @@ def reference(
     return expected, tolerance
 
 
-@functools.lru_cache(maxsize=1)
-def cases(problem: Problem, seed: int) -> tuple[tuple[Case, ...], Case]:
-    """The small cases, and the whole batch as it is timed; kept for the candidates of one problem."""
-    seeds = itertools.count(seed)  # each case has data of its own
-    whole = make_case(problem, next(seeds))
-    few, one, odd = map(problem.smaller, (max(1, STRUCTURE_ROWS // len(problem.settings)), 1, ODD_ROWS))
-    turns = range(max(len(problem.verified), len(problem.settings)))
-    in_turn = [
-        (problem.verified[i % len(problem.verified)], problem.settings[i % len(problem.settings)]) for i in turns
-    ]
-    small = [make_case(few, next(seeds), *in_turn[0])]
-    if small[0].large:
-        small += [make_case(few, next(seeds), *pair) for pair in in_turn[1:]]
-        small += [_first_row(case) for case in small]
-    else:
-        pairs = list(itertools.product(problem.verified, problem.settings))
-        small += [make_case(few, next(seeds), *pair) for pair in pairs[1:]]
-        small += [make_case(one, next(seeds), *pair) for pair in in_turn]
-    small.append(make_case(odd, next(seeds), problem.tuned, problem.settings[0]))
-    return tuple(small), whole
-
-
-def _first_row(case: Case) -> Case:
-    """Of a case's first row; what every batch has whole is the same object."""
-    import numpy as np
-
-    one = case.problem.with_batch(1)
-    inputs = case.problem.sample(case.inputs, np.arange(1))
-    said = case.name.rpartition(", ")[0]
-    return Case(one, f"{said}, {one.batch_axis} 1", inputs, *reference(one, inputs))
-
-
 class Arguments:
     """A kernel's arguments on the device, for one case or for several in turn.
 
-    With `offset` arrays are aligned as little as those of a public call may be (`runtime.arrays`), else as an allocator
-    gives them. Inputs that are the same objects, case by case, have one place in all arguments with the same `rooms`.
+    With `offset` arrays begin where the case says it (`Case.offsets`), else as an allocator gives them. Inputs that
+    are the same objects, case by case, have one place in all arguments with the same `rooms`.
     """
 
     def __init__(
@@ -202,6 +199,7 @@ class Arguments:
     ) -> None:
         self._workspaces = workspaces
         self._case: Case | None = None  # whose inputs are in place
+        self._kind, self._offset = kind, offset
         rooms = {} if rooms is None else rooms
         self._rooms: list[Guarded | None] = []  # None for a scalar
         for slots in zip(*(case.slots for case in cases), strict=True):
@@ -210,9 +208,8 @@ class Arguments:
                 self._rooms.append(None)
                 continue
             size = max(math.prod(shape) * numpy_dtype(dtype).itemsize for shape, dtype in layouts)
-            least = CUDA_ALIGNMENT if kind == "cuda" else numpy_dtype(layouts[0][1]).itemsize
             objects = tuple(id(slot.content) for slot in slots)
-            room = rooms.get(objects) or Guarded(kind, size, least if offset else 0)
+            room = rooms.get(objects) or Guarded(kind, size, OFFSETS if offset else 0)
             self._rooms.append(room)
             if slots[0].content is not None:
                 rooms[objects] = room
@@ -230,9 +227,10 @@ class Arguments:
         """Put a case's inputs in place, if they are not there, and poison into its outputs; returns what a kernel is
         called with."""
         self._case = case
+        offsets = case.offsets(self._kind) if self._offset else [0] * len(case.slots)
         arguments = [
-            room.place(*slot.layout) if room and slot.layout else slot.content
-            for slot, room in zip(case.slots, self._rooms, strict=True)
+            room.place(*slot.layout, offset) if room and slot.layout else slot.content
+            for slot, room, offset in zip(case.slots, self._rooms, offsets, strict=True)
         ]
         for slot, room in self._arrays(outputs=False):
             if room.held is not slot.content:

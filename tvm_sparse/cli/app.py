@@ -10,6 +10,7 @@ import typer
 
 from ..core.commands import command
 from ..core.registry import BUILTIN
+from .adopt import adopt
 from .bench import bench
 from .cache import cache
 from .common import PROGRAM, Plugins
@@ -65,6 +66,7 @@ app.command("quickstart")(quickstart)
 app.command("doctor")(doctor)
 app.command("list")(list_operators)
 app.command("tune")(tune)
+app.command("adopt")(adopt)
 app.command("measure-space")(measure_space)
 app.command("space")(space)
 app.command("study")(study)

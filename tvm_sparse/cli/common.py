@@ -97,11 +97,10 @@ def target_names(incomplete: str) -> list[str]:
     return [name for name in ("auto", "cpu", "cuda", *ARCHS) if name.startswith(incomplete)]
 
 
-def template_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Templates of the operator that is named, or of all."""
-    operator = registry.operators().get(str(ctx.params.get("operator")).partition("/")[0])
-    known = [operator] if operator is not None else registry.operators().values()
-    return [template.name for one in known for template in one.templates if template.name.startswith(incomplete)]
+def template_names(incomplete: str) -> list[str]:
+    """All templates: of what is in front of an option that has no value yet, a shell's completion is not told."""
+    templates = (template for one in registry.operators().values() for template in one.templates)
+    return [template.name for template in templates if template.name.startswith(incomplete)]
 
 
 def recorded_keys(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -216,11 +215,12 @@ def problem_of(operator: str, axes: Sequence[str] | None) -> Problem:
     return make(operator, values)
 
 
-def as_called(problems: Sequence[Problem], done: str = "tuned") -> list[Problem]:
+def as_called(problems: Sequence[Problem], done: str = "tuned", *, err: bool = False) -> list[Problem]:
     """The problems that calls ask for in the place of those given, each once; says which are others."""
     for problem in problems:
         if problem.as_called() != problem:
-            typer.echo(f"{problem.typed} is {done} as {problem.as_called().typed}: calls with such data ask for it")
+            text = f"{problem.typed} is {done} as {problem.as_called().typed}: calls with such data ask for it"
+            typer.echo(text, err=err)
     return list(dict.fromkeys(problem.as_called() for problem in problems))
 
 
@@ -251,14 +251,14 @@ def is_here(wanted: Machine) -> bool:
 
 def require(*extras: str) -> None:
     """End with the command that installs what is missing of these extras."""
-    for extra in extras:
-        missing = [name for name in EXTRAS[extra] if not _installed(name)]
-        if missing:
-            fail(_lacking(missing, extra))
+    missing = {extra: [name for name in EXTRAS[extra] if not _installed(name)] for extra in extras}
+    lacking = {extra: names for extra, names in missing.items() if names}
+    if lacking:
+        fail(_lacking([name for names in lacking.values() for name in names], *lacking))
 
 
-def _lacking(modules: Sequence[str], extra: str) -> str:
-    return f"{', '.join(modules)} missing; install with: {install(extra)}"
+def _lacking(modules: Sequence[str], *extras: str) -> str:
+    return f"{', '.join(modules)} missing; install with: {install(*extras)}"
 
 
 def _installed(module: str) -> bool:
@@ -482,9 +482,12 @@ def echo_json(value: Any) -> None:
 def note_counting(tables: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:
     """Say of which templates all combinations are about to be gone through, if that takes a while."""
     from ..core import spaces
+    from ..research.space import DRAWN, MOST_COMBINATIONS
 
     for name in spaces.drawn(tables):
-        typer.echo(f"note: going through {spaces.combinations(tables[name]):,} combinations of {name}", err=True)
+        count = spaces.combinations(tables[name])
+        how = "going through" if count <= MOST_COMBINATIONS else f"too many to go through: {DRAWN:,} are drawn of"
+        typer.echo(f"note: {how} {count:,} combinations of {name}", err=True)
 
 
 def default_roots(logs: Sequence[Path] | None) -> tuple[Path, ...]:

@@ -286,10 +286,9 @@ def diff(one: Path, other: Path, as_json: AsJson = False) -> None:
             # Hot and fresh times have no ratio.
             faster = ratio(mine.seconds, theirs.seconds) if mine and theirs and len(inputs) == 1 else "-"
             made.add_row(arch, problem, *told, faster)
-            rows.append({"arch": arch, "problem": problem, "first": mine, "second": theirs})
+            rows.append({"arch": arch, "problem": problem, "first": _told(mine), "second": _told(theirs)})
         if as_json:
-            sides = ("first", "second")
-            echo_json([row | {s: _told(row[s]) for s in sides} for row in rows])
+            echo_json(rows)
             return
         console().print(made)
 

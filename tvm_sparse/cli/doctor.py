@@ -11,15 +11,19 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from ..artifacts import manifest, runtime_libraries
 from ..artifacts.packages import kernel_packages
 from ..core import machine, registry
-from .common import FAILED, AsJson, Plugins, console, echo_json, table
+from .adopt import Chosen, Set, Shapes, read
+from .common import FAILED, AsJson, Plugins, console, default_roots, echo_json, errors, program, require, table
 
 # The smoke test of the compiler imports all of it from a cold disk.
 SMOKE_SECONDS = 180.0
@@ -37,11 +41,36 @@ class Check:
     needed: bool = False  # without it the CPU path does not work
 
 
-def doctor(as_json: AsJson = False, plugin: Plugins = None) -> None:
+def doctor(
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target",
+            "--arch",
+            help="Report instead how calls would be served there: a card (rtx4090, a100, b200) or an architecture.",
+        ),
+    ] = None,
+    chosen: Chosen = Set.all,
+    shapes: Shapes = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="With --target: compile every kernel, for minutes.")
+    ] = False,
+    logs: Annotated[
+        list[Path] | None,
+        typer.Option(help="With --target: folder of records.  \\[default: the package's, then yours]"),
+    ] = None,
+    as_json: AsJson = False,
+    plugin: Plugins = None,
+) -> None:
     """Report versions, compiler, GPU and what is missing, with the command that mends it.
 
     Exit code 0 if kernels run on the CPU: compiled or, without the compiler, built ahead. A missing GPU is no error.
+    With --target: which kernels of a set of problems are tuned, borrowed or a default on a GPU that need not be here.
     """
+    if target is not None:
+        with errors():
+            _served(target, chosen, shapes, compile, default_roots(logs), as_json)
+        return
     compiles = runtime_libraries.compiler() is not None
     checks = [*_packages(), *_plugins(), *(_tools() if compiles else ()), *_prebuilt(compiles)]
     checks += [*(_smoke() if compiles else ()), *_gpu()]
@@ -58,6 +87,61 @@ def doctor(as_json: AsJson = False, plugin: Plugins = None) -> None:
         typer.echo(_verdict(checks, works))
     if not works:
         raise typer.Exit(FAILED)
+
+
+def _served(
+    target: str, chosen: Set, shapes: Path | None, compiles: bool, roots: tuple[Path, ...], as_json: bool
+) -> None:
+    """How look-up would serve a set of problems on a target, by records alone, and what to run there."""
+    import tempfile
+
+    from ..tuning import adopting
+
+    where = machine.resolve(target)
+    problems = adopting.problems_of(chosen) if shapes is None else read(shapes)
+    found = adopting.standings(problems, where, roots)
+    faults = {one.problem: one.refusal for one in found}
+    if compiles:
+        from ..shipping import export
+
+        require("compiler", *(["cuda"] if where.kind == "cuda" else []))
+        jobs: list[export.Job] = [(one.choice.compiled_for, one.choice.candidate, one.choice.how, {}) for one in found]
+        left: dict[tuple[str, str], str] = {}
+
+        def skip(out: export.LeftOut) -> None:
+            left[out.problem.key, str(out.candidate)] = f"does not compile: {out.why.partition(chr(10))[0]}"
+
+        with tempfile.TemporaryDirectory() as folder:
+            export.built(jobs, where, Path(folder), machine.default_builders(), lambda entry: None, skip)
+        for one in found:
+            faults[one.problem] = left.get((one.choice.compiled_for.key, str(one.choice.candidate)))
+    if as_json:
+        lines = [
+            {
+                "problem": one.problem.key,
+                "how": one.how,
+                "candidate": str(one.choice.candidate),
+                "why": one.choice.why,
+                "record": one.choice.record,
+                "fault": faults[one.problem],
+            }
+            for one in found
+        ]
+        echo_json({"target": where.arch, "multiprocessors": where.cores, "problems": lines})
+        return
+    made = table(
+        "problem", "look-up", "kernel", "", title=f"{where.name} ({where.arch}, {where.cores} multiprocessors)"
+    )
+    for one in found:
+        fault = (faults[one.problem] or "").replace("[", "\\[")
+        made.add_row(one.problem.typed, one.how, str(one.choice.candidate), fault)
+    console().print(made)
+    counts = Counter(one.choice.how.replace("fallback", "default") for one in found)
+    typer.echo(", ".join(f"{count} {how}" for how, count in counts.most_common()) + f" of {len(found)} problems.")
+    if any(not one.own for one in found):
+        words = "" if shapes is None else f" --shapes {shapes}"
+        words += "" if chosen is Set.all or shapes is not None else f" --set {chosen}"
+        typer.echo(f"On such a GPU, to check and tune them in half an hour: {program()} adopt{words}")
 
 
 def _verdict(checks: list[Check], works: bool) -> str:

@@ -33,7 +33,14 @@ from .common import (
 if TYPE_CHECKING:
     from ..shipping.prebuild import Built
 
-Set = enum.StrEnum("Set", {name: name for name in (*registry.SETS, "all")})
+
+class Set(enum.StrEnum):
+    """The sets of `registry.SETS`, and all operators."""
+
+    serve = "serve"
+    sparse = "sparse"
+    recurrent = "recurrent"
+    all = "all"
 
 
 def prebuild(

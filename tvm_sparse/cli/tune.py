@@ -57,6 +57,7 @@ from .common import (
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ..core.candidate import Candidate
     from ..records import Best
     from ..tuning.fleet import Fleet
     from ..tuning.plans import Plan, Progress
@@ -219,7 +220,7 @@ def tune(
             console().print(result_table(plans, outcome.bests))
             typer.echo("\n".join([WIDE_NOTE[0].upper() + WIDE_NOTE[1:], *load_line(before, sampled())]))
             typer.echo(f"Recorded in {', '.join(str(folder / where.arch) for where in machines)}")
-        for line in _failed(plans, outcome, folder):
+        for line in failed_lines(plans, outcome, folder):
             typer.echo(line)
         if outcome.interrupted:
             left = len(plans) - len(outcome.bests) - outcome.failures
@@ -236,7 +237,7 @@ def tune(
 MOST_REASONS = 3
 
 
-def _failed(plans: Sequence[Plan], outcome: Outcome, folder: Path) -> list[str]:
+def failed_lines(plans: Sequence[Plan], outcome: Outcome, folder: Path) -> list[str]:
     """Why candidates of this run failed, by problem."""
     from ..records import Log
     from ..records.queries import failures
@@ -550,12 +551,23 @@ class Outcome:
     def __init__(self) -> None:
         self.bests: dict[Plan, Best] = {}
         self.sessions: dict[Plan, set[str]] = {}  # in which trials of a plan failed
+        self.finals: dict[str, dict[Candidate, float]] = {}  # by problem key, median seconds of what was timed in turn
         self.failures = 0
         self.interrupted = False
 
 
-def run(plans: Sequence[Plan], folder: Path, seed: int, again: str, using: Fleet | None = None) -> Outcome:
-    """Run plans on these devices, or on the first of this machine, and show how they get on."""
+def run(
+    plans: Sequence[Plan],
+    folder: Path,
+    seed: int,
+    again: str,
+    using: Fleet | None = None,
+    over: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Run plans on these devices, or on the first of this machine, and show how they get on.
+
+    Once it is `over` no plan is begun, and those that run end after the batch in hand.
+    """
     from ..tuning import fleet, session
     from ..tuning.workbench import NoValidRecord
 
@@ -566,6 +578,8 @@ def run(plans: Sequence[Plan], folder: Path, seed: int, again: str, using: Fleet
     def show(progress: Progress) -> None:
         if progress.last is not None and progress.last.outcome != "ok":
             outcome.sessions.setdefault(progress.plan, set()).add(progress.last.session)
+        if progress.medians:
+            outcome.finals[progress.plan.problem.key] = progress.medians
         view.show(progress)
 
     def end(plan: Plan, found: Best | NoValidRecord) -> None:
@@ -582,7 +596,16 @@ def run(plans: Sequence[Plan], folder: Path, seed: int, again: str, using: Fleet
             devices = using or stack.enter_context(fleet.local(plans[0].machine, plans[0].builders))
             stop = stack.enter_context(session.stop_on_interrupt())
             view = stack.enter_context(_view(plans, stop, devices.sessions()))
-            session.tune_all(plans, folder, devices, seed=seed, begin=view.begin, show=show, end=end, stop=stop)
+            session.tune_all(
+                plans,
+                folder,
+                devices,
+                seed=seed,
+                begin=view.begin,
+                show=show,
+                end=end,
+                stop=lambda: stop() or over(),
+            )
             outcome.interrupted = stop()
     except KeyboardInterrupt:
         typer.echo(f"\nEnded at once; the batch in hand is lost. Resume with:\n  {again}", err=True)
@@ -651,7 +674,8 @@ class Lines:
             typer.echo(f"{self._names[plan]}: no valid record")
         else:
             inputs = ", fresh inputs" if plan.fresh else ""
-            typer.echo(f"{self._names[plan]}: {us(best.seconds)} us{inputs}, {gain(best)} fallback, {best.candidate}")
+            faster = found if (found := gain(best)) != "-" else "no ratio (spread) to the"
+            typer.echo(f"{self._names[plan]}: {us(best.seconds)} us{inputs}, {faster} fallback, {best.candidate}")
 
 
 class Live:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from operator import index
@@ -9,6 +10,11 @@ from operator import index
 _NAME = r"[A-Za-z_][A-Za-z0-9_.\-]*"
 _CANDIDATE = re.compile(rf"(?P<template>{_NAME})@(?P<version>\d+)\((?P<decisions>.*)\)")
 _DECISION = re.compile(rf"({_NAME})=(-?\d+)")
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_name(text: str) -> bool:
+    return re.fullmatch(_NAME, text) is not None
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class Candidate:
         object.__setattr__(self, "decisions", decisions)
         names = [name for name, _ in decisions]
         for name in (self.template, *names):
-            if not isinstance(name, str) or not re.fullmatch(_NAME, name):
+            if not isinstance(name, str) or not _is_name(name):
                 raise ValueError(f"not a name of a template or a decision: {name!r}")
         if len(set(names)) != len(names):
             raise ValueError(f"a decision is named twice: {', '.join(names)}")

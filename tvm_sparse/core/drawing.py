@@ -1,4 +1,4 @@
-"""Random numbers of inputs. Those of large ones are drawn by all cores.
+"""Random numbers of inputs, and their magnitudes. Those of large ones are drawn by all cores.
 
 What is drawn depends on the generator alone, and not on how many cores take part: an array of more numbers than a part
 has (`parts`) is drawn part by part, each from a generator of its own.
@@ -7,11 +7,11 @@ has (`parts`) is drawn part by part, each from a generator of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from . import parts
-from .problem import numpy_dtype
+from .problem import Problem, numpy_dtype
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +38,56 @@ def whole(rng: np.random.Generator, low: int, high: int, shape: tuple[int, ...],
         parts.round_into(own.integers(low, high, size=len(out)).astype(np.float32), out)
 
     return _drawn(rng, shape, dtype, draw)
+
+
+# Factors below and above 1 that inputs are drawn with, and numbers that are added to them, as powers of ten.
+POWERS, SHIFTS = ((-8.0, 0.0), (0.0, 4.0)), (0.0, 4.0)
+# Chances that inputs stay as they were generated, become subnormal, and have a number added.
+AS_GENERATED, SUBNORMAL, SHIFTED = 0.4, 0.12, 0.5
+
+
+def magnified(
+    problem: Problem, inputs: Sequence[Any], rng: np.random.Generator, kind: str = "llvm"
+) -> tuple[list[Any], tuple[str, ...]]:
+    """Inputs with their magnitudes drawn (`Problem.scaled`, `Problem.shifted`), and what was done, in words.
+
+    Each is multiplied by a number of 1e-8 to 1e4, or by one that makes it subnormal, and may have one of up to 1e4
+    added, of either sign. NaN and infinities stay, and finite numbers stay finite. `kind` is the machine's: what is
+    subnormal in float32 is 0 on a GPU, whose kernels flush it, and not drawn there.
+    """
+    import ml_dtypes
+    import numpy as np
+
+    found, said = list(inputs), []
+    if rng.random() < AS_GENERATED:
+        return found, ()
+    for place, argument in enumerate(problem.kernel_inputs):
+        name = argument.name
+        if name not in problem.scaled and name not in problem.shifted:
+            continue
+        dtype = found[place].dtype
+        limits = ml_dtypes.finfo(dtype)
+        factor, added = 1.0, 0.0
+        if name in problem.scaled:
+            factor = 10 ** rng.uniform(*POWERS[rng.integers(len(POWERS))])
+            if name in problem.shifted and rng.random() < SUBNORMAL and (kind == "llvm" or dtype == np.float16):
+                factor = float(limits.smallest_normal) / 8
+        if name in problem.shifted and rng.random() < SHIFTED:
+            factor, added = max(1.0, factor) if rng.random() < 0.5 else 1.0, 10 ** rng.uniform(*SHIFTS)
+            added *= rng.choice([-1.0, 1.0])
+        wide = found[place].astype(np.float32)
+        with np.errstate(invalid="ignore", over="ignore"):
+            moved = np.clip(wide * np.float32(factor) + np.float32(added), float(limits.min), float(limits.max))
+        found[place] = np.where(np.isfinite(wide), moved, wide).astype(dtype)
+        said.append(f"{name} x {factor:.2g}{f' {added:+.3g}' if added else ''}")
+    return found, tuple(said)
+
+
+def temperature(rng: np.random.Generator) -> float:
+    """1, or any of 0.05 to 20, in float32."""
+    import numpy as np
+
+    return 1.0 if rng.random() < 0.25 else float(np.float32(10 ** rng.uniform(-1.3, 1.3)))
 
 
 def _drawn(

@@ -6,9 +6,10 @@ them and read back by `tvm_sparse.core.registry.parse`. No thread, block or memo
 how it is mapped to a machine is a template's affair (`schedules/`).
 
 A problem also says with which inputs its kernels are tuned and checked. How the data lie is a `structure`; what else a
-caller chooses, such as `log`, is one of its `settings`. Both are named, none follows from a seed: `tuned` and the first
-of the settings are what is tuned and timed, and a candidate's time counts once it has been right on every structure in
-`verified` with every one of the settings (`bench.verification`).
+caller chooses, such as `log`, is one of its `settings`. `tuned` and the first of the settings are what is tuned and
+timed. A candidate's time counts once it has been right on cases that are drawn at random (`bench.draws`): structures
+of `verified`, settings of `draw_settings`, magnitudes and shifts of the inputs named in `scaled` and `shifted`, data as
+`redrawn` has them, and batches that its library serves.
 
 A kernel of a problem is one host function `main(inputs..., outputs..., workspaces...)`. It may launch
 several device kernels (candidate generation, product, merge) and may be cooperative (a recurrent layer):
@@ -23,6 +24,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from .rounding import overflow
 
 if TYPE_CHECKING:
     import random
@@ -88,9 +91,11 @@ class Problem(ABC):
     structures: ClassVar[tuple[str, ...]]  # how the data may lie: what `generate` can make
     tuned: ClassVar[str]  # the structure that is tuned and timed
     verified: ClassVar[tuple[str, ...]]  # the structures on which a kernel has to be right before it is timed
-    settings: ClassVar[tuple[Settings, ...]] = ({},)  # with each a kernel has to be right; the first is tuned and timed
+    settings: ClassVar[tuple[Settings, ...]] = ({},)  # what calls choose; the first is tuned and timed
     example: ClassVar[Mapping[str, Any]]  # a small shape, for the quickstart and the listing
     source: ClassVar[str]  # paper and algorithm
+    # Arguments of calls by which a problem may be told in the place of axes, and what each may be: see `of_call`.
+    call_words: ClassVar[Mapping[str, str]] = {}
     most_drawn_bytes: ClassVar[int] = 1 << 28  # of a problem's arrays where it is drawn at random
 
     @classmethod
@@ -139,6 +144,16 @@ class Problem(ABC):
         return self.key
 
     @property
+    def scaled(self) -> tuple[str, ...]:
+        """Floating inputs that may be of any magnitude: the check multiplies each by a number."""
+        return ()
+
+    @property
+    def shifted(self) -> tuple[str, ...]:
+        """Floating inputs that may lie around any number, which the check adds."""
+        return ()
+
+    @property
     def batch_extent(self) -> int:
         return self.axes[self.batch_axis]
 
@@ -157,6 +172,17 @@ class Problem(ABC):
     def with_batch(self, extent: int) -> Problem:
         return dataclasses.replace(self, **{self.batch_axis: extent})
 
+    @classmethod
+    def of_call(cls, words: Mapping[str, Any]) -> dict[str, Any]:
+        """The axes of a problem that is told by axes and by arguments of a call (`call_words`), as they are typed.
+
+        Raises
+        ------
+        ProblemError
+            For an argument that no call takes, and for an axis that also follows from arguments.
+        """
+        return dict(words)
+
     def as_called(self) -> Problem:
         """The problem that calls with such data ask for, and that is tuned for them: an axis may be known in steps."""
         return self
@@ -174,6 +200,21 @@ class Problem(ABC):
         What programs read when they run (`data_axes`) may be cut down too.
         """
         return self.with_batch(extent)
+
+    def redrawn(self, rng: np.random.Generator) -> Problem:
+        """This problem with data that lie otherwise: what its programs read when they run (`data_axes`) is drawn."""
+        return self
+
+    def draw_settings(self, rng: np.random.Generator) -> dict[str, float]:
+        """Settings of a call, drawn at random: here each by itself of the declared ones. An operator whose settings are
+        numbers in a range, as a temperature is, overrides this."""
+        names = self.settings[0]
+        return {name: self.settings[rng.integers(len(self.settings))][name] for name in names}
+
+    def altered(self, inputs: list[Any], rng: np.random.Generator) -> list[Any]:
+        """Inputs of `generate` in which the check draws what neither structure nor settings tell, such as uniform
+        numbers at the ends of their range."""
+        return inputs
 
     def distance(self, other: Problem) -> float | None:
         """How far another problem's decisions are from suiting this one, in octaves; None if they cannot.
@@ -355,13 +396,17 @@ def _agree(found: np.ndarray, wanted: np.ndarray, bound: np.ndarray | None) -> n
 
     if bound is None:
         return found == wanted
+    largest = overflow(found.dtype)
     found = found.astype(np.float64)
     with np.errstate(invalid="ignore"):
         # Where an infinity is wanted the bound is infinite too, and says nothing.
         close = np.isfinite(wanted) & (np.abs(found - wanted) <= bound)
         if close.all():
             return close
-        return close | (found == wanted) | (np.isnan(found) & np.isnan(wanted))
+        close |= (found == wanted) | (np.isnan(found) & np.isnan(wanted))
+        # A number that the output's dtype does not reach may have become an infinity.
+        beyond = np.isinf(found) & np.isfinite(wanted) & (np.abs(wanted) + bound >= largest)
+        return close | (beyond & ((found > 0) == (wanted > 0)))
 
 
 def numpy_dtype(name: str) -> np.dtype:

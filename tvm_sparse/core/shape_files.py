@@ -11,22 +11,37 @@ k = 1024
 n = 1024
 block = 16
 sparsity = [0.8, 0.95]
+
+A file may come from somebody else: what it may cost is bounded before it is parsed, and what it means before problems
+are made.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
-from . import registry
+from . import plain_files, registry
 from .problem import Problem, ProblemError
 from .registry import make
 
-# Of a table. More than anybody tunes, and few enough to be written out in a second.
+# Of a file. More than anybody tunes, and few enough to be written out in seconds.
 MOST_PROBLEMS = 100_000
+# Of a file, which is parsed at about a megabyte a second.
+MOST_BYTES = 1 << 20
+# Brackets within each other, and parts of a dotted key: shapes need two and one. The parser goes as deep as the text,
+# and its time rises with the square of a key's parts.
+MOST_NESTING, MOST_PARTS = 16, 8
+# What holds no structure: texts, on several lines or on one, ended or not, and comments.
+_TEXT = re.compile(
+    r""""{3}(?:\\.|[^\\])*?(?:"{3,5}|\Z)|\'{3}.*?(?:\'{3,5}|\Z)|"(?:\\.|[^"\\\n])*+"?|'[^'\n]*+'?|\#[^\n]*+""",
+    re.DOTALL,
+)
+_BETWEEN_KEYS = re.compile(r"[=,\n\[\]{}]")
 
 
 class ShapesError(ProblemError):
@@ -42,42 +57,91 @@ def read(path: Path) -> list[Problem]:
         If the file cannot be read, is not TOML, or a table has an axis or value that its operator cannot have.
     """
     try:
-        content = tomllib.loads(path.read_text())
+        with plain_files.opened(path, MOST_BYTES) as file:
+            text = file.read(MOST_BYTES).decode()
+    except plain_files.NotPlain as error:
+        raise ShapesError(str(error)) from None
     except OSError as error:
         raise ShapesError(f"{path}: {error.strerror or error}") from None
-    except ValueError as error:  # also of a whole number of thousands of digits
+    except ValueError as error:
         raise ShapesError(f"{path}: not TOML: {error}") from None
-    problems: dict[Problem, None] = {}
+    _check_depth(path, text)
+    try:
+        content = tomllib.loads(text.replace("\r\n", "\n"))
+    except (ValueError, RecursionError) as error:  # also of a whole number of thousands of digits
+        raise ShapesError(f"{path}: not TOML: {_shown(error)}") from None
+    groups: list[tuple[str, str, dict[str, list[Any]]]] = []
     for operator, tables in content.items():
         # One table may be written [softmax_topk] as well.
         tables = [tables] if isinstance(tables, dict) else tables
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
             raise ShapesError(
-                f"{path}: {operator}: expected tables [[{operator}]] with axes, got {tables!r};"
+                f"{path}: {operator}: expected tables [[{operator}]] with axes, got {_shown(tables)};"
                 f" operators are {', '.join(registry.operators())}"
             )
         for number, table in enumerate(tables, start=1):
             where = f"{path}: [[{operator}]] number {number}"
-            problems.update(dict.fromkeys(_expand(where, operator, table)))
+            groups.append((where, operator, _lists(where, table)))
+    counts = [math.prod(map(len, lists.values())) for _, _, lists in groups]
+    for (where, _, _), count in zip(groups, counts, strict=True):
+        if count > MOST_PROBLEMS:
+            raise ShapesError(f"{where}: its lists mean {count:,} problems; expected at most {MOST_PROBLEMS:,}")
+    if (count := sum(counts)) > MOST_PROBLEMS:
+        raise ShapesError(
+            f"{path}: its {len(groups):,} tables mean {count:,} problems; expected at most {MOST_PROBLEMS:,} in a file"
+        )
+    problems: dict[Problem, None] = {}
+    for where, operator, lists in groups:
+        problems.update(dict.fromkeys(_expand(where, operator, lists)))
     if not problems:
         raise ShapesError(f"{path}: no shapes; write one table [[operator]] for each, with its axes")
     return list(problems)
 
 
-def _expand(where: str, operator: str, table: dict[str, Any]) -> list[Problem]:
+def _check_depth(path: Path, text: str) -> None:
+    """Raise if brackets lie too deep within each other, or a key has too many parts; what else is wrong is for the
+    parser to say."""
+    structure = _TEXT.sub(" ", text)
+    depth = 0
+    for bracket in re.findall(r"[\[\]{}]", structure):
+        depth = max(0, depth + (1 if bracket in "[{" else -1))
+        if depth > MOST_NESTING:
+            raise ShapesError(
+                f"{path}: brackets lie more than {MOST_NESTING} deep within each other; write a table [[operator]] for"
+                " each shape, with a number, a text or a list of these for each axis"
+            )
+    if (most := max(piece.count(".") for piece in _BETWEEN_KEYS.split(structure)) + 1) > MOST_PARTS:
+        raise ShapesError(
+            f"{path}: a key has {most:,} parts; expected at most {MOST_PARTS}, and one for an axis of [[operator]]"
+        )
+
+
+def _lists(where: str, table: dict[str, Any]) -> dict[str, list[Any]]:
+    """The values of each axis of a table."""
     values = {name: value if isinstance(value, list) else [value] for name, value in table.items()}
     for name, choices in values.items():
         if not choices:
             raise ShapesError(f"{where}: {name}: the list is empty")
         for value in choices:
             if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-                raise ShapesError(f"{where}: {name}: expected a number, a text or a list of these, got {value!r}")
-    if (count := math.prod(map(len, values.values()))) > MOST_PROBLEMS:
-        raise ShapesError(f"{where}: its lists mean {count:,} problems; expected at most {MOST_PROBLEMS:,}")
+                raise ShapesError(f"{where}: {name}: expected a number, a text or a list of these, got {_shown(value)}")
+    return values
+
+
+def _expand(where: str, operator: str, lists: dict[str, list[Any]]) -> list[Problem]:
     problems = []
-    for combination in itertools.product(*values.values()):
+    for combination in itertools.product(*lists.values()):
         try:
-            problems.append(make(operator, dict(zip(values, combination, strict=True))))
-        except (ProblemError, TypeError) as error:
-            raise ShapesError(f"{where}: {error}") from None
+            problems.append(make(operator, dict(zip(lists, combination, strict=True))))
+        except (ProblemError, TypeError, ValueError, OverflowError) as error:
+            raise ShapesError(f"{where}: {_shown(error)}") from None
     return problems
+
+
+def _shown(value: Any) -> str:
+    """A value or an error, as much of it as a message has room for."""
+    text = str(value) if isinstance(value, Exception) else repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+_MOST_SHOWN = 1000

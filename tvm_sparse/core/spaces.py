@@ -145,6 +145,15 @@ def searchable(
                 break
 
 
+def neighbours(candidate: Candidate, problem: Problem, machine: Machine) -> Iterator[Candidate]:
+    """The allowed points that differ from a point of the problem's spaces in one decision."""
+    template = find(candidate.template, problem.operator)
+    for decisions in _neighbours(template.space(problem, machine), [candidate.values]):
+        other = template.candidate(decisions)
+        if other != candidate and template.allowed(problem, machine, decisions) is None:
+            yield other
+
+
 def _neighbours(table: Table, starts: Collection[Decisions]) -> Iterator[Decisions]:
     """What differs from one of some points in one decision at most."""
     for start in starts:

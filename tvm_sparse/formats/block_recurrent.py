@@ -136,7 +136,7 @@ def lay_out_blocks(
     within = rows % hidden if gates == 1 else rows // hidden * units + rows % hidden % units
     kept, which = np.unique(tile * across + columns // COLUMNS, return_inverse=True)
     if len(kept) * ROWS * COLUMNS >= 2**31:
-        raise ValueError(f"weights: expected fewer than 2^31 values in groups, got {len(kept)} groups of 16 * 8")
+        raise ValueError(f"matrix: expected fewer than 2^31 values in groups, got {len(kept)} groups of 16 * 8")
     place = (which.reshape(-1) * ROWS + within % ROWS) * COLUMNS + columns % COLUMNS
     found = np.bincount(place, values, len(kept) * ROWS * COLUMNS).reshape(-1, ROWS, COLUMNS)
     group_start = np.searchsorted(kept, np.arange(count + 1) * across).astype(np.int32)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.given import described
 from ..core.problem import FLOATS, numpy_dtype
 
 ORDERS = ("banks", "greedy", "columns")
@@ -187,10 +188,6 @@ def recurrent_weights(
     if banks not in BANKS:
         raise ValueError(f"banks: expected one of {', '.join(map(str, BANKS))}, got {banks!r}")
     rows, columns, values, hidden, dtype = matrix_entries(matrix, gates, dtype)
-    if max(len(values), gates * hidden + 1) >= 2**31:
-        raise ValueError(
-            f"weights: expected fewer than 2^31 entries and rows, got {len(values)} in {gates * hidden} rows"
-        )
     return lay_out(rows, columns, values, hidden, gates, dtype, order, banks, units, neighbours)
 
 
@@ -279,25 +276,36 @@ def matrix_rows(units: np.ndarray, row_start: np.ndarray) -> np.ndarray:
     return np.repeat(rows.reshape(-1), np.diff(row_start))
 
 
-def matrix_entries(matrix: Any, gates: int, dtype: str | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, str]:
-    """Rows, columns, values, hidden units and the dtype for kernels, of a matrix of any kind that a caller gave.
+def matrix_entries(
+    matrix: Any, gates: int, dtype: str | None, name: str = "matrix"
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, str]:
+    """Rows, columns, values, hidden units and the dtype for kernels, of a matrix of any kind that a caller gave as the
+    argument `name`.
 
     Raises as `recurrent_weights` does.
     """
-    rows, columns, values, shape, own = _coordinates(matrix)
+    rows, columns, values, shape, own = _coordinates(matrix, name)
+    if not own.startswith(("float", "bfloat", "int", "uint", "bool")):
+        raise ValueError(f"{name}: expected numbers, got {own}")
     if len(shape) != 2 or shape[0] != gates * shape[1] or not shape[1]:
         raise ValueError(
-            f"weights: expected shape ({'' if gates == 1 else f'{gates} * '}hidden, hidden), gates={gates} rows for"
+            f"{name}: expected shape ({'' if gates == 1 else f'{gates} * '}hidden, hidden), gates={gates} rows for"
             f" each of at least one unit, got {shape}"
+        )
+    if dtype is None and own not in FLOATS:
+        raise ValueError(
+            f"{name}: expected a matrix of {', '.join(FLOATS)} or float64, got {own}; pass dtype='float32' to convert"
         )
     dtype = own if dtype is None else dtype
     if dtype not in FLOATS:
         raise ValueError(f"dtype: expected one of {', '.join(FLOATS)}, got {dtype!r}")
-    for name, index, extent in (("row", rows, shape[0]), ("column", columns, shape[1])):
+    for what, index, extent in (("row", rows, shape[0]), ("column", columns, shape[1])):
         outside = np.flatnonzero((index < 0) | (index >= extent))
         if len(outside):
             at = int(outside[0])
-            raise ValueError(f"weights: {name} {index[at]} of entry {at} is outside [0, {extent})")
+            raise ValueError(f"{name}: {what} {index[at]} of entry {at} is outside [0, {extent})")
+    if max(len(values), shape[0] + 1) >= 2**31:
+        raise ValueError(f"{name}: expected fewer than 2^31 entries and rows, got {len(values)} in {shape[0]} rows")
     return rows, columns, values, int(shape[1]), dtype
 
 
@@ -305,11 +313,13 @@ def matrix_entries(matrix: Any, gates: int, dtype: str | None) -> tuple[np.ndarr
 _NO_ENTRIES = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0)
 
 
-def _coordinates(matrix: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...], str]:
-    """Rows, columns, values, shape, and the dtype among those of kernels, of any kind of matrix."""
+def _coordinates(matrix: Any, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...], str]:
+    """Rows, columns, values, shape and dtype of any kind of matrix, the argument `name`; float32 for float64."""
     torch = sys.modules.get("torch")
     own = ""
     if torch is not None and isinstance(matrix, torch.Tensor):
+        if matrix.is_meta:
+            raise TypeError(f"{name}: expected a tensor with data, got one on the meta device")
         own = str(matrix.dtype).removeprefix("torch.")
         matrix = matrix.detach().cpu()
         if matrix.dtype == torch.bfloat16:  # which NumPy does not know
@@ -327,13 +337,15 @@ def _coordinates(matrix: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple
     elif not isinstance(matrix, np.ndarray):
         if not hasattr(matrix, "__dlpack__"):
             raise TypeError(
-                "weights: expected a SciPy sparse matrix, a torch tensor, a NumPy array or another DLPack array on the"
-                f" host, got {type(matrix).__name__}"
+                f"{name}: expected a SciPy sparse matrix, a torch tensor, a NumPy array or another DLPack array on the"
+                f" host, got {described(matrix)}"
             )
         try:
             matrix = np.from_dlpack(matrix)
         except BufferError as error:
-            raise TypeError(f"weights: its library does not hand it over by DLPack: {error}") from None
+            raise TypeError(f"{name}: its library does not hand it over by DLPack: {error}") from None
+    if isinstance(matrix, np.ma.MaskedArray):
+        raise TypeError(f"{name}: expected an array without a mask, got a masked array; use its filled(0)")
     own = _floating(own or matrix.dtype.name)
     if matrix.ndim != 2:
         return *_NO_ENTRIES, tuple(matrix.shape), own

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from ..core.problem import FLOATS
 from ..operators.bsr_matmul.call import BsrWeight, bsr_matmul
 from ..operators.bsr_matmul.problem import ACTIVATIONS
 from ..operators.bsr_matmul.torch_op import Turned, product, turned
 from ..operators.bsr_matmul.weight import Structure, balanced
+from .dense_weight import DenseWeight, dense_weight
+from .modules import (
+    DTYPES,
+    check_conversion,
+    effective,
+    own_forward,
+    parameters_of,
+    plain_class,
+    refuse_own_forward,
+    trained,
+)
 from .settings import integer
 
 # What is known of the structure, in buffers that are made again from it.
 _ORDER, _TURNED = "order", ("turned_places", "turned_indices", "turned_indptr", "turned_order")
+
+
+class Swapped(dict[str, "BsrLinear"]):
+    """What `sparsify` returns: the new layers by name.
+
+    Attributes
+    ----------
+    skipped
+        By the name of each linear layer that stays, why it does.
+    """
+
+    def __init__(self, layers: Mapping[str, BsrLinear], skipped: Mapping[str, str]) -> None:
+        super().__init__(layers)
+        self.skipped = dict(skipped)
 
 
 class BsrLinear(torch.nn.Module):
@@ -41,6 +67,10 @@ class BsrLinear(torch.nn.Module):
     indices, indptr
         int32 buffers: the structure. They are in the state dict with `data` and `bias`; `load_state_dict` takes a state
         with another structure of the same matrix, too, and checks it.
+    weight
+        `(out_features, in_features)`: the dense matrix, for code that reads the weight of linear layers, as those of
+        transformers do. It can be asked for its shape, dtype and device at no cost; what computes with it makes the
+        dense matrix each time, and a gradient goes to the blocks. It is read only, and in no state dict.
     in_features, out_features, block_shape, activation
         Of the layer.
 
@@ -51,7 +81,8 @@ class BsrLinear(torch.nn.Module):
 
     Gradients go to x, to the stored blocks and to the bias, as of `bsr_matmul`. Under `torch.autocast` x, blocks and
     bias are cast, as of `torch.nn.Linear`. It can be moved and converted (`to`, `half`, ...), copied, pickled, compiled
-    (`torch.compile(fullgraph=True)`) and exported (`torch.export`).
+    (`torch.compile(fullgraph=True)`) and exported (`torch.export`). What no kernel computes, as `double()`, raises a
+    TypeError, and leaves it as it was.
 
     When not to use it: with less than about half of the blocks zero a dense layer is as fast.
     """
@@ -108,7 +139,8 @@ class BsrLinear(torch.nn.Module):
         Parameters
         ----------
         linear
-            Of float32, float16 or bfloat16, without NaN.
+            Of float32, float16 or bfloat16, without NaN. Of one that is pruned by `torch.nn.utils.prune`,
+            parametrized or normalised the weight that it computes with now is taken.
         block
             Rows and columns of a block, or one number for both. They divide `out_features` and `in_features`.
         sparsity
@@ -120,11 +152,17 @@ class BsrLinear(torch.nn.Module):
         Raises
         ------
         TypeError, ValueError
-            For arguments that do not fit, naming them.
+            For arguments that do not fit, naming them; for a subclass with a forward of its own, which may compute
+            something else.
         """
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
-        dense = linear.weight.detach()
+        instead = "make a BsrLinear of its weight by BsrLinear.from_torch(weight.to_sparse_bsr(block))"
+        refuse_own_forward("linear", linear, torch.nn.Linear, instead=instead)
+        dense, bias = effective(linear, "weight"), effective(linear, "bias")
+        assert dense is not None
+        if dense.dtype not in DTYPES:
+            raise ValueError(f"linear: expected a weight of {', '.join(FLOATS)}, got {dense.dtype}; convert it first")
         rows, cols = _block_of(block)
         n, k = dense.shape
         if n % rows or k % cols:
@@ -144,10 +182,11 @@ class BsrLinear(torch.nn.Module):
         indices = kept.nonzero()[:, 1].to(torch.int32)
         counts = kept.sum(1)
         indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
-        bias = None if linear.bias is None else linear.bias.detach().clone()
         weight = BsrWeight((blocks[kept].contiguous(), indices, indptr), columns=k)
-        made = cls(weight, bias, activation=activation)
-        made.data.requires_grad_(linear.weight.requires_grad)
+        made = cls(weight, None if bias is None else bias.clone(), activation=activation)
+        made.data.requires_grad_(trained(linear, "weight"))
+        if made.bias is not None:
+            made.bias.requires_grad_(trained(linear, "bias"))
         return made.train(linear.training)
 
     @classmethod
@@ -189,7 +228,7 @@ class BsrLinear(torch.nn.Module):
 
     def _in_graph(self, x: Any, data: Any, bias: Any) -> bool:
         """Whether PyTorch is to see the operator: it traces, or somebody wants a gradient."""
-        if torch.compiler.is_compiling() or type(x) is not torch.Tensor:
+        if torch.compiler.is_compiling() or type(x) is not torch.Tensor or torch.jit.is_tracing():
             return True
         if not torch.is_grad_enabled():
             return False
@@ -204,6 +243,15 @@ class BsrLinear(torch.nn.Module):
             weight = BsrWeight.assembled(parts, self.order, self._structure)
             kept = self._kept = weight, None if bias is None else bias.detach(), where
         return kept[0], kept[1]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dense matrix, see the attributes."""
+        return self.dense() if torch.compiler.is_compiling() else DenseWeight(self)
+
+    def dense(self) -> torch.Tensor:
+        """The dense matrix `(out_features, in_features)` as a new tensor, from which a gradient goes to the blocks."""
+        return dense_weight(self.data, self.indices, self.indptr, (self.out_features, self.in_features))
 
     # ---- life ------------------------------------------------------------------------------------
 
@@ -240,6 +288,7 @@ class BsrLinear(torch.nn.Module):
             self.register_buffer(name, tensor, persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> BsrLinear:
+        check_conversion(self, fn)
         super()._apply(fn, recurse)
         self._prepare()
         return self
@@ -279,13 +328,15 @@ def sparsify(
     block: int | tuple[int, int] = 16,
     sparsity: float | None = 0.9,
     filter: Callable[[str, torch.nn.Linear], bool] | None = None,
-) -> dict[str, BsrLinear]:
+) -> Swapped:
     """Put a `BsrLinear` in the place of the linear layers of a model, which it changes.
 
     Parameters
     ----------
     model
         What holds the layers, at any depth. A layer that stands in it twice is swapped once, and stands there twice.
+        Of layers that are pruned by `torch.nn.utils.prune`, parametrized or normalised the weight that they compute
+        with now is taken.
     block, sparsity
         As of `BsrLinear.from_dense`; each layer gets this share of zero blocks. None keeps the zeros of layers that
         were pruned before.
@@ -297,7 +348,8 @@ def sparsify(
     Returns
     -------
     swapped
-        The new layers by name; empty if there was none to swap.
+        A dict of the new layers by name; empty if there was none to swap. Its attribute `skipped` says of every other
+        linear layer why it stays.
 
     Raises
     ------
@@ -306,9 +358,10 @@ def sparsify(
     ValueError
         As `BsrLinear.from_dense`; nothing has been changed then.
 
-    Subclasses of `torch.nn.Linear` stay, as others may read their weight (`torch.nn.MultiheadAttention` does). Without
-    a fine-tuning after it, pruning by magnitude costs accuracy; with one, train the model as it was: the blocks are
-    parameters of the new layers, so make the optimiser afterwards.
+    Subclasses of `torch.nn.Linear` stay: they may compute something else, or others may read their weight
+    (`torch.nn.MultiheadAttention` does). Code that reads `layer.weight` of a swapped layer gets the dense matrix, see
+    `BsrLinear`. Without a fine-tuning after it, pruning by magnitude costs accuracy; with one, train the model as it
+    was: the blocks are parameters of the new layers, so make the optimiser afterwards.
     """
     if isinstance(model, torch.nn.Linear):
         raise TypeError("model: is a linear layer itself; use tvm_sparse.nn.BsrLinear.from_dense")
@@ -319,23 +372,39 @@ def sparsify(
             owners.setdefault(id(parameter), set()).add(id(module))
     made: dict[int, BsrLinear] = {}
     places: list[tuple[str, torch.nn.Module, str, BsrLinear]] = []
+    skipped: dict[str, str] = {}
     for path, parent in model.named_modules():
         for name, layer in parent._modules.items():  # named_children names a layer once
             full = f"{path}.{name}" if path else name
-            if type(layer) is not torch.nn.Linear:
+            if not isinstance(layer, torch.nn.Linear):
                 continue
-            if filter is not None:
-                chosen = filter(full, layer)
-            else:
-                fits = not (layer.out_features % rows or layer.in_features % cols)
-                chosen = fits and len(owners[id(layer.weight)]) == 1
-            if chosen:
-                if id(layer) not in made:
-                    made[id(layer)] = BsrLinear.from_dense(layer, (rows, cols), sparsity)
-                places.append((full, parent, name, made[id(layer)]))
+            why = _kept_for(layer)
+            if why is None and filter is not None:
+                why = None if filter(full, layer) else "the filter leaves it out"
+            elif why is None:
+                own = {id(module) for module in layer.modules()}
+                if layer.out_features % rows or layer.in_features % cols:
+                    shape = layer.out_features, layer.in_features
+                    why = f"blocks of {rows}x{cols} do not divide its shape {shape}"
+                elif any(owners[id(parameter)] - own for parameter in parameters_of(layer, "weight")):
+                    why = "it shares its weight with another module"
+            if why is not None:
+                skipped[full] = why
+                continue
+            if id(layer) not in made:
+                made[id(layer)] = BsrLinear.from_dense(layer, (rows, cols), sparsity)
+            places.append((full, parent, name, made[id(layer)]))
     for _, parent, name, new in places:
         parent.add_module(name, new)
-    return {full: new for full, _, _, new in places}
+    return Swapped({full: new for full, _, _, new in places}, skipped)
+
+
+def _kept_for(layer: torch.nn.Linear) -> str | None:
+    """Why a layer of this class stays, or None."""
+    why = own_forward(layer, torch.nn.Linear)
+    if why is None and plain_class(layer) is not torch.nn.Linear:
+        why = f"it is a {type(layer).__name__}, a subclass of torch.nn.Linear, whose weight others may read"
+    return why
 
 
 def _block_of(block: Any) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import torch
 
 from ..operators.nhot_lookup import torch_op
 from ..operators.nhot_lookup.call import CsrRows, nhot_lookup
+from .modules import check_conversion, parameter, refuse_own_forward
 
 MODES = ("sum", "mean")
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -39,7 +40,8 @@ class NHotEmbeddingBag(torch.nn.Module):
         For another mode.
 
     The gradient of the table is dense. `from_torch` makes one of a `torch.nn.EmbeddingBag`. It can be moved, converted,
-    copied, pickled, compiled and exported.
+    copied, pickled, compiled and exported. What no kernel computes, as `double()`, raises a TypeError, and leaves it as
+    it was.
     """
 
     weight: Any
@@ -66,16 +68,21 @@ class NHotEmbeddingBag(torch.nn.Module):
     def from_torch(cls, bag: torch.nn.EmbeddingBag, *, validate: bool = False) -> NHotEmbeddingBag:
         """One in the place of a `torch.nn.EmbeddingBag`, whose parameter it shares.
 
+        Of a bag that is pruned by `torch.nn.utils.prune`, parametrized or normalised, the parameter is a copy of what
+        it computes with now.
+
         Raises
         ------
         TypeError
-            If it is none.
+            If it is none, or a subclass with a forward of its own.
         ValueError
             For what is not offered: the mode "max", `padding_idx`, `max_norm`, `scale_grad_by_freq` and sparse
             gradients.
         """
         if not isinstance(bag, torch.nn.EmbeddingBag):
             raise TypeError(f"bag: expected a torch.nn.EmbeddingBag, got {type(bag).__name__}")
+        instead = "make an NHotEmbeddingBag and load its weight"
+        refuse_own_forward("bag", bag, torch.nn.EmbeddingBag, instead=instead)
         for name, wanted in (
             ("padding_idx", None),
             ("max_norm", None),
@@ -85,7 +92,7 @@ class NHotEmbeddingBag(torch.nn.Module):
             if getattr(bag, name) != wanted:
                 raise ValueError(f"bag: expected {name}={wanted}, got {getattr(bag, name)}")
         made = cls(bag.num_embeddings, bag.embedding_dim, mode=bag.mode, device="meta", validate=validate)
-        made.weight, made.include_last_offset = bag.weight, bag.include_last_offset
+        made.weight, made.include_last_offset = parameter(bag, "weight"), bag.include_last_offset
         return made.train(bag.training)
 
     def forward(self, input: Any, offsets: Any = None, per_sample_weights: Any = None) -> torch.Tensor:
@@ -136,7 +143,8 @@ class NHotEmbeddingBag(torch.nn.Module):
         return self._looked_up((starts, indices, None)) / starts.diff().clamp(min=1)[:, None]
 
     def _looked_up(self, csr: Any) -> torch.Tensor:
-        function = torch_op.nhot_lookup if torch.compiler.is_compiling() else nhot_lookup
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        function = torch_op.nhot_lookup if traced else nhot_lookup
         return function(csr, self.weight, validate=self.validate)
 
     def _starts(self, input: torch.Tensor, offsets: Any) -> torch.Tensor:
@@ -157,6 +165,11 @@ class NHotEmbeddingBag(torch.nn.Module):
         if self.include_last_offset:
             return offsets
         return torch.cat([offsets, offsets.new_full((1,), input.shape[0])])
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NHotEmbeddingBag:
+        check_conversion(self, fn)
+        super()._apply(fn, recurse)
+        return self
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}"

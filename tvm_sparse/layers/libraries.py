@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
+from ..core.given import described
 from ..runtime import arrays
 
 
@@ -151,7 +152,7 @@ def library(name: str, array: Any) -> Library:
         return TORCH
     if arrays.is_numpy(array):
         return NUMPY
-    raise TypeError(f"{name}: expected a torch tensor or a NumPy array, got {type(array).__name__}")
+    raise TypeError(f"{name}: expected a torch tensor or a NumPy array, got {described(array)}")
 
 
 def to_host(array: Any) -> np.ndarray:

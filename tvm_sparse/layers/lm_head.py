@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .lsh_head import LshHead
+from .modules import check_conversion, parameter, refuse_own_forward
 from .settings import HASHED, Hashing, Settings, integer
 
 PATHS = ("lsh", "exact")
@@ -38,7 +39,7 @@ class LmHead(torch.nn.Module):
     Attributes
     ----------
     head
-        The `LshHead`, which shares the weight.
+        The `LshHead`, which shares the weight; None on the meta device.
     counts
         `(lists,)` int32 on the device: candidates of the last call's lists, None after one by the exact product. What
         exceeds `head.settings.capacity` was left out: its logits are -inf.
@@ -48,12 +49,19 @@ class LmHead(torch.nn.Module):
     TypeError, ValueError
         As `LshHead`.
 
+    On the meta device there is no head; once the weight has left it, the first call hashes the weight. Under
+    `torch.autocast` logits are those of the weight's own dtype, rounded. What no kernel computes, as `double()`, raises
+    a TypeError, and leaves the module as it was. `torch.jit.trace` takes the exact path alone.
+
     When not to use it: for training. Where a gradient is wanted the exact product is taken; once the weight has
     changed, `rebuild` hashes it again. Where top-k, sampling or beam search is all that follows, `LshHead` and
     `beam_search` are faster: they write no logits.
 
     Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU".
     """
+
+    head: Any
+    weight: Any
 
     def __init__(
         self,
@@ -88,12 +96,14 @@ class LmHead(torch.nn.Module):
     def replace(cls, model: Any, **options: Any) -> LmHead:
         """Put a new module in the place of a Hugging Face model's `lm_head`, and return it.
 
-        `options` are those of the class. `model.set_output_embeddings(module.linear())` takes it out again.
+        `options` are those of the class. `model.set_output_embeddings(module.linear())` takes it out again. Of output
+        embeddings that are pruned by `torch.nn.utils.prune`, parametrized or normalised, the weight is a copy of what
+        they compute with now.
 
         Raises
         ------
         TypeError
-            If the model's output embeddings are no `torch.nn.Linear`.
+            If the model's output embeddings are no `torch.nn.Linear`, or a subclass with a forward of its own.
         """
         linear: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         if not isinstance(linear, torch.nn.Linear):
@@ -101,7 +111,11 @@ class LmHead(torch.nn.Module):
                 f"model: expected output embeddings that are a torch.nn.Linear, got {type(linear).__name__} of"
                 f" {type(model).__name__}"
             )
-        module = cls(linear.weight, linear.bias, **options)
+        instead = "make an LmHead of the parameter that it multiplies with"
+        refuse_own_forward("model", linear, torch.nn.Linear, instead=instead)
+        weight = parameter(linear, "weight")
+        assert weight is not None
+        module = cls(weight, parameter(linear, "bias"), **options)
         model.set_output_embeddings(module)
         return module
 
@@ -115,7 +129,10 @@ class LmHead(torch.nn.Module):
         return found
 
     def rebuild(self) -> None:
-        """Hash the weight as it is now."""
+        """Hash the weight as it is now; on the meta device, at the first call after it has left that."""
+        if self.weight.is_meta:
+            self.head = None
+            return
         head = LshHead(self.weight.detach(), bias=self._float_bias(), **self.options)
         for name in HASHED:
             setattr(self, name, getattr(head.hashing, name, None))
@@ -127,25 +144,40 @@ class LmHead(torch.nn.Module):
         rows = hidden.numel() // width if width else 0
         lists = rows if rows % self.beam else rows // self.beam
         learning = torch.is_grad_enabled() and (hidden.requires_grad or self.weight.requires_grad)
-        if self.path == "exact" or learning or not 0 < lists <= self.exact_above:
+        autocast = torch.is_autocast_enabled(hidden.device.type)
+        exact = self.path == "exact" or learning or not 0 < lists <= self.exact_above or self.weight.is_meta
+        if torch.jit.is_tracing() and not exact:
+            raise RuntimeError(
+                "LmHead: torch.jit.trace does not see what a head by hashes computes; set `path` to 'exact' to trace it"
+            )
+        if exact:
             self.counts = None
             return torch.nn.functional.linear(hidden, self.weight, self.bias)
-        if self._hashed[0] is not self.weight:  # a model that ties its weights again has put another one here
+        if self.head is None:
+            self.rebuild()
+        elif self._hashed[0] is not self.weight:  # a model that ties its weights again has put another one here
             self._assemble(self.head.settings)
-        logits, words, self.counts = self.head.logits(hidden.detach().reshape(rows, width), sentences=lists)
+        states, dtype = hidden.detach().reshape(rows, width), hidden.dtype
+        if autocast:
+            states, dtype = states.to(self.weight.dtype), torch.get_autocast_dtype(hidden.device.type)
+        logits, words, self.counts = self.head.logits(states, sentences=lists)
         vocab, m = self.weight.shape[0], words.shape[1]
         # Places beyond the candidates write to a column of their own.
         columns = torch.where(words < 0, vocab, words).long()[:, None].expand(lists, rows // lists, m)
         full = logits.new_full((lists, rows // lists, vocab + 1), -float("inf"))
         full.scatter_(2, columns, logits.view(lists, rows // lists, m))
-        return full[:, :, :vocab].to(hidden.dtype).reshape(*hidden.shape[:-1], vocab)
+        return full[:, :, :vocab].to(dtype).reshape(*hidden.shape[:-1], vocab)
 
     def extra_repr(self) -> str:
-        return f"{self.head.settings}, path={self.path!r}, beam={self.beam}"
+        return f"{None if self.head is None else self.head.settings}, path={self.path!r}, beam={self.beam}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> LmHead:
+        check_conversion(self, fn)
         super()._apply(fn, recurse)
-        self._assemble(self.head.settings)
+        if self.weight.is_meta:
+            self.rebuild()
+        elif self.head is not None:
+            self._assemble(self.head.settings)
         return self
 
     def _assemble(self, settings: Settings) -> None:

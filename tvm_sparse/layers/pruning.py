@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ..core.given import described
 from ..runtime import arrays
 from .libraries import library
 from .settings import integer
@@ -309,7 +310,7 @@ class GradualPruning:
 
 def _recurrent_weights(target: Any) -> list[Any]:
     """The parameters that are pruned."""
-    if hasattr(target, "named_parameters"):
+    if hasattr(target, "named_parameters") and not isinstance(target, type):
         found = [
             parameter
             for name, parameter in target.named_parameters()
@@ -318,9 +319,11 @@ def _recurrent_weights(target: Any) -> list[Any]:
         if not found:
             raise TypeError(f"target: expected a module with recurrent weights, got {type(target).__name__}")
         return found
-    if not isinstance(target, Iterable):
-        raise TypeError(f"target: expected a module or parameters, got {type(target).__name__}")
+    if not isinstance(target, Iterable) or isinstance(target, (str, bytes)) or hasattr(target, "shape"):
+        raise TypeError(f"target: expected a module or a list of parameters, got {described(target)}")
     found = list(target)
+    if not found:
+        raise TypeError(f"target: expected a module or at least one parameter, got none in a {type(target).__name__}")
     for i, parameter in enumerate(found):
         if not arrays.is_torch(parameter) or parameter.dim() != 2:
             raise TypeError(f"target: expected two-dimensional torch parameters, got {type(parameter).__name__} at {i}")

@@ -670,8 +670,9 @@ class SparseGRU(_Layer):
         return output, h_n
 
 
-def checked_lengths(lengths: Any, x: Any, steps: int, batch: int) -> Any:
-    """Lengths as the operator takes them, int32 on the device of x; those on the host are checked.
+def checked_lengths(lengths: Any, x: Any, steps: int, batch: int, name: str = "x_projected") -> Any:
+    """Lengths as the operator takes them, int32 on the device of x, which callers know by `name`; those on the host are
+    checked.
 
     Raises
     ------
@@ -682,19 +683,19 @@ def checked_lengths(lengths: Any, x: Any, steps: int, batch: int) -> Any:
         return None
     if not arrays.is_torch(lengths):
         lengths = np.asarray(lengths)
-    found, beside = arrays.facts("lengths", lengths), arrays.facts("x_projected", x)
+    found, beside = arrays.facts("lengths", lengths), arrays.facts(name, x)
     if found.shape != (batch,) or not found.dtype.startswith(("int", "uint")):
         raise ValueError(f"lengths: expected shape ({batch},) (batch) of integers, got {found.shape} and {found.dtype}")
     if found.device != "cpu":
         if (found.device, found.index) != (beside.device, beside.index):
-            raise ValueError(f"lengths: expected an array on the host or beside x_projected, got {lengths.device}")
+            raise ValueError(f"lengths: expected an array on the host or beside {name}, got {lengths.device}")
         return lengths if found.dtype == "int32" else TORCH.cast(lengths, "int32")
     lengths = to_host(lengths)
     outside = np.flatnonzero((lengths < 0) | (lengths > steps))
     if len(outside):
         at = int(outside[0])
         raise ValueError(f"lengths: expected values in [0, {steps}] (steps), got {lengths[at]} at {at}")
-    return library("x_projected", x).from_host(lengths.astype(np.int32), x)
+    return library(name, x).from_host(lengths.astype(np.int32), x)
 
 
 def _gates_of(weight_hh: Any, cell: str) -> int:

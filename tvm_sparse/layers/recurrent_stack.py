@@ -9,15 +9,26 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from ..core.problem import FLOATS
 from ..operators.sparse_recurrent.problem import GATES
+from ..runtime.calls import refuse_gradient
 from . import storage
 from .libraries import tensor, to_host
+from .modules import DTYPES, check_conversion, effective, refuse_own_forward
 from .pruning import BLOCK
 from .recurrent import FORMAT, SparseGRU, SparseLSTM, SparseRNN, checked_lengths, projected_bias
 
 CELLS = {"RNN_TANH": "tanh", "RNN_RELU": "relu", "LSTM": "lstm", "GRU": "gru"}  # by `torch.nn.RNNBase.mode`
 CLASSES: dict[str, Any] = {"tanh": SparseRNN, "relu": SparseRNN, "lstm": SparseLSTM, "gru": SparseGRU}
-DTYPES: dict[Any, str] = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+LAYERS = frozenset(CLASSES.values())
+# The classes of PyTorch that a stack computes what they do, by the same.
+MODULES: dict[str, Any] = {
+    "RNN_TANH": torch.nn.RNN,
+    "RNN_RELU": torch.nn.RNN,
+    "LSTM": torch.nn.LSTM,
+    "GRU": torch.nn.GRU,
+}
+INSTEAD = "train the module that the stack was made of, or call it under torch.no_grad()"
 
 
 def from_torch(
@@ -36,30 +47,41 @@ def from_torch(
     ----------
     module
         With any number of layers, directions, `batch_first` and biases. It is copied; later changes of it do not reach
-        the copy. Dropout is that of evaluation: none.
+        the copy. Dropout is that of evaluation: none. Of weights that are pruned by `torch.nn.utils.prune`,
+        parametrized or normalised those that it computes with now are taken.
     density
         Prune each recurrent weight to this share of its entries; None: take the nonzeros as they are, as after
         `GradualPruning`. Input weights stay dense.
     method, block
         Of `tvm_sparse.pruning_mask`.
     dtype
-        "float32", "float16" or "bfloat16"; default: that of the module.
+        "float32", "float16" or "bfloat16"; default: that of the module, which must be one of them.
     form, order
         As of `SparseRNN`.
 
     Raises
     ------
     TypeError
-        If it is no such module.
+        If it is no such module, or a subclass with a forward of its own.
     ValueError
-        For an LSTM with `proj_size`, and for arguments that do not fit.
+        For an LSTM with `proj_size`, for float64 without `dtype`, and for arguments that do not fit.
     """
     if not isinstance(module, torch.nn.RNNBase):
         raise TypeError(f"module: expected a torch.nn.RNN, LSTM or GRU, got {type(module).__name__}")
     if module.proj_size:
         raise ValueError(f"module: expected no projection of hidden states, got proj_size={module.proj_size}")
     cell = CELLS[module.mode]
-    dtype = DTYPES.get(module.weight_hh_l0.dtype, "float32") if dtype is None else dtype
+    instead = "make SparseRNN, SparseLSTM or SparseGRU layers of its weights, and call them as it does"
+    refuse_own_forward("module", module, MODULES[module.mode], instead=instead)
+    if dtype is None:
+        own = effective(module, "weight_hh_l0")
+        assert own is not None
+        if own.dtype not in DTYPES:
+            raise ValueError(
+                f"module: is of {own.dtype}, and stacks compute in {', '.join(FLOATS)}; pass dtype='float32' to round"
+                " its weights"
+            )
+        dtype = DTYPES[own.dtype]
     if dtype not in DTYPES.values():
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES.values())}, got {dtype!r}")
     kind, layers, inputs = getattr(torch, dtype), [], []
@@ -70,8 +92,8 @@ def from_torch(
     for number in range(module.num_layers):
         for suffix in ("", "_reverse")[: 1 + module.bidirectional]:
             names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-            found = [getattr(module, f"{name}_l{number}{suffix}", None) for name in names]
-            weight_ih, weight_hh, bias_ih, bias_hh = (None if a is None else a.detach() for a in found)
+            found = [effective(module, f"{name}_l{number}{suffix}") for name in names]
+            weight_ih, weight_hh, bias_ih, bias_hh = found
             assert weight_ih is not None and weight_hh is not None
             given = dict(options)
             if cell == "gru":
@@ -91,6 +113,10 @@ class RecurrentStack(torch.nn.Module):
     it, and `save` keeps it. Its state dict holds the input weights and, as one tensor of bytes, the recurrent ones; a
     stack of the same cell, sizes and layers loads it, whatever is pruned there.
 
+    Under `torch.autocast` it runs in the dtype of autocast, as PyTorch's modules do, by weights that are rounded to it
+    at the first such call and kept; inputs of every dtype are cast. Else inputs have the dtype of the stack. What no
+    kernel computes, as `double()`, raises a TypeError, and leaves it as it was. `torch.jit.trace` is refused.
+
     Parameters
     ----------
     layers
@@ -107,6 +133,8 @@ class RecurrentStack(torch.nn.Module):
         For layers and weights that do not fit each other, naming them.
     """
 
+    weight_0: torch.Tensor
+
     def __init__(
         self,
         layers: Sequence[Any],
@@ -117,10 +145,15 @@ class RecurrentStack(torch.nn.Module):
     ) -> None:
         super().__init__()
         directions = 2 if bidirectional else 1
+        if not isinstance(layers, (list, tuple)) or not all(isinstance(layer, tuple(LAYERS)) for layer in layers):
+            raise TypeError(
+                "layers: expected a list of SparseRNN, SparseLSTM or SparseGRU, got"
+                f" {type(layers).__name__}; RecurrentStack.load reads a file, tvm_sparse.from_torch converts a module"
+            )
         if not layers or len(layers) % directions or len(inputs) != len(layers):
             raise ValueError(
-                f"layers, inputs: expected as many of both, a multiple of {directions}, got {len(layers)} and"
-                f" {len(inputs)}"
+                f"layers: expected as many as inputs, a multiple of {directions} above 0, got {len(layers)}, and"
+                f" {len(inputs)} inputs"
             )
         kinds = {(layer.cell, layer.hidden, layer.dtype) for layer in layers}
         if len(kinds) > 1:
@@ -138,6 +171,7 @@ class RecurrentStack(torch.nn.Module):
             self.register_buffer(f"weight_{number}", weight)
             self.register_buffer(f"bias_{number}", bias)
         self.layers = list(layers)
+        self._cast: tuple[list[Any], dict[str, list[Any]]] | None = None
         self.bidirectional, self.batch_first = bool(bidirectional), bool(batch_first)
         self.num_layers = len(layers) // directions
         self.eval()
@@ -183,15 +217,22 @@ class RecurrentStack(torch.nn.Module):
         TypeError, ValueError, RuntimeError
             As the layers.
         """
+        if torch.jit.is_tracing():
+            raise RuntimeError(
+                "RecurrentStack: torch.jit.trace does not see what its kernels compute; call it outside of the trace"
+            )
         if isinstance(input, PackedSequence):
             if lengths is not None or resets is not None:
                 raise ValueError("lengths, resets: a PackedSequence has its own lengths, and no resets")
+            self._check_width(input.data)
+            self._check_shapes(hx, (int(input.batch_sizes[0]),))
             return self._packed(input, hx)
-        if input.dim() not in (2, 3) or input.shape[-1] != self.input_size:
-            raise ValueError(
-                f"input: expected two or three dimensions, the last of {self.input_size}, got {tuple(input.shape)}"
-            )
+        if not isinstance(input, torch.Tensor):
+            raise TypeError(f"input: expected a torch tensor or a PackedSequence, got {type(input).__name__}")
+        self._check_width(input)
         single, swapped = input.dim() == 2, self.batch_first and input.dim() == 3
+        self._check_shapes(hx, () if single else (input.shape[0 if swapped else 1],))
+        self._check_resets(resets, input)
         if single:
             input, resets = input[:, None], None if resets is None else resets[:, None]
             hx = _mapped(hx, lambda state: state[:, None])
@@ -216,14 +257,13 @@ class RecurrentStack(torch.nn.Module):
 
     def _run(self, x: Any, hx: Any, lengths: Any, resets: Any) -> tuple[Any, Any]:
         """All layers, of `(steps, batch, input)`."""
+        dtype = self._check_input(x)
         steps, batch, _ = x.shape
-        wanted = (len(self.layers), batch, self.hidden_size)
         lstm = self.cell == "lstm"
         given = (None,) * (1 + lstm) if hx is None else tuple(hx) if lstm else (hx,)
-        if len(given) != 1 + lstm or any(state is not None and tuple(state.shape) != wanted for state in given):
-            shapes = [tuple(state.shape) for state in given if state is not None]
-            raise ValueError(f"hx: expected {'two of' if lstm else 'one of'} shape {wanted}, got {shapes}")
-        lengths = checked_lengths(lengths, x, steps, batch)
+        given = tuple(None if state is None else self._checked_state(state, x, dtype) for state in given)
+        x, layers = x.to(dtype), self._layers_in(DTYPES[dtype])
+        lengths = checked_lengths(lengths, x, steps, batch, "input")
         turned = _Turned(lengths, resets, steps, x.device) if self.bidirectional else None
         last: list[list[Any]] = [[] for _ in given]
         for number in range(self.num_layers):
@@ -235,7 +275,7 @@ class RecurrentStack(torch.nn.Module):
                 if direction and turned:
                     projected, begins = turned.turn(projected), turned.resets
                 states = [None if state is None else state[place] for state in given]
-                output, *ends = self.layers[place](projected, *states, resets=begins, lengths=lengths)
+                output, *ends = layers[place](projected, *states, resets=begins, lengths=lengths)
                 outputs.append(turned.turn(output) if direction and turned else output)
                 for kept, state in zip(last, ends, strict=True):
                     kept.append(state)
@@ -243,15 +283,96 @@ class RecurrentStack(torch.nn.Module):
         states = [torch.stack(kept) for kept in last]
         return x, (tuple(states) if lstm else states[0])
 
+    def _check_width(self, input: torch.Tensor) -> None:
+        if input.dim() not in (2, 3) or input.shape[-1] != self.input_size:
+            raise ValueError(
+                f"input: expected two or three dimensions, the last of {self.input_size}, got {tuple(input.shape)}"
+            )
+
+    def _check_shapes(self, hx: Any, batch: tuple[int, ...]) -> None:
+        """Check how many states there are, and their shapes, by the caller's own dimensions."""
+        if hx is None:
+            return
+        lstm, wanted = self.cell == "lstm", (len(self.layers), *batch, self.hidden_size)
+        many = "two tensors" if lstm else "one tensor"
+        several = isinstance(hx, (tuple, list))
+        given = tuple(hx) if several else (hx,)
+        shapes = [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in given]
+        fits = [one is None or shape == wanted for one, shape in zip(given, shapes, strict=True)]
+        if several != lstm or len(given) != 1 + lstm or not all(fits):
+            kinds = ("None" if one is None else type(one).__name__ for one in given)
+            got = ", ".join(str(shape or kind) for shape, kind in zip(shapes, kinds, strict=True))
+            raise ValueError(f"hx: expected {many} of shape {wanted}, got {'' if several else 'one of '}{got}")
+
+    def _check_input(self, x: torch.Tensor) -> torch.dtype:
+        """Check the input's dtype, device and gradient; return the dtype in which to run."""
+        refuse_gradient("input", x, INSTEAD)
+        own = self.weight_0
+        if own.is_meta:
+            raise ValueError("input: the stack is on the meta device, and has no weights; load them on a device first")
+        if x.device != own.device:
+            raise ValueError(
+                f"input: expected a tensor on {own.device}, as the weights of the stack are, got {x.device}; use"
+                f" input.to({str(own.device)!r}), or stack.to({str(x.device)!r})"
+            )
+        if torch.is_autocast_enabled(x.device.type):
+            return torch.get_autocast_dtype(x.device.type)
+        if x.dtype is not own.dtype:
+            raise ValueError(
+                f"input: expected dtype {own.dtype}, as the stack has, got {x.dtype}; use input.to({own.dtype}),"
+                " convert the stack, or call it under torch.autocast"
+            )
+        return own.dtype
+
+    def _checked_state(self, state: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A state of `hx` in the dtype in which the stack runs."""
+        refuse_gradient("hx", state, INSTEAD)
+        if state.device != x.device:
+            raise ValueError(f"hx: expected tensors on {x.device}, as input is, got {state.device}")
+        if state.dtype is not dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"hx: expected dtype {dtype}, as input has, got {state.dtype}; use .to({dtype})")
+        return state.to(dtype)
+
+    def _check_resets(self, resets: Any, input: torch.Tensor) -> None:
+        """Check what a caller says of resets by the caller's own dimensions."""
+        if resets is None:
+            return
+        if not isinstance(resets, torch.Tensor):
+            raise TypeError(f"resets: expected a torch tensor, got {type(resets).__name__}")
+        wanted = tuple(input.shape[:-1])
+        if tuple(resets.shape) != wanted or resets.is_floating_point() or resets.is_complex():
+            raise ValueError(
+                f"resets: expected shape {wanted}, as input has, of bool or integers, got {tuple(resets.shape)} of"
+                f" {resets.dtype}"
+            )
+        if resets.device != input.device:
+            raise ValueError(f"resets: expected a tensor on {input.device}, as input is, got {resets.device}")
+
+    def _layers_in(self, dtype: str) -> list[Any]:
+        """The layers in a dtype: the stack's own, or, under autocast, copies that are kept as long as these."""
+        if dtype == self.dtype:
+            return self.layers
+        if self._cast is None or self._cast[0] is not self.layers:
+            self._cast = self.layers, {}
+        if dtype not in self._cast[1]:
+            self._cast[1][dtype] = [layer.astype(dtype) for layer in self.layers]
+        return self._cast[1][dtype]
+
     # ---- life ------------------------------------------------------------------------------------
 
+    def flatten_parameters(self) -> None:
+        """Nothing, for models that call it as of `torch.nn.LSTM`."""
+
     def _apply(self, fn: Any, recurse: bool = True) -> RecurrentStack:
+        check_conversion(self, fn)
         super()._apply(fn, recurse)
-        dtype = DTYPES.get(self.weight_0.dtype)
-        if dtype is None:
-            raise ValueError(f"dtype: expected one of {', '.join(DTYPES.values())}, got {self.weight_0.dtype}")
-        self.layers, self.dtype = [layer.astype(dtype) for layer in self.layers], dtype
+        dtype = DTYPES[self.weight_0.dtype]
+        if dtype != self.dtype:
+            self.layers, self.dtype = [layer.astype(dtype) for layer in self.layers], dtype
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cast": None}  # made again where it is needed
 
     def get_extra_state(self) -> torch.Tensor:
         """The recurrent weights, as bytes: what the state dict holds beside the buffers."""

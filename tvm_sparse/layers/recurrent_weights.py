@@ -16,12 +16,11 @@ from ..formats.block_recurrent import (
     COLUMNS,
     ROWS,
     BlockRecurrentWeights,
-    block_recurrent_weights,
     lay_out_blocks,
     tiles_of,
 )
 from ..formats.compressed import check_compressed
-from ..formats.recurrent import BANKS, ORDERS, RecurrentWeights, entry_words, lay_out, recurrent_weights
+from ..formats.recurrent import BANKS, ORDERS, RecurrentWeights, entry_words, lay_out, matrix_entries
 from ..operators.block_recurrent.call import block_recurrent
 from ..operators.block_recurrent.call import problem_of as problem_of_blocks
 from ..operators.sparse_recurrent.call import problem_of, sparse_recurrent
@@ -52,16 +51,17 @@ def prepared(matrix: Any, gates: int, dtype: str | None, form: str, order: str) 
     """
     if form not in FORMS:
         raise ValueError(f"form: expected one of {', '.join(FORMS)}, got {form!r}")
-    if form == "entries":
-        return recurrent_weights(matrix, gates, dtype=dtype, order=order)
-    if form == "auto":
-        entries = recurrent_weights(matrix, gates, dtype=dtype, order=order)
-        if numpy_dtype(entries.dtype).itemsize != 2:
-            return entries
-        blocks = lay_out_blocks(*entries.coordinates(), entries.hidden, gates, entries.dtype)
-        enough = FULL_ENOUGH_IF_FEW if blocks.weights.nbytes <= FEW_BYTES else FULL_ENOUGH
-        return blocks if entries.nonzeros > enough * blocks.weights.size else entries
-    return block_recurrent_weights(matrix, gates, dtype=dtype)
+    if order not in ORDERS:
+        raise ValueError(f"order: expected one of {', '.join(ORDERS)}, got {order!r}")
+    rows, columns, values, hidden, dtype = matrix_entries(matrix, gates, dtype, "weight_hh")
+    if form == "blocks":
+        return lay_out_blocks(rows, columns, values, hidden, gates, dtype)
+    entries = lay_out(rows, columns, values, hidden, gates, dtype, order)
+    if form == "entries" or numpy_dtype(dtype).itemsize != 2:
+        return entries
+    blocks = lay_out_blocks(*entries.coordinates(), entries.hidden, gates, entries.dtype)
+    enough = FULL_ENOUGH_IF_FEW if blocks.weights.nbytes <= FEW_BYTES else FULL_ENOUGH
+    return blocks if entries.nonzeros > enough * blocks.weights.size else entries
 
 
 def of_dtype(weights: Weights, dtype: str) -> Weights:

@@ -1,7 +1,8 @@
 """Arrays and a few numbers in one file: safetensors or npz, never pickle.
 
-Both formats hold plain arrays, so that a file from somebody else runs no code when it is read. What it says is checked
-by who reads it.
+Both formats hold plain arrays, so that a file from somebody else runs no code when it is read, and takes about as much
+memory as it has bytes: an npz file whose arrays are compressed may expand, and by how much its directory tells before.
+What it says is checked by who reads it.
 """
 
 from __future__ import annotations
@@ -9,15 +10,23 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import math
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
 
+from ..core import plain_files
+
 SUFFIXES = (".safetensors", ".npz")
 _META = "tvm_sparse"  # the entry that holds the numbers, as JSON
+MOST_BYTES = 1 << 44
+# An npz file, which `write` does not compress, may expand to this many times its bytes, or to so many in any case.
+MOST_EXPANSION, LEAST_EXPANDED = 16, 1 << 26
+MOST_ARRAYS = 10_000
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> Path:
@@ -63,11 +72,13 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         if path.suffix == SUFFIXES[0]:
             from safetensors import safe_open
 
+            plain_files.opened(path, MOST_BYTES).close()
             with safe_open(path, framework="numpy") as file:
                 text = (file.metadata() or {})[_META]
                 arrays = {name: file.get_tensor(name) for name in file.keys()}
         else:
-            arrays, text = _read_npz(path)
+            with plain_files.opened(path, MOST_BYTES) as opened:
+                arrays, text = _read_npz(opened)
         return _given(arrays, text)
     except (ModuleNotFoundError, FileNotFoundError):
         raise
@@ -118,10 +129,31 @@ def _write_npz(file: Any, plain: Mapping[str, np.ndarray], text: str) -> None:
     np.savez(file, **entries)
 
 
-def _read_npz(file: Any) -> tuple[dict[str, np.ndarray], str]:
+def _read_npz(file: BinaryIO) -> tuple[dict[str, np.ndarray], str]:
+    _check_expansion(file)
     with np.load(file, allow_pickle=False) as found:
         arrays = {name: found[name] for name in found.files}
     return arrays, arrays.pop(_META).tobytes().decode()
+
+
+def _check_expansion(file: BinaryIO) -> None:
+    """Raise if the arrays of an npz file would take much more memory than it has bytes."""
+    size = file.seek(0, io.SEEK_END)
+    most = max(LEAST_EXPANDED, MOST_EXPANSION * size)
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+        if len(entries) > MOST_ARRAYS:
+            raise ValueError(f"it holds {len(entries):,} arrays; expected at most {MOST_ARRAYS:,}")
+        if (expanded := sum(entry.file_size for entry in entries)) > most:
+            raise ValueError(f"its {size:,} bytes expand to {expanded:,}; expected at most {most:,}")
+        for entry in entries:
+            with archive.open(entry) as array:
+                if np.lib.format.read_magic(array) != (1, 0):  # `write` makes no other: a later one is for long headers
+                    raise ValueError(f"{entry.filename}: expected an array of version 1.0")
+                shape, _, dtype = np.lib.format.read_array_header_1_0(array)
+                if (claimed := math.prod(shape) * dtype.itemsize) > entry.file_size:
+                    raise ValueError(f"{entry.filename}: claims {claimed:,} bytes of its {entry.file_size:,}")
+    file.seek(0)
 
 
 def _check_suffix(path: Path) -> None:

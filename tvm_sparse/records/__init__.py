@@ -1,10 +1,11 @@
 """What was measured, on disk: values, their lines, append-only logs of them, and questions to several logs."""
 
 from .log import LOCK_SECONDS, Contents, Log, Skipped
-from .values import OUTCOMES, REASON_LENGTH, Best, Record, Session, Trial, operator_of, utc_now
+from .values import MEASURED, OUTCOMES, REASON_LENGTH, Best, Record, Session, Trial, operator_of, utc_now
 
 __all__ = [
     "LOCK_SECONDS",
+    "MEASURED",
     "OUTCOMES",
     "REASON_LENGTH",
     "Best",

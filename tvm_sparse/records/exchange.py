@@ -297,17 +297,16 @@ class Inputs:
         conditions = self._conditions()
         groups = _connected(self.table, conditions)
         left = {group: math.prod(len(self.table[name]) for name in group) for group in groups}
-        first = {}
+        first: dict[str, int] = {}
         for group in groups:
             own = [one for one in conditions if set(one.parameters) <= set(group) and one.parameters]
             first |= dict(zip((one.text for one in own), self._first_refused(group, own), strict=True))
         found = {}
         for one in conditions:
             if not one.parameters:
-                all_left = math.prod(left.values())
-                found[one.text] = 0 if self._truths(one)[0] == 1 else all_left
-                if found[one.text]:
-                    left = dict.fromkeys(left, 0)
+                found[one.text] = 0
+                if (everything := math.prod(left.values())) and not self._truth(one, ()):
+                    found[one.text], left = everything, dict.fromkeys(left, 0)
                 continue
             [mine] = [group for group in groups if one.parameters[0] in group]
             # Nothing is left of a group where a condition without parameters has refused everything.

@@ -182,10 +182,10 @@ def _value(node: ast.expr, scope: Mapping[str, Any], budget: _Budget) -> Any:
             return of(parts[-1])
         case ast.Compare(left=left, ops=ops, comparators=parts) if all(type(op) in _COMPARED for op in ops):
             one = of(left)
-            for op, part in zip(ops, parts, strict=True):
+            for compared, part in zip(ops, parts, strict=True):
                 other = of(part)
                 budget.spend(one, other)
-                if not _COMPARED[type(op)](one, other):
+                if not _COMPARED[type(compared)](one, other):
                     return False
                 one = other
             return True

@@ -14,10 +14,11 @@ neither TVM nor NumPy: records are read where nothing can be compiled.
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,8 @@ LOCK_SECONDS = 60.0
 the holder is stopped, and waiting for ever would hide it."""
 
 _PROBLEM = re.compile(rb'"problem"\s*:\s*"([^"\\]{1,500})"')
-_OF_A_SESSION = re.compile(rb'"kind"\s*:\s*"%s"' % Session.kind.encode())
+# As lines are written. Such a text within another one has its quotes escaped.
+_OF_A_SESSION = b'"kind":"%s"' % Session.kind.encode()
 
 
 @dataclass(frozen=True)
@@ -124,22 +126,30 @@ class Log:
 
     def sessions(self) -> dict[str, Session]:
         """Read the sessions alone, by their ids: what trials say, thousands of lines, is not looked at."""
-        lines = self._read(self.trials_path, (Session,), only=_OF_A_SESSION)
-        return {session.id: session for session in lines.sessions}
+        return {session.id: session for session in self._read(self.trials_path, (Session,), _OF_A_SESSION).sessions}
+
+    def of_problem(self, problem: str) -> Contents:
+        """Read the trials of one problem, by its key, and all sessions: lines of other problems are not looked at."""
+        own = b'"problem":%s' % json.dumps(problem).encode()
+        return self._read(self.trials_path, (Trial, Session), own, _OF_A_SESSION)
 
     def read_best(self) -> Contents:
         """Read ``best.jsonl``: every ranking in `Contents.bests`, and the lines skipped."""
         return self._read(self.best_path, (Best,))
 
-    def best(self) -> dict[str, Best]:
-        """Return the last ranking of each problem, by problem key; a warning says where a later one is damaged."""
+    def best(self, valid: Callable[[Best], bool] = lambda best: True) -> dict[str, Best]:
+        """Return the last ranking of each problem that is `valid`, by problem key.
+
+        A warning says where a later one is damaged.
+        """
         found: dict[str, Best] = {}
         lost: dict[str, Skipped] = {}
         lines = list(self._lines(self.best_path, (Best,)))
         for _, line in lines:
             if isinstance(line, Best):
-                found[line.problem] = line
-                lost.pop(line.problem, None)
+                if valid(line):
+                    found[line.problem] = line
+                    lost.pop(line.problem, None)
             elif isinstance(line, Skipped) and line.problem:
                 lost[line.problem] = line
         self._report(self.best_path, [line for _, line in lines if isinstance(line, Skipped)])
@@ -157,9 +167,9 @@ class Log:
         if records:
             _append_lines(path, [encode(record) for record in records])
 
-    def _read(self, path: Path, types: tuple[type[Record], ...], only: re.Pattern[bytes] | None = None) -> Contents:
-        """What a file holds; with `only`, of the lines in which that is found."""
-        lines = [line for _, line in self._lines(path, types, only)]
+    def _read(self, path: Path, types: tuple[type[Record], ...], *only: bytes) -> Contents:
+        """What a file holds; with `only`, of the lines in which one of these texts is found."""
+        lines = [line for _, line in self._lines(path, types, *only)]
         skipped = [line for line in lines if isinstance(line, Skipped)]
         self._report(path, skipped)
         return Contents(
@@ -170,29 +180,25 @@ class Log:
         )
 
     def _lines(
-        self, path: Path, types: tuple[type[Record], ...], only: re.Pattern[bytes] | None = None
+        self, path: Path, types: tuple[type[Record], ...], *only: bytes
     ) -> Iterator[tuple[bytes, Record | Skipped]]:
         """The lines of a file, each with what it says."""
         try:
             data = path.read_bytes()
         except FileNotFoundError:
             return
-        lines = data.split(b"\n")
         # What follows the last newline: nothing, or a line that a crash has torn, or one that is
         # being written at this moment. If its checksum holds, only the newline is missing.
-        torn = len(lines) if lines[-1] else 0
-        if not torn:
-            lines.pop()
-
+        end = data.rfind(b"\n") + 1
         kinds = {cls.kind: cls for cls in types}
-        for number, line in enumerate(lines, start=1):
-            if only is not None and not only.search(line):
-                continue
+        for number, start in _starts(data, only):
+            stop = data.find(b"\n", start)
+            line = data[start : len(data) if stop < 0 else stop]
             try:
                 record = decode(line, kinds)
                 self._check_place(record)
             except UNREADABLE as error:
-                reason = f"torn last line: {error}" if number == torn else str(error)
+                reason = f"torn last line: {error}" if start == end else str(error)
                 problem = _PROBLEM.search(line)
                 yield (
                     line,
@@ -230,6 +236,29 @@ class Log:
             raise ValueError(f"arch {record.arch!r} in the folder of {self.arch!r}")
         if operator_of(record.problem) != self.operator:
             raise ValueError(f"problem {record.problem!r} in the folder of {self.operator!r}")
+
+
+def _starts(data: bytes, only: Sequence[bytes]) -> Iterator[tuple[int, int]]:
+    """Numbers of lines, from 1, and where they begin; with `only`, of those in which one of these texts is found."""
+    if not only:
+        start, number = 0, 1
+        while start < len(data):
+            yield number, start
+            start = data.find(b"\n", start) + 1 or len(data)
+            number += 1
+        return
+    found = set()
+    for text in only:
+        at = data.find(text)
+        while at >= 0:
+            found.add(data.rfind(b"\n", 0, at) + 1)
+            stop = data.find(b"\n", at)
+            at = data.find(text, stop) if stop >= 0 else -1
+    number, before = 1, 0
+    for start in sorted(found):
+        number += data.count(b"\n", before, start)
+        before = start
+        yield number, start
 
 
 _said: set[str] = set()

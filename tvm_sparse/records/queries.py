@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from ..core import registry, spaces
 from ..core.problem import ProblemError
 from .log import Log
 from .predictor import NAME, Predictor, PredictorError, read
-from .values import Best, Trial
+from .values import MEASURED, Best, Trial
 
 logger = logging.getLogger("tvm_sparse")
 
@@ -79,30 +80,29 @@ def recorded_archs(roots: Sequence[Path], operators: Iterable[str]) -> list[str]
 def best_records(
     roots: Sequence[Path], arch: str, operators: Iterable[str] | None = None
 ) -> dict[str, tuple[Best, dict[str, Any]]]:
-    """The best record of each problem for `arch`, with its figures; later folders win.
+    """The best record of each problem for `arch`, with its figures; later folders win, and in a folder later records.
 
     The figures of a ranking with fresh inputs say so as `inputs`, those of others say nothing.
     Of all operators, or of those named: no template of any other is imported.
 
-    Records whose template has gone or has another version now are left out: their decisions mean another program.
-    So are those whose problem cannot be read: their operator had other axes.
+    Records whose template has gone or has another version now are left out: their decisions mean another program, and
+    an older record of this version counts. So are those whose problem cannot be read: their operator had other axes.
     """
     found: dict[str, tuple[Best, dict[str, Any]]] = {}
     for operator in registry.operators() if operators is None else operators:
-        current: dict[str, int] = {}
-        for root in roots:
-            log = Log(root, arch, operator)
-            if not (best := log.best()):
+        logs = [log for root in roots if (log := Log(root, arch, operator)).best_path.exists()]
+        if not logs:
+            continue
+        current = {template.name: template.version for template in spaces.templates(operator)}
+
+        def valid(record: Best, current: dict[str, int] = current) -> bool:
+            return current.get(record.candidate.template) == record.candidate.version and _readable(record.problem)
+
+        for log in logs:
+            if not (best := log.best(valid)):
                 continue
-            current = current or {template.name: template.version for template in spaces.templates(operator)}
             sessions = log.sessions()
             for key, record in best.items():
-                if current.get(record.candidate.template) != record.candidate.version:
-                    continue
-                try:
-                    registry.parse(key)
-                except ProblemError:
-                    continue
                 session = sessions.get(record.session)
                 figures = {
                     "arch": arch,
@@ -113,6 +113,8 @@ def best_records(
                     "machine": session.machine.get("name", "") if session else "",
                     "date": session.date if session else "",
                 }
+                if session is not None and session.strategy == MEASURED:
+                    figures["strategy"] = MEASURED
                 if session is not None and session.fresh:
                     figures["inputs"] = session.state
                 if record.ways:
@@ -120,3 +122,13 @@ def best_records(
                     figures |= {"way": way, "way_seconds": seconds}
                 found[key] = (record, figures)
     return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _readable(key: str) -> bool:
+    """Whether this version's operators have such a problem."""
+    try:
+        registry.parse(key)
+    except ProblemError:
+        return False
+    return True

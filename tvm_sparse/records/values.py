@@ -13,6 +13,7 @@ neither TVM nor NumPy: records are read where nothing can be compiled.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import statistics
@@ -28,6 +29,8 @@ from ..core.candidate import Candidate
 OUTCOMES = ("ok", "wrong", "build-error", "run-error", "crash", "timeout", "rejected", "environment")
 """How a trial can end; `rejected` ones were refused before they were built. `environment` ones tell nothing of their
 candidate, and are tried again: memory, disk or processors were wanting, or something else ended the process."""
+MEASURED = "measured"
+"""`Session.strategy` of the few candidates of look-up that were timed before they ran (`tvm_sparse.warmup`)."""
 REASON_LENGTH = 500
 """Characters kept of an error: enough for its head, and a log of crashes stays readable."""
 
@@ -228,8 +231,7 @@ class Session:
         _check_texts(self, "id", "date", "timer", "strategy")
         if not isinstance(self.fresh, bool):
             raise TypeError(f"fresh is true or false, not {self.fresh!r}")
-        # Python 3.10 does not read the Z.
-        date = datetime.fromisoformat(re.sub("Z$", "+00:00", self.date))
+        date = datetime.fromisoformat(self.date)
         if date.utcoffset() != timedelta(0):
             raise ValueError(f"the date of a session is in UTC and says so, unlike {self.date!r}")
         for name in ("machine", "versions", "inputs"):
@@ -248,6 +250,7 @@ FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+\-]*")
 """What may be the name of a folder of records: an architecture or an operator."""
 
 
+@functools.lru_cache(maxsize=1024)  # thousands of lines of a log have the same
 def operator_of(problem: str) -> str:
     """Return the operator of a problem key: what stands before the first ``/``."""
     operator, slash, _ = problem.partition("/")
@@ -274,6 +277,8 @@ def _check_candidate(value: Any) -> None:
 
 
 def _time(value: Any, name: str) -> float:
+    if type(value) is float and 0.0 < value < math.inf:
+        return value
     if isinstance(value, bool | str):  # float() would take both
         raise TypeError(f"{name}: not a number: {value!r}")
     seconds = float(value)

@@ -14,6 +14,8 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.given import described
+
 # DLPack's device types that kernels exist for (kDLCPU, kDLCUDA, kDLCUDAHost, kDLCUDAManaged).
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
 # Vector loads of CUDA kernels need their own width; a CPU kernel needs an element's.
@@ -147,7 +149,7 @@ def facts(name: str, array: Any) -> Facts:
         )
     if not hasattr(array, "__dlpack__") or not hasattr(array, "__dlpack_device__"):
         raise TypeError(
-            f"{name}: expected a torch tensor, a NumPy array or another DLPack array, got {type(array).__name__}"
+            f"{name}: expected a torch tensor, a NumPy array or another DLPack array, got {described(array)}"
         )
     import tvm_ffi
 
@@ -213,6 +215,12 @@ def is_fake(array: Any) -> bool:
     """Whether this is a tensor of PyTorch's fake mode: shape, dtype and device, and nothing else."""
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     return fake is not None and isinstance(array, fake.FakeTensor)
+
+
+def is_symbol(value: Any) -> bool:
+    """Whether this is an integer that a graph of torch.compile knows only when it runs."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.SymInt)
 
 
 def stands_for_data(tensor: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..artifacts import manifest, trust
 from ..artifacts.manifest import Entry
-from ..core import locking
+from ..core import locking, scratch
 from . import loading
 
 PARTS = 64
@@ -106,7 +106,8 @@ def _lock(folder: Path) -> Path:
 
 
 def _empty(folder: Path) -> None:
-    """Remove the files of a folder, but for its lock."""
+    """Remove the files of a folder, but for its lock, and what killed processes were writing there."""
+    scratch.sweep(folder)
     for path in folder.iterdir():
         if path.is_file() and path != _lock(folder):
             path.unlink(missing_ok=True)

@@ -135,6 +135,29 @@ def define(
     return overload
 
 
+def number(value: Any) -> tuple[Any, Any]:
+    """A float argument as operators take it: (the number, None), or (1.0, a tensor of no dimension that holds it).
+
+    The latter for such a tensor, and for a number that a graph of torch.compile knows only when it runs: as a float of
+    the operator's schema it would be fixed, and each value would take a graph of its own.
+    """
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return 1.0, value
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import has_static_value
+
+        if not has_static_value(value):
+            return 1.0, torch.ones((), dtype=torch.float64) * value
+    return value, None
+
+
+def value_of(given: Any, tensor: Any) -> Any:
+    """The float that an operator was given by `number`; of a fake tensor, whose value nobody knows, the other one."""
+    return given if tensor is None or arrays.is_fake(tensor) else tensor.item()
+
+
 def without_backward(name: str, instead: str = "") -> Callable[..., Any]:
     """The backward pass of a custom operator that has none: an error that says what to use `instead`."""
 

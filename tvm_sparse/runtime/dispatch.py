@@ -16,10 +16,11 @@ import functools
 import hashlib
 import logging
 import os
+import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,14 +62,16 @@ class Explanation:
     why: str
     tune: str | None  # the command that tunes the problem; None where a record of it, or of a larger batch, decides
     compiles: bool = True  # whether calls compile what is not at hand: else the first call raises `Miss`
+    asked: str | None = None  # key of the problem that was asked for, if calls of it run another: that of `problem`
 
     def __str__(self) -> str:
-        lines = [f"{self.problem} on {self.arch}", f"  {self.candidate}", f"  {self.how}: {self.why}"]
+        lines = [] if self.asked is None else [f"calls of {self.asked} run {self.problem}"]
+        lines += [f"{self.problem} on {self.arch}", f"  {self.candidate}", f"  {self.how}: {self.why}"]
         if self.figures:
             behind = " behind a kernel that writes its inputs" if self.figures.get("inputs") == "fresh" else ""
             tuned, untuned = self.figures["seconds"], self.figures["fallback_seconds"]
             lines.append(
-                f"  tuned {self.figures['date'] or 'at an unknown date'}"
+                f"  {self.figures.get('strategy', 'tuned')} {self.figures['date'] or 'at an unknown date'}"
                 f" on {self.figures['machine'] or 'an unknown machine'}:"
                 f" {tuned * 1e6:.2f} us{behind}, {untuned / tuned:.2f}x the fallback's speed"
             )
@@ -110,7 +113,7 @@ class Dispatcher:
 
     Attributes
     ----------
-    policy, compiles
+    policy, compiles, measures
         As `configure` sets them; None: the environment's policy.
     launchers
         What the public functions keep for calls that are like one before. Another dict, and so an empty one, takes its
@@ -126,10 +129,11 @@ class Dispatcher:
         self._cache = cache
         self._folders: list[_Source] = []
         self._kernels: dict[tuple[Problem, Machine], Kernel] = {}
+        self._serving: dict[tuple[Problem, Machine], Problem] = {}  # as `serving` answers
         self._signed: dict[Path, Signed] = {}  # of added folders those that are taken for their signature
         self._taken: tuple[Problem, Machine, str] | None = None  # as `taking` says
         self._libraries: dict[tuple[Path, str], Any] = {}
-        self._records: dict[tuple[str, str], dict[str, Any]] = {}
+        self._records: dict[tuple[str, str], Any] = {}  # as `_kept` keeps them
         self._predictors: dict[tuple[str, str], Any] = {}
         self._manifests: dict[Path, tuple[Any, tuple[Entry, ...]]] = {}
         self._warned: set[tuple[Any, ...]] = set()
@@ -140,14 +144,21 @@ class Dispatcher:
         self.launchers: dict[Any, Any] = {}
         self.policy: str | None = None
         self.compiles = True
+        self.measures = 0.0
+        self._measured: set[tuple[Problem, Machine]] = set()  # tried, with or without success
 
     def configure(
-        self, policy: str | None = None, compiles: bool | None = None, logs: tuple[Path, ...] | None = None
+        self,
+        policy: str | None = None,
+        compiles: bool | None = None,
+        logs: tuple[Path, ...] | None = None,
+        measures: float | None = None,
     ) -> None:
         """Set what is not None; kernels that calls have found are looked up again."""
         with self._lock:
             self.policy = self.policy if policy is None else policy
             self.compiles = self.compiles if compiles is None else compiles
+            self.measures = self.measures if measures is None else measures
             if logs is not None:
                 self._more_logs = logs
                 # Also where the folders are the same: what was recorded in between counts.
@@ -182,7 +193,7 @@ class Dispatcher:
 
     def _forget(self) -> None:
         """What calls have found."""
-        self._kernels, self.launchers = {}, {}
+        self._kernels, self._serving, self.launchers = {}, {}, {}
 
     def kernel(self, problem: Problem, machine: Machine) -> Kernel:
         """The kernel for a problem on a machine, loaded and if need be compiled.
@@ -205,6 +216,20 @@ class Dispatcher:
                     self._refuse_fork()
                 found = self._kernels[problem, machine] = self._load(problem, machine)
             return found
+
+    def serving(self, problem: Problem, wider: Problem, machine: Machine) -> Problem:
+        """The problem whose kernel a call of `problem` runs: `wider`, which computes all of it and more, where no
+        record tells decisions for `problem` and no library of it is at hand, so that it would have to be compiled."""
+        asked = problem, machine
+        if wider == problem or asked in self._kernels:
+            return problem
+        found = self._serving.get(asked)
+        if found is None:
+            with self._lock:
+                choice, located = self._decide(problem, machine, self._sources(machine))
+                own = located is not None or choice.how in RECORDED
+                found = self._serving[asked] = problem if own else wider
+        return found
 
     def explain(self, problem: Problem, machine: Machine) -> Explanation:
         """What `kernel` would return, without loading or compiling."""
@@ -242,6 +267,54 @@ class Dispatcher:
         finally:
             self._taken, self.launchers = before
 
+    def measure(self, problems: Sequence[Problem], machine: Machine, seconds: float, builders: int) -> None:
+        """Time the best candidates of those problems that have no record of their own, for so many seconds in all.
+
+        The fastest are in the user's records then. A problem for which no time is left, or of which no candidate can be
+        measured, keeps the decisions of look-up; that is said.
+        """
+        end = time.monotonic() + seconds
+        with self._lock:
+            wanted = [one for one in dict.fromkeys(problems) if self._is_unmeasured(one, machine)]
+            for number, problem in enumerate(wanted):
+                left = (end - time.monotonic()) / (len(wanted) - number)
+                self._measure(problem, machine, left, builders)
+
+    def _is_unmeasured(self, problem: Problem, machine: Machine) -> bool:
+        """Whether the problem has no record of its own, and was not tried to be measured."""
+        if (problem, machine) in self._measured or not self._may_compile():
+            return False
+        return self._decide(problem, machine, self._sources(machine))[0].how != "exact"
+
+    def _measure(self, problem: Problem, machine: Machine, seconds: float, builders: int) -> None:
+        """As `measure`, of one problem."""
+        from . import measuring
+
+        self._measured.add((problem, machine))
+        evidence = self._evidence(problem, machine, self._sources(machine), compiles=True)
+        choice = choose(problem, machine, evidence)
+        refused = self._refused.get((problem.operator, machine), {})
+        candidates = [c for c in measuring.contenders(problem, machine, choice, evidence) if c not in refused]
+        logs = (self._log_roots or (paths.user_logs(),))[-1]
+        found: dict[str, Any] = {"reason": "no time is left"}
+        if seconds > 0:
+            with _spinner(f"measuring {problem.typed}"):
+                found = measuring.measure(problem, machine, candidates, logs, seconds, builders)
+        if "reason" in found:
+            logger.warning("%s on %s: not measured: %s", problem.typed, machine.arch, found["reason"])
+            return
+        logger.info(
+            "%s on %s: %s is the fastest of %d candidates: %.2f us, the fallback %.2f",
+            problem.typed,
+            machine.arch,
+            found["candidate"],
+            len(found["times"]),
+            found["seconds"] * 1e6,
+            found["fallback_seconds"] * 1e6,
+        )
+        self._kernels.pop((problem, machine), None)
+        self.launchers = {}
+
     def warmup(self, problems: Sequence[Problem], machine: Machine, builders: int) -> list[Explanation]:
         """Load the kernels of these problems, compiling those that are missing `builders` at a time."""
         with self._lock:
@@ -273,6 +346,8 @@ class Dispatcher:
         self._forget()
 
     def _load(self, problem: Problem, machine: Machine) -> Kernel:
+        if self.measures and self._is_unmeasured(problem, machine):
+            self._measure(problem, machine, self.measures, machines.default_builders())
         sources = self._sources(machine)
         choice, located = self._allowed(problem, machine, sources)
         self._warn(problem, machine, choice)
@@ -405,20 +480,34 @@ class Dispatcher:
         return (self._cache or paths.user_cache()) / machine.arch
 
     def _tuned(self, arch: str, operator: str) -> dict[str, Any]:
-        """The best records of one operator."""
-        if (arch, operator) not in self._records:
+        """The best records of one operator, read anew when their files have changed."""
+
+        def read() -> dict[str, Any]:
             from ..records.queries import best_records
 
-            self._records[arch, operator] = best_records(self._roots(), arch, (operator,))
-        return self._records[arch, operator]
+            return best_records(self._roots(), arch, (operator,))
+
+        return self._kept(self._records, arch, operator, "best.jsonl", read)
 
     def _predictor(self, arch: str, operator: str) -> Any:
-        """The model of one operator, or None."""
-        if (arch, operator) not in self._predictors:
+        """The model of one operator, or None; as `_tuned`."""
+
+        def read() -> Any:
             from ..records.queries import predictor
 
-            self._predictors[arch, operator] = predictor(self._roots(), arch, operator)
-        return self._predictors[arch, operator]
+            return predictor(self._roots(), arch, operator)
+
+        return self._kept(self._predictors, arch, operator, "predictor.json", read)
+
+    def _kept(
+        self, kept: dict[tuple[str, str], Any], arch: str, operator: str, name: str, read: Callable[[], Any]
+    ) -> Any:
+        """What was read from the files of this name, one a folder of logs, unless one of them has changed since."""
+        stamps = [locking.stamp(root / arch / operator / name) for root in self._roots()]
+        held = kept.get((arch, operator))
+        if held is None or held[0] != stamps:
+            held = kept[arch, operator] = (stamps, read())
+        return held[1]
 
     def _roots(self) -> tuple[Path, ...]:
         """The folders of records, of which the last that has one of a problem counts."""
@@ -506,7 +595,7 @@ class Dispatcher:
             raise loading.Miss(
                 f"{problem.typed} on {machine.arch}: no kernel for it is at hand, and {reason}\n"
                 "To build it ahead into a wheel, on any machine with the compiler:"
-                f" {commands.command(*ahead, *_plugins_of(problem))}"
+                f" {commands.PROGRAM} {shlex.join([*ahead, *_plugins_of(problem)])}"
             )
 
     def _find(self, choice: Choice, machine: Machine, sources: list[_Source]) -> tuple[Path, Entry] | None:
@@ -615,7 +704,7 @@ def _explanation(
 
 def _tune_command(problem: Problem, machine: Machine, choice: Choice) -> str | None:
     """The command that tunes a problem, on the machine itself; None if what was tuned serves it."""
-    if choice.how in RECORDED:
+    if choice.how in RECORDED and "strategy" not in choice.figures:
         return None
     words = ["tune", *problem.typed.split()]
     if machine.arch != machines.resolve("auto").arch:
@@ -655,6 +744,7 @@ def configure(
     policy: str | None = None,
     compile: bool | None = None,
     logs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
+    measure: float | None = None,
 ) -> None:
     """Say which kernels calls of this process may run; what is not given stays as it was.
 
@@ -667,7 +757,9 @@ def configure(
     compile
         Whether a call may compile what lies in no folder of kernels, which takes seconds. If not, it takes the best
         that is at hand for the problem, whatever its batch, and raises where there is nothing. Default: True.
-
+    measure
+        Seconds that the first call of a problem may spend on timing the few best candidates of look-up, if the problem
+        has no record of its own: see `warmup`. 0, the default: calls measure nothing.
     logs
         Folders of records that look-up reads besides the package's and the user's, and prefers, the last one most: what
         `tvm-sparse tune --logs` wrote. They take the place of those named before; `()` names none. Records that were
@@ -678,7 +770,7 @@ def configure(
     Raises
     ------
     ValueError
-        For another policy.
+        For another policy, or a number of seconds that is negative or no number.
     NotADirectoryError
         If one of `logs` is no folder.
     """
@@ -691,7 +783,14 @@ def configure(
             if not folder.is_dir():
                 wanted = "expected a folder of records, as tvm-sparse tune --logs FOLDER writes it"
                 raise NotADirectoryError(f"logs: {wanted}, got {str(folder)!r}, which is none")
-    dispatcher.configure(policy, compile, folders)
+    dispatcher.configure(policy, compile, folders, None if measure is None else _seconds("measure", measure))
+
+
+def _seconds(name: str, value: float) -> float:
+    """A length of time that was given, checked."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
+        raise ValueError(f"{name}: expected seconds, from 0 to 1,000,000, got {value!r}")
+    return float(value)
 
 
 def load(
@@ -753,6 +852,7 @@ def warmup(
     *,
     target: str = "auto",
     builders: int | None = None,
+    seconds: float | None = None,
 ) -> list[Explanation]:
     """Load the kernels that calls of these problems run, so that no call has to; what is missing is compiled first.
 
@@ -768,6 +868,13 @@ def warmup(
         `auto` (the GPU if there is one), `cpu` or `cuda`, of this machine.
     builders
         Processes that compile. Default: one a core, 16 at most.
+    seconds
+        Time to measure in, for all problems together; some ten seconds for the first and five for each further one are
+        enough on a GPU. Of each problem without a record of its own the few best candidates of look-up (its choice,
+        runners-up, defaults, the fallback) are built in other processes, checked against the reference, and timed on
+        this machine. The fastest is in the user's records from then on, where later processes find it, and `explain`
+        says "measured here". Where the time does not suffice, or something fails, the choice of look-up runs.
+        Needs what tuning needs. Default: nothing is measured.
 
     Returns
     -------
@@ -781,7 +888,7 @@ def warmup(
     UnknownArch
         For a target that is not this machine's.
     ValueError
-        For fewer than 1 builder.
+        For fewer than 1 builder, or a number of seconds that is negative or no number.
     CompileError, LoadError
         If a kernel does not compile or may not be loaded; those compiled before it stay in the cache.
     """
@@ -791,7 +898,11 @@ def warmup(
     builders = machines.default_builders() if builders is None else builders
     if builders < 1:
         raise ValueError(f"builders: expected at least 1, got {builders}")
-    return dispatcher.warmup([problem.as_called() for problem in _problems(problems)], where, builders)
+    asked = _problems(problems)
+    wanted = [problem.as_called() for problem in asked]
+    if seconds is not None:
+        dispatcher.measure(wanted, where, _seconds("seconds", seconds), builders)
+    return list(map(_for, asked, dispatcher.warmup(wanted, where, builders)))
 
 
 def _problems(given: Any) -> list[Problem]:
@@ -815,7 +926,8 @@ def explain(problem: str | Problem, *, target: str = "auto", **axes: Any) -> Exp
     ----------
     problem
         A problem, its key (`"softmax_topk/batch=10,vocab=25000,k=5,dtype=float32"`), or an operator's name with the
-        axes as keywords: `explain("softmax_topk", batch=10, vocab=25000, k=5)`.
+        axes as keywords: `explain("softmax_topk", batch=10, vocab=25000, k=5)`. An operator may know arguments of a
+        call too: `explain("softmax_sample", batch=8, vocab=32000, top_k=50, seed="array")`.
     target
         As for the command line: `auto` (the GPU if there is one), `cpu`, `cuda`, or an architecture.
 
@@ -830,4 +942,9 @@ def explain(problem: str | Problem, *, target: str = "auto", **axes: Any) -> Exp
         problem = parse(problem) if "/" in problem else make(problem, axes)
     elif not isinstance(problem, Problem):
         raise TypeError(f"problem: expected a Problem, its key or an operator's name, got {type(problem).__name__}")
-    return dispatcher.explain(problem.as_called(), machines.resolve(target))
+    return _for(problem, dispatcher.explain(problem.as_called(), machines.resolve(target)))
+
+
+def _for(asked: Problem, found: Explanation) -> Explanation:
+    """What was found for the problem that calls of another one run."""
+    return found if asked.key == found.problem else dataclasses.replace(found, asked=asked.key)

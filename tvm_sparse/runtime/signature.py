@@ -91,10 +91,11 @@ class Argument:
 
 @dataclass(frozen=True)
 class Output:
-    """One array that is returned, and may be given in `out`. `asked`: the argument that asks for it, if one does."""
+    """One array that is returned. `asked`: the argument that asks for it, if one does. `given`: it may be in `out`."""
 
     name: str
     asked: str = ""
+    given: bool = True
 
 
 class Signature:

@@ -172,6 +172,7 @@ def planned(
                 jobs.append((problem, spaces.built_here(best.candidate, problem, machine), "exact", figures))
     else:
         evidence: dict[str, Evidence] = {}
+        found: list[Job] = []
         for problem in map(Problem.as_called, filter(only, problems)):
             if problem.operator not in evidence:
                 evidence[problem.operator] = _evidence(problem.operator, machine, roots, recorded)
@@ -179,8 +180,11 @@ def planned(
             # Of another batch, but by a record of that very problem.
             own = choice.how != "borrowed" and choice.record == choice.compiled_for.key
             how = "exact" if own else choice.how
-            if not any(choice.candidate == one[1] and same_program(one[0].key, choice.compiled_for) for one in jobs):
-                jobs.append((choice.compiled_for, choice.candidate, how, choice.figures))
+            found.append((choice.compiled_for, choice.candidate, how, choice.figures))
+        # Of several that run one program the manifest names the one that has a record.
+        for job in sorted(found, key=lambda job: job[2] != "exact"):
+            if not any(job[1] == one[1] and same_program(one[0].key, job[0]) for one in jobs):
+                jobs.append(job)
     beside = {
         problem: spaces.fallback(problem, machine, cooperative=False)
         for problem, candidate, _, _ in jobs

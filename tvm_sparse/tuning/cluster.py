@@ -4,6 +4,8 @@ What runs there are the workers that run on one machine, started and watched ove
 driver. Search and records stay with the driver, and so do libraries: a node has nothing that another one needs. An
 actor whose GPU is lost is started again by Ray once there is another one.
 
+Actors and tasks reply with bytes, which Ray does not unpickle, of plain data, which is checked (`replies`).
+
 The package and Ray have to be installed on every node, in the driver's versions.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib.metadata
 import logging
 import os
@@ -32,6 +35,16 @@ from ..workers.building import BUILD_WORKER
 from ..workers.processes import Reply, StartError, Worker
 from .fleet import GPU_SEATS, Device, Fleet, of_one_model
 from .measuring import Lost, Measurer, PrepareError, device_state
+from .replies import (
+    MOST_TEXT,
+    NotBelieved,
+    check_built,
+    check_described,
+    check_measured,
+    of_request,
+    packed,
+    unpacked,
+)
 
 # How often a wait for the cluster looks whether it is still wanted.
 LOOK_SECONDS = 0.5
@@ -75,32 +88,60 @@ class Place:
         self._measurers = [Measurer() for _ in range(seats)]
         self._scratch = [scratch.Scratch() for _ in range(seats)]
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> bytes:
         """Where this is, and what."""
         machine = machines.gpu() if self._kind == "cuda" else machines.cpu()
-        return {
-            "host": platform.node(),
-            "node": _ray().get_runtime_context().get_node_id(),
-            "machine": asdict(machine) if machine else None,
-            "state": device_state(machine) if machine else {},
-            "versions": versions(),
-        }
+        return packed(
+            {
+                "host": platform.node(),
+                "node": _ray().get_runtime_context().get_node_id(),
+                "machine": asdict(machine) if machine else None,
+                "state": device_state(machine) if machine else {},
+                "versions": versions(),
+            }
+        )
 
-    def prepare(self, seat: int, problem: Mapping[str, Any]) -> None:
+    def prepare(self, seat: int, problem: Mapping[str, Any]) -> bytes:
         """As `Measurer.prepare`."""
-        self._measurers[seat].prepare(problem)
+
+        def prepare() -> dict[str, Any]:
+            self._measurers[seat].prepare(problem)
+            return {"problem": problem["problem"]}
+
+        return _answer(prepare)
 
     def measure(
         self, seat: int, problem: Mapping[str, Any], library: Mapping[str, Any], content: bytes, timeout: float
-    ) -> dict[str, Any]:
+    ) -> bytes:
         """As `Measurer.measure`, of a library with this content."""
-        path = self._scratch[seat].path / "library.so"
-        path.unlink(missing_ok=True)  # never written over: a process may have the one before loaded
-        path.write_bytes(content)
-        return asdict(self._measurers[seat].measure(problem, {**library, "library": str(path)}, timeout))
+
+        def measure() -> dict[str, Any]:
+            path = self._scratch[seat].path / "library.so"
+            path.unlink(missing_ok=True)  # never written over: a process may have the one before loaded
+            path.write_bytes(content)
+            reply = self._measurers[seat].measure(problem, {**library, "library": str(path)}, timeout)
+            return {"problem": problem["problem"], "sha256": _sha256(content), "reply": asdict(reply)}
+
+        return _answer(measure)
 
 
-def build(request: Mapping[str, Any], timeout: float) -> tuple[dict[str, Any], bytes]:
+# What a place tells of itself by their names.
+_RAISED = {cls.__name__: cls for cls in (PrepareError, StartError)}
+
+
+def _answer(work: Callable[[], dict[str, Any]]) -> bytes:
+    """What a place does, or the error that it raises by its documentation."""
+    try:
+        return packed(work())
+    except tuple(_RAISED.values()) as error:
+        return packed({"raised": type(error).__name__, "message": str(error)})
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def build(request: Mapping[str, Any], timeout: float) -> bytes:
     """The task: a build worker's reply, and the library. The worker stays for the next task of this process."""
     global _builder
     _builder = _builder or Worker(BUILD_WORKER, name="build")
@@ -108,7 +149,10 @@ def build(request: Mapping[str, Any], timeout: float) -> tuple[dict[str, Any], b
         path = folder / "library.so"
         reply = _builder.call({**request, "path": str(path)}, timeout=timeout)
         wanting = not reply.ok and shutil.disk_usage(folder).free < LEAST_DISK
-        return asdict(reply) | ({"environment": True} if wanting else {}), path.read_bytes() if reply.ok else b""
+        content = path.read_bytes() if reply.ok else b""
+    asked = {name: request[name] for name in ("problem", "candidate")}
+    found = asdict(reply) | ({"environment": True} if wanting else {})
+    return packed({**asked, "sha256": _sha256(content), "reply": found}, content)
 
 
 _builder: Worker | None = None
@@ -128,14 +172,25 @@ class RemoteMeasurer:
     def prepare(self, problem: Mapping[str, Any], abandoned: Callable[[], bool]) -> None:
         wanted = (problem["problem"], problem["seed"])
         if self._prepared != wanted:
-            _result(self._actor.prepare.remote(self._seat, problem), abandoned)
+            found = _result(self._actor.prepare.remote(self._seat, problem), abandoned)
+            try:
+                _raise_what_it_says(unpacked(found)[0])
+            except NotBelieved as error:
+                raise StartError(f"a device is not believed: {error}") from None
             self._prepared = wanted
 
     def measure(
         self, problem: Mapping[str, Any], library: Mapping[str, Any], timeout: float, abandoned: Callable[[], bool]
     ) -> Reply:
         content = Path(library["library"]).read_bytes()
-        reply = Reply(**_result(self._actor.measure.remote(self._seat, problem, library, content, timeout), abandoned))
+        found = _result(self._actor.measure.remote(self._seat, problem, library, content, timeout), abandoned)
+        try:
+            value, _ = unpacked(found)
+            _raise_what_it_says(value)
+            reply = of_request(value, problem=problem["problem"], sha256=_sha256(content))
+            check_measured(reply, library["steps"], timeout)
+        except NotBelieved as error:
+            reply = Reply("crash", message=f"its device is not believed: {error}", environment=True)
         if not reply.ok:  # perhaps its process has been renewed
             self._prepared = ()
         return reply
@@ -146,7 +201,10 @@ class RemoteMeasurer:
         dead = _ray().exceptions.ActorDiedError
         while not abandoned():
             try:
-                return _result(self._actor.describe.remote(), abandoned)["machine"] == self._machine
+                value, _ = unpacked(_result(self._actor.describe.remote(), abandoned))
+                return value.get("machine") == self._machine
+            except NotBelieved:
+                return False
             except Lost as error:
                 if isinstance(error.__cause__, dead):
                     return False
@@ -174,11 +232,16 @@ class RemoteBuilders:
         def take(done: Future[Any]) -> None:
             self._refs.discard(ref)
             try:
-                reply, content = done.result()
-                if content:
+                value, content = unpacked(done.result())
+                reply = of_request(value, problem=request["problem"], candidate=request["candidate"])
+                check_built(reply, content, value.get("sha256"))
+                if reply.ok:
                     Path(request["path"]).write_bytes(content)
-                    reply["value"]["path"] = request["path"]
-                future.set_result(Reply(**reply))
+                    reply = dataclasses.replace(reply, value={**reply.value, "path": request["path"]})
+                future.set_result(reply)
+            except NotBelieved as error:
+                reply = Reply("crash", message=f"its builder is not believed: {error}", environment=True)
+                future.set_result(reply)
             except OSError as error:
                 future.set_exception(error)
             except Exception as error:
@@ -205,8 +268,6 @@ def _result(ref: Any, abandoned: Callable[[], bool]) -> Any:
     ------
     Lost
         If the actor or its node has gone.
-    PrepareError, StartError
-        As they were raised there.
     """
     ray = _ray()
 
@@ -216,12 +277,18 @@ def _result(ref: Any, abandoned: Callable[[], bool]) -> Any:
             raise Lost("given up")
     try:
         return ray.get(ref)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, PrepareError | StartError):
-            raise error.cause from None
+    except ray.exceptions.RayTaskError:
         raise
     except ray.exceptions.RayError as error:
         raise Lost(str(error).partition("\n")[0]) from error
+
+
+def _raise_what_it_says(value: Mapping[str, Any]) -> None:
+    """Raise `PrepareError` or `StartError` if a place has replied that it did."""
+    if "raised" in value:
+        if value["raised"] not in _RAISED:
+            raise NotBelieved(f"raised is {str(value['raised'])[:100]!r}, expected {' or '.join(_RAISED)}")
+        raise _RAISED[value["raised"]](str(value.get("message"))[:MOST_TEXT])
 
 
 @contextlib.contextmanager
@@ -338,7 +405,11 @@ def _described(actors: Sequence[Any], show: Callable[[str], None]) -> dict[int, 
     found = {}
     for ref in ready:
         try:
-            found[refs[ref]] = ray.get(ref)
+            value, _ = unpacked(ray.get(ref))
+            check_described(value)
+            found[refs[ref]] = value
+        except NotBelieved as error:
+            show(f"a device is not used: it is not believed: {error}")
         except ray.exceptions.RayError as error:
             lines = str(error).strip().splitlines()
             show(f"a device is not used: {lines[-1] if lines else type(error).__name__}")

@@ -32,6 +32,7 @@ from ..core.machine import Machine, UnknownArch
 from ..workers.building import BUILD_WORKER
 from ..workers.processes import Pool, Reply, StartError, few_threads, pin
 from .measuring import Lost, Measurer, device_state
+from .replies import NotBelieved, check_measured
 
 logger = logging.getLogger("tvm_sparse")
 
@@ -362,7 +363,7 @@ class Fleet:
                 reply = measurer.measure(job.problem, {**job.library, "steps": steps}, left, self._is_closed)
             finally:
                 left = max(LEAST_SECONDS, left - (time.monotonic() - began))
-            return _unchanged(reply)
+            return _believed(_unchanged(reply), steps, job.timeout)
 
         measurer.prepare(job.problem, self._is_closed)
         before = [step for step in job.library["steps"] if step not in (TIME, RECHECK)]
@@ -371,7 +372,7 @@ class Fleet:
         if reply.environment:  # perhaps there was no memory for several
             with turn.alone(self._is_closed):
                 reply = ask(*before)
-        if not reply.ok:
+        if not reply.ok or TIME not in job.library["steps"]:
             return reply
         with turn.alone(self._is_closed):
             timed = ask(TIME)
@@ -482,6 +483,15 @@ def _unchanged(reply: Reply) -> Reply:
         return reply
     what = ", ".join(reply.changed)
     return Reply("error", message=f"calling the library changed its process: {what}", changed=reply.changed)
+
+
+def _believed(reply: Reply, steps: Sequence[str], timeout: float) -> Reply:
+    """A reply whose times a clock can have shown; else an error of the library that the process had called."""
+    try:
+        check_measured(reply, steps, timeout)
+    except NotBelieved as error:
+        return Reply("error", message=f"the process that measured is not believed: {error}")
+    return reply
 
 
 def of_one_model(found: Iterable[Machine], model: str | None = None) -> set[Machine]:

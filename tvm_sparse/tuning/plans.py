@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..core import spaces
 from ..core.candidate import Candidate
@@ -56,6 +57,7 @@ class Plan:
     # What takes part in the final whatever its trials took, and the problem that it is compiled for, of which only the
     # batch may be another. It wins only if it is a point of this problem's spaces.
     rivals: Mapping[Candidate, Problem] = field(default_factory=dict)
+    rounds: int | None = None  # of the final; None: `FINAL_ROUNDS`
 
     @property
     def size(self) -> int:
@@ -68,9 +70,14 @@ class Plan:
         return build / self.builders + measure
 
     @property
+    def final_rounds(self) -> int:
+        """How often the best are timed in turn."""
+        return FINAL_ROUNDS if self.rounds is None else self.rounds
+
+    @property
     def final_seconds(self) -> float:
         """What the final takes by estimate."""
-        return FINAL_ROUNDS * (FINALISTS + 1) * TYPICAL[self.machine.kind][1]
+        return self.final_rounds * (FINALISTS + 1) * TYPICAL[self.machine.kind][1]
 
 
 @dataclass
@@ -110,6 +117,14 @@ class Progress:
         return self.slowness * (trials * self.plan.trial_seconds + (1 - self.final_share) * self.plan.final_seconds)
 
 
+def uncounted(problem: Problem, machine: Machine, trials: int, builders: int, **fields: Any) -> Plan:
+    """A plan of so many trials that says nothing of its space: for points that are given, and runs against the clock.
+
+    `fields`: others of `Plan`.
+    """
+    return Plan(problem, machine, {}, {}, trials, 0, builders, 0.0, **fields)
+
+
 def make_plan(
     problem: Problem,
     machine: Machine,
@@ -141,7 +156,7 @@ def make_plan(
     # The fallback is measured in every run.
     fallback = spaces.fallback(problem, machine)
     size = sum(sizes.values()) + (not spaces.among(fallback, tables))
-    there = (recorded(log, fresh=fresh) if known is None else known).get(problem.key, {})
+    there = (recorded(log, problem, fresh=fresh) if known is None else known).get(problem.key, {})
     paid = sum(candidate == fallback or spaces.among(candidate, tables) for candidate in there)
     left = max(0, min(trials, size) - paid)
     plan = Plan(
@@ -162,13 +177,13 @@ def make_plan(
     return dataclasses.replace(plan, seconds=left * plan.trial_seconds + plan.final_seconds)
 
 
-def recorded(log: Log, *, fresh: bool = False) -> dict[str, Measured]:
-    """By problem key the candidates of the log at their templates' present version.
+def recorded(log: Log, problem: Problem | None = None, *, fresh: bool = False) -> dict[str, Measured]:
+    """By problem key the candidates of the log at their templates' present version; of one problem, or of all.
 
     Of trials with fresh inputs, or of all others: neither knows of the other.
     """
     known: dict[str, Measured] = {}
-    for trial in log.read().timed(fresh):
+    for trial in (log.read() if problem is None else log.of_problem(problem.key)).timed(fresh):
         if trial.outcome != "environment":
             with contextlib.suppress(KeyError):
                 if spaces.find(trial.candidate.template).version == trial.candidate.version:

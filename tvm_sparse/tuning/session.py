@@ -7,6 +7,9 @@ problems in the same log, however its inputs were.
 A run is a function of its log: what stands there is not measured again, so an interrupted run is resumed by starting
 it again. Records of other versions of a template, and of trials that failed, count as paid for too. What failed for
 want of memory, disk or processors, or because something else ended its process, does not: it is tried again.
+
+Several runs of a problem may share a log: a candidate is measured by the one that claims it (`sharing`), and the others
+take what came of it from the log, as a part of what they were to measure.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from .fleet import Fleet, Lease
 from .measuring import Lost
 from .plans import Plan, Progress, before_search, covered, recorded
 from .searching import Searcher, SearchError
+from .sharing import Sharing
 from .workbench import Bench, NoValidRecord, new_session
 
 Show = Callable[[Progress], None]
@@ -71,9 +75,10 @@ def tune(
     problem, machine = plan.problem, plan.machine
     tables, _ = spaces.searched(problem, machine, plan.named, plan.fixed)
     with scratch.folder() as folder, contextlib.ExitStack() as stack:
+        sharing = stack.enter_context(contextlib.closing(Sharing(log, problem, fresh=plan.fresh)))
         devices = using or stack.enter_context(fleet.local(machine, plan.builders))
         lease = stack.enter_context(devices.lease(machine))
-        run = Run(plan, log, seed, folder, lease, show, stop)
+        run = Run(plan, log, sharing, seed, folder, lease, show, stop)
         stack.callback(run.bench.give_up)
         show(run.progress)
         first = run.before_search(tables)
@@ -101,12 +106,22 @@ class Run:
     """
 
     def __init__(
-        self, plan: Plan, log: Log, seed: int, folder: Path, lease: Lease, show: Show, stop: Callable[[], bool]
+        self,
+        plan: Plan,
+        log: Log,
+        sharing: Sharing,
+        seed: int,
+        folder: Path,
+        lease: Lease,
+        show: Show,
+        stop: Callable[[], bool],
     ) -> None:
         problem, machine = plan.problem, plan.machine
         self._plan, self._log, self._seed, self._show, self._stop = plan, log, seed, show, stop
+        self._sharing = sharing
+        self._unreported: set[Candidate] = set()
         self._fallback = spaces.fallback(problem, machine)
-        self.known = recorded(log, fresh=plan.fresh).get(problem.key, {})
+        self.known = recorded(log, problem, fresh=plan.fresh).get(problem.key, {})
         self.progress = Progress(plan)
         for candidate, seconds in self.known.items():
             if seconds and seconds < self.progress.best_seconds:
@@ -146,7 +161,19 @@ class Run:
         if self._fallback in self.known and self._plan.trials:
             self._require_fallback()
         for batch in (first[:1], first[1:]):
-            self._measure(batch, {})
+            self._measure(self._claimed(batch), {})
+
+    def begin_given(self, together: int) -> None:
+        """Measure the fallback and the plan's `proposed` points, so many at a time, until the run is to stop."""
+        first = [c for c in dict.fromkeys([self._fallback, *self._plan.proposed]) if c not in self.known]
+        if self.ahead:
+            self.bench.order(first)
+        if self._fallback in self.known:
+            self._require_fallback()
+        for start in range(0, len(first), together):
+            if start and self._stop():
+                break
+            self._measure(self._claimed(first[start : start + together]), {})
 
     def search(self, asked: Searcher | None, tables: Mapping[str, Table], trials: int) -> strategies.Strategy:
         """A search for so many trials, in the process that was started for it; without one, of all that is left."""
@@ -185,20 +212,50 @@ class Run:
         """Until as many batches are under way as should be, or there is nothing left."""
         progress = self.progress
         while len(self._proposed) < self._under_way and not self._stop():
-            left = self._plan.trials - progress.measured - sum(len(batch) for batch, _ in self._proposed)
+            returned = self._learn(search)
+            under_way = sum(len(batch) for batch, _ in self._proposed)
+            left = self._plan.trials - progress.measured - under_way - self._sharing.count
+            self._sharing.release(returned[max(left, 0) :])
             if left <= 0:
                 return
             began = time.monotonic()
             try:
-                batch = search.propose()[:left]
+                batch = returned or search.propose()
             except SearchError as error:
                 raise NoValidRecord(f"{self._plan.problem}: {error}") from None
             progress.search_seconds += time.monotonic() - began
             if not batch:
                 return
-            self._proposed.append((batch, search.predicted))
+            if not (claimed := self._claimed(batch[:left])):
+                continue  # others are at all of them
+            self._proposed.append((claimed, {} if returned else search.predicted))
             if self.ahead:
-                self.bench.begin(batch)
+                self.bench.begin(claimed, self._session)
+
+    def _claimed(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Those that no other run has measured or is measuring, which from now on are this one's."""
+        claimed, found = self._sharing.claim(candidates)
+        self._note_others(found)
+        return claimed
+
+    def _learn(self, search: strategies.Strategy) -> list[Candidate]:
+        """Report what other runs have measured; returns what they began and gave up, which now is this one's."""
+        returned, found = self._sharing.learn()
+        self._note_others(found)
+        if unreported := {one: self.known[one] for one in self._unreported}:
+            search.report(unreported)
+            self._unreported.clear()
+        return returned
+
+    def _note_others(self, found: Mapping[Candidate, float | None]) -> None:
+        """What other runs have measured is known, and the search is yet to hear of it."""
+        self.known.update(found)
+        self._unreported.update(found)
+        for candidate, seconds in found.items():
+            if seconds is not None and seconds < self.progress.best_seconds:
+                self.progress.best, self.progress.best_seconds = candidate, seconds
+            if candidate == self._fallback:
+                self.progress.fallback_seconds = seconds
 
     def _require_fallback(self) -> None:
         """The fallback fits every shape: where it fails the machine is at fault, and no candidate is to pay."""
@@ -225,6 +282,7 @@ class Run:
         if trials and all(trial.outcome != "ok" for trial in trials):
             self._require_fallback()
         self._log.append(*trials)
+        self._sharing.done(batch)
         results = {trial.candidate: trial.median if trial.outcome == "ok" else None for trial in trials}
         self.known.update(results)
         return results
@@ -244,7 +302,8 @@ class Run:
         self._show(progress)
 
     def final(self) -> Best:
-        """Measure the best few and the fallback again, in turn on one device, and record the winner by its median.
+        """Measure the best few and the fallback again, in turn on one device, and record the winner by its median, if
+        it is right on ten times as many cases as candidates are; else the next best that is.
 
         One round after another, so that a drift of the machine meets all of them; the fallback takes part, so that a
         tuned result cannot lose to not tuning. Devices differ: all is measured by the session's own seat, and where
@@ -258,19 +317,19 @@ class Run:
         while True:
             with contextlib.suppress(Lost):
                 times, spoilt = self._rounds(finalists)
+                rounds = self._plan.final_rounds
+                medians = {c: statistics.median(seconds) for c, seconds in times.items() if len(seconds) == rounds}
+                self.progress.medians = dict(medians)
+                for rival in self._plan.rivals:
+                    if spaces.refusal(rival, problem, self._plan.machine) is not None:
+                        medians.pop(rival, None)
+                winner, failed = self._proven(medians)
                 break
-        medians = {c: statistics.median(seconds) for c, seconds in times.items() if len(seconds) == plans.FINAL_ROUNDS}
-        self.progress.medians = dict(medians)
-        for rival in self._plan.rivals:
-            if spaces.refusal(rival, problem, self._plan.machine) is not None:
-                medians.pop(rival, None)
-        if not medians and spoilt:
+        spoilt = failed or spoilt
+        if winner is None and spoilt:
             raise NoValidRecord(f"{problem}: the final could not be held (environment): {spoilt.reason}")
-        if not medians:
+        if winner is None:
             raise NoValidRecord(f"{problem}: no candidate gave the right answer; the log has the reasons")
-        winner = min(medians, key=lambda c: medians[c])
-        if medians.get(fallback, float("inf")) <= medians[winner]:
-            winner = fallback
         before = self._log.best().get(problem.key)
         best = Best(
             problem=problem.key,
@@ -279,7 +338,7 @@ class Run:
             seconds=medians[winner],
             fallback=fallback,
             fallback_seconds=medians.get(fallback, medians[winner]),
-            rounds=plans.FINAL_ROUNDS,
+            rounds=self._plan.final_rounds,
             session=self._session,
             trials=self.progress.measured,
             ways=before.ways if before is not None and before.candidate == winner else None,
@@ -289,12 +348,28 @@ class Run:
         self._log.append_best(best)
         return best
 
+    def _proven(self, medians: dict[Candidate, float]) -> tuple[Candidate | None, Trial | None]:
+        """The fastest finalist that stands the proof, the fallback where it is as fast, and a trial that the
+        environment spoilt if there was one. What fails is written down and left out of `medians`."""
+        seat, spoilt = self.bench.seat(), None
+        while medians:
+            winner = min(medians, key=lambda c: (medians[c], c != self._fallback))
+            trial = self.bench.prove(winner, self._session, seat)
+            if trial is None:
+                return winner, None
+            self._log.append(trial)
+            self.known[winner] = None
+            del medians[winner]
+            if trial.outcome == "environment":
+                spoilt = trial
+        return None, spoilt
+
     def _rounds(self, finalists: Sequence[Candidate]) -> tuple[dict[Candidate, list[float]], Trial | None]:
         """Times of finalists, a figure a round, and a trial that the environment spoilt if there was one."""
         seat = self.bench.seat()
         times: dict[Candidate, list[float]] = {}
         spoilt: Trial | None = None
-        for number in range(plans.FINAL_ROUNDS):
+        for number in range(self._plan.final_rounds):
             for trial in self.bench.measure(finalists, self._session, 0, seat, again=number > 0):
                 if trial.outcome == "ok":
                     times.setdefault(trial.candidate, []).append(trial.median)
@@ -302,7 +377,7 @@ class Run:
                     spoilt = trial
             # One that fails once is no finalist.
             finalists = [c for c in finalists if c in times]
-            self.progress.final_share = (number + 1) / plans.FINAL_ROUNDS
+            self.progress.final_share = (number + 1) / self._plan.final_rounds
             self._show(self.progress)
         return times, spoilt
 

@@ -44,8 +44,8 @@ ROUNDS = 150
 # Fits that differ in what is drawn at random. Their mean errs less, and far less often badly.
 FITS = 4
 FOLDS = 10
-# Of fewer problems the cross-validation shows nothing: what is chosen for those left out is mostly not measured.
-LEAST_PROBLEMS = 20
+# Of fewer problems there is nothing to leave out. Look-up asks more of a model that knows little (`lookup.CLEAR`).
+LEAST_PROBLEMS = 3
 # Of how many problems a point is remembered with what the model says of it.
 PROBES = 10
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import hashlib
 import importlib.metadata
 import itertools
 import platform
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..bench.measure import STEPS, WITHOUT_VERIFY
+from ..bench.measure import PROVE, STEPS, WITHOUT_VERIFY
 from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem
@@ -29,6 +30,8 @@ from .measuring import PrepareError
 BUILD_TIMEOUT = 120.0
 # To check and to time a candidate, unless a plan says otherwise.
 MEASURE_TIMEOUT = 30.0
+# Of which the winner of a final may take so many times as much.
+PROOF_LIMIT = 4
 # Bytes of the temporary folder; where fewer are free, a build that fails is not its candidate's fault.
 LEAST_DISK = 1 << 20
 
@@ -72,10 +75,10 @@ class Bench:
         """Have built what will be measured later."""
         self._submit(candidates)
 
-    def begin(self, candidates: Sequence[Candidate]) -> None:
+    def begin(self, candidates: Sequence[Candidate], session: str) -> None:
         """Have built and measured what `measure` will be asked for later."""
         self._submit(candidates)
-        self._begun.update((candidate, self._measured(candidate)) for candidate in candidates)
+        self._begun.update((candidate, self._measured(candidate, session)) for candidate in candidates)
 
     def give_up(self) -> None:
         """Have nothing built any more that has not been begun."""
@@ -122,7 +125,8 @@ class Bench:
         if self._machine.kind == "llvm":
             wait([self._built[c] for c in new])  # what compiles would take the cores away from what is timed
         begun = self._begun
-        measured = [begun.pop(c) if c in begun else self._measured(c, again=again, seat=seat) for c in candidates]
+        steps = WITHOUT_VERIFY if again else STEPS
+        measured = [begun.pop(c) if c in begun else self._measured(c, session, steps, seat) for c in candidates]
         for i, (candidate, reply) in enumerate(zip(candidates, measured, strict=True)):
             yield self._finished(candidate, reply, session, order + i)
 
@@ -131,18 +135,33 @@ class Bench:
 
         `again`: it was right before, and is checked only with the arguments that it is timed with.
         """
-        return self._finished(candidate, self._measured(candidate, again=again), session, order)
+        return self._finished(
+            candidate, self._measured(candidate, session, WITHOUT_VERIFY if again else STEPS), session, order
+        )
 
-    def _measured(self, candidate: Candidate, *, again: bool = False, seat: Seat | None = None) -> Future[Reply | None]:
+    def prove(self, candidate: Candidate, session: str, seat: Seat | None = None) -> Trial | None:
+        """None if a candidate that was measured is right on ten times as many drawn cases; else the trial that says on
+        which it is not. May raise `Lost`, as `measure`."""
+        self._submit([candidate])
+        proof = self._measured(candidate, session, (PROVE,), seat)
+        reply = proof.result()
+        if reply is not None and reply.ok:
+            return None
+        return self._finished(candidate, proof, session, 0)
+
+    def _measured(
+        self, candidate: Candidate, session: str, steps: Sequence[str] = STEPS, seat: Seat | None = None
+    ) -> Future[Reply | None]:
         """What comes of it once it is built; None for what is not worth its share of a device."""
 
         def library(built: Reply) -> Mapping[str, Any] | None:
             if not built.ok or self._spills(candidate, built):
                 return None
             found = {"library": built.value["path"], "workspaces": built.value["workspaces"]}
-            return found | {"steps": WITHOUT_VERIFY if again else STEPS, **self._how}
+            return found | {"steps": tuple(steps), "draw": draw_of(session, candidate), **self._how}
 
-        return self._lease.measure(self._built[candidate], self._request, library, self._limit, seat)
+        limit = self._limit * (PROOF_LIMIT if PROVE in steps else 1)
+        return self._lease.measure(self._built[candidate], self._request, library, limit, seat)
 
     def _spills(self, candidate: Candidate, built: Reply) -> int:
         """Of registers, in instructions. The fallback and rivals run in any case: theirs are not asked for."""
@@ -194,6 +213,11 @@ class Bench:
         elif reply.message.startswith("Mismatch"):
             outcome = "wrong"
         return trial(outcome, reply.message)
+
+
+def draw_of(session: str, candidate: Candidate) -> int:
+    """What seeds the cases that are drawn for a candidate: others in each session, and known from a trial's record."""
+    return int.from_bytes(hashlib.sha256(f"{session} {candidate}".encode()).digest()[:6], "little")
 
 
 # How calls are timed, by the kind of machine and whether inputs are fresh.

@@ -177,13 +177,18 @@ def _no_parts_left(folder: Path) -> Iterator[None]:
 
 
 class Kept:
-    """One build worker that stays for a while after a request: the next one finds the compiler imported.
+    """One worker that stays for a while after a request: the next one finds what it needs imported.
 
     Thread-safe. The worker ends `seconds` after its last request, and with this process.
+
+    Parameters
+    ----------
+    argv, name
+        As in `Pool`; by default a build worker.
     """
 
-    def __init__(self, seconds: float = KEEP_SECONDS) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float = KEEP_SECONDS, argv: Sequence[str] = BUILD_WORKER, name: str = "build") -> None:
+        self._seconds, self._argv, self._name = seconds, argv, name
         self._pool: Pool | None = None
         self._timer: threading.Timer | None = None
         self._lock = threading.RLock()
@@ -199,7 +204,7 @@ class Kept:
                 os.register_at_fork(after_in_child=self._forget)
                 self._watches_forks = True
             if self._pool is None:
-                self._pool = Pool(1, BUILD_WORKER, name="build")
+                self._pool = Pool(1, self._argv, name=self._name)
             try:
                 yield self._pool
             except BaseException:

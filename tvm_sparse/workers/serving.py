@@ -78,7 +78,7 @@ def _state() -> dict[str, Any]:
     """What a request may leave behind in this process that others would meet."""
     timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
     smallest = sys.float_info.min
-    found = {
+    found: dict[str, Any] = {
         "its alarms": [signal.getitimer(which)[0] > 0 for which in timers],
         "its folder": os.getcwd(),
         "its limits": [resource.getrlimit(which) for which in (resource.RLIMIT_AS, resource.RLIMIT_CPU)],

@@ -81,14 +81,14 @@ class State(Buffers):
     united_sizes: Any = shared("uint64", lambda o: o.cluster, when=clustered)  # how many keys each block has sent
     united_count: Any = shared("int32", when=clustered)  # how many of them reach the row's bound
     barriers: Any = shared("uint64", 2, when=clustered)  # KEYS and SUMS
-    row_barriers: Any = shared("uint64", 4, when=has_agreed)  # OFFERED, EXCHANGED and BOUNDED
+    row_barriers: Any = shared("uint64", 4, when=has_agreed)  # OFFERED, EXCHANGED, BOUNDED and WEIGHED
     reached: Any = shared("int32", lambda o: o.reached_room, when=has_early)  # steps: number * threads + thread
     listed: Any = shared("int32", when=has_early)  # how many there are, those that had no room included
     warp_references: Any = shared("float32", lambda o: o.warps, when=is_late)  # those of `thread_sums`
     total: Any = shared("uint64", when=has_agreed)  # the row's sum
 
     # ---- a thread's own ---------------------------------------------------------------------------------------------
-    raw: Any = local("uint32", lambda o: o.words, when=in_registers)  # likewise, if they are not staged
+    raw: Any = local("uint32", lambda o: o.words, when=in_registers)  # the thread's vectors, if they are not staged
     # Of each vector a word that has its largest element.
     peaks: Any = local("uint32", lambda o: o.vectors, when=lambda o: o.staged != o.agreed)
     vector: Any = local("uint32", lambda o: 4 * o.step)  # one of them, or those of a step

@@ -106,7 +106,7 @@ class State(Buffers):
     need: Any = local("int32")
     bits: Any = local("uint32")  # one for each element of the tile that survives; also scratch
     ordered: Any = local("uint32")
-    at: Any = local("int32", 2)  # where the tile in hand lies, see `stream.place_tile`
+    at: Any = local("int32", 2)  # where the tile in hand lies, see `tiles.place_tile`
     ahead: Any = local("int32", 2)  # where the tile to be loaded lies
     equals_until: Any = local("int32")  # the last column in which elements that equal the threshold pass
     wanted: Any = local("int64")  # a given column

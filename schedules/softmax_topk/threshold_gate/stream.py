@@ -28,7 +28,7 @@ def await_producer(layout: Layout) -> Callable[..., Any]:
     """Do what needs nothing of the producer kernel, and then wait until what it wrote is visible. The phase is (s).
 
     Reads: `address`, `start`, `end`.
-    Writes: `ahead`; `counts`, `heads`, `flag` as 0 if bins will be needed.
+    Writes: `ahead`; `counts`, `flag` as 0 if bins will be needed.
     Barriers: none.
     """
     clear, prefetch = clear_bins(layout), prefetch_tile(layout.tiling)

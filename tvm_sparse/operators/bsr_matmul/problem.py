@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tvm_sparse.core import distribution
@@ -26,6 +26,7 @@ from tvm_sparse.core.problem import (
     require_dtype,
     require_positive,
 )
+from tvm_sparse.core.rounding import ROUNDING, SMALLEST
 
 if TYPE_CHECKING:
     import random
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 PATTERNS = ("uniform", "skewed")
 ACTIVATIONS = ("", "relu", "gelu", "silu")
 
-# Half a unit in the last place of the output, relative.
-ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 # Error of a float32 sum relative to the sum of absolute products: rounding errors of a few hundred terms that
 # are added in any order grow like their square root; 64 half-units leave a wide margin at 16,384 terms.
 SUMMATION = 64 * 2.0**-24
@@ -96,7 +95,7 @@ class BsrMatmul(Problem):
         Argument("bias", ("n",), "dtype", "Added to every row of the product.", when="bias"),
     )
     outputs: ClassVar[tuple[Argument, ...]] = (Argument("y", ("m", "n"), "dtype", "The product."),)
-    structures: ClassVar[tuple[str, ...]] = ("random", "empty_rows", "one_row", "special")
+    structures: ClassVar[tuple[str, ...]] = ("random", "empty_rows", "one_row", "special", "unsorted")
     tuned: ClassVar[str] = "random"
     verified: ClassVar[tuple[str, ...]] = structures
     # What the host knows of the weight: in which order its block rows are best taken, and that nobody writes it. A call
@@ -176,6 +175,16 @@ class BsrMatmul(Problem):
         octaves = sum(abs(math.log2(a / b)) for a, b in zip(mine, theirs, strict=True))
         return octaves + (self.pattern != other.pattern)
 
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        return ("x", "data", "bias")
+
+    def redrawn(self, rng: np.random.Generator) -> Problem:
+        """With about as many blocks, none, or half to twice as many."""
+        density = rng.choice([0.0, 1.0, 1.0, 2 ** rng.uniform(-1, 1)]) * (1 - self.sparsity)
+        pattern = PATTERNS[rng.integers(len(PATTERNS))]
+        return replace(self, sparsity=round(1 - min(1.0, float(density)), 2), pattern=pattern)
+
     def definition(self) -> tirx.PrimFunc:
         """One dot product an output element, over the elements of its block row that are stored.
 
@@ -216,7 +225,8 @@ class BsrMatmul(Problem):
         """x, data and bias standard normal, the pattern as the problem says.
 
         `empty_rows`: every second block row has no block. `one_row`: all blocks lie in one block row, as many
-        as fit. `special`: NaN and infinities in x and in the stored blocks.
+        as fit. `special`: NaN and infinities in x and in the stored blocks. `unsorted`: columns of a block row come in
+        no order, and some twice.
         """
         import numpy as np
 
@@ -233,6 +243,11 @@ class BsrMatmul(Problem):
         if self.pattern == "skewed":
             weights = weights / rng.permutation(np.arange(1, block_rows + 1))
         indptr, indices = random_pattern(rng, self.nnzb, block_cols, weights)
+        if structure == "unsorted":
+            for start, stop in zip(indptr, indptr[1:], strict=False):
+                rng.shuffle(indices[start:stop])
+                if stop - start > 1 and rng.random() < 0.5:
+                    indices[start] = indices[stop - 1]
         dtype = numpy_dtype(self.dtype)
         x = rng.standard_normal((self.m, self.k), dtype=np.float32)
         data = rng.standard_normal((len(indices), *self.block_shape), dtype=np.float32)
@@ -287,7 +302,7 @@ class BsrMatmul(Problem):
         with np.errstate(invalid="ignore"):
             magnitude = self._product(x, data, *inputs[2:4]) + sum(bias)
             factor = 1.13 * SUMMATION if self.activation else SUMMATION
-            return [factor * magnitude + ROUNDING[self.dtype] * np.abs(expected[0]) + 1e-30]
+            return [factor * magnitude + ROUNDING[self.dtype] * np.abs(expected[0]) + SMALLEST[self.dtype]]
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         nnzb = self.nnzb if inputs is None else len(inputs[2])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
+from tvm_sparse.core.given import described
 from tvm_sparse.core.problem import FLOATS, numpy_dtype
 from tvm_sparse.runtime import arrays, repeat
-from tvm_sparse.runtime.calls import refuse_gradient
+from tvm_sparse.runtime.calls import index_as, refuse_gradient
 
 from .problem import BsrMatmul
 
@@ -131,6 +132,8 @@ class BsrWeight:
         if shape is None:
             shape = (block_rows * rows, columns if columns is not None else _no_columns())
         n, k = shape
+        if not hasattr(k, "__index__") or isinstance(k, bool) or k < 0:
+            raise ValueError(f"columns: expected an integer of at least 0, got {k!r}")
         if k % cols or n % rows:
             raise ValueError(f"weight: blocks of {rows}x{cols} do not divide shape ({n}, {k})")
         if max(n * k, self.nnzb * rows * cols) >= 2**31:
@@ -345,15 +348,14 @@ def _parts(weight: Any) -> tuple[Any, Any, Any, tuple[int, int] | None]:
         if weight.dim() != 2:
             raise ValueError(f"weight: expected 2 dimensions, got shape {tuple(weight.shape)}")
         return weight.values(), weight.col_indices(), weight.crow_indices(), tuple(weight.shape)
-    if getattr(weight, "format", None) == "bsr":
+    layout = getattr(weight, "format", None)
+    if layout == "bsr":
         return weight.data, weight.indices, weight.indptr, (int(weight.shape[0]), int(weight.shape[1]))
-    if getattr(weight, "format", None) is not None:
-        raise TypeError(
-            f"weight: expected a SciPy matrix in BSR format, got {weight.format}; use weight.tobsr(blocksize=...)"
-        )
+    if isinstance(layout, str):
+        raise TypeError(f"weight: expected a SciPy matrix in BSR format, got {layout}; use weight.tobsr(blocksize=...)")
     raise TypeError(
         "weight: expected a BsrWeight, a scipy.sparse.bsr_array, a torch.sparse_bsr tensor or (data, indices, indptr),"
-        f" got {type(weight).__name__}"
+        f" got {described(weight)}"
     )
 
 
@@ -373,15 +375,11 @@ def _unread(shape: tuple[int, ...], like: Any, known: arrays.Facts) -> Any:
 
 
 def as_int32(name: str, array: Any) -> Any:
-    if arrays.is_torch(array):
-        return array.to(sys.modules["torch"].int32).contiguous()
+    """Indices as kernels take them; on the host, but of torch tensors, a copy."""
     known = arrays.facts(name, array)
-    if known.device == "cpu":
-        import numpy as np
+    found = index_as(name, array, known, "int32")
+    if known.device != "cpu" or arrays.is_torch(array):
+        return found
+    import numpy as np
 
-        return np.array(arrays.as_numpy(array), np.int32)
-    if known.dtype != "int32":
-        raise ValueError(
-            f"{name}: expected int32 of another library's array on a GPU, got {known.dtype}; convert it first"
-        )
-    return arrays.ready(name, array, known)
+    return np.array(found)

@@ -85,6 +85,10 @@ class CandidateLogits(Problem):
     def smaller(self, extent: int) -> Problem:
         return replace(self, lists=extent, vocab=min(self.vocab, lists.FEW_WORDS))
 
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        return ("hidden", "embedding", "bias")
+
     def definition(self) -> tirx.PrimFunc:
         """A dot product a candidate of a row."""
         from tvm import te, tirx

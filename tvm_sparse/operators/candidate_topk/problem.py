@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tvm_sparse.core import distribution
+from tvm_sparse.core import distribution, drawing
 from tvm_sparse.core.problem import (
     OPTIONAL,
     Argument,
@@ -120,6 +120,14 @@ class CandidateTopk(Problem):
     def smaller(self, extent: int) -> Problem:
         return replace(self, lists=extent, vocab=min(self.vocab, -(-lists.FEW_WORDS // self.block) * self.block))
 
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        return ("hidden", "embedding", "bias")
+
+    def draw_settings(self, rng: np.random.Generator) -> dict[str, float]:
+        drawn = {"scale": 1 / drawing.temperature(rng), "log": int(rng.integers(2)), "constant": 0}
+        return {name: drawn[name] for name in self.settings[0]}
+
     def definition(self) -> tirx.PrimFunc:
         """Each row's scores are made, summed, and inserted in order, one by one."""
         from tvm.script import tirx as T
@@ -207,7 +215,8 @@ class CandidateTopk(Problem):
 
     def _slack(self, inputs: Sequence[Any]) -> np.ndarray:
         states, words = inputs[:2]
-        return scores.rounding(states.reshape(-1, self.hidden), words).reshape(states.shape[:2])
+        bias = inputs[6] if self.bias else None
+        return scores.rounding(states.reshape(-1, self.hidden), words, bias).reshape(states.shape[:2])
 
     def agree(
         self,

@@ -25,7 +25,9 @@ def _call(
     bias: Any,
     normaliser: bool,
     validate: bool,
+    heat: Any,
 ) -> list[Any]:
+    temperature = custom.value_of(temperature, heat)
     options = {"counts": counts, "block": block, "log": log, "temperature": temperature, "bias": bias}
     return list(
         call.candidate_topk(hidden, embedding, candidates, n, normaliser=normaliser, validate=validate, **options)
@@ -48,15 +50,16 @@ def one_list(name: str, candidates: Any, dims: Any) -> None:
 def _batched(info: Any, in_dims: Any, hidden: Any, embedding: Any, candidates: Any, *args: Any) -> Any:
     """Rows of all examples together, with the one list that they share."""
     one_list("candidate_topk", candidates, (*in_dims[1:3], in_dims[4], in_dims[8]))
+    custom.unbatched("candidate_topk", in_dims[11:], ("temperature",))
     hidden = hidden.movedim(in_dims[0], 0)
     results = _OPERATOR(hidden.flatten(0, 1), embedding, candidates, *args)
     return [result.unflatten(0, hidden.shape[:2]) for result in results], [0] * len(results)
 
 
 _OPERATOR = custom.define(
-    "candidate_topk(Tensor hidden, Tensor embedding, Tensor candidates, int n, Tensor? counts=None, int block=1,"
-    " bool log=False, float temperature=1.0, Tensor? bias=None, bool normaliser=False, bool validate=False)"
-    " -> Tensor[]",
+    "candidate_topk(Tensor hidden, Tensor embedding, Tensor candidates, SymInt n, Tensor? counts=None, int block=1,"
+    " bool log=False, float temperature=1.0, Tensor? bias=None, bool normaliser=False, bool validate=False,"
+    " Tensor? heat=None) -> Tensor[]",
     _call,
     _batched,
     custom.without_backward("hidden, embedding or bias"),
@@ -79,5 +82,6 @@ def candidate_topk(
     out: Any = None,
 ) -> tuple[Any, ...]:
     """The public function, as it stands in a graph."""
-    args = (hidden, embedding, candidates, n, counts, block, log, temperature, bias, normaliser, validate)
+    temperature, heat = custom.number(temperature)
+    args = (hidden, embedding, candidates, n, counts, block, log, temperature, bias, normaliser, validate, heat)
     return custom.written(tuple(_OPERATOR(*args)), out)

@@ -6,7 +6,7 @@ Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU",
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tvm_sparse.core import distribution
@@ -81,6 +81,10 @@ class Compaction(Problem):
 
     def extent(self, name: str | int) -> int:
         return bitmap_words(self.vocab) if name == BITMAP else super().extent(name)
+
+    def redrawn(self, rng: np.random.Generator) -> Problem:
+        """With room for a few words, for about as many, and for more."""
+        return replace(self, capacity=max(1, int(self.capacity * rng.choice([0.02, 0.5, 1, 1.5]))))
 
     def definition(self) -> tirx.PrimFunc:
         """All words of a list at a time."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tvm_sparse.core import distribution
+from tvm_sparse.core import distribution, drawing
 from tvm_sparse.core.problem import (
     OPTIONAL,
     Argument,
@@ -25,6 +25,7 @@ from tvm_sparse.core.problem import (
 )
 from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, RELATIVE, TINY, SoftmaxTopk, require_extras
 from tvm_sparse.operators.softmax_topk.reference import best_and_asked
+from tvm_sparse.operators.softmax_topk.rows import asked
 
 from . import scores
 
@@ -125,6 +126,13 @@ class HeadTopk(Problem):
     def smaller(self, extent: int) -> Problem:
         return replace(self, batch=extent, vocab=max(self.k, min(self.vocab, FEW_WORDS)))
 
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        return ("hidden", "embedding", "bias")
+
+    def draw_settings(self, rng: np.random.Generator) -> dict[str, float]:
+        return {"scale": 1 / drawing.temperature(rng), "log": int(rng.integers(2)), "constant": int(rng.integers(2))}
+
     def definition(self) -> tirx.PrimFunc:
         """Each row's scores are made, summed, and inserted in order, one by one."""
         from tvm.script import tirx as T
@@ -196,9 +204,7 @@ class HeadTopk(Problem):
         if self.bias:
             inputs.append(scores.word_bias(rng, self.vocab, structure))
         if self.ids:
-            ids = rng.integers(self.vocab, size=(self.batch, self.ids))
-            outside = rng.choice([-1, self.vocab], size=ids.shape)
-            inputs.append(np.where(rng.random(ids.shape) < 0.125, outside, ids))
+            inputs.append(asked(rng, (self.batch, self.ids), self.vocab))
         return inputs
 
     def extras(self, inputs: Sequence[Any]) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -213,7 +219,8 @@ class HeadTopk(Problem):
         return [values, indices, normaliser, *given]
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-        return tolerances(self.kernel_outputs, scores.rounding(inputs[0], inputs[1]), inputs[2], inputs[3], expected)
+        slack = scores.rounding(inputs[0], inputs[1], self.extras(inputs)[0])
+        return tolerances(self.kernel_outputs, slack, inputs[2], inputs[3], expected)
 
     def agree(
         self,
@@ -237,7 +244,7 @@ class HeadTopk(Problem):
         states, words = inputs[:2]
         bias, _ = self.extras(inputs)
         found = scores.pair_scores(states, words[indices], None if bias is None else bias[indices])
-        return found, scores.rounding(states, words)[:, None]
+        return found, scores.rounding(states, words, bias)[:, None]
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         size = numpy_dtype(self.dtype).itemsize

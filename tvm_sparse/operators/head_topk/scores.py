@@ -85,12 +85,19 @@ def scores(states: np.ndarray, words: np.ndarray, bias: np.ndarray | None = None
         return found if bias is None else found + bias.astype(np.float64)
 
 
-def rounding(states: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """How far a score of each state may be off: relative to the product of the lengths of the state and a word.
+def rounding(states: np.ndarray, words: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    """How far a score of each state may be off: relative to the product of the lengths of the state and a word, and to
+    the largest bias, with which the sum is rounded once more.
 
-    `words` are `(n, hidden)`, or `(rows, n, hidden)` where each state has words of its own.
+    `words` are `(n, hidden)`, or `(rows, n, hidden)` where each state has words of its own, and the bias `(n,)` or
+    `(rows, n)`.
     """
-    return SUMMATION * (_lengths(states) * _lengths(words).max(axis=-1, initial=0.0) + 1e-6)
+    import numpy as np
+
+    slack = SUMMATION * (_lengths(states) * _lengths(words).max(axis=-1, initial=0.0) + 1e-6)
+    if bias is None:
+        return slack
+    return slack + 2.0**-23 * np.abs(np.where(np.isfinite(bias), bias, 0)).max(axis=-1, initial=0.0)
 
 
 def _lengths(vectors: np.ndarray) -> np.ndarray:
@@ -139,7 +146,7 @@ def compare_words(
     added = [bias[ids] for ids in (found, wanted)] if bias is not None else []
     theirs, ours = (pair_scores(states, *pair) for pair in zip(rows, added or (None, None), strict=True))
     # Words that are in neither ranking do not count.
-    slack = rounding(states, np.concatenate(rows, axis=1))
+    slack = rounding(states, np.concatenate(rows, axis=1), np.concatenate(added, axis=1) if added else None)
     with np.errstate(invalid="ignore"):
         close = np.abs(theirs - ours) <= 2 * slack[:, None]
     close |= (theirs == ours) | (np.isnan(theirs) & np.isnan(ours))

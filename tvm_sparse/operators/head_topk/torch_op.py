@@ -21,7 +21,9 @@ def _call(
     ids: Any,
     normaliser: bool,
     constant: bool,
+    heat: Any,
 ) -> list[Any]:
+    temperature = custom.value_of(temperature, heat)
     options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "normaliser": normaliser}
     options["constant"] = constant
     return list(call.head_topk(hidden, embedding, k, **options))
@@ -29,17 +31,18 @@ def _call(
 
 def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
     """Rows of all examples together."""
-    hidden, embedding, k, log, temperature, bias, ids, normaliser, constant = args
-    custom.unbatched("head_topk", (in_dims[1], in_dims[5]), ("embedding", "bias"))
+    hidden, embedding, k, log, temperature, bias, ids, *rest = args
+    custom.unbatched("head_topk", (in_dims[1], in_dims[5], in_dims[9]), ("embedding", "bias", "temperature"))
     hidden = custom.in_front(hidden, in_dims[0], info.batch_size)
     ids = None if ids is None else custom.in_front(ids, in_dims[6], info.batch_size).flatten(0, 1)
-    results = _OPERATOR(hidden.flatten(0, 1), embedding, k, log, temperature, bias, ids, normaliser, constant)
+    results = _OPERATOR(hidden.flatten(0, 1), embedding, k, log, temperature, bias, ids, *rest)
     return [result.unflatten(0, hidden.shape[:2]) for result in results], [0] * len(results)
 
 
 _OPERATOR = custom.define(
-    "head_topk(Tensor hidden, Tensor embedding, int k, bool log=False, float temperature=1.0, Tensor? bias=None,"
-    " Tensor? ids=None, bool normaliser=False, bool constant=False) -> Tensor[]",
+    # `heat` is a temperature in a tensor, see `custom.number`.
+    "head_topk(Tensor hidden, Tensor embedding, SymInt k, bool log=False, float temperature=1.0, Tensor? bias=None,"
+    " Tensor? ids=None, bool normaliser=False, bool constant=False, Tensor? heat=None) -> Tensor[]",
     _call,
     _batched,
     custom.without_backward("hidden, embedding or bias"),
@@ -60,5 +63,6 @@ def head_topk(
     out: Any = None,
 ) -> tuple[Any, ...]:
     """The public function, as it stands in a graph."""
-    found = _OPERATOR(hidden, embedding, k, log, temperature, bias, ids, normaliser, constant)
+    temperature, heat = custom.number(temperature)
+    found = _OPERATOR(hidden, embedding, k, log, temperature, bias, ids, normaliser, constant, heat)
     return custom.written(tuple(found), out)

@@ -38,12 +38,20 @@ class LogSumExp(Problem):
     )
     structures: ClassVar[tuple[str, ...]] = STRUCTURES
     tuned: ClassVar[str] = "random"
-    verified: ClassVar[tuple[str, ...]] = STRUCTURES
+    verified: ClassVar[tuple[str, ...]] = (*STRUCTURES, "mixed")
     example: ClassVar[Mapping[str, Any]] = {"batch": 512, "vocab": 10240}
     source: ClassVar[str] = "Milakov & Gimelshein 2018, Algorithm 3, lines 1-6"
 
     def __post_init__(self) -> None:
         require_rows(self)
+
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        return ("logits",)
+
+    @property
+    def shifted(self) -> tuple[str, ...]:
+        return self.scaled
 
     @classmethod
     def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from tvm_sparse.operators.lsh_lookup.tables import (
     TABLES,
     bucket_bytes,
     choose_words,
+    draw_threshold,
     make_tables,
     require_tables,
     table_extent,
@@ -119,6 +120,19 @@ class LshCandidates(Problem):
     def smaller(self, extent: int) -> Problem:
         few = min(self.beam, FEW_ROWS), min(self.bands, FEW_BANDS)
         return dataclasses.replace(self, lists=extent, beam=few[0], bands=few[1])
+
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        return ("hidden",)
+
+    def redrawn(self, rng: np.random.Generator) -> Problem:
+        """With beams, bands and room for words of other numbers."""
+        beam, bands = int(rng.integers(1, self.beam + 1)), int(rng.integers(1, self.bands + 1))
+        capacity = max(1, int(self.capacity * rng.choice([0.02, 0.5, 1, 1.5])))
+        return dataclasses.replace(self, beam=beam, bands=bands, capacity=capacity)
+
+    def draw_settings(self, rng: np.random.Generator) -> dict[str, float]:
+        return draw_threshold(rng, self.bands)
 
     def definition(self) -> tirx.PrimFunc:
         """One list after another."""

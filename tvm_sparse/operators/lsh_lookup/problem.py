@@ -24,6 +24,7 @@ from .tables import (
     TABLES,
     bucket_bytes,
     choose_words,
+    draw_threshold,
     make_tables,
     require_tables,
     table_extent,
@@ -94,6 +95,14 @@ class LshLookup(Problem):
     def smaller(self, extent: int) -> Problem:
         few = min(self.beam, FEW_ROWS), min(self.bands, FEW_BANDS)
         return dataclasses.replace(self, lists=extent, beam=few[0], bands=few[1])
+
+    def redrawn(self, rng: np.random.Generator) -> Problem:
+        """With beams and bands of other numbers."""
+        beam, bands = int(rng.integers(1, self.beam + 1)), int(rng.integers(1, self.bands + 1))
+        return dataclasses.replace(self, beam=beam, bands=bands)
+
+    def draw_settings(self, rng: np.random.Generator) -> dict[str, float]:
+        return draw_threshold(rng, self.bands)
 
     def definition(self) -> tirx.PrimFunc:
         """All words of a list at a time."""

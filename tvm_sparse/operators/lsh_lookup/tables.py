@@ -37,6 +37,11 @@ FEW_BANDS, FEW_ROWS = 48, 3
 CROWDED, SHARES, ODDS = 0.02, (1 / 500, 1 / 47), (0.97, 0.03)
 
 
+def draw_threshold(rng: np.random.Generator, bands: int) -> dict[str, float]:
+    """One of a few hits, or any that bands allow, and one that a byte does not count."""
+    return {"threshold": int(rng.choice([1, 2, 6, int(rng.integers(1, bands + 2)), 260]))}
+
+
 def require_tables(problem: Problem, bits: int) -> None:
     """Raise `ProblemError` for a table that cannot be."""
     name, axes = problem.operator, problem.axes

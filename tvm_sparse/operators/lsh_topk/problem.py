@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tvm_sparse.core import distribution
+from tvm_sparse.core import distribution, drawing
 from tvm_sparse.core.problem import (
     OPTIONAL,
     Argument,
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 # Words that are candidates anyway, of a problem that is cheap to check.
 FEW_FREQUENT = 300
+# So many fill the lists of survivors that thread blocks keep in shared memory, more than once.
+MANY_FREQUENT = 2500
 NEAR = 0.35  # octaves up to which another problem's decisions are worth taking
 
 
@@ -156,6 +158,21 @@ class LshTopk(Problem):
         lists = min(extent, 1 + -(-extent // self.beam))
         few = min(self.bands, tables.FEW_BANDS), min(self.frequent, FEW_FREQUENT)
         return dataclasses.replace(self, lists=lists, bands=few[0], frequent=few[1])
+
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        return ("hidden", "embedding", "bias")
+
+    def redrawn(self, rng: np.random.Generator) -> Problem:
+        """With other numbers of bands, and of frequent words: one, some, or as many as `MANY_FREQUENT`."""
+        most = min(self.vocab, MANY_FREQUENT)
+        frequent = int(rng.choice([1, int(rng.integers(1, min(self.vocab, FEW_FREQUENT) + 1)), most]))
+        return dataclasses.replace(self, bands=int(rng.integers(1, self.bands + 1)), frequent=frequent)
+
+    def draw_settings(self, rng: np.random.Generator) -> dict[str, float]:
+        how = {"scale": 1 / drawing.temperature(rng), "log": int(rng.integers(2)), "constant": int(rng.integers(2))}
+        drawn = {**how, **tables.draw_threshold(rng, self.bands)}
+        return {name: drawn[name] for name in self.settings[0]}
 
     def definition(self) -> tirx.PrimFunc:
         """A list's words, as a bitmap; then each row's scores are made, summed, and inserted in order, one by one."""

@@ -29,6 +29,7 @@ from tvm_sparse.core.problem import (
     require_dtype,
     require_positive,
 )
+from tvm_sparse.core.rounding import ROUNDING, SMALLEST
 
 if TYPE_CHECKING:
     import random
@@ -38,16 +39,12 @@ if TYPE_CHECKING:
 
 INDEX = ("int32", "int64")
 
-# Half a unit in the last place of the output, relative.
-ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-# Half a unit of the smallest numbers, absolute: of float16 they are large enough for products to be among them. Results
-# below the normal numbers of the other two may be flushed to zero.
-SMALLEST = {"float32": 1.2e-38, "float16": 2.0**-25, "bfloat16": 1.2e-38}
 # A float32 sum of n products has n roundings, each of at most half a unit of the sum of absolute products; in any
 # order, hundreds of them grow like their square root, for which 64 leaves a wide margin at 16,384 terms.
 MOST_ROUNDINGS = 64
 # Rows of a table that is cheap to make and to check.
 FEW = 4096
+FEW_ELEMENTS = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -138,6 +135,16 @@ class NhotLookup(Problem):
     def smaller(self, extent: int) -> Problem:
         """With a table of a few thousand rows: a larger one is most of the memory that a case takes."""
         return dataclasses.replace(self, rows=extent, vocab=min(self.vocab, FEW))
+
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        return ("values", "table")
+
+    def redrawn(self, rng: np.random.Generator) -> Problem:
+        """With a table of fewer rows, half to twice as many nonzeros, and now and then only one."""
+        vocab = int(min(self.vocab, max(3, FEW_ELEMENTS // self.width)) * rng.uniform(0.3, 1) + 1)
+        nonzeros = max(1, round(self.nonzeros * 2 ** rng.uniform(-1, 1)) if rng.random() < 0.8 else 1)
+        return dataclasses.replace(self, vocab=min(self.vocab, vocab), nonzeros=nonzeros)
 
     def definition(self) -> tirx.PrimFunc:
         """Algorithm 2: one sum an output element, over the entries of its row.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from tvm_sparse.core.given import described
 from tvm_sparse.core.problem import FLOATS
 from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.arrays import Facts
@@ -143,7 +144,7 @@ def _csr_parts(csr: Any) -> tuple[Any, Any, Any, tuple[int, int] | None]:
     if isinstance(csr, (tuple, list)):
         if len(csr) != 3:
             raise ValueError(f"csr: expected (indptr, indices, values or None), got {len(csr)} items")
-        return (*csr, None)
+        return csr[0], csr[1], csr[2], None
     if arrays.is_torch(csr):
         torch = sys.modules["torch"]
         if csr.layout is not torch.sparse_csr:
@@ -153,13 +154,14 @@ def _csr_parts(csr: Any) -> tuple[Any, Any, Any, tuple[int, int] | None]:
         refuse_gradient("csr", csr)
         csr = csr.detach()
         return csr.crow_indices(), csr.col_indices(), csr.values(), tuple(csr.shape)
-    if getattr(csr, "format", None) == "csr":
+    layout = getattr(csr, "format", None)
+    if layout == "csr":
         if len(csr.shape) != 2:
             raise ValueError(f"csr: expected 2 dimensions, got shape {csr.shape}")
         return csr.indptr, csr.indices, csr.data, (int(csr.shape[0]), int(csr.shape[1]))
-    if getattr(csr, "format", None) is not None:
-        raise TypeError(f"csr: expected a SciPy matrix in CSR format, got {csr.format}; use csr.tocsr()")
+    if isinstance(layout, str):
+        raise TypeError(f"csr: expected a SciPy matrix in CSR format, got {layout}; use csr.tocsr()")
     raise TypeError(
         "csr: expected a CsrRows, a scipy.sparse.csr_array, a torch.sparse_csr tensor or (indptr, indices, values or"
-        f" None), got {type(csr).__name__}"
+        f" None), got {described(csr)}"
     )

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tvm_sparse.core import distribution
 from tvm_sparse.core.problem import Argument, Cost, Problem, ProblemError, Settings, numpy_dtype
-from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, RELATIVE, TINY
+from tvm_sparse.core.rounding import ROUNDING, SMALLEST
+from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, RELATIVE
 
 from .rows import SHIFT, STRUCTURES, float32_range, normaliser, require_rows, row_logits
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from tvm import tirx
 
 ALGORITHMS = ("online", "safe", "naive")
-# Half a unit in the last place, relative; and half of the least subnormal number.
-ROUNDING = {"float32": (0.0, 0.0), "float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 0.0)}
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Softmax(Problem):
     )
     structures: ClassVar[tuple[str, ...]] = STRUCTURES
     tuned: ClassVar[str] = "random"
-    verified: ClassVar[tuple[str, ...]] = STRUCTURES
+    verified: ClassVar[tuple[str, ...]] = (*STRUCTURES, "mixed")
     settings: ClassVar[tuple[Settings, ...]] = ({"log": 0}, {"log": 1})
     example: ClassVar[Mapping[str, Any]] = {"batch": 512, "vocab": 10240}
     source: ClassVar[str] = "Milakov & Gimelshein 2018, Algorithms 1, 2 and 3"
@@ -56,6 +55,15 @@ class Softmax(Problem):
         require_rows(self)
         if self.algorithm not in ALGORITHMS:
             raise ProblemError(f"softmax: algorithm must be one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}")
+
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        """None for the naive algorithm, whose range is part of it."""
+        return ("logits",) if self.algorithm != "naive" else ()
+
+    @property
+    def shifted(self) -> tuple[str, ...]:
+        return self.scaled
 
     @classmethod
     def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
@@ -116,9 +124,9 @@ class Softmax(Problem):
         """The rounding of float32 sums and of the output's dtype."""
         import numpy as np
 
-        relative, least = ROUNDING[self.dtype]
-        absolute = ABSOLUTE_LOG if inputs[1] else TINY
-        return [absolute + least + (relative + (1e-6 if inputs[1] else RELATIVE)) * np.abs(expected[0])]
+        absolute = SMALLEST[self.dtype] + (ABSOLUTE_LOG if inputs[1] else 0.0)
+        relative = ROUNDING[self.dtype] + (1e-6 if inputs[1] else RELATIVE)
+        return [absolute + relative * np.abs(expected[0])]
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         logits = self.batch * self.vocab

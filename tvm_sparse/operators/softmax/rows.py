@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 # Logits of the structure `shifted` lie around this: e^1000 overflows, and e^60 times any vocabulary does not.
 SHIFT = {"online": 1000.0, "safe": 1000.0, "naive": 60.0}
-STRUCTURES = ("random", "special", "masked", "ascending", "constant", "shifted")
+STRUCTURES = ("random", "special", "masked", "ascending", "constant", "shifted", "mixed")
 
 
 def require_rows(problem: Problem) -> None:

@@ -4,24 +4,49 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.calls import (
+    by_parts,
     facts_beside,
     logits_facts,
     machine_of,
+    most_rows,
     outputs_for,
     passed,
     run,
+    whole_number,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.loading import Miss
+from tvm_sparse.runtime.signature import FLOAT_ROWS, ROWS, Absent, Array, Number, Output, Signature
 
 from . import seeds
-from .problem import MAX_K, UNSAID, SoftmaxSample, width_of
+from .problem import MAX_K, SoftmaxSample
+from .problem import width_of_call as _width
+
+_OF_ROWS = Array((ROWS,), ("float32",))
+SIGNATURES = {
+    "softmax_sample": Signature(
+        ("logits", FLOAT_ROWS),
+        ("temperature", Number("float", 0.2, 3.0), _OF_ROWS),
+        ("top_k", Absent(), Number("int", 1, MAX_K), Array((ROWS,), ("int32",), below=MAX_K)),
+        ("top_p", Number("float", 0.1, 1.0), _OF_ROWS),
+        ("min_p", Number("float", 0.0, 0.2), _OF_ROWS),
+        ("bias", Absent(), Array(("vocab",), ("float32",))),
+        ("uniforms", _OF_ROWS, Absent()),
+        ("seed", Absent(), Number("int", -(2**63), 2**63 - 1), Array((ROWS, 2), ("int64",))),
+        ("offset", Number("int", 0, 2**63 - 1), Array((ROWS,), ("int64",))),
+        ("max_top_k", Absent(), Number("int", 1, MAX_K)),
+        ("best", Number("int", 0, "k")),
+        outputs=(
+            *(Output("tokens"), Output("logprobs")),
+            *(Output("values", asked="best", given=False), Output("indices", asked="best", given=False)),
+        ),
+    )
+}
 
 # What is said of the arrays that uniform numbers are, or are made of, by `seeded`: name, dtype, extents of a row.
 NUMBERS = {
@@ -140,6 +165,8 @@ def softmax_sample(
     Sources: Fan, Lewis & Dauphin 2018 (top-k); Holtzman et al. 2020 (top-p); Nguyen et al. 2024 (min-p); Salmon et al.
     2011 (Philox).
     """
+    best = best if type(best) is int else whole_number("best", best)
+    max_top_k = max_top_k if max_top_k is None or type(max_top_k) is int else whole_number("max_top_k", max_top_k)
     filters = [temperature, top_k, top_p, min_p]
     own = [type(one) not in (float, int) and bool(getattr(one, "shape", ())) for one in filters]
     filters = [one if array else _number(i, one) for i, (one, array) in enumerate(zip(filters, own, strict=True))]
@@ -147,10 +174,10 @@ def softmax_sample(
     tensors = [one for one, array in zip(filters, own, strict=True) if array]
     through = said is None and custom.transformed(logits, *tensors, bias)
     seeded, numbers = (seeds.GIVEN, ()) if through else said or seeds.fresh(logits)
-    drawn = [one for one in numbers if type(one) is not int]
+    drawn = [one for one in numbers if hasattr(one, "__dlpack__")]
     # What a kernel depends on: numbers other than top_k are passed to it.
     what = ("softmax_sample", None if own[1] else filters[1], max_top_k, best, seeded)
-    if out is None and not through and any(own) is all(own):
+    if out is None and not through and any(own) is all(own) and type(best) is int:
         results = repeat.again(dispatcher.launchers, what, (logits, *filters, bias, *numbers), None)
         if results is not None:
             return tuple([*results[:2], *[array[:, :best] for array in results[2:] if best]])
@@ -164,8 +191,10 @@ def softmax_sample(
     *leading, vocab = known.shape
     if not vocab:
         raise ValueError(f"logits: expected at least one word, got shape {known.shape}")
-    width, most, whole = _width(None if own[1] else filters[1], max_top_k, vocab)
-    if not 0 <= operator.index(best) <= most:
+    symbols = arrays.is_fake(logits) and not (type(best) is int and (own[1] or type(filters[1]) is int))
+    # A graph that was specialised to the kernel's width would be one of a few values of top_k alone.
+    width, most, whole = (best, best, False) if symbols else _width(None if own[1] else filters[1], max_top_k, vocab)
+    if not symbols and not 0 <= best <= most:
         raise ValueError(f"best: expected at most the {most} words that top_k leaves, got {best}")
     batch, rows = math.prod(leading), tuple(leading)
 
@@ -176,7 +205,11 @@ def softmax_sample(
     def checked(seeded: int, numbers: tuple[Any, ...]) -> list[Any]:
         """What a kernel is given for its uniform numbers."""
         name, dtype, rest = NUMBERS[seeded]
-        return [one if type(one) is int else by_row(name, one, dtype, *rest) for one in numbers]
+        known_numbers = [type(one) is int or arrays.is_symbol(one) for one in numbers]
+        return [
+            one if number else by_row(name, one, dtype, *rest)
+            for one, number in zip(numbers, known_numbers, strict=True)
+        ]
 
     passed_filters = [
         by_row(name, one, dtype) if array else one
@@ -191,15 +224,42 @@ def softmax_sample(
     passed_numbers = checked(seeded, numbers)
     wanted = (("tokens", rows, "int32"), ("logprobs", rows, "float32"))
     kept = (("values", (*rows, width), "float32"), ("indices", (*rows, width), "int64"))
-    outputs = outputs_for(out, wanted, logits, known) + outputs_for(None, kept, logits, known)
-    if batch and not arrays.is_fake(logits):
+    written = outputs_for(out, wanted, logits, known)
+    SIGNATURES["softmax_sample"].refuse_overlap(
+        out, logits=logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, bias=bias,
+        uniforms=uniforms, seed=seed, offset=offset,
+    )  # fmt: skip
+    outputs = written + outputs_for(None, kept, logits, known)
+    most_at_once = most_rows(vocab)
+    if batch > most_at_once and not arrays.is_fake(logits):
+        if seeded in (seeds.OF_CALL, seeds.OFFSETS):  # the numbers of rows count
+            numbers, seeded = (seeds.uniforms(seeded, numbers, rows, logits, known),), seeds.GIVEN
+        names = [name for name, *_ in FILTERS]
+        by_rows = [arrays.reshaped(one, (batch, *one.shape[len(rows) :])) for one in (*tensors, numbers[0])]
+        flat = [
+            arrays.reshaped(array, (batch, *shape[len(rows) :]))
+            for array, (_, shape, _) in zip(outputs, (*wanted, *kept), strict=True)
+        ]
+
+        def some(given: list[Any], into: list[Any]) -> None:
+            part, *arrays_of_rows, drawn_numbers = given
+            ones = iter(arrays_of_rows)
+            options = {name: next(ones) if a else one for name, a, one in zip(names, own, filters, strict=True)}
+            options |= {"uniforms" if seeded == seeds.GIVEN else "seed": drawn_numbers, "bias": bias}
+            found = softmax_sample(part, **options, max_top_k=max_top_k, best=most, out=(into[0], into[1]))
+            for have, want in zip(into[2:], found[2:], strict=True):
+                have[:, :most] = want
+
+        by_parts(some, batch, most_at_once, (arrays.reshaped(logits, (batch, vocab)), *by_rows), flat)
+    elif batch and not arrays.is_fake(logits):
         axes = {"bias": len(extras), "per_row": int(any(own)), "seeded": seeded, "whole": int(whole)}
         problem = SoftmaxSample(batch, vocab, width, known.dtype, **axes)
         launchers = dispatcher.launchers  # before others take their place
         function, made = _kernel(problem, machine_of("logits", known))
         if made != seeded:
             passed_numbers = checked(made, (seeds.uniforms(seeded, numbers, rows, logits, known),))
-        ready = arrays.reshaped(arrays.ready("logits", logits, known), (batch, vocab))
+        ready = arrays.ready("logits", logits, known)
+        ready = ready if len(rows) == 1 else arrays.reshaped(ready, (batch, vocab))
         flat = [
             arrays.reshaped(array, (batch, *shape[len(rows) :]))
             for array, (_, shape, _) in zip(outputs, (*wanted, *kept), strict=True)
@@ -240,31 +300,14 @@ def _number(which: int, value: Any) -> Any:
     try:
         if isinstance(value, bool):
             raise TypeError
-        number: Any = operator.index(value) if dtype == "int32" else float(value)
+        number: Any = whole_number(name, value) if dtype == "int32" else float(value)
     except (TypeError, ValueError, RuntimeError):
         what = "an integer" if dtype == "int32" else "a number"
         raise TypeError(
             f"{name}: expected {what} or an array with one for each row, got {type(value).__name__}"
         ) from None
+    if dtype == "int32" and type(number) is not int:  # a symbol of a graph
+        return number
     if not fits(number):
         raise ValueError(f"{name}: expected {wanted}, got {value!r}")
     return max(0, min(number, 2**31 - 1)) if dtype == "int32" else min(number, LARGEST)
-
-
-def _width(top_k: int | None, max_top_k: int | None, vocab: int) -> tuple[int, int, bool]:
-    """How many of the best words the kernel keeps, how many may be asked for, and whether it has to draw from all.
-
-    `top_k` is None for an array, and 0 for none.
-    """
-    most = UNSAID
-    if top_k is not None and max_top_k is not None:
-        raise ValueError("max_top_k: comes with an array top_k, and top_k is none")
-    if max_top_k is not None:
-        most = operator.index(max_top_k)
-        if not 1 <= most <= MAX_K:
-            raise ValueError(f"max_top_k: expected 1 <= max_top_k <= {MAX_K}, got {max_top_k}")
-    bounded = top_k is not None and 0 < top_k <= MAX_K and top_k < vocab
-    if bounded:
-        most = top_k or 0
-    width = width_of(most, vocab)
-    return width, min(most, vocab), width < vocab and not bounded

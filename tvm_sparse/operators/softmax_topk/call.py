@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from tvm_sparse.runtime import arrays, custom, repeat
@@ -17,6 +18,7 @@ from tvm_sparse.runtime.calls import (
     most_rows,
     outputs_for,
     whole_number,
+    width,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.signature import FLOAT_ROWS, ROWS, Absent, Array, Number, Output, Signature
@@ -63,8 +65,8 @@ def softmax_topk(
     logits
         Shape `(batch, vocab)`, or `(..., vocab)` with any number of dimensions before, which then stand in the place of
         `batch` below as well; float32, float16 or bfloat16, accumulated in float32. `vocab` below 2^31. Arrays that
-        are not contiguous, or not aligned to 16 bytes on a GPU, are copied first. On a GPU finite entries must stay
-        below 2e38 times the temperature in size, and a row's largest entry below 5e8 times the temperature.
+        are not contiguous, or not aligned to 16 bytes on a GPU, are copied first. Finite entries may have any size; on
+        a GPU log-probabilities below -2e38 may be -inf.
     k
         1 <= k <= vocab.
     log
@@ -150,7 +152,8 @@ def softmax_topk(
         problem = SoftmaxTopk(batch, vocab, k, known.dtype, int(bias is not None), n)
         arguments = (arrays.ready("logits", logits, known), scale, 1 if log else 0, row, asked if n else None)
         written = outputs if n else outputs[:2]  # no kernel takes an empty array
-        launch(dispatcher, problem, machine_of("logits", known), ("softmax_topk", k), arguments, written)
+        wider = replace(problem, k=width(k, vocab), ids=width(n))
+        launch(dispatcher, problem, machine_of("logits", known), ("softmax_topk", k), arguments, written, wider=wider)
     return out if out is not None else tuple(arrays.returned(array, logits) for array in outputs)
 
 

@@ -25,6 +25,7 @@ from tvm_sparse.core.problem import (
 )
 
 from .reference import best_and_asked
+from .rows import asked, mixed
 
 if TYPE_CHECKING:
     import random
@@ -69,9 +70,11 @@ class SoftmaxTopk(Problem):
         Argument("indices", ("batch", "k"), "int64", "Columns of the values, in [0, vocab)."),
         Argument("given", ("batch", "ids"), "float32", "Those of `ids`; NaN for one outside [0, vocab).", when="ids"),
     )
-    structures: ClassVar[tuple[str, ...]] = ("random", "ties", "masked", "special", "ascending", "constant", "zipf")
+    structures: ClassVar[tuple[str, ...]] = (
+        "random", "ties", "masked", "special", "ascending", "constant", "zipf", "mixed",
+    )  # fmt: skip
     tuned: ClassVar[str] = "random"
-    verified: ClassVar[tuple[str, ...]] = structures
+    verified: ClassVar[tuple[str, ...]] = (*structures, "mixed")  # twice, as it has most kinds of rows
     settings: ClassVar[tuple[Settings, ...]] = (
         {"scale": 1.0, "log": 0},
         {"scale": 1.0, "log": 1},
@@ -89,6 +92,17 @@ class SoftmaxTopk(Problem):
         if self.vocab >= 2**31:
             raise ProblemError(f"softmax_topk: vocab must be below 2^31, got {self.vocab}")
         require_extras(self)
+
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        return ("logits", "bias")
+
+    @property
+    def shifted(self) -> tuple[str, ...]:
+        return ("logits",)
+
+    def draw_settings(self, rng: np.random.Generator) -> dict[str, float]:
+        return {"scale": 1 / drawing.temperature(rng), "log": int(rng.integers(2))}
 
     @classmethod
     def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
@@ -158,9 +172,10 @@ class SoftmaxTopk(Problem):
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
         """Logits by structure. A bias is normal with a tenth at -inf; of the ids one in eight is out of range.
 
-        `random`: standard normal. `ties`: a handful of distinct values. `masked`: most entries -inf, one row
-        wholly so. `special`: NaN, +inf and -0.0 among normal values. `ascending`: each entry above the last,
-        the worst case of a threshold. `constant`: all equal. `zipf`: a few large values, a long tail.
+        `random`: standard normal. `ties`: a handful of distinct values. `masked`: half, nine tenths or all but about k
+        of a row's entries -inf, one row wholly so. `special`: NaN, +inf and -0.0 among normal values. `ascending`: each
+        entry above the last, the worst case of a threshold. `constant`: all equal. `zipf`: a few large values, a long
+        tail. `mixed`: each row is of another kind, see `rows.mixed`.
         """
         import numpy as np
 
@@ -171,7 +186,7 @@ class SoftmaxTopk(Problem):
         if structure == "ties":
             x = np.round(x)
         elif structure == "masked":
-            x[rng.random(shape) < 0.9] = -np.inf
+            x[rng.random(shape) < rng.choice([0.5, 0.9, 1 - self.k / self.vocab], (self.batch, 1))] = -np.inf
             x[rng.integers(self.batch)] = -np.inf
         elif structure == "special":
             for value, share in ((np.nan, 0.3), (np.inf, 0.3), (-np.inf, 0.3), (-0.0, 1.0)):
@@ -181,6 +196,8 @@ class SoftmaxTopk(Problem):
             x = np.sort(x, axis=1)
         elif structure == "constant":
             x[:] = x[:, :1]
+        elif structure == "mixed":
+            mixed(rng, x, self.k, self.dtype)
         elif structure == "zipf":
             x = -np.log(rng.permuted(np.tile(np.arange(1, self.vocab + 1, dtype=np.float32), (self.batch, 1)), axis=1))
         inputs: list[Any] = [x.astype(numpy_dtype(self.dtype)), chosen["scale"], chosen["log"]]
@@ -188,9 +205,7 @@ class SoftmaxTopk(Problem):
             bias = rng.standard_normal(self.vocab, dtype=np.float32)
             inputs.append(np.where(rng.random(self.vocab) < 0.1, np.float32(-np.inf), bias))
         if self.ids:
-            ids = rng.integers(self.vocab, size=(self.batch, self.ids))
-            outside = rng.choice([-1, self.vocab], size=ids.shape)
-            inputs.append(np.where(rng.random(ids.shape) < 0.125, outside, ids))
+            inputs.append(asked(rng, (self.batch, self.ids), self.vocab))
         return inputs
 
     def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:

@@ -16,51 +16,55 @@ from . import call
 __all__ = ["softmax_topk"]
 
 
-def _call(logits: Any, k: int, log: bool, temperature: float, bias: Any) -> tuple[Any, ...]:
-    return call.softmax_topk(logits, k, log=log, temperature=temperature, bias=bias)
+def _call(logits: Any, k: int, log: bool, temperature: float, bias: Any, heat: Any) -> tuple[Any, ...]:
+    return call.softmax_topk(logits, k, log=log, temperature=custom.value_of(temperature, heat), bias=bias)
 
 
-def _call_given(logits: Any, k: int, ids: Any, log: bool, temperature: float, bias: Any) -> tuple[Any, ...]:
+def _call_given(logits: Any, k: int, ids: Any, log: bool, temperature: float, bias: Any, heat: Any) -> tuple[Any, ...]:
+    temperature = custom.value_of(temperature, heat)
     return call.softmax_topk(logits, k, log=log, temperature=temperature, bias=bias, ids=ids)
 
 
 def _launched(
-    launchers: Any, logits: Any, k: int, log: bool, temperature: float, bias: Any, ids: Any = None
+    launchers: Any, logits: Any, k: int, log: bool, temperature: float, bias: Any, heat: Any, ids: Any = None
 ) -> tuple[Any, tuple[Any, ...]]:
+    if heat is not None:  # has another value the next time
+        return None, ()
     arguments = (logits, inverse_temperature(temperature), int(log), bias, ids)
     return repeat.repeated(launchers, ("softmax_topk", k), arguments), arguments
 
 
 def _launched_given(
-    launchers: Any, logits: Any, k: int, ids: Any, log: bool, temperature: float, bias: Any
+    launchers: Any, logits: Any, k: int, ids: Any, log: bool, temperature: float, bias: Any, heat: Any
 ) -> tuple[Any, tuple[Any, ...]]:
-    return _launched(launchers, logits, k, log, temperature, bias, ids)
+    return _launched(launchers, logits, k, log, temperature, bias, heat, ids)
 
 
 def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
     """Leading dimensions are the operator's own."""
     logits, *rest = args
-    custom.unbatched("softmax_topk", in_dims[4:5], ("bias",))
+    custom.unbatched("softmax_topk", in_dims[4:], ("bias", "temperature"))
     return _OPERATOR(custom.in_front(logits, in_dims[0], info.batch_size), *rest), (0, 0)
 
 
 def _batched_given(info: Any, in_dims: Any, *args: Any) -> Any:
     logits, k, ids, *rest = args
-    custom.unbatched("softmax_topk", in_dims[5:6], ("bias",))
+    custom.unbatched("softmax_topk", in_dims[5:], ("bias", "temperature"))
     logits, ids = (custom.in_front(one, dim, info.batch_size) for one, dim in ((logits, in_dims[0]), (ids, in_dims[2])))
     return _GIVEN(logits, k, ids, *rest), (0, 0, 0)
 
 
+# `heat` is a temperature in a tensor, see `custom.number`.
+_REST = "bool log=False, float temperature=1.0, Tensor? bias=None, Tensor? heat=None"
 _OPERATOR = custom.define(
-    "softmax_topk(Tensor logits, int k, bool log=False, float temperature=1.0, Tensor? bias=None) -> (Tensor, Tensor)",
+    f"softmax_topk(Tensor logits, SymInt k, {_REST}) -> (Tensor, Tensor)",
     _call,
     _batched,
     custom.without_backward("logits", call.INSTEAD),
     launched=_launched,
 )
 _GIVEN = custom.define(
-    "softmax_topk_given(Tensor logits, int k, Tensor ids, bool log=False, float temperature=1.0, Tensor? bias=None)"
-    " -> (Tensor, Tensor, Tensor)",
+    f"softmax_topk_given(Tensor logits, SymInt k, Tensor ids, {_REST}) -> (Tensor, Tensor, Tensor)",
     _call_given,
     _batched_given,
     custom.without_backward("logits", call.INSTEAD),
@@ -79,6 +83,7 @@ def softmax_topk(
     out: Any = None,
 ) -> tuple[Any, ...]:
     """The public function, as it stands in a graph."""
+    temperature, heat = custom.number(temperature)
     if ids is None:
-        return custom.written(_OPERATOR(logits, k, log, temperature, bias), out)
-    return custom.written(_GIVEN(logits, k, ids, log, temperature, bias), out)
+        return custom.written(_OPERATOR(logits, k, log, temperature, bias, heat), out)
+    return custom.written(_GIVEN(logits, k, ids, log, temperature, bias, heat), out)

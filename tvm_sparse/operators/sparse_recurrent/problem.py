@@ -48,6 +48,8 @@ GATES = {"tanh": 1, "relu": 1, "lstm": 4, "gru": 3}
 # The 2-norm of a generated row of weights is at most 1.5 times this, so that the layer contracts: a rounding fades in
 # the steps after it, in the place of growing from step to step.
 NORM = 0.45
+# Values of `resets` that set states to zero: positive, negative, mixed.
+MARKS = ((1, 2, 256, 2**31 - 1), (-1, -2, -256, -(2**31)), (1, -1, 2**30, -(2**31)))
 # What comes after the weight, of any layer.
 STATES: tuple[Argument, ...] = (
     Argument("x_projected", ("steps", "batch", "gates * hidden"), "dtype", "Input product with its biases."),
@@ -118,6 +120,10 @@ class RecurrentLayer(Problem):
     @property
     def gates(self) -> int:
         return GATES[self.cell]
+
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        return ("x_projected", "h0", "c0", "hidden_bias")
 
     def extent(self, name: str | int) -> int:
         """Beside the axes: expressions of `gates`, and the cells that arguments depend on."""
@@ -195,8 +201,9 @@ class RecurrentLayer(Problem):
             x[self.steps // 2, -1, rng.integers(count)] = np.nan
         lengths = rng.integers(0, self.steps, self.batch, endpoint=True)
         lengths[rng.integers(self.batch)] = self.steps
-        reset = rng.integers(-2, 8, (self.steps, self.batch))
-        reset[reset > 0] = 0
+        # Whatever is not zero begins anew: marks of one sign alone, or of both.
+        marks = MARKS[rng.integers(len(MARKS))]
+        reset = np.where(rng.random((self.steps, self.batch)) < 0.2, rng.choice(marks, (self.steps, self.batch)), 0)
         inputs = [*weight, x, h0, c0, bias, lengths.astype(np.int32), reset.astype(np.int32)]
         return [array for argument, array in zip(self.inputs, inputs, strict=True) if self.has(argument)]
 

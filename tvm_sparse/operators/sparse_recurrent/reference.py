@@ -9,11 +9,8 @@ import numpy as np
 import scipy.sparse
 
 from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.rounding import ROUNDING, SMALLEST
 
-# Half a unit in the last place, relative.
-ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-# Half a unit of the smallest numbers, absolute; float32's and bfloat16's may be flushed to zero.
-SMALLEST = {"float32": 1.2e-38, "float16": 2.0**-25, "bfloat16": 1.2e-38}
 # Standard deviation of what tanh and sigmoid add: six of them are some roundings of an exponential and a quotient with
 # float32, and with 16 bits more than the 2^-11 that the GPU's tanh.approx is off by.
 ACTIVATION = {"float32": 2.0**-23, "float16": 2.0**-13, "bfloat16": 2.0**-13}
@@ -52,10 +49,10 @@ def run(problem: Any, inputs: Sequence[Any], errors: bool = False) -> list[np.nd
     off in each of their elements.
 
     Errors are carried along to first order, as variances: those of a sum of many terms are independent. A sum adds the
-    roundings of float32, which grow like the square root of their number, an activation its own (`ACTIVATION`),
-    and rounding h to the dtype makes of a small difference d a whole unit u in the last place, with a chance of d / u:
-    a variance of d * u. An element is then within `DEVIATIONS` deviations, and the unit that its own rounding
-    may differ by.
+    roundings of float32, which grow like the square root of their number, an activation its own (`ACTIVATION`), and
+    rounding h to the dtype makes of a small difference d a whole unit u in the last place, with a chance of d / u: a
+    variance of d * u, and never so little that one such unit would show in what is made of h. An element is then
+    within `DEVIATIONS` deviations, and the unit that its own rounding may differ by.
     """
     given = dict(zip((argument.name for argument in problem.kernel_inputs), inputs, strict=True))
     rows = Rows(problem.gates * problem.hidden, problem.hidden, *problem.coordinates(inputs))
@@ -89,7 +86,7 @@ def run(problem: Any, inputs: Sequence[Any], errors: bool = False) -> list[np.nd
                 off += (rows.roundings.reshape(gates, hidden) + 2) * (2.0**-24 * size) ** 2
                 before, new_off_c = _carried(problem, local, off, off_h, off_c, new_h, new_c)
                 unit = 2 * (ROUNDING[problem.dtype] * np.abs(_finite(rounded)) + SMALLEST[problem.dtype])
-                new_off_h = before + np.sqrt(before) * unit
+                new_off_h = before + np.maximum(np.sqrt(before) * unit, (unit / DEVIATIONS) ** 2)
                 off_output[t] = np.where(lives, DEVIATIONS * np.sqrt(before) + unit, 0.0)
                 off_last = np.where(lives, off_output[t], off_last)
                 off_h, off_c = np.where(lives, new_off_h, off_h), np.where(lives, new_off_c, off_c)

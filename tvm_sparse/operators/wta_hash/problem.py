@@ -118,6 +118,13 @@ class WtaHash(Problem):
     def smaller(self, extent: int) -> Problem:
         return dataclasses.replace(self, batch=extent, bands=min(self.bands, FEW_BANDS))
 
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        return ("hidden",)
+
+    def redrawn(self, rng: np.random.Generator) -> Problem:
+        return dataclasses.replace(self, bands=int(rng.integers(1, self.bands + 1)))
+
     def definition(self) -> tirx.PrimFunc:
         from types import SimpleNamespace
 

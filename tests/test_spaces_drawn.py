@@ -1,0 +1,69 @@
+"""Spaces of drawn problems, on GPUs of several kinds: what applies has a default, and something always applies."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tvm_sparse.core import distribution, machine, registry, spaces
+from tvm_sparse.core.problem import Problem, ProblemError
+from tvm_sparse.core.template import NotApplicable
+
+SEED = int.from_bytes(os.urandom(4), "little")
+OPERATORS = tuple(operator.name for operator in registry.BUILTIN)
+ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+EACH = 6
+
+
+def stretched(problem: Problem, rng: random.Random) -> Problem | None:
+    """A problem with a batch of 1 and one other extent up to 2^31 - 2; None if the operator has no such."""
+    extents = [name for name, value in problem.axes.items() if isinstance(value, int) and name != problem.batch_axis]
+    if not extents:
+        return None
+    name = rng.choice(extents)
+    try:
+        return dataclasses.replace(problem.with_batch(1), **{name: int(2 ** rng.uniform(16, 31)) - 2}).as_called()
+    except (ProblemError, ValueError):
+        return None
+
+
+def problems(name: str) -> Iterator[Problem]:
+    kind, rng = registry.find(name).problem, random.Random(f"{SEED}/{name}")
+    for _ in range(EACH):
+        problem = distribution.problem(kind, rng)
+        yield problem
+        if (larger := stretched(problem, rng)) is not None:
+            yield larger
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_space_that_applies_has_a_default(name: str) -> None:
+    for problem in problems(name):
+        for arch in ARCHES:
+            where, said = machine.resolve(arch), f"seed {SEED}: {problem} on {arch}"
+            assert spaces.fallback(problem, where) is not None, said
+            for template in spaces.templates(name):
+                if template.kind != "cuda":
+                    continue
+                try:
+                    template.space(problem, where)
+                except NotApplicable:
+                    continue
+                try:
+                    reason = template.point(problem, where, template.default(problem, where))
+                except Exception as error:
+                    raise AssertionError(f"{said}: {template.name}: {error!r}") from error
+                assert reason is None, f"{said}: {template.name}: {reason}"
+
+
+def test_a_row_of_five_million_words_has_a_kernel() -> None:
+    """Survivors of its tiles are more than shared memory of one thread block holds."""
+    problem = registry.parse("softmax_topk/batch=1,vocab=5000000,k=10")
+    for arch in ARCHES:
+        where = machine.resolve(arch)
+        candidate = spaces.fallback(problem, where)
+        assert spaces.refusal(candidate, problem, where) is None and candidate.template != "threshold_gate"

@@ -1,0 +1,30 @@
+"""What an argument of a wrong kind is, in words, for the messages that refuse it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+LONGEST = 60  # characters of a text that are shown
+
+
+def described(given: Any) -> str:
+    """What was given: its kind, and, where that is known, what makes an array or a matrix of it."""
+    if isinstance(given, (str, bytes, os.PathLike)):
+        text = os.fsdecode(given) if not isinstance(given, bytes) else given.decode(errors="replace")
+        text = text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+        return (
+            f"{type(given).__name__} {text!r}; read a file first, as by scipy.io.mmread, scipy.sparse.load_npz,"
+            " numpy.load or torch.load"
+        )
+    kind = type(given).__name__
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
+    layout = getattr(given, "format", None)
+    if isinstance(layout, str) and hasattr(given, "tocsr"):
+        return f"{kind}, a SciPy matrix in {layout.upper()} format"
+    if callable(getattr(given, "to_numpy", None)):
+        return f"{kind}; use its to_numpy()"
+    if isinstance(given, (list, tuple)):
+        return f"{kind}; use numpy.asarray or torch.as_tensor"
+    return kind

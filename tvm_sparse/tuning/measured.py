@@ -1,0 +1,124 @@
+"""The child that times a few candidates of a problem: `python -m tvm_sparse.tuning.measured`, started by a runtime.
+
+It is a tuning run whose candidates are given: they are built in parallel, checked, timed, and the best few timed again
+in turn with the fallback; trials and winner stand in the log. Its own children stay from one problem to the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core import scratch
+from ..core.candidate import Candidate
+from ..core.machine import Machine
+from ..core.problem import Problem
+from ..core.registry import add_plugins, parse
+from ..records import MEASURED, Best, Log
+from ..workers.serving import serve
+from . import fleet
+from .fleet import Fleet
+from .plans import Progress, uncounted
+from .session import Run
+from .sharing import Sharing
+from .workbench import MEASURE_TIMEOUT, NoValidRecord
+
+# Of the final: candidates are few, and somebody waits.
+ROUNDS = 3
+# Candidates that are checked side by side. Between them the clock is looked at.
+TOGETHER = 3
+# Of the time that is given, for what is begun: the final starts no later.
+SEARCH_SHARE = 0.7
+
+_fleets: dict[tuple[Any, ...], Fleet] = {}  # from one request to the next
+
+
+def measured(
+    problem: Problem,
+    machine: Machine,
+    candidates: Sequence[Candidate],
+    log: Log,
+    using: Fleet,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    show: Callable[[Progress], None] = lambda progress: None,
+    builders: int = 1,
+    limit: float | None = None,
+    strategy: str = MEASURED,
+    rounds: int = ROUNDS,
+) -> Best:
+    """Time these candidates and the fallback; the winner is appended to the log.
+
+    Parameters
+    ----------
+    stop
+        Asked between batches of candidates: true begins the final.
+    limit
+        Seconds to check and to time one candidate.
+
+    Raises
+    ------
+    NoValidRecord
+        If none gave the right answer.
+    """
+    proposed = tuple(candidates)
+    how = {"strategy": strategy, "limit": limit, "proposed": proposed, "rounds": rounds}
+    plan = uncounted(problem, machine, len(candidates), builders, **how)
+    with (
+        scratch.folder() as folder,
+        contextlib.closing(Sharing(log, problem, fresh=plan.fresh)) as sharing,
+        using.lease(machine) as lease,
+    ):
+        run = Run(plan, log, sharing, 0, folder, lease, show, stop)
+        try:
+            run.begin_given(TOGETHER)
+            return run.final()
+        finally:
+            run.bench.give_up()
+
+
+def handle(message: dict[str, Any]) -> dict[str, Any]:
+    """Time the candidates of a request (`runtime.measuring.measure`); the winner, and its and the others' times."""
+    began = time.monotonic()
+    add_plugins(message["plugins"])
+    machine, seconds = Machine(**message["machine"]), message["seconds"]
+    problem = parse(message["problem"])
+    candidates = [Candidate.parse(text) for text in message["candidates"]]
+    log = Log(Path(message["logs"]), machine.arch, problem.operator)
+    wanted = (machine, message["number"], message["builders"])
+    if wanted not in _fleets:
+        gpus = [message["number"]] if machine.kind == "cuda" else [0]
+        _fleets[wanted] = fleet.local(machine, message["builders"], gpus=gpus)
+    last: list[Progress] = []
+
+    def over() -> bool:
+        return time.monotonic() - began > SEARCH_SHARE * seconds
+
+    try:
+        best = measured(
+            problem,
+            machine,
+            candidates,
+            log,
+            _fleets[wanted],
+            stop=over,
+            show=last.append,
+            builders=message["builders"],
+            limit=min(MEASURE_TIMEOUT, seconds),
+        )
+    except NoValidRecord as error:
+        return {"reason": str(error)}
+    medians = last[-1].medians if last else {}
+    return {
+        "candidate": str(best.candidate),
+        "seconds": best.seconds,
+        "fallback_seconds": best.fallback_seconds,
+        "times": {str(candidate): taken for candidate, taken in medians.items()},
+    }
+
+
+if __name__ == "__main__":
+    serve(handle)
