@@ -270,9 +270,8 @@ class Call:
         """The outputs that this call returns."""
 
         def asked(value: Any) -> bool:
-            return value is not None and (
-                bool(getattr(value, "shape", ())) or hasattr(value, "__dlpack__") or bool(value)
-            )
+            array = bool(getattr(value, "shape", ())) or isinstance(value, Foreign)
+            return value is not None and (array or bool(value))
 
         return [one.name for one in SIGNATURES[self.name].outputs if not one.asked or asked(self.arguments[one.asked])]
 

@@ -146,7 +146,7 @@ def test_right_kernels_pass_at_every_magnitude(
 ) -> None:
     """Products of 1e-6 are subnormal numbers of float16, and those of 1e4 infinite."""
     monkeypatch.setattr(drawing, "AS_GENERATED", 0.0)
-    monkeypatch.setattr(drawing, "POWERS", (np.log10(magnitude),) * 2)
+    monkeypatch.setattr(drawing, "POWERS", ((np.log10(magnitude),) * 2,))
     seed = int.from_bytes(os.urandom(4))
     rng = np.random.default_rng(seed)
     for problem in DTYPES[operator] if operator == "bsr_matmul" else [DTYPES[operator][seed % 3]]:

@@ -11,26 +11,41 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
-from cases import calls_run
+from cases import calls_run, thorough
 
 torch = pytest.importorskip("torch")
 
 import forms  # noqa: E402
 from forms import BASE, CASES, SIGNATURES, Variant, draw, variants  # noqa: E402
+from test_calls import to_numpy  # noqa: E402
 
 import tvm_sparse  # noqa: E402
-from tvm_sparse.runtime import repeat  # noqa: E402
+from tvm_sparse.core import machine  # noqa: E402
+from tvm_sparse.core.registry import parse  # noqa: E402
+from tvm_sparse.runtime import calls, repeat  # noqa: E402
 from tvm_sparse.runtime.dispatch import Dispatcher  # noqa: E402
+from tvm_sparse.runtime.signature import Number  # noqa: E402
 
 SEED = int(os.environ.get("TVM_SPARSE_TEST_SEED", 0)) or int.from_bytes(os.urandom(3), "little")
 EACH = [(name, variant) for name in CASES for variant in variants(name)]
 IDS = [f"{name}-{variant.argument}-{variant.label}" for name, variant in EACH]
 
 
+# Kernels of rounded numbers of words: those of fewer are not compiled.
+WIDE = (
+    "softmax_topk/batch=7,vocab=61,k=8",
+    "softmax_topk/batch=7,vocab=61,k=8,ids=8",
+    "head_topk/batch=7,vocab=61,hidden=16,k=8",
+    "head_topk/batch=7,vocab=61,hidden=16,k=8,ids=8",
+    "candidate_topk/lists=1,beam=6,vocab=61,hidden=16,m=10,k=8",
+)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def dispatcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]:
-    with calls_run(forms.keys(), tmp_path_factory.mktemp("kernels")) as own:
+    with calls_run((*forms.keys(), *WIDE), tmp_path_factory.mktemp("kernels")) as own:
         yield own
 
 
@@ -120,7 +135,16 @@ FULL = {
 
 
 def with_all(name: str, number: int = 0, device: str = "cpu") -> forms.Call:
-    return draw(name, Variant("", "all", FULL.get(name, {})), SEED + number, device=device)
+    """A call with arrays that may be absent; each number has another values, and all the same flags."""
+    call = draw(name, Variant("", "all", FULL.get(name, {})), SEED + number, device=device)
+    flags = {"normaliser": True, "validate": False, "best": 0}
+    call.arguments.update({flag: value for flag, value in flags.items() if flag in call.arguments})
+    return call
+
+
+def same(found: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
+    for have, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(have, want, rtol=0, atol=0, equal_nan=True)
 
 
 def overlapping(array: Any, out: Any, device: str) -> tuple[Any, Any]:
@@ -223,3 +247,259 @@ def test_what_is_remembered_does_not_grow_with_values(name: str, dispatcher: Dis
         numbers = {key: other[key] for key in forms.SETTINGS if key in other}
         getattr(tvm_sparse, name)(**{**call.arguments, **numbers})
     assert len(dispatcher.launchers) == before
+
+
+# ---- ways of PyTorch -----------------------------------------------------------------------------
+
+
+OPERATORS = [name for name in CASES if SIGNATURES[name].operator]
+OTHERS = [name for name in CASES if not SIGNATURES[name].operator]
+
+
+def tensors_of(call: forms.Call) -> dict[str, Any]:
+    return {name: value for name, value in call.arguments.items() if isinstance(value, torch.Tensor)}
+
+
+def with_tensors(call: forms.Call, names: Any) -> Any:
+    """The call as a function of its tensors."""
+
+    def function(*tensors: Any) -> Any:
+        return getattr(tvm_sparse, call.name)(**{**call.arguments, **dict(zip(names, tensors, strict=True))})
+
+    return function
+
+
+def check_contexts(name: str, device: str) -> None:
+    """With and without gradients, and under autocast, a call returns the same."""
+    call = with_all(name, device=device)
+    dtype = torch.bfloat16
+    for _ in range(2):
+        with torch.no_grad():
+            call.check(call())
+        with torch.inference_mode():
+            call.check(call())
+        with torch.autocast(device, dtype=dtype):
+            call.check(call())
+        call.check(call())
+    for argument in SIGNATURES[name].arguments:
+        value = call.arguments[argument.name]
+        if argument.array is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            continue
+        given = {**call.arguments, argument.name: value.clone().requires_grad_()}
+        function = getattr(tvm_sparse, name)
+        with torch.no_grad():
+            call.check(function(**given))
+        if argument.array.gradient:
+            found = call.outputs(function(**given))
+            assert all(one.requires_grad for one in found)
+            call.check(found if len(SIGNATURES[name].outputs) > 1 else found[0].detach())
+        else:
+            with pytest.raises(RuntimeError, match="requires a gradient"):
+                function(**given)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_with_and_without_gradients_and_autocast(name: str) -> None:
+    check_contexts(name, "cpu")
+
+
+def check_trace(name: str, device: str) -> None:
+    """What torch.jit.trace records computes other values, also after an eager call of the shape; or it is refused."""
+    call, other = with_all(name, device=device), with_all(name, 1, device)
+    call(), call()
+    names = list(tensors_of(call))
+    function = with_tensors(call, names)
+    if not SIGNATURES[name].operator:
+        with pytest.raises(TypeError, match="torch.jit.trace .* cannot record this function"):
+            torch.jit.trace(function, tuple(tensors_of(call).values()), check_trace=False)
+        return
+    traced = torch.jit.trace(function, tuple(tensors_of(call).values()), check_trace=False)
+    assert f"tvm_sparse::{name if name != 'log_softmax' else 'softmax'}" in str(traced.graph)
+    given = tuple(tensors_of(other).values())
+    same(call.outputs(traced(*given)), call.outputs(function(*given)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_traces(name: str) -> None:
+    check_trace(name, "cpu")
+
+
+def check_numbers_of_graphs(name: str, device: str) -> None:
+    """Each number of a call may take any value in one graph, or be a tensor of no dimension."""
+    call = with_all(name, device=device)
+    rng = np.random.default_rng(SEED)
+    for argument in SIGNATURES[name].arguments:
+        form = next((one for one in argument.forms if isinstance(one, Number)), None)
+        if form is None or form.kind == "bool" or argument.name in ("block", "max_top_k"):
+            continue
+        graphs = []
+
+        def backend(graph: Any, inputs: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return graph
+
+        torch._dynamo.reset()
+        key = argument.name
+        base = dict(call.arguments)
+        if name == "softmax_sample":
+            base |= {"temperature": 0.9, "top_p": 0.9, "min_p": 0.0, "top_k": 40 if key == "best" else None, "best": 0}
+            base |= {"seed": 3, "offset": 0, "uniforms": None} if key in ("seed", "offset") else {}
+
+        def run(value: Any, base: dict[str, Any] = base, key: str = key) -> Any:
+            return getattr(tvm_sparse, name)(**{**base, key: value})
+
+        compiled = torch.compile(run, backend=backend, fullgraph=True)
+        if form.kind == "float":
+            values = [float(one) for one in rng.uniform(form.least, form.most, 12)]
+        else:
+            values = [int(one) for one in rng.permutation(range(3, 7 if key != "seed" else 20))]
+        for value in values:
+            found = call.outputs(compiled(value))
+            same(found, call.outputs(run(value)))
+        assert len(graphs) <= 2, key
+        if form.kind == "float":
+            for value in values[:2]:
+                found = call.outputs(compiled(torch.tensor(value)))
+                same(found, call.outputs(run(torch.tensor(value))))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_graph_serves_every_number(name: str) -> None:
+    check_numbers_of_graphs(name, "cpu")
+
+
+class Exported(torch.nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: Any) -> Any:
+        return self.function(*tensors)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_exports(name: str) -> None:
+    call, other = with_all(name), with_all(name, 1)
+    names = list(tensors_of(call))
+    function = with_tensors(call, names)
+    program = torch.export.export(Exported(function), tuple(tensors_of(call).values()), strict=False).module()
+    given = tuple(tensors_of(other).values())
+    same(call.outputs(program(*given)), call.outputs(function(*given)))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_operator_runs_between_graphs(name: str) -> None:
+    call = with_all(name)
+    torch._dynamo.reset()
+    names = list(tensors_of(call))
+    compiled = torch.compile(with_tensors(call, names), backend="eager")
+    for number in range(2):
+        other = with_all(name, number)
+        given = tuple(tensors_of(other).values())
+        same(call.outputs(compiled(*given)), call.outputs(with_tensors(call, names)(*given)))
+
+
+# ---- long batches --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [61 * 4, thorough(70 * 17), thorough(1)])
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_what_is_too_long_for_a_kernel_is_computed_in_parts(
+    name: str, library: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also into `out`, with the numbers of an integer seed, and by lists."""
+    axes = {**FULL.get(name, {}), parse(CASES[name].key).batch_axis: 40}
+    ways = [Variant("", "all", axes, library=library)]
+    if name == "softmax_sample":
+        ways += [Variant("", "seed", {**axes, "seeded": number}, library=library) for number in (0, 2, 3)]
+    if name.startswith("candidate"):
+        many = {**axes, "lists": 1, "beam": 40}, {**axes, "lists": 8, "beam": 5}
+        ways = [Variant("", "lists", one, library=library) for one in many]
+    for variant in ways:
+        monkeypatch.setattr(calls, "LIMIT", limit)
+        call = draw(name, variant, SEED)
+        results = call()
+        call.check(results)
+        call.check(call())
+        given = given_out(name, tuple(one * 0 - 1 for one in written(call, results)))
+        call.check(call(given))
+        monkeypatch.setattr(calls, "LIMIT", 2**31)
+        for one, other in zip(call.outputs(results), call.outputs(call()), strict=True):
+            np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
+
+
+# ---- numbers of words ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+@pytest.mark.parametrize("name", ["softmax_topk", "head_topk", "candidate_topk"])
+def test_a_kernel_of_more_words_serves_fewer(
+    name: str, library: str, dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the one of just as many would have to be compiled; results are contiguous, also in `out`."""
+    monkeypatch.setattr(Dispatcher, "_compile", lambda *_: pytest.fail("a kernel was compiled"))
+    some = [{}] if name == "candidate_topk" else [{}, {"ids": 2}, {"ids": 7}]
+    for k in (2, 4, 7, 8):
+        for axes in some:
+            call = draw(name, Variant("", "fewer", {"k": k, **axes}, library=library), SEED + k)
+            for _ in range(2):
+                results = call()
+                call.check(results)
+                assert not any(hasattr(one, "is_contiguous") and not one.is_contiguous() for one in results)
+                call.check(call(given_out(name, tuple(one * 0 - 1 for one in written(call, results)))))
+    ready = dispatcher.kernel(parse(WIDE[0]), machine.cpu())
+    assert dispatcher.serving(parse(CASES["softmax_topk"].key), ready.explanation, machine.cpu()).axes["k"] == 5
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def on_gpu(dispatcher: Dispatcher) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("this build of torch finds no CUDA GPU")
+    where = machine.gpu()
+    assert where is not None
+    dispatcher.warmup([parse(key) for key in (*forms.keys(), *WIDE)], where, machine.default_builders())
+
+
+ON_GPU = [(name, variant) for name, variant in EACH if variant.library == "torch"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "variant"), ON_GPU, ids=[f"{name}-{variant.argument}-{variant.label}" for name, variant in ON_GPU]
+)
+def test_a_form_on_a_gpu(name: str, variant: Variant, on_gpu: None) -> None:
+    check_sequence(name, variant, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("check", [check_aliases, check_outs, check_contexts, check_trace])
+def test_calls_on_a_gpu(check: Any, name: str, on_gpu: None) -> None:
+    check(name, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_graph_serves_every_number_on_a_gpu(name: str, on_gpu: None) -> None:
+    check_numbers_of_graphs(name, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_a_captured_call_is_replayed_with_other_values(name: str, on_gpu: None) -> None:
+    call, other = with_all(name, device="cuda"), with_all(name, 1, "cuda")
+    call(), call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    for argument, value in tensors_of(call).items():
+        if value.shape == other.arguments[argument].shape:
+            value.copy_(other.arguments[argument])
+    graph.replay()
+    torch.cuda.synchronize()
+    same(call.outputs(found), call.outputs(call()))

@@ -215,11 +215,12 @@ def problem_of(operator: str, axes: Sequence[str] | None) -> Problem:
     return make(operator, values)
 
 
-def as_called(problems: Sequence[Problem], done: str = "tuned") -> list[Problem]:
+def as_called(problems: Sequence[Problem], done: str = "tuned", *, err: bool = False) -> list[Problem]:
     """The problems that calls ask for in the place of those given, each once; says which are others."""
     for problem in problems:
         if problem.as_called() != problem:
-            typer.echo(f"{problem.typed} is {done} as {problem.as_called().typed}: calls with such data ask for it")
+            text = f"{problem.typed} is {done} as {problem.as_called().typed}: calls with such data ask for it"
+            typer.echo(text, err=err)
     return list(dict.fromkeys(problem.as_called() for problem in problems))
 
 

@@ -105,7 +105,7 @@ def _served(
         from ..shipping import export
 
         require("compiler", *(["cuda"] if where.kind == "cuda" else []))
-        jobs = [(one.choice.compiled_for, one.choice.candidate, one.choice.how, {}) for one in found]
+        jobs: list[export.Job] = [(one.choice.compiled_for, one.choice.candidate, one.choice.how, {}) for one in found]
         left: dict[tuple[str, str], str] = {}
 
         def skip(out: export.LeftOut) -> None:
@@ -117,8 +117,14 @@ def _served(
             faults[one.problem] = left.get((one.choice.compiled_for.key, str(one.choice.candidate)))
     if as_json:
         lines = [
-            {"problem": one.problem.key, "how": one.how, "candidate": str(one.choice.candidate), "why": one.choice.why}
-            | {"record": one.choice.record, "fault": faults[one.problem]}
+            {
+                "problem": one.problem.key,
+                "how": one.how,
+                "candidate": str(one.choice.candidate),
+                "why": one.choice.why,
+                "record": one.choice.record,
+                "fault": faults[one.problem],
+            }
             for one in found
         ]
         echo_json({"target": where.arch, "multiprocessors": where.cores, "problems": lines})

@@ -11,16 +11,13 @@ from . import call
 __all__ = ["softmax_sample"]
 
 
-def _call(
-    logits: Any, numbers: Any, top_k: Any, own: Any, bias: Any, uniforms: Any, seeds: Any, seed: Any, *rest: Any
-) -> list[Any]:
-    offset, max_top_k, best, offsets = rest
+def _call(logits: Any, numbers: Any, top_k: Any, bias: Any, *rest: Any) -> list[Any]:
+    uniforms, seeds, seed, offset, max_top_k, best, offsets, *own = rest
     temperature, top_p, min_p = numbers
     filters = (temperature, top_k, top_p, min_p)
-    given = [number if one is None else one for number, one in zip(filters, own, strict=True)]
+    given = [_of(number, one) for number, one in zip(filters, own, strict=True)]
     options = dict(zip((name for name, *_ in call.FILTERS), given, strict=True))
-    options |= {"uniforms": uniforms, "seed": seed if seeds is None else seeds}
-    options |= {"offset": offset if offsets is None else offsets}
+    options |= {"uniforms": uniforms, "seed": _of(seed, seeds), "offset": _of(offset, offsets)}
     # Results of a custom operator are no views.
     return [
         array.contiguous()
@@ -28,27 +25,37 @@ def _call(
     ]
 
 
+def _of(number: Any, tensor: Any) -> Any:
+    """The number, or what a tensor says in its place: its value if it has no dimension, else one of each row."""
+    return number if tensor is None else custom.value_of(number, tensor) if not tensor.dim() else tensor
+
+
+# Where arguments of the operator stand that have something for each row, beside the logits.
+_OF_ROWS = (4, 5, *range(10, 15))
+
+
 def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
     """Leading dimensions are the operator's own."""
-    logits, numbers, top_k, own, bias, uniforms, seeds, *rest, offsets = args
-    custom.unbatched("softmax_sample", in_dims[4:5], ("bias",))
+    custom.unbatched("softmax_sample", in_dims[3:4], ("bias",))
 
     def rows(one: Any, dim: Any) -> Any:
-        return None if one is None else custom.in_front(one, dim, info.batch_size)
+        if one is None or (dim is None and not one.dim()):
+            return one
+        return custom.in_front(one, dim, info.batch_size)
 
-    own_dims = in_dims[3] if in_dims[3] is not None else [None] * len(own)
-    own = [rows(one, dim) for one, dim in zip(own, own_dims, strict=True)]
-    dims = (in_dims[0], *in_dims[5:7], in_dims[11])
-    logits, uniforms, seeds, offsets = (
-        rows(one, dim) for one, dim in zip((logits, uniforms, seeds, offsets), dims, strict=True)
-    )
-    results = _OPERATOR(logits, numbers, top_k, own, bias, uniforms, seeds, *rest, offsets)
+    given = [
+        rows(one, dim) if not place or place in _OF_ROWS else one
+        for place, (one, dim) in enumerate(zip(args, in_dims, strict=True))
+    ]
+    results = _OPERATOR(*given)
     return results, [0] * len(results)
 
 
+# Tensors after `best` say what the numbers of their names do not: one of each row, or one in all (`custom.number`).
 _OPERATOR = custom.define(
-    "softmax_sample(Tensor logits, float[] numbers, int? top_k, Tensor?[] own, Tensor? bias, Tensor? uniforms,"
-    " Tensor? seeds, int? seed, int offset, int? max_top_k, int best, Tensor? offsets=None) -> Tensor[]",
+    "softmax_sample(Tensor logits, float[] numbers, SymInt? top_k, Tensor? bias, Tensor? uniforms, Tensor? seeds,"
+    " SymInt? seed, SymInt offset, int? max_top_k, SymInt best, Tensor? offsets=None, Tensor? temperatures=None,"
+    " Tensor? top_ks=None, Tensor? top_ps=None, Tensor? min_ps=None) -> Tensor[]",
     _call,
     _batched,
     custom.without_backward("logits"),
@@ -84,16 +91,18 @@ def softmax_sample(
         raise ValueError("offset: comes with a seed, and there is none; pass seed= with it")
     if uniforms is None and seed is None:
         uniforms = torch.rand(logits.shape[:-1], device=logits.device)  # a graph draws anew
-    filters = (temperature, top_k, top_p, min_p)
-    own = [one if arrays.is_torch(one) else None for one in filters]
     # Of those that are arrays the numbers are not looked at.
-    temperature, top_k, top_p, min_p = [1 if one is not None else given for one, given in zip(own, filters)]  # noqa: B905
+    temperature, heats = custom.number(temperature)
+    top_p, shares = custom.number(top_p)
+    min_p, floors = custom.number(min_p)
+    top_ks = top_k if arrays.is_torch(top_k) else None
+    top_k = None if top_ks is not None else top_k
+    own = (heats, top_ks, shares, floors)
     seeds, offsets = seed if arrays.is_torch(seed) else None, offset if arrays.is_torch(offset) else None
     results = _OPERATOR(
         logits,
-        [float(temperature), float(top_p), float(min_p)],
+        [temperature, top_p, min_p],
         top_k,
-        own,
         bias,
         uniforms,
         seeds,
@@ -102,6 +111,7 @@ def softmax_sample(
         max_top_k,
         best,
         offsets,
+        *own,
     )
     if out is None:
         return tuple(results)

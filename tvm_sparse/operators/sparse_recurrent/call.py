@@ -178,7 +178,7 @@ def run_layer(
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     given = x_projected, h0, c0, hidden_bias, lengths, resets
     # Lengths on the host are looked at every time.
-    if not validate and arrays.is_torch(x_projected) and x_projected.dim() == 3:
+    if not validate and arrays.is_torch(x_projected) and x_projected.dim() == 3 and not arrays.traced():
         placed = weights.laid_out_for(x_projected.shape[1]).placed.get(x_projected.device)
         if placed is not None and (lengths is None or x_projected.is_cuda):
             found = repeat.again(dispatcher.launchers, what, (*placed, *given), None if out is None else outputs)
