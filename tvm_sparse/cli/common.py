@@ -420,6 +420,13 @@ def gain_apart(best: Best) -> str:
     return apart(max(best.seconds_all, best.fallback_all, key=lambda rounds: spread(rounds) or 0.0))
 
 
+def widest(best: Best) -> float | None:
+    """The same as a number; None of a ranking without rounds."""
+    return max(
+        (found for one in (best.seconds_all, best.fallback_all) if (found := spread(one)) is not None), default=None
+    )
+
+
 def load_line(*loads: Load | None) -> list[str]:
     """What others did on the machine meanwhile, the most of several samples; nothing where it is not known."""
     known = [load for load in loads if load is not None]
