@@ -176,8 +176,8 @@ def candidate_topk(
     unshown = [] if normaliser else outputs_for(None, wanted[2:], hidden, known)
     if arrays.is_torch(hidden):
         what = ("candidate_topk", n, block, bool(normaliser))
-        arguments: tuple[Any, ...] = (states.reshape(hidden.shape), table, words.reshape(candidates.shape))
-        arguments += (None if counts is None else many, *numbers)
+        given_ones: tuple[Any, ...] = (states.reshape(hidden.shape), table, words.reshape(candidates.shape))
+        given_ones += (None if counts is None else many, *numbers)
 
         def around(kernel: Any) -> Any:
             known_counts = many if counts is None else None
@@ -186,14 +186,14 @@ def candidate_topk(
 
         # Candidates on the host are looked at every time.
         kept = known.device != "cpu" or None
-        launch(dispatcher, problem, where, what, arguments, outputs, kept=kept, around=around, wider=wider)
+        launch(dispatcher, problem, where, what, given_ones, outputs, kept=kept, around=around, wider=wider)
     else:
         parts = [
             arrays.reshaped(array, (given.lists, given.beam, *shape[1:]))
             for array, (_, shape, _) in zip((*outputs, *unshown), wanted, strict=True)
         ]
-        arguments = (states, table, words, many, *numbers)
-        launch(dispatcher, problem, where, None, arguments, parts, kept=None, wider=wider)
+        of_lists = (states, table, words, many, *numbers)
+        launch(dispatcher, problem, where, None, of_lists, parts, kept=None, wider=wider)
     return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
 
 

@@ -272,7 +272,7 @@ def _product(k: int, with_bias: bool, with_ids: bool, normaliser: bool) -> Any:
             logits = torch.nn.functional.linear(hidden, embedding)
         temperature = 1.0 if scale == 1.0 else 1.0 / scale
         written = (values, indices, *others)
-        softmax_topk(logits, k, log=log or normaliser, temperature=temperature, bias=bias, ids=ids, out=written)
+        softmax_topk(logits, k, log=bool(log) or normaliser, temperature=temperature, bias=bias, ids=ids, out=written)
         if sums is not None:
             # Score and log-probability of the best word differ by the normaliser.
             top = torch.gather(logits, 1, indices[:, :1])[:, 0].float()
