@@ -689,3 +689,33 @@ def test_on_a_gpu() -> None:
     layer = tvm_sparse.nn.BsrLinear.from_dense(torch.nn.Linear(66, 35), (5, 3), 0.5)
     on_cpu = layer(X)
     torch.testing.assert_close(layer.cuda()(X.cuda()).cpu(), on_cpu, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_rows_with_other_entries_take_the_same_launcher(native: bool, dispatcher: Dispatcher) -> None:
+    """Minibatches differ in how many entries they have; the kernel takes any number, if rows are about as long."""
+    from tvm_sparse.operators.nhot_lookup import call, torch_op
+
+    if native and repeat.native is None:
+        pytest.skip("the extension was not built")
+    table = torch.randn(50, 33)
+    repeat._prepare()
+    before = repeat.again is not repeat._again
+    repeat.use_native(native)
+    dispatcher._forget()
+    try:
+        for number, total in enumerate((12, 13, 12, 14)):
+            rng = np.random.default_rng(number)
+            ends = np.sort(rng.integers(0, total, 8)).astype(np.int32)
+            ends[[0, -1]] = 0, total
+            given = (ends, rng.integers(0, 50, total).astype(np.int32), rng.standard_normal(total).astype(np.float32))
+            csr = tuple(map(torch.from_numpy, given))
+            found = call.repeated_lookup(csr, table, torch, checked=True)
+            assert (found is None) == (number == 0)
+            wanted = torch_op._call_rows(*csr, table) if found is None else found
+            dense = np.zeros((7, 50))
+            np.add.at(dense, (np.repeat(np.arange(7), np.diff(ends)), given[1]), given[2])
+            np.testing.assert_allclose(wanted.numpy(), dense @ table.double().numpy(), atol=1e-5)
+    finally:
+        repeat.use_native(before)
+        dispatcher._forget()

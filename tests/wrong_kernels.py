@@ -222,10 +222,11 @@ def of_integers(problem: Problem, rng: np.random.Generator) -> tuple[str, Condit
             ("at the largest uniform number", lambda call: call["uniforms"] > 0.9999999),
         ]
     if problem.operator == "bsr_matmul":
+        expected = problem.nnzb  # type: ignore[attr-defined]
         many += [
             ("with columns in no order", lambda call: _unsorted(call["indptr"], call["indices"])),
             ("with a column twice", lambda call: _twice(call["indptr"], call["indices"])),
-            ("with more blocks than expected", lambda call: len(call["indices"]) > problem.axes["k"] // 2),
+            ("with more blocks than expected", lambda call: len(call["indices"]) > expected),
         ]
     if problem.operator == "nhot_lookup":
         many += [

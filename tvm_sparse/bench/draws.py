@@ -36,12 +36,12 @@ PROOFS = 10
 # up to MANY, whatever the batch of the problem.
 EVERY, MANY = 40, 160
 # Bytes of a case, of all cases of a candidate, and of the longest case of a winner.
-CASE_BYTES, ALL_BYTES, LONG_BYTES = 1 << 24, 1 << 25, 1 << 28
+CASE_BYTES, ALL_BYTES, LONG_BYTES = 1 << 24, 3 << 23, 1 << 28
 # Seconds that new blocks may take, for a candidate and for a winner.
 FRESH, FRESH_PROOF = 0.005, 3.0
 
 
-def block_of(problem: Problem, number: int) -> Case:
+def block_of(problem: Problem, number: int, kind: str = "llvm") -> Case:
     """The block with this number: its structure is the number's remainder by twice the structures."""
     structures = problem.verified
     pair, second = divmod(number, 2)
@@ -57,7 +57,7 @@ def block_of(problem: Problem, number: int) -> Case:
     said: tuple[str, ...] = ()
     if not (problem.sequential and structure == "special"):
         # A state that a weight of infinity multiplies may not be so small that its sign is within rounding.
-        inputs, said = drawing.magnified(few, inputs, own)
+        inputs, said = drawing.magnified(few, inputs, own, kind)
     return case_of(few, few.altered(inputs, own), structure, settings, (*said, f"draw {number}"), place=(number, 0))
 
 
@@ -91,13 +91,19 @@ def arranged(block: Case, number: int, batch: int) -> Case:
     )
 
 
-def again(problem: Problem, name: str) -> Case:
-    """The case of a problem that a failure named by its draw, as "draw 1742-53-64" or in the midst of a message."""
+def again(problem: Problem, name: str, kind: str = "llvm") -> Case:
+    """The case of a problem that a failure named by its draw, as "draw 1742-53-64" or in the midst of a message.
+
+    Parameters
+    ----------
+    kind
+        Of the machine: "llvm" or "cuda".
+    """
     found = re.search(r"(\d+)-(\d+)-(\d+)", name)
     if not found:
         raise ValueError(f"name: expected a draw like 1742-53-64, got {name!r}")
     block, number, batch = map(int, found.groups())
-    return _arranged(block_of(problem, block), number, batch)
+    return _arranged(block_of(problem, block, kind), number, batch)
 
 
 def _arranged(block: Case, number: int, batch: int) -> Case:
@@ -117,8 +123,8 @@ def _arranged(block: Case, number: int, batch: int) -> Case:
 class Pool:
     """The blocks of a problem, in pairs. Cases are drawn of them, and some of them are drawn anew from time to time."""
 
-    def __init__(self, problem: Problem, seed: int) -> None:
-        self._problem = problem
+    def __init__(self, problem: Problem, seed: int, kind: str = "llvm") -> None:
+        self._problem, self._kind = problem, kind
         self._rng = np.random.default_rng([seed, 3])
         self._credit = 0.0  # seconds that new blocks may take
         begun = time.perf_counter()
@@ -126,7 +132,8 @@ class Pool:
         self._cost = time.perf_counter() - begun
         self.large = self.pairs[0][0].large
         count = len(problem.verified)
-        places = range(2, count, 2) if self.large else range(1, max(count, LEAST_PAIRS))
+        least = max(count, PAIRS if problem.sequential else LEAST_PAIRS)  # a case of each block, or several
+        places = range(2, count, 2) if self.large else range(1, least)
         self.pairs += map(self._pair, places)
         self._turns = itertools.cycle(range(len(self.pairs)))
 
@@ -134,12 +141,15 @@ class Pool:
         """Two blocks, of the structure with this number and the next one."""
         count = len(self._problem.verified)
         pair = int((rng or self._rng).integers(1 << 24)) * count + place % count
-        return block_of(self._problem, 2 * pair), block_of(self._problem, 2 * pair + 1)
+        one, other = (block_of(self._problem, number, self._kind) for number in (2 * pair, 2 * pair + 1))
+        return one, other
 
     def renew(self, seconds: float, rng: np.random.Generator) -> None:
         """Replace the oldest blocks by new ones, as many as take so long. What is left over counts the next time."""
         self._credit += seconds
-        while self._credit >= self._cost:
+        for _ in self.pairs:
+            if self._credit < self._cost:
+                break
             begun, turn = time.perf_counter(), next(self._turns)
             place = 2 * turn if self.large else turn
             self.pairs[turn] = self._pair(place, rng)

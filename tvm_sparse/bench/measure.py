@@ -108,9 +108,9 @@ def check(library: str, kind: str, function: Any, whole: Case, workspaces: Any) 
 
 
 @functools.lru_cache(maxsize=1)
-def prepared(problem: Problem, seed: int) -> tuple[Pool, Case]:
+def prepared(problem: Problem, seed: int, kind: str) -> tuple[Pool, Case]:
     """What cases are drawn of, and the whole batch as it is timed; kept for the candidates of one problem."""
-    return Pool(problem, seed), make_case(problem, seed)
+    return Pool(problem, seed, kind), make_case(problem, seed)
 
 
 def handle(message: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def handle(message: dict[str, Any]) -> dict[str, Any]:
         return {}
     checked, _checked = _checked, None
     problem = parse(message["problem"])
-    pool, whole = prepared(problem, message["seed"])
+    pool, whole = prepared(problem, message["seed"], kind)
     if "library" not in message:
         prepare(kind)
         device_of(kind)

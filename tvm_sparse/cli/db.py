@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core.commands import command
+from ..core.commands import command, python
 from ..core.problem import ProblemError
 from .common import (
     FAILED,
@@ -347,7 +347,7 @@ def export(
         try:
             write_rows(found, output)
         except ModuleNotFoundError:
-            fail("pyarrow is missing, which writes Parquet: pip install pyarrow, or export to FILE.csv")
+            fail(f"pyarrow is missing, which writes Parquet: {python()} -m pip install pyarrow, or export to FILE.csv")
         typer.echo(f"{len(found)} records in {output}")
 
 

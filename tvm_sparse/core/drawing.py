@@ -40,17 +40,20 @@ def whole(rng: np.random.Generator, low: int, high: int, shape: tuple[int, ...],
     return _drawn(rng, shape, dtype, draw)
 
 
-# Magnitudes that inputs are drawn of, and numbers that are added to them, as powers of ten.
-POWERS, SHIFTS = (-8.0, 4.0), (0.0, 4.0)
-# Of the chances below: half of all inputs are as they were generated.
-AS_GENERATED, SUBNORMAL, SHIFTED = 0.5, 0.12, 0.5
+# Factors below and above 1 that inputs are drawn with, and numbers that are added to them, as powers of ten.
+POWERS, SHIFTS = ((-8.0, 0.0), (0.0, 4.0)), (0.0, 4.0)
+# Chances that inputs stay as they were generated, become subnormal, and have a number added.
+AS_GENERATED, SUBNORMAL, SHIFTED = 0.4, 0.12, 0.5
 
 
-def magnified(problem: Problem, inputs: Sequence[Any], rng: np.random.Generator) -> tuple[list[Any], tuple[str, ...]]:
+def magnified(
+    problem: Problem, inputs: Sequence[Any], rng: np.random.Generator, kind: str = "llvm"
+) -> tuple[list[Any], tuple[str, ...]]:
     """Inputs with their magnitudes drawn (`Problem.scaled`, `Problem.shifted`), and what was done, in words.
 
     Each is multiplied by a number of 1e-8 to 1e4, or by one that makes it subnormal, and may have one of up to 1e4
-    added, of either sign. NaN and infinities stay, and finite numbers stay finite.
+    added, of either sign. NaN and infinities stay, and finite numbers stay finite. `kind` is the machine's: what is
+    subnormal in float32 is 0 on a GPU, whose kernels flush it, and not drawn there.
     """
     import ml_dtypes
     import numpy as np
@@ -62,12 +65,12 @@ def magnified(problem: Problem, inputs: Sequence[Any], rng: np.random.Generator)
         name = argument.name
         if name not in problem.scaled and name not in problem.shifted:
             continue
-        kind = found[place].dtype
-        limits = ml_dtypes.finfo(kind)
+        dtype = found[place].dtype
+        limits = ml_dtypes.finfo(dtype)
         factor, added = 1.0, 0.0
         if name in problem.scaled:
-            factor = 10 ** rng.uniform(*POWERS)
-            if name in problem.shifted and rng.random() < SUBNORMAL:
+            factor = 10 ** rng.uniform(*POWERS[rng.integers(len(POWERS))])
+            if name in problem.shifted and rng.random() < SUBNORMAL and (kind == "llvm" or dtype == np.float16):
                 factor = float(limits.smallest_normal) / 8
         if name in problem.shifted and rng.random() < SHIFTED:
             factor, added = max(1.0, factor) if rng.random() < 0.5 else 1.0, 10 ** rng.uniform(*SHIFTS)
@@ -75,7 +78,7 @@ def magnified(problem: Problem, inputs: Sequence[Any], rng: np.random.Generator)
         wide = found[place].astype(np.float32)
         with np.errstate(invalid="ignore", over="ignore"):
             moved = np.clip(wide * np.float32(factor) + np.float32(added), float(limits.min), float(limits.max))
-        found[place] = np.where(np.isfinite(wide), moved, wide).astype(kind)
+        found[place] = np.where(np.isfinite(wide), moved, wide).astype(dtype)
         said.append(f"{name} x {factor:.2g}{f' {added:+.3g}' if added else ''}")
     return found, tuple(said)
 

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 # Half a unit in the last place, relative.
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 # Absolute error of numbers below the normal ones: float16 keeps them, to half the distance of two subnormal numbers;
-# of the other two dtypes kernels may flush them to zero.
-SMALLEST = {"float32": 1.2e-38, "float16": 2.0**-25, "bfloat16": 1.2e-38}
+# of the other two dtypes kernels may flush them to zero, or round up to two units above the least normal number.
+SMALLEST = {"float32": 1.2e-38, "float16": 2.0**-25, "bfloat16": 1.25e-38}
 
 
 def overflow(dtype: np.dtype) -> float:

@@ -129,6 +129,7 @@ class Dispatcher:
         self._cache = cache
         self._folders: list[_Source] = []
         self._kernels: dict[tuple[Problem, Machine], Kernel] = {}
+        self._serving: dict[tuple[Problem, Machine], Problem] = {}  # as `serving` answers
         self._signed: dict[Path, Signed] = {}  # of added folders those that are taken for their signature
         self._taken: tuple[Problem, Machine, str] | None = None  # as `taking` says
         self._libraries: dict[tuple[Path, str], Any] = {}
@@ -192,7 +193,7 @@ class Dispatcher:
 
     def _forget(self) -> None:
         """What calls have found."""
-        self._kernels, self.launchers = {}, {}
+        self._kernels, self._serving, self.launchers = {}, {}, {}
 
     def kernel(self, problem: Problem, machine: Machine) -> Kernel:
         """The kernel for a problem on a machine, loaded and if need be compiled.
@@ -215,6 +216,20 @@ class Dispatcher:
                     self._refuse_fork()
                 found = self._kernels[problem, machine] = self._load(problem, machine)
             return found
+
+    def serving(self, problem: Problem, wider: Problem, machine: Machine) -> Problem:
+        """The problem whose kernel a call of `problem` runs: `wider`, which computes all of it and more, where no
+        record tells decisions for `problem` and no library of it is at hand, so that it would have to be compiled."""
+        asked = problem, machine
+        if wider == problem or asked in self._kernels:
+            return problem
+        found = self._serving.get(asked)
+        if found is None:
+            with self._lock:
+                choice, located = self._decide(problem, machine, self._sources(machine))
+                own = located is not None or choice.how in RECORDED
+                found = self._serving[asked] = problem if own else wider
+        return found
 
     def explain(self, problem: Problem, machine: Machine) -> Explanation:
         """What `kernel` would return, without loading or compiling."""
@@ -281,7 +296,7 @@ class Dispatcher:
         refused = self._refused.get((problem.operator, machine), {})
         candidates = [c for c in measuring.contenders(problem, machine, choice, evidence) if c not in refused]
         logs = (self._log_roots or (paths.user_logs(),))[-1]
-        found = {"reason": "no time is left"}
+        found: dict[str, Any] = {"reason": "no time is left"}
         if seconds > 0:
             with _spinner(f"measuring {problem.typed}"):
                 found = measuring.measure(problem, machine, candidates, logs, seconds, builders)

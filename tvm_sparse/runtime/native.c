@@ -36,7 +36,7 @@ typedef struct Exchange {
 } Exchange;
 
 /* REVISION is `repeat.REVISION`: both change where what Python expects of these functions does. */
-enum { REVISION = 3, MAJOR = 1, ALIGNED = 16, MOST_WORDS = 256 };
+enum { REVISION = 4, MAJOR = 1, ALIGNED = 16, MOST_WORDS = 256, HEADER = 3, FREE_BITS = 31 };
 
 /* ---- what `prepare` was told ------------------------------------------------------------------------------------ */
 
@@ -101,12 +101,12 @@ static int unwatched(void) {
 
 /* Writes what a kernel depends on of a tensor; the words written, or 0 where there is no room. */
 static Py_ssize_t write_facts(const Tensor *tensor, int64_t *words, Py_ssize_t room) {
-  if (room < 3 + tensor->ndim) return 0;
+  if (room < HEADER + tensor->ndim) return 0;
   words[0] = tensor->ndim;
   words[1] = (int64_t)tensor->dtype.code << 32 | tensor->dtype.bits << 16 | tensor->dtype.lanes;
   words[2] = (int64_t)tensor->device.type << 32 | (uint32_t)tensor->device.id;
-  memcpy(words + 3, tensor->shape, sizeof(int64_t) * (size_t)tensor->ndim);
-  return 3 + tensor->ndim;
+  memcpy(words + HEADER, tensor->shape, sizeof(int64_t) * (size_t)tensor->ndim);
+  return HEADER + tensor->ndim;
 }
 
 /* What stands in front of the words of an argument that is no tensor; of a tensor it is the number of dimensions. */
@@ -166,8 +166,9 @@ static Py_ssize_t write_value(PyObject *value, int64_t *words, Py_ssize_t room) 
 typedef Py_ssize_t (*Writer)(PyObject *value, int64_t *words, Py_ssize_t room);
 
 /* The facts of a tuple's tensors, and of its other items what `written` tells; bytes, or NULL, with or without an error:
- * a tensor is not plain, or another item is of no known type. */
-static PyObject *facts_of(PyObject *given, Writer written) {
+ * a tensor is not plain, or another item is of no known type. Extents of a tensor whose bit of `free` is set are left
+ * out. */
+static PyObject *facts_of(PyObject *given, Writer written, unsigned long free) {
   int64_t words[MOST_WORDS];
   Py_ssize_t used = 0;
   for (Py_ssize_t i = 0, n = PyTuple_Size(given); i < n; ++i) {
@@ -178,6 +179,7 @@ static PyObject *facts_of(PyObject *given, Writer written) {
       more = written(one, words + used, room);
     } else if (plain(one, &tensor) == 1) {
       more = write_facts(&tensor, words + used, room);
+      if (more != 0 && i < FREE_BITS && free >> i & 1) more = HEADER;
     }
     if (more == 0) return NULL;
     used += more;
@@ -185,9 +187,9 @@ static PyObject *facts_of(PyObject *given, Writer written) {
   return PyBytes_FromStringAndSize((const char *)words, used * (Py_ssize_t)sizeof(int64_t));
 }
 
-static PyObject *key_for(PyObject *what, PyObject *given, Writer written) { /* NULL with or without an error */
+static PyObject *key_for(PyObject *what, PyObject *given, Writer written, unsigned long free) { /* NULL with or without an error */
   if (exchange == NULL || unwatched() != 1) return NULL;
-  PyObject *facts = facts_of(given, written);
+  PyObject *facts = facts_of(given, written, free);
   if (facts == NULL) return NULL;
   PyObject *key = PyTuple_Pack(2, what, facts);
   Py_DECREF(facts);
@@ -195,8 +197,8 @@ static PyObject *key_for(PyObject *what, PyObject *given, Writer written) { /* N
 }
 
 /* What was kept for such arguments, a new reference, or NULL, with or without an error. */
-static PyObject *found_for(PyObject *launchers, PyObject *what, PyObject *given, Writer written) {
-  PyObject *key = key_for(what, given, written);
+static PyObject *found_for(PyObject *launchers, PyObject *what, PyObject *given, Writer written, unsigned long free) {
+  PyObject *key = key_for(what, given, written, free);
   if (key == NULL) return NULL;
   PyObject *found = PyDict_GetItemWithError(launchers, key);
   Py_XINCREF(found);
@@ -324,9 +326,16 @@ static PyObject *is_plain(PyObject *self, PyObject *tensor) {
   return so < 0 ? NULL : PyBool_FromLong(so);
 }
 
+/* The mask that follows `wanted` arguments, or 0 where it is left out; -1: an error. */
+static long free_behind(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t wanted) {
+  if (nargs == wanted + 1) return PyLong_AsLong(args[wanted]);
+  return count_is(nargs, wanted) ? 0 : -1;
+}
+
 static PyObject *key(PyObject *const *args, Py_ssize_t nargs, Writer written) {
-  if (!count_is(nargs, 2)) return NULL;
-  PyObject *found = key_for(args[0], args[1], written);
+  long free = free_behind(args, nargs, 2);
+  if (free < 0) return NULL;
+  PyObject *found = key_for(args[0], args[1], written, (unsigned long)free);
   return found == NULL ? none_unless_error() : found;
 }
 
@@ -342,16 +351,18 @@ static PyObject *kinds_of(PyObject *self, PyObject *const *args, Py_ssize_t narg
 
 static PyObject *repeated(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
   (void)self;
-  if (!count_is(nargs, 3)) return NULL;
-  PyObject *found = found_for(args[0], args[1], args[2], write_kind);
+  long free = free_behind(args, nargs, 3);
+  if (free < 0) return NULL;
+  PyObject *found = found_for(args[0], args[1], args[2], write_kind, (unsigned long)free);
   return found == NULL ? none_unless_error() : found;
 }
 
 static PyObject *again(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
   (void)self;
-  if (!count_is(nargs, 4)) return NULL;
+  long free = free_behind(args, nargs, 4);
+  if (free < 0) return NULL;
   PyObject *arguments = args[2], *out = args[3];
-  PyObject *found = found_for(args[0], args[1], arguments, write_kind);
+  PyObject *found = found_for(args[0], args[1], arguments, write_kind, (unsigned long)free);
   if (found == NULL) return none_unless_error();
   PyObject *function, *likes, *outputs = NULL, *result = NULL;
   int single;
@@ -385,7 +396,7 @@ static PyObject *recalled(PyObject *self, PyObject *const *args, Py_ssize_t narg
   PyObject *known = PyDict_GetItemWithError(args[0], args[1]);
   if (known == NULL) return none_unless_error();
   Py_INCREF(known);
-  PyObject *found = found_for(known, Py_None, args[2], write_value);
+  PyObject *found = found_for(known, Py_None, args[2], write_value, 0);
   Py_DECREF(known);
   if (found == NULL) return none_unless_error();
   PyObject *result = by_recipe(found, args[2]);

@@ -27,7 +27,7 @@ except ImportError:  # no compiler where the package was installed
 
 logger = logging.getLogger("tvm_sparse")
 NATIVE = "TVM_SPARSE_NATIVE"
-REVISION = 3  # of the extension that goes with this file: an editable install keeps one that was built before
+REVISION = 4  # of the extension that goes with this file: an editable install keeps one that was built before
 
 _MISALIGNED = arrays.CUDA_ALIGNMENT - 1  # bits of an address that vector loads need to be 0
 
@@ -119,18 +119,19 @@ def _value(one: Any) -> Any:
 _NO_KIND = object()
 
 
-def _layouts(given: tuple[Any, ...], of_others: Callable[[Any], Any]) -> tuple[Any, ...] | None:
+def _layouts(given: tuple[Any, ...], of_others: Callable[[Any], Any], free: int = 0) -> tuple[Any, ...] | None:
     """The layouts of the tensors among these arguments, and what `of_others` says of the rest.
 
-    None if a kernel does not take all tensors as they are, or for an argument of no known kind.
+    Extents of a tensor whose bit of `free` is set are left out. None if a kernel does not take all tensors as they are,
+    or for an argument of no known kind.
     """
     torch = sys.modules.get("torch")
     found: list[Any] = []
-    for one in given:
+    for i, one in enumerate(given):
         if torch is not None and type(one) is torch.Tensor:
             if not _is_plain(one):
                 return None
-            found.append((one.shape, one.dtype, one.device))
+            found.append((one.dim() if free >> i & 1 else one.shape, one.dtype, one.device))
             continue
         kind = of_others(one)
         if kind is _NO_KIND:
@@ -146,15 +147,18 @@ def _key_of(what: Any, given: tuple[Any, ...]) -> Any:
     return None if like is None else (what, like)
 
 
-def _kinds_of(what: Any, arguments: tuple[Any, ...]) -> Any:
-    """The key of a kernel's launcher for these arguments, of whose numbers only the kinds count; None as `key_of`."""
-    like = _layouts(arguments, _kind)
+def _kinds_of(what: Any, arguments: tuple[Any, ...], free: int = 0) -> Any:
+    """The key of a kernel's launcher for these arguments, of whose numbers only the kinds count; None as `key_of`.
+
+    Bit i of `free` says that the kernel takes any extents of the i-th argument, as those of the entries of sparse rows.
+    """
+    like = _layouts(arguments, _kind, free)
     return None if like is None else (what, like)
 
 
-def _repeated(launchers: dict[Any, Any], what: Any, arguments: tuple[Any, ...]) -> Any:
+def _repeated(launchers: dict[Any, Any], what: Any, arguments: tuple[Any, ...], free: int = 0) -> Any:
     """The launcher that `remember` kept for arguments like these, or None."""
-    key = _kinds_of(what, arguments)
+    key = _kinds_of(what, arguments, free)
     return None if key is None else launchers.get(key)
 
 
@@ -170,12 +174,12 @@ def _fits(outputs: tuple[Any, ...], likes: tuple[Any, ...], arguments: tuple[Any
     return not any(arrays.overlap(one, other) for i, one in enumerate(outputs) for other in (*outputs[:i], *read))
 
 
-def _again(launchers: dict[Any, Any], what: Any, arguments: tuple[Any, ...], out: Any) -> Any:
+def _again(launchers: dict[Any, Any], what: Any, arguments: tuple[Any, ...], out: Any, free: int = 0) -> Any:
     """Call the kernel of a launcher with these arguments, None for one that is absent; its outputs, or None.
 
     None if there is no launcher, if a tensor is not plain, or if `out` does not fit or overlaps with an argument.
     """
-    found = _repeated(launchers, what, arguments)
+    found = _repeated(launchers, what, arguments, free)
     if found is None:
         return None
     if out is None:
@@ -240,6 +244,7 @@ def remember(
     function: Any,
     outputs: tuple[Any, ...],
     single: bool = False,
+    free: int = 0,
 ) -> None:
     """Let `again` call a kernel for arguments of these kinds.
 
@@ -254,11 +259,13 @@ def remember(
         The kernel, and what it wrote: torch tensors.
     single
         The call returns one array, which is no tuple.
+    free
+        Which of the arguments may have other extents, as `kinds_of` takes it.
     """
     if "torch" not in sys.modules:
         return
     _prepare()
-    key = kinds_of(what, arguments)
+    key = kinds_of(what, arguments, free)
     if key is not None:
         _keep(launchers, key, Launcher(loading.settled(function), tuple(map(arrays.prototype, outputs)), single))
 

@@ -6,6 +6,7 @@ in turn with the fallback; trials and winner stand in the log. Its own children 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from . import fleet
 from .fleet import Fleet
 from .plans import Progress, uncounted
 from .session import Run
+from .sharing import Sharing
 from .workbench import MEASURE_TIMEOUT, NoValidRecord
 
 # Of the final: candidates are few, and somebody waits.
@@ -65,8 +67,12 @@ def measured(
     proposed = tuple(candidates)
     how = {"strategy": strategy, "limit": limit, "proposed": proposed, "rounds": rounds}
     plan = uncounted(problem, machine, len(candidates), builders, **how)
-    with scratch.folder() as folder, using.lease(machine) as lease:
-        run = Run(plan, log, 0, folder, lease, show, stop)
+    with (
+        scratch.folder() as folder,
+        contextlib.closing(Sharing(log, problem, fresh=plan.fresh)) as sharing,
+        using.lease(machine) as lease,
+    ):
+        run = Run(plan, log, sharing, 0, folder, lease, show, stop)
         try:
             run.begin_given(TOGETHER)
             return run.final()

@@ -39,7 +39,7 @@ CROWDED, SHARES, ODDS = 0.02, (1 / 500, 1 / 47), (0.97, 0.03)
 
 def draw_threshold(rng: np.random.Generator, bands: int) -> dict[str, float]:
     """One of a few hits, or any that bands allow, and one that a byte does not count."""
-    return {"threshold": int(rng.choice([1, 2, 6, rng.integers(1, bands + 2), 260]))}
+    return {"threshold": int(rng.choice([1, 2, 6, int(rng.integers(1, bands + 2)), 260]))}
 
 
 def require_tables(problem: Problem, bits: int) -> None:

@@ -166,7 +166,7 @@ class LshTopk(Problem):
     def redrawn(self, rng: np.random.Generator) -> Problem:
         """With other numbers of bands, and of frequent words: one, some, or as many as `MANY_FREQUENT`."""
         most = min(self.vocab, MANY_FREQUENT)
-        frequent = int(rng.choice([1, rng.integers(1, min(self.vocab, FEW_FREQUENT) + 1), most]))
+        frequent = int(rng.choice([1, int(rng.integers(1, min(self.vocab, FEW_FREQUENT) + 1)), most]))
         return dataclasses.replace(self, bands=int(rng.integers(1, self.bands + 1)), frequent=frequent)
 
     def draw_settings(self, rng: np.random.Generator) -> dict[str, float]:

@@ -128,14 +128,16 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
         else:
             prepared = arrays.ready("table", table, known)
             launchers = dispatcher.launchers
-            kept, what = None, None
+            kept, what, free = None, None, 0
             if given is csr:
                 kept = csr.launchers.of(launchers)
             elif type(table) is getattr(torch, "Tensor", None) and known.device == "cuda":
                 parts = _csr_tensors(given, table, torch)
-                kept, what = (None, None) if parts is None else (launchers, lookup_key(parts))
+                if parts is not None:
+                    kept, what, free = launchers, lookup_key(parts), entries_of(parts)
             problem, where = csr.problem(width, known.dtype), machine_of("table", known)
-            launch(dispatcher, problem, where, what, (*csr.arguments, prepared), (result,), single=True, kept=kept)
+            arguments = (*csr.arguments, prepared)
+            launch(dispatcher, problem, where, what, arguments, (result,), single=True, kept=kept, free=free)
     return out if out is not None else arrays.returned(result, table)
 
 
@@ -153,7 +155,9 @@ def repeated_lookup(csr: Any, table: Any, torch: Any, out: Any = None, checked: 
         return repeat.again(csr.launchers.of(launchers), None, (*csr.arguments, table), out)
     # Structures on the host are checked at every call, but those of which somebody knows that they are `checked`.
     parts = _csr_tensors(csr, table, torch) if checked or table.is_cuda else None
-    return None if parts is None else repeat.again(launchers, lookup_key(parts), (*parts, table), out)
+    return (
+        None if parts is None else repeat.again(launchers, lookup_key(parts), (*parts, table), out, entries_of(parts))
+    )
 
 
 def _csr_tensors(csr: Any, table: Any, torch: Any) -> tuple[Any, ...] | None:
@@ -182,6 +186,12 @@ def _one_dtype(parts: tuple[Any, ...]) -> tuple[Any, ...] | None:
         return None
     index = index_of(pair[1][2])
     return (*[index_as(*one, index) for one in pair], *parts[2:])
+
+
+def entries_of(parts: tuple[Any, ...]) -> int:
+    """Which of these arguments have as many elements as there are entries, as `repeat.kinds_of` takes it: a kernel
+    takes any number of them, and `lookup_key` says how many there typically are in a row."""
+    return sum(1 << i for i in range(1, len(parts)))
 
 
 def lookup_key(parts: tuple[Any, ...]) -> tuple[Any, ...]:

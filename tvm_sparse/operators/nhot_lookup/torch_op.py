@@ -34,7 +34,8 @@ def _call_rows(indptr: Any, indices: Any, values: Any, table: Any) -> Any:
     parts = (*_parts(csr), table)
     kept = repeat.repeated(rows.launchers.of(launchers), None, parts)
     if kept is not None:
-        repeat.remember(launchers, call.lookup_key(_parts(csr)), parts, kept.function, (found,), single=True)
+        what, free = call.lookup_key(parts[:-1]), call.entries_of(parts[:-1])
+        repeat.remember(launchers, what, parts, kept.function, (found,), single=True, free=free)
     return found
 
 
@@ -44,7 +45,8 @@ def _parts(csr: tuple[Any, Any, Any]) -> tuple[Any, ...]:
 
 def _launched(launchers: Any, indptr: Any, indices: Any, values: Any, table: Any) -> tuple[Any, tuple[Any, ...]]:
     parts = _parts((indptr, indices, values))
-    return repeat.repeated(launchers, call.lookup_key(parts), (*parts, table)), (*parts, table)
+    arguments = (*parts, table)
+    return repeat.repeated(launchers, call.lookup_key(parts), arguments, call.entries_of(parts)), arguments
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:

@@ -174,7 +174,7 @@ def softmax_sample(
     tensors = [one for one, array in zip(filters, own, strict=True) if array]
     through = said is None and custom.transformed(logits, *tensors, bias)
     seeded, numbers = (seeds.GIVEN, ()) if through else said or seeds.fresh(logits)
-    drawn = [one for one in numbers if type(one) is not int]
+    drawn = [one for one in numbers if hasattr(one, "__dlpack__")]
     # What a kernel depends on: numbers other than top_k are passed to it.
     what = ("softmax_sample", None if own[1] else filters[1], max_top_k, best, seeded)
     if out is None and not through and any(own) is all(own) and type(best) is int:
@@ -205,7 +205,11 @@ def softmax_sample(
     def checked(seeded: int, numbers: tuple[Any, ...]) -> list[Any]:
         """What a kernel is given for its uniform numbers."""
         name, dtype, rest = NUMBERS[seeded]
-        return [one if type(one) is int else by_row(name, one, dtype, *rest) for one in numbers]
+        known_numbers = [type(one) is int or arrays.is_symbol(one) for one in numbers]
+        return [
+            one if number else by_row(name, one, dtype, *rest)
+            for one, number in zip(numbers, known_numbers, strict=True)
+        ]
 
     passed_filters = [
         by_row(name, one, dtype) if array else one

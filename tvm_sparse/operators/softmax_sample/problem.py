@@ -238,7 +238,7 @@ class SoftmaxSample(Problem):
         on = rng.random(3) < 0.5
         return {
             "temperature": 0.0 if rng.random() < 0.1 else drawing.temperature(rng),
-            "top_k": int(rng.choice([1, 2, rng.integers(1, self.k + 1), self.k])) if on[0] else 0,
+            "top_k": int(rng.choice([1, 2, int(rng.integers(1, self.k + 1)), self.k])) if on[0] else 0,
             "top_p": float(np.float32(rng.uniform(0.02, 1))) if on[1] else 1.0,
             "min_p": float(np.float32(10 ** rng.uniform(-4, 0))) if on[2] else 0.0,
         }
