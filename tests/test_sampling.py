@@ -591,8 +591,9 @@ SEARCHED = (
     ("sample_gate", "vocab=1029,k=4,per_row=1,whole=1", GATE),
     ("sample_gate", "vocab=1003,k=4,dtype=bfloat16,per_row=1,whole=1", GATE),
     ("sample_cluster", "vocab=2048,k=4,dtype=bfloat16,per_row=1,whole=1",
-     {"cluster": 2, **GATE, "threads": 256}),
-    thorough("sample_cluster", "vocab=4099,k=4,bias=1,per_row=1,whole=1", {"cluster": 4, **GATE, "threads": 128}),
+     {"cluster": 2, **GATE, "threads": 256, "bound": 0}),
+    thorough("sample_cluster", "vocab=4099,k=4,bias=1,per_row=1,whole=1",
+             {"cluster": 4, **GATE, "threads": 128, "bound": 0}),
     thorough("sample_radix", "vocab=701,k=4,dtype=float16,per_row=1,whole=1", {"threads": 256}),
 )  # fmt: skip
 
@@ -601,7 +602,7 @@ SEARCHED = (
 def test_blocks_search_rows_of_any_kind(name: str, axes: str, decisions: dict[str, int]) -> None:
     """Of one value or two, in order, crowded about zero, of a long tail, with few words, or at the bounds of slices."""
     problem, template = parse(f"softmax_sample/batch=1,{axes}"), spaces.find(name)
-    point = {**template.default(problem, MACHINES[template.kind]), **decisions}
+    point = decisions or template.default(problem, MACHINES[template.kind])
     run = None
     # A CPU has time for some more.
     for _ in range(10 if template.kind == "llvm" else 1):
