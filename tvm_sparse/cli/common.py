@@ -308,6 +308,7 @@ def errors() -> Iterator[None]:
         from ..artifacts.cuda import ToolchainError
         from ..artifacts.manifest import ManifestError
         from ..records.exchange import ExchangeError
+        from ..records.predictor import PredictorError
         from ..records.space import SpaceError
         from ..runtime.loading import LoadError
         from ..tuning.cluster import ClusterError
@@ -324,6 +325,7 @@ def errors() -> Iterator[None]:
             ClusterError,
             OSError,
             ExchangeError,
+            PredictorError,
             SpaceError,
         )
         if isinstance(error, known):
