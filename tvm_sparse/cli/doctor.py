@@ -93,8 +93,7 @@ def _served(
     target: str, chosen: Set, shapes: Path | None, compiles: bool, roots: tuple[Path, ...], as_json: bool
 ) -> None:
     """How look-up would serve a set of problems on a target, by records alone, and what to run there."""
-    import tempfile
-
+    from ..core import scratch
     from ..tuning import adopting
 
     where = machine.resolve(target)
@@ -111,8 +110,8 @@ def _served(
         def skip(out: export.LeftOut) -> None:
             left[out.problem.key, str(out.candidate)] = f"does not compile: {out.why.partition(chr(10))[0]}"
 
-        with tempfile.TemporaryDirectory() as folder:
-            export.built(jobs, where, Path(folder), machine.default_builders(), lambda entry: None, skip)
+        with scratch.folder() as folder:
+            export.built(jobs, where, folder, machine.default_builders(), lambda entry: None, skip)
         for one in found:
             faults[one.problem] = left.get((one.choice.compiled_for.key, str(one.choice.candidate)))
     if as_json:
