@@ -655,6 +655,69 @@ def test_outputs_may_share_no_memory_without_the_extension(in_python: None) -> N
     test_outputs_may_share_no_memory()
 
 
+# The extension looks at tensors through DLPack's table alone: so at ones that stand for tensors of several GPUs.
+DEVICES = """
+import ctypes
+from tvm_sparse.runtime import native
+
+class DLTensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("type", ctypes.c_int32), ("id", ctypes.c_int32), ("ndim", ctypes.c_int32),
+                ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+                ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.c_void_p), ("offset", ctypes.c_uint64)]
+
+class Tensor:
+    requires_grad = False
+    def __init__(self, device, address=1 << 20, dtype=(2, 32, 1), shape=(4, 8)):
+        self.device, self.address, self.dtype = device, address, dtype
+        self.shape = (ctypes.c_int64 * len(shape))(*shape)
+
+Look = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(DLTensor))
+def look(tensor, found):
+    found[0] = DLTensor(tensor.address, *tensor.device, len(tensor.shape), *tensor.dtype, tensor.shape, None, 0)
+    return 0
+
+class Exchange(ctypes.Structure):
+    _fields_ = [("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("before", ctypes.c_void_p),
+                ("unused", ctypes.c_void_p * 3), ("look", Look), ("stream", ctypes.c_void_p)]
+
+table = Exchange(1, 3, None, (ctypes.c_void_p * 3)(), Look(look), None)
+new = ctypes.pythonapi.PyCapsule_New
+new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+capsule = new(ctypes.addressof(table), b"dlpack_exchange_api", None)
+like = lambda one: Tensor(one.device, 1 << 30, one.dtype, tuple(one.shape))
+assert native.prepare(Tensor, lambda _: False, like, lambda: 0, lambda: None, {"_current_level": -1}, capsule)
+
+places = [Tensor((2, 0)), Tensor((2, 1)), Tensor((2, 7)), Tensor((1, 0)), Tensor((13, 0))]
+others = [Tensor((2, 0), dtype=(2, 16, 1)), Tensor((2, 0), dtype=(4, 32, 1)), Tensor((2, 0), shape=(8, 4))]
+for key in (native.key_of, native.kinds_of):
+    assert len({key("what", (one,)) for one in places + others}) == len(places + others)
+    assert key("what", (Tensor((2, 1), 1 << 21),)) == key("what", (places[1],))
+calls = []
+key = native.kinds_of("what", (places[0],))
+launchers = {key: (lambda *given: calls.append(given), (Tensor((2, 0), 1 << 29),), True)}
+assert native.again(launchers, "what", (places[0],), None).device == (2, 0)
+assert native.again(launchers, "what", (places[1],), None) is None
+right, wrong = Tensor((2, 0), 1 << 22), Tensor((2, 1), 1 << 22)
+assert native.again(launchers, "what", (places[0],), right) is right
+assert native.again(launchers, "what", (places[0],), wrong) is None and len(calls) == 2
+"""
+
+
+def test_the_extension_tells_devices_apart() -> None:
+    if repeat.native is None:
+        pytest.skip("the extension was not built")
+    subprocess.run([sys.executable, "-c", DEVICES], check=True)
+
+
+def test_python_tells_devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor without data stands for one on another device."""
+    monkeypatch.setattr(repeat, "_is_plain", lambda _: True)
+    here, there = torch.empty(4, 8), torch.empty(4, 8, device="meta")
+    for key in (repeat._key_of, repeat._kinds_of):
+        assert len({key("what", (one,)) for one in (here, there, here.half(), here.t())}) == 4
+    assert not repeat._fits((there,), (here,), ())
+
+
 def test_keys_tell_arguments_apart() -> None:
     base = torch.randn(4, 64)
     repeat.remember({}, None, (base,), None, (base,))  # from here on by the extension, if there is one

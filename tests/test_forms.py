@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import calls_run
+from cases import calls_run, thorough
 
 torch = pytest.importorskip("torch")
 
@@ -22,6 +22,7 @@ from forms import BASE, CASES, SIGNATURES, Variant, draw, variants  # noqa: E402
 from test_calls import to_numpy  # noqa: E402
 
 import tvm_sparse  # noqa: E402
+from tvm_sparse.core import machine  # noqa: E402
 from tvm_sparse.core.registry import parse  # noqa: E402
 from tvm_sparse.runtime import calls, repeat  # noqa: E402
 from tvm_sparse.runtime.dispatch import Dispatcher  # noqa: E402
@@ -32,9 +33,19 @@ EACH = [(name, variant) for name in CASES for variant in variants(name)]
 IDS = [f"{name}-{variant.argument}-{variant.label}" for name, variant in EACH]
 
 
+# Kernels of rounded numbers of words: those of fewer are not compiled.
+WIDE = (
+    "softmax_topk/batch=7,vocab=61,k=8",
+    "softmax_topk/batch=7,vocab=61,k=8,ids=8",
+    "head_topk/batch=7,vocab=61,hidden=16,k=8",
+    "head_topk/batch=7,vocab=61,hidden=16,k=8,ids=8",
+    "candidate_topk/lists=1,beam=6,vocab=61,hidden=16,m=10,k=8",
+)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def dispatcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]:
-    with calls_run(forms.keys(), tmp_path_factory.mktemp("kernels")) as own:
+    with calls_run((*forms.keys(), *WIDE), tmp_path_factory.mktemp("kernels")) as own:
         yield own
 
 
@@ -391,7 +402,7 @@ def test_what_is_no_operator_runs_between_graphs(name: str) -> None:
 # ---- long batches --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", [61 * 4, 70 * 17, 1])
+@pytest.mark.parametrize("limit", [61 * 4, thorough(70 * 17), thorough(1)])
 @pytest.mark.parametrize("library", ["torch", "numpy"])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_what_is_too_long_for_a_kernel_is_computed_in_parts(
@@ -416,3 +427,79 @@ def test_what_is_too_long_for_a_kernel_is_computed_in_parts(
         monkeypatch.setattr(calls, "LIMIT", 2**31)
         for one, other in zip(call.outputs(results), call.outputs(call()), strict=True):
             np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
+
+
+# ---- numbers of words ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+@pytest.mark.parametrize("name", ["softmax_topk", "head_topk", "candidate_topk"])
+def test_a_kernel_of_more_words_serves_fewer(
+    name: str, library: str, dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the one of just as many would have to be compiled; results are contiguous, also in `out`."""
+    monkeypatch.setattr(Dispatcher, "_compile", lambda *_: pytest.fail("a kernel was compiled"))
+    some = [{}] if name == "candidate_topk" else [{}, {"ids": 2}, {"ids": 7}]
+    for k in (2, 4, 7, 8):
+        for axes in some:
+            call = draw(name, Variant("", "fewer", {"k": k, **axes}, library=library), SEED + k)
+            for _ in range(2):
+                results = call()
+                call.check(results)
+                assert not any(hasattr(one, "is_contiguous") and not one.is_contiguous() for one in results)
+                call.check(call(given_out(name, tuple(one * 0 - 1 for one in written(call, results)))))
+    ready = dispatcher.kernel(parse(WIDE[0]), machine.cpu())
+    assert dispatcher.serving(parse(CASES["softmax_topk"].key), ready.explanation, machine.cpu()).axes["k"] == 5
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def on_gpu(dispatcher: Dispatcher) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("this build of torch finds no CUDA GPU")
+    where = machine.gpu()
+    assert where is not None
+    dispatcher.warmup([parse(key) for key in (*forms.keys(), *WIDE)], where, machine.default_builders())
+
+
+ON_GPU = [(name, variant) for name, variant in EACH if variant.library == "torch"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "variant"), ON_GPU, ids=[f"{name}-{variant.argument}-{variant.label}" for name, variant in ON_GPU]
+)
+def test_a_form_on_a_gpu(name: str, variant: Variant, on_gpu: None) -> None:
+    check_sequence(name, variant, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("check", [check_aliases, check_outs, check_contexts, check_trace])
+def test_calls_on_a_gpu(check: Any, name: str, on_gpu: None) -> None:
+    check(name, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_graph_serves_every_number_on_a_gpu(name: str, on_gpu: None) -> None:
+    check_numbers_of_graphs(name, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_a_captured_call_is_replayed_with_other_values(name: str, on_gpu: None) -> None:
+    call, other = with_all(name, device="cuda"), with_all(name, 1, "cuda")
+    call(), call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    for argument, value in tensors_of(call).items():
+        if value.shape == other.arguments[argument].shape:
+            value.copy_(other.arguments[argument])
+    graph.replay()
+    torch.cuda.synchronize()
+    same(call.outputs(found), call.outputs(call()))

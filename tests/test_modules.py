@@ -78,6 +78,7 @@ CASES = {
     ),
     "RecurrentStack": Case(stack, lambda: torch.randn(5, 3, 6), dense_stack, trains=False, traces=False),
 }
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 MODULES = pytest.mark.parametrize("name", CASES)
 
 
@@ -105,8 +106,9 @@ def test_all_public_modules_are_cases() -> None:
 
 
 @MODULES
+@DEVICES
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_conversions(name: str, dtype: str) -> None:
+def test_conversions(name: str, dtype: str, device: str) -> None:
     """To the dtype by each of PyTorch's ways, and back."""
     case, kind = CASES[name], DTYPES[dtype]
     short: Any = {"float32": "float", "float16": "half", "bfloat16": "bfloat16"}[dtype]
@@ -120,9 +122,9 @@ def test_conversions(name: str, dtype: str) -> None:
         made = case.make()
         with torch.no_grad():
             wanted = out(case.dense(made), x)
-            found = out(convert(made), as_dtype(x, kind))
-        assert found.dtype is kind
-        close(found, wanted, dtype)
+            found = out(convert(made.to(device)), as_dtype(x, kind).to(device))
+        assert found.dtype is kind and found.device.type == device
+        close(found.cpu(), wanted, dtype)
 
 
 @MODULES
@@ -182,9 +184,10 @@ def test_copies_pickles_and_states(name: str) -> None:
 
 
 @MODULES
-def test_modes(name: str) -> None:
+@DEVICES
+def test_modes(name: str, device: str) -> None:
     case = CASES[name]
-    made, x = case.make(), case.input()
+    made, x = case.make().to(device), case.input().to(device)
     with torch.no_grad():
         wanted = out(made, x)
     with torch.inference_mode():
@@ -204,19 +207,21 @@ def test_modes(name: str) -> None:
 
 
 @MODULES
+@DEVICES
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_autocast(name: str, dtype: str) -> None:
+def test_autocast(name: str, dtype: str, device: str) -> None:
     """As of linear layers: results are of autocast's dtype, whatever the input's is. Bags are not cast by PyTorch."""
     case, kind = CASES[name], DTYPES[dtype]
     made, x = case.make(), case.input()
     with torch.no_grad():
-        wanted, plain = out(case.dense(made), x), out(made, x)
+        wanted, made, x = out(case.dense(made), x), made.to(device), x.to(device)
+        plain = out(made, x)
         for _ in range(2):
             for given in (x, as_dtype(x, kind)):
-                with torch.autocast("cpu", kind):
+                with torch.autocast(device, kind):
                     found = out(made, given)
                 assert found.dtype is (torch.float32 if name == "NHotEmbeddingBag" else kind)
-                close(found, wanted, dtype)
+                close(found.cpu(), wanted, dtype)
         assert torch.equal(out(made, x), plain)  # nothing of it stays
 
 
@@ -245,6 +250,10 @@ def test_traces_are_right_or_refused(name: str) -> None:
             assert torch.equal(traced(given), out(made, given))
 
 
+def pack(x: Any) -> Any:
+    return torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 5, 5]), batch_first=True)
+
+
 def test_a_stack_s_arguments_are_named_as_the_caller_knows_them() -> None:
     made = tvm_sparse.from_torch(torch.nn.LSTM(6, 8, batch_first=True), density=0.5)
     x, h = torch.randn(3, 5, 6), torch.zeros(1, 3, 8)
@@ -262,6 +271,11 @@ def test_a_stack_s_arguments_are_named_as_the_caller_knows_them() -> None:
         (lambda: made(x.detach(), resets=torch.zeros(3, 5)), "resets: expected .* of bool or integers, got .*float32"),
         (lambda: made(x.detach(), lengths=torch.ones(4).int()), r"lengths: expected shape \(3,\)"),
         (lambda: copy.deepcopy(made).to("meta")(x.detach()), "input: the stack is on the meta device"),
+        (lambda: made(x.detach(), h), r"hx: expected two tensors of shape \(1, 3, 8\), got one of \(1, 3, 8\)"),
+        (lambda: made(x.detach()[0], (h[0], h[0, 0])), r"hx: expected two tensors of shape \(1, 8\), got \(3, 8\), \("),
+        (lambda: made(x.detach(), (None, 3)), r"hx: expected two tensors of shape \(1, 3, 8\), got None, int"),
+        (lambda: made(pack(x.detach()[..., :5])), r"input: expected .* the last of 6, got \(15, 5\)"),
+        (lambda: made(pack(x.detach()), (h[:, :2], h)), r"hx: expected two tensors of shape \(1, 3, 8\), got \(1, 2"),
     ):
         with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
             call()

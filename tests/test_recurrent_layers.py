@@ -615,12 +615,12 @@ def test_a_stack_takes_the_module_s_place(tmp_path: Path) -> None:
         (
             lambda: tvm_sparse.from_torch(torch.nn.GRU(3, 4))(torch.zeros(2, 1, 3), torch.zeros(2, 1, 4)),
             ValueError,
-            "hx: expected one of shape",
+            "hx: expected one tensor of shape",
         ),
         (
             lambda: tvm_sparse.from_torch(torch.nn.LSTM(3, 4))(torch.zeros(2, 1, 3), torch.zeros(1, 4)),
             ValueError,
-            "hx: expected two of shape",
+            "hx: expected two tensors of shape",
         ),
         (
             lambda: tvm_sparse.from_torch(torch.nn.GRU(3, 4))(torch.zeros(2, 1, 3), lengths=[3]),

@@ -484,16 +484,22 @@ def test_a_search_of_the_whole_row_is_the_inverse_of_its_distribution() -> None:
 def rows_at_bounds(problem: SoftmaxSample, seed: int) -> list[Any]:
     """Inputs whose rows have few words that may be drawn, with uniform numbers at the bounds of their chances.
 
-    Of a row one to k + 1 words are finite, or all but one masked, or all equal, or all but a few below 2^-24 of the
-    mass, or it is padding. The numbers are 0, 1 - 2^-24, and where a word's part of the row ends.
+    Every other row is what a grammar leaves: a few finite words, fewer than k, without filters and at 1 - 2^-24. There
+    sums of chances that are added in another order may say that a masked word is reached. Of others one to k + 1 words
+    are finite, or one, or all are equal, or all but a few below 2^-24 of the mass, or they are padding. Their numbers
+    are 0, 1 - 2^-24, and where a word's part of the row ends.
     """
     rng = np.random.default_rng(seed)
     inputs = problem.generate(seed, "ties")
     x = np.full((problem.batch, problem.vocab), -np.inf, np.float32)
     for i, row in enumerate(x):
-        kind, some = i % 6, rng.permutation(problem.vocab)
-        if kind < 2:
-            row[some[: 1 + i // 6 % (problem.k + 1)]] = rng.standard_normal(1 + i // 6 % (problem.k + 1)) * kind
+        kind, some = i // 2 % 6, rng.permutation(problem.vocab)
+        if i % 2 == 0:
+            finite = rng.integers(3, max(4, problem.k))
+            row[some[:finite]] = rng.standard_normal(finite) * 2
+        elif kind < 2:
+            finite = rng.integers(1, problem.k + 2)
+            row[some[:finite]] = rng.standard_normal(finite) * kind
         elif kind == 2:
             row[some[0]] = rng.choice([-1e4, 0, 1e4])
         elif kind == 3:
@@ -514,8 +520,12 @@ def rows_at_bounds(problem: SoftmaxSample, seed: int) -> list[Any]:
         ends = np.cumsum(-np.sort(-chances), axis=1)
         places = [rng.integers(np.count_nonzero(row)) if row.any() else 0 for row in chances]
         bounds = (ends / ends[:, -1:])[np.arange(len(x)), places]
-        fixed = np.resize(np.float32([0, 1 - 2.0**-24, 1 - 2.0**-24]), len(x))
-        inputs[-1] = np.where(rng.random(len(x)) < 0.4, bounds, fixed).astype(np.float32)
+        fixed = rng.choice([0, reference.BELOW_ONE], len(x))
+        inputs[-1] = np.where(rng.random(len(x)) < 0.5, bounds, fixed).astype(np.float32)
+        inputs[-1][::2] = reference.BELOW_ONE
+    if problem.per_row:
+        for one, unfiltered in zip(inputs[1:5], (1, 0, 1, 0), strict=True):
+            one[::2] = unfiltered
     return inputs
 
 
@@ -581,8 +591,9 @@ SEARCHED = (
     ("sample_gate", "vocab=1029,k=4,per_row=1,whole=1", GATE),
     ("sample_gate", "vocab=1003,k=4,dtype=bfloat16,per_row=1,whole=1", GATE),
     ("sample_cluster", "vocab=2048,k=4,dtype=bfloat16,per_row=1,whole=1",
-     {"cluster": 2, **GATE, "threads": 256}),
-    thorough("sample_cluster", "vocab=4099,k=4,bias=1,per_row=1,whole=1", {"cluster": 4, **GATE, "threads": 128}),
+     {"cluster": 2, **GATE, "threads": 256, "bound": 0}),
+    thorough("sample_cluster", "vocab=4099,k=4,bias=1,per_row=1,whole=1",
+             {"cluster": 4, **GATE, "threads": 128, "bound": 0}),
     thorough("sample_radix", "vocab=701,k=4,dtype=float16,per_row=1,whole=1", {"threads": 256}),
 )  # fmt: skip
 
@@ -591,7 +602,7 @@ SEARCHED = (
 def test_blocks_search_rows_of_any_kind(name: str, axes: str, decisions: dict[str, int]) -> None:
     """Of one value or two, in order, crowded about zero, of a long tail, with few words, or at the bounds of slices."""
     problem, template = parse(f"softmax_sample/batch=1,{axes}"), spaces.find(name)
-    point = {**template.default(problem, MACHINES[template.kind]), **decisions}
+    point = decisions or template.default(problem, MACHINES[template.kind])
     run = None
     # A CPU has time for some more.
     for _ in range(10 if template.kind == "llvm" else 1):
@@ -673,3 +684,21 @@ def test_rounding_is_allowed_for_at_the_bounds() -> None:
 
     assert ranks(1.0, 0.5) == [0, 1] and ranks(1.0, 0.6) == [1] and ranks(0.7, 0.999) == [1]
     assert ranks(0.75, 0.9) == [1, 2]  # 0.9 of 0.75, or of 0.875 if a sum came out below 0.75
+
+
+def test_offsets_and_seeds_in_graphs_and_under_vmap() -> None:
+    """As eager calls have them; rows of vmap have numbers of their own."""
+    torch = pytest.importorskip("torch")
+    logits, offsets = torch.from_numpy(LOGITS), torch.from_numpy(OFFSETS)
+    seeds = torch.from_numpy(SEEDS)
+
+    def sampled(rows: Any, at: Any, each: Any) -> list[Any]:
+        ways = {"seed": 2**63 + 5, "offset": at}, {"seed": 7, "offset": 3}, {"seed": each, "offset": at}, {"seed": each}
+        return [tvm_sparse.softmax_sample(rows, temperature=3.0, **way)[0] for way in ways]
+
+    wanted = sampled(logits, offsets, seeds)
+    graph = torch.compile(sampled, backend="eager", fullgraph=True)
+    assert all(map(torch.equal, graph(logits, offsets, seeds), wanted))
+    two = logits.reshape(2, 3, VOCAB), offsets.reshape(2, 3), seeds.reshape(2, 3, 2)
+    mapped = torch.vmap(lambda *given: tuple(sampled(*given)))(*two)
+    assert all(torch.equal(found.reshape(-1), want) for found, want in zip(mapped, wanted, strict=True))

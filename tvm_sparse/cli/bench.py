@@ -25,6 +25,7 @@ from .common import (
     ReadLogs,
     Target,
     apart,
+    as_called,
     console,
     echo_json,
     errors,
@@ -69,7 +70,7 @@ def bench(
     --record notes in the last folder of --logs, by default in that of your data.
     """
     with errors(), looking_in(logs, kernels):
-        problem = problem_of(operator, axes)
+        [problem] = as_called([problem_of(operator, axes)], "timed", err=as_json)
         where = machine_here(target, "comparing")
         from ..core.problem import Mismatch
 

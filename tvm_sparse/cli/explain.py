@@ -32,10 +32,9 @@ def explain(
 ) -> None:
     """Print which kernel a call of this shape runs, and why: a record, a prediction, or a template's default."""
     with errors(), looking_in(logs, kernels):
-        from ..core import machine
-        from ..runtime.dispatch import dispatcher
+        from ..runtime import dispatch
 
-        found = dispatcher.explain(problem_of(operator, axes).as_called(), machine.resolve(target))
+        found = dispatch.explain(problem_of(operator, axes), target=target)
         if as_json:
             echo_json(dataclasses.asdict(found))
         else:

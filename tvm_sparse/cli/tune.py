@@ -596,8 +596,16 @@ def run(
             devices = using or stack.enter_context(fleet.local(plans[0].machine, plans[0].builders))
             stop = stack.enter_context(session.stop_on_interrupt())
             view = stack.enter_context(_view(plans, stop, devices.sessions()))
-            calls = {"begin": view.begin, "show": show, "end": end, "stop": lambda: stop() or over()}
-            session.tune_all(plans, folder, devices, seed=seed, **calls)
+            session.tune_all(
+                plans,
+                folder,
+                devices,
+                seed=seed,
+                begin=view.begin,
+                show=show,
+                end=end,
+                stop=lambda: stop() or over(),
+            )
             outcome.interrupted = stop()
     except KeyboardInterrupt:
         typer.echo(f"\nEnded at once; the batch in hand is lost. Resume with:\n  {again}", err=True)

@@ -94,6 +94,8 @@ class Problem(ABC):
     settings: ClassVar[tuple[Settings, ...]] = ({},)  # what calls choose; the first is tuned and timed
     example: ClassVar[Mapping[str, Any]]  # a small shape, for the quickstart and the listing
     source: ClassVar[str]  # paper and algorithm
+    # Arguments of calls by which a problem may be told in the place of axes, and what each may be: see `of_call`.
+    call_words: ClassVar[Mapping[str, str]] = {}
     most_drawn_bytes: ClassVar[int] = 1 << 28  # of a problem's arrays where it is drawn at random
 
     @classmethod
@@ -169,6 +171,17 @@ class Problem(ABC):
 
     def with_batch(self, extent: int) -> Problem:
         return dataclasses.replace(self, **{self.batch_axis: extent})
+
+    @classmethod
+    def of_call(cls, words: Mapping[str, Any]) -> dict[str, Any]:
+        """The axes of a problem that is told by axes and by arguments of a call (`call_words`), as they are typed.
+
+        Raises
+        ------
+        ProblemError
+            For an argument that no call takes, and for an axis that also follows from arguments.
+        """
+        return dict(words)
 
     def as_called(self) -> Problem:
         """The problem that calls with such data ask for, and that is tuned for them: an axis may be known in steps."""

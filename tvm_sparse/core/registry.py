@@ -285,6 +285,9 @@ _LARGEST = 1 << 48
 def make(operator: str, axes: Mapping[str, Any]) -> Problem:
     """The problem of `operator` with these axes; numbers may be given as text.
 
+    Arguments of a call may stand in the place of axes that follow from them, if the operator knows them
+    (`Problem.of_call`): `top_k=50`, `seed=array`.
+
     Raises
     ------
     ProblemError
@@ -293,8 +296,9 @@ def make(operator: str, axes: Mapping[str, Any]) -> Problem:
     cls = find(operator).problem
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for name in axes:
-        if name not in fields:
-            raise ProblemError(f"{operator}: unknown axis {name!r}; {nearest(name, fields)}")
+        if name not in fields and name not in cls.call_words:
+            raise ProblemError(f"{operator}: unknown axis {name!r}; {nearest(name, (*fields, *cls.call_words))}")
+    axes = cls.of_call(axes)
     missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in axes]
     if missing:
         raise ProblemError(f"{operator}: missing axis {', '.join(missing)}; expected {', '.join(fields)}")

@@ -33,6 +33,8 @@ UNLOCKED_SECONDS = 3600.0
 # How long processes that were killed, and what they were writing, may take to go.
 _END_SECONDS = 5.0
 _LOOK_SECONDS = 0.02
+# When the process that waits for the end of this one looks once more for what is left.
+_LATER_SECONDS = (0.1, 1.0, 0.0)
 
 
 class Scratch:
@@ -277,7 +279,7 @@ def _watcher(place: str, process: int) -> None:
     try:
         os.posix_spawn(
             sys.executable,
-            [sys.executable, "-I", "-S", __file__],
+            [sys.executable, "-I", "-S", __file__, str(process)],
             os.environ | {"TMPDIR": place},
             file_actions=[
                 (os.POSIX_SPAWN_DUP2, reader, 0),
@@ -293,14 +295,22 @@ def _watcher(place: str, process: int) -> None:
         os.close(nothing)
 
 
-def _main() -> None:
+def _main(parent: int) -> None:
+    """Wait until a process and what was forked from it have ended, and remove what they have left."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # meant for the process that is watched: what it does then comes after
     os.chdir("/")
     while os.read(0, 1 << 16):
         pass
-    sweep()
+    # A process that ends closes its files one after the other: the pipe, and then the folders that it holds. Once this
+    # one is another's child that is over; of one that was forked from the parent nothing tells it.
+    until = time.monotonic() + _END_SECONDS
+    while os.getppid() == parent and time.monotonic() < until:
+        time.sleep(_LOOK_SECONDS)
+    for pause in _LATER_SECONDS:
+        sweep()
+        time.sleep(pause)
 
 
 if __name__ == "__main__":
-    _main()
+    _main(int(sys.argv[1]))

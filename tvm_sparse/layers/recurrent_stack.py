@@ -224,14 +224,14 @@ class RecurrentStack(torch.nn.Module):
         if isinstance(input, PackedSequence):
             if lengths is not None or resets is not None:
                 raise ValueError("lengths, resets: a PackedSequence has its own lengths, and no resets")
+            self._check_width(input.data)
+            self._check_shapes(hx, (int(input.batch_sizes[0]),))
             return self._packed(input, hx)
         if not isinstance(input, torch.Tensor):
             raise TypeError(f"input: expected a torch tensor or a PackedSequence, got {type(input).__name__}")
-        if input.dim() not in (2, 3) or input.shape[-1] != self.input_size:
-            raise ValueError(
-                f"input: expected two or three dimensions, the last of {self.input_size}, got {tuple(input.shape)}"
-            )
+        self._check_width(input)
         single, swapped = input.dim() == 2, self.batch_first and input.dim() == 3
+        self._check_shapes(hx, () if single else (input.shape[0 if swapped else 1],))
         self._check_resets(resets, input)
         if single:
             input, resets = input[:, None], None if resets is None else resets[:, None]
@@ -259,12 +259,8 @@ class RecurrentStack(torch.nn.Module):
         """All layers, of `(steps, batch, input)`."""
         dtype = self._check_input(x)
         steps, batch, _ = x.shape
-        wanted = (len(self.layers), batch, self.hidden_size)
         lstm = self.cell == "lstm"
         given = (None,) * (1 + lstm) if hx is None else tuple(hx) if lstm else (hx,)
-        if len(given) != 1 + lstm or any(state is not None and tuple(state.shape) != wanted for state in given):
-            shapes = [tuple(state.shape) for state in given if state is not None]
-            raise ValueError(f"hx: expected {'two of' if lstm else 'one of'} shape {wanted}, got {shapes}")
         given = tuple(None if state is None else self._checked_state(state, x, dtype) for state in given)
         x, layers = x.to(dtype), self._layers_in(DTYPES[dtype])
         lengths = checked_lengths(lengths, x, steps, batch, "input")
@@ -286,6 +282,27 @@ class RecurrentStack(torch.nn.Module):
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
         states = [torch.stack(kept) for kept in last]
         return x, (tuple(states) if lstm else states[0])
+
+    def _check_width(self, input: torch.Tensor) -> None:
+        if input.dim() not in (2, 3) or input.shape[-1] != self.input_size:
+            raise ValueError(
+                f"input: expected two or three dimensions, the last of {self.input_size}, got {tuple(input.shape)}"
+            )
+
+    def _check_shapes(self, hx: Any, batch: tuple[int, ...]) -> None:
+        """Check how many states there are, and their shapes, by the caller's own dimensions."""
+        if hx is None:
+            return
+        lstm, wanted = self.cell == "lstm", (len(self.layers), *batch, self.hidden_size)
+        many = "two tensors" if lstm else "one tensor"
+        several = isinstance(hx, (tuple, list))
+        given = tuple(hx) if several else (hx,)
+        shapes = [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in given]
+        fits = [one is None or shape == wanted for one, shape in zip(given, shapes, strict=True)]
+        if several != lstm or len(given) != 1 + lstm or not all(fits):
+            kinds = ("None" if one is None else type(one).__name__ for one in given)
+            got = ", ".join(str(shape or kind) for shape, kind in zip(shapes, kinds, strict=True))
+            raise ValueError(f"hx: expected {many} of shape {wanted}, got {'' if several else 'one of '}{got}")
 
     def _check_input(self, x: torch.Tensor) -> torch.dtype:
         """Check the input's dtype, device and gradient; return the dtype in which to run."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import re
@@ -11,7 +10,7 @@ from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from ..core.candidate import Candidate
-from .values import Record
+from .values import Best, Record, Session, Trial
 
 # Of lines; raised when an old reader would take a new line for something else. Lines without one are of the first.
 SCHEMA = 1
@@ -52,10 +51,11 @@ def _holds(data: bytes, expected: Any) -> bool:
     return hashlib.sha256(rest).hexdigest()[:16] == expected
 
 
-@functools.cache
-def _fields(cls: type[Record]) -> tuple[tuple[str, bool], ...]:
-    """Names of a record's fields, and whether they may be missing."""
-    return tuple((field.name, field.default is not MISSING) for field in fields(cls))
+# Names of a record's fields, and whether they may be missing.
+_FIELDS = {
+    cls.kind: tuple((field.name, field.default is not MISSING) for field in fields(cls))
+    for cls in (Trial, Session, Best)
+}
 
 
 def decode(data: bytes, kinds: Mapping[str, type[Record]]) -> Record:
@@ -82,8 +82,8 @@ def decode(data: bytes, kinds: Mapping[str, type[Record]]) -> Record:
 
     # Fields of a later version are dropped; those with a default may be missing.
     cls = kinds[kind]
-    given = {name: line[name] for name, _ in _fields(cls) if name in line}
-    missing = [name for name, optional in _fields(cls) if not optional and name not in given]
+    given = {name: line[name] for name, _ in _FIELDS[kind] if name in line}
+    missing = [name for name, optional in _FIELDS[kind] if not optional and name not in given]
     if missing:
         raise ValueError(f"missing field: {', '.join(missing)}")
     try:

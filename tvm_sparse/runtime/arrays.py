@@ -217,6 +217,12 @@ def is_fake(array: Any) -> bool:
     return fake is not None and isinstance(array, fake.FakeTensor)
 
 
+def is_symbol(value: Any) -> bool:
+    """Whether this is an integer that a graph of torch.compile knows only when it runs."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.SymInt)
+
+
 def stands_for_data(tensor: Any) -> bool:
     """Whether a dense torch tensor has no data of its own, as while PyTorch traces or transforms a function."""
     if tensor.layout is not sys.modules["torch"].strided or tensor.device.type == "meta":

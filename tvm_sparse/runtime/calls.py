@@ -132,6 +132,7 @@ def launch(
     kept: Any = True,
     free: int = 0,
     around: Callable[[Any], Any] | None = None,
+    wider: Problem | None = None,
 ) -> None:
     """Call the kernel of a problem, and let `repeat.again` do so for arguments of the same kinds.
 
@@ -145,10 +146,76 @@ def launch(
         The launchers among which `repeat.again` looks: True for those of the dispatcher, None for none.
     around
         Makes of the kernel what takes these arguments and outputs, where the kernel itself does not.
+    wider
+        The problem with extents rounded up by `width`, whose kernel may run in place (`Dispatcher.serving`): of torch
+        tensors and NumPy arrays.
     """
     launchers = dispatcher.launchers if kept is True else kept  # before others take their place
-    function = dispatcher.kernel(problem, machine).function
-    run(launchers, what, function if around is None else around(function), arguments, outputs, single, free)
+    torch_alone = arrays.is_torch(outputs[0])
+    served = problem
+    if wider is not None and (torch_alone or arrays.is_numpy(outputs[0])):
+        served = dispatcher.serving(problem, wider, machine)
+    function = dispatcher.kernel(served, machine).function
+    function = function if around is None else around(function)
+    if served != problem:
+        function = _narrowed(function, problem, served, arguments, len(outputs), torch_alone)
+        if not torch_alone:
+            function(*[one for one in arguments if one is not None], *outputs)
+            return
+    run(launchers, what, function, arguments, outputs, single, free)
+
+
+# What numbers of words are rounded up to where the kernel for just as many would have to be compiled.
+WIDTHS = (8, 32, 64, 128, 256, 512, 1024)
+
+
+def width(count: int, most: int | None = None) -> int:
+    """A number of words rounded up; 0 and what is larger than all `WIDTHS` stay."""
+    found = next((one for one in WIDTHS if one >= count), count) if count else 0
+    return found if most is None else min(found, most)
+
+
+def _narrowed(
+    function: Any, problem: Problem, served: Problem, arguments: tuple[Any, ...], outputs: int, torch_alone: bool
+) -> Any:
+    """The kernel of a wider problem, called with the arrays of `problem`: their last extents are those that differ.
+
+    Inputs are filled up with -1; outputs are written to arrays of their own, of which the first columns are copied.
+    """
+    given = [spec for spec, one in zip(problem.inputs, arguments, strict=True) if one is not None]
+    all_there = outputs == len(problem.kernel_outputs)
+    written = [spec for spec in problem.kernel_outputs if all_there or spec.name != "normaliser"]
+
+    def extent(spec: Any) -> int | None:
+        """The last extent, where it is another one of the wider problem."""
+        last = spec.shape[-1] if spec.shape else 0
+        wide = served.extent(last)
+        return wide if wide != problem.extent(last) else None
+
+    grown = [extent(spec) for spec in (*given, *written)]
+
+    def call(*arrays_given: Any) -> None:
+        passed, copies = [], []
+        for place, (array, wide) in enumerate(zip(arrays_given, grown, strict=True)):
+            if wide is None:
+                passed.append(array)
+                continue
+            shape = (*array.shape[:-1], wide)
+            made = array.new_empty(shape) if torch_alone else sys.modules["numpy"].empty(shape, array.dtype)
+            if place < len(given):
+                made[..., array.shape[-1] :] = -1
+                made[..., : array.shape[-1]] = array
+            else:
+                copies.append((array, made))
+            passed.append(made)
+        if torch_alone:
+            function(*passed)
+        else:
+            function(*[one if isinstance(one, int | float) else arrays.argument(one) for one in passed])
+        for array, made in copies:
+            array[...] = made[..., : array.shape[-1]]
+
+    return call
 
 
 def run(
@@ -186,7 +253,7 @@ def with_scratch(function: Any, unshown: Any, after: int) -> Any:
 
 def whole_number(name: str, value: Any) -> int:
     """An integer argument; a symbol of a graph stays one."""
-    if type(value).__name__ == "SymInt" and type(value).__module__.partition(".")[0] == "torch":
+    if arrays.is_symbol(value):
         return value
     try:
         if isinstance(value, bool):

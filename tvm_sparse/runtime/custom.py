@@ -99,6 +99,8 @@ def define(
                 repeat.remember_operator(launchers, qualified, args, launcher, before)
         return results
 
+    set_tracing: Callable[[Any], None] = vars(torch._C)["_set_tracing_state"]
+
     def run(*args: Any) -> Any:
         found = repeat.recalled(dispatch.dispatcher.launchers, qualified, args)
         if found is not None:
@@ -106,13 +108,13 @@ def define(
         before, arrays.here.below = arrays.here.below, True
         graph = torch._C._get_tracing_state()
         if graph is not None:  # the operator is what a trace shows, and not what happens in it
-            torch._C._set_tracing_state(None)
+            set_tracing(None)
         try:
             return computed(args)
         finally:
             arrays.here.below = before
             if graph is not None:
-                torch._C._set_tracing_state(graph)
+                set_tracing(graph)
 
     def mapped(info: Any, in_dims: Any, *args: Any) -> Any:
         return batched(info, (*in_dims, *[None] * len(rest[len(args)])), *args, *rest[len(args)])

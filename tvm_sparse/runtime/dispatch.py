@@ -62,9 +62,11 @@ class Explanation:
     why: str
     tune: str | None  # the command that tunes the problem; None where a record of it, or of a larger batch, decides
     compiles: bool = True  # whether calls compile what is not at hand: else the first call raises `Miss`
+    asked: str | None = None  # key of the problem that was asked for, if calls of it run another: that of `problem`
 
     def __str__(self) -> str:
-        lines = [f"{self.problem} on {self.arch}", f"  {self.candidate}", f"  {self.how}: {self.why}"]
+        lines = [] if self.asked is None else [f"calls of {self.asked} run {self.problem}"]
+        lines += [f"{self.problem} on {self.arch}", f"  {self.candidate}", f"  {self.how}: {self.why}"]
         if self.figures:
             behind = " behind a kernel that writes its inputs" if self.figures.get("inputs") == "fresh" else ""
             tuned, untuned = self.figures["seconds"], self.figures["fallback_seconds"]
@@ -127,6 +129,7 @@ class Dispatcher:
         self._cache = cache
         self._folders: list[_Source] = []
         self._kernels: dict[tuple[Problem, Machine], Kernel] = {}
+        self._serving: dict[tuple[Problem, Machine], Problem] = {}  # as `serving` answers
         self._signed: dict[Path, Signed] = {}  # of added folders those that are taken for their signature
         self._taken: tuple[Problem, Machine, str] | None = None  # as `taking` says
         self._libraries: dict[tuple[Path, str], Any] = {}
@@ -190,7 +193,7 @@ class Dispatcher:
 
     def _forget(self) -> None:
         """What calls have found."""
-        self._kernels, self.launchers = {}, {}
+        self._kernels, self._serving, self.launchers = {}, {}, {}
 
     def kernel(self, problem: Problem, machine: Machine) -> Kernel:
         """The kernel for a problem on a machine, loaded and if need be compiled.
@@ -213,6 +216,20 @@ class Dispatcher:
                     self._refuse_fork()
                 found = self._kernels[problem, machine] = self._load(problem, machine)
             return found
+
+    def serving(self, problem: Problem, wider: Problem, machine: Machine) -> Problem:
+        """The problem whose kernel a call of `problem` runs: `wider`, which computes all of it and more, where no
+        record tells decisions for `problem` and no library of it is at hand, so that it would have to be compiled."""
+        asked = problem, machine
+        if wider == problem or asked in self._kernels:
+            return problem
+        found = self._serving.get(asked)
+        if found is None:
+            with self._lock:
+                choice, located = self._decide(problem, machine, self._sources(machine))
+                own = located is not None or choice.how in RECORDED
+                found = self._serving[asked] = problem if own else wider
+        return found
 
     def explain(self, problem: Problem, machine: Machine) -> Explanation:
         """What `kernel` would return, without loading or compiling."""
@@ -279,7 +296,7 @@ class Dispatcher:
         refused = self._refused.get((problem.operator, machine), {})
         candidates = [c for c in measuring.contenders(problem, machine, choice, evidence) if c not in refused]
         logs = (self._log_roots or (paths.user_logs(),))[-1]
-        found = {"reason": "no time is left"}
+        found: dict[str, Any] = {"reason": "no time is left"}
         if seconds > 0:
             with _spinner(f"measuring {problem.typed}"):
                 found = measuring.measure(problem, machine, candidates, logs, seconds, builders)
@@ -881,10 +898,11 @@ def warmup(
     builders = machines.default_builders() if builders is None else builders
     if builders < 1:
         raise ValueError(f"builders: expected at least 1, got {builders}")
-    wanted = [problem.as_called() for problem in _problems(problems)]
+    asked = _problems(problems)
+    wanted = [problem.as_called() for problem in asked]
     if seconds is not None:
         dispatcher.measure(wanted, where, _seconds("seconds", seconds), builders)
-    return dispatcher.warmup(wanted, where, builders)
+    return list(map(_for, asked, dispatcher.warmup(wanted, where, builders)))
 
 
 def _problems(given: Any) -> list[Problem]:
@@ -908,7 +926,8 @@ def explain(problem: str | Problem, *, target: str = "auto", **axes: Any) -> Exp
     ----------
     problem
         A problem, its key (`"softmax_topk/batch=10,vocab=25000,k=5,dtype=float32"`), or an operator's name with the
-        axes as keywords: `explain("softmax_topk", batch=10, vocab=25000, k=5)`.
+        axes as keywords: `explain("softmax_topk", batch=10, vocab=25000, k=5)`. An operator may know arguments of a
+        call too: `explain("softmax_sample", batch=8, vocab=32000, top_k=50, seed="array")`.
     target
         As for the command line: `auto` (the GPU if there is one), `cpu`, `cuda`, or an architecture.
 
@@ -923,4 +942,9 @@ def explain(problem: str | Problem, *, target: str = "auto", **axes: Any) -> Exp
         problem = parse(problem) if "/" in problem else make(problem, axes)
     elif not isinstance(problem, Problem):
         raise TypeError(f"problem: expected a Problem, its key or an operator's name, got {type(problem).__name__}")
-    return dispatcher.explain(problem.as_called(), machines.resolve(target))
+    return _for(problem, dispatcher.explain(problem.as_called(), machines.resolve(target)))
+
+
+def _for(asked: Problem, found: Explanation) -> Explanation:
+    """What was found for the problem that calls of another one run."""
+    return found if asked.key == found.problem else dataclasses.replace(found, asked=asked.key)

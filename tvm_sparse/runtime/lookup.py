@@ -36,8 +36,8 @@ HALVES, BETWEEN_HALVES, BETWEEN_WIDTHS = ("float16", "bfloat16"), 0.1, 1.0
 # known is that they beat the default of their own problem, by a factor e^gain. They are taken if this problem's default
 # has the same decisions, so that the same two were compared, and gain exceeds `DOUBT` for each octave between the
 # problems; of batches at most `BATCHES` octaves apart, and of problems at most `FAR`. Of pairs of tuned problems on an
-# H200 where both kernels were timed, 1.7 % of such choices were more than 5 % slower than the default and their
-# geometric mean was 0.65 of it; of pairs whose defaults differ, 59 % were slower, by up to 5 times
+# H200 where both kernels were timed, 1.3 % of such choices were more than 5 % slower than the default and their
+# geometric mean was 0.63 of it; of pairs whose defaults differ, 56 % were slower, by up to 15 times
 # (scripts/study_transfer.py).
 DOUBT, BATCHES, FAR = 0.07, 2.0, 3.0
 # Octaves between architectures.

@@ -197,8 +197,8 @@ def _recalled(launchers: dict[Any, Any], name: str, args: tuple[Any, ...]) -> An
 
     One look at the arguments serves the checks, the search and the call.
     """
-    known = launchers.get(name)
-    key = None if known is None else _key_of(None, args)
+    known = launchers.get(name, {})
+    key = _key_of(None, args) if known else None
     found = None if key is None else known.get(key)
     if found is None:
         return None

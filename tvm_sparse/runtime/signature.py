@@ -158,7 +158,7 @@ class Signature:
             (name, one)
             for name, value in read.items()
             for one in (value if isinstance(value, (tuple, list)) else (value,))
-            if hasattr(one, "shape")
+            if hasattr(one, "shape") or hasattr(one, "__dlpack__")
         ]
         for i, (name, one) in enumerate(zip(names, outputs, strict=False)):
             if arrays.is_fake(one):

@@ -150,7 +150,7 @@ def bsr_matmul(
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS[1:])} or None, got {activation!r}")
     extras = [] if bias is None else [SIGNATURES["bsr_matmul"].beside("bias", bias, known, "x is", n=n)]
     [y] = outputs_for(out, (("out", (m, n), known.dtype),), x, known)
-    read = (weight.data, weight.indices, weight.indptr)
+    read = (weight.data, weight.indices, weight.indptr, weight.order)
     SIGNATURES["bsr_matmul"].refuse_overlap(out, x=x, weight=read, bias=bias)
     if arrays.is_fake(x):
         return y

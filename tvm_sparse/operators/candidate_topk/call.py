@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tvm_sparse.core.problem import FLOATS
@@ -21,6 +21,7 @@ from tvm_sparse.runtime.calls import (
     most_rows,
     outputs_for,
     whole_number,
+    width,
     with_scratch,
     without_gradient,
 )
@@ -171,11 +172,12 @@ def candidate_topk(
     )
     where, numbers = machine_of("hidden", known), (scale, 1 if log else 0, row)
     states, table, words, many = given.arguments(hidden, embedding, candidates, counts)
+    wider = replace(problem, k=width(n, given.m * block))
     unshown = [] if normaliser else outputs_for(None, wanted[2:], hidden, known)
     if arrays.is_torch(hidden):
         what = ("candidate_topk", n, block, bool(normaliser))
-        arguments: tuple[Any, ...] = (states.reshape(hidden.shape), table, words.reshape(candidates.shape))
-        arguments += (None if counts is None else many, *numbers)
+        given_ones: tuple[Any, ...] = (states.reshape(hidden.shape), table, words.reshape(candidates.shape))
+        given_ones += (None if counts is None else many, *numbers)
 
         def around(kernel: Any) -> Any:
             known_counts = many if counts is None else None
@@ -184,13 +186,14 @@ def candidate_topk(
 
         # Candidates on the host are looked at every time.
         kept = known.device != "cpu" or None
-        launch(dispatcher, problem, where, what, arguments, outputs, kept=kept, around=around)
+        launch(dispatcher, problem, where, what, given_ones, outputs, kept=kept, around=around, wider=wider)
     else:
         parts = [
             arrays.reshaped(array, (given.lists, given.beam, *shape[1:]))
             for array, (_, shape, _) in zip((*outputs, *unshown), wanted, strict=True)
         ]
-        launch(dispatcher, problem, where, None, (states, table, words, many, *numbers), parts, kept=None)
+        of_lists = (states, table, words, many, *numbers)
+        launch(dispatcher, problem, where, None, of_lists, parts, kept=None, wider=wider)
     return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
 
 

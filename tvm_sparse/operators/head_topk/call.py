@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
@@ -25,6 +26,7 @@ from tvm_sparse.runtime.calls import (
     with_scratch,
     without_gradient,
 )
+from tvm_sparse.runtime.calls import width as rounded
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Signature
 
@@ -206,7 +208,9 @@ def head_topk(
             [unshown] = outputs_for(None, (sums,), hidden, known)
             return with_scratch(kernel, unshown, len(written) - 2)
 
-        launch(dispatcher, HeadTopk(*axes), machine_of("hidden", known), what, arguments, written, around=around)
+        problem, where = HeadTopk(*axes), machine_of("hidden", known)
+        wider = replace(problem, k=rounded(k, vocab), ids=rounded(n))
+        launch(dispatcher, problem, where, what, arguments, written, around=around, wider=wider)
     return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
 
 
@@ -268,7 +272,7 @@ def _product(k: int, with_bias: bool, with_ids: bool, normaliser: bool) -> Any:
             logits = torch.nn.functional.linear(hidden, embedding)
         temperature = 1.0 if scale == 1.0 else 1.0 / scale
         written = (values, indices, *others)
-        softmax_topk(logits, k, log=log or normaliser, temperature=temperature, bias=bias, ids=ids, out=written)
+        softmax_topk(logits, k, log=bool(log) or normaliser, temperature=temperature, bias=bias, ids=ids, out=written)
         if sums is not None:
             # Score and log-probability of the best word differ by the normaliser.
             top = torch.gather(logits, 1, indices[:, :1])[:, 0].float()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
@@ -25,7 +24,8 @@ from tvm_sparse.runtime.loading import Miss
 from tvm_sparse.runtime.signature import FLOAT_ROWS, ROWS, Absent, Array, Number, Output, Signature
 
 from . import seeds
-from .problem import MAX_K, UNSAID, SoftmaxSample, width_of
+from .problem import MAX_K, SoftmaxSample
+from .problem import width_of_call as _width
 
 _OF_ROWS = Array((ROWS,), ("float32",))
 SIGNATURES = {
@@ -174,7 +174,7 @@ def softmax_sample(
     tensors = [one for one, array in zip(filters, own, strict=True) if array]
     through = said is None and custom.transformed(logits, *tensors, bias)
     seeded, numbers = (seeds.GIVEN, ()) if through else said or seeds.fresh(logits)
-    drawn = [one for one in numbers if type(one) is not int]
+    drawn = [one for one in numbers if hasattr(one, "__dlpack__")]
     # What a kernel depends on: numbers other than top_k are passed to it.
     what = ("softmax_sample", None if own[1] else filters[1], max_top_k, best, seeded)
     if out is None and not through and any(own) is all(own) and type(best) is int:
@@ -205,7 +205,11 @@ def softmax_sample(
     def checked(seeded: int, numbers: tuple[Any, ...]) -> list[Any]:
         """What a kernel is given for its uniform numbers."""
         name, dtype, rest = NUMBERS[seeded]
-        return [one if type(one) is int else by_row(name, one, dtype, *rest) for one in numbers]
+        known_numbers = [type(one) is int or arrays.is_symbol(one) for one in numbers]
+        return [
+            one if number else by_row(name, one, dtype, *rest)
+            for one, number in zip(numbers, known_numbers, strict=True)
+        ]
 
     passed_filters = [
         by_row(name, one, dtype) if array else one
@@ -307,22 +311,3 @@ def _number(which: int, value: Any) -> Any:
     if not fits(number):
         raise ValueError(f"{name}: expected {wanted}, got {value!r}")
     return max(0, min(number, 2**31 - 1)) if dtype == "int32" else min(number, LARGEST)
-
-
-def _width(top_k: int | None, max_top_k: int | None, vocab: int) -> tuple[int, int, bool]:
-    """How many of the best words the kernel keeps, how many may be asked for, and whether it has to draw from all.
-
-    `top_k` is None for an array, and 0 for none.
-    """
-    most = UNSAID
-    if top_k is not None and max_top_k is not None:
-        raise ValueError("max_top_k: comes with an array top_k, and top_k is none")
-    if max_top_k is not None:
-        most = operator.index(max_top_k)
-        if not 1 <= most <= MAX_K:
-            raise ValueError(f"max_top_k: expected 1 <= max_top_k <= {MAX_K}, got {max_top_k}")
-    bounded = top_k is not None and 0 < top_k <= MAX_K and top_k < vocab
-    if bounded:
-        most = top_k or 0
-    width = width_of(most, vocab)
-    return width, min(most, vocab), width < vocab and not bounded

@@ -38,10 +38,10 @@ def any_filters(rng: np.random.Generator, rows: int, chosen: list[Any], k: int, 
     import numpy as np
 
     others = (
-        np.float32([0, 0.3, 1, 5, np.inf]),
-        np.int32([-1, 0, 1, 2, k, min(k + 1, vocab), (k + vocab) // 2, vocab]),
-        np.float32([0.01, 0.3, 0.9, 1 - 2.0**-24, 1]),
-        np.float32([0, 1e-3, 0.2, 1]),
+        np.array([0, 0.3, 1, 5, np.inf], np.float32),
+        np.array([-1, 0, 1, 2, k, min(k + 1, vocab), (k + vocab) // 2, vocab - 1, vocab], np.int32),
+        np.array([0.01, 0.3, 0.9, 1 - 2.0**-24, 1], np.float32),
+        np.array([0, 1e-3, 0.2, 1], np.float32),
     )
     return [
         np.where(rng.random(rows) < 0.5, rng.choice(values, rows), one).astype(values.dtype)
@@ -61,7 +61,8 @@ def mask_rows(rng: np.random.Generator, logits: np.ndarray) -> None:
     rows, vocab = logits.shape
     least = float(ml_dtypes.finfo(logits.dtype).min)
     padding = max(PADDING, least)
-    for row, kind in enumerate(rng.integers(0, 10, rows)):
+    for row in range(rows):
+        kind = int(rng.integers(10))
         if kind < 4:
             finite = rng.permutation(vocab)[: kind + 1 if kind < 3 else 2]
             logits[row] = -np.inf
@@ -78,7 +79,8 @@ def mask_rows(rng: np.random.Generator, logits: np.ndarray) -> None:
 
 def sort_rows(rng: np.random.Generator, logits: np.ndarray) -> None:
     """Put a third of the rows of `logits` into ascending order, and a third into descending order, in place."""
-    for row, kind in enumerate(rng.integers(0, 3, len(logits))):
+    for row in range(len(logits)):
+        kind = rng.integers(3)
         if kind:
             ordered = logits[row].copy()
             ordered.sort()

@@ -11,6 +11,7 @@ from tvm_sparse.core.problem import Problem
 
 from .call import FILTERS, softmax_sample
 from .problem import SoftmaxSample, width_of
+from .seeds import GIVEN, OF_ROWS
 
 
 def _given(problem: SoftmaxSample, inputs: Sequence[Any], device: str) -> tuple[Any, ...]:
@@ -24,7 +25,7 @@ def _given(problem: SoftmaxSample, inputs: Sequence[Any], device: str) -> tuple[
         (torch_tensor(one, device) if problem.per_row else torch.full((problem.batch,), one, device=device))[:, None]
         for one in inputs[1:5]
     ]
-    columns[1] = torch.where(columns[1] <= 0, words, columns[1].clamp(max=problem.k)).long()
+    columns[1] = torch.where(columns[1] <= 0, words, columns[1].clamp(max=words)).long()
     # Greedy rows as one word that is left.
     columns[1] = torch.where(columns[0] < 1e-5, 1, columns[1])
     columns[0] = torch.where(columns[0] < 1e-5, 1.0, columns[0]).float()
@@ -88,12 +89,14 @@ def ours(problem: SoftmaxSample, inputs: Sequence[Any], convert: Callable[[Any],
     import numpy as np
 
     given = list(inputs)
-    if not problem.whole:  # in calls a top_k of 0 is all words
-        given[2] = np.where(given[2] > 0, given[2], np.int32(problem.k)) if problem.per_row else given[2] or problem.k
-    logits, *filters, numbers = map(convert, given)
-    bias = filters.pop() if problem.bias else None
-    options = dict(zip((name for name, *_ in FILTERS), filters, strict=True))
-    options |= {"seed" if problem.seeded else "uniforms": numbers, "bias": bias, "best": problem.k}
+    if not problem.whole:  # in calls a top_k of 0 is all words, and one above k is itself
+        kept = np.where((np.asarray(given[2]) > 0) & (np.asarray(given[2]) < problem.k), given[2], problem.k)
+        given[2] = kept.astype(np.int32) if problem.per_row else int(kept)
+    logits, *filters = map(convert, given)
+    names = {GIVEN: ("uniforms",), OF_ROWS: ("seed",)}.get(problem.seeded, ("seed", "offset"))
+    numbers = dict(zip(names, filters[len(filters) - len(names) :], strict=True))
+    options = dict(zip((name for name, *_ in FILTERS), filters, strict=False))
+    options |= numbers | {"bias": filters[4] if problem.bias else None, "best": problem.k}
     if problem.per_row:
         options["max_top_k"] = problem.k
     else:

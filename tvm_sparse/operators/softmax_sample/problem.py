@@ -12,6 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tvm_sparse.core import distribution, drawing
@@ -123,6 +124,58 @@ class SoftmaxSample(Problem):
             "seeded": rng.choice((0, 1, 2, 2)),  # mostly one seed, or none said
             "whole": whole * (vocab > UNSAID),
         }
+
+    call_words: ClassVar[Mapping[str, str]] = {
+        "top_k": "a number, none or array",
+        "max_top_k": "a number, beside top_k=array",
+        **dict.fromkeys(("temperature", "top_p", "min_p"), "a number or array"),
+        "seed": "a number, none or array",
+        "offset": "a number or array",
+        "uniforms": "array",
+    }
+
+    @classmethod
+    def of_call(cls, words: Mapping[str, Any]) -> dict[str, Any]:
+        """Beside axes: arguments of a call, as `top_k=50`, `temperature=array`, `seed=array`."""
+
+        def number(name: str) -> int:
+            try:
+                return int(given[name])
+            except (TypeError, ValueError):
+                expected = cls.call_words[name]
+                raise ProblemError(f"softmax_sample: {name} must be {expected}, got {given[name]!r}") from None
+
+        given = {name: value for name, value in words.items() if name in cls.call_words}
+        axes: dict[str, Any] = {name: value for name, value in words.items() if name not in given}
+        if not given:
+            return axes
+        own = {name for name, value in given.items() if getattr(value, "shape", ()) or str(value) == "array"}
+        said = {name for name, value in given.items() if name in own or str(value).lower() != "none"}
+        follows: dict[str, int] = {}
+        if given.keys() & {"top_k", "max_top_k"} or "k" not in axes:
+            try:
+                vocab = int(axes["vocab"])
+            except (KeyError, TypeError, ValueError):
+                raise ProblemError(
+                    "softmax_sample: vocab must be given, a number, beside arguments of a call"
+                ) from None
+            top_k = None if "top_k" in own else number("top_k") if "top_k" in said else 0
+            try:
+                _, most, whole = width_of_call(top_k, number("max_top_k") if "max_top_k" in said else None, vocab)
+            except ValueError as error:
+                raise ProblemError(f"softmax_sample: {error}") from None
+            follows |= {"k": most, "whole": int(whole)}
+        if own & set(NAMES):
+            follows["per_row"] = 1
+        if given.keys() & {"seed", "offset", "uniforms"} or "seeded" not in axes:
+            made = 1 if "seed" in own else 3 if "offset" in own else 2
+            follows["seeded"] = 0 if "uniforms" in said else made
+        if both := sorted(follows.keys() & axes.keys()):
+            raise ProblemError(
+                f"softmax_sample: {', '.join(both)} follow from {', '.join(given)}; give the axes or the arguments of a"
+                " call"
+            )
+        return {**axes, **follows}
 
     def as_called(self) -> Problem:
         """With the k that calls keep: their top_k rounded up, and `UNSAID` where numbers leave the whole row.
@@ -428,6 +481,25 @@ class SoftmaxSample(Problem):
 def width_of(top_k: int, vocab: int) -> int:
     """The k of the problem that a call with this top_k asks for."""
     return min(next(width for width in WIDTHS if width >= top_k), vocab)
+
+
+def width_of_call(top_k: int | None, max_top_k: int | None, vocab: int) -> tuple[int, int, bool]:
+    """How many of the best words the kernel keeps, how many may be asked for, and whether it has to draw from all.
+
+    `top_k` is None for an array, and 0 for none.
+    """
+    most = UNSAID
+    if top_k is not None and max_top_k is not None:
+        raise ValueError("max_top_k: comes with an array top_k, and top_k is none")
+    if max_top_k is not None:
+        most = index(max_top_k)
+        if not 1 <= most <= MAX_K:
+            raise ValueError(f"max_top_k: expected 1 <= max_top_k <= {MAX_K}, got {max_top_k}")
+    bounded = top_k is not None and 0 < top_k <= MAX_K and top_k < vocab
+    if bounded:
+        most = top_k or 0
+    width = width_of(most, vocab)
+    return width, min(most, vocab), width < vocab and not bounded
 
 
 PROBLEM = SoftmaxSample

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from tvm_sparse.runtime import arrays, custom, repeat
@@ -17,6 +18,7 @@ from tvm_sparse.runtime.calls import (
     most_rows,
     outputs_for,
     whole_number,
+    width,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.signature import FLOAT_ROWS, ROWS, Absent, Array, Number, Output, Signature
@@ -150,7 +152,8 @@ def softmax_topk(
         problem = SoftmaxTopk(batch, vocab, k, known.dtype, int(bias is not None), n)
         arguments = (arrays.ready("logits", logits, known), scale, 1 if log else 0, row, asked if n else None)
         written = outputs if n else outputs[:2]  # no kernel takes an empty array
-        launch(dispatcher, problem, machine_of("logits", known), ("softmax_topk", k), arguments, written)
+        wider = replace(problem, k=width(k, vocab), ids=width(n))
+        launch(dispatcher, problem, machine_of("logits", known), ("softmax_topk", k), arguments, written, wider=wider)
     return out if out is not None else tuple(arrays.returned(array, logits) for array in outputs)
 
 

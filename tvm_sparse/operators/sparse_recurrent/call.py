@@ -192,7 +192,7 @@ def run_layer(
     wanted += [(name, (batch, weights.hidden), known.dtype) for name in ("h_n", "c_n")[: 1 + (cell == "lstm")]]
     results = tuple(outputs_for(out, tuple(wanted), x_projected, known))
     read = dict(zip(("x_projected", "h0", "c0", "hidden_bias", "lengths", "resets"), given, strict=True))
-    SIGNATURE.refuse_overlap(out, weights=_torch_arrays(weights, x_projected), **read)
+    SIGNATURE.refuse_overlap(out, weights=_arrays_of(weights, x_projected, batch), **read)
     if not steps:
         for result, (_, _, state) in zip(results[1:], states, strict=False):
             _copy(result, state)
@@ -312,11 +312,10 @@ def _placed(weights: LayerWeights, like: Any, known: Facts) -> tuple[Any, ...]:
     return found
 
 
-def _torch_arrays(weights: LayerWeights, like: Any) -> tuple[Any, ...]:
-    """The weights' arrays on the device of a torch tensor, where they have been placed there."""
-    if not arrays.is_torch(like):
-        return ()
-    return tuple(weights.laid_out_for(like.shape[1]).placed.get(like.device, ()))
+def _arrays_of(weights: LayerWeights, like: Any, batch: int) -> tuple[Any, ...]:
+    """The weights' arrays on the device of the projected input, where they have been placed there."""
+    arranged = weights.laid_out_for(batch)
+    return tuple(arranged.placed.get(like.device, ())) if arrays.is_torch(like) else arranged.held
 
 
 def _tensor(array: np.ndarray) -> Any:
