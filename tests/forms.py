@@ -8,6 +8,7 @@ A `Case` tells how a problem's inputs are passed to a public function. Everythin
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -203,8 +204,15 @@ NUMBERS: dict[str, Callable[[Any], Any]] = {
     "array of no dimension": np.asarray,
     "tensor of no dimension": torch.tensor,
 }
-# A truth value may be anything that has one.
 LIBRARIES = ("torch", "numpy", "dlpack")
+
+
+def _as(dtype: str, tensor: Any) -> Any:
+    """Integers in another dtype; those that it does not hold become its nearest, which is out of range as well."""
+    kind = getattr(torch, dtype)
+    if dtype != "bool" and kind.itemsize < tensor.itemsize:
+        tensor = tensor.clamp(torch.iinfo(kind).min, torch.iinfo(kind).max)
+    return tensor.to(kind)
 
 
 def variants(name: str) -> Iterator[Variant]:
@@ -241,8 +249,7 @@ def _of_form(case: Case, name: str, form: Any, first: bool) -> Iterator[Variant]
             if (several or label != "transposed") and (floats or label != "negated view"):
                 yield Variant(name, label, axes, shows, structure=structure)
         for dtype in form.dtypes[1:] if form.dtypes != FLOATS else ():
-            shows = lambda a, dtype=dtype: a.to(getattr(torch, dtype))  # noqa: E731
-            yield Variant(name, dtype, axes, shows, structure=structure)
+            yield Variant(name, dtype, axes, functools.partial(_as, dtype), structure=structure)
         for dtype in FLOATS[1:] if first and form.dtypes == FLOATS else ():
             yield Variant(name, dtype, {"dtype": dtype})
         if ROWS in form.shape:
