@@ -11,6 +11,7 @@ import json
 import math
 import os
 import random
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +44,9 @@ LARGEST_CLUSTER = "TVM_SPARSE_TEST_CLUSTER"
 PARKED_BYTES = 40
 # Combinations of decisions that are tried where points of a space are drawn.
 MOST = 50_000
+
+# Seeds tests whose cases are drawn where they are collected: another number in every run, the same in all processes of it.
+RUN_SEED = zlib.crc32(os.environ.get("PYTEST_XDIST_TESTRUNUID", "").encode() or os.urandom(8))
 
 AWKWARD = tuple(parse(key) for operator in registry.operators().values() for key in operator.shapes.AWKWARD)
 REALISTIC = tuple(parse(key) for operator in registry.operators().values() for key in operator.shapes.REALISTIC)

@@ -7,11 +7,11 @@ space that are drawn anew in every run.
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 import numpy as np
 import pytest
+from cases import RUN_SEED as SEED
 from cases import SM90, drawn, own_on_host, thorough
 from test_templates import emulated
 
@@ -20,7 +20,6 @@ from tvm_sparse.core.problem import Mismatch, Problem, numpy_dtype
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.template import NotApplicable, Template
 
-SEED = int.from_bytes(os.urandom(4), "little")
 ROWS = 5
 OPERATORS = ("softmax", "logsumexp", "softmax_topk", "softmax_sample")
 # Of each operator: a few problems of every template, small enough for the emulator.

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 from collections.abc import Iterator
 
 import pytest
+from cases import RUN_SEED as SEED
 
 from tvm_sparse.core import distribution, machine, registry, spaces
 from tvm_sparse.core.problem import Problem, ProblemError
 from tvm_sparse.core.template import NotApplicable
 
-SEED = int.from_bytes(os.urandom(4), "little")
 OPERATORS = tuple(operator.name for operator in registry.BUILTIN)
 ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 EACH = 6
