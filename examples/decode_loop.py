@@ -35,7 +35,7 @@ def main() -> None:
 
     # Before the first request: the first call of a shape looks the kernel up and loads it, or compiles it.
     tvm_sparse.softmax_sample(torch.zeros(BATCH, VOCAB, device=device), **FILTERS, seed=seeds, best=BEST)
-    print(tvm_sparse.explain("softmax_sample", batch=BATCH, vocab=VOCAB, k=64, seeded=1))
+    print(tvm_sparse.explain("softmax_sample", batch=BATCH, vocab=VOCAB, top_k=FILTERS["top_k"], seed="array"))
 
     for _ in range(STEPS):
         state = torch.tanh(0.5 * state + embedding[token])

@@ -59,6 +59,8 @@ COLUMNS = (
     "over_chosen",
 )
 WAYS = ("default", "bucket", "nearest", "twin", "ranked", "chosen")
+# Of fewer what is chosen for those left out is mostly not measured.
+LEAST_PROBLEMS = 20
 # Of how far above the best a choice should never be.
 BAD = 1.3
 
@@ -128,7 +130,7 @@ def main(
     for name in operator or registry.operators():
         log = Log(logs, arch, name)
         data = training.measured(log)
-        if len(data) < training.LEAST_PROBLEMS and not (operator and data):
+        if len(data) < LEAST_PROBLEMS and not (operator and data):
             continue
         for left_out, apart in APART.items():
             found = losses(log, data, apart)

@@ -24,6 +24,7 @@ def test_emitted_code_is_what_it_was(name: str, older: bool) -> None:
         point = golden.point(key)
         if point.older != older:
             continue
+        assert point.key == key, f"stored under earlier decisions: python -m golden update {name}"
         assert spaces.refusal(point.candidate, parse(point.problem), point.machine) is None, key
         if source_fingerprint(emitted(point)) == expected["source"]:
             continue

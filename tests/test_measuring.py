@@ -21,7 +21,7 @@ from tvm_sparse.runtime.dispatch import Dispatcher
 from tvm_sparse.runtime.lookup import Evidence, Known
 
 CPU = machine.cpu()
-KEY = "softmax_topk/batch=5,vocab=701,k=4"
+KEY = "softmax_topk/batch=5,vocab=701,k=8"
 PROBLEM = parse(KEY)
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 
@@ -59,8 +59,8 @@ def test_the_fastest_is_recorded_and_found_by_later_processes(
     tvm_sparse.warmup(KEY, target="cpu", seconds=150)
     later = Dispatcher(logs=(tmp_path / "shipped", tmp_path / "mine"), shipped=tmp_path / "none", cache=tmp_path / "c")
     assert later.explain(PROBLEM, CPU).why == found.why
-    values, indices = tvm_sparse.softmax_topk(logits := np.random.default_rng(0).standard_normal((5, 701), "f4"), 4)
-    assert np.array_equal(indices, np.argsort(-logits, axis=1, kind="stable")[:, :4])
+    values, indices = tvm_sparse.softmax_topk(logits := np.random.default_rng(0).standard_normal((5, 701), "f4"), 8)
+    assert np.array_equal(indices, np.argsort(-logits, axis=1, kind="stable")[:, :8])
 
 
 @pytest.mark.timeout(200)
@@ -75,17 +75,17 @@ def test_a_first_call_measures_where_it_is_told_to(
 
     monkeypatch.setattr(measuring, "measure", nothing)
     logits = np.zeros((5, 701), np.float32)
-    tvm_sparse.softmax_topk(logits, 4)
+    tvm_sparse.softmax_topk(logits, 8)
     assert not asked
     tvm_sparse.configure(measure=7)
     with caplog.at_level(logging.WARNING, "tvm_sparse"):
         for _ in range(2):
-            tvm_sparse.softmax_topk(logits, 4)
+            tvm_sparse.softmax_topk(logits, 8)
     [(key, seconds, candidates)] = asked
     assert (key, seconds) == (PROBLEM.key, 7) and str(spaces.fallback(PROBLEM, CPU)) in candidates
     assert len(said(caplog, "not measured: the device is busy")) == 1
     tvm_sparse.configure(measure=0)
-    tvm_sparse.softmax_topk(np.zeros((5, 702), np.float32), 4)
+    tvm_sparse.softmax_topk(np.zeros((5, 702), np.float32), 8)
     assert len(asked) == 1
 
 

@@ -237,7 +237,7 @@ def test_logits_are_what_the_structure_says(problem: SoftmaxTopk) -> None:
             assert all(len(np.unique(row)) < len(row) // 2 for row in x)
         elif structure == "masked":
             assert np.isneginf(x).all(axis=1).any()
-        assert np.isfinite(x).all() or structure in ("masked", "special")
+        assert np.isfinite(x).all() or structure in ("masked", "special", "mixed")
     assert problem.generate(0)[0].tobytes() == problem.generate(0, problem.tuned)[0].tobytes()
 
 
@@ -262,7 +262,7 @@ def test_weights_are_valid_for_every_structure(problem: BsrMatmul) -> None:
         counts = np.diff(indptr)
         assert counts.max() <= block_cols
         for start, stop in zip(indptr, indptr[1:], strict=False):
-            assert (np.diff(indices[start:stop]) > 0).all()  # sorted, none twice
+            assert (np.diff(indices[start:stop]) > 0).all() or structure == "unsorted"  # else sorted, none twice
         if structure in ("random", "special"):
             assert len(indices) == problem.nnzb
         elif structure == "empty_rows":
@@ -389,7 +389,8 @@ def test_softmax_topk_reference_against_torch(structure: str, log: int) -> None:
     # orders them, NaN first; where they are equal torch may choose any, and ours is the lowest index.
     order = torch.sort(x, dim=-1, descending=True, stable=True).indices.numpy()[:, : problem.k]
     np.testing.assert_array_equal(indices, order)
-    np.testing.assert_allclose(values, np.take_along_axis(every, indices, 1), rtol=1e-12, equal_nan=True)
+    # The logarithm of a probability next to 1 has lost its digits.
+    np.testing.assert_allclose(values, np.take_along_axis(every, indices, 1), rtol=1e-12, atol=1e-12, equal_nan=True)
     np.testing.assert_array_equal(np.take_along_axis(x.numpy(), indices, 1), torch.topk(x, problem.k).values.numpy())
 
 

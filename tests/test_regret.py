@@ -13,6 +13,7 @@ from tvm_sparse.core import registry, spaces
 from tvm_sparse.core.machine import cpu
 from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Log
+from tvm_sparse.runtime import paths
 from tvm_sparse.runtime.lookup import Choice
 from tvm_sparse.tuning import plans
 
@@ -83,3 +84,14 @@ def test_the_summary_counts_bad_and_lost_choices(regret: Any) -> None:
     assert rows["way nearby"] == ["2", "1.414", "2.00", "50%", "0.707", "1.00", "0%", "2.000"]
     assert rows["operator a"][6] == "50%"
     assert regret.summary([]) == []
+
+
+def test_winners_that_look_up_would_take_elsewhere_rarely_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the records that ship: what the rule of look-up rests on."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    transfer = importlib.import_module("study_transfer")
+    pairs = list(transfer.pairs_of(Log(paths.shipped_logs(), "sm_90a", "nhot_lookup")))
+    taken = [pair for pair in pairs if pair.same and pair.gained and pair.near]
+    assert len(taken) > 100 and sum(pair.ratio > transfer.LOST for pair in taken) < 0.05 * len(taken)
+    assert transfer.line("nhot_lookup", taken, "taken", len(pairs))[3] == str(len(taken))
+    assert transfer.line("nhot_lookup", [], "none", 0)[3:] == ["0", "", "", ""]

@@ -360,6 +360,24 @@ def test_results_of_others_are_studied(tmp_path: Path) -> None:
     assert "result 0 lacks configuration" in call("study", "--logs", path, code=1)
 
 
+def test_a_space_too_large_to_go_through_is_drawn_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its share of points comes with an interval, which holds, and what it is doing is said; nothing lists them all."""
+    shape, name = TOPK.partition("/"), "threshold_gate"
+    words = ("space", shape[0], *shape[2].split(","), "--arch", "sm_90a", "--template", name)
+    [whole] = space.parts(parse(TOPK), SM90, [name])
+    monkeypatch.setattr(space, "MOST_COMBINATIONS", 1000)
+    monkeypatch.setattr(space, "DRAWN", 3000)
+    [part] = space.parts(parse(TOPK), SM90, [name])
+    assert part.drawn == 3000 == len(part.points) + sum(part.refused.values()) and part.product == whole.product
+    low, high = part.share
+    assert low < whole.share[0] < high and set(part.points) <= set(whole.points)
+    assert f"{low:.2%} to {high:.2%}" in call(*words) and "of 3,000 drawn" in call(*words)
+    [said] = json.loads(call(*words, "--json"))
+    assert said["points"] is None and said["share"] == [low, high]
+    assert "too many to write its points" in call(*words, "--t1", tmp_path / "space.json", code=2)
+    assert "too many to measure; leave some values: --fix" in call("measure-space", *words[1:], "--dry-run", code=2)
+
+
 def test_spaces_go_out_and_come_back(tmp_path: Path) -> None:
     path = tmp_path / "t1.json"
     shape = ("bsr_matmul", "m=8", "k=64", "n=64", "block=16", "sparsity=0.5")

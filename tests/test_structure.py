@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import itertools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +66,15 @@ def room(name: str) -> str:
     """The folder of a module under the package, or the package itself."""
     parts = name.split(".")
     return parts[1] if len(parts) > 1 and parts[1] in LEVEL else ""
+
+
+def test_a_template_has_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the root of a checkout `schedules` would be a second package, with templates that nobody registers."""
+    monkeypatch.syspath_prepend(ROOT)
+    for operator in (None, *(path.parent.name for path in sorted(ROOT.glob("schedules/*/__init__.py")))):
+        with pytest.raises(ImportError, match="import tvm_sparse.schedules"):
+            importlib.import_module(f"schedules.{operator}" if operator else "schedules")
+    assert not [name for name in sys.modules if name.partition(".")[0] == "schedules"]
 
 
 KNOWN = {name: path for name, path in modules() if "tuning_logs" not in name}

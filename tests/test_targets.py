@@ -161,3 +161,10 @@ def test_figures_of_other_problems_are_marked(tmp_path: Path, capsys: pytest.Cap
     assert "borrowed: sm_90a" in said and "1.00*" in said and "* measured for" in said
     print_entries([own], tmp_path)
     assert "*" not in capsys.readouterr().out
+
+
+def test_the_page_lists_every_card() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "your-gpu.md").read_text()
+    for word, card in machine.CARDS.items():
+        assert f"| `{word}` | {card.name} | `{card.arch}` | {card.multiprocessors} |" in page
+    assert page.count("\n| `") == len(machine.CARDS)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, Program, Template
 from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 
-from ..recurrent.step_kernels import build, default, space
+from ..recurrent.step_kernels import LANES, THREADS, build, space
+
+
+def default(problem: BlockRecurrent, machine: Machine) -> Decisions:
+    """A warp for each unit: with 8 lanes a step of two layers took 1.3 and 1.5 times as long on an H200
+    (`scripts/regret.py`, seed 1)."""
+    return {"threads": min(THREADS), "reduce_threads": max(LANES)}
 
 
 def program(problem: BlockRecurrent, decisions: Decisions) -> Program:

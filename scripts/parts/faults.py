@@ -24,6 +24,25 @@ def fault_tables() -> str:
 
 
 @part
+def faults_sentence() -> str:
+    """What all injected faults, mutated inputs and the sanitizer's tools have found together."""
+    rows = [row for path in sorted(RESULTS.glob("faults-*.csv")) for row in results(path.stem).rows]
+    injected, lost, wrong, silent = (
+        sum(int(row[name]) for row in rows)
+        for name in ("injected", "lost_trials", "wrong_records", "silent_wrong_results")
+    )
+    [fuzzed] = RESULTS.glob("fuzz-*.csv")
+    cases, findings = (sum(int(row[name]) for row in results(fuzzed.stem).rows) for name in ("cases", "findings"))
+    [sanitized] = RESULTS.glob("sanitize-*.csv")
+    errors = sum(int(row["errors"]) for row in results(sanitized.stem).rows)
+    return (
+        f"Of {injected:,} faults that were injected, {lost} lost a trial, {wrong} made a wrong record and {silent} a"
+        f" silent wrong result; {cases:,} mutated inputs had {findings} findings; compute-sanitizer's tools report"
+        f" {errors} errors."
+    )
+
+
+@part
 def sanitizer_table() -> str:
     """What `scripts/sanitize.py` has found, a line for each run."""
     [path] = RESULTS.glob("sanitize-*.csv")

@@ -47,3 +47,4 @@ def nhot_ratios() -> str:
 
 
 PARTS["where-nhot"] = partial(where, "argueta-chiang-table1-h200", "argueta-chiang-table1-float16-h200")
+PARTS["where-table2"] = partial(where, "argueta-chiang-table2-h200")

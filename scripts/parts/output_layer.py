@@ -13,7 +13,7 @@ from tvm_sparse.records import Log
 from tvm_sparse.schedules.vocabulary import renamed
 
 from .register import PARTS, part
-from .results import ROOT, Row, loses, results, where
+from .results import ROOT, Row, Times, loses, results, where
 from .text import listed, percent, span, table, times_as, us
 
 HEAD, SPECVOCAB, TABLE4, STEPS = "head-h200", "specvocab-h200", "shi-xu-knight-table4-h200", "lsh-h200"
@@ -22,7 +22,7 @@ OF_HEAD, OF_LISTS = ("batch", "vocab", "hidden", "k", "dtype"), ("hidden", "voca
 UNPROMISED = "head_topk, no promise"
 CHAIN, TORCH_HEAD = "product + softmax_topk", "torch product + softmax + topk"
 TORCH_LISTS = "torch gather + bmm + softmax + topk"
-READ_ALL, READ_ROWS, AFTER = "read of the embedding", "read of the rows", "after-product-h200"
+READ_ALL, AFTER = "read of the embedding", "after-product-h200"
 HEAD_COLD, HEAD_AGAIN = "head-cold-h200", "head-tiles-h200"
 TIMELINE, TIMELINE_AFTER = "timeline-h200", "timeline-after-product-h200"
 RECALLS = ("lsh-recall-minilm", "lsh-recall-minilm-beam12")
@@ -201,51 +201,32 @@ def of_shape(key: Sequence[str]) -> str:
     return f"({batch}, {vocab}, {hidden}) in {dtype}"
 
 
-def head_share(key: Sequence[str], name: str) -> float:
-    """The share of the limit at which a contender reads the embedding."""
-    return next(
-        float(row["share_of_matrix_limit"])
-        for row in results(HEAD).rows
-        if row["implementation"] == name and tuple(row[c] for c in OF_HEAD) == key
-    )
+def heads() -> dict[tuple[str, ...], tuple[Times, float]]:
+    """Microseconds by contender, and the share of the limit at which the head reads, of each shape's latest run."""
+    found: dict[tuple[str, ...], tuple[Times, float]] = {}
+    for name in (HEAD, HEAD_AGAIN):
+        shares = {
+            tuple(row[c] for c in OF_HEAD): float(row["share_of_matrix_limit"])
+            for row in results(name).rows
+            if row["implementation"] == "head_topk" and row["microseconds"]
+        }
+        times = results(name).by(*OF_HEAD)
+        found |= {key: (times[key], share) for key, share in shares.items()}
+    return found
 
 
 @part
 def head_peers() -> str:
     rows = []
-    for key, times in results(HEAD).by(*OF_HEAD).items():
-        ours = times.get("head_topk")
+    for key, (times, share) in heads().items():
+        ours = times["head_topk"]
         names = (UNPROMISED, "product", CHAIN, TORCH_HEAD, READ_ALL)
-        cells = [us(ours), *(us(times.get(name)) for name in names)]
-        if ours is None:
-            cells += ["-"] * 4
-        else:
-            ratios = (ours / times["product"], times[CHAIN] / ours, times[TORCH_HEAD] / ours)
-            cells += [*(f"{ratio:.2f}" for ratio in ratios), percent(head_share(key, "head_topk"))]
-        rows.append([*key, *cells])
+        ratios = (ours / times["product"], times[CHAIN] / ours, times[TORCH_HEAD] / ours)
+        rows.append([*key, us(ours), *(us(times.get(name)) for name in names)]
+                    + [*(f"{ratio:.2f}" for ratio in ratios), percent(share)])  # fmt: skip
     return table(
         [*OF_HEAD, "`head_topk`", "no promise", "product", "+ `softmax_topk`", "PyTorch", "read alone",
          "head / product", "+ `softmax_topk` / head", "PyTorch / head", "of the limit"],
-        rows,
-    )  # fmt: skip
-
-
-@part
-def head_again() -> str:
-    """Shapes of `head_tiles` that were measured again after it had changed."""
-    before, rows = results(HEAD).by(*OF_HEAD), []
-    changed = {
-        tuple(row[c] for c in OF_HEAD) for row in results(HEAD_AGAIN).rows if row["kernel"].startswith("head_tiles@")
-    }
-    for key, times in results(HEAD_AGAIN).by(*OF_HEAD).items():
-        if key in changed:
-            ours, names = times["head_topk"], ("product", CHAIN, READ_ALL)
-            ratios = (ours / times["product"], times[CHAIN] / ours, ours / times[READ_ALL])
-            rows.append([*key, us(before[key]["head_topk"]), us(ours), *(us(times[name]) for name in names),
-                         *(f"{ratio:.2f}" for ratio in ratios)])  # fmt: skip
-    return table(
-        [*OF_HEAD, "table above", "`head_topk`", "product", "+ `softmax_topk`", "read alone", "head / product",
-         "+ `softmax_topk` / head", "head / read"],
         rows,
     )  # fmt: skip
 
@@ -264,14 +245,14 @@ def head_cold() -> str:
 
 @part
 def head_sentence() -> str:
-    found = {key: times for key, times in results(HEAD).by(*OF_HEAD).items() if "head_topk" in times}
+    found = {key: times for key, (times, _) in heads().items()}
     chain = {key: times[CHAIN] / times["head_topk"] for key, times in found.items()}
     lost = [f"{of_shape(key)} ({ratio:.2f})" for key, ratio in chain.items() if loses(ratio)]
     won = [ratio for ratio in chain.values() if not loses(ratio)]
     product = {key: times["head_topk"] / times["product"] for key, times in found.items()}
     half = [ratio for key, ratio in product.items() if key[-1] != "float32"]
     full = [ratio for key, ratio in product.items() if key[-1] == "float32"]
-    shares = [100 * head_share(key, "head_topk") for key in found]
+    shares = [100 * share for _, share in heads().values()]
     reads = [times[READ_ALL] / times["head_topk"] for times in found.values()]
     missing = [
         f"At {of_shape([row[c] for c in OF_HEAD])} it has no time: {row['note']}."
@@ -378,13 +359,13 @@ def specvocab() -> str:
         for row in results(SPECVOCAB).rows
         if row["implementation"] == "candidate_topk"
     }
-    names = ("candidate_topk", TORCH_LISTS, "candidate_logits", "torch gather + bmm", "head_topk", READ_ROWS)
+    names = ("candidate_topk", TORCH_LISTS, "candidate_logits", "torch gather + bmm", "head_topk")
     rows = []
     for key, times in results(SPECVOCAB).by(*OF_LISTS).items():
         ratio = times[TORCH_LISTS] / times["candidate_topk"]
         rows.append([*key, *(us(times[name]) for name in names), f"{ratio:.2f}", percent(shares[key])])
     return table(
-        [*OF_LISTS, "`candidate_topk`", "PyTorch", "`candidate_logits`", "PyTorch's", "`head_topk`", "read alone",
+        [*OF_LISTS, "`candidate_topk`", "PyTorch", "`candidate_logits`", "PyTorch's", "`head_topk`",
          "PyTorch / ours", "of the limit"],
         rows,
     )  # fmt: skip
@@ -432,8 +413,11 @@ def lsh_quality_data() -> str:
 
 def measured_decisions() -> Iterator[tuple[str, Problem, str, str]]:
     """File, problem, decisions and their origin of what the runs of the output layer have measured of ours."""
-    for name in (HEAD, SPECVOCAB, TABLE4):
+    again = results(HEAD_AGAIN).by(*OF_HEAD)
+    for name in (HEAD, HEAD_AGAIN, SPECVOCAB, TABLE4):
         for row in results(name).rows:
+            if name == HEAD and tuple(row[c] for c in OF_HEAD) in again:
+                continue
             operator = FUSED_STEPS.get(row["step"]) if name == TABLE4 else row["implementation"]
             if not operator or not row["kernel"] or not row["microseconds"]:
                 continue
@@ -491,8 +475,8 @@ def head_decisions() -> str:
     return f"{sentence}."
 
 
-PARTS["where-head"] = partial(where, HEAD)
-PARTS["where-head-again"] = partial(where, HEAD_AGAIN)
+PARTS["where-head"] = partial(where, HEAD, HEAD_AGAIN)
+PARTS["where-head-cold"] = partial(where, HEAD_COLD)
 PARTS["where-specvocab"] = partial(where, SPECVOCAB)
 PARTS["where-after-product"] = partial(where, AFTER)
 PARTS["timeline-after-product"] = partial(timeline, TIMELINE_AFTER, "held_rows", ("batch",))

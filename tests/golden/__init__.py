@@ -17,6 +17,7 @@ every branch of the template's program. ``python -m golden`` (in ``tests/``) che
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -33,6 +34,7 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.template import Program
 from tvm_sparse.emulation import cuda_source, launches
+from tvm_sparse.schedules.vocabulary import renamed
 
 FOLDER = Path(__file__).parent
 # What code is emitted for, whatever machine this is; and an older GPU, for points whose keys say so.
@@ -79,11 +81,14 @@ class Golden:
         self.path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
 
     def point(self, key: str) -> Point:
-        """The point of a key, at the version that the template has now."""
+        """The point of a key, at the present version of its template, and with decisions as the vocabulary has them
+        now: under their present names, new ones at their neutral values (`present` does without the vocabulary)."""
         problem, _, rest = key.partition(" (")
         decisions, _, machine = rest.partition(")")
         version = spaces.find(self.template).version
-        return Point(problem, Candidate.parse(f"{self.template}@{version}({decisions})"), older=bool(machine))
+        stored = Candidate.parse(f"{self.template}@{version}({decisions})")
+        candidate = dataclasses.replace(stored, decisions=renamed(self.template, stored.decisions))
+        return Point(problem, candidate, older=bool(machine))
 
 
 def read(template: str) -> Golden:

@@ -1,11 +1,13 @@
 """`python -m golden check|update|choose [TEMPLATE ...]`, in `tests/`.
 
 check
-    Which points' emitted code differs from its fingerprint, and whether its machine code does.
+    Which points' emitted code differs from its fingerprint, and whether its machine code does. Points that were stored
+    before their template got a decision are compared at its neutral value (see `present`).
 update
     Take the fingerprints anew, and show how the source of each changed point differs from what HEAD emits. A template
-    whose machine code changed is refused unless its version rose. Defaults of realistic problems that are not among the
-    points are added.
+    whose machine code changed is refused unless its version rose, and so is a new decision whose neutral value
+    `schedules/vocabulary.py` does not declare. Points get the decisions of now; those that are none any more are
+    removed; defaults of realistic problems that are not among the points are added.
 choose
     Choose points anew, for a new template or new branches, and take their fingerprints.
 """
@@ -19,24 +21,57 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from tvm_sparse.core import spaces
 
-from . import FOLDER, Golden, assembler, emitted, fingerprints, machine_fingerprint, read, source_fingerprint
+from . import FOLDER, Golden, Point, assembler, emitted, fingerprints, machine_fingerprint, read, source_fingerprint
 from .choose import realistic
+from .present import Present, present
 
 
-def changed(name: str) -> list[tuple[str, bool]]:
-    """The points of a template whose emitted code is another, and whether their machine code is another too."""
-    golden = read(name)
+def changed(golden: Golden, now: Present) -> list[tuple[str, bool]]:
+    """Keys of the points whose emitted code is another, and whether their machine code is another too."""
     found = []
-    for key, expected in golden.points.items():
-        point = golden.point(key)
+    for key, point in now.points.items():
+        expected = golden.points[key]
         if source_fingerprint(emitted(point)) != expected["source"]:
             found.append((key, machine_fingerprint(point) != expected["machine"]))
     return found
+
+
+def told(golden: Golden, now: Present) -> list[str]:
+    """What is to be said of decisions that a template got or lost since its points were stored."""
+    lines = [f"no point any more: {key}: {reason}" for key, reason in now.gone.items()]
+    values = ", ".join(f"{name}={value}" for name, value in now.undeclared.items())
+    where = f"ADDED[{golden.template!r}] of schedules/vocabulary.py"
+    if now.undeclared and now.neutral:
+        lines.append(f"new decisions: {values} keeps the code of all {len(now.points)} points: declare it in {where}")
+    elif now.undeclared:
+        names = ", ".join(now.undeclared)
+        lines.append(
+            f"new decisions: no value of {names} keeps the code of all points, which are compared at {values}: add one"
+            f" that means the programs of before and declare it in {where}, or raise the version"
+        )
+    other = sum(point.key != key for key, point in now.points.items())
+    if other:
+        count = f"{other} of {len(golden.points)} points"
+        lines.append(f"{count} have earlier decisions in their keys: python -m golden update {golden.template}")
+    return lines
+
+
+def check(name: str) -> bool:
+    """Print which points of a template emit other code; True if none does, and every decision is declared."""
+    golden = read(name)
+    now = present(golden)
+    found = changed(golden, now)
+    for line in told(golden, now):
+        print(f"{name}: {line}")
+    for key, machine in found:
+        print(f"{name}: {'machine code' if machine else 'names only'}: {key}")
+    return not (found or now.gone or now.undeclared)
 
 
 def emitted_at_head(name: str, keys: list[str]) -> dict[str, str]:
@@ -63,41 +98,48 @@ def emitted_at_head(name: str, keys: list[str]) -> dict[str, str]:
             subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=root, check=True)
 
 
-def show_difference(name: str, keys: list[str]) -> None:
-    """Print how the emitted text of points differs from HEAD's."""
-    golden = read(name)
-    before = emitted_at_head(name, keys)
-    for key in keys:
+def show_difference(name: str, points: Mapping[str, Point]) -> None:
+    """Print how the emitted text of points, by the keys that HEAD has for them, differs from HEAD's."""
+    before = emitted_at_head(name, list(points))
+    for key, point in points.items():
         print(f"--- {name}: {key}")
         if key not in before:
             print("    (HEAD emits nothing for this point)")
             continue
         lines = difflib.unified_diff(
-            before[key].splitlines(), emitted(golden.point(key)).splitlines(), "HEAD", "here", lineterm="", n=2
+            before[key].splitlines(), emitted(point).splitlines(), "HEAD", "here", lineterm="", n=2
         )
         print("\n".join(lines))
 
 
 def update(name: str, quiet: bool) -> bool:
-    """Take a template's fingerprints anew; False if its machine code changed and its version did not rise."""
+    """Take a template's fingerprints anew; False, and nothing is written, if its version has to rise or a decision is
+    to be declared first."""
     golden = read(name)
-    version = spaces.find(name).version
-    found = changed(name)
+    template = spaces.find(name)
+    now = present(golden)
+    found = changed(golden, now)
     other = [key for key, machine in found if machine]
+    for line in told(golden, now):
+        print(f"{name}: {line}")
     if found and not quiet:
-        show_difference(name, [key for key, _ in found])
-    if other and version <= golden.version:
-        print(f"{name}: the machine code of {len(other)} points changed, and the version is still {version}:")
-        print("\n".join(f"    {key}" for key in other))
+        show_difference(name, {key: now.points[key] for key, _ in found})
+    if template.version <= golden.version and (other or now.undeclared):
+        if other:
+            count = f"the machine code of {len(other)} points changed"
+            print("\n    ".join([f"{name}: {count}, and the version is still {template.version}:", *other]))
         return False
-    for key, _ in found:
-        golden.points[key] = fingerprints(golden.point(key))
+    by = assembler(template.kind)
+    anew = dict(found) if by == golden.assembler else now.points
+    points = {
+        point.key: fingerprints(point) if key in anew else golden.points[key] for key, point in now.points.items()
+    }
     # A default is the template's choice, and may be another point than it was.
-    defaults = [point for point in realistic(spaces.find(name)) if point.key not in golden.points]
-    golden.points |= {point.key: fingerprints(point) for point in defaults}
-    if found or defaults or version != golden.version:
-        Golden(name, version, assembler(spaces.find(name).kind), golden.points).write()
-    print(f"{name}: {len(found)} of {len(golden.points)} points changed, {len(other)} of them in machine code", end="")
+    defaults = [point for point in realistic(template) if point.key not in points]
+    points |= {point.key: fingerprints(point) for point in defaults}
+    if points != golden.points or template.version != golden.version:
+        Golden(name, template.version, by, points).write()
+    print(f"{name}: {len(found)} of {len(points)} points changed, {len(other)} of them in machine code", end="")
     print(f", {len(defaults)} defaults added" if defaults else "")
     return True
 
@@ -111,12 +153,12 @@ def chosen(name: str) -> str:
     return f"{name}: {len(points)} points"
 
 
-def main() -> int:
+def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m golden", description=__doc__)
     parser.add_argument("command", choices=("check", "update", "choose"))
     parser.add_argument("templates", nargs="*", default=[])
     parser.add_argument("--quiet", action="store_true", help="do not show how sources differ")
-    asked = parser.parse_intermixed_args()
+    asked = parser.parse_intermixed_args(words)
     names = asked.templates or [template.name for template in spaces.templates()]
     good = True
     if asked.command == "choose":
@@ -124,10 +166,7 @@ def main() -> int:
             for line in pool.map(chosen, names):
                 print(line, flush=True)
     for name in names if asked.command == "check" else ():
-        found = changed(name)
-        good &= not found
-        for key, machine in found:
-            print(f"{name}: {'machine code' if machine else 'names only'}: {key}")
+        good &= check(name)
     for name in names if asked.command == "update" else ():
         good &= update(name, asked.quiet)
     return 0 if good else 1

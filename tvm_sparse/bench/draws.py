@@ -92,8 +92,13 @@ def arranged(block: Case, number: int, batch: int) -> Case:
 
 
 def again(problem: Problem, name: str, kind: str = "llvm") -> Case:
-    """The case of a problem on a kind of machine that a failure named by its draw: "draw 1742-53-64", or a message with
-    that in its midst."""
+    """The case of a problem that a failure named by its draw, as "draw 1742-53-64" or in the midst of a message.
+
+    Parameters
+    ----------
+    kind
+        Of the machine: "llvm" or "cuda".
+    """
     found = re.search(r"(\d+)-(\d+)-(\d+)", name)
     if not found:
         raise ValueError(f"name: expected a draw like 1742-53-64, got {name!r}")

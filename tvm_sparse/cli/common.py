@@ -308,6 +308,7 @@ def errors() -> Iterator[None]:
         from ..artifacts.cuda import ToolchainError
         from ..artifacts.manifest import ManifestError
         from ..records.exchange import ExchangeError
+        from ..records.predictor import PredictorError
         from ..records.space import SpaceError
         from ..runtime.loading import LoadError
         from ..tuning.cluster import ClusterError
@@ -324,6 +325,7 @@ def errors() -> Iterator[None]:
             ClusterError,
             OSError,
             ExchangeError,
+            PredictorError,
             SpaceError,
         )
         if isinstance(error, known):
@@ -420,6 +422,13 @@ def gain_apart(best: Best) -> str:
     return apart(max(best.seconds_all, best.fallback_all, key=lambda rounds: spread(rounds) or 0.0))
 
 
+def widest(best: Best) -> float | None:
+    """The same as a number; None of a ranking without rounds."""
+    return max(
+        (found for one in (best.seconds_all, best.fallback_all) if (found := spread(one)) is not None), default=None
+    )
+
+
 def load_line(*loads: Load | None) -> list[str]:
     """What others did on the machine meanwhile, the most of several samples; nothing where it is not known."""
     known = [load for load in loads if load is not None]
@@ -482,9 +491,12 @@ def echo_json(value: Any) -> None:
 def note_counting(tables: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:
     """Say of which templates all combinations are about to be gone through, if that takes a while."""
     from ..core import spaces
+    from ..research.space import DRAWN, MOST_COMBINATIONS
 
     for name in spaces.drawn(tables):
-        typer.echo(f"note: going through {spaces.combinations(tables[name]):,} combinations of {name}", err=True)
+        count = spaces.combinations(tables[name])
+        how = "going through" if count <= MOST_COMBINATIONS else f"too many to go through: {DRAWN:,} are drawn of"
+        typer.echo(f"note: {how} {count:,} combinations of {name}", err=True)
 
 
 def default_roots(logs: Sequence[Path] | None) -> tuple[Path, ...]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core.commands import command
+from ..core.commands import command, python
 from ..core.problem import ProblemError
 from .common import (
     FAILED,
@@ -263,6 +263,42 @@ def migrate(
                 typer.echo(f"{path}: {count} records renamed")
 
 
+@db.command("restamp")
+def restamp(
+    template: Annotated[
+        str, typer.Argument(help="A template whose machine code changed and whose kernels are as fast as before.")
+    ],
+    before: Annotated[int, typer.Option("--from", help="The version that the records have.", show_default=False)],
+    now: Annotated[int, typer.Option("--to", help="The template's present version.", show_default=False)],
+    logs: Own = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the records, and write nothing.")] = False,
+    plugin: Plugins = None,
+) -> None:
+    """Give records of a template's earlier version its present one, when both were timed in turns and are as fast.
+
+    It rewrites trials, rankings and predictors; every figure stays, and running it again changes nothing. Times that
+    were not compared mislead: scripts/compare_trees.py compares them.
+    """
+    with errors():
+        from ..records.migrate import restamp as rewrite
+        from ..runtime import paths
+
+        root = logs or paths.user_logs()
+        if not root.is_dir():
+            raise ProblemError(f"logs: expected a folder of records, got {root}, which does not exist")
+        done = rewrite(root, template, before, now, dry_run=dry_run)
+        for path, one in done.items():
+            if one.changed:
+                typer.echo(f"{path}: {one.changed} {'predictor' if path.suffix == '.json' else 'records'}")
+            for reason, count in one.left.items():
+                typer.echo(f"{path}: {count} candidates stay at version {before}: {reason}")
+        total = sum(one.changed for one in done.values())
+        would = "would be" if dry_run else "are"
+        typer.echo(f"{total} records and predictors of {template} {would} at version {now} instead of {before}")
+        if any(one.left for one in done.values()):
+            typer.echo(f"where decisions have earlier names: {command('db', 'migrate', str(root))}, then this again")
+
+
 @db.command("diff")
 def diff(one: Path, other: Path, as_json: AsJson = False) -> None:
     """Compare the last rankings of two folders; FOLDER to FOLDER."""
@@ -347,7 +383,7 @@ def export(
         try:
             write_rows(found, output)
         except ModuleNotFoundError:
-            fail("pyarrow is missing, which writes Parquet: pip install pyarrow, or export to FILE.csv")
+            fail(f"pyarrow is missing, which writes Parquet: {python()} -m pip install pyarrow, or export to FILE.csv")
         typer.echo(f"{len(found)} records in {output}")
 
 

@@ -21,7 +21,7 @@ import typer
 
 from ..artifacts import manifest, runtime_libraries
 from ..artifacts.packages import kernel_packages
-from ..core import machine, registry
+from ..core import commands, machine, registry
 from .adopt import Chosen, Set, Shapes, read
 from .common import FAILED, AsJson, Plugins, console, default_roots, echo_json, errors, program, require, table
 
@@ -93,8 +93,7 @@ def _served(
     target: str, chosen: Set, shapes: Path | None, compiles: bool, roots: tuple[Path, ...], as_json: bool
 ) -> None:
     """How look-up would serve a set of problems on a target, by records alone, and what to run there."""
-    import tempfile
-
+    from ..core import scratch
     from ..tuning import adopting
 
     where = machine.resolve(target)
@@ -111,8 +110,8 @@ def _served(
         def skip(out: export.LeftOut) -> None:
             left[out.problem.key, str(out.candidate)] = f"does not compile: {out.why.partition(chr(10))[0]}"
 
-        with tempfile.TemporaryDirectory() as folder:
-            export.built(jobs, where, Path(folder), machine.default_builders(), lambda entry: None, skip)
+        with scratch.folder() as folder:
+            export.built(jobs, where, folder, machine.default_builders(), lambda entry: None, skip)
         for one in found:
             faults[one.problem] = left.get((one.choice.compiled_for.key, str(one.choice.candidate)))
     if as_json:
@@ -211,9 +210,9 @@ def _packages() -> list[Check]:
     ]
     for package in ("apache-tvm", "apache-tvm-ffi", "numpy"):
         version, wanted = _version(package), required(package)
-        mend = f'pip install "{package}{wanted}"'
+        mend = f'{commands.python()} -m pip install "{package}{wanted}"'
         if version is None and package == "apache-tvm":
-            mend = 'pip install "tvm_sparse[compiler]"'
+            mend = commands.install("compiler")
             checks.append(Check(package, "absent", "not installed (optional: compiles kernels)", mend))
         elif version is None:
             checks.append(Check(package, "broken", "not installed", mend, needed=True))
@@ -235,7 +234,7 @@ def _packages() -> list[Check]:
         if found:
             checks.append(Check(found[0], "ok", found[1]))
         else:
-            mend = f'pip install "tvm_sparse[{extra}]"'
+            mend = commands.install(extra)
             checks.append(Check(names[0], "absent", f"not installed (optional: {use})", mend))
     return checks
 
@@ -254,7 +253,7 @@ def _prebuilt(compiles: bool) -> list[Check]:
     if not compiles:
         found, mend = "carried by the kernels' package", ""
         if runtime_libraries.version() is None:
-            found, mend = "none; kernels call them", 'pip install "tvm_sparse[compiler]"'
+            found, mend = "none; kernels call them", commands.install("compiler")
         checks.append(Check("TVM's runtime libraries", "broken" if mend else "ok", found, mend, needed=True))
     return checks
 
@@ -322,7 +321,7 @@ def _smoke() -> list[Check]:
     # At the same time: each spends its seconds on importing the compiler.
     with ThreadPoolExecutor() as pool:
         serialise, cpu, cuda = pool.map(smoke, ("serialise", "cpu", "cuda"))
-    ffi = f'pip install "apache-tvm-ffi{required("apache-tvm-ffi")}"'
+    ffi = f'{commands.python()} -m pip install "apache-tvm-ffi{required("apache-tvm-ffi")}"'
     checks = []
     result, why = serialise
     name = "compiler IR"

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..bench.load import WIDE
 from ..core import machine, registry
 from ..core.machine import Machine
 from ..core.registry import Operator, axis_type, parse
@@ -26,6 +27,7 @@ from .common import (
     ratio,
     table,
     us,
+    widest,
 )
 
 KINDS = {"llvm": "CPU", "cuda": "CUDA"}
@@ -65,7 +67,7 @@ def _describe(operator: Operator, roots: Iterable[Path], where: Machine | None) 
             continue
         found = best_records(roots, arch, [cls.operator])
         tuned[arch] = {
-            key: {"candidate": str(best.candidate), **figures, "bytes": parse(key).cost().bytes}
+            key: {"candidate": str(best.candidate), **figures, "spread": widest(best), "bytes": parse(key).cost().bytes}
             for key, (best, figures) in sorted(found.items())
         }
     return {
@@ -126,7 +128,7 @@ def _print(one: dict[str, Any]) -> None:
             parse(key).typed.removeprefix(f"{one['operator']} "),
             record["candidate"],
             us(record["seconds"]) + (" fresh" if record.get("inputs") == "fresh" else ""),
-            ratio(record["fallback_seconds"], record["seconds"]),
+            "-" if (record["spread"] or 0.0) > WIDE else ratio(record["fallback_seconds"], record["seconds"]),
             rate(record["bytes"], record["seconds"]),
         )
     screen.print(made)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..core import machine
+from ..core.problem import ProblemError
 from .common import (
     FAILED,
     INTERRUPTED,
@@ -58,6 +59,7 @@ def measure_space(
         from collections import Counter
 
         from ..core import spaces
+        from ..research.space import MOST_COMBINATIONS
 
         problem = problem_of(operator, axes)
         where = machine.resolve(target) if dry_run else machine_here(target, "measuring")
@@ -65,6 +67,11 @@ def measure_space(
         applicable = spaces.applicable(problem, where)[0]
         fixed = fixed_values(fix, sorted({name for table in applicable.values() for name in table}))
         tables, left_out = spaces.searched(problem, where, templates or (), fixed)
+        for name, table in tables.items():
+            if (count := spaces.combinations(table)) > MOST_COMBINATIONS:
+                raise ProblemError(
+                    f"{name} has {count:,} combinations, too many to measure; leave some values: --fix NAME=VALUE,..."
+                )
         note_counting(tables)
         sizes = Counter(point.template for point in spaces.points(problem, where, tables))
         for name, reason in left_out.items():

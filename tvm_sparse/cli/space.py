@@ -103,7 +103,11 @@ def space(
         workers = builders or machine.default_builders()
         tried = {
             part.template.name: spaces.compiled(
-                problem, where, spaces.sampled(part.points, compile, seed), workers, of=len(part.points)
+                problem,
+                where,
+                spaces.sampled(part.points, compile, seed),
+                workers,
+                of=part.product if part.drawn else len(part.points),
             )
             for part in found
             if compile and part.points
@@ -138,6 +142,8 @@ def _write_inputs(problem: Problem, where: Machine, names: Sequence[str], path: 
     [part] = spaces.parts(problem, where, names)
     if part.reason:
         raise ProblemError(f"{part.template.name} does not apply: {part.reason}")
+    if part.drawn:
+        raise ProblemError(f"t1: {part.template.name} has {part.product:,} combinations, too many to write its points")
     path.write_text(json.dumps(inputs_of(problem, part.template.name, part.table, part.points), indent=1) + "\n")
     typer.echo(f"{len(part.points)} points in {path}")
 
@@ -189,7 +195,9 @@ def _described(
         "reason": part.reason,
         "decisions": part.table,
         "product": part.product,
-        "points": len(part.points),
+        "points": None if part.drawn else len(part.points),
+        "share": part.share,
+        "drawn": part.drawn,
         "refused": part.refused,
     }
     if name in tried:
@@ -211,9 +219,9 @@ def _print(problem: Problem, where: Machine, parts: Sequence[Part], tried: Mappi
         if not part.reason:
             note = " (for comparison)" if part.template.comparison else ""
             fits = _share(tried[part.template.name]) if part.template.name in tried else "-"
-            made.add_row(
-                part.template.name + note, part.template.summary, f"{part.product:,}", f"{len(part.points):,}", fits
-            )
+            low, high = part.share
+            points = f"{low:.2%} to {high:.2%}" if part.drawn else f"{len(part.points):,}"
+            made.add_row(part.template.name + note, part.template.summary, f"{part.product:,}", points, fits)
     screen.print(made)
     for part in parts:
         if part.reason:
@@ -223,8 +231,9 @@ def _print(problem: Problem, where: Machine, parts: Sequence[Part], tried: Mappi
         for name, values in part.table.items():
             made.add_row(name, ", ".join(map(str, values)))
         screen.print(made)
+        of = f" of {part.drawn:,} drawn" if part.drawn else ""
         for reason, count in part.refused.items():
-            screen.print(f"  - {count:,} points: {reason}", markup=False)
+            screen.print(f"  - {count:,} points{of}: {reason}", markup=False)
         for reason, count in (tried[part.template.name].failures if part.template.name in tried else {}).items():
             screen.print(f"  x {count:,} of the sample: {reason}", markup=False)
 

@@ -2,7 +2,7 @@
 
 A large kernel calls some seventy inlines and evaluates some three thousand expressions, most of them a name. The parser
 of apache-tvm 0.27 reads source files to find itself, parses an inline's text anew at every call, and sends every
-expression through Python's compiler. The TIR that comes out is the same.
+expression through Python's compiler. The TIR that comes out is the same (docs/script-parser.md).
 """
 
 from __future__ import annotations
@@ -51,7 +51,13 @@ class _Inspect:
 
 @functools.cache
 def quicken_parser() -> None:
-    """Replace what is slow in the parser. Once a process."""
+    """Replace what is slow in the parser. Once a process.
+
+    Raises
+    ------
+    AttributeError
+        If the installed TVM has not what is replaced.
+    """
     from tvm.script.parser.core import doc, evaluator
     from tvm.script.parser.core.diagnostics import Source
     from tvm.script.parser.core.evaluator import ExprEvaluator
@@ -127,10 +133,16 @@ def quicken_parser() -> None:
     def assign(target: Any, source: Any) -> dict[str, Any]:
         return {target.id: source} if type(target) is doc.Name else assigned(target, source)
 
-    ir.inspect = entry.inspect = _Inspect()  # type: ignore[assignment]
-    ScriptMacro._find_parser_def = find_parser
-    Source.__init__ = read_once
-    Source.as_ast = as_ast
-    ExprEvaluator._visit = visit
-    evaluator._eval_expr = evaluate
-    evaluator._eval_assign = assign
+    inspecting = _Inspect()
+    for owner, name, quick in (
+        (ir, "inspect", inspecting),
+        (entry, "inspect", inspecting),
+        (ScriptMacro, "_find_parser_def", find_parser),
+        (Source, "__init__", read_once),
+        (Source, "as_ast", as_ast),
+        (ExprEvaluator, "_visit", visit),
+        (evaluator, "_eval_expr", evaluate),
+        (evaluator, "_eval_assign", assign),
+    ):
+        getattr(owner, name)  # raises if this version of TVM calls it otherwise: nothing would use the replacement
+        setattr(owner, name, quick)

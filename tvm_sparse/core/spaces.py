@@ -174,7 +174,8 @@ def _draws(table: Table, seed: str) -> Iterator[Decisions]:
 def fallback(
     problem: Problem, machine: Machine, cooperative: bool = True, refused: Collection[Candidate] = ()
 ) -> Candidate:
-    """What runs without tuning: the first fallback template that fits, at its default point.
+    """What runs without tuning: the first fallback template that fits, at its default point; those that decline the
+    problem (`Template.declines`) come last.
 
     Parameters
     ----------
@@ -184,7 +185,8 @@ def fallback(
         What it must not be. If nothing else is left, it is the last of these.
     """
     tables, _ = applicable(problem, machine)
-    possible = (t for t in registry.find(problem.operator).fallbacks[machine.kind] if t.name in tables)
+    possible = [t for t in registry.find(problem.operator).fallbacks[machine.kind] if t.name in tables]
+    possible.sort(key=lambda template: template.declines(problem, machine))
     candidate = None
     for template in possible:
         if cooperative or not template.cooperative:

@@ -110,6 +110,8 @@ class Template(Generic[P]):
     cooperative
         Whether the program's kernel is launched cooperatively (`Resident`). A GPU may be too small for its library,
         which the runtime finds out before it launches, or too busy: then a fallback runs that is not cooperative.
+    declines
+        (problem, machine) -> whether another fallback is the better guess without tuning, though this template fits.
     comparison
         Built for study, as a paper's own kernel is: left out of tuning unless it is named.
     """
@@ -128,6 +130,7 @@ class Template(Generic[P]):
     explicit_threads: bool = False
     cooperative: bool = False
     comparison: bool = False
+    declines: Callable[[P, Machine], bool] = lambda problem, machine: False
 
     def build(self, problem: P, decisions: Decisions) -> Program:
         """The program of a point, ready to compile. Loads the compiler."""

@@ -1,18 +1,25 @@
-"""Records of before under the names that decisions have now; every figure, date and provenance stays."""
+"""Records of an earlier version of a template, rewritten for the present one; figures, dates and provenance stay."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from ..core import machine, registry, spaces
 from ..core.candidate import Candidate
+from ..core.problem import ProblemError
+from ..core.template import NotApplicable
+from . import predictor
 from .codec import UNREADABLE, decode, encode
 from .log import rewrite
 from .values import Best, Session, Trial
 
 KINDS = {cls.kind: cls for cls in (Trial, Session, Best)}
 Renamed = Callable[[str, Iterable[tuple[str, int]]], tuple[tuple[str, int], ...]]
+Current = Callable[[Trial | Best, Candidate], Candidate]
 
 
 def migrate(root: Path, renamed: Renamed) -> dict[Path, int]:
@@ -21,10 +28,10 @@ def migrate(root: Path, renamed: Renamed) -> dict[Path, int]:
     Parameters
     ----------
     renamed
-        (template, decisions) -> the decisions under their names of now.
+        (template, decisions) -> the decisions under their present names.
     """
 
-    def current(candidate: Candidate) -> Candidate:
+    def current(record: Trial | Best, candidate: Candidate) -> Candidate:
         return dataclasses.replace(candidate, decisions=renamed(candidate.template, candidate.decisions))
 
     return {
@@ -33,14 +40,119 @@ def migrate(root: Path, renamed: Renamed) -> dict[Path, int]:
     }
 
 
-def _migrated(line: bytes, current: Callable[[Candidate], Candidate]) -> bytes:
+@dataclasses.dataclass(frozen=True)
+class Restamped:
+    """What `restamp` did to one file.
+
+    Attributes
+    ----------
+    changed
+        Lines of a log, or 1 for a predictor.
+    left
+        Candidates that keep their version, by the reason.
+    """
+
+    changed: int
+    left: Counter[str]
+
+
+def restamp(root: Path, template: str, before: int, now: int, *, dry_run: bool = False) -> dict[Path, Restamped]:
+    """Give the records of version `before` of a template the version `now`, in trials, rankings and predictors.
+
+    It is for a change of machine code after which every recorded kernel is as fast as before: times of the earlier
+    version then hold for the present one (`scripts/compare_trees.py` times both in turns). Candidates whose decisions
+    have other names than the template's now keep their version, and so do lines that cannot be read. Running it again
+    changes nothing.
+
+    Parameters
+    ----------
+    dry_run
+        Count, and write nothing.
+
+    Raises
+    ------
+    ProblemError
+        If there is no such template, `now` is not its present version, or `before` is not an earlier one.
+    PredictorError
+        If a predictor of the template's operator cannot be read. Nothing is written.
+    """
+    try:
+        found = spaces.find(template)
+    except KeyError:
+        names = (one.name for one in spaces.templates())
+        raise ProblemError(f"template: got {template!r}; {registry.nearest(template, names)}") from None
+    if now != found.version:
+        raise ProblemError(f"to: {template} is at version {found.version}, got {now}; expected {found.version}")
+    if not 0 <= before < now:
+        raise ProblemError(f"from: expected an earlier version of {template} than {now}, got {before}")
+
+    @functools.cache
+    def names_of(problem: str, arch: str) -> tuple[str, ...] | str:
+        """Names of the template's decisions, or why it has none for the problem."""
+        try:
+            return tuple(found.space(registry.parse(problem), machine.resolve(arch)))
+        except (NotApplicable, ProblemError, machine.UnknownArch) as error:
+            return str(error)
+
+    models = {path: predictor.read(path) for path in sorted(Path(root).glob(f"*/{found.operator}/{predictor.NAME}"))}
+    done = {}
+    for path in sorted(Path(root).glob(f"*/{found.operator}/*.jsonl")):
+        left: Counter[str] = Counter()
+
+        def current(record: Trial | Best, candidate: Candidate, left: Counter[str] = left) -> Candidate:
+            if (candidate.template, candidate.version) != (template, before):
+                return candidate
+            names = names_of(record.problem, record.arch)
+            if tuple(candidate.values) == names:
+                return dataclasses.replace(candidate, version=now)
+            had = ", ".join(candidate.values) or "none"
+            left[names if isinstance(names, str) else f"decisions are {had}; expected {', '.join(names)}"] += 1
+            return candidate
+
+        def changed(lines: list[bytes], current: Current = current) -> list[bytes]:
+            return [_migrated(line, current) for line in lines]
+
+        if dry_run:
+            lines = path.read_bytes().splitlines(keepends=True)
+            count = sum(one != other for one, other in zip(lines, changed(lines), strict=True))
+        else:
+            count = rewrite(path, changed)
+        done[path] = Restamped(count, left)
+    for path, model in models.items():
+        anew = _restamped(model, template, before, now)
+        if anew != model and not dry_run:
+            anew.write(Path(root))
+        done[path] = Restamped(int(anew != model), Counter())
+    return done
+
+
+def _restamped(model: predictor.Predictor, template: str, before: int, now: int) -> predictor.Predictor:
+    def current(candidate: Candidate) -> Candidate:
+        mine = (candidate.template, candidate.version) == (template, before)
+        return dataclasses.replace(candidate, version=now) if mine else candidate
+
+    if model.templates.get(template) != before:
+        return model
+    return dataclasses.replace(
+        model,
+        templates={**model.templates, template: now},
+        known=tuple(map(current, model.known)),
+        probes=tuple(
+            dataclasses.replace(probe, candidate=str(current(Candidate.parse(probe.candidate))))
+            for probe in model.probes
+        ),
+    )
+
+
+def _migrated(line: bytes, current: Current) -> bytes:
+    """A line whose candidates are replaced by `current`; the line itself if none changes, or if it cannot be read."""
     try:
         record = decode(line, KINDS)
     except UNREADABLE:
         return line
     if isinstance(record, Session):
         return line
-    now = dataclasses.replace(record, candidate=current(record.candidate))
+    now = dataclasses.replace(record, candidate=current(record, record.candidate))
     if isinstance(now, Best):
-        now = dataclasses.replace(now, fallback=current(now.fallback))
+        now = dataclasses.replace(now, fallback=current(now, now.fallback))
     return line if now == record else encode(now)

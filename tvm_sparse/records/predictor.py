@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,7 +230,9 @@ class Predictor:
         }
         lines = (f"{json.dumps(name)}:{json.dumps(value, separators=(',', ':'))}" for name, value in content.items())
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("{" + ",\n".join(lines) + "}\n")
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        unfinished.write_text("{" + ",\n".join(lines) + "}\n")
+        os.replace(unfinished, path)
         return path
 
 

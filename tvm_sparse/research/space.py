@@ -23,6 +23,9 @@ from ..records.queries import without_numbers
 from ..workers import building
 from ..workers.processes import Pool, Reply
 
+# Of a table, to go through: minutes. Of one with more, how many are drawn.
+MOST_COMBINATIONS, DRAWN = 1_000_000_000, 100_000
+
 EMITTED = {"cuda": ("tir", "cuda", "ptx", "sass"), "llvm": ("tir", "llvm", "asm")}
 """What `emitted` can show, by kind of machine."""
 
@@ -40,10 +43,12 @@ class Part:
     table
         Its decisions, each with its candidates.
     points
-        The allowed points.
+        The allowed points; of a table with more than `MOST_COMBINATIONS` those among combinations that were drawn.
     refused
-        How many points of the table each restriction removes: those that it was the first to refuse. A restriction is
-        known by its sentence, with `#` for numbers.
+        How many points of the table, or of what was drawn of it, each restriction removes: those that it was the first
+        to refuse. A restriction is known by its sentence, with `#` for numbers.
+    drawn
+        How many combinations were drawn at random, always the same ones; 0 where all were gone through.
     """
 
     template: Template
@@ -51,6 +56,15 @@ class Part:
     table: Table
     points: tuple[Candidate, ...]
     refused: Mapping[str, int]
+    drawn: int = 0
+
+    @property
+    def share(self) -> tuple[float, float]:
+        """The share of the table's combinations that are points: with 95 % confidence, or as it is."""
+        if self.drawn:
+            return wilson(len(self.points), self.drawn)
+        exact = len(self.points) / self.product if self.product else 0.0
+        return exact, exact
 
     @property
     def product(self) -> int:
@@ -74,15 +88,21 @@ def parts(problem: Problem, machine: Machine, names: Collection[str] = ()) -> li
             found.append(Part(template, str(error), {}, (), {}))
             continue
         points, refused = [], Counter[str]()
-        for values in itertools.product(*table.values()):
+        number = DRAWN if spaces.combinations(table) > MOST_COMBINATIONS else 0
+        for values in _draws(table, number, problem.key) if number else itertools.product(*table.values()):
             decisions = dict(zip(table, values, strict=True))
             reason = template.allowed(problem, machine, decisions)
             if reason is None:
                 points.append(template.candidate(decisions))
             else:
                 refused[without_numbers(reason)] += 1
-        found.append(Part(template, "", table, tuple(points), dict(refused.most_common())))
+        found.append(Part(template, "", table, tuple(points), dict(refused.most_common()), number))
     return found
+
+
+def _draws(table: Table, number: int, seed: str) -> Iterator[tuple[int, ...]]:
+    generator = random.Random(seed)
+    return (tuple(generator.choice(values) for values in table.values()) for _ in range(number))
 
 
 def sampled(points: Sequence[Candidate], count: int, seed: int = 0) -> list[Candidate]:

@@ -143,7 +143,7 @@ def checks(before: Sequence[Row], builders: int, limit: float | None = None) -> 
         known |= {spaces.fallback(one.problem, one.machine)} if row.fallback else set()
         unknown = [candidate for candidate in one.candidates() if candidate not in known]
         if unknown:
-            fields = {"strategy": MEASURED, "proposed": one.candidates(), "rounds": 1, "limit": limit}
+            fields = {"strategy": MEASURED, "proposed": one.candidates(), "rounds": 1, "limit": limit, "given": 2}
             plans.append(uncounted(one.problem, one.machine, len(unknown), builders, **fields))
     return plans
 

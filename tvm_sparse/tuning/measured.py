@@ -6,13 +6,11 @@ in turn with the fallback; trials and winner stand in the log. Its own children 
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core import scratch
 from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem
@@ -22,8 +20,7 @@ from ..workers.serving import serve
 from . import fleet
 from .fleet import Fleet
 from .plans import Progress, uncounted
-from .session import Run
-from .sharing import Sharing
+from .session import tune
 from .workbench import MEASURE_TIMEOUT, NoValidRecord
 
 # Of the final: candidates are few, and somebody waits.
@@ -65,19 +62,9 @@ def measured(
         If none gave the right answer.
     """
     proposed = tuple(candidates)
-    how = {"strategy": strategy, "limit": limit, "proposed": proposed, "rounds": rounds}
+    how = {"strategy": strategy, "limit": limit, "proposed": proposed, "rounds": rounds, "given": TOGETHER}
     plan = uncounted(problem, machine, len(candidates), builders, **how)
-    with (
-        scratch.folder() as folder,
-        contextlib.closing(Sharing(log, problem, fresh=plan.fresh)) as sharing,
-        using.lease(machine) as lease,
-    ):
-        run = Run(plan, log, sharing, 0, folder, lease, show, stop)
-        try:
-            run.begin_given(TOGETHER)
-            return run.final()
-        finally:
-            run.bench.give_up()
+    return tune(plan, log, using=using, show=show, stop=stop)
 
 
 def handle(message: dict[str, Any]) -> dict[str, Any]:

@@ -58,6 +58,9 @@ class Plan:
     # batch may be another. It wins only if it is a point of this problem's spaces.
     rivals: Mapping[Candidate, Problem] = field(default_factory=dict)
     rounds: int | None = None  # of the final; None: `FINAL_ROUNDS`
+    given: int = (
+        0  # if not 0: only the fallback and `proposed` are measured, so many at a time, and nothing is searched
+    )
 
     @property
     def size(self) -> int:

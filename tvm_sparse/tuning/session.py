@@ -81,6 +81,9 @@ def tune(
         run = Run(plan, log, sharing, seed, folder, lease, show, stop)
         stack.callback(run.bench.give_up)
         show(run.progress)
+        if plan.given:
+            run.begin_given(plan.given)
+            return run.final()
         first = run.before_search(tables)
         trials = plan.trials - len(first)
         asked: Searcher | None = None

@@ -44,7 +44,7 @@ def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
 
 warp_rows = Template(
     name="warp_rows",
-    version=2,
+    version=3,
     operator="softmax_topk",
     kind="cuda",
     summary="a warp a row, which its registers hold; survivors are ranked by counting or in bins",
