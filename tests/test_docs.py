@@ -107,6 +107,28 @@ def test_readme_is_one_page_and_its_links_lead_somewhere() -> None:
     assert f"install -q -e {tested}\n" in (ROOT / ".ci/run").read_text()
 
 
+def test_links_of_the_pages_lead_to_a_page_and_a_heading() -> None:
+    def headings(text: str) -> set[str]:
+        found = re.findall(
+            r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE
+        )
+        return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in found}
+
+    wrong = []
+    for page in ("README.md", "CONTRIBUTING.md", *PAGES):
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", (ROOT / page).read_text()):
+            name, _, heading = link.partition("#")
+            target = (ROOT / page).parent / name if name else ROOT / page
+            if not target.exists() or heading and heading not in headings(target.read_text()):
+                wrong.append(f"{page}: {link}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_page_on_papers_has_results_alone() -> None:
+    """What was tried has its place in docs/notes/."""
+    assert len((ROOT / "docs/papers.md").read_text().split()) <= 5000
+
+
 @pytest.mark.thorough  # .ci/run does the same before the tests
 def test_generated_parts_are_as_generated() -> None:
     done = subprocess.run(

@@ -10,7 +10,7 @@ from tvm_sparse.bench.compare import NAME
 from .output_layer import CHAIN, EXACT_HEAD, LSH_HEAD, OF_HEAD, QUALITY, TABLE1, TABLE4, TABLE8, TORCH_HEAD, heads
 from .recurrent import LAYER, LAYER_PRODUCT, MODULE, ZHU_FIGURES, ZHU_TABLE1, ZHU_TABLES
 from .register import part
-from .results import Times, best, results
+from .results import Times, best, results, where
 from .text import percent, span, table, times_as, us
 
 SOFTMAX, SOFTMAX_CPU, LOOKUPS, TOP_N, TILES = (
@@ -215,9 +215,9 @@ CLAIMS: Mapping[str, Callable[[], list[list[str]]]] = {
 def claims() -> str:
     """Each claim of the five papers with the figure measured here, and the file that has it."""
     rows = [
-        [f"{paper}, {where}", claim, answer, f"`{name}`"]
+        [f"{paper}, {place}", claim, answer, f"`{name}`"]
         for paper, lines in CLAIMS.items()
-        for where, claim, answer, name in lines()
+        for place, claim, answer, name in lines()
     ]
     return table(["paper", "claim", "here", "file"], rows)
 
@@ -322,7 +322,7 @@ def zhu_pool_sweeps() -> str:
                     + [gains(some, MODULE, LAYER_PRODUCT, of_figure) for some in (sweeps(), halves())]
                     + [gains(halves(), DENSE_BLOCKS, LAYER, of_figure)])  # fmt: skip
     head = ["figure", "call", "varied", "cuBLAS loop", "cuSPARSE loop", "cuDNN", "cuDNN, float16"]
-    return table([*head, "dense in blocks, float16"], rows)
+    return f"{where(ZHU_FIGURES)}\n\n{table([*head, 'dense in blocks, float16'], rows)}"
 
 
 @part
@@ -346,4 +346,4 @@ def zhu_pool_layers() -> str:
         rows.append([*key, *(gains(cases, MODULE, LAYER_PRODUCT, keep) for keep in (single, half))]
                     + [gains(cases, DENSE_BLOCKS, LAYER, half)])  # fmt: skip
     head = ["table", "cell", "batch", "weights", "cuDNN, float32", "cuDNN, float16", "dense in blocks, float16"]
-    return table(head, rows)
+    return f"{where(ZHU_TABLES)}\n\n{table(head, rows)}"
