@@ -2,18 +2,19 @@
 
 Each template's default point of a realistic problem is built by TVM's own parser, then by the quickened one,
 twice: the second time what is kept of the first is used. Figures are processor seconds of this process, and hardly
-depend on what else the machine does. Needs no GPU. Writes scripts/results/parser-times.csv.
+depend on what else the machine does. It needs no GPU. Given no template it writes scripts/results/parser-times.csv.
 """
 
 from __future__ import annotations
 
-import csv
 import sys
 import time
 from pathlib import Path
 
+from reproduction import provenance, write_csv
+
 from tvm_sparse.core import registry, spaces
-from tvm_sparse.core.machine import resolve
+from tvm_sparse.core.machine import cpu, resolve
 from tvm_sparse.core.script import quicken_parser
 from tvm_sparse.core.template import NotApplicable, Template
 
@@ -49,8 +50,8 @@ def main(*names: str) -> None:
         first, again = seconds(template), seconds(template)
         rows.append([template.name, f"{before:.3f}", f"{first:.3f}", f"{again:.3f}"])
         print(f"{template.name:20s} {before:6.3f} s, {before / first:5.1f} and {before / again:5.1f} times as fast")
-    with OUTPUT.open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([["template", "tvm_s", "first_s", "again_s"], *rows])
+    if not names:
+        write_csv(OUTPUT, provenance(cpu()), ("template", "tvm_s", "first_s", "again_s"), rows)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ PARKED_BYTES = 40
 # Combinations of decisions that are tried where points of a space are drawn.
 MOST = 50_000
 
-# Seeds tests whose cases are drawn where they are collected: another number in every run, the same in all processes of it.
+# Seeds tests whose cases are drawn where they are collected: another number in every run, the same in its processes.
 RUN_SEED = zlib.crc32(os.environ.get("PYTEST_XDIST_TESTRUNUID", "").encode() or os.urandom(8))
 
 AWKWARD = tuple(parse(key) for operator in registry.operators().values() for key in operator.shapes.AWKWARD)
