@@ -112,7 +112,7 @@ def test_links_of_the_pages_lead_to_a_page_and_a_heading() -> None:
         found = re.findall(
             r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE
         )
-        return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in found}
+        return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in found}
 
     wrong = []
     for page in ("README.md", "CONTRIBUTING.md", *PAGES):

@@ -64,12 +64,12 @@ def lsh_recall_sentence() -> str:
     parts = [f"{100 * float(row['share']):.1f} % for {goal}" for goal, row in own.items()]
     row = own["0.99"]
     return (
-        f"Of {results(RECALLS[0]).facts['model'].partition(': ')[2]}: the least share of the vocabulary is"
-        f" {listed(parts)} of the 12 best words. That for 0.99 is of k = {row['k']}, units = {row['units']}, bands ="
-        f" {row['bands']}; the best word itself is then found at {float(row['recall_1']):.4f} of the states, and the"
-        f" look-up counts up {float(row['increments']):.0f} times as many words as there are. Where 12 neighbouring"
-        f" states of a text share a list, it is"
-        f" {100 * float(shared['0.99']['share']):.1f} % for 0.99."
+        f"A vocabulary of {results(RECALLS[0]).facts['model'].partition(': ')[2]}: the least share that is read for a"
+        f" recall of the 12 best words is {listed(parts)}. A recall of 0.99 takes k = {row['k']}, units ="
+        f" {row['units']} and bands = {row['bands']}: the best word itself is found for"
+        f" {100 * float(row['recall_1']):.2f} % of the states, and the look-up counts {float(row['increments']):.0f}"
+        f" hits a word of the vocabulary. With a list that 12 neighbouring states of a text share it reads"
+        f" {100 * float(shared['0.99']['share']):.1f} %."
     )
 
 
@@ -302,7 +302,7 @@ SEEN = {
             "product: load_states",
         ),
         "words multiplied": ("dynamic: join_sums", "ring: join_sums", "product: join_sums"),
-        "second kernel goes on": ("best: wait",),
+        "second kernel proceeds": ("best: wait",),
         "best tiles found": ("best: collect_bits", "best: collect"),
         "their words that count found": ("best: collect_near",),
         "ranked and written": ("best: rank_few", "best: rank"),
@@ -312,15 +312,15 @@ SEEN = {
         "its buckets found": ("look_up: lengthen",),
         "their words counted": ("look_up: count_pieces",),
         "words that reach the threshold listed": ("look_up: list_reached",),
-        "product goes on with them": ("kernel: wait",),
+        "product proceeds with them": ("kernel: wait",),
         "multiplied": ("kernel: multiply_all",),
-        "third kernel goes on": ("merge: wait",),
+        "third kernel proceeds": ("merge: wait",),
         "ranked and written": ("merge: rank",),
     },
     "held_rows": {
-        "row asked for": ("kernel: load_row", "kernel: stage_row"),
-        "largest elements told": ("held: offer_top", "paced: offer_top", "kernel: find_tops"),
-        "there, and exponentials taken": ("kernel: take_held", "kernel: take_steps"),
+        "row requested": ("kernel: load_row", "kernel: stage_row"),
+        "largest elements sent": ("held: offer_top", "paced: offer_top", "kernel: find_tops"),
+        "row complete, exponentials taken": ("kernel: take_held", "kernel: take_steps"),
         "what reaches the bound found": ("kernel: find_keys",),
         "keys of the cluster there": ("kernel: share_parts",),
         "ranked and written": ("kernel: finish_agreed", "kernel: finish_row"),
@@ -385,7 +385,8 @@ def specvocab_sentence() -> str:
         f"{row['batch']} rows in {row['dtype']}, k = {row['k']}: PyTorch's gather, product, softmax and top-k take"
         f" {span(gains.values())} times as long as `candidate_topk`, the gather and product alone {span(logits)} times"
         f" as long as `candidate_logits`; the exact head takes {span(exact)} times as long as `candidate_topk`. The"
-        f" rows that the lists name, each once, are read at {listed(parts)} candidates of the card's limit."
+        f" distinct rows of the lists are read at these shares of the card's limit, by the number of candidates:"
+        f" {listed(parts)}."
     )
 
 
@@ -466,10 +467,10 @@ def head_decisions() -> str:
     if have and lack:
         sentence += f"; none of {listed(lack)}, whose figures are those of the templates' defaults"
     if recorded:
-        which = "all figures" if len(recorded) == heads else f"the figures at {listed(recorded)}"
-        sentence += f". Of `head_topk` {which} are of decisions that a record held"
+        which = "all figures" if len(recorded) == heads else listed(recorded)
+        sentence += f". Decisions of records were measured for {which} of `head_topk`"
     if moved:
-        sentence += f". The default has changed since for {listed(moved)}; these files do not have the present one"
+        sentence += f". The default differs from the measured one for {listed(moved)}"
     return f"{sentence}."
 
 
