@@ -772,7 +772,7 @@ def test_one_warp_finishes_a_row_whose_best_are_in_tiles_of_their_own() -> None:
     k, vocab = 5, 9000
     layout = layout_of(vocab, k, deferred=1)
     given = ["marks", "marked", "copied", "tops", "threshold", "equals_until", "found"]
-    given += ["factor", "reference", "inverse", "logarithm"]
+    given += ["factor", "reference", "inverse", "logarithm", "unit"]
     alone = Alone(layout, deferred.finish_by_one_warp(layout), given, ["found"], cases=2, one_warp=True)
     row = rows_of(vocab, seed=5)["random"]
     numbers = np.random.default_rng(0).permutation(layout.tiling.tiles * layout.tiling.threads)[:40]
@@ -786,7 +786,7 @@ def test_one_warp_finishes_a_row_whose_best_are_in_tiles_of_their_own() -> None:
     states = [marked_tiles(layout, elements, numbers)[0] for elements in (row, twice)]
     found, (values, indices) = alone(
         arguments(alone.problem, np.stack([row, twice])), threshold=-1.0, equals_until=vocab, found=0, factor=LOG2_E,
-        reference=LOG2_E, inverse=0.5, logarithm=0,
+        reference=LOG2_E, inverse=0.5, logarithm=0, unit=np.log(2),
         **{name: np.stack([state[name] for state in states]) for name in states[0]},
     )  # fmt: skip
     expected = columns_of(descending(keys_of(row[columns[:, 1]], columns[:, 1]))[:k])
@@ -801,7 +801,8 @@ def test_one_warp_is_let_try_with_what_values_are_made_of(good: bool, log: int) 
     """It tells whether the outputs are written: not if two tiles' best are equal, which one warp does not settle."""
     k, vocab = 5, 9000
     layout = layout_of(vocab, k, deferred=1)
-    given = ["marks", "marked", "copied", "tops", "threshold", "equals_until", "found", "factor", "reference", "sum"]
+    given = ["marks", "marked", "copied", "tops", "threshold", "equals_until", "found"]
+    given += ["factor", "reference", "sum", "unit"]
     alone = Alone(layout, kernel.try_one_warp(layout), given, ["written", "inverse", "logarithm"])
     row = rows_of(vocab, seed=5)["random"]
     numbers = np.random.default_rng(0).permutation(layout.tiling.tiles * layout.tiling.threads)[:40]
@@ -813,7 +814,7 @@ def test_one_warp_is_let_try_with_what_values_are_made_of(good: bool, log: int) 
         row[best[2]] = row[best[1]]
     found, (values, indices) = alone(
         arguments(alone.problem, row, log=log), threshold=-1.0, equals_until=vocab, found=0, factor=LOG2_E,
-        reference=LOG2_E, sum=2.0, **marked_tiles(layout, row, numbers)[0],
+        reference=LOG2_E, sum=2.0, unit=np.log(2), **marked_tiles(layout, row, numbers)[0],
     )  # fmt: skip
     assert (found["written"] == int(good)).all()
     np.testing.assert_allclose(found["inverse"][:, :32], 0.5)
@@ -1103,10 +1104,10 @@ def test_survivors_become_outputs_in_order(k: int, size: int, threads: int) -> N
     state, keys = survivors_of(layout, size)
     state = {name: np.concatenate([array, array]) for name, array in state.items()}
     state["threshold"][len(keys) :] = LOWEST
-    given = [*state, "equals_until", "factor", "reference", "inverse", "logarithm"]
+    given = [*state, "equals_until", "factor", "reference", "inverse", "logarithm", "unit"]
     alone = Alone(layout, phase, given, cases=2 * len(keys))
     _, (values, indices) = alone(
-        **state, equals_until=layout.vocab, factor=LOG2_E, reference=LOG2_E, inverse=0.25, logarithm=0
+        **state, equals_until=layout.vocab, factor=LOG2_E, reference=LOG2_E, inverse=0.25, logarithm=0, unit=np.log(2)
     )
     best = best_of(keys * 2, k)
     np.testing.assert_array_equal(indices, columns_of(best))
@@ -1120,12 +1121,12 @@ def test_survivors_become_outputs_in_order(k: int, size: int, threads: int) -> N
 def test_given_columns_are_written_wherever_they_rank() -> None:
     vocab, ids = 1000, [5, 999, 0, -1, 1000, 5]
     layout = layout_of(vocab, 3, ids=len(ids), bias=1, threads=32)
-    given = ["factor", "reference", "inverse", "logarithm"]
+    given = ["factor", "reference", "inverse", "logarithm", "unit"]
     columns = (layout.tiling.threads, layout.vocab, layout.ids)
     write = finishing.write_given_columns(*columns, rank.exponent, T.serial)
     alone = Alone(layout, write, given)
     row, bias = np.random.default_rng(0).standard_normal((2, vocab)).astype("float32")
     inputs = arguments(alone.problem, row, bias=bias, ids=np.array([ids], "int64"))
-    _, outputs = alone(inputs, factor=LOG2_E, reference=LOG2_E, inverse=0.5, logarithm=0)
+    _, outputs = alone(inputs, factor=LOG2_E, reference=LOG2_E, inverse=0.5, logarithm=0, unit=np.log(2))
     expected = [np.exp(row[i] + bias[i] - 1) / 2 if 0 <= i < vocab else NAN for i in ids]
     np.testing.assert_allclose(outputs[2][0], expected, rtol=1e-5)

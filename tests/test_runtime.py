@@ -606,7 +606,8 @@ def test_a_cache_that_others_may_write_runs_nothing(
     cache = tmp_path / "cache" / CPU.arch
     assert cache.stat().st_mode & 0o777 == 0o700
     cache.chmod(0o777)
-    with pytest.raises(LoadError, match=re.escape(f"{cache}: may be written by others (mode 777; chmod go-w")):
+    said = f"{cache}: may be written by others: everybody (mode 777; chmod go-w"
+    with pytest.raises(LoadError, match=re.escape(said)):
         dispatcher(tmp_path, logs).kernel(topk(4), CPU)
     assert "cache kernels are left aside" in caplog.text and len(builds) == 1
 

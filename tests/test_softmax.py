@@ -105,9 +105,12 @@ def test_references_against_torch(structure: str, log: int) -> None:
         x = torch.from_numpy(logits.astype(np.float64))
         wanted = (torch.log_softmax if log else torch.softmax)(x, -1).numpy()
         # By Algorithm 1 a row with plus infinity is 0 (its logarithm minus infinity) elsewhere.
-        same = ~np.isposinf(logits).any(axis=1) if algorithm == "naive" else slice(None)
+        # Where the largest logit is far from 0, its powers overflow or vanish.
+        largest = logits.max(axis=1)
+        near = np.isneginf(largest) | np.isnan(largest) | (np.abs(largest) < 80)
+        same = near if algorithm == "naive" else slice(None)
         [found] = problem.reference([logits, log])
-        np.testing.assert_allclose(found[same], wanted[same], rtol=1e-9, atol=1e-37, equal_nan=True)
+        np.testing.assert_allclose(found[same], wanted[same], rtol=1e-9, atol=1e-15 if log else 1e-37, equal_nan=True)
     logits = LogSumExp(24, 53).generate(log, structure)[0]
     [found] = LogSumExp(24, 53).reference([logits])
     wanted = torch.logsumexp(torch.from_numpy(logits.astype(np.float64)), -1).numpy()

@@ -68,7 +68,7 @@ def write_given_columns(
 
     `exponent`: of a state and an element, what is exponentiated.
 
-    Reads: the arguments, `factor`, `reference`, `inverse`, `logarithm`.
+    Reads: the arguments, what `exponent` reads, `inverse`, `logarithm`.
     Writes: the output `given`.
     Barriers: none.
     """

@@ -371,6 +371,8 @@ def resolve(target: str) -> Machine:
         With the valid names, if `target` is none of them, or if it is `cuda` and there is no GPU; as `BelowFloor` for
         a GPU below `FLOOR`.
     """
+    if not isinstance(target, str):
+        raise UnknownArch(f"target: expected the name of a machine, an architecture or a card, got {target!r}")
     if target == "auto":
         return gpu() or cpu()
     if target in ("cpu", "llvm"):

@@ -2,7 +2,8 @@
 
 Arrays are PyTorch tensors on CPU or CUDA, NumPy arrays, or any arrays that speak DLPack; results are of the same kind.
 Calls are zero-copy, run on PyTorch's current stream, can be captured in a CUDA graph once a first call of the same
-shape has loaded the kernel, and allocate nothing but the outputs (or nothing at all, with `out`).
+shape has loaded the kernel, and allocate nothing but the outputs (or nothing at all, with `out`), unless a kernel of
+more words stands in for one that was neither tuned nor warmed up: its outputs are arrays of their own.
 """
 
 from __future__ import annotations

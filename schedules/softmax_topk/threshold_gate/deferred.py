@@ -231,7 +231,7 @@ def finish_by_one_warp(layout: Layout) -> Callable[..., Any]:
     The k-th largest of the tiles' maxima is a threshold that seldom a second element of a tile reaches. If one does or
     there are many equals, it is not for one warp. It comes only if all marked tiles were copied, k or more.
 
-    Reads: `marks`, `marked`, `copied`, `tops`, `threshold`, `equals_until`, `factor`, `reference`, `inverse`,
+    Reads: `marks`, `marked`, `copied`, `tops`, `threshold`, `equals_until`, `factor`, `reference`, `unit`, `inverse`,
         `logarithm`.
     Writes: the outputs, and then found[WRITTEN] = 1, which else is left as it is; scratch in `keys`.
     Barriers: none; the first warp comes alone.

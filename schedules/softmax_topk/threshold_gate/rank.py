@@ -80,7 +80,7 @@ def least_value(layout: Layout) -> Callable[..., Any]:
 def place_in_output(s, rank, key):
     """Write one value and its index.
 
-    Reads: `factor`, `reference`, `inverse`, `logarithm`.
+    Reads: `factor`, `reference`, `unit`, `inverse`, `logarithm`.
     """
     s.io.indices[s.row[0], rank] = T.Cast("int64", key_index(key))
     write_value(

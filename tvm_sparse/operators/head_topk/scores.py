@@ -21,7 +21,7 @@ STRUCTURES = ("random", "ties", "masked", "special", "constant", "ascending", "p
 # Error of a float32 sum of products, relative to the product of the vectors' lengths: the partial sums of a few
 # thousand terms are rounded some hundred times, each by a part of a length far below that product. Tensor cores
 # truncate, and float32 products are made of three of them, each with 21 bits.
-SUMMATION = 32 * 2.0**-24
+SUMMATION = 48 * 2.0**-24
 # Elements of the embedding that are in float64 at a time.
 AT_ONCE = 1 << 24
 
