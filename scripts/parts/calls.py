@@ -15,8 +15,18 @@ def call_costs() -> str:
     found = results("host-time-h200")
     shown = ("raw", "allocations", "ours", "torch", "custom", "idle")
     ratios = ("ours / (raw + allocations)", "ours / torch", "custom / ours")
+
+    def call(problem: str) -> str:
+        """The operator, and what tells several calls of it apart: the form in parentheses, a sampler without a top_k."""
+        words, _, form = problem.rstrip(")").partition(" (")
+        told = [*(["no top_k"] if "whole=1" in words else []), *([form] if form else [])]
+        return code(words.split()[0]) + (f", {', '.join(told)}" if told else "")
+
+    def figure(value: str) -> str:
+        return value if value == "-" else us(float(value))
+
     rows = [
-        [code(row["problem"].split()[0]), *(us(float(row[name])) for name in shown), *(row[name] for name in ratios)]
+        [call(row["problem"]), *(figure(row[name]) for name in shown), *(row[name] for name in ratios)]
         for row in found.rows
     ]
     return f"{provenance('host-time-h200')}:\n\n{table(('call', *shown, *ratios), rows)}"
