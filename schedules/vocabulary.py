@@ -93,7 +93,8 @@ DECISIONS: Mapping[str, str] = {
     "dots": "1: an instruction multiplies pairs of bfloat16 numbers, and adds both products to a float32 sum.",
 }
 
-# Decisions that had another name in records of before: by template, the new names and values of an old one.
+# Decisions that had another name in earlier records: by template, the new names and values of an old one. A removed
+# decision has no new name, at the value that means the present program: {"stages": {1: {}}}. Other values stay.
 _EARLY = {0: {"overlap": 0}, 1: {"overlap": 1}, 2: {"overlap": 2}}
 _GATE_EARLY = {
     0: {"overlap": 0, "prefetch": 0},
@@ -140,6 +141,6 @@ def renamed(template: str, decisions: Iterable[tuple[str, int]]) -> tuple[tuple[
     rules, found = RENAMED.get(template, {}), []
     for name, value in decisions:
         rule = rules.get(name, name)
-        found += [(rule, value)] if isinstance(rule, str) else list(rule[value].items())
+        found += [(rule, value)] if isinstance(rule, str) else list(rule.get(value, {name: value}).items())
     known = {name for name, _ in found}
     return tuple(found + [(name, value) for name, value in ADDED.get(template, {}).items() if name not in known])

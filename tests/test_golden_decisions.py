@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -127,7 +128,7 @@ def test_a_decision_without_a_neutral_value(
 
 def test_points_of_a_removed_value_go(altered: Callable[[Change], None], capsys: pytest.CaptureFixture[str]) -> None:
     stored = golden.read(NAME)
-    value = stored.point(min(stored.points)).candidate.values["simd"]
+    value, _ = Counter(stored.point(key).candidate.values["simd"] for key in stored.points).most_common()[-1]
     gone = {key for key in stored.points if stored.point(key).candidate.values["simd"] == value}
 
     def without(template: Template) -> Template:
@@ -143,3 +144,39 @@ def test_points_of_a_removed_value_go(altered: Callable[[Change], None], capsys:
     assert all(f"no point any more: {key}: simd={value} is not among" in said for key in gone)
     assert main(["update", "--quiet", NAME]) == 0
     assert golden.read(NAME).points == {key: one for key, one in stored.points.items() if key not in gone}
+
+
+def test_a_removed_decision(
+    altered: Callable[[Change], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Points at the value that means the present program stay, once that value is declared; the others go."""
+    values, neutral, place = drawn(neutral=True)
+    assert neutral is not None
+    (other,) = {*values} - {neutral}
+    stored = golden.read(NAME)
+    keys = sorted(stored.points)
+    gone = random.Random().choice(keys)
+    points = {}
+    for key in keys:
+        point = stored.point(key)
+        decisions = ((DECISION, other if key == gone else neutral), *point.candidate.decisions)
+        renamed = replace(point, candidate=replace(point.candidate, decisions=decisions))
+        points[renamed.key] = stored.points[key]
+    golden.Golden(NAME, stored.version, stored.assembler, points).write()
+    for command in (["check", NAME], ["update", "--quiet", NAME]):
+        assert main(command) == 1
+        assert f"{DECISION}={neutral} is no decision any more" in capsys.readouterr().out
+    rule = {DECISION: {neutral: {}}}
+    monkeypatch.setattr(vocabulary, "RENAMED", {**vocabulary.RENAMED, NAME: rule})
+    assert main(["check", NAME]) == 1
+    said = capsys.readouterr().out
+    assert said.count(f"{DECISION}={other} is no decision any more") == 1 and f"{DECISION}={neutral} is" not in said
+    assert main(["update", "--quiet", NAME]) == 0
+    assert golden.read(NAME).points == {key: one for key, one in stored.points.items() if key != gone}
+
+
+def test_records_of_a_removed_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that means another program stays, and look-up passes over the record."""
+    monkeypatch.setattr(vocabulary, "RENAMED", {NAME: {DECISION: {1: {}}}})
+    assert vocabulary.renamed(NAME, (("simd", 8), (DECISION, 1))) == (("simd", 8),)
+    assert vocabulary.renamed(NAME, (("simd", 8), (DECISION, 3))) == (("simd", 8), (DECISION, 3))

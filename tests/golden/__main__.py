@@ -26,9 +26,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from tvm_sparse.core import spaces
+from tvm_sparse.core.registry import nearest
 
 from . import FOLDER, Golden, Point, assembler, emitted, fingerprints, machine_fingerprint, read, source_fingerprint
-from .choose import realistic
+from .choose import LEAST, realistic
 from .present import Present, present
 
 
@@ -134,6 +135,9 @@ def update(name: str, quiet: bool) -> bool:
     points = {
         point.key: fingerprints(point) if key in anew else golden.points[key] for key, point in now.points.items()
     }
+    if len(points) < LEAST:
+        print(f"{name}: {len(points)} points are left of {len(golden.points)}: python -m golden choose {name}")
+        return False
     # A default is the template's choice, and may be another point than it was.
     defaults = [point for point in realistic(template) if point.key not in points]
     points |= {point.key: fingerprints(point) for point in defaults}
@@ -159,7 +163,11 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("templates", nargs="*", default=[])
     parser.add_argument("--quiet", action="store_true", help="do not show how sources differ")
     asked = parser.parse_intermixed_args(words)
-    names = asked.templates or [template.name for template in spaces.templates()]
+    known = [template.name for template in spaces.templates()]
+    for name in asked.templates:
+        if name not in known:
+            parser.error(f"template: got {name!r}; {nearest(name, known)}")
+    names = asked.templates or known
     good = True
     if asked.command == "choose":
         with ProcessPoolExecutor(2) as pool:

@@ -2,7 +2,8 @@
 
 A template may have got or lost a decision since its points were chosen. A stored point is then the point with the same
 program: a renamed decision has its present name, and a new one has its *neutral* value, which means the program of
-before. `schedules/vocabulary.py` declares both, for records (`tvm-sparse db migrate`) as for these points. For a new
+before. A removed decision goes from the points whose value means the present program; the others are no points any
+more. `schedules/vocabulary.py` declares all three, for records (`tvm-sparse db migrate`) as for these points. For a new
 decision that it does not declare, the neutral value is looked for: the value at which every point emits the code of its
 fingerprint.
 """
@@ -60,6 +61,10 @@ def present(golden: Golden) -> Present:
         for key, table in tables.items():
             stored = golden.point(key)
             known = {**values, **stored.candidate.values}
+            removed = [f"{name}={value}" for name, value in stored.candidate.decisions if name not in table]
+            if removed:
+                gone[key] = f"{', '.join(removed)} is no decision any more, and RENAMED does not declare it removed"
+                continue
             candidate = template.candidate({name: known[name] for name in table})
             reason = template.point(parse(stored.problem), stored.machine, candidate.values)
             if reason is None:
