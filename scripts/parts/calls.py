@@ -17,7 +17,7 @@ def call_costs() -> str:
     ratios = ("ours / (raw + allocations)", "ours / torch", "custom / ours")
 
     def call(problem: str) -> str:
-        """The operator, and what tells several calls of it apart: the form in parentheses, a sampler without a top_k."""
+        """The operator, and what tells several calls of it apart: its form, and whether a sampler has a top_k."""
         words, _, form = problem.rstrip(")").partition(" (")
         told = [*(["no top_k"] if "whole=1" in words else []), *([form] if form else [])]
         return code(words.split()[0]) + (f", {', '.join(told)}" if told else "")
