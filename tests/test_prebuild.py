@@ -25,7 +25,7 @@ import tvm_sparse
 from tvm_sparse.artifacts import manifest, runtime_libraries
 from tvm_sparse.artifacts.compile import Compiled, CompileError, compile_bundle
 from tvm_sparse.cli.app import app
-from tvm_sparse.cli.prebuild import Set
+from tvm_sparse.cli.common import ProgramSet
 from tvm_sparse.core import machine, registry, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.registry import parse
@@ -216,7 +216,7 @@ def test_prebuild_is_a_command(tmp_path: Path) -> None:
 def test_every_operator_is_in_one_set() -> None:
     listed = [name for names in registry.SETS.values() for name in names]
     assert sorted(listed) == sorted(operator.name for operator in registry.BUILTIN)
-    assert [one.value for one in Set] == [*registry.SETS, "all"]
+    assert [one.value for one in ProgramSet] == [*registry.SETS, "all"]
 
 
 def test_a_repository_of_the_library_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import re
 import shlex
 import time
@@ -19,6 +18,7 @@ from .common import (
     INTERRUPTED,
     Builders,
     Plugins,
+    ProgramSet,
     Target,
     console,
     default_roots,
@@ -37,14 +37,9 @@ if TYPE_CHECKING:
     from ..tuning.adopting import Row
 
 
-class Set(enum.StrEnum):
-    serve = "serve"
-    sparse = "sparse"
-    recurrent = "recurrent"
-    all = "all"
-
-
-Chosen = Annotated[Set, typer.Option("--set", help="Problems of a server's output layer, of pruned weights, of RNNs.")]
+Chosen = Annotated[
+    ProgramSet, typer.Option("--set", help="Problems of a server's output layer, of pruned weights, of RNNs.")
+]
 Shapes = Annotated[
     Path | None, typer.Option(metavar="FILE", help="These problems in the place of a set; TOML as for tune.")
 ]
@@ -52,7 +47,7 @@ Shapes = Annotated[
 
 def adopt(
     minutes: Annotated[float, typer.Option(min=0.05, help="Time for all of it.")] = 30.0,
-    chosen: Chosen = Set.all,
+    chosen: Chosen = ProgramSet.all,
     shapes: Shapes = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder of records to write.  \\[default: adopted-GPU]")
@@ -136,7 +131,7 @@ def slug(where: Machine) -> str:
 
 def _again(
     minutes: float,
-    chosen: Set,
+    chosen: ProgramSet,
     shapes: Path | None,
     output: Path | None,
     target: str,
@@ -144,7 +139,7 @@ def _again(
     builders: int | None,
 ) -> str:
     words = ["adopt", "--minutes", f"{minutes:g}"]
-    given = (("set", chosen.value, Set.all), ("shapes", shapes, None), ("output", output, None))
+    given = (("set", chosen.value, ProgramSet.all), ("shapes", shapes, None), ("output", output, None))
     for name, value, default in (*given, ("target", target, "auto"), ("builders", builders, None)):
         if value != default:
             words += [f"--{name}", str(value)]

@@ -128,6 +128,17 @@ Axes = Annotated[
     list[str] | None,
     typer.Argument(metavar="AXIS=VALUE", help="Its axes, such as batch=10 vocab=25000 k=5.", autocompletion=axis_words),
 ]
+
+
+class ProgramSet(enum.StrEnum):
+    """The sets of `registry.SETS`, and all operators."""
+
+    serve = "serve"
+    sparse = "sparse"
+    recurrent = "recurrent"
+    all = "all"
+
+
 Target = Annotated[
     str,
     typer.Option(

@@ -22,8 +22,20 @@ import typer
 from ..artifacts import manifest, runtime_libraries
 from ..artifacts.packages import kernel_packages
 from ..core import commands, machine, registry
-from .adopt import Chosen, Set, Shapes, read
-from .common import FAILED, AsJson, Plugins, console, default_roots, echo_json, errors, program, require, table
+from .adopt import Chosen, Shapes, read
+from .common import (
+    FAILED,
+    AsJson,
+    Plugins,
+    ProgramSet,
+    console,
+    default_roots,
+    echo_json,
+    errors,
+    program,
+    require,
+    table,
+)
 
 # The smoke test of the compiler imports all of it from a cold disk.
 SMOKE_SECONDS = 180.0
@@ -50,7 +62,7 @@ def doctor(
             help="Report instead how calls would be served there: a card (rtx4090, a100, b200) or an architecture.",
         ),
     ] = None,
-    chosen: Chosen = Set.all,
+    chosen: Chosen = ProgramSet.all,
     shapes: Shapes = None,
     compile: Annotated[
         bool, typer.Option("--compile", help="With --target: compile every kernel, for minutes.")
@@ -90,7 +102,7 @@ def doctor(
 
 
 def _served(
-    target: str, chosen: Set, shapes: Path | None, compiles: bool, roots: tuple[Path, ...], as_json: bool
+    target: str, chosen: ProgramSet, shapes: Path | None, compiles: bool, roots: tuple[Path, ...], as_json: bool
 ) -> None:
     """How look-up would serve a set of problems on a target, by records alone, and what to run there."""
     from ..core import scratch
@@ -139,7 +151,7 @@ def _served(
     typer.echo(", ".join(f"{count} {how}" for how, count in counts.most_common()) + f" of {len(found)} problems.")
     if any(not one.own for one in found):
         words = "" if shapes is None else f" --shapes {shapes}"
-        words += "" if chosen is Set.all or shapes is not None else f" --set {chosen}"
+        words += "" if chosen is ProgramSet.all or shapes is not None else f" --set {chosen}"
         typer.echo(f"On such a GPU, to check and tune them in half an hour: {program()} adopt{words}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import enum
 import shlex
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from .common import (
     Axes,
     Builders,
     Plugins,
+    ProgramSet,
     as_called,
     default_roots,
     duration,
@@ -32,15 +32,6 @@ from .common import (
 
 if TYPE_CHECKING:
     from ..shipping.prebuild import Built
-
-
-class Set(enum.StrEnum):
-    """The sets of `registry.SETS`, and all operators."""
-
-    serve = "serve"
-    sparse = "sparse"
-    recurrent = "recurrent"
-    all = "all"
 
 
 def prebuild(
@@ -65,7 +56,7 @@ def prebuild(
         ),
     ] = None,
     kind: Annotated[
-        Set | None,
+        ProgramSet | None,
         typer.Option(
             "--set",
             help="Everything recorded of these operators.  \\[default: all, or nothing where problems are named]",

@@ -420,6 +420,16 @@ def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(name)
 
 
+# What numbers of words are rounded up to, so that a new one seldom takes another kernel.
+WIDTHS = (8, 32, 64, 128, 256, 512, 1024)
+
+
+def width(count: int, most: int | None = None) -> int:
+    """A number of words rounded up to one of `WIDTHS`, at most `most`; 0 and what exceeds all of them stay."""
+    found = next((one for one in WIDTHS if one >= count), count) if count else 0
+    return found if most is None else min(found, most)
+
+
 def require_positive(problem: Problem, *names: str) -> None:
     """Raise `ProblemError` for the first of the named axes that is not an integer of at least 1."""
     for name in names:

@@ -166,16 +166,6 @@ def launch(
     run(launchers, what, function, arguments, outputs, single, free)
 
 
-# What numbers of words are rounded up to where the kernel for just as many would have to be compiled.
-WIDTHS = (8, 32, 64, 128, 256, 512, 1024)
-
-
-def width(count: int, most: int | None = None) -> int:
-    """A number of words rounded up; 0 and what is larger than all `WIDTHS` stay."""
-    found = next((one for one in WIDTHS if one >= count), count) if count else 0
-    return found if most is None else min(found, most)
-
-
 def _narrowed(
     function: Any, problem: Problem, served: Problem, arguments: tuple[Any, ...], outputs: int, torch_alone: bool
 ) -> Any:

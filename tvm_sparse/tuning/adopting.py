@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from ..core import scratch, shape_files, spaces
+from ..core import registry, scratch, shape_files, spaces
 from ..core.candidate import Candidate
 from ..core.machine import Machine
 from ..core.problem import Problem
@@ -22,7 +22,7 @@ from ..runtime.dispatch import Dispatcher
 from ..runtime.lookup import Choice
 from .plans import Measured, Plan, recorded, uncounted
 
-SETS = ("serve", "sparse", "recurrent")
+SETS = tuple(registry.SETS)
 # Trials of a problem by now: all problems get the first before any gets the second.
 PASSES = (16, 48)
 # Below this no kernel gets, whatever it reads: what is close to it has nothing to gain.

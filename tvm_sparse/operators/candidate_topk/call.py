@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tvm_sparse.core.problem import FLOATS
+from tvm_sparse.core.problem import FLOATS, width
 from tvm_sparse.operators.head_topk.call import WHERE, pair_facts
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.arrays import Facts
@@ -21,7 +21,6 @@ from tvm_sparse.runtime.calls import (
     most_rows,
     outputs_for,
     whole_number,
-    width,
     with_scratch,
     without_gradient,
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import FLOATS, numpy_dtype
+from tvm_sparse.core.problem import width as rounded
 from tvm_sparse.operators.softmax_topk.call import softmax_topk
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.arrays import Facts
@@ -26,7 +27,6 @@ from tvm_sparse.runtime.calls import (
     with_scratch,
     without_gradient,
 )
-from tvm_sparse.runtime.calls import width as rounded
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Signature
 

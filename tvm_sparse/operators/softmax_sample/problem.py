@@ -16,7 +16,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tvm_sparse.core import distribution, drawing
-from tvm_sparse.core.problem import OPTIONAL, Argument, Cost, Problem, ProblemError, Settings, numpy_dtype
+from tvm_sparse.core.problem import OPTIONAL, Argument, Cost, Problem, ProblemError, Settings, numpy_dtype, width
 from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, SoftmaxTopk
 from tvm_sparse.operators.softmax_topk.reference import normalised, ranked
 
@@ -28,10 +28,8 @@ if TYPE_CHECKING:
     import numpy as np
     from tvm import tirx
 
-# The k best of a row that are kept: one warp draws among them, with at most so many each lane.
+# The most of a row's best words that a kernel keeps, as one warp draws among them: the largest of `WIDTHS`.
 MAX_K = 1024
-# How many of the best words a kernel keeps: top_k is rounded up, so that a new one seldom takes another kernel.
-WIDTHS = (8, 32, 64, 128, 256, 512, MAX_K)
 # How many are kept where nothing is said of top_k: most nuclei are smaller.
 UNSAID = 128
 # Sums of probabilities in float32 are as accurate as probabilities (`SoftmaxTopk.tolerance`), or a little less.
@@ -480,7 +478,7 @@ class SoftmaxSample(Problem):
 
 def width_of(top_k: int, vocab: int) -> int:
     """The k of the problem that a call with this top_k asks for."""
-    return min(next(width for width in WIDTHS if width >= top_k), vocab)
+    return width(top_k, vocab)
 
 
 def width_of_call(top_k: int | None, max_top_k: int | None, vocab: int) -> tuple[int, int, bool]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from tvm_sparse.core.problem import width
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
@@ -18,7 +19,6 @@ from tvm_sparse.runtime.calls import (
     most_rows,
     outputs_for,
     whole_number,
-    width,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.signature import FLOAT_ROWS, ROWS, Absent, Array, Number, Output, Signature
