@@ -260,3 +260,15 @@ def test_names_of_wheels() -> None:
     assert wheel.distribution(["x86-64-v4"]) == "tvm-sparse-kernels-x86-64-v4"
     assert wheel.distribution(["compute_80"]) == "tvm-sparse-kernels-compute80"
     assert runtime_libraries.version() == manifest.versions()["apache-tvm"]
+
+
+def test_a_sampler_is_built_for_each_way_to_say_its_numbers() -> None:
+    """Calls with a seed, or without one, find the kernel that a record chose, also where nothing compiles."""
+    logs = [paths.shipped_logs()]
+    for arch in ("sm_90a", "x86-64-v4"):
+        where = machine.resolve(arch)
+        jobs = [job for job in planned(where, logs) if job[0].operator == "softmax_sample"]
+        assert jobs
+        for problem, candidate, how, _ in jobs:
+            alike = {one[0].axes["seeded"]: one[1] for one in jobs if one[0].as_tuned() == problem.as_tuned()}
+            assert alike == dict.fromkeys((0, 1, 2), candidate) and how == "exact"

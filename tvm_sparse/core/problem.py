@@ -187,6 +187,11 @@ class Problem(ABC):
         """The problem that calls with such data ask for, and that is tuned for them: an axis may be known in steps."""
         return self
 
+    def as_shipped(self) -> tuple[Problem, ...]:
+        """The problems that a library is exported for where this one has a record: those whose calls differ in what the
+        program is given, and run the same decisions."""
+        return (self,)
+
     def as_tuned(self) -> Problem:
         """The problem that stands for all whose records are each other's own: no decision depends on where they differ.
 

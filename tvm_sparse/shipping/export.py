@@ -168,8 +168,11 @@ def planned(
     jobs: list[Job] = []
     if problems is None:
         for key, (best, figures) in sorted(recorded.items()):
-            if only(problem := parse(key)):
-                jobs.append((problem, spaces.built_here(best.candidate, problem, machine), "exact", figures))
+            if only(recorded_one := parse(key)):
+                for problem in recorded_one.as_shipped():
+                    job = (problem, spaces.built_here(best.candidate, problem, machine), "exact", figures)
+                    if problem == recorded_one or problem.key not in recorded:
+                        jobs.append(job)
     else:
         evidence: dict[str, Evidence] = {}
         found: list[Job] = []

@@ -113,7 +113,8 @@ def prebuild(
     states = []
     for machine in map(resolve, archs):
         named = [one for one in problems if operators is None or one.operator in operators]
-        wanted = dict.fromkeys([*(problems_for(machine, roots, operators) if records else ()), *named])
+        recorded = problems_for(machine, roots, operators) if records else ()
+        wanted = dict.fromkeys([*(one for problem in recorded for one in problem.as_shipped()), *named])
         jobs = planned(machine, roots, list(wanted))
         if not jobs:
             places = ", ".join(map(str, roots))

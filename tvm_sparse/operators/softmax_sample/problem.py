@@ -211,6 +211,10 @@ class SoftmaxSample(Problem):
         """Octaves of all sizes; where uniform numbers come from is none."""
         return super().distance(dataclasses.replace(other, seeded=self.seeded) if type(other) is type(self) else other)
 
+    def as_shipped(self) -> tuple[Problem, ...]:
+        """Calls with uniform numbers, with seeds of rows, and with one seed or none."""
+        return tuple(dataclasses.replace(self, seeded=seeded) for seeded in (0, 1, 2))
+
     def as_tuned(self) -> Problem:
         """With uniform numbers that are given: where they come from takes one warp of a row a few instructions."""
         return dataclasses.replace(self, seeded=0)
