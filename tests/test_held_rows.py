@@ -320,6 +320,40 @@ def test_equals_need_a_column_but_no_selection(
         run(problem, decisions, logits)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_as_many_equals_as_are_wanted(dtype: str) -> None:
+    """The first block has just k elements that reach the bound, each alone in its group, the first of its vector; the
+    others have as many: the last of the first block's is the k-th best."""
+    k, cluster, threads = 20, 4, 128
+    problem, decisions = SoftmaxTopk(4, 8192, k, dtype), point(cluster, threads, LATE)
+    layout, rng = Layout.of(problem, decisions), np.random.default_rng()
+    block = layout.share * layout.width
+    logits = -1 - np.abs(rng.standard_normal((4, problem.vocab)))
+    for row in logits:
+        for part in range(cluster):
+            vectors = rng.permutation(layout.groups)[:k]  # the first ones of as many threads
+            row[part * block + vectors * layout.width] = 5
+    _, indices = run(problem, decisions, logits)
+    assert (indices < block).all()
+
+
+@pytest.mark.parametrize("held", [REGISTERS, STAGED])
+def test_a_block_finds_as_many_keys_as_there_is_room_for(held: int) -> None:
+    """Or one more, or one less: all in k groups, the least of them alone in its group."""
+    k, dtype = 20, "bfloat16"
+    problem, decisions = SoftmaxTopk(6, 8192, k, dtype), point(1, 128, held)
+    layout, rng = Layout.of(problem, decisions), np.random.default_rng()
+    logits = np.full((6, problem.vocab), -1.0)
+    for number, row in enumerate(logits):
+        groups = groups_of(layout, number)
+        chosen = rng.permutation(layout.groups)[:k]
+        places = np.flatnonzero(np.isin(groups, chosen[1:]))
+        count = layout.room + number % 3 - 1
+        row[rng.permutation(places)[: count - 1]] = rng.choice([5.5, 6, 7, 8], count - 1)
+        row[rng.choice(np.flatnonzero(groups == chosen[0]))] = 5
+    run(problem, decisions, logits)
+
+
 @pytest.mark.parametrize(
     ("structure", "vocab", "held"),
     [
