@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm
-from cases import SM90, calls_run, settings_of, thorough
+from cases import SM90, calls_run, own_on_host, run_emulated, settings_of, thorough
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -549,3 +550,14 @@ def test_definitions_compile_for_the_longest_codes() -> None:
     tvm.compile(tvm.IRModule({"main": problem.definition()}), target="llvm")
     with pytest.raises(ProblemError, match="codes for a direct table must have 1 to 16 bits, got 28"):
         dataclasses.replace(problem, table="direct")
+
+
+@pytest.mark.parametrize("structure", ["constant", "ties"])
+def test_more_words_survive_than_there_is_room_for(structure: str) -> None:
+    """Equals of the bound are all of 2,500 frequent words: more than the list of survivors holds."""
+    axes = "lists=1,beam=2,hidden=16,vocab=3000,frequent=2500,n=20,k=8,units=2,bands=10,table=direct,dtype=float16"
+    problem, template = parse(f"lsh_topk/{axes}"), spaces.find("fused_step")
+    program = template.build(problem, template.default(problem, SM90))
+    seed = int.from_bytes(os.urandom(4), "little")
+    inputs = problem.generate(seed, structure)
+    run_emulated(program, problem, inputs, own_on_host(program, problem), seed % 1000)
