@@ -170,9 +170,9 @@ def planned(
         for key, (best, figures) in sorted(recorded.items()):
             if only(recorded_one := parse(key)):
                 for problem in recorded_one.as_shipped():
-                    job = (problem, spaces.built_here(best.candidate, problem, machine), "exact", figures)
                     if problem == recorded_one or problem.key not in recorded:
-                        jobs.append(job)
+                        candidate = spaces.built_here(best.candidate, problem, machine)
+                        jobs.append((problem, candidate, "exact", figures))
     else:
         evidence: dict[str, Evidence] = {}
         found: list[Job] = []
