@@ -201,7 +201,7 @@ def test_each_fault_costs_one_trial_and_the_run_goes_on(log: Log, monkeypatch: p
     trials = {t.candidate: t for t in log.read().trials}
     assert len(trials) == len(log.read().trials) == 10
     expected = {
-        "wrong": ("wrong", "values[0, 0] is nan"),
+        "wrong": ("wrong", "Mismatch: "),
         "crash": ("crash", "SIGSEGV"),
         "hang": ("timeout", "did not reply within 6 s"),
         "compile": ("build-error", "the compiler does not like this one"),
@@ -265,7 +265,9 @@ def test_a_kernel_that_computes_only_its_first_rows_does_not_win(log: Log, monke
     best, _ = run(log, plans.PROVEN_SHARE, problem)
     outcomes = {trial.candidate: trial for trial in log.read().trials}
     wrong = outcomes.pop(faulty)
-    assert wrong.outcome == "wrong" and re.search(r"batch \d+, draw [-\d]+: values\[64, 0\] is nan", wrong.reason)
+    # Not always row 64, which the reference may say is NaN, nor always its values.
+    told = re.search(r"batch \d+, draw [-\d]+: \w+\[(\d+), \d\] is", wrong.reason)
+    assert wrong.outcome == "wrong" and told and int(told[1]) >= 64
     assert len(outcomes) == 3 and {trial.outcome for trial in outcomes.values()} == {"ok"}
     assert best.candidate in outcomes
 
