@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tvm_sparse.bench import probe
 from tvm_sparse.cli import adopt, app
-from tvm_sparse.core import machine, registry, spaces
+from tvm_sparse.core import commands, machine, registry, spaces
 from tvm_sparse.core.machine import resolve
 from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Best, Log, Session, Trial
@@ -42,7 +42,7 @@ def test_a_bundle_is_written_resumed_and_merged(
     words = ("adopt", "--set", "serve", "--target", "cpu", "--logs", tmp_path / "none", "-o", bundle, "--builders", "1")
     said = invoked(*words, "--minutes", "0.05")
     assert "0 were tuned on" in said and f"db merge {bundle}" in said
-    assert f"To go on from here: {adopt.program()} adopt --minutes 0.05 --set serve" in said
+    assert f"To go on from here: {commands.program()} adopt --minutes 0.05 --set serve" in said
     counts = {one.key: len(Log(bundle, CPU.arch, one.operator).read().trials) for one in TINY}
     said = invoked(*words, "--minutes", "4")
     for problem in TINY:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import machine, shape_files
+from ..core.commands import command, options
 from ..core.machine import Machine
 from .common import (
     FAILED,
@@ -25,7 +25,6 @@ from .common import (
     duration,
     errors,
     machine_here,
-    program,
     ratio,
     require,
     share,
@@ -143,9 +142,7 @@ def _again(
     for name, value, default in (*given, ("target", target, "auto"), ("builders", builders, None)):
         if value != default:
             words += [f"--{name}", str(value)]
-    for one in logs or ():
-        words += ["--logs", str(one)]
-    return f"{program()} {shlex.join(words)}"
+    return command(*words, *options("--logs", logs or ()))
 
 
 def show_limits(where: Machine) -> float | None:
@@ -211,5 +208,5 @@ def notes(rows: Sequence[Row], where: Machine, folder: Path, seconds: float) -> 
     if left := sum(row.before is None and not row.fault for row in rows):
         lines.append(f"{left} problems were not reached")
     lines.append(f"{duration(seconds)} on {where.name}. To use what was found, here or on other such machines:")
-    lines.append(f"  {program()} db merge {shlex.quote(str(folder))}")
+    lines.append(f"  {command('db', 'merge', folder)}")
     return lines

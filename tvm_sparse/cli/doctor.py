@@ -32,7 +32,6 @@ from .common import (
     default_roots,
     echo_json,
     errors,
-    program,
     require,
     table,
 )
@@ -150,9 +149,9 @@ def _served(
     counts = Counter(one.choice.how.replace("fallback", "default") for one in found)
     typer.echo(", ".join(f"{count} {how}" for how, count in counts.most_common()) + f" of {len(found)} problems.")
     if any(not one.own for one in found):
-        words = "" if shapes is None else f" --shapes {shapes}"
-        words += "" if chosen is ProgramSet.all or shapes is not None else f" --set {chosen}"
-        typer.echo(f"On such a GPU, to check and tune them in half an hour: {program()} adopt{words}")
+        words: tuple[str | Path, ...] = ("--shapes", shapes) if shapes is not None else ("--set", chosen)
+        words = () if shapes is None and chosen is ProgramSet.all else words
+        typer.echo(f"On such a GPU, to check and tune them in half an hour: {commands.command('adopt', *words)}")
 
 
 def _verdict(checks: list[Check], works: bool) -> str:

@@ -1,11 +1,28 @@
-"""What an argument of a wrong kind is, in words, for the messages that refuse it."""
+"""Arguments that are no arrays: integers, checked, and what one of a wrong kind is, in words."""
 
 from __future__ import annotations
 
+import operator
 import os
 from typing import Any
 
 LONGEST = 60  # characters of a text that are shown
+
+
+def integer(name: str, value: Any) -> int:
+    """The argument `name` as an int.
+
+    Raises
+    ------
+    TypeError
+        If it is not one.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
 
 
 def described(given: Any) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from ..core.given import integer
 from ..runtime import arrays
 from .libraries import library
-from .settings import integer
 
 # Steps between two looks at whether all hypotheses have ended: each waits for the GPU.
 LOOK_EVERY = 8

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..core.given import integer
 from ..core.problem import FLOATS
 from ..operators.bsr_matmul.call import BsrWeight, bsr_matmul
 from ..operators.bsr_matmul.problem import ACTIVATIONS
@@ -23,7 +24,6 @@ from .modules import (
     refuse_own_forward,
     trained,
 )
-from .settings import integer
 
 # What is known of the structure, in buffers that are made again from it.
 _ORDER, _TURNED = "order", ("turned_places", "turned_indices", "turned_indptr", "turned_order")

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from ..bench.timing import time_cpu, time_cuda
+from ..core.given import integer
 from ..core.problem import numpy_dtype
 from ..formats import wta
 from ..runtime import arrays
 from ..runtime.calls import machine_of
 from .frontier import Frontier, Point
 from .libraries import library, to_host
-from .settings import Hashing, Measured, Settings, hash_words, integer, settings
+from .settings import Hashing, Measured, Settings, hash_words, settings
 from .survey import Survey
 
 # (k, units). The paper's grid search ends at (8, 3) and (16, 3); where hidden states are far from their words, as in

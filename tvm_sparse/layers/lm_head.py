@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from ..core.given import integer
 from .lsh_head import LshHead
 from .modules import check_conversion, parameter, refuse_own_forward
-from .settings import HASHED, Hashing, Settings, integer
+from .settings import HASHED, Hashing, Settings
 
 PATHS = ("lsh", "exact")
 

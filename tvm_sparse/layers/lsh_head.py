@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core import spaces
+from ..core.given import integer
 from ..core.machine import Machine
 from ..core.problem import Problem
 from ..core.registry import make
@@ -36,7 +37,7 @@ from ..operators.softmax_sample.problem import MAX_K
 from ..operators.softmax_sample.reference import GREEDY, LEAST_SCALE
 from ..runtime import arrays, dispatch
 from ..runtime.arrays import Facts
-from ..runtime.calls import check_floats, facts_beside, inverse_temperature, machine_of, refuse_gradient
+from ..runtime.calls import check_device, check_floats, facts_beside, inverse_temperature, machine_of, refuse_gradient
 from ..runtime.dispatch import Explanation
 from . import storage
 from .captured import CapturedHead, HeadInfo
@@ -51,7 +52,6 @@ from .settings import (
     default_frequent,
     frequent_ids,
     hash_words,
-    integer,
     settings,
 )
 
@@ -566,11 +566,7 @@ class LshHead:
                 f"hidden: expected shape (rows, {self.settings.hidden}) and dtype {theirs.dtype}, as the embedding has,"
                 f" got {known.shape} and {known.dtype}"
             )
-        if (known.device, known.index) != (theirs.device, theirs.index):
-            raise ValueError(
-                f"hidden: expected an array on {theirs.device}:{theirs.index}, as the embedding is, got"
-                f" {known.device}:{known.index}"
-            )
+        check_device("hidden", known, theirs, "the embedding is")
         if library("hidden", hidden) is not self._library:
             raise TypeError(
                 f"hidden: expected an array of the embedding's library ({type(self.embedding).__name__}), got"

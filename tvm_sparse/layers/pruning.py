@@ -9,10 +9,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..core.given import described
+from ..core.given import described, integer
 from ..runtime import arrays
 from .libraries import library
-from .settings import integer
 
 METHODS = ("magnitude", "row_balanced", "block")
 # Rows and columns of a block where nothing is said: the middle of what block-sparse formats have.

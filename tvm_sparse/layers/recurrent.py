@@ -23,7 +23,7 @@ from ..operators.sparse_recurrent.call import input_facts
 from ..operators.sparse_recurrent.problem import GATES
 from ..runtime import arrays
 from ..runtime.arrays import Facts
-from ..runtime.calls import facts_beside, outputs_for
+from ..runtime.calls import check_device, facts_beside, outputs_for
 from ..runtime.dispatch import Explanation, dispatcher
 from . import storage
 from .captured import CapturedLayer
@@ -409,11 +409,7 @@ class _Layer:
                 f"resets: expected shape {wanted} (steps, batch) of bool or integers, got {found.shape} and"
                 f" {found.dtype}"
             )
-        if (found.device, found.index) != (known.device, known.index):
-            raise ValueError(
-                f"resets: expected an array on {known.device}:{known.index}, as x_projected is, got"
-                f" {found.device}:{found.index}"
-            )
+        check_device("resets", found, known, "x_projected is")
         if found.dtype == "int32":
             return resets
         return library("resets", resets).cast(resets if found.dtype == "bool" else resets != 0, "int32")

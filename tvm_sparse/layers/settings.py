@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ..core.given import integer
 from ..core.problem import numpy_dtype
 from ..formats import wta
 from .libraries import library, to_host
@@ -102,22 +102,6 @@ def settings(
             f" {wta.MOST_DIRECT_BITS}; expected a cuckoo table"
         )
     return Settings(vocab, hidden, k, units, bands, threshold, frequent, capacity, table)
-
-
-def integer(name: str, value: Any) -> int:
-    """The argument `name` as an int.
-
-    Raises
-    ------
-    TypeError
-        If it is not one.
-    """
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
 
 
 def default_capacity(vocab: int, frequent: int) -> int:

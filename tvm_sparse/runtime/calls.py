@@ -9,12 +9,12 @@ more words stands in for one that was neither tuned nor warmed up: its outputs a
 from __future__ import annotations
 
 import math
-import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core import machine
+from ..core.given import integer
 from ..core.machine import Machine
 from ..core.problem import FLOATS, Problem
 from . import arrays, repeat
@@ -244,14 +244,7 @@ def with_scratch(function: Any, unshown: Any, after: int) -> Any:
 
 def whole_number(name: str, value: Any) -> int:
     """An integer argument; a symbol of a graph stays one."""
-    if arrays.is_symbol(value):
-        return value
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
+    return value if arrays.is_symbol(value) else integer(name, value)
 
 
 def count(name: str, value: Any) -> int:
@@ -290,6 +283,14 @@ def inverse_temperature(temperature: Any) -> float:
     return inverse
 
 
+def check_device(name: str, known: Facts, first: Facts, where: str) -> None:
+    """Raise ValueError unless an array lies on the device of the first one; `where`: what says so, as "x is"."""
+    if (known.device, known.index) != (first.device, first.index):
+        raise ValueError(
+            f"{name}: expected an array on {first.device}:{first.index}, as {where}, got {known.device}:{known.index}"
+        )
+
+
 def facts_beside(
     name: str,
     array: Any,
@@ -312,10 +313,7 @@ def facts_beside(
             f" {known.shape} and"
             f" {known.dtype}"
         )
-    if (known.device, known.index) != (first.device, first.index):
-        raise ValueError(
-            f"{name}: expected an array on {first.device}:{first.index}, as {where}, got {known.device}:{known.index}"
-        )
+    check_device(name, known, first, where)
     return name, known, array
 
 
@@ -343,10 +341,7 @@ def index_beside(
             f"{name}: expected shape {' or '.join(texts)} and dtype {' or '.join(INDEX)}, got {known.shape} and"
             f" {known.dtype}"
         )
-    if (known.device, known.index) != (first.device, first.index):
-        raise ValueError(
-            f"{name}: expected an array on {first.device}:{first.index}, as {where}, got {known.device}:{known.index}"
-        )
+    check_device(name, known, first, where)
     return name, known, array
 
 
