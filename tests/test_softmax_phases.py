@@ -1,4 +1,4 @@
-"""The phases of the vector kernels of softmax one by one, on states made by hand, in the emulator."""
+"""The phases of rows and of softmax one by one, on states made by hand, in the emulator."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from tvm_sparse.emulation import EmulationError, run_on_cpu
 from tvm_sparse.operators.logsumexp.problem import LogSumExp
 from tvm_sparse.operators.softmax.problem import Softmax
 from tvm_sparse.schedules.device.cluster import cluster_arrive
+from tvm_sparse.schedules.rows import hold, join
+from tvm_sparse.schedules.rows import sum as sums
+from tvm_sparse.schedules.rows.cut import Extents, Keep
+from tvm_sparse.schedules.rows.state import BlockState, RowState, Views
+from tvm_sparse.schedules.softmax import problems
 from tvm_sparse.schedules.softmax.interface import Arguments
 from tvm_sparse.schedules.softmax.problems import RowProblem
-from tvm_sparse.schedules.softmax.vectors import phases
-from tvm_sparse.schedules.softmax.vectors.extents import Extents, Keep
-from tvm_sparse.schedules.softmax.vectors.state import BlockState, RowState, Views
+from tvm_sparse.schedules.softmax.vectors import write as results
 
 LOWEST = np.finfo(np.float32).min
 
 
 def extents(problem: RowProblem, keep: Keep = "nowhere", **decisions: int) -> Extents:
-    return Extents.of(problem, {"threads": 32, "cluster": 1, "vectors": 2, **decisions}, keep)
+    return problems.extents(problem, {"threads": 32, "cluster": 1, "vectors": 2, **decisions}, keep)
 
 
 def run(
@@ -105,7 +108,7 @@ def pairs(ext: Extents, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         np.maximum.at(m[row], own[row], x[row])
     if ext.algorithm == "naive":
         m[...] = 0
-    if not ext.softmax:
+    if not ext.writes:
         m = np.minimum(m, np.finfo(np.float32).max)
     d = np.zeros_like(m)
     with np.errstate(over="ignore"):
@@ -130,7 +133,7 @@ def joined(m: np.ndarray, d: np.ndarray, axes: tuple[int, ...]) -> tuple[np.ndar
 )
 def test_every_element_is_of_one_thread(vocab: int, dtype: str, cluster: int) -> None:
     ext = extents(Softmax(1, vocab, dtype=dtype), cluster=cluster)
-    locate = phases.locate(ext)
+    locate = hold.locate(ext)
 
     @T.inline
     def body(s, views, block, io, told, given):
@@ -173,8 +176,8 @@ def test_every_element_is_of_one_thread(vocab: int, dtype: str, cluster: int) ->
     ids=lambda ext: f"{ext.keep}-{ext.algorithm}-{ext.dtype}",
 )
 def test_pair_of_a_thread(ext: Extents) -> None:
-    locate, begin_pair, accumulate = phases.locate(ext), phases.begin_pair(ext), phases.accumulate(ext)
-    add_edge = phases.add_edge(ext)
+    locate, begin_pair, accumulate = hold.locate(ext), sums.begin_pair(ext), sums.accumulate(ext)
+    add_edge = sums.add_edge(ext)
 
     @T.inline
     def body(s, views, block, io, told, given):
@@ -186,13 +189,13 @@ def test_pair_of_a_thread(ext: Extents) -> None:
         told[s.row, s.part, s.t, 1] = s.d
 
     x = rows(ext, 4)
-    if not ext.softmax:
+    if not ext.writes:
         x[3, 7] = np.inf  # the maximum stays finite, so that the sum is infinite and not NaN
     told, _ = run(ext, body, x)
     m, d = pairs(ext, x)
     assert np.array_equal(told[..., 0], m.astype(np.float32))
     np.testing.assert_allclose(told[..., 1], d, rtol=2e-6)
-    if not ext.softmax:
+    if not ext.writes:
         assert np.isposinf(told[3, ..., 1]).sum() == 1 and not np.isnan(told[..., :2]).any()
 
 
@@ -213,7 +216,7 @@ def hand_made_pairs(ext: Extents, batch: int) -> np.ndarray:
 )
 def test_pairs_are_joined(threads: int, cluster: int) -> None:
     ext = extents(Softmax(1, 2**14), threads=threads, cluster=cluster)
-    join_warp, join_block, join_cluster = phases.join_warp(), phases.join_block(ext), phases.join_cluster(ext)
+    join_warp, join_block, join_cluster = join.join_warp(), join.join_block(ext), join.join_cluster(ext)
 
     # fmt: off
     @T.inline
@@ -247,7 +250,7 @@ def test_pairs_are_joined(threads: int, cluster: int) -> None:
 
 def test_a_cluster_may_not_be_joined_before_its_blocks_have_begun() -> None:
     ext = extents(Softmax(1, 2**10), cluster=2)
-    join_warp, join_cluster = phases.join_warp(), phases.join_cluster(ext)
+    join_warp, join_cluster = join.join_warp(), join.join_cluster(ext)
 
     # fmt: off
     @T.inline
@@ -279,8 +282,8 @@ def test_a_cluster_may_not_be_joined_before_its_blocks_have_begun() -> None:
 )
 def test_results_for_a_pair_that_is_given(ext: Extents, log: int) -> None:
     """Any pair: not that of the row, so that what is written can come from nothing else."""
-    locate, begin_pair, accumulate = phases.locate(ext), phases.begin_pair(ext), phases.accumulate(ext)
-    normalise, write, write_edge = phases.normalise(ext), phases.write(ext), phases.write_edge(ext)
+    locate, begin_pair, accumulate = hold.locate(ext), sums.begin_pair(ext), sums.accumulate(ext)
+    normalise, write, write_edge = results.normalise(ext), results.write(ext), results.write_edge(ext)
 
     @T.inline
     def body(s, views, block, io, told, given):

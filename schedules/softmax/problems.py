@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from tvm_sparse.core.template import Decisions, ceildiv
 from tvm_sparse.operators.logsumexp.problem import LogSumExp
 from tvm_sparse.operators.softmax.problem import Softmax
+
+from ..rows.cut import STAGED_VECTORS, Extents, Keep, vector_width
 
 RowProblem = Softmax | LogSumExp
 
@@ -11,3 +14,21 @@ RowProblem = Softmax | LogSumExp
 def algorithm(problem: RowProblem) -> str:
     """The algorithm of Milakov & Gimelshein by which the normaliser is found; logsumexp has but the online one."""
     return problem.algorithm if isinstance(problem, Softmax) else "online"
+
+
+def extents(problem: RowProblem, decisions: Decisions, keep: Keep) -> Extents:
+    """How a point of the vector templates cuts the problem's rows, and what it keeps of them."""
+    cluster, threads = decisions["cluster"], decisions["threads"]
+    part = ceildiv(problem.vocab // vector_width(problem.dtype), cluster)
+    vectors = {"registers": max(ceildiv(part, threads), 1), "shared": STAGED_VECTORS}.get(keep)
+    return Extents(
+        writes=isinstance(problem, Softmax),
+        algorithm=algorithm(problem),
+        dtype=problem.dtype,
+        vocab=problem.vocab,
+        keep=keep,
+        cluster=cluster,
+        threads=threads,
+        rows=decisions.get("rows", 1),
+        vectors=vectors or decisions["vectors"],
+    )

@@ -1,7 +1,7 @@
 """Softmax and logsumexp on a GPU, close to the memory's speed: a row to a warp, a block, or a cluster of blocks.
 
 All memory is read and written by vectors of 16 bytes. The whole vectors of a row are divided among its threads, and the
-few elements at its ends that share a vector with another row are one more element for as many threads (`extents`). Then
+few elements at its ends that share a vector with another row are one more for as many threads (`rows.cut`). Then
 
 1. each thread finds the pair (m, d) of its own elements: their maximum, and the sum of their exponentials relative to
    it (Algorithm 3 of Milakov & Gimelshein, with one rescaling for all vectors in hand instead of one an element);
@@ -15,8 +15,8 @@ each computed once. `softmax_staged`: in shared memory, where asynchronous copie
 of any length: nowhere, they are read again, as a rule from L2; it also maps the paper's Algorithms 1 and 2.
 `logsumexp_streamed` has no step that needs them again.
 
-`extents` holds a point's numbers, `space` the decisions; neither loads the compiler. `kernel` puts together the
-`phases`, which work on a `state` and its `tiles`; it is imported when a program is built.
+`space` has the decisions, and loads no compiler. `kernel` puts together the phases of `schedules/rows/` and those of
+`write`; it is imported when a program is built.
 """
 
 from __future__ import annotations

@@ -10,15 +10,17 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import Decisions, Program
 
 from ...device.cluster import cluster_arrive
+from ...rows import hold, join
+from ...rows import sum as sums
+from ...rows.cut import Extents, Keep
+from ...rows.state import BlockState, RowState, Views
 from ..interface import gpu_program
-from ..problems import RowProblem
-from . import phases
-from .extents import Extents, Keep
-from .state import BlockState, RowState, Views
+from ..problems import RowProblem, extents
+from . import write as results
 
 
 def build(problem: RowProblem, decisions: Decisions, keep: Keep) -> Program:
-    return gpu_program(problem, main(Extents.of(problem, decisions, keep)))
+    return gpu_program(problem, main(extents(problem, decisions, keep)))
 
 
 # fmt: off
@@ -42,7 +44,7 @@ def main(ext: Extents) -> Callable[..., Any]:
         thread = T.thread_id([threads * rows])
         block = BlockState(ext)
         if ext.cluster > 1:
-            # Every block has to have begun before another one writes to it (`phases.join_cluster` waits).
+            # Every block has to have begun before another one writes to it (`join_cluster` waits).
             cluster_arrive()
         if rows > 1:
             if group * rows + thread // threads < io.batch:
@@ -56,11 +58,11 @@ def main(ext: Extents) -> Callable[..., Any]:
 
 def row_of_threads(ext: Extents) -> Callable[..., Any]:
     """What the threads of one row do, phase by phase."""
-    locate, begin_pair, accumulate = phases.locate(ext), phases.begin_pair(ext), phases.accumulate(ext)
-    add_edge = phases.add_edge(ext)
-    join_warp, join_block, join_cluster = phases.join_warp(), phases.join_block(ext), phases.join_cluster(ext)
-    normalise, write, write_edge = phases.normalise(ext), phases.write(ext), phases.write_edge(ext)
-    write_value = phases.write_value()
+    locate = hold.locate(ext)
+    begin_pair, accumulate, add_edge = sums.begin_pair(ext), sums.accumulate(ext), sums.add_edge(ext)
+    join_warp, join_block, join_cluster = join.join_warp(), join.join_block(ext), join.join_cluster(ext)
+    normalise, write, write_edge = results.normalise(ext), results.write(ext), results.write_edge(ext)
+    write_value = results.write_value()
 
     @T.inline
     def one_row(io, block, row, part, t):
@@ -78,7 +80,7 @@ def row_of_threads(ext: Extents) -> Callable[..., Any]:
         elif ext.warps > 1:
             join_block(s, block)
 
-        if ext.softmax:
+        if ext.writes:
             normalise(s, io.log)
             write(s, views, block, io.log)
             write_edge(s, io.out, io.log)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv, powers
 
-from ..problems import RowProblem, algorithm
-from .extents import Extents, vector_width
+from ...rows.cut import Extents, vector_width
+from ..problems import RowProblem, algorithm, extents
 
 # Threads of a block that share a row, or its part. Not only powers of two: how many blocks fit onto a multiprocessor,
 # with the row in their registers, is what counts.
@@ -69,7 +69,7 @@ def _points(table: Table) -> Iterable[Decisions]:
 
 
 def held_allowed(problem: RowProblem, machine: Machine, decisions: Decisions) -> str | None:
-    ext = Extents.of(problem, decisions, "registers")
+    ext = extents(problem, decisions, "registers")
     if reason := _idle(ext):
         return reason
     limit = ext.available(1)
@@ -77,7 +77,7 @@ def held_allowed(problem: RowProblem, machine: Machine, decisions: Decisions) ->
 
 
 def staged_allowed(problem: RowProblem, machine: Machine, decisions: Decisions) -> str | None:
-    ext = Extents.of(problem, decisions, "shared")
+    ext = extents(problem, decisions, "shared")
     if reason := _idle(ext):
         return reason
     if ext.threads < 64 or not ext.fewest:
@@ -87,7 +87,7 @@ def staged_allowed(problem: RowProblem, machine: Machine, decisions: Decisions) 
 
 
 def streamed_allowed(problem: RowProblem, machine: Machine, decisions: Decisions) -> str | None:
-    ext = Extents.of(problem, decisions, "nowhere")
+    ext = extents(problem, decisions, "nowhere")
     if reason := _idle(ext):
         return reason
     if ext.vectors > 1 and ext.tile >= 2 * ext.part:
@@ -161,15 +161,15 @@ def _clusters_to_fill(problem: RowProblem, machine: Machine) -> list[int]:
 
 
 def held_launch(problem: RowProblem, decisions: Decisions) -> Launch:
-    return _launch(Extents.of(problem, decisions, "registers"))
+    return _launch(extents(problem, decisions, "registers"))
 
 
 def staged_launch(problem: RowProblem, decisions: Decisions) -> Launch:
-    return _launch(Extents.of(problem, decisions, "shared"))
+    return _launch(extents(problem, decisions, "shared"))
 
 
 def streamed_launch(problem: RowProblem, decisions: Decisions) -> Launch:
-    return _launch(Extents.of(problem, decisions, "nowhere"))
+    return _launch(extents(problem, decisions, "nowhere"))
 
 
 def _launch(ext: Extents) -> Launch:
@@ -181,15 +181,15 @@ def _launch(ext: Extents) -> Launch:
 
 
 def held_features(problem: RowProblem, machine: Machine, decisions: Decisions) -> Features:
-    return _features(problem, machine, Extents.of(problem, decisions, "registers"))
+    return _features(problem, machine, extents(problem, decisions, "registers"))
 
 
 def staged_features(problem: RowProblem, machine: Machine, decisions: Decisions) -> Features:
-    return _features(problem, machine, Extents.of(problem, decisions, "shared"))
+    return _features(problem, machine, extents(problem, decisions, "shared"))
 
 
 def streamed_features(problem: RowProblem, machine: Machine, decisions: Decisions) -> Features:
-    return _features(problem, machine, Extents.of(problem, decisions, "nowhere"))
+    return _features(problem, machine, extents(problem, decisions, "nowhere"))
 
 
 def _features(problem: RowProblem, machine: Machine, ext: Extents) -> Features:

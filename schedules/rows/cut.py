@@ -1,4 +1,4 @@
-"""The numbers of one point of the vector templates, and the kernel's use of registers; no compiler is loaded.
+"""How rows are cut over thread blocks, threads and vectors, and what of registers that takes; loads no compiler.
 
 How a row is divided among threads:
 
@@ -21,10 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.core.template import Decisions, ceildiv
-from tvm_sparse.operators.softmax.problem import Softmax
-
-from ..problems import RowProblem, algorithm
+from tvm_sparse.core.template import ceildiv
 
 # Where a row's elements stay between the pass that finds the normaliser and the pass that writes the result.
 Keep = Literal["registers", "shared", "nowhere"]
@@ -43,8 +40,8 @@ class Extents:
 
     Attributes
     ----------
-    softmax
-        Whether the kernel writes probabilities; else it is logsumexp's, which writes one value a row.
+    writes
+        Whether the kernel writes a result for each element, as softmax does; else one value a row, as logsumexp.
     algorithm
         The paper's: "online", "safe" or "naive".
     dtype, vocab
@@ -61,7 +58,7 @@ class Extents:
         Vectors that a thread has in registers at once.
     """
 
-    softmax: bool
+    writes: bool
     algorithm: str
     dtype: str
     vocab: int
@@ -70,23 +67,6 @@ class Extents:
     threads: int
     rows: int
     vectors: int
-
-    @classmethod
-    def of(cls, problem: RowProblem, decisions: Decisions, keep: Keep) -> Extents:
-        cluster, threads = decisions["cluster"], decisions["threads"]
-        part = ceildiv(problem.vocab // vector_width(problem.dtype), cluster)
-        vectors = {"registers": max(ceildiv(part, threads), 1), "shared": STAGED_VECTORS}.get(keep)
-        return cls(
-            softmax=isinstance(problem, Softmax),
-            algorithm=algorithm(problem),
-            dtype=problem.dtype,
-            vocab=problem.vocab,
-            keep=keep,
-            cluster=cluster,
-            threads=threads,
-            rows=decisions.get("rows", 1),
-            vectors=vectors or decisions["vectors"],
-        )
 
     # ---- vectors -----------------------------------------------------------------------------------
 
@@ -165,7 +145,7 @@ class Extents:
     @property
     def in_place(self) -> bool:
         """Whether exponentials take the place of the logits in registers, so that each is computed once."""
-        return self.keep == "registers" and self.dtype == "float32" and self.softmax
+        return self.keep == "registers" and self.dtype == "float32" and self.writes
 
     @property
     def fenced(self) -> bool:

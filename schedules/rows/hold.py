@@ -1,4 +1,4 @@
-"""A thread's vectors of a tile: from memory or shared memory to registers, and as results to memory.
+"""Which elements a thread has of a row, and how it holds them: in registers, in shared memory, or by reading again.
 
 Each factory takes the kernel's extents and returns an inline over a thread's `RowState`.
 """
@@ -10,8 +10,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from ...device.arithmetic import LOG2_E
-from .extents import Extents
+from .cut import Extents
 
 # What an absent vector's words hold: minus infinity, which adds nothing to a maximum or a sum.
 MINUS_INFINITY = {"float16": 0xFC00FC00, "bfloat16": 0xFF80FF80}
@@ -32,6 +31,41 @@ def value(ext: Extents, raw: Any, e: Any) -> Any:
 
 
 # fmt: off
+def locate(ext: Extents) -> Callable[..., Any]:
+    """Reads: the ragged elements of the row. Writes: `first`, `count`, `edge`, `edge_at`. Barriers: none.
+
+    After: the part's vectors are known, and the ragged elements of the row are dealt out, one a thread, to threads of
+    the first part: those before the first whole vector to threads 0, 1..., those after the last to `width`...
+    """
+    vocab, width = ext.vocab, ext.width
+
+    @T.inline
+    def phase(s, logits):
+        # Of rows that begin with a whole vector, as all do where `vocab` is a multiple of `width`.
+        before: T.int32 = 0
+        s.first = s.row * T.int64(vocab // width) + s.part * ext.part
+        s.edge_at = -1
+        if ext.ragged:
+            before = T.Cast(
+                "int32", T.int64(width - 1) - (s.row * T.int64(vocab) + T.int64(width - 1)) % T.int64(width))
+            before = T.min(before, vocab)
+            s.first = (s.row * T.int64(vocab) + T.int64(width - 1)) // T.int64(width) + s.part * ext.part
+            s.count = T.min(T.max((vocab - before) // width - s.part * ext.part, 0), ext.part)
+            if s.part == 0:
+                if s.t < before:
+                    s.edge_at = s.t
+                if width <= s.t and s.t < width + (vocab - before) % width:
+                    s.edge_at = vocab - (vocab - before) % width + s.t - width
+        else:
+            s.count = T.min(vocab // width - s.part * ext.part, ext.part)
+        s.edge = -T.infinity("float32")
+        if ext.ragged:
+            if s.edge_at >= 0:
+                s.edge = T.Cast("float32", logits[s.row, s.edge_at])
+
+    return phase
+
+
 def load_tile(ext: Extents) -> Callable[..., Any]:
     """Reads: the logits' words. Writes: `raw`. Barriers: none.
 
@@ -105,54 +139,4 @@ def fence_tile(ext: Extents) -> Callable[..., Any]:
                 s.raw[w] = fenced(s.raw[w])
 
     return fence
-
-
-def result() -> Callable[..., Any]:
-    """Reads: `top`, the row's maximum, and `d`, made into a divisor or subtrahend by `phases.normalise`.
-
-    After: `power` is the result for one logit. `log` is known when the kernel is generated.
-    """
-
-    @T.inline
-    def compute(s, logit, log):
-        if log:
-            s.power = logit - s.top - s.d
-        else:
-            T.ptx.ex2.approx.ftz.f32(s.power, (logit - s.top) * T.float32(LOG2_E))
-            s.power = s.power * s.d
-
-    return compute
-
-
-def store_tile(ext: Extents) -> Callable[..., Any]:
-    """Reads: `raw`, and what `phases.normalise` wrote. Writes: the probabilities of the tile's vectors; `out`, `power`.
-
-    Barriers: none. `base` and `inside`: as of `load_tile`.
-    """
-    computed = result()
-
-    @T.inline
-    def store_vectors(s, elements, base, inside, log):
-        for u in T.unroll(ext.vectors):
-            for v in T.unroll(ext.width):
-                if ext.in_place:
-                    s.out[v] = (value(ext, s.raw, u * ext.width + v) - s.shift) * s.scale + s.offset
-                else:
-                    computed(s, value(ext, s.raw, u * ext.width + v), log)
-                    s.out[v] = T.Cast(ext.dtype, s.power)
-            if u < inside or base + u * ext.threads + s.t < s.count:
-                for v in T.vectorized(ext.width):
-                    elements[(s.first + T.Cast("int64", base + u * ext.threads + s.t)) * ext.width + v] = s.out[v]
-
-    @T.inline
-    def store(s, elements, base, inside, log):
-        # Two loops, and not a branch in one: the compiler would first work out, for all elements, what both share.
-        if ext.in_place:
-            store_vectors(s, elements, base, inside, False)
-        elif log != 0:
-            store_vectors(s, elements, base, inside, True)
-        else:
-            store_vectors(s, elements, base, inside, False)
-
-    return store
 # fmt: on

@@ -1,4 +1,4 @@
-"""What the phases of the vector kernels share: a thread's registers, a block's shared memory, the arrays as vectors."""
+"""What the phases of the row kernels share: a thread's registers, a block's shared memory, the arrays as vectors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from ..interface import Arguments
-from .extents import Extents
+from .cut import Extents
 
 
 @T.meta_class
@@ -44,7 +43,7 @@ class RowState:
         self.first, self.count = T.local_scalar("int64"), T.local_scalar("int32")
         self.edge, self.edge_at = T.local_scalar("float32"), T.local_scalar("int32")
         self.m, self.d, self.top, self.power = (T.local_scalar("float32") for _ in range(4))
-        if ext.softmax:
+        if ext.writes:
             self.out = T.alloc_local([ext.width], ext.dtype)
         if ext.in_place:
             self.scale, self.shift, self.offset = (T.local_scalar("float32") for _ in range(3))
@@ -74,9 +73,9 @@ class BlockState:
 class Views:
     """The arrays without rows: `words` of the logits' vectors; `elements` of the probabilities."""
 
-    def __init__(self, ext: Extents, io: Arguments) -> None:
+    def __init__(self, ext: Extents, io: Any) -> None:
         batch = T.Cast("int64", io.batch)
         words = batch * T.int64(ext.vocab) * T.int64(4) // T.int64(ext.width)
         self.words = T.decl_buffer([words], ext.word, data=io.logits.data)
-        if ext.softmax:
+        if ext.writes:
             self.elements = T.decl_buffer([T.int64(ext.vocab) * batch], ext.dtype, data=io.out.data)

@@ -1,0 +1,150 @@
+"""The pair (m, d) of a thread's own elements: their maximum, and the sum of their exponentials relative to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ..device.arithmetic import LOG2_E
+from .cut import Extents
+from .hold import copy_part, fence_tile, load_tile, take_tile, value
+
+Phase = Callable[..., Any]
+
+# Maxima begin with the least finite number: with minus infinity, the first difference of a masked row would be NaN.
+# Those of logsumexp are kept at most at the largest one, so that plus infinity makes the sum infinite and not NaN.
+LOWEST, HIGHEST = T.min_value("float32"), T.max_value("float32")
+
+
+def scaled(difference: Any) -> Any:
+    """An exponent of e as one of 2, which is what the hardware computes."""
+    return difference * T.float32(LOG2_E)
+
+
+# fmt: off
+def begin_pair(ext: Extents) -> Phase:
+    """Reads: `edge`. Writes: `m`, `d`. Barriers: none.
+
+    After: `m` covers the ragged element, whose exponential is added last (`add_edge`), when `m` is final; `d` is 0.
+    """
+
+    @T.inline
+    def phase(s):
+        s.m = T.max(LOWEST, s.edge)
+        if ext.algorithm == "naive":
+            s.m = T.float32(0)
+        if not ext.writes:
+            s.m = T.min(s.m, HIGHEST)
+        s.d = T.float32(0)
+
+    return phase
+
+
+def raise_maximum(ext: Extents) -> Phase:
+    """Reads: `raw`. Writes: `m`, `d`, `top`. Barriers: none. After: `m` covers `raw`, and `d` is relative to it."""
+
+    @T.inline
+    def phase(s):
+        s.top = s.m
+        for e in T.unroll(ext.vectors * ext.width):
+            s.top = T.max(s.top, value(ext, s.raw, e))
+        if not ext.writes:
+            s.top = T.min(s.top, HIGHEST)
+        if s.top > s.m:
+            s.d = s.d * T.exp2(scaled(s.m - s.top))
+            s.m = s.top
+
+    return phase
+
+
+def absorb(ext: Extents) -> Phase:
+    """Reads: `raw`. Writes: `m`, `d`, `top`, `power`; `raw` where it is to hold exponentials. Barriers: none.
+
+    After: (m, d) covers the elements of `raw`: the online algorithm, rescaled once for all of them. The others have
+    their maximum before.
+    """
+    raised, fenced = raise_maximum(ext), fence_tile(ext)
+
+    @T.inline
+    def phase(s, log):
+        if ext.algorithm == "online":
+            raised(s)
+            fenced(s)
+        for e in T.unroll(ext.vectors * ext.width):
+            # Without the steps that exp2 takes for subnormal results, which add nothing to a sum of at least 1.
+            T.ptx.ex2.approx.ftz.f32(s.power, scaled(value(ext, s.raw, e) - s.m))
+            s.d = s.d + s.power
+            if ext.in_place:
+                s.raw[e] = T.Select(log != 0, s.raw[e], s.power)
+
+    return phase
+
+
+def accumulate(ext: Extents) -> Phase:
+    """Reads: the part's vectors. Writes: `m`, `d`, `raw`, `stage`, `top`, `power`. Barriers: none.
+
+    After: (m, d) covers this thread's vectors. They are where the kernel keeps them: in `raw`, in `stage`, or nowhere.
+    """
+    return {"registers": _accumulate_held, "shared": _accumulate_staged, "nowhere": _accumulate_streamed}[ext.keep](ext)
+
+
+def _accumulate_held(ext: Extents) -> Phase:
+    load, absorbed = load_tile(ext), absorb(ext)
+
+    @T.inline
+    def phase(s, words, block, log):
+        load(s, words, 0, ext.certain)
+        absorbed(s, log)
+
+    return phase
+
+
+def _accumulate_staged(ext: Extents) -> Phase:
+    copied, take, absorbed = copy_part(ext), take_tile(ext), absorb(ext)
+
+    @T.inline
+    def phase(s, words, block, log):
+        copied(s, words, block.stage)
+        for i in T.serial(ext.full_tiles + ext.other_tiles):
+            take(s, block.stage, i * ext.tile)
+            absorbed(s, log)
+
+    return phase
+
+
+def _accumulate_streamed(ext: Extents) -> Phase:
+    load, raised, absorbed = load_tile(ext), raise_maximum(ext), absorb(ext)
+
+    @T.inline
+    def phase(s, words, block, log):
+        if ext.algorithm == "safe":
+            # The maximum of this thread's own elements; those of the row's threads are joined with their sums.
+            for i in T.serial(ext.full_tiles):
+                load(s, words, i * ext.tile, ext.vectors)
+                raised(s)
+            for i in T.serial(ext.other_tiles):
+                load(s, words, (ext.full_tiles + i) * ext.tile, 0)
+                raised(s)
+        for i in T.serial(ext.full_tiles):
+            load(s, words, i * ext.tile, ext.vectors)
+            absorbed(s, log)
+        for i in T.serial(ext.other_tiles):
+            load(s, words, (ext.full_tiles + i) * ext.tile, 0)
+            absorbed(s, log)
+
+    return phase
+
+
+def add_edge(ext: Extents) -> Phase:
+    """Reads: `edge`, `m`. Writes: `d`, `power`. Barriers: none. After: (m, d) covers all elements of this thread."""
+
+    @T.inline
+    def phase(s):
+        if ext.ragged:
+            T.ptx.ex2.approx.ftz.f32(s.power, scaled(s.edge - s.m))
+            s.d = s.d + s.power
+
+    return phase
+# fmt: on

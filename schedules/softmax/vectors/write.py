@@ -1,0 +1,167 @@
+"""What softmax and logsumexp make of a row's pair (m, d): probabilities of all elements, or one value a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ...device.arithmetic import LOG2_E
+from ...rows.cut import Extents
+from ...rows.hold import fence_tile, load_tile, take_tile, value
+from ...rows.sum import scaled
+
+Phase = Callable[..., Any]
+
+
+# fmt: off
+def result() -> Callable[..., Any]:
+    """Reads: `top`, the row's maximum, and `d`, made into a divisor or subtrahend by `normalise`.
+
+    After: `power` is the result for one logit. `log` is known when the kernel is generated.
+    """
+
+    @T.inline
+    def compute(s, logit, log):
+        if log:
+            s.power = logit - s.top - s.d
+        else:
+            T.ptx.ex2.approx.ftz.f32(s.power, (logit - s.top) * T.float32(LOG2_E))
+            s.power = s.power * s.d
+
+    return compute
+
+
+def store_tile(ext: Extents) -> Callable[..., Any]:
+    """Reads: `raw`, and what `normalise` wrote. Writes: the probabilities of the tile's vectors; `out`, `power`.
+
+    Barriers: none. `base` and `inside`: as of `load_tile`.
+    """
+    computed = result()
+
+    @T.inline
+    def store_vectors(s, elements, base, inside, log):
+        for u in T.unroll(ext.vectors):
+            for v in T.unroll(ext.width):
+                if ext.in_place:
+                    s.out[v] = (value(ext, s.raw, u * ext.width + v) - s.shift) * s.scale + s.offset
+                else:
+                    computed(s, value(ext, s.raw, u * ext.width + v), log)
+                    s.out[v] = T.Cast(ext.dtype, s.power)
+            if u < inside or base + u * ext.threads + s.t < s.count:
+                for v in T.vectorized(ext.width):
+                    elements[(s.first + T.Cast("int64", base + u * ext.threads + s.t)) * ext.width + v] = s.out[v]
+
+    @T.inline
+    def store(s, elements, base, inside, log):
+        # Two loops, and not a branch in one: the compiler would first work out, for all elements, what both share.
+        if ext.in_place:
+            store_vectors(s, elements, base, inside, False)
+        elif log != 0:
+            store_vectors(s, elements, base, inside, True)
+        else:
+            store_vectors(s, elements, base, inside, False)
+
+    return store
+
+
+def normalise(ext: Extents) -> Phase:
+    """Reads: (top, d), the row's pair, and `m`, this thread's. Writes: `d`, `scale`, `shift`, `offset`. Barriers: none.
+
+    After: `d` is the logarithm of the row's sum for log-probabilities, else its reciprocal. Exponentials in registers
+    are relative to `m`, which `scale` makes good.
+    """
+
+    @T.inline
+    def phase(s, log):
+        if log != 0:
+            s.d = T.log(s.d)
+            if ext.in_place:
+                s.shift = s.top
+                s.scale = T.float32(1)
+                s.offset = -s.d
+        else:
+            s.d = T.float32(1) / s.d
+            if ext.in_place:
+                s.shift = T.float32(0)
+                s.scale = T.exp2(scaled(s.m - s.top)) * s.d
+                s.offset = T.float32(0)
+
+    return phase
+
+
+def write(ext: Extents) -> Phase:
+    """Reads: the part's vectors from where they are, and what `normalise` wrote. Writes: their probabilities.
+
+    Barriers: none.
+    """
+    return {"registers": _write_held, "shared": _write_staged, "nowhere": _write_streamed}[ext.keep](ext)
+
+
+def _write_held(ext: Extents) -> Phase:
+    fenced, store = fence_tile(ext), store_tile(ext)
+
+    @T.inline
+    def phase(s, views, block, log):
+        fenced(s)
+        store(s, views.elements, 0, ext.certain, log)
+
+    return phase
+
+
+def _write_staged(ext: Extents) -> Phase:
+    take, store = take_tile(ext), store_tile(ext)
+
+    @T.inline
+    def phase(s, views, block, log):
+        for i in T.serial(ext.full_tiles + ext.other_tiles):
+            take(s, block.stage, i * ext.tile)
+            store(s, views.elements, i * ext.tile, 0, log)
+
+    return phase
+
+
+def _write_streamed(ext: Extents) -> Phase:
+    load, store = load_tile(ext), store_tile(ext)
+
+    @T.inline
+    def phase(s, views, block, log):
+        # Backwards: what was read last is likeliest to be in a cache.
+        for i in T.serial(ext.other_tiles):
+            load(s, views.words, (ext.full_tiles + i) * ext.tile, 0)
+            store(s, views.elements, (ext.full_tiles + i) * ext.tile, 0, log)
+        for i in T.serial(ext.full_tiles):
+            load(s, views.words, (ext.full_tiles - 1 - i) * ext.tile, ext.vectors)
+            store(s, views.elements, (ext.full_tiles - 1 - i) * ext.tile, ext.vectors, log)
+
+    return phase
+
+
+def write_edge(ext: Extents) -> Phase:
+    """Reads: `edge`, and what `normalise` wrote. Writes: the probability of the ragged element. Barriers: none."""
+    computed = result()
+
+    @T.inline
+    def phase(s, out, log):
+        if ext.ragged:
+            if s.edge_at >= 0:
+                if log != 0:
+                    computed(s, s.edge, True)
+                else:
+                    computed(s, s.edge, False)
+                out[s.row, s.edge_at] = T.Cast(ext.dtype, s.power)
+
+    return phase
+
+
+def write_value() -> Phase:
+    """Reads: (top, d), the row's pair. Writes: the row's logsumexp, by one thread. Barriers: none."""
+
+    @T.inline
+    def phase(s, out):
+        if s.part == 0 and s.t == 0:
+            out[s.row] = s.top + T.log(s.d)
+
+    return phase
+# fmt: on
