@@ -55,8 +55,8 @@ DECISIONS: Mapping[str, str] = {
     "pack": "Samples of a batch, or rows of a beam, side by side in memory, so that one load serves them all.",
     "copies": "Copies of a row in shared memory, each in banks of its own, so that fewer lanes wait for the same bank.",
     "staged": (
-        "1: what is used again, the operand of all tiles or a row, is kept in shared memory; 0: in registers; 2: half"
-        " of it in each."
+        "1: what is used again, the operand of all tiles or a row, is kept in shared memory; 0: in registers, or read"
+        " again; 2: half of it in each."
     ),
     # What is done ahead of its time.
     "row_bound": (

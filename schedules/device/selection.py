@@ -87,6 +87,16 @@ def lanes_sum(number: tirx.PrimExpr) -> tirx.PrimExpr:
     return T.call_extern("int32", "__reduce_add_sync", T.uint32(FULL_WARP), number)
 
 
+def lanes_min(number: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The least of an int32 over the lanes of a warp, in all of them."""
+    return T.call_extern("int32", "__reduce_min_sync", T.uint32(FULL_WARP), number)
+
+
+def lanes_max(number: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The largest of an int32 over the lanes of a warp, in all of them."""
+    return T.call_extern("int32", "__reduce_max_sync", T.uint32(FULL_WARP), number)
+
+
 @T.inline
 def scan_lanes(t, value, other):
     """The inclusive sum of `value` over the lanes of a warp up to one's own; `other` is lost."""

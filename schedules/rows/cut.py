@@ -10,7 +10,8 @@ whole vectors
 ragged elements
     Fewer than `width` at each end of such a row, in vectors that are shared with the neighbouring rows.
 part
-    The whole vectors of one thread block, where a cluster of blocks shares the row; else all of them.
+    The whole vectors of one thread block, where a cluster of blocks shares the row, or of one warp, where each warp has
+    a slice of neighbouring columns; else all of them.
 tile
     `vectors` vectors for each of a part's threads. Neighbouring threads read neighbouring vectors.
 """
@@ -56,6 +57,13 @@ class Extents:
         Rows of a block; more than one only where a row has one warp.
     vectors
         Vectors that a thread has in registers at once.
+    slices
+        Parts of a thread block: 1, or one for each of its warps, which then is all that `threads` counts. Parts are
+        numbered in the order of their columns, and the last one has the ragged elements at the row's end.
+    written
+        Whether vectors are loaded so that what a producer kernel wrote is seen (`device.overlap`).
+    tempered
+        Whether each row has a temperature: exponents are multiplied by `RowState.factor`.
     """
 
     writes: bool
@@ -67,6 +75,9 @@ class Extents:
     threads: int
     rows: int
     vectors: int
+    slices: int = 1
+    written: bool = False
+    tempered: bool = False
 
     # ---- vectors -----------------------------------------------------------------------------------
 
@@ -78,7 +89,7 @@ class Extents:
     @property
     def word(self) -> str:
         """The dtype of a vector's four words: one float32, or two elements of half precision."""
-        return "float32" if self.dtype == "float32" else "uint32"
+        return "float32" if self.dtype == "float32" and not self.written else "uint32"
 
     @property
     def ragged(self) -> bool:
@@ -94,14 +105,19 @@ class Extents:
     # ---- parts -------------------------------------------------------------------------------------
 
     @property
+    def parts(self) -> int:
+        """Parts of a row."""
+        return self.cluster * self.slices
+
+    @property
     def part(self) -> int:
         """Whole vectors of a part, of the last one at most."""
-        return ceildiv(self.vocab // self.width, self.cluster)
+        return ceildiv(self.vocab // self.width, self.parts)
 
     @property
     def part_fewest(self) -> int:
         """Whole vectors that every part has, wherever its row begins."""
-        return max(0, self.fewest - (self.cluster - 1) * self.part)
+        return max(0, self.fewest - (self.parts - 1) * self.part)
 
     @property
     def kept(self) -> int:
@@ -116,7 +132,7 @@ class Extents:
     @property
     def pairs(self) -> int:
         """Pairs of (m, d) that are joined through shared memory: one from every warp of the row."""
-        return self.cluster * self.warps
+        return self.parts * self.warps
 
     # ---- tiles -------------------------------------------------------------------------------------
 

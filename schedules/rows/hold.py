@@ -13,21 +13,26 @@ from tvm.script import tirx as T
 from .cut import Extents
 
 # What an absent vector's words hold: minus infinity, which adds nothing to a maximum or a sum.
-MINUS_INFINITY = {"float16": 0xFC00FC00, "bfloat16": 0xFF80FF80}
+MINUS_INFINITY = {"float32": 0xFF800000, "float16": 0xFC00FC00, "bfloat16": 0xFF80FF80}
 
 
 def minus_infinity(ext: Extents) -> Any:
-    return -T.infinity("float32") if ext.dtype == "float32" else T.uint32(MINUS_INFINITY[ext.dtype])
+    return -T.infinity("float32") if ext.word == "float32" else T.uint32(MINUS_INFINITY[ext.dtype])
 
 
 def value(ext: Extents, raw: Any, e: Any) -> Any:
     """The e-th element of a thread's words, in float32."""
     if ext.dtype == "float32":
-        return raw[e]
+        return raw[e] if ext.word == "float32" else T.reinterpret("float32", raw[e])
     half = raw[e // 2] >> T.Cast("uint32", e % 2 * 16)
     if ext.dtype == "bfloat16":
         return T.reinterpret("float32", half << T.uint32(16))
     return T.Cast("float32", T.reinterpret("float16", T.Cast("uint16", half)))
+
+
+def staged_at(ext: Extents, s: Any) -> Any:
+    """Where a part's vectors begin in its thread block's `stage`."""
+    return s.part % ext.slices * ext.part if ext.slices > 1 else 0
 
 
 # fmt: off
@@ -35,7 +40,8 @@ def locate(ext: Extents) -> Callable[..., Any]:
     """Reads: the ragged elements of the row. Writes: `first`, `count`, `edge`, `edge_at`. Barriers: none.
 
     After: the part's vectors are known, and the ragged elements of the row are dealt out, one a thread, to threads of
-    the first part: those before the first whole vector to threads 0, 1..., those after the last to `width`...
+    the first part: those before the first whole vector to threads 0, 1..., those after the last to `width`... (of the
+    last part, where parts are slices).
     """
     vocab, width = ext.vocab, ext.width
 
@@ -51,7 +57,12 @@ def locate(ext: Extents) -> Callable[..., Any]:
             before = T.min(before, vocab)
             s.first = (s.row * T.int64(vocab) + T.int64(width - 1)) // T.int64(width) + s.part * ext.part
             s.count = T.min(T.max((vocab - before) // width - s.part * ext.part, 0), ext.part)
-            if s.part == 0:
+            if ext.slices > 1:
+                if s.part == 0 and s.t < before:
+                    s.edge_at = s.t
+                if s.part == ext.parts - 1 and width <= s.t and s.t < width + (vocab - before) % width:
+                    s.edge_at = vocab - (vocab - before) % width + s.t - width
+            elif s.part == 0:
                 if s.t < before:
                     s.edge_at = s.t
                 if width <= s.t and s.t < width + (vocab - before) % width:
@@ -75,15 +86,21 @@ def load_tile(ext: Extents) -> Callable[..., Any]:
     threads, vectors = ext.threads, ext.vectors
 
     @T.inline
+    def load_vector(s, words, u, at):
+        if ext.written:
+            T.ptx.ld.global_.v4.u32(
+                s.raw[u * 4], s.raw[u * 4 + 1], s.raw[u * 4 + 2], s.raw[u * 4 + 3], words.ptr_to([at * 4]))
+        else:
+            for v in T.vectorized(4):
+                s.raw[u * 4 + v] = words[at * 4 + v]
+
+    @T.inline
     def load(s, words, base, inside):
         for u in T.unroll(inside):
-            for v in T.vectorized(4):
-                s.raw[u * 4 + v] = words[(s.first + T.Cast("int64", base + u * threads + s.t)) * 4 + v]
+            load_vector(s, words, u, s.first + T.Cast("int64", base + u * threads + s.t))
         for u in T.unroll(vectors - inside):
             if base + (inside + u) * threads + s.t < s.count:
-                for v in T.vectorized(4):
-                    s.raw[(inside + u) * 4 + v] = words[
-                        (s.first + T.Cast("int64", base + (inside + u) * threads + s.t)) * 4 + v]
+                load_vector(s, words, inside + u, s.first + T.Cast("int64", base + (inside + u) * threads + s.t))
         for w in T.unroll((vectors - inside) * 4):
             s.raw[inside * 4 + w] = T.Select(
                 base + (inside + w // 4) * threads + s.t < s.count, s.raw[inside * 4 + w], minus_infinity(ext))
@@ -102,7 +119,7 @@ def copy_part(ext: Extents) -> Callable[..., Any]:
         for u in T.unroll(ext.kept):
             if u * ext.threads + s.t < s.count:
                 T.ptx.cp.async_.cg.shared.global_(
-                    stage.ptr_to([(u * ext.threads + s.t) * 4]),
+                    stage.ptr_to([(staged_at(ext, s) + u * ext.threads + s.t) * 4]),
                     words.ptr_to([(s.first + T.Cast("int64", u * ext.threads + s.t)) * 4]), 16)
         T.ptx.cp.async_.commit_group()
         T.ptx.cp.async_.wait_group(0)
@@ -118,7 +135,7 @@ def take_tile(ext: Extents) -> Callable[..., Any]:
         for u in T.unroll(ext.vectors):
             if base + u * ext.threads + s.t < s.count:
                 for v in T.vectorized(4):
-                    s.raw[u * 4 + v] = stage[(base + u * ext.threads + s.t) * 4 + v]
+                    s.raw[u * 4 + v] = stage[(staged_at(ext, s) + base + u * ext.threads + s.t) * 4 + v]
         for w in T.unroll(ext.vectors * 4):
             s.raw[w] = T.Select(base + w // 4 * ext.threads + s.t < s.count, s.raw[w], minus_infinity(ext))
 

@@ -30,7 +30,7 @@ def join_warp() -> Phase:
     @T.inline
     def phase(s):
         s.top = T.cuda.warp_max(s.m)
-        s.d = T.cuda.warp_sum(s.d * T.exp2(scaled(s.m - s.top)))
+        s.d = T.cuda.warp_sum(s.d * T.exp2(scaled(s, s.m - s.top)))
 
     return phase
 
@@ -45,8 +45,8 @@ def join_block(ext: Extents) -> Phase:
     @T.inline
     def phase(s, block):
         if s.t % 32 == 0:
-            block.pair_m[s.t // 32] = s.top
-            block.pair_d[s.t // 32] = s.d
+            block.pair_m[s.part * ext.warps + s.t // 32] = s.top
+            block.pair_d[s.part * ext.warps + s.t // 32] = s.d
         T.cuda.cta_sync()
         joined(s, block)
 
@@ -96,7 +96,7 @@ def _join_pairs(ext: Extents) -> Phase:
         for i in T.unroll(ceildiv(pairs, 32)):
             if i * 32 + s.t % 32 < pairs:
                 s.d = s.d + block.pair_d[i * 32 + s.t % 32] * T.exp2(
-                    scaled(block.pair_m[i * 32 + s.t % 32] - s.top))
+                    scaled(s, block.pair_m[i * 32 + s.t % 32] - s.top))
         s.d = T.cuda.warp_sum(s.d)
 
     return phase

@@ -33,6 +33,8 @@ class RowState:
         The exponential or the result that has just been computed.
     scale, shift, offset
         `(raw - shift) * scale + offset` is the result, where exponentials took the place of the logits.
+    factor
+        What exponents of e are multiplied by to be exponents of 2, where rows have temperatures.
     out
         A vector of results.
     """
@@ -45,6 +47,8 @@ class RowState:
         self.m, self.d, self.top, self.power = (T.local_scalar("float32") for _ in range(4))
         if ext.writes:
             self.out = T.alloc_local([ext.width], ext.dtype)
+        if ext.tempered:
+            self.factor = T.local_scalar("float32")
         if ext.in_place:
             self.scale, self.shift, self.offset = (T.local_scalar("float32") for _ in range(3))
 
@@ -63,7 +67,8 @@ class BlockState:
     """
 
     def __init__(self, ext: Extents) -> None:
-        self.stage = T.alloc_buffer([ext.part * 4 if ext.keep == "shared" else 4], ext.word, scope="shared.dyn")
+        staged = ext.slices * ext.part * 4 if ext.keep == "shared" else 4
+        self.stage = T.alloc_buffer([staged], ext.word, scope="shared.dyn")
         if ext.pairs > 1:
             self.pair_m = T.alloc_shared([ext.pairs], "float32")
             self.pair_d = T.alloc_shared([ext.pairs], "float32")

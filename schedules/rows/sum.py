@@ -18,9 +18,9 @@ Phase = Callable[..., Any]
 LOWEST, HIGHEST = T.min_value("float32"), T.max_value("float32")
 
 
-def scaled(difference: Any) -> Any:
-    """An exponent of e as one of 2, which is what the hardware computes."""
-    return difference * T.float32(LOG2_E)
+def scaled(s: Any, difference: Any) -> Any:
+    """An exponent of e as one of 2, which is what the hardware computes; of a row with a temperature, by its factor."""
+    return difference * (s.factor if hasattr(s, "factor") else T.float32(LOG2_E))
 
 
 # fmt: off
@@ -53,7 +53,7 @@ def raise_maximum(ext: Extents) -> Phase:
         if not ext.writes:
             s.top = T.min(s.top, HIGHEST)
         if s.top > s.m:
-            s.d = s.d * T.exp2(scaled(s.m - s.top))
+            s.d = s.d * T.exp2(scaled(s, s.m - s.top))
             s.m = s.top
 
     return phase
@@ -74,7 +74,7 @@ def absorb(ext: Extents) -> Phase:
             fenced(s)
         for e in T.unroll(ext.vectors * ext.width):
             # Without the steps that exp2 takes for subnormal results, which add nothing to a sum of at least 1.
-            T.ptx.ex2.approx.ftz.f32(s.power, scaled(value(ext, s.raw, e) - s.m))
+            T.ptx.ex2.approx.ftz.f32(s.power, scaled(s, value(ext, s.raw, e) - s.m))
             s.d = s.d + s.power
             if ext.in_place:
                 s.raw[e] = T.Select(log != 0, s.raw[e], s.power)
@@ -143,7 +143,7 @@ def add_edge(ext: Extents) -> Phase:
     @T.inline
     def phase(s):
         if ext.ragged:
-            T.ptx.ex2.approx.ftz.f32(s.power, scaled(s.edge - s.m))
+            T.ptx.ex2.approx.ftz.f32(s.power, scaled(s, s.edge - s.m))
             s.d = s.d + s.power
 
     return phase

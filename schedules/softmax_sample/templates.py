@@ -13,9 +13,16 @@ from ..softmax_topk.radix_select import radix_select
 from ..softmax_topk.row_scan import row_scan
 from ..softmax_topk.threshold_gate import cluster_gate, threshold_gate
 from ..softmax_topk.warp_rows import warp_rows
+from . import space
 
 # Words that a warp ranks as fast as a thread block, by default.
 MOST_OF_WARP = 32
+
+
+def slices(problem: SoftmaxSample, decisions: Decisions) -> Program:
+    from .slices import build
+
+    return build(problem, decisions)
 
 
 def scan(problem: SoftmaxSample, decisions: Decisions) -> Program:
@@ -87,7 +94,7 @@ def drawing(
 ) -> Template[SoftmaxSample]:
     """A template with the space and the defaults of one of softmax_topk's, for the problem of the k best."""
 
-    def space(problem: SoftmaxSample, machine: Machine) -> Table:
+    def base_space(problem: SoftmaxSample, machine: Machine) -> Table:
         if problem.whole and base is warp_rows:
             raise NotApplicable("a warp alone would take long to search the whole row")
         return base.space(problem.best, machine)
@@ -104,7 +111,7 @@ def drawing(
         operator="softmax_sample",
         kind=base.kind,
         summary=summary,
-        space=space,
+        space=base_space,
         default=default,
         program=program,
         allowed=allowed,
@@ -120,3 +127,16 @@ sample_cluster = drawing(
 )
 sample_warps = drawing("sample_warps", 3, warp_rows, warps, "as warp_rows, then the row's warp draws a word", few_rows)
 sample_radix = drawing("sample_radix", 3, radix_select, radix, "as radix_select, then one warp draws a word")
+sample_slices = Template(
+    name="sample_slices",
+    version=1,
+    operator="softmax_sample",
+    kind="cuda",
+    summary="sums of slices of columns, one of which is read again for the word",
+    space=space.space,
+    default=space.default,
+    program=slices,
+    allowed=space.allowed,
+    launch=space.launch,
+    explicit_threads=True,
+)

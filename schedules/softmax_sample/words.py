@@ -15,6 +15,7 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 from tvm_sparse.operators.softmax_sample.definition import (
+    Columns,
     Draw,
     clamped,
     counter_of,
@@ -24,11 +25,13 @@ from tvm_sparse.operators.softmax_sample.definition import (
     limit_of,
     philox,
     take,
+    take_by_column,
     uniform_of,
 )
 from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 
-from ..device.selection import FULL_WARP, lanes_sum, scan_lanes
+from ..device.loops import rolled
+from ..device.selection import FULL_WARP, lanes_max, lanes_min, lanes_sum, scan_lanes
 from ..device.state import named
 from ..device.words import load_element
 from ..softmax_topk.ending import Ending
@@ -136,15 +139,16 @@ def draw_by_warp(problem: SoftmaxSample) -> Callable[..., Any]:
     has as many words before it as have cumulative chances up to the uniform number's share of all that is left, but at
     most all but one: whatever is rounded, it is one that is left.
 
-    Where a word may be drawn from the whole row, the k best decide if the filters end among them, or if there are none
-    and the uniform number ends there. Else the row has to be searched (`search`).
+    Where a word may be drawn from the whole row, the k best decide if the filters end among them. Else the row has to
+    be searched (`search`). A row without a top_k is drawn from in the order of columns.
 
     Reads: the row's values and indices, which the block's threads have written.
     Writes: the row's token and its log-probability; `needed`, if the whole row counts: whether it has to be searched.
     Barriers: one.
     """
     k, words, whole = problem.k, problem.words, bool(problem.whole)
-    each = ceildiv(k, 32)
+    each, unbounded = ceildiv(k, 32), problem.words == problem.vocab
+    placed = place_by_column(k)
 
     @T.inline
     def phase(io, row, t, barrier, needed):
@@ -191,15 +195,15 @@ def draw_by_warp(problem: SoftmaxSample) -> Callable[..., Any]:
             # Sums are no less than 0, and so order as their bits.
             s.other[0] = T.reinterpret("float32", T.call_extern(
                 "uint32", "__reduce_max_sync", T.uint32(FULL_WARP), T.reinterpret("uint32", s.other[0])))
-            if whole:
-                if s.top_k[0] > k and s.left[0] == k:
-                    s.other[0] = T.float32(1)
             s.other[0] = clamped(s.uniform[0]) * s.other[0]
-            s.place[0] = 0
-            for j in T.unroll(each):
-                if t * each + j < T.max(s.left[0], 1) and s.before[0] + s.sums[j] <= s.other[0]:
-                    s.place[0] = s.place[0] + 1
-            s.place[0] = lanes_sum(s.place[0])
+            if unbounded and s.top_k[0] == words:
+                placed(io, row, t, s)
+            else:
+                s.place[0] = 0
+                for j in T.unroll(each):
+                    if t * each + j < T.max(s.left[0], 1) and s.before[0] + s.sums[j] <= s.other[0]:
+                        s.place[0] = s.place[0] + 1
+                s.place[0] = lanes_sum(s.place[0])
             if whole:
                 if t == 0:
                     needed[0] = T.Select(is_open(k, words, s), 1, 0)
@@ -208,6 +212,55 @@ def draw_by_warp(problem: SoftmaxSample) -> Callable[..., Any]:
                 T.ptx.ld.global_.s64(s.numbers[0], io.indices.ptr_to([row, s.place[0]]))
                 io.tokens[row] = T.Cast("int32", s.numbers[0])
                 io.logprobs[row] = load_element("float32", io.values.ptr_to([row, s.place[0]]))
+
+    return phase
+
+
+def place_by_column(k: int) -> Callable[..., Any]:
+    """Which of the best words that are left is drawn in the order of columns; the phase is (io, row, t, s).
+
+    Reads: `chance`, `left`, the row's indices, and `other`, how much is to be passed.
+    Writes: `place`, in all lanes.
+    Barriers: shuffles.
+    """
+    each = ceildiv(k, 32)
+    # Registers that a loop which is not unrolled indexes are in memory; unrolled, many would be long code.
+    loop = T.unroll if each <= 4 else rolled
+
+    @T.inline
+    def phase(io, row, t, s):
+        columns = T.alloc_local([each], "int32")
+        before = T.alloc_local([each], "float32")
+        found = T.alloc_local([1], "int32")
+        last = T.alloc_local([1], "int32")
+        for j in loop(each):
+            before[j] = s.chance[j]
+            T.ptx.ld.global_.s64(s.numbers[0], io.indices.ptr_to([row, T.min(t * each + j, k - 1)]))
+            columns[j] = T.Cast("int32", s.numbers[0])
+        for lane in rolled(32):
+            for i in loop(each):
+                if lane * each + i < s.left[0]:
+                    found[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), columns[i], lane, 32, 32)
+                    s.min_p[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.chance[i], lane, 32, 32)
+                    for j in loop(each):
+                        if found[0] < columns[j]:
+                            before[j] = before[j] + s.min_p[0]
+        found[0] = 2**31 - 1
+        last[0] = -1
+        for j in loop(each):
+            if t * each + j < s.left[0]:
+                last[0] = T.max(last[0], columns[j])
+                if before[j] > s.other[0]:
+                    found[0] = T.min(found[0], columns[j])
+        found[0] = lanes_min(found[0])
+        last[0] = lanes_max(last[0])
+        # By rounding the sum of all may be too little.
+        found[0] = T.Select(last[0] < found[0], last[0], found[0])
+        s.place[0] = 0
+        for j in loop(each):
+            if t * each + j < s.left[0] and columns[j] == found[0]:
+                s.place[0] = t * each + j
+        s.place[0] = lanes_max(s.place[0])
 
     return phase
 
@@ -234,15 +287,13 @@ def draw_by_blocks(problem: SoftmaxSample, blocks: Blocks) -> Callable[..., Any]
 
 
 def is_open(k: int, words: int, s: Any) -> tirx.PrimExpr:
-    """Whether the k best do not decide which word of the whole row is drawn, as far as `left` of them are left.
+    """Whether the k best do not decide which word of the whole row is drawn.
 
-    The mass of a top_k that is above k, and below all, is not known: it is at most that of all words, for which `left`
-    and `place` are. Rows without a distribution, of which nothing is left, are decided.
+    They do if fewer are left. The mass of a top_k above k, of which top_p is a share, is not known; it is at most that
+    of all words, for which `left` is. Rows without a distribution, of which nothing is left, are decided.
     """
-    filtered = T.Or(s.top_p[0] < T.float32(1), s.min_p[0] > T.float32(0))
-    full = T.And(s.left[0] == k, T.Or(T.Or(filtered, s.top_k[0] < words), s.place[0] >= k))
-    return T.And(
-        T.And(s.top_k[0] > k, s.left[0] > 0), T.Or(full, T.And(s.top_k[0] < words, s.top_p[0] < T.float32(1))))
+    share = T.And(s.top_k[0] < words, s.top_p[0] < T.float32(1))
+    return T.And(T.And(s.top_k[0] > k, s.left[0] > 0), T.Or(s.left[0] == k, share))
 
 
 def own_on_cpu(io: Arguments, row: Any) -> Arguments:
@@ -260,7 +311,7 @@ def filter_on_cpu(io: Arguments, name: str, row: Any) -> Any:
 def draw_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
     """As `draw_by_warp`, one word after another."""
     k, words, whole = problem.k, problem.words, bool(problem.whole)
-    drawn, left, taken = draw(k), cut(k), take(k)
+    drawn, left, taken, by_column = draw(k, problem.vocab), cut(k), take(k), take_by_column(k)
     search = search_by_thread(problem) if whole else None
 
     @T.inline
@@ -269,6 +320,7 @@ def draw_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
         uniform = T.meta_var(uniform_of(s.words) if io.seeded > 0 else io.uniforms[row])
         top_p = T.meta_var(filter_on_cpu(io, "top_p", row))
         min_p = T.meta_var(filter_on_cpu(io, "min_p", row))
+        columns = T.meta_var(Columns(io.indices, row))
         s.limit[0] = limit_of(filter_on_cpu(io, "temperature", row), filter_on_cpu(io, "top_k", row), words)
         for i in range(k):
             s.chance[i] = T.exp(io.values[row, i])
@@ -279,21 +331,17 @@ def draw_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
             if s.limit[0] > k:
                 s.total[0] = T.float32(1)
                 left(s, top_p, min_p)
-                if s.left[0] == k:
-                    s.sum[0] = T.float32(1)
-                taken(s, uniform)
-                if s.chance[0] > T.float32(0) and (
-                    (s.left[0] == k and (top_p < T.float32(1) or min_p > T.float32(0) or s.limit[0] < words
-                                         or s.place[0] == k))
-                    or (s.limit[0] < words and top_p < T.float32(1))
-                ):
+                if s.chance[0] > T.float32(0) and (s.left[0] == k or (s.limit[0] < words and top_p < T.float32(1))):
                     s.place[0] = k
+                elif s.limit[0] == words:
+                    by_column(s, uniform, columns)
                 else:
+                    taken(s, uniform)
                     s.place[0] = T.min(s.place[0], s.left[0] - 1)
             else:
-                drawn(s, top_p, min_p, uniform)
+                drawn(s, top_p, min_p, uniform, columns)
         else:
-            drawn(s, top_p, min_p, uniform)
+            drawn(s, top_p, min_p, uniform, columns)
         if s.place[0] < k:
             io.tokens[row] = T.Cast("int32", io.indices[row, s.place[0]])
             io.logprobs[row] = io.values[row, s.place[0]]

@@ -85,7 +85,7 @@ def normalise(ext: Extents) -> Phase:
             s.d = T.float32(1) / s.d
             if ext.in_place:
                 s.shift = T.float32(0)
-                s.scale = T.exp2(scaled(s.m - s.top)) * s.d
+                s.scale = T.exp2(scaled(s, s.m - s.top)) * s.d
                 s.offset = T.float32(0)
 
     return phase

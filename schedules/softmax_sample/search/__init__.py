@@ -19,7 +19,8 @@ Phases are called with (io, row, t, s): as `Ending.finish`, with the state of th
 the threads of a block or of a cluster, or the one of a CPU.
 """
 
-from .blocks import Blocks, search_by_blocks
+from ..blocks import Blocks
+from .blocks import search_by_blocks
 from .thread import search_by_thread
 
 __all__ = ["Blocks", "search_by_blocks", "search_by_thread"]

@@ -1,92 +1,49 @@
-"""A GPU's block or cluster as the crew of a search."""
+"""A GPU's thread block or cluster as the crew of a search; each warp has a slice of the row's columns."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import ceildiv
-from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 
-from ...device.cluster import cluster_barrier, peer_load
-from ...device.pool import asked
-from ...device.selection import FULL_WARP, RADIX_BINS, scan_lanes
-from ...device.words import load_element, load_words, value_at
+from ...device.cluster import cluster_barrier, peer_load, peer_store
+from ...device.selection import FULL_WARP, RADIX_BINS, lanes_max, lanes_min, lanes_sum, scan_lanes
+from ...device.words import load_element, load_words
+from ...rows.hold import load_tile, locate, minus_infinity, take_tile, value
+from ...rows.state import RowState, Views
 from ...softmax_topk.elements import written_element
+from ..blocks import BEFORE, BIN, BINS, COPIES, COUNT, COUNT_BEFORE, MASS, Blocks
 from .crew import (
-    BEFORE,
-    BIN,
-    BINS,
-    COUNT,
-    COUNT_BEFORE,
-    FOUND,
     LOADS,
-    MASS,
     SLICES,
     Crew,
     State,
     agrees,
     draw_by_search,
+    is_before,
     is_heavy,
+    pass_over_row,
     reaches,
     write_word,
 )
 
-# Bytes of what a GPU's thread loads at once, and how many of these are on their way.
-VECTOR, RING = 16, 4
-# A block has so many copies of each bin, so that atomics of a warp's lanes seldom meet in one.
-COPIES = 4
+# No column or slice: above all.
+NONE = 2**31 - 1
 
+put_sum = peer_store("put_sum", "float")
+put_ties = peer_store("put_ties", "int")
 mass_of = peer_load("mass_of", "unsigned long long", "uint64")
 count_of = peer_load("count_of", "int", "int32")
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """The blocks that have a row, and how it lies over their threads: in vectors of 16 bytes, in turn.
-
-    The elements before the row's first whole vector and behind its last are loaded one by one, in a step of their own.
-    """
-
-    problem: SoftmaxSample
-    threads: int  # of a block
-    cluster: int  # blocks
-
-    @property
-    def width(self) -> int:
-        """Elements of a vector."""
-        return VECTOR // numpy_dtype(self.problem.dtype).itemsize
-
-    @property
-    def per_word(self) -> int:
-        """Elements of a word."""
-        return self.width // 4
-
-    @property
-    def aligned(self) -> bool:
-        """Whether every row begins and ends with a whole vector."""
-        return self.problem.vocab % self.width == 0
-
-    @property
-    def vector_steps(self) -> int:
-        """Steps in which vectors are loaded."""
-        return ceildiv(self.problem.vocab // self.width, self.threads * self.cluster)
-
-    @property
-    def bytes(self) -> int:
-        """Of shared memory, see `search_state`."""
-        histograms = 8 * (2 * BINS + len(FOUND) + 2 * BINS) + 4 * ((3 + 3 * COPIES) * BINS)
-        return asked(VECTOR * RING * self.threads + ceildiv(histograms, VECTOR) * VECTOR)
-
-
 # fmt: off
-def search_state(blocks: Blocks, pool: Any) -> State:
-    """The state of a search, whose shared buffers are in `pool`, which nothing else needs any more."""
+def search_state(blocks: Blocks, pool: Any, **more: Any) -> State:
+    """The state of a search, whose shared buffers are in `pool`, which nothing else needs any more; `more` of it."""
     taken = [0]
 
     def shared(shape: tuple[int, ...], dtype: str) -> tirx.Buffer:
@@ -95,38 +52,38 @@ def search_state(blocks: Blocks, pool: Any) -> State:
         taken[0] += ceildiv(shape[0] * size, 8) * 8
         return buffer
 
-    more: dict[str, Any] = {
-        "ring": shared((RING * blocks.threads * 4,), "uint32"),
+    if blocks.staged:
+        more["stage"] = shared((blocks.staged // 4,), "uint32")
+    if blocks.joined:
+        more |= {name: shared((blocks.ext.parts,), "float32") for name in ("pair_m", "pair_d")}
+    more |= {
         "lows": shared((COPIES * BINS,), "uint32"),
         "highs": shared((COPIES * BINS,), "uint32"),
         "tallies": shared((COPIES * BINS,), "uint32"),
+        "sums": shared((blocks.ext.parts,), "float32"),
+        "ties": shared((blocks.ext.parts,), "int32"),
     }
     if blocks.cluster > 1:
         more |= {"shown": shared((2 * BINS,), "uint64"), "shown_counts": shared((2 * BINS,), "int32")}
     registers = {"small": "uint16", "added": "uint32"}
-    registers |= dict.fromkeys(("column", "ahead", "own", "head", "turn", "number"), "int32")
+    registers |= dict.fromkeys(("column", "own", "turn", "number"), "int32")
     more |= {name: T.alloc_local((1,), dtype) for name, dtype in registers.items()}
-    more |= {"raw": T.alloc_local((4,), "uint32")}
     return State.alloc(shared, T.alloc_local, **more)
 
 
 def begin_search(blocks: Blocks) -> Callable[..., Any]:
-    """Before the first pass; the phase is (row, t, s, part), `part` being the number of the block in its cluster.
+    """Before the first pass; the phase is (t, s, part), `part` being the number of the block in its cluster.
 
-    Writes: `own`, `head`, `turn`; empty bins.
+    Writes: `own`, `turn`; empty bins.
     Barriers: one, at the end.
     """
-    threads, width, vocab, words = blocks.threads, blocks.width, blocks.problem.vocab, COPIES * BINS
+    threads, bins = blocks.threads, COPIES * BINS
 
     @T.inline
-    def phase(row, t, s, part):
+    def phase(t, s, part):
         s.own[0] = part * threads + t
-        s.head[0] = 0
-        if not blocks.aligned:
-            s.head[0] = T.min(T.Cast("int32", T.truncmod(
-                width - T.truncmod(row * T.int64(vocab), T.int64(width)), T.int64(width))), vocab)
         s.turn[0] = 0
-        for i in T.serial((words - 1 - t + threads) // threads):
+        for i in T.serial((bins - 1 - t + threads) // threads):
             s.lows[i * threads + t] = T.uint32(0)
             s.highs[i * threads + t] = T.uint32(0)
             s.tallies[i * threads + t] = T.uint32(0)
@@ -135,82 +92,51 @@ def begin_search(blocks: Blocks) -> Callable[..., Any]:
     return phase
 
 
-def start_vector(blocks: Blocks) -> Callable[..., Any]:
-    """Have a thread's j-th vector copied to its ring; the phase is (io, row, t, s, j).
+def load_step(blocks: Blocks) -> Callable[..., Any]:
+    """A thread's vectors of its j-th tile, or, behind the last, its ragged element; the phase is (io, row, t, s, j).
 
-    Writes: `ring`, asynchronously; `ahead`.
-    After: one more group of copies is on its way, an empty one if there is no such vector.
+    Reads: the row, or what of it is staged.
+    Writes: `r.raw`, `column`; scratch is `small`.
     """
-    own, threads, width, vocab = blocks.threads, blocks.threads * blocks.cluster, blocks.width, blocks.problem.vocab
+    ext, steps, per_word = blocks.ext, blocks.steps, blocks.ext.width // 4
+    load, take = load_tile(ext), take_tile(ext)
 
     @T.inline
     def phase(io, row, t, s, j):
-        s.ahead[0] = s.head[0] + (j * threads + s.own[0]) * width
-        if s.ahead[0] + width <= vocab:
-            T.ptx.cp.async_.cg.shared.global_(
-                s.ring.ptr_to([(j % RING * own + t) * 4]), io.logits.ptr_to([row, s.ahead[0]]), VECTOR)
-        T.ptx.cp.async_.commit_group()
+        if ext.ragged and j == steps:
+            for w in T.unroll(ext.vectors * 4):
+                s.r.raw[w] = minus_infinity(ext)
+            s.column[0] = T.max(s.r.edge_at, 0)
+            if s.r.edge_at >= 0:
+                load_words(4 // per_word, s.r.raw, 0, s.small, io.logits.ptr_to([row, s.column[0]]))
+                if per_word > 1:
+                    s.r.raw[0] = s.r.raw[0] | (minus_infinity(ext) & T.uint32(0xFFFF0000))
+        else:
+            s.column[0] = T.Cast("int32", s.r.first * ext.width - row * T.int64(ext.vocab)) + (
+                j * ext.tile + s.r.t) * ext.width
+            if ext.keep == "shared":
+                take(s.r, s.stage, j * ext.tile)
+            else:
+                load(s.r, s.words, j * ext.tile, 0)
 
     return phase
 
 
-def start_vectors(blocks: Blocks) -> Callable[..., Any]:
-    """Have the first vectors of a thread copied; the phase is (io, row, t, s)."""
-    start = start_vector(blocks)
-
-    @T.inline
-    def phase(io, row, t, s):
-        for j in T.unroll(RING):
-            start(io, row, t, s, j)
-
-    return phase
+def column_of(blocks: Blocks) -> Callable[..., Any]:
+    """(s, e) -> the column of a step's e-th element."""
+    ext = blocks.ext
+    return lambda s, e: s.column[0] + e // ext.width * (ext.threads * ext.width) + e % ext.width
 
 
-def load_vector(blocks: Blocks) -> Callable[..., Any]:
-    """The vector of a thread's j-th step, once it has arrived; the phase is (io, row, t, s, j).
-
-    Reads: `ring`.
-    Writes: `column`, `raw`; `ring`, asynchronously; scratch is `small`.
-    """
-    own, threads, width, vocab = blocks.threads, blocks.threads * blocks.cluster, blocks.width, blocks.problem.vocab
-    dtype, per_word, start = blocks.problem.dtype, blocks.per_word, start_vector(blocks)
-    nothing = {"float32": 0xFF800000, "float16": 0xFC00FC00, "bfloat16": 0xFF80FF80}[dtype]  # -inf
-
-    @T.inline
-    def phase(io, row, t, s, j):
-        s.column[0] = s.head[0] + (j * threads + s.own[0]) * width
-        T.ptx.cp.async_.wait_group(RING - 1)
-        for w in T.unroll(4):
-            s.raw[w] = T.uint32(nothing)
-        if s.column[0] + width <= vocab:
-            for w in T.vectorized(4):
-                s.raw[w] = s.ring[(j % RING * own + t) * 4 + w]
-        if not blocks.aligned:
-            if j == blocks.vector_steps and s.own[0] < 2 * width:
-                # One element before the first vector, or one behind the last.
-                s.column[0] = s.own[0]
-                if s.own[0] >= s.head[0]:
-                    s.column[0] = s.own[0] + (vocab - s.head[0]) // width * width
-                if s.column[0] < vocab:
-                    load_words(4 // per_word, s.raw, 0, s.small, io.logits.ptr_to([row, s.column[0]]))
-                    if per_word > 1:
-                        s.raw[0] = s.raw[0] | T.uint32(nothing & 0xFFFF0000)
-        start(io, row, t, s, j + RING)
-
-    return phase
-
-
-def take_of_vector(blocks: Blocks) -> Callable[..., Any]:
-    """The e-th element of a step; the phase is (io, s, e). Reads: `raw`, `column`, the bias. Writes: `x`."""
-    dtype, last = blocks.problem.dtype, blocks.problem.vocab - 1
-    biased = bool(blocks.problem.bias)
+def take_of_step(blocks: Blocks) -> Callable[..., Any]:
+    """The e-th element of a step; the phase is (io, s, e). Reads: `r.raw`, `column`, the bias. Writes: `x`."""
+    ext, column, biased = blocks.ext, column_of(blocks), bool(blocks.problem.bias)
 
     @T.inline
     def phase(io, s, e):
-        s.x[0] = value_at(dtype, s.raw, 0, e)
+        s.x[0] = value(ext, s.r.raw, e)
         if biased:
-            s.x[0] = s.x[0] + load_element(
-                "float32", io.bias.ptr_to([T.min(s.column[0] + e, last)]))
+            s.x[0] = s.x[0] + load_element("float32", io.bias.ptr_to([T.min(column(s, e), ext.vocab - 1)]))
 
     return phase
 
@@ -352,16 +278,226 @@ def exponential_on_gpu(s: State, x: Any) -> tirx.PrimExpr:
     return T.exp2((x - s.top[0]) * s.factor[0])
 
 
+def sum_slices(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
+    """What is left of each slice; the phase is (io, row, t, s).
+
+    Reads: the row, `top`, `factor`, `least`, and the group at which the words that are left end.
+    Writes: `sums`, `ties` of all slices, in every block; scratch.
+    Barriers: one of the block, or of the cluster.
+    After: `sums` has the sum of the exponentials of a slice's words before the group, and `ties` how many it has of it.
+    """
+    ext, cluster = blocks.ext, blocks.cluster
+
+    @T.inline
+    def see(io, row, t, s, j, e):
+        s.power[0] = crew.exponential(s, s.x[0])
+        if s.power[0] >= s.least[0]:
+            if is_before(s, s.x[0]):
+                s.sum[0] = s.sum[0] + s.power[0]
+            elif agrees(s, s.x[0]):
+                if is_heavy(s.power[0], ext.vocab):
+                    s.number[0] = s.number[0] + 1
+
+    pass_over = pass_over_row(crew, see)
+
+    @T.inline
+    def phase(io, row, t, s):
+        s.sum[0] = T.float32(0)
+        s.number[0] = 0
+        pass_over(io, row, t, s)
+        for h in T.unroll(5):
+            s.sum[0] = s.sum[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sum[0], 1 << h, 32, 32)
+        s.number[0] = lanes_sum(s.number[0])
+        if cluster > 1:
+            if t % 32 < cluster:
+                put_sum(s.sums.ptr_to([s.r.part]), t % 32, s.sum[0])
+                put_ties(s.ties.ptr_to([s.r.part]), t % 32, s.number[0])
+            cluster_barrier()
+        else:
+            if t % 32 == 0:
+                s.sums[s.r.part] = s.sum[0]
+                s.ties[s.r.part] = s.number[0]
+            T.cuda.cta_sync()
+
+    return phase
+
+
+def choose_slice(blocks: Blocks) -> Callable[..., Any]:
+    """The slice in which the uniform number's share of all that is left is reached; the phase is (t, s, uniform).
+
+    Every warp chooses for itself, alike. A slice of which nothing is left is never chosen, however sums are rounded.
+
+    Reads: `sums`, `ties`, `rank`: how many of the group are left; `tie`: the exponential of each.
+    Writes: `chosen`; `goal`: how much of it is to be passed, and `number`: how many of the group come before it.
+    Barriers: shuffles.
+    """
+    parts = blocks.ext.parts
+    each = ceildiv(parts, 32)
+
+    @T.inline
+    def phase(t, s, uniform):
+        before = T.alloc_local([1], "int32")
+        scratch = T.alloc_local([1], "int32")
+        own = T.alloc_local([each], "float32")
+        ties = T.alloc_local([each], "int32")
+        reached = T.alloc_local([1], "float32")
+        other = T.alloc_local([1], "float32")
+        last = T.alloc_local([1], "int32")
+        for i in T.unroll(each):
+            ties[i] = 0
+            if t % 32 * each + i < parts:
+                ties[i] = s.ties[t % 32 * each + i]
+        before[0] = ties[0]
+        for i in T.unroll(each - 1):
+            before[0] = before[0] + ties[1 + i]
+        s.number[0] = before[0]
+        scan_lanes(t, before, scratch)
+        before[0] = before[0] - s.number[0]
+        reached[0] = T.float32(0)
+        for i in T.unroll(each):
+            own[i] = T.float32(0)
+            if t % 32 * each + i < parts:
+                own[i] = s.sums[t % 32 * each + i] + s.tie[0] * T.Cast(
+                    "float32", T.min(T.max(T.Cast("int32", s.rank[0]) - before[0], 0), ties[i]))
+            scratch[0] = ties[i]
+            ties[i] = before[0]
+            before[0] = before[0] + scratch[0]
+            reached[0] = reached[0] + own[i]
+        s.sum[0] = reached[0]
+        scan_lanes(t, reached, other)
+        other[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), reached[0], 31, 32, 32)
+        s.goal[0] = uniform * other[0]
+        # The slices before this lane's.
+        other[0] = T.tvm_warp_shuffle_up(T.uint32(FULL_WARP), reached[0], 1, 32, 32)
+        reached[0] = T.Select(t % 32 == 0, T.float32(0), other[0])
+        s.chosen[0] = NONE
+        last[0] = -1
+        s.sum[0] = T.float32(0)
+        s.number[0] = 0
+        for i in T.unroll(each):
+            if own[i] > T.float32(0):
+                last[0] = t % 32 * each + i
+                if s.chosen[0] == NONE and reached[0] + own[i] > s.goal[0]:
+                    s.chosen[0] = t % 32 * each + i
+                    s.sum[0] = s.goal[0] - reached[0]
+                    s.number[0] = ties[i]
+            reached[0] = reached[0] + own[i]
+        scratch[0] = s.chosen[0]
+        s.chosen[0] = lanes_min(s.chosen[0])
+        s.goal[0] = s.sum[0]
+        if s.chosen[0] == NONE:
+            # By rounding none reaches it: the last word that is left, then.
+            scratch[0] = last[0]
+            s.chosen[0] = lanes_max(last[0])
+            s.goal[0] = T.infinity("float32")
+            for i in T.unroll(each):
+                if t % 32 * each + i == s.chosen[0]:
+                    s.number[0] = ties[i]
+        s.goal[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.goal[0], s.chosen[0] // each, 32, 32)
+        s.number[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.number[0], s.chosen[0] // each, 32, 32)
+
+    return phase
+
+
+def take_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
+    """By the chosen slice's warp: the word with which `goal` is passed; the phase is (io, row, t, s).
+
+    Reads: the slice, `goal`, `number`, `rank`, the group.
+    Writes: the row's token and its log-probability; scratch.
+    Barriers: shuffles.
+    After: the word is one that is left: the first that passes `goal`, or the last one if rounding leaves it unpassed.
+    """
+    ext, steps, column = blocks.ext, blocks.steps, column_of(blocks)
+    width, rounds = ext.width, steps + (2 if ext.ragged else 0)
+
+    @T.inline
+    def see_rows(io, row, t, s, power, ties, scan, found, last, only):
+        for u in T.unroll(ext.vectors):
+            ties[0] = 0
+            s.sum[0] = T.float32(0)
+            for v in T.unroll(width):
+                crew.take(io, s, u * width + v)
+                s.power[0] = crew.exponential(s, s.x[0])
+                power[v] = T.Select(
+                    only and s.power[0] >= s.least[0] and is_before(s, s.x[0]), s.power[0], T.float32(0))
+                # A word of the group is known by its sign until its number is.
+                if only and s.power[0] >= s.least[0] and not is_before(s, s.x[0]):
+                    if agrees(s, s.x[0]) and is_heavy(s.power[0], ext.vocab):
+                        power[v] = -s.power[0]
+                        ties[0] = ties[0] + 1
+            scan[0] = ties[0]
+            scan_lanes(t, scan, s.scratch)
+            ties[0] = s.number[0] + scan[0] - ties[0]
+            s.number[0] = s.number[0] + T.tvm_warp_shuffle(T.uint32(FULL_WARP), scan[0], 31, 32, 32)
+            for v in T.unroll(width):
+                if power[v] < T.float32(0):
+                    power[v] = T.Select(T.Cast("uint64", ties[0]) < s.rank[0], -power[v], T.float32(0))
+                    ties[0] = ties[0] + 1
+                s.sum[0] = s.sum[0] + power[v]
+            s.reached[1] = s.sum[0]
+            scan_lanes(t, s.sum, s.lane)
+            s.reached[2] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.sum[0], 31, 32, 32)
+            s.reached[1] = s.reached[0] + (s.sum[0] - s.reached[1])
+            for v in T.unroll(width):
+                if power[v] > T.float32(0):
+                    s.reached[1] = s.reached[1] + power[v]
+                    last[0] = column(s, u * width + v)
+                    if found[0] == NONE and s.reached[1] > s.goal[0]:
+                        found[0] = last[0]
+            s.reached[0] = s.reached[0] + s.reached[2]
+
+    @T.inline
+    def phase(io, row, t, s):
+        if s.chosen[0] == s.r.part:
+            power = T.alloc_local([width], "float32")
+            ties = T.alloc_local([1], "int32")
+            scan = T.alloc_local([1], "int32")
+            found = T.alloc_local([1], "int32")
+            last = T.alloc_local([1], "int32")
+            found[0] = NONE
+            last[0] = -1
+            s.reached[0] = T.float32(0)
+            for i in T.serial(rounds, unroll=False):
+                if ext.ragged:
+                    # The elements before the first whole vector, the vectors, and the elements behind the last.
+                    crew.load(io, row, t, s, T.Select(i == 0, steps, T.Select(i > steps, steps, i - 1)))
+                    see_rows(io, row, t, s, power, ties, scan, found, last,
+                             (i > 0 and i <= steps) or (i == 0) == (s.r.t < width))
+                else:
+                    crew.load(io, row, t, s, i)
+                    see_rows(io, row, t, s, power, ties, scan, found, last, True)
+            found[0] = lanes_min(found[0])
+            last[0] = lanes_max(last[0])
+            found[0] = T.Select(found[0] == NONE, last[0], found[0])
+            if t % 32 == 0:
+                write_word(io, row, s, found[0], written_element(io, row, found[0]))
+
+    return phase
+
+
+def draw_in_columns(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
+    """A word of those that are left, by the inverse of their distribution function in the order of columns."""
+    summed, chosen, taken = sum_slices(blocks, crew), choose_slice(blocks), take_word(blocks, crew)
+
+    @T.inline
+    def phase(io, row, t, s, uniform):
+        summed(io, row, t, s)
+        chosen(t, s, uniform)
+        taken(io, row, t, s)
+
+    return phase
+
+
 def crew_of(blocks: Blocks) -> Crew:
     """The threads of a block or a cluster of a CUDA kernel."""
-    return Crew(
-        elements=blocks.width,
-        steps=blocks.vector_steps + (0 if blocks.aligned else 1),
+    column = column_of(blocks)
+    crew = Crew(
+        elements=blocks.ext.vectors * blocks.ext.width,
+        steps=blocks.steps + (1 if blocks.ext.ragged else 0),
         element=written_element,
-        begin=start_vectors(blocks),
-        load=load_vector(blocks),
-        take=take_of_vector(blocks),
-        column=lambda s, t, j, e: s.column[0] + e,
+        load=load_step(blocks),
+        take=take_of_step(blocks),
+        column=lambda s, t, j, e: column(s, e),
         exponential=exponential_on_gpu,
         meet=T.cuda.cta_sync,
         clear=lambda s, t: None,
@@ -372,6 +508,7 @@ def crew_of(blocks: Blocks) -> Crew:
         find=find_by_warp,
         pick=pick_by_warp(blocks),
     )
+    return dataclasses.replace(crew, draw=draw_in_columns(blocks, crew))
 
 
 def search_by_blocks(blocks: Blocks) -> Callable[..., Any]:
@@ -381,13 +518,18 @@ def search_by_blocks(blocks: Blocks) -> Callable[..., Any]:
 
     Barriers: several; the last one is the cluster's, as no block may end while others read what it has found.
     """
-    begin, search = begin_search(blocks), draw_by_search(crew_of(blocks), blocks.problem)
+    begin, search, located = begin_search(blocks), draw_by_search(crew_of(blocks), blocks.problem), locate(blocks.ext)
 
     @T.inline
     def phase(io, row, t, part, pool, first, best, top_k, top_p, min_p, uniform):
-        s = T.meta_var(search_state(blocks, pool))
-        begin(row, t, s, part)
-        search(io, row, t, s, first, best, top_k, top_p, min_p, uniform)
+        r = RowState(blocks.ext, row, part * blocks.ext.slices + t // 32, t % 32)
+        located(r, io.logits)
+        views = Views(blocks.ext, io)
+        s = T.meta_var(search_state(blocks, pool, r=r, words=views.words))
+        s.top[0] = written_element(io, row, first)
+        s.best[0] = best
+        begin(t, s, part)
+        search(io, row, t, s, top_k, top_p, min_p, uniform)
         if blocks.cluster > 1:
             cluster_barrier()
 

@@ -15,15 +15,12 @@ from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 from ...device.arithmetic import LOG2_E
 from ...device.selection import RADIX_BINS, RADIX_BITS, bits_value, order_bits
 from ...device.state import named
+from ..blocks import BEFORE, BIN, BINS, COUNT, COUNT_BEFORE, FOUND, MASS
 
 # Elements that a CPU's thread loads at once, or a warp's lanes each when the word's place is nearly known.
 LOADS = 4
 # Of float32s that were made of a dtype's elements so many of the lowest bits are all alike.
 ALIKE = {"float32": 0, "float16": 13, "bfloat16": 16}
-# What `Crew.find` leaves in `State.found`; bins are counted from the last one on.
-BIN, BEFORE, MASS, COUNT, COUNT_BEFORE = FOUND = range(5)
-# A histogram has two more bins, for the row's mass and for that of the words that min-p leaves.
-BINS = RADIX_BINS + 2
 # Where bins begin: those of slices, which are kept, and those of digits and columns.
 SLICES, OTHERS = 0, BINS
 # Slices of an octave of probability. The last of them all has what is left.
@@ -62,23 +59,37 @@ class State:
     above: tirx.Buffer  # the mass of the words before the group
     passed: tirx.Buffer  # how many these are, where words are counted
     left: tirx.Buffer  # the mass of all that is left
-    rank: tirx.Buffer  # a number within the group
+    rank: tirx.Buffer  # a number within the group; before a draw in the order of columns: how many of it are left
+    free: tirx.Buffer  # whether no top_k bounds the row: the draw is in the order of columns
+    sum: tirx.Buffer  # of exponentials
+    tie: tirx.Buffer  # the exponential of the group's words
+    goal: tirx.Buffer  # the sum that is to be passed
+    reached: tirx.Buffer  # sums on the way there
+    lane: tirx.Buffer  # scratch of scans
+    scratch: tirx.Buffer
+    chosen: tirx.Buffer  # a slice of columns
     # ---- of a GPU's crew ----
     lows: Any = None  # shared: the low words of the masses of each copy of each bin
     highs: Any = None  # shared: their high words
     tallies: Any = None  # shared: how many words it has
     shown: Any = None  # shared: the block's masses of each bin, which the others read; of two histograms in turn
     shown_counts: Any = None  # shared: and how many words
-    ring: Any = None  # shared: each thread's vectors that are on their way
-    raw: Any = None  # words of the vector in hand
+    sums: Any = None  # shared: of each slice of columns, the sum of the exponentials of words before the group
+    ties: Any = None  # shared: of each, how many of its words are of the group
+    stage: Any = None  # shared: the block's part of the row, where it is kept
+    pair_m: Any = None  # shared: the maximum of each slice
+    pair_d: Any = None  # shared: its sum of exponentials
+    words: Any = None  # the logits as vectors
+    r: Any = None  # the warp's slice of the row (`rows.state.RowState`)
     small: Any = None  # scratch of a load
-    column: Any = None  # of its first element
-    ahead: Any = None  # of the first element of the vector that is to be loaded
+    column: Any = None  # of the first element of the vectors in hand
     own: Any = None  # the thread's number, of all that go through the row
-    head: Any = None  # elements of the row before the first that begins a vector
     turn: Any = None  # which of the two histograms is the next
     added: Any = None  # scratch of atomics
-    number: Any = None  # scratch
+    number: Any = None  # scratch; on a CPU the column that is found
+    # ---- of a CPU's thread ----
+    total: Any = None  # a sum of exponentials
+    aim: Any = None  # the sum that is to be passed
 
     @classmethod
     def alloc(cls, shared: Callable[..., Any], local: Callable[..., Any], **more: Any) -> State:
@@ -111,6 +122,14 @@ class State:
                 passed=local((1,), "int32"),
                 left=local((1,), "uint64"),
                 rank=local((1,), "uint64"),
+                free=local((1,), "int32"),
+                sum=local((1,), "float32"),
+                tie=local((1,), "float32"),
+                goal=local((1,), "float32"),
+                reached=local((3,), "float32"),
+                lane=local((1,), "float32"),
+                scratch=local((1,), "int32"),
+                chosen=local((1,), "int32"),
                 **more,
             )
         )
@@ -128,8 +147,6 @@ class Crew:
         How many steps go through a row.
     element
         (io, row, column) -> an element.
-    begin
-        A phase (io, row, t, s), before the first step of a pass.
     load
         A phase (io, row, t, s, j): the elements of a thread's j-th step.
     take
@@ -154,12 +171,14 @@ class Crew:
         `s.counting`, so many words. Reads `masses`, `counts`, `above`, `passed`, writes `found`.
     pick
         (io, row, t, s, first, last): the `s.rank`-th of the group's columns from `first` to `last` becomes the token.
+    draw
+        (io, row, t, s, uniform): a word that is left becomes the token, in the order of columns. Left are words of at
+        least `s.least` that come before the group, and the first `s.rank` of it.
     """
 
     elements: int
     steps: int
     element: Callable[[Any, Any, Any], tirx.PrimExpr]
-    begin: Callable[..., Any]
     load: Callable[..., Any]
     take: Callable[..., Any]
     column: Callable[..., Any]
@@ -172,6 +191,7 @@ class Crew:
     unite: Callable[..., Any]
     find: Callable[..., Any]
     pick: Callable[..., Any]
+    draw: Callable[..., Any] | None = None
 
 
 def unit_bits(vocab: int) -> int:
@@ -203,6 +223,21 @@ def agrees(s: State, x: Any) -> tirx.PrimExpr:
     return T.And(T.And(x >= s.lowest[0], x <= s.highest[0]), slice_of(s, x) == s.slice[0])
 
 
+def is_before(s: State, x: Any) -> tirx.PrimExpr:
+    """Whether an element comes before the group, by its value."""
+    return T.Or(x > s.highest[0], T.And(x >= s.lowest[0], slice_of(s, x) < s.slice[0]))
+
+
+@T.inline
+def leave_all(s):
+    """All words come before the group, which has none. Writes: the group, `rank`, `tie`."""
+    s.highest[0] = -T.infinity("float32")
+    s.lowest[0] = T.infinity("float32")
+    s.slice[0] = 0
+    s.rank[0] = T.uint64(0)
+    s.tie[0] = T.float32(0)
+
+
 def reaches(s: State, above: Any, passed: Any, mass: Any, count: Any) -> tirx.PrimExpr:
     """Whether `need` is reached within a bin of this mass and number of words, before which are such of the row."""
     before = T.Select(s.counting[0] != 0, passed, above)
@@ -223,7 +258,6 @@ def pass_over_row(crew: Crew, see: Callable[..., Any]) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, row, t, s):
-        crew.begin(io, row, t, s)
         for j in T.serial(crew.steps, unroll=False):
             crew.load(io, row, t, s, j)
             for e in T.unroll(crew.elements):
@@ -413,10 +447,12 @@ def pick_of_group(crew: Crew, vocab: int) -> Callable[..., Any]:
 
 
 def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
-    """A word of the whole row; the phase is (io, row, t, s, first, best, top_k, top_p, min_p, uniform).
+    """A word of the whole row; the phase is (io, row, t, s, top_k, top_p, min_p, uniform).
 
-    `s` is the crew's state, with nothing in any bin, and `first` and `best` are column and log-probability of the row's
-    best word. Each filter leaves a prefix of the order, and so all of them the shortest.
+    `s` is the crew's state, with nothing in any bin; `top` is the row's best element, `best` its log-probability. Each
+    filter leaves a prefix of the order, and so all of them the shortest.
+
+    Without a top_k the word is drawn from that prefix in the order of columns, else in the order of words.
 
     Reads: the row.
     Writes: the row's token and its log-probability.
@@ -430,24 +466,26 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
         return T.Cast("float64", part) * T.Cast("float64", whole)
 
     @T.inline
-    def phase(io, row, t, s, first, best, top_k, top_p, min_p, uniform):
+    def phase(io, row, t, s, top_k, top_p, min_p, uniform):
         s.factor[0] = io.scale * T.float32(LOG2_E)
-        s.top[0] = crew.element(io, row, first)
-        s.best[0] = best
         s.least[0] = min_p
-        s.counting[0] = T.Select(top_k < vocab, 1, 0)
-        summed(io, row, t, s)
-        s.left[0] = s.masses[SLICES + RADIX_BINS + 1]
+        s.free[0] = T.Select(top_k >= vocab, 1, 0)
+        s.counting[0] = 1 - s.free[0]
+        s.left[0] = T.uint64(0)
+        s.rank[0] = T.uint64(0)
+        if s.free[0] == 0 or top_p < T.float32(1):
+            summed(io, row, t, s)
+            s.left[0] = s.masses[SLICES + RADIX_BINS + 1]
         if s.counting[0] != 0:
-            s.rank[0] = T.uint64(0)
             for b in T.serial(RADIX_BINS, unroll=False):
                 s.rank[0] = s.rank[0] + T.Cast("uint64", s.counts[b])
             # Words of no mass are not counted. Where no more than top_k have one, it takes nothing away.
             if s.rank[0] <= T.Cast("uint64", top_k):
                 s.counting[0] = 0
-        # First how much top-k and top-p leave, where they have a say; then the word.
+        # First how much top-k and top-p leave, where they have a say; then the word, if it is drawn in this order.
         for turn in T.serial(3, unroll=False):
-            if turn == 2 or (turn == 1 and top_p < T.float32(1)) or (turn == 0 and s.counting[0] != 0):
+            if ((turn == 2 and s.free[0] == 0) or (turn == 1 and top_p < T.float32(1))
+                    or (turn == 0 and s.counting[0] != 0)):
                 if turn == 2:
                     s.need[0] = T.Cast("uint64", share(uniform, s.left[0])) + T.uint64(1)
                 elif turn == 1:
@@ -468,10 +506,16 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
                             s.masses[SLICES + RADIX_BINS] = s.mass[0]
                         crew.meet()
                     else:
-                        s.mass[0] = s.above[0] + T.truncdiv(
-                            s.need[0] - s.above[0] + s.mass[0] - T.uint64(1), s.mass[0]) * s.mass[0]
+                        s.rank[0] = T.truncdiv(s.need[0] - s.above[0] + s.mass[0] - T.uint64(1), s.mass[0])
+                        s.tie[0] = T.Cast("float32", s.mass[0]) * T.float32(2.0 ** -unit_bits(vocab))
+                        s.mass[0] = s.above[0] + s.rank[0] * s.mass[0]
                     s.left[0] = T.min(s.left[0], s.mass[0])
-        picked(io, row, t, s)
+        if s.free[0] != 0:
+            if top_p >= T.float32(1):
+                leave_all(s)
+            crew.draw(io, row, t, s, uniform)
+        else:
+            picked(io, row, t, s)
 
     return phase
 

@@ -14,24 +14,8 @@ from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 from ...device.arithmetic import LN_2, exp_nonpositive
 from ...device.selection import RADIX_BINS
 from ...softmax_topk.elements import element
-from .crew import (
-    BEFORE,
-    BIN,
-    BINS,
-    COUNT,
-    COUNT_BEFORE,
-    LOADS,
-    MASS,
-    OTHERS,
-    SLICES,
-    Crew,
-    State,
-    agrees,
-    draw_by_search,
-    is_heavy,
-    reaches,
-    write_word,
-)
+from ..blocks import BEFORE, BIN, BINS, COUNT, COUNT_BEFORE, MASS
+from .crew import LOADS, OTHERS, SLICES, Crew, State, agrees, draw_by_search, is_before, is_heavy, reaches, write_word
 
 
 # fmt: off
@@ -115,6 +99,39 @@ def pick_by_thread(vocab: int) -> Callable[..., Any]:
     return phase
 
 
+def draw_by_thread(vocab: int) -> Callable[..., Any]:
+    """Column after column: once for the sum of all that is left, and once up to the word."""
+
+    @T.inline
+    def phase(io, row, t, s, uniform):
+        s.chosen[0] = 0
+        for turn in range(2):
+            s.part[0] = s.rank[0]  # how many of the group are left
+            s.total[0] = T.float64(0)
+            s.number[0] = -1
+            for i in range(vocab):
+                if s.number[0] < 0:
+                    s.x[0] = element(io, row, i)
+                    s.power[0] = exponential_on_cpu(s, s.x[0])
+                    if s.power[0] < s.least[0]:
+                        s.power[0] = T.float32(0)
+                    elif not is_before(s, s.x[0]):
+                        if s.part[0] > T.uint64(0) and agrees(s, s.x[0]) and is_heavy(s.power[0], vocab):
+                            s.part[0] = s.part[0] - T.uint64(1)
+                        else:
+                            s.power[0] = T.float32(0)
+                    if s.power[0] > T.float32(0):
+                        s.total[0] = s.total[0] + T.Cast("float64", s.power[0])
+                        s.chosen[0] = i
+                        if turn == 1 and s.total[0] > s.aim[0]:
+                            s.number[0] = i
+            s.aim[0] = T.Cast("float64", uniform) * s.total[0]
+        s.x[0] = element(io, row, s.chosen[0])
+        write_word(io, row, s, s.chosen[0], s.x[0])
+
+    return phase
+
+
 def search_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
     """The search of a CPU's thread; the phase is (io, row, first, best, top_k, top_p, min_p, uniform)."""
     vocab = problem.vocab
@@ -122,7 +139,6 @@ def search_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
         elements=LOADS,
         steps=ceildiv(vocab, LOADS),
         element=element,
-        begin=lambda io, row, t, s: None,
         load=load_elements(vocab),
         take=take_element,
         column=lambda s, t, j, e: j * LOADS + e,
@@ -135,14 +151,19 @@ def search_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
         unite=lambda s, t, start: None,
         find=find_by_thread,
         pick=pick_by_thread(vocab),
+        draw=draw_by_thread(vocab),
     )
     search = draw_by_search(crew, problem)
 
     @T.inline
     def phase(io, row, first, best, top_k, top_p, min_p, uniform):
-        s = T.meta_var(State.alloc(T.sblock_alloc_buffer, T.sblock_alloc_buffer))
+        s = T.meta_var(State.alloc(
+            T.sblock_alloc_buffer, T.sblock_alloc_buffer, number=T.sblock_alloc_buffer((1,), "int32"),
+            total=T.sblock_alloc_buffer((1,), "float64"), aim=T.sblock_alloc_buffer((1,), "float64")))
         clear_slices(s)
-        search(io, row, 0, s, first, best, top_k, top_p, min_p, uniform)
+        s.top[0] = element(io, row, first)
+        s.best[0] = best
+        search(io, row, 0, s, top_k, top_p, min_p, uniform)
 
     return phase
 # fmt: on

@@ -29,6 +29,7 @@ class Draw:
     sum: tirx.Buffer  # a running sum
     left: tirx.Buffer  # how many are left
     place: tirx.Buffer  # which one is drawn
+    last: tirx.Buffer  # which one has the last column
     words: tirx.Buffer  # of the generator's counter, then its results
     high: tirx.Buffer  # scratch of the generator
     key: tirx.Buffer  # of the generator
@@ -43,10 +44,22 @@ class Draw:
             sum=T.sblock_alloc_buffer((1,), "float32"),
             left=T.sblock_alloc_buffer((1,), "int32"),
             place=T.sblock_alloc_buffer((1,), "int32"),
+            last=T.sblock_alloc_buffer((1,), "int32"),
             words=T.sblock_alloc_buffer((4,), "uint32"),
             high=T.sblock_alloc_buffer((2,), "uint32"),
             key=T.sblock_alloc_buffer((2,), "uint32"),
         )
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of the best words, in order."""
+
+    buffer: tirx.Buffer
+    row: Any = None  # of the buffer, where it has rows
+
+    def __getitem__(self, i: Any) -> tirx.PrimExpr:
+        return self.buffer[i] if self.row is None else self.buffer[self.row, i]
 
 
 def is_greedy(temperature: tirx.PrimExpr) -> tirx.PrimExpr:
@@ -166,20 +179,53 @@ def take(n: int) -> Callable[..., Any]:
     return phase
 
 
-def draw(n: int) -> Callable[..., Any]:
-    """One of the first n words, by chances that descend; the phase is (s, top_p, min_p, uniform).
+def take_by_column(n: int) -> Callable[..., Any]:
+    """Which of the first n words is drawn in the order of columns; the phase is (s, uniform, columns).
+
+    Reads: `chance`, `left`, `sum`.
+    Writes: `place`; `total`, `sum` and `last`, as scratch.
+    """
+
+    @T.inline
+    def phase(s, uniform, columns):
+        s.total[0] = clamped(uniform) * s.sum[0]
+        s.place[0] = -1
+        s.last[0] = 0
+        for i in range(n):
+            if i < s.left[0]:
+                s.sum[0] = T.float32(0)
+                for j in range(n):
+                    if j < s.left[0] and columns[j] <= columns[i]:
+                        s.sum[0] = s.sum[0] + s.chance[j]
+                if s.sum[0] > s.total[0] and (s.place[0] < 0 or columns[i] < columns[T.max(s.place[0], 0)]):
+                    s.place[0] = i
+                if columns[i] > columns[s.last[0]]:
+                    s.last[0] = i
+        if s.place[0] < 0:
+            s.place[0] = s.last[0]
+
+    return phase
+
+
+def draw(n: int, vocab: int) -> Callable[..., Any]:
+    """One of the first n words, by chances that descend; the phase is (s, top_p, min_p, uniform, columns).
+
+    Without a top_k, which n = vocab words alone allow, the order is that of columns.
 
     Reads: `chance`, `limit`.
     Writes: `place`, and what the steps write.
     """
-    summed, left, taken = sum_up(n), cut(n), take(n)
+    summed, left, taken, taken_by_column = sum_up(n), cut(n), take(n), take_by_column(n)
 
     @T.inline
-    def phase(s, top_p, min_p, uniform):
+    def phase(s, top_p, min_p, uniform, columns):
         summed(s)
         left(s, top_p, min_p)
-        taken(s, uniform)
-        s.place[0] = T.min(s.place[0], s.left[0] - 1)
+        if n == vocab and s.limit[0] == vocab:
+            taken_by_column(s, uniform, columns)
+        else:
+            taken(s, uniform)
+            s.place[0] = T.min(s.place[0], s.left[0] - 1)
 
     return phase
 # fmt: on

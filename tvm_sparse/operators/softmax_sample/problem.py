@@ -2,8 +2,8 @@
 
 Fan, Lewis & Dauphin 2018, "Hierarchical neural story generation" (top-k); Holtzman et al. 2020, "The curious case of
 neural text degeneration" (top-p); Nguyen et al. 2024, "Turning up the heat: min-p sampling" (min-p). The word is drawn
-by inverting the cumulative distribution of the words in the order of `softmax_topk`, so that one uniform number gives
-the same word on every machine, but for rounding.
+by inverting the cumulative distribution of the words that are left: with a top-k in the order of `softmax_topk`, else
+in the order of columns. So one uniform number gives the same word on every machine, but for rounding.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class SoftmaxSample(Problem):
 
         vocab, k, dtype, per_row, seeded = self.vocab, self.k, self.dtype, bool(self.per_row), self.seeded
         with_bias, n = bool(self.bias), self.words
-        take, draw = topk.take(n), definition.draw(n)
+        take, draw = topk.take(n), definition.draw(n, vocab)
 
         # fmt: off
         @T.prim_func(s_tir=True)
@@ -316,9 +316,9 @@ class SoftmaxSample(Problem):
                     if seeded > 0:
                         at = T.meta_var(definition.counter_of(seeded, row, seeds, seed, offset, offsets))
                         definition.philox(d.words, d.high, d.key, at[0], at[1], at[2])
-                        draw(d, own_top_p, own_min_p, definition.uniform_of(d.words))
+                        draw(d, own_top_p, own_min_p, definition.uniform_of(d.words), definition.Columns(s.p))
                     else:
-                        draw(d, own_top_p, own_min_p, U[row])
+                        draw(d, own_top_p, own_min_p, U[row], definition.Columns(s.p))
                     tokens[row] = T.Cast("int32", s.p[d.place[0]])
                     topk.write(logprobs, [row], s, s.u[d.place[0]], d.scale[0], 1)
         # fmt: on
@@ -423,7 +423,8 @@ class SoftmaxSample(Problem):
         indices, values = self._ranked(inputs, self.words)
         chances = np.exp(values)
         left = reference.kept(chances, filters.limits(self.words), filters.top_p, filters.min_p)
-        place = reference.drawn(chances, left, self._uniforms(inputs))[:, None]
+        free = filters.free(self.words, self.vocab)
+        place = reference.drawn(chances, left, self._uniforms(inputs), indices, free)[:, None]
         tokens, logprobs = (np.take_along_axis(array, place, axis=1)[:, 0] for array in (indices, values))
         return [tokens.astype(np.int32), logprobs, values[:, : self.k], indices[:, : self.k]]
 
@@ -457,7 +458,10 @@ class SoftmaxSample(Problem):
             at, limits = indices == tokens[rows, None], filters.limits(self.words)
             ranks, chances = at.argmax(axis=1), np.where(np.arange(self.words) < limits[:, None], np.exp(values), 0)
             good = at.any(axis=1) & (ranks < limits)
-            good &= reference.possible(chances, ranks, filters, limits, self._uniforms(inputs)[rows], SLACK)
+            free = filters.free(self.words, self.vocab)
+            good &= reference.possible(
+                chances, ranks, filters, limits, self._uniforms(inputs)[rows], SLACK, indices, free
+            )
             rows, logprob = rows[good], values[good, ranks[good]]
             wanted[rows], logprobs[rows] = tokens[rows], logprob
             bound[rows] = ABSOLUTE_LOG + 1e-6 * np.abs(logprob)

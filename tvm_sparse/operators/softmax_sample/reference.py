@@ -45,6 +45,10 @@ class Filters:
         free = (self.top_k <= 0) | (self.top_k >= words)
         return np.where(self.greedy, 1, np.where(free, words, self.top_k))
 
+    def free(self, words: int, vocab: int) -> np.ndarray:
+        """Which rows have no top_k: their uniform number goes through what is left in the order of columns."""
+        return self.limits(words) == vocab
+
     def rows(self, rows: np.ndarray) -> Filters:
         return Filters(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
@@ -66,18 +70,33 @@ def kept(chances: np.ndarray, limits: np.ndarray, top_p: np.ndarray, min_p: np.n
     return np.maximum(left.sum(axis=1), 1)
 
 
-def drawn(chances: np.ndarray, left: np.ndarray, uniform: np.ndarray) -> np.ndarray:
-    """Which of the best words each row gets: the first whose cumulative chance exceeds uniform * that of all left."""
+def drawn(
+    chances: np.ndarray, left: np.ndarray, uniform: np.ndarray, columns: np.ndarray, free: np.ndarray
+) -> np.ndarray:
+    """The rank of the word that each row gets: the first whose cumulative chance exceeds uniform * that of all left.
+
+    Words are gone through by rank, or in the order of `columns (rows, n)` where a row is `free`.
+    """
     import numpy as np
 
-    total = np.cumsum(chances, axis=1)
+    ranks = np.arange(chances.shape[1])
+    within = ranks < left[:, None]
+    order = np.argsort(np.where(within, np.where(free[:, None], columns, ranks), np.iinfo(np.int64).max), axis=1)
+    total = np.cumsum(np.take_along_axis(np.where(within, chances, 0), order, axis=1), axis=1)
     mass = np.take_along_axis(total, left[:, None] - 1, axis=1)
-    below = (total <= uniform[:, None] * mass) & (np.arange(chances.shape[1]) < left[:, None])
-    return np.minimum(below.sum(axis=1), left - 1)
+    below = (total <= uniform[:, None] * mass) & within
+    return np.take_along_axis(order, np.minimum(below.sum(axis=1), left - 1)[:, None], axis=1)[:, 0]
 
 
 def possible(
-    chances: np.ndarray, ranks: np.ndarray, filters: Filters, limits: np.ndarray, uniform: np.ndarray, slack: float
+    chances: np.ndarray,
+    ranks: np.ndarray,
+    filters: Filters,
+    limits: np.ndarray,
+    uniform: np.ndarray,
+    slack: float,
+    columns: np.ndarray,
+    free: np.ndarray,
 ) -> np.ndarray:
     """Whether a kernel may have drawn the word of each rank, whose sums of chances are off by a share of `slack`.
 
@@ -92,9 +111,14 @@ def possible(
     fewest, most = cut(1 - slack), cut(1 + slack)
     total = np.cumsum(chances, axis=1)
     rows, counts = np.arange(len(chances)), np.arange(1, chances.shape[1] + 1)
-    end = total[rows, ranks] + slack * total[:, -1]
-    start = np.where(ranks > 0, total[rows, ranks - 1], 0) - slack * total[:, -1]
+    # The chances before the word, by how many words are left: of a free row those in columns before its own.
+    before = np.where(ranks > 0, total[rows, ranks - 1], 0)[:, None]
+    before = np.where(
+        free[:, None], np.cumsum(np.where(columns < columns[rows, ranks][:, None], chances, 0), axis=1), before
+    )
+    start = before - slack * total[:, -1:]
+    end = before + chances[rows, ranks][:, None] + slack * total[:, -1:]
     wanted = uniform[:, None] * total  # of each number of words that may be left
     fits = (counts >= fewest[:, None]) & (counts <= most[:, None]) & (counts > ranks[:, None])
     fits &= (chances[rows, ranks] > 0)[:, None]
-    return (fits & (wanted >= start[:, None]) & (wanted <= end[:, None])).any(axis=1)
+    return (fits & (wanted >= start) & (wanted <= end)).any(axis=1)

@@ -1,0 +1,68 @@
+"""The thread blocks that have a row while a word of it is drawn, and what they share. Loads no compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm_sparse.core.template import ceildiv
+from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
+
+from ..device.pool import asked
+from ..rows.cut import Extents, Keep
+
+# A histogram has bins for a digit, and two more: for the row's mass and for that of the words that min-p leaves.
+RADIX_BINS = 256
+BINS = RADIX_BINS + 2
+# A thread block has so many copies of each bin, so that atomics of a warp's lanes seldom meet in one.
+COPIES = 4
+# What `Crew.find` leaves in `State.found`; bins are counted from the last one on.
+BIN, BEFORE, MASS, COUNT, COUNT_BEFORE = FOUND = range(5)
+# Vectors that a thread loads at once, and of how many threads at most: more have too few registers.
+VECTORS, MOST_THREADS = 2, 512
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The thread blocks that have a row, which lies over their warps in slices of neighbouring columns."""
+
+    problem: SoftmaxSample
+    threads: int  # of a block
+    cluster: int  # blocks
+    keep: Keep = "nowhere"  # where the row is between passes: in shared memory, or read again
+    vectors: int = 0  # that a thread loads at once; 0: as many as its registers allow
+    joined: bool = False  # whether pairs (m, d) of the slices are joined, too
+
+    @property
+    def ext(self) -> Extents:
+        """How the row is cut."""
+        return Extents(
+            writes=False,
+            algorithm="online",
+            dtype=self.problem.dtype,
+            vocab=self.problem.vocab,
+            keep=self.keep,
+            cluster=self.cluster,
+            threads=32,
+            rows=1,
+            vectors=self.vectors or (VECTORS if self.threads <= MOST_THREADS else 1),
+            slices=self.threads // 32,
+            written=True,
+            tempered=True,
+        )
+
+    @property
+    def steps(self) -> int:
+        """Tiles of a slice; one more step has the row's ragged elements."""
+        return self.ext.full_tiles + self.ext.other_tiles
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of shared memory, see `search_state`."""
+        histograms = 8 * (2 * BINS + len(FOUND) + 2 * BINS) + 4 * ((3 + 3 * COPIES) * BINS)
+        arrays = (16 if self.joined else 8) * (self.ext.parts + 1)
+        return asked(ceildiv(self.staged + histograms + arrays, 16) * 16)
+
+    @property
+    def staged(self) -> int:
+        """Bytes of the row that a thread block keeps in shared memory."""
+        return 16 * self.ext.slices * self.ext.part if self.keep == "shared" else 0

@@ -1,0 +1,220 @@
+"""A word of each row by sums of slices: one read of the row where no filter is asked for, or two.
+
+Each warp of the thread blocks that have a row owns a slice of its columns (`rows.cut`). Then
+
+1. every warp finds the pair (m, d) of its slice (`rows.sum`), and the pairs are joined (`rows.join`): every warp knows
+   the row's maximum and the sum of its exponentials, and those of every slice;
+2. the warp in whose slice the maximum is finds its column;
+3. without filters the slice in which the uniform number's share of the sum is reached is known, too: its warp reads it
+   again, and finds the word. For min_p alone, slices are summed anew, of the words that are left; for top_p, or a top_k
+   of more than one word, the row is searched before that (`search`).
+
+With `staged` the row stays in the shared memory of its thread blocks; else it is read again, as a rule from L2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import Decisions, Program, ceildiv
+from tvm_sparse.operators.softmax_sample.definition import clamped, limit_of
+from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
+
+from ..device.arithmetic import LOG2_E
+from ..device.cluster import cluster_arrive, cluster_barrier
+from ..device.selection import lanes_min, order_bits
+from ..rows import hold, join
+from ..rows import sum as sums
+from ..rows.state import RowState, Views
+from ..softmax_topk.elements import written_element
+from .interface import gpu_program
+from .search.blocks import (
+    NONE,
+    Blocks,
+    begin_search,
+    choose_slice,
+    column_of,
+    crew_of,
+    search_state,
+    take_word,
+)
+from .search.crew import Crew, draw_by_search, leave_all
+from .space import blocks_of
+from .words import Drawing, own_on_gpu, read_filters
+
+
+def build(problem: SoftmaxSample, decisions: Decisions) -> Program:
+    return gpu_program(problem, main(blocks_of(problem, decisions)))
+
+
+# fmt: off
+def main(blocks: Blocks) -> Callable[..., Any]:
+    """The body of a kernel: its threads, the state, and the row's phases."""
+    ext, cluster, threads, words = blocks.ext, blocks.cluster, blocks.threads, blocks.problem.words
+    crew = crew_of(blocks)
+    locate, begin_pair = hold.locate(ext), sums.begin_pair(ext)
+    accumulate, add_edge = sums.accumulate(ext), sums.add_edge(ext)
+    join_warp, join_block, join_cluster = join.join_warp(), join.join_block(ext), join.join_cluster(ext)
+    write_best, write_first = write_best_word(blocks, crew), write_first_word(blocks)
+    draw_freely, search = draw_of_all(blocks, crew), draw_by_search(crew, blocks.problem)
+    begin = begin_search(blocks)
+
+    @T.inline
+    def of_row(given, row, part, t):
+        io = T.meta_var(own_on_gpu(given, row))
+        d = T.meta_var(Drawing.alloc(1))
+        pool = T.alloc_buffer([blocks.bytes // 8], "uint64", scope="shared.dyn")
+        views = Views(ext, io)
+        r = RowState(ext, row, part * ext.slices + t // 32, t % 32)
+        s = T.meta_var(search_state(blocks, pool.data, r=r, words=views.words))
+        read_filters(io, row, d)
+        d.top_k[0] = limit_of(d.temperature[0], d.top_k[0], words)
+        s.factor[0] = io.scale * T.float32(LOG2_E)
+        r.factor = s.factor[0]
+
+        locate(r, io.logits)
+        begin_pair(r)
+        accumulate(r, views.words, s, 0)
+        add_edge(r)
+        join_warp(r)
+        if cluster > 1:
+            join_cluster(r, s)
+        else:
+            join_block(r, s)
+
+        s.top[0] = r.top
+        s.best[0] = -T.log(r.d)
+        # False for NaN, and for a row of nothing above minus infinity.
+        if r.d > T.float32(0) and r.d < T.infinity("float32"):
+            write_best(io, row, t, s, d.top_k[0])
+            if d.top_k[0] > 1:
+                if d.top_k[0] == words and d.top_p[0] >= T.float32(1) and d.min_p[0] <= T.float32(0):
+                    draw_freely(io, row, t, s, clamped(d.uniform[0]))
+                else:
+                    begin(t, s, part)
+                    search(io, row, t, s, d.top_k[0], d.top_p[0], d.min_p[0], clamped(d.uniform[0]))
+                    if cluster > 1:
+                        # No thread block may end while others read what it has found.
+                        cluster_barrier()
+        else:
+            write_first(io, row, t, s)
+
+    @T.inline
+    def body(io):
+        T.device_entry()
+        if cluster > 1:
+            group = T.cluster_id([io.batch])
+            part = T.cta_id_in_cluster([cluster])
+        else:
+            group = T.cta_id([io.batch])
+            part = 0
+        thread = T.thread_id([threads])
+        if cluster > 1:
+            # Every block has to have begun before another one writes to it (`join_cluster` waits).
+            cluster_arrive()
+        of_row(io, T.Cast("int64", group), part, thread)
+
+    return body
+
+
+def write_best_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
+    """The best word, the first of equals, by the warp that owns it; the phase is (io, row, t, s, top_k).
+
+    Reads: the pairs of all slices, `top`, `best`; the slice.
+    Writes: the row's value and index, and its token if top_k is 1; `chosen`, and scratch.
+    Barriers: shuffles.
+    """
+    parts, column, steps = blocks.ext.parts, column_of(blocks), crew.steps
+    each = ceildiv(parts, 32)
+
+    @T.inline
+    def phase(io, row, t, s, top_k):
+        found = T.alloc_local([1], "int32")
+        s.chosen[0] = NONE
+        for i in T.unroll(each):
+            if t % 32 * each + i < parts:
+                # A slice of nothing above minus infinity has the lowest maximum, and no sum.
+                if s.pair_m[t % 32 * each + i] == s.top[0] and s.pair_d[t % 32 * each + i] > T.float32(0):
+                    s.chosen[0] = T.min(s.chosen[0], t % 32 * each + i)
+        s.chosen[0] = lanes_min(s.chosen[0])
+        if s.chosen[0] == s.r.part:
+            found[0] = NONE
+            for j in T.serial(steps, unroll=False):
+                crew.load(io, row, t, s, j)
+                for e in T.unroll(crew.elements):
+                    crew.take(io, s, e)
+                    if s.x[0] == s.top[0]:
+                        found[0] = T.min(found[0], column(s, e))
+            found[0] = lanes_min(found[0])
+            if t % 32 == 0:
+                io.values[row, 0] = s.best[0]
+                io.indices[row, 0] = T.Cast("int64", found[0])
+                if top_k == 1:
+                    io.tokens[row] = found[0]
+                    io.logprobs[row] = s.best[0]
+
+    return phase
+
+
+def write_first_word(blocks: Blocks) -> Callable[..., Any]:
+    """The first word in the order, of a row without a distribution, by the row's first warp; (io, row, t, s).
+
+    Reads: the row.
+    Writes: token, value and index; the log-probability, which is NaN.
+    Barriers: shuffles.
+    """
+    vocab = blocks.problem.vocab
+
+    @T.inline
+    def phase(io, row, t, s):
+        if s.r.part == 0:
+            largest = T.alloc_local([1], "uint32")
+            bits = T.alloc_local([1], "uint32")
+            column = T.alloc_local([1], "int32")
+            largest[0] = T.uint32(0)
+            column[0] = NONE
+            for i in T.serial(ceildiv(vocab, 32), unroll=False):
+                if i * 32 + t < vocab:
+                    bits[0] = order_bits(written_element(io, row, i * 32 + t))
+                    if bits[0] > largest[0]:
+                        largest[0] = bits[0]
+                        column[0] = i * 32 + t
+            bits[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(0xFFFFFFFF), largest[0])
+            column[0] = lanes_min(T.Select(bits[0] == largest[0], column[0], NONE))
+            if t == 0:
+                io.tokens[row] = column[0]
+                io.logprobs[row] = T.float32("nan")
+                io.values[row, 0] = T.float32("nan")
+                io.indices[row, 0] = T.Cast("int64", column[0])
+
+    return phase
+
+
+def draw_of_all(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
+    """A word of all, by the sums of slices that are known; the phase is (io, row, t, s, uniform).
+
+    Reads: the pairs of all slices, `top`, `factor`; one slice.
+    Writes: the row's token and its log-probability; `sums`, `ties`, and scratch.
+    Barriers: one.
+    """
+    parts, threads = blocks.ext.parts, blocks.threads
+    chosen, taken = choose_slice(blocks), take_word(blocks, crew)
+
+    @T.inline
+    def phase(io, row, t, s, uniform):
+        leave_all(s)
+        s.least[0] = T.float32(0)
+        for i in T.serial(ceildiv(parts, threads)):
+            if i * threads + t < parts:
+                s.sums[i * threads + t] = s.pair_d[i * threads + t] * T.exp2(
+                    (s.pair_m[i * threads + t] - s.top[0]) * s.factor[0])
+                s.ties[i * threads + t] = 0
+        T.cuda.cta_sync()
+        chosen(t, s, uniform)
+        taken(io, row, t, s)
+
+    return phase
+# fmt: on

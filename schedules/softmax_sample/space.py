@@ -1,0 +1,69 @@
+"""The decisions of `sample_slices`: their values, the points that are left out, and the defaults. Loads no compiler."""
+
+from __future__ import annotations
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, powers
+from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
+
+from ..device.pool import MOST_STATIC
+from ..rows.cut import Keep
+from .blocks import Blocks
+
+# Threads of a thread block, whose warps each have a slice: with more than 512 the search has too few registers.
+THREADS = (128, 256, 512)
+# Thread blocks that share a row, as far as the GPU launches clusters of so many.
+CLUSTERS = powers(1, 16)
+# Vectors that a thread loads before it uses the first of them.
+VECTORS = (1, 2, 4)
+# Bytes of a row that a thread block keeps by default, so that three of them have room on a multiprocessor.
+KEPT = 72 * 1024
+
+
+def space(problem: SoftmaxSample, machine: Machine) -> Table:
+    if problem.k != 1 or not problem.whole:
+        raise NotApplicable("sums of slices tell the best word alone, for a draw from the whole row")
+    if problem.bias:
+        raise NotApplicable("a bias is not added to slices")
+    return {"cluster": machine.clusters(CLUSTERS), "threads": THREADS, "vectors": VECTORS, "staged": (0, 1)}
+
+
+def blocks_of(problem: SoftmaxSample, decisions: Decisions) -> Blocks:
+    """The thread blocks of a point."""
+    keep: Keep = "shared" if decisions["staged"] else "nowhere"
+    return Blocks(problem, decisions["threads"], decisions["cluster"], keep, decisions["vectors"], joined=True)
+
+
+def allowed(problem: SoftmaxSample, machine: Machine, decisions: Decisions) -> str | None:
+    blocks = blocks_of(problem, decisions)
+    ext = blocks.ext
+    if decisions["staged"]:
+        if not ext.fewest:
+            return "a row of no whole vector has nothing to keep"
+        size, limit = blocks.bytes, machine.block_shared_bytes - MOST_STATIC
+        if size > limit:
+            return f"{size} bytes of shared memory exceed {limit}"
+    if 2 * ext.part <= ext.threads and (blocks.cluster > 1 or blocks.threads > THREADS[0]):
+        return f"half of a warp's lanes have no vector of a slice of {ext.part}"
+    if ext.vectors > 1 and ext.tile >= 2 * ext.part:
+        return f"half of a tile of {ext.vectors} vectors a lane lies beyond a slice"
+    return None
+
+
+def default(problem: SoftmaxSample, machine: Machine) -> Decisions:
+    """As many thread blocks a row as give every multiprocessor one, or as keep the row; then as many as may be."""
+    clusters = machine.clusters(CLUSTERS)
+    fill = next((size for size in clusters if size * problem.batch_extent >= machine.cores), clusters[-1])
+    keep = next((size for size in clusters if Blocks(problem, THREADS[-1], size, "shared").staged <= KEPT), None)
+    wanted = [
+        {"cluster": cluster, "threads": threads, "vectors": vectors, "staged": staged}
+        for cluster in sorted((size for size in clusters if size <= max(fill, keep or 1)), reverse=True)
+        for threads in (THREADS[::-1])
+        for vectors in (4, 2, 1)
+        for staged in (1, 0)
+    ]
+    return next(decisions for decisions in wanted if allowed(problem, machine, decisions) is None)
+
+
+def launch(problem: SoftmaxSample, decisions: Decisions) -> Launch:
+    return Launch(decisions["threads"], blocks_of(problem, decisions).bytes)
