@@ -16,6 +16,8 @@ THREADS = (128, 256, 512)
 CLUSTERS = powers(1, 16)
 # Vectors that a thread loads before it uses the first of them.
 VECTORS = (1, 2, 4)
+# Threads of a multiprocessor: with more than 1024 the search has too few registers.
+RESIDENT = (512, 768, 1024)
 # Bytes of a row that a thread block keeps by default, so that three of them have room on a multiprocessor.
 KEPT = 72 * 1024
 
@@ -25,7 +27,13 @@ def space(problem: SoftmaxSample, machine: Machine) -> Table:
         raise NotApplicable("sums of slices tell the best word alone, for a draw from the whole row")
     if problem.bias:
         raise NotApplicable("a bias is not added to slices")
-    return {"cluster": machine.clusters(CLUSTERS), "threads": THREADS, "vectors": VECTORS, "staged": (0, 1)}
+    return {
+        "cluster": machine.clusters(CLUSTERS),
+        "threads": THREADS,
+        "vectors": VECTORS,
+        "staged": (0, 1),
+        "resident": RESIDENT,
+    }
 
 
 def blocks_of(problem: SoftmaxSample, decisions: Decisions) -> Blocks:
@@ -37,6 +45,8 @@ def blocks_of(problem: SoftmaxSample, decisions: Decisions) -> Blocks:
 def allowed(problem: SoftmaxSample, machine: Machine, decisions: Decisions) -> str | None:
     blocks = blocks_of(problem, decisions)
     ext = blocks.ext
+    if decisions["resident"] % decisions["threads"]:
+        return f"{decisions['resident']} threads are not whole thread blocks of {decisions['threads']}"
     if decisions["staged"]:
         if not ext.fewest:
             return "a row of no whole vector has nothing to keep"
@@ -56,7 +66,7 @@ def default(problem: SoftmaxSample, machine: Machine) -> Decisions:
     fill = next((size for size in clusters if size * problem.batch_extent >= machine.cores), clusters[-1])
     keep = next((size for size in clusters if Blocks(problem, THREADS[-1], size, "shared").staged <= KEPT), None)
     wanted = [
-        {"cluster": cluster, "threads": threads, "vectors": vectors, "staged": staged}
+        {"cluster": cluster, "threads": threads, "vectors": vectors, "staged": staged, "resident": 512}
         for cluster in sorted((size for size in clusters if size <= max(fill, keep or 1)), reverse=True)
         for threads in (THREADS[::-1])
         for vectors in (4, 2, 1)

@@ -25,6 +25,8 @@ ALIKE = {"float32": 0, "float16": 13, "bfloat16": 16}
 SLICES, OTHERS = 0, BINS
 # Slices of an octave of probability. The last of them all has what is left.
 OF_OCTAVE = 8
+# A sample is one of so many elements.
+SAMPLE = 8
 # The share of their size by which bounds of a slice are taken too wide: some roundings of a float32.
 SLOP = 2.0**-20
 
@@ -43,6 +45,7 @@ class State:
     least: tirx.Buffer  # the least exponential that min-p leaves
     power: tirx.Buffer  # an exponential
     slice: tirx.Buffer  # in which the group lies
+    wide: tirx.Buffer  # how many slices more the group may lie in
     lowest: tirx.Buffer  # the group's bounds, both within it
     highest: tirx.Buffer
     low: tirx.Buffer  # order bits of these
@@ -67,6 +70,7 @@ class State:
     reached: tirx.Buffer  # sums on the way there
     lane: tirx.Buffer  # scratch of scans
     scratch: tirx.Buffer
+    guessed: tirx.Buffer  # whether top-p's bound was found by a sample
     chosen: tirx.Buffer  # a slice of columns
     # ---- of a GPU's crew ----
     lows: Any = None  # shared: the low words of the masses of each copy of each bin
@@ -105,6 +109,7 @@ class State:
                 least=local((1,), "float32"),
                 power=local((1,), "float32"),
                 slice=local((1,), "int32"),
+                wide=local((1,), "int32"),
                 lowest=local((1,), "float32"),
                 highest=local((1,), "float32"),
                 low=local((1,), "uint32"),
@@ -129,6 +134,7 @@ class State:
                 reached=local((3,), "float32"),
                 lane=local((1,), "float32"),
                 scratch=local((1,), "int32"),
+                guessed=local((1,), "int32"),
                 chosen=local((1,), "int32"),
                 **more,
             )
@@ -174,6 +180,8 @@ class Crew:
     draw
         (io, row, t, s, uniform): a word that is left becomes the token, in the order of columns. Left are words of at
         least `s.least` that come before the group, and the first `s.rank` of it.
+    guesses
+        Whether a sample tells where top-p's bound may lie: histograms of all words take long where atomics meet.
     """
 
     elements: int
@@ -192,6 +200,7 @@ class Crew:
     find: Callable[..., Any]
     pick: Callable[..., Any]
     draw: Callable[..., Any] | None = None
+    guesses: bool = False
 
 
 def unit_bits(vocab: int) -> int:
@@ -217,10 +226,15 @@ def slice_of(s: State, x: Any) -> tirx.PrimExpr:
     return T.Cast("int32", T.min(octaves * T.float32(OF_OCTAVE), T.float32(RADIX_BINS - 1)))
 
 
+def lies_in(s: State, found: Any) -> tirx.PrimExpr:
+    """Whether a slice is one that the group may lie in."""
+    return T.And(found >= s.slice[0], found <= s.slice[0] + s.wide[0])
+
+
 def agrees(s: State, x: Any) -> tirx.PrimExpr:
     """Whether an element agrees with what is known of the group."""
     # The slice last: most elements are out of bounds, and it takes longer.
-    return T.And(T.And(x >= s.lowest[0], x <= s.highest[0]), slice_of(s, x) == s.slice[0])
+    return T.And(T.And(x >= s.lowest[0], x <= s.highest[0]), lies_in(s, slice_of(s, x)))
 
 
 def is_before(s: State, x: Any) -> tirx.PrimExpr:
@@ -234,8 +248,19 @@ def leave_all(s):
     s.highest[0] = -T.infinity("float32")
     s.lowest[0] = T.infinity("float32")
     s.slice[0] = 0
+    s.wide[0] = 0
     s.rank[0] = T.uint64(0)
     s.tie[0] = T.float32(0)
+
+
+def share(part: Any, whole: Any) -> tirx.PrimExpr:
+    """A share of a mass, which is exact in float64."""
+    return T.Cast("float64", part) * T.Cast("float64", whole)
+
+
+def mass_share(top_p: Any, mass: Any) -> tirx.PrimExpr:
+    """The mass that top_p asks for: at least 1."""
+    return T.max(T.Cast("uint64", T.ceil(share(T.max(top_p, T.float32(0)), mass))), T.uint64(1))
 
 
 def reaches(s: State, above: Any, passed: Any, mass: Any, count: Any) -> tirx.PrimExpr:
@@ -250,8 +275,9 @@ def is_heavy(power: Any, vocab: int) -> tirx.PrimExpr:
     return power >= T.float32(2.0 ** -unit_bits(vocab))
 
 
-def pass_over_row(crew: Crew, see: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls see(io, row, t, s, j, e) for each element, which is `x`: the e-th of a thread's j-th step.
+def pass_over_row(crew: Crew, see: Callable[..., Any], every: int = 1) -> Callable[..., Any]:
+    """Calls see(io, row, t, s, j, e) for each element, which is `x`: the e-th of a thread's j-th step; for a sample of
+    them, one of `every`.
 
     The phase is (io, row, t, s).
     """
@@ -260,15 +286,16 @@ def pass_over_row(crew: Crew, see: Callable[..., Any]) -> Callable[..., Any]:
     def phase(io, row, t, s):
         for j in T.serial(crew.steps, unroll=False):
             crew.load(io, row, t, s, j)
-            for e in T.unroll(crew.elements):
-                crew.take(io, s, e)
-                see(io, row, t, s, j, e)
+            for e in T.unroll(ceildiv(crew.elements, every)):
+                crew.take(io, s, e * every)
+                see(io, row, t, s, j, e * every)
 
     return phase
 
 
-def count_slices(crew: Crew, vocab: int) -> Callable[..., Any]:
+def count_slices(crew: Crew, vocab: int, every: int = 1) -> Callable[..., Any]:
     """The masses of the row, of what min-p leaves of it, and of each slice; if `counting`, the words of each, too.
+    `every`: of a sample of the row.
 
     Reads: the row, `top`, `factor`, `least`, `counting`.
     Writes: `masses` of slices, and of the two sums behind them; `counts`; scratch.
@@ -295,7 +322,7 @@ def count_slices(crew: Crew, vocab: int) -> Callable[..., Any]:
             else:
                 s.gathered[0] = s.gathered[0] + s.mass[0]
 
-    pass_over = pass_over_row(crew, see)
+    pass_over = pass_over_row(crew, see, every)
 
     @T.inline
     def phase(io, row, t, s):
@@ -316,9 +343,9 @@ def count_slices(crew: Crew, vocab: int) -> Callable[..., Any]:
 
 @T.inline
 def bound_slice(s):
-    """Bounds of a slice, somewhat too wide, as its elements are those that `slice_of` finds in it.
+    """Bounds of a slice, or of some, somewhat too wide, as their elements are those that `slice_of` finds in them.
 
-    Reads: `slice`, `top`, `factor`.
+    Reads: `slice`, `wide`, `top`, `factor`.
     Writes: `low`, `high`, `lowest`, `highest`, `unknown`; scratch is `power`.
     """
     # The width of a slice.
@@ -329,10 +356,10 @@ def bound_slice(s):
             s.top[0], s.top[0] - T.Cast("float32", s.slice[0]) * s.power[0]
             + (T.abs(s.top[0]) + T.Cast("float32", s.slice[0] + 2) * s.power[0]) * T.float32(SLOP))
     s.lowest[0] = T.min_value("float32")
-    if s.slice[0] < RADIX_BINS - 1:
+    if s.slice[0] + s.wide[0] < RADIX_BINS - 1:
         s.lowest[0] = T.max(
-            T.min_value("float32"), s.top[0] - T.Cast("float32", s.slice[0] + 1) * s.power[0]
-            - (T.abs(s.top[0]) + T.Cast("float32", s.slice[0] + 2) * s.power[0]) * T.float32(SLOP))
+            T.min_value("float32"), s.top[0] - T.Cast("float32", s.slice[0] + s.wide[0] + 1) * s.power[0]
+            - (T.abs(s.top[0]) + T.Cast("float32", s.slice[0] + s.wide[0] + 2) * s.power[0]) * T.float32(SLOP))
     s.low[0] = order_bits(s.lowest[0])
     s.high[0] = order_bits(s.highest[0])
     # Of 0 leading zeros are not defined.
@@ -356,50 +383,141 @@ def take_digit(s):
     s.passed[0] = T.Cast("int32", s.found[COUNT_BEFORE])
 
 
-def locate(crew: Crew, vocab: int, alike: int) -> Callable[..., Any]:
-    """The group of equal words within which a mass of `need` is reached, or, if `counting`, so many words.
-
-    Reads: the row, `top`, `factor`, `need`, `counting`, and what `count_slices` has written.
-    Writes: `slice`, `low`, `high`, `lowest`, `highest`, `above`, `passed`; `found`: the group's mass and words;
-        scratch.
-    Barriers: several; begins and ends with one.
-    After: the group (`agrees`) is one word, or all of some value, and words of no mass.
-    """
+def add_to_digit(crew: Crew, vocab: int) -> Callable[..., Any]:
+    """An element of the group, to the bin of its digit in hand; the phase is (s, t). Reads: `x`, `low`, `shift`."""
     weighed = weigh(crew, vocab)
+
+    @T.inline
+    def phase(s, t):
+        weighed(s, s.x[0])
+        if s.mass[0] > T.uint64(0):
+            s.run[0] = T.Cast("int32", T.min(
+                (order_bits(s.x[0]) - s.low[0]) >> s.shift[0], T.uint32(RADIX_BINS - 1)))
+            crew.add(s, t, OTHERS, s.run[0], s.mass)
+            crew.count(s, t, s.run[0])
+
+    return phase
+
+
+def narrow(crew: Crew, vocab: int, alike: int) -> Callable[..., Any]:
+    """One digit after another, until the group is one word, or all of some value; the phase is (io, row, t, s, known).
+
+    `known`: whether the first digit is known already. Reads, writes, barriers: as of `locate`.
+    """
+    added = add_to_digit(crew, vocab)
 
     @T.inline
     def see(io, row, t, s, j, e):
         if agrees(s, s.x[0]):
-            weighed(s, s.x[0])
-            if s.mass[0] > T.uint64(0):
-                s.run[0] = T.Cast("int32", T.min(
-                    (order_bits(s.x[0]) - s.low[0]) >> s.shift[0], T.uint32(RADIX_BINS - 1)))
-                crew.add(s, t, OTHERS, s.run[0], s.mass)
-                crew.count(s, t, s.run[0])
+            added(s, t)
 
     pass_over = pass_over_row(crew, see)
 
     @T.inline
-    def phase(io, row, t, s):
-        s.above[0] = T.uint64(0)
-        s.passed[0] = 0
-        # `found` has been read.
-        crew.meet()
-        crew.find(s, t, SLICES)
-        crew.meet()
-        s.slice[0] = T.Cast("int32", s.found[BIN])
-        s.above[0] = s.found[BEFORE]
-        s.passed[0] = T.Cast("int32", s.found[COUNT_BEFORE])
-        bound_slice(s)
-        for digit in T.serial(ceildiv(32, RADIX_BITS), unroll=False):
+    def phase(io, row, t, s, known):
+        for digit in T.serial(ceildiv(32, RADIX_BITS) + 1, unroll=False):
             # Words of slices are not counted: once in any case.
-            if digit == 0 or (s.unknown[0] > alike and s.found[COUNT] > T.uint64(1)):
+            if (digit == 0 and known == 0) or (
+                digit + known > 0 and s.unknown[0] > alike and s.found[COUNT] > T.uint64(1)
+            ):
                 s.shift[0] = T.Cast("uint32", T.max(s.unknown[0] - RADIX_BITS, alike))
                 crew.clear(s, t)
                 pass_over(io, row, t, s)
                 crew.unite(s, t, OTHERS)
                 crew.find(s, t, OTHERS)
                 crew.meet()
+                take_digit(s)
+
+    return phase
+
+
+@T.inline
+def begin_locating(crew, s):
+    """Nothing before the group is known. Barriers: one, as `found` has been read."""
+    s.above[0] = T.uint64(0)
+    s.passed[0] = 0
+    crew.meet()
+
+
+def locate(crew: Crew, vocab: int) -> Callable[..., Any]:
+    """The slice within which a mass of `need` is reached, or, if `counting`, so many words; (io, row, t, s).
+
+    Reads: `top`, `factor`, `need`, `counting`, and what `count_slices` has written.
+    Writes: `slice`, `wide`, `low`, `high`, `lowest`, `highest`, `above`, `passed`, `found`; scratch.
+    Barriers: several; begins and ends with one.
+    After: the group is all words of the slice: `narrow` makes it one word, or all of some value, and words of no mass.
+    """
+
+    @T.inline
+    def phase(io, row, t, s):
+        begin_locating(crew, s)
+        crew.find(s, t, SLICES)
+        crew.meet()
+        s.slice[0] = T.Cast("int32", s.found[BIN])
+        s.wide[0] = 0
+        s.above[0] = s.found[BEFORE]
+        s.passed[0] = T.Cast("int32", s.found[COUNT_BEFORE])
+        bound_slice(s)
+
+    return phase
+
+
+def guess(crew: Crew, vocab: int, alike: int) -> Callable[..., Any]:
+    """Top-p's bound by a sample; the phase is (io, row, t, s, top_p), and writes `guessed`.
+
+    A sample of the row tells about which slice the bound lies in. One pass then adds up the whole row and what comes
+    before that slice and its neighbours, without atomics, and makes the histogram of the first digit within these.
+
+    Reads: the row, `top`, `factor`.
+    Writes: as `locate`, `need` and the first digit; scratch.
+    Barriers: several; begins and ends with one.
+    After: `guessed` is 1 and the first digit is known; or it is 0, as the bound lies elsewhere.
+    """
+    sampled, added, weighed = count_slices(crew, vocab, SAMPLE), add_to_digit(crew, vocab), weigh(crew, vocab)
+
+    @T.inline
+    def see(io, row, t, s, j, e):
+        if agrees(s, s.x[0]):
+            added(s, t)
+            s.part[0] = s.part[0] + s.mass[0]
+        else:
+            weighed(s, s.x[0])
+            s.part[0] = s.part[0] + s.mass[0]
+            if is_before(s, s.x[0]):
+                s.part[1] = s.part[1] + s.mass[0]
+
+    pass_over = pass_over_row(crew, see)
+
+    @T.inline
+    def phase(io, row, t, s, top_p):
+        begin_locating(crew, s)
+        sampled(io, row, t, s)
+        s.need[0] = mass_share(top_p, s.masses[SLICES + RADIX_BINS])
+        s.guessed[0] = 0
+        # The sample need not have the row's best word, and may be of no mass.
+        if s.masses[SLICES + RADIX_BINS] > T.uint64(0):
+            crew.find(s, t, SLICES)
+            crew.meet()
+            s.slice[0] = T.max(T.Cast("int32", s.found[BIN]) - 1, 0)
+            s.wide[0] = 2
+            bound_slice(s)
+            s.shift[0] = T.Cast("uint32", T.max(s.unknown[0] - RADIX_BITS, alike))
+            crew.clear(s, t)
+            s.part[0] = T.uint64(0)
+            s.part[1] = T.uint64(0)
+            pass_over(io, row, t, s)
+            crew.add_part(s, t, 0)
+            crew.add_part(s, t, 1)
+            # It has been read.
+            if t == 0:
+                s.found[COUNT] = T.uint64(0)
+            crew.unite(s, t, OTHERS)
+            s.above[0] = s.masses[OTHERS + RADIX_BINS + 1]
+            s.need[0] = mass_share(top_p, s.masses[OTHERS + RADIX_BINS])
+            crew.find(s, t, OTHERS)
+            crew.meet()
+            if s.found[COUNT] > T.uint64(0):
+                s.guessed[0] = 1
                 take_digit(s)
 
     return phase
@@ -460,10 +578,8 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
     """
     vocab = problem.vocab
     alike = 0 if problem.bias else ALIKE[problem.dtype]
-    summed, located, picked = count_slices(crew, vocab), locate(crew, vocab, alike), pick_of_group(crew, vocab)
-
-    def share(part: Any, whole: Any) -> tirx.PrimExpr:
-        return T.Cast("float64", part) * T.Cast("float64", whole)
+    summed, located, picked = count_slices(crew, vocab), locate(crew, vocab), pick_of_group(crew, vocab)
+    narrowed, guessed = narrow(crew, vocab, alike), guess(crew, vocab, alike)
 
     @T.inline
     def phase(io, row, t, s, top_k, top_p, min_p, uniform):
@@ -473,7 +589,11 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
         s.counting[0] = 1 - s.free[0]
         s.left[0] = T.uint64(0)
         s.rank[0] = T.uint64(0)
-        if s.free[0] == 0 or top_p < T.float32(1):
+        s.guessed[0] = 0
+        if crew.guesses:
+            if s.free[0] != 0 and top_p < T.float32(1):
+                guessed(io, row, t, s, top_p)
+        if s.guessed[0] == 0 and (s.free[0] == 0 or top_p < T.float32(1)):
             summed(io, row, t, s)
             s.left[0] = s.masses[SLICES + RADIX_BINS + 1]
         if s.counting[0] != 0:
@@ -488,13 +608,13 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
                     or (turn == 0 and s.counting[0] != 0)):
                 if turn == 2:
                     s.need[0] = T.Cast("uint64", share(uniform, s.left[0])) + T.uint64(1)
-                elif turn == 1:
-                    s.need[0] = T.max(
-                        T.Cast("uint64", T.ceil(
-                            share(T.max(top_p, T.float32(0)), s.masses[SLICES + RADIX_BINS]))), T.uint64(1))
-                else:
+                elif turn == 0:
                     s.need[0] = T.Cast("uint64", top_k)
-                located(io, row, t, s)
+                elif s.guessed[0] == 0:
+                    s.need[0] = mass_share(top_p, s.masses[SLICES + RADIX_BINS])
+                if s.guessed[0] == 0:
+                    located(io, row, t, s)
+                narrowed(io, row, t, s, s.guessed[0])
                 if turn < 2:
                     # Up to the last of the group's words that is left.
                     s.mass[0] = T.truncdiv(s.found[MASS], s.found[COUNT])
