@@ -58,6 +58,11 @@ KEYS = tuple(
         "k=128,per_row=1,whole=1,seeded=3",
         "k=128,bias=1,per_row=1,whole=1",
         "k=128,per_row=1,whole=1",
+        "k=1,whole=1",
+        "k=1,whole=1,seeded=1",
+        "k=1,whole=1,seeded=2",
+        "k=1,whole=1,seeded=3",
+        "k=1,per_row=1,whole=1",
     )
 )
 
@@ -363,14 +368,28 @@ def any_numbers(way: int, draws: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("way", "options"), [(i % 6, options) for i, options in enumerate(DRAWN)], ids=str)
 def test_words_come_with_their_probabilities(way: int, options: dict[str, Any]) -> None:
-    """Of 60,000 draws of one row, with seeds of every run's own, against probabilities in float64."""
-    draws = 60_000
+    """Of 60,000 draws of one row, or a million without a top_k, with seeds of every run's own, against float64."""
+    draws, rounds = 60_000, 1 if "top_k" in options else 17
     logits = np.repeat(LOGITS[:1], draws, axis=0)
     given = dict(options)
     if options.get("top_k") == 200:
         given["top_k"] = np.full(draws, 200, np.int32)
-    tokens = tvm_sparse.softmax_sample(logits, **given, **any_numbers(way, draws))[0]
-    check_frequencies(tokens, chances_of(LOGITS[0], options))
+    tokens = [tvm_sparse.softmax_sample(logits, **given, **any_numbers(way, draws))[0] for _ in range(rounds)]
+    check_frequencies(np.concatenate(tokens), chances_of(LOGITS[0], options))
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_p": 0.9, "min_p": 0.02}], ids=str)
+def test_without_a_top_k_a_larger_number_gives_a_later_column(options: dict[str, Any]) -> None:
+    """And each column as many numbers as its probability says; with a top_k of as many words as are left, an earlier
+    number gives a better word."""
+    draws = 4001
+    logits, uniforms = np.repeat(LOGITS[1:2], draws, axis=0), np.linspace(0, 1, draws, dtype=np.float32)
+    tokens = tvm_sparse.softmax_sample(logits, temperature=2.0, uniforms=uniforms, **options)[0]
+    assert (np.diff(tokens) >= 0).all()
+    chances = chances_of(LOGITS[1], {"temperature": 2.0, **options})
+    assert np.abs(np.bincount(tokens, minlength=VOCAB) - draws * chances).max() <= 1.01
+    ranked = tvm_sparse.softmax_sample(logits, temperature=2.0, uniforms=uniforms, top_k=8, **options)[0]
+    assert (np.diff(LOGITS[1][ranked]) <= 0).all()
 
 
 def test_numbers_of_rows_offsets_and_seeds_are_independent() -> None:
@@ -399,16 +418,17 @@ def test_numbers_of_rows_offsets_and_seeds_are_independent() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("whole", [0, 1])
-@pytest.mark.parametrize("name", ["sample_gate", "sample_cluster", "sample_warps", "sample_radix"])
+@pytest.mark.parametrize("name", ["sample_slices", "sample_gate", "sample_cluster", "sample_warps", "sample_radix"])
 def test_gpu_templates_draw_with_probabilities_and_no_masked_word(name: str, whole: int, tmp_path: Path) -> None:
     """With one seed and offsets of each launch; 200,000 draws of every filter."""
     torch = pytest.importorskip("torch")
     gpu, template, vocab = machine.gpu(), spaces.find(name), 4099
     assert gpu is not None
+    k = 1 if name == "sample_slices" else 8
     logits = np.random.default_rng().standard_normal(vocab).astype(np.float32) * 2
     many = torch.from_numpy(logits).cuda().expand(20_000, -1).contiguous()
     for number, dtype in enumerate(("float32", "bfloat16")):
-        drawn = SoftmaxSample(8, vocab, 8, dtype, seeded=2, whole=whole)
+        drawn = SoftmaxSample(8, vocab, k, dtype, seeded=2, whole=whole)
         if reason := spaces.applicable(drawn, gpu)[1].get(name):
             pytest.skip(reason)
         compiled = built(drawn, template.candidate(template.default(drawn, gpu)), gpu, tmp_path / f"{number}.so")
@@ -417,7 +437,7 @@ def test_gpu_templates_draw_with_probabilities_and_no_masked_word(name: str, who
                    for shape, kind in drawn.with_batch(len(rows)).output_layouts()]  # fmt: skip
         seed = int(np.random.default_rng().integers(2**62))
         for options in DRAWN:
-            if not whole and not 0 < options.get("top_k", 0) <= 8:
+            if not whole and not 0 < options.get("top_k", 0) <= k:
                 continue
             filters = [options.get(one, default) for one, default in zip(OWN, (1.0, 0, 1.0, 0.0), strict=True)]
             tokens = []
@@ -426,7 +446,7 @@ def test_gpu_templates_draw_with_probabilities_and_no_masked_word(name: str, who
                 tokens.append(outputs[0].cpu().numpy())
             check_frequencies(np.concatenate(tokens), chances_of(rows[0].float().cpu().numpy(), options))
 
-        bounded = SoftmaxSample(96, vocab, 8, dtype, bias=1, per_row=1, whole=whole)
+        bounded = SoftmaxSample(96, vocab, k, dtype, bias=int(k > 1), per_row=1, whole=whole)
         point = template.candidate(template.default(bounded, gpu))
         function = measure.load(built(bounded, point, gpu, tmp_path / f"bounded{number}.so").path, "cuda")
         inputs = rows_at_bounds(bounded, int(np.random.default_rng().integers(2**31)))
@@ -434,6 +454,18 @@ def test_gpu_templates_draw_with_probabilities_and_no_masked_word(name: str, who
         on_gpu = [tensor(array, "cuda") for array in (*inputs, *outputs)]
         function(*on_gpu)
         check_drawn(bounded, inputs, list(map(to_host, on_gpu[len(inputs) :])))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"min_p": 0.05}], ids=str)
+def test_a_million_draws_of_a_large_vocabulary(options: dict[str, Any], dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    row = torch.randn(128256, device="cuda").to(getattr(torch, dtype))
+    many = row.expand(2000, -1).contiguous()
+    seed = int(np.random.default_rng().integers(2**62))
+    tokens = [tvm_sparse.softmax_sample(many, **options, seed=seed, offset=i)[0] for i in range(500)]
+    check_frequencies(torch.cat(tokens).cpu().numpy(), chances_of(row.float().cpu().numpy(), options))
 
 
 @pytest.mark.gpu
@@ -548,6 +580,9 @@ BOUNDED = (
     ("sample_cluster", "batch=18,vocab=4096,k=8,dtype=bfloat16,per_row=1,whole=1", 0),
     ("sample_warps", "batch=48,vocab=301,k=8,per_row=1", 0),
     thorough("sample_warps", "batch=48,vocab=500,k=128,dtype=bfloat16", 2),
+    ("sample_slices", "batch=36,vocab=1029,k=1,per_row=1,whole=1", 1),
+    ("sample_slices", "batch=36,vocab=61,k=1,dtype=bfloat16,seeded=3,whole=1", 0),
+    thorough("sample_slices", "batch=24,vocab=4096,k=1,dtype=float16,whole=1", 4),
     ("sample_radix", "batch=36,vocab=301,k=8,per_row=1", 0),
     ("sample_radix", "batch=36,vocab=301,k=8,dtype=bfloat16,whole=1", 0),
 )
@@ -584,12 +619,17 @@ def test_no_masked_word_is_drawn(name: str, axes: str, more: int) -> None:
 
 
 GATE = {"threads": 64, "vectors": 1, "stages": 1, "overlap": 1, "prefetch": 0, "deferred": 0, "unroll": 1}
+SLICES = {"cluster": 1, "threads": 128, "vectors": 1, "staged": 0, "resident": 512}
 # Blocks that search: one or several, of rows that begin and end within a vector or not.
 SEARCHED = (
     ("sample_scan", "vocab=1029,k=4,per_row=1,whole=1", {}),
     ("sample_scan", "vocab=403,k=1,dtype=bfloat16,per_row=1,whole=1", {}),
     ("sample_gate", "vocab=1029,k=4,per_row=1,whole=1", GATE),
     ("sample_gate", "vocab=1003,k=4,dtype=bfloat16,per_row=1,whole=1", GATE),
+    ("sample_slices", "vocab=1029,k=1,per_row=1,whole=1", SLICES),
+    ("sample_slices", "vocab=4099,k=1,dtype=bfloat16,per_row=1,whole=1",
+     {**SLICES, "cluster": 2, "vectors": 2, "staged": 1}),
+    thorough("sample_slices", "vocab=4096,k=1,dtype=float16,per_row=1,whole=1", {**SLICES, "cluster": 4, "vectors": 1}),
     ("sample_cluster", "vocab=2048,k=4,dtype=bfloat16,per_row=1,whole=1",
      {"cluster": 2, **GATE, "bound": 0}),  # of few threads, so that each block has some of the row
     thorough("sample_cluster", "vocab=4099,k=4,bias=1,per_row=1,whole=1",
@@ -678,17 +718,24 @@ def test_a_wrong_word_is_found_out() -> None:
 def test_rounding_is_allowed_for_at_the_bounds() -> None:
     """A uniform number at a word's bound, and a top_p at that of the nucleus, may go either way."""
     chances = np.array([[0.5, 0.25, 0.125, 0.125]])
-    limits, zero = np.array([4]), np.zeros(1)
+    limits, zero, columns = np.array([4]), np.zeros(1), np.array([[6, 9, 1, 3]])
 
     def filters(top_p: float) -> reference.Filters:
         return reference.Filters(np.ones(1), np.array([4]), np.array([top_p]), zero)
 
-    def ranks(top_p: float, uniform: float) -> list[int]:
+    def ranks(top_p: float, uniform: float, free: bool = False) -> list[int]:
         given = chances, filters(top_p), limits, np.array([uniform])
-        return [r for r in range(4) if reference.possible(given[0], np.array([r]), *given[1:], 1e-5).all()]
+        return [
+            r
+            for r in range(4)
+            if reference.possible(given[0], np.array([r]), *given[1:], 1e-5, columns, np.array([free])).all()
+        ]
 
     assert ranks(1.0, 0.5) == [0, 1] and ranks(1.0, 0.6) == [1] and ranks(0.7, 0.999) == [1]
     assert ranks(0.75, 0.9) == [1, 2]  # 0.9 of 0.75, or of 0.875 if a sum came out below 0.75
+    # In the order of columns: words 2, 3, 0, 1.
+    assert ranks(1.0, 0.25, True) == [0, 3] and ranks(1.0, 0.8, True) == [1] and ranks(1.0, 0.0, True) == [2]
+    assert ranks(0.75, 0.1, True) == [0, 2]  # of the first two words, or of three if a sum came out below 0.75
 
 
 def test_offsets_and_seeds_in_graphs_and_under_vmap() -> None:

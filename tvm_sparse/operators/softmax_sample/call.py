@@ -87,13 +87,20 @@ def softmax_sample(
 
         i <= top_k,    S_(i-1) < top_p * S_(top_k),    p(w_i) >= min_p * p(w_1),
 
-    which is a prefix w_1 ... w_n of them, never empty. The token is w_j with the least j for which S_j > u * S_n, u
-    being the row's uniform number: each word that is left comes with the share of its probability. One kernel, which
-    gives the same token for the same inputs.
+    which is a prefix w_1 ... w_n of them, never empty. Each word that is left comes with the share of its probability,
+    by the row's uniform number u:
+
+    - with a top_k the token is w_j with the least j for which S_j > u * S_n;
+    - without one it is the first word in the order of columns up to which the words that are left have a probability
+      above u * S_n.
+
+    With arrays each row has its own kind. A token depends on the row's logits, filters and number alone. Devices and
+    kernels round sums differently, by 1e-6 of the probability that is left: they give the same token unless u is that
+    close to the bound between two words.
 
     With a top_k of at most 1024 that is one pass over the logits, at little more than what `softmax_topk` costs.
-    Without one it is as long as the token and the bounds of top-p and min-p are found among the 128 best words, as they
-    are of peaked distributions. Rows of which that does not hold are read again, three to ten times, from the L2 cache.
+    Without one it is a pass that sums slices of the columns, and one more of a slice; min_p takes one more pass over
+    the row, and top_p some more, from shared memory or the L2 cache.
 
     Parameters
     ----------
@@ -106,7 +113,7 @@ def softmax_sample(
         that are left are equally likely, but for masked ones, at -1e30 or below, which are not drawn.
     top_k
         An integer, or `(batch,)` int32. 0 or less, as well as None in the place of a number, leaves all words. Numbers
-        above 1024 and below vocab leave the row to be read again, as none does.
+        above 1024 and below vocab are exact, too, and take some passes more.
     top_p
         A number in (0, 1], or `(batch,)` float32; 1 leaves all words.
     min_p
@@ -158,8 +165,7 @@ def softmax_sample(
     RuntimeError
         If `logits` requires a gradient: there is none of a token.
 
-    When not to use it: for flat distributions without top_k, which torch.multinomial, or adding Gumbel noise to logits
-    before their largest is taken, draw from faster; where scores are changed word by word of each row before
+    When not to use it: where scores are changed word by word of each row before
     (repetition penalties, grammars), which is a pass of its own; and for more than one token a row.
 
     Sources: Fan, Lewis & Dauphin 2018 (top-k); Holtzman et al. 2020 (top-p); Nguyen et al. 2024 (min-p); Salmon et al.
@@ -193,7 +199,10 @@ def softmax_sample(
         raise ValueError(f"logits: expected at least one word, got shape {known.shape}")
     symbols = arrays.is_fake(logits) and not (type(best) is int and (own[1] or type(filters[1]) is int))
     # A graph that was specialised to the kernel's width would be one of a few values of top_k alone.
-    width, most, whole = (best, best, False) if symbols else _width(None if own[1] else filters[1], max_top_k, vocab)
+    alone = best == 0 and bias is None
+    width, most, whole = (
+        (best, best, False) if symbols else _width(None if own[1] else filters[1], max_top_k, vocab, alone)
+    )
     if not symbols and not 0 <= best <= most:
         raise ValueError(f"best: expected at most the {most} words that top_k leaves, got {best}")
     batch, rows = math.prod(leading), tuple(leading)
@@ -246,8 +255,8 @@ def softmax_sample(
             ones = iter(arrays_of_rows)
             options = {name: next(ones) if a else one for name, a, one in zip(names, own, filters, strict=True)}
             options |= {"uniforms" if seeded == seeds.GIVEN else "seed": drawn_numbers, "bias": bias}
-            found = softmax_sample(part, **options, max_top_k=max_top_k, best=most, out=(into[0], into[1]))
-            for have, want in zip(into[2:], found[2:], strict=True):
+            found = softmax_sample(part, **options, max_top_k=max_top_k, best=best and most, out=(into[0], into[1]))
+            for have, want in zip(into[2:], found[2:], strict=bool(best)):
                 have[:, :most] = want
 
         by_parts(some, batch, most_at_once, (arrays.reshaped(logits, (batch, vocab)), *by_rows), flat)

@@ -96,8 +96,11 @@ def ours(problem: SoftmaxSample, inputs: Sequence[Any], convert: Callable[[Any],
     names = {GIVEN: ("uniforms",), OF_ROWS: ("seed",)}.get(problem.seeded, ("seed", "offset"))
     numbers = dict(zip(names, filters[len(filters) - len(names) :], strict=True))
     options = dict(zip((name for name, *_ in FILTERS), filters, strict=False))
-    options |= numbers | {"bias": filters[4] if problem.bias else None, "best": problem.k}
-    if problem.per_row:
+    alone = problem.k == 1 and bool(problem.whole) and not problem.bias
+    options |= numbers | {"bias": filters[4] if problem.bias else None, "best": 0 if alone else problem.k}
+    if alone and not problem.per_row:
+        options["top_k"] = None
+    elif problem.per_row:
         options["max_top_k"] = problem.k
     else:
         options["top_k"] = int(filters[1]) or None

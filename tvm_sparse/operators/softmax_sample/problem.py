@@ -16,7 +16,17 @@ from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tvm_sparse.core import distribution, drawing
-from tvm_sparse.core.problem import OPTIONAL, Argument, Cost, Problem, ProblemError, Settings, numpy_dtype, width
+from tvm_sparse.core.problem import (
+    OPTIONAL,
+    Argument,
+    Cost,
+    Problem,
+    ProblemError,
+    Settings,
+    compare,
+    numpy_dtype,
+    width,
+)
 from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, SoftmaxTopk
 from tvm_sparse.operators.softmax_topk.reference import normalised, ranked
 
@@ -115,7 +125,7 @@ class SoftmaxSample(Problem):
         return {
             "batch": distribution.batch(rng),
             "vocab": vocab,
-            "k": min(vocab, UNSAID if whole else distribution.whole(rng, 1, MAX_K)),
+            "k": min(vocab, rng.choice((1, UNSAID)) if whole else distribution.whole(rng, 1, MAX_K)),
             "dtype": distribution.dtype(rng),
             "bias": distribution.flag(rng, 0.2),
             "per_row": distribution.flag(rng, 0.5),
@@ -159,7 +169,8 @@ class SoftmaxSample(Problem):
                 ) from None
             top_k = None if "top_k" in own else number("top_k") if "top_k" in said else 0
             try:
-                _, most, whole = width_of_call(top_k, number("max_top_k") if "max_top_k" in said else None, vocab)
+                max_top_k = number("max_top_k") if "max_top_k" in said else None
+                _, most, whole = width_of_call(top_k, max_top_k, vocab, not int(axes.get("bias", 0)))
             except ValueError as error:
                 raise ProblemError(f"softmax_sample: {error}") from None
             follows |= {"k": most, "whole": int(whole)}
@@ -176,10 +187,12 @@ class SoftmaxSample(Problem):
         return {**axes, **follows}
 
     def as_called(self) -> Problem:
-        """With the k that calls keep: their top_k rounded up, and `UNSAID` where numbers leave the whole row.
+        """With the k that calls keep: their top_k rounded up, and 1 or `UNSAID` where numbers leave the whole row.
 
         No call says `whole` where k is all of the vocabulary.
         """
+        if self.whole and self.k == 1 and not self.bias:
+            return self
         width = width_of(UNSAID if self.whole and not self.per_row else self.k, self.vocab)
         return dataclasses.replace(self, k=width, whole=self.whole if width < self.vocab else 0)
 
@@ -465,7 +478,9 @@ class SoftmaxSample(Problem):
             rows, logprob = rows[good], values[good, ranks[good]]
             wanted[rows], logprobs[rows] = tokens[rows], logprob
             bound[rows] = ABSOLUTE_LOG + 1e-6 * np.abs(logprob)
-        super().agree(inputs, [wanted, logprobs, *expected[2:]], [None, bound, *tolerance[2:]], outputs)
+        told = len(outputs)  # a call that asks for no best words returns two
+        found, bounds = [wanted, logprobs, *expected[2:]], [None, bound, *tolerance[2:]]
+        compare(self.kernel_outputs[:told], found[:told], bounds[:told], outputs)
 
     def admits(self, inputs: Sequence[Any], outputs: Sequence[np.ndarray]) -> bool | None:
         """Whether all words are among those that the filters leave, which may differ by rounding."""
@@ -489,12 +504,13 @@ def width_of(top_k: int, vocab: int) -> int:
     return width(top_k, vocab)
 
 
-def width_of_call(top_k: int | None, max_top_k: int | None, vocab: int) -> tuple[int, int, bool]:
+def width_of_call(top_k: int | None, max_top_k: int | None, vocab: int, alone: bool = False) -> tuple[int, int, bool]:
     """How many of the best words the kernel keeps, how many may be asked for, and whether it has to draw from all.
 
-    `top_k` is None for an array, and 0 for none.
+    `top_k` is None for an array, and 0 for none. `alone`: no best words are wanted beside the token, and no bias is
+    added: where no top_k bounds the draw, one best word is enough then.
     """
-    most = UNSAID
+    most = 1 if alone and top_k is not None else UNSAID
     if top_k is not None and max_top_k is not None:
         raise ValueError("max_top_k: comes with an array top_k, and top_k is none")
     if max_top_k is not None:
@@ -504,7 +520,7 @@ def width_of_call(top_k: int | None, max_top_k: int | None, vocab: int) -> tuple
     bounded = top_k is not None and 0 < top_k <= MAX_K and top_k < vocab
     if bounded:
         most = top_k or 0
-    width = width_of(most, vocab)
+    width = most if most == 1 and not bounded else width_of(most, vocab)
     return width, min(most, vocab), width < vocab and not bounded
 
 
