@@ -95,6 +95,18 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
         ),
         # Those of the templates of softmax_topk.
         ("sample_radix", "softmax_sample/batch=3,vocab=7,k=5,whole=1", {"threads": (256, 512, 1024)}, 3),
+        (
+            "sample_slices",
+            "softmax_sample/batch=3,vocab=1037,k=1,dtype=bfloat16,whole=1",
+            {
+                "cluster": ROWS[:5],
+                "threads": (128, 256, 512),
+                "vectors": (1, 2, 4),
+                "staged": (0, 1),
+                "resident": (512, 768, 1024),
+            },
+            24,  # a slice of half a warp of vectors and more, vectors of whole tiles, whole thread blocks
+        ),
         ("softmax_rows", "softmax/batch=3,vocab=61,algorithm=safe", {"simd": (8, 16, 32, 64)}, 4),
         ("softmax_block", "softmax/batch=3,vocab=130", {"reduce_threads": (64, 128)}, 2),
         ("softmax_warp", "softmax/batch=3,vocab=61", {"rows": ROWS[:5]}, 5),
@@ -330,6 +342,8 @@ def test_space_is_as_expected(template: str, key: str, expected: dict[str, tuple
     [
         ("threshold_gate", "softmax_topk/batch=1,vocab=2600,k=2100", "k=2100 exceeds 2048"),
         ("sample_warps", "softmax_sample/batch=5,vocab=301,k=7,whole=1", "a warp alone would take long"),
+        ("sample_slices", "softmax_sample/batch=5,vocab=301,k=7,whole=1", "sums of slices tell the best word alone"),
+        ("sample_slices", "softmax_sample/batch=5,vocab=301,k=1,bias=1,whole=1", "a bias is not added to slices"),
         ("softmax_held", "softmax/batch=1,vocab=2000000", "a cluster does not hold a row of vocab=2000000"),
         ("softmax_staged", "softmax/batch=1,vocab=2048,algorithm=naive", "the naive algorithm reads a row more than"),
         ("softmax_warp", "softmax/batch=1,vocab=30", "vocab=30 has no work for 32 threads"),

@@ -120,13 +120,13 @@ def drawing(
     )
 
 
-sample_scan = drawing("sample_scan", 6, row_scan, scan, "as row_scan, then a word drawn of the k best")
-sample_gate = drawing("sample_gate", 4, threshold_gate, gates, "as threshold_gate, then one warp draws a word")
+sample_scan = drawing("sample_scan", 7, row_scan, scan, "as row_scan, then a word drawn of the k best")
+sample_gate = drawing("sample_gate", 5, threshold_gate, gates, "as threshold_gate, then one warp draws a word")
 sample_cluster = drawing(
-    "sample_cluster", 5, cluster_gate, gates, "as cluster_gate, then one warp draws a word", too_many_clusters
+    "sample_cluster", 6, cluster_gate, gates, "as cluster_gate, then one warp draws a word", too_many_clusters
 )
 sample_warps = drawing("sample_warps", 3, warp_rows, warps, "as warp_rows, then the row's warp draws a word", few_rows)
-sample_radix = drawing("sample_radix", 3, radix_select, radix, "as radix_select, then one warp draws a word")
+sample_radix = drawing("sample_radix", 4, radix_select, radix, "as radix_select, then one warp draws a word")
 sample_slices = Template(
     name="sample_slices",
     version=1,
