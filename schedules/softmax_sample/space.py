@@ -23,10 +23,10 @@ KEPT = 72 * 1024
 
 
 def space(problem: SoftmaxSample, machine: Machine) -> Table:
-    if problem.k != 1 or not problem.whole:
-        raise NotApplicable("sums of slices tell the best word alone, for a draw from the whole row")
     if problem.bias:
         raise NotApplicable("a bias is not added to slices")
+    if not problem.alone:
+        raise NotApplicable("sums of slices tell the best word alone, for a draw from the whole row")
     return {
         "cluster": machine.clusters(CLUSTERS),
         "threads": THREADS,
@@ -61,14 +61,15 @@ def allowed(problem: SoftmaxSample, machine: Machine, decisions: Decisions) -> s
 
 
 def default(problem: SoftmaxSample, machine: Machine) -> Decisions:
-    """As many thread blocks a row as give every multiprocessor one, or as keep the row; then as many as may be."""
+    """As many thread blocks a row as give every multiprocessor one, or as keep the row in shared memory; two of them have
+    room on a multiprocessor, so that one reads while the other draws."""
     clusters = machine.clusters(CLUSTERS)
     fill = next((size for size in clusters if size * problem.batch_extent >= machine.cores), clusters[-1])
     keep = next((size for size in clusters if Blocks(problem, THREADS[-1], size, "shared").staged <= KEPT), None)
     wanted = [
         {"cluster": cluster, "threads": threads, "vectors": vectors, "staged": staged, "resident": 512}
         for cluster in sorted((size for size in clusters if size <= max(fill, keep or 1)), reverse=True)
-        for threads in (THREADS[::-1])
+        for threads in (256, 128, 512)
         for vectors in (4, 2, 1)
         for staged in (1, 0)
     ]

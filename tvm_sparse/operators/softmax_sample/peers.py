@@ -96,15 +96,14 @@ def ours(problem: SoftmaxSample, inputs: Sequence[Any], convert: Callable[[Any],
     names = {GIVEN: ("uniforms",), OF_ROWS: ("seed",)}.get(problem.seeded, ("seed", "offset"))
     numbers = dict(zip(names, filters[len(filters) - len(names) :], strict=True))
     options = dict(zip((name for name, *_ in FILTERS), filters, strict=False))
-    alone = problem.k == 1 and bool(problem.whole) and not problem.bias
-    options |= numbers | {"bias": filters[4] if problem.bias else None, "best": 0 if alone else problem.k}
-    if alone and not problem.per_row:
+    options |= numbers | {"bias": filters[4] if problem.bias else None, "best": 0 if problem.alone else problem.k}
+    if problem.alone and not problem.per_row:
         options["top_k"] = None
     elif problem.per_row:
         options["max_top_k"] = problem.k
     else:
         options["top_k"] = int(filters[1]) or None
-    width = width_of(problem.k, problem.vocab)
+    width = problem.k if problem.alone and not problem.per_row else width_of(problem.k, problem.vocab)
     whole = int(bool(problem.whole or problem.per_row) and width < problem.vocab)  # an array may say anything
     return lambda: softmax_sample(logits, **options), dataclasses.replace(problem, k=width, whole=whole)
 

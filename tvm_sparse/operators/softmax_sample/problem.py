@@ -191,7 +191,7 @@ class SoftmaxSample(Problem):
 
         No call says `whole` where k is all of the vocabulary.
         """
-        if self.whole and self.k == 1 and not self.bias:
+        if self.alone:
             return self
         width = width_of(UNSAID if self.whole and not self.per_row else self.k, self.vocab)
         return dataclasses.replace(self, k=width, whole=self.whole if width < self.vocab else 0)
@@ -209,6 +209,11 @@ class SoftmaxSample(Problem):
         """How many of the best words one may be drawn from, where top_k does not bound it."""
         return self.vocab if self.whole else self.k
 
+    @property
+    def alone(self) -> bool:
+        """Whether a word is drawn from the whole row, and one best word is all that is wanted beside it."""
+        return self.k == 1 and bool(self.whole) and not self.bias
+
     def extent(self, name: str | int) -> int:
         present = {
             "shared": not self.per_row,
@@ -221,7 +226,10 @@ class SoftmaxSample(Problem):
         return int(present[name]) if name in present else super().extent(name)
 
     def distance(self, other: Problem) -> float | None:
-        """Octaves of all sizes; where uniform numbers come from is none."""
+        """Octaves of all sizes; where uniform numbers come from is none. A draw from the whole row that keeps one best word
+        has kernels of its own, and nothing in common with others."""
+        if isinstance(other, SoftmaxSample) and self.alone != other.alone:
+            return None
         return super().distance(dataclasses.replace(other, seeded=self.seeded) if type(other) is type(self) else other)
 
     def as_shipped(self) -> tuple[Problem, ...]:
