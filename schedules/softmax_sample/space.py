@@ -61,8 +61,10 @@ def allowed(problem: SoftmaxSample, machine: Machine, decisions: Decisions) -> s
 
 
 def default(problem: SoftmaxSample, machine: Machine) -> Decisions:
-    """As many thread blocks a row as give every multiprocessor one, or as keep the row in shared memory; two of them have
-    room on a multiprocessor, so that one reads while the other draws."""
+    """As many thread blocks a row as give every multiprocessor one, or as keep the row in shared memory.
+
+    Two of them have room on a multiprocessor, so that one reads while the other draws.
+    """
     clusters = machine.clusters(CLUSTERS)
     fill = next((size for size in clusters if size * problem.batch_extent >= machine.cores), clusters[-1])
     keep = next((size for size in clusters if Blocks(problem, THREADS[-1], size, "shared").staged <= KEPT), None)

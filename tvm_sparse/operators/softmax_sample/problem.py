@@ -226,8 +226,10 @@ class SoftmaxSample(Problem):
         return int(present[name]) if name in present else super().extent(name)
 
     def distance(self, other: Problem) -> float | None:
-        """Octaves of all sizes; where uniform numbers come from is none. A draw from the whole row that keeps one best word
-        has kernels of its own, and nothing in common with others."""
+        """Octaves of all sizes; where uniform numbers come from is none.
+
+        A draw from the whole row that keeps one best word has kernels of its own, and nothing in common with others.
+        """
         if isinstance(other, SoftmaxSample) and self.alone != other.alone:
             return None
         return super().distance(dataclasses.replace(other, seeded=self.seeded) if type(other) is type(self) else other)
