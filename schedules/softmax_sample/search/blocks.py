@@ -507,7 +507,7 @@ def crew_of(blocks: Blocks) -> Crew:
         unite=unite_blocks(blocks),
         find=find_by_warp,
         pick=pick_by_warp(blocks),
-        guesses=True,
+        guesses=blocks.joined,
     )
     return dataclasses.replace(crew, draw=draw_in_columns(blocks, crew))
 
