@@ -1,4 +1,4 @@
-"""A word of each row by sums of slices: one read of the row where no filter is asked for, or two.
+"""A token of each row by sums of slices: one read of the row without filters, two with min_p.
 
 Each warp of the thread blocks that have a row owns a slice of its columns (`rows.cut`). Then
 

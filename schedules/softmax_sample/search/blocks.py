@@ -93,7 +93,7 @@ def begin_search(blocks: Blocks) -> Callable[..., Any]:
 
 
 def load_step(blocks: Blocks) -> Callable[..., Any]:
-    """A thread's vectors of its j-th tile, or, behind the last, its ragged element; the phase is (io, row, t, s, j).
+    """A thread's vectors of its j-th tile, or, after the last, its ragged element; the phase is (io, row, t, s, j).
 
     Reads: the row, or what of it is staged.
     Writes: `r.raw`, `column`; scratch is `small`.
@@ -279,7 +279,7 @@ def exponential_on_gpu(s: State, x: Any) -> tirx.PrimExpr:
 
 
 def sum_slices(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
-    """What is left of each slice; the phase is (io, row, t, s).
+    """The sum of the words of each slice that are left; the phase is (io, row, t, s).
 
     Reads: the row, `top`, `factor`, `least`, and the group at which the words that are left end.
     Writes: `sums`, `ties` of all slices, in every block; scratch.
@@ -459,7 +459,7 @@ def take_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
             s.reached[0] = T.float32(0)
             for i in T.serial(rounds, unroll=False):
                 if ext.ragged:
-                    # The elements before the first whole vector, the vectors, and the elements behind the last.
+                    # The elements before the first whole vector, the vectors, and the elements after the last.
                     crew.load(io, row, t, s, T.Select(i == 0, steps, T.Select(i > steps, steps, i - 1)))
                     see_rows(io, row, t, s, power, ties, scan, found, last,
                              (i > 0 and i <= steps) or (i == 0) == (s.r.t < width))

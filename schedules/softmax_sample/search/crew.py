@@ -25,7 +25,7 @@ ALIKE = {"float32": 0, "float16": 13, "bfloat16": 16}
 SLICES, OTHERS = 0, BINS
 # Slices of an octave of probability. The last of them all has what is left.
 OF_OCTAVE = 8
-# A sample is one of so many elements.
+# A sample has one of every SAMPLE elements.
 SAMPLE = 8
 # The share of their size by which bounds of a slice are taken too wide: some roundings of a float32.
 SLOP = 2.0**-20
