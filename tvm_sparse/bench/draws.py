@@ -21,7 +21,7 @@ import numpy as np
 
 from ..core import drawing
 from ..core.problem import Problem, numpy_dtype
-from .verification import Case, case_of, row_elements
+from .verification import Case, case_of, reference, row_elements
 
 # Distinct rows of a block, and the bytes that they take at most.
 BLOCK_ROWS, BLOCK_BYTES = 16, 1 << 22
@@ -77,15 +77,21 @@ def arranged(block: Case, number: int, batch: int) -> Case:
     rng, held = np.random.default_rng([number, batch]), block.problem.batch_extent
     rows = rng.permutation(held)[:batch] if batch <= held and rng.random() < 0.5 else rng.integers(held, size=batch)
     problem = block.problem.with_batch(batch)
-    bounds = [None if bound is None else bound[rows] for bound in block.tolerance]
+    inputs = block.problem.sample(block.inputs, rows)
+    if problem.counts_rows:
+        inputs = inputs[: len(problem.kernel_inputs)]
+        expected, bounds = reference(problem, inputs)
+    else:
+        expected = [array[rows] for array in block.expected]
+        bounds = [None if bound is None else bound[rows] for bound in block.tolerance]
     said, _, first = block.name.rpartition(", ")
     said = said.rpartition(", ")[0]
     assert block.place is not None
     return Case(
         problem,
         f"{said}, {problem.batch_axis} {batch}, {first}-{number}-{batch}",
-        block.problem.sample(block.inputs, rows),
-        [array[rows] for array in block.expected],
+        inputs,
+        expected,
         bounds,
         (block.place[0], number + 1),
     )

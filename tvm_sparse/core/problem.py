@@ -162,6 +162,11 @@ class Problem(ABC):
         pairs = zip(self.kernel_inputs, inputs, strict=True)
         return [array[rows] if self.batched(spec) else array for spec, array in pairs]
 
+    @property
+    def counts_rows(self) -> bool:
+        """Whether the number of a row in the batch decides on its outputs: they are then others where rows move."""
+        return False
+
     def batched(self, argument: Argument) -> bool:
         """Whether an argument holds data of the batch's rows, as logits do and a weight does not.
 
