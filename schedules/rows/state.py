@@ -35,6 +35,9 @@ class RowState:
         `(raw - shift) * scale + offset` is the result, where exponentials took the place of the logits.
     factor
         What exponents of e are multiplied by to be exponents of 2, where rows have temperatures.
+    tile, top_tile
+        Where rows have temperatures: the number of the tile in hand, and of the tile that last raised `m`; the number
+        of tiles if `m` is still the ragged element or the least finite number.
     out
         A vector of results.
     """
@@ -49,6 +52,7 @@ class RowState:
             self.out = T.alloc_local([ext.width], ext.dtype)
         if ext.tempered:
             self.factor = T.local_scalar("float32")
+            self.tile, self.top_tile = T.local_scalar("int32"), T.local_scalar("int32")
         if ext.in_place:
             self.scale, self.shift, self.offset = (T.local_scalar("float32") for _ in range(3))
 

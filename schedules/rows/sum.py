@@ -25,7 +25,7 @@ def scaled(s: Any, difference: Any) -> Any:
 
 # fmt: off
 def begin_pair(ext: Extents) -> Phase:
-    """Reads: `edge`. Writes: `m`, `d`. Barriers: none.
+    """Reads: `edge`. Writes: `m`, `d`, `tile`, `top_tile`. Barriers: none.
 
     After: `m` covers the ragged element, whose exponential is added last (`add_edge`), when `m` is final; `d` is 0.
     """
@@ -38,12 +38,18 @@ def begin_pair(ext: Extents) -> Phase:
         if not ext.writes:
             s.m = T.min(s.m, HIGHEST)
         s.d = T.float32(0)
+        if ext.tempered:
+            s.tile = 0
+            s.top_tile = ext.full_tiles + ext.other_tiles
 
     return phase
 
 
 def raise_maximum(ext: Extents) -> Phase:
-    """Reads: `raw`. Writes: `m`, `d`, `top`. Barriers: none. After: `m` covers `raw`, and `d` is relative to it."""
+    """Reads: `raw`, `tile`. Writes: `m`, `d`, `top`, `top_tile`. Barriers: none.
+
+    After: `m` covers `raw`, and `d` is relative to it.
+    """
 
     @T.inline
     def phase(s):
@@ -55,12 +61,14 @@ def raise_maximum(ext: Extents) -> Phase:
         if s.top > s.m:
             s.d = s.d * T.exp2(scaled(s, s.m - s.top))
             s.m = s.top
+            if ext.tempered:
+                s.top_tile = s.tile
 
     return phase
 
 
 def absorb(ext: Extents) -> Phase:
-    """Reads: `raw`. Writes: `m`, `d`, `top`, `power`; `raw` where it is to hold exponentials. Barriers: none.
+    """Reads: `raw`. Writes: `m`, `d`, `top`, `power`, `tile`; `raw` where it is to hold exponentials. Barriers: none.
 
     After: (m, d) covers the elements of `raw`: the online algorithm, rescaled once for all of them. The others have
     their maximum before.
@@ -78,6 +86,8 @@ def absorb(ext: Extents) -> Phase:
             s.d = s.d + s.power
             if ext.in_place:
                 s.raw[e] = T.Select(log != 0, s.raw[e], s.power)
+        if ext.tempered:
+            s.tile = s.tile + 1
 
     return phase
 

@@ -56,10 +56,15 @@ class Blocks:
         return self.ext.full_tiles + self.ext.other_tiles
 
     @property
+    def rounds(self) -> int:
+        """Loads of a slice in the order of columns: its tiles, between the ragged elements of both ends."""
+        return self.steps + (2 if self.ext.ragged else 0)
+
+    @property
     def bytes(self) -> int:
         """Bytes of shared memory, see `search_state`."""
         histograms = 8 * (2 * BINS + len(FOUND) + 2 * BINS) + 4 * ((3 + 3 * COPIES) * BINS)
-        arrays = (16 if self.joined else 8) * (self.ext.parts + 1)
+        arrays = (16 if self.joined else 8) * (self.ext.parts + 1) + 8 * (self.rounds + 1)
         return asked(ceildiv(self.staged + histograms + arrays, 16) * 16)
 
     @property

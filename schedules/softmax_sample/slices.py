@@ -4,10 +4,10 @@ Each warp of the thread blocks that have a row owns a slice of its columns (`row
 
 1. every warp finds the pair (m, d) of its slice (`rows.sum`), and the pairs are joined (`rows.join`): every warp knows
    the row's maximum and the sum of its exponentials, and those of every slice;
-2. the warp in whose slice the maximum is finds its column;
-3. without filters the slice in which the uniform number's share of the sum is reached is known, too: its warp reads it
-   again, and finds the word. For min_p alone, slices are summed anew, of the words that are left; for top_p, or a top_k
-   of more than one word, the row is searched before that (`search`).
+2. without filters the slice in which the uniform number's share of the sum is reached is known, too: the warps of its
+   thread block read it again, and one finds the word. For min_p alone, slices are summed anew, of the words that are
+   left; for top_p, or a top_k of more than one word, the row is searched before that (`search`);
+3. the warp in whose slice the maximum is finds its column, by the tiles that have raised its lanes' own.
 
 With `staged` the row stays in the shared memory of its thread blocks; else it is read again, as a rule from L2.
 """
@@ -25,7 +25,7 @@ from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 
 from ..device.arithmetic import LOG2_E
 from ..device.cluster import cluster_arrive, cluster_barrier
-from ..device.selection import lanes_min, order_bits
+from ..device.selection import lanes_max, lanes_min, order_bits
 from ..rows import hold, join
 from ..rows import sum as sums
 from ..rows.state import RowState, Views
@@ -39,6 +39,7 @@ from .search.blocks import (
     column_of,
     crew_of,
     search_state,
+    sum_slices,
     take_word,
 )
 from .search.crew import Crew, draw_by_search, leave_all
@@ -59,8 +60,8 @@ def main(blocks: Blocks, resident: int) -> Callable[..., Any]:
     accumulate, add_edge = sums.accumulate(ext), sums.add_edge(ext)
     join_warp, join_block, join_cluster = join.join_warp(), join.join_block(ext), join.join_cluster(ext)
     write_best, write_first = write_best_word(blocks, crew), write_first_word(blocks)
-    draw_freely, search = draw_of_all(blocks, crew), draw_by_search(crew, blocks.problem)
-    begin = begin_search(blocks)
+    begin, search = begin_search(blocks), draw_by_search(crew, blocks.problem)
+    summed, choose, take = sum_slices(blocks, crew), choose_slice(blocks), take_word(blocks, crew)
 
     @T.inline
     def of_row(given, row, part, t):
@@ -79,6 +80,8 @@ def main(blocks: Blocks, resident: int) -> Callable[..., Any]:
         begin_pair(r)
         accumulate(r, views.words, s, 0)
         add_edge(r)
+        own = T.alloc_local([1], "float32")
+        own[0] = r.m
         join_warp(r)
         if cluster > 1:
             join_cluster(r, s)
@@ -87,18 +90,25 @@ def main(blocks: Blocks, resident: int) -> Callable[..., Any]:
 
         s.top[0] = r.top
         s.best[0] = -T.log(r.d)
+        s.summed[0] = 0
         # False for NaN, and for a row of nothing above minus infinity.
         if r.d > T.float32(0) and r.d < T.infinity("float32"):
-            write_best(io, row, t, s, d.top_k[0])
             if d.top_k[0] > 1:
-                if d.top_k[0] == words and d.top_p[0] >= T.float32(1) and d.min_p[0] <= T.float32(0):
-                    draw_freely(io, row, t, s, clamped(d.uniform[0]))
-                else:
+                if d.top_k[0] < words or d.top_p[0] < T.float32(1):
                     begin(t, s, part)
                     search(io, row, t, s, d.top_k[0], d.top_p[0], d.min_p[0], clamped(d.uniform[0]))
-                    if cluster > 1:
+                    if cluster > 1 and d.top_k[0] < words:
                         # No thread block may end while others read what it has found.
                         cluster_barrier()
+                else:
+                    leave_all(s)
+                    s.least[0] = d.min_p[0]
+                if d.top_k[0] == words:
+                    if d.top_p[0] < T.float32(1) or d.min_p[0] > T.float32(0):
+                        summed(io, row, t, s)
+                    choose(t, s, clamped(d.uniform[0]))
+                    take(io, row, t, s)
+            write_best(io, row, t, s, own[0], d.top_k[0])
         else:
             write_first(io, row, t, s)
 
@@ -122,18 +132,22 @@ def main(blocks: Blocks, resident: int) -> Callable[..., Any]:
 
 
 def write_best_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
-    """The best word, the first of equals, by the warp that owns it; the phase is (io, row, t, s, top_k).
+    """The best word, the first of equals, by the warp that owns it; the phase is (io, row, t, s, own, top_k).
 
-    Reads: the pairs of all slices, `top`, `best`; the slice.
+    `own` is the lane's own maximum. Each lane looks for the row's in the tile that last raised its own. Only if that of
+    any lane was no tile's, the warp looks through all of its slice.
+
+    Reads: the pairs of all slices, `top`, `best`, `r.top_tile`; the slice.
     Writes: the row's value and index, and its token if top_k is 1; `chosen`, and scratch.
     Barriers: shuffles.
     """
-    parts, column, steps = blocks.ext.parts, column_of(blocks), crew.steps
+    parts, column, steps = blocks.ext.parts, column_of(blocks), blocks.steps
     each = ceildiv(parts, 32)
 
     @T.inline
-    def phase(io, row, t, s, top_k):
+    def phase(io, row, t, s, own, top_k):
         found = T.alloc_local([1], "int32")
+        rest = T.alloc_local([1], "int32")
         s.chosen[0] = NONE
         for i in T.unroll(each):
             if t % 32 * each + i < parts:
@@ -143,8 +157,10 @@ def write_best_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
         s.chosen[0] = lanes_min(s.chosen[0])
         if s.chosen[0] == s.r.part:
             found[0] = NONE
-            for j in T.serial(steps, unroll=False):
-                crew.load(io, row, t, s, j)
+            # One lookup, or one of each step.
+            rest[0] = lanes_max(T.Select(own == s.top[0] and s.r.top_tile == steps, crew.steps, 1))
+            for j in T.serial(rest[0], unroll=False):
+                crew.load(io, row, t, s, T.Select(rest[0] == 1, T.min(s.r.top_tile, crew.steps - 1), j))
                 for e in T.unroll(crew.elements):
                     crew.take(io, s, e)
                     if s.x[0] == s.top[0]:
@@ -190,32 +206,6 @@ def write_first_word(blocks: Blocks) -> Callable[..., Any]:
                 io.logprobs[row] = T.float32("nan")
                 io.values[row, 0] = T.float32("nan")
                 io.indices[row, 0] = T.Cast("int64", column[0])
-
-    return phase
-
-
-def draw_of_all(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
-    """A word of all, by the sums of slices that are known; the phase is (io, row, t, s, uniform).
-
-    Reads: the pairs of all slices, `top`, `factor`; one slice.
-    Writes: the row's token and its log-probability; `sums`, `ties`, and scratch.
-    Barriers: one.
-    """
-    parts, threads = blocks.ext.parts, blocks.threads
-    chosen, taken = choose_slice(blocks), take_word(blocks, crew)
-
-    @T.inline
-    def phase(io, row, t, s, uniform):
-        leave_all(s)
-        s.least[0] = T.float32(0)
-        for i in T.serial(ceildiv(parts, threads)):
-            if i * threads + t < parts:
-                s.sums[i * threads + t] = s.pair_d[i * threads + t] * T.exp2(
-                    (s.pair_m[i * threads + t] - s.top[0]) * s.factor[0])
-                s.ties[i * threads + t] = 0
-        T.cuda.cta_sync()
-        chosen(t, s, uniform)
-        taken(io, row, t, s)
 
     return phase
 # fmt: on

@@ -25,7 +25,6 @@ from .crew import (
     State,
     agrees,
     draw_by_search,
-    is_before,
     is_heavy,
     pass_over_row,
     reaches,
@@ -62,11 +61,13 @@ def search_state(blocks: Blocks, pool: Any, **more: Any) -> State:
         "tallies": shared((COPIES * BINS,), "uint32"),
         "sums": shared((blocks.ext.parts,), "float32"),
         "ties": shared((blocks.ext.parts,), "int32"),
+        "round_sums": shared((blocks.rounds,), "float32"),
+        "round_ties": shared((blocks.rounds,), "int32"),
     }
     if blocks.cluster > 1:
         more |= {"shown": shared((2 * BINS,), "uint64"), "shown_counts": shared((2 * BINS,), "int32")}
     registers = {"small": "uint16", "added": "uint32"}
-    registers |= dict.fromkeys(("column", "own", "turn", "number"), "int32")
+    registers |= dict.fromkeys(("column", "own", "turn", "number", "summed", "round"), "int32")
     more |= {name: T.alloc_local((1,), dtype) for name, dtype in registers.items()}
     return State.alloc(shared, T.alloc_local, **more)
 
@@ -278,25 +279,30 @@ def exponential_on_gpu(s: State, x: Any) -> tirx.PrimExpr:
     return T.exp2((x - s.top[0]) * s.factor[0])
 
 
+@T.inline
+def raise_to_power(s):
+    """To `power`, the exponential of `x`; 0 below 2^-126, as without the steps that exp2 takes for such results."""
+    T.ptx.ex2.approx.ftz.f32(s.power[0], (s.x[0] - s.top[0]) * s.factor[0])
+
+
 def sum_slices(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
     """The sum of the words of each slice that are left; the phase is (io, row, t, s).
 
-    Reads: the row, `top`, `factor`, `least`, and the group at which the words that are left end.
-    Writes: `sums`, `ties` of all slices, in every block; scratch.
+    Reads: the row, `top`, `factor`, `least`, and the bounds of the group at which the words that are left end.
+    Writes: `sums`, `ties` of all slices, in every block; `summed`; scratch.
     Barriers: one of the block, or of the cluster.
     After: `sums` has the sum of the exponentials of a slice's words before the group, and `ties` how many it has of it.
     """
-    ext, cluster = blocks.ext, blocks.cluster
+    cluster = blocks.cluster
 
     @T.inline
     def see(io, row, t, s, j, e):
-        s.power[0] = crew.exponential(s, s.x[0])
+        raise_to_power(s)
         if s.power[0] >= s.least[0]:
-            if is_before(s, s.x[0]):
+            if s.x[0] > s.highest[0]:
                 s.sum[0] = s.sum[0] + s.power[0]
-            elif agrees(s, s.x[0]):
-                if is_heavy(s.power[0], ext.vocab):
-                    s.number[0] = s.number[0] + 1
+            elif s.x[0] >= s.lowest[0]:
+                s.number[0] = s.number[0] + 1
 
     pass_over = pass_over_row(crew, see)
 
@@ -304,6 +310,7 @@ def sum_slices(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
     def phase(io, row, t, s):
         s.sum[0] = T.float32(0)
         s.number[0] = 0
+        s.summed[0] = 1
         pass_over(io, row, t, s)
         for h in T.unroll(5):
             s.sum[0] = s.sum[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sum[0], 1 << h, 32, 32)
@@ -322,20 +329,23 @@ def sum_slices(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
     return phase
 
 
-def choose_slice(blocks: Blocks) -> Callable[..., Any]:
-    """The slice in which the uniform number's share of all that is left is reached; the phase is (t, s, uniform).
+def choose(count: int, begun: Callable[..., Any], sum_of: Callable[..., Any], aim: Callable[..., Any]) -> Callable[..., Any]:
+    """In which of `count` pieces, in the order of columns, a share of what is left is reached; the phase is (t, s, to).
 
-    Every warp chooses for itself, alike. A slice of which nothing is left is never chosen, however sums are rounded.
+    Every warp chooses for itself, alike. A piece of which nothing is left is never chosen, however sums are rounded.
 
-    Reads: `sums`, `ties`, `rank`: how many of the group are left; `tie`: the exponential of each.
-    Writes: `chosen`; `goal`: how much of it is to be passed, and `number`: how many of the group come before it.
+    `begun`: (s) -> how many words of the group come before the first piece. `sum_of`: a phase (s, i, own, ties) that
+    reads the sum of the i-th piece's words before the group, and how many it has of it. `aim`: (s, total) -> how much
+    is to be passed.
+
+    Reads: `rank`: how many of the group are left; `tie`: the exponential of each.
+    Writes: the piece, to `to`; `goal`: how much of it is to be passed, and `number`: how many of the group come before.
     Barriers: shuffles.
     """
-    parts = blocks.ext.parts
-    each = ceildiv(parts, 32)
+    each = ceildiv(count, 32)
 
     @T.inline
-    def phase(t, s, uniform):
+    def phase(t, s, to):
         before = T.alloc_local([1], "int32")
         scratch = T.alloc_local([1], "int32")
         own = T.alloc_local([each], "float32")
@@ -345,132 +355,202 @@ def choose_slice(blocks: Blocks) -> Callable[..., Any]:
         last = T.alloc_local([1], "int32")
         for i in T.unroll(each):
             ties[i] = 0
-            if t % 32 * each + i < parts:
-                ties[i] = s.ties[t % 32 * each + i]
+            own[i] = T.float32(0)
+            if t % 32 * each + i < count:
+                sum_of(s, t % 32 * each + i, own, ties, i)
         before[0] = ties[0]
         for i in T.unroll(each - 1):
             before[0] = before[0] + ties[1 + i]
-        s.number[0] = before[0]
-        scan_lanes(t, before, scratch)
-        before[0] = before[0] - s.number[0]
+        scratch[0] = before[0]
+        if s.rank[0] > T.uint64(0):
+            scan_lanes(t, before, s.scratch)
+        before[0] = before[0] - scratch[0] + begun(s)
         reached[0] = T.float32(0)
         for i in T.unroll(each):
-            own[i] = T.float32(0)
-            if t % 32 * each + i < parts:
-                own[i] = s.sums[t % 32 * each + i] + s.tie[0] * T.Cast(
-                    "float32", T.min(T.max(T.Cast("int32", s.rank[0]) - before[0], 0), ties[i]))
+            own[i] = own[i] + s.tie[0] * T.Cast(
+                "float32", T.min(T.max(T.Cast("int32", s.rank[0]) - before[0], 0), ties[i]))
             scratch[0] = ties[i]
             ties[i] = before[0]
             before[0] = before[0] + scratch[0]
             reached[0] = reached[0] + own[i]
-        s.sum[0] = reached[0]
         scan_lanes(t, reached, other)
         other[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), reached[0], 31, 32, 32)
-        s.goal[0] = uniform * other[0]
-        # The slices before this lane's.
+        s.goal[0] = aim(s, other[0])
+        # The pieces before this lane's.
         other[0] = T.tvm_warp_shuffle_up(T.uint32(FULL_WARP), reached[0], 1, 32, 32)
         reached[0] = T.Select(t % 32 == 0, T.float32(0), other[0])
-        s.chosen[0] = NONE
+        to[0] = NONE
         last[0] = -1
         s.sum[0] = T.float32(0)
         s.number[0] = 0
         for i in T.unroll(each):
             if own[i] > T.float32(0):
                 last[0] = t % 32 * each + i
-                if s.chosen[0] == NONE and reached[0] + own[i] > s.goal[0]:
-                    s.chosen[0] = t % 32 * each + i
+                if to[0] == NONE and reached[0] + own[i] > s.goal[0]:
+                    to[0] = t % 32 * each + i
                     s.sum[0] = s.goal[0] - reached[0]
                     s.number[0] = ties[i]
             reached[0] = reached[0] + own[i]
-        scratch[0] = s.chosen[0]
-        s.chosen[0] = lanes_min(s.chosen[0])
+        to[0] = lanes_min(to[0])
         s.goal[0] = s.sum[0]
-        if s.chosen[0] == NONE:
+        if to[0] == NONE:
             # By rounding none reaches it: the last word that is left, then.
-            scratch[0] = last[0]
-            s.chosen[0] = lanes_max(last[0])
+            to[0] = lanes_max(last[0])
             s.goal[0] = T.infinity("float32")
             for i in T.unroll(each):
-                if t % 32 * each + i == s.chosen[0]:
+                if t % 32 * each + i == to[0]:
                     s.number[0] = ties[i]
-        s.goal[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.goal[0], s.chosen[0] // each, 32, 32)
-        s.number[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.number[0], s.chosen[0] // each, 32, 32)
+        s.goal[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.goal[0], to[0] // each, 32, 32)
+        s.number[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.number[0], to[0] // each, 32, 32)
+
+    return phase
+
+
+def choose_slice(blocks: Blocks) -> Callable[..., Any]:
+    """The slice in which the uniform number's share of all that is left is reached; the phase is (t, s, uniform).
+
+    Reads: `sums`, `ties`; or the pairs of all slices, if not `summed`; `rank`, `tie`.
+    Writes: `chosen`, `goal`, `number`.
+    Barriers: shuffles.
+    """
+    joined = blocks.joined
+
+    @T.inline
+    def sum_of(s, i, own, ties, at):
+        if joined and s.summed[0] == 0:
+            own[at] = s.pair_d[i] * T.exp2((s.pair_m[i] - s.top[0]) * s.factor[0])
+        else:
+            own[at] = s.sums[i]
+            ties[at] = s.ties[i]
+
+    chosen = choose(blocks.ext.parts, lambda s: 0, sum_of, lambda s, total: s.goal[0] * total)
+
+    @T.inline
+    def phase(t, s, uniform):
+        s.goal[0] = uniform
+        chosen(t, s, s.chosen)
 
     return phase
 
 
 def take_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
-    """By the chosen slice's warp: the word with which `goal` is passed; the phase is (io, row, t, s).
+    """By the thread block of the chosen slice: the word with which `goal` is passed; the phase is (io, row, t, s).
 
-    Reads: the slice, `goal`, `number`, `rank`, the group.
-    Writes: the row's token and its log-probability; scratch.
-    Barriers: shuffles.
+    Its warps share the slice's rounds. Then one of them goes through the round in which the word is.
+
+    Reads: the slice, `chosen`, `goal`, `number`, `rank`, the group's bounds.
+    Writes: the row's token and its log-probability; `round_sums`, `round_ties`; scratch.
+    Barriers: one of that thread block; shuffles.
     After: the word is one that is left: the first that passes `goal`, or the last one if rounding leaves it unpassed.
     """
-    ext, steps, column = blocks.ext, blocks.steps, column_of(blocks)
-    width, rounds = ext.width, steps + (2 if ext.ragged else 0)
+    ext, steps, rounds, column = blocks.ext, blocks.steps, blocks.rounds, column_of(blocks)
+    width, slices, located = ext.width, ext.slices, locate(ext)
 
     @T.inline
-    def see_rows(io, row, t, s, power, ties, scan, found, last, only):
+    def load_round(io, row, t, q, i):
+        if ext.ragged:
+            # The elements before the first whole vector, the vectors, and the elements after the last.
+            crew.load(io, row, t, q, T.Select(i == 0 or i > steps, steps, i - 1))
+        else:
+            crew.load(io, row, t, q, i)
+
+    def is_of_round(q, i):
+        return T.Or(T.And(i > 0, i <= steps), (i == 0) == (q.r.t < width)) if ext.ragged else True
+
+    @T.inline
+    def sum_round(io, t, q, i):
+        q.sum[0] = T.float32(0)
+        q.scratch[0] = 0
+        for e in T.unroll(crew.elements):
+            crew.take(io, q, e)
+            raise_to_power(q)
+            if is_of_round(q, i) and q.power[0] >= q.least[0]:
+                if q.x[0] > q.highest[0]:
+                    q.sum[0] = q.sum[0] + q.power[0]
+                elif q.x[0] >= q.lowest[0]:
+                    q.scratch[0] = q.scratch[0] + 1
+        for h in T.unroll(5):
+            q.sum[0] = q.sum[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), q.sum[0], 1 << h, 32, 32)
+        q.scratch[0] = lanes_sum(q.scratch[0])
+        if t % 32 == 0:
+            q.round_sums[i] = q.sum[0]
+            q.round_ties[i] = q.scratch[0]
+
+    @T.inline
+    def scan_round(io, t, q, i, power, ties, scan, found, last):
+        q.reached[0] = T.float32(0)
         for u in T.unroll(ext.vectors):
             ties[0] = 0
-            s.sum[0] = T.float32(0)
+            q.sum[0] = T.float32(0)
             for v in T.unroll(width):
-                crew.take(io, s, u * width + v)
-                s.power[0] = crew.exponential(s, s.x[0])
+                crew.take(io, q, u * width + v)
+                raise_to_power(q)
                 power[v] = T.Select(
-                    only and s.power[0] >= s.least[0] and is_before(s, s.x[0]), s.power[0], T.float32(0))
-                # A word of the group is known by its sign until its number is.
-                if only and s.power[0] >= s.least[0] and not is_before(s, s.x[0]):
-                    if agrees(s, s.x[0]) and is_heavy(s.power[0], ext.vocab):
-                        power[v] = -s.power[0]
-                        ties[0] = ties[0] + 1
-            scan[0] = ties[0]
-            scan_lanes(t, scan, s.scratch)
-            ties[0] = s.number[0] + scan[0] - ties[0]
-            s.number[0] = s.number[0] + T.tvm_warp_shuffle(T.uint32(FULL_WARP), scan[0], 31, 32, 32)
+                    is_of_round(q, i) and q.power[0] >= q.least[0] and q.x[0] >= q.lowest[0], q.power[0], T.float32(0))
+                if q.x[0] > q.highest[0] and is_of_round(q, i) and q.power[0] >= q.least[0]:
+                    power[v] = q.power[0]
+                elif power[v] > T.float32(0):
+                    # A word of the group is known by its sign until its number is.
+                    power[v] = -power[v]
+                    ties[0] = ties[0] + 1
+            if q.rank[0] > T.uint64(0):
+                scan[0] = ties[0]
+                scan_lanes(t, scan, q.scratch)
+                ties[0] = q.number[0] + scan[0] - ties[0]
+                q.number[0] = q.number[0] + T.tvm_warp_shuffle(T.uint32(FULL_WARP), scan[0], 31, 32, 32)
             for v in T.unroll(width):
                 if power[v] < T.float32(0):
-                    power[v] = T.Select(T.Cast("uint64", ties[0]) < s.rank[0], -power[v], T.float32(0))
+                    power[v] = T.Select(T.Cast("uint64", ties[0]) < q.rank[0], -power[v], T.float32(0))
                     ties[0] = ties[0] + 1
-                s.sum[0] = s.sum[0] + power[v]
-            s.reached[1] = s.sum[0]
-            scan_lanes(t, s.sum, s.lane)
-            s.reached[2] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.sum[0], 31, 32, 32)
-            s.reached[1] = s.reached[0] + (s.sum[0] - s.reached[1])
+                q.sum[0] = q.sum[0] + power[v]
+            q.reached[1] = q.sum[0]
+            scan_lanes(t, q.sum, q.lane)
+            q.reached[2] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), q.sum[0], 31, 32, 32)
+            q.reached[1] = q.reached[0] + (q.sum[0] - q.reached[1])
             for v in T.unroll(width):
                 if power[v] > T.float32(0):
-                    s.reached[1] = s.reached[1] + power[v]
-                    last[0] = column(s, u * width + v)
-                    if found[0] == NONE and s.reached[1] > s.goal[0]:
+                    q.reached[1] = q.reached[1] + power[v]
+                    last[0] = column(q, u * width + v)
+                    if found[0] == NONE and q.reached[1] > q.goal[0]:
                         found[0] = last[0]
-            s.reached[0] = s.reached[0] + s.reached[2]
+            q.reached[0] = q.reached[0] + q.reached[2]
+
+    @T.inline
+    def sum_of(s, i, own, ties, at):
+        own[at] = s.round_sums[i]
+        ties[at] = s.round_ties[i]
+
+    # The words of the group before the slice are in `number`, which is read before it is written.
+    chosen = choose(rounds, lambda s: s.number[0], sum_of, lambda s, total: s.goal[0])
 
     @T.inline
     def phase(io, row, t, s):
-        if s.chosen[0] == s.r.part:
+        if s.chosen[0] // slices == s.r.part // slices:
             power = T.alloc_local([width], "float32")
             ties = T.alloc_local([1], "int32")
             scan = T.alloc_local([1], "int32")
             found = T.alloc_local([1], "int32")
             last = T.alloc_local([1], "int32")
-            found[0] = NONE
-            last[0] = -1
-            s.reached[0] = T.float32(0)
-            for i in T.serial(rounds, unroll=False):
-                if ext.ragged:
-                    # The elements before the first whole vector, the vectors, and the elements after the last.
-                    crew.load(io, row, t, s, T.Select(i == 0, steps, T.Select(i > steps, steps, i - 1)))
-                    see_rows(io, row, t, s, power, ties, scan, found, last,
-                             (i > 0 and i <= steps) or (i == 0) == (s.r.t < width))
-                else:
-                    crew.load(io, row, t, s, i)
-                    see_rows(io, row, t, s, power, ties, scan, found, last, True)
-            found[0] = lanes_min(found[0])
-            last[0] = lanes_max(last[0])
-            found[0] = T.Select(found[0] == NONE, last[0], found[0])
-            if t % 32 == 0:
-                write_word(io, row, s, found[0], written_element(io, row, found[0]))
+            slice_ = RowState(ext, row, s.chosen[0], t % 32)
+            located(slice_, io.logits)
+            q = T.meta_var(dataclasses.replace(s, r=slice_))
+            for i in T.serial(ceildiv(rounds, slices), unroll=False):
+                if i * slices + t // 32 < rounds:
+                    load_round(io, row, t, q, i * slices + t // 32)
+                    sum_round(io, t, q, i * slices + t // 32)
+            T.cuda.cta_sync()
+            chosen(t, q, q.round)
+            if q.round[0] % slices == t // 32:
+                found[0] = NONE
+                last[0] = -1
+                if rounds > slices:
+                    load_round(io, row, t, q, q.round[0])
+                scan_round(io, t, q, q.round[0], power, ties, scan, found, last)
+                found[0] = lanes_min(found[0])
+                last[0] = lanes_max(last[0])
+                found[0] = T.Select(found[0] == NONE, last[0], found[0])
+                if t % 32 == 0:
+                    write_word(io, row, s, found[0], written_element(io, row, found[0]))
 
     return phase
 
@@ -507,6 +587,7 @@ def crew_of(blocks: Blocks) -> Crew:
         unite=unite_blocks(blocks),
         find=find_by_warp,
         pick=pick_by_warp(blocks),
+        draws=not blocks.joined,
         guesses=blocks.joined,
     )
     return dataclasses.replace(crew, draw=draw_in_columns(blocks, crew))

@@ -80,6 +80,8 @@ class State:
     shown_counts: Any = None  # shared: and how many words
     sums: Any = None  # shared: of each slice of columns, the sum of the exponentials of words before the group
     ties: Any = None  # shared: of each, how many of its words are of the group
+    round_sums: Any = None  # shared: the same of each round of the chosen slice
+    round_ties: Any = None
     stage: Any = None  # shared: the block's part of the row, where it is kept
     pair_m: Any = None  # shared: the maximum of each slice
     pair_d: Any = None  # shared: its sum of exponentials
@@ -91,6 +93,8 @@ class State:
     turn: Any = None  # which of the two histograms is the next
     added: Any = None  # scratch of atomics
     number: Any = None  # scratch; on a CPU the column that is found
+    summed: Any = None  # whether `sums` are those of the words that are left; else all are left
+    round: Any = None  # the round in which the word is
     # ---- of a CPU's thread ----
     total: Any = None  # a sum of exponentials
     aim: Any = None  # the sum that is to be passed
@@ -180,6 +184,8 @@ class Crew:
     draw
         (io, row, t, s, uniform): a word that is left becomes the token, in the order of columns. Left are words of at
         least `s.least` that come before the group, and the first `s.rank` of it.
+    draws
+        Whether the search draws where no top_k bounds the row; else it ends when what is left is known.
     guesses
         Whether a sample tells where top-p's bound may lie: histograms of all words take long where atomics meet.
     """
@@ -200,6 +206,7 @@ class Crew:
     find: Callable[..., Any]
     pick: Callable[..., Any]
     draw: Callable[..., Any] | None = None
+    draws: bool = True
     guesses: bool = False
 
 
@@ -417,9 +424,9 @@ def narrow(crew: Crew, vocab: int, alike: int) -> Callable[..., Any]:
     def phase(io, row, t, s, known):
         for digit in T.serial(ceildiv(32, RADIX_BITS) + 1, unroll=False):
             # Words of slices are not counted: once in any case.
-            if (digit == 0 and known == 0) or (
-                digit + known > 0 and s.unknown[0] > alike and s.found[COUNT] > T.uint64(1)
-            ):
+            # Where columns decide, the group's bounds alone tell its words: a slice's are too wide for one word.
+            if (digit == 0 and known == 0) or (digit + known > 0 and s.unknown[0] > alike and (
+                    s.found[COUNT] > T.uint64(1) or (s.free[0] != 0 and s.guessed[0] == 0))):
                 s.shift[0] = T.Cast("uint32", T.max(s.unknown[0] - RADIX_BITS, alike))
                 crew.clear(s, t)
                 pass_over(io, row, t, s)
@@ -633,7 +640,11 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
         if s.free[0] != 0:
             if top_p >= T.float32(1):
                 leave_all(s)
-            crew.draw(io, row, t, s, uniform)
+            else:
+                # Within the group's bounds words of no mass are none of it.
+                s.least[0] = T.max(s.least[0], T.float32(2.0 ** -unit_bits(vocab)))
+            if crew.draws:
+                crew.draw(io, row, t, s, uniform)
         else:
             picked(io, row, t, s)
 
