@@ -17,6 +17,8 @@ BINS = RADIX_BINS + 2
 COPIES = 4
 # What `Crew.find` leaves in `State.found`; bins are counted from the last one on.
 BIN, BEFORE, MASS, COUNT, COUNT_BEFORE = FOUND = range(5)
+# A thread lists a quarter of its words; at least so many, and in so many bytes of a thread block, if these are more.
+LISTED = (8, 48 * 1024)
 # Vectors that a thread loads at once, and of how many threads at most: more have too few registers.
 VECTORS, MOST_THREADS = 2, 512
 
@@ -65,7 +67,14 @@ class Blocks:
         """Bytes of shared memory, see `search_state`."""
         histograms = 8 * (2 * BINS + len(FOUND) + 2 * BINS) + 4 * ((3 + 3 * COPIES) * BINS)
         arrays = (16 if self.joined else 8) * (self.ext.parts + 1) + 8 * (self.rounds + 1)
-        return asked(ceildiv(self.staged + histograms + arrays, 16) * 16)
+        lists = 4 * self.threads * self.listed if self.joined else 0
+        return asked(ceildiv(self.staged + histograms + arrays + lists, 16) * 16)
+
+    @property
+    def listed(self) -> int:
+        """Most words that a thread lists of a bracket around top-p's bound (`search.bracket`)."""
+        own = (self.steps + (1 if self.ext.ragged else 0)) * self.ext.vectors * self.ext.width
+        return max(LISTED[0], min(ceildiv(own, 4), LISTED[1] // (4 * self.threads)))
 
     @property
     def staged(self) -> int:

@@ -35,6 +35,7 @@ from .search.blocks import (
     NONE,
     Blocks,
     begin_search,
+    bound_least,
     choose_slice,
     column_of,
     crew_of,
@@ -90,6 +91,7 @@ def main(blocks: Blocks, resident: int) -> Callable[..., Any]:
 
         s.top[0] = r.top
         s.best[0] = -T.log(r.d)
+        s.total[0] = r.d
         s.summed[0] = 0
         # False for NaN, and for a row of nothing above minus infinity.
         if r.d > T.float32(0) and r.d < T.infinity("float32"):
@@ -104,6 +106,7 @@ def main(blocks: Blocks, resident: int) -> Callable[..., Any]:
                     leave_all(s)
                     s.least[0] = d.min_p[0]
                 if d.top_k[0] == words:
+                    bound_least(s)
                     if d.top_p[0] < T.float32(1) or d.min_p[0] > T.float32(0):
                         summed(io, row, t, s)
                     choose(t, s, clamped(d.uniform[0]))

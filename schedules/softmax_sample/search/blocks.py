@@ -11,14 +11,26 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
+from ...device.arithmetic import LOG2_E
 from ...device.cluster import cluster_barrier, peer_load, peer_store
-from ...device.selection import FULL_WARP, RADIX_BINS, lanes_max, lanes_min, lanes_sum, scan_lanes
+from ...device.selection import (
+    FULL_WARP,
+    RADIX_BINS,
+    bits_value,
+    lanes_max,
+    lanes_min,
+    lanes_sum,
+    order_bits,
+    scan_lanes,
+)
 from ...device.words import load_element, load_words
 from ...rows.hold import load_tile, locate, minus_infinity, take_tile, value
 from ...rows.state import RowState, Views
 from ...softmax_topk.elements import written_element
 from ..blocks import BEFORE, BIN, BINS, COPIES, COUNT, COUNT_BEFORE, MASS, Blocks
+from .bracket import guess, raise_to_power
 from .crew import (
+    ALIKE,
     LOADS,
     SLICES,
     Crew,
@@ -55,6 +67,8 @@ def search_state(blocks: Blocks, pool: Any, **more: Any) -> State:
         more["stage"] = shared((blocks.staged // 4,), "uint32")
     if blocks.joined:
         more |= {name: shared((blocks.ext.parts,), "float32") for name in ("pair_m", "pair_d")}
+        more["list"] = shared((blocks.listed * blocks.threads,), "float32")
+        more |= {"listed": T.alloc_local((1,), "int32"), "total": T.alloc_local((1,), "float32")}
     more |= {
         "lows": shared((COPIES * BINS,), "uint32"),
         "highs": shared((COPIES * BINS,), "uint32"),
@@ -279,16 +293,44 @@ def exponential_on_gpu(s: State, x: Any) -> tirx.PrimExpr:
     return T.exp2((x - s.top[0]) * s.factor[0])
 
 
+def below(x: Any) -> tirx.PrimExpr:
+    """The largest float32 that compares as less; below 0 that is not -0."""
+    return bits_value(order_bits(x) - T.Select(x == T.float32(0), T.uint32(2), T.uint32(1)))
+
+
 @T.inline
-def raise_to_power(s):
-    """To `power`, the exponential of `x`; 0 below 2^-126, as without the steps that exp2 takes for such results."""
-    T.ptx.ex2.approx.ftz.f32(s.power[0], (s.x[0] - s.top[0]) * s.factor[0])
+def bound_least(s):
+    """Only words whose exponential is at least `least` are left: afterwards the group's bounds alone tell which.
+
+    Reads: `least`, `top`, `factor`, and the group.
+    Writes: `lowest`, `highest`; scratch is `x`, `power`, `goal`.
+    After: left are the words above `highest`, and the first `rank` of those from `lowest` to `highest`.
+    """
+    if s.least[0] > T.float32(0):
+        # An exponential within 2^-25 of `least` is rounded to it.
+        s.goal[0] = T.max(T.min(
+            s.top[0] + (T.log2(s.least[0]) - T.float32(2.0**-25 * LOG2_E)) / s.factor[0], s.top[0]),
+            T.min_value("float32"))
+        # Rounding of large logits may come to a neighbour: first down, then up.
+        for i in T.serial(4, unroll=False):
+            s.x[0] = T.Select(i < 2, below(s.goal[0]), s.goal[0])
+            raise_to_power(s)
+            if i < 2:
+                if s.power[0] >= s.least[0]:
+                    s.goal[0] = s.x[0]
+            elif s.power[0] < s.least[0] and s.goal[0] < s.top[0]:
+                s.goal[0] = bits_value(order_bits(s.goal[0]) + T.uint32(1))
+        if s.goal[0] > s.highest[0]:
+            s.lowest[0] = T.infinity("float32")
+            s.highest[0] = below(s.goal[0])
+        else:
+            s.lowest[0] = T.max(s.lowest[0], s.goal[0])
 
 
 def sum_slices(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
     """The sum of the words of each slice that are left; the phase is (io, row, t, s).
 
-    Reads: the row, `top`, `factor`, `least`, and the bounds of the group at which the words that are left end.
+    Reads: the row, `top`, `factor`, and the bounds of the group at which the words that are left end (`bound_least`).
     Writes: `sums`, `ties` of all slices, in every block; `summed`; scratch.
     Barriers: one of the block, or of the cluster.
     After: `sums` has the sum of the exponentials of a slice's words before the group, and `ties` how many it has of it.
@@ -298,11 +340,9 @@ def sum_slices(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
     @T.inline
     def see(io, row, t, s, j, e):
         raise_to_power(s)
-        if s.power[0] >= s.least[0]:
-            if s.x[0] > s.highest[0]:
-                s.sum[0] = s.sum[0] + s.power[0]
-            elif s.x[0] >= s.lowest[0]:
-                s.number[0] = s.number[0] + 1
+        # Without branches, which take longer.
+        s.sum[0] = s.sum[0] + T.Select(s.x[0] > s.highest[0], s.power[0], T.float32(0))
+        s.number[0] = s.number[0] + T.Select(s.x[0] > s.highest[0], 0, T.Select(s.x[0] >= s.lowest[0], 1, 0))
 
     pass_over = pass_over_row(crew, see)
 
@@ -464,7 +504,7 @@ def take_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
         for e in T.unroll(crew.elements):
             crew.take(io, q, e)
             raise_to_power(q)
-            if is_of_round(q, i) and q.power[0] >= q.least[0]:
+            if is_of_round(q, i):
                 if q.x[0] > q.highest[0]:
                     q.sum[0] = q.sum[0] + q.power[0]
                 elif q.x[0] >= q.lowest[0]:
@@ -485,13 +525,10 @@ def take_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
             for v in T.unroll(width):
                 crew.take(io, q, u * width + v)
                 raise_to_power(q)
-                power[v] = T.Select(
-                    is_of_round(q, i) and q.power[0] >= q.least[0] and q.x[0] >= q.lowest[0], q.power[0], T.float32(0))
-                if q.x[0] > q.highest[0] and is_of_round(q, i) and q.power[0] >= q.least[0]:
-                    power[v] = q.power[0]
-                elif power[v] > T.float32(0):
-                    # A word of the group is known by its sign until its number is.
-                    power[v] = -power[v]
+                power[v] = T.Select(q.x[0] > q.highest[0] and is_of_round(q, i), q.power[0], T.float32(0))
+                # A word of the group is known by its sign until its number is.
+                if q.x[0] >= q.lowest[0] and q.x[0] <= q.highest[0] and is_of_round(q, i):
+                    power[v] = -q.power[0]
                     ties[0] = ties[0] + 1
             if q.rank[0] > T.uint64(0):
                 scan[0] = ties[0]
@@ -561,6 +598,7 @@ def draw_in_columns(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, row, t, s, uniform):
+        bound_least(s)
         summed(io, row, t, s)
         chosen(t, s, uniform)
         taken(io, row, t, s)
@@ -590,7 +628,12 @@ def crew_of(blocks: Blocks) -> Crew:
         draws=not blocks.joined,
         guesses=blocks.joined,
     )
-    return dataclasses.replace(crew, draw=draw_in_columns(blocks, crew))
+    alike = 0 if blocks.problem.bias else ALIKE[blocks.problem.dtype]
+    return dataclasses.replace(
+        crew,
+        draw=draw_in_columns(blocks, crew),
+        guess=guess(blocks, crew, alike) if crew.guesses else None,
+    )
 
 
 def search_by_blocks(blocks: Blocks) -> Callable[..., Any]:

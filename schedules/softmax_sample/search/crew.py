@@ -25,8 +25,6 @@ ALIKE = {"float32": 0, "float16": 13, "bfloat16": 16}
 SLICES, OTHERS = 0, BINS
 # Slices of an octave of probability. The last of them all has what is left.
 OF_OCTAVE = 8
-# A sample has one of every SAMPLE elements.
-SAMPLE = 8
 # The share of their size by which bounds of a slice are taken too wide: some roundings of a float32.
 SLOP = 2.0**-20
 
@@ -70,7 +68,7 @@ class State:
     reached: tirx.Buffer  # sums on the way there
     lane: tirx.Buffer  # scratch of scans
     scratch: tirx.Buffer
-    guessed: tirx.Buffer  # whether top-p's bound was found by a sample
+    guessed: tirx.Buffer  # whether top-p's bound was found in a bracket
     chosen: tirx.Buffer  # a slice of columns
     # ---- of a GPU's crew ----
     lows: Any = None  # shared: the low words of the masses of each copy of each bin
@@ -95,8 +93,10 @@ class State:
     number: Any = None  # scratch; on a CPU the column that is found
     summed: Any = None  # whether `sums` are those of the words that are left; else all are left
     round: Any = None  # the round in which the word is
-    # ---- of a CPU's thread ----
+    list: Any = None  # shared: the words of each thread in a bracket
+    listed: Any = None  # how many these are
     total: Any = None  # a sum of exponentials
+    # ---- of a CPU's thread ----
     aim: Any = None  # the sum that is to be passed
 
     @classmethod
@@ -186,8 +186,8 @@ class Crew:
         least `s.least` that come before the group, and the first `s.rank` of it.
     draws
         Whether the search draws where no top_k bounds the row; else it ends when what is left is known.
-    guesses
-        Whether a sample tells where top-p's bound may lie: histograms of all words take long where atomics meet.
+    guesses, guess
+        Whether there is a faster way to top-p's bound, which may fail; and that: see `bracket.guess`.
     """
 
     elements: int
@@ -208,6 +208,7 @@ class Crew:
     draw: Callable[..., Any] | None = None
     draws: bool = True
     guesses: bool = False
+    guess: Callable[..., Any] | None = None
 
 
 def unit_bits(vocab: int) -> int:
@@ -282,9 +283,8 @@ def is_heavy(power: Any, vocab: int) -> tirx.PrimExpr:
     return power >= T.float32(2.0 ** -unit_bits(vocab))
 
 
-def pass_over_row(crew: Crew, see: Callable[..., Any], every: int = 1) -> Callable[..., Any]:
-    """Calls see(io, row, t, s, j, e) for each element, which is `x`: the e-th of a thread's j-th step; for a sample of
-    them, one of `every`.
+def pass_over_row(crew: Crew, see: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls see(io, row, t, s, j, e) for each element, which is `x`: the e-th of a thread's j-th step.
 
     The phase is (io, row, t, s).
     """
@@ -293,16 +293,15 @@ def pass_over_row(crew: Crew, see: Callable[..., Any], every: int = 1) -> Callab
     def phase(io, row, t, s):
         for j in T.serial(crew.steps, unroll=False):
             crew.load(io, row, t, s, j)
-            for e in T.unroll(ceildiv(crew.elements, every)):
-                crew.take(io, s, e * every)
-                see(io, row, t, s, j, e * every)
+            for e in T.unroll(crew.elements):
+                crew.take(io, s, e)
+                see(io, row, t, s, j, e)
 
     return phase
 
 
-def count_slices(crew: Crew, vocab: int, every: int = 1) -> Callable[..., Any]:
+def count_slices(crew: Crew, vocab: int) -> Callable[..., Any]:
     """The masses of the row, of what min-p leaves of it, and of each slice; if `counting`, the words of each, too.
-    `every`: of a sample of the row.
 
     Reads: the row, `top`, `factor`, `least`, `counting`.
     Writes: `masses` of slices, and of the two sums behind them; `counts`; scratch.
@@ -329,7 +328,7 @@ def count_slices(crew: Crew, vocab: int, every: int = 1) -> Callable[..., Any]:
             else:
                 s.gathered[0] = s.gathered[0] + s.mass[0]
 
-    pass_over = pass_over_row(crew, see, every)
+    pass_over = pass_over_row(crew, see)
 
     @T.inline
     def phase(io, row, t, s):
@@ -407,9 +406,9 @@ def add_to_digit(crew: Crew, vocab: int) -> Callable[..., Any]:
 
 
 def narrow(crew: Crew, vocab: int, alike: int) -> Callable[..., Any]:
-    """One digit after another, until the group is one word, or all of some value; the phase is (io, row, t, s, known).
+    """One digit after another, until the group is one word, or all of some value; the phase is (io, row, t, s).
 
-    `known`: whether the first digit is known already. Reads, writes, barriers: as of `locate`.
+    Reads, writes, barriers: as of `locate`.
     """
     added = add_to_digit(crew, vocab)
 
@@ -421,12 +420,11 @@ def narrow(crew: Crew, vocab: int, alike: int) -> Callable[..., Any]:
     pass_over = pass_over_row(crew, see)
 
     @T.inline
-    def phase(io, row, t, s, known):
+    def phase(io, row, t, s):
         for digit in T.serial(ceildiv(32, RADIX_BITS) + 1, unroll=False):
             # Words of slices are not counted: once in any case.
             # Where columns decide, the group's bounds alone tell its words: a slice's are too wide for one word.
-            if (digit == 0 and known == 0) or (digit + known > 0 and s.unknown[0] > alike and (
-                    s.found[COUNT] > T.uint64(1) or (s.free[0] != 0 and s.guessed[0] == 0))):
+            if digit == 0 or (s.unknown[0] > alike and (s.found[COUNT] > T.uint64(1) or s.free[0] != 0)):
                 s.shift[0] = T.Cast("uint32", T.max(s.unknown[0] - RADIX_BITS, alike))
                 crew.clear(s, t)
                 pass_over(io, row, t, s)
@@ -465,67 +463,6 @@ def locate(crew: Crew, vocab: int) -> Callable[..., Any]:
         s.above[0] = s.found[BEFORE]
         s.passed[0] = T.Cast("int32", s.found[COUNT_BEFORE])
         bound_slice(s)
-
-    return phase
-
-
-def guess(crew: Crew, vocab: int, alike: int) -> Callable[..., Any]:
-    """Top-p's bound by a sample; the phase is (io, row, t, s, top_p), and writes `guessed`.
-
-    A sample of the row tells about which slice the bound lies in. One pass then adds up the whole row and what comes
-    before that slice and its neighbours, without atomics, and makes the histogram of the first digit within these.
-
-    Reads: the row, `top`, `factor`.
-    Writes: as `locate`, `need` and the first digit; scratch.
-    Barriers: several; begins and ends with one.
-    After: `guessed` is 1 and the first digit is known; or it is 0, as the bound lies elsewhere.
-    """
-    sampled, added, weighed = count_slices(crew, vocab, SAMPLE), add_to_digit(crew, vocab), weigh(crew, vocab)
-
-    @T.inline
-    def see(io, row, t, s, j, e):
-        if agrees(s, s.x[0]):
-            added(s, t)
-            s.part[0] = s.part[0] + s.mass[0]
-        else:
-            weighed(s, s.x[0])
-            s.part[0] = s.part[0] + s.mass[0]
-            if is_before(s, s.x[0]):
-                s.part[1] = s.part[1] + s.mass[0]
-
-    pass_over = pass_over_row(crew, see)
-
-    @T.inline
-    def phase(io, row, t, s, top_p):
-        begin_locating(crew, s)
-        sampled(io, row, t, s)
-        s.need[0] = mass_share(top_p, s.masses[SLICES + RADIX_BINS])
-        s.guessed[0] = 0
-        # The sample need not have the row's best word, and may be of no mass.
-        if s.masses[SLICES + RADIX_BINS] > T.uint64(0):
-            crew.find(s, t, SLICES)
-            crew.meet()
-            s.slice[0] = T.max(T.Cast("int32", s.found[BIN]) - 1, 0)
-            s.wide[0] = 2
-            bound_slice(s)
-            s.shift[0] = T.Cast("uint32", T.max(s.unknown[0] - RADIX_BITS, alike))
-            crew.clear(s, t)
-            s.part[0] = T.uint64(0)
-            s.part[1] = T.uint64(0)
-            pass_over(io, row, t, s)
-            crew.add_part(s, t, 0)
-            crew.add_part(s, t, 1)
-            # It has been read.
-            if t == 0:
-                s.found[COUNT] = T.uint64(0)
-            crew.unite(s, t, OTHERS)
-            s.above[0] = s.masses[OTHERS + RADIX_BINS + 1]
-            s.need[0] = mass_share(top_p, s.masses[OTHERS + RADIX_BINS])
-            crew.find(s, t, OTHERS)
-            crew.meet()
-            if s.found[COUNT] > T.uint64(0):
-                s.guessed[0] = 1
-                take_digit(s)
 
     return phase
 
@@ -586,7 +523,7 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
     vocab = problem.vocab
     alike = 0 if problem.bias else ALIKE[problem.dtype]
     summed, located, picked = count_slices(crew, vocab), locate(crew, vocab), pick_of_group(crew, vocab)
-    narrowed, guessed = narrow(crew, vocab, alike), guess(crew, vocab, alike)
+    narrowed = narrow(crew, vocab, alike)
 
     @T.inline
     def phase(io, row, t, s, top_k, top_p, min_p, uniform):
@@ -599,7 +536,7 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
         s.guessed[0] = 0
         if crew.guesses:
             if s.free[0] != 0 and top_p < T.float32(1):
-                guessed(io, row, t, s, top_p)
+                crew.guess(io, row, t, s, top_p)
         if s.guessed[0] == 0 and (s.free[0] == 0 or top_p < T.float32(1)):
             summed(io, row, t, s)
             s.left[0] = s.masses[SLICES + RADIX_BINS + 1]
@@ -621,7 +558,7 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
                     s.need[0] = mass_share(top_p, s.masses[SLICES + RADIX_BINS])
                 if s.guessed[0] == 0:
                     located(io, row, t, s)
-                narrowed(io, row, t, s, s.guessed[0])
+                    narrowed(io, row, t, s)
                 if turn < 2:
                     # Up to the last of the group's words that is left.
                     s.mass[0] = T.truncdiv(s.found[MASS], s.found[COUNT])
