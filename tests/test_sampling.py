@@ -28,6 +28,7 @@ from tvm_sparse.operators.softmax_sample import edges, philox, reference
 from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 from tvm_sparse.runtime import arrays
 from tvm_sparse.runtime.dispatch import Dispatcher
+from tvm_sparse.schedules.softmax_sample.search import crew
 
 BATCH, VOCAB = 6, 300
 RNG = np.random.default_rng(5)
@@ -656,6 +657,23 @@ def test_blocks_search_rows_of_any_kind(name: str, axes: str, decisions: dict[st
             raise AssertionError(f"seed {seed}: {error}") from error
         # Most words are none of the best: they were searched for.
         assert (outputs[3] != outputs[0][:, None]).all(axis=1).mean() > 0.3
+
+
+@pytest.mark.parametrize("dtype", ["float32", thorough("bfloat16")])
+def test_a_bracket_finds_the_bound_of_top_p(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flat rows and peaked ones, while the search of the whole row, which stands behind it, finds nothing."""
+    for name in ("locate", "narrow"):
+        monkeypatch.setattr(crew, name, lambda *_: lambda *_: None)
+    problem = parse(f"softmax_sample/batch=12,vocab=40000,k=1,dtype={dtype},whole=1")
+    rng = np.random.default_rng(5)
+    flat = rng.standard_normal((12, problem.vocab))
+    flat[4:8] *= 4
+    flat[8:10] = -1.1 * np.log1p(rng.permuted(np.tile(np.arange(problem.vocab), (2, 1)), axis=1))
+    flat[10:] = flat[10:] / 9 + 20 * (np.arange(problem.vocab) == 77)
+    inputs = [flat.astype(numpy_dtype(dtype)), 1.0, 0, 0.9, 0.0, rng.random(12, dtype=np.float32)]
+    point = {**SLICES, "cluster": 2, "vectors": 2}
+    outputs = runner(problem, spaces.find("sample_slices").candidate(point))(inputs, 5)
+    problem.check(inputs, problem.reference(inputs), outputs)
 
 
 def rows_to_search(problem: SoftmaxSample, seed: int) -> tuple[list[Any], SoftmaxSample]:

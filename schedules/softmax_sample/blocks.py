@@ -17,8 +17,9 @@ BINS = RADIX_BINS + 2
 COPIES = 4
 # What `Crew.find` leaves in `State.found`; bins are counted from the last one on.
 BIN, BEFORE, MASS, COUNT, COUNT_BEFORE = FOUND = range(5)
-# A thread lists a quarter of its words; at least so many, and in so many bytes of a thread block, if these are more.
-LISTED = (8, 48 * 1024)
+# The share of its words that a thread has room to list, by how many standard deviations more, and the most bytes of a
+# thread block's lists, which any GPU has beside the histograms.
+LISTED_SHARE, LISTED_MORE, LISTED_BYTES = 0.13, 5, 64 * 1024
 # Vectors that a thread loads at once, and of how many threads at most: more have too few registers.
 VECTORS, MOST_THREADS = 2, 512
 
@@ -74,7 +75,8 @@ class Blocks:
     def listed(self) -> int:
         """Most words that a thread lists of a bracket around top-p's bound (`search.bracket`)."""
         own = (self.steps + (1 if self.ext.ragged else 0)) * self.ext.vectors * self.ext.width
-        return max(LISTED[0], min(ceildiv(own, 4), LISTED[1] // (4 * self.threads)))
+        share = LISTED_SHARE * own
+        return min(own, round(share + LISTED_MORE * share**0.5), LISTED_BYTES // (4 * self.threads))
 
     @property
     def staged(self) -> int:

@@ -47,12 +47,11 @@ def allowed(problem: SoftmaxSample, machine: Machine, decisions: Decisions) -> s
     ext = blocks.ext
     if decisions["resident"] % decisions["threads"]:
         return f"{decisions['resident']} threads are not whole thread blocks of {decisions['threads']}"
-    if decisions["staged"]:
-        if not ext.fewest:
-            return "a row of no whole vector has nothing to keep"
-        size, limit = blocks.bytes, machine.block_shared_bytes - MOST_STATIC
-        if size > limit:
-            return f"{size} bytes of shared memory exceed {limit}"
+    if decisions["staged"] and not ext.fewest:
+        return "a row of no whole vector has nothing to keep"
+    size, limit = blocks.bytes, machine.block_shared_bytes - MOST_STATIC
+    if size > limit:
+        return f"{size} bytes of shared memory exceed {limit}"
     if 2 * ext.part <= ext.threads and (blocks.cluster > 1 or blocks.threads > THREADS[0]):
         return f"half of a warp's lanes have no vector of a slice of {ext.part}"
     if ext.vectors > 1 and ext.tile >= 2 * ext.part:
@@ -63,15 +62,17 @@ def allowed(problem: SoftmaxSample, machine: Machine, decisions: Decisions) -> s
 def default(problem: SoftmaxSample, machine: Machine) -> Decisions:
     """As many thread blocks a row as give every multiprocessor one, or as keep the row in shared memory.
 
-    Two of them have room on a multiprocessor, so that one reads while the other draws.
+    Two of them have room on a multiprocessor, so that one reads while the other draws. Where no multiprocessor gets
+    two, they have twice the threads.
     """
     clusters = machine.clusters(CLUSTERS)
     fill = next((size for size in clusters if size * problem.batch_extent >= machine.cores), clusters[-1])
     keep = next((size for size in clusters if Blocks(problem, THREADS[-1], size, "shared").staged <= KEPT), None)
+    few = clusters[-1] * problem.batch_extent <= machine.cores
     wanted = [
         {"cluster": cluster, "threads": threads, "vectors": vectors, "staged": staged, "resident": 512}
         for cluster in sorted((size for size in clusters if size <= max(fill, keep or 1)), reverse=True)
-        for threads in (256, 128, 512)
+        for threads in ((512, 256, 128) if few else (256, 128, 512))
         for vectors in (4, 2, 1)
         for staged in (1, 0)
     ]

@@ -369,7 +369,9 @@ def sum_slices(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
     return phase
 
 
-def choose(count: int, begun: Callable[..., Any], sum_of: Callable[..., Any], aim: Callable[..., Any]) -> Callable[..., Any]:
+def choose(
+    count: int, begun: Callable[..., Any], sum_of: Callable[..., Any], aim: Callable[..., Any]
+) -> Callable[..., Any]:
     """In which of `count` pieces, in the order of columns, a share of what is left is reached; the phase is (t, s, to).
 
     Every warp chooses for itself, alike. A piece of which nothing is left is never chosen, however sums are rounded.

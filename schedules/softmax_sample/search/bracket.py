@@ -1,7 +1,8 @@
 """Top-p's bound between two logits, so that few words are weighed one by one: by thread blocks, without a top_k.
 
 1. One pass weighs all words of a large probability and one of `SAMPLE` others, by slices of probability. At most one
-   word in `HEAVY` is that large, and no other one tells much: the slice of the bound is known to within its neighbours.
+   word in `HEAVY` is that large, and no other one tells much. So, with the sum of the others' squares for the standard
+   error, slices are known between which the bound lies.
 2. One pass adds up what lies above these slices, and lists the words within, each thread its own (`Blocks.listed`).
 3. Histograms of digits of the listed words find the bound. If it is not among them, or a list is too short, `guessed`
    is 0, and the whole row is searched.
@@ -17,7 +18,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.selection import RADIX_BINS, RADIX_BITS
-from ..blocks import COPIES, COUNT, Blocks
+from ..blocks import BIN, COPIES, COUNT, Blocks
 from .crew import (
     OTHERS,
     SLICES,
@@ -35,7 +36,9 @@ from .crew import (
 # Of the words that are not heavy, one of SAMPLE is weighed.
 SAMPLE = 8
 # A heavy word has HEAVY times the mean probability.
-HEAVY = 64
+HEAVY = 32
+# How far the bracket reaches to both sides, in standard errors.
+ERRORS = 3.5
 # The row's mass in units of the sample, whose sums are modulo 2^32: a sum that overflows is a bound that is not found.
 SAMPLE_BITS = 28
 
@@ -51,7 +54,8 @@ def weigh_sample(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
     """Masses of slices by a sample; the phase is (io, row, t, s).
 
     Reads: the row, `top`, `factor`, `total`.
-    Writes: `masses` of slices, and their sum behind them; scratch, `lowest` among it.
+    Writes: `masses` of slices, and behind them their sum and that of the squares of those that stand for others;
+        scratch, `lowest` among it.
     Barriers: several; ends with one.
     """
     vocab = blocks.problem.vocab
@@ -69,6 +73,8 @@ def weigh_sample(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
     def see(io, row, t, s, j, e):
         if e % SAMPLE == 0:
             weigh(s, t, T.Select(s.x[0] >= s.lowest[0], T.float32(1), T.float32(SAMPLE)))
+            if s.x[0] < s.lowest[0]:
+                s.part[1] = s.part[1] + T.Cast("uint64", s.added[0]) * T.Cast("uint64", s.added[0])
         else:
             if s.x[0] >= s.lowest[0]:
                 weigh(s, t, T.float32(1))
@@ -78,11 +84,13 @@ def weigh_sample(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
     @T.inline
     def phase(io, row, t, s):
         s.part[0] = T.uint64(0)
+        s.part[1] = T.uint64(0)
         s.goal[0] = T.float32(2.0 ** SAMPLE_BITS) / s.total[0]
         # From here on words are heavy; some roundings more or less say the same.
         s.lowest[0] = s.top[0] + T.log2(s.total[0] * T.float32(HEAVY / vocab)) / s.factor[0]
         pass_over(io, row, t, s)
         crew.add_part(s, t, 0)
+        crew.add_part(s, t, 1)
         crew.unite(s, t, SLICES)
 
     return phase
@@ -135,14 +143,25 @@ def guess(blocks: Blocks, crew: Crew, alike: int) -> Callable[..., Any]:
     def phase(io, row, t, s, top_p):
         begin_locating(crew, s)
         sampled(io, row, t, s)
-        s.need[0] = mass_share(top_p, s.masses[SLICES + RADIX_BINS])
         s.guessed[0] = 0
         # The row's best word is heavy, or all others are sampled; but all of a sample may be masked.
         if s.masses[SLICES + RADIX_BINS] > T.uint64(0):
+            # How much the share may be wrong by: its parts above and below the bound are wrong by their own.
+            s.sum[0] = T.max(top_p, T.float32(0))
+            s.left[0] = T.Cast("uint64", T.float32(ERRORS) * T.sqrt(
+                s.sum[0] * (T.float32(1) - s.sum[0]) * T.Cast("float32", s.masses[SLICES + RADIX_BINS + 1])
+            )) + T.uint64(1)
+            s.need[0] = mass_share(top_p, s.masses[SLICES + RADIX_BINS])
+            s.need[0] = T.Select(s.need[0] > s.left[0], s.need[0] - s.left[0], T.uint64(1))
             crew.find(s, t, SLICES)
             crew.meet()
-            s.slice[0] = T.max(T.Cast("int32", s.found[0]) - 1, 0)
-            s.wide[0] = 2
+            s.slice[0] = T.Cast("int32", s.found[BIN])
+            s.need[0] = T.min(
+                mass_share(top_p, s.masses[SLICES + RADIX_BINS]) + s.left[0], s.masses[SLICES + RADIX_BINS])
+            crew.meet()
+            crew.find(s, t, SLICES)
+            crew.meet()
+            s.wide[0] = T.Cast("int32", s.found[BIN]) - s.slice[0]
             bound_slice(s)
             listed(io, row, t, s)
             s.slice[0] = 0
