@@ -33,7 +33,7 @@ from .crew import (
     unit_bits,
 )
 
-# Of the words that are not heavy, one of SAMPLE is weighed.
+# One of so many words that are not heavy is weighed.
 SAMPLE = 8
 # A heavy word has HEAVY times the mean probability.
 HEAVY = 32
@@ -54,7 +54,7 @@ def weigh_sample(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
     """Masses of slices by a sample; the phase is (io, row, t, s).
 
     Reads: the row, `top`, `factor`, `total`.
-    Writes: `masses` of slices, and behind them their sum and that of the squares of those that stand for others;
+    Writes: `masses` of slices, and after them their sum and that of the squares of those that stand for others;
         scratch, `lowest` among it.
     Barriers: several; ends with one.
     """
@@ -106,14 +106,17 @@ def list_words(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
     """
     threads, most, vocab = blocks.threads, blocks.listed, blocks.problem.vocab
 
+    def is_within(s: Any) -> Any:
+        return T.And(T.Not(s.x[0] > s.highest[0]), s.x[0] >= s.lowest[0])
+
     @T.inline
     def see(io, row, t, s, j, e):
         raise_to_power(s)
         # Without nested branches, which take longer.
         s.sum[0] = s.sum[0] + T.Select(s.x[0] > s.highest[0], s.power[0], T.float32(0))
-        if s.x[0] >= s.lowest[0] and s.x[0] <= s.highest[0] and s.listed[0] < most * threads:
+        if is_within(s) and s.listed[0] < most * threads:
             s.list[s.listed[0]] = s.x[0]
-        s.listed[0] = s.listed[0] + T.Select(s.x[0] > s.highest[0], 0, T.Select(s.x[0] >= s.lowest[0], threads, 0))
+        s.listed[0] = s.listed[0] + T.Select(is_within(s), threads, 0)
 
     pass_over = pass_over_row(crew, see)
 
