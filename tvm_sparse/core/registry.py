@@ -1,7 +1,7 @@
 """Which operators there are, and where each of them lives.
 
 An operator has two fixed addresses, a package of its own under `operators/` and one under `schedules/`, and one line in
-`BUILTIN`. Everything else finds it here by name, and imports of it no more than it asks for:
+`BUILTIN`. Everything else finds it here by name, and imports only the module it needs:
 
 ================  ==================================================================  ==================================
 module            holds                                                               is asked by
@@ -45,7 +45,7 @@ ENTRY_POINTS = "tvm_sparse.operators"
 
 
 class PluginError(RuntimeError):
-    """A plugin that holds no operator, or one whose name is taken; the message says which and what is expected."""
+    """A plugin without an operator, or with a name that is taken; the message says which and what is expected."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ class Operator:
 
     @property
     def fallbacks(self) -> Mapping[str, tuple[Template, ...]]:
-        """By kind of machine the templates that run without tuning: the first one that fits the problem does.
+        """The templates that run without tuning, by kind of machine: the first one that fits the problem is used.
 
-        It is measured with the others when that is tuned. The last one fits every shape.
+        It also takes part in every tuning run. The last one fits every shape.
         """
         return importlib.import_module(self.schedules).FALLBACKS
 
@@ -143,7 +143,7 @@ SETS: Mapping[str, tuple[str, ...]] = {
 
 @functools.cache
 def _registered() -> dict[str, Operator]:
-    """The operators of the package and of installed plugins; `add` puts more into it."""
+    """The operators of the package and of installed plugins; `add` adds to it."""
     found = {operator.name: operator for operator in BUILTIN}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         try:
@@ -156,9 +156,9 @@ def _registered() -> dict[str, Operator]:
     return found
 
 
-# Paths of plugins, in the order in which they were added: child processes add them again.
+# Paths of plugins in the order of their addition, which child processes repeat.
 _PLUGINS: list[str] = []
-# Templates that plugins brought for operators of others.
+# Templates that plugins brought for operators that are not theirs.
 _TEMPLATES: list[Template] = []
 
 
@@ -249,7 +249,7 @@ def _said(error: Exception) -> str:
 
 
 def add_plugins(paths: Iterable[str | Path]) -> None:
-    """Register what `plugins` told the parent process, or what stands on the command line."""
+    """Add plugins by their paths, as `plugins` lists them in the parent process or the command line names them."""
     for path in paths:
         add_plugin(path)
 
@@ -278,7 +278,7 @@ def problem_types() -> dict[str, type[Problem]]:
     return {name: operator.problem for name, operator in operators().items()}
 
 
-# No array has more elements; a record that says more would be nobody's, and its arithmetic everybody's.
+# The largest extent of an axis: no array has more elements, and larger numbers in a record would break arithmetic.
 _LARGEST = 1 << 48
 
 
@@ -335,7 +335,7 @@ def _convert(operator: str, field: dataclasses.Field, value: Any) -> Any:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """For a message about an unknown name: what may have been meant, else all that is valid."""
+    """For a message about an unknown name: the nearest valid names, else all of them."""
     valid = list(valid)
     close = difflib.get_close_matches(name, valid, n=2, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(valid)}"
