@@ -19,7 +19,9 @@ def python() -> str:
 
 
 def program() -> str:
-    """The command line program as it was started; in a process started otherwise, the program of the same environment."""
+    """The command line program as it was started; in a process started otherwise, the program of the same
+    environment.
+    """
     started = Path(sys.argv[0])
     if started.name == "__main__.py" and started.parent.name == "tvm_sparse":
         return f"{python()} -m tvm_sparse"

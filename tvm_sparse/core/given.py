@@ -26,7 +26,9 @@ def integer(name: str, value: Any) -> int:
 
 
 def described(given: Any) -> str:
-    """Describe an argument for a message: its kind, and, where known, the call that turns it into an array or a matrix."""
+    """Describe an argument for a message: its kind, and, where known, the call that turns it into an array
+    or a matrix.
+    """
     if isinstance(given, (str, bytes, os.PathLike)):
         text = os.fsdecode(given) if not isinstance(given, bytes) else given.decode(errors="replace")
         text = text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

@@ -76,7 +76,9 @@ class Machine:
 
     @property
     def has_clusters(self) -> bool:
-        """Whether the GPU has thread block clusters and programmatic dependent launch: from compute capability 9.0 on."""
+        """Whether the GPU has thread block clusters and programmatic dependent launch: from compute
+        capability 9.0 on.
+        """
         return self.capability >= 90
 
     @property

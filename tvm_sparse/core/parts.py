@@ -21,7 +21,9 @@ MOST_THREADS = 16
 
 
 def of_each(function: Callable[..., object], *arguments: Iterable[Any]) -> None:
-    """Call a function with the arguments of each part, in threads, as `map` does. An exception of one call is raised."""
+    """Call a function with the arguments of each part, in threads, as `map` does. An exception of one call
+    is raised.
+    """
     from concurrent.futures import ThreadPoolExecutor  # not needed by those who only call kernels
 
     with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)))) as pool:

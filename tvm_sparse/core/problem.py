@@ -301,7 +301,9 @@ class Problem(ABC):
         compare(self.kernel_outputs, expected, tolerance, outputs)
 
     def ranked_by(self, inputs: Sequence[Any], indices: np.ndarray) -> tuple[np.ndarray, np.ndarray | float]:
-        """For an operator whose second output holds indices: the scores that rank them, and the error these may have."""
+        """For an operator whose second output holds indices: the scores that rank them, and the error these
+        may have.
+        """
         import numpy as np
 
         return np.take_along_axis(np.asarray(inputs[0]).astype(np.float64), indices, axis=1), 0.0

@@ -66,7 +66,9 @@ class Scratch:
         self._remove = weakref.finalize(self, _remove, self.path, held, os.getpid(), self._processes)
 
     def lend(self, process: int) -> None:
-        """Give the folder to a child process as its TMPDIR: with the folder that process and all its descendants end."""
+        """Give the folder to a child process as its TMPDIR: with the folder that process and all its
+        descendants end.
+        """
         self._processes.append(process)
 
     def close(self) -> None:
@@ -261,7 +263,9 @@ def _send(process: int, number: int) -> None:
 
 
 def _watch() -> None:
-    """Make sure that folders left by processes are removed: those of dead processes now, those of this one at its end."""
+    """Make sure that folders left by processes are removed: those of dead processes now, those of this one
+    at its end.
+    """
     place = tempfile.gettempdir()
     if not Path(place).name.startswith(PREFIX):  # a worker's folder is removed as a whole
         _watcher(place, os.getpid())

@@ -66,7 +66,9 @@ def quicken_parser() -> None:
     from tvm.tirx.script.parser import entry
 
     def find_parser(self: Any) -> Any:
-        """Find the parser that calls an inline through frames alone; `inspect.getouterframes` would read source files."""
+        """Find the parser that calls an inline through frames alone; `inspect.getouterframes` would read
+        source files.
+        """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             parser = frame.f_globals.get(ScriptMacro.parser_object_name)

@@ -31,7 +31,9 @@ P = TypeVar("P", bound=Problem)  # the problem class of a template's operator
 
 
 class NotApplicable(Exception):
-    """The template does not fit the problem or the machine; the message is the reason, shown in reports on the space."""
+    """The template does not fit the problem or the machine; the message is the reason, shown in reports on
+    the space.
+    """
 
 
 @dataclass(frozen=True)

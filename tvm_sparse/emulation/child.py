@@ -53,7 +53,9 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Placed:
-    """An array in memory shared with the child, between two inaccessible pages; its end is directly before the second."""
+    """An array in memory shared with the child, between two inaccessible pages; its end is directly before
+    the second.
+    """
 
     name: str
     shape: tuple[int, ...]

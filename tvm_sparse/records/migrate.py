@@ -144,7 +144,9 @@ def _restamped(model: predictor.Predictor, template: str, before: int, now: int)
 
 
 def _migrated(line: bytes, current: Current) -> bytes:
-    """The line with its candidates replaced by `current`; unchanged if no candidate changes or the line is unreadable."""
+    """The line with its candidates replaced by `current`; unchanged if no candidate changes or the line is
+    unreadable.
+    """
     try:
         record = decode(line, KINDS)
     except UNREADABLE:

@@ -81,7 +81,9 @@ def clean(folder: Path) -> None:
 
 
 def _hold(stack: contextlib.ExitStack, folder: Path, parts: Sequence[Path]) -> None:
-    """Take the locks of some parts in ascending order, the same in all processes, so that no two wait for each other."""
+    """Take the locks of some parts in ascending order, the same in all processes, so that no two wait for
+    each other.
+    """
 
     from ..workers.building import BUILD_TIMEOUT
 

@@ -285,7 +285,9 @@ def inverse_temperature(temperature: Any) -> float:
 
 
 def check_device(name: str, known: Facts, first: Facts, where: str) -> None:
-    """Raise ValueError unless an array is on the same device as the first one; `where` begins the message, as "x is"."""
+    """Raise ValueError unless an array is on the same device as the first one; `where` begins the message,
+    as "x is".
+    """
     if (known.device, known.index) != (first.device, first.index):
         raise ValueError(
             f"{name}: expected an array on {first.device}:{first.index}, as {where}, got {known.device}:{known.index}"
@@ -396,7 +398,9 @@ def no_gradient(name: str, instead: str = "") -> str:
 
 
 def refuse_gradient(name: str, array: Any, instead: str = "") -> None:
-    """Raise for a torch tensor that requires a gradient or has a tangent; `instead` names a function with a gradient."""
+    """Raise for a torch tensor that requires a gradient or has a tangent; `instead` names a function with a
+    gradient.
+    """
     if not arrays.is_torch(array):
         return
     if array.requires_grad and sys.modules["torch"].is_grad_enabled():

@@ -163,7 +163,9 @@ def value_of(given: Any, tensor: Any) -> Any:
 
 
 def without_backward(name: str, instead: str = "") -> Callable[..., Any]:
-    """The backward pass of a custom operator without one: it raises an error that names the function to use `instead`."""
+    """The backward pass of a custom operator without one: it raises an error that names the function to use
+    `instead`.
+    """
 
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(no_gradient(name, instead))

@@ -334,7 +334,9 @@ class Dispatcher:
             return [entry for source in self._sources(machine) if source.name != "cache" for entry in source.entries]
 
     def _refuse_fork(self) -> None:
-        """Raise in a process forked from one that has loaded CPU kernels: it lacks their threads, and calls would hang."""
+        """Raise in a process forked from one that has loaded CPU kernels: it lacks their threads, and calls
+        would hang.
+        """
         if self._forked:
             raise loading.LoadError(
                 "this process was forked from one that had used CPU kernels, whose threads do not survive a fork;"
