@@ -15,10 +15,13 @@ module            holds                                                         
 the schedules     ``TEMPLATES``, and ``FALLBACKS`` by kind of machine                 tuning, look-up, export
 ================  ==================================================================  ==================================
 
-An operator of somebody else's package is found as those are: by the entry point group ``tvm_sparse.operators``, or by
-`add_plugin` (on the command line ``--plugin``) with the path of a folder or file that holds an `Operator` named
-``OPERATOR``. A plugin may also bring templates for operators that there are, as ``TEMPLATES``. Child processes are told
-which plugins their parent has.
+``QUICKSTART`` is tuned by `tvm-sparse quickstart`, and may be empty. ``AWKWARD`` are small, irregular shapes on which
+generic tests run every template. ``REALISTIC`` are shapes in use, for limits that only show there: registers and shared
+memory.
+
+Operators of other packages are found by the entry point group ``tvm_sparse.operators``, or by `add_plugin` (on the
+command line ``--plugin``) with the path of a folder or file that holds an `Operator` named ``OPERATOR``. A plugin may
+also bring templates for existing operators, as ``TEMPLATES``. Child processes load the plugins of their parent.
 """
 
 from __future__ import annotations
