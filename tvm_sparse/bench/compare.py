@@ -56,9 +56,7 @@ class Comparison:
     problem: Problem
     machine: Machine
     timings: tuple[Timing, ...]
-    host_seconds: (
-        float | None
-    )  # of one call of our public function from Python; on the CPU, without the kernel's own time
+    host_seconds: float | None  # of one call of our function from Python; on the CPU, without the kernel's own
     how: str  # how our kernel was chosen: one of `lookup.HOW`
     kernel: str  # our candidate
     threads: str  # of the CPU's libraries

@@ -168,9 +168,7 @@ class RemoteMeasurer:
 
     def __init__(self, actor: Any, seat: int, described: Mapping[str, Any]) -> None:
         self._actor, self._seat, self._machine = actor, seat, described["machine"]
-        self._prepared: tuple[
-            Any, ...
-        ] = ()  # the problem for which the place is prepared; it repeats lost preparations itself
+        self._prepared: tuple[Any, ...] = ()  # the prepared problem; a place repeats lost preparations
         self.node = described["node"]
 
     def prepare(self, problem: Mapping[str, Any], abandoned: Callable[[], bool]) -> None:

@@ -41,9 +41,7 @@ class Plan:
 
     problem: Problem
     machine: Machine
-    templates: Mapping[
-        str, int
-    ]  # number of points in each template's space; for a very large one, of those given to a search
+    templates: Mapping[str, int]  # points of each space; of a very large one, those given to a search
     left_out: Mapping[str, str]  # templates that do not apply, and why
     trials: int  # number of trials to measure now
     paid: int  # number already in the log
