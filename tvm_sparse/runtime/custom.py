@@ -7,6 +7,7 @@ never come here: a public function calls `transformed` only if no launcher fits 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -32,10 +33,17 @@ def transformed(*given: Any, differentiable: bool = False) -> bool:
         Within derivatives of torch.func, which do not support the backward passes of custom operators.
     """
     tensors = [array for array in given if array is not None]
-    if arrays.here.below or not all(map(arrays.is_torch, tensors)):
+    torch = sys.modules.get("torch")
+    if torch is None or arrays.here.below or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         return False
-    import torch
-
+    if (  # the usual case in fewer questions, as a call that draws without a seed asks each time
+        not differentiable
+        and not torch._C._len_torch_dispatch_stack()
+        and not arrays.traced()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and all(type(tensor) is torch.Tensor for tensor in tensors)
+    ):
+        return False
     if any(map(torch._C._functorch.is_gradtrackingtensor, tensors)):
         raise RuntimeError(
             "torch.func.grad, vjp, jvp and what is made of them do not go through custom operators of PyTorch; use"
