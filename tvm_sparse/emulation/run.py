@@ -92,23 +92,37 @@ def run_on_cpu(
 
     Parameters
     ----------
-    mod : a module with one public PrimFunc, with thread bindings or as a TIRx kernel.
-    target : the CUDA target.
-    args : arrays (updated in place; C-contiguous; float16, and bfloat16 through ml_dtypes) and
-        scalars in the order of the PrimFunc's parameters.
-    pipeline : "tirx" for TIRx kernels, as `tir_pipeline` of `tvm.compile`. seed : draws the order of threads and
-    blocks. Try several: an order may be lucky. timeout : seconds for the run, the build not counted. check_races : also
-    report races that did no harm in this order. Switch it off only for code that synchronises threads of a thread block
-    by other means than barriers and warp collectives. stale : content of arrays while the producer kernel still runs,
-    by their index in `args`. It is replaced by the content in `args`, outputs included, at a moment drawn from `seed`,
-    before any `griddepcontrol.wait` returns. Only for kernels launched to overlap (programmatic dependent launch).
+    mod
+        A module with one public PrimFunc, with thread bindings or as a TIRx kernel.
+    target
+        The CUDA target.
+    args
+        Arrays (updated in place; C-contiguous; float16, and bfloat16 through ml_dtypes) and scalars, in the order of
+        the PrimFunc's parameters.
+    pipeline
+        "tirx" for TIRx kernels, as `tir_pipeline` of `tvm.compile`.
+    seed
+        Seed of the order of threads and blocks. Try several, since an order may hide an error.
+    timeout
+        Seconds for the run, without the build.
+    check_races
+        Also report races that did no harm in this order. Switch it off only for code that synchronises threads of a
+        thread block by other means than barriers and warp collectives.
+    stale
+        Content of arrays while the producer kernel still runs, by their index in `args`. It is replaced by the content
+        in `args`, outputs included, at a moment drawn from `seed`, before any `griddepcontrol.wait` returns. Only for
+        kernels launched to overlap (programmatic dependent launch).
 
     Raises
     ------
-    EmulationError : a kernel misbehaved; the message says which, where and in which thread.
-    NotImplementedError : the kernel uses a feature that is not emulated (TMA, copies to several thread blocks...).
-    ValueError : an array is not C-contiguous, or its stale contents are of another shape or dtype.
-    ValueError, TypeError... : as from `tvm.compile` and from the host function's own checks.
+    EmulationError
+        If a kernel misbehaved; the message says which, where and in which thread.
+    NotImplementedError
+        If the kernel uses a feature that is not emulated (TMA, copies to several thread blocks, ...).
+    ValueError
+        If an array is not C-contiguous, or its stale content has another shape or dtype.
+    ValueError, TypeError, ...
+        As from `tvm.compile` and from the host function's own checks.
     """
     built = _built(_Lowering(mod, target, pipeline))
     with scratch.folder() as folder:

@@ -117,6 +117,8 @@ def block_recurrent_weights(matrix: Any, gates: int = 1, *, dtype: str | None = 
     ValueError
         For another shape, dtype or number of gates; for indices outside of the matrix.
 
+    Notes
+    -----
     When not to use it: where nonzeros are scattered, each of which takes 16 * 8 values here; `recurrent_weights` is for
     those. A NaN or infinity of the states is multiplied by all that is kept, zeros among it, as in a dense product.
     """

@@ -180,6 +180,8 @@ def recurrent_weights(
     ValueError
         For another shape, dtype, or order; for indices outside of the matrix.
 
+    Notes
+    -----
     Source: Zhu, Pool et al. 2018, section 4.1 and Appendix A.
     """
     for name, value, known in (("order", order, ORDERS), ("units", units, UNITS)):

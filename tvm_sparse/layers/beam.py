@@ -101,6 +101,8 @@ def beam_search(
     TypeError, ValueError
         For arguments that do not fit, naming them.
 
+    Notes
+    -----
     Source: the search of Shi, Xu & Knight 2018, section 4; length penalty of Wu et al. 2016, "Google's Neural Machine
     Translation System", equation 14 without coverage.
     """

@@ -80,6 +80,8 @@ class BsrLinear(torch.nn.Module):
     TypeError, ValueError
         As in `BsrWeight`, and for a bias or an activation that does not fit.
 
+    Notes
+    -----
     It is differentiable in x, the stored blocks and the bias, like `bsr_matmul`. Under `torch.autocast` x, blocks and
     bias are cast, as in `torch.nn.Linear`. It can be moved and converted (`to`, `half`, ...), copied, pickled, compiled
     (`torch.compile(fullgraph=True)`) and exported (`torch.export`). Conversions without a kernel, such as `double()`,
@@ -361,6 +363,8 @@ def sparsify(
     ValueError
         As in `BsrLinear.from_dense`; then nothing has been changed.
 
+    Notes
+    -----
     Subclasses of `torch.nn.Linear` are not replaced: they may compute something else, or other modules may read their
     weight (`torch.nn.MultiheadAttention` does). Code that reads `layer.weight` of a replaced layer gets the dense
     matrix, see `BsrLinear`. Pruning by magnitude costs accuracy without fine-tuning. For fine-tuning, make the

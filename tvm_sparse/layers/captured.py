@@ -41,6 +41,8 @@ class CapturedHead:
     values, indices, info
         The graph's outputs: the same tensors at every replay.
 
+    Notes
+    -----
     Its kernels share the workspaces of one stream: replays of one captured head must not overlap. `beam_search` accepts
     it as a head.
     """
@@ -83,6 +85,8 @@ class CapturedLayer:
     outputs
         The graph's outputs: the same tensors at every replay, `(output, h_n)` or `(output, h_n, c_n)`.
 
+    Notes
+    -----
     Its kernels share the workspaces of one stream: replays of one captured layer must not overlap.
     """
 

@@ -40,6 +40,8 @@ class NHotEmbeddingBag(torch.nn.Module):
     ValueError
         For another mode.
 
+    Notes
+    -----
     The gradient of the table is dense. `from_torch` converts a `torch.nn.EmbeddingBag`. The module can be moved,
     converted, copied, pickled, compiled and exported. Conversions without a kernel, such as `double()`, raise a
     TypeError and change nothing.

@@ -50,6 +50,8 @@ class LmHead(torch.nn.Module):
     TypeError, ValueError
         As in `LshHead`.
 
+    Notes
+    -----
     On the meta device there is no head; the first call after the weight is materialised hashes it. Under
     `torch.autocast` logits are computed in the weight's own dtype, and rounded. Conversions without a kernel, such as
     `double()`, raise a TypeError and change nothing. `torch.jit.trace` supports only the exact path.

@@ -150,6 +150,8 @@ class LshHead:
     RuntimeError
         If the bias requires a gradient. An embedding that requires one is detached: there is no backward pass.
 
+    Notes
+    -----
     When not to use it: for training, for a vocabulary of a few thousand words, and for batches of hundreds of unrelated
     rows, whose union of candidates is nearly the vocabulary. If the embedding changes, build a new head: the exact path
     assumes that it is constant (`head_topk`).

@@ -52,6 +52,8 @@ def pruning_mask(weight: Any, density: float, *, method: str = "magnitude", bloc
     TypeError, ValueError
         For arguments that do not fit, naming them.
 
+    Notes
+    -----
     Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs", appendix B (naive and row-balanced).
     """
     xp = library("weight", weight)
@@ -139,6 +141,8 @@ def cubic_schedule(final: float, *, begin: int, end: int, every: int = 100, init
     TypeError, ValueError
         For arguments that do not fit, naming them.
 
+    Notes
+    -----
     Source: Zhu & Gupta 2017, "To prune, or not to prune", equation 1.
     """
     final, initial = _checked_density("final", final), _checked_density("initial", initial)
@@ -204,13 +208,15 @@ class GradualPruning:
     masks
         The patterns by the parameter's index; empty before the first pruning.
 
-    Without `attach`, call `before_step()` and `after_step()` around the optimiser's step. `state_dict` and
-    `load_state_dict` resume a run; they identify parameters by their order.
-
     Raises
     ------
     TypeError, ValueError
         For arguments that do not fit, naming them.
+
+    Notes
+    -----
+    Without `attach`, call `before_step()` and `after_step()` around the optimiser's step. `state_dict` and
+    `load_state_dict` resume a run; they identify parameters by their order.
     """
 
     def __init__(

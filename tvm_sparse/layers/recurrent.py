@@ -477,6 +477,8 @@ class SparseRNN(_Layer):
     TypeError, ValueError
         For parameters that do not fit, naming them.
 
+    Notes
+    -----
     When not to use it: for training, since there is no backward pass. If the weights change, make a new layer.
 
     Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs: Squeezing Large Recurrent Networks On-Chip", equation 2.
@@ -557,6 +559,8 @@ class SparseLSTM(_Layer):
     TypeError, ValueError
         For parameters that do not fit, naming them.
 
+    Notes
+    -----
     When not to use it: as for `SparseRNN`.
 
     Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs", appendix B.
@@ -629,6 +633,8 @@ class SparseGRU(_Layer):
     TypeError, ValueError
         For parameters that do not fit, naming them.
 
+    Notes
+    -----
     When not to use it: as for `SparseRNN`.
 
     Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs", with the cell of `torch.nn.GRU`.

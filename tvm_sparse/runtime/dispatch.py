@@ -775,15 +775,17 @@ def configure(
         --logs`. They have priority, the last one most. They replace folders given before; `()` gives none. Records
         added in the meantime are read.
 
-    Calls, `warmup` and other functions that look kernels up raise `tvm_sparse.Miss` for an excluded kernel; `explain`
-    does not raise.
-
     Raises
     ------
     ValueError
         For another policy, or `measure` that is negative or not a number.
     NotADirectoryError
         If one of `logs` is not a folder.
+
+    Notes
+    -----
+    Calls, `warmup` and other functions that look kernels up raise `tvm_sparse.Miss` for an excluded kernel; `explain`
+    does not raise.
     """
     if policy is not None and policy not in POLICIES:
         raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")

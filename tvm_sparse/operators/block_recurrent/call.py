@@ -50,9 +50,6 @@ def block_recurrent(
         `(steps, batch, hidden)` and `(batch, hidden)` of the weights' dtype: the state after each step, and the states
         after the last step of each sequence; c_n for "lstm" alone.
 
-    Sums, gates and c are float32; h is rounded to the dtype after each step. NaN propagates, and an infinity times a
-    zero of a group is NaN, as in a dense product.
-
     Raises
     ------
     TypeError
@@ -61,6 +58,11 @@ def block_recurrent(
         As in `sparse_recurrent`.
     RuntimeError
         If an argument requires a gradient.
+
+    Notes
+    -----
+    Sums, gates and c are float32; h is rounded to the dtype after each step. NaN propagates, and an infinity times a
+    zero of a group is NaN, as in a dense product.
 
     When not to use it: with scattered nonzeros, for which `sparse_recurrent` reads less; on a GPU with float32, or with
     batches of more than 32, which need one kernel launch for each step.

@@ -90,6 +90,8 @@ def bsr_matmul(
     RuntimeError
         If `out`, the data of a `BsrWeight`, or a sparse tensor requires a gradient.
 
+    Notes
+    -----
     The result is differentiable in tensors that require a gradient. The gradient of x is the product of the output's
     gradient with the transposed weight, by the same kernels; a `BsrWeight` keeps its transposed structure from the
     first such call on. The gradient of stored blocks, given as `(data, indices, indptr)`, is a sampled dense-dense

@@ -85,6 +85,8 @@ class BsrWeight:
     TypeError, ValueError
         As in `bsr_matmul`, naming the argument; also for `constant` without `balance`.
 
+    Notes
+    -----
     Copies (`copy.copy`, which shares the arrays, and `copy.deepcopy`) and pickles are complete; the structure is
     analysed again when they are made.
     """

@@ -50,6 +50,8 @@ def candidate_logits(
     TypeError, ValueError, RuntimeError
         As in `candidate_topk`.
 
+    Notes
+    -----
     When not to use it: if only the best candidates are needed, which `candidate_topk` finds without writing the others.
 
     Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", section 4.2.

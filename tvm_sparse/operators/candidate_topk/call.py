@@ -123,6 +123,8 @@ def candidate_topk(
     RuntimeError
         If an argument requires a gradient.
 
+    Notes
+    -----
     When not to use it: with one list per row, if the lists together are as long as the vocabulary: `head_topk` then
     reads less, and is exact.
 

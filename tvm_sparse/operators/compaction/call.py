@@ -53,6 +53,8 @@ def compaction(chosen: Any, vocab: int, capacity: int, *, out: Any = None) -> tu
     ValueError
         For another shape, dtype or device, a `vocab` or `capacity` below 1, or an `out` that does not fit.
 
+    Notes
+    -----
     Source: Shi, Xu & Knight 2018, section 4.2.3.
     """
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)

@@ -135,6 +135,8 @@ def head_topk(
     RuntimeError
         If an argument requires a gradient.
 
+    Notes
+    -----
     For torch tensors, torch's product, whose scores are rounded to the dtype of `hidden`, followed by `softmax_topk` is
     used where that is faster: by the record of the problem (`tvm-sparse bench --record`), or, without one, on a GPU
     with more than 16 rows, with more than 8 rows of very long hidden states (on an H200 above 8192 columns of 16 bits

@@ -43,6 +43,8 @@ def logsumexp(logits: Any, out: Any = None) -> Any:
     TypeError, ValueError, RuntimeError
         As in `softmax`.
 
+    Notes
+    -----
     The result is differentiable: dx = g * softmax(x), by the kernel of `softmax`.
 
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 3, lines 1 to 6.

@@ -90,6 +90,8 @@ def lsh_candidates(
     RuntimeError
         If `hidden` requires a gradient.
 
+    Notes
+    -----
     Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", section 4.2.
     """
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)

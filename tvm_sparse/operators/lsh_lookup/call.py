@@ -77,6 +77,8 @@ def lsh_lookup(
         For other shapes, dtypes or devices, a threshold below 1, invalid codes or tables, or an `out` that does not
         fit; naming the argument.
 
+    Notes
+    -----
     When not to use it: for lists of words from hidden states, which `lsh_candidates` makes in one program.
 
     Source: Shi, Xu & Knight 2018, Algorithm 1, equations 9, 10 and 3.

@@ -116,6 +116,8 @@ def lsh_topk(
     RuntimeError
         If an argument requires a gradient.
 
+    Notes
+    -----
     When not to use it: without frequent words, or if the candidates are needed: use `lsh_candidates` and
     `candidate_topk`.
 

@@ -76,6 +76,8 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
     RuntimeError
         If `out`, or the values of a `CsrRows` or of a sparse tensor, require a gradient.
 
+    Notes
+    -----
     The result is differentiable in the table, with the gradient csr.T @ g by this same look-up, and in values given as
     `(indptr, indices, values)`, by PyTorch's operators on copies of the selected table rows, `(nnz, width)`.
 

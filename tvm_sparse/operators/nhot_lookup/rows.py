@@ -48,6 +48,8 @@ class CsrRows:
     TypeError, ValueError, RuntimeError
         As in `nhot_lookup`, naming the argument.
 
+    Notes
+    -----
     A `CsrRows` can be copied and pickled.
     """
 

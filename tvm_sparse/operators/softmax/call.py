@@ -53,6 +53,8 @@ def softmax(logits: Any, *, algorithm: str = "online", out: Any = None) -> Any:
     RuntimeError
         If `out` requires a gradient, or `logits` has a forward-mode tangent.
 
+    Notes
+    -----
     The result is differentiable: dx = p * (g - sum_i g_i p_i), by PyTorch's kernel.
 
     When not to use it: if only the k largest entries are needed; `softmax_topk` writes nothing else.

@@ -105,6 +105,8 @@ def softmax_topk(
         If `logits` or `bias` requires a gradient: there is no backward pass. Call it under `torch.no_grad()`; for a
         gradient gather from `softmax` or `log_softmax` at the indices.
 
+    Notes
+    -----
     When not to use it: if the whole distribution is needed afterwards.
 
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 4.

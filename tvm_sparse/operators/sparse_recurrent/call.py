@@ -108,8 +108,6 @@ def sparse_recurrent(
         `(steps, batch, hidden)` and `(batch, hidden)` of the weights' dtype: the state after each step, and the states
         after the last step of each sequence; c_n for "lstm" alone.
 
-    Sums, gates and c are float32; h is rounded to the dtype after each step. NaN propagates as in torch.
-
     Raises
     ------
     TypeError
@@ -119,6 +117,11 @@ def sparse_recurrent(
         steps], an argument that the cell lacks, or an `x_projected` of 2^31 elements or more.
     RuntimeError
         If an argument requires a gradient.
+
+    Notes
+    -----
+    Sums, gates and c are float32; h is rounded to the dtype after each step. A NaN or infinity in a state affects the
+    units with a stored weight for it; in a dense layer it affects all.
 
     When not to use it: with weights that are not sparse, or batches of hundreds, for which one dense product per step
     is faster; if a step's input depends on the previous output, as in text generation, which needs one call per step.

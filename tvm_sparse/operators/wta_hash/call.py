@@ -65,6 +65,8 @@ def wta_hash(hidden: Any, permutations: Any, *, out: Any = None, validate: bool 
     RuntimeError
         If `hidden` requires a gradient: a hash has none.
 
+    Notes
+    -----
     Source: Yagnik et al. 2011, "The power of comparative reasoning"; Shi, Xu & Knight 2018, equations 4 to 8.
     """
     found = None if validate else repeat.again(dispatcher.launchers, "wta_hash", (hidden, permutations), out)
