@@ -1,9 +1,9 @@
-"""What the shipped trials tell: which templates and decisions matter, how good cost models are, what transfers.
+"""Studies of the shipped trials: which templates and decisions matter, how good cost models are, what transfers.
 
     python scripts/study_trials.py        # two minutes, without a GPU
 
-Reads tuning_logs/ and the spaces that were measured in full (results/spaces/). Writes scripts/results/trials-*.csv,
-from which figures.py fills docs/laboratory.md, and the page's plots. Whether tuning is worth it tells tuning_gain.py.
+Reads tuning_logs/ and the completely measured spaces (results/spaces/). Writes scripts/results/trials-*.csv, from which
+figures.py fills docs/laboratory.md, and the page's plots. For the gain of tuning see tuning_gain.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOGS = ROOT / "tuning_logs"
 SPACES = sorted((RESULTS / "spaces").glob("*.jsonl.xz"))
 IMAGES = ROOT / "docs" / "images"
 GPU = "sm_90a"
-# Tables of the page; `study` prints the others.
+# Tables of the page; `study` prints the others too.
 PARTS = ("distribution", "failures", "importance", "models", "transfer", "budget")
 OF_SPACES = ("importance", "models", "budget")
 
@@ -74,7 +74,8 @@ def main() -> None:
         write(name, found, "tuning_logs/")
     if SPACES:
         whole = trials(SPACES)
-        # Others used the machine's cores, which only ever lengthens a time: the least of the rounds is the best known.
+        # Other processes used the machine's cores, which can only lengthen a time: the minimum over the rounds is the
+        # best estimate.
         least = whole["seconds_all"].map(lambda rounds: min(rounds, default=math.nan))
         whole["seconds"] = whole["seconds"].where(whole["arch"] == GPU, least)
         for name, found in study.sections(whole, OF_SPACES).items():

@@ -1,4 +1,6 @@
-"""The generated parts of the documentation, a module a subject; each fills what `register.PARTS` names."""
+"""The generated parts of the documentation, one module for each subject; each registers its parts
+in `register.PARTS`.
+"""
 
 from . import (
     calls,

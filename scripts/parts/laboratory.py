@@ -1,4 +1,4 @@
-"""What recorded trials tell: distributions, failures, models, budgets; simulated searches."""
+"""Results of recorded trials: distributions, failures, models, budgets; and of simulated searches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRIALS_GPU = "sm_90a"
 
 
 def _number(row: Row, name: str, digits: int = 2) -> str:
-    """A figure, with its interval where it has one; empty where there is none."""
+    """A figure, with its interval if it has one; empty if missing."""
     if not row[name]:
         return ""
     text = f"{float(row[name]):.{digits}f}"
@@ -49,7 +49,7 @@ def trials_failures() -> str:
 
 @part
 def trials_importance() -> str:
-    """Of each template the decisions whose interval leaves 0 out, where the model explains something."""
+    """For each template the decisions whose interval excludes 0, if the model explains something."""
     kinds: dict[tuple[str, ...], list[Row]] = {}
     for name in ("trials-importance", "trials-spaces-importance"):
         for r in results(name).rows if (RESULTS / f"{name}.csv").exists() else ():
@@ -86,7 +86,9 @@ def trials_models() -> str:
 
 @part
 def trials_models_sentence() -> str:
-    """Which model's favourite is fastest, after how many points, and where intervals tell it from MetaSchedule's."""
+    """Which model's first choice is fastest, after how many points, and where intervals distinguish it from
+    MetaSchedule's.
+    """
     rows = [r for r in results("trials-models").rows if r["arch"] == TRIALS_GPU and r["top5_low"]]
     said = []
     for learnt in ("8", "16", "32"):
@@ -183,7 +185,7 @@ def searches_warm() -> str:
 
 @part
 def searches_findings() -> str:
-    """What the rows of all spaces together say, in words."""
+    """Conclusions from the rows of all spaces together."""
     blocks, each = [], list[str]()
     for start, after in STARTS.items():
         rows = {r["strategy"]: r for r in _search_rows(start, "all")}
@@ -220,7 +222,7 @@ def searches_findings() -> str:
             + "."
         )
         blocks.append(" ".join(said))
-    # What the loop leaves is of the start that `tune` has.
+    # After the loop these are the lines of `tune`'s own start.
     verdict = f"there {listed(each)}" if each else "nothing is better there"
     blocks.append(
         f"`tune` starts in the second way. It takes {code(DEFAULT)} unless `--strategy` names another: {verdict}."

@@ -1,4 +1,4 @@
-"""What the five papers claim and what is measured here, and the short tables of the page on papers."""
+"""The claims of the five papers with the measurements here, and the short tables of the page on papers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def argueta_claims() -> list[list[str]]:
 
 
 def gu_cases() -> dict[tuple[str, ...], Times]:
-    """By (m, k, n, block, sparsity) the least time of each schedule, of which several points may have been timed."""
+    """By (m, k, n, block, sparsity), the least time of each schedule over its timed points."""
     found: dict[tuple[str, ...], dict[str, float]] = {}
     for row in results(TILES).rows:
         if row["microseconds"]:
@@ -110,12 +110,12 @@ def gu_claims() -> list[list[str]]:
 
 
 def quality_rows(series: str) -> list[Mapping[str, str]]:
-    """Lines of a way to candidates: frequent words alone (TOP), or LSH."""
+    """Lines of one way to get candidates: frequent words alone (TOP), or LSH."""
     return [row for row in results(QUALITY).rows if row["implementation"].split(" ")[0] == series]
 
 
 def fastest_at(series: str, goal: float) -> Mapping[str, str]:
-    """The fastest line of a way to candidates that reaches a recall of the 12 best words."""
+    """The fastest line of a way to get candidates that reaches a recall of the 12 best words."""
     return min(
         (row for row in quality_rows(series) if float(row["recall_12"]) >= goal),
         key=lambda row: float(row["microseconds"]),
@@ -154,7 +154,7 @@ def shi_claims() -> list[list[str]]:
 
 
 def sweeps() -> dict[tuple[str, ...], Times]:
-    """Times in float32 by figure, hidden, batch, steps and density as the file has them."""
+    """Times in float32 by figure, hidden, batch, steps and density, as in the file."""
     found = results(ZHU_FIGURES).by("figure", "hidden", "batch", "steps", "density", "dtype")
     return {key[:-1]: times for key, times in found.items() if key[-1] == "float32" and LAYER in times}
 
@@ -165,7 +165,7 @@ def zhu_claims() -> list[list[str]]:
     found = sweeps()
 
     def next_best(hidden: str) -> dict[float, float]:
-        """Time of the fastest of the others over ours, by density; cuDNN's has the input product in it."""
+        """Time of the fastest peer over ours, by density; cuDNN's includes the input product."""
         found: dict[float, float] = {}
         for key, times in sweeps().items():
             if key[1:4] == (hidden, "4", "256"):
@@ -174,7 +174,7 @@ def zhu_claims() -> list[list[str]]:
         return found
 
     def over(loop: str, figure: str, axis: int) -> dict[float, float]:
-        """The loop's time over ours, by the number that the figure varies."""
+        """The loop's time over ours, by the value that the figure varies."""
         return {float(key[axis]): times[loop] / times[LAYER] for key, times in found.items() if key[0] == figure}
 
     density, batch, length = over(LOOP, "2a", 4), over(LOOP, "2c", 2), over(LOOP, "2d", 3)
@@ -213,7 +213,7 @@ CLAIMS: Mapping[str, Callable[[], list[list[str]]]] = {
 
 @part
 def claims() -> str:
-    """Each claim of the five papers with the figure measured here, and the file that has it."""
+    """Each claim of the five papers with the figure measured here, and the file that contains it."""
     rows = [
         [f"{paper}, {place}", claim, answer, f"`{name}`"]
         for paper, lines in CLAIMS.items()
@@ -236,7 +236,7 @@ def argueta_chiang_table2_times() -> str:
 
 @part
 def gu_schedules() -> str:
-    """Time of each of Gu's schedules over that of what look-up takes."""
+    """Time of each of Gu's schedules over that of look-up's kernel."""
     cases = gu_cases().values()
     schedules = (
         ("per_element", "4.1"), ("per_tile", "4.2"), ("staged_x", "4.3"), ("over_blocks", "4.4.1"),
@@ -252,7 +252,7 @@ def gu_schedules() -> str:
 
 @part
 def lsh_quality_best() -> str:
-    """The fastest setting of each way to candidates that reaches a recall."""
+    """The fastest setting of each way to get candidates that reaches a recall."""
     rows = []
     for goal in (0.8, 0.9, 0.95, 0.99, 0.999):
         cells = [f"{100 * goal:g} %"]
@@ -264,7 +264,7 @@ def lsh_quality_best() -> str:
 
 
 def chosen_heads() -> dict[tuple[str, ...], tuple[Times, float]]:
-    """Of each embedding the lines of the largest batch up to 16 and of the largest of all."""
+    """For each embedding, the lines of the largest batch up to 16 and of the largest of all."""
     found: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for key in heads():
         found.setdefault((*key[1:3], key[4]), []).append(key)
@@ -304,7 +304,7 @@ def halves() -> dict[tuple[str, ...], Times]:
 
 
 def gains(cases: Mapping[tuple[str, ...], Times], over: str, ours: str, keep: Callable[[Sequence[str]], bool]) -> str:
-    """From the least to the most of how many times as long another takes."""
+    """Range of the time of `over` over that of `ours`."""
     ratios = [t[over] / t[ours] for key, t in cases.items() if over in t and ours in t and keep(key)]
     return tenths(ratios) if ratios else "-"
 
@@ -327,7 +327,7 @@ def zhu_pool_sweeps() -> str:
 
 @part
 def zhu_pool_layers() -> str:
-    """Layers of tables 2 and 3, dense and pruned: cuDNN's time and that of dense blocks over ours."""
+    """Layers of tables 2 and 3, dense and pruned: the times of cuDNN and of dense blocks over ours."""
     found = results(ZHU_TABLES).by("table", "cell", "batch", "density", "dtype", "hidden")
     groups: dict[tuple[str, ...], dict[tuple[str, ...], Times]] = {}
     for key, times in found.items():

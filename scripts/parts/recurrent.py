@@ -1,4 +1,4 @@
-"""Recurrent layers beside cuDNN, and the tables of Zhu, Pool et al."""
+"""Recurrent layers compared with cuDNN, and the tables of Zhu, Pool et al."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYER, LAYER_PRODUCT, MODULE = "sparse layer", "sparse layer + input product", "
 
 
 def recurrent_rows(name: str, *more: str, first: Callable[[Sequence[str]], str]) -> Iterator[list[str]]:
-    """Of each call a line: `first` of its columns (`more` of them before those of a call), times, and ratios."""
+    """A line for each call: `first` of its columns (`more` of them before those of a call), times, and ratios."""
     cases: dict[tuple[str, ...], dict[str, Times]] = {}
     for (*key, dtype), times in results(name).by(*more, *OF_CALL, "dtype").items():
         cases.setdefault(tuple(key), {})[dtype] = times
