@@ -1,7 +1,7 @@
 """Speed-up of tuning by several devices: the same problems, with the same number of trials, on 1, 2, ... of them.
 
     python scripts/tuning_scaling.py --devices 1,2 --trials 48                    # 1 and 2 GPUs: 3 minutes
-    python scripts/tuning_scaling.py --workers 1,2,4 --problems 4 --trials 12     # 1, 2 and 4 parts of the CPU: 3 minutes
+    python scripts/tuning_scaling.py --workers 1,2,4 --problems 4 --trials 12   # parts of the CPU: 3 minutes
 
 The problems are products with block-sparse weights of 1024 x 1024 at several batches, each tuned from scratch in a
 temporary folder, with the same number of trials. All processes are started before the clock, by a small run that is not
