@@ -33,7 +33,7 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from reproduction import RESULTS, provenance, result_path, write_csv
+from reproduction import RESULTS, provenance, result_path, studied, write_csv
 
 from tvm_sparse.cli.common import console, duration, errors, machine_here, require, table, us
 from tvm_sparse.core import machine, registry, scratch, spaces
@@ -194,7 +194,7 @@ def from_records(logs: Path, arch: str) -> None:
             losses += searched(logs, arch, operator) + started(logs, arch, operator)
     lines = summary(losses)
     show(RECORDED_COLUMNS, lines, ("operator", "way"))
-    facts = {
+    facts = studied(logs) | {
         "arch": arch,
         "loss": "best time with half of the trials over the best recorded, geometric mean with 95 % bootstrap interval",
         "search": "after half of the trials of the session that met a problem first, over the best of that session",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import datetime
 import importlib.metadata
 import importlib.util
 import platform
@@ -14,6 +13,7 @@ from typing import Any
 
 from tvm_sparse.bench.compare import NAME, Comparison, has_torch
 from tvm_sparse.core.machine import Machine
+from tvm_sparse.records.values import utc_now
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -25,7 +25,7 @@ def provenance(where: Machine, *, rotated: bool = False, cold: bool = False) -> 
         inputs = "inputs not rotated (from memory: another kernel uses the L2 cache in between)"
     facts = {
         "device": f"{where.name} ({where.arch})",
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "date": utc_now(),
         "python": platform.python_version(),
     }
     for package in ("tvm_sparse", "apache-tvm", "apache-tvm-ffi", "numpy", "scipy", "torch", "triton"):
@@ -72,6 +72,19 @@ def timing_rows(columns: Sequence[str], result: Comparison, **given: Any) -> lis
         }
         made.append([cells[column] for column in columns])
     return made
+
+
+def studied(logs: Path | None = None) -> dict[str, str]:
+    """The first facts of a study that measures nothing: its date and, of records, the number of their trials."""
+    facts = {"date": utc_now()}
+    if logs is not None:
+        facts["recorded"] = f"{trials_in(logs)} trials"
+    return facts
+
+
+def trials_in(logs: Path) -> int:
+    """Number of trials in a folder of logs."""
+    return sum(path.read_bytes().count(b'"kind":"trial"') for path in logs.rglob("trials.jsonl"))
 
 
 def write_csv(path: Path, facts: Mapping[str, str], columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

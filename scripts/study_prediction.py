@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from reproduction import RESULTS, write_csv
+from reproduction import RESULTS, studied, write_csv
 
 from tvm_sparse.cli.common import console, table
 from tvm_sparse.core import registry, spaces
@@ -144,7 +144,7 @@ def main(
                 shown.add_row(*map(str, line))
     console().print(shown)
     if not operator:
-        facts = {
+        facts = studied(logs) | {
             "arch": arch,
             "trials": "of templates at their present versions, points of their spaces",
             "loss": "time of the choice over the best recorded time of the problem, where the choice was measured",

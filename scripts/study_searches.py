@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from reproduction import RESULTS, write_csv
+from reproduction import RESULTS, studied, write_csv
 
 from tvm_sparse.cli.common import console, table
 from tvm_sparse.core.registry import parse
@@ -137,7 +137,7 @@ def main(
             plots.save(plots.search_curves(curves), IMAGES / f"searches-{start}.png")
     console().print(shown)
     if not strategy:
-        facts = {
+        facts = studied(LOGS) | {
             "spaces": "every point measured, scripts/measure_spaces.py; excess over the best of the space, mean",
             "searches": f"{BUDGET} trials, 16 at a time; told one round, judged by all",
             "over_reference": f"best time over that of {REFERENCE} with the same seed, geometric mean; 95 % bootstrap",

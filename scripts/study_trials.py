@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pandas
-from reproduction import RESULTS, write_csv
+from reproduction import RESULTS, studied, write_csv
 
 from tvm_sparse.cli.common import console, table
 from tvm_sparse.research import plots, study
@@ -29,14 +29,15 @@ PARTS = ("distribution", "failures", "importance", "models", "transfer", "budget
 OF_SPACES = ("importance", "models", "budget")
 
 
-def write(name: str, found: pandas.DataFrame, data: str) -> None:
-    """Print a table and write it to results/trials-NAME.csv."""
+def write(name: str, found: pandas.DataFrame, data: str, logs: Path | None = None) -> None:
+    """Print a table and write it to results/trials-NAME.csv; `logs` are the records it is made from, if it is."""
     shown = study.shown(found)
     made = table(*shown.columns, title=name, right=[c for c in shown if found[c].dtype.kind in "fiu"])
     for row in shown.itertuples(index=False):
         made.add_row(*row)
     console().print(made)
-    facts = {"data": data, "interval": "95 %, by the bootstrap; none where there are fewer than five values"}
+    interval = "95 %, by the bootstrap; none where there are fewer than five values"
+    facts = studied(logs) | {"data": data, "interval": interval}
     cells = ([_text(value) for value in row] for row in found.itertuples(index=False))
     write_csv(RESULTS / f"trials-{name}.csv", facts, list(found.columns), cells)
 
@@ -71,7 +72,7 @@ def main() -> None:
     recorded = trials(LOGS)
     tables = study.sections(recorded, PARTS)
     for name, found in tables.items():
-        write(name, found, "tuning_logs/")
+        write(name, found, "tuning_logs/", LOGS)
     if SPACES:
         whole = trials(SPACES)
         # Other processes used the machine's cores, which can only lengthen a time: the minimum over the rounds is the

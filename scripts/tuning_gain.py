@@ -25,7 +25,7 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from reproduction import RESULTS, write_csv
+from reproduction import RESULTS, studied, write_csv
 
 from tvm_sparse.bench.compare import NAME
 from tvm_sparse.cli.common import console, table
@@ -146,7 +146,7 @@ def main(logs: Annotated[Path, typer.Option(help="Folder of records.")] = LOGS) 
     for line in lines:
         shown.add_row(*map(str, line))
     console().print(shown)
-    facts = {
+    facts = studied(logs) | {
         "gain": "time over the tuned time, geometric mean over problems, 95 % bootstrap interval",
         "trials": "to 95 % of the gain over the fallback: median, with the lower quartile and the 90th percentile",
     }

@@ -5,13 +5,14 @@ from __future__ import annotations
 import collections
 import statistics
 import textwrap
+from functools import partial
 
 from tvm_sparse.core import registry
 from tvm_sparse.records.space import read as read_space
 from tvm_sparse.tuning.strategies import DEFAULT
 
-from .register import part
-from .results import RESULTS, Row, provenance, results
+from .register import PARTS, part
+from .results import RESULTS, Row, provenance, results, studied
 from .text import WIDTH, code, listed, percent, table, us
 
 TRIALS_GPU = "sm_90a"
@@ -278,3 +279,10 @@ def halves_measured() -> str:
     ]  # fmt: skip
     head = ["problem", "trials shipped", "trials", "shipped, us", "found, us", "fallback, us", "found / shipped"]
     return f"{provenance(f'{HALVES}-h200')}: {found.facts['ratio']}.\n\n" + table(head, rows)
+
+
+PARTS["where-trials"] = partial(studied, "trials-distribution")
+PARTS["where-searches"] = partial(studied, SEARCHES)
+PARTS["where-gain"] = partial(studied, GAINS)
+PARTS["where-halves"] = partial(studied, f"{HALVES}-{TRIALS_GPU}")
+PARTS["where-prediction"] = partial(studied, "prediction-sm_90a")

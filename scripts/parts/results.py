@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from reproduction import trials_in
+
 from tvm_sparse.bench.compare import NAME
 from tvm_sparse.core import registry
 from tvm_sparse.core.problem import Problem
@@ -61,6 +63,14 @@ def provenance(*names: str) -> str:
         )
     )
     return f"{devices}, {torch}, {' to '.join(dict.fromkeys((days[0], days[-1])))}"
+
+
+def studied(name: str) -> str:
+    """Date of a study of the records, the number of their trials then, and that of the trials that ship."""
+    facts = results(name).facts
+    then, now = int(facts["recorded"].split()[0]), trials_in(ROOT / "tuning_logs")
+    today = "which ship" if then == now else f"{now:,} ship"
+    return f"{facts['date'][:10]}, from {then:,} recorded trials ({today})."
 
 
 def best(times: Times, *prefixes: str) -> float:
