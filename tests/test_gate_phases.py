@@ -84,11 +84,11 @@ def load_region(s, region, buffer, block, threads):
     if region.scope == "local":
         for e in T.unroll(region.extent):
             buffer[e] = of_words(
-                region.dtype, s.io.workspace, block, region.first + (s.t * region.extent + e) * region.each)
+                region.dtype, s.io.saved, block, region.first + (s.t * region.extent + e) * region.each)
     else:
         for i in T.serial((region.extent - s.t + (threads - 1)) // threads):
             buffer[i * threads + s.t] = of_words(
-                region.dtype, s.io.workspace, block, region.first + (i * threads + s.t) * region.each)
+                region.dtype, s.io.saved, block, region.first + (i * threads + s.t) * region.each)
 
 
 @T.inline
@@ -96,11 +96,11 @@ def save_region(s, region, buffer, block, threads):
     for w in T.unroll(region.each):
         if region.scope == "local":
             for e in T.unroll(region.extent):
-                s.io.workspace[block, region.first + (s.t * region.extent + e) * region.each + w] = word_of(
+                s.io.saved[block, region.first + (s.t * region.extent + e) * region.each + w] = word_of(
                     region.dtype, buffer[e], w)
         else:
             for i in T.serial((region.extent - s.t + (threads - 1)) // threads):
-                s.io.workspace[block, region.first + (i * threads + s.t) * region.each + w] = word_of(
+                s.io.saved[block, region.first + (i * threads + s.t) * region.each + w] = word_of(
                     region.dtype, buffer[i * threads + s.t], w)
 # fmt: on
 
@@ -129,7 +129,7 @@ class Alone:
         self.given, self.wanted = self.regions(given), self.regions(wanted)
         words = sum(self.words(region) for region in (*self.given, *self.wanted))
         self.saved = Workspace("saved", (self.blocks, max(words, 1)), "uint32")
-        self.program = gpu_program(self.problem, self.body(phase, one_warp), workspace=self.saved)
+        self.program = gpu_program(self.problem, self.body(phase, one_warp), (self.saved,))
 
     def regions(self, names: Sequence[str]) -> list[Region]:
         declared = {field.name: field.metadata for field in dataclasses.fields(State)}

@@ -11,12 +11,13 @@ from cases import SM90
 from tvm.script import tirx as T
 
 from tvm_sparse.artifacts.compile import target_of
+from tvm_sparse.core.arguments import function
 from tvm_sparse.core.registry import parse
+from tvm_sparse.core.template import Workspace
 from tvm_sparse.emulation import run_on_cpu
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 from tvm_sparse.schedules.nhot_lookup.dealt_gather import kernel as dealt
 from tvm_sparse.schedules.nhot_lookup.dealt_gather.space import Extents as DealtExtents
-from tvm_sparse.schedules.nhot_lookup.interface import Arguments
 from tvm_sparse.schedules.nhot_lookup.warp_gather import kernel as warp
 from tvm_sparse.schedules.nhot_lookup.warp_gather.space import WARP, default
 from tvm_sparse.schedules.nhot_lookup.warp_gather.space import Extents as WarpExtents
@@ -38,17 +39,12 @@ def run(
     `given`: int32 of which the body makes its state. Both results hold NaN where nothing was written.
     """
 
-    @T.prim_func
-    def main(
-        indptr_h: T.handle, indices_h: T.handle, values_h: T.handle, table_h: T.handle, out_h: T.handle,
-        given_h: T.handle, seen_h: T.handle
-    ):  # fmt: skip
-        io = T.meta_var(Arguments.match(problem, (indptr_h, indices_h, values_h, table_h, out_h)))
-        given_buffer = T.match_buffer(given_h, given.shape, "int32")
-        seen_buffer = T.match_buffer(seen_h, seen, "float32")
-        body(io, given_buffer, seen_buffer)
+    @T.inline
+    def whole(io):
+        body(io, io.given, io.seen)
 
-    module = tvm.IRModule({"main": main.with_attr("global_symbol", "main")})
+    own = Workspace("given", given.shape, "int32"), Workspace("seen", seen, "float32")
+    module = tvm.IRModule({"main": function(problem, whole, own, index="int64")})
     out = np.full((len(inputs[0]) - 1, problem.width), np.nan, problem.dtype)
     found = np.full(seen, np.nan, "float32")
     run_on_cpu(module, TARGET, [*inputs, out, given, found], pipeline="tirx", seed=seed)

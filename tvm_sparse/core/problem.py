@@ -84,6 +84,8 @@ class Problem(ABC):
     sequential: ClassVar[bool] = False
     # Axes that tell how the data lie: decisions are tuned for them, but programs read them when they run.
     data_axes: ClassVar[tuple[str, ...]] = ()
+    # Extents of arguments that follow from the data alone, such as `nnz`.
+    counted: ClassVar[tuple[str, ...]] = ()
     inputs: ClassVar[tuple[Argument, ...]]  # of any problem; `kernel_inputs` are those of one
     outputs: ClassVar[tuple[Argument, ...]]
     # How many of the outputs, from the first on, other libraries' ways return; None: all.
@@ -139,6 +141,15 @@ class Problem(ABC):
     def kernel_outputs(self) -> tuple[Argument, ...]:
         """The outputs that kernels of this very problem write, in calling order."""
         return tuple(filter(self.has, self.outputs))
+
+    @property
+    def run_time_extents(self) -> tuple[str, ...]:
+        """Names of the extents that programs take when they run: one library serves every value of them."""
+        return (self.batch_axis, *self.data_axes, *self.counted)
+
+    def dtype_of(self, argument: Argument) -> str:
+        """The dtype of an argument of this very problem."""
+        return self.axes.get(argument.dtype, argument.dtype)
 
     def __str__(self) -> str:
         return self.key
@@ -334,13 +345,7 @@ class Problem(ABC):
 
     def output_layouts(self) -> list[tuple[tuple[int, ...], str]]:
         """Shape and dtype of each output."""
-        return [
-            (
-                tuple(map(self.extent, argument.shape)),
-                self.axes.get(argument.dtype, argument.dtype),
-            )
-            for argument in self.kernel_outputs
-        ]
+        return [(tuple(map(self.extent, argument.shape)), self.dtype_of(argument)) for argument in self.kernel_outputs]
 
     def extent(self, name: str | int) -> int:
         """An extent of an argument's shape, or what its `when` names: a number, or what the name stands for.

@@ -28,9 +28,9 @@ from tvm_sparse.core.template import Program, Resident, Workspace
 from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 
 from ...device.words import held_address, value_in
+from ...interface import gpu_program
 from ...recurrent.exchange import collect, element_bits, find_source, mark, put, stage
 from ...recurrent.sizes import WIDEST
-from ..interface import gpu_program
 from .space import SAMPLES, Extents
 from .state import State
 from .step import finish, is_item, item, load_inputs, multiply_tiles, sends, take_inputs
@@ -122,4 +122,4 @@ def program(problem: BlockRecurrent, e: Extents) -> Program:
     """The program of one point of the space."""
     words = e.vectors * WIDEST // 4
     own = Workspace("exchange", ("steps" if e.polled else 2, words), "uint32", fill=None)
-    return gpu_program(problem, kernel_body(e), (own,), Resident(e.blocks, e.threads, e.shared_bytes))
+    return gpu_program(problem, kernel_body(e), (own,), resident=Resident(e.blocks, e.threads, e.shared_bytes))

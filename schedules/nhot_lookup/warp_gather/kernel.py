@@ -13,13 +13,13 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.arguments import Body
 from tvm_sparse.core.template import ceildiv
 
 from ...device.overlap import CACHE_LINE, start_consumer, wait_for_producer, wait_then_start_consumer
 from ...device.selection import FULL_WARP
 from ...device.state import named, register
 from ...device.words import PTX_INDEX, load_element, load_words, value_at
-from ..interface import Arguments
 from .space import WARP, Extents
 
 Phase = Callable[..., Any]
@@ -116,7 +116,7 @@ class State:
         )
 
 
-def kernel_body(e: Extents) -> Callable[[Arguments], None]:
+def kernel_body(e: Extents) -> Body:
     """The kernel, as the body of `interface.gpu_program`."""
     place, guess_own_entries = place_warps(e), guess_entries(e)
     read_guessed_ids, prefetch_rows, load_guessed_rows = read_ids_ahead(e), prefetch_guessed_rows(e), load_rows_ahead(e)
@@ -239,7 +239,7 @@ def choose_weight(e: Extents) -> Phase:
     return phase
 
 
-def row_address(e: Extents, s: State, u: Any, io: Arguments, at: Place) -> Any:
+def row_address(e: Extents, s: State, u: Any, io: Any, at: Place) -> Any:
     """Where the table has this lane's columns in the row of load `u`."""
     column = (at.tile * e.lanes + at.lane % e.lanes) * e.vec
     # Lanes beyond the last column read it again, and store nothing.

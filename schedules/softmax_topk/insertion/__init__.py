@@ -33,7 +33,7 @@ def build(problem: SoftmaxTopk, decisions: Decisions, form: str) -> Program:
     layout = Layout(form, problem.vocab, problem.k, problem.ids, decisions["threads"], decisions["loads"])
     if form == "unfused":
         probabilities = Workspace("probabilities", ("batch", layout.vocab), "float32")
-        return gpu_program(problem, unfused(layout), workspace=probabilities)
+        return gpu_program(problem, unfused(layout), (probabilities,))
     return gpu_program(problem, fused(layout))
 
 

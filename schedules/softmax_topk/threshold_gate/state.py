@@ -43,7 +43,7 @@ class State(Buffers):
     `equals_until`. An order is a value's bits made to order as integers (`selection.order_bits`).
     """
 
-    io: Any  # the kernel's arguments (`interface.Arguments`)
+    io: Any  # the kernel's arguments (`core.arguments.function`)
     t: Any  # the thread of the block
     block: Any  # the row, as the grid counts them
     part: Any  # which block of the row's cluster this is; 0 in a block alone

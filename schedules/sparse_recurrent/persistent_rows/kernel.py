@@ -30,9 +30,9 @@ from tvm_sparse.core.template import Program, Resident, Workspace
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
 from ...device.words import held_address
+from ...interface import gpu_program
 from ...recurrent.exchange import collect, find_source, mark, put, stage
 from ...recurrent.sizes import WIDEST
-from ..interface import gpu_program
 from .space import Extents
 from .state import State
 from .step import (
@@ -138,4 +138,4 @@ def program(problem: SparseRecurrent, e: Extents) -> Program:
     """The program of one point of the space."""
     words = e.packs * e.pitch * WIDEST // 4
     own = Workspace("exchange", ("steps" if e.polled else 2, words), "uint32", fill=None)
-    return gpu_program(problem, kernel_body(e), (own,), Resident(e.blocks, e.threads, e.shared_bytes))
+    return gpu_program(problem, kernel_body(e), (own,), resident=Resident(e.blocks, e.threads, e.shared_bytes))

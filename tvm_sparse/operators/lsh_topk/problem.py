@@ -68,6 +68,7 @@ class LshTopk(Problem):
     operator: ClassVar[str] = "lsh_topk"
     batch_axis: ClassVar[str] = "lists"
     data_axes: ClassVar[tuple[str, ...]] = ("frequent", "bands")
+    counted: ClassVar[tuple[str, ...]] = ("slots",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         LshCandidates.inputs[0],
         CandidateTopk.inputs[1],
