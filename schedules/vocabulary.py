@@ -72,7 +72,6 @@ DECISIONS: Mapping[str, str] = {
     "evict_first": "1: a large operand that is read once leaves the L2 cache before what is read again.",
     "cached": "MB of such an operand that are read as usual, so that they are still there in the next call; 0: none.",
     "prefetch": "Data are brought into a cache before they are asked for; of tiles, by so many tiles. 0: they are not.",
-    "guess": "1: column ids are loaded from where they are if all rows have as many, beside the row starts that tell.",
     # Which way is taken.
     "unroll": (
         "1: the compiler unrolls loops whose extent it does not know; 0: not those that mostly run once, which leaves"
@@ -107,12 +106,19 @@ _GATHER_EARLY = {
     2: {"overlap": 2, "prefetch": 0},
     3: {"overlap": 2, "prefetch": 1},
 }
+_ONE: Mapping[int, Mapping[str, int]] = {1: {}}  # removed, and 1 means the present program
 RENAMED: Mapping[str, Mapping[str, str | Mapping[int, Mapping[str, int]]]] = {
     "threshold_gate": {"early": _GATE_EARLY},
     "cluster_gate": {"split": "cluster", "early": _GATE_EARLY},
     "warp_rows": {"early": _EARLY},
     "held_rows": {"early_bound": "row_bound"},
-    "warp_gather": {"lanes": "column_lanes", "split": "reduce_warps", "early": _GATHER_EARLY},
+    "warp_gather": {
+        "lanes": "column_lanes",
+        "split": _ONE,
+        "reduce_warps": _ONE,
+        "guess": _ONE,
+        "early": _GATHER_EARLY,
+    },
     "dealt_gather": {"groups": "reduce_threads", "early": _EARLY},
     "tensor_core": {"split": "reduce_warps", "spread": "cluster", "early": _EARLY},
     "staged_x": {"spread": "cluster", "early": _EARLY},
