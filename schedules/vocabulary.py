@@ -27,9 +27,8 @@ DECISIONS: Mapping[str, str] = {
     "finishers": "Thread blocks that finish together what all of a list's have begun: 1, or those of a cluster.",
     # How sums are shared.
     "exchange": (
-        "What thread blocks send each other. Where they count hits, 0: hits, to the block that counts the word; 1:"
-        " where the buckets are, so that each block goes through all of them. States of a recurrent layer, 0: all meet"
-        " at a barrier; 1: whoever needs a state looks for it where it is to be."
+        "What thread blocks that count hits send each other. 0: hits, to the block that counts the word; 1: where the"
+        " buckets are, so that each block goes through all of them."
     ),
     "reduce_threads": "Threads that share one sum, and combine their parts at the end.",
     "reduce_warps": "Warps that share the sums of one tile, and combine their parts through shared memory.",
@@ -51,7 +50,6 @@ DECISIONS: Mapping[str, str] = {
         "Words beyond whole tiles, at most, that a thread block multiplies with those that are found in the end, rather"
         " than in a tile of their own."
     ),
-    "shared": "Further ones of the same that it keeps in shared memory.",
     "pack": "Samples of a batch, or rows of a beam, side by side in memory, so that one load serves them all.",
     "copies": "Copies of a row in shared memory, each in banks of its own, so that fewer lanes wait for the same bank.",
     "staged": (
@@ -106,7 +104,9 @@ _GATHER_EARLY = {
     2: {"overlap": 2, "prefetch": 0},
     3: {"overlap": 2, "prefetch": 1},
 }
-_ONE: Mapping[int, Mapping[str, int]] = {1: {}}  # removed, and 1 means the present program
+# Removed: the value that means the present program.
+_ZERO: Mapping[int, Mapping[str, int]] = {0: {}}
+_ONE: Mapping[int, Mapping[str, int]] = {1: {}}
 RENAMED: Mapping[str, Mapping[str, str | Mapping[int, Mapping[str, int]]]] = {
     "threshold_gate": {"early": _GATE_EARLY},
     "cluster_gate": {"split": "cluster", "early": _GATE_EARLY},
@@ -119,6 +119,9 @@ RENAMED: Mapping[str, Mapping[str, str | Mapping[int, Mapping[str, int]]]] = {
         "guess": _ONE,
         "early": _GATHER_EARLY,
     },
+    "persistent_rows": {"shared": _ZERO, "exchange": _ONE},
+    "cluster_rows": {"shared": _ZERO},
+    "persistent_tiles": {"shared": _ZERO, "exchange": _ONE},
     "dealt_gather": {"groups": "reduce_threads", "early": _EARLY},
     "tensor_core": {"split": "reduce_warps", "spread": "cluster", "early": _EARLY},
     "staged_x": {"spread": "cluster", "early": _EARLY},

@@ -5,11 +5,11 @@ load brings 32 ids (and values) into its lanes; shuffles hand them out, and each
 before it adds the first. If a tile is narrower than a warp, 32 / `column_lanes` groups of lanes take different entries,
 and shuffles add what the groups have. One-hot rows take the same way, with one group.
 
-**Guessed entries.** With few entries a row the time is that of three trips to memory, each of which depends on the one before:
-row start, ids, table rows. Most minibatches have the same number of entries in every row, namely nnz / rows. Then a row
-starts at row * (nnz / rows), and its ids can be loaded from there at the same time as the row starts. Those tell
-whether the guess was right. If it was not, the ids are loaded again from where they are. A wrong guess costs a trip;
-it never changes a result, and it reads nothing outside of `indices`.
+**Guessed entries.** With few entries a row the time is that of three trips to memory, each of which depends on the one
+before: row start, ids, table rows. Most minibatches have the same number of entries in every row, namely nnz / rows.
+Then a row starts at row * (nnz / rows), and its ids can be loaded from there at the same time as the row starts. Those
+tell whether the guess was right. If it was not, the ids are loaded again from where they are. A wrong guess costs a
+trip; it never changes a result, and it reads nothing outside of `indices`.
 
 **overlap** is programmatic dependent launch: the kernel may start while its producer kernel (the one before it in the
 stream) still runs. With 1 it waits for the producer before it reads anything. With 2 the ids are read before the wait,

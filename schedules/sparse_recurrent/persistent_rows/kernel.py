@@ -3,7 +3,7 @@
 before the first step
 
     take_units      which units are whose                                  (`weights`)
-    load_weights    their weights, to registers and shared memory
+    load_weights    their weights, to registers
     mark            the exchange made ready                                (`exchange`)
     begin           states before the first step
     a barrier of the grid
@@ -75,7 +75,7 @@ def take_pack(e: Extents) -> Phase:
     """A pack's way through one step; the phase is (s, io, step, pack)."""
     load, take, ahead, length = load_inputs(e), take_inputs(e), load_ahead(e), load_length(e)
     find, multiply, reduce, end = find_source(e), gather(e), reduce_lanes(e), finish(e)
-    copy, write = stage(e, e.vectors, lambda number: number, e.stages == 1), write_before(e)
+    copy, write = stage(e, e.vectors, lambda number: number, e.stages == 1, e.polled), write_before(e)
 
     @T.inline
     def phase(s, io, step, pack):
@@ -101,7 +101,7 @@ def take_pack(e: Extents) -> Phase:
 
 def kernel_body(e: Extents) -> Phase:
     """The kernel, as the body of the function; called with its arguments."""
-    deal, load, ready, first_states = take_units(e), load_weights(e), mark(e), begin(e)
+    deal, load, ready, first_states = take_units(e), load_weights(e), mark(e, e.polled), begin(e)
     first_inputs, go = load_inputs(e), take_pack(e)
 
     @T.inline
