@@ -75,10 +75,6 @@ DECISIONS: Mapping[str, str] = {
         "1: the compiler unrolls loops whose extent it does not know; 0: not those that mostly run once, which leaves"
         " fewer instructions to be fetched."
     ),
-    "bound": (
-        "1: of what the thread blocks of a cluster have found, a bound is found first that little more than the k best"
-        " reach; 0: the highest of their own thresholds is the bound."
-    ),
     "gated": "1: of tiles but the first, only scores of rows in which they reach a bound are written; 0: all are.",
     "deferred": "1: a tile with survivors is copied, and searched after the stream; 0: it is searched in the stream.",
     "direct": "1: all scores of a row are searched; 0: those of its best tiles, which are found first.",
@@ -107,11 +103,13 @@ _GATHER_EARLY = {
 # Removed: the value that means the present program.
 _ZERO: Mapping[int, Mapping[str, int]] = {0: {}}
 _ONE: Mapping[int, Mapping[str, int]] = {1: {}}
+_CLUSTERS = {"overlap": _ONE, "prefetch": _ZERO, "bound": _ZERO}
 RENAMED: Mapping[str, Mapping[str, str | Mapping[int, Mapping[str, int]]]] = {
     "threshold_gate": {"early": _GATE_EARLY},
-    "cluster_gate": {"split": "cluster", "early": _GATE_EARLY},
+    "cluster_gate": {"split": "cluster", "early": _ONE, **_CLUSTERS},
+    "sample_cluster": _CLUSTERS,
     "warp_rows": {"early": _EARLY},
-    "held_rows": {"early_bound": "row_bound"},
+    "held_rows": {"early_bound": "row_bound", "overlap": _ONE},
     "warp_gather": {
         "lanes": "column_lanes",
         "split": _ONE,
@@ -139,8 +137,7 @@ ADDED: Mapping[str, Mapping[str, int]] = dict.fromkeys(
 ) | {
     "fused_step": {"late_words": 0, "apart": 0},
     "held_rows": {"staged": 0, "row_bound": 0},
-    **dict.fromkeys(("threshold_gate", "sample_gate"), {"unroll": 1}),
-    **dict.fromkeys(("cluster_gate", "sample_cluster"), {"unroll": 1, "bound": 0}),
+    **dict.fromkeys(("threshold_gate", "cluster_gate", "sample_gate", "sample_cluster"), {"unroll": 1}),
 }
 
 
