@@ -301,7 +301,7 @@ def test_prune_names_what_it_removes_and_spares_plugins(tmp_path: Path) -> None:
     assert "give --yes, or --dry-run" in call(*own, code=2) and len(log.read().trials) == 4
     assert call(*own, "--yes").endswith("3 lines removed\n")
     assert [trial.candidate for trial in log.read().trials] == [row, theirs] and len(foreign.read().trials) == 1
-    # What is left is numbered and counted anew: nothing seems to be lacking.
+    # Remaining trials are numbered and counted anew: none seems to be missing.
     assert [trial.order for trial in log.read().trials] == [0, 1] and log.best()[key].trials == 2
     assert "trial of of_a_plugin@3: there is no such template" in call(*own, "--gone", "--yes")
     assert [trial.candidate for trial in log.read().trials] == [row] and not foreign.read().trials

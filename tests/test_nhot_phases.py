@@ -149,7 +149,7 @@ def test_ids_that_are_read_ahead_are_kept_within_the_table() -> None:
 
 @pytest.mark.parametrize("counts", [[7, 7, 7], [5, 9, 7]], ids=["right", "wrong"])
 def test_guessed_ids_are_read_anew_where_rows_begin_elsewhere(counts: list[int]) -> None:
-    """Of row 1, by guess entries 7 to 13."""
+    """Row 1 is guessed to have entries 7 to 13."""
     problem, inputs = example("vocab=40,width=8,nonzeros=7", counts)
     e = warp_extents(problem, column_lanes=4, vec=2, loads=1)
     guess, ends, check = warp.guess_entries(e), warp.read_row_ends(e), warp.check_guessed_ids(e)

@@ -217,7 +217,7 @@ def rounds_of(problem: BlockRecurrent, threads: int) -> int:
 def likely_points(problem: BlockRecurrent, machine: Machine, table: Table) -> Iterator[Decisions]:
     """Points of the table, the best first.
 
-    As few tiles a block as there can be; so many warps that each has few rounds; weights in registers as far as
+    The fewest tiles a block; enough warps that each has few rounds; weights in registers as far as
     these reach; no copy of the states where a block has one tile, and this needs
     less than half of them (as measured on an H200: 441 us for 650 with a dense weight, 395 for 445 with a tenth of it).
     """

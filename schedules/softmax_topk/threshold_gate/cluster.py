@@ -60,7 +60,7 @@ def push_part(layout: Layout) -> Callable[..., Any]:
 
 
 def unite_parts(layout: Layout) -> Callable[..., Any]:
-    """Of what the blocks have pushed: sum and reference of the row, the highest threshold, and the keys that
+    """Unite what the blocks have pushed: the row's sum and reference, the highest threshold, and the keys that
     reach it.
 
     What a block did not push is below its own threshold, so that no key that reaches the highest is missing. A lane

@@ -17,7 +17,7 @@ from tvm.script import tirx as T
 from ...device.arithmetic import LOG2_E, is_nan
 from ...device.selection import FULL_WARP, MINUS_INFINITY, key_bits, key_index, key_value, make_key
 from ...device.state import named
-from ..elements import element, write_value, write_wanted
+from ...softmax_topk.elements import element, write_value, write_wanted
 from .space import Layout
 
 # Probabilities a > b are those of elements in the same order if a - b exceeds APART * |a| + VANISHING: exponentials and

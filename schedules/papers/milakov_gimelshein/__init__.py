@@ -27,7 +27,7 @@ from .space import Layout, default, space
 
 
 def build(problem: SoftmaxTopk, decisions: Decisions, form: str) -> Program:
-    from ..interface import gpu_program
+    from ...softmax_topk.interface import gpu_program
     from .kernel import fused, unfused
 
     layout = Layout(form, problem.vocab, problem.k, problem.ids, decisions["threads"], decisions["loads"])
