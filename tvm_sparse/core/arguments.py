@@ -144,48 +144,6 @@ def _workspace(
     return T.match_buffer(parameter, tuple(map(extent, workspace.shape)), workspace.dtype, align=align)
 
 
-def matched(
-    problem: Problem, parameters: Sequence[tirx.Var], symbols: Mapping[str, tirx.Var], packed: bool = False
-) -> SimpleNamespace:
-    """The parameters of the function that is being built, in calling order: buffers of the declared shapes and dtypes.
-
-    Parameters
-    ----------
-    problem
-        The problem that the function is for. Arguments that it does not have must not be touched: the finished
-        function is to be trimmed of them (`Problem.trimmed`).
-    parameters
-        One for each of the operator's inputs and outputs, also of those that the problem does not have.
-    symbols
-        The extents that are known only at run time, all of one integer type; they are attributes of the result too.
-        Those that only absent arguments have must not be touched.
-    packed
-        Arrays are known to be aligned to their elements and no more; else as TVM aligns them.
-    """
-    found: dict[str, Any] = dict(symbols)
-    kind = next(iter(symbols.values())).ty.dtype
-    for name, symbol in symbols.items():
-        IRBuilder.name(name, symbol)
-
-    def extent(name: str | int) -> Any:
-        return symbols[str(name)] if name in symbols else tirx.const(problem.extent(name), kind)
-
-    for argument, parameter in zip((*problem.inputs, *problem.outputs), parameters, strict=True):
-        if not argument.shape or not problem.has(argument):
-            found[argument.name] = parameter
-            continue
-        dtype = problem.axes.get(argument.dtype, argument.dtype)
-        buffer = T.match_buffer(
-            parameter,
-            tuple(map(extent, argument.shape)),
-            dtype,
-            align=numpy_dtype(dtype).itemsize if packed else -1,
-        )
-        IRBuilder.name(argument.name, buffer)
-        found[argument.name] = buffer
-    return SimpleNamespace(**found)
-
-
 def beside(io: SimpleNamespace, more: Mapping[str, Any]) -> SimpleNamespace:
     """`io` with further attributes, which replace those of the same name; buffers, such as workspaces, are called after
     them in emitted code."""
