@@ -6,9 +6,9 @@
 One kernel, at the default point of `persistent_rows` except for each line's changes: samples side by side in a gather
 (wide loads), the order of a row's entries (Algorithm 1 of appendix A, and a better one), and how thread blocks exchange
 hidden states (a grid barrier, which is `barrier_rows`, or data that is polled). Speed-ups are over the dense step loop
-in float32, cuBLAS in a CUDA graph. The bank conflict penalty is the number of cycles of a gather beyond the first: expected values are computed
-on the host from the layout, measured ones come from hardware counters of Nsight Compute (`ncu`), if it is installed.
-Without a GPU only the expected penalties are printed.
+in float32, cuBLAS in a CUDA graph. The bank conflict penalty is the number of cycles of a gather beyond the first:
+expected values are computed on the host from the layout, measured ones come from hardware counters of Nsight Compute
+(`ncu`), if it is installed. Without a GPU only the expected penalties are printed.
 """
 
 from __future__ import annotations
