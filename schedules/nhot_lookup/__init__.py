@@ -19,5 +19,5 @@ TEMPLATES: tuple[Template, ...] = (
 # Those that run without tuning, by kind of machine: the first that fits the problem does, the last fits every shape.
 FALLBACKS: dict[str, tuple[Template, ...]] = {
     "llvm": (row_gather,),
-    "cuda": (lookup_elements,),
+    "cuda": (dealt_gather, warp_gather),
 }

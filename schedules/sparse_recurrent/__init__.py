@@ -20,5 +20,5 @@ TEMPLATES: tuple[Template, ...] = (
 # Those that run without tuning, by kind of machine: the first that fits the problem does, the last fits every shape.
 FALLBACKS: dict[str, tuple[Template, ...]] = {
     "llvm": (step_rows,),
-    "cuda": (persistent_rows, step_kernels),
+    "cuda": (cluster_rows, persistent_rows, step_kernels),
 }

@@ -97,32 +97,38 @@ def shared_bytes(decisions: Decisions) -> int:
 
 
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:
-    """Tiles of up to 64 rows of x and 32 of the weight, shared until each multiprocessor has some warps to work on.
+    """Tiles that won in searches on an H200, by rows of x: up to 8, up to 64, more.
 
-    With one strip of x a long row is shared by four thread blocks; with several there is enough to do beside it.
+    Few rows: small tiles, whose blocks eight warps share; four where neither rows of blocks are of different lengths
+    nor the tile is the only one. With one strip of x a long row is shared by four thread blocks, too. Beyond 64 rows:
+    larger tiles, several beside each other.
     """
     table = space(problem, machine)
     tile_n = max(tile for tile in table["tile_n"] if tile <= 32)
-    tile_m = max(tile for tile in table["tile_m"] if tile <= 64 and (tile > 8 or tile_n % 16 == 0))
+    tile_m = max(tile for tile in table["tile_m"] if tile <= 32)
+    warps: tuple[int, ...] = (2, 1)
+    beside: tuple[int, ...] = (2, 1)
+    if problem.m <= 64:
+        several = problem.m > 8 and problem.pattern != "skewed"
+        tile_m, warps, beside = 16, ((4, 2, 1) if several else (8, 4, 2, 1)), (1,)
     if problem.m <= 8 and tile_n % 16 == 0:
         tile_m, tile_n = 8, 16
-    tiles = ceildiv(problem.m, tile_m) * (problem.n // tile_n)
-    clusters = (4, 1) if 4 in table["cluster"] and problem.m <= tile_m else (1,)
+    clusters = (4, 1) if 4 in table["cluster"] and problem.m <= 8 else (1,)
     choices = [
         {
             "tile_m": tile_m,
             "tile_n": tile_n,
             "reduce_warps": reduce_warps,
-            "warps_m": 1,
+            "warps_m": warps_m,
             "depth": depth,
             "cluster": cluster,
             "overlap": overlap,
         }
-        for reduce_warps in (8, 4, 2, 1)
-        for depth in (2, 1)
+        for reduce_warps in warps
+        for warps_m in beside
+        for depth in ((4, 2, 1) if len(clusters) > 1 else (2, 1))
         for cluster in clusters
         for overlap in ((2, 1) if machine.has_clusters else (0,))
-        if reduce_warps == 1 or tiles * reduce_warps <= 16 * machine.cores
     ]
     return next(point for point in choices if allowed(problem, machine, point) is None)
 

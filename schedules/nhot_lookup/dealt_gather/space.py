@@ -178,10 +178,11 @@ def allowed(problem: NhotLookup, machine: Machine, decisions: Decisions) -> str 
 
 
 def default(problem: NhotLookup, machine: Machine) -> Decisions:
-    """As few thread blocks, and then as many threads a vector, as there may be."""
-    table = space(problem, machine)
+    """As few thread blocks, and then as many threads a vector, as there may be, in launches that overlap the producer
+    kernel's."""
+    table, overlap = space(problem, machine), int(machine.has_clusters)
     points = (
-        {"blocks": blocks, "reduce_threads": threads, "overlap": 0}
+        {"blocks": blocks, "reduce_threads": threads, "overlap": overlap}
         for blocks in table["blocks"]
         for threads in REDUCE_THREADS[::-1]
     )

@@ -22,7 +22,7 @@ from __future__ import annotations
 from tvm_sparse.core.template import Decisions, Program, Template
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
-from .space import ClusterExtents, allowed, default, launch, space
+from .space import ClusterExtents, allowed, declines, default, launch, space
 
 
 def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
@@ -44,4 +44,5 @@ cluster_rows = Template(
     allowed=allowed,
     launch=launch,
     explicit_threads=True,
+    declines=declines,
 )

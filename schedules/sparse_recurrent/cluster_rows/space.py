@@ -29,6 +29,7 @@ from ..persistent_rows.space import (
 # Of more than 8 thread blocks clusters are not portable: an H100 has them, of 16.
 CLUSTERS = (2, 4, 8, 16)
 COPIES = 2  # of the hidden states
+MOST_PRODUCTS = 1_000_000  # of a step, by default
 BARRIER_BYTES = 8  # of an mbarrier
 
 # For `cycles`, as fitted to an H200. Cycles of a step until all states are exchanged; for each warp; for 32 words that
@@ -164,6 +165,16 @@ def launch(problem: SparseRecurrent, decisions: Decisions) -> Launch:
 
 def default(problem: SparseRecurrent, machine: Machine) -> Decisions:
     return dict(best_point(problem, machine))
+
+
+def declines(problem: SparseRecurrent, machine: Machine) -> bool:
+    """Whether the products of a step are worth more multiprocessors than a cluster has.
+
+    On an H200 `persistent_rows` took 1.1 to 2.1 times as long in six searches of up to 870,000 products a step, and 0.6
+    to 0.8 times in three of 1.7 to 2.3 million.
+    """
+    gates = ClusterExtents.of(problem, default(problem, machine)).gates
+    return problem.hidden * longest_row(problem) * gates * problem.batch > MOST_PRODUCTS
 
 
 def cycles(e: ClusterExtents, machine: Machine) -> float:
