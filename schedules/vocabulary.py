@@ -27,9 +27,8 @@ DECISIONS: Mapping[str, str] = {
     "finishers": "Thread blocks that finish together what all of a list's have begun: 1, or those of a cluster.",
     # How sums are shared.
     "exchange": (
-        "What thread blocks send each other. Where they count hits, 0: hits, to the block that counts the word; 1:"
-        " where the buckets are, so that each block goes through all of them. States of a recurrent layer, 0: all meet"
-        " at a barrier; 1: whoever needs a state looks for it where it is to be."
+        "What thread blocks that count hits send each other. 0: hits, to the block that counts the word; 1: where the"
+        " buckets are, so that each block goes through all of them."
     ),
     "reduce_threads": "Threads that share one sum, and combine their parts at the end.",
     "reduce_warps": "Warps that share the sums of one tile, and combine their parts through shared memory.",
@@ -51,7 +50,6 @@ DECISIONS: Mapping[str, str] = {
         "Words beyond whole tiles, at most, that a thread block multiplies with those that are found in the end, rather"
         " than in a tile of their own."
     ),
-    "shared": "Further ones of the same that it keeps in shared memory.",
     "pack": "Samples of a batch, or rows of a beam, side by side in memory, so that one load serves them all.",
     "copies": "Copies of a row in shared memory, each in banks of its own, so that fewer lanes wait for the same bank.",
     "staged": (
@@ -72,15 +70,10 @@ DECISIONS: Mapping[str, str] = {
     "evict_first": "1: a large operand that is read once leaves the L2 cache before what is read again.",
     "cached": "MB of such an operand that are read as usual, so that they are still there in the next call; 0: none.",
     "prefetch": "Data are brought into a cache before they are asked for; of tiles, by so many tiles. 0: they are not.",
-    "guess": "1: column ids are loaded from where they are if all rows have as many, beside the row starts that tell.",
     # Which way is taken.
     "unroll": (
         "1: the compiler unrolls loops whose extent it does not know; 0: not those that mostly run once, which leaves"
         " fewer instructions to be fetched."
-    ),
-    "bound": (
-        "1: of what the thread blocks of a cluster have found, a bound is found first that little more than the k best"
-        " reach; 0: the highest of their own thresholds is the bound."
     ),
     "gated": "1: of tiles but the first, only scores of rows in which they reach a bound are written; 0: all are.",
     "deferred": "1: a tile with survivors is copied, and searched after the stream; 0: it is searched in the stream.",
@@ -107,12 +100,26 @@ _GATHER_EARLY = {
     2: {"overlap": 2, "prefetch": 0},
     3: {"overlap": 2, "prefetch": 1},
 }
+# Removed: the value that means the present program.
+_ZERO: Mapping[int, Mapping[str, int]] = {0: {}}
+_ONE: Mapping[int, Mapping[str, int]] = {1: {}}
+_CLUSTERS = {"overlap": _ONE, "prefetch": _ZERO, "bound": _ZERO}
 RENAMED: Mapping[str, Mapping[str, str | Mapping[int, Mapping[str, int]]]] = {
     "threshold_gate": {"early": _GATE_EARLY},
-    "cluster_gate": {"split": "cluster", "early": _GATE_EARLY},
+    "cluster_gate": {"split": "cluster", "early": _ONE, **_CLUSTERS},
+    "sample_cluster": _CLUSTERS,
     "warp_rows": {"early": _EARLY},
-    "held_rows": {"early_bound": "row_bound"},
-    "warp_gather": {"lanes": "column_lanes", "split": "reduce_warps", "early": _GATHER_EARLY},
+    "held_rows": {"early_bound": "row_bound", "overlap": _ONE},
+    "warp_gather": {
+        "lanes": "column_lanes",
+        "split": _ONE,
+        "reduce_warps": _ONE,
+        "guess": _ONE,
+        "early": _GATHER_EARLY,
+    },
+    "persistent_rows": {"shared": _ZERO, "exchange": _ONE},
+    "cluster_rows": {"shared": _ZERO},
+    "persistent_tiles": {"shared": _ZERO, "exchange": _ONE},
     "dealt_gather": {"groups": "reduce_threads", "early": _EARLY},
     "tensor_core": {"split": "reduce_warps", "spread": "cluster", "early": _EARLY},
     "staged_x": {"spread": "cluster", "early": _EARLY},
@@ -130,8 +137,7 @@ ADDED: Mapping[str, Mapping[str, int]] = dict.fromkeys(
 ) | {
     "fused_step": {"late_words": 0, "apart": 0},
     "held_rows": {"staged": 0, "row_bound": 0},
-    **dict.fromkeys(("threshold_gate", "sample_gate"), {"unroll": 1}),
-    **dict.fromkeys(("cluster_gate", "sample_cluster"), {"unroll": 1, "bound": 0}),
+    **dict.fromkeys(("threshold_gate", "cluster_gate", "sample_gate", "sample_cluster"), {"unroll": 1}),
 }
 
 

@@ -3,12 +3,12 @@
     python scripts/zhu_pool_table1.py                          # under a minute on a GPU
     python scripts/zhu_pool_table1.py --case 2304,4,256,0.3
 
-One template, `persistent_rows`, at its default point except for each line's changes: samples side by side in a gather
+One kernel, at the default point of `persistent_rows` except for each line's changes: samples side by side in a gather
 (wide loads), the order of a row's entries (Algorithm 1 of appendix A, and a better one), and how thread blocks exchange
-hidden states (a grid barrier, or data that is polled). Speed-ups are over the dense step loop in float32, cuBLAS in a
-CUDA graph. The bank conflict penalty is the number of cycles of a gather beyond the first: expected values are computed
-on the host from the layout, measured ones come from hardware counters of Nsight Compute (`ncu`), if it is installed.
-Without a GPU only the expected penalties are printed.
+hidden states (a grid barrier, which is `barrier_rows`, or data that is polled). Speed-ups are over the dense step loop
+in float32, cuBLAS in a CUDA graph. The bank conflict penalty is the number of cycles of a gather beyond the first:
+expected values are computed on the host from the layout, measured ones come from hardware counters of Nsight Compute
+(`ncu`), if it is installed. Without a GPU only the expected penalties are printed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tvm_sparse.core.problem import Problem, numpy_dtype
 from tvm_sparse.formats.recurrent import RecurrentWeights, recurrent_weights
 from tvm_sparse.layers.recurrent_weights import launch_problem
 
-TEMPLATE = "persistent_rows"
+BARRIER, POLLED = "barrier_rows", "persistent_rows"
 CASE = "1152,4,256,0.1"
 # The machine whose points are used without a GPU.
 ELSEWHERE = "sm_90a"
@@ -58,24 +58,24 @@ class Line:
     name: str
     order: str
     wide: bool  # whether to use the default's number of samples per gather, or the smallest one of the space
-    exchange: int
+    template: str
     paper: tuple[float, float] | None = None  # speed-up over dense GEMM, and penalty, on a V100
 
 
 LINES = (
-    Line("naive", "columns", False, 0, (2.53, 1.3)),
-    Line("wide loads", "columns", True, 0, (4.28, 1.0)),
-    Line("bank-aware layout, Algorithm 1", "greedy", True, 0, (4.56, 0.3)),
-    Line("bank-aware layout, by residues", "banks", True, 0),
-    Line("Lamport exchange", "banks", True, 1, (5.44, 0.3)),
+    Line("naive", "columns", False, BARRIER, (2.53, 1.3)),
+    Line("wide loads", "columns", True, BARRIER, (4.28, 1.0)),
+    Line("bank-aware layout, Algorithm 1", "greedy", True, BARRIER, (4.56, 0.3)),
+    Line("bank-aware layout, by residues", "banks", True, BARRIER),
+    Line("Lamport exchange", "banks", True, POLLED, (5.44, 0.3)),
 )
 
 
 def decisions_of(line: Line, problem: Problem, where: Machine) -> Mapping[str, int]:
     """The line's point in the template's space."""
-    template = spaces.find(TEMPLATE)
+    template = spaces.find(line.template)
     default = template.default(problem, where)
-    point = {**default, "exchange": line.exchange, "stages": max(1, default["stages"])}
+    point = dict(default)
     if line.wide:
         return point
     narrower = ({**point, "pack": pack} for pack in sorted(template.space(problem, where)["pack"]))
@@ -96,7 +96,7 @@ def layouts(drawn: Drawn, problem: Problem, where: Machine, dtype: str) -> dict[
         point = decisions_of(line, problem, where)
         banks = banks_of(point["pack"], dtype)
         weights = recurrent_weights(kept, drawn.layers[dtype].weights.gates, order=line.order, banks=banks)
-        found[line] = Named(line.name, TEMPLATE, point), weights
+        found[line] = Named(line.name, line.template, point), weights
     return found
 
 
@@ -209,7 +209,8 @@ def main(
                 microseconds_a_step=f"{seconds * 1e6 / what.steps:.3f}" if seconds else "",
                 speed_up=over(dense, result), paper_speed_up=paper[0], expected_penalty=f"{expected:.3f}",
                 measured_penalty=count, paper_penalty=paper[1],
-                candidate=str(spaces.find(TEMPLATE).candidate(named.decisions)), timed=result.how, note=result.note,
+                candidate=str(spaces.find(line.template).candidate(named.decisions)), timed=result.how,
+                note=result.note,
             )  # fmt: skip
             rows.append([line.name, result, over(dense, result), paper[0], f"{expected:.2f}", count or "-", paper[1]])
         for name in (OURS, DENSE):

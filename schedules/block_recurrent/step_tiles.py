@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.template import Decisions, Program, Template
+from tvm_sparse.core.template import Decisions, Template
 from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 
 from ..recurrent.step_kernels import LANES, THREADS, build, space
@@ -15,12 +15,6 @@ def default(problem: BlockRecurrent, machine: Machine) -> Decisions:
     return {"threads": min(THREADS), "reduce_threads": max(LANES)}
 
 
-def program(problem: BlockRecurrent, decisions: Decisions) -> Program:
-    from .interface import gpu_program
-
-    return build(problem, decisions, gpu_program)
-
-
 step_tiles = Template(
     name="step_tiles",
     version=2,
@@ -29,6 +23,6 @@ step_tiles = Template(
     summary="a kernel a step; lanes of a warp share the rows of a unit",
     space=space,
     default=default,
-    program=program,
+    program=build,
     explicit_threads=True,
 )

@@ -95,11 +95,7 @@ def allowed(problem: BlockRecurrent, machine: Machine, decisions: Decisions) -> 
 
 
 def program(problem: BlockRecurrent, decisions: Decisions) -> Program:
-    from .interface import cpu_program
-
-    return steps.build(
-        problem, decisions["chunk"], TileSums(problem, decisions["tile_m"], decisions["tile_n"]), cpu_program
-    )
+    return steps.build(problem, decisions["chunk"], TileSums(problem, decisions["tile_m"], decisions["tile_n"]))
 
 
 tile_rows = Template(

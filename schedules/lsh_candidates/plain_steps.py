@@ -55,7 +55,7 @@ def steps(problem: LshCandidates, threads: int) -> Callable[..., Any]:
 def build(problem: LshCandidates, decisions: Decisions) -> Program:
     from tvm_sparse.core.template import Workspace
 
-    from .interface import gpu_program
+    from ..interface import gpu_program
 
     vocab, words = problem.vocab, bitmap_words(problem.vocab)
     return gpu_program(

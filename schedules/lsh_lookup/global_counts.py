@@ -20,8 +20,8 @@ def build(problem: LshLookup, decisions: Decisions) -> Program:
     from tvm_sparse.core.template import Workspace
 
     from ..device.region import device_region
+    from ..interface import gpu_program
     from ..lsh.naive import choose_words, count_in_global_memory
-    from .interface import gpu_program
 
     threads, vocab = decisions["threads"], problem.vocab
     count = count_in_global_memory(problem.table == "cuckoo", threads)
@@ -36,7 +36,7 @@ def build(problem: LshLookup, decisions: Decisions) -> Program:
         with device_region():
             choose(io)
     # fmt: on
-    return gpu_program(problem, body, Workspace("hits", ("rows", vocab), "int32"))
+    return gpu_program(problem, body, (Workspace("hits", ("rows", vocab), "int32"),))
 
 
 global_counts = Template(

@@ -29,7 +29,7 @@ def _ranked(problem: LshTopk, io: Any) -> Arguments:
 
     names = ("hidden", "embedding", "candidates", "counts", "scale", "log", "values", "indices", "normaliser")
     given = {name: getattr(io, name) for name in (*names, *(["bias"] if problem.bias else []))}
-    return Arguments(problem.ranking, io.lists, io.beam, io.vocab, workspaces={"scores": io.scores}, **given)
+    return Arguments(problem.ranking, io.lists, io.beam, problem.vocab, workspaces={"scores": io.scores}, **given)
 
 
 def _both(problem: LshTopk, candidates: Callable[..., Any], ranking: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,19 +57,19 @@ def _lists(problem: LshTopk) -> tuple[Workspace, ...]:
 
 
 def _build_rows(problem: LshTopk, decisions: Decisions) -> Program:
+    from ..interface import cpu_program
     from ..lsh_candidates.lsh_stages import stages
     from ..output_layer.rows.kernel import body
-    from .interface import cpu_program
 
     own = (Workspace("codes", ("lists", problem.beam, "bands"), "int32"), *_lists(problem))
     candidates = stages(problem.hashing, decisions["chunk"])
-    return cpu_program(problem, _both(problem, candidates, body(problem.ranking, PRODUCT)), own)
+    return cpu_program(problem, _both(problem, candidates, body(problem.ranking, PRODUCT)), own, index="int32")
 
 
 def _build_dots(problem: LshTopk, decisions: Decisions) -> Program:
+    from ..interface import gpu_program
     from ..lsh_candidates.plain_steps import steps
     from ..output_layer.dots.kernel import body
-    from .interface import gpu_program
 
     candidates = steps(problem.hashing, THREADS)
     own = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tvm_sparse.core.template import Template
 
+from ..papers.argueta_chiang_lookup import lookup_elements
 from .dealt_gather import dealt_gather
-from .lookup_elements import lookup_elements
 from .row_gather import row_gather
 from .warp_gather import warp_gather
 

@@ -43,7 +43,7 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
     from tvm.script import tirx as T
 
     from ..device import llvm_ir
-    from .interface import cpu_program
+    from ..interface import cpu_program
 
     width, dtype, weighted = problem.width, problem.dtype, bool(problem.weighted)
     chunk, prefetch = decisions["chunk"], decisions["prefetch"] == 1
@@ -131,7 +131,7 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
             for r in T.parallel(io.rows):
                 sum_row(io, r)
     # fmt: on
-    return cpu_program(problem, body)
+    return cpu_program(problem, body, index="int64")
 
 
 row_gather = Template(

@@ -1,11 +1,10 @@
 """How hidden states come from the thread blocks that compute them to all others, through global memory.
 
 A *slot* of the exchange has the states before one step, by pack (samples side by side), column and sample of the pack.
-With polling there is a slot for each step, none of which is written twice. Every word of a slot is a mark until its
-state is there. No state looks like the mark: it is a NaN, and NaNs are written as another one. Whoever has read all of
-a slot's words as something else has the states; no flag is needed, and no order among the writes. At a grid barrier two
-slots in turn suffice.
-"""
+There is a slot for each step, none of which is written twice. Every word of a slot is a mark until its state is there.
+No state looks like the mark: it is a NaN, and NaNs are written as another one. Whoever has read all of a slot's words
+as something else has the states; no flag is needed, and no order among the writes. Where thread blocks meet at a
+barrier of the grid after each step (not `polled`), two slots in turn suffice."""
 
 from __future__ import annotations
 
@@ -57,10 +56,6 @@ class Exchanged(Protocol):
     @property
     def column_bytes(self) -> int:
         """Of the states of a column in a pack."""
-
-    @property
-    def polled(self) -> bool:
-        """Whether thread blocks wait for the data themselves; else at a grid barrier."""
 
     @property
     def threads(self) -> int:
@@ -173,7 +168,7 @@ def put(e: Exchanged) -> Phase:
     return phase
 
 
-def mark(e: Exchanged) -> Phase:
+def mark(e: Exchanged, polled: bool = True) -> Phase:
     """Make the exchange ready; the phase is (s, io, block).
 
     Writes: the mark from the second slot on, and zeros in what is behind the last column of each pack.
@@ -187,7 +182,7 @@ def mark(e: Exchanged) -> Phase:
 
     @T.inline
     def phase(s, io, block):
-        slots = T.meta_var(io.steps if e.polled else 2)
+        slots = T.meta_var(io.steps if polled else 2)
         for i in T.serial((slots * (e.packs * e.pitch) - (block * e.threads + s.t) + (e.blocks * e.threads - 1))
                           // (e.blocks * e.threads)):
             number: T.int32 = i * (e.blocks * e.threads) + block * e.threads + s.t
@@ -225,7 +220,9 @@ def find_source(e: Exchanged) -> Phase:
     return phase
 
 
-def stage(e: Exchanged, vectors: int, place: Callable[[Any], Any], guarded: bool) -> Phase:
+def stage(
+    e: Exchanged, vectors: int, place: Callable[[Any], Any], guarded: bool, polled: bool = True
+) -> Phase:
     """Copy vectors of the exchange to shared memory; the phase is (s).
 
     All loads of a round are under way before the first is looked at. Those that bring a mark are repeated, all of them
@@ -266,7 +263,7 @@ def stage(e: Exchanged, vectors: int, place: Callable[[Any], Any], guarded: bool
                 else:
                     for v in T.unroll(4):
                         s.copied[i * 4 + v] = T.uint32(0)
-            if e.polled:
+            if polled:
                 wait(s, base)
             if guarded:
                 if r == 0:

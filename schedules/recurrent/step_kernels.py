@@ -7,8 +7,6 @@ output of the step before. Every step reads the weight again, from the L2 cache 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, Program, Table, Workspace, ceildiv, powers
 from tvm_sparse.operators.sparse_recurrent.problem import RecurrentLayer
@@ -32,8 +30,7 @@ def default(problem: RecurrentLayer, machine: Machine) -> Decisions:
     }
 
 
-def build(problem: RecurrentLayer, decisions: Decisions, finish: Callable[..., Program]) -> Program:
-    """The program of one point; `finish` is `gpu_program` of the operator's interface."""
+def build(problem: RecurrentLayer, decisions: Decisions) -> Program:
     from types import SimpleNamespace
 
     from tvm.script import tirx as T
@@ -42,6 +39,7 @@ def build(problem: RecurrentLayer, decisions: Decisions, finish: Callable[..., P
 
     from ..device.region import device_region
     from ..device.selection import FULL_WARP
+    from ..interface import gpu_program
     from .gates import sigmoid, tanh
 
     batch, hidden, gates, cell, dtype = problem.batch, problem.hidden, problem.gates, problem.cell, problem.dtype
@@ -153,4 +151,4 @@ def build(problem: RecurrentLayer, decisions: Decisions, finish: Callable[..., P
                 one_step(io, t)
     # fmt: on
     cells = (Workspace("cells", (batch, hidden), "float32"),) if lstm else ()
-    return finish(problem, body, cells)
+    return gpu_program(problem, body, cells)

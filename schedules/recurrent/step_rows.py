@@ -64,13 +64,14 @@ def default_chunk(problem: RecurrentLayer) -> int:
     return min((c for c in table if c * each >= WORK), default=max(table))
 
 
-def build(problem: RecurrentLayer, chunk: int, weight: Weight, finish: Callable[..., Program]) -> Program:
-    """The program of one point; `finish` is `cpu_program` of the operator's interface."""
+def build(problem: RecurrentLayer, chunk: int, weight: Weight) -> Program:
+    """The program of one point."""
     from tvm.script import tirx as T
 
     from tvm_sparse.operators.sparse_recurrent.definition import next_state
 
     from ..device.arithmetic import sigmoid, tanh
+    from ..interface import cpu_program
 
     batch, hidden, gates, cell, dtype = problem.batch, problem.hidden, problem.gates, problem.cell, problem.dtype
     lstm, gru, ragged, resetting = cell == "lstm", cell == "gru", bool(problem.ragged), bool(problem.resets)
@@ -194,4 +195,4 @@ def build(problem: RecurrentLayer, chunk: int, weight: Weight, finish: Callable[
         begin(io, states, cells)
         all_steps(io, states, cells)
     # fmt: on
-    return finish(problem, body)
+    return cpu_program(problem, body, index="int32")

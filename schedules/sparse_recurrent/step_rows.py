@@ -88,10 +88,7 @@ def default(problem: SparseRecurrent, machine: Machine) -> Decisions:
 
 
 def program(problem: SparseRecurrent, decisions: Decisions) -> Program:
-    from .interface import cpu_program
-
-    weight = EntrySums(problem, decisions["simd"], decisions["depth"])
-    return steps.build(problem, decisions["chunk"], weight, cpu_program)
+    return steps.build(problem, decisions["chunk"], EntrySums(problem, decisions["simd"], decisions["depth"]))
 
 
 step_rows = Template(

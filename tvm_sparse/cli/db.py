@@ -218,13 +218,14 @@ def prune(
     ] = False,
     plugin: Plugins = None,
 ) -> None:
-    """Remove damaged lines, replaced rankings, records of other versions of templates, and trials the machine spoilt.
+    """Remove damaged lines, replaced rankings, records of other versions and decisions, and trials the machine spoilt.
 
     Lists everything, and asks, before it removes anything.
     """
     with errors():
         from ..records.database import prune as remove
         from ..runtime import paths
+        from ..schedules.vocabulary import renamed
 
         root = logs or paths.user_logs()
         found: dict[Path, Counter[str]] = {}
@@ -233,7 +234,7 @@ def prune(
             found[log.trials_path.parent] = what
             return False
 
-        remove(root, note, gone=gone)
+        remove(root, note, gone=gone, renamed=renamed)
         for folder, what in found.items():
             typer.echo(f"{folder}: {what.total()} lines")
             for text, number in what.items():
@@ -246,7 +247,7 @@ def prune(
             if not sys.stdin.isatty():
                 fail("prune asks before it removes, and there is nobody to ask; give --yes, or --dry-run", USAGE)
             typer.confirm(f"Remove these {sum(what.total() for what in found.values())} lines?", abort=True)
-        removed = remove(root, lambda log, what: what == found.get(log.trials_path.parent), gone=gone)
+        removed = remove(root, lambda log, what: what == found.get(log.trials_path.parent), gone=gone, renamed=renamed)
         typer.echo(f"{sum(removed.values())} lines removed")
 
 

@@ -85,6 +85,8 @@ class Problem(ABC):
     # Axes that describe how the data are distributed: decisions are tuned for them, but programs read the data at run
     # time.
     data_axes: ClassVar[tuple[str, ...]] = ()
+    # Extents of arguments that follow from the data alone, such as `nnz`.
+    counted: ClassVar[tuple[str, ...]] = ()
     inputs: ClassVar[tuple[Argument, ...]]  # of every problem of the operator; `kernel_inputs` are those of one problem
     outputs: ClassVar[tuple[Argument, ...]]
     # Number of outputs, from the first on, that peers return; None: all.
@@ -140,6 +142,15 @@ class Problem(ABC):
     def kernel_outputs(self) -> tuple[Argument, ...]:
         """The outputs that kernels of this problem write, in calling order."""
         return tuple(filter(self.has, self.outputs))
+
+    @property
+    def run_time_extents(self) -> tuple[str, ...]:
+        """Names of the extents that programs take when they run: one library serves every value of them."""
+        return (self.batch_axis, *self.data_axes, *self.counted)
+
+    def dtype_of(self, argument: Argument) -> str:
+        """The dtype of an argument of this very problem."""
+        return self.axes.get(argument.dtype, argument.dtype)
 
     def __str__(self) -> str:
         return self.key
@@ -346,13 +357,7 @@ class Problem(ABC):
 
     def output_layouts(self) -> list[tuple[tuple[int, ...], str]]:
         """Shape and dtype of each output."""
-        return [
-            (
-                tuple(map(self.extent, argument.shape)),
-                self.axes.get(argument.dtype, argument.dtype),
-            )
-            for argument in self.kernel_outputs
-        ]
+        return [(tuple(map(self.extent, argument.shape)), self.dtype_of(argument)) for argument in self.kernel_outputs]
 
     def extent(self, name: str | int) -> int:
         """The value of an extent in an argument's shape, or of the axis that its `when` names.

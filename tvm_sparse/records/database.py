@@ -16,11 +16,12 @@ from typing import Any
 
 from ..core import machine, registry, spaces
 from ..core.problem import ProblemError
-from ..core.template import Launch
+from ..core.template import Launch, NotApplicable
 from . import exchange, space
 from .codec import encode
 from .log import Contents, Log
-from .values import FOLDER_NAME, Best, Session, Trial, operator_of
+from .migrate import Renamed
+from .values import FOLDER_NAME, Best, Record, Session, Trial, operator_of
 
 
 @dataclass(frozen=True)
@@ -112,17 +113,23 @@ def _absent(theirs: Any, mine: Any) -> list[Trial | Session]:
 
 
 def prune(
-    root: Path, ask: Callable[[Log, Counter[str]], bool] = lambda log, what: True, *, gone: bool = False
+    root: Path,
+    ask: Callable[[Log, Counter[str]], bool] = lambda log, what: True,
+    *,
+    gone: bool = False,
+    renamed: Renamed = lambda template, decisions: tuple(decisions),
 ) -> dict[Path, int]:
     """Remove records that neither look-up nor tuning will read; returns the number of removed lines for each log's
     folder.
 
-    These are damaged lines, rankings that a later one replaced, records of other template versions, trials that failed
-    because of the machine, and sessions without remaining records. `ask` gets a log and the number of lines by kind,
-    and may refuse.
+    These are damaged lines, rankings that a later one replaced, records of other template versions and of removed
+    decisions, trials that failed because of the machine, and sessions without remaining records. `ask` gets a log and
+    the number of lines by kind, and may refuse.
 
     Parameters
     ----------
+    renamed
+        (template, decisions) -> the decisions under their present names, as for `migrate`: what it completes stays.
     gone
         Also remove records of templates and operators that this process does not know, including those of plugins that
         are not registered.
@@ -130,19 +137,32 @@ def prune(
     removed = {}
     for log in logs_of(root):
         trials, bests = log.read(), log.read_best()
-        reason = functools.cache(functools.partial(_superfluous, _present(log.operator), gone))
+        superfluous = functools.cache(functools.partial(_superfluous, _present(log.operator), gone))
+        names = functools.cache(functools.partial(_decision_names, log.arch))
+
+        def reason(
+            record: Trial | Best, superfluous: Callable[[str, int], str] = superfluous, names: _Names = names
+        ) -> str:
+            candidate = record.candidate
+            why = superfluous(candidate.template, candidate.version)
+            known = None if why else names(candidate.template, record.problem)
+            lacking = [
+                name for name, _ in renamed(candidate.template, candidate.decisions) if name not in (known or ())
+            ]
+            return why or ("" if known is None or not lacking else f"{lacking[0]} is none of its decisions now")
+
         last = {best.problem: best for best in bests.bests}
         what: Counter[str] = Counter()
         kept: set[Trial | Session | Best] = set()
         for trial in trials.trials:
-            why = reason(trial.candidate.template, trial.candidate.version)
+            why = reason(trial)
             why = why or ("the machine spoilt it" if trial.outcome == "environment" else "")
             if why:
                 what[f"trial of {trial.candidate.template}@{trial.candidate.version}: {why}"] += 1
             else:
                 kept.add(trial)
         for best in bests.bests:
-            why = reason(best.candidate.template, best.candidate.version)
+            why = reason(best)
             why = why or ("a later one replaced it" if last[best.problem] != best else "")
             if why:
                 what[f"ranking of {best.problem}, {best.candidate.template}@{best.candidate.version}: {why}"] += 1
@@ -160,8 +180,31 @@ def prune(
             return record.id in used if isinstance(record, Session) else record in kept
 
         if what and ask(log, what):
-            removed[log.trials_path.parent] = log.prune(keep)
+            removed[log.trials_path.parent] = log.prune(keep, _counted(one for one in kept if isinstance(one, Trial)))
     return removed
+
+
+def _counted(trials: Iterable[Trial]) -> Callable[[Record], Record]:
+    """What renews records of a log that has only these trials left, so that `verify` misses none: trials of a session
+    are numbered without gaps, and its rankings count those that there are."""
+    orders: dict[str, list[int]] = defaultdict(list)
+    problems: Counter[tuple[str, str]] = Counter()
+    for trial in trials:
+        orders[trial.session].append(trial.order)
+        problems[trial.session, trial.problem] += 1
+    places = {
+        (session, order): place for session, found in orders.items() for place, order in enumerate(sorted(set(found)))
+    }
+
+    def renew(record: Record) -> Record:
+        if isinstance(record, Trial):
+            return dataclasses.replace(record, order=places[record.session, record.order])
+        if isinstance(record, Best) and record.trials is not None:
+            left = problems[record.session, record.problem]
+            return dataclasses.replace(record, trials=min(record.trials, left))
+        return record
+
+    return renew
 
 
 def _superfluous(present: Mapping[str, int], gone: bool, template: str, version: int) -> str:
@@ -171,6 +214,18 @@ def _superfluous(present: Mapping[str, int], gone: bool, template: str, version:
     if template not in present:
         return "there is no such template" if gone else ""
     return "" if present[template] == version else f"its version is {present[template]} now"
+
+
+_Names = Callable[[str, str], tuple[str, ...] | None]
+
+
+def _decision_names(arch: str, template: str, problem: str) -> tuple[str, ...] | None:
+    """The decisions that a template has for a problem; None where it does not apply, or is not known."""
+    try:
+        parsed = registry.parse(problem)
+        return tuple(spaces.find(template, parsed.operator).space(parsed, machine.resolve(arch)))
+    except (KeyError, NotApplicable, ProblemError, machine.UnknownArch):
+        return None
 
 
 def _present(operator: str) -> dict[str, int]:

@@ -14,6 +14,7 @@ compiled.
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import logging
 import os
@@ -216,18 +217,21 @@ class Log:
                 f" tvm-sparse db verify --logs {self.root}"
             )
 
-    def prune(self, keep: Callable[[Trial | Session | Best], bool]) -> int:
-        """Rewrite both files without damaged lines and records that `keep` refuses; returns the number of removed
-        lines.
-        """
+    def prune(self, keep: Callable[[Record], bool], renew: Callable[[Record], Record] = lambda record: record) -> int:
+        """Rewrite both files without damaged lines and records that `keep` refuses, the others as `renew` returns them;
+        returns the number of removed lines."""
         gone = 0
+
+        def kept(lines: list[bytes], path: Path, types: tuple[type[Record], ...]) -> list[bytes]:
+            nonlocal gone
+            found = [
+                (line, one) for line, one in self._lines(path, types) if not isinstance(one, Skipped) and keep(one)
+            ]
+            gone += len(lines) - len(found)
+            return [line + b"\n" if renew(record) == record else encode(renew(record)) for line, record in found]
+
         for path, types in ((self.trials_path, (Trial, Session)), (self.best_path, (Best,))):
-
-            def kept(lines: list[bytes], path: Path = path, types: tuple[type[Record], ...] = types) -> list[bytes]:
-                found = self._lines(path, types)
-                return [line + b"\n" for line, record in found if not isinstance(record, Skipped) and keep(record)]
-
-            gone += rewrite(path, kept)
+            rewrite(path, functools.partial(kept, path=path, types=types))
         return gone
 
     def _check_place(self, record: Record) -> None:

@@ -20,9 +20,8 @@ QUAD = 4
 # Samples of an operand's fragment, and the most that there may be: sums of more take too many registers.
 SAMPLES, MOST_SAMPLES = 8, 32
 THREADS = powers(64, 1024)
-# Rounds of a tile that a warp has in registers, and in shared memory.
+# Rounds of a tile that a warp has in registers.
 REGISTERS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
-SHARED = (0, 1, 2, 4, 6, 8, 12, 16)
 # Blocks: tiles of each, as multiples of the fewest that leave no multiprocessor with two blocks.
 MULTIPLES = (1, 2, 3, 4)
 # Registers that a thread needs beside weights, operands and sums (addresses, counts, the gates).
@@ -53,10 +52,8 @@ class Extents:
     across: int  # groups of a full tile
     blocks: int
     threads: int  # of a thread block
-    registers: int  # rounds of a tile whose weights a warp has in registers,
-    shared: int  # and in shared memory
+    registers: int  # rounds of a tile whose weights a warp has in registers
     stages: int  # 1: hidden states are copied to shared memory; 0: they come straight from the L2 cache
-    polled: bool  # whether thread blocks wait for the data themselves; else at a grid barrier
 
     @classmethod
     def of(cls, problem: BlockRecurrent, decisions: Decisions) -> Extents:
@@ -73,9 +70,7 @@ class Extents:
             blocks=decisions["blocks"],
             threads=decisions["threads"],
             registers=decisions["registers"],
-            shared=decisions["shared"],
             stages=decisions["stages"],
-            polled=decisions["exchange"] == 1,
         )
 
     # How tiles are dealt out.
@@ -164,16 +159,6 @@ class Extents:
         return self.batch * self.copy_pitch * WIDEST if self.stages else 0
 
     @property
-    def kept_bytes(self) -> int:
-        """Weights."""
-        return self.most * self.shared * self.threads * 2 * WIDEST
-
-    @property
-    def place_bytes(self) -> int:
-        """And where their groups' states are."""
-        return self.most * self.shared * self.threads * 4
-
-    @property
     def halves(self) -> int:
         """Buffers of sums: while one is read, others write the next; a copy's barrier makes up for the second."""
         return 1 if self.stages else 2
@@ -190,7 +175,7 @@ class Extents:
 
     @property
     def shared_bytes(self) -> int:
-        return self.stage_bytes + self.kept_bytes + self.place_bytes + self.halves * self.parts * 4
+        return self.stage_bytes + self.halves * self.parts * 4
 
     # Registers of a thread.
 
@@ -213,7 +198,6 @@ class Extents:
             + self.fetched * self.fragments * 4
             + (self.fragments if self.resets else 0)
             + self.fragments * 5
-            + (BATCHED * 9 if self.shared else 0)
             + (self.loads * 4 if self.stages else 0) // 2
             + self.items * (2 * self.gates + 6 + 2 * self.resets + self.ragged)
         )
@@ -233,8 +217,8 @@ def rounds_of(problem: BlockRecurrent, threads: int) -> int:
 def likely_points(problem: BlockRecurrent, machine: Machine, table: Table) -> Iterator[Decisions]:
     """Points of the table, the best first.
 
-    As few tiles a block as there can be; so many warps that each has few rounds; all weights on the chip, in registers
-    as far as these reach, and then in shared memory; no copy of the states where a block has one tile, and this needs
+    The fewest tiles a block; enough warps that each has few rounds; weights in registers as far as
+    these reach; no copy of the states where a block has one tile, and this needs
     less than half of them (as measured on an H200: 441 us for 650 with a dense weight, 395 for 445 with a tenth of it).
     """
     staged = problem.typical_groups * 2 >= problem.across
@@ -242,28 +226,20 @@ def likely_points(problem: BlockRecurrent, machine: Machine, table: Table) -> It
     first = (wanted or [512])[0]
 
     def rank(point: tuple[int, ...]) -> tuple[float, ...]:
-        threads, stages, registers, shared = point
+        threads, stages, registers = point
         rounds = rounds_of(problem, threads)
         return (
-            -min(registers + shared, rounds) / rounds,
+            -min(registers, rounds) / rounds,
             threads != first,
             abs(threads - 512),
             stages != staged,
             -registers,
-            shared,
         )
 
-    ranked = sorted(itertools.product(*(table[n] for n in ("threads", "stages", "registers", "shared"))), key=rank)
+    ranked = sorted(itertools.product(*(table[n] for n in ("threads", "stages", "registers"))), key=rank)
     for blocks in reversed(table["blocks"]):
-        for threads, stages, registers, shared in ranked:
-            yield {
-                "blocks": blocks,
-                "threads": threads,
-                "registers": registers,
-                "shared": shared,
-                "stages": stages,
-                "exchange": 1,
-            }
+        for threads, stages, registers in ranked:
+            yield {"blocks": blocks, "threads": threads, "registers": registers, "stages": stages}
 
 
 def space(problem: BlockRecurrent, machine: Machine) -> Table:
@@ -278,9 +254,7 @@ def space(problem: BlockRecurrent, machine: Machine) -> Table:
         "blocks": tuple(sorted({ceildiv(problem.tiles, least * n) for n in MULTIPLES})),
         "threads": THREADS,
         "registers": REGISTERS,
-        "shared": SHARED,
         "stages": (0, 1),
-        "exchange": (0, 1),
     }
     if first_allowed(problem, machine, table) is None:
         raise NotApplicable(f"states and sums of hidden={problem.hidden} exceed the shared memory of a thread block")
@@ -299,12 +273,10 @@ def default(problem: BlockRecurrent, machine: Machine) -> Decisions:
 
 
 def allowed(problem: BlockRecurrent, machine: Machine, decisions: Decisions) -> str | None:
-    registers, shared = decisions["registers"], decisions["shared"]
+    registers = decisions["registers"]
     rounds, limit = rounds_of(problem, decisions["threads"]), machine.block_shared_bytes
-    if registers and _smaller(REGISTERS, registers) >= rounds:
+    if registers and REGISTERS[REGISTERS.index(registers) - 1] >= rounds:
         return f"{registers} rounds in registers are more than the {rounds} of a warp"
-    if shared and registers + _smaller(SHARED, shared) >= rounds:
-        return f"{shared} rounds in shared memory are more than the {rounds} of a warp need"
     if decisions["threads"] > THREADS[0] and decisions["threads"] // WARP // 2 >= ceildiv(problem.across, QUAD):
         return f"half of {decisions['threads'] // WARP} warps have no groups of {problem.across}"
     e = Extents.of(problem, decisions)
@@ -317,8 +289,3 @@ def allowed(problem: BlockRecurrent, machine: Machine, decisions: Decisions) -> 
     if e.shared_bytes > limit:
         return f"{e.shared_bytes} bytes exceed shared memory of {limit}"
     return None
-
-
-def _smaller(values: tuple[int, ...], value: int) -> int:
-    """The next smaller one of some ascending values, the first of which is 0."""
-    return values[max(0, values.index(value) - 1)]

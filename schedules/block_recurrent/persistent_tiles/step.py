@@ -14,7 +14,7 @@ from ...device.words import value_in
 from ...recurrent.exchange import collect, element_bits, load_vector, missing, put, sent_words, state_bits
 from ...recurrent.gates import gates
 from .space import BATCHED, SAMPLES, Extents
-from .weights import find_tile, load_shared, read_round, recall_round
+from .weights import find_tile, load_shared, read_round
 
 Phase = Callable[..., Any]
 STORE_GLOBAL = {16: T.ptx.st.global_.v4.u32, 8: T.ptx.st.global_.v2.u32}
@@ -119,7 +119,7 @@ def fetch(e: Extents, count: int) -> Phase:
         for i in T.unroll(count):
             for f in T.unroll(e.fragments):
                 get(s, i, f, places[first + i])
-        if e.stages == 0 and e.polled:
+        if e.stages == 0:
             s.waiting[0] = 1
             while s.waiting[0] != 0:
                 s.waiting[0] = 0
@@ -196,41 +196,24 @@ def multiply_held(e: Extents) -> Phase:
 def multiply_rest(e: Extents) -> Phase:
     """A tile's products with the other weights; the phase is (s, io, k).
 
-    Reads: `kept`, `where`, or the weights in global memory; and the states. Writes: adds to `products`.
+    Reads: the weights in global memory, and the states. Writes: adds to `products`.
     Barriers: as `fetch`; all lanes of a warp take part.
     """
-    recall, read, find, get, times = recall_round(e), read_round(e), find_tile(e), fetch(e, BATCHED), multiply(e)
-    on_chip = e.registers + e.shared
-
-    @T.inline
-    def from_shared(s, k):
-        many: T.int32 = T.min(s.rounds[k] - e.registers, e.shared)
-        for c in T.serial((many + (BATCHED - 1)) // BATCHED):
-            for i in T.unroll(BATCHED):
-                s.at[i] = -1
-                if c * BATCHED + i < many:
-                    recall(s, k, c * BATCHED + i, i)
-            get(s, s.at, 0)
-            for i in T.unroll(BATCHED):
-                if c * BATCHED + i < many:
-                    times(s, i, s.word, i * 8)
+    read, find, get, times = read_round(e), find_tile(e), fetch(e, BATCHED), multiply(e)
 
     @T.inline
     def from_memory(s, io, k):
         find(s, io, k)
-        for c in T.serial((s.rounds[k] - on_chip + (BATCHED - 1)) // BATCHED):
+        for c in T.serial((s.rounds[k] - e.registers + (BATCHED - 1)) // BATCHED):
             for i in T.unroll(BATCHED):
-                read(s, io, on_chip + c * BATCHED + i, s.word, i * 8, s.at, i)
+                read(s, io, e.registers + c * BATCHED + i, s.word, i * 8, s.at, i)
             get(s, s.at, 0)
             for i in T.unroll(BATCHED):
                 times(s, i, s.word, i * 8)
 
     @T.inline
     def phase(s, io, k):
-        if e.shared > 0:
-            if s.rounds[k] > e.registers:
-                from_shared(s, k)
-        if s.rounds[k] > on_chip:
+        if s.rounds[k] > e.registers:
             from_memory(s, io, k)
 
     return phase

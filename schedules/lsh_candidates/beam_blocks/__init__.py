@@ -35,7 +35,7 @@ from .space import allowed, default, extents, space
 
 
 def build(problem: LshCandidates, decisions: Decisions) -> Program:
-    from ..interface import gpu_program
+    from ...interface import gpu_program
     from .kernel import kernel_body
 
     overlap = decisions["overlap"]

@@ -34,7 +34,7 @@ from .space import allowed, default, extents, space
 
 
 def build(problem: LshCandidates, decisions: Decisions) -> Program:
-    from ..interface import gpu_program
+    from ...interface import gpu_program
     from .kernel import kernel_body
 
     overlap, sizes = decisions["overlap"], extents(problem, decisions)

@@ -18,7 +18,7 @@ from tvm_sparse.operators.lsh_topk.problem import LshTopk
 from ...device.overlap import start_consumer, wait_for_producer
 from ...device.region import device_region
 from ...device.words import held_address
-from ..interface import gpu_program
+from ...interface import gpu_program
 from .look_up import look_up
 from .merge import merge
 from .product import fetch_names, find_share, frequent_each, frequent_first, keep_states, multiply_all, stage_states

@@ -13,13 +13,13 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.arguments import Body
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import ceildiv
 
 from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
 from ...device.state import named, register
 from ...device.words import PTX_INDEX, load_element, load_words, value_at
-from ..interface import Arguments
 from .space import Extents
 
 Phase = Callable[..., Any]
@@ -93,7 +93,7 @@ class State:
         )
 
 
-def kernel_body(e: Extents) -> Callable[[Arguments], None]:
+def kernel_body(e: Extents) -> Body:
     """The kernel, as the body of `interface.gpu_program`."""
     deal, load_ends = deal_out(e), load_row_ends(e)
     gather_guessed, gather_rest = gather_where_guessed(e), gather_entries(e)

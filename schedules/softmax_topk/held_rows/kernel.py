@@ -59,8 +59,7 @@ def load_and_bound(layout: Layout) -> Callable[..., Any]:
         prepare(s)
         if layout.cluster > 1:
             cluster_arrive_relaxed()
-        if layout.overlap:
-            wait_then_start_consumer()
+        wait_then_start_consumer()
         load(s)
         if layout.cluster > 1:
             cluster_wait()
@@ -85,8 +84,7 @@ def load_and_agree(layout: Layout) -> Callable[..., Any]:
     @T.inline
     def phase(s):
         if s.t < layout.threads:
-            if layout.overlap:
-                wait_then_start_consumer()
+            wait_then_start_consumer()
             load(s)
         else:
             prepare(s)

@@ -13,7 +13,7 @@ from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 from ...device.pool import RESERVED, SHARED, STATIC, asked, most_asked
 from ..share import Share
 
-THREADS = (128, 256, 384, 448, 512, 576, 640, 672, 768, 896, 1024)
+THREADS = (128, 256, 384, 448, 512, 576, 640, 672, 768, 896)
 # Blocks a row; above 8 a cluster is not portable, which every Hopper allows. Of 7 no more run at once than of 8.
 CLUSTERS = (1, 2, 3, 4, 5, 6, 8, 16)
 # Into how many groups a block's threads are divided, by the k up to which they are. About 3/2 as many elements reach
@@ -48,7 +48,6 @@ class Layout(Share):
     k: int
     ids: int  # given columns of a row
     dtype: str
-    overlap: bool
     staged: bool  # whether shared memory holds the row, and not registers
     agreed: bool  # whether the blocks of a row agree on one bound
 
@@ -62,7 +61,6 @@ class Layout(Share):
             k=problem.k,
             ids=problem.ids,
             dtype=problem.dtype,
-            overlap=bool(decisions["overlap"]),
             staged=bool(decisions["staged"]),
             agreed=bool(decisions["row_bound"]),
         )
@@ -247,14 +245,14 @@ def space(problem: SoftmaxTopk, machine: Machine) -> Table:
         rows = f"{problem.batch_extent} rows of {problem.vocab}"
         raise NotApplicable(f"registers and memory of {machine.cores} multiprocessors do not hold {rows} at once")
     clusters = machine.clusters(CLUSTERS)
-    return {"cluster": clusters, "threads": THREADS, "overlap": (1,), "staged": (0, 1), "row_bound": (0, 1)}
+    return {"cluster": clusters, "threads": THREADS, "staged": (0, 1), "row_bound": (0, 1)}
 
 
 def points(problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
     """All points of the space."""
     held = ((0, 0), (0, 1), (1, 0), (1, 1))
     every = [
-        {"cluster": cluster, "threads": threads, "overlap": 1, "staged": staged, "row_bound": agreed}
+        {"cluster": cluster, "threads": threads, "staged": staged, "row_bound": agreed}
         for cluster in machine.clusters(CLUSTERS)
         for threads in THREADS
         for staged, agreed in held

@@ -48,7 +48,7 @@ class State(Buffers):
     are taken relative to.
     """
 
-    io: Any  # the kernel's arguments (`interface.Arguments`)
+    io: Any  # the kernel's arguments (`core.arguments.function`)
     t: Any  # the thread of the block
     part: Any  # which block of the row's cluster this is; 0 in a block alone
 

@@ -331,8 +331,8 @@ class Layout:
         How a row is cut up.
     first
         The first threshold.
-    deferred, overlap, prefetch, unroll, bound
-        The decisions of these names (see `vocabulary`).
+    deferred, overlap, prefetch, unroll
+        The decisions of these names (see `vocabulary`). Clusters always overlap, and do not prefetch.
     """
 
     vocab: int
@@ -346,7 +346,6 @@ class Layout:
     overlap: bool
     prefetch: bool
     unroll: bool
-    bound: bool
 
     @classmethod
     def of(cls, problem: SoftmaxTopk, decisions: Decisions) -> Layout:
@@ -368,10 +367,9 @@ class Layout:
             tiling,
             FirstThreshold(tiling, problem.k),
             bool(decisions["deferred"]),
-            bool(decisions["overlap"]),
-            bool(decisions["prefetch"]),
+            bool(decisions.get("overlap", 1)),
+            bool(decisions.get("prefetch", 0)),
             bool(decisions["unroll"]),
-            bool(decisions.get("bound", 0)),
         )
 
     @cached_property

@@ -31,10 +31,6 @@ def clustered(layout: Layout) -> bool:
     return layout.tiling.cluster > 1
 
 
-def bounded(layout: Layout) -> bool:
-    return layout.bound
-
-
 @dataclass
 class State(Buffers):
     """The state of one row in a block. Keys are of `device.selection`: value and column in one uint64.
@@ -43,7 +39,7 @@ class State(Buffers):
     `equals_until`. An order is a value's bits made to order as integers (`selection.order_bits`).
     """
 
-    io: Any  # the kernel's arguments (`interface.Arguments`)
+    io: Any  # the kernel's arguments (`core.arguments.function`)
     t: Any  # the thread of the block
     block: Any  # the row, as the grid counts them
     part: Any  # which block of the row's cluster this is; 0 in a block alone
@@ -125,8 +121,6 @@ class State(Buffers):
     united_sum: Any = shared("float32", lambda o: o.tiling.cluster, when=clustered)
     united_threshold: Any = shared("uint64", lambda o: o.tiling.cluster, when=clustered)
     united_count: Any = shared("int32", when=clustered)  # how many of their keys the first block has kept
-    lane_tops: Any = shared("uint32", 32, when=bounded)  # of lanes that share their keys, orders of the largest
-    bound: Any = shared("uint32", when=bounded)  # order of a value that k of these keys reach
     verdict: Any = shared("int32", when=clustered)  # what the first block tells of `settled`
     row_largest: Any = shared("float32", when=clustered)  # and of `largest`, if the row is read again
 

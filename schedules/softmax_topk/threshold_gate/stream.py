@@ -53,7 +53,7 @@ def begin_pass(layout: Layout) -> Callable[..., Any]:
     """Start the first tiles, and set everything to how it is before any element was read. The phase is (s, attempt).
 
     Reads: `address`, `start`, `end`.
-    Writes: `ring`, asynchronously; `count`, `full`, `found`, `marks`, `verdict`, `united_count`, `lane_tops`, `bound`;
+    Writes: `ring`, asynchronously; `count`, `full`, `found`, `marks`, `verdict`, `united_count`;
         `sum`, `threshold`, `equals_until`, `sampling`.
     Barriers: one, at the end; of a cluster one before.
     After: everything above minus infinity passes; only the first attempt takes a sample.
@@ -77,11 +77,6 @@ def begin_pass(layout: Layout) -> Callable[..., Any]:
             if layout.tiling.cluster > 1:
                 s.verdict[0] = 1
                 s.united_count[0] = 0
-                if layout.bound:
-                    s.bound[0] = T.uint32(0)
-        if layout.bound:
-            if s.t < 32:
-                s.lane_tops[s.t] = T.uint32(0)
         s.sum[0] = T.float32(0)
         s.threshold[0] = LOWEST
         s.equals_until[0] = layout.vocab

@@ -26,7 +26,7 @@ from .space import ClusterExtents, allowed, default, launch, space
 
 
 def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
-    from ..interface import gpu_program
+    from ...interface import gpu_program
     from .kernel import kernel_body
 
     return gpu_program(problem, kernel_body(ClusterExtents.of(problem, decisions)))

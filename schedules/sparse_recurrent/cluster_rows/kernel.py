@@ -84,7 +84,7 @@ class ClusterState(State):
     chunk_at: Any = local("uint32")
     turn: Any = local("int32")
     done: Any = local("uint32")
-    where: Any = pooled("uint16", lambda e: e.hidden, lambda e: (e.stage_bytes + e.kept_bytes) // 2)
+    where: Any = pooled("uint16", lambda e: e.hidden, lambda e: e.stage_bytes // 2)
     barriers: Any = pooled("uint64", COPIES, lambda e: e.barriers_at // BARRIER_BYTES)
 
 

@@ -16,7 +16,6 @@ from ..persistent_rows.space import (
     BATCHED,
     LANES,
     REGISTERS,
-    SHARED,
     THREADS,
     Extents,
     enough,
@@ -90,7 +89,7 @@ class ClusterExtents(Extents):
         """Thread blocks that a warp sends to at most."""
         return ceildiv(self.cluster, self.threads // WARP)
 
-    # Shared memory: the copies, entries, the table of places (16 bits each: two copies of more do not fit), mbarriers.
+    # Shared memory: the copies, the table of places (16 bits each: two copies of more do not fit), mbarriers.
 
     @property
     def where_bytes(self) -> int:
@@ -99,7 +98,7 @@ class ClusterExtents(Extents):
     @property
     def barriers_at(self) -> int:
         """In bytes."""
-        before = self.stage_bytes + self.kept_bytes + self.where_bytes
+        before = self.stage_bytes + self.where_bytes
         return ceildiv(before, BARRIER_BYTES) * BARRIER_BYTES
 
     @property
@@ -122,9 +121,8 @@ class ClusterExtents(Extents):
         return super().held_in(form) + 4 + self.sends + 4 * self.units
 
     @classmethod
-    def of(cls, problem: SparseRecurrent, decisions: Decisions) -> ClusterExtents:
-        whole = {"blocks": decisions["cluster"], "stages": COPIES, "exchange": 0, **decisions}
-        found = super().of(problem, whole)
+    def of(cls, problem: SparseRecurrent, decisions: Decisions, polled: bool = False) -> ClusterExtents:
+        found = super().of(problem, {"blocks": decisions["cluster"], "stages": COPIES, **decisions}, polled)
         assert isinstance(found, ClusterExtents)
         return found
 
@@ -143,7 +141,6 @@ def _table(problem: SparseRecurrent, machine: Machine) -> Table:
         "threads": THREADS,
         "reduce_threads": LANES,
         "registers": REGISTERS,
-        "shared": SHARED,
         "pack": packs_of(problem),
     }
 
@@ -152,7 +149,7 @@ def allowed(problem: SparseRecurrent, machine: Machine, decisions: Decisions) ->
     row = longest_row(problem)
     if reason := refusal(row, decisions):
         return reason
-    reach = (decisions["registers"] + decisions["shared"]) * decisions["reduce_threads"]
+    reach = decisions["registers"] * decisions["reduce_threads"]
     if reach < row:
         return f"{row} entries of a row exceed the {reach} that a group keeps"
     if decisions["cluster"] > problem.hidden:
@@ -196,7 +193,6 @@ def likely_points(problem: SparseRecurrent, machine: Machine) -> Iterator[Decisi
                 "threads": threads,
                 "reduce_threads": lanes,
                 "registers": registers,
-                "shared": SHARED[enough(SHARED, row - registers * lanes, lanes)],
                 "pack": pack,
             }
             if allowed(problem, machine, point) is None:

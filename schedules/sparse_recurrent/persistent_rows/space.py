@@ -31,7 +31,6 @@ WHOLE_WARPS, MOST_ROUNDS = 110, 20
 LANES = powers(4, WARP)
 # Between the powers of two are numbers that leave little unused where rows have a round number of entries.
 REGISTERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64)
-SHARED = (0, 4, 8, 16, 32, 64)
 # Registers that a thread needs beside weights, sums and what it has in flight (addresses, counts, the gates): with
 # fewer the compiler spilled.
 BESIDES = 8
@@ -71,14 +70,13 @@ class Extents:
     blocks: int
     threads: int  # of a thread block
     lanes: int  # of a group
-    registers: int  # entries of a row that a lane has in registers,
-    shared: int  # and in shared memory
+    registers: int  # entries of a row that a lane has in registers
     pack: int  # samples side by side
     stages: int  # copies of a pack's hidden states in shared memory
     polled: bool  # whether thread blocks wait for the data themselves; else at a grid barrier
 
     @classmethod
-    def of(cls, problem: SparseRecurrent, decisions: Decisions) -> Extents:
+    def of(cls, problem: SparseRecurrent, decisions: Decisions, polled: bool = True) -> Extents:
         return cls(
             batch=problem.batch,
             hidden=problem.hidden,
@@ -93,10 +91,9 @@ class Extents:
             threads=decisions["threads"],
             lanes=decisions["reduce_threads"],
             registers=decisions["registers"],
-            shared=decisions["shared"],
             pack=decisions["pack"],
             stages=decisions["stages"],
-            polled=decisions["exchange"] == 1,
+            polled=polled,
         )
 
     # How units are dealt out.
@@ -184,11 +181,6 @@ class Extents:
     # Shared memory.
 
     @property
-    def kept_bytes(self) -> int:
-        """Entries."""
-        return self.most * self.gates * self.shared * self.lanes * self.words * 4
-
-    @property
     def has_cell(self) -> bool:
         """Whether units carry a cell state, in float32."""
         return self.cell == "lstm"
@@ -213,7 +205,7 @@ class Extents:
 
     @property
     def shared_bytes(self) -> int:
-        return ceildiv(self.stage_bytes + self.kept_bytes + self.carried_bytes, 8) * 8
+        return ceildiv(self.stage_bytes + self.carried_bytes, 8) * 8
 
     # Registers of a thread.
 
@@ -249,9 +241,8 @@ class Extents:
 
     def held_in(self, form: str) -> int:
         """Those registers, if entries in registers have this form."""
-        spare = 16 if self.shared else 0  # what is read again goes through more registers
         each = self.words_in(form) + self.words + self.pack + 5 + self.resets
-        return spare + self.rows * each + max(self.loads * (4 + ADDRESSES), self.gathered * self.column_words)
+        return self.rows * each + max(self.loads * (4 + ADDRESSES), self.gathered * self.column_words)
 
     @property
     def spills(self) -> bool:
@@ -295,16 +286,15 @@ def operate_cycles(e: Extents) -> float:
     """
     row = min(e.nonzeros, e.hidden)
     held = min(row, e.registers * e.lanes)
-    kept = min(row - held, e.shared * e.lanes)
     rows, rounds, rate = e.most * e.gates, ceildiv(row, e.lanes), min(L2_EACH, L2_ALL / e.blocks)
     warps = min(e.threads // WARP, ceildiv(e.most * e.lanes, WARP))
-    gathers = rows * (row * max(e.column_bytes, 4) * CONFLICTS + kept * e.words * 4) / SHARED_RATE
+    gathers = rows * row * max(e.column_bytes, 4) * CONFLICTS / SHARED_RATE
     products = rows * row * e.pack * (2 if e.itemsize == 2 else 1) / MULTIPLIERS
     issued = ceildiv(warps, 4) * e.rows * rounds * (e.pack + 3)
-    again = rows * (row - held - kept) * e.words * 4 / rate
+    again = rows * (row - held) * e.words * 4 / rate
     way: float = e.rows * ceildiv(rounds, e.gathered) * GATHER
     way += (e.lanes.bit_length() - 1) * (SHUFFLE + 4 * (e.rows - 1)) + GATES * (1 + e.units) / 2
-    beyond = (e.registers + e.shared) * e.lanes < longest(e.nonzeros, e.hidden)
+    beyond = e.registers * e.lanes < longest(e.nonzeros, e.hidden)
     return max(gathers * max(1, BUSY / warps), products, issued) + again + way + beyond * REST
 
 
@@ -317,10 +307,7 @@ def cycles(e: Extents) -> float:
 
 
 def likely_points(problem: SparseRecurrent, machine: Machine, pack: int) -> Iterator[Decisions]:
-    """Points of `pack` samples a gather that may be the best, all of them allowed.
-
-    Rows are in registers as far as these reach, and then in shared memory as far as that does.
-    """
+    """Allowed points of `pack` samples a gather that may be the best: registers hold rows as far as they reach."""
     row, table = longest_row(problem), _table(problem, machine)
     for stages, blocks, threads, lanes in itertools.product(
         table["stages"], table["blocks"], table["threads"], table["reduce_threads"]
@@ -330,18 +317,12 @@ def likely_points(problem: SparseRecurrent, machine: Machine, pack: int) -> Iter
             "threads": threads,
             "reduce_threads": lanes,
             "registers": 0,
-            "shared": 0,
             "pack": pack,
             "stages": stages,
-            "exchange": 1,
         }
         possible = reversed(REGISTERS[: enough(REGISTERS, row, lanes) + 1])
-        held = [n for n in possible if not Extents.of(problem, {**point, "registers": n}).spills]
-        # Room for more entries in shared memory may be had for fewer in registers.
-        for registers in held[: 1 if held and held[0] * lanes >= row else 3]:
-            kept = SHARED[: enough(SHARED, row - registers * lanes, lanes) + 1]
-            more = ({**point, "registers": registers, "shared": n} for n in reversed(kept))
-            yield from itertools.islice((p for p in more if allowed(problem, machine, p) is None), 1)
+        more = ({**point, "registers": n} for n in possible)
+        yield from itertools.islice((p for p in more if allowed(problem, machine, p) is None), 1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -364,7 +345,7 @@ def best_point(problem: SparseRecurrent, machine: Machine) -> tuple[tuple[str, i
 
 def reach(point: Decisions) -> int:
     """Entries of a row that are on chip."""
-    return point["reduce_threads"] * (point["registers"] + point["shared"])
+    return point["reduce_threads"] * point["registers"]
 
 
 def usual(problem: SparseRecurrent, point: Decisions) -> bool:
@@ -397,10 +378,8 @@ def _table(problem: SparseRecurrent, machine: Machine) -> Table:
         "threads": THREADS,
         "reduce_threads": LANES,
         "registers": REGISTERS,
-        "shared": SHARED,
         "pack": packs_of(problem),
         "stages": (1, 2),
-        "exchange": (0, 1),
     }
 
 
@@ -434,13 +413,11 @@ def allowed(problem: SparseRecurrent, machine: Machine, decisions: Decisions) ->
 
 def refusal(row: int, decisions: Decisions) -> str | None:
     """Why decisions do not suit rows of `row` entries, or None; without `Extents`, for there are many such points."""
-    lanes, registers, shared = (decisions[name] for name in ("reduce_threads", "registers", "shared"))
+    lanes, registers = decisions["reduce_threads"], decisions["registers"]
     if lanes > LANES[0] and lanes // 2 >= row:
         return f"half of {lanes} lanes have no entry of {row} in a row"
     if REGISTERS.index(registers) > enough(REGISTERS, row, lanes):
         return f"{registers} entries of each of {lanes} lanes are more than {row} of a row need"
-    if SHARED.index(shared) > enough(SHARED, row - registers * lanes, lanes):
-        return f"{shared} entries in shared memory are more than {row} of a row need"
     if lanes < decisions["pack"]:
         return f"{lanes} lanes cannot take {decisions['pack']} samples, one each"
     return None

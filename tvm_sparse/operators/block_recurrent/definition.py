@@ -10,7 +10,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.arguments import matched
+from tvm_sparse.core.arguments import function
 from tvm_sparse.formats.block_recurrent import COLUMNS, tile_units
 from tvm_sparse.operators.sparse_recurrent.definition import recurrence
 
@@ -55,21 +55,4 @@ class TileRows:
 
 def scan(problem: Any) -> tirx.PrimFunc:
     """The definition of the operator."""
-    all_steps = recurrence(problem)
-
-    # fmt: off
-    @T.prim_func(s_tir=True)
-    def main(
-        group_start: T.handle, groups_h: T.handle, weights: T.handle, x_projected: T.handle, h0: T.handle, c0: T.handle,
-        hidden_bias: T.handle, lengths: T.handle, resets: T.handle, output: T.handle, h_n: T.handle, c_n: T.handle
-    ):
-        T.func_attr({"global_symbol": "main", "tirx.noalias": True})
-        steps = T.int32()
-        groups = T.int32()
-        io = T.meta_var(matched(
-            problem,
-            (group_start, groups_h, weights, x_projected, h0, c0, hidden_bias, lengths, resets, output, h_n, c_n),
-            {"steps": steps, "groups": groups}, packed=True))
-        all_steps(io)
-    # fmt: on
-    return problem.trimmed(main)
+    return function(problem, recurrence(problem), blocks=True, packed=True)

@@ -30,6 +30,7 @@ class BlockRecurrent(RecurrentLayer):
     """
 
     operator: ClassVar[str] = "block_recurrent"
+    counted: ClassVar[tuple[str, ...]] = ("groups",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("group_start", ("tiles + 1",), "int32", "First group of each tile of 16 rows."),
         Argument("groups", ("groups",), "int32", "First column / 8 of each group, ascending in a tile."),

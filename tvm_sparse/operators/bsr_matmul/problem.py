@@ -79,6 +79,7 @@ class BsrMatmul(Problem):
     operator: ClassVar[str] = "bsr_matmul"
     batch_axis: ClassVar[str] = "m"
     data_axes: ClassVar[tuple[str, ...]] = ("sparsity", "pattern")
+    counted: ClassVar[tuple[str, ...]] = ("nnzb",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("x", ("m", "k"), "dtype", "Dense rows."),
         Argument("data", ("nnzb", "block_rows", "block_cols"), "dtype", "Nonzero blocks of the weight."),
@@ -163,6 +164,17 @@ class BsrMatmul(Problem):
     def nnzb(self) -> int:
         block_rows, block_cols = self.grid
         return round((1 - self.sparsity) * block_rows * block_cols)
+
+    def extent(self, name: str | int) -> int:
+        """Beside the axes: extents of the weight's blocks."""
+        (block_rows, _), (rows, cols) = self.grid, self.block_shape
+        known = {
+            "block_rows": rows,
+            "block_cols": cols,
+            "n / block_rows": block_rows,
+            "n / block_rows + 1": block_rows + 1,
+        }
+        return known[str(name)] if name in known else super().extent(name)
 
     def distance(self, other: Problem) -> float | None:
         """As `Problem.distance`, but with the density instead of the sparsity, and a step between patterns.

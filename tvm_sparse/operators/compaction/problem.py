@@ -96,30 +96,25 @@ class Compaction(Problem):
 
         from tvm.script import tirx as T
 
-        from tvm_sparse.core.arguments import matched
+        from tvm_sparse.core.arguments import function
 
         from .definition import compact
 
         write, slices, words = compact(self.vocab, counted), ceildiv(self.vocab, counted), bitmap_words(self.vocab)
 
         # fmt: off
-        @T.prim_func(s_tir=True)
-        def main(chosen: T.handle, candidates: T.handle, counts: T.handle):
-            T.func_attr({"global_symbol": "main", "tirx.noalias": True})
-            lists = T.int32()
-            capacity = T.int32()
-            io = T.meta_var(matched(
-                self, (chosen, candidates, counts), {"lists": lists, "capacity": capacity}, packed=True))
-            for n in range(lists * slices):
+        @T.inline
+        def body(io):
+            for n in range(io.lists * slices):
                 with T.sblock("slice"):
-                    part = T.axis.spatial(lists * slices, n)
+                    part = T.axis.spatial(io.lists * slices, n)
                     T.reads(io.chosen[part // slices, 0:words])
-                    T.writes(io.candidates[part // slices, 0:capacity], io.counts[part // slices])
+                    T.writes(io.candidates[part // slices, 0:io.capacity], io.counts[part // slices])
                     s = T.meta_var(SimpleNamespace(
                         count=T.sblock_alloc_buffer((1,), "int32"), bits=T.sblock_alloc_buffer((1,), "uint32")))
                     write(io, io.chosen, part // slices, part // slices, part % slices * counted, s)
         # fmt: on
-        return main
+        return function(self, body, blocks=True, packed=True)
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
         """Bitmaps whose bits beyond the vocabulary are set. The chosen words of a list are

@@ -71,6 +71,7 @@ class LshCandidates(Problem):
     operator: ClassVar[str] = "lsh_candidates"
     batch_axis: ClassVar[str] = "lists"
     data_axes: ClassVar[tuple[str, ...]] = ("beam", "bands", "capacity")
+    counted: ClassVar[tuple[str, ...]] = ("slots",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("hidden", ("lists", "beam", "hidden"), "dtype", "Hidden states of each list's beam."),
         WtaHash.inputs[1],
@@ -139,7 +140,7 @@ class LshCandidates(Problem):
         """One list after another."""
         from tvm.script import tirx as T
 
-        from tvm_sparse.core.arguments import matched
+        from tvm_sparse.core.arguments import function
         from tvm_sparse.operators.compaction.definition import compact
         from tvm_sparse.operators.lsh_lookup.definition import alloc_scratch, look_up_list
         from tvm_sparse.operators.wta_hash.definition import hash_code
@@ -155,32 +156,19 @@ class LshCandidates(Problem):
         write = compact(self.vocab, every)
 
         # fmt: off
-        @T.prim_func(s_tir=True)
-        def main(
-            hidden: T.handle, permutations: T.handle, words_h: T.handle, starts: T.handle, entries: T.handle,
-            multipliers: T.handle, always: T.handle, threshold: T.int32, candidates: T.handle, counts: T.handle
-        ):
-            T.func_attr({"global_symbol": "main", "tirx.noalias": True})
-            lists = T.int32()
-            beam = T.int32()
-            bands = T.int32()
-            slots = T.int32()
-            capacity = T.int32()
-            io = T.meta_var(matched(
-                self, (hidden, permutations, words_h, starts, entries, multipliers, always, threshold, candidates,
-                       counts),
-                {"lists": lists, "beam": beam, "bands": bands, "slots": slots, "capacity": capacity}, packed=True))
-            for n in range(lists):
+        @T.inline
+        def body(io):
+            for n in range(io.lists):
                 with T.sblock("list"):
-                    row = T.axis.spatial(lists, n)
-                    T.reads(io.hidden[row, 0:beam, 0:self.hidden], io.words[0:bands, 0:self.vocab])
-                    T.writes(io.candidates[row, 0:capacity], io.counts[row])
+                    row = T.axis.spatial(io.lists, n)
+                    T.reads(io.hidden[row, 0:io.beam, 0:self.hidden], io.words[0:io.bands, 0:self.vocab])
+                    T.writes(io.candidates[row, 0:io.capacity], io.counts[row])
                     s = T.meta_var(alloc_scratch(every))
                     bitmap = T.sblock_alloc_buffer((1, words), "int32")
                     look_up(io, row, 0, bitmap, 0, s)
                     write(io, bitmap, 0, row, 0, s)
         # fmt: on
-        return self.trimmed(main)
+        return function(self, body, blocks=True, packed=True)
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
         """Standard normal rows, and words by structure, see `lsh_lookup.tables.word_codes`.

@@ -58,6 +58,7 @@ class LshLookup(Problem):
     operator: ClassVar[str] = "lsh_lookup"
     batch_axis: ClassVar[str] = "lists"
     data_axes: ClassVar[tuple[str, ...]] = ("beam", "bands")
+    counted: ClassVar[tuple[str, ...]] = ("slots",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("codes", ("lists", "beam", "bands"), "int32", "Band codes of each row, in [0, 2^bits)."),
         *TABLES,
@@ -115,7 +116,7 @@ class LshLookup(Problem):
         """
         from tvm.script import tirx as T
 
-        from tvm_sparse.core.arguments import matched
+        from tvm_sparse.core.arguments import function
 
         from .definition import alloc_scratch, look_up_list
 
@@ -127,28 +128,17 @@ class LshLookup(Problem):
         slices, words = ceildiv(self.vocab, counted), bitmap_words(self.vocab)
 
         # fmt: off
-        @T.prim_func(s_tir=True)
-        def main(
-            codes: T.handle, words_h: T.handle, starts: T.handle, entries: T.handle, multipliers: T.handle,
-            always: T.handle, threshold: T.int32, chosen: T.handle
-        ):
-            T.func_attr({"global_symbol": "main", "tirx.noalias": True})
-            lists = T.int32()
-            beam = T.int32()
-            bands = T.int32()
-            slots = T.int32()
-            io = T.meta_var(matched(
-                self, (codes, words_h, starts, entries, multipliers, always, threshold, chosen),
-                {"lists": lists, "beam": beam, "bands": bands, "slots": slots}, packed=True))
-            for n in range(lists * slices):
+        @T.inline
+        def body(io):
+            for n in range(io.lists * slices):
                 with T.sblock("slice"):
-                    part = T.axis.spatial(lists * slices, n)
-                    T.reads(io.codes[part // slices, 0:beam, 0:bands], io.words[0:bands, 0:self.vocab])
+                    part = T.axis.spatial(io.lists * slices, n)
+                    T.reads(io.codes[part // slices, 0:io.beam, 0:io.bands], io.words[0:io.bands, 0:self.vocab])
                     T.writes(io.chosen[part // slices, 0:words])
                     s = T.meta_var(alloc_scratch(counted))
                     look_up(io, part // slices, part % slices * counted, io.chosen, part // slices, s)
         # fmt: on
-        return self.trimmed(main)
+        return function(self, body, blocks=True, packed=True)
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
         """Uniformly drawn codes of rows, and words by structure, see `tables.word_codes`.

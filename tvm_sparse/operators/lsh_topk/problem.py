@@ -68,6 +68,7 @@ class LshTopk(Problem):
     operator: ClassVar[str] = "lsh_topk"
     batch_axis: ClassVar[str] = "lists"
     data_axes: ClassVar[tuple[str, ...]] = ("frequent", "bands")
+    counted: ClassVar[tuple[str, ...]] = ("slots",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         LshCandidates.inputs[0],
         CandidateTopk.inputs[1],
@@ -180,7 +181,7 @@ class LshTopk(Problem):
         """
         from tvm.script import tirx as T
 
-        from tvm_sparse.core.arguments import beside, matched
+        from tvm_sparse.core.arguments import function
         from tvm_sparse.core.template import ceildiv
         from tvm_sparse.operators.lsh_lookup.definition import alloc_scratch, look_up_list
         from tvm_sparse.operators.softmax_topk import definition
@@ -221,27 +222,12 @@ class LshTopk(Problem):
                     definition.write(io.values, [row, b, e], best, best.u[e], io.scale, io.log)
             io.normaliser[row, b] = best.m[0] * io.scale + T.log(best.d[0])
 
-        @T.prim_func(s_tir=True)
-        def main(
-            hidden_h: T.handle, embedding: T.handle, permutations: T.handle, words_h: T.handle, starts: T.handle,
-            entries: T.handle, multipliers: T.handle, always: T.handle, threshold: T.int32, ids: T.handle,
-            scale: T.float32, log: T.int32, bias: T.handle, values: T.handle, indices: T.handle, normaliser: T.handle,
-            counts: T.handle
-        ):
-            T.func_attr({"global_symbol": "main", "tirx.noalias": True})
-            lists = T.int32()
-            frequent = T.int32()
-            bands = T.int32()
-            slots = T.int32()
-            given = T.meta_var(matched(
-                self, (hidden_h, embedding, permutations, words_h, starts, entries, multipliers, always, threshold, ids,
-                       scale, log, bias, values, indices, normaliser, counts),
-                {"lists": lists, "frequent": frequent, "bands": bands, "slots": slots}, packed=True))
-            io = T.meta_var(beside(given, {"beam": self.beam}))
-            for i in range(lists):
+        @T.inline
+        def body(io):
+            for i in range(io.lists):
                 with T.sblock("list"):
-                    row = T.axis.spatial(lists, i)
-                    T.reads(io.hidden[row, 0:self.beam, 0:hidden], io.words[0:bands, 0:vocab],
+                    row = T.axis.spatial(io.lists, i)
+                    T.reads(io.hidden[row, 0:self.beam, 0:hidden], io.words[0:io.bands, 0:vocab],
                             io.embedding[0:vocab, 0:hidden])
                     T.writes(io.values[row, 0:self.beam, 0:n], io.indices[row, 0:self.beam, 0:n],
                              io.normaliser[row, 0:self.beam], io.counts[row])
@@ -253,7 +239,7 @@ class LshTopk(Problem):
                         rank(io, row, b, bitmap_of, s, best)
                     io.counts[row] = s.count[0]
         # fmt: on
-        return self.trimmed(main)
+        return function(self, body, blocks=True, packed=True)
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
         """Hidden states and embedding as in `head_topk`, and codes of words by structure, see

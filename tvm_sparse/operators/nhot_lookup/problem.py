@@ -69,6 +69,7 @@ class NhotLookup(Problem):
     batch_axis: ClassVar[str] = "rows"
     # Programs read at run time how many rows the table has, and how many of them a row of `a` selects.
     data_axes: ClassVar[tuple[str, ...]] = ("vocab", "nonzeros")
+    counted: ClassVar[tuple[str, ...]] = ("nnz",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("indptr", ("rows + 1",), "index", "First entry of each row; the last one is nnz."),
         Argument("indices", ("nnz",), "index", "Column of each entry, in [0, vocab)."),
@@ -104,6 +105,9 @@ class NhotLookup(Problem):
     def value_dtype(self) -> str:
         """The dtype of the values."""
         return self.value or self.dtype
+
+    def dtype_of(self, argument: Argument) -> str:
+        return self.value_dtype if argument.name == "values" else super().dtype_of(argument)
 
     @classmethod
     def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.arguments import matched
+from tvm_sparse.core.arguments import function
 
 
 class Rows(Protocol):
@@ -197,20 +197,4 @@ def recurrence(problem: Any) -> Callable[..., Any]:
 
 def scan(problem: Any) -> tirx.PrimFunc:
     """The definition of the operator."""
-    all_steps = recurrence(problem)
-
-    # fmt: off
-    @T.prim_func(s_tir=True)
-    def main(
-        units: T.handle, row_start: T.handle, entries_h: T.handle, x_projected: T.handle, h0: T.handle, c0: T.handle,
-        hidden_bias: T.handle, lengths: T.handle, resets: T.handle, output: T.handle, h_n: T.handle, c_n: T.handle
-    ):
-        T.func_attr({"global_symbol": "main", "tirx.noalias": True})
-        steps = T.int32()
-        entries = T.int32()
-        io = T.meta_var(matched(
-            problem, (units, row_start, entries_h, x_projected, h0, c0, hidden_bias, lengths, resets, output, h_n, c_n),
-            {"steps": steps, "entries": entries}, packed=True))
-        all_steps(io)
-    # fmt: on
-    return problem.trimmed(main)
+    return function(problem, recurrence(problem), blocks=True, packed=True)

@@ -262,6 +262,7 @@ class SparseRecurrent(RecurrentLayer):
     """
 
     operator: ClassVar[str] = "sparse_recurrent"
+    counted: ClassVar[tuple[str, ...]] = ("entries",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("units", ("hidden",), "int32", "Unit at each slot, a permutation: kernels deal slots out in order."),
         Argument(

@@ -130,20 +130,16 @@ class WtaHash(Problem):
 
         from tvm.script import tirx as T
 
-        from tvm_sparse.core.arguments import matched
+        from tvm_sparse.core.arguments import function
 
         from .definition import hash_code
 
         code = hash_code(self.k, self.units, lambda io, row, column: io.hidden[row, column])
 
         # fmt: off
-        @T.prim_func(s_tir=True)
-        def main(hidden: T.handle, permutations: T.handle, codes: T.handle):
-            T.func_attr({"global_symbol": "main", "tirx.noalias": True})
-            batch = T.int32()
-            bands = T.int32()
-            io = T.meta_var(matched(self, (hidden, permutations, codes), {"batch": batch, "bands": bands}, packed=True))
-            for i, w in T.grid(batch, bands):
+        @T.inline
+        def body(io):
+            for i, w in T.grid(io.batch, io.bands):
                 with T.sblock("codes"):
                     row, band = T.axis.remap("SS", [i, w])
                     T.reads(io.hidden[row, 0:self.hidden], io.permutations[band, 0:self.units, 0:self.k])
@@ -154,7 +150,7 @@ class WtaHash(Problem):
                     code(io, row, band, s)
                     io.codes[row, band] = s.code[0]
         # fmt: on
-        return main
+        return function(self, body, blocks=True, packed=True)
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
         """Rows by structure, see `hidden_states`, and permutations from the seed."""

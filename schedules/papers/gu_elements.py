@@ -11,8 +11,6 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, Features, NotApplicable, Program, Table, Template, ceildiv, powers
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
-from .features import features as product_features
-
 # Threads of a thread block: whole warps.
 THREADS = powers(32, 512)
 # Rows of x, and rows of the weight, of a thread's tile.
@@ -48,6 +46,8 @@ def tile_default(problem: BsrMatmul, machine: Machine) -> Decisions:
 
 def features(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> Features:
     """Of both templates."""
+    from ..bsr_matmul.features import features as product_features
+
     tile_m, tile_n, threads = decisions.get("tile_m", 1), decisions.get("tile_n", 1), decisions["threads"]
     sums = ceildiv(problem.m, tile_m) * (problem.n // tile_n)
     return product_features(
@@ -83,7 +83,7 @@ def tile_build(problem: BsrMatmul, decisions: Decisions) -> Program:
     import tvm
     from tvm.s_tir import Schedule
 
-    from .cross_thread import definition
+    from .gu_reductions import definition
 
     func = definition(problem, decisions["tile_m"], decisions["tile_n"], threads=1, vec=1)
     schedule = Schedule(tvm.IRModule({"main": func}))

@@ -17,7 +17,7 @@ from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 from ...device.arithmetic import LOG2_E
 from ...device.selection import MINUS_INFINITY, bits_value, key_bits, key_index, key_value, make_key
 from ...device.state import named
-from ..elements import element, write_value, write_wanted
+from ...softmax_topk.elements import element, write_value, write_wanted
 
 
 @dataclass(frozen=True)

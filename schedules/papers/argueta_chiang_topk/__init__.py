@@ -26,7 +26,7 @@ from .space import default, space
 
 
 def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
-    from ..interface import gpu_program
+    from ...softmax_topk.interface import gpu_program
     from .kernel import kernel
 
     return gpu_program(problem, kernel(problem, decisions["threads"], bool(decisions["skip"])))

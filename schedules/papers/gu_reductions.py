@@ -29,8 +29,6 @@ from tvm_sparse.core.template import (
 )
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
-from .features import features as product_features
-
 # Rows of x and rows of the weight of a thread's partial sums.
 TILE_M = powers(1, 16)
 TILE_N = powers(1, 8)
@@ -126,6 +124,8 @@ def blocks_features(problem: BsrMatmul, machine: Machine, decisions: Decisions) 
 
 
 def _features(problem: BsrMatmul, machine: Machine, decisions: Decisions, work_each: float) -> Features:
+    from ..bsr_matmul.features import features as product_features
+
     tile_m, tile_n, rows, vec = (decisions[name] for name in ("tile_m", "tile_n", "rows", "vec"))
     return product_features(
         problem,
@@ -276,7 +276,7 @@ def outputs(sizes: Sizes, row_tiles: int, biased: bool) -> Callable[..., Any]:
     """
     from tvm.script import tirx as T
 
-    from .interface import output
+    from ..bsr_matmul.interface import output
 
     tile_m, tile_n = sizes.tile_m, sizes.tile_n
 
@@ -306,7 +306,7 @@ def definition(problem: BsrMatmul, tile_m: int, tile_n: int, threads: int, vec: 
     """
     from tvm.script import tirx as T
 
-    from .interface import scheduled
+    from ..bsr_matmul.interface import scheduled
 
     sizes = Sizes(*problem.block_shape, tile_m, tile_n, vec, threads, whole_blocks)
     row_tiles = problem.n // tile_n

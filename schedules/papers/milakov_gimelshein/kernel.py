@@ -17,7 +17,7 @@ from tvm.script import tirx as T
 from ...device.arithmetic import LOG2_E, is_nan
 from ...device.selection import FULL_WARP, MINUS_INFINITY, key_bits, key_index, key_value, make_key
 from ...device.state import named
-from ..elements import element, write_value, write_wanted
+from ...softmax_topk.elements import element, write_value, write_wanted
 from .space import Layout
 
 # Probabilities a > b are those of elements in the same order if a - b exceeds APART * |a| + VANISHING: exponentials and
@@ -105,7 +105,7 @@ class State:
 
 def probability(io: Any, row: Any, column: Any) -> tirx.PrimExpr:
     """In the place of `element`, for a pass over the probabilities."""
-    return io.workspace[row, column]
+    return io.probabilities[row, column]
 
 
 def unfused(layout: Layout) -> Callable[..., Any]:
@@ -275,7 +275,7 @@ def write_softmax(layout: Layout) -> Callable[..., Any]:
             for u in T.unroll(layout.loads):
                 if i * layout.tile + u * layout.threads + at.t < layout.vocab:
                     write_value(
-                        io.workspace, at.row, i * layout.tile + u * layout.threads + at.t,
+                        io.probabilities, at.row, i * layout.tile + u * layout.threads + at.t,
                         (s.x[u] - s.m[0]) * io.scale, s.inverse[0], s.logarithm[0], io.log)
 
     return phase
@@ -445,7 +445,7 @@ def copy_topk(layout: Layout) -> Callable[..., Any]:
     def phase(io, at, s):
         if at.t < layout.k:
             io.indices[at.row, at.t] = T.Cast("int64", key_index(s.joined[at.t]))
-            io.values[at.row, at.t] = io.workspace[at.row, T.Cast("int32", key_index(s.joined[at.t]))]
+            io.values[at.row, at.t] = io.probabilities[at.row, T.Cast("int32", key_index(s.joined[at.t]))]
 
     return phase
 
@@ -465,7 +465,7 @@ def copy_asked(layout: Layout) -> Callable[..., Any]:
             io.given[at.row, i * threads + at.t] = T.if_then_else(
                 io.ids[at.row, i * threads + at.t] >= T.int64(0)
                 and io.ids[at.row, i * threads + at.t] < T.int64(layout.vocab),
-                io.workspace[at.row, io.ids[at.row, i * threads + at.t]], T.float32("nan"))
+                io.probabilities[at.row, io.ids[at.row, i * threads + at.t]], T.float32("nan"))
 
     return phase
 

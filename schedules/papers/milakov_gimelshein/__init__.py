@@ -27,13 +27,13 @@ from .space import Layout, default, space
 
 
 def build(problem: SoftmaxTopk, decisions: Decisions, form: str) -> Program:
-    from ..interface import gpu_program
+    from ...softmax_topk.interface import gpu_program
     from .kernel import fused, unfused
 
     layout = Layout(form, problem.vocab, problem.k, problem.ids, decisions["threads"], decisions["loads"])
     if form == "unfused":
         probabilities = Workspace("probabilities", ("batch", layout.vocab), "float32")
-        return gpu_program(problem, unfused(layout), workspace=probabilities)
+        return gpu_program(problem, unfused(layout), (probabilities,))
     return gpu_program(problem, fused(layout))
 
 
