@@ -109,7 +109,7 @@ class Operator:
     def fallbacks(self) -> Mapping[str, tuple[Template, ...]]:
         """The templates that run without tuning, by kind of machine: the first one that fits the problem is used.
 
-        It also takes part in every tuning run. The last one fits every shape.
+        That template also takes part in every tuning run. The last one of a kind fits every shape.
         """
         return importlib.import_module(self.schedules).FALLBACKS
 
