@@ -172,20 +172,6 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
         ),
         ("lsh_stages", "lsh_candidates/lists=1,beam=2,hidden=9,vocab=100,k=4", {"chunk": (32, 64, 128)}, 3),
         (
-            "beam_blocks",
-            "lsh_candidates/lists=1,beam=2,hidden=9,vocab=60,k=4",
-            {
-                "threads": COUNTING["threads"],
-                "cluster": ROWS[:5],
-                "bucket_lanes": (4, 8, 16, 32),
-                "loads": ROWS[:4],
-                "pack": (1, 2, 3, 4),
-                "copies": (1, 8, 16),
-                "overlap": (0, 1, 2),
-            },
-            6 * 4 * 4 * 3 * 3 * 3,  # two rows: a thread block each, or one that hashes them together or not
-        ),
-        (
             "row_clusters",
             "lsh_candidates/lists=1,beam=2,hidden=9,vocab=60,k=4",
             COUNTING,
@@ -493,7 +479,7 @@ def own_problems(template: Template) -> list[Problem]:
 RUN_ELSEWHERE = {
     *("threshold_gate", "cluster_gate", "held_rows", "warp_rows"),
     *("head_tiles", "head_warpgroups", "candidate_tiles", "candidate_tiles_product", "candidate_streams"),
-    *("row_clusters", "beam_blocks", "fused_step", "cluster_rows", "persistent_rows", "persistent_tiles"),
+    *("row_clusters", "fused_step", "cluster_rows", "persistent_rows", "persistent_tiles"),
 }
 
 
