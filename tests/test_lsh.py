@@ -466,7 +466,7 @@ def test_clusters_of_a_list_meet_whatever_the_beam() -> None:
     """Fewer rows than the program was built for, as many, and more; all words in each bucket, and thresholds below 1."""
     problem = parse("lsh_candidates/lists=1,beam=33,hidden=24,vocab=331,k=4,units=2,bands=21,capacity=200")
     template = spaces.find("row_clusters")
-    point = {**template.default(problem, SM90), "threads": 128, "cluster": 4, "finishers": 4}
+    point = {**template.default(problem, SM90), "threads": 128, "cluster": 2, "finishers": 2}
     assert template.point(problem, SM90, point) is None
     program = template.build(problem, point)
     for beam, structure, threshold in (
