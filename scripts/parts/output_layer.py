@@ -10,7 +10,7 @@ from tvm_sparse.core import machine, registry, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.records import Log
-from tvm_sparse.schedules.vocabulary import renamed
+from tvm_sparse.schedules.vocabulary import present
 
 from .register import PARTS, part
 from .results import ROOT, Row, Times, loses, results, where
@@ -429,9 +429,7 @@ def measured_decisions() -> Iterator[tuple[str, Problem, str, str]]:
             problem = registry.parse(f"{operator}/{','.join(f'{axis}={given[axis]}' for axis in axes)}")
             decisions, _, origin = row["kernel"].rpartition(" (")
             run = Candidate.parse(decisions)
-            # Under the names of now, and with what came later.
-            run = dataclasses.replace(run, decisions=renamed(run.template, run.decisions))
-            yield name, problem, str(run), origin.rstrip(")")
+            yield name, problem, str(present(run)), origin.rstrip(")")
 
 
 OUTPUT_LAYER = (

@@ -12,7 +12,7 @@ from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.lsh_topk.problem import LshTopk
 
 from ...lsh.extents import WARP, CountExtents, HashExtents
-from ...output_layer.tiles.space import dynamic_shared
+from ...output_layer.best.sizes import dynamic_shared
 from ...recurrent.sizes import MOST_REGISTERS, register_limit
 
 MMA = 80  # compute capability from which tensor cores take all dtypes

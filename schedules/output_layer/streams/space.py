@@ -10,7 +10,8 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv
 
-from ..tiles.space import THREADS, VECTOR, SearchSizes, require_ranks, require_whole_vectors, search_allowed
+from ..best.sizes import THREADS, VECTOR, SearchSizes, require_ranks, search_allowed
+from ..tiles.sizes import require_whole_vectors
 from ..words import OutputLayer, best_of, block_of, candidates_of, lists_of, most_words
 
 WARP = 32

@@ -11,19 +11,8 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv
 from tvm_sparse.operators.head_topk.problem import SIXTEEN, HeadTopk
 
-from ..tiles.space import (
-    MAX_BLOCKS_Y,
-    MAX_TILES_EACH,
-    STEP,
-    THREADS,
-    VECTOR,
-    TileSizes,
-    dynamic_shared,
-    is_large,
-    require_ranks,
-    require_whole_vectors,
-    search_allowed,
-)
+from ..best.sizes import MAX_TILES_EACH, THREADS, VECTOR, dynamic_shared, require_ranks, search_allowed
+from ..tiles.sizes import MAX_BLOCKS_Y, STEP, TileSizes, is_large, require_whole_vectors
 from ..words import OutputLayer, best_of, lists_of, most_words
 
 # Rows of a tile: columns of operand B.

@@ -11,7 +11,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from .space import SearchSizes
+from .best.sizes import SearchSizes
 
 load_int = T.ptx.ld.global_.s32
 
