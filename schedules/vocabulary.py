@@ -56,7 +56,6 @@ DECISIONS: Mapping[str, str] = {
     ),
     "shared": "Further ones of the same that it keeps in shared memory.",
     "pack": "Samples of a batch, or rows of a beam, side by side in memory, so that one load serves them all.",
-    "copies": "Copies of a row in shared memory, each in banks of its own, so that fewer lanes wait for the same bank.",
     "staged": (
         "1: what is used again, the operand of all tiles or a row, is kept in shared memory; 0: in registers; 2: half"
         " of it in each."
@@ -87,7 +86,6 @@ DECISIONS: Mapping[str, str] = {
     ),
     "gated": "1: of tiles but the first, only scores of rows in which they reach a bound are written; 0: all are.",
     "deferred": "1: a tile with survivors is copied, and searched after the stream; 0: it is searched in the stream.",
-    "direct": "1: all scores of a row are searched; 0: those of its best tiles, which are found first.",
     "skip": "1: an element below the least of the k best is passed over, which the paper does not do.",
     "kept": "1: exponentials are kept, and scaled in the end; 0: they are taken again.",
     # CPU.

@@ -463,7 +463,7 @@ def test_a_step_of_a_head_in_one_program_is_taken_where_it_fits() -> None:
 
 
 def test_clusters_of_a_list_meet_whatever_the_beam() -> None:
-    """Fewer rows than the program was built for, as many, and more; all words in each bucket, and thresholds that none reaches."""
+    """Of other batches and beams; all words in each bucket, and a threshold that none reaches."""
     problem = parse("lsh_candidates/lists=1,beam=33,hidden=24,vocab=331,k=4,units=2,bands=21,capacity=200")
     template = spaces.find("row_clusters")
     point = {**template.default(problem, SM90), "threads": 128, "cluster": 2, "finishers": 2}

@@ -294,14 +294,18 @@ def after_product() -> str:
 
 # By template what has happened when a phase ends, in this order, and the phases of which a kernel has one.
 SEEN = {
+    "head_rings": {
+        "hidden states loaded": ("taken: end_states", "taken: load_states", "dealt: load_states"),
+        "words multiplied": ("taken: join_tiles", "dealt: join_tiles"),
+        "second kernel proceeds": ("kernel: wait",),
+        "best tiles found": ("search: collect_bits", "search: collect"),
+        "their words that count found": ("kernel: collect_near",),
+        "ranked and written": ("search: rank_few", "search: rank"),
+    },
+    # As results of before name its phases.
     "head_tiles": {
-        "hidden states loaded": (
-            "dynamic: end_states",
-            "dynamic: load_states",
-            "ring: load_states",
-            "product: load_states",
-        ),
-        "words multiplied": ("dynamic: join_sums", "ring: join_sums", "product: join_sums"),
+        "hidden states loaded": ("dynamic: end_states", "dynamic: load_states"),
+        "words multiplied": ("dynamic: join_sums",),
         "second kernel proceeds": ("best: wait",),
         "best tiles found": ("best: collect_bits", "best: collect"),
         "their words that count found": ("best: collect_near",),
