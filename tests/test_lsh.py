@@ -381,7 +381,7 @@ def test_bad_arguments_are_named(embedding: np.ndarray, permutations: np.ndarray
         thorough(
             "fused_step",
             "lsh_topk/lists=1,beam=4,hidden=36,vocab=900,frequent=1,n=40,k=16,units=5,bands=12,table=cuckoo",
-            {"threads": 384, "hash_threads": 256, "cluster": 2, "slices": 1, "overlap": 0, "beside": 0},
+            {"threads": 512, "hash_threads": 256, "cluster": 1, "slices": 1, "overlap": 0, "beside": 0},
         ),
     ],
     ids=lambda value: value if isinstance(value, str) and "/" not in value else None,
@@ -391,8 +391,10 @@ def test_one_kernel_serves_every_beam_number_of_bands_and_capacity(
 ) -> None:
     """Also more bands than it has room for at a time, and fewer than there are thread blocks; workspaces stay clean."""
     problem, template = parse(key), spaces.find(name)
-    point = {**template.default(problem, SM90), **decisions}
-    assert template.point(problem, SM90, point) is None
+    # Kernels that do not overlap are those of GPUs before Hopper.
+    where = SM90 if decisions.get("overlap", 1) else machine.resolve("sm_80")
+    point = {**template.default(problem, where), **decisions}
+    assert template.point(problem, where, point) is None
     program = template.build(problem, point)
     others = {"beam": (1, 3), "bands": (40, 3), "capacity": (700, 1), "frequent": (700, 1)}
     for seed in range(2):
@@ -402,7 +404,7 @@ def test_one_kernel_serves_every_beam_number_of_bands_and_capacity(
         for again, structure in enumerate(here.structures[: 2 - seed]):
             inputs, outputs = here.generate(seed, structure, settings_of(here, again)), here.empty_outputs()
             arguments = [*inputs, *outputs, *held]
-            run_on_cpu(program.module, target_of(SM90), arguments, pipeline=program.pipeline, seed=seed)
+            run_on_cpu(program.module, target_of(where), arguments, pipeline=program.pipeline, seed=seed)
             here.check(inputs, here.reference(inputs), outputs)
 
 
