@@ -48,7 +48,7 @@ class HashState(Buffers):
     votes
         Shared: tokens of the part that reach the threshold, as bits.
     first, last, upcoming, word
-        Of the pieces in flight: their ends, a lane's place, and its tokens.
+        The ends of the pieces in flight, a lane's place in them, and its tokens.
     listed
         Shared: how many tokens go to the list, and where.
     further
@@ -63,7 +63,7 @@ class HashState(Buffers):
     share, from_band, bands
         Bands of a thread block, the first of its own, and how many these are.
     begin, many
-        Of them those whose places are in shared memory.
+        The first of these bands whose places are in shared memory, and how many they are.
     base
         The first token of the thread block's part.
     stride
@@ -136,9 +136,9 @@ class ProductState(Buffers):
     group, member
         In a fragment its row or token, of eight, and its vector of a chunk, of four.
     block
-        Of those of the group of lists.
+        Which thread block of the group of lists it is.
     first_list, first_row, rows
-        Of the group.
+        The group's first list, its first row, and how many rows it has.
     begin
         The first of the thread block's frequent tokens.
     part, many
@@ -163,11 +163,11 @@ class ProductState(Buffers):
     chains
         Sums.
     base, at
-        Where the embedding is, and tokens of the job that is asked for.
+        The embedding's address, and those of the tokens of the job that is requested next.
     passed, asked, job
-        What a lane has from another one; whether a job is asked for; the number of a job.
+        A register from another lane; whether a job is requested; the number of a job.
     score, key, bits, largest, other_bits
-        Of a lane: a score, its key and ordered bits, and the largest of these bits and another lane's.
+        A lane's score, its key and ordered bits, the largest of these bits, and another lane's.
     keys, own_from, own_to
         Where the first token's key is to be, and which of the tokens are the row's.
     some_names, held

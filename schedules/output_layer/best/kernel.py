@@ -11,7 +11,7 @@ collect_near    the tokens that reach the same bound
 join_pairs      the row's maximum and sum of exponentials
 rank            these tokens in order, the k best to their places; `rank_few` in one step, if they are few
 write_absent    what stands where there are no tokens left
-write_asked     the probabilities of tokens that were asked for
+write_asked     the probabilities of the tokens in `ids`
 
 The bound is no more than the best token of the k-th best tile, so k tokens at least reach it, and no search among
 tokens is needed. Where too many tiles or tokens reach it, as with equal scores,
@@ -75,15 +75,15 @@ def clear(e: TileSearchSizes) -> Callable[..., Any]:
 
 
 def near_position(e: TileSearchSizes, s: Any, i: Any) -> Any:
-    """The i-th word of the tiles that were collected."""
+    """The i-th token of the tiles that were collected."""
     return T.Cast("int32", key_index(s.keys[i // e.tile_n])) * e.tile_n + i % e.tile_n
 
 
 def begin_near(e: TileSearchSizes) -> Callable[..., Any]:
-    """Load the words of the tiles that were collected, those that a thread looks at first; the phase is (io, s).
+    """Load the tokens of the tiles that were collected, those that a thread looks at first; the phase is (io, s).
 
     Reads: `keys` and `count`, of tiles.
-    Writes: `near`, how many words these are, none where there are too many tiles; `bits`.
+    Writes: `near`, how many tokens these are, none where there are too many tiles; `bits`.
     Barriers: none.
     """
 
@@ -98,7 +98,7 @@ def begin_near(e: TileSearchSizes) -> Callable[..., Any]:
 
 
 def collect_near(e: TileSearchSizes) -> Callable[..., Any]:
-    """Collect the words that reach the tiles' bound; the phase is (io, s).
+    """Collect the tokens that reach the tiles' bound; the phase is (io, s).
 
     Reads: `near` and `bits`, from `begin_near`; `keys` and `bound`, of tiles.
     Writes: `reached`, as far as there is room, and `count`.
@@ -128,7 +128,7 @@ def collect_near(e: TileSearchSizes) -> Callable[..., Any]:
 
 
 def search_tiles(e: TileSearchSizes) -> Search:
-    """Reads: `tops`. Writes: `chosen`, the tiles with the best words, as many as there are up to k."""
+    """Reads: `tops`. Writes: `chosen`, the tiles with the best tokens, as many as there are up to k."""
 
     @T.inline
     def load(io, s, i, j):
@@ -180,7 +180,7 @@ def write_value(io, s, values, at, score, factor):
 
 
 def write_absent(e: SearchSizes) -> Callable[..., Any]:
-    """Reads: `words`. Writes: -1 and no probability by the ranks for which a list has no word. Barriers: none."""
+    """Reads: `words`. Writes: -1 and no probability by the ranks for which a list has no token. Barriers: none."""
 
     @T.inline
     def phase(io, s):
@@ -195,7 +195,7 @@ def write_absent(e: SearchSizes) -> Callable[..., Any]:
 
 
 def write_asked(e: SearchSizes) -> Callable[..., Any]:
-    """Reads: `ids`, their scores, `top`, `d`. Writes: `given`, NaN for a word that there is not. Barriers: none."""
+    """Reads: `ids`, their scores, `top`, `d`. Writes: `given`, NaN for a token that there is not. Barriers: none."""
 
     @T.inline
     def phase(io, s, factor):

@@ -27,7 +27,7 @@ class Search:
     Attributes
     ----------
     number
-        0 of tiles, 1 of words: of their counters.
+        0 of tiles, 1 of tokens: of their counters.
     most
         How many there may be: memory is read so far before their number is known.
     load
@@ -81,7 +81,7 @@ def collect(e: SearchSizes, search: Search) -> Callable[..., Any]:
     """Collect keys that reach a bound, which k of `size` do at least; the phase is (io, s, size, factor).
 
     Reads: `bits`, from `begin_search`.
-    Writes: `held`, `maxima`, `bound`, `keys`, `count`; of tiles `largest`; of all words also `top` and `d` of
+    Writes: `held`, `maxima`, `bound`, `keys`, `count`; of tiles `largest`; of all tokens also `top` and `d` of
         the row, and the normaliser.
     Barriers: several; ends with one.
     """
@@ -238,9 +238,9 @@ def rank(e: SearchSizes, search: Search, keys: str = "keys") -> Callable[..., An
 
 
 def rank_few(e: TileSearchSizes, search: Search) -> Callable[..., Any]:
-    """`rank` of the words that reach the tiles' bound, in one step if they are few. The phase is (io, s, factor).
+    """`rank` of the tokens that reach the tiles' bound, in one step if they are few. The phase is (io, s, factor).
 
-    Reads: `count`, `reached`, with zeros behind it.
+    Reads: `count`, `reached`, with zeros after it.
     Writes: what the search's `place` does.
     Barriers: one, at the end, if they are many.
     """
@@ -292,7 +292,7 @@ def choose_tiles(e: TileSearchSizes, search: Search) -> Callable[..., Any]:
 
 
 def rank_tiles(e: TileSearchSizes, search: Search) -> Callable[..., Any]:
-    """The k best tiles, where more tiles or words reach the bound than are looked through. The phase is (io, s, size,
+    """The k best tiles, where more tiles or tokens reach the bound than are looked through. The phase is (io, s, size,
     factor).
 
     Reads: `count`; `keys`; or `tops` of the row.

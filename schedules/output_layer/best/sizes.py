@@ -18,7 +18,7 @@ MAX_K = 256
 MAX_DIRECT = 8192
 # Maxima that it ranks at least.
 LEAST_GROUPS = 64
-# Up to such a k it bounds tiles by so many maxima, where it finds them by their scores alone.
+# The largest k for which tiles are bounded by `FEW_GROUPS` maxima, where they are found by their scores alone.
 FEW, FEW_GROUPS = 24, 32
 # Tokens that it ranks at the most without a bound of their own, where k is small.
 LEAST_NEAR = 256
@@ -58,7 +58,7 @@ def dynamic_shared(wanted: int, static: int) -> int:
 
 
 class SearchSizes:
-    """What the kernel that finds the best words (`best`) asks of a template's sizes."""
+    """What the kernel that finds the best tokens (`best`) asks of a template's sizes."""
 
     k: int
     ids: int
@@ -77,7 +77,7 @@ class SearchSizes:
 
     @property
     def sum_dtype(self) -> str:
-        """Of sums of exponentials."""
+        """The dtype of sums of exponentials."""
         return "float64" if self.whole_sums else "float32"
 
     @property
@@ -87,7 +87,7 @@ class SearchSizes:
 
     @property
     def searched_words(self) -> int:
-        """Words that it searches at a time: all, or those of the best tiles."""
+        """Tokens that it searches at a time: all, or those of the best tiles."""
         raise NotImplementedError
 
     @property
@@ -107,7 +107,7 @@ class SearchSizes:
 
     @property
     def most_near(self) -> int:
-        """Words of the best tiles that it ranks without a bound of their own."""
+        """Tokens of the best tiles that it ranks without a bound of their own."""
         return max(LEAST_NEAR, 2 * self.k)
 
     @property
@@ -168,18 +168,18 @@ class TileSearchSizes(SearchSizes):
 
     @property
     def tile_groups(self) -> int:
-        """Groups of threads by whose best tiles a bound is found, `by_bits`. Of the least, half as many tiles more
-        reach it."""
+        """Groups of threads by whose best tiles a bound is found, `by_bits`. With the fewest groups half as many
+        tiles more reach it."""
         return FEW_GROUPS if self.k <= FEW else self.groups
 
     @property
     def at_once(self) -> int:
-        """Words of the best tiles that are ranked in one step: most often there are no more. 0: in several."""
+        """Tokens of the best tiles that are ranked in one step: most often there are no more. 0: in several."""
         return 2 * FEW_GROUPS if self.by_bits and self.k <= FEW else 0
 
     @property
     def rankers(self) -> int:
-        """Threads that then rank a word."""
+        """Threads that then rank a token."""
         return min(8, self.threads // self.at_once)
 
     @property
@@ -209,5 +209,5 @@ class TileSearchSizes(SearchSizes):
 
     @property
     def near_loads(self) -> int:
-        """Loads of a thread for these words that are in flight together."""
+        """Loads of a thread for these tokens that are in flight together."""
         return min(self.loads, ceildiv(self.most_tiles * self.tile_n, self.threads))

@@ -24,7 +24,7 @@ class State(Buffers):
     index, row, t
         The list, the row of its beam, and the thread.
     words
-        Of the list.
+        Tokens of the list.
     m, d, top
         Maximum and sum of exponentials: a thread's, then the row's.
     whole, rest
@@ -34,7 +34,7 @@ class State(Buffers):
     bits, peak, value, pair, place, rank, near, wanted
         Registers for what is loaded and counted.
     bound
-        Shared: the least key that counts, of tiles and of words.
+        Shared: the least key that counts, of tiles and of tokens.
     count, counters
         Shared: how many keys reached it; and a register with its address (see `selection.counter_address`).
     maxima
@@ -42,7 +42,7 @@ class State(Buffers):
     chosen
         Shared: the best tiles, in order, where more reached the bound than are looked through.
     reached
-        Shared: keys of the words that reached it.
+        Shared: keys of the tokens that reached it.
     pairs
         Shared: each warp's maximum and sum of exponentials, or of `whole_sums` the latter.
     peak, own, need, slot, pivot
@@ -92,14 +92,14 @@ class State(Buffers):
 
     @classmethod
     def of_row(cls, e: TileSearchSizes, io: Any, flat: Any, t: Any) -> State:
-        """Of one row of all lists. A division would stand between the wait and the first load: tiles that are taken as
-        thread blocks come to them are of one list."""
+        """The state of one row of all lists. A division would stand between the wait and the first load: tiles that
+        are taken as thread blocks come to them are of one list."""
         index, row = (0, flat) if e.dynamic else (flat // io.beam, flat % io.beam)
         return cls.alloc(e, e.pool_bytes, index=index, row=row, t=t)
 
 
 def score_at(io: Any, s: State, position: Any) -> Any:
-    """Where the score of a word of the list is, by its position."""
+    """Where the score of a token of the list is, by its position."""
     return io.workspaces["scores"].ptr_to(io.place(s.index, s.row, position))
 
 

@@ -194,8 +194,8 @@ def join_pairs(e: TileSearchSizes) -> Callable[..., Any]:
 
 
 def best_of_lanes(lanes: int) -> Callable[..., Any]:
-    """`best` = the best of so many neighbouring lanes, or of a warp. The phase is (s). Barriers: none, but all lanes
-    take part."""
+    """`best` = the best of `lanes` neighbouring lanes, at most of a warp. The phase is (s). Barriers: none, but all
+    lanes take part."""
 
     @T.inline
     def phase(s):
@@ -234,7 +234,7 @@ def exponentials(e: SearchSizes) -> Callable[..., Any]:
 
 
 def add_up(e: SearchSizes) -> Callable[..., Any]:
-    """Reads: `pairs`, `top`. Writes: `d`, of the row, in the first warp, and behind `pairs`; the normaliser.
+    """Reads: `pairs`, `top`. Writes: `d`, of the row, in the first warp, and after `pairs`; the normaliser.
     Barriers: none. The next one makes the sum visible. The phase is (io, s)."""
 
     @T.inline

@@ -59,10 +59,10 @@ def load_evict_first(words: Any, address: Any) -> tirx.PrimExpr:
 
 # fmt: off
 def find_words(e: Extents) -> Callable[..., Any]:
-    """The ids of a tile's words that this lane loads; the phase is (io, s, p, tile).
+    """The ids of a tile's tokens that this lane loads; the phase is (io, s, p, tile).
 
     Reads: the list.
-    Writes: `word`. Positions beyond the list's words, and tiles beyond the block's last, give a word that there is.
+    Writes: `word`. Positions beyond the list's tokens, and tiles beyond the block's last, give a token that there is.
     Barriers: none.
     """
     find = find_word(e)
@@ -92,13 +92,13 @@ def find_rows(e: Extents) -> Callable[..., Any]:
 
 
 def load_step(e: Extents) -> Callable[..., Any]:
-    """Load a step of the words at `at`; the phase is (s, p, at, step).
+    """Load a step of the tokens at `at`; the phase is (s, p, at, step).
 
     A step is a cache line of each row, which eight lanes load: those of a row and of its neighbour, first of the one,
     then of the other. Four lanes a row, as operands have it, would ask for half a line at a time, which memory answers
     at three quarters of its speed.
 
-    Reads: words.
+    Reads: tokens.
     Writes: `hand` for the step, zeros beyond the last column.
     Barriers: none.
     """

@@ -66,7 +66,7 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         # A product alone may be short enough that it is no gain.
         "overlap": overlaps[-1:] if best_of(problem) else overlaps,
         # Tokens that the L2 cache holds are to stay, and to take the place of what other kernels left there: lines that
-        # leave first never do. Of more tokens than that a part stays if it is not always the oldest one that leaves.
+        # leave first never do. A part of more tokens than that stays if it is not always the oldest one that leaves.
         "evict_first": (0, 1) if is_large(problem) else (0,),
         # Which tokens candidates are may be for the producer kernel to say.
         "prefetch": (0,) if candidates_of(problem) or not machine.has_clusters else (0, 1),
@@ -100,14 +100,14 @@ def default(problem: OutputLayer, machine: Machine) -> Decisions:
 
 
 def few_wide_rows(problem: OutputLayer, machine: Machine, table: Table) -> Decisions:
-    """What is the best point for up to eight wide rows of 16 bits, where whole rows find no room in a ring."""
+    """The best point for up to eight wide rows of 16 bits, where whole rows find no room in a ring."""
     blocks = min(table["blocks"], key=lambda blocks: abs(blocks - machine.cores))
     point = {"tile_m": 8, "tile_n": 32, "reduce_warps": 8, "depth": 1, "staged": 0, "blocks": blocks}
     return point | {"threads": 1024, "overlap": 1, "evict_first": 0, "prefetch": 0}
 
 
 def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[Decisions]:
-    """Points of a table, the best first: all rows in a tile, if there is room, and eight warps that share it. Of wide
+    """Points of a table, the best first: all rows in a tile, if there is room, and eight warps that share it. With wide
     rows each warp has a tile of its own, unless registers hold all hidden states.
     """
     (lists, rows), size = lists_of(problem), numpy_dtype(problem.dtype).itemsize

@@ -4,7 +4,7 @@ What `tiles` tells, and: bulk copies fill the ring, whose stages are tiles of wh
 which one bulk copy brings, whatever a row's length is: loads by row ask for more than the row has where its ends are
 not those of cache lines, as of 1000 columns of 16 bits. As many bytes are in flight as shared memory holds, no register
 waits for memory, and no shuffles part rows. The barrier at which the warps' sums meet tells that all have read a tile;
-then the one `STAGES` later is asked for in its place.
+then the one `STAGES` later is requested into its place.
 
 Where two tiles of 16 tokens exceed shared memory, as of 4096 columns, a tile has eight, which are the other operand:
 `mma` then has 16 rows of hidden states and eight tokens.

@@ -1,7 +1,7 @@
 """The first kernel of `rings` where all tiles are dealt out: a thread block has one ring, of tiles of whole rows.
 
     copy_tile       a bulk copy of a tile
-    ask_tile        the next tile is asked for
+    ask_tile        the next tile is requested
 
 The other phases are those of `tiles.ring` and `tiles.product`; with `dynamic`, those of `taken`.
 """
@@ -63,7 +63,7 @@ def ask_tile(e: Extents) -> Callable[..., Any]:
 
     Reads: `asked`.
     Writes: that, moved on; `ring`, by and by.
-    Barriers: as of `copy_tile`.
+    Barriers: those of `copy_tile`.
     """
     copy = copy_tile(e)
 

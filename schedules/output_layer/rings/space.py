@@ -112,7 +112,7 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
         point["threads"] = THREADS[2] if large and many else THREADS[1]
         if not halves:
             point |= {"staged": 1, "blocks": once, "prefetch": 0, "dynamic": 0}
-    # Of wide rows there may be room for two tiles of eight tokens, beside a fragment that has more rows than there are.
+    # There may be room for two tiles of eight tokens of wide rows, beside a fragment that has more rows than there are.
     for choice in (point, point | {"tile_m": 16, "tile_n": NARROW}) if wide else (point,):
         if allowed(problem, machine, choice) is None:
             yield choice

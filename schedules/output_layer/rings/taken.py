@@ -8,10 +8,10 @@ whose answer it needs a tile later. The second kernel sets the counter back.
     begin_dealing   how many tiles are dealt out
     ask_next        a tile is asked for, and the number of the one after it
     ask_states      the hidden states are asked for, all together
-    end_states      zeros beyond their last column, when the first words are there
+    end_states      zeros beyond their last column, when the first tokens are there
     find_tile       which tile is next, when it is there
     hold_scores     the warps' sums are added up
-    weigh_scores    a tile later, while the next one's words come from shared memory, what these scores add
+    weigh_scores    a tile later, while the next one's tokens come from shared memory, what these scores add
 
 The other phases are those of `ring`. Which thread block adds up what differs from run to run. Results do not: its sums
 of exponentials are in units of whole powers of two (see `device.powers`).
@@ -227,7 +227,7 @@ def find_tile(e: Extents) -> Callable[..., Any]:
     Reads: `tiles`, `full`.
     Writes: `tile`.
     Barriers: none.
-    After: its words are in `ring`.
+    After: its tokens are in `ring`.
     """
     wait = await_stage(e)
 
@@ -243,7 +243,7 @@ def hold_scores(e: Extents) -> Callable[..., Any]:
     """Add up the warps' sums of a tile; the phase is (io, s, p, scores).
 
     Reads: `parts`; the bias.
-    Writes: scores, -inf beyond the list's words; `held` and `held_tile`.
+    Writes: scores, -inf beyond the list's tokens; `held` and `held_tile`.
     Barriers: none.
     """
     pairs, add = e.tile_m * e.tile_n, add_parts(e)
@@ -263,7 +263,7 @@ def hold_scores(e: Extents) -> Callable[..., Any]:
 
 def weigh_scores(e: Extents) -> Callable[..., Any]:
     """What the scores of the tile before add. All warps come here at about the same time, so that nobody else would
-    use the time in which words come from shared memory. The phase is (io, s, p, tops, factor).
+    use the time in which tokens come from shared memory. The phase is (io, s, p, tops, factor).
 
     Reads: `held`, `held_tile`.
     Writes: each row's largest in `tops`; `m` and `d`.

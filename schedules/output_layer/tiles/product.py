@@ -57,7 +57,7 @@ __device__ __forceinline__ unsigned int in_place(unsigned int word) {
 
 
 def in_place(word: Any) -> tirx.PrimExpr:
-    """A word, as something that is known only here."""
+    """A 32-bit word, as something that is known only here."""
     return T.cuda.func_call("in_place", word, source_code=IN_PLACE, return_type="uint32")
 
 
@@ -74,30 +74,30 @@ class State(Buffers):
     words
         Of the list.
     states, kept
-        Hidden states: in registers those in the warp's columns, of each step and each 8 rows the words of two vectors;
-        or in shared memory all rows of a tile, and in registers those of one step; or of the first steps as the one,
-        and of the others as the other.
+        Hidden states: in registers those in the warp's columns, for each step and each 8 rows the registers of two
+        vectors; or in shared memory all rows of a tile, and in registers those of one step; or of the first steps as
+        the one, and of the others as the other.
     hand
-        Words of the steps in hand, likewise.
+        Tokens of the steps in hand, likewise.
     base
         The address of the embedding.
     at, ahead
-        Addresses of the words of the tile in hand and of the next one, at this lane's column of the first step.
+        Addresses of the tokens of the tile in hand and of the next one, at this lane's column of the first step.
     word
-        Ids of the words of the tile after that.
+        Ids of the tokens of the tile after that.
     passed
         What a lane has from another one.
     sums
         Of all pairs of fragments, four a pair.
     parts
-        Shared: each warp's sums of a tile by row and word, of two tiles in turn.
+        Shared: each warp's sums of a tile by row and token, of two tiles in turn.
     m, d
         Of each score that a thread finishes in every tile: the largest so far, and the sum of exponentials over that
         one's; of `whole_sums` the sum's base, and the sum in its unit (see `device.powers`).
     pairs
         Shared: the same of each row, by the warps that have tiles of their own.
     score, added, other, bits
-        Scores, their words' biases, values of another lane, and ordered bits.
+        Scores, their tokens' biases, values of another lane, and ordered bits.
     """
 
     index: Any
@@ -226,7 +226,7 @@ def prefetch_tiles(e: Extents) -> Callable[..., Any]:
 
 def take_tiles(e: Extents) -> Callable[..., Any]:
     """Deal the tiles of a list out to the blocks, and those that have several in hand, one in turn: so at any time all
-    of them read neighbouring words, which memory answers faster than many runs of words at once.
+    of them read neighbouring tokens, which memory answers faster than many runs of tokens at once.
 
     Reads: the list's count.
     Writes: `words`, `tile`, `end`, and empty sums to `m` and `d`, or to `pairs`.
@@ -439,7 +439,7 @@ def multiply_floats(e: Extents) -> Callable[..., Any]:
 
 
 def row_of_group(e: Extents, group: Any) -> Any:
-    """Which of eight words a group of four lanes has. With a ring that of two neighbouring ones is `rows_apart` rows
+    """Which of eight tokens a group of four lanes has. With a ring that of two neighbouring ones is `rows_apart` rows
     further on."""
     if not e.stages or e.rows_apart == 1:
         return group
@@ -479,7 +479,7 @@ def add_parts(e: Extents) -> Callable[..., Any]:
     """Add up the warps' sums of one score of a tile; the phase is (io, s, p, half, scores, row, position).
 
     Reads: `parts`; the bias.
-    Writes: `score` and `scores`, -inf beyond the list's words.
+    Writes: `score` and `scores`, -inf beyond the list's tokens.
     Barriers: none.
     """
     find = find_word(e)
@@ -528,7 +528,7 @@ def finish_scores(e: Extents) -> Callable[..., Any]:
     place in every tile.
 
     Reads: `parts`; the bias.
-    Writes: scores, -inf beyond the list's words; each row's largest in `tops`; `m` and `d`.
+    Writes: scores, -inf beyond the list's tokens; each row's largest in `tops`; `m` and `d`.
     Barriers: none, but all lanes of a warp take part.
     """
     pairs = e.tile_m * e.tile_n
@@ -598,10 +598,10 @@ def join_sums(e: Extents) -> Callable[..., Any]:
 
 def finish_alone(e: Extents) -> Callable[..., Any]:
     """`finish_scores` for a warp that has whole sums in its registers: rows are two of each fragment's, by `member`,
-    and their words lie with eight lanes.
+    and their tokens lie with eight lanes.
 
     Reads: `sums`; the bias.
-    Writes: scores, -inf beyond the list's words; each row's largest in `tops`; `pairs`.
+    Writes: scores, -inf beyond the list's tokens; each row's largest in `tops`; `pairs`.
     Barriers: none, but all lanes of a warp take part.
     """
     find = find_word(e)
@@ -609,7 +609,7 @@ def finish_alone(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def store_score(io, s, p, scores, row, n):
-        """`score`, of the lane's n-th word."""
+        """`score`, of the lane's n-th token."""
         if s.tile[0] * e.tile_n + n * 8 + p.group < s.words[0]:
             if io.bias is not None:
                 s.score[n] = s.score[n] + s.added[n]
@@ -689,7 +689,7 @@ def join_warps(e: TileSizes) -> Callable[..., Any]:
 
 
 def finish_tile(e: Extents) -> Callable[..., Any]:
-    """What is done with a tile that is multiplied; the phase is (io, s, p, scores, tops, factor).
+    """Finish a tile that is multiplied; the phase is (io, s, p, scores, tops, factor).
 
     Reads: `sums`; the bias.
     Writes: scores, -inf beyond the list's tokens; each row's largest in `tops`; what is summed of exponentials.

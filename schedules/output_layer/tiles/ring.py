@@ -38,11 +38,11 @@ class RingState(State):
     asked, part, asked_slot
         The tile that is asked for next, which part of its rows, and the stage that it goes to.
     word, later
-        The word whose row this lane asks for, and the candidate of the tile after it.
+        The token whose row this lane asks for, and the candidate of the tile after it.
     done
         Whether a phase is over.
     policy
-        Of the L2 cache, for words that leave it first.
+        The L2 cache's, for tokens that leave it first.
     """
 
     slot: Any = local("int32")
@@ -85,7 +85,7 @@ def init_ring(e: Extents) -> Callable[..., Any]:
 
 @T.inline
 def copy_words(e, s, tile, to, from_, size, full):
-    """A bulk copy of words of a tile."""
+    """A bulk copy of tokens of a tile."""
     if e.cached > 0:
         if stays_cached(e, tile):
             bulk_copy(to, from_, size, full)
@@ -112,7 +112,7 @@ def begin_ring(e: Extents) -> Callable[..., Any]:
 
 
 def await_stage(e: Extents) -> Callable[..., Any]:
-    """Reads: `full`, `slot`, `turn`. Barriers: none. After: the stage's words are in `ring`. The phase is (s, p)."""
+    """Reads: `full`, `slot`, `turn`. Barriers: none. After: the stage's tokens are in `ring`. The phase is (s, p)."""
 
     @T.inline
     def phase(s, p):
@@ -171,6 +171,6 @@ def next_stage(e: Extents) -> Callable[..., Any]:
 
 @T.inline
 def next_asked(e, s):
-    """The stage after that which was asked for. Reads and writes: `asked_slot`. Barriers: none."""
+    """Move on to the stage after the one that was requested. Reads and writes: `asked_slot`. Barriers: none."""
     s.asked_slot[0] = T.Select(s.asked_slot[0] == e.stages - 1, 0, s.asked_slot[0] + 1)
 # fmt: on

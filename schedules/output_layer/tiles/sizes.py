@@ -47,7 +47,7 @@ MOST_TILES = 16
 
 
 def word_bytes(problem: OutputLayer) -> int:
-    """Bytes of all words of a list."""
+    """Bytes of all tokens of a list."""
     return most_words(problem) * problem.hidden * numpy_dtype(problem.dtype).itemsize
 
 
@@ -133,7 +133,7 @@ def launch(extents: Any) -> Any:
 
 
 class TileSizes(TileSearchSizes):
-    """What the first kernels of `tiles` and `warpgroups` know of their tiles: `tile_n` words by `tile_m` rows."""
+    """What the first kernels of `tiles` and `warpgroups` know of their tiles: `tile_n` tokens by `tile_m` rows."""
 
     tile_m: int
     tiles: int  # of a thread block at a time
@@ -150,7 +150,7 @@ class TileSizes(TileSearchSizes):
 
     @property
     def word_groups(self) -> int:
-        """Eights of words of a tile."""
+        """Eights of tokens of a tile."""
         return self.tile_n // 8
 
     @property
@@ -178,9 +178,9 @@ class Extents(TileSizes):
     Attributes
     ----------
     dtype, hidden
-        Of hidden states and tokens.
+        The dtype and the columns of hidden states and tokens.
     k, ids
-        Tokens to be found in a row, and tokens that were asked for. 0 of `candidate_logits`, which finds none.
+        Tokens to be found in a row, and tokens whose probabilities are wanted. `candidate_logits` finds none: 0.
     m
         Candidates of a list; 0 of the exact head.
     block
@@ -250,8 +250,8 @@ class Extents(TileSizes):
 
     @property
     def words_second(self) -> bool:
-        """Whether words are operand B of the product, and hidden states operand A; otherwise it is the other way. What
-        a lane loads of a word is a fragment of B as it is, and half of two of A: so words of a ring are B where A has
+        """Whether tokens are operand B of the product, and hidden states operand A; otherwise it is the other way. What
+        a lane loads of a token is a fragment of B as it is, and half of two of A: so tokens of a ring are B where A has
         rows enough."""
         return self.tile_n == NARROW or (self.whole and self.dtype != "float32" and self.tile_m >= 16)
 
@@ -267,7 +267,7 @@ class Extents(TileSizes):
 
     @property
     def in_hand(self) -> int:
-        """Steps of words in registers."""
+        """Steps of tokens in registers."""
         return 1 if self.stages else self.depth
 
     @property
@@ -315,14 +315,14 @@ class Extents(TileSizes):
 
     @property
     def early(self) -> bool:
-        """Whether words that are constant are read before the producer kernel has ended: those of a vocabulary, where
+        """Whether tokens that are constant are read before the producer kernel has ended: those of a vocabulary, where
         they go to registers. A ring that is filled so early gains nothing on an H200: the wait takes longer by as much.
         """
         return self.overlap > 0 and not self.m and not self.stages
 
     @property
     def held(self) -> int:
-        """Registers of a thread for words and hidden states in hand, and for sums."""
+        """Registers of a thread for tokens and hidden states in hand, and for sums."""
         states = self.held_steps * self.row_groups * 8
         split = 6 * self.row_groups + 12 if self.dtype == "float32" else 0
         operands = self.in_hand * self.tile_n + states + split

@@ -47,7 +47,7 @@ from ..tiles.sizes import STEP, Extents
 
 # fmt: off
 def asked_position(e: Extents, s: Any, p: Place, tile: Any) -> Any:
-    """The position of the word of a tile that this lane asks for. Beyond the list's words, and in tiles beyond the
+    """The position of the token of a tile that this lane asks for. Beyond the list's tokens, and in tiles beyond the
     last, there is one, too."""
     return T.max(T.min(tile * e.tile_n + p.lane % e.tile_n, s.words[0] - 1), 0)
 
@@ -98,7 +98,7 @@ def ask(e: Extents) -> Callable[..., Any]:
             if s.part[0] == e.parts:
                 s.part[0] = 0
                 s.asked[0] = s.asked[0] + e.stride
-                # Loaded a tile ago. What is loaded now nobody may use here, not even to see whether it is a word.
+                # Loaded a tile ago. What is loaded now nobody may use here, not even to see whether it is a token.
                 s.word[0] = named_word(e, io, asked_position(e, s, p, s.asked[0]), s.later[0])
                 load(io, s.index, asked_position(e, s, p, s.asked[0] + e.stride), s.later)
 
