@@ -96,9 +96,8 @@ class Buffers:
                 continue
             shape, dtype = [_of(layout, how["extent"])], _of(layout, how["dtype"])
             if how["scope"] == "scalar":
-                found[field.name] = register(dtype)
-                continue
-            if how["scope"] == "local":
+                buffer = register(dtype)
+            elif how["scope"] == "local":
                 buffer = T.alloc_local(shape, dtype)
             elif how["scope"] == "shared":
                 buffer = T.alloc_shared(shape, dtype)
@@ -106,5 +105,6 @@ class Buffers:
                 buffer = T.decl_buffer(
                     shape, dtype, data=pool.data, elem_offset=_of(layout, how["at"]), scope="shared.dyn"
                 )
+            IRBuilder.name(field.name, getattr(buffer, "source", buffer))
             found[field.name] = buffer
-        return named(cls(**found, **given))
+        return cls(**found, **given)

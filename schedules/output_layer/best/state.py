@@ -105,6 +105,15 @@ def score_at(io: Any, s: State, position: Any) -> Any:
 
 # fmt: off
 @T.inline
+def add_pair(maxima, i, sums, j, largest, sum, top, factor):
+    """The online sum: `maxima[i]` = the larger of itself and `largest`, and `sums[j]` = its exponentials and the
+    `sum` of others relative to that. Scratch is `top[0]`."""
+    top[0] = T.max(maxima[i], largest)
+    sums[j] = sums[j] * T.exp2((maxima[i] - top[0]) * factor) + sum * T.exp2((largest - top[0]) * factor)
+    maxima[i] = top[0]
+
+
+@T.inline
 def sum_lanes(sums, at):
     """`sums[at]` = its sum over the lanes of a warp."""
     for b in T.unroll(5):

@@ -14,7 +14,7 @@ from tvm_sparse.core.template import ceildiv
 from ...device.powers import change_base, over_largest, power_unit
 from ...device.selection import FULL_WARP, bits_value, key_value
 from .sizes import SearchSizes, TileSearchSizes
-from .state import LOWEST, sum_lanes
+from .state import LOWEST, add_pair, sum_lanes
 
 load_pair = T.ptx.ld.global_.v2.f32
 load_whole_pair = T.ptx.ld.global_.v2.f64
@@ -54,10 +54,7 @@ def load_pairs(e: TileSearchSizes) -> Callable[..., Any]:
             else:
                 for i in T.serial((e.blocks - s.t + (e.threads - 1)) // e.threads):
                     load(io, s, i * e.threads + s.t, s.pair[0], s.pair[1])
-                    s.top[0] = T.max(s.m[0], s.pair[0])
-                    s.d[0] = s.d[0] * T.exp2((s.m[0] - s.top[0]) * factor) + s.pair[1] * T.exp2(
-                        (s.pair[0] - s.top[0]) * factor)
-                    s.m[0] = s.top[0]
+                    add_pair(s.m, 0, s.d, 0, s.pair[0], s.pair[1], s.top, factor)
 
     @T.inline
     def load_whole(io, s, block, at):

@@ -34,6 +34,7 @@ from ...device.powers import change_base
 from ...device.selection import FULL_WARP, bits_value, order_bits
 from ...device.state import Buffers, local, pooled, shared
 from ...device.words import load_element
+from ..best.state import add_pair
 from ..lists import count_words, find_word
 from .sizes import Extents, TileSizes
 
@@ -544,10 +545,7 @@ def finish_scores(e: Extents) -> Callable[..., Any]:
                 if e.summed:
                     write(io, s, p, tops, row, s.tile[0])
                     if position < s.words[0]:
-                        s.other[0] = T.max(s.m[i], s.score[0])
-                        s.d[i] = s.d[i] * T.exp2((s.m[i] - s.other[0]) * factor) + T.exp2(
-                            (s.score[0] - s.other[0]) * factor)
-                        s.m[i] = s.other[0]
+                        add_pair(s.m, i, s.d, i, s.score[0], T.float32(1), s.other, factor)
 
     return phase
 
@@ -566,10 +564,7 @@ def join_sums(e: Extents) -> Callable[..., Any]:
         for b in T.unroll(steps):
             s.other[0] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.m[i], 1 << b, 32, 32)
             s.other[1] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[i], 1 << b, 32, 32)
-            s.score[0] = T.max(s.m[i], s.other[0])
-            s.d[i] = s.d[i] * T.exp2((s.m[i] - s.score[0]) * factor) + s.other[1] * T.exp2(
-                (s.other[0] - s.score[0]) * factor)
-            s.m[i] = s.score[0]
+            add_pair(s.m, i, s.d, i, s.other[0], s.other[1], s.score, factor)
 
     @T.inline
     def join_whole(s, i, factor):
@@ -637,10 +632,7 @@ def finish_alone(e: Extents) -> Callable[..., Any]:
         if p.group == 0 and s.top + row < io.beam:
             T.buffer_store(tops, s.bits[0], io.place(s.index, s.top + row, s.tile[0]))
             at = T.meta_var((p.team * e.tile_m + row) * 2)
-            s.score[0] = T.max(s.pairs[at], s.other[0])
-            s.pairs[at + 1] = s.pairs[at + 1] * T.exp2((s.pairs[at] - s.score[0]) * factor) + s.other[1] * T.exp2(
-                (s.other[0] - s.score[0]) * factor)
-            s.pairs[at] = s.score[0]
+            add_pair(s.pairs, at, s.pairs, at + 1, s.other[0], s.other[1], s.score, factor)
 
     @T.inline
     def phase(io, s, p, scores, tops, factor):
