@@ -153,23 +153,25 @@ class Decoder:
         self._take(draw(self.body(self.token[:, None], self.position)))
         self.position += 1
 
+    def capture(self, draw: Draw) -> None:
+        """Record a step as a CUDA graph, which `replay` replays."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # loads kernels and libraries: nothing may be loaded while a graph is captured
+                self.step(draw)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.step(draw)
+
+    def replay(self) -> None:
+        """A step, of the graph: it reads and writes this decoder's tensors, which have to live as long."""
+        self.graph.replay()
+
     def _take(self, drawn: tuple[torch.Tensor, torch.Tensor]) -> None:
         self.token.copy_(drawn[0])
         self.logprob.copy_(drawn[1])
-
-
-def captured(decoder: Decoder, draw: Draw) -> Callable[[], None]:
-    """A step as the replay of a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):  # loads kernels and libraries: nothing may be loaded while a graph is captured
-            decoder.step(draw)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        decoder.step(draw)
-    return graph.replay
 
 
 def seconds_of(step: Callable[[], None], steps: int, device: str) -> float:
@@ -194,13 +196,13 @@ def timed(model: Any, sizes: Sizes, ways: Mapping[str, Draw], device: str, graph
             steps[name] = functools.partial(decoder.step, draw)
             continue
         try:
-            steps[name] = captured(decoder, draw)
+            decoder.capture(draw)
+            steps[name] = decoder.replay
         except RuntimeError as error:  # something waits for the GPU
             print(f"{name}: no CUDA graph: {str(error).partition(chr(10))[0]}")
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for name, step in steps.items():
+    for step in steps.values():
         seconds_of(step, sizes.steps, device)  # warms up
-        del name
     for _ in range(sizes.rounds):
         for name, step in steps.items():
             times[name].append(seconds_of(step, sizes.steps, device))

@@ -1,8 +1,8 @@
 """Time TVMScript's parser with and without `tvm_sparse.core.script`: `python scripts/parser_times.py [TEMPLATE ...]`.
 
-Each template's default point of a realistic problem is built by TVM's own parser, then by the quickened one,
-twice: the second time what is kept of the first is used. Figures are processor seconds of this process, and hardly
-depend on what else the machine does. It needs no GPU. Given no template it writes scripts/results/parser-times.csv.
+Each template's default point of a realistic problem is built by TVM's own parser, then by the quickened one, twice: the
+second time its cache is filled. Figures are processor seconds of this process, which hardly depend on the machine's
+load. It needs no GPU. Given no template it writes scripts/results/parser-times.csv.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MACHINE = resolve("sm_90a")
 
 
 def seconds(template: Template) -> float:
-    """Processor seconds that the program of a realistic problem's default point takes."""
+    """Processor seconds for building the program of a realistic problem's default point."""
     for key in registry.find(template.operator).shapes.REALISTIC:
         problem = registry.parse(key)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import random
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,7 +17,7 @@ from wrong_kernels import PROBLEMS, wrong_kernels
 from tvm_sparse.bench import draws, measure
 from tvm_sparse.bench.draws import Pool
 from tvm_sparse.bench.verification import case_of, verify
-from tvm_sparse.core import drawing, registry
+from tvm_sparse.core import distribution, drawing, registry
 from tvm_sparse.core.problem import Mismatch, Problem, ProblemError
 from tvm_sparse.core.registry import parse
 
@@ -141,6 +142,30 @@ def test_right_kernels_pass_whatever_is_drawn(operator: str) -> None:
     seed = int.from_bytes(os.urandom(4))
     problems = DTYPES[operator]
     passes(problems[seed % len(problems)], seed, 1)
+
+
+@pytest.mark.parametrize("count", [1, thorough(8)])
+@pytest.mark.parametrize("operator", [one.name for one in registry.BUILTIN])
+def test_right_kernels_of_drawn_problems_pass(operator: str, count: int) -> None:
+    """The smallest of many that the operator's distribution draws, so that all its optional inputs come up in time."""
+    seed = int.from_bytes(os.urandom(4))
+    rng = random.Random(seed)
+    kind = registry.find(operator).problem
+    drawn = [distribution.problem(kind, rng) for _ in range(20 * count)]
+    for problem in sorted(drawn, key=distribution.array_bytes)[:count]:
+        passes(problem, seed, 1)
+
+
+@pytest.mark.parametrize("seeded", [2, 3])
+def test_a_row_that_moves_gets_the_number_of_its_new_place(seeded: int) -> None:
+    problem = parse(f"softmax_sample/batch=20,vocab=150,k=8,seeded={seeded}")
+    block = draws.block_of(problem, 7)
+    case = draws.arranged(block, 3, 150)
+    assert len(case.inputs) == len(problem.kernel_inputs)
+    case.check([array.astype(np.float64) for array in case.expected])
+    rows = draws.arranged(block, 3, 20)
+    assert not np.array_equal(rows.expected[0], case.expected[0][:20])
+    passes(problem, seeded, 2)
 
 
 @pytest.mark.parametrize("problem", [thorough(one) for one in AWKWARD], ids=case_id)

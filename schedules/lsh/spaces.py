@@ -12,6 +12,8 @@ from tvm_sparse.operators.lsh_lookup.problem import LshLookup
 from .extents import BUCKET_LANES, CLUSTERS, LOADS, PER_WARP, SLICES, THREADS, CountExtents, Room, shared_limit
 
 USUAL_THREADS = 512
+# Of a thread block where a multiprocessor has several rows: these hide each other's waiting.
+CROWDED_THREADS, CROWDED_LOADS, CROWDED_LANES = 256, 2, 8
 TableProblem = LshLookup | LshCandidates
 
 
@@ -70,7 +72,7 @@ def likely_points(
 
     Lanes for buckets of half as many words again as there are on average, and all of a row's buckets in flight.
     """
-    codes = problem.k**problem.units if isinstance(problem, LshCandidates) else 1 << problem.bits
+    codes = codes_of(problem)
     lanes = next((n for n in BUCKET_LANES if 2 * n * codes >= 3 * problem.vocab), BUCKET_LANES[-1])
     for slices in table["slices"]:
         for cluster in table["cluster"][::-1]:
@@ -87,3 +89,37 @@ def likely_points(
             }
             if allowed(point) is None:
                 yield point
+
+
+def crowded_point(
+    problem: TableProblem, machine: Machine, table: Table, allowed: Callable[[Decisions], str | None]
+) -> Decisions | None:
+    """A point for so many rows that, cut into the largest clusters, more than two thread blocks share a multiprocessor;
+    None for fewer rows, and if there is no point.
+
+    As many thread blocks a row as each have a multiprocessor, else one; several thread blocks exchange buckets, and one
+    of them finishes. On an H200 319 rows took 8 times as long with the clusters that suit few rows, 875 rows twice
+    (`scripts/regret.py`, seeds 1 and 7).
+    """
+    points = list(likely_points(problem, table, allowed))
+    rows = problem.lists * problem.beam
+    if not points or rows * points[0]["cluster"] <= 2 * machine.cores:
+        return None
+    likely = [point for point in points if point["slices"] == points[0]["slices"]]
+    fitting = [point for point in likely if rows * point["cluster"] <= machine.cores]
+    for point in [*fitting, *likely[::-1]]:
+        found = {**point, "exchange": int(point["cluster"] > 1), "finishers": 1}
+        if point not in fitting:
+            # A lane has up to four words of a bucket.
+            wide = [n for n in BUCKET_LANES if n >= CROWDED_LANES]
+            lanes = next((n for n in wide if 4 * n * codes_of(problem) >= problem.vocab), wide[-1])
+            loads = min(point["loads"], CROWDED_LOADS)
+            found |= {"threads": CROWDED_THREADS, "bucket_lanes": lanes, "loads": loads}
+        if allowed(found) is None:
+            return found
+    return None
+
+
+def codes_of(problem: TableProblem) -> int:
+    """Buckets of a band."""
+    return problem.k**problem.units if isinstance(problem, LshCandidates) else 1 << problem.bits

@@ -14,9 +14,6 @@ from ..softmax_topk.row_scan import row_scan
 from ..softmax_topk.threshold_gate import cluster_gate, threshold_gate
 from ..softmax_topk.warp_rows import warp_rows
 
-# Words that a warp ranks as fast as a thread block, by default.
-MOST_OF_WARP = 32
-
 
 def scan(problem: SoftmaxSample, decisions: Decisions) -> Program:
     from ..softmax_topk.row_scan.kernel import function
@@ -61,29 +58,12 @@ def radix(problem: SoftmaxSample, decisions: Decisions) -> Program:
     return gpu_program(problem, kernel(problem.best, threads, on_gpu(problem, threads)))
 
 
-def few_rows(problem: SoftmaxSample, machine: Machine) -> bool:
-    """Whether each row may have a multiprocessor, which then ranks many words faster than a warp: three rows of 1,431
-    words at k = 128 took 2.1 times as long by warps on an H200 (`scripts/regret.py`, seed 1)."""
-    return problem.batch_extent <= machine.cores and problem.k > MOST_OF_WARP
-
-
-def too_many_clusters(problem: SoftmaxSample, machine: Machine) -> bool:
-    """Whether the smallest clusters leave no multiprocessor for each thread block: 139 rows of 8,610 words took 1.9
-    times as long by clusters of two."""
-    return 2 * problem.batch_extent > machine.cores
-
-
-def never(problem: SoftmaxSample, machine: Machine) -> bool:
-    return False
-
-
 def drawing(
     name: str,
     version: int,
     base: Template[Any],
     program: Callable[[SoftmaxSample, Decisions], Program],
     summary: str,
-    declines: Callable[[SoftmaxSample, Machine], bool] = never,
 ) -> Template[SoftmaxSample]:
     """A template with the space and the defaults of one of softmax_topk's, for the problem of the k best."""
 
@@ -109,14 +89,12 @@ def drawing(
         program=program,
         allowed=allowed,
         explicit_threads=base.explicit_threads,
-        declines=declines,
+        declines=lambda problem, machine: base.declines(problem.best, machine),
     )
 
 
 sample_scan = drawing("sample_scan", 6, row_scan, scan, "as row_scan, then a word drawn of the k best")
 sample_gate = drawing("sample_gate", 4, threshold_gate, gates, "as threshold_gate, then one warp draws a word")
-sample_cluster = drawing(
-    "sample_cluster", 5, cluster_gate, gates, "as cluster_gate, then one warp draws a word", too_many_clusters
-)
-sample_warps = drawing("sample_warps", 3, warp_rows, warps, "as warp_rows, then the row's warp draws a word", few_rows)
+sample_cluster = drawing("sample_cluster", 5, cluster_gate, gates, "as cluster_gate, then one warp draws a word")
+sample_warps = drawing("sample_warps", 3, warp_rows, warps, "as warp_rows, then the row's warp draws a word")
 sample_radix = drawing("sample_radix", 3, radix_select, radix, "as radix_select, then one warp draws a word")

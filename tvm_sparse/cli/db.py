@@ -1,4 +1,4 @@
-"""`tvm-sparse db`: folders of records: what lies there, whether it is sound, and one folder's records in another."""
+"""`tvm-sparse db`: list, check, merge and convert folders of records."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ db = typer.Typer(
 
 @db.command("ls")
 def ls(logs: Logs = None, as_json: AsJson = False) -> None:
-    """List the logs: how many problems, trials and sessions each has, and lines that cannot be used."""
+    """List the logs, with their numbers of problems, trials and sessions, and of lines that cannot be used."""
     with errors():
         from ..records.database import logs_of
 
@@ -100,7 +100,9 @@ def show(
     count: Annotated[int, typer.Option(min=1, help="Of trials, and of reasons.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Show a problem's trials, the fastest first, and why the others failed: how often, with one candidate each."""
+    """Show a problem's trials, the fastest first, and the reasons of failed ones, with their number and one candidate
+    each.
+    """
     with errors():
         from ..records.database import logs_of
         from ..records.queries import failures
@@ -180,7 +182,7 @@ def best(problem: Wanted = "", logs: Logs = None, as_json: AsJson = False) -> No
 
 
 def _states(log: Log) -> dict[str, str]:
-    """How inputs were in each session of a log."""
+    """State of the inputs in each session of a log."""
     return {session.id: session.state for session in log.sessions().values()}
 
 
@@ -189,7 +191,7 @@ def merge(
     sources: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders of records.")],
     logs: Own = None,
 ) -> None:
-    """Append to a folder the records of others that it lacks. Of a problem's rankings the latest session's counts."""
+    """Append to a folder the records of other folders that it lacks. A problem's latest ranking is used."""
     with errors():
         from ..records.database import merge as append
         from ..runtime import paths
@@ -218,7 +220,7 @@ def prune(
 ) -> None:
     """Remove damaged lines, replaced rankings, records of other versions of templates, and trials the machine spoilt.
 
-    Everything is named, and asked about, before it is removed.
+    Lists everything, and asks, before it removes anything.
     """
     with errors():
         from ..records.database import prune as remove
@@ -254,7 +256,7 @@ def migrate(
 ) -> None:
     """Give records of an earlier version the present names of templates and decisions.
 
-    Every figure stays; running it again changes nothing.
+    Times are unchanged; running it again changes nothing.
     """
     with errors():
         from ..records.migrate import migrate as rewrite
@@ -279,8 +281,8 @@ def restamp(
 ) -> None:
     """Give records of a template's earlier version its present one, when both were timed in turns and are as fast.
 
-    It rewrites trials, rankings and predictors; every figure stays, and running it again changes nothing. Times that
-    were not compared mislead: scripts/compare_trees.py compares them.
+    It rewrites trials, rankings and predictors. Times are unchanged, and running it again changes nothing. Compare the
+    times of both versions first, with scripts/compare_trees.py.
     """
     with errors():
         from ..records.migrate import restamp as rewrite
@@ -322,7 +324,7 @@ def diff(one: Path, other: Path, as_json: AsJson = False) -> None:
                 inputs.add(state)
                 note = ", fresh inputs" if state == "fresh" else ""
                 told.append(f"{us(found.seconds)} us{note}, {found.candidate}" if found else "-")
-            # Hot and fresh times have no ratio.
+            # Hot and fresh times cannot be compared.
             faster = ratio(mine.seconds, theirs.seconds) if mine and theirs and len(inputs) == 1 else "-"
             made.add_row(arch, problem, *told, faster)
             rows.append({"arch": arch, "problem": problem, "first": _told(mine), "second": _told(theirs)})
@@ -338,7 +340,7 @@ def _told(record: Best | None) -> dict[str, Any] | None:
 
 @db.command("verify")
 def verify(logs: Logs = None) -> None:
-    """Name file and line of every record that is damaged or missing; the exit code says whether there is any."""
+    """Print file and line of every damaged or missing record; the exit code is 1 if there is any."""
     with errors():
         from ..records.database import verify as check
 
@@ -366,7 +368,7 @@ def export(
         Format.table
     ),
 ) -> None:
-    """Write trials into one table, with all rankings, as CSV or Parquet; as results in T4; or for MetaSchedule."""
+    """Write trials as a table with all rankings (CSV or Parquet), as results in T4, or as a MetaSchedule database."""
     with errors():
         from ..records.database import rows, write_results, write_rows
 
@@ -400,8 +402,8 @@ def import_results(
 ) -> None:
     """Append to a folder of records the trials of a T4 file, or of a MetaSchedule database, that it lacks.
 
-    Results of other tools have no problem and no template of ours: study and report read them where they are, by
-    --logs FILE.json. Of a MetaSchedule database one line that decides anything else than parameters refuses all.
+    Results of other tools cannot be imported: study and report read them directly, by --logs FILE.json. A MetaSchedule
+    database is refused as a whole if a line contains anything but decisions.
     """
     with errors():
         from ..records.database import read_results

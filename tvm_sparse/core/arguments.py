@@ -33,12 +33,12 @@ def matched(
         The problem that the function is for. Arguments that it does not have must not be touched: the finished
         function is to be trimmed of them (`Problem.trimmed`).
     parameters
-        One for each of the operator's inputs and outputs, also of those that the problem does not have.
+        One for each of the operator's inputs and outputs, including those that the problem does not have.
     symbols
-        The extents that are known only at run time, all of one integer type; they are attributes of the result too.
-        Those that only absent arguments have must not be touched.
+        The extents that are known only at run time, all of one integer type; they are attributes of the result too. An
+        extent of absent arguments alone must not be used.
     packed
-        Arrays are known to be aligned to their elements and no more; else as TVM aligns them.
+        Whether arrays are aligned to their elements only. Otherwise TVM's alignment is assumed.
     """
     found: dict[str, Any] = dict(symbols)
     kind = next(iter(symbols.values())).ty.dtype
@@ -65,8 +65,9 @@ def matched(
 
 
 def beside(io: SimpleNamespace, more: Mapping[str, Any]) -> SimpleNamespace:
-    """`io` with further attributes, which replace those of the same name; buffers, such as workspaces, are called after
-    them in emitted code."""
+    """`io` with further attributes, which replace those of the same name. Buffers among them, such as workspaces, get
+    the attribute's name in emitted code.
+    """
     for name, value in more.items():
         if isinstance(value, tirx.Buffer):
             IRBuilder.name(name, value)

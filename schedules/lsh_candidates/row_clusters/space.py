@@ -9,7 +9,7 @@ from tvm_sparse.core.template import Decisions, NotApplicable, Table
 from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
 
 from ...lsh.extents import WARP_SUMS, CompactExtents, CountExtents, HashExtents, Room
-from ...lsh.spaces import count_extents, count_refusal, count_table, likely_points
+from ...lsh.spaces import count_extents, count_refusal, count_table, crowded_point, likely_points
 
 
 def extents(problem: LshCandidates, decisions: Decisions) -> tuple[HashExtents, CountExtents, CompactExtents]:
@@ -37,9 +37,11 @@ def allowed(problem: LshCandidates, machine: Machine, decisions: Decisions) -> s
 
 
 def default(problem: LshCandidates, machine: Machine) -> Decisions:
-    """The likely point; as measured at beam 12 and 40,000 words, if it may be, in larger blocks that find the buckets
-    together and overlap their producer kernel."""
+    """Of few rows the likely point; as measured at beam 12 and 40,000 words, if it may be, in larger blocks that find
+    the buckets together and overlap their producer kernel. Of many rows `crowded_point`."""
     table, restriction = space(problem, machine), partial(allowed, problem, machine)
+    if crowded := crowded_point(problem, machine, table, restriction):
+        return crowded
     likely = next(likely_points(problem, table, restriction))
     measured = {**likely, "threads": 1024, "exchange": 1, "overlap": 1}
     possible = all(measured[name] in values for name, values in table.items()) and restriction(measured) is None

@@ -115,4 +115,5 @@ cluster_gate = Template(
     allowed=space.cluster_allowed,
     features=space.features,
     explicit_threads=True,
+    declines=space.cluster_declines,
 )

@@ -31,7 +31,7 @@ from __future__ import annotations
 from tvm_sparse.core.template import Decisions, Program, Template
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
-from .space import Layout, default, features, space
+from .space import Layout, declines, default, features, space
 
 
 def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
@@ -53,4 +53,5 @@ warp_rows = Template(
     program=build,
     features=features,
     explicit_threads=True,
+    declines=declines,
 )

@@ -177,6 +177,10 @@ class Layout:
         return 8 * self.keys + 4 * self.counts
 
 
+# Words that a warp ranks as fast as a thread block.
+MOST_OF_WARP = 32
+
+
 def space(problem: SoftmaxTopk, machine: Machine) -> Table:
     if problem.vocab > MAX_VOCAB:
         raise NotApplicable(f"vocab={problem.vocab} exceeds {MAX_VOCAB}: a warp would not hold the row in registers")
@@ -187,6 +191,15 @@ def space(problem: SoftmaxTopk, machine: Machine) -> Table:
 
 def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
     return {"rows": 4, "overlap": int(machine.has_clusters)}
+
+
+def declines(problem: SoftmaxTopk, machine: Machine) -> bool:
+    """Whether each row may have a multiprocessor, which then ranks many words faster than a warp.
+
+    On an H200 three rows of 1,431 words at k = 128, and 25 of 1,882 at 51, took 2.1 and 1.7 times as long by warps
+    (`scripts/regret.py`, seeds 1 and 7).
+    """
+    return problem.batch_extent <= machine.cores and problem.k > MOST_OF_WARP
 
 
 def features(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> Features:

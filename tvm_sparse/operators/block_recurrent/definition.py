@@ -16,7 +16,9 @@ from tvm_sparse.operators.sparse_recurrent.definition import recurrence
 
 
 class TileRows:
-    """`sparse_recurrent.definition.Rows` of a weight in tiles: an entry is a group's number * 8 and a column of it."""
+    """`sparse_recurrent.definition.Rows` of a weight in tiles: an entry is a group's number * 8 plus a column in the
+    group.
+    """
 
     def __init__(self, problem: Any) -> None:
         self.problem = problem
@@ -29,7 +31,9 @@ class TileRows:
         return self._first(io, slot // self.units) * COLUMNS
 
     def stop(self, io: Any, slot: Any, gate: Any) -> Any:
-        """Columns beyond the last one, which only a tile's last group can have, are no entries."""
+        """The end of a row's entries. Columns beyond the matrix, which only the last group can
+        have, are not entries.
+        """
         tile = slot // self.units
         first, behind = self._first(io, tile), self._first(io, tile + 1)
         lacking = -self.problem.hidden % COLUMNS

@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LshCandidates(Problem):
-    """The words of each list that a hidden state of its beam hits often enough, and those that are candidates anyway.
+    """For each list, the words with enough hits of a hidden state of its beam, and the words that are always
+    candidates.
 
     `compaction(lsh_lookup(wta_hash(hidden)))`; see these operators for the equations.
     """
@@ -110,7 +111,7 @@ class LshCandidates(Problem):
 
     @property
     def bits(self) -> int:
-        """Of a band code."""
+        """Bits of a band code."""
         return wta.code_bits(self.k, self.units)
 
     def extent(self, name: str | int) -> int:
@@ -126,7 +127,7 @@ class LshCandidates(Problem):
         return ("hidden",)
 
     def redrawn(self, rng: np.random.Generator) -> Problem:
-        """With beams, bands and room for words of other numbers."""
+        """The problem with other numbers of rows in a beam, of bands, and of places in a list."""
         beam, bands = int(rng.integers(1, self.beam + 1)), int(rng.integers(1, self.bands + 1))
         capacity = max(1, int(self.capacity * rng.choice([0.02, 0.5, 1, 1.5])))
         return dataclasses.replace(self, beam=beam, bands=bands, capacity=capacity)
@@ -182,9 +183,9 @@ class LshCandidates(Problem):
         return self.trimmed(main)
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
-        """Rows standard normal, and words by structure, see `lsh_lookup.tables.word_codes`.
+        """Standard normal rows, and words by structure, see `lsh_lookup.tables.word_codes`.
 
-        `nothing`: as `unseen`, and no word is a candidate anyway. `special`: rows with NaN and infinities.
+        `nothing`: as `unseen`, and without words that are always candidates. `special`: rows with NaN and infinities.
         """
         import numpy as np
 
@@ -211,7 +212,9 @@ class LshCandidates(Problem):
         return [None, None]
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
-        """Of the tables what is looked up if words spread evenly; operations are comparisons and increments."""
+        """Bytes of the tables are those looked up if words are spread evenly; operations are comparisons and
+        increments.
+        """
         rows, looked_at = self.lists * self.beam, self.bands * self.units * self.k
         looked_up = bucket_bytes(self.vocab, rows, self.bands, self.k**self.units, self.table)
         lists = self.lists * (self.capacity + 1) * 4 + bitmap_words(self.vocab) * 4

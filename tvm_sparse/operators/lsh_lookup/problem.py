@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LshLookup(Problem):
-    """Bitmaps of the words of each list: those that a row of its beam hits often enough, and those that always are.
+    """Bitmaps of the words of each list: those with enough hits of a row of its beam, and those that are always chosen.
 
     L[i, j] = number of bands w in which word j has the code codes[l, i, w]; word j is chosen for list l if
     L[i, j] >= threshold for some row i of its beam, or if its bit in `always` is set.
@@ -97,7 +97,7 @@ class LshLookup(Problem):
         return dataclasses.replace(self, lists=extent, beam=few[0], bands=few[1])
 
     def redrawn(self, rng: np.random.Generator) -> Problem:
-        """With beams and bands of other numbers."""
+        """The problem with other numbers of rows in a beam and of bands."""
         beam, bands = int(rng.integers(1, self.beam + 1)), int(rng.integers(1, self.bands + 1))
         return dataclasses.replace(self, beam=beam, bands=bands)
 
@@ -105,13 +105,13 @@ class LshLookup(Problem):
         return draw_threshold(rng, self.bands)
 
     def definition(self) -> tirx.PrimFunc:
-        """All words of a list at a time."""
+        """The function that processes all words of a list at once."""
         return self.by_slices(ceildiv(self.vocab, BITS) * BITS)
 
     def by_slices(self, counted: int) -> tirx.PrimFunc:
         """The function that counts the hits of `counted` words at a time, a multiple of 32.
 
-        Each slice goes through all buckets.
+        Each slice scans all buckets.
         """
         from tvm.script import tirx as T
 
@@ -151,9 +151,9 @@ class LshLookup(Problem):
         return self.trimmed(main)
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
-        """Codes of rows drawn evenly, and words by structure, see `tables.word_codes`.
+        """Uniformly drawn codes of rows, and words by structure, see `tables.word_codes`.
 
-        `nothing`: as `unseen`, and no word is a candidate anyway.
+        `nothing`: as `unseen`, and without words that are always chosen.
         """
         import numpy as np
 
@@ -175,7 +175,7 @@ class LshLookup(Problem):
         return [None]
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
-        """Of the tables what is looked up; operations are increments and comparisons of hit counts."""
+        """Bytes of the tables are those looked up; operations are increments and comparisons of hit counts."""
         rows = self.lists * self.beam
         looked_up = bucket_bytes(self.vocab, rows, self.bands, 1 << self.bits, self.table)
         increments = rows * self.bands * max(1, self.vocab >> self.bits)

@@ -144,9 +144,6 @@ def softmax_sample(
     values, indices
         With `best` only: `(batch, best)` float32 log-probabilities as `logprobs`, and `(batch, best)` int64 words w_i.
 
-    A row with NaN or +inf, or with nothing above -inf, has no distribution: its token is the first word in the order
-    (NaN counts as the largest), and its log-probability NaN. A word at -inf is never drawn from another row.
-
     Raises
     ------
     TypeError
@@ -157,6 +154,11 @@ def softmax_sample(
         greedy, a `top_p` of 0 or less leaves w_1.
     RuntimeError
         If `logits` requires a gradient: there is none of a token.
+
+    Notes
+    -----
+    A row with NaN or +inf, or with nothing above -inf, has no distribution: its token is the first word in the order
+    (NaN counts as the largest), and its log-probability NaN. A word at -inf is never drawn from another row.
 
     When not to use it: for flat distributions without top_k, which torch.multinomial, or adding Gumbel noise to logits
     before their largest is taken, draw from faster; where scores are changed word by word of each row before

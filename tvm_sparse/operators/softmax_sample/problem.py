@@ -219,11 +219,16 @@ class SoftmaxSample(Problem):
         """With uniform numbers that are given: where they come from takes one warp of a row a few instructions."""
         return dataclasses.replace(self, seeded=0)
 
+    @property
+    def counts_rows(self) -> bool:
+        """Where a row's number makes its uniform number."""
+        return self.seeded > 1
+
     def sample(self, inputs: Sequence[Any], rows: np.ndarray) -> list[Any]:
-        """As of any problem; where a row's number makes its uniform number, the rows follow as one more input, which
-        the reference reads and kernels do not have."""
+        """As of any problem; where rows are counted, their numbers follow as one more input, which the reference reads
+        and kernels do not have."""
         some = super().sample(inputs[: len(self.kernel_inputs)], rows)
-        return [*some, self._numbers(inputs)[rows]] if self.seeded > 1 else some
+        return [*some, self._numbers(inputs)[rows]] if self.counts_rows else some
 
     @property
     def scaled(self) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ def fresh(like: Any) -> tuple[int, tuple[Any, ...]]:
         return OF_CALL, (int(torch.empty((), dtype=torch.int64).random_()), 0)
     if torch.cuda.is_current_stream_capturing():
         return GIVEN, (torch.rand(like.shape[:-1], device=like.device),)
-    generator = torch.cuda.default_generators[like.device.index]
+    generator = torch.cuda.default_generators[like.get_device()]
     with _lock:
         at = generator.get_offset()
         generator.set_offset(at + STEP)
