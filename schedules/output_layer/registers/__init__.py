@@ -1,6 +1,6 @@
 """The output layer through tensor cores, tokens straight from global memory to registers: before Hopper, and for beams.
 
-What `tiles` tells, and: 16 bytes a lane are loaded, whole cache lines, each lane for its neighbour too, and parted by
+See `tiles` first. 16 bytes a lane are loaded, whole cache lines, each lane for its neighbour too, and parted by
 shuffles. As soon as a step is multiplied, the one `depth` steps later is loaded, be it of the next tile, so that as
 many are in flight at any time. Token ids of candidates are read one tile further ahead. The first steps of a vocabulary
 that the caller says is constant are loaded before the producer kernel has ended.

@@ -1,4 +1,4 @@
-"""The first kernel of `tiles` with `dynamic`: a ring of whole tiles, the last of which nobody is given.
+"""The first kernel of `rings` with `dynamic`: a ring of whole tiles, the last of which no thread block is given.
 
 Memory answers some multiprocessors sooner than others. So that they end together, so many percent of the tiles are
 dealt out to no thread block: one that has asked for its own tiles takes the next of the others by a counter in memory,

@@ -133,7 +133,7 @@ def launch(extents: Any) -> Any:
 
 
 class TileSizes(TileSearchSizes):
-    """What the first kernels of `tiles` and `warpgroups` know of their tiles: `tile_n` tokens by `tile_m` rows."""
+    """Sizes of the first kernels' tiles, those of `warpgroups` too: `tile_n` tokens by `tile_m` rows."""
 
     tile_m: int
     tiles: int  # of a thread block at a time

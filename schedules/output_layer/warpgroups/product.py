@@ -22,7 +22,7 @@ and the other warps, each with a tile of words of its own,
 All together in the end,
 
     tell_sums       what each warp knows of its rows
-    join_warps      a block's sums of exponentials (of `tiles`)
+    join_warps      a block's sums of exponentials  (`tiles.product`)
 """
 
 from __future__ import annotations
