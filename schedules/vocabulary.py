@@ -6,7 +6,10 @@ use no other ones; an operator of another package declares its own words with it
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
+
+from tvm_sparse.core.candidate import Candidate
 
 DECISIONS: Mapping[str, str] = {
     # How the work is divided.
@@ -51,7 +54,6 @@ DECISIONS: Mapping[str, str] = {
         " than in a tile of their own."
     ),
     "pack": "Samples of a batch, or rows of a beam, side by side in memory, so that one load serves them all.",
-    "copies": "Copies of a row in shared memory, each in banks of its own, so that fewer lanes wait for the same bank.",
     "staged": (
         "1: what is used again, the operand of all tiles or a row, is kept in shared memory; 0: in registers; 2: half"
         " of it in each."
@@ -77,7 +79,6 @@ DECISIONS: Mapping[str, str] = {
     ),
     "gated": "1: of tiles but the first, only scores of rows in which they reach a bound are written; 0: all are.",
     "deferred": "1: a tile with survivors is copied, and searched after the stream; 0: it is searched in the stream.",
-    "direct": "1: all scores of a row are searched; 0: those of its best tiles, which are found first.",
     "skip": "1: an element below the least of the k best is passed over, which the paper does not do.",
     "kept": "1: exponentials are kept, and scaled in the end; 0: they are taken again.",
     # CPU.
@@ -131,14 +132,78 @@ RENAMED: Mapping[str, Mapping[str, str | Mapping[int, Mapping[str, int]]]] = {
 }
 
 # Decisions that came later, at the values that mean the programs of before: by template, behind those that there were.
-ADDED: Mapping[str, Mapping[str, int]] = dict.fromkeys(
-    ("head_tiles", "candidate_tiles", "candidate_tiles_product"),
-    {"prefetch": 0, "stages": 0, "direct": 0, "dynamic": 0, "cached": 0},
-) | {
+ADDED: Mapping[str, Mapping[str, int]] = {
     "fused_step": {"late_words": 0, "apart": 0},
     "held_rows": {"staged": 0, "row_bound": 0},
     **dict.fromkeys(("threshold_gate", "cluster_gate", "sample_gate", "sample_cluster"), {"unroll": 1}),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Heir:
+    """A template that has taken over some points of another one, with the same programs.
+
+    Attributes
+    ----------
+    template, version
+        Its name, and the version at which it did.
+    dropped
+        Decisions that it has not, at the values at which its points mean the same.
+    values
+        Values of other decisions that its points have, where it has not all.
+    """
+
+    template: str
+    version: int
+    dropped: Mapping[str, int]
+    values: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+    def takes(self, decisions: Mapping[str, int]) -> bool:
+        """Whether a point is one of its own."""
+        return all(decisions[name] == value for name, value in self.dropped.items()) and all(
+            decisions[name] in values for name, values in self.values.items()
+        )
+
+
+def _registers(name: str) -> tuple[Heir, ...]:
+    """Tiles of warps of their own are as many as registers have room for: 16, or fewer where 16 were not allowed."""
+    dropped = {"stages": 0, "direct": 0, "dynamic": 0, "cached": 0}
+    return (
+        Heir(name, 1, {**dropped, "tiles": 1}, {"reduce_warps": (2, 4, 8, 16)}),
+        Heir(name, 1, {**dropped, "tiles": 16}),
+    )
+
+
+def _lists(name: str, direct: int) -> Heir:
+    shape = {"tile_m": 8, "tile_n": 16, "reduce_warps": 1, "staged": 1, "overlap": 1, "evict_first": 0, "prefetch": 0}
+    return Heir(name, 1, {**shape, "direct": direct, "dynamic": 0, "cached": 0}, {"stages": (2, 3)})
+
+
+_SHARED = {"reduce_warps": 8, "tiles": 1, "overlap": 1, "direct": 0}
+# Templates that were divided: by name and last version, those that have their points now.
+DIVIDED: Mapping[tuple[str, int], tuple[Heir, ...]] = {
+    ("head_tiles", 9): (
+        *_registers("head_registers"),
+        Heir("head_rings", 1, {**_SHARED, "depth": 0, "stages": 2}),
+        Heir("head_warp_rings", 1, {**_SHARED, "dynamic": 0}, {"stages": (2, 3), "depth": (2, 3, 4, 5)}),
+    ),
+    ("candidate_tiles", 3): (*_registers("candidate_registers"), _lists("candidate_warp_rings", 1)),
+    ("candidate_tiles_product", 1): (
+        *_registers("candidate_registers_product"),
+        _lists("candidate_warp_rings_product", 0),
+    ),
+}
+
+
+def present(candidate: Candidate) -> Candidate:
+    """A candidate as records hold it, with the template that has its point now, and decisions under their present names
+    (`renamed`)."""
+    decisions = renamed(candidate.template, candidate.decisions)
+    for heir in DIVIDED.get((candidate.template, candidate.version), ()):
+        if heir.takes(dict(decisions)):
+            left = tuple((name, value) for name, value in decisions if name not in heir.dropped)
+            return Candidate(heir.template, heir.version, left)
+    return dataclasses.replace(candidate, decisions=decisions)
 
 
 def renamed(template: str, decisions: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:

@@ -20,7 +20,7 @@ from tvm_sparse.core.template import NotApplicable, Template
 
 OUTPUT = Path(__file__).parent / "results" / "parser-times.csv"
 TEMPLATES = (
-    *("held_rows", "threshold_gate", "warp_rows", "softmax_streamed", "head_tiles", "fused_step", "tensor_core"),
+    *("held_rows", "threshold_gate", "warp_rows", "softmax_streamed", "head_rings", "fused_step", "tensor_core"),
     *("warp_gather", "persistent_rows"),
 )
 MACHINE = resolve("sm_90a")

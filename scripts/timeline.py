@@ -43,11 +43,10 @@ from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.registry import parse
 from tvm_sparse.runtime.loading import with_workspaces
 
-GATE, HELD, TILES, GROUPS, STEP = (
+GATE, HELD, LAYER, STEP = (
     f"tvm_sparse.schedules.{part}"
     for part in (
-        "softmax_topk.threshold_gate", "softmax_topk.held_rows", "output_layer.tiles", "output_layer.warpgroups",
-        "lsh_topk.fused_step",
+        "softmax_topk.threshold_gate", "softmax_topk.held_rows", "output_layer", "lsh_topk.fused_step",
     )
 )  # fmt: skip
 GATES = {
@@ -59,15 +58,14 @@ GATES = {
     ),
 }  # fmt: skip
 PRODUCTS = (
-    "prefetch_tiles", "take_tiles", "load_states", "bring_states", "multiply_step", "write_parts", "finish_scores",
-    "join_sums", "finish_alone", "join_warps",
+    "prefetch_tiles", "take_tiles", "load_states", "bring_states", "multiply_step", "finish_tile", "join_tiles",
 )  # fmt: skip
+RINGS = ("init_ring", "await_stage")
 BEST = {
-    f"{TILES}.best": (
-        "clear", "load_pairs", "begin_search", "collect", "find_tops", "bound_tiles", "collect_bits", "begin_near",
-        "join_lanes", "collect_near", "join_pairs", "rank", "rank_few", "write_absent",
-    )
-}  # fmt: skip
+    f"{LAYER}.best.kernel": ("clear", "begin_search", "begin_near", "collect_near", "write_absent"),
+    f"{LAYER}.best.sums": ("load_pairs", "join_lanes", "join_pairs"),
+    f"{LAYER}.best.search": ("collect", "find_tops", "bound_tiles", "collect_bits", "rank", "rank_few"),
+}
 # The factories of each template's phases, by the module that assembles them.
 PHASES: dict[str, dict[str, tuple[str, ...]]] = {
     "cluster_gate": GATES,
@@ -83,18 +81,22 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
         f"{HELD}.cluster": ("send_keys", "sum_of_warp"),
         f"{HELD}.rank": ("gather_parts", "rank_at_once", "add_up"),
     },
-    "head_tiles": {
-        f"{TILES}.product": PRODUCTS,
-        f"{TILES}.ring": (*PRODUCTS, "init_ring", "begin_asking", "await_stage"),
-        f"{TILES}.dynamic": (
+    "head_registers": {f"{LAYER}.registers.kernel": PRODUCTS, **BEST},
+    "head_warp_rings": {f"{LAYER}.warp_rings.kernel": (*PRODUCTS, *RINGS, "begin_asking"), **BEST},
+    "head_rings": {
+        f"{LAYER}.rings.dealt": (
+            "init_ring", "prefetch_tiles", "take_tiles", "load_states", "bring_states", "await_stage",
+            "multiply_step", "write_parts", "finish_scores", "join_tiles",
+        ),
+        f"{LAYER}.rings.taken": (
             "init_ring", "prefetch_tiles", "take_tiles", "ask_states", "load_states", "end_states", "find_tile",
-            "multiply_step", "write_parts", "hold_scores", "weigh_scores", "join_sums",
+            "multiply_step", "write_parts", "hold_scores", "weigh_scores", "join_tiles",
         ),
         **BEST,
     },
     "head_warpgroups": {
-        f"{GROUPS}.kernel": (),
-        f"{GROUPS}.product": ("begin", "fill_ring", "finish_tile", "consume", "tell_sums", "join_warps"),
+        f"{LAYER}.warpgroups.kernel": (),
+        f"{LAYER}.warpgroups.product": ("begin", "fill_ring", "finish_tile", "consume", "tell_sums", "join_warps"),
         **BEST,
     },
     "fused_step": {

@@ -221,8 +221,9 @@ def own_problems(template: Template) -> list[Problem]:
 # CUDA templates whose points are run thread by thread by tests of their own.
 RUN_ELSEWHERE = {
     *("threshold_gate", "cluster_gate", "held_rows", "warp_rows"),
-    *("head_tiles", "head_warpgroups", "candidate_tiles", "candidate_tiles_product", "candidate_streams"),
-    *("row_clusters", "beam_blocks", "fused_step", "cluster_rows", "persistent_rows", "persistent_tiles"),
+    *("head_rings", "head_warp_rings", "head_registers", "head_warpgroups"),
+    *("candidate_warp_rings", "candidate_registers", "candidate_registers_product", "candidate_streams"),
+    *("row_clusters", "fused_step", "cluster_rows", "persistent_rows", "persistent_tiles"),
 }
 
 

@@ -22,7 +22,7 @@ from tvm_sparse.operators.lsh_lookup.definition import slot_of
 
 from ..device.cluster import peer_store
 from ..device.selection import FULL_WARP
-from .extents import PER_WARP, WARP, CountExtents, TableExtents
+from .extents import PER_WARP, WARP, CountExtents
 
 Phase = Callable[..., Any]
 ADD = """
@@ -93,7 +93,7 @@ def clear_counts(e: CountExtents) -> Phase:
     return phase
 
 
-def find_buckets(e: TableExtents) -> Phase:
+def find_buckets(e: CountExtents) -> Phase:
     """Where the buckets of `loads` codes are, all look-ups in flight together; called with (s, io).
 
     Reads: `code`, `band` of each; a `band` of -1 has no bucket. Tables.

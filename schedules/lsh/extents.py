@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
@@ -52,14 +51,13 @@ def cpu_chunk_each(vocab: int, lists: int, machine: Machine) -> int:
 
 @dataclass(frozen=True)
 class HashExtents:
-    """How a thread block hashes a row, or some together: a thread finds the places of `ahead` units at a time."""
+    """How a thread block hashes a row: a thread finds the places of `ahead` units at a time."""
 
     hidden: int
     k: int
     units: int
     dtype: str
     threads: int  # of the thread block
-    rows: int = 1  # that are hashed together
     ahead: int = 1  # units whose columns a thread holds together
     copies: int = 1  # of a row in shared memory, each in banks of its own; a power of two
 
@@ -91,8 +89,8 @@ class HashExtents:
 
     @property
     def row_words(self) -> int:
-        """Words of shared memory of all rows that are hashed together."""
-        return self.rows * self.hidden * self.copies
+        """32-bit words of shared memory that the row and its copies take."""
+        return self.hidden * self.copies
 
     @property
     def column_bytes(self) -> int:
@@ -114,16 +112,6 @@ class HashExtents:
     def held(self) -> int:
         """Columns that a thread holds at a time."""
         return self.column_loads * self.column_bytes // 2
-
-
-class TableExtents(Protocol):
-    """What finding buckets asks for."""
-
-    @property
-    def vocab(self) -> int: ...
-
-    @property
-    def cuckoo(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -250,7 +238,7 @@ class Room:
             spans=count.spans if count else 0,
             cells=count.cells if count else 0,
             row=hashing.row_words if hashing else 0,
-            places=hashing.rows * units if hashing else 0,
+            places=units,
             codes=count.tile if count and not hashing else 0,
             bitmap=compact.bitmap if compact else 0,
         )

@@ -1,8 +1,8 @@
 """The arguments of the output layer's kernels, written once: of `head_topk`, `candidate_topk` and `candidate_logits`.
 
-They compute the same for other words. Here every problem has *lists* of words with *beams* of rows: the exact head has
-one list, the vocabulary, and all rows of the batch are its beam. The *words* of a list are counted by their *positions*
-in it. A template gives a body, a `T.inline` of one argument, the `Arguments`.
+They compute the same for other tokens. Here every problem has *lists* of tokens with *beams* of rows: the exact head
+has one list, the vocabulary, and all rows of the batch are its beam. The tokens of a list are counted by their
+*positions* in it. A template gives a body, a `T.inline` of one argument, the `Arguments`.
 
 This module loads the compiler: templates import it when they build.
 """

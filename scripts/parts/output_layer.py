@@ -10,7 +10,7 @@ from tvm_sparse.core import machine, registry, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.records import Log
-from tvm_sparse.schedules.vocabulary import renamed
+from tvm_sparse.schedules.vocabulary import present
 
 from .register import PARTS, part
 from .results import ROOT, Row, Times, loses, results, where
@@ -296,14 +296,18 @@ def after_product() -> str:
 
 # By template, the event at the end of each phase, in order, and the phases that a kernel has once.
 SEEN = {
+    "head_rings": {
+        "hidden states loaded": ("taken: end_states", "taken: load_states", "dealt: load_states"),
+        "words multiplied": ("taken: join_tiles", "dealt: join_tiles"),
+        "second kernel proceeds": ("kernel: wait",),
+        "best tiles found": ("search: collect_bits", "search: collect"),
+        "their words that count found": ("kernel: collect_near",),
+        "ranked and written": ("search: rank_few", "search: rank"),
+    },
+    # As results of before name its phases.
     "head_tiles": {
-        "hidden states loaded": (
-            "dynamic: end_states",
-            "dynamic: load_states",
-            "ring: load_states",
-            "product: load_states",
-        ),
-        "words multiplied": ("dynamic: join_sums", "ring: join_sums", "product: join_sums"),
+        "hidden states loaded": ("dynamic: end_states", "dynamic: load_states"),
+        "words multiplied": ("dynamic: join_sums",),
         "second kernel proceeds": ("best: wait",),
         "best tiles found": ("best: collect_bits", "best: collect"),
         "their words that count found": ("best: collect_near",),
@@ -432,9 +436,8 @@ def measured_decisions() -> Iterator[tuple[str, Problem, str, str]]:
             problem = registry.parse(f"{operator}/{','.join(f'{axis}={given[axis]}' for axis in axes)}")
             decisions, _, origin = row["kernel"].rpartition(" (")
             run = Candidate.parse(decisions)
-            # Under their present names, with later decisions added.
-            run = dataclasses.replace(run, decisions=renamed(run.template, run.decisions))
-            yield name, problem, str(run), origin.rstrip(")")
+            # Under the present names of template and decisions.
+            yield name, problem, str(present(run)), origin.rstrip(")")
 
 
 OUTPUT_LAYER = (

@@ -13,7 +13,7 @@ from tvm_sparse.core import machine, registry
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.problem import Problem, ProblemError
 from tvm_sparse.runtime.dispatch import Dispatcher
-from tvm_sparse.schedules.vocabulary import renamed
+from tvm_sparse.schedules.vocabulary import DIVIDED, present
 
 from .output_layer import measured_decisions
 from .register import part
@@ -39,9 +39,14 @@ def problem_of(name: str, row: Row) -> Problem | None:
 
 
 def candidate_of(text: str) -> Candidate:
-    """A candidate as written in a file, with the present names of its decisions and decisions added later."""
-    found = Candidate.parse(text)
-    return dataclasses.replace(found, decisions=renamed(found.template, found.decisions))
+    """A candidate as written in a file, with the present names of its template and its decisions."""
+    return present(Candidate.parse(text))
+
+
+def at_last_version(candidate: Candidate) -> Candidate:
+    """The candidate of the present templates, if it is one of an earlier version of a template that was divided."""
+    last = {name: version for name, version in DIVIDED}.get(candidate.template, candidate.version)
+    return present(dataclasses.replace(candidate, version=last))
 
 
 def measured() -> Iterator[tuple[str, Problem, Candidate]]:
@@ -69,7 +74,8 @@ def present_kernels() -> str:
         for name, problem, candidate in measured():
             chosen = today.choice(problem.as_called(), where).candidate
             at_its_version = dataclasses.replace(chosen, version=candidate.version)
-            kind = 0 if chosen == candidate else 1 if at_its_version == candidate else 2
+            earlier = candidate == at_its_version or chosen == at_last_version(candidate)
+            kind = 0 if chosen == candidate else 1 if earlier else 2
             seen.setdefault(name, {})[problem] = kind
     rows = []
     for name, found in sorted(seen.items()):

@@ -1,7 +1,7 @@
 """Time points of a template's space, for use while its kernel is being written.
 
     python scripts/probes/explore.py head_topk/batch=10,vocab=100352,hidden=1024,k=20,dtype=bfloat16 \
-        --template head_tiles --fix tile_m=16 --fix blocks=132,264 --points 60
+        --template head_rings --fix tile_m=16 --fix blocks=132,264 --points 60
 
 The default and random points of the space, restricted by `--fix`, are compiled on all cores, checked on every structure
 of a smaller problem, and timed one after the other on the tuned structure. Wrong ones are reported and not timed.

@@ -255,14 +255,17 @@ def prune(
 def migrate(
     logs: Annotated[list[Path] | None, typer.Argument(help="Folders of records.  \\[default: yours]")] = None,
 ) -> None:
-    """Rename decisions in records of an earlier version. Times are unchanged; running it again changes nothing."""
+    """Give records of an earlier version the present names of templates and decisions.
+
+    Times are unchanged; running it again changes nothing.
+    """
     with errors():
         from ..records.migrate import migrate as rewrite
         from ..runtime import paths
-        from ..schedules.vocabulary import renamed
+        from ..schedules.vocabulary import present
 
         for root in logs or [paths.user_logs()]:
-            for path, count in rewrite(root, renamed).items():
+            for path, count in rewrite(root, present).items():
                 typer.echo(f"{path}: {count} records renamed")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from ..core import machine, registry, spaces
@@ -18,21 +18,21 @@ from .log import rewrite
 from .values import Best, Session, Trial
 
 KINDS = {cls.kind: cls for cls in (Trial, Session, Best)}
-Renamed = Callable[[str, Iterable[tuple[str, int]]], tuple[tuple[str, int], ...]]
+Present = Callable[[Candidate], Candidate]
 Current = Callable[[Trial | Best, Candidate], Candidate]
 
 
-def migrate(root: Path, renamed: Renamed) -> dict[Path, int]:
+def migrate(root: Path, present: Present) -> dict[Path, int]:
     """Rewrite the logs under `root`; returns the number of changed lines of each. Unreadable lines stay as they are.
 
     Parameters
     ----------
-    renamed
-        (template, decisions) -> the decisions under their present names.
+    present
+        (candidate) -> the same point under the present names of its template and its decisions.
     """
 
     def current(record: Trial | Best, candidate: Candidate) -> Candidate:
-        return dataclasses.replace(candidate, decisions=renamed(candidate.template, candidate.decisions))
+        return present(candidate)
 
     return {
         path: rewrite(path, lambda lines: [_migrated(line, current) for line in lines])

@@ -23,7 +23,7 @@ from .look_up import look_up
 from .merge import merge
 from .product import fetch_names, find_share, frequent_each, frequent_first, keep_states, multiply_all, stage_states
 from .space import OCTET, Extents
-from .state import alloc_product_state
+from .state import ProductState
 
 
 # fmt: off
@@ -60,7 +60,7 @@ def product(e: Extents) -> Callable[..., Any]:
             groups = T.meta_var((io.lists + (e.group_lists - 1)) // e.group_lists * e.row_groups)
             flat = T.cta_id([groups * e.group_blocks])
             t = T.thread_id([e.threads])
-            s = T.meta_var(alloc_product_state(e, t))
+            s = T.meta_var(ProductState.of_thread(e, t))
             begin(s, io, flat)
             if e.overlap == 1:
                 start_consumer()

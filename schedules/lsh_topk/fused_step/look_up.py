@@ -23,7 +23,6 @@ all long, they are found again, each as many times as long as makes them fit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from tvm.script import tirx as T
@@ -49,7 +48,7 @@ from ...lsh.buckets import (
 from ...lsh.extents import PER_WARP
 from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
 from .space import PER_VECTOR, SEGMENTS, STRETCHES, WARP, Extents
-from .state import alloc_hash_state
+from .state import HashState
 
 Phase = Callable[..., Any]
 RECEIVED = 4  # hits that a lane has in flight
@@ -370,13 +369,15 @@ def look_up(e: Extents) -> Phase:
     seek, fit, count, elect, take = find_pieces(e), lengthen(e), count_pieces(e), vote(e), list_reached(e)
     tell_all, receive_all = tell(e), receive(e)
 
-    def state(io: Any, t: Any) -> SimpleNamespace:
+    def state(io: Any, t: Any) -> HashState:
         many = io.lists * (e.beam * e.slices)
         if e.cluster == 1:
             work, rank = T.cta_id([many]), 0
         else:
             work, rank = T.cluster_id([many]), T.cta_id_in_cluster([e.cluster])
-        return alloc_hash_state(e, work // e.slices, work % e.slices, rank, t)
+        row = work // e.slices
+        place = {"work_row": row, "work_list": row // e.beam, "slice": work % e.slices, "rank": rank}
+        return HashState.alloc(e, e.hash_bytes, **place, t=t, warp=t // WARP, lane=t % WARP)
 
     @T.inline
     def kernel(io):

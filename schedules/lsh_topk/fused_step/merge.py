@@ -27,7 +27,7 @@ from ...device.powers import LOWEST, change_unit, over_largest, unit_of_bits
 from ...device.region import device_region
 from ...device.selection import FULL_WARP, below, bits_value, key_bits, key_index, key_value
 from ...device.state import Buffers, local, shared
-from ...output_layer.tiles.best import write_value
+from ...output_layer.best.kernel import write_value
 from .product import each_block, frequent_each, frequent_first, turn_of
 from .space import QUAD, SEARCHERS, SURVIVORS, WARP, Extents
 

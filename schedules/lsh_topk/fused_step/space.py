@@ -12,12 +12,12 @@ from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.lsh_topk.problem import LshTopk
 
 from ...lsh.extents import WARP, CountExtents, HashExtents
-from ...output_layer.tiles.space import dynamic_shared
+from ...output_layer.best.sizes import dynamic_shared
 from ...recurrent.sizes import MOST_REGISTERS, register_limit
 
 MMA = 80  # compute capability from which tensor cores take all dtypes
 OVERLAPS = 90  # and programmatic dependent launch is there
-THREADS = (128, 256, 384, 512)
+THREADS = (128, 256, 512)
 HASH_THREADS = (256, 384, 512, 1024)
 WIDE_BEAM = 40  # above which hidden states leave no room for a thread block of the first kernel beside the product's
 KEPT_ROWS = 24  # of a group, at most, of which warps keep hidden states in registers by default
@@ -451,7 +451,7 @@ def space(problem: LshTopk, machine: Machine) -> Table:
         "depth": DEPTHS,
         "staged": (0, 1),
         "words": TILES,
-        "overlap": (0, 1) if machine.capability >= OVERLAPS else (0,),
+        "overlap": (int(machine.capability >= OVERLAPS),),
         "beside": (0, 1) if machine.capability >= OVERLAPS else (0,),
         "late_words": (0, LATE_WORDS),
         "apart": (0, 1) if has_room_apart(machine) else (0,),

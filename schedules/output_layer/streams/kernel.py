@@ -6,7 +6,7 @@ product     the scores of some words of a list
     stage_state     the hidden state comes to shared memory
     multiply        vectors in hand, in whose place the next ones are asked for
     add_lanes       a word's score
-best_of_all the best words of a list (`tiles.best`)
+best_of_all the best words of a list (`best`)
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ...device.region import device_region
 from ...device.selection import FULL_WARP
 from ...device.state import Buffers, local, shared
 from ...device.words import held_address, load_element, load_words, per_word, value_at
+from ..best.kernel import best_of_all
+from ..best.sizes import VECTOR
 from ..interface import gpu_program, rows_shape
-from ..tiles.best import best_of_all
-from ..tiles.space import VECTOR
-from ..tiles.words import count_words, find_word
+from ..lists import count_words, find_word
 from ..words import OutputLayer
 from .space import Extents
 

@@ -10,7 +10,8 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv
 
-from ..tiles.space import THREADS, VECTOR, SearchSizes, require_ranks, require_whole_vectors, search_allowed
+from ..best.sizes import THREADS, VECTOR, SearchSizes, require_ranks, search_allowed
+from ..tiles.sizes import require_whole_vectors
 from ..words import OutputLayer, best_of, block_of, candidates_of, lists_of, most_words
 
 WARP = 32
@@ -22,7 +23,7 @@ TILES = (2, 4, 8, 16)  # warps of a thread block of the first kernel
 LEAST_HELD, MOST_HELD = 2, 16
 # Bytes of a hidden state in static shared memory.
 MOST_STATE = 40 * 1024
-# Words of a list. More are read faster through the rings of `tiles`, which keep as much of memory busy for as long.
+# Words of a list. More are read faster through `warp_rings`, which keep as much of memory busy for as long.
 MOST_WORDS = 4096
 # Bytes of a row up to which its words are read faster by many small thread blocks, with little in hand.
 NARROW = 2048
@@ -112,7 +113,7 @@ class Extents(SearchSizes):
     reduce_threads, vectors, tile_n, tiles, threads, overlap
         The decisions of these names.
     direct
-        As of `tiles`: all scores are searched.
+        1: all scores are searched.
     """
 
     dtype: str

@@ -11,25 +11,14 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv
 from tvm_sparse.operators.head_topk.problem import SIXTEEN, HeadTopk
 
-from ..tiles.space import (
-    MAX_BLOCKS_Y,
-    MAX_TILES_EACH,
-    STEP,
-    THREADS,
-    VECTOR,
-    TileSizes,
-    dynamic_shared,
-    is_large,
-    require_ranks,
-    require_whole_vectors,
-    search_allowed,
-)
+from ..best.sizes import MAX_TILES_EACH, THREADS, VECTOR, dynamic_shared, require_ranks, search_allowed
+from ..tiles.sizes import MAX_BLOCKS_Y, STEP, TileSizes, is_large, require_whole_vectors
 from ..words import OutputLayer, best_of, lists_of, most_words
 
 # Rows of a tile: columns of operand B.
 TILE_M = (32, 64, 128, 16, 8)
-# Bytes of a row up to which `tiles` has whole ones of sixteen hidden states in registers. Of more columns it reads
-# parts: at (10, 64640, 7168) 236 microseconds for 218 here, at (1, 64640, 7168) as many.
+# Bytes of a row up to which `rings` has whole ones of sixteen hidden states in registers. Of wider rows `warp_rings`
+# reads parts: at (10, 64640, 7168) it takes 236 us (218 here), at (1, 64640, 7168) as many.
 WHOLE_BYTES = 11 * 1024
 # Words of a tile: one or two fragments of operand A.
 TILE_N = (16, 32)
@@ -47,8 +36,8 @@ BESIDES = 52
 FIRST_EACH = 32
 # Rounds of tiles from which on it is worth it to find one.
 LEAST_ROUNDS = 3
-# As in `tiles`: registers of a thread of the second kernel, by tiles of a thread. With 512 threads of so many it finds
-# room beside the first one, but for the most.
+# Registers of a thread of the second kernel, by tiles of a thread, as in `best.sizes`. With 512 threads of so many it
+# finds room beside the first one, but for the most.
 SEARCH_REGISTERS = {6: 32, 20: 48, MAX_TILES_EACH: 96}
 
 
@@ -62,7 +51,9 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
     require_whole_vectors(problem)
     require_ranks(problem)
     if problem.batch <= SIXTEEN and problem.hidden * size <= WHOLE_BYTES:
-        raise NotApplicable(f"`tiles` has whole rows of {problem.hidden} columns, and a fragment all {problem.batch}")
+        raise NotApplicable(
+            f"head_rings holds whole rows of {problem.hidden} columns, and a tensor core's fragment all {problem.batch}"
+        )
     if ceildiv(problem.batch, max(TILE_M)) > MAX_BLOCKS_Y:
         raise NotApplicable(f"{problem.batch} rows exceed an axis of the grid")
     most = ceildiv(most_words(problem), min(TILE_N))

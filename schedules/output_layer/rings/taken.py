@@ -1,4 +1,4 @@
-"""The first kernel of `tiles` with `dynamic`: a ring of whole tiles, the last of which nobody is given.
+"""The first kernel of `rings` with `dynamic`: a ring of whole tiles, the last of which no thread block is given.
 
 Memory answers some multiprocessors sooner than others. So that they end together, so many percent of the tiles are
 dealt out to no thread block: one that has asked for its own tiles takes the next of the others by a counter in memory,
@@ -8,10 +8,10 @@ whose answer it needs a tile later. The second kernel sets the counter back.
     begin_dealing   how many tiles are dealt out
     ask_next        a tile is asked for, and the number of the one after it
     ask_states      the hidden states are asked for, all together
-    end_states      zeros beyond their last column, when the first words are there
+    end_states      zeros beyond their last column, when the first tokens are there
     find_tile       which tile is next, when it is there
     hold_scores     the warps' sums are added up
-    weigh_scores    a tile later, while the next one's words come from shared memory, what these scores add
+    weigh_scores    a tile later, while the next one's tokens come from shared memory, what these scores add
 
 The other phases are those of `ring`. Which thread block adds up what differs from run to run. Results do not: its sums
 of exponentials are in units of whole powers of two (see `device.powers`).
@@ -39,11 +39,12 @@ from ...device.region import device_region
 from ...device.selection import next_ticket
 from ...device.state import local, shared
 from ...device.words import held_address
-from .product import (
+from ..best.sizes import VECTOR
+from ..tiles.product import (
     Place,
     add_parts,
     bring_states,
-    join_sums,
+    join_tiles,
     load_states,
     load_vector,
     multiply_step,
@@ -54,8 +55,9 @@ from .product import (
     write_parts,
     write_top,
 )
-from .ring import RingState, await_stage, begin_asking, bring_words, copy_tile, init_ring, next_stage
-from .space import VECTOR, Extents
+from ..tiles.ring import RingState, await_stage, begin_ring, bring_words, init_ring, next_asked, next_stage
+from ..tiles.sizes import Extents
+from .dealt import copy_tile
 
 
 @dataclass
@@ -155,15 +157,15 @@ def end_states(e: Extents) -> Callable[..., Any]:
 
 
 def begin_dealing(e: Extents) -> Callable[..., Any]:
-    """`begin_asking`, and what this kernel has beside a ring; the phase is (io, s, p).
+    """`begin_ring`, and what this kernel has beside a ring; the phase is (s).
 
     Reads: `tile`, `end`. Writes: what that does; `many`, `dealt`, `ticket`, `half`, `held_tile`. Barriers: none.
     """
-    begin = begin_asking(e)
+    begin = begin_ring(e)
 
     @T.inline
-    def phase(io, s, p):
-        begin(io, s, p)
+    def phase(s):
+        begin(s)
         s.many[0] = 0
         s.ticket[0] = 0
         s.dealt[0] = T.max(e.dealt(s.end[0]), 1)
@@ -214,7 +216,7 @@ def ask_next(e: Extents) -> Callable[..., Any]:
                 copy(s)
             else:
                 arrive_expecting(s.full.ptr_to([s.asked_slot[0]]), T.uint32(0))
-            s.asked_slot[0] = T.Select(s.asked_slot[0] == e.stages - 1, 0, s.asked_slot[0] + 1)
+            next_asked(e, s)
 
     return phase
 
@@ -225,7 +227,7 @@ def find_tile(e: Extents) -> Callable[..., Any]:
     Reads: `tiles`, `full`.
     Writes: `tile`.
     Barriers: none.
-    After: its words are in `ring`.
+    After: its tokens are in `ring`.
     """
     wait = await_stage(e)
 
@@ -241,7 +243,7 @@ def hold_scores(e: Extents) -> Callable[..., Any]:
     """Add up the warps' sums of a tile; the phase is (io, s, p, scores).
 
     Reads: `parts`; the bias.
-    Writes: scores, -inf beyond the list's words; `held` and `held_tile`.
+    Writes: scores, -inf beyond the list's tokens; `held` and `held_tile`.
     Barriers: none.
     """
     pairs, add = e.tile_m * e.tile_n, add_parts(e)
@@ -261,7 +263,7 @@ def hold_scores(e: Extents) -> Callable[..., Any]:
 
 def weigh_scores(e: Extents) -> Callable[..., Any]:
     """What the scores of the tile before add. All warps come here at about the same time, so that nobody else would
-    use the time in which words come from shared memory. The phase is (io, s, p, tops, factor).
+    use the time in which tokens come from shared memory. The phase is (io, s, p, tops, factor).
 
     Reads: `held`, `held_tile`.
     Writes: each row's largest in `tops`; `m` and `d`.
@@ -286,29 +288,15 @@ def weigh_scores(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def dynamic_product(e: Extents) -> Callable[..., Any]:
+def product(e: Extents) -> Callable[..., Any]:
     """The kernel, called with (io, scores, tops, sums)."""
     do = SimpleNamespace(
-        init_ring=init_ring(e),
-        prefetch_tiles=prefetch_tiles(e),
-        take_tiles=take_tiles(e),
-        locate_states=locate_states(e),
-        ask_states=ask_states(e),
-        end_states=end_states(e),
-        begin_dealing=begin_dealing(e),
-        ask_next=ask_next(e),
-        load_states=load_states(e),
-        await_stage=await_stage(e),
-        find_tile=find_tile(e),
-        bring_states=bring_states(e),
-        bring_words=bring_words(e),
-        multiply_step=multiply_step(e),
-        write_parts=write_parts(e),
-        hold_scores=hold_scores(e),
-        next_stage=next_stage(e),
-        weigh_scores=weigh_scores(e),
-        join_sums=join_sums(e),
-    )
+        init_ring=init_ring(e), prefetch_tiles=prefetch_tiles(e), take_tiles=take_tiles(e),
+        locate_states=locate_states(e), ask_states=ask_states(e), end_states=end_states(e),
+        begin_dealing=begin_dealing(e), ask_next=ask_next(e), load_states=load_states(e), await_stage=await_stage(e),
+        find_tile=find_tile(e), bring_states=bring_states(e), bring_words=bring_words(e),
+        multiply_step=multiply_step(e), write_parts=write_parts(e), hold_scores=hold_scores(e),
+        next_stage=next_stage(e), weigh_scores=weigh_scores(e), join_tiles=join_tiles(e))
 
     @T.inline
     def multiply(io, s, p, tops, factor):
@@ -319,8 +307,7 @@ def dynamic_product(e: Extents) -> Callable[..., Any]:
             do.bring_words(s, p, 0, step)
             if step == 0:
                 do.weigh_scores(io, s, p, tops, factor)
-            if e.kept_steps > 0:
-                do.bring_states(s, p, step)
+            do.bring_states(s, p, step)
             do.multiply_step(s, step)
 
     @T.inline
@@ -338,10 +325,9 @@ def dynamic_product(e: Extents) -> Callable[..., Any]:
                 do.prefetch_tiles(io, s, p, block)
             if e.staged == 0:
                 do.locate_states(io, s, p)
-            if e.overlap > 0:
-                wait_then_start_consumer()
+            wait_then_start_consumer()
             do.take_tiles(io, s, p, block)
-            do.begin_dealing(io, s, p)
+            do.begin_dealing(s)
             if t == asker(e):
                 for _ in T.serial(e.stages):
                     do.ask_next(io, s)
@@ -364,7 +350,7 @@ def dynamic_product(e: Extents) -> Callable[..., Any]:
                 do.next_stage(s)
                 do.find_tile(s, p)
             do.weigh_scores(io, s, p, tops, factor)
-            do.join_sums(io, s, p, block, sums, factor)
+            do.join_tiles(io, s, p, block, sums, factor)
 
     return kernel
 # fmt: on

@@ -1,4 +1,4 @@
-"""Which words a list has, for kernels that may start before the producer kernel has ended.
+"""Which tokens a list has, for kernels that may start before the producer kernel has ended.
 
 A producer kernel may have made the lists, so these may be read only after the wait for it, by loads that see its
 writes.
@@ -11,13 +11,13 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from .space import SearchSizes
+from .best.sizes import SearchSizes
 
 load_int = T.ptx.ld.global_.s32
 
 
 def count_words(e: SearchSizes) -> Callable[..., Any]:
-    """The phase is (io, index, words). Writes: `words[0]`, how many words list `index` has."""
+    """The phase is (io, index, words). Writes: `words[0]`, how many tokens list `index` has."""
 
     # fmt: off
     @T.inline
@@ -49,14 +49,14 @@ def load_name(e: SearchSizes) -> Callable[..., Any]:
 
 
 def named_word(e: SearchSizes, io: Any, position: Any, name: Any) -> Any:
-    """The word at a position whose candidate is `name`; one that is none gives the nearest word."""
+    """The token at a position whose candidate is `name`; one that is none gives the nearest token."""
     if e.m == 0:
         return name
     return T.max(T.min(name, io.vocab // e.block - 1), 0) * e.block + position % e.block
 
 
 def find_word(e: SearchSizes) -> Callable[..., Any]:
-    """The phase is (io, index, position, word). Writes: `word[0]`, the word at a position of list `index`."""
+    """The phase is (io, index, position, word). Writes: `word[0]`, the token at a position of list `index`."""
     load = load_name(e)
 
     # fmt: off
