@@ -225,7 +225,7 @@ def prune(
     with errors():
         from ..records.database import prune as remove
         from ..runtime import paths
-        from ..schedules.vocabulary import renamed
+        from ..schedules.vocabulary import present
 
         root = logs or paths.user_logs()
         found: dict[Path, Counter[str]] = {}
@@ -234,7 +234,7 @@ def prune(
             found[log.trials_path.parent] = what
             return False
 
-        remove(root, note, gone=gone, renamed=renamed)
+        remove(root, note, gone=gone, present=present)
         for folder, what in found.items():
             typer.echo(f"{folder}: {what.total()} lines")
             for text, number in what.items():
@@ -247,7 +247,7 @@ def prune(
             if not sys.stdin.isatty():
                 fail("prune asks before it removes, and there is nobody to ask; give --yes, or --dry-run", USAGE)
             typer.confirm(f"Remove these {sum(what.total() for what in found.values())} lines?", abort=True)
-        removed = remove(root, lambda log, what: what == found.get(log.trials_path.parent), gone=gone, renamed=renamed)
+        removed = remove(root, lambda log, what: what == found.get(log.trials_path.parent), gone=gone, present=present)
         typer.echo(f"{sum(removed.values())} lines removed")
 
 

@@ -20,7 +20,7 @@ from ..core.template import Launch, NotApplicable
 from . import exchange, space
 from .codec import encode
 from .log import Contents, Log
-from .migrate import Renamed
+from .migrate import Present
 from .values import FOLDER_NAME, Best, Record, Session, Trial, operator_of
 
 
@@ -117,7 +117,7 @@ def prune(
     ask: Callable[[Log, Counter[str]], bool] = lambda log, what: True,
     *,
     gone: bool = False,
-    renamed: Renamed = lambda template, decisions: tuple(decisions),
+    present: Present = lambda candidate: candidate,
 ) -> dict[Path, int]:
     """Remove records that neither look-up nor tuning will read; returns the number of removed lines for each log's
     folder.
@@ -128,8 +128,9 @@ def prune(
 
     Parameters
     ----------
-    renamed
-        (template, decisions) -> the decisions under their present names, as for `migrate`: what it completes stays.
+    present
+        (candidate) -> the same point under the present names of its template and its decisions, as for `migrate`: what
+        that completes stays.
     gone
         Also remove records of templates and operators that this process does not know, including those of plugins that
         are not registered.
@@ -143,12 +144,10 @@ def prune(
         def reason(
             record: Trial | Best, superfluous: Callable[[str, int], str] = superfluous, names: _Names = names
         ) -> str:
-            candidate = record.candidate
+            candidate = present(record.candidate)
             why = superfluous(candidate.template, candidate.version)
             known = None if why else names(candidate.template, record.problem)
-            lacking = [
-                name for name, _ in renamed(candidate.template, candidate.decisions) if name not in (known or ())
-            ]
+            lacking = [name for name in candidate.values if name not in (known or ())]
             return why or ("" if known is None or not lacking else f"{lacking[0]} is none of its decisions now")
 
         last = {best.problem: best for best in bests.bests}
