@@ -495,7 +495,8 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
         }
         e = Extents.of(problem, found)
         words = max((n for n in TILES if n * e.rows * e.parts * 4 <= MOST_PARTS), default=TILES[0])
-        alone = [{"words": words, "beside": 0, "threads": threads} for threads in (512, 256)]
+        few = (128,) if problem.lists > 1 else ()  # of several lists, each with little to do
+        alone = [{"words": words, "beside": 0, "threads": threads} for threads in (*few, 512, 256)]
         together = [{"words": n, "beside": 1} for n in WORDS_BESIDE] if overlap else []
         groups = ceildiv(problem.beam, KEPT_ROWS)
         kept = [
