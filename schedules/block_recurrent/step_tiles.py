@@ -1,4 +1,4 @@
-"""The block recurrent layer on a GPU, a kernel a step: `recurrent.step_kernels` with a weight in tiles."""
+"""The block recurrent layer on a GPU, one kernel per step: `recurrent.step_kernels` with a weight in tiles."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from ..recurrent.step_kernels import LANES, THREADS, build, space
 
 
 def default(problem: BlockRecurrent, machine: Machine) -> Decisions:
-    """A warp for each unit: with 8 lanes a step of two layers took 1.3 and 1.5 times as long on an H200
-    (`scripts/regret.py`, seed 1)."""
+    """A warp for each unit. With 8 lanes, a step of two layers took 1.3 and 1.5 times as long on an H200
+    (`scripts/regret.py`, seed 1).
+    """
     return {"threads": min(THREADS), "reduce_threads": max(LANES)}
 
 

@@ -25,7 +25,8 @@ gpu_program = partial(interface.gpu_program, names={"data": "weight"})
 def output(io: Any, column: Any, value: Any, plain: bool = False) -> tirx.PrimExpr:
     """What is stored in `column` of y for a float32 sum: bias added, activation applied, in y's dtype.
 
-    The bias may be what a producer kernel has written, and is read by a load that sees it, unless it is read `plain`.
+    The bias may be what a producer kernel has written, and is read by a load that sees such writes, unless `plain` is
+    set.
     """
     problem, bias = io.problem, None
     if problem.bias:

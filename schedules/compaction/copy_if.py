@@ -1,6 +1,6 @@
 """Stream compaction on a GPU as a library's copy-if does it, for comparison: a scan to global memory, then a copy.
 
-It asks nothing of the shape, and runs where `bitmap_scan` does not fit.
+The template fits any shape, and runs where `bitmap_scan` does not fit.
 """
 
 from __future__ import annotations

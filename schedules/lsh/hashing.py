@@ -85,8 +85,9 @@ def load_columns(e: HashExtents) -> Phase:
 
 
 def load_further_columns(e: HashExtents) -> Phase:
-    """The same of the thread's units beside the first, as far as there are `count`; called with (s, permutations, at,
-    unit, count): `at` and `unit` are those of the first."""
+    """The next columns of the thread's further units, of `count` units in all; called with (s, permutations, at, unit,
+    count), `at` and `unit` being those of the first unit.
+    """
     load = load_columns(e)
 
     # fmt: off

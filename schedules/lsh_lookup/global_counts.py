@@ -1,7 +1,7 @@
-"""Look-up on a GPU as Figure 4 (a) has it, for comparison: a thread a bucket, counts in global memory.
+"""Look-up on a GPU as Figure 4 (a) has it, for comparison: one thread per bucket, counts in global memory.
 
 A warp takes as long as the longest of its 32 buckets, and neighbouring lanes read words that are far apart. A second
-kernel compares the counts with the threshold, and leaves them zero for the next launch. It asks nothing of the shape,
+kernel compares the counts with the threshold, and leaves them zero for the next launch. The template fits any shape,
 and runs where `shared_counts` does not fit.
 """
 

@@ -1,4 +1,4 @@
-"""A recurrent layer on a GPU, a kernel a step: what runs where no persistent kernel fits.
+"""A recurrent layer on a GPU, one kernel per step: for problems that no persistent kernel fits.
 
 The host loops over the steps, and the end of a kernel is the barrier between them. `reduce_threads` lanes of a warp
 hold a unit: they go through the rows of its gates together, for some sequences at a time, and read the states from the
@@ -13,9 +13,9 @@ from tvm_sparse.operators.sparse_recurrent.problem import RecurrentLayer
 
 THREADS = powers(64, 512)
 LANES = powers(1, 32)
-# Entries of a row for each lane, of the lanes that are taken without tuning.
+# Entries of a row per lane that decide how many lanes are taken without tuning.
 EACH = 4
-# Sequences whose sums are held at once: an entry is read once for them.
+# Sequences whose sums are held together: an entry is read once for all of them.
 SAMPLES = 4
 
 
@@ -67,7 +67,7 @@ def build(problem: RecurrentLayer, decisions: Decisions) -> Program:
         for gate in T.unroll(gates):
             for v in T.unroll(samples):
                 s.sums[gate * samples + v] = T.float32(0)
-            # Groups beyond the last slot take part in the shuffles alone: their row is empty.
+            # Groups beyond the last slot only take part in the shuffles: their row is empty.
             start: T.int32 = rows.start(io, slot, gate)
             stop: T.int32 = rows.stop(io, slot, gate)
             for i in T.serial((stop - start - lane + (lanes - 1)) // lanes):
@@ -84,7 +84,7 @@ def build(problem: RecurrentLayer, decisions: Decisions) -> Program:
 
     @T.inline
     def take_step(io, s, t, b, unit, v):
-        """One sequence of one unit, from its sums."""
+        """Compute one unit's step for one sequence, from its sums."""
         for gate in T.unroll(gates):
             s.one.sums[gate] = s.sums[gate * samples + v]
             s.one.x[gate] = T.Cast("float32", io.x_projected[t, b, gate * hidden + unit])
@@ -107,7 +107,7 @@ def build(problem: RecurrentLayer, decisions: Decisions) -> Program:
 
     @T.inline
     def pass_over(io, t, b, unit):
-        """A step after the last one of its sequence."""
+        """Write the result of a step after the sequence's last one."""
         io.output[t, b, unit] = T.Cast(dtype, T.float32(0))
         if t == 0:
             io.h_n[b, unit] = io.h0[b, unit]

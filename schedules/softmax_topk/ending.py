@@ -40,7 +40,7 @@ class Ending:
 
 
 def end_of_block(ending: Ending) -> Callable[..., Any]:
-    """What a block alone has of an ending; the phase is (arguments, row, t, pool).
+    """The part of an ending that a block which has a row alone executes; the phase is (io, row, t, pool).
 
     Reads, writes, barriers: as `Ending.finish` and `Ending.search`, and one barrier between them.
     """

@@ -1,4 +1,4 @@
-"""The sparse recurrent layer on a GPU, a kernel a step: `recurrent.step_kernels` with a weight of entries."""
+"""The sparse recurrent layer on a GPU, one kernel per step: `recurrent.step_kernels` with a weight of entries."""
 
 from __future__ import annotations
 

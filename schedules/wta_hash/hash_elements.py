@@ -1,6 +1,6 @@
-"""Winner-take-all hashing on a GPU, a thread a code, which reads the row where it is: the plainest way.
+"""Winner-take-all hashing on a GPU, one thread per code, which reads the row from global memory: the plainest way.
 
-It asks nothing of the shape, and is what runs without tuning where `staged_hash` does not fit.
+The template fits any shape, and runs without tuning where `staged_hash` does not fit.
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ from tvm_sparse.core.template import Decisions, Program, Table, Template, ceildi
 from tvm_sparse.formats.wta import index_bits
 from tvm_sparse.operators.wta_hash.problem import WtaHash
 
-# Bands of a task: with fewer, more time goes into the layout of its rows.
+# Bands per task: with fewer, more time goes into the layout of a task's rows.
 CHUNK = powers(64, 1024)
-# Rows of a task.
+# Rows per task.
 SIMD = (8, 16, 32)
-# Tasks that one thread goes through while others would wake up.
+# Tasks that one thread can handle in the time in which others wake up.
 FEW = 2
 
 

@@ -47,12 +47,12 @@ def begin(e: Extents) -> Phase:
     Barriers: none, but all lanes of a warp take part.
     """
     join, send = collect(e), put(e)
-    apart = (e.copy_pitch if e.stages else e.pitch) * WIDEST  # bytes from sample to sample
+    apart = (e.copy_pitch if e.stages else e.pitch) * WIDEST  # bytes from one sample to the next
 
     @T.inline
     def phase(s, io):
         for f in T.unroll(e.fragments):
-            # Samples that there are not are read as the last one; their sums are left out.
+            # Samples beyond the last one are read as the last one; their sums are not used.
             s.samples[f] = T.Cast("uint32", T.min(f * SAMPLES + s.row, e.batch - 1) * apart)
         for j in T.unroll(e.items):
             b = T.meta_var(item(e, s, j)[1])

@@ -14,26 +14,26 @@ from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 
 from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit
 
-TENSOR_CORES = 80  # compute capability from which these multiply bfloat16
+TENSOR_CORES = 80  # the compute capability from which on tensor cores multiply bfloat16
 # Groups that a warp multiplies in one round, a vector of each of two rows a lane: two instructions of a tensor core.
 QUAD = 4
-# Samples of an operand's fragment, and the most that there may be: sums of more take too many registers.
+# Samples of one fragment of operand B, and the most samples: more would take too many registers for sums.
 SAMPLES, MOST_SAMPLES = 8, 32
 THREADS = powers(64, 1024)
 # Rounds of a tile that a warp has in registers.
 REGISTERS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
-# Blocks: tiles of each, as multiples of the fewest that leave no multiprocessor with two blocks.
+# Tiles per thread block, as multiples of the fewest with which no multiprocessor has two blocks.
 MULTIPLES = (1, 2, 3, 4)
 # Registers that a thread needs beside weights, operands and sums (addresses, counts, the gates).
 BESIDES = 44
-SCHEDULED = 12  # of so many registers the compiler takes one more, to have loads in flight
+SCHEDULED = 12  # for every so many registers the compiler takes one more, to have loads in flight
 MOST_LOADS = 8  # 16-byte loads of hidden states that a thread has in flight while it copies them
 MOST_DIRECT = 64  # words of hidden states in flight, where they come straight from the L2 cache
 BATCHED = 2  # rounds whose operands are read at once, of those that are not in registers or whose states are copied
 PAD = 4  # floats between samples of a tile's sums beyond its rows: keeps lanes off each other's banks
-# Rounds of a warp in registers from which on more warps share a tile.
+# Rounds of a warp in registers from which on the default has more warps share a tile.
 ROUNDS = 4
-# How many more groups than is typical the default keeps on the chip: tiles are not equal.
+# How many more groups than a typical tile has the default keeps on the chip: tiles are not equal.
 MORE = 1.1
 
 
@@ -51,7 +51,7 @@ class Extents:
     tiles: int
     across: int  # groups of a full tile
     blocks: int
-    threads: int  # of a thread block
+    threads: int  # threads of a block
     registers: int  # rounds of a tile whose weights a warp has in registers
     stages: int  # 1: hidden states are copied to shared memory; 0: they come straight from the L2 cache
 
@@ -81,7 +81,7 @@ class Extents:
 
     @property
     def most(self) -> int:
-        """Tiles of a thread block at most."""
+        """Tiles of a thread block, at most."""
         return ceildiv(self.tiles, self.blocks)
 
     @property
@@ -90,17 +90,17 @@ class Extents:
 
     @property
     def units(self) -> int:
-        """Units of a thread block at most."""
+        """Units of a thread block, at most."""
         return self.most * self.tile_units
 
     @property
     def items(self) -> int:
-        """Units and samples that a thread finishes at most."""
+        """Items of a thread, at most; an item is a unit and a sample, which one thread finishes."""
         return ceildiv(self.units * self.batch, self.threads)
 
     @property
     def fragments(self) -> int:
-        """Of operand B: eight samples each."""
+        """Fragments of operand B, which have eight samples each."""
         return ceildiv(self.batch, SAMPLES)
 
     # How hidden states lie, in the exchange: [sample][column], each sample a pack of its own.
@@ -123,7 +123,7 @@ class Extents:
 
     @property
     def sent_bytes(self) -> int:
-        """Of a store into the exchange: the states of neighbouring units of a tile."""
+        """Bytes of one store into the exchange: the states of neighbouring units of a tile."""
         return self.at_once * self.itemsize
 
     @property
@@ -138,7 +138,7 @@ class Extents:
 
     @property
     def vectors(self) -> int:
-        """Of all samples."""
+        """Vectors of all samples' states."""
         return self.batch * self.pitch
 
     @property
@@ -160,7 +160,9 @@ class Extents:
 
     @property
     def halves(self) -> int:
-        """Buffers of sums: while one is read, others write the next; a copy's barrier makes up for the second."""
+        """Buffers of sums: while one is read, others write to the next. With a copy of the states one suffices, since
+        the copy has a barrier.
+        """
         return 1 if self.stages else 2
 
     @property
@@ -191,7 +193,7 @@ class Extents:
 
     @property
     def held(self) -> int:
-        """Registers for weights, operands and sums, and for what a thread finishes."""
+        """Registers for weights, operands and sums, and for the items of a thread."""
         return (
             self.rounds * 9
             + self.most
@@ -209,7 +211,7 @@ class Extents:
 
 
 def rounds_of(problem: BlockRecurrent, threads: int) -> int:
-    """Rounds of a warp in a tile as full as a typical one, and somewhat more."""
+    """Rounds of a warp in a tile that is as full as a typical one, or somewhat fuller."""
     groups = min(problem.across, int(problem.typical_groups * MORE) + 1)
     return ceildiv(ceildiv(groups, QUAD), threads // WARP)
 
@@ -268,7 +270,7 @@ def first_allowed(problem: BlockRecurrent, machine: Machine, table: Table) -> De
 
 def default(problem: BlockRecurrent, machine: Machine) -> Decisions:
     found = first_allowed(problem, machine, space(problem, machine))
-    assert found is not None  # the space has seen to it
+    assert found is not None  # the space has made sure that there is one
     return found
 
 

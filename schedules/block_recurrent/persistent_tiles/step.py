@@ -21,19 +21,19 @@ STORE_GLOBAL = {16: T.ptx.st.global_.v4.u32, 8: T.ptx.st.global_.v2.u32}
 
 
 def item(e: Extents, s: Any, j: Any) -> tuple[Any, Any]:
-    """Of the thread's j-th unit and sample: the unit among the block's, and the sample."""
+    """The thread's j-th item: its unit, counted within the thread block, and its sample."""
     number = j * e.threads + s.t
     return number % e.units, number // e.units
 
 
 def is_item(e: Extents, s: Any, j: Any) -> tirx.PrimExpr:
-    """Whether there is such a unit and sample."""
+    """Whether the thread has a j-th item."""
     unit, sample = item(e, s, j)
     return tirx.all(unit < s.count[0], sample < e.batch)
 
 
 def sends(e: Extents, s: Any, j: Any) -> tirx.PrimExpr:
-    """Whether the thread sends the states of its j-th unit and sample, and of the units next to it."""
+    """Whether the thread stores the states of its j-th item and of the units next to it in the exchange."""
     return tirx.all(s.t % e.at_once == 0, is_item(e, s, j))
 
 
@@ -62,7 +62,7 @@ def load_inputs(e: Extents) -> Phase:
 
 
 def take_inputs(e: Extents) -> Phase:
-    """What was loaded is this step's; the phase is (s).
+    """Make the loaded inputs those of this step; the phase is (s).
 
     Reads: `next_x`, `next_reset`, `next_fresh`. Writes: `x`, `reset`, `fresh`. Barriers: none.
     """
@@ -220,7 +220,7 @@ def multiply_rest(e: Extents) -> Phase:
 
 
 def write_parts(e: Extents) -> Phase:
-    """Give this warp's sums of a tile to those who add them up; the phase is (s, k, half).
+    """Put this warp's sums of a tile into shared memory, where they are added up; the phase is (s, k, half).
 
     Reads: `products`. Writes: `parts`. Barriers: none; one of the thread block has to follow.
     """
@@ -228,7 +228,7 @@ def write_parts(e: Extents) -> Phase:
     @T.inline
     def phase(s, k, half):
         for f in T.unroll(e.fragments):
-            for i in T.unroll(4):  # of the rows `row` and `row + 8`, of two neighbouring samples
+            for i in T.unroll(4):  # rows `row` and `row + 8`, each with two neighbouring samples
                 s.parts[part_at(e, half, s.warp, k, f * SAMPLES + s.member * 2 + i % 2, s.row + i // 2 * 8)] = (
                     s.products[f * 4 + i])
 
@@ -274,7 +274,7 @@ def sum_parts(e: Extents) -> Phase:
 
 
 def finish(e: Extents) -> Phase:
-    """An item's new state, to all who need it; the phase is (s, io, step, j, half, slot).
+    """Compute an item's new state, and store it where it is needed; the phase is (s, io, step, j, half, slot).
 
     `slot`: of the exchange, that of the next step. The exchange comes first: all others wait for it.
 
@@ -323,7 +323,7 @@ def finish(e: Extents) -> Phase:
 def write_output(e: Extents) -> Phase:
     """An item's output; the phase is (s, io, step, j).
 
-    Where rows of the output are whole stores of the exchange, one lane writes what was sent: stores of 2 bytes hold up
+    Where rows of the output are whole stores of the exchange, one lane writes what was sent: stores of 2 bytes delay
     the exchange in the L2 cache.
 
     Reads: `sent`, `owns`, `length`. Writes: `output`. Barriers: none.

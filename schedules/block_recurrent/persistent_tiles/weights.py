@@ -47,8 +47,11 @@ def take_tiles(e: Extents) -> Phase:
 
 
 def find_tile(e: Extents) -> Phase:
-    """Reads: `group_start`. Writes: `begin`, `groups`, none of a tile that the block does not have. Barriers: none. The
-    phase is (s, io, k)."""
+    """Where a tile's groups are. Reads: `group_start`. Writes: `begin`, `groups`; no groups beyond the block's last
+    tile.
+
+    Barriers: none. The phase is (s, io, k).
+    """
 
     @T.inline
     def phase(s, io, k):

@@ -11,7 +11,7 @@ from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ..features import features as product_features
 
-# Whole warps, up to 512 threads, to each of which 128 registers are left.
+# Whole warps, up to 512 threads, so that each can have 128 registers.
 THREADS = powers(32, 512)
 # Rows of x of a tile.
 TILE_M = powers(1, 16)

@@ -20,18 +20,19 @@ WARPS_M = powers(1, 4)
 DEPTH = powers(1, 8)
 # Thread blocks that share a long row. 8 is the largest cluster that every GPU with clusters runs.
 CLUSTER = powers(1, 8)
-# Of a thread block: 512 threads, to each of which 128 registers are left.
+# Threads of a block: up to 512, so that each can have 128 registers.
 MAX_WARPS = 16
-# Rows of x of a tile up to which the weight may be loaded before the wait: beyond, the products take so long that the
-# launch matters too little.
+# Rows of x of a tile up to which the weight may be loaded before the wait: with more, the launch is too small a part of
+# the time.
 MAX_AHEAD_M = 8
-# Registers for sums and operands of a thread; beyond, the compiler spills. Found by compiling the space.
+# Registers of a thread for sums and operands; with more the compiler spills. Found by compiling all points of the
+# space.
 MAX_HELD = 176
 # Registers that a thread needs for addresses and counts.
 BESIDES = 24
 # Bytes of static shared memory of a thread block.
 MAX_SHARED = 48 * 1024
-# Thread blocks along the second axis of a grid.
+# Thread blocks along the second axis of a grid, at most.
 MAX_BLOCKS_Y = 65535
 # Columns of a stored block that a lane loads at once, and columns of a step: four octets.
 OCTET, STEP = 8, 32
@@ -90,7 +91,9 @@ def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str |
 
 
 def shared_bytes(decisions: Decisions) -> int:
-    """Of the tiles of partial sums of all warps, and of what rank 0 of a cluster gets from the other ranks."""
+    """Bytes of shared memory: the tiles of partial sums of all warps, and what rank 0 of a cluster gets from the other
+    ranks.
+    """
     tile_m, tile_n, warps_m = decisions["tile_m"], decisions["tile_n"], decisions["warps_m"]
     parts = decisions["reduce_warps"] * warps_m * tile_m * (tile_n + PAD)
     return (parts + (decisions["cluster"] - 1) * warps_m * tile_m * tile_n) * 4

@@ -1,8 +1,7 @@
 """The program of `fused_step`: its workspaces, and its kernels, each a list of phases.
 
-`look_up`   words that reach the threshold
-`product`   here: the frequent words, and those, in a thread block's share of either
-`merge`     the best words of each row
+`look_up` words that reach the threshold `product` in this module: scores of the thread block's share of the frequent
+words, and of those found by `look_up` `merge` the best words of each row
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def program(problem: LshTopk, e: Extents) -> Program:
     first, second, third = look_up(e), product(e), merge(e)
     own = (
         Workspace("bitmap", ("lists", e.bitmap), "uint32"),
-        Workspace("found", ("lists", 2), "int32"),  # words that reach the threshold, and rows that are done
+        Workspace("found", ("lists", 2), "int32"),  # how many words reached the threshold, and how many rows are done
         Workspace("queue", ("lists", e.vocab), "int32", fill=None),  # these words
         Workspace("keys", ("rows", "frequent"), "uint64", fill=None),
         Workspace("others", ("rows", e.reached_most), "uint64", fill=None),

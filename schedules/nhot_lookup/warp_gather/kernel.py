@@ -1,7 +1,7 @@
 """The kernel of `warp_gather`, in phases. What they do together, and why, is told in the package's docstring.
 
 A batch is what a warp has in flight at once: `loads` table rows in each of its `groups` groups of lanes. A window is
-what a warp holds ids of: up to 32 entries, one a lane, from which batches are taken.
+the up to 32 entries whose ids a warp holds, one per lane; batches are taken from it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Place:
 
     lane: Any  # of the warp
     tile: Any  # which tile of the row
-    line: Any  # the row as the grid counts, beyond the last one for spare warps of the last thread block
+    line: Any  # the row by the grid's count; beyond the last one for spare warps of the last thread block
     row: Any  # the row that is read: `line`, or the last one
 
     @classmethod
@@ -69,8 +69,8 @@ class State:
     # The warp's own entries are those from `first` to before `last`; `first` moves on as they are added.
     first: Any
     last: Any
-    window: Window  # the one at `first`
-    next_window: Window  # the one behind it
+    window: Window  # the window at `first`
+    next_window: Window  # the window after it
     count: Any  # entries of the window
     guessed_column: Any  # the id that was read before the wait for the producer kernel
     done: Any  # batches of the window that are added already
@@ -238,8 +238,8 @@ def load_row(e: Extents) -> Phase:
 def add_batch(e: Extents) -> Phase:
     """Add the loads of a batch, weighted, to `acc`; of one that is not `whole` those that the window has entries for.
 
-    The latter with predicates or branches where ids are read ahead, for such a launch mostly adds no other batch; else
-    by adding zeros instead.
+    Of a batch that is not whole, loads without an entry are left out by predicates or branches where ids are read
+    ahead, since such a launch rarely adds another batch; otherwise zeros are added.
     """
 
     # fmt: off
@@ -369,7 +369,7 @@ def load_rows_ahead(e: Extents) -> Phase:
     def phase(s, io, at):
         for u in T.unroll(e.loads):
             load(s, u, io, at)
-        # Without it the assembler moves the loads to come, which depend on less, before these.
+        # Without the barrier the assembler moves later loads, which depend on less, before these.
         T.cuda.warp_sync()
     # fmt: on
     return phase
@@ -511,7 +511,7 @@ def store_tile(e: Extents) -> Phase:
 
     Reads: `acc`. Writes: the output, and `result`. Barriers: none.
     """
-    # A check that always holds delays the store by some 50 cycles. Launches that begin by waiting keep it all the same:
+    # A check that always holds delays the store by some 50 cycles. It stays in launches that begin by waiting, because
     # their kernels take fewer registers with it.
     spare_warps = not e.reads_ahead or e.row_tiles % e.tiles != 0
     spare_lanes = not e.reads_ahead or e.ragged

@@ -18,8 +18,8 @@ LANES = powers(4, WARP)
 # a last, partly filled batch of a round number of entries.
 LOADS = (1, 2, 3, 4, 5, 7, 8, 10, 13, 16)
 TILES = powers(1, 8)
-# A row of up to LONG_ROW entries is gone through in at most MAX_ROUNDS rounds, each of which waits for memory once; a
-# longer one needs the entries at once that this asks of LONG_ROW.
+# A row of up to LONG_ROW entries takes at most MAX_ROUNDS rounds, each of which waits for memory once. A longer row
+# needs as many entries at once as LONG_ROW entries do.
 LONG_ROW, MAX_ROUNDS = 512, 32
 
 
@@ -111,7 +111,7 @@ def space(problem: NhotLookup, machine: Machine) -> Table:
 
 
 def most_lanes(problem: NhotLookup, vec: int) -> int:
-    """The most lanes of which more than half have a column."""
+    """The largest number of lanes of which more than half have a column."""
     return max(n for n in LANES if n == LANES[0] or n * vec < 2 * problem.width)
 
 

@@ -47,7 +47,7 @@ LOWEST = T.min_value("float32")
 MINUS_INFINITY = T.float32("-inf")
 
 
-# Keeps the compiler from splitting what all tiles share ahead of the loop, for which there are no registers.
+# Keeps the compiler from computing what all tiles share before the loop, for which there are too few registers.
 IN_PLACE = """
 __device__ __forceinline__ unsigned int in_place(unsigned int word) {
   unsigned int held;
@@ -179,7 +179,7 @@ def vector_of(e: Extents, p: Place, step: Any, h: Any) -> Any:
 
 
 def state_row(io: Any, s: State, p: Place, f: Any) -> Any:
-    """The row of the lane's hidden state in an eight of them; of those beyond the beam its last one."""
+    """The row of the lane's hidden state in a group of eight; beyond the beam its last row."""
     return T.min(s.top + f * 8 + p.group, io.beam - 1)
 
 
@@ -196,14 +196,16 @@ def stays_cached(e: Extents, tile: Any) -> Any:
 
 # fmt: off
 def first_tile(e: Extents, p: Place, block: Any) -> Any:
-    """Of a warp. With a ring, tiles go round the blocks before they go round a block's warps, so that the last ones are
-    everywhere."""
+    """A warp's first tile. With a ring, tiles go round the blocks before they go round a block's warps, so that the
+    last tiles are spread over all blocks.
+    """
     return p.team * e.blocks + block if e.stages else block * e.tiles + p.team
 
 
 def prefetch_tiles(e: Extents) -> Callable[..., Any]:
-    """Have the first tiles of a vocabulary brought into the L2 cache. It is where everybody reads and writes memory, so
-    that this may come before the wait for the producer kernel, whatever that writes. The phase is (io, s, p, block).
+    """Have the first tiles of a vocabulary brought into the L2 cache. All accesses to memory go through this cache, so
+    a prefetch may come before the wait for the producer kernel, whatever that kernel writes. The phase is (io, s, p,
+    block).
 
     Reads: with `cached` `policy`. Writes: nothing.
     Barriers: none.
@@ -239,7 +241,7 @@ def take_tiles(e: Extents) -> Callable[..., Any]:
     def phase(io, s, p, block):
         count(io, s.index, s.words)
         s.tile[0] = first_tile(e, p, block)
-        # The gathered product alone writes what is beyond the count, too.
+        # Only the operator that computes all logits also writes those beyond the count.
         s.end[0] = (s.words[0] + (e.tile_n - 1)) // e.tile_n if e.k > 0 else e.list_tiles
         if e.reduce_warps > 1:
             for i in T.unroll(e.pairs_each):
@@ -265,7 +267,7 @@ def load_states(e: Extents) -> Callable[..., Any]:
     elements = e.hidden // e.vectors  # of a vector
 
     def kept_vector(i: Any) -> Any:
-        """Which vector of its row the i-th one in shared memory is: of each warp those of the last steps."""
+        """Which vector of its row the i-th one in shared memory is: for each warp, the vectors of its last steps."""
         if not e.register_steps:
             return i
         return (i // (e.kept_steps * 8) * e.steps + e.register_steps) * 8 + i % (e.kept_steps * 8)
@@ -322,7 +324,9 @@ def states_at(e: Extents, step: Any) -> Any:
 
 
 def bring_states(e: Extents) -> Callable[..., Any]:
-    """Reads: `kept`. Writes: `states` of a step, unless they stay there. Barriers: none. The phase is (s, p, step)."""
+    """Load the hidden states of a step from shared memory. Reads: `kept`. Writes: `states`, unless those of the step
+    stay there. Barriers: none. The phase is (s, p, step).
+    """
 
     if not e.kept_steps:
 
@@ -419,7 +423,8 @@ def multiply_floats(e: Extents) -> Callable[..., Any]:
                     split(in_place(s.states[(states_at(e, step) + g) * 8 + half * 2 + i]),
                           b_high, b_low, b_finite, g * 2 + i)
             for f in T.unroll(e.word_groups // 2):
-                # In the order of the instruction: rows `group` and `group + 8` of one column, then of the other.
+                # In the order of the instruction: rows `group` and `group + 8` of one column, then those rows of the
+                # other column.
                 for i in T.unroll(4):
                     split(s.hand[(step % e.in_hand * e.word_groups + f * 2) * 8 + half * 2 + i // 2 + i % 2 * 8],
                           a_high, a_low, a_finite, i)
@@ -600,7 +605,7 @@ def finish_alone(e: Extents) -> Callable[..., Any]:
     Barriers: none, but all lanes of a warp take part.
     """
     find = find_word(e)
-    words = e.word_groups  # of a lane
+    words = e.word_groups  # words per lane
 
     @T.inline
     def store_score(io, s, p, scores, row, n):
@@ -616,13 +621,13 @@ def finish_alone(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def sum_up(io, s, p, tops, row, factor):
-        """A row's scores in this tile into its pair."""
+        """Add a row's scores in this tile to its pair."""
         s.bits[0] = order_bits(s.score[0])
         for n in T.unroll(words - 1):
             s.bits[0] = T.max(s.bits[0], order_bits(s.score[n + 1]))
         for b in T.unroll(3):
             s.bits[0] = T.max(s.bits[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.bits[0], 4 << b, 32, 32))
-        # Not below the lowest number: the difference of two infinities would be NaN.
+        # At least the lowest finite number: the difference of two infinities would be NaN.
         s.other[0] = T.max(bits_value(s.bits[0]), LOWEST)
         s.other[1] = T.float32(0)
         for n in T.unroll(words):

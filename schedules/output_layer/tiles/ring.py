@@ -64,8 +64,9 @@ def stage_at(e: Extents, p: Place, slot: Any) -> Any:
 
 # fmt: off
 def init_ring(e: Extents) -> Callable[..., Any]:
-    """Reads: nothing. Writes: `full` and `policy`. Barriers: of those that share the ring, at the end. The phase is (s,
-    p)."""
+    """Initialise the mbarriers of the ring, and the cache policy. Writes: `full` and `policy`. Barriers: of those that
+    share the ring, at the end. The phase is (s, p).
+    """
 
     @T.inline
     def phase(s, p):
@@ -122,19 +123,19 @@ def await_stage(e: Extents) -> Callable[..., Any]:
 
 
 def bring_words(e: Extents) -> Callable[..., Any]:
-    """A step of a stage; the phase is (s, p, part, step).
+    """Load the words of a step from a stage; the phase is (s, p, part, step).
 
-    Reads: `ring`.
-    Writes: `hand`, zeros beyond the last column.
-    Barriers: none.
+    Reads: `ring`. Writes: `hand`, zeros beyond the last column. Barriers: none.
     """
 
     def vector(p: Place, part: Any, step: Any, h: Any) -> Any:
-        """Of a row."""
+        """Which vector of its row a lane has in half a step."""
         return vector_of(e, p, part * e.stage_steps + step, h)
 
     def of_stage(p: Place, part: Any, step: Any, h: Any) -> Any:
-        """The same of a row's part in a stage. Behind a whole row is the next one, or another tile on its way."""
+        """The same, counted from the beginning of a stage's part of the row. Behind a whole row lies the next one, or
+        another tile that is being copied.
+        """
         if not e.whole:
             return step * 8 + h * 4 + p.member
         return T.min(vector(p, part, step, h), e.vectors - 1) if e.uneven else vector(p, part, step, h)
@@ -157,7 +158,7 @@ def bring_words(e: Extents) -> Callable[..., Any]:
 
 
 def next_stage(e: Extents) -> Callable[..., Any]:
-    """Reads and writes: `slot`, `turn`. Barriers: none. The phase is (s)."""
+    """Go on to the next stage. Reads and writes: `slot`, `turn`. Barriers: none. The phase is (s)."""
 
     @T.inline
     def phase(s):

@@ -101,7 +101,7 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
     """Points of a table, the best first: all rows in a tile, and as many words as registers have room for."""
     rows = lists_of(problem)[1]
     enough = sorted(tile for tile in table["tile_m"] if tile >= rows) or [max(table["tile_m"])]
-    shapes = [(16, 2, 3), (16, 2, 2), (16, 1, 2)]  # words, depth and stages
+    shapes = [(16, 2, 3), (16, 2, 2), (16, 1, 2)]  # words per tile, depth and stages
     ways = itertools.product(enough, shapes, (512, 1024), table["gated"][::-1])
     for tile_m, (tile_n, depth, stages), threads, gated in ways:
         point = {"tile_m": tile_m, "tile_n": tile_n, "tiles": 8, "depth": depth, "stages": stages}
@@ -113,10 +113,10 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
             "gated": gated,
         }
         e = Extents.of(problem, point)
-        # Of few rounds of tiles, most are the first ones.
+        # With few rounds of tiles, most tiles are among the first ones.
         if gated and e.list_tiles <= LEAST_ROUNDS * e.stride:
             continue
-        # More tiles of a thread than it has in registers are searched otherwise.
+        # Where a thread has more tiles than registers, they are searched in another way.
         if threads < max(table["threads"]) and not e.by_bits:
             continue
         if allowed(problem, machine, point) is None:
@@ -158,7 +158,7 @@ class Extents(TileSizes):
     vectors: int
     list_tiles: int
 
-    # Words are those of the vocabulary, each a candidate, and their tiles are dealt out.
+    # All words of the vocabulary are in one list, and its tiles are dealt out beforehand.
     m, block, direct, dynamic = 0, 1, 0, 0
 
     @classmethod
@@ -180,12 +180,12 @@ class Extents(TileSizes):
 
     @property
     def block_threads(self) -> int:
-        """All its threads: with those of the producer warp, and of the one that finds a bound."""
+        """All threads of a block: with those of the producer warp, and of the warp that finds a bound."""
         return self.product_threads + 32 * (1 + self.gated)
 
     @property
     def first_tiles(self) -> int:
-        """Tiles, of those that all blocks have in hand at first, by whose largest scores a bound is found."""
+        """Tiles by whose largest scores a bound is found: some of those that all blocks have in hand at first."""
         return min(self.stride, self.list_tiles, 32 * FIRST_EACH)
 
     @property
@@ -194,13 +194,14 @@ class Extents(TileSizes):
 
     @property
     def groups_each(self) -> int:
-        """Groups of them of a lane: four times as many as words are wanted, if there are so many tiles."""
+        """Groups of these tiles per lane: four times as many groups as words are wanted, if there are so many tiles."""
         return min(ceildiv(self.first_tiles, 32), ceildiv(4 * self.k, 32))
 
     @property
     def tops_pitch(self) -> int:
-        """Ordered bits of a row in the workspace: of tiles' largest scores, and of the bound behind them, in whole
-        vectors."""
+        """Words per row in the workspace: ordered bits of the tiles' largest scores, followed by those of the bound, in
+        whole vectors.
+        """
         return ceildiv(self.list_tiles + 1, 4) * 4 if self.gated else self.list_tiles
 
     @property
@@ -230,7 +231,7 @@ class Extents(TileSizes):
 
     @property
     def uneven(self) -> bool:
-        """Whether the last part is beyond a row's end."""
+        """Whether the last part reaches beyond a row's end."""
         return self.parts * self.part_vectors != self.vectors
 
     @property
@@ -245,12 +246,12 @@ class Extents(TileSizes):
 
     @property
     def ring_at(self) -> int:
-        """Bytes of hidden states, behind which rings are."""
+        """Bytes of hidden states in shared memory, after which the rings begin."""
         return HELD_PARTS * self.held_part_bytes
 
     @property
     def passed_at(self) -> int:
-        """Bytes of these and of rings, behind which scores are passed on."""
+        """Bytes of hidden states and rings, after which scores are passed on."""
         return self.ring_at + self.tiles * self.stages * self.stage_bytes
 
     @property
@@ -260,7 +261,7 @@ class Extents(TileSizes):
 
     @property
     def said_at(self) -> int:
-        """Bytes of all these, behind which there is a word more with `gated`."""
+        """Bytes of all these, after which there is one more word with `gated`."""
         return self.passed_at + self.passed_bytes
 
     @property
@@ -270,5 +271,5 @@ class Extents(TileSizes):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of the first kernel: with that of two mbarriers a part."""
+        """Shared memory of the first kernel: dynamic, and two mbarriers per part."""
         return self.pool_of_product + 16 * HELD_PARTS

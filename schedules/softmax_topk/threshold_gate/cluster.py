@@ -37,7 +37,7 @@ def push_part(layout: Layout) -> Callable[..., Any]:
     Barriers: none.
     """
     threads, room, loop = layout.tiling.threads, layout.pool.room, loop_of(layout.unroll)
-    # Warps that seldom have a key write the rest, side by side.
+    # Warps that seldom have a key write the rest, at the same time.
     writers = [max(threads - 32 * (i + 1), 0) for i in range(5)]
 
     @T.inline
@@ -94,9 +94,9 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
                 s.largest[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.largest[0], 1 << b, 32, 32))
             s.threshold[0] = T.max(
                 s.threshold[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.threshold[0], 1 << b, 32, 32))
-        # Until here `threshold` is the largest of the references.
+        # Up to here `threshold` holds the largest of the references.
         s.sum[0] = T.cuda.warp_sum(s.sum[0] * T.exp2(s.reference[0] - s.threshold[0]))
-        # Lanes beyond the last block repeat it, and the others' maxima are in each group of them.
+        # Lanes beyond the last block repeat it, so that each group of lanes has the maxima of all blocks.
         s.reference[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.threshold[0], 0, 32, 32)
         s.pivot[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.pivot[0], 0, 32, 32)
         s.largest[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.largest[0], 0, 32, 32)
@@ -104,7 +104,7 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
         s.equals_until[0] = T.Cast("int32", key_index(s.pivot[0]))
         for r in T.serial(deal.rounds):
             part[0] = deal.part(s.t, r)
-            # Of a part's chunks of 32 keys every warp that comes to it takes some.
+            # Each chunk of 32 keys of a part goes to one of the warps.
             chunks[0] = 0
             if deal.has(s.t, part[0]):
                 chunks[0] = (s.united_size[part[0]] + 31) // 32
@@ -113,7 +113,8 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
                 key[0] = T.uint64(0)
                 if at[0] < s.united_size[part[0]]:
                     key[0] = s.united[part[0] * room + at[0]]
-                # A warp's keys find room together: one after another they would wait for each other's atomics.
+                # The keys of a warp get their places together: one after another they would wait for each other's
+                # atomics.
                 lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), key[0] >= s.pivot[0])
                 s.slot[0] = 0
                 if s.t % 32 == 0:
@@ -128,7 +129,7 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
 
 
 def share_parts(layout: Layout) -> Callable[..., Any]:
-    """From the blocks' survivors and sums to the row's, in the first block. The phase is (s).
+    """Unite the blocks' survivors and sums to those of the row, in the first block. The phase is (s).
 
     All blocks have begun (`await_blocks`).
 
@@ -160,12 +161,13 @@ def announce_block(s):
 
 @T.inline
 def await_blocks(s):
-    """Wait until the others have said so, before the first write."""
+    """Wait until the other blocks have begun, before the first write to them."""
     cluster_wait()
 
 
 def agree(layout: Layout) -> Callable[..., Any]:
-    """Whether all parts have to be read again is what the first block knows, and tells only if so. The phase is (s).
+    """Agree whether all parts have to be read again: the first block knows, and tells the others only if so. The phase
+    is (s).
 
     It tells the row's largest element, too. That of a block's own share may be so far below that it is no reference: a
     float32 of 1e10 and more is rounded by hundreds.
@@ -196,12 +198,12 @@ def agree(layout: Layout) -> Callable[..., Any]:
 
 @T.inline
 def await_others(s):
-    """The first block ends no sooner than all have arrived."""
+    """Keep the first block until all others have arrived."""
     cluster_wait()
 
 
 def call_others(layout: Layout) -> Callable[..., Any]:
-    """Whether the blocks of the cluster are needed once more is what the first one knows. The phase is (s, needed).
+    """Let the first block tell the others of the cluster whether they are needed once more. The phase is (s, needed).
 
     Reads: `needed` of the first block, in all its threads.
     Writes: `needed` of the others, which was 0 before the barrier of `share_parts`: 1 if they are needed.

@@ -26,11 +26,11 @@ from ..persistent_rows.space import (
     too_much,
 )
 
-# Of more than 8 thread blocks clusters are not portable: an H100 has them, of 16.
+# Clusters of more than 8 thread blocks are not portable; an H100 allows 16.
 CLUSTERS = (2, 4, 8, 16)
 COPIES = 2  # of the hidden states
 MOST_PRODUCTS = 1_000_000  # of a step, by default
-BARRIER_BYTES = 8  # of an mbarrier
+BARRIER_BYTES = 8  # bytes of an mbarrier
 
 # For `cycles`, as fitted to an H200. Cycles of a step until all states are exchanged; for each warp; for 32 words that
 # are read from shared memory; for an instruction of all warps of a quarter of a multiprocessor; for the reduction
@@ -69,7 +69,7 @@ class ClusterExtents(Extents):
 
     @property
     def chunk(self) -> int:
-        """Places of a chunk, of which the last ones may be unused."""
+        """Places of a chunk; the last ones may be unused."""
         return self.chunk_bytes // self.column_bytes
 
     @property
@@ -82,7 +82,7 @@ class ClusterExtents(Extents):
 
     @property
     def expected_bytes(self) -> int:
-        """What a thread block is sent in a step."""
+        """Bytes that a thread block is sent in a step."""
         return (self.cluster - 1) * self.chunk_bytes
 
     @property
@@ -98,7 +98,7 @@ class ClusterExtents(Extents):
 
     @property
     def barriers_at(self) -> int:
-        """In bytes."""
+        """Where the mbarriers begin, in bytes."""
         before = self.stage_bytes + self.where_bytes
         return ceildiv(before, BARRIER_BYTES) * BARRIER_BYTES
 
@@ -108,9 +108,10 @@ class ClusterExtents(Extents):
 
     @property
     def batches(self) -> tuple[tuple[int, int], ...]:
-        """As for `persistent_rows`, but the first batch is what most rows have, where one batch may be so large.
+        """As in `persistent_rows`, but the first batch has as many rounds as most rows, where one batch may be so
+        large.
 
-        Little else takes time in a step than the gathers, those of absent entries among them.
+        Gathers take most of a step's time, and those of absent entries as much as others.
         """
         first = min(self.registers, ceildiv(min(self.nonzeros, self.hidden), self.lanes) + 1)
         if not 0 < first <= self.gathered:
@@ -179,7 +180,7 @@ def declines(problem: SparseRecurrent, machine: Machine) -> bool:
 
 
 def cycles(e: ClusterExtents, machine: Machine) -> float:
-    """A guess of the cycles of one step, clusters that have to wait for others counted in."""
+    """A guess of the cycles of one step, including clusters that have to wait for others."""
     warps = min(e.threads // WARP, ceildiv(e.most * e.lanes, WARP)) / 4
     row = min(e.nonzeros, e.hidden)
     read_again = max(0, row - e.registers * e.lanes) * e.words

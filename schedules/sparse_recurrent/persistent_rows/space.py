@@ -15,11 +15,11 @@ from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
 from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit
 
-WARP_MAXIMA = 80  # compute capability from which a warp finds a maximum in one instruction
-# Of the grid, beside one thread block for each multiprocessor. Fewer read the hidden state fewer times from the L2
-# cache, more share the weights.
+WARP_MAXIMA = 80  # the compute capability from which on a warp finds a maximum in one instruction
+# Thread blocks, as alternatives to one per multiprocessor. Fewer read the hidden state fewer times from the L2 cache;
+# more share the weights.
 BLOCKS = (8, 16, 32, 48, 64, 96, 128)
-LEAST_UNITS = 4  # of a thread block: less is not worth its copy of the hidden state
+LEAST_UNITS = 4  # units of a thread block at least: fewer are not worth its copy of the hidden state
 THREADS = (128, 256, 384, 512, 576, 640, 768, 1024)
 # What the fastest points of nearly all shapes that were measured on an H200 have in common. Threads: few, since each
 # further warp polls and waits; but for float32 with four samples a gather the least of the others that gives each group
@@ -37,12 +37,12 @@ BESIDES = 8
 # As few suffice for entries apart, which are used at once: to take them out of fewer registers costs more time, in each
 # step, than the few words that may be spilled.
 LEAST_BESIDES = 4
-ADDRESSES = 2  # registers of such a load beside what it brings
+ADDRESSES = 2  # registers for the addresses of such a load, beside what it brings
 MOST_LOADS = 12  # 16-byte loads of the hidden state that a thread has in flight
 # Words that a thread gathers before it multiplies: enough to hide the latency of shared memory.
 GATHERED = 32
 BATCHED = 4  # entries that are not in registers which a lane reads at once
-# Rows may have some more entries than is typical: so many standard deviations of a random pattern's.
+# Rows may have some more entries than is typical: so many standard deviations of a random pattern more.
 DEVIATIONS = 4
 
 # For `cycles`, as fitted to an H200. Bytes that a multiprocessor reads in a cycle from its shared memory, and by how
@@ -63,13 +63,13 @@ class Extents:
     nonzeros: int  # entries of a row at which the kernel is fast; it runs with any number
     cell: str
     gates: int
-    dtype: str  # of x, states and output
-    words: int  # of an entry: 1, column and value in 16 bits each, or 2
+    dtype: str  # dtype of x, states and output
+    words: int  # words of an entry: 1, with column and value in 16 bits each, or 2
     ragged: bool
     resets: bool
     blocks: int
-    threads: int  # of a thread block
-    lanes: int  # of a group
+    threads: int  # threads of a block
+    lanes: int  # lanes of a group
     registers: int  # entries of a row that a lane has in registers
     pack: int  # samples side by side
     stages: int  # copies of a pack's hidden states in shared memory
@@ -105,17 +105,17 @@ class Extents:
 
     @property
     def most(self) -> int:
-        """Units of a thread block at most."""
+        """Units of a thread block, at most."""
         return ceildiv(self.hidden, self.blocks)
 
     @property
     def units(self) -> int:
-        """Units of a group at most, one after another."""
+        """Units of a group, at most; it works on one after another."""
         return ceildiv(self.most, self.groups)
 
     @property
     def rows(self) -> int:
-        """Rows of the weight of a group at most."""
+        """Rows of the weight of a group, at most."""
         return self.units * self.gates
 
     # How hidden states lie, in the exchange and in shared memory: [column][sample of the pack].
@@ -136,7 +136,7 @@ class Extents:
 
     @property
     def finishing(self) -> int:
-        """Lanes of a group that finish a sample, the first ones."""
+        """Lanes of a group that finish a sample: the first ones."""
         return self.pack
 
     @property
@@ -146,7 +146,9 @@ class Extents:
 
     @property
     def by_slot(self) -> bool:
-        """Whether a copy of the states is in an order of its own, which the state's `where` tells; else in columns'."""
+        """Whether a copy of the states is in the order of slots, which the state's `where` tells; otherwise it is in
+        that of columns.
+        """
         return False
 
     @property
@@ -156,7 +158,7 @@ class Extents:
 
     @property
     def sent_bytes(self) -> int:
-        """Of a store into the exchange: a column's states."""
+        """Bytes of one store into the exchange: a column's states."""
         return self.column_bytes
 
     @property
@@ -187,12 +189,14 @@ class Extents:
 
     @property
     def has_own(self) -> bool:
-        """Whether units carry their own hidden state, too: they are asked for it where it may stay as it is."""
+        """Whether units carry their own hidden state, too: where it may have to stay as it is, they need it."""
         return self.cell == "gru" or self.ragged
 
     @property
     def carried_each(self) -> int:
-        """float32 values of either: of each unit and sample of the thread block."""
+        """float32 values of the cell states, or of the own hidden states: one for each unit and sample of the thread
+        block.
+        """
         return self.most * self.packs * self.pack
 
     @property
@@ -240,7 +244,7 @@ class Extents:
         return self.held_in(self.small_form)
 
     def held_in(self, form: str) -> int:
-        """Those registers, if entries in registers have this form."""
+        """`held`, if entries in registers have this form."""
         each = self.words_in(form) + self.words + self.pack + 5 + self.resets
         return self.rows * each + max(self.loads * (4 + ADDRESSES), self.gathered * self.column_words)
 
@@ -256,8 +260,9 @@ class Extents:
 
     @property
     def batches(self) -> tuple[tuple[int, int], ...]:
-        """Rounds in registers that are gathered together: the first, and how many. The last ones are left out for rows
-        that are no longer than usual: they are in smaller batches."""
+        """Batches of rounds that are gathered together: the first round, and how many. The last batches are smaller:
+        rows of the usual length skip them.
+        """
         found, first = [], 0
         while first < self.registers:
             left = self.registers - first
@@ -327,7 +332,7 @@ def likely_points(problem: SparseRecurrent, machine: Machine, pack: int) -> Iter
 
 @functools.lru_cache(maxsize=64)
 def best_point(problem: SparseRecurrent, machine: Machine) -> tuple[tuple[str, int], ...]:
-    """Of the likely points of as many samples a gather as there may be, the one that takes the fewest `cycles`.
+    """Of the likely points with as many samples per gather as possible, the one that takes the fewest `cycles`.
 
     Only those count whose rows are on chip, if there are any, and of these only the `usual` ones, if there are any.
 
@@ -349,7 +354,7 @@ def reach(point: Decisions) -> int:
 
 
 def usual(problem: SparseRecurrent, point: Decisions) -> bool:
-    """Whether a point has as many threads and lanes as the fastest ones of shapes like it had."""
+    """Whether a point has as many threads and lanes as the fastest points for similar shapes."""
     e = Extents.of(problem, point)
     wide = e.vectors > USUAL_THREADS * MOST_LOADS
     long = problem.nonzeros >= WHOLE_WARPS and not wide
@@ -384,7 +389,7 @@ def _table(problem: SparseRecurrent, machine: Machine) -> Table:
 
 
 def require(problem: SparseRecurrent, machine: Machine) -> None:
-    """Raise `NotApplicable` for what no kernel of this kind does."""
+    """Raise `NotApplicable` for problems that this template does not support."""
     if machine.capability < WARP_MAXIMA:
         raise NotApplicable("maxima of a warp need compute capability 8.0")
     if problem.words == 1 and problem.hidden >> 16:

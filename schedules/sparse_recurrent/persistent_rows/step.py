@@ -22,7 +22,7 @@ Phase = Callable[..., Any]
 load_shared = {
     16: T.ptx.ld.shared.v4.u32, 8: T.ptx.ld.shared.v2.u32, 4: T.ptx.ld.shared.u32, 2: T.ptx.ld.shared.u16,
 }  # fmt: skip
-# One instruction, which takes the half where it is.
+# One instruction, which converts the half without moving it first.
 HALVES = {
     part: f"""
 __device__ __forceinline__ float {part}_half_of(unsigned int word) {{
@@ -60,7 +60,7 @@ def load_inputs(e: Extents) -> Phase:
 
 
 def take_inputs(e: Extents) -> Phase:
-    """What was loaded is this step's; the phase is (s).
+    """Make the loaded inputs those of this step; the phase is (s).
 
     Reads: `next_x`, `next_reset`. Writes: `x`, `reset`. Barriers: none.
     """
@@ -130,7 +130,7 @@ def multiply(e: Extents) -> Phase:
 
 
 def in_turn(phases: Sequence[Phase]) -> Phase:
-    """One phase of several of (s, row)."""
+    """One phase (s, row) that calls several ones."""
 
     def then(first: Phase, second: Phase) -> Phase:
         @T.inline

@@ -23,7 +23,9 @@ NAN = 0x7FC00000
 
 
 def place_of(e: Extents, words: Any, at: Any) -> tirx.PrimExpr:
-    """Where the states of an entry's column are, in bytes from the first one's; `at`: of the entry's first word."""
+    """Where the states of an entry's column are, in bytes from the first column's; `at`: the index of the entry's first
+    word.
+    """
     if e.words == 1:
         return (words[at] & T.uint32(0xFFFF)) * T.uint32(e.column_bytes)
     return words[at]
@@ -34,7 +36,7 @@ def value_of(e: Extents, words: Any, at: Any) -> tirx.PrimExpr:
     return value_in(e.dtype, words[at], 1) if e.words == 1 else T.reinterpret("float32", words[at + 1])
 
 
-# The volatile move keeps the compiler from taking entries apart ahead of the loop: it would hold both parts.
+# The volatile move keeps the compiler from unpacking entries before the loop, which would keep both parts in registers.
 AS_IT_IS = """
 __device__ __forceinline__ unsigned int as_it_is(unsigned int word) {
   unsigned int held;
@@ -73,7 +75,7 @@ def take_units(e: Extents) -> Phase:
     """Deal the slots out: to the blocks equally many neighbours, to a block's groups in turn; the phase is (s, io,
     block).
 
-    Neighbouring groups so have neighbouring slots, which the host has given rows of similar lengths.
+    So neighbouring groups have neighbouring slots, which the host has given rows of similar lengths.
 
     Reads: `units`, `row_start`.
     Writes: `first`, `count`, `unit`, `begin`, `length`, `rounds`. A group without a slot has rows without entries.
