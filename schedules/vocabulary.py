@@ -6,15 +6,18 @@ use no other ones; an operator of another package declares its own words with it
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
+
+from tvm_sparse.core.candidate import Candidate
 
 DECISIONS: Mapping[str, str] = {
     # How the work is divided.
     "threads": "Threads of a thread block.",
     "blocks": "Thread blocks of the grid, each with an equal share of the output.",
-    "dynamic": "Percent of the tiles that thread blocks take as they come to them. 0: each has an equal share of all.",
+    "dynamic": "Percent of the tiles that thread blocks take when they are ready. 0: each has an equal share of all.",
     "cluster": "Thread blocks of a cluster that share one row, or one list, joined over distributed shared memory.",
-    "slices": "Parts of the vocabulary, each with thread blocks of its own, which go through all that is looked up.",
+    "slices": "Parts of the vocabulary, each with thread blocks of its own, which go through all buckets looked up.",
     "row_groups": "Parts into which a beam's rows are cut, each with thread blocks of its own, which read all words.",
     "rows": "Rows of the output (or dot products) of a thread block, each with threads of its own.",
     "tiles": "Tiles of the output of a thread block, each with warps of its own.",
@@ -24,12 +27,11 @@ DECISIONS: Mapping[str, str] = {
     "column_lanes": "Lanes of a warp side by side along the columns of a tile; others take other entries.",
     "bucket_lanes": "Lanes of a warp that go through one bucket of a hash table together.",
     "hash_threads": "Threads of a thread block of the kernel that hashes and looks words up.",
-    "finishers": "Thread blocks that finish together what all of a list's have begun: 1, or those of a cluster.",
+    "finishers": "Thread blocks that do a list's last step, after all of its thread blocks: 1, or those of a cluster.",
     # How sums are shared.
     "exchange": (
-        "What thread blocks send each other. Where they count hits, 0: hits, to the block that counts the word; 1:"
-        " where the buckets are, so that each block goes through all of them. States of a recurrent layer, 0: all meet"
-        " at a barrier; 1: whoever needs a state looks for it where it is to be."
+        "What thread blocks that count hits send each other. 0: hits, to the block that counts the word; 1: where the"
+        " buckets are, so that each block goes through all of them."
     ),
     "reduce_threads": "Threads that share one sum, and combine their parts at the end.",
     "reduce_warps": "Warps that share the sums of one tile, and combine their parts through shared memory.",
@@ -37,31 +39,29 @@ DECISIONS: Mapping[str, str] = {
     "vec": "Elements of one load.",
     "vectors": "16-byte vectors that a thread loads, and then works on, together.",
     "loads": "Loads that a thread issues before it uses the first of them.",
-    "depth": "Steps of a sum whose loads are in flight together; 0: a tile of whole rows is one load.",
+    "depth": "Steps of a sum whose loads are in flight together; 0: one load brings a tile of whole rows.",
     "stages": (
-        "Tiles, or parts of tiles, in shared memory: one in use, the others on their way; with 0 operands are read"
-        " where they lie."
+        "Tiles, or parts of tiles, in shared memory: one is in use while the others are being copied. 0: operands are"
+        " not copied to shared memory."
     ),
     "registers": (
-        "Entries of a row of the weight that a thread keeps in registers, for all steps of a recurrent layer; of a tile"
-        " of it: vectors of two of its rows."
+        "Entries of a row of the weight that a thread keeps in registers for all steps of a recurrent layer. With a"
+        " weight in tiles: vectors, each of two rows of a tile."
     ),
     "words": "Words of an output layer whose sums a thread block has in shared memory at a time, at most.",
     "late_words": (
-        "Words beyond whole tiles, at most, that a thread block multiplies with those that are found in the end, rather"
-        " than in a tile of their own."
+        "Frequent words beyond whole tiles, at most, that a thread block multiplies later, together with the words that"
+        " were looked up, rather than in a tile of their own."
     ),
-    "shared": "Further ones of the same that it keeps in shared memory.",
     "pack": "Samples of a batch, or rows of a beam, side by side in memory, so that one load serves them all.",
-    "copies": "Copies of a row in shared memory, each in banks of its own, so that fewer lanes wait for the same bank.",
     "staged": (
-        "1: what is used again, the operand of all tiles or a row, is kept in shared memory; 0: in registers, or read"
-        " again; 2: half of it in each."
+        "Where the data that are used more than once (the operand of all tiles, or a row) are kept. 1: in shared"
+        " memory; 0: in registers, or nowhere: they are read again; 2: half in each."
     ),
     # What is done ahead of its time.
     "row_bound": (
-        "1: the thread blocks of a row agree on what its k best have to reach, of a staged row while the last of it is"
-        " on its way, and have a warp more for that. 0: each has a bound of its own."
+        "1: the thread blocks of a row agree on one lower bound of its k best, in a warp more than they have otherwise;"
+        " of a staged row, while its last part is being copied. 0: each block has a bound of its own."
     ),
     "overlap": (
         "Programmatic dependent launch. 0: none. 1: the kernel waits for its producer kernel, then lets its consumer"
@@ -71,23 +71,17 @@ DECISIONS: Mapping[str, str] = {
     "apart": "1: a kernel takes so much shared memory that no two of its thread blocks share a multiprocessor.",
     "beside": "1: a kernel takes so much shared memory that the one after it, which overlaps, finds room beside it.",
     "evict_first": "1: a large operand that is read once leaves the L2 cache before what is read again.",
-    "cached": "MB of such an operand that are read as usual, so that they are still there in the next call; 0: none.",
-    "prefetch": "Data are brought into a cache before they are asked for; of tiles, by so many tiles. 0: they are not.",
-    "guess": "1: column ids are loaded from where they are if all rows have as many, beside the row starts that tell.",
+    "cached": "With evict_first: MB of the operand that are read as usual, and so stay in the cache for the next call.",
+    "prefetch": "Data are brought into a cache before they are loaded: 1, or so many tiles ahead. 0: they are not.",
     # Which way is taken.
     "unroll": (
-        "1: the compiler unrolls loops whose extent it does not know; 0: not those that mostly run once, which leaves"
-        " fewer instructions to be fetched."
+        "1: the compiler may unroll loops whose extent it does not know. 0: it may not unroll those that usually run"
+        " once, so that there are fewer instructions to fetch."
     ),
-    "bound": (
-        "1: of what the thread blocks of a cluster have found, a bound is found first that little more than the k best"
-        " reach; 0: the highest of their own thresholds is the bound."
-    ),
-    "gated": "1: of tiles but the first, only scores of rows in which they reach a bound are written; 0: all are.",
-    "deferred": "1: a tile with survivors is copied, and searched after the stream; 0: it is searched in the stream.",
-    "direct": "1: all scores of a row are searched; 0: those of its best tiles, which are found first.",
-    "skip": "1: an element below the least of the k best is passed over, which the paper does not do.",
-    "kept": "1: exponentials are kept, and scaled in the end; 0: they are taken again.",
+    "gated": "1: after the first tiles, a row's scores are written only where the tile reaches a bound; 0: all are.",
+    "deferred": "1: a tile with survivors is copied, and searched once the row is read; 0: it is searched at once.",
+    "skip": "1: an element below the least of the k best so far is skipped, which the paper does not do.",
+    "kept": "1: exponentials are kept, and scaled in the end; 0: they are computed again.",
     # CPU.
     "chunk": "Elements of a row that a CPU thread works on at a time.",
     "simd": "Elements of one SIMD vector of the CPU.",
@@ -108,12 +102,26 @@ _GATHER_EARLY = {
     2: {"overlap": 2, "prefetch": 0},
     3: {"overlap": 2, "prefetch": 1},
 }
+# Removed: the value that means the present program.
+_ZERO: Mapping[int, Mapping[str, int]] = {0: {}}
+_ONE: Mapping[int, Mapping[str, int]] = {1: {}}
+_CLUSTERS = {"overlap": _ONE, "prefetch": _ZERO, "bound": _ZERO}
 RENAMED: Mapping[str, Mapping[str, str | Mapping[int, Mapping[str, int]]]] = {
     "threshold_gate": {"early": _GATE_EARLY},
-    "cluster_gate": {"split": "cluster", "early": _GATE_EARLY},
+    "cluster_gate": {"split": "cluster", "early": _ONE, **_CLUSTERS},
+    "sample_cluster": _CLUSTERS,
     "warp_rows": {"early": _EARLY},
-    "held_rows": {"early_bound": "row_bound"},
-    "warp_gather": {"lanes": "column_lanes", "split": "reduce_warps", "early": _GATHER_EARLY},
+    "held_rows": {"early_bound": "row_bound", "overlap": _ONE},
+    "warp_gather": {
+        "lanes": "column_lanes",
+        "split": _ONE,
+        "reduce_warps": _ONE,
+        "guess": _ONE,
+        "early": _GATHER_EARLY,
+    },
+    "persistent_rows": {"shared": _ZERO, "exchange": _ONE},
+    "cluster_rows": {"shared": _ZERO},
+    "persistent_tiles": {"shared": _ZERO, "exchange": _ONE},
     "dealt_gather": {"groups": "reduce_threads", "early": _EARLY},
     "tensor_core": {"split": "reduce_warps", "spread": "cluster", "early": _EARLY},
     "staged_x": {"spread": "cluster", "early": _EARLY},
@@ -124,21 +132,86 @@ RENAMED: Mapping[str, Mapping[str, str | Mapping[int, Mapping[str, int]]]] = {
     **dict.fromkeys(("row_scan", "block_rows", "softmax_rows", "logsumexp_rows"), {"lanes": "simd"}),
 }
 
-# Decisions that came later, at the values that mean the programs of before: by template, behind those that there were.
-ADDED: Mapping[str, Mapping[str, int]] = dict.fromkeys(
-    ("head_tiles", "candidate_tiles", "candidate_tiles_product"),
-    {"prefetch": 0, "stages": 0, "direct": 0, "dynamic": 0, "cached": 0},
-) | {
+# Decisions that were added later, at the values that mean the earlier programs: by template, after the decisions that
+# it had.
+ADDED: Mapping[str, Mapping[str, int]] = {
     "fused_step": {"late_words": 0, "apart": 0},
     "held_rows": {"staged": 0, "row_bound": 0},
-    **dict.fromkeys(("threshold_gate", "sample_gate"), {"unroll": 1}),
-    **dict.fromkeys(("cluster_gate", "sample_cluster"), {"unroll": 1, "bound": 0}),
+    **dict.fromkeys(("threshold_gate", "cluster_gate", "sample_gate", "sample_cluster"), {"unroll": 1}),
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Heir:
+    """A template that has taken over some points of another one, with the same programs.
+
+    Attributes
+    ----------
+    template, version
+        Its name, and the version at which it did.
+    dropped
+        Decisions that it has not, at the values at which its points mean the same.
+    values
+        Values of other decisions that its points have, where it has not all.
+    """
+
+    template: str
+    version: int
+    dropped: Mapping[str, int]
+    values: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+    def takes(self, decisions: Mapping[str, int]) -> bool:
+        """Whether a point is one of its own."""
+        return all(decisions[name] == value for name, value in self.dropped.items()) and all(
+            decisions[name] in values for name, values in self.values.items()
+        )
+
+
+def _registers(name: str) -> tuple[Heir, ...]:
+    """Tiles of warps of their own are as many as registers have room for: 16, or fewer where 16 were not allowed."""
+    dropped = {"stages": 0, "direct": 0, "dynamic": 0, "cached": 0}
+    return (
+        Heir(name, 1, {**dropped, "tiles": 1}, {"reduce_warps": (2, 4, 8, 16)}),
+        Heir(name, 1, {**dropped, "tiles": 16}),
+    )
+
+
+def _lists(name: str, direct: int) -> Heir:
+    shape = {"tile_m": 8, "tile_n": 16, "reduce_warps": 1, "staged": 1, "overlap": 1, "evict_first": 0, "prefetch": 0}
+    return Heir(name, 1, {**shape, "direct": direct, "dynamic": 0, "cached": 0}, {"stages": (2, 3)})
+
+
+_SHARED = {"reduce_warps": 8, "tiles": 1, "overlap": 1, "direct": 0}
+# Templates that were divided: by name and last version, those that have their points now.
+DIVIDED: Mapping[tuple[str, int], tuple[Heir, ...]] = {
+    ("head_tiles", 9): (
+        *_registers("head_registers"),
+        Heir("head_rings", 1, {**_SHARED, "depth": 0, "stages": 2}),
+        Heir("head_warp_rings", 1, {**_SHARED, "dynamic": 0}, {"stages": (2, 3), "depth": (2, 3, 4, 5)}),
+    ),
+    ("candidate_tiles", 3): (*_registers("candidate_registers"), _lists("candidate_warp_rings", 1)),
+    ("candidate_tiles_product", 1): (
+        *_registers("candidate_registers_product"),
+        _lists("candidate_warp_rings_product", 0),
+    ),
+}
+
+
+def present(candidate: Candidate) -> Candidate:
+    """A candidate as records hold it, with the template that has its point now, and decisions under their present names
+    (`renamed`)."""
+    decisions = renamed(candidate.template, candidate.decisions)
+    for heir in DIVIDED.get((candidate.template, candidate.version), ()):
+        if heir.takes(dict(decisions)):
+            left = tuple((name, value) for name, value in decisions if name not in heir.dropped)
+            return Candidate(heir.template, heir.version, left)
+    return dataclasses.replace(candidate, decisions=decisions)
+
+
 def renamed(template: str, decisions: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-    """Decisions as records hold them, under the names that they have now, and those that came later. Those of now stay
-    as they are."""
+    """Decisions of a record under the names that they have now, with those that were added later. Present names stay as
+    they are.
+    """
     rules, found = RENAMED.get(template, {}), []
     for name, value in decisions:
         rule = rules.get(name, name)

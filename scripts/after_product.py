@@ -3,14 +3,14 @@
     python scripts/after_product.py --csv scripts/results/after-product-h200.csv       # a minute and a half
     python scripts/after_product.py --batch 32 --vocab 151936 --hidden 2560
 
-The product alone is torch's. Behind it come `softmax_topk`, torch's softmax and topk, and a kernel that only reads the
-logits (`floors`): what no kernel of its own can be below. A product streams the embedding through the L2 cache while it
-writes logits, and lets no other kernel start before it ends, so that logits of many rows have to come from memory and
-every kernel behind it has to start. In the place of both comes `head_topk`, which writes no logits: what it adds is
-what it takes more than the product, and may be less than nothing.
+The product alone is torch's. It is followed by `softmax_topk`, by torch's softmax and topk, or by a kernel that only
+reads the logits (`floors`), a lower bound for any separate kernel. A product streams the embedding through the L2 cache
+while it writes logits, and lets no other kernel start before it ends, so that logits of many rows come from memory, and
+the consumer kernel's start is not hidden. `head_topk` replaces both and writes no logits: its added time is its own
+time minus the product's, and may be negative.
 
-What is added is the difference of two long times, and a product's own depends on where in memory its operands lie. So
-all are timed with operands in several places, and the table has the median of what was added, and the extremes.
+The added time is the difference of two long times, and a product's time depends on the addresses of its operands. So
+all are timed with operands at several addresses, and the table has the median and the extremes of the added time.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from tvm_sparse.core.registry import make
 
 PRODUCT, OURS, TORCH, READ = "product", "softmax_topk", "torch softmax + topk", "read of the logits"
 HEAD = "head_topk instead"
-ROUNDS = 60  # a product takes fifty times as long as what is added to it
+ROUNDS = 60  # a product takes fifty times as long as the kernel after it
 PLACES = 7
-# What lies between the operands of one time and of the next.
+# Bytes between the operands of one measurement and of the next.
 APART = 37 * 2**20
 COLUMNS = ("batch", "vocab", "hidden", "k", "dtype", "behind_product", "microseconds", "added", "least", "most",
            "timed", "kernel")  # fmt: skip
 
 
 def piece_of(numbers: int, size: int) -> int:
-    """Numbers of a piece of logits that a warp reads at a time: pieces are equal, and so are lanes if that can be."""
+    """Numbers that a warp reads at a time: all pieces are equal, and so are the lanes' parts if possible."""
     vectors = numbers * size // 16
     if numbers * size % 16:
         raise typer.BadParameter(f"expected logits of whole 16-byte vectors, got {numbers * size} bytes")
@@ -53,7 +53,7 @@ def piece_of(numbers: int, size: int) -> int:
 def contenders(
     states: torch.Tensor, embedding: torch.Tensor, k: int, reader_of: Callable[..., Call | None] | None
 ) -> tuple[dict[str, Call], dict[str, Check]]:
-    """Calls by name, each with the product, and how their results are checked; without `reader_of` no reader."""
+    """Calls by name, each including the product, and checks of their results; without `reader_of` no reader."""
     logits = states.new_empty((len(states), len(embedding)))
 
     def product() -> None:
@@ -81,8 +81,9 @@ def in_places(
     places: int,
     device: str,
 ) -> tuple[dict[str, list[float]], dict[str, list[float]], str]:
-    """By name the microseconds of each contender and what it adds to the product, with operands in each place in which
-    both were timed; the reader has one. And how they were timed."""
+    """By name, the microseconds of each contender and the time it adds to the product, for each placement of operands
+    at which both were timed (the reader has one); and how they were timed.
+    """
     microseconds: dict[str, list[float]] = {}
     added: dict[str, list[float]] = {}
     how, between = "", []
@@ -113,7 +114,7 @@ def main(
     csv_path: Annotated[Path | None, typer.Option("--csv", help="File to write.")] = None,
     seed: Annotated[int, typer.Option(help="Of states and embedding.")] = 0,
 ) -> None:
-    """Time what comes behind a product."""
+    """Time kernels that follow a product."""
     with errors():
         where = machine_here(target, "comparing")
         batches = batch or [1, 10, 16, 32, 64]

@@ -1,4 +1,4 @@
-"""Table 1 of Argueta & Chiang 2019 on this machine: N-hot lookups of 1 to 100 nonzeros a row.
+"""Table 1 of Argueta & Chiang 2019 on this machine: N-hot lookups with 1 to 100 nonzeros per row.
 
     python scripts/argueta_chiang_table1.py                    # the GPU if there is one, else the CPU
     python scripts/argueta_chiang_table1.py --nonzeros 1 --nonzeros 100 --dtype float16
@@ -33,7 +33,7 @@ PAPER = {
 }
 COLUMNS = ("nonzeros", "values", "implementation", "microseconds", "peer_over_ours", "timed", "correct", "kernel",
            "note")  # fmt: skip
-# For lookups without values; the others compute the same with a value of 1 as with any other.
+# For lookups without values; other libraries multiply by 1 and compute the same.
 FOR_ONES = tuple(peer for peer in PEERS if peer.name in ("torch embedding_bag", "torch embedding"))
 
 
@@ -50,7 +50,7 @@ def main(
         for name, value in facts.items():
             typer.echo(f"{name}: {value}")
         series: dict[str, dict[int, float]] = {}  # microseconds by nonzeros
-        best: dict[str, dict[int, float]] = {"stored": {}, "ones": {}}  # best other over ours, by nonzeros
+        best: dict[str, dict[int, float]] = {"stored": {}, "ones": {}}  # fastest peer over ours, by nonzeros
         lines: list[list[Any]] = []
         for values, contenders, suffix in (
             ("stored", PEERS, ""),

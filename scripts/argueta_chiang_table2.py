@@ -41,7 +41,7 @@ CONTENDERS = (
     Named("packed insertion, skip", "packed_insertion", {"skip": 1}),
     Named("online insertion", "online_insertion"),
 )
-# torch.compile takes seconds a shape.
+# torch.compile takes seconds for each shape.
 COMPILED = (10, 400)
 
 
@@ -67,7 +67,7 @@ def shape(batch: int, n: int, compiled: bool) -> Shape:
 
 
 def show(batch: int, results: dict[int, Comparison]) -> dict[str, dict[int, float]]:
-    """Print a batch's table; returns microseconds by contender, the paper's included, and N."""
+    """Print a batch's table; returns microseconds by contender, including the paper's, and N."""
     series, notes = medians(results, "N")
     for name, row in PAPER.get(batch, {}).items():
         series[name] = {n: ms * 1e3 for n, ms in zip(WANTED, row, strict=True) if n in results}

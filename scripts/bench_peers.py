@@ -68,11 +68,11 @@ def default_problems(dtype: str) -> list[Problem]:
 
 
 def chosen(problem: Problem, wanted: dict[str, list[Any]]) -> bool:
-    """Whether a problem has one of the wanted values in every axis that is restricted, of those that it has."""
+    """Whether a problem has one of the wanted values on every restricted axis that it has."""
     axes = dict(problem.axes)
     if problem.operator == "bsr_matmul":
         axes["block"] = axes["block"].partition("x")[0]
-        axes.pop("k")  # there it is another axis
+        axes.pop("k")  # a different axis there
     return all(not values or name not in axes or axes[name] in values for name, values in wanted.items())
 
 
@@ -114,7 +114,7 @@ def main(
             typer.echo(f"{name}: {value}")
         lines: list[list[Any]] = []
         if csv_path:
-            # A file that cannot be written fails before anything is measured.
+            # A CSV that cannot be written fails before anything is measured.
             write_csv(csv_path, facts, COLUMNS, lines)
         wrong = 0
         last = None
@@ -131,7 +131,7 @@ def main(
                 console().print(comparison_table(last))
                 if csv_path:
                     lines += timing_rows(COLUMNS, last)
-                    write_csv(csv_path, facts, COLUMNS, lines)  # what is measured is kept, whatever happens to the rest
+                    write_csv(csv_path, facts, COLUMNS, lines)  # results so far are kept if a later one fails
         if last:
             typer.echo("\n".join(notes(last)[1:]))
         if wrong:

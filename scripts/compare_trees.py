@@ -1,4 +1,4 @@
-"""Time the recorded kernels of two checkouts in turns: what a change of machine code costs or gains.
+"""Time the recorded kernels of two checkouts in turns, to see the effect of a change of machine code.
 
     python scripts/compare_trees.py OLD --template threshold_gate --template warp_rows     # OLD: a checkout of before
 
@@ -34,7 +34,7 @@ from tvm_sparse.records import queries
 from tvm_sparse.runtime import loading
 
 ROOT = Path(__file__).parent.parent
-# Run with a checkout's package: compiles (problem, template, decisions), and prints the workspaces.
+# Runs with a checkout's package: compiles (problem, template, decisions), and prints the workspaces.
 BUILD = """
 import json, pathlib, sys
 from tvm_sparse.artifacts.compile import compile_candidate
@@ -47,7 +47,7 @@ print(json.dumps(compile_candidate(problem, candidate, where, pathlib.Path(path)
 
 
 def build(tree: Path, wanted: list[Any]) -> list[Any] | str:
-    """The workspaces of a library that a checkout has built, or why it has not."""
+    """The workspaces of a library built by a checkout, or the reason why the build failed."""
     found = subprocess.run(
         [sys.executable, "-c", BUILD, json.dumps(wanted)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])},

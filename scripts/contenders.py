@@ -1,8 +1,9 @@
-"""What the scripts that repeat the papers' softmax measurements share: our templates as contenders, and a shape's run.
+"""Code shared by the scripts that repeat the papers' softmax measurements: our templates as contenders, and the run of
+a shape.
 
 A template enters the comparison of `tvm_sparse.bench` as a peer does: its library is built beforehand, all libraries
-side by side, and its result is checked before it is timed. What is "tvm_sparse" there is the public function, which
-runs what was tuned. Whatever fails becomes a note.
+side by side, and its result is checked before it is timed. The contender "tvm_sparse" is the public function, which
+runs the tuned kernel. Failures become notes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ BUILD_TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class Named:
-    """A template at its default point, but for `decisions`; `axes` are those of the problem that it solves instead."""
+    """A template at its default point, except for `decisions`; `axes` replace those of the problem."""
 
     label: str
     template: str
@@ -47,7 +48,7 @@ class Named:
     axes: Mapping[str, Any] = field(default_factory=dict)
 
     def job(self, problem: Problem, where: Machine) -> tuple[Problem, Candidate]:
-        """What to build. Raises `NotApplicable`."""
+        """The job of building it. Raises `NotApplicable`."""
         problem = dataclasses.replace(problem, **self.axes)
         template = spaces.find(self.template)
         decisions = {**template.default(problem, where), **self.decisions}
@@ -57,7 +58,7 @@ class Named:
 
 
 Job = tuple[Problem, Candidate]
-# A shape, and who takes part besides the public function.
+# A shape, and the contenders besides the public function.
 Shape = tuple[Problem, Sequence[Named], Sequence[Peer]]
 
 
@@ -69,7 +70,7 @@ class Libraries:
         self._built: dict[Job, Reply] = {}
 
     def build(self, shapes: Sequence[Shape]) -> None:
-        """Build everything that these shapes need, what the public functions are about to run included."""
+        """Build the libraries for these shapes, including those of the public functions."""
         named, public = [], {}
         for problem, contenders, _ in shapes:
             found = dispatcher.explain(problem, self._where)
@@ -79,7 +80,7 @@ class Libraries:
                 try:
                     named.append(one.job(problem, self._where))
                 except NotApplicable:
-                    continue  # said when its turn comes
+                    continue  # reported when its turn comes
         jobs = list(dict.fromkeys([*public, *named]))
         requests = [
             building.request(p, c, self._where, self._folder / library_name(p, c, self._where.arch), symbol="")
@@ -88,7 +89,7 @@ class Libraries:
         builders = max(1, min(machine.cpu().cores, 16, len(jobs)))
         with Pool(builders, [sys.executable, "-m", "tvm_sparse.workers.building"], name="build") as pool:
             self._built = dict(zip(jobs, pool.map(requests, timeout=BUILD_TIMEOUT), strict=True))
-        # A folder like an exported one: the public functions look into it before they compile anything.
+        # A folder like an exported one: public functions look there before they compile.
         entries = [
             building.described(*job, self._where, found.how, self._built[job].value, found.figures)
             for job, found in public.items()
@@ -115,7 +116,7 @@ class Libraries:
 
 
 def _chosen(problem: Problem, record: str | None, candidate: str) -> Job:
-    """What the dispatcher is about to compile: a record's decisions are valid at the record's own batch."""
+    """The job for what the dispatcher would compile: a record's decisions are valid at the record's own batch."""
     recorded = parse(record) if record else problem
     same = recorded.with_batch(problem.batch_extent) == problem
     return (recorded if same else problem), Candidate.parse(candidate)
@@ -124,8 +125,8 @@ def _chosen(problem: Problem, record: str | None, candidate: str) -> Job:
 def call_of(function: Any, problem: Problem, inputs: Sequence[Any], device: str) -> Call:
     """A call of a kernel on given inputs.
 
-    On a GPU it allocates its outputs, as the public function's does, which costs nothing in a graph. On the CPU it
-    writes into the same ones every time: pages of new arrays cost more than a softmax of long rows.
+    On a GPU it allocates its outputs, as the public function does, which costs nothing in a graph. On the CPU it reuses
+    its outputs, since the pages of new arrays would cost more than a softmax of long rows.
     """
     specs = problem.output_layouts()
     if device == "cuda":
@@ -177,7 +178,7 @@ def compared(shape: Shape, libraries: Libraries, where: Machine, seed: int) -> C
 
 
 def torch_compiled(problem: Problem, inputs: Sequence[Any], device: str) -> Call:
-    """softmax and topk in one compiled function, which leaves topk to the library's own."""
+    """softmax and topk in one compiled function, in which topk stays the library's own."""
     import torch
 
     x = torch.from_numpy(inputs[0]).to(device)
@@ -195,7 +196,7 @@ TORCH_COMPILED = Peer("torch.compile softmax, topk", "triton", ("cuda",), torch_
 
 
 def others(operator: str, *, compiled: bool) -> tuple[Peer, ...]:
-    """The other libraries' ways; the compiled ones, which take seconds a shape, only if asked for."""
+    """The other libraries' ways; compiled ones, which take seconds for each shape, only on request."""
     known = registry.find(operator).peers.PEERS
     if operator == "softmax_topk":
         known = (*known, TORCH_COMPILED)
@@ -207,7 +208,9 @@ COLUMNS = ("figure", "problem", "implementation", "microseconds", "peer_over_our
 
 
 def medians(results: Mapping[int, Comparison], axis: str) -> tuple[dict[str, dict[int, float]], dict[str, str]]:
-    """Of a table's results by the axis' value: microseconds by contender and value, and by contender why some lack."""
+    """From a table's results by the axis' value: microseconds by contender and value, and for each contender the reason
+    for missing ones.
+    """
     series: dict[str, dict[int, float]] = {}
     notes: dict[str, str] = {}
     for value, result in results.items():
@@ -220,7 +223,7 @@ def medians(results: Mapping[int, Comparison], axis: str) -> tuple[dict[str, dic
 
 
 def print_origins(results: Mapping[int, Comparison], notes: Mapping[str, str], axis: str) -> None:
-    """Which kernel ours was at each value, and the notes of those that have no time."""
+    """Print the origin of our kernel at each value, and the notes of contenders without a time."""
     for value, result in results.items():
         typer.echo(f"{NAME} at {axis} = {value}: {result.kernel} ({result.how})")
     for name, note in notes.items():
@@ -237,20 +240,20 @@ def measured(
     facts: Mapping[str, str],
     lines: list[list[Any]],
 ) -> dict[int, Comparison]:
-    """The results of a table's shapes, by their value; `lines` grow by them, and are in the CSV after each."""
+    """The results of a table's shapes, by their value; `lines` is extended, and written to the CSV, after each."""
     results = {}
     for value, shape in shapes.items():
         result = compared(shape, libraries, where, seed)
         if result is not None:
             results[value] = result
             lines += timing_rows(COLUMNS, result, figure=figure)
-            # What is measured is kept, whatever happens to the rest.
+            # Results so far are kept if a later shape fails.
             write_csv(path.with_suffix(".csv"), facts, COLUMNS, lines)
     return results
 
 
 def say_written(path: Path, lines: Sequence[Any]) -> None:
-    """Where the CSV is, if there is one, and what plots lack."""
+    """Print the path of the CSV, if there is one, and what plots need."""
     if lines:
         typer.echo(f"\nwritten: {path.with_suffix('.csv')}")
     if not has_plot():

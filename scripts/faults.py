@@ -1,13 +1,13 @@
-"""Injects what can go wrong where kernels are tuned, kept and loaded, and counts what came of it.
+"""Inject faults into tuning, storing and loading of kernels, and count the outcomes.
 
     python scripts/faults.py                                   # 20 minutes on two cores; writes results/faults-*.csv
     python scripts/faults.py --target cuda                     # faulty kernels on a GPU, 90 s
     python scripts/faults.py --only "bit flipped"             # one kind again; its line is replaced
 
-Three numbers a kind, all of which have to be 0. *Lost*: a trial that was reported and is not in the log (beyond the
-batch in hand where a run is killed), or a sound candidate without its trial. *Wrong*: a record that says what was not
-measured, or of another problem or architecture; and damage that nothing names. *Silent*: a wrong kernel, or another
-one than was asked for, that would have been used.
+For each kind there are three counts, which all have to be 0. *Lost*: a reported trial that is not in the log (beyond
+the current batch if a run is killed), or a right candidate without its trial. *Wrong*: a record of something that was
+not measured, or of another problem or architecture; and damage that is not reported. *Silent*: a wrong kernel, or a
+kernel other than the requested one, that would have been used.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ COLUMNS = ("kind", "injected", "lost_trials", "wrong_records", "silent_wrong_res
 # A product whose spaces are large enough for every fault, on both kinds of machine.
 PRODUCT = "bsr_matmul/m=4,k=64,n=48,block=8,sparsity=0.5,bias=1"
 TOPK = "softmax_topk/batch=3,vocab=37,k=4"
-# Of a hung candidate, seconds.
+# Time limit of a hung candidate, in seconds.
 LIMIT = 1.0
-# What a trial of a candidate with this fault has to be.
+# The outcome that a trial of a candidate with this fault must have.
 OUTCOMES = {
     "plus one": "wrong", "nan": "wrong", "first_rows": "wrong", "wrong": "wrong", "crash": "crash", "exit": "crash",
-    # On a busy machine a hung one may have waited for a processor, which is not held against it.
+    # On a busy machine a hung candidate may have waited for a processor, for which it is not blamed.
     "hang": "timeout environment", "hang with the GIL": "timeout environment", "endless": "timeout environment",
     "illegal address": "run-error crash",
     "compile": "build-error", "lost": "build-error", "full": "environment", "ended": "environment",
@@ -84,13 +84,13 @@ IN_TUNING = {
     "cuda": ("plus one", "nan", "endless", "illegal address", "compile", "lost", "memory"),
 }  # fmt: skip
 HANGS = {"llvm": ("hang", "hang with the GIL", "stopped"), "cuda": ("endless",)}
-# The variable by which the processes of a killed run are known.
+# The environment variable that marks the processes of a killed run.
 MARK = "TVM_SPARSE_FAULTS"
 
 
 @dataclass
 class Count:
-    """What came of one kind of fault."""
+    """The outcomes of one kind of fault."""
 
     injected: int = 0
     lost: int = 0
@@ -101,7 +101,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault: how many are injected in a whole run, and the function that injects so many."""
+    """A kind of fault: its number of injections in a whole run, and the function that injects them."""
 
     name: str
     counts: dict[str, int]  # by kind of machine
@@ -124,7 +124,7 @@ def kind(name: str, **counts: int) -> Callable[[Any], Any]:
 
 @kind("candidate in a tuning run: wrong, crashes, hangs, does not compile, lacks memory or disk", llvm=52, cuda=12)
 def candidates(count: int, where: Machine, folder: Path) -> Count:
-    """A run over a space with spoilt points: all others have their trial, and the winner is a sound one."""
+    """A run over a space with faulty points: all others have a trial, and the winner is a right one."""
     problem, found = parse(PRODUCT), Count()
     named, fixed = ((), {}) if where.kind == "llvm" else (("cross_thread",), {"rows": (4, 8), "vec": (1, 2)})
     if where.kind == "llvm":
@@ -158,7 +158,7 @@ def candidates(count: int, where: Machine, folder: Path) -> Count:
 
 @contextlib.contextmanager
 def faulty_builds(faults: dict[Candidate, str]) -> Iterator[tuple[str, ...]]:
-    """Tuning runs build with these faults."""
+    """Make tuning runs build candidates with these faults."""
     script = str(ROOT / "tests" / "faulty_build_worker.py")
     argv = (sys.executable, script, json.dumps({str(c): fault for c, fault in faults.items()}))
     with mock.patch.object(fleet, "BUILD_WORKER", argv):
@@ -167,7 +167,7 @@ def faulty_builds(faults: dict[Candidate, str]) -> Iterator[tuple[str, ...]]:
 
 @kind("hung candidate: endless loop, with the GIL held, process stopped", llvm=30, cuda=4)
 def hung(count: int, where: Machine, folder: Path) -> Count:
-    """Each ends within its limit and a second."""
+    """Each hung candidate is ended within its limit plus a second."""
     problem, found, late = parse(PRODUCT), Count(), 0.0
     candidate = spaces.fallback(problem, where)
     message = {"problem": problem.key, "kind": where.kind, "seed": 0}
@@ -236,7 +236,9 @@ def drawn(count: int, where: Machine, folder: Path) -> Count:
 
 @kind("kill -9 of a tuning run, at random times", llvm=200)
 def killed(count: int, where: Machine, folder: Path) -> Count:
-    """After each the log is sound and lacks at most the batch in hand; nothing of the run lives 2 s later."""
+    """After each kill the log is valid and lacks at most the current batch; no process of the run
+    is alive 2 s later.
+    """
     found, lock, orphans, lost = Count(), threading.Lock(), [0], [0]
 
     def side(number: int, rounds: int) -> None:
@@ -272,7 +274,9 @@ def _trials(logs: Path, where: Machine) -> list[Trial]:
 
 
 def _killed_run(logs: Path, mark: str) -> int:
-    """Start a run, kill it at a random time, one in five while it still imports; how many trials it had reported."""
+    """Start a run and kill it at a random time, in one of five cases while it still imports; returns the number of
+    reported trials.
+    """
     argv = [sys.executable, str(ROOT / "tests" / "tuning_child.py"), str(logs), "20"]
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ | {MARK: mark})
     assert child.stdout is not None
@@ -286,7 +290,7 @@ def _killed_run(logs: Path, mark: str) -> int:
 
 
 def _alive_after(mark: str, seconds: float) -> int:
-    """How many processes with this mark run after so long; it returns as soon as there are none."""
+    """Number of processes with this mark that run after `seconds`; returns as soon as there are none."""
     wanted, until = f"{MARK}={mark}".encode(), time.monotonic() + seconds
     while True:
         alive = 0
@@ -315,7 +319,7 @@ def writers(count: int, where: Machine, folder: Path) -> Count:
 
 @kind("kill -9 of a writer", llvm=100)
 def killed_writers(count: int, where: Machine, folder: Path) -> Count:
-    """What it had printed is there."""
+    """Lines that a killed writer had reported are in the log."""
     found, script = Count(), str(ROOT / "tests" / "writing_child.py")
     log = Log(folder, writing_child.ARCH, "softmax_topk")
     reported: set[Trial] = set()
@@ -340,7 +344,7 @@ def killed_writers(count: int, where: Machine, folder: Path) -> Count:
 
 
 def written(folder: Path, count: int = 5) -> tuple[Log, list[Trial], Best]:
-    """A log with a session, so many trials and a ranking of them."""
+    """A log with a session, `count` trials and a ranking of them."""
     log = Log(folder, writing_child.ARCH, "softmax_topk")
     trials = [dataclasses.replace(writing_child.record(0, order), problem=_key(0)) for order in range(count)]
     log.append(Session("s0", utc_now(), {}, {}, "none", {}), *trials)
@@ -355,7 +359,7 @@ def _key(number: int) -> str:
 
 @kind("damaged line of a log: flipped, cut, doubled, emptied, glued, removed", llvm=1000)
 def damaged_lines(count: int, where: Machine, folder: Path) -> Count:
-    """It costs itself, and `db verify` names it."""
+    """A damaged line affects no other, and `db verify` names it."""
     log, trials, _ = written(folder)
     whole, found, intact = log.trials_path.read_bytes().splitlines(keepends=True), Count(), log.read()
     for number in range(count):
@@ -368,15 +372,15 @@ def damaged_lines(count: int, where: Machine, folder: Path) -> Count:
             line[: place + 1] + line[place:],
             line[:place] + b"\n",
             b"\0" * len(line),
-            line[:-1],  # glued to the next, or the last without its end
+            line[:-1],  # the next line is appended to it, or the last one has no end
             b"",
             line[:place] + os.urandom(8) + line[place:],
         ][number % 8]
         if len(lines[at]) == len(line) - 1 and at == len(lines) - 1 and number % 8 == 5:
-            continue  # the end of the file: nothing is lost, and nothing amiss
+            continue  # cut at the end of the file: nothing is lost or damaged
         log.trials_path.write_bytes(b"".join(lines))
         there = set(log.read().trials)
-        near = {trials[i - 1] for i in (at, at + 1) if 0 < i <= len(trials)}  # one glued to it goes with it
+        near = {trials[i - 1] for i in (at, at + 1) if 0 < i <= len(trials)}  # an appended line is lost with it
         found.injected += 1
         found.lost += len(set(trials) - there - near)
         found.wrong += len(there - set(trials)) + (log.read() != intact and not database.verify(folder))
@@ -385,7 +389,7 @@ def damaged_lines(count: int, where: Machine, folder: Path) -> Count:
 
 @kind("full disk: an append that finds no room", llvm=300)
 def full_disk(count: int, where: Machine, folder: Path) -> Count:
-    """The file may not grow beyond a random size, as on a disk that is full there: an append is whole or undone."""
+    """The file may not grow beyond a random size, as on a full disk: an append is complete or undone."""
     found, done = Count(), []
     log = Log(folder, writing_child.ARCH, "softmax_topk")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -409,7 +413,7 @@ def full_disk(count: int, where: Machine, folder: Path) -> Count:
 
 @kind("full disk: a build into the cache", llvm=8)
 def full_cache(count: int, where: Machine, folder: Path) -> Count:
-    """It fails with the reason, and what lay there before is whole."""
+    """A build fails with the reason, and existing files are intact."""
     found, problem = Count(), parse(TOPK)
     [entry] = building.build([(problem, spaces.fallback(problem, where), "fallback", {})], where, folder)
     manifest.write(folder, [entry])
@@ -433,7 +437,7 @@ def full_cache(count: int, where: Machine, folder: Path) -> Count:
 
 @kind("folder that cannot be written: logs, cache, temporary files", llvm=30)
 def read_only(count: int, where: Machine, folder: Path) -> Count:
-    """An error that names the folder; what lies there can be read. As another user, where this one may write all."""
+    """An error names the folder, and its content can be read. Run as another user if this one may write everywhere."""
     log, trials, best = written(folder / "logs")
     places = [folder / "logs", log.trials_path.parent, log.trials_path]
     for path in (folder, *folder.rglob("*")):
@@ -475,7 +479,7 @@ def read_only(count: int, where: Machine, folder: Path) -> Count:
 
 @kind("clock that goes backwards", llvm=200)
 def clock(count: int, where: Machine, folder: Path) -> Count:
-    """Rankings are taken in the order in which they were written, and no deadline depends on the time of day."""
+    """Rankings are used in the order in which they were written, and no time limit depends on the system clock."""
     found = Count()
     log = Log(folder / "logs", writing_child.ARCH, "softmax_topk")
     real_time, real_gmtime = time.time, time.gmtime
@@ -573,7 +577,7 @@ def exported(folder: Path, where: Machine) -> list[Entry]:
 
 @contextlib.contextmanager
 def nothing_loads() -> Iterator[list[Path]]:
-    """What would have been handed to the loader."""
+    """Collects what would have been given to the loader."""
     loaded: list[Path] = []
     with mock.patch.object(loading, "_opened", lambda path, *_: loaded.append(path)):
         yield loaded
@@ -581,7 +585,7 @@ def nothing_loads() -> Iterator[list[Path]]:
 
 @kind("library with a bit flipped, or cut off", llvm=1000, cuda=1000)
 def damaged_libraries(count: int, where: Machine, folder: Path) -> Count:
-    """Refused before it is loaded."""
+    """A damaged library is refused before it is loaded."""
     found, entries = Count(), exported(folder, where)
     whole = {entry.library: (folder / entry.library).read_bytes() for entry in entries}
     with nothing_loads() as loaded:
@@ -605,7 +609,7 @@ def damaged_libraries(count: int, where: Machine, folder: Path) -> Count:
 
 @kind("manifest that was damaged or changed", llvm=1000)
 def damaged_manifests(count: int, where: Machine, folder: Path) -> Count:
-    """Refused, or what it says of a kernel is what was written: no other one is called."""
+    """A manifest is refused, or its entry is as written: no other kernel is called."""
     found, entries = Count(), exported(folder, where)
     path = folder / manifest.NAME
     text = path.read_text()
@@ -639,7 +643,7 @@ def damaged_manifests(count: int, where: Machine, folder: Path) -> Count:
 
 @kind("library swapped while it is loaded", llvm=300)
 def swapped(count: int, where: Machine, folder: Path) -> Count:
-    """Another process writes one of two files over the library all the time: the right one is loaded, or none."""
+    """Another process keeps replacing the library by one of two files: the right one is loaded, or none."""
     entries = exported(folder, where)
     first, second = ((folder / entry.library).read_bytes() for entry in entries)
     path, found, right = folder / entries[0].library, Count(), 0
@@ -723,7 +727,7 @@ def main(
     where = machine.resolve(target)
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
     random.seed(seed)
-    logging.getLogger("tvm_sparse").setLevel(logging.ERROR)  # what is damaged is expected to be
+    logging.getLogger("tvm_sparse").setLevel(logging.ERROR)  # damage is expected
     print(f"{where.name} ({where.arch}), seed {seed}", flush=True)
     rows, bad = [], 0
     for one in chosen(only or (), where):
@@ -735,7 +739,7 @@ def main(
         counts = (found.injected, found.lost, found.wrong, found.silent)
         rows.append((one.name, *counts, f"{taken:.1f}", found.note))
         print(f"{one.name}: {', '.join(map(str, counts))}  ({taken:.1f} s)  {found.note}", flush=True)
-    if csv is None and scale == 1:  # of what is injected again the lines are replaced
+    if csv is None and scale == 1:  # lines of repeated kinds are replaced
         csv = result_path("faults", where).with_suffix(".csv")
         rows = merged(csv, [one.name for one in KINDS], rows)
     if csv is not None:

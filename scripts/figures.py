@@ -28,7 +28,7 @@ PART = re.compile(r"(<!-- generated: ([\w-]+) -->).*?(<!-- end -->)", re.DOTALL)
 
 
 def filled(text: str, where: Path) -> str:
-    """`text` with its generated parts as they are now, each a block of Markdown of its own."""
+    """`text` with its generated parts brought up to date, each as a separate block of Markdown."""
 
     def fill(found: re.Match[str]) -> str:
         begin, name, end = found.groups()
@@ -49,7 +49,7 @@ def filled(text: str, where: Path) -> str:
 
 
 def generated() -> dict[Path, str]:
-    """Every file that has generated parts, as it should be."""
+    """The wanted content of every file with generated parts."""
     wanted = {IMAGES / name: chart() for name, chart in CHARTS.items()}
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         wanted[path] = filled(path.read_text(), path.relative_to(ROOT))

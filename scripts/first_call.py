@@ -1,14 +1,13 @@
-"""What a first call costs: import, first result and second one, each time in a fresh process with PyTorch imported.
+"""The cost of a first call: import, first result and second result, each time in a fresh process with PyTorch imported.
 
 python scripts/first_call.py                                             # the GPU if there is one, else the CPU
 python scripts/first_call.py --target cpu --kernels kernels softmax_topk/batch=8,vocab=32000,k=20
 python scripts/first_call.py --prebuilt                                  # problems of the installed kernels
 
 The clock of the first result starts with arrays in memory, PyTorch imported and (on a GPU) used, and tvm_sparse not yet
-imported; it stops when the result is there. Where a library is at hand nothing is compiled; else that is in the figure,
-and the line says so. Each figure is the median of the processes, with the least and the most. A process before them
-does not count: it leaves bytecode of what it imports, as pip does of what it installs, and keeps to itself what it
-compiles.
+imported; it stops when the result is available. Compilation happens, and is included, only if no library is available,
+and the line says so. Each figure is the median over the processes, with minimum and maximum. One process before them is
+not counted: it leaves bytecode of imported modules, as pip does on installation, but no compiled kernels.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ def _spread(values: list[float]) -> str:
 
 
 def _output(command: list[str], besides: Mapping[str, str] = {}) -> str:
-    """What a process prints, with these environment variables besides."""
+    """The output of a process that has these additional environment variables."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **besides})
     if done.returncode:
         sys.exit(done.stderr)
@@ -126,7 +125,7 @@ def _output(command: list[str], besides: Mapping[str, str] = {}) -> str:
 
 
 def _installed(where: machine.Machine) -> list[str]:
-    """The smallest problem of each operator that kernels were built for, tuned ones first."""
+    """The smallest problem of each operator for which kernels were built, tuned ones first."""
     found: dict[str, tuple[bool, int, str]] = {}
     for entry in Dispatcher().installed(where):
         problem = parse(entry.problem)

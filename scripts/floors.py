@@ -1,9 +1,9 @@
-"""What reading takes: kernels that only read rows of a matrix, add up and store, in CUDA graphs as ours.
+"""The time of reading: kernels that only read rows of a matrix, sum and store, in CUDA graphs like ours.
 
-A roofline of memory's bandwidth leaves out that a kernel has to start, that its first bytes come after a trip to
-memory, and that some multiprocessors end before others. These kernels pay for all of that, and for nothing else: a warp
-has some rows, all of whose vectors it asks for before it adds up the first. They are started by programmatic dependent
-launch, as ours are. Of several such kernels the fastest is the floor.
+A roofline of memory bandwidth ignores the start of a kernel, the latency of its first bytes, and multiprocessors that
+end before others. These kernels include all of that, and nothing else: each warp loads all vectors of its rows before
+it adds the first. They are started by programmatic dependent launch, like ours. The fastest of several such kernels is
+the floor.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from tvm_sparse.core.template import ceildiv
 from tvm_sparse.runtime.loading import load_function
 
 WARP, VECTOR = 32, 16
-# Vectors that a thread has in flight at the most: more take registers, and with them warps.
+# Most vectors that a thread has in flight: more take registers, and so reduce the number of warps.
 MOST_VECTORS = 16
 
 
 class Reader(NamedTuple):
     threads: int  # of a thread block
-    each: int  # rows of a warp
+    each: int  # rows per warp
 
 
 READERS = tuple(Reader(threads, each) for threads in (128, 256, 512) for each in (1, 2, 4))
-ROUNDS = 5  # in which the fastest is found
-LARGEST = 1e37  # of sums that are checked
+ROUNDS = 5  # for finding the fastest
+LARGEST = 1e37  # bound for sums that are checked
 
 
 def module_of(reader: Reader, rows: int, row_bytes: int, named: int | None) -> Any:
-    """A function of a matrix of 4-byte words, the numbers of `named` rows, and their sums. `named=None`: of all rows in
-    order; numbers are not read."""
+    """A function of a matrix of 32-bit words, the indices of `named` rows, and their sums. `named=None`: all rows in
+    order, without reading indices.
+    """
     import tvm
     from tvm.script import tirx as T
 
@@ -108,9 +109,9 @@ def build(module: Any, machine: Machine, path: Path) -> Any:
 def fastest(machine: Machine) -> Iterator[Callable[..., Call | None]]:
     """Finds the fastest reader of rows; the libraries live as long as the context.
 
-    What it gives is called with (matrix, ids=None, before=None): a contiguous matrix; the numbers of the rows to read,
-    int32, or all of them; and what runs before each read. It returns a call, checked, which does not run `before`; or
-    None where launches do not overlap, or rows are not of whole 16-byte vectors.
+    The yielded function takes (matrix, ids=None, before=None): a contiguous matrix; the int32 indices of the rows to
+    read, or None for all; and a call that runs before each read. It returns a checked call, which does not run
+    `before`; or None if launches do not overlap, or rows are not whole 16-byte vectors.
     """
     with tempfile.TemporaryDirectory() as folder:
         paths = (Path(folder) / f"{number}.so" for number in itertools.count())
@@ -132,7 +133,7 @@ def fastest(machine: Machine) -> Iterator[Callable[..., Call | None]]:
                 call = functools.partial(build(module, machine, next(paths)), words, numbers, sums)
                 sums.fill_(torch.nan)
                 call()
-                # Two numbers of 16 bits are read as one of 32: sums of such words may say nothing.
+                # Two 16-bit numbers are read as one 32-bit word, whose sums may have no meaning.
                 held = scale < LARGEST
                 if not bool((abs(sums.double() - wanted)[held] <= 1e-5 * scale[held]).all()):
                     raise AssertionError(f"{reader}: sums differ")

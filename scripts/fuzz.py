@@ -1,17 +1,17 @@
-"""Fuzzing: every file reader with inputs that coverage guides, every public function with arguments nearly right.
+"""Fuzzing: every file reader with coverage-guided inputs, and every public function with nearly valid arguments.
 
     python scripts/fuzz.py                            # 225,000 cases, 5 to 16 minutes; writes results/fuzz-*.csv
     python scripts/fuzz.py --only manifest --scale 4 --seed 7
 
-*Readers* get bytes that were mutated from valid files: of bytes, of JSON values, of two files crossed. An input that
-reaches a way from line to line of the package that none before did is kept and mutated further. A reader may take the
-input or raise the error that it documents; anything else is a finding, and so is what takes longer than `SLOW`.
+*Readers* get mutations of valid files: of bytes, of JSON values, and of two files crossed. An input that takes a new
+transition between lines of the package is kept and mutated further. A reader may accept the input or raise a documented
+error; anything else is a finding, as is a case that takes longer than `SLOW`.
 
-*Functions* get arguments that Hypothesis draws: the right ones, with up to three of them changed in values, layout,
-library, dtype, shape or kind. A call may raise what is documented. One that returns must leave its inputs as they were
-and give, bit by bit, what the call of plain copies gives.
+*Functions* get arguments drawn by Hypothesis: valid ones, with up to three of them changed in values, layout, library,
+dtype, shape or kind. A call may raise a documented error. If it returns, its inputs must be unchanged, and its result
+must equal, bit by bit, that of a call with plain copies.
 
-Both run in processes of their own: one that dies is a finding as well, with the input that it died of.
+Both run in separate processes: a crash is a finding too, with the input that caused it.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from fuzzing.report import Report
 
 COLUMNS = ("target", "how", "cases", "taken", "refused", "kept", "ways", "findings", "seconds")
 READER_CASES, FUNCTION_CASES = 16_000, 2_000
-# Functions in one process: imports and kernels take longer than their cases.
+# Functions tested in one process: imports and kernels take longer than their cases.
 TOGETHER = 11
 
 
 def work(targets: list[str], scale: float, seed: int, last: Path, kernels: bool = True) -> Iterator[Report]:
-    """The cases of some readers and functions."""
+    """Run the cases of some readers and functions."""
     for name in targets:
         if name in READERS:
             yield guided(name, max(1, round(READER_CASES * READERS[name].share * scale)), seed, last)
@@ -82,7 +82,7 @@ def main(
         for group in groups + [calls_[i : i + TOGETHER] for i in range(0, len(calls_), TOGETHER)]:
             named = [word for target in group for word in ("--only", target)]
             argv = [sys.executable, __file__, *named, "--scale", str(scale), "--seed", str(seed)]
-            for _ in range(2):  # once more if it was killed: on a shared machine for another's want of memory
+            for _ in range(2):  # once more if it was killed, as for lack of memory on a shared machine
                 done = subprocess.run([*argv, "--worker", str(last)], capture_output=True, text=True)
                 if done.returncode != -9:
                     break

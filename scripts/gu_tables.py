@@ -1,14 +1,14 @@
-"""Tables 1 and 2 of Gu 2020 on this machine: block-sparse products of 36 shapes, by each way to map them to a GPU.
+"""Tables 1 and 2 of Gu 2020 on this machine: block-sparse products of 36 shapes, with each kind of mapping to a GPU.
 
     python scripts/gu_tables.py                     # about two minutes on a GPU with 16 cores
     python scripts/gu_tables.py --m 8 --block 16 --points 8
 
-Table 1 compares schedules: each of our templates runs at the best point that the tuning logs know of it, or, where
-they know none, at the best of its default and a few others drawn at random. Table 2 compares what a call of
-`bsr_matmul` runs with other libraries: torch's BSR product, cuSPARSE's CSR product, Triton's `bsr_dense_mm` where it
-takes the shape, and dense products of cuBLAS in float32, TF32 and float16. Prints both beside the paper's own figures,
-and writes a CSV and a plot with GPU, versions and date into scripts/results/. Everything is checked against the
-reference before it is timed; what does not run is a note in the CSV.
+Table 1 compares schedules: each of our templates runs at its best point in the tuning logs, or, without one, at the
+best of its default and a few random points. Table 2 compares what a call of `bsr_matmul` runs with other libraries:
+torch's BSR product, cuSPARSE's CSR product, Triton's `bsr_dense_mm` where it takes the shape, and dense products of
+cuBLAS in float32, TF32 and float16. Prints both beside the paper's own figures, and writes a CSV and a plot with GPU,
+versions and date into scripts/results/. Everything is checked against the reference before it is timed; failures are
+notes in the CSV.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ COLUMNS = ("m", "k", "n", "block", "sparsity", "implementation", "microseconds",
 
 
 def torch_csr(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> Call:
-    """cuSPARSE's product of the weight in CSR format, by way of torch."""
+    """cuSPARSE's product of the weight in CSR format, through torch."""
     import warnings
 
     import torch
@@ -117,7 +117,7 @@ def torch_csr(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> Call:
 
 
 def dense_tf32(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> Call:
-    """cuBLAS in TF32. The values are those of a float16 problem, which TF32 holds exactly."""
+    """cuBLAS in TF32, with the values of a float16 problem, which TF32 represents exactly."""
     import torch
 
     x = torch.from_numpy(inputs[0]).to(device).float()
@@ -154,7 +154,7 @@ def cases(m: Sequence[int], block: Sequence[int], dtype: str) -> list[BsrMatmul]
 
 
 def place(problem: BsrMatmul) -> tuple[tuple[int, int, int], int, float]:
-    """What names a case: (m, k, n), block size, sparsity."""
+    """The key of a case: (m, k, n), block size, sparsity."""
     return (problem.m, problem.k, problem.n), problem.block_shape[0], problem.sparsity
 
 
@@ -167,7 +167,7 @@ def printed(problem: BsrMatmul) -> dict[str, float]:
 
 
 def known_points(where: Machine) -> dict[tuple[str, str], Candidate]:
-    """By problem and template, the fastest trial in the logs of those whose template is as it was."""
+    """By problem and template, the fastest trial in the logs at the template's present version."""
     versions = {t.name: t.version for t in spaces.templates()}
     best: dict[tuple[str, str], Any] = {}
     for root in (paths.shipped_logs(), paths.user_logs()):
@@ -182,7 +182,7 @@ def known_points(where: Machine) -> dict[tuple[str, str], Candidate]:
 def contenders(
     problem: Problem, where: Machine, known: dict[tuple[str, str], Candidate], count: int
 ) -> list[Candidate]:
-    """For each template the point that is known to be its best, or its default and others, `count` together."""
+    """For each template its best known point, or its default and random points, `count` together."""
     chosen = []
     tables, _ = spaces.applicable(problem, where)
     for name in (n for n in TEMPLATES if n in tables):
@@ -198,7 +198,7 @@ def contenders(
 
 
 def as_peer(candidate: Candidate, path: str, workspaces: Sequence[Any]) -> Peer:
-    """A library of ours among the others."""
+    """A library of ours as a contender."""
 
     def prepare(problem: Any, inputs: Sequence[Any], device: str) -> Call:
         function = with_workspaces(load_function(Path(path), "cuda", None), workspaces, problem, "cuda")
@@ -210,7 +210,7 @@ def as_peer(candidate: Candidate, path: str, workspaces: Sequence[Any]) -> Peer:
 def built_peers(
     wanted: Sequence[tuple[BsrMatmul, Candidate]], where: Machine, folder: Path, builders: int
 ) -> tuple[dict[str, list[Peer]], dict[str, list[tuple[str, str]]]]:
-    """By problem the peers, and those that did not compile or spill registers, with the reason."""
+    """By problem the contenders, and those that did not compile or spill registers, with the reason."""
     made: dict[str, list[Peer]] = {}
     failed: dict[str, list[tuple[str, str]]] = {}
     requests = [
@@ -233,7 +233,7 @@ def built_peers(
 def measure(
     problem: BsrMatmul, where: Machine, seed: int, others: Sequence[Peer], shown: dict[str, str]
 ) -> tuple[dict[str, float], list[list[Any]]]:
-    """Microseconds by implementation, of a template its best point's, and the lines for the CSV."""
+    """Microseconds by implementation (for a template its best point's), and the lines for the CSV."""
     try:
         result = compare(problem, where, seed=seed, peers=others, host=False)
     except Mismatch as error:
@@ -255,9 +255,9 @@ def measure(
 
 
 def show(title: str, problems: Sequence[BsrMatmul], results: dict[Any, dict[str, float]], names: Sequence[str]) -> None:
-    """A table for each shape, of the columns that have a figure."""
+    """Print a table for each shape, with the columns that have a figure."""
     names = [name for name in names if any(name in figures for figures in results.values())]
-    heads = [name.replace(" ", "\n").replace("_", "_\n") for name in names]  # or the figures would not fit
+    heads = [name.replace(" ", "\n").replace("_", "_\n") for name in names]  # otherwise the figures would not fit
     for shape in dict.fromkeys(place(problem)[0] for problem in problems):
         made = table(
             "block", "sparsity", *heads, title=f"{title}, (m, k, n) = {shape}", right=("block", "sparsity", *heads)

@@ -6,18 +6,18 @@
 
 From the records:
 
-search      after half of the trials of the session that met a problem first, over the best after all of them. Most of
-            these sessions had no model to ask, and no winners of similar problems
-start       the best of what a run of half the problem's trials would try before it searches (the fallback, defaults,
-            what a model of the other problems predicts, and what won for those), over the best that is recorded of the
-            problem. Only points count that somebody measured for it, a share of `measured`
+search      best after half of the trials of a problem's first session, over the best after all of them. Most of these
+            sessions had no model, and no winners of similar problems
+start       best of the points that a run with half the problem's trials would try before its search (the fallback,
+            defaults, predictions of a model of the other problems, and winners of those), over the problem's best
+            recorded time. Only measured points count; `measured` is their share
 
-Half of what is in the log: of distinct points of the templates' present versions. Rows of `least` trials or more.
+"Half" refers to the distinct points in the log at the templates' present versions. Rows are for problems with at least
+`least` trials.
 
-Measured: problems over operators and sizes are tuned from nothing, with half of the trials, in a folder that holds the
-records of all other problems and models that were trained on those alone. What that finds, what ships, and the fallback
-are then timed in turn; `ratio` is of the first two, below 1 where the new point is faster. Writes CSVs into
-scripts/results/.
+Measured: selected problems are tuned anew with half of the trials, in a folder with the records of all other problems
+and with models trained on those alone. The new winner, the shipped one, and the fallback are then timed in turn;
+`ratio` is that of the first two, below 1 if the new point is faster. Writes CSVs into scripts/results/.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from reproduction import RESULTS, provenance, result_path, write_csv
+from reproduction import RESULTS, provenance, result_path, studied, write_csv
 
 from tvm_sparse.cli.common import console, duration, errors, machine_here, require, table, us
 from tvm_sparse.core import machine, registry, scratch, spaces
@@ -50,7 +50,8 @@ from tvm_sparse.tuning.training import Measured
 
 LOGS = Path(__file__).parent.parent / "tuning_logs"
 NAME = "half-the-trials"
-# Over operators, templates that win, dtypes and sizes; of those that were tuned most, as half of a few trials is none.
+# Problems of different operators, winning templates, dtypes and sizes, among those with most trials, since half of a
+# few trials is nearly nothing.
 MEASURED = {
     "cuda": (
         "softmax_topk/batch=4000,vocab=10000,k=5",
@@ -71,7 +72,7 @@ MEASURED = {
     "llvm": ("bsr_matmul/m=8,k=1024,n=1024,block=16,sparsity=0.9",),
 }
 LEAST = (8, 32)
-# As often as a final, and twice as many again: two points are to be told apart.
+# Rounds: those of a final, and twice as many again, to distinguish two points.
 ROUNDS = 15
 RECORDED_COLUMNS = (
     "least",
@@ -95,17 +96,17 @@ SHOWN = ("problem", "shipped_trials", "trials", "seconds", "shipped_us", "found_
 
 @dataclass(frozen=True)
 class Loss:
-    """How far above the best half of the trials would have ended."""
+    """The loss from stopping after half of the trials."""
 
     operator: str
     way: str
-    trials: int  # of the whole
+    trials: int  # of the whole session
     ratio: float
-    measured: float = 1.0  # share of what was tried whose time is known
+    measured: float = 1.0  # share of the tried points with a known time
 
 
 def counts(log: Log) -> dict[str, int]:
-    """By problem, how many distinct points were tried of templates at their present versions."""
+    """By problem, the number of distinct points tried at the templates' present versions."""
     present = {template.name: template.version for template in spaces.templates(log.operator)}
     tried = {
         (trial.problem, trial.candidate)
@@ -122,13 +123,13 @@ def counts(log: Log) -> dict[str, int]:
 
 
 def searched(logs: Path, arch: str, operator: str) -> list[Loss]:
-    """`search`, of each problem's first session."""
+    """The loss `search` of each problem's first session."""
     rows = study.halves(trials(logs, operator=operator, arch=arch), least=min(LEAST))
     return [Loss(operator, "search", row.trials, row.loss) for row in rows.itertuples()]
 
 
 def started(logs: Path, arch: str, operator: str) -> list[Loss]:
-    """`start`, of each problem. Its model knows nothing of a tenth of the problems, with all their batches."""
+    """The loss `start` of each problem, with a model trained without a tenth of the problems in all their batches."""
     log = Log(logs, arch, operator)
     data, tried = training.measured(log), counts(log)
     with tempfile.TemporaryDirectory() as folder:
@@ -147,7 +148,7 @@ def started(logs: Path, arch: str, operator: str) -> list[Loss]:
 
 
 def without(log: Log, keys: Collection[str], root: Path, data: Sequence[Measured] | None = None) -> Log:
-    """A log in another folder without these problems, with a model that was trained without them."""
+    """A log in another folder without these problems, with a model trained without them."""
     contents = log.read()
     made = Log(root, log.arch, log.operator)
     made.append(*contents.sessions, *(trial for trial in contents.trials if trial.problem not in keys))
@@ -178,7 +179,7 @@ def summary(losses: Sequence[Loss]) -> list[list[object]]:
 
 
 def show(columns: Sequence[str], lines: Sequence[Sequence[object]], texts: Collection[str]) -> None:
-    """Print a table, of which the columns named in `texts` hold no figures."""
+    """Print a table; the columns named in `texts` hold no figures."""
     shown = table(*columns, right=[name for name in columns if name not in texts])
     for line in lines:
         shown.add_row(*map(str, line))
@@ -186,14 +187,14 @@ def show(columns: Sequence[str], lines: Sequence[Sequence[object]], texts: Colle
 
 
 def from_records(logs: Path, arch: str) -> None:
-    """Print and write the table of what the records tell."""
+    """Print and write the table for the recorded trials."""
     losses = []
     for operator in registry.operators():
         if Log(logs, arch, operator).best():
             losses += searched(logs, arch, operator) + started(logs, arch, operator)
     lines = summary(losses)
     show(RECORDED_COLUMNS, lines, ("operator", "way"))
-    facts = {
+    facts = studied(logs) | {
         "arch": arch,
         "loss": "best time with half of the trials over the best recorded, geometric mean with 95 % bootstrap interval",
         "search": "after half of the trials of the session that met a problem first, over the best of that session",
@@ -207,7 +208,7 @@ def from_records(logs: Path, arch: str) -> None:
 
 @dataclass(frozen=True)
 class Shipped:
-    """A problem whose record ships, and how many trials that took."""
+    """A problem whose record ships, and the number of its trials."""
 
     problem: Problem
     best: Best
@@ -215,12 +216,12 @@ class Shipped:
 
     @property
     def half(self) -> int:
-        """With how many trials it is tuned anew."""
+        """Number of trials for tuning it anew."""
         return self.trials // 2
 
 
 def shipped(logs: Path, where: Machine, keys: Sequence[str]) -> list[Shipped]:
-    """What ships of these problems; those without a record that still runs are named and left out."""
+    """The shipped records of these problems; those without a valid one are named and left out."""
     found = []
     for key in keys:
         problem = registry.parse(key)
@@ -237,7 +238,7 @@ def shipped(logs: Path, where: Machine, keys: Sequence[str]) -> list[Shipped]:
 def in_turn(
     problem: Problem, where: Machine, candidates: Sequence[Candidate], devices: Fleet, seed: int
 ) -> Mapping[Candidate, float]:
-    """Median seconds of each, one round after another on one device, so that a drift of the machine meets all."""
+    """Median seconds of each, in rounds on one device, so that a drift of the machine affects all."""
     times: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
     with scratch.folder() as folder, devices.lease(where) as lease:
         bench = workbench.Bench(problem, where, spaces.fallback(problem, where), seed, folder, lease)
@@ -251,7 +252,7 @@ def in_turn(
 
 
 def tuned_anew(one: Shipped, where: Machine, root: Path, devices: Fleet, builders: int, seed: int) -> list[object]:
-    """A line: tune the problem in a folder that does not know it, and time the winner beside what ships."""
+    """A line: tune the problem in a folder without its records, and time the winner and the shipped kernel in turn."""
     began = time.monotonic()
     log = Log(root, where.arch, one.problem.operator)
     plan = plans.make_plan(one.problem, where, one.half, log, builders)
@@ -272,7 +273,7 @@ def tuned_anew(one: Shipped, where: Machine, root: Path, devices: Fleet, builder
 
 
 def measure(logs: Path, target: str, seconds: float, seed: int, keep: Path | None) -> None:
-    """Tune the problems of `MEASURED` anew, one after another; `keep` is the folder of their records."""
+    """Tune the problems of `MEASURED` anew, one after another; `keep` is a folder for their records."""
     if keep and keep.exists():
         raise ProblemError(f"keep: {keep} exists; what is in it would be known to the runs")
     where, began = machine_here(target, "tuning"), time.monotonic()
@@ -295,7 +296,7 @@ def measure(logs: Path, target: str, seconds: float, seed: int, keep: Path | Non
             lines.append(tuned_anew(one, where, folder, devices, builders, seed))
             longest = max(longest, time.monotonic() - started)
             typer.echo(f"{duration(time.monotonic() - began)}: {one.problem.typed}: ratio {lines[-1][-1]}")
-            write_measured(lines, where, seed)  # a run that is cut leaves what it has
+            write_measured(lines, where, seed)  # an interrupted run keeps its results
     show(SHOWN, [[line[MEASURED_COLUMNS.index(name)] for name in SHOWN] for line in lines], ("problem",))
     typer.echo(verdict(lines))
 
@@ -310,7 +311,7 @@ def verdict(lines: Sequence[Sequence[object]]) -> str:
 
 
 def write_measured(lines: Sequence[Sequence[object]], where: Machine, seed: int) -> None:
-    """Write what was measured so far."""
+    """Write the measurements so far."""
     facts = provenance(where)
     facts["timing"] = f"as a final of tune: median of {ROUNDS} rounds in turn; inputs not rotated (hot)"
     facts |= {"ratio": verdict(lines), "seed": str(seed)}

@@ -1,14 +1,14 @@
-"""The exact head beside what it has to beat: the product alone, product + softmax_topk, and torch's chain.
+"""The exact head compared with the product alone, product + softmax_topk, and torch's operators.
 
     python scripts/head_bench.py --csv scripts/results/head-h200.csv        # under a minute
     python scripts/head_bench.py --shape 12,40000,1000,12,float16
     python scripts/head_bench.py --cold --csv scripts/results/head-cold-h200.csv
 
-`head_topk` reads the embedding once and writes no logits. It is told that the embedding is constant, as of a model that
-is not in training; another line has it without that promise. `product` is torch's alone, without softmax or search:
-what cuBLAS takes; `read` a kernel that only reads the embedding (`floors`), and `limit` the time in which memory brings
-it, where its bandwidth was measured. Calls follow upon each other, so that the L2 cache may hold a part of the
-embedding from the call before; with `--cold` another kernel reads as much as the cache holds, and more, in between.
+`head_topk` reads the embedding once and writes no logits. It runs with the promise that the embedding is constant, as
+in inference; another line is without it. `product` is torch's product alone (cuBLAS), without softmax or search; `read`
+is a kernel that only reads the embedding (`floors`), and `limit` the time of reading it at the measured memory
+bandwidth. Calls follow each other directly, so that the L2 cache may contain a part of the embedding; with `--cold`
+another kernel, which reads more than the cache's size, runs in between.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def parsed(text: str) -> tuple[int, int, int, int, str]:
 
 
 def contenders(states: torch.Tensor, embedding: torch.Tensor, k: int) -> tuple[dict[str, Call], dict[str, Check]]:
-    """Calls by name, and how their results are checked."""
+    """Calls by name, and checks of their results."""
     calls: dict[str, Call] = {
         HEAD: lambda: tvm_sparse.head_topk(states, embedding, k, constant=True),
         UNPROMISED: lambda: tvm_sparse.head_topk(states, embedding, k),

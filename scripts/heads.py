@@ -1,7 +1,7 @@
-"""What scripts about output layers share: states that resemble each other as a beam's do, lists of a wanted length,
-contenders that are checked before they are timed, and their lines in a table and a CSV.
+"""Code shared by scripts about output layers: similar states like those of a beam, lists of a given length, contenders
+that are checked before they are timed, and their lines in a table and a CSV.
 
-Everything lies on the device as torch tensors. Times are those of `tvm_sparse.bench`: CUDA graphs, in turn.
+All data are torch tensors on the device. Times are those of `tvm_sparse.bench`: CUDA graphs, in turn.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from tvm_sparse.runtime import arrays
 
 Call = Callable[[], Any]
 Check = Callable[[Any], None]
-# What probabilities may be off, of the largest one: float32 sums in another order; and logits that were rounded to the
-# dtype of the states on the way, which follows from how large they are (see `top_check`).
+# Allowed error of probabilities, relative to the largest one: for float32 sums in another order; and for logits rounded
+# to the states' dtype, which depends on their magnitude (see `top_check`).
 OURS, ROUNDED = 2e-3, None
 CPU_ROUNDS = 3
 LSH, LISTS, EXACT, CHAIN, TORCH, TORCH_GATHERED = (
     "LSH head", "LSH by lists", "exact head", "product + softmax_topk", "torch product + softmax + topk",
     "torch gather + product + softmax + topk",
 )  # fmt: skip
-# Words whose embeddings a state is a mean of: it is as near to each as a model's are to words that are likely.
+# Words whose embeddings are averaged for a state: it is as near to each as a model's states are to likely words.
 NEAREST = 12
 
 
@@ -57,8 +57,9 @@ class Timed:
 def draw(
     vocab: int, hidden: int, rows: int, dtype: str, device: str, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An embedding `(vocab, hidden)`, normal, and states `(rows, hidden)`, half of each common to all; halves are means
-    of some words. Scores have a standard deviation of about 2."""
+    """A normal embedding `(vocab, hidden)`, and states `(rows, hidden)`, each the sum of a common and a separate half,
+    which are means of some words. Scores have a standard deviation of about 2.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     kind = getattr(torch, dtype)
     embedding = torch.empty((vocab, hidden), dtype=kind, device=device).normal_(0, hidden**-0.5, generator=generator)
@@ -72,7 +73,7 @@ def draw(
 
 
 def hits(head: Any, hidden: torch.Tensor) -> np.ndarray:
-    """L of equation 9 for some states, `(rows, vocab)`, counted on the host from the head's own tables."""
+    """Equation 9 for some states: hits `(rows, vocab)`, counted on the host from the head's own tables."""
     parts = (head.hashing.permutations, head.hashing.words, head.hashing.table, head.hashing.multipliers)
     permutations, words, starts, multipliers = (None if a is None else a.cpu().numpy() for a in parts)
     first, length = wta.find_buckets(wta.hash_rows(hidden.float().cpu().numpy(), permutations), starts, multipliers)
@@ -100,12 +101,12 @@ def changed(head: Any, frequent: np.ndarray | None = None, **numbers: int) -> An
 def lsh_head(
     embedding: torch.Tensor, hidden: torch.Tensor, candidates: int, *, k: int = 16, units: int = 3, bands: int = 500
 ) -> Any:
-    """An LSH head whose list for these states has about so many candidates: half by hits, the others frequent words."""
+    """An LSH head whose list for these states has about `candidates` words: half by hits, the others frequent words."""
     head = tvm_sparse.LshHead(embedding, k=k, units=units, bands=bands, threshold=1, frequent=0)
     most = hits(head, hidden).max(axis=0)
     threshold = next(t for t in range(1, bands + 2) if (most >= t).sum() <= candidates // 2)
     chosen = most >= threshold
-    # Of the first T words some are candidates already.
+    # Some of the first T words are candidates already.
     total = chosen.sum() + np.cumsum(~chosen)
     frequent = min(int(np.searchsorted(total, candidates)) + 1, head.vocab)
     capacity = min(head.vocab, -(-max(candidates * 5 // 4, frequent) // 256) * 256)
@@ -113,7 +114,7 @@ def lsh_head(
 
 
 def problems_of(head: Any, rows: int, n: int) -> list[Problem]:
-    """What a step of the head runs, and the exact head beside it."""
+    """The problems of a step of the head, and that of the exact head."""
     own, dtype = head.settings, str(head.embedding.dtype).removeprefix("torch.")
     lists = {"lists": 1, "beam": rows, "vocab": own.vocab, "hidden": own.hidden, "dtype": dtype}
     hashed = {"k": own.k, "units": own.units, "bands": own.bands, "table": own.table}
@@ -127,7 +128,7 @@ def problems_of(head: Any, rows: int, n: int) -> list[Problem]:
 
 
 def ready(problems: Iterable[Problem], where: Machine) -> Any:
-    """A context in which the public functions have what they run for these problems, built side by side."""
+    """A context in which the kernels of these problems are available to public functions, built in parallel."""
     return built([(problem, (), ()) for problem in dict.fromkeys(problems)], where)
 
 
@@ -145,13 +146,14 @@ def torch_full(hidden: torch.Tensor, embedding: torch.Tensor, n: int) -> Call:
 
 
 def product_topk(hidden: torch.Tensor, embedding: torch.Tensor, n: int) -> Call:
-    """Product by torch, softmax and top-n by ours."""
+    """Product by torch, followed by our softmax and top-n."""
     return lambda: tvm_sparse.softmax_topk(torch.nn.functional.linear(hidden, embedding), n)
 
 
 def torch_gathered(hidden: torch.Tensor, embedding: torch.Tensor, candidates: torch.Tensor, n: int) -> Call:
-    """A copy of the candidates' embeddings, its product, softmax and top-n, by torch; `candidates` `(m,)` or a list a
-    row."""
+    """A copy of the candidates' embeddings, followed by product, softmax and top-n, by torch; `candidates` are `(m,)`
+    or one list per row.
+    """
     words = candidates.long()
 
     def call() -> Any:
@@ -168,14 +170,15 @@ def torch_gathered(hidden: torch.Tensor, embedding: torch.Tensor, candidates: to
 def top_check(
     hidden: torch.Tensor, embedding: torch.Tensor, n: int, candidates: torch.Tensor | None = None
 ) -> Callable[[float | None], Check]:
-    """By tolerance, a function that raises `Mismatch` unless values and words are the n best of the softmax over all
-    words, or over candidates `(m,)` or `(rows, m)`, in float64. Words of nearly equal probability may stand for each
-    other. `ROUNDED`: a logit and the normaliser are off by half of the last bit of the largest logit."""
+    """Makes checks by tolerance: a check raises `Mismatch` unless values and words are the n best of the softmax, in
+    float64, over all words or over candidates `(m,)` or `(rows, m)`. Words of nearly equal probability may be swapped.
+    `ROUNDED`: a logit and the normaliser may be off by half a unit in the last place of the largest logit.
+    """
     if candidates is None:
         scores = hidden.double() @ embedding.double().T
     else:
         words = candidates.long().expand(len(hidden), -1)
-        # Row by row: together the copies may be larger than the embedding.
+        # Row by row, since all copies together may be larger than the embedding.
         found = [embedding[some].double() @ row.double() for some, row in zip(words, hidden, strict=True)]
         scores = torch.full((len(hidden), len(embedding)), -torch.inf, dtype=torch.float64, device=hidden.device)
         scores.scatter_(1, words, torch.stack(found))
@@ -201,8 +204,9 @@ def top_check(
 
 
 def bounds(states: torch.Tensor, embedding: torch.Tensor, n: int) -> tuple[float | None, float | None]:
-    """What probabilities may be off, of the exact head and of peers. With many rows, and where a record says that it is
-    faster, the head goes through torch's product as well."""
+    """Allowed errors of probabilities, for the exact head and for peers. With many rows, and if a record says that it
+    is faster, the head uses torch's product as well.
+    """
     peers = OURS if states.dtype == torch.float32 else ROUNDED
     known = arrays.facts("hidden", states)
     taken = way((len(states), len(embedding), states.shape[1], n, known.dtype), known)
@@ -210,7 +214,7 @@ def bounds(states: torch.Tensor, embedding: torch.Tensor, n: int) -> tuple[float
 
 
 def by_lists(head: Any, hidden: torch.Tensor, n: int) -> Call:
-    """A step in two programs, as a head goes it where `lsh_topk` does not fit."""
+    """A step in two programs, as in a head for which `lsh_topk` does not fit."""
     hashing, own = head.hashing, head.settings
     frequent = pack_bits(np.isin(np.arange(own.vocab), head.frequent))
     always = torch.from_numpy(frequent).to(hidden.device)
@@ -228,8 +232,9 @@ def by_lists(head: Any, hidden: torch.Tensor, n: int) -> Call:
 def step_contenders(
     head: Any, states: torch.Tensor, n: int, words: torch.Tensor
 ) -> tuple[dict[str, Call], dict[str, Check]]:
-    """An LSH step and its peers, by name, and how their results are checked. The states share the candidates `words`,
-    which are the head's for them."""
+    """An LSH step and its peers, by name, and checks of their results. The states share the candidates `words`, which
+    are the head's.
+    """
     embedding = head.embedding
     calls: dict[str, Call] = {
         LSH: lambda: head.topk(states, n, path="lsh"),
@@ -237,7 +242,7 @@ def step_contenders(
         EXACT: lambda: tvm_sparse.head_topk(states, embedding, n, constant=True),
         CHAIN: product_topk(states, embedding, n),
         TORCH: torch_full(states, embedding, n),
-        # With candidates that are known: neither hash nor look-up.
+        # With given candidates: neither hash nor look-up.
         TORCH_GATHERED: torch_gathered(states, embedding, words, n),
     }
     of_all, of_list = (top_check(states, embedding, n, some) for some in (None, words))
@@ -256,8 +261,9 @@ def timed(
     *,
     cold: bool = False,
 ) -> dict[str, Timed]:
-    """Check contenders and time them in turn, on a GPU in so many rounds. What fails has no time, and a note; so has
-    what is wrong. `cold`: as `time_cold` does, on a GPU."""
+    """Check contenders and time them in turn, on a GPU in `rounds` rounds. A contender that fails or is wrong has a
+    note instead of a time. `cold`: timed by `time_cold`, on a GPU.
+    """
     results: dict[str, Timed] = {}
     able: dict[str, Call] = {}
     for name, call in calls.items():
@@ -265,7 +271,7 @@ def timed(
             outputs = call()
             if name in checks:
                 checks[name](outputs)
-        except Exception as error:  # whatever a library does not support: said in its line
+        except Exception as error:  # anything that a library does not support becomes its note
             reason = str(error).strip().partition("\n")[0] or repr(error)
             results[name] = Timed(None, note=reason[:160])
             typer.echo(f"{name} has no time: {reason[:300]}", err=True)
@@ -295,7 +301,7 @@ def behind(first: Call, second: Call) -> Call:
 
 
 def cache_reader() -> Call:
-    """A call that reads twice what the L2 cache holds, as the layers of a model do between two steps of its head."""
+    """A call that reads twice the L2 cache's size, like the layers of a model between two steps of its head."""
     held = torch.zeros(2 * torch.cuda.get_device_properties(0).L2_cache_size // 4, device="cuda")
     total = torch.empty((), device="cuda")
 
@@ -306,7 +312,7 @@ def cache_reader() -> Call:
 
 
 def time_cold(calls: Mapping[str, Call], rounds: int) -> Times:
-    """`time_cuda` of calls with a `cache_reader` between them, whose time, of the same round, is taken off."""
+    """`time_cuda` of calls separated by a `cache_reader`, whose time in the same round is subtracted."""
     read, alone = cache_reader(), "a read of the L2 cache"
     found = time_cuda({alone: read, **{name: behind(read, call) for name, call in calls.items()}}, rounds)
     _, reads = found.pop(alone)
@@ -317,14 +323,14 @@ def time_cold(calls: Mapping[str, Call], rounds: int) -> Times:
 
 
 class Report:
-    """Lines of a script, printed at its end and written into a CSV as they come, if there is one."""
+    """Lines of a script, printed at its end and written to a CSV, if there is one, as they are added."""
 
     def __init__(self, path: Path | None, facts: Mapping[str, str], columns: Sequence[str]) -> None:
         self._path, self._facts, self._columns = path, facts, columns
         self._lines: list[list[Any]] = []
         for name, value in facts.items():
             typer.echo(f"{name}: {value}")
-        self._write()  # a file that cannot be written fails before anything is measured
+        self._write()  # a CSV that cannot be written fails before anything is measured
 
     def add(self, **cells: Any) -> None:
         unknown = cells.keys() - set(self._columns)
@@ -353,14 +359,14 @@ def micro(result: Timed) -> str:
 
 
 def over(one: Timed | None, other: Timed | None) -> str:
-    """How many times as long `one` takes as `other`."""
+    """Time of `one` over that of `other`."""
     if one is None or other is None or not one.seconds or not other.seconds:
         return ""
     return f"{one.seconds / other.seconds:.3f}"
 
 
 def show(title: str, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """A table whose first column is text; results are shown in microseconds."""
+    """Print a table whose first column is text; results are in microseconds."""
     printed = table(*heads, right=heads[1:])
     for row in rows:
         printed.add_row(*(us(cell.seconds) if isinstance(cell, Timed) else str(cell) for cell in row))

@@ -1,15 +1,15 @@
-"""What a call costs the host, in microseconds, beside what it cannot do without and what PyTorch's own operators cost.
+"""Host time of a call in microseconds, compared with its unavoidable parts and with PyTorch's own operators.
 
     python scripts/host_time.py                      # on the GPU if there is one; half a minute
     python scripts/host_time.py --csv scripts/results/host-time-h200.csv
     python scripts/host_time.py --target cpu --no-compiled
 
-`raw` calls the kernel's function with outputs that are there; `allocations` are `torch.empty` of the outputs. `custom`
-is the operator of torch.ops in eager mode, `idle` one of the same arguments that does nothing, `compiled` a function of
-torch.compile that is nothing but the call, `graph` the same under CUDA graphs (mode="reduce-overhead", its copies and
-checks included). Nothing waits for the GPU within the clock. All take turns, and the figure is the least of the rounds:
-a host that does something else adds, and never takes away. The shapes are so small that a GPU keeps up. On a CPU the
-kernel runs within the call: there every figure but the allocations holds its time.
+`raw` calls the kernel's function with existing outputs; `allocations` is `torch.empty` for the outputs. `custom` is the
+operator of torch.ops in eager mode, `idle` an operator with the same arguments that does nothing, `compiled` a function
+of torch.compile that consists of the call, `graph` the same under CUDA graphs (mode="reduce-overhead", including its
+copies and checks). The clock never waits for the GPU. All take turns, and the figure is the minimum over the rounds,
+since other work of the host can only add time. The shapes are small enough for the GPU to keep up. On a CPU the kernel
+runs within the call, so every figure except the allocations includes its time.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.runtime.dispatch import dispatcher
 
-_libraries: list[Any] = []  # an operator is there as long as the library object that defined it
-CALLS = 50  # fewer than the launch queue holds
+_libraries: list[Any] = []  # an operator exists as long as the library object that defined it
+CALLS = 50  # less than the launch queue's capacity
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operator: its problem, the call, and what it is compared with."""
+    """One operator: its problem, the call, and its comparisons."""
 
     problem: Problem
     call: Callable[..., Any]
     given: tuple[Any, ...]  # of the call
-    arguments: tuple[Any, ...]  # of the kernel, in front of the outputs
+    arguments: tuple[Any, ...]  # of the kernel, before the outputs
     outputs: tuple[Any, ...]
     operator: tuple[Any, tuple[Any, ...]] | None  # of torch.ops, and its arguments
     torch: Callable[[], Any]
-    form: str = ""  # of the call, where there are several
+    form: str = ""  # of the call, if there are several
 
 
 def cases(where: Machine) -> list[Case]:
@@ -62,7 +62,7 @@ def cases(where: Machine) -> list[Case]:
         return [torch.from_numpy(a).to(device) if hasattr(a, "dtype") else a for a in problem.generate(0)]
 
     def parse(key: str) -> Problem:
-        """The problem, whose kernel is loaded: a call would else run that of more words where it is at hand."""
+        """The problem, with its kernel loaded: otherwise a call may use a kernel with larger extents."""
         problem = registry.parse(key).as_called()
         dispatcher.warmup([problem], where, 1)
         return problem
@@ -156,7 +156,7 @@ def samples(logits: Any, parse: Callable[[str], Problem]) -> list[Case]:
 
 
 def idle(overload: Any, outputs: Sequence[Any]) -> Any:
-    """An operator like this one that does nothing, and returns these outputs."""
+    """An operator with the schema of this one that does nothing and returns these outputs."""
     import torch
 
     name = overload._schema.name.split("::")[1]
@@ -195,9 +195,9 @@ def contenders(case: Case, where: Machine, compiled: bool) -> dict[str, Callable
 
 
 def host_times(found: dict[str, Callable[[], Any]], rounds: int, wait: Callable[[], None]) -> dict[str, float]:
-    """Seconds a call, the least of the rounds."""
+    """Seconds per call, the minimum over the rounds."""
     best = dict.fromkeys(found, float("inf"))
-    for number in range(rounds + 1):  # the first is a warm-up: whatever is compiled is compiled there
+    for number in range(rounds + 1):  # the first round is a warm-up, which includes compilation
         for name, call in found.items():
             if number == 0:
                 for _ in range(5):

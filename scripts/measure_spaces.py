@@ -1,11 +1,11 @@
-"""Measures the spaces that the study of searches stands on, every point of them (docs/simulated-search.md).
+"""Measures every point of the spaces that the study of searches uses (docs/simulated-search.md).
 
     python scripts/measure_spaces.py --list --target sm_90a            # the spaces and their points
     python scripts/measure_spaces.py --target cuda --seconds 170       # of this GPU; each at most so long
     python scripts/measure_spaces.py --target cpu --only bsr-small-batch
 
-Each is a run of `tvm-sparse measure-space`, which goes on where an earlier one ended: give the folder of its results
-again. Writes scripts/results/spaces/.
+Each is a run of `tvm-sparse measure-space`, which continues an earlier one if given the same folder of results. Writes
+scripts/results/spaces/.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tvm_sparse.core import machine
 
 @dataclass(frozen=True)
 class Wanted:
-    """A space: what of which problem's is measured, and how often."""
+    """A space: the problem, the measured part of its space, and the number of rounds."""
 
     kind: str
     problem: str
@@ -36,8 +36,9 @@ class Wanted:
     rounds: int = 3
 
 
-# On a GPU problems whose records ship, so that what tuning found stands beside the optimum; 500 to 1,000 points, which
-# take two or three minutes each. The spaces of CPU templates have 120 points at most; other processes disturb there.
+# On a GPU, problems whose records ship, so that the result of tuning can be compared with the optimum; they have 500 to
+# 1,000 points and take two or three minutes each. The spaces of CPU templates have at most 120 points; they need more
+# rounds, since other processes disturb the times.
 SPACES = {
     "bsr-float32": Wanted("cuda", "bsr_matmul/m=8,k=1024,n=1024,block=16,sparsity=0.9", ("vec=4",)),
     "topk-batch": Wanted("cuda", "softmax_topk/batch=512,vocab=10240,k=5"),
@@ -53,7 +54,7 @@ SPACES = {
 
 
 def command(wanted: Wanted, target: str, *more: str) -> list[str]:
-    """The words of the run of `measure-space` for a space."""
+    """The command of `measure-space` for a space."""
     words = ["--target", target, "--rounds", str(wanted.rounds)]
     words += [word for fixed in wanted.fixed for word in ("--fix", fixed)]
     words += [word for name in wanted.templates for word in ("--template", name)]
@@ -79,7 +80,7 @@ def main(
         path = output / f"{name}-{where.arch}.jsonl.xz"
         print(f"-- {name}", flush=True)
         words = command(wanted, target, "-o", str(path), *(["--dry-run"] if listed else []))
-        # On several threads a kernel for the CPU waits for whichever of them has lost its core to others.
+        # With several threads a CPU kernel would wait for any of them that lost its core to another process.
         process = subprocess.Popen(words, env={"TVM_NUM_THREADS": "1", **os.environ})
         try:
             status = process.wait(timeout=seconds)

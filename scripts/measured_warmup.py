@@ -1,11 +1,11 @@
-"""What a warm-up that measures wins where nothing is tuned: regret before and after, with all records hidden.
+"""The gain of a warm-up that measures, where nothing is tuned: regret before and after it, with all records hidden.
 
     python scripts/measured_warmup.py --seed 1 --problems 10 --seconds 15          # a GPU
     python scripts/measured_warmup.py --target cpu --problems 2 --seconds 30       # a CPU
 
-Problems are drawn from those whose records ship for this architecture. Look-up is given no record at all, as on a GPU
-that nobody has tuned on: what it chooses is "before", what it chooses once `tvm_sparse.warmup(..., seconds=)` has
-measured is "after". Both, and the kernel of the shipped record, are then checked and timed in turn in one process.
+Problems are drawn from those whose records ship for this architecture. Look-up gets no records, as on a GPU that nobody
+has tuned on: "before" is its choice without them, "after" its choice after `tvm_sparse.warmup(..., seconds=)` has
+measured. Both, and the kernel of the shipped record, are then checked and timed in turn in one process.
 
 before, after   time of the kernel over that of the fastest of the three
 """
@@ -67,7 +67,7 @@ def main(
                 own.measure([problem], where, seconds, builders)
                 chosen[key] = before, own.choice(problem, where).candidate, time.monotonic() - began
                 typer.echo(f"{problem.typed}: {chosen[key][2]:.1f} s")
-            measuring.kept.close()  # its processes would share the device with those that compare
+            measuring.kept.close()  # its processes would share the device with the comparison
             with fleet.local(where, builders, gpus=gpus) as devices:
                 for key in drawn:
                     lines.append(compared(key, *chosen[key], recorded[key][0].candidate, where, folder, devices))

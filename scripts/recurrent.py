@@ -1,9 +1,9 @@
-"""What scripts about recurrent layers share: cases, weights with random patterns, and contenders that are checked.
+"""Code shared by scripts about recurrent layers: cases, weights with random patterns, and checked contenders.
 
 A case is a layer and a call of it: hidden units, batch, steps, density and cell. Contenders are ours with and without
 the input product, ours with the weight in blocks (with a random pattern: a dense persistent layer), torch's module
-(cuDNN on a GPU, whose input product is part of it), and two loops over steps as users write them, of which a GPU gets
-one CUDA graph: the dense product (cuBLAS) and the sparse one (cuSPARSE).
+(cuDNN on a GPU, whose input product is part of it), and two loops over steps as users write them, captured as one CUDA
+graph on a GPU: with the dense product (cuBLAS) and with the sparse one (cuSPARSE).
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ OURS, PRODUCT, BLOCKS, MODULE, DENSE, SPARSE, FLASH = (
     "sparse step loop", "FlashRNN",
 )  # fmt: skip
 DTYPES = ("float32", "float16")
-# Largest differences from the float64 reference; states are at most about 1, and rounded at each step.
+# Allowed differences from the float64 reference; states are at most about 1, and rounded at each step.
 TOLERANCE = {"float32": 2e-3, "float16": 3e-2, "bfloat16": 2e-1}
-# The 2-norm of a row of recurrent weights: the layer contracts, so that roundings fade from step to step.
+# The 2-norm of a row of recurrent weights: the layer contracts, so that rounding errors decay from step to step.
 NORM = 0.45
-# Boost clocks, for the time that gathers from shared memory take at 128 bytes a clock and multiprocessor.
+# Boost clocks, for the time of gathers from shared memory at 128 bytes per clock and multiprocessor.
 CLOCKS = (("H200", 1.98e9), ("H100", 1.98e9))
 SHARED_BYTES = 128
-ROUNDS = 10  # a round of a loop over steps takes long
+ROUNDS = 10  # few, since a round of a loop over steps takes long
 COLUMNS = ("cell", "hidden", "batch", "steps", "density", "nonzeros", "dtype", "implementation", "microseconds",
            "microseconds_a_step", "over_ours", "share_of_limit", "timed", "kernel", "note")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layer, and a call of it."""
+    """A layer, and the shape of a call."""
 
     hidden: int
     batch: int = 4
@@ -63,7 +63,7 @@ class Case:
 
     @classmethod
     def parsed(cls, text: str) -> Case:
-        """Of `hidden,batch,steps,density[,cell]`. Raises `typer.BadParameter`."""
+        """Parse `hidden,batch,steps,density[,cell]`. Raises `typer.BadParameter`."""
         parts = text.split(",")
         try:
             if len(parts) not in (4, 5):
@@ -87,8 +87,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Weights and inputs of a case, dense and in float32 on the device; `layers` of entries by dtype, and of `blocks`
-    where values have 16 bits."""
+    """Weights and inputs of a case, dense and in float32 on the device; `layers` with entries by dtype, and with
+    `blocks` for values of 16 bits.
+    """
 
     case: Case
     weight_hh: torch.Tensor
@@ -113,7 +114,7 @@ class Drawn:
 
 
 def draw(case: Case, device: str, dtypes: Iterable[str] = DTYPES, seed: int = 0, order: str = "banks") -> Drawn:
-    """A layer with a random pattern, and as wide an input."""
+    """A layer with a random pattern, whose input has as many features as it has units."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -143,7 +144,7 @@ def layer(case: Case, matrix: Any, bias_hh: torch.Tensor, **options: Any) -> Any
 
 
 def problems_of(case: Case, dtypes: Iterable[str]) -> list[Problem]:
-    """What calls of our layers run, at the number of nonzeros, and of groups of blocks, that is expected."""
+    """The problems of our layers' calls, at the expected numbers of nonzeros and of groups of blocks."""
     found, gates = [], GATES[case.cell]
     nonzeros = min(case.hidden, preferred(round(case.rows * case.hidden * case.density), case.rows))
     tiles, across = tiles_of(case.hidden, gates), -(-case.hidden // COLUMNS_OF_GROUP)
@@ -162,7 +163,7 @@ def problems_of(case: Case, dtypes: Iterable[str]) -> list[Problem]:
 
 
 def cell_of(kind: str, hidden_bias: torch.Tensor | None, on_gpu: bool) -> Callable[..., tuple[Any, ...]]:
-    """`step(x, product, states) -> states` of a cell: `product` is h W^T. On a GPU by torch's fused kernels."""
+    """`step(x, product, states) -> states` of a cell, where `product` is h W^T; on a GPU by torch's fused kernels."""
     if kind in ("tanh", "relu"):
         act = torch.tanh if kind == "tanh" else torch.relu
         return lambda x, product, states: (act(x + product),)
@@ -195,7 +196,7 @@ def cell_of(kind: str, hidden_bias: torch.Tensor | None, on_gpu: bool) -> Callab
 def step_loop(
     drawn: Drawn, dtype: str, product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, on_gpu: bool
 ) -> Call:
-    """A loop over steps: a product `(batch, rows)` of the state, and the cell."""
+    """A loop over steps: a product `(batch, rows)` with the state, and the cell."""
     case = drawn.case
     bias = drawn.of("bias_hh", dtype)[-case.hidden :] if case.cell == "gru" else None
     step = cell_of(case.cell, bias, on_gpu)
@@ -213,7 +214,7 @@ def step_loop(
 
 
 def dense_loop(drawn: Drawn, dtype: str) -> Call:
-    """The dense product, a step at a time; of an Elman layer with the sum in the product."""
+    """A loop with the dense product; for an Elman layer the sum is part of the product."""
     x, weight, case = drawn.projected(dtype), drawn.of("weight_hh", dtype).T.contiguous(), drawn.case
     if case.cell not in ("tanh", "relu"):
         return step_loop(drawn, dtype, lambda h: h @ weight, x, drawn.device == "cuda")
@@ -230,7 +231,7 @@ def dense_loop(drawn: Drawn, dtype: str) -> Call:
 
 
 def sparse_loop(drawn: Drawn) -> Call:
-    """The sparse product of a CSR tensor with the transposed state, a step at a time, in float32."""
+    """A loop with the sparse product of a CSR tensor and the transposed state, in float32."""
     x, case = drawn.projected("float32"), drawn.case
     weight = drawn.weight_hh.to_sparse_csr()
     if case.cell not in ("tanh", "relu"):
@@ -249,7 +250,7 @@ def sparse_loop(drawn: Drawn) -> Call:
 
 
 def module(drawn: Drawn, dtype: str) -> Call:
-    """torch's module with the masked weight, its input product included."""
+    """torch's module with the masked weight, including its input product."""
     case, kind = drawn.case, {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}
     given = {"device": drawn.device, "dtype": getattr(torch, dtype)}
     if case.cell in kind:
@@ -291,9 +292,9 @@ def reference(drawn: Drawn) -> torch.Tensor:
 def contenders(
     drawn: Drawn, *, peers: bool = True, loops: bool = True
 ) -> tuple[dict[tuple[str, str], Call], dict[tuple[str, str], Check]]:
-    """Calls by implementation and dtype, and how their outputs are checked.
+    """Calls by implementation and dtype, and checks of their outputs.
 
-    `peers`: others than ours; `loops`: the loops over steps among them.
+    `peers`: whether to include other libraries; `loops`: whether to include the loops over steps.
     """
     case, dtypes = drawn.case, tuple(drawn.layers)
     makers: dict[tuple[str, str], Callable[[], Call]] = {}
@@ -339,7 +340,7 @@ def ours_with_product(drawn: Drawn, dtype: str) -> Call:
 
 @contextlib.contextmanager
 def as_cudnn() -> Iterator[None]:
-    """Products of float32 in TF32 where cuDNN's layers are allowed it, as they are by default."""
+    """Compute float32 products in TF32 if cuDNN's layers may use it, as they do by default."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32
     try:
@@ -349,7 +350,7 @@ def as_cudnn() -> Iterator[None]:
 
 
 def prepared(make_call: Callable[[], Call]) -> Call:
-    """A call that is made when it is first called, so that what cannot be made is a note."""
+    """A call that is prepared when it is first called, so that a failure becomes its note."""
     made: list[Call] = []
 
     def call() -> Any:
@@ -385,9 +386,9 @@ def measured(
     rounds: int = ROUNDS,
     seed: int = 0,
 ) -> dict[Case, Results]:
-    """Results of cases, by implementation and dtype; each has more cells of the report's lines.
+    """Results of cases, by implementation and dtype; each case comes with additional cells for the report's lines.
 
-    Our kernels are built side by side before anything is timed.
+    Our kernels are built in parallel before anything is timed.
     """
     results = {}
     with ready([problem for case in cases for problem in problems_of(case, dtypes)], where):
@@ -409,7 +410,7 @@ def measured(
 
 
 def add_lines(report: Any, drawn: Drawn, results: Results, where: Machine, cells: Mapping[str, Any]) -> None:
-    """A line of a CSV for each contender, with more `cells`."""
+    """Add a CSV line for each contender, with the additional `cells`."""
     case = drawn.case
     for (name, dtype), result in results.items():
         mine = results.get((OURS, dtype)) or results.get((OURS, "float32"))
@@ -441,9 +442,10 @@ def add_lines(report: Any, drawn: Drawn, results: Results, where: Machine, cells
 
 
 def limit_of(case: Case, nonzeros: int, dtype: str, where: Machine) -> float | None:
-    """Seconds that no persistent kernel stays below: gathers from shared memory, or what memory has to bring once.
+    """Lower bound in seconds for a persistent kernel: the gathers from shared memory, or reading all data from memory
+    once.
 
-    Every nonzero gathers the states of all sequences at every step. None where no clock is known.
+    Every nonzero gathers the states of all sequences at every step. None if the clock is not known.
     """
     clock = next((rate for chip, rate in CLOCKS if chip in where.name), None)
     if clock is None or where.bandwidth is None:
@@ -455,14 +457,14 @@ def limit_of(case: Case, nonzeros: int, dtype: str, where: Machine) -> float | N
 
 
 def shrunk(case: Case, shrink: int) -> Case:
-    """The case with a `shrink`-th of units and steps, for a look at whether everything runs."""
+    """The case with a `shrink`-th of units and steps, to test whether everything runs."""
     if shrink == 1:
         return case
     return dataclasses.replace(case, hidden=max(8, case.hidden // shrink), steps=max(2, case.steps // shrink))
 
 
 def inputs_of(drawn: Drawn, dtype: str, weights: RecurrentWeights) -> list[np.ndarray]:
-    """Inputs of the operator for one launch of a case with weights in a layout, on the host."""
+    """Inputs of the operator for one launch of a case, with weights in a layout, on the host."""
     case = drawn.case
     zeros = np.zeros((case.batch, case.hidden), numpy_dtype(dtype))
     found = [weights.units, weights.row_start, weights.entries, to_host(drawn.projected(dtype)), zeros]

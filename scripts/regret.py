@@ -1,21 +1,21 @@
-"""What calls of problems that nobody tuned lose: drawn problems, as look-up serves them, beside a tuning of their own.
+"""The loss of calls whose problem nobody tuned: look-up's choice for drawn problems, compared with tuning them.
 
     python scripts/regret.py --seed 1 --problems 40 --minutes 9 --logs records    # a GPU and 16 cores
     python scripts/regret.py --target cpu --operators softmax,logsumexp --problems 4 --trials 8
     python scripts/regret.py --summary scripts/results/regret-h200.csv            # the tables of an earlier run
 
-Problems are drawn from the distributions that operators declare (`core.distribution`), those of a seed always the same
-ones, the operators in turn. For each one look-up chooses a kernel from the records that ship, or those of `--records`,
-and the problem is tuned: the chosen kernel, the fallback, what won for similar problems and what a search proposes.
-Then the chosen kernel, the fallback and the fastest few are timed in turn in one process, once all have been right.
+Problems are drawn from the distributions that operators declare (`core.distribution`), for the operators in turn; a
+seed determines them. For each one look-up chooses a kernel from the shipped records, or those of `--records`, and the
+problem is tuned: the chosen kernel, the fallback, winners of similar problems and a search's proposals are measured.
+Then the chosen kernel, the fallback and the fastest few, if they are right, are timed in turn in one process.
 
 regret          time of the chosen kernel over that of the fastest one in these rounds
 over_fallback   time of the chosen kernel over that of the fallback
 tuning_gain     time of the fallback over that of the fastest one
 bad, lost       shares of choices with a regret above 1.5, and slower than the fallback by more than 5 %
 
-Lines are written when a problem is through. Once `--minutes` are over no problem is begun, searches end after the batch
-in hand, and what was not reached is said. `--logs` keeps the trials for `tvm-sparse db merge`.
+A problem's line is written when it is finished. After `--minutes` no problem is begun, searches end after the current
+batch, and problems that were not reached are reported. `--logs` keeps the trials for `tvm-sparse db merge`.
 """
 
 from __future__ import annotations
@@ -65,12 +65,14 @@ COLUMNS = (
     "note",
 )
 BAD, LOST = 1.5, 1.05
-# Of the trials so many go to what won for similar problems, one in so many.
+# One in this many trials measures a winner of a similar problem.
 PROVEN_SHARE = 2
 
 
 def draw(operators: Sequence[str], seed: int, count: int) -> list[Problem]:
-    """So many different problems, the operators in turn; each operator's are the same whatever others there are."""
+    """`count` different problems, for the operators in turn; an operator's problems do not depend on the other
+    operators.
+    """
     kinds = {name: registry.find(name).problem for name in operators}
     generators = {name: random.Random(f"{seed}/{name}") for name in operators}
     found: dict[Problem, None] = {}
@@ -85,7 +87,7 @@ def draw(operators: Sequence[str], seed: int, count: int) -> list[Problem]:
 def plan_of(
     problem: Problem, where: Machine, choice: Choice, trials: int, log: Log, records: Log, builders: int
 ) -> Plan:
-    """A plan whose final has the chosen kernel, and whose first trials go to what the records know."""
+    """A plan whose final includes the chosen kernel, and whose first trials are those that the records suggest."""
     tables, _ = spaces.searched(problem, where)
     proposed = before_search(problem, where, tables, records, trials // PROVEN_SHARE)
     if spaces.refusal(choice.candidate, problem, where) is None:
@@ -95,7 +97,7 @@ def plan_of(
 
 
 def line_of(plan: Plan, choice: Choice, found: Best | NoValidRecord, progress: Progress | None) -> dict[str, Any]:
-    """The line of a CSV; without times where nothing could be measured, or the chosen kernel was not right."""
+    """A CSV line; without times if nothing could be measured, or the chosen kernel was wrong."""
     fallback = spaces.fallback(plan.problem, plan.machine)
     medians = progress.medians if progress else {}
     chosen, untuned = medians.get(choice.candidate), medians.get(fallback)
@@ -126,7 +128,7 @@ def line_of(plan: Plan, choice: Choice, found: Best | NoValidRecord, progress: P
 
 
 def groups(lines: Iterable[Mapping[str, str]]) -> dict[tuple[str, str], list[Mapping[str, str]]]:
-    """The lines with times, all together, by operator and by way."""
+    """The lines with times: all together, by operator, and by way of look-up."""
     found: dict[tuple[str, str], list[Mapping[str, str]]] = {}
     timed = [line for line in lines if line["regret"] and line["over_fallback"]]
     for name, of in (("operator", lambda line: line["operator"]), ("way", lambda line: line["how"])):
@@ -136,7 +138,7 @@ def groups(lines: Iterable[Mapping[str, str]]) -> dict[tuple[str, str], list[Map
 
 
 def summary(lines: Iterable[Mapping[str, str]]) -> list[list[str]]:
-    """Of each group how many problems, geometric means, the worst, and shares of bad and lost choices."""
+    """For each group the number of problems, geometric means, the worst, and shares of bad and lost choices."""
     rows = []
     for (name, value), some in groups(lines).items():
         regrets, over = ([float(line[column]) for line in some] for column in ("regret", "over_fallback"))
@@ -184,7 +186,7 @@ def measure(
     stop: Callable[[], bool],
     done: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Tune all plans, and call `done` with the line of each when it is through."""
+    """Tune all plans, and call `done` with the line of each when it is finished."""
     last: dict[Plan, Progress] = {}
 
     def end(plan: Plan, found: Best | NoValidRecord) -> None:

@@ -1,9 +1,8 @@
-"""What scripts that reproduce a paper's table share: provenance, a CSV that carries it, and a plot."""
+"""Code shared by scripts that reproduce a paper's table: provenance, a CSV with it, and a plot."""
 
 from __future__ import annotations
 
 import csv
-import datetime
 import importlib.metadata
 import importlib.util
 import platform
@@ -14,18 +13,19 @@ from typing import Any
 
 from tvm_sparse.bench.compare import NAME, Comparison, has_torch
 from tvm_sparse.core.machine import Machine
+from tvm_sparse.records.values import utc_now
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def provenance(where: Machine, *, rotated: bool = False, cold: bool = False) -> dict[str, str]:
-    """Device, date, versions, and how times are taken: what a figure means nothing without."""
+    """Device, date, versions, and method of timing, which are needed to interpret any figure."""
     inputs = "inputs rotated past the L2 cache" if rotated else "inputs not rotated (hot)"
     if cold:
         inputs = "inputs not rotated (from memory: another kernel uses the L2 cache in between)"
     facts = {
         "device": f"{where.name} ({where.arch})",
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "date": utc_now(),
         "python": platform.python_version(),
     }
     for package in ("tvm_sparse", "apache-tvm", "apache-tvm-ffi", "numpy", "scipy", "torch", "triton"):
@@ -44,13 +44,13 @@ def provenance(where: Machine, *, rotated: bool = False, cold: bool = False) -> 
 
 
 def result_path(name: str, where: Machine) -> Path:
-    """`scripts/results/<name>-<device>`, without a suffix: `h200` of an NVIDIA H200, of a CPU its architecture."""
+    """`scripts/results/<name>-<device>`, without a suffix: `h200` for an NVIDIA H200, the architecture for a CPU."""
     device = where.name.removeprefix("NVIDIA ") if where.kind == "cuda" else where.arch
     return RESULTS / f"{name}-{re.sub(r'[^a-z0-9_]+', '-', device.lower()).strip('-')}"
 
 
 def timing_rows(columns: Sequence[str], result: Comparison, **given: Any) -> list[list[Any]]:
-    """A line of a CSV for each contender: `given` by name, and of the comparison what `columns` name."""
+    """A CSV line for each contender: values `given` by name, and the comparison's values for the other columns."""
     bytes_, ours, limit, made = result.problem.cost().bytes, result.ours.median, result.machine.bandwidth, []
     for timing in result.timings:
         seconds, first = timing.median, timing is result.ours
@@ -74,6 +74,19 @@ def timing_rows(columns: Sequence[str], result: Comparison, **given: Any) -> lis
     return made
 
 
+def studied(logs: Path | None = None) -> dict[str, str]:
+    """The first facts of a study that measures nothing: its date and, of records, the number of their trials."""
+    facts = {"date": utc_now()}
+    if logs is not None:
+        facts["recorded"] = f"{trials_in(logs)} trials"
+    return facts
+
+
+def trials_in(logs: Path) -> int:
+    """Number of trials in a folder of logs."""
+    return sum(path.read_bytes().count(b'"kind":"trial"') for path in logs.rglob("trials.jsonl"))
+
+
 def write_csv(path: Path, facts: Mapping[str, str], columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """A CSV whose first lines are the facts, as comments."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +98,7 @@ def write_csv(path: Path, facts: Mapping[str, str], columns: Sequence[str], rows
 
 
 def merged(path: Path, order: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[Sequence[Any]]:
-    """These lines in the place of a file's that begin alike, in the order of what they begin with."""
+    """The file's lines with these rows added, which replace lines with the same key, ordered by key."""
     lines: dict[str, Sequence[Any]] = {}
     if path.exists():
         with path.open(newline="") as file:
@@ -95,7 +108,7 @@ def merged(path: Path, order: Sequence[str], rows: Iterable[Sequence[Any]]) -> l
 
 
 def has_plot() -> bool:
-    """Whether matplotlib, the extra `plot`, is there."""
+    """Whether matplotlib (extra `plot`) is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -109,7 +122,9 @@ def write_plot(
     y: str = "microseconds a call",
     printed: Sequence[str] = (),
 ) -> None:
-    """Points by series on logarithmic axes, with the provenance below; `printed` series are the paper's, dashed."""
+    """Points by series on logarithmic axes, with the provenance below; series in `printed` are the paper's, drawn
+    dashed.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

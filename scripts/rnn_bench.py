@@ -1,16 +1,15 @@
-"""Sparse recurrent layers beside cuDNN and loops over steps: every case of a table of peers, and larger ones.
+"""Sparse recurrent layers compared with cuDNN and loops over steps: the cases of a table of peers, and larger ones.
 
     python scripts/rnn_bench.py --csv scripts/results/rnn-h200.csv      # some minutes
     python scripts/rnn_bench.py --case 1792,4,256,0.1 --case 1024,4,256,0.125,lstm --dtype float16
 
 A case is hidden units, batch, steps, density and cell ("tanh" if none is named); patterns are random. "sparse layer" is
-ours without the input product, "+ input product" with it, as "torch module" has it, which is cuDNN on a GPU; these
-products of float32 are in TF32 in both, as cuDNN has them by default. "layer of blocks" is ours with the weight in
-tiles for tensor cores, which of a random pattern is a dense persistent layer. "dense step loop" is a dense product and
-the cell a step, cuBLAS on a GPU, and "sparse step loop" the same with a CSR tensor, cuSPARSE; both are given the input
-product. FlashRNN takes part where it is installed. A GPU's times are those of CUDA graphs. `share_of_limit` compares
-with what gathers from shared memory take at the boost clock, or what memory has to bring once; a step that waits for a
-grid barrier cannot come near it.
+ours without the input product, "+ input product" with it, like "torch module", which is cuDNN on a GPU; in float32 both
+use TF32 for it, as cuDNN does by default. "layer of blocks" is ours with the weight in tiles for tensor cores, which
+for a random pattern is a dense persistent layer. "dense step loop" is a dense product and the cell a step, cuBLAS on a
+GPU, and "sparse step loop" the same with a CSR tensor, cuSPARSE; both are given the input product. FlashRNN takes part
+if it is installed. On a GPU, CUDA graphs are timed. `share_of_limit` compares with the time of gathers from shared
+memory at the boost clock, or of reading all data once; steps that wait for a grid barrier cannot approach it.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def main(
             names += others
             rows = []
             for one, found in results.items():
-                # The sparse loop is float32's.
+                # The sparse loop exists in float32 only.
                 cells = [found.get((name, kind)) or found.get((name, "float32")) for name in names]
                 by_name = dict(zip(names, cells, strict=True))
                 gains = [over(by_name[name], by_name[base]) for name, base in ratios]

@@ -1,30 +1,30 @@
-"""Runs the tests of the device tier under NVIDIA's compute-sanitizer, and tells in a table what it found.
+"""Run the tests of the device tier under NVIDIA's compute-sanitizer, and write a table of its findings.
 
     python scripts/sanitize.py --workers 12                           # all four tools, as long as it takes
     python scripts/sanitize.py -k "not large" --minutes 5             # a selection, at most five minutes a tool
     python scripts/sanitize.py -k "not large" --keep said --resume    # what a run with `--keep said` has left
     python scripts/sanitize.py --tool memcheck -- --kernel-regex kns=main_kernel    # what follows -- is the sanitizer's
 
-memcheck: accesses out of bounds or misaligned. racecheck: races in shared memory. initcheck: reads of global memory
-that nobody wrote. synccheck: barriers that not all threads reach. PyTorch's caching of memory is off, so that every
-array is an allocation of the driver, whose end the tools know; tests that need it are marked `allocator`, and left out.
-What the CUDA API returns is not reported: callers look at it, and bindings ask it for functions that a driver may lack.
+memcheck: accesses out of bounds or misaligned. racecheck: races in shared memory. initcheck: reads of uninitialised
+global memory. synccheck: barriers that not all threads reach. PyTorch's caching of memory is off, so that every array
+is an allocation of the driver, whose end the tools know; tests that need it are marked `allocator`, and left out.
+Errors returned by the CUDA API are not reported: callers check them, and bindings query functions that a driver may
+lack.
 
-First the tests run without a tool, and kernels are compiled; under a sanitizer a compiler's process takes minutes, and
-all tests wait for it that want the same kernel. Then the tools run one after another, each over the tests in
-`--workers` processes, each of which sees one of the GPUs. Every process has a sanitizer of its own, and takes the next
-test that none of the others has taken. (Under one sanitizer the processes of pytest-xdist never began a test.) A
-finding ends the CUDA context, and with it everything that follows: a process stops at its first failure, and another
-one takes its place; a test in which its process ends has failed. A tool's line has its messages, and the tests that
-they came in. How long all of it takes on a machine, `--minutes` tells: a line has the tests and seconds, and how many
-tests are `left`, not ended when the time was up. What ended counts, whatever becomes of the run; a tool that takes
-half as long again is killed, and its line names the tests that it was in. So does that of a run which is told to end,
-by SIGTERM or Ctrl-C. `--keep FOLDER --resume` goes on with what is left.
+First the tests run without a tool, so that kernels are compiled: under a sanitizer a compiler process takes minutes,
+and all tests that need the same kernel wait for it. Then the tools run one after another, each in `--workers`
+processes, each of which sees one of the GPUs. Every process has its own sanitizer, and takes the next test that no
+other process has taken. (Under a single sanitizer the processes of pytest-xdist never start a test.) A finding ends the
+CUDA context, so a process stops at its first failure and is replaced; a test whose process dies has failed. A tool's
+line has its messages with the tests in which they occurred, the number of finished tests and the seconds, and how many
+tests were `left` when `--minutes` were over. Finished tests count however the run ends; a tool that takes half as long
+again is killed, and its line names the running tests, as after SIGTERM or Ctrl-C. `--keep FOLDER --resume` continues
+with the tests that are left.
 
-racecheck works on processors: its threads get as many cores as a process has of them. It looks at this package's
-kernels alone, and so does initcheck from version 2026.4 on, which knows what other kernels have written. Prefer a late
-sanitizer (`pip install nvidia-cuda-sanitizer-api`, `--sanitizer`): what those before 2026.4 say of partial `cp.async`
-and of barriers that count bytes is in part not so.
+racecheck works on the CPU: its threads get an equal share of the cores. It checks only this package's kernels, as does
+initcheck from version 2026.4 on, which tracks the writes of other kernels. Prefer a recent sanitizer (`pip install
+nvidia-cuda-sanitizer-api`, `--sanitizer`): some reports of versions before 2026.4 on partial `cp.async` and on barriers
+that count bytes are wrong.
 """
 
 from __future__ import annotations
@@ -69,35 +69,35 @@ COLUMNS = (
     "ended",
     "messages",
 )
-# What the tests' processes are told: when the time is up, the file for what became of each test, the folder with a file
-# for each test that one of them has taken, and the file that their sanitizer writes.
+# Environment variables for the tests' processes: the end of the time, the file of results, the folder with a file for
+# each test that a process has taken, and the file of the process's sanitizer.
 UNTIL, REPORT, TAKEN = "TVM_SPARSE_SANITIZE_UNTIL", "TVM_SPARSE_SANITIZE_REPORT", "TVM_SPARSE_SANITIZE_TAKEN"
 SAID = "TVM_SPARSE_SANITIZE_SAID"
-# The tests' own, for the folder that keeps what they build.
+# The tests' own variable for the folder in which they keep built libraries.
 BUILDS = "TVM_SPARSE_TEST_BUILDS"
-# Likewise, for the largest cluster that they sample. In larger ones synccheck finds warps divergent where nothing can
-# diverge: probes/cluster_barriers.cu.
+# Variable for the largest cluster that tests sample. In larger ones synccheck reports divergent warps where divergence
+# is impossible: probes/cluster_barriers.cu.
 CLUSTER, LARGEST_CHECKED = "TVM_SPARSE_TEST_CLUSTER", "8"
 UP, OTHERS = "the time is up", "another process has taken it"
 KILLED, STOPPED = "killed: the time was up in a test", "stopped"
-# This package's kernels, whose names `artifacts.manifest.symbol_of` gives.
+# Matches this package's kernels, named by `artifacts.manifest.symbol_of`.
 OURS = "regex=^k[0-9a-f]{32}_"
-# The first version whose initcheck can leave the others out.
+# The first version whose initcheck can exclude other kernels.
 TRACKS_OTHERS = (2026, 4)
-# Exit statuses: the sanitizer's where it has found something, pytest's where a test failed and where there was none.
+# Exit statuses: the sanitizer's for a finding, pytest's for a failed test and for no tests.
 FOUND, FAILED, NONE = 99, 1, 5
-# The first port by which a process and its sanitizer talk, and how many they may try.
+# The first port by which a process and its sanitizer communicate, and the number of ports to try.
 PORT, PORTS = 49152, 64
 
 
 def _place(folder: Path, test: str) -> Path:
-    """The file that tells that a process has taken it, with the test, and that process's file for the sanitizer."""
+    """The file that marks a test as taken; it contains the test and the process's file for the sanitizer."""
     return folder / hashlib.sha256(test.encode()).hexdigest()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """As a plugin of pytest (`-p sanitize`): take a test that nobody has, and begin none once the time is up."""
+    """Pytest hook (`-p sanitize`): take the test if no process has, and start none after the end of the time."""
     if TAKEN not in os.environ:
         return
     try:
@@ -110,7 +110,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Likewise: note what became of one, and how many seconds it took."""
+    """Pytest hook: record a test's outcome and seconds."""
     if REPORT in os.environ and OTHERS not in str(report.longrepr):
         outcome = "left" if report.outcome == "skipped" and UP in str(report.longrepr) else report.outcome
         if outcome != "passed" or report.when == "call":
@@ -119,7 +119,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logfinish(nodeid: str) -> None:
-    """Likewise: note what the sanitizer has said while the test ran."""
+    """Pytest hook: record the sanitizer's messages during the test."""
     global _read
     log = Path(os.environ.get(SAID, ""))
     if REPORT not in os.environ or not log.is_file():
@@ -136,18 +136,19 @@ _read = 0  # bytes of the sanitizer's file that have been read
 
 
 def _findings(report: Path) -> Path:
-    """The file beside a report for what the sanitizer said in which test."""
+    """The file beside a report for the sanitizer's messages by test."""
     return report.with_name("findings")
 
 
 def device_tier(folder: Path) -> list[str]:
-    """The files of tests that are for a GPU, some of them at least. Every process collects what it is given, under the
-    sanitizer; the other files are most, and ask for packages that a machine with a GPU may not have."""
+    """The files with at least one test for a GPU. Every process collects its files under the sanitizer; most other
+    files need packages that a machine with a GPU may lack.
+    """
     return [str(path) for path in sorted(folder.glob("test_*.py")) if "mark.gpu" in path.read_text()]
 
 
 def program() -> str | None:
-    """The sanitizer: on the path, of a toolkit, or of a package."""
+    """The path of the sanitizer, from PATH, a toolkit, or a package."""
     roots = [os.environ.get(name) for name in ("CUDA_PATH", "CUDA_HOME")]
     places = [Path(root) for root in (*roots, "/usr/local/cuda") if root]
     places += [Path(folder) / "nvidia" / "cu13" for folder in site.getsitepackages()]
@@ -159,7 +160,7 @@ def program() -> str | None:
 
 
 def version_of(sanitizer: str) -> tuple[int, ...]:
-    """Of the sanitizer, as it says it."""
+    """The sanitizer's version, as it reports it."""
     said = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=True).stdout
     found = re.search(r"Version (\d[\d.]*)", said)
     return tuple(map(int, found[1].split("."))) if found else ()
@@ -182,10 +183,11 @@ def run(
     keep: Path | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """One tool over the tests, or none: a line of the table. What they build is kept in the folder `builds`, or not at
-    all; what pytest and the sanitizer said in the folder `keep`, whose run goes on with `resume`. `gpus`: what
-    `CUDA_VISIBLE_DEVICES` is, for the processes in turn; as it is here where there are none. `stop` is asked whether to
-    end at once."""
+    """Run one tool, or none, over the tests; returns a line of the table. Built libraries are kept in the folder
+    `builds`, or not at all; the output of pytest and the sanitizer in the folder `keep`, whose run `resume` continues.
+    `gpus` are the values of `CUDA_VISIBLE_DEVICES` for the processes in turn; empty to leave it unchanged. If `stop`
+    returns true the run ends at once.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) if keep is None else keep.resolve() / tool
         if not resume:
@@ -198,8 +200,8 @@ def run(
         for test, *_ in ended_before:
             _place(taken, test).touch()
         failed_before, begun = counts(report)["failed"], len(list(folder.glob("log*")))
-        log_of: dict[int, str] = {}  # of the process that is this worker's
-        # Not the project's own options: its groups have all GPU tests run in one process.
+        log_of: dict[int, str] = {}  # of each worker's process
+        # Not the project's own options, whose groups run all GPU tests in one process.
         checked = [sys.executable, "-m", "pytest", "-o", "addopts=-q", "-m", "gpu and not allocator", "-o", "timeout=0"]
         checked += ["-p", "sanitize", "-p", "no:cacheprovider", "-p", "no:xdist", "--exitfirst"]
         checked += [*(["-k", selection] if selection else []), *(f"--deselect={one}" for one in deselected or ())]
@@ -237,7 +239,7 @@ def run(
             return counts(report)["failed"] - failed_before
 
         started = time.monotonic()
-        with printed.open("a") as file:  # no pipe, which a process that is left behind would hold
+        with printed.open("a") as file:  # a file, not a pipe, which an orphaned process would keep open
             until = started + 90 * minutes + 60 if minutes else math.inf
             ended = _work(begin, workers, until, stop, failures)
         output = printed.read_text(errors="replace")
@@ -264,9 +266,10 @@ def _work(
     stop: Callable[[], bool],
     failures: Callable[[int], int],
 ) -> str:
-    """Processes, and one more for each that stopped at a failure, until they or the time end: how they ended.
+    """Run processes, replacing those that stop at a failure, until all tests or the time have ended; returns how they
+    ended.
 
-    `failures` is told whose process has ended, and says how many there were.
+    `failures` gets the worker whose process has ended, and returns the number of failures so far.
     """
     processes: dict[int, subprocess.Popen[bytes]] = {worker: begin(worker) for worker in range(workers)}
     statuses: set[int] = set()
@@ -295,15 +298,14 @@ def _work(
 
 
 def _begun(taken: Path, report: Path) -> dict[str, str]:
-    """The tests that processes have taken, and that have not ended, each with that process's file for the sanitizer."""
+    """Tests that processes have taken and not finished, each with that process's file for the sanitizer."""
     ended = {test for test, *_ in _lines(report)}
     begun = dict(path.read_text().strip().partition("\n")[::2] for path in taken.iterdir())
     return {test: said for test, said in begun.items() if test and test not in ended}
 
 
 def _note_died(taken: Path, report: Path, log: str) -> None:
-    """Where a process that wrote this file has ended in the midst of a test: that failed, and what the sanitizer said
-    is of it."""
+    """If the process with this file died during a test, record that as failed, with the sanitizer's messages."""
     for test, said in _begun(taken, report).items():
         if said == log:
             _append(report, [test, "failed", 0.0])
@@ -312,41 +314,42 @@ def _note_died(taken: Path, report: Path, log: str) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what runs of it: the sanitizer, pytest and its processes."""
+    """End the sanitizer, pytest and its processes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _append(report: Path, line: list[Any]) -> None:
-    """A line more of a report, or of its findings."""
+    """Append a line to a report, or to its findings."""
     with report.open("a") as file:
         print(json.dumps(line), file=file)
 
 
 def _lines(report: Path) -> list[Any]:
-    """The lines of a report: a test, what became of it, and its seconds; or of its findings."""
+    """The lines of a report (a test, its outcome, its seconds), or of its findings."""
     return [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
 
 
 def counts(report: Path) -> dict[str, int]:
-    """How many tests were begun, and how they ended; and how many were left."""
+    """Number of tests by outcome, of those begun, and of those left."""
     of: dict[str, str] = {}
     for test, outcome, _ in _lines(report):
-        of[test] = "failed" if of.get(test) == "failed" else outcome  # also while what it needs is taken down
+        of[test] = "failed" if of.get(test) == "failed" else outcome  # also if its teardown succeeds
     found = Counter(of.values())
     return {"tests": len(of) - found["left"]} | {outcome: found[outcome] for outcome in OUTCOMES}
 
 
 def _kinds(log: str) -> Counter[str]:
-    """How often the sanitizer said what, without numbers."""
+    """Number of the sanitizer's messages by kind, without numbers."""
     lines = re.findall(r"^=+ ((?:Invalid|Uninitialized|Barrier|Program hit|Error|Warning|Race).*)", log, re.MULTILINE)
     return Counter(re.sub(r"0x[0-9a-f]+|\d+", "#", line)[:120] for line in lines)
 
 
 def errors_of(log: str, findings: Sequence[tuple[str, dict[str, int]]] = ()) -> dict[str, Any]:
-    """How many errors the sanitizer counted, in all processes, and its messages, with the tests of `findings` in which
-    it had them."""
+    """The number of errors counted by the sanitizer in all processes, and its messages, with the tests from `findings`
+    in which they occurred.
+    """
     summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)s?\b(?! were)", log)
     kinds, messages = _kinds(log), []
     for text, count in kinds.most_common(5):

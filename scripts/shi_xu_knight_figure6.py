@@ -1,13 +1,14 @@
-"""Figure 6 of Shi, Xu & Knight 2018 on this machine: speed against quality, LSH beside the most frequent words only.
+"""Figure 6 of Shi, Xu & Knight 2018 on this machine: speed against quality, for LSH and for the most frequent words
+only.
 
     python examples/lsh_decoding.py --save states.npz         # a language model's output layer and hidden states
     python scripts/shi_xu_knight_figure6.py states.npz        # or, without a file, the MiniLM of lsh_recall.py
 
-Quality is recall: which share of the 12 best words of a state is among the candidates (the paper has BLEU, for which it
-takes a translation model). TOP are lists of the T words that are most often among the best of other states, the same
-for every step; LSH adds what the hash finds. Neighbouring states share a list, as a beam's do. For each hash and each
-T, thresholds are those at which recalls from 0.8 to 0.999 are just reached. Times are of a step, lists of the first
-beam; points that are slower than the exact head have a `speedup` over it below 1.
+Quality is recall: the share of a state's 12 best words among the candidates (the paper has BLEU, which needs a
+translation model). TOP are lists of the T words that are most often among the best of other states, the same for every
+step; LSH adds the words found by hashing. Neighbouring states share a list, like those of a beam. For each hash and
+each T, the thresholds are those that just reach recalls from 0.8 to 0.999. Times are of a step with the lists of the
+first beam; `speedup` is over the exact head.
 """
 
 from __future__ import annotations
@@ -52,19 +53,19 @@ COLUMNS = ("implementation", "k", "units", "bands", "threshold", "frequent", "sh
 
 
 class Point(NamedTuple):
-    """A setting whose time is measured."""
+    """A setting that is timed."""
 
     series: str
-    numbers: tuple[int, ...]  # k, units, bands; none of TOP
+    numbers: tuple[int, ...]  # k, units, bands; empty for TOP
     line: Line
     head: Any  # None for TOP
-    words: np.ndarray | None  # the candidates of the step that is timed; None for TOP
+    words: np.ndarray | None  # the candidates of the timed step; None for TOP
 
 
 def points_of(
     data: Data, embedding: torch.Tensor, settings: list[tuple[int, int, int]], step: torch.Tensor, seed: int
 ) -> list[Point]:
-    """All settings, and their heads, with room for the candidates of the step that is timed."""
+    """All settings, and their heads, with room for the candidates of the timed step."""
     vocab, order, beam = len(data.rank), np.argsort(data.rank), len(step)
     found = [Point(TOP, (), line, None, None) for line in top_only(data, GOALS)]
     for k, units, bands in settings:
@@ -72,11 +73,11 @@ def points_of(
         head = tvm_sparse.LshHead(embedding, k=k, units=units, bands=bands, threshold=1, frequent=0, seed=seed)
         frequent = [round(share * vocab) for share in FREQUENT]
         for line in reached(data, k, units, bands, frequent, beam, seed, GOALS):
-            # Where the T words alone are enough, a threshold that nothing reaches tells nothing of the hash.
+            # If the T words alone suffice, the hash adds nothing at any threshold.
             if 0 < line.threshold < bands:
                 own = changed(head, order[: line.frequent], threshold=line.threshold, capacity=vocab)
                 words = candidates_of(own, step)
-                # Of few sizes: each is a kernel of its own.
+                # Rounded to a few sizes, since each needs its own kernel.
                 most = max(int(line.share * vocab * 1.25), len(words))
                 own = changed(own, own.frequent, capacity=min(vocab, 1 << (most | 255).bit_length()))
                 found.append(Point(series, (k, units, bands), line, own, words))
@@ -103,7 +104,7 @@ def main(
         data = make_data(model, rows, samples, beam, seed)
         kind = getattr(torch, dtype)
         embedding, hidden = (torch.from_numpy(a).to(where.device, kind) for a in (data.embedding, data.hidden))
-        # Hashes are those of the rounded numbers, as the device sees them.
+        # Hashes of the rounded numbers, which the device sees.
         data = data._replace(embedding=embedding.float().cpu().numpy(), hidden=hidden.float().cpu().numpy())
         vocab, width = data.embedding.shape
         path = (csv_path or result_path(f"shi-xu-knight-figure6-{model.stem}", where)).with_suffix(".csv")

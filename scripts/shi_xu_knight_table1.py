@@ -1,11 +1,11 @@
-"""The shape of Table 1 of Shi, Xu & Knight 2018 on this machine: where the time of a beam-search step goes.
+"""Table 1 of Shi, Xu & Knight 2018 on this machine: the parts of the time of a beam-search step.
 
     python scripts/shi_xu_knight_table1.py                    # the paper's model, under a minute on a GPU
 
-A decoder of two LSTM layers of 1,000 with 40,000 words, its weights drawn, and a beam of 12. The output layer is
+A decoder of two LSTM layers of 1,000 units with 40,000 words, random weights, and a beam of 12. The output layer is
 torch's product, softmax and topk, our exact head, or the LSH head with about as many candidates as the paper has. Every
-part is a CUDA graph of its own; `step` is all of them in one. Nothing returns to the host: the paper's transfer and its
-heap are a topk over the beam's best words here. The source side, and quality, are not part of it (see
+part is a separate CUDA graph; `step` is one graph of all of them. Nothing returns to the host: a topk over the beam's
+best words replaces the paper's transfer and heap. The source side and quality are not included (see
 `shi_xu_knight_figure6.py`).
 """
 
@@ -47,7 +47,7 @@ EMBED, FIRST, SECOND, SOFTMAX, EXPANSION, REORDER, STEP = (
     "embedding", "1st layer", "2nd layer", "softmax and top-n", "beam expansion", "hidden states reorder", "step"
 )  # fmt: skip
 PARTS = (EMBED, FIRST, SECOND, SOFTMAX, EXPANSION, REORDER, STEP)
-# Table 1's speed-ups by LSH (Tesla K20). A step is its target side and its beam expansion.
+# Table 1's speed-ups by LSH (Tesla K20). A step consists of its target side and its beam expansion.
 PAPER = {FIRST: 1.0, SECOND: 1.0, SOFTMAX: 505.3 / 157, EXPANSION: (352.4 - 38.3) / (96.4 - 38.7), REORDER: 0.99,
          STEP: (735.5 + 352.4) / (387.2 + 96.4)}  # fmt: skip
 COLUMNS = ("vocab", "hidden", "beam", "dtype", "k", "units", "bands", "threshold", "frequent", "candidates", "output",
@@ -60,8 +60,9 @@ Layers = tuple[torch.nn.LSTM, torch.nn.LSTM]
 def parts(
     head: Callable[[torch.Tensor], Any], embedding: torch.Tensor, layers: Layers, states: torch.Tensor, beam: int
 ) -> dict[str, Call]:
-    """The parts of a step as calls, each on what the one before it gives. `head(states)` gives log-probabilities and
-    words; `states` are drawn, as those of layers whose weights are drawn are near to no word."""
+    """The parts of a step as calls, each on the results of the previous one. `head(states)` returns log-probabilities
+    and words; `states` are drawn, since states computed with random weights are not near any word.
+    """
     device, width = states.device, states.shape[1]
     words = torch.arange(beam, device=device)
     scores = torch.zeros((beam, 1), device=device)

@@ -3,12 +3,11 @@
     python scripts/shi_xu_knight_table4.py                    # the paper's shape, about a minute on a GPU
     python scripts/shi_xu_knight_table4.py --vocab 66000 --dtype float32
 
-The paper's steps one by one, each as an operator of its own: the hash, the look-up, the list, a copy of the candidates'
-embeddings, the product with it, normalisation and search. Beside look-up and list stand their naive forms, templates
-for comparison. Then what a decoder calls: hash to list in one program, product to best words in one program, both as
-the LSH head has them, and the exact head. Embeddings and states are drawn, and threshold and frequent words set for
-about as many candidates as the paper has; recall is a matter of real ones (`lsh_recall.py`). Everything is checked
-before it is timed.
+The paper's steps one by one, each as a separate operator: the hash, the look-up, the list, a copy of the candidates'
+embeddings, the product with it, normalisation and search. Look-up and list are also timed in their naive forms, as
+templates for comparison. Then the programs that a decoder calls: hash to list, and product to best words, as in the LSH
+head, and the exact head. Embeddings and states are random, and threshold and frequent words are set for about the
+paper's number of candidates; recall needs real data (`lsh_recall.py`). Everything is checked before it is timed.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ from tvm_sparse.core.problem import Mismatch, Problem
 from tvm_sparse.core.registry import make
 from tvm_sparse.formats import bitmap, wta
 
-# Names of steps, and the paper's milliseconds over a sentence (Table 4, K20): full vocabulary, LSH, and how many times
-# as long the naive form took.
+# Names of steps, and the paper's milliseconds for a sentence (Table 4, K20): full vocabulary, LSH, and the naive form's
+# time relative to that.
 HASH, LOOKUP, LIST, COPY, PRODUCT, SEARCH = (
     "WTA hash", "look-up", "candidate list", "copy of embeddings", "product", "softmax + top-n"
 )  # fmt: skip
@@ -69,7 +68,7 @@ COLUMNS = ("vocab", "hidden", "beam", "n", "dtype", "k", "units", "bands", "thre
 
 
 class Step(NamedTuple):
-    """What the paper's steps need of each other, computed once."""
+    """Intermediate results that the steps need, computed once."""
 
     head: Any
     hidden: torch.Tensor
@@ -77,7 +76,7 @@ class Step(NamedTuple):
     codes: torch.Tensor  # (1, beam, bands)
     chosen: torch.Tensor  # (1, ceil(vocab / 32))
     candidates: torch.Tensor  # (1, capacity)
-    words: torch.Tensor  # (count,) those that count
+    words: torch.Tensor  # (count,) the candidates
     always: torch.Tensor
     n: int
 
@@ -95,7 +94,7 @@ class Step(NamedTuple):
         return cls(head, hidden, embedding, codes, chosen, candidates, words, always, n)
 
     def problems(self) -> dict[str, Problem]:
-        """Of the steps that are operators of ours."""
+        """The problems of the steps that are operators of ours."""
         own, dtype = self.head.settings, str(self.hidden.dtype).removeprefix("torch.")
         beam, count = len(self.hidden), len(self.words)
         shape = {"beam": beam, "vocab": own.vocab, "bands": own.bands}
@@ -169,7 +168,7 @@ class Step(NamedTuple):
 def naive_calls(
     step: Step, where: Machine, libraries: Libraries, naive: list[tuple[str, Problem, list[Any], list[Named]]]
 ) -> tuple[dict[str, Call], dict[str, Check], dict[str, list[str]]]:
-    """Calls of the templates for comparison, checks that they compute the same, and their labels by step."""
+    """Calls of the templates for comparison, checks of their results, and their labels by step."""
     expected = {LOOKUP: step.chosen, LIST: step.candidates}
     calls: dict[str, Call] = {}
     checks: dict[str, Check] = {}
@@ -197,7 +196,7 @@ def naive_calls(
 
 
 def print_table(found: dict[str, Timed], simple: dict[str, Timed], count: int, vocab: int) -> None:
-    """The paper's table, with shares of the whole."""
+    """Print the paper's table, with shares of the total."""
 
     def share(seconds: float | None, total: float) -> str:
         return f"{seconds / total:.1%}" if seconds and total else "-"

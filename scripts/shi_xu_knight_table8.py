@@ -5,7 +5,7 @@
 
 One head, built for about 6,000 candidates at the first beam; rows of a beam share their candidates, so that lists grow
 with it. Speed-ups are over torch's product, softmax and topk, over our product + softmax_topk, and over the exact head.
-The paper's are of whole decoding over its full softmax; its quality is a matter of real data (`lsh_recall.py`,
+The paper's are for whole decoding over its full softmax; quality needs real data (`lsh_recall.py`,
 `examples/lsh_decoding.py`).
 """
 
@@ -68,7 +68,7 @@ def main(
         embedding, states = draw(vocab, hidden, beams[-1], dtype, where.device, seed)
         first = lsh_head(embedding, states[: beams[0]], candidates, k=k, units=units, bands=bands)
         own = first.settings
-        # Of every beam: its words, and a head that has room for an eighth more of them.
+        # For each beam its words, and a head with room for an eighth more of them.
         words = {rows: torch.from_numpy(candidates_of(first, states[:rows])).to(where.device) for rows in beams}
         heads = {
             rows: changed(first, capacity=min(vocab, -(-len(words[rows]) * 9 // 8 // 256) * 256)) for rows in beams

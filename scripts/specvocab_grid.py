@@ -1,12 +1,12 @@
-"""SpecVocab's grid: the best words of lists that every row has for itself, at a draft model's output layer.
+"""SpecVocab's grid: the best words of a separate list for each row, at a draft model's output layer.
 
     python scripts/specvocab_grid.py --csv scripts/results/specvocab-h200.csv       # about a minute
     python scripts/specvocab_grid.py --m 2048
 
-Batch 10 in bfloat16, 128 to 8,192 candidates a row, distinct and drawn at random; k = 20. Beside `candidate_topk` and
-`candidate_logits` (the gathered product alone) stand torch's gather, bmm, softmax and topk, and `head_topk`, which
-reads the whole vocabulary, and a kernel that only reads the rows that the lists name (`floors`). `share_of_limit`
-compares with the time in which memory brings these rows, each once, where the bandwidth was measured.
+Batch 10 in bfloat16, with 128 to 8,192 distinct random candidates per row; k = 20. `candidate_topk` and
+`candidate_logits` (the gathered product alone) are compared with torch's gather, bmm, softmax and topk, with
+`head_topk`, which reads the whole vocabulary, and with a kernel that only reads the rows in the lists (`floors`).
+`share_of_limit` compares with the time of reading these rows once at the measured memory bandwidth.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COLUMNS = ("hidden", "vocab", "batch", "m", "k", "dtype", "implementation", "mic
 
 
 def lists(vocab: int, rows: int, m: int, device: str, seed: int) -> torch.Tensor:
-    """Distinct words in rising order, a list a row: `(rows, m)` int32."""
+    """Distinct words in ascending order, one list per row: `(rows, m)` int32."""
     generator = torch.Generator(device).manual_seed(seed)
     drawn = torch.rand((rows, vocab), generator=generator, device=device).topk(m).indices
     return drawn.sort().values.int()
@@ -46,7 +46,7 @@ def lists(vocab: int, rows: int, m: int, device: str, seed: int) -> torch.Tensor
 def contenders(
     states: torch.Tensor, embedding: torch.Tensor, candidates: torch.Tensor
 ) -> tuple[dict[str, Call], dict[str, Check]]:
-    """Calls by name, and how their results are checked."""
+    """Calls by name, and checks of their results."""
     words = candidates.long()
     k, of_all = min(K, candidates.shape[1]), min(K, len(embedding))
     calls: dict[str, Call] = {
@@ -98,7 +98,7 @@ def main(
                     if reader := reader_of(embedding, candidates):
                         calls[READ] = reader
                     found = timed(calls, checks, where.device)
-                    # The rows that are named, each once.
+                    # The rows in the lists, each once.
                     size_read = int(candidates.unique().numel()) * hidden * embedding.element_size()
                     limit = size_read / where.bandwidth if where.bandwidth else None
                     chosen = tvm_sparse.explain(problems[hidden, vocab, length][0])

@@ -1,12 +1,12 @@
-"""What the worst inputs cost: rows in order, constant rows, Zipf-like rows and ties; sparse weights with skewed rows.
+"""The cost of the worst inputs: sorted rows, constant rows, Zipf-like rows and ties; sparse weights with skewed rows.
 
     python scripts/structures.py                     # on a GPU with 16 cores, about two minutes
     python scripts/structures.py --operator bsr_matmul
-    python scripts/structures.py --operator softmax_topk --shape 4000x25000   # left out else: inputs take long to make
+    python scripts/structures.py --operator softmax_topk --shape 4000x25000   # not a default: inputs take long to make
 
-Each line is a shape of `softmax_topk` or `bsr_matmul`, with what the public function takes for inputs in random order
-(blocks spread evenly), and the others' time over that. Everything is checked against the reference before it is timed.
-Writes a CSV an operator with GPU, versions and date into scripts/results/.
+Each line is a shape of `softmax_topk` or `bsr_matmul`, with the public function's time for inputs in random order
+(blocks spread evenly), and the ratio to it for other inputs. Everything is checked against the reference before it is
+timed. Writes one CSV for each operator, with GPU, versions and date, into scripts/results/.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main(
                         lines.append([problem.key, name, f"{seconds[-1] * 1e6:.3f}", f"{ratio:.3f}", result.kernel])
                     ratios = [f"{s / seconds[0]:.2f}" for s in seconds[1:]]
                     printed.add_row(kinds[0][1].key, us(seconds[0]), *ratios)
-                    # What is measured is kept, whatever happens to the rest.
+                    # Results so far are kept if a later shape fails.
                     write_csv(path, facts, ("problem", "inputs", "microseconds", "over_first", "kernel"), lines)
             console().print(printed)
             typer.echo(f"wrote {path}")

@@ -1,24 +1,24 @@
-"""What the choice of decisions for a problem that nobody tuned loses, by cross-validation over the recorded trials.
+"""The loss of choosing decisions for a problem that nobody tuned, by cross-validation over the recorded trials.
 
     python scripts/study_prediction.py                        # every operator with enough problems; minutes
     python scripts/study_prediction.py --operator nhot_lookup
     python scripts/study_prediction.py --new                  # of problems tuned after the shipped models were trained
 
-Whole problems are left out, a tenth at a time, and each way to choose decisions for them knows the others alone:
+Whole problems are left out, a tenth at a time, and each way of choosing decisions for them uses only the others:
 
 default   the first template that fits, at its default point
-bucket    the record of the next larger batch of the same problem, as look-up takes it
-nearest   the record of the nearest problem, as look-up takes it without a model
-twin      the record of the same problem in the other dtype of 16 bits
-ranked    the fastest by the model of the points that were measured for the problem
-chosen    as look-up predicts: the fastest by the model of the points that it ranks, at the batch rounded up
+bucket    the record of the next larger batch of the same problem, as in look-up
+nearest   the record of the nearest problem, as in look-up without a model
+twin      the record of the same problem in the other 16-bit dtype
+ranked    the point with the best prediction, among those measured for the problem
+chosen    look-up's prediction: the best among the points that it ranks, at the batch rounded up
 
 Left out is the *problem* alone; or it with *all batches* of it, so that no bucket is left; or every problem of its
-*batch*, so that the model has to extrapolate. A choice's loss is its time over the best time that is recorded of the
-problem. What nobody measured for it has no loss, so each way is judged by the choices that were measured ("measured"):
-for `ranked` all of them, which flatters it, since most points were measured because a search had hopes of them.
-"over_chosen" is the geometric mean of a way's loss over that of `chosen`, of the "both" problems where both were
-measured. A recorded best need not be the best of the space. Needs no GPU. Writes the table into scripts/results/.
+*batch*, so that the model has to extrapolate. A choice's loss is its time over the problem's best recorded time. A
+choice that was not measured has no loss, so each way is judged by its measured choices ("measured"): for `ranked` all
+of them, which favours it, since a search measures promising points. "over_chosen" is the geometric mean of a way's loss
+over that of `chosen`, for the "both" problems where both were measured. A recorded best need not be the best of the
+space. Needs no GPU. Writes the table into scripts/results/.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from reproduction import RESULTS, write_csv
+from reproduction import RESULTS, studied, write_csv
 
 from tvm_sparse.cli.common import console, table
 from tvm_sparse.core import registry, spaces
@@ -59,16 +59,16 @@ COLUMNS = (
     "over_chosen",
 )
 WAYS = ("default", "bucket", "nearest", "twin", "ranked", "chosen")
-# Of fewer what is chosen for those left out is mostly not measured.
+# Least number of problems: with fewer, most choices for those left out have not been measured.
 LEAST_PROBLEMS = 20
-# Of how far above the best a choice should never be.
+# Loss that a choice should never exceed.
 BAD = 1.3
 
 
 def losses(
     log: Log, data: Sequence[Measured], apart: Callable[[Problem], object]
 ) -> dict[str, dict[Problem, float | None]]:
-    """By way, the loss for each problem for which it has a choice; None where nobody measured that choice."""
+    """By way, the loss for each problem for which it has a choice; None if that choice was not measured."""
     known = known_of(best_records([log.root], log.arch, (log.operator,)))
     found: dict[str, dict[Problem, float | None]] = {way: {} for way in WAYS}
     for kept, out in training.rounds_of(data, apart):
@@ -95,7 +95,7 @@ def losses(
 
 
 def of_new_problems(logs: Path, arch: str, operators: Iterable[str]) -> None:
-    """Print what the models that ship lost for problems that they do not know, where tuning measured their choice."""
+    """Print the loss of the shipped models for problems that they do not know, where tuning measured their choice."""
     for name in operators:
         model = predictor([logs], arch, name)
         found = []
@@ -110,7 +110,7 @@ def of_new_problems(logs: Path, arch: str, operators: Iterable[str]) -> None:
 
 
 def mean(ratios: Iterable[float]) -> str:
-    """The geometric mean as text; empty of nothing."""
+    """The geometric mean as text; empty without values."""
     ratios = list(ratios)
     return f"{statistics.geometric_mean(ratios):.3f}" if ratios else ""
 
@@ -144,7 +144,7 @@ def main(
                 shown.add_row(*map(str, line))
     console().print(shown)
     if not operator:
-        facts = {
+        facts = studied(logs) | {
             "arch": arch,
             "trials": "of templates at their present versions, points of their spaces",
             "loss": "time of the choice over the best recorded time of the problem, where the choice was measured",

@@ -1,7 +1,7 @@
 """Compares search strategies on the recorded spaces (scripts/results/spaces/), cold and with other problems' winners.
 
     python scripts/study_searches.py                       # all strategies; minutes
-    python scripts/study_searches.py --strategy boosting   # beside the reference; prints, writes nothing
+    python scripts/study_searches.py --strategy boosting   # and the reference; prints, writes nothing
 
 Writes scripts/results/searches.csv, from which figures.py fills docs/simulated-search.md, and the page's plots.
 Needs no GPU.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from reproduction import RESULTS, write_csv
+from reproduction import RESULTS, studied, write_csv
 
 from tvm_sparse.cli.common import console, table
 from tvm_sparse.core.registry import parse
@@ -30,7 +30,7 @@ SPACES = RESULTS / "spaces"
 IMAGES = ROOT / "docs" / "images"
 REFERENCE = "evolutionary"
 STRATEGIES = ("evolutionary", "random", "replay", "boosting", "tpe", "qmc", "genetic", "portfolio")
-# What `tune` measures unless told otherwise.
+# The number of trials that `tune` measures by default.
 BUDGET = 64
 MARKS = (16, 32, 64)
 COLUMNS = (
@@ -54,7 +54,7 @@ COLUMNS = (
     "half_high",
     "own_seconds",
 )
-# What is printed: a terminal has no room for all.
+# Columns that are printed, since a terminal has no room for all.
 SHOWN = [COLUMNS.index(name) for name in COLUMNS if name in (
     "start", "space", "strategy", *(f"excess_{n}" for n in MARKS), "trials_to_5", "over_reference", "p", "half",
     "own_seconds",
@@ -62,7 +62,7 @@ SHOWN = [COLUMNS.index(name) for name in COLUMNS if name in (
 
 
 def row(start: str, space: Recorded | None, found: Summary, searches: int) -> list[object]:
-    """A line of `COLUMNS`; without a space, of all of them together."""
+    """A line of `COLUMNS`; without a space, for all spaces together."""
     facts: list[object] = ["all", "", "", ""]
     if space is not None:
         right = sum(map(math.isfinite, space.seconds))
@@ -83,7 +83,7 @@ def row(start: str, space: Recorded | None, found: Summary, searches: int) -> li
 
 
 def recorded_best(start: str, space: Recorded) -> list[object] | None:
-    """A row of what tuning had recorded for the problem, if it is still a point of the space."""
+    """A row for the best point that tuning had recorded for the problem, if it is still a point of the space."""
     problem = parse(space.problem)
     best = Log(LOGS, space.arch, problem.operator).best().get(problem.key)
     place = None if best is None else space.domain.index.get(best.candidate)
@@ -122,7 +122,7 @@ def main(
     made: list[list[object]] = []
     for start, logs in (("cold", None), ("warm", LOGS)):
         spaces = {one.name: one for one in (simulation.load(path, logs) for path in paths)}
-        # Without winners of other problems a warm start is a cold one.
+        # Without winners of other problems a warm start is the same as a cold one.
         chosen = [path for path, one in zip(paths, spaces.values(), strict=True) if start == "cold" or one.proven]
         spaces = {name: one for name, one in spaces.items() if start == "cold" or one.proven}
         if not spaces:
@@ -137,7 +137,7 @@ def main(
             plots.save(plots.search_curves(curves), IMAGES / f"searches-{start}.png")
     console().print(shown)
     if not strategy:
-        facts = {
+        facts = studied(LOGS) | {
             "spaces": "every point measured, scripts/measure_spaces.py; excess over the best of the space, mean",
             "searches": f"{BUDGET} trials, 16 at a time; told one round, judged by all",
             "over_reference": f"best time over that of {REFERENCE} with the same seed, geometric mean; 95 % bootstrap",

@@ -1,16 +1,16 @@
-"""What the decisions of one tuned problem are worth for another one, from the recorded trials; needs no GPU.
+"""The value of one tuned problem's decisions for another one, from the recorded trials; needs no GPU.
 
     python scripts/study_transfer.py                  # every operator; seconds
     python scripts/study_transfer.py --arch x86-64-v4
 
-Of each pair of problems of an operator, where the winner of the one and the default of the other were both timed for
-the other: the winner's time over the default's, by what look-up knows beforehand (`runtime.lookup.DOUBT`):
+For each pair of problems of an operator, if the first one's winner and the second one's default were both timed for the
+second: the winner's time over the default's, grouped by what look-up knows beforehand (`runtime.lookup.DOUBT`):
 
 same      the default has the same decisions for both problems, so that winner and default were compared before
 gained    the winner had beaten the default by more than e^(DOUBT * octaves) for its own problem
 near      at most `FAR` octaves and batches at most `BATCHES` octaves apart
 
-"lost": the share of pairs in which the winner was more than 5 % slower. Look-up takes what is all three.
+"lost" is the share of pairs in which the winner was more than 5 % slower. Look-up uses a record if all three hold.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COLUMNS = ("operator", "pairs", "which", "count", "geometric_mean", "lost", "wor
 
 @dataclass(frozen=True)
 class Pair:
-    """A winner elsewhere: its time over the default's here, and what look-up knows of it."""
+    """A winner elsewhere: its time over the default's here, and the facts known to look-up."""
 
     ratio: float
     same: bool
@@ -81,7 +81,7 @@ def main(
     arch: Annotated[str, typer.Option(help="Architecture of the records.")] = "sm_90a",
     logs: Annotated[Path, typer.Option(help="Folder of records.")] = LOGS,
 ) -> None:
-    """Print a table, by operator and for all together."""
+    """Print a table, by operator and for all operators together."""
     shown = table(*COLUMNS, right=COLUMNS[3:])
     everything: list[Pair] = []
     found = {name: list(pairs_of(Log(logs, arch, name))) for name in registry.operators()}

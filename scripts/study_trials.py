@@ -1,9 +1,9 @@
-"""What the shipped trials tell: which templates and decisions matter, how good cost models are, what transfers.
+"""Studies of the shipped trials: which templates and decisions matter, how good cost models are, what transfers.
 
     python scripts/study_trials.py        # two minutes, without a GPU
 
-Reads tuning_logs/ and the spaces that were measured in full (results/spaces/). Writes scripts/results/trials-*.csv,
-from which figures.py fills docs/laboratory.md, and the page's plots. Whether tuning is worth it tells tuning_gain.py.
+Reads tuning_logs/ and the completely measured spaces (results/spaces/). Writes scripts/results/trials-*.csv, from which
+figures.py fills docs/laboratory.md, and the page's plots. For the gain of tuning see tuning_gain.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pandas
-from reproduction import RESULTS, write_csv
+from reproduction import RESULTS, studied, write_csv
 
 from tvm_sparse.cli.common import console, table
 from tvm_sparse.research import plots, study
@@ -24,19 +24,20 @@ LOGS = ROOT / "tuning_logs"
 SPACES = sorted((RESULTS / "spaces").glob("*.jsonl.xz"))
 IMAGES = ROOT / "docs" / "images"
 GPU = "sm_90a"
-# Tables of the page; `study` prints the others.
+# Tables of the page; `study` prints the others too.
 PARTS = ("distribution", "failures", "importance", "models", "transfer", "budget")
 OF_SPACES = ("importance", "models", "budget")
 
 
-def write(name: str, found: pandas.DataFrame, data: str) -> None:
-    """Print a table and write it to results/trials-NAME.csv."""
+def write(name: str, found: pandas.DataFrame, data: str, logs: Path | None = None) -> None:
+    """Print a table and write it to results/trials-NAME.csv; `logs` are the records it is made from, if it is."""
     shown = study.shown(found)
     made = table(*shown.columns, title=name, right=[c for c in shown if found[c].dtype.kind in "fiu"])
     for row in shown.itertuples(index=False):
         made.add_row(*row)
     console().print(made)
-    facts = {"data": data, "interval": "95 %, by the bootstrap; none where there are fewer than five values"}
+    interval = "95 %, by the bootstrap; none where there are fewer than five values"
+    facts = studied(logs) | {"data": data, "interval": interval}
     cells = ([_text(value) for value in row] for row in found.itertuples(index=False))
     write_csv(RESULTS / f"trials-{name}.csv", facts, list(found.columns), cells)
 
@@ -71,10 +72,11 @@ def main() -> None:
     recorded = trials(LOGS)
     tables = study.sections(recorded, PARTS)
     for name, found in tables.items():
-        write(name, found, "tuning_logs/")
+        write(name, found, "tuning_logs/", LOGS)
     if SPACES:
         whole = trials(SPACES)
-        # Others used the machine's cores, which only ever lengthens a time: the least of the rounds is the best known.
+        # Other processes used the machine's cores, which can only lengthen a time: the minimum over the rounds is the
+        # best estimate.
         least = whole["seconds_all"].map(lambda rounds: min(rounds, default=math.nan))
         whole["seconds"] = whole["seconds"].where(whole["arch"] == GPU, least)
         for name, found in study.sections(whole, OF_SPACES).items():

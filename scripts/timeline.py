@@ -1,15 +1,15 @@
-"""When the phases of a kernel end: where the time of a short call goes that neither memory nor arithmetic explains.
+"""End times of a kernel's phases, for short calls whose time neither memory nor arithmetic explains.
 
     python scripts/timeline.py "softmax_topk/batch=10,vocab=128256,k=20,dtype=bfloat16" --behind 4096
     python scripts/timeline.py "head_topk/batch=12,vocab=25000,hidden=1000,k=12,dtype=float16" --cold
 
-Behind each phase the first thread of each thread block writes down the GPU's clock (`%globaltimer`). A phase that is
-gone through several times keeps its last end; a phase within another one ends before it. Calls follow upon each other
-in a CUDA graph, by `--behind` after a product of so many columns, as after the last layer of a model, and with `--cold`
-after a kernel that reads twice what the L2 cache holds. Times are those of the first, the median and the last thread
-block to come so far, each the median of the replays, from the moment at which the first one of the kernel that the call
-begins with has waited for the kernel in front. The table also has what a call takes with and without the stamps, less
-what the kernel of `--cold` takes.
+After each phase the first thread of each thread block stores the GPU's clock (`%globaltimer`). A phase that is executed
+several times keeps its last end; a phase within another one ends before it. Calls follow each other in a CUDA graph;
+with `--behind` each follows a product with that many columns, as after the last layer of a model, and with `--cold` a
+kernel that reads twice the L2 cache's size. Times are those of the first, the median and the last thread block to reach
+the end, each the median over the replays, counted from the moment at which the first thread block of the call's first
+kernel has waited for its producer kernel. The table also has the time of a call with and without the stamps, minus that
+of the kernel of `--cold`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.registry import parse
 from tvm_sparse.runtime.loading import with_workspaces
 
-GATE, HELD, TILES, GROUPS, STEP = (
+GATE, HELD, LAYER, STEP = (
     f"tvm_sparse.schedules.{part}"
     for part in (
-        "softmax_topk.threshold_gate", "softmax_topk.held_rows", "output_layer.tiles", "output_layer.warpgroups",
-        "lsh_topk.fused_step",
+        "softmax_topk.threshold_gate", "softmax_topk.held_rows", "output_layer", "lsh_topk.fused_step",
     )
 )  # fmt: skip
 GATES = {
@@ -59,16 +58,15 @@ GATES = {
     ),
 }  # fmt: skip
 PRODUCTS = (
-    "prefetch_tiles", "take_tiles", "load_states", "bring_states", "multiply_step", "write_parts", "finish_scores",
-    "join_sums", "finish_alone", "join_warps",
+    "prefetch_tiles", "take_tiles", "load_states", "bring_states", "multiply_step", "finish_tile", "join_tiles",
 )  # fmt: skip
+RINGS = ("init_ring", "await_stage")
 BEST = {
-    f"{TILES}.best": (
-        "clear", "load_pairs", "begin_search", "collect", "find_tops", "bound_tiles", "collect_bits", "begin_near",
-        "join_lanes", "collect_near", "join_pairs", "rank", "rank_few", "write_absent",
-    )
-}  # fmt: skip
-# By template the factories of its phases, by the module that puts them together.
+    f"{LAYER}.best.kernel": ("clear", "begin_search", "begin_near", "collect_near", "write_absent"),
+    f"{LAYER}.best.sums": ("load_pairs", "join_lanes", "join_pairs"),
+    f"{LAYER}.best.search": ("collect", "find_tops", "bound_tiles", "collect_bits", "rank", "rank_few"),
+}
+# The factories of each template's phases, by the module that assembles them.
 PHASES: dict[str, dict[str, tuple[str, ...]]] = {
     "cluster_gate": GATES,
     "threshold_gate": GATES,
@@ -83,18 +81,22 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
         f"{HELD}.cluster": ("send_keys", "sum_of_warp"),
         f"{HELD}.rank": ("gather_parts", "rank_at_once", "add_up"),
     },
-    "head_tiles": {
-        f"{TILES}.product": PRODUCTS,
-        f"{TILES}.ring": (*PRODUCTS, "init_ring", "begin_asking", "await_stage"),
-        f"{TILES}.dynamic": (
+    "head_registers": {f"{LAYER}.registers.kernel": PRODUCTS, **BEST},
+    "head_warp_rings": {f"{LAYER}.warp_rings.kernel": (*PRODUCTS, *RINGS, "begin_asking"), **BEST},
+    "head_rings": {
+        f"{LAYER}.rings.dealt": (
+            "init_ring", "prefetch_tiles", "take_tiles", "load_states", "bring_states", "await_stage",
+            "multiply_step", "write_parts", "finish_scores", "join_tiles",
+        ),
+        f"{LAYER}.rings.taken": (
             "init_ring", "prefetch_tiles", "take_tiles", "ask_states", "load_states", "end_states", "find_tile",
-            "multiply_step", "write_parts", "hold_scores", "weigh_scores", "join_sums",
+            "multiply_step", "write_parts", "hold_scores", "weigh_scores", "join_tiles",
         ),
         **BEST,
     },
     "head_warpgroups": {
-        f"{GROUPS}.kernel": (),
-        f"{GROUPS}.product": ("begin", "fill_ring", "finish_tile", "consume", "tell_sums", "join_warps"),
+        f"{LAYER}.warpgroups.kernel": (),
+        f"{LAYER}.warpgroups.product": ("begin", "fill_ring", "finish_tile", "consume", "tell_sums", "join_warps"),
         **BEST,
     },
     "fused_step": {
@@ -110,7 +112,7 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
 }  # fmt: skip
-# What lets a kernel go on when the one in front has ended.
+# The instruction after which a kernel may use its producer's results.
 WAITS = {"wait_then_start_consumer", "wait_for_producer"}
 ENDS = ("first_ns", "median_ns", "last_ns")  # of a phase, by thread blocks
 COLUMNS = ("problem", "behind", "cold", "kernel", "phase", *ENDS, "plain_microseconds", "stamped_microseconds")
@@ -119,14 +121,14 @@ MOST_STAMPS, MOST_BLOCKS = 64, 4096
 
 
 class Stamps:
-    """Numbers of the stamps by name, and where they are written."""
+    """Indices of the stamps by name, and the address of their buffer."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.written = torch.zeros((MOST_STAMPS, MOST_BLOCKS), dtype=torch.int64, device="cuda")
 
     def put(self, name: str) -> None:
-        """A stamp, in a kernel that is being written."""
+        """Emit a stamp, in a kernel that is being written."""
         from tvm.script import tirx as T
 
         if name not in self.names:
@@ -135,7 +137,7 @@ class Stamps:
 
     @property
     def source(self) -> str:
-        # The address is part of the program, which runs in this process alone.
+        # The address is a constant of the program, which runs in this process alone.
         return f"""
 __device__ __forceinline__ void stamp(int number) {{
   unsigned int block = blockIdx.y * gridDim.x + blockIdx.x;
@@ -157,12 +159,12 @@ __device__ __forceinline__ void stamp(int number) {{
         return stamped
 
     def factory(self, name: str, factory: Callable[..., Any]) -> Callable[..., Any]:
-        """A factory of such phases."""
+        """A factory of phases with stamps."""
         return lambda *sizes, **options: self.phase(name, factory(*sizes, **options))
 
 
 class Line(NamedTuple):
-    """When thread blocks come to a stamp, in nanoseconds from the first one's first wait."""
+    """Times at which thread blocks reach a stamp, in nanoseconds from the first one's first wait."""
 
     name: str
     first: float
@@ -171,8 +173,8 @@ class Line(NamedTuple):
 
 
 def stamped_module(problem: Problem, candidate: Candidate, stamps: Stamps) -> Any:
-    """The candidate's module with stamps behind its phases."""
-    # All before the first is changed: they import phases of each other.
+    """The candidate's module with stamps after its phases."""
+    # All are loaded before the first is changed, since they import phases of each other.
     modules = [(importlib.import_module(place), names) for place, names in PHASES[candidate.template].items()]
     with contextlib.ExitStack() as stack:
         for module, names in modules:
@@ -193,7 +195,7 @@ def tensors_of(problem: Problem) -> list[Any]:
 
 
 def lines_of(stamps: Stamps, call: Callable[[], Any]) -> list[Line]:
-    """Stamps of the last of some calls in a graph, over many replays, in their order."""
+    """The stamps of the last of several calls in a graph, over many replays, in their order."""
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -202,7 +204,7 @@ def lines_of(stamps: Stamps, call: Callable[[], Any]) -> list[Line]:
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(CALLS):
                 call()
-    found: list[list[np.ndarray]] = []  # of each replay and stamp, by thread blocks
+    found: list[list[np.ndarray]] = []  # for each replay and stamp, by thread blocks
     for _ in range(REPLAYS):
         stamps.written.zero_()
         graph.replay()
@@ -228,7 +230,7 @@ def measure(
     fix: Sequence[str] | None,
     report: Report,
 ) -> None:
-    """Stamp one problem's kernel, and show when its phases end."""
+    """Stamp one problem's kernel, and show the end times of its phases."""
     candidate = Candidate.parse(tvm_sparse.explain(problem).candidate)
     if other is not None:
         template = spaces.find(other, problem.operator)

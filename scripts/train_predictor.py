@@ -1,12 +1,12 @@
-"""Trains the models by which look-up predicts decisions for problems that nobody tuned; needs no GPU.
+"""Train the models with which look-up predicts decisions for problems that nobody tuned; needs no GPU.
 
     python scripts/train_predictor.py                     # of every operator that has a model; a minute
     python scripts/train_predictor.py --operator softmax_topk --logs records
 
-Reads <logs>/<arch>/<operator>/trials.jsonl, and writes predictor.json beside it, the same for the same trials. To be
-run again when problems were tuned, and when a template's version or what it says of its points (`Template.features`)
-has changed: with a template of another version look-up leaves the model aside. `scripts/study_prediction.py` tells how
-well it chooses, and whether an operator gains by a model at all. Needs xgboost, of the extra `tune`.
+Reads <logs>/<arch>/<operator>/trials.jsonl, and writes predictor.json beside it; equal trials give equal files. Run it
+again after tuning, and after a change of a template's version or features (`Template.features`): look-up ignores a
+model with another version of a template. `scripts/study_prediction.py` measures the quality of its choices, and whether
+an operator gains from a model. Needs xgboost (extra `tune`).
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Is tuning worth it? For each operator and architecture, from the records that ship, what it gained over what.
+"""The gain of tuning over the alternatives, for each operator and architecture, from the records that ship.
 
     python scripts/tuning_gain.py        # writes scripts/results/tuning-gain.csv; needs no GPU
 
-fallback    what runs where nothing is recorded or predicted, measured in turn with the winner in each final
-defaults    the fastest of the templates' defaults, which their authors picked by hand: what one trial a template gives
-predicted   what look-up chooses for a problem that was left out of its model's training (scripts/study_prediction.py)
+fallback    the kernel that runs without records and predictions, measured in turn with the winner in each final
+defaults    the fastest of the templates' defaults, chosen by their authors: the result of one trial per template
+predicted   look-up's choice for a problem that was left out of its model's training (scripts/study_prediction.py)
 peers       the fastest other library in the same run of a benchmark (scripts/results/peers-*.csv)
-trials      of a problem's longest run of 16 trials or more that began with the fallback, how many until 95 % of what it
-            gained over that; runs that gained less than 2 % have nothing to reach. Runs try what won for similar
+trials      number of trials until 95 % of the gain over the fallback, in a problem's longest run of at least 16 trials
+            that began with the fallback; runs that gained less than 2 % are left out. Runs try winners of similar
             problems first
 
 Gains are times over the tuned time, geometric means with bootstrap intervals over problems. Times of defaults are
-single trials over the best single trial, all of the same log: that favours the tuned side by the noise of many trials,
-about 1 %.
+single trials, compared with the best single trial in the same log, which favours the tuned side by the noise of many
+trials, about 1 %.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from reproduction import RESULTS, write_csv
+from reproduction import RESULTS, studied, write_csv
 
 from tvm_sparse.bench.compare import NAME
 from tvm_sparse.cli.common import console, table
@@ -37,16 +37,16 @@ from tvm_sparse.tuning import training
 from tvm_sparse.tuning.training import Measured
 
 LOGS = Path(__file__).parent.parent / "tuning_logs"
-# A gain of less is within the noise of a final.
+# Gains below this are within the noise of a final.
 WORTH = 1.02
 SHARE = 0.95
-# Of a run, to be asked how many it needed: shorter ones went on from others.
+# Least number of trials of a run that is counted: shorter ones continued earlier runs.
 LEAST_TRIALS = 16
 COLUMNS = ("operator", "arch", "over", "problems", "gain", "low", "high", "least", "most", f"above_{WORTH}")
 
 
 def gain(ratios: Sequence[float]) -> list[object]:
-    """Problems, geometric mean with its interval, least and most, and the share that gained something."""
+    """Problems, geometric mean with its interval, minimum and maximum, and the share with a gain."""
     if not ratios:
         return [0, *[""] * 6]
     logs = np.log(ratios)
@@ -57,7 +57,7 @@ def gain(ratios: Sequence[float]) -> list[object]:
 
 
 def over_defaults(data: Iterable[Measured]) -> list[float]:
-    """Of each problem the fastest of its templates' defaults over the best, if one of them was measured."""
+    """For each problem the fastest of its templates' defaults over the best, if one was measured."""
     ratios = []
     for one in data:
         names = spaces.applicable(one.problem, one.machine)[0]
@@ -69,7 +69,7 @@ def over_defaults(data: Iterable[Measured]) -> list[float]:
 
 
 def over_peers(operator: str, arch: str) -> list[float]:
-    """Of the benchmarks on this architecture's files, whose first lines name it."""
+    """Ratios from the benchmark files of this architecture, which their first lines name."""
     ratios = []
     for path in sorted(RESULTS.glob("peers-*.csv")):
         text = path.read_text().splitlines()
@@ -85,7 +85,7 @@ def over_peers(operator: str, arch: str) -> list[float]:
 
 
 def over_predicted(operator: str, arch: str) -> list[object]:
-    """By cross-validation; of it only the mean and the worst are recorded."""
+    """By cross-validation, of which only mean and worst are recorded."""
     path = RESULTS / f"prediction-{arch}.csv"
     if path.exists():
         for row in csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#")):
@@ -95,7 +95,7 @@ def over_predicted(operator: str, arch: str) -> list[object]:
 
 
 def trials_needed(trials: Iterable[Trial], best: Best) -> int | None:
-    """Of the longest run with the fallback, how many until `SHARE` of its gain; None if it gained nothing."""
+    """Number of trials until `SHARE` of the gain, in the longest run with the fallback; None if it gained nothing."""
     runs: dict[str, list[Trial]] = {}
     for trial in trials:
         if trial.problem == best.problem:
@@ -146,7 +146,7 @@ def main(logs: Annotated[Path, typer.Option(help="Folder of records.")] = LOGS) 
     for line in lines:
         shown.add_row(*map(str, line))
     console().print(shown)
-    facts = {
+    facts = studied(logs) | {
         "gain": "time over the tuned time, geometric mean over problems, 95 % bootstrap interval",
         "trials": "to 95 % of the gain over the fallback: median, with the lower quartile and the 90th percentile",
     }

@@ -1,15 +1,15 @@
-"""How much faster several devices tune: the same problems, with the same number of trials, on 1, 2, ... of them.
+"""Speed-up of tuning by several devices: the same problems, with the same number of trials, on 1, 2, ... of them.
 
-    python scripts/tuning_scaling.py --devices 1,2 --trials 48             # so many GPUs of this machine: 3 minutes
-    python scripts/tuning_scaling.py --workers 1,2,4 --problems 4 --trials 12     # so many parts of the CPU: 3 minutes
+    python scripts/tuning_scaling.py --devices 1,2 --trials 48                    # 1 and 2 GPUs: 3 minutes
+    python scripts/tuning_scaling.py --workers 1,2,4 --problems 4 --trials 12   # parts of the CPU: 3 minutes
 
-The problems are products with block-sparse weights of 1024 x 1024 at several batches, each tuned from nothing in a
-folder that is removed again, and the same number of trials each. All processes have been started before the clock runs,
-by a small run that is not counted. Beside the time stand its parts, of which docs/many-gpus.md makes a projection: CPU
-seconds of the driver, seconds spent on proposals, on builds, each by a core, and on devices; and seconds of all seats
-(`tuning.fleet`) together, in which they waited for their device, checked candidates, and timed them. `processes`: how
-many processes measured, where seats are the fewest; a candidate that fails costs another. Writes a CSV with device,
-versions and date into scripts/results/.
+The problems are products with block-sparse weights of 1024 x 1024 at several batches, each tuned from scratch in a
+temporary folder, with the same number of trials. All processes are started before the clock, by a small run that is not
+counted. The time is split into parts, from which docs/many-gpus.md makes a projection: CPU seconds of the driver;
+seconds of proposals, of builds (each on one core), and of devices; and the seconds, summed over all seats
+(`tuning.fleet`), of waiting for a device, checking, and timing. `processes` is the number of measuring processes: one
+for each seat, and one more after each failed candidate. Writes a CSV with device, versions and date into
+scripts/results/.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def plans_of(batches: list[int], where: Machine, trials: int, root: Path, builde
 
 
 def _spent(devices: Fleet) -> dict[str, float]:
-    """Seconds until now, by columns."""
+    """Seconds spent so far, by columns."""
     turns = [device.turn for device in devices.devices]
     return {
         "device_seconds": sum(turn.busy for turn in turns),

@@ -4,9 +4,9 @@
     python scripts/zhu_pool_figures.py --figure 2a --shrink 16
 
 Elman layers with random patterns. The paper's dense GEMM is the dense step loop, its sparse GEMM the sparse step loop,
-and its dense persistent layer ours with the weight in tiles, since cuDNN has none at these sizes today: that is there
-as torch's module, with its input product. Speed-ups are over the dense step loop in float32, as the paper's are. Prints
-a table a figure, and writes a CSV and plots into scripts/results/.
+and its dense persistent layer is ours with the weight in tiles, since cuDNN has none at these sizes today; cuDNN takes
+part as torch's module, with its input product. Speed-ups are over the dense step loop in float32, as in the paper.
+Prints a table for each figure, and writes a CSV and plots into scripts/results/.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from reproduction import has_plot, provenance, result_path, write_plot
 from tvm_sparse.bench.compare import NAME
 from tvm_sparse.cli.common import Target, errors, machine_here
 
-# In float32; as the paper has it, 1.32 million nonzeros from 25 % of 2304 to 1 % of 11520.
+# In float32; as in the paper, 1.32 million nonzeros, from 25 % of 2304 to 1 % of 11520.
 CONSTANT = 1_320_000
 SIZES = (2304, 2816, 3584, 5120, 7168, 11520)
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One of the paper's sweeps: cases by the value on its axis, and what its text says of them."""
+    """One of the paper's sweeps: cases by the value on its axis, and the claims of its text."""
 
     title: str
     axis: str
@@ -76,7 +76,7 @@ SERIES = (
     (DENSE, "float32"), (MODULE, "float32"), (MODULE, "float16"), (SPARSE, "float32"), (OURS, "float32"),
     (BLOCKS, "float16"), (OURS, "float16"),
 )  # fmt: skip
-# What is how many times as long as what.
+# The pairs (slower, faster) whose ratio is a speed-up.
 RATIOS = (
     ((DENSE, "float32"), (OURS, "float32")), ((SPARSE, "float32"), (OURS, "float32")),
     ((MODULE, "float16"), (OURS, "float16")), ((BLOCKS, "float16"), (OURS, "float16")),

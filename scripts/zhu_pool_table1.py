@@ -1,14 +1,14 @@
-"""Table 1 of Zhu, Pool et al. 2018 on this machine: what each of its optimisations gains, and bank conflicts.
+"""Table 1 of Zhu, Pool et al. 2018 on this machine: the gain of each of its optimisations, and bank conflicts.
 
     python scripts/zhu_pool_table1.py                          # under a minute on a GPU
     python scripts/zhu_pool_table1.py --case 2304,4,256,0.3
 
-One template, `persistent_rows`, at its default point but for what a line changes: samples side by side in a gather
+One kernel, at the default point of `persistent_rows` except for each line's changes: samples side by side in a gather
 (wide loads), the order of a row's entries (Algorithm 1 of appendix A, and a better one), and how thread blocks exchange
-hidden states (a grid barrier, or data that is polled). Speed-ups are over the dense step loop in float32, cuBLAS in a
-CUDA graph. The bank conflict penalty is cycles beyond the first of a gather: expected, counted on the host from the
-layout, and measured, by hardware counters of Nsight Compute (`ncu`) where it is installed. Without a GPU the expected
-penalties of the layouts are all that is printed.
+hidden states (a grid barrier, which is `barrier_rows`, or data that is polled). Speed-ups are over the dense step loop
+in float32, cuBLAS in a CUDA graph. The bank conflict penalty is the number of cycles of a gather beyond the first:
+expected values are computed on the host from the layout, measured ones come from hardware counters of Nsight Compute
+(`ncu`), if it is installed. Without a GPU only the expected penalties are printed.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from tvm_sparse.core.problem import Problem, numpy_dtype
 from tvm_sparse.formats.recurrent import RecurrentWeights, recurrent_weights
 from tvm_sparse.layers.recurrent_weights import launch_problem
 
-TEMPLATE = "persistent_rows"
+BARRIER, POLLED = "barrier_rows", "persistent_rows"
 CASE = "1152,4,256,0.1"
-# What points are looked at without a GPU.
+# The machine whose points are used without a GPU.
 ELSEWHERE = "sm_90a"
 CONFLICTS, WAVEFRONTS = (
     "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum", "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum"
@@ -57,25 +57,25 @@ class Line:
 
     name: str
     order: str
-    wide: bool  # as many samples a gather as the default has, or as few as the space allows
-    exchange: int
+    wide: bool  # whether to use the default's number of samples per gather, or the smallest one of the space
+    template: str
     paper: tuple[float, float] | None = None  # speed-up over dense GEMM, and penalty, on a V100
 
 
 LINES = (
-    Line("naive", "columns", False, 0, (2.53, 1.3)),
-    Line("wide loads", "columns", True, 0, (4.28, 1.0)),
-    Line("bank-aware layout, Algorithm 1", "greedy", True, 0, (4.56, 0.3)),
-    Line("bank-aware layout, by residues", "banks", True, 0),
-    Line("Lamport exchange", "banks", True, 1, (5.44, 0.3)),
+    Line("naive", "columns", False, BARRIER, (2.53, 1.3)),
+    Line("wide loads", "columns", True, BARRIER, (4.28, 1.0)),
+    Line("bank-aware layout, Algorithm 1", "greedy", True, BARRIER, (4.56, 0.3)),
+    Line("bank-aware layout, by residues", "banks", True, BARRIER),
+    Line("Lamport exchange", "banks", True, POLLED, (5.44, 0.3)),
 )
 
 
 def decisions_of(line: Line, problem: Problem, where: Machine) -> Mapping[str, int]:
-    """The line's point of the template's space."""
-    template = spaces.find(TEMPLATE)
+    """The line's point in the template's space."""
+    template = spaces.find(line.template)
     default = template.default(problem, where)
-    point = {**default, "exchange": line.exchange, "stages": max(1, default["stages"])}
+    point = dict(default)
     if line.wide:
         return point
     narrower = ({**point, "pack": pack} for pack in sorted(template.space(problem, where)["pack"]))
@@ -83,18 +83,20 @@ def decisions_of(line: Line, problem: Problem, where: Machine) -> Mapping[str, i
 
 
 def banks_of(pack: int, dtype: str) -> int:
-    """Gathers of so many samples that shared memory serves at once: 32 of 4 bytes, 16 of 8, 8 of 16."""
+    """Number of gathers, with `pack` samples each, that shared memory serves at once: 32 of 4
+    bytes, 16 of 8, 8 of 16.
+    """
     return 32 // max(1, pack * numpy_dtype(dtype).itemsize // 4)
 
 
 def layouts(drawn: Drawn, problem: Problem, where: Machine, dtype: str) -> dict[Line, tuple[Named, RecurrentWeights]]:
-    """Of each line its kernel, and weights in its order."""
+    """For each line its kernel, and weights in its order."""
     found, kept = {}, drawn.layers[dtype].weights.dense()
     for line in LINES:
         point = decisions_of(line, problem, where)
         banks = banks_of(point["pack"], dtype)
         weights = recurrent_weights(kept, drawn.layers[dtype].weights.gates, order=line.order, banks=banks)
-        found[line] = Named(line.name, TEMPLATE, point), weights
+        found[line] = Named(line.name, line.template, point), weights
     return found
 
 
@@ -111,7 +113,9 @@ def calls_of(
 
 
 def counted(names: list[str], arguments: list[str]) -> tuple[dict[str, float], str]:
-    """Measured penalties by configuration, from a run of this script under Nsight Compute; and why there are none."""
+    """Measured penalties by configuration, from a run of this script under Nsight Compute; or the reason why there are
+    none.
+    """
     ncu = shutil.which("ncu")
     if ncu is None:
         return {}, "ncu (Nsight Compute) is not installed"
@@ -125,8 +129,8 @@ def counted(names: list[str], arguments: list[str]) -> tuple[dict[str, float], s
 
 
 def penalties(text: str, names: list[str]) -> tuple[dict[str, float], str]:
-    """Of what ncu prints of one launch a configuration, in their order."""
-    # Lines before the table are the program's own, and messages of ncu.
+    """Parse ncu's output for one launch per configuration, in their order."""
+    # Lines before the table are the program's own output, and messages of ncu.
     lines = [line for line in text.splitlines() if line.startswith('"')]
     rows = [row for row in csv.DictReader(io.StringIO("\n".join(lines))) if row.get("ID", "").isdecimal()]
     if len(rows) != len(names):
@@ -140,7 +144,7 @@ def penalties(text: str, names: list[str]) -> tuple[dict[str, float], str]:
 
 
 def run_profiled(calls: Mapping[str, Call]) -> None:
-    """Each once, for the counters."""
+    """Run each call once, for the counters."""
     for call in calls.values():
         call()
     torch.cuda.synchronize()
@@ -162,7 +166,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of weights, patterns and inputs.")] = 0,
     profiled: Annotated[bool, typer.Option("--profiled", hidden=True)] = False,
 ) -> None:
-    """Measure what each optimisation gains."""
+    """Measure the gain of each optimisation."""
     with errors():
         where, what = machine_here(target, "comparing"), Case.parsed(case)
         on_gpu = where.kind == "cuda"
@@ -205,7 +209,8 @@ def main(
                 microseconds_a_step=f"{seconds * 1e6 / what.steps:.3f}" if seconds else "",
                 speed_up=over(dense, result), paper_speed_up=paper[0], expected_penalty=f"{expected:.3f}",
                 measured_penalty=count, paper_penalty=paper[1],
-                candidate=str(spaces.find(TEMPLATE).candidate(named.decisions)), timed=result.how, note=result.note,
+                candidate=str(spaces.find(line.template).candidate(named.decisions)), timed=result.how,
+                note=result.note,
             )  # fmt: skip
             rows.append([line.name, result, over(dense, result), paper[0], f"{expected:.2f}", count or "-", paper[1]])
         for name in (OURS, DENSE):

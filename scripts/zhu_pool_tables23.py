@@ -3,11 +3,11 @@
     python scripts/zhu_pool_tables23.py                       # the GPU if there is one, else the CPU
     python scripts/zhu_pool_tables23.py --table 3 --shrink 16
 
-Weights are drawn, with the paper's densities and random patterns, so that these are times and say nothing of BLEU or
-errors. The paper does not say at which batch and how many steps Table 2 was taken; here it is 4 and 256. Table 3 has
-batch 1 and 256 steps, and the batch of 8 of figure 7. "GEMM" is the dense step loop for dense layers and the sparse one
-for sparse layers, as the paper's column is; its dense persistent layers are torch's module here, cuDNN on a GPU, with
-its input product.
+Weights are random, with the paper's densities, so that only times are reproduced, not BLEU or error rates. The paper
+does not give the batch and the number of steps of Table 2; here they are 4 and 256. Table 3 has batch 1 and 256 steps,
+and the batch of 8 of figure 7. "GEMM" is the dense step loop for dense layers and the sparse one for sparse layers, as
+in the paper's column; its dense persistent layers are replaced by torch's module (cuDNN on a GPU) with its input
+product.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from reproduction import provenance, result_path
 
 from tvm_sparse.cli.common import Target, errors, machine_here
 
-# By layer size and density: the paper's milliseconds on a V100 by GEMM and persistent, None where it has none.
+# By layer size and density: the paper's milliseconds on a V100 by GEMM and persistent; None if it has none.
 TABLE_2 = {
     (256, 1.0): (1.74, 1.11), (362, 1.0): (2.05, 1.14), (512, 1.0): (3.00, 1.12), (768, 1.0): (3.55, 1.26),
     (1024, 1.0): (4.34, 3.65), (1448, 1.0): (7.21, None), (256, 0.125): (2.44, 0.33), (512, 0.0625): (2.21, 0.37),

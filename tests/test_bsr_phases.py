@@ -15,13 +15,15 @@ from tvm.script import tirx as T
 
 from tvm_sparse.artifacts.compile import target_of
 from tvm_sparse.core import spaces
+from tvm_sparse.core.arguments import function
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.rounding import ROUNDING
+from tvm_sparse.core.template import Workspace
 from tvm_sparse.emulation import EmulationError, run_on_cpu
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul, activated
 from tvm_sparse.schedules.bsr_matmul import block_row
-from tvm_sparse.schedules.bsr_matmul.interface import Arguments, output
+from tvm_sparse.schedules.bsr_matmul.interface import output
 from tvm_sparse.schedules.bsr_matmul.staged_x import kernel as staged
 from tvm_sparse.schedules.bsr_matmul.staged_x.space import Extents as StagedExtents
 from tvm_sparse.schedules.bsr_matmul.tensor_core import kernel as tensor
@@ -50,19 +52,12 @@ def run(
 ) -> tuple[np.ndarray, np.ndarray]:
     """What a kernel of `body(io, seen)` leaves in `seen`, float32, and in y; both hold NaN where it wrote nothing."""
 
-    @T.prim_func
-    def main(
-        x: T.handle, data: T.handle, indices: T.handle, indptr: T.handle, order: T.handle, long: T.int32,
-        constant: T.int32, bias: T.handle, y: T.handle, seen_h: T.handle
-    ):  # fmt: skip
-        m = T.int32()
-        nnzb = T.int32()
-        io = T.meta_var(Arguments.match(problem, (m, nnzb), (x, data, indices, indptr, order, long, constant, bias, y)))
-        seen_buffer = T.match_buffer(seen_h, seen, "float32")
-        body(io, seen_buffer)
+    @T.inline
+    def whole(io):
+        body(io, io.seen)
 
     y, found = problem.empty_outputs()[0], np.full(seen, np.nan, "float32")
-    module = tvm.IRModule({"main": main.with_attr("global_symbol", "main")})
+    module = tvm.IRModule({"main": function(problem, whole, (Workspace("seen", seen, "float32"),))})
     run_on_cpu(module, TARGET, [*inputs, y, found], pipeline="tirx", seed=seed)
     return found, y
 

@@ -283,22 +283,26 @@ def test_tune_says_why_candidates_of_its_run_failed(tmp_path: Path) -> None:
 def test_prune_names_what_it_removes_and_spares_plugins(tmp_path: Path) -> None:
     row = Candidate("row_scan", spaces.find("row_scan").version, (("chunk", 64), ("simd", 8)))
     old, theirs = dataclasses.replace(row, version=1), Candidate("of_a_plugin", 3, (("threads", 32),))
+    more = dataclasses.replace(row, decisions=(*row.decisions, ("skip", 1)))
     log = Log(tmp_path, HERE.arch, "softmax_topk")
     key = parse("softmax_topk/batch=2,vocab=100,k=3").key
-    for order, candidate in enumerate((row, old, theirs)):
+    for order, candidate in enumerate((row, old, more, theirs)):
         log.append(Trial(key, HERE.arch, candidate, "ok", "", (1e-6,), None, "s", order))
     for seconds in (2e-6, 1e-6):
-        log.append_best(Best(key, HERE.arch, row, seconds, row, 2e-6, rounds=1, session="s"))
+        log.append_best(Best(key, HERE.arch, row, seconds, row, 2e-6, rounds=1, session="s", trials=4))
     foreign = Log(tmp_path, HERE.arch, "operator_of_a_plugin")
     foreign.append(Trial("operator_of_a_plugin/n=1", HERE.arch, theirs, "ok", "", (1e-6,), None, "s", 0))
     own = ("db", "prune", "--logs", tmp_path)
     named = call(*own, "--dry-run")
     assert f"1 x trial of row_scan@1: its version is {row.version} now" in named
+    assert f"1 x trial of row_scan@{row.version}: skip is none of its decisions now" in named
     assert f"1 x ranking of {key}, row_scan@{row.version}: a later one replaced it" in named
-    assert "plugin" not in named and "2 lines would be removed" in named and len(log.read().trials) == 3
-    assert "give --yes, or --dry-run" in call(*own, code=2) and len(log.read().trials) == 3
-    assert call(*own, "--yes").endswith("2 lines removed\n")
+    assert "plugin" not in named and "3 lines would be removed" in named and len(log.read().trials) == 4
+    assert "give --yes, or --dry-run" in call(*own, code=2) and len(log.read().trials) == 4
+    assert call(*own, "--yes").endswith("3 lines removed\n")
     assert [trial.candidate for trial in log.read().trials] == [row, theirs] and len(foreign.read().trials) == 1
+    # Remaining trials are numbered and counted anew: none seems to be missing.
+    assert [trial.order for trial in log.read().trials] == [0, 1] and log.best()[key].trials == 2
     assert "trial of of_a_plugin@3: there is no such template" in call(*own, "--gone", "--yes")
     assert [trial.candidate for trial in log.read().trials] == [row] and not foreign.read().trials
 

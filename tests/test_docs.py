@@ -6,6 +6,7 @@ Snippets run in a folder in which `examples/` is: blocks with a title are writte
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -121,6 +122,23 @@ def test_links_of_the_pages_lead_to_a_page_and_a_heading() -> None:
             target = (ROOT / page).parent / name if name else ROOT / page
             if not target.exists() or heading and heading not in headings(target.read_text()):
                 wrong.append(f"{page}: {link}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_sections_of_docstrings_hold_items_alone() -> None:
+    """Prose after the last item of a section becomes an item on the site: it belongs before them or under Notes."""
+    wrong = []
+    for path in sorted((ROOT / "tvm_sparse").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                lines = (ast.get_docstring(node) or "").splitlines()
+                section = ""
+                for above, line, below in zip(["", *lines], lines, [*lines[1:], ""], strict=False):
+                    if re.fullmatch("-{3,}", below):
+                        section = line
+                    elif re.fullmatch(r"\w.*", line) and not above and not below.startswith("    "):
+                        if section in ("Parameters", "Attributes", "Returns", "Raises"):
+                            wrong.append(f"{path}, {section}: {line}")
     assert not wrong, "\n".join(wrong)
 
 

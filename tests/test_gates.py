@@ -20,13 +20,9 @@ from tvm_sparse.schedules.device import thresholds
 from tvm_sparse.schedules.device.pool import STATIC
 from tvm_sparse.schedules.device.thresholds import Floor, first_threshold, floor_of_runs, more_than
 from tvm_sparse.schedules.softmax_topk.threshold_gate import Layout
-from tvm_sparse.schedules.softmax_topk.threshold_gate.space import BOUNDED
 
 BLOCK = {"threads": 256, "vectors": 1, "stages": 1, "overlap": 1, "prefetch": 0, "deferred": 0, "unroll": 1}
-CLUSTER = {
-    "cluster": 2, "threads": 256, "vectors": 1, "stages": 2, "overlap": 1, "prefetch": 0, "deferred": 0, "unroll": 0,
-    "bound": 1,  # where k is not too large for it
-}  # fmt: skip
+CLUSTER = {"cluster": 2, "threads": 256, "vectors": 1, "stages": 2, "deferred": 0, "unroll": 0}
 GATES = [
     (name, {**decisions, "deferred": deferred})
     for name, decisions in (("threshold_gate", BLOCK), ("cluster_gate", CLUSTER))
@@ -54,8 +50,6 @@ def run(
     """`batch` is that of the problem that the kernel is built for, if another."""
     template = spaces.find(name)
     tuned = problem.with_batch(batch or problem.batch)
-    if "bound" in decisions:
-        decisions = {**decisions, "bound": int(problem.k <= BOUNDED)}
     assert template.point(tuned, SM90, decisions) is None
     program = template.build(tuned, decisions)
     inputs = [logits.astype(numpy_dtype(problem.dtype)), 1.0, seed % 2]
@@ -215,7 +209,7 @@ def without(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
             "cluster_gate",
             60000,
             5,
-            {**CLUSTER, "threads": 640, "vectors": 3, "stages": 3, "deferred": 1},
+            {**CLUSTER, "threads": 640, "vectors": 3, "stages": 2, "deferred": 1},
             ["radix_selection"],
         ),
     ],

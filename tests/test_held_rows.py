@@ -32,7 +32,7 @@ REGISTERS, STAGED, EARLY, LATE = 0, 1, 2, 3
 
 def point(cluster: int, threads: int, held: int = REGISTERS) -> dict[str, int]:
     staged, agreed = int(held in (STAGED, EARLY)), int(held in (EARLY, LATE))
-    return {"cluster": cluster, "threads": threads, "overlap": 1, "staged": staged, "row_bound": agreed}
+    return {"cluster": cluster, "threads": threads, "staged": staged, "row_bound": agreed}
 
 
 def groups_of(layout: Layout, row: int) -> np.ndarray:

@@ -11,12 +11,13 @@ from cases import SM90
 from tvm.script import tirx as T
 
 from tvm_sparse.artifacts.compile import target_of
+from tvm_sparse.core.arguments import function
 from tvm_sparse.core.registry import parse
+from tvm_sparse.core.template import Workspace
 from tvm_sparse.emulation import run_on_cpu
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 from tvm_sparse.schedules.nhot_lookup.dealt_gather import kernel as dealt
 from tvm_sparse.schedules.nhot_lookup.dealt_gather.space import Extents as DealtExtents
-from tvm_sparse.schedules.nhot_lookup.interface import Arguments
 from tvm_sparse.schedules.nhot_lookup.warp_gather import kernel as warp
 from tvm_sparse.schedules.nhot_lookup.warp_gather.space import WARP, default
 from tvm_sparse.schedules.nhot_lookup.warp_gather.space import Extents as WarpExtents
@@ -38,17 +39,12 @@ def run(
     `given`: int32 of which the body makes its state. Both results hold NaN where nothing was written.
     """
 
-    @T.prim_func
-    def main(
-        indptr_h: T.handle, indices_h: T.handle, values_h: T.handle, table_h: T.handle, out_h: T.handle,
-        given_h: T.handle, seen_h: T.handle
-    ):  # fmt: skip
-        io = T.meta_var(Arguments.match(problem, (indptr_h, indices_h, values_h, table_h, out_h)))
-        given_buffer = T.match_buffer(given_h, given.shape, "int32")
-        seen_buffer = T.match_buffer(seen_h, seen, "float32")
-        body(io, given_buffer, seen_buffer)
+    @T.inline
+    def whole(io):
+        body(io, io.given, io.seen)
 
-    module = tvm.IRModule({"main": main.with_attr("global_symbol", "main")})
+    own = Workspace("given", given.shape, "int32"), Workspace("seen", seen, "float32")
+    module = tvm.IRModule({"main": function(problem, whole, own, index="int64")})
     out = np.full((len(inputs[0]) - 1, problem.width), np.nan, problem.dtype)
     found = np.full(seen, np.nan, "float32")
     run_on_cpu(module, TARGET, [*inputs, out, given, found], pipeline="tirx", seed=seed)
@@ -110,7 +106,7 @@ def in_one_block(e: WarpExtents, phase: Callable[..., None]) -> Callable[..., No
 def test_a_warp_gathers_its_share(begin: int) -> None:
     """Windows of 32 entries and a part of one, by batches of 12 that do not divide them; a group has every fourth."""
     problem, inputs = example("vocab=40,width=16,nonzeros=90", [90])
-    e = warp_extents(problem, column_lanes=8, vec=2, loads=3, reduce_warps=1)
+    e = warp_extents(problem, column_lanes=8, vec=2, loads=3)
     load_window, gather = warp.load_window(e), warp.gather_entries(e)
 
     @T.inline
@@ -134,7 +130,7 @@ def test_ids_that_are_read_ahead_are_kept_within_the_table() -> None:
     """They may be any numbers while the producer kernel runs; lanes beyond the share take row 0."""
     problem, inputs = example("vocab=40,width=32,nonzeros=6", [6])
     inputs[1] = np.array([3, -1, 39, 40, FAR.max, FAR.min], "int32")
-    e = warp_extents(problem, column_lanes=32, vec=1, loads=8, reduce_warps=1, guess=1, overlap=2)
+    e = warp_extents(problem, column_lanes=32, vec=1, loads=8, overlap=2)
     guess, read_ahead = warp.guess_entries(e), warp.read_ids_ahead(e)
 
     @T.inline
@@ -153,9 +149,9 @@ def test_ids_that_are_read_ahead_are_kept_within_the_table() -> None:
 
 @pytest.mark.parametrize("counts", [[7, 7, 7], [5, 9, 7]], ids=["right", "wrong"])
 def test_guessed_ids_are_read_anew_where_rows_begin_elsewhere(counts: list[int]) -> None:
-    """Two warps share row 1, by guess entries 7 to 13."""
+    """Row 1 is guessed to have entries 7 to 13."""
     problem, inputs = example("vocab=40,width=8,nonzeros=7", counts)
-    e = warp_extents(problem, column_lanes=4, vec=2, loads=1, reduce_warps=2, guess=1)
+    e = warp_extents(problem, column_lanes=4, vec=2, loads=1)
     guess, ends, check = warp.guess_entries(e), warp.read_row_ends(e), warp.check_guessed_ids(e)
 
     @T.inline
@@ -169,16 +165,14 @@ def test_guessed_ids_are_read_anew_where_rows_begin_elsewhere(counts: list[int])
         seen[t, 2] = T.Cast("float32", s.window.column)
         seen[t, 3] = s.window.value
 
-    seen, _ = run(problem, in_one_block(e, phase), inputs, np.array([7], "int32"), (2 * WARP, 4))
+    seen, _ = run(problem, in_one_block(e, phase), inputs, np.array([7], "int32"), (WARP, 4))
     indptr, indices, values, _ = inputs
-    middle = indptr[1] + (counts[1] + 1) // 2
-    for part, (first, last) in enumerate([(indptr[1], middle), (middle, indptr[2])]):
-        lanes = seen[part * WARP : (part + 1) * WARP]
-        have = last - first
-        assert (lanes[:, :2] == [first, last]).all()
-        np.testing.assert_array_equal(lanes[:have, 2], indices[first:last])
-        np.testing.assert_array_equal(lanes[:have, 3], values[first:last])
-        assert (lanes[have:, 2:] == 0).all()
+    first, last = indptr[1:3]
+    have = last - first
+    assert (seen[:, :2] == [first, last]).all()
+    np.testing.assert_array_equal(seen[:have, 2], indices[first:last])
+    np.testing.assert_array_equal(seen[:have, 3], values[first:last])
+    assert (seen[have:, 2:] == 0).all()
 
 
 # What a row of 6 entries from entry 6 on was taken to be: guessed start, stop and ids, and whether that counts.
@@ -193,8 +187,8 @@ AHEAD: dict[str, tuple[int, int, Callable[[np.ndarray], np.ndarray], bool]] = {
 
 def test_what_was_loaded_ahead_counts_only_if_ends_and_ids_are_right() -> None:
     problem, inputs = example("vocab=40,width=16,nonzeros=6", [6, 6, 6])
-    e = warp_extents(problem, column_lanes=16, vec=1, loads=2, reduce_warps=1, guess=1, overlap=2)
-    share, load_ahead, choose = warp.share_out(e), warp.load_rows_ahead(e), warp.choose_row(e)
+    e = warp_extents(problem, column_lanes=16, vec=1, loads=2, overlap=2)
+    load_ahead, choose = warp.load_rows_ahead(e), warp.choose_row(e)
     ends, check = warp.read_row_ends(e), warp.check_what_was_read_ahead(e)
 
     @T.inline
@@ -202,7 +196,8 @@ def test_what_was_loaded_ahead_counts_only_if_ends_and_ids_are_right() -> None:
         at.row = T.int64(1)
         s.guessed[0] = given[0]
         s.guessed[1] = given[1]
-        share(s, s.guessed[0], s.guessed[1], at.part)
+        s.first = s.guessed[0]
+        s.last = s.guessed[1]
         s.count = s.last - s.first
         s.guessed_column = given[2 + at.lane]
         for u in T.unroll(e.loads):
@@ -231,31 +226,30 @@ def test_what_was_loaded_ahead_counts_only_if_ends_and_ids_are_right() -> None:
         close(seen[:, 4], [added[lane // 16 :: 2, lane % 16].sum() for lane in lanes])
 
 
-def test_sums_of_groups_and_warps_are_added_and_stored_once() -> None:
-    """Two tiles of three warps' sums in a thread block, of a row of 13 columns: no column beyond is written."""
+def test_sums_of_groups_are_added_and_stored_once() -> None:
+    """Two tiles in a thread block, of a row of 13 columns: no column beyond is written."""
     problem, inputs = example("vocab=4,width=13,nonzeros=1", [1])
-    e = warp_extents(problem, column_lanes=8, vec=1, loads=1, reduce_warps=4, tiles=2)
-    groups, warps, store = warp.reduce_groups(e), warp.reduce_warps(e), warp.store_tile(e)
+    e = warp_extents(problem, column_lanes=8, vec=1, loads=1, tiles=2)
+    groups, store = warp.reduce_groups(e), warp.store_tile(e)
 
     @T.inline
     def phase(s, io, at, given, seen, t):
         s.acc[0] = T.Cast("float32", given[t])
         groups(s)
         seen[t, 0] = s.acc[0]
-        warps(s, at, t)
         store(s, io, at)
 
     given = np.random.default_rng(0).integers(-99, 99, e.threads).astype("int32")  # their sums are exact
     for seed in range(2):
         seen, out = run(problem, in_one_block(e, phase), inputs, given, (e.threads, 1), seed)
-        by_warp = given.reshape(2, 4, e.groups, e.lanes).sum(axis=2)  # tile, warp, lane
-        np.testing.assert_array_equal(seen.reshape(2, 4, e.groups, e.lanes), by_warp[:, :, None].repeat(e.groups, 2))
-        np.testing.assert_array_equal(out, by_warp.sum(axis=1).reshape(1, 16)[:, :13])
+        by_tile = given.reshape(2, e.groups, e.lanes).sum(axis=1)  # tile, lane
+        np.testing.assert_array_equal(seen.reshape(2, e.groups, e.lanes), by_tile[:, None].repeat(e.groups, 1))
+        np.testing.assert_array_equal(out, by_tile.reshape(1, 16)[:, :13])
 
 
 def test_spare_warps_and_lanes_store_nothing() -> None:
     problem, inputs = example("vocab=4,width=6,nonzeros=1", [1])
-    e = warp_extents(problem, column_lanes=4, vec=2, loads=1, reduce_warps=1, tiles=2)
+    e = warp_extents(problem, column_lanes=4, vec=2, loads=1, tiles=2)
     store = warp.store_tile(e)
 
     @T.inline

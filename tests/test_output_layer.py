@@ -298,8 +298,8 @@ def test_candidates_on_a_gpu_are_looked_at_on_request() -> None:
         ("candidate_topk/lists=70000,beam=2,vocab=500,hidden=64,m=16,k=5", "candidate_dots"),  # an axis of the grid
         ("candidate_topk/lists=1,beam=1,vocab=5000,hidden=64,m=1000,k=300", "candidate_dots"),
         ("candidate_topk/lists=70000,beam=1,vocab=500,hidden=64,m=16,k=5", "candidate_streams"),
-        ("candidate_topk/lists=2,beam=1,vocab=9000,hidden=64,m=5000,k=5", "candidate_tiles"),
-        ("head_topk/batch=16,vocab=262144,hidden=5376,k=20,dtype=bfloat16", "head_tiles"),
+        ("candidate_topk/lists=2,beam=1,vocab=9000,hidden=64,m=5000,k=5", "candidate_registers"),
+        ("head_topk/batch=16,vocab=262144,hidden=5376,k=20,dtype=bfloat16", "head_rings"),
     ],
 )
 def test_what_does_not_fit_goes_another_way(key: str, template: str) -> None:

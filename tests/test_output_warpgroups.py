@@ -69,7 +69,7 @@ def test_scores_that_are_not_among_the_best_are_not_written(structure: str) -> N
 
 
 NOT_FIT = {
-    "and a fragment all 16": "head_topk/batch=16,vocab=301,hidden=136,k=5,dtype=bfloat16",
+    "fragment all 16": "head_topk/batch=16,vocab=301,hidden=136,k=5,dtype=bfloat16",
     "is not of 16 bits": "head_topk/batch=19,vocab=301,hidden=136,k=5",
     "do not start on 16 bytes": "head_topk/batch=19,vocab=301,hidden=35,k=5,dtype=bfloat16",
     "the most that are ranked": "head_topk/batch=19,vocab=301,hidden=136,k=257,dtype=bfloat16",

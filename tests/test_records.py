@@ -32,7 +32,7 @@ from tvm_sparse.records import log as log_module
 from tvm_sparse.records.migrate import migrate
 from tvm_sparse.records.queries import best_records
 from tvm_sparse.runtime.paths import shipped_logs
-from tvm_sparse.schedules.vocabulary import renamed
+from tvm_sparse.schedules.vocabulary import present
 
 ARCH = "sm_90a"
 DATE = "2025-01-02T03:04:05Z"
@@ -62,7 +62,7 @@ def failed(outcome: str, reason: str = "Error: why") -> Trial:
 def test_records_that_come_with_the_package_need_no_migration(tmp_path: Path) -> None:
     """A record without a decision that its template has now is passed over, and no figure tells."""
     logs = shutil.copytree(PACKAGE_ROOT / "tuning_logs", tmp_path / "logs")
-    changed = {str(path.relative_to(logs)): count for path, count in migrate(logs, renamed).items() if count}
+    changed = {str(path.relative_to(logs)): count for path, count in migrate(logs, present).items() if count}
     assert not changed, "run tvm-sparse db migrate tuning_logs"
 
 

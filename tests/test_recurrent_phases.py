@@ -21,14 +21,12 @@ from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 from tvm_sparse.schedules.recurrent import exchange
 from tvm_sparse.schedules.sparse_recurrent.cluster_rows.space import ClusterExtents
 from tvm_sparse.schedules.sparse_recurrent.persistent_rows import step
-from tvm_sparse.schedules.sparse_recurrent.persistent_rows.space import BATCHED, REGISTERS, SHARED, Extents, longest_row
+from tvm_sparse.schedules.sparse_recurrent.persistent_rows.space import REGISTERS, Extents, longest_row
 from tvm_sparse.schedules.sparse_recurrent.persistent_rows.state import State
 
 TARGET = target_of(SM90)
-POINT = {
-    "blocks": 2, "threads": 64, "reduce_threads": 8, "registers": 2, "shared": 0, "pack": 4, "stages": 2, "exchange": 1,
-}  # fmt: skip
-CLUSTER = {"cluster": 2, "threads": 64, "reduce_threads": 8, "registers": 2, "shared": 4, "pack": 4}
+POINT = {"blocks": 2, "threads": 64, "reduce_threads": 8, "registers": 2, "pack": 4, "stages": 2}
+CLUSTER = {"cluster": 2, "threads": 64, "reduce_threads": 8, "registers": 6, "pack": 4}
 
 
 def problem_of(key: str) -> SparseRecurrent:
@@ -126,7 +124,6 @@ def test_batches_cover_every_round_once() -> None:
             rounds = [first + i for first, count in e.batches for i in range(count)]
             assert rounds == list(range(registers))
             assert all(0 < count <= e.gathered for _, count in e.batches)
-    assert all(n % BATCHED == 0 for n in SHARED)
 
 
 # ---- whole kernels -------------------------------------------------------------------------------
@@ -150,23 +147,26 @@ def test_a_state_that_looks_like_the_mark(template: str, dtype: str, seed: int) 
     assert np.isnan(outputs[0].astype("float32")).any()
 
 
-@pytest.mark.parametrize(("exchanged", "stages"), [(0, 1), (1, 2), thorough(0, 2), thorough(1, 1)])
-def test_thread_blocks_that_run_in_any_order(exchanged: int, stages: int) -> None:
+BARRIER, POLLED = "barrier_rows", "persistent_rows"
+
+
+@pytest.mark.parametrize(("template", "stages"), [(BARRIER, 1), (POLLED, 2), thorough(BARRIER, 2), thorough(POLLED, 1)])
+def test_thread_blocks_that_run_in_any_order(template: str, stages: int) -> None:
     """Blocks wait for each other whatever order they run in; packs of a batch follow each other."""
     problem = problem_of("steps=6,batch=5,hidden=23,nonzeros=6,cell=lstm")
     inputs = problem.generate(0)
     expected = problem.reference(inputs)
-    point = {**POINT, "blocks": 3, "threads": 32, "pack": 2, "exchange": exchanged, "stages": stages}
+    point = {**POINT, "blocks": 3, "threads": 32, "pack": 2, "stages": stages}
     for seed in range(4):
-        problem.check(inputs, expected, run("persistent_rows", problem, point, inputs, seed))
+        problem.check(inputs, expected, run(template, problem, point, inputs, seed))
 
 
 def test_entries_that_are_nowhere_on_chip() -> None:
-    """Rows of very different lengths, of which registers and shared memory keep the beginnings."""
+    """Rows of very different lengths, of which registers keep the beginnings."""
     problem = problem_of("steps=3,batch=2,hidden=60,nonzeros=12,cell=gru")
-    for structure, kept in (("one_long_row", {"registers": 1, "shared": 4}), ("ragged", {"registers": 0, "shared": 0})):
+    for structure, registers in (("one_long_row", 1), ("ragged", 0)):
         inputs = problem.generate(1, structure)
-        outputs = run("persistent_rows", problem, {**POINT, "pack": 2, **kept}, inputs)
+        outputs = run("persistent_rows", problem, {**POINT, "pack": 2, "registers": registers}, inputs)
         problem.check(inputs, problem.reference(inputs), outputs)
 
 
@@ -200,7 +200,7 @@ def test_a_reset_meets_an_infinite_weight() -> None:
 def test_the_default(key: str, blocks: tuple[int, ...], threads: tuple[int, ...], stages: int) -> None:
     found = spaces.find("persistent_rows").default(problem_of(key), SM90)
     assert found["blocks"] in blocks and found["threads"] in threads and found["stages"] == stages
-    assert (found["registers"] + found["shared"]) * found["reduce_threads"] >= longest_row(problem_of(key))
+    assert found["registers"] * found["reduce_threads"] >= longest_row(problem_of(key))
 
 
 def test_what_does_not_apply() -> None:

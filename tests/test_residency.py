@@ -107,8 +107,11 @@ def test_the_environment_limits_multiprocessors(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("where", [SM90, SM80, SLICE, dataclasses.replace(SM90, cores=1)], ids=lambda m: str(m.cores))
 def test_defaults_fit_the_machine(where: Machine) -> None:
     problem = parse(KEY)
-    assert spaces.fallback(problem, where).values["blocks"] <= where.cores
-    assert spaces.fallback(problem, where, cooperative=False).template == "step_kernels"
+    found = spaces.fallback(problem, where)
+    assert found.values["cluster" if found.template == "cluster_rows" else "blocks"] <= where.cores
+    # A cluster runs as a whole or is refused, too, without being cooperative.
+    others = "cluster_rows" if where is SM90 else "step_kernels"
+    assert spaces.fallback(problem, where, cooperative=False).template == others
 
 
 # As TVM words them: refused before any thread block ran, and what leaves the process unusable.

@@ -620,6 +620,7 @@ def test_no_masked_word_is_drawn(name: str, axes: str, more: int) -> None:
 
 
 GATE = {"threads": 64, "vectors": 1, "stages": 1, "overlap": 1, "prefetch": 0, "deferred": 0, "unroll": 1}
+SHARING = {"threads": 64, "vectors": 1, "stages": 1, "deferred": 0, "unroll": 1}
 SLICES = {"cluster": 1, "threads": 128, "vectors": 1, "staged": 0, "resident": 512}
 # Blocks that search: one or several, of rows that begin and end within a vector or not.
 SEARCHED = (
@@ -632,9 +633,9 @@ SEARCHED = (
      {**SLICES, "cluster": 2, "vectors": 2, "staged": 1}),
     thorough("sample_slices", "vocab=4096,k=1,dtype=float16,per_row=1,whole=1", {**SLICES, "cluster": 4, "vectors": 1}),
     ("sample_cluster", "vocab=2048,k=4,dtype=bfloat16,per_row=1,whole=1",
-     {"cluster": 2, **GATE, "bound": 0}),  # of few threads, so that each block has some of the row
+     {"cluster": 2, **SHARING}),  # of few threads, so that each block has some of the row
     thorough("sample_cluster", "vocab=4099,k=4,bias=1,per_row=1,whole=1",
-             {"cluster": 4, **GATE, "threads": 128, "bound": 0}),
+             {"cluster": 4, **SHARING, "threads": 128}),
     thorough("sample_radix", "vocab=701,k=4,dtype=float16,per_row=1,whole=1", {"threads": 256}),
 )  # fmt: skip
 

@@ -145,12 +145,12 @@ def test_what_is_not_allowed_is_no_point_of_a_draw(few_combinations: None) -> No
 
 
 def test_a_plan_says_what_is_drawn(tmp_path: Path) -> None:
-    """The head's space has tens of millions of combinations."""
-    head = parse("head_topk/batch=12,vocab=25000,hidden=1000,k=12,dtype=float16")
-    plan = make_plan(head, SM90, 8, Log(tmp_path, SM90.arch, head.operator), 1)
-    assert plan.drawn == ("head_tiles",) and 1000 < plan.templates["head_tiles"] <= spaces.DRAWN_POINTS
+    """The space of a step of an LSH head has tens of millions of combinations."""
+    step = parse("lsh_topk/lists=1,beam=12,hidden=1000,vocab=25000,frequent=5500,n=12,dtype=float16")
+    plan = make_plan(step, SM90, 8, Log(tmp_path, SM90.arch, step.operator), 1)
+    assert plan.drawn == ("fused_step",) and 1000 < plan.templates["fused_step"] <= spaces.DRAWN_POINTS
     sizes = list(plan_table([plan]).columns[2].cells)[0].split("\n")
-    assert [size.endswith(" drawn") for size in sizes] == [name == "head_tiles" for name in plan.templates]
+    assert [size.endswith(" drawn") for size in sizes] == [name == "fused_step" for name in plan.templates]
 
 
 def test_points_are_distinct_and_allowed() -> None:

@@ -63,11 +63,11 @@ def run(
         load(io, at, s)
         maxima(io, at, s)
         one_by_one(io, at, s)
-        see(io, at, s, io.workspace)
+        see(io, at, s, io.seen)
     # fmt: on
 
     problem = SoftmaxTopk(len(x), layout.vocab, layout.k)
-    program = gpu_program(problem, body, workspace=Workspace("seen", ("batch", seen.shape[1]), "int64"))
+    program = gpu_program(problem, body, (Workspace("seen", ("batch", seen.shape[1]), "int64"),))
     outputs = problem.empty_outputs()
     arguments = [x, 1.0, 0, *outputs, seen]
     run_on_cpu(program.module, target_of(SM90), arguments, pipeline=program.pipeline, seed=seed)
@@ -274,7 +274,7 @@ def test_sort_puts_keys_in_order(size: int) -> None:
     @T.inline
     def given(io, at, s):
         for i in T.serial((size - at.lane + 31) // 32):
-            s.keys[i * 32 + at.lane] = T.Cast("uint64", io.workspace[at.row, i * 32 + at.lane])
+            s.keys[i * 32 + at.lane] = T.Cast("uint64", io.seen[at.row, i * 32 + at.lane])
         s.size[0] = size
         s.cut[0] = 1
 
@@ -298,7 +298,7 @@ def test_ranking_by_counting_writes_by_rank() -> None:
     @T.inline
     def given(io, at, s):
         for i in T.serial((40 - at.lane + 31) // 32):
-            s.keys[i * 32 + at.lane] = T.Cast("uint64", io.workspace[at.row, i * 32 + at.lane])
+            s.keys[i * 32 + at.lane] = T.Cast("uint64", io.seen[at.row, i * 32 + at.lane])
         s.size[0] = 40
         s.outputs_at[0] = held_address("u64", io.values.ptr_to([at.row, 0]))
         s.outputs_at[1] = held_address("u64", io.indices.ptr_to([at.row, 0]))

@@ -8,8 +8,8 @@
 >>> tvm_sparse.nn.sparsify(model, block=16, sparsity=0.9)  # modules of PyTorch: tvm_sparse.nn
 >>> print(tvm_sparse.explain("softmax_topk", batch=10, vocab=25000, k=5))
 
-Names are resolved when they are first used: importing the package loads neither the compiler nor PyTorch. What each
-operator brings is said in `core.registry`.
+Names are resolved when they are first used: importing the package loads neither the compiler nor PyTorch.
+`core.registry` lists the public names of each operator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
-# What belongs to no operator, and where it lives.
+# Public names that belong to no operator, and the modules that define them.
 _GENERAL = {
     "configure": "runtime.dispatch",
     "explain": "runtime.dispatch",
@@ -43,7 +43,7 @@ _GENERAL = {
 
 
 def _homes() -> dict[str, str]:
-    """The public names, and the modules that hold them."""
+    """The public names, each with the module that defines it."""
     from .core import registry
 
     homes = {name: f"{__name__}.{home}" for name, home in _GENERAL.items()}
@@ -55,8 +55,8 @@ def _homes() -> dict[str, str]:
 def _show_to_compilers(name: str, function: types.FunctionType) -> None:
     """Set the attributes at which torch.compile looks before it traces a function.
 
-    Those that torch.compiler.disable and torch.compile set: of PyTorch's own ways the one takes a microsecond a call,
-    and all take PyTorch.
+    They are those that torch.compiler.disable and torch.compile set. Those functions themselves would need PyTorch, and
+    the first adds a microsecond to each call.
     """
     from . import traced
     from .runtime.arrays import UNTRACED
@@ -65,7 +65,8 @@ def _show_to_compilers(name: str, function: types.FunctionType) -> None:
     if found is None:
         function.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=UNTRACED)
     else:
-        # The first where another function calls it, the others for torch.compile(function).
+        # The first attribute counts where another traced function calls this one, the others for
+        # torch.compile(function).
         function.__dict__.update(
             _torchdynamo_inline=found, _torchdynamo_orig_callable=found, _torchdynamo_wrapper_id=id(function)
         )
@@ -87,7 +88,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(homes[name]), name)
     if isinstance(value, types.FunctionType):
         _show_to_compilers(name, value)
-    globals()[name] = value  # the next look-up finds it there, and does not come here
+    globals()[name] = value  # so that the next access finds it without this function
     return value
 
 

@@ -1,6 +1,7 @@
 """Importing this defines all custom operators of PyTorch, `torch.ops.tvm_sparse.*`.
 
-Calls define theirs by themselves. A program that `torch.export.save` wrote is loaded where they are defined already.
+A call defines its own operator by itself. Import this before `torch.export.load`, which needs the operators of the
+saved program.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What torch.compile follows in the place of a public function: its custom operator, imported when it is traced.
+"""The functions that torch.compile traces instead of the public ones: custom operators, imported when they are traced.
 
-`tvm_sparse.__getattr__` tells torch.compile so without PyTorch, which may be imported later than a function.
+`tvm_sparse.__getattr__` registers them without importing PyTorch, which may be imported after the function.
 """
 
 from __future__ import annotations

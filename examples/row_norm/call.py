@@ -34,6 +34,8 @@ def row_norm(x: Any, eps: float = 1e-6, *, out: Any = None) -> Any:
     RuntimeError
         If `x` requires a gradient.
 
+    Notes
+    -----
     Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", equation 4.
     """
     known = arrays.facts("x", x)

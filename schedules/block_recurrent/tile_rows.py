@@ -1,7 +1,8 @@
 """The block recurrent layer on a CPU, step by step: vectors run along the columns of a group.
 
-States are kept as `(batch, hidden)`, so that a row's 8 values of a group meet 8 states in one load. Of `tile_n` rows of
-a tile, and `tile_m` sequences, a vector each is summed over the tile's groups, and its elements in the end.
+States are kept as `(batch, hidden)`, so that a row's 8 values of a group meet 8 states in one load. For each of
+`tile_n` rows of a tile and each of `tile_m` sequences there is a vector of sums over the tile's groups, whose elements
+are added up in the end.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 
 from ..recurrent import step_rows as steps
 
-# Vectors of sums that are held at once. AVX2 has 16 registers, AVX-512 32.
+# Vectors of sums that are held at the same time. AVX2 has 16 registers, AVX-512 has 32.
 MOST_SUMS = 32
 
 
 @dataclass(frozen=True)
 class TileSums:
-    """`recurrent.step_rows.Weight` of tiles and groups."""
+    """How `recurrent.step_rows` goes through a weight of tiles and groups."""
 
     problem: BlockRecurrent
     sequences: int
-    rows: int  # at a time
+    rows: int  # rows of a tile that are summed at a time
 
     @property
     def units(self) -> int:
@@ -50,7 +51,7 @@ class TileSums:
         from ..device.vectors import sum_elements
 
         at_once, several = self.rows, self.sequences
-        full = self.problem.gates * self.units  # rows of a tile that are of units
+        full = self.problem.gates * self.units  # rows of a tile that belong to units
 
         # fmt: off
         @T.inline
@@ -95,11 +96,7 @@ def allowed(problem: BlockRecurrent, machine: Machine, decisions: Decisions) -> 
 
 
 def program(problem: BlockRecurrent, decisions: Decisions) -> Program:
-    from .interface import cpu_program
-
-    return steps.build(
-        problem, decisions["chunk"], TileSums(problem, decisions["tile_m"], decisions["tile_n"]), cpu_program
-    )
+    return steps.build(problem, decisions["chunk"], TileSums(problem, decisions["tile_m"], decisions["tile_n"]))
 
 
 tile_rows = Template(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tvm_sparse.core.template import Template
 
+from ..papers.gu_elements import per_element, per_tile
+from ..papers.gu_reductions import cross_thread, over_blocks, warp_shuffle
 from .block_rows import block_rows
-from .cross_thread import cross_thread, over_blocks, warp_shuffle
-from .per_element import per_element, per_tile
 from .staged_x import staged_x
 from .tensor_core import tensor_core
 

@@ -39,7 +39,7 @@ def listed_row(slices: int) -> Callable[..., Any]:
 
 
 def unlisted_row(slices: int) -> Callable[..., Any]:
-    """As `listed_row`, of a pattern that nobody has looked at. Reads: `indptr`, which a producer kernel may write."""
+    """The same for a pattern that the host has not looked at. Reads: `indptr`, which a producer kernel may write."""
 
     # fmt: off
     @T.inline

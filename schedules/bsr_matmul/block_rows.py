@@ -1,4 +1,4 @@
-"""Block-sparse matmul on a CPU: a thread a block row, SIMD vectors along the columns of a block.
+"""Block-sparse matmul on a CPU: one thread per block row, SIMD vectors along the columns of a block.
 
 The inner loop takes `simd` neighbouring columns of a stored block: `tile_n` of its rows, each multiplied with the same
 columns of `tile_m` rows of x. A vector of the block serves `tile_m` products, a vector of x serves `tile_n`. Each of
@@ -12,12 +12,12 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, Program, Table, Template, powers
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
-# Rows of x and rows of a block that are computed together.
+# Rows of x and rows of a block that are multiplied together.
 TILE_M = powers(1, 16)
 TILE_N = powers(1, 16)
 # Their product is the number of vectors of partial sums. AVX-512 has 32 vector registers: beyond them the sums spill.
 MAX_ACCUMULATORS = 32
-# What the default takes of them, in vectors of half a register: more spill, and with fewer the loads bound.
+# How many the default takes, in vectors of half a register: with more of them sums spill, with fewer the loads limit.
 SUMS = 16
 # Elements of a vector: up to four registers of AVX-512 in float32.
 SIMD = powers(1, 64)
@@ -98,11 +98,12 @@ def build(problem: BsrMatmul, decisions: Decisions) -> Program:
                                             io.indices[io.indptr[row] + b] * cols + c * simd + lane,
                                         ],
                                     )
-                    # The sum of a vector's elements: its upper half is added to the lower one until one is left.
+                    # The sum of a vector's elements: its upper half is added to the lower half until one element is
+                    # left.
                     for h in T.unroll(halvings):
                         for o in T.unroll(outputs):
                             for lane in T.vectorized(T.max(simd // 2, 1)):
-                                # Elements past the half add up again what is no longer looked at.
+                                # Elements of the upper half keep values that are not used any more.
                                 part[o, lane] = part[o, lane] + part[o, lane + (simd >> (h + 1))]
                     for o in T.unroll(outputs):
                         if i * tile_m + o % tile_m < io.m:

@@ -16,11 +16,11 @@ def row_blocks(problem: BsrMatmul) -> float:
 
 
 def longest_row(problem: BsrMatmul) -> float:
-    """Stored blocks of the fullest block row, as many as are expected of the pattern."""
+    """Stored blocks of the fullest block row, as expected from the pattern."""
     rows, cols = problem.grid
     if problem.pattern != "skewed":
         return row_blocks(problem)
-    # Row by row what Zipf's law gives it; what does not fit into a full row is the others'.
+    # The number that Zipf's law gives each row; what exceeds a full row is divided among the others.
     return min(cols, rows * row_blocks(problem) / _harmonic(rows))
 
 
@@ -43,7 +43,7 @@ def features(
     held: int,
     sharing: int = 1,
 ) -> Features:
-    """Numbers by name.
+    """The features of a product, by name.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def features(
     blocks
         Thread blocks.
     work_each, at_once
-        What a stored block has for one sum, in whatever unit, and what is taken of the weight in one step.
+        How much of one sum's work a stored block has, and how much one step takes of the weight, in the same unit.
     held
         Sums and elements that a thread has in registers.
     sharing

@@ -5,24 +5,24 @@ from __future__ import annotations
 from tvm_sparse.core.template import Template
 
 from ..output_layer.dots import dots
+from ..output_layer.registers import registers
 from ..output_layer.rows import rows
 from ..output_layer.streams import streams
-from ..output_layer.tiles import tiles
+from ..output_layer.warp_rings import warp_rings
 
 candidate_products = rows("candidate_logits", "candidate_products", 4)
-candidate_tiles_product = tiles("candidate_logits", "candidate_tiles_product", 1)
 candidate_stream_products = streams("candidate_logits", "candidate_stream_products", 1)
+candidate_warp_rings_product = warp_rings("candidate_logits", "candidate_warp_rings_product", 1)
+candidate_registers_product = registers("candidate_logits", "candidate_registers_product", 1)
 candidate_dot_products = dots("candidate_logits", "candidate_dot_products", 1)
 
-TEMPLATES: tuple[Template, ...] = (
-    candidate_products,
-    candidate_tiles_product,
+_CUDA = (
     candidate_stream_products,
+    candidate_warp_rings_product,
+    candidate_registers_product,
     candidate_dot_products,
 )
+TEMPLATES: tuple[Template, ...] = (candidate_products, *_CUDA)
 
 # Those that run without tuning, by kind of machine: the first that fits the problem does, the last fits every shape.
-FALLBACKS: dict[str, tuple[Template, ...]] = {
-    "llvm": (candidate_products,),
-    "cuda": (candidate_stream_products, candidate_tiles_product, candidate_dot_products),
-}
+FALLBACKS: dict[str, tuple[Template, ...]] = {"llvm": (candidate_products,), "cuda": _CUDA}

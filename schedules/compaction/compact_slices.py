@@ -1,4 +1,4 @@
-"""Stream compaction on a CPU: threads take slices of lists, and count the words before theirs by themselves."""
+"""Stream compaction on a CPU: threads take slices of lists, and each counts the words before its slice itself."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """Stream compaction on a GPU as a library's copy-if does it, for comparison: a scan to global memory, then a copy.
 
-It asks nothing of the shape, and runs where `bitmap_scan` does not fit.
+The template fits any shape, and runs where `bitmap_scan` does not fit.
 """
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template, powers
+from tvm_sparse.core.template import Decisions, Program, Template, Workspace, powers
+from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.compaction.problem import Compaction
 
 THREADS = powers(32, 512)
@@ -15,8 +16,8 @@ def build(problem: Compaction, decisions: Decisions) -> Program:
     from tvm.script import tirx as T
 
     from ..device.region import device_region
+    from ..interface import gpu_program
     from ..lsh import naive
-    from .interface import gpu_program
 
     scan = naive.scan_bitmap(problem.vocab, decisions["threads"])
     copy = naive.copy_if(problem.vocab, decisions["threads"])
@@ -29,7 +30,7 @@ def build(problem: Compaction, decisions: Decisions) -> Program:
         with device_region():
             copy(io)
     # fmt: on
-    return gpu_program(problem, body, with_places=True)
+    return gpu_program(problem, body, (Workspace("places", ("lists", bitmap_words(problem.vocab)), "int32"),))
 
 
 copy_if = Template(

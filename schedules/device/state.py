@@ -4,7 +4,7 @@ TVMScript passes such an object to an inline as one argument (`s = T.meta_var(St
 through its attribute, `s.sums[0]`, and a register is assigned by it, `s.count = s.count + 1`.
 
 A small state allocates its buffers itself, and `named` names them. A large one is a subclass of `Buffers`, a dataclass
-that declares a buffer a line, by `local`, `shared` and `pooled`:
+that declares a buffer a line, by `local`, `scalar`, `shared` and `pooled`:
 
     @dataclass
     class State(Buffers):
@@ -60,6 +60,11 @@ def local(dtype: Dtype, extent: Extent = 1, when: Callable[[Any], bool] | None =
     return _field(scope="local", dtype=dtype, extent=extent, when=when)
 
 
+def scalar(dtype: Dtype = "int32") -> Any:
+    """A `register`, assigned by its name."""
+    return _field(scope="scalar", dtype=dtype, extent=1)
+
+
 def shared(dtype: Dtype, extent: Extent = 1, when: Callable[[Any], bool] | None = None) -> Any:
     """Of a block, in static shared memory. `when` as for `local`."""
     return _field(scope="shared", dtype=dtype, extent=extent, when=when)
@@ -90,7 +95,9 @@ class Buffers:
             if not how or (how.get("when") and not how["when"](layout)):
                 continue
             shape, dtype = [_of(layout, how["extent"])], _of(layout, how["dtype"])
-            if how["scope"] == "local":
+            if how["scope"] == "scalar":
+                buffer = register(dtype)
+            elif how["scope"] == "local":
                 buffer = T.alloc_local(shape, dtype)
             elif how["scope"] == "shared":
                 buffer = T.alloc_shared(shape, dtype)
@@ -98,6 +105,6 @@ class Buffers:
                 buffer = T.decl_buffer(
                     shape, dtype, data=pool.data, elem_offset=_of(layout, how["at"]), scope="shared.dyn"
                 )
-            IRBuilder.name(field.name, buffer)
+            IRBuilder.name(field.name, getattr(buffer, "source", buffer))
             found[field.name] = buffer
         return cls(**found, **given)

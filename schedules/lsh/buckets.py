@@ -22,7 +22,7 @@ from tvm_sparse.operators.lsh_lookup.definition import slot_of
 
 from ..device.cluster import peer_store
 from ..device.selection import FULL_WARP
-from .extents import PER_WARP, WARP, CountExtents, TableExtents
+from .extents import PER_WARP, WARP, CountExtents
 
 Phase = Callable[..., Any]
 ADD = """
@@ -40,7 +40,7 @@ put_span = peer_store("put_span", "unsigned long long")
 
 
 def set_bits(where: Any, bits: Any) -> tirx.PrimExpr:
-    """Set bits of a word that others set bits of, too; what was there before."""
+    """Set bits of a word in which other threads set bits at the same time; returns the word as it was before."""
     return T.cuda.func_call("set_bits", where, bits, source_code=SET_BITS, return_type="uint32")
 
 
@@ -50,7 +50,7 @@ def larger_halves(one: Any, other: Any) -> tirx.PrimExpr:
 
 
 def add_at_peer(where: Any, rank: Any, value: Any) -> tirx.PrimExpr:
-    """Add to what is there in the shared memory of the rank-th thread block of the cluster."""
+    """Add `value` to the same place of shared memory in the `rank`-th thread block of the cluster."""
     return T.cuda.func_call("add_at_peer", where, rank, value, source_code=ADD, return_type="void")
 
 
@@ -60,7 +60,7 @@ def cell_of(local: Any) -> Any:
 
 
 def one_of(local: Any) -> tirx.PrimExpr:
-    """A hit of it, in that cell."""
+    """What one hit of that word adds to the cell."""
     return T.uint32(1) << T.Cast("uint32", (local & WARP) >> 1)
 
 
@@ -93,7 +93,7 @@ def clear_counts(e: CountExtents) -> Phase:
     return phase
 
 
-def find_buckets(e: TableExtents) -> Phase:
+def find_buckets(e: CountExtents) -> Phase:
     """Where the buckets of `loads` codes are, all look-ups in flight together; called with (s, io).
 
     Reads: `code`, `band` of each; a `band` of -1 has no bucket. Tables.
@@ -162,7 +162,7 @@ def count_hit(e: CountExtents) -> Phase:
 
 def count_words(e: CountExtents) -> Phase:
     """Hits of the words of `loads` buckets, the first words of all of them in flight together; called with (s, words,
-    lane), `words` being those of all bands as one list, `lane` that of the group.
+    lane), `words` being those of all bands as one list, `lane` the thread's lane in the group.
 
     Reads: `first` and `last` of each, the words. Writes: as `count_hit`; as scratch `word`, `next`. Barriers: none.
     """

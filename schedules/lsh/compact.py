@@ -23,8 +23,8 @@ Phase = Callable[..., Any]
 
 def read_bitmap(e: CompactExtents, load: Callable[..., Any]) -> Phase:
     """The bitmap into shared memory, and how many words it has; called with (s, io, row, share, t). `load(s, io, row,
-    word, u)` loads one of its int32 into the `u`-th of `held`, without bits that stand for no word; those of a thread
-    are in flight together.
+    word, u)` loads one of its int32 into the `u`-th of `held`, without bits that stand for no word; the loads of a
+    thread are in flight together.
 
     Reads: the bitmap. Writes: `bitmap`; `before`, words of the shares before `share`, and `total`, all words, in every
     thread; as scratch `held`, `mine`, `totals`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
@@ -19,10 +18,10 @@ CLUSTERS = (1, 2, 4, 8)  # of thread blocks; more than 8 are not portable
 SLICES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BUCKET_LANES = (4, 8, 16, 32)
 LOADS = (1, 2, 4, 8)
-# Dynamic shared memory of a thread block, at the most, and what is left to static buffers.
+# Bytes of dynamic shared memory that a thread block has at most, and bytes left for static buffers.
 MOST_SHARED, STATIC_SHARED = 200 * 1024, 3 * 1024
-WARP_SUMS = 80  # compute capability from which a warp adds integers in one instruction
-# Columns of a permutation that a thread holds at a time, and vectors of the row that it has in flight.
+WARP_SUMS = 80  # the compute capability from which on a warp adds integers in one instruction
+# Columns of a permutation that a thread has in registers at a time, and vectors of the row that it loads together.
 MOST_COLUMNS, MOST_VECTORS = 16, 4
 MOST_LOADS = 4  # of words of a bitmap, that a thread has in flight
 # Bands whose codes are in shared memory at a time, all thread blocks of a cluster together.
@@ -31,12 +30,12 @@ MOST_BANDS = 4096
 PER_CELL = 2
 # Words whose cells a warp compares with the threshold at a time.
 PER_WARP = WARP * PER_CELL
-# Parts of the vocabulary that CPU threads take.
+# Slices into which the vocabulary is cut for the threads of a CPU.
 CPU_SLICES = (1, 2, 4, 8, 16, 32)
 
 
 def cpu_chunk(vocab: int, slices: int) -> int:
-    """Words of a slice for a CPU thread: whole words of the bitmap."""
+    """Words per slice for the threads of a CPU: a multiple of the bits of one word of the bitmap."""
     return ceildiv(ceildiv(vocab, slices), BITS) * BITS
 
 
@@ -46,26 +45,25 @@ def cpu_chunks(vocab: int) -> tuple[int, ...]:
 
 
 def cpu_chunk_each(vocab: int, lists: int, machine: Machine) -> int:
-    """The size at which each core has a slice."""
+    """The size of slices at which each core gets one."""
     return cpu_chunk(vocab, max(n for n in CPU_SLICES if n == 1 or n * lists <= machine.cores))
 
 
 @dataclass(frozen=True)
 class HashExtents:
-    """How a thread block hashes a row, or some together: a thread finds the places of `ahead` units at a time."""
+    """How a thread block hashes a row: a thread finds the places of `ahead` units at a time."""
 
     hidden: int
     k: int
     units: int
     dtype: str
     threads: int  # of the thread block
-    rows: int = 1  # that are hashed together
     ahead: int = 1  # units whose columns a thread holds together
     copies: int = 1  # of a row in shared memory, each in banks of its own; a power of two
 
     @property
     def bits(self) -> int:
-        """Of a place."""
+        """Bits of the place of a unit."""
         return index_bits(self.k)
 
     @property
@@ -91,39 +89,29 @@ class HashExtents:
 
     @property
     def row_words(self) -> int:
-        """Words of shared memory of all rows that are hashed together."""
-        return self.rows * self.hidden * self.copies
+        """32-bit words of shared memory that the row and its copies take."""
+        return self.hidden * self.copies
 
     @property
     def column_bytes(self) -> int:
-        """Of one load of a unit's columns, which are int16."""
+        """Bytes of one load of a unit's columns, which are int16."""
         return next(size for size in (16, 8, 4, 2) if 2 * self.k % size == 0)
 
     @property
     def column_loads(self) -> int:
-        """Such loads that a thread holds at a time; they divide the unit's columns evenly."""
+        """Loads of columns that a thread holds at a time; they divide the unit's columns evenly."""
         every = 2 * self.k // self.column_bytes
         return max(n for n in range(1, every + 1) if every % n == 0 and n * self.column_bytes <= 2 * MOST_COLUMNS)
 
     @property
     def column_words(self) -> int:
-        """Registers of 32 bits that one of them fills."""
+        """Registers of 32 bits that one load of columns fills."""
         return ceildiv(self.column_bytes, 4)
 
     @property
     def held(self) -> int:
         """Columns that a thread holds at a time."""
         return self.column_loads * self.column_bytes // 2
-
-
-class TableExtents(Protocol):
-    """What finding buckets asks for."""
-
-    @property
-    def vocab(self) -> int: ...
-
-    @property
-    def cuckoo(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -151,7 +139,7 @@ class CountExtents:
 
     @property
     def groups(self) -> int:
-        """Groups of `lanes` in a thread block."""
+        """Groups of `lanes` lanes in a thread block."""
         return self.threads // self.lanes
 
     @property
@@ -214,7 +202,7 @@ class CompactExtents:
 
     @property
     def items(self) -> int:
-        """Of a share."""
+        """Pieces of `item` bits in a share."""
         return self.share * BITS // self.item
 
 
@@ -244,20 +232,22 @@ class Room:
         count: CountExtents | None = None,
         compact: CompactExtents | None = None,
     ) -> Room:
-        """For a kernel that does these. One that counts hits of codes which it does not make reads them."""
+        """The arrays of a kernel that hashes, counts, or does both. A kernel that counts without hashing reads its
+        codes.
+        """
         units = 0 if not hashing else count.tile * hashing.units if count else hashing.threads
         return cls(
             spans=count.spans if count else 0,
             cells=count.cells if count else 0,
             row=hashing.row_words if hashing else 0,
-            places=hashing.rows * units if hashing else 0,
+            places=units,
             codes=count.tile if count and not hashing else 0,
             bitmap=compact.bitmap if compact else 0,
         )
 
     @property
     def bytes(self) -> int:
-        """A multiple of 8."""
+        """Bytes of all arrays, a multiple of 8."""
         words = self.cells + self.row + self.places + self.codes + self.bitmap
         return 8 * (self.spans + ceildiv(words, 2))
 

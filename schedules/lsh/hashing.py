@@ -1,15 +1,15 @@
 """A row's band codes: the row into shared memory, and the places of its units.
 
-Some rows may be hashed together (`rows`), for which columns are loaded once; and a thread may hold the columns of some
-units (`ahead`), `threads` units apart, so that it waits for memory once for all of them.
+A thread may hold the columns of some units (`ahead`), `threads` units apart, so that it waits for memory once for all
+of them.
 
 32 lanes that read elements at random from the 32 banks of shared memory mostly wait for three or four of them that want
 the same bank. Of each element there may be copies in banks of their own (`copies`): with 16 only two lanes share banks.
 
-Phases are called with a state that has the buffers which their heads name: `row` (`rows * hidden * copies` float32,
-shared), `places` (`rows` int32 a unit, shared), and in registers `raw` (`rows * vectors * vector_words` uint32),
-`columns` (`ahead * column_loads * column_words` uint32), `vector` (`vec` float32), `small` (one uint16), `unit`
-(int32), `place` (`ahead * rows` int32), `best` (as many float32), `value` (float32).
+Phases are called with a state that has the buffers which their heads name: `row` (`hidden * copies` float32, shared),
+`places` (one int32 a unit, shared), and in registers `raw` (`vectors * vector_words` uint32), `columns` (`ahead *
+column_loads * column_words` uint32), `vector` (`vec` float32), `small` (one uint16), `unit` (int32), `place` (`ahead`
+int32), `best` (as many float32), `value` (float32).
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ Phase = Callable[..., Any]
 
 
 def stage_row(e: HashExtents) -> Phase:
-    """Rows into shared memory, NaN as -inf; called with (s, row, first, t), `row` being a flat buffer of rows.
+    """A row into shared memory, NaN as -inf; called with (s, hidden, first, t), `hidden` being a flat buffer of rows.
 
-    Rows beside the first are `stride` elements apart; from the `many`-th on the last one is taken again.
-
-    Reads: `hidden` elements from `row[first]` on. Writes: `row`; as scratch `raw`, `small`, `value`, `vector`.
+    Reads: `e.hidden` elements from `hidden[first]` on. Writes: `row`; as scratch `raw`, `small`, `value`, `vector`.
     Barriers: none; one has to follow.
     """
     rounds = ceildiv(e.hidden // e.vec, e.threads * e.vectors)
@@ -43,32 +41,28 @@ def stage_row(e: HashExtents) -> Phase:
 
     # fmt: off
     @T.inline
-    def phase(s, hidden, first, t, stride=0, many=1):
+    def phase(s, hidden, first, t):
         for n in T.serial(rounds):
-            for i in T.unroll(e.rows):
-                for u in T.unroll(e.vectors):
-                    if ((n * e.vectors + u) * e.threads + t) * e.vec < e.hidden:
-                        load_words(e.vector_bytes, s.raw, (i * e.vectors + u) * e.vector_words, s.small, hidden.ptr_to(
-                            [first + T.min(i, many - 1) * stride + ((n * e.vectors + u) * e.threads + t) * e.vec]))
-            for i in T.unroll(e.rows):
-                for u in T.unroll(e.vectors):
-                    if ((n * e.vectors + u) * e.threads + t) * e.vec < e.hidden:
+            for u in T.unroll(e.vectors):
+                if ((n * e.vectors + u) * e.threads + t) * e.vec < e.hidden:
+                    load_words(e.vector_bytes, s.raw, u * e.vector_words, s.small, hidden.ptr_to(
+                        [first + ((n * e.vectors + u) * e.threads + t) * e.vec]))
+            for u in T.unroll(e.vectors):
+                if ((n * e.vectors + u) * e.threads + t) * e.vec < e.hidden:
+                    for v in T.unroll(e.vec):
+                        s.value = value_at(e.dtype, s.raw, u * e.vector_words, v)
+                        s.vector[v] = T.Select(is_nan(s.value), T.float32("-inf"), s.value)
+                    if e.copies > 1:
                         for v in T.unroll(e.vec):
-                            s.value = value_at(e.dtype, s.raw, (i * e.vectors + u) * e.vector_words, v)
-                            s.vector[v] = T.Select(is_nan(s.value), T.float32("-inf"), s.value)
-                        if e.copies > 1:
-                            for v in T.unroll(e.vec):
-                                element: T.let = ((n * e.vectors + u) * e.threads + t) * e.vec + v
-                                # In turn, so that the lanes of a warp write to different banks.
-                                for q in T.unroll(e.copies):
-                                    s.row[(i * e.hidden + element) * e.copies + (q + element // apart) % e.copies] = (
-                                        s.vector[v])
-                        else:
-                            for q in T.unroll(e.vec // wide):
-                                for v in T.vectorized(wide):
-                                    s.row[
-                                        i * e.hidden + ((n * e.vectors + u) * e.threads + t) * e.vec + q * wide + v
-                                    ] = s.vector[q * wide + v]
+                            element: T.let = ((n * e.vectors + u) * e.threads + t) * e.vec + v
+                            # In turn, so that the lanes of a warp write to different banks.
+                            for q in T.unroll(e.copies):
+                                s.row[element * e.copies + (q + element // apart) % e.copies] = s.vector[v]
+                    else:
+                        for q in T.unroll(e.vec // wide):
+                            for v in T.vectorized(wide):
+                                s.row[((n * e.vectors + u) * e.threads + t) * e.vec + q * wide + v] = (
+                                    s.vector[q * wide + v])
     # fmt: on
     return phase
 
@@ -91,8 +85,9 @@ def load_columns(e: HashExtents) -> Phase:
 
 
 def load_further_columns(e: HashExtents) -> Phase:
-    """The same of the thread's units beside the first, as far as there are `count`; called with (s, permutations, at,
-    unit, count): `at` and `unit` are those of the first."""
+    """The next columns of the thread's further units, of `count` units in all; called with (s, permutations, at, unit,
+    count), `at` and `unit` being those of the first unit.
+    """
     load = load_columns(e)
 
     # fmt: off
@@ -119,7 +114,7 @@ def find_places(e: HashExtents) -> Phase:
     The columns of a thread's first units are in `columns` already (`load_first_columns`).
 
     Reads: `row`, `columns`, the permutations of `count` units from `first` on.
-    Writes: `places[0]` to `places[count * rows - 1]`; as scratch `columns`, `unit`, `place`, `best`, `value`.
+    Writes: `places[0]` to `places[count - 1]`; as scratch `columns`, `unit`, `place`, `best`, `value`.
     Barriers: none; one has to come before and one has to follow.
     """
     load, load_further = load_columns(e), load_further_columns(e)
@@ -129,17 +124,16 @@ def find_places(e: HashExtents) -> Phase:
     @T.inline
     def compare(s, step, a, t):
         for c in T.unroll(e.held):
-            for i in T.unroll(e.rows):
-                s.value = s.row[(i * e.hidden + column(e, s, a * e.held + c)) * e.copies + t % e.copies]
-                if s.value > s.best[a * e.rows + i]:
-                    s.best[a * e.rows + i] = s.value
-                    s.place[a * e.rows + i] = step * e.held + c
+            s.value = s.row[column(e, s, a * e.held + c) * e.copies + t % e.copies]
+            if s.value > s.best[a]:
+                s.best[a] = s.value
+                s.place[a] = step * e.held + c
 
     @T.inline
     def phase(s, permutations, first, count, t):
         s.unit = t
         while s.unit < count:
-            for q in T.unroll(e.ahead * e.rows):
+            for q in T.unroll(e.ahead):
                 s.best[q] = T.float32("-inf")
                 s.place[q] = 0
             for step in T.serial(steps):
@@ -151,13 +145,11 @@ def find_places(e: HashExtents) -> Phase:
                     for a in T.unroll(e.ahead - 1):
                         if s.unit + (a + 1) * e.threads < count:
                             compare(s, step, a + 1, t)
-            for i in T.unroll(e.rows):
-                s.places[s.unit * e.rows + i] = s.place[i]
+            s.places[s.unit] = s.place[0]
             if e.ahead > 1:
                 for a in T.unroll(e.ahead - 1):
                     if s.unit + (a + 1) * e.threads < count:
-                        for i in T.unroll(e.rows):
-                            s.places[(s.unit + (a + 1) * e.threads) * e.rows + i] = s.place[(a + 1) * e.rows + i]
+                        s.places[s.unit + (a + 1) * e.threads] = s.place[a + 1]
             s.unit = s.unit + e.ahead * e.threads
             if s.unit < count:
                 load(s, permutations, (first + s.unit) * e.k, 0)
@@ -184,9 +176,9 @@ def load_first_columns(e: HashExtents) -> Phase:
     return phase
 
 
-def code_of_places(e: HashExtents, s: Any, band: Any, row: Any = 0) -> tirx.PrimExpr:
-    """Equation 7: the code of the `band`-th of the bands whose places are in shared memory, for the `row`-th row."""
-    code: Any = s.places[band * e.units * e.rows + row]
+def code_of_places(e: HashExtents, s: Any, band: Any) -> tirx.PrimExpr:
+    """Equation 7: the code of the `band`-th of the bands whose places are in shared memory."""
+    code: Any = s.places[band * e.units]
     for unit in range(1, e.units):
-        code = (code << e.bits) | s.places[(band * e.units + unit) * e.rows + row]
+        code = (code << e.bits) | s.places[band * e.units + unit]
     return code

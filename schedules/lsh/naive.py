@@ -1,6 +1,6 @@
 """The steps as one writes them first, a kernel each: for comparison, and for shapes that exceed shared memory.
 
-Steps are called with (io), and stand in a device region each.
+Steps are called with (io), and each has a device region of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def alloc_scratch() -> SimpleNamespace:
 
 
 def hash_elements(k: int, units: int, threads: int, element: Callable[..., tirx.PrimExpr]) -> Step:
-    """A thread a code, which reads the row where it is: `io.codes` of `io.rows` rows, `element(io, row, column)`."""
+    """One thread per code, which reads the row from global memory: `io.codes` of `io.rows` rows, `element(io, row,
+    column)`.
+    """
     code = hash_code(k, units, element)
 
     # fmt: off
@@ -47,7 +49,7 @@ def hash_elements(k: int, units: int, threads: int, element: Callable[..., tirx.
 
 
 def count_in_global_memory(cuckoo: bool, threads: int) -> Step:
-    """A thread a bucket (Figure 4, naive): hits of `io.rows` rows with `io.codes`, added to `io.hits`, which are 0."""
+    """One thread per bucket (Figure 4, naive): adds hits of `io.rows` rows with `io.codes` to `io.hits`, which is 0."""
     find = find_bucket(cuckoo)
 
     # fmt: off
@@ -68,7 +70,9 @@ def count_in_global_memory(cuckoo: bool, threads: int) -> Step:
 
 
 def choose_words(vocab: int, threads: int) -> Step:
-    """A thread 32 words of a list: compares `io.hits` with the threshold and sets them to 0; writes `io.chosen`."""
+    """One thread for 32 words of a list: compares their `io.hits` with the threshold and sets them to 0; writes
+    `io.chosen`.
+    """
     words = bitmap_words(vocab)
 
     # fmt: off
@@ -92,7 +96,7 @@ def choose_words(vocab: int, threads: int) -> Step:
 
 
 def scan_bitmap(vocab: int, threads: int) -> Step:
-    """Where the words of each int32 of `io.chosen` go: `io.places`, by one thread block a list, and `io.counts`.
+    """Where the words of each int32 of `io.chosen` go: `io.places`, by one thread block per list, and `io.counts`.
 
     A thread adds up a run of the bitmap, and one thread the runs.
     """
@@ -130,12 +134,14 @@ def scan_bitmap(vocab: int, threads: int) -> Step:
 
 
 def set_bits(vocab: int, io: Any, row: Any, word: Any) -> tirx.PrimExpr:
-    """How many words an int32 of a list's bitmap has."""
+    """How many bits are set in one int32 of a list's bitmap."""
     return T.Cast("int32", T.popcount(T.reinterpret("uint32", io.chosen[row, word]) & valid_bits(vocab, word)))
 
 
 def copy_if(vocab: int, threads: int) -> Step:
-    """A thread a word or place of a list: copies the word if it is in `io.chosen`; -1 to places that have no word."""
+    """One thread per word, or per place of a list: copies each word in `io.chosen` to its place; -1 to places left
+    over.
+    """
 
     # fmt: off
     @T.inline

@@ -32,12 +32,12 @@ class Place:
     """Which row, part and bands a thread block works for: registers."""
 
     list: Any
-    row: Any  # of all rows
+    row: Any  # index among the rows of all lists
     slice: Any
     rank: Any  # of the thread block in its cluster
-    share: Any  # bands of a thread block; the last ones may have fewer
-    first: Any  # of its bands
-    count: Any  # its bands
+    share: Any  # bands per thread block; the last one may have fewer
+    first: Any  # the first of the thread block's bands
+    count: Any  # how many bands the thread block has
 
     @classmethod
     def alloc(cls) -> Place:
@@ -45,10 +45,7 @@ class Place:
 
 
 def locate(e: CountExtents) -> Phase:
-    """Lay out the grid; called with (s, at, io).
-
-    Writes: the place, and `base` (see `buckets.count_hit`). Barriers: none.
-    """
+    """Which row, part and bands this thread block works for; called with (s, at, io)."""
     away = e.cluster > 1 and e.exchange == 0
 
     # fmt: off
@@ -113,7 +110,7 @@ def count_row(e: CountExtents, make_codes: Phase, code_of: Callable[..., tirx.Pr
 
 
 def set_bits_and_leave(e: CountExtents) -> Phase:
-    """The words that reach the threshold, into the list's bitmap; called with (s, at, io, t).
+    """Set the bits of words that reach the threshold in the list's bitmap; called with (s, at, io, t).
 
     Reads: `cells`. Writes: bitmap and ticket of the list, in `io.workspace`; `settled` of all peers.
     Barriers: two of the cluster; of the thread block, if it may be the one finisher.
@@ -121,7 +118,7 @@ def set_bits_and_leave(e: CountExtents) -> Phase:
     """
     reach = set_reached(e)
     joint = e.finishers > 1
-    tickets = e.slices * e.cluster // e.finishers  # of a row
+    tickets = e.slices * e.cluster // e.finishers  # of each row
 
     # fmt: off
     @T.inline
@@ -202,8 +199,8 @@ def clear_workspace(e: CountExtents) -> Phase:
     """The list's bitmap and tickets to 0, once all thread blocks have read it; called with (s, at, io, t), after
     `announce_read`.
 
-    Writes: `io.workspace`. Barriers: the second half of one of the cluster; of a single thread block one has to come
-    between the reads and this.
+    Writes: `io.workspace`. Barriers: the second half of one of the cluster; a single thread block needs a barrier of
+    its own between its reads and this phase.
     """
     share = ceildiv(e.bitmap, e.finishers)
 

@@ -47,7 +47,7 @@ def count_table(machine: Machine) -> Table:
 
 
 def count_refusal(problem: TableProblem, machine: Machine, e: CountExtents, room: Room) -> str | None:
-    """Why a point is left out, or None."""
+    """The reason why a point is left out, or None."""
     parts = e.slices * e.cluster
     if parts > 1 and e.part * (parts - 1) >= problem.vocab:
         return f"of {parts} parts of at least {PER_WARP} words some have none of vocab={problem.vocab}"

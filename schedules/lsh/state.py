@@ -24,8 +24,8 @@ def alloc_state(
 
     Shared, in dynamic shared memory:
 
-    ``row``     the row, or those that are hashed together, as float32; the copies of an element side by side
-    ``places``  of units of a tile of bands, those of rows that are hashed together side by side
+    ``row``     the row, as float32; the copies of an element side by side
+    ``places``  of units of a tile of bands
     ``codes``   of a tile of bands, where they are read
     ``spans``   buckets of all thread blocks of a cluster: the end in the high half, the beginning in the low one
     ``cells``   hit counts, see `buckets`
@@ -50,13 +50,13 @@ def alloc_state(
     }
     if hashing:
         found |= {
-            "raw": T.alloc_local([hashing.rows * hashing.vectors * hashing.vector_words], "uint32"),
+            "raw": T.alloc_local([hashing.vectors * hashing.vector_words], "uint32"),
             "columns": T.alloc_local([hashing.ahead * hashing.column_loads * hashing.column_words], "uint32"),
             "vector": T.alloc_local([hashing.vec], "float32"),
             "small": T.alloc_local([1], "uint16"),
             "unit": register(),
-            "place": T.alloc_local([hashing.ahead * hashing.rows], "int32"),
-            "best": T.alloc_local([hashing.ahead * hashing.rows], "float32"),
+            "place": T.alloc_local([hashing.ahead], "int32"),
+            "best": T.alloc_local([hashing.ahead], "float32"),
             "value": register("float32"),
         }
     if count:

@@ -64,43 +64,15 @@ def stages(problem: LshCandidates, chunk: int) -> Callable[..., Any]:
 
 
 def build(problem: LshCandidates, decisions: Decisions) -> Program:
-    import tvm
-    from tvm.script import tirx as T
-
-    from tvm_sparse.core.arguments import beside, matched
     from tvm_sparse.core.template import Workspace
 
-    body = stages(problem, decisions["chunk"])
-    words = bitmap_words(problem.vocab)
+    from ..interface import cpu_program
 
-    # fmt: off
-    @T.prim_func(s_tir=True)
-    def main(
-        hidden: T.handle, permutations: T.handle, words_h: T.handle, starts: T.handle, entries: T.handle,
-        multipliers: T.handle, always: T.handle, threshold: T.int32, candidates: T.handle, counts: T.handle,
-        codes_h: T.handle, chosen_h: T.handle
-    ):
-        T.func_attr({"global_symbol": "main", "tirx.noalias": True})
-        lists = T.int32()
-        beam = T.int32()
-        bands = T.int32()
-        slots = T.int32()
-        capacity = T.int32()
-        given = T.meta_var(matched(
-            problem,
-            (hidden, permutations, words_h, starts, entries, multipliers, always, threshold, candidates, counts),
-            {"lists": lists, "beam": beam, "bands": bands, "slots": slots, "capacity": capacity}, packed=True))
-        codes = T.match_buffer(codes_h, (lists, beam, bands), "int32", align=4)
-        chosen = T.match_buffer(chosen_h, (lists, words), "int32", align=4)
-        body(beside(given, {"codes": codes, "chosen": chosen}))
-    # fmt: on
-    return Program(
-        tvm.IRModule({"main": problem.trimmed(main)}),
-        (
-            Workspace("codes", ("lists", "beam", "bands"), "int32"),
-            Workspace("chosen", ("lists", words), "int32"),
-        ),
+    own = (
+        Workspace("codes", ("lists", "beam", "bands"), "int32"),
+        Workspace("chosen", ("lists", bitmap_words(problem.vocab)), "int32"),
     )
+    return cpu_program(problem, stages(problem, decisions["chunk"]), own, index="int32")
 
 
 lsh_stages = Template(

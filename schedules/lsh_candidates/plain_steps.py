@@ -1,8 +1,8 @@
-"""Candidate words on a GPU by one plain kernel a step, through global memory: for comparison.
+"""Candidate words on a GPU by one plain kernel per step, through global memory: for comparison.
 
-A thread a code, a thread a bucket with counts in global memory, a thread for 32 words against the threshold, a scan,
-and a thread a word: what Shi, Xu & Knight's optimised steps are compared with. It asks nothing of the shape, and runs
-where `row_clusters` does not fit.
+One thread per code; one per bucket, with counts in global memory; one for 32 words to compare with the threshold; a
+scan; and one thread per word. Shi, Xu & Knight compare their optimised steps with these. The template fits any shape,
+and runs where `row_clusters` does not fit.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def steps(problem: LshCandidates, threads: int) -> Callable[..., Any]:
 def build(problem: LshCandidates, decisions: Decisions) -> Program:
     from tvm_sparse.core.template import Workspace
 
-    from .interface import gpu_program
+    from ..interface import gpu_program
 
     vocab, words = problem.vocab, bitmap_words(problem.vocab)
     return gpu_program(

@@ -1,7 +1,7 @@
-"""Look-up on a GPU as Figure 4 (a) has it, for comparison: a thread a bucket, counts in global memory.
+"""Look-up on a GPU as Figure 4 (a) has it, for comparison: one thread per bucket, counts in global memory.
 
 A warp takes as long as the longest of its 32 buckets, and neighbouring lanes read words that are far apart. A second
-kernel compares the counts with the threshold, and leaves them zero for the next launch. It asks nothing of the shape,
+kernel compares the counts with the threshold, and leaves them zero for the next launch. The template fits any shape,
 and runs where `shared_counts` does not fit.
 """
 
@@ -20,8 +20,8 @@ def build(problem: LshLookup, decisions: Decisions) -> Program:
     from tvm_sparse.core.template import Workspace
 
     from ..device.region import device_region
+    from ..interface import gpu_program
     from ..lsh.naive import choose_words, count_in_global_memory
-    from .interface import gpu_program
 
     threads, vocab = decisions["threads"], problem.vocab
     count = count_in_global_memory(problem.table == "cuckoo", threads)
@@ -36,7 +36,7 @@ def build(problem: LshLookup, decisions: Decisions) -> Program:
         with device_region():
             choose(io)
     # fmt: on
-    return gpu_program(problem, body, Workspace("hits", ("rows", vocab), "int32"))
+    return gpu_program(problem, body, (Workspace("hits", ("rows", vocab), "int32"),))
 
 
 global_counts = Template(

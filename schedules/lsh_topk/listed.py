@@ -1,7 +1,8 @@
 """A step of an LSH head by way of lists that hold any candidates: kernels of `lsh_candidates` and of `candidate_topk`.
 
-`listed_rows` is for CPUs. `listed_dots`, of plain kernels, is for GPUs and shapes that nothing else fits. Both go
-through as many places as there are words: where lists are much shorter, the two operators do less.
+`listed_rows` is for CPUs. `listed_dots`, made of plain kernels, is for shapes that no other template for GPUs fits.
+Both go through as many places as the vocabulary has words. Where lists are much shorter, calling the two operators one
+after the other is less work.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ..lsh.extents import cpu_chunk_each, cpu_chunks
 if TYPE_CHECKING:
     from ..output_layer.interface import Arguments
 
-# Of the CPU's product and of the plain kernels: what the defaults of their own templates are, on any CPU.
+# Decisions for the CPU's product and for the plain kernels: the defaults of their own templates, which are the same on
+# any CPU.
 PRODUCT: Decisions = {"tile_m": 4, "tile_n": 4, "simd": 16, "prefetch": 2, "dots": 0}
 THREADS, SEARCH_THREADS = 128, 512
 
@@ -29,7 +31,7 @@ def _ranked(problem: LshTopk, io: Any) -> Arguments:
 
     names = ("hidden", "embedding", "candidates", "counts", "scale", "log", "values", "indices", "normaliser")
     given = {name: getattr(io, name) for name in (*names, *(["bias"] if problem.bias else []))}
-    return Arguments(problem.ranking, io.lists, io.beam, io.vocab, workspaces={"scores": io.scores}, **given)
+    return Arguments(problem.ranking, io.lists, io.beam, problem.vocab, workspaces={"scores": io.scores}, **given)
 
 
 def _both(problem: LshTopk, candidates: Callable[..., Any], ranking: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,19 +59,19 @@ def _lists(problem: LshTopk) -> tuple[Workspace, ...]:
 
 
 def _build_rows(problem: LshTopk, decisions: Decisions) -> Program:
+    from ..interface import cpu_program
     from ..lsh_candidates.lsh_stages import stages
     from ..output_layer.rows.kernel import body
-    from .interface import cpu_program
 
     own = (Workspace("codes", ("lists", problem.beam, "bands"), "int32"), *_lists(problem))
     candidates = stages(problem.hashing, decisions["chunk"])
-    return cpu_program(problem, _both(problem, candidates, body(problem.ranking, PRODUCT)), own)
+    return cpu_program(problem, _both(problem, candidates, body(problem.ranking, PRODUCT)), own, index="int32")
 
 
 def _build_dots(problem: LshTopk, decisions: Decisions) -> Program:
+    from ..interface import gpu_program
     from ..lsh_candidates.plain_steps import steps
     from ..output_layer.dots.kernel import body
-    from .interface import gpu_program
 
     candidates = steps(problem.hashing, THREADS)
     own = (

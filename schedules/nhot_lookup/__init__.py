@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tvm_sparse.core.template import Template
 
+from ..papers.argueta_chiang_lookup import lookup_elements
 from .dealt_gather import dealt_gather
-from .lookup_elements import lookup_elements
 from .row_gather import row_gather
 from .warp_gather import warp_gather
 
@@ -19,5 +19,5 @@ TEMPLATES: tuple[Template, ...] = (
 # Those that run without tuning, by kind of machine: the first that fits the problem does, the last fits every shape.
 FALLBACKS: dict[str, tuple[Template, ...]] = {
     "llvm": (row_gather,),
-    "cuda": (lookup_elements,),
+    "cuda": (dealt_gather, warp_gather),
 }

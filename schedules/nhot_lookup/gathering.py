@@ -1,4 +1,4 @@
-"""What a model of times is told of a look-up on a GPU, whichever template it is by."""
+"""What the model of times is told about a look-up on a GPU, whichever template builds it."""
 
 from __future__ import annotations
 

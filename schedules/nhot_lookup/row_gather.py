@@ -18,15 +18,15 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Program, Table, Template, ceildiv, powers
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
-# Columns whose sums are held at once: 256 float32 fill half of the 32 registers of AVX-512.
+# Columns whose sums are held together: 256 float32 fill half of the 32 registers of AVX-512.
 CHUNK = powers(16, 256)
-# Entries ahead whose table rows are asked for.
+# How many entries ahead a thread asks for table rows.
 AHEAD = 12
 # Entries of one running sum in float32.
 LONG = 64
-# Bytes of a table whose rows come from a processor's last cache soon enough without being asked for.
+# Bytes of a table up to which its rows come from a processor's last cache soon enough without prefetch.
 CACHED = 32 << 20
-# Bytes of table rows that one thread goes through while others would wake up.
+# Bytes of table rows that one thread goes through in the time in which others would wake up.
 FEW_BYTES = 128 * 1024
 
 
@@ -43,7 +43,7 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
     from tvm.script import tirx as T
 
     from ..device import llvm_ir
-    from .interface import cpu_program
+    from ..interface import cpu_program
 
     width, dtype, weighted = problem.width, problem.dtype, bool(problem.weighted)
     chunk, prefetch = decisions["chunk"], decisions["prefetch"] == 1
@@ -85,7 +85,7 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
 
     @T.inline
     def sum_columns_of_many(io, acc, total, row, base, columns):
-        """The same of more than `LONG` entries: sums of so many at a time are added in float64."""
+        """The sums of a row of more than `LONG` entries: those of `LONG` entries at a time are added in float64."""
         for v in T.vectorized(columns):
             total[v] = T.float64(0)
         for part in range(ceildiv(T.Cast("int64", io.indptr[row + 1]) - T.Cast("int64", io.indptr[row]), LONG)):
@@ -131,7 +131,7 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
             for r in T.parallel(io.rows):
                 sum_row(io, r)
     # fmt: on
-    return cpu_program(problem, body)
+    return cpu_program(problem, body, index="int64")
 
 
 row_gather = Template(

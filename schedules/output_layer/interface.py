@@ -1,8 +1,8 @@
 """The arguments of the output layer's kernels, written once: of `head_topk`, `candidate_topk` and `candidate_logits`.
 
-They compute the same for other words. Here every problem has *lists* of words with *beams* of rows: the exact head has
-one list, the vocabulary, and all rows of the batch are its beam. The *words* of a list are counted by their *positions*
-in it. A template gives a body, a `T.inline` of one argument, the `Arguments`.
+They compute the same for other tokens. Here every problem has *lists* of tokens with *beams* of rows: the exact head
+has one list, the vocabulary, and all rows of the batch are its beam. The tokens of a list are counted by their
+*positions* in it. A template gives a body, a `T.inline` of one argument, the `Arguments`.
 
 This module loads the compiler: templates import it when they build.
 """
@@ -110,7 +110,8 @@ def rows_shape(problem: OutputLayer, *rest: int) -> tuple[int | str, ...]:
     return ("batch", *rest) if isinstance(problem, HeadTopk) else ("lists", problem.beam, *rest)
 
 
-# Of the functions below; of these a problem's program has the arguments of the operator and its own workspaces.
+# Parameters of the functions below. A problem's program has those that are arguments of its operator or workspaces of
+# its own.
 PARAMETERS = (
     "hidden", "embedding", "candidates", "counts", "scale", "log", "constant", "bias", "ids",
     "values", "indices", "normaliser", "given", "logits", "own0", "own1", "own2", "own3",
@@ -176,7 +177,7 @@ def cpu_program(
 
 
 def _trimmed(problem: OutputLayer, main: tirx.PrimFunc, workspaces: Sequence[Workspace]) -> tirx.PrimFunc:
-    """`main` without the parameters that are no argument of the problem's kernels."""
+    """`main` without the parameters that the problem's kernels do not have."""
     wanted = {a.name for a in (*problem.kernel_inputs, *problem.kernel_outputs)}
     wanted |= {f"own{i}" for i in range(len(workspaces))}
     params = [p for name, p in zip(PARAMETERS, main.params, strict=True) if name in wanted]

@@ -10,22 +10,22 @@ OutputLayer = HeadTopk | CandidateTopk | CandidateLogits
 
 
 def block_of(problem: OutputLayer) -> int:
-    """Neighbouring words that a candidate stands for."""
+    """Neighbouring tokens that a candidate stands for."""
     return problem.block if isinstance(problem, CandidateTopk) else 1
 
 
 def most_words(problem: OutputLayer) -> int:
-    """Words of a list that is full."""
+    """Tokens of a list that is full."""
     return problem.vocab if isinstance(problem, HeadTopk) else problem.m * block_of(problem)
 
 
 def lists_of(problem: OutputLayer) -> tuple[int, int]:
-    """Lists of words, and rows of hidden states of each."""
+    """Lists of tokens, and rows of hidden states of each."""
     return (1, problem.batch) if isinstance(problem, HeadTopk) else (problem.lists, problem.beam)
 
 
 def best_of(problem: OutputLayer) -> int:
-    """Words to be found in each row; 0 of the gathered product, which finds none."""
+    """Tokens to be found in each row; 0 of the gathered product, which finds none."""
     return 0 if isinstance(problem, CandidateLogits) else problem.k
 
 

@@ -1,11 +1,10 @@
 """How hidden states come from the thread blocks that compute them to all others, through global memory.
 
 A *slot* of the exchange has the states before one step, by pack (samples side by side), column and sample of the pack.
-With polling there is a slot for each step, none of which is written twice. Every word of a slot is a mark until its
-state is there. No state looks like the mark: it is a NaN, and NaNs are written as another one. Whoever has read all of
-a slot's words as something else has the states; no flag is needed, and no order among the writes. At a grid barrier two
-slots in turn suffice.
-"""
+There is a slot for each step, none of which is written twice. Every word of a slot is a mark until its state is there.
+No state looks like the mark: it is a NaN, and NaNs are written as another one. Whoever has read all of a slot's words
+as something else has the states; no flag is needed, and no order among the writes. Where thread blocks meet at a
+barrier of the grid after each step (not `polled`), two slots in turn suffice."""
 
 from __future__ import annotations
 
@@ -23,10 +22,10 @@ from .sizes import WIDEST
 Phase = Callable[..., Any]
 MARK = 0xFFFFFFFF
 HALF_MARK = 0xFFFF
-# What a NaN is written as.
+# The NaN that every NaN is written as, so that no state equals the mark.
 NAN, HALF_NAN = 0x7FFFFFFF, 0x7FFF
 INFINITY = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
-# Loads that the L1 cache does not answer: it would go on showing a mark.
+# Loads that bypass the L1 cache, which would go on returning the mark.
 load_vector = T.ptx.ld.relaxed.gpu.global_.v4.u32
 store_vector = T.ptx.st.relaxed.gpu.global_.v4.u32
 store_word = T.ptx.st.relaxed.gpu.global_.u32
@@ -40,7 +39,7 @@ class Exchanged(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Of states."""
+        """The dtype of states."""
 
     @property
     def itemsize(self) -> int:
@@ -48,23 +47,19 @@ class Exchanged(Protocol):
 
     @property
     def pack(self) -> int:
-        """Samples side by side."""
+        """Samples of a pack."""
 
     @property
     def packs(self) -> int:
-        """Such packs of a batch."""
+        """Packs of a batch."""
 
     @property
     def column_bytes(self) -> int:
-        """Of the states of a column in a pack."""
-
-    @property
-    def polled(self) -> bool:
-        """Whether thread blocks wait for the data themselves; else at a grid barrier."""
+        """Bytes of the states of a column in a pack."""
 
     @property
     def threads(self) -> int:
-        """Of a thread block."""
+        """Threads of a block."""
 
     @property
     def loads(self) -> int:
@@ -76,7 +71,7 @@ class Exchanged(Protocol):
 
     @property
     def sent_bytes(self) -> int:
-        """Of a store into the exchange: the states of neighbouring lanes."""
+        """Bytes of one store into the exchange: the states of neighbouring lanes."""
 
     @property
     def pitch(self) -> int:
@@ -88,13 +83,15 @@ class Exchanged(Protocol):
 
 
 def missing(e: Exchanged, words: tirx.Buffer, at: Any) -> tirx.PrimExpr:
-    """Whether one of the four words of a vector has a mark, or, where halves are sent, half a one."""
+    """Whether one of the four words of a vector still has a mark; where halves are sent, whether one half of a word
+    has.
+    """
     found = None
     for i in range(4):
         word = words[at + i]
         if e.sent_bytes > 2:
             this = word == T.uint32(MARK)
-        else:  # a half of all ones: the usual test for a zero half, of the complement
+        else:  # a half of all ones is a mark: the usual test for a zero half, of the complement
             this = ((~word - T.uint32(0x00010001)) & word & T.uint32(0x80008000)) != T.uint32(0)
         found = this if found is None else tirx.any(found, this)
     return found
@@ -113,14 +110,14 @@ def element_bits(dtype: str, value: tirx.PrimExpr) -> tirx.PrimExpr:
 
 
 def element_of(dtype: str, bits: tirx.PrimExpr) -> tirx.PrimExpr:
-    """The value of the dtype that `element_bits` took apart."""
+    """The value whose bits `element_bits` gave."""
     if dtype == "float32":
         return T.reinterpret("float32", bits)
     return T.reinterpret(dtype, T.Cast("uint16", bits))
 
 
 def sent_words(e: Exchanged) -> int:
-    """Words of a store into the exchange, a half counted as one."""
+    """Words of one store into the exchange; a half counts as one."""
     return ceildiv(e.sent_bytes, 4)
 
 
@@ -128,8 +125,8 @@ def sent_words(e: Exchanged) -> int:
 def collect(e: Exchanged) -> Phase:
     """Bring together the states that are sent at once, those of neighbouring lanes; the phase is (s).
 
-    Reads: `bits`. Writes: `sent`, right in each lane that is the first of those whose states are sent at once.
-    Barriers: none, but all lanes of a warp take part.
+    Reads: `bits`. Writes: `sent`; it is right in the first lane of those whose states are sent together. Barriers:
+    none, but all lanes of a warp take part.
     """
     infinity, nan = INFINITY[e.dtype], NAN if e.itemsize == 4 else HALF_NAN
     # 16 bits: the first exchange makes words, each further one doubles their number.
@@ -151,7 +148,7 @@ def collect(e: Exchanged) -> Phase:
 
 
 def put(e: Exchanged) -> Phase:
-    """Give the others what was collected; the phase is (s, slot, pack, column, mine).
+    """Store the collected states in the exchange; the phase is (s, slot, pack, column, mine).
 
     `column`: of the first state. `mine`: whether the lane stores.
 
@@ -173,21 +170,21 @@ def put(e: Exchanged) -> Phase:
     return phase
 
 
-def mark(e: Exchanged) -> Phase:
+def mark(e: Exchanged, polled: bool = True) -> Phase:
     """Make the exchange ready; the phase is (s, io, block).
 
-    Writes: the mark from the second slot on, and zeros in what is behind the last column of each pack.
-    Barriers: none; one of the grid has to follow.
+    Writes: the mark from the second slot on, and zeros behind the last column of each pack. Barriers: none; one of the
+    grid has to follow.
     """
-    # Words that are sent, and bytes of states in the word behind them. A store of whole words has zeros for columns
-    # that there are not.
+    # Words that are sent, and bytes of states in the word after them. A store of whole words has zeros for columns
+    # beyond the last one.
     words, rest = divmod(e.hidden * e.column_bytes, 4)
     if rest and e.sent_bytes > 2:
         words, rest = words + 1, 0
 
     @T.inline
     def phase(s, io, block):
-        slots = T.meta_var(io.steps if e.polled else 2)
+        slots = T.meta_var(io.steps if polled else 2)
         for i in T.serial((slots * (e.packs * e.pitch) - (block * e.threads + s.t) + (e.blocks * e.threads - 1))
                           // (e.blocks * e.threads)):
             number: T.int32 = i * (e.blocks * e.threads) + block * e.threads + s.t
@@ -196,7 +193,7 @@ def mark(e: Exchanged) -> Phase:
                 s.copied[v] = T.Select(word < words, T.uint32(MARK), T.uint32(0))
                 if rest > 0:
                     s.copied[v] = T.Select(word == words, T.uint32(HALF_MARK), s.copied[v])
-            # The states before the first step are on their way to the first slot.
+            # Meanwhile the states before the first step are being written to the first slot.
             if number >= e.packs * e.pitch:
                 store_vector(s.base[0] + T.Cast("uint64", number) * T.uint64(WIDEST),
                              s.copied[0], s.copied[1], s.copied[2], s.copied[3])
@@ -213,7 +210,7 @@ def mark(e: Exchanged) -> Phase:
 
 
 def find_source(e: Exchanged) -> Phase:
-    """Where the states of a pack before a step are; the phase is (s, io, slot, pack).
+    """The address of the states of a pack before a step; the phase is (s, io, slot, pack).
 
     Writes: `source`. Barriers: none.
     """
@@ -225,14 +222,16 @@ def find_source(e: Exchanged) -> Phase:
     return phase
 
 
-def stage(e: Exchanged, vectors: int, place: Callable[[Any], Any], guarded: bool) -> Phase:
+def stage(
+    e: Exchanged, vectors: int, place: Callable[[Any], Any], guarded: bool, polled: bool = True
+) -> Phase:
     """Copy vectors of the exchange to shared memory; the phase is (s).
 
-    All loads of a round are under way before the first is looked at. Those that bring a mark are repeated, all of them
-    before any is looked at again: to wait for one vector after another takes a trip to the L2 cache for each.
+    All loads of a round are issued before the first result is used. Loads that brought a mark are issued again, all of
+    them before any result is used: waiting for one vector after another takes the latency of the L2 cache for each.
 
-    `place`: of a vector's number, counted from `source`, the vector in shared memory. `guarded`: others may still read
-    there what was copied before.
+    `place`: of a vector's number, counted from `source`, the vector in shared memory. `guarded`: other threads may
+    still read what was copied there before.
 
     Reads: the exchange, from the address `source` on.
     Writes: shared memory, from the address `front` on.
@@ -266,7 +265,7 @@ def stage(e: Exchanged, vectors: int, place: Callable[[Any], Any], guarded: bool
                 else:
                     for v in T.unroll(4):
                         s.copied[i * 4 + v] = T.uint32(0)
-            if e.polled:
+            if polled:
                 wait(s, base)
             if guarded:
                 if r == 0:

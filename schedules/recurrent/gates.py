@@ -9,13 +9,13 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 Phase = Callable[..., Any]
-# 1 / (1 + e^-x) by the approximations of the hardware: an error of 2 units in the last place and |x| / 2 more of the
-# exponential, where x is large and the result as good as 0 or 1. 1 / inf is 0.
+# 1 / (1 + e^-x) by the approximate instructions of the hardware: an error of 2 units in the last place, and of |x| / 2
+# more from the exponential where x is large and the result is nearly 0 or 1. 1 / inf is 0.
 SIGMOID = """
 __device__ __forceinline__ float sigmoid_of(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 """
-# 1 - 2 / (1 + e^2x) likewise: an absolute error of some 2^-23. The compiler's own, by its flag for fast arithmetic, is
-# an instruction that is off by 2^-11.
+# 1 - 2 / (1 + e^2x) in the same way: an absolute error of some 2^-23. The instruction that the compiler's flag for fast
+# arithmetic would choose is off by 2^-11.
 TANH = """
 __device__ __forceinline__ float tanh_of(float x) { return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x)); }
 """
@@ -36,15 +36,15 @@ class Gated(Protocol):
 
     @property
     def cell(self) -> str:
-        """One of the problem's cells."""
+        """The problem's cell, such as "lstm"."""
 
     @property
     def gates(self) -> int:
-        """Of a unit."""
+        """Gates of a unit."""
 
     @property
     def pack(self) -> int:
-        """Sums from one gate's to the next one's."""
+        """How many sums lie between those of one gate and those of the next."""
 
 
 # fmt: off
@@ -59,7 +59,7 @@ def gates(e: Gated) -> Phase:
     def plain(s, io, u):
         if e.cell == "tanh":
             s.result[u] = tanh(s.x[u] + s.sums[u * k])
-        else:  # of a comparison with NaN the other side is taken
+        else:  # in a comparison with NaN the other operand is taken
             s.result[u] = s.x[u] + s.sums[u * k]
             s.result[u] = T.Select(s.result[u] < T.float32(0), T.float32(0), s.result[u])
 

@@ -1,4 +1,4 @@
-"""A recurrent layer on a GPU, a kernel a step: what runs where no persistent kernel fits.
+"""A recurrent layer on a GPU, one kernel per step: for problems that no persistent kernel fits.
 
 The host loops over the steps, and the end of a kernel is the barrier between them. `reduce_threads` lanes of a warp
 hold a unit: they go through the rows of its gates together, for some sequences at a time, and read the states from the
@@ -7,17 +7,15 @@ output of the step before. Every step reads the weight again, from the L2 cache 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, Program, Table, Workspace, ceildiv, powers
 from tvm_sparse.operators.sparse_recurrent.problem import RecurrentLayer
 
 THREADS = powers(64, 512)
 LANES = powers(1, 32)
-# Entries of a row for each lane, of the lanes that are taken without tuning.
+# Entries of a row per lane that decide how many lanes are taken without tuning.
 EACH = 4
-# Sequences whose sums are held at once: an entry is read once for them.
+# Sequences whose sums are held together: an entry is read once for all of them.
 SAMPLES = 4
 
 
@@ -32,8 +30,7 @@ def default(problem: RecurrentLayer, machine: Machine) -> Decisions:
     }
 
 
-def build(problem: RecurrentLayer, decisions: Decisions, finish: Callable[..., Program]) -> Program:
-    """The program of one point; `finish` is `gpu_program` of the operator's interface."""
+def build(problem: RecurrentLayer, decisions: Decisions) -> Program:
     from types import SimpleNamespace
 
     from tvm.script import tirx as T
@@ -42,6 +39,7 @@ def build(problem: RecurrentLayer, decisions: Decisions, finish: Callable[..., P
 
     from ..device.region import device_region
     from ..device.selection import FULL_WARP
+    from ..interface import gpu_program
     from .gates import sigmoid, tanh
 
     batch, hidden, gates, cell, dtype = problem.batch, problem.hidden, problem.gates, problem.cell, problem.dtype
@@ -69,7 +67,7 @@ def build(problem: RecurrentLayer, decisions: Decisions, finish: Callable[..., P
         for gate in T.unroll(gates):
             for v in T.unroll(samples):
                 s.sums[gate * samples + v] = T.float32(0)
-            # Groups beyond the last slot take part in the shuffles alone: their row is empty.
+            # Groups beyond the last slot only take part in the shuffles: their row is empty.
             start: T.int32 = rows.start(io, slot, gate)
             stop: T.int32 = rows.stop(io, slot, gate)
             for i in T.serial((stop - start - lane + (lanes - 1)) // lanes):
@@ -86,7 +84,7 @@ def build(problem: RecurrentLayer, decisions: Decisions, finish: Callable[..., P
 
     @T.inline
     def take_step(io, s, t, b, unit, v):
-        """One sequence of one unit, from its sums."""
+        """Compute one unit's step for one sequence, from its sums."""
         for gate in T.unroll(gates):
             s.one.sums[gate] = s.sums[gate * samples + v]
             s.one.x[gate] = T.Cast("float32", io.x_projected[t, b, gate * hidden + unit])
@@ -109,7 +107,7 @@ def build(problem: RecurrentLayer, decisions: Decisions, finish: Callable[..., P
 
     @T.inline
     def pass_over(io, t, b, unit):
-        """A step after the last one of its sequence."""
+        """Write the result of a step after the sequence's last one."""
         io.output[t, b, unit] = T.Cast(dtype, T.float32(0))
         if t == 0:
             io.h_n[b, unit] = io.h0[b, unit]
@@ -153,4 +151,4 @@ def build(problem: RecurrentLayer, decisions: Decisions, finish: Callable[..., P
                 one_step(io, t)
     # fmt: on
     cells = (Workspace("cells", (batch, hidden), "float32"),) if lstm else ()
-    return finish(problem, body, cells)
+    return gpu_program(problem, body, cells)

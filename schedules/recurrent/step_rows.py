@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from tvm_sparse.core.template import Program, ceildiv, powers
 from tvm_sparse.operators.sparse_recurrent.problem import RecurrentLayer
 
-# Units that a thread takes at a time; all of them: there is one thread, and no barrier.
+# Units that a thread takes at a time. If that is all of them, there is one thread, and no barrier.
 CHUNK = powers(16, 8192)
-# Products for which it pays to ask another thread, some ten microseconds of work.
+# Products from which on waking another thread pays, some ten microseconds of work.
 WORK = 1 << 15
 
 
@@ -39,10 +39,10 @@ class Weight(Protocol):
     def sequences(self) -> int: ...
 
     def shape(self, padded: int) -> tuple[int, int]:
-        """Of a buffer of states, the batch being `padded` to whole `sequences`."""
+        """The shape of a buffer of states, the batch being `padded` to whole `sequences`."""
 
     def place(self, unit: Any, b: Any) -> tuple[Any, Any]:
-        """Where a state is in it."""
+        """The index of a state in such a buffer."""
 
     def alloc(self) -> dict[str, Any]:
         """Buffers that `sums` works with, for the attributes of its `s`."""
@@ -53,24 +53,25 @@ class Weight(Protocol):
 
 
 def chunks(problem: RecurrentLayer) -> tuple[int, ...]:
-    """What `chunk` may be."""
+    """The values that `chunk` may have."""
     return tuple(c for c in CHUNK if c == CHUNK[0] or c < 2 * problem.hidden)
 
 
 def default_chunk(problem: RecurrentLayer) -> int:
-    """The fewest units that are work enough for a thread."""
+    """The fewest units that are enough work for a thread."""
     each = problem.gates * problem.row_entries * problem.batch
     table = chunks(problem)
     return min((c for c in table if c * each >= WORK), default=max(table))
 
 
-def build(problem: RecurrentLayer, chunk: int, weight: Weight, finish: Callable[..., Program]) -> Program:
-    """The program of one point; `finish` is `cpu_program` of the operator's interface."""
+def build(problem: RecurrentLayer, chunk: int, weight: Weight) -> Program:
+    """The program of one point."""
     from tvm.script import tirx as T
 
     from tvm_sparse.operators.sparse_recurrent.definition import next_state
 
     from ..device.arithmetic import sigmoid, tanh
+    from ..interface import cpu_program
 
     batch, hidden, gates, cell, dtype = problem.batch, problem.hidden, problem.gates, problem.cell, problem.dtype
     lstm, gru, ragged, resetting = cell == "lstm", cell == "gru", bool(problem.ragged), bool(problem.resets)
@@ -83,12 +84,12 @@ def build(problem: RecurrentLayer, chunk: int, weight: Weight, finish: Callable[
     shape = weight.shape(padded)
     rows = problem.rows()
     add_up, update = weight.sums(), next_state(cell, samples, sigmoid, tanh)
-    alone = units == 1 and batch == padded  # all places of a tile are sequences of units that there are
+    alone = units == 1 and batch == padded  # whether every place of a tile is a sequence of a unit that exists
 
     # fmt: off
     @T.inline
     def begin(io, states, cells):
-        """The states before the first step; zeros in places that pad the batch and the units."""
+        """Write the states before the first step; zeros where the batch and the units are padded."""
         for row in range(shape[0]):
             with T.sblock("clear"):
                 i = T.axis.spatial(shape[0], row)
@@ -112,7 +113,7 @@ def build(problem: RecurrentLayer, chunk: int, weight: Weight, finish: Callable[
     def write_state(io, s, states, cells, t, unit, b, at):
         """One sequence of a unit: its output, and what the next step starts from."""
         io.output[t, b, unit] = T.Cast(dtype, s.h[at])
-        # Read back: of two casts, to bfloat16 and from it, TVM makes none.
+        # Read back from memory: TVM removes a pair of casts, to bfloat16 and from it.
         T.buffer_store(states, T.Cast("float32", io.output[t, b, unit]), [(t + 1) % 2, *weight.place(unit, b)])
         if lstm:
             cells[unit, b] = s.c[at]
@@ -137,7 +138,7 @@ def build(problem: RecurrentLayer, chunk: int, weight: Weight, finish: Callable[
 
     @T.inline
     def load_rest(io, s, states, cells, t, unit, b, at):
-        """Beside the sums: what the gates of one sequence of a unit need."""
+        """Load what the gates of one sequence of a unit need beside the sums."""
         for gate in range(gates):
             s.x[gate * samples + at] = T.Cast("float32", io.x_projected[t, b, gate * hidden + unit])
         if gru:
@@ -151,7 +152,7 @@ def build(problem: RecurrentLayer, chunk: int, weight: Weight, finish: Callable[
 
     @T.inline
     def of_all(do, io, s, states, cells, t, tile, base):
-        """`do` for each sequence of each unit of a tile."""
+        """Call `do` for each sequence of each unit of a tile."""
         for u in range(units):
             for v in range(sequences):
                 slot = T.meta_var(tile * units + u)
@@ -194,4 +195,4 @@ def build(problem: RecurrentLayer, chunk: int, weight: Weight, finish: Callable[
         begin(io, states, cells)
         all_steps(io, states, cells)
     # fmt: on
-    return finish(problem, body)
+    return cpu_program(problem, body, index="int32")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tvm_sparse.core.template import Template
 
+from ..papers.argueta_chiang_topk import packed_insertion
+from ..papers.milakov_gimelshein import online_insertion, safe_fused, safe_then_topk
 from .held_rows import held_rows
-from .insertion import online_insertion, safe_fused, safe_then_topk
-from .packed_insertion import packed_insertion
 from .radix_select import radix_select
 from .row_scan import row_scan
 from .threshold_gate import cluster_gate, threshold_gate

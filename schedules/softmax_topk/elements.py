@@ -13,16 +13,15 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from ..device.words import load_element
-from .interface import Arguments
 
 
-def element(io: Arguments, row: Any, column: Any) -> tirx.PrimExpr:
+def element(io: Any, row: Any, column: Any) -> tirx.PrimExpr:
     """The element of a row and column. On a GPU the load may take the read-only path."""
     logit = T.Cast("float32", io.logits[row, column])
     return logit + T.Cast("float32", io.bias[column]) if io.problem.bias else logit
 
 
-def written_element(io: Arguments, row: Any, column: Any) -> tirx.PrimExpr:
+def written_element(io: Any, row: Any, column: Any) -> tirx.PrimExpr:
     """As `element`, by loads that see what a producer kernel has written: for kernels whose launch overlaps it."""
     logit = load_element(io.problem.dtype, io.logits.ptr_to([row, column]))
     return logit + load_element("float32", io.bias.ptr_to([column])) if io.problem.bias else logit

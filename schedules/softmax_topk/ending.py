@@ -1,7 +1,7 @@
 """What another operator adds to a kernel of this one: a scale of each row, and what is made of a row's k best.
 
 An operator that goes on from the k best (`softmax_sample`) has kernels of its own: those of the templates here, with an
-`Ending`. Their arguments have the names of `interface.Arguments`, and more.
+`Ending`. Their arguments have softmax_topk's names, and more.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Ending:
 
 
 def end_of_block(ending: Ending) -> Callable[..., Any]:
-    """What a block alone has of an ending; the phase is (arguments, row, t, pool).
+    """The part of an ending that a block which has a row alone executes; the phase is (io, row, t, pool).
 
     Reads, writes, barriers: as `Ending.finish` and `Ending.search`, and one barrier between them.
     """

@@ -42,10 +42,10 @@ def fill_up(vocab: int, k: int) -> Callable[..., Any]:
 
 
 def complete(vocab: int, k: int) -> Callable[..., Any]:
-    """Fewer than k above minus infinity: the first ones at minus infinity complete them. The phase is (s).
+    """Complete a row in which fewer than k elements are above minus infinity with its first elements at minus infinity.
+    The phase is (s).
 
-    Reads and writes: as `fill_up`.
-    Barriers: two, if it is so.
+    Reads and writes: as `fill_up`. Barriers: two, for such a row.
     """
     fill = fill_up(vocab, k)
 
@@ -66,7 +66,7 @@ def write_given_columns(
 ) -> Callable[..., Any]:
     """The probabilities of the columns that were given, wherever they rank. The phase is (s).
 
-    `exponent`: of a state and an element, what is exponentiated.
+    `exponent`: (state, element) -> the exponent of the element's exponential.
 
     Reads: the arguments, what `exponent` reads, `inverse`, `logarithm`.
     Writes: the output `given`.

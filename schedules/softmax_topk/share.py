@@ -10,7 +10,7 @@ from tvm_sparse.core.template import ceildiv
 
 @dataclass(frozen=True)
 class Share:
-    """What a block has of a row. A vector is 16 bytes of it; blocks have neighbouring shares."""
+    """What one block has of a row, in vectors of 16 bytes. Neighbouring blocks have neighbouring shares."""
 
     vocab: int
     itemsize: int  # bytes of an element
@@ -44,5 +44,5 @@ class Share:
 
     @cached_property
     def share(self) -> int:
-        """Vectors of a block, 32 a warp: of all blocks as many, but the last ones may have fewer."""
+        """Vectors of a block, 32 per warp: all blocks have as many, except the last ones, which may have fewer."""
         return ceildiv(ceildiv(self.row_vectors, self.cluster), 32) * 32

@@ -1,18 +1,10 @@
-"""The sparse recurrent layer on a GPU, a kernel a step: `recurrent.step_kernels` with a weight of entries."""
+"""The sparse recurrent layer on a GPU, one kernel per step: `recurrent.step_kernels` with a weight of entries."""
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
-from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
+from tvm_sparse.core.template import Template
 
 from ..recurrent.step_kernels import build, default, space
-
-
-def program(problem: SparseRecurrent, decisions: Decisions) -> Program:
-    from .interface import gpu_program
-
-    return build(problem, decisions, gpu_program)
-
 
 step_kernels = Template(
     name="step_kernels",
@@ -22,6 +14,6 @@ step_kernels = Template(
     summary="a kernel a step; lanes of a warp share the rows of a unit",
     space=space,
     default=default,
-    program=program,
+    program=build,
     explicit_threads=True,
 )

@@ -16,14 +16,14 @@ from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
 from ..recurrent import step_rows as steps
 
-# Sequences whose sums are held at once, a vector a gate: up to one register of AVX-512.
+# Sequences whose sums are held together, in one vector per gate: up to one register of AVX-512.
 SIMD = powers(1, 16)
 DEPTHS = powers(1, 8)
 
 
 @dataclass(frozen=True)
 class EntrySums:
-    """`recurrent.step_rows.Weight` of entries: a tile is the unit of a slot."""
+    """How `recurrent.step_rows` goes through a weight of entries: a tile is the unit of one slot."""
 
     problem: SparseRecurrent
     sequences: int
@@ -88,10 +88,7 @@ def default(problem: SparseRecurrent, machine: Machine) -> Decisions:
 
 
 def program(problem: SparseRecurrent, decisions: Decisions) -> Program:
-    from .interface import cpu_program
-
-    weight = EntrySums(problem, decisions["simd"], decisions["depth"])
-    return steps.build(problem, decisions["chunk"], weight, cpu_program)
+    return steps.build(problem, decisions["chunk"], EntrySums(problem, decisions["simd"], decisions["depth"]))
 
 
 step_rows = Template(

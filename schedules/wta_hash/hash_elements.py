@@ -1,6 +1,6 @@
-"""Winner-take-all hashing on a GPU, a thread a code, which reads the row where it is: the plainest way.
+"""Winner-take-all hashing on a GPU, one thread per code, which reads the row from global memory: the plainest way.
 
-It asks nothing of the shape, and is what runs without tuning where `staged_hash` does not fit.
+The template fits any shape, and runs without tuning where `staged_hash` does not fit.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ THREADS = powers(32, 512)
 
 
 def build(problem: WtaHash, decisions: Decisions) -> Program:
-    import tvm
     from tvm.script import tirx as T
 
-    from tvm_sparse.core.arguments import beside, matched
+    from tvm_sparse.core.arguments import beside
 
+    from ..interface import gpu_program
     from ..lsh import naive
 
     step = naive.hash_elements(
@@ -24,15 +24,12 @@ def build(problem: WtaHash, decisions: Decisions) -> Program:
     )
 
     # fmt: off
-    @T.prim_func
-    def main(hidden: T.handle, permutations: T.handle, codes: T.handle):
-        batch = T.int32()
-        bands = T.int32()
-        io = T.meta_var(matched(problem, (hidden, permutations, codes), {"batch": batch, "bands": bands}))
+    @T.inline
+    def body(io):
         T.device_entry()
-        step(beside(io, {"rows": batch}))
+        step(beside(io, {"rows": io.batch}))
     # fmt: on
-    return Program(tvm.IRModule({"main": main.with_attr("global_symbol", "main")}), pipeline="tirx")
+    return gpu_program(problem, body)
 
 
 hash_elements = Template(

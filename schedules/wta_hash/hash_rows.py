@@ -12,11 +12,11 @@ from tvm_sparse.core.template import Decisions, Program, Table, Template, ceildi
 from tvm_sparse.formats.wta import index_bits
 from tvm_sparse.operators.wta_hash.problem import WtaHash
 
-# Bands of a task: with fewer, more time goes into the layout of its rows.
+# Bands per task: with fewer, more time goes into the layout of a task's rows.
 CHUNK = powers(64, 1024)
-# Rows of a task.
+# Rows per task.
 SIMD = (8, 16, 32)
-# Tasks that one thread goes through while others would wake up.
+# Tasks that one thread can handle in the time in which others wake up.
 FEW = 2
 
 
@@ -29,10 +29,9 @@ def default(problem: WtaHash, machine: Machine) -> Decisions:
 
 
 def build(problem: WtaHash, decisions: Decisions) -> Program:
-    import tvm
     from tvm.script import tirx as T
 
-    from tvm_sparse.core.arguments import matched
+    from ..interface import cpu_program
 
     k, units, hidden, bits = problem.k, problem.units, problem.hidden, index_bits(problem.k)
     chunk, simd = decisions["chunk"], decisions["simd"]
@@ -77,13 +76,8 @@ def build(problem: WtaHash, decisions: Decisions) -> Program:
                 for lane in range(T.min(simd, io.batch - g * simd)):
                     io.codes[g * simd + lane, p * chunk + w] = code[lane]
 
-    @T.prim_func(s_tir=True)
-    def main(hidden_h: T.handle, permutations_h: T.handle, codes_h: T.handle):
-        T.func_attr({"global_symbol": "main", "tirx.noalias": True})
-        batch = T.int32()
-        bands = T.int32()
-        io = T.meta_var(matched(
-            problem, (hidden_h, permutations_h, codes_h), {"batch": batch, "bands": bands}, packed=True))
+    @T.inline
+    def body(io):
         if ceildiv(io.batch, simd) * ceildiv(io.bands, chunk) <= FEW:
             for t in range(ceildiv(io.batch, simd) * ceildiv(io.bands, chunk)):
                 work(io, t)
@@ -91,7 +85,7 @@ def build(problem: WtaHash, decisions: Decisions) -> Program:
             for t in T.parallel(ceildiv(io.batch, simd) * ceildiv(io.bands, chunk)):
                 work(io, t)
     # fmt: on
-    return Program(tvm.IRModule({"main": main}))
+    return cpu_program(problem, body, index="int32")
 
 
 hash_rows = Template(

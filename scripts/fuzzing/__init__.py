@@ -1,1 +1,1 @@
-"""What `fuzz.py` is made of."""
+"""The parts of `fuzz.py`."""

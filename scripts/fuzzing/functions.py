@@ -1,4 +1,4 @@
-"""Every public function with arguments nearly right."""
+"""Fuzzing every public function with nearly valid arguments."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _tables() -> dict[str, np.ndarray]:
     return {"words": hashing.words, "table": hashing.table, "always": _integers(2, 2)}
 
 
-# The right arguments of each function, by name.
+# Valid arguments of each function, by name.
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "softmax_topk": lambda: {"logits": _normal(7, 61), "k": 5, "log": False, "temperature": 1.0},
     "softmax": lambda: {"logits": _normal(7, 97), "algorithm": "online"},
@@ -112,7 +112,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "configure": lambda: {"policy": "any"},
     "load": lambda: {"folder": "/nowhere"},
 }  # fmt: skip
-# What a call may raise, by its documentation; a LoadError is one of a kernel that is not at hand.
+# The documented errors of calls; a LoadError means that a kernel is not available.
 RAISED = (TypeError, ValueError, MemoryError, tvm_sparse.Miss, ManifestError)
 ODD = (
     None, True, False, 0, 1, -1, 2, 3, 2**31, 2**63, 10**30, 0.5, -0.5, float("nan"), float("inf"), "", "x", "relu",
@@ -123,7 +123,7 @@ DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "int32", "int64",
 
 
 def changed_array(array: np.ndarray, draw: Callable[[Any], Any]) -> Any:
-    """The same array with other values, in another place, of another library, dtype or shape."""
+    """The same array with other values, or with another layout, library, dtype or shape."""
     if array.dtype.kind not in "fiubcV" or type(array) is not np.ndarray:
         return array
     how = draw(st.integers(0, 15))
@@ -171,18 +171,18 @@ def changed_array(array: np.ndarray, draw: Callable[[Any], Any]) -> Any:
     if how == 13:
         return array.view(array.dtype.newbyteorder())
     if array.dtype.byteorder == ">" or array.dtype.kind not in "fiub" or array.dtype == ml_dtypes.bfloat16:
-        return array  # PyTorch has no such
+        return array  # PyTorch does not have it
     import torch
 
-    tensor = torch.from_numpy(array.copy())  # of one element strides may be negative else
+    tensor = torch.from_numpy(array.copy())  # with one element, strides may be negative otherwise
     return tensor if how == 14 else torch.empty((array.shape[0], 0)) if array.ndim else tensor
 
 
 @st.composite
 def calls(draw: Callable[[Any], Any], name: str) -> dict[str, Any]:
-    """The arguments of a call: the right ones, up to three of them changed."""
+    """The arguments of a call: valid ones, with up to three of them changed."""
     given = CALLS[name]()
-    # Unchecked, bad tables are read out of bounds, as is documented.
+    # Invalid tables that are not checked cause reads out of bounds, as documented.
     names = sorted(key for key in given if given[key] is not True)
     for _ in range(draw(st.integers(0, 3))):
         key = draw(st.sampled_from(names))
@@ -202,7 +202,7 @@ def calls(draw: Callable[[Any], Any], name: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What is read of an argument: arrays as contiguous copies of NumPy's."""
+    """The part of an argument that is read: arrays as contiguous NumPy copies."""
     if isinstance(value, tuple | list):
         return type(value)(map(_plain, value))
     if isinstance(value, Foreign):
@@ -225,11 +225,11 @@ def _bits(value: Any) -> Any:
 
 
 def called(name: str, given: Mapping[str, Any], report: Report) -> None:
-    """One case: what the call gives, beside that of plain copies."""
+    """Run one case: compare the call with one on plain copies."""
     function = getattr(tvm_sparse, name)
     try:
         before = {key: _bits(_plain(value)) for key, value in given.items()}
-    except (TypeError, ValueError):  # lists of unequal lengths and the like, which no array is made of
+    except (TypeError, ValueError):  # lists of unequal lengths, for example, which cannot become an array
         before = {}
     try:
         result = function(**given)
@@ -240,7 +240,7 @@ def called(name: str, given: Mapping[str, Any], report: Report) -> None:
     if before and {key: _bits(_plain(value)) for key, value in given.items()} != before:
         raise AssertionError("an argument was written")
     plain = {key: _plain(value) for key, value in given.items()}
-    # A dense product of another layout is summed in another order; calls like an earlier one take True for 1.
+    # A dense product of another layout is summed in another order; repeated calls accept True for 1.
     numbers = [key for key, value in CALLS[name]().items() if type(value) in (int, float)]
     if (
         name == "project_inputs"
@@ -283,7 +283,7 @@ def property_based(name: str, cases: int, seed: int, last: Path) -> Report:
 
 
 def functions(names: list[str], cases: int, seed: int, last: Path, kernels: bool) -> Iterator[Report]:
-    """Every function in turn; with `kernels` the right calls are compiled before, else they raise `Miss`."""
+    """Test every function in turn; with `kernels` valid calls are compiled first, otherwise they raise `Miss`."""
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as name:
         os.environ["XDG_CACHE_HOME"] = name

@@ -1,4 +1,4 @@
-"""Valid inputs, changed: their bytes, their JSON values, two of them crossed."""
+"""Mutation of valid inputs: of bytes, of JSON values, and by crossing two of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VALUES = (
 
 
 def mutated(data: bytes, others: list[bytes], rng: random.Random, structured: bool) -> bytes:
-    """Another input: of this one, or of it and another."""
+    """A mutated input, made from this one, or from it and another."""
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         if structured and rng.random() < 0.7:
             data = _other_value(data, others, rng)
@@ -54,7 +54,7 @@ def _other_bytes(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
 
 
 def _other_value(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
-    """With one value of its JSON, or of one of its lines of JSON, replaced, removed, doubled or moved."""
+    """The input with one value of its JSON, or of one of its JSON lines, replaced, removed, doubled or moved."""
     lines = data.split(b"\n") if b"\n{" in data or b"\n[" in data else [data]
     which = rng.randrange(len(lines))
     try:
@@ -92,7 +92,7 @@ def _other_value(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
 
 
 def _places(content: Any) -> Iterator[tuple[Any, Any]]:
-    """Every value of a JSON document, by what holds it and where."""
+    """Every value of a JSON document, as its container and its key or index."""
     waiting = [content]
     while waiting:
         holder = waiting.pop()

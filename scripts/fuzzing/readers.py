@@ -1,4 +1,4 @@
-"""Every file reader with inputs that coverage guides."""
+"""Fuzzing every file reader with coverage-guided inputs."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ TOPK = "softmax_topk/batch=3,vocab=37,k=4,dtype=float32"
 
 @dataclass(frozen=True)
 class Reader:
-    """Something that reads a file: valid inputs, what it does with one, and the errors that it documents."""
+    """A file reader: valid inputs, the function that reads one, and its documented errors."""
 
     seeds: Callable[[], list[bytes]]
     read: Callable[[bytes, Path], None]
     errors: tuple[type[Exception], ...] = ()
     structured: bool = True
-    share: float = 1.0  # of the cases, as some readers are slower than others
+    share: float = 1.0  # of the cases, since some readers are slower than others
 
 
 READERS: dict[str, Reader] = {}
@@ -76,7 +76,7 @@ def _manifests() -> list[bytes]:
 def _read_manifest(data: bytes, folder: Path) -> None:
     entries = manifest.read(folder, data)
     assert set(manifest.runtime(folder, data)) <= set(runtime_libraries.FILES)
-    # What was believed decides nothing but what it is about: look-ups of other problems work.
+    # Accepted content must affect nothing else: look-ups of other problems still work.
     own = dispatch.Dispatcher(logs=(), shipped=folder / "none", cache=folder / "none")
     own._folders = [dispatch._Source("folder", folder, entries)]
     own.explain(parse("softmax_topk/batch=5,vocab=37,k=4"), machine.cpu())
@@ -133,7 +133,7 @@ def _logs() -> list[bytes]:
 
 
 def _with_sums(data: bytes) -> bytes:
-    """With the right checksums, as whoever wants to deceive would write it."""
+    """The input with right checksums, as an attacker would write them."""
     lines = []
     for line in data.split(b"\n"):
         try:
@@ -162,7 +162,7 @@ READERS["log"] = Reader(_logs, _read_log, share=0.5)
 
 def _predictors() -> list[bytes]:
     content = json.loads((paths.shipped_logs() / "sm_90a" / "nhot_lookup" / "predictor.json").read_text())
-    # A few of its trees: a file of 200 KB would be mutated where nothing looks.
+    # Only a few of its trees: in a file of 200 KB most mutations would hit data that is not checked.
     end = content["roots"][2]
     content["roots"] = content["roots"][:2]
     for name in ("feature", "value", "left", "missing_left"):
@@ -328,7 +328,7 @@ def _read_saved(kind: Any, suffix: str) -> Callable[[bytes, Path], None]:
 
 
 def _with_lengths(data: bytes) -> bytes:
-    """A safetensors file begins with the length of its header, which a longer header would else contradict."""
+    """A safetensors file begins with the length of its header, which must match a mutated header."""
     end = data.find(b"}}", 8)
     return (end + 2 - 8).to_bytes(8, "little") + data[8:] if len(data) % 2 and end > 0 else data
 
@@ -344,7 +344,7 @@ for _suffix, _share in ((".npz", 0.2), (".safetensors", 0.5)):
 
 
 def guided(name: str, cases: int, seed: int, last: Path) -> Report:
-    """Mutate the reader's inputs, and keep those that show something new."""
+    """Mutate the reader's inputs, and keep those that reach new transitions."""
     reader, rng, report = READERS[name], random.Random(seed), Report(name, "coverage-guided")
     known: set[Any] = set()
     coverage, started = Coverage(), time.monotonic()

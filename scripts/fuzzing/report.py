@@ -1,4 +1,4 @@
-"""What fuzzing finds, and which ways through the package an input takes."""
+"""Findings of fuzzing, and the coverage of an input."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any
 import tvm_sparse
 
 PACKAGE = str(Path(tvm_sparse.__file__).parent)
-# A case that takes more of a processor's time, in seconds.
+# Processor seconds above which a case is a finding.
 SLOW = 10.0
 
 
 @dataclass
 class Report:
-    """What came of a target's cases."""
+    """Results of a target's cases."""
 
     target: str
     how: str
     cases: int = 0
     taken: int = 0
     refused: int = 0
-    kept: int = 0  # inputs that showed something new
-    ways: int = 0  # from line to line of the package
+    kept: int = 0  # inputs that reached new transitions
+    ways: int = 0  # transitions between lines of the package
     findings: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
 class Coverage:
-    """The ways from line to line of this package that the block has gone."""
+    """Records the transitions between lines of this package that the block takes."""
 
     def __init__(self) -> None:
         self.ways: set[tuple[Any, int, int]] = set()
@@ -61,7 +61,7 @@ class Coverage:
 
 
 def found_error(report: Report, error: BaseException, what: str) -> None:
-    """Note a finding, the same one once."""
+    """Note a finding, without duplicates."""
     import traceback
 
     where = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(PACKAGE)]

@@ -1,4 +1,6 @@
-"""The generated parts of the documentation, a module a subject; each fills what `register.PARTS` names."""
+"""The generated parts of the documentation, one module for each subject; each registers its parts
+in `register.PARTS`.
+"""
 
 from . import (
     calls,
@@ -11,6 +13,7 @@ from . import (
     output_layer,
     papers,
     parser,
+    present,
     products,
     recurrent,
     sampler,
@@ -29,6 +32,7 @@ __all__ = [
     "output_layer",
     "papers",
     "parser",
+    "present",
     "products",
     "recurrent",
     "sampler",

@@ -1,4 +1,4 @@
-"""What a call costs the host, and a first one."""
+"""Host time of calls, and of first calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def call_costs() -> str:
     ratios = ("ours / (raw + allocations)", "ours / torch", "custom / ours")
 
     def call(problem: str) -> str:
-        """The operator, and what tells several calls of it apart: its form, and whether a sampler has a top_k."""
+        """The operator, with the details that distinguish its calls: their form, and whether a sampler has a top_k."""
         words, _, form = problem.rstrip(")").partition(" (")
         told = [*(["no top_k"] if "whole=1" in words else []), *([form] if form else [])]
         return code(words.split()[0]) + (f", {', '.join(told)}" if told else "")
@@ -34,7 +34,7 @@ def call_costs() -> str:
 
 @part
 def first_calls() -> str:
-    """Of calls whose kernel was compiled, and of those whose kernel was built ahead."""
+    """A table of first calls, with kernels that are compiled and with prebuilt ones."""
     sentences = []
     for name, what in (
         ("first-call-compiled-h200", "at shapes that nobody had tuned, in a process with PyTorch imported"),

@@ -16,7 +16,7 @@ def headline_chart() -> str:
     """Bars of geometric means on a logarithmic axis, with the range over shapes as a line."""
     left, top, row, width = 330, 58, 34, 470
     height = top + row * len(headlines()) + 34
-    # Powers of two that hold every range.
+    # Powers of two that include every range.
     least = 2.0 ** math.floor(math.log2(min(min(h.ratios) for h in headlines())))
     most = 2.0 ** math.ceil(math.log2(max(max(h.ratios) for h in headlines())))
 
@@ -70,7 +70,7 @@ STAGES = (
 
 
 def flow_chart() -> str:
-    """The one-way flow: what each stage is, and which part of the package makes it."""
+    """The one-way flow: each stage, and the part of the package that makes it."""
     wide, gap, high, top = 108, 22, 62, 48
     total = len(STAGES) * (wide + gap) - gap + 40
     rooms = (

@@ -24,7 +24,7 @@ def first_sentence(docstring: str | None) -> str:
 
 
 def required(function: Callable[..., Any]) -> str:
-    """A call with the arguments that have to be given."""
+    """A call with its required arguments."""
     given = inspect.signature(function).parameters.values()
     return f"{function.__name__}({', '.join(p.name for p in given if p.default is p.empty)})"
 
@@ -33,12 +33,12 @@ def builtin() -> tuple[registry.Operator, ...]:
     return registry.BUILTIN
 
 
-# Operators that are steps of `LshHead`, which docs/ describes: README.md has no room for them.
+# Operators that are steps of `LshHead`, described in docs/: README.md has no room for them.
 STEPS_OF_LSH = ("lsh_topk", "wta_hash", "lsh_lookup", "compaction", "lsh_candidates", "candidate_logits")
 
 
 def own_functions(operator: registry.Operator) -> list[Callable[..., Any]]:
-    """The operator's public calls, without what prepares their arguments."""
+    """The operator's public calls, without functions that prepare their arguments."""
     found = (getattr(operator.call, name) for name in operator.public)
     return [one for one in found if inspect.isfunction(one) and one.__module__ == operator.call.__name__]
 
@@ -66,7 +66,7 @@ def operators_of_docs() -> str:
 
 
 def tables_of(operator: registry.Operator, template: Template) -> list[Mapping[str, Sequence[int]]]:
-    """The template's tables of decisions for the operator's own shapes that it fits."""
+    """The template's tables of decisions for those of the operator's own shapes that it fits."""
     keys = (*operator.shapes.QUICKSTART, *operator.shapes.REALISTIC, *operator.shapes.AWKWARD)
     problems = [registry.make(operator.name, operator.problem.example), *map(registry.parse, keys)]
     where = machine.Machine("cuda", "sm_90a", "sm_90a", cores=132)

@@ -9,7 +9,7 @@ from .text import code, listed, table
 
 @part
 def fault_tables() -> str:
-    """What `scripts/faults.py` has injected, a table for each machine that it has run on."""
+    """The faults injected by `scripts/faults.py`, one table for each machine."""
     tables = []
     for path in sorted(RESULTS.glob("faults-*.csv")):
         found = results(path.stem)
@@ -25,7 +25,7 @@ def fault_tables() -> str:
 
 @part
 def faults_sentence() -> str:
-    """What all injected faults, mutated inputs and the sanitizer's tools have found together."""
+    """The findings of injected faults, mutated inputs and the sanitizer's tools together."""
     rows = [row for path in sorted(RESULTS.glob("faults-*.csv")) for row in results(path.stem).rows]
     injected, lost, wrong, silent = (
         sum(int(row[name]) for row in rows)
@@ -44,17 +44,17 @@ def faults_sentence() -> str:
 
 @part
 def sanitizer_table() -> str:
-    """What `scripts/sanitize.py` has found, a line for each run."""
+    """The findings of `scripts/sanitize.py`, one line for each run."""
     [path] = RESULTS.glob("sanitize-*.csv")
     found = results(path.stem)
     columns = ("tool", "date", "passed", "failed", "skipped", "left", "errors", "seconds")
-    every = max((row["files"] for row in found.rows), key=len)  # what the script runs unless it is told which
+    every = max((row["files"] for row in found.rows), key=len)  # the script's default selection
     rows = [[row["tool"], _checked(row, every), *(row[column] for column in columns[1:])] for row in found.rows]
     return f"{found.facts['device']}:\n\n{table(('tool', 'tests', *columns[1:]), rows)}"
 
 
 def _checked(row: dict[str, str], every: str) -> str:
-    """Of which tests a run of the sanitizer was, where `every` are the files of all."""
+    """The tests of a run of the sanitizer; `every` are the files of all tests."""
     first = row["selection"].split()[0].strip("()")
     if first != "not":
         return code(first)
@@ -65,7 +65,7 @@ def _checked(row: dict[str, str], every: str) -> str:
 
 @part
 def fuzz_table() -> str:
-    """What `scripts/fuzz.py` has tried."""
+    """The cases and findings of `scripts/fuzz.py`."""
     [path] = RESULTS.glob("fuzz-*.csv")
     found = results(path.stem)
     head = ("reader or function", "inputs", "taken", "refused", "inputs that showed more", "findings")

@@ -1,4 +1,4 @@
-"""Times of the fastest other library over ours: the sentence of README.md, and what its chart shows."""
+"""Times of the fastest other library over ours: the sentence of README.md, and the data of its chart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .text import listed, times_as
 
 @dataclass(frozen=True)
 class Headline:
-    """Ratios of one kind: how many times as long as ours another takes, a problem each."""
+    """Ratios of one kind: the peer's time over ours, for each problem."""
 
     what: str
     against: str

@@ -1,24 +1,25 @@
-"""What recorded trials tell: distributions, failures, models, budgets; simulated searches."""
+"""Results of recorded trials: distributions, failures, models, budgets; and of simulated searches."""
 
 from __future__ import annotations
 
 import collections
 import statistics
 import textwrap
+from functools import partial
 
 from tvm_sparse.core import registry
 from tvm_sparse.records.space import read as read_space
 from tvm_sparse.tuning.strategies import DEFAULT
 
-from .register import part
-from .results import RESULTS, Row, provenance, results
+from .register import PARTS, part
+from .results import RESULTS, Row, provenance, results, studied
 from .text import WIDTH, code, listed, percent, table, us
 
 TRIALS_GPU = "sm_90a"
 
 
 def _number(row: Row, name: str, digits: int = 2) -> str:
-    """A figure, with its interval where it has one; empty where there is none."""
+    """A figure, with its interval if it has one; empty if missing."""
     if not row[name]:
         return ""
     text = f"{float(row[name]):.{digits}f}"
@@ -49,7 +50,7 @@ def trials_failures() -> str:
 
 @part
 def trials_importance() -> str:
-    """Of each template the decisions whose interval leaves 0 out, where the model explains something."""
+    """For each template the decisions whose interval excludes 0, if the model explains something."""
     kinds: dict[tuple[str, ...], list[Row]] = {}
     for name in ("trials-importance", "trials-spaces-importance"):
         for r in results(name).rows if (RESULTS / f"{name}.csv").exists() else ():
@@ -86,7 +87,9 @@ def trials_models() -> str:
 
 @part
 def trials_models_sentence() -> str:
-    """Which model's favourite is fastest, after how many points, and where intervals tell it from MetaSchedule's."""
+    """Which model's first choice is fastest, after how many points, and where intervals distinguish it from
+    MetaSchedule's.
+    """
     rows = [r for r in results("trials-models").rows if r["arch"] == TRIALS_GPU and r["top5_low"]]
     said = []
     for learnt in ("8", "16", "32"):
@@ -183,7 +186,7 @@ def searches_warm() -> str:
 
 @part
 def searches_findings() -> str:
-    """What the rows of all spaces together say, in words."""
+    """Conclusions from the rows of all spaces together."""
     blocks, each = [], list[str]()
     for start, after in STARTS.items():
         rows = {r["strategy"]: r for r in _search_rows(start, "all")}
@@ -220,7 +223,7 @@ def searches_findings() -> str:
             + "."
         )
         blocks.append(" ".join(said))
-    # What the loop leaves is of the start that `tune` has.
+    # After the loop these are the lines of `tune`'s own start.
     verdict = f"there {listed(each)}" if each else "nothing is better there"
     blocks.append(
         f"`tune` starts in the second way. It takes {code(DEFAULT)} unless `--strategy` names another: {verdict}."
@@ -276,3 +279,10 @@ def halves_measured() -> str:
     ]  # fmt: skip
     head = ["problem", "trials shipped", "trials", "shipped, us", "found, us", "fallback, us", "found / shipped"]
     return f"{provenance(f'{HALVES}-h200')}: {found.facts['ratio']}.\n\n" + table(head, rows)
+
+
+PARTS["where-trials"] = partial(studied, "trials-distribution")
+PARTS["where-searches"] = partial(studied, SEARCHES)
+PARTS["where-gain"] = partial(studied, GAINS)
+PARTS["where-halves"] = partial(studied, f"{HALVES}-{TRIALS_GPU}")
+PARTS["where-prediction"] = partial(studied, "prediction-sm_90a")

@@ -10,7 +10,7 @@ from tvm_sparse.core import machine, registry, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.records import Log
-from tvm_sparse.schedules.vocabulary import renamed
+from tvm_sparse.schedules.vocabulary import present
 
 from .register import PARTS, part
 from .results import ROOT, Row, Times, loses, results, where
@@ -29,7 +29,7 @@ RECALLS = ("lsh-recall-minilm", "lsh-recall-minilm-beam12")
 
 
 def least_read(name: str) -> dict[tuple[str, ...], dict[str, Row]]:
-    """By hash (k, units, bands) and recall the line that reads least, over all numbers of frequent words."""
+    """By hash (k, units, bands) and recall, the line that reads least, over all numbers of frequent words."""
     found: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in results(name).rows:
         lines = found.setdefault((row["k"], row["units"], row["bands"]), {})
@@ -73,7 +73,7 @@ def lsh_recall_sentence() -> str:
     )
 
 
-# The steps of Shi, Xu & Knight 2018, table 4, and the programs that hold several.
+# The steps of Shi, Xu & Knight 2018, table 4, and the programs that combine several.
 LSH_STEPS = ("WTA hash", "look-up", "candidate list", "copy of embeddings", "product", "softmax + top-n")
 FUSED_STEPS = {"hash to list, fused": "lsh_candidates", "gathered product": "candidate_logits",
                "gathered product to top-n, fused": "candidate_topk"}  # fmt: skip
@@ -87,7 +87,7 @@ def table4() -> dict[str, Row]:
 
 
 def step_sums() -> tuple[float, float]:
-    """Microseconds of the steps one after the other: over all words, and by LSH."""
+    """Sums of the steps' microseconds: over all words, and by LSH."""
     steps = table4()
     full, lsh = (
         sum(float(steps[prefix + n]["microseconds"]) for n in LSH_STEPS if prefix + n in steps)
@@ -123,7 +123,7 @@ def shi_xu_knight_calls() -> str:
 
 @part
 def lsh_steps() -> str:
-    """Steps of the LSH head beside its peers, a line a vocabulary and dtype."""
+    """Steps of the LSH head and its peers, one line for each vocabulary and dtype."""
     names = (LSH_HEAD, EXACT_HEAD, CHAIN, TORCH_HEAD)
     found: dict[tuple[str, str], dict[str, float]] = {}
     for row in results(STEPS).rows:
@@ -137,7 +137,7 @@ def lsh_steps() -> str:
 
 @part
 def lsh_beam_step() -> str:
-    """Parts of a beam-search step, by what its output layer is."""
+    """Parts of a beam-search step, by its output layer."""
     found: dict[str, dict[str, float]] = {}
     for row in results(TABLE1).rows:
         found.setdefault(row["part"], {})[row["output"]] = float(row["microseconds"])
@@ -201,7 +201,9 @@ def of_shape(key: Sequence[str]) -> str:
 
 
 def heads() -> dict[tuple[str, ...], tuple[Times, float]]:
-    """Microseconds by contender, and the share of the limit at which the head reads, of each shape's latest run."""
+    """By contender, microseconds and the share of the memory limit reached by the head, from each
+    shape's latest run.
+    """
     found: dict[tuple[str, ...], tuple[Times, float]] = {}
     for name in (HEAD, HEAD_AGAIN):
         shares = {
@@ -232,7 +234,7 @@ def head_peers() -> str:
 
 @part
 def head_cold() -> str:
-    """The head with nothing of the embedding in the L2 cache, and what it takes where calls follow upon each other."""
+    """The head with nothing of the embedding in the L2 cache, and with calls that follow each other directly."""
     hot = results(HEAD).by(*OF_HEAD)
     rows = []
     for key, times in results(HEAD_COLD).by(*OF_HEAD).items():
@@ -274,7 +276,7 @@ def head_sentence() -> str:
 
 @part
 def after_product() -> str:
-    """What comes behind a product, and what it adds, a line a batch."""
+    """Kernels after a product, and the time they add, one line for each batch."""
     found: dict[str, dict[str, Row]] = {}
     for row in results(AFTER).rows:
         found.setdefault(row["batch"], {})[row["behind_product"]] = row
@@ -292,16 +294,20 @@ def after_product() -> str:
     return table(["batch", "product", *adds], rows)
 
 
-# By template what has happened when a phase ends, in this order, and the phases of which a kernel has one.
+# By template, the event at the end of each phase, in order, and the phases that a kernel has once.
 SEEN = {
+    "head_rings": {
+        "hidden states loaded": ("taken: end_states", "taken: load_states", "dealt: load_states"),
+        "words multiplied": ("taken: join_tiles", "dealt: join_tiles"),
+        "second kernel proceeds": ("kernel: wait",),
+        "best tiles found": ("search: collect_bits", "search: collect"),
+        "their words that count found": ("kernel: collect_near",),
+        "ranked and written": ("search: rank_few", "search: rank"),
+    },
+    # As results of before name its phases.
     "head_tiles": {
-        "hidden states loaded": (
-            "dynamic: end_states",
-            "dynamic: load_states",
-            "ring: load_states",
-            "product: load_states",
-        ),
-        "words multiplied": ("dynamic: join_sums", "ring: join_sums", "product: join_sums"),
+        "hidden states loaded": ("dynamic: end_states", "dynamic: load_states"),
+        "words multiplied": ("dynamic: join_sums",),
         "second kernel proceeds": ("best: wait",),
         "best tiles found": ("best: collect_bits", "best: collect"),
         "their words that count found": ("best: collect_near",),
@@ -329,8 +335,9 @@ SEEN = {
 
 
 def timeline(name: str, template: str, axes: Sequence[str]) -> str:
-    """Microseconds from the first wait until the last thread block has come to the end of phases, a column a problem;
-    the last line is a whole call, of calls that are not behind a product."""
+    """Microseconds from the first wait until the last thread block has reached the end of each phase, one column for
+    each problem; the last line is a whole call, for calls without a preceding product.
+    """
     ends: dict[str, dict[str, float]] = {}
     calls: dict[str, str] = {}
     for row in results(name).rows:
@@ -411,7 +418,7 @@ def lsh_quality_data() -> str:
 
 
 def measured_decisions() -> Iterator[tuple[str, Problem, str, str]]:
-    """File, problem, decisions and their origin of what the runs of the output layer have measured of ours."""
+    """File, problem, decisions and their origin, for our kernels in the runs of the output layer."""
     again = results(HEAD_AGAIN).by(*OF_HEAD)
     for name in (HEAD, HEAD_AGAIN, SPECVOCAB, TABLE4):
         for row in results(name).rows:
@@ -429,9 +436,8 @@ def measured_decisions() -> Iterator[tuple[str, Problem, str, str]]:
             problem = registry.parse(f"{operator}/{','.join(f'{axis}={given[axis]}' for axis in axes)}")
             decisions, _, origin = row["kernel"].rpartition(" (")
             run = Candidate.parse(decisions)
-            # Under the names of now, and with what came later.
-            run = dataclasses.replace(run, decisions=renamed(run.template, run.decisions))
-            yield name, problem, str(run), origin.rstrip(")")
+            # Under the present names of template and decisions.
+            yield name, problem, str(present(run)), origin.rstrip(")")
 
 
 OUTPUT_LAYER = (
@@ -441,13 +447,13 @@ OUTPUT_LAYER = (
 
 
 def records_of(operator: str) -> int:
-    """Problems of an operator that a record of the H200 ships for."""
+    """Number of an operator's problems with a shipped record of the H200."""
     return len(Log(ROOT / "tuning_logs", "sm_90a", operator).best())
 
 
 @part
 def head_decisions() -> str:
-    """Whose decisions the runs of the output layer were made with, and which are still the defaults."""
+    """The origin of the decisions in the runs of the output layer, and which of them are still the defaults."""
     card = machine.Machine("cuda", "sm_90a", "sm_90a", cores=132)
     recorded: list[str] = []
     heads = 0

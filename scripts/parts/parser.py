@@ -1,4 +1,4 @@
-"""How fast programs are parsed, and which of them hold CUDA text."""
+"""Speed of parsing programs, and the programs with CUDA text."""
 
 from __future__ import annotations
 

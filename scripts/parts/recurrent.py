@@ -1,11 +1,11 @@
-"""Recurrent layers beside cuDNN, and the tables of Zhu, Pool et al."""
+"""Recurrent layers compared with cuDNN, and the tables of Zhu, Pool et al."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
 from .register import part
-from .results import Times, results, where
+from .results import RESULTS, Times, provenance, results, where
 from .text import table, times_as, us
 
 RNN, ZHU_TABLE1, ZHU_FIGURES, ZHU_TABLES = (
@@ -16,7 +16,7 @@ LAYER, LAYER_PRODUCT, MODULE = "sparse layer", "sparse layer + input product", "
 
 
 def recurrent_rows(name: str, *more: str, first: Callable[[Sequence[str]], str]) -> Iterator[list[str]]:
-    """Of each call a line: `first` of its columns (`more` of them before those of a call), times, and ratios."""
+    """A line for each call: `first` of its columns (`more` of them before those of a call), times, and ratios."""
     cases: dict[tuple[str, ...], dict[str, Times]] = {}
     for (*key, dtype), times in results(name).by(*more, *OF_CALL, "dtype").items():
         cases.setdefault(tuple(key), {})[dtype] = times
@@ -78,3 +78,17 @@ def zhu_pool_tables23() -> str:
 
     rows = recurrent_rows(ZHU_TABLES, "table", first=first)
     return f"{where(ZHU_TABLES)}\n\n{table(['table: layer', *RNN_COLUMNS], rows)}"
+
+
+PRUNED = "pruned-lstm-h200"
+
+
+@part
+def pruned_lstm() -> str:
+    """Losses of the example's language model, dense, pruned at once, and pruned gradually."""
+    if not (RESULTS / f"{PRUNED}.csv").exists():
+        return "It prints the losses; the machine of this project's figures has not run it since it writes them down."
+    found = results(PRUNED)
+    rows = [[row["model"], row["loss"]] for row in found.rows]
+    kept = f"{100 * float(found.rows[0]['density']):.3g} % of the recurrent weights are kept"
+    return f"{provenance(PRUNED)}; {kept}.\n\n{table(['model', 'nats a word of held-out text'], rows)}"

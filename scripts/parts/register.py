@@ -1,4 +1,4 @@
-"""What fills the generated parts of the documentation, by name."""
+"""The functions that fill the generated parts of the documentation, by name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ PARTS: dict[str, Callable[[], str]] = {}
 
 
 def part(function: Callable[[], str]) -> Callable[[], str]:
-    """Register what fills the parts of this name, with hyphens for underscores."""
+    """Register a function for the part with its name, with hyphens instead of underscores."""
     PARTS[function.__name__.replace("_", "-")] = function
     return function

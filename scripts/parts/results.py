@@ -1,4 +1,4 @@
-"""The CSV files of results/, and sentences on where and when they were measured."""
+"""The CSV files of results/, and sentences on their device, date and method."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from reproduction import trials_in
 
 from tvm_sparse.bench.compare import NAME
 from tvm_sparse.core import registry
@@ -20,13 +22,13 @@ Times = Mapping[str, float]  # microseconds by implementation
 
 @dataclass(frozen=True)
 class Results:
-    """One CSV file: what its comments say of where and when, and its lines."""
+    """One CSV file: its comments, on device, date and method, and its lines."""
 
     facts: Mapping[str, str]
     rows: tuple[Row, ...]
 
     def by_problem(self, **having: str) -> dict[Problem, Times]:
-        """Microseconds by implementation, of the problems of the lines whose columns are `having`."""
+        """Microseconds by implementation for each problem, from the lines with these values in the columns `having`."""
         found: dict[Problem, dict[str, float]] = {}
         for row in self.rows:
             if row["microseconds"] and all(row[name] == value for name, value in having.items()):
@@ -34,7 +36,7 @@ class Results:
         return dict(found)
 
     def by(self, *columns: str) -> dict[tuple[str, ...], Times]:
-        """Microseconds by implementation, of the lines that agree in these columns."""
+        """Microseconds by implementation, from lines with equal values in these columns."""
         found: dict[tuple[str, ...], dict[str, float]] = {}
         for row in self.rows:
             if row["microseconds"]:
@@ -51,7 +53,7 @@ def results(name: str) -> Results:
 
 
 def provenance(*names: str) -> str:
-    """Device, versions and dates of some files of results, as half a sentence."""
+    """Device, versions and dates of some result files, as half a sentence."""
     files = [results(name).facts for name in names]
     days = sorted({facts["date"][:10] for facts in files})
     devices = " and ".join(dict.fromkeys(facts["device"] for facts in files))
@@ -63,24 +65,34 @@ def provenance(*names: str) -> str:
     return f"{devices}, {torch}, {' to '.join(dict.fromkeys((days[0], days[-1])))}"
 
 
+def studied(name: str) -> str:
+    """Date of a study of the records, the number of their trials then, and that of the trials that ship."""
+    facts = results(name).facts
+    then, now = int(facts["recorded"].split()[0]), trials_in(ROOT / "tuning_logs")
+    today = "which ship" if then == now else f"{now:,} ship"
+    return f"{facts['date'][:10]}, from {then:,} recorded trials ({today})."
+
+
 def best(times: Times, *prefixes: str) -> float:
-    """The least time of the others, or of those of them whose name begins so."""
+    """The least time of the other libraries, or of those whose name has one of these prefixes."""
     return min(t for name, t in times.items() if name != NAME and name.startswith(prefixes or ("",)))
 
 
 def loses(ratio: float) -> bool:
-    """Whether another one's time over ours is less than 1 as it is printed; two runs of one kernel differ by more."""
+    """Whether a peer's time over ours is less than 1 as printed; two runs of one kernel differ by more than the
+    rounding.
+    """
     return round(ratio, 2) < 1
 
 
 def where(*names: str) -> str:
-    """Where, when and how some files of results were measured."""
+    """Device, date and method of some result files."""
     timing = {results(name).facts["timing"] for name in names}
     graphs = all(text.startswith("CUDA graphs") for text in timing)
     rotated = all("past the L2 cache" in text for text in timing)
     return (
         f"{provenance(*names)}; microseconds a call {'in CUDA graphs' if graphs else 'from Python'}, inputs"
         f" {'rotated past the L2 cache' if rotated else 'hot'}."
-        # Of a file that was put together of several runs.
+        # From a file that combines several runs.
         + "".join(f" {results(name).facts['runs']}" for name in names if "runs" in results(name).facts)
     )

@@ -12,7 +12,7 @@ BODY = "body alone"
 
 @part
 def replace_sampler() -> str:
-    """What each way adds to the body of the model, eager and in a CUDA graph."""
+    """The time that each way adds to the body of the model, eager and in a CUDA graph."""
     if not (RESULTS / f"{REPLACED}.csv").exists():
         return (
             "The script has not been run on the machine of this project's figures yet; run on yours it prints the time"

@@ -53,7 +53,7 @@ def softmax_topk_ratios() -> str:
 
 
 def limit() -> float:
-    """Bytes a second that one kernel reads on the card that was measured."""
+    """Bytes per second that one kernel reads on the measured card."""
     return dict(machine.READ_BANDWIDTH)["H200"]
 
 

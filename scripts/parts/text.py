@@ -1,4 +1,4 @@
-"""Numbers and tables as Markdown has them."""
+"""Formatting numbers and tables as Markdown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def times_as(value: float) -> str:
 
 
 def span(values: Iterable[float], digits: int = 2) -> str:
-    """`0.93 to 1.13`, or `0.93` where least and most are alike."""
+    """`0.93 to 1.13`, or `0.93` if minimum and maximum are printed alike."""
     some = sorted(values)
     return " to ".join(dict.fromkeys(f"{value:.{digits}f}" for value in (some[0], some[-1])))
 

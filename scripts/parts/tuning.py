@@ -1,4 +1,4 @@
-"""How tuning scales with devices, and what look-up predicts."""
+"""Scaling of tuning with devices, and predictions of look-up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .text import code, percent, table, times_as
 
 @part
 def predicted_choices() -> str:
-    """What choices for problems that nobody tuned take over the best recorded, all batches of a problem left out."""
+    """Times of predicted choices over the best recorded ones, for problems left out with all their batches."""
     found: dict[str, dict[str, Row]] = {}
     for row in results("prediction-sm_90a").rows:
         if row["left_out"] == "all batches":
@@ -27,7 +27,7 @@ def predicted_choices() -> str:
     return table(head, rows)
 
 
-# A projection is made of parts of what has been measured on most devices' kind: GPUs where there are such results.
+# A projection uses measurements on the kind of device with most of them: GPUs if there are such results.
 SCALING = ("tuning-scaling-h200", "tuning-scaling-x86-64-v4")
 PROJECTED = (1, 8, 100)
 

@@ -1,18 +1,18 @@
-"""Where the time of a candidate's build goes: `python scripts/probes/compile_time.py [PROBLEM TEMPLATE]...`.
+"""The parts of a candidate's build time: `python scripts/probes/compile_time.py [PROBLEM TEMPLATE]...`.
 
 For the default candidate of each template, compiled for sm_90a (no GPU is needed):
 
-    child start   the build worker's, from its command to its first reply ready: Python and the imports
-    first         the first build of that process, which also imports the compiler: what a first call waits for
-    second        the same build again: what a later first call waits for, as the worker stays for a while
+    child start   start of the build worker until it is ready: Python and the imports
+    first         the first build of that process, which also imports the compiler, as in a first call
+    second        the same build again, as in a later first call, since the worker is kept for a while
     parse         the template's program (`Template.build`): TVMScript into TIR
-    lower         TVM's passes and the code generators, all but the next one
+    lower         TVM's passes and code generators, without NVRTC
     nvrtc         the CUDA compiler
     link          the object files into a shared library
     rest          object files, the cubin's resources
 
-Figures are processor seconds of the process and its children, the least of a few builds: they hardly depend on what
-else the machine does. The wall clock of a quiet machine says the same.
+Figures are processor seconds of the process and its children, the minimum of a few builds, which hardly depend on the
+machine's load. On an idle machine the wall clock gives the same.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ MACHINE = resolve("sm_90a")
 
 
 def spent() -> float:
-    """Processor seconds of this process and of the children that it has waited for."""
+    """Processor seconds of this process and of its finished children."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 class Split:
-    """Processor seconds by part; a part that is called inside another is not counted there."""
+    """Processor seconds by part; a part called within another is counted only for the inner one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -103,7 +103,9 @@ def one_build(problem: Problem, candidate: Candidate, folder: Path) -> dict[str,
 
 
 def in_a_child(problem: Problem, candidate: Candidate, folder: Path) -> dict[str, float]:
-    """What a build worker takes to start, for its first build and for another one; wall clock beside the processor."""
+    """The times of a build worker to start, for its first build and for another one; wall clock and
+    processor seconds.
+    """
     figures = {}
     with Worker(BUILD_WORKER, name="build") as worker:
         for name in ("child start", "first", "second"):
@@ -120,7 +122,7 @@ def in_a_child(problem: Problem, candidate: Candidate, folder: Path) -> dict[str
 
 
 def _spent_by(pid: int | None) -> float:
-    """Processor seconds of a living process and of the children that it has waited for."""
+    """Processor seconds of a living process and of its finished children."""
     import os
 
     if pid is None:

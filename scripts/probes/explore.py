@@ -1,12 +1,12 @@
-"""Time points of a template's space side by side, while its kernel is being written.
+"""Time points of a template's space, for use while its kernel is being written.
 
     python scripts/probes/explore.py head_topk/batch=10,vocab=100352,hidden=1024,k=20,dtype=bfloat16 \
-        --template head_tiles --fix tile_m=16 --fix blocks=132,264 --points 60
+        --template head_rings --fix tile_m=16 --fix blocks=132,264 --points 60
 
-Points are drawn at random from what `--fix` leaves of the space, the default beside them; they are compiled on all
-cores, checked on every structure of a smaller problem, and timed one after the other on the data that are tuned. What
-is wrong is said and not timed. Nothing is recorded, and nothing searched: that is what `tvm-sparse tune` is for, which
-checks more and takes longer. Times are of a kernel alone, in a CUDA graph, inputs hot.
+The default and random points of the space, restricted by `--fix`, are compiled on all cores, checked on every structure
+of a smaller problem, and timed one after the other on the tuned structure. Wrong ones are reported and not timed.
+Nothing is recorded or searched: use `tvm-sparse tune` for that, which checks more and takes longer. Times are of a
+kernel alone, in a CUDA graph, with hot inputs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ POISON = 0xFF
 def drawn(
     template: Template, problem: Problem, machine: Machine, fix: list[str], count: int, seed: int
 ) -> list[Candidate]:
-    """The default, and as many other points."""
+    """The default, and random points up to `count`."""
     table = template.space(problem, machine)
     space = spaces.narrowed(table, fixed_values(fix, table))
     default = template.candidate(template.default(problem, machine))
@@ -54,7 +54,7 @@ def drawn(
 def compiled(
     problem: Problem, machine: Machine, candidates: list[Candidate], folder: Path
 ) -> Iterator[tuple[Candidate, dict[str, Any]]]:
-    """Each candidate and what its build replied; those that do not compile are named."""
+    """Each candidate with its build's reply; those that do not compile are reported."""
     requests = [request(problem, c, machine, folder / library_name(problem, c, machine.arch)) for c in candidates]
     with Pool(os.cpu_count() or 1, BUILD_WORKER, name="build") as pool:
         for candidate, reply in zip(candidates, list(pool.map(requests, timeout=BUILD_TIMEOUT)), strict=True):

@@ -1,1 +1,1 @@
-"""From one decision to a shared library with a manifest that refuses to lie."""
+"""From a candidate to a shared library with a checked manifest."""

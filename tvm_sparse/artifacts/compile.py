@@ -1,4 +1,4 @@
-"""Candidates of problems, compiled to shared libraries: one each, or many in one."""
+"""Compiling candidates of problems to shared libraries, one or several in each."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from . import trust
 from .manifest import symbol_of
 from .residency import unfit
 
-# What TVM calls the launch of a kernel whose thread blocks are all resident, or which fails.
+# TVM's launch parameter for cooperative kernels, whose thread blocks must all be resident.
 COOPERATIVE = "tirx.use_cooperative_launch"
 
-# Functions of tvm_ffi, which every process that loads a library has, that generated code calls by name.
+# Functions that generated code calls by name; tvm_ffi, loaded in every process that loads a library, defines them.
 OF_THE_RUNTIME = ("TVMFFIErrorSetRaisedFromCStrParts", "TVMFFIEnvModRegisterSystemLibSymbol")
 
 
@@ -34,31 +34,30 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel in a library on disk, and what is known of it without running it."""
+    """A kernel in a library on disk, with the properties that are known without running it."""
 
     path: str
     seconds: float  # to build the program, compile and link it
     workspaces: tuple[dict[str, Any], ...]  # `core.template.Workspace` as dicts, in calling order
-    # CUDA: the most that any kernel takes of each, and what it `needs` (`core.template.Template`); of a CPU its
-    # `instructions`.
+    # CUDA: the maximum of each resource over its kernels, and `core.template.Template.needs`. CPU: its `instructions`.
     resources: dict[str, int] | None
-    resident: dict[str, int] | None = None  # `core.template.Resident` as a dict, of a cooperative kernel
-    symbol: str = "main"  # of the library's function
+    resident: dict[str, int] | None = None  # `core.template.Resident` as a dict, for a cooperative kernel
+    symbol: str = "main"  # name of the library's function
 
 
-# The compiler's names of instructions of a CPU (`core.machine.X86_INSTRUCTIONS`).
+# The compiler's names of CPU instructions (`core.machine.X86_INSTRUCTIONS`).
 LLVM_ATTRIBUTES = {AVX512_BF16: "+avx512bf16"}
 
 
 def target_of(machine: Machine, *, quick_host: bool = False, instructions: Sequence[str] = ()) -> Any:
-    """The compiler's target for a machine; with `quick_host` what launches its kernels is not optimised.
+    """The compiler's target for a machine; with `quick_host` the host code, which launches kernels, is not optimised.
 
-    `instructions`: of a CPU, beyond those of its level.
+    `instructions`: those of a CPU beyond its level.
     """
     from tvm.target import Target
 
     if machine.kind == "cuda":
-        arch = machine.arch.replace("compute_", "sm_")  # whether PTX is kept is the compile callback's affair
+        arch = machine.arch.replace("compute_", "sm_")  # the compile callback decides whether PTX is kept
         host = {"kind": "llvm", "opt-level": 0} if quick_host else {"kind": "llvm"}
         return Target({"kind": "cuda", "arch": arch}, host=Target(host))
     cpu: dict[str, Any] = {"mcpu": machine.arch} if machine.arch.startswith("x86-64") else {}
@@ -79,8 +78,8 @@ def compile_candidate(
     """Build the candidate's program and export it to `path` as a shared library that holds machine code.
 
     The file is written beside `path` and renamed into place. Without a `symbol` the kernel has that of
-    `manifest.symbol_of`. `quick_host` is for a library whose kernel alone is timed, on a GPU: the host's code is
-    compiled without optimisation, which saves a fifth of a small kernel's build.
+    `manifest.symbol_of`. `quick_host` is for libraries of which only the kernel is timed, on a GPU: the host code is
+    compiled without optimisation, which saves a fifth of a small kernel's build time.
 
     Raises
     ------
@@ -100,10 +99,10 @@ def compile_bundle(
 ) -> list[Compiled | CompileError]:
     """Export one library with all of these kernels, each under the symbol given or, if that is empty, `symbol_of` it.
 
-    No two may have the same.
+    All symbols must differ.
 
-    A kernel that does not compile is left out: in its place stands why, as `compile_candidate` would raise it. If none
-    does there is no library.
+    A kernel that does not compile is left out, and the result has its `CompileError` instead. If none compiles, no
+    library is written.
     """
     parts: list[tuple[Any, Program, str, float] | CompileError] = []
     for problem, candidate, symbol in kernels:
@@ -153,10 +152,11 @@ def compile_bundle(
 def _refused_launch(
     problem: Problem, candidate: Candidate, kernels: Sequence[Mapping[str, int]], machine: Machine
 ) -> str | None:
-    """Why a GPU would refuse to launch a program for its shared memory; None if it would not, or nothing is known.
+    """Why a GPU would refuse to launch a program because of its shared memory; None if it would not, or if that is
+    unknown.
 
-    Known is a program of one kernel whose template tells the launch. The host code asks for more than
-    `Machine.shared_bytes` only where dynamic buffers alone exceed them.
+    It is known for a program of one kernel whose template declares the launch. The host code requests more than
+    `Machine.shared_bytes` only if dynamic buffers alone exceed them.
     """
     template = spaces.find(candidate.template, problem.operator)
     if template.launch is None or len(kernels) != 1:
@@ -172,7 +172,7 @@ def _refused_launch(
 def _module(
     problem: Problem, candidate: Candidate, machine: Machine, symbol: str, quick_host: bool
 ) -> tuple[Any, Program, str]:
-    """The compiler's module of one candidate, with its device code, the program that it was made of, and its symbol."""
+    """The compiler's module of one candidate, with its device code, the program it was built from, and its symbol."""
     template = spaces.find(candidate.template, problem.operator)
     if template.version != candidate.version:
         raise CompileError(f"{candidate}: the template is at version {template.version}")
@@ -181,7 +181,7 @@ def _module(
         raise CompileError(f"{candidate} is not a point of the template's space for {problem}: {reason}")
 
     if machine.kind == "cuda":
-        # Before the first compilation: without it the compiler silently falls back to shipping CUDA source.
+        # Before the first compilation: otherwise the compiler silently exports CUDA source instead.
         from . import cuda
 
         cuda.activate()
@@ -204,7 +204,7 @@ def _module(
         symbol = symbol_of(problem.key, machine.arch, candidate, tuple(map(asdict, program.workspaces)), resident)
     target = target_of(machine, quick_host=quick_host, instructions=program.instructions)
     named = program.module
-    if symbol != "main":  # its device functions are called after it
+    if symbol != "main":  # device functions are named after it
         named = tvm.IRModule({symbol: main.with_attr("global_symbol", symbol)}, attrs=program.module.attrs)
     with contextlib.ExitStack() as stack:
         stack.enter_context(target)
@@ -215,10 +215,10 @@ def _module(
 
 
 def _link(output: str, objects: Sequence[str], options: Sequence[str] = ()) -> None:
-    """Link a shared library, by the linker itself where that is enough.
+    """Link a shared library, by calling the linker directly where that suffices.
 
-    A C compiler starts it through two more processes, and has it look for what no kernel needs: in all, a hundred files
-    are opened in place of thirty. What is left undefined but what the runtime has is for the C compiler to find.
+    A C compiler starts the linker through two more processes and adds libraries that no kernel needs, which opens a
+    hundred files instead of thirty. If symbols other than the runtime's stay undefined, the C compiler links.
     """
     from tvm.support import cc
 
@@ -232,10 +232,10 @@ def _link(output: str, objects: Sequence[str], options: Sequence[str] = ()) -> N
 
 
 def _require_alignment(module: Any, candidate: Candidate) -> None:
-    """Raise if the program promises the code generator that its arguments are aligned beyond their elements.
+    """Raise if the program promises the code generator an alignment of its arguments beyond that of their elements.
 
-    That is what a buffer does that says nothing (64 bytes), and NumPy's and PyTorch's arrays do not keep it: an aligned
-    vector access then ends the process.
+    A buffer without a declaration promises 64 bytes, which arrays of NumPy and PyTorch do not guarantee; an aligned
+    vector access would then crash the process.
     """
     for argument in module["main"].params:
         promised = getattr(argument.ty, "data_alignment", 0)  # 0: a scalar
@@ -247,7 +247,7 @@ def _require_alignment(module: Any, candidate: Candidate) -> None:
 
 
 def _resources(library: Path, machine: Machine) -> dict[str, dict[str, int]] | None:
-    """What each CUDA kernel of a library takes, by its name; None of a CPU's library, and of PTX."""
+    """Resources of each CUDA kernel of a library, by its name; None for a CPU's library, and for PTX."""
     if machine.kind != "cuda":
         return None
     from . import cuda
@@ -274,11 +274,11 @@ def _resources(library: Path, machine: Machine) -> dict[str, dict[str, int]] | N
 
 
 def _of_symbol(usage: dict[str, dict[str, int]], symbol: str) -> list[dict[str, int]]:
-    """What each device function of one host function takes: they are called after it."""
+    """Resources of each device function of one host function, after which they are named."""
     own = [taken for kernel, taken in usage.items() if re.fullmatch(rf"{symbol}_kernel(_\d+)?", kernel)]
     return own or list(usage.values())
 
 
 def _most(kernels: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """The most of each that any of these device functions takes."""
+    """The maximum of each resource over these device functions."""
     return {name: max(taken.get(name, 0) for taken in kernels) for name in kernels[0]}

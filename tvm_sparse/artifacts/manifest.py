@@ -1,4 +1,4 @@
-"""The manifest of a folder of exported libraries: what each is, and what its bytes must be.
+"""The manifest of a folder of exported libraries: the content and the hash of each.
 
 manifest.json
     format      version of this layout, and of what kernels take
@@ -6,8 +6,8 @@ manifest.json
     runtime     sha256 of each file in the folder `runtime` (`runtime_libraries`), by its name
     kernels     one entry a library, see `Entry`
 
-Nothing of it is believed unchecked. A kernel's name in its library is a hash of what the entry says of it, `symbol_of`:
-a library that was made for another problem has no such kernel, whatever the manifest says.
+Every field is checked before use. A kernel's name in its library is a hash of its entry, `symbol_of`: a library that
+was made for another problem lacks this name, whatever the manifest says.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from . import runtime_libraries, trust
 
 FORMAT = 7
 NAME = "manifest.json"
-# How decisions are come by, best first: by the problem's own record, by that of a larger batch, by a model of what was
-# measured, by the record of the problem most like it, by those of another architecture, by a template's default.
+# Origins of decisions, best first: the problem's own record, that of a larger batch, a model of the measurements, the
+# record of the most similar problem, a record of another architecture, a template's default.
 HOW = ("exact", "bucket", "predicted", "nearby", "borrowed", "fallback")
-MOST_BYTES = 1 << 26  # of a manifest: some 50,000 kernels
-_LIBRARY = re.compile(r"\w[\w.\-]{0,199}", re.ASCII)  # a bare file name: no folder, and neither . nor ..
+MOST_BYTES = 1 << 26  # of a manifest: enough for some 50,000 kernels
+_LIBRARY = re.compile(r"\w[\w.\-]{0,199}", re.ASCII)  # a bare file name: without a folder, and neither . nor ..
 _WORD = re.compile(r"\w[\w.+\-]{0,99}", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _DTYPE = re.compile(r"bfloat16|(float|int|uint)(8|16|32|64)")
@@ -42,7 +42,7 @@ _MOST_EXTENT = 1 << 48
 
 
 class ManifestError(ValueError):
-    """A manifest that cannot be believed; the message names the file and what is wrong with it."""
+    """A manifest that is missing or invalid; the message names the file and the defect."""
 
 
 @dataclass(frozen=True)
@@ -58,23 +58,23 @@ class Entry:
     candidate
         Template, version and decisions.
     chosen
-        How the decisions were come by: "exact" (a record of this problem), "predicted" (by a model), "nearby",
-        "borrowed" (of another architecture) or "fallback".
+        Origin of the decisions: "exact" (a record of this problem), "predicted" (by a model), "nearby", "borrowed" (of
+        another architecture) or "fallback".
     library, sha256
-        File name beside the manifest, and the hash of its bytes. Several kernels may lie in one file.
+        File name beside the manifest, and the hash of its bytes. One file may contain several kernels.
     workspaces
         Buffers that the runtime passes after the outputs (`core.template.Workspace` as dicts).
     figures
-        What was measured when the decisions were tuned: problem, arch, seconds, fallback_seconds, session, machine and
+        Measurements from the tuning of the decisions: problem, arch, seconds, fallback_seconds, session, machine and
         date; or empty.
     resources
-        CUDA: registers, shared and local bytes and spills, the most of any kernel, and where it asks for them
-        `dynamic_shared_bytes` and the thread blocks of a `cluster` (`core.template.Template.needs`). Of a CPU's kernel
-        1 for each instruction set that it uses beyond its level's (`core.template.Program.instructions`), or None.
+        CUDA: registers, shared and local bytes and spills, the maximum over its kernels; and, if declared,
+        `dynamic_shared_bytes` and the thread blocks of a `cluster` (`core.template.Template.needs`). CPU: 1 for each
+        instruction set used beyond its level (`core.template.Program.instructions`), or None.
     resident
-        Of a cooperative kernel `core.template.Resident` as a dict: what has to run at the same time; else None.
+        For a cooperative kernel `core.template.Resident` as a dict; else None.
     symbol
-        The library's function: `symbol_of` this entry, and that is what it is unless given.
+        Name of the library's function; it must be `symbol_of` this entry, which is the default.
     """
 
     problem: str
@@ -103,13 +103,13 @@ def symbol_of(
     workspaces: Sequence[Mapping[str, Any]],
     resident: Mapping[str, int] | None,
 ) -> str:
-    """The name of a kernel in its library: a hash of all that its caller has to know of it."""
+    """The name of a kernel in its library: a hash of everything that its callers rely on."""
     said = json.dumps([problem, arch, str(candidate), list(map(dict, workspaces)), resident], sort_keys=True)
     return "k" + hashlib.sha256(said.encode()).hexdigest()[:32]
 
 
 def versions() -> dict[str, str]:
-    """The installed versions that decide whether a library can be called."""
+    """The installed versions on which it depends whether a library can be called."""
     return {name: importlib.metadata.version(name) for name in ("tvm_sparse", "apache-tvm", "apache-tvm-ffi", "numpy")}
 
 
@@ -120,8 +120,7 @@ def digest(path: Path) -> str:
 
 
 def write(folder: Path, entries: Iterable[Entry]) -> None:
-    """Write the manifest of `folder`, with the hashes of the runtime libraries that lie there, and put it in the place
-    of the one before."""
+    """Write the manifest of `folder`, with the hashes of its runtime libraries, replacing an earlier one."""
     kernels = [{**asdict(entry), "candidate": str(entry.candidate)} for entry in entries]
     trust.make_folder(folder, trust.SHARED)
     content = {
@@ -141,7 +140,7 @@ def runtime(folder: Path, content: bytes | None = None) -> dict[str, str]:
     Raises
     ------
     ManifestError
-        As `read` does, of the file as a whole.
+        As in `read`, for the file as a whole.
     """
     path, found = folder / NAME, _document(folder, content).get("runtime")
     if (
@@ -157,7 +156,7 @@ def runtime(folder: Path, content: bytes | None = None) -> dict[str, str]:
 
 
 def _document(folder: Path, content: bytes | None) -> dict[str, Any]:
-    """What the file says, as an object of this format."""
+    """The manifest as a JSON object, checked for its format."""
     path = folder / NAME
     try:
         found = json.loads(trust.read(path, MOST_BYTES) if content is None else content)
@@ -174,16 +173,16 @@ def _document(folder: Path, content: bytes | None) -> dict[str, Any]:
 
 
 def read(folder: Path, content: bytes | None = None) -> tuple[Entry, ...]:
-    """The entries of a folder's manifest, checked; the libraries themselves are checked when they are loaded.
+    """Read and check the entries of a folder's manifest; the libraries are checked when they are loaded.
 
-    `content` is that file's, if whoever calls has read it: it is then not asked whose the file is.
+    `content` is the file's content, if the caller has read it; then the file's owner is not checked.
 
     Raises
     ------
     ManifestError
         If the file is missing or not trusted (`trust`), is not JSON, lacks a field or has one of the wrong type or out
-        of range, has another format, names a library outside its folder, says something else of a kernel than the
-        kernel's name, or was exported by a compiler version that this one's runtime cannot load.
+        of range, has another format, names a library outside its folder, describes a kernel differently from the
+        kernel's name, or was exported by a compiler version whose libraries the installed runtime cannot load.
     """
     path, found = folder / NAME, _document(folder, content)
     exported = found.get("versions", {})
@@ -272,7 +271,7 @@ def _is_workspace(value: Any) -> bool:
 
 
 def _are_figures(value: Any) -> bool:
-    """Empty, or what was measured: two times, perhaps a third, and texts."""
+    """Whether a value of JSON is an empty object, or valid figures: two times, perhaps a third, and texts."""
     if not isinstance(value, dict) or len(value) > 20:
         return False
     times = ("seconds", "fallback_seconds", *(["way_seconds"] if "way_seconds" in value else []))
@@ -288,7 +287,7 @@ def _is_count(value: Any, most: int) -> bool:
 
 
 def are_counts(value: Any) -> bool:
-    """Whether a value of JSON is an object of whole numbers, none of them negative."""
+    """Whether a value of JSON is an object of non-negative integers."""
     return isinstance(value, dict) and len(value) <= 20 and all(_is_count(n, _MOST_EXTENT) for n in value.values())
 
 

@@ -1,6 +1,6 @@
-"""Where installed packages of prebuilt kernels are.
+"""Finding installed packages of prebuilt kernels.
 
-Each is a folder of the namespace `tvm_sparse_kernels`, one an architecture, laid out as `export` lays out any folder.
+Each is a folder of the namespace package `tvm_sparse_kernels`, one for each architecture, with the layout of `export`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whether a machine can run a library's kernel.
 
-A GPU has to launch its clusters, to have its shared memory, and room for all thread blocks of a cooperative one at the
-same time (`core.template.Resident`); a CPU needs the instructions that the kernel uses beyond those of its level.
+A GPU must support its cluster size and shared memory, and run all thread blocks of a cooperative kernel at the same
+time (`core.template.Resident`). A CPU needs the instructions that the kernel uses beyond those of its level.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from ..core.machine import Machine
 
 
 def unfit(resident: Mapping[str, int] | None, resources: Mapping[str, int] | None, machine: Machine) -> str | None:
-    """Why a library's kernel cannot run on a machine, or None; `resident` is None where it is not cooperative.
+    """Why a library's kernel cannot run on a machine; None if it can. `resident` is None for kernels that are not
+    cooperative.
 
-    `resources` are as in `manifest.Entry`; what they do not say is not looked at. What other processes run is left
-    out: a launch that the GPU refuses nevertheless retreats (`runtime.loading.Retreating`).
+    `resources` are as in `manifest.Entry`; missing ones are not checked. Other processes on the GPU are not considered:
+    a refused launch is handled by `runtime.loading.Retreating`.
     """
     taken = resources or {}
     if machine.kind == "llvm":
@@ -23,7 +24,7 @@ def unfit(resident: Mapping[str, int] | None, resources: Mapping[str, int] | Non
         return f"it uses {', '.join(lacks)}, which this CPU does not have" if lacks else None
     if (cluster := taken.get("cluster", 1)) > (most := machine.most_cluster):
         return f"its clusters of {cluster} thread blocks are larger than {most}, the most that {machine.arch} launches"
-    # Without the static part, which may be that of another of its kernels.
+    # Without the static part, which may be that of another kernel of the library.
     if (shared := taken.get("dynamic_shared_bytes", 0)) > machine.block_shared_bytes:
         return f"its thread blocks ask for {shared} bytes of shared memory, more than {machine.block_shared_bytes}"
     if resident is None:

@@ -1,8 +1,8 @@
-"""TVM's runtime libraries: 4 MB that kernels call, of the installed compiler or carried along with prebuilt kernels.
+"""TVM's runtime libraries: 4 MB that kernels call, from the installed compiler or shipped with prebuilt kernels.
 
-Beside the manifest of a folder of kernels may lie a folder `runtime` with the libraries, and a file `VERSION` that says
-of which apache-tvm they are. With those nothing of apache-tvm has to be installed. The manifest has the sha256 of each
-(`manifest.runtime`), with which they are compared as they are loaded (`runtime_loading`).
+A folder of kernels may have, beside its manifest, a folder `runtime` with the libraries and a file `VERSION` with their
+apache-tvm version. Then apache-tvm need not be installed. The manifest has the sha256 of each (`manifest.runtime`),
+which is checked when they are loaded (`runtime_loading`).
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ def compiler() -> Path | None:
 
 
 def version(beside: Path | None = None) -> str | None:
-    """Of which apache-tvm the libraries are that this process has: they load kernels of that version alone."""
+    """The apache-tvm version of this process's runtime libraries, which load kernels of that version alone."""
     if compiler() is not None:
         return importlib.metadata.version("apache-tvm")
     found = carried(VERSION, beside)
-    # Whoever owns it: it is compared with what the manifest says, and no more.
+    # Its owner does not matter: it is only compared with the manifest.
     return trust.read(found, _MOST_VERSION, owned=False).decode(errors="replace").strip() if found else None
 
 
 def carried(name: str, beside: Path | None) -> Path | None:
-    """Where a file lies that came with kernels: of an installed package of them, or of the folder `beside`."""
+    """Path of a file shipped with kernels: with an installed package of them, or in the folder `beside`; None if
+    absent.
+    """
     folders = (*kernel_packages(), *([beside] if beside else []))
     return next((path for folder in folders if (path := folder / FOLDER / name).exists()), None)
 
@@ -52,8 +54,8 @@ def carried(name: str, beside: Path | None) -> Path | None:
 def carry(folder: Path, kind: str) -> None:
     """Copy the libraries that kernels of a kind need from the installed compiler into a folder of kernels.
 
-    Before its manifest is written, which describes them. A file that is there is replaced, and stays if it is the same:
-    processes may have it mapped.
+    Call it before the manifest, which describes them, is written. Existing files are replaced only if they differ,
+    since processes may have them mapped.
     """
     installed = compiler()
     if installed is None:
@@ -71,6 +73,6 @@ def carry(folder: Path, kind: str) -> None:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """The sha256 of each file that came with a folder of kernels from the compiler, by its name."""
+    """The sha256 of each runtime library in a folder of kernels, by its name."""
     paths = (folder / FOLDER / name for name in FILES)
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()}

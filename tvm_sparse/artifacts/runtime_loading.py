@@ -1,7 +1,7 @@
-"""TVM's runtime libraries into this process: those of the installed compiler, or those that came with kernels.
+"""Loading TVM's runtime libraries into this process, from the installed compiler or from a folder of kernels.
 
-The latter are read once and compared with the manifest of their folder, or with its signature. The bytes that were
-compared are those that are loaded: what becomes of the file meanwhile does not matter.
+The latter are read once and compared with the manifest of their folder, or with its signature. Exactly the checked
+bytes are loaded, so later changes of the file have no effect.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from . import manifest, runtime_libraries, trust
 
 MOST_BYTES = 1 << 30
 
-# Reads a file of a folder, by its path there, of at most so many bytes.
+# Reads a file of a folder, by its path there, up to a maximal number of bytes.
 Reader = Callable[[str, int], bytes]
 
 
 def load(name: str, beside: Path | None = None, signed: Reader | None = None) -> str | None:
-    """Load one of the libraries, unless it is in the process already; its path, or None if there is none.
+    """Load one of the libraries unless the process has it; returns its path, or None if there is none.
 
-    `beside` is a folder of kernels that may carry it, and `signed` reads a file of it if the folder is signed: its
-    error if the file is not the one that was signed.
+    `beside` is a folder of kernels that may contain it. If that is signed, `signed` reads its files, and raises for a
+    file that differs from the signed one.
 
     Raises
     ------
     OSError
-        If what it is linked to is missing; as `trust.Refused` if it comes with kernels and is not trusted, or is not
-        what their manifest describes.
+        If a library that it is linked to is missing. `trust.Refused` if it comes with kernels and is not trusted, or
+        differs from their manifest.
     """
     try:
         ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
@@ -56,7 +56,7 @@ def load(name: str, beside: Path | None = None, signed: Reader | None = None) ->
 
 
 def _described(folder: Path, name: str) -> bytes:
-    """The library that comes with a folder of kernels, which its manifest describes."""
+    """The bytes of a library in a folder of kernels, checked against the manifest."""
     path = folder / runtime_libraries.FOLDER / name
     try:
         expected = manifest.runtime(folder).get(name)

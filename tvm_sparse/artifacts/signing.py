@@ -1,4 +1,4 @@
-"""Signatures of exported folders: whose kernels these are, where neither owner nor place of the files tells.
+"""Signatures of exported folders, for folders whose files are not trusted by their owner or location.
 
 manifest.json.sig
     format      version of this layout
@@ -6,8 +6,8 @@ manifest.json.sig
     files       sha256 of the manifest and of each file that it names, by its path in the folder
     signature   Ed25519 (Bernstein et al. 2012, "High-speed high-security signatures"; RFC 8032) of `files`, in base64
 
-A signature says who vouches for the bytes, and nothing of what they do. Keys are OpenSSH's, as `ssh-keygen -t ed25519`
-makes them, or PEM; checking and signing need the package cryptography, the extra `sign`.
+A signature says who vouches for the bytes, not what the code does. Keys are OpenSSH's, as `ssh-keygen -t ed25519` makes
+them, or PEM. Checking and signing need the package cryptography, from the extra `sign`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .manifest import ManifestError
 FORMAT = 1
 NAME = "manifest.json.sig"
 MOST_BYTES = 1 << 24
-# Nothing that these keys sign elsewhere begins so.
+# Prefix of the signed text, so that signatures made for other purposes are not valid here.
 _PURPOSE = b"tvm_sparse: the files of a folder of kernels\n"
 _KIND = "ssh-ed25519"
 
@@ -39,19 +39,19 @@ class SignatureError(ManifestError):
 
 @dataclass(frozen=True, eq=False)
 class Signed:
-    """A folder whose signature holds: the signer's key, and the sha256 of each file by its path."""
+    """A folder with a valid signature: the signer's key, and the sha256 of each file by its path."""
 
     folder: Path
     key: str
     files: Mapping[str, str]
 
     def read(self, name: str, most: int) -> bytes:
-        """The content of one of its files, whoever owns it.
+        """Read one of its files, whoever owns it.
 
         Raises
         ------
         SignatureError
-            If it is not the file that was signed, not a plain file or larger than `most`, or cannot be read.
+            If it differs from the signed file, is not a plain file, is larger than `most` bytes, or cannot be read.
         """
         path = self.folder / name
         try:
@@ -69,19 +69,19 @@ class Signed:
 
 
 def is_signed(folder: Path) -> bool:
-    """Whether a folder has a signature, of whatever worth."""
+    """Whether a folder has a signature, valid or not."""
     return (folder / NAME).exists()
 
 
 def sign(folder: Path, key: Any, also: Iterable[str] = ()) -> Path:
-    """Sign a folder of kernels with a private key (`private_key`); the path of the signature.
+    """Sign a folder of kernels with a private key (`private_key`); returns the path of the signature.
 
-    Signed are the manifest, what it names, as it describes that, and `also`: nothing that merely lies there.
+    The signature covers the manifest, the files that it names, and those in `also`, but no other files of the folder.
 
     Raises
     ------
     ManifestError
-        As `manifest.read` does; as `SignatureError` if a file that it names is missing, or is another one.
+        As in `manifest.read`; `SignatureError` if a file that it names is missing or differs.
     """
     try:
         content = trust.read(folder / manifest.NAME, manifest.MOST_BYTES, owned=False)
@@ -115,14 +115,14 @@ def sign(folder: Path, key: Any, also: Iterable[str] = ()) -> Path:
 
 
 def check(folder: Path, keys: Iterable[str], where: str = "trusted_keys") -> Signed:
-    """What the signature of a folder says, if one of these public keys (`public_keys`) made it.
+    """Check that one of these public keys (`public_keys`) made the signature of a folder.
 
-    `where` keys are added, for the message. The files themselves are compared as they are read, by `Signed.read`.
+    `where` names the setting for keys, for the message. Files are compared when `Signed.read` reads them.
 
     Raises
     ------
     SignatureError
-        If there is no signature, it is malformed, its key is none of these, or it does not hold.
+        If there is no signature, it is malformed or invalid, or its key is not among these.
     """
     path = folder / NAME
     try:
@@ -165,7 +165,7 @@ def check(folder: Path, keys: Iterable[str], where: str = "trusted_keys") -> Sig
 
 
 def private_key(path: Path, passphrase: Callable[[], str]) -> Any:
-    """The Ed25519 key of a file, OpenSSH's or PEM; `passphrase` is asked if it is encrypted.
+    """Read an Ed25519 key from a file, OpenSSH's or PEM; `passphrase` is called if it is encrypted.
 
     Raises
     ------
@@ -184,7 +184,7 @@ def private_key(path: Path, passphrase: Callable[[], str]) -> Any:
             key = load(content, None)
         except TypeError:  # it is encrypted
             key = load(content, passphrase().encode())
-    except Exception as error:  # of many types, some of them the library's own
+    except Exception as error:  # of many types, including the library's own
         raise SignatureError(f"{path}: holds no private key that can be read: {error}") from None
     if not isinstance(key, _cryptography("hazmat.primitives.asymmetric.ed25519").Ed25519PrivateKey):
         raise SignatureError(f"{path}: expected an Ed25519 key (ssh-keygen -t ed25519), got {type(key).__name__}")
@@ -192,19 +192,20 @@ def private_key(path: Path, passphrase: Callable[[], str]) -> Any:
 
 
 def public_keys(given: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
-    """Public keys, each as OpenSSH writes it without a comment.
+    """Public keys, each in OpenSSH's format without a comment.
 
     Parameters
     ----------
     given
-        A key (`ssh-ed25519 AAAA...`), the path of a file with a key a line or one in PEM, or several of these.
+        A key (`ssh-ed25519 AAAA...`), the path of a file with one key per line or one in PEM, or several of these.
 
     Raises
     ------
     SignatureError
-        If one is no Ed25519 key, or a file cannot be read or is not trusted (`trust`): who writes it says what runs.
+        If one is not an Ed25519 key, or a file cannot be read or is not trusted (`trust`), since its writer decides
+        which code runs.
     TypeError
-        For what is neither text nor path.
+        For a value that is neither text nor path.
     """
     if isinstance(given, str | os.PathLike):
         given = [given]
@@ -235,7 +236,7 @@ def _parsed(text: str, where: str) -> list[Any]:
         load = serialization.load_pem_public_key if pem else serialization.load_ssh_public_key
         try:
             key = load(line.strip().encode())
-        except Exception as error:  # of many types, some of them the library's own
+        except Exception as error:  # of many types, including the library's own
             raise SignatureError(f"{where}: holds no public key that can be read: {line[:80]!r}: {error}") from None
         if not isinstance(key, wanted):
             raise SignatureError(f"{where}: expected Ed25519 keys ({_KIND} ...), got {type(key).__name__}")

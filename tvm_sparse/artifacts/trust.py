@@ -1,11 +1,11 @@
-"""Files that decide which code runs: whose they are, who else may change them, and what they hold, read once.
+"""Files that decide which code runs: checks of their owners and writers, and reading them once.
 
 A folder or file is trusted if it belongs to this user or to root, and nobody else may write to it: by its mode, and by
-its POSIX access control list, which may name users and groups. A group may write where it has no member but this user
-and root. Where that cannot be known, the file is not trusted.
+its POSIX access control list, which may name users and groups. A group may have write access if its only members are
+this user and root. If that cannot be determined, the file is not trusted.
 
-So is what lies beside this package's own code, whoever installed both, and what the environment variable
-TVM_SPARSE_TRUST names: folders, separated by colons.
+Files beside this package's own code are trusted too, whoever installed both, as are folders in the environment variable
+TVM_SPARSE_TRUST, separated by colons.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .packages import kernel_packages
 
 # The environment variable with folders that are trusted whoever owns them.
 TRUST = "TVM_SPARSE_TRUST"
-PRIVATE, SHARED = 0o700, 0o755  # of folders: for this user alone, and for others to read
-# The extended attributes that hold access control lists: POSIX's (version, then tag, permissions and id each), which
-# most file systems have, and NFS 4's, in which other rules hold.
+PRIVATE, SHARED = 0o700, 0o755  # modes of folders: for this user alone, and readable by others
+# Extended attributes that hold access control lists: POSIX's (version, then tag, permissions and id of each entry),
+# which most file systems have, and NFS 4's, which have other rules.
 _ACL, _NFS_ACL = "system.posix_acl_access", "system.nfs4_acl"
 _ACL_HEAD, _ACL_VERSION, _ACL_ENTRY = struct.Struct("<I"), 2, struct.Struct("<HHI")
 _OWNER, _USER, _OWNING_GROUP, _GROUP, _MASK, _OTHERS = 0x01, 0x02, 0x04, 0x08, 0x10, 0x20
@@ -37,18 +37,18 @@ _MAY_WRITE = 0o2
 
 
 class Refused(PermissionError):
-    """A file that is not trusted, or is none; the message names it, why, and what to do."""
+    """A file that is missing or not trusted; the message names it, the reason and what to do."""
 
 
 def make_folder(path: Path, mode: int = PRIVATE) -> None:
-    """Make a folder and those above it that are missing, with this mode whatever the umask is."""
+    """Make a folder and its missing parents with this mode, whatever the umask is."""
     for folder in reversed([one for one in (path, *path.parents) if not one.exists()]):
         try:
             folder.mkdir(mode)
-        except FileExistsError:  # another process was faster, with the same mode
+        except FileExistsError:  # another process made it, with the same mode
             continue
         folder.chmod(mode)
-    path.mkdir(exist_ok=True)  # raises if something else is in its place
+    path.mkdir(exist_ok=True)  # raises if it is not a folder
 
 
 def check_folder(path: Path) -> None:
@@ -63,14 +63,14 @@ def check_file(path: Path) -> None:
 
 
 def read(path: Path, most: int, *, owned: bool = True) -> bytes:
-    """The content of a trusted plain file of at most `most` bytes, in a trusted folder.
+    """Read a trusted plain file of at most `most` bytes in a trusted folder.
 
-    With `owned=False` whoever it belongs to: for bytes that are compared with a signature before they are believed.
+    With `owned=False` the owner is not checked, for bytes that are then compared with a signature.
 
     Raises
     ------
     Refused
-        If it is not trusted, not a plain file, or larger.
+        If it is not trusted, is not a plain file, or is larger.
     OSError
         If it cannot be read.
     """
@@ -88,10 +88,10 @@ def read(path: Path, most: int, *, owned: bool = True) -> bytes:
 
 @contextlib.contextmanager
 def loadable(name: str, content: bytes) -> Iterator[str]:
-    """Bytes under a path from which the dynamic loader takes a library: what was checked is what is loaded."""
+    """A path from which the dynamic loader loads exactly these bytes, which have been checked."""
     try:
         file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except (AttributeError, OSError):  # not Linux, or not allowed there
+    except (AttributeError, OSError):  # not Linux, or not permitted
         with scratch.folder() as private:
             copy = private / name
             copy.write_bytes(content)
@@ -100,15 +100,15 @@ def loadable(name: str, content: bytes) -> Iterator[str]:
     with os.fdopen(os.dup(file), "wb") as writable:
         writable.write(content)
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    # Any process of this user can open another one's descriptors: from here on nobody can change these bytes.
+    # Other processes of this user can open this one's descriptors: from here on nobody can change these bytes.
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
-    # The descriptor stays open with the library: the loader knows libraries by their names, and must not take the next
-    # one that gets this number for this one.
+    # The descriptor stays open with the library: the loader identifies libraries by name, and would take another file
+    # with this descriptor's number for this one.
     yield f"/proc/self/fd/{file}"
 
 
 def _check(path: Path, found: os.stat_result, opened: int | Path) -> None:
-    """Raise `Refused` unless a file of this status is trusted; `opened` is what its access control list is read of."""
+    """Raise `Refused` unless a file with this status is trusted; `opened` is where its access control list is read."""
     if found.st_uid not in (0, os.geteuid()):
         reason = f"belongs to user {found.st_uid}"
     elif writers := _others_who_write(found, opened):
@@ -123,10 +123,10 @@ def _check(path: Path, found: os.stat_result, opened: int | Path) -> None:
 
 
 def _others_who_write(found: os.stat_result, opened: int | Path) -> str:
-    """Who beside this user and root may write to a file, in words; empty if nobody may."""
+    """Who besides this user and root may write to a file, in words; empty if nobody."""
     if found.st_mode & stat.S_IWOTH:
         return "everybody"
-    # Where there is an access control list these bits are its mask, which bounds what all that it names may do.
+    # With an access control list these bits are its mask, the upper bound of all its permissions.
     if not found.st_mode & stat.S_IWGRP:
         return ""
     entries = _access_list(opened)
@@ -145,9 +145,9 @@ def _others_who_write(found: os.stat_result, opened: int | Path) -> str:
 
 
 def _access_list(opened: int | Path) -> list[tuple[int, int, int]] | None:
-    """The entries of a file's access control list, each its tag, permissions and id; None if they cannot be known.
+    """The entries (tag, permissions, id) of a file's access control list; None if they cannot be determined.
 
-    A file without a list, or of a file system without such lists, has no entries.
+    A file without a list, or on a file system without such lists, has no entries.
     """
     if not hasattr(os, "getxattr"):  # not Linux
         return None
@@ -172,17 +172,17 @@ def _access_list(opened: int | Path) -> list[tuple[int, int, int]] | None:
 
 @functools.cache
 def _own_group(group: int) -> bool:
-    """Whether a group is the user's private one, as many systems make for each: named like the user, and of nobody else
-    but root.
+    """Whether a group is the user's private one, as many systems create for each user: it has the user's name, and no
+    other members but root.
 
-    Its members are those of its list, and the users whose primary group it is, whom only the list of all users tells. A
-    directory service may not show that list: then this user is not in it either, and nothing is known.
+    Its members are those in its list, and the users whose primary group it is, found by listing all users. A directory
+    service may hide users from that list; if it lacks this user, the answer is no.
     """
     try:
         user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
         listed = [pwd.getpwnam(name) for name in found.gr_mem]
         everybody = pwd.getpwall()
-    except KeyError:  # a member that is nobody, too: who gets that name is not known
+    except KeyError:  # also for an unknown member: anybody could get that name
         return False
     members = {one.pw_uid for one in (*listed, *(one for one in everybody if one.pw_gid == group))}
     is_private = user.pw_gid == group and found.gr_name == user.pw_name
@@ -190,7 +190,7 @@ def _own_group(group: int) -> bool:
 
 
 def _code() -> tuple[Path, ...]:
-    """Folders of this package's code, and of packages of kernels that were installed as it was."""
+    """Folders of this package's code, and of packages of kernels that are installed beside it."""
     return (Path(__file__).resolve().parents[1], *(folder.resolve() for folder in kernel_packages()))
 
 

@@ -1,1 +1,1 @@
-"""Timing and comparison: what tuning, the commands and the scripts share."""
+"""Timing and comparison, shared by tuning, the commands and the scripts."""

@@ -1,7 +1,7 @@
-"""Arguments of kernels on a device, each array in the midst of guard bytes that have to stay as they are.
+"""Arguments of kernels on a device, each array surrounded by guard bytes that must not change.
 
-On every kind of machine an array is a part of a larger buffer, written and read whole: what a kernel writes beside its
-outputs is found, and an array can begin where a public call's may, which is not where an allocator puts it.
+On every kind of machine an array is part of a larger buffer, which is written and read as a whole. So writes outside of
+outputs are detected, and arrays can have the least alignment that public calls allow, not just an allocator's.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ..core.problem import Mismatch, numpy_dtype
 if TYPE_CHECKING:
     import numpy as np
 
-# Before and after every array: a wide store beyond its end meets them, and allocators align to no more.
+# Bytes before and after every array: wide enough for any store beyond its end, and the largest alignment of allocators.
 GUARD_BYTES = 256
-# A float of these bytes is NaN, so that results show what was read beyond the end of an input.
+# The guard byte: floats made of it are NaN, so that results show reads beyond the end of an input.
 GUARD = 0xFF
 
 
 class Fatal(RuntimeError):
-    """The device may be spoilt: the parent must not use this process again."""
+    """The device may be in a bad state: the parent must not use this process again."""
 
     fatal = True
 
@@ -35,7 +35,7 @@ def device_of(kind: str) -> Any:
 
 
 def empty(kind: str, shape: Sequence[int], dtype: str) -> Any:
-    """A tensor on the device. Raises `Fatal` where it has no room, or fails."""
+    """A tensor on the device. Raises `Fatal` if the device has no memory left, or fails."""
     import tvm
 
     try:
@@ -45,23 +45,24 @@ def empty(kind: str, shape: Sequence[int], dtype: str) -> Any:
 
 
 class Guarded:
-    """Room for one array at a time, of at most `size` bytes, up to `most` bytes after where allocators put one."""
+    """A buffer for one array at a time, of at most `size` bytes, up to `most` bytes after an allocator's position."""
 
     def __init__(self, kind: str, size: int, most: int) -> None:
         import numpy as np
 
         self._begin = GUARD_BYTES
         self._buffer = empty(kind, (GUARD_BYTES + most + size + GUARD_BYTES,), "uint8")
-        self._image = np.empty(self._buffer.shape, np.uint8)  # on the host, kept: new memory costs more than a copy
-        self.held: np.ndarray | int | None = None  # what was written last
+        self._image = np.empty(self._buffer.shape, np.uint8)  # on the host, kept: allocating costs more than a copy
+        self.held: np.ndarray | int | None = None  # content written last
 
     @property
     def nbytes(self) -> int:
         return int(self._image.nbytes)
 
     def place(self, shape: Sequence[int], dtype: str, offset: int = 0) -> Any:
-        """The tensor of this shape and dtype that lies here, as kernels take it: `offset` bytes after where an
-        allocator would put it."""
+        """The tensor of this shape and dtype in this buffer, as kernels take it: `offset` bytes after the position
+        where an allocator would put it.
+        """
         if self._begin != GUARD_BYTES + offset:
             self._begin, self.held = GUARD_BYTES + offset, None
         self._shape, self._dtype = tuple(shape), numpy_dtype(dtype)
@@ -69,21 +70,21 @@ class Guarded:
         return _addressed(self._buffer._create_view(self._shape, dtype, self._begin))
 
     def write(self, content: np.ndarray | int) -> None:
-        """Give the tensor these contents, or the same byte everywhere, and renew the bytes around it."""
+        """Fill the tensor with these contents, or with one byte, and renew the guard bytes around it."""
         self._image[: self._begin] = self._image[self._end :] = GUARD
         self._image[self._begin : self._end] = content if isinstance(content, int) else bytes_of(content)
         self._buffer.copyfrom(self._image)
         self.held = content
 
     def read(self) -> np.ndarray:
-        """The tensor's contents as they are now.
+        """The tensor's present contents.
 
         Raises
         ------
         Mismatch
-            If a byte beside it has been written.
+            If a guard byte was overwritten.
         Fatal
-            If the device does not give it back.
+            If copying from the device fails.
         """
         try:
             image = self._buffer.numpy()
@@ -103,7 +104,7 @@ def bytes_of(array: np.ndarray) -> np.ndarray:
 
 
 class _DLTensor(ctypes.Structure):
-    """The beginning of what a DLPack capsule points to."""
+    """The first fields of the struct to which a DLPack capsule points."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -117,7 +118,7 @@ class _DLTensor(ctypes.Structure):
 
 
 class _Export:
-    """A part of a tensor through DLPack, its offset added to its address."""
+    """DLPack export of a part of a tensor, with its offset added to its address."""
 
     def __init__(self, view: Any) -> None:
         self._view = view
@@ -135,7 +136,7 @@ class _Export:
 
 
 def _addressed(view: Any) -> Any:
-    """A part of a tensor as public calls pass arrays, by its own address: kernels refuse an offset beside it."""
+    """A part of a tensor with its own address, as in public calls: kernels refuse tensors with a byte offset."""
     import tvm_ffi
 
     return tvm_ffi.from_dlpack(_Export(view))

@@ -1,11 +1,11 @@
-"""Other libraries doing the same work, and the comparison with them: all in one process, checked, in turn.
+"""Comparison with other libraries that do the same work: all in one process, checked, and timed in turn.
 
-A peer is a name and a function that prepares one call. Its result is compared with the reference before it is timed,
-in the accuracy that its dtype gives: a peer that computes something else has no time. Libraries are imported when a
-peer is prepared; one that is absent is listed as absent.
+A peer is a name and a function that prepares one call. Its result is compared with the reference before it is timed, to
+the accuracy of its dtype; a wrong peer gets no time. Libraries are imported when a peer is prepared, and a missing one
+is listed as absent.
 
-Inputs are "hot" unless asked for otherwise: what fits into a GPU's L2 cache is read from there, by all alike. `timing`
-tells how they are timed.
+By default inputs are hot: data that fit into a GPU's L2 cache are read from there, by all contenders alike. `timing`
+describes the measurement.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from .timing import MOST_CALLS, ROUNDS, clock, time_cpu, time_cuda
 
 # Calls from Python that are timed for the host's cost: fewer than a GPU's queue holds.
 HOST_CALLS = 200
-# Rows that are compared with the reference, spread over the batch: it is in float64 and sorts, and a batch of 4000 by
-# 25000 would take it minutes.
+# Rows that are compared with the reference, spread over the batch: the reference is in float64 and sorts, and would
+# take minutes for a batch of 4000 by 25000.
 CHECKED_ROWS = 64
-# What a peer's result may differ by, relative to the largest value: other libraries add in other orders, and in
-# half precision some round in between. It tells the same computation from another one.
+# Allowed difference of a peer's result, relative to the largest value: other libraries sum in other orders, and some
+# round intermediate results to half precision. It is enough to tell a different computation.
 PEER_TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One contender's line: times, or why there are none."""
+    """One contender's line: its times, or the reason why there are none."""
 
     name: str
-    seconds: tuple[float, ...] = ()  # of one call, one entry a round
+    seconds: tuple[float, ...] = ()  # of one call, one entry for each round
     how: str = ""  # "graph" or "eager"
     correct: bool | None = None
     note: str = ""
@@ -51,16 +51,16 @@ class Timing:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All contenders on one problem. Ours is the first."""
+    """All contenders on one problem; ours is the first."""
 
     problem: Problem
     machine: Machine
     timings: tuple[Timing, ...]
-    host_seconds: float | None  # of one call of our public function from Python; on the CPU, beyond the kernel's own
-    how: str  # our kernel was chosen: one of `runtime.dispatch.HOW`
-    kernel: str  # the candidate that it is
+    host_seconds: float | None  # of one call of our function from Python; on the CPU, without the kernel's own
+    how: str  # how our kernel was chosen: one of `lookup.HOW`
+    kernel: str  # our candidate
     threads: str  # of the CPU's libraries
-    rotated: bool = False  # inputs, past the GPU's L2 cache
+    rotated: bool = False  # whether inputs rotate through more memory than the GPU's L2 cache
 
     @property
     def ours(self) -> Timing:
@@ -68,7 +68,7 @@ class Comparison:
 
     @property
     def best_peer(self) -> Timing | None:
-        """The fastest peer that was right."""
+        """The fastest peer with a right result."""
         timed = [t for t in self.timings[1:] if t.median is not None]
         return min(timed, key=lambda t: t.median or 0.0, default=None)
 
@@ -89,16 +89,17 @@ def compare(
 ) -> Comparison:
     """Check and time our public function and the peers on one problem, with inputs of one of its structures.
 
-    `host` also times what Python costs of ours. `rotated`, for GPUs, gives every call in turn other copies of the
-    inputs, which together take twice the L2 cache (or as many as a graph has calls): each call then reads memory.
-    `rounds`: how often contenders are timed in turn; by default as often as steady medians need.
+    `host` also times the Python overhead of our call. `rotated`, for GPUs, gives successive calls different copies of
+    the inputs, together twice the size of the L2 cache (or one for each call of a graph), so that each call reads
+    device memory. `rounds` is the number of rounds in which contenders take turns; the default suffices for steady
+    medians.
 
     Raises
     ------
     Mismatch
-        If our own result is wrong: nothing of it is worth timing.
+        If our own result is wrong.
     ModuleNotFoundError
-        On CUDA without PyTorch, which holds the arrays there.
+        On CUDA without PyTorch, which provides the arrays there.
     """
     from ..runtime.dispatch import dispatcher
 
@@ -116,7 +117,7 @@ def compare(
     with_torch = has_torch(device)
 
     def convert(argument: Any) -> Any:
-        # PyTorch's arrays where it is there: its users' way to call, and the peers' own.
+        # PyTorch's arrays if it is installed: they are what users and peers pass.
         return torch_tensor(argument, device) if with_torch and hasattr(argument, "dtype") else argument
 
     ours, called = known.ours(problem, inputs, convert)
@@ -159,7 +160,7 @@ def _l2_bytes() -> int:
 
 
 def in_turn(calls: Sequence[Call]) -> Call:
-    """One call after the other, and again from the first."""
+    """A call that runs these calls one after the other, cyclically, one each time."""
     if len(calls) == 1:
         return calls[0]
     turn = itertools.cycle(calls)
@@ -167,9 +168,9 @@ def in_turn(calls: Sequence[Call]) -> Call:
 
 
 class Sample:
-    """Some rows of a problem, the first and the last among them, and what the reference says of them.
+    """Some rows of a problem, including the first and the last, with their reference.
 
-    Of a problem whose rows depend on each other (`Problem.sequential`) these are all rows.
+    If rows depend on each other (`Problem.sequential`), it has all rows.
     """
 
     def __init__(self, problem: Problem, inputs: Sequence[Any]) -> None:
@@ -198,13 +199,13 @@ def has_torch(device: str) -> bool:
 def admit(
     peer: Peer, problem: Problem, inputs: Sequence[Any], sample: Sample, device: str
 ) -> tuple[Timing, Call | None]:
-    """Prepare a peer and compare its result with the reference."""
+    """Prepare a peer and compare its result with the reference; returns its line, and its call if it is right."""
     if importlib.util.find_spec(peer.needs) is None:
         return Timing(peer.name, note=f"absent: {peer.needs} is not installed"), None
     try:
         call = peer.prepare(problem, inputs, device)
         outputs = peer.formed(problem, as_numpy(call()))
-    except Exception as error:  # whatever another library does not support
+    except Exception as error:  # anything that another library does not support
         reason = str(error).strip().partition("\n")[0] or repr(error)
         return Timing(peer.name, note=f"not available: {reason[:120]}"), None
     try:
@@ -229,7 +230,7 @@ def as_numpy(outputs: Any) -> list[Any]:
 
 
 def agree(problem: Problem, inputs: Sequence[Any], expected: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """Raise `Mismatch` unless a peer computed the same, within what its dtype allows; ties may go either way."""
+    """Raise `Mismatch` unless a peer's outputs match within its dtype's accuracy; ties may be broken either way."""
     import numpy as np
 
     if problem.admits(inputs, outputs) is None and all(one.dtype.kind == "i" for one in expected):
@@ -258,10 +259,10 @@ def agree(problem: Problem, inputs: Sequence[Any], expected: Sequence[Any], outp
 
 
 def _host_seconds(problem: Problem, machine: Machine, ours: Call, inputs: Sequence[Any], rounds: int) -> float | None:
-    """What Python costs of one call of ours.
+    """Python overhead of one call of ours.
 
-    A GPU works while Python goes on, so there it is the time of the call itself. On the CPU the kernel's own time is
-    taken off: the same function is called directly, in turn with the public one.
+    A GPU works asynchronously, so there it is the time of the call itself. On the CPU the kernel's own time is
+    subtracted, measured by calling the kernel directly in turn with the public function.
     """
     if machine.device == "cuda":
         import torch

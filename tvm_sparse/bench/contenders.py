@@ -1,4 +1,4 @@
-"""What a comparison takes part with: another library's way to compute an operator."""
+"""Contenders of a comparison: other libraries' ways to compute an operator."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ BOTH, CPU, CUDA = ("cpu", "cuda"), ("cpu",), ("cuda",)
 class Peer:
     """Another library's way to compute an operator.
 
-    `prepare(problem, inputs, device)` does what is done once (copies, conversions to its sparse format) and returns
-    the call to be timed. It may raise: the message becomes the peer's line. `formed(problem, outputs)` makes NumPy
-    arrays of its result the operator's outputs, where it has another form; that is not timed.
+    `prepare(problem, inputs, device)` does the one-time work (copies, conversions to its sparse format) and returns the
+    call to be timed. If it raises, the message becomes the peer's line. `formed(problem, outputs)` converts its result,
+    as NumPy arrays, to the operator's outputs if it has another form; that is not timed.
     """
 
     name: str
-    needs: str  # the module that has to be importable
+    needs: str  # the module that must be importable
     devices: tuple[str, ...]
     prepare: Callable[[Any, Sequence[Any], str], Call]
     formed: Callable[[Any, list[Any]], list[Any]] = lambda problem, outputs: outputs
@@ -30,6 +30,6 @@ def torch_tensor(array: Any, device: str) -> Any:
     import numpy as np
     import torch
 
-    if array.dtype.name == "bfloat16":  # NumPy's is unknown to torch: the same bits by way of integers
+    if array.dtype.name == "bfloat16":  # unknown to torch: pass the same bits as integers
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
     return torch.from_numpy(array).to(device)

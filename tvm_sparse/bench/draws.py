@@ -1,12 +1,12 @@
-"""Cases that are drawn at random, another set for every candidate.
+"""Random test cases, a different set for every candidate.
 
-A *block* is a few distinct rows with their reference in float64; its structure, settings, magnitudes and data are
-drawn. Blocks come in pairs of one shape. They are kept for the candidates of a problem, and as many are replaced by new
-ones as time allows. A *case* arranges rows of a block, some more than once, as a batch that the library serves: a
-reference costs a copy, whatever the batch. Where its arrays lie is drawn, too, as far as public calls leave it open.
-Steps of a recurrence depend on each other: there a block is a case.
+A *block* is a few distinct rows with their reference in float64; its structure, settings, magnitudes and data are drawn
+at random. Blocks come in pairs of one shape. They are reused for all candidates of a problem, and replaced by new ones
+as time allows. A *case* arranges rows of a block, some more than once, as a batch that the library serves, so that its
+reference is only a copy, whatever the batch. The alignment of its arrays is drawn too, as far as public calls leave it
+open. Steps of a recurrence depend on each other, so there a block is a case.
 
-A case is named by three numbers, as in "draw 1742-53-64": block, arrangement, batch. `again` makes it anew.
+A case is named by three numbers, as in "draw 1742-53-64": block, arrangement, batch. `again` reproduces it.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from ..core import drawing
 from ..core.problem import Problem, numpy_dtype
 from .verification import Case, case_of, reference, row_elements
 
-# Distinct rows of a block, and the bytes that they take at most.
+# Most distinct rows of a block, and most bytes of them.
 BLOCK_ROWS, BLOCK_BYTES = 16, 1 << 22
-# Pairs of blocks of a problem: as many as structures, but no fewer. A large problem has every structure once.
+# Pairs of blocks of a problem: one for each structure, but at least this many. A large problem has each structure once.
 LEAST_PAIRS = 6
-# Pairs of cases of a candidate; of a large problem half as many. Both cases of a pair have the same batch, and each is
-# called where the other one lay.
+# Pairs of cases for a candidate; half as many for a large problem. Both cases of a pair have the same batch, and the
+# second is called with the arrays where the first one's were.
 PAIRS = 10
-# So many times as many cases are drawn for the winner of a final.
+# Factor for the number of cases drawn for the winner of a final.
 PROOFS = 10
-# Batches up to this one are drawn one and all for a winner; batches beyond 64, for which a grid or a tile may be made,
-# up to MANY, whatever the batch of the problem.
+# A winner is checked at all batches up to the first number; and at batches beyond 64, for which a grid or a tile may be
+# specialised, up to MANY, whatever the batch of the problem.
 EVERY, MANY = 40, 160
-# Bytes of a case, of all cases of a candidate, and of the longest case of a winner.
+# Most bytes of a case, of all cases of a candidate, and of the longest case of a winner.
 CASE_BYTES, ALL_BYTES, LONG_BYTES = 1 << 24, 3 << 23, 1 << 28
-# Seconds that new blocks may take, for a candidate and for a winner.
+# Most seconds for new blocks, for a candidate and for a winner.
 FRESH, FRESH_PROOF = 0.005, 3.0
 
 
 def block_of(problem: Problem, number: int, kind: str = "llvm") -> Case:
-    """The block with this number: its structure is the number's remainder by twice the structures."""
+    """The block with this number, whose remainder modulo twice the number of structures selects the structure."""
     structures = problem.verified
     pair, second = divmod(number, 2)
     of_pair, own = np.random.default_rng([pair, 1]), np.random.default_rng([number, 2])
@@ -56,24 +56,26 @@ def block_of(problem: Problem, number: int, kind: str = "llvm") -> Case:
     inputs = few.generate(number, structure, settings)
     said: tuple[str, ...] = ()
     if not (problem.sequential and structure == "special"):
-        # A state that a weight of infinity multiplies may not be so small that its sign is within rounding.
+        # An infinite weight multiplies the state, which must not be so small that its sign is lost in rounding.
         inputs, said = drawing.magnified(few, inputs, own, kind)
     return case_of(few, few.altered(inputs, own), structure, settings, (*said, f"draw {number}"), place=(number, 0))
 
 
 def _steps(problem: Problem, rng: np.random.Generator) -> int:
-    """Of a sequence: one, few, or up to 67 and, where these are no more work, twice as many as are timed."""
+    """Number of steps of a sequence: one, few, or up to 67, and up to twice the timed number where that is no more
+    work.
+    """
     most = min(2 * problem.batch_extent, BLOCK_BYTES // row_bytes(problem))
     return _log_uniform(rng, max(67, most))
 
 
 def row_bytes(problem: Problem) -> int:
-    """Bytes of one row of the batch, in all arguments."""
+    """Bytes of one row of the batch, over all arguments."""
     return max(1, row_elements(problem) * numpy_dtype(problem.axes.get("dtype", "int32")).itemsize)
 
 
 def arranged(block: Case, number: int, batch: int) -> Case:
-    """A case of rows of a block."""
+    """A case made of rows of a block."""
     rng, held = np.random.default_rng([number, batch]), block.problem.batch_extent
     rows = rng.permutation(held)[:batch] if batch <= held and rng.random() < 0.5 else rng.integers(held, size=batch)
     problem = block.problem.with_batch(batch)
@@ -98,12 +100,12 @@ def arranged(block: Case, number: int, batch: int) -> Case:
 
 
 def again(problem: Problem, name: str, kind: str = "llvm") -> Case:
-    """The case of a problem that a failure named by its draw, as "draw 1742-53-64" or in the midst of a message.
+    """Reproduce the case that a failure named, from "draw 1742-53-64" or a message that contains it.
 
     Parameters
     ----------
     kind
-        Of the machine: "llvm" or "cuda".
+        The machine's kind: "llvm" or "cuda".
     """
     found = re.search(r"(\d+)-(\d+)-(\d+)", name)
     if not found:
@@ -127,31 +129,31 @@ def _arranged(block: Case, number: int, batch: int) -> Case:
 
 
 class Pool:
-    """The blocks of a problem, in pairs. Cases are drawn of them, and some of them are drawn anew from time to time."""
+    """The blocks of a problem, in pairs, from which cases are drawn; some blocks are replaced from time to time."""
 
     def __init__(self, problem: Problem, seed: int, kind: str = "llvm") -> None:
         self._problem, self._kind = problem, kind
         self._rng = np.random.default_rng([seed, 3])
-        self._credit = 0.0  # seconds that new blocks may take
+        self._credit = 0.0  # seconds available for new blocks
         begun = time.perf_counter()
         self.pairs = [self._pair(0)]
         self._cost = time.perf_counter() - begun
         self.large = self.pairs[0][0].large
         count = len(problem.verified)
-        least = max(count, PAIRS if problem.sequential else LEAST_PAIRS)  # a case of each block, or several
+        least = max(count, PAIRS if problem.sequential else LEAST_PAIRS)  # a case for each block, or several
         places = range(2, count, 2) if self.large else range(1, least)
         self.pairs += map(self._pair, places)
         self._turns = itertools.cycle(range(len(self.pairs)))
 
     def _pair(self, place: int, rng: np.random.Generator | None = None) -> tuple[Case, Case]:
-        """Two blocks, of the structure with this number and the next one."""
+        """Two blocks, one of the structure with this number and one of the next."""
         count = len(self._problem.verified)
         pair = int((rng or self._rng).integers(1 << 24)) * count + place % count
         one, other = (block_of(self._problem, number, self._kind) for number in (2 * pair, 2 * pair + 1))
         return one, other
 
     def renew(self, seconds: float, rng: np.random.Generator) -> None:
-        """Replace the oldest blocks by new ones, as many as take so long. What is left over counts the next time."""
+        """Replace the oldest blocks by new ones for about `seconds`; unused time is kept for the next call."""
         self._credit += seconds
         for _ in self.pairs:
             if self._credit < self._cost:
@@ -163,14 +165,14 @@ class Pool:
             self._credit -= self._cost
 
     def draw(self, seed: int) -> list[Case]:
-        """The cases of a candidate."""
+        """The cases for a candidate."""
         rng = np.random.default_rng([seed, 4])
         if not self.large:
             self.renew(FRESH, np.random.default_rng([seed, 6]))
         return self._cases(rng, PAIRS // 2 if self.large else PAIRS, ())
 
     def proof(self, seed: int) -> Iterator[list[Case]]:
-        """The cases of a winner, in portions."""
+        """The cases for a winner, in portions."""
         rng, renewing = np.random.default_rng([seed, 5]), np.random.default_rng([seed, 7])
         every = iter(rng.permutation(np.arange(1, EVERY + 1)))
         long = self._problem.batch_extent * row_bytes(self._problem) > CASE_BYTES
@@ -185,7 +187,7 @@ class Pool:
     def _cases(
         self, rng: np.random.Generator, count: int, batches: Sequence[int], *, shrink: bool = True
     ) -> list[Case]:
-        """Of `count` pairs, those of the given batches among them."""
+        """Cases of `count` pairs, with the given batches among them."""
         batches = [*batches, *self._batches(rng, count - len(batches))]
         order = itertools.chain.from_iterable(rng.permutation(len(self.pairs)) for _ in itertools.count())
         if self._problem.sequential:
@@ -203,14 +205,14 @@ class Pool:
         ]
 
     def _batches(self, rng: np.random.Generator, count: int) -> list[int]:
-        """One and two rows, a long batch, and any others up to `EVERY`, most of them different."""
+        """Batches of one and two rows, a long one, and random ones up to `EVERY`, mostly different."""
         drawn = [1, 2, self._long(rng)]
         while len(drawn) < count:
             drawn.append(next((b for b in (_log_uniform(rng, EVERY) for _ in range(4)) if b not in drawn), EVERY))
         return drawn[: max(0, count)]
 
     def _long(self, rng: np.random.Generator) -> int:
-        """A batch around the timed one, up to twice as large, or, every other time, beyond 64 rows."""
+        """A batch of up to twice the timed one, or, in half of the draws, beyond 64 rows."""
         timed = self._problem.batch_extent
         ranges = ((timed - 1, timed + 1), (timed // 2, 2 * timed + 1), (65, MANY), (65, MANY))
         low, high = ranges[rng.integers(len(ranges))]
@@ -218,12 +220,12 @@ class Pool:
 
 
 def _log_uniform(rng: np.random.Generator, most: int) -> int:
-    """A whole number from 1 on: as many below 8 as from there to 64, and so on."""
+    """A log-uniform integer from 1 to `most`: equally likely to be below 8 as from there to 64, and so on."""
     return min(most, int(math.exp(rng.uniform(0, math.log(most + 1)))))
 
 
 def _shrunk(batches: Sequence[int], size: int) -> list[int]:
-    """Batches that take no more memory than there is for cases, in two arrangements each: the largest ones are cut."""
+    """These batches, with the largest ones cut so that two arrangements of each fit into the memory for cases."""
     most = max(2, CASE_BYTES // size)
     found = [min(batch, most) for batch in batches]
     while sum(found) * 2 * size > ALL_BYTES and max(found) > 2:

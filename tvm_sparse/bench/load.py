@@ -1,4 +1,4 @@
-"""How much of the machine other processes use, and how far the figures of rounds lie apart: what a time is worth."""
+"""Load by other processes and spread of rounds, which tell how reliable a measured time is."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SAMPLE_SECONDS = 0.25
-# Interquartile range over median above which medians have no ratio: of 15 rounds a median is then known to about 10 %.
+# Interquartile range over median above which ratios of medians are not reported: with 15 rounds such a median is known
+# to about 10 %.
 WIDE = 0.25
-# Fewer rounds have no quartiles.
+# Least rounds for quartiles.
 FEWEST_ROUNDS = 3
-# Of the cores, in the mean: from here on times on a CPU are those of a busy machine.
+# Share of the cores in use by others, on average, from which times on a CPU count as those of a busy machine.
 BUSY = 0.25
 
 
 @dataclass(frozen=True)
 class Load:
-    """Cores that other processes kept busy in the mean, of how many the machine has."""
+    """Number of cores that other processes kept busy on average, and of the machine's cores."""
 
     others: float
     cores: int
@@ -33,9 +34,9 @@ class Load:
 
 
 def watch() -> Callable[[], Load | None]:
-    """Start watching; what is returned gives the load since then, without what this process used itself.
+    """Start watching; the returned function gives the load since then, without this process's own.
 
-    None where the system does not tell (no /proc/stat), or within one tick of its clock.
+    It returns None if the system does not report it (no /proc/stat), or within one tick of its clock.
     """
     begun, own = _ticks(), time.process_time()
 
@@ -52,14 +53,14 @@ def watch() -> Callable[[], Load | None]:
 
 
 def sampled(seconds: float = SAMPLE_SECONDS) -> Load | None:
-    """The load of so many seconds, in which this process sleeps."""
+    """The load during `seconds`, in which this process sleeps."""
     load = watch()
     time.sleep(seconds)
     return load()
 
 
 def spread(seconds: Sequence[float]) -> float | None:
-    """Interquartile range of the rounds' figures over their median; None of too few rounds."""
+    """Interquartile range of the rounds' times over their median; None for too few rounds."""
     if len(seconds) < FEWEST_ROUNDS:
         return None
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
@@ -67,12 +68,12 @@ def spread(seconds: Sequence[float]) -> float | None:
 
 
 def comparable(*contenders: Sequence[float]) -> bool:
-    """Whether medians of these contenders' rounds have a ratio: each has enough rounds, and none spreads widely."""
+    """Whether ratios of these contenders' medians are meaningful: each has enough rounds with a small spread."""
     return all((width := spread(seconds)) is not None and width <= WIDE for seconds in contenders)
 
 
 def _ticks() -> tuple[int, int, int] | None:
-    """Ticks of all cores in which something ran, all ticks, and the number of cores."""
+    """Busy ticks of all cores, all ticks, and the number of cores; None if the system does not report them."""
     try:
         lines = Path("/proc/stat").read_text().splitlines()
         ticks = [int(word) for word in lines[0].split()[1:9]]

@@ -1,9 +1,8 @@
 """The child that runs candidates: `python -m tvm_sparse.bench.measure`, started by `processes.Worker`.
 
-A library is timed once it has been right on cases that are drawn for it (`draws`), and looked at again afterwards with
-the very arguments that it was timed with. Candidates of a problem are timed with the same arrays, one after the other:
-where arrays lie may make a kernel slower, so that candidates with arrays of their own would be compared by their luck.
-A process in which a call failed is renewed, so a spoilt GPU context costs one candidate.
+A library is timed only after it has been right on cases drawn for it (`draws`), and is checked again afterwards with
+the arguments used for timing. All candidates of a problem are timed with the same arrays, since a kernel's time may
+depend on their addresses. After a failed call the process is replaced, so a corrupted GPU context costs one candidate.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from .producer import Producer
 from .timing import time_kernel
 from .verification import POISONS, Arguments, Case, call, check_again, make_case, verify, workspaces_on
 
-# What is done with a library, in this order. VERIFY: the cases of a candidate. PROVE: those of the winner of a final,
-# ten times as many. CHECK: the whole batch, with the very arguments that it is timed with. TIME: that. RECHECK: these
-# arguments, and what the timed calls have made of them. A step may come in a message of its own: only TIME needs the
-# device for itself.
+# Steps for a library, in this order. VERIFY: check the cases of a candidate. PROVE: check those of the winner of a
+# final, ten times as many. CHECK: check the whole batch with the arguments used for timing. TIME: time it. RECHECK:
+# check these arguments and the outputs of the timed calls. Each step may be requested by a message of its own; only
+# TIME needs exclusive use of the device.
 VERIFY, PROVE, CHECK, TIME, RECHECK = EVERYTHING = ("verify", "prove", "check", "time", "recheck")
 WITHOUT_VERIFY = (CHECK, TIME, RECHECK)
 STEPS = (VERIFY, *WITHOUT_VERIFY)
-# Bytes of the whole batch's arrays that are kept for the next candidate, beside those that it is verified with.
+# Most bytes of the whole batch's arrays that are kept for the next candidate, beside its verification's arrays.
 MOST_KEPT = 1 << 30
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A library that was right, and what it is timed with."""
+    """A library with a right result, and the arguments for timing it."""
 
     library: str
     kind: str
@@ -50,7 +49,9 @@ class Checked:
     first: list[Any]  # its outputs
 
     def time(self, *, undisturbed: bool = False, fresh: bool = False) -> list[float]:
-        """Seconds a call, by rounds; `fresh`: behind a kernel that has just written the inputs of the batch."""
+        """Seconds per call for each round; with `fresh`, each call follows a kernel that has just written the batch's
+        inputs.
+        """
         self.arguments.poison(POISONS[0])
         try:
             producer = self._producer().launch if fresh else None
@@ -59,7 +60,7 @@ class Checked:
             raise Fatal(str(error)) from error
 
     def _producer(self) -> Producer:
-        """That of the inputs, which is the same for all candidates that are timed with these arguments."""
+        """The producer of the inputs, the same for all candidates timed with these arguments."""
         if self.arguments not in _producers:
             problem, slots = self.whole.problem, self.whole.slots
             inputs = zip(problem.kernel_inputs, slots, self.given, strict=False)
@@ -68,7 +69,9 @@ class Checked:
         return _producers[self.arguments]
 
     def recheck(self) -> None:
-        """Raise unless the last of the timed calls was right, and another one is, and the inputs are as they were."""
+        """Raise unless the outputs of the last timed call and of another one are right, and the inputs are
+        unchanged.
+        """
         with self.whole.named():
             check_again(self.whole, self.first, self.arguments.outputs())
             self.arguments.poison(POISONS[1])
@@ -77,14 +80,14 @@ class Checked:
             self.arguments.check_inputs()
 
 
-_checked: Checked | None = None  # from one message to the next
-_kept: Checked | None = None  # from one candidate to the next, for its arguments: the inputs are as they were
-# As long as their arguments: each has copies of the inputs.
+_checked: Checked | None = None  # kept between messages
+_kept: Checked | None = None  # kept for the next candidate, for its arguments, whose inputs are unchanged
+# Producers live as long as their arguments: each has copies of the inputs.
 _producers: weakref.WeakKeyDictionary[Arguments, Producer] = weakref.WeakKeyDictionary()
 
 
 def arguments_of(kind: str, whole: Case, workspaces: Any) -> Arguments:
-    """Those of the candidate before, if they were found to be as they should, else new ones."""
+    """The previous candidate's arguments, if they were found unchanged, else new ones."""
     global _kept
     kept, _kept = _kept, None
     if kept is None or kept.kind != kind or kept.whole is not whole:
@@ -94,7 +97,7 @@ def arguments_of(kind: str, whole: Case, workspaces: Any) -> Arguments:
 
 
 def check(library: str, kind: str, function: Any, whole: Case, workspaces: Any) -> Checked:
-    """Call a library twice with the whole batch; raise if it is wrong."""
+    """Call a library twice with the whole batch; raises if a result is wrong."""
     arguments = arguments_of(kind, whole, workspaces)
     given = arguments.load(whole, POISONS[0])
     with whole.named():
@@ -109,20 +112,20 @@ def check(library: str, kind: str, function: Any, whole: Case, workspaces: Any) 
 
 @functools.lru_cache(maxsize=1)
 def prepared(problem: Problem, seed: int, kind: str) -> tuple[Pool, Case]:
-    """What cases are drawn of, and the whole batch as it is timed; kept for the candidates of one problem."""
+    """The pool of cases, and the whole batch for timing; cached for the candidates of one problem."""
     return Pool(problem, seed, kind), make_case(problem, seed)
 
 
 def handle(message: dict[str, Any]) -> dict[str, Any]:
-    """Measure one library: the `steps` that the message names, or all. It is timed `undisturbed` or not
-    (`time_kernel`), and on a GPU with `fresh` inputs or not (`Checked.time`).
+    """Measure one library, by the `steps` in the message or by all. `undisturbed` and, on a GPU, `fresh` say how it is
+    timed (`time_kernel`, `Checked.time`).
 
-    `draw` seeds the cases that are drawn for this library; without it they are others every time. A failure names the
-    draw of its case, which `draws.again` makes anew.
+    `draw` seeds the cases for this library; without it they differ every time. A failure names the draw of its case,
+    which `draws.again` reproduces.
 
-    A message without a library makes the problem's references and loads the runtime, but leaves the device alone. One
-    without a problem tries the device, and has the driver set up what it sets up once. Neither is to a candidate's
-    charge.
+    A message without a library prepares the problem's references and loads the runtime without using the device. A
+    message without a problem tests the device and triggers the driver's one-time initialisation. Both keep this time
+    out of candidates' time limits.
     """
     global _checked, _kept
     add_plugins(message.get("plugins", ()))
@@ -134,7 +137,7 @@ def handle(message: dict[str, Any]) -> dict[str, Any]:
         room.write(0)
         room.read()
         if kind == "cuda":
-            time_kernel(kind, lambda: None, ())  # streams, graphs
+            time_kernel(kind, lambda: None, ())  # initialises streams and graphs
         return {}
     checked, _checked = _checked, None
     problem = parse(message["problem"])
@@ -176,8 +179,8 @@ def load(library: str, kind: str) -> Any:
 
 
 if __name__ == "__main__":
-    # Kernels are measured without PyTorch, which tvm_ffi imports where it is installed: most of this process's start.
-    # Problems from outside may still import it.
+    # Kernels are measured without PyTorch, which tvm_ffi imports if it is installed, and which takes most of this
+    # process's start. Problems of plugins may still import it.
     with without("torch"):
         import tvm_ffi  # noqa: F401
 

@@ -1,7 +1,7 @@
-"""What the first GPU of a process has: `python -m tvm_sparse.bench.probe` prints it as JSON.
+"""Properties of a process's first GPU: `python -m tvm_sparse.bench.probe` prints them as JSON.
 
-The driver's limits (`artifacts.cuda.limits`), and the bytes a second that a kernel reads from device memory. A process
-of its own, so that whoever asks keeps no context on the GPU.
+It reports the driver's limits (`artifacts.cuda.limits`), and the read bandwidth of device memory. A separate process is
+used so that the caller gets no context on the GPU.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..artifacts.cuda.limits import LimitsError, limits
 from ..core import machine
 from ..workers.absent import without
 
-# Read at a time: many times the largest L2 cache.
+# Bytes read at a time: many times the largest L2 cache.
 READ_BYTES = 2 << 30
 SECONDS = 180.0
 
 
 def read_bandwidth() -> float:
-    """Bytes a second that one kernel reads from the first GPU's memory."""
+    """Measure the bytes per second that one kernel reads from the first GPU's memory."""
     from .producer import Producer
     from .timing import time_launch
 
@@ -35,9 +35,10 @@ def read_bandwidth() -> float:
 
 
 def probe(env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """`limits` and `bandwidth` of the first GPU that a process with these variables sees; without what it cannot tell.
+    """`limits` and `bandwidth` of the first GPU that a process with these variables sees, as far as they can be
+    determined.
 
-    `problems` says why something is missing.
+    `problems` gives the reasons for missing ones.
     """
     command = [sys.executable, "-m", "tvm_sparse.bench.probe"]
     try:
@@ -61,7 +62,7 @@ def _told() -> dict[str, Any]:
     with without("torch"):
         try:
             found["bandwidth"] = read_bandwidth()
-        except Exception as error:  # of the driver, the compiler, or for want of memory
+        except Exception as error:  # from the driver, the compiler, or lack of memory
             found["problems"].append(f"read bandwidth: {type(error).__name__}: {error}")
     return found
 

@@ -1,15 +1,13 @@
-"""The kernel in front of a timed one: what stands for the product that a model runs there.
+"""A producer kernel before a timed kernel, which stands for the product that precedes it in a model.
 
-In a model a kernel runs behind one that has read its own weights, and meanwhile written the inputs of this one: the L2
-cache holds the end of the weights and the end of what was written, and nothing of the kernel's own weights and tables.
-A `Producer` leaves it in the same state. It reads as many bytes as four L2 caches, and meanwhile, part by part, writes
-every array that holds data of the batch's rows anew, with the contents that it has. So some three quarters of these
-have left the cache, as of the logits of a large vocabulary. Arrays that hold no such data are not touched, nor are
-outputs and workspaces.
+In a model a kernel follows one that has read its own weights and written this kernel's inputs: the L2 cache then holds
+the last of those weights and of those inputs, but nothing of this kernel's own weights and tables. A `Producer` leaves
+the cache in the same state. It reads four times the L2 cache's size, and between these reads rewrites every array with
+data of the batch's rows, part by part, with its present contents. So about three quarters of these data have left the
+cache, as for the logits of a large vocabulary. Other arrays, outputs and workspaces are not touched.
 
-It is a kernel, not a copy: ours are launched with programmatic stream serialization, and overlap with the end of a
-kernel in front only. It does not trigger that launch before its end, so that a kernel behind it begins when the last
-of its thread blocks ends.
+It is a kernel, not a copy, since kernels launched with programmatic stream serialization overlap only with a preceding
+kernel. It does not trigger the next launch early, so its consumer starts when its last thread block ends.
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ from .timing import driver_result
 if TYPE_CHECKING:
     import numpy as np
 
-# Of the L2 cache, that are read: what was there before has left it.
+# Bytes to read, in L2 cache sizes: earlier contents have then left the cache.
 SWEEPS = 4
-# In which the reads and the writes are cut, by turns.
+# Number of parts into which the reads and the writes are cut, which alternate.
 PARTS = 16
-# All that a multiprocessor holds at once, so that no block waits for another to end.
+# Thread blocks for a whole multiprocessor, so that all blocks run at once.
 THREADS, BLOCKS_A_MULTIPROCESSOR = 512, 4
-# 16-byte words that a thread has under way.
+# 16-byte words that a thread has in flight.
 IN_FLIGHT = 4
 NAME = "producer"
 SOURCE = f"""\
@@ -84,20 +82,20 @@ extern "C" __global__ void __launch_bounds__({THREADS}, {BLOCKS_A_MULTIPROCESSOR
 
 
 class Producer:
-    """Launches the kernel for these arrays of a device.
+    """Launches the producer kernel for arrays on a device.
 
     Parameters
     ----------
     arrays
-        Tensors on the first GPU, each with its contents on the host, which are copied to the device: as much memory
-        again.
+        Tensors on the first GPU, each with its contents on the host; these are copied to the device, which doubles the
+        memory.
     sweep_bytes
-        What is read beside, at least. Default: `SWEEPS` L2 caches.
+        Least number of bytes to read. Default: `SWEEPS` L2 caches.
 
     Raises
     ------
     Fatal
-        If the device has no room.
+        If the device has not enough memory.
     ToolchainError
         If the kernel cannot be compiled.
     RuntimeError
@@ -108,7 +106,7 @@ class Producer:
         import numpy as np
 
         some = [(array, bytes_of(content)) for array, content in arrays if content.nbytes]
-        self._arrays = [array for array, _ in some]  # as long as it writes them
+        self._arrays = [array for array, _ in some]  # kept alive while the kernel writes them
         self._copies = [empty("cuda", content.shape, "uint8").copyfrom(content) for _, content in some]
         rows = [
             (array.data_ptr(), copy.data_ptr(), content.nbytes)
@@ -119,10 +117,10 @@ class Producer:
         self._count = len(rows)
         self._kernel = _kernel(sweep_bytes)
         self.sweep_bytes = self._kernel.sweep_bytes
-        self.launch(0)  # the driver may load a kernel when it is launched first, which is not to be in a capture
+        self.launch(0)  # the driver may load a kernel at its first launch, which must not happen during a capture
 
     def launch(self, stream: int) -> None:
-        """Launch it on a stream of the driver's, which may be capturing. Raises `RuntimeError` if that fails."""
+        """Launch it on a driver's stream, which may be capturing. Raises `RuntimeError` if that fails."""
         kernel = self._kernel
         sweep, words = kernel.sweep.data_ptr(), kernel.sweep_bytes // 16
         values = (sweep, words, sweep + kernel.sweep_bytes, self._table.data_ptr(), self._count)
@@ -133,16 +131,16 @@ class Producer:
 
 @dataclass(frozen=True)
 class _Kernel:
-    driver: Any  # the module
+    driver: Any  # the module that binds the driver
     function: Any
     blocks: int
-    sweep: Any  # what is read, and a word behind it that nothing is written to
+    sweep: Any  # memory to read, followed by a word that is never written
     sweep_bytes: int
 
 
 @functools.cache
 def _kernel(least: int) -> _Kernel:
-    """The kernel of this process, and what it reads, so many bytes at least: one for all arrays."""
+    """The kernel of this process and its memory to read, of at least `least` bytes, shared by all arrays."""
     import numpy as np
     from cuda.bindings import driver
 
@@ -152,7 +150,7 @@ def _kernel(least: int) -> _Kernel:
 
     device = driver_result(driver.cuDeviceGet(0))
     sweep_bytes = max(SWEEPS * fact("L2_CACHE_SIZE"), least) // 16 * 16
-    # Before the module is loaded: this makes the device's context the thread's.
+    # Before the module is loaded: this makes the device's context current in this thread.
     sweep = empty("cuda", (sweep_bytes + 16,), "uint8")
     sweep.copyfrom(np.zeros(sweep_bytes + 16, np.uint8))
     arch = f"sm_{fact('COMPUTE_CAPABILITY_MAJOR')}{fact('COMPUTE_CAPABILITY_MINOR')}"

@@ -1,12 +1,12 @@
-"""Time of calls: contenders in turn, or a kernel alone; by CUDA graphs on a GPU and by the wall clock on the CPU.
+"""Timing calls of contenders in turn, or of a kernel alone, by CUDA graphs on a GPU and by the wall clock on the CPU.
 
-On CUDA calls are captured in a CUDA graph, so that no Python time is counted; a contender that cannot be captured is
-timed eagerly and says so. On the CPU a call is timed from Python, allocation of the result included, as its user sees
-it. Inputs are the same in every call: what fits into a cache is read from there. Only a kernel alone may be timed
-behind a producer (`bench.producer`), which writes them anew before every call.
+On a GPU calls are captured in a CUDA graph, so that no Python time is counted; a contender that cannot be captured is
+timed eagerly and marked so. On the CPU a call is timed from Python, including the allocation of the result, as users
+experience it. All calls have the same inputs, so data that fit into a cache are read from there. Only a kernel alone
+may be timed after a producer (`bench.producer`), which rewrites the inputs before every call.
 
-Graphs are recorded by PyTorch for contenders, whose arrays are its own, and through the driver for a kernel alone: a
-GPU is tuned on machines without PyTorch too.
+Graphs are recorded by PyTorch for contenders, whose arrays it owns, and through the driver for a kernel alone, since
+machines without PyTorch are tuned too.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Call = Callable[[], Any]
-Replay = Callable[[], float]  # of a graph: seconds
-Launch = Callable[[int], Any]  # on a stream of the driver's, by its handle
+Replay = Callable[[], float]  # replays a graph; returns seconds
+Launch = Callable[[int], Any]  # on a driver's stream, given by its handle
 
 ROUNDS = {"cpu": 15, "cuda": 30}
-# Of a kernel alone: enough for a median, as many candidates wait.
+# Rounds for a kernel alone: enough for a median, and few, since many candidates wait.
 ALONE_ROUNDS = {"llvm": 5, "cuda": 10}
-# On the CPU a round lasts about this long: many calls of a short one, one of a long one.
+# Length of a round on the CPU in seconds: many calls of a short function, one of a long one.
 ROUND_SECONDS = 0.02
 REST_SECONDS = 0.06
-# Calls in one CUDA graph: about this long together, within the bounds. A kernel alone allocates nothing in its graph,
-# and can have more of them in a shorter one.
+# Length of a CUDA graph in seconds, and bounds on its calls. A graph of a kernel alone allocates nothing, so it can
+# have more calls in less time.
 GRAPH_SECONDS, ALONE_GRAPH_SECONDS = 0.001, 0.0005
 FEWEST_CALLS, MOST_CALLS = 10, 50
 ALONE_MOST_CALLS = 200
-# Behind a producer, which takes tens of microseconds: the time of a call is a difference, so that a round has to be
-# longer and there have to be more of them.
+# With a producer, which takes tens of microseconds, a call's time is a difference, so rounds are longer and more
+# numerous.
 BEHIND_GRAPH_SECONDS, BEHIND_MOST_CALLS, BEHIND_ROUNDS = 0.0015, 40, 20
-Times = dict[str, tuple[str, Any]]  # by name: how, and seconds or why there are none
+Times = dict[str, tuple[str, Any]]  # by name: how it was timed, and seconds or the reason why there are none
 
 
 def clock(call: Call, calls: int) -> float:
@@ -55,21 +55,21 @@ def time_kernel(
     undisturbed: bool = False,
     producer: Launch | None = None,
 ) -> list[float]:
-    """Seconds a call of a kernel alone, one figure a round.
+    """Seconds per call of a kernel alone, one value for each round.
 
     Parameters
     ----------
     undisturbed
-        On a CPU the least part of a round, a twentieth, instead of its mean: on a shared machine most rounds hold a
-        time in which the core was another's.
+        On a CPU, take the fastest twentieth of each round instead of its mean: on a shared machine other processes
+        interrupt most rounds.
     producer
-        On a GPU: what is launched before every call. The time of a call is what a graph of both takes beyond a graph of
-        the producer alone, as `added_seconds` says.
+        On a GPU, a kernel launched before every call. The time of a call is then the difference between a graph of both
+        and a graph of the producer alone (`added_seconds`).
 
     Raises
     ------
     RuntimeError
-        If the driver fails, or no time can be told behind the producer.
+        If the driver fails, or the difference is lost in the noise.
     """
     call = functools.partial(function, *arguments)
     if kind == "cuda":
@@ -80,18 +80,18 @@ def time_kernel(
         for _ in range(3):
             replay()
         return [replay() / calls for _ in range(ALONE_ROUNDS[kind])]
-    # By parts of a round: where other processes take the cores away, thousands of calls of a few microseconds may last
-    # minutes, and a round is to end nevertheless.
+    # In parts of a round, so that it ends in time even if other processes take the cores and thousands of short calls
+    # would last minutes.
     part = 1
     while clock(call, part) < ROUND_SECONDS / 20 and part < 1 << 16:
         part *= 2
     reduce = min if undisturbed else statistics.fmean
-    _round(call, part)  # warms up
+    _round(call, part)  # warm-up
     return [reduce(_round(call, part)) for _ in range(ALONE_ROUNDS[kind])]
 
 
 def time_launch(launch: Launch) -> list[float]:
-    """Seconds of what is launched on a stream of the driver's, one figure a round."""
+    """Seconds per launch on a driver's stream, one value for each round."""
     record = _driver_recorder()
     replay, calls = _graph(lambda n: record(launch, n), ALONE_GRAPH_SECONDS, 1, ALONE_MOST_CALLS)
     for _ in range(3):
@@ -113,20 +113,20 @@ def _time_behind(record: Callable[[Launch, int], Replay], producer: Launch, call
 
 
 def added_seconds(behind: Replay, alone: Replay, calls: int, rounds: int) -> list[float]:
-    """Seconds that a call adds to what is in front of it, a figure a round: all of them are positive.
+    """Seconds that a call adds to the kernel before it, one positive value for each round.
 
-    Both graphs are replayed in every round. Where noise makes rounds negative, these are left out, and as many of the
-    largest, so that the median stays.
+    Both graphs are replayed in every round. Rounds that noise makes negative are left out, together with equally many
+    of the largest, so that the median is unchanged.
 
     Parameters
     ----------
     behind, alone
-        Replays of `calls` times the kernel in front and the call, and of as many of the kernel in front.
+        Replays of `calls` times the preceding kernel and the call, and of `calls` times the preceding kernel.
 
     Raises
     ------
     RuntimeError
-        If half of the rounds or more are not positive: the call is lost in the noise.
+        If half of the rounds or more are not positive, since the call is lost in the noise.
     """
     found = [(behind() - alone()) / calls for _ in range(rounds)]
     order = sorted(range(rounds), key=lambda number: found[number])
@@ -139,7 +139,7 @@ def added_seconds(behind: Replay, alone: Replay, calls: int, rounds: int) -> lis
 
 
 def _round(call: Call, part: int) -> list[float]:
-    """Seconds a call in each of as many parts as fill a round."""
+    """Seconds per call in each part of a round, parts of `part` calls filling the round."""
     parts: list[float] = []
     while sum(parts) < ROUND_SECONDS:
         parts.append(clock(call, part))
@@ -147,7 +147,7 @@ def _round(call: Call, part: int) -> list[float]:
 
 
 def time_cpu(contenders: Mapping[str, Call], rounds: int = ROUNDS["cpu"]) -> Times:
-    """Seconds a call by wall clock, in rounds that every contender takes part in."""
+    """Seconds per call by wall clock, in rounds in which every contender takes a turn."""
     counts = {}
     for name, call in contenders.items():
         calls, spent = 1, clock(call, 1)
@@ -161,10 +161,11 @@ def time_cpu(contenders: Mapping[str, Call], rounds: int = ROUNDS["cpu"]) -> Tim
     try:
         for _ in range(rounds):
             for name, call in contenders.items():
-                # The libraries' threads spin after their work, OpenBLAS's for 2^26 cycles: each begins at rest.
+                # Libraries' threads spin after their work, OpenBLAS's for 2^26 cycles: wait, so that each contender
+                # begins at rest.
                 time.sleep(REST_SECONDS)
                 call()
-                # The median call of the round: on a shared machine one in many waits for a core that was taken away.
+                # The round's median call: on a shared machine some calls wait for a core that was taken away.
                 times[name].append(statistics.median(clock(call, 1) for _ in range(counts[name])))
     finally:
         if collecting:
@@ -173,10 +174,10 @@ def time_cpu(contenders: Mapping[str, Call], rounds: int = ROUNDS["cpu"]) -> Tim
 
 
 def time_cuda(contenders: Mapping[str, Call], rounds: int = ROUNDS["cuda"]) -> Times:
-    """Seconds a call by events around replays of a graph of many calls, in rounds, each after one that warms up."""
+    """Seconds per call by events around replays of a graph of many calls, in rounds, each after a warm-up."""
     import torch
 
-    torch.cuda.synchronize()  # what was prepared on the default stream
+    torch.cuda.synchronize()  # preparations on the default stream
     stream = torch.cuda.Stream()
     result: Times = {}
     runs: dict[str, tuple[Replay, int]] = {}
@@ -201,7 +202,7 @@ def time_cuda(contenders: Mapping[str, Call], rounds: int = ROUNDS["cuda"]) -> T
 
 
 def _graph(record: Callable[[int], Replay], seconds: float, fewest: int, most: int) -> tuple[Replay, int]:
-    """A graph of as many calls as take about this long, and how many they are."""
+    """A graph of as many calls as take about `seconds`, and their number."""
     single = record(1)
     once = min(single() for _ in range(5))
     calls = max(fewest, min(most, int(seconds / max(once, 1e-7))))
@@ -214,7 +215,7 @@ def _torch_recorder(call: Call, stream: Any) -> Callable[[int], Replay]:
     def record(calls: int) -> Replay:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            results = [call() for _ in range(calls)]  # at once, so that each call has memory of its own to write
+            results = [call() for _ in range(calls)]  # all kept at once, so that each call writes to other memory
         del results
         return functools.partial(_torch_seconds, graph.replay, stream)
 
@@ -222,8 +223,9 @@ def _torch_recorder(call: Call, stream: Any) -> Callable[[int], Replay]:
 
 
 def _end_capture() -> None:
-    """After a capture that failed PyTorch refuses random numbers, which it takes for a part of it: until another one
-    has ended well."""
+    """After a failed capture PyTorch refuses random numbers, as if it were still capturing, until another capture has
+    ended without an error.
+    """
     import torch
 
     with warnings.catch_warnings():
@@ -253,14 +255,14 @@ def _torch_seconds(run: Call, stream: Any) -> float:
 
 
 def driver_result(result: tuple[Any, ...]) -> Any:
-    """What a call of the driver's bindings gave. Raises `RuntimeError` with the driver's code if it failed."""
+    """The result of a call of the driver's bindings. Raises `RuntimeError` with the driver's code if it failed."""
     if int(result[0]):
         raise RuntimeError(f"the driver: {result[0].name}")
     return result[1] if len(result) == 2 else result[1:]
 
 
 def _driver_recorder() -> Callable[[Launch, int], Replay]:
-    """Records graphs of so many launches on a stream, which is TVM's current one meanwhile."""
+    """A recorder of graphs of a number of launches on a stream, which is TVM's current one while it records."""
     import tvm
     import tvm_ffi
     from cuda.bindings import driver
@@ -268,7 +270,7 @@ def _driver_recorder() -> Callable[[Launch, int], Replay]:
     checked = driver_result
     stream = checked(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
     begin, end = (checked(driver.cuEventCreate(0)) for _ in range(2))
-    tvm.cuda(0).sync()  # what was prepared on the default stream
+    tvm.cuda(0).sync()  # preparations on the default stream
 
     def record(launch: Launch, calls: int) -> Replay:
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL

@@ -1,18 +1,17 @@
-"""How a kernel is checked on cases: inputs of a problem, and what a kernel has to make of them.
+"""Checking a kernel on cases: inputs of a problem with their expected outputs.
 
-`verify` calls a kernel with several cases, one call after the other and nothing awaited in between, and all of it
-again:
+`verify` calls a kernel with several cases, one after the other without waiting in between, and then a second time:
 
-- Arrays are aligned to no more than a public call guarantees, in the midst of guard bytes (`buffers`). These have to
-  stay, and so have the inputs.
-- Outputs hold one poison in the first round and another in the second, and have to come out the same: what was not
-  written shows even where NaN is right.
-- In the second round a case lies where another one lay in the first, so that a kernel cannot live on what it remembers
-  of an address. Its workspaces are the same in all calls of one shape, as they are for the public calls.
+- Arrays may have the least alignment that public calls guarantee, and are surrounded by guard bytes (`buffers`). These
+  and the inputs must not change.
+- Outputs are filled with different poisons in the two rounds, and the results must be equal: elements that were not
+  written are detected even where NaN is right.
+- In the second round a case's arrays are where another case's were in the first, so that a kernel cannot rely on state
+  kept for an address. Workspaces are shared by all calls of one shape, as in public calls.
 
-Which cases a candidate gets, `draws` says. Every row is compared with the operator's own reference in float64. A
-problem is *large* if it has large arrays that every batch has whole, as the embedding and the tables of an LSH head
-are: its cases stay where they are from the second round on.
+`draws` chooses the cases of a candidate. Every row is compared with the operator's own reference in float64. A problem
+is *large* if it has large arrays that do not depend on the batch, such as the embedding and the tables of an LSH head:
+from the second round on its cases keep their memory.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from .buffers import Fatal, Guarded, bytes_of, empty
 if TYPE_CHECKING:
     import numpy as np
 
-# Of inputs and outputs that go through the reference at a time: its intermediate arrays are in float64.
+# Most elements of inputs and outputs that the reference processes at a time: its intermediate arrays are in float64.
 REFERENCE_ELEMENTS = 1 << 22
-# What the bytes of outputs are before a call: NaN, then a number.
+# Bytes with which outputs are filled before a call: NaN, then a number.
 POISONS = (0xFF, 0x5A)
-# So often is a kernel called at least: it may be wrong once in a while, or from some call on.
+# Least number of calls of a kernel: it may be wrong occasionally, or from some call on.
 CALLS = 20
-# Bytes of arrays that every batch has whole: beyond, a problem is large.
+# Bytes of arrays independent of the batch from which a problem counts as large.
 LARGE = 1 << 25
 # Bytes that are compared at a time.
 COMPARED = 1 << 20
-# Where arrays may begin, in bytes after a place that an allocator gives: less than this.
+# Offsets of arrays from an allocator's position are below this number of bytes.
 OFFSETS = 128
 
 
@@ -57,19 +56,19 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Inputs of a problem, and what a kernel has to make of them."""
+    """Inputs of a problem, with their expected outputs."""
 
     problem: Problem
     name: str
     inputs: list[Any]
     expected: list[np.ndarray]
     tolerance: list[np.ndarray | None]
-    # What seeds where arrays lie: those that every batch has whole, and the others. None: all are aligned as little as
-    # calls may have it.
+    # Seeds of the arrays' offsets: of those independent of the batch, and of the others. None: the least alignment that
+    # calls allow.
     place: tuple[int, int] | None = None
 
     def check(self, outputs: Sequence[np.ndarray]) -> None:
-        """Raise `Mismatch` unless these are its outputs."""
+        """Raise `Mismatch` unless these outputs are right."""
         self.problem.agree(self.inputs, self.expected, self.tolerance, outputs)
 
     @functools.cached_property
@@ -86,15 +85,16 @@ class Case:
 
     @functools.cached_property
     def large(self) -> bool:
-        """Whether inputs that do not grow with the batch are."""
+        """Whether arrays that are independent of the batch are large."""
         arrays = zip(self.problem.kernel_inputs, self.inputs, strict=True)
         whole = [given for spec, given in arrays if spec.shape and not self.problem.batched(spec)]
         return sum(given.nbytes for given in whole) > LARGE
 
     def offsets(self, kind: str) -> list[int]:
-        """Bytes after a place that an allocator gives at which each argument begins; 0 for a scalar.
+        """Offset of each argument in bytes from an allocator's position; 0 for a scalar.
 
-        Drawn: all as an allocator gives them, all aligned as little as calls may have it, or each on its own.
+        Drawn at random: all aligned as by an allocator, all with the least alignment that calls allow, or each
+        independently.
         """
         import numpy as np
 
@@ -105,14 +105,14 @@ class Case:
         for slot, grows in zip(self.slots, batched, strict=True):
             least = CUDA_ALIGNMENT if kind == "cuda" else numpy_dtype(slot.layout[1]).itemsize if slot.layout else 1
             rng, steps = own if grows else whole, (OFFSETS // least).bit_length()
-            # Multiples of each power of two are as likely.
+            # Alignments to each power of two are equally likely.
             alone = (int(rng.integers(OFFSETS)) * 2 + 1) * (least << int(rng.integers(steps))) % OFFSETS
             found.append((0, least)[how] if grows and how < 2 else alone if self.place else least)
         return found
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """A `Mismatch` from within says that it was this case."""
+        """Add the case's name to a `Mismatch` raised within the block."""
         try:
             yield
         except Mismatch as error:
@@ -132,14 +132,14 @@ def case_of(
     said: Sequence[str] = (),
     place: tuple[int, int] | None = None,
 ) -> Case:
-    """A case of these inputs, named by what they were made of."""
+    """A case of these inputs, named after their origin."""
     words = (structure, *(f"{name} {value:g}" for name, value in settings.items()), *said[:-1])
     name = ", ".join((*words, f"{problem.batch_axis} {problem.batch_extent}", *said[-1:]))
     return Case(problem, name, inputs, *reference(problem, inputs), place)
 
 
 def row_elements(problem: Problem) -> int:
-    """Elements of one row of the batch, in all arguments."""
+    """Elements of one row of the batch, over all arguments."""
 
     def of_a_row(argument: Argument) -> int:
         return math.prod(map(problem.extent, argument.shape[1:])) if problem.batched(argument) else 0
@@ -150,9 +150,9 @@ def row_elements(problem: Problem) -> int:
 def reference(
     problem: Problem, inputs: Sequence[Any], elements: int = REFERENCE_ELEMENTS
 ) -> tuple[list[np.ndarray], list[np.ndarray | None]]:
-    """The problem's reference and tolerance, by as many rows at a time as have so many elements in and out.
+    """The problem's reference and tolerance, computed for as many rows at a time as have about `elements` elements.
 
-    Rows that depend on each other (`Problem.sequential`) are made together.
+    Rows that depend on each other (`Problem.sequential`) are computed together.
     """
     import numpy as np
 
@@ -182,10 +182,10 @@ def reference(
 
 
 class Arguments:
-    """A kernel's arguments on the device, for one case or for several in turn.
+    """A kernel's arguments on the device, for one case or for several one after the other.
 
-    With `offset` arrays begin where the case says it (`Case.offsets`), else as an allocator gives them. Inputs that
-    are the same objects, case by case, have one place in all arguments with the same `rooms`.
+    With `offset` arrays begin at the case's offsets (`Case.offsets`), else at an allocator's. Inputs that are the same
+    objects in each case share memory among all arguments with the same `rooms`.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Arguments:
         rooms: dict[tuple[int, ...], Guarded] | None = None,
     ) -> None:
         self._workspaces = workspaces
-        self._case: Case | None = None  # whose inputs are in place
+        self._case: Case | None = None  # the case whose inputs are loaded
         self._kind, self._offset = kind, offset
         rooms = {} if rooms is None else rooms
         self._rooms: list[Guarded | None] = []  # None for a scalar
@@ -216,16 +216,17 @@ class Arguments:
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays, on the device and as much again on the host, without workspaces."""
+        """Bytes of all arrays on the device, without workspaces; as many are used on the host."""
         return sum(room.nbytes for room in self._rooms if room)
 
     def take(self, workspaces: Sequence[Any]) -> None:
-        """From now on kernels are called with these workspaces."""
+        """Use these workspaces in further calls."""
         self._workspaces = workspaces
 
     def load(self, case: Case, poison: int) -> list[Any]:
-        """Put a case's inputs in place, if they are not there, and poison into its outputs; returns what a kernel is
-        called with."""
+        """Load a case's inputs, if they are not loaded, and fill its outputs with poison; returns the arguments for a
+        kernel.
+        """
         self._case = case
         offsets = case.offsets(self._kind) if self._offset else [0] * len(case.slots)
         arguments = [
@@ -239,17 +240,18 @@ class Arguments:
         return [*arguments, *self._workspaces]
 
     def poison(self, byte: int) -> None:
-        """Put poison into the outputs."""
+        """Fill the outputs with poison."""
         for _, room in self._arrays(outputs=True):
             room.write(byte)
 
     def outputs(self) -> list[np.ndarray]:
-        """What the outputs are now. Raises `Mismatch` if a byte beside one of them was written."""
+        """The outputs' present contents. Raises `Mismatch` if a guard byte beside one of them was overwritten."""
         return [_read(slot, room) for slot, room in self._arrays(outputs=True)]
 
     def check_inputs(self, checked: set[Guarded] | None = None) -> None:
-        """Raise `Mismatch` if an input, or a byte beside one, was written. Those in `checked` are left out, the others
-        added."""
+        """Raise `Mismatch` if an input, or a guard byte beside one, was overwritten. Those in `checked` are skipped,
+        the others are added to it.
+        """
         checked = set() if checked is None else checked
         for slot, room in self._arrays(outputs=False):
             if room not in checked and not _same_bits(_read(slot, room), slot.content):
@@ -273,7 +275,7 @@ def _same_bits(one: np.ndarray, other: np.ndarray) -> bool:
     import numpy as np
 
     a, b = bytes_of(one), bytes_of(other)
-    # Some at a time: what is compared stays in the cache.
+    # Some at a time, so that compared data stay in the cache.
     return len(a) == len(b) and all(
         np.array_equal(a[start : start + COMPARED], b[start : start + COMPARED]) for start in range(0, len(a), COMPARED)
     )
@@ -283,7 +285,7 @@ def workspaces_on(kind: str, declared: Sequence[Mapping[str, Any]], problem: Pro
     """A library's workspaces on the device, for calls of one problem."""
 
     def allocate(shape: tuple[int, ...], dtype: str, fill: int) -> Any:
-        room = empty(kind, shape, dtype)  # first: what the device has no room for is not to fill the host's memory
+        room = empty(kind, shape, dtype)  # first: if the device has no room, the host's memory must not be filled
         return room.copyfrom(loading.on_host(shape, dtype, fill))
 
     return loading.allocated(declared, problem, allocate)
@@ -298,14 +300,14 @@ def call(function: Any, arguments: Sequence[Any]) -> None:
 
 
 def check_again(case: Case, first: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
-    """Raise `Mismatch` unless outputs are those of an earlier run to the last bit."""
+    """Raise `Mismatch` unless outputs equal those of an earlier run to the last bit."""
     if not all(map(_same_bits, first, outputs)):
         case.check(outputs)
         raise Mismatch("two runs on the same inputs differ")
 
 
 def verify(function: Any, kind: str, cases: Sequence[Case], workspaces: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `Mismatch` unless a kernel is right on all of these cases, as the module's docstring says it."""
+    """Raise `Mismatch` unless a kernel is right on all of these cases, checked as the module's docstring says."""
     alike: dict[Problem, list[Case]] = {}
     for case in cases:
         alike.setdefault(case.problem, []).append(case)

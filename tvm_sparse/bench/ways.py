@@ -1,4 +1,4 @@
-"""Which of an operator's ways to its result is the fastest, where it has others than its kernel."""
+"""Timing an operator's ways to its result, for operators with others than their kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .timing import time_cpu, time_cuda
 
 
 def ways_of(problem: Problem) -> Callable[[Problem, Sequence[Any], Machine], dict[str, Call]]:
-    """What makes a call by each way, by its name. Raises `ProblemError` if the operator has one way only."""
+    """A function that returns a call for each way, by name. Raises `ProblemError` if the operator has one way only."""
     ways = getattr(registry.find(problem.operator).peers, "ways", None)
     if ways is None:
         raise ProblemError(f"record: {problem.operator} has no other way to its result than its kernel")
@@ -23,14 +23,14 @@ def ways_of(problem: Problem) -> Callable[[Problem, Sequence[Any], Machine], dic
 
 
 def time_ways(problem: Problem, machine: Machine, *, seed: int = 0) -> dict[str, float]:
-    """Seconds of a call of torch tensors by each way, checked against the reference and timed in turn.
+    """Seconds per call with torch tensors by each way, checked against the reference and timed in turn.
 
     Raises
     ------
     ProblemError
-        If the operator has one way only, or one of them cannot be timed.
+        If the operator has one way only, or a way cannot be timed.
     Mismatch
-        If one of them is wrong.
+        If a way's result is wrong.
     ModuleNotFoundError
         Without PyTorch.
     """

@@ -1,1 +1,1 @@
-"""The command line, `tvm-sparse`: one file a command."""
+"""The command line, `tvm-sparse`: one file for each command."""

@@ -1,4 +1,4 @@
-"""`tvm-sparse adopt`: a GPU that nobody has tuned on yet."""
+"""`tvm-sparse adopt`: check and tune on a GPU that nobody has tuned on yet."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def adopt(
 ) -> None:
     """Check and tune on your own GPU what was tuned on others, and write a bundle of records.
 
-    Shows the GPU's limits, runs every kernel that look-up would borrow or take by default once against its reference,
-    and spends the rest of the time on tuning, what is farthest from the memory's limit first. Ctrl-C ends after the
-    batch in hand; the same command goes on from what is recorded. `tvm-sparse db merge` takes the folder.
+    Shows the GPU's limits, checks every kernel that look-up would borrow or take by default against its reference, and
+    spends the rest of the time on tuning, starting with the problems farthest from the memory's limit. Ctrl-C stops
+    after the current batch; the same command continues. `tvm-sparse db merge` accepts the folder.
     """
     with errors():
         from ..tuning import adopting, fleet
@@ -118,12 +118,12 @@ def adopt(
 
 
 def read(path: Path) -> list[Any]:
-    """The problems of a file, as calls ask for them."""
+    """The problems of a file, as calls look them up."""
     return list(dict.fromkeys(problem.as_called() for problem in shape_files.read(path)))
 
 
 def slug(where: Machine) -> str:
-    """A machine's name as a part of a folder's."""
+    """A machine's name as part of a folder's name."""
     name = where.name.removeprefix("NVIDIA ") if where.kind == "cuda" else where.arch
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
@@ -146,7 +146,9 @@ def _again(
 
 
 def show_limits(where: Machine) -> float | None:
-    """Print a GPU's limits as it tells them, beside what the package takes them for; its read bandwidth, if known."""
+    """Print a GPU's limits as it reports them, beside those that the package assumes; returns its read bandwidth, if
+    known.
+    """
     if where.kind != "cuda":
         return None
     from ..bench.probe import probe
@@ -194,7 +196,7 @@ def result_table(rows: Sequence[Row], where: Machine) -> Any:
 
 
 def notes(rows: Sequence[Row], where: Machine, folder: Path, seconds: float) -> list[str]:
-    """What the table comes to, and what to do with the folder."""
+    """Conclusions from the table, and what to do with the folder."""
     import statistics
 
     lines = []

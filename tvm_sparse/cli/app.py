@@ -1,4 +1,4 @@
-"""The application: its commands. They import what is heavy themselves, so that `--help` is fast."""
+"""The application and its commands. Heavy imports are inside the commands, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .space import space
 from .study import study
 from .tune import tune
 
-# A plain traceback goes into a bug report as it is; typer's boxes do not.
+# A plain traceback can be pasted into a bug report; typer's boxes cannot.
 app = typer.Typer(name=PROGRAM, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
@@ -39,7 +39,7 @@ def _version(asked: bool) -> None:
 
 
 def _help() -> str:
-    # The package's own: what plugins bring is looked for when a command runs, and may be broken.
+    # The package's own operators: those of plugins are loaded when a command runs, and may be broken.
     names = ", ".join(operator.name for operator in BUILTIN)
     return f"Tune, export and compare kernels on Apache TVM: {names}.\n\nBegin with doctor, then quickstart."
 
@@ -57,7 +57,7 @@ def root(
 def _migrate(
     logs: Annotated[list[Path] | None, typer.Argument(help="Folders of records.  \\[default: yours]")] = None,
 ) -> None:
-    """The name of before of `db migrate`."""
+    """The former name of `db migrate`."""
     typer.echo(f"note: this is {command('db', 'migrate')} now; migrate alone will go", err=True)
     migrate(logs)
 

@@ -1,4 +1,4 @@
-"""`tvm-sparse bench`: ours beside other libraries, in one process."""
+"""`tvm-sparse bench`: compare our functions with other libraries, in one process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def bench(
 ) -> None:
     """Time our function beside PyTorch, NumPy and SciPy, after checking each against the reference.
 
-    --record notes in the last folder of --logs, by default in that of your data.
+    --record writes to the last folder of --logs, by default to your own records.
     """
     with errors(), looking_in(logs, kernels):
         [problem] = as_called([problem_of(operator, axes)], "timed", err=as_json)
@@ -95,7 +95,7 @@ def bench(
 
 
 def record_ways(problem: Problem, where: Machine, logs: Path, seed: int) -> dict[str, float]:
-    """What `time_ways` finds, noted in the problem's record. Raises `ProblemError` if it has none in this folder."""
+    """Add the result of `time_ways` to the problem's record. Raises `ProblemError` if this folder has none."""
     ways_of(problem)
     log = Log(logs, where.arch, problem.operator)
     best = log.best().get(problem.key)
@@ -130,7 +130,7 @@ def comparison_table(result: Comparison) -> Table:
 
 
 def notes(result: Comparison) -> list[str]:
-    """How the figures were taken: without it they say little."""
+    """How the times were taken, which is needed to interpret them."""
     bytes_ = result.problem.cost().bytes
     lines = [
         f"GB/s counts compulsory bytes: {bytes_:,} a call, each input read and each output written once.",

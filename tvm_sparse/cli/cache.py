@@ -1,4 +1,4 @@
-"""`tvm-sparse cache`: what calls have compiled for this user, and how it is removed."""
+"""`tvm-sparse cache`: show or remove the libraries that calls have compiled for this user."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def cache(
 
 
 def _libraries(folder: Path) -> tuple[int, int]:
-    """How many there are, and their bytes."""
+    """Number of libraries, and their bytes."""
     sizes = [path.stat().st_size for path in folder.glob("*.so")]
     return len(sizes), sum(sizes)

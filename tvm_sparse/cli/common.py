@@ -1,6 +1,6 @@
-"""What the commands share: arguments, messages, exit codes, and how figures are written.
+"""Code shared by the commands: arguments, messages, exit codes, and the format of figures.
 
-Exit codes: 0 done, 1 it did not work, 2 what was asked for does not exist, 130 interrupted.
+Exit codes: 0 success, 1 failure, 2 a wrong or unknown argument, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ FAILED, USAGE, INTERRUPTED = 1, 2, 130
 # Characters: more than any row of a table has.
 UNLIMITED = 100_000
 
-# The architectures that kernels are built ahead for, where all are wanted; any other can be named.
+# Default architectures for which kernels are built ahead; others can be named.
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120", "compute_80", "x86-64-v3", "x86-64-v4")
 
-# The modules that an extra brings, by the name under which they are imported.
+# The modules of each extra, by the names under which they are imported.
 EXTRAS = {
     "compiler": ("tvm",),
     "tune": ("xgboost", "psutil", "cloudpickle", "scipy"),
@@ -57,22 +57,22 @@ EXTRAS = {
 
 
 class Inputs(enum.StrEnum):
-    """How inputs were, or are to be, when calls are timed."""
+    """State of the inputs when calls are timed."""
 
     hot = "hot"
     fresh = "fresh"
 
 
-# ---------------------------------------------------------------------------------------- what a shell completes
+# ---- shell completion --------------------------------------------------------------------------
 
 
 def operator_names(incomplete: str) -> list[str]:
-    """Operators, those of plugins too, whose names begin so."""
+    """Names of operators with this prefix, including those of plugins."""
     return [name for name in registry.operators() if name.startswith(incomplete)]
 
 
 def axis_words(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Of the operator that is named: `batch=` and so on, without those that are given; values of an axis of names."""
+    """Axes of the named operator that are not given yet (`batch=` and so on), or values of an axis of names."""
     given = [str(word) for word in ctx.params.get("axes") or ()]
     operator = registry.operators().get(str(ctx.params.get("operator")))
     if operator is None:
@@ -86,25 +86,25 @@ def axis_words(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def axis_choices(operator: registry.Operator, name: str) -> list[str]:
-    """Of an axis whose values are names those that the operator's own shapes have; nothing of an axis of numbers."""
+    """The values of an axis of names in the operator's own shapes; empty for an axis of numbers."""
     shapes = [parse(key) for key in (*operator.shapes.AWKWARD, *operator.shapes.REALISTIC)]
     found = dict.fromkeys(shape.axes[name] for shape in shapes if name in shape.axes)
     return [value for value in found if isinstance(value, str)]
 
 
 def target_names(incomplete: str) -> list[str]:
-    """What `--target` takes, as far as it can be listed."""
+    """Values for `--target`, as far as they can be listed."""
     return [name for name in ("auto", "cpu", "cuda", *ARCHS) if name.startswith(incomplete)]
 
 
 def template_names(incomplete: str) -> list[str]:
-    """All templates: of what is in front of an option that has no value yet, a shell's completion is not told."""
+    """All templates: a shell's completion does not pass the words before an option without a value."""
     templates = (template for one in registry.operators().values() for template in one.templates)
     return [template.name for template in templates if template.name.startswith(incomplete)]
 
 
 def recorded_keys(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Operators; once one is written out, the problems that have a ranking in the folders that are read."""
+    """Operators, and, once one is complete, its problems with a ranking in the folders that are read."""
     from ..records.database import logs_of
 
     operator, slash, _ = incomplete.partition("/")
@@ -131,7 +131,7 @@ Axes = Annotated[
 
 
 class ProgramSet(enum.StrEnum):
-    """The sets of `registry.SETS`, and all operators."""
+    """The sets of `registry.SETS`, and `all`."""
 
     serve = "serve"
     sparse = "sparse"
@@ -158,7 +158,7 @@ Templates = Annotated[
         autocompletion=template_names,
     ),
 ]
-# Of commands that look a kernel up as a call does: `looking_in` takes both.
+# For commands that look a kernel up as a call does; `looking_in` uses both.
 ReadLogs = Annotated[
     list[Path] | None,
     typer.Option(
@@ -195,8 +195,8 @@ def _add_plugins(paths: list[Path] | None) -> None:
         add_plugins(paths or ())
 
 
-# Every command takes it as `plugin`, before the name of the command or after; what it names is registered while the
-# words are read, so that no command has to ask.
+# Every command has it as `plugin`, before or after the command's name; plugins are registered while arguments are
+# parsed, so commands need not do it.
 Plugins = Annotated[
     list[Path] | None,
     typer.Option(
@@ -208,11 +208,11 @@ Plugins = Annotated[
 ]
 
 
-# ------------------------------------------------------------------------------------------- what was asked for
+# ---- problems and machines ----------------------------------------------------------------------
 
 
 def problem_of(operator: str, axes: Sequence[str] | None) -> Problem:
-    """The problem of an operator's name and `axis=value` texts, or of a key."""
+    """The problem for an operator's name and `axis=value` texts, or for a key."""
     if "/" in operator and not axes:
         return parse(operator)
     values: dict[str, str] = {}
@@ -227,7 +227,7 @@ def problem_of(operator: str, axes: Sequence[str] | None) -> Problem:
 
 
 def as_called(problems: Sequence[Problem], done: str = "tuned", *, err: bool = False) -> list[Problem]:
-    """The problems that calls ask for in the place of those given, each once; says which are others."""
+    """The problems under which calls look up the given ones, without duplicates; reports those that differ."""
     for problem in problems:
         if problem.as_called() != problem:
             text = f"{problem.typed} is {done} as {problem.as_called().typed}: calls with such data ask for it"
@@ -236,9 +236,9 @@ def as_called(problems: Sequence[Problem], done: str = "tuned", *, err: bool = F
 
 
 def machine_here(target: str, doing: str) -> Machine:
-    """The machine of a target, which has to be this one; `doing` says what for.
+    """The machine of a target, which must be this one; `doing` is the activity, for the message.
 
-    A CPU is also any one of its level, and of each below it (`x86-64-v3`): it runs what is compiled for those.
+    For a CPU, its level and lower ones (`x86-64-v3`) are accepted too, since it runs code for those.
     """
     wanted = machine.resolve(target)
     present = [*machine.gpus(), machine.cpu()]
@@ -254,14 +254,14 @@ def machine_here(target: str, doing: str) -> Machine:
 
 
 def is_here(wanted: Machine) -> bool:
-    """Whether a machine is this one, or a CPU of a level that this one has."""
+    """Whether a machine is this one, or a CPU whose level this CPU has."""
     if wanted.kind == "llvm":
         return machine.suitability(wanted.arch, machine.cpu()) is not None
     return wanted in machine.gpus()
 
 
 def require(*extras: str) -> None:
-    """End with the command that installs what is missing of these extras."""
+    """Exit with the command that installs the missing packages of these extras."""
     missing = {extra: [name for name in EXTRAS[extra] if not _installed(name)] for extra in extras}
     lacking = {extra: names for extra, names in missing.items() if names}
     if lacking:
@@ -275,13 +275,13 @@ def _lacking(modules: Sequence[str], *extras: str) -> str:
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the parent package
+    except ModuleNotFoundError:  # raised by the parent package
         return False
 
 
 @contextlib.contextmanager
 def looking_in(logs: Sequence[Path] | None, kernels: Sequence[Path] | None) -> Iterator[None]:
-    """Within the block calls and look-up use what `--logs` and `--kernels` name."""
+    """Within the block, calls and look-up use the folders of `--logs` and `--kernels`."""
     from ..runtime import dispatch
 
     with dispatch.dispatcher.kept():
@@ -302,7 +302,7 @@ def fail(message: str, code: int = FAILED) -> NoReturn:
 
 @contextlib.contextmanager
 def errors() -> Iterator[None]:
-    """Errors that the user can mend become one message on stderr; all others keep their traceback."""
+    """Errors that users can fix become one message on stderr; all others keep their traceback."""
     try:
         yield
     except (ProblemError, UnknownArch, PluginError) as error:
@@ -314,7 +314,7 @@ def errors() -> Iterator[None]:
                 fail(_lacking([error.name or top], extra))
         raise
     except Exception as error:
-        # Here, because most runs of the command line need none of them.
+        # Imported here, since most commands need none of them.
         from ..artifacts.compile import CompileError
         from ..artifacts.cuda import ToolchainError
         from ..artifacts.manifest import ManifestError
@@ -348,8 +348,8 @@ def errors() -> Iterator[None]:
 
 
 def console() -> Console:
-    """A console on the present stdout. A table's cells are never cut, and wrap only in columns of prose: it is wider
-    than the terminal where it has to be. Without a terminal a row is a line, unless COLUMNS says how wide it may be.
+    """A console on the present stdout. Cells are never cut, and only columns of prose wrap, so a table may be wider
+    than the terminal. Without a terminal each row is one line, unless COLUMNS sets a width.
     """
     from rich.console import Console
     from rich.measure import Measurement
@@ -379,7 +379,7 @@ def console() -> Console:
 def table(
     *columns: str, title: str | None = None, right: Sequence[str] = (), prose: Sequence[str] = ("what it does",)
 ) -> Table:
-    """An empty table in the package's look: the columns named in `right` hold figures, those in `prose` may wrap."""
+    """An empty table in the package's style; columns in `right` hold figures, those in `prose` may wrap."""
     from rich import box
     from rich.table import Table
 
@@ -401,7 +401,7 @@ def us(seconds: float | None) -> str:
 
 
 def ratio(numerator: float | None, denominator: float | None) -> str:
-    """How many times faster: `1.83x`."""
+    """A speed-up: `1.83x`."""
     if not numerator or not denominator or float("inf") in (numerator, denominator):
         return "-"
     value = numerator / denominator
@@ -409,39 +409,39 @@ def ratio(numerator: float | None, denominator: float | None) -> str:
 
 
 def apart(seconds: Sequence[float]) -> str:
-    """How far rounds lie apart, as a share of their median: `4 %`."""
+    """Spread of rounds, as a share of their median: `4 %`."""
     found = spread(seconds)
     return "-" if found is None else f"{100 * found:.0f} %"
 
 
 def ratio_of_rounds(numerator: Sequence[float], denominator: Sequence[float]) -> str:
-    """The ratio of two medians; none where the rounds of either lie too far apart, or are too few, to have one."""
+    """The ratio of two medians; no ratio if the rounds of either are spread widely, or too few."""
     if not comparable(numerator, denominator):
         return "-"
     return ratio(statistics.median(numerator), statistics.median(denominator))
 
 
 def gain(best: Best) -> str:
-    """How many times as fast as the fallback a ranking's winner is; as `ratio_of_rounds` says where it has rounds."""
+    """Speed-up of a ranking's winner over the fallback; as in `ratio_of_rounds` if the ranking has rounds."""
     if best.seconds_all and best.fallback_all:
         return ratio_of_rounds(best.fallback_all, best.seconds_all)
     return ratio(best.fallback_seconds, best.seconds)
 
 
 def gain_apart(best: Best) -> str:
-    """How far the rounds lie apart, of winner or fallback whichever is more."""
+    """Spread of the rounds of winner or fallback, whichever is larger."""
     return apart(max(best.seconds_all, best.fallback_all, key=lambda rounds: spread(rounds) or 0.0))
 
 
 def widest(best: Best) -> float | None:
-    """The same as a number; None of a ranking without rounds."""
+    """The larger spread as a number; None for a ranking without rounds."""
     return max(
         (found for one in (best.seconds_all, best.fallback_all) if (found := spread(one)) is not None), default=None
     )
 
 
 def load_line(*loads: Load | None) -> list[str]:
-    """What others did on the machine meanwhile, the most of several samples; nothing where it is not known."""
+    """Load by other processes during the measurement, the largest of several samples; empty if it is not known."""
     known = [load for load in loads if load is not None]
     if not known:
         return []
@@ -450,7 +450,9 @@ def load_line(*loads: Load | None) -> list[str]:
 
 
 def failure_lines(found: Sequence[Failure], most: int) -> list[str]:
-    """Why trials failed, a reason a line with a candidate that can be tried again; of more reasons their number."""
+    """Reasons why trials failed, one line each with a candidate that reproduces it, and the number
+    of further reasons.
+    """
     lines = [f"  {one.count} x {one.outcome}: {one.reason}\n      as {one.candidate}" for one in found[:most]]
     rest = found[most:]
     if rest:
@@ -465,7 +467,7 @@ WIDE_NOTE = (
 
 
 def rate(byte_count: int, seconds: float | None) -> str:
-    """Compulsory bytes a second, in GB/s."""
+    """Compulsory bytes per second, in GB/s."""
     if seconds is None or seconds == float("inf"):
         return "-"
     value = byte_count / seconds / 1e9
@@ -473,7 +475,7 @@ def rate(byte_count: int, seconds: float | None) -> str:
 
 
 def share(byte_count: int, seconds: float | None, where: Machine) -> str:
-    """The same as a share of the memory's bandwidth, where that is known."""
+    """Compulsory bytes per second as a share of the memory's bandwidth, if that is known."""
     if seconds is None or seconds == float("inf") or where.bandwidth is None:
         return "-"
     return f"{byte_count / seconds / where.bandwidth:.0%}"
@@ -500,7 +502,7 @@ def echo_json(value: Any) -> None:
 
 
 def note_counting(tables: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:
-    """Say of which templates all combinations are about to be gone through, if that takes a while."""
+    """Announce that all combinations of some templates will be enumerated, if that takes a while."""
     from ..core import spaces
     from ..research.space import DRAWN, MOST_COMBINATIONS
 
@@ -511,19 +513,19 @@ def note_counting(tables: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:
 
 
 def default_roots(logs: Sequence[Path] | None) -> tuple[Path, ...]:
-    """The folders of records that are read: those named, or the package's own and the user's."""
+    """The folders of records to read: those named, or the package's own and the user's."""
     from ..runtime import paths
 
     return tuple(logs) if logs else (paths.shipped_logs(), paths.user_logs())
 
 
 def fixed_values(words: Sequence[str] | None, decisions: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """What `--fix` gives: values by the name of one of these decisions.
+    """The values given by `--fix`, by the name of a decision.
 
     Raises
     ------
     ProblemError
-        If a word is no decision and numbers.
+        If a word is not a decision with numbers.
     """
     found = {}
     for word in words or ():

@@ -1,4 +1,4 @@
-"""`tvm-sparse db`: folders of records: what lies there, whether it is sound, and one folder's records in another."""
+"""`tvm-sparse db`: list, check, merge and convert folders of records."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ db = typer.Typer(
 
 @db.command("ls")
 def ls(logs: Logs = None, as_json: AsJson = False) -> None:
-    """List the logs: how many problems, trials and sessions each has, and lines that cannot be used."""
+    """List the logs, with their numbers of problems, trials and sessions, and of lines that cannot be used."""
     with errors():
         from ..records.database import logs_of
 
@@ -100,7 +100,9 @@ def show(
     count: Annotated[int, typer.Option(min=1, help="Of trials, and of reasons.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Show a problem's trials, the fastest first, and why the others failed: how often, with one candidate each."""
+    """Show a problem's trials, the fastest first, and the reasons of failed ones, with their number and one candidate
+    each.
+    """
     with errors():
         from ..records.database import logs_of
         from ..records.queries import failures
@@ -180,7 +182,7 @@ def best(problem: Wanted = "", logs: Logs = None, as_json: AsJson = False) -> No
 
 
 def _states(log: Log) -> dict[str, str]:
-    """How inputs were in each session of a log."""
+    """State of the inputs in each session of a log."""
     return {session.id: session.state for session in log.sessions().values()}
 
 
@@ -189,7 +191,7 @@ def merge(
     sources: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders of records.")],
     logs: Own = None,
 ) -> None:
-    """Append to a folder the records of others that it lacks. Of a problem's rankings the latest session's counts."""
+    """Append to a folder the records of other folders that it lacks. A problem's latest ranking is used."""
     with errors():
         from ..records.database import merge as append
         from ..runtime import paths
@@ -216,13 +218,14 @@ def prune(
     ] = False,
     plugin: Plugins = None,
 ) -> None:
-    """Remove damaged lines, replaced rankings, records of other versions of templates, and trials the machine spoilt.
+    """Remove damaged lines, replaced rankings, records of other versions and decisions, and trials the machine spoilt.
 
-    Everything is named, and asked about, before it is removed.
+    Lists everything, and asks, before it removes anything.
     """
     with errors():
         from ..records.database import prune as remove
         from ..runtime import paths
+        from ..schedules.vocabulary import present
 
         root = logs or paths.user_logs()
         found: dict[Path, Counter[str]] = {}
@@ -231,7 +234,7 @@ def prune(
             found[log.trials_path.parent] = what
             return False
 
-        remove(root, note, gone=gone)
+        remove(root, note, gone=gone, present=present)
         for folder, what in found.items():
             typer.echo(f"{folder}: {what.total()} lines")
             for text, number in what.items():
@@ -244,7 +247,7 @@ def prune(
             if not sys.stdin.isatty():
                 fail("prune asks before it removes, and there is nobody to ask; give --yes, or --dry-run", USAGE)
             typer.confirm(f"Remove these {sum(what.total() for what in found.values())} lines?", abort=True)
-        removed = remove(root, lambda log, what: what == found.get(log.trials_path.parent), gone=gone)
+        removed = remove(root, lambda log, what: what == found.get(log.trials_path.parent), gone=gone, present=present)
         typer.echo(f"{sum(removed.values())} lines removed")
 
 
@@ -252,14 +255,17 @@ def prune(
 def migrate(
     logs: Annotated[list[Path] | None, typer.Argument(help="Folders of records.  \\[default: yours]")] = None,
 ) -> None:
-    """Rename decisions in records of an earlier version. Every figure stays; running it again changes nothing."""
+    """Give records of an earlier version the present names of templates and decisions.
+
+    Times are unchanged; running it again changes nothing.
+    """
     with errors():
         from ..records.migrate import migrate as rewrite
         from ..runtime import paths
-        from ..schedules.vocabulary import renamed
+        from ..schedules.vocabulary import present
 
         for root in logs or [paths.user_logs()]:
-            for path, count in rewrite(root, renamed).items():
+            for path, count in rewrite(root, present).items():
                 typer.echo(f"{path}: {count} records renamed")
 
 
@@ -276,8 +282,8 @@ def restamp(
 ) -> None:
     """Give records of a template's earlier version its present one, when both were timed in turns and are as fast.
 
-    It rewrites trials, rankings and predictors; every figure stays, and running it again changes nothing. Times that
-    were not compared mislead: scripts/compare_trees.py compares them.
+    It rewrites trials, rankings and predictors. Times are unchanged, and running it again changes nothing. Compare the
+    times of both versions first, with scripts/compare_trees.py.
     """
     with errors():
         from ..records.migrate import restamp as rewrite
@@ -319,7 +325,7 @@ def diff(one: Path, other: Path, as_json: AsJson = False) -> None:
                 inputs.add(state)
                 note = ", fresh inputs" if state == "fresh" else ""
                 told.append(f"{us(found.seconds)} us{note}, {found.candidate}" if found else "-")
-            # Hot and fresh times have no ratio.
+            # Hot and fresh times cannot be compared.
             faster = ratio(mine.seconds, theirs.seconds) if mine and theirs and len(inputs) == 1 else "-"
             made.add_row(arch, problem, *told, faster)
             rows.append({"arch": arch, "problem": problem, "first": _told(mine), "second": _told(theirs)})
@@ -335,7 +341,7 @@ def _told(record: Best | None) -> dict[str, Any] | None:
 
 @db.command("verify")
 def verify(logs: Logs = None) -> None:
-    """Name file and line of every record that is damaged or missing; the exit code says whether there is any."""
+    """Print file and line of every damaged or missing record; the exit code is 1 if there is any."""
     with errors():
         from ..records.database import verify as check
 
@@ -363,7 +369,7 @@ def export(
         Format.table
     ),
 ) -> None:
-    """Write trials into one table, with all rankings, as CSV or Parquet; as results in T4; or for MetaSchedule."""
+    """Write trials as a table with all rankings (CSV or Parquet), as results in T4, or as a MetaSchedule database."""
     with errors():
         from ..records.database import rows, write_results, write_rows
 
@@ -397,8 +403,8 @@ def import_results(
 ) -> None:
     """Append to a folder of records the trials of a T4 file, or of a MetaSchedule database, that it lacks.
 
-    Results of other tools have no problem and no template of ours: study and report read them where they are, by
-    --logs FILE.json. Of a MetaSchedule database one line that decides anything else than parameters refuses all.
+    Results of other tools cannot be imported: study and report read them directly, by --logs FILE.json. A MetaSchedule
+    database is refused as a whole if a line contains anything but decisions.
     """
     with errors():
         from ..records.database import read_results

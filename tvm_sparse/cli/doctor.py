@@ -1,4 +1,4 @@
-"""`tvm-sparse doctor`: what is installed, whether it works, and the command that mends what does not."""
+"""`tvm-sparse doctor`: check what is installed and whether it works, with commands that repair it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .common import (
     table,
 )
 
-# The smoke test of the compiler imports all of it from a cold disk.
+# Seconds: the compiler's smoke test imports all of it, possibly from a cold disk.
 SMOKE_SECONDS = 180.0
 STYLES = {"ok": "green", "broken": "red", "absent": "dim", "info": ""}
 
@@ -48,8 +48,8 @@ class Check:
     name: str
     state: str  # a key of STYLES
     found: str
-    mend: str = ""  # the command that mends it
-    needed: bool = False  # without it the CPU path does not work
+    mend: str = ""  # the command that repairs it
+    needed: bool = False  # whether the CPU path depends on it
 
 
 def doctor(
@@ -73,10 +73,10 @@ def doctor(
     as_json: AsJson = False,
     plugin: Plugins = None,
 ) -> None:
-    """Report versions, compiler, GPU and what is missing, with the command that mends it.
+    """Report versions, compiler, GPU and missing parts, with commands that install or repair them.
 
-    Exit code 0 if kernels run on the CPU: compiled or, without the compiler, built ahead. A missing GPU is no error.
-    With --target: which kernels of a set of problems are tuned, borrowed or a default on a GPU that need not be here.
+    The exit code is 0 if kernels run on the CPU, compiled or built ahead. A missing GPU is not an error. With --target:
+    which kernels of a set of problems are tuned, borrowed or a default on a GPU that need not be here.
     """
     if target is not None:
         with errors():
@@ -103,7 +103,9 @@ def doctor(
 def _served(
     target: str, chosen: ProgramSet, shapes: Path | None, compiles: bool, roots: tuple[Path, ...], as_json: bool
 ) -> None:
-    """How look-up would serve a set of problems on a target, by records alone, and what to run there."""
+    """Show how look-up would serve a set of problems on a target, from records alone, and which
+    commands to run there.
+    """
     from ..core import scratch
     from ..tuning import adopting
 
@@ -178,7 +180,7 @@ def _version(package: str) -> str | None:
 
 
 def required(package: str) -> str:
-    """The range of versions that tvm_sparse declares for a package, as it stands in its metadata."""
+    """The range of versions of a package that tvm_sparse's metadata declares."""
     for line in importlib.metadata.requires("tvm_sparse") or ():
         match = re.match(r"([A-Za-z0-9_.-]+)\s*([^;]*)", line)
         if match and match[1] == package and ("extra ==" not in line or "compiler" in line):
@@ -189,7 +191,7 @@ def required(package: str) -> str:
 def in_range(version: str, wanted: str) -> bool:
     """Whether a version satisfies a range such as `>=0.1.14.post0,<0.1.15`.
 
-    By its numbers alone, which is enough for ranges of releases; `packaging` is not ours to depend on.
+    Only the numbers are compared, which suffices for ranges of releases and needs no dependency on `packaging`.
     """
 
     def numbers(text: str) -> tuple[int, ...]:
@@ -205,7 +207,7 @@ def in_range(version: str, wanted: str) -> bool:
             ">=": found >= bound,
             "<=": found <= bound,
             "==": found == bound,
-            # 0.1.15.dev0 and 0.1.15.post1 are no 0.1.14 either.
+            # 0.1.15.dev0 and 0.1.15.post1 do not count as 0.1.14 either.
             "<": found < bound,
             ">": found > bound,
         }[match[1]]
@@ -251,7 +253,7 @@ def _packages() -> list[Check]:
 
 
 def _prebuilt(compiles: bool) -> list[Check]:
-    """Packages of kernels; without one, and without the compiler, nothing can be called."""
+    """Installed packages of kernels; without one, and without the compiler, nothing can be called."""
     checks = []
     for folder in kernel_packages():
         name = f"kernels for {folder.name}"
@@ -270,7 +272,7 @@ def _prebuilt(compiles: bool) -> list[Check]:
 
 
 def _plugins() -> list[Check]:
-    """The operators that are not the package's own, each with what it lacks."""
+    """The operators of plugins, each with missing parts."""
     checks = []
     try:
         known = registry.operators().values()
@@ -283,7 +285,7 @@ def _plugins() -> list[Check]:
         for part in ("problem", "templates", "fallbacks", "call", "peers", "shapes"):
             try:
                 getattr(operator, part)
-            except Exception as error:  # somebody else's module may raise anything
+            except Exception as error:  # the plugin's module may raise anything
                 missing.append(f"{part}: {type(error).__name__}: {error}")
         found = "; ".join(missing) or f"{operator.home}, {len(operator.templates)} templates"
         checks.append(Check(f"operator {operator.name}", "broken" if missing else "ok", found))
@@ -311,7 +313,7 @@ def _output(command: list[str]) -> str:
 
 
 def smoke(name: str) -> tuple[dict | None, str]:
-    """The result of a smoke test in a process of its own, or None and why it failed."""
+    """The result of a smoke test in a separate process, or None and the reason of its failure."""
     command = [sys.executable, "-m", "tvm_sparse.cli.smoke", name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SMOKE_SECONDS, check=False)
@@ -329,7 +331,7 @@ def smoke(name: str) -> tuple[dict | None, str]:
 
 
 def _smoke() -> list[Check]:
-    # At the same time: each spends its seconds on importing the compiler.
+    # At the same time, since each spends seconds on importing the compiler.
     with ThreadPoolExecutor() as pool:
         serialise, cpu, cuda = pool.map(smoke, ("serialise", "cpu", "cuda"))
     ffi = f'{commands.python()} -m pip install "apache-tvm-ffi{required("apache-tvm-ffi")}"'
@@ -354,13 +356,13 @@ def _smoke() -> list[Check]:
         found = f"cubin for {result['arch']} by NVRTC {result['nvrtc']} in {result['seconds']} s, {called}"
         checks.append(Check(name, "ok", found))
     else:
-        # Where there is a GPU this is a fault; elsewhere CUDA may simply not be wanted.
+        # With a GPU this is a fault; otherwise CUDA may not be needed.
         checks.append(Check(name, "broken" if machine.gpu() else "absent", why, _command(why)))
     return checks
 
 
 def _command(message: str) -> str:
-    """The command that a message names as what mends it; empty if it names none."""
+    """The command that a message suggests; empty if there is none."""
     found = re.search(r"(?:pip|apt-get) install [^\s;:,)]+", message)
     return found[0] if found else ""
 

@@ -1,4 +1,4 @@
-"""`tvm-sparse explain`: which kernel a call runs, and why."""
+"""`tvm-sparse explain`: the kernel that a call runs, and the reason for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def explain(
     as_json: AsJson = False,
     plugin: Plugins = None,
 ) -> None:
-    """Print which kernel a call of this shape runs, and why: a record, a prediction, or a template's default."""
+    """Print the kernel that a call of this shape runs, and why: a record, a prediction, or a template's default."""
     with errors(), looking_in(logs, kernels):
         from ..runtime import dispatch
 

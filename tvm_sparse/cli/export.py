@@ -1,4 +1,4 @@
-"""`tvm-sparse export`: tuned records into a folder of shared libraries."""
+"""`tvm-sparse export`: compile tuned records to a folder of shared libraries."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def export(
 ) -> None:
     """Compile the best record of every tuned problem into a folder that tvm_sparse.load reads.
 
-    With --shapes, a kernel that was not tuned for this architecture has nearby decisions or a template's default.
-    The architecture need not be this machine's: code for sm_90a is built without a GPU.
+    With --shapes, kernels that were not tuned for this architecture get nearby decisions or a template's default. The
+    architecture need not be this machine's: code for sm_90a is built without a GPU.
     """
     with errors():
         import time
@@ -84,7 +84,7 @@ def export(
         where = machine.resolve(target)
         require("compiler", *(["cuda"] if where.kind == "cuda" else []))
         key = None
-        if sign is not None:  # before what takes minutes
+        if sign is not None:  # before work that takes minutes
             require("sign")
             key = signing.private_key(sign, lambda: typer.prompt(f"passphrase of {sign}", hide_input=True, err=True))
         roots = default_roots(logs)
@@ -129,7 +129,7 @@ def export(
 
 @contextlib.contextmanager
 def _progress(count: int, arch: str) -> Iterator[Callable[[Entry], None]]:
-    """A bar on a terminal; a line a library elsewhere."""
+    """A progress bar on a terminal; otherwise one line for each library."""
     screen = console()
     if not screen.is_terminal:
         done: list[Entry] = []
@@ -162,7 +162,7 @@ def print_entries(entries: list[Entry], folder: Path) -> None:
     foreign = False
     for entry in entries:
         seconds, fallback = entry.figures.get("seconds"), entry.figures.get("fallback_seconds")
-        # Times of a record that is not this problem's on this architecture are not times of this kernel.
+        # Times from another problem's or architecture's record are not times of this kernel.
         mark = "" if entry.chosen == "exact" or seconds is None else "*"
         foreign = foreign or bool(mark)
         how = entry.chosen
@@ -180,7 +180,7 @@ def print_entries(entries: list[Entry], folder: Path) -> None:
 
 
 def print_left_out(left_out: list[LeftOut], arch: str) -> None:
-    """What does not compile, why, and what is built instead."""
+    """Print kernels that do not compile, the reasons, and what is built instead."""
     made = table("problem", "candidate", "decisions", "why", "built instead", title=f"Left out for {arch}")
     for one in left_out:
         why = one.why.strip().partition("\n")[0][:200]

@@ -1,10 +1,10 @@
 """The fresh process of the quickstart: `python -m tvm_sparse.cli.fresh REQUEST`.
 
-The request is JSON: the exported `folder`, the `kind` of machine, the `problems` by key, the parent's `plugins`, and in
-how many `rounds` calls are timed (null: in the usual number).
+The request is JSON: the exported `folder`, the `kind` of machine, the `problems` by key, the parent's `plugins`, and
+the number of `rounds` for timing (null: the usual number).
 
-Loads an exported folder, calls the public functions on inputs that tuning never saw, compares them with the float64
-reference, and times them beside the fastest peer. Prints one JSON line a problem.
+It loads an exported folder, calls the public functions on inputs that tuning never saw, compares the results with the
+float64 reference, and times them together with the fastest peer. It prints one JSON line for each problem.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def result_of(problem: Problem, where: machine.Machine, folder: str, rounds: int
         "correct": None,
         "error": "",
         "seconds": None,
-        "rounds": [],  # of that, a figure a round
-        "host_seconds": None,  # of that, what Python costs of our call
+        "rounds": [],  # the same for each round
+        "host_seconds": None,  # the part of it that Python costs
         "peer": None,
         "compiler": False,
     }
@@ -59,7 +59,7 @@ def result_of(problem: Problem, where: machine.Machine, folder: str, rounds: int
 
 
 def _check_without_torch(problem: Problem, where: machine.Machine, seed: int) -> None:
-    """On a GPU without PyTorch nothing else here holds arrays there: the kernel is called as the tuner calls it."""
+    """Check on a GPU without PyTorch, where nothing else can hold arrays: the kernel is called as the tuner does."""
     from tvm_sparse.runtime.dispatch import dispatcher
 
     kernel = dispatcher.kernel(problem, where)

@@ -1,4 +1,4 @@
-"""`tvm-sparse list`: operators, templates, and what is tuned."""
+"""`tvm-sparse list`: operators, templates, and tuned problems."""
 
 from __future__ import annotations
 

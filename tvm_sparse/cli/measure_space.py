@@ -1,4 +1,4 @@
-"""`tvm-sparse measure-space`: every point of a space, for studies."""
+"""`tvm-sparse measure-space`: measure every point of a space, for studies."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def measure_space(
 ) -> None:
     """Measure every point of a space, right or wrong, into a file that `simulate` and `study` read.
 
-    Look-up does not read it. The same command goes on where one that was stopped ended.
+    Look-up does not read it. The same command continues an interrupted run.
     """
     with errors():
         from collections import Counter
@@ -63,7 +63,7 @@ def measure_space(
 
         problem = problem_of(operator, axes)
         where = machine.resolve(target) if dry_run else machine_here(target, "measuring")
-        spaces.named(templates or (), problem.operator, where)  # raises where there is none of a name
+        spaces.named(templates or (), problem.operator, where)  # raises for an unknown name
         applicable = spaces.applicable(problem, where)[0]
         fixed = fixed_values(fix, sorted({name for table in applicable.values() for name in table}))
         tables, left_out = spaces.searched(problem, where, templates or (), fixed)

@@ -1,4 +1,4 @@
-"""`tvm-sparse prebuild`: kernels for many architectures into wheels, on a machine without a GPU."""
+"""`tvm-sparse prebuild`: build kernels for many architectures into wheels, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def prebuild(
     builders: Builders = None,
     plugin: Plugins = None,
 ) -> None:
-    """Compile kernels for other machines and pack them into wheels: where one is installed no compiler is needed.
+    """Compile kernels for other machines and pack them into wheels; with one installed no compiler is needed.
 
-    Needs no GPU. Into FOLDER/kernels/<architecture> go few libraries an operator, a manifest, and TVM's runtime
-    libraries; into FOLDER a wheel an architecture, whose kernels calls find by themselves.
+    Needs no GPU. FOLDER/kernels/<architecture> gets a few libraries for each operator, a manifest, and TVM's runtime
+    libraries; FOLDER gets one wheel for each architecture, whose kernels calls find automatically.
     """
     with errors():
         from ..shipping import hub, wheel
@@ -126,7 +126,7 @@ def prebuild(
 
 
 def _named(operator: str | None, axes: list[str] | None, shapes: Path | None) -> list[Problem]:
-    """The problems that are named, as calls ask for them."""
+    """The named problems, as calls look them up."""
     found = shape_files.read(shapes) if shapes is not None else []
     if operator is not None and (axes or "/" in operator):
         found.append(problem_of(operator, axes))

@@ -1,4 +1,4 @@
-"""`tvm-sparse quickstart`: the main job in small, from tuning to a checked and compared call in a fresh process."""
+"""`tvm-sparse quickstart`: the main workflow on a small scale, from tuning to a checked and compared call."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def quickstart(
     ] = None,
     plugin: Plugins = None,
 ) -> None:
-    """Tune a few shapes, export them, and call them in a fresh process: the whole way in two or three minutes."""
+    """Tune a few shapes, export them, and call them in a fresh process: the whole workflow in two or three minutes."""
     with errors():
         from ..runtime import paths
 
@@ -75,7 +75,7 @@ def quickstart(
         typer.echo("2/3 Exporting shared libraries")
         _export(where, folder)
         typer.echo("3/3 Loading them in a fresh process, checking on fresh inputs, comparing")
-        # Few trials are a look at the way, not at the times: as many rounds are enough.
+        # Few trials are for trying the workflow, not for good times, so few rounds suffice.
         rounds = None if trials >= TRIALS else trials
         results, wrong = _check(problems, where, folder / "kernels", rounds)
         console().print(final_table(problems, bests, results))
@@ -118,7 +118,7 @@ def _export(where: machine.Machine, folder: Path) -> None:
 def _check(
     problems: Sequence[Problem], where: machine.Machine, kernels: Path, rounds: int | None
 ) -> tuple[dict[Problem, dict[str, Any]], list[str]]:
-    """What the fresh process reports for each problem, and what is wrong."""
+    """The fresh process's report for each problem, and failures."""
     request = {
         "folder": str(kernels),
         "kind": where.kind,
@@ -182,7 +182,7 @@ def _how(where: machine.Machine, results: dict[Problem, dict[str, Any]], started
 
 
 def _remarks(where: machine.Machine, results: dict[Problem, dict[str, Any]]) -> list[str]:
-    """What a reader would ask of the table: where the peers are, and why we are slower in a row."""
+    """Remarks on the table: missing peers, and rows in which ours is slower."""
     remarks = []
     if not has_torch(where.device):
         missing = "PyTorch" if where.device == "cpu" else "PyTorch with CUDA"

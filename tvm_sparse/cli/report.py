@@ -34,7 +34,7 @@ def report(
     inputs: Timed = Inputs.hot,
     plugin: Plugins = None,
 ) -> None:
-    """Write recorded trials as one HTML page, which needs no network: tables of `study`, and plots."""
+    """Write recorded trials as one self-contained HTML page: tables of `study`, and plots."""
     with errors():
         require("lab")
         from ..research import report as reports

@@ -1,4 +1,4 @@
-"""`tvm-sparse simulate`: search strategies compared on recorded spaces."""
+"""`tvm-sparse simulate`: compare search strategies on recorded spaces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .common import USAGE, console, duration, errors, fail, require, table
 if TYPE_CHECKING:
     from ..research.simulation import Summary
 
-# What a strategy needs beside the package itself.
+# Packages that a strategy needs.
 NEEDS = {"evolutionary": "tune", "replay": "tune", "boosting": "tune", "random": None}
 CSV = ("space", "strategy", "trials", "excess", "low", "high")
 
@@ -45,12 +45,12 @@ def simulate(
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the curves: .svg or .png.")] = None,
 ) -> None:
-    """Replay searches on spaces of which every point was measured, and compare what they find.
+    """Simulate searches on completely measured spaces, and compare their results.
 
-    Needs no GPU. The table's columns: mean excess of the best point's time over the optimum after so many trials; the
-    middle search's trials to within 5 % of the optimum, its time by estimate, and how many searches came there; best
-    time over the reference's of the same seed (below 1 is better), with the signed-rank test's p; the same with half of
-    the trials against all of the reference's; the strategy's own seconds for a search.
+    Needs no GPU. The table's columns: mean excess of the best point's time over the optimum after a number of trials;
+    median trials, and estimated time, until within 5 % of the optimum, and the share of searches that came so close;
+    best time over the reference's with the same seed (below 1 is better), with the signed-rank test's p; the same with
+    half of the trials against all of the reference's; the strategy's own seconds for a search.
     """
     import time
 

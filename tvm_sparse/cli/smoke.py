@@ -1,6 +1,6 @@
-"""The smoke tests of `tvm-sparse doctor`, each in a process of its own: `python -m tvm_sparse.cli.smoke NAME`.
+"""The smoke tests of `tvm-sparse doctor`, each in a separate process: `python -m tvm_sparse.cli.smoke NAME`.
 
-A version of tvm-ffi that does not fit ends the process by a segmentation fault: nothing here may run in the caller's.
+An incompatible version of tvm-ffi ends the process by a segmentation fault, so no test may run in the caller's process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..workers.absent import without
 
 
 def serialise() -> dict[str, Any]:
-    """What the wrong tvm-ffi segfaults in."""
+    """Serialise IR, in which incompatible versions of tvm-ffi segfault."""
     import tvm
 
     text = tvm.ir.save_json(tvm.ir.Range(0, 3))
@@ -21,14 +21,14 @@ def serialise() -> dict[str, Any]:
 
 
 def cpu() -> dict[str, Any]:
-    """The whole way of a CPU kernel: compile, link, load, call, compare."""
+    """Compile, link, load and call a CPU kernel, and compare its result."""
     from ..core import machine
 
     return _kernel(machine.cpu(), run=True)
 
 
 def cuda() -> dict[str, Any]:
-    """A cubin by NVRTC; with a GPU the kernel is run and compared as well."""
+    """Compile a cubin by NVRTC; with a GPU, also run the kernel and compare its result."""
     from ..artifacts import cuda
     from ..core import machine
 
@@ -69,7 +69,7 @@ def _kernel(where: Any, run: bool) -> dict[str, Any]:
 if __name__ == "__main__":
     tests = {"serialise": serialise, "cpu": cpu, "cuda": cuda}
     try:
-        with without("torch"):  # tvm_ffi imports it where it is: more than half of a test
+        with without("torch"):  # imported by tvm_ffi if installed: more than half of a test
             print(json.dumps(tests[sys.argv[1]]()))
-    except Exception as error:  # the message is what is asked for, whatever went wrong
+    except Exception as error:  # the message is the result, whatever failed
         sys.exit(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""`tvm-sparse space`: what a problem's schedule spaces hold."""
+"""`tvm-sparse space`: the schedule spaces of a problem."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..research.space import Compiled, Difference, Part
 
 
-# Combinations of a file from which on counting is announced; points drawn where they cannot be counted.
+# Combinations of a file above which counting is announced; points drawn if they cannot be counted.
 NOTED, DRAWN = 1_000_000, 100_000
 
 
@@ -73,9 +73,9 @@ def space(
 ) -> None:
     """Show the templates of a problem, their decisions, how large their spaces are, and what restrictions remove.
 
-    In the place of an operator a FILE.json may be named that holds a space in the T1 format.
+    Instead of an operator, a FILE.json with a space in the T1 format may be given.
 
-    Any architecture can be asked for on any machine; nothing is run. A restriction's count is that of the points which
+    Any architecture can be examined on any machine; nothing is run. A restriction's count is the number of points that
     it is the first to refuse.
     """
     with errors():
@@ -122,7 +122,7 @@ def space(
 
 
 def _show_points(problem: Problem, where: Machine, points: Iterable[Candidate], emit: str | None) -> None:
-    """Points, each with its code if a form of it is asked for."""
+    """Print points, each with its code if a form is requested."""
     from ..research.space import emitted
 
     for point in points:

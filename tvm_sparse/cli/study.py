@@ -1,4 +1,4 @@
-"""`tvm-sparse study`: what recorded trials tell of schedule spaces."""
+"""`tvm-sparse study`: what recorded trials say about schedule spaces."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def study(
     as_json: AsJson = False,
     plugin: Plugins = None,
 ) -> None:
-    """Study recorded trials: distributions, decisions that matter, cost models, transfer between problems, budgets.
+    """Study recorded trials: distributions, important decisions, cost models, transfer between problems, budgets.
 
     Needs no GPU and compiles nothing. Intervals have 95 % confidence.
     """
@@ -98,7 +98,7 @@ def study(
 
 
 def checked_parts(names: list[str] | None) -> list[str] | None:
-    """The names of `--part`, if they are some."""
+    """The names given by `--part`, checked."""
     from ..research.study import PARTS
 
     unknown = [name for name in names or () if name not in PARTS]
@@ -107,7 +107,7 @@ def checked_parts(names: list[str] | None) -> list[str] | None:
     return names
 
 
-# What is never an operator or an axis.
+# Suffixes of words that are files, never an operator or an axis.
 _OF_FILES = (".jsonl", ".xz", ".json", ".csv", ".parquet")
 
 
@@ -130,7 +130,7 @@ def recorded(
     arch: str | None,
     inputs: Inputs = Inputs.hot,
 ) -> pandas.DataFrame:
-    """The trials that a command asks for: of an operator, an architecture, and problems that have these axes."""
+    """The trials that a command selects: of an operator, an architecture, and problems with these axes."""
     from ..core import registry
     from ..research.trials import trials
 

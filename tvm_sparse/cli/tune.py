@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from ..tuning.fleet import Fleet
     from ..tuning.plans import Plan, Progress
 
-# Rows of the live table around the problem that is running: it must fit a terminal of 24 lines.
+# Rows of the live table around the running problem, which must fit into a terminal of 24 lines.
 ROWS_BEFORE, ROWS_AFTER = 6, 3
 
 
@@ -154,8 +154,8 @@ def tune(
 ) -> None:
     """Tune problems here or on a cluster: every candidate is checked against the reference before its time counts.
 
-    Everything measured is recorded at once. Ctrl-C ends after the batch in hand and prints the command that resumes;
-    the same command with more trials goes on from what is recorded.
+    Every measurement is recorded at once. Ctrl-C stops after the current batch and prints the command that resumes; the
+    same command with more trials continues.
     """
     with errors():
         if vary is not None and (templates or fix):
@@ -233,7 +233,7 @@ def tune(
         typer.echo(f"Next: {program()} export -o kernels{to}")
 
 
-# Reasons that a run names for each problem; `db show` has the others.
+# Reasons that a run prints for each problem; `db show` has the others.
 MOST_REASONS = 3
 
 
@@ -267,12 +267,12 @@ def _problems(operator: str | None, axes: Sequence[str] | None, shapes: Path | N
 
 
 def _whole(operator: str | None, axes: Sequence[str] | None) -> bool:
-    """Whether an operator is named, and none of its problems."""
+    """Whether an operator is named without any of its problems."""
     return operator is not None and not axes and "/" not in operator
 
 
 def _recorded(operator: str, machines: Sequence[Machine], folder: Path) -> list[Problem]:
-    """An operator's problems that have a record there, for one of these machines."""
+    """An operator's problems with a record in this folder, for one of these machines."""
     from ..records import Log
 
     registry.find(operator)
@@ -294,7 +294,9 @@ def _devices(
     ray: str | None,
     model: str | None,
 ) -> Iterator[Fleet]:
-    """What measures and builds, as the options say; `planned`: nothing will run, and the machine need not be here."""
+    """The devices that measure and build, by the options; `planned`: nothing will run, and the machine need not be
+    here.
+    """
     from ..tuning import cluster, fleet
 
     if ray is not None:
@@ -333,7 +335,7 @@ def _devices(
 
 
 def _numbers(text: str, count: int) -> list[int]:
-    """The GPUs that `--devices` names, of so many."""
+    """The GPUs given by `--devices`, of `count` in all."""
     if text == "all":
         return list(range(count))
     try:
@@ -362,7 +364,7 @@ def _require_templates(names: Sequence[str], problems: Sequence[Problem], machin
 
 
 def _require_strategy(name: str) -> None:
-    """Raise unless there is such a strategy; end with what to install if its library is missing."""
+    """Raise unless there is such a strategy; exit with the command that installs its library if that is missing."""
     if name not in strategy_names():
         raise ProblemError(f"strategy: got {name!r}; expected one of {', '.join(strategy_names())}")
     if name in LIBRARIES:
@@ -370,7 +372,7 @@ def _require_strategy(name: str) -> None:
 
 
 def _decisions(problems: Sequence[Problem], machines: Sequence[Machine]) -> list[str]:
-    """The decisions of all templates that fit one of the problems."""
+    """Names of the decisions of all templates that fit one of the problems."""
     from ..core import spaces
 
     pairs = itertools.product(problems, machines)
@@ -399,7 +401,7 @@ def resume_command(
     ray: str | None = None,
     model: str | None = None,
 ) -> str:
-    """The command that does the same again; what was measured is not measured anew."""
+    """The command that repeats the run, without repeating its measurements."""
     words = ["tune", *([operator] if operator else []), *(axes or ())]
     for name, value, default in (
         ("shapes", shapes, None),
@@ -467,12 +469,12 @@ def varied_plans(
     *,
     fresh: bool = False,
 ) -> list[Plan]:
-    """Plans of the problems whose record has such a decision, which alone is searched.
+    """Plans for the problems whose record has one of these decisions, in which only these are searched.
 
     Raises
     ------
     ProblemError
-        If none has.
+        If no record has one.
     """
     from ..records import Log
     from ..tuning.plans import make_plan, recorded
@@ -503,7 +505,7 @@ def varied_plans(
 
 
 def _named(plan: Plan, plans: Sequence[Plan]) -> str:
-    """The problem, and the architecture where it is tuned on several."""
+    """The problem, with the architecture if it is tuned on several."""
     several = len({one.machine for one in plans}) > 1
     return f"{plan.problem.typed}{f' on {plan.machine.arch}' if several else ''}"
 
@@ -529,7 +531,7 @@ def plan_table(plans: Sequence[Plan], devices: int = 1) -> Table:
 
 
 def left_out_lines(plans: Sequence[Plan]) -> list[str]:
-    """Templates that do not apply, each reason once with the number of problems that it holds for."""
+    """Templates that do not apply: each reason once, with the number of problems for which it holds."""
     reasons: dict[tuple[str, str, str], int] = {}
     for plan in plans:
         for name, reason in plan.left_out.items():
@@ -546,12 +548,12 @@ def left_out_lines(plans: Sequence[Plan]) -> list[str]:
 
 
 class Outcome:
-    """What a run of several plans came to."""
+    """Results of a run of several plans."""
 
     def __init__(self) -> None:
         self.bests: dict[Plan, Best] = {}
-        self.sessions: dict[Plan, set[str]] = {}  # in which trials of a plan failed
-        self.finals: dict[str, dict[Candidate, float]] = {}  # by problem key, median seconds of what was timed in turn
+        self.sessions: dict[Plan, set[str]] = {}  # sessions in which trials of a plan failed
+        self.finals: dict[str, dict[Candidate, float]] = {}  # by problem key, median seconds of the finalists
         self.failures = 0
         self.interrupted = False
 
@@ -564,9 +566,9 @@ def run(
     using: Fleet | None = None,
     over: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Run plans on these devices, or on the first of this machine, and show how they get on.
+    """Run plans on these devices, or on the first one of this machine, and show their progress.
 
-    Once it is `over` no plan is begun, and those that run end after the batch in hand.
+    Once `over` returns true no plan is begun, and running ones end after the current batch.
     """
     from ..tuning import fleet, session
     from ..tuning.workbench import NoValidRecord
@@ -622,7 +624,7 @@ def _view(plans: Sequence[Plan], stop: Callable[[], bool], together: int) -> Ite
     from rich.live import Live as RichLive
 
     view = Live(plans, stop, together)
-    # transient: the table of results takes its place.
+    # transient: the table of results replaces it.
     with RichLive(get_renderable=view.render, console=screen, refresh_per_second=4, transient=True):
         yield view
 
@@ -632,13 +634,13 @@ def _counts(progress: Progress) -> str:
 
 
 class Lines:
-    """Progress for a file or a pipe: a line a batch."""
+    """Progress for a file or a pipe: one line for each batch."""
 
     def __init__(self, plans: Sequence[Plan], stop: Callable[[], bool]) -> None:
         self._plans, self._stop = plans, stop
         self._said_stop = False
         self._names: dict[Plan, str] = {}
-        self._next: dict[Plan, int] = {}  # trials at which the next line is due
+        self._next: dict[Plan, int] = {}  # number of trials at which the next line is due
 
     def begin(self, plan: Plan) -> None:
         self._names[plan] = f"[{len(self._names) + 1}/{len(self._plans)}] {_named(plan, self._plans)}"
@@ -679,7 +681,7 @@ class Lines:
 
 
 class Live:
-    """Progress for a terminal: one table, drawn anew. `together`: how many plans run at the same time."""
+    """Progress for a terminal: one table, redrawn. `together`: number of plans that run at the same time."""
 
     def __init__(self, plans: Sequence[Plan], stop: Callable[[], bool], together: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -711,13 +713,13 @@ class Live:
         from rich.console import Group
         from rich.text import Text
 
-        states = tuple(self._states.values())  # those of the moment: other threads add to them
+        states = tuple(self._states.values())  # a copy, since other threads add to them
         measured = sum(state.measured for state in states)
         self._bar.update(self._task, completed=measured, left=f"about {duration(self._seconds_left())} left")
         right = ("us", "GB/s", *(("of limit",) if self._limit else ()), "x fallback", "trials")
         made = table("problem", *right, "outcomes", right=right, prose=("problem", "outcomes"))
         rest = [""] * (len(right) + 1)
-        # Up to what was begun last: of several that run at the same time the others are above it.
+        # Up to the plan begun last: other running ones are above it.
         last = max((self._plans.index(state.plan) for state in states), default=0)
         first = max(0, last - ROWS_BEFORE)
         shown = self._plans[first : last + ROWS_AFTER + 1]
@@ -739,7 +741,7 @@ class Live:
         if state is None:
             return [_named(plan, self._plans), *[""] * (4 if self._limit else 3), str(plan.trials), "waiting"]
         seconds = best.seconds if best else state.best_seconds
-        # Only after the final, which times the two in turn: the least of many single figures is a lucky one.
+        # Only after the final, which times both in turn: the minimum of many single measurements is too small.
         faster = gain(best) if best else ""
         bytes_ = plan.problem.cost().bytes
         if plan in self._bests:
@@ -758,7 +760,7 @@ class Live:
         ]
 
     def _seconds_left(self) -> float:
-        """Of the problems that are running and of those that wait, by the pace of the first."""
+        """Estimated seconds for the running and the waiting problems, by the pace of the first."""
         states = tuple(self._states.values())
         running = [state for state in states if state.plan not in self._bests]
         waiting = sum(plan.seconds for plan in self._plans if plan not in self._states)

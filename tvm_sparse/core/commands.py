@@ -1,4 +1,6 @@
-"""Commands that messages name, written so that they work where they are pasted: with this Python, activated or not."""
+"""Commands shown in messages, written so that they run when pasted: with this Python, whether or not its environment is
+activated.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,14 @@ PROGRAM = "tvm-sparse"
 
 
 def python() -> str:
-    """This process's Python, as a shell starts it."""
+    """The path of this process's Python, quoted for a shell."""
     return "python" if shutil.which("python") == sys.executable else shlex.quote(sys.executable)
 
 
 def program() -> str:
-    """The command line as it was started; in a process that was started otherwise, that of the same environment."""
+    """The command line program as it was started; in a process started otherwise, the program of the same
+    environment.
+    """
     started = Path(sys.argv[0])
     if started.name == "__main__.py" and started.parent.name == "tvm_sparse":
         return f"{python()} -m tvm_sparse"
@@ -39,5 +43,5 @@ def command(*words: str | Path) -> str:
 
 
 def options(name: str, values: Iterable[str | Path]) -> list[str]:
-    """An option that is given once for each value."""
+    """Arguments that give one option once for each value."""
     return [word for value in values for word in (name, str(value))]

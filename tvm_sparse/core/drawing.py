@@ -1,7 +1,7 @@
-"""Random numbers of inputs, and their magnitudes. Those of large ones are drawn by all cores.
+"""Random numbers for inputs, and their magnitudes. All cores take part in drawing large arrays.
 
-What is drawn depends on the generator alone, and not on how many cores take part: an array of more numbers than a part
-has (`parts`) is drawn part by part, each from a generator of its own.
+The numbers depend on the generator alone, not on the number of cores: an array larger than one part (`parts`) is drawn
+part by part, each from a generator of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> np.ndarray:
-    """Numbers of a normal distribution of mean 0 and this standard deviation, in a floating dtype."""
+    """Numbers of a normal distribution with mean 0 and standard deviation `scale`, in a floating dtype."""
     import numpy as np
 
     def draw(own: np.random.Generator, out: np.ndarray) -> None:
@@ -31,7 +31,9 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale: 
 
 
 def whole(rng: np.random.Generator, low: int, high: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Whole numbers from `low` to `high` - 1, all as likely, in a floating dtype that has them all exactly."""
+    """Whole numbers from `low` to `high` - 1 with equal probability, in a floating dtype that represents all of them
+    exactly.
+    """
     import numpy as np
 
     def draw(own: np.random.Generator, out: np.ndarray) -> None:
@@ -40,20 +42,20 @@ def whole(rng: np.random.Generator, low: int, high: int, shape: tuple[int, ...],
     return _drawn(rng, shape, dtype, draw)
 
 
-# Factors below and above 1 that inputs are drawn with, and numbers that are added to them, as powers of ten.
+# Ranges, as powers of ten: factors below 1, factors above 1, and numbers that are added to inputs.
 POWERS, SHIFTS = ((-8.0, 0.0), (0.0, 4.0)), (0.0, 4.0)
-# Chances that inputs stay as they were generated, become subnormal, and have a number added.
+# Probabilities that inputs stay as generated, become subnormal, and have a number added.
 AS_GENERATED, SUBNORMAL, SHIFTED = 0.4, 0.12, 0.5
 
 
 def magnified(
     problem: Problem, inputs: Sequence[Any], rng: np.random.Generator, kind: str = "llvm"
 ) -> tuple[list[Any], tuple[str, ...]]:
-    """Inputs with their magnitudes drawn (`Problem.scaled`, `Problem.shifted`), and what was done, in words.
+    """Inputs with random magnitudes (`Problem.scaled`, `Problem.shifted`), and a description of each change.
 
-    Each is multiplied by a number of 1e-8 to 1e4, or by one that makes it subnormal, and may have one of up to 1e4
-    added, of either sign. NaN and infinities stay, and finite numbers stay finite. `kind` is the machine's: what is
-    subnormal in float32 is 0 on a GPU, whose kernels flush it, and not drawn there.
+    Each input is multiplied by a number between 1e-8 and 1e4, or by one that makes it subnormal, and may have a number
+    between -1e4 and 1e4 added. NaN and infinities stay, and finite numbers stay finite. `kind` is the machine's:
+    kernels on GPUs flush float32 subnormals to 0, so none are drawn for them.
     """
     import ml_dtypes
     import numpy as np
@@ -84,7 +86,7 @@ def magnified(
 
 
 def temperature(rng: np.random.Generator) -> float:
-    """1, or any of 0.05 to 20, in float32."""
+    """1, or a random number between 0.05 and 20, rounded to float32."""
     import numpy as np
 
     return 1.0 if rng.random() < 0.25 else float(np.float32(10 ** rng.uniform(-1.3, 1.3)))

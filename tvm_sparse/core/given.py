@@ -1,4 +1,4 @@
-"""Arguments that are no arrays: integers, checked, and what one of a wrong kind is, in words."""
+"""Arguments that are not arrays: checks of integers, and descriptions of wrong arguments for messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import operator
 import os
 from typing import Any
 
-LONGEST = 60  # characters of a text that are shown
+LONGEST = 60  # characters of a text that a message shows
 
 
 def integer(name: str, value: Any) -> int:
@@ -15,7 +15,7 @@ def integer(name: str, value: Any) -> int:
     Raises
     ------
     TypeError
-        If it is not one.
+        If it is not an integer.
     """
     try:
         if isinstance(value, bool):
@@ -26,7 +26,9 @@ def integer(name: str, value: Any) -> int:
 
 
 def described(given: Any) -> str:
-    """What was given: its kind, and, where that is known, what makes an array or a matrix of it."""
+    """Describe an argument for a message: its kind, and, where known, the call that turns it into an array
+    or a matrix.
+    """
     if isinstance(given, (str, bytes, os.PathLike)):
         text = os.fsdecode(given) if not isinstance(given, bytes) else given.decode(errors="replace")
         text = text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

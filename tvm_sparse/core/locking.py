@@ -1,4 +1,4 @@
-"""Locks between processes that do not wait for ever."""
+"""Locks between processes, with a time limit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# How long a lock whose holder is stopped is waited for: a debugger's break, a terminal's Ctrl-Z.
+# How long to wait for a lock whose holder is stopped, as by a debugger's breakpoint or Ctrl-Z.
 STOPPED_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 
 
 class LockTimeout(TimeoutError):
-    """A lock was not to be had; the message names it, and who holds it where that is known."""
+    """A lock could not be taken in time; the message names it, and its holder where that is known."""
 
 
 @contextlib.contextmanager
@@ -29,7 +29,7 @@ def held(path: Path, seconds: float, progress: Callable[[], Any] = lambda: None)
     Parameters
     ----------
     seconds
-        How long to wait for a holder that makes no `progress`: something that changes as its work gets on.
+        How long to wait while the value of `progress` does not change. A change shows that the holder is working.
 
     Raises
     ------
@@ -73,10 +73,10 @@ _FLOCK = "hhqqi0q"
 
 
 class Claims:
-    """Which of many things this holder is at, for others that are at them too, in this process or another one.
+    """Claims on named things, so that holders in this process and others do not work on the same one.
 
-    A claim is a lock of one byte of a file, whose place is a hash of the thing's name: the kernel releases it when the
-    holder's process ends, however it ends, and nothing has to be cleaned up. Where there are no such locks (systems
+    A claim is a lock of one byte of a file at an offset that is a hash of the thing's name. The kernel releases it when
+    the holder's process ends, however it ends, so nothing has to be cleaned up. Where such locks do not exist (systems
     other than Linux, some network file systems) every claim is granted.
 
     Raises
@@ -89,7 +89,7 @@ class Claims:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def take(self, name: str) -> bool:
-        """Claim a thing; False if another holder has it. To claim one that is held by this holder changes nothing."""
+        """Claim a thing; False if another holder has it. Claiming it a second time changes nothing."""
         try:
             self._set(name, fcntl.F_WRLCK)
         except OSError as error:
@@ -97,12 +97,12 @@ class Claims:
         return True
 
     def release(self, name: str) -> None:
-        """Let others have it."""
+        """Release the claim on a thing."""
         with contextlib.suppress(OSError):
             self._set(name, fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Release all. May be called again."""
+        """Release all claims. May be called again."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
@@ -115,7 +115,7 @@ class Claims:
 
 
 def stamp(path: Path) -> tuple[int, int, int] | None:
-    """What changes when a file is written anew, or a folder gets another file; None if it is not there."""
+    """A value that changes when a file is rewritten or a folder gets another file; None if the path does not exist."""
     try:
         found = path.stat()
     except OSError:
@@ -124,7 +124,9 @@ def stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 def _holder(path: Path) -> int | None:
-    """The process that holds a file's lock, as the kernel tells it; None on another machine, or where it does not."""
+    """The id of the process that holds a file's lock, from the kernel; None if it runs on another machine or is not
+    known.
+    """
     try:
         found = path.stat()
         lines = Path("/proc/locks").read_text().splitlines()

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# psABI levels of x86-64, highest first, with the /proc/cpuinfo flags that distinguish each from the one below.
+# psABI levels of x86-64, highest first, with the /proc/cpuinfo flags that tell each from the next lower one.
 X86_LEVELS = (
     ("x86-64-v4", {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
     ("x86-64-v3", {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"}),
     ("x86-64-v2", {"sse4_2", "ssse3", "popcnt", "cx16"}),
 )
 
-# What kernels use of CPUs of a level that not all of them have, by its flag in /proc/cpuinfo.
+# Instructions that kernels use and only some CPUs of a level have, by their flag in /proc/cpuinfo.
 AVX512_BF16 = "avx512_bf16"
 X86_INSTRUCTIONS = {"x86-64-v4": AVX512_BF16}  # as `Machine.instructions`
 
@@ -37,8 +37,8 @@ X86_INSTRUCTIONS = {"x86-64-v4": AVX512_BF16}  # as `Machine.instructions`
 ARCH_SPECIFIC = {"sm_90", "sm_100", "sm_103", "sm_110", "sm_120"}
 
 
-# Ten times the least compute capability that kernels are compiled for. They use cp.async, bfloat16 products of tensor
-# cores and reductions of a warp by one instruction, none of which 7.5 has.
+# Ten times the least compute capability that kernels are compiled for. Kernels use cp.async, bfloat16 products on
+# tensor cores and warp reductions by one instruction, none of which 7.5 has.
 FLOOR = 80
 
 
@@ -52,16 +52,16 @@ class BelowFloor(UnknownArch):
 
 @dataclass(frozen=True)
 class Machine:
-    """What a template may use. `name` is for people; `arch` is what records are filed under."""
+    """What a kernel may use of a CPU or GPU. `name` is for people; records are filed under `arch`."""
 
     kind: str  # "llvm" or "cuda"
     arch: str
     name: str
     cores: int = 1  # CPU threads, or streaming multiprocessors
-    max_threads: int = 1024  # threads a block
-    shared_bytes: int = 48 * 1024  # static shared memory a block
+    max_threads: int = 1024  # threads in a thread block
+    shared_bytes: int = 48 * 1024  # static shared memory of a thread block
     instructions: str = ""  # of a CPU beyond those of its level, separated by spaces
-    l2_bytes: int = 0  # of a GPU's L2 cache; 0: not known
+    l2_bytes: int = 0  # size of a GPU's L2 cache; 0 if not known
 
     @property
     def bandwidth(self) -> float | None:
@@ -76,35 +76,39 @@ class Machine:
 
     @property
     def has_clusters(self) -> bool:
-        """Thread block clusters and programmatic dependent launch: from compute capability 9.0 on."""
+        """Whether the GPU has thread block clusters and programmatic dependent launch: from compute
+        capability 9.0 on.
+        """
         return self.capability >= 90
 
     @property
     def most_cluster(self) -> int:
-        """Thread blocks of the largest cluster that a GPU launches: beyond 8, the portable size, only where its parts
-        (GPCs) are large enough; 1 where there are no clusters.
+        """Thread blocks in the largest cluster that the GPU launches: 1 where there are no clusters, 8 (the portable
+        size), or more on GPUs whose GPCs are large enough.
         """
         if not self.has_clusters:
             return 1
         return PORTABLE_CLUSTER if self.capability >= 120 else MOST_CLUSTER
 
     def clusters(self, sizes: Iterable[int]) -> tuple[int, ...]:
-        """Those of some sizes of clusters that this GPU launches."""
+        """The cluster sizes among `sizes` that this GPU launches."""
         return tuple(size for size in sizes if size <= self.most_cluster)
 
     @property
     def has_warpgroups(self) -> bool:
-        """Products of warpgroups, which read an operand from shared memory (wgmma): of compute capability 9.0 alone."""
+        """Whether the GPU has wgmma, products of warpgroups with an operand in shared memory: compute capability 9.0
+        alone.
+        """
         return self.arch == "sm_90a"
 
     def blocks_at_once(self, threads: int, registers: int, shared_bytes: int) -> int:
-        """Thread blocks of a kernel that a GPU runs at the same time while it runs nothing else.
+        """Number of a kernel's thread blocks that an otherwise idle GPU runs at the same time.
 
-        `threads` and `shared_bytes`, static and dynamic, are a block's, `registers` a thread's.
+        `threads` and `shared_bytes` (static and dynamic) are per thread block, `registers` per thread.
         """
         most = self._limits
         warps = -(-threads // 32)
-        # Registers are allocated by eight for a warp, which has one of four register files.
+        # Registers are allocated to a warp in units of eight a thread, from one of four register files.
         held = 4 * (REGISTER_FILE // 4 // (32 * (max(1, -(-registers // 8)) * 8)))
         each = min(
             most.blocks,
@@ -115,9 +119,10 @@ class Machine:
         return self.cores * each
 
     def clusters_at_once(self, blocks: int) -> int:
-        """Clusters of so many thread blocks that a GPU runs at the same time if each block takes a multiprocessor.
+        """Number of clusters of `blocks` thread blocks that the GPU runs at the same time if each thread block takes a
+        whole multiprocessor.
 
-        All blocks of a cluster are in one part of the GPU (a GPC), so that some multiprocessors are left over.
+        A cluster lies within one part of the GPU (a GPC), so some multiprocessors stay unused.
         """
         return CLUSTERS_AT_ONCE[blocks - 1] * self.cores // CLUSTER_CORES
 
@@ -127,12 +132,12 @@ class Machine:
 
     @property
     def block_shared_bytes(self) -> int:
-        """Shared memory, static and dynamic, that one thread block of a GPU may have, if it asks for it."""
+        """Shared memory, static and dynamic, that one thread block may have if its kernel opts in."""
         return self._limits.shared_bytes - self._limits.reserved_bytes
 
     @property
     def threads_at_once(self) -> int:
-        """Threads that a GPU's multiprocessor runs at the same time, at most."""
+        """Largest number of threads that a multiprocessor runs at the same time."""
         return self._limits.threads
 
     @property
@@ -146,7 +151,7 @@ _CUDA = re.compile(r"(?P<code>sm|compute)_(?P<number>\d{2,3})(?P<specific>a?)")
 
 
 class Card(NamedTuple):
-    """A GPU as it is sold: what NVIDIA publishes of it."""
+    """A GPU as it is sold, with the figures that NVIDIA publishes."""
 
     name: str
     arch: str
@@ -155,8 +160,8 @@ class Card(NamedTuple):
 
 
 _MB = 1 << 20
-# By the word for a target. From NVIDIA's data sheets and architecture white papers; shared memory and threads follow
-# from the architecture (`MULTIPROCESSOR`).
+# Keyed by the name used in targets. From NVIDIA's data sheets and architecture white papers; shared memory and threads
+# follow from the architecture (`MULTIPROCESSOR`).
 CARDS = {
     "a100": Card("A100", "sm_80", 108, 40 * _MB),
     "a30": Card("A30", "sm_80", 56, 24 * _MB),
@@ -175,8 +180,9 @@ CARDS = {
     "rtxpro6000": Card("RTX PRO 6000 Blackwell", "sm_120a", 188, 128 * _MB),
 }
 
-# Of the largest data-centre part of an architecture, for targets that are not here: templates ask whether a batch fills
-# the machine, and a record made on such a part must be a point of its template's space where it is exported.
+# Multiprocessors and L2 of each architecture's largest data-centre part, for targets that are not installed here:
+# templates ask whether a batch fills the machine, and a record made on such a part must be a point of its template's
+# space where it is exported.
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 188}
 
 
@@ -184,11 +190,11 @@ class _Limits(NamedTuple):
     blocks: int
     threads: int
     shared_bytes: int
-    reserved_bytes: int  # of shared memory, in each thread block
+    reserved_bytes: int  # shared memory reserved in each thread block
 
 
-# What a multiprocessor runs at the same time, from a compute capability on (CUDA C++ Programming Guide, "Compute
-# Capabilities"), and its registers of 32 bits.
+# Limits of a multiprocessor, from a compute capability on (CUDA C++ Programming Guide, "Compute Capabilities"), and its
+# number of 32-bit registers.
 MULTIPROCESSOR = (
     (120, _Limits(24, 1536, 100 * 1024, 1024)),
     (90, _Limits(32, 2048, 228 * 1024, 1024)),
@@ -197,15 +203,15 @@ MULTIPROCESSOR = (
     (0, _Limits(16, 1024, 64 * 1024, 0)),
 )
 REGISTER_FILE = 65536
-# Clusters that run at the same time on H200s, of 1 to 16 thread blocks which take a multiprocessor each, and the
-# multiprocessors that such a GPU has. Measured on four cards, all alike: scripts/probes/cluster_room.cu.
+# Clusters of 1 to 16 thread blocks, each of which takes a whole multiprocessor, that an H200 runs at the same time, and
+# its number of multiprocessors. Measured on four cards with equal results: scripts/probes/cluster_room.cu.
 CLUSTERS_AT_ONCE = (132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7, 7)
 CLUSTER_CORES = 132
-# Of a thread block, on every GPU.
+# Most threads of a thread block, on every GPU.
 MAX_THREADS = 1024
-# Thread blocks of a cluster: on every GPU that has clusters, and on the data-centre parts of 9.0 to 11.0.
+# Most thread blocks of a cluster: on every GPU that has clusters, and on the data-centre parts of 9.0 to 11.0.
 PORTABLE_CLUSTER, MOST_CLUSTER = 8, 16
-# The environment variable that limits the multiprocessors which kernels are chosen for, as on a slice of a GPU.
+# The environment variable that limits the multiprocessors for which kernels are chosen, as on a slice of a GPU.
 LIMIT = "TVM_SPARSE_MULTIPROCESSORS"
 
 # Bytes a second one kernel reads from device memory. H200: measured on one card (docs/measuring.md);
@@ -227,10 +233,10 @@ def cpu() -> Machine:
 
 
 def default_builders(gpus: int = 0) -> int:
-    """How many processes compile at once unless told otherwise: one a core, 16 at most, or 5 for each of several GPUs.
+    """Default number of processes that compile at once: one a core, at most 16, or 5 for each of several GPUs.
 
-    A GPU leaves three cores: to the process that measures on it meanwhile, and to others that prepare and search. For
-    several, whose seats verify on processors too, more builders than keep them busy only slow these down.
+    With a GPU three cores are left free, for the process that measures on it and those that prepare and search. With
+    several GPUs verification needs cores as well, and more builders than keep the GPUs busy slow it down.
     """
     cores, most = cpu().cores - 3 * gpus, 5 * gpus if gpus > 1 else 16
     return max(1, min(cores, most))
@@ -269,14 +275,14 @@ def cuda_arch(major: int, minor: int) -> str:
 
 @functools.cache
 def _driver() -> Any:
-    """The CUDA driver, initialised; None where there is none."""
+    """The CUDA driver, initialised; None if there is none."""
     import ctypes
 
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    if not hasattr(driver, "cuInit"):  # the stub that a process which builds CUDA code has loaded in its place
+    if not hasattr(driver, "cuInit"):  # the stub that a process building CUDA code loads instead
         return None
     return None if driver.cuInit(0) else driver
 
@@ -315,7 +321,7 @@ def gpu() -> Machine | None:
 
 
 def below_floor(machine: Machine) -> str | None:
-    """Why no kernel is compiled for a machine: its compute capability is below `FLOOR`; else None."""
+    """Why no kernel is compiled for a machine, if its compute capability is below `FLOOR`; else None."""
     if machine.kind != "cuda" or machine.capability >= FLOOR:
         return None
     of = "" if machine.name.startswith(("sm_", "compute_")) else f" of the {machine.name}"
@@ -330,7 +336,7 @@ def _point(capability: int) -> str:
 
 
 def gpu_bus(number: int) -> str:
-    """The PCI address of a GPU, by which other tools know it: their numbers differ from CUDA's."""
+    """The PCI address of a GPU, by which tools that number GPUs differently from CUDA know it."""
     import ctypes
 
     device, text = ctypes.c_int(), ctypes.create_string_buffer(32)
@@ -341,16 +347,16 @@ def gpu_bus(number: int) -> str:
 
 
 def visible_gpus() -> list[str]:
-    """For each of `gpus`, what a child's `CUDA_VISIBLE_DEVICES` has to be for it to see that one alone."""
+    """For each of `gpus`, the value of `CUDA_VISIBLE_DEVICES` with which a child process sees that GPU alone."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(number) for number in range(len(gpus()))] if chosen is None else chosen.split(",")
     return [name.strip() for name in names[: len(gpus())]]
 
 
 def limit() -> int:
-    """The most multiprocessors that kernels are chosen for, by the environment variable `LIMIT`.
+    """The most multiprocessors for which kernels are chosen, from the environment variable `LIMIT`.
 
-    Raises ValueError for what is no number of at least 1.
+    Raises ValueError if its value is not an integer of at least 1.
     """
     text = os.environ.get(LIMIT, "")
     if text and (not text.isascii() or not text.isdigit() or int(text) < 1):
@@ -411,7 +417,7 @@ def resolve(target: str) -> Machine:
 
 
 def _arch_and_cores(target: str) -> tuple[str, int]:
-    """The architecture and the number of multiprocessors that a target names; 0: it does not say how many."""
+    """The architecture and the number of multiprocessors that a target names; 0 if it gives no number."""
     arch, colon, text = target.partition(":")
     if not colon:
         return target, 0
@@ -422,7 +428,9 @@ def _arch_and_cores(target: str) -> tuple[str, int]:
 
 
 def target(machine: Machine) -> str:
-    """What `resolve` takes for a machine: `cpu` for this one's, which may have more than its architecture."""
+    """The target text that `resolve` takes for a machine: `cpu` for this CPU, which may have instructions beyond its
+    level.
+    """
     if machine == cpu():
         return "cpu"
     if machine.kind == "cuda" and resolve(machine.arch).cores != machine.cores:
@@ -431,7 +439,7 @@ def target(machine: Machine) -> str:
 
 
 def suitability(arch: str, machine: Machine) -> int | None:
-    """How far a library's architecture is from a machine's: 0 for its own, None if the machine cannot run it."""
+    """Distance of a library's architecture from a machine's: 0 for the same, None if the machine cannot run it."""
     if arch == machine.arch:
         return 0
     levels = [*(level for level, _ in X86_LEVELS), "x86-64"]
@@ -453,7 +461,9 @@ _TRANSLATED = 1000
 
 
 def nearest_arch(machine: Machine, archs: Iterable[str]) -> str | None:
-    """Of several architectures the one most like a machine's, of the same kind: whose decisions may suit it."""
+    """The architecture most like a machine's among those of the same kind, whose decisions may suit it; None if there
+    is none.
+    """
     levels = [level for level, _ in reversed(X86_LEVELS)]
 
     def place(arch: str) -> int:

@@ -1,7 +1,7 @@
-"""Large arrays part by part, by all cores: an embedding has hundreds of millions of numbers.
+"""Work on large arrays part by part on all cores: an embedding has hundreds of millions of numbers.
 
-NumPy lets other threads run while it works on a part. The conversions of bfloat16 that come with it do not, so that
-these are done here by its bits.
+NumPy releases the GIL while it works on a part. ml_dtypes' conversions of bfloat16 do not, so they are done here on the
+bits.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from .problem import numpy_dtype
 if TYPE_CHECKING:
     import numpy as np
 
-# Numbers of a part: they and what becomes of them fit into a processor's last cache.
+# Numbers in a part: with the intermediate arrays they fit into a processor's last-level cache.
 AT_ONCE = 1 << 20
 MOST_THREADS = 16
 
 
 def of_each(function: Callable[..., object], *arguments: Iterable[Any]) -> None:
-    """Call a function with the arguments of each part, in threads, as `map` does. What one raises is raised."""
-    from concurrent.futures import ThreadPoolExecutor  # who only calls kernels has no use for it
+    """Call a function with the arguments of each part, in threads, as `map` does. An exception of one call
+    is raised.
+    """
+    from concurrent.futures import ThreadPoolExecutor  # not needed by those who only call kernels
 
     with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)))) as pool:
         for _ in pool.map(function, *arguments):
@@ -39,7 +41,7 @@ def of_rows(array: np.ndarray, function: Callable[[int, int], object]) -> None:
 
 
 def float32_of(numbers: np.ndarray) -> np.ndarray:
-    """Numbers of a floating dtype of 16 or 32 bits, exactly; a copy."""
+    """Convert numbers of a floating dtype of 16 or 32 bits to float32, exactly; a copy."""
     import numpy as np
 
     if numbers.dtype != numpy_dtype("bfloat16"):
@@ -50,7 +52,7 @@ def float32_of(numbers: np.ndarray) -> np.ndarray:
 
 
 def float64_of(numbers: np.ndarray) -> np.ndarray:
-    """The same in float64, of a matrix; a copy."""
+    """Convert a matrix of a floating dtype of 16 or 32 bits to float64, exactly; a copy."""
     import numpy as np
 
     found = np.empty(numbers.shape)
@@ -63,7 +65,7 @@ def float64_of(numbers: np.ndarray) -> np.ndarray:
 
 
 def round_into(numbers: np.ndarray, out: np.ndarray) -> None:
-    """Finite float32s to another floating dtype, to the nearest, and to the even one of two; both contiguous."""
+    """Round finite float32 numbers to another floating dtype, to nearest even, into `out`; both contiguous."""
     import numpy as np
 
     if out.dtype != numpy_dtype("bfloat16"):

@@ -1,4 +1,4 @@
-"""Files that somebody else may have made, opened without being kept: plain ones alone, of a bounded size."""
+"""Opening files that somebody else may have made without blocking: plain files only, up to a given size."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import BinaryIO
 
 
 class NotPlain(OSError):
-    """What is at a path is no plain file, or one that is too large; the message names it and the bound."""
+    """The path holds no plain file, or one that is too large; the message names it and the limit."""
 
 
 def opened(path: Path, most: int) -> BinaryIO:
-    """A plain file of at most `most` bytes, opened for reading.
+    """Open a plain file of at most `most` bytes for reading.
 
     Raises
     ------
@@ -22,7 +22,7 @@ def opened(path: Path, most: int) -> BinaryIO:
     OSError
         If it cannot be opened, or is a folder.
     """
-    # Without waiting: a pipe without a writer would keep this process.
+    # Non-blocking: opening a pipe without a writer would block this process.
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         found = os.fstat(number)

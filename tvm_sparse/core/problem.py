@@ -1,20 +1,20 @@
 """What a tensor operator is, declared once: everything else in the package derives from a `Problem`.
 
-A problem is one operator at one shape, dtype and structure. Its subclasses are frozen dataclasses whose
-fields are the axes; the text key (`softmax_topk/batch=10,vocab=25000,k=5,dtype=float32`) is built from
-them and read back by `tvm_sparse.core.registry.parse`. No thread, block or memory scope appears in an operator:
-how it is mapped to a machine is a template's affair (`schedules/`).
+A problem is one operator at one shape, dtype and structure. Its subclasses are frozen dataclasses whose fields are the
+axes; the text key (`softmax_topk/batch=10,vocab=25000,k=5,dtype=float32`) is built from them and read back by
+`tvm_sparse.core.registry.parse`. No thread, thread block or memory scope appears in an operator: templates map it to a
+machine (`schedules/`).
 
-A problem also says with which inputs its kernels are tuned and checked. How the data lie is a `structure`; what else a
-caller chooses, such as `log`, is one of its `settings`. `tuned` and the first of the settings are what is tuned and
-timed. A candidate's time counts once it has been right on cases that are drawn at random (`bench.draws`): structures
-of `verified`, settings of `draw_settings`, magnitudes and shifts of the inputs named in `scaled` and `shifted`, data as
-`redrawn` has them, and batches that its library serves.
+A problem also declares the inputs with which its kernels are tuned and checked. A `structure` says how the data are
+distributed; `settings` are what else a caller chooses, such as `log`. `tuned` and the first of the settings are what is
+tuned and timed. A candidate's time counts only if it was right on cases drawn at random (`bench.draws`): structures
+from `verified`, settings from `draw_settings`, magnitudes and shifts of the inputs named in `scaled` and `shifted`,
+data from `redrawn`, and other batches that its library serves.
 
-A kernel of a problem is one host function `main(inputs..., outputs..., workspaces...)`. It may launch
-several device kernels (candidate generation, product, merge) and may be cooperative (a recurrent layer):
-neither shows in its interface, because buffers between its kernels are workspaces that the template declares
-and the runtime owns (`core.template.Program`).
+A kernel of a problem is one host function `main(inputs..., outputs..., workspaces...)`. It may launch several device
+kernels (candidate generation, product, merge) and may be cooperative (a recurrent layer): neither shows in its
+interface, because buffers that its kernels share are workspaces, which the template declares and the runtime owns
+(`core.template.Program`).
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ FLOATS = ("float32", "float16", "bfloat16")
 # What a caller chooses beside shape and data, by name: `{"scale": 1.0, "log": 0}`.
 Settings = Mapping[str, float]
 
-# For fields of extras that most problems do without: `field(default=0, metadata=OPTIONAL)` keeps them out of the key.
+# For axes that most problems leave at their default: `field(default=0, metadata=OPTIONAL)` keeps them out of the key.
 OPTIONAL = {"optional": True}
 
 
 class ProblemError(ValueError):
-    """An axis, dtype or key that no problem of the operator can have."""
+    """An axis, dtype or key that is not valid for any problem of the operator."""
 
 
 class Mismatch(AssertionError):
-    """A kernel's outputs are not what the reference says; the message tells where and by how much."""
+    """A kernel's outputs differ from the reference; the message says where and by how much."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Argument:
     """One argument of a kernel, in calling order.
 
     `shape` names axes or gives extents; an empty shape is a scalar. `dtype` may name an axis, as "dtype" does. `when`
-    names an axis: kernels of problems where it is 0 or empty do not have this argument. Names other than axes are those
-    that the operator's `Problem.extent` knows.
+    names an axis: where that is 0 or empty, kernels do not have this argument. Other names are resolved by the
+    operator's `Problem.extent`.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Cost:
-    """What must be done whatever the kernel: the numerator of every figure that is printed."""
+    """The least work that any kernel must do: the numerator of every printed rate."""
 
     bytes: int  # compulsory: each input read once, each output written once
     operations: int  # floating-point operations, an exponential counted as one
@@ -79,24 +79,27 @@ class Problem(ABC):
     """One operator at one static shape, dtype and structure."""
 
     operator: ClassVar[str]
-    batch_axis: ClassVar[str]  # the axis that one library serves at every extent
-    # Whether rows along that axis depend on those before, as steps of a recurrence do: then they are not sampled.
+    batch_axis: ClassVar[str]  # the axis for which one library serves every extent
+    # Whether rows along that axis depend on earlier ones, as steps of a recurrence do. Such rows are not sampled.
     sequential: ClassVar[bool] = False
-    # Axes that tell how the data lie: decisions are tuned for them, but programs read them when they run.
+    # Axes that describe how the data are distributed: decisions are tuned for them, but programs read the data at run
+    # time.
     data_axes: ClassVar[tuple[str, ...]] = ()
-    inputs: ClassVar[tuple[Argument, ...]]  # of any problem; `kernel_inputs` are those of one
+    # Extents of arguments that follow from the data alone, such as `nnz`.
+    counted: ClassVar[tuple[str, ...]] = ()
+    inputs: ClassVar[tuple[Argument, ...]]  # of every problem of the operator; `kernel_inputs` are those of one problem
     outputs: ClassVar[tuple[Argument, ...]]
-    # How many of the outputs, from the first on, other libraries' ways return; None: all.
+    # Number of outputs, from the first on, that peers return; None: all.
     peer_outputs: ClassVar[int | None] = None
-    structures: ClassVar[tuple[str, ...]]  # how the data may lie: what `generate` can make
+    structures: ClassVar[tuple[str, ...]]  # names of the distributions of data that `generate` can make
     tuned: ClassVar[str]  # the structure that is tuned and timed
     verified: ClassVar[tuple[str, ...]]  # the structures on which a kernel has to be right before it is timed
-    settings: ClassVar[tuple[Settings, ...]] = ({},)  # what calls choose; the first is tuned and timed
+    settings: ClassVar[tuple[Settings, ...]] = ({},)  # choices of callers; the first is tuned and timed
     example: ClassVar[Mapping[str, Any]]  # a small shape, for the quickstart and the listing
     source: ClassVar[str]  # paper and algorithm
-    # Arguments of calls by which a problem may be told in the place of axes, and what each may be: see `of_call`.
+    # Arguments of calls that may be given instead of axes, each with the values it may take: see `of_call`.
     call_words: ClassVar[Mapping[str, str]] = {}
-    most_drawn_bytes: ClassVar[int] = 1 << 28  # of a problem's arrays where it is drawn at random
+    most_drawn_bytes: ClassVar[int] = 1 << 28  # limit for the arrays of a problem drawn at random
 
     @classmethod
     def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
@@ -105,7 +108,7 @@ class Problem(ABC):
         Raises
         ------
         ProblemError
-            Of an operator that declares no distribution.
+            If the operator declares no distribution.
         """
         raise ProblemError(f"{cls.operator}: declares no distribution of its problems (Problem.drawn_axes)")
 
@@ -115,7 +118,7 @@ class Problem(ABC):
 
     @property
     def key(self) -> str:
-        """The axes as text; those whose field says `metadata=OPTIONAL` only where they differ from the default."""
+        """The axes as text; axes whose field has `metadata=OPTIONAL` appear only where they differ from the default."""
         shown = (
             f"{field.name}={getattr(self, field.name)}"
             for field in dataclasses.fields(self)
@@ -125,32 +128,41 @@ class Problem(ABC):
 
     @property
     def typed(self) -> str:
-        """Operator and axes as they are typed after `tvm-sparse tune`, without axes that have their default."""
+        """Operator and axes as typed after `tvm-sparse tune`, without axes that have their default value."""
         fields = {field.name: field.default for field in dataclasses.fields(self)}
         shown = (f"{name}={value}" for name, value in self.axes.items() if fields[name] != value)
         return " ".join((self.operator, *shown))
 
     @property
     def kernel_inputs(self) -> tuple[Argument, ...]:
-        """The inputs that kernels of this very problem take, in calling order."""
+        """The inputs that kernels of this problem take, in calling order."""
         return tuple(filter(self.has, self.inputs))
 
     @property
     def kernel_outputs(self) -> tuple[Argument, ...]:
-        """The outputs that kernels of this very problem write, in calling order."""
+        """The outputs that kernels of this problem write, in calling order."""
         return tuple(filter(self.has, self.outputs))
+
+    @property
+    def run_time_extents(self) -> tuple[str, ...]:
+        """Names of the extents that programs take when they run: one library serves every value of them."""
+        return (self.batch_axis, *self.data_axes, *self.counted)
+
+    def dtype_of(self, argument: Argument) -> str:
+        """The dtype of an argument of this very problem."""
+        return self.axes.get(argument.dtype, argument.dtype)
 
     def __str__(self) -> str:
         return self.key
 
     @property
     def scaled(self) -> tuple[str, ...]:
-        """Floating inputs that may be of any magnitude: the check multiplies each by a number."""
+        """Names of floating inputs that may have any magnitude: the check multiplies each by a random number."""
         return ()
 
     @property
     def shifted(self) -> tuple[str, ...]:
-        """Floating inputs that may lie around any number, which the check adds."""
+        """Names of floating inputs that may be shifted: the check adds a random number to each."""
         return ()
 
     @property
@@ -158,7 +170,7 @@ class Problem(ABC):
         return self.axes[self.batch_axis]
 
     def sample(self, inputs: Sequence[Any], rows: np.ndarray) -> list[Any]:
-        """The inputs that give some rows of the outputs, for the problem `with_batch(len(rows))`."""
+        """The inputs from which the problem `with_batch(len(rows))` computes the given rows of the outputs."""
         pairs = zip(self.kernel_inputs, inputs, strict=True)
         return [array[rows] if self.batched(spec) else array for spec, array in pairs]
 
@@ -170,7 +182,7 @@ class Problem(ABC):
     def batched(self, argument: Argument) -> bool:
         """Whether an argument holds data of the batch's rows, as logits do and a weight does not.
 
-        By its first axis; an operator whose rows lie otherwise, as in CSR, says so by overriding this.
+        The first axis tells. An operator whose rows are stored differently, as in CSR, overrides this.
         """
         return argument.shape[:1] == (self.batch_axis,)
 
@@ -179,57 +191,61 @@ class Problem(ABC):
 
     @classmethod
     def of_call(cls, words: Mapping[str, Any]) -> dict[str, Any]:
-        """The axes of a problem that is told by axes and by arguments of a call (`call_words`), as they are typed.
+        """The axes of a problem described by axes and by arguments of a call (`call_words`), as typed.
 
         Raises
         ------
         ProblemError
-            For an argument that no call takes, and for an axis that also follows from arguments.
+            For an argument that no call takes, and for an axis that is given twice, once through arguments.
         """
         return dict(words)
 
     def as_called(self) -> Problem:
-        """The problem that calls with such data ask for, and that is tuned for them: an axis may be known in steps."""
+        """The problem under which calls with such data are looked up and tuned: axes may be rounded to steps."""
         return self
 
     def as_shipped(self) -> tuple[Problem, ...]:
-        """The problems that a library is exported for where this one has a record: those whose calls differ in what the
-        program is given, and run the same decisions."""
+        """The problems for which a library is exported where this one has a record: they run the same decisions, but
+        calls differ in what their programs are given.
+        """
         return (self,)
 
     def as_tuned(self) -> Problem:
-        """The problem that stands for all whose records are each other's own: no decision depends on where they differ.
+        """The problem under which records are kept: all problems that differ only in axes on which no decision depends
+        share it.
 
-        Their programs differ, so that a library of one is none of another.
+        Their programs differ, so each needs a library of its own.
         """
         return self
 
     def smaller(self, extent: int) -> Problem:
-        """A problem with this batch that the same program computes, and that is cheap to check.
+        """A problem with batch `extent` that the same program computes and that is cheap to check.
 
-        What programs read when they run (`data_axes`) may be cut down too.
+        Data that programs read at run time (`data_axes`) may be reduced as well.
         """
         return self.with_batch(extent)
 
     def redrawn(self, rng: np.random.Generator) -> Problem:
-        """This problem with data that lie otherwise: what its programs read when they run (`data_axes`) is drawn."""
+        """This problem with other data: axes that programs read at run time (`data_axes`) are drawn again."""
         return self
 
     def draw_settings(self, rng: np.random.Generator) -> dict[str, float]:
-        """Settings of a call, drawn at random: here each by itself of the declared ones. An operator whose settings are
-        numbers in a range, as a temperature is, overrides this."""
+        """Settings of a call, drawn at random: each independently from the declared ones. An operator whose settings
+        are numbers in a range, such as a temperature, overrides this.
+        """
         names = self.settings[0]
         return {name: self.settings[rng.integers(len(self.settings))][name] for name in names}
 
     def altered(self, inputs: list[Any], rng: np.random.Generator) -> list[Any]:
-        """Inputs of `generate` in which the check draws what neither structure nor settings tell, such as uniform
-        numbers at the ends of their range."""
+        """The inputs of `generate`, with values drawn that neither structure nor settings determine, such as uniform
+        numbers at the ends of their range.
+        """
         return inputs
 
     def distance(self, other: Problem) -> float | None:
-        """How far another problem's decisions are from suiting this one, in octaves; None if they cannot.
+        """Distance in octaves to another problem whose decisions may suit this one; None if they cannot.
 
-        Sums the axes' log2 ratios; dtypes and other names must be equal.
+        It is the sum of the axes' absolute log2 ratios; dtypes and other names must be equal.
         """
         import math
 
@@ -247,18 +263,18 @@ class Problem(ABC):
 
     @abstractmethod
     def definition(self) -> tirx.PrimFunc:
-        """The operator in TE or TVMScript, unscheduled: runs on `llvm` as it is, and is right for every input."""
+        """The operator in TE or TVMScript, unscheduled: it runs on `llvm` as it is and is right for every input."""
 
     @abstractmethod
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
         """Valid inputs in calling order, as NumPy arrays and Python scalars (bfloat16 through ml_dtypes).
 
-        Without a structure or settings, or where these lack a name: as `tuned` and the first of `settings` are. The
-        data depend on seed and structure alone.
+        The default structure is `tuned`; missing settings are taken from the first of `settings`. The data depend on
+        seed and structure alone.
         """
 
     def chosen(self, structure: str | None, settings: Settings | None) -> tuple[str, dict[str, float]]:
-        """For `generate`: what it was asked for, completed by what is tuned.
+        """The structure and settings for `generate`: those given, completed by those that are tuned.
 
         Raises
         ------
@@ -276,11 +292,11 @@ class Problem(ABC):
 
     @abstractmethod
     def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
-        """The outputs by the plainest NumPy or SciPy, in float64."""
+        """The outputs, computed in float64 by the plainest NumPy or SciPy."""
 
     @abstractmethod
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-        """How far each output may be from the reference's, element by element; None where they must be equal."""
+        """The allowed deviation of each output element from the reference; None for outputs that must be equal."""
 
     def check(self, inputs: Sequence[Any], expected: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
         """Compare a kernel's outputs with the reference's, see `agree`."""
@@ -295,30 +311,32 @@ class Problem(ABC):
     ) -> None:
         """Raise `Mismatch` unless outputs are those expected, see `compare`.
 
-        An operator whose outputs may differ otherwise says how: indices of words whose scores differ by less than
-        their rounding may change places.
+        An operator with other admissible differences overrides this: indices of words whose scores differ by less than
+        their rounding may be swapped.
         """
         compare(self.kernel_outputs, expected, tolerance, outputs)
 
     def ranked_by(self, inputs: Sequence[Any], indices: np.ndarray) -> tuple[np.ndarray, np.ndarray | float]:
-        """For an operator whose second output are indices: what these were ranked by, and how far it may be off."""
+        """For an operator whose second output holds indices: the scores that rank them, and the error these
+        may have.
+        """
         import numpy as np
 
         return np.take_along_axis(np.asarray(inputs[0]).astype(np.float64), indices, axis=1), 0.0
 
     def admits(self, inputs: Sequence[Any], outputs: Sequence[np.ndarray]) -> bool | None:
-        """Of an operator that draws at random: whether another library's outputs may have been drawn.
+        """For an operator that draws at random: whether another library's outputs are possible draws.
 
-        None for all others, whose outputs have to be those of the reference.
+        None for all other operators, whose outputs have to match the reference.
         """
         return None
 
     @abstractmethod
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
-        """Compulsory bytes and operations; `inputs` refines what depends on the data."""
+        """Compulsory bytes and operations. With `inputs`, parts that depend on the data are exact."""
 
     def trimmed(self, function: tirx.PrimFunc) -> tirx.PrimFunc:
-        """`function`, written for every argument of the operator, without those that this problem does not have."""
+        """Remove from `function`, written for every argument of the operator, those that this problem does not have."""
         from tvm import tirx
 
         arguments = (*self.inputs, *self.outputs)
@@ -339,24 +357,18 @@ class Problem(ABC):
 
     def output_layouts(self) -> list[tuple[tuple[int, ...], str]]:
         """Shape and dtype of each output."""
-        return [
-            (
-                tuple(map(self.extent, argument.shape)),
-                self.axes.get(argument.dtype, argument.dtype),
-            )
-            for argument in self.kernel_outputs
-        ]
+        return [(tuple(map(self.extent, argument.shape)), self.dtype_of(argument)) for argument in self.kernel_outputs]
 
     def extent(self, name: str | int) -> int:
-        """An extent of an argument's shape, or what its `when` names: a number, or what the name stands for.
+        """The value of an extent in an argument's shape, or of the axis that its `when` names.
 
-        Names are those of axes. An operator whose arguments have other extents, such as the words of a bitmap, says
-        what they are by overriding this.
+        A name is that of an axis. An operator whose arguments have other extents, such as the 32-bit words of a bitmap,
+        overrides this.
         """
         return self.axes[name] if isinstance(name, str) else name
 
     def has(self, argument: Argument) -> bool:
-        """Whether kernels of this very problem have an argument."""
+        """Whether kernels of this problem have an argument."""
         return not argument.when or bool(self.extent(argument.when))
 
 
@@ -378,7 +390,7 @@ def compare(
     for argument, wanted, bound, output in zip(arguments, expected, tolerance, outputs, strict=True):
         found = np.asarray(output)
         count, first = 0, None
-        # Some rows at a time: the intermediate arrays stay in the cache.
+        # A few rows at a time, so that the intermediate arrays stay in the cache.
         step = max(1, _AT_ONCE * len(wanted) // max(1, wanted.size))
         for start in range(0, len(wanted), step):
             rows = slice(start, start + step)
@@ -397,7 +409,7 @@ def compare(
             )
 
 
-# Elements.
+# Element by element.
 _AT_ONCE = 1 << 18
 
 
@@ -409,12 +421,12 @@ def _agree(found: np.ndarray, wanted: np.ndarray, bound: np.ndarray | None) -> n
     largest = overflow(found.dtype)
     found = found.astype(np.float64)
     with np.errstate(invalid="ignore"):
-        # Where an infinity is wanted the bound is infinite too, and says nothing.
+        # Where infinity is expected the tolerance is infinite too and would accept anything.
         close = np.isfinite(wanted) & (np.abs(found - wanted) <= bound)
         if close.all():
             return close
         close |= (found == wanted) | (np.isnan(found) & np.isnan(wanted))
-        # A number that the output's dtype does not reach may have become an infinity.
+        # A number beyond the range of the output's dtype may have become infinite.
         beyond = np.isinf(found) & np.isfinite(wanted) & (np.abs(wanted) + bound >= largest)
         return close | (beyond & ((found > 0) == (wanted > 0)))
 
@@ -430,12 +442,12 @@ def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(name)
 
 
-# What numbers of words are rounded up to, so that a new one seldom takes another kernel.
+# Widths to which a number of words is rounded up, so that a new number seldom needs another kernel.
 WIDTHS = (8, 32, 64, 128, 256, 512, 1024)
 
 
 def width(count: int, most: int | None = None) -> int:
-    """A number of words rounded up to one of `WIDTHS`, at most `most`; 0 and what exceeds all of them stay."""
+    """A number of words rounded up to one of `WIDTHS`, at most `most`; 0 and numbers above all widths are unchanged."""
     found = next((one for one in WIDTHS if one >= count), count) if count else 0
     return found if most is None else min(found, most)
 

@@ -1,7 +1,7 @@
 """Which operators there are, and where each of them lives.
 
 An operator has two fixed addresses, a package of its own under `operators/` and one under `schedules/`, and one line in
-`BUILTIN`. Everything else finds it here by name, and imports of it no more than it asks for:
+`BUILTIN`. Everything else finds it here by name, and imports only the module it needs:
 
 ================  ==================================================================  ==================================
 module            holds                                                               is asked by
@@ -15,10 +15,13 @@ module            holds                                                         
 the schedules     ``TEMPLATES``, and ``FALLBACKS`` by kind of machine                 tuning, look-up, export
 ================  ==================================================================  ==================================
 
-An operator of somebody else's package is found as those are: by the entry point group ``tvm_sparse.operators``, or by
-`add_plugin` (on the command line ``--plugin``) with the path of a folder or file that holds an `Operator` named
-``OPERATOR``. A plugin may also bring templates for operators that there are, as ``TEMPLATES``. Child processes are told
-which plugins their parent has.
+``QUICKSTART`` is tuned by `tvm-sparse quickstart`, and may be empty. ``AWKWARD`` are small, irregular shapes on which
+generic tests run every template. ``REALISTIC`` are shapes in use, for limits that only show there: registers and shared
+memory.
+
+Operators of other packages are found by the entry point group ``tvm_sparse.operators``, or by `add_plugin` (on the
+command line ``--plugin``) with the path of a folder or file that holds an `Operator` named ``OPERATOR``. A plugin may
+also bring templates for existing operators, as ``TEMPLATES``. Child processes load the plugins of their parent.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ ENTRY_POINTS = "tvm_sparse.operators"
 
 
 class PluginError(RuntimeError):
-    """A plugin that holds no operator, or one whose name is taken; the message says which and what is expected."""
+    """A plugin without an operator, or with a name that is taken; the message says which and what is expected."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +107,9 @@ class Operator:
 
     @property
     def fallbacks(self) -> Mapping[str, tuple[Template, ...]]:
-        """By kind of machine the templates that run without tuning: the first one that fits the problem does.
+        """The templates that run without tuning, by kind of machine: the first one that fits the problem is used.
 
-        It is measured with the others when that is tuned. The last one fits every shape.
+        That template also takes part in every tuning run. The last one of a kind fits every shape.
         """
         return importlib.import_module(self.schedules).FALLBACKS
 
@@ -143,7 +146,7 @@ SETS: Mapping[str, tuple[str, ...]] = {
 
 @functools.cache
 def _registered() -> dict[str, Operator]:
-    """The operators of the package and of installed plugins; `add` puts more into it."""
+    """The operators of the package and of installed plugins; `add` adds to it."""
     found = {operator.name: operator for operator in BUILTIN}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         try:
@@ -156,9 +159,9 @@ def _registered() -> dict[str, Operator]:
     return found
 
 
-# Paths of plugins, in the order in which they were added: child processes add them again.
+# Paths of plugins in the order of their addition, which child processes repeat.
 _PLUGINS: list[str] = []
-# Templates that plugins brought for operators of others.
+# Templates that plugins brought for operators that are not theirs.
 _TEMPLATES: list[Template] = []
 
 
@@ -249,7 +252,7 @@ def _said(error: Exception) -> str:
 
 
 def add_plugins(paths: Iterable[str | Path]) -> None:
-    """Register what `plugins` told the parent process, or what stands on the command line."""
+    """Add plugins by their paths, as `plugins` lists them in the parent process or the command line names them."""
     for path in paths:
         add_plugin(path)
 
@@ -278,7 +281,7 @@ def problem_types() -> dict[str, type[Problem]]:
     return {name: operator.problem for name, operator in operators().items()}
 
 
-# No array has more elements; a record that says more would be nobody's, and its arithmetic everybody's.
+# The largest extent of an axis: no array has more elements, and larger numbers in a record would break arithmetic.
 _LARGEST = 1 << 48
 
 
@@ -335,7 +338,7 @@ def _convert(operator: str, field: dataclasses.Field, value: Any) -> Any:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """For a message about an unknown name: what may have been meant, else all that is valid."""
+    """For a message about an unknown name: the nearest valid names, else all of them."""
     valid = list(valid)
     close = difflib.get_close_matches(name, valid, n=2, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(valid)}"

@@ -1,4 +1,4 @@
-"""What rounding to a floating dtype may change: the terms that all tolerances are made of."""
+"""Errors of rounding to a floating dtype, from which all tolerances are made."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-# Half a unit in the last place, relative.
+# Half a unit in the last place, as a relative error.
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-# Absolute error of numbers below the normal ones: float16 keeps them, to half the distance of two subnormal numbers;
-# of the other two dtypes kernels may flush them to zero, or round up to two units above the least normal number.
+# Absolute error of subnormal numbers. float16 rounds them to within half the distance of two of them; in the other two
+# dtypes kernels may flush them to zero, or round to up to two units above the least normal number.
 SMALLEST = {"float32": 1.2e-38, "float16": 2.0**-25, "bfloat16": 1.25e-38}
 
 

@@ -1,10 +1,10 @@
 """Temporary folders that do not outlive their process, however it ends, nor do the processes that work in them.
 
-All that this package writes for a while lies in such a folder: in the temporary folder of the system, or beside the
-file that it becomes (`written`). A folder is held by a lock on itself, which the kernel releases when its process ends.
-So neither a process id that was given out again nor another container's with the same temporary folder is mistaken for
-a dead one. What nobody holds is removed (`sweep`): by a small process that waits for the end of this one, or, where
-that was killed as well, by the next process that needs such a folder.
+All temporary files of this package lie in such a folder: in the temporary folder of the system, or beside the file that
+it becomes (`written`). A folder is held by a lock on itself, which the kernel releases when its process ends. So a
+reused process id, or a process of another container with the same temporary folder, is not mistaken for a dead one.
+Folders that nobody holds are removed (`sweep`): by a small process that waits for the end of this one, or, where that
+was killed as well, by the next process that needs such a folder.
 
 This file is that small process, too: `python -I -S scratch.py`. It imports the standard library alone.
 """
@@ -26,14 +26,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 PREFIX = "tvm_sparse_scratch-"
-# Of a folder beside what it is to become; of a plain file: what an earlier version of this package has left.
+# Names of a folder beside the file that it is for, and of plain files that earlier versions of this package left.
 UNFINISHED = "unfinished-"
-# How long a folder counts as held where the file system has no locks of folders: NFS.
+# How long a folder counts as held where the file system has no locks on folders (NFS).
 UNLOCKED_SECONDS = 3600.0
-# How long processes that were killed, and what they were writing, may take to go.
+# How long to wait for killed processes, and for what they were writing, to disappear.
 _END_SECONDS = 5.0
 _LOOK_SECONDS = 0.02
-# When the process that waits for the end of this one looks once more for what is left.
+# Delay until the process that waits for the end of this one looks a second time for leftovers.
 _LATER_SECONDS = (0.1, 1.0, 0.0)
 
 
@@ -43,8 +43,7 @@ class Scratch:
     Parameters
     ----------
     within
-        The folder that it lies in, from which those that dead processes have left are removed now. Default: the
-        system's temporary folder.
+        The parent folder; leftovers of dead processes in it are removed now. Default: the system's temporary folder.
     """
 
     def __init__(self, within: Path | None = None) -> None:
@@ -67,7 +66,9 @@ class Scratch:
         self._remove = weakref.finalize(self, _remove, self.path, held, os.getpid(), self._processes)
 
     def lend(self, process: int) -> None:
-        """Give the folder to a child process as its TMPDIR: with the folder that process and all it has started end."""
+        """Give the folder to a child process as its TMPDIR: with the folder that process and all its
+        descendants end.
+        """
         self._processes.append(process)
 
     def close(self) -> None:
@@ -76,7 +77,7 @@ class Scratch:
 
 
 def _remove(path: Path, held: int, owner: int, processes: list[int]) -> None:
-    if os.getpid() == owner:  # a process that was forked from it has the folder in common
+    if os.getpid() == owner:  # a forked process shares the folder, but does not own it
         if processes:
             end_processes(path, processes)
         _clear(path)
@@ -84,7 +85,7 @@ def _remove(path: Path, held: int, owner: int, processes: list[int]) -> None:
 
 
 def _clear(path: Path) -> None:
-    """Remove a folder with all that processes which were just killed may still be writing."""
+    """Remove a folder, including files that processes just killed may still be writing."""
     until = time.monotonic() + _END_SECONDS
     while path.exists():
         shutil.rmtree(path, ignore_errors=True)
@@ -106,10 +107,10 @@ def folder(within: Path | None = None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def written(path: Path, mode: int = 0o644) -> Iterator[Path]:
-    """Where to write a file that takes its place, with this mode, once the block has ended well; a block that writes
-    none leaves the file as it is.
+    """A temporary path for a new file, which replaces `path`, with this mode, once the block has ended without an
+    error. If the block writes no file, `path` stays as it is.
 
-    Whoever reads the file, or has it mapped, keeps the one before: it is replaced, never written over.
+    A process that has the old file open or mapped keeps it: the file is replaced, never overwritten.
     """
     with folder(path.parent) as place:
         unfinished = place / path.name
@@ -120,9 +121,10 @@ def written(path: Path, mode: int = 0o644) -> Iterator[Path]:
 
 
 def sweep(within: Path | None = None) -> list[Path]:
-    """Remove the folders in one, by default the system's temporary folder, that no process of this user holds any more.
+    """Remove all scratch folders below `within`, by default the system's temporary folder, that no process of this user
+    holds.
 
-    Their processes end. Returns what was removed.
+    Processes that work in them are killed. Returns the removed paths.
     """
     place, prefix = (Path(tempfile.gettempdir()), PREFIX) if within is None else (within, UNFINISHED)
     removed = []
@@ -145,7 +147,7 @@ def sweep(within: Path | None = None) -> list[Path]:
 
 
 def _sweep_folder(path: Path) -> bool:
-    """Remove a folder and end its processes, unless its own one lives; whether that was done."""
+    """Remove a folder and end its processes, unless its owner lives; returns whether it was removed."""
     held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         try:
@@ -165,7 +167,7 @@ def _sweep_folder(path: Path) -> bool:
 
 
 def _is_at(path: Path, held: int) -> bool:
-    """Whether an open folder is the one that lies at a path."""
+    """Whether an open folder is still the one at a path."""
     try:
         return os.path.samestat(path.stat(), os.fstat(held))
     except FileNotFoundError:
@@ -176,26 +178,26 @@ def _is_at(path: Path, held: int) -> bool:
 
 
 def end_processes(place: Path, of: Iterable[int] = ()) -> None:
-    """Kill the processes that have a folder, and wait until they are gone, whatever group and session they have.
+    """Kill the processes that use a folder, whatever their group and session, and wait until they are gone.
 
     Parameters
     ----------
     place
-        The folder: all processes that have it as their variable TMPDIR, which processes inherit.
+        The folder: it is used by all processes with this value of TMPDIR, which processes inherit.
     of
-        Child processes of this one that have it. While they live all their descendants are theirs, also those whose
-        parents have ended (`workers.serving`).
+        Child processes of this one that use it. While they live they adopt descendants whose parents have ended
+        (`workers.serving`).
     """
     if not os.path.isdir("/proc/self"):  # not Linux
         return
     own = os.getpid()
 
     def all_of_them() -> set[int]:
-        # An id that is no child's any more may be anybody's.
+        # The id of a process that is no longer a child may have been reused.
         trees = [descendants(one) | {one} for one in of if (status := _status(one)) and int(status[1]) == own]
         return _working_in(place).union(*trees) - {own}
 
-    # Stopped first, so that none starts another one while the list is made.
+    # Stop all first, so that none starts another one while the list is made.
     stopped: set[int] = set()
     while new := all_of_them() - stopped:
         for process in new:
@@ -211,7 +213,7 @@ def end_processes(place: Path, of: Iterable[int] = ()) -> None:
 
 
 def descendants(process: int) -> set[int]:
-    """The processes that a process has started, and those that these have."""
+    """Ids of the processes started by a process, by those, and so on."""
     children: dict[int, list[int]] = {}
     for number in _processes():
         if (status := _status(number)) is not None:
@@ -226,10 +228,10 @@ def descendants(process: int) -> set[int]:
 
 
 def _working_in(place: Path) -> set[int]:
-    """The processes whose temporary folder this is."""
+    """Ids of the processes whose TMPDIR is this folder."""
     wanted, found = f"TMPDIR={place}".encode(), set()
     for number in _processes():
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if wanted in Path(f"/proc/{number}/environ").read_bytes().split(b"\0"):
                 found.add(number)
     return found
@@ -240,7 +242,7 @@ def _processes() -> list[int]:
 
 
 def _status(process: int) -> list[str] | None:
-    """State, parent and what follows of `/proc/PID/stat`; None if it has ended."""
+    """The fields of `/proc/PID/stat` from the state on; None if the process has ended."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -261,17 +263,19 @@ def _send(process: int, number: int) -> None:
 
 
 def _watch() -> None:
-    """See to it that folders which this process may leave are removed: those of others now, and its own at its end."""
+    """Make sure that folders left by processes are removed: those of dead processes now, those of this one
+    at its end.
+    """
     place = tempfile.gettempdir()
-    if not Path(place).name.startswith(PREFIX):  # a worker's: that goes as a whole
+    if not Path(place).name.startswith(PREFIX):  # a worker's folder is removed as a whole
         _watcher(place, os.getpid())
 
 
 @functools.cache
 def _watcher(place: str, process: int) -> None:
-    """Remove what lies in the temporary folder, and start the process that does so when this one has ended.
+    """Sweep the temporary folder, and start the process that sweeps it again when this one has ended.
 
-    That one reads a pipe whose other end is open as long as this process, and those that were forked from it, live.
+    It reads a pipe whose other end stays open as long as this process and processes forked from it live.
     """
     sweep()
     reader, writer = os.pipe()
@@ -288,7 +292,7 @@ def _watcher(place: str, process: int) -> None:
             ],
             setpgroup=0,
         )
-    except OSError:  # without it the next process does that
+    except OSError:  # then the next process sweeps
         os.close(writer)
     finally:
         os.close(reader)
@@ -296,14 +300,14 @@ def _watcher(place: str, process: int) -> None:
 
 
 def _main(parent: int) -> None:
-    """Wait until a process and what was forked from it have ended, and remove what they have left."""
+    """Wait until a process and those forked from it have ended, and remove what they left."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # meant for the process that is watched: what it does then comes after
+        signal.signal(number, signal.SIG_IGN)  # signals are meant for the watched process: it ends first
     os.chdir("/")
     while os.read(0, 1 << 16):
         pass
-    # A process that ends closes its files one after the other: the pipe, and then the folders that it holds. Once this
-    # one is another's child that is over; of one that was forked from the parent nothing tells it.
+    # An ending process closes its files one by one: the pipe, and then the folders that it holds. When this process has
+    # another parent, that is done; for a process forked from the parent there is no such sign.
     until = time.monotonic() + _END_SECONDS
     while os.getppid() == parent and time.monotonic() < until:
         time.sleep(_LOOK_SECONDS)

@@ -1,8 +1,8 @@
-"""TVMScript's parser, without what makes it slow.
+"""Replacements of the slow parts of TVMScript's parser.
 
 A large kernel calls some seventy inlines and evaluates some three thousand expressions, most of them a name. The parser
 of apache-tvm 0.27 reads source files to find itself, parses an inline's text anew at every call, and sends every
-expression through Python's compiler. The TIR that comes out is the same (docs/script-parser.md).
+expression through Python's compiler. With the replacements the TIR is the same (docs/script-parser.md).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CALL = compile("__tvm_callee__(*__tvm_arguments__, **__tvm_keywords__)", "<call
 
 
 class _Place:
-    """What the parser takes of an `inspect.FrameInfo`; the text is read when it is asked for."""
+    """The fields of an `inspect.FrameInfo` that the parser uses; source text is read on access."""
 
     positions = None
 
@@ -34,7 +34,7 @@ class _Place:
 
 
 class _Inspect:
-    """The module `inspect`, whose `stack` reads the source files of all callers."""
+    """The module `inspect`, but with a `stack` that does not read the source files of all callers."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(inspect, name)
@@ -51,12 +51,12 @@ class _Inspect:
 
 @functools.cache
 def quicken_parser() -> None:
-    """Replace what is slow in the parser. Once a process.
+    """Replace the slow parts of the parser, once a process.
 
     Raises
     ------
     AttributeError
-        If the installed TVM has not what is replaced.
+        If the installed TVM lacks a function that is to be replaced.
     """
     from tvm.script.parser.core import doc, evaluator
     from tvm.script.parser.core.diagnostics import Source
@@ -66,7 +66,9 @@ def quicken_parser() -> None:
     from tvm.tirx.script.parser import entry
 
     def find_parser(self: Any) -> Any:
-        """The parser that calls an inline, by frames alone: `inspect.getouterframes` reads their source files."""
+        """Find the parser that calls an inline through frames alone; `inspect.getouterframes` would read
+        source files.
+        """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             parser = frame.f_globals.get(ScriptMacro.parser_object_name)
@@ -78,7 +80,7 @@ def quicken_parser() -> None:
     read, sources = Source.__init__, dict[tuple[str, Any], dict[str, Any]]()
 
     def read_once(self: Any, program: Any) -> None:
-        """The source text of a function, read and taken apart into tokens once, however often its factory runs."""
+        """Read and tokenise the source text of a function once, however often its factory runs."""
         code = getattr(program, "__code__", None)
         if code is None:
             return read(self, program)
@@ -91,12 +93,14 @@ def quicken_parser() -> None:
     parsed = functools.lru_cache(maxsize=1024)(doc.parse)
 
     def as_ast(self: Any) -> Any:
-        """The syntax tree of a source text, kept; but a function inside another is taken apart as it is visited."""
+        """The syntax tree of a source text, cached; a function inside another is parsed when it is visited."""
         nested = len(re.findall(r"^\s*(?:def|class) ", self.source, re.MULTILINE)) != 1
         return doc.parse(self.source) if nested else parsed(self.source)
 
     def visit(self: Any, node: Any) -> Any:
-        """Evaluate without a source span an expression: that of its statement stands, and errors have their own."""
+        """Visit an expression without recording its source span: that of its statement stays, and errors record their
+        own.
+        """
         if isinstance(node, list):
             return [visit(self, one) for one in node]
         if isinstance(node, tuple):
@@ -106,7 +110,7 @@ def quicken_parser() -> None:
     compiled = evaluator._eval_expr
 
     def evaluate(node: Any, names: dict[str, Any]) -> Any:
-        """The value of an expression whose parts have been evaluated, mostly without Python's compiler."""
+        """The value of an expression whose parts have been evaluated, in most cases without Python's compiler."""
         kind = type(node)
         if kind is doc.Constant:
             return node.value
@@ -121,7 +125,7 @@ def quicken_parser() -> None:
             return evaluate(node.value, names)[evaluate(node.slice, names)]
         elif kind is doc.Call and all(type(one) in (doc.Name, doc.Constant) for one in node.args):
             if all(one.arg is not None for one in node.keywords):
-                # In a frame whose globals are `names`: an inline finds its parser there.
+                # For a frame whose globals are `names`: an inline finds its parser there.
                 names["__tvm_callee__"] = evaluate(node.func, names)
                 names["__tvm_arguments__"] = [evaluate(one, names) for one in node.args]
                 names["__tvm_keywords__"] = {one.arg: evaluate(one.value, names) for one in node.keywords}
@@ -144,5 +148,5 @@ def quicken_parser() -> None:
         (evaluator, "_eval_expr", evaluate),
         (evaluator, "_eval_assign", assign),
     ):
-        getattr(owner, name)  # raises if this version of TVM calls it otherwise: nothing would use the replacement
+        getattr(owner, name)  # raises if this version of TVM renamed it, since the replacement would have no effect
         setattr(owner, name, quick)

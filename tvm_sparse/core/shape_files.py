@@ -12,8 +12,8 @@ n = 1024
 block = 16
 sparsity = [0.8, 0.95]
 
-A file may come from somebody else: what it may cost is bounded before it is parsed, and what it means before problems
-are made.
+A file may come from somebody else: its size and nesting are limited before it is parsed, and the number of problems
+before any is made.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from . import plain_files, registry
 from .problem import Problem, ProblemError
 from .registry import make
 
-# Of a file. More than anybody tunes, and few enough to be written out in seconds.
+# Problems in one file: more than anybody tunes, and few enough to be written out in seconds.
 MOST_PROBLEMS = 100_000
-# Of a file, which is parsed at about a megabyte a second.
+# Bytes of a file, which is parsed at about a megabyte a second.
 MOST_BYTES = 1 << 20
-# Brackets within each other, and parts of a dotted key: shapes need two and one. The parser goes as deep as the text,
-# and its time rises with the square of a key's parts.
+# Depth of nested brackets, and parts of a dotted key: shapes need two and one. The parser recurses as deep as the text,
+# and its time grows with the square of a key's parts.
 MOST_NESTING, MOST_PARTS = 16, 8
-# What holds no structure: texts, on several lines or on one, ended or not, and comments.
+# Text without structure: strings, on one line or several, terminated or not, and comments.
 _TEXT = re.compile(
     r""""{3}(?:\\.|[^\\])*?(?:"{3,5}|\Z)|\'{3}.*?(?:\'{3,5}|\Z)|"(?:\\.|[^"\\\n])*+"?|'[^'\n]*+'?|\#[^\n]*+""",
     re.DOTALL,
@@ -45,11 +45,11 @@ _BETWEEN_KEYS = re.compile(r"[=,\n\[\]{}]")
 
 
 class ShapesError(ProblemError):
-    """A file of shapes that does not mean problems; the message names the file, the table and the axis."""
+    """A file of shapes that does not describe problems; the message names the file, the table and the axis."""
 
 
 def read(path: Path) -> list[Problem]:
-    """The problems of a file, in its order, each once.
+    """The problems of a file in their order, without duplicates.
 
     Raises
     ------
@@ -68,11 +68,11 @@ def read(path: Path) -> list[Problem]:
     _check_depth(path, text)
     try:
         content = tomllib.loads(text.replace("\r\n", "\n"))
-    except (ValueError, RecursionError) as error:  # also of a whole number of thousands of digits
+    except (ValueError, RecursionError) as error:  # also for an integer of thousands of digits
         raise ShapesError(f"{path}: not TOML: {_shown(error)}") from None
     groups: list[tuple[str, str, dict[str, list[Any]]]] = []
     for operator, tables in content.items():
-        # One table may be written [softmax_topk] as well.
+        # A single table may also be written [softmax_topk].
         tables = [tables] if isinstance(tables, dict) else tables
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
             raise ShapesError(
@@ -99,8 +99,7 @@ def read(path: Path) -> list[Problem]:
 
 
 def _check_depth(path: Path, text: str) -> None:
-    """Raise if brackets lie too deep within each other, or a key has too many parts; what else is wrong is for the
-    parser to say."""
+    """Raise if brackets are nested too deep, or a key has too many parts; other errors are left to the parser."""
     structure = _TEXT.sub(" ", text)
     depth = 0
     for bracket in re.findall(r"[\[\]{}]", structure):
@@ -139,7 +138,7 @@ def _expand(where: str, operator: str, lists: dict[str, list[Any]]) -> list[Prob
 
 
 def _shown(value: Any) -> str:
-    """A value or an error, as much of it as a message has room for."""
+    """A value or an error as text, cut to a length that fits into a message."""
     text = str(value) if isinstance(value, Exception) else repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 

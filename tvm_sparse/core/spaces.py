@@ -17,19 +17,19 @@ from .machine import X86_INSTRUCTIONS, Machine
 from .problem import Problem, ProblemError
 from .template import Decisions, NotApplicable, Table, Template
 
-# Of tables with more combinations than this a search gets a draw: so many points, of so many combinations at most.
+# Tables with more combinations are sampled for a search: the number of points, and of combinations tried for them.
 MOST_COMBINATIONS = 1 << 20
 DRAWN_POINTS, DRAWS = 1 << 14, 1 << 19
 
 
 def templates(operator: str | None = None) -> tuple[Template, ...]:
-    """The templates of an operator, or of all."""
+    """The templates of an operator, or of all operators."""
     chosen = registry.operators().values() if operator is None else (registry.find(operator),)
     return tuple(template for one in chosen for template in one.templates)
 
 
 def find(name: str, operator: str | None = None) -> Template:
-    """The template of this name, of an operator or of all; KeyError with the valid names if there is none."""
+    """The template of this name, of one operator or any; raises KeyError with the valid names if there is none."""
     known = templates(operator)
     for template in known:
         if template.name == name:
@@ -38,7 +38,7 @@ def find(name: str, operator: str | None = None) -> Template:
 
 
 def named(names: Collection[str], operator: str, machine: Machine) -> list[Template]:
-    """The templates of an operator for this kind of machine that have these names; all of them without names.
+    """The templates of an operator for this kind of machine with these names; without names, all of them.
 
     Raises
     ------
@@ -52,7 +52,7 @@ def named(names: Collection[str], operator: str, machine: Machine) -> list[Templ
 
 
 def applicable(problem: Problem, machine: Machine) -> tuple[dict[str, Table], dict[str, str]]:
-    """The decision tables of the templates that fit, and why the operator's others do not, by template name."""
+    """The decision tables of the templates that fit, and, by template name, why the operator's others do not."""
     tables, reasons = {}, {}
     for template in templates(problem.operator):
         if template.kind == machine.kind:
@@ -66,9 +66,9 @@ def applicable(problem: Problem, machine: Machine) -> tuple[dict[str, Table], di
 def searched(
     problem: Problem, machine: Machine, names: Collection[str] = (), fixed: Table | None = None
 ) -> tuple[dict[str, Table], dict[str, str]]:
-    """What of `applicable` a tuning run searches: the named templates, or all but those built for comparison.
+    """The part of `applicable` that a tuning run searches: the named templates, or all but those built for comparison.
 
-    `fixed`: the only values of these decisions, of templates that have them.
+    `fixed` restricts decisions to these values, in templates that have them.
     """
 
     def chosen(name: str) -> bool:
@@ -88,7 +88,7 @@ def searched(
 
 
 def narrowed(table: Table, fixed: Table) -> Table:
-    """A table with only those values of a decision that `fixed` has, too, if it has the decision."""
+    """A table restricted, for each decision that it shares with `fixed`, to the values in both."""
     return {
         name: tuple(value for value in values if name not in fixed or value in fixed[name])
         for name, values in table.items()
@@ -96,13 +96,13 @@ def narrowed(table: Table, fixed: Table) -> Table:
 
 
 def among(candidate: Candidate, tables: Mapping[str, Table]) -> bool:
-    """Whether a candidate's decisions are in the tables of templates; a point of them it is if they are allowed."""
+    """Whether each decision of a candidate has a value of its template's table; it is a point if it is allowed, too."""
     table = tables.get(candidate.template)
     return table is not None and all(value in table.get(name, ()) for name, value in candidate.decisions)
 
 
 def points(problem: Problem, machine: Machine, tables: Mapping[str, Table]) -> Iterator[Candidate]:
-    """Every allowed point of the templates' spaces."""
+    """All allowed points of the templates' spaces."""
     for name, table in tables.items():
         template = find(name)
         for values in itertools.product(*table.values()):
@@ -112,22 +112,22 @@ def points(problem: Problem, machine: Machine, tables: Mapping[str, Table]) -> I
 
 
 def combinations(table: Table) -> int:
-    """How many points a table would have without restrictions."""
+    """Number of points that a table would have without restrictions."""
     return math.prod(map(len, table.values()))
 
 
 def drawn(tables: Mapping[str, Table]) -> list[str]:
-    """The templates of which a search gets a draw, for they have too many combinations to go through."""
+    """The templates with too many combinations to enumerate, whose points a search samples."""
     return [name for name, table in tables.items() if combinations(table) > MOST_COMBINATIONS]
 
 
 def searchable(
     problem: Problem, machine: Machine, tables: Mapping[str, Table], around: Collection[Candidate] = ()
 ) -> Iterator[Candidate]:
-    """The points that a search chooses from: all, or, of the templates that `drawn` names, some.
+    """The points that a search chooses from: all of them, but a sample for the templates that `drawn` names.
 
-    These are what differs from the default, or from one of `around`, in one decision at most, and points that are drawn
-    at random: always the same ones for a problem. They come in no order.
+    A sample consists of points that differ from the default, or from one of `around`, in at most one decision, and of
+    points drawn at random, the same ones in each run of a problem. Their order has no meaning.
     """
     for name, table in tables.items():
         if combinations(table) <= MOST_COMBINATIONS:
@@ -146,7 +146,7 @@ def searchable(
 
 
 def neighbours(candidate: Candidate, problem: Problem, machine: Machine) -> Iterator[Candidate]:
-    """The allowed points that differ from a point of the problem's spaces in one decision."""
+    """The allowed points that differ from a point in exactly one decision."""
     template = find(candidate.template, problem.operator)
     for decisions in _neighbours(template.space(problem, machine), [candidate.values]):
         other = template.candidate(decisions)
@@ -155,7 +155,7 @@ def neighbours(candidate: Candidate, problem: Problem, machine: Machine) -> Iter
 
 
 def _neighbours(table: Table, starts: Collection[Decisions]) -> Iterator[Decisions]:
-    """What differs from one of some points in one decision at most."""
+    """Combinations that differ from one of `starts` in at most one decision."""
     for start in starts:
         for name, values in table.items():
             for value in values:
@@ -174,15 +174,15 @@ def _draws(table: Table, seed: str) -> Iterator[Decisions]:
 def fallback(
     problem: Problem, machine: Machine, cooperative: bool = True, refused: Collection[Candidate] = ()
 ) -> Candidate:
-    """What runs without tuning: the first fallback template that fits, at its default point; those that decline the
-    problem (`Template.declines`) come last.
+    """The candidate that runs without tuning: the default point of the first fallback template that fits. Templates
+    that decline the problem (`Template.declines`) are considered last.
 
     Parameters
     ----------
     cooperative
-        Whether it may be one that needs all its thread blocks at the same time.
+        Whether a template is admitted that needs all its thread blocks at the same time.
     refused
-        What it must not be. If nothing else is left, it is the last of these.
+        Candidates to avoid. If nothing else is left, the last of these is returned.
     """
     tables, _ = applicable(problem, machine)
     possible = [t for t in registry.find(problem.operator).fallbacks[machine.kind] if t.name in tables]
@@ -198,7 +198,7 @@ def fallback(
 
 
 def refusal(candidate: Candidate, problem: Problem, machine: Machine) -> str | None:
-    """None if a candidate can be built for a problem on a machine, else why not."""
+    """None if a candidate can be built for a problem on a machine, else the reason as a sentence."""
     try:
         template = find(candidate.template, problem.operator)
     except KeyError:
@@ -211,7 +211,7 @@ def refusal(candidate: Candidate, problem: Problem, machine: Machine) -> str | N
 
 
 def built_here(candidate: Candidate, problem: Problem, machine: Machine) -> Candidate:
-    """A candidate that was recorded for a machine's architecture, without instructions that this CPU of it lacks."""
+    """A candidate recorded for a machine's architecture, without the instructions that this CPU of it lacks."""
     all_instructions = X86_INSTRUCTIONS.get(machine.arch, "")
     if machine.instructions == all_instructions or refusal(candidate, problem, machine) is None:
         return candidate
@@ -220,9 +220,10 @@ def built_here(candidate: Candidate, problem: Problem, machine: Machine) -> Cand
 
 
 def adapted(candidate: Candidate, problem: Problem, machine: Machine) -> Candidate | None:
-    """The point here that is most like a candidate of another machine, or None: each decision takes the nearest value.
+    """The point on this machine that is most like a candidate of another one, by the nearest value of each decision;
+    None if that is not allowed.
 
-    So one that asks for what this machine lacks, such as programmatic dependent launch, goes without it.
+    For example, programmatic dependent launch is dropped on a machine that lacks it.
     """
     try:
         template = find(candidate.template, problem.operator)

@@ -27,11 +27,13 @@ if TYPE_CHECKING:
 Decisions = Mapping[str, int]
 Table = Mapping[str, tuple[int, ...]]
 Features = Mapping[str, float]
-P = TypeVar("P", bound=Problem)  # the problems of a template's operator
+P = TypeVar("P", bound=Problem)  # the problem class of a template's operator
 
 
 class NotApplicable(Exception):
-    """The template does not fit the problem or the machine; the message says why, for the space's report."""
+    """The template does not fit the problem or the machine; the message is the reason, shown in reports on
+    the space.
+    """
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,9 @@ class Workspace:
     """A buffer that a program's kernels share, owned by the runtime and passed after the outputs.
 
     `shape` gives extents, or by name the problem's batch axis, its data axes, and what `Problem.extent` makes of these.
-    It is filled with the byte `fill` once, when it is allocated: a kernel that needs it so again must leave it so. With
-    None it is scratch: it holds anything at the start of a call. On a GPU kernels that run one after another share it,
-    so that none may touch it before the one before it has ended.
+    It is filled with the byte `fill` once, when it is allocated; a kernel that relies on this content must restore it.
+    With None it is scratch, whose content at the start of a call is undefined. On a GPU consecutive kernels share
+    scratch, so a kernel must not touch it before the previous one has ended.
     """
 
     name: str
@@ -52,19 +54,19 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Resident:
-    """What a cooperative kernel asks of a GPU: that all its thread blocks run at the same time.
+    """The thread blocks of a cooperative kernel, all of which must run at the same time.
 
-    They wait for each other, so a part of them that ran alone would wait for ever. A cooperative launch fails instead.
+    They wait for each other, so some of them alone would wait for ever. A cooperative launch fails instead.
     """
 
     blocks: int
-    threads: int  # of a thread block
-    shared_bytes: int  # of dynamic shared memory
+    threads: int  # per thread block
+    shared_bytes: int  # dynamic shared memory
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a thread block of a CUDA kernel takes beside its registers and its static shared memory."""
+    """The resources of a thread block of a CUDA kernel, apart from registers and static shared memory."""
 
     threads: int
     dynamic_shared_bytes: int = 0
@@ -77,8 +79,8 @@ class Program:
     module: IRModule
     workspaces: tuple[Workspace, ...] = ()
     pipeline: str | None = None  # "tirx" for kernels with explicit threads, else TVM's default
-    resident: Resident | None = None  # of a cooperative template
-    instructions: tuple[str, ...] = ()  # that it uses beyond those of a CPU's level, as `Machine` names them
+    resident: Resident | None = None  # for a cooperative template
+    instructions: tuple[str, ...] = ()  # used beyond those of a CPU's level, as named in `Machine`
 
 
 @dataclass(frozen=True)
@@ -96,17 +98,17 @@ class Template(Generic[P]):
     allowed
         (problem, machine, decisions) -> None, or why this point of the table is left out.
     features
-        (problem, machine, decisions) -> numbers by name from which the time of a point may be learned, beside axes and
-        decisions: how many thread blocks a multiprocessor gets, how many steps a thread goes, which share of the
-        lanes is idle. Templates of one operator give the same name to the same thing (`records.predictor`). Asked of
-        any decisions of the table, also where they are not allowed.
+        (problem, machine, decisions) -> numbers by name from which, with axes and decisions, the time of a point may be
+        learned: thread blocks per multiprocessor, steps per thread, share of idle lanes. Templates of one operator give
+        the same name to the same thing (`records.predictor`). Called for any decisions of the table, including those
+        that are not allowed.
     launch
-        (problem, decisions) -> the launch of a CUDA program's kernel, of several of that which takes most of the time.
-        Tables of trials have threads and occupancy from it (`records.database`); without it threads are what the
-        decision of that name says, and dynamic shared memory is not counted.
+        (problem, decisions) -> the launch of a CUDA program's kernel; of the slowest one if it has several. Tables of
+        trials take threads and occupancy from it (`records.database`); without it the decision `threads` is used, and
+        dynamic shared memory is not counted.
     explicit_threads
-        Whether the program uses barriers, shuffles or atomics by hand. Such a program cannot be checked by
-        turning its thread bindings into loops; it is checked by running its CUDA source thread by thread.
+        Whether the program uses barriers, shuffles or atomics by hand. Such a program cannot be checked by turning its
+        thread bindings into loops; its CUDA source is run thread by thread instead.
     cooperative
         Whether the program's kernel is launched cooperatively (`Resident`). A GPU may be too small for its library,
         which the runtime finds out before it launches, or too busy: then a fallback runs that is not cooperative.
@@ -141,9 +143,10 @@ class Template(Generic[P]):
         return Candidate(self.name, self.version, tuple((name, int(value)) for name, value in decisions.items()))
 
     def needs(self, problem: P, decisions: Decisions) -> dict[str, int]:
-        """What a point asks of a GPU beside what its machine code takes, as far as it is declared.
+        """Resources of a GPU that a point needs beyond those recorded in its machine code, as far as they are declared.
 
-        `dynamic_shared_bytes` of a thread block (`Launch`), and the thread blocks of a `cluster`, if it has several.
+        Keys: `dynamic_shared_bytes` of a thread block (`Launch`), and `cluster`, thread blocks in a cluster, if there
+        are several.
         """
         if self.kind != "cuda":
             return {}

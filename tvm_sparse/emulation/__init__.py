@@ -1,7 +1,8 @@
-"""CUDA kernels on a machine without a GPU: their source on the CPU, thread by thread, or their threads as loops.
+"""Running CUDA kernels without a GPU: their source on the CPU thread by thread, or their schedules with threads as
+loops.
 
-A tool for authors of templates and for tests; see `run` for what it reports and what it cannot see, and `translation`
-for how the source becomes C++.
+For authors of templates and for tests. `run` lists what is reported and what cannot be detected; `translation` turns
+the source into C++.
 """
 
 from .run import EmulationError, cuda_source, launches, run_on_cpu

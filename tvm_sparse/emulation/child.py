@@ -1,9 +1,10 @@
-"""The process that runs emulated kernels: `python child.py SOCKET RUNTIME`, which `run` starts once and then asks.
+"""The process that runs emulated kernels: `python child.py SOCKET RUNTIME`, started once by `run`, which sends it
+requests.
 
-It forks for every run, as kernels may crash, hang and scribble. A fork copies the tables of all memory that is in use,
-which takes longer than most kernels where a compiler and its modules are; so it is this process that forks, with no
-more in it than NumPy, tvm_ffi and TVM's runtime library. That isolates as well the registration of the kernels' names
-and of "__tvm_set_device" as global functions.
+It forks for every run, since kernels may crash, hang and overwrite memory. A fork copies the page tables of the
+process, which with a loaded compiler takes longer than most kernels; so this process loads only NumPy, tvm_ffi and
+TVM's runtime library. It also keeps the registration of kernel names and of "__tvm_set_device" as global functions out
+of the caller's process.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ PAGE = mmap.PAGESIZE
 DIMS = ["blockIdx.x", "blockIdx.y", "blockIdx.z", "threadIdx.x", "threadIdx.y", "threadIdx.z"]
 CLUSTER_DIMS = ["clusterCtaIdx.x", "clusterCtaIdx.y", "clusterCtaIdx.z"]
 COOPERATIVE = "tirx.use_cooperative_launch"
-# Programmatic dependent launch: kernels run one after another here, which it permits; stale contents are for the rest.
+# Programmatic dependent launch: kernels run one after another here, which CUDA permits; `stale` contents stand for the
+# overlap.
 OVERLAPPING = "tirx.use_programtic_dependent_launch"
 FLAGS = {COOPERATIVE, OVERLAPPING}
 DYNAMIC_SHARED = "tirx.use_dyn_shared_memory"
-# File descriptors that come with a request: where errors go, stdout and stderr, and the memory of each array.
+# File descriptors sent with a request: for errors, stdout, stderr, and the memory of each array.
 FIRST_ARRAY = 3
 MOST_FILES = 253  # that a message may carry
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What is needed to launch one `__global__` function."""
+    """The data needed to launch one `__global__` function."""
 
     name: str
     dtypes: tuple[str, ...]  # of the parameters; "handle" for pointers
@@ -51,19 +53,21 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Placed:
-    """An array in memory that is shared with the child: after a page without access, and up to the next one."""
+    """An array in memory shared with the child, between two inaccessible pages; its end is directly before
+    the second.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    start: int  # in that memory, of the array's `nbytes`
+    start: int  # offset of the array's `nbytes` in that memory
     nbytes: int
-    size: int  # of that memory
+    size: int  # size of that memory
     stale: bytes | None = None
 
 
 class Mapped:
-    """A placed array, mapped."""
+    """A placed array, mapped into this process."""
 
     def __init__(self, placed: Placed, file: int) -> None:
         self.placed = placed
@@ -82,7 +86,7 @@ class Mapped:
 
 
 def receive(connection: socket.socket) -> tuple[Any, list[int]]:
-    """The next message and the file descriptors that came with it; EOFError where there is none."""
+    """The next message and the file descriptors sent with it; raises EOFError at the end of the connection."""
     size, files, _, _ = socket.recv_fds(connection, 8, MOST_FILES)
     if len(size) < 8:
         raise EOFError("the other process has ended")
@@ -98,7 +102,7 @@ def send(connection: socket.socket, message: Any, files: Sequence[int] = ()) -> 
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     ctypes.CDLL(sys.argv[2], mode=ctypes.RTLD_GLOBAL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the process that asks, which ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the requesting process, which ends this one
     gc.freeze()
     while True:
         try:
@@ -138,7 +142,9 @@ def run(
     error_fd: int,
     files: Sequence[int],
 ) -> None:
-    """Call a library's host function with its kernels emulated. Arrays are tuples, each with the next of `files`."""
+    """Call a library's host function with its kernels emulated. Arrays are tuples, each of which takes the next of
+    `files`.
+    """
     lib = ctypes.CDLL(library)
     lib.cuda_on_cpu_init.argtypes = [
         ctypes.c_int, ctypes.c_uint64, ctypes.c_bool, ctypes.c_double,
@@ -166,7 +172,7 @@ def run(
 
 
 def _launcher(lib: ctypes.CDLL, kernel: Kernel) -> Callable[..., None]:
-    """A packed function that takes what the CUDA runtime's kernel functions take."""
+    """A packed function with the arguments of the CUDA runtime's kernel functions."""
     formats = {"float32": "f", "float64": "d", "bool": "?", "handle": "Q"}
     formats |= {f"int{8 << i}": c for i, c in enumerate("bhiq")}
     formats |= {f"uint{8 << i}": c.upper() for i, c in enumerate("bhiq")}

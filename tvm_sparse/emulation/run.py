@@ -1,31 +1,30 @@
 """Run the CUDA kernels that TVM generates on a machine without a GPU, and check how they behave.
 
-`run_on_cpu` builds a module for CUDA as `tvm.compile` does, up to the CUDA C++ text. g++ compiles
-that text behind `cuda_on_cpu.h`, where every CUDA thread is a fiber; LLVM compiles the host
-function, so that launch extents, launch order and workspaces are those of the real thing. Both run
-in a child process (`child`), which turns crashes, hangs and misbehaviour into an `EmulationError`:
+`run_on_cpu` builds a module for CUDA as `tvm.compile` does, up to the CUDA C++ text. g++ compiles that text after
+`cuda_on_cpu.h`, which makes every CUDA thread a fiber; LLVM compiles the host function, so that launch extents, launch
+order and workspaces are the real ones. Both run in a child process (`child`), which turns crashes, hangs and
+misbehaviour into an `EmulationError`:
 
 * results that depend on the order of threads or blocks (the order is drawn from `seed`);
 * data races between threads of a block, in shared and global memory, and between those of a cluster
   in shared memory (`check_races`);
-* barriers and warp collectives which not all participants reach;
-* blocks which exit while others of their cluster may access their shared memory;
-* mbarriers used before they are initialised, beyond their count or for more or fewer bytes than come,
-  and use of what bulk copies and `st.async` write by threads which have not awaited it (it is written at a moment
+* barriers and warp collectives that not all participants reach;
+* thread blocks that exit while others of their cluster may still access their shared memory;
+* mbarriers used before their initialisation, beyond their count, or with another number of bytes than arrives; and use
+  of data written by bulk copies and `st.async` by threads that have not awaited them (they are written at a moment
   drawn from `seed`);
 * accesses out of the bounds of global, shared and local arrays, and misaligned vectors;
 * reads of shared memory and workspaces before anything was written (they hold NaN or -1);
-* in a launch that overlaps its producer kernel, use of what was read ahead of `griddepcontrol.wait`: what
-  arrays held before that kernel wrote, which some threads find and others no longer. For the first kernel
-  these are `stale` contents. A kernel that lets its consumer start before it has waited itself, or that
-  never waits, leaves to it also what was there before its own producer wrote.
+* in a launch that overlaps its producer kernel, use of data read before `griddepcontrol.wait`: some threads then find
+  the content from before the producer's writes. For the first kernel this content is given by `stale`. If a kernel lets
+  its consumer start before its own wait, or never waits, the consumer may also find the content from before the writes
+  of that kernel's producer.
 
-What it cannot see: performance, the weak memory model between blocks (a relaxed arrival at a cluster's
-barrier orders what a release would, the scope of mbarrier operations and fences between proxies are
-not looked at; products of warpgroups are done at once) and caches that are behind memory, contraction
-of a * b + c to fma, flushed denormals, approximate intrinsics (`__expf` is exact here), the order and
-the rounding in which tensor cores add, and registers or shared memory beyond a GPU's limits. Races through global
-memory between blocks show only as different results under different seeds.
+It cannot detect: performance; the weak memory model between thread blocks (a relaxed arrival at a cluster's barrier
+orders as a release does, the scope of mbarrier operations and fences between proxies are ignored, products of
+warpgroups complete at once) and stale caches; contraction of a * b + c to fma, flushed denormals, approximate
+intrinsics (`__expf` is exact here); the order and rounding of sums in tensor cores; registers or shared memory beyond a
+GPU's limits. Races through global memory between blocks show only as different results under different seeds.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ CHILD = Path(__file__).with_name("child.py")
 CANARY = 0xA5
 GXX = ["g++", "-x", "c++", "-std=c++17", "-fPIC", "-w", "-U_FORTIFY_SOURCE"]
 MACHINE_FLAGS = ["-O2", "-DCOC_MACHINE"]
-# -Og, because most kernels run for less time than g++ takes for them. No guards around static variables: shared arrays
-# are static here, and their locks would be instrumented.
+# -Og, because most kernels run for less time than g++ takes to optimise them. No guards around static variables: shared
+# arrays are static here, and their locks would be instrumented.
 KERNEL_FLAGS = [
     "-Og", "-g1", "-fno-threadsafe-statics", "-fno-strict-aliasing", "-ffp-contract=off", "-fwrapv",
     "-fsanitize=bounds,alignment", "-fno-sanitize-recover=all", "-fsanitize=thread",
@@ -75,7 +74,7 @@ KERNEL_FLAGS = [
 
 
 class EmulationError(RuntimeError):
-    """A kernel did what CUDA does not allow, crashed or did not end."""
+    """A kernel did something that CUDA does not allow, crashed or did not end."""
 
 
 def run_on_cpu(
@@ -93,26 +92,37 @@ def run_on_cpu(
 
     Parameters
     ----------
-    mod : a module with one public PrimFunc, with thread bindings or as a TIRx kernel.
-    target : the CUDA target.
-    args : arrays (updated in place; C-contiguous; float16, and bfloat16 through ml_dtypes) and
-        scalars in the order of the PrimFunc's parameters.
-    pipeline : "tirx" for TIRx kernels, as `tir_pipeline` of `tvm.compile`.
-    seed : draws the order of threads and blocks. Try several: an order may be lucky.
-    timeout : seconds for the run, the build not counted.
-    check_races : also report races which did no harm in this order. Switch it off only for code
-        that synchronises threads of a block by other means than barriers and warp collectives.
-    stale : what arrays hold while the producer kernel still runs, by their place in `args`; it then
-        writes what they hold in `args`, outputs included. It is done at a moment drawn from `seed`,
-        before any `griddepcontrol.wait` returns. Only if the kernels are launched to overlap
-        (programmatic dependent launch).
+    mod
+        A module with one public PrimFunc, with thread bindings or as a TIRx kernel.
+    target
+        The CUDA target.
+    args
+        Arrays (updated in place; C-contiguous; float16, and bfloat16 through ml_dtypes) and scalars, in the order of
+        the PrimFunc's parameters.
+    pipeline
+        "tirx" for TIRx kernels, as `tir_pipeline` of `tvm.compile`.
+    seed
+        Seed of the order of threads and blocks. Try several, since an order may hide an error.
+    timeout
+        Seconds for the run, without the build.
+    check_races
+        Also report races that did no harm in this order. Switch it off only for code that synchronises threads of a
+        thread block by other means than barriers and warp collectives.
+    stale
+        Content of arrays while the producer kernel still runs, by their index in `args`. It is replaced by the content
+        in `args`, outputs included, at a moment drawn from `seed`, before any `griddepcontrol.wait` returns. Only for
+        kernels launched to overlap (programmatic dependent launch).
 
     Raises
     ------
-    EmulationError : a kernel misbehaved; the message says which, where and in which thread.
-    NotImplementedError : the kernel uses what is not emulated (TMA, copies to several thread blocks...).
-    ValueError : an array is not C-contiguous, or its stale contents are of another shape or dtype.
-    ValueError, TypeError... : as from `tvm.compile` and from the host function's own checks.
+    EmulationError
+        If a kernel misbehaved; the message says which, where and in which thread.
+    NotImplementedError
+        If the kernel uses a feature that is not emulated (TMA, copies to several thread blocks, ...).
+    ValueError
+        If an array is not C-contiguous, or its stale content has another shape or dtype.
+    ValueError, TypeError, ...
+        As from `tvm.compile` and from the host function's own checks.
     """
     built = _built(_Lowering(mod, target, pipeline))
     with scratch.folder() as folder:
@@ -146,11 +156,11 @@ def cuda_source(mod: tvm.IRModule, target: tvm.target.Target, *, pipeline: str |
 
 
 def launches(mod: tvm.IRModule, target: tvm.target.Target, *, pipeline: str | None = None) -> list[str]:
-    """What the host function launches each kernel with, a line a kernel: the extents and how, without any names."""
+    """The launch parameters of each kernel, one line each: extents and attributes, without names."""
     host, device, _ = _lower(_Lowering(mod, target, pipeline))
     named = {str(gv.name_hint): f for gv, f in device.functions.items()}
     lines: list[str] = []
-    passed: dict[int, str] = {}  # by place, what was last put down to be passed
+    passed: dict[int, str] = {}  # by index, the last value stored as an argument
 
     def look(call: Call) -> object:
         name = getattr(call.op, "name", "")
@@ -171,7 +181,7 @@ def launches(mod: tvm.IRModule, target: tvm.target.Target, *, pipeline: str | No
 
 
 class _Lowering:
-    """What is lowered, as a key: equal for the same functions, which never change once somebody else holds them."""
+    """The input of a lowering, as a key: equal for the same functions, which do not change once they are shared."""
 
     def __init__(self, mod: tvm.IRModule, target: tvm.target.Target, pipeline: str | None) -> None:
         self.mod, self.target, self.pipeline = mod, tvm.target.Target(target), pipeline or "default"
@@ -187,7 +197,7 @@ class _Lowering:
 
 @dataclass(frozen=True)
 class _Built:
-    """What a library is compiled from, and how it is entered."""
+    """The sources of a library, and its entry point."""
 
     source: str  # translated
     kernels: tuple[Kernel, ...]
@@ -195,7 +205,8 @@ class _Built:
     entry: str
 
 
-# Kept, as are the libraries: a test runs a kernel on several inputs and seeds, and building takes longer than that.
+# Cached, as are the libraries: a test runs a kernel on several inputs and seeds, and building takes longer than
+# running.
 @functools.lru_cache(maxsize=8)
 def _built(key: _Lowering) -> _Built:
     host, device, target = _lower(key)
@@ -230,12 +241,12 @@ def _lower(key: _Lowering) -> tuple[tvm.IRModule, tvm.IRModule, tvm.target.Targe
 
 
 def _without_cuda_runtime(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Let the host function take CPU tensors and get workspaces from the emulator."""
+    """Let the host function take CPU tensors, and workspaces from the emulator."""
 
     def rewrite(call: Call) -> object:
         name = getattr(call.op, "name", "")
         if name == "tirx.tvm_struct_get" and getattr(call.args[2], "value", None) == 10:
-            return tirx.IntImm("int32", 2)  # the tensor's device type: pretend that it is CUDA
+            return tirx.IntImm("int32", 2)  # the tensor's device type, checked by the host function: CUDA
         if name == "tirx.TVMBackendAllocWorkspace":
             return Call(
                 tvm.ir.Op.get("tirx.call_extern"),
@@ -259,7 +270,7 @@ def _kernel(name: str, func: tirx.PrimFunc) -> Kernel:
 
 
 def _device_source(device: tvm.IRModule, target: tvm.target.Target) -> str:
-    """CUDA C++, also on machines where TVM could call NVRTC: only the code generator is run."""
+    """CUDA C++ text; runs only the code generator, also on machines where TVM could call NVRTC."""
     hook = tvm.get_global_func("tvm_callback_cuda_compile", allow_missing=True)
     tvm_ffi.register_global_func("tvm_callback_cuda_compile", _keep_text, override=True)
     try:
@@ -274,7 +285,7 @@ def _device_source(device: tvm.IRModule, target: tvm.target.Target) -> str:
 
 
 def _keep_text(code: str, *_: object) -> bytes:
-    return code.encode()  # once TVM's CUDA runtime is loaded, it takes nothing else
+    return code.encode()  # once TVM's CUDA runtime is loaded, it requires bytes
 
 
 @functools.lru_cache(maxsize=8)
@@ -294,7 +305,7 @@ def _compile(source: str, kernels: Sequence[Kernel], host: bytes, folder: Path) 
     machine = folder / "machine.o"
     machine.write_bytes(_machine_object())
     _gxx([*GXX, *KERNEL_FLAGS, "-c", str(text), "-o", str(folder / "kernel.o")])
-    # Linked without -fsanitize: the machine takes the place of the sanitizers' libraries.
+    # Linked without -fsanitize: the emulator provides the sanitizers' functions.
     _gxx(
         [
             "g++",
@@ -320,7 +331,7 @@ def _machine_object() -> bytes:
 
 @functools.cache
 def _precompiled_header() -> Path:
-    """The header as the kernels include it, beside what g++ has made of it (".gch"), which it reads in its place."""
+    """The header that kernels include, beside its precompiled form (".gch"), which g++ reads instead."""
     header = _folder().path / HEADER.name
     shutil.copyfile(HEADER, header)
     precompiled = ["c++-header" if word == "c++" else word for word in GXX]
@@ -330,7 +341,7 @@ def _precompiled_header() -> Path:
 
 @functools.cache
 def _folder() -> Scratch:
-    """Of what all libraries have in common; it goes with the process."""
+    """The folder of files that all libraries share; it is removed with the process."""
     return Scratch()
 
 
@@ -344,10 +355,10 @@ def _gxx(command: list[str]) -> None:
 
 
 class _GuardedArray:
-    """A copy of an array in memory shared with the child, ending at a page without access.
+    """A copy of an array in memory shared with the child, directly before an inaccessible page.
 
-    The end is rounded up to 16 bytes, the alignment that the widest vector access needs. What is
-    left of the pages in front and behind is filled with a pattern and compared afterwards.
+    The end is rounded up to 16 bytes, the alignment of the widest vector access. The rest of the pages before and after
+    the array is filled with a pattern and compared after the run.
     """
 
     def __init__(self, array: np.ndarray, name: str) -> None:
@@ -389,7 +400,7 @@ class _GuardedArray:
 
 
 class _Runner:
-    """The process that forks the runs, and how to ask it."""
+    """The process that forks the runs, and the connection to it."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -400,7 +411,7 @@ class _Runner:
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
 
     def run(self, request: dict[str, Any], files: Sequence[int], timeout: float) -> str | int:
-        """What the child said, or the status that it ended with."""
+        """The child's reply, or the status with which it ended."""
         read_end, write_end = os.pipe()
         with open(read_end, "rb", buffering=0) as errors:
             try:
@@ -444,7 +455,7 @@ atexit.register(_close_runner)
 def _run_in_child(
     library: Path, built: _Built, args: Sequence[Any], seed: int, timeout: float, check_races: bool
 ) -> str | BaseException | None:
-    """What went wrong, if anything: text from the emulator or an exception of the host function."""
+    """Run in the child; returns the emulator's message, an exception of the host function, or None if all went well."""
     global _runner
     request = {
         "library": str(library),
@@ -457,7 +468,7 @@ def _run_in_child(
     }
     files = [a.file.fileno() for a in args if isinstance(a, _GuardedArray)]
     with _asking:
-        if _runner is not None and _runner.owner != os.getpid():  # of the process that this one was forked of
+        if _runner is not None and _runner.owner != os.getpid():  # of the process from which this one was forked
             _close_runner()
         if _runner is None:
             _runner = _Runner()

@@ -1,7 +1,7 @@
 """Thread bindings as plain loops, so that LLVM can run a CUDA schedule's blocks one thread after another.
 
-A schedule preserves what its definition means or it is wrong, and this shows it at the speed of a CPU kernel. It
-says nothing of kernels with explicit threads (barriers, shuffles): those are for `run_on_cpu`.
+A schedule must preserve the meaning of its definition, which this checks at the speed of a CPU kernel. It does not
+apply to kernels with explicit threads (barriers, shuffles), for which there is `run_on_cpu`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tvm import tirx
 
 
 def serialise(module: tvm.IRModule) -> tvm.IRModule:
-    """The module with each loop that is bound to a block or thread index run serially."""
+    """The module with each loop that is bound to a thread block or thread index run serially."""
 
     def serial(loop: tirx.For) -> tirx.For:
         if loop.kind != tirx.ForKind.THREAD_BINDING:

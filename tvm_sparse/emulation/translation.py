@@ -1,4 +1,4 @@
-"""CUDA C++ as g++ and `cuda_on_cpu.h` take it: includes, shared memory, and inline PTX as calls."""
+"""Translation of CUDA C++ for g++ and `cuda_on_cpu.h`: includes, shared memory, and inline PTX as calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KNOWN_INCLUDES = {"cstdint", "type_traits", "cuda.h", "cuda_fp16.h", "cuda_bf16.
 
 
 def translate(source: str) -> str:
-    """Line numbers are kept: errors point into the text that `cuda_source` returns."""
+    """Translate CUDA source, keeping line numbers: errors point into the text that `cuda_source` returns."""
     for include in re.findall(r"#\s*include\s*<([^>]+)>", source):
         if include not in KNOWN_INCLUDES:
             raise NotImplementedError(f"#include <{include}>: not emulated")
@@ -63,7 +63,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Split at a separator outside of brackets and strings."""
+    """Split a text at a separator outside of brackets and strings."""
     parts, depth, quoted, last = [], 0, False, 0
     for i, c in enumerate(text):
         if c == '"' and (i == 0 or text[i - 1] != "\\"):
@@ -78,7 +78,7 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def _asm_to_cpp(body: str) -> str:
-    # "a" :: "b" has an empty section of outputs: part the colons first.
+    # "a" :: "b" has an empty section of outputs: separate the colons first.
     sections = _split(re.sub(r'(?<=["\s)])::(?=\s*")', ": :", body), ":")
     text = "".join(s.encode().decode("unicode_escape") for s in re.findall(r'"((?:[^"\\]|\\.)*)"', sections[0]))
     operands = [
@@ -122,7 +122,7 @@ SPECIAL = {
 STRONG = {"volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"}
 ATOMICS = {"add": "Add", "min": "Min", "max": "Max", "and": "And", "or": "Or", "xor": "Xor",
            "exch": "Exch", "inc": "Inc", "dec": "Dec"}  # fmt: skip
-# d = f(a, b, ...), by the opcode without its rounding and flush modifiers.
+# d = f(a, b, ...), keyed by the opcode without its rounding and flush modifiers.
 ARITHMETIC = {
     "mov": "{0}", "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "mul.lo": "{0} * {1}",
     "fma": "fmaf({0}, {1}, {2})", "mad.lo": "{0} * {1} + {2}", "min": "min({0}, {1})",
@@ -146,7 +146,7 @@ BITS = {
     "activemask.b32": "__activemask()", "createpolicy.fractional.L2::evict_first.b64": "0ull",
     "createpolicy.fractional.L2::evict_last.b64": "0ull",
 }  # fmt: skip
-# Ordering is stronger here than anything these ask for.
+# The emulator's ordering is stronger than any of these requires.
 NO_EFFECT = re.compile(
     r"(fence|membar)(\.(acq_rel|sc|cta|cluster|gpu|sys|gl|acquire|release))*"
     r"|fence\.mbarrier_init\.release\.cluster|fence\.proxy\.async\.shared::cta"
@@ -177,7 +177,7 @@ def _statement_to_cpp(statement: str) -> str:
 
 
 def _matched(pattern: str, text: str) -> re.Match[str]:
-    """The match of all of a text; NotImplementedError if it is of another form."""
+    """The match of a whole text; raises NotImplementedError if it has another form."""
     match = re.fullmatch(pattern, text, re.S)
     if match is None:
         raise NotImplementedError(f"operand {text!r} of inline assembly is not emulated")
@@ -210,7 +210,7 @@ def _mbarrier(action: str, of_peer: bool, ops: list[str]) -> str | None:
 
 
 def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
-    """One instruction as C++, by its opcode, the opcode's parts, and its operands; None if it is not emulated."""
+    """One instruction as C++, from its opcode, the opcode's parts, and its operands; None if it is not emulated."""
     if parts[0] in ("ld", "st", "atom", "red") and parts[1] != "async":
         return _access(opcode, parts, ops)
     for rule in (_warp, _matrix, _barrier, _copy, _register, _arithmetic):
@@ -220,7 +220,7 @@ def _instruction(opcode: str, parts: list[str], ops: list[str]) -> str | None:
 
 
 def _access(opcode: str, parts: list[str], ops: list[str]) -> str | None:
-    """Loads, stores and atomics."""
+    """Loads, stores and atomics as C++; None for others."""
     family, kind = parts[0], TYPES.get(parts[-1])
     strong = str(bool(STRONG & set(parts))).lower()
     if kind is None or "cluster" in opcode or "bulk" in parts or "async" in parts:
@@ -253,7 +253,7 @@ def _access(opcode: str, parts: list[str], ops: list[str]) -> str | None:
 
 
 def _warp(opcode: str, parts: list[str], ops: list[str]) -> str | None:
-    """What the lanes of a warp do together."""
+    """Collective operations of a warp as C++; None for others."""
     kind = TYPES.get(parts[-1])
     if re.fullmatch(r"shfl\.sync\.(up|down|bfly|idx)\.b32", opcode):
         d, _, p = ops[0].partition("|")
@@ -281,14 +281,14 @@ VALUES = {"f16": "cuda_on_cpu::half_value", "bf16": "cuda_on_cpu::bfloat16_value
 
 
 def _product(call: str, results: list[str], sums: list[str], **operands: list[str]) -> str:
-    """A product that adds to `sums`, of operands in registers."""
+    """A product of operands in registers that is added to `sums`, as C++."""
     code = "".join(f"uint32_t {name}[] = {{{', '.join(words)}}}; " for name, words in operands.items())
     code += f"float sums[] = {{{', '.join(sums)}}}; cuda_on_cpu::ptx::{call}; "
     return "{ " + code + " ".join(_set(lane, f"sums[{i}]") for i, lane in enumerate(results)) + " }"
 
 
 def _matrix(opcode: str, parts: list[str], ops: list[str]) -> str | None:
-    """Tensor cores, and what brings matrices to them."""
+    """Instructions of tensor cores, and those that load matrices for them, as C++; None for others."""
     if matrix := re.fullmatch(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(f16|bf16)\.\1\.f32", opcode):
         d, a, b, c = map(_lanes, ops)
         call = f"mma({VALUES[matrix.group(1)]}, of_a, of_b, sums, __builtin_LINE())"
@@ -312,7 +312,7 @@ def _matrix(opcode: str, parts: list[str], ops: list[str]) -> str | None:
 
 
 def _barrier(opcode: str, parts: list[str], ops: list[str]) -> str | None:
-    """Barriers, mbarriers, and what orders kernels and memory."""
+    """Barriers, mbarriers, and instructions that order kernels and memory, as C++; None for others."""
     if opcode == "bar.warp.sync":
         return f"__syncwarp({ops[0]});"
     if barrier := re.fullmatch(r"(bar|barrier)(\.cta)?\.(sync|arrive)(\.aligned)?", opcode):
@@ -339,7 +339,7 @@ def _barrier(opcode: str, parts: list[str], ops: list[str]) -> str | None:
 
 
 def _copy(opcode: str, parts: list[str], ops: list[str]) -> str | None:
-    """Asynchronous copies and stores, and hints of what will be read."""
+    """Asynchronous copies and stores, and prefetches, as C++; None for others."""
     if opcode in ("cp.async.ca.shared.global", "cp.async.cg.shared.global") or re.fullmatch(
         r"cp\.async\.c[ag]\.shared\.global\.L2::(\d+B|cache_hint)", opcode
     ):
@@ -362,18 +362,18 @@ def _copy(opcode: str, parts: list[str], ops: list[str]) -> str | None:
         return (f"{{ {kind} sent = cuda_on_cpu::ptx::as<{kind}>({ops[1]}); "
                 f"cuda_on_cpu::store_async({to}, &sent, sizeof sent, {barrier_there}); }}")  # fmt: skip
     if re.fullmatch(r"cp\.async\.bulk\.prefetch\.L2\.global(\.L2::cache_hint)?", opcode):
-        # No more than a hint, but one that should be about something.
+        # Only a hint, but its address is checked.
         return f"cuda_on_cpu::bulk_prefetch(cuda_on_cpu::ptx::in_block({_address(ops[0])}), {ops[1]});"
     if opcode in ("cp.async.commit_group", "cp.async.wait_group", "cp.async.wait_all"):
         return f"cuda_on_cpu::ptx::{parts[2]}({', '.join(ops)});"
     if re.fullmatch(r"prefetchu?(\.global)?\.L[12]", opcode):
-        # No more than a hint, but one that should be about something.
+        # Only a hint, but its address is checked.
         return f"cuda_on_cpu::ptx::check_place({_address(ops[0])});"
     return None
 
 
 def _register(opcode: str, parts: list[str], ops: list[str]) -> str | None:
-    """What moves, selects and converts registers, or stops a thread."""
+    """Instructions that move, select and convert registers, or stop a thread, as C++; None for others."""
     if opcode == "mov." + parts[-1] and ops[1].startswith("%"):
         register = ops[1][1:]
         name, _, axis = register.partition(".")
@@ -398,7 +398,7 @@ def _register(opcode: str, parts: list[str], ops: list[str]) -> str | None:
 
 
 def _arithmetic(opcode: str, parts: list[str], ops: list[str]) -> str | None:
-    """Arithmetic of numbers, by `ARITHMETIC`."""
+    """Arithmetic on numbers, from `ARITHMETIC`, as C++; None for others."""
     family, kind = parts[0], TYPES.get(parts[-1])
     modifiers = {"rn", "ftz", "approx", "full", parts[-1]}
     name = ".".join([family, *(p for p in parts[1:] if p not in modifiers)])

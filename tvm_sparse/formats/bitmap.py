@@ -8,12 +8,12 @@ BITS = 32
 
 
 def bitmap_words(size: int) -> int:
-    """How many int32 hold so many bits."""
+    """Number of int32 that hold `size` bits."""
     return -(-size // BITS)
 
 
 def pack_bits(mask: np.ndarray) -> np.ndarray:
-    """`(..., size)` booleans as `(..., ceil(size / 32))` int32, the bits beyond `size` 0."""
+    """Pack `(..., size)` booleans into `(..., ceil(size / 32))` int32; bits beyond `size` are 0."""
     *outer, size = mask.shape
     padded = np.zeros((*outer, bitmap_words(size) * BITS), bool)
     padded[..., :size] = mask
@@ -21,6 +21,6 @@ def pack_bits(mask: np.ndarray) -> np.ndarray:
 
 
 def unpack_bits(bitmap: np.ndarray, size: int) -> np.ndarray:
-    """What `pack_bits` packed; bits beyond `size` are ignored."""
+    """Inverse of `pack_bits`; bits beyond `size` are ignored."""
     octets = np.ascontiguousarray(bitmap).view(np.uint8)
     return np.unpackbits(octets, axis=-1, count=size, bitorder="little").astype(bool)

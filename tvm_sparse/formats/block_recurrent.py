@@ -1,11 +1,11 @@
-"""Recurrent weights in blocks as tensor cores take them, made on the host.
+"""Recurrent weights in tiles for tensor cores, made on the host.
 
 A matrix `(gates * hidden, hidden)`, row `gate * hidden + unit` for a gate of a unit, is cut into *tiles* of 16 rows,
-which is what one instruction of a tensor core multiplies: 16 units of a layer with one gate; 4 units with their gates
-of one with several, row `gate * 4 + unit` of the tile, so that no sum leaves its tile. A GRU's tiles have four rows of
-zeros. A tile has a list of *groups* of 8 neighbouring columns; groups in which all of its 16 rows are zero are left
-out. So a matrix in blocks of 16 (or for one gate multiples of it) has no zeros beside its own; a dense one has all
-groups.
+the number that one tensor core instruction multiplies. In a layer with one gate a tile has 16 units; in a layer with
+several it has 4 units with all their gates, at row `gate * 4 + unit` of the tile, so that all sums of a unit are in one
+tile. A GRU's tiles have four rows of zeros. A tile has a list of *groups* of 8 neighbouring columns; groups in which
+all of its 16 rows are zero are left out. So a matrix in weight blocks of 16 (or, for one gate, multiples of 16) gets no
+additional zeros; a dense one has all groups.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ROWS, COLUMNS = 16, 8
 
 
 def tile_units(gates: int) -> int:
-    """Units of a tile."""
+    """Units in a tile of a layer with this many gates."""
     return ROWS if gates == 1 else ROWS // 4
 
 
 def tiles_of(hidden: int, gates: int) -> int:
-    """Tiles of a weight."""
+    """Number of tiles of a weight."""
     return -(-hidden // tile_units(gates))
 
 
@@ -39,7 +39,7 @@ class BlockRecurrentWeights:
     Attributes
     ----------
     hidden, gates, dtype
-        Units, rows a unit (1 of an RNN, 3 of a GRU, 4 of an LSTM, in torch's order), and the dtype of the values.
+        Number of units, rows per unit (RNN: 1, GRU: 3, LSTM: 4, in torch's order), and the dtype of the values.
     group_start
         `(tiles + 1,)` int32: the first group of each tile.
     groups
@@ -60,29 +60,29 @@ class BlockRecurrentWeights:
 
     @property
     def held(self) -> tuple[np.ndarray, ...]:
-        """The arrays in the order in which kernels take them.
+        """The arrays in the order of the kernels' arguments.
 
-        An empty array has no address, and strides of its own: in its place there is a group that no tile has.
+        An empty array has no address and other strides: it is replaced by one group that belongs to no tile.
         """
         if len(self.groups):
             return self.group_start, self.groups, self.weights
         return self.group_start, np.zeros(1, np.int32), np.zeros((1, ROWS, COLUMNS), self.weights.dtype)
 
     def laid_out_for(self, batch: int) -> BlockRecurrentWeights:
-        """These weights: their order is the same for every batch."""
+        """These weights unchanged: their layout is the same for every batch."""
         return self
 
     @property
     def density(self) -> float:
-        """Groups that are kept, of all that there could be."""
+        """Share of all groups that are kept."""
         return len(self.groups) / (tiles_of(self.hidden, self.gates) * -(-self.hidden // COLUMNS))
 
     def coordinates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rows and columns (int64) of the matrix, and values (float32), of everything that is kept."""
+        """Rows and columns (int64) of the matrix, and values (float32), of all kept elements."""
         return coordinates(self.hidden, self.gates, self.group_start, self.groups, self.weights)
 
     def dense(self) -> np.ndarray:
-        """The matrix `(gates * hidden, hidden)`, in its dtype."""
+        """The dense matrix `(gates * hidden, hidden)`, in its dtype."""
         rows, columns, values = self.coordinates()
         found = np.zeros((self.gates * self.hidden, self.hidden), numpy_dtype(self.dtype))
         found[rows, columns] = values.astype(found.dtype)
@@ -96,27 +96,29 @@ class BlockRecurrentWeights:
 
 
 def block_recurrent_weights(matrix: Any, gates: int = 1, *, dtype: str | None = None) -> BlockRecurrentWeights:
-    """Lay a recurrent weight in blocks, or a dense one, out for tensor cores.
+    """Lay out a recurrent weight, block-sparse or dense, for tensor cores.
 
     Parameters
     ----------
     matrix
         Shape `(gates * hidden, hidden)`, row `gate * hidden + unit`, gates in torch's order: a SciPy sparse matrix
         (BSR) or array, a torch tensor of a sparse layout (`torch.sparse_bsr`), or a dense array (NumPy, torch or DLPack
-        on the host) whose nonzeros, NaN among them, are taken. Entries that stand twice are added; blocks of zeros that
-        a sparse matrix stores are kept.
+        on the host) whose nonzeros, including NaN, are kept. Duplicate entries are added; stored blocks of zeros are
+        kept.
     gates
-        Rows a unit: 1, 3 (GRU) or 4 (LSTM).
+        Rows per unit: 1, 3 (GRU) or 4 (LSTM).
     dtype
-        Of the values: float32, float16 or bfloat16. None: that of the matrix, float32 in the place of float64.
+        Dtype of the values: float32, float16 or bfloat16. None: that of the matrix, but float32 instead of float64.
 
     Raises
     ------
     TypeError
-        If `matrix` is no array.
+        If `matrix` is not an array.
     ValueError
         For another shape, dtype or number of gates; for indices outside of the matrix.
 
+    Notes
+    -----
     When not to use it: where nonzeros are scattered, each of which takes 16 * 8 values here; `recurrent_weights` is for
     those. A NaN or infinity of the states is multiplied by all that is kept, zeros among it, as in a dense product.
     """
@@ -129,7 +131,7 @@ def block_recurrent_weights(matrix: Any, gates: int = 1, *, dtype: str | None = 
 def lay_out_blocks(
     rows: np.ndarray, columns: np.ndarray, values: np.ndarray, hidden: int, gates: int, dtype: str
 ) -> BlockRecurrentWeights:
-    """As `block_recurrent_weights`, of rows, columns and values of the entries, which are not checked."""
+    """As `block_recurrent_weights`, from rows, columns and values of the entries, which are not checked."""
     rows, columns = rows.astype(np.int64), columns.astype(np.int64)
     units, across, count = tile_units(gates), -(-hidden // COLUMNS), tiles_of(hidden, gates)
     tile = rows % hidden // units
@@ -148,7 +150,7 @@ def lay_out_blocks(
 def coordinates(
     hidden: int, gates: int, group_start: np.ndarray, groups: np.ndarray, weights: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows and columns (int64) of the matrix, and values (float32), of everything that groups hold of it."""
+    """Rows and columns (int64) of the matrix, and values (float32), of all elements in the groups."""
     units, row = tile_units(gates), np.arange(ROWS)
     tile = np.repeat(np.arange(len(group_start) - 1), np.diff(group_start))
     unit = tile[:, None] * units + row % units

@@ -1,4 +1,4 @@
-"""Block compressed rows: patterns drawn at random, and the checks that a kernel cannot make."""
+"""Block compressed sparse rows: random patterns, and the checks that a kernel cannot make."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import numpy as np
 
 from .compressed import check_compressed
 
-# Block rows are long with so many times the mean of blocks, and no fewer bytes than these: below, a thread block
-# reads them in less time than several need to join their sums (measured on an H200, at means of 10 and 20 KB).
+# A block row is long if it exceeds both this multiple of the mean number of blocks and this number of bytes: one thread
+# block reads a shorter row in less time than several need to join their sums (measured on an H200, at means of 10 and
+# 20 KB).
 LONG, LONG_BYTES = 1.5, 28 * 1024
 
 
 def random_pattern(
     rng: np.random.Generator, nnzb: int, block_cols: int, weights: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`indptr` and sorted `indices` (int32) of about `nnzb` blocks in rows drawn in proportion to `weights`.
+    """`indptr` and sorted `indices` (int32) of about `nnzb` weight blocks, whose block rows are drawn in proportion to
+    `weights`.
 
-    A row never holds a block twice, so rows fill up; what does not fit goes to the rows that have room and a
-    weight above 0. Fewer than `nnzb` blocks result only if those rows are full.
+    A row never holds a block twice, so rows fill up; further blocks go to rows with room and a weight above 0. Fewer
+    than `nnzb` blocks result only if those rows are full.
     """
     counts = np.zeros(len(weights), np.int64)
     left = nnzb
@@ -35,17 +37,18 @@ def random_pattern(
 def check_structure(indptr: np.ndarray, indices: np.ndarray, nnzb: int, grid: tuple[int, int]) -> None:
     """Raise `ValueError` unless the arrays describe a block-sparse matrix of `grid` = (block rows, block columns).
 
-    `indptr` must have block rows + 1 entries, start at 0, never fall, and end at `nnzb`; `indices` must have
-    `nnzb` entries in [0, block columns).
+    `indptr` must have block rows + 1 entries, start at 0, never decrease, and end at `nnzb`; `indices` must have `nnzb`
+    entries in [0, block columns).
     """
     check_compressed(indptr, indices, nnzb, grid, item="block", stored_in="block of data")
 
 
 def fullest_first(indptr: np.ndarray, block_bytes: int) -> tuple[np.ndarray, int]:
-    """What lets a GPU begin with the block rows that take longest, and share these out.
+    """The order in which a GPU processes block rows: the longest first, which several thread blocks share.
 
-    Returns `order`, int32 of shape (block rows, 3), in each row a block row, its first block and the one behind its
-    last, the fullest block row first (of equals the lower); and how many are long.
+    Returns `order`, int32 of shape (block rows, 3), and the number of long block rows. Each row of `order` holds a
+    block row, its first block and the one after its last; block rows with most blocks come first, and among equals the
+    lower one.
     """
     counts = np.diff(indptr)
     rows = np.argsort(-counts, kind="stable")
@@ -55,9 +58,9 @@ def fullest_first(indptr: np.ndarray, block_bytes: int) -> tuple[np.ndarray, int
 
 
 def skew(indptr: np.ndarray) -> float:
-    """Blocks in the fullest block row over the mean and one more: 1 or less is balanced.
+    """Blocks in the fullest block row, divided by the mean plus one; 1 or less means balanced.
 
-    The one more is for matrices of few blocks: drawn evenly over the rows, 20 blocks of 24 rows put 4 into one of them.
+    The added one is for matrices with few blocks: 20 blocks drawn uniformly over 24 rows typically put 4 into one row.
     """
     counts = np.diff(indptr)
     return float(counts.max() / (counts.mean() + 1)) if counts.any() else 1.0

@@ -16,9 +16,9 @@ def check_compressed(
 ) -> None:
     """Raise `ValueError` unless the arrays describe `stored` entries of a matrix of `shape` = (rows, columns).
 
-    `indptr` must have rows + 1 entries, start at 0, never fall, and end at `stored`; `indices` must have `stored`
-    entries in [0, columns). Messages call rows and columns those of an `item`, and the entries after the array that
-    they are `stored_in`.
+    `indptr` must have rows + 1 entries, start at 0, never decrease, and end at `stored`; `indices` must have `stored`
+    entries in [0, columns). In messages `item` is put before "rows" and "columns", and `stored_in` names the array that
+    holds the entries.
     """
     rows, columns = shape
     prefix = f"{item} " if item else ""

@@ -1,17 +1,18 @@
-"""Sparse recurrent weights as persistent kernels take them, made on the host.
+"""Layout of sparse recurrent weights for persistent kernels, made on the host.
 
 A matrix `(gates * hidden, hidden)`, row `gate * hidden + unit` for a gate of a unit, is cut into rows of entries
-(column, value). Two orders are free, and chosen here once for all steps:
+(column, value). Two orders are free, and chosen here once for all time steps:
 
 - *Units* lie in `slots`, the order in which kernels deal them out to thread blocks and lanes: `units[slot]` is the unit
   at a slot, and the rows of its gates lie side by side.
-- *Entries* of a row. With L lanes a row, lane p % L takes position p, so that neighbouring positions are read from
-  shared memory at once. A gather of 4 bytes a lane serves 32 lanes together, of 8 bytes 16 and of 16 bytes 8, if their
-  columns differ modulo 32, 16 or 8; those that agree cost a cycle each. `banks` is that number.
+- *Entries* lie in a chosen order within their row. With L lanes a row, lane p % L takes position p, so that
+  neighbouring positions are read from shared memory at once. A gather of 4 bytes a lane serves 32 lanes together, of 8
+  bytes 16 and of 16 bytes 8, if their columns differ modulo 32, 16 or 8; those that agree cost a cycle each. `banks` is
+  that number.
 
 Zhu, Pool et al. 2018, "Sparse Persistent RNNs: Squeezing Large Recurrent Networks On-Chip", section 4.1 (bank-aware
-weight layout) and Appendix A (Algorithm 1, here `greedy_order`). `bank_order` deals columns out by the numbers of them
-that are left in each residue class, and comes close to the fewest cycles that a row can take.
+weight layout) and Appendix A (Algorithm 1, here `greedy_order`). `bank_order` distributes columns by the number left in
+each residue class, and comes close to the fewest cycles possible for a row.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from ..core.problem import FLOATS, numpy_dtype
 
 ORDERS = ("banks", "greedy", "columns")
 UNITS = ("balanced", "plain")
-# Columns that fit the low half of a word whose high half is a value of 16 bits.
+# Column numbers that fit into the low half of a 32-bit word whose high half is a 16-bit value.
 MOST_PACKED = 1 << 16
 # Lanes of a warp.
 WARP = 32
-# Neighbouring positions that shared memory may serve at once.
+# Numbers of neighbouring positions that shared memory may serve at once.
 BANKS = (1, 2, 4, 8, 16, 32)
-# Slots side by side that hold units of similar work: as many as a warp takes at once with 8 lanes a unit.
+# Neighbouring slots that hold units of similar work: as many as a warp handles at once with 8 lanes a unit.
 NEIGHBOURS = 4
 
 
@@ -44,7 +45,7 @@ class RecurrentWeights:
     Attributes
     ----------
     hidden, gates, dtype
-        Units, rows a unit (1 of an RNN, 3 of a GRU, 4 of an LSTM, in torch's order), and the dtype of the values.
+        Number of units, rows per unit (RNN: 1, GRU: 3, LSTM: 4, in torch's order), and the dtype of the values.
     units
         `(hidden,)` int32: the unit at each slot, a permutation.
     row_start
@@ -52,7 +53,7 @@ class RecurrentWeights:
     entries
         `(nonzeros, words)` int32, see `pack_entries`.
     order, banks
-        Of the entries, see `recurrent_weights`; "" where it is not known.
+        Order of the entries, see `recurrent_weights`; "" where it is not known.
     placed
         Copies on other devices, kept by the calls.
     """
@@ -70,9 +71,9 @@ class RecurrentWeights:
 
     @property
     def held(self) -> tuple[np.ndarray, ...]:
-        """The arrays in the order in which kernels take them.
+        """The arrays in the order of the kernels' arguments.
 
-        An empty array has no address, and strides of its own: in its place there is an entry that no row has.
+        An empty array has no address and other strides: it is replaced by one entry that belongs to no row.
         """
         entries = self.entries if self.nonzeros else np.zeros((1, self.entries.shape[1]), np.int32)
         return self.units, self.row_start, entries
@@ -101,7 +102,9 @@ class RecurrentWeights:
         return matrix_rows(self.units, self.row_start), columns, values
 
     def for_banks(self, banks: int) -> RecurrentWeights:
-        """These weights with their entries in the order for as many banks, if it is by banks; made once, and kept."""
+        """These weights with their entries ordered for `banks` banks, if they are ordered by banks; computed once and
+        kept.
+        """
         if self.order != "banks" or banks == self.banks:
             return self
         found = self._others.get(banks)
@@ -116,18 +119,18 @@ class RecurrentWeights:
         return found
 
     def laid_out_for(self, batch: int) -> RecurrentWeights:
-        """These weights in the order for a batch."""
+        """These weights with their entries in the order that suits a batch."""
         return self.for_banks(banks_for(batch, self.dtype))
 
     def dense(self) -> np.ndarray:
-        """The matrix `(gates * hidden, hidden)`, in its dtype."""
+        """The dense matrix `(gates * hidden, hidden)`, in its dtype."""
         rows, columns, values = self.coordinates()
         found = np.zeros((self.gates * self.hidden, self.hidden), numpy_dtype(self.dtype))
         found[rows, columns] = values.astype(found.dtype)
         return found
 
     def conflicts(self, lanes: int = WARP, banks: int = 8) -> Conflicts:
-        """What gathers of this layout cost, see `conflicts`."""
+        """Cost of this layout's gathers, see `conflicts`."""
         return conflicts(self.row_start, self.columns, self.gates, lanes, banks)
 
     def __repr__(self) -> str:
@@ -147,36 +150,38 @@ def recurrent_weights(
     units: str = "balanced",
     neighbours: int = NEIGHBOURS,
 ) -> RecurrentWeights:
-    """Lay a sparse recurrent weight out for the kernels.
+    """Lay out a sparse recurrent weight for the kernels.
 
     Parameters
     ----------
     matrix
         Shape `(gates * hidden, hidden)`, row `gate * hidden + unit`, gates in torch's order: a SciPy sparse matrix or
         array, a torch tensor of a sparse layout, or a dense array (NumPy, torch or DLPack on the host) whose nonzeros,
-        NaN among them, are taken. Entries that stand twice are added; zeros that a sparse matrix stores are kept.
+        including NaN, are kept. Duplicate entries are added; stored zeros are kept.
     gates
-        Rows a unit: 1, 3 (GRU) or 4 (LSTM).
+        Rows per unit: 1, 3 (GRU) or 4 (LSTM).
     dtype
-        Of the values: float32, float16 or bfloat16. None: that of the matrix, float32 in the place of float64.
+        Dtype of the values: float32, float16 or bfloat16. None: that of the matrix, but float32 instead of float64.
     order
-        Of the entries of a row. "banks": neighbours differ modulo `banks` wherever they can. "greedy": Algorithm 1 of
-        the paper. "columns": ascending.
+        Order of the entries of a row. "banks": columns of neighbours differ modulo `banks` wherever possible. "greedy":
+        Algorithm 1 of the paper. "columns": ascending.
     banks
         Neighbouring positions that shared memory serves at once: 8, 16 or 32 for gathers of 16, 8 or 4 bytes.
     units
-        "balanced": equal blocks of slots have nearly equal work, and neighbours are of similar lengths. "plain": as
-        they come.
+        "balanced": equal blocks of slots have nearly equal work, and neighbours are of similar lengths. "plain": in the
+        order of the matrix.
     neighbours
-        Of a balanced order, slots side by side that hold units of similar lengths.
+        In a balanced order, the number of neighbouring slots that hold units of similar lengths.
 
     Raises
     ------
     TypeError
-        If `matrix` is no array.
+        If `matrix` is not an array.
     ValueError
         For another shape, dtype, or order; for indices outside of the matrix.
 
+    Notes
+    -----
     Source: Zhu, Pool et al. 2018, section 4.1 and Appendix A.
     """
     for name, value, known in (("order", order, ORDERS), ("units", units, UNITS)):
@@ -203,7 +208,7 @@ def lay_out(
     units: str = "balanced",
     neighbours: int = NEIGHBOURS,
 ) -> RecurrentWeights:
-    """As `recurrent_weights`, of rows, columns and values of the entries, which are not checked."""
+    """As `recurrent_weights`, from rows, columns and values of the entries, which are not checked."""
     rows, columns = rows.astype(np.int64), columns.astype(np.int64)
     work = np.bincount(rows % hidden, minlength=hidden)
     dealt = balanced_units(work, neighbours) if units == "balanced" else np.arange(hidden)
@@ -230,8 +235,9 @@ def lay_out(
 
 
 def banks_for(batch: int, dtype: str) -> int:
-    """Neighbours that shared memory serves at once where a gather brings the states of as many sequences as 16 bytes
-    hold, of those that there are."""
+    """Number of neighbouring positions that shared memory serves at once, if one gather reads the states of as many
+    sequences as fit into 16 bytes, at most `batch`.
+    """
     size = numpy_dtype(dtype).itemsize
     together = min(16 // size, 1 << (batch - 1).bit_length())
     return 128 // max(4, together * size)
@@ -241,15 +247,15 @@ def banks_for(batch: int, dtype: str) -> int:
 
 
 def entry_words(hidden: int, dtype: str) -> int:
-    """Words of 32 bits that an entry takes: 1 where column and value have 16 bits each, else 2."""
+    """32-bit words of an entry: 1 if column and value have 16 bits each, else 2."""
     return 1 if numpy_dtype(dtype).itemsize == 2 and hidden <= MOST_PACKED else 2
 
 
 def pack_entries(columns: np.ndarray, values: np.ndarray, hidden: int, dtype: str) -> np.ndarray:
-    """Entries `(nonzeros, words)` int32 of values rounded to `dtype`.
+    """Pack columns and values, rounded to `dtype`, into entries `(nonzeros, words)` int32.
 
-    One word: the column in the low half, the value's bits in the high one. Two: the bits of the value as float32, then
-    the column.
+    An entry of one word has the column in the low half and the value's bits in the high half. An entry of two words has
+    the bits of the value as float32, then the column.
     """
     rounded = values.astype(numpy_dtype(dtype))
     if entry_words(hidden, dtype) == 1:
@@ -279,8 +285,8 @@ def matrix_rows(units: np.ndarray, row_start: np.ndarray) -> np.ndarray:
 def matrix_entries(
     matrix: Any, gates: int, dtype: str | None, name: str = "matrix"
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, str]:
-    """Rows, columns, values, hidden units and the dtype for kernels, of a matrix of any kind that a caller gave as the
-    argument `name`.
+    """Rows, columns, values, number of hidden units and kernel dtype of a matrix of any kind, given as the argument
+    `name`.
 
     Raises as `recurrent_weights` does.
     """
@@ -309,12 +315,14 @@ def matrix_entries(
     return rows, columns, values, int(shape[1]), dtype
 
 
-# Rows, columns and values of what is no matrix, whose shape is then refused.
+# A non-matrix gets empty rows, columns and values; its shape is refused below.
 _NO_ENTRIES = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0)
 
 
 def _coordinates(matrix: Any, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...], str]:
-    """Rows, columns, values, shape and dtype of any kind of matrix, the argument `name`; float32 for float64."""
+    """Rows, columns, values, shape and dtype of a matrix of any kind, given as the argument `name`; float64 becomes
+    float32.
+    """
     torch = sys.modules.get("torch")
     own = ""
     if torch is not None and isinstance(matrix, torch.Tensor):
@@ -354,7 +362,7 @@ def _coordinates(matrix: Any, name: str) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def _floating(name: str) -> str:
-    """The dtype of kernels for a matrix of this dtype; others stay as they are, and are refused."""
+    """The kernels' dtype for a matrix of dtype `name`; unsupported ones are returned unchanged and refused later."""
     return "float32" if name == "float64" else name
 
 
@@ -362,11 +370,11 @@ def _floating(name: str) -> str:
 
 
 def balanced_units(work: np.ndarray, neighbours: int = NEIGHBOURS) -> np.ndarray:
-    """The unit at each slot, int64, so that work is spread evenly over any equal blocks of slots.
+    """The unit at each slot, int64, such that any equal ranges of slots have nearly equal work.
 
-    Units are sorted by work and cut into runs of `neighbours`. The run with most work stands beside that with least,
-    the second beside the second last, and so on; these pairs take their places by the bit-reversal permutation, in
-    which every stretch holds pairs of all ranks.
+    Units are sorted by work and cut into runs of `neighbours`. The run with most work is paired with the one with
+    least, the second with the second last, and so on. The pairs are placed by the bit-reversal permutation, in which
+    every range holds pairs of all ranks.
     """
     ranked = np.argsort(-work, kind="stable")
     runs = len(ranked) // neighbours
@@ -384,7 +392,7 @@ def balanced_units(work: np.ndarray, neighbours: int = NEIGHBOURS) -> np.ndarray
 
 
 class _Rows:
-    """Rows by falling length, so that those which have a position p are the first ones."""
+    """Rows sorted by decreasing length, so that the rows with a position p come first."""
 
     def __init__(self, row_start: np.ndarray) -> None:
         lengths = np.diff(row_start).astype(np.int64)
@@ -392,25 +400,25 @@ class _Rows:
         self.lengths = lengths[self.order]
         self.starts = row_start[:-1].astype(np.int64)[self.order]
         longest = int(self.lengths[0]) if len(lengths) else 0
-        # How many rows have a position p.
+        # Number of rows that have a position p.
         self.having = np.searchsorted(-self.lengths, -np.arange(longest), side="left")
 
 
 def _places(row_start: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each entry, int64: its row, its position in it, and the row's length."""
+    """For each entry, as int64: its row, its position in the row, and the row's length."""
     lengths = np.diff(row_start).astype(np.int64)
     row = np.repeat(np.arange(len(lengths)), lengths)
     return row, np.arange(len(row)) - np.repeat(row_start[:-1].astype(np.int64), lengths), lengths[row]
 
 
 def _residues(row_start: np.ndarray, columns: np.ndarray, banks: int) -> np.ndarray:
-    """`(rows, banks)`: how many columns of each row are in each residue class."""
+    """Number of columns of each row in each residue class modulo `banks`: `(rows, banks)`."""
     row, rows = _places(row_start)[0], len(row_start) - 1
     return np.bincount(row * banks + columns % banks, minlength=rows * banks).reshape(-1, banks)
 
 
 def _ranks(key: np.ndarray) -> np.ndarray:
-    """How many of the same key stand before each."""
+    """For each element the number of equal keys before it."""
     order = np.argsort(key, kind="stable")
     begins = np.concatenate([[True], np.diff(key[order]) > 0])[: len(key)]
     places = np.arange(len(key))
@@ -422,17 +430,17 @@ def _ranks(key: np.ndarray) -> np.ndarray:
 def bank_order(row_start: np.ndarray, columns: np.ndarray, banks: int, gates: int = 1) -> np.ndarray:
     """The entry to take at each position, int64, so that neighbours have different residues modulo `banks`.
 
-    First, what comes into each window of `banks` positions. A window with m columns of one residue takes m cycles. If W
-    windows are left, and the fullest class has n columns, the next window takes at most m = ceil(n / W) of a class,
-    always of the class that has most left: so the classes that are too full are served together, in the windows that
-    cost more anyway.
+    First, columns are assigned to windows of `banks` positions. A window with m columns of one residue takes m cycles.
+    If W windows are left, and the fullest class has n columns, the next window takes at most m = ceil(n / W) columns of
+    each class, those of the fullest class first. So overfull classes are served together, in windows that cost more
+    than one cycle anyway.
 
-    Then, where in its window it stands, which counts where a row has fewer lanes than banks: a warp then reads from
-    rows of neighbouring slots at once. Residue r goes to position r xor (bits of slot % banks in reverse order), if it
-    is free: at 32 / L neighbouring slots the same L neighbouring positions have 32 different residues, for every power
-    of two L.
+    Then each column gets a position in its window. This matters where a row has fewer lanes than banks, since a warp
+    then reads from rows of neighbouring slots at once. Residue r goes to position r xor (bits of slot % banks in
+    reverse order), if it is free. Then, for every power of two L, the same L neighbouring positions of 32 / L
+    neighbouring slots have 32 different residues.
 
-    `columns` ascend within a row; those of one class stay so.
+    `columns` must ascend within a row; those of one class stay in this order.
     """
     rows = _Rows(row_start)
     left = _residues(row_start, columns, banks)[rows.order]
@@ -461,7 +469,7 @@ def bank_order(row_start: np.ndarray, columns: np.ndarray, banks: int, gates: in
     start = np.arange(len(columns)) - position
     residues = np.full(len(columns), -1)
     residues[(start + wanted)[fits]] = chosen[fits]
-    # Both ascend by windows, which have as many free places as residues without one.
+    # Both are sorted by window; a window has as many free positions as residues without one.
     residues[residues < 0] = chosen[~fits]
 
     entries = np.argsort(row * banks + columns % banks, kind="stable")
@@ -497,30 +505,30 @@ def greedy_order(row_start: np.ndarray, columns: np.ndarray, banks: int) -> np.n
 
 
 class Conflicts(NamedTuple):
-    """What the gathers of a layout cost."""
+    """Cost of the gathers of a layout."""
 
-    gathers: int  # of as many lanes as shared memory can serve at once, if their columns differ modulo the banks
-    cycles: int  # that they take: of each, the most different columns of one residue
-    least: int  # of a row by itself, the fewest cycles in any order of its entries
+    gathers: int  # each of as many lanes as shared memory serves at once without conflicts
+    cycles: int  # sum over the gathers of the most different columns of one residue
+    least: int  # fewest cycles in any order of entries, for each row by itself
 
     @property
     def penalty(self) -> float:
-        """Cycles beyond one, a gather: 0 without conflicts."""
+        """Cycles beyond one per gather: 0 without conflicts."""
         return (self.cycles - self.gathers) / max(1, self.gathers)
 
 
 def conflicts(row_start: np.ndarray, columns: np.ndarray, gates: int, lanes: int, banks: int) -> Conflicts:
-    """What it costs a warp to gather from shared memory by these columns, `lanes` neighbouring lanes a row.
+    """Cost of a warp's gathers from shared memory by these columns, with `lanes` neighbouring lanes a row.
 
     A warp holds the same gate of 32 / lanes neighbouring slots, and its lanes are served `banks` at a time. Lanes that
-    ask for the same column share a cycle.
+    read the same column share a cycle.
     """
     lengths = np.diff(row_start)
     row, position, _ = _places(row_start)
     slot, gate = row // gates, row % gates
     at_once = WARP // lanes
     lane = slot % at_once * lanes + position % lanes
-    # By warp and gate, gather after gather, and the lanes that are served together.
+    # Axes: warp and gate, gather, and lanes that are served together.
     longest = int(lengths.max(initial=0)) // lanes + 1
     gather = ((slot // at_once * gates + gate) * longest + position // lanes) * (
         WARP // min(banks, WARP)

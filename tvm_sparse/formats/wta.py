@@ -1,16 +1,16 @@
-"""Winner-take-all hashing on the host: permutations, the codes of an embedding, and the tables that find them.
+"""Winner-take-all hashing on the host: permutations, the codes of an embedding, and tables from codes to words.
 
-Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", section 4.2. A *unit* is the place of
-the largest of k columns (equation 5), a *band code* the concatenation of `units` such places (equation 7), and a vector
-has `bands` codes. A band's table lists the words by their code: the words of one code, its *bucket*, lie side by side
-in `words`, and where a bucket begins and how long it is stands in one of two kinds of table:
+Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", section 4.2. A *unit* is the index of
+the largest of k columns (equation 5), a *band code* the concatenation of `units` such indices (equation 7), and a
+vector has `bands` codes. A band lists the words of the vocabulary by their code: the words of one code, its *bucket*,
+are contiguous in `words`. A bucket's begin and length are in one of two kinds of table:
 
 ``direct``
-    `starts` `(bands, 2**bits + 1)`: the bucket of code c is `words[band, starts[band, c] : starts[band, c + 1]]`. One
-    read, for codes of few bits.
+    `starts` `(bands, 2**bits + 1)`: the bucket of code c is `words[band, starts[band, c] : starts[band, c + 1]]`. It
+    takes one read, and suits codes of few bits.
 ``cuckoo``
     `(bands, 2, slots, 4)`, entries (code, start, length, 0), code -1 where a slot is empty. A code is in one of two
-    slots, so that a look-up takes two reads at most, whatever the codes (Pagh & Rodler 2004).
+    slots, so that a look-up takes at most two reads for any number of bits (Pagh & Rodler 2004).
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ import numpy as np
 from . import bitmap
 
 KINDS = ("direct", "cuckoo")
-# Bits of a code: it is an int32, and equation 7's paper asks for fewer than 31.
+# Most bits of a code: it is an int32, and the paper requires fewer than 31 (equation 7).
 MOST_BITS = 30
-# Columns are int16, places fit a byte, and hits 16 bits.
+# Limits from the dtypes: columns are int16, an index fits a byte, and hits have 16 bits.
 MOST_HIDDEN, MOST_K, MOST_BANDS = 2**15 - 1, 256, 2**16 - 1
-# Bits of a code that a direct table is made for: beyond, it is mostly empty, and 500 bands take more than 131 MB.
+# Most bits of a code for a direct table: beyond, it is mostly empty, and 500 bands take more than 131 MB.
 MOST_DIRECT_BITS = 16
-# Slots of a cuckoo table for each bucket of the fullest band, in each of the two halves: two hash functions place keys
-# with a load of up to one half, and quickly at two fifths.
+# Slots in each of a cuckoo table's two halves, per bucket of the fullest band: two hash functions can place keys at a
+# load of up to one half, and do so quickly at two fifths.
 SLOTS_EACH = 1.25
-# Of `slot_of`: 2^32 divided by the golden ratio, made odd.
+# Multiplier of `slot_of`: 2^32 divided by the golden ratio, made odd.
 MIX, MIX_SHIFT = 0x9E3779B1, 15
-# Rounds of parallel eviction after which the keys of a band that are left get other hash functions, and how often.
+# Rounds of parallel eviction before a band with unplaced keys gets new hash functions, and the most times that it does.
 MOST_ROUNDS, MOST_REHASHES = 64, 50
-# Elements that are worked on at once; of hashing, which goes over them k times, as many as stay in a core's cache.
+# Elements processed at once; for hashing, which reads them k times, as many as stay in a core's cache.
 _AT_ONCE, _HASHED_AT_ONCE = 1 << 19, 1 << 16
 
 
 class Tables(NamedTuple):
-    """What `tables` builds, as the operators `lsh_lookup` and `lsh_candidates` take it.
+    """Tables made by `tables`, for the operators `lsh_lookup` and `lsh_candidates`.
 
     Attributes
     ----------
     words
-        `(bands, vocab)` int32: the words of each band, in the order of their codes, then of their ids.
+        `(bands, vocab)` int32: the words of each band, sorted by their codes, then by their ids.
     table
         `(bands, 2**bits + 1)` int32 of bucket starts, or `(bands, 2, slots, 4)` int32; see the module's docstring.
     multipliers
-        `(bands, 2)` int32, odd: those of the two hash functions of each band; None for a direct table.
+        `(bands, 2)` int32, odd: the multipliers of each band's two hash functions; None for a direct table.
     rehashes
-        How often bands had to be built again with other hash functions.
+        Number of times that bands had to be built again with new hash functions.
     """
 
     words: np.ndarray
@@ -61,7 +61,7 @@ class Tables(NamedTuple):
 
 
 def index_bits(k: int) -> int:
-    """Bits of a unit's place among k: ceil(log2(k))."""
+    """Bits of a unit, an index among k columns: ceil(log2(k))."""
     return (k - 1).bit_length()
 
 
@@ -112,7 +112,7 @@ def permutations(hidden: int, k: int, units: int, bands: int, seed: int = 0) -> 
 def hash_rows(rows: np.ndarray, permutations: np.ndarray) -> np.ndarray:
     """Band codes of every row of an embedding (equations 4 to 8): `(rows, bands)` int32.
 
-    A place is that of the first of equal elements. NaN counts as -inf.
+    Among equal elements the first one counts. NaN counts as -inf.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ def hash_rows(rows: np.ndarray, permutations: np.ndarray) -> np.ndarray:
     codes = np.empty((len(rows), bands), np.int32)
     step = max(1, _HASHED_AT_ONCE // len(columns))
     for start in range(0, len(rows), step):
-        # Columns as rows, so that a gather copies runs.
+        # Columns as rows, so that a gather copies contiguous runs.
         x = np.ascontiguousarray(rows[start : start + step].T, np.float32)
         np.copyto(x, -np.inf, where=np.isnan(x))
         best = x[columns[:, 0]]
@@ -149,7 +149,7 @@ def hash_rows(rows: np.ndarray, permutations: np.ndarray) -> np.ndarray:
 
 
 def check_permutations(permutations: np.ndarray, hidden: int) -> None:
-    """Raise `ValueError` unless these are `(bands, units, k)` columns of rows of `hidden`."""
+    """Raise `ValueError` unless these are `(bands, units, k)` column numbers below `hidden`."""
     if permutations.ndim != 3 or permutations.dtype != np.int16:
         raise ValueError(
             f"permutations: expected shape (bands, units, k) and dtype int16, got {permutations.shape} and"
@@ -164,7 +164,7 @@ def check_permutations(permutations: np.ndarray, hidden: int) -> None:
 
 
 def check_frequent(ids: np.ndarray, always: np.ndarray, vocab: int) -> None:
-    """Raise `ValueError` unless these are the words whose bits are set in the bitmap `always`, each once."""
+    """Raise `ValueError` unless `ids` are the words whose bits are set in the bitmap `always`, each once."""
     if len(outside := np.flatnonzero((ids < 0) | (ids >= vocab))):
         raise ValueError(f"ids: ids[{outside[0]}]={ids[outside[0]]} is outside [0, {vocab}) (vocab)")
     times = np.bincount(ids, minlength=vocab)
@@ -176,20 +176,20 @@ def check_frequent(ids: np.ndarray, always: np.ndarray, vocab: int) -> None:
 
 
 def tables(codes: np.ndarray, vocab: int, kind: str = "direct", *, bits: int | None = None, seed: int = 0) -> Tables:
-    """Tables that find the words of a code, of all bands at once.
+    """Build the tables from codes to words, for all bands at once.
 
     Parameters
     ----------
     codes
-        `(vocab, bands)` int32: of every word, as `hash_rows` makes them.
+        `(vocab, bands)` int32: the codes of every word, as `hash_rows` makes them.
     vocab
         The number of words.
     kind
         "direct" or "cuckoo"; see the module's docstring.
     bits
-        Of a code: `code_bits(k, units)`. Needed by a direct table, which has an entry for every code.
+        Bits of a code: `code_bits(k, units)`. Required for a direct table, which has an entry for every code.
     seed
-        Of the hash functions of a cuckoo table.
+        Seed of a cuckoo table's hash functions.
 
     Raises
     ------
@@ -218,7 +218,7 @@ def tables(codes: np.ndarray, vocab: int, kind: str = "direct", *, bits: int | N
     ordered = np.empty((bands, vocab), np.int32)
     step = max(1, _AT_ONCE // vocab)
     for start in range(0, bands, step):
-        # A code above the word's id: sorted by both in one go.
+        # The code in the bits above the word's id: one sort orders by both.
         both = codes.T[start : start + step].astype(np.int64) << 32 | np.arange(vocab)
         both.sort(axis=1)
         words[start : start + step] = both & 0xFFFFFFFF
@@ -229,7 +229,7 @@ def tables(codes: np.ndarray, vocab: int, kind: str = "direct", *, bits: int | N
 
 
 def _starts(ordered: np.ndarray, bits: int) -> np.ndarray:
-    """Where the bucket of each code begins, from the codes of the words in order."""
+    """Start of each code's bucket, from the sorted codes of the words."""
     bands, size = len(ordered), 1 << bits
     starts = np.zeros((bands, size + 1), np.int32)
     for band in range(bands):
@@ -242,8 +242,9 @@ def slot_of(code: np.ndarray, multiplier: np.ndarray, slots: int) -> np.ndarray:
 
         x = code * MIX;  x = x ^ (x >> 15);  slot = floor(x * multiplier mod 2^32 * slots / 2^32)
 
-    Multiply-shift hashing, scaled to any number of slots. Codes that fill their range densely, as short ones do, would
-    fall into evenly spaced slots by both functions, and chains of evictions would close: hence the first line.
+    Multiply-shift hashing, scaled to any number of slots. The first line is needed because codes that fill their range
+    densely, as short ones do, would otherwise fall into evenly spaced slots by both functions, so that chains of
+    evictions would form cycles.
     """
     low = np.uint64(0xFFFFFFFF)
     x = code.astype(np.uint64) * np.uint64(MIX) & low
@@ -252,10 +253,10 @@ def slot_of(code: np.ndarray, multiplier: np.ndarray, slots: int) -> np.ndarray:
 
 
 def _cuckoo(ordered: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, int]:
-    """Entries and multipliers of all bands, and how often some had to be built again.
+    """Entries and multipliers of all bands, and the number of rebuilds.
 
-    Keys are placed in parallel rounds, as GPU builds do: of those that want one slot one gets it, whoever was in it is
-    evicted, and all that have no slot try their other one in the next round.
+    Keys are placed in parallel rounds, as GPU builds do: of the keys that hash to one slot one gets it, its previous
+    key is evicted, and all keys without a slot try their other slot in the next round.
     """
     bands, vocab = ordered.shape
     first = np.ones((bands, vocab), bool)
@@ -263,7 +264,7 @@ def _cuckoo(ordered: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, 
     band, start = np.nonzero(first)
     code = ordered[band, start]
     length = np.diff(np.append(start, vocab))
-    length[length <= 0] += vocab  # the last bucket of a band: the next one's first begins at 0
+    length[length <= 0] += vocab  # a band's last bucket ends where the next band's first begins, at 0
     slots = int(np.ceil(SLOTS_EACH * np.bincount(band, minlength=bands).max())) + 1
     if bands * 2 * slots * 4 >= 2**31:
         raise ValueError(f"codes: a cuckoo table of {bands} bands with 2 * {slots} slots has more than 2^31 numbers")
@@ -280,7 +281,7 @@ def _cuckoo(ordered: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, 
                 code[waiting], multipliers[band[waiting], half[waiting]], slots
             )
             before = owner[at]
-            owner[at] = waiting  # the last one of several stays
+            owner[at] = waiting  # of several keys the last one written stays
             placed = owner[at] == waiting
             evicted = before[placed]
             waiting = np.concatenate([waiting[~placed], evicted[evicted >= 0]])
@@ -305,14 +306,14 @@ def _cuckoo(ordered: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, 
 
 
 def _odd(rng: np.random.Generator, bands: int) -> np.ndarray:
-    """Multipliers of the two hash functions of some bands."""
+    """Random odd multipliers for the two hash functions of some bands."""
     return rng.integers(1 << 31, size=(bands, 2)).astype(np.uint32) * np.uint32(2) + np.uint32(1)
 
 
 def check_tables(words: np.ndarray, table: np.ndarray) -> None:
     """Raise `ValueError` unless all words are in [0, vocab) and all buckets lie within their band's words.
 
-    Shapes and dtypes are taken to be those of `tables`.
+    Shapes and dtypes are assumed to be those of `tables`.
     """
     vocab = words.shape[1]
     if (words < 0).any() or (words >= vocab).any():
@@ -338,8 +339,9 @@ def check_codes(codes: np.ndarray, bits: int) -> None:
 def find_buckets(
     codes: np.ndarray, table: np.ndarray, multipliers: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Where the buckets of codes `(..., bands)` begin in their band's `words`, and their lengths; 0 of a code that no
-    word has."""
+    """Starts of the buckets of codes `(..., bands)` in their band's `words`, and their lengths, 0 for a code that no
+    word has.
+    """
     band = np.broadcast_to(np.arange(codes.shape[-1]), codes.shape)
     if table.ndim == 2:
         start = table[band, codes]

@@ -1,4 +1,4 @@
-"""Beam search over any model and any head that answers `topk`, with NumPy arrays or torch tensors."""
+"""Beam search for any model and any head with a method `topk`, with NumPy arrays or torch tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..core.given import integer
 from ..runtime import arrays
 from .libraries import library
 
-# Steps between two looks at whether all hypotheses have ended: each waits for the GPU.
+# Steps between checks whether all hypotheses have ended, each of which waits for the GPU.
 LOOK_EVERY = 8
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -17,7 +17,7 @@ Reorder = Callable[[Any, Any], Any]
 
 
 class Head(Protocol):
-    """What beam search asks of a head, as `LshHead` has it."""
+    """The interface of a head for beam search; `LshHead` has it."""
 
     @property
     def vocab(self) -> int: ...
@@ -26,18 +26,18 @@ class Head(Protocol):
 
 
 class Beams(NamedTuple):
-    """What `beam_search` returns, the best hypothesis of each sentence first.
+    """The result of `beam_search`, with the best hypothesis of each sentence first.
 
     Attributes
     ----------
     sequences
-        `(sentences, beam, length)` int64: the words after the start, `eos` among them; behind it `eos` again.
+        `(sentences, beam, length)` int64: the words after the start, including `eos`, and padded with it.
     log_probs
-        `(sentences, beam)` float32: of the sequences; -inf where there are fewer hypotheses than beams.
+        `(sentences, beam)` float32: log-probabilities of the sequences; -inf if there are fewer hypotheses than beams.
     scores
-        `(sentences, beam)` float32: what they are ranked by, log_probs over the length penalty.
+        `(sentences, beam)` float32: log_probs divided by the length penalty, by which hypotheses are ranked.
     lengths
-        `(sentences, beam)` int64: words of each, `eos` included.
+        `(sentences, beam)` int64: number of words of each, including `eos`.
     """
 
     sequences: Any
@@ -58,7 +58,7 @@ def beam_search(
     length_penalty: float = 0.0,
     reorder: Reorder | None = None,
 ) -> Beams:
-    """The most probable continuations, `beam` hypotheses a sentence kept at every step.
+    """The most probable continuations, keeping `beam` hypotheses per sentence at every step.
 
     score = log p(words) / ((5 + length) / 6)^length_penalty
 
@@ -66,41 +66,43 @@ def beam_search(
     ----------
     step
         `step(words, state) -> (hidden, state)`: the model. `words` `(rows,)` int64 are the last ones of all hypotheses,
-        `hidden` `(rows, hidden)` what the head takes; rows = sentences * beam at every step, those of one sentence side
-        by side.
+        `hidden` `(rows, hidden)` is the input of the head; rows = sentences * beam at every step, with those of one
+        sentence side by side.
     head
-        An `LshHead`, or anything that has a `vocab` and answers `topk(hidden, n, sentences=, log=True)` as it does.
+        An `LshHead`, or any object with the attribute `vocab` and the method `topk(hidden, n, sentences=, log=True)`.
         Hypotheses of one sentence share candidates.
     start
-        `(sentences,)` int64 words that the model is given first, as a torch tensor or a NumPy array. Results are of the
+        `(sentences,)` int64: the first input words of the model, as a torch tensor or a NumPy array. Results are in the
         same library and on the same device.
     state
-        Of the model before the first step, a row a sentence: an array, or tuples, lists and dicts of such; what is no
-        array is passed on as it is.
+        The model's state before the first step, with one row per sentence: an array, or tuples, lists and dicts of
+        arrays; other values are passed unchanged.
     beam
-        Hypotheses that are kept. A hypothesis that has ended keeps its place.
+        Number of hypotheses that are kept. A hypothesis that has ended keeps its place.
     length
-        Words of the longest result.
+        Largest number of words of a result.
     eos
-        The word that ends a hypothesis; None: all have the full length, and nothing waits for the GPU, so that a CUDA
-        graph can hold the whole search.
+        The word that ends a hypothesis; None: all have the full length, and the search does not wait for the GPU, so
+        that a CUDA graph can contain it.
     length_penalty
-        0: log-probabilities are compared; above, longer hypotheses are preferred (Wu et al. 2016, equation 14).
+        0: log-probabilities are compared; larger values prefer longer hypotheses (Wu et al. 2016, equation 14).
     reorder
-        `reorder(state, rows)` gives the state of these rows, for a state whose arrays have the rows along another axis
-        than the first. `rows` are int64.
+        `reorder(state, rows)` returns the state of these rows (int64), for a state whose arrays do not have the rows as
+        their first axis.
 
     Returns
     -------
     beams
         See `Beams`. Equal scores are ranked by the order of their hypotheses, then of the words' probabilities. A
-        hypothesis whose hidden state has NaN ends with log-probability -inf; others go on.
+        hypothesis whose hidden state has NaN ends with log-probability -inf; others continue.
 
     Raises
     ------
     TypeError, ValueError
         For arguments that do not fit, naming them.
 
+    Notes
+    -----
     Source: the search of Shi, Xu & Knight 2018, section 4; length penalty of Wu et al. 2016, "Google's Neural Machine
     Translation System", equation 14 without coverage.
     """
@@ -118,10 +120,10 @@ def beam_search(
     impossible = -float("inf")
 
     ranks = xp.arange(sentences * beam, "int64", start).reshape(sentences, beam)
-    offsets = ranks[:, :1]  # of a sentence's first row
+    offsets = ranks[:, :1]  # index of each sentence's first row
     words, state = xp.take(start, (ranks // beam).reshape(-1)), reorder(state, (ranks // beam).reshape(-1))
     sequences = xp.full((sentences * beam, length), filler, "int64", start)
-    # All hypotheses of a sentence are the same one at first: only one of them counts.
+    # At first all hypotheses of a sentence are equal: only one of them counts.
     scores = log_probs = xp.where(ranks == offsets, 0.0, xp.full((sentences, beam), impossible, "float32", start))
     lengths, ended = ranks * 0, ranks < 0
 
@@ -129,7 +131,7 @@ def beam_search(
         hidden, state = step(words, state)
         values, ids, _ = head.topk(hidden, width, sentences=sentences, log=True)
         values, ids = values.reshape(sentences, beam, width), ids.reshape(sentences, beam, width)
-        # A hypothesis that has ended goes on in one way, as it is.
+        # A hypothesis that has ended has one continuation, itself.
         only = xp.where(xp.arange(width, "int64", start) == 0, 0.0, xp.full((width,), impossible, "float32", start))
         values, ids = xp.where(ended[:, :, None], only, values), xp.where(ended[:, :, None], filler, ids)
         lengths = xp.where(ended, lengths, lengths + 1)
@@ -145,7 +147,7 @@ def beam_search(
         parents, rows = best // width, (best // width + offsets).reshape(-1)
         lengths, ended = xp.take_along(lengths, parents), xp.take_along(ended, parents)
         chosen = xp.take_along(ids.reshape(sentences, beam * width), best)
-        # -1 stands where a list had too few candidates: no word that a model knows.
+        # -1 marks missing candidates of a short list; the model needs a valid word.
         chosen = xp.where(chosen < 0, filler, chosen)
         sequences, state = xp.take(sequences, rows), reorder(state, rows)
         words = sequences[:, position] = chosen.reshape(-1)
@@ -158,7 +160,7 @@ def beam_search(
 
 
 def _rows_of(state: Any, rows: Any) -> Any:
-    """The rows of all arrays in tuples, lists and dicts."""
+    """Select rows of all arrays in tuples, lists and dicts."""
     if isinstance(state, dict):
         return {name: _rows_of(part, rows) for name, part in state.items()}
     if isinstance(state, tuple) and hasattr(state, "_fields"):

@@ -1,4 +1,4 @@
-"""A linear layer with a block-sparse weight, and the swap of a model's linear layers, which need PyTorch."""
+"""A linear layer with a block-sparse weight, and the replacement of a model's linear layers, which need PyTorch."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from .modules import (
     trained,
 )
 
-# What is known of the structure, in buffers that are made again from it.
+# Buffers computed from the structure, which are not saved.
 _ORDER, _TURNED = "order", ("turned_places", "turned_indices", "turned_indptr", "turned_order")
 
 
 class Swapped(dict[str, "BsrLinear"]):
-    """What `sparsify` returns: the new layers by name.
+    """The result of `sparsify`: the new layers by name.
 
     Attributes
     ----------
     skipped
-        By the name of each linear layer that stays, why it does.
+        For each linear layer that was not replaced, by name, the reason.
     """
 
     def __init__(self, layers: Mapping[str, BsrLinear], skipped: Mapping[str, str]) -> None:
@@ -44,15 +44,16 @@ class Swapped(dict[str, "BsrLinear"]):
 
 
 class BsrLinear(torch.nn.Module):
-    """activation(x @ weight.T + bias) with a block-sparse weight: `bsr_matmul` as a `torch.nn.Linear`.
+    """activation(x @ weight.T + bias) with a block-sparse weight: `bsr_matmul` as a module like `torch.nn.Linear`.
 
-    `from_dense` makes one of a `torch.nn.Linear`, `from_torch` of a tensor in BSR format, and `sparsify` of all linear
-    layers of a model.
+    `from_dense` converts a `torch.nn.Linear`, `from_torch` a tensor in BSR format, and `sparsify` all linear layers of
+    a model.
 
     Parameters
     ----------
     weight
-        `(out_features, in_features)`: a `BsrWeight` of torch tensors, or what makes one. Its blocks become a parameter.
+        `(out_features, in_features)`: a `BsrWeight` of torch tensors, or an argument for one. Its blocks become a
+        parameter.
     bias
         `(out_features,)` tensor of its dtype, on its device, or None.
     activation
@@ -65,26 +66,28 @@ class BsrLinear(torch.nn.Module):
     bias
         `(out_features,)` parameter or None.
     indices, indptr
-        int32 buffers: the structure. They are in the state dict with `data` and `bias`; `load_state_dict` takes a state
-        with another structure of the same matrix, too, and checks it.
+        int32 buffers: the structure. They are in the state dict with `data` and `bias`; `load_state_dict` also accepts,
+        and checks, a state with another structure of a matrix of the same shape.
     weight
-        `(out_features, in_features)`: the dense matrix, for code that reads the weight of linear layers, as those of
-        transformers do. It can be asked for its shape, dtype and device at no cost; what computes with it makes the
-        dense matrix each time, and a gradient goes to the blocks. It is read only, and in no state dict.
+        `(out_features, in_features)`: the dense matrix, for code that reads the weight of linear layers, as
+        transformers does. Its shape, dtype and device cost nothing; every computation with it makes the dense matrix,
+        and gradients flow to the blocks. It is read-only, and not in the state dict.
     in_features, out_features, block_shape, activation
-        Of the layer.
+        Properties of the layer.
 
     Raises
     ------
     TypeError, ValueError
-        As `BsrWeight`, and for a bias or an activation that does not fit.
+        As in `BsrWeight`, and for a bias or an activation that does not fit.
 
-    Gradients go to x, to the stored blocks and to the bias, as of `bsr_matmul`. Under `torch.autocast` x, blocks and
-    bias are cast, as of `torch.nn.Linear`. It can be moved and converted (`to`, `half`, ...), copied, pickled, compiled
-    (`torch.compile(fullgraph=True)`) and exported (`torch.export`). What no kernel computes, as `double()`, raises a
-    TypeError, and leaves it as it was.
+    Notes
+    -----
+    It is differentiable in x, the stored blocks and the bias, like `bsr_matmul`. Under `torch.autocast` x, blocks and
+    bias are cast, as in `torch.nn.Linear`. It can be moved and converted (`to`, `half`, ...), copied, pickled, compiled
+    (`torch.compile(fullgraph=True)`) and exported (`torch.export`). Conversions without a kernel, such as `double()`,
+    raise a TypeError and change nothing.
 
-    When not to use it: with less than about half of the blocks zero a dense layer is as fast.
+    When not to use it: with fewer than about half of the blocks zero, a dense layer is as fast.
     """
 
     data: Any
@@ -134,20 +137,20 @@ class BsrLinear(torch.nn.Module):
         *,
         activation: str | None = None,
     ) -> BsrLinear:
-        """A layer of the blocks of a dense one; what it keeps is copied.
+        """Make a layer from blocks of a dense one, which are copied.
 
         Parameters
         ----------
         linear
-            Of float32, float16 or bfloat16, without NaN. Of one that is pruned by `torch.nn.utils.prune`,
-            parametrized or normalised the weight that it computes with now is taken.
+            A layer of float32, float16 or bfloat16, without NaN. If it is pruned by `torch.nn.utils.prune`,
+            parametrized or normalised, its present effective weight is used.
         block
             Rows and columns of a block, or one number for both. They divide `out_features` and `in_features`.
         sparsity
-            Share of the blocks that become zero, 0 <= sparsity <= 1, rounded to whole blocks: those of the smallest
-            sum of squares; of equal ones the last. None: those that are zero already.
+            Share of the blocks that become zero, 0 <= sparsity <= 1, rounded to whole blocks: those with the smallest
+            sum of squares, the last ones among equals. None: those that are zero already.
         activation
-            As of the class.
+            As in the class.
 
         Raises
         ------
@@ -193,12 +196,12 @@ class BsrLinear(torch.nn.Module):
     def from_torch(
         cls, weight: torch.Tensor, bias: torch.Tensor | None = None, *, activation: str | None = None
     ) -> BsrLinear:
-        """A layer with a copy of a weight in PyTorch's BSR format, as `to_sparse_bsr` makes one.
+        """Make a layer with a copy of a weight in PyTorch's BSR format, as from `to_sparse_bsr`.
 
         Raises
         ------
         TypeError, ValueError
-            As the class.
+            As in the class.
         """
         if not isinstance(weight, torch.Tensor) or weight.layout is not torch.sparse_bsr:
             what = weight.layout if isinstance(weight, torch.Tensor) else type(weight).__name__
@@ -207,7 +210,7 @@ class BsrLinear(torch.nn.Module):
         return cls(given, None if bias is None else bias.detach().clone(), activation=activation)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`(..., out_features)` of x `(..., in_features)`."""
+        """`(..., out_features)` for x `(..., in_features)`."""
         data, bias = self.data, self.bias
         device = x.device.type
         if torch.is_autocast_enabled(device):
@@ -227,7 +230,7 @@ class BsrLinear(torch.nn.Module):
         return product(x, (data, self.indices, self.indptr), self.order, self._structure, **options)
 
     def _in_graph(self, x: Any, data: Any, bias: Any) -> bool:
-        """Whether PyTorch is to see the operator: it traces, or somebody wants a gradient."""
+        """Whether PyTorch has to see the operator: it traces, or a gradient is required."""
         if torch.compiler.is_compiling() or type(x) is not torch.Tensor or torch.jit.is_tracing():
             return True
         if not torch.is_grad_enabled():
@@ -235,7 +238,7 @@ class BsrLinear(torch.nn.Module):
         return x.requires_grad or data.requires_grad or (bias is not None and bias.requires_grad)
 
     def _eager(self, data: Any, bias: Any) -> tuple[BsrWeight, Any]:
-        """Weight and bias without gradients, with the kernels of the calls before."""
+        """Weight and bias without gradients, with the kernels of earlier calls."""
         where = data.data_ptr(), 0 if bias is None else bias.data_ptr()
         kept = self._kept
         if kept is None or kept[2] != where:
@@ -250,7 +253,9 @@ class BsrLinear(torch.nn.Module):
         return self.dense() if torch.compiler.is_compiling() else DenseWeight(self)
 
     def dense(self) -> torch.Tensor:
-        """The dense matrix `(out_features, in_features)` as a new tensor, from which a gradient goes to the blocks."""
+        """The dense matrix `(out_features, in_features)` as a new tensor, through which gradients
+        flow to the blocks.
+        """
         return dense_weight(self.data, self.indices, self.indptr, (self.out_features, self.in_features))
 
     # ---- life ------------------------------------------------------------------------------------
@@ -274,7 +279,7 @@ class BsrLinear(torch.nn.Module):
         return text if self.activation is None else f"{text}, activation={self.activation!r}"
 
     def _prepare(self) -> None:
-        """Find out about the structure what kernels want to know, and about the transposed one."""
+        """Analyse the structure for kernels, and make the transposed one."""
         self._kept = None
         if self.data.device.type == "meta":
             return
@@ -306,7 +311,7 @@ class BsrLinear(torch.nn.Module):
                         f"blocks of {rows}x{cols} of {self.out_features} rows expected, got data of shape"
                         f" {tuple(data.shape)} and indptr of {tuple(indptr.shape)}"
                     )
-                # Another structure of the same matrix is checked, and finds room.
+                # Another structure for the same shape is checked, and buffers of its size are made.
                 BsrWeight((data, indices, indptr), columns=self.in_features, validate=True, balance=False)
             except (TypeError, ValueError) as error:
                 errors.append(f"{prefix.rstrip('.') or 'BsrLinear'}: {error}")
@@ -319,7 +324,7 @@ class BsrLinear(torch.nn.Module):
         self._prepare()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}  # no kernel can be copied
+        return {**self.__dict__, "_kept": None}  # kernels cannot be copied
 
 
 def sparsify(
@@ -329,39 +334,41 @@ def sparsify(
     sparsity: float | None = 0.9,
     filter: Callable[[str, torch.nn.Linear], bool] | None = None,
 ) -> Swapped:
-    """Put a `BsrLinear` in the place of the linear layers of a model, which it changes.
+    """Replace the linear layers of a model, in place, by `BsrLinear`.
 
     Parameters
     ----------
     model
-        What holds the layers, at any depth. A layer that stands in it twice is swapped once, and stands there twice.
-        Of layers that are pruned by `torch.nn.utils.prune`, parametrized or normalised the weight that they compute
-        with now is taken.
+        The model, with linear layers at any depth. A layer that occurs twice is replaced by one layer that occurs
+        twice. For layers that are pruned by `torch.nn.utils.prune`, parametrized or normalised, the present effective
+        weight is used.
     block, sparsity
-        As of `BsrLinear.from_dense`; each layer gets this share of zero blocks. None keeps the zeros of layers that
+        As in `BsrLinear.from_dense`; each layer gets this share of zero blocks. None keeps the zeros of layers that
         were pruned before.
     filter
-        (name, layer) -> whether to swap it: `lambda name, layer: "mlp" in name`. Without one all are taken but those
-        that blocks do not divide, and those that share their weight with another module, as an output layer with its
-        embedding: these would come apart.
+        (name, layer) -> whether to replace it, such as `lambda name, layer: "mlp" in name`. By default all are replaced
+        except those that blocks do not divide, and those that share their weight with another module, such as an output
+        layer with the embedding, since they would no longer be tied.
 
     Returns
     -------
     swapped
-        A dict of the new layers by name; empty if there was none to swap. Its attribute `skipped` says of every other
-        linear layer why it stays.
+        A dict of the new layers by name, empty if none was replaced. Its attribute `skipped` has the reason for every
+        linear layer that was not.
 
     Raises
     ------
     TypeError
-        If the model is a linear layer itself: `BsrLinear.from_dense` makes one of it.
+        If the model is a linear layer itself: use `BsrLinear.from_dense`.
     ValueError
-        As `BsrLinear.from_dense`; nothing has been changed then.
+        As in `BsrLinear.from_dense`; then nothing has been changed.
 
-    Subclasses of `torch.nn.Linear` stay: they may compute something else, or others may read their weight
-    (`torch.nn.MultiheadAttention` does). Code that reads `layer.weight` of a swapped layer gets the dense matrix, see
-    `BsrLinear`. Without a fine-tuning after it, pruning by magnitude costs accuracy; with one, train the model as it
-    was: the blocks are parameters of the new layers, so make the optimiser afterwards.
+    Notes
+    -----
+    Subclasses of `torch.nn.Linear` are not replaced: they may compute something else, or other modules may read their
+    weight (`torch.nn.MultiheadAttention` does). Code that reads `layer.weight` of a replaced layer gets the dense
+    matrix, see `BsrLinear`. Pruning by magnitude costs accuracy without fine-tuning. For fine-tuning, make the
+    optimiser after this call, since the blocks are parameters of the new layers.
     """
     if isinstance(model, torch.nn.Linear):
         raise TypeError("model: is a linear layer itself; use tvm_sparse.nn.BsrLinear.from_dense")
@@ -374,7 +381,7 @@ def sparsify(
     places: list[tuple[str, torch.nn.Module, str, BsrLinear]] = []
     skipped: dict[str, str] = {}
     for path, parent in model.named_modules():
-        for name, layer in parent._modules.items():  # named_children names a layer once
+        for name, layer in parent._modules.items():  # named_children would name a shared layer only once
             full = f"{path}.{name}" if path else name
             if not isinstance(layer, torch.nn.Linear):
                 continue
@@ -400,7 +407,7 @@ def sparsify(
 
 
 def _kept_for(layer: torch.nn.Linear) -> str | None:
-    """Why a layer of this class stays, or None."""
+    """Why a layer of this class is not replaced, or None."""
     why = own_forward(layer, torch.nn.Linear)
     if why is None and plain_class(layer) is not torch.nn.Linear:
         why = f"it is a {type(layer).__name__}, a subclass of torch.nn.Linear, whose weight others may read"

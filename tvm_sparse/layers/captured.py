@@ -1,4 +1,4 @@
-"""Calls of layers as CUDA graphs, and what a call of the LSH head tells beside its result."""
+"""Calls of layers as CUDA graphs, and the additional results of an LSH head."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from .libraries import library
 
 
 class HeadInfo(NamedTuple):
-    """What a call of the head tells beside its result, on the device of the result.
+    """Additional results of a head's call, on the same device.
 
     Attributes
     ----------
     candidates
-        `(lists,)` int32: how many words each list had to hold, those that did not fit included.
+        `(lists,)` int32: number of candidates of each list, including those that did not fit.
     log_normaliser
         `(rows,)` float32: log sum_j exp((logit_j + bias_j) / temperature) over the candidates of the row.
     capacity
-        Places in a list; the vocab where every word was a candidate.
+        Most candidates of a list; the vocab if every word was a candidate.
     """
 
     candidates: Any
@@ -27,22 +27,24 @@ class HeadInfo(NamedTuple):
 
     @property
     def overflow(self) -> Any:
-        """`(lists,)` int32: how many words did not fit, and were left out. Computed when it is asked for."""
+        """`(lists,)` int32: number of candidates that did not fit and were left out. Computed on access."""
         return library("candidates", self.candidates).above_zero(self.candidates - self.capacity)
 
 
 class CapturedHead:
-    """`LshHead.topk` of one shape as a CUDA graph: calling it replays the whole step with one launch from the host.
+    """`LshHead.topk` for one shape as a CUDA graph: a call replays the whole step with one launch from the host.
 
     Attributes
     ----------
     hidden
-        `(rows, hidden)`: what the graph reads. Write the hidden states here, or pass them to the call.
+        `(rows, hidden)`: the graph's input. Write the hidden states here, or pass them to the call.
     values, indices, info
-        What the graph writes: the same tensors at every replay.
+        The graph's outputs: the same tensors at every replay.
 
-    Its kernels share the workspaces of one stream: replays of one captured head must not overlap each other. It may
-    take the place of the head in `beam_search`.
+    Notes
+    -----
+    Its kernels share the workspaces of one stream: replays of one captured head must not overlap. `beam_search` accepts
+    it as a head.
     """
 
     def __init__(
@@ -52,19 +54,19 @@ class CapturedHead:
         self._graph, (self.values, self.indices, self.info) = recorded(step, hidden.device)
 
     def __call__(self, hidden: Any = None) -> tuple[Any, Any, HeadInfo]:
-        """Replay on the current stream, with these hidden states, or with what `self.hidden` holds."""
+        """Replay on the current stream, with these hidden states, or with the content of `self.hidden`."""
         if hidden is not None:
             give("hidden", hidden, self.hidden)
         self._graph.replay()
         return self.values, self.indices, self.info
 
     def topk(self, hidden: Any, n: int, *, sentences: int = 1, log: bool = False) -> tuple[Any, Any, HeadInfo]:
-        """As `LshHead.topk`, for what was captured.
+        """As `LshHead.topk`, for the captured arguments.
 
         Raises
         ------
         ValueError
-            For anything else.
+            For other arguments than those captured.
         """
         if (n, sentences, log) != self._choices:
             wanted = "n={}, sentences={}, log={}".format(*self._choices)
@@ -73,17 +75,19 @@ class CapturedHead:
 
 
 class CapturedLayer:
-    """A call of a recurrent layer of one shape as a CUDA graph: calling it replays all its launches with one.
+    """A recurrent layer's call for one shape as a CUDA graph: a call replays all its launches at once.
 
     Attributes
     ----------
     inputs
-        By name, the tensors that the graph reads: `x_projected`, `h0`, `c0` of an LSTM, and `resets` and `lengths` if
-        it was captured with them. Zeros at first, and full lengths. Write into them, or pass tensors to the call.
+        The graph's input tensors by name: `x_projected`, `h0`, `c0` for an LSTM, and `resets` and `lengths` if it was
+        captured with them. Initially they are zero, and lengths are full. Write into them, or pass tensors to the call.
     outputs
-        What the graph writes: the same tensors at every replay, `(output, h_n)` or `(output, h_n, c_n)`.
+        The graph's outputs: the same tensors at every replay, `(output, h_n)` or `(output, h_n, c_n)`.
 
-    Its kernels share the workspaces of one stream: replays of one captured layer must not overlap each other.
+    Notes
+    -----
+    Its kernels share the workspaces of one stream: replays of one captured layer must not overlap.
     """
 
     def __init__(self, step: Callable[[], tuple[Any, ...]], inputs: Mapping[str, Any]) -> None:
@@ -91,12 +95,12 @@ class CapturedLayer:
         self._graph, self.outputs = recorded(step, inputs["x_projected"].device)
 
     def __call__(self, **inputs: Any) -> tuple[Any, ...]:
-        """Replay on the current stream, with these inputs, and with what the others hold.
+        """Replay on the current stream, with these inputs, and the present content of the others.
 
         Raises
         ------
         TypeError, ValueError
-            For an input that the graph does not have, or of another shape or dtype.
+            For an input that the graph lacks, or one of another shape or dtype.
         """
         for name, array in inputs.items():
             if name not in self.inputs:
@@ -107,7 +111,7 @@ class CapturedLayer:
 
 
 def recorded(step: Callable[[], Any], device: Any) -> tuple[Any, Any]:
-    """A call as a CUDA graph on a stream of its own, and what it returns there."""
+    """Capture a call as a CUDA graph on a separate stream; returns the graph and the call's result."""
     import torch
 
     stream = torch.cuda.Stream(device)
@@ -124,7 +128,7 @@ def recorded(step: Callable[[], Any], device: Any) -> tuple[Any, Any]:
 
 
 def give(name: str, array: Any, place: Any) -> None:
-    """Copy an argument to where a graph reads it.
+    """Copy an argument to a graph's input.
 
     Raises
     ------

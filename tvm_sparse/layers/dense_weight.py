@@ -1,4 +1,4 @@
-"""The dense weight of a block-sparse layer, for code that reads `layer.weight`: made when somebody computes with it."""
+"""The dense weight of a block-sparse layer, for code that reads `layer.weight`; it is made only for computations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map
 
 _TENSOR: Any = torch.Tensor
 _GRADIENT = _TENSOR.requires_grad.__get__
-# What a tensor is asked for that its blocks need not be put together for.
+# Attributes of a tensor that do not need the dense matrix.
 _FACTS: frozenset[Any] = frozenset(
     [getattr(_TENSOR, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_sparse")]
     + [getattr(_TENSOR, name).__get__ for name in ("is_meta", "is_quantized", "is_nested", "is_leaf", "itemsize")]
@@ -19,7 +19,7 @@ _FACTS: frozenset[Any] = frozenset(
 
 
 def dense_weight(data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> torch.Tensor:
-    """The matrix of stored blocks, with its zeros; a gradient goes to the blocks. Blocks that stand twice are added."""
+    """The dense matrix of stored blocks; gradients flow to the blocks. Duplicate blocks are added."""
     blocks, rows, cols = data.shape
     high, wide = shape[0] // rows, shape[1] // cols
     first = torch.arange(high, device=data.device) * wide
@@ -29,12 +29,12 @@ def dense_weight(data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -
 
 
 class DenseWeight(torch.Tensor):
-    """A tensor that knows its shape, dtype and device, and puts the blocks of a layer together where more is asked.
+    """A tensor with a shape, dtype and device, which makes a layer's dense matrix only when it is used in a
+    computation.
 
-    So modules that look at the dtype of a layer's weight pay nothing for it, and what computes with the weight gets the
-    dense matrix, `out_features * in_features` numbers, anew each time; a gradient goes to the blocks. It cannot be
-    written to. PyTorch's fused way of `torch.nn.TransformerEncoderLayer`, which multiplies with dense weights, is not
-    taken where it finds such a tensor.
+    So reading the dtype of a layer's weight costs nothing, while every computation with it makes the dense matrix of
+    `out_features * in_features` numbers; gradients flow to the blocks. It is read-only. PyTorch's fused implementation
+    of `torch.nn.TransformerEncoderLayer`, which multiplies with dense weights, is not used with such a tensor.
     """
 
     _layer: Any

@@ -1,4 +1,4 @@
-"""Sums of the rows of a table as a module, which needs PyTorch."""
+"""Sums of table rows as a module, which needs PyTorch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 class NHotEmbeddingBag(torch.nn.Module):
-    """`nhot_lookup` as a `torch.nn.EmbeddingBag`: a sum, weighted or not, or a mean of rows of a table for each bag.
+    """`nhot_lookup` as a module like `torch.nn.EmbeddingBag`: a sum, weighted or not, or a mean of table rows for each
+    bag.
 
     Parameters
     ----------
@@ -24,24 +25,26 @@ class NHotEmbeddingBag(torch.nn.Module):
     mode
         "sum" or "mean".
     device, dtype
-        Of the table; float32, float16 or bfloat16.
+        Device and dtype of the table; float32, float16 or bfloat16.
     validate
-        Also check indices that lie on a GPU, which costs a synchronisation; those on the host are always checked.
+        Also check indices on a GPU, which costs a synchronisation; on the host they are always checked.
 
     Attributes
     ----------
     weight
-        `(num_embeddings, embedding_dim)` parameter, of the name and shape that `torch.nn.EmbeddingBag` has: states of
-        one load into the other.
+        `(num_embeddings, embedding_dim)` parameter, with the name and shape of `torch.nn.EmbeddingBag`, so that state
+        dicts are interchangeable.
 
     Raises
     ------
     ValueError
         For another mode.
 
-    The gradient of the table is dense. `from_torch` makes one of a `torch.nn.EmbeddingBag`. It can be moved, converted,
-    copied, pickled, compiled and exported. What no kernel computes, as `double()`, raises a TypeError, and leaves it as
-    it was.
+    Notes
+    -----
+    The gradient of the table is dense. `from_torch` converts a `torch.nn.EmbeddingBag`. The module can be moved,
+    converted, copied, pickled, compiled and exported. Conversions without a kernel, such as `double()`, raise a
+    TypeError and change nothing.
     """
 
     weight: Any
@@ -66,17 +69,17 @@ class NHotEmbeddingBag(torch.nn.Module):
 
     @classmethod
     def from_torch(cls, bag: torch.nn.EmbeddingBag, *, validate: bool = False) -> NHotEmbeddingBag:
-        """One in the place of a `torch.nn.EmbeddingBag`, whose parameter it shares.
+        """Convert a `torch.nn.EmbeddingBag`, sharing its parameter.
 
-        Of a bag that is pruned by `torch.nn.utils.prune`, parametrized or normalised, the parameter is a copy of what
-        it computes with now.
+        If the bag is pruned by `torch.nn.utils.prune`, parametrized or normalised, the parameter is a copy of its
+        present effective weight.
 
         Raises
         ------
         TypeError
-            If it is none, or a subclass with a forward of its own.
+            If it is not a `torch.nn.EmbeddingBag`, or a subclass with another `forward`.
         ValueError
-            For what is not offered: the mode "max", `padding_idx`, `max_norm`, `scale_grad_by_freq` and sparse
+            For unsupported options: the mode "max", `padding_idx`, `max_norm`, `scale_grad_by_freq` and sparse
             gradients.
         """
         if not isinstance(bag, torch.nn.EmbeddingBag):
@@ -101,25 +104,25 @@ class NHotEmbeddingBag(torch.nn.Module):
         Parameters
         ----------
         input
-            `(bags, n)` int32 or int64 indices, n a bag; `(entries,)` with `offsets`; or sparse rows
-            `(bags, num_embeddings)` as `nhot_lookup` takes them (`CsrRows`, `(indptr, indices, values)` or a tensor in
-            CSR format), alone.
+            `(bags, n)` int32 or int64 indices, n per bag; `(entries,)` indices with `offsets`; or sparse rows `(bags,
+            num_embeddings)` as for `nhot_lookup` (`CsrRows`, `(indptr, indices, values)` or a tensor in CSR format),
+            without the other arguments.
         offsets
-            `(bags,)` int32 or int64: where bags begin in a one-dimensional input, the first at 0. One more, the
-            number of entries, of a bag made of one with `include_last_offset`.
+            `(bags,)` int32 or int64: where bags begin in a one-dimensional input, the first at 0. With
+            `include_last_offset` there is one more, the number of entries.
         per_sample_weights
-            Of the shape of `input` and the dtype of the table, or float32; with the mode "sum".
+            Weights with the shape of `input`, in the dtype of the table or float32; only with the mode "sum".
 
         Returns
         -------
         sums
-            `(bags, embedding_dim)`; 0 for an empty bag. Sums and means are made in float32 and rounded once to the
-            dtype of the table, as their gradients are.
+            `(bags, embedding_dim)`; 0 for an empty bag. Sums and means are computed in float32 and rounded once to the
+            dtype of the table, as are their gradients.
 
         Raises
         ------
         TypeError, ValueError
-            For arguments that do not fit, naming them, and as `nhot_lookup`.
+            For arguments that do not fit, naming them, and as in `nhot_lookup`.
         """
         if isinstance(input, (CsrRows, tuple)) or input.layout is torch.sparse_csr:
             if offsets is not None or per_sample_weights is not None or self.mode != "sum":
@@ -138,7 +141,7 @@ class NHotEmbeddingBag(torch.nn.Module):
         if self.mode == "sum":
             return self._looked_up((starts, indices, per_sample_weights))
         if self.weight.dtype is not torch.float32:
-            # A sum that was rounded to 16 bits may be infinite, and a gradient that was divided there 0.
+            # A sum rounded to 16 bits might become infinite, and a gradient divided after rounding 0.
             return self._looked_up((starts, indices, _shares(starts, indices)))
         return self._looked_up((starts, indices, None)) / starts.diff().clamp(min=1)[:, None]
 
@@ -148,14 +151,14 @@ class NHotEmbeddingBag(torch.nn.Module):
         return function(csr, self.weight, validate=self.validate)
 
     def _starts(self, input: torch.Tensor, offsets: Any) -> torch.Tensor:
-        """Where bags begin and the last one ends."""
+        """Begin of each bag, and the end of the last one."""
         if input.dtype not in INDEX_DTYPES:
             raise ValueError(f"input: expected indices of int32 or int64, got {input.dtype}")
         if input.dim() == 2:
             if offsets is not None:
                 raise ValueError("offsets: a two-dimensional input has bags of one size, and no offsets")
             bags, n = input.shape
-            dtype = input.dtype if input.numel() < 2**31 else torch.int64  # what counts all entries
+            dtype = input.dtype if input.numel() < 2**31 else torch.int64  # must count all entries
             return torch.arange(bags + 1, dtype=dtype, device=input.device) * n
         if input.dim() != 1:
             raise ValueError(f"input: expected one or two dimensions, got shape {tuple(input.shape)}")
@@ -176,12 +179,12 @@ class NHotEmbeddingBag(torch.nn.Module):
 
 
 def _shares(starts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """One over the number of entries of its bag, in float32, for each entry."""
+    """For each entry, the inverse of its bag's number of entries, in float32."""
     bags, entries = starts.shape[0] - 1, indices.shape[0]
     if bags < 1:
         return torch.ones(entries, device=indices.device)
     share = starts.diff().clamp(min=1).float().reciprocal()
     places = torch.arange(entries, device=starts.device, dtype=starts.dtype)
-    # Starts that are wrong are refused by the look-up, and must not be indices that are wrong.
+    # Invalid starts are refused by the look-up, and must not be used as indices here.
     bag = (torch.searchsorted(starts, places, right=True) - 1).clamp(0, bags - 1)
     return share.index_select(0, bag)

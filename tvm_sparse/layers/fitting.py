@@ -1,8 +1,8 @@
-"""The fastest settings of an LSH head that reach a recall, found on sample hidden states and measured.
+"""Finding the fastest settings of an LSH head that reach a recall, on sample hidden states, by measurement.
 
-Recall needs no head and no kernel: the hits of every sample with every word, counted once for the largest number of
-bands, tell what each threshold and each number of frequent words would keep, and on the way there what fewer bands
-would. So of thousands of settings only the few that read least are built and timed.
+Recall can be computed without a head or a kernel: the hits of every sample with every word, counted once, band by band,
+determine which words each number of bands, threshold and number of frequent words would keep. So only the few of
+thousands of settings that read least are built and timed.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from .libraries import library, to_host
 from .settings import Hashing, Measured, Settings, hash_words, settings
 from .survey import Survey
 
-# (k, units). The paper's grid search ends at (8, 3) and (16, 3); where hidden states are far from their words, as in
-# models whose embeddings are not trained to be alike to them, small codes with many hits tell them apart better.
+# (k, units). The paper's grid search found (8, 3) and (16, 3); for models in which hidden states are far from the
+# embeddings of their words, small codes with many hits discriminate better.
 HASHES = ((2, 3), (2, 4), (3, 3), (3, 4), (4, 3), (8, 2), (8, 3), (16, 3))
 BANDS = (125, 250, 500, 1000)
 # Numbers of frequent words, as shares of the vocabulary.
 SHARES = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8)
-# Recalls beside the wanted one that the frontier shows.
+# Recalls beside the target that the frontier shows.
 LEVELS = (0.9, 0.95, 0.99, 0.999)
-# Of the vocabulary: what reads more is left to the exact head.
+# Share of the vocabulary above which settings are left to the exact head.
 MOST_SHARE = 0.5
-# Samples of a call of the exact head: few enough that on a GPU its scores are sums in float32.
+# Samples in a call of the exact head: few enough that on a GPU its scores are sums in float32.
 ROWS_AT_ONCE = 16
 ROUNDS = {"cpu": 5, "cuda": 20}
 
@@ -58,34 +58,34 @@ def fit(
     trials: int = 6,
     seed: int = 0,
 ) -> tuple[Any, Frontier]:
-    """The fastest measured head whose candidates hold at least a share `recall` of the true n most probable words.
+    """The fastest measured head whose candidates contain at least a share `recall` of the true n most probable words.
 
-    Thresholds are chosen on one half of the samples, so that the recall there exceeds the one that is wanted by its
-    standard error; settings that miss it on the other half, which is held out, are passed over. The exact head is timed
-    beside them; where it is faster, the head that is returned takes the exact path (`path="auto"`, from what was
-    measured), and the frontier's `verdict` says so.
+    Thresholds are chosen on one half of the samples, so that the recall there exceeds the target by its standard error;
+    settings that miss the target on the other, held-out half are rejected. The exact head is timed as well; if it is
+    faster, the returned head takes the exact path (`path="auto"`, by the measurement), and the frontier's `verdict`
+    says so.
 
     Settings whose lists hold more than half of the vocabulary are not considered.
 
     Parameters
     ----------
     embedding, bias, seed
-        As of `LshHead`.
+        As in `LshHead`.
     hidden_samples
-        `(samples, hidden)`: hidden states as the head will see them, or `(lists, rows, hidden)`: those that share a
-        candidate list, as the hypotheses of a sentence at one step. In the library and on the device of the embedding.
-        Hundreds of them: a recall of 0.99 of 12 words has a standard error of about 0.1 / sqrt(12 samples).
+        `(samples, hidden)`: hidden states like those in use, or `(lists, rows, hidden)`: groups that share a candidate
+        list, such as the hypotheses of a sentence at one step. In the library and on the device of the embedding. Use
+        hundreds: a recall of 0.99 for 12 words has a standard error of about 0.1 / sqrt(12 samples).
     recall
         0 < recall <= 1.
     n
-        Words that matter, 1 <= n <= vocab.
+        Number of words that must be found, 1 <= n <= vocab.
     rows
-        Rows that share a list, where the samples do not say: so many consecutive ones are taken for a step. Their
-        recall is then counted by each row's own candidates, since neighbours are no beam: a lower bound. Default: n.
+        Number of rows that share a list, for samples that are not grouped: consecutive rows then form a step. Since
+        they are not a beam, their recall is computed from each row's own candidates, a lower bound. Default: n.
     sentences
-        Lists of a step that is timed: rows * sentences rows.
+        Number of lists in a timed step, which has rows * sentences rows.
     order
-        `(vocab,)` word ids by falling frequency; default: ascending ids.
+        `(vocab,)` word ids by decreasing frequency; default: ascending ids.
     hashes
         Pairs (k, units) to try; default: those of `HASHES` with k <= hidden.
     bands
@@ -93,15 +93,15 @@ def fit(
     frequent
         Numbers of frequent words to try; default: 0, 1/64, 1/32, 1/16 and 1/8 of the vocab.
     trials
-        How many of the settings that read least and reach the recall are measured, no two of one hash and number of
-        bands; and one for each of the recalls 0.9, 0.95, 0.99 and 0.999 that the frontier shows.
+        Number of settings that are measured: those that read least and reach the recall, with different hashes or
+        numbers of bands. In addition one is measured for each of the recalls 0.9, 0.95, 0.99 and 0.999 in the frontier.
 
     Returns
     -------
     head
-        An `LshHead`. With threshold 0, and so exact, if no setting reaches the recall.
+        An `LshHead`. If no setting reaches the recall, its threshold is 0, which makes it exact.
     frontier
-        A `Frontier`: print it, or see its `csv()` and `plot()`.
+        A `Frontier`, with `csv()` and `plot()`; it can be printed.
 
     Raises
     ------
@@ -143,7 +143,7 @@ def fit(
     itemsize = numpy_dtype(known.dtype).itemsize
 
     def work(point: Point) -> float:
-        """About the bytes of a step: embeddings of candidates, hashing and hits of all rows."""
+        """Approximate bytes of a step: embeddings of candidates, hashing and hits of all rows."""
         hashed = rows * point.bands * (point.units * point.k + vocab / point.k**point.units)
         return point.candidates * hidden * itemsize + 4.0 * hashed
 
@@ -160,7 +160,7 @@ def fit(
         verdict = f"no setting reaches a recall of {recall} by reading at most half of the vocabulary: the exact head"
     else:
         point = min(eligible, key=lambda p: timed[p])
-        # Copies of its bands: views would keep the tables of all.
+        # Copies of its bands: views would keep the tables of all bands alive.
         head = heads[point]
         hashing = head.hashing.mapped(library("embedding", embedding).copy)
         head = head_class.assembled(embedding, bias, head.settings, hashing, head.frequent)
@@ -202,7 +202,7 @@ def _heads(
     ranking: np.ndarray,
     seed: int,
 ) -> dict[Point, Any]:
-    """A head of each setting; those of one hash share the tables of the one that has most bands."""
+    """A head for each setting; those of one hash share the tables of the one with most bands."""
     vocab, hidden = shape
     hashings: dict[tuple[int, int], Hashing] = {}
     heads = {}
@@ -221,7 +221,7 @@ def _heads(
 def _timed(
     heads: Mapping[Point, Any], exact: Any, hidden: Any, n: int, sentences: int, device: str
 ) -> tuple[dict[Point, float], float]:
-    """Median seconds of a step of each head, and of the exact one, measured in turn."""
+    """Median seconds of a step of each head, and of the exact head, measured in turn."""
     calls = {
         str(number): functools.partial(head.topk, hidden, n, sentences=sentences, path="lsh")
         for number, head in enumerate(heads.values())
@@ -233,7 +233,7 @@ def _timed(
 
 
 def _samples(hidden_samples: Any, hidden: int, n: int, rows: int | None) -> tuple[Any, int, bool]:
-    """Samples as `(lists * rows, hidden)`, rows, and whether those of a list belong together."""
+    """The samples as `(lists * rows, hidden)`, the rows of a list, and whether those of a list belong together."""
     known = arrays.facts("hidden_samples", hidden_samples)
     shape = known.shape
     grouped = len(shape) == 3
@@ -252,7 +252,7 @@ def _samples(hidden_samples: Any, hidden: int, n: int, rows: int | None) -> tupl
 
 
 def _ranking(order: Any, vocab: int) -> np.ndarray:
-    """Word ids by falling frequency."""
+    """Word ids by decreasing frequency."""
     if order is None:
         return np.arange(vocab)
     ids = np.asarray(order)

@@ -1,4 +1,6 @@
-"""Settings of an LSH head by what they read, keep and take: what a fit found, as text, CSV and a plot."""
+"""Settings of an LSH head with the words they read, their recall and their time: the result of a fit as text, CSV and
+plot.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,21 @@ class Point:
     Attributes
     ----------
     k, units, bands, threshold, frequent, capacity
-        As of `LshHead`; `frequent` is a count.
+        As in `LshHead`; `frequent` is a count.
     search_recall
-        Share of the true n most probable words among the candidates, on the samples that settings are chosen with.
+        Share of the true n most probable words among the candidates, on the samples used to choose settings.
     recall, recall_1
-        On the others, which are held out: of the n most probable words, and of the most probable one.
+        The same on the held-out samples, for the n most probable words, and for the most probable one.
     candidates
-        Words of a list in the mean of the held-out samples.
+        Mean number of words of a list, on the held-out samples.
     share
-        The same, as a share of the vocabulary.
+        The same as a share of the vocabulary.
     overflowed
         Share of the held-out lists that exceed the capacity.
     level
-        The recall that the threshold was chosen for, the highest if it suits several.
+        The recall for which the threshold was chosen, the highest if there are several.
     seconds
-        Of a step, measured; None before it is.
+        Measured time of a step; None before the measurement.
     """
 
     k: int
@@ -52,23 +54,24 @@ class Point:
 
 @dataclass(frozen=True)
 class Frontier:
-    """What `LshHead.fit` found: settings by the share of the vocabulary that they read, and the exact head beside them.
+    """The result of `LshHead.fit`: settings by the share of the vocabulary that they read, compared with the exact
+    head.
 
     Attributes
     ----------
     points
-        By rising share: those that reach the target and were measured for it, and the one that reads least for each of
-        the recalls 0.9, 0.95, 0.99 and 0.999.
+        By increasing share: the measured settings that reach the target, and the one that reads least for each of the
+        recalls 0.9, 0.95, 0.99 and 0.999.
     chosen
-        The one whose head was returned; None if that is the exact head.
+        The setting of the returned head; None if that is the exact head.
     target, n, rows
-        The recall that was asked for, of the n most probable words, in a step of so many rows.
+        The target recall, of the n most probable words, for steps of `rows` rows.
     exact_seconds
-        Of a step of the exact head.
+        Measured time of a step of the exact head.
     device
-        Where it was measured.
+        The device of the measurement.
     verdict
-        What came out, as a sentence.
+        The outcome as a sentence.
     """
 
     points: tuple[Point, ...]
@@ -116,12 +119,12 @@ class Frontier:
         Parameters
         ----------
         path
-            Where to write it, if anywhere.
+            A file to write, if given.
 
         Raises
         ------
         ModuleNotFoundError
-            Without matplotlib, which the extra `plot` brings.
+            Without matplotlib (extra `plot`).
         """
         from matplotlib.figure import Figure
 

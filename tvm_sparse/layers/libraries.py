@@ -1,7 +1,7 @@
-"""NumPy and PyTorch behind one set of names: what a layer does to arrays beside calling operators.
+"""One interface for NumPy and PyTorch, for what layers do with arrays beside calling operators.
 
-`library(array)` is the one that an array belongs to. Results are new arrays of that library, on the array's device, and
-nothing here waits for a GPU.
+`library(name, array)` returns the interface of the array's library. Results are new arrays of that library, on the
+array's device, and no function waits for a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..runtime import arrays
 
 
 class Library(Protocol):
-    """What both libraries offer. `like` is an array that tells the device."""
+    """The interface of both libraries. `like` is an array on the wanted device."""
 
     def full(self, shape: tuple[int, ...], value: float, dtype: str, like: Any) -> Any: ...
     def arange(self, count: int, dtype: str, like: Any) -> Any: ...
@@ -37,7 +37,7 @@ class Library(Protocol):
 
 class _NumPy:
     def __reduce__(self) -> str:
-        return "NUMPY"  # a copy is the same
+        return "NUMPY"  # copies are on the host too
 
     def full(self, shape: tuple[int, ...], value: float, dtype: str, like: Any) -> Any:
         return np.full(shape, value, dtype)
@@ -64,7 +64,7 @@ class _NumPy:
     def logsumexp(self, array: Any) -> Any:
         most = array.max(1, keepdims=True)
         most = np.where(np.isinf(most), 0, most)
-        with np.errstate(divide="ignore"):  # a row without a finite entry has -inf
+        with np.errstate(divide="ignore"):  # a row without a finite entry gives -inf
             return np.log(np.exp(array - most).sum(1)) + most[:, 0]
 
     def where(self, condition: Any, array: Any, other: Any) -> Any:
@@ -156,7 +156,7 @@ def library(name: str, array: Any) -> Library:
 
 
 def to_host(array: Any) -> np.ndarray:
-    """The array in NumPy, bfloat16 by ml_dtypes: without a copy where it lies on the host."""
+    """The array as a NumPy array, bfloat16 by ml_dtypes; without a copy if it is on the host."""
     if not arrays.is_torch(array):
         return array
     torch = _torch()

@@ -1,4 +1,4 @@
-"""A module in the place of a model's `lm_head`, which needs PyTorch."""
+"""A module that replaces a model's `lm_head`, which needs PyTorch."""
 
 from __future__ import annotations
 
@@ -15,48 +15,50 @@ PATHS = ("lsh", "exact")
 
 
 class LmHead(torch.nn.Module):
-    """Logits over the vocabulary, computed for candidate words only: the others are -inf.
+    """Logits over the vocabulary, computed for candidate words only; all others are -inf.
 
-    It takes the place of the `torch.nn.Linear` at the end of a language model, so that whatever works on logits goes on
-    working, as Hugging Face's `generate` with its logits processors. `LmHead.replace(model)` puts it there.
+    It replaces the `torch.nn.Linear` at the end of a language model, so that code which uses logits still works, such
+    as Hugging Face's `generate` with its logits processors. `LmHead.replace(model)` installs it.
 
     Parameters
     ----------
     weight
-        `(vocab, hidden)` parameter, which is kept: a tied embedding stays tied, and the state dict as it was.
+        `(vocab, hidden)` parameter, which is shared: a tied embedding stays tied, and the state dict is unchanged.
     bias
         `(vocab,)` parameter or None.
     path
-        "lsh", or "exact" for the product that it replaces. An attribute of the same name may be set at any time.
+        "lsh", or "exact" for the replaced product. An attribute of the same name may be set at any time.
     beam
-        Neighbouring rows of a call that share candidates: `num_beams` of `generate`. Calls with another number of rows
-        give each its own.
+        Number of neighbouring rows that share candidates: `num_beams` of `generate`. In calls with a number of rows
+        that it does not divide, each row has its own.
     exact_above
-        Calls with more candidate lists than this take the exact product: a whole prompt's, above all. Every list has
-        its own rows of the weight to read.
+        Calls with more candidate lists than this use the exact product, since each list reads its own rows of the
+        weight. Prompts are the usual case.
     options
-        Of `LshHead`: `k`, `units`, `bands`, `threshold`, `frequent`, `capacity`, `seed`, `table`.
+        Options of `LshHead`: `k`, `units`, `bands`, `threshold`, `frequent`, `capacity`, `seed`, `table`.
 
     Attributes
     ----------
     head
         The `LshHead`, which shares the weight; None on the meta device.
     counts
-        `(lists,)` int32 on the device: candidates of the last call's lists, None after one by the exact product. What
-        exceeds `head.settings.capacity` was left out: its logits are -inf.
+        `(lists,)` int32 on the device: numbers of candidates of the last call's lists; None after an exact product.
+        Candidates beyond `head.settings.capacity` were left out: their logits are -inf.
 
     Raises
     ------
     TypeError, ValueError
-        As `LshHead`.
+        As in `LshHead`.
 
-    On the meta device there is no head; once the weight has left it, the first call hashes the weight. Under
-    `torch.autocast` logits are those of the weight's own dtype, rounded. What no kernel computes, as `double()`, raises
-    a TypeError, and leaves the module as it was. `torch.jit.trace` takes the exact path alone.
+    Notes
+    -----
+    On the meta device there is no head; the first call after the weight is materialised hashes it. Under
+    `torch.autocast` logits are computed in the weight's own dtype, and rounded. Conversions without a kernel, such as
+    `double()`, raise a TypeError and change nothing. `torch.jit.trace` supports only the exact path.
 
-    When not to use it: for training. Where a gradient is wanted the exact product is taken; once the weight has
-    changed, `rebuild` hashes it again. Where top-k, sampling or beam search is all that follows, `LshHead` and
-    `beam_search` are faster: they write no logits.
+    When not to use it: for training. If a gradient is required, the exact product is used; call `rebuild` after the
+    weight has changed. If only top-k, sampling or beam search follows, `LshHead` and `beam_search` are faster, since
+    they write no logits.
 
     Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU".
     """
@@ -95,16 +97,16 @@ class LmHead(torch.nn.Module):
 
     @classmethod
     def replace(cls, model: Any, **options: Any) -> LmHead:
-        """Put a new module in the place of a Hugging Face model's `lm_head`, and return it.
+        """Replace a Hugging Face model's `lm_head` by a new module, and return that.
 
-        `options` are those of the class. `model.set_output_embeddings(module.linear())` takes it out again. Of output
-        embeddings that are pruned by `torch.nn.utils.prune`, parametrized or normalised, the weight is a copy of what
-        they compute with now.
+        `options` are those of the class. `model.set_output_embeddings(module.linear())` reverts it. If the output
+        embeddings are pruned by `torch.nn.utils.prune`, parametrized or normalised, the weight is a copy of their
+        present effective weight.
 
         Raises
         ------
         TypeError
-            If the model's output embeddings are no `torch.nn.Linear`, or a subclass with a forward of its own.
+            If the model's output embeddings are not a `torch.nn.Linear`, or are a subclass with another `forward`.
         """
         linear: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         if not isinstance(linear, torch.nn.Linear):
@@ -130,7 +132,7 @@ class LmHead(torch.nn.Module):
         return found
 
     def rebuild(self) -> None:
-        """Hash the weight as it is now; on the meta device, at the first call after it has left that."""
+        """Hash the present weight; on the meta device, at the first call after the weight is materialised."""
         if self.weight.is_meta:
             self.head = None
             return
@@ -140,7 +142,9 @@ class LmHead(torch.nn.Module):
         self._hold(head)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits `(..., vocab)` of hidden states `(..., hidden)`, in their dtype; -inf for what is no candidate."""
+        """Logits `(..., vocab)` of hidden states `(..., hidden)`, in their dtype; -inf for words that are not
+        candidates.
+        """
         width = hidden.shape[-1]
         rows = hidden.numel() // width if width else 0
         lists = rows if rows % self.beam else rows // self.beam
@@ -156,14 +160,14 @@ class LmHead(torch.nn.Module):
             return torch.nn.functional.linear(hidden, self.weight, self.bias)
         if self.head is None:
             self.rebuild()
-        elif self._hashed[0] is not self.weight:  # a model that ties its weights again has put another one here
+        elif self._hashed[0] is not self.weight:  # a model that ties its weights again has replaced the parameter
             self._assemble(self.head.settings)
         states, dtype = hidden.detach().reshape(rows, width), hidden.dtype
         if autocast:
             states, dtype = states.to(self.weight.dtype), torch.get_autocast_dtype(hidden.device.type)
         logits, words, self.counts = self.head.logits(states, sentences=lists)
         vocab, m = self.weight.shape[0], words.shape[1]
-        # Places beyond the candidates write to a column of their own.
+        # Positions beyond the candidates write to an additional column.
         columns = torch.where(words < 0, vocab, words).long()[:, None].expand(lists, rows // lists, m)
         full = logits.new_full((lists, rows // lists, vocab + 1), -float("inf"))
         full.scatter_(2, columns, logits.view(lists, rows // lists, m))
@@ -182,7 +186,7 @@ class LmHead(torch.nn.Module):
         return self
 
     def _assemble(self, settings: Settings) -> None:
-        """The head of the module's tensors as they are now, without hashing."""
+        """Make the head from the module's present tensors, without hashing."""
         hashing = None
         if settings.threshold:
             hashing = Hashing(**{name: getattr(self, name) for name in HASHED})
@@ -191,7 +195,7 @@ class LmHead(torch.nn.Module):
 
     def _hold(self, head: LshHead) -> None:
         head.path = "lsh" if head.settings.threshold else "exact"
-        # In a tuple: an attribute would be one more parameter of the module.
+        # In a tuple, since an attribute would become another parameter of the module.
         self.head, self._hashed = head, (self.weight,)
 
     def _float_bias(self) -> torch.Tensor | None:

@@ -1,9 +1,9 @@
 """An output head that multiplies with candidate words only, found by locality sensitive hashing.
 
-On a GPU a step is one program, `lsh_topk`: it hashes the hidden states, looks their codes up, and multiplies with the
-embeddings of words that have hits enough and of frequent ones. Elsewhere, and where the candidates themselves are
-asked for, it is two: `lsh_candidates` compacts these words into a list, whose length stays on the device, and
-`candidate_topk` multiplies with their embeddings. Where the exact head, `head_topk`, is faster, it runs.
+On a GPU a step is one program, `lsh_topk`: it hashes the hidden states, looks up their codes, and multiplies with the
+embeddings of frequent words and of words with enough hits. On CPUs, and if the candidates themselves are requested, it
+is two programs: `lsh_candidates` compacts these words into a list, whose length stays on the device, and
+`candidate_topk` multiplies with their embeddings. If the exact head, `head_topk`, is faster, it is used instead.
 
 Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU".
 """
@@ -58,25 +58,25 @@ from .settings import (
 if TYPE_CHECKING:
     from .frontier import Frontier
 
-FORMAT = 1  # of what `save` writes
-HOTTEST = 1 / LEAST_SCALE  # the temperature that infinity is taken as
-FUSED = "fused_step"  # the template of `lsh_topk` that makes no lists
+FORMAT = 1  # of files written by `save`
+HOTTEST = 1 / LEAST_SCALE  # temperature that replaces infinity
+FUSED = "fused_step"  # the template of `lsh_topk` without candidate lists
 
 
 @dataclass(frozen=True)
 class HeadExplanation:
-    """What `LshHead.explain` returns: the path that a call takes, and why.
+    """The result of `LshHead.explain`: the path that a call takes, and the reason.
 
     Attributes
     ----------
     path
         "lsh" or "exact".
     why
-        As a sentence.
+        The reason as a sentence.
     lsh, exact
-        Seconds of a step by each path as far as they are known, else None.
+        Seconds of a step by each path; None if not known.
     kernels
-        What runs on the path: `tvm_sparse.explain` of each of its problems.
+        The path's kernels: the result of `tvm_sparse.explain` for each of its problems.
     """
 
     path: str
@@ -99,38 +99,39 @@ class HeadExplanation:
 class LshHead:
     """The output head of a language model, reduced to candidate words at every step.
 
-    Row i of the hidden states has the candidates V_T + {j : L[i, j] >= threshold}, where L[i, j] counts the bands in
-    which the winner-take-all codes of the row and of the embedding of word j agree (equations 4 to 10), and V_T are the
-    frequent words. Rows of one sentence share the union of their candidates (equation 3).
+    The candidates of row i of the hidden states are V_T + {j : L[i, j] >= threshold}, where L[i, j] is the number of
+    bands in which the winner-take-all codes of the row and of the embedding of word j agree (equations 4 to 10), and
+    V_T are the frequent words. Rows of one sentence share the union of their candidates (equation 3).
 
     Parameters
     ----------
     embedding
-        `(vocab, hidden)` torch tensor or NumPy array of float32, float16 or bfloat16: one row a word, as the weight of
-        an `lm_head`. Kept, not copied, if it is contiguous. The head's arrays lie on its device.
+        `(vocab, hidden)` torch tensor or NumPy array of float32, float16 or bfloat16, with one row per word, like the
+        weight of an `lm_head`. It is not copied if it is contiguous. The head's arrays are on its device.
     k, units, bands
-        K, u and W of the hash. The paper finds (8, 3, 500) and (16, 3, 500) good. More bands tell words apart better
-        and cost time; a larger k or more units make hits rarer. Where hidden states are not near their words, small k
-        with high thresholds do better, see `fit`. A code of units * ceil(log2 k) bits has at most 30 bits.
+        K, u and W of the hash. The paper recommends (8, 3, 500) and (16, 3, 500). More bands discriminate better and
+        cost time; a larger k or more units make hits rarer. If hidden states are not near the embeddings of their
+        words, small k with high thresholds is better, see `fit`. A code has units * ceil(log2 k) bits, at most 30.
     threshold
-        Bands that a word has to share with a row, 0 <= threshold <= bands. With random codes of 12 bits and 500 bands a
-        word has 0.12 hits in the mean, so that 3 are reached by 3 words in 10,000, 2 by 7 in 1,000: the default of 3
-        keeps words that are alike for a reason. 0 makes every word a candidate: the exact head, without tables.
+        Number of bands in which a candidate's code must agree with the row's, 0 <= threshold <= bands. With random
+        codes of 12 bits and 500 bands a word has 0.12 hits on average: 7 words in 1,000 have 2, and 3 in 10,000 have 3,
+        so that the default of 3 leaves few accidental candidates. 0 makes every word a candidate: the exact head,
+        without tables.
     frequent
-        Words that are candidates anyway: how many of the first ids, where ids are sorted by falling frequency, as those
-        of most vocabularies are, more or less; or an array of ids. Default: vocab / 16. Without them the paper finds
-        recall too low for beam search.
+        Words that are always candidates: a number of first ids, for ids sorted by decreasing frequency, as in most
+        vocabularies approximately; or an array of ids. Default: vocab / 16. According to the paper, recall is too low
+        for beam search without them.
     capacity
-        Places in a candidate list. What does not fit is left out, and counted in `info.overflow`: the words with the
-        largest ids. Default: a quarter of the vocab beside the frequent words. At least `n` of any call.
+        Most words in a candidate list. Further words, those with the largest ids, are left out and counted in
+        `info.overflow`. Default: a quarter of the vocab plus the frequent words. It must be at least the `n` of calls.
     bias
-        `(vocab,)` float32, added to the logits; -inf bars a word.
+        `(vocab,)` float32, added to the logits; -inf excludes a word.
     seed
-        Of the permutations: the same seed makes the same head.
+        Seed of the permutations: equal seeds give equal heads.
     table
         `"direct"`, for codes of at most 16 bits, or `"cuckoo"`; default: direct up to 12 bits.
     path
-        `"auto"`: the faster one by what `fit` measured or by records, see `explain`; `"lsh"` or `"exact"`: that one. An
+        `"auto"`: the faster one by the measurements of `fit` or by records, see `explain`; or `"lsh"` or `"exact"`. An
         attribute of the same name may be set at any time.
 
     Attributes
@@ -138,20 +139,22 @@ class LshHead:
     embedding, bias
         As given.
     settings
-        The numbers, `capacity` and `table` among them.
+        The numbers, including `capacity` and `table`.
     measured
-        By (rows, sentences): what `fit` measured.
+        The measurements of `fit`, by (rows, sentences).
 
     Raises
     ------
     TypeError, ValueError
         For parameters that cannot work together, naming them with the numbers.
     RuntimeError
-        If the bias requires a gradient. An embedding that does is used detached: there is no backward pass.
+        If the bias requires a gradient. An embedding that requires one is detached: there is no backward pass.
 
+    Notes
+    -----
     When not to use it: for training, for a vocabulary of a few thousand words, and for batches of hundreds of unrelated
-    rows: their union is the vocabulary. When the embedding changes, build a new head: the exact head, where it is the
-    faster one, is told that the embedding is constant (`head_topk`).
+    rows, whose union of candidates is nearly the vocabulary. If the embedding changes, build a new head: the exact path
+    assumes that it is constant (`head_topk`).
 
     Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", section 4.2.
     """
@@ -185,7 +188,7 @@ class LshHead:
             capacity=capacity,
             table=table,
         )
-        _problems(chosen, known.dtype, bias is not None, rows=1, n=1, sentences=1)  # refuses what no kernel computes
+        _problems(chosen, known.dtype, bias is not None, rows=1, n=1, sentences=1)  # raises without kernels
         hashing = None
         if chosen.threshold:
             permutations = wta.permutations(hidden, chosen.k, chosen.units, chosen.bands, integer("seed", seed))
@@ -196,9 +199,9 @@ class LshHead:
     def assembled(
         cls, embedding: Any, bias: Any, chosen: Settings, hashing: Hashing | None, frequent: Any, path: str = "auto"
     ) -> LshHead:
-        """A head of parts that exist already: nothing is hashed. `frequent` are ids.
+        """Make a head from existing parts, without hashing. `frequent` are ids.
 
-        The arrays of `hashing` lie on the device of the embedding, and what they say is not checked.
+        The arrays of `hashing` must be on the device of the embedding, and their values are not checked.
         """
         head = cls.__new__(cls)
         head._set(embedding, bias, chosen, hashing, frequent_ids(np.asarray(frequent), chosen.vocab), path)
@@ -231,7 +234,7 @@ class LshHead:
 
     @property
     def vocab(self) -> int:
-        """The number of words."""
+        """Number of words."""
         return self.settings.vocab
 
     # ---- calls ---------------------------------------------------------------------------------------
@@ -251,26 +254,26 @@ class LshHead:
         Parameters
         ----------
         hidden
-            `(rows, hidden)` of the dtype of the embedding and on its device. Rows of one sentence follow each other.
+            `(rows, hidden)` of the embedding's dtype and on its device. Rows of one sentence are consecutive.
         n
-            1 <= n <= vocab; at most the capacity where candidates are looked up.
+            1 <= n <= vocab; with candidate lists at most the capacity.
         sentences
-            How many there are: rows / sentences rows share a candidate list. `sentences=rows` gives each row its own.
+            Number of sentences: rows / sentences rows share a candidate list. `sentences=rows` gives each row its own.
         log
-            Log-probabilities in the place of probabilities.
+            Return log-probabilities instead of probabilities.
         temperature
             Above 0 and finite.
         path
-            In the place of the attribute: "auto", "lsh" or "exact".
+            Overrides the attribute: "auto", "lsh" or "exact".
 
         Returns
         -------
         values
-            `(rows, n)` float32, descending: probabilities over the row's candidates; 0 (with `log` -inf) where there
-            are fewer than n of them.
+            `(rows, n)` float32, descending: probabilities over the row's candidates; 0 (with `log` -inf) if there are
+            fewer than n of them.
         indices
-            `(rows, n)` int64 words, -1 where there are fewer than n candidates. NaN in a row of `hidden` makes that
-            row's values NaN, and no other's.
+            `(rows, n)` int64 words, -1 if there are fewer than n candidates. NaN in a row of `hidden` makes the values
+            of that row NaN, but not of others.
         info
             A `HeadInfo`: number of candidates, overflow and log normaliser, on the device.
 
@@ -285,7 +288,7 @@ class LshHead:
         if not 1 <= n <= self.settings.vocab:
             raise ValueError(f"n: expected 1 <= n <= vocab ({self.settings.vocab}), got {n}")
         self._wanted(n, path)
-        # No rows: the exact head knows nothing to do.
+        # The exact head does not accept zero rows.
         way = self.explain(rows, n, sentences=sentences, path=path) if rows else None
         if way is None or way.path == "exact":
             values, indices, normaliser = head_topk(
@@ -321,20 +324,22 @@ class LshHead:
         Returns
         -------
         log_probs
-            `(rows, capacity)` float32, -inf beyond the row's candidates. The capacity is the vocab where every word is
-            a candidate.
+            `(rows, capacity)` float32, -inf beyond the row's candidates. The capacity is the vocab if every word is a
+            candidate.
         words
             `(sentences, capacity)` int32: the candidates of each list, ascending, then -1. Row r has list
             r // (rows / sentences).
         info
-            As of `topk`.
+            As in `topk`.
         """
         rows = self._check_hidden(hidden, sentences).shape[0]
         logits, words, counts = self._logits(hidden, sentences, self._path(rows, 1, sentences, path))
         return log_softmax(logits), words, HeadInfo(counts, logsumexp(logits), words.shape[1])
 
     def logits(self, hidden: Any, *, sentences: int = 1, path: str | None = None) -> tuple[Any, Any, Any]:
-        """Logits of all candidates: `(rows, capacity)` float32 with -inf beyond them, words and counts of the lists."""
+        """Logits of all candidates: `(rows, capacity)` float32 with -inf beyond them, and the words and counts of the
+        lists.
+        """
         rows = self._check_hidden(hidden, sentences).shape[0]
         return self._logits(hidden, sentences, self._path(rows, 1, sentences, path))
 
@@ -352,24 +357,24 @@ class LshHead:
         sentences: int = 1,
         path: str | None = None,
     ) -> tuple[Any, Any, HeadInfo]:
-        """One word a row, drawn as `softmax_sample` draws from the logits of the row's candidates.
+        """One word per row, drawn as `softmax_sample` draws from the logits of the row's candidates.
 
         Parameters
         ----------
         temperature, top_k, top_p, min_p, uniforms, seed, offset
-            As of `softmax_sample`: numbers, or arrays with something for each row. With one number for top_k, at most
-            the capacity, and one for the temperature the logits are not written to memory.
+            As in `softmax_sample`: numbers, or arrays with a value for each row. If top_k is one number, at most the
+            capacity, and the temperature is one number, logits are not written to memory.
 
         Returns
         -------
         words
-            `(rows,)` int32. A row with NaN gets the first of its candidates, a row without candidates -1.
+            `(rows,)` int32. A row with NaN returns its first candidate, a row without candidates -1.
         log_probs
             `(rows,)` float32: ln p(word), of the distribution over all candidates at this temperature and before all
-            filters; NaN for a row that has no distribution. The acceptance test of speculative decoding takes it as it
-            is without filters; with filters, less the logarithm of what they leave.
+            filters; NaN for a row without a distribution. Acceptance tests of speculative decoding can use it directly
+            if there are no filters; with filters, subtract the logarithm of the remaining probability.
         info
-            As of `topk`, at this temperature, or at 1 where that is below 1e-5. Of a temperature of each row, at 1.
+            As in `topk`, at this temperature, or at 1 if that is below 1e-5 or an array.
         """
         xp = self._library
         rows = self._check_hidden(hidden, sentences).shape[0]
@@ -380,7 +385,7 @@ class LshHead:
             try:
                 scale = min(float(temperature), HOTTEST)
             except (TypeError, ValueError):
-                inverse_temperature(temperature)  # says what is wrong
+                inverse_temperature(temperature)  # raises for an invalid temperature
             if not scale >= 0:
                 raise ValueError(f"temperature: expected a number of at least 0, got {temperature!r}")
             if scale < GREEDY:
@@ -404,17 +409,17 @@ class LshHead:
         return drawn, chosen, info
 
     def explain(self, rows: int, n: int = 1, *, sentences: int = 1, path: str | None = None) -> HeadExplanation:
-        """Which path a call with `(rows, hidden)` takes, and why.
+        """The path of a call with `(rows, hidden)`, and the reason.
 
-        With path "auto": the exact one if the threshold is 0 or n exceeds the capacity; else the faster one by what
-        `fit` measured for so many rows, or by records, where those of all kernels concerned are exact or of the next
-        larger batch; else LSH, which is what the head was built for.
+        With path "auto" it is exact if the threshold is 0 or n exceeds the capacity. Otherwise it is the faster one by
+        the measurements of `fit` for this number of rows, or by records, if those of all kernels involved are exact or
+        of the next larger batch. Without these it is LSH.
         """
         if sentences < 1 or rows % sentences:
             raise ValueError(f"sentences: expected a divisor of the {rows} rows, got {sentences}")
         key = rows, n, sentences, self._wanted(n, path)
         found = self._explained.get(key)
-        # Other launchers: other kernels, and so perhaps other records, are in use since.
+        # Another dict of launchers means that other kernels, and perhaps other records, are in use.
         if found is None or found[0] is not dispatch.dispatcher.launchers:
             found = self._explained[key] = (dispatch.dispatcher.launchers, self._explain(*key))
         return found[1]
@@ -422,12 +427,12 @@ class LshHead:
     def capture(
         self, rows: int, n: int, *, sentences: int = 1, log: bool = False, temperature: float = 1.0
     ) -> CapturedHead:
-        """`topk` of `(rows, hidden)` as one CUDA graph with fixed input and outputs: see `CapturedHead`.
+        """Capture `topk` for `(rows, hidden)` as a CUDA graph with fixed input and outputs: see `CapturedHead`.
 
         Raises
         ------
         ValueError
-            If the head does not lie on a GPU.
+            If the head is not on a GPU.
         """
         if self._known.device != "cuda":
             raise ValueError("embedding: a CUDA graph needs a head on a GPU; use head.to('cuda')")
@@ -442,11 +447,11 @@ class LshHead:
     # ---- life ----------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        # What was found out by calls is found out again: no kernel can be copied.
+        # Results of calls are not copied, since kernels cannot be copied.
         return {**self.__dict__, "_explained": {}, "_constants": {}}
 
     def to(self, device: Any) -> LshHead:
-        """The head with its arrays as torch tensors on a device; itself if they are there already.
+        """The head with its arrays as torch tensors on a device; itself if they are already there.
 
         A NumPy head stays one with `device="cpu"`.
         """
@@ -473,14 +478,14 @@ class LshHead:
         Parameters
         ----------
         path
-            Of the file. An older one is replaced.
+            The file to write; an existing one is replaced.
         embedding
-            Whether the embedding and the bias go with it. Without, `load` needs them.
+            Whether to include the embedding and the bias. Otherwise pass them to `load`.
 
         Returns
         -------
         path
-            With its suffix.
+            The path with its suffix.
         """
         held: dict[str, Any] = {"frequent": self.frequent}
         if embedding:
@@ -499,20 +504,19 @@ class LshHead:
 
     @classmethod
     def load(cls, path: str | Path, *, device: Any = None, embedding: Any = None, bias: Any = None) -> LshHead:
-        """A head that `save` wrote.
+        """Load a head written by `save`.
 
         Parameters
         ----------
         device
-            Where its arrays are to lie, as torch tensors. Default: on the CPU, in the library that they were saved
-            from.
+            Device of its arrays, as torch tensors. Default: on the CPU, in the library from which they were saved.
         embedding, bias
             For a file without them.
 
         Raises
         ------
         ValueError
-            If the file is damaged, of another version, or says what no head can be.
+            If the file is damaged, of another version, or does not describe a valid head.
         """
         path = Path(path)
         held, meta = storage.read(path)
@@ -546,9 +550,9 @@ class LshHead:
     def fit(
         cls, embedding: Any, hidden_samples: Any, recall: float = 0.99, n: int = 12, **options: Any
     ) -> tuple[LshHead, Frontier]:
-        """The fastest measured head whose candidates hold at least this share of the true n most probable words.
+        """The fastest measured head whose candidates contain at least this share of the true n most probable words.
 
-        See `tvm_sparse.layers.fitting.fit` for the options, and for what the frontier shows.
+        See `tvm_sparse.layers.fitting.fit` for the options and the frontier.
         """
         from .fitting import fit
 
@@ -578,7 +582,7 @@ class LshHead:
         return known
 
     def _wanted(self, n: int, path: str | None) -> str:
-        """The path that a call asks for, checked."""
+        """The path that a call requests, checked."""
         path = self.path if path is None else path
         if path not in PATHS:
             raise ValueError(f"path: expected one of {', '.join(PATHS)}, got {path!r}")
@@ -589,7 +593,7 @@ class LshHead:
         return path
 
     def _fused(self, hidden: Any, n: int, sentences: int, log: bool, temperature: float) -> tuple[Any, Any, HeadInfo]:
-        """A step without lists, which have no capacity then."""
+        """A step without lists, and so without a capacity."""
         hashing, shape = self.hashing, tuple(hidden.shape)
         assert hashing is not None  # the threshold is not 0
         ids = self._constant("ids", 1, lambda: self._library.from_host(self.frequent.astype(np.int32), self.embedding))
@@ -614,7 +618,7 @@ class LshHead:
     def _path(self, rows: int, n: int, sentences: int, path: str | None) -> str:
         wanted = self._wanted(n, path)
         if not rows:
-            return "exact"  # which knows nothing to do
+            return "exact"  # which handles zero rows
         return self.explain(rows, n, sentences=sentences, path=path).path if wanted == "auto" else wanted
 
     def _candidates(self, hidden: Any, sentences: int) -> tuple[Any, Any]:
@@ -642,7 +646,7 @@ class LshHead:
         return candidate_logits(hidden, self.embedding, words, counts=counts, bias=self.bias), words, counts
 
     def _everything(self, sentences: int) -> Any:
-        """The number of candidates where every word is one."""
+        """The candidate counts if every word is a candidate."""
         vocab = self.settings.vocab
         return self._constant(
             "counts", sentences, lambda: self._library.full((sentences,), vocab, "int32", self.embedding)
@@ -691,12 +695,12 @@ class LshHead:
 
 
 def _limit(top_k: Any) -> int:
-    """How many words a number for top_k leaves; 0 for all.
+    """The number of words that a top_k keeps; 0 for all.
 
     Raises
     ------
     TypeError
-        If it is no integer.
+        If it is not an integer.
     """
     return 0 if top_k is None else max(0, integer("top_k", top_k))
 
@@ -709,13 +713,13 @@ def _embedding_facts(embedding: Any) -> Facts:
 
 
 def _problems(chosen: Settings, dtype: str, bias: bool, rows: int, n: int, sentences: int) -> dict[str, list[Problem]]:
-    """The problems that a step runs: `exact`; `lsh`, with lists of candidates; and `fused`, without. None where it
-    cannot go this way.
+    """The problems of a step by each way: `exact`; `lsh`, with lists of candidates; and `fused`, without. None for a
+    way that is not possible.
 
     Raises
     ------
     ProblemError
-        If one of them cannot be, with the numbers.
+        If a problem is not valid, with the numbers.
     """
     found: dict[str, list[Problem]] = {"exact": [], "lsh": [], "fused": []}
     if not rows:
@@ -737,22 +741,22 @@ def _problems(chosen: Settings, dtype: str, bias: bool, rows: int, n: int, sente
 
 
 def _fits(fused: Sequence[Problem], machine: Machine) -> bool:
-    """Whether there are kernels that make no lists. Those of `lsh_topk` that do gain nothing."""
+    """Whether there is a kernel without lists. Other templates of `lsh_topk` have no advantage."""
     return any(spaces.fallback(problem, machine).template == FUSED for problem in fused)
 
 
 def _recorded(*ways: Sequence[Explanation]) -> list[float | None]:
-    """Of each way the seconds of its kernels one after the other, if records of this machine tell them.
+    """For each way the sum of its kernels' seconds, if this machine's records have them.
 
-    None of all where some of these times are with hot inputs and some with fresh ones: they do not compare.
+    All are None if some of these times are with hot inputs and others with fresh ones, which cannot be compared.
     """
 
     def told(kernels: Sequence[Explanation]) -> bool:
-        # A library that was compiled without a record has decisions of its own, and no figures.
+        # A library that was compiled without a record may have other decisions, and has no times.
         return bool(kernels) and all(one.how in dispatch.RECORDED and "seconds" in one.figures for one in kernels)
 
     def seconds(one: Explanation) -> float:
-        # Where the operator has another way, what a call of torch tensors takes: those are timed with hot inputs.
+        # If the operator has another way, the time of a call with torch tensors; these are timed with hot inputs.
         return one.figures.get("way_seconds", one.figures["seconds"])
 
     known = [kernels if told(kernels) else () for kernels in ways]
@@ -763,7 +767,7 @@ def _recorded(*ways: Sequence[Explanation]) -> list[float | None]:
 
 
 def _check_saved(path: Path, chosen: Settings, hashing: Hashing | None, embedding: np.ndarray | None) -> None:
-    """Raise `ValueError` unless what a file says can be, and no kernel reads outside of its tables."""
+    """Raise `ValueError` unless a file's content is valid, so that no kernel reads outside of its tables."""
     numbers = dataclasses.asdict(chosen)
     try:
         again = settings(**(numbers | ({} if chosen.threshold else {"table": None, "capacity": None})))

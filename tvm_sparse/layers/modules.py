@@ -1,5 +1,6 @@
-"""What the layers here ask of modules of PyTorch: the tensors that they compute with, and whether a layer of ours may
-take their place; and how a module of ours is converted, whole or not at all."""
+"""Helpers for PyTorch modules: their effective tensors, whether a layer of this package may replace them, and
+all-or-nothing conversion of this package's modules.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ DEVICES = ("cpu", "cuda", "meta")
 
 
 def effective(module: torch.nn.Module, name: str) -> torch.Tensor | None:
-    """The tensor that a module computes with under this name, without a gradient; None if it has none.
+    """The effective tensor of this name with which a module computes, without a gradient; None if it has none.
 
-    That is the parameter; or what its next call would make of parameters: masked (`torch.nn.utils.prune`),
-    parametrized (`torch.nn.utils.parametrize`), or normalised (`weight_norm`, `spectral_norm`, of either kind). A
-    power iteration of a spectral norm is not made: buffers stay as they are.
+    This is the parameter, or the tensor that its next call would compute from parameters: masked
+    (`torch.nn.utils.prune`), parametrized (`torch.nn.utils.parametrize`), or normalised (`weight_norm`,
+    `spectral_norm`, of either kind). The power iteration of a spectral norm is not performed: buffers do not change.
     """
     with torch.no_grad():
         for hook in module._forward_pre_hooks.values():
@@ -49,7 +50,7 @@ def effective(module: torch.nn.Module, name: str) -> torch.Tensor | None:
 
 
 def parameters_of(module: torch.nn.Module, name: str) -> Iterator[torch.nn.Parameter]:
-    """The parameters of which a module makes the tensor of this name."""
+    """The parameters from which a module computes the tensor of this name."""
     if parametrize.is_parametrized(module, name):
         yield from module.parametrizations[name].parameters()  # type: ignore[index, union-attr]
     for suffix in ("", "_orig", "_g", "_v"):
@@ -59,7 +60,9 @@ def parameters_of(module: torch.nn.Module, name: str) -> Iterator[torch.nn.Param
 
 
 def parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter | None:
-    """The parameter of this name; where a module makes the tensor of others, a new one that holds it as it is now."""
+    """The parameter of this name; if a module computes the tensor from others, a new parameter with
+    its present value.
+    """
     found = module._parameters.get(name)
     made = effective(module, name)
     if found is not None or made is None:
@@ -68,21 +71,21 @@ def parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter | None:
 
 
 def trained(module: torch.nn.Module, name: str) -> bool:
-    """Whether a gradient goes to the tensor of this name."""
+    """Whether gradients flow to the tensor of this name."""
     return any(parameter.requires_grad for parameter in parameters_of(module, name))
 
 
 def plain_class(module: torch.nn.Module) -> type:
-    """The class of a module, of a parametrized one that which it had before."""
+    """The class of a module; for a parametrized one its original class."""
     kind = type(module)
-    # PyTorch makes a subclass of its own for every parametrized module.
+    # PyTorch makes a separate subclass for every parametrized module.
     return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
 
 
 def own_forward(module: torch.nn.Module, *kinds: type) -> str | None:
-    """Why a layer of ours would not compute what this module does: its `forward` is none of these classes'.
+    """Why this module cannot be replaced by a layer of this package: its `forward` is not that of one of these classes.
 
-    None if it is one of theirs.
+    None if it is.
     """
     forward = getattr(type(module), "forward", None)
     if "forward" in vars(module):
@@ -100,12 +103,12 @@ def refuse_own_forward(name: str, module: torch.nn.Module, *kinds: type, instead
 
 
 def check_conversion(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Raise before `Module._apply` changes anything, if `fn` makes a dtype or device of which there is no kernel.
+    """Raise before `Module._apply` changes anything, if `fn` makes a dtype or device without a kernel.
 
     Raises
     ------
     TypeError
-        Naming the dtype or the device, and those that there are.
+        Naming the dtype or the device, and the supported ones.
     """
     kinds = {(tensor.dtype, tensor.device) for tensor in [*module.parameters(False), *module.buffers(False)]}
     for dtype, device in kinds:

@@ -1,6 +1,7 @@
-"""Which entries of a weight stay: by magnitude, the same number in every row, or whole blocks; at once, or in training.
+"""Pruning of weights: by magnitude, with equal numbers of entries in every row, or in whole blocks; at once, or in
+training.
 
-Masks and pruned weights are of the library and on the device of the weight, NumPy arrays or torch tensors.
+Masks and pruned weights are in the weight's library, NumPy or PyTorch, and on its device.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from ..runtime import arrays
 from .libraries import library
 
 METHODS = ("magnitude", "row_balanced", "block")
-# Rows and columns of a block where nothing is said: the middle of what block-sparse formats have.
+# Default rows and columns of a block: the middle of the sizes of block-sparse formats.
 BLOCK = 16
 
-# The density to prune to after a step of training, or None: the pattern stays as it is.
+# The density to prune to after a step of training; None: the pattern does not change.
 Schedule = Callable[[int], float | None]
 
 
 def pruning_mask(weight: Any, density: float, *, method: str = "magnitude", block: int = BLOCK, gates: int = 1) -> Any:
-    """Which entries of a weight are kept.
+    """The mask of the entries of a weight that pruning keeps.
 
     Parameters
     ----------
@@ -30,17 +31,16 @@ def pruning_mask(weight: Any, density: float, *, method: str = "magnitude", bloc
         `(rows, columns)` torch tensor or NumPy array of floats, without NaN; for all gates of a recurrent layer
         `(gates * hidden, hidden)`.
     density
-        Share of the entries that is kept, 0 <= density <= 1, rounded to a whole number of entries (of a row, of
-        blocks).
+        Share of the entries that is kept, 0 <= density <= 1, rounded to a whole number of entries (per row) or blocks.
     method
-        `"magnitude"`: those of the largest magnitude in the whole matrix (naive pruning; gates and rows get unequal
-        shares). `"row_balanced"`: those of the largest magnitude in each row, the same number in every row.
-        `"block"`: blocks of the largest mean square, all entries of a block or none. Of equal ones the first is kept.
+        `"magnitude"`: the entries with the largest magnitude in the whole matrix (naive pruning; gates and rows get
+        unequal shares). `"row_balanced"`: those with the largest magnitude in each row, the same number in every row.
+        `"block"`: whole blocks, those with the largest mean square. Among equals the first is kept.
     block
         Rows and columns of a block. Blocks at the edges may be smaller.
     gates
-        Of a recurrent weight `(gates * hidden, hidden)`: a block has so many rows of every gate, those of the same
-        units, as tiles of tensor cores do. 1: gates are not told apart. Other methods do not ask for it.
+        For a recurrent weight `(gates * hidden, hidden)`: a block contains the rows of its units from every gate, like
+        the kernels' tiles for tensor cores. 1: gates are not distinguished. Other methods ignore it.
 
     Returns
     -------
@@ -52,6 +52,8 @@ def pruning_mask(weight: Any, density: float, *, method: str = "magnitude", bloc
     TypeError, ValueError
         For arguments that do not fit, naming them.
 
+    Notes
+    -----
     Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs", appendix B (naive and row-balanced).
     """
     xp = library("weight", weight)
@@ -67,7 +69,7 @@ def pruning_mask(weight: Any, density: float, *, method: str = "magnitude", bloc
         raise ValueError(f"gates: expected a divisor of the {known.shape[0]} rows of the weight, got {gates}")
     rows, columns = known.shape
     scores = weight.detach() if arrays.is_torch(weight) else weight
-    # Sixteen bits compare as float32: sums of squares do not overflow.
+    # Sixteen bits are compared as float32, since sums of squares may overflow.
     scores = abs(scores if known.dtype == "float64" else xp.cast(scores, "float32"))
     if bool(xp.isnan(scores).any()):
         raise ValueError("weight: expected no NaN, which has no magnitude")
@@ -80,9 +82,9 @@ def pruning_mask(weight: Any, density: float, *, method: str = "magnitude", bloc
     units = rows // gates
     down, across = -(-units // block), -(-columns // block)
     shape = gates, down * block, across * block
-    # Their own means, also where blocks at the edges have fewer entries.
+    # Divided by their own number of entries, since blocks at the edges may have fewer.
     padded, entries = (xp.full(shape, 0.0, "float32", scores) for _ in range(2))
-    # By the largest, so that squares neither overflow nor vanish.
+    # Scaled by the largest, so that squares neither overflow nor vanish.
     most = scores.max()
     scaled = scores / xp.where(most > 0, most, most * 0 + 1)
     padded[:, :units, :columns] = scaled.reshape(gates, units, columns) ** 2
@@ -94,14 +96,14 @@ def pruning_mask(weight: Any, density: float, *, method: str = "magnitude", bloc
 
 
 def prune(weight: Any, density: float, *, method: str = "magnitude", block: int = BLOCK, gates: int = 1) -> Any:
-    """A copy of the weight with zeros in the place of what `pruning_mask`, which has the parameters, does not keep."""
+    """A copy of the weight in which entries that `pruning_mask`, with the same parameters, does not keep are zero."""
     mask = pruning_mask(weight, density, method=method, block=block, gates=gates)
     own, xp = weight.detach() if arrays.is_torch(weight) else weight, library("weight", weight)
     return xp.where(mask, own, xp.full((1, 1), 0.0, arrays.facts("weight", weight).dtype, own))
 
 
 def _largest(scores: Any, count: int) -> Any:
-    """The `count` largest of each row, of equal ones the first, as a mask."""
+    """A mask of the `count` largest entries of each row, the first ones among equals."""
     if count in (0, scores.shape[1]):
         return (scores >= 0) if count else (scores < 0)
     edge = library("scores", scores).kth_largest(scores, count)[:, None]
@@ -126,19 +128,21 @@ def _checked_density(name: str, density: Any) -> float:
 
 
 def cubic_schedule(final: float, *, begin: int, end: int, every: int = 100, initial: float = 1.0) -> Schedule:
-    """A density that falls fast at first and slowly at the end.
+    """A density that decreases fast at first and slowly at the end.
 
     With sparsity s = 1 - density, at t = begin, begin + every, ..., end:
 
         s_t = s_final + (s_initial - s_final) (1 - (t - begin) / (end - begin))^3
 
-    Steps are counted from 1; in between, and after `end`, the pattern stays.
+    Steps are counted from 1; in between, and after `end`, the pattern does not change.
 
     Raises
     ------
     TypeError, ValueError
         For arguments that do not fit, naming them.
 
+    Notes
+    -----
     Source: Zhu & Gupta 2017, "To prune, or not to prune", equation 1.
     """
     final, initial = _checked_density("final", final), _checked_density("initial", initial)
@@ -156,10 +160,10 @@ def cubic_schedule(final: float, *, begin: int, end: int, every: int = 100, init
 
 
 def constant_schedule(final: float, *, begin: int, end: int, every: int) -> Schedule:
-    """The final density from the first pruning on, and a new pattern at `begin`, `begin + every`, ... up to `end`.
+    """The final density from the first pruning on, with a new pattern at `begin`, `begin + every`, ... up to `end`.
 
-    With `begin` and `every` half an epoch and `end` some epochs before the last, and a master copy of the weights, this
-    is the training of Zhu, Pool et al. 2018, appendix B. Steps are counted from 1.
+    With half an epoch for `begin` and `every`, `end` some epochs before the last, and a master copy of the weights,
+    this is the training of Zhu, Pool et al. 2018, appendix B. Steps are counted from 1.
     """
     final = _checked_density("final", final)
     begin, end, every = _checked_steps(begin, end, every)
@@ -188,29 +192,31 @@ class GradualPruning:
         A `torch.nn.RNN`, `LSTM` or `GRU`, or a module that contains some: their recurrent weights (`weight_hh_l...`)
         are pruned. Or any iterable of two-dimensional parameters.
     schedule
-        `schedule(step)` is the density to prune to after the step, counted from 1, or None: the pattern stays.
+        `schedule(step)` is the density to prune to after the step, counted from 1, or None to keep the pattern.
         `cubic_schedule` and `constant_schedule` make such functions.
     method, block, gates
-        Of `pruning_mask`; `gates` is by default that of each weight of a module, and 1 of other parameters.
+        As in `pruning_mask`; the default of `gates` is that of the module for its weights, and 1 for other parameters.
     master
-        Whether a master copy of the unpruned weights is kept and trained: the pruned ones compute forwards and
-        backwards, the master copy takes the optimiser's step, and weights that were pruned may return at the next
-        pruning (Zhu, Pool et al. 2018, appendix B). Else what is pruned stays zero (Zhu & Gupta 2017).
+        Whether to train a master copy of the unpruned weights: the pruned weights are used in the forward and backward
+        pass, the optimiser's step changes the master copy, and pruned weights may return at the next pruning (Zhu, Pool
+        et al. 2018, appendix B). Otherwise pruned weights stay zero (Zhu & Gupta 2017).
 
     Attributes
     ----------
     step
-        Steps of the optimiser so far.
+        Number of the optimiser's steps so far.
     masks
-        The patterns by number of the parameter, empty before the first pruning.
-
-    Without `attach`, call `before_step()` and `after_step()` around the optimiser's step. Patterns are remembered by
-    the order of the parameters: `state_dict` and `load_state_dict` resume a run.
+        The patterns by the parameter's index; empty before the first pruning.
 
     Raises
     ------
     TypeError, ValueError
         For arguments that do not fit, naming them.
+
+    Notes
+    -----
+    Without `attach`, call `before_step()` and `after_step()` around the optimiser's step. `state_dict` and
+    `load_state_dict` resume a run; they identify parameters by their order.
     """
 
     def __init__(
@@ -241,7 +247,7 @@ class GradualPruning:
 
     @property
     def density(self) -> float:
-        """Of all weights together: the share of entries that are not masked."""
+        """Share of entries that are not masked, over all weights."""
         total = sum(parameter.numel() for parameter in self.parameters)
         kept = sum(
             int(self.masks[i].sum()) if i in self.masks else parameter.numel()
@@ -250,7 +256,7 @@ class GradualPruning:
         return kept / total if total else math.nan
 
     def attach(self, optimizer: Any) -> GradualPruning:
-        """Let the optimiser's steps call `before_step` and `after_step`. Returns itself."""
+        """Register `before_step` and `after_step` as hooks of the optimiser's steps. Returns itself."""
         self.detach()
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self.before_step()),
@@ -259,24 +265,24 @@ class GradualPruning:
         return self
 
     def detach(self) -> None:
-        """Let go of the optimiser. The weights stay as they are, pruned."""
+        """Remove the hooks from the optimiser. The weights stay pruned."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def before_step(self) -> None:
-        """With a master copy: put it in the place of the pruned weights, for the optimiser to change."""
+        """With a master copy: put it into the parameters, for the optimiser to change."""
         for i, unpruned in self._masters.items():
             self.parameters[i].detach().copy_(unpruned)
 
     def after_step(self) -> None:
-        """Count the step, take a new pattern where the schedule says so, and zero what is pruned."""
+        """Count the step, make a new pattern if the schedule says so, and zero pruned weights."""
         self.step += 1
         density = self.schedule(self.step)
         for i, parameter in enumerate(self.parameters):
-            own = parameter.detach()  # changed in place: the module's other views of its storage see it
+            own = parameter.detach()  # changed in place, so that the module's other views of its storage see it
             if i in self.masks and not self._master:
-                own.masked_fill_(~self.masks[i], 0)  # what the optimiser gave to pruned weights does not count
+                own.masked_fill_(~self.masks[i], 0)  # discards the optimiser's updates of pruned weights
             if density is not None:
                 options: dict[str, Any] = {"method": self.method, "block": self.block, "gates": self.gates[i]}
                 self.masks[i] = pruning_mask(own, density, **options)
@@ -286,16 +292,16 @@ class GradualPruning:
                 own.masked_fill_(~self.masks[i], 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Step, patterns and master copies: what `load_state_dict` takes."""
+        """Step, patterns and master copies, for `load_state_dict`."""
         return {"step": self.step, "masks": dict(self.masks), "masters": dict(self._masters)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, on the devices of the parameters.
+        """Continue from a `state_dict`, on the devices of the parameters.
 
         Raises
         ------
         ValueError
-            If it is of other parameters.
+            If it belongs to other parameters.
         """
         for name in ("masks", "masters"):
             for i, array in state[name].items():
@@ -308,7 +314,7 @@ class GradualPruning:
 
 
 def _recurrent_weights(target: Any) -> list[Any]:
-    """The parameters that are pruned."""
+    """The parameters to prune."""
     if hasattr(target, "named_parameters") and not isinstance(target, type):
         found = [
             parameter

@@ -1,7 +1,7 @@
 """Recurrent layers with sparse recurrent weights: prepared once, called with a projected input.
 
-A layer holds its weights in the layout of the kernels, and cuts a call into launches: of at most `BATCH` sequences, and
-of so many steps that the exchange between thread blocks has its place. It has no kernels of its own.
+A layer holds its weights in the layout of the kernels, and splits a call into launches of at most `BATCH` sequences,
+and of as many steps as the workspace for the exchange between thread blocks allows. It has no kernels of its own.
 
 Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs: Squeezing Large Recurrent Networks On-Chip".
 """
@@ -31,25 +31,25 @@ from .libraries import TORCH, library, to_host
 from .pruning import BLOCK, prune
 from .recurrent_weights import Weights, assembled, form_of, launch_problem, of_dtype, parts_of, prepared, run
 
-FORMAT = 1  # of what `save` writes
+FORMAT = 1  # of files written by `save`
 NONLINEARITIES = ("tanh", "relu")
-# Sequences of a launch.
+# Most sequences of a launch.
 BATCH = 16
-# Bytes of hidden states, all steps of a launch together: kernels that exchange them by marked slots keep each.
+# Most bytes of hidden states over all steps of a launch: kernels that exchange them by polling keep all of them.
 EXCHANGED = 1 << 26
 LEAST_STEPS = 64
 
 
 @dataclass(frozen=True)
 class LayerExplanation:
-    """What `explain` of a layer returns: the launches of a call, and the kernel of each.
+    """The result of a layer's `explain`: the launches of a call, and the kernel of each.
 
     Attributes
     ----------
     launches
-        `(steps, batch)` of each launch in turn.
+        `(steps, batch)` of each launch, in order.
     kernels
-        What runs each, as `tvm_sparse.explain` has it.
+        The kernel of each launch, as from `tvm_sparse.explain`.
     """
 
     launches: tuple[tuple[int, int], ...]
@@ -62,16 +62,16 @@ class LayerExplanation:
 
 
 def project_inputs(x: Any, weight_ih: Any, bias_ih: Any = None, bias_hh: Any = None, *, cell: str) -> Any:
-    """What a layer takes: x @ weight_ih.T with the biases that do not depend on the state.
+    """The input of a layer: x @ weight_ih.T plus the biases that do not depend on the state.
 
-    x_projected = x W_ih^T + b_ih + b_hh; of a GRU's last gate without b_hh, which is the layer's `hidden_bias`.
+    x_projected = x W_ih^T + b_ih + b_hh; for a GRU's last gate without b_hh, which is the layer's `hidden_bias`.
 
     Parameters
     ----------
     x
         `(..., input)` torch tensor or NumPy array.
     weight_ih
-        `(gates * hidden, input)` of its library and dtype, gates in torch's order.
+        `(gates * hidden, input)` in the library and dtype of `x`, gates in torch's order.
     bias_ih, bias_hh
         `(gates * hidden,)` or None.
     cell
@@ -80,7 +80,7 @@ def project_inputs(x: Any, weight_ih: Any, bias_ih: Any = None, bias_hh: Any = N
     Returns
     -------
     x_projected
-        `(..., gates * hidden)`: a dense product by the library of `x`.
+        `(..., gates * hidden)`, computed as a dense product by the library of `x`.
 
     Raises
     ------
@@ -96,7 +96,7 @@ def project_inputs(x: Any, weight_ih: Any, bias_ih: Any = None, bias_hh: Any = N
         if library(name, array) is not kind:
             raise TypeError(f"{name}: expected an array of x's library, got {type(array).__name__}")
         if kind is not TORCH:
-            arrays.facts(name, array)  # refuses a masked one
+            arrays.facts(name, array)  # refuses masked arrays
     width, shapes = x.shape[-1] if len(x.shape) else 0, tuple(weight_ih.shape)
     if len(shapes) != 2 or shapes[0] % GATES[cell] or shapes[1] != width:
         raise ValueError(f"weight_ih: expected shape ({GATES[cell]} * hidden, {width}), got {shapes}")
@@ -111,7 +111,7 @@ def project_inputs(x: Any, weight_ih: Any, bias_ih: Any = None, bias_hh: Any = N
         import torch
 
         return torch.nn.functional.linear(x, weight_ih, bias)
-    # Sixteen bits are summed as float32, and rounded once.
+    # In 16 bits, the biases are added in float32, and rounded once.
     found = x.astype(np.float32) @ weight_ih.T.astype(np.float32) if x.dtype.itemsize == 2 else x @ weight_ih.T
     return (found if bias is None else found + bias).astype(x.dtype, copy=False)
 
@@ -128,12 +128,12 @@ def projected_bias(bias_ih: Any, bias_hh: Any, cell: str) -> Any:
 
 
 def launches(steps: int, batch: int, hidden: int) -> tuple[tuple[int, int], ...]:
-    """Steps and sequences of each launch of a call, of layers with so many units."""
+    """Steps and sequences of each launch of a call, for a layer with `hidden` units."""
     return tuple((time.stop - time.start, rows.stop - rows.start) for time, rows in _parts(steps, batch, hidden))
 
 
 def _parts(steps: int, batch: int, hidden: int) -> Iterator[tuple[slice, slice]]:
-    """As `launches`, which steps and sequences; those of the same sequences in the order of time."""
+    """As `launches`, but as slices of steps and sequences; launches of the same sequences are in the order of time."""
     for first in range(0, batch, BATCH):
         rows = min(BATCH, batch - first)
         most = max(LEAST_STEPS, EXCHANGED // (4 * hidden * rows))
@@ -142,12 +142,12 @@ def _parts(steps: int, batch: int, hidden: int) -> Iterator[tuple[slice, slice]]
 
 
 class _Layer:
-    """What the three layers share."""
+    """Common base of the three layers."""
 
     weights: Weights
     cell: str
-    cells: ClassVar[tuple[str, ...]]  # that a class may have
-    hidden_bias: np.ndarray | None = None  # on the host, of a GRU
+    cells: ClassVar[tuple[str, ...]]  # the cells that a class supports
+    hidden_bias: np.ndarray | None = None  # on the host, for a GRU
 
     def __init__(
         self,
@@ -189,17 +189,17 @@ class _Layer:
 
     @property
     def hidden(self) -> int:
-        """The number of units."""
+        """Number of units."""
         return self.weights.hidden
 
     @property
     def dtype(self) -> str:
-        """Of the weights, and of all inputs and outputs."""
+        """Dtype of the weights, and of all inputs and outputs."""
         return self.weights.dtype
 
     @property
     def form(self) -> str:
-        """In which the weights are kept: "entries" or "blocks"."""
+        """The form of the weights: "entries" or "blocks"."""
         return form_of(self.weights)
 
     # ---- calls -----------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class _Layer:
         shape = tuple(getattr(x_projected, "shape", ()))
         parts = list(_parts(shape[0], shape[1], self.hidden)) if len(shape) == 3 else []
         if len(parts) == 1 and resets is None and lengths is None:
-            # The operator checks the arguments of its one launch.
+            # If there is a single launch, the operator checks the arguments.
             states = tuple(self._zeros(x_projected) if state is None else state for state in states)
             return self._launch(x_projected, states, None, None, out)
         known = self._check(x_projected)
@@ -255,15 +255,15 @@ class _Layer:
         return launches(steps, batch, self.hidden)
 
     def project_inputs(self, x: Any, weight_ih: Any, bias_ih: Any = None, bias_hh: Any = None) -> Any:
-        """`x_projected` of inputs `(..., input)`, see `tvm_sparse.project_inputs`."""
+        """`x_projected` for inputs `(..., input)`, see `tvm_sparse.project_inputs`."""
         return project_inputs(x, weight_ih, bias_ih, bias_hh, cell=self.cell)
 
     def explain(
         self, steps: int, batch: int, *, resets: bool = False, lengths: bool = False, target: str = "auto"
     ) -> LayerExplanation:
-        """The launches of a call with `(steps, batch, ...)`, and which kernel runs each, and why.
+        """The launches of a call with `(steps, batch, ...)`, and for each the kernel and the reason for it.
 
-        `resets` and `lengths`: whether the call has them. `target` is that of `tvm_sparse.explain`.
+        `resets` and `lengths`: whether the call has these arguments. `target` is as in `tvm_sparse.explain`.
         """
         where = machine.resolve(target)
         shapes = self.launches(steps, batch)
@@ -275,14 +275,14 @@ class _Layer:
         return LayerExplanation(shapes, tuple(found[shape] for shape in shapes))
 
     def capture(self, steps: int, batch: int, *, resets: bool = False, lengths: bool = False) -> CapturedLayer:
-        """A call of one shape as a CUDA graph with inputs and outputs that stay in place: see `CapturedLayer`.
+        """Capture a call of one shape as a CUDA graph with fixed inputs and outputs: see `CapturedLayer`.
 
-        On the layer's device, or the current GPU if it has none.
+        It is captured on the layer's device, or on the current GPU if it has none.
 
         Raises
         ------
         ValueError
-            If that is no GPU.
+            If that is not a GPU.
         """
         device = self.device or "cuda"
         if not device.startswith("cuda"):
@@ -311,10 +311,10 @@ class _Layer:
     # ---- life ------------------------------------------------------------------------------------
 
     def to(self, device: Any = None, dtype: Any = None) -> Self:
-        """The layer for a device, which `capture` takes, or of another dtype (`astype`); itself if nothing changes.
+        """The layer with another device, which `capture` uses, or another dtype (`astype`); itself if nothing changes.
 
-        Weights are placed where inputs lie at the first call. A dtype, of torch or NumPy or its name, may be the only
-        argument.
+        At the first call weights are copied to the inputs' device. A dtype, of torch or NumPy or its name, may be the
+        only argument.
         """
         if dtype is None and (name := arrays.dtype_name(device)) in FLOATS:
             device, dtype = None, name
@@ -322,7 +322,7 @@ class _Layer:
         return found if device is None or str(device) == self.device else found._like(found.weights, device)
 
     def astype(self, dtype: str) -> Self:
-        """The layer with weights, inputs and outputs of another dtype; itself if it is the same."""
+        """The layer with weights, inputs and outputs in another dtype; itself if it is the same."""
         if dtype == self.dtype:
             return self
         if dtype not in FLOATS:
@@ -330,7 +330,7 @@ class _Layer:
         return self._like(of_dtype(self.weights, dtype), self.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_constants": {}}  # what calls have put on devices
+        return {**self.__dict__, "_constants": {}}  # arrays placed on devices by calls
 
     def _like(self, weights: Weights, device: Any) -> Self:
         found = type(self).__new__(type(self))
@@ -345,13 +345,13 @@ class _Layer:
         Returns
         -------
         path
-            With its suffix. An older file is replaced.
+            The path with its suffix. An existing file is replaced.
         """
         held, meta = self.parts()
         return storage.write(Path(path), held, {"format": FORMAT, **meta})
 
     def parts(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Arrays and numbers that `assembled` makes the layer of."""
+        """Arrays and numbers from which `assembled` makes the layer."""
         held, meta = parts_of(self.weights)
         if self.hidden_bias is not None:
             held["hidden_bias"] = self.hidden_bias
@@ -359,12 +359,12 @@ class _Layer:
 
     @classmethod
     def load(cls, path: str | Path, *, device: Any = None) -> Self:
-        """A layer that `save` wrote, for a device.
+        """Load a layer written by `save`, for a device.
 
         Raises
         ------
         ValueError
-            If the file is damaged, of another version or kind of layer, or says what no layer can be.
+            If the file is damaged, of another version or kind of layer, or does not describe a valid layer.
         """
         path = Path(path)
         held, meta = storage.read(path)
@@ -374,7 +374,9 @@ class _Layer:
 
     @classmethod
     def assembled(cls, held: dict[str, np.ndarray], meta: dict[str, Any], device: Any, source: str) -> Self:
-        """A layer of what `parts` gave, checked: no kernel reads outside of its arrays. Errors name the `source`."""
+        """Make a layer from the result of `parts`, checked so that no kernel reads outside of its arrays. Errors name
+        `source`.
+        """
         cell = meta.get("cell")
         if cell not in cls.cells:
             raise ValueError(f"{source}: not a {cls.__name__}: cell {cell!r}")
@@ -400,7 +402,7 @@ class _Layer:
         return input_facts(self.weights, x)
 
     def _resets(self, resets: Any, known: Facts) -> Any:
-        """As the operator takes them."""
+        """Resets in the operator's form."""
         if resets is None:
             return None
         found, wanted = arrays.facts("resets", resets), known.shape[:2]
@@ -415,7 +417,7 @@ class _Layer:
         return library("resets", resets).cast(resets if found.dtype == "bool" else resets != 0, "int32")
 
     def _left(self, lengths: Any, time: slice) -> Any:
-        """Of the lengths, what lies within the steps of a launch."""
+        """The part of the lengths within the steps of a launch."""
         xp = library("lengths", lengths)
         left = xp.above_zero(lengths - time.start)
         most = xp.full((1,), time.stop - time.start, "int32", lengths)
@@ -444,25 +446,26 @@ class SparseRNN(_Layer):
     ----------
     weight_hh
         `(hidden, hidden)`: a SciPy sparse matrix, a torch tensor of a sparse layout, a dense NumPy array or torch
-        tensor (whose nonzeros are taken), or a `RecurrentWeights` or `BlockRecurrentWeights`.
+        tensor (whose nonzeros are used), or a `RecurrentWeights` or `BlockRecurrentWeights`.
     nonlinearity
         "tanh" or "relu".
     density
         Prune a dense weight to this share of its entries first.
     method, block
-        How, as of `tvm_sparse.pruning_mask`; blocks have rows of all gates.
+        Pruning method and block size, as in `tvm_sparse.pruning_mask`; blocks contain rows of all gates.
     dtype
-        Of weights, inputs, states and outputs: "float32", "float16" or "bfloat16"; default: that of the weight
-        (float32 in the place of float64). Sums are made in float32; the states that go from step to step are rounded.
+        Dtype of weights, inputs, states and outputs: "float32", "float16" or "bfloat16"; default: that of the weight
+        (float32 instead of float64). Sums are accumulated in float32; states are rounded after each step.
     form
         "entries": every nonzero with its column, for any pattern. "blocks": tiles of 16 rows (4 units of a GRU or LSTM)
-        and groups of 8 columns for tensor cores, for block-sparse and dense weights. "auto": blocks where values
-        have 16 bits, and more than half of what blocks hold is nonzero, or 15 % if they take at most 8 MiB.
+        and groups of 8 columns for tensor cores, for block-sparse and dense weights. "auto": blocks if values have 16
+        bits and more than half of the values in the blocks are nonzero, or more than 15 % if blocks take at most 8 MiB;
+        else entries.
     order
-        Of the entries of a row: "banks" (few bank conflicts), "greedy" or "columns", as of
+        Order of the entries of a row: "banks" (few bank conflicts), "greedy" or "columns", as in
         `formats.recurrent.recurrent_weights`.
     device
-        Of `capture`, e.g. "cuda". Calls run where their inputs lie.
+        Device for `capture`, e.g. "cuda". Calls run on the device of their inputs.
 
     Attributes
     ----------
@@ -474,7 +477,9 @@ class SparseRNN(_Layer):
     TypeError, ValueError
         For parameters that do not fit, naming them.
 
-    When not to use it: for training, there is no backward pass. When the weights change, make a new layer.
+    Notes
+    -----
+    When not to use it: for training, since there is no backward pass. If the weights change, make a new layer.
 
     Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs: Squeezing Large Recurrent Networks On-Chip", equation 2.
     """
@@ -511,26 +516,26 @@ class SparseRNN(_Layer):
         h0
             `(batch, hidden)`, the state before the first step; default: zeros.
         resets
-            `(steps, batch)` of bool or integers: where it is not 0, the state is zero before that step.
+            `(steps, batch)` of bool or integers: where it is nonzero, the state is set to zero before that step.
         lengths
-            `(batch,)` integers in [0, steps]: behind its length a sequence has output 0, and its state stays. Checked
-            if they lie on the host.
+            `(batch,)` integers in [0, steps]: after a sequence's end its output is 0, and its state does not change.
+            Checked if they are on the host.
         out
-            The arrays to write into, as they are returned.
+            The arrays to write into, in the order of the results.
 
         Returns
         -------
         output
             `(steps, batch, hidden)` of the layer's dtype: h_t.
         h_n
-            `(batch, hidden)`: the state after the last step (of each length; for length 0 `h0`).
+            `(batch, hidden)`: the state after the last step of each sequence; `h0` for length 0.
 
         Raises
         ------
         TypeError, ValueError
             For arguments that do not fit, naming them.
         RuntimeError
-            If one of them requires a gradient.
+            If an argument requires a gradient.
         """
         output, h_n = self._call(x_projected, (h0,), resets, lengths, out)
         return output, h_n
@@ -545,16 +550,18 @@ class SparseLSTM(_Layer):
     Parameters
     ----------
     weight_hh
-        `(4 * hidden, hidden)`, gates in torch's order (i, f, g, o); else as of `SparseRNN`.
+        `(4 * hidden, hidden)`, gates in torch's order (i, f, g, o); otherwise as in `SparseRNN`.
     density, method, block, dtype, form, order, device
-        As of `SparseRNN`. c is kept in float32 within a launch.
+        As in `SparseRNN`. c is kept in float32 within a launch.
 
     Raises
     ------
     TypeError, ValueError
         For parameters that do not fit, naming them.
 
-    When not to use it: as of `SparseRNN`.
+    Notes
+    -----
+    When not to use it: as for `SparseRNN`.
 
     Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs", appendix B.
     """
@@ -594,7 +601,7 @@ class SparseLSTM(_Layer):
         h0, c0
             `(batch, hidden)`; default: zeros.
         resets, lengths, out
-            As of `SparseRNN`; resets also zero c.
+            As in `SparseRNN`; resets also set c to zero.
 
         Returns
         -------
@@ -614,21 +621,23 @@ class SparseGRU(_Layer):
     Parameters
     ----------
     weight_hh
-        `(3 * hidden, hidden)`, gates in torch's order (r, z, n); else as of `SparseRNN`.
+        `(3 * hidden, hidden)`, gates in torch's order (r, z, n); otherwise as in `SparseRNN`.
     hidden_bias
-        `(hidden,)`: b_hn, the last third of torch's `bias_hh`, which no projection can hold; default: zeros. A
-        `(3 * hidden,)` bias is taken for `bias_hh`, of which the last third counts.
+        `(hidden,)`: b_hn, the last third of torch's `bias_hh`, which a projection cannot include; default: zeros. If a
+        `(3 * hidden,)` bias is given, its last third is used.
     density, method, block, dtype, form, order, device
-        As of `SparseRNN`.
+        As in `SparseRNN`.
 
     Raises
     ------
     TypeError, ValueError
         For parameters that do not fit, naming them.
 
-    When not to use it: as of `SparseRNN`.
+    Notes
+    -----
+    When not to use it: as for `SparseRNN`.
 
-    Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs", by the cell of `torch.nn.GRU`.
+    Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs", with the cell of `torch.nn.GRU`.
     """
 
     cells = ("gru",)
@@ -667,7 +676,7 @@ class SparseGRU(_Layer):
 
 
 def checked_lengths(lengths: Any, x: Any, steps: int, batch: int, name: str = "x_projected") -> Any:
-    """Lengths as the operator takes them, int32 on the device of x, which callers know by `name`; those on the host are
+    """Lengths in the operator's form, int32 on the device of x (the caller's argument `name`); those on the host are
     checked.
 
     Raises
@@ -695,7 +704,7 @@ def checked_lengths(lengths: Any, x: Any, steps: int, batch: int, name: str = "x
 
 
 def _gates_of(weight_hh: Any, cell: str) -> int:
-    """Gates of a weight that is about to be pruned, if its rows are as many; else it is refused later."""
+    """Number of gates of a weight to be pruned, if its rows match; otherwise it is refused later."""
     return GATES[cell] if len(weight_hh.shape) and not weight_hh.shape[0] % GATES[cell] else 1
 
 

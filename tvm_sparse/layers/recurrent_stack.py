@@ -1,4 +1,4 @@
-"""Layers and directions of recurrent cells in the place of `torch.nn.RNN`, `LSTM` and `GRU`, which needs PyTorch."""
+"""Stacks of recurrent layers and directions that replace `torch.nn.RNN`, `LSTM` and `GRU`, which need PyTorch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .recurrent import FORMAT, SparseGRU, SparseLSTM, SparseRNN, checked_lengths
 CELLS = {"RNN_TANH": "tanh", "RNN_RELU": "relu", "LSTM": "lstm", "GRU": "gru"}  # by `torch.nn.RNNBase.mode`
 CLASSES: dict[str, Any] = {"tanh": SparseRNN, "relu": SparseRNN, "lstm": SparseLSTM, "gru": SparseGRU}
 LAYERS = frozenset(CLASSES.values())
-# The classes of PyTorch that a stack computes what they do, by the same.
+# The classes of PyTorch that a stack can replace.
 MODULES: dict[str, Any] = {
     "RNN_TANH": torch.nn.RNN,
     "RNN_RELU": torch.nn.RNN,
@@ -41,28 +41,28 @@ def from_torch(
     form: str = "auto",
     order: str = "banks",
 ) -> RecurrentStack:
-    """A trained `torch.nn.RNN`, `LSTM` or `GRU` as sparse layers, in the place of `module.eval()`.
+    """Convert a trained `torch.nn.RNN`, `LSTM` or `GRU` to sparse layers, which replace `module.eval()`.
 
     Parameters
     ----------
     module
-        With any number of layers, directions, `batch_first` and biases. It is copied; later changes of it do not reach
-        the copy. Dropout is that of evaluation: none. Of weights that are pruned by `torch.nn.utils.prune`,
-        parametrized or normalised those that it computes with now are taken.
+        A module with any number of layers, directions, `batch_first` and biases. It is copied; later changes of it have
+        no effect. There is no dropout, as in evaluation. If its weights are pruned by `torch.nn.utils.prune`,
+        parametrized or normalised, the present effective weights are used.
     density
-        Prune each recurrent weight to this share of its entries; None: take the nonzeros as they are, as after
-        `GradualPruning`. Input weights stay dense.
+        Prune each recurrent weight to this share of its entries; None: keep its nonzeros, as after `GradualPruning`.
+        Input weights stay dense.
     method, block
-        Of `tvm_sparse.pruning_mask`.
+        As in `tvm_sparse.pruning_mask`.
     dtype
         "float32", "float16" or "bfloat16"; default: that of the module, which must be one of them.
     form, order
-        As of `SparseRNN`.
+        As in `SparseRNN`.
 
     Raises
     ------
     TypeError
-        If it is no such module, or a subclass with a forward of its own.
+        If it is not such a module, or is a subclass with another `forward`.
     ValueError
         For an LSTM with `proj_size`, for float64 without `dtype`, and for arguments that do not fit.
     """
@@ -107,25 +107,26 @@ def from_torch(
 
 
 class RecurrentStack(torch.nn.Module):
-    """Recurrent layers on top of each other, in one direction or both, called as `torch.nn.RNN`, `LSTM` and `GRU` are.
+    """Stacked recurrent layers in one or both directions, with the interface of `torch.nn.RNN`, `LSTM` and `GRU`.
 
-    `from_torch` and `load` make it. It is a module without parameters, for evaluation: `to`, `half` and the like move
-    it, and `save` keeps it. Its state dict holds the input weights and, as one tensor of bytes, the recurrent ones; a
-    stack of the same cell, sizes and layers loads it, whatever is pruned there.
+    Use `from_torch` or `load` to make one. It is a module without parameters, for evaluation: `to`, `half` and similar
+    methods convert it, and `save` writes it to a file. Its state dict has the input weights and, as one tensor of
+    bytes, the recurrent ones; a stack of the same cell, sizes and layers can load it, whatever its pruning.
 
-    Under `torch.autocast` it runs in the dtype of autocast, as PyTorch's modules do, by weights that are rounded to it
-    at the first such call and kept; inputs of every dtype are cast. Else inputs have the dtype of the stack. What no
-    kernel computes, as `double()`, raises a TypeError, and leaves it as it was. `torch.jit.trace` is refused.
+    Under `torch.autocast` it runs in the dtype of autocast, like PyTorch's modules, with weights rounded to it at the
+    first such call and cached; inputs of any dtype are cast. Otherwise inputs must have the stack's dtype. Conversions
+    without a kernel, such as `double()`, raise a TypeError and change nothing. `torch.jit.trace` is refused.
 
     Parameters
     ----------
     layers
-        `SparseRNN`, `SparseLSTM` or `SparseGRU` of one kind and size: layer by layer, in each the forward direction and
-        then the backward one.
+        `SparseRNN`, `SparseLSTM` or `SparseGRU` of one kind and size: layer by layer, each with the forward direction
+        before the backward one.
     inputs
-        For each of them weight `(gates * hidden, input)` and bias `(gates * hidden,)` or None of its projection.
+        For each of them the weight `(gates * hidden, input)` and the bias `(gates * hidden,)`, or None, of its
+        projection.
     bidirectional, batch_first
-        As of `torch.nn.LSTM`.
+        As in `torch.nn.LSTM`.
 
     Raises
     ------
@@ -178,7 +179,7 @@ class RecurrentStack(torch.nn.Module):
 
     @property
     def directions(self) -> int:
-        """2 of a bidirectional stack, else 1."""
+        """2 for a bidirectional stack, else 1."""
         return 2 if self.bidirectional else 1
 
     def extra_repr(self) -> str:
@@ -190,20 +191,20 @@ class RecurrentStack(torch.nn.Module):
         )
 
     def forward(self, input: Any, hx: Any = None, *, lengths: Any = None, resets: Any = None) -> tuple[Any, Any]:
-        """As `torch.nn.LSTM` (`RNN`, `GRU`), with two more arguments.
+        """As in `torch.nn.LSTM` (`RNN`, `GRU`), with two more arguments.
 
         Parameters
         ----------
         input
-            `(steps, batch, input)`, `(batch, steps, input)` with `batch_first`, `(steps, input)` of one sequence, or a
+            `(steps, batch, input)`, `(batch, steps, input)` with `batch_first`, `(steps, input)` for one sequence, or a
             `PackedSequence`.
         hx
-            `(layers * directions, batch, hidden)`, of an LSTM a pair of them; None: zeros.
+            `(layers * directions, batch, hidden)`, for an LSTM a pair of them; None: zeros.
         lengths
-            `(batch,)` integers, in the place of a `PackedSequence`. Outputs behind them are 0.
+            `(batch,)` integers, instead of a `PackedSequence`. Outputs after a sequence's end are 0.
         resets
-            `(steps, batch)` (with `batch_first` `(batch, steps)`) of bool or integers: where it is not 0, a sequence
-            starts anew at that step, in both directions.
+            `(steps, batch)` (with `batch_first` `(batch, steps)`) of bool or integers: where it is nonzero, a new
+            sequence starts at that step, in both directions.
 
         Returns
         -------
@@ -215,7 +216,7 @@ class RecurrentStack(torch.nn.Module):
         Raises
         ------
         TypeError, ValueError, RuntimeError
-            As the layers.
+            As in the layers.
         """
         if torch.jit.is_tracing():
             raise RuntimeError(
@@ -256,7 +257,7 @@ class RecurrentStack(torch.nn.Module):
         return PackedSequence(packed.data, input.batch_sizes, input.sorted_indices, input.unsorted_indices), states
 
     def _run(self, x: Any, hx: Any, lengths: Any, resets: Any) -> tuple[Any, Any]:
-        """All layers, of `(steps, batch, input)`."""
+        """Run all layers on `(steps, batch, input)`."""
         dtype = self._check_input(x)
         steps, batch, _ = x.shape
         lstm = self.cell == "lstm"
@@ -290,7 +291,7 @@ class RecurrentStack(torch.nn.Module):
             )
 
     def _check_shapes(self, hx: Any, batch: tuple[int, ...]) -> None:
-        """Check how many states there are, and their shapes, by the caller's own dimensions."""
+        """Check the number and shapes of states, in terms of the caller's dimensions."""
         if hx is None:
             return
         lstm, wanted = self.cell == "lstm", (len(self.layers), *batch, self.hidden_size)
@@ -334,7 +335,7 @@ class RecurrentStack(torch.nn.Module):
         return state.to(dtype)
 
     def _check_resets(self, resets: Any, input: torch.Tensor) -> None:
-        """Check what a caller says of resets by the caller's own dimensions."""
+        """Check resets in terms of the caller's dimensions."""
         if resets is None:
             return
         if not isinstance(resets, torch.Tensor):
@@ -361,7 +362,7 @@ class RecurrentStack(torch.nn.Module):
     # ---- life ------------------------------------------------------------------------------------
 
     def flatten_parameters(self) -> None:
-        """Nothing, for models that call it as of `torch.nn.LSTM`."""
+        """Does nothing; for models that call it, as for `torch.nn.LSTM`."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> RecurrentStack:
         check_conversion(self, fn)
@@ -372,10 +373,10 @@ class RecurrentStack(torch.nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cast": None}  # made again where it is needed
+        return {**self.__dict__, "_cast": None}  # made again when needed
 
     def get_extra_state(self) -> torch.Tensor:
-        """The recurrent weights, as bytes: what the state dict holds beside the buffers."""
+        """The recurrent weights as bytes, which the state dict has beside the buffers."""
         held: dict[str, Any] = {}
         metas = []
         for number, layer in enumerate(self.layers):
@@ -385,12 +386,12 @@ class RecurrentStack(torch.nn.Module):
         return torch.frombuffer(bytearray(storage.to_bytes(held, {"layers": metas})), dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        """Take recurrent weights, in the dtype of the stack.
+        """Load recurrent weights, in the dtype of the stack.
 
         Raises
         ------
         ValueError
-            If they are damaged, or not of as many layers, of this cell and size.
+            If they are damaged, or of another cell, size or number of layers.
         """
         held, meta = storage.from_bytes(to_host(state).tobytes(), "state")
         metas = meta.get("layers", [])
@@ -407,7 +408,7 @@ class RecurrentStack(torch.nn.Module):
         self.layers = [layer.astype(self.dtype) for layer in layers]
 
     def save(self, path: str | Path) -> Path:
-        """Write the stack to a file, as `SparseLSTM.save` a layer. Returns the path with its suffix."""
+        """Write the stack to a file, as `SparseLSTM.save` does for a layer. Returns the path with its suffix."""
         held: dict[str, Any] = {}
         metas = []
         for number, layer in enumerate(self.layers):
@@ -428,12 +429,12 @@ class RecurrentStack(torch.nn.Module):
 
     @classmethod
     def load(cls, path: str | Path, *, device: Any = None) -> RecurrentStack:
-        """A stack that `save` wrote, on a device (default: the CPU).
+        """Load a stack written by `save`, on a device (default: the CPU).
 
         Raises
         ------
         ValueError
-            If the file is damaged, of another version, or says what no stack can be.
+            If the file is damaged, of another version, or does not describe a valid stack.
         """
         path = Path(path)
         held, meta = storage.read(path)
@@ -452,24 +453,24 @@ class RecurrentStack(torch.nn.Module):
 
 
 def _of_layer(held: dict[str, Any], number: int) -> dict[str, Any]:
-    """The arrays of one layer, by the names that it has for them."""
+    """The arrays of one layer, by its own names for them."""
     ends = f"_{number}"
     return {name.removesuffix(ends): a for name, a in held.items() if name.rpartition("_")[2] == ends[1:]}
 
 
 class _Turned:
-    """Sequences from their ends to their beginnings: what a backward direction reads and gives."""
+    """Sequences in reverse order, as the input and output of a backward direction."""
 
     def __init__(self, lengths: Any, resets: Any, steps: int, device: Any) -> None:
         self._places: Any = None
         if lengths is not None:
-            # As kernels take them, which lengths on a GPU are not checked for.
+            # Clamped as in kernels, since lengths on a GPU are not checked.
             count = lengths.long().clamp(0, steps)
             step = torch.arange(steps, device=device)[:, None]
             self._places = torch.where(step < count, count - 1 - step, step)
         self.resets: Any = None
         if resets is not None:
-            # A sequence that starts at t ends, seen from behind, between t and t - 1.
+            # A sequence that starts at t ends, in reverse order, between t and t - 1.
             shifted = torch.zeros_like(resets)
             shifted[:-1] = resets[1:]
             if lengths is not None:
@@ -477,14 +478,14 @@ class _Turned:
             self.resets = self.turn(shifted[..., None])[..., 0]
 
     def turn(self, x: Any) -> Any:
-        """`(steps, batch, features)` with the order of steps reversed, of each sequence within its length."""
+        """`(steps, batch, features)` with the steps of each sequence reversed within its length."""
         if self._places is None:
             return x.flip(0)
         return x.gather(0, self._places[..., None].expand_as(x))
 
 
 def _mapped(states: Any, change: Any) -> Any:
-    """A state, a pair of states or None, each changed."""
+    """Apply a function to a state, or to each of a pair; None stays None."""
     if states is None:
         return None
     return tuple(change(state) for state in states) if isinstance(states, (tuple, list)) else change(states)

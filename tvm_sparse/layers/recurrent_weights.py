@@ -26,12 +26,12 @@ from ..operators.block_recurrent.call import problem_of as problem_of_blocks
 from ..operators.sparse_recurrent.call import problem_of, sparse_recurrent
 
 FORMS = ("auto", "entries", "blocks")
-# Of the values that blocks hold, those that are nonzero: above this blocks take fewer bytes than entries, which have
-# twice as many each. Blocks of few bytes are faster before that: on an H200, of 1792 units with 20 % in float16, 435 us
-# for 563; at 10 % they are as fast.
+# Share of nonzeros among the values in the blocks above which blocks take fewer bytes than entries, since an entry
+# takes twice the bytes of a value. Small weights are faster as blocks at lower shares: on an H200, 1792 units with 20 %
+# in float16 take 435 us in blocks and 563 us as entries; at 10 % both are equal.
 FULL_ENOUGH, FULL_ENOUGH_IF_FEW = 0.5, 0.15
 FEW_BYTES = 8 * 2**20
-# Arrays of each form.
+# Names of the arrays of each form.
 ARRAYS = {"entries": ("units", "row_start", "entries"), "blocks": ("group_start", "groups", "weights")}
 Weights = RecurrentWeights | BlockRecurrentWeights
 
@@ -42,12 +42,13 @@ def form_of(weights: Weights) -> str:
 
 
 def prepared(matrix: Any, gates: int, dtype: str | None, form: str, order: str) -> Weights:
-    """A matrix in a form; with "auto" in blocks if these are full enough, and of 16 bits, as tensor cores take them.
+    """Prepare a matrix in a form; "auto" means blocks if these are full enough and values have 16 bits, as tensor cores
+    require.
 
     Raises
     ------
     TypeError, ValueError
-        As `recurrent_weights`, and for an unknown form.
+        As in `recurrent_weights`, and for an unknown form.
     """
     if form not in FORMS:
         raise ValueError(f"form: expected one of {', '.join(FORMS)}, got {form!r}")
@@ -73,7 +74,7 @@ def of_dtype(weights: Weights, dtype: str) -> Weights:
 
 
 def run(weights: Weights, x_projected: Any, *states: Any, **given: Any) -> tuple[Any, ...]:
-    """The operator of the form: one launch."""
+    """Run the form's operator: one launch."""
     if isinstance(weights, RecurrentWeights):
         return sparse_recurrent(weights, x_projected, *states, **given)
     return block_recurrent(weights, x_projected, *states, **given)
@@ -82,7 +83,7 @@ def run(weights: Weights, x_projected: Any, *states: Any, **given: Any) -> tuple
 def launch_problem(
     weights: Weights, steps: int, batch: int, cell: str, *, ragged: bool = False, resets: bool = False
 ) -> Problem:
-    """The problem that a launch is."""
+    """The problem of a launch."""
     if isinstance(weights, RecurrentWeights):
         return problem_of(weights, steps, batch, cell, int(ragged), int(resets))
     return problem_of_blocks(weights, steps, batch, cell, int(ragged), int(resets))
@@ -92,7 +93,7 @@ def launch_problem(
 
 
 def parts_of(weights: Weights) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Arrays and numbers that `assembled` makes the weights of."""
+    """Arrays and numbers from which `assembled` makes the weights."""
     form = form_of(weights)
     meta: dict[str, Any] = {"form": form, "hidden": weights.hidden, "dtype": weights.dtype}
     if isinstance(weights, RecurrentWeights):
@@ -101,12 +102,12 @@ def parts_of(weights: Weights) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 
 def assembled(held: Mapping[str, np.ndarray], meta: Mapping[str, Any], gates: int) -> Weights:
-    """Weights of what `parts_of` gave, checked: no kernel reads outside of their arrays.
+    """Make weights from the result of `parts_of`, checked so that no kernel reads outside of their arrays.
 
     Raises
     ------
     KeyError, TypeError, ValueError
-        If they cannot be.
+        If they are not valid.
     """
     form, hidden, dtype = meta["form"], meta["hidden"], meta["dtype"]
     if form not in ARRAYS or dtype not in FLOATS or not isinstance(hidden, int) or hidden < 1:

@@ -1,4 +1,4 @@
-"""What an LSH head is built from, checked: the numbers, and the tables that hashing makes of an embedding."""
+"""Parameters of an LSH head, checked, and the tables made by hashing an embedding."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from ..core.problem import numpy_dtype
 from ..formats import wta
 from .libraries import library, to_host
 
-# Arrays of a `Hashing`.
+# Names of the arrays of a `Hashing`.
 HASHED = ("permutations", "words", "table", "multipliers")
 PATHS = ("auto", "lsh", "exact")
-# Codes of at most so many bits get a direct table where nothing else is said: 8 MB for 500 bands.
+# Most bits of a code for which direct tables are the default: 8 MB for 500 bands.
 DIRECT_BITS = 12
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The numbers of an LSH head, which can work together.
+    """The numbers of an LSH head, checked for consistency.
 
     Attributes
     ----------
     vocab, hidden
         Shape of the embedding.
     k, units, bands
-        K, u and W of the paper: a band's code is made of `units` indices, each the place of the largest of `k` permuted
+        K, u and W of the paper: a band's code consists of `units` indices, each that of the largest of `k` permuted
         elements.
     threshold
-        Bands that a word has to share with a row to become its candidate; 0 makes every word one.
+        Number of bands in which a candidate's code must agree with the row's; 0 makes every word a candidate.
     frequent
-        Words that are candidates anyway.
+        Number of words that are always candidates.
     capacity
-        Places in a candidate list.
+        Most words in a candidate list.
     table
         `"direct"`: the start of every code's bucket; `"cuckoo"`: a hash table over the codes that occur. "" if the
-        threshold is 0: then nothing is looked up.
+        threshold is 0, when nothing is looked up.
     """
 
     vocab: int
@@ -65,7 +65,7 @@ def settings(
     capacity: Any = None,
     table: str | None = None,
 ) -> Settings:
-    """Settings from what a caller says, None meaning the default.
+    """Settings from a caller's arguments; None means the default.
 
     Raises
     ------
@@ -105,9 +105,9 @@ def settings(
 
 
 def default_capacity(vocab: int, frequent: int) -> int:
-    """A quarter of the vocabulary beside the words that are candidates anyway, in whole 256s.
+    """A quarter of the vocabulary plus the words that are always candidates, rounded up to a multiple of 256.
 
-    Where more words than that are to be read, the exact head is about as fast.
+    With more candidates the exact head is about as fast.
     """
     return min(vocab, -(-(frequent + vocab // 4) // 256) * 256)
 
@@ -117,12 +117,13 @@ def default_frequent(vocab: int) -> int:
 
 
 def frequent_ids(frequent: Any, vocab: int) -> np.ndarray:
-    """The words that are candidates anyway, ascending, each once: the first so many, or those of an array.
+    """The words that are always candidates, ascending, without duplicates: a number of first ones, or those of an
+    array.
 
     Raises
     ------
     TypeError, ValueError
-        If it is neither a count nor an array of ids, or an id is no word.
+        If it is neither a count nor an array of ids, or an id is not a word.
     """
     if np.ndim(frequent) == 0:
         count = integer("frequent", frequent)
@@ -140,16 +141,16 @@ def frequent_ids(frequent: Any, vocab: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Hashing:
-    """Hash functions and the tables of an embedding, as `formats.wta` lays them out, in any library and on any device.
+    """Hash functions and the tables of an embedding, in the layout of `formats.wta`, in any library and on any device.
 
     Attributes
     ----------
     permutations
         `(bands, units, k)` int16 columns of the hidden state.
     words, table, multipliers
-        As of `formats.wta.Tables`; `multipliers` is None for direct tables.
+        As in `formats.wta.Tables`; `multipliers` is None for direct tables.
     rehashes
-        How often bands of cuckoo tables had to be built again with other hash functions.
+        Number of times that bands of cuckoo tables had to be built again with new hash functions.
     """
 
     permutations: Any
@@ -159,17 +160,17 @@ class Hashing:
     rehashes: int = 0
 
     def mapped(self, change: Callable[[Any], Any]) -> Hashing:
-        """With each array changed."""
+        """Apply a function to each array."""
         multipliers = None if self.multipliers is None else change(self.multipliers)
         return Hashing(change(self.permutations), change(self.words), change(self.table), multipliers, self.rehashes)
 
     def first(self, bands: int) -> Hashing:
-        """That of the first so many bands, which is a hashing of its own: views, no copies."""
+        """The hashing of the first `bands` bands, as views without copies."""
         return self.mapped(lambda array: array[:bands])
 
 
 def hash_words(embedding: Any, permutations: np.ndarray, table: str, seed: int) -> Hashing:
-    """The tables of an embedding, on its device: built on the host."""
+    """The tables of an embedding, built on the host and placed on its device."""
     vocab = embedding.shape[0]
     bits = wta.code_bits(permutations.shape[2], permutations.shape[1])
     codes = wta.hash_rows(to_host(embedding), permutations)
@@ -189,7 +190,9 @@ class Measured:
 
 
 def check_hashing(chosen: Settings, hashing: Hashing) -> None:
-    """Raise `ValueError` unless these NumPy arrays are tables for such settings, which no kernel reads outside of."""
+    """Raise `ValueError` unless these NumPy arrays are valid tables for the settings, outside of
+    which no kernel reads.
+    """
     vocab, bands = chosen.vocab, chosen.bands
     wanted: Mapping[str, tuple[int, ...]] = {
         "permutations": (bands, chosen.units, chosen.k),

@@ -1,8 +1,8 @@
 """Arrays and a few numbers in one file: safetensors or npz, never pickle.
 
-Both formats hold plain arrays, so that a file from somebody else runs no code when it is read, and takes about as much
-memory as it has bytes: an npz file whose arrays are compressed may expand, and by how much its directory tells before.
-What it says is checked by who reads it.
+Both formats contain plain arrays, so reading a foreign file runs no code, and takes about as much memory as the file
+has bytes: for a compressed npz file the expanded size is checked beforehand, from its directory. Readers check the
+content.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ import numpy as np
 from ..core import plain_files
 
 SUFFIXES = (".safetensors", ".npz")
-_META = "tvm_sparse"  # the entry that holds the numbers, as JSON
+_META = "tvm_sparse"  # name of the entry with the numbers, as JSON
 MOST_BYTES = 1 << 44
-# An npz file, which `write` does not compress, may expand to this many times its bytes, or to so many in any case.
+# Largest expansion of an npz file (`write` does not compress), as a multiple of its bytes, and a number of bytes that
+# is always allowed.
 MOST_EXPANSION, LEAST_EXPANDED = 16, 1 << 26
 MOST_ARRAYS = 10_000
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> Path:
-    """Write a file of the format that its suffix names; without one safetensors if installed, else npz.
+    """Write a file in the format of its suffix; without one, safetensors if installed, else npz.
 
-    Returns the path with its suffix. A file that is there is replaced once the new one is whole.
+    Returns the path with its suffix. An existing file is replaced when the new one is complete.
 
     Raises
     ------
     ValueError
         For another suffix.
     ModuleNotFoundError
-        For `.safetensors` where that package is not installed.
+        For `.safetensors`, if that package is not installed.
     """
     if not path.suffix:
         path = path.with_suffix(SUFFIXES[0] if importlib.util.find_spec("safetensors") else SUFFIXES[1])
@@ -58,14 +59,14 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any])
 
 
 def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """What `write` wrote.
+    """Read a file written by `write`.
 
     Raises
     ------
     ValueError
-        If it is no such file.
+        If it is not such a file.
     ModuleNotFoundError
-        For `.safetensors` where that package is not installed.
+        For `.safetensors`, if that package is not installed.
     """
     _check_suffix(path)
     try:
@@ -87,28 +88,28 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 
 def to_bytes(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> bytes:
-    """The bytes of an npz file."""
+    """The content of an npz file, as bytes."""
     file = io.BytesIO()
     _write_npz(file, *_plain(arrays, meta))
     return file.getvalue()
 
 
 def from_bytes(data: bytes, source: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """What `to_bytes` made bytes of.
+    """Inverse of `to_bytes`.
 
     Raises
     ------
     ValueError
-        If it did not, naming the `source`.
+        If the bytes are not valid, naming the `source`.
     """
     try:
         return _given(*_read_npz(io.BytesIO(data)))
-    except Exception as error:  # damaged ones may raise anything
+    except Exception as error:  # damaged bytes may raise anything
         raise ValueError(f"{source}: not what a layer is kept as: {type(error).__name__}: {error}") from error
 
 
 def _plain(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], str]:
-    """Arrays without bfloat16, which neither format's NumPy side knows in every version, and the numbers as JSON."""
+    """Arrays without bfloat16, which not every version of either format supports, and the numbers as JSON."""
     bits = [name for name, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
     plain = {
         name: np.ascontiguousarray(array.view(np.uint16) if name in bits else array) for name, array in arrays.items()
@@ -117,7 +118,7 @@ def _plain(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> tuple[d
 
 
 def _given(arrays: dict[str, np.ndarray], text: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """What `_plain` was given."""
+    """Inverse of `_plain`."""
     meta = json.loads(text)
     for name in meta.pop("bfloat16"):
         arrays[name] = arrays[name].view(ml_dtypes.bfloat16)
@@ -137,7 +138,7 @@ def _read_npz(file: BinaryIO) -> tuple[dict[str, np.ndarray], str]:
 
 
 def _check_expansion(file: BinaryIO) -> None:
-    """Raise if the arrays of an npz file would take much more memory than it has bytes."""
+    """Raise if the arrays of an npz file would take much more memory than the file has bytes."""
     size = file.seek(0, io.SEEK_END)
     most = max(LEAST_EXPANDED, MOST_EXPANSION * size)
     with zipfile.ZipFile(file) as archive:
@@ -148,7 +149,7 @@ def _check_expansion(file: BinaryIO) -> None:
             raise ValueError(f"its {size:,} bytes expand to {expanded:,}; expected at most {most:,}")
         for entry in entries:
             with archive.open(entry) as array:
-                if np.lib.format.read_magic(array) != (1, 0):  # `write` makes no other: a later one is for long headers
+                if np.lib.format.read_magic(array) != (1, 0):  # later versions are for long headers
                     raise ValueError(f"{entry.filename}: expected an array of version 1.0")
                 shape, _, dtype = np.lib.format.read_array_header_1_0(array)
                 if (claimed := math.prod(shape) * dtype.itemsize) > entry.file_size:

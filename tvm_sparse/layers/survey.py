@@ -10,30 +10,30 @@ import numpy as np
 from ..formats import wta
 from .frontier import Point
 
-# Codes of at most so many values are compared by a product of their indicators, others by their buckets.
+# Most values of a code for which codes are compared by a product of indicators; others are compared by buckets.
 MOST_INDICATORS = 32
-# Elements that are held at once.
+# Most elements of intermediate arrays.
 AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What settings would keep of sample hidden states, whose best words are known.
+    """The effect of settings on sample hidden states whose best words are known.
 
-    Lists with even numbers are for the choice of settings, those with odd ones are held out.
+    Lists with even indices are used to choose settings, those with odd indices are held out.
 
     Attributes
     ----------
     truth
-        `(samples, n)`: the best words of each sample, `rows` samples a list, one after the other.
+        `(samples, n)`: the best words of each sample; `rows` consecutive samples form a list.
     grouped
-        Whether the rows of a list belong together: then a word counts as kept if any of them keeps it.
+        Whether the rows of a list belong together, so that a word counts as kept if any of them keeps it.
     ranking
-        `(vocab,)` word ids by falling frequency.
+        `(vocab,)` word ids by decreasing frequency.
     frequents
         Numbers of frequent words, ascending.
     levels
-        Recalls that are of interest.
+        Recalls for which thresholds are determined.
     """
 
     truth: np.ndarray
@@ -50,13 +50,14 @@ class Survey:
     def points(
         self, words: np.ndarray, samples: np.ndarray, k: int, units: int, steps: Sequence[int]
     ) -> Iterator[Point]:
-        """For each level, number of bands and number of frequent words the largest threshold that reaches the level.
+        """For each level, number of bands and number of frequent words, the setting with the largest threshold that
+        reaches the level.
 
-        Its recall on the lists of the search exceeds the level by a standard error.
+        Its recall on the lists for the choice exceeds the level by a standard error.
 
         `words` `(vocab, bands)` and `samples` `(samples, bands)` are codes, `steps` ascending numbers of bands.
         """
-        # How many of the numbers of frequent words do not cover a word: the first so many.
+        # How many of the numbers of frequent words are too small to cover a word: they come first.
         rank = np.empty(self.vocab, np.int64)
         rank[self.ranking] = np.arange(self.vocab)
         uncovered = np.searchsorted(self.frequents, rank, side="right")
@@ -77,12 +78,12 @@ class Survey:
             yield from self._settings(*found, uncovered[self.truth], (k, units, bands))
 
     def _lengths(self, lists: np.ndarray, uncovered: np.ndarray, bands: int) -> np.ndarray:
-        """Of each list by number of frequent words and threshold: `(lists, frequents, bands + 1)`."""
+        """Length of each list by number of frequent words and threshold: `(lists, frequents, bands + 1)`."""
         kinds = len(self.frequents) + 1
         at = (np.arange(len(lists))[:, None] * kinds + uncovered) * (bands + 1) + lists
         counts = np.bincount(at.reshape(-1), minlength=len(lists) * kinds * (bands + 1))
         counts = counts.reshape(len(lists), kinds, bands + 1)
-        # Of words that more than i of the numbers do not cover, those with at least so many hits.
+        # For words not covered by more than i of the numbers, count those with at least a number of hits.
         reached = counts[:, ::-1, ::-1].cumsum(axis=2).cumsum(axis=1)[:, ::-1, ::-1]
         return reached[:, 1:] + np.asarray(self.frequents)[None, :, None]
 
@@ -101,7 +102,7 @@ class Survey:
                 if not threshold:
                     continue  # every word is a candidate
                 searched, others = lengths[::2, i, threshold], lengths[1::2, i, threshold]
-                # An eighth more than any list of the search needed.
+                # An eighth more than any list for the choice needed.
                 wanted = max(self.truth.shape[1], int(searched.max() * 1.125))
                 capacity = min(self.vocab, -(-wanted // 256) * 256)
                 yield Point(
@@ -120,9 +121,9 @@ class Survey:
 
 
 def kept(needed: np.ndarray, bands: int) -> np.ndarray:
-    """The share of each row's words that the thresholds from 0 to `bands` keep: `(rows, bands + 1)`.
+    """The share of each row's words kept by each threshold from 0 to `bands`: `(rows, bands + 1)`.
 
-    A word is kept by those that are no larger than what it `needed`.
+    A word is kept by thresholds up to its `needed`.
     """
     rows, n = needed.shape
     at = np.arange(rows)[:, None] * (bands + 1) + needed
@@ -133,7 +134,7 @@ def kept(needed: np.ndarray, bands: int) -> np.ndarray:
 def hits_by_product(
     words: np.ndarray, samples: np.ndarray, steps: Sequence[int], bits: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Equation 9 after each number of bands, `(samples, vocab)`: indicators of equal codes, multiplied and summed."""
+    """Equation 9 after each number of bands, `(samples, vocab)`, by summing products of indicators of equal codes."""
     values = np.arange(1 << bits)
     hits = np.zeros((len(samples), len(words)), np.float32)
     at_once = max(1, AT_ONCE // (len(words) << bits))
@@ -151,7 +152,7 @@ def hits_by_product(
 def hits_by_bucket(
     words: np.ndarray, samples: np.ndarray, steps: Sequence[int], bits: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """The same by sorting the words of each band, and visiting those with a sample's code alone."""
+    """As `hits_by_product`, by sorting the words of each band and visiting only those with a sample's code."""
     hits = np.zeros((len(samples), len(words)), np.uint16)
     flat, rows = hits.reshape(-1), np.arange(len(samples)) * len(words)
     for band in range(steps[-1]):
@@ -159,9 +160,9 @@ def hits_by_bucket(
         codes = words[order, band]
         start, end = (np.searchsorted(codes, samples[:, band], side=side) for side in ("left", "right"))
         length = end - start
-        # The places of all buckets, one bucket after the other.
+        # The positions of all buckets, one bucket after the other.
         places = np.arange(length.sum()) + np.repeat(end - length.cumsum(), length)
-        # No word stands twice in a bucket.
+        # No word occurs twice in a bucket.
         flat[order[places] + np.repeat(rows, length)] += 1
         if band + 1 in steps:
             yield band + 1, hits

@@ -1,1 +1,1 @@
-"""What is computed: one folder an operator. `core.registry` tells what lies in it, and finds it by name."""
+"""The operators: one folder for each. `core.registry` finds them by name and describes their modules."""

@@ -1,4 +1,4 @@
-"""What was measured, on disk: values, their lines, append-only logs of them, and questions to several logs."""
+"""Measurements on disk: values, their lines, append-only logs, and queries over several logs."""
 
 from .log import LOCK_SECONDS, Contents, Log, Skipped
 from .values import MEASURED, OUTCOMES, REASON_LENGTH, Best, Record, Session, Trial, operator_of, utc_now

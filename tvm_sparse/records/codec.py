@@ -1,4 +1,4 @@
-"""A record as a line of JSON with a checksum, and back."""
+"""Encoding of a record as a line of JSON with a checksum, and decoding."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 from ..core.candidate import Candidate
 from .values import Best, Record, Session, Trial
 
-# Of lines; raised when an old reader would take a new line for something else. Lines without one are of the first.
+# Version of the line format; raised when an old reader would misread a new line. Lines without one have version 1.
 SCHEMA = 1
 UNREADABLE = (ValueError, TypeError, OverflowError, RecursionError)
 
 
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
-# A line as it is written, with its checksum taken out: mostly what the checksum is of, and then it need not be made.
+# Matches a line as it is written, to cut out its checksum: the rest is then usually the text that was hashed, and need
+# not be encoded again.
 _SUM = re.compile(rb',"sum":"([0-9a-f]{16})"')
 
 
@@ -31,8 +32,7 @@ def _checksum(fields_of_line: Mapping[str, Any]) -> str:
 
 
 def encode(record: Record) -> bytes:
-    # Through JSON and back first: a key that is a number sorts otherwise once it is a text, and
-    # the reader sees texts only.
+    # Through JSON and back first: keys that are numbers sort differently as text, and the reader sees only text.
     line = json.loads(json.dumps({"kind": record.kind, "schema": SCHEMA, **asdict(record)}, allow_nan=False))
     line["sum"] = _checksum(line)
     return _canonical(line).encode() + b"\n"
@@ -43,7 +43,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _holds(data: bytes, expected: Any) -> bool:
-    """Whether a line without its checksum is what that checksum is of, to the byte."""
+    """Whether the checksum of `data`, a line with the checksum cut out, is the expected one."""
     found = _SUM.search(data)
     if found is None or found[1].decode() != expected:
         return False
@@ -51,7 +51,7 @@ def _holds(data: bytes, expected: Any) -> bool:
     return hashlib.sha256(rest).hexdigest()[:16] == expected
 
 
-# Names of a record's fields, and whether they may be missing.
+# Names of a record's fields, each with whether it may be missing.
 _FIELDS = {
     cls.kind: tuple((field.name, field.default is not MISSING) for field in fields(cls))
     for cls in (Trial, Session, Best)
@@ -59,7 +59,7 @@ _FIELDS = {
 
 
 def decode(data: bytes, kinds: Mapping[str, type[Record]]) -> Record:
-    """Read one line; any exception of `UNREADABLE` says why it cannot be used."""
+    """Decode one line; an exception of `UNREADABLE` says why it cannot be used."""
     if not data.strip():
         raise ValueError("blank line")
     try:
@@ -80,7 +80,7 @@ def decode(data: bytes, kinds: Mapping[str, type[Record]]) -> Record:
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"unknown kind: {kind!r}")
 
-    # Fields of a later version are dropped; those with a default may be missing.
+    # Unknown fields, of a later version, are dropped; fields with a default may be missing.
     cls = kinds[kind]
     given = {name: line[name] for name, _ in _FIELDS[kind] if name in line}
     missing = [name for name, optional in _FIELDS[kind] if not optional and name not in given]

@@ -1,4 +1,4 @@
-"""Folders of records as a whole: what lies there, whether it is sound, and one folder's records in another."""
+"""Operations on whole folders of records: listing, verification, merging, pruning, tables."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from typing import Any
 
 from ..core import machine, registry, spaces
 from ..core.problem import ProblemError
-from ..core.template import Launch
+from ..core.template import Launch, NotApplicable
 from . import exchange, space
 from .codec import encode
 from .log import Contents, Log
-from .values import FOLDER_NAME, Best, Session, Trial, operator_of
+from .migrate import Present
+from .values import FOLDER_NAME, Best, Record, Session, Trial, operator_of
 
 
 @dataclass(frozen=True)
 class Damage:
-    """What is amiss in a file; line 0 is of the file as a whole."""
+    """A defect of a file; line 0 stands for the file as a whole."""
 
     path: Path
     line: int
@@ -36,17 +37,18 @@ class Damage:
 
 
 def logs_of(root: Path) -> list[Log]:
-    """The logs of a folder, one an architecture and operator."""
+    """The logs in a folder, one for each architecture and operator."""
     places = {path.parent for name in ("trials", "best") for path in Path(root).glob(f"*/*/{name}.jsonl")}
     named = [place for place in places if all(map(FOLDER_NAME.fullmatch, (place.parent.name, place.name)))]
     return [Log(root, place.parent.name, place.name) for place in sorted(named)]
 
 
 def verify(root: Path) -> list[Damage]:
-    """What is amiss in the logs of a folder.
+    """The defects of the logs in a folder.
 
-    That is a line that cannot be used; and, as a file that was cut between two lines holds only sound ones, a session
-    that lacks trials between others, has fewer than its ranking says, or is not there itself.
+    A defect is a line that cannot be used. Since a file that was cut between two lines has only valid lines, a session
+    is a defect too if trials in its middle are missing, if it has fewer trials than its ranking says, or if its own
+    line is missing.
     """
     found = []
     for log in logs_of(root):
@@ -61,7 +63,7 @@ def verify(root: Path) -> list[Damage]:
         known = {session.id for session in trials.sessions}
         for session, order in orders.items():
             there = sorted(number for number in order if number >= 0)
-            # Counted, not listed: a line may claim any number.
+            # Counted, not listed: a damaged line may claim any number.
             lacking = there[-1] + 1 - len(there) if there else 0
             if session not in known:
                 found.append(Damage(log.trials_path, 0, f"session {session} has trials, and no line of its own"))
@@ -79,9 +81,9 @@ def verify(root: Path) -> list[Damage]:
 
 
 def merge(sources: Sequence[Path], target: Path) -> int:
-    """Append to `target` what other folders hold and it does not; returns how many records.
+    """Append to `target` the records of other folders that it lacks; returns their number.
 
-    Of several rankings of a problem the one of the latest session stands last, and so is the one that is used.
+    If a problem has several rankings, that of the latest session is written last and therefore used.
     """
     count = 0
     for source in sources:
@@ -93,7 +95,7 @@ def merge(sources: Sequence[Path], target: Path) -> int:
             mine = into.read_best().bests
             added = [best for best in theirs if best not in mine]
             dates = {session.id: session.date for session in into.sessions().values()}
-            # Of one session's what says more, whoever has it.
+            # Of several copies of a session's record, the one with more fields set.
             ranked = sorted((*mine, *added), key=lambda best: (dates.get(best.session, ""), best.ways is not None))
             latest = {best.problem: best for best in ranked}
             added.sort(key=lambda best: best == latest[best.problem])
@@ -105,42 +107,61 @@ def merge(sources: Sequence[Path], target: Path) -> int:
 
 
 def _absent(theirs: Any, mine: Any) -> list[Trial | Session]:
-    """Sessions, and after them trials, that are not among `mine`."""
+    """Sessions, followed by trials, that are not in `mine`."""
     there = {encode(record) for record in (*mine.sessions, *mine.trials)}
     return [record for record in (*theirs.sessions, *theirs.trials) if encode(record) not in there]
 
 
 def prune(
-    root: Path, ask: Callable[[Log, Counter[str]], bool] = lambda log, what: True, *, gone: bool = False
+    root: Path,
+    ask: Callable[[Log, Counter[str]], bool] = lambda log, what: True,
+    *,
+    gone: bool = False,
+    present: Present = lambda candidate: candidate,
 ) -> dict[Path, int]:
-    """Remove what no look-up and no tuning run reads again; returns how many lines of each log's folder.
+    """Remove records that neither look-up nor tuning will read; returns the number of removed lines for each log's
+    folder.
 
-    That is: damaged lines, rankings that a later one has replaced, records of other versions of templates, trials that
-    the machine spoilt, and sessions of which nothing is left. `ask` is told what of a log these are, with the number of
-    lines of each, and may refuse.
+    These are damaged lines, rankings that a later one replaced, records of other template versions and of removed
+    decisions, trials that failed because of the machine, and sessions without remaining records. `ask` gets a log and
+    the number of lines by kind, and may refuse.
 
     Parameters
     ----------
+    present
+        (candidate) -> the same point under the present names of its template and its decisions, as for `migrate`: what
+        that completes stays.
     gone
-        Also records of templates and operators that this process does not know. A plugin's are among them, unless it is
-        registered.
+        Also remove records of templates and operators that this process does not know, including those of plugins that
+        are not registered.
     """
     removed = {}
     for log in logs_of(root):
         trials, bests = log.read(), log.read_best()
-        reason = functools.cache(functools.partial(_superfluous, _present(log.operator), gone))
+        superfluous = functools.cache(functools.partial(_superfluous, _present(log.operator), gone))
+        names = functools.cache(functools.partial(_decision_names, log.arch))
+
+        def reason(
+            record: Trial | Best, superfluous: Callable[[str, int], str] = superfluous, names: _Names = names
+        ) -> str:
+            candidate = present(record.candidate)
+            why = superfluous(candidate.template, candidate.version)
+            known = None if why else names(candidate.template, record.problem)
+            lacking = [name for name in candidate.values if name not in (known or ())]
+            return why or ("" if known is None or not lacking else f"{lacking[0]} is none of its decisions now")
+
         last = {best.problem: best for best in bests.bests}
         what: Counter[str] = Counter()
         kept: set[Trial | Session | Best] = set()
         for trial in trials.trials:
-            why = reason(trial.candidate.template, trial.candidate.version)
+            why = reason(trial)
             why = why or ("the machine spoilt it" if trial.outcome == "environment" else "")
             if why:
                 what[f"trial of {trial.candidate.template}@{trial.candidate.version}: {why}"] += 1
             else:
                 kept.add(trial)
         for best in bests.bests:
-            why = reason(best.candidate.template, best.candidate.version)
+            why = reason(best)
             why = why or ("a later one replaced it" if last[best.problem] != best else "")
             if why:
                 what[f"ranking of {best.problem}, {best.candidate.template}@{best.candidate.version}: {why}"] += 1
@@ -158,19 +179,56 @@ def prune(
             return record.id in used if isinstance(record, Session) else record in kept
 
         if what and ask(log, what):
-            removed[log.trials_path.parent] = log.prune(keep)
+            removed[log.trials_path.parent] = log.prune(keep, _counted(one for one in kept if isinstance(one, Trial)))
     return removed
 
 
+def _counted(trials: Iterable[Trial]) -> Callable[[Record], Record]:
+    """What renews records of a log that has only these trials left, so that `verify` misses none: trials of a session
+    are numbered without gaps, and its rankings count those that there are."""
+    orders: dict[str, list[int]] = defaultdict(list)
+    problems: Counter[tuple[str, str]] = Counter()
+    for trial in trials:
+        orders[trial.session].append(trial.order)
+        problems[trial.session, trial.problem] += 1
+    places = {
+        (session, order): place for session, found in orders.items() for place, order in enumerate(sorted(set(found)))
+    }
+
+    def renew(record: Record) -> Record:
+        if isinstance(record, Trial):
+            return dataclasses.replace(record, order=places[record.session, record.order])
+        if isinstance(record, Best) and record.trials is not None:
+            left = problems[record.session, record.problem]
+            return dataclasses.replace(record, trials=min(record.trials, left))
+        return record
+
+    return renew
+
+
 def _superfluous(present: Mapping[str, int], gone: bool, template: str, version: int) -> str:
-    """Why a record of this template is not read again; empty if it is, or may be once its plugin is there."""
+    """Why records of this template are no longer read, as a text; empty if they are, or would be with a plugin
+    registered.
+    """
     if template not in present:
         return "there is no such template" if gone else ""
     return "" if present[template] == version else f"its version is {present[template]} now"
 
 
+_Names = Callable[[str, str], tuple[str, ...] | None]
+
+
+def _decision_names(arch: str, template: str, problem: str) -> tuple[str, ...] | None:
+    """The decisions that a template has for a problem; None where it does not apply, or is not known."""
+    try:
+        parsed = registry.parse(problem)
+        return tuple(spaces.find(template, parsed.operator).space(parsed, machine.resolve(arch)))
+    except (KeyError, NotApplicable, ProblemError, machine.UnknownArch):
+        return None
+
+
 def _present(operator: str) -> dict[str, int]:
-    """The templates of an operator, each with its version; none of an operator that is gone."""
+    """The templates of an operator with their versions; empty for an unknown operator."""
     try:
         return {template.name: template.version for template in spaces.templates(operator)}
     except (KeyError, ProblemError):
@@ -178,7 +236,7 @@ def _present(operator: str) -> dict[str, int]:
 
 
 def differences(one: Path, other: Path) -> Iterator[tuple[str, str, Best | None, Best | None]]:
-    """Architecture, problem and both folders' last rankings, where they are not the same."""
+    """Architecture, problem and the last ranking in each folder, wherever these differ."""
     places = sorted({(log.arch, log.operator) for root in (one, other) for log in logs_of(root)})
     for arch, operator in places:
         mine, theirs = (Log(root, arch, operator).best() for root in (one, other))
@@ -190,40 +248,41 @@ def differences(one: Path, other: Path) -> Iterator[tuple[str, str, Best | None,
 def rows(roots: Iterable[Path], *, operator: str | None = None, arch: str | None = None) -> list[dict[str, Any]]:
     """All trials and rankings as flat rows with the same columns, in the order of their logs.
 
-    Of folders of logs, of files that hold a measured space (`records.space`), and of results in T4
+    `roots` are folders of logs, files that hold a measured space (`records.space`), and T4 results
     (`records.exchange`), whose names end in .json.
 
     Columns
     -------
     kind, arch, operator, problem
-        "trial" or "best", and where it belongs.
+        "trial" or "best", and the keys of its log and problem.
     axis.NAME
         The problem's axes, under `operator`'s names; None where the operator has no such axis.
     candidate, template, version, current
         What was tried; `current`: whether this version of the package has the template at that version.
     decision.NAME
-        The decisions; None where the template has no such.
+        The decisions; None where the template does not have this one.
     outcome, reason, build_seconds, seconds, seconds_all
-        How the trial ended; `seconds` is the median of the repeats `seconds_all`, of a ranking that of its rounds.
+        How the trial ended; `seconds` is the median of `seconds_all`, the repeats of a trial or the rounds of a
+        ranking.
     fallback_seconds
-        Of a ranking: what would run without tuning.
+        For a ranking: time of the candidate that would run without tuning.
     registers, shared_bytes, local_bytes, spill_instructions
-        What a CUDA kernel takes: a thread's registers, static shared memory of a block, ... Of several kernels in one
-        library the most of each.
+        Resources of a CUDA kernel: registers per thread, static shared memory per thread block, and so on. If a library
+        has several kernels, the maximum of each.
     threads, dynamic_shared_bytes
-        Threads of a block, and its dynamic shared memory, as the template tells them (`Template.launch`) of what is a
-        point of its space now. Else threads are those that the record has, or the decision of that name.
+        Threads and dynamic shared memory of a thread block, from the template (`Template.launch`) if the candidate is a
+        point of its present space. Otherwise threads are taken from the record, or from the decision of that name.
     occupancy
         Share of a multiprocessor's threads that are resident, by threads, registers and shared memory: an upper bound
-        where the template does not tell its dynamic shared memory. None where the threads are not known,
-        and where such a kernel could not run: what a library's several kernels take was recorded as the most of each.
+        where the template does not declare its dynamic shared memory. None where the threads are not known, and where a
+        kernel with these resources could not run, which happens since the maxima of several kernels are recorded.
     predicted
-        The score that the cost model gave the candidate before it was measured, the larger the better.
+        The score that the cost model gave the candidate before the measurement; larger is better.
     order, number
         Place within the session, and among the problem's trials of this log or file, from 0.
     session, date, strategy, fresh, timer, machine.NAME, inputs.NAME, software.NAME
-        Provenance. `strategy` proposed the session's candidates. `fresh`: whether every timed call was behind a kernel
-        that had just written the inputs of the batch; such seconds and others are not to be mixed.
+        Provenance. `strategy` proposed the session's candidates. `fresh`: whether every timed call followed a kernel
+        that had just written the inputs of the batch; such times must not be compared with others.
     """
     found: list[dict[str, Any]] = []
     for root in roots:
@@ -243,7 +302,7 @@ def rows(roots: Iterable[Path], *, operator: str | None = None, arch: str | None
             if operator in (None, log.operator) and arch in (None, log.arch):
                 contents = log.read()
                 found += _rows_of(log.operator, contents.sessions, [*contents.trials, *log.read_best().bests])
-    # One table has one order of columns: groups (all axes, all decisions) where their first column stands.
+    # All tables order their columns alike: a group (all axes, all decisions) is placed at its first column.
     names = list(dict.fromkeys(name for row in found for name in row))
     first: dict[str, int] = {}
     for index, name in enumerate(names):
@@ -312,7 +371,7 @@ RESOURCES = (*_RECORDED, "dynamic_shared_bytes", "occupancy")
 
 
 def _axes(problem: str) -> dict[str, Any]:
-    """The axes of a problem's key; as they stand there if no operator of this version has such a problem."""
+    """The axes of a problem's key, read as text if no operator of this version has such a problem."""
     try:
         return registry.parse(problem).axes
     except ProblemError:
@@ -321,7 +380,7 @@ def _axes(problem: str) -> dict[str, Any]:
 
 
 def _read(text: str) -> int | float | str:
-    """What a text of a key stands for: a number, if it is one."""
+    """A value in a key: a number if it reads as one, else the text."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
@@ -329,7 +388,7 @@ def _read(text: str) -> int | float | str:
 
 
 def _resources(trial: Trial | None, session: Session | None) -> dict[str, Any]:
-    """What a trial's kernel takes of a GPU, and how much of it that fills; empty of others."""
+    """GPU resources of a trial's kernel, and its occupancy; empty for other trials."""
     if trial is None or not trial.resources:
         return {}
     found: dict[str, Any] = {name: trial.resources.get(name) for name in _RECORDED}
@@ -337,11 +396,11 @@ def _resources(trial: Trial | None, session: Session | None) -> dict[str, Any]:
     cores = cores if isinstance(cores, int) and cores > 0 else 1
     try:
         here = dataclasses.replace(machine.resolve(trial.arch), cores=cores)
-    except machine.UnknownArch:  # of a file of others, or a later version's
+    except machine.UnknownArch:  # in a foreign file, or one of a later version
         return found
     if launch := _launch(trial, here):
         found |= {"threads": launch.threads, "dynamic_shared_bytes": launch.dynamic_shared_bytes}
-    # Earlier records do not hold the threads of a block, which is a decision of many templates.
+    # Earlier records lack the threads of a thread block, which many templates have as a decision.
     if threads := found["threads"] or trial.candidate.values.get("threads"):
         shared = (found["shared_bytes"] or 0) + (found.get("dynamic_shared_bytes") or 0)
         blocks = here.blocks_at_once(threads, found["registers"] or 0, shared) // cores
@@ -350,7 +409,7 @@ def _resources(trial: Trial | None, session: Session | None) -> dict[str, Any]:
 
 
 def _launch(trial: Trial, here: machine.Machine) -> Launch | None:
-    """What the template tells of a trial's kernel; None of what is no point of its space now."""
+    """The launch that the template declares for a trial's kernel; None if its candidate is no longer a point."""
     try:
         problem = registry.parse(trial.problem)
         template = spaces.find(trial.candidate.template, problem.operator)
@@ -362,7 +421,7 @@ def _launch(trial: Trial, here: machine.Machine) -> Launch | None:
 
 
 def _column(values: list[Any]) -> list[Any]:
-    """Values of one kind, as a column of Parquet has them: texts where some are numbers and some are not."""
+    """Values of one type, as a Parquet column requires: all texts if numbers and texts are mixed."""
     kinds = {type(value) for value in values if value is not None}
     if len(kinds) < 2 or kinds == {int, float}:
         return values
@@ -370,7 +429,7 @@ def _column(values: list[Any]) -> list[Any]:
 
 
 def write_results(roots: Iterable[Path], path: Path, problem: str = "") -> int:
-    """Write trials as a T4 document, of problems whose keys begin so; returns how many."""
+    """Write the trials of problems whose keys begin with `problem` as a T4 document; returns their number."""
     sessions: list[Session] = []
     trials: list[Trial] = []
     for root in roots:
@@ -385,12 +444,12 @@ def write_results(roots: Iterable[Path], path: Path, problem: str = "") -> int:
 
 
 def read_results(path: Path, target: Path) -> int:
-    """Append to `target` the trials of a T4 document of ours that it lacks; returns how many.
+    """Append to `target` the trials that it lacks, from a T4 document written by this package; returns their number.
 
     Raises
     ------
     ExchangeError
-        If the file holds none: results of others are for studies, they have no place in a log.
+        If the file is no such document: foreign results are for studies and cannot be added to a log.
     """
     sessions, trials = exchange.records_of(exchange.read_results(path))
     if not trials:
@@ -408,7 +467,7 @@ def read_results(path: Path, target: Path) -> int:
 
 
 def write_rows(found: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write rows as CSV, or as Parquet where the name ends so. Lists are numbers separated by spaces in CSV.
+    """Write rows as CSV, or as Parquet if the name ends in .parquet. In CSV, lists are numbers separated by spaces.
 
     Raises
     ------
@@ -430,7 +489,7 @@ def write_rows(found: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def readable(problem: str) -> bool:
-    """Whether this version's operators have such a problem."""
+    """Whether this version has the operator of a problem key, and the problem is valid."""
     try:
         registry.parse(problem)
     except ProblemError:

@@ -1,11 +1,11 @@
 """The auto-tuning community's open formats (github.com/odgaard/TuningSchema): T1, a space as JSON, and T4, its results.
 
-Kernel Tuner and others read and write them. A T4 file of ours holds what a log holds, under `provenance`, beside what
-the format asks for, so that reading it gives the same trials; one of somebody else gives rows of the same columns as
-ours (`database.rows`), whose operator is the name of the file and whose decisions may be texts.
+Kernel Tuner and others read and write them. A T4 file written here holds, beside what the format requires, the content
+of a log under `provenance`, so that reading it gives the same trials. A foreign T4 file gives rows with the same
+columns (`database.rows`), whose operator is the name of the file and whose decisions may be texts.
 
-Programs of ours are generated point by point, and not by a preprocessor, so a T1 file tells other tools what the space
-is, not how to compile its points: they can search it on recorded results.
+Programs here are generated point by point, not by a preprocessor, so a T1 file describes the space to other tools but
+not how to compile its points. They can search it on recorded results.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MILLI = 1e3
 
 
 class ExchangeError(ValueError):
-    """A file that is not of the format; the message says where."""
+    """A file that does not follow the format; the message says where."""
 
 
 # --------------------------------------------------------------------------------------------------- results (T4)
@@ -52,7 +52,7 @@ class ExchangeError(ValueError):
 def results_of(sessions: Iterable[Session], trials: Iterable[Trial]) -> dict[str, Any]:
     """Trials and their sessions as a T4 document. Times are in milliseconds, as Kernel Tuner writes them.
 
-    Whether inputs were fresh is told by the sessions, in the metadata.
+    The sessions in the metadata say whether inputs were fresh.
     """
     known = {session.id: session for session in sessions}
     results = []
@@ -84,7 +84,7 @@ def results_of(sessions: Iterable[Session], trials: Iterable[Trial]) -> dict[str
 
 
 def records_of(document: Mapping[str, Any]) -> tuple[list[Session], list[Trial]]:
-    """What `results_of` wrote; nothing of results of others.
+    """The sessions and trials in a document that `results_of` made; none for foreign results.
 
     Raises
     ------
@@ -107,12 +107,12 @@ def records_of(document: Mapping[str, Any]) -> tuple[list[Session], list[Trial]]
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """A T4 document.
+    """Read a T4 document.
 
     Raises
     ------
     ExchangeError
-        If the file holds none.
+        If the file does not hold one.
     """
     try:
         document = json.loads(path.read_text())
@@ -130,16 +130,17 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def foreign_rows(document: Mapping[str, Any], name: str, resources: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Results of somebody else's, as rows; `name` stands for operator, problem and template.
+    """Foreign results as rows; `name` is used as operator, problem and template.
 
-    Of what was measured beside the time the `resources` are kept, by their names.
+    Beside the time, the measurements named in `resources` are kept.
 
-    A result without run times has that of its objective, in milliseconds unless its unit is another.
+    A result without run times takes the value of its objective as the time, in milliseconds unless another unit is
+    given.
 
     Raises
     ------
     ExchangeError
-        If a result is not as the format has it.
+        If a result does not follow the format.
     """
     try:
         yield from _foreign_rows(document, name, resources)
@@ -204,8 +205,8 @@ def inputs_of(
 ) -> dict[str, Any]:
     """A template's space for a problem on a CUDA GPU as a T1 document.
 
-    Restrictions are Python there, so the condition is a list of the points that are allowed. `results` names a file of
-    recorded results, `source` one with the CUDA source of a point.
+    Restrictions here are Python code, so the condition in the document is a list of the allowed points. `results` names
+    a file of recorded results, `source` a file with the CUDA source of a point.
     """
     names = list(table)
     allowed = sorted({tuple(value for _, value in point.decisions) for point in points})
@@ -218,7 +219,7 @@ def inputs_of(
         "KernelName": "main_kernel",
         "KernelFile": source,
         "GlobalSizeType": "CUDA",
-        # Of generated code the extents are its own.
+        # Generated code has its extents built in.
         "GlobalSize": {"X": "1"},
         "LocalSize": {"X": "threads" if "threads" in table else "1"},
         "Arguments": _arguments(problem),
@@ -239,7 +240,7 @@ def inputs_of(
 
 
 def _arguments(problem: Problem) -> list[dict[str, Any]]:
-    """What the kernels of a problem are called with, as T1 describes arguments."""
+    """The arguments of a problem's kernels, as T1 describes arguments."""
     found = []
     for argument, access in [
         *((one, "ReadOnly") for one in problem.kernel_inputs),
@@ -253,39 +254,40 @@ def _arguments(problem: Problem) -> list[dict[str, Any]]:
             "AccessType": access,
             "FillType": "Random",
         }
-        with contextlib.suppress(KeyError):  # of an extent that is known only with the data
+        with contextlib.suppress(KeyError):  # its extent is known only with the data
             described["Size"] = math.prod(problem.extent(name) for name in argument.shape)
         found.append(described)
     return found
 
 
-# Combinations of a condition's parameters for which it is evaluated, and of all that hang together, which are counted.
+# Limits: combinations of one condition's parameters, which are evaluated, and of all connected parameters, which are
+# counted.
 MOST_EVALUATIONS = 20_000_000
 MOST_COUNTED = 1 << 30
-_AT_ONCE = 1 << 24  # of them, in memory
-_FAILS = 2  # in the place of a truth: the condition cannot be evaluated there
+_AT_ONCE = 1 << 24  # combinations evaluated in one array
+_FAILS = 2  # instead of a truth value: the condition cannot be evaluated there
 
 
 class TooLarge(ExchangeError):
-    """A space of which too many combinations would have to be gone through."""
+    """A space with too many combinations to enumerate."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The space of a T1 file: values by parameter, and conditions as they stand there."""
+    """The space of a T1 file: values by parameter, and conditions as written in the file."""
 
     table: Mapping[str, tuple[Any, ...]]
     conditions: tuple[str, ...]
 
     @property
     def product(self) -> int:
-        """How many points there are without conditions."""
+        """Number of points without conditions."""
         return math.prod(map(len, self.table.values()))
 
     def refused(self) -> Mapping[str, int]:
-        """How many points each condition is the first to refuse.
+        """Number of points by the first condition that refuses them.
 
-        Parameters that no condition connects are counted apart, so that a space may have any number of points.
+        Parameters that no condition connects are counted separately, so that a space may have any number of points.
 
         Raises
         ------
@@ -309,14 +311,14 @@ class Inputs:
                     found[one.text], left = everything, dict.fromkeys(left, 0)
                 continue
             [mine] = [group for group in groups if one.parameters[0] in group]
-            # Nothing is left of a group where a condition without parameters has refused everything.
+            # Nothing remains of a group where a condition without parameters has refused everything.
             refused = min(first[one.text], left[mine])
             found[one.text] = refused * math.prod(count for group, count in left.items() if group != mine)
             left[mine] -= refused
         return found
 
     def sampled(self, count: int, seed: int = 0) -> tuple[int, int]:
-        """Of so many points that are drawn at random, how many all conditions allow, and how many were drawn."""
+        """Draw `count` points at random; returns how many of them all conditions allow, and how many were drawn."""
         import random
 
         conditions, draw = self._conditions(), random.Random(seed)
@@ -336,7 +338,7 @@ class Inputs:
             raise ExchangeError(_cannot(one, error)) from error
 
     def _truths(self, one: Condition) -> Any:
-        """An array of what a condition says of each combination of its parameters: 1, 0 or `_FAILS`."""
+        """An array of the condition's value for each combination of its parameters: 1, 0 or `_FAILS`."""
         import numpy as np
 
         values = [self.table[name] for name in one.parameters]
@@ -360,7 +362,7 @@ class Inputs:
         return said.reshape([len(choices) for choices in values])
 
     def _first_refused(self, group: Sequence[str], conditions: Sequence[Condition]) -> list[int]:
-        """Of the combinations of these parameters how many each condition is the first to refuse."""
+        """Number of combinations of these parameters by the first condition that refuses them."""
         import numpy as np
 
         if not conditions:
@@ -412,13 +414,14 @@ def _connected(table: Mapping[str, Sequence[Any]], conditions: Iterable[Conditio
 def read_inputs(path: Path) -> Inputs:
     """The space of a T1 file.
 
-    Values are a list, or a text with an expression of one: numbers and texts, `range`, comprehensions, arithmetic
-    (`records.expressions`). Nothing of the file is run.
+    Values are a list, or a text with an expression that gives a list: numbers and texts, `range`, comprehensions,
+    arithmetic (`records.expressions`). No code of the file is run.
 
     Raises
     ------
     ExchangeError
-        If the file holds none, values that are none, or a condition that is more than arithmetic and comparisons.
+        If the file holds no space, values that are not a list, or a condition with more than arithmetic and
+        comparisons.
     """
     try:
         space = json.loads(path.read_text())["ConfigurationSpace"]

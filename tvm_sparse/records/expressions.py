@@ -1,9 +1,9 @@
-"""Expressions of somebody else's files, in Python's notation: evaluated by what is listed here, and by nothing else.
+"""Expressions in foreign files, in Python's notation: only the operations listed here are evaluated.
 
-Two kinds. *Values* of a parameter, as ``[1] + list(range(32, 1025, 32))`` or ``[2**i for i in range(6)]``, are walked
-node by node, with bounds on steps, sizes and numbers. *Conditions* on parameters, as ``x * y <= 1024 or z == 0``, are
-evaluated millions of times: their nodes are compared with a list that has no operation that could take long, and they
-are compiled.
+There are two kinds. *Values* of a parameter, as ``[1] + list(range(32, 1025, 32))`` or ``[2**i for i in range(6)]``,
+are evaluated node by node, with bounds on steps, sizes and numbers. *Conditions* on parameters, as ``x * y <= 1024 or z
+== 0``, are evaluated millions of times: their nodes are checked against a list without expensive operations, and then
+they are compiled.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-MOST_STEPS = 1_000_000  # nodes that are evaluated, and items that functions and operators go through
-MOST_ITEMS = 100_000  # of a list, or characters of a text
-MOST_BITS = 256  # of a whole number
-MOST_DIGITS = 20  # that `round` keeps
+MOST_STEPS = 1_000_000  # nodes evaluated, and items that functions and operators iterate over
+MOST_ITEMS = 100_000  # in a list, or characters in a text
+MOST_BITS = 256  # of an integer
+MOST_DIGITS = 20  # kept by `round`
 MOST_TEXT = 1 << 20
 
 
 class ExpressionError(ValueError):
-    """An expression that is not understood, or that passes a bound; the message says which part."""
+    """An expression that is not supported or exceeds a bound; the message says which part."""
 
 
 # ------------------------------------------------------------------------------------------------- bounded operations
@@ -101,11 +101,11 @@ _COMPARED: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.In: lambda one, others: one in others,
     ast.NotIn: lambda one, others: one not in others,
 }
-# Of numbers: in both kinds of expression.
+# Operations on numbers, in both kinds of expression.
 _SCALARS: Mapping[str, Callable[..., Any]] = {
     "min": min, "max": max, "abs": abs, "int": int, "float": float, "round": _rounded,
 }  # fmt: skip
-# Of sequences: in values alone.
+# Operations on sequences, in values alone.
 _SEQUENCES: Mapping[str, Callable[..., Any]] = {
     "range": range, "list": list, "tuple": tuple, "set": set, "sorted": sorted, "reversed": lambda values: values[::-1],
     "sum": sum, "len": len, "all": all, "any": any, "str": str, "bool": bool,
@@ -119,19 +119,20 @@ class _Budget:
     steps: int = MOST_STEPS
 
     def spend(self, *values: Any) -> None:
-        """A step, and one more for each item of these values."""
+        """Count one step, and one more for each item of these values."""
         self.steps -= 1 + sum(len(value) for value in values if isinstance(value, str | list | tuple | range))
         if self.steps < 0:
             raise ExpressionError(f"it takes more than {MOST_STEPS:,} steps")
 
 
 def evaluated(text: str, names: Mapping[str, Any] | None = None) -> Any:
-    """What an expression means: numbers, texts, and lists of them, by arithmetic, comprehensions and a few functions.
+    """The value of an expression: numbers, texts and lists of them, from arithmetic, comprehensions and a few
+    functions.
 
     Raises
     ------
     ExpressionError
-        For anything else, and for what passes a bound.
+        For anything else, and where a bound is exceeded.
     """
     tree = _parsed(text)
     try:
@@ -193,7 +194,7 @@ def _value(node: ast.expr, scope: Mapping[str, Any], budget: _Budget) -> Any:
             return of(body) if of(test) else of(other)
         case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if name in _SCALARS or name in _SEQUENCES:
             arguments = list(_elements(parts, scope, budget))
-            if name != "len":  # a range is no list yet
+            if name != "len":  # a range is not a list yet
                 arguments = arguments if name == "range" else [_sized(argument) for argument in arguments]
                 budget.spend(*arguments)
             found = {**_SCALARS, **_SEQUENCES}[name](*arguments)
@@ -227,7 +228,7 @@ def _comprehended(
 
 
 def _bound(target: ast.expr, item: Any) -> dict[str, Any]:
-    """The names of a comprehension's loop, with an element."""
+    """The names that a comprehension's loop binds, for one element."""
     if isinstance(target, ast.Name):
         return {target.id: item}
     if isinstance(target, ast.Tuple) and isinstance(item, tuple | list) and len(item) == len(target.elts):
@@ -244,7 +245,7 @@ _NODES = (
     *(ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.UAdd, ast.Compare, *_COMPARED),
     *(ast.BinOp, *_ARITHMETIC),
 )
-MOST_OPERATIONS = 1_000  # of a condition: each multiplies the length of a number
+MOST_OPERATIONS = 1_000  # in a condition: each may multiply the length of a number
 
 
 @dataclass(frozen=True)
@@ -254,12 +255,12 @@ class Condition:
     Attributes
     ----------
     text
-        As it stands in the file.
+        The condition as written in the file.
     parameters
-        Those that it names, in the order of the space.
+        The parameters that it names, in the order of the space.
     function
-        Of their values in this order: whether it allows a point. It raises `TypeError`, `ValueError` or
-        `ArithmeticError` where it cannot be evaluated, as where it divides by zero.
+        Takes the parameters' values in this order and returns whether the point is allowed. It raises `TypeError`,
+        `ValueError` or `ArithmeticError` where it cannot be evaluated, as where it divides by zero.
     """
 
     text: str
@@ -286,7 +287,7 @@ def condition(text: Any, table: Mapping[str, Iterable[Any]]) -> Condition:
             known &= node.id in table or node.id in _SCALARS
         if isinstance(node, ast.Constant):
             known &= isinstance(node.value, int | float | str | bool)
-        if isinstance(node, ast.BinOp):  # a text or a list, times a number, is as long as the number is large
+        if isinstance(node, ast.BinOp):  # a text or list times a number is as long as the number is large
             operations += 1
             if operations > MOST_OPERATIONS:
                 raise ExpressionError(f"more than {MOST_OPERATIONS:,} operations")

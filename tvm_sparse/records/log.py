@@ -1,19 +1,20 @@
-"""What was measured, on disk: append-only JSON lines with a checksum on each line.
+"""Append-only logs of measurements: JSON lines with a checksum on each line.
 
 Layout, one folder per architecture and operator::
 
     <root>/<arch>/<operator>/trials.jsonl    every candidate that was measured, and its session
     <root>/<arch>/<operator>/best.jsonl      final rankings; the last line of a problem wins
 
-A line is canonical JSON (sorted keys, no spaces, ASCII) with a ``kind``, a ``schema`` and a ``sum``: the first
-16 hex digits of the SHA-256 of the line's canonical JSON without ``sum``. Each line stands alone,
-so a damaged one costs itself and nothing else, and `cat` merges two logs. This module imports
-neither TVM nor NumPy: records are read where nothing can be compiled.
+A line is canonical JSON (sorted keys, no spaces, ASCII) with a ``kind``, a ``schema`` and a ``sum``: the first 16 hex
+digits of the SHA-256 of the line's canonical JSON without ``sum``. Lines are independent: a damaged one does not affect
+others, and `cat` merges two logs. This module imports neither TVM nor NumPy: records are read where nothing can be
+compiled.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import logging
 import os
@@ -33,13 +34,13 @@ LOCK_SECONDS = 60.0
 the holder is stopped, and waiting for ever would hide it."""
 
 _PROBLEM = re.compile(rb'"problem"\s*:\s*"([^"\\]{1,500})"')
-# As lines are written. Such a text within another one has its quotes escaped.
+# As written in lines. Inside another text its quotes would be escaped.
 _OF_A_SESSION = b'"kind":"%s"' % Session.kind.encode()
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A line that could not be used: its number, from 1, why, and of which problem it was if that can be read."""
+    """A line that could not be used: its number (from 1), the reason, and its problem if that can be read."""
 
     line: int
     reason: str
@@ -48,7 +49,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file holds, in its order, and the lines that were skipped."""
+    """The records of a file, in its order, and the lines that were skipped."""
 
     trials: tuple[Trial, ...] = ()
     sessions: tuple[Session, ...] = ()
@@ -56,9 +57,9 @@ class Contents:
     bests: tuple[Best, ...] = ()
 
     def timed(self, fresh: bool) -> Iterator[Trial]:
-        """The trials of sessions with fresh inputs, or of all others: their times are not to be mixed.
+        """The trials of sessions with fresh inputs, or of all others: their times must not be compared.
 
-        Trials whose session is not here count as others.
+        Trials whose session is missing count as others.
         """
         of_fresh = {session.id for session in self.sessions if session.fresh}
         return (trial for trial in self.trials if (trial.session in of_fresh) == fresh)
@@ -67,7 +68,7 @@ class Contents:
 class Log:
     """The records of one operator on one architecture.
 
-    What is read and cannot be used is warned of, once a process.
+    Unusable lines cause a warning, once a process.
 
     Any number of processes may append and read at the same time. Nothing is created before the
     first append, and reading takes no lock, so a log in a read-only folder can be read.
@@ -117,7 +118,7 @@ class Log:
         self._append(self.trials_path, records, (Trial, Session))
 
     def append_best(self, *bests: Best) -> None:
-        """Append to ``best.jsonl``; as `append`."""
+        """Append to ``best.jsonl``, with the guarantees of `append`."""
         self._append(self.best_path, bests, (Best,))
 
     def read(self) -> Contents:
@@ -125,11 +126,11 @@ class Log:
         return self._read(self.trials_path, (Trial, Session))
 
     def sessions(self) -> dict[str, Session]:
-        """Read the sessions alone, by their ids: what trials say, thousands of lines, is not looked at."""
+        """Read the sessions alone, by their ids, without parsing the thousands of lines of trials."""
         return {session.id: session for session in self._read(self.trials_path, (Session,), _OF_A_SESSION).sessions}
 
     def of_problem(self, problem: str) -> Contents:
-        """Read the trials of one problem, by its key, and all sessions: lines of other problems are not looked at."""
+        """Read the trials of one problem, by its key, and all sessions, without parsing lines of other problems."""
         own = b'"problem":%s' % json.dumps(problem).encode()
         return self._read(self.trials_path, (Trial, Session), own, _OF_A_SESSION)
 
@@ -140,7 +141,7 @@ class Log:
     def best(self, valid: Callable[[Best], bool] = lambda best: True) -> dict[str, Best]:
         """Return the last ranking of each problem that is `valid`, by problem key.
 
-        A warning says where a later one is damaged.
+        A warning names damaged later ones.
         """
         found: dict[str, Best] = {}
         lost: dict[str, Skipped] = {}
@@ -168,7 +169,7 @@ class Log:
             _append_lines(path, [encode(record) for record in records])
 
     def _read(self, path: Path, types: tuple[type[Record], ...], *only: bytes) -> Contents:
-        """What a file holds; with `only`, of the lines in which one of these texts is found."""
+        """The contents of a file; with `only`, of the lines that contain one of these texts."""
         lines = [line for _, line in self._lines(path, types, *only)]
         skipped = [line for line in lines if isinstance(line, Skipped)]
         self._report(path, skipped)
@@ -182,13 +183,13 @@ class Log:
     def _lines(
         self, path: Path, types: tuple[type[Record], ...], *only: bytes
     ) -> Iterator[tuple[bytes, Record | Skipped]]:
-        """The lines of a file, each with what it says."""
+        """The lines of a file, each with the record that it holds."""
         try:
             data = path.read_bytes()
         except FileNotFoundError:
             return
-        # What follows the last newline: nothing, or a line that a crash has torn, or one that is
-        # being written at this moment. If its checksum holds, only the newline is missing.
+        # After the last newline there is nothing, a line that a crash cut off, or one that is being written. If its
+        # checksum is right, only the newline is missing.
         end = data.rfind(b"\n") + 1
         kinds = {cls.kind: cls for cls in types}
         for number, start in _starts(data, only):
@@ -216,21 +217,26 @@ class Log:
                 f" tvm-sparse db verify --logs {self.root}"
             )
 
-    def prune(self, keep: Callable[[Trial | Session | Best], bool]) -> int:
-        """Rewrite both files without damaged lines and records that `keep` refuses; returns how many lines went."""
+    def prune(self, keep: Callable[[Record], bool], renew: Callable[[Record], Record] = lambda record: record) -> int:
+        """Rewrite both files without damaged lines and records that `keep` refuses, the others as `renew` returns them;
+        returns the number of removed lines."""
         gone = 0
+
+        def kept(lines: list[bytes], path: Path, types: tuple[type[Record], ...]) -> list[bytes]:
+            nonlocal gone
+            found = [
+                (line, one) for line, one in self._lines(path, types) if not isinstance(one, Skipped) and keep(one)
+            ]
+            gone += len(lines) - len(found)
+            return [line + b"\n" if renew(record) == record else encode(renew(record)) for line, record in found]
+
         for path, types in ((self.trials_path, (Trial, Session)), (self.best_path, (Best,))):
-
-            def kept(lines: list[bytes], path: Path = path, types: tuple[type[Record], ...] = types) -> list[bytes]:
-                found = self._lines(path, types)
-                return [line + b"\n" for line, record in found if not isinstance(record, Skipped) and keep(record)]
-
-            gone += rewrite(path, kept)
+            rewrite(path, functools.partial(kept, path=path, types=types))
         return gone
 
     def _check_place(self, record: Record) -> None:
         """Refuse a record of another folder: a copied file must not speak for another GPU."""
-        if isinstance(record, Session):  # holds for all that it refers to, wherever that stands
+        if isinstance(record, Session):  # applies to all trials that refer to it, wherever they are
             return
         if record.arch != self.arch:
             raise ValueError(f"arch {record.arch!r} in the folder of {self.arch!r}")
@@ -239,7 +245,7 @@ class Log:
 
 
 def _starts(data: bytes, only: Sequence[bytes]) -> Iterator[tuple[int, int]]:
-    """Numbers of lines, from 1, and where they begin; with `only`, of those in which one of these texts is found."""
+    """Numbers of lines, from 1, and their offsets; with `only`, of the lines that contain one of these texts."""
     if not only:
         start, number = 0, 1
         while start < len(data):
@@ -271,7 +277,7 @@ def _say_once(text: str) -> None:
 
 
 def rewrite(path: Path, change: Callable[[list[bytes]], list[bytes]]) -> int:
-    """Replace the lines of a file, under its lock and by a rename; returns how many it has fewer, or that differ."""
+    """Replace the lines of a file, under its lock and by a rename; returns the number of lines removed or changed."""
     if not path.exists():
         return 0
     with held(Path(f"{path}.lock"), LOCK_SECONDS):
@@ -305,14 +311,14 @@ def _append_lines(path: Path, lines: list[bytes]) -> None:
         fd = _opened(path)
         try:
             size = os.fstat(fd).st_size
-            # A writer that was killed can leave half a line. Ours must not be glued to it.
+            # A killed writer can leave half a line, to which the next must not be appended.
             torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
             try:
                 _write_all(fd, (b"\n" if torn else b"") + b"".join(lines))
                 os.fsync(fd)
                 if size == 0:
                     _sync_folder(path.parent)
-            except BaseException as error:  # Ctrl-C too: the caller will not think it is written
+            except BaseException as error:  # also Ctrl-C: the caller assumes that nothing was written
                 undone = _truncate(fd, size)
                 if isinstance(error, OSError):
                     cause = os.strerror(error.errno or errno.EIO)
@@ -328,13 +334,13 @@ def _opened(path: Path) -> int:
 
 
 def _write_all(fd: int, data: bytes) -> None:
-    # Nearly always one write. A full disk makes it a short one; it is the next that says why.
+    # In nearly all cases one write. On a full disk it is short, and the next one raises the error.
     while data:
         data = data[os.write(fd, data) :]
 
 
 def _truncate(fd: int, size: int) -> str:
-    """Undo a failed append, under the lock; say in words what the file holds now."""
+    """Undo a failed append, under the lock; returns a description of the file's state."""
     try:
         os.ftruncate(fd, size)
         os.fsync(fd)

@@ -1,11 +1,11 @@
-"""Records of an earlier version of a template, rewritten for the present one; figures, dates and provenance stay."""
+"""Rewriting records of an earlier version of a template for the present one; times, dates and provenance stay."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from ..core import machine, registry, spaces
@@ -18,21 +18,21 @@ from .log import rewrite
 from .values import Best, Session, Trial
 
 KINDS = {cls.kind: cls for cls in (Trial, Session, Best)}
-Renamed = Callable[[str, Iterable[tuple[str, int]]], tuple[tuple[str, int], ...]]
+Present = Callable[[Candidate], Candidate]
 Current = Callable[[Trial | Best, Candidate], Candidate]
 
 
-def migrate(root: Path, renamed: Renamed) -> dict[Path, int]:
-    """Rewrite the logs under `root`; how many lines of each changed. Lines that cannot be read stay as they are.
+def migrate(root: Path, present: Present) -> dict[Path, int]:
+    """Rewrite the logs under `root`; returns the number of changed lines of each. Unreadable lines stay as they are.
 
     Parameters
     ----------
-    renamed
-        (template, decisions) -> the decisions under their present names.
+    present
+        (candidate) -> the same point under the present names of its template and its decisions.
     """
 
     def current(record: Trial | Best, candidate: Candidate) -> Candidate:
-        return dataclasses.replace(candidate, decisions=renamed(candidate.template, candidate.decisions))
+        return present(candidate)
 
     return {
         path: rewrite(path, lambda lines: [_migrated(line, current) for line in lines])
@@ -42,14 +42,14 @@ def migrate(root: Path, renamed: Renamed) -> dict[Path, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Restamped:
-    """What `restamp` did to one file.
+    """The changes that `restamp` made to one file.
 
     Attributes
     ----------
     changed
-        Lines of a log, or 1 for a predictor.
+        Number of lines of a log, or 1 for a predictor.
     left
-        Candidates that keep their version, by the reason.
+        Number of candidates that keep their version, by the reason.
     """
 
     changed: int
@@ -59,10 +59,9 @@ class Restamped:
 def restamp(root: Path, template: str, before: int, now: int, *, dry_run: bool = False) -> dict[Path, Restamped]:
     """Give the records of version `before` of a template the version `now`, in trials, rankings and predictors.
 
-    It is for a change of machine code after which every recorded kernel is as fast as before: times of the earlier
-    version then hold for the present one (`scripts/compare_trees.py` times both in turns). Candidates whose decisions
-    have other names than the template's now keep their version, and so do lines that cannot be read. Running it again
-    changes nothing.
+    Use it after a change of machine code that leaves every recorded kernel as fast as before, so that earlier times
+    hold for the present version (`scripts/compare_trees.py` times both in turns). Candidates whose decisions differ in
+    name from the template's present ones keep their version, as do unreadable lines. Running it again changes nothing.
 
     Parameters
     ----------
@@ -88,7 +87,7 @@ def restamp(root: Path, template: str, before: int, now: int, *, dry_run: bool =
 
     @functools.cache
     def names_of(problem: str, arch: str) -> tuple[str, ...] | str:
-        """Names of the template's decisions, or why it has none for the problem."""
+        """Names of the template's decisions, or the reason why it does not fit the problem."""
         try:
             return tuple(found.space(registry.parse(problem), machine.resolve(arch)))
         except (NotApplicable, ProblemError, machine.UnknownArch) as error:
@@ -145,7 +144,9 @@ def _restamped(model: predictor.Predictor, template: str, before: int, now: int)
 
 
 def _migrated(line: bytes, current: Current) -> bytes:
-    """A line whose candidates are replaced by `current`; the line itself if none changes, or if it cannot be read."""
+    """The line with its candidates replaced by `current`; unchanged if no candidate changes or the line is
+    unreadable.
+    """
     try:
         record = decode(line, KINDS)
     except UNREADABLE:

@@ -2,12 +2,12 @@
 
 The model is regression trees (Chen & Guestrin 2016, "XGBoost: A Scalable Tree Boosting System") that were fitted to
 trials offline (`tuning.training`). They give ln(time / best time of the problem) from a problem's axes, a point's
-decisions, and what its template derives from both (`Template.features`). What ships is one file an operator and
-architecture, `<root>/<arch>/<operator>/predictor.json`, which is read and walked here with NumPy alone.
+decisions, and what its template derives from both (`Template.features`). One file for each operator and architecture
+ships, `<root>/<arch>/<operator>/predictor.json`, and is read and evaluated here with NumPy alone.
 
-Ranked are points that were nearly the best of some problem, and templates' defaults, as far as the problem's spaces
-have them: some hundreds. Of points beyond, nobody knows whether the model is right about them: in the cross-validation
-nearly all of its choices among neighbours of these points were such as nobody had measured.
+It ranks a few hundred points: those that were nearly the best of some problem, and templates' defaults, as far as they
+are in the problem's spaces. For other points the model is untested: in the cross-validation nearly all of its choices
+among neighbours of these points had never been measured.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ FORMAT = 1
 
 
 class PredictorError(ValueError):
-    """A file that holds no predictor of this format; the message says what is wrong."""
+    """A file without a valid predictor of this format; the message says what is wrong."""
 
 
 @dataclass(frozen=True)
 class Trees:
-    """Regression trees, one after the other in flat arrays, whose values are added up.
+    """An ensemble of regression trees, stored one after the other in flat arrays, whose values are summed.
 
     Attributes
     ----------
     features
-        Names of the numbers that are looked at.
+        Names of the input numbers.
     roots
-        The first node of each tree.
+        Index of the first node of each tree.
     feature
-        Of each node the index of its feature; -1 of a leaf.
+        For each node the index of its feature; -1 for a leaf.
     value
-        The threshold, float32: rows whose feature is below go left. Of a leaf what it adds.
+        For a node the threshold, float32: rows with a smaller value go left. For a leaf its addend.
     left
-        The node to the left; the one to the right follows it.
+        Index of the left child; the right child follows it.
     missing_left
         1 where rows without the feature go left.
     base
-        What the sum begins with.
+        Initial value of the sum.
     """
 
     features: tuple[str, ...]
@@ -71,14 +71,14 @@ class Trees:
     base: float
 
     def matrix(self, rows: Iterable[Mapping[str, float]]) -> np.ndarray:
-        """Rows of named numbers as a float32 matrix; NaN where one has no such number."""
+        """Rows of named numbers as a float32 matrix; NaN where a row has no such number."""
         import numpy as np
 
         nan = math.nan
         return np.array([[row.get(name, nan) for name in self.features] for row in rows], np.float32)
 
     def predict(self, matrix: np.ndarray) -> np.ndarray:
-        """The sum for each row of a matrix as `matrix` makes it, in float64."""
+        """The sum for each row of a matrix made by `matrix`, in float64."""
         import numpy as np
 
         feature, left = np.asarray(self.feature, np.int32), np.asarray(self.left, np.int32)
@@ -96,7 +96,9 @@ class Trees:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The point that a predictor takes, from how many, and for which problem: at the batch that it was ranked for."""
+    """The point that a predictor chose, the number of points ranked, and the problem at the batch for which they were
+    ranked.
+    """
 
     problem: Problem
     candidate: Candidate
@@ -105,7 +107,9 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Probe:
-    """What the model said of a point when it was trained: it says so still, unless what templates tell has changed."""
+    """The model's value for a point when it was trained. A different value now means that templates' features have
+    changed.
+    """
 
     problem: str
     cores: int
@@ -115,12 +119,12 @@ class Probe:
 
 @dataclass(frozen=True)
 class Predictor:
-    """What a file holds.
+    """A trained predictor, as a file holds it.
 
     Attributes
     ----------
     operator, arch
-        What it was trained for.
+        The operator and architecture that it was trained for.
     templates
         Versions of the templates in it.
     trees
@@ -128,14 +132,14 @@ class Predictor:
     known
         Points that were good for some problem.
     trials
-        How many it was trained on.
+        Number of trials it was trained on.
     problems
         Keys of their problems.
     loss, worst_loss
-        Times of choices for problems left out of the training over the best time that is recorded of them: geometric
-        mean, and the largest. The model chose among the points that were measured.
+        Ratio of the chosen point's time to the best recorded time, for problems left out of the training: geometric
+        mean, and maximum. The model chose among the measured points.
     probes
-        For tests.
+        Values that tests compare.
     """
 
     operator: str
@@ -151,7 +155,7 @@ class Predictor:
 
     @property
     def outdated(self) -> str | None:
-        """Why nothing can be predicted now: times of another version of a template say nothing of this one's."""
+        """Why the predictor cannot be used, if a template has another version now; else None."""
         current = {template.name: template.version for template in spaces.templates(self.operator)}
         for name, version in self.templates.items():
             if current.get(name) != version:
@@ -160,17 +164,17 @@ class Predictor:
 
     @property
     def provenance(self) -> str:
-        """What it knows, and how far its choices were off."""
+        """A description of its training data and of its loss."""
         return (
             f"a model of {self.trials} trials of {len(self.problems)} problems; of problems left out of its training"
             f" its choices took {self.loss:.2f}x the best time recorded, at worst {self.worst_loss:.2f}x"
         )
 
     def choose(self, problem: Problem, machine: Machine) -> Prediction | None:
-        """The point that takes least time by the model; None if no template of the model fits the problem.
+        """The point with the smallest predicted time; None if no template of the model fits the problem.
 
-        Ranked is for the batch rounded up to a power of two, so that one library serves all in between, unless its
-        arrays would be too large to be counted.
+        Points are ranked for the batch rounded up to a power of two, so that one library serves all batches in between,
+        unless arrays of that size would exceed the largest extent.
         """
         with contextlib.suppress(ProblemError):
             problem = problem.with_batch(1 << (problem.batch_extent - 1).bit_length())
@@ -178,7 +182,7 @@ class Predictor:
         return Prediction(problem, self.fastest(problem, machine, 1, ranked)[0], len(ranked)) if ranked else None
 
     def said(self, problem: Problem, machine: Machine, candidates: Sequence[Candidate]) -> list[float | None]:
-        """ln(time / best time of the problem) of points by the model; None of a template that it does not know."""
+        """Predicted ln(time / best time of the problem) of points; None for templates that the model does not know."""
         known = [candidate for candidate in candidates if candidate.template in self.templates]
         rows = (features_of(problem, machine, candidate) for candidate in known)
         values = dict(zip(known, map(float, self.trees.predict(self.trees.matrix(rows))), strict=True)) if known else {}
@@ -187,17 +191,18 @@ class Predictor:
     def fastest(
         self, problem: Problem, machine: Machine, count: int, ranked: Sequence[Candidate] | None = None
     ) -> list[Candidate]:
-        """The points that take least time by the model, of those that are `ranked`, the fastest first."""
+        """The `count` points with the smallest predicted times among `ranked`, the fastest first."""
         ranked = self.ranked(problem, machine) if ranked is None else ranked
         if not ranked:
             return []
         seconds = self.trees.predict(self.trees.matrix(features_of(problem, machine, c) for c in ranked))
-        # In this order, because the model is quicker than the restrictions are. Defaults are allowed: there is one.
+        # In this order, because evaluating the model is quicker than checking restrictions. At least the defaults are
+        # allowed.
         order = (ranked[index] for index in seconds.argsort(kind="stable"))
         return list(itertools.islice((c for c in order if spaces.refusal(c, problem, machine) is None), count))
 
     def ranked(self, problem: Problem, machine: Machine) -> list[Candidate]:
-        """The points that the model is asked about."""
+        """The points that the model ranks for a problem."""
         tables: dict[str, Table] = {}
         for name in self.templates:
             template = spaces.find(name, self.operator)
@@ -211,7 +216,7 @@ class Predictor:
         return [c for c in dict.fromkeys(wanted) if c.template in tables and _in_table(c, tables[c.template])]
 
     def write(self, root: Path) -> Path:
-        """Write the file of this predictor under a folder of logs."""
+        """Write this predictor's file under a folder of logs."""
         path = root / self.arch / self.operator / NAME
         content = {
             "format": FORMAT,
@@ -240,12 +245,12 @@ ARRAYS = ("roots", "feature", "value", "left", "missing_left")
 
 
 def read(path: Path) -> Predictor:
-    """The predictor of a file.
+    """Read the predictor of a file.
 
     Raises
     ------
     PredictorError
-        If it holds none of this format.
+        If the file holds no predictor of this format.
     """
     try:
         content: dict[str, Any] = json.loads(path.read_text())
@@ -285,7 +290,7 @@ _KINDS: dict[str, Any] = {
 
 
 def _malformed(trees: Trees) -> str | None:
-    """Why trees cannot be walked; None if they can: every walk ends at a leaf, and looks at what there is."""
+    """Why trees cannot be evaluated; None if every path ends at a leaf and all indices are in range."""
     import numpy as np
 
     arrays = {name: np.asarray(getattr(trees, name)) for name in ARRAYS}
@@ -305,13 +310,15 @@ def _malformed(trees: Trees) -> str | None:
     if not math.isfinite(trees.base) or not (np.abs(value) < np.finfo(np.float32).max).all():
         return "value and base: expected finite numbers"
     inner = np.flatnonzero(feature >= 0)
-    if (left[inner] <= inner).any() or (left < 0).any() or (left >= count - 1).any():  # backwards a walk would not end
+    if (left[inner] <= inner).any() or (left < 0).any() or (left >= count - 1).any():  # else walks may never end
         return f"left: expected nodes behind their own, up to {count - 2}"
     return None
 
 
 def features_of(problem: Problem, machine: Machine, candidate: Candidate) -> dict[str, float]:
-    """Numbers of one point by name: axes (texts as flags, a dtype as its bytes), template, decisions, features."""
+    """The input numbers for one point by name: axes (texts as flags, a dtype as its bytes), template, decisions,
+    features.
+    """
     row: dict[str, float] = {}
     for name, value in problem.axes.items():
         if not isinstance(value, str):

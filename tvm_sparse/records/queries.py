@@ -1,4 +1,4 @@
-"""Questions to several logs: the best that is known of each problem, and the model that was trained on them."""
+"""Queries over several logs: the best known candidate of each problem, and the predictor trained on them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ logger = logging.getLogger("tvm_sparse")
 
 @dataclass(frozen=True)
 class Failure:
-    """A way in which trials of one template ended otherwise than right."""
+    """A way in which trials of one template failed."""
 
     count: int
     template: str
     outcome: str  # one of `values.OUTCOMES`
-    reason: str  # the first line of one of them
-    candidate: str  # of that one
+    reason: str  # first line of the reason of one such trial
+    candidate: str  # of that trial
 
 
 def failures(trials: Iterable[Trial]) -> list[Failure]:
-    """How trials failed, the most frequent first; reasons that differ only in numbers are one."""
+    """Failures of trials by kind, the most frequent first; reasons that differ only in numbers count as one."""
     groups: dict[tuple[str, str, str], list[Trial]] = {}
     for trial in trials:
         if trial.outcome != "ok":
@@ -45,7 +45,7 @@ def failures(trials: Iterable[Trial]) -> list[Failure]:
 
 
 def without_numbers(reason: str) -> str:
-    """A reason with `#` for each number: by which those that differ only in numbers are one."""
+    """A reason with `#` for each number, to group reasons that differ only in numbers."""
     return re.sub(r"\d[\d.,]*", "#", reason)
 
 
@@ -54,9 +54,9 @@ def _first_line(text: str) -> str:
 
 
 def predictor(roots: Sequence[Path], arch: str, operator: str) -> Predictor | None:
-    """The predictor of an operator for `arch`; that of the last folder that has one.
+    """The predictor of an operator for `arch`, from the last folder that has one.
 
-    None if there is none, or if it was trained with templates of another version. One that cannot be read is left aside
+    None if there is none, or if it was trained with templates of another version. One that cannot be read is ignored
     with a warning.
     """
     for root in reversed(roots):
@@ -82,11 +82,12 @@ def best_records(
 ) -> dict[str, tuple[Best, dict[str, Any]]]:
     """The best record of each problem for `arch`, with its figures; later folders win, and in a folder later records.
 
-    The figures of a ranking with fresh inputs say so as `inputs`, those of others say nothing.
-    Of all operators, or of those named: no template of any other is imported.
+    The figures of a ranking with fresh inputs have the entry `inputs`. Without `operators` all are read; templates of
+    operators not named are not imported.
 
-    Records whose template has gone or has another version now are left out: their decisions mean another program, and
-    an older record of this version counts. So are those whose problem cannot be read: their operator had other axes.
+    Records of removed templates or other versions are left out, since their decisions mean another program; an older
+    record of the present version counts instead. Records whose problem cannot be read, since their operator had other
+    axes, are left out too.
     """
     found: dict[str, tuple[Best, dict[str, Any]]] = {}
     for operator in registry.operators() if operators is None else operators:
@@ -126,7 +127,7 @@ def best_records(
 
 @functools.lru_cache(maxsize=4096)
 def _readable(key: str) -> bool:
-    """Whether this version's operators have such a problem."""
+    """Whether this version has the operator of a problem key, and the problem is valid."""
     try:
         registry.parse(key)
     except ProblemError:

@@ -1,8 +1,8 @@
-"""A space of which every point was measured, in a file of its own: sessions and trials, a line each as in a log.
+"""A completely measured space in a file of its own: a line for each session and trial, as in a log.
 
-What look-up reads is chosen and ranked; a space is for studies, and `runtime` never reads one. Its trials have one
-figure a *round*: all points are measured once before any is measured again, so that a drift of the machine meets all
-of them. A name that ends in ``.xz`` is compressed: about 100 bytes a point.
+Spaces are for studies; `runtime` never reads one. A trial has one time for each *round*: all points are measured once
+before any is measured again, so that a drift of the machine affects all of them. A name that ends in ``.xz`` is
+compressed: about 100 bytes a point.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ class SpaceError(ValueError):
 
 @dataclass(frozen=True)
 class Space:
-    """The trials of one problem's space on one machine, a trial a point.
+    """The trials of one problem's space on one machine, one for each point.
 
     Parameters
     ----------
     sessions : tuple of Session
-        Under which they were measured; the last one's `inputs` tell the number of points and what the space was
-        restricted to.
+        The sessions of the measurement; `inputs` of the last one has the number of points and the space's restrictions.
     trials : tuple of Trial
-        In the order in which they were first measured. `Trial.seconds` has an entry a round.
+        In the order in which they were first measured. `Trial.seconds` has one entry for each round.
     """
 
     sessions: tuple[Session, ...]
@@ -59,27 +58,27 @@ class Space:
 
     @property
     def arch(self) -> str:
-        """The architecture it was measured on."""
+        """The architecture on which it was measured."""
         return self.trials[0].arch
 
     @functools.cached_property
     def points(self) -> int:
-        """How many points the space has, measured or not."""
+        """Number of points of the space, measured or not."""
         return int(self.sessions[-1].inputs.get(POINTS, len(self.trials)))
 
     @property
     def complete(self) -> bool:
-        """Whether every point has an outcome that its candidate is to blame for."""
+        """Whether every point has an outcome that does not depend on the machine's state."""
         return len(self.trials) == self.points and all(trial.outcome != "environment" for trial in self.trials)
 
 
 def read(path: Path) -> Space:
-    """The space of a file.
+    """Read the space of a file.
 
     Raises
     ------
     SpaceError
-        If a line is damaged, which is named, or if the file holds more than one space.
+        If a line is damaged (the message names it), or if the file holds more than one space.
     OSError
         If it cannot be read.
     """
@@ -105,7 +104,7 @@ def read(path: Path) -> Space:
 
 
 def write(path: Path, space: Space) -> None:
-    """Write a space, all of it or nothing."""
+    """Write a space; on failure nothing is written."""
     records: tuple[Session | Trial, ...] = (*space.sessions, *space.trials)
     text = b"".join(encode(record) for record in records)
     path.parent.mkdir(parents=True, exist_ok=True)

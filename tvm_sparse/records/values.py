@@ -1,14 +1,7 @@
-"""What is recorded: trials, their sessions, and the best of a problem.
+"""The values that logs hold: trials, their sessions, and the best candidate of a problem.
 
-Layout, one folder per architecture and operator::
-
-    <root>/<arch>/<operator>/trials.jsonl    every candidate that was measured, and its session
-    <root>/<arch>/<operator>/best.jsonl      final rankings; the last line of a problem wins
-
-A line is canonical JSON (sorted keys, no spaces, ASCII) with a ``kind``, a ``schema`` and a ``sum``: the first
-16 hex digits of the SHA-256 of the line's canonical JSON without ``sum``. Each line stands alone,
-so a damaged one costs itself and nothing else, and `cat` merges two logs. This module imports
-neither TVM nor NumPy: records are read where nothing can be compiled.
+`records.log` describes the files. This module imports neither TVM nor NumPy: records are read where nothing can be
+compiled.
 """
 
 from __future__ import annotations
@@ -44,25 +37,25 @@ class Trial:
     problem : str
         Text key, e.g. ``softmax_topk/batch=10,vocab=25000,k=5,dtype=float32``.
     arch : str
-        What it ran on, e.g. ``sm_90a`` or ``x86-64-v4``.
+        The architecture it ran on, e.g. ``sm_90a`` or ``x86-64-v4``.
     candidate : Candidate
-        What was tried.
+        The candidate that was tried.
     outcome : str
         One of `OUTCOMES`.
     reason : str
         Empty when `outcome` is ``ok``; else the head of the error (cut to `REASON_LENGTH`).
     seconds : tuple of float
-        Time of one call, one entry a repeat; empty unless ``ok``.
+        Time of one call for each repeat; empty unless ``ok``.
     build_seconds : float or None
         Time of the build; None if nothing was built.
     session : str
         `Session.id` of the tuning session.
     order : int
-        Place within the session, from 0.
+        Position within the session, from 0.
     resources : mapping of str to int, optional
         Registers, bytes of shared memory and so on, where known.
     predicted : float, optional
-        What the search's cost model said before the trial, where it had one: the larger, the faster.
+        Score of the search's cost model before the trial, if it had one; larger means faster.
 
     Raises
     ------
@@ -82,7 +75,7 @@ class Trial:
     build_seconds: float | None
     session: str
     order: int
-    # Left out of the hash, not of the comparison: a dict has no hash.
+    # Excluded from the hash, not from the comparison: a dict has no hash.
     resources: Mapping[str, int] | None = field(default=None, hash=False)
     predicted: float | None = None
 
@@ -117,7 +110,7 @@ class Trial:
         Raises
         ------
         ValueError
-            If the trial is not ok: it has no time, not an infinite one.
+            If the trial is not ok.
         """
         if not self.seconds:
             raise ValueError(f"{self.candidate} ended as {self.outcome!r} and has no time")
@@ -126,7 +119,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Best:
-    """The winner of a final ranking, measured in turn with the fallback.
+    """The winner of a final ranking, in which winner and fallback were measured in turn.
 
     Parameters
     ----------
@@ -137,20 +130,20 @@ class Best:
     seconds : float
         Median time of one call in the final ranking.
     fallback : Candidate
-        What would run without tuning.
+        The candidate that would run without tuning.
     fallback_seconds : float
-        Its median in the same ranking.
+        The fallback's median time in the same ranking.
     rounds : int
-        How many rounds the ranking had.
+        Number of rounds of the ranking.
     session : str
         `Session.id` of the tuning session.
     trials : int, optional
-        How many trials that session had recorded by then: fewer in the log mean that it was cut.
+        Number of trials that the session had recorded by then. If the log has fewer, it was cut.
     seconds_all, fallback_all : tuple of float, optional
-        Of winner and fallback the time of one call in each round. Rankings of before these were kept have none.
+        Times of one call in each round, of winner and fallback. Empty in old rankings, which did not keep them.
     ways : mapping, optional
-        Median time of a call by the name of its way, where the operator has other ways to its result than the kernel,
-        and `tvm-sparse bench --record` has timed them in turn.
+        Median time of a call by each of the operator's ways to its result, such as a kernel or a library, if
+        `tvm-sparse bench --record` has timed them in turn.
     """
 
     kind: ClassVar[str] = "best"
@@ -164,7 +157,7 @@ class Best:
     rounds: int
     session: str
     trials: int | None = None
-    # Left out of the hash, not of the comparison: a dict has no hash.
+    # Excluded from the hash, not from the comparison: a dict has no hash.
     ways: Mapping[str, float] | None = field(default=None, hash=False)
     seconds_all: tuple[float, ...] = ()
     fallback_all: tuple[float, ...] = ()
@@ -193,12 +186,12 @@ class Best:
 
 @dataclass(frozen=True)
 class Session:
-    """Where the trials of one tuning run come from: one line a run.
+    """The provenance of one tuning run's trials, one line for each run.
 
     Parameters
     ----------
     id : str
-        What `Trial.session` and `Best.session` refer to.
+        The id to which `Trial.session` and `Best.session` refer.
     date : str
         Start of the session: ISO 8601 in UTC, as `utc_now` writes it.
     machine : mapping
@@ -210,10 +203,10 @@ class Session:
     inputs : mapping
         Seed, structure and settings of the inputs.
     strategy : str, optional
-        What proposed the candidates. Sessions of before there was a choice do not say.
+        The strategy that proposed the candidates; empty in old sessions.
     fresh : bool, optional
-        Whether every timed call was behind a kernel that had just written the inputs of the batch
-        (`bench.producer`), else inputs were as the caches held them. Sessions of before there was a choice do not say.
+        Whether every timed call followed a kernel that had just written the inputs of the batch (`bench.producer`).
+        Otherwise, and in old sessions, inputs are as the caches held them.
     """
 
     kind: ClassVar[str] = "session"
@@ -239,7 +232,7 @@ class Session:
 
     @property
     def state(self) -> str:
-        """Of the inputs, as `tvm-sparse tune --inputs` names it."""
+        """State of the inputs, as `tvm-sparse tune --inputs` names it."""
         return "fresh" if self.fresh else "hot"
 
 
@@ -250,9 +243,9 @@ FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+\-]*")
 """What may be the name of a folder of records: an architecture or an operator."""
 
 
-@functools.lru_cache(maxsize=1024)  # thousands of lines of a log have the same
+@functools.lru_cache(maxsize=1024)  # thousands of lines of a log have the same key
 def operator_of(problem: str) -> str:
-    """Return the operator of a problem key: what stands before the first ``/``."""
+    """Return the operator of a problem key: the text before the first ``/``."""
     operator, slash, _ = problem.partition("/")
     if not slash or not FOLDER_NAME.fullmatch(operator):
         raise ValueError(f"not a problem key (expected 'operator/axis=4,...'): {problem!r}")
@@ -260,7 +253,7 @@ def operator_of(problem: str) -> str:
 
 
 def utc_now() -> str:
-    """Return the present time as `Session.date` holds it: ISO 8601, UTC, whole seconds."""
+    """Return the present time in the form of `Session.date`: ISO 8601, UTC, whole seconds."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
@@ -279,7 +272,7 @@ def _check_candidate(value: Any) -> None:
 def _time(value: Any, name: str) -> float:
     if type(value) is float and 0.0 < value < math.inf:
         return value
-    if isinstance(value, bool | str):  # float() would take both
+    if isinstance(value, bool | str):  # float() would accept both
         raise TypeError(f"{name}: not a number: {value!r}")
     seconds = float(value)
     if not math.isfinite(seconds) or seconds <= 0:

@@ -1,4 +1,4 @@
-"""How sure a mean is: intervals by the bootstrap (Efron 1979), drawn from what repeats: problems, or seeds."""
+"""Bootstrap intervals of means (Efron 1979), resampling the independent units: problems or seeds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
-# Of fewer values an interval would say nothing.
+# Least number of values for an interval.
 LEAST = 5
 
 
@@ -33,7 +33,7 @@ class Interval:
 
 
 def interval(values: np.ndarray, statistic: Callable[..., np.ndarray], seed: int = 0) -> Interval:
-    """The percentile bootstrap of a statistic that takes `axis`."""
+    """The percentile bootstrap interval of a statistic with an argument `axis`."""
     import numpy as np
 
     draws = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
@@ -42,7 +42,7 @@ def interval(values: np.ndarray, statistic: Callable[..., np.ndarray], seed: int
 
 
 def mean_interval(values: Sequence[float] | np.ndarray) -> Interval:
-    """The mean of values; without an interval, NaN, where they are fewer than `LEAST`."""
+    """The mean of values with its interval; NaN as bounds if there are fewer than `LEAST` values."""
     import numpy as np
 
     found = np.asarray(values, dtype=float)
@@ -52,6 +52,6 @@ def mean_interval(values: Sequence[float] | np.ndarray) -> Interval:
 
 
 def ratio_interval(logs: Sequence[float] | np.ndarray) -> Interval:
-    """The geometric mean of ratios, of which the logarithms are given."""
+    """The geometric mean of ratios, given by their logarithms, with its interval."""
     found = mean_interval(logs)
     return Interval(*(math.exp(value) for value in (found.value, found.low, found.high)))

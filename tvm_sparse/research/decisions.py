@@ -1,4 +1,4 @@
-"""Which decisions matter: permutation importance in problems that a model has not seen, and main effects."""
+"""Which decisions matter: permutation importance on problems that the model has not seen, and main effects."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     import numpy as np
     import pandas
 
-# Of fewer points of a template a forest learns nothing worth reporting.
+# Least points of a template for fitting a forest.
 LEAST_POINTS = 40
-# Of fewer points of a template in a problem little can be said of what lies between them.
+# Least points of a template in one problem for a study of their differences.
 LEAST_OF_PROBLEM = 4
 FOLDS = 5
 SHUFFLES = 3
@@ -24,7 +24,7 @@ TREES = 50
 
 
 def features(rows: pandas.DataFrame) -> pandas.DataFrame:
-    """What a model of one template's times is given: decisions and axes that vary, as numbers."""
+    """Features for a model of one template's times: decisions and axes that vary, as numbers."""
     import pandas
 
     names = [name for name in rows if name.startswith(("decision.", "axis.")) and rows[name].nunique() > 1]
@@ -32,7 +32,7 @@ def features(rows: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def _groups(rows: pandas.DataFrame) -> np.ndarray:
-    """What the bootstrap draws and cross-validation leaves out: problems, or points where there are few problems."""
+    """Units for the bootstrap and cross-validation: problems, or points if there are few problems."""
     import numpy as np
 
     keys = rows["arch"] + " " + rows["problem"]
@@ -40,7 +40,7 @@ def _groups(rows: pandas.DataFrame) -> np.ndarray:
 
 
 def _by_template(table: pandas.DataFrame) -> Iterable[tuple[tuple[Any, ...], pandas.DataFrame]]:
-    """Points of each template with enough of them, and `log`: ln(seconds) less its mean over the problem's points."""
+    """Points of each template with enough of them, with `log`: ln(seconds) minus its mean over the problem's points."""
     import numpy as np
 
     for key, rows in points(table).groupby(["operator", "arch", "template"], sort=True):
@@ -53,11 +53,11 @@ def _by_template(table: pandas.DataFrame) -> Iterable[tuple[tuple[Any, ...], pan
 def importance(table: pandas.DataFrame, seed: int = 0) -> pandas.DataFrame:
     """Permutation importance of each decision (Breiman 2001, "Random Forests", section 10).
 
-    A forest is fitted to ln(time) less its mean over the problem, of a template's points of all problems but some, and
-    asked for those. There each decision is shuffled among the points of a problem. `importance` is by how much that
-    raises the mean squared error, as a share of the variance within problems: 0 if the decision does not matter, or if
-    another tells the same. `explained` is the share of that variance which the forest explains at all: where it is
-    small, or negative, the importances mean little.
+    A forest is fitted to ln(time) minus its mean over the problem, for a template's points of all problems but some,
+    and predicts those. Then each decision is shuffled among the points of a problem. `importance` is the resulting
+    increase of the mean squared error, as a share of the variance within problems: 0 if the decision does not matter,
+    or if another one carries the same information. `explained` is the share of that variance that the forest explains;
+    if it is small or negative, the importances mean little.
     """
     import pandas
 
@@ -85,8 +85,9 @@ def importance(table: pandas.DataFrame, seed: int = 0) -> pandas.DataFrame:
 def _forest_errors(
     rows: pandas.DataFrame, groups: np.ndarray, seed: int
 ) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
-    """Of each point the squared error of a forest that has not seen its group, and by how much shuffling each decision
-    among the points of its problem raises that, as the mean over `SHUFFLES`."""
+    """For each point the squared error of a forest that has not seen its group, and the increase of that error when
+    each decision is shuffled among the points of its problem, as the mean over `SHUFFLES`.
+    """
     import numpy as np
     import pandas
     from sklearn.ensemble import ExtraTreesRegressor
@@ -103,7 +104,7 @@ def _forest_errors(
         forest.fit(data.iloc[train].to_numpy(), target[train])
         kept = data.iloc[test].to_numpy()
         error[test] = (forest.predict(kept) - target[test]) ** 2
-        # All shuffles of all decisions are asked for at once: a call of a forest costs as much as thousands of points.
+        # All shuffles of all decisions are predicted at once: a call of a forest costs as much as thousands of points.
         shuffled = []
         for name, _ in itertools.product(decisions, range(SHUFFLES)):
             other = kept.copy()
@@ -119,10 +120,11 @@ def _forest_errors(
 
 
 def main_effects(table: pandas.DataFrame) -> pandas.DataFrame:
-    """By what factor points with a decision's value are slower than the mean of their template's points of the problem.
+    """The factor by which points with a decision's value are slower than the mean of their template's points of the
+    problem.
 
-    `effect`: geometric mean over problems. A search measures good values of one decision
-    together with good ones of others, so in logs effects are smaller than they would be one decision at a time.
+    `effect` is the geometric mean over problems. A search measures good values of one decision together with good
+    values of others, so effects in logs are smaller than in an experiment that changes one decision at a time.
     """
     import pandas
 

@@ -1,4 +1,4 @@
-"""Cost models that order a problem's points, all behind one signature, and how well they do.
+"""Cost models that rank a problem's points, with one signature, and their quality.
 
     model(rows, seconds, others) -> predictions of `others`, the smaller the faster
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Model = Callable[["np.ndarray", "np.ndarray", "np.ndarray"], "np.ndarray"]
 
-# As `meta_schedule.cost_model.XGBModel` of TVM 0.27 has them.
+# The parameters of `meta_schedule.cost_model.XGBModel` in TVM 0.27.
 METASCHEDULE: Mapping[str, Any] = {
     "max_depth": 10,
     "gamma": 0.001,
@@ -31,15 +31,15 @@ METASCHEDULE: Mapping[str, Any] = {
     "tree_method": "auto",
 }
 METASCHEDULE_ROUNDS, METASCHEDULE_PATIENCE = 10000, 50
-# To be ordered by a model: of fewer a rank correlation says little.
+# Least number of points for a rank correlation.
 LEAST_OTHERS = 10
 
 
 def metaschedule(rows: np.ndarray, seconds: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """MetaSchedule's XGBoost model, trained as it trains it, without the compiler.
+    """MetaSchedule's XGBoost model, trained in the same way, without the compiler.
 
-    Target is the share best / time, the squared error of a point is weighed by that share, so that fast points count
-    most; training ends once the error on what is learnt has not fallen for 50 rounds. Returns the negative share.
+    The target is the share best / time, and the squared error of a point is weighted by it, so that fast points count
+    most; training ends when the training error has not decreased for 50 rounds. Returns the negative share.
     """
     import numpy as np
     import xgboost
@@ -63,7 +63,7 @@ def metaschedule(rows: np.ndarray, seconds: np.ndarray, others: np.ndarray) -> n
 
 
 def log_trees(rows: np.ndarray, seconds: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """XGBoost's trees for ln(seconds): small, many, every point with the same weight."""
+    """XGBoost's trees for ln(seconds): small and many, with equal weights for all points."""
     import numpy as np
     import xgboost
 
@@ -93,12 +93,12 @@ def gaussian(rows: np.ndarray, seconds: np.ndarray, others: np.ndarray) -> np.nd
     kernel = ConstantKernel(1.0) * Matern(3.0, nu=2.5) + WhiteKernel(0.01)
     process = GaussianProcessRegressor(kernel, normalize_y=True, random_state=0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of few points the likelihood may be greatest at a bound
+        warnings.simplefilter("ignore")  # with few points the likelihood may be greatest at a bound
         return process.fit(rows, np.log(seconds)).predict(others)
 
 
 def linear(rows: np.ndarray, seconds: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Ridge regression of ln(seconds): every decision by itself, a power law."""
+    """Ridge regression of ln(seconds): each decision contributes a power law."""
     import numpy as np
     from sklearn.linear_model import Ridge
 
@@ -123,12 +123,11 @@ def model_quality(
     problems: int = 8,
     seed: int = 0,
 ) -> pandas.DataFrame:
-    """How well models that learnt some of a problem's points order the others: a learning curve.
+    """Learning curves: how well models fitted to some of a problem's points rank the others.
 
-    `problems` of those with the most points are taken, each split `repeats` times into `size` points to learn from and
-    the others. `rank` is Spearman's correlation of prediction and time among the others, `top1` and `top5` the best of
-    the one or five that the model favours over the best of the others (of which a search would measure so many); means
-    over problems, with intervals.
+    The `problems` with the most points are used, each split `repeats` times into `size` training points and the others.
+    `rank` is Spearman's correlation of prediction and time among the others; `top1` and `top5` are the best time of the
+    model's first one or five points over the best time of all others. All are means over problems, with intervals.
     """
     import numpy as np
     import pandas
@@ -136,7 +135,7 @@ def model_quality(
     lines = []
     for (operator, arch), rows in points(table).groupby(["operator", "arch"], sort=True):
         counts = rows.groupby("problem").size().sort_values(ascending=False, kind="stable")
-        # By model and number of points learnt: of each problem the means over its splits.
+        # By model and number of training points: for each problem the means over its splits.
         scores: dict[tuple[str, int], list[np.ndarray]] = {}
         for problem in counts[counts >= min(sizes) + LEAST_OTHERS].index[:problems]:
             mine = rows[rows["problem"] == problem]
@@ -161,8 +160,9 @@ def model_quality(
 def _score(
     model: Model, data: np.ndarray, seconds: np.ndarray, learnt: np.ndarray, others: np.ndarray
 ) -> tuple[float, float, float]:
-    """Of a model that learnt some points: its rank correlation among the others, and ln of the best of the one and of
-    the five that it favours over the best of them all."""
+    """For a model fitted to some points: its rank correlation among the others, and ln of the best time of its first
+    one and first five points over the best of all others.
+    """
     import numpy as np
     from scipy.stats import spearmanr
 
@@ -174,7 +174,7 @@ def _score(
 
 
 def _model_rows(rows: pandas.DataFrame) -> np.ndarray:
-    """Points of one problem as the tuner's models see them: a column a template, and one for each of its decisions."""
+    """Points of one problem in the form of the tuner's models: a column for each template and each of its decisions."""
     import numpy as np
 
     columns: dict[str, Any] = {}
@@ -187,10 +187,10 @@ def _model_rows(rows: pandas.DataFrame) -> np.ndarray:
 
 
 def recorded_quality(table: pandas.DataFrame) -> pandas.DataFrame:
-    """What searches' own models were worth: Spearman's correlation of recorded predictions with times.
+    """Quality of the searches' own models: Spearman's correlation of recorded predictions with times.
 
-    Of each session with ten predictions or more, all of one batch or of several models: `rank`, the mean over sessions,
-    should be near -1, as a larger prediction means a faster point. Empty where no trial has a prediction.
+    `rank` is the mean over sessions with at least ten predictions. It should be near -1, since a larger prediction
+    means a faster point. Empty if no trial has a prediction.
     """
     import pandas
     from scipy.stats import spearmanr

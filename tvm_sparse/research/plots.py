@@ -1,4 +1,4 @@
-"""Figures of recorded trials, each a function of a table that returns a figure of matplotlib."""
+"""Plots of recorded trials, each a function from a table to a figure of matplotlib."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Of colours that stay apart for the colour-blind (Okabe & Ito 2008), as many templates are told apart.
+# Number of templates that are distinguished, limited by the colours of a palette for the colour-blind (Okabe & Ito
+# 2008).
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c8c1a", "#555555")
 # Points beyond this multiple of the best are drawn at it.
 CLIP = 8.0
 
 
 def _figure(width: float = 6.4, height: float = 4.0) -> tuple[Figure, Axes]:
-    """A figure that belongs to no window."""
+    """A figure without a window."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -35,7 +36,7 @@ def _figure(width: float = 6.4, height: float = 4.0) -> tuple[Figure, Axes]:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a figure, in the format of its suffix (.svg, .png); the same figure gives the same bytes."""
+    """Write a figure in the format of its suffix (.svg, .png); equal figures give equal bytes."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.hashsalt": "tvm_sparse", "svg.fonttype": "none"}):
@@ -45,7 +46,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def _share(axes: Axes, name: str = "y") -> None:
-    """A logarithmic axis of ratios, marked as people read them."""
+    """Make an axis logarithmic, with readable marks for ratios."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     axis = axes.yaxis if name == "y" else axes.xaxis
@@ -58,13 +59,13 @@ def _share(axes: Axes, name: str = "y") -> None:
 
 
 def best_so_far(table: pandas.DataFrame) -> Figure:
-    """The best time after so many trials of a search, over its best: the median search and half of the searches around
-    it, as recorded, and as random draws of the same points would do.
+    """The best time of a search after each trial, over its final best: the median search and the middle half of
+    searches, as recorded and as expected of random draws of the same points.
     """
     found = study.best_so_far(table)
     figure, axes = _figure()
     lengths = found.groupby(["arch", "problem"])["trial"].transform("max")
-    # Of searches that are as long as the middle one: of others the curve would jump where they end.
+    # From searches at least as long as the median one: otherwise the curve would jump where searches end.
     shown = found[(lengths >= lengths.median()) & (found["trial"] <= lengths.median())]
     for name, label, colour in (("reached", "as recorded", COLOURS[0]), ("random", "random draws", COLOURS[1])):
         levels = shown.groupby("trial")[name].quantile([0.25, 0.5, 0.75]).unstack()
@@ -144,8 +145,8 @@ def _cost(problem: str) -> tuple[int, int] | None:
 
 
 def roofline(table: pandas.DataFrame) -> Figure:
-    """Operations a second against operations a compulsory byte (Williams et al. 2009), every trial a point, and the
-    roof of the memory's bandwidth where it was measured. The best point of each problem is drawn larger.
+    """Operations per second against operations per compulsory byte (Williams et al. 2009): a point for each trial, the
+    roof of the memory's bandwidth where it was measured, and larger points for the best of each problem.
     """
     import numpy as np
 
@@ -172,7 +173,7 @@ def roofline(table: pandas.DataFrame) -> Figure:
 
 
 def _short(problems: Sequence[str]) -> list[str]:
-    """Keys of problems without the axes that all share."""
+    """Keys of problems without the axes that they all share."""
     pairs = [dict(pair.split("=", 1) for pair in key.partition("/")[2].split(",") if "=" in pair) for key in problems]
     names = list(dict.fromkeys(name for pair in pairs for name in pair))
     varying = [name for name in names if len({pair.get(name) for pair in pairs}) > 1]
@@ -180,8 +181,8 @@ def _short(problems: Sequence[str]) -> list[str]:
 
 
 def transfer_matrix(table: pandas.DataFrame, largest: int = 24) -> Figure:
-    """The loss of using the best point of one problem (row) for another (column), of the `largest` problems by points;
-    white where nobody measured it.
+    """The loss of using the best point of one problem (row) for another (column), for the `largest` problems by points;
+    white where it was not measured.
     """
     import numpy as np
 
@@ -209,8 +210,8 @@ def transfer_matrix(table: pandas.DataFrame, largest: int = 24) -> Figure:
 
 
 def frontier(table: pandas.DataFrame) -> Figure:
-    """Registers of a thread against time over the problem's best, by template, and the frontier: the least median of
-    points with so many registers, or fewer.
+    """Registers per thread against time over the problem's best, by template, with the frontier: the least median time
+    of points with at most that many registers.
     """
     known = points(table)
     known = known[known["registers"].notna()]
@@ -243,7 +244,9 @@ def importance(found: pandas.DataFrame) -> Figure:
 
 
 def learning_curves(found: pandas.DataFrame, column: str = "top1") -> Figure:
-    """Curves of `study.model_quality`: `column` by the number of points learnt, a line a model, means of operators."""
+    """Curves of `study.model_quality`: `column` by the number of training points, one line for each model, means over
+    operators.
+    """
     figure, axes = _figure()
     for number, (model, rows) in enumerate(found.groupby("model", sort=False)):
         curve = rows.groupby("learnt")[column].mean()
@@ -257,7 +260,9 @@ def learning_curves(found: pandas.DataFrame, column: str = "top1") -> Figure:
 
 
 def search_curves(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """`simulation.curves`, a panel a space: mean excess over the optimum by number of trials, with its interval."""
+    """`simulation.curves`, one panel for each space: mean excess over the optimum by number of trials, with its
+    interval.
+    """
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(row["space"] for row in rows))
@@ -276,7 +281,7 @@ def search_curves(rows: Sequence[Mapping[str, Any]]) -> Figure:
             panel.fill_between(at, *band, color=colour, alpha=0.15, linewidth=0)
         panel.set_title(name, fontsize=9)
         panel.set_yscale("symlog", linthresh=1)
-        # Where all find the optimum at once, a panel with an axis all the same.
+        # If all find the optimum at once, the panel still needs an axis.
         panel.set_ylim(0, max(1.0, panel.get_ylim()[1]))
         panel.set(xlabel="trials", ylabel="% over the optimum")
     figure.legend(*panels.flat[0].get_legend_handles_labels(), fontsize=8, ncols=4, loc="outside lower center")

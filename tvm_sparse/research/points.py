@@ -1,4 +1,4 @@
-"""Recorded trials as points of spaces: the rows from which studies are made, and what models see of them."""
+"""Recorded trials as points of spaces: the rows for studies, and their numbers for models."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 def points(table: pandas.DataFrame) -> pandas.DataFrame:
-    """A row for each point that was right, at its fastest trial, with `ratio`: its time over the problem's best.
+    """A row for each right point, from its fastest trial, with `ratio`: its time over the problem's best.
 
-    Of several versions of a template the latest one counts: decisions of others mean other programs.
+    If a template has several versions, the latest one counts, since decisions of others mean other programs.
     """
     right = table[table["outcome"] == "ok"]
     latest = right.groupby(["operator", "template"])["version"].transform("max")
@@ -24,10 +24,10 @@ def points(table: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def searches(table: pandas.DataFrame) -> pandas.DataFrame:
-    """The points of each problem's longest session that were right, in the order in which they were measured, with
-    `ratio`: over the best of that session. A space that was measured in full is one.
+    """The right points of each problem's longest session, in the order of their measurement, with `ratio`: time over
+    the best of that session. A completely measured space counts as a session.
 
-    Other sessions of a problem began with what was known already, or had other templates.
+    Other sessions of a problem began with known points, or had other templates.
     """
     right = table[table["outcome"] == "ok"].drop_duplicates(["arch", "problem", "session", "candidate"])
     length = right.groupby(["arch", "problem", "session"])["order"].transform("size")
@@ -38,7 +38,9 @@ def searches(table: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def numbers(values: pandas.Series) -> np.ndarray:
-    """log2(value + 1), as decisions and extents are mostly powers of two, or a text's place; -1 where there is none."""
+    """Values as numbers: log2(value + 1), since decisions and extents are mostly powers of two; a text's index; -1 for
+    missing ones.
+    """
     import numpy as np
     import pandas
 

@@ -1,4 +1,4 @@
-"""Recorded trials as one HTML page that holds all it shows: no script, no font and no picture from elsewhere."""
+"""Recorded trials as one self-contained HTML page, without scripts, fonts or pictures from elsewhere."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ table { border-collapse: collapse; font-size: .82rem; font-variant-numeric: tabu
 th { position: sticky; top: 0; background: #f4f4f4; text-align: left; } th, td { padding: .15rem .6rem; }
 td { white-space: nowrap; } td.number { text-align: right; } tr:nth-child(even) td { background: #fafafa; }
 """
-# Heat maps are drawn of so many templates, those with the most points.
+# Number of templates, those with the most points, for which heat maps are drawn.
 HEAT_MAPS = 4
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a page shows.
+    """The content of a page.
 
     Attributes
     ----------
     facts
         What was recorded, where and when.
     tables
-        By name.
+        Tables by name.
     figures
-        By name, each with what it shows.
+        Figures by name, each with its caption.
     """
 
     facts: Mapping[str, str]
@@ -55,9 +55,9 @@ class Report:
 def make(
     table: pandas.DataFrame, heat_maps: Sequence[tuple[str, str]] = (), parts: Sequence[str] | None = None
 ) -> Report:
-    """The tables of `study`, or these parts of them, and the plots of `plots`, as far as the trials suffice for them.
+    """Make the tables of `study`, or some `parts` of them, and the plots of `plots`, as far as the trials suffice.
 
-    `heat_maps`: pairs of decisions; without them the two of most importance of each of the largest templates.
+    `heat_maps`: pairs of decisions; by default the two most important ones of each of the largest templates.
     """
     tables = study.sections(table, parts)
     figures: dict[str, tuple[Figure, str]] = {}
@@ -122,7 +122,7 @@ def _facts(table: pandas.DataFrame) -> dict[str, str]:
 
 
 def write_images(found: Report, folder: Path) -> list[Path]:
-    """Each plot as PNG and SVG."""
+    """Write each plot as PNG and SVG."""
     folder.mkdir(parents=True, exist_ok=True)
     return [
         plots.save(figure, folder / f"{name}{suffix}")
@@ -132,7 +132,7 @@ def write_images(found: Report, folder: Path) -> list[Path]:
 
 
 def page(found: Report) -> str:
-    """The page."""
+    """The page as HTML."""
     with scratch.folder() as folder:
         shown = [_shown(name, *figure, folder) for name, figure in found.figures.items()]
     facts = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in found.facts.items())
@@ -148,7 +148,7 @@ def page(found: Report) -> str:
 
 
 def _shown(name: str, figure: Figure, caption: str, folder: Path) -> str:
-    # Through a file: what is in an SVG must not meet the page's names, so that it stays a picture.
+    # Through a file, so that the SVG stays a picture and its names cannot clash with the page's.
     data = plots.save(figure, folder / f"{name}.svg").read_bytes()
     source = f"data:image/svg+xml;base64,{base64.b64encode(data).decode()}"
     return (
@@ -170,7 +170,7 @@ def _section(name: str, rows: pandas.DataFrame) -> str:
 
 
 def _marked(text: str) -> str:
-    """What stands between backticks as code."""
+    """Text with parts between backticks marked as code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 

@@ -1,8 +1,8 @@
-"""Searches replayed on recorded spaces: what a strategy finds within a budget, without a device.
+"""Simulated searches on recorded spaces: what a strategy finds within a budget, without a device.
 
-A space of which every point was measured (`records.space`) answers a search in the place of builds and measurements.
-The search is told what one round of the measurement gave, drawn anew for every seed and alike for all strategies; it is
-judged by all rounds together. As the best of what it measured counts what the final of a tuning run would find.
+A completely measured space (`records.space`) replaces builds and measurements. The search is told the times of one
+round, drawn for every seed and the same for all strategies, and is judged by all rounds together. Its result is the
+best measured point, as the final of a tuning run would find it.
 
 A trial's seconds are those of its recorded build, shared by `BUILDERS` processes, and a typical measurement's; those
 that the strategy itself takes are measured.
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 NEAR = 1.05
 """A point within this factor of the optimum is as good as the optimum, to most."""
 BUILDERS = 16
-# Seeds that one process simulates in a row: starting it and loading the libraries take seconds.
+# Seeds that one process simulates in a row, since starting it and loading the libraries takes seconds.
 CHUNK = 5
 
 
@@ -53,21 +53,21 @@ class Recorded:
     Attributes
     ----------
     name
-        Of its file.
+        Name of its file.
     domain
-        Its points.
+        The points of the space.
     rounds
-        Of each point its seconds, one figure a round; empty for a failure.
+        For each point its seconds in each round; empty for a failure.
     seconds
-        Of each point the time that it is judged by: the median of its rounds on a GPU, the least on a CPU, where other
-        processes only ever add. Infinite for a failure.
+        For each point the time by which it is judged: the median of its rounds on a GPU, the minimum on a CPU, where
+        other processes can only increase it. Infinite for a failure.
     cost
-        Of each point the seconds that its trial takes.
+        For each point the seconds of its trial.
     start
-        What a tuning run measures before it searches, as far as the space has it: the fallback and the templates'
+        The points that a tuning run measures before its search, if the space has them: the fallback and the templates'
         defaults.
     proven
-        What else won for similar problems, the most similar first: a run that has their log measures some of them.
+        Winners of similar problems, the most similar first: a run with their log measures some of them.
     complete
         Whether every point of the space was measured.
     """
@@ -90,14 +90,14 @@ class Recorded:
 
 
 def load(path: Path, logs: Path | None = None) -> Recorded:
-    """The space of a file; `logs` has the records of similar problems: their winners, and the prior that they teach.
+    """Load the space of a file; `logs` has the records of similar problems, for their winners and the prior.
 
-    Those of the problem itself are not looked at.
+    Records of the problem itself are not used.
 
     Raises
     ------
     SpaceError
-        If the file is damaged, or no point of it is right.
+        If the file is damaged, or has no right point.
     """
     import numpy as np
 
@@ -127,7 +127,7 @@ def load(path: Path, logs: Path | None = None) -> Recorded:
 
 @functools.lru_cache(maxsize=16)
 def _trees_without(key: str, logs: Path, arch: str) -> Trees | None:
-    """A model of the operator's other problems, fitted as that which ships; None if they are too few."""
+    """A model of the operator's other problems, fitted like the one that ships; None if they are too few."""
     log = Log(logs, arch, operator_of(key))
     data = [one for one in training.measured(log) if one.problem.key != key]
     return training.fit(data) if len(data) >= training.LEAST_PROBLEMS else None
@@ -136,7 +136,7 @@ def _trees_without(key: str, logs: Path, arch: str) -> Trees | None:
 def _before(
     key: str, where: Machine, domain: Domain, logs: Path | None
 ) -> tuple[Sequence[Candidate], Sequence[Candidate]]:
-    """`Recorded.start` and `proven`: points of templates that are still what they were when the space was measured."""
+    """`Recorded.start` and `proven`, of templates whose version is the same as when the space was measured."""
     try:
         problem = registry.parse(key)
     except ProblemError:
@@ -160,11 +160,11 @@ class Run:
     Attributes
     ----------
     best
-        Seconds of the best point so far, after each trial; infinite while all have failed.
+        Seconds of the best point after each trial; infinite while all have failed.
     clock
-        Seconds that the run would have lasted by then.
+        Estimated duration of the run after each trial, in seconds.
     thought
-        Seconds that the strategy itself took.
+        Seconds of the strategy itself.
     """
 
     space: str
@@ -178,14 +178,14 @@ class Run:
 def simulate(
     recorded: Recorded, strategy: str, budget: int, seed: int, batch: int = BATCH, *, ahead: bool = False
 ) -> Run:
-    """One search of `budget` trials. As in a tuning run, what is tried before the search counts.
+    """Simulate one search of `budget` trials, which include those before the search, as in a tuning run.
 
-    `ahead`: a batch is proposed before what came of the one before it is reported, as `tune` does on a GPU.
+    `ahead`: a batch is proposed before the results of the previous one are reported, as `tune` does on a GPU.
     """
     import numpy as np
 
     draw = np.random.default_rng(seed)
-    # Of each point the round that this seed's searches are told of.
+    # For each point the round whose time this seed's searches are told.
     picks = draw.random(len(recorded.rounds))
     rounds = zip(recorded.rounds, picks, strict=True)
     told = [times[int(pick * len(times))] if times else None for times, pick in rounds]
@@ -210,7 +210,7 @@ def simulate(
     places = [index[point] for point in order]
 
     def padded(values: np.ndarray) -> np.ndarray:
-        """As long as the budget: a search that ended early found no more, and took no longer."""
+        """Extended to the length of the budget: a search that ended early found no more, and took no longer."""
         return np.concatenate([values, np.full(budget - len(values), values[-1])])
 
     best = np.minimum.accumulate(recorded.seconds[places])
@@ -232,8 +232,8 @@ def compare(
 ) -> list[Run]:
     """Search each space with each strategy `repeats` times, with the seeds from 0, in `jobs` processes.
 
-    `logs`: as of `load`; `batch`, `ahead`: as of `simulate`. `show` is called with the number of searches that are
-    through and of all.
+    `logs` is as in `load`, `batch` and `ahead` as in `simulate`. `show` is called with the number of finished searches
+    and of all.
     """
     tasks = [
         (path, logs, name, range(first, min(first + CHUNK, repeats)), budget, batch, ahead)
@@ -257,7 +257,7 @@ def compare(
 
 
 def _alone() -> None:
-    """One thread a process: the processes share the cores."""
+    """One thread for each process, since the processes share the cores."""
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 
@@ -271,26 +271,26 @@ def _chunk(path: Path, logs: Path | None, name: str, seeds: range, budget: int, 
 
 @dataclass(frozen=True)
 class Summary:
-    """What the runs of one strategy on one space came to.
+    """Statistics of the runs of one strategy on one space.
 
     Attributes
     ----------
     excess
-        By number of trials, the mean over seeds of the best time over the optimum, less 1.
+        By number of trials, the mean over seeds of the best time over the optimum, minus 1.
     trials_to_near
-        The middle seed's number of trials until a point within `NEAR` of the optimum; None: not within the budget.
+        The median number of trials until a point within `NEAR` of the optimum; None if that exceeds the budget.
     seconds_to_near
-        The same in seconds, of the run as it would have been.
+        The same in estimated seconds of the run.
     reached
-        Share of the seeds that came there within the budget.
+        Share of the seeds that reached such a point within the budget.
     against
-        Mean over seeds of the best time over the reference's with the same seed, geometric; below 1 is better.
+        Geometric mean over seeds of the best time over the reference's with the same seed; below 1 is better.
     wilcoxon
-        p of the signed-rank test of that; 1 where all are equal.
+        p-value of its signed-rank test; 1 if all are equal.
     halved
-        As `against`, with half of the trials against all of the reference's.
+        As `against`, but with half of the trials, against all of the reference's.
     thought
-        Seconds that the strategy took for a search, the middle seed's.
+        Median seconds of the strategy itself for a search.
     """
 
     space: str
@@ -306,7 +306,7 @@ class Summary:
 
 
 def together(runs: Sequence[Run], optima: Mapping[str, float]) -> list[Run]:
-    """One run a seed in the place of those on several spaces: the geometric mean of their times over the optima."""
+    """One run for each seed instead of runs on several spaces: the geometric mean of their times over the optima."""
     import numpy as np
 
     made = []
@@ -320,7 +320,7 @@ def together(runs: Sequence[Run], optima: Mapping[str, float]) -> list[Run]:
 
 
 def summarise(runs: Sequence[Run], optimum: float, reference: Sequence[Run], trials: Sequence[int]) -> Summary:
-    """The summary of one strategy's runs on one space, beside a reference's of the same seeds."""
+    """The summary of one strategy's runs on one space, against a reference's with the same seeds."""
     import numpy as np
     from scipy import stats
 
@@ -355,7 +355,8 @@ def _exp(found: Interval) -> Interval:
 
 def curves(runs: Sequence[Run], optima: Mapping[str, float]) -> list[dict[str, Any]]:
     """Best-so-far curves, for a table or for `plots.search_curves`: rows of space, strategy, trials, and the mean
-    excess over the optimum with its interval."""
+    excess over the optimum with its interval.
+    """
     import numpy as np
 
     rows = []

@@ -1,6 +1,7 @@
-"""What a schedule space holds: its templates, sizes and restrictions, how much of it compiles, and code of its points.
+"""Properties of a schedule space: its templates, sizes and restrictions, the share that compiles, and code of its
+points.
 
-Any architecture can be looked at on any machine: nothing is run.
+Any architecture can be examined on any machine, since nothing is run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..records.queries import without_numbers
 from ..workers import building
 from ..workers.processes import Pool, Reply
 
-# Of a table, to go through: minutes. Of one with more, how many are drawn.
+# Most combinations of a table that are enumerated, which takes minutes; and the number drawn from a larger one.
 MOST_COMBINATIONS, DRAWN = 1_000_000_000, 100_000
 
 EMITTED = {"cuda": ("tir", "cuda", "ptx", "sass"), "llvm": ("tir", "llvm", "asm")}
@@ -32,7 +33,7 @@ EMITTED = {"cuda": ("tir", "cuda", "ptx", "sass"), "llvm": ("tir", "llvm", "asm"
 
 @dataclass(frozen=True)
 class Part:
-    """What one template has for a problem.
+    """One template's part of a problem's space.
 
     Attributes
     ----------
@@ -41,14 +42,14 @@ class Part:
     reason
         Why it does not apply; empty where it does.
     table
-        Its decisions, each with its candidates.
+        Its decisions, each with its values.
     points
-        The allowed points; of a table with more than `MOST_COMBINATIONS` those among combinations that were drawn.
+        The allowed points; for a table with more than `MOST_COMBINATIONS` combinations, those among the drawn ones.
     refused
-        How many points of the table, or of what was drawn of it, each restriction removes: those that it was the first
-        to refuse. A restriction is known by its sentence, with `#` for numbers.
+        Number of points of the table, or of those drawn from it, by the first restriction that refuses them. A
+        restriction is identified by its sentence, with `#` for numbers.
     drawn
-        How many combinations were drawn at random, always the same ones; 0 where all were gone through.
+        Number of combinations drawn at random, the same ones each time; 0 if all were enumerated.
     """
 
     template: Template
@@ -60,7 +61,9 @@ class Part:
 
     @property
     def share(self) -> tuple[float, float]:
-        """The share of the table's combinations that are points: with 95 % confidence, or as it is."""
+        """The share of the table's combinations that are points: exact, or as a 95 % confidence interval if it was
+        sampled.
+        """
         if self.drawn:
             return wilson(len(self.points), self.drawn)
         exact = len(self.points) / self.product if self.product else 0.0
@@ -68,17 +71,17 @@ class Part:
 
     @property
     def product(self) -> int:
-        """How many points the table would have without restrictions."""
+        """Number of points that the table would have without restrictions."""
         return spaces.combinations(self.table) if self.table else 0
 
 
 def parts(problem: Problem, machine: Machine, names: Collection[str] = ()) -> list[Part]:
-    """What every template of the problem's operator for this kind of machine has, or those named.
+    """The part of every template of the problem's operator for this kind of machine, or of those named.
 
     Raises
     ------
     ProblemError
-        For a name that no template of this kind has.
+        For a name that is not such a template's.
     """
     found = []
     for template in spaces.named(names, problem.operator, machine):
@@ -112,18 +115,18 @@ def sampled(points: Sequence[Candidate], count: int, seed: int = 0) -> list[Cand
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of a sample of points that were compiled.
+    """Outcomes of compiling a sample of points.
 
     Attributes
     ----------
     tried
-        How many.
+        Number of points tried.
     of
-        Points of the space.
+        Number of points of the space.
     fits
-        How many compiled, within the architecture's limits and without spilling registers.
+        Number that compiled, within the architecture's limits and without spilling registers.
     failures
-        How many did not, by reason (numbers as `#`).
+        Number that did not, by reason (numbers as `#`).
     """
 
     tried: int
@@ -133,13 +136,13 @@ class Compiled:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The share of the space that fits, with 95 % confidence; known where all of it was tried."""
+        """The share of the space that fits, as a 95 % confidence interval, or exactly if all points were tried."""
         return (self.fits / self.of, self.fits / self.of) if self.tried == self.of else wilson(self.fits, self.tried)
 
 
 def wilson(count: int, of: int, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval of a share (1927, "Probable inference, the law of succession, and statistical
-    inference"): it holds for few draws, and for shares near 0 and 1.
+    inference"), which is valid for few draws, and for shares near 0 and 1.
     """
     if not of:
         return 0.0, 1.0
@@ -153,7 +156,9 @@ def wilson(count: int, of: int, confidence: float = 0.95) -> tuple[float, float]
 def compiled(
     problem: Problem, machine: Machine, points: Sequence[Candidate], builders: int, *, of: int | None = None
 ) -> Compiled:
-    """Compile points, `builders` at a time, each in a child process; a sample of a space `of` so many, or all of it."""
+    """Compile points, `builders` at a time, each in a child process; they are a sample of a space of `of` points, or
+    all.
+    """
     failures = Counter[str]()
     with scratch.folder() as folder, Pool(builders, building.BUILD_WORKER, name="build") as pool:
         requests = [
@@ -185,13 +190,13 @@ def emitted(problem: Problem, candidate: Candidate, machine: Machine, form: str)
     Parameters
     ----------
     form
-        `tir`; of a GPU `cuda` (what the code generator emits), `ptx` or `sass` (machine code, by NVIDIA's `nvdisasm`);
-        of a CPU `llvm` or `asm`.
+        `tir`; for a GPU `cuda` (the code generator's output), `ptx` or `sass` (machine code, by NVIDIA's `nvdisasm`);
+        for a CPU `llvm` or `asm`.
 
     Raises
     ------
     ProblemError
-        For a form that this kind of machine does not have, or a candidate that is no point.
+        For a form that this kind of machine does not have, or a candidate that is not a point.
     ToolchainError
         For `sass` without `nvdisasm`.
     """
@@ -218,7 +223,7 @@ def emitted(problem: Problem, candidate: Candidate, machine: Machine, form: str)
 
 
 def _assembled(problem: Problem, candidate: Candidate, machine: Machine, form: str) -> str:
-    """PTX, or machine code in NVIDIA's notation, of every kernel of a point."""
+    """PTX, or disassembled machine code, of every kernel of a point."""
     from ..artifacts import cuda
     from ..artifacts.compile import compile_candidate
 
@@ -234,7 +239,7 @@ def _assembled(problem: Problem, candidate: Candidate, machine: Machine, form: s
 
 @dataclass(frozen=True)
 class Difference:
-    """A line of a comparison: a decision, or what else is compared, and what either side has."""
+    """A line of a comparison: the name of a decision or property, and its value on either side."""
 
     what: str
     one: Any
@@ -242,7 +247,7 @@ class Difference:
 
 
 def differences(one: Part, other: Part) -> Iterator[Difference]:
-    """How two templates, or one template for two problems, differ: their sizes, and decisions' candidates."""
+    """Differences between two templates, or one template for two problems: sizes, and values of decisions."""
     yield Difference("template", one.template.name, other.template.name)
     yield Difference("points without restrictions", one.product, other.product)
     yield Difference("points", len(one.points), len(other.points))
@@ -257,7 +262,7 @@ def differences(one: Part, other: Part) -> Iterator[Difference]:
 
 
 def point_differences(one: Candidate, other: Candidate) -> Iterator[Difference]:
-    """How two points differ: template and decisions."""
+    """Differences between two points: template and decisions."""
     if (one.template, one.version) != (other.template, other.version):
         yield Difference("template", f"{one.template}@{one.version}", f"{other.template}@{other.version}")
     mine, theirs = one.values, other.values

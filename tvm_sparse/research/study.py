@@ -1,10 +1,10 @@
-"""Questions to recorded trials: which templates and decisions matter, how good cost models are, what transfers, and how
-many trials a space needs.
+"""Studies of recorded trials: which templates and decisions matter, how good cost models are, how well results
+transfer, and how many trials a space needs.
 
-Every function takes the table of `trials.trials` and returns a table. Figures are ratios of times over the best
-recorded time of the problem, averaged as logarithms; intervals have 95 % confidence and come from the bootstrap (Efron
-1979) over problems, as trials of one problem resemble each other. Points that a search chose are no random sample of a
-space: what is said of logs holds for such points, what is said of a space that was measured in full for the space.
+Every function takes the table of `trials.trials` and returns a table. Figures are ratios of times to the best recorded
+time of the problem, averaged as logarithms; intervals have 95 % confidence and come from the bootstrap (Efron 1979)
+over problems, since trials of one problem are not independent. Points that a search chose are not a random sample of a
+space: results from logs hold for such points, results from a completely measured space for the space.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     import pandas
 
 WITHIN = 1.05
-# A loss that a final between the best few hardly tells from none.
+# A loss that a final between the best few can hardly distinguish from none.
 CLOSE = 1.02
-# Of fewer trials the half is little more than the templates' defaults.
+# Least number of trials: half of fewer would be little more than the templates' defaults.
 LEAST_TRIALS = 8
 
 
@@ -34,7 +34,8 @@ LEAST_TRIALS = 8
 
 
 def distribution(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Of each template: how its trials ended, and how its times lie over the best of each problem.
+    """For each template: outcomes of its trials, and the distribution of its times relative to the best of each
+    problem.
 
     Columns: `problems`, `trials`, `failed` (share), `wins` (problems whose best point is the template's), `best` and
     `median`: geometric means over problems of the template's best and median time over the problem's best;
@@ -64,7 +65,7 @@ def distribution(table: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def failures(table: pandas.DataFrame) -> pandas.DataFrame:
-    """How often trials of each template ended otherwise than right, by outcome and reason (numbers as `#`)."""
+    """Number of failed trials of each template, by outcome and reason (numbers as `#`)."""
     bad = table[table["outcome"] != "ok"]
     reason = bad["reason"].astype(str).str.split("\n").str[0].str.replace(r"\d[\d.,]*", "#", regex=True).str[:120]
     keys = ["operator", "arch", "template", "outcome", "reason"]
@@ -76,11 +77,11 @@ def failures(table: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def transfer(table: pandas.DataFrame) -> pandas.DataFrame:
-    """What is lost when the best point of one problem is used for another, of the same operator.
+    """The loss of using the best point of one problem for another one of the same operator.
 
     A row for each ordered pair of problems, with `arch`, `problem`, `to_arch`, `to_problem`: `loss` is the time of the
-    first one's best point on the second, over the second one's best; NaN where nobody measured it. Problems of other
-    architectures are paired, too, where they have points in common.
+    first one's best point on the second, over the second one's best; NaN if it was not measured. Problems on different
+    architectures are paired too, if they have points in common.
     """
     import pandas
 
@@ -99,9 +100,9 @@ def transfer(table: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def transfer_summary(table: pandas.DataFrame) -> pandas.DataFrame:
-    """`transfer` by what two problems differ in: their number, the share of them that was measured, and mean and worst
-    loss. `arch` alone, `batch` alone, `dtype` alone, or anything else: `arch, other` where it is another architecture
-    too.
+    """`transfer`, grouped by the difference between the two problems: number of pairs, share of them that was measured,
+    mean and worst loss. The groups are `arch`, `batch` or `dtype` alone, and anything else, which is `arch, other` if
+    the architecture differs too.
     """
     import pandas
 
@@ -138,10 +139,11 @@ def transfer_summary(table: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def budget(table: pandas.DataFrame, within: float = WITHIN) -> pandas.DataFrame:
-    """How many trials of a problem's search came `within` a factor of its best.
+    """Number of trials until a problem's search came `within` a factor of its best.
 
-    A row a problem, of its `searches`: `points` that were right, the share of `good` ones, `random`: how many draws
-    without replacement find a good one with a probability of 95 %, and `recorded`: how many the search took.
+    A row for each problem's search (`searches`): `points`, the number of right ones; `good`, the share of points within
+    the factor; `random`, the number of draws without replacement that find a good one with a probability of 95 %; and
+    `recorded`, the number of trials that the search took.
     """
     import pandas
 
@@ -163,7 +165,9 @@ def budget(table: pandas.DataFrame, within: float = WITHIN) -> pandas.DataFrame:
 
 
 def draws_needed(count: int, good: int, probability: float = 0.95) -> int:
-    """The least number of draws without replacement that hold one of the `good` of `count` with this probability."""
+    """The least number of draws without replacement that contain one of the `good` among `count`
+    with this probability.
+    """
     missed = 1.0
     for draws in range(1, count + 1):
         missed *= max(count - good - draws + 1, 0) / (count - draws + 1)
@@ -173,7 +177,7 @@ def draws_needed(count: int, good: int, probability: float = 0.95) -> int:
 
 
 def budget_summary(table: pandas.DataFrame, within: float = WITHIN) -> pandas.DataFrame:
-    """`budget` of all problems of an operator: medians, and the 90th percentile of what searches took."""
+    """`budget` over all problems of an operator: medians, and the 90th percentile of the searches' trials."""
     import pandas
 
     lines = []
@@ -186,12 +190,12 @@ def budget_summary(table: pandas.DataFrame, within: float = WITHIN) -> pandas.Da
 
 
 def halves(table: pandas.DataFrame, least: int = LEAST_TRIALS) -> pandas.DataFrame:
-    """What the first half of each search had found of its best.
+    """The loss of stopping each search after half of its trials.
 
-    A row a problem whose first session, which knew nothing of the problem's points, has `least` trials or more.
-    `trials` counts failures, too; `loss` is the best time of the first half over the best of all, both as single trials
-    measured them, so that of points alike the second half may win by noise; `needed`: the number of trials until
-    `CLOSE` of the best.
+    A row for each problem whose first session, which began without known points of the problem, has at least `least`
+    trials. `trials` includes failures; `loss` is the best time of the first half over the best of all, both from single
+    trials, so that among equally fast points the second half may win by noise; `needed` is the number of trials until
+    the best was approached within `CLOSE`.
     """
     import numpy as np
     import pandas
@@ -210,11 +214,11 @@ def halves(table: pandas.DataFrame, least: int = LEAST_TRIALS) -> pandas.DataFra
 
 
 def halves_summary(table: pandas.DataFrame) -> pandas.DataFrame:
-    """What half of the trials would have found, of the sessions that met a problem first.
+    """The loss of half of the trials, over the first sessions of problems.
 
-    `trials`: their median number; `loss`: the best time after half of them over the best after all, geometric mean over
-    problems, and the `worst`; `close`: the share of the problems whose loss is at most 2 %; `needed`: after which share
-    of its trials the median session was within 2 % of its best.
+    `trials`: their median number; `loss`: the best time after half of them over the best after all, as the geometric
+    mean over problems, and the `worst`; `close`: the share of problems whose loss is at most 2 %; `needed`: the share
+    of its trials after which the median session was within 2 % of its best.
     """
     import pandas
 
@@ -228,8 +232,8 @@ def halves_summary(table: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def best_so_far(table: pandas.DataFrame) -> pandas.DataFrame:
-    """The best time after each trial of a problem's search (`searches`), over its best: as it was `reached`, and what
-    is expected of as many `random` draws of the same points.
+    """The best time after each trial of a problem's search (`searches`), over its final best: as `reached`, and as
+    expected of equally many `random` draws of the same points.
     """
     import numpy as np
     import pandas
@@ -245,12 +249,12 @@ def best_so_far(table: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def expected_best(rising: np.ndarray) -> np.ndarray:
-    """The expected least of 1, 2, ... draws without replacement from values in rising order."""
+    """The expected minimum of 1, 2, ... draws without replacement from values in ascending order."""
     import numpy as np
 
     count = len(rising)
     found = np.empty(count)
-    # Of k draws the i-th value is the least with probability C(count - i - 1, k - 1) / C(count, k).
+    # The i-th value is the minimum of k draws with probability C(count - i - 1, k - 1) / C(count, k).
     chance = np.full(count, 1 / count)
     place = np.arange(count)
     for k in range(1, count + 1):
@@ -274,14 +278,14 @@ PARTS: dict[str, Callable[[pandas.DataFrame], pandas.DataFrame]] = {
 
 
 def sections(table: pandas.DataFrame, parts: Iterable[str] | None = None) -> dict[str, pandas.DataFrame]:
-    """The tables of these parts, or of all; those that have no rows are left out."""
+    """The tables of these parts, or of all; those without rows are left out."""
     chosen = PARTS if parts is None else {name: PARTS[name] for name in parts}
     found = {name: part(table) for name, part in chosen.items()}
     return {name: rows for name, rows in found.items() if len(rows)}
 
 
 def shown(rows: pandas.DataFrame) -> pandas.DataFrame:
-    """A table of these as people read it: texts, figures with three digits behind the point, intervals in brackets."""
+    """A table formatted for readers: texts, figures with three decimals, intervals in brackets."""
     import pandas
 
     def text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Recorded trials as a table of pandas: what every study here starts from."""
+"""Recorded trials as a table of pandas, the input of every study."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def trials(
     arch: str | None = None,
     fresh: bool = False,
 ) -> pandas.DataFrame:
-    """Every recorded trial of one kind of timing, a row each, in the order in which they were measured.
+    """Every recorded trial of one kind of timing, one row each, in the order of their measurement.
 
     Columns are those of `records.database.rows`: `axis.NAME` and `decision.NAME` hold the problem's axes and the
-    point's decisions under the names of the vocabulary, `<NA>` where an operator or a template has no such; `seconds`
-    is the median of the repeats in `seconds_all`, NaN unless `outcome` is "ok".
+    point's decisions under the names of the vocabulary, `<NA>` where an operator or a template lacks it; `seconds` is
+    the median of the repeats in `seconds_all`, NaN unless `outcome` is "ok".
 
     Parameters
     ----------
     logs
         A folder of records or a file with a measured space, or several; by default the package's and the user's logs.
     operator, arch
-        Only these.
+        Only trials of this operator, and of this architecture.
     fresh
-        Trials with fresh inputs; else all others. No study may compare times of both.
+        Whether to take trials with fresh inputs, or all others. Their times must not be compared.
     """
     import pandas
 
@@ -46,7 +46,9 @@ def trials(
 
 
 def _dtype(values: Sequence[Any]) -> str | None:
-    """Whole numbers stay so where some rows lack them; pandas by itself would make floats of them."""
+    """The pandas dtype for a column: integers stay integers even if some rows lack them, which pandas would convert to
+    floats.
+    """
     kinds = {type(value) for value in values if value is not None}
     if kinds == {int}:
         return "Int64"

@@ -1,1 +1,1 @@
-"""From a manifest to a kernel call: look-up, loading, array interchange. Imports no compiler."""
+"""From manifests and records to kernel calls: look-up, loading, array interchange. Imports no compiler."""

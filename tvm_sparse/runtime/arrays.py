@@ -1,7 +1,7 @@
-"""Arrays of other libraries: what they are, where they live, and how a kernel takes them without a copy.
+"""Arrays of other libraries: their dtype, shape and device, and passing them to kernels without a copy.
 
-PyTorch tensors and NumPy arrays are known by type, everything else by the DLPack protocol. No library is imported:
-an array of one is there only if its library is.
+PyTorch tensors and NumPy arrays are known by type, everything else by the DLPack protocol. No library is imported for
+this: an array exists only if its library has been imported.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 
 from ..core.given import described
 
-# DLPack's device types that kernels exist for (kDLCPU, kDLCUDA, kDLCUDAHost, kDLCUDAManaged).
+# DLPack's device types for which kernels exist (kDLCPU, kDLCUDA, kDLCUDAHost, kDLCUDAManaged).
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
-# Vector loads of CUDA kernels need their own width; a CPU kernel needs an element's.
+# Vector loads of CUDA kernels need alignment to their own width, CPU kernels to an element's.
 CUDA_ALIGNMENT = 16
-# Said where PyTorch wants to look into a call of a function that is no custom operator.
+# The message where PyTorch traces or transforms a function that is not a custom operator.
 UNTRACED = (
     "this function of tvm_sparse is no custom operator of PyTorch: torch.compile calls it between two graphs, and it"
     " cannot be part of one (fullgraph=True), nor of torch.export, torch.func (vmap, jvp, grad) or fake mode"
 )
-# Said while torch.jit.trace records a call of one of these.
+# The message where torch.jit.trace records a call of such a function.
 UNRECORDED = (
     "torch.jit.trace (and torch.onnx.export with dynamo=False) cannot record this function of tvm_sparse, which is no"
     " custom operator of PyTorch; call it outside of what is traced"
@@ -35,18 +35,20 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int16": 2, "int32": 4, "
 
 @dataclass(frozen=True)
 class Facts:
-    """What a public function needs to know of an array."""
+    """Properties of an array that public functions check."""
 
     shape: tuple[int, ...]
     dtype: str
     device: str  # "cpu" or "cuda"
-    index: int  # of the device
+    index: int  # number of the device
     contiguous: bool
     aligned: bool
 
 
 class _Here(threading.local):
-    """Where this thread is: `below` a custom operator of PyTorch, which takes care of tensors without data."""
+    """State of this thread: `below` is true within a custom operator of PyTorch, where tensors without data are
+    allowed.
+    """
 
     below = False
 
@@ -60,7 +62,7 @@ def is_torch(array: Any) -> bool:
 
 
 def traced() -> bool:
-    """Whether torch.jit.trace records what this thread does."""
+    """Whether torch.jit.trace records this thread's calls."""
     torch = sys.modules.get("torch")
     return torch is not None and torch._C._get_tracing_state() is not None
 
@@ -71,25 +73,25 @@ def is_numpy(array: Any) -> bool:
 
 
 def is_jax(array: Any) -> bool:
-    """Whether this is an array of JAX's, or what stands for one while JAX traces a function. They are immutable."""
+    """Whether this is an array of JAX's, or a tracer. JAX's arrays are immutable."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(array, jax.Array)
 
 
 def is_cupy(array: Any) -> bool:
-    """Whether this is an array of CuPy's."""
+    """Whether this is a CuPy array."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(array, cupy.ndarray)
 
 
 @functools.lru_cache(64)
 def _name(dtype: Any) -> str:
-    """The name of a dtype of NumPy, which puts it together anew whenever it is asked, in microseconds."""
+    """The name of a NumPy dtype; cached, since NumPy computes it at every access, in microseconds."""
     return dtype.name
 
 
 def dtype_name(given: Any) -> str:
-    """The name of a dtype of torch or NumPy, or of what it is called."""
+    """The name of a dtype, given as one of torch or NumPy or as a name."""
     import numpy as np
 
     if not isinstance(given, str) and not str(given).startswith("torch."):
@@ -101,13 +103,13 @@ def dtype_name(given: Any) -> str:
 
 
 def facts(name: str, array: Any) -> Facts:
-    """Facts of the argument `name`.
+    """The facts of an array given as the argument `name`.
 
     Raises
     ------
     TypeError
-        If it is no array, or lives where no kernel runs; if it is a masked array, or stands for one without data; if
-        torch.jit.trace records the call, which then is one of a function without a custom operator.
+        If it is not an array, is a masked array, lies on a device without kernels, or has no data (as in a trace); if
+        torch.jit.trace records the call of a function without a custom operator.
     """
     if is_torch(array):
         device = array.device.type
@@ -125,7 +127,7 @@ def facts(name: str, array: Any) -> Facts:
             dtype,
             device,
             array.device.index or 0,
-            # A tensor may hold its values negated, as `torch.Tensor.imag` of a conjugate does.
+            # A tensor may store its values negated, as `torch.Tensor.imag` of a conjugate does.
             array.is_contiguous() and not array.is_neg(),
             address % alignment == 0,
         )
@@ -173,12 +175,12 @@ def facts(name: str, array: Any) -> Facts:
 
 
 def _address(name: str, tensor: Any) -> int:
-    """Where a torch tensor's data lie; of a fake one below a custom operator, where they would.
+    """The address of a torch tensor's data; of a fake tensor below a custom operator, its offset in its storage.
 
     Raises
     ------
     TypeError
-        If it has none: it stands for a tensor while PyTorch traces or transforms a function.
+        If it has no data, as while PyTorch traces or transforms a function.
     """
     if not stands_for_data(tensor):
         return tensor.data_ptr()
@@ -188,13 +190,13 @@ def _address(name: str, tensor: Any) -> int:
 
 
 def overlap(one: Any, other: Any) -> bool:
-    """Whether the memory of two arrays overlaps, from the first to the last byte of each."""
+    """Whether the address ranges of two arrays overlap, from the first to the last byte of each."""
     (start, end), (begin, stop) = _span(one), _span(other)
     return start < stop and begin < end
 
 
 def _span(array: Any) -> tuple[int, int]:
-    """The addresses of an array's first byte and of that behind its last."""
+    """The addresses of an array's first byte and of the byte after its last."""
     if is_torch(array):
         start = array.data_ptr()
         if array.is_contiguous():
@@ -212,36 +214,36 @@ def _span(array: Any) -> tuple[int, int]:
 
 
 def is_fake(array: Any) -> bool:
-    """Whether this is a tensor of PyTorch's fake mode: shape, dtype and device, and nothing else."""
+    """Whether this is a tensor of PyTorch's fake mode, which has a shape, a dtype and a device, but no data."""
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     return fake is not None and isinstance(array, fake.FakeTensor)
 
 
 def is_symbol(value: Any) -> bool:
-    """Whether this is an integer that a graph of torch.compile knows only when it runs."""
+    """Whether this is a symbolic integer, whose value a graph of torch.compile knows only when it runs."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.SymInt)
 
 
 def stands_for_data(tensor: Any) -> bool:
-    """Whether a dense torch tensor has no data of its own, as while PyTorch traces or transforms a function."""
+    """Whether a dense torch tensor has no data, as while PyTorch traces or transforms a function."""
     if tensor.layout is not sys.modules["torch"].strided or tensor.device.type == "meta":
         return False
     if is_fake(tensor):
         return True
     try:
         return not tensor.data_ptr() and tensor.numel() > 0
-    except RuntimeError:  # of torch.func's wrappers
+    except RuntimeError:  # raised by torch.func's wrappers
         return True
 
 
 def ready(name: str, array: Any, known: Facts) -> Any:
-    """The array of the argument `name` as a kernel takes it: itself if contiguous and aligned, else a copy that is.
+    """The array in the form that kernels require: unchanged if it is contiguous and aligned, else a copy.
 
     Raises
     ------
     ValueError
-        If it would have to be copied, and its library is neither PyTorch nor NumPy.
+        If it needs a copy, and its library is neither PyTorch nor NumPy.
     """
     if is_torch(array):
         array = array.detach()
@@ -262,7 +264,7 @@ def ready(name: str, array: Any, known: Facts) -> Any:
 
 
 def converted(name: str, array: Any, dtype: str) -> Any:
-    """A copy of an array of the argument `name` in another dtype.
+    """A copy of the array given as the argument `name` in another dtype.
 
     Raises
     ------
@@ -277,7 +279,7 @@ def converted(name: str, array: Any, dtype: str) -> Any:
 
 
 def argument(array: Any) -> Any:
-    """What is passed to the kernel for a prepared array."""
+    """The object passed to the kernel for a prepared array."""
     if is_torch(array):
         return array
     import tvm_ffi
@@ -290,7 +292,7 @@ def argument(array: Any) -> Any:
 
 
 def empty(shape: tuple[int, ...], dtype: str, like: Any, known: Facts) -> Any:
-    """A new uninitialised array of the same library and device as `like`."""
+    """A new uninitialised array of the same library and on the same device as `like`."""
     if is_torch(like):
         torch = sys.modules["torch"]
         return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
@@ -300,7 +302,7 @@ def empty(shape: tuple[int, ...], dtype: str, like: Any, known: Facts) -> Any:
 
     namespace = None if is_numpy(like) else getattr(like, "__array_namespace__", lambda: None)()
     if known.device == "cuda":
-        if is_cupy(like):  # has no namespace of the standard
+        if is_cupy(like):  # lacks the array API's namespace
             with like.device:
                 return sys.modules["cupy"].empty(shape, numpy_dtype(dtype))
         if namespace is None:
@@ -312,7 +314,7 @@ def empty(shape: tuple[int, ...], dtype: str, like: Any, known: Facts) -> Any:
 
 
 def full(shape: tuple[int, ...], value: int, dtype: str, like: Any, known: Facts) -> Any:
-    """As `empty`, but filled."""
+    """A new array as `empty` makes it, filled with `value`."""
     array = empty(shape, dtype, like, known)
     if is_torch(array):
         return array.fill_(value)
@@ -324,12 +326,12 @@ def full(shape: tuple[int, ...], value: int, dtype: str, like: Any, known: Facts
 
 
 def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
-    """An array under another shape: without a copy if it is contiguous.
+    """An array with another shape, without a copy if it is contiguous.
 
     Raises
     ------
     TypeError
-        If its library has no way to do that.
+        If its library cannot reshape arrays.
     """
     if hasattr(array, "shape") and tuple(array.shape) == shape:
         return array
@@ -342,15 +344,15 @@ def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
 
 
 def prototype(tensor: Any) -> Any:
-    """A few bytes that have a torch tensor's shape, dtype and device.
+    """A tensor with the shape, dtype and device of a torch tensor, which occupies a few bytes.
 
-    `torch.empty_like` of it makes a new contiguous tensor in half of the time that `torch.empty` takes.
+    `torch.empty_like` of it takes half as long as `torch.empty`.
     """
     return tensor.new_empty((1,) * tensor.dim()).expand(tensor.shape)
 
 
 def returned(array: Any, like: Any) -> Any:
-    """An output made by `empty`, as the library of `like` has it."""
+    """Convert an output made by `empty` to an array of the library of `like`."""
     if is_torch(array) or is_numpy(like):
         return array
     namespace = getattr(like, "__array_namespace__", lambda: None)()
@@ -360,7 +362,7 @@ def returned(array: Any, like: Any) -> Any:
 
 
 def as_numpy(array: Any) -> Any:
-    """An array on the host for NumPy: without a copy where it lies there."""
+    """An array on the host for NumPy, without a copy if its data are on the host."""
     import numpy as np
 
     if is_torch(array):
@@ -369,9 +371,9 @@ def as_numpy(array: Any) -> Any:
 
 
 class _BfloatExport:
-    """A NumPy bfloat16 array through DLPack, which NumPy itself knows only for its own dtypes.
+    """DLPack export of a NumPy bfloat16 array; NumPy itself exports only its own dtypes.
 
-    The capsule of the same bytes as uint16 gets the type code of bfloat16 written over its own.
+    In the capsule of the same bytes as uint16, the type code is overwritten by that of bfloat16.
     """
 
     def __init__(self, array: Any) -> None:
@@ -386,6 +388,6 @@ class _BfloatExport:
         capsule = self._bits.__dlpack__()
         pointer = ctypes.pythonapi.PyCapsule_GetPointer
         pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        # DLTensor: data (8 bytes), device (8), ndim (4), then dtype with its code first; kDLBfloat is 4.
+        # Layout of DLTensor: data (8 bytes), device (8), ndim (4), then dtype, beginning with its code; kDLBfloat is 4.
         ctypes.c_uint8.from_address(pointer(capsule, b"dltensor") + 20).value = 4
         return capsule

@@ -1,9 +1,9 @@
-"""The user's cache: a folder for each architecture, of the libraries that calls have compiled and their manifest.
+"""The user's cache: for each architecture a folder with the libraries that calls have compiled, and their manifest.
 
-Processes that need the same library wait for each other, and one of them compiles it; others compile side by side. For
-that, every library's name gives it one of `PARTS` parts. Whoever builds libraries holds the locks of their parts, and
-builds in the folder of one of these; then moves them into the cache and writes the manifest, under a lock of all.
-Nobody waits for a part while holding that one.
+If several processes need the same library, one compiles it and the others wait; different libraries are compiled at the
+same time. To this end a hash of each library's name selects one of `PARTS` parts. A process that builds libraries holds
+the locks of their parts, builds in the folder of one of them, and then moves the libraries into the cache and writes
+the manifest, under one lock for the whole cache. No process waits for a part while it holds that lock.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from ..core import locking, scratch
 from . import loading
 
 PARTS = 64
-# How long whoever holds a lock may take for what takes milliseconds; for one library, beside a build worker's limit.
+# Seconds to wait for a lock whose holder needs milliseconds, and, beside a build's time limit, for one whose holder
+# compiles one library.
 LOCK_SECONDS = 60.0
 
 
 @contextlib.contextmanager
 def building(folder: Path, libraries: Iterable[str]) -> Iterator[Path]:
-    """For the time of the block nobody else builds these libraries: an empty folder to build them in.
+    """Keep other processes from building these libraries during the block; yields an empty folder to build them in.
 
     Raises
     ------
     LoadError
-        If the cache is not trusted or cannot be written, or a lock is not to be had.
+        If the cache is not trusted or cannot be written, or a lock cannot be taken in time.
     """
     parts = [_part(folder, number) for number in sorted({_number(name) for name in libraries})]
     with contextlib.ExitStack() as stack:
@@ -42,7 +43,7 @@ def building(folder: Path, libraries: Iterable[str]) -> Iterator[Path]:
                 trust.check_folder(path)
             _hold(stack, folder, parts)
             for part in parts:
-                _empty(part)  # nobody writes here but who holds the lock: a killed process's
+                _empty(part)  # only the lock's holder writes here: left by a killed process
         yield parts[0]
 
 
@@ -52,24 +53,24 @@ def add(folder: Path, built: Sequence[Entry], where: Path) -> None:
     Raises
     ------
     LoadError
-        If the cache cannot be written, or its lock is not to be had.
+        If the cache cannot be written, or its lock cannot be taken in time.
     """
     with _explained(folder), locking.held(_lock(folder), LOCK_SECONDS):
         for entry in built:
             os.replace(where / entry.library, folder / entry.library)
         names = {entry.library for entry in built}
-        with contextlib.suppress(manifest.ManifestError):  # one that cannot be read is begun anew
+        with contextlib.suppress(manifest.ManifestError):  # an unreadable one is started anew
             built = [*(entry for entry in manifest.read(folder) if entry.library not in names), *built]
         manifest.write(folder, built)
 
 
 def clean(folder: Path) -> None:
-    """Remove everything but the locks, once nobody compiles.
+    """Wait until no process compiles, and remove everything but the locks.
 
     Raises
     ------
     LockTimeout
-        If a lock is not to be had.
+        If a lock cannot be taken in time.
     """
     with contextlib.ExitStack() as stack:
         parts = [part for part in (_part(folder, number) for number in range(PARTS)) if part.is_dir()]
@@ -80,12 +81,14 @@ def clean(folder: Path) -> None:
 
 
 def _hold(stack: contextlib.ExitStack, folder: Path, parts: Sequence[Path]) -> None:
-    """The locks of some parts, in their order, which is one for all: no two processes wait for each other."""
+    """Take the locks of some parts in ascending order, the same in all processes, so that no two wait for
+    each other.
+    """
 
     from ..workers.building import BUILD_TIMEOUT
 
     def progress() -> list[Any]:
-        """Whoever holds them compiles: each library is a change of the folder of one of them."""
+        """A value that changes with each library that the holder compiles into the folder of one of the parts."""
         return [locking.stamp(_part(folder, number)) for number in range(PARTS)]
 
     for part in parts:
@@ -93,7 +96,7 @@ def _hold(stack: contextlib.ExitStack, folder: Path, parts: Sequence[Path]) -> N
 
 
 def _number(library: str) -> int:
-    """Of the part that a library belongs to."""
+    """Number of the part that a library belongs to."""
     return int.from_bytes(hashlib.sha256(library.encode()).digest()[:4]) % PARTS
 
 
@@ -106,7 +109,7 @@ def _lock(folder: Path) -> Path:
 
 
 def _empty(folder: Path) -> None:
-    """Remove the files of a folder, but for its lock, and what killed processes were writing there."""
+    """Remove the files of a folder except its lock, and temporary files of killed processes."""
     scratch.sweep(folder)
     for path in folder.iterdir():
         if path.is_file() and path != _lock(folder):
@@ -115,7 +118,7 @@ def _empty(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _explained(folder: Path) -> Iterator[None]:
-    """What keeps a process from writing into the cache, as the error of a call."""
+    """Raise whatever prevents writing to the cache as a `LoadError`."""
     try:
         yield
     except (trust.Refused, locking.LockTimeout) as error:

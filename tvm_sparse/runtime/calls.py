@@ -1,9 +1,9 @@
-"""What the public calls share: they check what kernels cannot see, and make or check the outputs.
+"""Code that the public calls share: checks that kernels cannot make, and the making or checking of outputs.
 
-Arrays are PyTorch tensors on CPU or CUDA, NumPy arrays, or any arrays that speak DLPack; results are of the same kind.
-Calls are zero-copy, run on PyTorch's current stream, can be captured in a CUDA graph once a first call of the same
-shape has loaded the kernel, and allocate nothing but the outputs (or nothing at all, with `out`), unless a kernel of
-more words stands in for one that was neither tuned nor warmed up: its outputs are arrays of their own.
+Arrays are PyTorch tensors on CPU or CUDA, NumPy arrays, or any arrays with DLPack; results are of the same kind. Calls
+are zero-copy, run on PyTorch's current stream, can be captured in a CUDA graph once a first call of the same shape has
+loaded the kernel, and allocate nothing but the outputs (or nothing at all, with `out`), unless a kernel with larger
+extents serves a problem that was neither tuned nor warmed up: it writes to arrays of its own, which are copied.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from . import arrays, repeat
 from .arrays import Facts
 from .dispatch import Dispatcher
 
-# Factors that float32 holds as normal numbers.
+# Bounds of factors that float32 holds as normal numbers.
 _SMALLEST, _LARGEST = 1.2e-38, 3.4e38
 
 
@@ -36,7 +36,7 @@ def machine_of(name: str, known: Facts) -> Machine:
 
 
 def check_floats(name: str, known: Facts, rank: int | None = None) -> None:
-    """Check dtype and number of dimensions; without a rank: at least one."""
+    """Check dtype and number of dimensions; without a rank there must be at least one dimension."""
     if rank is None and not known.shape:
         raise ValueError(f"{name}: expected at least 1 dimension, got shape ()")
     if rank is not None and len(known.shape) != rank:
@@ -46,11 +46,11 @@ def check_floats(name: str, known: Facts, rank: int | None = None) -> None:
 
 
 def logits_facts(logits: Any, instead: str = "") -> Facts:
-    """Facts of the argument `logits`, checked; `instead` says what has a gradient."""
+    """Facts of the argument `logits`, checked; `instead` names a function with a gradient, for the message."""
     known = arrays.facts("logits", logits)
     check_floats("logits", known)
     refuse_gradient("logits", logits, instead)
-    if not arrays.is_fake(logits) and known.shape[-1] >= 2**31:  # of a fake one it would be a condition of the graph
+    if not arrays.is_fake(logits) and known.shape[-1] >= 2**31:  # for a fake one it would be a condition of the graph
         raise ValueError(f"logits: expected a vocab below 2^31, got {known.shape[-1]}")
     return known
 
@@ -62,14 +62,14 @@ def by_rows(
     out: Any,
     wanted: tuple[tuple[str, tuple[int, ...], str], ...],
 ) -> list[Any]:
-    """The outputs of a call of rows `(batch, width)`, for an array `(..., width)` of another number of dimensions.
+    """Apply a call on rows `(batch, width)` to an array `(..., width)` with any number of dimensions.
 
     Parameters
     ----------
     call
         (rows, arrays to write into or None) -> the outputs.
     out, wanted
-        As of `outputs_for`, with the shapes of single rows.
+        As in `outputs_for`, with the shapes of single rows.
     """
     leading = known.shape[:-1]
     batch = math.prod(leading)
@@ -85,14 +85,14 @@ def by_rows(
     return given
 
 
-# Elements of an array below which kernels count in 32 bits: what has more is computed some rows at a time.
+# Kernels count in 32 bits: arrays with this many elements or more are processed in parts, some rows at a time.
 LIMIT = 2**31
-# Parts of `out` begin at a multiple of so many rows, and so at an address that vector loads can have.
+# Parts of `out` begin at a multiple of this many rows, so that their addresses are aligned for vector loads.
 _ROWS_ALIGNED = 16
 
 
 def most_rows(*widths: int) -> int:
-    """How many rows of these widths a kernel takes at a time."""
+    """How many rows of these widths a kernel can process at once."""
     most = max(1, (LIMIT - 1) // max(1, *widths))
     return most // _ROWS_ALIGNED * _ROWS_ALIGNED or most
 
@@ -100,14 +100,14 @@ def most_rows(*widths: int) -> int:
 def by_parts(
     call: Callable[[list[Any], list[Any]], Any], rows: int, most: int, given: Sequence[Any], outputs: Sequence[Any]
 ) -> None:
-    """Write outputs by several calls, each of `most` rows.
+    """Compute outputs by several calls, each for at most `most` rows.
 
     Parameters
     ----------
     call
-        (some rows of `given`, arrays to write into): computes these rows.
+        (part of `given`, part of `outputs`): computes these rows.
     given, outputs
-        Arrays with something for each of the rows; None among `given` stays None.
+        Arrays whose first axis is the rows; None among `given` stays None.
     """
     for first in range(0, rows, most):
         part = slice(first, first + most)
@@ -135,23 +135,24 @@ def launch(
     around: Callable[[Any], Any] | None = None,
     wider: Problem | None = None,
 ) -> None:
-    """Call the kernel of a problem, and let `repeat.again` do so for arguments of the same kinds.
+    """Call the kernel of a problem, and store a launcher with which `repeat.again` repeats the call for arguments of
+    the same kinds.
 
     Parameters
     ----------
     what, single, free
-        As `repeat.remember` takes them.
+        As in `repeat.remember`.
     arguments, outputs
-        As kernels take them, see `arrays.ready`; None for an argument that is absent.
+        The kernel's arguments, prepared by `arrays.ready`; None for an absent argument.
     kept
-        The launchers among which `repeat.again` looks: True for those of the dispatcher, None for none.
+        The dict in which the launcher is stored: True for the dispatcher's, None to store none.
     around
-        Makes of the kernel what takes these arguments and outputs, where the kernel itself does not.
+        Wraps the kernel into a function of these arguments and outputs, where its own differ.
     wider
-        The problem with extents rounded up by `width`, whose kernel may run in place (`Dispatcher.serving`): of torch
+        The problem with extents rounded up by `width`, whose kernel may run instead (`Dispatcher.serving`), for torch
         tensors and NumPy arrays.
     """
-    launchers = dispatcher.launchers if kept is True else kept  # before others take their place
+    launchers = dispatcher.launchers if kept is True else kept  # before the look-up, which may replace the dispatcher's
     torch_alone = arrays.is_torch(outputs[0])
     served = problem
     if wider is not None and (torch_alone or arrays.is_numpy(outputs[0])):
@@ -169,16 +170,16 @@ def launch(
 def _narrowed(
     function: Any, problem: Problem, served: Problem, arguments: tuple[Any, ...], outputs: int, torch_alone: bool
 ) -> Any:
-    """The kernel of a wider problem, called with the arrays of `problem`: their last extents are those that differ.
+    """A function of the arrays of `problem` that calls the kernel of a wider problem, which differs in last extents.
 
-    Inputs are filled up with -1; outputs are written to arrays of their own, of which the first columns are copied.
+    Inputs are padded with -1; outputs are written to temporary arrays, whose first columns are copied.
     """
     given = [spec for spec, one in zip(problem.inputs, arguments, strict=True) if one is not None]
     all_there = outputs == len(problem.kernel_outputs)
     written = [spec for spec in problem.kernel_outputs if all_there or spec.name != "normaliser"]
 
     def extent(spec: Any) -> int | None:
-        """The last extent, where it is another one of the wider problem."""
+        """The last extent in the wider problem, if it differs."""
         last = spec.shape[-1] if spec.shape else 0
         wide = served.extent(last)
         return wide if wide != problem.extent(last) else None
@@ -218,7 +219,7 @@ def run(
     single: bool = False,
     free: int = 0,
 ) -> None:
-    """As `launch`, of a function that is at hand; `launchers` are those from before it was looked up."""
+    """As `launch`, for a function that has been found; `launchers` is the dict from before it was looked up."""
     given = [one if one is None or isinstance(one, int | float) else arrays.argument(one) for one in arguments]
     function(*[one for one in given if one is not None], *map(arrays.argument, outputs))
     if launchers is not None and all(
@@ -228,9 +229,9 @@ def run(
 
 
 def with_scratch(function: Any, unshown: Any, after: int) -> Any:
-    """A kernel of which nobody wants one output: called without it, it writes an array that is made for each call.
+    """Wrap a kernel with an output that the caller does not want: it is written to an array made for each call.
 
-    `unshown`: an array like it. `after`: how many outputs come after it.
+    `unshown`: an array of the output's shape and dtype. `after`: the number of outputs after it.
     """
     like = arrays.prototype(unshown) if arrays.is_torch(unshown) else None
 
@@ -243,12 +244,12 @@ def with_scratch(function: Any, unshown: Any, after: int) -> Any:
 
 
 def whole_number(name: str, value: Any) -> int:
-    """An integer argument; a symbol of a graph stays one."""
+    """Check an integer argument; a symbolic integer of a graph is returned unchanged."""
     return value if arrays.is_symbol(value) else integer(name, value)
 
 
 def count(name: str, value: Any) -> int:
-    """An integer argument of at least 1 and below 2^31."""
+    """Check an integer argument: at least 1 and below 2^31."""
     if type(value) is int and 1 <= value < 2**31:
         return value
     try:
@@ -261,11 +262,11 @@ def count(name: str, value: Any) -> int:
 
 
 def inverse_temperature(temperature: Any) -> float:
-    """The factor that a temperature stands for."""
+    """The factor on logits for a temperature: its inverse, checked."""
     if type(temperature) is float and temperature == 1.0:
         return 1.0
     try:
-        if isinstance(temperature, str | bytes | bool):  # float() would take these
+        if isinstance(temperature, str | bytes | bool):  # float() would accept these
             raise TypeError
         inverse = 1.0 / float(temperature)
     except (TypeError, ValueError, RuntimeError):
@@ -284,7 +285,9 @@ def inverse_temperature(temperature: Any) -> float:
 
 
 def check_device(name: str, known: Facts, first: Facts, where: str) -> None:
-    """Raise ValueError unless an array lies on the device of the first one; `where`: what says so, as "x is"."""
+    """Raise ValueError unless an array is on the same device as the first one; `where` begins the message,
+    as "x is".
+    """
     if (known.device, known.index) != (first.device, first.index):
         raise ValueError(
             f"{name}: expected an array on {first.device}:{first.index}, as {where}, got {known.device}:{known.index}"
@@ -299,7 +302,9 @@ def facts_beside(
     first: Facts,
     where: str = "the logits are",
 ) -> tuple[str, Facts, Any]:
-    """An array that comes with the first argument, checked; None in `shape` is any extent. `dtype`: one, or several."""
+    """Check an array that accompanies the first argument. None in `shape` allows any extent; `dtype` is one name or
+    several.
+    """
     known = arrays.facts(name, array)
     dtypes = (dtype,) if isinstance(dtype, str) else dtype
     refuse_gradient(name, array)
@@ -317,16 +322,16 @@ def facts_beside(
     return name, known, array
 
 
-# Dtypes of index arrays.
+# Dtypes accepted for index arrays.
 INDEX = ("int32", "int64")
 
 
 def index_beside(
     name: str, array: Any, shapes: tuple[tuple[int | str, ...], ...], first: Facts, where: str = "the logits are"
 ) -> tuple[str, Facts, Any]:
-    """An array of indices that comes with the first argument, checked: int32 or int64, of one of `shapes`.
+    """Check an array of indices that accompanies the first argument: int32 or int64, with one of `shapes`.
 
-    An extent that is a text is free, and the message calls it so. `index_as` makes the dtype that a kernel takes.
+    An extent given as text is free, and named so in messages. `index_as` converts to the dtype of a kernel.
     """
     known = arrays.facts(name, array)
 
@@ -346,18 +351,18 @@ def index_beside(
 
 
 def index_as(name: str, array: Any, known: Facts, dtype: str) -> Any:
-    """Indices, int32 or int64, as a kernel takes them that wants `dtype`: contiguous and aligned.
+    """Indices, int32 or int64, converted to `dtype`, contiguous and aligned.
 
-    Those of the other dtype are copied, on a GPU by an elementwise kernel on the current stream, or by two from int64
-    to int32: there, numbers outside of the range of int32 become its nearest, so that none turns into a valid index.
+    A conversion copies, on a GPU by an elementwise kernel on the current stream. From int64 to int32 it takes two
+    kernels: numbers outside the range of int32 are clamped, so that none turns into a valid index.
 
     Raises
     ------
     ValueError
-        For an array on a GPU that would have to be copied, and whose library is neither PyTorch nor CuPy.
+        For an array on a GPU that needs a copy, and whose library is neither PyTorch nor CuPy.
     """
     if known.device == "cpu" and not (arrays.is_torch(array) or arrays.is_numpy(array)):
-        array = arrays.as_numpy(array)  # which has all that follows, and shares the memory
+        array = arrays.as_numpy(array)  # which has the operations below, and shares the memory
         known = arrays.facts(name, array)
     if known.dtype == dtype:
         return arrays.ready(name, array, known)
@@ -375,25 +380,27 @@ def index_as(name: str, array: Any, known: Facts, dtype: str) -> Any:
 
 
 def passed(beside: tuple[str, Facts, Any], shape: tuple[int, ...] | None = None) -> Any:
-    """What is passed to the kernel for an array that `facts_beside` checked, under another shape if one is given."""
+    """The object passed to the kernel for an array checked by `facts_beside`, reshaped if `shape` is given."""
     name, known, array = beside
     ready = arrays.ready(name, array, known)
     return arrays.argument(ready if shape is None or shape == known.shape else arrays.reshaped(ready, shape))
 
 
-# Of functions with a backward pass, which custom operators have.
+# Functions with a backward pass, each by its custom operator.
 TORCH_ALONE = "there is one where all arrays are torch tensors; call it under torch.no_grad()"
 
 
 def no_gradient(name: str, instead: str = "") -> str:
-    """What is said of an argument whose gradient nobody can give."""
+    """The message for an argument that requires a gradient, of a function without one."""
     return f"{name}: requires a gradient, and there is no backward pass; " + (
         instead or "call it under torch.no_grad()"
     )
 
 
 def refuse_gradient(name: str, array: Any, instead: str = "") -> None:
-    """Raise for a torch tensor of which a gradient is wanted, backward or forward; `instead` says what has one."""
+    """Raise for a torch tensor that requires a gradient or has a tangent; `instead` names a function with a
+    gradient.
+    """
     if not arrays.is_torch(array):
         return
     if array.requires_grad and sys.modules["torch"].is_grad_enabled():
@@ -406,12 +413,12 @@ def refuse_gradient(name: str, array: Any, instead: str = "") -> None:
 
 
 def _forward_mode() -> bool:
-    """Whether this is within `torch.autograd.forward_ad.dual_level`: only there do tensors have tangents."""
+    """Whether this is within `torch.autograd.forward_ad.dual_level`, since only there tensors have tangents."""
     return sys.modules["torch.autograd.forward_ad"]._current_level >= 0
 
 
 def without_gradient(array: Any) -> Any:
-    """A parameter, where no gradient is wanted, as the plain tensor that it holds; anything else as it is."""
+    """A parameter of PyTorch as a plain tensor if gradients are off; anything else unchanged."""
     torch = sys.modules.get("torch")
     if torch is not None and type(array) is torch.nn.Parameter and not torch.is_grad_enabled():
         return array.detach()
@@ -419,7 +426,7 @@ def without_gradient(array: Any) -> Any:
 
 
 def outputs_for(out: Any, wanted: tuple[tuple[str, tuple[int, ...], str], ...], like: Any, known: Facts) -> list[Any]:
-    """The arrays to write into: new ones, or those of `out`, checked."""
+    """The arrays to write into: new ones, or those of `out` after a check."""
     if out is None:
         return [arrays.empty(shape, dtype, like, known) for _, shape, dtype in wanted]
     given = list(out) if isinstance(out, (tuple, list)) else [out]

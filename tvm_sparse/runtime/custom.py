@@ -1,8 +1,8 @@
-"""Custom operators of PyTorch: how a public function stands in a graph, and how it gets a gradient.
+"""Custom operators of PyTorch, by which public functions become part of graphs and get gradients.
 
-An operator's `torch_op` module, which is imported with PyTorch only, gives each of its functions a custom operator by
-`define`, and a form of the public function that torch.compile can follow. Plain tensors of eager calls never come
-here: a public function asks `transformed` where its short way has failed.
+An operator's `torch_op` module, which is imported only with PyTorch, defines a custom operator for each of its
+functions (`define`), and a version of the public function that torch.compile can trace. Eager calls with plain tensors
+never come here: a public function calls `transformed` only if no launcher fits the call.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from . import arrays, dispatch, repeat
 from .calls import no_gradient
 
 NAMESPACE = "tvm_sparse"
-_libraries: list[Any] = []  # an operator is there as long as the library object that defined it
+_libraries: list[Any] = []  # an operator exists as long as the library object that defined it
 
 
 def transformed(*given: Any, differentiable: bool = False) -> bool:
-    """Whether a call with these arrays, of which some may be None, has to go through its custom operator.
+    """Whether a call with these arrays (or None) has to go through its custom operator.
 
-    Never if one is not PyTorch's. It has to where PyTorch wants to see it: while torch.jit.trace records, tensors
-    without data (of fake mode, torch.export, torch.func), a mode that watches calls, and, of a function that is
-    `differentiable`, a tensor that requires a gradient.
+    It is false if one is not PyTorch's. It is true where PyTorch has to see the call: while torch.jit.trace records,
+    for tensors without data (of fake mode, torch.export, torch.func), within a dispatch mode, and for a tensor that
+    requires a gradient, if the function is `differentiable`.
 
     Raises
     ------
     RuntimeError
-        Within derivatives of torch.func, which do not know the backward passes of custom operators.
+        Within derivatives of torch.func, which do not support the backward passes of custom operators.
     """
     tensors = [array for array in given if array is not None]
     torch = sys.modules.get("torch")
@@ -72,19 +72,18 @@ def define(
     Parameters
     ----------
     schema
-        Of `torch.library`: `name(arguments) -> results`. What a call leaves out or gives as the schema has it comes to
-        the functions here as any other argument.
+        A schema of `torch.library`: `name(arguments) -> results`. The functions below get all arguments, including
+        those that have their default.
     call
-        Computes it. Of fake tensors, too: it then checks them and makes the outputs, and launches nothing.
+        Computes the results. For fake tensors it checks them and makes the outputs, and launches nothing.
     batched
-        Rule of vmap: `(info, in_dims, *arguments) -> (results, out_dims)`.
+        Rule for vmap: `(info, in_dims, *arguments) -> (results, out_dims)`.
     backward, setup
-        As of `torch.library.register_autograd`.
+        As in `torch.library.register_autograd`.
     launched
-        What ran in a call of plain tensors, so that calls like it need no Python of the operator: `(launchers,
-        *arguments) -> (launcher, before)`, as `repeat.remember_operator` takes them; the launcher is None if there is
-        none.
-        `launchers` are those of the dispatcher before the call.
+        Finds the launcher of a call with plain tensors, so that later calls like it skip the operator's Python code:
+        `(launchers, *arguments) -> (launcher, before)`, as for `repeat.remember_operator`; the launcher is None if
+        there is none. `launchers` is the dispatcher's dict before the call.
     """
     import torch
 
@@ -95,7 +94,7 @@ def define(
     qualified = f"{NAMESPACE}::{name}"
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
     defaults = [argument.default_value for argument in overload._schema.arguments]
-    # What follows the first arguments. PyTorch drops those at the end that are their defaults.
+    # Defaults of the arguments after the first ones. PyTorch drops trailing arguments that have their default.
     rest = [tuple(defaults[given:]) for given in range(len(defaults) + 1)]
 
     def computed(args: tuple[Any, ...]) -> Any:
@@ -115,7 +114,7 @@ def define(
             return found
         before, arrays.here.below = arrays.here.below, True
         graph = torch._C._get_tracing_state()
-        if graph is not None:  # the operator is what a trace shows, and not what happens in it
+        if graph is not None:  # a trace shows the operator, not its inner calls
             set_tracing(None)
         try:
             return computed(args)
@@ -131,11 +130,13 @@ def define(
         library.impl(name, run, key)
     torch.library.register_fake(qualified, run, lib=library)
     torch.library.register_vmap(qualified, mapped, lib=library)
-    # What torch.library.register_autograd registers.
+    # The kernel that torch.library.register_autograd would register.
     differentiated = torch._library.autograd.make_autograd_impl(overload, torch._library.autograd.Info(backward, setup))
 
     def front(keyset: Any, *args: Any) -> Any:
-        """Plain tensors need nothing of what lies between here and `run`, which takes three times as long as a call."""
+        """Call the operator directly for plain tensors, without PyTorch's layers, which take three times as long as a
+        call.
+        """
         found = repeat.recalled(dispatch.dispatcher.launchers, qualified, args)
         if found is not None:
             return found
@@ -146,10 +147,11 @@ def define(
 
 
 def number(value: Any) -> tuple[Any, Any]:
-    """A float argument as operators take it: (the number, None), or (1.0, a tensor of no dimension that holds it).
+    """A float argument in the form of the operators' schemas: (the number, None), or (1.0, a 0-d tensor with its
+    value).
 
-    The latter for such a tensor, and for a number that a graph of torch.compile knows only when it runs: as a float of
-    the operator's schema it would be fixed, and each value would take a graph of its own.
+    The second form is for 0-d tensors and symbolic floats of torch.compile: passed as a float, the number would be a
+    constant of the graph, and each value would need another graph.
     """
     import torch
 
@@ -164,12 +166,14 @@ def number(value: Any) -> tuple[Any, Any]:
 
 
 def value_of(given: Any, tensor: Any) -> Any:
-    """The float that an operator was given by `number`; of a fake tensor, whose value nobody knows, the other one."""
+    """The float that `number` encoded; for a fake tensor, whose value is unknown, the number beside it."""
     return given if tensor is None or arrays.is_fake(tensor) else tensor.item()
 
 
 def without_backward(name: str, instead: str = "") -> Callable[..., Any]:
-    """The backward pass of a custom operator that has none: an error that says what to use `instead`."""
+    """The backward pass of a custom operator without one: it raises an error that names the function to use
+    `instead`.
+    """
 
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(no_gradient(name, instead))
@@ -178,17 +182,17 @@ def without_backward(name: str, instead: str = "") -> Callable[..., Any]:
 
 
 def in_front(tensor: Any, dim: int | None, size: int) -> Any:
-    """The tensor with the dimension of vmap in front; broadcast along it if it has none."""
+    """The tensor with vmap's dimension moved to the front, or broadcast along it if it has none."""
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
 def unbatched(name: str, dims: Any, names: tuple[str, ...]) -> None:
-    """Raise for arguments that vmap may not map over.
+    """Check that vmap does not map over these arguments.
 
     Raises
     ------
     ValueError
-        Naming the first of them that it maps over.
+        Naming the first argument that it maps over.
     """
     for argument, dim in zip(names, dims, strict=True):
         if dim is not None and dim != []:
@@ -196,14 +200,14 @@ def unbatched(name: str, dims: Any, names: tuple[str, ...]) -> None:
 
 
 def written(results: Any, out: Any) -> Any:
-    """What a call with `out` returns in a graph: its results, copied there.
+    """Copy results into `out` and return it, for a call in a graph.
 
     Raises
     ------
     ValueError
         If `out` does not fit.
     RuntimeError
-        If a gradient is wanted, which cannot go through `out`.
+        If a gradient is required, which cannot flow through `out`.
     """
     if out is None:
         return results

@@ -1,11 +1,11 @@
-"""Which kernel a call runs, and why.
+"""Choosing and loading the kernel that a call runs, with the reason.
 
-The decisions come from the first of: a record of this very problem (exact), of the same problem with the next larger
-batch (bucket), a model of what was measured (predicted), a record of the nearest problem whose decisions are a point of
-its template's space here (nearby), of another architecture where this one has none of the operator (borrowed), or the
-template's default (fallback). The library comes from a folder of exported kernels (loaded ones first, then installed
-packages of kernels, then the user's cache) or is compiled once, in a child process, into the user's cache. `configure`
-says which of these a process may run.
+The decisions come from the first of these that is available: a record of the problem itself (exact); a record of the
+same problem with the next larger batch (bucket); a model trained on measurements (predicted); a record of the nearest
+problem whose decisions are a point of its template's space here (nearby); a record of another architecture, if this one
+has none of the operator (borrowed); the template's default (fallback). The library comes from a folder of exported
+kernels (first those loaded, then installed packages of kernels, then the user's cache) or is compiled once, in a child
+process, into the user's cache. `configure` limits what a process may run.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ from .lookup import POLICIES, Built, Choice, Evidence, Known, choose, fallback, 
 
 logger = logging.getLogger("tvm_sparse")
 
-# How decisions were found where times of their record are times of the call.
+# Ways of look-up for which the times of the record apply to the call.
 RECORDED = ("exact", "bucket")
 
-# The environment variable that says which decisions a call may run, unless `configure` did.
+# The environment variable with the policy of a process, unless `configure` sets one.
 POLICY = "TVM_SPARSE_POLICY"
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `tvm_sparse.explain` returns: the kernel that a call runs, and why that one."""
+    """The result of `tvm_sparse.explain`: the kernel that a call runs, and the reason for the choice."""
 
     problem: str
     arch: str
     how: str  # one of `lookup.HOW`
     candidate: str  # template, version and decisions
     record: str | None  # key of the problem whose record gave the decisions; None if predicted, and for the fallback
-    figures: dict[str, Any]  # of that record (`queries.best_records`): seconds, fallback_seconds, machine, date, ...
-    library: str | None  # None: not compiled yet; the first call compiles it into the user's cache, if `compiles`
+    figures: dict[str, Any]  # times and provenance of that record (`queries.best_records`)
+    library: str | None  # None: not compiled yet; the first call does that if `compiles`
     why: str
     tune: str | None  # the command that tunes the problem; None where a record of it, or of a larger batch, decides
-    compiles: bool = True  # whether calls compile what is not at hand: else the first call raises `Miss`
-    asked: str | None = None  # key of the problem that was asked for, if calls of it run another: that of `problem`
+    compiles: bool = True  # whether calls compile missing kernels; otherwise the first call raises `Miss`
+    asked: str | None = None  # key of the given problem, if its calls run the kernel of another one, `problem`
 
     def __str__(self) -> str:
         lines = [] if self.asked is None else [f"calls of {self.asked} run {self.problem}"]
@@ -87,7 +87,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A loaded kernel: `function(inputs..., outputs...)`, its workspaces bound."""
+    """A loaded kernel: `function(inputs..., outputs...)`, with its workspaces bound."""
 
     function: Any
     entry: Entry
@@ -104,40 +104,40 @@ class _Source:
 
 
 class Dispatcher:
-    """The kernels of one process. Thread-safe; a kernel is loaded once.
+    """All kernels of a process. Thread-safe; each kernel is loaded once.
 
     Parameters
     ----------
     logs, shipped, cache
-        Where records, installed kernels and compiled ones are; the defaults are those of `runtime.paths`.
+        Folders of records, installed kernels and compiled ones; defaults from `runtime.paths`.
 
     Attributes
     ----------
     policy, compiles, measures
         As `configure` sets them; None: the environment's policy.
     launchers
-        What the public functions keep for calls that are like one before. Another dict, and so an empty one, takes its
-        place when other kernels are to be used from then on.
+        Launchers that public functions keep for repeated calls. It is replaced by a new empty dict whenever the choice
+        of kernels may change.
     """
 
     def __init__(
         self, logs: tuple[Path, ...] | None = None, shipped: Path | None = None, cache: Path | None = None
     ) -> None:
         self._log_roots = logs
-        self._more_logs: tuple[Path, ...] = ()  # as `configure` names them
+        self._more_logs: tuple[Path, ...] = ()  # given to `configure`
         self._shipped = shipped
         self._cache = cache
         self._folders: list[_Source] = []
         self._kernels: dict[tuple[Problem, Machine], Kernel] = {}
-        self._serving: dict[tuple[Problem, Machine], Problem] = {}  # as `serving` answers
-        self._signed: dict[Path, Signed] = {}  # of added folders those that are taken for their signature
-        self._taken: tuple[Problem, Machine, str] | None = None  # as `taking` says
+        self._serving: dict[tuple[Problem, Machine], Problem] = {}  # results of `serving`
+        self._signed: dict[Path, Signed] = {}  # added folders that are trusted for their signature
+        self._taken: tuple[Problem, Machine, str] | None = None  # set by `taking`
         self._libraries: dict[tuple[Path, str], Any] = {}
-        self._records: dict[tuple[str, str], Any] = {}  # as `_kept` keeps them
+        self._records: dict[tuple[str, str], Any] = {}  # cache of `_kept`
         self._predictors: dict[tuple[str, str], Any] = {}
         self._manifests: dict[Path, tuple[Any, tuple[Entry, ...]]] = {}
         self._warned: set[tuple[Any, ...]] = set()
-        # By operator and machine, what the GPU refused to launch, and what the driver said.
+        # By operator and machine, the candidate that the GPU refused to launch, and the driver's message.
         self._refused: dict[tuple[str, Machine], dict[Candidate, str]] = {}
         self._lock = threading.RLock()
         self._forked = self._watches_forks = False
@@ -145,7 +145,7 @@ class Dispatcher:
         self.policy: str | None = None
         self.compiles = True
         self.measures = 0.0
-        self._measured: set[tuple[Problem, Machine]] = set()  # tried, with or without success
+        self._measured: set[tuple[Problem, Machine]] = set()  # attempted, with or without success
 
     def configure(
         self,
@@ -154,20 +154,20 @@ class Dispatcher:
         logs: tuple[Path, ...] | None = None,
         measures: float | None = None,
     ) -> None:
-        """Set what is not None; kernels that calls have found are looked up again."""
+        """Set what is not None, and look all kernels up again."""
         with self._lock:
             self.policy = self.policy if policy is None else policy
             self.compiles = self.compiles if compiles is None else compiles
             self.measures = self.measures if measures is None else measures
             if logs is not None:
                 self._more_logs = logs
-                # Also where the folders are the same: what was recorded in between counts.
+                # Also if the folders are the same, since records may have been added.
                 self._records, self._predictors = {}, {}
             self._forget()
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """After the block look-up reads the folders of kernels and of records that it read before, and no others."""
+        """Make look-up after the block use the same folders of kernels and records as before it."""
         before = self._more_logs, list(self._folders), dict(self._signed)
         try:
             yield
@@ -177,9 +177,9 @@ class Dispatcher:
                 self.configure(logs=logs)
 
     def add(self, folder: Path, signed: Signed | None = None) -> tuple[Entry, ...]:
-        """Use the kernels of an exported folder before all others; later folders come first.
+        """Use the kernels of an exported folder before all others; folders added later have priority.
 
-        With `signed` by what its signature vouches for, whoever owns the files.
+        With `signed`, files are checked against the folder's signature, and their owner does not matter.
         """
         content = None if signed is None else signed.read(manifest.NAME, manifest.MOST_BYTES)
         entries = manifest.read(folder, content)
@@ -192,19 +192,19 @@ class Dispatcher:
         return entries
 
     def _forget(self) -> None:
-        """What calls have found."""
+        """Forget the kernels that calls have found."""
         self._kernels, self._serving, self.launchers = {}, {}, {}
 
     def kernel(self, problem: Problem, machine: Machine) -> Kernel:
-        """The kernel for a problem on a machine, loaded and if need be compiled.
+        """The kernel for a problem on a machine, loaded, and compiled if necessary.
 
         Raises
         ------
         LoadError
-            If the chosen library may not be loaded; as `Miss` if there is none and none may be compiled, or if the
-            policy forbids it.
+            If the chosen library may not be loaded; `Miss` if there is none and none may be compiled, or if the policy
+            forbids it.
         CompileError
-            If it had to be compiled and does not.
+            If compilation was necessary and failed.
         """
         found = self._kernels.get((problem, machine))
         if found is not None:
@@ -218,8 +218,9 @@ class Dispatcher:
             return found
 
     def serving(self, problem: Problem, wider: Problem, machine: Machine) -> Problem:
-        """The problem whose kernel a call of `problem` runs: `wider`, which computes all of it and more, where no
-        record tells decisions for `problem` and no library of it is at hand, so that it would have to be compiled."""
+        """The problem whose kernel a call of `problem` runs. It is `wider`, a problem with larger extents, if `problem`
+        itself has neither a record nor a library and would have to be compiled.
+        """
         asked = problem, machine
         if wider == problem or asked in self._kernels:
             return problem
@@ -232,20 +233,21 @@ class Dispatcher:
         return found
 
     def explain(self, problem: Problem, machine: Machine) -> Explanation:
-        """What `kernel` would return, without loading or compiling."""
+        """The explanation of what `kernel` would return, without loading or compiling."""
         with self._lock:
             choice, located = self._decide(problem, machine, self._sources(machine))
             return _explanation(problem, machine, choice, located, self._may_compile())
 
     def choice(self, problem: Problem, machine: Machine) -> Choice:
-        """The decisions that `kernel` takes, and the problem that they are compiled for."""
+        """The decisions that `kernel` uses, and the problem for which they are compiled."""
         with self._lock:
             return self._decide(problem, machine, self._sources(machine))[0]
 
     def way(self, problem: Problem, machine: Machine) -> str | None:
-        """The fastest way to an operator's result, by the record of the problem or of the next larger batch.
+        """The fastest way to an operator's result (`Best.ways`), from the record of the problem or of the next larger
+        batch.
 
-        None if there is none, or it does not say. `Best.ways` has the times.
+        None if there is no record, or it does not compare ways.
         """
         if self._taken is not None and self._taken[:2] == (problem, machine):
             return self._taken[2]
@@ -256,9 +258,10 @@ class Dispatcher:
     def taking(
         self, problem: Problem, machine: Machine, way: str, launchers: dict[Any, Any] | None = None
     ) -> Iterator[None]:
-        """Let calls take this way within the block, whatever records say: to time it. For one thread at a time.
+        """Let calls within the block take this way regardless of records, in order to time it. For one thread at a
+        time.
 
-        `launchers`: what calls within find and keep in place of `self.launchers`.
+        `launchers` replaces `self.launchers` within the block.
         """
         before = self._taken, self.launchers
         self._taken, self.launchers = (problem, machine, way), {} if launchers is None else launchers
@@ -268,10 +271,10 @@ class Dispatcher:
             self._taken, self.launchers = before
 
     def measure(self, problems: Sequence[Problem], machine: Machine, seconds: float, builders: int) -> None:
-        """Time the best candidates of those problems that have no record of their own, for so many seconds in all.
+        """Time the best candidates of problems without a record of their own, for at most `seconds` in total.
 
-        The fastest are in the user's records then. A problem for which no time is left, or of which no candidate can be
-        measured, keeps the decisions of look-up; that is said.
+        The fastest are added to the user's records. Problems for which no time is left, or whose candidates cannot be
+        measured, keep the decisions of look-up, with a message.
         """
         end = time.monotonic() + seconds
         with self._lock:
@@ -281,13 +284,13 @@ class Dispatcher:
                 self._measure(problem, machine, left, builders)
 
     def _is_unmeasured(self, problem: Problem, machine: Machine) -> bool:
-        """Whether the problem has no record of its own, and was not tried to be measured."""
+        """Whether the problem has no record of its own, and no measurement was attempted."""
         if (problem, machine) in self._measured or not self._may_compile():
             return False
         return self._decide(problem, machine, self._sources(machine))[0].how != "exact"
 
     def _measure(self, problem: Problem, machine: Machine, seconds: float, builders: int) -> None:
-        """As `measure`, of one problem."""
+        """As `measure`, for one problem."""
         from . import measuring
 
         self._measured.add((problem, machine))
@@ -316,7 +319,7 @@ class Dispatcher:
         self.launchers = {}
 
     def warmup(self, problems: Sequence[Problem], machine: Machine, builders: int) -> list[Explanation]:
-        """Load the kernels of these problems, compiling those that are missing `builders` at a time."""
+        """Load the kernels of these problems, compiling missing ones `builders` at a time."""
         with self._lock:
             sources = self._sources(machine)
             found = [self._allowed(problem, machine, sources) for problem in problems]
@@ -331,7 +334,9 @@ class Dispatcher:
             return [entry for source in self._sources(machine) if source.name != "cache" for entry in source.entries]
 
     def _refuse_fork(self) -> None:
-        """Raise in a process forked from one that has loaded CPU kernels: their threads are not there; calls hang."""
+        """Raise in a process forked from one that has loaded CPU kernels: it lacks their threads, and calls
+        would hang.
+        """
         if self._forked:
             raise loading.LoadError(
                 "this process was forked from one that had used CPU kernels, whose threads do not survive a fork;"
@@ -364,7 +369,9 @@ class Dispatcher:
         return self._retreating(problem, machine, kernel)
 
     def _retreating(self, problem: Problem, machine: Machine, kernel: Kernel) -> Kernel:
-        """The kernel, or what runs where this GPU refuses to launch it: said once, and remembered for the process."""
+        """The kernel, with a fallback if this GPU refuses to launch it; a refusal is reported once and remembered for
+        the process.
+        """
         if machine.kind != "cuda":
             return kernel
         candidate = kernel.entry.candidate
@@ -402,13 +409,13 @@ class Dispatcher:
         return dataclasses.replace(kernel, function=function)
 
     def _instead(self, problem: Problem, machine: Machine) -> Choice:
-        """What runs where kernels of an operator were refused."""
+        """The choice that replaces kernels of an operator that were refused."""
         refused = self._refused[problem.operator, machine]
         why = f"this GPU does not launch {', '.join(map(str, refused))}: {_explained(next(reversed(refused.values())))}"
         return fallback(problem, machine, why, cooperative=False, refused=refused)
 
     def _loaded(self, problem: Problem, machine: Machine, choice: Choice, located: tuple[Path, Entry] | None) -> Kernel:
-        """The kernel of a choice, if need be compiled."""
+        """The kernel of a choice, loaded, and compiled if necessary."""
         if located is None:
             self._require_compiler(problem, machine)
             started = time.monotonic()
@@ -425,7 +432,7 @@ class Dispatcher:
         except loading.LoadError as error:
             if located[0] != self._cache_folder(machine) or not self._may_compile():
                 raise
-            # Nobody exported this one: what the cache has lost, it makes again.
+            # Missing from the cache, not from an exported folder: compile it again.
             logger.warning("a library of the user's cache is compiled again: %s", error)
             [located] = self._compile([choice], machine)
             function = self._function(*located)
@@ -433,7 +440,7 @@ class Dispatcher:
         return Kernel(function, located[1], _explanation(problem, machine, choice, located, self._may_compile()))
 
     def _warn(self, problem: Problem, machine: Machine, choice: Choice) -> None:
-        """Say that a problem is not tuned: once for all its batches."""
+        """Warn that a problem is not tuned, once for all its batches."""
         command = _tune_command(problem, machine, choice)
         others = tuple(value for name, value in problem.axes.items() if name != problem.batch_axis)
         what = (problem.operator, *others, machine)
@@ -452,7 +459,7 @@ class Dispatcher:
         return loading.function_of(library, path, entry.symbol)
 
     def _sources(self, machine: Machine) -> list[_Source]:
-        """Folders in order of preference, with those of their entries that this machine can run."""
+        """Folders in order of preference, each with the entries that this machine can run."""
         sources = list(self._folders)
         shipped = paths.shipped_kernels() if self._shipped is None else (self._shipped,)
         for name, folder in (*(("package", folder) for folder in shipped), ("cache", self._cache_folder(machine))):
@@ -480,7 +487,7 @@ class Dispatcher:
         return (self._cache or paths.user_cache()) / machine.arch
 
     def _tuned(self, arch: str, operator: str) -> dict[str, Any]:
-        """The best records of one operator, read anew when their files have changed."""
+        """The best records of one operator, read again when their files have changed."""
 
         def read() -> dict[str, Any]:
             from ..records.queries import best_records
@@ -490,7 +497,7 @@ class Dispatcher:
         return self._kept(self._records, arch, operator, "best.jsonl", read)
 
     def _predictor(self, arch: str, operator: str) -> Any:
-        """The model of one operator, or None; as `_tuned`."""
+        """The model of one operator, or None; read again when its file has changed."""
 
         def read() -> Any:
             from ..records.queries import predictor
@@ -502,7 +509,9 @@ class Dispatcher:
     def _kept(
         self, kept: dict[tuple[str, str], Any], arch: str, operator: str, name: str, read: Callable[[], Any]
     ) -> Any:
-        """What was read from the files of this name, one a folder of logs, unless one of them has changed since."""
+        """The result of `read` for the files of this name, one in each folder of logs; cached until one of them
+        changes.
+        """
         stamps = [locking.stamp(root / arch / operator / name) for root in self._roots()]
         held = kept.get((arch, operator))
         if held is None or held[0] != stamps:
@@ -510,14 +519,14 @@ class Dispatcher:
         return held[1]
 
     def _roots(self) -> tuple[Path, ...]:
-        """The folders of records, of which the last that has one of a problem counts."""
+        """The folders of records. If several have a record of a problem, the last one counts."""
         own = self._log_roots if self._log_roots is not None else (paths.shipped_logs(), paths.user_logs())
         return (*own, *self._more_logs)
 
     def _evidence(self, problem: Problem, machine: Machine, sources: list[_Source], compiles: bool) -> Evidence:
-        """What is exported and recorded of a problem's operator."""
-        # What folders hold comes before what logs say: its libraries need no compiler. The user's cache decides
-        # nothing, unless nothing else can: it holds what logs said when it was compiled, and they may say better now.
+        """The exported kernels and the records of a problem's operator."""
+        # Folders have priority over logs, since their libraries need no compiler. The user's cache decides only if
+        # nothing else can: it reflects the logs at the time of compilation, and they may be better now.
         held: dict[str, Known] = {}
         built = []
         for source in reversed(sources):
@@ -532,7 +541,7 @@ class Dispatcher:
                     built.append(Built(entry.problem, entry.candidate, entry.chosen, entry.figures, away))
         own = held.get(problem.key)
         if own is not None and own.unfit is None:
-            return Evidence(held, built=built, compiles=compiles)  # no record says better, and reading them takes time
+            return Evidence(held, built=built, compiles=compiles)  # no record could change the choice
         known = known_of(self._tuned(machine.arch, problem.operator)) | held
         borrowed, lender = {}, None
         if not known:
@@ -543,14 +552,14 @@ class Dispatcher:
         policy = self._policy()
         evidence = Evidence(known, borrowed, lender or "", built, compiles, permitted=POLICIES[policy])
         if policy == "exact":
-            return evidence  # what is predicted would be refused, where a bucket runs
+            return evidence  # a prediction would be refused, but a bucket may run
         predictor = functools.partial(self._predictor, machine.arch, problem.operator)
         return dataclasses.replace(evidence, predictor=predictor)
 
     def _decide(
         self, problem: Problem, machine: Machine, sources: list[_Source]
     ) -> tuple[Choice, tuple[Path, Entry] | None]:
-        """The decisions for a problem, and the library at hand that has them."""
+        """The decisions for a problem, and the library that implements them, if there is one."""
         choice = choose(problem, machine, self._evidence(problem, machine, sources, compiles=True))
         if choice.candidate in self._refused.get((problem.operator, machine), {}):
             choice = self._instead(problem, machine)
@@ -563,7 +572,7 @@ class Dispatcher:
     def _allowed(
         self, problem: Problem, machine: Machine, sources: list[_Source]
     ) -> tuple[Choice, tuple[Path, Entry] | None]:
-        """As `_decide`, if the policy has nothing against it."""
+        """As `_decide`, restricted to what the policy allows."""
         choice, located = self._decide(problem, machine, sources)
         if located is None:
             self._require_compiler(problem, machine)
@@ -606,13 +615,13 @@ class Dispatcher:
             for entry in source.entries
             if _is_program(entry, choice) and not unfit(entry.resident, entry.resources, machine)
         ]
-        # Machine code for this very architecture before what also runs; of the same, the first folder's.
+        # Machine code for this architecture first, then other code that runs here; among equals, the first folder.
         return min(found, key=lambda one: machines.suitability(one[1].arch, machine) or 0, default=None)
 
     def _compile(self, choices: Sequence[Choice], machine: Machine, builders: int = 1) -> list[tuple[Path, Entry]]:
-        """Compile what the user's cache lacks; processes that need the same library wait for each other.
+        """Compile the choices that the user's cache lacks; processes that need the same library wait for each other.
 
-        What was compiled before one of several failed stays.
+        If one of several fails, those compiled before it stay.
         """
         from ..workers import building
 
@@ -648,13 +657,13 @@ class Dispatcher:
                     cache.add(folder, built, where)
             entries = (*built, *present)
             return [
-                (folder, next(e for e in entries if _is_program(e, choice)))  # also one that is too large for this GPU
+                (folder, next(e for e in entries if _is_program(e, choice)))  # including kernels too large for this GPU
                 for choice in choices
             ]
 
 
 def _no_room(entry: Entry, machine: Machine) -> str | None:
-    """Why the GPU cannot launch a kernel's clusters, if it is here and the driver says so."""
+    """Why the GPU cannot launch a kernel's clusters, if the driver is present and says so."""
     taken = entry.resources or {}
     cluster = taken.get("cluster", 1)
     if cluster <= machines.PORTABLE_CLUSTER or machine not in machines.gpus():
@@ -667,7 +676,7 @@ def _no_room(entry: Entry, machine: Machine) -> str | None:
 
 
 def _explained(reason: str) -> str:
-    """A refusal in words, where the driver's are known."""
+    """A refusal in words, with an explanation of the driver's code if it is known."""
     if "COOPERATIVE_LAUNCH_TOO_LARGE" in reason:
         return f"{reason}: no room for all thread blocks at the same time"
     return reason
@@ -703,7 +712,7 @@ def _explanation(
 
 
 def _tune_command(problem: Problem, machine: Machine, choice: Choice) -> str | None:
-    """The command that tunes a problem, on the machine itself; None if what was tuned serves it."""
+    """The command that tunes a problem on this machine; None if a tuned record serves it."""
     if choice.how in RECORDED and "strategy" not in choice.figures:
         return None
     words = ["tune", *problem.typed.split()]
@@ -713,19 +722,19 @@ def _tune_command(problem: Problem, machine: Machine, choice: Choice) -> str | N
 
 
 def _plugins_of(problem: Problem) -> list[str]:
-    """The options by which a command knows the problem's operator."""
+    """The options that make a command load the problem's operator."""
     own = problem.operator in {operator.name for operator in registry.BUILTIN}
     return [] if own else commands.options("--plugin", registry.plugins())
 
 
 def _compiling(machine: Machine) -> tuple[str, ...]:
-    """The extras that compile for a machine."""
+    """The extras of this package that compile for a machine."""
     return ("cuda",) if machine.kind == "cuda" else ("compiler",)
 
 
 @contextlib.contextmanager
 def _spinner(text: str) -> Iterator[None]:
-    """A line that moves for as long as the block takes, where somebody looks at stderr."""
+    """Show a spinner on stderr during the block, if it is a terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -735,7 +744,7 @@ def _spinner(text: str) -> Iterator[None]:
         yield
 
 
-# The process's kernels: what the public functions use.
+# The process's dispatcher, used by the public functions.
 dispatcher = Dispatcher()
 
 
@@ -746,33 +755,37 @@ def configure(
     logs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
     measure: float | None = None,
 ) -> None:
-    """Say which kernels calls of this process may run; what is not given stays as it was.
+    """Set which kernels calls of this process may run; arguments that are not given leave their setting unchanged.
 
     Parameters
     ----------
     policy
-        `exact`: only decisions of a record of the problem, or of the same one with a larger batch. `nearest`: also
-        those of the nearest tuned problem, or of another architecture. `any`: also a template's default. What a policy
-        leaves out raises. Unless it is set here, the environment variable TVM_SPARSE_POLICY says, and else it is `any`.
+        `exact`: only decisions from a record of the problem, or of the same one with a larger batch. `nearest`: also
+        those of the nearest tuned problem, or of another architecture. `any`: also a template's default. Calls raise an
+        error if the policy excludes their kernel. The default is the environment variable TVM_SPARSE_POLICY, or `any`
+        if it is not set.
     compile
-        Whether a call may compile what lies in no folder of kernels, which takes seconds. If not, it takes the best
-        that is at hand for the problem, whatever its batch, and raises where there is nothing. Default: True.
+        Whether a call may compile a kernel that is in no folder, which takes seconds. If not, it runs the best
+        available kernel for the problem at any batch, and raises if there is none. Default: True.
     measure
         Seconds that the first call of a problem may spend on timing the few best candidates of look-up, if the problem
         has no record of its own: see `warmup`. 0, the default: calls measure nothing.
     logs
-        Folders of records that look-up reads besides the package's and the user's, and prefers, the last one most: what
-        `tvm-sparse tune --logs` wrote. They take the place of those named before; `()` names none. Records that were
-        added since are read anew.
-
-    The errors are `tvm_sparse.Miss`, raised by calls, `warmup` and what else looks kernels up; `explain` raises none.
+        Folders of records that look-up reads besides the package's and the user's, such as those of `tvm-sparse tune
+        --logs`. They have priority, the last one most. They replace folders given before; `()` gives none. Records
+        added in the meantime are read.
 
     Raises
     ------
     ValueError
-        For another policy, or a number of seconds that is negative or no number.
+        For another policy, or `measure` that is negative or not a number.
     NotADirectoryError
-        If one of `logs` is no folder.
+        If one of `logs` is not a folder.
+
+    Notes
+    -----
+    Calls, `warmup` and other functions that look kernels up raise `tvm_sparse.Miss` for an excluded kernel; `explain`
+    does not raise.
     """
     if policy is not None and policy not in POLICIES:
         raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
@@ -787,7 +800,7 @@ def configure(
 
 
 def _seconds(name: str, value: float) -> float:
-    """A length of time that was given, checked."""
+    """Check a length of time in seconds."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
         raise ValueError(f"{name}: expected seconds, from 0 to 1,000,000, got {value!r}")
     return float(value)
@@ -798,10 +811,11 @@ def load(
     *,
     trusted_keys: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
 ) -> int:
-    """Use the kernels of a folder that `tvm-sparse export` wrote, before all others; returns how many fit this machine.
+    """Use the kernels of a folder written by `tvm-sparse export` before all others; returns the number that fit this
+    machine.
 
-    Kernels are code. A folder is taken if only this user, or root, can have written it (`artifacts.trust`), or if it
-    is signed by a key that is trusted.
+    Kernels are code. A folder is accepted if only this user or root can have written it (`artifacts.trust`), or if it
+    is signed by a trusted key.
 
     Parameters
     ----------
@@ -813,12 +827,12 @@ def load(
     Raises
     ------
     ManifestError
-        If the folder's manifest is missing, malformed, not trusted or of another version; as `SignatureError` if it is
-        not signed as it has to be, or cryptography is not installed. Libraries are checked, by their hash, when they
-        are first used.
+        If the folder's manifest is missing, malformed, not trusted or of another version. `SignatureError` if a
+        required signature is missing or invalid, or cryptography is not installed. Libraries are checked by their hash
+        when they are first used.
     """
     there = [found for found in (machines.gpu(), machines.cpu()) if found is not None]
-    place = Path(folder).absolute()  # libraries are loaded later, from wherever the process is then
+    place = Path(folder).absolute()  # libraries are loaded later, when the working directory may differ
     signed = None if trusted_keys is None else signing.check(place, signing.public_keys(trusted_keys))
     if trusted_keys is None and signing.is_signed(place) and not _is_own(place):
         named = paths.user_keys()
@@ -837,7 +851,7 @@ def load(
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether nobody else can have written a folder and its manifest; also where there is none."""
+    """Whether nobody else can have written a folder and its manifest; true if there is none."""
     try:
         trust.check_file(folder / manifest.NAME)
     except trust.Refused:
@@ -854,43 +868,43 @@ def warmup(
     builders: int | None = None,
     seconds: float | None = None,
 ) -> list[Explanation]:
-    """Load the kernels that calls of these problems run, so that no call has to; what is missing is compiled first.
+    """Load the kernels of these problems before their first calls; missing kernels are compiled first.
 
-    Compiled are only kernels that lie in no exported folder and not in the user's cache, several at a time. One
-    serves every batch whose decisions are the same.
+    Only kernels that are neither in an exported folder nor in the user's cache are compiled, several at a time. One
+    kernel serves every batch with the same decisions.
 
     Parameters
     ----------
     problems
         A problem or its key (`"softmax_topk/batch=8,vocab=32000,k=20"`), several of these, or the path of a file of
-        shapes as `tvm-sparse tune --shapes` takes it.
+        shapes as for `tvm-sparse tune --shapes`.
     target
         `auto` (the GPU if there is one), `cpu` or `cuda`, of this machine.
     builders
-        Processes that compile. Default: one a core, 16 at most.
+        Number of processes that compile. Default: one a core, at most 16.
     seconds
-        Time to measure in, for all problems together; some ten seconds for the first and five for each further one are
-        enough on a GPU. Of each problem without a record of its own the few best candidates of look-up (its choice,
+        Time limit for measurements, for all problems together. On a GPU ten seconds for the first and five for each
+        further problem are enough. For each problem without a record of its own, look-up's best candidates (its choice,
         runners-up, defaults, the fallback) are built in other processes, checked against the reference, and timed on
-        this machine. The fastest is in the user's records from then on, where later processes find it, and `explain`
-        says "measured here". Where the time does not suffice, or something fails, the choice of look-up runs.
-        Needs what tuning needs. Default: nothing is measured.
+        this machine. The fastest is added to the user's records, where later processes find it, and `explain` says
+        "measured here". If the time does not suffice or something fails, the choice of look-up runs. Requires the
+        extras for tuning. Default: nothing is measured.
 
     Returns
     -------
     explanations
-        What `explain` says of each problem, in their order.
+        The result of `explain` for each problem, in their order.
 
     Raises
     ------
     ProblemError
-        For an unknown operator or axis, or a file that does not mean problems.
+        For an unknown operator or axis, or an invalid file of shapes.
     UnknownArch
-        For a target that is not this machine's.
+        For a target other than this machine's.
     ValueError
-        For fewer than 1 builder, or a number of seconds that is negative or no number.
+        For fewer than 1 builder, or `seconds` that is negative or not a number.
     CompileError, LoadError
-        If a kernel does not compile or may not be loaded; those compiled before it stay in the cache.
+        If a kernel does not compile or may not be loaded. Kernels compiled before it stay in the cache.
     """
     where = machines.resolve(target)
     if where not in (machines.gpu(), machines.cpu()):
@@ -919,15 +933,15 @@ def _problems(given: Any) -> list[Problem]:
 
 
 def explain(problem: str | Problem, *, target: str = "auto", **axes: Any) -> Explanation:
-    """Which kernel a call runs, and why: exact record, batch bucket, prediction, nearby or borrowed record, or
-    fallback.
+    """The kernel that a call runs, and the reason for it: an exact record, a batch bucket, a prediction, a nearby or
+    borrowed record, or the fallback.
 
     Parameters
     ----------
     problem
         A problem, its key (`"softmax_topk/batch=10,vocab=25000,k=5,dtype=float32"`), or an operator's name with the
-        axes as keywords: `explain("softmax_topk", batch=10, vocab=25000, k=5)`. An operator may know arguments of a
-        call too: `explain("softmax_sample", batch=8, vocab=32000, top_k=50, seed="array")`.
+        axes as keywords: `explain("softmax_topk", batch=10, vocab=25000, k=5)`. Some operators accept arguments of a
+        call, too: `explain("softmax_sample", batch=8, vocab=32000, top_k=50, seed="array")`.
     target
         As for the command line: `auto` (the GPU if there is one), `cpu`, `cuda`, or an architecture.
 
@@ -946,5 +960,5 @@ def explain(problem: str | Problem, *, target: str = "auto", **axes: Any) -> Exp
 
 
 def _for(asked: Problem, found: Explanation) -> Explanation:
-    """What was found for the problem that calls of another one run."""
+    """The explanation found for the problem whose kernel calls of `asked` run."""
     return found if asked.key == found.problem else dataclasses.replace(found, asked=asked.key)

@@ -1,7 +1,7 @@
-"""Shared libraries into this process: the runtime libraries they need, the check of their bytes, the call.
+"""Loading shared libraries into this process: their runtime libraries, the check of their bytes, and the call.
 
 Nothing here imports the compiler: a kernel needs tvm-ffi, TVM's small runtime library (threads, workspaces) and, for
-CUDA, its CUDA part: those of the installed apache-tvm, which is not imported, or those that came with the kernels
+CUDA, its CUDA part. These are taken from the installed apache-tvm, without importing it, or from the folder of kernels
 (`artifacts.runtime_libraries`).
 """
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tvm_sparse")
 
-# Bytes of a library, and of a workspace.
+# Largest size in bytes of a library, and of a workspace.
 MOST_LIBRARY = 1 << 32
 MOST_WORKSPACE = 1 << 40
 
-# In the text of errors, what a GPU refuses before any thread block has run: a launch, by the driver's code, or what TVM
-# asks for before it; and code that is none for this GPU.
+# Texts of errors with which a GPU refuses a kernel before any thread block has run: refused launches, by the driver's
+# code, or refused settings before one; and code for another GPU.
 _REFUSED = re.compile(
     r"(?<=CUDALaunch Error: )CUDA_ERROR_(INVALID_VALUE|INVALID_CLUSTER_SIZE|LAUNCH_OUT_OF_RESOURCES|NOT_SUPPORTED"
     r"|COOPERATIVE_LAUNCH_TOO_LARGE)\b"
@@ -48,18 +48,18 @@ _REFUSED = re.compile(
 
 
 class LoadError(RuntimeError):
-    """A library may not be loaded, or cannot be; the message says why and what to do."""
+    """A library may not or cannot be loaded; the message gives the reason and what to do."""
 
 
 class Miss(LoadError):
-    """No kernel for a problem: none is at hand and none can or may be compiled, or the policy forbids it."""
+    """No kernel for a problem: none is available and none can or may be compiled, or the policy forbids it."""
 
 
 @functools.cache
 def prepare(kind: str, beside: Path | None = None, signed: Reader | None = None) -> None:
-    """Load what libraries of this kind ("llvm" or "cuda") call at run time.
+    """Load the runtime libraries that kernels of this kind ("llvm" or "cuda") call.
 
-    `beside` is a folder that may carry it, and `signed` reads a file of that if it is signed.
+    `beside` is a folder of kernels that may contain them, and `signed` reads its files if it is signed.
     """
     import tvm_ffi  # noqa: F401  (loads the library that the others are linked to)
 
@@ -71,11 +71,11 @@ def prepare(kind: str, beside: Path | None = None, signed: Reader | None = None)
         except cuda.ToolchainError as error:
             raise LoadError(str(error)) from error
         return
-    # The runtime takes half of the logical processors for the number of cores. It reads this when the first parallel
-    # loop starts, and a value that the user has set stands.
+    # TVM's runtime assumes one core for two logical processors. It reads this variable when the first parallel loop
+    # starts; a value set by the user is kept.
     os.environ.setdefault("TVM_NUM_THREADS", str(machine.cpu().cores))
-    # Threads that are bound to a core wait there for whoever has it, such as a thread of PyTorch's that still spins,
-    # where the scheduler would find them another one.
+    # Threads bound to a core would wait there for another thread that occupies it, such as a spinning thread of
+    # PyTorch's. Unbound, the scheduler moves them to another core.
     os.environ.setdefault("TVM_BIND_THREADS", "0")
     if runtime_loading.load("libtvm_runtime.so", beside, signed) is None:
         raise LoadError(
@@ -85,22 +85,22 @@ def prepare(kind: str, beside: Path | None = None, signed: Reader | None = None)
 
 
 def load_function(path: Path, kind: str, sha256: str | None, symbol: str = "main") -> Any:
-    """A function of a library, after its bytes were compared with `sha256` (None: nothing is checked).
+    """Load a function of a library after checking its bytes against `sha256` (None: no check).
 
     Raises
     ------
     LoadError
-        If the file is missing, is not trusted (`artifacts.trust`), its hash differs, it does not load, or it has no
-        such function.
+        If the file is missing or not trusted (`artifacts.trust`), its hash differs, it does not load, or it lacks the
+        function.
     """
     return function_of(load_library(path, kind, sha256), path, symbol)
 
 
 def function_of(library: Any, path: Path, symbol: str) -> Any:
-    """A function of a loaded library; `LoadError` if it has none of this name."""
+    """A function of a loaded library; raises `LoadError` if it has none of this name."""
     try:
         return library[symbol]
-    except Exception as error:  # whatever the loader raises, the library cannot be used
+    except Exception as error:  # of any type; in each case the library cannot be used
         raise LoadError(
             f"{path}: holds no kernel {symbol}, which is that of its manifest's entry: it was built for something else;"
             f" export it again ({error})"
@@ -108,11 +108,11 @@ def function_of(library: Any, path: Path, symbol: str) -> Any:
 
 
 def load_library(path: Path, kind: str, sha256: str | None, signed: Reader | None = None) -> Any:
-    """A library, which stays in the process; see `load_function`.
+    """Load a library, which stays in the process; see `load_function` for the errors.
 
-    With a hash the bytes that were compared are those that are loaded: the file is read once, and nothing that becomes
-    of it afterwards matters. `signed` reads a file of its folder, if that is signed: then so is the hash, and whose
-    the file is does not matter.
+    With a hash the file is read once, and exactly the checked bytes are loaded, so later changes of the file have no
+    effect. If its folder is signed, `signed` reads the file: the signature then covers the hash, and the file's owner
+    does not matter.
     """
     if not path.is_file():
         raise LoadError(f"{path}: no such library; export it again")
@@ -133,7 +133,7 @@ def load_library(path: Path, kind: str, sha256: str | None, signed: Reader | Non
 
 
 def _opened(path: Path, kind: str, name: str, signed: Reader | None = None) -> Any:
-    """The library at `path`, as the loader finds it under `name`."""
+    """Load the library at `path`, which the dynamic loader opens as `name`."""
     try:
         prepare(kind, path.parent, signed)
     except (trust.Refused, SignatureError) as error:
@@ -141,22 +141,22 @@ def _opened(path: Path, kind: str, name: str, signed: Reader | None = None) -> A
     import tvm_ffi
 
     try:
-        # By format, as `tvm_ffi.load_module` would after a look at the name's ending.
+        # By format, as `tvm_ffi.load_module` would choose from the name's suffix.
         module = tvm_ffi.get_global_func("ffi.Module.load_from_file.so")(name, "so")
-    except Exception as error:  # whatever the loader raises, the library cannot be used
+    except Exception as error:  # of any type; in each case the library cannot be used
         raise LoadError(f"{path}: {error}") from error
-    # A function does not keep its module alive in every version.
+    # Not in every version does a function keep its module alive.
     _MODULES.append(module)
     return module
 
 
 def with_workspaces(function: Any, workspaces: Sequence[Mapping[str, Any]], problem: Problem, kind: str) -> Any:
-    """`function` with a library's workspaces passed after the outputs, for calls of one problem.
+    """Wrap `function` so that a library's workspaces are passed after the outputs, for calls of one problem.
 
     They are allocated and filled at the first call on a CUDA stream, or in a CPU thread, and kept: calls on different
-    streams share nothing. CUDA graphs that were captured on one stream share that stream's, and must not be replayed at
-    the same time. On a GPU PyTorch allocates them, and scratch (a fill of None) is a part of a buffer that all kernels
-    on a stream share.
+    streams share no workspaces. CUDA graphs captured on one stream share its workspaces, and must not be replayed at
+    the same time. On a GPU they are allocated by PyTorch, and scratch (a fill of None) is part of a buffer that all
+    kernels on a stream share.
     """
     if not workspaces:
         return function
@@ -170,7 +170,7 @@ def with_workspaces(function: Any, workspaces: Sequence[Mapping[str, Any]], prob
                     f"{problem}: this kernel needs workspaces on the GPU, which PyTorch allocates; import torch"
                 )
             index = next(a.device.index for a in arguments if isinstance(a, torch.Tensor))
-            owner = index, torch._C._cuda_getCurrentRawStream(index)  # in a tenth of the time of current_stream
+            owner = index, torch._C._cuda_getCurrentRawStream(index)  # takes a tenth of the time of current_stream
         else:
             owner = 0, threading.get_ident()
         buffers = held.get(owner)
@@ -185,31 +185,31 @@ def with_workspaces(function: Any, workspaces: Sequence[Mapping[str, Any]], prob
 
 
 def refusal(error: BaseException) -> str | None:
-    """What the driver said, if an error is a launch that the GPU refused before any thread block ran; else None.
+    """The driver's message, if an error is a launch that the GPU refused before any thread block ran; else None.
 
-    Then nothing was written, and the process can go on. After all other errors of the driver, as an illegal address, it
-    cannot: they are none of these.
+    After such a refusal nothing was written, and the process can continue. After other errors of the driver, such as an
+    illegal address, it cannot.
     """
     found = _REFUSED.search(str(error))
     return None if found is None else found[0].strip()
 
 
 class Retreating:
-    """A kernel's function in whose place another runs from the moment that the GPU refuses to launch it.
+    """A kernel's function that is replaced by another one as soon as the GPU refuses to launch it.
 
-    Calls raise what the kernel raises, but for a refusal (`refusal`): then `other(what the driver said)` gives the
-    function that runs instead, now and from then on. It is asked for once.
+    Errors of the kernel are raised, except a refusal (`refusal`): then `other(driver's message)`, called once, returns
+    the function that runs in this and all later calls.
 
     Parameters
     ----------
     always
-        Whether a later launch may be refused after one has run: a cooperative one is, where other processes take the
-        room. Of all others the first launch tells, and `settled` is the kernel's own function from then on.
+        Whether a launch may be refused after an earlier one has run, as cooperative launches are when other processes
+        occupy the GPU. Otherwise the first launch decides, and `settled` is then the kernel's own function.
 
     Attributes
     ----------
     settled
-        What calls run; None until the first one has.
+        The function that calls run; None until the first call has run.
     """
 
     def __init__(self, function: Any, other: Callable[[str], Any], *, always: bool = False) -> None:
@@ -234,19 +234,19 @@ class Retreating:
 
 
 def settled(function: Any) -> Any:
-    """The function that further calls run, without the look at refused launches where none can come."""
+    """The function to use in further calls, without the check for refused launches if none can occur."""
     return getattr(function, "settled", None) or function
 
 
 def allocated(
     workspaces: Iterable[Mapping[str, Any]], problem: Problem, allocate: Callable[[tuple[int, ...], str, int], Any]
 ) -> list[Any]:
-    """A library's workspaces for calls of one problem, each by `allocate(shape, dtype, the byte that fills it)`.
+    """A library's workspaces for calls of one problem, each made by `allocate(shape, dtype, fill byte)`.
 
     Raises
     ------
     LoadError
-        If the problem does not have an extent that a workspace names, or one would take more than `MOST_WORKSPACE`.
+        If the problem lacks an extent that a workspace names, or a workspace would exceed `MOST_WORKSPACE` bytes.
     """
     return [
         allocate(
@@ -259,7 +259,7 @@ def allocated(
 
 
 def _shape(workspace: Mapping[str, Any], problem: Problem) -> tuple[tuple[int, ...], int]:
-    """A workspace's shape for a problem, and its bytes."""
+    """A workspace's shape for a problem, and its size in bytes."""
     try:
         shape = tuple(map(problem.extent, workspace["shape"]))
     except (KeyError, AttributeError) as error:
@@ -273,7 +273,7 @@ def _shape(workspace: Mapping[str, Any], problem: Problem) -> tuple[tuple[int, .
 
 
 def _on_stream(workspaces: Sequence[Mapping[str, Any]], problem: Problem, owner: tuple[int, int]) -> list[Any]:
-    """As `allocated`, on a device and for a stream; scratch is a part of the stream's."""
+    """As `allocated`, on a device and for a stream; scratch is part of the stream's buffer."""
     torch = sys.modules["torch"]
     places, end = {}, 0
     for workspace in workspaces:
@@ -294,8 +294,9 @@ def _on_stream(workspaces: Sequence[Mapping[str, Any]], problem: Problem, owner:
 
 
 def _scratch(owner: tuple[int, int], count: int) -> Any:
-    """The stream's bytes, at least so many. Kernels with a part of a smaller buffer keep that: graphs hold its address.
-    So it doubles, and all of them together are at most twice as large as the last."""
+    """The stream's scratch buffer, of at least `count` bytes. Kernels that use a smaller, earlier buffer keep it, since
+    graphs hold its address; sizes double, so all buffers together are at most twice as large as the last.
+    """
     there = _SCRATCH.get(owner)
     if there is None or there.numel() < count:
         least = 0 if there is None else 2 * there.numel()
@@ -303,7 +304,7 @@ def _scratch(owner: tuple[int, int], count: int) -> Any:
     return there
 
 
-# What scratch holds at first. No kernel may count on it.
+# Byte with which new scratch is filled. Kernels must not rely on it.
 _POISON = 0x7F
 _ALIGNED = 256
 _SCRATCH: dict[tuple[int, int], Any] = {}
@@ -328,5 +329,5 @@ def _on_gpu(shape: tuple[int, ...], dtype: str, fill: int, index: int) -> Any:
     return filled.view(kind).view(shape)
 
 
-# Modules are never unloaded: a kernel may be running on a stream when Python drops its last reference.
+# Modules are never unloaded: a kernel may still be running on a stream when Python drops its last reference.
 _MODULES: list[Any] = []

@@ -1,6 +1,6 @@
-"""Which decisions a problem gets on a machine, from what is tuned and what is built.
+"""Choosing the decisions for a problem on a machine from tuned records and built libraries.
 
-Pure: it knows candidates and the problems that they won, and asks the spaces; it loads and compiles nothing.
+Without side effects: it compares problems and candidates and queries the spaces; it loads and compiles nothing.
 """
 
 from __future__ import annotations
@@ -19,62 +19,63 @@ from ..core.machine import Machine
 from ..core.problem import Problem, ProblemError
 from ..core.registry import parse
 
-if TYPE_CHECKING:  # where a record or a library decides, nothing of records is imported
+if TYPE_CHECKING:  # if a record or a library decides, `records` is not imported
     from ..records import Best
     from ..records.predictor import Predictor
 
-# Which of these are no miss, by the name of a policy.
+# Ways of look-up that a policy permits, by the policy's name.
 POLICIES = {"exact": HOW[:2], "nearest": HOW[:5], "any": HOW}
 
-# Octaves (`Problem.distance`) up to which a record that the model was not trained on comes before it.
+# Octaves (`Problem.distance`) within which a record has priority over the model if it was not in its training data.
 LIKE = 1.0
-# Octaves between problems that differ in which of the two dtypes of 16 bits they have. On a GPU decisions of the one
-# suit the other: of problems that were tuned in both they lost 0.3 % in the mean, and 4 % at most (way "twin" of
-# scripts/study_prediction.py). Between 16 and 32 bits a row has twice the bytes.
+# Octaves between problems that differ in their 16-bit dtype. On a GPU decisions of one suit the other: for problems
+# tuned in both, they lost 0.3 % on average, and at most 4 % (way "twin" of scripts/study_prediction.py). Problems of 16
+# and 32 bits are not compared, since a row has twice the bytes.
 HALVES, BETWEEN_HALVES, BETWEEN_WIDTHS = ("float16", "bfloat16"), 0.1, 1.0
-# Decisions of one problem serve another one only if they are expected to beat the template's default there. What is
-# known is that they beat the default of their own problem, by a factor e^gain. They are taken if this problem's default
+# Decisions of one problem are used for another only if they are expected to beat the template's default there. It is
+# known that they beat the default of their own problem by a factor of e^gain. They are used if this problem's default
 # has the same decisions, so that the same two were compared, and gain exceeds `DOUBT` for each octave between the
-# problems; of batches at most `BATCHES` octaves apart, and of problems at most `FAR`. Of pairs of tuned problems on an
-# H200 where both kernels were timed, 1.3 % of such choices were more than 5 % slower than the default and their
-# geometric mean was 0.63 of it; of pairs whose defaults differ, 56 % were slower, by up to 15 times
+# problems; batches may be at most `BATCHES` octaves apart, and problems `FAR`. For pairs of tuned problems on an H200
+# where both kernels were timed, 1.3 % of such choices were more than 5 % slower than the default, and their geometric
+# mean was 0.63 of its time; for pairs with different defaults, 56 % were slower, by up to 15 times
 # (scripts/study_transfer.py).
 DOUBT, BATCHES, FAR = 0.07, 2.0, 3.0
 # Octaves between architectures.
 ELSEWHERE = 1.0
-# A predicted choice is taken if the model expects it to beat the default by a factor of e^CLEAR, and by more than what
-# it expects the choice itself to lose: far from what it has seen the model expects every point to lose. And by more
-# than what its choices lost for problems left out of its training: a model of few problems has to expect much.
+# A predicted choice is used if the model expects it to beat the default by a factor of e^CLEAR, and by more than the
+# loss it expects of the choice itself: far from its training data the model expects every point to lose. The factor
+# must also exceed the loss of its choices for problems left out of its training, so a model trained on few problems
+# must predict a large gain.
 CLEAR = 0.05
 
 
 @dataclass(frozen=True)
 class Known:
-    """What won for one problem."""
+    """The winner of a tuned problem."""
 
     candidate: Candidate
     figures: Mapping[str, Any]
-    at_hand: bool = False  # a library of it lies in an exported folder, so that nothing has to be built
+    at_hand: bool = False  # a library of it is in an exported folder, so that nothing has to be built
     unfit: str | None = None  # why this machine cannot launch that library
-    fallback: Candidate | None = None  # with which it was compared; None where that is not told
+    fallback: Candidate | None = None  # with which it was compared; None if not recorded
 
     @property
     def gain(self) -> float:
-        """ln of how many times as fast as the fallback it was; 0 if that is not told."""
+        """ln of the speed-up over the fallback; 0 if that is not recorded."""
         tuned, untuned = self.figures.get("seconds"), self.figures.get("fallback_seconds")
         return math.log(untuned / tuned) if tuned and untuned else 0.0
 
 
 def known_of(records: Mapping[str, tuple[Best, Mapping[str, Any]]]) -> dict[str, Known]:
-    """What `records.queries.best_records` found, by key."""
+    """The winners in the result of `records.queries.best_records`, by key."""
     return {key: Known(best.candidate, figures, fallback=best.fallback) for key, (best, figures) in records.items()}
 
 
 @dataclass(frozen=True)
 class Built:
-    """A kernel that lies in a folder, whatever chose its decisions."""
+    """A kernel in a folder, however its decisions were chosen."""
 
-    problem: str  # its key
+    problem: str  # the problem's key
     candidate: Candidate
     chosen: str  # one of HOW
     figures: Mapping[str, Any]
@@ -83,12 +84,12 @@ class Built:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known when a problem is looked up.
+    """The records, libraries and rules from which look-up chooses.
 
-    `records`: by key, this architecture's. `borrowed`: another one's, `lender`, where this one has none of the
-    operator. `built`: kernels at hand that this machine can launch. `compiles`: whether others can be made.
-    `predictor`: reads this architecture's model of the operator, if there is one. `permitted`: the ways that may be
-    taken, of `HOW`.
+    `records`: winners by key, on this architecture. `borrowed`: those on another one, `lender`, if this one has none of
+    the operator. `built`: kernels in folders that this machine can launch. `compiles`: whether missing kernels can be
+    compiled. `predictor`: reads this architecture's model of the operator, if there is one. `permitted`: the ways of
+    look-up (`HOW`) that may be used.
     """
 
     records: Mapping[str, Known] = field(default_factory=dict)
@@ -102,26 +103,27 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Choice:
-    """The decisions for a problem, and where they come from."""
+    """The decisions for a problem, and their origin."""
 
     how: str  # one of HOW
     why: str
-    compiled_for: Problem  # the batch of this problem may differ from the call's
+    compiled_for: Problem  # its batch may differ from the call's
     candidate: Candidate
-    record: str | None  # key of the problem that it won; None if predicted, and for the fallback
+    record: str | None  # key of the problem whose record it is; None if predicted, and for the fallback
     figures: Mapping[str, Any]
 
 
 def choose(problem: Problem, machine: Machine, evidence: Evidence) -> Choice:
-    """The first of: the problem's own record, that of the next larger batch, a kernel built for it at a like batch,
-    what a model predicts, the nearest problem's record, another architecture's, the fallback.
+    """Choose decisions by the first of: the problem's own record, the record of the next larger batch, a kernel built
+    for it at a similar batch, the model's prediction, the nearest problem's record, another architecture's record, the
+    fallback.
 
-    Decisions of another problem, and predicted ones, are taken where they are expected to beat the fallback (`DOUBT`,
-    `CLEAR`). Where the fallback is not permitted they are taken anyway.
+    Decisions of another problem, and predicted ones, are used only if they are expected to beat the fallback (`DOUBT`,
+    `CLEAR`), or if the fallback is not permitted.
 
-    A record whose decisions are no point of its template's space here (another number of multiprocessors, another
-    version of the template) is passed over, and the reason is part of the choice's. A library at hand runs as it is, if
-    the machine can launch it. Where nothing compiles, only what is at hand is chosen, if anything is.
+    A record whose decisions are not a point of its template's space here (another number of multiprocessors, another
+    version of the template) is skipped, and the choice's reason says so. An available library is used as it is, if the
+    machine can launch it. Without compilation, only available libraries are chosen, if there are any.
     """
     found = _chosen(problem, machine, evidence, Judge(problem, machine))
     if found.how not in evidence.permitted:
@@ -158,22 +160,22 @@ def _chosen(problem: Problem, machine: Machine, evidence: Evidence, judge: Judge
 def fallback(
     problem: Problem, machine: Machine, why: str, *, cooperative: bool = True, refused: Collection[Candidate] = ()
 ) -> Choice:
-    """A template's default, as `spaces.fallback` says."""
+    """The choice of a template's default, by `spaces.fallback`."""
     return Choice("fallback", why, problem, spaces.fallback(problem, machine, cooperative, refused), None, {})
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Says whether decisions of another problem are expected to beat the fallback of this one.
+    """Decides whether another problem's decisions are expected to beat the fallback of this one.
 
     Attributes
     ----------
     lenient
-        All are taken.
+        Accept all decisions.
     adapts
-        Records are another architecture's: decisions that this machine lacks take the nearest value here.
+        The records are another architecture's: values that this machine lacks are replaced by the nearest ones.
     doubts
-        Why the first one was not taken, for the reason of a fallback.
+        Why the first record was rejected, for the reason of the fallback.
     """
 
     problem: Problem
@@ -190,7 +192,7 @@ class Judge:
         return spaces.fallback(self.problem, self.machine)
 
     def near(self, other: Problem) -> float | None:
-        """Octaves to a problem whose decisions may be asked about; None if it is too far, or of another kind."""
+        """Octaves to a problem whose decisions may be considered; None if it is too far away, or of another kind."""
         away = octaves(self.problem, other, self.machine)
         if away is None or self.lenient:
             return away
@@ -198,7 +200,7 @@ class Judge:
         return away if away <= FAR and batches <= BATCHES else None
 
     def comparable(self, other: Problem, known: Known) -> bool:
-        """Whether what a record was compared with is this problem's fallback."""
+        """Whether the record was compared with the candidate that is this problem's fallback."""
         if self.lenient:
             return True
         theirs = known.fallback
@@ -209,7 +211,7 @@ class Judge:
         return theirs == self.default
 
     def takes(self, other: Problem, known: Known, away: float) -> bool:
-        """Whether the decisions of a comparable record are taken; notes why not."""
+        """Whether the decisions of a comparable record are accepted; if not, notes the reason."""
         doubt = DOUBT * (away + (ELSEWHERE if self.adapts else 0.0))
         if self.lenient or known.gain > doubt:
             return True
@@ -224,7 +226,7 @@ class Judge:
 def _by_record(
     problem: Problem, machine: Machine, known: Mapping[str, Known], passed_over: list[str], judge: Judge
 ) -> Choice | None:
-    """By a record of the problem, of a larger batch, or of the problem most like it."""
+    """Choose by a record of the problem, of a larger batch, or of the most similar problem."""
 
     def fitting(found: Known, wanted: Problem) -> tuple[Candidate | None, str | None]:
         if found.at_hand:
@@ -246,7 +248,7 @@ def _by_record(
     if own is not None and (candidate := usable(problem.key, own, problem)) is not None:
         if not judge.adapts or (judge.comparable(problem, own) and judge.takes(problem, own, 0.0)):
             why = "tuned for this very problem"
-            if "strategy" in own.figures:  # a few candidates were timed, and nothing was searched
+            if "strategy" in own.figures:  # only a few candidates were timed, without a search
                 why = f"measured here: the fastest of a few candidates on {own.figures['machine']}"
             if candidate != own.candidate:
                 why += ", on a CPU with instructions that this one lacks"
@@ -262,12 +264,12 @@ def _by_record(
     for other in sorted(larger, key=lambda o: o.batch_extent):
         found = others[other]
         away = judge.near(other)
-        # A library at hand needs no compiler, whatever its batch.
+        # An available library needs no compiler, whatever its batch.
         if not found.at_hand and (away is None or not judge.comparable(other, found)):
             continue
         if (candidate := usable(other.key, found, other)) is None:
             continue
-        # The default itself is no worse than the default.
+        # The default itself cannot be worse than the default.
         if found.at_hand or candidate == judge.default or judge.takes(other, found, away or 0.0):
             why = f"the next larger {problem.batch_axis} that was tuned is {other.batch_extent}{''.join(passed_over)}"
             return Choice("bucket", why, other, candidate, other.key, found.figures)
@@ -275,13 +277,13 @@ def _by_record(
 
     by_distance = sorted((d, o.key, o) for o in others if (d := judge.near(o)) is not None)
     for away, key, other in by_distance:
-        # Of another problem a library is no help.
+        # A library of another problem cannot be used.
         known_as = dataclasses.replace(others[other], at_hand=False, unfit=None)
         candidate, _ = fitting(known_as, problem)
         if candidate is None or not judge.comparable(other, known_as):
             continue
         if not judge.takes(other, known_as, away):
-            return None  # the one most like it says that the default will do
+            return None  # the most similar one says that the default suffices
         same = apart_in_batch(other, problem)
         why = f"not tuned; the decisions are those of {other.typed}, the most like it{''.join(passed_over)}"
         return Choice("nearby", why, other if same else problem, candidate, key, known_as.figures)
@@ -289,9 +291,10 @@ def _by_record(
 
 
 def _as_own(problem: Problem, records: Mapping[str, Known]) -> Mapping[str, Known]:
-    """Records, and those whose decisions are the problem's own (`Problem.as_tuned`) under keys like its own, too.
+    """The records; those of problems with the same decisions (`Problem.as_tuned`) also under keys of the problem's own
+    form.
 
-    What lies in a folder for one of these is no library of the problem.
+    Libraries of those problems do not serve this one.
     """
     like = problem.as_tuned()
     found = dict(records)
@@ -305,12 +308,12 @@ def _as_own(problem: Problem, records: Mapping[str, Known]) -> Mapping[str, Know
 
 
 def apart_in_batch(one: Problem, other: Problem) -> bool:
-    """Whether two problems of an operator differ in nothing but their batch, if in that."""
+    """Whether two problems of an operator differ at most in their batch."""
     return all(other.axes[name] == value for name, value in one.axes.items() if name != one.batch_axis)
 
 
 def with_batch(problem: Problem, extent: int) -> Problem | None:
-    """The problem at another batch; None where no problem has it: its arrays would be too large to be counted."""
+    """The problem with another batch; None if that is not valid, since its arrays would be too large."""
     try:
         return problem.with_batch(extent)
     except ProblemError:
@@ -318,7 +321,7 @@ def with_batch(problem: Problem, extent: int) -> Problem | None:
 
 
 def octaves(problem: Problem, other: Problem, machine: Machine) -> float | None:
-    """`Problem.distance`, on a GPU also between dtypes."""
+    """`Problem.distance`, on a GPU also between the 16-bit dtypes."""
     away = problem.distance(other)
     if away is not None or machine.kind != "cuda":
         return away
@@ -333,7 +336,7 @@ def octaves(problem: Problem, other: Problem, machine: Machine) -> float | None:
 
 
 def twin_of(problem: Problem) -> Problem | None:
-    """The same problem in the other dtype of 16 bits; None of another dtype."""
+    """The same problem in the other 16-bit dtype; None for another dtype."""
     dtype = problem.axes.get("dtype")
     return _in_dtype(problem, HALVES[1 - HALVES.index(dtype)]) if dtype in HALVES else None
 
@@ -353,10 +356,10 @@ def _by_model(
     passed_over: list[str],
     judge: Judge,
 ) -> Choice | None:
-    """What the model predicts: its choice, or the fallback, if it does not expect the choice to be clearly faster.
+    """Choose by the model: its best point, or the fallback, if it does not expect the point to be clearly faster.
 
-    None without a model, and where the record of `near` says more: of this very problem in the other dtype of 16 bits,
-    or one that the model was not trained on, of a problem much like this.
+    None without a model, and if the record of `near` is better evidence: of this problem in the other 16-bit dtype, or
+    of a very similar problem that is not in the model's training data.
     """
     predictor = evidence.predictor()
     if predictor is None:
@@ -381,10 +384,11 @@ def _by_model(
 def _by_library(
     problem: Problem, built: Sequence[Built], machine: Machine, passed_over: list[str], *, anything: bool
 ) -> Choice | None:
-    """The best kernel that was built for this problem at another batch.
+    """Choose the best kernel that was built for this problem at another batch.
 
-    With `anything`, where nothing compiles, also at one of less than half, at one that says nothing of this one
-    (`Problem.distance`), and for other data: the program is right for any, but its decisions were made for those.
+    With `anything`, for processes that do not compile, batches below half of this one, incomparable batches
+    (`Problem.distance`) and other data are admitted: the program is right for all of them, but its decisions were not
+    made for this problem.
     """
 
     def rank(one: tuple[Problem, Built]) -> tuple[int, int, float, bool, int]:
@@ -423,18 +427,18 @@ def _by_library(
 def _typed(key: str | None) -> str:
     try:
         return parse(key).typed if key else ""
-    except ProblemError:  # of a manifest, which may have been written by a version with other axes
+    except ProblemError:  # from a manifest that a version with other axes may have written
         return str(key)
 
 
 def _parsed(key: str, like: Problem) -> Problem | None:
-    """The problem of a key, if it is of the same operator as another."""
+    """The problem of a key, if it is of the same operator as `like`."""
     if key.partition("/")[0] != like.operator:
         return None
     try:
         found = parse(key)
     except ProblemError:
-        return None  # recorded by a version whose problems had other axes
+        return None  # recorded by a version with other axes
     return found if type(found) is type(like) else None
 
 

@@ -1,8 +1,8 @@
-"""The few best candidates of look-up, timed on this machine before one of them is run: what `warmup(seconds=)` does.
+"""Timing look-up's best candidates on this machine before one of them is used: `warmup(seconds=)`.
 
-Which ones these are is said here (`contenders`). They are built, checked against the reference and timed by a process
-of its own, `tuning.measured`, with what a tuning run uses, and the winner stands in the user's records from then on. A
-crash, a hang or an illegal access costs that process, not this one.
+`contenders` selects the candidates. A separate process, `tuning.measured`, builds them, checks them against the
+reference and times them as a tuning run does, and the winner is added to the user's records. A crash, a hang or an
+illegal access ends that process, not this one.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from ..workers.building import Kept
 from .lookup import Choice, Evidence, octaves
 
 WORKER = (sys.executable, "-m", "tvm_sparse.tuning.measured")
-# Candidates of one problem, as far as the time suffices; of each kind of evidence the best few.
+# Most candidates of one problem, if the time suffices, and of each kind of evidence.
 MOST, RUNNERS_UP = 24, 3
-# Neighbours are drawn around so many of them.
+# Number of candidates around which neighbours are drawn.
 AROUND = 2
-# The process stays for so long after a problem: it and its children have imported the compiler, and set up the device.
+# Seconds for which the process stays after a problem: it and its children have imported the compiler, and set up the
+# device.
 KEEP_SECONDS = 60.0
 
 
 def contenders(problem: Problem, machine: Machine, choice: Choice, evidence: Evidence) -> list[Candidate]:
-    """What may be the fastest for a problem by what is known, the most likely first; the fallback is among them.
+    """Candidates that may be the fastest for a problem, by the evidence, the most likely first, including the fallback.
 
-    The chosen decisions, the fallback, those of the nearest records, of this architecture or another one, the
-    predictor's best, and every template's default; then what differs from the first of these in one decision, drawn at
-    random. Points of the problem's own spaces alone.
+    They are the choice, the fallback, the nearest records' decisions (of this architecture or another one), the
+    predictor's best, and every template's default; then random neighbours of the first of these, which differ in one
+    decision. All are points of the problem's own spaces.
     """
 
     def fitting(candidate: Candidate) -> Candidate | None:
@@ -52,7 +53,7 @@ def contenders(problem: Problem, machine: Machine, choice: Choice, evidence: Evi
         for key, known in records.items():
             try:
                 away = octaves(problem, parse(key), machine)
-            except ProblemError:  # recorded by a version whose problems had other axes
+            except ProblemError:  # recorded by a version with other axes
                 continue
             if away is not None:
                 near.append((away, key, known.candidate))
@@ -78,9 +79,9 @@ def contenders(problem: Problem, machine: Machine, choice: Choice, evidence: Evi
 def measure(
     problem: Problem, machine: Machine, candidates: Sequence[Candidate], logs: Path, seconds: float, builders: int
 ) -> dict[str, Any]:
-    """Have candidates timed, and the winner recorded under `logs`, within `seconds`.
+    """Time candidates and record the winner under `logs`, within `seconds`.
 
-    Returns what `tuning.measured` replies, or `{"reason": why nothing was measured}`: nothing that goes wrong raises.
+    Returns the reply of `tuning.measured`, or `{"reason": why nothing was measured}`; failures do not raise.
     """
     present = machines.gpus()
     request = {
@@ -96,7 +97,7 @@ def measure(
     try:
         with kept.pool() as pool:
             reply = pool.submit(request, timeout=seconds).result()
-    except Exception as error:  # a process that does not start, say: calls do without
+    except Exception as error:  # such as a process that does not start: calls work without
         return {"reason": f"{type(error).__name__}: {error}"}
     if reply.ok:
         return dict(reply.value)

@@ -1,13 +1,13 @@
-"""The short way of a repeated call: what was checked for calls like it holds again.
+"""Fast repetition of a call: checks that held for an earlier call with arguments of the same kinds are skipped.
 
-A launcher is kept under what the kernel was given: the layouts (shape, dtype, device) of its tensors, and of its
-numbers whether they are integers or floats, whatever their values. So it is found for arguments of the same kinds
-alone, and a call that made one of its arguments (uniform numbers of a seed) leaves nothing that could be mistaken for a
-call that passes it. What may differ between tensors of one layout is looked at every time: that a kernel takes them as
-they are (`is_plain`), and that `out` fits. Whatever is not so makes the call go the long way, which says what is wrong.
+A launcher is stored under the kinds of the kernel's arguments: the layouts (shape, dtype, device) of tensors, and for
+numbers whether they are integers or floats, not their values. So it is found only for arguments of the same kinds, and
+a call that made one of its arguments itself (uniform numbers from a seed) is not mistaken for one that passes it.
+Properties that may differ between tensors of one layout are checked every time: that a kernel accepts them unchanged
+(`is_plain`), and that `out` fits. If a check fails, the call takes the slow path, which reports errors.
 
-The extension `native` does the same in C, in a third of the time, where it was built and PyTorch has DLPack's table of
-functions (2.10 and later); `TVM_SPARSE_NATIVE=0` leaves it alone.
+The extension `native` does the same in C, in a third of the time, if it was built and PyTorch has DLPack's table of
+functions (2.10 and later); `TVM_SPARSE_NATIVE=0` disables it.
 """
 
 from __future__ import annotations
@@ -22,52 +22,54 @@ from . import arrays, loading
 
 try:
     from . import native
-except ImportError:  # no compiler where the package was installed
+except ImportError:  # the package was installed without a C compiler
     native = None  # type: ignore[assignment]
 
 logger = logging.getLogger("tvm_sparse")
 NATIVE = "TVM_SPARSE_NATIVE"
-REVISION = 4  # of the extension that goes with this file: an editable install keeps one that was built before
+REVISION = 4  # of the extension that this file needs: an editable install may keep an older build
 
-_MISALIGNED = arrays.CUDA_ALIGNMENT - 1  # bits of an address that vector loads need to be 0
+_MISALIGNED = arrays.CUDA_ALIGNMENT - 1  # address bits that must be 0 for vector loads
 
 
 class Launcher(NamedTuple):
-    """What `again` needs."""
+    """A kernel with the data that `again` needs to call it."""
 
     function: Any
     likes: tuple[Any, ...]  # prototypes of the outputs
-    single: bool  # one output, which is no tuple
+    single: bool  # one output, returned without a tuple
 
 
 class Recipe(NamedTuple):
-    """What `recalled` needs."""
+    """A custom operator's call, with the data that `recalled` needs to repeat it."""
 
     function: Any
     likes: tuple[Any, ...]
-    single: bool  # these three as of the launcher
-    before: tuple[Any, ...]  # the kernel's arguments in front of the outputs, None for those that a call gives
-    places: tuple[int, ...]  # of these among the arguments of the call
+    single: bool  # these three as in `Launcher`
+    before: tuple[Any, ...]  # the kernel's arguments before the outputs; None where a call gives one
+    places: tuple[int, ...]  # indices of these among the arguments of the call
 
 
 class Own:
-    """The launchers of one weight or structure, whose arguments no call has to give again."""
+    """The launchers of one weight or structure, whose arrays calls do not pass again."""
 
     def __init__(self) -> None:
         self._launchers: dict[Any, Any] = {}
         self._beside: Any = None
 
     def of(self, launchers: dict[Any, Any]) -> dict[Any, Any]:
-        """Those that were kept while `launchers` were in use: with others, other kernels have been loaded."""
+        """The launchers stored while `launchers` was in use; a new, empty dict if it was replaced, since kernels have
+        changed.
+        """
         if self._beside is not launchers:
             self._beside, self._launchers = launchers, {}
         return self._launchers
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether a kernel takes a torch tensor as it is."""
+    """Whether a kernel accepts a torch tensor unchanged."""
     try:
-        address = tensor.data_ptr()  # 0: of nothing, or of a tensor that stands for another
+        address = tensor.data_ptr()  # 0 for an empty tensor, or one without data
         return (
             address != 0
             and not address & _MISALIGNED
@@ -78,30 +80,32 @@ def _is_plain(tensor: Any) -> bool:
             and _tracing() is None
             and _forward_ad._current_level < 0
         )
-    except RuntimeError:  # sparse layouts know neither contiguity nor an address
+    except RuntimeError:  # sparse layouts have neither contiguity nor an address
         return False
 
 
 def _find_modes() -> int:
-    """How many modes of PyTorch watch calls; from now on by PyTorch's own function, in a third of the time."""
+    """Number of PyTorch's active dispatch modes; replaces itself by PyTorch's own function, which takes a third of the
+    time.
+    """
     global _modes, _tracing, _forward_ad
     import torch
     import torch.autograd.forward_ad
 
-    _forward_ad = torch.autograd.forward_ad  # first: another thread may be here
+    _forward_ad = torch.autograd.forward_ad  # first: another thread may be in this function
     _tracing = torch._C._get_tracing_state
     _modes = torch._C._len_torch_dispatch_stack
     return _modes()
 
 
-# What `is_plain` asks at every call. Only within a level of forward mode do tensors have tangents.
+# State that `is_plain` checks at every call. Tensors have tangents only within a level of forward mode.
 _modes: Callable[[], int] = _find_modes
-_tracing: Callable[[], Any] = _find_modes  # the graph that torch.jit.trace records, or None; `_modes` comes first
+_tracing: Callable[[], Any] = _find_modes  # the graph that torch.jit.trace records, or None; checked after `_modes`
 _forward_ad: Any = None
 
 
 def _kind(one: Any) -> Any:
-    """What kind of argument of a kernel this is, which is no tensor; `_NO_KIND` if of none."""
+    """The kind of a kernel's argument that is not a tensor; `_NO_KIND` if it has none."""
     if one is None:
         return None
     if type(one) is int and -(2**63) <= one < 2**63:
@@ -110,7 +114,7 @@ def _kind(one: Any) -> Any:
 
 
 def _value(one: Any) -> Any:
-    """What tells one setting of an operator from another, also 1, 1.0 and True."""
+    """A key for a setting's value that also tells 1, 1.0 and True apart."""
     if one is None:
         return None
     return repr(one) if type(one) in (bool, int, float, str) else _NO_KIND
@@ -120,10 +124,10 @@ _NO_KIND = object()
 
 
 def _layouts(given: tuple[Any, ...], of_others: Callable[[Any], Any], free: int = 0) -> tuple[Any, ...] | None:
-    """The layouts of the tensors among these arguments, and what `of_others` says of the rest.
+    """The layouts of the tensors among these arguments, and the result of `of_others` for the rest.
 
-    Extents of a tensor whose bit of `free` is set are left out. None if a kernel does not take all tensors as they are,
-    or for an argument of no known kind.
+    Extents of a tensor whose bit of `free` is set are left out. None if a kernel does not accept all tensors unchanged,
+    or for an argument of unknown kind.
     """
     torch = sys.modules.get("torch")
     found: list[Any] = []
@@ -141,23 +145,25 @@ def _layouts(given: tuple[Any, ...], of_others: Callable[[Any], Any], free: int 
 
 
 def _key_of(what: Any, given: tuple[Any, ...]) -> Any:
-    """The key of a custom operator's call with these arguments, whose values count; None if one is neither plain nor a
-    value. Values are None, truth values, numbers and texts."""
+    """The key of a custom operator's call, with the values of its non-tensor arguments; None if an argument is neither
+    a plain tensor nor a value. Values are None, truth values, numbers and texts.
+    """
     like = _layouts(given, _value)
     return None if like is None else (what, like)
 
 
 def _kinds_of(what: Any, arguments: tuple[Any, ...], free: int = 0) -> Any:
-    """The key of a kernel's launcher for these arguments, of whose numbers only the kinds count; None as `key_of`.
+    """The key of a kernel's launcher for these arguments, in which numbers count by their kinds only; None as in
+    `key_of`.
 
-    Bit i of `free` says that the kernel takes any extents of the i-th argument, as those of the entries of sparse rows.
+    Bit i of `free` says that the kernel accepts any extents of the i-th argument, as for the entries of sparse rows.
     """
     like = _layouts(arguments, _kind, free)
     return None if like is None else (what, like)
 
 
 def _repeated(launchers: dict[Any, Any], what: Any, arguments: tuple[Any, ...], free: int = 0) -> Any:
-    """The launcher that `remember` kept for arguments like these, or None."""
+    """The launcher stored by `remember` for arguments of these kinds, or None."""
     key = _kinds_of(what, arguments, free)
     return None if key is None else launchers.get(key)
 
@@ -167,7 +173,7 @@ def _made(likes: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _fits(outputs: tuple[Any, ...], likes: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
-    """Whether each output is like its prototype, and shares no memory with an argument or another output."""
+    """Whether each output has the layout of its prototype, and shares no memory with an argument or another output."""
     if len(outputs) != len(likes) or _layouts(outputs, _value) != tuple([(o.shape, o.dtype, o.device) for o in likes]):
         return False
     read = [one for one in arguments if arrays.is_torch(one)]
@@ -175,9 +181,10 @@ def _fits(outputs: tuple[Any, ...], likes: tuple[Any, ...], arguments: tuple[Any
 
 
 def _again(launchers: dict[Any, Any], what: Any, arguments: tuple[Any, ...], out: Any, free: int = 0) -> Any:
-    """Call the kernel of a launcher with these arguments, None for one that is absent; its outputs, or None.
+    """Call the kernel of the launcher for these arguments (None for absent ones), and return its outputs.
 
-    None if there is no launcher, if a tensor is not plain, or if `out` does not fit or overlaps with an argument.
+    Returns None, without a call, if there is no launcher, a tensor is not plain, or `out` does not fit or overlaps with
+    an argument.
     """
     found = _repeated(launchers, what, arguments, free)
     if found is None:
@@ -193,9 +200,10 @@ def _again(launchers: dict[Any, Any], what: Any, arguments: tuple[Any, ...], out
 
 
 def _recalled(launchers: dict[Any, Any], name: str, args: tuple[Any, ...]) -> Any:
-    """The outputs of a call of the operator `name` that is like one to `remember_operator`, or None.
+    """Repeat a call of the operator `name` that `remember_operator` stored, and return its outputs; None if there is
+    none.
 
-    One look at the arguments serves the checks, the search and the call.
+    The arguments are examined once for the checks, the look-up and the call.
     """
     known = launchers.get(name, {})
     key = _key_of(None, args) if known else None
@@ -207,18 +215,20 @@ def _recalled(launchers: dict[Any, Any], name: str, args: tuple[Any, ...]) -> An
     return outputs[0] if found.single else outputs
 
 
-# As `use_native` says.
+# Set by `use_native`.
 is_plain: Callable[..., bool] = _is_plain
 key_of: Callable[..., Any] = _key_of
 kinds_of: Callable[..., Any] = _kinds_of
 repeated: Callable[..., Any] = _repeated
 again: Callable[..., Any] = _again
 recalled: Callable[..., Any] = _recalled
-_asked = False  # whether `native` was tried
+_asked = False  # whether loading `native` was attempted
 
 
 def use_native(wanted: bool) -> None:
-    """Take the functions of `native`, which has been prepared, or those here; keys of the one are none of the other."""
+    """Use the functions of `native`, which must be prepared, or those of this module; launchers of one are not found by
+    the other.
+    """
     global is_plain, key_of, kinds_of, repeated, again, recalled
     if wanted:
         is_plain, key_of, kinds_of = native.is_plain, native.key_of, native.kinds_of
@@ -228,7 +238,7 @@ def use_native(wanted: bool) -> None:
         repeated, again, recalled = _repeated, _again, _recalled
 
 
-MOST = 1024  # calls that are remembered, of all functions and of each operator: some come in shapes without end
+MOST = 1024  # launchers kept for all functions, and for each operator: some callers use ever new shapes
 
 
 def _keep(launchers: dict[Any, Any], key: Any, found: Any) -> None:
@@ -246,21 +256,21 @@ def remember(
     single: bool = False,
     free: int = 0,
 ) -> None:
-    """Let `again` call a kernel for arguments of these kinds.
+    """Store a launcher with which `again` calls a kernel for arguments of these kinds.
 
     Parameters
     ----------
     what
-        What the choice of the kernel and the shapes of its outputs depend on beside the arguments.
+        Everything beside the arguments on which the choice of kernel and the shapes of its outputs depend.
     arguments
-        What the kernel was given in front of the outputs, None for what is absent. Nothing is remembered if one of them
-        is no plain tensor, integer or float.
+        The kernel's arguments before the outputs; None for absent ones. Nothing is stored unless all are plain tensors,
+        integers or floats.
     function, outputs
-        The kernel, and what it wrote: torch tensors.
+        The kernel, and the torch tensors that it wrote.
     single
-        The call returns one array, which is no tuple.
+        Whether the call returns one array instead of a tuple.
     free
-        Which of the arguments may have other extents, as `kinds_of` takes it.
+        Bits of the arguments that may have other extents, as in `kinds_of`.
     """
     if "torch" not in sys.modules:
         return
@@ -273,11 +283,11 @@ def remember(
 def remember_operator(
     launchers: dict[Any, Any], name: str, args: tuple[Any, ...], launcher: Launcher, before: tuple[Any, ...]
 ) -> None:
-    """Let `recalled` find this call of the operator `name`, whose kernel took the arguments `before` the outputs.
+    """Store this call of the operator `name` for `recalled`; `before` are its kernel's arguments before the outputs.
 
-    Every tensor of `before` is one of `args`, and what else there is follows from the layouts and values of `args`;
-    None stands for what is absent. Nothing is remembered where a tensor stands twice among `args`, which leaves open
-    where others stand.
+    Every tensor in `before` must be one of `args`, and everything else must follow from the layouts and values of
+    `args`; None marks absent arguments. Nothing is stored if a tensor occurs twice among `args`, since its position in
+    other calls would be ambiguous.
     """
     before = tuple([one for one in before if one is not None])
     places: list[int] = []
@@ -294,7 +304,7 @@ def remember_operator(
 
 
 def _prepare() -> None:
-    """Use `native` from now on, if it can be had; PyTorch has been imported."""
+    """Use `native` from now on, if it is available; PyTorch must have been imported."""
     global _asked
     if _asked or native is None:
         return

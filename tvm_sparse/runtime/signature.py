@@ -1,10 +1,10 @@
-"""What a public function takes, as data: each of its arguments with the forms that it accepts.
+"""Signatures of public functions as data: each argument with the forms that it accepts.
 
-An operator's `call` module declares one `Signature` for each of its public functions, in `SIGNATURES`. From it come the
-checks of arrays that stand beside the first (`Signature.beside`), the rule about memory that outputs may share with
-inputs (`Signature.refuse_overlap`), and the test that calls every form of every argument (`tests/test_forms.py`): a
-parameter that a declaration lacks fails there. How a repeated call is recognised needs no declaration: `repeat` looks
-at what the kernel is given.
+An operator's `call` module declares one `Signature` for each of its public functions, in `SIGNATURES`. It provides the
+checks of arrays beside the first (`Signature.beside`), the rule which inputs outputs may share memory with
+(`Signature.refuse_overlap`), and the test that calls every form of every argument (`tests/test_forms.py`), which also
+fails for undeclared parameters. Recognising a repeated call needs no declaration: `repeat` examines the kernel's
+arguments.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from . import arrays
 from .arrays import Facts
 from .calls import facts_beside, index_as
 
-# The first extent of a shape: any number of dimensions.
+# As the first extent of a shape: any number of dimensions.
 ROWS = ...
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number of Python or NumPy, or an array or tensor of no dimension.
+    """A number of Python or NumPy, or a 0-d array or tensor.
 
     `least` and `most` bound what is valid, as numbers or names of extents; a test draws between them.
     """
@@ -35,7 +35,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Text:
-    """One of some words."""
+    """One of several words."""
 
     values: tuple[str, ...]
 
@@ -44,10 +44,10 @@ class Text:
 class Array:
     """A torch tensor on CPU or CUDA, a NumPy array, or another DLPack array.
 
-    `shape` names extents; `ROWS` in front stands for the dimensions before the last ones of the first argument, of
-    which there may be any number, and None for an extent of its own. `dtypes`: those accepted, of which the first is
-    what a kernel takes; integers of another one are copied. Without any it is the first argument's. `below`: integers
-    in [0, below), a number or the name of an extent; `negative`: also -1. `gradient`: the result has one of it.
+    `shape` names extents. `ROWS` at its begin stands for the leading dimensions of the first argument, of any number,
+    and None for an independent extent. `dtypes` are those accepted; the first is the kernel's, and integers of another
+    are copied. Without any, the first argument's dtype is required. `below`: integers in [0, below), a number or the
+    name of an extent; `negative`: also -1. `gradient`: the result is differentiable in it.
     """
 
     shape: tuple[Any, ...]
@@ -59,14 +59,14 @@ class Array:
 
 @dataclass(frozen=True)
 class Structure:
-    """A sparse structure under one of several names, which are those of Python types or say what a tuple holds."""
+    """A sparse structure, in one of several forms, named after Python types or after the content of a tuple."""
 
     kinds: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Absent:
-    """None."""
+    """The argument may be None."""
 
 
 Form = Number | Text | Array | Structure | Absent
@@ -74,7 +74,7 @@ Form = Number | Text | Array | Structure | Absent
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a public function, with its forms; the first is what most calls pass."""
+    """One argument of a public function, with its forms; the most usual one comes first."""
 
     name: str
     forms: tuple[Form, ...]
@@ -91,7 +91,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Output:
-    """One array that is returned. `asked`: the argument that asks for it, if one does. `given`: it may be in `out`."""
+    """One returned array. `asked`: the argument that requests it, if any. `given`: it may be passed in `out`."""
 
     name: str
     asked: str = ""
@@ -99,16 +99,16 @@ class Output:
 
 
 class Signature:
-    """The arguments of a public function, in the order of its parameters but for `out`, and its outputs.
+    """The arguments of a public function, in the order of its parameters, without `out`, and its outputs.
 
     Parameters
     ----------
     arguments
         Name and forms: `("bias", Array(("vocab",), ("float32",)), Absent())`.
     outputs
-        What is returned; of a single output that the call returns by itself, and not as a tuple, one.
+        The outputs; an `Output` instead of a tuple if the call returns a single array.
     operator
-        Whether the function is a custom operator of PyTorch: part of traces and graphs.
+        Whether the function is a custom operator of PyTorch, which traces and graphs contain.
     """
 
     def __init__(self, *arguments: tuple[Any, ...], outputs: tuple[Output, ...], operator: bool = True) -> None:
@@ -124,9 +124,10 @@ class Signature:
     def beside(
         self, name: str, array: Any, first: Facts, where: str = "the logits are", **extents: int
     ) -> tuple[str, Facts, Any]:
-        """An array that comes with the first argument, checked, and of a dtype that kernels take.
+        """Check an array that accompanies the first argument, and convert it to the kernel's dtype.
 
-        `extents`: those that are known, by name; others are any. The dimensions `ROWS` are those of the first argument.
+        `extents` are known extents by name; others may have any value. The dimensions `ROWS` are those of the first
+        argument.
         """
         form = self._named[name].array
         assert form is not None, name
@@ -146,7 +147,8 @@ class Signature:
     def refuse_overlap(self, out: Any, **read: Any) -> None:
         """Raise if an array of `out` shares memory with an input that the kernel reads, or with another one of `out`.
 
-        `read`: every argument that may hold an array, by name; None, numbers, and structures as tuples of arrays.
+        `read` has every argument that may hold an array, by name: arrays, None, numbers, and structures as tuples of
+        arrays.
         """
         assert read.keys() == self._read, f"expected {sorted(self._read)}, got {sorted(read)}"
         if out is None:

@@ -1,1 +1,1 @@
-"""What leaves the machine: tuned records as folders of libraries."""
+"""Exporting tuned records as folders of libraries."""

@@ -1,4 +1,4 @@
-"""Tuned records into a folder of shared libraries with a manifest."""
+"""Exporting tuned records to a folder of shared libraries with a manifest."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ..records.queries import best_records, predictor, recorded_archs
 from ..runtime.lookup import Evidence, Known, choose, known_of, same_program
 from ..workers.building import build
 
-# A problem, the decisions it is compiled with, how these were come by, and what was measured of them.
+# A problem, the candidate to compile for it, the origin of its decisions, and their measured figures.
 Job = tuple[Problem, Candidate, str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A kernel that does not compile, why, and the decisions that are built instead if there are such."""
+    """A kernel that does not compile, the reason, and the candidate that is built instead, if any."""
 
     problem: Problem
     candidate: Candidate
@@ -50,28 +50,29 @@ def export(
 ) -> list[Entry]:
     """Compile every best record of the machine's architecture in the logs under `roots` into `folder`.
 
-    With `problems`: what calls of these run, by records where there are, else by nearby decisions, those of another
-    architecture or the fallback. Beside a cooperative kernel goes the one that takes its place where a GPU has no room
-    for it.
+    With `problems`, the kernels that their calls run are compiled: by records if there are any, else by nearby
+    decisions, those of another architecture or the fallback. A cooperative kernel is accompanied by the one that
+    replaces it on a GPU without room for it.
 
-    A folder that is exported into again gets a new manifest, the last of its files; libraries that it no longer names
-    are removed. Files are replaced, never written over: who uses the folder keeps what it has loaded. TVM's runtime
-    libraries, which the kernels call, lie beside them: no compiler has to be installed where they are used.
+    Exporting into an existing folder writes a new manifest, after all other files, and removes libraries that it does
+    not name. Files are replaced, never overwritten, so processes that use the folder keep what they have loaded. TVM's
+    runtime libraries are included, so that no compiler is needed where the kernels are used.
 
-    With a private `key` (`artifacts.signing`) the folder is signed; a signature of what was there before goes.
+    With a private `key` (`artifacts.signing`) the folder is signed. An older signature is removed.
 
     Parameters
     ----------
     skip
-        Called with each kernel that does not compile. One whose decisions are not a record of its problem on this
-        architecture is built with a template's default instead; others are left out.
+        Called with each kernel that does not compile. If its decisions are not from a record of its problem on this
+        architecture, a template's default is built instead; otherwise it is left out.
 
     Raises
     ------
     LookupError
-        If there is no such record, and no problem is given.
+        If there is no record, and no problem is given.
     CompileError
-        Without `skip` for the first kernel that does not compile; with it if none does. The folder stays as it was.
+        Without `skip`, for the first kernel that does not compile; with it, if none compiles. The folder stays as it
+        was.
     """
     jobs = planned(machine, roots, problems, only)
     if not jobs:
@@ -101,7 +102,7 @@ def built(
     show: Callable[[Entry], None],
     skip: Callable[[LeftOut], None] | None,
 ) -> list[Entry]:
-    """The libraries of jobs, as `export` says. Raises `CompileError` if there is none at all."""
+    """Build the libraries of jobs, see `export`; raises `CompileError` if no kernel compiles."""
     if skip is None:
         return build(jobs, machine, folder, builders=builders, show=show)
     failed: list[tuple[Job, str]] = []
@@ -132,21 +133,23 @@ def built(
 
 
 def default_instead(problem: Problem, candidate: Candidate, chosen: str, machine: Machine) -> Candidate | None:
-    """What is built where decisions that are no record of the problem do not compile: a template's default; or None."""
+    """The candidate to build if decisions that are not a record of the problem do not compile: a template's default, or
+    None.
+    """
     if chosen in ("exact", "fallback") or (default := spaces.fallback(problem, machine)) == candidate:
         return None
     return default
 
 
 def held(folder: Path) -> set[str]:
-    """The libraries that a folder's manifest names, if it has one that can be read."""
-    with contextlib.suppress(ManifestError):  # none, or of another version
+    """The libraries named by a folder's manifest; empty if it has none that can be read."""
+    with contextlib.suppress(ManifestError):  # missing, or of another version
         return {entry.library for entry in manifest.read(folder)}
     return set()
 
 
 def remove_stale(folder: Path, entries: Iterable[Entry], before: Collection[str] = ()) -> None:
-    """Remove exported libraries that are none of these entries': by their names, and those that were named `before`."""
+    """Remove exported libraries that these entries do not name, recognised by their names or listed in `before`."""
     named = {entry.library for entry in entries}
     ours = re.compile(rf"({'|'.join(registry.operators())})-[0-9a-f]{{16}}\.so")
     for path in folder.iterdir():
@@ -160,9 +163,9 @@ def planned(
     problems: Iterable[Problem] | None = None,
     only: Callable[[Problem], bool] = lambda problem: True,
 ) -> list[Job]:
-    """What is compiled for a machine, each program once.
+    """The jobs for a machine, each program once.
 
-    Of `problems` what calls of these run; else every record of the machine's architecture.
+    They are the kernels that calls of `problems` run, or, without these, all records of the machine's architecture.
     """
     recorded = best_records(roots, machine.arch)
     jobs: list[Job] = []
@@ -180,11 +183,11 @@ def planned(
             if problem.operator not in evidence:
                 evidence[problem.operator] = _evidence(problem.operator, machine, roots, recorded)
             choice = choose(problem, machine, evidence[problem.operator])
-            # Of another batch, but by a record of that very problem.
+            # Of another batch, unless chosen by a record of the problem itself.
             own = choice.how != "borrowed" and choice.record == choice.compiled_for.key
             how = "exact" if own else choice.how
             found.append((choice.compiled_for, choice.candidate, how, choice.figures))
-        # Of several that run one program the manifest names the one that has a record.
+        # If several problems run one program, the manifest names the one with a record.
         for job in sorted(found, key=lambda job: job[2] != "exact"):
             if not any(job[1] == one[1] and same_program(one[0].key, job[0]) for one in jobs):
                 jobs.append(job)

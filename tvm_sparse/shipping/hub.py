@@ -5,7 +5,7 @@
         metadata.json     name, version, architectures, and the SHA-256 of every other file
         manifest.json     as `export` writes it, with libraries and TVM's runtime libraries beside it
 
-The package tvm_sparse has to be installed, which checks arguments and looks kernels up; the compiler has not.
+The package tvm_sparse must be installed, since it checks arguments and looks kernels up, but not the compiler.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ tvm_sparse.load(str(Path(__file__).parent))
 
 
 def variant(kind: str) -> str:
-    """The name of the folder for kernels of a kind, "llvm" or "cuda", as the library spells what they are built for."""
+    """The name of the folder for kernels of a kind, "llvm" or "cuda", in the `kernels` library's notation."""
     major, minor = importlib.metadata.version("apache-tvm-ffi").split(".")[:2]
     backend = f"cu{CUDA_MAJOR}0" if kind == "cuda" else "cpu"
     return f"tvm-ffi{major}{minor}-{backend}-{platform.machine()}-linux"
 
 
 def arrange(folders: Sequence[Path], output: Path, version: int = 1, key: Any = None) -> list[Path]:
-    """Lay folders of kernels, which `export` or `prebuild` wrote, out below `output`; the variants' folders.
+    """Arrange folders of kernels, written by `export` or `prebuild`, below `output`; returns the variants' folders.
 
-    A variant's folder that is there is replaced. `version` is the repository's, which callers ask the library for.
-    With a private `key` (`artifacts.signing`) each is signed: all of its files but for `metadata.json`, which has the
-    signature's own digest.
+    An existing folder of a variant is replaced. `version` is the repository's, by which callers of the library select
+    it. With a private `key` (`artifacts.signing`) each folder is signed, except its `metadata.json`, which contains the
+    signature's digest.
     """
     by_kind: dict[str, list[tuple[Path, Entry]]] = {}
     for folder in folders:
@@ -100,7 +100,7 @@ def _metadata(folder: Path, kind: str, entries: Sequence[Entry], version: int) -
     backend: dict[str, object] = {"type": "cuda" if kind == "cuda" else "cpu"}
     if kind == "cuda":
         backend["archs"] = sorted({_capability(entry.arch) for entry in entries})
-    # The library gives the module this name: another build must have another.
+    # The library names the module after it: another build needs another name.
     build = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:8]
     return {
         "id": f"_{NAME.replace('-', '_')}_{backend['type']}_{build}",
@@ -114,7 +114,7 @@ def _metadata(folder: Path, kind: str, entries: Sequence[Entry], version: int) -
 
 
 def _capability(arch: str) -> str:
-    """`sm_90a` as `9.0a`, `compute_80` as `8.0+PTX`."""
+    """The architecture in the library's notation: `sm_90a` as `9.0a`, `compute_80` as `8.0+PTX`."""
     found = re.fullmatch(r"(sm|compute)_(\d+)(\d)(a?)", arch)
     assert found, arch
     code, major, minor, specific = found.groups()

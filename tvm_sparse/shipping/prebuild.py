@@ -1,9 +1,10 @@
-"""Kernels built ahead for many architectures, without a GPU: few libraries an operator, a manifest, the runtime.
+"""Building kernels ahead for many architectures, without a GPU: a few libraries for each operator, a manifest, and the
+runtime libraries.
 
-What is built for an architecture: every problem that was tuned on it; of operators that were not tuned on it at all the
-problems of the nearest architecture that has records, with its decisions (`borrowed`) where these, or what is nearest
-to them in the space there, compile, else with a template's default; and problems that are named. A folder an
-architecture comes out, which `tvm_sparse.load` reads, and which `shipping.wheel` packs.
+For each architecture these are built: every problem that was tuned on it; for operators without records on it, the
+problems of the nearest architecture with records, with its decisions or the nearest ones in the space here
+(`borrowed`), or, if these do not compile, with a template's default; and problems that are named. The result is one
+folder per architecture, which `tvm_sparse.load` reads and `shipping.wheel` packs.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from ..workers.building import BUILD_TIMEOUT, BUILD_WORKER, bundle_name, bundle_
 from ..workers.processes import Pool, Reply
 from .export import Job, default_instead, held, planned, remove_stale
 
-# Kernels a library: a first call reads and hashes all of its library (3 MB of machine code, 10 ms), and each library is
-# built by one process.
+# Most kernels in a library: a first call reads and hashes its whole library (3 MB of machine code, 10 ms), and each
+# library is built by one process.
 KERNELS_A_LIBRARY = 32
 
 
 @dataclass(frozen=True)
 class Built:
-    """What was built for one architecture.
+    """The kernels built for one architecture.
 
     Attributes
     ----------
     folder
-        With manifest, libraries and TVM's runtime libraries.
+        The folder with manifest, libraries and TVM's runtime libraries.
     entries
-        One a kernel; `chosen` says how the decisions were come by.
+        The manifest's entry of each kernel; `chosen` is the origin of its decisions.
     dropped
-        Decisions that did not compile, and why. A template's default is there in their place, unless it is the default,
-        or a record of the problem on this architecture, that does not compile.
+        Candidates that did not compile, and the reasons. A template's default replaces them, unless the default itself,
+        or a record of the problem on this architecture, does not compile.
     """
 
     machine: Machine
@@ -58,7 +59,7 @@ class Built:
 
 @dataclass
 class _State:
-    """One architecture while it is built."""
+    """The state of one architecture's build."""
 
     machine: Machine
     folder: Path
@@ -68,7 +69,7 @@ class _State:
 
 
 def problems_for(machine: Machine, roots: Sequence[Path], operators: Iterable[str] | None = None) -> list[Problem]:
-    """The problems that were tuned for a machine; of operators without any, those of the nearest architecture."""
+    """The problems tuned for a machine; for operators without any, those of the nearest architecture."""
     found = []
     for operator in registry.operators() if operators is None else operators:
         archs = recorded_archs(roots, (operator,))
@@ -94,13 +95,13 @@ def prebuild(
     Parameters
     ----------
     archs
-        As `core.machine.resolve` reads them; `compute_80` is PTX, for every GPU from that number on.
+        Architectures, as for `core.machine.resolve`; `compute_80` is PTX, for every GPU from that number on.
     problems
-        Built beside what `roots` hold records of, or alone without `records`.
+        Problems built in addition to those with records in `roots`; without `records`, only these.
     operators
-        Only these.
+        If given, only these operators are built.
     show
-        Called with each library's path, and how many of how many are done.
+        Called with each library's path, the number of finished libraries, and their total.
 
     Raises
     ------
@@ -140,7 +141,7 @@ def prebuild(
 
 
 def _chunks(jobs: Sequence[Job], most: int) -> list[list[Job]]:
-    """Jobs by operator, in parts of nearly the same size: each becomes a library."""
+    """Jobs by operator, in chunks of nearly equal size: each becomes a library."""
     by_operator: dict[str, list[Job]] = {}
     for job in jobs:
         by_operator.setdefault(job[0].operator, []).append(job)
@@ -165,9 +166,9 @@ def _kernels(chunk: Sequence[Job]) -> list[tuple[Problem, Candidate]]:
 
 
 def _take(state: _State, chunk: Sequence[Job], reply: Reply) -> None:
-    """Note what a library holds, and what has to be tried again: by itself, or with a template's default."""
+    """Note the kernels of a library, and those to try again: separately, or with a template's default."""
     if not reply.ok and len(chunk) > 1:
-        # One of them has ended the process: each alone costs only itself.
+        # One of them has ended the process: built separately, only that one fails.
         singles = [_request(state, [job]) for job in chunk]
         with Pool(1, BUILD_WORKER, name="prebuild-single") as pool:
             for job, own in zip(chunk, pool.map(singles, timeout=BUILD_TIMEOUT), strict=True):

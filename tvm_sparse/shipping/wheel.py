@@ -1,8 +1,8 @@
-"""Folders of prebuilt kernels into a wheel that holds data only: installed, it is found without being named.
+"""Packing folders of prebuilt kernels into a wheel of data only, which is found automatically once it is installed.
 
-The kernels of an architecture become a folder of the namespace package `tvm_sparse_kernels`, whose parts wheels install
-beside each other (`artifacts.packages`). The wheel requires this version of tvm_sparse, whose templates the
-kernels are of, and for CUDA the runtime library of CUDA that TVM's is linked to.
+The kernels of an architecture become a folder of the namespace package `tvm_sparse_kernels`, to which several wheels
+can contribute (`artifacts.packages`). The wheel requires this version of tvm_sparse, from whose templates the kernels
+were built, and for CUDA the CUDA runtime library to which TVM's runtime is linked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from ..artifacts import manifest, packages, runtime_libraries
 from ..core.machine import resolve
 
-_EARLIEST = (1980, 1, 1, 0, 0, 0)  # what a ZIP file can say: the same kernels give the same wheel
+_EARLIEST = (1980, 1, 1, 0, 0, 0)  # the earliest date of a ZIP file, so that equal kernels give equal wheels
 _GLIBC = re.compile(rb"GLIBC_2\.(\d+)")
 _CUDA = "nvidia-cuda-runtime>=13,<14"
 
@@ -31,9 +31,10 @@ def distribution(archs: Sequence[str]) -> str:
 
 
 def pack(folders: Sequence[Path], output: Path, name: str | None = None) -> Path:
-    """Pack folders that `prebuild` wrote, each named after its architecture, into one wheel in `output`; its path.
+    """Pack folders written by `prebuild`, each named after its architecture, into one wheel in `output`; returns its
+    path.
 
-    `name` is the package's, by default `distribution`.
+    `name` is the package's name, by default `distribution(archs)`.
     """
     archs = [folder.name for folder in folders]
     name = name or distribution(archs)
@@ -77,17 +78,17 @@ def pack(folders: Sequence[Path], output: Path, name: str | None = None) -> Path
 
 
 def _files(folder: Path) -> list[Path]:
-    """The manifest, what it names, and the runtime libraries: nothing else that may lie in the folder."""
+    """The manifest, the files that it names, and the runtime libraries, but no other files of the folder."""
     named = {entry.library for entry in manifest.read(folder)}
     runtime = [folder / runtime_libraries.FOLDER / name for name in sorted(manifest.runtime(folder))]
     return [folder / manifest.NAME, *(folder / library for library in sorted(named)), *runtime]
 
 
 def _platform(folders: Sequence[Path]) -> str:
-    """The platform tag: the oldest glibc that has what the libraries ask for."""
+    """The platform tag: the oldest glibc that provides what the libraries require."""
     import platform
 
-    newest = 17  # manylinux2014: no tag of this form is older
+    newest = 17  # manylinux2014, the oldest tag of this form
     for folder in folders:
         for file in folder.rglob("*.so"):
             newest = max(newest, *map(int, _GLIBC.findall(file.read_bytes())), 17)

@@ -1,1 +1,1 @@
-"""Spaces, trials and records: MetaSchedule does the search, this package makes it honest."""
+"""Tuning: spaces, trials and records. MetaSchedule searches; this package verifies, measures and records."""

@@ -1,9 +1,10 @@
-"""A GPU that nobody has tuned on yet: how look-up serves a set of problems there, what is measured, and in what order.
+"""Adopting a GPU that nobody has tuned on yet: how look-up serves a set of problems there, and the plan of
+measurements.
 
     standings ──► checked: each default and borrowed kernel once, beside the fallback ──► tuned: the farthest from the
     limit first ──► a folder of records
 
-All that is measured stands in that folder, which is what a run is resumed from.
+All measurements are in that folder, from which an interrupted run is resumed.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from ..runtime.lookup import Choice
 from .plans import Measured, Plan, recorded, uncounted
 
 SETS = tuple(registry.SETS)
-# Trials of a problem by now: all problems get the first before any gets the second.
+# Trials of each problem after each stage: all problems get the first number before any gets the second.
 PASSES = (16, 48)
-# Below this no kernel gets, whatever it reads: what is close to it has nothing to gain.
+# No kernel takes less time than this, whatever it reads: problems close to it have nothing to gain.
 LEAST_SECONDS = 2e-6
-# Bytes a second where nothing is known of the memory: only the order of problems hangs on it.
+# Bytes per second assumed where the bandwidth is unknown: only the order of problems depends on it.
 SOME_BANDWIDTH = 2e10
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How look-up serves a problem on a machine, by records alone."""
+    """How look-up serves a problem on a machine, from records alone."""
 
     problem: Problem
     machine: Machine
@@ -47,7 +48,7 @@ class Standing:
 
     @property
     def how(self) -> str:
-        """The way of look-up, in a word, and which machine the decisions are from if it is another one."""
+        """The way of look-up, in a word, with the machine of the decisions if it is another one."""
         word = {"fallback": "default"}.get(self.choice.how, self.choice.how)
         if word == "exact" and "strategy" in self.choice.figures:
             word = "measured"
@@ -56,24 +57,24 @@ class Standing:
 
     @property
     def refusal(self) -> str | None:
-        """Why the decisions cannot be built for the machine, as far as that can be told without compiling."""
+        """Why the decisions cannot be built for the machine, as far as this is known without compiling."""
         return spaces.refusal(self.choice.candidate, self.choice.compiled_for, self.machine)
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """The fallback, and what look-up chose if that is another point."""
+        """The fallback, and look-up's choice if it is another point."""
         fallback = spaces.fallback(self.problem, self.machine)
         return tuple(dict.fromkeys([fallback, self.choice.candidate]))
 
 
 def problems_of(name: str) -> list[Problem]:
-    """The problems of a set (`SETS`), or of `all` of them, as calls ask for them."""
+    """The problems of a set (`SETS`), or of `all` sets, as calls look them up."""
     names = SETS if name == "all" else (name,)
     found = [one for each in names for one in shape_files.read(Path(__file__).parent / "sets" / f"{each}.toml")]
     return list(dict.fromkeys(problem.as_called() for problem in found))
 
 
 def standings(problems: Sequence[Problem], machine: Machine, roots: Sequence[Path]) -> list[Standing]:
-    """How look-up serves problems by the records under `roots`."""
+    """How look-up serves problems with the records under `roots`."""
     with scratch.folder() as nothing:
         own = Dispatcher(logs=tuple(roots), shipped=nothing / "kernels", cache=nothing / "cache")
         return [Standing(problem, machine, own.choice(problem, machine)) for problem in problems]
@@ -81,27 +82,27 @@ def standings(problems: Sequence[Problem], machine: Machine, roots: Sequence[Pat
 
 @dataclass(frozen=True)
 class Row:
-    """What became of a problem."""
+    """The results for a problem."""
 
     standing: Standing
-    before: float | None  # seconds of what look-up chose; None: not measured, or wrong
-    after: float | None  # of the best that is recorded now
+    before: float | None  # seconds of look-up's choice; None if not measured, or wrong
+    after: float | None  # seconds of the best that is recorded now
     fallback: float | None
     trials: int
-    fault: str  # why what look-up chose has no time; empty if it has, or was not measured
+    fault: str  # why look-up's choice has no time; empty if it has, or was not measured
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast as before the problem is."""
+        """Speed-up over `before`."""
         return self.before / self.after if self.before and self.after else None
 
 
 def rows(
     standings: Sequence[Standing], folder: Path, finals: Mapping[str, Mapping[Candidate, float]] = MappingProxyType({})
 ) -> list[Row]:
-    """What stands in the folder of records of each problem.
+    """The results in the folder of records, for each problem.
 
-    `finals`: by problem key, times of candidates in the rounds of the best, which are the better ones to compare.
+    `finals`: by problem key, times of candidates from finals, which are preferred since they were measured in turn.
     """
     logs: dict[tuple[str, str], tuple[Log, Mapping[str, Measured]]] = {}
     found = []
@@ -135,7 +136,7 @@ def rows(
 
 
 def checks(before: Sequence[Row], builders: int, limit: float | None = None) -> list[Plan]:
-    """Plans that run what look-up chose for each problem, and the fallback, once: what of it is not known."""
+    """Plans that measure look-up's choice for each problem, and the fallback, once each, unless they are known."""
     plans = []
     for row in before:
         one = row.standing
@@ -149,7 +150,7 @@ def checks(before: Sequence[Row], builders: int, limit: float | None = None) -> 
 
 
 def worth(row: Row, bandwidth: float | None) -> float:
-    """How many times as long as its limit a problem takes: 1 has nothing to gain."""
+    """Time of a problem as a multiple of its limit: at 1 there is nothing to gain."""
     seconds = row.after or row.before or row.fallback
     if seconds is None:
         return float("inf")
@@ -158,7 +159,7 @@ def worth(row: Row, bandwidth: float | None) -> float:
 
 
 def searches(before: Sequence[Row], trials: int, bandwidth: float | None, builders: int) -> list[Plan]:
-    """Plans that tune problems up to so many trials, those farthest from their limit first."""
+    """Plans that tune problems up to a number of trials, those farthest from their limit first."""
     plans = []
     for row in sorted(before, key=lambda row: -worth(row, bandwidth)):
         one = row.standing

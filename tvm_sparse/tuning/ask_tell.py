@@ -1,9 +1,9 @@
-"""Optimisers of libraries as strategies: Optuna's and Nevergrad's, of the extra `lab`.
+"""Optimisers of other libraries as strategies: Optuna's and Nevergrad's, from the extra `lab`.
 
-They know boxes, a range of numbers for each decision; ours are several templates, each with decisions of its own, and
-points that are not allowed. So the axes of a box are the template and the places of all decisions' values in their
-tables. What is measured is the nearest point to what an optimiser asks for: of the same template, allowed, and not
-known yet. The optimiser is told that time for the place it has asked for.
+They search boxes, with a range of numbers for each decision; a problem here has several templates with different
+decisions, and points that are not allowed. So the axes of a box are the template, and for each decision the index of
+its value in the table. The measured point is the one nearest to what the optimiser proposes: of the same template,
+allowed, and not measured before. Its time is reported for the proposed position.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Any, Protocol
 from ..core.candidate import Candidate
 from .domain import Domain
 
-# What a failure is worth, above the worst ln(seconds) so far.
+# Value of a failure, added to the worst ln(seconds) so far.
 PENALTY = math.log(2.0)
 
 
 class Optimiser(Protocol):
-    """A library's optimiser of a box with axes of these sizes, the first of which is the template's."""
+    """A library's optimiser of a box with axes of these sizes; the first axis is the template."""
 
     def ask(self) -> tuple[Any, Sequence[int]]:
-        """A place, and the token by which it is told."""
+        """A position, and the token by which its value is told."""
 
     def tell(self, token: Any, value: float) -> None:
-        """The value of a place, the smaller the better."""
+        """Report the value of a position; smaller is better."""
 
 
 class AskTell:
-    """A library's optimiser of this name as a `strategies.Strategy`."""
+    """A library's optimiser as a `strategies.Strategy`."""
 
-    predicted: Mapping[Candidate, float] = MappingProxyType({})  # libraries keep what they think to themselves
+    predicted: Mapping[Candidate, float] = MappingProxyType({})  # libraries do not show their predictions
 
     def __init__(
         self, name: str, domain: Domain, *, known: Mapping[Candidate, float | None], trials: int, batch: int, seed: int
@@ -44,7 +44,7 @@ class AskTell:
         self._worst = max((math.log(s) for s in known.values() if s), default=-math.inf)
         self._asked: dict[Candidate, Any] = {}
         axes = list(dict.fromkeys(decision for table in domain.tables.values() for decision in table))
-        # Of each point its place in the box; -1 on axes that its template has not, which then count nothing.
+        # The position of each point in the box; -1 on axes that its template lacks, which then do not count.
         self._places = np.full((len(domain.points), 1 + len(axes)), -1)
         templates = list(domain.tables)
         for number, point in enumerate(domain.points):
@@ -58,7 +58,7 @@ class AskTell:
         self._optimiser = LIBRARIES[name]([int(size) for size in self._sizes], trials, batch, seed)
 
     def propose(self) -> list[Candidate]:
-        """The next batch, each asked for without the others' times."""
+        """The next batch, in which each position is proposed without knowing the others' times."""
         proposed: list[Candidate] = []
         while len(proposed) < self._batch and self._left.any():
             token, place = self._optimiser.ask()
@@ -69,20 +69,22 @@ class AskTell:
         return proposed
 
     def report(self, results: Mapping[Candidate, float | None]) -> None:
-        """Tell the optimiser what became of what it asked for."""
+        """Tell the optimiser the values of its proposals."""
         self._worst = max([self._worst, *(math.log(s) for s in results.values() if s)])
         failed = (self._worst if math.isfinite(self._worst) else 0.0) + PENALTY
         for candidate, seconds in results.items():
             self._optimiser.tell(self._asked.pop(candidate), math.log(seconds) if seconds else failed)
 
     def _nearest(self, place: Sequence[int]) -> int:
-        """The point that is left and differs least: by shares of the axes' lengths, a template by more than all."""
+        """The nearest unmeasured point: distances are in shares of the axes' lengths, and another template counts more
+        than all.
+        """
         import numpy as np
 
         away = np.abs(self._places - np.array(place)) / np.maximum(self._sizes - 1, 1)
         away[self._places < 0] = 0.0
         away[:, 0] = np.where(self._places[:, 0] == place[0], 0.0, len(self._sizes))
-        away = away.sum(axis=1) + self._random.random(len(away)) * 1e-6  # of several as near any
+        away = away.sum(axis=1) + self._random.random(len(away)) * 1e-6  # random choice among equally near ones
         return int(np.where(self._left, away, np.inf).argmin())
 
 
@@ -96,7 +98,7 @@ class Optuna:
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is experimental there
+            warnings.simplefilter("ignore")  # about experimental features
             self._study = optuna.create_study(sampler=sampler(optuna.samplers, batch, seed))
         # Templates have no order, values have one.
         made = optuna.distributions
@@ -112,7 +114,7 @@ class Optuna:
 
 
 class Nevergrad:
-    """An optimiser of Nevergrad's registry."""
+    """An optimiser from Nevergrad's registry."""
 
     def __init__(self, name: str, sizes: Sequence[int], trials: int, batch: int, seed: int) -> None:
         import nevergrad

@@ -1,12 +1,12 @@
-"""The devices of a Ray cluster: an actor for each one that measures, and tasks anywhere that build.
+"""The devices of a Ray cluster: an actor for each device that measures, and tasks on any node that build.
 
-What runs there are the workers that run on one machine, started and watched over by the actor or task as they are by a
-driver. Search and records stay with the driver, and so do libraries: a node has nothing that another one needs. An
-actor whose GPU is lost is started again by Ray once there is another one.
+Actors and tasks start and supervise the same worker processes as a driver does on one machine. Search, records and
+libraries stay with the driver: a node holds nothing that another one needs. An actor whose GPU is lost is restarted by
+Ray when another GPU is available.
 
-Actors and tasks reply with bytes, which Ray does not unpickle, of plain data, which is checked (`replies`).
+Actors and tasks reply with plain data as bytes, which Ray does not unpickle, and which is checked (`replies`).
 
-The package and Ray have to be installed on every node, in the driver's versions.
+The package and Ray must be installed on every node, in the driver's versions.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from .replies import (
     unpacked,
 )
 
-# How often a wait for the cluster looks whether it is still wanted.
+# Seconds between checks, during a wait for the cluster, whether the result is still wanted.
 LOOK_SECONDS = 0.5
-# A device that is not ready within this time is used once it is, but not waited for.
+# Seconds to wait for a device. One that becomes ready later is used from then on.
 READY_SECONDS = 120.0
-# Bytes of a node's temporary folder; where fewer are free, a build that fails is not its candidate's fault.
+# Free bytes of a node's temporary folder below which a failed build is not blamed on its candidate.
 LEAST_DISK = 1 << 20
 CONNECT_SECONDS = 10.0
 LOCAL = "local"
@@ -58,18 +58,20 @@ _PLACE = re.compile(r"\[?(?P<host>[^\]/]+)\]?:(?P<port>\d{1,5})")
 
 
 class ClusterError(RuntimeError):
-    """The cluster cannot be used, and why."""
+    """The cluster cannot be used; the message says why."""
 
 
 def _ray() -> Any:
-    """The module; what is asked of a machine without it does not import it."""
+    """The Ray module; machines without it can import this module and be examined."""
     import ray
 
     return ray
 
 
 def versions() -> dict[str, str]:
-    """What has to be the same everywhere: a candidate is the same only to the same templates and compiler."""
+    """Versions that must be the same on all nodes: a candidate means the same only with the same templates and
+    compiler.
+    """
     names = ("tvm_sparse", "apache-tvm", "ray")
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}}
 
@@ -78,9 +80,9 @@ def versions() -> dict[str, str]:
 
 
 class Place:
-    """The actor: one device of a node, and the supervised processes that measure there, one a seat.
+    """The actor: one device of a node, with a supervised measuring process for each seat.
 
-    Each seat is asked one thing at a time, several of them at the same time.
+    Each seat handles one request at a time; several seats work at the same time.
     """
 
     def __init__(self, kind: str, seats: int) -> None:
@@ -89,7 +91,7 @@ class Place:
         self._scratch = [scratch.Scratch() for _ in range(seats)]
 
     def describe(self) -> bytes:
-        """Where this is, and what."""
+        """The device, its node and its software."""
         machine = machines.gpu() if self._kind == "cuda" else machines.cpu()
         return packed(
             {
@@ -102,7 +104,7 @@ class Place:
         )
 
     def prepare(self, seat: int, problem: Mapping[str, Any]) -> bytes:
-        """As `Measurer.prepare`."""
+        """As `Measurer.prepare`, for one seat."""
 
         def prepare() -> dict[str, Any]:
             self._measurers[seat].prepare(problem)
@@ -113,11 +115,11 @@ class Place:
     def measure(
         self, seat: int, problem: Mapping[str, Any], library: Mapping[str, Any], content: bytes, timeout: float
     ) -> bytes:
-        """As `Measurer.measure`, of a library with this content."""
+        """As `Measurer.measure`, for one seat and a library with this content."""
 
         def measure() -> dict[str, Any]:
             path = self._scratch[seat].path / "library.so"
-            path.unlink(missing_ok=True)  # never written over: a process may have the one before loaded
+            path.unlink(missing_ok=True)  # never overwritten: a process may have the previous one loaded
             path.write_bytes(content)
             reply = self._measurers[seat].measure(problem, {**library, "library": str(path)}, timeout)
             return {"problem": problem["problem"], "sha256": _sha256(content), "reply": asdict(reply)}
@@ -125,12 +127,12 @@ class Place:
         return _answer(measure)
 
 
-# What a place tells of itself by their names.
+# Exceptions that a place reports by their names.
 _RAISED = {cls.__name__: cls for cls in (PrepareError, StartError)}
 
 
 def _answer(work: Callable[[], dict[str, Any]]) -> bytes:
-    """What a place does, or the error that it raises by its documentation."""
+    """The result of a place's work, or one of its documented exceptions, as bytes."""
     try:
         return packed(work())
     except tuple(_RAISED.values()) as error:
@@ -142,7 +144,7 @@ def _sha256(content: bytes) -> str:
 
 
 def build(request: Mapping[str, Any], timeout: float) -> bytes:
-    """The task: a build worker's reply, and the library. The worker stays for the next task of this process."""
+    """The task: a build worker's reply, and the library. The worker is kept for this process's next task."""
     global _builder
     _builder = _builder or Worker(BUILD_WORKER, name="build")
     with scratch.folder() as folder:
@@ -162,11 +164,11 @@ _builder: Worker | None = None
 
 
 class RemoteMeasurer:
-    """What a seat of a `Place` measures, for a fleet."""
+    """A seat of a `Place`, as a measurer for a fleet."""
 
     def __init__(self, actor: Any, seat: int, described: Mapping[str, Any]) -> None:
         self._actor, self._seat, self._machine = actor, seat, described["machine"]
-        self._prepared: tuple[Any, ...] = ()  # what it was for; the place itself makes what has gone since
+        self._prepared: tuple[Any, ...] = ()  # the prepared problem; a place repeats lost preparations
         self.node = described["node"]
 
     def prepare(self, problem: Mapping[str, Any], abandoned: Callable[[], bool]) -> None:
@@ -191,12 +193,12 @@ class RemoteMeasurer:
             check_measured(reply, library["steps"], timeout)
         except NotBelieved as error:
             reply = Reply("crash", message=f"its device is not believed: {error}", environment=True)
-        if not reply.ok:  # perhaps its process has been renewed
+        if not reply.ok:  # its process may have been replaced
             self._prepared = ()
         return reply
 
     def recover(self, abandoned: Callable[[], bool]) -> bool:
-        """Wait until Ray has started the actor again, if it will. It has to have a device of the same kind."""
+        """Wait until Ray has restarted the actor, if it does. The new one must have a device of the same kind."""
         self._prepared = ()
         dead = _ray().exceptions.ActorDiedError
         while not abandoned():
@@ -208,19 +210,19 @@ class RemoteMeasurer:
             except Lost as error:
                 if isinstance(error.__cause__, dead):
                     return False
-                time.sleep(LOOK_SECONDS)  # between two states of the actor a call fails at once
+                time.sleep(LOOK_SECONDS)  # between two states of the actor calls fail at once
         return False
 
     def close(self) -> None:
-        with contextlib.suppress(Exception):  # the cluster may have gone
+        with contextlib.suppress(Exception):  # the cluster may have ended
             _ray().kill(self._actor)
 
 
 class RemoteBuilders:
-    """Tasks in the place of a pool: as many at a time as the cluster has room for."""
+    """Build tasks instead of a pool: as many at a time as the cluster has room for."""
 
     def __init__(self) -> None:
-        # Ray tries a task again whose node or process is lost.
+        # Ray retries a task whose node or process is lost.
         self._build = _ray().remote(num_cpus=1, max_retries=3)(build)
         self._refs: set[Any] = set()
 
@@ -252,22 +254,22 @@ class RemoteBuilders:
 
     def close(self) -> None:
         for ref in tuple(self._refs):
-            with contextlib.suppress(Exception):  # the cluster may have gone
+            with contextlib.suppress(Exception):  # the cluster may have ended
                 _ray().cancel(ref, force=True)
 
 
 def lost_build(error: Exception) -> Reply:
-    """What to say of a build that did not reply: nothing of its candidate."""
+    """The reply for a build that was lost, which does not blame its candidate."""
     return Reply("crash", message=f"its node or its task was lost: {error}", environment=True)
 
 
 def _result(ref: Any, abandoned: Callable[[], bool]) -> Any:
-    """What a call of an actor returns.
+    """The result of an actor's call.
 
     Raises
     ------
     Lost
-        If the actor or its node has gone.
+        If the actor or its node was lost.
     """
     ray = _ray()
 
@@ -284,7 +286,7 @@ def _result(ref: Any, abandoned: Callable[[], bool]) -> Any:
 
 
 def _raise_what_it_says(value: Mapping[str, Any]) -> None:
-    """Raise `PrepareError` or `StartError` if a place has replied that it did."""
+    """Raise `PrepareError` or `StartError` if a place replied with one."""
     if "raised" in value:
         if value["raised"] not in _RAISED:
             raise NotBelieved(f"raised is {str(value['raised'])[:100]!r}, expected {' or '.join(_RAISED)}")
@@ -305,23 +307,23 @@ def connected(
     Parameters
     ----------
     address
-        As `ray.init` takes it, or "local" for a cluster of this machine alone, which ends with the block.
+        An address for `ray.init`, or "local" for a cluster of this machine alone, which ends with the block.
     target
-        As `core.machine.resolve` takes it, of the cluster: "auto" its GPUs if it has any, else its processors; "cpu",
-        "cuda", or an architecture, whose devices alone are used.
+        A target as for `core.machine.resolve`, applied to the cluster: "auto" for its GPUs if it has any, else its
+        processors; "cpu" or "cuda"; or an architecture, of which all devices are used.
     model
         As in `of_one_model`.
     workers
-        Where processors measure: how many of them, each with one. Default: one a node.
+        Number of measuring processes if CPUs are the devices. Default: one for each node.
     show
-        Told what is not used, and why.
+        Called with a message about each device that is not used, with the reason.
 
     Raises
     ------
     ClusterError
         If there is no such cluster, or nothing in it to measure or to build with.
     UnknownArch
-        As `of_one_model` does.
+        As in `of_one_model`.
     """
     ray = _ray()
 
@@ -333,17 +335,17 @@ def connected(
         kind = _kind(target, gpus)
         options: dict[str, Any]
         if kind == "cuda":
-            # A core goes with each GPU, and a GPU that comes back brings its own.
+            # Each GPU gets a core, and a new GPU brings its own.
             count, options = gpus, {"num_gpus": 1, "num_cpus": 1, "max_restarts": -1}
             missing = "it has no GPU" if not gpus else f"of its {cores} cores none is left to build"
         else:
             nodes = sum(node["Alive"] and node["Resources"].get("CPU", 0) > 0 for node in ray.nodes())
-            # Started again it would take the core of a builder, perhaps of the last.
+            # Restarted, it would take the core of a builder, perhaps of the last one.
             count, options = workers or nodes, {"num_cpus": 1, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
             missing = f"of its {cores} cores {count} are to measure, and none is left to build"
         if not 0 < count < cores:
             raise ClusterError(f"ray: the cluster at {address} cannot be used: {missing}")
-        # What a lost actor was doing is for the driver to give to another one, not for Ray to do again.
+        # The driver gives a lost actor's work to another one; Ray must not repeat it.
         seats = GPU_SEATS if kind == "cuda" else 1
         place = ray.remote(max_task_retries=0, max_concurrency=seats, **options)(Place)
         actors = [place.remote(kind, seats) for _ in range(count)]
@@ -363,17 +365,17 @@ def connected(
 
 
 def _connect(address: str) -> bool:
-    """Connect this process, unless it is; whether it has been."""
+    """Connect this process to a cluster, unless it is connected; returns whether it was not."""
     ray = _ray()
 
     if ray.is_initialized():
         return False
-    # A cluster of our own tells nobody of itself.
+    # A private cluster sends no usage statistics.
     own = address == LOCAL
     if own:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        if place := _PLACE.fullmatch(address):  # Ray itself would try for minutes
+        if place := _PLACE.fullmatch(address):  # Ray would retry for minutes
             socket.create_connection((place["host"], int(place["port"])), CONNECT_SECONDS).close()
         ray.init(
             address=LOCAL if own else address,
@@ -395,7 +397,7 @@ def _kind(target: str, gpus: int) -> str:
 
 
 def _described(actors: Sequence[Any], show: Callable[[str], None]) -> dict[int, dict[str, Any]]:
-    """What each actor says of itself, by its number; of those that have begun in time."""
+    """The description of each actor that has started in time, by its number."""
     ray = _ray()
 
     refs = {actor.describe.remote(): number for number, actor in enumerate(actors)}
@@ -431,7 +433,7 @@ def _devices(
         else:
             machine = Machine(**described["machine"])
             if target == machine.arch:
-                machine = dataclasses.replace(machine, instructions="")  # as `core.machine.resolve` has it
+                machine = dataclasses.replace(machine, instructions="")  # as in `core.machine.resolve`
             if target in ("auto", "cpu", "llvm", "cuda", machine.arch):
                 measurers = [RemoteMeasurer(actors[number], seat, described) for seat in range(seats)]
                 devices.append(Device(name, machine, measurers, builders, described["state"]))

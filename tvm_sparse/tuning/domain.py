@@ -1,8 +1,8 @@
-"""What a search chooses from: the points of several templates' spaces, listed.
+"""The domain of a search: a list of points from several templates' spaces.
 
 Most spaces have hundreds to tens of thousands of points, so a list is cheap, and a search needs no templates: it works
-on a recorded space as on a present one. Of a space with millions some are listed (`spaces.searchable`); a search that
-makes points up may find others.
+equally on a recorded space. For a space with millions of points a part is listed (`spaces.searchable`); a search that
+generates points may find others.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ class Domain:
     Attributes
     ----------
     machine
-        What they would run on: MetaSchedule asks for a target.
+        The machine of the points: MetaSchedule requires a target.
     tables
         The decisions of each template, each with the values it takes.
     points
-        The allowed points, in the tables' order, or some. All of a template have its decisions in the same order.
+        The allowed points in the tables' order, or a part of them. All points of a template have their decisions in the
+        same order.
     prior
-        Of each point what a model of other problems' trials (`records.predictor`) says of it, if there is one:
+        For each point the prediction of a model of other problems' trials (`records.predictor`), if there is one:
         ln(time / best time of the problem).
     open
-        By the names of templates of which only some points are listed: from decisions to the point, None if they are
-        not allowed.
+        For templates of which only a part of the points is listed, by name: a function from decisions to the point, or
+        None if they are not allowed.
     """
 
     machine: Machine
@@ -60,9 +61,9 @@ class Domain:
         trees: Trees | None = None,
         around: Collection[Candidate] = (),
     ) -> Domain:
-        """The allowed points of present templates; `trees` make the prior.
+        """The allowed points of the present templates; `trees` compute the prior.
 
-        `around`: points whose neighbours are to be listed, too, where not all points are.
+        `around`: points whose neighbours are listed too, where only a part of the points is.
         """
         listed = tuple(spaces.searchable(problem, machine, tables, around))
 
@@ -76,13 +77,13 @@ class Domain:
         return made if trees is None else made.with_prior(problem, trees)
 
     def with_prior(self, problem: Problem, trees: Trees) -> Domain:
-        """The same points, with what these trees say of them."""
+        """The same points, with the prior of these trees."""
         rows = trees.matrix(features_of(problem, self.machine, point) for point in self.points)
         return dataclasses.replace(self, prior=trees.predict(rows))
 
     @classmethod
     def recorded(cls, machine: Machine, points: Collection[Candidate]) -> Domain:
-        """A domain of these points alone; a decision's values are those that occur, in rising order."""
+        """A domain of these points alone; a decision's values are those that occur, in ascending order."""
         ordered = sorted(points, key=lambda c: (c.template, [value for _, value in c.decisions]))
         values: dict[str, dict[str, set[int]]] = {}
         for point in ordered:
@@ -95,23 +96,23 @@ class Domain:
         return cls(machine, tables, tuple(ordered))
 
     def hoped(self) -> list[Candidate]:
-        """The points, those first of which the prior hopes most."""
+        """The points in ascending order of the prior, the most promising first."""
         if self.prior is None:
             return list(self.points)
         return [self.points[number] for number in self.prior.argsort(kind="stable")]
 
     @functools.cached_property
     def index(self) -> Mapping[Candidate, int]:
-        """The place of each point in `points`."""
+        """The index of each point in `points`."""
         return {point: number for number, point in enumerate(self.points)}
 
     @functools.cached_property
     def _by_values(self) -> Mapping[tuple[str, tuple[int, ...]], Candidate]:
-        """The points by template and their decisions' values: a search asks for thousands."""
+        """The points by template and their decisions' values, since a search queries thousands."""
         return {(point.template, tuple(value for _, value in point.decisions)): point for point in self.points}
 
     def candidate(self, template: str, decisions: Mapping[str, int]) -> Candidate | None:
-        """The point of these decisions; None if it is not allowed."""
+        """The point with these decisions; None if it is not allowed."""
         table = self.tables.get(template, {})
         if decisions.keys() != table.keys():
             return None
@@ -122,18 +123,18 @@ class Domain:
 
     @functools.cached_property
     def columns(self) -> Sequence[tuple[str, str | None]]:
-        """What a column of `rows` stands for: a template (None), or one of its decisions."""
+        """The meaning of the columns of `rows`: a template (None), or one of its decisions."""
         return [(name, decision) for name, table in self.tables.items() for decision in (None, *table)]
 
     def row(self, candidate: Candidate) -> list[float]:
-        """A point as numbers: 1 for its template, log2 of a decision's value + 1, and -1 for what it has not."""
+        """A point as numbers: 1 for its template, log2(value + 1) for its decisions, and -1 for what it lacks."""
         values: dict[tuple[str, str | None], float] = {(candidate.template, None): 1.0}
         values |= {(candidate.template, name): math.log2(value + 1) for name, value in candidate.decisions}
         return [values.get(column, -1.0) for column in self.columns]
 
     @functools.cached_property
     def rows(self) -> np.ndarray:
-        """`row` of every point, and its prior in a last column if there is one."""
+        """`row` of every point, with its prior in a last column if there is one."""
         import numpy as np
 
         found = np.array([self.row(point) for point in self.points], dtype=np.float32)

@@ -1,9 +1,9 @@
-"""Measures every point of a space, in rounds: for studies of spaces, which need to know what a search has missed.
+"""Measuring every point of a space, in rounds, for studies that need to know what a search has missed.
 
     points ──► build all, measure each as it is built ──► measure all that were right again, in another order ──► ...
 
-In the first round a point is verified as in tuning. A round's figure is the median over its repeats on a GPU, whose
-own clock takes the times, and the least on a CPU, where other processes only ever add to them.
+In the first round a point is verified as in tuning. A round's time is the median over its repeats on a GPU, which
+measures them with its own clock, and the minimum on a CPU, where other processes can only increase them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .fleet import Fleet, Lease
 from .workbench import Bench, NoValidRecord, new_session
 
 ROUNDS = 3
-# What one run may lose to a kill.
+# Seconds between writes of the file: the most that a killed run loses.
 SAVE_SECONDS = 20.0
-# In a row: then the fallback tells whether the machine is at fault.
+# Failures in a row after which the fallback is measured, to tell whether the machine is at fault.
 MANY_FAILURES = 32
-# In `Session.inputs`: what the space was restricted to.
+# Key in `Session.inputs` for the restriction of the space.
 LIMITS = ("templates", "fixed")
-# Of a kind of machine: what a round's figure is, in words and as a function of its times.
+# By kind of machine, how a round's time is computed from its repeats: a description and a function.
 FIGURE: dict[str, tuple[str, Callable[[Sequence[float]], float]]] = {
     "cuda": ("median of a round's replays", statistics.median),
     "llvm": ("least of the parts of 1 ms of a round", min),
@@ -46,7 +46,7 @@ FIGURE: dict[str, tuple[str, Callable[[Sequence[float]], float]]] = {
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is."""
+    """Progress of a run."""
 
     round: int  # from 0
     done: int  # points of this round
@@ -71,20 +71,20 @@ def measure_space(
 ) -> Space:
     """Measure every point that `spaces.searched` allows, write them to `path`, and return them.
 
-    What the file holds already is not measured again, so that a run that was stopped goes on where it ended.
+    Measurements in the file are not repeated, so that a stopped run can be continued.
 
     Parameters
     ----------
     named, fixed
-        As of `spaces.searched`.
+        As in `spaces.searched`.
     rounds
-        How often every point is timed.
+        Number of times that every point is timed.
     show
         Called after every measurement.
     stop
-        Asked after every measurement; True ends the run, and what was measured is written.
+        Called after every measurement; True ends the run, and the measurements are written.
     using
-        The devices, for several runs in a row.
+        The devices, if they are shared by several runs in a row.
 
     Raises
     ------
@@ -129,7 +129,7 @@ def _measured(
         bench = Bench(problem, machine, fallback, seed, folder, lease, undisturbed=True)
 
         def require_fallback() -> None:
-            """The fallback fits every shape: where it fails the machine is at fault, and no point is to pay."""
+            """The fallback fits every shape: if it fails, the machine is at fault, and points must not be blamed."""
             (trial,) = bench.measure([fallback], session.id, 0)
             if trial.outcome != "ok":
                 raise NoValidRecord(f"{problem}: the fallback failed ({trial.outcome}): {trial.reason}")
@@ -140,7 +140,7 @@ def _measured(
             order.shuffle(points)
             waiting = [point for point in points if record.wants(point, number)]
             with contextlib.closing(bench.build(waiting)) as built:
-                # On a CPU builds would take the cores from what is measured.
+                # On a CPU builds would compete with the measured kernels for cores.
                 ready: Iterable[Candidate] = built if machine.kind == "cuda" else list(built)
                 for done, candidate in enumerate(ready, start=1):
                     trial = bench.trial(candidate, session.id, len(record.trials), again=record.right(candidate))
@@ -156,16 +156,16 @@ def _measured(
 
 
 class _Recording:
-    """The trials of a space that is being measured, a figure a round, and the file in which they are.
+    """The trials of a space that is being measured, with one time for each round, and their file.
 
     Parameters
     ----------
     session
-        That which measures now.
+        The present session.
     trials, sessions
-        What the file held before.
+        The file's previous content.
     reduce
-        Of a round's times its figure.
+        Computes a round's time from its repeats.
     """
 
     def __init__(
@@ -181,17 +181,17 @@ class _Recording:
         self._saved = time.monotonic()
 
     def right(self, point: Candidate) -> bool:
-        """Whether a point was measured, and right."""
+        """Whether a point was measured, with a right result."""
         return point in self.trials and self.trials[point].outcome == "ok"
 
     def wants(self, point: Candidate, number: int) -> bool:
-        """Whether a point is to be measured in a round: it was not in this one, and has not failed by its own fault."""
+        """Whether a point has to be measured in a round: it was not yet, and did not fail through its own fault."""
         if self.right(point):
             return len(self.trials[point].seconds) <= number
         return point not in self.trials or self.trials[point].outcome == "environment"
 
     def enter(self, trial: Trial) -> None:
-        """Take in what a round gave for a point; now and then all goes to the file."""
+        """Add a round's result for a point; the file is written from time to time."""
         found = dataclasses.replace(trial, seconds=(self._reduce(trial.seconds),)) if trial.outcome == "ok" else trial
         if self.right(trial.candidate) and trial.outcome == "ok":
             before = self.trials[trial.candidate]
@@ -206,7 +206,7 @@ class _Recording:
         return Progress(number, done, points, len(self.trials) - len(times), min(times, default=float("inf")))
 
     def save(self) -> Space:
-        """Write all of it to the file."""
+        """Write all trials to the file."""
         ours = (self._session,) if any(trial.session == self._session.id for trial in self.trials.values()) else ()
         space = Space((*self._sessions, *ours), tuple(self.trials.values()))
         files.write(self._path, space)
@@ -216,7 +216,7 @@ class _Recording:
 def _begun(
     path: Path, session: Session, problem: Problem, machine: Machine, points: Collection[Candidate]
 ) -> tuple[dict[Candidate, Trial], tuple[Session, ...]]:
-    """What a file holds of a space already; nothing if there is no file."""
+    """The trials and sessions of a space in its file; nothing if there is no file."""
     if not path.exists():
         return {}, ()
     found = files.read(path)

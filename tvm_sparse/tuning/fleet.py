@@ -1,13 +1,13 @@
 """Devices that measure, and how the sessions that run at the same time share them.
 
-A device has one or several *seats*: processes that measure on it. A session has a seat for its time, so that its
-problem's inputs and references, which take seconds to make, are made there once. Seats verify candidates side by side,
-and time one alone (`Turn`). While one does, the sessions of the others search, build and make references: a GPU waits
-for none of them. On a CPU they would disturb what is timed, and a device has one seat.
+A device has one or several *seats*: processes that measure on it. A session keeps its seat, so that its problem's
+inputs and references, which take seconds to make, are made there once. Several seats may verify candidates at the same
+time, but only one times, alone (`Turn`). Meanwhile other sessions search, build and make references, so that a GPU
+waits for none of this. On a CPU they would disturb the timing, so a CPU device has one seat.
 
-A session takes a `Lease`. Where there are as many sessions as seats nobody waits for a process. Devices on which no
-session has its seat help the others, and a new session gets one of those. A device that is lost gives back what it was
-measuring, and another one does that again. Nothing here knows where devices are: `local` makes those of this machine,
+A session takes a `Lease`. With at most as many sessions as seats no session waits for a process. Devices on which no
+session has its seat work for the others, and a new session gets one of them. If a device is lost, its measurements are
+repeated by another one. This module does not depend on the location of devices: `local` makes those of this machine,
 `cluster` those of a Ray cluster.
 """
 
@@ -36,20 +36,20 @@ from .replies import NotBelieved, check_measured
 
 logger = logging.getLogger("tvm_sparse")
 
-# A trial whose device is lost so often is not tried again in this run: perhaps it is what ends them.
+# Number of lost devices after which a trial is not tried again in this run, since it may have caused the losses.
 MOST_LOST = 3
-# Where no device is left: how long one is waited for that comes back.
+# If no device is left: seconds to wait for one to come back.
 RECOVERY_SECONDS = 120.0
-# Of a GPU. A session has it measure some 40 % of its own time (H200, products that take microseconds).
+# Seats of a GPU. A session uses it for some 40 % of its time (H200, products that take microseconds).
 GPU_SEATS = 3
-# How often whoever waits for its turn looks whether it is still wanted, in seconds.
+# Seconds between checks, while waiting for a turn, whether the result is still wanted.
 LOOK_SECONDS = 0.2
-# What a step of a candidate has at least, of the limit for all of them.
+# Least share of a candidate's time limit for each of its steps.
 LEAST_SECONDS = 0.2
 
 
 class Measures(Protocol):
-    """What `Measurer` does; both may also raise `Lost`."""
+    """The interface of `Measurer`; both methods may also raise `Lost`."""
 
     def prepare(self, problem: Mapping[str, Any], abandoned: Callable[[], bool]) -> None: ...
 
@@ -63,7 +63,7 @@ class Measures(Protocol):
 
 
 class Builds(Protocol):
-    """What compiles: a `Pool` of build workers, or what stands for one."""
+    """The interface of builders: a `Pool` of build workers, or a substitute."""
 
     def submit(self, request: Mapping[str, Any], *, timeout: float) -> Future[Reply]: ...
 
@@ -71,14 +71,15 @@ class Builds(Protocol):
 
 
 class Turn:
-    """Who uses a device: seats that verify, or one seat that times. Whoever waits to time lets nobody begin to verify.
+    """Exclusion on a device: several seats may verify, or one may time. While a seat waits to time, none may begin to
+    verify.
 
     Attributes
     ----------
     busy
-        Seconds that somebody has used it.
+        Seconds in which the device was used.
     waited, checked, timed
-        Seconds of all seats: in which they waited for their turn, verified, and timed.
+        Sums over all seats of the seconds spent waiting, verifying and timing.
     """
 
     def __init__(self) -> None:
@@ -90,7 +91,7 @@ class Turn:
 
     @contextlib.contextmanager
     def beside(self, unwanted: Callable[[], bool]) -> Iterator[None]:
-        """To verify, beside others that do. CancelledError once it is unwanted, while it waits."""
+        """A turn to verify, possibly beside others. Raises CancelledError if `unwanted` becomes true while it waits."""
         asked = time.monotonic()
         with self._changed:
             self._until(lambda: not self._timing and not self._waiting, unwanted)
@@ -106,7 +107,7 @@ class Turn:
 
     @contextlib.contextmanager
     def alone(self, unwanted: Callable[[], bool]) -> Iterator[None]:
-        """To time. As `beside`."""
+        """A turn to time, alone. Raises CancelledError as `beside` does."""
         asked = time.monotonic()
         with self._changed:
             self._waiting += 1
@@ -148,11 +149,11 @@ class Turn:
 
 @dataclass(eq=False)
 class Device:
-    """Where candidates are measured, and who builds for it."""
+    """A device that measures candidates, and its builders."""
 
     name: str
     machine: Machine
-    measurers: Sequence[Measures]  # one a seat
+    measurers: Sequence[Measures]  # one for each seat
     builders: Builds
     state: Mapping[str, Any] = field(default_factory=dict)  # driver, clocks
     cores: Collection[int] = ()  # the processors that it is bound to
@@ -172,13 +173,13 @@ class _Job:
     problem: Mapping[str, Any]
     library: Mapping[str, Any]
     timeout: float
-    seat: Seat | None  # the only one that may do it
+    seat: Seat | None  # the only seat that may do the job, if set
     future: Future[Reply | None]
     lost: int = 0
 
 
 class Lease:
-    """A session's seats: one of its own, the first, and those of devices that nobody else needs.
+    """A session's seats: its own, which is the first, and seats of devices that no other session needs.
 
     Made by `Fleet.lease`.
     """
@@ -191,17 +192,17 @@ class Lease:
         self._turn = itertools.count()
 
     def seat(self) -> Seat:
-        """Its own, once it has one.
+        """The session's own seat; waits until it has one.
 
         Raises
         ------
         StartError
-            If none is left.
+            If no seat is left.
         """
         return self._fleet.first(self)
 
     def build(self, requests: Iterable[Mapping[str, Any]], timeout: float) -> list[Future[Reply]]:
-        """Have libraries built, by the builders of its devices in turn."""
+        """Build libraries with its devices' builders, in turn."""
         found = list(dict.fromkeys(seat.device.builders for seat in self.seats or [self.seat()]))
         return [found[next(self._turn) % len(found)].submit(request, timeout=timeout) for request in requests]
 
@@ -213,14 +214,14 @@ class Lease:
         timeout: float,
         seat: Seat | None = None,
     ) -> Future[Reply | None]:
-        """Have a library measured once it is built; see `Measurer.measure`.
+        """Measure a library as soon as it is built; see `Measurer.measure`.
 
         Parameters
         ----------
         library
-            Says what to send of a build's reply; where it is None nothing is measured, and None comes back.
+            Makes the request from the build's reply; if it returns None, nothing is measured, and the result is None.
         seat
-            The only one that may do it. If that is lost, the future's exception is `Lost`.
+            The only seat that may measure. If it is lost, the future's exception is `Lost`.
         """
         future: Future[Reply | None] = Future()
 
@@ -247,7 +248,7 @@ class Lease:
 
 
 class Fleet:
-    """Devices, each of whose seats has a thread of its own, which starts its processes: these end with the thread."""
+    """Devices, with a thread for each seat that starts its processes: these end with the thread."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
@@ -271,21 +272,21 @@ class Fleet:
 
     @property
     def closed(self) -> bool:
-        """Whether it is, or is about to be."""
+        """Whether it is closed or about to be."""
         return self._closed
 
     @property
     def machines(self) -> dict[Machine, int]:
-        """The kinds of devices, and how many there are of each."""
+        """The kinds of devices, and the number of each."""
         return dict(Counter(device.machine for device in self.devices))
 
     def sessions(self, machine: Machine | None = None) -> int:
-        """How many sessions have a seat at the same time, on devices of this kind or on all."""
+        """Number of sessions that can have a seat at the same time, on devices of this kind or on all."""
         return sum(machine in (None, seat.device.machine) for seat in self._seats)
 
     @contextlib.contextmanager
     def lease(self, machine: Machine) -> Iterator[Lease]:
-        """Seats of devices of this kind, for the time of the block; what is under way at its end is given up."""
+        """Seats on devices of this kind, during the block; unfinished jobs are dropped at its end."""
         lease = Lease(self, machine)
         with self._changed:
             self._leases.append(lease)
@@ -313,7 +314,7 @@ class Fleet:
             self._enter(lease, job)
 
     def close(self) -> None:
-        """End what is under way, and all processes. May be called again."""
+        """End all jobs and processes. May be called again."""
         with self._changed:
             self._closed = True
             for lease in self._leases:
@@ -327,7 +328,7 @@ class Fleet:
             builders.close()
 
     def _serve(self, seat: Seat) -> None:
-        """What the thread of a seat does."""
+        """The main function of a seat's thread."""
         pin(seat.device.cores)
         while (found := self._next(seat)) is not None:
             lease, job = found
@@ -350,9 +351,9 @@ class Fleet:
                 job.future.set_result(reply)
 
     def _measure(self, seat: Seat, job: _Job) -> Reply:
-        """Prepare beside whoever measures, check beside others that do, and time alone.
+        """Prepare at any time, verify beside other seats, and time alone.
 
-        What is checked is on the host mostly: the device is free for others meanwhile.
+        Verification mostly uses the host, so the device is free for others in the meantime.
         """
         measurer, turn, left = seat.measurer, seat.device.turn, job.timeout
 
@@ -369,7 +370,7 @@ class Fleet:
         before = [step for step in job.library["steps"] if step not in (TIME, RECHECK)]
         with turn.beside(self._is_closed):
             reply = ask(*before)
-        if reply.environment:  # perhaps there was no memory for several
+        if reply.environment:  # perhaps because several seats ran out of memory together
             with turn.alone(self._is_closed):
                 reply = ask(*before)
         if not reply.ok or TIME not in job.library["steps"]:
@@ -396,7 +397,7 @@ class Fleet:
 
     def _lose(self, device: Device, lease: Lease, job: _Job, error: Exception) -> None:
         with self._changed:
-            if device in self._usable:  # else another seat has told of it
+            if device in self._usable:  # otherwise another seat has reported it
                 logger.warning("%s is lost: %s", device.name, str(error).partition("\n")[0])
                 self._usable.remove(device)
             self._coming_back.add(device)
@@ -413,7 +414,7 @@ class Fleet:
                 self._enter(lease, job, first=True)
 
     def _given_up(self, device: Device) -> Callable[[], bool]:
-        """For a device that may come back: whether nobody waits for it any more."""
+        """For a device that may come back: a function that returns whether nobody waits for it any more."""
 
         def given_up() -> bool:
             with self._changed:
@@ -441,13 +442,13 @@ class Fleet:
             lease.jobs.popleft().future.set_exception(error)
 
     def _share(self) -> None:
-        """Give a seat to each lease, as long as there are any, and the seats of other devices evenly to all.
+        """Give each lease a seat, while there are any, and distribute seats of the remaining devices evenly.
 
-        A lease keeps its seats as far as that is even.
+        Leases keep their seats as far as possible.
         """
         for machine in {device.machine for device in self.devices}:
             seats = [s for s in self._seats if s.device.machine == machine and s.device in self._usable]
-            # Those that hold one first: where seats are fewer than sessions, nobody loses its only one.
+            # Leases with a seat first: if there are fewer seats than leases, none loses its only one.
             leases = sorted((one for one in self._leases if one.machine == machine), key=lambda one: not one.seats)
             held = {seat: lease for lease in leases for seat in lease.seats}
             own = {lease: lease.seats[0] for lease in leases if lease.seats and lease.seats[0] in seats}
@@ -455,7 +456,7 @@ class Fleet:
                 free = [seat for seat in seats if seat not in own.values()]
                 if lease not in own and free:
                     sessions = Counter(seat.device for seat in own.values())
-                    # The last, as a lease's first is its own.
+                    # The last one, since a lease's first seat is its own.
                     own[lease] = min(reversed(free), key=lambda seat: (sessions[seat.device], seat in held))
             more: dict[Lease, list[Seat]] = {lease: [] for lease in own}
             needed = {seat.device for seat in own.values()}
@@ -475,9 +476,9 @@ class Fleet:
 
 
 def _unchanged(reply: Reply) -> Reply:
-    """A step's reply; an error if the library left its process changed, which was ended for it.
+    """A step's reply, replaced by an error if the library changed the state of its process, which was ended for that.
 
-    The steps that follow need what that process held, and a time that was measured in it counts for nothing.
+    Further steps would need that process's data, and times measured in it are not valid.
     """
     if not (reply.ok and reply.changed):
         return reply
@@ -486,7 +487,7 @@ def _unchanged(reply: Reply) -> Reply:
 
 
 def _believed(reply: Reply, steps: Sequence[str], timeout: float) -> Reply:
-    """A reply whose times a clock can have shown; else an error of the library that the process had called."""
+    """The reply if its times are possible; otherwise an error that blames the library."""
     try:
         check_measured(reply, steps, timeout)
     except NotBelieved as error:
@@ -495,12 +496,12 @@ def _believed(reply: Reply, steps: Sequence[str], timeout: float) -> Reply:
 
 
 def of_one_model(found: Iterable[Machine], model: str | None = None) -> set[Machine]:
-    """The machines whose names have `model` in them.
+    """The machines whose names contain `model`.
 
     Raises
     ------
     UnknownArch
-        If there is none, or if several of one architecture remain: their records would lie in one folder.
+        If there is none, or if several models of one architecture remain, since their records would share a folder.
     """
     all_machines = set(found)
     chosen = {machine for machine in all_machines if model is None or model.lower() in machine.name.lower()}
@@ -516,19 +517,19 @@ def of_one_model(found: Iterable[Machine], model: str | None = None) -> set[Mach
 
 
 def local(machine: Machine, builders: int, *, gpus: Sequence[int] = (0,), workers: int = 1) -> Fleet:
-    """Devices of this machine, whose processes start when first used, which takes them seconds.
+    """Devices of this machine; their processes start at the first use, which takes seconds.
 
     Parameters
     ----------
     machine
-        As `core.machine` gives it: its kind says whether GPUs or processors are the devices.
+        A machine from `core.machine`, whose kind says whether GPUs or CPUs are the devices.
     builders
-        Processes that compile, for all devices together.
+        Number of processes that compile, for all devices together.
     gpus
-        Which GPUs, as numbers of `core.machine.gpus`. Each has `GPU_SEATS`, and all share their builders.
+        Indices of GPUs in `core.machine.gpus`. Each has `GPU_SEATS`, and all share the builders.
     workers
-        Into how many parts the processors are divided. What builds for a part is bound to it like what measures
-        there, so that no part disturbs another one.
+        Number of parts into which the processors are divided. Builders and measurers of a part are bound to its
+        processors, so that parts do not disturb each other.
     """
     if machine.kind == "cuda":
         few = few_threads(threads_of_seat(len(gpus) * GPU_SEATS))
@@ -549,7 +550,7 @@ def local(machine: Machine, builders: int, *, gpus: Sequence[int] = (0,), worker
     if workers == 1:
         return Fleet([Device("CPU", machine, [Measurer()], Pool(builders, BUILD_WORKER, name="build"))])
     parts = cpu_parts(workers)
-    # TVM binds its threads to the first cores, whichever those of the process are.
+    # TVM binds its threads to the machine's first cores, even if the process may not use them.
     env = {"TVM_BIND_THREADS": "0"}
     share = max(1, builders // workers)
     return Fleet(
@@ -567,24 +568,24 @@ def local(machine: Machine, builders: int, *, gpus: Sequence[int] = (0,), worker
 
 
 def imagined(machine: Machine) -> Fleet:
-    """A device of a machine that need not be here: plans are made for it, and nothing runs."""
+    """A device of a machine that need not exist here, for making plans; nothing runs on it."""
     return Fleet([Device(machine.name, machine, [], Pool(1, BUILD_WORKER, name="build"))])
 
 
 def threads_of_seat(seats: int) -> int:
-    """Threads for references in the process of each of so many seats, together a quarter of the processors."""
+    """Threads for references in each seat's process: together a quarter of the processors."""
     return max(1, machines.cpu().cores // (4 * seats))
 
 
 def cpu_part(machine: Machine, workers: int) -> Machine:
-    """One of so many equal parts of the CPU, as a machine."""
+    """One of `workers` equal parts of the CPU, as a machine."""
     return machine if workers == 1 else dataclasses.replace(machine, cores=max(1, machine.cores // workers))
 
 
 def cpu_parts(workers: int) -> list[list[int]]:
-    """This process's processors in so many parts of the same size; where there are fewer, several parts are the same.
+    """This process's processors in `workers` parts of equal size; if there are fewer processors, some parts coincide.
 
-    On systems that do not bind processes the parts are empty, and nothing is bound.
+    On systems without processor binding the parts are empty, and nothing is bound.
     """
     if not hasattr(os, "sched_getaffinity"):
         return [[]] * workers

@@ -1,13 +1,13 @@
-"""Trials as MetaSchedule's databases, `database_workload.json` and `database_tuning_record.json`, and back.
+"""Conversion of trials to and from MetaSchedule's databases (`database_workload.json`, `database_tuning_record.json`).
 
-A candidate is a template's decisions, and a trace says no more: what is exported are traces on a placeholder that draw
-each decision and note it, as the search has them (`search`). Problem, architecture and the template's version are notes
-of the trace, and attributes of the workload, so that no query returns one problem's record for another. The templates'
-kernels are not in it: MetaSchedule can read, rank and merge such a database, and compile nothing from it.
+An exported trace contains a candidate's decisions: it samples each decision on a placeholder function and annotates it,
+as in the search (`search`). Problem, architecture and the template's version are annotations of the trace and
+attributes of the workload, so that a query never returns one problem's record for another. Kernels are not included:
+MetaSchedule can read, rank and merge such a database, but not compile from it.
 
-A trace can carry code that runs where it is loaded (`pragma_import_llvm`). So none is: an imported file is read as
-JSON, every instruction and note of every trace has to be one that `export` writes, and the values have to be a point of
-the template's space. The workloads' file, serialised IR, is not opened. Nothing here is unpickled.
+A trace can contain code that runs when it is loaded (`pragma_import_llvm`). So no trace is loaded: an imported file is
+parsed as JSON, every instruction and annotation must be one that `export` writes, and the values must be a point of the
+template's space. The workloads' file, serialised IR, is not opened. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .search import MARK
 
 RECORDS, WORKLOADS = "database_tuning_record.json", "database_workload.json"
 PROBLEM, ARCH, VERSION = "tvm_sparse_problem", "tvm_sparse_arch", "tvm_sparse_version"
-# What MetaSchedule writes for the time of a candidate that failed.
+# MetaSchedule's time for a candidate that failed.
 FAILED = 1e10
 UNKNOWN_REASON = "failed before it was imported: MetaSchedule's records do not say how"
 MOST_BYTES = 1 << 30
@@ -44,32 +44,33 @@ _SHOWN = 10  # lines that an error names
 
 
 class Refused(ProblemError):
-    """A database that is not imported; the message names the lines and what is wrong with each."""
+    """A database that is refused; the message names the lines and the defect of each."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """What a line of a database says."""
+    """The content of one line of a database."""
 
     problem: Problem
     machine: Machine
     candidate: Candidate
-    seconds: tuple[float, ...] | None  # None: it failed
+    seconds: tuple[float, ...] | None  # None for a failure
 
 
 # ---------------------------------------------------------------------------------------------------- export
 
 
 def export(roots: Iterable[Path], folder: Path, wanted: str = "") -> tuple[int, int]:
-    """Write the trials of folders of records as a database; how many, and how many are no point of a space now.
+    """Write the trials of folders of records as a database; returns the number of trials, and of those left out because
+    they are not points of a present space.
 
-    Trials that the machine spoilt are left out, those of the candidate's own failure have MetaSchedule's time for that.
-    Those with fresh inputs are left out, too: a database says of a time no more than its seconds.
+    Trials that failed because of the machine are left out; a candidate's own failures get MetaSchedule's time for
+    failures. Trials with fresh inputs are left out too, since a database cannot mark their times.
 
     Parameters
     ----------
     wanted
-        Only of problems whose keys begin so.
+        Only problems whose keys begin with this text.
 
     Raises
     ------
@@ -120,10 +121,11 @@ def export(roots: Iterable[Path], folder: Path, wanted: str = "") -> tuple[int, 
 
 
 def import_(path: Path, root: Path) -> tuple[int, int]:
-    """Append what a database holds to the logs under a folder; how many trials, and how many were there already.
+    """Append a database's trials to the logs under a folder; returns the number of new trials, and of those already
+    present.
 
-    They are trials of a session of their own, and no ranking: no call runs by them. The next tuning run takes them for
-    measured, and holds its final, where the best are verified and timed again, between those that it knows.
+    They form a session of their own without a ranking, so look-up does not use them. The next tuning run treats them as
+    measured, and verifies and times the best of all known candidates again in its final.
 
     Parameters
     ----------
@@ -133,7 +135,7 @@ def import_(path: Path, root: Path) -> tuple[int, int]:
     Raises
     ------
     Refused
-        If a line is anything else than `export` writes: nothing is imported then.
+        If a line differs from what `export` writes; then nothing is imported.
     """
     found = list(read(path))
     places = dict.fromkeys((one.machine.arch, one.problem.operator) for one in found)
@@ -162,7 +164,7 @@ def import_(path: Path, root: Path) -> tuple[int, int]:
 
 
 def read(path: Path) -> Iterator[Read]:
-    """The lines of a database, each checked; see `import_`."""
+    """Read and check the lines of a database; see `import_`."""
     file = path / RECORDS if path.is_dir() else path
     try:
         content = trust.read(file, MOST_BYTES, owned=False)
@@ -208,7 +210,7 @@ def _line(line: bytes) -> Read:
 
 
 def _notes(instructions: Sequence[Any], decisions: Sequence[Any]) -> dict[str, str | int]:
-    """What a trace notes on its placeholder, if it does nothing else."""
+    """A trace's annotations on its placeholder, if the trace does nothing else."""
     drawn: dict[int, int] = {}
     for pair in decisions:
         _expect(_is_list(pair, 2) and all(type(number) is int for number in pair), "pairs of numbers as decisions")

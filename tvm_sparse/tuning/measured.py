@@ -1,7 +1,9 @@
-"""The child that times a few candidates of a problem: `python -m tvm_sparse.tuning.measured`, started by a runtime.
+"""The child that times a few candidates of a problem: `python -m tvm_sparse.tuning.measured`, started by
+`runtime.measuring`.
 
-It is a tuning run whose candidates are given: they are built in parallel, checked, timed, and the best few timed again
-in turn with the fallback; trials and winner stand in the log. Its own children stay from one problem to the next.
+It is a tuning run with given candidates: they are built in parallel, checked and timed, and the best few are timed
+again in turn with the fallback. Trials and winner are recorded in the log. Its own children are kept for the next
+problem.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from .plans import Progress, uncounted
 from .session import tune
 from .workbench import MEASURE_TIMEOUT, NoValidRecord
 
-# Of the final: candidates are few, and somebody waits.
+# Rounds of the final: few, since a user waits.
 ROUNDS = 3
-# Candidates that are checked side by side. Between them the clock is looked at.
+# Candidates that are checked at the same time, after which the time limit is checked.
 TOGETHER = 3
-# Of the time that is given, for what is begun: the final starts no later.
+# Share of the time limit after which no more candidates are begun, and the final starts.
 SEARCH_SHARE = 0.7
 
-_fleets: dict[tuple[Any, ...], Fleet] = {}  # from one request to the next
+_fleets: dict[tuple[Any, ...], Fleet] = {}  # kept between requests
 
 
 def measured(
@@ -47,19 +49,19 @@ def measured(
     strategy: str = MEASURED,
     rounds: int = ROUNDS,
 ) -> Best:
-    """Time these candidates and the fallback; the winner is appended to the log.
+    """Time these candidates and the fallback, and append the winner to the log.
 
     Parameters
     ----------
     stop
-        Asked between batches of candidates: true begins the final.
+        Called between batches of candidates; if it returns true, the final begins.
     limit
-        Seconds to check and to time one candidate.
+        Time limit in seconds for checking and timing one candidate.
 
     Raises
     ------
     NoValidRecord
-        If none gave the right answer.
+        If no candidate was right.
     """
     proposed = tuple(candidates)
     how = {"strategy": strategy, "limit": limit, "proposed": proposed, "rounds": rounds, "given": TOGETHER}
@@ -68,7 +70,7 @@ def measured(
 
 
 def handle(message: dict[str, Any]) -> dict[str, Any]:
-    """Time the candidates of a request (`runtime.measuring.measure`); the winner, and its and the others' times."""
+    """Time the candidates of a request (`runtime.measuring.measure`); returns the winner, and all times."""
     began = time.monotonic()
     add_plugins(message["plugins"])
     machine, seconds = Machine(**message["machine"]), message["seconds"]

@@ -1,4 +1,4 @@
-"""What measures on a device: a supervised process, which is given each problem's inputs before its candidates."""
+"""Measuring on a device by a supervised process, which prepares each problem's inputs before its candidates."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ..core.machine import Machine
 from ..workers.processes import Reply, StartError, Worker
 
 MEASURE_WORKER = (sys.executable, "-m", "tvm_sparse.bench.measure")
-# To make a problem's inputs and references, once: minutes for gigabytes of them on a busy machine.
+# Seconds to make a problem's inputs and references: on a busy machine, gigabytes of them take minutes.
 PREPARE_TIMEOUT = 600.0
 
 
 class PrepareError(RuntimeError):
-    """A problem's inputs and references were not made: no candidate is to blame."""
+    """A problem's inputs and references could not be made; no candidate is to blame."""
 
 
 class Lost(RuntimeError):
-    """A device has gone, and with it what it was measuring: nothing is known of the candidate."""
+    """A device was lost during a measurement; nothing is known about the candidate."""
 
 
 class Measurer:
@@ -30,21 +30,21 @@ class Measurer:
     Parameters
     ----------
     env : mapping, optional
-        Variables of the process, which say which device it has.
+        Environment variables of the process, which select its device.
     """
 
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
         self._worker = Worker(MEASURE_WORKER, env=env, name="measure")
-        self._prepared: tuple[Any, ...] = ()  # the process, and what it was prepared for
-        self._ready: int | None = None  # the process whose device was tried
+        self._prepared: tuple[Any, ...] = ()  # the process, and the problem for which it is prepared
+        self._ready: int | None = None  # the process whose device was tested
 
     @property
     def processes(self) -> int:
-        """How many it has started: one, and one more for each that was ended."""
+        """Number of processes started: one, and one more for each that was ended."""
         return self._worker.started
 
     def prepare(self, problem: Mapping[str, Any], abandoned: Callable[[], bool] = lambda: False) -> None:
-        """Have a problem's inputs and references made, unless the process has them. The device is not used.
+        """Make a problem's inputs and references in the process, unless it has them. The device is not used.
 
         Parameters
         ----------
@@ -65,7 +65,7 @@ class Measurer:
         if self._prepared != wanted:
             reply = self._worker.call(problem, timeout=PREPARE_TIMEOUT, abandoned=abandoned)
             if not reply.ok:
-                self._try_device(problem["kind"], abandoned)  # which may be why
+                self._try_device(problem["kind"], abandoned)  # which may be the reason
                 raise PrepareError(reply.message)
             self._prepared = wanted
 
@@ -76,21 +76,21 @@ class Measurer:
         timeout: float,
         abandoned: Callable[[], bool] = lambda: False,
     ) -> Reply:
-        """Verify and time one library, for at most `timeout` seconds; what is not prepared is made before.
+        """Verify and time one library, for at most `timeout` seconds, after preparing the problem if necessary.
 
         Parameters
         ----------
         problem, abandoned
             As in `prepare`.
         library
-            What the request of `bench.measure` has beyond that: a path, and the layouts of workspaces.
+            The other fields of the request of `bench.measure`: a path, and the layouts of workspaces.
 
         Raises
         ------
         PrepareError
             As in `prepare`.
         StartError
-            If the process does not start, or has no device that works.
+            If the process does not start, or has no working device.
         """
         self.prepare(problem, abandoned)
         if self._ready != self._worker.pid:
@@ -98,14 +98,16 @@ class Measurer:
         return self._worker.call({**problem, **library}, timeout=timeout, abandoned=abandoned)
 
     def _try_device(self, kind: str, abandoned: Callable[[], bool]) -> None:
-        """Begin to use the device, which takes a second and is to no candidate's charge."""
+        """Use the device for the first time, which takes a second that must not count against a candidate."""
         reply = self._worker.call({"kind": kind}, timeout=PREPARE_TIMEOUT, abandoned=abandoned)
         if not reply.ok:
             raise StartError(f"the device: {reply.message}")
         self._ready = self._worker.pid
 
     def recover(self, abandoned: Callable[[], bool]) -> bool:
-        """Whether it can be used again after `StartError` or `Lost`; a process that does not start here never will."""
+        """Whether it can be used again after `StartError` or `Lost`; false here, since a local process would fail
+        again.
+        """
         return False
 
     def close(self) -> None:
@@ -114,7 +116,7 @@ class Measurer:
 
 
 def device_state(machine: Machine, number: int = 0) -> dict[str, str]:
-    """Driver and clocks of the GPU with this number, as far as the driver's own tool tells them; nothing of a CPU."""
+    """Driver and clocks of the GPU with this number, as far as nvidia-smi reports them; empty for a CPU."""
     if machine.kind != "cuda":
         return {}
     fields = "driver_version,clocks.sm,clocks.mem,power.limit"

@@ -1,4 +1,4 @@
-"""What a tuning run will do: what of a space is paid for, what comes before its search, and how far it is."""
+"""Plans of tuning runs: the points still to be measured, those that come before the search, and progress."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from . import strategies
 
 # Candidates that are built at the same time: enough to keep the builders busy, few enough to lose to a kill.
 BATCH = 16
-# One in this many trials goes to what won for similar problems, before the search begins.
+# One in this many trials measures a winner of a similar problem, before the search begins.
 PROVEN_SHARE = 4
-# One in this many goes to what the log's model takes for the fastest, but no more than so many of a long run.
+# One in this many measures a point that the log's model predicts to be the fastest, up to a maximum in a long run.
 PREDICTED_SHARE, MOST_PREDICTED = 2, 8
 FINALISTS = 4
 FINAL_ROUNDS = 5
-# For the estimate of a plan, until this run has its own figures: seconds to build and to measure one candidate.
+# Estimates for a plan until this run has its own times: seconds to build and to measure one candidate.
 TYPICAL = {"llvm": (0.5, 0.4), "cuda": (1.0, 0.3)}
 
 Measured = dict[Candidate, float | None]
@@ -37,30 +37,28 @@ Measured = dict[Candidate, float | None]
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a run will do, before it does it."""
+    """What a tuning run will do, known before it starts."""
 
     problem: Problem
     machine: Machine
-    templates: Mapping[str, int]  # points of each template's space, of a very large one those that a search is given
+    templates: Mapping[str, int]  # points of each space; of a very large one, those given to a search
     left_out: Mapping[str, str]  # templates that do not apply, and why
-    trials: int  # to be measured now
-    paid: int  # in the log already
+    trials: int  # number of trials to measure now
+    paid: int  # number already in the log
     builders: int
-    seconds: float  # estimate
-    named: tuple[str, ...] = ()  # templates that were asked for; none: all but those for comparison
-    fixed: Table = field(default_factory=dict)  # decisions whose values were given
+    seconds: float  # estimated duration
+    named: tuple[str, ...] = ()  # templates that were named; if empty, all but those for comparison
+    fixed: Table = field(default_factory=dict)  # decisions with given values
     strategy: str = strategies.DEFAULT
-    fresh: bool = False  # whether every timed call is behind a kernel that has just written the inputs of the batch
-    drawn: tuple[str, ...] = ()  # templates of which a search is given some points (`spaces.searchable`)
+    fresh: bool = False  # whether every timed call follows a kernel that has just written the batch's inputs
+    drawn: tuple[str, ...] = ()  # templates whose points are sampled (`spaces.searchable`)
     limit: float | None = None  # seconds to check and to time a candidate; None: `workbench.MEASURE_TIMEOUT`
-    proposed: tuple[Candidate, ...] = ()  # points that are measured before all but the fallback
-    # What takes part in the final whatever its trials took, and the problem that it is compiled for, of which only the
-    # batch may be another. It wins only if it is a point of this problem's spaces.
+    proposed: tuple[Candidate, ...] = ()  # points that are measured directly after the fallback
+    # Takes part in the final whatever its trials took, together with the problem that it is compiled for, which may
+    # differ in its batch. It wins only if it is a point of this problem's spaces.
     rivals: Mapping[Candidate, Problem] = field(default_factory=dict)
     rounds: int | None = None  # of the final; None: `FINAL_ROUNDS`
-    given: int = (
-        0  # if not 0: only the fallback and `proposed` are measured, so many at a time, and nothing is searched
-    )
+    given: int = 0  # if not 0: only the fallback and `proposed` are measured, this many at a time, without a search
 
     @property
     def size(self) -> int:
@@ -68,24 +66,24 @@ class Plan:
 
     @property
     def trial_seconds(self) -> float:
-        """What a trial of the search takes by estimate."""
+        """Estimated seconds of one trial of the search."""
         build, measure = TYPICAL[self.machine.kind]
         return build / self.builders + measure
 
     @property
     def final_rounds(self) -> int:
-        """How often the best are timed in turn."""
+        """Number of rounds in which the best are timed in turn."""
         return FINAL_ROUNDS if self.rounds is None else self.rounds
 
     @property
     def final_seconds(self) -> float:
-        """What the final takes by estimate."""
+        """Estimated seconds of the final."""
         return self.final_rounds * (FINALISTS + 1) * TYPICAL[self.machine.kind][1]
 
 
 @dataclass
 class Progress:
-    """The state of a run, for whoever shows it."""
+    """The state of a run, for display."""
 
     plan: Plan
     outcomes: dict[str, int] = field(default_factory=dict)
@@ -93,19 +91,20 @@ class Progress:
     best_seconds: float = float("inf")
     fallback_seconds: float | None = None
     measured: int = 0
-    ends: list[float] = field(default_factory=list)  # when each trial was through
+    ends: list[float] = field(default_factory=list)  # time at which each trial ended
     last: Trial | None = None
     phase: str = "search"
-    final_share: float = 0.0  # of the final that is through
-    medians: dict[Candidate, float] = field(default_factory=dict)  # of the final, once it is through
-    search_seconds: float = 0.0  # spent on the search: its beginning and its proposals
+    final_share: float = 0.0  # finished share of the final
+    medians: dict[Candidate, float] = field(default_factory=dict)  # from the final, once it has ended
+    search_seconds: float = 0.0  # spent on the search itself: its start and its proposals
 
     @property
     def slowness(self) -> float:
-        """How many times as long as estimated the last two batches took.
+        """Duration of the last two batches, as a multiple of the estimate.
 
-        What of them is not measured yet counts as estimated. A batch is built before it is measured: over one and less
-        the pace jumps. The first trial waits for the processes to start, and tells nothing of the others.
+        Their unmeasured trials count with the estimate. Two batches are needed because a batch is built before it is
+        measured, which makes the pace of a single one uneven. The first trial is left out, since it includes starting
+        the processes.
         """
         ends = self.ends[-2 * BATCH - 1 :]
         if not ends:
@@ -121,9 +120,9 @@ class Progress:
 
 
 def uncounted(problem: Problem, machine: Machine, trials: int, builders: int, **fields: Any) -> Plan:
-    """A plan of so many trials that says nothing of its space: for points that are given, and runs against the clock.
+    """A plan of `trials` trials without the size of its space, for given points and for runs with a time limit.
 
-    `fields`: others of `Plan`.
+    `fields`: other fields of `Plan`.
     """
     return Plan(problem, machine, {}, {}, trials, 0, builders, 0.0, **fields)
 
@@ -141,14 +140,14 @@ def make_plan(
     fresh: bool = False,
     known: Mapping[str, Measured] | None = None,
 ) -> Plan:
-    """Count the points to search, of the named templates if there are any, and what of it is paid for.
+    """Make a plan: count the points to search, of the named templates if any are named, and those already measured.
 
-    `known` is what `recorded` says of the log: plans of many problems read it once.
+    `known` is the result of `recorded` for the log, which plans of many problems read once.
 
     Raises
     ------
     ProblemError
-        If inputs are to be fresh on a machine that is no GPU.
+        If inputs are to be fresh on a machine that is not a GPU.
     """
     if fresh and machine.kind != "cuda":
         raise ProblemError(f"inputs: fresh ones are for GPUs, and {machine.arch} is a CPU; expected hot")
@@ -181,9 +180,9 @@ def make_plan(
 
 
 def recorded(log: Log, problem: Problem | None = None, *, fresh: bool = False) -> dict[str, Measured]:
-    """By problem key the candidates of the log at their templates' present version; of one problem, or of all.
+    """The log's candidates at their templates' present versions, by problem key, for one problem or all.
 
-    Of trials with fresh inputs, or of all others: neither knows of the other.
+    They are from trials with fresh inputs, or from all others.
     """
     known: dict[str, Measured] = {}
     for trial in (log.read() if problem is None else log.of_problem(problem.key)).timed(fresh):
@@ -198,18 +197,18 @@ def recorded(log: Log, problem: Problem | None = None, *, fresh: bool = False) -
 def winners_nearby(
     problem: Problem, machine: Machine, tables: Mapping[str, Table], log: Log, *, itself: bool = True
 ) -> list[Candidate]:
-    """What won for this operator's problems and is a point of these spaces, of the most similar problems first.
+    """Winners of this operator's problems that are points of these spaces, of the most similar problems first.
 
-    Winners at an earlier version of a template count as well, those of the problem itself too, unless not `itself`:
-    kernels change more often than what suits a shape. So do those of rankings with other inputs, hot or fresh: what
-    they took is not looked at.
+    Winners at earlier versions of a template count as well, including those of the problem itself if `itself`, since a
+    good choice for a shape often outlives a change of the kernel. Rankings with hot and fresh inputs both count, since
+    their times are not used.
     """
 
     found: list[tuple[float, Candidate]] = []
     for key, best in log.best().items():
         if key == problem.key and not itself:
             continue
-        with contextlib.suppress(KeyError, ValueError):  # of an operator or a template that is no longer there
+        with contextlib.suppress(KeyError, ValueError):  # of an operator or a template that was removed
             template, values = spaces.find(best.candidate.template), best.candidate.values
             if spaces.among(best.candidate, tables) and not template.point(problem, machine, values):
                 distance = problem.distance(parse(key))  # None for one of another dtype: last
@@ -218,11 +217,11 @@ def winners_nearby(
 
 
 def predicted(problem: Problem, machine: Machine, tables: Mapping[str, Table], log: Log, count: int) -> list[Candidate]:
-    """What the log's model takes for the fastest, of what these spaces have; trials tell how far off the model is."""
+    """The points of these spaces that the log's model predicts to be fastest; their trials show the model's error."""
     model = predictor((log.root,), machine.arch, problem.operator)
     if model is None:
         return []
-    chosen = model.choose(problem, machine)  # what look-up takes, which ranks for a larger batch
+    chosen = model.choose(problem, machine)  # look-up's choice, ranked for a larger batch
     found = dict.fromkeys([*([chosen.candidate] if chosen else []), *model.fastest(problem, machine, count)])
     there = [c for c in found if spaces.among(c, tables) and spaces.refusal(c, problem, machine) is None]
     return there[:count]
@@ -231,10 +230,10 @@ def predicted(problem: Problem, machine: Machine, tables: Mapping[str, Table], l
 def before_search(
     problem: Problem, machine: Machine, tables: Mapping[str, Table], log: Log, trials: int
 ) -> list[Candidate]:
-    """What a run of so many trials measures before it asks a search, the fallback first: each point once.
+    """The points that a run of `trials` trials measures before its search, without duplicates, the fallback first.
 
-    The fallback, and what is in the tables of every template's default, what a model of the log's trials predicts, and
-    what won for other problems.
+    They are the fallback and, as far as they are in the tables, every template's default, the predictions of a model of
+    the log's trials, and winners of other problems.
     """
     templates = map(spaces.find, tables)
     defaults = [c for t in templates if spaces.among(c := t.candidate(t.default(problem, machine)), tables)]
@@ -253,6 +252,6 @@ def covered(
     known: Mapping[Candidate, float | None],
     trials: int,
 ) -> bool:
-    """Whether the trials suffice for all points that are left: then no search is asked."""
+    """Whether the trials suffice for all remaining points, so that no search is needed."""
     most = itertools.islice(spaces.searchable(problem, machine, tables), trials + len(known) + 1)
     return sum(candidate not in known for candidate in most) <= trials

@@ -1,8 +1,7 @@
-"""What processes and machines reply, as plain data that is checked before it is believed.
+"""Replies of processes and machines, as plain data that is checked before use.
 
-A reply of another machine is JSON, with a library behind it if it has one: nothing of it is an object of Python's, and
-it says for which problem, candidate and library it is. Times, wherever they were measured, are numbers that a clock can
-have shown.
+A reply of another machine is JSON, followed by a library if it has one. It contains no Python objects, and repeats the
+problem, candidate and library of its request. Times from any machine must be possible values of a clock.
 """
 
 from __future__ import annotations
@@ -22,27 +21,27 @@ from ..workers.processes import Reply
 MOST_JSON, MOST_LIBRARY = 64 << 20, 1 << 30
 MOST_TEXT = 1 << 20
 MOST_ROUNDS = 100_000
-# No call of a kernel is shorter, in seconds.
+# Least time of a kernel call, in seconds.
 LEAST_TIME = 1e-9
 _END = b"\n"
 
 
 class NotBelieved(ValueError):
-    """A reply that is not plain data of the expected form, or not of what was asked; the message says in what."""
+    """A reply that is not plain data of the expected form, or does not match its request; the message says where."""
 
 
 def packed(value: Mapping[str, Any], content: bytes = b"") -> bytes:
-    """A reply as bytes: JSON in a line, and what follows."""
+    """A reply as bytes: JSON on one line, followed by `content`."""
     return json.dumps(value, allow_nan=False).encode() + _END + content
 
 
 def unpacked(data: Any) -> tuple[dict[str, Any], bytes]:
-    """What was `packed`: the object, and what follows it.
+    """The object and the content of a reply made by `packed`.
 
     Raises
     ------
     NotBelieved
-        If it is none, or is larger than replies are.
+        If the data is not a reply, or exceeds the limit on its size.
     """
     if type(data) is not bytes:
         raise NotBelieved(f"expected bytes, got {type(data).__name__}")
@@ -63,12 +62,12 @@ def _refuse(name: str) -> None:
 
 
 def of_request(value: Mapping[str, Any], **asked: str) -> Reply:
-    """The `Reply` in an unpacked one, which has to repeat what was asked: the problem, the candidate, the library.
+    """The `Reply` in an unpacked object, which has to repeat the request's problem, candidate and library (`asked`).
 
     Raises
     ------
     NotBelieved
-        If it is of something else, or a field is missing or of another type.
+        If it belongs to another request, or a field is missing or of another type.
     """
     for name, expected in asked.items():
         if value.get(name) != expected:
@@ -91,9 +90,9 @@ def of_request(value: Mapping[str, Any], **asked: str) -> Reply:
 
 
 def check_measured(reply: Reply, steps: Collection[str], timeout: float) -> None:
-    """Raise `NotBelieved` unless a reply that is ok has the times of a measurement, or none where none was asked.
+    """Raise `NotBelieved` unless a successful reply has the times of a measurement, or none if none was requested.
 
-    `timeout`: seconds that the measurement had, all of its calls together.
+    `timeout`: time limit in seconds of the measurement, for all of its calls together.
     """
     if not reply.ok:
         return
@@ -107,9 +106,9 @@ def check_measured(reply: Reply, steps: Collection[str], timeout: float) -> None
 
 
 def check_built(reply: Reply, library: bytes, sha256: Any) -> None:
-    """Raise `NotBelieved` unless a build's reply that is ok says of its library what `artifacts.compile.Compiled` does.
+    """Raise `NotBelieved` unless a successful build's reply has the fields of `artifacts.compile.Compiled`.
 
-    `sha256` is the hash that came with the library.
+    `sha256` is the hash sent with the library.
     """
     if not reply.ok:
         return
@@ -134,7 +133,7 @@ def check_built(reply: Reply, library: bytes, sha256: Any) -> None:
 
 def check_described(value: Mapping[str, Any]) -> None:
     """Raise `NotBelieved` unless a device's description has its place, machine, state and versions."""
-    machine = value.get("machine", ...)  # there, though it may be null
+    machine = value.get("machine", ...)  # the field must exist, though it may be null
     for name, right, expected in (
         ("host", _is_text(value.get("host")), "text"),
         ("node", _is_text(value.get("node")), "text"),
@@ -147,7 +146,7 @@ def check_described(value: Mapping[str, Any]) -> None:
 
 
 def _is_machine(value: Any) -> bool:
-    """Whether these are a machine's fields, each of the type that it has in a machine without any."""
+    """Whether these are a machine's fields, with the types of `Machine`'s defaults."""
     types = {field.name: type(getattr(_ANY, field.name)) for field in dataclasses.fields(Machine)}
     return (
         isinstance(value, dict)

@@ -1,11 +1,11 @@
-"""MetaSchedule's search over our templates.
+"""MetaSchedule's search over this package's templates.
 
-Every template of a problem becomes a design space: a placeholder function on whose trace its decisions are drawn with
-`sample_categorical` and written down as annotations. The evolutionary search mutates those decisions and ranks
-candidates with its XGBoost model; what it proposes is read back from the annotations and built by the template. So
-schedules and generated kernels are searched alike. Three parts of MetaSchedule are replaced, because they know only
-tiles, vectors and unrolling (`MutateDecision`), only the loops of the program at hand (`DecisionFeatures`), and
-nothing of restrictions between decisions (`RejectRestricted`).
+Every template of a problem becomes a design space: a placeholder function whose trace samples each decision with
+`sample_categorical` and stores it as an annotation. The evolutionary search mutates those decisions and ranks
+candidates with its XGBoost model; proposals are read back from the annotations and built by the template. So schedules
+and generated kernels are searched alike. Three parts of MetaSchedule are replaced: its mutators change only tiles,
+vectors and unrolling (see `MutateDecision`), its features describe only the program's loops (`DecisionFeatures`), and
+it knows no restrictions between decisions (`RejectRestricted`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ..core.candidate import Candidate
 from ..core.template import Table
 from .domain import Domain
 
-# The stock population of 512 is for spaces of billions of points; ours have hundreds to tens of thousands.
+# The stock population of 512 is meant for spaces of billions of points; those here have hundreds to tens of thousands.
 POPULATION = 128
-# Replayed traces that were drawn before count for MetaSchedule: it may draw so many for each trial.
+# MetaSchedule counts repeated draws of a trace as well: this is how many it may draw for each trial.
 REPLAY_DRAWS = 100
 MARK = "tvm_sparse."
 
 
 def decisions_of(module: Any) -> tuple[str, dict[str, int]]:
-    """The template and the decisions that a placeholder's annotations stand for."""
+    """The template and the decisions in a placeholder's annotations."""
     notes = {
         str(k)[len(MARK) :]: v for k, v in module["main"].body.block.annotations.items() if str(k).startswith(MARK)
     }
@@ -39,21 +39,22 @@ def decisions_of(module: Any) -> tuple[str, dict[str, int]]:
 
 
 def prepare() -> None:
-    """Before the first import of MetaSchedule: leave out every back end's tensor intrinsics, which take 10 s to import
-    and which no space here uses."""
+    """Skip the tensor intrinsics of all back ends, which take 10 s to import and which no space here uses. Call it
+    before the first import of MetaSchedule.
+    """
     if "tvm.s_tir.tensor_intrin" not in sys.modules:
         sys.modules["tvm.s_tir.tensor_intrin"] = types.ModuleType("tvm.s_tir.tensor_intrin")
 
 
 def load() -> None:
-    """Import what searches need, which takes seconds."""
+    """Import the modules that searches need, which takes seconds."""
     prepare()
     import xgboost  # noqa: F401
     from tvm.s_tir import meta_schedule  # noqa: F401
 
 
 def placeholder(**attributes: str) -> Any:
-    """A module with a function that computes next to nothing, and has these attributes: decisions are noted on it."""
+    """A module with a trivial function that has these attributes, on which decisions are annotated."""
     import tvm
     from tvm import te
 
@@ -65,10 +66,10 @@ def placeholder(**attributes: str) -> Any:
 
 
 def drawn(module: Any, template: str, table: Table, values: Mapping[str, int] | None = None, **notes: str) -> Any:
-    """A schedule of a placeholder whose trace draws each decision of a template: these values, or any.
+    """A schedule of a placeholder whose trace samples each decision of a template: given values, or random ones.
 
-    `notes` are written down beside the decisions. The trace ends with two instructions for each decision, one that
-    draws it and one that writes it down.
+    `notes` are annotated beside the decisions. The trace ends with two instructions for each decision, one that samples
+    it and one that annotates it.
     """
     from tvm.s_tir import Schedule
 
@@ -85,20 +86,20 @@ def drawn(module: Any, template: str, table: Table, values: Mapping[str, int] | 
 
 
 class Search:
-    """MetaSchedule's searches: proposes batches of points, and learns from what is reported.
+    """MetaSchedule's searches, which propose batches of points and learn from reported times.
 
     Parameters
     ----------
     known
-        Candidates measured before, with their median seconds (None: failed). They are never proposed again, and
-        teach the cost model before the first proposal.
+        Candidates measured before, with their median seconds (None: failed). They are never proposed again, and train
+        the cost model before the first proposal.
     replay
-        Draw traces at random (`ReplayTrace`) in the place of the evolutionary search with its cost model.
+        Draw traces at random (`ReplayTrace`) instead of using the evolutionary search with its cost model.
 
     Attributes
     ----------
     predicted
-        What the cost model says of the candidates that were proposed last, once it has been trained.
+        The cost model's predictions for the last proposals, once it has been trained.
     """
 
     def __init__(
@@ -116,15 +117,15 @@ class Search:
         self._mapped: dict[Candidate, Any] = {}
         draws = REPLAY_DRAWS * trials if replay else trials + len(known)
         self._meta = _MetaSchedule(domain, draws, batch, seed, replay)
-        # Where a space has millions of combinations MetaSchedule makes up few that are allowed. What is listed then
-        # fills the batches: what the prior hopes for, or else the neighbours of what is known first.
+        # In a space with millions of combinations few of MetaSchedule's proposals are allowed. Listed points then fill
+        # the batches: those best by the prior, or else neighbours of known points first.
         self._batch = batch
         self._left = iter(domain.hoped() if domain.open else ())
-        self._listed: set[Candidate] = set()  # of these the ones that were proposed
+        self._listed: set[Candidate] = set()  # those of the listed points that were proposed
         self._meta.teach({c: s for c, s in known.items() if domain.candidate(c.template, c.values) == c})
 
     def propose(self) -> list[Candidate]:
-        """As `Strategy.propose`; empty when the search has nothing left."""
+        """As `Strategy.propose`; empty when no point is left."""
         proposed = self._made_up()
         left = (one for one in self._left if one not in self._known and one not in self._mapped)
         listed = list(itertools.islice(left, max(self._batch - len(proposed), 0)))
@@ -132,7 +133,7 @@ class Search:
         return proposed + listed
 
     def _made_up(self) -> list[Candidate]:
-        """What MetaSchedule proposes and is not known."""
+        """MetaSchedule's proposals that are not known."""
         while True:
             proposals = self._meta.generate()
             if not proposals:
@@ -200,7 +201,7 @@ class _MetaSchedule:
         )
         self._database = ms.database.MemoryDatabase()
         self._workload = self._database.commit_workload(self._module)
-        # A few hundred rows of a few numbers: on several threads training takes ten times as long as on one.
+        # A few hundred rows of a few numbers: training takes ten times as long on several threads as on one.
         self._model = ms.cost_model.XGBModel(
             extractor=decision_features(domain), num_warmup_samples=batch, num_tuning_cores=1
         )
@@ -209,7 +210,7 @@ class _MetaSchedule:
 
     @contextlib.contextmanager
     def _seeded(self) -> Iterator[None]:
-        """NumPy's global generator, of which the cost model draws scores before it is trained, at this run's seed."""
+        """Seed NumPy's global generator, from which the cost model draws scores before it is trained, for the block."""
         import numpy as np
 
         state = np.random.get_state()
@@ -220,7 +221,7 @@ class _MetaSchedule:
             np.random.set_state(state)
 
     def teach(self, known: Mapping[Candidate, float | None]) -> None:
-        """Enter candidates of earlier runs, as if they had been measured in this one."""
+        """Add candidates of earlier runs as if they had been measured in this one."""
         schedules = [drawn(self._module, c.template, self._domain.tables[c.template], c.values) for c in known]
         measured = [self._ms.MeasureCandidate(schedule, []) for schedule in schedules]
         self._learn(measured, list(known.values()), self._results(list(known.values())))
@@ -232,14 +233,14 @@ class _MetaSchedule:
         return {candidate: p for candidate, p in named.items() if candidate is not None}
 
     def predict(self, asked: Mapping[Candidate, Any]) -> dict[Candidate, float]:
-        """The model's scores, the larger the better; empty before it has been trained, when they are random numbers."""
+        """The model's scores, larger being better; empty before training, when they are random numbers."""
         if self._model.booster is None or self._model.data_size < self._model.num_warmup_samples:
             return {}
         scores = self._model.predict(self._context, list(asked.values()))
         return dict(zip(asked, map(float, scores), strict=True))
 
     def pass_over(self, proposed: Sequence[Any]) -> None:
-        """Count as drawn what is being measured already; its time comes later."""
+        """Count candidates that are being measured as drawn; their times follow later."""
         if proposed:
             self._context.notify_runner_results(list(proposed), self._results([None] * len(proposed)))
 
@@ -252,9 +253,10 @@ class _MetaSchedule:
         return [self._ms.runner.RunnerResult([s] if s else None, None if s else "failed") for s in seconds]
 
     def _learn(self, measured: Sequence[Any], seconds: Sequence[float | None], results: Sequence[Any]) -> None:
-        """Tell the cost model and the database.
+        """Add results to the cost model and the database.
 
-        The model trains at every update, and is not asked before it has samples enough: the first ones come together.
+        The model trains at every update, and is not used before it has enough samples, so the first ones are added
+        together.
         """
         self._untold += zip(measured, results, strict=True)
         if self._untold and self._model.data_size + len(self._untold) >= self._model.num_warmup_samples:
@@ -267,11 +269,11 @@ class _MetaSchedule:
 
 
 def mutate_decision(tables: Mapping[str, Table], seed: int) -> Any:
-    """A mutator that draws one decision of a trace anew."""
+    """A mutator that samples one decision of a trace anew."""
     from tvm.ir.utils import derived_object
     from tvm.s_tir import meta_schedule as ms
 
-    # A trace of `drawn` begins with the block and its template; then each decision has two instructions.
+    # A trace of `drawn` begins with the block and its template, followed by two instructions for each decision.
     eligible = {
         name: [2 + 2 * i for i, choices in enumerate(table.values()) if len(choices) > 1]
         for name, table in tables.items()
@@ -303,7 +305,7 @@ def mutate_decision(tables: Mapping[str, Table], seed: int) -> Any:
 
 
 def reject_restricted(domain: Domain) -> Any:
-    """A post-processor that refuses points which their template does not allow."""
+    """A post-processor that rejects points which their template does not allow."""
     from tvm.ir.utils import derived_object
     from tvm.s_tir import meta_schedule as ms
 

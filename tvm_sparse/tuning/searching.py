@@ -1,7 +1,7 @@
 """The child that searches: `python -m tvm_sparse.tuning.searching`, started by `Searcher`.
 
-A search takes a core for a few hundredths of a second a trial. With a process for each session the driver has its own
-core for what all sessions share, and a fault of the compiler's search costs no more than the search it happens in.
+A search needs a few hundredths of a second of a core for each trial. With one process for each session the driver's
+core stays free for the work that all sessions share, and a crash in the compiler's search affects only one search.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from . import strategies
 from .domain import Domain
 
 SEARCH_WORKER = (sys.executable, "-m", "tvm_sparse.tuning.searching")
-# Far beyond the seconds that a proposal takes, also where other processes take the cores.
+# Time limit in seconds of a proposal, far beyond its usual time, even on a busy machine.
 TIMEOUT = 600.0
-# Of the fastest points that are known the neighbours are listed where not all points are.
+# Number of fastest known points whose neighbours are listed, if not all points are.
 AROUND = 8
 
 
 class SearchError(RuntimeError):
-    """The search ended twice without a proposal."""
+    """The search failed twice to make a proposal."""
 
 
 class Searcher:
-    """Searches, one after another, in a process of its own. Not thread-safe.
+    """A process that runs searches, one after another. Not thread-safe.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class Searcher:
     """
 
     def __init__(self, abandoned: Callable[[], bool] = lambda: False) -> None:
-        # Many search at the same time.
+        # Single-threaded, since many search at the same time.
         self._worker = Worker(SEARCH_WORKER, env=few_threads(1), name="search")
         self._abandoned = abandoned
         self._begin: dict[str, Any] = {}
@@ -78,9 +78,9 @@ class Searcher:
         batch: int,
         seed: int,
     ) -> None:
-        """Make a strategy (`strategies.make`) of the space that `spaces.searched` gives, with the log's model.
+        """Make a strategy (`strategies.make`) for the space of `spaces.searched`, with the log's model.
 
-        What this searched before is forgotten. A `fresh` search goes without the model, which knows no times with
+        An earlier search is forgotten. A `fresh` search does not use the model, which was not trained on times with
         fresh inputs.
         """
         self._known, self._results, self._asked = dict(known), {}, set()
@@ -101,21 +101,21 @@ class Searcher:
         self._call(self._begin | {"known": _texts(self._known)})  # a failure shows at the first proposal
 
     def spawn(self) -> None:
-        """Start the process unless it runs, and wait for nothing: it imports for seconds what a search needs."""
+        """Start the process if it is not running, without waiting: it spends seconds on imports."""
         self._worker.spawn()
 
     def propose(self) -> list[Candidate]:
-        """As `Strategy.propose`, after `Strategy.report` of what was reported since.
+        """As `Strategy.propose`, after sending the results reported since.
 
         Raises
         ------
         SearchError
-            If the process fails at that, and a new one that learns all anew does, too.
+            If the process fails, and a new one, to which all results are sent again, fails too.
         """
         reply = self._call({"results": _texts(self._results)})
         self._results = {}
         if not reply.ok:
-            # A new process is not to propose again what is being measured: to it that has failed.
+            # A new process must not propose candidates that are being measured: they are sent as failures.
             known = dict.fromkeys(self._asked) | self._known
             reply = self._call(self._begin | {"known": _texts(known)})
             if reply.ok:
@@ -147,9 +147,9 @@ def _candidates(texts: Mapping[str, float | None]) -> dict[Candidate, float | No
 
 
 def handle(message: dict[str, Any]) -> Any:
-    """Begin a search, or go on with it: report results, and propose.
+    """Begin a search, or continue it: report results, and propose.
 
-    The reply holds the candidates, and what the strategy predicts of them.
+    The reply contains the candidates, and the strategy's predictions for them.
     """
     global _search
     if "problem" in message:
@@ -180,15 +180,15 @@ def handle(message: dict[str, Any]) -> Any:
 _search: strategies.Strategy | None = None
 
 
-# What no search needs, and imports of a search take wherever it is installed: half of the seconds that it begins with.
+# Modules that searches import if they are installed, without needing them: half of the import time.
 UNNEEDED = ("torch", "sklearn", "tvm.runtime.disco")
 
 
 def load() -> None:
-    """Import what most searches need, without what they do not."""
+    """Import the modules that most searches need, without those that they do not."""
     from . import search
 
-    # Problems and strategies from outside may need them later; the first search that needs what is missing tells of it.
+    # Plugins' problems and strategies may need them: the first search with an import error restores them.
     with without(*UNNEEDED), contextlib.suppress(ImportError):
         search.load()
 

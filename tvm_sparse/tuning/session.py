@@ -1,15 +1,14 @@
-"""A tuning run: plan, trials in batches, a final between the best, and everything written down as it happens.
+"""A tuning run: plan, trials in batches, and a final between the best; everything is recorded at once.
 
     plan ──► first candidates ──► batches: propose, build in parallel, measure, append ──► final
 
-The first candidates are the fallback, every template's default, what the log's model predicts, and what won for similar
-problems in the same log, however its inputs were.
-A run is a function of its log: what stands there is not measured again, so an interrupted run is resumed by starting
-it again. Records of other versions of a template, and of trials that failed, count as paid for too. What failed for
-want of memory, disk or processors, or because something else ended its process, does not: it is tried again.
+The first candidates are the fallback, every template's default, the predictions of the log's model, and winners of
+similar problems in the same log, with hot or fresh inputs. Candidates in the log are not measured again, so an
+interrupted run is resumed by starting it again. Failed trials count as measured too, unless they failed for lack of
+memory, disk or processors, or because another process ended theirs: these are tried again.
 
-Several runs of a problem may share a log: a candidate is measured by the one that claims it (`sharing`), and the others
-take what came of it from the log, as a part of what they were to measure.
+Several runs of a problem may share a log: a candidate is measured by the run that claims it (`sharing`), and the others
+take the result from the log and count it among their own trials.
 """
 
 from __future__ import annotations
@@ -61,16 +60,16 @@ def tune(
     show
         Called after every trial and phase.
     stop
-        Asked between batches; True ends the search there, and the final is still held.
+        Called between batches; True ends the search, but the final still takes place.
     using
-        The devices, for several runs in a row or at the same time; without it the run has one of this machine.
+        The devices, if several runs share them; by default one of this machine.
     searcher
-        For several runs in a row; without it the run starts its own.
+        The search process, if several runs in a row share it; by default the run starts its own.
 
     Raises
     ------
     NoValidRecord
-        If no candidate, the fallback included, gave the right answer.
+        If no candidate, including the fallback, was right.
     """
     problem, machine = plan.problem, plan.machine
     tables, _ = spaces.searched(problem, machine, plan.named, plan.fixed)
@@ -87,7 +86,7 @@ def tune(
         first = run.before_search(tables)
         trials = plan.trials - len(first)
         asked: Searcher | None = None
-        # Where trials suffice for all that is left, no process has to search.
+        # If the trials suffice for all remaining points, no search process is needed.
         if trials > 0 and not covered(problem, machine, tables, run.known | dict.fromkeys(first), trials):
             asked = searcher or stack.enter_context(Searcher(lambda: devices.closed))
         run.begin(first, asked)
@@ -97,15 +96,15 @@ def tune(
 
 
 class Run:
-    """A plan under way.
+    """The execution of a plan.
 
     Attributes
     ----------
     known
-        Median seconds of candidates that were measured, now or before; None for a failure.
+        Median seconds of measured candidates, in this run or an earlier one; None for a failure.
     ahead
-        Whether a batch is proposed before what came of the last one is known, where builds disturb no measurement: else
-        the device would wait for its first library. Batches are half as large then.
+        Whether a batch is proposed before the results of the last one are known, so that the device does not wait for
+        its first library; only where builds do not disturb measurements. Batches are then half as large.
     """
 
     def __init__(
@@ -149,14 +148,16 @@ class Run:
         )
 
     def before_search(self, tables: Mapping[str, Table]) -> list[Candidate]:
-        """What is measured first and is not known, as far as it is paid for; the fallback in any case."""
+        """The first candidates that are not known, within the trials of the plan; the fallback in any case."""
         plan = self._plan
         known = before_search(plan.problem, plan.machine, tables, self._log, plan.trials)
         first = dict.fromkeys([*known[:1], *plan.proposed, *known[1:]])
         return [c for c in first if c not in self.known][: max(plan.trials, self._fallback not in self.known)]
 
     def begin(self, first: Sequence[Candidate], asked: Searcher | None) -> None:
-        """Measure what comes before the search: the fallback alone, and then the others. What is asked later starts."""
+        """Measure the candidates before the search: the fallback alone, and then the others. The search process starts
+        meanwhile.
+        """
         if self.ahead:
             self.bench.order(first)
             if asked:
@@ -167,7 +168,7 @@ class Run:
             self._measure(self._claimed(batch), {})
 
     def begin_given(self, together: int) -> None:
-        """Measure the fallback and the plan's `proposed` points, so many at a time, until the run is to stop."""
+        """Measure the fallback and the plan's `proposed` points, `together` at a time, until the run is to stop."""
         first = [c for c in dict.fromkeys([self._fallback, *self._plan.proposed]) if c not in self.known]
         if self.ahead:
             self.bench.order(first)
@@ -179,7 +180,7 @@ class Run:
             self._measure(self._claimed(first[start : start + together]), {})
 
     def search(self, asked: Searcher | None, tables: Mapping[str, Table], trials: int) -> strategies.Strategy:
-        """A search for so many trials, in the process that was started for it; without one, of all that is left."""
+        """A search for this many trials, in the process started for it; without one, over all remaining points."""
         plan, batch = self._plan, plans.BATCH // self._under_way
         if asked is None:
             everything = Domain.of(plan.problem, plan.machine, tables)
@@ -204,7 +205,7 @@ class Run:
         return asked
 
     def follow(self, search: strategies.Strategy) -> None:
-        """Measure what a search proposes, and report it, until the trials are through or the run is to stop."""
+        """Measure a search's proposals, and report them, until the trials are used or the run is to stop."""
         self._propose(search)
         while self._proposed and not self._stop():
             results = self._measure(*self._proposed.popleft())
@@ -212,7 +213,7 @@ class Run:
             self._propose(search)
 
     def _propose(self, search: strategies.Strategy) -> None:
-        """Until as many batches are under way as should be, or there is nothing left."""
+        """Propose batches until enough are in progress, or nothing is left."""
         progress = self.progress
         while len(self._proposed) < self._under_way and not self._stop():
             returned = self._learn(search)
@@ -230,19 +231,19 @@ class Run:
             if not batch:
                 return
             if not (claimed := self._claimed(batch[:left])):
-                continue  # others are at all of them
+                continue  # other runs are measuring all of them
             self._proposed.append((claimed, {} if returned else search.predicted))
             if self.ahead:
                 self.bench.begin(claimed, self._session)
 
     def _claimed(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Those that no other run has measured or is measuring, which from now on are this one's."""
+        """Claim those candidates that no other run has measured or is measuring."""
         claimed, found = self._sharing.claim(candidates)
         self._note_others(found)
         return claimed
 
     def _learn(self, search: strategies.Strategy) -> list[Candidate]:
-        """Report what other runs have measured; returns what they began and gave up, which now is this one's."""
+        """Report results of other runs; returns candidates that they began and gave up, which this run takes over."""
         returned, found = self._sharing.learn()
         self._note_others(found)
         if unreported := {one: self.known[one] for one in self._unreported}:
@@ -251,7 +252,7 @@ class Run:
         return returned
 
     def _note_others(self, found: Mapping[Candidate, float | None]) -> None:
-        """What other runs have measured is known, and the search is yet to hear of it."""
+        """Add results of other runs to those known, and to those to be reported to the search."""
         self.known.update(found)
         self._unreported.update(found)
         for candidate, seconds in found.items():
@@ -261,7 +262,7 @@ class Run:
                 self.progress.fallback_seconds = seconds
 
     def _require_fallback(self) -> None:
-        """The fallback fits every shape: where it fails the machine is at fault, and no candidate is to pay."""
+        """The fallback fits every shape: if it fails, the machine is at fault, and candidates must not be blamed."""
         self.bench.forget(self._fallback)
         (trial,) = self.bench.measure([self._fallback], self._session, 0)
         if trial.outcome != "ok":
@@ -271,14 +272,16 @@ class Run:
             )
 
     def _measure(self, batch: Sequence[Candidate], scores: Mapping[Candidate, float]) -> dict[Candidate, float | None]:
-        """Measure a batch, and append its trials to the log. `scores`: what the search's cost model said of them."""
+        """Measure a batch, and append its trials to the log. `scores` are the predictions of the
+        search's cost model.
+        """
         trials: list[Trial] = []
         try:
             for measured in self.bench.measure(batch, self._session, self.progress.measured):
                 trials.append(dataclasses.replace(measured, predicted=scores.get(measured.candidate)))
                 self._note(trials[-1])
         except (StartError, OSError, CancelledError):
-            # Nothing can go on. What was right is not to be measured again, all else is.
+            # The run cannot continue. Right results are not measured again, everything else is.
             right = (t if t.outcome == "ok" else dataclasses.replace(t, outcome="environment") for t in trials)
             self._log.append(*right)
             raise
@@ -291,7 +294,7 @@ class Run:
         return results
 
     def _note(self, trial: Trial) -> None:
-        """Count a trial, and show how far the run is."""
+        """Count a trial, and report progress."""
         progress = self.progress
         progress.measured += 1
         progress.ends.append(time.monotonic())
@@ -305,12 +308,13 @@ class Run:
         self._show(progress)
 
     def final(self) -> Best:
-        """Measure the best few and the fallback again, in turn on one device, and record the winner by its median, if
-        it is right on ten times as many cases as candidates are; else the next best that is.
+        """Measure the best few and the fallback again, in turn on one device. The one with the best median is recorded
+        as the winner if it is right on ten times as many cases as candidates are checked on; otherwise the next best is
+        tried.
 
-        One round after another, so that a drift of the machine meets all of them; the fallback takes part, so that a
-        tuned result cannot lose to not tuning. Devices differ: all is measured by the session's own seat, and where
-        that is lost all begins anew on another.
+        Rounds follow each other, so that a drift of the machine affects all of them; the fallback takes part, so that a
+        tuned result cannot lose to not tuning. Devices differ, so everything is measured by the session's own seat; if
+        that is lost, the final starts again on another.
         """
         problem, fallback, known = self._plan.problem, self._fallback, self.known
         self.progress.phase = "final"
@@ -352,8 +356,9 @@ class Run:
         return best
 
     def _proven(self, medians: dict[Candidate, float]) -> tuple[Candidate | None, Trial | None]:
-        """The fastest finalist that stands the proof, the fallback where it is as fast, and a trial that the
-        environment spoilt if there was one. What fails is written down and left out of `medians`."""
+        """The fastest finalist that passes the proof, or the fallback if it is as fast; and a trial that failed because
+        of the environment, if any. Failures are recorded and removed from `medians`.
+        """
         seat, spoilt = self.bench.seat(), None
         while medians:
             winner = min(medians, key=lambda c: (medians[c], c != self._fallback))
@@ -368,7 +373,7 @@ class Run:
         return None, spoilt
 
     def _rounds(self, finalists: Sequence[Candidate]) -> tuple[dict[Candidate, list[float]], Trial | None]:
-        """Times of finalists, a figure a round, and a trial that the environment spoilt if there was one."""
+        """Times of finalists, one for each round, and a trial that failed because of the environment, if any."""
         seat = self.bench.seat()
         times: dict[Candidate, list[float]] = {}
         spoilt: Trial | None = None
@@ -378,7 +383,7 @@ class Run:
                     times.setdefault(trial.candidate, []).append(trial.median)
                 elif trial.outcome == "environment":
                     spoilt = trial
-            # One that fails once is no finalist.
+            # One failure excludes a finalist.
             finalists = [c for c in finalists if c in times]
             self.progress.final_share = (number + 1) / self._plan.final_rounds
             self._show(self.progress)
@@ -397,23 +402,24 @@ def tune_all(
     stop: Callable[[], bool] = lambda: False,
     searchers: Sequence[Searcher] = (),
 ) -> None:
-    """Run plans, as many at the same time as devices have seats; one that fails does not keep the others from theirs.
+    """Run plans, as many at the same time as devices have seats; a failing one does not stop the others.
 
     Parameters
     ----------
     root
-        Of the logs.
+        Root folder of the logs.
     begin, show, end
-        Called at a plan's begin, as `tune` says, and at its end; never two of them at the same time.
+        Called at a plan's begin, during it as in `tune`, and at its end; never two at the same time.
     stop
-        As in `tune`; no plan is begun once it is true.
+        As in `tune`; no plan is begun once it returns true.
     searchers
-        For several runs in a row: as many as `Fleet.sessions`. Without them the run starts its own.
+        Search processes, `Fleet.sessions` of them, if several runs in a row share them; by default the run starts its
+        own.
 
     Raises
     ------
     StartError, OSError
-        Where nothing can go on. All plans end then, and `devices` are closed, as they are after `KeyboardInterrupt`.
+        If the run cannot continue. All plans then end, and `devices` are closed, as after `KeyboardInterrupt`.
     """
     saying, failed = threading.Lock(), threading.Event()
     free: queue.LifoQueue[Searcher] = queue.LifoQueue()
@@ -453,7 +459,7 @@ def tune_all(
             count = devices.sessions(machine)
             for _ in range(0 if searchers else count):
                 free.put(stack.enter_context(Searcher(lambda: devices.closed)))
-            # Left first: a searcher's process ends with the thread that started it.
+            # Left first, since a search process ends with the thread that started it.
             lanes = stack.enter_context(ThreadPoolExecutor(count, f"tune-{machine.arch}"))
             running += [lanes.submit(run, plan) for plan in plans if plan.machine == machine]
         try:
@@ -461,13 +467,13 @@ def tune_all(
                 future.result()
         except BaseException:
             failed.set()
-            devices.close()  # what waits for one ends now
+            devices.close()  # pending waits end now
             raise
 
 
 @contextlib.contextmanager
 def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """For `tune(stop=...)`: the first Ctrl-C or SIGTERM asks to stop after the batch in hand, a second ends at once."""
+    """For `tune(stop=...)`: the first Ctrl-C or SIGTERM stops after the current batch, a second ends at once."""
     asked: list[int] = []
 
     def handler(number: int, frame: Any) -> None:

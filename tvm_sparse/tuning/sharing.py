@@ -1,8 +1,8 @@
-"""How runs of one problem share a log: who measures a candidate, and what the others learn of it.
+"""How several runs of one problem share a log: each candidate is measured by one run, and the others learn its result.
 
-A run claims a candidate before it measures it, and releases it once the trial stands in the log. What another run has
-claimed is left to it. So is what stands in the log by then: that is looked at once more after a claim was granted, when
-nobody else can be writing of this candidate any more.
+A run claims a candidate before it measures it, and releases it after its trial is in the log. Candidates claimed by
+another run are left to it. After a claim is granted the log is read once more, since another run may have finished the
+candidate just before; from then on no other run writes about it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ..core.candidate import Candidate
 from ..core.problem import Problem
 from ..records import Log, Session, Trial, codec
 
-# Beside the trials; the name ends as those of other locks do, which no repository keeps.
+# File of the claims, beside the trials; its suffix is that of other lock files, which repositories ignore.
 NAME = "claims.jsonl.lock"
 
 
 class Sharing:
-    """What a run has claimed, and what other runs measure or have measured since this one began.
+    """The candidates that a run has claimed, and those that other runs measure or have measured since it began.
 
     Parameters
     ----------
     fresh
-        Whether this run's trials have fresh inputs: those of others are other trials.
+        Whether this run's trials have fresh inputs; trials with the other kind of inputs are ignored.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Sharing:
 
     def __init__(self, log: Log, problem: Problem, *, fresh: bool = False) -> None:
         self._log, self._problem, self._fresh = log, problem, fresh
-        self._claims: locking.Claims | None = None  # once the log's folder is there
+        self._claims: locking.Claims | None = None  # once the log's folder exists
         self._mark = json.dumps(problem.key).encode()
         self._end, self._file = _place(log.trials_path)
         self._sessions: dict[str, Session | None] = {}
@@ -47,11 +47,11 @@ class Sharing:
 
     @property
     def count(self) -> int:
-        """As the class says."""
+        """See the class's docstring."""
         return len(self._elsewhere | self._found)
 
     def claim(self, candidates: Iterable[Candidate]) -> tuple[list[Candidate], dict[Candidate, float | None]]:
-        """Those that are this run's from now on, and what others have measured meanwhile."""
+        """Claim candidates; returns those that this run now has to measure, and results of others found in the log."""
         wanted = list(candidates)
         taken = [one for one in wanted if self._take(one)]
         found = self._read()
@@ -61,20 +61,20 @@ class Sharing:
         return self._kept(taken), found
 
     def learn(self) -> tuple[list[Candidate], dict[Candidate, float | None]]:
-        """What others have begun and given up, which is this run's from now on, and what they have measured."""
+        """Returns candidates that others gave up, which this run has now claimed, and new results of others."""
         taken = [one for one in sorted(self._elsewhere, key=str) if self._take(one)]
         found = self._read()
         self._elsewhere.difference_update(taken)
         return self._kept(taken), found
 
     def done(self, candidates: Iterable[Candidate]) -> None:
-        """These are measured, and stand in the log."""
+        """Release candidates whose trials are in the log."""
         measured = list(candidates)
         self._measured.update(measured)
         self.release(measured)
 
     def release(self, candidates: Iterable[Candidate]) -> None:
-        """Leave these to others."""
+        """Release candidates that were not measured."""
         for one in candidates:
             if self._claims is not None:
                 self._claims.release(self._name(one))
@@ -85,7 +85,7 @@ class Sharing:
             self._claims.close()
 
     def _kept(self, taken: list[Candidate]) -> list[Candidate]:
-        """Those that nobody has measured; the others are released."""
+        """Those of the claimed candidates that nobody has measured; the others are released."""
         self.release(one for one in taken if one in self._found)
         return [one for one in taken if one not in self._found]
 
@@ -98,16 +98,16 @@ class Sharing:
         return json.dumps([self._problem.key, str(candidate), self._fresh])
 
     def _read(self) -> dict[Candidate, float | None]:
-        """Median seconds of what others have added to the log since it was read last, None for a failure."""
+        """Median seconds of other runs' trials added to the log since the last read; None for a failure."""
         path, end = self._log.trials_path, self._end
         size, file = _place(path)
         if (size, file) == (end, self._file):
             return {}
-        begin = end if file == self._file and size >= end else 0  # else it was rewritten
+        begin = end if file == self._file and size >= end else 0  # otherwise the file was rewritten
         with path.open("rb") as opened:
             opened.seek(begin)
             data = opened.read()
-        whole = data.rfind(b"\n") + 1  # what follows is being written
+        whole = data.rfind(b"\n") + 1  # the rest is being written
         self._end, self._file = begin + whole, file
         found: dict[Candidate, float | None] = {}
         for line in data[:whole].splitlines():
@@ -118,7 +118,9 @@ class Sharing:
         return found
 
     def _counts(self, trial: Trial) -> bool:
-        """Whether a trial is another run's of this problem, at the template's present version, with such inputs."""
+        """Whether a trial is another run's of this problem, at the template's present version, with the same kind of
+        inputs.
+        """
         if trial.problem != self._problem.key or trial.outcome == "environment" or trial.candidate in self._measured:
             return False
         try:
@@ -141,7 +143,7 @@ def _trial(line: bytes) -> Trial | None:
 
 
 def _place(path: Path) -> tuple[int, int]:
-    """Bytes of a file, and which one it is."""
+    """A file's size, and its inode."""
     try:
         found = os.stat(path)
     except FileNotFoundError:

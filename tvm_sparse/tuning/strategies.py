@@ -1,7 +1,7 @@
-"""How a search chooses what to measure next: strategies by name, all behind the same two methods.
+"""Search strategies, by name, which choose the candidates to measure next; all have the same two methods.
 
 `evolutionary` and `replay` are MetaSchedule's (`search`), `random` draws without replacement, `boosting` ranks all
-points with XGBoost's trees. The others are optimisers of libraries for studies (`ask_tell`), of the extra `lab`.
+points with XGBoost's trees. The others are optimisers of other libraries, for studies (`ask_tell`, extra `lab`).
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ DEFAULT = "evolutionary"
 
 
 class Strategy(Protocol):
-    """What a tuning run asks.
+    """The interface of a strategy.
 
     Attributes
     ----------
     predicted
-        What the strategy's model said of the candidates that were proposed last, the larger the faster; empty where it
-        has none, or has not been fitted yet. Trials record it.
+        The predictions of the strategy's model for the last proposals, larger meaning faster; empty without a fitted
+        model. Trials record them.
     """
 
     @property
     def predicted(self) -> Mapping[Candidate, float]: ...
 
     def propose(self) -> list[Candidate]:
-        """The next candidates, none of them known, nor proposed before; empty when there is nothing left."""
+        """The next candidates, neither known nor proposed before; empty when no point is left."""
 
     def report(self, results: Mapping[Candidate, float | None]) -> None:
-        """Median seconds of candidates that were proposed, None for a failure."""
+        """Report median seconds of proposed candidates; None for a failure."""
 
 
 class Maker(Protocol):
@@ -51,7 +51,7 @@ class Maker(Protocol):
 def make(
     name: str, domain: Domain, *, known: Mapping[Candidate, float | None], trials: int, batch: int, seed: int
 ) -> Strategy:
-    """A search of a domain.
+    """Make a strategy for a domain.
 
     Parameters
     ----------
@@ -60,9 +60,9 @@ def make(
     known
         Candidates measured before, with their median seconds (None: failed). They are never proposed again.
     trials
-        How many points will be measured. A search that they suffice to measure all of is no search: any order will do.
+        Number of points that will be measured. If they suffice for the whole domain, the order does not matter.
     batch
-        How many points are proposed at a time, and reported together. Others may be proposed before they are.
+        Number of points that are proposed at a time, and reported together. Others may be proposed in between.
 
     Raises
     ------
@@ -108,23 +108,23 @@ class Random:
         random.Random(seed).shuffle(self._left)
 
     def propose(self) -> list[Candidate]:
-        """The next of the order."""
+        """The next points of the order."""
         batch, self._left = self._left[: self._batch], self._left[self._batch :]
         return batch
 
     def report(self, results: Mapping[Candidate, float | None]) -> None:
-        """Nothing is learned."""
+        """Do nothing."""
 
 
 class Boosting:
-    """Ranks all points that are left with gradient-boosted trees, fitted to what was measured.
+    """Ranks all remaining points with gradient-boosted trees, fitted to the measurements.
 
-    They see a point's decisions, and what the domain's prior says of it. Before there is something to fit, half of a
-    batch is what the prior says, and the others are of all templates alike, drawn at random.
+    Their features are a point's decisions and the domain's prior. Before there are measurements to fit, half of a batch
+    are the best points by the prior, and the others are drawn at random, equally from all templates.
 
-    The trees predict ln(seconds); a failure counts as `FAILED` times the slowest. A batch is shared by `MODELS` models
-    that were fitted to different draws of the measurements (the bootstrap), each of which names its fastest points: so
-    a batch holds what several plausible explanations hope for. One point in `EXPLORED` is drawn at random.
+    The trees predict ln(seconds); a failure counts as `FAILED` times the slowest. A batch is shared by `MODELS` models,
+    fitted to different bootstrap samples of the measurements, each of which contributes the points that it predicts to
+    be fastest. One point in `EXPLORED` is drawn at random.
     """
 
     MODELS, EXPLORED, FAILED, ROUNDS, LEAST = 4, 8, 2.0, 60, 8
@@ -148,7 +148,7 @@ class Boosting:
         self.predicted: Mapping[Candidate, float] = {}
 
     def propose(self) -> list[Candidate]:
-        """What the prior hopes for, then what the models do."""
+        """The best points by the prior, then by the models."""
         import numpy as np
 
         left = self._left()
@@ -173,11 +173,11 @@ class Boosting:
         return proposed
 
     def report(self, results: Mapping[Candidate, float | None]) -> None:
-        """Remember."""
+        """Store the results."""
         self._known.update(results)
 
     def _left(self) -> list[int]:
-        """The points that are neither known nor proposed, in random order but one template after the other."""
+        """The points that are neither known nor proposed, in random order, alternating between templates."""
         decks: dict[str, list[int]] = {name: [] for name in self._domain.tables}
         for number, point in enumerate(self._domain.points):
             if point not in self._proposed:
@@ -216,5 +216,5 @@ def _makers() -> dict[str, Callable[..., Strategy]]:
 
 
 def names() -> list[str]:
-    """The strategies there are; those of libraries need the extra `lab`."""
+    """Names of the strategies; those of other libraries need the extra `lab`."""
     return list(_makers())

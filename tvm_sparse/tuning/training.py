@@ -1,6 +1,6 @@
-"""Fits the model of `records.predictor` to recorded trials, and finds by cross-validation what its choices lose.
+"""Fitting the model of `records.predictor` to recorded trials, with the loss of its choices by cross-validation.
 
-XGBoost, of the `tune` extra, is needed here and nowhere else.
+Only this module needs XGBoost, from the extra `tune`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..core.registry import parse
 from ..records import Log
 from ..records.predictor import Predictor, Probe, Trees, features_of
 
-# A point is worth ranking for other problems if it came within this factor of the best of one problem.
+# A point is ranked for other problems if it came within this factor of the best of one problem.
 GOOD = 1.1
-# Times beyond this multiple of a problem's best are bad, and how bad does not matter.
+# Times beyond this multiple of a problem's best are clipped to it: how bad they are does not matter.
 CLIP = 3.0
-# How much less a point counts in the fit for each e-fold of its time over the best.
+# Decrease of a point's weight in the fit for each e-fold of its time over the best.
 SHARPNESS = 1.5
 PARAMETERS = {
     "objective": "reg:squarederror",
@@ -41,18 +41,19 @@ PARAMETERS = {
     "nthread": 1,
 }
 ROUNDS = 150
-# Fits that differ in what is drawn at random. Their mean errs less, and far less often badly.
+# Number of fits with different random draws. Their mean is more accurate, and far less often wrong by much.
 FITS = 4
 FOLDS = 10
-# Of fewer problems there is nothing to leave out. Look-up asks more of a model that knows little (`lookup.CLEAR`).
+# Least number of problems, below which none can be left out. Look-up requires more of a model trained on few
+# (`lookup.CLEAR`).
 LEAST_PROBLEMS = 3
-# Of how many problems a point is remembered with what the model says of it.
+# Number of problems for which the model's value for a point is stored as a probe.
 PROBES = 10
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The points of one problem that were measured, with their median seconds."""
+    """The measured points of one problem, with their median seconds."""
 
     problem: Problem
     machine: Machine
@@ -60,15 +61,15 @@ class Measured:
 
     @property
     def best(self) -> float:
-        """Seconds of the fastest."""
+        """Seconds of the fastest point."""
         return min(self.seconds.values())
 
 
 def measured(log: Log) -> list[Measured]:
-    """What a log says of points of the spaces as they are now, by problem; problems with one point teach nothing.
+    """The log's measurements of points of the present spaces, by problem, without problems with a single point.
 
-    Of several trials of a point the fastest counts. Trials of other versions of a template are left out, and so are
-    those with fresh inputs.
+    If a point has several trials, the fastest counts. Trials of other template versions, and with fresh inputs, are
+    left out.
     """
     contents = log.read()
     sessions = {session.id: session for session in contents.sessions}
@@ -79,7 +80,7 @@ def measured(log: Log) -> list[Measured]:
         try:
             problem = parse(trial.problem)
         except ProblemError:
-            continue  # recorded by a version whose problems had other axes
+            continue  # recorded by a version with other axes
         facts = sessions[trial.session].machine
         here = dataclasses.replace(
             machines.resolve(log.arch), name=str(facts.get("name", "")), cores=int(facts["cores"])
@@ -92,8 +93,9 @@ def measured(log: Log) -> list[Measured]:
 
 
 def fit(data: Sequence[Measured]) -> Trees:
-    """Trees for ln(time / best of the problem), the mean of several fits. Each problem weighs as the root of its number
-    of points."""
+    """Trees for ln(time / best time of the problem), the mean of several fits. A problem's weight is the square root of
+    its number of points.
+    """
     import numpy as np
     import xgboost
 
@@ -109,7 +111,7 @@ def fit(data: Sequence[Measured]) -> Trees:
 
 
 def trees_of(boosters: Sequence[Any], names: tuple[str, ...]) -> Trees:
-    """The mean of the trees of some `xgboost.Booster`, laid out anew: children side by side."""
+    """The mean of several `xgboost.Booster`, as trees with siblings stored side by side."""
     import numpy as np
 
     learners = [json.loads(bytes(booster.save_raw("json")))["learner"] for booster in boosters]
@@ -121,12 +123,13 @@ def trees_of(boosters: Sequence[Any], names: tuple[str, ...]) -> Trees:
     missing_left: list[int] = []
     for tree in (tree for learner in learners for tree in learner["gradient_booster"]["model"]["trees"]):
         roots.append(len(feature))
-        order = [0]  # grows while it is gone through: nodes, children side by side
+        order = [0]  # grows during the loop: nodes, with siblings side by side
         for node in order:
             child = tree["left_children"][node]
             threshold = np.float32(tree["split_conditions"][node])
             feature.append(tree["split_indices"][node] if child >= 0 else -1)
-            # Rows are compared with thresholds, which have to be exact; to a sum of leaves 1e-6 is nothing.
+            # Thresholds must be exact, since rows are compared with them; an error of 1e-6 in a sum of leaves does not
+            # matter.
             value.append(float(str(threshold)) if child >= 0 else round(float(threshold) / len(learners), 6))
             left.append(roots[-1] + len(order) if child >= 0 else 0)
             missing_left.append(int(tree["default_left"][node]) if child >= 0 else 0)
@@ -136,7 +139,7 @@ def trees_of(boosters: Sequence[Any], names: tuple[str, ...]) -> Trees:
 
 
 def folds(data: Sequence[Measured], apart: Callable[[Problem], object], count: int = FOLDS) -> list[list[int]]:
-    """Indices in `count` parts, or as many as there are groups; problems of which `apart` is equal are in one part."""
+    """Indices in `count` folds, or as many as there are groups; problems with equal `apart` are in the same fold."""
     groups: dict[object, list[int]] = {}
     for index, one in enumerate(data):
         groups.setdefault(apart(one.problem), []).append(index)
@@ -146,14 +149,14 @@ def folds(data: Sequence[Measured], apart: Callable[[Problem], object], count: i
 
 
 def all_batches(problem: Problem) -> object:
-    """What is equal for a problem and the same at another batch."""
+    """A key that is equal for problems that differ only in their batch."""
     return problem.with_batch(1)
 
 
 def rounds_of(
     data: Sequence[Measured], apart: Callable[[Problem], object] = all_batches
 ) -> Iterator[tuple[list[Measured], list[Measured]]]:
-    """Of each fold: what is left to learn from, and what is left out."""
+    """For each fold, the data to train on and the data left out."""
     for out in folds(data, apart):
         kept = [one for index, one in enumerate(data) if index not in out]
         if kept:
@@ -161,7 +164,7 @@ def rounds_of(
 
 
 def loss_of(trees: Trees, one: Measured) -> float:
-    """Time of the measured point that the model takes for fastest, over that of the fastest."""
+    """Time of the measured point that the model predicts to be fastest, over that of the fastest."""
     rows = trees.matrix(features_of(one.problem, one.machine, candidate) for candidate in one.seconds)
     seconds = list(one.seconds.values())
     return seconds[int(trees.predict(rows).argmin())] / one.best
@@ -177,7 +180,7 @@ def train(log: Log) -> Predictor | None:
 
 
 def predictor_of(log: Log, data: Sequence[Measured], trees: Trees, losses: Sequence[float]) -> Predictor:
-    """A predictor with these trees; of `data` it gets the points that it ranks."""
+    """A predictor with these trees, which ranks the good points in `data`."""
     good = {c for one in data for c, seconds in one.seconds.items() if seconds <= GOOD * one.best}
     names = {candidate.template: candidate.version for one in data for candidate in one.seconds}
     return Predictor(
@@ -195,7 +198,7 @@ def predictor_of(log: Log, data: Sequence[Measured], trees: Trees, losses: Seque
 
 
 def _probe(trees: Trees, one: Measured) -> Probe:
-    """What the model says of the last of a problem's points."""
+    """The model's value for the last of a problem's points."""
     candidate = list(one.seconds)[-1]
     (said,) = trees.predict(trees.matrix([features_of(one.problem, one.machine, candidate)]))
     return Probe(one.problem.key, one.machine.cores, str(candidate), round(float(said), 6))

@@ -1,4 +1,4 @@
-"""Trials of one problem's candidates: built in parallel, measured on the seats of a lease, and what became of each."""
+"""Trials of one problem's candidates: built in parallel, measured on the seats of a lease, with their outcomes."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from .fleet import Lease, Seat
 from .measuring import PrepareError
 
 BUILD_TIMEOUT = 120.0
-# To check and to time a candidate, unless a plan says otherwise.
+# Seconds to check and to time a candidate, unless a plan sets another limit.
 MEASURE_TIMEOUT = 30.0
-# Of which the winner of a final may take so many times as much.
+# Factor on this limit for the winner of a final.
 PROOF_LIMIT = 4
-# Bytes of the temporary folder; where fewer are free, a build that fails is not its candidate's fault.
+# Free bytes of the temporary folder below which a failed build is not blamed on its candidate.
 LEAST_DISK = 1 << 20
 
 
 class NoValidRecord(RuntimeError):
-    """The run ended without a candidate that was right."""
+    """The run ended without a right candidate."""
 
 
 class Bench:
-    """Builds and measures candidates of one problem; keeps the libraries it has built."""
+    """Builds and measures candidates of one problem, and keeps the libraries it has built."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Bench:
         limit: float | None = None,
         rivals: Mapping[Candidate, Problem] = MappingProxyType({}),
     ) -> None:
-        self._rivals = rivals  # as `plans.Plan` has them
+        self._rivals = rivals  # as in `plans.Plan`
         self._how = {"undisturbed": undisturbed, "fresh": fresh}
         self._limit = MEASURE_TIMEOUT if limit is None else limit
         self._problem, self._machine, self._fallback = problem, machine, fallback
@@ -68,29 +68,29 @@ class Bench:
         self._names = (folder / f"{number}.so" for number in itertools.count())
 
     def seat(self) -> Seat:
-        """One to measure on alone."""
+        """The seat that measures alone."""
         return self._lease.seat()
 
     def order(self, candidates: Sequence[Candidate]) -> None:
-        """Have built what will be measured later."""
+        """Start building candidates that will be measured later."""
         self._submit(candidates)
 
     def begin(self, candidates: Sequence[Candidate], session: str) -> None:
-        """Have built and measured what `measure` will be asked for later."""
+        """Start building and measuring candidates for a later call of `measure`."""
         self._submit(candidates)
         self._begun.update((candidate, self._measured(candidate, session)) for candidate in candidates)
 
     def give_up(self) -> None:
-        """Have nothing built any more that has not been begun."""
+        """Cancel builds that have not begun."""
         for future in self._built.values():
             future.cancel()
 
     def forget(self, candidate: Candidate) -> None:
-        """Have it built anew when it is measured next."""
+        """Forget a candidate's library, so that it is built again at its next measurement."""
         self._built.pop(candidate, None)
 
     def build(self, candidates: Sequence[Candidate]) -> Generator[Candidate]:
-        """Yield each candidate once it is built; the builds of those that follow go on meanwhile."""
+        """Yield each candidate once it is built; the builds of later ones continue meanwhile."""
         new = self._submit(candidates)
         try:
             for candidate in candidates:
@@ -102,7 +102,7 @@ class Bench:
                     self.forget(candidate)
 
     def _submit(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Have built what is not; returns that."""
+        """Start builds of candidates without one; returns those."""
         new = [c for c in dict.fromkeys(candidates) if c not in self._built]
         requests = [
             building.request(self._rivals.get(c, self._problem), c, self._machine, next(self._names), quick_host=True)
@@ -120,10 +120,10 @@ class Bench:
         *,
         again: bool = False,
     ) -> Iterator[Trial]:
-        """One trial a candidate, in order. One `seat` may raise `Lost`; `again` is as in `trial`."""
+        """One trial for each candidate, in order. With `seat` it may raise `Lost`; `again` is as in `trial`."""
         new = self._submit(candidates)
         if self._machine.kind == "llvm":
-            wait([self._built[c] for c in new])  # what compiles would take the cores away from what is timed
+            wait([self._built[c] for c in new])  # builds would compete with the timed kernels for cores
         begun = self._begun
         steps = WITHOUT_VERIFY if again else STEPS
         measured = [begun.pop(c) if c in begun else self._measured(c, session, steps, seat) for c in candidates]
@@ -131,17 +131,18 @@ class Bench:
             yield self._finished(candidate, reply, session, order + i)
 
     def trial(self, candidate: Candidate, session: str, order: int, *, again: bool = False) -> Trial:
-        """The trial of a candidate that is built.
+        """The trial of a built candidate.
 
-        `again`: it was right before, and is checked only with the arguments that it is timed with.
+        `again`: it was right before, and is checked only with the arguments used for timing.
         """
         return self._finished(
             candidate, self._measured(candidate, session, WITHOUT_VERIFY if again else STEPS), session, order
         )
 
     def prove(self, candidate: Candidate, session: str, seat: Seat | None = None) -> Trial | None:
-        """None if a candidate that was measured is right on ten times as many drawn cases; else the trial that says on
-        which it is not. May raise `Lost`, as `measure`."""
+        """None if a measured candidate is right on ten times as many drawn cases; otherwise the trial with the failing
+        case. May raise `Lost`, as `measure`.
+        """
         self._submit([candidate])
         proof = self._measured(candidate, session, (PROVE,), seat)
         reply = proof.result()
@@ -152,7 +153,7 @@ class Bench:
     def _measured(
         self, candidate: Candidate, session: str, steps: Sequence[str] = STEPS, seat: Seat | None = None
     ) -> Future[Reply | None]:
-        """What comes of it once it is built; None for what is not worth its share of a device."""
+        """Measure a candidate once it is built; the result is None for one that is not worth measuring."""
 
         def library(built: Reply) -> Mapping[str, Any] | None:
             if not built.ok or self._spills(candidate, built):
@@ -164,7 +165,9 @@ class Bench:
         return self._lease.measure(self._built[candidate], self._request, library, limit, seat)
 
     def _spills(self, candidate: Candidate, built: Reply) -> int:
-        """Of registers, in instructions. The fallback and rivals run in any case: theirs are not asked for."""
+        """Number of instructions that spill registers; 0 for the fallback and rivals, which are
+        measured in any case.
+        """
         if candidate == self._fallback or candidate in self._rivals:
             return 0
         return (built.value["resources"] or {}).get("spill_instructions", 0)
@@ -194,7 +197,7 @@ class Bench:
 
         if not built.ok:
             reason = f"build: {built.message}"
-            # Compilers do not always say what they lacked, but end with an exit status.
+            # Compilers do not always report a lack of resources, but end with an exit status.
             if built.environment or shutil.disk_usage(self._folder).free < LEAST_DISK:
                 return trial("environment", reason)
             return trial("timeout" if built.kind == "timeout" else "build-error", reason)
@@ -203,7 +206,7 @@ class Bench:
         except PrepareError as error:
             raise NoValidRecord(f"{self._problem}: its inputs and references were not made: {error}") from None
         if reply is None:
-            # Another point holds the same work in registers.
+            # Another point does the same work without spilling.
             return trial("rejected", f"spills registers: {self._spills(candidate, built)} instructions")
         if reply.ok:
             return trial("ok", seconds=reply.value["seconds"])
@@ -216,7 +219,9 @@ class Bench:
 
 
 def draw_of(session: str, candidate: Candidate) -> int:
-    """What seeds the cases that are drawn for a candidate: others in each session, and known from a trial's record."""
+    """Seed of the cases drawn for a candidate: it differs between sessions, and can be computed
+    from a trial's record.
+    """
     return int.from_bytes(hashlib.sha256(f"{session} {candidate}".encode()).digest()[:6], "little")
 
 

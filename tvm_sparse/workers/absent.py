@@ -1,4 +1,4 @@
-"""Modules that a worker does without, though they are installed: their imports take seconds, and nothing needs them."""
+"""Hiding installed modules from a worker that does not need them, since importing them takes seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class _Finder:
-    """For `sys.meta_path`."""
+    """A finder for `sys.meta_path` that fails for these modules."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
@@ -21,9 +21,9 @@ class _Finder:
 
 @contextlib.contextmanager
 def without(*names: str) -> Iterator[None]:
-    """Within the block these modules are not found, as if they were not installed.
+    """Within the block, importing these modules fails as if they were not installed.
 
-    No entry of `sys.modules` stands for them, where SciPy looks whether its arguments may be PyTorch's.
+    `sys.modules` gets no entries for them, since SciPy checks there whether its arguments may be PyTorch's.
     """
     finder = _Finder(names)
     sys.meta_path.insert(0, finder)

@@ -38,7 +38,7 @@ def request(
     *,
     quick_host: bool = False,
 ) -> dict[str, Any]:
-    """The message that asks for one library, as `compile_candidate` says."""
+    """The message that requests one library; arguments as in `compile_candidate`."""
     return {
         "problem": problem.key,
         "candidate": str(candidate),
@@ -51,9 +51,9 @@ def request(
 
 
 def bundle_request(kernels: Sequence[tuple[Problem, Candidate]], machine: Machine, path: Path) -> dict[str, Any]:
-    """The message that asks for one library of several kernels, each with the symbol of `manifest.symbol_of`.
+    """The message that requests one library of several kernels, each with the symbol of `manifest.symbol_of`.
 
-    What is replied is a list: for each kernel what `compile_candidate` tells, or the text of its error.
+    The reply is a list: for each kernel the result of `compile_candidate`, or the text of its error.
     """
     return {
         "kernels": [(problem.key, str(candidate), "") for problem, candidate in kernels],
@@ -83,12 +83,12 @@ def handle(message: dict[str, Any]) -> Any:
 
 
 def library_name(problem: Problem, candidate: Candidate, arch: str) -> str:
-    """A file name that differs for every problem, candidate, architecture and compiler version."""
+    """A file name that is unique to a problem, candidate, architecture and compiler version."""
     return bundle_name([(problem, candidate)], arch)
 
 
 def bundle_name(kernels: Sequence[tuple[Problem, Candidate]], arch: str) -> str:
-    """The same of a library with several kernels of one operator."""
+    """A file name for a library with several kernels of one operator, unique like `library_name`."""
     named = (f"{problem.key}|{candidate}" for problem, candidate in kernels)
     text = "|".join((*named, arch, str(sorted(manifest.versions().items()))))
     return f"{kernels[0][0].operator}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
@@ -103,7 +103,7 @@ def described(
     figures: Mapping[str, Any],
     sha256: str | None = None,
 ) -> Entry:
-    """The manifest's entry of a kernel, of which a build replied `compiled`; `sha256` is its library's, if known."""
+    """The manifest's entry of a kernel; `compiled` is the build's reply, `sha256` that of the library, if known."""
     path = Path(compiled["path"])
     return Entry(
         problem=problem.key,
@@ -133,18 +133,18 @@ def build(
 ) -> list[Entry]:
     """Compile (problem, candidate, chosen, figures) jobs into `folder` and describe the libraries.
 
-    Compilation happens in child processes, `builders` of its own or those of `using`: the caller's process imports no
-    compiler and survives its crashes.
+    Child processes compile, `builders` new ones or those of `using`, so that the caller's process imports no compiler
+    and survives its crashes.
 
     Parameters
     ----------
     skip
-        Called with the number of a job that does not compile, and why: it has no library, and the others go on.
+        Called with the index of a job that does not compile, and the reason; the other jobs continue.
 
     Raises
     ------
     CompileError
-        Without `skip`: naming the first problem that did not compile; nothing is written into a manifest then.
+        Without `skip`, for the first problem that does not compile, which it names.
     """
     entries = []
     requests = [
@@ -168,7 +168,7 @@ def build(
 
 @contextlib.contextmanager
 def _no_parts_left(folder: Path) -> Iterator[None]:
-    """Where the block fails, remove what its workers had begun to write: one that was ended could not do so itself."""
+    """If the block fails, remove files that its workers had begun to write, since killed ones could not."""
     try:
         yield
     except BaseException:
@@ -177,7 +177,7 @@ def _no_parts_left(folder: Path) -> Iterator[None]:
 
 
 class Kept:
-    """One worker that stays for a while after a request: the next one finds what it needs imported.
+    """A worker that stays alive for a while after a request, so that the next request finds its modules imported.
 
     Thread-safe. The worker ends `seconds` after its last request, and with this process.
 
@@ -196,7 +196,7 @@ class Kept:
 
     @contextlib.contextmanager
     def pool(self) -> Iterator[Pool]:
-        """The worker, as a pool of one, for the time of the block."""
+        """The worker, as a pool of size one, during the block."""
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
@@ -215,23 +215,23 @@ class Kept:
             self._timer.start()
 
     def close(self) -> None:
-        """End the worker. The next request starts another one."""
+        """End the worker. The next request starts a new one."""
         with self._lock:
             pool, self._pool = self._pool, None
             if pool is not None:
                 pool.close()
 
     def _forget(self) -> None:
-        """After a fork: the worker is the other process's, and so are the timer and whoever holds the lock."""
+        """After a fork: drop the worker and the timer, which belong to the parent process, and make a new lock."""
         self._pool = self._timer = None
         self._lock = threading.RLock()
 
 
-# The process's own, for what is compiled at a first call.
+# The process's own worker, for compilation at first calls.
 kept = Kept()
 
 if __name__ == "__main__":
-    # Compiling needs no PyTorch, which tvm_ffi imports where it is installed: half of what this process would import.
-    # Nor TVM's distributed runtime, which TVM does without where it is absent: a fifth of the rest.
+    # Compiling needs neither PyTorch, which tvm_ffi imports if it is installed (half of this process's imports), nor
+    # TVM's distributed runtime, without which TVM works (a fifth of the rest).
     with without("torch", "tvm.runtime.disco"):
         serve(handle)

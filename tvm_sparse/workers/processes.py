@@ -1,9 +1,9 @@
 """Child processes for builds and measurements that may crash, hang or spoil a GPU context.
 
-A `Worker` is a child that answers requests one at a time; a `Pool` is several of them. Whatever
-the child does, the parent gets a `Reply` in time: it keeps the deadline itself, and ends the
-child and all processes that it has started with SIGKILL, so a child that is stopped, holds the GIL
-or waits for a kernel that never ends is no exception. The child side is one call, `serving.serve`::
+A `Worker` is a child that answers requests one at a time; a `Pool` is several of them. Whatever the child does, the
+parent gets a `Reply` in time: the parent keeps the deadline, and kills the child and all its descendants with SIGKILL.
+This includes children that are stopped, hold the GIL or wait for a kernel that never ends. The child side is one call,
+`serving.serve`::
 
     # build_child.py
     def handle(request: dict) -> object: ...
@@ -13,11 +13,11 @@ or waits for a kernel that never ends is no exception. The child side is one cal
     with Worker([sys.executable, "-m", "build_child"], name="build") as worker:
         reply = worker.call({"problem": "..."}, timeout=30)
 
-Messages are JSON lines over two pipes of their own: standard output belongs to whatever compiled
-code and libraries want to print, and its tail is shown when they crash.
+Messages are JSON lines over two separate pipes: standard output is left to compiled code and libraries, and its tail is
+shown when they crash.
 
-What a child prints and what it takes of memory is bounded, its temporary files go with it, and a reply counts only
-with the token of its request. A `Reply` says whether the request or its surroundings are to blame.
+A child's output and memory are limited, its temporary files are removed with it, and a reply counts only with the token
+of its request. A `Reply` says whether the request itself or its environment caused a failure.
 """
 
 from __future__ import annotations
@@ -83,32 +83,31 @@ _WANTING = re.compile(
 class StartError(RuntimeError):
     """A child could not be started, or ended before it was ready for a request.
 
-    Not a `Reply`: no request is to blame, and the next one would fare no better.
+    Not a `Reply`, since no request caused it, and the next one would fail too.
     """
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What became of a request.
+    """The outcome of a request.
 
     Parameters
     ----------
     kind : str
         ``ok``; ``error``: the handler raised; ``crash``: the child died; ``timeout``.
     value : object
-        What the handler returned, as JSON gives it back; None unless ``ok``.
+        The handler's result after a round trip through JSON; None unless ``ok``.
     message : str
-        What went wrong, its head first (``Type: message`` for an error); empty when ``ok``.
+        A description of the failure (``Type: message`` for an error); empty when ``ok``.
     traceback : str
         Tail of the child's traceback, for an error.
     fatal : bool
-        Whether the child was given up after an error, because the exception said so.
+        Whether the child was replaced after an error whose exception had the attribute ``fatal``.
     environment : bool
-        Whether it went wrong for want of memory, disk or processors, or because something else ended or stopped the
-        child: the same request may well succeed another time.
+        Whether it failed for lack of memory, disk space or processors, or because another process ended or stopped the
+        child: the same request may succeed later.
     changed : tuple of str
-        What of its process the request left in another state than it found it in (`serve`); the child was given up for
-        it.
+        Parts of the process's state that the request changed (`serve`); the child was replaced for that.
     """
 
     kind: Literal["ok", "error", "crash", "timeout"]
@@ -121,22 +120,22 @@ class Reply:
 
     @property
     def ok(self) -> bool:
-        """Whether there is a value."""
+        """Whether the reply has a value."""
         return self.kind == "ok"
 
 
 @dataclass
 class _Child:
     process: subprocess.Popen[bytes]
-    requests: int  # our ends of the two pipes; neither ever blocks
+    requests: int  # the parent's ends of the two pipes; neither ever blocks
     replies: int
     output: IO[bytes]
     scratch: Scratch  # for its temporary files
     ready_by: float
     ready: bool = False
     received: bytearray = field(default_factory=bytearray)
-    searched: int = 0  # how much of `received` is known to hold no end of line
-    look_at: float = 0.0  # when its output and its memory are looked at next
+    searched: int = 0  # length of the prefix of `received` known to contain no end of line
+    look_at: float = 0.0  # time of the next check of its output and memory
 
 
 @dataclass
@@ -145,15 +144,15 @@ class _Job:
     timeout: float
     unsent: memoryview
     deadline: float
-    watched: float | None = None  # since when the waits of its threads for a processor are watched
-    waited: Mapping[str, float] = field(default_factory=dict)  # what they were then
+    watched: float | None = None  # start of watching how long its threads wait for a processor
+    waited: Mapping[str, float] = field(default_factory=dict)  # those waits at that time
 
 
 class Worker:
     """A child process that answers requests one at a time, and is replaced when it fails.
 
-    Starting is lazy. After a crash, a timeout or a fatal error the next call gets a fresh process;
-    so it does when the child died between two calls.
+    Starting is lazy. After a crash, a timeout or a fatal error, or if the child died between two calls, the next call
+    gets a fresh process.
 
     Not thread-safe; and because Linux ties the parent-death signal to the *thread* that started
     the child, the thread that makes the calls should live as long as the worker does.
@@ -169,8 +168,8 @@ class Worker:
     start_timeout : float
         Seconds until the child has to be ready; not part of any request's time.
     memory : int, optional
-        Bytes of memory that the child may hold, beyond which it is ended; those of processes that it starts do not
-        count. Default: four fifths of the machine's.
+        Bytes of memory beyond which the child is killed; its own children's memory does not count. Default: four fifths
+        of the machine's.
     """
 
     def __init__(
@@ -187,7 +186,7 @@ class Worker:
         self.name = name
         self.start_timeout = start_timeout
         self.memory = int(_MEMORY_SHARE * _memory()) if memory is None else memory
-        self.started = 0  # children so far
+        self.started = 0  # number of children started so far
         self._child: _Child | None = None
         self._job: _Job | None = None
 
@@ -203,7 +202,7 @@ class Worker:
         return self._child.process.pid if self._child else None
 
     def start(self) -> None:
-        """Start the child unless it runs, and wait until it is ready.
+        """Start the child if it is not running, and wait until it is ready.
 
         Raises
         ------
@@ -220,7 +219,7 @@ class Worker:
             raise
 
     def spawn(self) -> None:
-        """Start the child unless it runs, and wait for nothing.
+        """Start the child if it is not running, without waiting.
 
         Raises
         ------
@@ -241,7 +240,7 @@ class Worker:
         Parameters
         ----------
         abandoned
-            Asked a few times a second: True ends the child and the call.
+            Called a few times a second; if it returns True, the child and the call end.
 
         Raises
         ------
@@ -250,7 +249,7 @@ class Worker:
         concurrent.futures.CancelledError
             If the call was abandoned.
         TypeError, ValueError
-            If the request is not JSON, or one is under way.
+            If the request cannot be JSON, or another one is running.
         """
         self._submit(request, timeout)
         try:
@@ -258,7 +257,7 @@ class Worker:
                 if abandoned():
                     raise CancelledError(f"{self.name}: the request was abandoned")
                 self._wait()
-        except BaseException:  # Ctrl-C: what the child is at now is nobody's
+        except BaseException:  # Ctrl-C, for example: the child's work is discarded
             self.close()
             raise
         return reply
@@ -276,7 +275,8 @@ class Worker:
     def _submit(self, request: Mapping[str, Any], timeout: float) -> None:
         if self._job is not None:
             raise ValueError(f"{self.name} is busy")
-        # Not a count: what a child has printed or forked in an earlier request must not pass for the reply to this one.
+        # Not a counter: a message of a process that an earlier request printed or forked must not pass for the reply to
+        # this one.
         token = secrets.token_hex(16)
         line = json.dumps({"token": token, "request": dict(request)}).encode() + b"\n"
         self.spawn()
@@ -284,18 +284,18 @@ class Worker:
         self._job = _Job(token, timeout, memoryview(line), deadline=math.inf)
         if self._child.ready:
             self._begin(self._child, self._job)
-            # What was printed before is not this request's, and must not fill the disk.
+            # Discard output of earlier requests, which is not this one's and must not fill the disk.
             os.ftruncate(self._child.output.fileno(), 0)
 
     def _begin(self, child: _Child, job: _Job) -> None:
-        """The request's time begins now."""
+        """Start the request's time."""
         job.deadline = time.monotonic() + job.timeout
 
     def _advance(self) -> Reply | None:
-        """Send and receive what can be without waiting; the reply, once there is one."""
+        """Send and receive as much as possible without waiting; returns the reply once it is complete."""
         child, job = self._child, self._job
         assert child is not None
-        ended = _has_ended(child.process)  # before reading: then nothing that it sent is missed
+        ended = _has_ended(child.process)  # before reading, so that nothing it sent is missed
         closed = self._receive(child)
         while (end := child.received.find(b"\n", child.searched)) >= 0:
             line = bytes(child.received[:end])
@@ -313,7 +313,7 @@ class Worker:
                         self._begin(child, job)
             elif job and token == job.token:
                 return self._finish(message)
-            # Any other token: a reply of a process that the child forked, long decided, or what is none at all.
+            # A message with another token: a late reply of a process that the child forked, or no reply at all.
 
         child.searched = len(child.received)
 
@@ -337,7 +337,7 @@ class Worker:
         return None
 
     def _takes_too_much(self, child: _Child) -> str:
-        """What the child has too much of; empty if nothing."""
+        """The resource of which the child uses too much, for a message; empty if none."""
         if os.fstat(child.output.fileno()).st_size > _MOST_OUTPUT:
             return f"printed more than {_MOST_OUTPUT >> 20} MiB"
         if len(child.received) > _MOST_OUTPUT:
@@ -347,9 +347,9 @@ class Worker:
         return ""
 
     def _receive(self, child: _Child) -> bool:
-        """Read what is there; whether the child has closed its end."""
-        # The limit is for a child that floods the pipe: the deadline has its turn. One that has
-        # ended leaves no more than a pipe holds, which is far below it.
+        """Read available data; returns whether the child has closed its end."""
+        # The limit keeps a child that floods the pipe from delaying the deadline. A child that has ended leaves at most
+        # a pipe's capacity, which is far below it.
         for _ in range(64):
             try:
                 data = os.read(child.replies, 1 << 16)
@@ -361,7 +361,7 @@ class Worker:
         return False
 
     def _send(self, child: _Child, job: _Job) -> bool:
-        """Write what fits; whether the child has closed its end."""
+        """Write as much as fits; returns whether the child has closed its end."""
         try:
             while job.unsent:
                 job.unsent = job.unsent[os.write(child.requests, job.unsent) :]
@@ -390,7 +390,7 @@ class Worker:
         )
 
     def _fail(self, kind: Literal["crash", "timeout"], what: str = "", environment: bool = False) -> Reply:
-        """Give the child up; `what` it did, unless it ended by itself."""
+        """Kill the child; `what` says what it did, unless it ended by itself."""
         child = self._child
         assert child is not None
         if not what and not _ends_soon(child.process):
@@ -410,7 +410,7 @@ class Worker:
         return Reply(kind, message=message, environment=environment)
 
     def _wait(self) -> None:
-        """Wait until the child can go on, its deadline has come, or it is time to look."""
+        """Wait until data can be sent or received, the deadline, or the next check."""
         child, job = self._child, self._job
         assert child is not None
         until = time.monotonic() + _LOOK_SECONDS
@@ -424,10 +424,10 @@ class Worker:
 
 
 class Pool:
-    """Several workers, for requests that do not depend on each other. Thread-safe.
+    """Several workers for independent requests. Thread-safe.
 
-    A thread waits for each worker that is at work, so that requests get on whether or not anybody asks for replies.
-    The threads live as long as the pool: children end with the thread that started them.
+    A thread waits for each busy worker, so that requests proceed even if nobody waits for replies. The threads live as
+    long as the pool, since children end with the thread that started them.
 
     Parameters
     ----------
@@ -468,22 +468,22 @@ class Pool:
     def submit(
         self, request: Mapping[str, Any], *, timeout: float, abandoned: threading.Event | None = None
     ) -> Future[Reply]:
-        """Hand a request to the next worker that is free; `timeout` counts from then on.
+        """Give a request to the next free worker; `timeout` counts from then on.
 
-        The future's exceptions are those of `Worker.call`. A request that ends its worker costs only itself. Setting
-        `abandoned` ends it, and so does closing the pool.
+        The future's exceptions are those of `Worker.call`. A request that kills its worker does not affect others.
+        Setting `abandoned`, or closing the pool, ends it.
         """
         return self._threads.submit(self._run, request, timeout, abandoned)
 
     def start(self) -> None:
-        """Start the workers that do not run, and wait until all are ready. For a pool that is idle.
+        """Start the workers that are not running, and wait until all are ready. The pool must be idle.
 
         Raises
         ------
         StartError
             As in `Worker.start`.
         """
-        together = threading.Barrier(len(self.workers))  # each in a thread of its own, which it ends with
+        together = threading.Barrier(len(self.workers))  # each in a thread of its own, with which the child would end
 
         def start(worker: Worker) -> None:
             together.wait()
@@ -493,7 +493,8 @@ class Pool:
             future.result()
 
     def map(self, requests: Iterable[Mapping[str, Any]], *, timeout: float) -> Generator[Reply]:
-        """Yield a reply for each request, in the order of the requests; leaving it early ends what is under way.
+        """Yield a reply for each request, in the order of the requests; closing the generator early ends running
+        requests.
 
         Raises
         ------
@@ -511,7 +512,7 @@ class Pool:
 
     def _run(self, request: Mapping[str, Any], timeout: float, abandoned: threading.Event | None) -> Reply:
         with self._lock:
-            # The workers that run already first, so that few requests start few children.
+            # Running workers first, so that few requests start few children.
             worker = max(self._idle, key=lambda worker: worker.pid is not None)
             self._idle.remove(worker)
         try:
@@ -525,7 +526,7 @@ class Pool:
                 self._idle.append(worker)
 
     def close(self) -> None:
-        """End every worker and what is under way; no request is taken any more. May be called again."""
+        """End every worker and all running requests; new ones are refused. May be called again."""
         self._closed.set()
         self._threads.shutdown(cancel_futures=True)
         for worker in self.workers:
@@ -533,7 +534,7 @@ class Pool:
 
 
 def pin(cores: Collection[int]) -> None:
-    """Bind the calling thread, and the processes that it starts, to these processors; to none where there are none."""
+    """Bind the calling thread, and processes that it starts, to these processors; no effect if `cores` is empty."""
     if cores:
         os.sched_setaffinity(0, cores)
 
@@ -546,7 +547,7 @@ def _spawn(argv: Sequence[str], env: Mapping[str, str], name: str, timeout: floa
         raise StartError(f"{name} cannot be started: {where}: {error.strerror or error}") from error
     request_reader, request_writer = os.pipe()
     reply_reader, reply_writer = os.pipe()
-    # Appending, so that the file can be emptied between requests under the child's hands.
+    # Appending, so that the file can be truncated between requests while the child has it open.
     flags = fcntl.fcntl(output, fcntl.F_GETFL)
     fcntl.fcntl(output, fcntl.F_SETFL, flags | os.O_APPEND)
     try:
@@ -562,7 +563,7 @@ def _spawn(argv: Sequence[str], env: Mapping[str, str], name: str, timeout: floa
                 VARIABLE: f"{request_reader},{reply_writer},{os.getpid()}",
             },
             pass_fds=(request_reader, reply_writer),
-            start_new_session=True,  # a group to kill, and no Ctrl-C from the terminal
+            start_new_session=True,  # a process group that can be killed, and that gets no Ctrl-C from the terminal
         )
     except BaseException as error:
         os.close(request_writer)
@@ -582,7 +583,7 @@ def _spawn(argv: Sequence[str], env: Mapping[str, str], name: str, timeout: floa
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether the child has ended; without reaping it, for until then its id stays ours."""
+    """Whether the child has ended, without reaping it, since its id stays reserved until then."""
     if not hasattr(os, "waitid"):  # macOS before Python 3.13
         return process.poll() is not None
     if process.returncode is not None:
@@ -595,7 +596,7 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _ends_soon(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a child that has closed its pipe was about to end: a moment lies between the two."""
+    """Whether a child that has closed its pipe ends within a moment."""
     until = time.monotonic() + 0.5
     while not (ended := _has_ended(process)) and time.monotonic() < until:
         time.sleep(0.005)
@@ -603,7 +604,9 @@ def _ends_soon(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _waited(pid: int) -> dict[str, float]:
-    """Seconds that each thread of a process has waited for a processor, by its id; empty where Linux does not tell."""
+    """Seconds that each thread of a process has waited for a processor, by thread id; empty where Linux does not report
+    it.
+    """
     found = {}
     for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         try:
@@ -614,7 +617,7 @@ def _waited(pid: int) -> dict[str, float]:
 
 
 def _kept_from_running(pid: int, job: _Job) -> str:
-    """Why a request that is out of time did not get on, if that was not its own doing; empty if it was."""
+    """Why a request that ran out of time was delayed by other processes; empty if it was not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -629,39 +632,39 @@ def _kept_from_running(pid: int, job: _Job) -> str:
 
 
 def few_threads(count: int) -> dict[str, str]:
-    """Variables by which a process has so many threads for NumPy's matrix products.
+    """Environment variables that limit the threads of a process for NumPy's matrix products to `count`.
 
-    Else each process has one a processor, which go on spinning when they are through.
+    By default each process has one for each processor, which keep spinning after their work.
     """
     return dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(count))
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory that a process holds; 0 if it has ended, or where nothing tells."""
+    """Bytes of memory that a process holds; 0 if it has ended, or where the system does not report it."""
     try:
-        with open(f"/proc/{pid}/statm", "rb", buffering=0) as file:  # every child is asked several times a second
+        with open(f"/proc/{pid}/statm", "rb", buffering=0) as file:  # called several times a second
             return int(file.read(64).split()[1]) * resource.getpagesize()
     except (OSError, IndexError):
         return 0
 
 
 def _memory() -> int:
-    """Bytes of memory that this machine has, or that the control group of this process may have."""
+    """Bytes of memory of this machine, or the limit of this process's control group."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         return min(machine, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # another kind of groups, or "max"
+    except (OSError, ValueError):  # another version of control groups, or "max"
         return machine
 
 
 def _kill(child: _Child) -> None:
-    """End the child and all that it has started, whatever group or session that has, and reap it."""
+    """Kill the child and all its descendants, whatever their process group or session, and reap it."""
     child.scratch.close()
     try:
         os.killpg(child.process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # macOS refuses where only a zombie is left
+    except (ProcessLookupError, PermissionError):  # macOS refuses if only a zombie is left
         pass
-    child.process.kill()  # had it left its group
+    child.process.kill()  # in case it left its group
     try:
         child.process.wait(_REAP_SECONDS)
     except subprocess.TimeoutExpired:
@@ -683,6 +686,6 @@ def _describe_status(status: int | None) -> str:
 
 def _tail(output: IO[bytes]) -> str:
     size = os.fstat(output.fileno()).st_size
-    start = max(0, size - 4 * TAIL)  # four bytes are the most that a character takes
+    start = max(0, size - 4 * TAIL)  # a character takes at most four bytes
     text = os.pread(output.fileno(), size - start, start).decode(errors="replace")
     return text[-TAIL:].strip()

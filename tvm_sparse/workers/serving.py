@@ -1,4 +1,4 @@
-"""A child's side of `processes`: requests are answered one at a time, until the parent is gone."""
+"""The child's side of `processes`: answer requests one at a time, until the parent has ended."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def serve(
     watched: Callable[[dict[str, Any]], bool] = lambda request: False,
     begin: Callable[[], object] = lambda: None,
 ) -> NoReturn:
-    """Answer the requests of the `Worker` that started this process, until it goes away.
+    """Answer the requests of the `Worker` that started this process, until that ends.
 
-    What takes long before the first one belongs into `begin`: from there on this process ends with its parent.
+    Slow preparations belong into `begin`: from there on this process ends with its parent.
 
-    What `handle` returns has to be JSON. What it raises becomes an error with the type, the message
-    and the tail of the traceback; an exception with a true attribute ``fatal`` (a CUDA error that
-    sticks to the context, say) makes the parent replace this process. So does a request that is `watched`, and that
-    leaves the process in another state than it found it in: an alarm, signals, the rounding of numbers, a child.
+    The result of `handle` must be representable in JSON. An exception becomes an error with the type, the message and
+    the tail of the traceback; an exception with a true attribute ``fatal`` (a CUDA error that sticks to the context,
+    say) makes the parent replace this process. So does a `watched` request that changes the state of the process: an
+    alarm, signal handlers, floating-point rounding, a child process.
     """
     requests, replies = _attach()
-    faulthandler.enable()  # a segfault leaves the Python stack in the output
-    # Crashes are expected here: no gigabytes of core for each.
+    faulthandler.enable()  # so that a segfault leaves the Python stack in the output
+    # Crashes are expected here, so no core dumps of gigabytes.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # what is in a buffer is lost in a crash
+            stream.reconfigure(line_buffering=True)  # buffered text would be lost in a crash
     begin()
     _send_line(replies, json.dumps({"token": None}))
     with os.fdopen(requests, "rb") as lines:
@@ -62,7 +62,7 @@ def serve(
             reply: dict[str, Any] = {"token": message["token"]}
             try:
                 reply["ok"] = handle(message["request"])
-                json.dumps(reply)  # what is not JSON is the handler's error
+                json.dumps(reply)  # raises here, as an error of the handler, if the result is not JSON
             except Exception as error:
                 reply.pop("ok", None)
                 reply["error"] = _describe_error(error)
@@ -71,11 +71,11 @@ def serve(
             after = _state() if before is not None else {}
             reply["changed"] = [what for what, state in (before or {}).items() if after.get(what) != state]
             _send_line(replies, json.dumps(reply))
-    os._exit(0)  # nobody is left to clean up for, and a driver's exit handlers can hang
+    os._exit(0)  # no clean-up is needed, and a driver's exit handlers can hang
 
 
 def _state() -> dict[str, Any]:
-    """What a request may leave behind in this process that others would meet."""
+    """State of this process that a request may change, to the disadvantage of later ones."""
     timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
     smallest = sys.float_info.min
     found: dict[str, Any] = {
@@ -91,14 +91,14 @@ def _state() -> dict[str, Any]:
             if what := names.get(name):
                 found[what] = value if name == "Umask" else int(value, 16) & _SIGNALS
         found["its timers"] = Path("/proc/self/timers").read_text()
-    except OSError:  # not everywhere
+    except OSError:  # not supported everywhere
         pass
     found["its processes"] = _children()
     return found
 
 
 def _children() -> set[str]:
-    """The processes that run as children of this one, whichever of its threads has started them."""
+    """The ids of this process's children, whichever of its threads started them."""
     found: set[str] = set()
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
@@ -107,21 +107,21 @@ def _children() -> set[str]:
 
 
 def _attach() -> tuple[int, int]:
-    """Take over the pipes, and tie this process's life to its parent's."""
+    """Take over the pipes, and tie this process's lifetime to its parent's."""
     try:
         requests, replies, parent = map(int, os.environ.pop(VARIABLE).split(","))
     except (KeyError, ValueError):
         sys.exit(f"{sys.argv[0]}: to be started by tvm_sparse, not by hand")
-    # Compilers started from here must not keep the pipes open.
+    # Compilers started from here must not inherit the pipes.
     os.set_inheritable(requests, False)
     os.set_inheritable(replies, False)
     if sys.platform == "linux":
-        # Reading the end of the pipe is not enough: it waits for the handler, which may not return.
-        # Where a sandbox forbids this call, it is what remains.
+        # Detecting the end of the pipe is not enough, since it waits for the handler, which may not return. It is what
+        # remains where a sandbox forbids this call.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        # What is started here stays a descendant of this process, whoever started it has ended: with it, it is ended.
+        # Orphaned descendants are adopted by this process, so that they can be killed with it.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the prctl
+    if os.getppid() != parent:  # it ended before the prctl
         sys.exit("the process that started this worker is gone, or is not its direct parent")
     return requests, replies
 
@@ -138,5 +138,5 @@ def _send_line(fd: int, text: str) -> None:
 def _describe_error(error: Exception) -> str:
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # its __str__ is somebody else's code
+    except Exception:  # its __str__ may be anyone's code
         return type(error).__name__

@@ -5,10 +5,9 @@ resident at the same time: the launch is a cooperative one, which the runtime ch
 (`core.template.Resident`), and which fails in the place of waiting for ever where they are not.
 
 **Who does what.** Tiles of 16 rows go to `blocks` thread blocks in equal parts. The groups of 8 columns of a tile go,
-by four, to all warps of the block in turn: a *round* is four groups of each warp. The weights of its first
-`registers` rounds a warp keeps in registers from beginning to end, those of the next `shared` in shared memory, and
-what is left it reads anew in each step, from the L2 cache if it fits there. So any pattern is right, and decisions
-say which are fast.
+by four, to all warps of the block in turn: a *round* is four groups of each warp. The weights of its first `registers`
+rounds a warp keeps in registers from beginning to end, and what is left it reads anew in each step, from the L2 cache
+if it fits there. So any pattern is right, and decisions say which are fast.
 
 **A step** is
 
@@ -21,9 +20,8 @@ say which are fast.
 4.  **Gates,** by the same thread, which also keeps the cell's state; the state goes to the exchange at once, then to
     the output.
 
-**Exchange.** That of `persistent_rows`. With 1, thread blocks look for the data themselves, Lamport's way: each step
-has a slot of its own, whose words are a mark until the states are there (`recurrent.exchange`). With 0, states
-alternate between two slots, and all meet at a barrier of the grid after each step.
+**Exchange.** That of `persistent_rows`: thread blocks poll for the data themselves, Lamport's way
+(`recurrent.exchange`).
 
 What a step needs beside states, the input projection, is loaded a step ahead.
 """

@@ -3,7 +3,7 @@
 before the first step
 
     take_tiles      which tiles are whose                                  (`weights`)
-    load_weights    their weights, to registers and shared memory
+    load_weights    their weights, to registers
     mark            the exchange made ready                                (`recurrent.exchange`)
     begin           states before the first step
     a barrier of the grid
@@ -28,9 +28,9 @@ from tvm_sparse.core.template import Program, Resident, Workspace
 from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 
 from ...device.words import held_address, value_in
+from ...interface import gpu_program
 from ...recurrent.exchange import collect, element_bits, find_source, mark, put, stage
 from ...recurrent.sizes import WIDEST
-from ..interface import gpu_program
 from .space import SAMPLES, Extents
 from .state import State
 from .step import finish, is_item, item, load_inputs, multiply_tiles, sends, take_inputs
@@ -47,12 +47,12 @@ def begin(e: Extents) -> Phase:
     Barriers: none, but all lanes of a warp take part.
     """
     join, send = collect(e), put(e)
-    apart = (e.copy_pitch if e.stages else e.pitch) * WIDEST  # bytes from sample to sample
+    apart = (e.copy_pitch if e.stages else e.pitch) * WIDEST  # bytes from one sample to the next
 
     @T.inline
     def phase(s, io):
         for f in T.unroll(e.fragments):
-            # Samples that there are not are read as the last one; their sums are left out.
+            # Samples beyond the last one are read as the last one; their sums are not used.
             s.samples[f] = T.Cast("uint32", T.min(f * SAMPLES + s.row, e.batch - 1) * apart)
         for j in T.unroll(e.items):
             b = T.meta_var(item(e, s, j)[1])
@@ -83,14 +83,14 @@ def kernel_body(e: Extents) -> Phase:
         take(s)
         if step + 1 < io.steps:
             inputs(s, io, step + 1)
-        find(s, io, step if e.polled else step % 2, 0)
+        find(s, io, step, 0)
         if e.stages > 0:
             copy(s)
         half: T.int32 = step % e.halves
         multiply(s, io, half)
         T.cuda.cta_sync()
         for j in T.unroll(e.items):
-            end(s, io, step, j, half, step + 1 if e.polled else (step + 1) % 2)
+            end(s, io, step, j, half, step + 1)
 
     @T.inline
     def body(io):
@@ -110,9 +110,6 @@ def kernel_body(e: Extents) -> Phase:
         inputs(s, io, 0)
         for step in T.serial(io.steps):
             one_step(s, io, step)
-            if not e.polled:
-                if step + 1 < io.steps:
-                    T.cuda.grid_sync()
 
     return body
 # fmt: on
@@ -121,5 +118,5 @@ def kernel_body(e: Extents) -> Phase:
 def program(problem: BlockRecurrent, e: Extents) -> Program:
     """The program of one point of the space."""
     words = e.vectors * WIDEST // 4
-    own = Workspace("exchange", ("steps" if e.polled else 2, words), "uint32", fill=None)
-    return gpu_program(problem, kernel_body(e), (own,), Resident(e.blocks, e.threads, e.shared_bytes))
+    own = Workspace("exchange", ("steps", words), "uint32", fill=None)
+    return gpu_program(problem, kernel_body(e), (own,), resident=Resident(e.blocks, e.threads, e.shared_bytes))

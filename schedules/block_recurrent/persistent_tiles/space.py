@@ -14,27 +14,26 @@ from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 
 from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit
 
-TENSOR_CORES = 80  # compute capability from which these multiply bfloat16
+TENSOR_CORES = 80  # the compute capability from which on tensor cores multiply bfloat16
 # Groups that a warp multiplies in one round, a vector of each of two rows a lane: two instructions of a tensor core.
 QUAD = 4
-# Samples of an operand's fragment, and the most that there may be: sums of more take too many registers.
+# Samples of one fragment of operand B, and the most samples: more would take too many registers for sums.
 SAMPLES, MOST_SAMPLES = 8, 32
 THREADS = powers(64, 1024)
-# Rounds of a tile that a warp has in registers, and in shared memory.
+# Rounds of a tile that a warp has in registers.
 REGISTERS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
-SHARED = (0, 1, 2, 4, 6, 8, 12, 16)
-# Blocks: tiles of each, as multiples of the fewest that leave no multiprocessor with two blocks.
+# Tiles per thread block, as multiples of the fewest with which no multiprocessor has two blocks.
 MULTIPLES = (1, 2, 3, 4)
 # Registers that a thread needs beside weights, operands and sums (addresses, counts, the gates).
 BESIDES = 44
-SCHEDULED = 12  # of so many registers the compiler takes one more, to have loads in flight
+SCHEDULED = 12  # for every so many registers the compiler takes one more, to have loads in flight
 MOST_LOADS = 8  # 16-byte loads of hidden states that a thread has in flight while it copies them
 MOST_DIRECT = 64  # words of hidden states in flight, where they come straight from the L2 cache
 BATCHED = 2  # rounds whose operands are read at once, of those that are not in registers or whose states are copied
 PAD = 4  # floats between samples of a tile's sums beyond its rows: keeps lanes off each other's banks
-# Rounds of a warp in registers from which on more warps share a tile.
+# Rounds of a warp in registers from which on the default has more warps share a tile.
 ROUNDS = 4
-# How many more groups than is typical the default keeps on the chip: tiles are not equal.
+# How many more groups than a typical tile has the default keeps on the chip: tiles are not equal.
 MORE = 1.1
 
 
@@ -52,11 +51,9 @@ class Extents:
     tiles: int
     across: int  # groups of a full tile
     blocks: int
-    threads: int  # of a thread block
-    registers: int  # rounds of a tile whose weights a warp has in registers,
-    shared: int  # and in shared memory
+    threads: int  # threads of a block
+    registers: int  # rounds of a tile whose weights a warp has in registers
     stages: int  # 1: hidden states are copied to shared memory; 0: they come straight from the L2 cache
-    polled: bool  # whether thread blocks wait for the data themselves; else at a grid barrier
 
     @classmethod
     def of(cls, problem: BlockRecurrent, decisions: Decisions) -> Extents:
@@ -73,9 +70,7 @@ class Extents:
             blocks=decisions["blocks"],
             threads=decisions["threads"],
             registers=decisions["registers"],
-            shared=decisions["shared"],
             stages=decisions["stages"],
-            polled=decisions["exchange"] == 1,
         )
 
     # How tiles are dealt out.
@@ -86,7 +81,7 @@ class Extents:
 
     @property
     def most(self) -> int:
-        """Tiles of a thread block at most."""
+        """Tiles of a thread block, at most."""
         return ceildiv(self.tiles, self.blocks)
 
     @property
@@ -95,17 +90,17 @@ class Extents:
 
     @property
     def units(self) -> int:
-        """Units of a thread block at most."""
+        """Units of a thread block, at most."""
         return self.most * self.tile_units
 
     @property
     def items(self) -> int:
-        """Units and samples that a thread finishes at most."""
+        """Items of a thread, at most; an item is a unit and a sample, which one thread finishes."""
         return ceildiv(self.units * self.batch, self.threads)
 
     @property
     def fragments(self) -> int:
-        """Of operand B: eight samples each."""
+        """Fragments of operand B, which have eight samples each."""
         return ceildiv(self.batch, SAMPLES)
 
     # How hidden states lie, in the exchange: [sample][column], each sample a pack of its own.
@@ -128,7 +123,7 @@ class Extents:
 
     @property
     def sent_bytes(self) -> int:
-        """Of a store into the exchange: the states of neighbouring units of a tile."""
+        """Bytes of one store into the exchange: the states of neighbouring units of a tile."""
         return self.at_once * self.itemsize
 
     @property
@@ -143,7 +138,7 @@ class Extents:
 
     @property
     def vectors(self) -> int:
-        """Of all samples."""
+        """Vectors of all samples' states."""
         return self.batch * self.pitch
 
     @property
@@ -164,18 +159,10 @@ class Extents:
         return self.batch * self.copy_pitch * WIDEST if self.stages else 0
 
     @property
-    def kept_bytes(self) -> int:
-        """Weights."""
-        return self.most * self.shared * self.threads * 2 * WIDEST
-
-    @property
-    def place_bytes(self) -> int:
-        """And where their groups' states are."""
-        return self.most * self.shared * self.threads * 4
-
-    @property
     def halves(self) -> int:
-        """Buffers of sums: while one is read, others write the next; a copy's barrier makes up for the second."""
+        """Buffers of sums: while one is read, others write to the next. With a copy of the states one suffices, since
+        the copy has a barrier.
+        """
         return 1 if self.stages else 2
 
     @property
@@ -190,7 +177,7 @@ class Extents:
 
     @property
     def shared_bytes(self) -> int:
-        return self.stage_bytes + self.kept_bytes + self.place_bytes + self.halves * self.parts * 4
+        return self.stage_bytes + self.halves * self.parts * 4
 
     # Registers of a thread.
 
@@ -206,14 +193,13 @@ class Extents:
 
     @property
     def held(self) -> int:
-        """Registers for weights, operands and sums, and for what a thread finishes."""
+        """Registers for weights, operands and sums, and for the items of a thread."""
         return (
             self.rounds * 9
             + self.most
             + self.fetched * self.fragments * 4
             + (self.fragments if self.resets else 0)
             + self.fragments * 5
-            + (BATCHED * 9 if self.shared else 0)
             + (self.loads * 4 if self.stages else 0) // 2
             + self.items * (2 * self.gates + 6 + 2 * self.resets + self.ragged)
         )
@@ -225,7 +211,7 @@ class Extents:
 
 
 def rounds_of(problem: BlockRecurrent, threads: int) -> int:
-    """Rounds of a warp in a tile as full as a typical one, and somewhat more."""
+    """Rounds of a warp in a tile that is as full as a typical one, or somewhat fuller."""
     groups = min(problem.across, int(problem.typical_groups * MORE) + 1)
     return ceildiv(ceildiv(groups, QUAD), threads // WARP)
 
@@ -233,8 +219,8 @@ def rounds_of(problem: BlockRecurrent, threads: int) -> int:
 def likely_points(problem: BlockRecurrent, machine: Machine, table: Table) -> Iterator[Decisions]:
     """Points of the table, the best first.
 
-    As few tiles a block as there can be; so many warps that each has few rounds; all weights on the chip, in registers
-    as far as these reach, and then in shared memory; no copy of the states where a block has one tile, and this needs
+    The fewest tiles a block; enough warps that each has few rounds; weights in registers as far as
+    these reach; no copy of the states where a block has one tile, and this needs
     less than half of them (as measured on an H200: 441 us for 650 with a dense weight, 395 for 445 with a tenth of it).
     """
     staged = problem.typical_groups * 2 >= problem.across
@@ -242,28 +228,20 @@ def likely_points(problem: BlockRecurrent, machine: Machine, table: Table) -> It
     first = (wanted or [512])[0]
 
     def rank(point: tuple[int, ...]) -> tuple[float, ...]:
-        threads, stages, registers, shared = point
+        threads, stages, registers = point
         rounds = rounds_of(problem, threads)
         return (
-            -min(registers + shared, rounds) / rounds,
+            -min(registers, rounds) / rounds,
             threads != first,
             abs(threads - 512),
             stages != staged,
             -registers,
-            shared,
         )
 
-    ranked = sorted(itertools.product(*(table[n] for n in ("threads", "stages", "registers", "shared"))), key=rank)
+    ranked = sorted(itertools.product(*(table[n] for n in ("threads", "stages", "registers"))), key=rank)
     for blocks in reversed(table["blocks"]):
-        for threads, stages, registers, shared in ranked:
-            yield {
-                "blocks": blocks,
-                "threads": threads,
-                "registers": registers,
-                "shared": shared,
-                "stages": stages,
-                "exchange": 1,
-            }
+        for threads, stages, registers in ranked:
+            yield {"blocks": blocks, "threads": threads, "registers": registers, "stages": stages}
 
 
 def space(problem: BlockRecurrent, machine: Machine) -> Table:
@@ -278,9 +256,7 @@ def space(problem: BlockRecurrent, machine: Machine) -> Table:
         "blocks": tuple(sorted({ceildiv(problem.tiles, least * n) for n in MULTIPLES})),
         "threads": THREADS,
         "registers": REGISTERS,
-        "shared": SHARED,
         "stages": (0, 1),
-        "exchange": (0, 1),
     }
     if first_allowed(problem, machine, table) is None:
         raise NotApplicable(f"states and sums of hidden={problem.hidden} exceed the shared memory of a thread block")
@@ -294,17 +270,15 @@ def first_allowed(problem: BlockRecurrent, machine: Machine, table: Table) -> De
 
 def default(problem: BlockRecurrent, machine: Machine) -> Decisions:
     found = first_allowed(problem, machine, space(problem, machine))
-    assert found is not None  # the space has seen to it
+    assert found is not None  # the space has made sure that there is one
     return found
 
 
 def allowed(problem: BlockRecurrent, machine: Machine, decisions: Decisions) -> str | None:
-    registers, shared = decisions["registers"], decisions["shared"]
+    registers = decisions["registers"]
     rounds, limit = rounds_of(problem, decisions["threads"]), machine.block_shared_bytes
-    if registers and _smaller(REGISTERS, registers) >= rounds:
+    if registers and REGISTERS[REGISTERS.index(registers) - 1] >= rounds:
         return f"{registers} rounds in registers are more than the {rounds} of a warp"
-    if shared and registers + _smaller(SHARED, shared) >= rounds:
-        return f"{shared} rounds in shared memory are more than the {rounds} of a warp need"
     if decisions["threads"] > THREADS[0] and decisions["threads"] // WARP // 2 >= ceildiv(problem.across, QUAD):
         return f"half of {decisions['threads'] // WARP} warps have no groups of {problem.across}"
     e = Extents.of(problem, decisions)
@@ -317,8 +291,3 @@ def allowed(problem: BlockRecurrent, machine: Machine, decisions: Decisions) -> 
     if e.shared_bytes > limit:
         return f"{e.shared_bytes} bytes exceed shared memory of {limit}"
     return None
-
-
-def _smaller(values: tuple[int, ...], value: int) -> int:
-    """The next smaller one of some ascending values, the first of which is 0."""
-    return values[max(0, values.index(value) - 1)]

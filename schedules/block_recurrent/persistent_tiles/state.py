@@ -55,8 +55,8 @@ class State(Buffers):
         Of each item: the sums of its gates, and the hidden state after the step.
     cell, own, passed, bits, sent
         Of the item in hand: both states before, a gate, and the state after in the problem's dtype and as it is sent.
-    stage, kept, where, parts
-        Shared: a copy of the states; weights, and their groups' places; all warps' sums.
+    stage, parts
+        Shared: a copy of the states; all warps' sums.
     """
 
     t: Any
@@ -98,18 +98,7 @@ class State(Buffers):
     bits: Any = local("uint32")
     sent: Any = local("uint32", lambda e: e.sent_bytes // 4)
     stage: Any = pooled("uint32", lambda e: e.stage_bytes // 4, 0, when=lambda e: e.stages)
-    kept: Any = pooled("uint32", lambda e: e.kept_bytes // 4, lambda e: e.stage_bytes // 4, when=lambda e: e.shared)
-    where: Any = pooled(
-        "int32",
-        lambda e: e.place_bytes // 4,
-        lambda e: (e.stage_bytes + e.kept_bytes) // 4,
-        when=lambda e: e.shared,
-    )
-    parts: Any = pooled(
-        "float32",
-        lambda e: e.halves * e.parts,
-        lambda e: (e.stage_bytes + e.kept_bytes + e.place_bytes) // 4,
-    )
+    parts: Any = pooled("float32", lambda e: e.halves * e.parts, lambda e: e.stage_bytes // 4)
 
     @classmethod
     def of(cls, e: Extents, t: Any) -> State:

@@ -14,26 +14,26 @@ from ...device.words import value_in
 from ...recurrent.exchange import collect, element_bits, load_vector, missing, put, sent_words, state_bits
 from ...recurrent.gates import gates
 from .space import BATCHED, SAMPLES, Extents
-from .weights import find_tile, load_shared, read_round, recall_round
+from .weights import find_tile, load_shared, read_round
 
 Phase = Callable[..., Any]
 STORE_GLOBAL = {16: T.ptx.st.global_.v4.u32, 8: T.ptx.st.global_.v2.u32}
 
 
 def item(e: Extents, s: Any, j: Any) -> tuple[Any, Any]:
-    """Of the thread's j-th unit and sample: the unit among the block's, and the sample."""
+    """The thread's j-th item: its unit, counted within the thread block, and its sample."""
     number = j * e.threads + s.t
     return number % e.units, number // e.units
 
 
 def is_item(e: Extents, s: Any, j: Any) -> tirx.PrimExpr:
-    """Whether there is such a unit and sample."""
+    """Whether the thread has a j-th item."""
     unit, sample = item(e, s, j)
     return tirx.all(unit < s.count[0], sample < e.batch)
 
 
 def sends(e: Extents, s: Any, j: Any) -> tirx.PrimExpr:
-    """Whether the thread sends the states of its j-th unit and sample, and of the units next to it."""
+    """Whether the thread stores the states of its j-th item and of the units next to it in the exchange."""
     return tirx.all(s.t % e.at_once == 0, is_item(e, s, j))
 
 
@@ -62,7 +62,7 @@ def load_inputs(e: Extents) -> Phase:
 
 
 def take_inputs(e: Extents) -> Phase:
-    """What was loaded is this step's; the phase is (s).
+    """Make the loaded inputs those of this step; the phase is (s).
 
     Reads: `next_x`, `next_reset`, `next_fresh`. Writes: `x`, `reset`, `fresh`. Barriers: none.
     """
@@ -119,7 +119,7 @@ def fetch(e: Extents, count: int) -> Phase:
         for i in T.unroll(count):
             for f in T.unroll(e.fragments):
                 get(s, i, f, places[first + i])
-        if e.stages == 0 and e.polled:
+        if e.stages == 0:
             s.waiting[0] = 1
             while s.waiting[0] != 0:
                 s.waiting[0] = 0
@@ -196,48 +196,31 @@ def multiply_held(e: Extents) -> Phase:
 def multiply_rest(e: Extents) -> Phase:
     """A tile's products with the other weights; the phase is (s, io, k).
 
-    Reads: `kept`, `where`, or the weights in global memory; and the states. Writes: adds to `products`.
+    Reads: the weights in global memory, and the states. Writes: adds to `products`.
     Barriers: as `fetch`; all lanes of a warp take part.
     """
-    recall, read, find, get, times = recall_round(e), read_round(e), find_tile(e), fetch(e, BATCHED), multiply(e)
-    on_chip = e.registers + e.shared
-
-    @T.inline
-    def from_shared(s, k):
-        many: T.int32 = T.min(s.rounds[k] - e.registers, e.shared)
-        for c in T.serial((many + (BATCHED - 1)) // BATCHED):
-            for i in T.unroll(BATCHED):
-                s.at[i] = -1
-                if c * BATCHED + i < many:
-                    recall(s, k, c * BATCHED + i, i)
-            get(s, s.at, 0)
-            for i in T.unroll(BATCHED):
-                if c * BATCHED + i < many:
-                    times(s, i, s.word, i * 8)
+    read, find, get, times = read_round(e), find_tile(e), fetch(e, BATCHED), multiply(e)
 
     @T.inline
     def from_memory(s, io, k):
         find(s, io, k)
-        for c in T.serial((s.rounds[k] - on_chip + (BATCHED - 1)) // BATCHED):
+        for c in T.serial((s.rounds[k] - e.registers + (BATCHED - 1)) // BATCHED):
             for i in T.unroll(BATCHED):
-                read(s, io, on_chip + c * BATCHED + i, s.word, i * 8, s.at, i)
+                read(s, io, e.registers + c * BATCHED + i, s.word, i * 8, s.at, i)
             get(s, s.at, 0)
             for i in T.unroll(BATCHED):
                 times(s, i, s.word, i * 8)
 
     @T.inline
     def phase(s, io, k):
-        if e.shared > 0:
-            if s.rounds[k] > e.registers:
-                from_shared(s, k)
-        if s.rounds[k] > on_chip:
+        if s.rounds[k] > e.registers:
             from_memory(s, io, k)
 
     return phase
 
 
 def write_parts(e: Extents) -> Phase:
-    """Give this warp's sums of a tile to those who add them up; the phase is (s, k, half).
+    """Put this warp's sums of a tile into shared memory, where they are added up; the phase is (s, k, half).
 
     Reads: `products`. Writes: `parts`. Barriers: none; one of the thread block has to follow.
     """
@@ -245,7 +228,7 @@ def write_parts(e: Extents) -> Phase:
     @T.inline
     def phase(s, k, half):
         for f in T.unroll(e.fragments):
-            for i in T.unroll(4):  # of the rows `row` and `row + 8`, of two neighbouring samples
+            for i in T.unroll(4):  # rows `row` and `row + 8`, each with two neighbouring samples
                 s.parts[part_at(e, half, s.warp, k, f * SAMPLES + s.member * 2 + i % 2, s.row + i // 2 * 8)] = (
                     s.products[f * 4 + i])
 
@@ -291,7 +274,7 @@ def sum_parts(e: Extents) -> Phase:
 
 
 def finish(e: Extents) -> Phase:
-    """An item's new state, to all who need it; the phase is (s, io, step, j, half, slot).
+    """Compute an item's new state, and store it where it is needed; the phase is (s, io, step, j, half, slot).
 
     `slot`: of the exchange, that of the next step. The exchange comes first: all others wait for it.
 
@@ -340,7 +323,7 @@ def finish(e: Extents) -> Phase:
 def write_output(e: Extents) -> Phase:
     """An item's output; the phase is (s, io, step, j).
 
-    Where rows of the output are whole stores of the exchange, one lane writes what was sent: stores of 2 bytes hold up
+    Where rows of the output are whole stores of the exchange, one lane writes what was sent: stores of 2 bytes delay
     the exchange in the L2 cache.
 
     Reads: `sent`, `owns`, `length`. Writes: `output`. Barriers: none.

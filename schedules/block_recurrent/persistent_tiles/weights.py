@@ -5,7 +5,7 @@ lane has one group, `member`, and of it two rows, `row` and `row + 8`, a vector 
 in a product is free, as long as it is the same in both operands: so a vector of weights meets one of states as they lie
 in memory, and makes two instructions of a tensor core.
 
-The first rounds stay in registers, the next in shared memory, and what is left is read anew in every step. A group
+The first rounds stay in registers, and what is left is read anew in every step. A group
 that there is not has weights of zero, and a negative place.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tvm import tirx
 from tvm.script import tirx as T
 
 from ...recurrent.sizes import WIDEST
@@ -48,8 +47,11 @@ def take_tiles(e: Extents) -> Phase:
 
 
 def find_tile(e: Extents) -> Phase:
-    """Reads: `group_start`. Writes: `begin`, `groups`, none of a tile that the block does not have. Barriers: none. The
-    phase is (s, io, k)."""
+    """Where a tile's groups are. Reads: `group_start`. Writes: `begin`, `groups`; no groups beyond the block's last
+    tile.
+
+    Barriers: none. The phase is (s, io, k).
+    """
 
     @T.inline
     def phase(s, io, k):
@@ -88,7 +90,7 @@ def read_round(e: Extents) -> Phase:
 def load_weights(e: Extents) -> Phase:
     """Bring the warp's weights on chip; the phase is (s, io).
 
-    Writes: `weights`, `places`, `kept`, `where`. Barriers: none: a thread reads what it wrote.
+    Writes: `weights`, `places`. Barriers: none: a thread reads what it wrote.
     """
     find, read = find_tile(e), read_round(e)
 
@@ -98,41 +100,6 @@ def load_weights(e: Extents) -> Phase:
             find(s, io, k)
             for r in T.unroll(e.registers):
                 read(s, io, r, s.weights, (k * e.registers + r) * 8, s.places, k * e.registers + r)
-            if e.shared > 0:
-                for r in T.serial(e.shared):
-                    read(s, io, e.registers + r, s.word, 0, s.at, 0)
-                    s.where[where_at(e, s, k, r)] = s.at[0]
-                    for h in T.unroll(2):
-                        store_shared(
-                            s.kept.ptr_to([kept_at(e, s, k, r, h)]),
-                            s.word[h * 4], s.word[h * 4 + 1], s.word[h * 4 + 2], s.word[h * 4 + 3])
-
-    return phase
-
-
-def recall_round(e: Extents) -> Phase:
-    """Take the weights of a round from shared memory; the phase is (s, k, r, i).
-
-    Reads: `kept`, `where`. Writes: `word`, `at`, the i-th of each. Barriers: none.
-    """
-
-    @T.inline
-    def phase(s, k, r, i):
-        s.at[i] = s.where[where_at(e, s, k, r)]
-        for h in T.unroll(2):
-            load_shared(
-                s.word[i * 8 + h * 4], s.word[i * 8 + h * 4 + 1], s.word[i * 8 + h * 4 + 2], s.word[i * 8 + h * 4 + 3],
-                s.kept.ptr_to([kept_at(e, s, k, r, h)]))
 
     return phase
 # fmt: on
-
-
-def kept_at(e: Extents, s: Any, k: Any, r: Any, half: Any) -> tirx.PrimExpr:
-    """Where in `kept` one of a round's two vectors is."""
-    return (((k * e.shared + r) * 2 + half) * e.threads + s.t) * 4
-
-
-def where_at(e: Extents, s: Any, k: Any, r: Any) -> tirx.PrimExpr:
-    """Where in `where` a round's place is."""
-    return (k * e.shared + r) * e.threads + s.t

@@ -1,4 +1,4 @@
-"""Block-sparse matmul through shared memory: x where the block row asks for it (Gu 2020, section 4.3).
+"""Block-sparse matmul through shared memory: those parts of x that the block row needs (Gu 2020, section 4.3).
 
 The paper gave this approach up, because TVM then cached what it knew at compile time, whole rows of x. Here a thread
 block takes a block row and `tile_m` rows of x, and goes through the stored blocks in *chunks*: it reads which columns
@@ -13,7 +13,7 @@ up at the end, by shuffles within a warp and through shared memory between warps
 The weight is asked for before x, whose address depends on the column ids; these are read one chunk ahead. A row of one
 chunk costs three trips to memory, whatever its length: where it begins and ends, the column ids, x.
 
-Of a skewed pattern the chunks of a long row can be dealt out to a `cluster` of thread blocks (`device.balance`). With
+In a skewed pattern the chunks of a long row can be dealt out to a `cluster` of thread blocks (`device.balance`). With
 `overlap` the launch overlaps the producer kernel (programmatic dependent launch): where the host has looked at the
 pattern nobody writes the structure any more, and it is read before the wait.
 

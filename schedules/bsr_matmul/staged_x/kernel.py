@@ -1,4 +1,4 @@
-"""The kernel of `staged_x`, in phases; what it does and why is told there.
+"""The kernel of `staged_x`, in phases; the package's docstring says what it does, and why.
 
     deal_out        the strip of x and the block row that this thread block multiplies (`device.balance`)
     listed_row, unlisted_row
@@ -75,7 +75,7 @@ class RowState:
 
     @classmethod
     def alloc(cls, e: Extents) -> RowState:
-        # In the order in which measured kernels declare them: the compiler's choice of registers follows it.
+        # In this order measured kernels declare them: the compiler's choice of registers depends on it.
         sums = T.alloc_local([e.passes * e.tile_m], "float32")
         weight = T.alloc_local([e.depth * e.passes * e.words], "uint32")
         x = T.alloc_local([e.vec], e.dtype)
@@ -220,10 +220,8 @@ def multiply(e: Extents) -> Callable[..., Any]:
 def fold_lanes(e: Extents) -> Callable[..., Any]:
     """Add up the sums of lanes that share a row.
 
-    Reads and writes: `sums`.
-    Barriers: the lanes of a warp shuffle.
-    After: they are those of all lanes that share a row: neighbours, which have other columns of a block, and lanes that
-    are `block_vectors` apart, which have other blocks.
+    Reads and writes: `sums`. Barriers: the lanes of a warp shuffle. After: each sum covers all lanes that share a row:
+    neighbours, which have other columns of a block, and lanes that are `block_vectors` apart, which have other blocks.
     """
     columns, blocks = e.across.bit_length() - 1, e.warp_blocks.bit_length() - 1
 

@@ -11,7 +11,7 @@ from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ..features import features as product_features
 
-# Whole warps, up to 512 threads, to each of which 128 registers are left.
+# Whole warps, up to 512 threads, so that each can have 128 registers.
 THREADS = powers(32, 512)
 # Rows of x of a tile.
 TILE_M = powers(1, 16)
@@ -54,16 +54,16 @@ def space(problem: BsrMatmul, machine: Machine) -> Table:
 
 
 def fitting(problem: BsrMatmul, machine: Machine, table: Table) -> list[Decisions]:
-    """Points to begin with, the best guess first: all of a small m at once, widest loads, many threads, deep."""
+    """Points to begin with, the best guess first: four rows of x at once, widest loads, deep."""
     vec, overlap = table["vec"][-1], int(machine.has_clusters)
     # With one strip of x a long row is shared; with several there is enough to do beside it.
     clusters = (4, 1) if 4 in table["cluster"] and problem.m <= 8 else (1,)
     choices = [
         {"threads": threads, "tile_m": tile_m, "vec": vec, "depth": depth, "cluster": cluster, "overlap": overlap}
-        for tile_m in (8, 4, 2, 1)
+        for tile_m in (4, 8, 2, 1)
         if tile_m in table["tile_m"]
         for threads in (128, 256, 64, 512, 32)
-        for depth in (4, 2, 1)
+        for depth in (8, 4, 2, 1)
         for cluster in clusters
     ]
     return [point for point in choices if allowed(problem, machine, point) is None]

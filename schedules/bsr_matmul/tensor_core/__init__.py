@@ -16,7 +16,7 @@ blocks of 8 columns fill an instruction like any others. A step is 32 columns, t
 Operand A is the weight where a tile has 8 rows of x, so that m = 8 wastes nothing. Else it is x, whose sums then lie in
 registers as y does in memory; blocks of 8 rows need this, too.
 
-**Loads in flight** are what a product of few rows lives on. `reduce_warps` warps share the steps of a tile and add up
+**Loads in flight** decide how fast a product of few rows is. `reduce_warps` warps share the steps of a tile and add up
 through shared memory, `depth` steps of a warp are in flight together, and column ids are read one round ahead, since
 the address of x depends on them. The weight is asked for before x, because its address does not.
 
@@ -25,12 +25,12 @@ shared by a cluster of thread blocks (`device.balance`).
 
 **overlap** is programmatic dependent launch. A thread block makes three trips to memory, each for the address of the
 next: where its block row begins and ends, the column ids, x. The first two are made while the producer kernel is still
-running. If the host has looked at the pattern (`long` is not negative) nobody writes the structure any more, and what
-is read is right. Otherwise it is a guess: after the wait it is read once more, beside x, and compared. In most calls it
-was right, and no time is lost; if not, it is dropped.
+running. If the host has looked at the pattern (`long` is not negative), the structure is not written any more, and what
+is read is right. Otherwise it is a guess: after the wait it is read again, together with x, and compared. In most calls
+it was right, and no time is lost; otherwise the guess is dropped.
 
-With `overlap=2` the consumer kernel may start as soon as this one has. And a weight that is known to be `constant`
-takes a way of its own, without guesses: the first round of its blocks is loaded before the wait, too. After the wait
+With `overlap=2` the consumer kernel may start as soon as this one has started. And for a weight that is known to be
+`constant` there is a path without guesses: the first round of its blocks is loaded before the wait, too. After the wait
 only x, the products and the sum are left to do.
 
 The kernel, phase by phase, is `kernel`.

@@ -1,4 +1,4 @@
-"""The kernel of `tensor_core`, in phases; what it does and why is told there.
+"""The kernel of `tensor_core`, in phases; the package's docstring says what it does, and why.
 
     deal_out        the strip of x and the slice of a block row that this thread block multiplies (`device.balance`)
     take_places     the rows and octets of each lane
@@ -38,9 +38,9 @@ from .state import SharedSums, TileState, first_column, weight_row, x_row
 # Barriers of a warp part the loads of the weight, those of x, and the products. The assembler would move each load next
 # to its use, so that one waits for another; loads that are not declared read-only stay on their side of a barrier.
 load_vector = T.ptx.ld.global_.v4.u32
-# What one warp alone reads, once, need not push x out of the L1 cache.
+# Words that only one warp reads, once, do not have to displace x in the L1 cache.
 load_once = T.ptx.ld.global_.L1__no_allocate.v4.u32
-# Passes by what this multiprocessor has cached: that may be from before the producer kernel was done.
+# Bypasses this multiprocessor's own cache, which may hold data from before the producer kernel has ended.
 load_int_anew = T.ptx.ld.relaxed.gpu.global_.s32
 ALL_LANES = 0xFFFFFFFF
 
@@ -199,8 +199,8 @@ def multiply(e: Extents) -> Callable[..., Any]:
                 for f in T.unroll(e.a_fragments):
                     for g in T.unroll(e.b_fragments):
                         at = (f * e.b_fragments + g) * 4
-                        # A fragment of A is two of 8 rows: its words are of row `group`, of row `group + 8`, and so
-                        # again for the other columns.
+                        # A fragment of A is two groups of 8 rows: its words are of row `group`, of row `group + 8`, and
+                        # the same for the other columns.
                         a = (d * e.a_fragments + f) * 8 + half * 2
                         b = (d * e.b_fragments + g) * 4 + half * 2
                         mma(s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3],
@@ -260,10 +260,10 @@ def start_ahead(e: Extents) -> Callable[..., Any]:
         for d in T.unroll(e.depth):
             s.columns[d] = T.max(T.min(s.columns[d], e.block_cols - 1), 0)
         if e.overlap == 2:
-            wait_for_producer()  # the consumer kernel may start already
+            wait_for_producer()  # the consumer kernel may have started already
         else:
             wait_then_start_consumer()
-        # By all lanes, also where the row is taken to end before: they may have read different ends.
+        # By all lanes, including those that take the row to have ended before: lanes may have read different ends.
         weight_loads(s, io, w)
         x_loads(s, io)
         if io.long < 0:
@@ -340,7 +340,7 @@ def add_parts(e: Extents) -> Callable[..., Any]:
     # fmt: off
     @T.inline
     def phase(s, shared, io, w, t, left):
-        # Launches that read ahead have few pairs; the compiler would make much of a loop that mostly runs once.
+        # Launches that read ahead have few pairs; the compiler would unroll a loop that usually runs once.
         for i in (
             T.unroll(ceildiv(e.pairs, e.tile_threads)) if e.overlap == 2
             else T.serial((e.pairs - t % e.tile_threads + (e.tile_threads - 1)) // e.tile_threads)
@@ -388,7 +388,7 @@ def kernel(problem: BsrMatmul, e: Extents) -> Program:
     def body(io):
         T.device_entry()
         if e.overlap == 2:
-            # The consumer kernel may start whenever there is room: it waits until this one is done.
+            # The consumer kernel may start whenever there is room: it waits until this kernel has ended.
             start_consumer()
         w = T.meta_var(Work.alloc())
         do.deal_out(w, io.m, io.long)
@@ -397,7 +397,7 @@ def kernel(problem: BsrMatmul, e: Extents) -> Program:
         do.take_places(s, w, t, io.m)
 
         if e.overlap == 2 and (io.constant != 0 and io.long >= 0):
-            # Nobody writes the weight: only x is waited for.
+            # The weight is constant: only x has to be waited for.
             do.find_listed_row(s, io, w)
             do.load_columns(s, io, s.columns)
             do.load_weight(s, io, w)
@@ -406,7 +406,7 @@ def kernel(problem: BsrMatmul, e: Extents) -> Program:
             do.join(w, s.count)
             do.multiply(s)
             s.octet = s.octet + e.chunk * w.ranks
-            # Most rows end here: to read the column ids of the next round ahead would delay the first.
+            # Most rows end here: reading the column ids of the next round ahead would delay the first round.
             while s.octet - s.member < s.count:
                 do.load_columns(s, io, s.columns)
                 do.load_weight(s, io, w)
@@ -425,7 +425,7 @@ def kernel(problem: BsrMatmul, e: Extents) -> Program:
             if e.overlap > 0:
                 do.start_ahead(s, io, w)
             do.join(w, s.count)
-            # The first lane's octet decides for the warp: an instruction needs all of its lanes.
+            # The first lane's octet decides for the whole warp, since an instruction needs all lanes.
             while s.octet - s.member < s.count:
                 if s.loaded == 0:
                     do.load_weight(s, io, w)

@@ -20,18 +20,19 @@ WARPS_M = powers(1, 4)
 DEPTH = powers(1, 8)
 # Thread blocks that share a long row. 8 is the largest cluster that every GPU with clusters runs.
 CLUSTER = powers(1, 8)
-# Of a thread block: 512 threads, to each of which 128 registers are left.
+# Threads of a block: up to 512, so that each can have 128 registers.
 MAX_WARPS = 16
-# Rows of x of a tile up to which the weight may be loaded before the wait: beyond, the products take so long that the
-# launch matters too little.
+# Rows of x of a tile up to which the weight may be loaded before the wait: with more, the launch is too small a part of
+# the time.
 MAX_AHEAD_M = 8
-# Registers for sums and operands of a thread; beyond, the compiler spills. Found by compiling the space.
+# Registers of a thread for sums and operands; with more the compiler spills. Found by compiling all points of the
+# space.
 MAX_HELD = 176
 # Registers that a thread needs for addresses and counts.
 BESIDES = 24
 # Bytes of static shared memory of a thread block.
 MAX_SHARED = 48 * 1024
-# Thread blocks along the second axis of a grid.
+# Thread blocks along the second axis of a grid, at most.
 MAX_BLOCKS_Y = 65535
 # Columns of a stored block that a lane loads at once, and columns of a step: four octets.
 OCTET, STEP = 8, 32
@@ -90,39 +91,47 @@ def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str |
 
 
 def shared_bytes(decisions: Decisions) -> int:
-    """Of the tiles of partial sums of all warps, and of what rank 0 of a cluster gets from the other ranks."""
+    """Bytes of shared memory: the tiles of partial sums of all warps, and what rank 0 of a cluster gets from the other
+    ranks.
+    """
     tile_m, tile_n, warps_m = decisions["tile_m"], decisions["tile_n"], decisions["warps_m"]
     parts = decisions["reduce_warps"] * warps_m * tile_m * (tile_n + PAD)
     return (parts + (decisions["cluster"] - 1) * warps_m * tile_m * tile_n) * 4
 
 
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:
-    """Tiles of up to 64 rows of x and 32 of the weight, shared until each multiprocessor has some warps to work on.
+    """Tiles that won in searches on an H200, by rows of x: up to 8, up to 64, more.
 
-    With one strip of x a long row is shared by four thread blocks; with several there is enough to do beside it.
+    Few rows: small tiles, whose blocks eight warps share; four where neither rows of blocks are of different lengths
+    nor the tile is the only one. With one strip of x a long row is shared by four thread blocks, too. Beyond 64 rows:
+    larger tiles, several beside each other.
     """
     table = space(problem, machine)
     tile_n = max(tile for tile in table["tile_n"] if tile <= 32)
-    tile_m = max(tile for tile in table["tile_m"] if tile <= 64 and (tile > 8 or tile_n % 16 == 0))
+    tile_m = max(tile for tile in table["tile_m"] if tile <= 32)
+    warps: tuple[int, ...] = (2, 1)
+    beside: tuple[int, ...] = (2, 1)
+    if problem.m <= 64:
+        several = problem.m > 8 and problem.pattern != "skewed"
+        tile_m, warps, beside = 16, ((4, 2, 1) if several else (8, 4, 2, 1)), (1,)
     if problem.m <= 8 and tile_n % 16 == 0:
         tile_m, tile_n = 8, 16
-    tiles = ceildiv(problem.m, tile_m) * (problem.n // tile_n)
-    clusters = (4, 1) if 4 in table["cluster"] and problem.m <= tile_m else (1,)
+    clusters = (4, 1) if 4 in table["cluster"] and problem.m <= 8 else (1,)
     choices = [
         {
             "tile_m": tile_m,
             "tile_n": tile_n,
             "reduce_warps": reduce_warps,
-            "warps_m": 1,
+            "warps_m": warps_m,
             "depth": depth,
             "cluster": cluster,
             "overlap": overlap,
         }
-        for reduce_warps in (8, 4, 2, 1)
-        for depth in (2, 1)
+        for reduce_warps in warps
+        for warps_m in beside
+        for depth in ((4, 2, 1) if len(clusters) > 1 else (2, 1))
         for cluster in clusters
         for overlap in ((2, 1) if machine.has_clusters else (0,))
-        if reduce_warps == 1 or tiles * reduce_warps <= 16 * machine.cores
     ]
     return next(point for point in choices if allowed(problem, machine, point) is None)
 

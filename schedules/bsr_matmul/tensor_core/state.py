@@ -23,7 +23,7 @@ class TileState:
     weight, x
         Operands of the steps in hand: for each step and each 8 rows of the tile the four words of one octet.
     a, b
-        The same two, by what they are to the instruction.
+        The same two, as operands A and B of the instruction.
     columns
         Block columns of the octets in hand.
     x_rows
@@ -58,7 +58,7 @@ class TileState:
 
     @classmethod
     def alloc(cls, e: Extents) -> TileState:
-        # In the order in which measured kernels declare them: the compiler's choice of registers follows it.
+        # In this order measured kernels declare them: the compiler's choice of registers depends on it.
         sums = T.alloc_local([e.a_fragments * e.b_fragments * 4], "float32")
         a = T.alloc_local([e.depth * e.a_fragments * 8], "uint32")
         b = T.alloc_local([e.depth * e.b_fragments * 4], "uint32")
@@ -72,7 +72,9 @@ class TileState:
 
 @dataclass
 class SharedSums:
-    """Sums in shared memory. `parts`: a tile a warp. `others`: what rank 0 of a cluster gets from the other ranks."""
+    """Sums in shared memory. `parts`: one tile per warp. `others`: what rank 0 of a cluster gets
+    from the other ranks.
+    """
 
     parts: Any
     others: Any
@@ -90,7 +92,7 @@ def x_row(e: Extents, s: TileState, f: Any, g: Any, i: Any) -> Any:
 
 
 def weight_row(e: Extents, s: TileState, f: Any, g: Any, i: Any) -> Any:
-    """The row of the weight in the tile, which is the column of y, of the same sum."""
+    """The row of the weight in the tile, which is the column of y, of that sum."""
     return f * 16 + i // 2 * 8 + s.group if e.weight_is_a else g * 8 + s.member * 2 + i % 2
 
 

@@ -1,8 +1,8 @@
 """Stream compaction on a GPU without sorting: population counts, a scan, one launch.
 
-Thread blocks of a list each read the whole bitmap, which is small, and write the words of a share of it: none waits for
-another one's count. Lanes take 8 to 32 bits each, and a scan over the warp and one over the warps' sums give their
-places (see `schedules.lsh.compact`).
+Each thread block of a list reads the whole bitmap, which is small, and writes the words of a share of it, so that no
+block waits for another one's count. Lanes take 8 to 32 bits each, and a scan over the warp and one over the warps' sums
+give their places (see `schedules.lsh.compact`).
 
 With `overlap` 1 the kernel waits for its producer kernel, and then lets its consumer kernel start; with 2 it lets the
 consumer start before it waits. In both nothing is read before the wait.

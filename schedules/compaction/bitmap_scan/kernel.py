@@ -9,10 +9,10 @@ from tvm_sparse.operators.compaction.problem import Compaction
 from tvm_sparse.operators.lsh_lookup.definition import valid_bits
 
 from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
+from ...interface import gpu_program
 from ...lsh.compact import fill_rest, read_bitmap, write_share
 from ...lsh.extents import CompactExtents
 from ...lsh.state import alloc_state
-from ..interface import gpu_program
 
 
 def program(problem: Compaction, e: CompactExtents, overlap: int) -> Program:

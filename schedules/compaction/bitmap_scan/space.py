@@ -8,9 +8,9 @@ from tvm_sparse.operators.compaction.problem import Compaction
 
 from ...lsh.extents import SLICES, THREADS, WARP, WARP_SUMS, CompactExtents, Room, shared_limit
 
-# Words of the bitmap of a slice: with fewer most threads of its block have nothing to write.
+# Words of a slice's bitmap, at least: with fewer, most threads of its block have nothing to write.
 LEAST_SHARE = WARP
-# By default: words of the vocabulary for a thread, and slices, of more lists than there are multiprocessors.
+# Defaults: words of the vocabulary per thread, and slices, where there are more lists than multiprocessors.
 FEW, MOST_CROWDED = 8, 8
 SOME_SLICES = tuple(n for n in SLICES if n <= 32)
 
@@ -41,9 +41,10 @@ def allowed(problem: Compaction, machine: Machine, decisions: Decisions) -> str 
 
 
 def default(problem: Compaction, machine: Machine) -> Decisions:
-    """As many slices as there are multiprocessors for: where candidates stand side by side, as frequent words do, few
-    thread blocks have all of them. Of more lists, as many as leave a thread `FEW` words of the vocabulary: 214 lists of
-    10,499 words took 1.7 times as long unsliced on an H200 (`scripts/regret.py`, seed 1)."""
+    """As many slices as there are multiprocessors for: where candidates lie side by side, as frequent words do, few
+    thread blocks have all of them. With more lists, as many slices as leave a thread `FEW` words of the vocabulary:
+    without slices, 214 lists of 10,499 words took 1.7 times as long on an H200 (`scripts/regret.py`, seed 1).
+    """
     threads = 384
     fitting = [n for n in SOME_SLICES if n == 1 or CompactExtents(problem.vocab, THREADS[0], n).share >= LEAST_SHARE]
     roomy = [n for n in fitting if n * problem.lists <= machine.cores]

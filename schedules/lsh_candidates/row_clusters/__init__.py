@@ -1,6 +1,6 @@
-"""Candidate words on a GPU, from hidden states to lists in one kernel: a cluster of thread blocks a row.
+"""Candidate words on a GPU, from hidden states to lists in one kernel: one cluster of thread blocks per row.
 
-Nothing of this is much work; latency is all. A row of 500 bands has 24,000 elements to compare, 500 buckets to find and
+There is little work; the time is latency. A row of 500 bands has 24,000 elements to compare, 500 buckets to find and
 some 8,000 words to count, and each step waits for the one before. So a row is divided among the thread blocks of a
 cluster, on neighbouring multiprocessors:
 
@@ -34,11 +34,11 @@ from .space import allowed, default, extents, space
 
 
 def build(problem: LshCandidates, decisions: Decisions) -> Program:
-    from ..interface import gpu_program
+    from ...interface import gpu_program
     from .kernel import kernel_body
 
     overlap, sizes = decisions["overlap"], extents(problem, decisions)
-    # Each list's bitmap, and its ticket behind it.
+    # Each list's bitmap, followed by its ticket.
     own = Workspace("workspace", ("lists", sizes[1].bitmap + 1), "int32")
     return gpu_program(problem, kernel_body(*sizes, overlap), (own,), overlapped=overlap > 0)
 

@@ -37,12 +37,12 @@ def allowed(problem: LshCandidates, machine: Machine, decisions: Decisions) -> s
 
 
 def default(problem: LshCandidates, machine: Machine) -> Decisions:
-    """Of few rows the likely point; as measured at beam 12 and 40,000 words, if it may be, in larger blocks that find
-    the buckets together and overlap their producer kernel. Of many rows `crowded_point`."""
+    """Of few rows the likely point; as measured at beam 12 and 40,000 words, if it may be, in larger blocks with
+    wide lanes, which find the buckets together and overlap their producer kernel. Of many rows `crowded_point`."""
     table, restriction = space(problem, machine), partial(allowed, problem, machine)
     if crowded := crowded_point(problem, machine, table, restriction):
         return crowded
     likely = next(likely_points(problem, table, restriction))
-    measured = {**likely, "threads": 1024, "exchange": 1, "overlap": 1}
+    measured = {**likely, "threads": 1024, "bucket_lanes": 32, "loads": 4, "exchange": 1, "overlap": 1}
     possible = all(measured[name] in values for name, values in table.items()) and restriction(measured) is None
     return measured if possible else likely

@@ -9,11 +9,11 @@ from tvm_sparse.operators.lsh_lookup.problem import LshLookup
 
 from ...device.cluster import cluster_arrive
 from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
+from ...interface import gpu_program
 from ...lsh.buckets import clear_counts
 from ...lsh.extents import CountExtents
 from ...lsh.rows import Place, copy_reached, count_row, locate, set_bits_and_leave
 from ...lsh.state import alloc_state
-from ..interface import gpu_program
 
 
 def program(problem: LshLookup, e: CountExtents, overlap: int) -> Program:
@@ -51,4 +51,5 @@ def program(problem: LshLookup, e: CountExtents, overlap: int) -> Program:
         leave(s, at, io, t)
         copy(s, at, io, t)
     # fmt: on
-    return gpu_program(problem, body, Workspace("workspace", ("lists", e.bitmap + 1), "int32"), overlap > 0)
+    own = Workspace("workspace", ("lists", e.bitmap + 1), "int32")
+    return gpu_program(problem, body, (own,), overlapped=overlap > 0)

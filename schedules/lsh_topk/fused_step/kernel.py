@@ -1,8 +1,7 @@
 """The program of `fused_step`: its workspaces, and its kernels, each a list of phases.
 
-`look_up`   words that reach the threshold
-`product`   here: the frequent words, and those, in a thread block's share of either
-`merge`     the best words of each row
+`look_up` words that reach the threshold `product` in this module: scores of the thread block's share of the frequent
+words, and of those found by `look_up` `merge` the best words of each row
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from tvm_sparse.operators.lsh_topk.problem import LshTopk
 from ...device.overlap import start_consumer, wait_for_producer
 from ...device.region import device_region
 from ...device.words import held_address
-from ..interface import gpu_program
+from ...interface import gpu_program
 from .look_up import look_up
 from .merge import merge
 from .product import fetch_names, find_share, frequent_each, frequent_first, keep_states, multiply_all, stage_states
 from .space import OCTET, Extents
-from .state import alloc_product_state
+from .state import ProductState
 
 
 # fmt: off
@@ -60,7 +59,7 @@ def product(e: Extents) -> Callable[..., Any]:
             groups = T.meta_var((io.lists + (e.group_lists - 1)) // e.group_lists * e.row_groups)
             flat = T.cta_id([groups * e.group_blocks])
             t = T.thread_id([e.threads])
-            s = T.meta_var(alloc_product_state(e, t))
+            s = T.meta_var(ProductState.of_thread(e, t))
             begin(s, io, flat)
             if e.overlap == 1:
                 start_consumer()
@@ -87,7 +86,7 @@ def program(problem: LshTopk, e: Extents) -> Program:
     first, second, third = look_up(e), product(e), merge(e)
     own = (
         Workspace("bitmap", ("lists", e.bitmap), "uint32"),
-        Workspace("found", ("lists", 2), "int32"),  # words that reach the threshold, and rows that are done
+        Workspace("found", ("lists", 2), "int32"),  # how many words reached the threshold, and how many rows are done
         Workspace("queue", ("lists", e.vocab), "int32", fill=None),  # these words
         Workspace("keys", ("rows", "frequent"), "uint64", fill=None),
         Workspace("others", ("rows", e.reached_most), "uint64", fill=None),

@@ -23,7 +23,6 @@ all long, they are found again, each as many times as long as makes them fit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from tvm.script import tirx as T
@@ -49,7 +48,7 @@ from ...lsh.buckets import (
 from ...lsh.extents import PER_WARP
 from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
 from .space import PER_VECTOR, SEGMENTS, STRETCHES, WARP, Extents
-from .state import alloc_hash_state
+from .state import HashState
 
 Phase = Callable[..., Any]
 RECEIVED = 4  # hits that a lane has in flight
@@ -59,8 +58,10 @@ put_many = peer_store("put_many", "int")
 
 # fmt: off
 def begin(e: Extents) -> Phase:
-    """Reads: permutations. Writes: the thread block's bands and its part, counts and votes to 0, columns. Barriers:
-    none; one of the cluster has to follow before hits are added to the counts of others. The phase is (s, io)."""
+    """Start the kernel's work: columns of the first units, and counts and votes of 0. Reads: permutations. Writes: the
+    thread block's bands and its part, counts and votes to 0, columns. Barriers: none; one of the cluster has to follow
+    before hits are added to the counts of others. The phase is (s, io).
+    """
     h = e.hashing
     load_first, clear = load_first_columns(h), clear_counts(e.counting)
 
@@ -116,7 +117,7 @@ def find_pieces(e: Extents) -> Phase:
 
 
 def lengthen(e: Extents) -> Phase:
-    """Longer pieces, if there is no room for so many; the phase is (s).
+    """Choose longer pieces, if there is no room for all of them; the phase is (s).
 
     Reads: `further`. Writes: `going`, whether they have to be found again; if so `stride`, and `further`, to 0.
     Barriers: two of the thread block, if so; one has to come before. After: found again they all fit, because a band
@@ -137,7 +138,7 @@ def lengthen(e: Extents) -> Phase:
 
 
 def load_pieces(e: Extents) -> Phase:
-    """A lane's vectors of `loads` pieces; the phase is (s, io, words).
+    """Load a lane's vectors of words of `loads` pieces; the phase is (s, io, words).
 
     Reads: `last`, `upcoming`, words. Writes: `word`, of vectors that begin before the end of their piece. Barriers:
     none.
@@ -179,7 +180,7 @@ def count_pieces(e: Extents) -> Phase:
 
     @T.inline
     def hit(s, word):
-        # A number below 0 is a large one without a sign.
+        # As an unsigned number, one below 0 is larger than any word.
         local: T.int32 = word - s.base
         if T.Cast("uint32", local) < T.uint32(part):
             T.evaluate(T.cuda.atomic_add(s.cells.ptr_to([cell_of(local)]), one_of(local)))
@@ -207,7 +208,7 @@ def count_pieces(e: Extents) -> Phase:
                 s.going = 0
                 for u in T.unroll(e.loads):
                     for v in T.unroll(PER_VECTOR):
-                        # Neither before the piece nor behind it.
+                        # Only words of this piece are counted, not those before or after it.
                         if T.Cast("uint32", s.upcoming[u] + v - s.first[u]) < T.Cast("uint32", s.last[u] - s.first[u]):
                             hit(s, s.word[u * PER_VECTOR + v])
                     s.upcoming[u] = s.upcoming[u] + e.piece
@@ -330,8 +331,8 @@ def list_reached(e: Extents) -> Phase:
             s.other[0] = T.cuda.atomic_add(s.listed.ptr_to([0]), s.upto[0])
         s.place_at = s.place_at + T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.other[0], WARP - 1, 32, 32)
         T.cuda.cta_sync()
-        # One for all warps: a counter in memory takes additions one after another. Its answer has a place of its own,
-        # because the compiler lets all threads read what the first one adds.
+        # One addition for all warps: a counter in memory takes additions one after another. Its result has a place of
+        # its own, because the compiler lets all threads read what the first one adds.
         if s.t == 0 and s.listed[0] > 0:
             s.listed[1] = T.cuda.atomic_add(io.found.ptr_to([s.work_list, 0]), s.listed[0])
         T.cuda.cta_sync()
@@ -370,13 +371,15 @@ def look_up(e: Extents) -> Phase:
     seek, fit, count, elect, take = find_pieces(e), lengthen(e), count_pieces(e), vote(e), list_reached(e)
     tell_all, receive_all = tell(e), receive(e)
 
-    def state(io: Any, t: Any) -> SimpleNamespace:
+    def state(io: Any, t: Any) -> HashState:
         many = io.lists * (e.beam * e.slices)
         if e.cluster == 1:
             work, rank = T.cta_id([many]), 0
         else:
             work, rank = T.cluster_id([many]), T.cta_id_in_cluster([e.cluster])
-        return alloc_hash_state(e, work // e.slices, work % e.slices, rank, t)
+        row = work // e.slices
+        place = {"work_row": row, "work_list": row // e.beam, "slice": work % e.slices, "rank": rank}
+        return HashState.alloc(e, e.hash_bytes, **place, t=t, warp=t // WARP, lane=t % WARP)
 
     @T.inline
     def kernel(io):
@@ -415,7 +418,7 @@ def look_up(e: Extents) -> Phase:
                 tell_all(s)
             arrive(e)
             wait(e)
-            # From here on no thread block reaches another one's shared memory.
+            # From here on no thread block accesses another one's shared memory.
             if e.cluster > 1:
                 receive_all(s)
                 T.cuda.cta_sync()

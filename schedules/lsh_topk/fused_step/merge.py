@@ -27,7 +27,7 @@ from ...device.powers import LOWEST, change_unit, over_largest, unit_of_bits
 from ...device.region import device_region
 from ...device.selection import FULL_WARP, below, bits_value, key_bits, key_index, key_value
 from ...device.state import Buffers, local, shared
-from ...output_layer.tiles.best import write_value
+from ...output_layer.best.kernel import write_value
 from .product import each_block, frequent_each, frequent_first, turn_of
 from .space import QUAD, SEARCHERS, SURVIVORS, WARP, Extents
 
@@ -44,21 +44,22 @@ class State(Buffers):
     Attributes
     ----------
     flat, index, row, t
-        The row of all lists', the list, the row of its beam, and the thread.
+        The row's index among those of all lists, the list, the row in the list's beam, and the thread.
     each, reached
-        Of a block, words of the first part and of the second; ``words``: how many of the latter the list has.
+        Words of a block that are frequent ones, and words of it that reached the threshold; ``words``: how many reached
+        it in the whole list.
     heads, parts
         Ordered bits of the blocks' best keys, and the blocks' sums of powers.
     maxima, ranks
-        Of groups of blocks the largest of `heads`, and their ranks.
+        The largest of `heads` in each group of blocks, and their ranks.
     asked
         Keys of the row that were asked for before the bound was known.
     found, chosen
         How many blocks reach the bound; a ballot of them.
     own, key, other, last
-        Keys of a block, a key in hand, another one, and the last one that was written.
+        Keys of a block, the key being ranked, one it is compared with, and the last one that was written.
     top, d
-        The largest score, and the sum of all exponentials over its own.
+        The largest score, and the sum of all exponentials divided by that score's exponential.
     sum, value
         A sum of powers, and a logarithm.
     bits, rank, place
@@ -111,8 +112,9 @@ class State(Buffers):
 
 # fmt: off
 def load_heads(e: Extents) -> Phase:
-    """Reads: the blocks' best keys and sums of powers. Writes: `heads` and `parts`, 0 for blocks that there are
-    not. Barriers: none."""
+    """Load the blocks' best keys and sums of powers. Writes: `heads` and `parts`, 0 beyond the last block. Barriers:
+    none.
+    """
 
     @T.inline
     def phase(io, s):
@@ -127,7 +129,7 @@ def load_heads(e: Extents) -> Phase:
 
 
 def find_blocks(e: Extents) -> Phase:
-    """The first warp's: of the largest keys of groups of blocks the n-th. n keys at least reach it.
+    """The first warp finds the bound: the n-th largest of the groups' largest keys. At least n keys reach it.
 
     Reads: `heads`. Writes: `bound`, 0 if there are fewer than n groups with a key; `blocks`. Barriers: of the warp.
     """
@@ -145,7 +147,7 @@ def find_blocks(e: Extents) -> Phase:
                 for r in T.unroll(e.maxima):
                     if s.bits[0] > s.maxima[r]:
                         s.ranks[r] = s.ranks[r] + 1
-        # Of equal ones all have the first one's rank, and the least of those that rank among the n first is the n-th.
+        # Equal keys all have the rank of the first of them; the least of those with a rank below n is the n-th largest.
         s.bits[0] = T.uint32(0xFFFFFFFF)
         for q in T.unroll(e.maxima):
             s.bits[0] = T.min(s.bits[0], T.Select(s.ranks[q] < e.n, s.maxima[q], T.uint32(0xFFFFFFFF)))
@@ -165,7 +167,7 @@ def find_blocks(e: Extents) -> Phase:
 
 
 def join_sums(e: Extents) -> Phase:
-    """The second warp's; the phase is (s, factor).
+    """Add up the blocks' sums of powers, by the second warp; the phase is (s, factor).
 
     Reads: `heads`, `parts`. Writes: `largest`, `sums`. Barriers: of the warp.
     """
@@ -191,7 +193,7 @@ def join_sums(e: Extents) -> Phase:
 
 @T.inline
 def keep_key(s):
-    """`other` on the list of those that reach the bound, if it does."""
+    """Append `other` to the list of keys that reach the bound, if it does."""
     if s.other[0] != T.uint64(0) and key_bits(s.other[0]) >= s.bound[0]:
         s.rank[0] = T.cuda.atomic_add(s.counts.ptr_to([0]), T.int32(1))
         if s.rank[0] < SURVIVORS:
@@ -200,46 +202,49 @@ def keep_key(s):
 
 @T.inline
 def total(s, factor):
-    """Of each warp for itself. Reads: `largest`, `sums`. Writes: `top` and `d`, of the row."""
+    """The row's largest score and its sum of exponentials, computed by each warp for itself. Reads: `largest`, `sums`.
+    Writes: `top` and `d`.
+    """
     s.top[0] = T.max(bits_value(s.largest[0]), LOWEST)
     s.sum[0] = s.sums[0]
     over_largest(s.d, s.value, s.sum, s.top[0], factor)
 
 
 def other_block(e: Extents, i: Any) -> Any:
-    """The thread block of the `i`-th of the row's keys of words that reach the threshold: some of each thread block,
-    which lie together, then further ones of each."""
+    """The thread block that has the `i`-th of the row's keys of words that reach the threshold. First come some keys of
+    each thread block, which lie together, then the further ones of each.
+    """
     return i // QUAD % e.group_blocks
 
 
 def other_slot(e: Extents, i: Any) -> Any:
-    """Where it is among that one's keys."""
+    """The place of the `i`-th such key among those of its thread block."""
     return i // QUAD // e.group_blocks * QUAD + i % QUAD
 
 
 def other_at(e: Extents, i: Any) -> Any:
-    """Where it is among those of the row."""
+    """The place of the `i`-th such key among those of the row."""
     return other_block(e, i) * e.reached_each + other_slot(e, i)
 
 
 def is_reached(e: Extents, s: Any, block: Any, slot: Any) -> Any:
-    """Whether the row's list has a word whose key is there in the thread block's place."""
+    """Whether the row's list has a word for this place of the thread block, so that a key is there."""
     return turn_of(e, block, s.index % e.group_lists) + slot * e.group_blocks < s.words[0]
 
 
 def is_other(e: Extents, s: Any, i: Any) -> Any:
-    """Whether there is an `i`-th one."""
+    """Whether the row has an `i`-th such key."""
     return is_reached(e, s, other_block(e, i), other_slot(e, i))
 
 
 def other_end(e: Extents, s: Any) -> Any:
-    """Behind the last one."""
+    """How many such keys the row has places for."""
     return (s.reached[0] + (QUAD - 1)) // QUAD * (QUAD * e.group_blocks)
 
 
 def go_through(e: Extents, keys: int, others: int, take: Callable[..., Any]) -> Phase:
     """The row's keys one after another: frequent words' from the `keys`-th on, and the others from the `others`-th. The
-    phase is (io, s); `take`, with (s), does with `other` what is to be done.
+    phase is (io, s); `take`, called with (s), handles the key in `other`.
 
     Reads: keys, `words`, `reached`. Writes: `other`, and what `take` does. Barriers: none.
     """
@@ -258,8 +263,8 @@ def go_through(e: Extents, keys: int, others: int, take: Callable[..., Any]) -> 
 
 
 def ask_keys(e: Extents) -> Phase:
-    """Keys of the row, whichever will count: a second trip to memory takes longer than all of them. Of the words that
-    reach the threshold there may be fewer.
+    """Load keys of the row before the bound is known: waiting for memory a second time takes longer than loading all of
+    them. Of words that reach the threshold the row may have fewer keys.
 
     Reads: keys. Writes: `asked`. Barriers: none. The phase is (io, s).
     """
@@ -279,15 +284,16 @@ def ask_keys(e: Extents) -> Phase:
 
 
 def take_asked(e: Extents) -> Phase:
-    """Reads: `asked`, and the keys for which there was no room. Writes: `keys`; `top` and `d`. Barriers: of the warp;
-    one has to come before, and one after. The phase is (io, s, factor)."""
+    """Keep those loaded keys that reach the bound. Reads: `asked`, and the keys for which there was no room. Writes:
+    `keys`; `top` and `d`. Barriers: of the warp; one has to come before, and one after. The phase is (io, s, factor).
+    """
 
     rest = go_through(e, e.keys * SEARCHERS, e.other_keys * SEARCHERS, keep_key)
 
     @T.inline
     def phase(io, s, factor):
         total(s, factor)
-        # Every key has bits.
+        # Every key has a bit that is set; 0 is no key.
         bound: T.uint32 = T.max(s.bound[0], T.uint32(1))
         s.rank[0] = 0
         for i in T.unroll(e.other_keys):
@@ -307,13 +313,16 @@ def take_asked(e: Extents) -> Phase:
 
 
 def take_keys(e: Extents) -> Phase:
-    """Reads: keys of the blocks that reach the bound, a warp a block. Writes: `keys`; `top` and `d`, of the row.
-    Barriers: of the warp; one has to come before, and one after. The phase is (io, s, factor).
+    """Keep the keys that reach the bound. Reads: keys of the blocks that reach the bound, a warp a block. Writes:
+    `keys`; `top` and `d`, of the row. Barriers: of the warp; one has to come before, and one after. The phase is (io,
+    s, factor).
     """
 
     @T.inline
     def load(io, s, block, at, j):
-        """A key of a block, its `at`-th: frequent words', and then those that reach the threshold."""
+        """Load the `at`-th key of a block: first those of frequent words, then those of words that
+        reach the threshold.
+        """
         slot = T.meta_var(at - s.each[0])
         s.own[j] = T.uint64(0)
         if at < s.each[0]:
@@ -338,7 +347,7 @@ def take_keys(e: Extents) -> Phase:
 
     @T.inline
     def phase(io, s, factor):
-        # Those of the first block are on their way meanwhile.
+        # The keys of the first block are being loaded meanwhile.
         load_some(io, s, 0, 0)
         total(s, factor)
         for i in T.serial((s.counts[1] - s.t // WARP + (e.searchers - 1)) // e.searchers):
@@ -353,7 +362,7 @@ def take_keys(e: Extents) -> Phase:
 
 
 def write_best(e: Extents) -> Phase:
-    """One of the n best; the phase is (io, s, rank, factor), `key` being its key, 0 for none."""
+    """Write one of the n best; the phase is (io, s, rank, factor), `key` being its key, 0 for none."""
 
     @T.inline
     def phase(io, s, rank, factor):
@@ -368,7 +377,8 @@ def write_best(e: Extents) -> Phase:
 
 
 def rank(e: Extents) -> Phase:
-    """Reads: `keys`, or all of them. Writes: values and indices. Barriers: where there are too many survivors.
+    """Rank the keys, and write the n best. Reads: `keys`, or all keys of the row. Writes: values and indices. Barriers:
+    where there are too many survivors.
 
     The phase is (io, s, factor).
     """
@@ -376,7 +386,7 @@ def rank(e: Extents) -> Phase:
 
     @T.inline
     def by_counting(io, s, factor):
-        """A warp a key: its lanes compare it with all of them. Places for which there is no key come behind these."""
+        """One warp per key: its lanes compare the key with all others. Places for which there is no key come last."""
         for i in T.serial((T.max(s.counts[0], e.n) - s.t // WARP + (e.searchers - 1)) // e.searchers):
             s.rank[0] = i * e.searchers + s.t // WARP
             s.key[0] = T.uint64(0)
@@ -428,12 +438,14 @@ def rank(e: Extents) -> Phase:
 
 
 def finish_list(e: Extents) -> Phase:
-    """Reads: `words`. Writes: the normaliser, and by the list's first row `counts`; the list's counters to 0, by the
-    last of its thread blocks, which all have read them. Barriers: none; one has to come before."""
+    """Write the results of the row that are no key. Reads: `words`. Writes: the normaliser, and by the list's first row
+    `counts`; the list's counters to 0, by the last of its thread blocks, when all of them have read them. Barriers:
+    none; one has to come before.
+    """
 
     @T.inline
     def phase(io, s):
-        # Of the last warp, which has the fewest keys to rank.
+        # By the last warp, which has the fewest keys to rank.
         if s.t == SEARCHERS - WARP:
             io.normaliser[s.index, s.row] = s.top[0] * io.scale + T.log(s.d[0])
             if s.row == 0:
@@ -446,7 +458,7 @@ def finish_list(e: Extents) -> Phase:
 
 
 def clear(e: Extents) -> Phase:
-    """Bitmaps to 0; the phase is (io, block, t), for `blocks` thread blocks."""
+    """Set bitmaps to 0; the phase is (io, block, t), for `blocks` thread blocks."""
     stride = e.blocks * SEARCHERS * 4
 
     @T.inline
@@ -478,7 +490,7 @@ def merge(e: Extents) -> Phase:
         if s.t < 2 * WARP:
             do.load(io, s)
         if e.keys > 0:
-            # What the bound is made of is to come first.
+            # The loads that the bound depends on come first.
             T.cuda.cta_sync()
             do.ask(io, s)
         if s.t < WARP:

@@ -31,12 +31,12 @@ from .space import CHUNK, FINISHED, OCTET, TILE, VECTOR, Extents
 Phase = Callable[..., Any]
 load_once = T.ptx.ld.global_.L1__no_allocate.v4.u32
 load_anew = T.ptx.ld.relaxed.gpu.global_.v4.u32
-IN_FLIGHT = 8  # vectors of hidden states that a thread asks for together, where it splits them
+IN_FLIGHT = 8  # vectors of hidden states that a thread loads together, where it splits them
 load_shared = T.ptx.ld.shared.v4.u32
 store_shared = T.ptx.st.shared.v4.u32
 store_key = T.ptx.st.global_.u64
 PER_CHUNK = CHUNK // VECTOR
-KEY = 8  # bytes
+KEY = 8  # bytes per key
 
 
 # fmt: off
@@ -56,25 +56,27 @@ def frequent_each(e: Extents, io: Any) -> Any:
 
 
 def frequent_first(e: Extents, io: Any) -> Any:
-    """How many of them all thread blocks have there; those behind them come before the words that reach the threshold.
+    """How many frequent words all thread blocks have in the first part. The others come before the words that reach the
+    threshold.
     """
     return T.min(frequent_each(e, io) * e.group_blocks, io.frequent) if e.late_words else io.frequent
 
 
 def turn_of(e: Extents, block: Any, index: Any) -> Any:
-    """When the thread block takes its words that reach the threshold of the group's `index`-th list: lists begin with
-    different thread blocks, as they mostly have fewer such words than there are thread blocks."""
+    """After how many others the thread block takes its turn at the words of the group's `index`-th list: lists begin
+    with different thread blocks, because most have fewer such words than there are thread blocks.
+    """
     return (block + (e.group_blocks - index * (e.group_blocks // e.group_lists))) % e.group_blocks
 
 
 def find_share(e: Extents) -> Phase:
-    """Which words of the second part are the thread block's; the phase is (s, io).
+    """Which words of the second part this thread block multiplies; the phase is (s, io).
 
-    They are dealt out in turn. So where the first ones of a list stand is known before its length is, and their names
-    are on their way together with that.
+    Words are dealt out to the thread blocks in turn. So the places of a thread block's first words are known before the
+    list's length is, and the words are loaded together with the length.
 
-    Reads: the lengths of the group's lists; the first of them. Writes: `firsts`, `upto`; of one list `name`, of words
-    that there may not be. Barriers: none.
+    Reads: the lengths of the group's lists; the first of them. Writes: `firsts`, `upto`; with a single list also
+    `name`, which may lie beyond the list's end. Barriers: none.
     """
 
     @T.inline
@@ -98,7 +100,7 @@ def find_share(e: Extents) -> Phase:
 
 
 def list_of(e: Extents, s: Any, i: Any) -> Any:
-    """Which of the group's lists has the `i`-th word of `find_share`: those of one list come after those of another."""
+    """Which list of the group has the thread block's `i`-th word (see `find_share`). Its words are ordered by list."""
     found: Any = 0
     for n in range(e.group_lists - 1):
         found = found + T.Cast("int32", i >= s.upto[n])
@@ -106,7 +108,7 @@ def list_of(e: Extents, s: Any, i: Any) -> Any:
 
 
 def place_in_list(e: Extents, s: Any, i: Any) -> Any:
-    """Where it stands there."""
+    """The place of the thread block's `i`-th word in that list."""
     found = s.firsts[0] + i * e.group_blocks
     for n in range(1, e.group_lists):
         found = T.Select(i >= s.upto[n - 1], s.firsts[n] + (i - s.upto[n - 1]) * e.group_blocks, found)
@@ -115,8 +117,9 @@ def place_in_list(e: Extents, s: Any, i: Any) -> Any:
 
 @T.inline
 def load_other(e, s, io, index, place):
-    """Begin to load the name of a word of the second part to `name`: that of the list, or of the frequent words that
-    come before it."""
+    """Begin to load the id of a word of the second part to `name`: from the list, or from the frequent words that come
+    before it.
+    """
     if e.late_words > 0:
         late: T.int32 = io.frequent - frequent_first(e, io)
         if place < late:
@@ -129,7 +132,7 @@ def load_other(e, s, io, index, place):
 
 @T.inline
 def name_word(e, s, io, i):
-    """Begin to load the name of the thread block's `i`-th word to `name`."""
+    """Begin to load the id of the thread block's `i`-th word to `name`."""
     if s.part == 0:
         T.ptx.ld.global_.s32(s.name[0], io.ids.ptr_to([s.begin + i]))
     else:
@@ -137,7 +140,7 @@ def name_word(e, s, io, i):
 
 
 def find_keys(e: Extents) -> Phase:
-    """Where the keys of the thread block's words and of a row of the group are to be; the phase is (s, io, row).
+    """Where the keys of the thread block's words are stored for a row of the group; the phase is (s, io, row).
 
     Each thread block has a place of its own for those that reach the threshold, so that lanes write side by side. Of
     several lists a row has the words from `own_from` up to `own_to`.
@@ -170,7 +173,7 @@ def stage_states(e: Extents) -> Phase:
 
     They are read past the L1 cache: this kernel does not wait for the one that wrote them, as the one before it has.
 
-    Reads: `hidden`. Writes: `states`, with zeros behind columns and rows that there are not. Barriers: none.
+    Reads: `hidden`. Writes: `states`, with zeros beyond the last column and row. Barriers: none.
     """
     each = e.padded
     elements = VECTOR // e.itemsize
@@ -225,7 +228,7 @@ def stage_states(e: Extents) -> Phase:
 
 
 def await_states(e: Extents) -> Phase:
-    """Barriers: one, at the end. After: hidden states are in `states`. The phase is (s)."""
+    """Wait until the hidden states are in `states`. Barriers: one, at the end. The phase is (s)."""
 
     @T.inline
     def phase(s):
@@ -237,7 +240,7 @@ def await_states(e: Extents) -> Phase:
 
 
 def in_state(e: Extents, c: Any, octet: Any) -> Any:
-    """Where chunk `c` of the lane's hidden state of an octet is, if the warp keeps them."""
+    """Where in `state` the lane has chunk `c` of its hidden state of an octet, if the warp keeps them."""
     return (c * e.octets + octet) * 4
 
 
@@ -246,7 +249,7 @@ def keep_states(e: Extents) -> Phase:
 
     They are read past the L1 cache, as by `stage_states`.
 
-    Reads: `hidden`. Writes: `state`, with zeros behind columns and rows that there are not. Barriers: none.
+    Reads: `hidden`. Writes: `state`, with zeros beyond the last column and row. Barriers: none.
     """
 
     @T.inline
@@ -266,7 +269,7 @@ def keep_states(e: Extents) -> Phase:
 
 
 def name_at(e: Extents, round: Any, i: Any) -> Any:
-    """Where the `i`-th name of a tile is: those of two tiles are there at a time."""
+    """Where in `names` the `i`-th id of a tile is: there is room for two tiles."""
     return round % 2 * e.tile + i
 
 
@@ -287,19 +290,19 @@ def fetch_names(e: Extents) -> Phase:
 
 @T.inline
 def put_names(e, s, round, count):
-    """Reads: `name`. Writes: `names`. Barriers: none; one has to follow."""
+    """Store the loaded ids. Reads: `name`. Writes: `names`. Barriers: none; one has to follow."""
     if s.t < count:
         s.names[name_at(e, round, s.t)] = s.name[0]
 
 
 def in_hand(i: Any, c: Any) -> Any:
-    """Where chunk `c` of the `i`-th of a lane's two words is."""
+    """Where in `hand` chunk `c` of the `i`-th of a lane's two words is."""
     return ((c // 2 * 2 + i) * 2 + c % 2) * 4
 
 
 def find_words(e: Extents) -> Phase:
     """Where the words are that this lane loads for a job, its own two and its neighbours'; the phase is (s, job, round,
-    count). Lanes beyond the last word take that again.
+    count). Lanes beyond the last word take the last word again.
 
     Reads: `names`, `base`. Writes: `at`. Barriers: none.
     """
@@ -317,14 +320,14 @@ def find_words(e: Extents) -> Phase:
 
 
 def ask_chunks(e: Extents) -> Phase:
-    """Begin the load of a pair of a job's chunks, its `p`-th; the phase is (s, job, p).
+    """Begin to load the `p`-th pair of chunks of a job; the phase is (s, job, p).
 
-    The two are 128 bytes of each word, which eight lanes load: those of a word and of its neighbour, first of the one,
-    then of the other. Four lanes a word, as operands have it, would ask for half as much at a time.
+    The two are 128 bytes of each word, which eight lanes load: first those of one word, then those of its neighbour.
+    With four lanes per word, as in operands, a load would bring half as much of each.
 
     Reads: `at`, words. Writes: `hand`, zeros behind columns. Barriers: none.
     """
-    # Pairs that a row has whole, in whichever part of it.
+    # Pairs of chunks that lie wholly within a row, in every part of it.
     whole = e.vectors // (2 * PER_CHUNK) - (e.parts - 1) * (e.depth // 2)
 
     @T.inline
@@ -385,14 +388,15 @@ def bring_states(e: Extents) -> Phase:
 
 
 def part_of_row(e: Extents, s: Any, row: Any, job: Any) -> Any:
-    """The address of this lane's first vector of a job's part of a hidden state. Held, so that what all chunks share is
-    not computed for each of them."""
+    """The address of this lane's first vector of a job's part of a hidden state. It is kept in a register, so that it
+    is not computed anew for each chunk.
+    """
     place = s.states.ptr_to([(row * e.pitch + job % e.parts * (e.depth * PER_CHUNK) + s.member) * 4])
     return held_address("u32", T.cuda.cvta_generic_to_shared(place))
 
 
 def last_row(e: Extents, s: Any) -> Any:
-    """Of the last octet the row of this lane: the last one, where there are fewer."""
+    """The row of this lane in the last octet: the group's last row, where the octet has fewer."""
     return T.min((e.octets - 1) * OCTET + s.group, e.rows - 1)
 
 
@@ -400,8 +404,8 @@ def multiply_halves(e: Extents) -> Phase:
     """The products of chunk `c` of two words and of an octet of hidden states, of 16 bits; the phase is (s, c, octet,
     at). Words are the operand with 16 rows, hidden states the one with eight columns.
 
-    Reads: `hand`; `state` from `at` on. Writes: `chains`; of two each has a half of the chunk. Barriers: none, but all
-    lanes take part.
+    Reads: `hand`; `state` from `at` on. Writes: `chains`; of two chains, each has one half of the chunk. Barriers:
+    none, but all lanes take part.
     """
     kind = {"float16": "f16", "bfloat16": "bf16"}[e.dtype]
     mma = getattr(getattr(T.ptx.mma.sync.aligned.m16n8k16.row.col.f32, kind), kind).f32
@@ -417,8 +421,8 @@ def multiply_halves(e: Extents) -> Phase:
 
 
 def multiply_floats(e: Extents) -> Phase:
-    """The same of float32, whose `high` and `low` are those of the chunk, by three products of tf32, as
-    `output_layer.tiles` makes them; of two `chains` the first has that of the higher parts.
+    """`multiply_halves` for float32, with `high` and `low` being the two parts of the chunk, by three products of tf32,
+    as `output_layer.tiles` makes them. Of two `chains` the first has the products of the higher parts.
     """
     mma = T.ptx.mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32
 
@@ -438,8 +442,8 @@ def multiply_floats(e: Extents) -> Phase:
 def multiply_job(e: Extents) -> Phase:
     """Multiply a job with all hidden states; the phase is (s, job, following).
 
-    As soon as two chunks have been multiplied, their place goes to those of the job that follows, if one is `asked`
-    for, whose words are `at`. Hidden states in shared memory are asked for a step ahead.
+    As soon as two chunks have been multiplied, two chunks of the next job are loaded in their place, if `asked` is set;
+    its words are at the addresses `at`. Hidden states in shared memory are loaded a step ahead.
 
     A float32 is split as if it were finite, by two instructions instead of seven: the lower part of an infinity or NaN
     is NaN then, and with it the score (see `sum_again`).
@@ -514,7 +518,7 @@ def ask_first(e: Extents) -> Phase:
             for p in T.unroll(e.depth // 2):
                 ask(s, s.warp, p)
         else:
-            # What was there before is not to be kept: its registers are free until here.
+            # What was in these registers is not kept: until here the compiler may use them for something else.
             for v in T.unroll(e.hand):
                 s.hand[v] = T.uint32(0)
 
@@ -551,8 +555,8 @@ def multiply_tile(e: Extents) -> Phase:
 
 
 def sum_again(e: Extents) -> Phase:
-    """The score of a word of float32 whose sums are NaN, column by column: what infinities and NaN make of it. Their
-    lower parts are NaN, or 0 times an infinity. The phase is (s, io, row, word).
+    """Compute a float32 score that is NaN again, column by column: the product in parts makes NaN of an infinity, whose
+    lower part is NaN. The phase is (s, io, row, word).
 
     Reads: `states`, words. Writes: `score`; as scratch `high`, `state`. Barriers: none.
     """
@@ -577,8 +581,8 @@ def finish_tile(e: Extents) -> Phase:
     """Scores to keys, `row_lanes` lanes a row; the phase is (s, io, round, count).
 
     A warp has every `rows_apart`-th of eight rows, so that its lanes read sums from banks of their own. A lane adds up
-    some words at a time without a branch, so that what they wait for overlaps; what it finds beyond the last one it
-    leaves alone.
+    some words at a time without a branch, so that what they wait for overlaps; what it computes beyond the last word it
+    drops.
 
     Reads: `sums`, `names`, `bias`. Writes: keys; `best` and `exponentials`, and both in memory. Barriers: of the warp;
     one of the thread block has to come before.
@@ -590,7 +594,7 @@ def finish_tile(e: Extents) -> Phase:
 
     @T.inline
     def add(s, round, row, n):
-        """The name of the lane's `n`-th word, and its score, from all parts."""
+        """The id of the lane's `n`-th word, and its score, added up over all parts."""
         s.some_names[n % at_once] = s.names[name_at(e, round, n * lanes + s.lane % lanes)]
         s.score[0] = T.float32(0)
         for p in T.unroll(e.parts):
@@ -599,7 +603,7 @@ def finish_tile(e: Extents) -> Phase:
 
     @T.inline
     def take(s, io, round, row, n):
-        """Its key."""
+        """Make a key of that score, and store it."""
         at = T.meta_var(round * e.tile + n * lanes + s.lane % lanes)
         s.score[0] = s.held[n]
         if e.halves == 2:
@@ -618,7 +622,7 @@ def finish_tile(e: Extents) -> Phase:
 
     @T.inline
     def take_some(s, io, round, row, count, first):
-        """Some words from the lane's `first` on, of which at least one lane has one."""
+        """Finish some words from the lane's `first` on; at least one lane has one."""
         for u in T.unroll(at_once):
             if first + u < rounds:
                 add(s, round, T.min(row, e.rows - 1), first + u)
@@ -631,7 +635,9 @@ def finish_tile(e: Extents) -> Phase:
 
     @T.inline
     def join(s, io, row, count, factor):
-        """The powers of this tile's scores and those before, which `best` is the largest of; the same in memory."""
+        """Add the powers of this tile's scores to those of the tiles before, in the unit given by `best`, the largest
+        score; write both to memory.
+        """
         unit: T.float32 = unit_of_bits(T.max(s.best[row], s.largest[0]), factor)
         s.d[0] = T.float64(0)
         for n in T.unroll(ceildiv(rounds, at_once)):
@@ -659,7 +665,8 @@ def finish_tile(e: Extents) -> Phase:
             row: T.int32 = turn // apart * OCTET + turn % apart + s.lane // lanes * apart
             find(s, io, row)
             s.largest[0] = T.uint32(0)
-            # All of them: else the compiler keeps those of the tile before meanwhile, for which there are no registers.
+            # All lanes do this: otherwise the compiler keeps the sums of the tile before in registers, of which there
+            # are too few.
             for n in T.unroll(rounds):
                 s.held[n] = T.float32("-inf")
             for n in T.unroll(ceildiv(rounds, at_once)):
@@ -676,9 +683,9 @@ def finish_tile(e: Extents) -> Phase:
 def multiply_all(e: Extents) -> Phase:
     """The scores of the part's words, whose first names are in `name`; the phase is (s, io).
 
-    In the first part hidden states come to shared memory meanwhile. The first words of a tile are asked for before the
-    one before is finished. Where one tile has all frequent words, they are asked for afterwards: mostly there are none,
-    and the sums have their registers.
+    In the first part hidden states are brought to shared memory meanwhile. The first words of a tile are loaded before
+    the tile before it is finished. Where one tile has all frequent words, those of the second part are loaded after it
+    is finished: most often there are none, and the sums need the registers.
 
     Reads: words. Writes: keys; `best` and `exponentials`. Barriers: some of the thread block, one at the end.
     """

@@ -12,15 +12,15 @@ from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.lsh_topk.problem import LshTopk
 
 from ...lsh.extents import WARP, CountExtents, HashExtents
-from ...output_layer.tiles.space import dynamic_shared
+from ...output_layer.best.sizes import dynamic_shared
 from ...recurrent.sizes import MOST_REGISTERS, register_limit
 
-MMA = 80  # compute capability from which tensor cores take all dtypes
-OVERLAPS = 90  # and programmatic dependent launch is there
-THREADS = (128, 256, 384, 512)
+MMA = 80  # the compute capability from which on tensor cores take all dtypes
+OVERLAPS = 90  # the compute capability from which on there is programmatic dependent launch
+THREADS = (128, 256, 512)
 HASH_THREADS = (256, 384, 512, 1024)
-WIDE_BEAM = 40  # above which hidden states leave no room for a thread block of the first kernel beside the product's
-KEPT_ROWS = 24  # of a group, at most, of which warps keep hidden states in registers by default
+WIDE_BEAM = 40  # beams above this leave no room for a thread block of the first kernel beside one of the product
+KEPT_ROWS = 24  # rows of a group up to which warps keep hidden states in registers by default
 CLUSTERS = (1, 2, 3, 4, 5, 8)  # of thread blocks; more than 8 are not portable
 SLICES = (1, 2, 4, 8)
 ROW_GROUPS = (1, 2, 3)
@@ -28,43 +28,43 @@ BUCKET_LANES = (2, 4, 8)
 LOADS = (1, 2, 4)
 DEPTHS = (4, 8)
 # The first kernel.
-ALL = 224 * 1024  # bytes of shared memory that two thread blocks have on a multiprocessor of compute capability 9.0
+ALL = 224 * 1024  # bytes of shared memory for two thread blocks of a multiprocessor of compute capability 9.0
 MOST_BESIDE = ALL // 2
-ALL_FOR_TWO = 98 * 1024  # from which on it is given all of them for two of its thread blocks
-TILE_BANDS = 512  # that a thread block looks up together, at most
-SPARE = 3  # pieces of buckets for each band that there is room for, beside the first of each
-MOST_PART = 1 << 16  # words, for hits of 16 bits
-SEGMENTS = 16  # of what a thread block sends,
-SENT = 8192  # hits of all of these
-STRETCHES = 8  # of 64 words whose counts a warp compares in one go
+ALL_FOR_TWO = 98 * 1024  # bytes from which on a thread block is given half of all
+TILE_BANDS = 512  # bands that a thread block looks up together, at most
+SPARE = 3  # further pieces of buckets that there is room for, per band
+MOST_PART = 1 << 16  # words of a part, at most, since hits have 16 bits
+SEGMENTS = 16  # segments of the hits that a thread block sends
+SENT = 8192  # hits in all segments together
+STRETCHES = 8  # groups of 64 words whose counts a warp compares at once
 PER_VECTOR = 4  # words of a bucket that a thread loads together
-AHEAD = 3  # units whose columns a thread holds
-COPIES = 16 * 1024  # bytes of the row's copies in banks of their own
+AHEAD = 3  # units whose columns a thread holds at once
+COPIES = 16 * 1024  # bytes for copies of the row in banks of their own
 # The product.
 VECTOR = 16  # bytes of a load
 CHUNK = 64  # bytes of a row that four lanes load together
 TILE = 16  # words of a product: rows of an operand of tensor cores
 OCTET = 8  # hidden states of one: columns of the other operand
 FEW_OCTETS = 2
-GROUP = 16  # rows of lists that are put together, at most
-TILES = (16, 32, 48, 96)  # words whose sums a thread block has in shared memory at a time,
-LATE_WORDS = 4  # beyond whole tiles of products, at most, that are not worth another one
-MOST_PARTS = 40 * 1024  # and bytes of these, by default; or, beside the first kernel, the first of
-WORDS_BESIDE = (48, 32, 16)  # these that has room
-ROW_LANES = (32, 16, 8, 4)  # lanes that finish a row of such sums together
+GROUP = 16  # rows of lists that are multiplied together, at most
+TILES = (16, 32, 48, 96)  # words whose sums a thread block has in shared memory at a time
+LATE_WORDS = 4  # words beyond whole tiles that are left to the second part, at most
+MOST_PARTS = 40 * 1024  # bytes of parts of scores, by default
+WORDS_BESIDE = (48, 32, 16)  # words of a tile where the first kernel runs beside the product: the first that fits
+ROW_LANES = (32, 16, 8, 4)  # lanes that finish a row of sums together
 FINISHED = 4  # words that a lane finishes together
-WORDS_EACH = 256  # of the vocabulary, so that a thread block has a few of the words that reach the threshold
+WORDS_EACH = 256  # words of the vocabulary per thread block, so that each gets a few that reach the threshold
 BESIDES = 20  # registers of a thread beside words, hidden states and sums: with fewer the compiler spilled much
 # The third kernel.
-SEARCHERS = 512  # threads of a block
+SEARCHERS = 512  # threads per block
 SURVIVORS = 2048  # keys that it ranks side by side
-MOST_KEYS = 16  # of the frequent words of a row, that each of them asks for before it knows which count,
-MOST_OTHERS = 6  # and of the others,
-REACHED = 44  # of which a list has so many for each of its rows, in the paper's settings
+MOST_KEYS = 16  # keys of frequent words that a thread loads before the bound is known, at most
+MOST_OTHERS = 6  # the same, of words that reach the threshold
+REACHED = 44  # words per row that reach the threshold, in the paper's settings
 QUAD = 4  # keys that lie together
 MERGE = 20 * 1024  # bytes of its static shared memory, at most
-MERGE_APART = ALL // 2  # and of the dynamic one, if no two of its thread blocks are to share a multiprocessor
-FEW_ROWS = 16  # up to which its thread blocks have multiprocessors enough as they come
+MERGE_APART = ALL // 2  # and of its dynamic shared memory, where its thread blocks are to have a multiprocessor each
+FEW_ROWS = 16  # rows up to which its thread blocks are on different multiprocessors in any case
 SMALL = 2048  # bytes of static shared memory of the other kernels, at most
 
 
@@ -72,15 +72,15 @@ SMALL = 2048  # bytes of static shared memory of the other kernels, at most
 class Extents:
     """The sizes of one point's kernels.
 
-    Lists are put together to *groups* of up to 16 rows, each of which has `blocks` thread blocks of the product; or a
-    list is cut into `row_groups` groups, which share so many.
+    Lists are put together into *groups* of up to 16 rows, each multiplied by `blocks` thread blocks; or a list is cut
+    into `row_groups` groups, which share `blocks` thread blocks.
     """
 
     beam: int
     hidden: int
     vocab: int
     n: int
-    frequent: int  # at which the kernels are fast; they run with any number. So `bands`
+    frequent: int  # the number for which the kernels are fast; they run with any. The same goes for `bands`
     bands: int
     k: int
     units: int
@@ -90,17 +90,17 @@ class Extents:
     blocks: int
     row_groups: int  # parts into which the product cuts a beam
     threads: int  # of a thread block of the product
-    hash_threads: int  # and of one that hashes
-    cluster: int  # of thread blocks that hash a row,
-    slices: int  # and look up what is in one slice of the vocabulary
-    bucket_lanes: int  # that go through a bucket together,
-    loads: int  # and how many vectors each of them has in flight
+    hash_threads: int  # of a thread block that hashes
+    cluster: int  # thread blocks that hash one row
+    slices: int  # slices of the vocabulary, each with a cluster that looks up its words
+    bucket_lanes: int  # lanes that go through a bucket together
+    loads: int  # vectors that each such lane has in flight
     depth: int  # chunks of a job of the product, all of them in flight
-    staged: int  # whether all hidden states are in shared memory, or each warp keeps its part of them in registers
-    words: int  # whose sums a thread block of the product has at a time, at most
+    staged: int  # 1: all hidden states are in shared memory; 0: each warp keeps its part of them in registers
+    words: int  # words whose sums a thread block of the product has at a time, at most
     overlap: int
     beside: int
-    late_words: int  # of a thread block's frequent words beyond whole tiles, at most, that the second part has
+    late_words: int  # a thread block's frequent words beyond whole tiles that are left to the second part, at most
     apart: int
 
     @classmethod
@@ -143,12 +143,12 @@ class Extents:
 
     @property
     def segments(self) -> int:
-        """Of the hits that a thread block sends another one; warps write to them in turn."""
+        """Segments of the hits that a thread block sends another one; warps write to them in turn."""
         return SEGMENTS // self.cluster
 
     @property
     def room(self) -> int:
-        """Hits of a segment."""
+        """Hits that one segment has room for."""
         return SENT // SEGMENTS
 
     @property
@@ -183,46 +183,54 @@ class Extents:
     def hash_bytes(self) -> int:
         """Shared memory of a thread block.
 
-        The driver gives a multiprocessor that runs the first kernel the shared memory of two of its thread blocks. One
-        of the second finds room beside one of the first (`beside`) if that takes no less, or so much that two have all.
+        On a multiprocessor that runs the first kernel, the driver reserves shared memory for two of its thread blocks.
+        A thread block of the second kernel fits beside one of the first (`beside`) if it needs no more than one of
+        these, or if these two take all shared memory.
         """
         own = ceildiv(sum(self.hash_arrays.values()), 2) * 8
         return max(own, self.least_beside) if self.beside else own
 
     @property
     def least_beside(self) -> int:
-        """What it takes at least for that."""
+        """The least shared memory that a thread block of the first kernel has to ask for, so that one of the second
+        fits beside it.
+        """
         return self.product_bytes if self.product_bytes <= MOST_BESIDE else ALL_FOR_TWO
 
     @property
     def merge_bytes(self) -> int:
-        """Dynamic shared memory of a thread block of the third kernel, which uses none: a second one finds no room."""
+        """Dynamic shared memory of a thread block of the third kernel. The kernel does not use it: it keeps a second
+        thread block off the multiprocessor.
+        """
         return MERGE_APART if self.apart else 0
 
-    # Registers. A multiprocessor is to have some for a thread block of either kernel side by side, if they overlap.
+    # Registers. Where the kernels overlap, a multiprocessor needs enough for one thread block of each.
 
     @property
     def hash_resident(self) -> int:
-        """Thread blocks of the first kernel that one has registers for: as many as leave a thread 56 or 64."""
+        """Thread blocks of the first kernel that a multiprocessor has registers for: as many as leave 56 or 64 per
+        thread.
+        """
         return ceildiv(1024, self.hash_threads) if self.overlap else 1
 
     @property
     def left(self) -> int:
-        """Registers that a thread of the second has beside one thread block of the first, or alone."""
+        """Registers per thread of the second kernel, beside one thread block of the first, or alone."""
         taken = self.hash_threads * register_limit(self.hash_resident * self.hash_threads) if self.beside else 0
         return min(MOST_REGISTERS, (REGISTER_FILE - taken) // self.threads // 8 * 8)
 
     @property
     def resident(self) -> int:
-        """Thread blocks of the second that the compiler leaves registers for: two, where that is enough for a thread,
-        as one of the first may have the place of the other."""
+        """Thread blocks of the second kernel per multiprocessor for which the compiler limits registers: two, where
+        that is enough for a thread, since one may take the place of a thread block of the first kernel.
+        """
         return 1 + (self.beside and self.held + BESIDES <= register_limit(2 * self.threads))
 
     # The product. A *job* is a tile of 16 words, times `depth` chunks of each of them.
 
     @property
     def group_lists(self) -> int:
-        """Lists of a group, or 1 of which a group has some rows."""
+        """Lists of a group; 1 where a list is cut into groups."""
         return max(1, GROUP // self.beam) if self.row_groups == 1 else 1
 
     @property
@@ -237,7 +245,7 @@ class Extents:
 
     @property
     def octets(self) -> int:
-        """Of the rows of a group."""
+        """Octets that the rows of a group fill."""
         return ceildiv(self.rows, OCTET)
 
     @property
@@ -259,7 +267,7 @@ class Extents:
 
     @property
     def parts(self) -> int:
-        """Jobs of a tile."""
+        """Jobs per tile."""
         return ceildiv(self.chunks, self.depth)
 
     @property
@@ -280,12 +288,12 @@ class Extents:
 
     @property
     def each(self) -> int:
-        """Its frequent words in the first part."""
+        """Frequent words of a thread block in the first part."""
         return ceildiv(self.frequent, self.group_blocks) - self.beyond
 
     @property
     def tiles(self) -> int:
-        """In how many parts a thread block takes these: as few as there is room for."""
+        """Into how many tiles a thread block cuts these: as few as there is room for."""
         return ceildiv(self.each, self.words)
 
     @property
@@ -295,17 +303,17 @@ class Extents:
 
     @property
     def halves(self) -> int:
-        """In which a hidden state is in shared memory: of float32 what tf32 holds, and the rest."""
+        """Parts of a hidden state in shared memory: for float32 the higher one, which tf32 holds, and the rest."""
         return 2 if self.dtype == "float32" else 1
 
     @property
     def chains(self) -> int:
-        """Sums of a product that do not wait for each other; of many octets those are enough."""
+        """Chains of sums that do not wait for each other. With many octets, these alone are enough."""
         return 2 if self.octets <= FEW_OCTETS else 1
 
     @property
     def chain(self) -> int:
-        """Sums of one of these: registers of a thread."""
+        """Sums of one chain: registers of a thread."""
         return self.octets * 4
 
     @property
@@ -315,7 +323,7 @@ class Extents:
 
     @property
     def half_bytes(self) -> int:
-        """Of either of all hidden states."""
+        """Bytes of one part (`halves`) of all hidden states."""
         return self.rows * self.pitch * VECTOR
 
     @property
@@ -367,35 +375,35 @@ class Extents:
 
     @property
     def reached_each(self) -> int:
-        """Words of a list that reach the threshold of which a thread block has the keys, at most."""
+        """Words of a list that reach the threshold, of which a thread block stores keys, at most."""
         return ceildiv(self.vocab, self.group_blocks * QUAD) * QUAD
 
     @property
     def reached_most(self) -> int:
-        """All of its thread blocks together."""
+        """The same, of all thread blocks together."""
         return self.group_blocks * self.reached_each
 
     # The third kernel.
 
     @property
     def maxima(self) -> int:
-        """Largest keys of groups of thread blocks that a lane of each warp has: n at least, all lanes together."""
+        """Groups of thread blocks whose largest keys one lane has; all lanes of a warp together have at least n."""
         return ceildiv(self.n, WARP)
 
     @property
     def heads_each(self) -> int:
-        """Thread blocks of one such group."""
+        """Thread blocks per group."""
         return ceildiv(self.group_blocks, self.maxima * WARP)
 
     @property
     def keys(self) -> int:
-        """Keys of frequent words that a thread asks for at once; 0 if they are too many."""
+        """Keys of frequent words that a thread loads together; 0 if there are too many."""
         found = ceildiv(self.frequent, SEARCHERS)
         return found if found <= MOST_KEYS else 0
 
     @property
     def other_keys(self) -> int:
-        """Keys of words that reach the threshold that it asks for as early."""
+        """Keys of words that reach the threshold that a thread loads together with them."""
         quads = ceildiv(REACHED * self.beam, self.group_blocks * QUAD) * self.group_blocks
         return min(ceildiv(quads * QUAD, SEARCHERS), MOST_OTHERS)
 
@@ -406,7 +414,7 @@ class Extents:
 
 
 def require(problem: LshTopk, machine: Machine) -> None:
-    """Raise `NotApplicable` for what no kernel of this kind does."""
+    """Raise `NotApplicable` where no kernel of this template fits."""
     if machine.capability < MMA:
         raise NotApplicable("tensor cores for all dtypes need compute capability 8.0")
     size = problem.hidden * numpy_dtype(problem.dtype).itemsize
@@ -424,15 +432,18 @@ def most_blocks(problem: LshTopk, machine: Machine) -> int:
 
 
 def fewer_blocks(problem: LshTopk, machine: Machine) -> list[int]:
-    """Thread blocks of all groups that leave as many multiprocessors to the first kernel as it has thread blocks, one
-    or two a row: then neither kernel takes time from the other."""
+    """Numbers of thread blocks, of all groups, that leave the first kernel a multiprocessor for each of its thread
+    blocks, of which there are one or two per row: then neither kernel slows the other.
+    """
     rows = problem.lists * problem.beam
     left = [machine.cores - each * rows for each in (1, 2)]
     return [blocks for blocks in left if machine.cores // 2 <= blocks < most_blocks(problem, machine)]
 
 
 def has_room_apart(machine: Machine) -> bool:
-    """Whether a thread block of the third kernel can have what keeps another one off its multiprocessor."""
+    """Whether a thread block of the third kernel can have so much shared memory that no other one fits on its
+    multiprocessor.
+    """
     return machine.capability >= OVERLAPS and MERGE_APART + MERGE <= machine.block_shared_bytes - SMALL
 
 
@@ -451,7 +462,7 @@ def space(problem: LshTopk, machine: Machine) -> Table:
         "depth": DEPTHS,
         "staged": (0, 1),
         "words": TILES,
-        "overlap": (0, 1) if machine.capability >= OVERLAPS else (0,),
+        "overlap": (int(machine.capability >= OVERLAPS),),
         "beside": (0, 1) if machine.capability >= OVERLAPS else (0,),
         "late_words": (0, LATE_WORDS),
         "apart": (0, 1) if has_room_apart(machine) else (0,),
@@ -495,7 +506,8 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
         }
         e = Extents.of(problem, found)
         words = max((n for n in TILES if n * e.rows * e.parts * 4 <= MOST_PARTS), default=TILES[0])
-        alone = [{"words": words, "beside": 0, "threads": threads} for threads in (512, 256)]
+        few = (128,) if problem.lists > 1 else ()  # of several lists, each with little to do
+        alone = [{"words": words, "beside": 0, "threads": threads} for threads in (*few, 512, 256)]
         together = [{"words": n, "beside": 1} for n in WORDS_BESIDE] if overlap else []
         groups = ceildiv(problem.beam, KEPT_ROWS)
         kept = [

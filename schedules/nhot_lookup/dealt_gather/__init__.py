@@ -35,11 +35,11 @@ from .space import Extents, allowed, default, features, launch, space
 
 
 def build(problem: NhotLookup, decisions: Decisions) -> Program:
-    from ..interface import gpu_program
+    from ...interface import gpu_program
     from .kernel import kernel_body
 
     extents = Extents.of(problem, decisions)
-    return gpu_program(problem, kernel_body(extents), overlapped=extents.overlap > 0)
+    return gpu_program(problem, kernel_body(extents), overlapped=extents.overlap > 0, index="int64")
 
 
 dealt_gather = Template(

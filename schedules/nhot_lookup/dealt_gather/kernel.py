@@ -13,13 +13,13 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.arguments import Body
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import ceildiv
 
 from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
 from ...device.state import named, register
 from ...device.words import PTX_INDEX, load_element, load_words, value_at
-from ..interface import Arguments
 from .space import Extents
 
 Phase = Callable[..., Any]
@@ -29,8 +29,8 @@ Phase = Callable[..., Any]
 class Place:
     """Which vector of the output a thread works for, and with which share of its row's entries: registers."""
 
-    first: Any  # vector of the output: the thread block's first one
-    have: Any  # vectors of the thread block
+    first: Any  # the first vector of the output that the thread block has
+    have: Any  # how many vectors the thread block has
     slot: Any
     group: Any
     row: Any
@@ -55,7 +55,7 @@ class State:
     """What the phases share: registers of a thread, and in shared memory what the groups have of each sum."""
 
     parts: tirx.Buffer  # (groups, quads, pitch, wide), shared
-    # An element each load.
+    # One element per load.
     id: tirx.Buffer
     weight: tirx.Buffer
     raw: tirx.Buffer  # table rows, as words
@@ -93,7 +93,7 @@ class State:
         )
 
 
-def kernel_body(e: Extents) -> Callable[[Arguments], None]:
+def kernel_body(e: Extents) -> Body:
     """The kernel, as the body of `interface.gpu_program`."""
     deal, load_ends = deal_out(e), load_row_ends(e)
     gather_guessed, gather_rest = gather_where_guessed(e), gather_entries(e)
@@ -102,8 +102,9 @@ def kernel_body(e: Extents) -> Callable[[Arguments], None]:
     # fmt: off
     @T.inline
     def body(io):
-        # On the host. `each`: entries of a row if all have as many. The grid grows with the rows, so that a thread
-        # block gets no more units (`share`, or one more) than it does at the number of rows that the point is for.
+        # Computed on the host. `each`: entries of a row if all have as many. The grid grows with the rows, so that a
+        # thread block gets no more units (`share`, or one more) than at the number of rows that the point was chosen
+        # for.
         each: T.let = T.Cast("int32", io.nnz // io.rows)
         grid: T.let = T.Cast("int32", (io.rows * e.blocks + (e.rows - 1)) // e.rows)
         share: T.let = T.Cast("int32", io.rows * e.row_units // T.Cast("int64", grid))
@@ -143,7 +144,7 @@ def kernel_body(e: Extents) -> Callable[[Arguments], None]:
 def load_guessed_entries(e: Extents) -> Phase:
     """Ids and values of the thread's share of a row that has `nonzeros` entries from `begin` on, several with a load.
 
-    Where shares are not even, the last group has its last ids again in the place of those beyond the row.
+    Where shares are uneven, the last group loads its last id again instead of ids beyond the row.
     """
     together, kind, size = e.ids_together, PTX_INDEX[e.index], numpy_dtype(e.value).itemsize
     read = getattr(T.ptx.ld.global_ if together == 1 else getattr(T.ptx.ld.global_, f"v{together}"), kind)
@@ -286,7 +287,7 @@ def gather_entries(e: Extents) -> Phase:
         s.next = s.ends[0] + T.Cast(e.index, (s.done * e.groups + at.group) * e.loads)
         while s.next < s.ends[1]:
             for u in T.unroll(e.loads):
-                # Where there are fewer the last one is loaded in their place: a branch would delay the loads.
+                # Where there are fewer, the last one is loaded again: a branch would delay the loads.
                 load_entry(s, io, u, T.min(s.next + T.Cast(e.index, u), s.ends[1] - T.Cast(e.index, 1)))
             rows(s, io, at.column)
             s.count = T.Cast("int32", T.min(s.ends[1] - s.next, T.Cast(e.index, e.loads)))

@@ -12,9 +12,9 @@ from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 from ..gathering import gathered
 from ..vectors import WIDEST, load_widths
 
-# Thread blocks a multiprocessor, at the problem's number of rows.
+# Thread blocks per multiprocessor, at the problem's number of rows.
 BLOCKS_EACH = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-# Threads that share the entries of a vector: what divides round numbers of entries (10, 20, 50, 100) evenly.
+# Threads that share the entries of a vector: these divide round numbers of entries (10, 20, 50, 100) evenly.
 REDUCE_THREADS = (1, 2, 4, 5, 8, 10, 16, 20, 25, 32)
 # Loads of table rows that a thread has in flight: 20 of 16 bytes take 80 registers.
 MOST_LOADS = 20
@@ -91,7 +91,7 @@ class Extents:
     def spare_threads(self) -> bool:
         return self.slots * self.groups != self.threads
 
-    # What a thread loads.
+    # What one thread loads.
 
     @property
     def words(self) -> int:
@@ -119,7 +119,7 @@ class Extents:
         """Registers of 32 bits that the values of one load of ids fill."""
         return ceildiv(self.ids_together * numpy_dtype(self.value).itemsize, 4)
 
-    # How what the threads have is added: floats in shared memory, (groups, quads, pitch, wide).
+    # How the threads' sums are added: floats in shared memory, (groups, quads, pitch, wide).
 
     @property
     def wide(self) -> int:
@@ -157,7 +157,7 @@ def space(problem: NhotLookup, machine: Machine) -> Table:
         "reduce_threads": REDUCE_THREADS,
         "overlap": (0, 1, 2) if machine.has_clusters else (0,),
     }
-    # The point that asks least of a thread block.
+    # The point with the fewest registers and the least shared memory.
     if allowed(problem, machine, {"blocks": table["blocks"][-1], "reduce_threads": 1, "overlap": 0}) is not None:
         raise NotApplicable(f"{units} sectors of output are too many for {table['blocks'][-1]} blocks")
     return table
@@ -178,10 +178,11 @@ def allowed(problem: NhotLookup, machine: Machine, decisions: Decisions) -> str 
 
 
 def default(problem: NhotLookup, machine: Machine) -> Decisions:
-    """As few thread blocks, and then as many threads a vector, as there may be."""
-    table = space(problem, machine)
+    """As few thread blocks, and then as many threads a vector, as there may be, in launches that overlap the producer
+    kernel's."""
+    table, overlap = space(problem, machine), int(machine.has_clusters)
     points = (
-        {"blocks": blocks, "reduce_threads": threads, "overlap": 0}
+        {"blocks": blocks, "reduce_threads": threads, "overlap": overlap}
         for blocks in table["blocks"]
         for threads in REDUCE_THREADS[::-1]
     )

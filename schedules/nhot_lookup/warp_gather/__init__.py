@@ -1,17 +1,15 @@
 """N-hot lookup on a GPU: warps gather rows of the table in wide loads, several at a time.
 
-A row of the output is cut into tiles of `column_lanes` x `vec` columns, and a tile is the work of `reduce_warps` warps.
-Each warp takes a contiguous share of the row's entries. One coalesced load brings 32 ids (and values) into its lanes;
-shuffles hand them out, and each lane issues `loads` loads of table rows before it adds the first. If a tile is narrower
-than a warp, 32 / `column_lanes` groups of lanes take different entries, and shuffles add what the groups have. What the
-warps of a tile have is added through shared memory, in a fixed order. One-hot rows take the same way, with one warp and
-one group.
+A row of the output is cut into tiles of `column_lanes` x `vec` columns, and a tile is the work of a warp. One coalesced
+load brings 32 ids (and values) into its lanes; shuffles hand them out, and each lane issues `loads` loads of table rows
+before it adds the first. If a tile is narrower than a warp, 32 / `column_lanes` groups of lanes take different entries,
+and shuffles add what the groups have. One-hot rows take the same way, with one group.
 
-**guess.** With few entries a row the time is that of three trips to memory, each of which depends on the one before:
-row start, ids, table rows. Most minibatches have the same number of entries in every row, namely nnz / rows. Then a row
-starts at row * (nnz / rows), and its ids can be loaded from there at the same time as the row starts. Those tell
-whether the guess was right. If it was not, the ids are loaded again from where they are. A wrong guess costs a trip;
-it never changes a result, and it reads nothing outside of `indices`.
+**Guessed entries.** With few entries a row the time is that of three trips to memory, each of which depends on the one
+before: row start, ids, table rows. Most minibatches have the same number of entries in every row, namely nnz / rows.
+Then a row starts at row * (nnz / rows), and its ids can be loaded from there at the same time as the row starts. Those
+tell whether the guess was right. If it was not, the ids are loaded again from where they are. A wrong guess costs a
+trip; it never changes a result, and it reads nothing outside of `indices`.
 
 **overlap** is programmatic dependent launch: the kernel may start while its producer kernel (the one before it in the
 stream) still runs. With 1 it waits for the producer before it reads anything. With 2 the ids are read before the wait,
@@ -33,11 +31,11 @@ from .space import Extents, allowed, default, features, launch, space
 
 
 def build(problem: NhotLookup, decisions: Decisions) -> Program:
-    from ..interface import gpu_program
+    from ...interface import gpu_program
     from .kernel import kernel_body
 
     extents = Extents.of(problem, decisions)
-    return gpu_program(problem, kernel_body(extents), overlapped=extents.overlap > 0)
+    return gpu_program(problem, kernel_body(extents), overlapped=extents.overlap > 0, index="int64")
 
 
 warp_gather = Template(
@@ -45,7 +43,7 @@ warp_gather = Template(
     version=3,
     operator="nhot_lookup",
     kind="cuda",
-    summary="warps share a row's entries, several wide loads in flight a lane",
+    summary="a warp a tile of a row, several wide loads in flight a lane",
     space=space,
     default=default,
     program=build,

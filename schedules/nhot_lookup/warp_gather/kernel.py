@@ -1,7 +1,7 @@
 """The kernel of `warp_gather`, in phases. What they do together, and why, is told in the package's docstring.
 
 A batch is what a warp has in flight at once: `loads` table rows in each of its `groups` groups of lanes. A window is
-what a warp holds ids of: up to 32 entries, one a lane, from which batches are taken.
+the up to 32 entries whose ids a warp holds, one per lane; batches are taken from it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.arguments import Body
 from tvm_sparse.core.template import ceildiv
 
 from ...device.overlap import CACHE_LINE, start_consumer, wait_for_producer, wait_then_start_consumer
 from ...device.selection import FULL_WARP
 from ...device.state import named, register
 from ...device.words import PTX_INDEX, load_element, load_words, value_at
-from ..interface import Arguments
 from .space import WARP, Extents
 
 Phase = Callable[..., Any]
@@ -30,9 +30,8 @@ class Place:
     """Which part of the output a thread works for: registers."""
 
     lane: Any  # of the warp
-    part: Any  # which of the warps that share the tile
     tile: Any  # which tile of the row
-    line: Any  # the row as the grid counts, beyond the last one for spare warps of the last thread block
+    line: Any  # the row by the grid's count; beyond the last one for spare warps of the last thread block
     row: Any  # the row that is read: `line`, or the last one
 
     @classmethod
@@ -40,7 +39,6 @@ class Place:
         return named(
             cls(
                 lane=register("int32"),
-                part=register("int32"),
                 tile=register("int32"),
                 line=register("int32"),
                 row=register("int64"),
@@ -62,9 +60,8 @@ class Window:
 
 @dataclass(frozen=True)
 class State:
-    """What the phases share: registers of a thread, and in shared memory the sums that warps of a tile exchange."""
+    """What the phases share: registers of a thread."""
 
-    parts: tirx.Buffer  # (tiles, warps - 1, lanes, vec), shared
     # Where the row's entries lie in `indices`: as `indptr` says, and as they are guessed to (start and stop).
     start: Any
     stop: Any
@@ -72,8 +69,8 @@ class State:
     # The warp's own entries are those from `first` to before `last`; `first` moves on as they are added.
     first: Any
     last: Any
-    window: Window  # the one at `first`
-    next_window: Window  # the one behind it
+    window: Window  # the window at `first`
+    next_window: Window  # the window after it
     count: Any  # entries of the window
     guessed_column: Any  # the id that was read before the wait for the producer kernel
     done: Any  # batches of the window that are added already
@@ -92,7 +89,6 @@ class State:
     def alloc(cls, e: Extents) -> State:
         return named(
             cls(
-                parts=T.alloc_shared([max(e.partial_sums, 1)], "float32"),
                 start=register(e.index),
                 stop=register(e.index),
                 guessed=T.alloc_local([2], e.index),
@@ -116,13 +112,13 @@ class State:
         )
 
 
-def kernel_body(e: Extents) -> Callable[[Arguments], None]:
+def kernel_body(e: Extents) -> Body:
     """The kernel, as the body of `interface.gpu_program`."""
     place, guess_own_entries = place_warps(e), guess_entries(e)
     read_guessed_ids, prefetch_rows, load_guessed_rows = read_ids_ahead(e), prefetch_guessed_rows(e), load_rows_ahead(e)
-    load_row_ends, load_ids = read_row_ends(e), load_own_ids(e)
+    load_row_ends = read_row_ends(e)
     check_ids, check_rows = check_guessed_ids(e), check_what_was_read_ahead(e)
-    gather, sum_groups, sum_warps, store = gather_entries(e), reduce_groups(e), reduce_warps(e), store_tile(e)
+    gather, sum_groups, store = gather_entries(e), reduce_groups(e), store_tile(e)
 
     # fmt: off
     @T.inline
@@ -152,35 +148,17 @@ def kernel_body(e: Extents) -> Callable[[Arguments], None]:
             if e.overlap == 1:
                 wait_then_start_consumer()
             load_row_ends(s, io, at)
-            if e.guess:
-                guess_own_entries(s, at, each)
-                check_ids(s, io, at)
-            else:
-                load_ids(s, io, at)
+            guess_own_entries(s, at, each)
+            check_ids(s, io, at)
 
         gather(s, io, at)
         sum_groups(s)
-        sum_warps(s, at, t)
         store(s, io, at)
     # fmt: on
     return body
 
 
 # ---- parts of phases -------------------------------------------------------------------------------
-
-
-def share_out(e: Extents) -> Phase:
-    """Cut the entries from `start` to before `stop` into a contiguous share a warp: `first` and `last` of this one."""
-    bits = e.warps.bit_length() - 1  # a shift instead of a division
-
-    # fmt: off
-    @T.inline
-    def phase(s, start, stop, part):
-        s.last = (stop - start + T.Cast(e.index, e.warps - 1)) >> T.Cast(e.index, bits)
-        s.first = start + T.Cast(e.index, part) * s.last
-        s.last = T.min(stop, s.first + s.last)
-    # fmt: on
-    return phase
 
 
 def load_window(e: Extents) -> Phase:
@@ -239,7 +217,7 @@ def choose_weight(e: Extents) -> Phase:
     return phase
 
 
-def row_address(e: Extents, s: State, u: Any, io: Arguments, at: Place) -> Any:
+def row_address(e: Extents, s: State, u: Any, io: Any, at: Place) -> Any:
     """Where the table has this lane's columns in the row of load `u`."""
     column = (at.tile * e.lanes + at.lane % e.lanes) * e.vec
     # Lanes beyond the last column read it again, and store nothing.
@@ -260,8 +238,8 @@ def load_row(e: Extents) -> Phase:
 def add_batch(e: Extents) -> Phase:
     """Add the loads of a batch, weighted, to `acc`; of one that is not `whole` those that the window has entries for.
 
-    The latter with predicates or branches where ids are read ahead, for such a launch mostly adds no other batch; else
-    by adding zeros instead.
+    Of a batch that is not whole, loads without an entry are left out by predicates or branches where ids are read
+    ahead, since such a launch rarely adds another batch; otherwise zeros are added.
     """
 
     # fmt: off
@@ -310,9 +288,8 @@ def place_warps(e: Extents) -> Phase:
     @T.inline
     def phase(at, io, block, t):
         at.lane = t % WARP
-        at.part = t // WARP % e.warps
-        at.line = (block * e.tiles + t // e.tile_threads) // e.row_tiles
-        at.tile = (block * e.tiles + t // e.tile_threads) % e.row_tiles
+        at.line = (block * e.tiles + t // WARP) // e.row_tiles
+        at.tile = (block * e.tiles + t // WARP) % e.row_tiles
         at.row = T.min(T.Cast("int64", at.line), io.rows - 1)
     # fmt: on
     return phase
@@ -324,14 +301,14 @@ def guess_entries(e: Extents) -> Phase:
     Reads: nothing. Writes: `guessed`, `first`, `last`. Barriers: none.
     After: `first` and `last` are within `indices`, whatever the rows are like.
     """
-    share = share_out(e)
 
     # fmt: off
     @T.inline
     def phase(s, at, each):
         s.guessed[0] = T.Cast(e.index, at.row * each)
         s.guessed[1] = s.guessed[0] + T.Cast(e.index, each)
-        share(s, s.guessed[0], s.guessed[1], at.part)
+        s.first = s.guessed[0]
+        s.last = s.guessed[1]
     # fmt: on
     return phase
 
@@ -392,7 +369,7 @@ def load_rows_ahead(e: Extents) -> Phase:
     def phase(s, io, at):
         for u in T.unroll(e.loads):
             load(s, u, io, at)
-        # Without it the assembler moves the loads to come, which depend on less, before these.
+        # Without the barrier the assembler moves later loads, which depend on less, before these.
         T.cuda.warp_sync()
     # fmt: on
     return phase
@@ -420,12 +397,13 @@ def load_own_ids(e: Extents) -> Phase:
     Reads: `start`, `stop`, `indices`, `values`. Writes: `first`, `last`, `window`. Barriers: none.
     After: the window at `first` is in the lanes.
     """
-    share, load = share_out(e), load_window(e)
+    load = load_window(e)
 
     # fmt: off
     @T.inline
     def phase(s, io, at):
-        share(s, s.start, s.stop, at.part)
+        s.first = s.start
+        s.last = s.stop
         load(s, io, s.first, at.lane, s.window)
     # fmt: on
     return phase
@@ -514,7 +492,7 @@ def reduce_groups(e: Extents) -> Phase:
     """Add what the groups of a warp have, by halves.
 
     Reads and writes: `acc`. Barriers: shuffles of the whole warp.
-    After: `acc` of every lane has the sums of its columns over the warp's entries.
+    After: `acc` of every lane has the sums of its columns over the row's entries.
     """
     halvings = e.groups.bit_length() - 1
 
@@ -528,41 +506,12 @@ def reduce_groups(e: Extents) -> Phase:
     return phase
 
 
-def reduce_warps(e: Extents) -> Phase:
-    """Add what the warps of a tile have, in the order of the warps: the same sums in every run.
-
-    Reads: `acc`. Writes: `parts`, by all warps but the first of a tile; `acc` of the first one.
-    Barriers: one of the thread block, if warps share tiles.
-    After: `acc` of the first group of a tile's first warp has the tile's sums.
-    """
-    wide = min(e.vec, 4)  # floats of one access to shared memory
-
-    def part_of(warp: Any, at: Place, t: Any) -> Any:
-        return ((t // e.tile_threads * (e.warps - 1) + warp) * e.lanes + at.lane) * e.vec
-
-    # fmt: off
-    @T.inline
-    def phase(s, at, t):
-        if e.warps > 1:
-            if at.part > 0 and at.lane < e.lanes:
-                for q in T.unroll(e.vec // wide):
-                    for v in T.vectorized(wide):
-                        s.parts[part_of(at.part - 1, at, t) + q * wide + v] = s.acc[q * wide + v]
-            T.cuda.cta_sync()
-            if at.part == 0 and at.lane < e.lanes:
-                for w in T.unroll(e.warps - 1):
-                    for v in T.unroll(e.vec):
-                        s.acc[v] = s.acc[v] + s.parts[part_of(w, at, t) + v]
-    # fmt: on
-    return phase
-
-
 def store_tile(e: Extents) -> Phase:
-    """Store the tile, by the first group of its first warp.
+    """Store the tile, by the first group of its warp.
 
     Reads: `acc`. Writes: the output, and `result`. Barriers: none.
     """
-    # A check that always holds delays the store by some 50 cycles. Launches that begin by waiting keep it all the same:
+    # A check that always holds delays the store by some 50 cycles. It stays in launches that begin by waiting, because
     # their kernels take fewer registers with it.
     spare_warps = not e.reads_ahead or e.row_tiles % e.tiles != 0
     spare_lanes = not e.reads_ahead or e.ragged
@@ -571,7 +520,7 @@ def store_tile(e: Extents) -> Phase:
     @T.inline
     def phase(s, io, at):
         column = T.meta_var((at.tile * e.lanes + at.lane) * e.vec)
-        if at.part == 0 and at.lane < e.lanes and (not spare_warps or T.Cast("int64", at.line) < io.rows):
+        if at.lane < e.lanes and (not spare_warps or T.Cast("int64", at.line) < io.rows):
             if not spare_lanes or column < e.width:
                 for v in T.unroll(e.vec):
                     s.result[v] = T.Cast(e.dtype, s.acc[v])

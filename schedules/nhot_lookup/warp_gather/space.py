@@ -15,15 +15,11 @@ from ..vectors import load_widths
 WARP = 32  # lanes
 LANES = powers(4, WARP)
 # Loads in flight a lane: 16 of 16 bytes take 64 registers. Between the powers of two are numbers that leave little for
-# a last, partly filled batch where a warp's share is an even part of a round number: of 100 entries a row 4 warps have
-# 25 each, and 8 warps 13.
+# a last, partly filled batch of a round number of entries.
 LOADS = (1, 2, 3, 4, 5, 7, 8, 10, 13, 16)
-WARPS = powers(1, 16)
 TILES = powers(1, 8)
-# 128 registers a thread are left: 64 for the loads in flight, and as many for ids, sums and addresses.
-MAX_THREADS = 512
-# A row of up to LONG_ROW entries is gone through in at most MAX_ROUNDS rounds, each of which waits for memory once; a
-# longer one needs the entries at once that this asks of LONG_ROW.
+# A row of up to LONG_ROW entries takes at most MAX_ROUNDS rounds, each of which waits for memory once. A longer row
+# needs as many entries at once as LONG_ROW entries do.
 LONG_ROW, MAX_ROUNDS = 512, 32
 
 
@@ -39,9 +35,7 @@ class Extents:
     lanes: int  # lanes of a warp side by side along the columns of a tile
     vec: int  # elements of one load of a lane
     loads: int  # loads of table rows that a lane has in flight
-    warps: int  # warps that share the sums of a tile
     tiles: int  # tiles of a thread block
-    guess: bool  # ids are loaded from where they are expected, beside the row starts
     overlap: int  # 0, 1, 2, as in vocabulary.py; 2 reads ids before the wait for the producer kernel
     prefetch: bool  # guessed rows are brought into the L2 cache before that wait
 
@@ -56,9 +50,7 @@ class Extents:
             lanes=decisions["column_lanes"],
             vec=decisions["vec"],
             loads=decisions["loads"],
-            warps=decisions["reduce_warps"],
             tiles=decisions["tiles"],
-            guess=bool(decisions["guess"]),
             overlap=decisions["overlap"],
             prefetch=bool(decisions["prefetch"]),
         )
@@ -97,18 +89,9 @@ class Extents:
         return self.width % self.tile_columns != 0
 
     @property
-    def tile_threads(self) -> int:
-        return WARP * self.warps
-
-    @property
     def threads(self) -> int:
-        """Threads of a thread block."""
-        return self.tile_threads * self.tiles
-
-    @property
-    def partial_sums(self) -> int:
-        """Floats in shared memory: all warps of a tile but the first leave their sums there."""
-        return self.tiles * (self.warps - 1) * self.tile_columns
+        """Threads of a thread block: a warp for each tile."""
+        return WARP * self.tiles
 
     @property
     def reads_ahead(self) -> bool:
@@ -121,16 +104,14 @@ def space(problem: NhotLookup, machine: Machine) -> Table:
         "column_lanes": LANES,
         "vec": load_widths(problem),
         "loads": LOADS,
-        "reduce_warps": WARPS,
         "tiles": TILES,
-        "guess": (0, 1),
         "overlap": (0, 1, 2) if machine.has_clusters else (0,),
         "prefetch": (0, 1) if machine.has_clusters else (0,),
     }
 
 
 def most_lanes(problem: NhotLookup, vec: int) -> int:
-    """The most lanes of which more than half have a column."""
+    """The largest number of lanes of which more than half have a column."""
     return max(n for n in LANES if n == LANES[0] or n * vec < 2 * problem.width)
 
 
@@ -139,39 +120,24 @@ def allowed(problem: NhotLookup, machine: Machine, decisions: Decisions) -> str 
     most = most_lanes(problem, e.vec)
     if e.prefetch and not e.reads_ahead:
         return "rows are prefetched by the ids that are read ahead"
-    if e.reads_ahead and not e.guess:
-        return "ids are read ahead only where they are guessed to be"
     if e.lanes > most:
         return f"half of {e.lanes} lanes have no column of width={problem.width}"
-    if e.threads > MAX_THREADS:
-        return f"{e.threads} threads a block exceed {MAX_THREADS}"
     if e.batch > WARP:
         return f"{e.groups} groups of {e.loads} loads exceed the {WARP} ids that a warp holds"
-    at_once = e.batch * e.warps
-    if at_once > max(2 * problem.nonzeros, WARP // most):
-        return f"{at_once} entries at once are more than twice nonzeros={problem.nonzeros}"
-    if at_once * MAX_ROUNDS < min(problem.nonzeros, LONG_ROW):
-        return f"{at_once} entries at once leave a row of nonzeros={problem.nonzeros} waiting for memory"
+    if e.batch > max(2 * problem.nonzeros, WARP // most):
+        return f"{e.batch} entries at once are more than twice nonzeros={problem.nonzeros}"
+    if e.batch * MAX_ROUNDS < min(problem.nonzeros, LONG_ROW):
+        return f"{e.batch} entries at once leave a row of nonzeros={problem.nonzeros} waiting for memory"
     return None
 
 
 def default(problem: NhotLookup, machine: Machine) -> Decisions:
-    """As many loads at once as a row has entries, up to 8 in a lane and 8 warps."""
+    """As many loads at once as a row has entries, up to 8 in a lane."""
     vec = load_widths(problem)[0]
     lanes = most_lanes(problem, vec)
     each = ceildiv(problem.nonzeros, WARP // lanes)
     loads = max(n for n in LOADS if n <= min(each, 8, lanes))
-    warps = max(n for n in WARPS if n <= min(ceildiv(each, loads), 8))
-    return {
-        "column_lanes": lanes,
-        "vec": vec,
-        "loads": loads,
-        "reduce_warps": warps,
-        "tiles": 1,
-        "guess": 0,
-        "overlap": 0,
-        "prefetch": 0,
-    }
+    return {"column_lanes": lanes, "vec": vec, "loads": loads, "tiles": 1, "overlap": 0, "prefetch": 0}
 
 
 def launch(problem: NhotLookup, decisions: Decisions) -> Launch:
@@ -180,18 +146,17 @@ def launch(problem: NhotLookup, decisions: Decisions) -> Launch:
 
 def features(problem: NhotLookup, machine: Machine, decisions: Decisions) -> Features:
     e = Extents.of(problem, decisions)
-    at_once = e.batch * e.warps
-    rounds = ceildiv(problem.nonzeros, at_once)
-    threads = problem.rows * e.row_tiles * e.tile_threads
+    rounds = ceildiv(problem.nonzeros, e.batch)
+    threads = problem.rows * e.row_tiles * WARP
     return {
         "blocks_each": ceildiv(problem.rows * e.row_tiles, e.tiles) / machine.cores,
         "threads_each": threads / machine.cores,
         "block_threads": e.threads,
         "rounds": rounds,
-        "used": problem.nonzeros / (rounds * at_once),
+        "used": problem.nonzeros / (rounds * e.batch),
         "columns_used": e.width / (e.row_tiles * e.tile_columns),
         "load_bytes": e.load_bytes,
         "in_flight": e.loads * e.load_bytes,
-        "sharing": e.groups * e.warps,
+        "sharing": e.groups,
         **gathered(problem, machine, rounds, threads, e.tile_columns),
     }

@@ -32,7 +32,7 @@ def build(problem: Any, decisions: Decisions) -> Program:
 
 
 def launch(problem: Any, decisions: Decisions) -> Launch:
-    """Of the first kernel."""
+    """The launch of the first kernel."""
     return Launch(32 * WARPS)
 
 

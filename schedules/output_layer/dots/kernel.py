@@ -54,7 +54,7 @@ def count_words(io: Arguments, index: Any) -> Any:
 
 
 def word_at(io: Arguments, index: Any, position: Any) -> Any:
-    """The word at a position of a list; a candidate that is none gives the nearest word."""
+    """The word at a position of a list; a candidate outside of the vocabulary gives the nearest word."""
     if io.candidates is None:
         return position
     block = block_of(io.problem)
@@ -81,7 +81,7 @@ def score_words(problem: OutputLayer) -> Callable[..., Any]:
             if position < positions:
                 total: T.float32 = T.float32("-inf")
                 if position < count_words(io, index):
-                    # Offsets into the embedding pass 2^31.
+                    # Offsets into the embedding can exceed 2^31.
                     word: T.int64 = T.Cast("int64", word_at(io, index, position))
                     total = T.float32(0)
                     for i in T.serial((hidden - t % WARP + (WARP - 1)) // WARP):
@@ -124,7 +124,7 @@ def select_words(problem: OutputLayer, threads: int) -> Callable[..., Any]:
 
     @T.inline
     def name_words(io, shown, row, t):
-        """The words at the positions in `indices`, -1 for what is beyond the list's words."""
+        """Replace the positions in `indices` by the words there, and by -1 beyond the list's words."""
         for i in T.serial((k - t + (threads - 1)) // threads):
             position: T.int32 = T.Cast("int32", shown.indices[row, i * threads + t])
             index: T.int32 = T.Cast("int32", row) // io.beam

@@ -2,8 +2,8 @@
 
 A thread takes a tile of words at a time: `tile_n` words times `tile_m` rows of hidden states, with a SIMD vector of
 partial sums for each of these products. The words' rows are read once, as long as all hidden states of a list stay in
-the L2 cache; those of a later tile are fetched there meanwhile. In bfloat16 a CPU with AVX512_BF16 multiplies and adds
-pairs of columns (`dots`). The scan is that of softmax + top-k (`softmax_topk.row_scan`).
+the L2 cache; those of a later tile are prefetched into it meanwhile. In bfloat16 a CPU with AVX512_BF16 multiplies and
+adds pairs of columns (`dots`). The scan is that of softmax + top-k (`softmax_topk.row_scan`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_SUMS = 32
 # Elements of a SIMD vector, and of a vector register of AVX-512.
 SIMD = (8, 16, 32)
 REGISTER = 16
-# Tiles from one whose words are multiplied to the one whose words are fetched; 0: the CPU is left to it.
+# How many tiles ahead of the one that is multiplied words are prefetched; 0: no prefetch instructions.
 PREFETCH = (0, 1, 2, 4)
 
 

@@ -72,7 +72,7 @@ def word_at(io: Arguments, index: Any, position: Any) -> tirx.PrimExpr:
 
 
 class Strip:
-    """Neighbouring rows of hidden states of a list, from one on; those beyond the beam repeat the last one."""
+    """Neighbouring rows of hidden states of a list; rows beyond the beam repeat the last one."""
 
     def __init__(self, io: Arguments, states: Any, index: Any, first: Any) -> None:
         self._io, self._states, self._index, self._first = io, states, index, first
@@ -100,7 +100,7 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
     # fmt: off
     @T.inline
     def find_words(io, at, tiles, words):
-        """Those of a tile's positions; beyond a list's words it is word 0, and what it gives is overwritten."""
+        """The words at a tile's positions. Beyond the list's words it takes word 0, whose score is overwritten."""
         for n in range(tile_n):
             if at % tiles * T.int64(tile_n) + T.int64(n) < words_of(io, at // tiles):
                 words[n] = word_at(io, at // tiles, at % tiles * T.int64(tile_n) + T.int64(n))
@@ -109,7 +109,7 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
 
     @T.inline
     def fetch(n, part, word, io, c):
-        """The cache lines of a step."""
+        """Prefetch the cache lines of a step."""
         for of_step in range(max(1, step // line)):
             T.evaluate(llvm_ir.fetch(T.address_of(io.embedding[word, c * step + of_step * line]), into=1))
 
@@ -121,14 +121,14 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
 
     @T.inline
     def add_products(part, m, embedding, word, rows, column, size):
-        """To the first `size` elements of a vector of sums, the products of as many columns."""
+        """Add the products of `size` columns to the first `size` elements of a vector of sums."""
         for lane in T.vectorized(size):
             part[m, lane] = part[m, lane] + T.Cast("float32", embedding[word, column + lane]) * T.Cast(
                 "float32", rows[m, column + lane])
 
     @T.inline
     def add_dots(part, m, embedding, word, rows, column):
-        """To each element of a vector of sums, the products of two columns."""
+        """Add the products of two columns to each element of a vector of sums."""
         part[m, T.ramp(0, 1, simd)] = llvm_ir.bfloat16_dots(
             part[m, T.ramp(0, 1, simd)], embedding[word, T.ramp(column, 1, step)], rows[m, T.ramp(column, 1, step)])
 
@@ -141,7 +141,9 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
                 add_products(part, m, embedding, word, rows, c * step, simd)
 
     def join(part, m, embedding, word, rows):
-        """A vector's elements to one sum, by halves; columns that no whole step covers join at their size."""
+        """Add up a vector's elements, by halves; the products of columns beyond the last whole step join where the
+        halves have their size.
+        """
         if hidden % step >= simd:
             add_products(part, m, embedding, word, rows, hidden // step * step, simd)
         for size in halves(simd):
@@ -157,12 +159,12 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
                 part[m, 0] = part[m, 0] + io.bias[word]
             if first + T.int64(n) >= words_of(io, index):
                 part[m, 0] = T.float32("-inf")
-            # What repeats a row is not stored.
+            # Rows that repeat the last one are not stored.
             if row + m < io.beam and first + T.int64(n) < positions:
                 T.buffer_store(target, part[m, 0], io.place(index, row + m, first + T.int64(n)))
 
     def of_each(do, parts, words, *given):
-        """With the sums of each word of a tile, and with the word."""
+        """Call `do` with the sums of each word of a tile, and with the word."""
         for n, part in enumerate(parts):
             do(n, part, words[n], *given)
 
@@ -179,7 +181,8 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
                 T.writes([])
                 if dots:
                     T.attr(0, "pragma_import_llvm", llvm_ir.BFLOAT16_DOTS)
-                # A buffer for each word: TVM allocates those above a kilobyte, which LLVM keeps in no registers.
+                # A buffer for each word: TVM allocates larger buffers, above a kilobyte, so that LLVM does not keep
+                # them in registers.
                 parts = T.meta_var([T.sblock_alloc_buffer((tile_m, simd), "float32") for _ in range(tile_n)])
                 words = T.sblock_alloc_buffer((tile_n,), "int64")
                 later = T.sblock_alloc_buffer((tile_n,), "int64")
@@ -203,7 +206,7 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
 
 
 class Row:
-    """A row of scores as `row_scan`'s phases read one: they ask for element `[row, column]` of `logits`."""
+    """A row of scores in the form that `row_scan`'s phases expect: they read element `[row, column]` of `logits`."""
 
     def __init__(self, io: Arguments, index: Any, row: Any) -> None:
         self._io, self._index, self._row = io, index, row
@@ -213,11 +216,11 @@ class Row:
 
 
 def select(problem: OutputLayer, static: int) -> Callable[..., Any]:
-    """Reads: `scores`. Writes: all outputs."""
+    """Find the best words of each row. Reads: `scores`. Writes: all outputs."""
     exact_head, k, ids = isinstance(problem, HeadTopk), best_of(problem), problem.axes.get("ids", 0)
 
     def phases(io: Arguments, index: Any, row: Any) -> SimpleNamespace:
-        """Those of `row_scan` for a row, and what they are called with."""
+        """The phases of `row_scan` for a row, and their arguments."""
         columns = T.Cast("int32", io.vocab) if exact_head else static
         extents = Extents(columns, k, ids, CHUNK, LANES)
         shown = SimpleNamespace(problem=SimpleNamespace(bias=0), logits=Row(io, index, row), scale=io.scale, log=io.log)
@@ -255,7 +258,8 @@ def select(problem: OutputLayer, static: int) -> Callable[..., Any]:
                         do.offer(do.io, row, s, c)
                     do.add(do.io, row, s, c)
                 do.finish(do.io, row, s)
-                # A NaN shows in the sum (and so does an infinity, whose row gets the same order twice).
+                # A NaN makes the sum NaN. So does an infinity; its row is then put in order twice, with the same
+                # result.
                 if scan.is_nan(s.d[0]):
                     do.start_over(do.io, row, s)
                 do.sort(do.io, row, s)
@@ -275,7 +279,7 @@ def select(problem: OutputLayer, static: int) -> Callable[..., Any]:
 # fmt: off
 @T.inline
 def write_best(io, index, row, i, s):
-    """The i-th best of a row: its word, or -1 beyond the list's words, and its value."""
+    """Write the i-th best word of a row, -1 beyond the list's words, and its value."""
     if index_of(s.heap[i]) < words_of(io, index):
         T.buffer_store(io.indices, word_at(io, index, index_of(s.heap[i])), io.place(index, row, i))
         T.buffer_store(io.values, T.Select(

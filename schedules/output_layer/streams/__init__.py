@@ -9,7 +9,7 @@ eight columns one hidden state would fill to an eighth.
 hidden state is in shared memory, and each vector of it is read for all words in hand. Thread blocks are many and small:
 what one waits for, others have.
 
-**Second kernel: the best**, of all scores of a list, as that of `tiles` with `direct`.
+**Second kernel: the best**, of all scores of a list (`best`, with `direct`).
 
 All numbers are multiplied and added in float32.
 """

@@ -6,7 +6,7 @@ product     the scores of some words of a list
     stage_state     the hidden state comes to shared memory
     multiply        vectors in hand, in whose place the next ones are asked for
     add_lanes       a word's score
-best_of_all the best words of a list (`tiles.best`)
+best_of_all the best words of a list (`best`)
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ...device.region import device_region
 from ...device.selection import FULL_WARP
 from ...device.state import Buffers, local, shared
 from ...device.words import held_address, load_element, load_words, per_word, value_at
+from ..best.kernel import best_of_all
+from ..best.sizes import VECTOR
 from ..interface import gpu_program, rows_shape
-from ..tiles.best import best_of_all
-from ..tiles.space import VECTOR
-from ..tiles.words import count_words, find_word
+from ..lists import count_words, find_word
 from ..words import OutputLayer
 from .space import Extents
 
 Phase = Callable[..., Any]
-WORD = 4  # bytes
+WORD = 4  # bytes of a float32
 PER_VECTOR = VECTOR // WORD
 load_shared = T.ptx.ld.shared.v4.u32
 store_shared = T.ptx.st.shared.v4.u32
@@ -58,7 +58,7 @@ class State(Buffers):
     hand
         Their vectors.
     part
-        A vector of the hidden state, or one on its way to shared memory.
+        A vector of the hidden state, from or to shared memory.
     sums
         Of each word.
     state
@@ -80,7 +80,7 @@ class State(Buffers):
 
 # fmt: off
 def find_words(e: Extents) -> Phase:
-    """Where the words in hand lie; the phase is (io, s). Beyond the list's last word it is that one.
+    """Where the words in hand lie; the phase is (io, s). Beyond the list's last word it is the last word.
 
     Reads: the list; `position`, `words`. Writes: `name`, `at`. Barriers: none.
     """
@@ -119,7 +119,9 @@ def load_vector(e: Extents) -> Phase:
 
 
 def stage_state(e: Extents) -> Phase:
-    """The phase is (io, s). Writes: `state`. Barriers: none; one has to follow."""
+    """Copy the hidden state to shared memory; the phase is (io, s). Writes: `state`. Barriers:
+    none; one has to follow.
+    """
 
     @T.inline
     def phase(io, s):
@@ -162,8 +164,9 @@ def multiply(e: Extents) -> Phase:
 
 
 def add_lanes(e: Extents) -> Phase:
-    """Reads: `sums`; the bias. Writes: scores, without a search -inf beyond the list's words. Barriers: of the warp.
-    The phase is (io, s, scores)."""
+    """Add the sums of the lanes of a word, and store its score. Reads: `sums`; the bias. Writes: scores; -inf beyond
+    the list's words, for the operator that finds no best words. Barriers: of the warp. The phase is (io, s, scores).
+    """
 
     @T.inline
     def phase(io, s, scores):
@@ -198,7 +201,7 @@ def product(e: Extents) -> Phase:
             if e.overlap > 0:
                 wait_then_start_consumer()
             count(io, s.index, s.words)
-            # Of the whole thread block, which meets at a barrier.
+            # All threads of the block go through the loop equally often, because they meet at a barrier.
             some: T.bool = flat % e.parts * e.words_each < s.words[0]
             for n in T.unroll(e.tile_n):
                 s.sums[n] = T.float32(0)

@@ -10,23 +10,24 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv
 
-from ..tiles.space import THREADS, VECTOR, SearchSizes, require_ranks, require_whole_vectors, search_allowed
+from ..best.sizes import THREADS, VECTOR, SearchSizes, require_ranks, search_allowed
+from ..tiles.sizes import require_whole_vectors
 from ..words import OutputLayer, best_of, block_of, candidates_of, lists_of, most_words
 
 WARP = 32
-LANES = (8, 16, 32)  # that share a word
+LANES = (8, 16, 32)  # lanes that share a word
 VECTORS = (1, 2, 4, 8, 16)
 TILE_N = (1, 2, 4, 8)
 TILES = (2, 4, 8, 16)  # warps of a thread block of the first kernel
 # Vectors that a thread has in hand. With more, registers leave room for too few warps.
 LEAST_HELD, MOST_HELD = 2, 16
-# Bytes of a hidden state in static shared memory.
+# Bytes of a hidden state that fit in static shared memory.
 MOST_STATE = 40 * 1024
-# Words of a list. More are read faster through the rings of `tiles`, which keep as much of memory busy for as long.
+# Words of a list. More are read faster through `warp_rings`, which keep as much of memory busy for as long.
 MOST_WORDS = 4096
-# Bytes of a row up to which its words are read faster by many small thread blocks, with little in hand.
+# Bytes of a row up to which many small thread blocks with few words in hand read faster.
 NARROW = 2048
-# Words of a list that few threads search faster.
+# Words of a list up to which a search by few threads is faster.
 FEW = 256
 
 
@@ -68,7 +69,7 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
 
 
 def launch(problem: OutputLayer, decisions: Decisions) -> Launch:
-    """Of the first kernel."""
+    """The launch of the first kernel."""
     return Launch(WARP * decisions["tiles"])
 
 
@@ -77,8 +78,9 @@ def default(problem: OutputLayer, machine: Machine) -> Decisions:
 
 
 def _likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[Decisions]:
-    """Points of a table, the best first: small thread blocks for narrow rows, and of others a warp a word, which has
-    eight vectors in hand."""
+    """Points of a table, the best first: small thread blocks for narrow rows; for others one warp per word, with eight
+    vectors in hand.
+    """
     narrow = problem.hidden * numpy_dtype(problem.dtype).itemsize <= NARROW
     all_lanes, all_vectors, tiles = ((16, 8, 32), (1, 2, 4), 2) if narrow else ((32, 16, 8), (4, 8, 2, 1), 8)
     all_threads = table["threads"]
@@ -112,7 +114,7 @@ class Extents(SearchSizes):
     reduce_threads, vectors, tile_n, tiles, threads, overlap
         The decisions of these names.
     direct
-        As of `tiles`: all scores are searched.
+        1: all scores are searched.
     """
 
     dtype: str
@@ -143,7 +145,7 @@ class Extents(SearchSizes):
 
     @property
     def words(self) -> int:
-        """Of a list that is full."""
+        """Words of a full list."""
         return self.m * self.block
 
     @property
@@ -162,12 +164,12 @@ class Extents(SearchSizes):
 
     @property
     def state_vectors(self) -> int:
-        """Vectors of a hidden state up to the end of the last step: behind a row's end they are 0."""
+        """Vectors of a hidden state, with zeros up to the end of the last step."""
         return self.steps * self.step
 
     @property
     def uneven(self) -> bool:
-        """Whether that is beyond a row's end."""
+        """Whether the last step reaches beyond a row's end."""
         return self.state_vectors != self.row_vectors
 
     @property
@@ -192,7 +194,7 @@ class Extents(SearchSizes):
 
     @property
     def parts(self) -> int:
-        """Such blocks of a list."""
+        """Thread blocks of the first kernel per list."""
         return ceildiv(self.words, self.words_each)
 
     @property

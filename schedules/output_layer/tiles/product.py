@@ -1,29 +1,28 @@
-"""The first kernel of `tiles`: scores of tiles of words, and what each block knows of a row's sum of exponentials.
+"""Phases of the first kernel that `registers`, `rings` and `warp_rings` share, and their state.
 
-    prefetch_tiles  the first words of a vocabulary come to the L2 cache while the producer kernel still runs
+    prefetch_tiles  the first tokens of a vocabulary come to the L2 cache while the producer kernel still runs
     take_tiles      which tiles are a warp's
     load_states     the hidden states, which stay
-    find_rows       where the words of a tile lie
-    load_step       a step of a tile's words
-    part_rows       which rows are whose: to load whole cache lines, lanes have loaded for each other
-    multiply_step   the step's products
-Where several warps share a tile,
+    multiply_step   a step's products
+    finish_tile     the scores of a tile, its largest ones, and sums of exponentials
+    join_tiles      a thread block's sums of exponentials
+
+Where several warps share a tile, the last two are
 
     write_parts     a warp's sums to shared memory
     finish_scores   their sum over the warps: scores, the tile's largest ones, sums of exponentials
-    join_sums       a block's sums of exponentials
+    join_sums       a thread block's sums of exponentials
 
 and where each warp has tiles of its own, which need no barrier,
 
     finish_alone    the same from a warp's registers
-    join_warps      a block's sums of exponentials
+    join_warps      a thread block's sums of exponentials
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from tvm import tirx
@@ -31,18 +30,14 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
-from ...device.arithmetic import LOG2_E
-from ...device.overlap import wait_then_start_consumer
 from ...device.powers import change_base
-from ...device.region import device_region
 from ...device.selection import FULL_WARP, bits_value, order_bits
 from ...device.state import Buffers, local, pooled, shared
-from ...device.words import held_address, load_element
-from .space import STEP, VECTOR, Extents, TileSizes
-from .words import count_words, find_word
+from ...device.words import load_element
+from ..best.state import add_pair
+from ..lists import count_words, find_word
+from .sizes import Extents, TileSizes
 
-# What one warp alone reads, once, need not push hidden states out of the L1 cache.
-load_once = T.ptx.ld.global_.L1__no_allocate.v4.u32
 load_vector = T.ptx.ld.global_.v4.u32
 load_shared = T.ptx.ld.shared.v4.u32
 bulk_prefetch = T.ptx.cp.async_.bulk.prefetch.L2.global_
@@ -52,7 +47,7 @@ LOWEST = T.min_value("float32")
 MINUS_INFINITY = T.float32("-inf")
 
 
-# Keeps the compiler from splitting what all tiles share ahead of the loop, for which there are no registers.
+# Keeps the compiler from computing what all tiles share before the loop, for which there are too few registers.
 IN_PLACE = """
 __device__ __forceinline__ unsigned int in_place(unsigned int word) {
   unsigned int held;
@@ -63,25 +58,8 @@ __device__ __forceinline__ unsigned int in_place(unsigned int word) {
 
 
 def in_place(word: Any) -> tirx.PrimExpr:
-    """A word, as something that is known only here."""
+    """A 32-bit word, as something that is known only here."""
     return T.cuda.func_call("in_place", word, source_code=IN_PLACE, return_type="uint32")
-
-
-# A load whose line leaves the L2 cache before others. With a policy of its own for each load the compiler keeps fewer
-# registers than with one that is held, and a second thread block finds room.
-LOAD_EVICT_FIRST = """
-__device__ __forceinline__ void load_evict_first(unsigned int* words, unsigned long long at) {
-  unsigned long long policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
-  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "l"(at), "l"(policy));
-}
-"""
-
-
-def load_evict_first(words: Any, address: Any) -> tirx.PrimExpr:
-    """Load 16 bytes."""
-    return T.cuda.func_call("load_evict_first", words, address, source_code=LOAD_EVICT_FIRST, return_type="void")
 
 
 @dataclass
@@ -97,30 +75,30 @@ class State(Buffers):
     words
         Of the list.
     states, kept
-        Hidden states: in registers those in the warp's columns, of each step and each 8 rows the words of two vectors;
-        or in shared memory all rows of a tile, and in registers those of one step; or of the first steps as the one,
-        and of the others as the other.
+        Hidden states: in registers those in the warp's columns, for each step and each 8 rows the registers of two
+        vectors; or in shared memory all rows of a tile, and in registers those of one step; or of the first steps as
+        the one, and of the others as the other.
     hand
-        Words of the steps in hand, likewise.
+        Tokens of the steps in hand, likewise.
     base
         The address of the embedding.
     at, ahead
-        Addresses of the words of the tile in hand and of the next one, at this lane's column of the first step.
+        Addresses of the tokens of the tile in hand and of the next one, at this lane's column of the first step.
     word
-        Ids of the words of the tile after that.
+        Ids of the tokens of the tile after that.
     passed
         What a lane has from another one.
     sums
         Of all pairs of fragments, four a pair.
     parts
-        Shared: each warp's sums of a tile by row and word, of two tiles in turn.
+        Shared: each warp's sums of a tile by row and token, of two tiles in turn.
     m, d
         Of each score that a thread finishes in every tile: the largest so far, and the sum of exponentials over that
         one's; of `whole_sums` the sum's base, and the sum in its unit (see `device.powers`).
     pairs
         Shared: the same of each row, by the warps that have tiles of their own.
     score, added, other, bits
-        Scores, their words' biases, values of another lane, and ordered bits.
+        Scores, their tokens' biases, values of another lane, and ordered bits.
     """
 
     index: Any
@@ -201,7 +179,7 @@ def vector_of(e: Extents, p: Place, step: Any, h: Any) -> Any:
 
 
 def state_row(io: Any, s: State, p: Place, f: Any) -> Any:
-    """The row of the lane's hidden state in an eight of them; of those beyond the beam its last one."""
+    """The row of the lane's hidden state in a group of eight; beyond the beam its last row."""
     return T.min(s.top + f * 8 + p.group, io.beam - 1)
 
 
@@ -218,14 +196,16 @@ def stays_cached(e: Extents, tile: Any) -> Any:
 
 # fmt: off
 def first_tile(e: Extents, p: Place, block: Any) -> Any:
-    """Of a warp. With a ring, tiles go round the blocks before they go round a block's warps, so that the last ones are
-    everywhere."""
+    """A warp's first tile. With a ring, tiles go round the blocks before they go round a block's warps, so that the
+    last tiles are spread over all blocks.
+    """
     return p.team * e.blocks + block if e.stages else block * e.tiles + p.team
 
 
 def prefetch_tiles(e: Extents) -> Callable[..., Any]:
-    """Have the first tiles of a vocabulary brought into the L2 cache. It is where everybody reads and writes memory, so
-    that this may come before the wait for the producer kernel, whatever that writes. The phase is (io, s, p, block).
+    """Have the first tiles of a vocabulary brought into the L2 cache. All accesses to memory go through this cache, so
+    a prefetch may come before the wait for the producer kernel, whatever that kernel writes. The phase is (io, s, p,
+    block).
 
     Reads: with `cached` `policy`. Writes: nothing.
     Barriers: none.
@@ -249,7 +229,7 @@ def prefetch_tiles(e: Extents) -> Callable[..., Any]:
 
 def take_tiles(e: Extents) -> Callable[..., Any]:
     """Deal the tiles of a list out to the blocks, and those that have several in hand, one in turn: so at any time all
-    of them read neighbouring words, which memory answers faster than many runs of words at once.
+    of them read neighbouring tokens, which memory answers faster than many runs of tokens at once.
 
     Reads: the list's count.
     Writes: `words`, `tile`, `end`, and empty sums to `m` and `d`, or to `pairs`.
@@ -261,7 +241,7 @@ def take_tiles(e: Extents) -> Callable[..., Any]:
     def phase(io, s, p, block):
         count(io, s.index, s.words)
         s.tile[0] = first_tile(e, p, block)
-        # The gathered product alone writes what is beyond the count, too.
+        # Only the operator that computes all logits also writes those beyond the count.
         s.end[0] = (s.words[0] + (e.tile_n - 1)) // e.tile_n if e.k > 0 else e.list_tiles
         if e.reduce_warps > 1:
             for i in T.unroll(e.pairs_each):
@@ -287,7 +267,7 @@ def load_states(e: Extents) -> Callable[..., Any]:
     elements = e.hidden // e.vectors  # of a vector
 
     def kept_vector(i: Any) -> Any:
-        """Which vector of its row the i-th one in shared memory is: of each warp those of the last steps."""
+        """Which vector of its row the i-th one in shared memory is: for each warp, the vectors of its last steps."""
         if not e.register_steps:
             return i
         return (i // (e.kept_steps * 8) * e.steps + e.register_steps) * 8 + i % (e.kept_steps * 8)
@@ -344,7 +324,17 @@ def states_at(e: Extents, step: Any) -> Any:
 
 
 def bring_states(e: Extents) -> Callable[..., Any]:
-    """Reads: `kept`. Writes: `states` of a step, unless they stay there. Barriers: none. The phase is (s, p, step)."""
+    """Load the hidden states of a step from shared memory. Reads: `kept`. Writes: `states`, unless those of the step
+    stay there. Barriers: none. The phase is (s, p, step).
+    """
+
+    if not e.kept_steps:
+
+        @T.inline
+        def nothing(s, p, step):
+            pass
+
+        return nothing
 
     def kept_row(p: Place, f: Any) -> Any:
         row = f * 8 + p.group
@@ -360,92 +350,6 @@ def bring_states(e: Extents) -> Callable[..., Any]:
                     load_shared(
                         s.states[i], s.states[i + 1], s.states[i + 2], s.states[i + 3],
                         s.kept.ptr_to([(kept_row(p, f) * e.kept_pitch + vector) * 4]))
-
-    return phase
-
-
-def find_words(e: Extents) -> Callable[..., Any]:
-    """The ids of a tile's words that this lane loads; the phase is (io, s, p, tile).
-
-    Reads: the list.
-    Writes: `word`. Positions beyond the list's words, and tiles beyond the block's last, give a word that there is.
-    Barriers: none.
-    """
-    find = find_word(e)
-
-    @T.inline
-    def phase(io, s, p, tile):
-        for i in T.unroll(e.word_groups * 2):
-            word = T.alloc_local([1], "int32")
-            find(io, s.index, T.max(T.min(
-                tile * e.tile_n + i // 2 * 8 + p.group - p.odd + i % 2, s.words[0] - 1), 0), word)
-            s.word[i] = word[0]
-
-    return phase
-
-
-def find_rows(e: Extents) -> Callable[..., Any]:
-    """Reads: `word`. Writes: `at` or `ahead`, where the rows are. Barriers: none. The phase is (io, s, p, at)."""
-
-    @T.inline
-    def phase(io, s, p, at):
-        for i in T.unroll(e.word_groups * 2):
-            at[i] = s.base[0] + (
-                T.Cast("uint64", s.word[i]) * T.uint64(e.vectors * VECTOR)
-                + T.Cast("uint64", (p.warp * (e.steps * 8) + p.odd * 4 + p.member) * VECTOR))
-
-    return phase
-
-
-def load_step(e: Extents) -> Callable[..., Any]:
-    """Load a step of the words at `at`; the phase is (s, p, at, step).
-
-    A step is a cache line of each row, which eight lanes load: those of a row and of its neighbour, first of the one,
-    then of the other. Four lanes a row, as operands have it, would ask for half a line at a time, which memory answers
-    at three quarters of its speed.
-
-    Reads: words.
-    Writes: `hand` for the step, zeros beyond the last column.
-    Barriers: none.
-    """
-
-    @T.inline
-    def phase(s, p, at, step):
-        for n in T.unroll(e.word_groups * 2):
-            i = (step % e.depth * (e.word_groups * 2) + n) * 4
-            if (p.warp * e.steps + step) * 8 + p.odd * 4 + p.member < e.vectors:
-                if e.evict_first > 0:
-                    load_evict_first(s.hand.ptr_to([i]), at[n] + T.Cast("uint64", step * STEP))
-                else:
-                    load_once(
-                        s.hand[i], s.hand[i + 1], s.hand[i + 2], s.hand[i + 3],
-                        at[n] + T.Cast("uint64", step * STEP))
-            else:
-                for v in T.unroll(4):
-                    s.hand[i + v] = T.uint32(0)
-
-    return phase
-
-
-def part_rows(e: Extents) -> Callable[..., Any]:
-    """Give each lane both halves of its own row's line; the phase is (s, p, step).
-
-    Reads and writes: `hand`. Before: a half of the even row's line and of the odd row's. After: the line's first half,
-    and its second.
-    Barriers: none, but all lanes of a warp take part.
-    """
-
-    @T.inline
-    def phase(s, p, step):
-        for n in T.unroll(e.word_groups):
-            for v in T.unroll(4):
-                i = (step % e.depth * e.word_groups + n) * 8 + v
-                s.passed[0] = T.tvm_warp_shuffle_xor(
-                    T.uint32(FULL_WARP), T.Select(p.odd == 1, s.hand[i], s.hand[i + 4]), 4, 32, 32)
-                if p.odd == 1:
-                    s.hand[i] = s.passed[0]
-                else:
-                    s.hand[i + 4] = s.passed[0]
 
     return phase
 
@@ -519,7 +423,8 @@ def multiply_floats(e: Extents) -> Callable[..., Any]:
                     split(in_place(s.states[(states_at(e, step) + g) * 8 + half * 2 + i]),
                           b_high, b_low, b_finite, g * 2 + i)
             for f in T.unroll(e.word_groups // 2):
-                # In the order of the instruction: rows `group` and `group + 8` of one column, then of the other.
+                # In the order of the instruction: rows `group` and `group + 8` of one column, then those rows of the
+                # other column.
                 for i in T.unroll(4):
                     split(s.hand[(step % e.in_hand * e.word_groups + f * 2) * 8 + half * 2 + i // 2 + i % 2 * 8],
                           a_high, a_low, a_finite, i)
@@ -540,7 +445,7 @@ def multiply_floats(e: Extents) -> Callable[..., Any]:
 
 
 def row_of_group(e: Extents, group: Any) -> Any:
-    """Which of eight words a group of four lanes has. With a ring that of two neighbouring ones is `rows_apart` rows
+    """Which of eight tokens a group of four lanes has. With a ring that of two neighbouring ones is `rows_apart` rows
     further on."""
     if not e.stages or e.rows_apart == 1:
         return group
@@ -580,7 +485,7 @@ def add_parts(e: Extents) -> Callable[..., Any]:
     """Add up the warps' sums of one score of a tile; the phase is (io, s, p, half, scores, row, position).
 
     Reads: `parts`; the bias.
-    Writes: `score` and `scores`, -inf beyond the list's words.
+    Writes: `score` and `scores`, -inf beyond the list's tokens.
     Barriers: none.
     """
     find = find_word(e)
@@ -629,7 +534,7 @@ def finish_scores(e: Extents) -> Callable[..., Any]:
     place in every tile.
 
     Reads: `parts`; the bias.
-    Writes: scores, -inf beyond the list's words; each row's largest in `tops`; `m` and `d`.
+    Writes: scores, -inf beyond the list's tokens; each row's largest in `tops`; `m` and `d`.
     Barriers: none, but all lanes of a warp take part.
     """
     pairs = e.tile_m * e.tile_n
@@ -645,10 +550,7 @@ def finish_scores(e: Extents) -> Callable[..., Any]:
                 if e.summed:
                     write(io, s, p, tops, row, s.tile[0])
                     if position < s.words[0]:
-                        s.other[0] = T.max(s.m[i], s.score[0])
-                        s.d[i] = s.d[i] * T.exp2((s.m[i] - s.other[0]) * factor) + T.exp2(
-                            (s.score[0] - s.other[0]) * factor)
-                        s.m[i] = s.other[0]
+                        add_pair(s.m, i, s.d, i, s.score[0], T.float32(1), s.other, factor)
 
     return phase
 
@@ -667,10 +569,7 @@ def join_sums(e: Extents) -> Callable[..., Any]:
         for b in T.unroll(steps):
             s.other[0] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.m[i], 1 << b, 32, 32)
             s.other[1] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[i], 1 << b, 32, 32)
-            s.score[0] = T.max(s.m[i], s.other[0])
-            s.d[i] = s.d[i] * T.exp2((s.m[i] - s.score[0]) * factor) + s.other[1] * T.exp2(
-                (s.other[0] - s.score[0]) * factor)
-            s.m[i] = s.score[0]
+            add_pair(s.m, i, s.d, i, s.other[0], s.other[1], s.score, factor)
 
     @T.inline
     def join_whole(s, i, factor):
@@ -699,18 +598,18 @@ def join_sums(e: Extents) -> Callable[..., Any]:
 
 def finish_alone(e: Extents) -> Callable[..., Any]:
     """`finish_scores` for a warp that has whole sums in its registers: rows are two of each fragment's, by `member`,
-    and their words lie with eight lanes.
+    and their tokens lie with eight lanes.
 
     Reads: `sums`; the bias.
-    Writes: scores, -inf beyond the list's words; each row's largest in `tops`; `pairs`.
+    Writes: scores, -inf beyond the list's tokens; each row's largest in `tops`; `pairs`.
     Barriers: none, but all lanes of a warp take part.
     """
     find = find_word(e)
-    words = e.word_groups  # of a lane
+    words = e.word_groups  # words per lane
 
     @T.inline
     def store_score(io, s, p, scores, row, n):
-        """`score`, of the lane's n-th word."""
+        """`score`, of the lane's n-th token."""
         if s.tile[0] * e.tile_n + n * 8 + p.group < s.words[0]:
             if io.bias is not None:
                 s.score[n] = s.score[n] + s.added[n]
@@ -722,13 +621,13 @@ def finish_alone(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def sum_up(io, s, p, tops, row, factor):
-        """A row's scores in this tile into its pair."""
+        """Add a row's scores in this tile to its pair."""
         s.bits[0] = order_bits(s.score[0])
         for n in T.unroll(words - 1):
             s.bits[0] = T.max(s.bits[0], order_bits(s.score[n + 1]))
         for b in T.unroll(3):
             s.bits[0] = T.max(s.bits[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.bits[0], 4 << b, 32, 32))
-        # Not below the lowest number: the difference of two infinities would be NaN.
+        # At least the lowest finite number: the difference of two infinities would be NaN.
         s.other[0] = T.max(bits_value(s.bits[0]), LOWEST)
         s.other[1] = T.float32(0)
         for n in T.unroll(words):
@@ -738,10 +637,7 @@ def finish_alone(e: Extents) -> Callable[..., Any]:
         if p.group == 0 and s.top + row < io.beam:
             T.buffer_store(tops, s.bits[0], io.place(s.index, s.top + row, s.tile[0]))
             at = T.meta_var((p.team * e.tile_m + row) * 2)
-            s.score[0] = T.max(s.pairs[at], s.other[0])
-            s.pairs[at + 1] = s.pairs[at + 1] * T.exp2((s.pairs[at] - s.score[0]) * factor) + s.other[1] * T.exp2(
-                (s.other[0] - s.score[0]) * factor)
-            s.pairs[at] = s.score[0]
+            add_pair(s.pairs, at, s.pairs, at + 1, s.other[0], s.other[1], s.score, factor)
 
     @T.inline
     def phase(io, s, p, scores, tops, factor):
@@ -789,91 +685,37 @@ def join_warps(e: TileSizes) -> Callable[..., Any]:
     return phase
 
 
-def product(e: Extents) -> Callable[..., Any]:
-    """The kernel, called with (io, scores, tops, sums); the last two are None where they are not wanted."""
-    do = SimpleNamespace(
-        prefetch_tiles=prefetch_tiles(e),
-        take_tiles=take_tiles(e),
-        load_states=load_states(e),
-        bring_states=bring_states(e),
-        find_words=find_words(e),
-        find_rows=find_rows(e),
-        load_step=load_step(e),
-        part_rows=part_rows(e),
-        multiply_step=multiply_step(e),
-        write_parts=write_parts(e),
-        finish_scores=finish_scores(e),
-        join_sums=join_sums(e),
-        finish_alone=finish_alone(e),
-        join_warps=join_warps(e),
-    )
+def finish_tile(e: Extents) -> Callable[..., Any]:
+    """Finish a tile that is multiplied; the phase is (io, s, p, scores, tops, factor).
+
+    Reads: `sums`; the bias.
+    Writes: scores, -inf beyond the list's tokens; each row's largest in `tops`; what is summed of exponentials.
+    Barriers: where warps share the tile one of the thread block, after which all have read its tokens.
+    """
+    if e.reduce_warps == 1:
+        return finish_alone(e)
+    write, finish = write_parts(e), finish_scores(e)
 
     @T.inline
-    def begin(io, s, p, block):
-        s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
-        do.take_tiles(io, s, p, block)
+    def phase(io, s, p, scores, tops, factor):
+        half: T.int32 = s.tile[0] // e.stride % 2
+        write(s, p, half)
+        finish(io, s, p, half, scores, tops, factor)
+
+    return phase
+
+
+def join_tiles(e: Extents) -> Callable[..., Any]:
+    """Join what a thread block has summed of exponentials, if anything; the phase is (io, s, p, block, sums, factor).
+
+    Writes: the block's pair of each row to `sums`. Barriers: where each warp has tiles of its own, of the thread block.
+    """
+    join = join_sums(e) if e.reduce_warps > 1 else join_warps(e)
 
     @T.inline
-    def ask_first(io, s, p):
-        """The first steps of the first tile, and the names of the next one's words."""
-        if s.tile[0] < s.end[0]:
-            do.find_words(io, s, p, s.tile[0])
-            do.find_rows(io, s, p, s.at)
-            for step in T.unroll(e.depth):
-                do.load_step(s, p, s.at, step)
-            do.find_words(io, s, p, s.tile[0] + e.stride)
+    def phase(io, s, p, block, sums, factor):
+        if e.summed:
+            join(io, s, p, block, sums, factor)
 
-    @T.inline
-    def kernel(io, scores, tops, sums):
-        with device_region():
-            strips = T.meta_var((io.beam + (e.tile_m - 1)) // e.tile_m)
-            block, y = T.cta_id([e.blocks, io.lists * strips])
-            t = T.thread_id([e.product_threads])
-            p = T.meta_var(Place(t, e.reduce_warps))
-            s = T.meta_var(State.alloc(e, e.kept_bytes, index=y // strips, top=y % strips * e.tile_m))
-            factor: T.float32 = io.scale * T.float32(LOG2_E) if e.k > 0 else T.float32(0)
-            if e.prefetch > 0:
-                do.prefetch_tiles(io, s, p, block)
-            if e.early:
-                begin(io, s, p, block)
-                if io.constant != 0:
-                    ask_first(io, s, p)
-            if e.overlap > 0:
-                wait_then_start_consumer()
-            if not e.early:
-                begin(io, s, p, block)
-            do.load_states(io, s, p)
-            if not e.early or io.constant == 0:
-                ask_first(io, s, p)
-            while s.tile[0] < s.end[0]:
-                do.find_rows(io, s, p, s.ahead)
-                do.find_words(io, s, p, s.tile[0] + 2 * e.stride)
-                for i in T.unroll(e.sums_each):
-                    s.sums[i] = T.float32(0)
-                for step in T.unroll(e.steps):
-                    if e.kept_steps > 0:
-                        do.bring_states(s, p, step)
-                    do.part_rows(s, p, step)
-                    do.multiply_step(s, step)
-                    if step + e.depth < e.steps:
-                        do.load_step(s, p, s.at, step + e.depth)
-                    else:
-                        if s.tile[0] + e.stride < s.end[0]:
-                            do.load_step(s, p, s.ahead, step + e.depth - e.steps)
-                for i in T.unroll(e.word_groups * 2):
-                    s.at[i] = s.ahead[i]
-                if e.reduce_warps > 1:
-                    half: T.int32 = s.tile[0] // e.stride % 2
-                    do.write_parts(s, p, half)
-                    do.finish_scores(io, s, p, half, scores, tops, factor)
-                else:
-                    do.finish_alone(io, s, p, scores, tops, factor)
-                s.tile[0] = s.tile[0] + e.stride
-            if e.summed:
-                if e.reduce_warps > 1:
-                    do.join_sums(io, s, p, block, sums, factor)
-                else:
-                    do.join_warps(io, s, p, block, sums, factor)
-
-    return kernel
+    return phase
 # fmt: on

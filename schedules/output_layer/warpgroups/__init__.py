@@ -1,7 +1,7 @@
 """The exact output layer on compute capability 9.0 for tens of rows, or the longest: products of warpgroups.
 
 Beside such hidden states neither registers nor shared memory have room for all of their columns, and a product of one
-warp (`mma`, as in `tiles`) reads more of them from shared memory than of words. Here tensor cores read the hidden
+warp (`mma`, as in `rings`) reads more of them from shared memory than of words. Here tensor cores read the hidden
 states from shared memory themselves (`wgmma`), once for the words of four warps.
 
 **The kernel ahead** puts the hidden states in order: as matrices of eight rows by 16 bytes, which lie one behind the
@@ -21,7 +21,7 @@ their exponentials up across lanes, and memory gets whole sectors. Sums of expon
 
 With `gated` only such scores are written as may be among a row's best (`gate`).
 
-**Second kernel: the best**, as that of `tiles`.
+**Second kernel: the best** (`best`).
 
 Tried on an H200 without gain: hidden states that a cluster's thread blocks bring for each other (multicast), which
 halves what they read of them; warps of their own for what comes after the product; products of a part that are awaited

@@ -2,7 +2,7 @@
 
 arrange     the hidden states as operand B, part by part of the columns; with `gated` no bounds, and no tiles yet
 product     the scores of tiles of words  (`product`)
-best        the best words of the rows    (`tiles.best`)
+best        the best words of the rows    (`best`)
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from tvm_sparse.core.template import Program, Workspace
 
 from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
 from ...device.region import device_region
+from ..best.kernel import best
+from ..best.sizes import VECTOR
 from ..interface import gpu_program, rows_shape
-from ..tiles.best import best
 from ..tiles.product import load_vector
 from ..words import OutputLayer
 from .gate import clear_tops, store_vector
 from .product import product
-from .space import VECTOR, Extents
+from .space import Extents
 
 
 # fmt: off

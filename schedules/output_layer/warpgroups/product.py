@@ -22,7 +22,7 @@ and the other warps, each with a tile of words of its own,
 All together in the end,
 
     tell_sums       what each warp knows of its rows
-    join_warps      a block's sums of exponentials (of `tiles`)
+    join_warps      a block's sums of exponentials  (`tiles.product`)
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ from ...device.region import device_region
 from ...device.selection import FULL_WARP, order_bits
 from ...device.state import Buffers, local, pooled, shared
 from ...device.words import held_address, load_element
+from ..best.sizes import VECTOR
 from ..tiles.product import LOWEST, MINUS_INFINITY, Place, join_warps
+from ..tiles.sizes import STEP
 from .gate import FIRST_TOLD, OVER, find_bounds, look_up, say
-from .space import HELD_PARTS, STEP, VECTOR, Extents
+from .space import HELD_PARTS, Extents
 
 copy_vector = T.ptx.cp.async_.cg.shared.global_
 load_matrices = T.ptx.ldmatrix.sync.aligned.m8n8.x4.shared.b16

@@ -11,25 +11,14 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv
 from tvm_sparse.operators.head_topk.problem import SIXTEEN, HeadTopk
 
-from ..tiles.space import (
-    MAX_BLOCKS_Y,
-    MAX_TILES_EACH,
-    STEP,
-    THREADS,
-    VECTOR,
-    TileSizes,
-    dynamic_shared,
-    is_large,
-    require_ranks,
-    require_whole_vectors,
-    search_allowed,
-)
+from ..best.sizes import MAX_TILES_EACH, THREADS, VECTOR, dynamic_shared, require_ranks, search_allowed
+from ..tiles.sizes import MAX_BLOCKS_Y, STEP, TileSizes, is_large, require_whole_vectors
 from ..words import OutputLayer, best_of, lists_of, most_words
 
 # Rows of a tile: columns of operand B.
 TILE_M = (32, 64, 128, 16, 8)
-# Bytes of a row up to which `tiles` has whole ones of sixteen hidden states in registers. Of more columns it reads
-# parts: at (10, 64640, 7168) 236 microseconds for 218 here, at (1, 64640, 7168) as many.
+# Bytes of a row up to which `rings` has whole ones of sixteen hidden states in registers. Of wider rows `warp_rings`
+# reads parts: at (10, 64640, 7168) it takes 236 us (218 here), at (1, 64640, 7168) as many.
 WHOLE_BYTES = 11 * 1024
 # Words of a tile: one or two fragments of operand A.
 TILE_N = (16, 32)
@@ -47,8 +36,8 @@ BESIDES = 52
 FIRST_EACH = 32
 # Rounds of tiles from which on it is worth it to find one.
 LEAST_ROUNDS = 3
-# As in `tiles`: registers of a thread of the second kernel, by tiles of a thread. With 512 threads of so many it finds
-# room beside the first one, but for the most.
+# Registers of a thread of the second kernel, by tiles of a thread, as in `best.sizes`. With 512 threads of so many it
+# finds room beside the first one, but for the most.
 SEARCH_REGISTERS = {6: 32, 20: 48, MAX_TILES_EACH: 96}
 
 
@@ -62,7 +51,9 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
     require_whole_vectors(problem)
     require_ranks(problem)
     if problem.batch <= SIXTEEN and problem.hidden * size <= WHOLE_BYTES:
-        raise NotApplicable(f"`tiles` has whole rows of {problem.hidden} columns, and a fragment all {problem.batch}")
+        raise NotApplicable(
+            f"head_rings holds whole rows of {problem.hidden} columns, and a tensor core's fragment all {problem.batch}"
+        )
     if ceildiv(problem.batch, max(TILE_M)) > MAX_BLOCKS_Y:
         raise NotApplicable(f"{problem.batch} rows exceed an axis of the grid")
     most = ceildiv(most_words(problem), min(TILE_N))
@@ -110,7 +101,7 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
     """Points of a table, the best first: all rows in a tile, and as many words as registers have room for."""
     rows = lists_of(problem)[1]
     enough = sorted(tile for tile in table["tile_m"] if tile >= rows) or [max(table["tile_m"])]
-    shapes = [(16, 2, 3), (16, 2, 2), (16, 1, 2)]  # words, depth and stages
+    shapes = [(16, 2, 3), (16, 2, 2), (16, 1, 2)]  # words per tile, depth and stages
     ways = itertools.product(enough, shapes, (512, 1024), table["gated"][::-1])
     for tile_m, (tile_n, depth, stages), threads, gated in ways:
         point = {"tile_m": tile_m, "tile_n": tile_n, "tiles": 8, "depth": depth, "stages": stages}
@@ -122,10 +113,10 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
             "gated": gated,
         }
         e = Extents.of(problem, point)
-        # Of few rounds of tiles, most are the first ones.
+        # With few rounds of tiles, most tiles are among the first ones.
         if gated and e.list_tiles <= LEAST_ROUNDS * e.stride:
             continue
-        # More tiles of a thread than it has in registers are searched otherwise.
+        # Where a thread has more tiles than registers, they are searched in another way.
         if threads < max(table["threads"]) and not e.by_bits:
             continue
         if allowed(problem, machine, point) is None:
@@ -167,7 +158,7 @@ class Extents(TileSizes):
     vectors: int
     list_tiles: int
 
-    # Words are those of the vocabulary, each a candidate, and their tiles are dealt out.
+    # All words of the vocabulary are in one list, and its tiles are dealt out beforehand.
     m, block, direct, dynamic = 0, 1, 0, 0
 
     @classmethod
@@ -189,12 +180,12 @@ class Extents(TileSizes):
 
     @property
     def block_threads(self) -> int:
-        """All its threads: with those of the producer warp, and of the one that finds a bound."""
+        """All threads of a block: with those of the producer warp, and of the warp that finds a bound."""
         return self.product_threads + 32 * (1 + self.gated)
 
     @property
     def first_tiles(self) -> int:
-        """Tiles, of those that all blocks have in hand at first, by whose largest scores a bound is found."""
+        """Tiles by whose largest scores a bound is found: some of those that all blocks have in hand at first."""
         return min(self.stride, self.list_tiles, 32 * FIRST_EACH)
 
     @property
@@ -203,13 +194,14 @@ class Extents(TileSizes):
 
     @property
     def groups_each(self) -> int:
-        """Groups of them of a lane: four times as many as words are wanted, if there are so many tiles."""
+        """Groups of these tiles per lane: four times as many groups as words are wanted, if there are so many tiles."""
         return min(ceildiv(self.first_tiles, 32), ceildiv(4 * self.k, 32))
 
     @property
     def tops_pitch(self) -> int:
-        """Ordered bits of a row in the workspace: of tiles' largest scores, and of the bound behind them, in whole
-        vectors."""
+        """Words per row in the workspace: ordered bits of the tiles' largest scores, followed by those of the bound, in
+        whole vectors.
+        """
         return ceildiv(self.list_tiles + 1, 4) * 4 if self.gated else self.list_tiles
 
     @property
@@ -239,7 +231,7 @@ class Extents(TileSizes):
 
     @property
     def uneven(self) -> bool:
-        """Whether the last part is beyond a row's end."""
+        """Whether the last part reaches beyond a row's end."""
         return self.parts * self.part_vectors != self.vectors
 
     @property
@@ -254,12 +246,12 @@ class Extents(TileSizes):
 
     @property
     def ring_at(self) -> int:
-        """Bytes of hidden states, behind which rings are."""
+        """Bytes of hidden states in shared memory, after which the rings begin."""
         return HELD_PARTS * self.held_part_bytes
 
     @property
     def passed_at(self) -> int:
-        """Bytes of these and of rings, behind which scores are passed on."""
+        """Bytes of hidden states and rings, after which scores are passed on."""
         return self.ring_at + self.tiles * self.stages * self.stage_bytes
 
     @property
@@ -269,7 +261,7 @@ class Extents(TileSizes):
 
     @property
     def said_at(self) -> int:
-        """Bytes of all these, behind which there is a word more with `gated`."""
+        """Bytes of all these, after which there is one more word with `gated`."""
         return self.passed_at + self.passed_bytes
 
     @property
@@ -279,5 +271,5 @@ class Extents(TileSizes):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of the first kernel: with that of two mbarriers a part."""
+        """Shared memory of the first kernel: dynamic, and two mbarriers per part."""
         return self.pool_of_product + 16 * HELD_PARTS

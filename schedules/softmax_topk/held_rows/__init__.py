@@ -4,8 +4,8 @@ The gates (`threshold_gate`) stream a row through a threshold that they guess fr
 every element stays where it is until all that is asked of it has been answered, and nothing is guessed:
 
 1.  **Load** (`row.load_row`). A block has a share of the row, and each thread of it some vectors of 16 bytes, whose
-    loads are all on their way together. Meanwhile the blocks of the cluster hear of each other. With `staged` they are
-    copied to shared memory (`staged.stage_row`), and looked at as they come (`staged.take_row`).
+    loads are all in flight together. Meanwhile the blocks of the cluster meet at a barrier. With `staged` the vectors
+    are copied to shared memory (`staged.stage_row`), and looked at as they arrive (`staged.take_row`).
 2.  **Bound** (`bound`). A thread knows its largest element. Threads with the same number modulo `Layout.groups` are a
     group, so that neighbours, which a row in order would have alike, are in different ones; shared memory has the
     largest element of each group. The k-th best of these is a bound that at least k of the block's elements reach, and
@@ -30,9 +30,10 @@ more than k elements of the row reach it. So in 3 most threads have nothing, and
 another (`cluster.gather_parts`). Where they are many equals, those behind k of the first block's are left out
 (`cluster.filter_parts`).
 
-Of a row in registers that bound is of all of it (a *late* one), and exponentials are taken while blocks agree (`held`).
-Of a staged one blocks agree while the last vectors come (an *early* one). In 1 its warps keep step with each other, and
-few exponentials are left behind the last vector (`paced`); in 3 any thread looks at what a vector has (`listed`).
+For a row in registers that bound comes from all of the row (a *late* bound), and exponentials are computed while blocks
+agree (`held`). For a staged row blocks agree while the last vectors are still being copied (an *early* bound). In 1 its
+warps keep step with each other, and few exponentials are left behind the last vector (`paced`); in 3 any thread looks
+at what a vector has (`listed`).
 
 =============  ===============================================================================================
 file           holds
@@ -71,7 +72,7 @@ def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
     from .kernel import kernel
 
     layout = Layout.of(problem, decisions)
-    return gpu_program(problem, kernel(layout), overlapped=layout.overlap)
+    return gpu_program(problem, kernel(layout), overlapped=True)
 
 
 held_rows = Template(

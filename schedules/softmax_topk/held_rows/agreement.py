@@ -32,16 +32,16 @@ from .space import Layout
 from .state import BOUNDED, EXCHANGED, OFFERED, WEIGHED
 from .words import LEAST
 
-# Bytes of a top.
+# Bytes of the largest element of a group.
 TOP = 4
 
 
 # fmt: off
 def begin_agreement(layout: Layout) -> Callable[..., Any]:
-    """The mbarriers, and no tops yet. The phase is (s), of one warp.
+    """Initialise the mbarriers, and set the tops to 0. The phase is (s), of one warp.
 
-    Writes: `row_barriers`, `row_tops` of this block.
-    Barriers: none; one of the cluster has to come before anything is offered.
+    Writes: `row_barriers`, `row_tops` of this block. Barriers: none; one of the cluster has to come before anything is
+    offered.
     """
     groups = layout.row_groups
 
@@ -62,18 +62,16 @@ def begin_agreement(layout: Layout) -> Callable[..., Any]:
 
 @T.inline
 def tell(s, which):
-    """This warp has done its part: one arrival at an mbarrier of `row_barriers`."""
+    """Arrive at an mbarrier of `row_barriers` for this warp: it has done its part."""
     T.cuda.warp_sync()
     if s.t % 32 == 0:
         arrive_expecting(s.row_barriers.ptr_to([which]), T.uint32(0))
 
 
 def offer_top(layout: Layout) -> Callable[..., Any]:
-    """The thread's largest element, so far. The phase is (s).
+    """Offer the thread's largest element so far to its group's top. The phase is (s).
 
-    Reads: `pair`.
-    Writes: `row_tops`; scratch is `top`, `plain`, `bits`.
-    Barriers: arrives at OFFERED.
+    Reads: `pair`. Writes: `row_tops`; scratch is `top`, `plain`, `bits`. Barriers: arrives at OFFERED.
     """
     groups = layout.row_groups
 
@@ -121,7 +119,7 @@ def send_tops(layout: Layout) -> Callable[..., Any]:
 def find_agreed(layout: Layout) -> Callable[..., Any]:
     """The k-th best of the tops of all blocks. The phase is (s), of one warp.
 
-    It is the least of those which fewer than k exceed.
+    It is the smallest top that fewer than k tops exceed.
 
     Reads: `row_tops`.
     Writes: those of this block, with the best of all; `kth`, `equals`; scratch is `own`, `bits`, `need`.
@@ -187,10 +185,9 @@ def agree(layout: Layout) -> Callable[..., Any]:
 
 @T.inline
 def take_agreed(layout, s):
-    """`bound`, the same in all threads, and `top` of all that the thread has.
+    """Take over `bound`, the same in all threads, and `top`, the thread's largest element.
 
-    Reads: `pair`, `kth`.
-    Barriers: awaits BOUNDED.
+    Reads: `pair`, `kth`. Barriers: awaits BOUNDED.
     """
     if layout.early:
         find_top(layout, s)

@@ -27,7 +27,7 @@ from .words import HALF, LEAST, largest
 # fmt: off
 @T.inline
 def find_top(layout, s):
-    """`top` = the thread's largest element, of `pair`."""
+    """Set `top` to the thread's largest element, from `pair`."""
     s.top[0] = value_in(layout.dtype, s.pair[0], 0)
     if layout.per_word == 2:
         T.ptx.max.NaN.f32(s.top[0], s.top[0], value_in(layout.dtype, s.pair[0], 1))
@@ -44,7 +44,7 @@ def find_tops(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def phase(s):
-        # Where blocks have agreed on a bound it is known.
+        # Where blocks have agreed on a bound, `top` is known.
         if not layout.agreed:
             if not layout.staged:
                 s.pair[0] = largest(dtype, [s.raw[w] for w in range(words)])
@@ -123,7 +123,8 @@ def find_first_reached(layout: Layout) -> Callable[..., Any]:
         both = T.alloc_local([1], "uint32")
         set_threshold(layout, s)
         s.column[0] = layout.vocab
-        # The simplifier would take "not below" for "no less", which no NaN is.
+        # Written so that TVM's simplifier does not make "no less" of "not below": a NaN is not below, but not "no
+        # less".
         if T.Select(s.top[0] < s.threshold[0], 0, 1) != 0:
             mark_vectors(layout, s)
             lowest_mark(s.marks, s.spot)
@@ -131,7 +132,7 @@ def find_first_reached(layout: Layout) -> Callable[..., Any]:
             mark_elements(layout, s, elements)
             both[0] = elements[0] | (elements[0] >> T.uint32(HALF))
             lowest_mark(both, place)
-            # Of a word's two elements the first one, if it has a mark.
+            # The first of a word's two elements, if it has a mark.
             s.column[0] = column_of(layout, s, s.spot[0] * layout.width + place[0] * layout.per_word + T.Select(
                 (elements[0] >> T.Cast("uint32", place[0])) & T.uint32(1) == T.uint32(0), 1, 0))
         offer_first(s, s.firsts, s.t % layout.groups, s.column[0])
@@ -142,7 +143,7 @@ def find_first_reached(layout: Layout) -> Callable[..., Any]:
 
 def bound_columns(layout: Layout) -> Callable[..., Any]:
     """Up to which column equals of the bound are wanted: the k-th first of the groups' first columns, so that k
-    elements which reach it lie so far. The phase is (s).
+    elements which reach the bound lie no further. The phase is (s).
 
     Reads: `firsts`; `last`, which comes as the number of columns.
     Writes: `last`, `until`; scratch is `need`, `column`.
@@ -169,7 +170,7 @@ def bound_columns(layout: Layout) -> Callable[..., Any]:
 
 @T.inline
 def offer_first(s, firsts, group, column):
-    """Lower the first column of a group's top to this one."""
+    """Lower the first column of a group's top to this column."""
     T.evaluate(T.call_extern("int32", "atomicMin", firsts.ptr_to([group]), column))
 
 

@@ -25,9 +25,9 @@ from .space import Layout
 from .state import KEYS, SUMS
 from .sums import FIRST, LOWEST_BITS, add_threads, add_up, place_sum, sum_of_warp, sum_word
 
-# The barrier of the threads that rank.
+# The number of the barrier of the threads that rank.
 RANK = 2
-# Bytes of a key, a number of keys, or a sum.
+# Bytes of a key, of a number of keys, or of a sum.
 WORD = 8
 
 
@@ -49,18 +49,16 @@ def prepare_exchange(layout: Layout) -> Callable[..., Any]:
                 arrive_expecting(s.barriers.ptr_to([SUMS]), T.uint32(WORD * layout.entries))
             else:
                 arrive_expecting(s.barriers.ptr_to([SUMS]), T.uint32(WORD * (layout.cluster - 1)))
-                # The first block's own sum stays in those of its warps.
+                # The first block does not send its own sum: it adds up the sums of its warps.
                 s.sums[0] = T.uint64(LOWEST_BITS) << T.uint64(32)
 
     return phase
 
 
 def send_keys(layout: Layout) -> Callable[..., Any]:
-    """The block's keys to the first one. The phase is (s).
+    """Send the block's keys to the first block. The phase is (s).
 
-    Reads: `found_keys`, `size`.
-    Writes: `united` and `united_sizes` of the first block, asynchronously.
-    Barriers: none.
+    Reads: `found_keys`, `size`. Writes: `united` and `united_sizes` of the first block, asynchronously. Barriers: none.
     """
     threads = layout.block_threads
 
@@ -69,7 +67,7 @@ def send_keys(layout: Layout) -> Callable[..., Any]:
         barrier = T.alloc_local([1], "uint32")
         there = T.alloc_local([1], "uint32")
         place_there(barrier, s.barriers.ptr_to([KEYS]), FIRST)
-        # Of the last warp, which seldom has a key.
+        # By the last warp, which seldom has a key.
         if s.t == threads - 32:
             arrive_expecting_there(barrier[0], T.Cast("uint32", (s.size[0] + 1) * WORD))
             place_there(there, s.united_sizes.ptr_to([s.part]), FIRST)
@@ -83,11 +81,9 @@ def send_keys(layout: Layout) -> Callable[..., Any]:
 
 
 def send_block_sum(layout: Layout) -> Callable[..., Any]:
-    """The sum of a block that is not the first. The phase is (s).
+    """Send the sum of a block other than the first. The phase is (s).
 
-    Reads: `sums` of its warps.
-    Writes: `sums` of the first block, asynchronously.
-    Barriers: one, at the start.
+    Reads: `sums` of its warps. Writes: `sums` of the first block, asynchronously. Barriers: one, at the start.
     """
     threads, warps = layout.block_threads, layout.block_warps
     add = add_up(layout.cluster, warps)
@@ -117,12 +113,12 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
     """
     groups, room, deal = layout.groups, layout.room, Deal(layout.cluster, layout.warps)
     bound, equals, add = find_bound(layout), bound_equals(layout), add_up(0, layout.entries)
-    step = deal.groups * 32  # keys of a part that its warps take at a time
-    chunks = ceildiv(3 * groups // 2, step)  # times that are expected: so many keys stay in registers
+    step = deal.groups * 32  # keys of a part that its warps read at a time
+    chunks = ceildiv(3 * groups // 2, step)  # how often warps are expected to do so: these keys stay in registers
     held = chunks * deal.rounds
 
     def group_of(s: Any, at: Any, r: Any) -> Any:
-        """Of a key, in groups that are made anew."""
+        """The group of a key; groups are formed anew here."""
         return (at + deal.part(s.t, r) * TURN) % groups
 
     @T.inline
@@ -132,7 +128,7 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def offer_keys(s, own, ends, at):
-        """The largest keys of groups."""
+        """Offer the largest keys to their groups."""
         for r in T.unroll(deal.rounds):
             place(s, at, r)
             ends[r] = 0
@@ -150,7 +146,7 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def offer_firsts(s, ends, at):
-        """The first columns of these, as `find_firsts` has them of elements."""
+        """Offer the first columns of the groups' largest keys, as `find_firsts` does for elements."""
         for r in T.unroll(deal.rounds):
             place(s, at, r)
             while at[0] < ends[r]:
@@ -161,7 +157,7 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def keep_from(s, ends, at, first):
-        """What is no less than `pivot`, of each part from its thread's `first` key on."""
+        """Keep the keys of each part that are no less than `pivot`, from its thread's `first` key on."""
         for r in T.unroll(deal.rounds):
             place(s, at, r)
             at[0] = at[0] + first * step
@@ -174,7 +170,7 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def keep_first_equals(s, ends, at):
-        """As the blocks do where equals take too much room: of those of the bound the first ones alone."""
+        """Keep only the first of the keys that equal the bound, as blocks do where such keys take too much room."""
         T.cuda.cta_sync()
         if s.t == 0:
             s.united_count[0] = 0
@@ -206,7 +202,7 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
         s.slot[0] = 0
         if s.t % 32 == 0 and s.need[0] > 0:
             s.slot[0] = take_places(s.counter[0], s.need[0])
-        # While that is on its way.
+        # While the sums are on their way.
         await_arrivals(s.barriers.ptr_to([SUMS]))
         add(s)
         s.slot[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.slot[0], 0, 32, 32)
@@ -226,9 +222,8 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
 def count_parts(layout: Layout) -> Callable[..., Any]:
     """How many keys the blocks have sent. The phase is (s).
 
-    Reads: `united_sizes`.
-    Writes: `size`, of all; `need`, in each lane that of a part, or 0.
-    Barriers: none, but all lanes take part.
+    Reads: `united_sizes`. Writes: `size`, the number of all keys; `need`, in each lane the number of a part's keys, or
+    0. Barriers: none, but all lanes take part.
     """
 
     @T.inline
@@ -314,12 +309,12 @@ def share_parts(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def add(s):
-        """While keys are on their way."""
+        """Add up the block's sum while its keys are being sent."""
         if layout.late:
             if s.t >= layout.threads:
                 of_threads(s)
         else:
-            # A warp more has no sum.
+            # The additional warp has no sum.
             if s.t < layout.threads:
                 of_warp(s)
 

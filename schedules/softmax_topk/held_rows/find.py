@@ -36,7 +36,7 @@ def bound_anew(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def of_block(s):
-        # With an early bound there are none yet.
+        # With an early bound, the block has no tops of its own yet.
         if layout.early:
             tops(s)
             bound(s, s.tops)
@@ -60,7 +60,7 @@ def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None = None) -> Ca
     most_equals = layout.row_groups // 2
 
     def put_from(limited: bool) -> Callable[..., Any]:
-        """The keys of what reaches the bound."""
+        """Append the keys of what reaches the bound."""
         if layout.late and not limited:
             return put_single(layout)
         if not layout.early:
@@ -76,7 +76,7 @@ def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None = None) -> Ca
         return phase
 
     def too_many(s: Any) -> Any:
-        """Whether there was no room for all."""
+        """Whether more keys reach the bound than there is room for."""
         found = s.count[0] > layout.room
         return T.Or(found, s.listed[0] > layout.reached_room) if layout.early else found
 
@@ -84,7 +84,7 @@ def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None = None) -> Ca
 
     @T.inline
     def put_anew(s):
-        """With a column for the bound; else the k best."""
+        """Append the keys anew, with a column for the bound; if that is not enough, select the k best."""
         T.cuda.cta_sync()
         if s.t == 0:
             s.count[0] = 0
@@ -107,7 +107,7 @@ def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None = None) -> Ca
         else:
             bound(s, s.tops)
         s.until[0] = layout.vocab
-        # Of few distinct values it is known beforehand that too many reach the bound.
+        # In a row with few distinct values it is known beforehand that too many elements reach the bound.
         if s.equals[0] <= most_equals:
             put(s)
         if meanwhile is not None:

@@ -26,10 +26,9 @@ from .sums import add_up, sum_of_warp
 
 # fmt: off
 def prepare_block(layout: Layout) -> Callable[..., Any]:
-    """What needs nothing of the producer kernel, nor of the row. The phase is (s).
+    """Do what depends neither on the producer kernel nor on the row. The phase is (s).
 
-    Writes: as `row.clear`, `agreement.begin_agreement` and `cluster.prepare_exchange`.
-    Barriers: none.
+    Writes: as `row.clear`, `agreement.begin_agreement` and `cluster.prepare_exchange`. Barriers: none.
     """
     empty, agreement, exchange = clear(layout), begin_agreement(layout), prepare_exchange(layout)
 
@@ -59,8 +58,7 @@ def load_and_bound(layout: Layout) -> Callable[..., Any]:
         prepare(s)
         if layout.cluster > 1:
             cluster_arrive_relaxed()
-        if layout.overlap:
-            wait_then_start_consumer()
+        wait_then_start_consumer()
         load(s)
         if layout.cluster > 1:
             cluster_wait()
@@ -85,8 +83,7 @@ def load_and_agree(layout: Layout) -> Callable[..., Any]:
     @T.inline
     def phase(s):
         if s.t < layout.threads:
-            if layout.overlap:
-                wait_then_start_consumer()
+            wait_then_start_consumer()
             load(s)
         else:
             prepare(s)
@@ -129,7 +126,7 @@ def end_agreed(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def end_filtered(s):
-        """Of a bound that is the same in all blocks."""
+        """Finish a row whose bound is the same in all blocks."""
         if T.Cast("int32", s.united_sizes[0]) >= layout.k:
             left(s)
             await_arrivals(s.barriers.ptr_to([SUMS]))
@@ -158,7 +155,7 @@ def kernel(layout: Layout) -> Callable[..., Any]:
     locate, share = locate_row(layout), share_parts(layout)
     load = (load_and_agree if layout.agreed else load_and_bound)(layout)
     end = (end_agreed if layout.agreed else end_row)(layout)
-    # In a cluster sums are made while keys are on their way, in a block alone while other warps find theirs.
+    # In a cluster, sums are computed while keys are being sent; in a single block, while other warps find theirs.
     find = find_keys(layout, sum_of_warp(layout) if cluster == 1 else None)
 
     @T.inline

@@ -15,7 +15,8 @@ from .space import Layout
 from .state import column_of
 from .words import HALF, either, largest, picked, reach, twice
 
-# Vectors of a thread up to which one is chosen among all. Of more it is read again, from the L1 cache, if it can be.
+# The largest number of vectors of a thread for which one is selected from registers. With more, it is read again, from
+# the L1 cache, if it can be.
 PICKED = 4
 
 
@@ -51,8 +52,8 @@ def put_key(layout: Layout) -> Callable[..., Any]:
 
 @T.inline
 def set_threshold(layout, s):
-    """The bound as a value, and as a word whose elements it is. No NaN is below plus infinity, and all else is that is
-    not in the share.
+    """The bound as a value, and as a word whose elements both have that value. A NaN becomes plus infinity: no
+    NaN is below that.
 
     Reads: `bound`.
     Writes: `threshold`, `pair`.
@@ -63,20 +64,20 @@ def set_threshold(layout, s):
 
 @T.inline
 def lowest_mark(marks, place):
-    """`place` = that of the lowest bit of `marks`."""
+    """Set `place` to the position of the lowest bit of `marks`."""
     place[0] = 31 - T.clz(T.reinterpret("int32", marks[0] & (T.uint32(0) - marks[0])))
 
 
 @T.inline
 def take_mark(marks, place):
-    """`place` = that of the highest bit of `marks`, which is gone then."""
+    """Set `place` to the position of the highest bit of `marks`, and clear that bit."""
     place[0] = 31 - T.clz(T.reinterpret("int32", marks[0]))
     marks[0] = marks[0] ^ (T.uint32(1) << T.Cast("uint32", place[0]))
 
 
 @T.inline
 def mark_vectors(layout, s, limited=False):
-    """`marks` = those of the thread's vectors that have elements which reach the bound.
+    """Mark, in `marks`, those of the thread's vectors that have elements which reach the bound.
 
     `limited`: of vectors behind the last column in which equals of the bound are wanted those that exceed it.
 
@@ -96,14 +97,14 @@ def mark_vectors(layout, s, limited=False):
 
 @T.inline
 def pick_vector(layout, s):
-    """`vector` = vector number `spot`, of registers."""
+    """Set `vector` to vector number `spot`, from registers."""
     for w in T.unroll(4):
         s.vector[w] = picked(s.raw, s.spot[0], layout.vectors, 4, w)
 
 
 @T.inline
 def mark_elements(layout, s, elements):
-    """`elements` = marks of those of `vector` that reach the bound, of a word each (`words.reach`).
+    """Mark, in `elements`, the elements of `vector` that reach the bound, word by word (`words.reach`).
 
     Reads: `vector`, `pair`.
     """
@@ -113,19 +114,18 @@ def mark_elements(layout, s, elements):
 
 
 def put_reached(layout: Layout, limited: bool = False) -> Callable[..., Any]:
-    """Append the keys of what reaches the bound, and of its equals of those up to a column. The phase is (s).
+    """Append the keys of elements that exceed the bound, or equal it in a column up to `until`. The phase is (s).
 
-    Reads: `raw`, or `staged` and `peaks`; `top`, `bound`, `until`.
-    Writes: as `put_key`; scratch is `threshold`, `pair`, `pivot`, `marks`, `spot`, `vector`, `column`, `key`.
-    Barriers: none.
-    After: if there is no room for all, `count` exceeds it, and which keys are there nobody knows.
+    Reads: `raw`, or `staged` and `peaks`; `top`, `bound`, `until`. Writes: as `put_key`; scratch is `threshold`,
+    `pair`, `pivot`, `marks`, `spot`, `vector`, `column`, `key`. Barriers: none. After: if there is no room for all,
+    `count` exceeds the room, and the buffer has an arbitrary part of the keys.
     """
     put, load, dtype, vectors, width = (
         put_key(layout), load_vector(layout), layout.dtype, layout.vectors, layout.width)
 
     @T.inline
     def take_vector(s):
-        """Vector number `spot`."""
+        """Load vector number `spot`."""
         if layout.staged:
             load(s, s.spot[0])
         elif vectors <= PICKED or layout.late:
@@ -134,7 +134,7 @@ def put_reached(layout: Layout, limited: bool = False) -> Callable[..., Any]:
             load_words(
                 16, s.vector, 0, None, s.io.logits.ptr_to([s.row[0], column_of(layout, s, s.spot[0] * width)]))
         else:
-            # Its ends may lie beyond the array's.
+            # The ends of this vector may lie beyond the array.
             for u in T.unroll(vectors):
                 if s.spot[0] == u:
                     for w in T.unroll(4):
@@ -146,7 +146,8 @@ def put_reached(layout: Layout, limited: bool = False) -> Callable[..., Any]:
         elements = T.alloc_local([1], "uint32")
         set_threshold(layout, s)
         s.pivot[0] = join_key(s.bound[0], s.until[0])
-        # The simplifier would take "not below" for "no less", which no NaN is.
+        # Written so that TVM's simplifier does not make "no less" of "not below": a NaN is not below, but not "no
+        # less".
         if T.Select(s.top[0] < s.threshold[0], 0, 1) != 0:
             mark_vectors(layout, s, limited and layout.late)
             while s.marks[0] != T.uint32(0):
@@ -160,7 +161,7 @@ def put_reached(layout: Layout, limited: bool = False) -> Callable[..., Any]:
                     s.key[0] = join_key(s.bits[0], s.column[0])
                     if s.key[0] >= s.pivot[0]:
                         put(s)
-                        # Without room for it the thread has looked for enough.
+                        # If there is no room for a key, the thread need not look any further.
                         if s.slot[0] >= layout.room:
                             s.marks[0] = T.uint32(0)
                             elements[0] = T.uint32(0)
@@ -182,7 +183,8 @@ def put_single(layout: Layout) -> Callable[..., Any]:
         elements = T.alloc_local([1], "uint32")
         found = T.alloc_local([1], "int32")
         set_threshold(layout, s)
-        # The simplifier would take "not below" for "no less", which no NaN is.
+        # Written so that TVM's simplifier does not make "no less" of "not below": a NaN is not below, but not "no
+        # less".
         if T.Select(s.top[0] < s.threshold[0], 0, 1) != 0:
             mark_vectors(layout, s)
             found[0] = T.Cast("int32", T.popcount(s.marks[0]))
@@ -193,7 +195,7 @@ def put_single(layout: Layout) -> Callable[..., Any]:
             if found[0] == 2:
                 take_mark(elements, place)
                 s.column[0] = marked_column(layout, s, place[0])
-                # It is the largest one.
+                # The single element is the thread's largest one.
                 order(s.top[0], s.plain, s.bits)
                 s.key[0] = join_key(s.bits[0], s.column[0])
                 put(s)
@@ -204,7 +206,7 @@ def put_single(layout: Layout) -> Callable[..., Any]:
 
 
 def select_keys(layout: Layout) -> Callable[..., Any]:
-    """The k best of the block's share, whatever they are; of a share with fewer elements all. The phase is (s).
+    """The k best of the block's share, whatever they are; if it has fewer elements, all of them. The phase is (s).
 
     Reads: the logits.
     Writes: `found_keys`, `count`; scratch as `radix_selection`, and `need`, `size`, `column`, `key`.

@@ -43,7 +43,7 @@ def list_steps(layout: Layout, limited: bool) -> Callable[..., Any]:
 
     @T.inline
     def mark_limited(s):
-        """As `mark_steps`, but vectors behind the last column for what exceeds the bound alone."""
+        """As `mark_steps`, but behind the last column for equals only vectors with an element above the bound."""
         peak = T.alloc_local([1], "uint32")
         for u in rolled(layout.vectors):
             load(s, u)
@@ -58,7 +58,8 @@ def list_steps(layout: Layout, limited: bool) -> Callable[..., Any]:
     @T.inline
     def phase(s):
         set_threshold(layout, s)
-        # The simplifier would take "not below" for "no less", which no NaN is.
+        # Written so that TVM's simplifier does not make "no less" of "not below": a NaN is not below, but not "no
+        # less".
         if T.Select(s.top[0] < s.threshold[0], 0, 1) != 0:
             s.marks[0] = T.uint32(0)
             mark(s)
@@ -92,7 +93,7 @@ def put_listed(layout: Layout) -> Callable[..., Any]:
         s.size[0] = T.min(s.listed[0], room)
         for i in rolled((s.size[0] * lanes - s.t + (block - 1)) // block):
             vector[0] = s.reached[(i * block + s.t) // lanes]
-            # From the step to its vector that has the element.
+            # Which vector of the step has the element.
             vector[0] = (vector[0] // threads * step + s.t % lanes // width) * threads + vector[0] % threads
             s.column[0] = s.start[0] + vector[0] * width + s.t % width
             order(

@@ -1,4 +1,4 @@
-"""A staged share of which no warp comes late, and of which few exponentials are left when the last vector is there.
+"""A staged share whose warps keep the same pace, so that few exponentials are left when the last vector arrives.
 
 As `staged`, but by *steps* of two vectors, and with three differences:
 
@@ -100,7 +100,7 @@ def take_steps(layout: Layout) -> Callable[..., Any]:
     def look(s, peak):
         for i in rolled(steps):
             T.ptx.cp.async_.wait_group(steps - 1)
-            # An empty group, so that all but the same number have to be over in the next step.
+            # An empty group, so that in every step the same number of groups has to be complete.
             T.ptx.cp.async_.commit_group()
             load(s, i)
             peak[0] = largest(dtype, [s.vector[w] for w in range(4 * layout.step)])

@@ -20,7 +20,7 @@ from .sums import add_up, parts_of, sum_word, take_power
 
 
 def exponent(s: Any, value: Any) -> Any:
-    """(value - reference) * scale."""
+    """The exponent of a value: (value - reference) * scale."""
     return (value - s.reference[0]) * s.factor[0] * T.float32(LN_2)
 
 
@@ -70,10 +70,9 @@ def rank_all(layout: Layout) -> Callable[..., Any]:
 
 @T.inline
 def invert(s):
-    """What the outputs take of the sum.
+    """What the outputs need of the sum: its inverse, or its logarithm.
 
-    Reads: `sum`, the arguments.
-    Writes: `inverse`, `logarithm`.
+    Reads: `sum`, the arguments. Writes: `inverse`, `logarithm`.
     """
     T.ptx.rcp.approx.ftz.f32(s.inverse[0], s.sum[0])
     s.logarithm[0] = T.float32(0)
@@ -121,7 +120,7 @@ def finish_agreed(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def phase(s):
-        # Who ranks nothing has nothing to write.
+        # Threads that ranked nothing have nothing to write.
         s.slot[0] = layout.k
         if s.t >= threads:
             if layout.cluster > 1:

@@ -97,15 +97,15 @@ def load_row(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def put(s, e, value):
-        """Make `value`, bits at their place in a word, the element e."""
+        """Set element e to `value`, given as bits in their place in a word."""
         s.raw[e // per_word] = (
             s.raw[e // per_word] & ~(T.uint32(mask) << T.Cast("uint32", e % per_word * bits))) | value
 
     @T.inline
     def mend(s, u, small):
-        """Of a row that does not begin with a vector, the elements of a vector that lies not all in it."""
+        """Load those elements of a vector that belong to the row, where the vector lies partly outside of it."""
         if column_of(layout, s, u * width) + width > s.left[0]:
-            # Beyond the array's end nothing may be read.
+            # Nothing may be read beyond the array's end.
             for e in T.unroll(width):
                 if column_of(layout, s, u * width + e) < vocab:
                     load_words(
@@ -162,7 +162,7 @@ def load_vector(layout: Layout) -> Callable[..., Any]:
 
 @T.inline
 def read_staged(layout, s, u, at):
-    """The staged vector number u, to `vector` from word `at` on."""
+    """Load staged vector number u to `vector`, from word `at` on."""
     load_shared(
         s.vector[at], s.vector[at + 1], s.vector[at + 2], s.vector[at + 3],
         s.staged.ptr_to([(u * layout.threads + s.t) * 4]))

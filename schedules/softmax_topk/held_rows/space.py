@@ -13,27 +13,29 @@ from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 from ...device.pool import RESERVED, SHARED, STATIC, asked, most_asked
 from ..share import Share
 
-THREADS = (128, 256, 384, 448, 512, 576, 640, 672, 768, 896, 1024)
-# Blocks a row; above 8 a cluster is not portable, which every Hopper allows. Of 7 no more run at once than of 8.
+THREADS = (128, 256, 384, 448, 512, 576, 640, 672, 768, 896)
+# Blocks per row. Clusters of more than 8 are not portable; every Hopper GPU allows them. As many clusters of 8 blocks
+# as of 7 run at the same time.
 CLUSTERS = (1, 2, 3, 4, 5, 6, 8, 16)
-# Into how many groups a block's threads are divided, by the k up to which they are. About 3/2 as many elements reach
-# the k-th best of their tops. With 128 groups up to k = 100 the gates are faster.
+# Groups of a block's threads, by the largest k for which there are as many. About 3/2 as many elements as k reach the
+# k-th best of their tops. For k up to 100, which would take 128 groups, the gates are faster.
 GROUPS = {24: 32, 50: 64}
 MAX_K = max(GROUPS)
-# The most k of an early bound: of more groups it is found too late.
+# The largest k of an early bound: with more groups it is found too late.
 EARLY_K = min(GROUPS)
-# Registers that a thread needs beside those that hold the row, or where shared memory does, or to agree on a bound. Of
-# the row it has so many words at most: 16 vectors, each of which has a bit in half a word (`words.HALF`).
+# Registers that a thread needs beside the row: where registers hold the row, where shared memory does, and to agree on
+# a bound. The row takes no more than 16 vectors, each of which has a bit in half a word (`words.HALF`).
 WORKING = 32
 STAGED_WORKING = 40
 LATE_WORKING = 48
 MAX_WORDS = 64
-# By default: elements of a share from which on it is staged, and vectors of a thread in whose registers it is.
+# Defaults: the share's size in elements from which on it is staged; and vectors per thread where registers hold it.
 LARGE = 1 << 15
 FEW = 4
 # Threads of a multiprocessor, and bytes of shared memory that a block may ask for.
 THREADS_MOST, MAX_SHARED = 2048, 200 * 1024
-# Threads that share the ranking of one key, and the most keys that are ranked so: of more the best are selected first.
+# Threads that share the ranking of one key, and keys up to which this way is taken: of more the best are selected
+# first.
 RANKERS = 8
 RANKED = 512
 
@@ -48,7 +50,6 @@ class Layout(Share):
     k: int
     ids: int  # given columns of a row
     dtype: str
-    overlap: bool
     staged: bool  # whether shared memory holds the row, and not registers
     agreed: bool  # whether the blocks of a row agree on one bound
 
@@ -62,7 +63,6 @@ class Layout(Share):
             k=problem.k,
             ids=problem.ids,
             dtype=problem.dtype,
-            overlap=bool(decisions["overlap"]),
             staged=bool(decisions["staged"]),
             agreed=bool(decisions["row_bound"]),
         )
@@ -71,12 +71,12 @@ class Layout(Share):
 
     @cached_property
     def early(self) -> bool:
-        """Whether blocks agree on a bound while the last of their shares is on its way."""
+        """Whether blocks agree on a bound while the last vectors of their shares are being copied."""
         return self.agreed and self.staged
 
     @cached_property
     def late(self) -> bool:
-        """Whether they do so once all of it is there."""
+        """Whether blocks agree on a bound once all of the row has arrived."""
         return self.agreed and not self.staged
 
     @cached_property
@@ -95,7 +95,7 @@ class Layout(Share):
 
     @cached_property
     def inner(self) -> int:
-        """Of these, those that every thread of every block has, of rows that begin with a vector."""
+        """Steps, of these vectors, that every thread of every block has, in rows that begin with a vector."""
         least = max(min(self.share, self.row_vectors - self.share * (self.cluster - 1)), 0)
         return least // self.threads if self.aligned else 0
 
@@ -106,7 +106,7 @@ class Layout(Share):
 
     @cached_property
     def resident(self) -> int:
-        """Blocks that a multiprocessor is to hold, which bounds the registers of a thread."""
+        """Blocks that should fit on a multiprocessor at the same time, which limits the registers of a thread."""
         threads = self.block_threads
         working = STAGED_WORKING if self.staged else LATE_WORKING if self.late else WORKING
         by_registers = REGISTER_FILE // (threads * (self.words + working))
@@ -126,7 +126,7 @@ class Layout(Share):
 
     @cached_property
     def preparers(self) -> int:
-        """Threads that prepare shared memory: those of this warp, or of the block."""
+        """Threads that prepare shared memory: those of the additional warp, or of the block."""
         return 32 if self.agreed else self.threads
 
     @cached_property
@@ -135,7 +135,7 @@ class Layout(Share):
 
     @cached_property
     def early_steps(self) -> int:
-        """Steps after which tops are offered: all but as many as pass until blocks have agreed."""
+        """Steps after which tops are offered: all but those that pass while blocks agree."""
         return max(self.steps - (3 if self.steps > 4 else 2), 1)
 
     @cached_property
@@ -166,7 +166,7 @@ class Layout(Share):
 
     @cached_property
     def rankers(self) -> int:
-        """Threads that then share the ranking of a key."""
+        """Threads that share the ranking of a key in that step."""
         return min(1 << ((self.threads // self.at_once).bit_length() - 1), RANKERS)
 
     @cached_property
@@ -185,7 +185,7 @@ class Layout(Share):
 
     @cached_property
     def capacity(self) -> int:
-        """Keys of the row, wherever they come from."""
+        """Keys of the row, from all blocks."""
         return max(self.cluster * self.room, self.at_once)
 
     @cached_property
@@ -200,12 +200,12 @@ class Layout(Share):
 
     @cached_property
     def at_united(self) -> int:
-        """Where the first block gets those of all."""
+        """Where the first block receives the keys of all."""
         return self.at_found + self.room
 
     @cached_property
     def keys_bytes(self) -> int:
-        """Those of keys."""
+        """Bytes of all keys."""
         return 8 * (self.at_united + self.capacity if self.cluster > 1 else self.capacity + self.kept)
 
     @cached_property
@@ -230,7 +230,7 @@ class Layout(Share):
 
     @cached_property
     def bytes(self) -> int:
-        """All of it."""
+        """Bytes of dynamic shared memory."""
         if self.agreed:
             return asked(4 * (self.at_thread_sums + self.threads * self.late))
         return asked(4 * self.at_staged + 16 * self.vectors * self.threads if self.staged else self.keys_bytes)
@@ -247,14 +247,14 @@ def space(problem: SoftmaxTopk, machine: Machine) -> Table:
         rows = f"{problem.batch_extent} rows of {problem.vocab}"
         raise NotApplicable(f"registers and memory of {machine.cores} multiprocessors do not hold {rows} at once")
     clusters = machine.clusters(CLUSTERS)
-    return {"cluster": clusters, "threads": THREADS, "overlap": (1,), "staged": (0, 1), "row_bound": (0, 1)}
+    return {"cluster": clusters, "threads": THREADS, "staged": (0, 1), "row_bound": (0, 1)}
 
 
 def points(problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
     """All points of the space."""
     held = ((0, 0), (0, 1), (1, 0), (1, 1))
     every = [
-        {"cluster": cluster, "threads": threads, "overlap": 1, "staged": staged, "row_bound": agreed}
+        {"cluster": cluster, "threads": threads, "staged": staged, "row_bound": agreed}
         for cluster in machine.clusters(CLUSTERS)
         for threads in THREADS
         for staged, agreed in held
@@ -263,7 +263,7 @@ def points(problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
 
 
 def allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str | None:
-    """Why a point is left out; None if it is not."""
+    """The reason why a point is left out, or None."""
     layout = Layout.of(problem, decisions)
     most = min(REGISTER_FILE // layout.threads - WORKING, MAX_WORDS)
     if layout.words > most:
@@ -277,7 +277,7 @@ def allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str
     if layout.share * (layout.cluster - 1) >= layout.row_vectors:
         return f"of {layout.cluster} blocks the last would have nothing"
     if layout.cluster * problem.batch_extent > layout.resident * machine.cores:
-        # Rows that wait are better streamed while those before are ranked, as the gates do.
+        # Many rows are better streamed, as the gates do: one row is read while the one before is ranked.
         return f"{layout.cluster * problem.batch_extent} blocks are more than run at once"
     if layout.threads < layout.at_once:
         return f"{layout.threads} threads are too few to rank {layout.at_once} keys at once"
@@ -321,7 +321,7 @@ def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
         threads = layout.share // FEW if layout.late else 512
         return (crowded, cluster if crowded else -cluster, badly_held(layout), abs(layout.threads - threads))
 
-    space(problem, machine)  # it may not apply
+    space(problem, machine)  # raises `NotApplicable` if the template does not apply
     return min(points(problem, machine), key=badness)
 
 

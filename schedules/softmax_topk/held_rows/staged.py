@@ -19,7 +19,7 @@ from .sums import LOWEST, add_partial, sum_of_partials, take_power
 from .words import NOTHING, larger, largest
 
 VECTOR = 16  # bytes
-# The barrier by which the threads that have vectors ask for them in the order of steps.
+# The number of the barrier by which threads with vectors issue their copies in the order of steps.
 PACE = 1
 
 
@@ -76,7 +76,7 @@ def weigh_vector(layout: Layout) -> Callable[..., Any]:
         s.plain[0] = s.reference[0]
         for part in T.unroll(per_word):
             s.reference[0] = T.max(s.reference[0], value_in(dtype, peak, part))
-        # What was added up so far, relative to the new reference.
+        # The sum so far, relative to the new reference.
         take_power(s, s.power, s.plain[0])
         s.sum[0] = s.sum[0] * s.power[0]
         for e in T.unroll(layout.width):

@@ -11,8 +11,8 @@ from .space import Layout
 
 # The mbarriers of the first block: for the keys of all blocks, and for their sums.
 KEYS, SUMS = 0, 1
-# Those of a bound on which blocks agree: tops were offered, those of the other blocks have come, the bound is known;
-# and of a share in registers: the sums of its threads are known.
+# The mbarriers by which blocks agree on a bound: tops were offered; the tops of the other blocks have arrived; the
+# bound is known. And for a share in registers: the sums of its threads are known.
 OFFERED, EXCHANGED, BOUNDED, WEIGHED = 0, 1, 2, 3
 
 
@@ -48,50 +48,50 @@ class State(Buffers):
     are taken relative to.
     """
 
-    io: Any  # the kernel's arguments (`interface.Arguments`)
+    io: Any  # the kernel's arguments (`core.arguments.function`)
     t: Any  # the thread of the block
     part: Any  # which block of the row's cluster this is; 0 in a block alone
 
     # ---- dynamic shared memory: keys --------------------------------------------------------------------------------
-    keys: Any = pooled("uint64", lambda o: o.capacity, 0)  # of the row, in the first block; zeros behind them
-    kept: Any = pooled("uint64", lambda o: o.kept, lambda o: o.capacity)  # those that a selection keeps
-    found_keys: Any = pooled("uint64", lambda o: o.room, lambda o: o.at_found)  # of the block's share
-    united: Any = pooled("uint64", lambda o: o.capacity, lambda o: o.at_united, when=clustered)  # of all blocks
+    keys: Any = pooled("uint64", lambda o: o.capacity, 0)  # keys of the row, in the first block, with zeros behind them
+    kept: Any = pooled("uint64", lambda o: o.kept, lambda o: o.capacity)  # keys that a selection keeps
+    found_keys: Any = pooled("uint64", lambda o: o.room, lambda o: o.at_found)  # keys of the block's share
+    united: Any = pooled("uint64", lambda o: o.capacity, lambda o: o.at_united, when=clustered)  # keys from all blocks
     # The first vectors of all threads, then their second ones, and so on; minus infinity where they have none.
     staged: Any = pooled("uint32", lambda o: 4 * o.vectors * o.threads, lambda o: o.at_staged, when=on_staged)
-    # Of each step a word that has its largest element.
+    # One word per step, which has the step's largest element.
     step_peaks: Any = pooled("uint32", lambda o: o.steps * o.threads, lambda o: o.at_peaks, when=has_early)
-    # Of each block of the cluster the tops, or those of what has come so far (see `agreement`).
+    # The tops of each block of the cluster, or those of the vectors so far (see `agreement`).
     row_tops: Any = pooled("uint32", lambda o: o.cluster * o.row_groups, lambda o: o.at_row_tops, when=has_agreed)
     # Sums of threads, each relative to a reference of its warp.
     thread_sums: Any = pooled("float32", lambda o: o.threads, lambda o: o.at_thread_sums, when=is_late)
 
     # ---- static shared memory ---------------------------------------------------------------------------------------
-    tops: Any = shared("uint32", lambda o: o.groups)  # of groups of threads, orders of the largest elements
-    firsts: Any = shared("int32", lambda o: o.groups)  # and the first columns of these, if they are asked for
+    tops: Any = shared("uint32", lambda o: o.groups)  # largest elements of groups of threads, as orders
+    firsts: Any = shared("int32", lambda o: o.groups)  # the first columns of these elements, if they are needed
     kth: Any = shared("uint32")  # the k-th best of the tops
-    equals: Any = shared("int32")  # how many of the tops it is
+    equals: Any = shared("int32")  # how many tops equal it
     last: Any = shared("int32")  # the last column in which equals of it are wanted
-    sums: Any = shared("uint64", lambda o: o.entries)  # of the cluster's blocks, then of the block's warps
+    sums: Any = shared("uint64", lambda o: o.entries)  # sums of the cluster's blocks, then of the block's warps
     count: Any = shared("int32")  # keys that were found, those that had no room included
     histogram: Any = shared("int32", RADIX_BINS)  # of a radix pass
     found: Any = shared("int32", 4)  # what a radix pass finds
     united_tops: Any = shared("uint32", lambda o: o.groups, when=clustered)  # as `tops`, of the keys of all blocks
     united_firsts: Any = shared("int32", lambda o: o.groups, when=clustered)
     united_sizes: Any = shared("uint64", lambda o: o.cluster, when=clustered)  # how many keys each block has sent
-    united_count: Any = shared("int32", when=clustered)  # how many of them reach the row's bound
+    united_count: Any = shared("int32", when=clustered)  # how many of these keys reach the row's bound
     barriers: Any = shared("uint64", 2, when=clustered)  # KEYS and SUMS
     row_barriers: Any = shared("uint64", 4, when=has_agreed)  # OFFERED, EXCHANGED, BOUNDED and WEIGHED
     reached: Any = shared("int32", lambda o: o.reached_room, when=has_early)  # steps: number * threads + thread
-    listed: Any = shared("int32", when=has_early)  # how many there are, those that had no room included
-    warp_references: Any = shared("float32", lambda o: o.warps, when=is_late)  # those of `thread_sums`
+    listed: Any = shared("int32", when=has_early)  # how many steps are listed, those without room included
+    warp_references: Any = shared("float32", lambda o: o.warps, when=is_late)  # references of `thread_sums`
     total: Any = shared("uint64", when=has_agreed)  # the row's sum
 
     # ---- a thread's own ---------------------------------------------------------------------------------------------
     raw: Any = local("uint32", lambda o: o.words, when=in_registers)  # the thread's vectors, if they are not staged
-    # Of each vector a word that has its largest element.
+    # One word per vector, which has the vector's largest element.
     peaks: Any = local("uint32", lambda o: o.vectors, when=lambda o: o.staged != o.agreed)
-    vector: Any = local("uint32", lambda o: 4 * o.step)  # one of them, or those of a step
+    vector: Any = local("uint32", lambda o: 4 * o.step)  # a vector, or those of a step
     pair: Any = local("uint32")  # the threshold, as a word whose elements it is; also scratch
     factor: Any = local("float32")  # scale * log2(e): exponentials are powers of 2
     top: Any = local("float32")  # the thread's largest element, NaN if it has one
@@ -100,17 +100,17 @@ class State(Buffers):
     power: Any = local("float32")
     partial: Any = local("float32", 4)  # sums of exponentials side by side
     sum: Any = local("float32")
-    reference: Any = local("float32")  # of the sum
+    reference: Any = local("float32")  # the reference of the sum
     base: Any = local("float32", when=has_agreed)  # -reference * factor, rounded
-    rest: Any = local("float32", when=has_agreed)  # what rounding took of it, or 0 if it is not `near`
-    near: Any = local("int32", when=has_agreed)  # whether it is small enough for exponents to be taken from it
+    rest: Any = local("float32", when=has_agreed)  # what rounding removed from it; 0 unless `near`
+    near: Any = local("int32", when=has_agreed)  # whether `base` is small enough to compute exponents from it
     inverse: Any = local("float32")  # 1 / sum
     logarithm: Any = local("float32")  # ln(sum)
     own: Any = local("uint32", lambda o: o.row_groups // 32)  # tops
     bound: Any = local("uint32")  # the order that elements have to reach
     until: Any = local("int32")  # the last column in which equals of the bound are wanted
     threshold: Any = local("float32")  # the bound as a value
-    marks: Any = local("uint32")  # of a thread's vectors, those with elements that reach it
+    marks: Any = local("uint32")  # which of a thread's vectors have elements that reach it
     spot: Any = local("int32")  # one of them
     column: Any = local("int32")
     listing: Any = local("uint32", when=has_early)  # the address of `listed`
@@ -124,7 +124,7 @@ class State(Buffers):
     mask: Any = local("uint64")
     need: Any = local("int32")
     slot: Any = local("int32")
-    size: Any = local("int32")  # keys of the block, then of the row
+    size: Any = local("int32")  # number of keys: of the block, then of the row
     wanted: Any = local("int64")  # a given column
 
 

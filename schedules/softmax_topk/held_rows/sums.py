@@ -17,12 +17,12 @@ from ...device.words import value_in
 from .space import Layout
 from .state import SUMS, WEIGHED
 
-# The reference of a sum of nothing: the least float32, and its bits.
+# The reference of an empty sum: the least float32, and its bits.
 LOWEST = T.min_value("float32")
 LOWEST_BITS = 0xFF7FFFFF
-# The block that gets what all send.
+# The block that receives what all others send.
 FIRST = T.uint32(0)
-# A power of two. Of products with `factor` that are below it rounding takes a small part of one.
+# A power of two. Products with `factor` below it lose little to rounding.
 NEAR = 1 << 20
 # Sums side by side, so that an addition does not wait for the one before.
 PARTIAL = 4
@@ -63,7 +63,7 @@ def add_partial(s, e):
 
 
 def sum_of_partials(s: Any) -> tirx.PrimExpr:
-    """The sum of these."""
+    """The total of the partial sums."""
     return (s.partial[0] + s.partial[1]) + (s.partial[2] + s.partial[3])
 
 
@@ -76,7 +76,7 @@ def place_sum(s, there, barrier, entry):
 
 @T.inline
 def send_sum(s, entry):
-    """`sum` and `reference` to `sums` of the first block, asynchronously."""
+    """Send `sum` and `reference` to an entry of `sums` of the first block, asynchronously."""
     barrier = T.alloc_local([1], "uint32")
     there = T.alloc_local([1], "uint32")
     place_sum(s, there, barrier, entry)
@@ -230,7 +230,7 @@ def add_up(first: int, extent: int) -> Callable[..., Any]:
         totals = T.alloc_local([each], "float32")
         references = T.alloc_local([each], "float32")
         for i in T.unroll(each):
-            # Lanes beyond the last one have its reference, and nothing to add.
+            # Lanes beyond the last sum take that sum's reference, and add nothing.
             s.key[0] = s.sums[first + T.min(i * 32 + s.t % 32, extent - 1)]
             parts = T.meta_var(parts_of(s.key[0]))
             totals[i] = T.Select(i * 32 + s.t % 32 < extent, parts[0], T.float32(0))

@@ -7,10 +7,11 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-# By dtype: the word whose elements are minus infinity, and the order (`selection.order_bits`) of what comes next.
+# By dtype: the word whose elements are minus infinity, and the order (`selection.order_bits`) of the next larger
+# number.
 NOTHING = {"float32": 0xFF800000, "float16": 0xFC00FC00, "bfloat16": 0xFF80FF80}
 LEAST = {"float32": 0x00800000, "float16": 0x38801FFF, "bfloat16": 0x0080FFFF}
-# Marks of the first and of the second elements of words are in the halves of a mark word.
+# In a word of marks, one half has the marks of words' first elements, the other half those of their second elements.
 HALF = 16
 PAIR = {"float16": "__half2", "bfloat16": "__nv_bfloat162"}
 LARGEST_FLOAT = """
@@ -76,12 +77,14 @@ def reach(dtype: str, word: Any, threshold: Any, i: Any, beyond: bool = False) -
 
 
 def either(marks: Any) -> Any:
-    """Marks of words that have one, of the first or of the second element."""
+    """Marks that are set for the first element, for the second, or for both."""
     return (marks | (marks >> T.uint32(HALF))) & T.uint32((1 << HALF) - 1)
 
 
 def picked(words: Any, i: Any, extent: int, width: int = 1, offset: int = 0, first: int = 0) -> Any:
-    """words[i * width + offset], i one of `extent` from `first` on: chosen among all, as registers have no index."""
+    """words[i * width + offset], for i in `extent` numbers from `first` on; a chain of selections, because registers
+    cannot be indexed.
+    """
     if extent == 1:
         return words[first * width + offset]
     half = 1 << ((extent - 1).bit_length() - 1)

@@ -104,7 +104,7 @@ def kernel(problem: SoftmaxTopk, threads: int, ending: Ending | None = None) -> 
 
 # fmt: off
 def sum_row(vocab: int, threads: int) -> Callable[..., Any]:
-    """A pass for the maximum and the sum, which is corrected when the maximum rises.
+    """A pass over the row for the maximum and the sum, which is corrected when the maximum rises.
 
     Reads: the row.
     Writes: `factor`, `x`, `m`, `top`, `d`.
@@ -131,7 +131,7 @@ def sum_row(vocab: int, threads: int) -> Callable[..., Any]:
 
 
 def key_of(place: tuple[Any, Any], i: Any) -> tirx.PrimExpr:
-    """The key of the element in column i of (the arguments, a row)."""
+    """The key of the element in column i; `place` is (the arguments, a row)."""
     return make_key(element(*place, i), i)
 
 
@@ -177,7 +177,7 @@ def collect_keys(vocab: int, threads: int) -> Callable[..., Any]:
 
 
 def merge_exchange(k: int, threads: int) -> Callable[..., Any]:
-    """These keys in order, by Batcher's merge exchange.
+    """Sort these keys, by Batcher's merge exchange.
 
     The comparators (i, i + distance) of one step touch no key twice.
 
@@ -213,11 +213,9 @@ def merge_exchange(k: int, threads: int) -> Callable[..., Any]:
 
 
 def write_keys(k: int, threads: int) -> Callable[..., Any]:
-    """Keys to values and indices.
+    """Replace the keys by values and indices.
 
-    Reads: keys in `indices`, `top`, `d`.
-    Writes: `indices` in the place of the keys, values.
-    Barriers: none.
+    Reads: keys in `indices`, `top`, `d`. Writes: `indices`, in the place of the keys; values. Barriers: none.
     """
 
     @T.inline

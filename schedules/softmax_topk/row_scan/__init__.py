@@ -2,9 +2,9 @@
 
 A thread has a row, and takes it in chunks. Of each chunk it finds the maximum (a vector loop), rescales the running sum
 if that is a new maximum of the row, and adds the chunk's exponentials (a second vector loop, now from L1): Algorithm 3
-of Milakov & Gimelshein with one rescaling a chunk instead of one an element. The k best elements so far are in a binary
-heap of keys. Only of chunks whose maximum exceeds the least of these are elements looked at one by one. Nothing else
-touches the row, so main memory is read once, and the cost hardly grows with k.
+of Milakov & Gimelshein with one rescaling per chunk instead of one per element. The k best elements so far are in a
+binary heap of keys. Only of chunks whose maximum exceeds the least of these are elements looked at one by one. Nothing
+else touches the row, so main memory is read once, and the cost hardly grows with k.
 
 Elements that no vector covers, at the row's end, follow one by one. A row with a NaN is gone through once more for the
 heap, as a NaN passes no comparison but comes first in the order.

@@ -26,13 +26,13 @@ class State:
     """What a thread keeps of its row."""
 
     top: tirx.Buffer  # a chunk's largest element of each lane, then its sum of exponentials
-    part: tirx.Buffer  # each lane's sum of exponentials, one more term a chunk: float64, as float32 rounds each time
+    part: tirx.Buffer  # each lane's sum of exponentials, one term per chunk: float64, as float32 would round each time
     m: tirx.Buffer  # the largest element so far
     d: tirx.Buffer  # the sum of exponentials
     tau: tirx.Buffer  # the k-th largest element so far
     heap: tirx.Buffer  # the keys of the k best so far, the least one first
-    key: tirx.Buffer  # a key that is on its way into the heap
-    node: tirx.Buffer  # the hole in the heap that it may fill
+    key: tirx.Buffer  # the key that is inserted into the heap
+    node: tirx.Buffer  # the node at which the heap has a hole
     child: tirx.Buffer  # the lesser of the hole's children
     fold: tirx.Buffer  # scratch: fold[0] becomes the chunk's maximum
     j: tirx.Buffer  # a column
@@ -83,7 +83,7 @@ def function(extents: Extents, ending: Ending | None = None) -> Callable[..., An
                     offer_chunk(of_row, row, s, c)
                 add_chunk(of_row, row, s, c)
             finish(of_row, row, s)
-            # A NaN shows in the sum (and so does an infinity, whose row gets the same order twice).
+            # A NaN makes the sum NaN. So does an infinity; its row is then put in order twice, with the same result.
             if is_nan(s.d[0]):
                 start_over(of_row, row, s)
             sort(of_row, row, s)
@@ -112,7 +112,7 @@ def vectors_of(extents: Extents, c: Any) -> tirx.PrimExpr:
 # fmt: off
 @T.inline
 def sift_down(s, size):
-    """One key into the heap.
+    """Insert a key into the heap.
 
     Reads: `key`, `node`.
     Writes: `heap`: the key sinks from the hole at the node of the min-heap of this size.
@@ -132,7 +132,7 @@ def sift_down(s, size):
 
 
 def fill_heap(k: int) -> Callable[..., Any]:
-    """A heap of the first k elements; called with (io, row, s).
+    """Make a heap of the first k elements; called with (io, row, s).
 
     Reads: the first k elements.
     Writes: `heap`.
@@ -169,7 +169,7 @@ def offer(k: int) -> Callable[..., Any]:
 
 
 def begin_row(extents: Extents) -> Callable[..., Any]:
-    """The first k elements in the heap, and no sums.
+    """Begin a row: the first k elements in the heap, and sums of 0.
 
     Reads: the first k elements.
     Writes: `m`, `part`, `heap`, `tau`.
@@ -217,7 +217,7 @@ def chunk_maximum(extents: Extents) -> Callable[..., Any]:
 
 
 def rescale_sums(extents: Extents) -> Callable[..., Any]:
-    """Sums relative to a new maximum.
+    """Make the sums relative to a new maximum.
 
     Reads: `fold[0]`, a new maximum of the row.
     Writes: `part`, `m`.
@@ -260,9 +260,9 @@ def offer_from_chunk(extents: Extents) -> Callable[..., Any]:
 
 
 def add_exponentials(extents: Extents) -> Callable[..., Any]:
-    """A chunk's exponentials to the sums.
+    """Add a chunk's exponentials to the sums.
 
-    They are added up by themselves first: to a long row's sum each would be rounded.
+    A chunk's exponentials are added to each other first, since each addition to a long row's sum rounds.
 
     Reads: chunk c, `m`.
     Writes: `part`; as scratch `top`.
@@ -313,7 +313,7 @@ def finish_row(extents: Extents) -> Callable[..., Any]:
 
 
 def refill_heap(extents: Extents) -> Callable[..., Any]:
-    """The heap once more, for a row with a NaN.
+    """Fill the heap again, for a row with a NaN.
 
     Reads: the row.
     Writes: `heap`.
@@ -331,7 +331,7 @@ def refill_heap(extents: Extents) -> Callable[..., Any]:
 
 
 def sort_heap(extents: Extents) -> Callable[..., Any]:
-    """The keys in order.
+    """Sort the keys.
 
     Reads, writes: `heap`.
     After: its keys are in descending order (heapsort: the least goes to the end).

@@ -12,7 +12,7 @@ from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 CHUNK = (64, 128, 256, 512, 1024)
 # Elements a vector loop steps by; beyond the register width they are independent accumulators.
 LANES = (8, 16, 32, 64)
-# Elements that one thread goes through while others would wake up.
+# Elements that one thread can handle in the time in which others wake up.
 FEW = 16 * 1024
 
 
@@ -23,12 +23,12 @@ class Extents:
     vocab: int
     k: int
     ids: int  # given columns of a row
-    chunk: int  # elements
-    lanes: int  # of a vector
+    chunk: int  # elements of a chunk
+    lanes: int  # elements of a vector
 
     @property
     def whole(self) -> int:
-        """Vectors of a row. The elements behind them are taken one by one."""
+        """Whole vectors of a row. The elements after them are taken one by one."""
         return self.vocab // self.lanes
 
     @property

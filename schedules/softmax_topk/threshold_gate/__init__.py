@@ -22,8 +22,7 @@ goes into a buffer in shared memory, by an atomic. `kernel.build` reads as this 
 3.  **Add up** the block's sum. For small k **one warp** may now find the k best in the marked tiles alone, and write
     them (`deferred.finish_by_one_warp`); else the block **searches the marked tiles** (`deferred.search_marked`).
 4.  **Share the parts** of a cluster (`cluster.share_parts`): every block pushes its sum and its survivors into the
-    first one's shared memory, which unites them. So there is one launch and no workspace. With `bound` that block
-    first finds a value that k of what was pushed reach, and little more (`cluster.find_bound`).
+    first one's shared memory, which unites them. So there is one launch and no workspace.
 5.  **Settle** (`kernel.settle`): if fewer than k survived (`thresholds.MISS` of rows in random order) or the sum
     overflows (elements that exceed the sample's maximum by 88 and more), steps 2 to 4 are taken once more, with no
     threshold and the row's true maximum.

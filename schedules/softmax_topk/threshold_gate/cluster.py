@@ -11,10 +11,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.template import ceildiv
-
 from ...device.cluster import (
-    TURN,
     Deal,
     cluster_arrive,
     cluster_arrive_relaxed,
@@ -23,7 +20,7 @@ from ...device.cluster import (
     peer_store,
 )
 from ...device.loops import loop_of
-from ...device.selection import FULL_WARP, below, join_key, key_bits, key_index, key_value, order_bits
+from ...device.selection import FULL_WARP, below, join_key, key_index, key_value, order_bits
 from .layout import Layout
 from .survivors import keep_best, take_pivot
 
@@ -40,7 +37,7 @@ def push_part(layout: Layout) -> Callable[..., Any]:
     Barriers: none.
     """
     threads, room, loop = layout.tiling.threads, layout.pool.room, loop_of(layout.unroll)
-    # Warps that seldom have a key write the rest, side by side.
+    # Warps that seldom have a key write the rest, at the same time.
     writers = [max(threads - 32 * (i + 1), 0) for i in range(5)]
 
     @T.inline
@@ -62,66 +59,22 @@ def push_part(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
-def find_bound(layout: Layout) -> Callable[..., Any]:
-    """A bound that k of the pushed keys reach, and little more: lanes share the keys, and it is the largest value of
-    the k-th best lane, as k lanes have one that is no less. The phase is (s).
-
-    Where the blocks' own thresholds are estimates for all of a row (`FirstThreshold.rank`), four times as many keys may
-    reach the highest of them.
-
-    Reads: `united`, `united_size`; `lane_tops` and `bound`, which come as 0.
-    Writes: `lane_tops`; `bound`, ordered bits, which stay 0 if fewer than k lanes have a key; scratch is `need` and
-        `slot`.
-    Barriers: two, the last at the end.
-    """
-    warps, room, k = layout.tiling.warps, layout.pool.room, layout.k
-    deal = Deal(layout.tiling.cluster, warps)
-
-    @T.inline
-    def phase(s):
-        part = T.alloc_local([1], "int32")
-        at = T.alloc_local([1], "int32")
-        own = T.alloc_local([1], "uint32")
-        other = T.alloc_local([1], "uint32")
-        for r in T.unroll(deal.rounds):
-            part[0] = deal.part(s.t, r)
-            if deal.has(s.t, part[0]):
-                at[0] = deal.turn(s.t) * 32 + s.t % 32
-                while at[0] < s.united_size[part[0]]:
-                    T.evaluate(T.call_extern(
-                        "uint32", "atomicMax", s.lane_tops.ptr_to([(at[0] + part[0] * TURN) % 32]),
-                        key_bits(s.united[part[0] * room + at[0]])))
-                    at[0] = at[0] + deal.groups * 32
-        T.cuda.cta_sync()
-        own[0] = s.lane_tops[s.t % 32]
-        # Warps look at some lanes each: is it the k-th best, or one of equals among which that is?
-        for j in T.unroll(ceildiv(32, warps)):
-            other[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), own[0], (j * warps + s.t // 32) % 32, 32, 32)
-            s.need[0] = T.Cast("int32", T.popcount(T.cuda.ballot_sync(T.uint32(FULL_WARP), own[0] > other[0])))
-            s.slot[0] = T.Cast("int32", T.popcount(T.cuda.ballot_sync(T.uint32(FULL_WARP), own[0] >= other[0])))
-            if s.t % 32 == 0 and s.need[0] < k and s.slot[0] >= k:
-                s.bound[0] = other[0]
-        T.cuda.cta_sync()
-
-    return phase
-
-
 def unite_parts(layout: Layout) -> Callable[..., Any]:
-    """Of what the blocks have pushed: sum and reference of the row, the highest threshold, or a higher bound
-    (`find_bound`), and the keys that reach it.
+    """Unite what the blocks have pushed: the row's sum and reference, the highest threshold, and the keys that
+    reach it.
 
     What a block did not push is below its own threshold, so that no key that reaches the highest is missing. A lane
     reads what one block has pushed. The phase is (s).
 
-    Reads: `united` and `united_...`; `united_count`, which comes as 0, and what `find_bound` reads.
+    Reads: `united` and `united_...`; `united_count`, which comes as 0.
     Writes: `keys`, `size`, `sum`, `largest`, `reference`, `threshold`, `equals_until`, `pivot`; scratch is `slot`.
-    Barriers: one, at the end, and before it those of `find_bound`.
+    Barriers: one, at the end.
     After: these are the row's, in all threads.
     """
     cluster, room = layout.tiling.cluster, layout.pool.room
     deal = Deal(cluster, layout.tiling.warps)
     halvings = (cluster - 1).bit_length()
-    find, loop = find_bound(layout), loop_of(layout.unroll)
+    loop = loop_of(layout.unroll)
 
     @T.inline
     def phase(s):
@@ -130,8 +83,6 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
         part = T.alloc_local([1], "int32")
         chunks = T.alloc_local([1], "int32")
         at = T.alloc_local([1], "int32")
-        if layout.bound:
-            find(s)
         s.pivot[0] = s.united_threshold[T.min(s.t % 32, cluster - 1)]
         s.largest[0] = s.united_largest[T.min(s.t % 32, cluster - 1)]
         s.reference[0] = s.united_reference[T.min(s.t % 32, cluster - 1)]
@@ -143,21 +94,17 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
                 s.largest[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.largest[0], 1 << b, 32, 32))
             s.threshold[0] = T.max(
                 s.threshold[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.threshold[0], 1 << b, 32, 32))
-        # Until here `threshold` is the largest of the references.
+        # Up to here `threshold` holds the largest of the references.
         s.sum[0] = T.cuda.warp_sum(s.sum[0] * T.exp2(s.reference[0] - s.threshold[0]))
-        # Lanes beyond the last block repeat it, and the others' maxima are in each group of them.
+        # Lanes beyond the last block repeat it, so that each group of lanes has the maxima of all blocks.
         s.reference[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.threshold[0], 0, 32, 32)
         s.pivot[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.pivot[0], 0, 32, 32)
         s.largest[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.largest[0], 0, 32, 32)
-        if layout.bound:
-            s.pivot[0] = T.max(s.pivot[0], T.Cast("uint64", s.bound[0]) << T.uint64(32))
-            take_pivot(s, layout.vocab)
-        else:
-            s.threshold[0] = key_value(s.pivot[0])
-            s.equals_until[0] = T.Cast("int32", key_index(s.pivot[0]))
+        s.threshold[0] = key_value(s.pivot[0])
+        s.equals_until[0] = T.Cast("int32", key_index(s.pivot[0]))
         for r in T.serial(deal.rounds):
             part[0] = deal.part(s.t, r)
-            # Of a part's chunks of 32 keys every warp that comes to it takes some.
+            # Each chunk of 32 keys of a part goes to one of the warps.
             chunks[0] = 0
             if deal.has(s.t, part[0]):
                 chunks[0] = (s.united_size[part[0]] + 31) // 32
@@ -166,7 +113,8 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
                 key[0] = T.uint64(0)
                 if at[0] < s.united_size[part[0]]:
                     key[0] = s.united[part[0] * room + at[0]]
-                # A warp's keys find room together: one after another they would wait for each other's atomics.
+                # The keys of a warp get their places together: one after another they would wait for each other's
+                # atomics.
                 lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), key[0] >= s.pivot[0])
                 s.slot[0] = 0
                 if s.t % 32 == 0:
@@ -181,7 +129,7 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
 
 
 def share_parts(layout: Layout) -> Callable[..., Any]:
-    """From the blocks' survivors and sums to the row's, in the first block. The phase is (s).
+    """Unite the blocks' survivors and sums to those of the row, in the first block. The phase is (s).
 
     All blocks have begun (`await_blocks`).
 
@@ -213,12 +161,13 @@ def announce_block(s):
 
 @T.inline
 def await_blocks(s):
-    """Wait until the others have said so, before the first write."""
+    """Wait until the other blocks have begun, before the first write to them."""
     cluster_wait()
 
 
 def agree(layout: Layout) -> Callable[..., Any]:
-    """Whether all parts have to be read again is what the first block knows, and tells only if so. The phase is (s).
+    """Agree whether all parts have to be read again: the first block knows, and tells the others only if so. The phase
+    is (s).
 
     It tells the row's largest element, too. That of a block's own share may be so far below that it is no reference: a
     float32 of 1e10 and more is rounded by hundreds.
@@ -249,12 +198,12 @@ def agree(layout: Layout) -> Callable[..., Any]:
 
 @T.inline
 def await_others(s):
-    """The first block ends no sooner than all have arrived."""
+    """Keep the first block until all others have arrived."""
     cluster_wait()
 
 
 def call_others(layout: Layout) -> Callable[..., Any]:
-    """Whether the blocks of the cluster are needed once more is what the first one knows. The phase is (s, needed).
+    """Let the first block tell the others of the cluster whether they are needed once more. The phase is (s, needed).
 
     Reads: `needed` of the first block, in all its threads.
     Writes: `needed` of the others, which was 0 before the barrier of `share_parts`: 1 if they are needed.

@@ -1,4 +1,4 @@
-"""Tiles with survivors, searched when the row is through (the decision `deferred`).
+"""Tiles with survivors, searched after the whole row has been read (the decision `deferred`).
 
 Where few elements survive, a thread that searches its tile for them in the midst of the stream holds up its whole warp.
 So it only marks the tile: its number goes to a list, and its elements to shared memory as long as there is room. The
@@ -89,7 +89,7 @@ def load_copied(pool: Pool) -> Callable[..., Any]:
 
 
 def load_marked(layout: Layout) -> Callable[..., Any]:
-    """A vector of the row, read again. The phase is (s, column).
+    """Load the vector of the row that begins at a column again. The phase is (s, column).
 
     Reads: the arguments.
     Writes: x[0:width], minus infinity for what is not of this block's share; `raw`.
@@ -123,10 +123,8 @@ def search_vectors(layout: Layout) -> Callable[..., Any]:
     The phase is (s, first, last, step): the vectors from `first` up to, but not, `last` of all marked tiles' vectors;
     `step` threads take one after another.
 
-    Reads: `marked`, the arguments, `threshold`, `equals_until`.
-    Writes: `keys`, `count`.
-    Barriers: none.
-    After: if `count` is more than the buffer's capacity less a tile, some keys may lack.
+    Reads: `marked`, the arguments, `threshold`, `equals_until`. Writes: `keys`, `count`. Barriers: none. After: if
+    `count` is more than the buffer's capacity less a tile, some keys may be missing.
     """
     tiling, capacity = layout.tiling, layout.pool.capacity
     vectors, width = tiling.vectors, tiling.width
@@ -192,7 +190,8 @@ def search_copied(layout: Layout) -> Callable[..., Any]:
 def search_marked(layout: Layout) -> Callable[..., Any]:
     """Put what passes the threshold of all marked tiles into the buffer. The phase is (s); after a barrier.
 
-    If all together have no room, they are searched in steps, each with the threshold that the one before has raised.
+    If there is no room for the survivors of all, the tiles are searched in steps, each with the threshold that the step
+    before has raised.
 
     Reads: `marks`, `marked`, `copied`, the arguments, `threshold`, `equals_until`; `count`, which comes as 0.
     Writes: `keys`, `count`, `threshold`, `equals_until`, and scratch as `compact`.
@@ -226,15 +225,16 @@ def search_marked(layout: Layout) -> Callable[..., Any]:
 
 
 def finish_by_one_warp(layout: Layout) -> Callable[..., Any]:
-    """One warp finds the k best in the copied tiles alone and writes them, if it is so simple. The phase is (s).
+    """One warp finds the k best in the copied tiles alone and writes them, where that is possible. The phase is (s).
 
-    The k-th largest of the tiles' maxima is a threshold that seldom a second element of a tile reaches. If one does or
-    there are many equals, it is not for one warp. It comes only if all marked tiles were copied, k or more.
+    The k-th largest of the tiles' maxima is a threshold that seldom a second element of a tile reaches. If one does, or
+    if many elements are equal, the warp leaves the row to the block. It is called only if at least k tiles are marked
+    and all of them were copied.
 
     Reads: `marks`, `marked`, `copied`, `tops`, `threshold`, `equals_until`, `factor`, `reference`, `unit`, `inverse`,
         `logarithm`.
-    Writes: the outputs, and then found[WRITTEN] = 1, which else is left as it is; scratch in `keys`.
-    Barriers: none; the first warp comes alone.
+    Writes: the outputs, and then found[WRITTEN] = 1, which otherwise stays as it is; scratch in `keys`. Barriers: none;
+    the first warp comes alone.
     """
     tiling, pool, k = layout.tiling, layout.pool, layout.k
     each = ceildiv(pool.copies, 32)
@@ -249,7 +249,7 @@ def finish_by_one_warp(layout: Layout) -> Callable[..., Any]:
             own[j] = T.uint32(0)
             if j * 32 + s.t < s.marks[0]:
                 own[j] = s.tops[j * 32 + s.t]
-        # Loops that are not unrolled: what is executed once is fetched more slowly than executed.
+        # Loops are not unrolled: fetching instructions takes longer than executing them once.
         above: T.int32 = 0
         s.bits[0] = folded(T.max, own, 0, each)
         least[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0])
@@ -263,7 +263,7 @@ def finish_by_one_warp(layout: Layout) -> Callable[..., Any]:
             s.bits[0] = folded(T.max, own, 0, each)
             least[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0])
             above = above + 1
-        # A lane for each tile whose maximum reaches it.
+        # A lane for each tile whose maximum reaches the threshold.
         s.need[0] = 0
         for j in T.unroll(each):
             s.bits[0] = T.uint32(0)
@@ -290,7 +290,7 @@ def finish_by_one_warp(layout: Layout) -> Callable[..., Any]:
             s.keys[s.t] = s.pivot[0]
         T.cuda.warp_sync()
         order(s.threshold[0], s.plain, s.ordered)
-        # Of equals of the first threshold those that lie behind its own column are not marked.
+        # Elements that equal the first threshold and lie behind its column are not marked.
         if s.need[0] <= 32 and (least[0] > s.ordered[0] or s.equals_until[0] >= layout.vocab) and T.cuda.any_sync(
             T.uint32(FULL_WARP), s.bits[0] != T.uint32(0)
         ) == 0:

@@ -29,7 +29,8 @@ from .tiles import locate_row
 
 # fmt: off
 def gather_survivors(layout: Layout) -> Callable[..., Any]:
-    """What the block knows of its share once this is through, in every thread. The phase is (s).
+    """Let every thread know the block's number of survivors and its largest element, once the share has been read. The
+    phase is (s).
 
     Reads: `count`, `warp_largest`.
     Writes: `size`, `largest`.
@@ -48,7 +49,7 @@ def gather_survivors(layout: Layout) -> Callable[..., Any]:
 
 
 def settle(layout: Layout) -> Callable[..., Any]:
-    """Are there enough survivors, and a sum that is finite? The phase is (s, attempt).
+    """Find out whether there are enough survivors, and whether the sum is finite. The phase is (s, attempt).
 
     Reads: `size`, `threshold`, `sum`.
     Writes: `settled`; a row that was read twice is settled.
@@ -83,7 +84,7 @@ def refer_to_largest(s):
 
 @T.inline
 def invert_sum(s):
-    """What values are made with, probabilities or their logarithms.
+    """What outputs need of the sum: its inverse for probabilities, or its logarithm.
 
     Reads: `sum`.
     Writes: `inverse`, `logarithm`.
@@ -96,7 +97,7 @@ def invert_sum(s):
 
 
 def few_marked(layout: Layout, s: Any) -> tirx.PrimExpr:
-    """Whether one warp may do for the row: k tiles or more are marked, all of them copied, and the sum is good."""
+    """Whether one warp may finish the row: at least k tiles are marked, all of them copied, and the sum is usable."""
     enough = T.And(s.marks[0] >= layout.k, s.marks[0] <= layout.pool.copies)
     return T.And(enough, T.Not(no_good(s.sum[0])))
 
@@ -128,7 +129,7 @@ def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
 
 
 def finish_row(layout: Layout) -> Callable[..., Any]:
-    """From a row's survivors and its sum to the outputs, by the row's first block. The phase is (s).
+    """Compute the outputs from a row's survivors and its sum, by the row's first block. The phase is (s).
 
     Reads: `keys`, `size`, `sum`, `written`, and what its parts read.
     Writes: the outputs.
@@ -183,7 +184,7 @@ def kernel(layout: Layout, ending: Ending | None = None) -> Callable[..., Any]:
     stream, add, search, gather = stream_row(layout), add_up(layout), search_marked(layout), gather_survivors(layout)
     one_warp, share, settled = try_one_warp(layout), share_parts(layout), settle(layout)
     finish = finish_row(layout)
-    # Blocks that may have to search the row stay to the end.
+    # Blocks that may have to search the row stay until the end.
     stay = cluster > 1 and ending is not None and ending.search is not None
     end = None if ending is None else end_of_cluster(layout, ending) if stay else end_of_block(ending)
     pool_bytes = max(layout.pool.bytes, ending.pool_bytes if ending else 0)

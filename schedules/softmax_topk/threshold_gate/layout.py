@@ -18,39 +18,40 @@ from ...device.pool import RESERVED, SHARED, STATIC, asked
 from ...device.thresholds import FIRST, Floor, Rank, first_threshold, floor_of_runs
 from ..share import Share
 
-# Up to this k the survivors are ranked by counting, every one against every other; above, in bins.
+# The largest k for which survivors are ranked by counting, every one against every other; for larger k bins are used.
 COUNTED = 16
-# About how many survivors there are where they are ranked by counting: a block has as many groups of threads for them.
+# The number of survivors that is expected where they are ranked by counting: a block has as many groups of threads for
+# them.
 COUNTED_SURVIVORS = 64
 # Bins in which survivors are ranked: enough for few of them to share one, and no more than a scan takes quickly.
 MIN_BINS, MAX_BINS = 256, 1024
-# Keys of one bin that are still ranked by comparing each with every other; twice as many of a bin that ties have.
+# Keys of one bin that are still ranked by comparing each with every other; twice as many for a bin with ties.
 CROWD = 32
-# Keys behind those that are ranked, which are void (`ranking.rank_in_bins`).
+# Keys after those that are ranked, which are void (`ranking.rank_in_bins`).
 SPARE_KEPT = 4
-# Keys that a thread puts into bins at once: as many loads and atomics are on their way together.
+# Keys that a thread puts into bins at once: as many loads and atomics are in flight together.
 BINNED_AT_ONCE = 4
 # Threads at most that share the ranking of one key.
 RANKERS = 8
-# Above it and up to this k, survivors are counted if they are few: if all are ranked in one step. That takes less time
-# than the barriers of bins, and two steps take more. Of a larger k there are seldom so few.
+# For k above COUNTED and up to this, survivors are ranked by counting if they are few: if all are ranked in one step.
+# That takes less time than the barriers of bins, and two steps take more. Of a larger k there are seldom so few.
 COUNTED_IF_FEW = 32
-# Comparisons a thread that ranking by counting may take where bins have failed; beyond, sorting is quicker.
+# Comparisons per thread that ranking by counting may take where bins have failed; beyond, sorting is quicker.
 COMPARISONS = 512
-# Of elements that equal the threshold so many more than are needed should pass: this share of them, and this number.
+# How many more elements that equal the threshold should pass than are needed: a share of these, and a number.
 MORE_EQUALS, SPARE_EQUALS = 1 / 8, 64
-# The least room for survivors beyond k. Without it compactions would be frequent where k is small.
+# The least room for survivors beyond k. Without it, compactions would be frequent where k is small.
 SLACK = 256
 # Bytes of marked tiles that are copied to shared memory (`deferred`); those beyond are read again from global memory.
 COPIED = 8192
 # Marked vectors that are searched in one step where the survivors of all of them together have no room.
 STEP = 64
 
-# Threads that a multiprocessor is to hold: 65,536 registers bound them to 64 a thread, or to 96 for the largest tiles.
+# Threads that a multiprocessor should hold: its 65,536 registers then leave 64 per thread, or 96 for the largest tiles.
 RESIDENT, RESIDENT_LARGE = 1024, 640
-# Vectors from which on a tile counts as one of the largest.
+# Vectors from which on a tile is one of the largest.
 LARGE = 8
-# Bytes of shared memory that leave room for a second block, and those of a block that is alone on a multiprocessor.
+# Bytes of shared memory of a block that leave room for a second one, and of a block that is alone on a multiprocessor.
 MAX_SHARED, MAX_CLUSTER_SHARED = 112 * 1024, 200 * 1024
 
 
@@ -68,12 +69,12 @@ class Tiling(Share):
 
     @cached_property
     def held(self) -> int:
-        """Elements that a thread has of a tile, in registers."""
+        """Elements of a tile that a thread has in registers."""
         return self.vectors * self.width
 
     @cached_property
     def words(self) -> int:
-        """32-bit words of these."""
+        """32-bit words of these elements."""
         return 4 * self.vectors
 
     @cached_property
@@ -83,17 +84,17 @@ class Tiling(Share):
 
     @cached_property
     def ring(self) -> int:
-        """Bytes of the tiles in shared memory: the one that is worked on, and those on their way."""
+        """Bytes of the tiles in shared memory: the one that is worked on, and those that are being copied."""
         return self.stages * self.tile * self.itemsize
 
     @cached_property
     def lead(self) -> int:
-        """Lanes at a row's begin that have no whole vector of it."""
+        """Lanes at a row's beginning that have no whole vector of the row."""
         return 0 if self.aligned else 1
 
     @cached_property
     def shares(self) -> set[int]:
-        """The numbers of vectors that blocks with any of the row have."""
+        """The numbers of vectors that blocks have, as far as they have any."""
         return {min(self.share, self.row_vectors), self.row_vectors % self.share or self.share}
 
     @cached_property
@@ -108,7 +109,7 @@ class Tiling(Share):
 
     @cached_property
     def slots(self) -> int:
-        """Slots that have a chunk in any tile; what threads have beyond is idle in all tiles."""
+        """Slots that have a chunk in some tile. What threads have beyond these is idle in all tiles."""
         return ceildiv(self.chunks, self.tiles)
 
     @cached_property
@@ -129,7 +130,7 @@ class Tiling(Share):
 
     @cached_property
     def whole(self) -> bool:
-        """Whether tiles have nothing but the row's elements, so that no column needs to be checked."""
+        """Whether tiles have only elements of the row, so that columns need not be checked."""
         return self.aligned and self.row_vectors == self.tiles * self.warps * self.vectors * 32 * self.cluster
 
 
@@ -142,7 +143,9 @@ class FirstThreshold:
 
     @cached_property
     def found(self) -> Rank | None:
-        """Which value of the sample is the threshold; None if none is any good, as for a k that exceeds the sample."""
+        """Which value of the sample is the threshold; None if no value is good enough, as for a k that exceeds the
+        sample.
+        """
         tiling = self.tiling
         return first_threshold(self.k, min(tiling.sampled / tiling.vocab, 1.0), min(tiling.warps, tiling.slots))
 
@@ -153,12 +156,12 @@ class FirstThreshold:
 
     @cached_property
     def rank(self) -> Rank:
-        """As `found`; without a threshold only the sample's maximum is asked for."""
+        """The same; without a threshold, the sample's maximum, which is needed in any case."""
         return self.found or FIRST
 
     @cached_property
     def floor(self) -> Floor | None:
-        """The threshold for rows that ascend or descend; None if k is too large for one."""
+        """The threshold for rows that ascend or descend; None if k is too large for it."""
         tiling = self.tiling
         if not self.gated:
             return None
@@ -166,7 +169,7 @@ class FirstThreshold:
 
     @cached_property
     def floors(self) -> int:
-        """Warps that give that one; 0 for none."""
+        """Warps that offer a floor; 0 for none."""
         return self.floor.warps if self.floor else 0
 
     @cached_property
@@ -177,12 +180,12 @@ class FirstThreshold:
 
     @cached_property
     def equals(self) -> int:
-        """As many elements should pass where the threshold is the largest: a little more than k, all equal."""
+        """How many elements should pass where the threshold is the largest element: a little more than k, all equal."""
         return ceil(self.k * (1 + MORE_EQUALS) + SPARE_EQUALS)
 
     @cached_property
     def survivors(self) -> int:
-        """What of a block's share passes the threshold, exceeded in a few rows only.
+        """How many elements of a block's share pass the threshold: a number that few rows exceed.
 
         Of the sample itself the number is known; that of the rest varies by its square root.
         """
@@ -191,10 +194,10 @@ class FirstThreshold:
         return ceildiv(ceil(passing + 4 * sqrt(passing - known)), 32) * 32
 
     def survivors_in_order(self, share: int) -> int:
-        """Of a block's share of so many vectors, the elements that reach the floor if the row ascends or descends."""
+        """How many elements reach the floor, in a block's share of so many vectors, if the row ascends or descends."""
         assert self.floor is not None
         tiling = self.tiling
-        # The lowest of the warps that give it is that of this slot; `place_tile` says which chunk of it is sampled.
+        # The lowest of the warps that offer a floor has this slot; `place_tile` says which chunk of it is sampled.
         slot = min(share // 32 // tiling.tiles, (self.last_vector + 1) * tiling.warps) - self.floor.warps
         late = 2 * slot >= tiling.warps if tiling.vectors == 1 else 2 * self.last_vector >= tiling.vectors
         chunk = slot * tiling.tiles + (tiling.tiles - 1 if late else 0)
@@ -214,11 +217,11 @@ class Pool:
     first: FirstThreshold
     k: int
     deferred: bool
-    room: int  # keys that each block of a cluster may push into the first one; 0 for a block alone
+    room: int  # keys that each block of a cluster may push into the first block; 0 without a cluster
 
     @cached_property
     def rounded(self) -> int:
-        """k as a bitonic sort wants it: a power of two, a warp at least."""
+        """k rounded up for a bitonic sort: a power of two, at least a warp."""
         return max(1 << (self.k - 1).bit_length(), 32)
 
     @cached_property
@@ -239,7 +242,7 @@ class Pool:
 
     @cached_property
     def wanted(self) -> int:
-        """Keys for which there should be room: what comes to rest between two compactions, and what blocks push."""
+        """Keys for which there should be room: those that stay between two compactions, and those that blocks push."""
         rest = max(self.rounded + max(SLACK, self.rounded), self.first.survivors)
         if self.deferred:
             rest = max(rest, ceildiv(self.rounded + self.step * self.tiling.width, 32) * 32)
@@ -247,7 +250,7 @@ class Pool:
 
     @cached_property
     def overflows(self) -> bool:
-        """Whether more keys than there is room for may survive; not if all of the share's elements have room."""
+        """Whether more keys may survive than there is room for. No, if there is room for all elements of the share."""
         return self.wanted < self.tiling.tiles * self.tiling.tile
 
     @cached_property
@@ -259,7 +262,7 @@ class Pool:
 
     @cached_property
     def kept(self) -> int:
-        """Keys of the second buffer: those that a compaction keeps, and those of all bins that have one of the best."""
+        """Keys of the second buffer: those that a compaction keeps, or those of all bins that have one of the best."""
         return ceildiv(max(self.rounded, self.k + 2 * CROWD + SPARE_KEPT), 32) * 32
 
     @cached_property
@@ -269,52 +272,54 @@ class Pool:
 
     @cached_property
     def at_keys(self) -> int:
-        """The buffer of survivors lies behind the ring of tiles."""
+        """Where the buffer of survivors begins: behind the ring of tiles."""
         return self.tiling.ring // 8
 
     @cached_property
     def at_kept(self) -> int:
-        """The second buffer."""
+        """Where the second buffer begins."""
         return self.at_keys + self.capacity
 
     @cached_property
     def at_united(self) -> int:
-        """What the blocks of a cluster push."""
+        """Where the keys lie that the blocks of a cluster push."""
         return self.at_kept + self.kept
 
     @cached_property
     def at_counts(self) -> int:
-        """Of bins, how many keys each has."""
+        """Where the numbers of keys of the bins lie."""
         return 2 * (self.at_united + self.tiling.cluster * self.room)
 
     @cached_property
     def at_homes(self) -> int:
-        """Of places of the second buffer, where the bin begins whose key it has; or of bins, a key of each."""
+        """Where, for each place of the second buffer, the beginning of its key's bin lies; or for each bin, one of its
+        keys.
+        """
         return self.at_counts + self.bins
 
     @cached_property
     def homes(self) -> int:
-        """So many."""
+        """Elements of that array."""
         return max(self.kept, self.bins)
 
     @cached_property
     def at_numbers(self) -> int:
-        """Of keys, the bin and which key of it each is."""
+        """Where each key's bin, and its number within the bin, lie."""
         return self.at_homes + self.homes
 
     @cached_property
     def at_copied(self) -> int:
-        """The elements of marked tiles, as many as are copied; read by vectors of 16 bytes."""
+        """Where the elements of copied tiles lie, which are read by vectors of 16 bytes."""
         return ceildiv(self.at_numbers + self.capacity, 4) * 4
 
     @cached_property
     def at_marked(self) -> int:
-        """The numbers of all marked tiles."""
+        """Where the numbers of all marked tiles lie."""
         return 2 * (self.at_copied + self.copies * self.padded)
 
     @cached_property
     def bytes(self) -> int:
-        """All of it."""
+        """Bytes of all dynamic shared memory."""
         marked = self.tiling.tiles * self.tiling.threads if self.deferred else 0
         return asked(ceildiv(2 * (self.at_marked + marked), 16) * 16)
 
@@ -331,8 +336,8 @@ class Layout:
         How a row is cut up.
     first
         The first threshold.
-    deferred, overlap, prefetch, unroll, bound
-        The decisions of these names (see `vocabulary`).
+    deferred, overlap, prefetch, unroll
+        The decisions of these names (see `vocabulary`). Clusters always overlap, and do not prefetch.
     """
 
     vocab: int
@@ -346,7 +351,6 @@ class Layout:
     overlap: bool
     prefetch: bool
     unroll: bool
-    bound: bool
 
     @classmethod
     def of(cls, problem: SoftmaxTopk, decisions: Decisions) -> Layout:
@@ -368,23 +372,22 @@ class Layout:
             tiling,
             FirstThreshold(tiling, problem.k),
             bool(decisions["deferred"]),
-            bool(decisions["overlap"]),
-            bool(decisions["prefetch"]),
+            bool(decisions.get("overlap", 1)),
+            bool(decisions.get("prefetch", 0)),
             bool(decisions["unroll"]),
-            bool(decisions.get("bound", 0)),
         )
 
     @cached_property
     def pool(self) -> Pool:
-        """Shared memory, with room for what blocks of a cluster push."""
+        """Shared memory, with room for what the blocks of a cluster push."""
         tiling, first = self.tiling, self.first
         if tiling.cluster == 1:
             return self._pool(0)
-        # More than the keys of a row that is constant.
+        # More than the keys of a row whose elements are all equal.
         least = max(ceildiv(first.equals + 32, 32) * 32, first.survivors)
         if first.floor is None:
             return self._pool(least)
-        # As many as those of a row in order, unless that takes the multiprocessor's second block its place.
+        # As many as the keys of a row in order, unless the multiprocessor's second block would then not fit.
         two_blocks = 2 * tiling.threads <= RESIDENT and self._pool(least).bytes <= MAX_SHARED
         in_order = ceildiv(max(map(first.survivors_in_order, tiling.shares)), 32) * 32
         larger = self._pool(max(in_order, least))
@@ -400,7 +403,8 @@ class Layout:
 
     @cached_property
     def dense(self) -> bool:
-        """Whether nearly every warp has survivors in every tile, so that none asks for a tile's largest element first.
+        """Whether nearly every warp has survivors in every tile, so that a tile's largest element is not looked at
+        first.
 
         About twice as many survive as are wanted.
         """
@@ -409,9 +413,10 @@ class Layout:
 
     @cached_property
     def ties_limited(self) -> bool:
-        """Whether equals of any threshold are limited, and not only of one that is the sample's maximum.
+        """Whether the elements that equal the threshold are limited in number for any threshold, not only for one that
+        is the sample's maximum.
 
-        A block alone that pushes a few survivors of small k has done so sooner than it has limited them.
+        A single block with small k pushes a few more survivors in less time than limiting them takes.
         """
         return self.deferred or not self.counted or self.tiling.cluster > 1
 
@@ -428,7 +433,7 @@ class Layout:
 
     @cached_property
     def countable(self) -> int:
-        """Survivors that are ranked by counting at once: a few a thread; 0 if that never pays."""
+        """Survivors that are ranked by counting in one step: a few per thread; 0 if that never pays."""
         if self.counted:
             return 4 * self.tiling.threads // self.rankers
         step = self.tiling.threads // self.rankers
@@ -436,7 +441,8 @@ class Layout:
 
     @cached_property
     def countable_by_half(self) -> int:
-        """Survivors beyond `countable` that half as many threads each still rank by counting in one step, if not 0.
+        """Survivors, more than `countable`, that are still ranked by counting in one step with half as many threads for
+        each; 0: none.
 
         A cluster's first block has more than a block alone, as the blocks' thresholds are not equally high.
         """
@@ -444,7 +450,7 @@ class Layout:
 
     @cached_property
     def crowded_countable(self) -> int:
-        """Survivors that are ranked by counting where bins have failed: as many as cost no more than a sort."""
+        """Survivors that are ranked by counting where bins have failed: as many as take no longer than a sort."""
         return isqrt(COMPARISONS * self.tiling.threads)
 
     @cached_property
@@ -454,12 +460,12 @@ class Layout:
 
     @cached_property
     def one_warp(self) -> bool:
-        """Whether one warp may do for all of a row what is left after the stream."""
+        """Whether one warp may do all that is left after the stream."""
         return self.deferred and self.counted and self.tiling.cluster == 1
 
     @cached_property
     def resident(self) -> int:
-        """Blocks that a multiprocessor is to hold, which bounds the registers of a thread."""
+        """Blocks that should fit on a multiprocessor at the same time, which limits the registers of a thread."""
         if self.tiling.cluster > 1:
             return 1
         threads, most = self.tiling.threads, RESIDENT_LARGE if self.tiling.vectors == LARGE else RESIDENT
@@ -468,5 +474,5 @@ class Layout:
 
     @cached_property
     def beside(self) -> int:
-        """Blocks that a multiprocessor works on at a time."""
+        """Blocks that a multiprocessor works on at the same time."""
         return max(min(self.resident, SHARED // (self.pool.bytes + STATIC + RESERVED)), 1)

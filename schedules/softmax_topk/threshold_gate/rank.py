@@ -33,7 +33,7 @@ def exponent(s: Any, value: Any) -> tirx.PrimExpr:
 
 # fmt: off
 def clear_bins(layout: Layout) -> Callable[..., Any]:
-    """What `rank_in_bins` wants as 0. The phase is (s).
+    """Set to 0 what `rank_in_bins` expects as 0. The phase is (s).
 
     Writes: `counts`, `flag`.
     Barriers: none.
@@ -116,7 +116,7 @@ def rank_by_counting(layout: Layout, place: Callable[..., Any], rankers: int) ->
 
 
 def sort_best(layout: Layout) -> Callable[..., Any]:
-    """The k best keys in order, in `kept`, whatever they are. The phase is (s); after a barrier.
+    """Sort the k best keys, whatever they are, into `kept`. The phase is (s); after a barrier.
 
     Reads: keys[0:size].
     Writes: `keys`, `kept`, and scratch as `keep_best`.
@@ -140,7 +140,7 @@ def sort_best(layout: Layout) -> Callable[..., Any]:
 
 
 def rank_survivors(layout: Layout) -> Callable[..., Any]:
-    """The k best survivors, in order, to the outputs. The phase is (s); `size` is k or more, after a barrier.
+    """Rank the k best survivors, and write them to the outputs. The phase is (s); `size` is k or more, after a barrier.
 
     A few are ranked by counting; others in bins, or in finer ones where ties crowd a bin; what crowds even these, by
     counting again, if they are few enough, or by selection and a bitonic sort.

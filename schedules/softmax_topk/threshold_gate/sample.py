@@ -3,9 +3,9 @@
 `FirstThreshold.rank` tells which value of the sample is taken, so that little more than k elements of the row reach it:
 the `rank.warp`-th largest of the warps' `rank.lane`-th largest, where a lane offers its tile's maximum.
 
-Of a row in order a lane's maximum tells little of its other elements, and that threshold would be far below the k-th
-largest. But then a warp sees its vectors ascend or descend, and offers a *floor*: what `floor.lanes` neighbouring lanes
-reach with all of a vector.
+If a row is in order, a lane's maximum tells little about its other elements, and the threshold would be far below the
+k-th largest. But then a warp sees its vectors ascend or descend, and offers a *floor*: a value that `floor.lanes`
+neighbouring lanes reach with all elements of a vector.
 
 The sample's maximum is also the reference of the exponentials, in the place of the running maximum of Algorithm 3 of
 Milakov & Gimelshein: the sum is never rescaled again.
@@ -33,15 +33,16 @@ from ...device.selection import (
 from .layout import MORE_EQUALS, SPARE_EQUALS, Layout
 from .state import EQUALS, folded
 
-# A tile has at most 1024 threads of 32 elements, not all of them above the threshold: so many bits hold their number.
+# A tile has at most 1024 threads of 32 elements, not all of them above the threshold: the number of these fits in so
+# many bits.
 COUNT_BITS = 16
-# By so many standard deviations may what a sample counts exceed what the rest of the row has.
+# How many standard deviations a count in the sample may exceed that of the rest of the row by.
 DEVIATIONS = 3
 
 
 # fmt: off
 def offer_sample(layout: Layout) -> Callable[..., Any]:
-    """A warp's part of the sample, and its own reference until the block's is known. The phase is (s).
+    """Offer a warp's part of the sample; it has its own reference until the block's is known. The phase is (s).
 
     Reads: `x`, `top`.
     Writes: `ranked`, `sample_top` and `floor` of the warp; `largest`, `reference`; in shared memory `warp_ranked`,
@@ -69,7 +70,7 @@ def offer_sample(layout: Layout) -> Callable[..., Any]:
 
 
 def take_threshold(layout: Layout) -> Callable[..., Any]:
-    """The first threshold, and the reference, to which the sum so far is brought. The phase is (s).
+    """Take over the first threshold and the reference; the sum so far becomes relative to that. The phase is (s).
 
     Reads: what `offer_sample` wrote, `sum`.
     Writes: `threshold`, `equals_until`, `largest`, `reference`, `sum`.
@@ -98,7 +99,7 @@ def take_threshold(layout: Layout) -> Callable[..., Any]:
 
 @T.inline
 def refer_to_sample(s):
-    """Take the largest element of a sample, if it is finite and not far below 0, for the reference of the exponentials.
+    """Make the largest element of a sample, if it is finite and not far below 0, the reference of the exponentials.
 
     Reads: `sample_top`, `factor`.
     Writes: `largest`, `reference`.
@@ -109,16 +110,17 @@ def refer_to_sample(s):
 
 
 def combine_samples(layout: Layout) -> Callable[..., Any]:
-    """From the warps' parts of the sample to the block's. The phase is (s).
+    """Combine the warps' parts of the sample. The phase is (s).
 
     Reads: `warp_ranked`, `warp_tops`, `warp_floors`; of a block of one warp its own `ranked`, `sample_top`, `floor`,
         `top`.
     Writes: `ranked`, the order of the threshold, and `sample_top`, of the largest; `need`, not 0 if many of the sample
-        are equal to the threshold; `floor` is lost.
+        are equal to the threshold; `floor` is overwritten.
     Barriers: one, unless the block has one warp.
     After: all are the same in all threads.
     """
-    # Values that are all different have one in a place. If half of those beyond it share it with that, many are equal.
+    # If all values differ, each place of the order has one value. If half of the values beyond a place share it, many
+    # are equal.
     rank, sampled = layout.first.rank, min(layout.tiling.warps, layout.tiling.slots)
     place, most = (rank.warp, sampled) if layout.tiling.warps > 1 else (rank.lane, 32)
     many = 1 + (most - place) // 2
@@ -142,7 +144,7 @@ def combine_samples(layout: Layout) -> Callable[..., Any]:
             T.cuda.cta_sync()
             s.sample_top[0] = T.call_extern(
                 "uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.warp_tops[s.t % warps])
-            # The least value that fewer than `rank_of_warp` others exceed.
+            # The smallest value that fewer than `rank_of_warp` others exceed.
             rank[0] = 0
             largest[0] = s.warp_ranked[s.t % warps]
             for w in T.unroll(warps // together):
@@ -203,18 +205,18 @@ def limit_maxima(layout: Layout) -> Callable[..., Any]:
 
 
 def limit_equals(layout: Layout) -> Callable[..., Any]:
-    """Up to which column do elements pass that equal the threshold? The phase is (s).
+    """Find the column up to which elements that equal the threshold pass. The phase is (s).
 
     Only the row's first are wanted, beside the larger ones as many as complete the k, and some more
     (`FirstThreshold.equals`). How many of either the block's share has is known from the sample, which is one of its
-    tiles; of the others as many are reckoned with as there are in all but one of a thousand rows in random order.
+    tiles; for the other tiles it assumes as many as all but one of a thousand rows in random order have.
 
     Reads: `x`, `threshold`, `start`, `end`; found[EQUALS], which comes as 0.
     Writes: `equals_until`.
     Barriers: one.
     """
     tiling, k = layout.tiling, layout.k
-    larger = 1 << COUNT_BITS  # a tile has fewer elements than that, so that one integer counts both
+    larger = 1 << COUNT_BITS  # more than the elements of a tile, so that one integer can count both
 
     @T.inline
     def phase(s):
@@ -232,11 +234,11 @@ def limit_equals(layout: Layout) -> Callable[..., Any]:
         share[0] = T.Cast("float32", s.found[EQUALS] & (larger - 1))
         share[1] = T.Cast("float32", s.found[EQUALS] >> COUNT_BITS)
         if tiling.tiles > 1:
-            # Approximate, as an exact root takes registers that the tile in hand has.
+            # An approximate root: an exact one takes registers that the tile in hand needs.
             for i in T.unroll(2):
                 T.ptx.sqrt.approx.ftz.f32(root[0], share[i])
                 share[i] = (share[i] - T.float32(DEVIATIONS) * root[0]) * T.float32(tiling.tiles)
-        # How many equals are wanted, in columns of which each has so many.
+        # How many equals are wanted, as a number of columns, given how many equals a column has.
         share[1] = T.max(T.float32(k) - T.max(share[1], T.float32(0)), T.float32(0))
         share[1] = share[1] * T.float32(1 + MORE_EQUALS) + T.float32(SPARE_EQUALS)
         s.equals_until[0] = T.Cast("int32", T.min(
@@ -248,7 +250,7 @@ def limit_equals(layout: Layout) -> Callable[..., Any]:
 
 
 def floor_of_warp(layout: Layout) -> Callable[..., Any]:
-    """What neighbouring lanes reach with a whole vector, if the row is in order here. The phase is (s).
+    """Find what neighbouring lanes reach with all of a vector, if the row is in order here. The phase is (s).
 
     A warp's vectors of one slot are a run of the row. The last run of an ascending row ends in its largest elements and
     the first one of a descending row begins with them. The ends of the vectors only tell whether it is worth looking;
@@ -263,7 +265,8 @@ def floor_of_warp(layout: Layout) -> Callable[..., Any]:
     run = first.floor.lanes if first.floor else 0  # lanes that give the floor
 
     def in_order(x: Any, small: int, large: int) -> tirx.PrimExpr:
-        """Whether a vector whose ends these are may be of a run in order; not if it is not in the row."""
+        """Whether a vector with these two ends may belong to a run in order; it does not if it lies outside of the row.
+        """
         ordered = x[small] <= x[large]
         return ordered if whole else T.And(ordered, x[large] > -T.infinity("float32"))
 
@@ -292,7 +295,8 @@ def floor_of_warp(layout: Layout) -> Callable[..., Any]:
         falling[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), in_order(s.x, width - 1, 0))
         s.floor[0] = T.uint32(0)
         if is_run(rising[0], falling[0]):
-            # Places in a circle, so that it is always as many lanes, of which some have nothing if the run is shorter.
+            # Places are in a circle, so that there are always as many lanes; where the run is shorter, some have
+            # nothing.
             raise_floor(
                 s, last * width, (s.t - T.Cast("int32", T.popcount(rising[0]))) & 31 >= 32 - run)
             raise_floor(s, 0, (s.t - lead) & 31 < run)

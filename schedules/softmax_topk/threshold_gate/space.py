@@ -15,52 +15,41 @@ from .layout import MAX_CLUSTER_SHARED, MAX_SHARED, Layout
 
 # Threads of a block. A row of 10,240 or 25,000 elements is cut evenly by 5 or 7 warps.
 THREADS = (32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-# The least of a block that has a multiprocessor of its own.
+# The fewest threads of a block that has a multiprocessor of its own.
 ALONE = 256
 # 16-byte vectors of a thread's tile: what is worked on at once.
 VECTORS = (1, 2, 3, 4, 5, 6, 8)
 # Tiles in shared memory: one that is worked on and others on their way. The memory's latency times its rate needs about
-# 40 KB in flight on each multiprocessor.
-STAGES = (1, 2, 3)
-# Blocks a row; above 8 a cluster is not portable, which every Hopper allows.
+# 40 KB in flight on each multiprocessor. Three won nowhere where clusters share rows.
+STAGES, CLUSTER_STAGES = (1, 2, 3), (1, 2)
+# Blocks per row. Clusters of more than 8 are not portable; every Hopper GPU allows them.
 CLUSTERS = powers(2, 16)
 # The buffers of a larger k would not fit into shared memory.
 MAX_K = 2048
 # Elements that a thread may hold in registers; one bit each in a word marks the survivors.
 MAX_HELD = 32
-# Tiles that a warp alone may load, one after another.
+# Tiles that a single warp may load, one after another.
 MAX_TILES_ALONE = 8
-# The share of a tile's vectors that a row at least has; idle ones cost as much as others.
+# The least share of a tile's vectors that must lie in the row; idle vectors cost as much as others.
 USED = 0.85
-# Up to this k so few elements survive that the default looks at their tiles again (`deferred`).
+# The largest k for which so few elements survive that the default marks tiles and searches them later (`deferred`).
 DEFERRED = 64
-# Up to this k the k-th best of a warp's lanes is a bound that little more than k elements reach (`bound`).
-BOUNDED = 24
-# Bytes: about what the L2 cache holds. Only of more logits than that do rows come from memory and gain by `prefetch`.
+# Bytes: about what the L2 cache holds. Only with more logits than that do rows come from memory and gain by `prefetch`.
 CACHED = 50 << 20
 
 
 def space(problem: SoftmaxTopk, machine: Machine) -> Table:
     """The table of `threshold_gate`."""
-    table = shared_space(problem, machine)
-    if first_allowed(problem, machine, guesses(problem, machine), allowed) is None:
-        raise NotApplicable(f"the survivors of one row of {problem.vocab} would not fit into shared memory")
-    return table
-
-
-def shared_space(problem: SoftmaxTopk, machine: Machine) -> Table:
-    """What the tables of both templates have in common."""
-    if problem.k > MAX_K:
-        raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: the buffer would not fit into shared memory")
+    require(problem)
     size = problem.batch_extent * problem.vocab * numpy_dtype(problem.dtype).itemsize
     overlap: tuple[int, ...] = (1,)
     prefetch: tuple[int, ...] = (0,)
     if not machine.has_clusters:
-        # Neither has it programmatic dependent launch.
+        # Nor is there programmatic dependent launch.
         overlap = (0,)
     elif problem.batch_extent > machine.cores:
         overlap, prefetch = (0, 1), ((0, 1) if size > CACHED else (0,))
-    return {
+    table = {
         "threads": THREADS,
         "vectors": VECTORS,
         "stages": STAGES,
@@ -69,6 +58,15 @@ def shared_space(problem: SoftmaxTopk, machine: Machine) -> Table:
         "deferred": (0, 1),
         "unroll": (0, 1),
     }
+    if first_allowed(problem, machine, guesses(problem, machine), allowed) is None:
+        raise NotApplicable(f"the survivors of one row of {problem.vocab} would not fit into shared memory")
+    return table
+
+
+def require(problem: SoftmaxTopk) -> None:
+    """Raise `NotApplicable` for what neither template does."""
+    if problem.k > MAX_K:
+        raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: the buffer would not fit into shared memory")
 
 
 def cluster_space(problem: SoftmaxTopk, machine: Machine) -> Table:
@@ -77,10 +75,17 @@ def cluster_space(problem: SoftmaxTopk, machine: Machine) -> Table:
         raise NotApplicable(f"{machine.arch} has no thread block clusters")
     if problem.batch_extent > 2 * machine.cores:
         raise NotApplicable(f"a block a row fills {machine.cores} multiprocessors at batch {problem.batch_extent}")
-    # More blocks than fit at once would only wait for each other.
+    # More blocks than can run at the same time would only wait.
     clusters = tuple(c for c in machine.clusters(CLUSTERS) if problem.batch_extent * c <= max(2 * machine.cores, 2))
-    table = {"cluster": clusters or CLUSTERS[:1], **shared_space(problem, machine), "overlap": (1,), "prefetch": (0,)}
-    table["bound"] = (0, 1) if problem.k <= BOUNDED else (0,)
+    require(problem)
+    table = {
+        "cluster": clusters or CLUSTERS[:1],
+        "threads": THREADS,
+        "vectors": VECTORS,
+        "stages": CLUSTER_STAGES,
+        "deferred": (0, 1),
+        "unroll": (0, 1),
+    }
     if first_allowed(problem, machine, cluster_guesses(table, problem, machine), cluster_allowed) is None:
         raise NotApplicable(f"vocab={problem.vocab} is too short to share")
     return table
@@ -94,7 +99,7 @@ def cluster_declines(problem: SoftmaxTopk, machine: Machine) -> bool:
 
 def allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str | None:
     """Why a point of either table is left out; None if it is not."""
-    if decisions["prefetch"] and not decisions["overlap"]:
+    if decisions.get("prefetch") and not decisions["overlap"]:
         return "rows are prefetched in launches that overlap the producer kernel only"
     layout = Layout.of(problem, decisions)
     tiling, pool = layout.tiling, layout.pool
@@ -129,7 +134,7 @@ def cluster_allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions
 
 
 def guesses(problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
-    """Points in the order in which they are good guesses: large tiles, blocks of a middle size or larger ones."""
+    """Points in the order in which they are likely to be good: large tiles, blocks of a middle size or larger ones."""
     crowded = problem.batch_extent > machine.cores
     overlap, wanted = int(machine.has_clusters), 256 if crowded else 512
     threads = sorted(THREADS, key=lambda t: abs(log2(t / wanted)))
@@ -144,10 +149,9 @@ def guesses(problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
 
 def cluster_guesses(table: Table, problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
     """The most blocks a row that each have a multiprocessor of their own, then fewer, then more."""
-    points = guesses(problem, machine)
+    points = [{name: point[name] for name in table if name != "cluster"} for point in guesses(problem, machine)]
     clusters = sorted((8, 4, 2), key=lambda c: (c * problem.batch_extent > machine.cores, -c))
-    bound = max(table["bound"])
-    return [{"cluster": c, **point, "bound": bound} for c in clusters if c in table["cluster"] for point in points]
+    return [{"cluster": c, **point} for c in clusters if c in table["cluster"] for point in points]
 
 
 def first_allowed(

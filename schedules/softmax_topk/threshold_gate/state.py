@@ -13,10 +13,10 @@ from ...device.selection import RADIX_BINS
 from ...device.state import Buffers, local, pooled, shared
 from .layout import Layout, Tiling
 
-# What every float but minus infinity and NaN reaches.
+# Reached by every float except minus infinity and NaN.
 LOWEST = T.min_value("float32")
-# Bits of a float32 sum from which on it counts as overflown: 2^100, whose inverse is a normal number; and below which
-# exponentials that matter were flushed to 0, as their reference was too large: 2^-60.
+# Bits of a float32 sum from which on it counts as overflown: 2^100, whose inverse is a normal number. And bits below
+# which exponentials that matter became 0, because their reference was too large: 2^-60.
 TOO_LARGE, TOO_SMALL = (127 + 100) << 23, (127 - 60) << 23
 # The entries of `State.found` beside those of a radix pass: whether one warp has written the outputs, and how many of
 # the sample equal the threshold.
@@ -31,10 +31,6 @@ def clustered(layout: Layout) -> bool:
     return layout.tiling.cluster > 1
 
 
-def bounded(layout: Layout) -> bool:
-    return layout.bound
-
-
 @dataclass
 class State(Buffers):
     """The state of one row in a block. Keys are of `device.selection`: value and column in one uint64.
@@ -43,7 +39,7 @@ class State(Buffers):
     `equals_until`. An order is a value's bits made to order as integers (`selection.order_bits`).
     """
 
-    io: Any  # the kernel's arguments (`interface.Arguments`)
+    io: Any  # the kernel's arguments (`core.arguments.function`)
     t: Any  # the thread of the block
     block: Any  # the row, as the grid counts them
     part: Any  # which block of the row's cluster this is; 0 in a block alone
@@ -51,9 +47,9 @@ class State(Buffers):
     # ---- dynamic shared memory: tiles, keys, bins, and marked tiles -------------------------------------------------
     ring: Any = pooled("uint32", lambda o: o.tiling.ring // 4, 0)  # words of `stages` tiles
     keys: Any = pooled("uint64", lambda o: o.pool.capacity, lambda o: o.pool.at_keys)  # the survivors
-    kept: Any = pooled("uint64", lambda o: o.pool.kept, lambda o: o.pool.at_kept)  # those that are kept, or ranked
+    kept: Any = pooled("uint64", lambda o: o.pool.kept, lambda o: o.pool.at_kept)  # keys that are kept, or ranked
     counts: Any = pooled("int32", lambda o: o.pool.bins, lambda o: o.pool.at_counts)  # keys of each bin, and before it
-    homes: Any = pooled("int32", lambda o: o.pool.homes, lambda o: o.pool.at_homes)  # of those kept, where a bin begins
+    homes: Any = pooled("int32", lambda o: o.pool.homes, lambda o: o.pool.at_homes)  # where a kept key's bin begins
     numbers: Any = pooled("int32", lambda o: o.pool.capacity, lambda o: o.pool.at_numbers)  # a key's bin, and its place
     marked: Any = pooled(  # which tiles have survivors: tile * threads + thread
         "uint16", lambda o: o.tiling.tiles * o.tiling.threads, lambda o: o.pool.at_marked, when=deferred
@@ -83,7 +79,7 @@ class State(Buffers):
     top: Any = local("float32")  # the largest of them
 
     # ---- a thread's own: the sum, the threshold, scratch ------------------------------------------------------------
-    sum: Any = local("float32")  # of exponentials: of the thread's own elements, then of the row's
+    sum: Any = local("float32")  # sum of exponentials: of the thread's own elements, then of the row's
     power: Any = local("float32")
     factor: Any = local("float32")  # scale * log2(e): exponentials are powers of 2
     largest: Any = local("float32")  # the largest element, as far as it is known
@@ -125,16 +121,14 @@ class State(Buffers):
     united_sum: Any = shared("float32", lambda o: o.tiling.cluster, when=clustered)
     united_threshold: Any = shared("uint64", lambda o: o.tiling.cluster, when=clustered)
     united_count: Any = shared("int32", when=clustered)  # how many of their keys the first block has kept
-    lane_tops: Any = shared("uint32", 32, when=bounded)  # of lanes that share their keys, orders of the largest
-    bound: Any = shared("uint32", when=bounded)  # order of a value that k of these keys reach
-    verdict: Any = shared("int32", when=clustered)  # what the first block tells of `settled`
-    row_largest: Any = shared("float32", when=clustered)  # and of `largest`, if the row is read again
+    verdict: Any = shared("int32", when=clustered)  # the first block's `settled`
+    row_largest: Any = shared("float32", when=clustered)  # and its `largest`, if the row is read again
 
     # ---- where the row is -------------------------------------------------------------------------------------------
     row: Any = local("int64")  # offsets into the logits pass 2^31
     lead: Any = local("int32")  # elements of the row before in this one's first vector
     start: Any = local("int32")  # the column of this block's first vector; below 0 if that begins in the row before
-    end: Any = local("int32")  # the column behind its last vector
+    end: Any = local("int32")  # the column after its last vector
     i: Any = local("int32")  # the number of the tile in hand
     reading: Any = local("int32")  # whether tiles are left
 
@@ -147,21 +141,21 @@ def column_of(tiling: Tiling, at: Any, e: Any) -> tirx.PrimExpr:
 
 
 def address_of(tiling: Tiling, address: Any, column: Any) -> tirx.PrimExpr:
-    """Of an element of the row whose first one is at `address`; `column` may be below 0."""
+    """The address of an element of the row whose first element is at `address`; `column` may be below 0."""
     return address[0] + T.Cast("uint64", T.Cast("int64", column) * tiling.itemsize)
 
 
 def vector_address(tiling: Tiling, address: Any, at: Any, u: Any) -> tirx.PrimExpr:
-    """Of the u-th vector of a tile that lies at `at`, in the row whose first element is at `address`.
+    """The address of the u-th vector of a tile that lies at `at`, in the row whose first element is at `address`.
 
-    Two addresses serve all vectors of a tile, which lie by a constant behind these.
+    Two addresses are enough: all vectors of a tile lie at constant distances from these.
     """
     late = T.Select(u * 2 >= tiling.vectors, at[1], at[0]) if tiling.vectors > 1 else at[0]
     return address_of(tiling, address, late) + T.Cast("uint64", u * (tiling.slot_columns * tiling.itemsize))
 
 
 def folded(most: Callable[..., Any], x: Any, first: int, extent: int) -> Any:
-    """The maximum or minimum (`most`) of so many elements of x from the first one on, as a tree."""
+    """The maximum or minimum (`most`) of `extent` elements of x from `first` on, as a tree."""
     if extent == 1:
         return x[first]
     half = extent // 2
@@ -174,5 +168,5 @@ def no_good(total: Any) -> tirx.PrimExpr:
 
 
 def not_below(value: Any, bound: Any, otherwise: Any = 0) -> tirx.PrimExpr:
-    """Whether a value, which may be a NaN, is no less than `bound`; or else if that is not 0."""
+    """Whether a value is no less than `bound`; for a NaN, whether `otherwise` is not 0."""
     return T.Select(value < bound, otherwise, 1) != 0

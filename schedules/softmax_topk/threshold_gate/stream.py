@@ -25,7 +25,7 @@ SAMPLE, REPEATED = 1, 2
 
 # fmt: off
 def await_producer(layout: Layout) -> Callable[..., Any]:
-    """Do what needs nothing of the producer kernel, and then wait until what it wrote is visible. The phase is (s).
+    """Do what does not depend on the producer kernel, and then wait until what that wrote is visible. The phase is (s).
 
     Reads: `address`, `start`, `end`.
     Writes: `ahead`; `counts`, `flag` as 0 if bins will be needed.
@@ -53,7 +53,7 @@ def begin_pass(layout: Layout) -> Callable[..., Any]:
     """Start the first tiles, and set everything to how it is before any element was read. The phase is (s, attempt).
 
     Reads: `address`, `start`, `end`.
-    Writes: `ring`, asynchronously; `count`, `full`, `found`, `marks`, `verdict`, `united_count`, `lane_tops`, `bound`;
+    Writes: `ring`, asynchronously; `count`, `full`, `found`, `marks`, `verdict`, `united_count`;
         `sum`, `threshold`, `equals_until`, `sampling`.
     Barriers: one, at the end; of a cluster one before.
     After: everything above minus infinity passes; only the first attempt takes a sample.
@@ -65,7 +65,7 @@ def begin_pass(layout: Layout) -> Callable[..., Any]:
         for i in T.unroll(layout.tiling.stages):
             start(s, i)
         if layout.tiling.cluster > 1 and attempt == 0:
-            # While tiles are on their way.
+            # While the first tiles are being copied.
             await_blocks(s)
         if s.t == 0:
             s.count[0] = 0
@@ -77,11 +77,6 @@ def begin_pass(layout: Layout) -> Callable[..., Any]:
             if layout.tiling.cluster > 1:
                 s.verdict[0] = 1
                 s.united_count[0] = 0
-                if layout.bound:
-                    s.bound[0] = T.uint32(0)
-        if layout.bound:
-            if s.t < 32:
-                s.lane_tops[s.t] = T.uint32(0)
         s.sum[0] = T.float32(0)
         s.threshold[0] = LOWEST
         s.equals_until[0] = layout.vocab
@@ -115,10 +110,9 @@ def add_exponentials(layout: Layout) -> Callable[..., Any]:
 def take_survivors(layout: Layout) -> Callable[..., Any]:
     """Push what passes the threshold of the tile in hand, or mark the tile. The phase is (s, attempt).
 
-    Reads: the tile, `threshold`, `equals_until`, `i`.
-    Writes: `keys`, `count`, or the list of marked tiles; `largest`; `called`, not 0 if the buffer is full: then the
-        tile comes again, and is taken out of the sum, or else `sampling` says that the sum has it.
-    Barriers: none.
+    Reads: the tile, `threshold`, `equals_until`, `i`. Writes: `keys`, `count`, or the list of marked tiles; `largest`;
+    `called`, not 0 if the buffer is full: then the tile is taken again; its exponentials are removed from the sum, or
+    `sampling` says that the sum already has them. Barriers: none.
     """
     mark, push, mark_tile = mark_survivors(layout), push_survivors(layout), deferred.mark_tile(layout)
 
@@ -151,7 +145,7 @@ def take_survivors(layout: Layout) -> Callable[..., Any]:
 
 
 def stream_tiles(layout: Layout) -> Callable[..., Any]:
-    """Tile after tile, until the share is through or a compaction is called for. The phase is (s, attempt).
+    """Take tile after tile, until the share has been read or a compaction is called for. The phase is (s, attempt).
 
     Reads: `ring`, and `i`, where it goes on.
     Writes: what its parts write; `i`, `called`.
@@ -166,7 +160,7 @@ def stream_tiles(layout: Layout) -> Callable[..., Any]:
         while s.i[0] < tiling.tiles and s.called[0] == T.uint32(0):
             take(s, s.i[0])
             if layout.deferred:
-                # Nobody reads the ring again.
+                # Nothing reads the ring any more.
                 start(s, s.i[0] + tiling.stages)
             if s.sampling[0] != 0:
                 if not layout.compacts or s.sampling[0] == SAMPLE:
@@ -192,7 +186,7 @@ def stream_tiles(layout: Layout) -> Callable[..., Any]:
 
 
 def stream_row(layout: Layout) -> Callable[..., Any]:
-    """All tiles of the share, with compactions when warps call for them. The phase is (s, attempt).
+    """Take all tiles of the share, with a compaction whenever a warp calls for one. The phase is (s, attempt).
 
     Reads: `ring`.
     Writes: what `stream_tiles` and `compact` write; `warp_sums`, `warp_largest`.
@@ -219,7 +213,7 @@ def stream_row(layout: Layout) -> Callable[..., Any]:
             T.cuda.cta_sync()
             s.reading[0] = 0
             if layout.compacts:
-                # Warps that are through with the row wait here for calls until all are.
+                # Warps that have read their part of the row wait here for calls until all have.
                 T.ptx.ld.volatile.shared.u32(s.called[0], s.full.ptr_to([0]))
                 if s.called[0] != T.uint32(0):
                     compacted(s)

@@ -38,7 +38,7 @@ def mark_elements(s, first, extent, threshold):
 
 
 def unmark_equals(tiling: Tiling) -> Callable[..., Any]:
-    """Take the bits off elements that equal the threshold and lie behind its column. The phase is (s).
+    """Clear the bits of elements that equal the threshold and lie behind its column. The phase is (s).
 
     Reads: `x`, `threshold`, `equals_until`, `at`.
     Writes: `bits`.
@@ -57,7 +57,7 @@ def unmark_equals(tiling: Tiling) -> Callable[..., Any]:
 
 @T.inline
 def take_mark(s):
-    """Take one bit off `bits`; `spot` is which."""
+    """Clear one bit of `bits`; `spot` becomes its number."""
     s.spot[0] = 31 - T.clz(T.reinterpret("int32", s.bits[0]))
     s.bits[0] = s.bits[0] ^ (T.uint32(1) << T.Cast("uint32", s.spot[0]))
 
@@ -65,7 +65,7 @@ def take_mark(s):
 def mark_survivors(layout: Layout) -> Callable[..., Any]:
     """One bit for each element of the tile that passes the threshold and is not in the buffer yet.
 
-    The phase is (s, attempt): when a row is read again, all that is no less than nothing passes, NaN too.
+    The phase is (s, attempt): when a row is read again, every element passes, NaN too.
 
     Reads: `x`, `top`, `threshold`, `equals_until`, `at`, `pending`.
     Writes: `bits`.
@@ -98,7 +98,7 @@ def push_survivors(layout: Layout) -> Callable[..., Any]:
 
     Reads: `bits`, `ring`, the bias, `at`.
     Writes: `keys`, `count`, `full`; `largest`, if no tile's is known (`Layout.dense`); `pending` becomes 0, unless
-        there was no room. `bits` are lost if there was.
+        there was no room. `bits` are overwritten if there was room.
     Barriers: none.
     """
     tiling, capacity = layout.tiling, layout.pool.capacity
@@ -109,7 +109,7 @@ def push_survivors(layout: Layout) -> Callable[..., Any]:
     def phase(s, i):
         s.slot[0] = T.cuda.atomic_add(s.count.ptr_to([0]), T.Cast("int32", T.popcount(s.bits[0])))
         if layout.compacts and s.slot[0] + T.Cast("int32", T.popcount(s.bits[0])) > capacity:
-            # What is left of the room is made void.
+            # Fill what is left of the room with void keys.
             while s.slot[0] < capacity:
                 s.keys[s.slot[0]] = T.uint64(0)
                 s.slot[0] = s.slot[0] + 1
@@ -174,7 +174,7 @@ def compact(layout: Layout) -> Callable[..., Any]:
         keep(s)
         take_pivot(s, layout.vocab)
         if is_nan(s.threshold[0]):
-            # k NaN already: what is no NaN has no chance, and only plus infinity still passes for a candidate.
+            # Already k NaN: no number has a chance any more, and only plus infinity still passes as a candidate.
             s.threshold[0] = T.infinity("float32")
         if s.t == 0:
             s.full[0] = T.uint32(0)
@@ -185,7 +185,7 @@ def compact(layout: Layout) -> Callable[..., Any]:
 
 @T.inline
 def take_pivot(s, vocab):
-    """Make the k-th key the threshold. Its last digits are 0 where no equals had to be told apart.
+    """Make the k-th key the threshold. Its last digits are 0 where equal elements did not have to be distinguished.
 
     Reads: `pivot`.
     Writes: `threshold`, `equals_until`.

@@ -23,13 +23,13 @@ def inside(tiling: Tiling, s: Any, at: Any) -> tirx.PrimExpr | bool:
     if tiling.whole:
         return True
     last = column_of(tiling, at, (tiling.vectors - 1) * tiling.width)
-    # A row that begins within a vector also ends in one.
+    # A row that begins within a vector also ends within one.
     behind = last + (tiling.width if tiling.aligned else 2 * tiling.width) <= s.end[0]
     return behind if tiling.aligned else T.And(behind, at[0] >= 0)
 
 
 def rows_beside(layout: Layout) -> tirx.PrimExpr:
-    """How many rows are worked on at a time, so that the one which comes into a row's place is as many behind."""
+    """How many rows the GPU works on at a time: the row that takes a row's place comes as many rows later."""
     return multiprocessors() * layout.beside
 
 
@@ -98,7 +98,7 @@ def start_tile(tiling: Tiling) -> Callable[..., Any]:
             placed(s, s.ahead, i, s.t)
             if tiling.aligned:
                 for u in T.unroll(vectors):
-                    # Beyond the share its last vector again.
+                    # Beyond the share: its last vector again.
                     T.ptx.cp.async_.cg.shared.global_(
                         s.ring.ptr_to([(((i % stages) * vectors + u) * threads + s.t) * 4]),
                         T.Select(
@@ -114,7 +114,8 @@ def start_tile(tiling: Tiling) -> Callable[..., Any]:
                         vector_address(tiling, s.address, s.ahead, u), VECTOR)
             else:
                 for u in T.unroll(vectors):
-                    # Beyond the row its last vector again, and of that what is the row's: it may be the array's end.
+                    # Beyond the row: its last vector again, and of that only the row's elements, because the array may
+                    # end there.
                     T.ptx.cp.async_.cg.shared.global_(
                         s.ring.ptr_to([(((i % stages) * vectors + u) * threads + s.t) * 4]),
                         address_of(
@@ -130,8 +131,8 @@ def start_tile(tiling: Tiling) -> Callable[..., Any]:
 def prefetch_tile(tiling: Tiling) -> Callable[..., Any]:
     """Have a row's first tile brought into the L2 cache. The phase is (s, address).
 
-    Each thread asks for a line of its own and its neighbours' vectors. The row at `address` need not begin within a
-    vector as the one does that `start` and `end` are of.
+    Each thread asks for a line of its own and its neighbours' vectors. The row at `address` may begin at another place
+    within a vector than the row that `start` and `end` belong to.
 
     Reads: `start`, `end`.
     Writes: `ahead`.
@@ -189,7 +190,7 @@ def take_tile(layout: Layout) -> Callable[..., Any]:
 
 @T.inline
 def find_top(s, held):
-    """The largest of the tile's elements; a NaN is in no maximum.
+    """The largest of the tile's elements; NaN is left out.
 
     Reads: `x`.
     Writes: `top`.

@@ -33,7 +33,7 @@ __device__ __forceinline__ void count_in_bin(unsigned int first, unsigned int bi
   asm volatile("red.shared.add.u32 [%0], 1;" : : "r"(first + 4 * bin) : "memory");
 }
 """
-# A bin's count before one is added to it, its count, and the count of the bin before.
+# A bin's count, returned while one is added to it; its count; and the count of the bin before.
 OF_BIN = {
     name: f"""
 __device__ __forceinline__ int {name}(unsigned int first, unsigned int bin) {{
@@ -56,7 +56,7 @@ def count_in_bin(s: State, bin: tirx.PrimExpr) -> tirx.PrimExpr:
 
 
 def of_bin(name: str, s: State, bin: tirx.PrimExpr) -> tirx.PrimExpr:
-    """What a function of `OF_BIN` gives of a bin, by the bin's number plus MAGIC_BITS."""
+    """The result of a function of `OF_BIN` for a bin, given by the bin's number plus MAGIC_BITS."""
     return T.cuda.func_call(name, s.first[0], bin, source_code=OF_BIN[name], return_type="int32")
 
 
@@ -107,10 +107,8 @@ def clear_bins(layout: Layout) -> Callable[..., Any]:
 def count_bins(layout: Layout) -> Callable[..., Any]:
     """How many elements each bin has.
 
-    Reads: `x`, `top`, `lower`.
-    Writes: `gate`, `fine`, `counts`.
-    Barriers: one before counts, one behind.
-    After: bins up to the last but one divide the values from `top` down to that of `lower`, and each has its count.
+    Reads: `x`, `top`, `lower`. Writes: `gate`, `fine`, `counts`. Barriers: one before counting, one after it. After:
+    bins up to the last but one divide the values from `top` down to that of `lower`, and each has its count.
     """
     find = find_bin(layout)
 
@@ -148,7 +146,7 @@ def scan_bins(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, at, s):
-        above, other = T.meta_var(s.rank), T.meta_var(s.slot)  # elements in bins before; scratch
+        above, other = T.meta_var(s.rank), T.meta_var(s.slot)  # elements in the bins before; scratch
         s.settled[0] = 1
         s.size[0] = 0
         for b in T.unroll(lane_bins // 4):
@@ -161,7 +159,7 @@ def scan_bins(layout: Layout) -> Callable[..., Any]:
         s.cut[0] = count_lanes(s.lanes[0]) * lane_bins
         above[0] = above[0] - s.size[0]
         s.crowd[0] = 0
-        # Loaded again: there are not enough registers to keep them.
+        # Loaded again, because there are too few registers to keep them.
         for b in T.unroll(lane_bins // 4):
             load_counts(at, s, b)
             for v in T.unroll(4):
@@ -205,7 +203,7 @@ def read_back(layout: Layout) -> Callable[..., Any]:
 
 
 def fill_bins(layout: Layout) -> Callable[..., Any]:
-    """Keys of the bins up to the cut, in their bins.
+    """Write the keys of the bins up to the cut, each into its bin's range.
 
     Reads: `x`, `top`, `fine`, `cut`.
     Writes: `keys`, `counts`, `gate`, `marks`.
@@ -217,7 +215,8 @@ def fill_bins(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def fill_by_marks(io, at, s):
-        # A little below the cut's bin, whose elements all reach it. Others that do are told apart one by one.
+        # A value a little below the cut's bin: all elements of that bin reach it. Elements of later bins that reach it,
+        # too, are left out one by one.
         s.gate[0] = s.top[0] - (T.Cast("float32", s.cut[0]) + T.float32(0.75)) / (
             s.fine[0] * T.float32(layout.bins - 1))
         mark(s)
@@ -232,7 +231,7 @@ def fill_bins(layout: Layout) -> Callable[..., Any]:
     @T.inline
     def fill_with_all(io, at, s):
         again(at, s)
-        # Four at a time, so that their places are on their way together.
+        # Four at a time, so that the loads of their places overlap.
         for u in T.unroll(layout.held // 4):
             for v in T.unroll(4):
                 find(s, s.x[u * 4 + v])
@@ -247,7 +246,7 @@ def fill_bins(layout: Layout) -> Callable[..., Any]:
 
 
 def rank_in_bins(layout: Layout) -> Callable[..., Any]:
-    """Each key against those of its bin, and out.
+    """Compare each key with the others of its bin, and write it by its rank.
 
     A key's rank is where its bin begins, plus how many keys of its bin are larger.
 

@@ -64,7 +64,7 @@ def enclose_by_bin(layout: Layout) -> Callable[..., Any]:
 
 
 def bisect(layout: Layout) -> Callable[..., Any]:
-    """The interval halved until few enough elements are above its lower end.
+    """Halve the interval until few enough elements are above its lower end.
 
     Before: at least k elements are no less than `lower`, and fewer than k that are no NaN are above `upper`.
     Reads: `x`, `d`, `lower`, `upper`.
@@ -88,17 +88,17 @@ def bisect(layout: Layout) -> Callable[..., Any]:
         above = T.meta_var(s.rank)  # how many elements are above `lower`
         middle = T.alloc_local([1], "uint32")
         reached = T.alloc_local([1], "int32")
-        # As integers, because comparing floats takes subnormal numbers for 0.
+        # Compared as integers, because comparisons of floats take subnormal numbers for 0.
         for e in T.unroll(layout.held):
             order(s.x[e], s.value, s.ordered)
             s.ordered_row[e] = s.ordered[0]
         above[0] = 0
-        # A NaN shows in the sum (as does an infinity, which does no harm here).
+        # A NaN makes the sum NaN (so does an infinity, which does no harm here).
         if is_nan(s.d[0]):
             s.upper[0] = T.uint32(PLUS_INFINITY)
             count_above(s, s.upper[0], above)
         if above[0] >= k:
-            # All of the k are NaN.
+            # All of the k largest are NaN.
             s.lower[0] = T.uint32(FULL_WARP)
             s.equals[0] = k
         else:
@@ -123,7 +123,7 @@ def bisect(layout: Layout) -> Callable[..., Any]:
 
 
 def collect_selected(layout: Layout) -> Callable[..., Any]:
-    """Keys of what the bisection has selected.
+    """Collect the keys of the elements that the bisection has selected.
 
     Reads: the logits again, `lower`, `equals`.
     Writes: `keys`, `size`, `cut`.
@@ -159,7 +159,7 @@ def collect_selected(layout: Layout) -> Callable[..., Any]:
 
 
 def sort_keys(layout: Layout) -> Callable[..., Any]:
-    """For larger k: the keys in order.
+    """Sort the keys, for larger k.
 
     Reads: `keys`, `size`, `cut`.
     Writes: `keys`.
@@ -173,7 +173,7 @@ def sort_keys(layout: Layout) -> Callable[..., Any]:
         for p in T.serial(rounded.bit_length() - 1):
             for q in T.serial(p + 1):
                 for i in T.serial(rounded // 64):
-                    # The pair's lower place: a 0 put in front of bit p - q of the pair's number.
+                    # The lower place of the pair: the pair's number with a 0 inserted before bit p - q.
                     low: T.int32 = (((i * 32 + at.lane) >> (p - q)) << (p - q + 1)) | (
                         (i * 32 + at.lane) & ((1 << (p - q)) - 1))
                     own: T.uint64 = s.keys[at.keys + low]
@@ -188,7 +188,7 @@ def sort_keys(layout: Layout) -> Callable[..., Any]:
         for i in T.serial((rounded - s.size[0] - at.lane + 31) // 32):
             s.keys[at.keys + s.size[0] + i * 32 + at.lane] = T.uint64(0)
         T.cuda.warp_sync()
-        # Keys of elements that are all equal are in order already.
+        # The keys of elements that are all equal are already in order.
         if s.cut[0] > 0:
             bitonic_sort(at, s)
 
@@ -196,7 +196,7 @@ def sort_keys(layout: Layout) -> Callable[..., Any]:
 
 
 def write_sorted(layout: Layout) -> Callable[..., Any]:
-    """The first k keys, out.
+    """Write the first k keys to the outputs.
 
     Reads: the first k of `keys`.
     Writes: the values and indices.

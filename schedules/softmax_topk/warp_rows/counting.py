@@ -16,7 +16,7 @@ from .state import count_lanes, lanes_with
 
 # fmt: off
 def collect_reached(layout: Layout) -> Callable[..., Any]:
-    """Keys of what reaches the threshold.
+    """Collect the keys of the elements that reach the threshold.
 
     Reads: `x`, `lower`.
     Writes: `gate`, `marks`, `settled`, `size`, `keys`.
@@ -48,7 +48,7 @@ def collect_reached(layout: Layout) -> Callable[..., Any]:
         for w in T.unroll(layout.mark_words):
             s.size[0] = s.size[0] + T.Cast("int32", T.popcount(s.marks[w]))
         s.size[0] = lanes_sum(s.size[0])
-        # Fewer than k if there are not k above minus infinity; more than there is room for if many are equal.
+        # Fewer than k if fewer than k elements are above minus infinity; more than there is room for if many are equal.
         if s.size[0] < layout.k or s.size[0] > layout.room:
             s.settled[0] = 0
         else:
@@ -59,7 +59,7 @@ def collect_reached(layout: Layout) -> Callable[..., Any]:
 
 @T.inline
 def pad_keys(at, s):
-    """Two keys behind the last, smaller than all others, as keys are read two at a time.
+    """Write two keys behind the last one, smaller than all others, because keys are read two at a time.
 
     Reads: `size`.
     Writes: these two of `keys`.
@@ -87,7 +87,7 @@ def count_larger(layout: Layout) -> Callable[..., Any]:
 
 
 def rank_by_counting(layout: Layout) -> Callable[..., Any]:
-    """Each key against all others, and out.
+    """Compare each key with all others, and write it by its rank.
 
     Reads: `keys`, `size`.
     Writes: two keys behind the last, the values and indices.

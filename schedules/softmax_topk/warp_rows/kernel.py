@@ -45,7 +45,7 @@ def kernel(layout: Layout, ending: Ending | None = None) -> Callable[..., Any]:
         key_base: T.int32 = warp * layout.keys
         at = T.meta_var(Place(lane, warp, row, lead, key_base, left))
 
-        # What needs nothing of a producer kernel.
+        # What does not depend on a producer kernel.
         s.factor[0] = io.scale * T.float32(LOG2_E)
         if layout.bins > 0:
             clear_bins(io, at, s)
@@ -74,7 +74,7 @@ def kernel(layout: Layout, ending: Ending | None = None) -> Callable[..., Any]:
 
 
 def small_k(layout: Layout) -> Callable[..., Any]:
-    """The k largest where the lanes' maxima give the threshold: from registers to values and indices."""
+    """Find the k largest, for small k: the lanes' maxima give the threshold."""
     collect_reached = counting.collect_reached(layout)
     enclose = bisection.enclose_by_lanes(layout)
     bisect = bisection.bisect(layout)
@@ -94,7 +94,7 @@ def small_k(layout: Layout) -> Callable[..., Any]:
 
 
 def larger_k(layout: Layout) -> Callable[..., Any]:
-    """The k largest where elements are counted in bins: from registers to values and indices."""
+    """Find the k largest, for larger k: elements are counted in bins."""
     count_bins = bins.count_bins(layout)
     scan_bins = bins.scan_bins(layout)
     fill_bins = bins.fill_bins(layout)
@@ -119,7 +119,7 @@ def larger_k(layout: Layout) -> Callable[..., Any]:
             order_row(io, at, s)
             place_levels(io, at, s)
             if s.settled[0] == 0:
-                # Its elements' registers had to make room.
+                # Load the row again: other things needed its registers.
                 load_row(io, at, s)
                 enclose(io, at, s)
                 bisect(io, at, s)

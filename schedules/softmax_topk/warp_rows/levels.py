@@ -11,13 +11,13 @@ from ...device.selection import below, join_key, order
 from .space import Layout
 from .state import column_of, count_lanes, folded, lanes_max, lanes_with, ragged
 
-# A value costs the time of some eight keys in the other way. So many more may come before they pay for themselves.
+# A value costs as much time as some eight keys cost otherwise. So many keys may come before values pay.
 ELEMENTS, LEVELS = 8, 4
 
 
 # fmt: off
 def order_row(layout: Layout) -> Callable[..., Any]:
-    """The row as integers that order alike.
+    """Turn the row into integers that order as its elements do.
 
     Reads: `x`.
     Writes: `ordered_row`, 0 for what is not of the row, which no element is.
@@ -40,21 +40,19 @@ def order_row(layout: Layout) -> Callable[..., Any]:
 
 
 def place_levels(layout: Layout) -> Callable[..., Any]:
-    """The k best in order, if the values that they have are few.
+    """Put the k best in order, if they have few distinct values.
 
     All elements of one value follow each other in the order as their columns do, which is how vectors, lanes and a
-    lane's elements follow each other: votes tell how many are before one. Elements of a level are gone behind it.
+    lane's elements follow each other: votes tell how many are before one. Elements that have been placed are removed.
 
-    Reads: `ordered_row`, which is lost.
-    Writes: `keys`, `settled`.
-    Barriers: one, at the end.
-    After: if `settled`, the first k of `keys` are the k best, in their order.
+    Reads: `ordered_row`, which is overwritten. Writes: `keys`, `settled`. Barriers: one, at the end. After: if
+    `settled`, the first k of `keys` are the k best, in their order.
     """
     k, width = layout.k, layout.width
 
     @T.inline
     def place_vector(at, s, u, placed):
-        """The elements of a vector that have the level's value."""
+        """Place the elements of a vector that have the level's value."""
         s.slot[0] = placed[0]
         for v in T.unroll(width):
             s.lanes[0] = lanes_with(s.ordered_row[u * width + v] == s.upper[0])
@@ -69,7 +67,7 @@ def place_levels(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, at, s):
-        placed, due = T.meta_var(s.size), T.meta_var(s.crowd)  # elements: in their places; that there are to be
+        placed, due = T.meta_var(s.size), T.meta_var(s.crowd)  # elements: placed; to be placed with this level
         placed[0] = 0
         due[0] = -ELEMENTS * LEVELS
         while placed[0] < k and placed[0] >= due[0]:

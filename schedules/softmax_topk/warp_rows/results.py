@@ -1,4 +1,4 @@
-"""What the kernel leaves: values and indices by their rank, and the probabilities of given columns."""
+"""What the kernel writes: values and indices by their rank, and the probabilities of given columns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .space import Layout
 # fmt: off
 @T.inline
 def write_key(io, s, rank, key):
-    """A key's value and index, by its rank.
+    """Write a key's value and index, by its rank.
 
     Reads: what `sum_exponentials` wrote.
     Writes: the value and the index of this rank.
@@ -30,7 +30,7 @@ def write_key(io, s, rank, key):
 
 
 def write_asked(layout: Layout) -> Callable[..., Any]:
-    """The probabilities of given columns.
+    """Write the probabilities of given columns.
 
     Reads: `ids`, the logits in these columns, and what `sum_exponentials` wrote.
     Writes: `given`.

@@ -18,7 +18,7 @@ from .state import added, column_of, folded, lanes_max, lanes_min, ragged
 
 # fmt: off
 def load_row(layout: Layout) -> Callable[..., Any]:
-    """The row into registers.
+    """Load the row into registers.
 
     Reads: the row of the logits, and the bias.
     Writes: `x`.
@@ -42,7 +42,7 @@ def load_row(layout: Layout) -> Callable[..., Any]:
                     load_words(16, s.raw, u * 4, s.small, io.logits.ptr_to([at.row, column_of(layout, at, u * width)]))
         for e in T.unroll(held):
             s.x[e] = value_in(dtype, s.raw[e // parts], e % parts)
-        # A vector that reaches beyond the array's end, element by element.
+        # A vector that reaches beyond the array's end is loaded element by element.
         if not aligned and layout.vectors * 32 * width > at.left:
             for e in T.unroll(held):
                 if ragged(layout, e // width):
@@ -201,7 +201,7 @@ def mark_reached(layout: Layout) -> Callable[..., Any]:
 
 
 def take_marked(layout: Layout) -> Callable[..., Any]:
-    """One marked element, and its mark is gone; called with (io, at, s, w).
+    """Take one marked element, and clear its mark; called with (io, at, s, w).
 
     Reads: the w-th word of `marks`, which is not 0, and the logits.
     Writes: that word; `column`, `value`, `ordered`.

@@ -10,7 +10,7 @@ from tvm_sparse.core.template import Decisions, Features, NotApplicable, Table, 
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 WARP = 32  # lanes
-# Rows, and so warps, of a thread block.
+# Rows of a thread block, each with a warp.
 ROWS = powers(1, 8)
 # A lane holds MAX_VOCAB / 32 = 64 elements; more would not leave enough registers to work with.
 MAX_VOCAB = 2048
@@ -23,8 +23,8 @@ COUNTED = 16
 COUNTED_ROOM = 128
 # The most keys of one bin: a key is compared with all keys of its bin.
 CROWD = 32
-# Up to this share k of the row, elements of the bins up to the cut are marked, and the marked ones taken one by one.
-# For larger k it is cheaper to go through all elements once more.
+# As long as k is at most this share of the row, elements of the bins up to the cut are marked, and the marked ones
+# taken one by one. For larger k it is cheaper to go through all elements once more.
 SPARSE = 0.16
 # How many threads a multiprocessor is to hold, by the most elements that a lane holds. That bounds a thread's registers
 # to 64, 96 and 128.
@@ -65,7 +65,9 @@ class Layout:
 
     @property
     def resident(self) -> int:
-        """Thread blocks that a multiprocessor is to hold, which bounds a thread's registers."""
+        """Thread blocks that should fit on a multiprocessor at the same time, which limits the
+        registers of a thread.
+        """
         return max(next(threads for held, threads in RESIDENT if self.held <= held) // self.threads, 1)
 
     # The row in registers.
@@ -88,7 +90,7 @@ class Layout:
 
     @property
     def held(self) -> int:
-        """Elements of a lane, with those that lie before or behind the row and count as minus infinity."""
+        """Elements of a lane, including places before or after the row, which hold minus infinity."""
         return self.vectors * self.width
 
     @property
@@ -145,7 +147,7 @@ class Layout:
 
     @property
     def room(self) -> int:
-        """Keys that may come to be ranked."""
+        """Keys that there may be to rank."""
         return COUNTED_ROOM if self.counted else self.k + CROWD
 
     @property

@@ -29,7 +29,7 @@ class Place:
 
     lane: Any  # of the thread in its warp
     warp: Any  # of the thread in its thread block
-    row: Any  # of the logits; int64, as offsets into these pass 2^31
+    row: Any  # among the logits; int64, as offsets into these can exceed 2^31
     lead: Any  # elements of the row before in this row's first vector; 0 where rows are aligned
     keys: Any  # where the warp's keys begin in `State.keys`
     left: Any  # elements from the row's first to the end of the logits, or any number beyond the row's last vector
@@ -50,7 +50,7 @@ class State:
     x: tirx.Buffer  # the lane's elements; minus infinity for what is not of the row
     maxima: tirx.Buffer  # maxima[g]: of the lane's elements g, g + groups, g + 2 * groups and so on
     top: tirx.Buffer  # the row's maximum
-    top_bits: tirx.Buffer  # its order bits
+    top_bits: tirx.Buffer  # order bits of the row's maximum
     factor: tirx.Buffer  # scale * log2(e)
     reference: tirx.Buffer  # top * factor, subtracted from all exponents
     unit: tirx.Buffer  # what exponents are multiplied by to be in powers of e
@@ -61,25 +61,25 @@ class State:
     gate: tirx.Buffer  # a value: elements below it are not marked
     marks: tirx.Buffer  # bit e % 32 of word e // 32: whether the lane's element e is still to become a key
     size: tirx.Buffer  # keys in shared memory
-    settled: tirx.Buffer  # 1 if these include the k largest and are not too many to be ranked; 0 for a bisection
+    settled: tirx.Buffer  # 1 if these include the k largest and are few enough to be ranked; 0 if bisection is needed
     # Bins.
     first: tirx.Buffer  # the address that the count of bin -MAGIC_BITS would have (see `bins.find_bin`)
     fine: tirx.Buffer  # the share of all bins that a unit of value covers
     cut: tirx.Buffer  # the bin of the k-th largest; after a bisection, keys of elements above `lower`
     # Bisection, on order bits.
-    ordered_row: tirx.Buffer  # those of the lane's elements
-    lower: tirx.Buffer  # at least k elements are no less
-    upper: tirx.Buffer  # fewer than k elements that are no NaN are above
+    ordered_row: tirx.Buffer  # order bits of the lane's elements
+    lower: tirx.Buffer  # at least k elements are no less than this
+    upper: tirx.Buffer  # fewer than k elements, NaN left out, are above this
     equals: tirx.Buffer  # how many of the elements that equal `lower` are among the k
     # Outputs: addresses of the row's first value and first index.
     outputs_at: tirx.Buffer
-    # Scratch: free when a phase begins, whatever a phase before has left there.
+    # Scratch: free when a phase begins.
     column: tirx.Buffer  # of one element; and so the next four
     value: tirx.Buffer
-    ordered: tirx.Buffer  # order bits
+    ordered: tirx.Buffer  # order bits of an element
     bin: tirx.Buffer
     key: tirx.Buffer
-    rank: tirx.Buffer  # how many keys are larger
+    rank: tirx.Buffer  # how many keys are larger than the one in hand
     slot: tirx.Buffer  # a place among the keys
     pair: tirx.Buffer  # two keys
     own: tirx.Buffer  # counts of four bins, or bins of four elements

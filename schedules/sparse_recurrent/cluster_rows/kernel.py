@@ -66,11 +66,11 @@ class ClusterState(State):
     pool
         The address of the thread block's dynamic shared memory.
     peers
-        The same of the thread blocks that the warp sends to, as addresses of the cluster.
+        The addresses, within the cluster, of the dynamic shared memory of the thread blocks that the warp sends to.
     chunk_at
         Bytes from the beginning of a copy to the thread block's chunk.
     turn
-        Of the copy that is written in this step: 0 or 1.
+        Which copy is written in this step: 0 or 1.
     done
         Whether a wait is over.
     where
@@ -84,7 +84,7 @@ class ClusterState(State):
     chunk_at: Any = local("uint32")
     turn: Any = local("int32")
     done: Any = local("uint32")
-    where: Any = pooled("uint16", lambda e: e.hidden, lambda e: (e.stage_bytes + e.kept_bytes) // 2)
+    where: Any = pooled("uint16", lambda e: e.hidden, lambda e: e.stage_bytes // 2)
     barriers: Any = pooled("uint64", COPIES, lambda e: e.barriers_at // BARRIER_BYTES)
 
 
@@ -116,7 +116,7 @@ def prepare(e: ClusterExtents) -> Phase:
                 s.stages[i * e.threads + s.t] = T.uint32(0)
         for i in T.serial(ceildiv(e.hidden, e.threads)):
             slot: T.int32 = i * e.threads + s.t
-            # The first `more` thread blocks have a unit more than the others.
+            # The first `more` thread blocks have one unit more than the others.
             block: T.int32 = T.Select(
                 slot < more * (share + 1), slot // (share + 1), more + (slot - more * (share + 1)) // share)
             if slot < e.hidden:
@@ -127,7 +127,7 @@ def prepare(e: ClusterExtents) -> Phase:
                 T.ptx.mbarrier.init.shared__cta.b64(s.barriers.ptr_to([i]), T.uint32(1))
             T.ptx.fence.mbarrier_init.release.cluster()
             for i in T.unroll(COPIES):
-                # The second copy has the states after the first step, the first one those after the second.
+                # The second copy receives the states after the first step, the first copy those after the second step.
                 if COPIES - i < io.steps:
                     arrive_expecting(s.barriers.ptr_to([i]), T.uint32(e.expected_bytes))
 
@@ -182,13 +182,13 @@ def keep(e: ClusterExtents) -> Phase:
 def send(e: ClusterExtents) -> Phase:
     """The states of the thread block's units to all others of the cluster; the phase is (s, rank).
 
-    Reads: `stages`, the own chunk of the copy that is not read in this step. Writes: the same place of the others.
-    Barriers: of the thread block, at the beginning.
+    Reads: `stages`, the own chunk of the copy that is not read in this step. Writes: the same place in the others'
+    copies. Barriers: of the thread block, at the beginning.
     """
 
     @T.inline
     def phase(s, rank):
-        # What threads wrote is for bulk copies, which read by another way.
+        # Make what threads wrote visible to bulk copies, which read through another proxy.
         T.ptx.fence.proxy.async_.shared__cta()
         T.cuda.cta_sync()
         if s.t % WARP == 0:
@@ -205,7 +205,7 @@ def send(e: ClusterExtents) -> Phase:
 def await_states(e: ClusterExtents) -> Phase:
     """Wait until the others' states after the step are there; the phase is (s, io, step).
 
-    The first thread then tells the mbarrier what comes next, which is there two steps later.
+    The first thread then tells the mbarrier how many bytes to expect next: those of two steps later.
 
     Reads and writes: `barriers`. Barriers: none.
     """
@@ -260,7 +260,7 @@ def kernel_body(e: ClusterExtents) -> Phase:
     @T.inline
     def body(io):
         T.device_entry()
-        # Numbers of clusters are read from a special register anew wherever they stand, if they are not kept.
+        # Numbers of clusters are kept in registers: otherwise they are read from a special register at each use.
         cluster_id = T.cluster_id([e.packs])
         rank_id = T.cta_id_in_cluster([e.cluster])
         t = T.thread_id([e.threads])
@@ -277,7 +277,7 @@ def kernel_body(e: ClusterExtents) -> Phase:
         load(s, io)
         length(s, io, pack)
         first_inputs(s, io, 0, pack)
-        # Bulk copies will write where threads wrote zeros.
+        # Bulk copies will write where threads have written zeros.
         T.ptx.fence.proxy.async_.shared__cta()
         cluster_barrier()
         for step in T.serial(io.steps):

@@ -16,7 +16,6 @@ from ..persistent_rows.space import (
     BATCHED,
     LANES,
     REGISTERS,
-    SHARED,
     THREADS,
     Extents,
     enough,
@@ -27,10 +26,11 @@ from ..persistent_rows.space import (
     too_much,
 )
 
-# Of more than 8 thread blocks clusters are not portable: an H100 has them, of 16.
+# Clusters of more than 8 thread blocks are not portable; an H100 allows 16.
 CLUSTERS = (2, 4, 8, 16)
 COPIES = 2  # of the hidden states
-BARRIER_BYTES = 8  # of an mbarrier
+MOST_PRODUCTS = 1_000_000  # of a step, by default
+BARRIER_BYTES = 8  # bytes of an mbarrier
 
 # For `cycles`, as fitted to an H200. Cycles of a step until all states are exchanged; for each warp; for 32 words that
 # are read from shared memory; for an instruction of all warps of a quarter of a multiprocessor; for the reduction
@@ -69,7 +69,7 @@ class ClusterExtents(Extents):
 
     @property
     def chunk(self) -> int:
-        """Places of a chunk, of which the last ones may be unused."""
+        """Places of a chunk; the last ones may be unused."""
         return self.chunk_bytes // self.column_bytes
 
     @property
@@ -82,7 +82,7 @@ class ClusterExtents(Extents):
 
     @property
     def expected_bytes(self) -> int:
-        """What a thread block is sent in a step."""
+        """Bytes that a thread block is sent in a step."""
         return (self.cluster - 1) * self.chunk_bytes
 
     @property
@@ -90,7 +90,7 @@ class ClusterExtents(Extents):
         """Thread blocks that a warp sends to at most."""
         return ceildiv(self.cluster, self.threads // WARP)
 
-    # Shared memory: the copies, entries, the table of places (16 bits each: two copies of more do not fit), mbarriers.
+    # Shared memory: the copies, the table of places (16 bits each: two copies of more do not fit), mbarriers.
 
     @property
     def where_bytes(self) -> int:
@@ -98,8 +98,8 @@ class ClusterExtents(Extents):
 
     @property
     def barriers_at(self) -> int:
-        """In bytes."""
-        before = self.stage_bytes + self.kept_bytes + self.where_bytes
+        """Where the mbarriers begin, in bytes."""
+        before = self.stage_bytes + self.where_bytes
         return ceildiv(before, BARRIER_BYTES) * BARRIER_BYTES
 
     @property
@@ -108,9 +108,10 @@ class ClusterExtents(Extents):
 
     @property
     def batches(self) -> tuple[tuple[int, int], ...]:
-        """As for `persistent_rows`, but the first batch is what most rows have, where one batch may be so large.
+        """As in `persistent_rows`, but the first batch has as many rounds as most rows, where one batch may be so
+        large.
 
-        Little else takes time in a step than the gathers, those of absent entries among them.
+        Gathers take most of a step's time, and those of absent entries as much as others.
         """
         first = min(self.registers, ceildiv(min(self.nonzeros, self.hidden), self.lanes) + 1)
         if not 0 < first <= self.gathered:
@@ -122,9 +123,8 @@ class ClusterExtents(Extents):
         return super().held_in(form) + 4 + self.sends + 4 * self.units
 
     @classmethod
-    def of(cls, problem: SparseRecurrent, decisions: Decisions) -> ClusterExtents:
-        whole = {"blocks": decisions["cluster"], "stages": COPIES, "exchange": 0, **decisions}
-        found = super().of(problem, whole)
+    def of(cls, problem: SparseRecurrent, decisions: Decisions, polled: bool = False) -> ClusterExtents:
+        found = super().of(problem, {"blocks": decisions["cluster"], "stages": COPIES, **decisions}, polled)
         assert isinstance(found, ClusterExtents)
         return found
 
@@ -143,7 +143,6 @@ def _table(problem: SparseRecurrent, machine: Machine) -> Table:
         "threads": THREADS,
         "reduce_threads": LANES,
         "registers": REGISTERS,
-        "shared": SHARED,
         "pack": packs_of(problem),
     }
 
@@ -152,7 +151,7 @@ def allowed(problem: SparseRecurrent, machine: Machine, decisions: Decisions) ->
     row = longest_row(problem)
     if reason := refusal(row, decisions):
         return reason
-    reach = (decisions["registers"] + decisions["shared"]) * decisions["reduce_threads"]
+    reach = decisions["registers"] * decisions["reduce_threads"]
     if reach < row:
         return f"{row} entries of a row exceed the {reach} that a group keeps"
     if decisions["cluster"] > problem.hidden:
@@ -169,8 +168,19 @@ def default(problem: SparseRecurrent, machine: Machine) -> Decisions:
     return dict(best_point(problem, machine))
 
 
+def declines(problem: SparseRecurrent, machine: Machine) -> bool:
+    """Whether the products of a step are worth more multiprocessors than a cluster has, or the GPU has too few for it.
+
+    On an H200 `persistent_rows` took 1.1 to 2.1 times as long in six searches of up to 870,000 products a step, and 0.6
+    to 0.8 times in three of 1.7 to 2.3 million.
+    """
+    e = ClusterExtents.of(problem, default(problem, machine))
+    products = e.hidden * longest_row(problem) * e.gates * problem.batch
+    return products > MOST_PRODUCTS or not machine.clusters_at_once(e.cluster)
+
+
 def cycles(e: ClusterExtents, machine: Machine) -> float:
-    """A guess of the cycles of one step, clusters that have to wait for others counted in."""
+    """A guess of the cycles of one step, including clusters that have to wait for others."""
     warps = min(e.threads // WARP, ceildiv(e.most * e.lanes, WARP)) / 4
     row = min(e.nonzeros, e.hidden)
     read_again = max(0, row - e.registers * e.lanes) * e.words
@@ -196,7 +206,6 @@ def likely_points(problem: SparseRecurrent, machine: Machine) -> Iterator[Decisi
                 "threads": threads,
                 "reduce_threads": lanes,
                 "registers": registers,
-                "shared": SHARED[enough(SHARED, row - registers * lanes, lanes)],
                 "pack": pack,
             }
             if allowed(problem, machine, point) is None:

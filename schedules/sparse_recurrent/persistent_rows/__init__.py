@@ -7,8 +7,8 @@ for ever where they are not.
 **Who does what.** Slots, the units in the order in which the host deals them out, go to `blocks` thread blocks in equal
 parts, and in each to groups of `reduce_threads` neighbouring lanes. A group has all gates of a unit, so that nothing
 but hidden states leaves it; cell states stay in its shared memory. A lane has every `reduce_threads`-th entry of a row.
-The first `registers` of its entries stay in registers from beginning to end, the next `shared` in shared memory, and
-what is left is read anew in each step, from the L2 cache if it fits there. So any pattern is right, and decisions say
+The first `registers` of its entries stay in registers from beginning to end, and what is left is read anew in each
+step, from the L2 cache if it fits there. So any pattern is right, and decisions say
 which ones are fast.
 
 **A step** is, for `pack` samples at a time,
@@ -24,9 +24,9 @@ which ones are fast.
 With `stages` of 2 copies alternate, so that one barrier of the thread block a step suffices. Of a batch of several
 packs one is exchanged while others are computed.
 
-**Exchange.** With 1, thread blocks look for the data themselves, Lamport's way: each step has a slot of its own, whose
-words are a mark until the states are there (`exchange`). It costs one store and one load through the L2 cache. With 0,
-states alternate between two slots, and all meet at a barrier of the grid after each step.
+**Exchange.** Thread blocks poll for the data themselves, Lamport's way: each step has a slot of its own, whose words
+are a mark until the states are there (`recurrent.exchange`). It costs one store and one load through the L2 cache.
+`barrier_rows`, for comparison, is the same kernel with a barrier of the grid after each step, and two slots in turn.
 
 What a step needs beside states, the input projection, is loaded a step ahead.
 """
@@ -45,6 +45,12 @@ def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
     return program(problem, Extents.of(problem, decisions))
 
 
+def build_with_barrier(problem: SparseRecurrent, decisions: Decisions) -> Program:
+    from .kernel import program
+
+    return program(problem, Extents.of(problem, decisions, polled=False))
+
+
 persistent_rows = Template(
     name="persistent_rows",
     version=3,
@@ -58,4 +64,20 @@ persistent_rows = Template(
     launch=launch,
     explicit_threads=True,
     cooperative=True,
+)
+
+barrier_rows = Template(
+    name="barrier_rows",
+    version=1,
+    operator="sparse_recurrent",
+    kind="cuda",
+    summary="as persistent_rows, with a barrier of the grid after each step (Zhu, Pool et al. 2018, table 1)",
+    space=space,
+    default=default,
+    program=build_with_barrier,
+    allowed=allowed,
+    launch=launch,
+    explicit_threads=True,
+    cooperative=True,
+    comparison=True,
 )

@@ -3,7 +3,7 @@
 before the first step
 
     take_units      which units are whose                                  (`weights`)
-    load_weights    their weights, to registers and shared memory
+    load_weights    their weights, to registers
     mark            the exchange made ready                                (`exchange`)
     begin           states before the first step
     a barrier of the grid
@@ -30,9 +30,9 @@ from tvm_sparse.core.template import Program, Resident, Workspace
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
 from ...device.words import held_address
+from ...interface import gpu_program
 from ...recurrent.exchange import collect, find_source, mark, put, stage
 from ...recurrent.sizes import WIDEST
-from ..interface import gpu_program
 from .space import Extents
 from .state import State
 from .step import (
@@ -75,7 +75,7 @@ def take_pack(e: Extents) -> Phase:
     """A pack's way through one step; the phase is (s, io, step, pack)."""
     load, take, ahead, length = load_inputs(e), take_inputs(e), load_ahead(e), load_length(e)
     find, multiply, reduce, end = find_source(e), gather(e), reduce_lanes(e), finish(e)
-    copy, write = stage(e, e.vectors, lambda number: number, e.stages == 1), write_before(e)
+    copy, write = stage(e, e.vectors, lambda number: number, e.stages == 1, e.polled), write_before(e)
 
     @T.inline
     def phase(s, io, step, pack):
@@ -101,7 +101,7 @@ def take_pack(e: Extents) -> Phase:
 
 def kernel_body(e: Extents) -> Phase:
     """The kernel, as the body of the function; called with its arguments."""
-    deal, load, ready, first_states = take_units(e), load_weights(e), mark(e), begin(e)
+    deal, load, ready, first_states = take_units(e), load_weights(e), mark(e, e.polled), begin(e)
     first_inputs, go = load_inputs(e), take_pack(e)
 
     @T.inline
@@ -138,4 +138,4 @@ def program(problem: SparseRecurrent, e: Extents) -> Program:
     """The program of one point of the space."""
     words = e.packs * e.pitch * WIDEST // 4
     own = Workspace("exchange", ("steps" if e.polled else 2, words), "uint32", fill=None)
-    return gpu_program(problem, kernel_body(e), (own,), Resident(e.blocks, e.threads, e.shared_bytes))
+    return gpu_program(problem, kernel_body(e), (own,), resident=Resident(e.blocks, e.threads, e.shared_bytes))

@@ -15,11 +15,11 @@ from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
 from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit
 
-WARP_MAXIMA = 80  # compute capability from which a warp finds a maximum in one instruction
-# Of the grid, beside one thread block for each multiprocessor. Fewer read the hidden state fewer times from the L2
-# cache, more share the weights.
+WARP_MAXIMA = 80  # the compute capability from which on a warp finds a maximum in one instruction
+# Thread blocks, as alternatives to one per multiprocessor. Fewer read the hidden state fewer times from the L2 cache;
+# more share the weights.
 BLOCKS = (8, 16, 32, 48, 64, 96, 128)
-LEAST_UNITS = 4  # of a thread block: less is not worth its copy of the hidden state
+LEAST_UNITS = 4  # units of a thread block at least: fewer are not worth its copy of the hidden state
 THREADS = (128, 256, 384, 512, 576, 640, 768, 1024)
 # What the fastest points of nearly all shapes that were measured on an H200 have in common. Threads: few, since each
 # further warp polls and waits; but for float32 with four samples a gather the least of the others that gives each group
@@ -31,19 +31,18 @@ WHOLE_WARPS, MOST_ROUNDS = 110, 20
 LANES = powers(4, WARP)
 # Between the powers of two are numbers that leave little unused where rows have a round number of entries.
 REGISTERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64)
-SHARED = (0, 4, 8, 16, 32, 64)
 # Registers that a thread needs beside weights, sums and what it has in flight (addresses, counts, the gates): with
 # fewer the compiler spilled.
 BESIDES = 8
 # As few suffice for entries apart, which are used at once: to take them out of fewer registers costs more time, in each
 # step, than the few words that may be spilled.
 LEAST_BESIDES = 4
-ADDRESSES = 2  # registers of such a load beside what it brings
+ADDRESSES = 2  # registers for the addresses of such a load, beside what it brings
 MOST_LOADS = 12  # 16-byte loads of the hidden state that a thread has in flight
 # Words that a thread gathers before it multiplies: enough to hide the latency of shared memory.
 GATHERED = 32
 BATCHED = 4  # entries that are not in registers which a lane reads at once
-# Rows may have some more entries than is typical: so many standard deviations of a random pattern's.
+# Rows may have some more entries than is typical: so many standard deviations of a random pattern more.
 DEVIATIONS = 4
 
 # For `cycles`, as fitted to an H200. Bytes that a multiprocessor reads in a cycle from its shared memory, and by how
@@ -64,21 +63,20 @@ class Extents:
     nonzeros: int  # entries of a row at which the kernel is fast; it runs with any number
     cell: str
     gates: int
-    dtype: str  # of x, states and output
-    words: int  # of an entry: 1, column and value in 16 bits each, or 2
+    dtype: str  # dtype of x, states and output
+    words: int  # words of an entry: 1, with column and value in 16 bits each, or 2
     ragged: bool
     resets: bool
     blocks: int
-    threads: int  # of a thread block
-    lanes: int  # of a group
-    registers: int  # entries of a row that a lane has in registers,
-    shared: int  # and in shared memory
+    threads: int  # threads of a block
+    lanes: int  # lanes of a group
+    registers: int  # entries of a row that a lane has in registers
     pack: int  # samples side by side
     stages: int  # copies of a pack's hidden states in shared memory
     polled: bool  # whether thread blocks wait for the data themselves; else at a grid barrier
 
     @classmethod
-    def of(cls, problem: SparseRecurrent, decisions: Decisions) -> Extents:
+    def of(cls, problem: SparseRecurrent, decisions: Decisions, polled: bool = True) -> Extents:
         return cls(
             batch=problem.batch,
             hidden=problem.hidden,
@@ -93,10 +91,9 @@ class Extents:
             threads=decisions["threads"],
             lanes=decisions["reduce_threads"],
             registers=decisions["registers"],
-            shared=decisions["shared"],
             pack=decisions["pack"],
             stages=decisions["stages"],
-            polled=decisions["exchange"] == 1,
+            polled=polled,
         )
 
     # How units are dealt out.
@@ -108,17 +105,17 @@ class Extents:
 
     @property
     def most(self) -> int:
-        """Units of a thread block at most."""
+        """Units of a thread block, at most."""
         return ceildiv(self.hidden, self.blocks)
 
     @property
     def units(self) -> int:
-        """Units of a group at most, one after another."""
+        """Units of a group, at most; it works on one after another."""
         return ceildiv(self.most, self.groups)
 
     @property
     def rows(self) -> int:
-        """Rows of the weight of a group at most."""
+        """Rows of the weight of a group, at most."""
         return self.units * self.gates
 
     # How hidden states lie, in the exchange and in shared memory: [column][sample of the pack].
@@ -139,7 +136,7 @@ class Extents:
 
     @property
     def finishing(self) -> int:
-        """Lanes of a group that finish a sample, the first ones."""
+        """Lanes of a group that finish a sample: the first ones."""
         return self.pack
 
     @property
@@ -149,7 +146,9 @@ class Extents:
 
     @property
     def by_slot(self) -> bool:
-        """Whether a copy of the states is in an order of its own, which the state's `where` tells; else in columns'."""
+        """Whether a copy of the states is in the order of slots, which the state's `where` tells; otherwise it is in
+        that of columns.
+        """
         return False
 
     @property
@@ -159,7 +158,7 @@ class Extents:
 
     @property
     def sent_bytes(self) -> int:
-        """Of a store into the exchange: a column's states."""
+        """Bytes of one store into the exchange: a column's states."""
         return self.column_bytes
 
     @property
@@ -184,23 +183,20 @@ class Extents:
     # Shared memory.
 
     @property
-    def kept_bytes(self) -> int:
-        """Entries."""
-        return self.most * self.gates * self.shared * self.lanes * self.words * 4
-
-    @property
     def has_cell(self) -> bool:
         """Whether units carry a cell state, in float32."""
         return self.cell == "lstm"
 
     @property
     def has_own(self) -> bool:
-        """Whether units carry their own hidden state, too: they are asked for it where it may stay as it is."""
+        """Whether units carry their own hidden state, too: where it may have to stay as it is, they need it."""
         return self.cell == "gru" or self.ragged
 
     @property
     def carried_each(self) -> int:
-        """float32 values of either: of each unit and sample of the thread block."""
+        """float32 values of the cell states, or of the own hidden states: one for each unit and sample of the thread
+        block.
+        """
         return self.most * self.packs * self.pack
 
     @property
@@ -213,7 +209,7 @@ class Extents:
 
     @property
     def shared_bytes(self) -> int:
-        return ceildiv(self.stage_bytes + self.kept_bytes + self.carried_bytes, 8) * 8
+        return ceildiv(self.stage_bytes + self.carried_bytes, 8) * 8
 
     # Registers of a thread.
 
@@ -248,10 +244,9 @@ class Extents:
         return self.held_in(self.small_form)
 
     def held_in(self, form: str) -> int:
-        """Those registers, if entries in registers have this form."""
-        spare = 16 if self.shared else 0  # what is read again goes through more registers
+        """`held`, if entries in registers have this form."""
         each = self.words_in(form) + self.words + self.pack + 5 + self.resets
-        return spare + self.rows * each + max(self.loads * (4 + ADDRESSES), self.gathered * self.column_words)
+        return self.rows * each + max(self.loads * (4 + ADDRESSES), self.gathered * self.column_words)
 
     @property
     def spills(self) -> bool:
@@ -265,8 +260,9 @@ class Extents:
 
     @property
     def batches(self) -> tuple[tuple[int, int], ...]:
-        """Rounds in registers that are gathered together: the first, and how many. The last ones are left out for rows
-        that are no longer than usual: they are in smaller batches."""
+        """Batches of rounds that are gathered together: the first round, and how many. The last batches are smaller:
+        rows of the usual length skip them.
+        """
         found, first = [], 0
         while first < self.registers:
             left = self.registers - first
@@ -295,16 +291,15 @@ def operate_cycles(e: Extents) -> float:
     """
     row = min(e.nonzeros, e.hidden)
     held = min(row, e.registers * e.lanes)
-    kept = min(row - held, e.shared * e.lanes)
     rows, rounds, rate = e.most * e.gates, ceildiv(row, e.lanes), min(L2_EACH, L2_ALL / e.blocks)
     warps = min(e.threads // WARP, ceildiv(e.most * e.lanes, WARP))
-    gathers = rows * (row * max(e.column_bytes, 4) * CONFLICTS + kept * e.words * 4) / SHARED_RATE
+    gathers = rows * row * max(e.column_bytes, 4) * CONFLICTS / SHARED_RATE
     products = rows * row * e.pack * (2 if e.itemsize == 2 else 1) / MULTIPLIERS
     issued = ceildiv(warps, 4) * e.rows * rounds * (e.pack + 3)
-    again = rows * (row - held - kept) * e.words * 4 / rate
+    again = rows * (row - held) * e.words * 4 / rate
     way: float = e.rows * ceildiv(rounds, e.gathered) * GATHER
     way += (e.lanes.bit_length() - 1) * (SHUFFLE + 4 * (e.rows - 1)) + GATES * (1 + e.units) / 2
-    beyond = (e.registers + e.shared) * e.lanes < longest(e.nonzeros, e.hidden)
+    beyond = e.registers * e.lanes < longest(e.nonzeros, e.hidden)
     return max(gathers * max(1, BUSY / warps), products, issued) + again + way + beyond * REST
 
 
@@ -317,10 +312,7 @@ def cycles(e: Extents) -> float:
 
 
 def likely_points(problem: SparseRecurrent, machine: Machine, pack: int) -> Iterator[Decisions]:
-    """Points of `pack` samples a gather that may be the best, all of them allowed.
-
-    Rows are in registers as far as these reach, and then in shared memory as far as that does.
-    """
+    """Allowed points of `pack` samples a gather that may be the best: registers hold rows as far as they reach."""
     row, table = longest_row(problem), _table(problem, machine)
     for stages, blocks, threads, lanes in itertools.product(
         table["stages"], table["blocks"], table["threads"], table["reduce_threads"]
@@ -330,23 +322,17 @@ def likely_points(problem: SparseRecurrent, machine: Machine, pack: int) -> Iter
             "threads": threads,
             "reduce_threads": lanes,
             "registers": 0,
-            "shared": 0,
             "pack": pack,
             "stages": stages,
-            "exchange": 1,
         }
         possible = reversed(REGISTERS[: enough(REGISTERS, row, lanes) + 1])
-        held = [n for n in possible if not Extents.of(problem, {**point, "registers": n}).spills]
-        # Room for more entries in shared memory may be had for fewer in registers.
-        for registers in held[: 1 if held and held[0] * lanes >= row else 3]:
-            kept = SHARED[: enough(SHARED, row - registers * lanes, lanes) + 1]
-            more = ({**point, "registers": registers, "shared": n} for n in reversed(kept))
-            yield from itertools.islice((p for p in more if allowed(problem, machine, p) is None), 1)
+        more = ({**point, "registers": n} for n in possible)
+        yield from itertools.islice((p for p in more if allowed(problem, machine, p) is None), 1)
 
 
 @functools.lru_cache(maxsize=64)
 def best_point(problem: SparseRecurrent, machine: Machine) -> tuple[tuple[str, int], ...]:
-    """Of the likely points of as many samples a gather as there may be, the one that takes the fewest `cycles`.
+    """Of the likely points with as many samples per gather as possible, the one that takes the fewest `cycles`.
 
     Only those count whose rows are on chip, if there are any, and of these only the `usual` ones, if there are any.
 
@@ -364,11 +350,11 @@ def best_point(problem: SparseRecurrent, machine: Machine) -> tuple[tuple[str, i
 
 def reach(point: Decisions) -> int:
     """Entries of a row that are on chip."""
-    return point["reduce_threads"] * (point["registers"] + point["shared"])
+    return point["reduce_threads"] * point["registers"]
 
 
 def usual(problem: SparseRecurrent, point: Decisions) -> bool:
-    """Whether a point has as many threads and lanes as the fastest ones of shapes like it had."""
+    """Whether a point has as many threads and lanes as the fastest points for similar shapes."""
     e = Extents.of(problem, point)
     wide = e.vectors > USUAL_THREADS * MOST_LOADS
     long = problem.nonzeros >= WHOLE_WARPS and not wide
@@ -397,15 +383,13 @@ def _table(problem: SparseRecurrent, machine: Machine) -> Table:
         "threads": THREADS,
         "reduce_threads": LANES,
         "registers": REGISTERS,
-        "shared": SHARED,
         "pack": packs_of(problem),
         "stages": (1, 2),
-        "exchange": (0, 1),
     }
 
 
 def require(problem: SparseRecurrent, machine: Machine) -> None:
-    """Raise `NotApplicable` for what no kernel of this kind does."""
+    """Raise `NotApplicable` for problems that this template does not support."""
     if machine.capability < WARP_MAXIMA:
         raise NotApplicable("maxima of a warp need compute capability 8.0")
     if problem.words == 1 and problem.hidden >> 16:
@@ -434,13 +418,11 @@ def allowed(problem: SparseRecurrent, machine: Machine, decisions: Decisions) ->
 
 def refusal(row: int, decisions: Decisions) -> str | None:
     """Why decisions do not suit rows of `row` entries, or None; without `Extents`, for there are many such points."""
-    lanes, registers, shared = (decisions[name] for name in ("reduce_threads", "registers", "shared"))
+    lanes, registers = decisions["reduce_threads"], decisions["registers"]
     if lanes > LANES[0] and lanes // 2 >= row:
         return f"half of {lanes} lanes have no entry of {row} in a row"
     if REGISTERS.index(registers) > enough(REGISTERS, row, lanes):
         return f"{registers} entries of each of {lanes} lanes are more than {row} of a row need"
-    if SHARED.index(shared) > enough(SHARED, row - registers * lanes, lanes):
-        return f"{shared} entries in shared memory are more than {row} of a row need"
     if lanes < decisions["pack"]:
         return f"{lanes} lanes cannot take {decisions['pack']} samples, one each"
     return None

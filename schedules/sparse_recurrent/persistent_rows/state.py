@@ -69,8 +69,6 @@ class State(Buffers):
         The hidden state in the problem's dtype, and the states of a pack as they are sent.
     stages
         Shared: copies of a pack's states.
-    kept
-        Shared: entries of all rows, by row, round and lane.
     cells, owns
         Shared: the same of each slot and sample, if there are several packs. Written and read by one thread.
     """
@@ -116,17 +114,16 @@ class State(Buffers):
     bits: Any = local("uint32")
     sent: Any = local("uint32", lambda e: e.column_words)
     stages: Any = pooled("uint32", lambda e: e.stage_bytes // 4, 0)
-    kept: Any = pooled("uint32", lambda e: e.kept_bytes // 4, lambda e: e.stage_bytes // 4, when=lambda e: e.shared)
     cells: Any = pooled(
         "float32",
         lambda e: e.carried_each,
-        lambda e: (e.stage_bytes + e.kept_bytes) // 4,
+        lambda e: e.stage_bytes // 4,
         when=lambda e: e.has_cell and e.packs_each > 1,
     )
     owns: Any = pooled(
         "float32",
         lambda e: e.carried_each,
-        lambda e: (e.stage_bytes + e.kept_bytes) // 4 + e.has_cell * e.carried_each,
+        lambda e: e.stage_bytes // 4 + e.has_cell * e.carried_each,
         when=lambda e: e.has_own and e.packs_each > 1,
     )
 

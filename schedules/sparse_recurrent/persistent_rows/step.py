@@ -16,13 +16,13 @@ from ...device.words import value_at, value_in
 from ...recurrent.exchange import collect, element_bits, element_of, put, state_bits
 from ...recurrent.gates import gates
 from .space import BATCHED, Extents
-from .weights import held_place, held_value, kept_at, place_of, read_entry, value_of
+from .weights import held_place, held_value, place_of, read_entry, value_of
 
 Phase = Callable[..., Any]
 load_shared = {
     16: T.ptx.ld.shared.v4.u32, 8: T.ptx.ld.shared.v2.u32, 4: T.ptx.ld.shared.u32, 2: T.ptx.ld.shared.u16,
 }  # fmt: skip
-# One instruction, which takes the half where it is.
+# One instruction, which converts the half without moving it first.
 HALVES = {
     part: f"""
 __device__ __forceinline__ float {part}_half_of(unsigned int word) {{
@@ -60,7 +60,7 @@ def load_inputs(e: Extents) -> Phase:
 
 
 def take_inputs(e: Extents) -> Phase:
-    """What was loaded is this step's; the phase is (s).
+    """Make the loaded inputs those of this step; the phase is (s).
 
     Reads: `next_x`, `next_reset`. Writes: `x`, `reset`. Barriers: none.
     """
@@ -130,7 +130,7 @@ def multiply(e: Extents) -> Phase:
 
 
 def in_turn(phases: Sequence[Phase]) -> Phase:
-    """One phase of several of (s, row)."""
+    """One phase (s, row) that calls several ones."""
 
     def then(first: Phase, second: Phase) -> Phase:
         @T.inline
@@ -171,50 +171,30 @@ def gather_held(e: Extents) -> Phase:
 
 
 def gather_rest(e: Extents) -> Phase:
-    """Add up the products of a row's other entries; the phase is (s, io, u, g).
+    """Add up the products of a row's other entries; the phase is (s, io, row).
 
-    Reads: `kept`, `ahead`, the entries, `rounds`, `stages`. Writes: `sums`. Barriers: none.
+    Reads: `ahead`, the entries, `rounds`, `stages`. Writes: `sums`. Barriers: none.
     """
     bring, add, read = fetch(e), multiply(e), read_entry(e)
-    on_chip = e.registers + e.shared
-
-    @T.inline
-    def gather(s, row):
-        for i in T.unroll(BATCHED):
-            bring(s, i, s.places[i])
-        for i in T.unroll(BATCHED):
-            add(s, row, i, s.values[i])
-
-    @T.inline
-    def from_shared(s, u, g):
-        for b in T.serial(T.min(
-                (s.rounds[u * e.gates + g] - e.registers + (BATCHED - 1)) // BATCHED, e.shared // BATCHED)):
-            for i in T.unroll(BATCHED):
-                for w in T.unroll(e.words):
-                    s.word[w] = s.kept[kept_at(e, s, u, g, b * BATCHED + i) + w]
-                s.places[i] = place_of(e, s.word, 0)
-                s.values[i] = value_of(e, s.word, 0)
-            gather(s, u * e.gates + g)
 
     @T.inline
     def from_memory(s, io, row):
         bring(s, 0, place_of(e, s.ahead, row * e.words))
         add(s, row, 0, value_of(e, s.ahead, row * e.words))
-        for b in T.serial((s.rounds[row] - on_chip - 1 + (BATCHED - 1)) // BATCHED):
+        for b in T.serial((s.rounds[row] - e.registers - 1 + (BATCHED - 1)) // BATCHED):
             for i in T.unroll(BATCHED):
-                read(s, io, row, on_chip + 1 + b * BATCHED + i, s.word, 0)
+                read(s, io, row, e.registers + 1 + b * BATCHED + i, s.word, 0)
                 s.places[i] = place_of(e, s.word, 0)
                 s.values[i] = value_of(e, s.word, 0)
-            gather(s, row)
+            for i in T.unroll(BATCHED):
+                bring(s, i, s.places[i])
+            for i in T.unroll(BATCHED):
+                add(s, row, i, s.values[i])
 
     @T.inline
-    def phase(s, io, u, g):
-        if e.shared > 0:
-            # A group without a slot has no room in shared memory either.
-            if s.rounds[u * e.gates + g] > e.registers and u * e.groups + s.group < s.count[0]:
-                from_shared(s, u, g)
-        if s.rounds[u * e.gates + g] > on_chip:
-            from_memory(s, io, u * e.gates + g)
+    def phase(s, io, row):
+        if s.rounds[row] > e.registers:
+            from_memory(s, io, row)
 
     return phase
 
@@ -233,9 +213,8 @@ def gather(e: Extents) -> Phase:
         if e.registers > 0:
             for row in T.unroll(e.rows):
                 held(s, row)
-        for u in T.unroll(e.units):
-            for g in T.unroll(e.gates):
-                rest(s, io, u, g)
+        for row in T.unroll(e.rows):
+            rest(s, io, row)
 
     return phase
 

@@ -1,7 +1,7 @@
 """Which units a thread works for, and their weights, which it keeps for all steps.
 
-Position p of a row is lane p % `lanes`'s, in its round p // `lanes`. The first rounds of a row stay in registers, the
-next in shared memory, and what is left is read anew in every step. An entry that a row does not have refers to the
+Position p of a row is lane p % `lanes`'s, in its round p // `lanes`. The first rounds of a row stay in registers, and
+what is left is read anew in every step. An entry that a row does not have refers to the
 column behind the last one, where a zero is.
 """
 
@@ -23,7 +23,9 @@ NAN = 0x7FC00000
 
 
 def place_of(e: Extents, words: Any, at: Any) -> tirx.PrimExpr:
-    """Where the states of an entry's column are, in bytes from the first one's; `at`: of the entry's first word."""
+    """Where the states of an entry's column are, in bytes from the first column's; `at`: the index of the entry's first
+    word.
+    """
     if e.words == 1:
         return (words[at] & T.uint32(0xFFFF)) * T.uint32(e.column_bytes)
     return words[at]
@@ -34,7 +36,7 @@ def value_of(e: Extents, words: Any, at: Any) -> tirx.PrimExpr:
     return value_in(e.dtype, words[at], 1) if e.words == 1 else T.reinterpret("float32", words[at + 1])
 
 
-# The volatile move keeps the compiler from taking entries apart ahead of the loop: it would hold both parts.
+# The volatile move keeps the compiler from unpacking entries before the loop, which would keep both parts in registers.
 AS_IT_IS = """
 __device__ __forceinline__ unsigned int as_it_is(unsigned int word) {
   unsigned int held;
@@ -73,7 +75,7 @@ def take_units(e: Extents) -> Phase:
     """Deal the slots out: to the blocks equally many neighbours, to a block's groups in turn; the phase is (s, io,
     block).
 
-    Neighbouring groups so have neighbouring slots, which the host has given rows of similar lengths.
+    So neighbouring groups have neighbouring slots, which the host has given rows of similar lengths.
 
     Reads: `units`, `row_start`.
     Writes: `first`, `count`, `unit`, `begin`, `length`, `rounds`. A group without a slot has rows without entries.
@@ -156,8 +158,8 @@ def sum_of_zeros(e: Extents) -> Phase:
 def load_weights(e: Extents) -> Phase:
     """Bring the group's weights on chip; the phase is (s, io).
 
-    Reads: the entries. Writes: `weights`, `kept`, `zeros`.
-    Barriers: none: a lane reads of `kept` what it wrote. All lanes of a warp take part.
+    Reads: the entries. Writes: `weights`, `zeros`.
+    Barriers: none, but all lanes of a warp take part.
     """
     read, add_zeros = read_entry(e), sum_of_zeros(e)
 
@@ -185,12 +187,6 @@ def load_weights(e: Extents) -> Phase:
             for g in T.unroll(e.gates):
                 for r in T.unroll(e.registers):
                     hold(s, io, u * e.gates + g, r)
-                if e.shared > 0:
-                    if u * e.groups + s.group < s.count[0]:
-                        for r in T.serial(e.shared):
-                            read(s, io, u * e.gates + g, e.registers + r, s.word, 0)
-                            for w in T.unroll(e.words):
-                                s.kept[kept_at(e, s, u, g, r) + w] = s.word[w]
                 if e.resets:
                     add_zeros(s, io, u * e.gates + g)
 
@@ -207,14 +203,8 @@ def load_ahead(e: Extents) -> Phase:
     @T.inline
     def phase(s, io):
         for row in T.unroll(e.rows):
-            if s.rounds[row] > e.registers + e.shared:
-                read(s, io, row, e.registers + e.shared, s.ahead, row * e.words)
+            if s.rounds[row] > e.registers:
+                read(s, io, row, e.registers, s.ahead, row * e.words)
 
     return phase
 # fmt: on
-
-
-def kept_at(e: Extents, s: Any, u: Any, g: Any, r: Any) -> tirx.PrimExpr:
-    """Where in `kept` the lane's entry of a round is."""
-    slot = u * e.groups + s.group
-    return (((slot * e.gates + g) * e.shared + r) * e.lanes + s.lane) * e.words

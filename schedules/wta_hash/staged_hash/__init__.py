@@ -1,8 +1,8 @@
-"""Winner-take-all hashing on a GPU: the row in shared memory, a thread a unit.
+"""Winner-take-all hashing on a GPU: the row in shared memory, one thread per unit.
 
 A thread block takes a row, and as many bands as it has threads for their units. Threads load the columns of their unit,
-in 16-byte loads where k allows, while the row is on its way to shared memory. The places of a band's units are joined
-to its code by one of its threads.
+in 16-byte loads where k allows, while the row is on its way to shared memory. One of its threads combines the places of
+a band's units into the band's code.
 
 **overlap** is programmatic dependent launch. With 1 the kernel waits for its producer kernel, and then lets its
 consumer kernel start; with 2 it lets the consumer start before it waits. In both it reads nothing before the wait.

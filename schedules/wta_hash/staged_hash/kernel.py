@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tvm
 from tvm.script import tirx as T
 
-from tvm_sparse.core.arguments import matched
 from tvm_sparse.core.template import Program
 from tvm_sparse.operators.wta_hash.problem import WtaHash
 
-from ...device.overlap import overlapping, start_consumer, wait_for_producer, wait_then_start_consumer
+from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
+from ...interface import gpu_program
 from ...lsh.extents import HashExtents
 from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
 from ...lsh.state import alloc_state
@@ -44,12 +43,5 @@ def program(problem: WtaHash, h: HashExtents, overlap: int) -> Program:
         T.cuda.cta_sync()
         if t < many:
             io.codes[row, tile * each + t] = code_of_places(h, s, t)
-
-    @T.prim_func
-    def main(hidden: T.handle, permutations: T.handle, codes: T.handle):
-        batch = T.int32()
-        bands = T.int32()
-        body(matched(problem, (hidden, permutations, codes), {"batch": batch, "bands": bands}))
     # fmt: on
-    kernel = main.with_attr("global_symbol", "main")
-    return Program(tvm.IRModule({"main": overlapping(kernel) if overlap else kernel}), pipeline="tirx")
+    return gpu_program(problem, body, overlapped=overlap > 0)

@@ -35,8 +35,12 @@ def allowed(problem: WtaHash, machine: Machine, decisions: Decisions) -> str | N
     return None
 
 
+USUAL_THREADS = 192
+
+
 def default(problem: WtaHash, machine: Machine) -> Decisions:
-    """Threads for an eighth of a row's units."""
-    fitting = [t for t in THREADS if allowed(problem, machine, {"threads": t, "overlap": 0}) is None]
-    wanted = problem.bands * problem.units // 8
-    return {"threads": max((t for t in fitting if t <= wanted), default=fitting[0]), "overlap": 0}
+    """192 threads, which were within 7 % of the best in four searches on an H200, and a launch that overlaps the
+    producer kernel's."""
+    overlap = int(machine.has_clusters)
+    fitting = [t for t in THREADS if allowed(problem, machine, {"threads": t, "overlap": overlap}) is None]
+    return {"threads": max((t for t in fitting if t <= USUAL_THREADS), default=fitting[0]), "overlap": overlap}

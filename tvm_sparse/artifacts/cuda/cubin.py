@@ -1,4 +1,4 @@
-"""What a cubin holds, read from its ELF sections: instructions, registers, shared memory and spills."""
+"""Reading a cubin's ELF sections: instructions, registers, shared memory and spills."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class KernelResources:
-    """What one kernel takes of a multiprocessor, as the assembler wrote it into the cubin.
+    """Resources of one kernel, as the assembler wrote them into the cubin.
 
     Attributes
     ----------
     registers
-        Registers a thread.
+        Registers per thread.
     shared_bytes
-        Static shared memory a block, without the 1 KiB that the system keeps on sm_90 and later.
+        Static shared memory per thread block, without the 1 KiB that the system reserves on sm_90 and later.
     local_bytes
-        Stack frame a thread: spills and arrays that are indexed dynamically. Zero means neither;
-        2**32 - 1 that it depends on a recursion's depth.
+        Stack frame per thread, for spills and dynamically indexed arrays. Zero means that there are none, 2**32 - 1
+        that it depends on a recursion's depth.
     spill_instructions
-        Loads and stores of spilled registers in the machine code, each counted once however often
-        it runs. Undocumented in the format (attribute 0x55); equal to the number of such machine
-        instructions in what NVRTC 13.0 and 13.5 were seen to write.
+        Loads and stores of spilled registers in the machine code, each counted once, however often it is executed.
+        Undocumented in the format (attribute 0x55); in output of NVRTC 13.0 and 13.5 equal to the number of such
+        machine instructions.
     max_threads
         The block size declared by ``__launch_bounds__``, or None.
     """
@@ -60,7 +60,7 @@ def _header(elf: memoryview) -> tuple[int, int, int, int]:
 
 
 def _length(elf: memoryview) -> int:
-    """Size of an ELF file from its own tables."""
+    """Size of an ELF file, computed from its own tables."""
     _, offset, entry, number = _header(elf)
     end: int = offset + entry * number
     (programs,) = struct.unpack_from("<Q", elf, 0x20)
@@ -68,7 +68,7 @@ def _length(elf: memoryview) -> int:
     end = max(end, programs + size * count)
     for i in range(number):
         _, kind, _, _, at, length = struct.unpack_from("<IIQQQQ", elf, offset + i * entry)
-        if kind != 8:  # SHT_NOBITS takes no room in the file
+        if kind != 8:  # SHT_NOBITS occupies no space in the file
             end = max(end, at + length)
     return end
 
@@ -84,12 +84,12 @@ def cubins(library: Path) -> list[bytes]:
     Returns
     -------
     list of bytes
-        Each cubin, an ELF file of its own. Empty when the library has none: it then has no device
-        code at all or carries CUDA source.
+        Each cubin, an ELF file of its own. Empty if the library has none, because it has no device code or contains
+        CUDA source.
     """
     data = Path(library).read_bytes()
     found: list[bytes] = []
-    at = data.find(_ELF64_LITTLE, 1)  # at 0 is the library itself
+    at = data.find(_ELF64_LITTLE, 1)  # at 0 there is the library itself
     while at >= 0:
         elf = memoryview(data)[at:]
         step = 1
@@ -97,7 +97,7 @@ def cubins(library: Path) -> list[bytes]:
             if _header(elf)[0] == _EM_CUDA and (length := _length(elf)) <= len(elf):
                 found.append(bytes(elf[:length]))
                 step = length
-        except struct.error:  # these bytes only looked like a header
+        except struct.error:  # these bytes only resembled a header
             pass
         at = data.find(_ELF64_LITTLE, at + step)
     return found
@@ -113,7 +113,7 @@ def ptx_texts(library: Path) -> list[str]:
 def cubin_arch(cubin: bytes) -> int:
     """Return the compute capability a cubin is for: 90 for both sm_90 and sm_90a."""
     flags = int.from_bytes(cubin[0x30:0x34], "little")
-    # The number moved up by a byte with version 8 of the ABI (CUDA 13).
+    # The number moved by a byte in version 8 of the ABI (CUDA 13).
     return (flags >> 8 if cubin[8] >= 8 else flags) & 0xFF
 
 
@@ -132,9 +132,10 @@ def _sections(cubin: bytes) -> list[_Section]:
 
 
 def code_sections(cubin: bytes) -> dict[str, bytes]:
-    """What a cubin's kernels execute, by section name: instructions, constants, and how much shared memory.
+    """Sections of a cubin that determine what its kernels execute, by name: instructions, constants, and the size of
+    shared memory.
 
-    Two cubins that agree in these compute the same in the same way, whatever their symbols are called.
+    Two cubins with equal sections compute the same in the same way, whatever the names of their symbols.
     """
     found = {}
     for section in _sections(cubin):
@@ -151,7 +152,7 @@ def _text(strings: bytes | memoryview, at: int) -> str:
 
 
 def _attributes(info: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Attributes of a ``.nv.info`` section: those with a payload, which are all we need."""
+    """Attributes of a ``.nv.info`` section that have a payload; others are not needed."""
     at = 0
     while at + 4 <= len(info):
         form, attribute, value = struct.unpack_from("<BBH", info, at)
@@ -162,7 +163,7 @@ def _attributes(info: memoryview) -> Iterator[tuple[int, memoryview]]:
 
 
 def resource_usage(cubin: bytes) -> dict[str, KernelResources]:
-    """Read from a cubin what its kernels take; no CUDA toolkit is needed.
+    """Read the resources of a cubin's kernels, without a CUDA toolkit.
 
     Parameters
     ----------
@@ -183,7 +184,7 @@ def resource_usage(cubin: bytes) -> dict[str, KernelResources]:
             symbol, value = struct.unpack("<II", data)
             (name,) = struct.unpack_from("<I", symbols.data, symbol * 24)
             per_function[attribute][_text(strings, name)] = value
-    # From sm_90 on, a kernel's shared memory begins with 1 KiB of the system's.
+    # From sm_90 on, a kernel's shared memory begins with 1 KiB reserved by the system.
     reserved = 1024 if ".nv.shared.reserved.0" in sections else 0
     usage = {}
     prefix = ".nv.info."
@@ -194,12 +195,12 @@ def resource_usage(cubin: bytes) -> dict[str, KernelResources]:
         own = dict(attributes)
         threads = struct.unpack("<III", own[_MAX_THREADS]) if _MAX_THREADS in own else None
         shared = sections.get(f".nv.shared.{name}")
-        # Pairs (kind, offset), kind 1 being a spill; split over several where they are many.
+        # Pairs (kind, offset), where kind 1 is a spill; long lists are split over several attributes.
         notes = b"".join(data for attribute, data in attributes if attribute == _SPILLS)
         usage[name] = KernelResources(
             registers=per_function[_REGISTERS][name],
             shared_bytes=max(shared.size - reserved, 0) if shared else 0,
-            # The stack of what the kernel calls counts too, hence the larger of the two.
+            # The stack of called functions counts too, hence the larger of the two.
             local_bytes=max(per_function[a].get(name, 0) for a in (_FRAME_SIZE, _MIN_STACK)),
             spill_instructions=sum(kind == 1 for kind, _ in struct.iter_unpack("<II", notes)),
             max_threads=threads[0] * threads[1] * threads[2] if threads else None,

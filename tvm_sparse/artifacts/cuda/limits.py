@@ -1,7 +1,7 @@
-"""What a GPU has room for, asked of the driver: no kernel runs, and no compiler is needed.
+"""Limits of a GPU, queried from the driver, without running a kernel or loading a compiler.
 
-The driver tells how many thread blocks or clusters run at the same time for a loaded kernel and a launch. The kernel
-that it is asked of does nothing, and is loaded as a line of PTX.
+The driver computes how many thread blocks or clusters run at the same time for a loaded kernel and a launch. An empty
+kernel, loaded as a line of PTX, is used for the query.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...core.machine import MOST_CLUSTER, Machine
 
 _PTX = b".version 7.0\n.target sm_80\n.address_size 64\n.visible .entry nothing() { ret; }\n"
 _CLUSTER_PTX = _PTX.replace(b"7.0", b"7.8").replace(b"sm_80", b"sm_90")
-# Of the driver's interface: attributes of functions, of launches and of devices.
+# Constants of the driver's interface: attributes of functions, of launches and of devices.
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER, _CLUSTER_DIMENSION = 8, 14, 4
 _DEVICE = {
     "multiprocessors": 16,
@@ -31,30 +31,31 @@ _DEVICE = {
 
 
 class LimitsError(RuntimeError):
-    """The driver is missing, or does not answer."""
+    """The driver is missing, or its query failed."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """A GPU's limits, as its driver tells them.
+    """A GPU's limits, as its driver reports them.
 
     Attributes
     ----------
     multiprocessors, l2_bytes
-        Of the whole GPU.
+        Totals for the GPU.
     block_shared_bytes
-        Shared memory of a thread block that asks for the most.
+        Largest shared memory of a thread block, with opt-in.
     shared_bytes, registers, threads
-        Of a multiprocessor.
+        Totals for a multiprocessor.
     max_threads
-        Of a thread block.
+        Most threads of a thread block.
     largest_cluster
-        Thread blocks of the largest cluster that is launched; 1 where there are no clusters.
+        Thread blocks in the largest cluster that the GPU launches; 1 without clusters.
     clusters_at_once
-        By the size of a cluster from 1 on, clusters that run at the same time if each thread block takes a
+        For cluster sizes from 1 on, the number of clusters that run at the same time if each thread block takes a whole
         multiprocessor.
     cooperative_blocks
-        Thread blocks of the most threads that run at the same time in a cooperative launch; 0 where there is none.
+        Number of thread blocks with `max_threads` threads that run at the same time in a cooperative launch; 0 if the
+        GPU has none.
     """
 
     multiprocessors: int
@@ -85,12 +86,12 @@ class _Config(ctypes.Structure):
 
 
 def limits(machine: Machine, number: int = 0) -> Limits:
-    """The limits of the GPU with this number, which is `machine`.
+    """Query the limits of the GPU with this number, whose architecture is that of `machine`.
 
     Raises
     ------
     LimitsError
-        If there is no driver, or it refuses to answer.
+        If there is no driver, or the query fails.
     """
     with _kernel(machine.has_clusters, number) as (driver, function):
         told = {name: _attribute(driver, which, number) for name, which in _DEVICE.items()}
@@ -118,9 +119,10 @@ def limits(machine: Machine, number: int = 0) -> Limits:
 
 @functools.lru_cache(maxsize=256)
 def clusters_at_once(number: int, blocks: int, threads: int, shared_bytes: int) -> int | None:
-    """Clusters of so many thread blocks of a kernel that a GPU runs at the same time; 0: it launches none.
+    """Number of clusters of `blocks` thread blocks that a GPU runs at the same time; 0 if it does not launch such
+    clusters.
 
-    None where the driver does not answer. `shared_bytes` is the dynamic shared memory of a thread block.
+    None if the driver is missing or the query fails. `shared_bytes` is the dynamic shared memory of a thread block.
     """
     try:
         with _kernel(True, number) as (driver, function):
@@ -130,7 +132,7 @@ def clusters_at_once(number: int, blocks: int, threads: int, shared_bytes: int) 
 
 
 def _clusters(driver: ctypes.CDLL, function: ctypes.c_void_p, blocks: int, threads: int, shared_bytes: int) -> int:
-    """As `clusters_at_once`: a launch that the driver takes for invalid has no room at all."""
+    """As `clusters_at_once`; a launch that the driver considers invalid counts as 0."""
     if driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared_bytes):
         return 0
     attribute = _Attribute(_CLUSTER_DIMENSION, b"", (ctypes.c_uint * 16)(blocks, 1, 1))
@@ -155,12 +157,12 @@ def _checked(status: int, what: str) -> None:
 
 @contextlib.contextmanager
 def _kernel(clusters: bool, number: int) -> Iterator[tuple[ctypes.CDLL, ctypes.c_void_p]]:
-    """The driver and the kernel that does nothing, in the device's primary context, for the time of the block."""
+    """The driver and an empty kernel, in the device's primary context, during the block."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise LimitsError(f"there is no NVIDIA driver: {error}") from error
-    if not hasattr(driver, "cuOccupancyMaxActiveClusters"):  # the stub of a process that builds, or a driver before 12
+    if not hasattr(driver, "cuOccupancyMaxActiveClusters"):  # the stub of a process that builds, or an old driver
         raise LimitsError("the driver does not tell how many clusters run at the same time")
     device, context, module, function = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     _checked(driver.cuInit(0), "cuInit")

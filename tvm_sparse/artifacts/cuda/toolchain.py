@@ -46,11 +46,11 @@ import platformdirs
 from ...core import commands, scratch
 from .. import runtime_libraries, runtime_loading, trust
 
-# The TVM wheel's CUDA runtime is linked to libcudart.so.13: no other major can be loaded.
+# The TVM wheel's CUDA runtime is linked to libcudart.so.13: other major versions cannot be loaded.
 CUDA_MAJOR = 13
 _LOADER_FUNCTION = "ffi.Module.load_from_bytes.cuda"
 
-# cuGetErrorName and cuGetErrorString succeed: TVM prints what they return without looking.
+# cuGetErrorName and cuGetErrorString succeed: TVM prints their results without checking for errors.
 _STUB_SOURCE = """\
 #define FAIL(name) int name(void) { return 34; } /* CUDA_ERROR_STUB_LIBRARY */
 FAIL(cuDeviceGetName) FAIL(cuFuncSetAttribute) FAIL(cuLaunchKernelEx) FAIL(cuModuleGetFunction)
@@ -62,10 +62,10 @@ int cuGetErrorString(int error, const char **text) {
 int tvm_sparse_stub_driver = 1;
 """
 
-# TVM's preamble includes <cuda/std/cstdint>, <cuda/std/type_traits> and <cuda/std/limits>, which cost NVRTC 0.6 s
-# (CCCL 13.0) to 1.1 s (13.2 on) a kernel, against 0.03 s for the kernel itself, and are 170 files even where only their
-# small parts are read. This has the names that generated code uses, and marks the three as already included. Seen to
-# give the same instructions. INFINITY is by an intrinsic, as NVRTC 13.5 has no __builtin_huge_valf.
+# TVM's preamble includes <cuda/std/cstdint>, <cuda/std/type_traits> and <cuda/std/limits>, which cost NVRTC 0.6 s (CCCL
+# 13.0) to 1.1 s (from 13.2 on) per kernel, compared with 0.03 s for the kernel itself. This text defines the names that
+# generated code uses, and marks the three headers as already included. The resulting instructions are the same.
+# INFINITY uses an intrinsic, since NVRTC 13.5 has no __builtin_huge_valf.
 _LEAN_HEADER = """\
 #pragma once
 #define _CUDA_STD_CSTDINT
@@ -111,8 +111,8 @@ template <class T> struct is_integral
 }  // namespace std
 }  // namespace cuda
 """
-# Headers that need no more of the three: with any other (cooperative_groups.h, cuda/barrier) the
-# code is compiled the long way at once.
+# Headers that work with these definitions: code with any other (cooperative_groups.h, cuda/barrier) is compiled with
+# the full headers at once.
 _LEAN_INCLUDES = frozenset(
     [
         *("cstdint", "type_traits", "cuda/std/cstdint", "cuda/std/type_traits", "cuda.h"),
@@ -122,16 +122,16 @@ _LEAN_INCLUDES = frozenset(
 )
 
 
-# NVRTC states its own version of PTX, whatever the code uses, and a driver that is older refuses it. This is that of
-# CUDA 13.0, whose driver TVM's runtime needs anyway, and later than all that code for an earlier GPU can use.
+# NVRTC writes its own version into PTX, whatever the code uses, and older drivers refuse it. It is replaced by that of
+# CUDA 13.0, whose driver TVM's runtime needs anyway; all code for earlier GPUs works with it.
 _PTX_HEAD, _PTX_VERSION = re.compile(rb"^\.version \d+\.\d+", re.MULTILINE), b".version 9.0"
 
-# What the compile callback returns: "cubin", or "ptx" for the virtual architecture of the same number.
+# Output of the compile callback: "cubin", or "ptx" for the virtual architecture of the same number.
 _FORMAT = contextvars.ContextVar("device_code", default="cubin")
 
 
 class ToolchainError(RuntimeError):
-    """Something that building or loading CUDA code needs is missing; the message says what."""
+    """Something that building or loading CUDA code needs is missing; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Runtime:
     driver
         Path of ``libcuda.so.1``.
     driver_is_stub
-        Whether that is the stub: code can be built, not run.
+        Whether that is the stub, with which code can be built but not run.
     cudart
         Path of ``libcudart.so.13``.
     tvm_runtime
@@ -158,7 +158,7 @@ class Runtime:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What CUDA code is built with in this process.
+    """The tools that build CUDA code in this process.
 
     Attributes
     ----------
@@ -188,7 +188,7 @@ class Toolchain:
 
 
 def _mapped_path(name: str) -> str:
-    """Path of a library loaded in this process; its bare name when that cannot be told."""
+    """Path of a library loaded in this process, or its bare name if the path is not known."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -213,12 +213,12 @@ def _toolkit_roots() -> list[Path]:
 
 
 def disassembled(cubin: bytes) -> str:
-    """Machine code in NVIDIA's notation, by `nvdisasm`: on the path, of a CUDA toolkit, or pip's.
+    """Machine code as text, by `nvdisasm` from the path, a CUDA toolkit, or pip's package.
 
     Raises
     ------
     ToolchainError
-        If it is not installed.
+        If `nvdisasm` is not installed.
     """
     roots = [*_pip_roots(), *_toolkit_roots()]
     places = [str(root / "bin" / "nvdisasm") for root in roots]
@@ -235,9 +235,9 @@ def disassembled(cubin: bytes) -> str:
 
 
 def _load(soname: str) -> str | None:
-    """Load a CUDA library, pip's before the system's; return its path."""
-    # One that is already in the process (torch's, say) comes first: two copies of one library
-    # would each keep their own state.
+    """Load a CUDA library, pip's before the system's; returns its path."""
+    # One that is already in the process (torch's, for example) has priority: two copies of a library would have
+    # separate states.
     try:
         ctypes.CDLL(soname, mode=os.RTLD_NOLOAD)
         return _mapped_path(soname)
@@ -256,7 +256,7 @@ def _load(soname: str) -> str | None:
 
 
 def _cached(name: str, content: str) -> Path:
-    """Folder of the user's cache that belongs to this content and this processor."""
+    """Folder of the user's cache for this content and this processor."""
     key = hashlib.sha256(f"{platform.machine()}\n{content}".encode()).hexdigest()[:16]
     folder = platformdirs.user_cache_path("tvm_sparse") / f"{name}-{key}"
     try:
@@ -281,7 +281,7 @@ def _stub_driver() -> Path:
             "there is no NVIDIA driver (libcuda.so.1), and no C compiler (cc, gcc or clang) to "
             "build a stub of it with; install one (Debian: apt-get install gcc)"
         )
-    # Built aside and renamed: another process may be loading or building it just now.
+    # Built aside and renamed, since another process may be loading or building it at the same time.
     with scratch.written(library, 0o755) as built:
         command = [cc, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-x", "c", "-"]
         command += ["-o", str(built)]
@@ -300,7 +300,7 @@ def _load_driver(allow_stub: bool) -> tuple[str, bool]:
         stub = _stub_driver()
         ctypes.CDLL(str(stub))
         return str(stub), True
-    # An earlier call may have left the stub in the process under that name.
+    # An earlier call may have loaded the stub into the process under that name.
     is_stub = hasattr(driver, "tvm_sparse_stub_driver")
     if is_stub and not allow_stub:
         raise ToolchainError("there is no NVIDIA driver on this machine, only the stub")
@@ -310,18 +310,17 @@ def _load_driver(allow_stub: bool) -> tuple[str, bool]:
 def load_runtime(
     *, allow_stub: bool = False, beside: Path | None = None, signed: runtime_loading.Reader | None = None
 ) -> Runtime:
-    """Load what an exported CUDA library needs to be loaded and called, without importing tvm.
+    """Load the libraries that an exported CUDA library needs, without importing tvm.
 
-    After this ``tvm_ffi.load_module`` takes such a library. It works as well after ``import tvm``,
-    when TVM failed to load its CUDA runtime by itself.
+    After this ``tvm_ffi.load_module`` can load it. This also works after an ``import tvm`` that failed to load TVM's
+    CUDA runtime.
 
     Parameters
     ----------
     allow_stub
-        Put a stub in the place of a driver that is missing. Libraries can then be loaded and
-        built; a kernel cannot run.
+        Use a stub if there is no driver. Libraries can then be loaded and built, but kernels cannot run.
     beside
-        A folder of kernels that may carry TVM's runtime libraries.
+        A folder of kernels that may contain TVM's runtime libraries.
     signed
         Reads a file of that folder, if it is signed.
 
@@ -337,7 +336,7 @@ def load_runtime(
     """
     if sys.platform != "linux":
         raise ToolchainError(f"CUDA libraries are built and loaded on Linux, not {sys.platform}")
-    import tvm_ffi  # its library has to be in the process before TVM's
+    import tvm_ffi  # its library has to be loaded before TVM's
 
     driver, is_stub = _load_driver(allow_stub)
     cudart = _load(f"libcudart.so.{CUDA_MAJOR}")
@@ -365,11 +364,11 @@ def _nvrtc() -> tuple[tuple[int, int], str]:
         raise ToolchainError(f"cuda-bindings is missing ({error}): {commands.install('cuda')}") from error
 
     def version() -> tuple[int, int] | None:
-        # cuda-bindings looks for the library: pip's, then the system's, then CUDA_PATH's. It also
-        # loads libnvrtc-builtins, which pip's NVRTC 13.0 does not find beside itself.
+        # cuda-bindings looks for the library: pip's, then the system's, then CUDA_PATH's. It also loads
+        # libnvrtc-builtins, which pip's NVRTC 13.0 does not find in its own folder.
         try:
             status, major, minor = nvrtc.nvrtcVersion()
-        except Exception:  # of a type of its own, which varies by version
+        except Exception:  # its type varies by version
             return None
         return None if int(status) else (int(major), int(minor))
 
@@ -394,12 +393,12 @@ def _nvrtc() -> tuple[tuple[int, int], str]:
 
 
 def compiled(source: str, arch: str) -> bytes:
-    """Machine code of CUDA C++ that includes no header, for `arch` as ``sm_90``: NVRTC alone, without TVM.
+    """Compile CUDA C++ without includes to machine code for `arch` (such as ``sm_90``), by NVRTC alone, without TVM.
 
     Raises
     ------
     ToolchainError
-        If NVRTC is missing, or does not compile it; the message has what it says.
+        If NVRTC is missing or fails; the message contains its output.
     """
     _nvrtc()
     from cuda.bindings import nvrtc
@@ -423,7 +422,7 @@ def compiled(source: str, arch: str) -> bytes:
 
 
 def _header_candidates() -> Iterator[tuple[Path, tuple[int, int], Path | None, list[str]]]:
-    """Folders with CUDA headers: root, version, CCCL's include folder and what is missing."""
+    """Folders with CUDA headers: root, version, CCCL's include folder, and missing parts."""
     for root in dict.fromkeys([*_pip_roots(), *_toolkit_roots()]):
         include = root / "include"
         try:
@@ -435,7 +434,7 @@ def _header_candidates() -> Iterator[tuple[Path, tuple[int, int], Path | None, l
         folders = (include / "cccl", include)
         cccl = next((f for f in folders if (f / "cuda" / "std" / "cstdint").exists()), None)
         missing = [] if cccl else ["nvidia-cuda-cccl"]
-        if not (include / "crt" / "mma.h").exists():  # for tensor cores; a package of its own
+        if not (include / "crt" / "mma.h").exists():  # for tensor cores; in a package of its own
             missing.append("nvidia-cuda-crt")
         yield root, (number // 1000, number % 1000 // 10), cccl, missing
 
@@ -446,7 +445,7 @@ def _headers(nvrtc: tuple[int, int]) -> tuple[Path, tuple[int, int], Path]:
     seen = []
     for root, version, cccl, missing in _header_candidates():
         if version[0] == CUDA_MAJOR and cccl is not None and not missing:
-            # What the user named comes first, then the compiler's own version, then pip's.
+            # The user's choice comes first, then the compiler's own version, then pip's.
             rank = 0 if chosen and root == Path(chosen) else 1 if version == nvrtc else 2
             usable.append((rank, root, version, cccl))
         else:
@@ -463,7 +462,7 @@ def _headers(nvrtc: tuple[int, int]) -> tuple[Path, tuple[int, int], Path]:
 
 
 def _install_lean_compiler() -> None:
-    """Replace TVM's compile callback by one that reads fewer headers where that is enough."""
+    """Replace TVM's compile callback by one that reads fewer headers where that suffices."""
     import tvm_ffi
     from tvm.support import nvcc
 
@@ -474,7 +473,7 @@ def _install_lean_compiler() -> None:
     original = nvcc.tvm_callback_cuda_compile
     options = [f"--pre-include={header}"]
 
-    def compile_cuda(code: str) -> Any:  # bytes-like, whatever TVM's own returns
+    def compile_cuda(code: str) -> Any:  # returns bytes-like, as TVM's callback does
         used = set(re.findall(r"^\s*#\s*include\s*[<\"]([^>\"]+)", code, re.MULTILINE))
         mode = os.environ.get("TVM_CUDA_COMPILE_MODE", "nvrtc").lower()
         form = _FORMAT.get()
@@ -484,7 +483,7 @@ def _install_lean_compiler() -> None:
                 try:
                     return nvcc.compile_cuda(code, form, options=options, compiler="nvrtc")
                 except RuntimeError:
-                    pass  # the full headers decide, and word the error
+                    pass  # compile with the full headers, whose errors are reported
             return original(code) if form == "cubin" else nvcc.compile_cuda(code, form, compiler="nvrtc")
 
         return compiled() if form == "cubin" else _PTX_HEAD.sub(_PTX_VERSION, bytes(compiled()), count=1)
@@ -494,7 +493,7 @@ def _install_lean_compiler() -> None:
 
 @contextlib.contextmanager
 def as_ptx() -> Iterator[None]:
-    """Within the block what is compiled becomes PTX, which a driver translates for its GPU when it loads it."""
+    """Within the block, compile to PTX, which a driver translates for its GPU when it loads it."""
     token = _FORMAT.set("ptx")
     try:
         yield
@@ -506,11 +505,10 @@ def as_ptx() -> Iterator[None]:
 def activate() -> Toolchain:
     """Make ``tvm.compile`` produce real CUDA machine code in this process, or raise.
 
-    Loads NVRTC, the CUDA runtime and the driver (a stub where there is none), points TVM to the
-    headers (``CUDA_PATH`` and ``TVM_CUDA_NVRTC_EXTRA_OPTS`` in ``os.environ``), imports tvm and
-    shortens its compile step. May be called before or after ``import tvm``, any number of times.
-    Every process that compiles has to call it: worker processes inherit the environment, not the
-    loaded libraries.
+    Loads NVRTC, the CUDA runtime and the driver (a stub where there is none), points TVM to the headers (``CUDA_PATH``
+    and ``TVM_CUDA_NVRTC_EXTRA_OPTS`` in ``os.environ``), imports tvm and replaces its compile callback by a faster one.
+    May be called before or after ``import tvm``, any number of times. Every process that compiles has to call it:
+    worker processes inherit the environment, not the loaded libraries.
 
     The target needs an ``arch``, and ``tvm.compile`` has to run inside ``with target:``. With
     ``TVM_CUDA_COMPILE_MODE=nvcc`` TVM uses nvcc's compressed fat binaries, which `cubins` cannot
@@ -519,7 +517,7 @@ def activate() -> Toolchain:
     Returns
     -------
     Toolchain
-        What was found.
+        The tools found.
 
     Raises
     ------

@@ -39,10 +39,10 @@ def block_recurrent(
     Parameters
     ----------
     weights
-        U, `(gates * hidden, hidden)`, made once by `block_recurrent_weights`. Copied to the device of `x_projected` at
-        the first call there, and kept.
+        U, `(gates * hidden, hidden)`, made once by `block_recurrent_weights`. It is copied to the device of
+        `x_projected` at the first call there, and kept.
     x_projected, h0, c0, cell, hidden_bias, lengths, resets, out, validate
-        As of `sparse_recurrent`.
+        As in `sparse_recurrent`.
 
     Returns
     -------
@@ -50,20 +50,22 @@ def block_recurrent(
         `(steps, batch, hidden)` and `(batch, hidden)` of the weights' dtype: the state after each step, and the states
         after the last step of each sequence; c_n for "lstm" alone.
 
-    Sums, gates and c are float32; h is rounded to the dtype after each step. NaN propagates, and an infinity times a
-    zero of a group is NaN, as in a dense product.
-
     Raises
     ------
     TypeError
-        If `weights` are no `BlockRecurrentWeights`, or another argument is no array.
+        If `weights` is not a `BlockRecurrentWeights`, or another argument is not an array.
     ValueError
-        As `sparse_recurrent` does.
+        As in `sparse_recurrent`.
     RuntimeError
         If an argument requires a gradient.
 
-    When not to use it: with nonzeros that are scattered, for which `sparse_recurrent` reads less; on a GPU with
-    float32, or batches of more than 32, which take a kernel a step.
+    Notes
+    -----
+    Sums, gates and c are float32; h is rounded to the dtype after each step. NaN propagates, and an infinity times a
+    zero of a group is NaN, as in a dense product.
+
+    When not to use it: with scattered nonzeros, for which `sparse_recurrent` reads less; on a GPU with float32, or with
+    batches of more than 32, which need one kernel launch for each step.
 
     Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs: Squeezing Large Recurrent Networks On-Chip"; dense: Diamos
     et al. 2016, "Persistent RNNs: Stashing Recurrent Weights On-Chip".
@@ -81,9 +83,9 @@ def block_recurrent(
 def problem_of(
     weights: BlockRecurrentWeights, steps: int, batch: int, cell: str, ragged: int = 0, resets: int = 0
 ) -> BlockRecurrent:
-    """The problem of a call. Raises `ProblemError` if there is none."""
+    """The problem of a call. Raises `ProblemError` if it is not valid."""
     problem = BlockRecurrent(steps, batch, weights.hidden, 1, cell, weights.dtype, ragged, resets)
     full, found = problem.across, len(weights.groups)
-    # A dense weight is told from one that is nearly so: what registers hold is chosen for it.
+    # A dense weight has a problem of its own, since its kernel keeps more in registers than for a nearly dense one.
     nonzeros = full if found == full * problem.tiles else min(full, preferred(found, problem.tiles))
     return BlockRecurrent(steps, batch, weights.hidden, nonzeros, cell, weights.dtype, ragged, resets)

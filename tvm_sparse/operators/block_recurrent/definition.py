@@ -10,13 +10,15 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.arguments import matched
+from tvm_sparse.core.arguments import function
 from tvm_sparse.formats.block_recurrent import COLUMNS, tile_units
 from tvm_sparse.operators.sparse_recurrent.definition import recurrence
 
 
 class TileRows:
-    """`sparse_recurrent.definition.Rows` of a weight in tiles: an entry is a group's number * 8 and a column of it."""
+    """`sparse_recurrent.definition.Rows` of a weight in tiles: an entry is a group's number * 8 plus a column in the
+    group.
+    """
 
     def __init__(self, problem: Any) -> None:
         self.problem = problem
@@ -29,7 +31,9 @@ class TileRows:
         return self._first(io, slot // self.units) * COLUMNS
 
     def stop(self, io: Any, slot: Any, gate: Any) -> Any:
-        """Columns beyond the last one, which only a tile's last group can have, are no entries."""
+        """The end of a row's entries. Columns beyond the matrix, which only the last group can
+        have, are not entries.
+        """
         tile = slot // self.units
         first, behind = self._first(io, tile), self._first(io, tile + 1)
         lacking = -self.problem.hidden % COLUMNS
@@ -51,21 +55,4 @@ class TileRows:
 
 def scan(problem: Any) -> tirx.PrimFunc:
     """The definition of the operator."""
-    all_steps = recurrence(problem)
-
-    # fmt: off
-    @T.prim_func(s_tir=True)
-    def main(
-        group_start: T.handle, groups_h: T.handle, weights: T.handle, x_projected: T.handle, h0: T.handle, c0: T.handle,
-        hidden_bias: T.handle, lengths: T.handle, resets: T.handle, output: T.handle, h_n: T.handle, c_n: T.handle
-    ):
-        T.func_attr({"global_symbol": "main", "tirx.noalias": True})
-        steps = T.int32()
-        groups = T.int32()
-        io = T.meta_var(matched(
-            problem,
-            (group_start, groups_h, weights, x_projected, h0, c0, hidden_bias, lengths, resets, output, h_n, c_n),
-            {"steps": steps, "groups": groups}, packed=True))
-        all_steps(io)
-    # fmt: on
-    return problem.trimmed(main)
+    return function(problem, recurrence(problem), blocks=True, packed=True)

@@ -1,4 +1,4 @@
-"""Other libraries' ways to compute `block_recurrent`, and ours as its user calls it. They return the output alone."""
+"""Peers of `block_recurrent`, and the public call. All return the output alone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A recurrent layer whose recurrent weight is in blocks, or dense, over all steps of a sequence.
 
 The formulas are those of `sparse_recurrent.problem`; the weight is in tiles of 16 rows with groups of 8 columns, the
-layout of `formats.block_recurrent`. All values of a group count, zeros among them: an infinite state times zero is NaN,
-as in a dense product.
+layout of `formats.block_recurrent`. All values of a group take part, including zeros: an infinite state times zero is
+NaN, as in a dense product.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockRecurrent(RecurrentLayer):
-    """All `steps` of a layer of `hidden` units with a `cell`, for a `batch` of sequences, its weight in blocks.
+    """All `steps` of a layer of `hidden` units with a `cell`, for a `batch` of sequences, with a weight in tiles.
 
-    `nonzeros` is the number of groups of 8 columns in a typical tile of 16 rows: hidden / 8 of a dense weight. `ragged`
-    = 1: sequences have lengths of their own. `resets` = 1: states may be set to zero before any step.
+    `nonzeros` is the number of groups of 8 columns in a typical tile of 16 rows; hidden / 8 for a dense weight.
+    `ragged` = 1: sequences have different lengths. `resets` = 1: states may be set to zero before any step.
     """
 
     operator: ClassVar[str] = "block_recurrent"
+    counted: ClassVar[tuple[str, ...]] = ("groups",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("group_start", ("tiles + 1",), "int32", "First group of each tile of 16 rows."),
         Argument("groups", ("groups",), "int32", "First column / 8 of each group, ascending in a tile."),
@@ -57,7 +58,7 @@ class BlockRecurrent(RecurrentLayer):
 
     @property
     def across(self) -> int:
-        """Groups of a tile that is full."""
+        """Number of groups in a full tile."""
         return -(-self.hidden // 8)
 
     @property
@@ -72,7 +73,7 @@ class BlockRecurrent(RecurrentLayer):
 
     @property
     def typical_groups(self) -> int:
-        """Groups of a typical tile."""
+        """Number of groups in a typical tile."""
         return min(self.nonzeros, self.across)
 
     @property
@@ -80,7 +81,7 @@ class BlockRecurrent(RecurrentLayer):
         return self.typical_groups * 8
 
     def extent(self, name: str | int) -> int:
-        """Beside those of any layer: tiles and groups."""
+        """Extents beside those of any layer: tiles and groups."""
         if name == "tiles + 1":
             return self.tiles + 1
         if name == "groups":
@@ -104,12 +105,12 @@ class BlockRecurrent(RecurrentLayer):
         return coordinates(self.hidden, self.gates, *inputs[:3])
 
     def weight(self, rng: np.random.Generator, structure: str) -> list[np.ndarray]:
-        """A weight whose groups are there with a chance of nonzeros of all that a tile can have, and full of values,
-        but:
+        """A weight in which each possible group of a tile exists with equal probability, `nonzeros` of them on average,
+        and is full of values, except for these structures:
 
-        `ragged`: tiles of none to twice as many. `empty_rows`: every second tile is empty. `one_long_row`: one tile is
-        full, the others have one group or none. `empty`: no groups. `special`: for cells that bound their states, an
-        infinite value.
+        `ragged`: tiles have between none and twice as many groups. `empty_rows`: every second tile is empty.
+        `one_long_row`: one tile is full, the others have one group or none. `empty`: no groups. `special`: for cells
+        with bounded states, one value is infinite.
         """
         import numpy as np
 
@@ -130,7 +131,7 @@ class BlockRecurrent(RecurrentLayer):
         drawn = [rng.choice(across, each, replace=False, shuffle=False) for each in counts]
         groups = np.concatenate([np.zeros(0, np.int64), *drawn])
         start = np.concatenate([[0], np.cumsum(counts)])
-        # Never near zero: a group that is left out shows.
+        # Never near zero, so that a missing group is noticed.
         size = rng.uniform(0.5, 1.5, (len(groups), ROWS, COLUMNS)) * rng.choice(
             [-1.0, 1.0], (len(groups), ROWS, COLUMNS)
         )
@@ -142,7 +143,7 @@ class BlockRecurrent(RecurrentLayer):
         return [found.group_start, found.groups, found.weights]
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
-        """The weight once, and `states_cost`."""
+        """The weight, read once, and `states_cost`."""
         groups = self.extent("groups") if inputs is None else len(inputs[1])
         rest = self.states_cost(groups * 16 * 8)
         own = groups * (4 + 16 * 8 * numpy_dtype(self.dtype).itemsize) + 4 * (self.tiles + 1)

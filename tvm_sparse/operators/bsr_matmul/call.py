@@ -50,8 +50,7 @@ def bsr_matmul(
 ) -> Any:
     """activation(x @ weight.T + bias) with a block-sparse weight.
 
-    y[i, j] = activation(bias[j] + sum_k x[i, k] * weight[j, k]),  of which only the stored blocks of the weight are
-    read.
+    y[i, j] = activation(bias[j] + sum_k x[i, k] * weight[j, k]); only the stored blocks of the weight are read.
 
     Parameters
     ----------
@@ -63,18 +62,18 @@ def bsr_matmul(
         Shape `(n, k)` in BSR format: a `BsrWeight` (prepared once, the fastest to call with), a
         `scipy.sparse.bsr_array`, a torch tensor of layout `torch.sparse_bsr`, or `(data, indices, indptr)` with data
         `(nnzb, block_rows, block_cols)`, indices `(nnzb,)` in [0, k / block_cols) and indptr `(n / block_rows + 1,)`.
-        Blocks may be rectangular; block rows may be empty; columns of a row need not be sorted, and blocks that stand
-        twice are added. Same dtype and device as `x`.
+        Weight blocks may be rectangular; block rows may be empty; columns need not be sorted, and duplicate blocks are
+        added. Same dtype and device as `x`.
     bias
         `(n,)` of x's dtype, on its device.
     activation
         `"relu"`, `"gelu"` (by the error function, as torch's default) or `"silu"`, applied in float32.
     out
         `(m, n)` (or `(..., n)`) array of the weight's dtype to write into, contiguous, on the same device and of the
-        same kind as x; its memory is none of the inputs'.
+        same kind as x; it must not overlap with an input.
     validate
-        Also check indices and indptr that lie on a GPU, which costs a synchronisation; those on the host are always
-        checked, of a `BsrWeight` when it is made. Unchecked bad indices read out of bounds.
+        Also check indices and indptr on a GPU, which costs a synchronisation; on the host they are always checked, for
+        a `BsrWeight` when it is made. Invalid indices that are not checked cause reads out of bounds.
 
     Returns
     -------
@@ -84,19 +83,22 @@ def bsr_matmul(
     Raises
     ------
     TypeError
-        If `x`, `weight` or `bias` is none of these.
+        If `x`, `weight` or `bias` has another type.
     ValueError
-        For an x of no dimension, another dtype, shapes that do not fit, a malformed structure (naming the first bad
-        entry), arrays on different devices, an unknown activation, or an `out` that does not fit.
+        For a 0-d x, another dtype, shapes that do not fit, a malformed structure (naming the first invalid entry),
+        arrays on different devices, an unknown activation, or an `out` that does not fit.
     RuntimeError
         If `out`, the data of a `BsrWeight`, or a sparse tensor requires a gradient.
 
-    Of tensors that require a gradient the result has one. That of x is the product of g with the transposed weight, by
-    the same kernels; a `BsrWeight` keeps its transposed structure from the first such call on. That of the stored
-    blocks, given as `(data, indices, indptr)`, is a sampled dense-dense product, by PyTorch's batched product of
-    gathered rows; that of the bias is a sum. An activation costs a second product in the backward pass.
+    Notes
+    -----
+    The result is differentiable in tensors that require a gradient. The gradient of x is the product of the output's
+    gradient with the transposed weight, by the same kernels; a `BsrWeight` keeps its transposed structure from the
+    first such call on. The gradient of stored blocks, given as `(data, indices, indptr)`, is a sampled dense-dense
+    product, by PyTorch's batched product of gathered rows; that of the bias is a sum. An activation costs a second
+    product in the backward pass.
 
-    When not to use it: with less than about half of the blocks zero a dense product is as fast.
+    When not to use it: with fewer than about half of the blocks zero, a dense product is as fast.
 
     Source: Gu 2020, "Optimizing Block-Sparse Matrix Multiplications on CUDA with TVM", section 3.
     """
@@ -192,7 +194,7 @@ def _casts(x: Any, bias: Any, known: arrays.Facts, weight: BsrWeight, torch: Any
 
 
 def _fill_rows(y: Any, bias: Any, activation: str) -> None:
-    """What a product of nothing leaves: the bias after its activation."""
+    """The result for a weight without stored blocks: the bias after its activation."""
     if arrays.is_torch(y):
         functions = sys.modules["torch"].nn.functional
         row = bias.detach().float()

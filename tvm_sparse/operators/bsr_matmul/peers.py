@@ -1,4 +1,4 @@
-"""Other libraries' ways to compute `bsr_matmul`, and ours as its user calls it."""
+"""Peers of `bsr_matmul`, and the public call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .weight import BsrWeight
 
 
 def dense_weight(problem: BsrMatmul, inputs: Sequence[Any]) -> Any:
-    """The weight of the inputs as a dense `(n, k)` array."""
+    """The weight in the inputs as a dense `(n, k)` array."""
     import numpy as np
 
     _, data, indices, indptr, *_ = inputs
@@ -27,7 +27,7 @@ def dense_weight(problem: BsrMatmul, inputs: Sequence[Any]) -> Any:
 
 
 def _torch_finish(problem: BsrMatmul, inputs: Sequence[Any], device: str, product: Call) -> Call:
-    """A product of PyTorch followed by the problem's bias and activation, as its users write it."""
+    """A product by PyTorch, followed by the problem's bias and activation, as its users write it."""
     import torch
 
     bias = [torch_tensor(array, device) for array in problem.biases(inputs)]
@@ -43,7 +43,7 @@ def _torch_finish(problem: BsrMatmul, inputs: Sequence[Any], device: str, produc
 
 
 def _numpy_finish(problem: BsrMatmul, inputs: Sequence[Any], product: Call) -> Call:
-    """A product of NumPy or SciPy followed by the problem's bias and activation."""
+    """A product by NumPy or SciPy, followed by the problem's bias and activation."""
     bias = problem.biases(inputs)
     if not bias and not problem.activation:
         return product
@@ -97,7 +97,7 @@ def _numpy_dense(problem: BsrMatmul, inputs: Sequence[Any], device: str) -> Call
 
 def ours(problem: BsrMatmul, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
     x, data, indices, indptr = map(convert, inputs[:4])
-    # As at inference, where nobody writes a weight.
+    # As in inference, where weights are not written.
     weight = BsrWeight((data, indices, indptr), columns=problem.k, constant=True)
     [bias] = map(convert, problem.biases(inputs) or [None])
     extras: dict[str, Any] = {"bias": bias, "activation": problem.activation or None}

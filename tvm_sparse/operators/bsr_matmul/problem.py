@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 PATTERNS = ("uniform", "skewed")
 ACTIVATIONS = ("", "relu", "gelu", "silu")
 
-# Error of a float32 sum relative to the sum of absolute products: rounding errors of a few hundred terms that
-# are added in any order grow like their square root; 64 half-units leave a wide margin at 16,384 terms.
+# Error of a float32 sum relative to the sum of absolute products: rounding errors of terms added in any order grow like
+# the square root of their number; 64 half-units leave a wide margin at 16,384 terms.
 SUMMATION = 64 * 2.0**-24
 
 
@@ -60,10 +60,10 @@ def activated(y: np.ndarray, activation: str) -> np.ndarray:
 class BsrMatmul(Problem):
     """`y = activation(x @ weight.T + bias)` for x `(m, k)` and a block-sparse weight `(n, k)`.
 
-    `sparsity` is the share of blocks that are zero, to two decimals; `pattern` is how the others lie:
-    `uniform` over the matrix, or `skewed` (Zipf over block rows). Kernels also take what the host has found out about
-    the pattern, `formats.bsr.fullest_first`; with it they may read the structure before their producer kernel is done,
-    as nobody writes it any more, and the blocks too if they are `constant`. `bias` is 1 if there is one, 0 if not.
+    `sparsity` is the share of zero blocks, to two decimals; `pattern` is the distribution of the others: `uniform` over
+    the matrix, or `skewed` (Zipf over block rows). Kernels also take the host's analysis of the pattern,
+    `formats.bsr.fullest_first`; with it they may read the structure before their producer kernel is done, since it is
+    not written any more, and the blocks too if they are `constant`. `bias` is 1 if there is one, else 0.
     """
 
     m: int
@@ -79,6 +79,7 @@ class BsrMatmul(Problem):
     operator: ClassVar[str] = "bsr_matmul"
     batch_axis: ClassVar[str] = "m"
     data_axes: ClassVar[tuple[str, ...]] = ("sparsity", "pattern")
+    counted: ClassVar[tuple[str, ...]] = ("nnzb",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("x", ("m", "k"), "dtype", "Dense rows."),
         Argument("data", ("nnzb", "block_rows", "block_cols"), "dtype", "Nonzero blocks of the weight."),
@@ -98,8 +99,8 @@ class BsrMatmul(Problem):
     structures: ClassVar[tuple[str, ...]] = ("random", "empty_rows", "one_row", "special", "unsorted")
     tuned: ClassVar[str] = "random"
     verified: ClassVar[tuple[str, ...]] = structures
-    # What the host knows of the weight: in which order its block rows are best taken, and that nobody writes it. A call
-    # with the weight's bare arrays knows nothing.
+    # The host's knowledge of the weight: the best order of its block rows, and whether it is constant. Calls with the
+    # weight's bare arrays have neither.
     settings: ClassVar[tuple[Settings, ...]] = ({"balance": 1, "constant": 1}, {"balance": 0, "constant": 0})
     example: ClassVar[Mapping[str, Any]] = {"m": 8, "k": 1024, "n": 1024, "block": 16, "sparsity": 0.9}
     source: ClassVar[str] = "Gu 2020, section 4"
@@ -155,7 +156,7 @@ class BsrMatmul(Problem):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Block rows and block columns of the weight."""
+        """Number of block rows and of block columns of the weight."""
         rows, cols = self.block_shape
         return self.n // rows, self.k // cols
 
@@ -164,10 +165,21 @@ class BsrMatmul(Problem):
         block_rows, block_cols = self.grid
         return round((1 - self.sparsity) * block_rows * block_cols)
 
-    def distance(self, other: Problem) -> float | None:
-        """As `Problem.distance`, with the density in the place of the sparsity, and a step between patterns.
+    def extent(self, name: str | int) -> int:
+        """Beside the axes: extents of the weight's blocks."""
+        (block_rows, _), (rows, cols) = self.grid, self.block_shape
+        known = {
+            "block_rows": rows,
+            "block_cols": cols,
+            "n / block_rows": block_rows,
+            "n / block_rows + 1": block_rows + 1,
+        }
+        return known[str(name)] if name in known else super().extent(name)
 
-        Bias and activation do not count: they cost next to nothing, and decisions are the same with them.
+    def distance(self, other: Problem) -> float | None:
+        """As `Problem.distance`, but with the density instead of the sparsity, and a step between patterns.
+
+        Bias and activation do not count: they cost very little, and decisions do not depend on them.
         """
         if not isinstance(other, BsrMatmul) or (self.dtype, self.block) != (other.dtype, other.block):
             return None
@@ -180,16 +192,16 @@ class BsrMatmul(Problem):
         return ("x", "data", "bias")
 
     def redrawn(self, rng: np.random.Generator) -> Problem:
-        """With about as many blocks, none, or half to twice as many."""
+        """The problem with about as many blocks, none, or half to twice as many."""
         density = rng.choice([0.0, 1.0, 1.0, 2 ** rng.uniform(-1, 1)]) * (1 - self.sparsity)
         pattern = PATTERNS[rng.integers(len(PATTERNS))]
         return replace(self, sparsity=round(1 - min(1.0, float(density)), 2), pattern=pattern)
 
     def definition(self) -> tirx.PrimFunc:
-        """One dot product an output element, over the elements of its block row that are stored.
+        """One dot product for each output element, over the stored elements of its block row.
 
-        The extent of the reduction depends on the data. It is never below 1, because a reduction of extent 0
-        would leave its output uninitialised; the guard makes an empty block row's single step add nothing.
+        The extent of the reduction depends on the data. It is at least 1, because a reduction of extent 0 would leave
+        its output uninitialised; a guard makes the single step of an empty block row add nothing.
         """
         from tvm import te, tirx
 
@@ -224,9 +236,9 @@ class BsrMatmul(Problem):
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
         """x, data and bias standard normal, the pattern as the problem says.
 
-        `empty_rows`: every second block row has no block. `one_row`: all blocks lie in one block row, as many
-        as fit. `special`: NaN and infinities in x and in the stored blocks. `unsorted`: columns of a block row come in
-        no order, and some twice.
+        `empty_rows`: every second block row is empty. `one_row`: one block row has all blocks, as many as fit.
+        `special`: NaN and infinities in x and in the stored blocks. `unsorted`: columns of a block row are in random
+        order, and some occur twice.
         """
         import numpy as np
 
@@ -258,7 +270,7 @@ class BsrMatmul(Problem):
         bias = [rng.standard_normal(self.n, dtype=np.float32).astype(dtype)] if self.bias else []
         order, long = fullest_first(indptr, math.prod(self.block_shape) * dtype.itemsize)
         if not chosen["balance"]:
-            # Whatever such an array may hold: far outside of the weight.
+            # Arbitrary content of an array that kernels must not use: indices far outside of the weight.
             order, long = np.full_like(order, 1 << 30), -1
         return [x.astype(dtype), data.astype(dtype), indices, indptr, order, long, chosen["constant"], *bias]
 
@@ -276,7 +288,7 @@ class BsrMatmul(Problem):
         return [activated(y, self.activation)]
 
     def _product(self, x: np.ndarray, data: np.ndarray, indices: np.ndarray, indptr: np.ndarray) -> np.ndarray:
-        """A dense product a block row: the columns of x that it asks for, times its blocks side by side."""
+        """The product, one block row at a time: the columns of x that it needs, times its blocks side by side."""
         import numpy as np
 
         rows, cols = self.block_shape
@@ -290,13 +302,13 @@ class BsrMatmul(Problem):
         return y
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-        """The rounding of the sum of absolute products.
+        """The rounding error, relative to the sum of absolute products.
 
-        An activation passes on an error of its argument at most 1.13 times as large.
+        An activation increases an error of its argument by a factor of at most 1.13.
         """
         import numpy as np
 
-        # float32 is enough for a bound.
+        # float32 suffices for a bound.
         floats = (*inputs[:2], *self.biases(inputs))
         x, data, *bias = (np.abs(np.asarray(a).astype(np.float32)) for a in floats)
         with np.errstate(invalid="ignore"):

@@ -1,7 +1,8 @@
 """`bsr_matmul` as custom operators of PyTorch, with their gradients.
 
-Three, each with the arguments of the one before and some more, because PyTorch takes time for every argument, given or
-not: the product, as at inference; with bias and activation; and with what training and `validate` take.
+There are three, each extending the arguments of the previous one, because every argument costs PyTorch time, even if it
+has its default: the product, for inference; with bias and activation; and with the arguments of training and
+`validate`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from .weight import INSTEAD, BsrWeight, Structure, balanced
 
 __all__ = ["Turned", "bsr_matmul", "product", "turned"]
 
-# Elements of x and of the gradient that are gathered at a time for the gradient of stored blocks.
+# Elements of x and of the gradient that are gathered at once for the gradient of stored blocks.
 GATHERED = 2**26
 
 
 class Turned(NamedTuple):
     """The structure of a transposed weight, whose block b is the transposed block `places[b]`.
 
-    `order` and `structure` are those of a `BsrWeight`; nothing at all is known where there is no place.
+    `order` and `structure` are those of a `BsrWeight`. Without `places` nothing is known.
     """
 
     places: Any = None
@@ -42,11 +43,12 @@ def turned(indices: Any, indptr: Any, columns: int, block: tuple[int, ...], item
     Parameters
     ----------
     indices, indptr
-        Of the matrix, int32.
+        Structure of the matrix, int32.
     columns, block
-        How many it has, and the shape of its blocks.
+        Number of its columns, and the shape of its blocks.
     itemsize
-        Bytes of an element, to look at the structure as `BsrWeight` does, which waits for a GPU; None: not to.
+        Bytes of an element, for an analysis of the structure as in `BsrWeight`, which waits for the GPU; None to skip
+        it.
     """
     rows, cols = block
     found, places = torch.sort(indices, stable=True)
@@ -66,8 +68,9 @@ def _block_rows(indices: Any, indptr: Any) -> Any:
 
 
 def _asked(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
-    """Of the arguments of any of the operators what it computes, as `bsr_matmul_epilogue` takes it, and whether it
-    validates."""
+    """From the arguments of any of the operators: those of the computation, as `bsr_matmul_epilogue` takes them, and
+    whether to validate.
+    """
     return (*args[:6], *(args[6:8] or (None, ""))), len(args) > 8 and args[-1]
 
 
@@ -83,13 +86,13 @@ def _call(*args: Any) -> Any:
     y = call.bsr_matmul(x, weight, validate=validate, **options)
     arguments = (x, *weight.arguments, bias)
     kept = repeat.repeated(weight.launchers.of(launchers), activation or None, arguments)
-    if kept is not None:  # of x under other dimensions there is one of its rows alone
+    if kept is not None:  # for an x with other dimensions, the launcher for its rows
         repeat.remember(launchers, _any_weight(structure, activation), arguments, kept.function, (y,), single=True)
     return y
 
 
 def _any_weight(structure: int, activation: str) -> tuple[Any, ...]:
-    """Under what the launchers of all weights of the same shapes are kept."""
+    """The key under which the launchers of all weights with the same shapes are kept."""
     return "bsr_matmul of any weight", structure, activation
 
 
@@ -98,7 +101,7 @@ def _launched(launchers: Any, *args: Any) -> tuple[Any, tuple[Any, ...]]:
     *operands, structure, bias, activation = asked
     known = Structure.unpacked(structure)
     arguments = (*operands, known.long, int(known.constant), bias)
-    # What is to be validated is, every time.
+    # Validation must happen at every call.
     found = None if validate else repeat.repeated(launchers, _any_weight(structure, activation), arguments)
     return found, arguments
 
@@ -115,7 +118,7 @@ def _backward(ctx: Any, grad: Any) -> Any:
     x, data, indices, indptr, order, bias, *known = ctx.saved_tensors
     structure = Structure.unpacked(ctx.structure)
     if ctx.activation:
-        # Blocks that are trained are no constant.
+        # Blocks that are trained are not constant.
         before = product(x, (data, indices, indptr), order, structure._replace(constant=False).packed(), bias=bias)
         grad = _through(grad, before, ctx.activation)
     found: list[Any] = [None] * ctx.inputs
@@ -129,7 +132,7 @@ def _backward(ctx: Any, grad: Any) -> Any:
 
 
 def _through(grad: Any, before: Any, activation: str) -> Any:
-    """The gradient in front of an activation."""
+    """The gradient of the value before an activation."""
     if activation == "relu":
         return torch.where(before > 0, grad, 0)
     backward = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}
@@ -152,7 +155,7 @@ def _of_blocks(grad: Any, x: Any, data: Any, indices: Any, indptr: Any) -> Any:
     at = _block_rows(indices, indptr)
     if not blocks:
         return torch.zeros_like(data)
-    # An extent that is a symbol of a graph would be fixed by the number of steps.
+    # A symbolic extent would become a constant of the graph through the number of loop steps.
     some = max(1, GATHERED // max(1, len(g) * (rows + cols))) if type(g.shape[0]) is int else blocks
     found = []
     for first in range(0, blocks, some):
@@ -163,7 +166,7 @@ def _of_blocks(grad: Any, x: Any, data: Any, indices: Any, indptr: Any) -> Any:
 
 
 def _batched(info: Any, in_dims: Any, x: Any, *args: Any) -> Any:
-    """Leading dimensions are the operator's own."""
+    """Leading dimensions are handled by the operator itself."""
     names = ("weight",) * 3 + ("order", "structure", "bias")
     custom.unbatched("bsr_matmul", in_dims[1 : len(names) + 1], names[: len(args)])
     return _OPERATORS[1 + len(args)](x.movedim(in_dims[0], 0), *args), 0
@@ -196,12 +199,13 @@ def product(
     backward: Turned | None = None,
     validate: bool = False,
 ) -> Any:
-    """The custom operator of the fewest arguments, with what is known of the weight as `BsrWeight.assembled` takes it.
+    """Call the custom operator with the fewest arguments that suffices; the weight is given as for
+    `BsrWeight.assembled`.
 
     Parameters
     ----------
     backward
-        The structure of the transposed weight, if it is known; else a backward pass finds it.
+        The structure of the transposed weight, if it is known; otherwise a backward pass computes it.
     """
     args: tuple[Any, ...] = x, *parts, order, structure
     full = backward is not None or validate
@@ -215,7 +219,7 @@ def product(
 def bsr_matmul(
     x: Any, weight: Any, *, bias: Any = None, activation: str | None = None, out: Any = None, validate: bool = False
 ) -> Any:
-    """The public function, as it stands in a graph."""
+    """The public function as torch.compile traces it."""
     options = {"bias": bias, "activation": activation, "validate": validate}
     if isinstance(weight, BsrWeight):
         parts, known = (weight.data, weight.indices, weight.indptr), (weight.order, weight.structure)

@@ -12,19 +12,19 @@ from tvm_sparse.runtime.calls import index_as, refuse_gradient
 
 from .problem import BsrMatmul
 
-# What `formats.bsr.skew` gives, beyond which a pattern counts as skewed: patterns drawn evenly stay below.
+# Value of `formats.bsr.skew` from which a pattern counts as skewed: evenly drawn patterns stay below it.
 SKEWED = 4.0
 
-# What has a gradient of the stored blocks.
+# For the message: how to get a gradient of the stored blocks.
 INSTEAD = "call it under torch.no_grad(), or give bsr_matmul the parts (data, indices, indptr), or use tvm_sparse.nn"
 
 
 class Structure(NamedTuple):
-    """What is known of a prepared weight beside its arrays.
+    """Properties of a prepared weight beside its arrays.
 
-    `long`, `pattern` and `constant` are the attributes of `BsrWeight`, `columns` is k. To a custom operator of PyTorch
-    it is one integer, because every argument costs a call time: bit 0 of a skewed pattern, bit 1 of a constant weight,
-    bits 2 to 32 hold `columns`, and those from 33 on `long + 1`.
+    `long`, `pattern` and `constant` are the attributes of `BsrWeight`, `columns` is k. Custom operators of PyTorch take
+    it as one integer, because every argument costs time: bit 0 is set for a skewed pattern, bit 1 for a constant
+    weight, bits 2 to 32 hold `columns`, and bits from 33 on `long + 1`.
     """
 
     columns: int
@@ -33,12 +33,12 @@ class Structure(NamedTuple):
     constant: bool = False
 
     def packed(self) -> int:
-        """The integer."""
+        """The properties as one integer."""
         return int(self.pattern == "skewed") + (int(self.constant) << 1) + (self.columns << 2) + (self.long + 1 << 33)
 
     @classmethod
     def unpacked(cls, packed: int) -> Structure:
-        """Of the integer."""
+        """The properties from their integer."""
         pattern, constant = "skewed" if packed & 1 else "uniform", bool(packed & 2)
         return cls(packed >> 2 & 0x7FFFFFFF, (packed >> 33) - 1, pattern, constant)
 
@@ -51,42 +51,44 @@ class BsrWeight:
     weight
         A `scipy.sparse.bsr_array`, a torch tensor of layout `torch.sparse_bsr`, or `(data, indices, indptr)`.
     columns
-        k, for a weight given by its arrays (which do not tell how many block columns are empty at the end).
+        k, for a weight given by its arrays, which do not determine it if the last block columns are empty.
     validate
-        Also check indices and indptr that lie on a GPU; those on the host are always checked.
+        Also check indices and indptr on a GPU; on the host they are always checked.
     balance
-        Look at indptr, which of tensors on a GPU costs a synchronisation. Kernels then begin with the block rows that
-        hold most blocks, share out those that hold far more than others, and read the structure before the producer
-        kernel is done. Arrays of other libraries on a GPU are taken as they are.
+        Analyse indptr, which for tensors on a GPU costs a synchronisation. Kernels then begin with the fullest block
+        rows, split very long ones among thread blocks, and read the structure before their producer kernel is done.
+        Arrays of other libraries on a GPU are not analysed.
     constant
-        A promise that `data` is not written any more, as at inference: kernels may then load blocks before their
-        producer kernel is done, which makes products of few rows faster. Only where `balance` has looked at indptr,
-        which waits for what the current stream has still to write.
+        A promise that `data` is no longer written, as in inference: kernels may then load blocks before their producer
+        kernel is done, which makes products of few rows faster. It requires `balance`, whose analysis waits for pending
+        writes of the current stream.
 
     Attributes
     ----------
     data, indices, indptr
-        The arrays that kernels take: blocks `(nnzb, block_rows, block_cols)`, int32 block columns `(nnzb,)`, int32 row
-        starts `(n / block_rows + 1,)`. `data` may be changed in place unless it is `constant`, the structure may not.
+        The arrays for kernels: blocks `(nnzb, block_rows, block_cols)`, int32 block columns `(nnzb,)`, int32 row starts
+        `(n / block_rows + 1,)`. `data` may be changed in place unless it is `constant`, the structure may not.
     shape, dtype, nnzb, block_shape, device
-        Of the matrix.
+        Properties of the matrix.
     order, long
-        What `balance` has found: block rows `(n / block_rows, 3)`, the fullest first, and how many of them are long;
-        -1 if nothing was looked at.
+        Result of `balance`: the block rows as `(n / block_rows, 3)`, the fullest first, and the number of long ones; -1
+        without an analysis.
     pattern
-        `"skewed"` if some block rows were found to hold far more blocks than others, else `"uniform"`.
+        `"skewed"` if some block rows have far more blocks than others, else `"uniform"`.
     constant
-        As it was promised.
+        As promised.
     structure
-        `columns` and the last three, as the integer that `Structure.packed` makes.
+        `columns`, `long`, `pattern` and `constant` as the integer of `Structure.packed`.
 
     Raises
     ------
     TypeError, ValueError
-        As `bsr_matmul`, naming the argument; if it is to be constant without balance.
+        As in `bsr_matmul`, naming the argument; also for `constant` without `balance`.
 
-    Copies (`copy.copy`, which shares the arrays, and `copy.deepcopy`) and pickles are whole: what is known of the
-    structure is found out again when they are made.
+    Notes
+    -----
+    Copies (`copy.copy`, which shares the arrays, and `copy.deepcopy`) and pickles are complete; the structure is
+    analysed again when they are made.
     """
 
     def __init__(
@@ -153,12 +155,12 @@ class BsrWeight:
 
     @classmethod
     def assembled(cls, parts: tuple[Any, Any, Any], order: Any, structure: int) -> BsrWeight:
-        """A weight of tensors that `BsrWeight` has prepared before: nothing is checked.
+        """A weight from tensors that `BsrWeight` has prepared before, without checks.
 
         Parameters
         ----------
         parts
-            `(data, indices, indptr)` as attributes of the weight have them.
+            `(data, indices, indptr)`, the attributes of the weight.
         order, structure
             The attributes of these names.
         """
@@ -175,43 +177,43 @@ class BsrWeight:
         return self
 
     def _hold(self, order: Any, long: int, pattern: str, constant: bool) -> None:
-        """Keep what is known of the structure, and what kernels take."""
+        """Store the properties of the structure, and the arguments for kernels."""
         self.order, self.long, self.pattern, self.constant = order, long, pattern, constant
         self.structure = Structure(self.shape[1], long, pattern, constant).packed()
         given = (self.data, self.indices, self.indptr, order)
         self.arguments = (*map(arrays.argument, given), long, int(constant))
         self.launchers = repeat.Own()
         self._problems: dict[tuple[int, int, str], BsrMatmul] = {}
-        # Of tensors, the structure of the transposed weight, once a gradient of x was asked for; see `torch_op`.
+        # For tensors: the transposed structure, computed at the first gradient of x; see `torch_op`.
         self.turned: Any = None
 
     def validate(self) -> None:
-        """Check indices and indptr again, wherever they lie, which on a GPU costs a synchronisation.
+        """Check indices and indptr again on any device; on a GPU this costs a synchronisation.
 
         Raises
         ------
         ValueError
-            Naming the first entry that is wrong.
+            Naming the first invalid entry.
         """
         self._check(self.indptr, self.indices)
 
     def to(self, device: Any = None, dtype: Any = None, *, non_blocking: bool = False) -> BsrWeight:
-        """This weight on another device or in another dtype, as `torch.Tensor.to`; itself if nothing changes.
+        """This weight on another device or in another dtype, as in `torch.Tensor.to`; itself if nothing changes.
 
         Parameters
         ----------
         device
-            Of PyTorch, as "cuda:0"; or a dtype, if that is all that changes. Other arrays stay where they are.
+            A device of PyTorch, such as "cuda:0"; or a dtype, if only that changes. Arrays of other libraries cannot be
+            moved.
         dtype
             A dtype of torch or NumPy, or its name: float32, float16 or bfloat16.
         non_blocking
-            As of `torch.Tensor.to`.
+            As in `torch.Tensor.to`.
 
         Raises
         ------
         TypeError
-            For a device, of arrays that are not PyTorch's; for a dtype, of arrays that are neither PyTorch's nor
-            NumPy's.
+            For a device, if the arrays are not PyTorch's; for a dtype, if they are neither PyTorch's nor NumPy's.
         ValueError
             For another dtype.
         """
@@ -251,9 +253,9 @@ class BsrWeight:
         return self.to(dtype="float32")
 
     def to_dense(self) -> Any:
-        """The matrix `(n, k)` with its zeros, as an array of the library, dtype and device of `data`.
+        """The dense matrix `(n, k)`, as an array of the library, dtype and device of `data`.
 
-        Blocks that stand twice are added, in float32.
+        Duplicate blocks are added, in float32.
 
         Raises
         ------
@@ -283,7 +285,7 @@ class BsrWeight:
         return arrays.returned(dense, self.data)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Neither a kernel nor what is passed to it can be copied.
+        # Neither a kernel nor its prepared arguments can be copied.
         return {"parts": (self.data, self.indices, self.indptr), "columns": self.shape[1], **self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -319,7 +321,7 @@ class BsrWeight:
 
 
 def balanced(indptr: Any, block_bytes: int) -> tuple[Any, int, str]:
-    """Of row starts the block rows in order, on their device, how many are long, and the pattern."""
+    """From row starts: the block rows in order, on their device, the number of long ones, and the pattern."""
     from tvm_sparse.formats.bsr import fullest_first, skew
 
     starts = arrays.as_numpy(indptr)
@@ -334,7 +336,7 @@ def _no_columns() -> int:
 
 
 def _parts(weight: Any) -> tuple[Any, Any, Any, tuple[int, int] | None]:
-    """data, indices, indptr, and the shape where the weight tells it."""
+    """data, indices, indptr, and the shape if the weight has one."""
     if isinstance(weight, (tuple, list)):
         if len(weight) != 3:
             raise ValueError(f"weight: expected (data, indices, indptr), got {len(weight)} items")
@@ -360,7 +362,7 @@ def _parts(weight: Any) -> tuple[Any, Any, Any, tuple[int, int] | None]:
 
 
 def _unread(shape: tuple[int, ...], like: Any, known: arrays.Facts) -> Any:
-    """An int32 array in the place of one that kernels take and do not read, on the device of the facts."""
+    """An int32 array for an argument that kernels take but do not read, on the device of the facts."""
     torch = sys.modules.get("torch")
     if torch is not None:
         device = f"cuda:{known.index}" if known.device == "cuda" else "cpu"
@@ -375,7 +377,7 @@ def _unread(shape: tuple[int, ...], like: Any, known: arrays.Facts) -> Any:
 
 
 def as_int32(name: str, array: Any) -> Any:
-    """Indices as kernels take them; on the host, but of torch tensors, a copy."""
+    """Indices as int32, as kernels take them; on the host a copy, except for torch tensors."""
     known = arrays.facts(name, array)
     found = index_as(name, array, known, "int32")
     if known.device != "cpu" or arrays.is_torch(array):

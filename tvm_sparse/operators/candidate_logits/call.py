@@ -48,9 +48,11 @@ def candidate_logits(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As `candidate_topk`.
+        As in `candidate_topk`.
 
-    When not to use it: for the best candidates alone, which `candidate_topk` finds without writing the others.
+    Notes
+    -----
+    When not to use it: if only the best candidates are needed, which `candidate_topk` finds without writing the others.
 
     Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", section 4.2.
     """

@@ -1,4 +1,4 @@
-"""Other libraries' ways to compute `candidate_logits`, and ours as its user calls it."""
+"""Peers of `candidate_logits`, and the public call."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Logits of candidate words: `hidden @ embedding[candidates].T` without a copy of the candidates' rows.
 
-The matrix product of Shi, Xu & Knight 2018, section 4.2, whose E_LSH is never made: rows are multiplied where they are.
+The matrix product of Shi, Xu & Knight 2018, section 4.2, without making their E_LSH: rows are read from the embedding
+itself.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class CandidateLogits(Problem):
         return ("hidden", "embedding", "bias")
 
     def definition(self) -> tirx.PrimFunc:
-        """A dot product a candidate of a row."""
+        """One dot product for each row and candidate."""
         from tvm import te, tirx
 
         several, vocab = tirx.Var("lists", "int64"), tirx.Var("vocab", "int64")
@@ -101,7 +102,7 @@ class CandidateLogits(Problem):
         bias = [te.placeholder((vocab,), "float32", name="bias")] if self.bias else []
         step = te.reduce_axis((0, self.hidden), name="step")
 
-        def word(i, j):  # what stands beyond the count is no word
+        def word(i, j):  # positions beyond the count hold no word
             return te.if_then_else(j < counts[i], candidates[i, j], tirx.const(0, "int32"))
 
         total = te.compute(
@@ -124,7 +125,7 @@ class CandidateLogits(Problem):
         return te.create_prim_func(arguments).with_attr("global_symbol", "main")
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
-        """Hidden states and embedding as `head_topk` has them; lists see `candidate_topk.lists.draw`."""
+        """Hidden states and embedding as in `head_topk`; lists from `candidate_topk.lists.draw`."""
         import numpy as np
 
         structure, _ = self.chosen(structure, settings)
@@ -144,7 +145,7 @@ class CandidateLogits(Problem):
         return [found]
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-        """The rounding of a float32 sum, and of the bias."""
+        """The rounding error of a float32 sum, and of the bias."""
         import numpy as np
 
         states, words = inputs[:2]

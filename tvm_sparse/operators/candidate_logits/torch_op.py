@@ -43,5 +43,5 @@ def candidate_logits(
     validate: bool = False,
     out: Any = None,
 ) -> Any:
-    """The public function, as it stands in a graph."""
+    """The public function as torch.compile traces it."""
     return custom.written(_OPERATOR(hidden, embedding, candidates, counts, bias, validate), out)

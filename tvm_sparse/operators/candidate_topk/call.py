@@ -68,63 +68,65 @@ def candidate_topk(
     validate: bool = False,
     out: tuple[Any, ...] | None = None,
 ) -> tuple[Any, ...]:
-    """The n most probable of candidate words: softmax over these alone, and its n best.
+    """The n most probable candidate words: softmax over the candidates alone, and its n largest values.
 
     values[r, i] = exp((s[r, w_i] - m_r) / temperature) / sum_w exp((s[r, w] - m_r) / temperature),
 
     with s = hidden @ embedding.T + bias, w over the candidates of row r, m_r their largest score and w_i the one with
-    the i-th largest. Rows of the embedding are multiplied where they are; no copy of them is made.
+    the i-th largest. The candidates' rows of the embedding are not copied.
 
     Parameters
     ----------
     hidden
-        Shape `(rows, hidden)`; float32, float16 or bfloat16. Sums are made in float32.
+        Shape `(rows, hidden)`; float32, float16 or bfloat16. Sums are accumulated in float32.
     embedding
-        Shape `(vocab, hidden)`, a row a word, of the dtype and on the device of `hidden`.
+        Shape `(vocab, hidden)`, one row for each word, of the dtype and on the device of `hidden`.
     candidates
-        int32 or int64 words in [0, vocab), which no list should hold twice: `(m,)` for one list that all rows share
-        (the union of a beam's), `(rows, m)` for a list a row, or `(lists, m)` for lists each shared by rows / lists
+        int32 or int64 words in [0, vocab), without duplicates in a list: `(m,)` for one list that all rows share (the
+        union of a beam's), `(rows, m)` for one list per row, or `(lists, m)` for lists each shared by rows / lists
         neighbouring rows (sentences that are decoded together). The kernel reads int32: int64, as `torch.topk` returns
         it, is copied at every call, on a GPU by two elementwise kernels.
     n
         1 <= n <= m * block.
     counts
-        `(lists,)` int32 or int64 (of one shared list: `(1,)`): only the first counts[l] candidates of list l count. It
-        may have been made on the device, and is never brought to the host. Values above m mean m.
+        `(lists,)` int32 or int64 (`(1,)` for one shared list): only the first counts[l] candidates of list l are used.
+        On a GPU it is not copied to the host. Values above m mean m.
     block
-        A candidate c stands for the `block` words from c * block on, and must lie in [0, vocab / block).
+        A candidate c stands for `block` words, c * block to c * block + block - 1, and must be in [0, vocab / block).
     log, temperature, bias
         As for `head_topk`.
     normaliser
-        Return also log(sum_w exp(s[r, w] / temperature)) over the candidates, `(rows,)` float32: what an acceptance
-        test of a draft model needs.
+        Also return log(sum_w exp(s[r, w] / temperature)) over the candidates, `(rows,)` float32, as needed for
+        acceptance tests in speculative decoding.
     validate
-        Also check candidates and counts that lie on a GPU, which costs a synchronisation; those on the host are always
-        checked. Unchecked candidates out of range are taken as the nearest word that there is.
+        Also check candidates and counts on a GPU, which costs a synchronisation; on the host they are always checked.
+        Candidates out of range that are not checked are clamped.
     out
-        Arrays to write into, as many as are returned and in their order.
+        Arrays to write into, in the number and order of the results.
 
     Returns
     -------
     values
         `(rows, n)` float32, descending; 0 (with `log` -inf) where a list has fewer than n words.
     indices
-        `(rows, n)` int64 words; -1 there. Equal scores come in the order of the candidates.
+        `(rows, n)` int64 words; -1 where a list has fewer. Equal scores are in the order of the candidates.
     normaliser
-        If asked for.
+        If requested.
 
     Raises
     ------
     TypeError
-        If an argument is no array, lies on another kind of device, or a number is none.
+        If an argument is not an array, is on an unsupported device, or a number has another type.
     ValueError
         For another rank, shape, dtype or device, candidates out of range (naming the first), a number out of range, or
         an `out` that does not fit.
     RuntimeError
         If an argument requires a gradient.
 
-    When not to use it: with a list a row, once the lists together are as long as the vocabulary: `head_topk` then reads
-    less, and is exact.
+    Notes
+    -----
+    When not to use it: with one list per row, if the lists together are as long as the vocabulary: `head_topk` then
+    reads less, and is exact.
 
     Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", section 4.2 and figure 2.
     """
@@ -183,7 +185,7 @@ def candidate_topk(
             by_rows = _of_rows(kernel, given.lists, given.beam, known_counts, len(wanted))
             return by_rows if normaliser else with_scratch(by_rows, unshown[0], 0)
 
-        # Candidates on the host are looked at every time.
+        # Candidates on the host are checked at every call.
         kept = known.device != "cpu" or None
         launch(dispatcher, problem, where, what, given_ones, outputs, kept=kept, around=around, wider=wider)
     else:
@@ -198,7 +200,7 @@ def candidate_topk(
 
 @dataclass(frozen=True)
 class Lists:
-    """What is known of hidden states, an embedding, and lists of candidates that fit them."""
+    """Facts of hidden states, an embedding, and lists of candidates that fit them."""
 
     hidden: Facts
     embedding: Facts
@@ -214,7 +216,7 @@ class Lists:
         Raises
         ------
         TypeError, ValueError, RuntimeError
-            As `candidate_topk`.
+            As in `candidate_topk`.
         """
         known, theirs = pair_facts(hidden, embedding)
         rows, width = known.shape
@@ -238,7 +240,7 @@ class Lists:
         return cls(known, theirs, facts, lists, rows // max(lists, 1), m)
 
     def most_rows(self, block: int = 1) -> int:
-        """How many rows a kernel takes at a time."""
+        """Number of rows that a kernel processes at once."""
         return most_rows(self.hidden.shape[1], self.m * block)
 
     def by_parts(
@@ -252,7 +254,7 @@ class Lists:
     ) -> None:
         """Write outputs by several calls of (hidden states, candidates, counts, arrays to write into).
 
-        Each is of whole lists, or, where there is one list for all rows, of `most` rows.
+        Each call has whole lists, or, if all rows share one list, `most` rows.
         """
         rows = self.hidden.shape[0]
         if self.lists == 1:
@@ -269,7 +271,7 @@ class Lists:
         by_parts(lists, rows, max(1, most // self.beam) * self.beam, (hidden,), outputs)
 
     def arguments(self, hidden: Any, embedding: Any, candidates: Any, counts: Any) -> tuple[Any, Any, Any, Any]:
-        """Hidden states, embedding and candidates as kernels take them, and the counts as an array."""
+        """Hidden states, embedding and candidates prepared for kernels, and the counts as an array."""
         states = arrays.reshaped(
             arrays.ready("hidden", hidden, self.hidden), (self.lists, self.beam, self.hidden.shape[1])
         )
@@ -283,7 +285,7 @@ class Lists:
 
 
 def _int32(name: str, array: Any) -> Any:
-    """A plain torch tensor of int64 in int32; anything else as it is."""
+    """A plain int64 torch tensor as int32; anything else unchanged."""
     torch = sys.modules.get("torch")
     if torch is None or type(array) is not torch.Tensor or array.dtype is not torch.int64 or not repeat.is_plain(array):
         return array
@@ -291,9 +293,9 @@ def _int32(name: str, array: Any) -> Any:
 
 
 def _of_rows(function: Any, lists: int, beam: int, many: Any, outputs: int) -> Any:
-    """A kernel of lists, to be called with torch tensors as a caller has them: rows of hidden states and of outputs.
+    """Wrap a kernel of lists for calls with torch tensors in the caller's form: rows of hidden states and of outputs.
 
-    `many`: the counts, where the caller gives none. `outputs`: how many there are.
+    `many`: the counts, if the caller gives none. `outputs`: their number.
     """
     counts = () if many is None else (many,)
 
@@ -306,7 +308,7 @@ def _of_rows(function: Any, lists: int, beam: int, many: Any, outputs: int) -> A
 
 
 def check_candidates(candidates: Any, counts: Any, units: int, m: int) -> None:
-    """Raise ValueError for a candidate outside [0, units) that counts; the arrays are brought to the host."""
+    """Raise ValueError for a used candidate outside [0, units); copies the arrays to the host."""
     import numpy as np
 
     words = arrays.as_numpy(candidates).reshape(-1, m)

@@ -1,4 +1,4 @@
-"""Lists of candidate words, as the problems of the gathered product draw and read them."""
+"""Lists of candidate words, as the problems of the gathered product generate and read them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tvm_sparse.core.problem import numpy_dtype
 if TYPE_CHECKING:
     import numpy as np
 
-# Words of the vocabulary on which kernels are verified: a program reads how many there are when it runs.
+# Words of the vocabulary with which kernels are verified: programs read their number at run time.
 FEW_WORDS = 3001
 
 
 def draw(rng: np.random.Generator, lists: int, m: int, units: int, structure: str) -> tuple[np.ndarray, np.ndarray]:
     """Candidates `(lists, m)` below `units`, and their counts `(lists,)`.
 
-    Distinct in a list and ascending; where there are fewer units than m, so many count. `few`: lists of nothing, one
-    candidate, a few, and as many as fit or more; what stands beyond the count is no candidate. Else all count.
+    Candidates are distinct in a list and ascending. All count, at most `units`, except with `few`: lists then have no
+    candidate, one, a few, or as many as fit or more, and the positions beyond the count hold no candidate.
     """
     import numpy as np
 
@@ -38,7 +38,7 @@ def draw(rng: np.random.Generator, lists: int, m: int, units: int, structure: st
 
 
 def of_lists(candidates: np.ndarray, counts: np.ndarray, block: int) -> Iterator[np.ndarray]:
-    """The words of each list; a candidate c stands for the `block` words from c * block on."""
+    """The words of each list; a candidate c stands for `block` words from c * block on."""
     import numpy as np
 
     for row, count in zip(candidates, counts, strict=True):
@@ -49,13 +49,15 @@ def of_lists(candidates: np.ndarray, counts: np.ndarray, block: int) -> Iterator
 def work(
     lists: int, beam: int, hidden: int, words: int, vocab: int, dtype: str, inputs: Sequence[Any] | None
 ) -> tuple[int, int]:
-    """Bytes that must be read, and products. A word of several lists is read once; `inputs` tell which those are."""
+    """Bytes that must be read, and number of products. A word in several lists is read once; `inputs` tell which these
+    are.
+    """
     import numpy as np
 
     size = numpy_dtype(dtype).itemsize
     if inputs is None:
         total = lists * words
-        # As many distinct ones as lists that were drawn at random have.
+        # The expected number of distinct words in randomly drawn lists.
         distinct = round(vocab * (1 - (1 - min(1.0, words / vocab)) ** lists))
     else:
         candidates, counts = inputs[2:4]

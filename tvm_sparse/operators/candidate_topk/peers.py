@@ -1,4 +1,4 @@
-"""Other libraries' ways to compute `candidate_topk`, and ours as its user calls it."""
+"""Peers of `candidate_topk`, and the public call."""
 
 from __future__ import annotations
 

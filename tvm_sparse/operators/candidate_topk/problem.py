@@ -1,8 +1,8 @@
 """Softmax and top-k over candidate words: a gathered product, its normaliser and the k best in one.
 
 The last steps of Shi, Xu & Knight 2018 (figure 2): the product of hidden states with the candidates' embeddings and the
-softmax over these alone. Candidates come in the three forms that are in use: a list for all rows of a beam (the paper's
-union, equation 3), a list a row, and blocks of neighbouring rows (clustered heads).
+softmax over these alone. Candidates have the three forms in use: one list for all rows of a beam (the paper's union,
+equation 3), one list per row, and blocks of neighbouring words (clustered heads).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 class CandidateTopk(Problem):
     """`topk(softmax(scale * (hidden @ embedding[words].T + bias[words])), k)` over the words of a list.
 
-    Rows of hidden states that share a list are its beam: `lists` of `beam` rows each. A candidate c stands for the
-    `block` words from c * block on. Fewer than k words are followed by -1, with a probability of 0. `bias` is 1 if
-    there is one.
+    Rows of hidden states that share a list are its beam: `lists` of `beam` rows each. A candidate c stands for `block`
+    words from c * block on. If there are fewer than k words, the rest are -1, with a probability of 0. `bias` is 1 if
+    there is one, else 0.
     """
 
     lists: int
@@ -114,7 +114,7 @@ class CandidateTopk(Problem):
 
     @property
     def words(self) -> int:
-        """Words of a list that is full."""
+        """Number of words of a full list."""
         return self.m * self.block
 
     def smaller(self, extent: int) -> Problem:
@@ -129,7 +129,7 @@ class CandidateTopk(Problem):
         return {name: drawn[name] for name in self.settings[0]}
 
     def definition(self) -> tirx.PrimFunc:
-        """Each row's scores are made, summed, and inserted in order, one by one."""
+        """Each row's scores are computed, summed, and inserted in order, one by one."""
         from tvm.script import tirx as T
 
         from tvm_sparse.operators.softmax_topk import definition
@@ -184,7 +184,7 @@ class CandidateTopk(Problem):
         return self.trimmed(main)
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
-        """Hidden states and embedding as `head_topk` has them; lists see `lists.draw`."""
+        """Hidden states and embedding as in `head_topk`; lists from `lists.draw`."""
         import numpy as np
 
         structure, chosen = self.chosen(structure, settings)
@@ -225,7 +225,7 @@ class CandidateTopk(Problem):
         tolerance: Sequence[np.ndarray | None],
         outputs: Sequence[np.ndarray],
     ) -> None:
-        """Values as `Problem.agree`; at every rank a word whose score is that of the reference's, see `scores`."""
+        """Compare values as `Problem.agree`; the word at each rank must have the reference's score, see `scores`."""
         import numpy as np
 
         scores.compare_ranked(self.kernel_outputs, expected, tolerance, outputs)

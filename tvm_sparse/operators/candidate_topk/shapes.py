@@ -1,4 +1,4 @@
-"""Shapes of this operator, as problem keys; what they are for see `head_topk.shapes`."""
+"""Shapes of this operator, as problem keys; `core.registry` says what each list is for."""
 
 QUICKSTART: tuple[str, ...] = ()
 AWKWARD: tuple[str, ...] = (
@@ -6,7 +6,7 @@ AWKWARD: tuple[str, ...] = (
     "candidate_topk/lists=2,beam=3,vocab=301,hidden=40,m=70,k=5,dtype=float16,bias=1",
     "candidate_topk/lists=3,beam=1,vocab=500,hidden=64,m=33,k=33,dtype=bfloat16",
     "candidate_topk/lists=2,beam=9,vocab=240,hidden=72,m=20,k=7,dtype=float16,block=8",
-    "candidate_topk/lists=2,beam=2,vocab=97,hidden=35,m=50,k=3,dtype=bfloat16,bias=1",  # rows not on 16 bytes
+    "candidate_topk/lists=2,beam=2,vocab=97,hidden=35,m=50,k=3,dtype=bfloat16,bias=1",  # rows not aligned to 16 bytes
     "candidate_topk/lists=1,beam=5,vocab=400,hidden=60,m=130,k=4",
 )
 REALISTIC: tuple[str, ...] = (

@@ -35,7 +35,7 @@ def _call(
 
 
 def one_list(name: str, candidates: Any, dims: Any) -> None:
-    """Raise where vmap maps over more than the hidden states, or these have lists of their own.
+    """Raise if vmap maps over more than the hidden states, or if these have separate lists.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def candidate_topk(
     validate: bool = False,
     out: Any = None,
 ) -> tuple[Any, ...]:
-    """The public function, as it stands in a graph."""
+    """The public function as torch.compile traces it."""
     temperature, heat = custom.number(temperature)
     args = (hidden, embedding, candidates, n, counts, block, log, temperature, bias, normaliser, validate, heat)
     return custom.written(tuple(_OPERATOR(*args)), out)

@@ -35,7 +35,7 @@ def compaction(chosen: Any, vocab: int, capacity: int, *, out: Any = None) -> tu
     vocab
         The number of words.
     capacity
-        Words that a list has room for.
+        Most words of a list.
     out
         A pair of int32 arrays to write into, `(lists, capacity)` and `(lists,)`, contiguous and on the same device.
 
@@ -43,16 +43,18 @@ def compaction(chosen: Any, vocab: int, capacity: int, *, out: Any = None) -> tu
     -------
     candidates, counts
         `(lists, capacity)` int32: each list's words in ascending order, the first `capacity` of them, then -1.
-        `(lists,)` int32: how many words each list has, also those that have no room: the overflow of a list is
+        `(lists,)` int32: the number of words in each bitmap, including those without room: the overflow of a list is
         max(0, counts - capacity).
 
     Raises
     ------
     TypeError
-        If `chosen` is no array.
+        If `chosen` is not an array.
     ValueError
         For another shape, dtype or device, a `vocab` or `capacity` below 1, or an `out` that does not fit.
 
+    Notes
+    -----
     Source: Shi, Xu & Knight 2018, section 4.2.3.
     """
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)

@@ -12,11 +12,11 @@ from tvm_sparse.operators.lsh_lookup.definition import valid_bits
 
 
 def compact(vocab: int, counted: int) -> Callable[..., Any]:
-    """The words of a range of a list; called with (io, bitmap, at, row, first, s): the row `at` of `bitmap` is that of
-    list `row`, and the range has `counted` words from `first` on, both multiples of 32.
+    """Append the words of a range to a list; called with (io, bitmap, at, row, first, s): row `at` of `bitmap` is that
+    of list `row`, and the range has `counted` words from `first` on, both multiples of 32.
 
-    Reads: the bitmap's bits below `vocab`. Writes: these words at their places in the list's `candidates`, and after
-    the last range `counts` and -1 behind the words; as scratch `count` and `bits`.
+    Reads: the bitmap's bits below `vocab`. Writes: these words into the list's `candidates`, and after the last range
+    `counts`, and -1 after the words; as scratch `count` and `bits`.
     """
     words = bitmap_words(vocab)
 
@@ -29,7 +29,7 @@ def compact(vocab: int, counted: int) -> Callable[..., Any]:
         for w in range(T.min(counted // BITS, words - first // BITS)):
             s.bits[0] = T.reinterpret("uint32", bitmap[at, first // BITS + w]) & valid_bits(vocab, first // BITS + w)
             while s.bits[0] != T.uint32(0):
-                # The lowest bit and those below it are one more than its place.
+                # x ^ (x - 1) sets the lowest set bit and all bits below it: their number is its index plus one.
                 if s.count[0] < io.capacity:
                     io.candidates[row, s.count[0]] = first + w * BITS - 1 + T.Cast(
                         "int32", T.popcount(s.bits[0] ^ (s.bits[0] - T.uint32(1))))

@@ -1,4 +1,4 @@
-"""Other libraries' ways to compute `compaction`, and ours as its user calls it."""
+"""Peers of `compaction`, and the public call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def torch_scan(capacity: int) -> Callable[[Any], Any]:
         lists, vocab = mask.shape
         place = mask.cumsum(1)
         counts = place[:, -1].to(torch.int32)
-        # What has no place goes to one behind the list.
+        # Words without room go to an extra position after the list.
         place = torch.where(mask & (place <= capacity), place - 1, capacity)
         candidates = torch.full((lists, capacity + 1), -1, dtype=torch.int32, device=mask.device)
         words = torch.arange(vocab, dtype=torch.int32, device=mask.device).expand(lists, -1)
@@ -58,7 +58,7 @@ def ours(problem: Compaction, inputs: Sequence[Any], convert: Callable[[Any], An
 
 
 def _as_lists(problem: Compaction, rows: Sequence[Any]) -> list[Any]:
-    """Candidates and counts of the words of each list."""
+    """Candidates and counts from the words of each list."""
     import numpy as np
 
     mask = np.zeros((len(rows), problem.vocab), bool)
@@ -67,7 +67,7 @@ def _as_lists(problem: Compaction, rows: Sequence[Any]) -> list[Any]:
     return compacted(mask, problem.capacity)
 
 
-# Theirs begin with booleans, ours with a bitmap.
+# The peers start from booleans, ours from a bitmap.
 PEERS = (
     Peer("torch cumsum + scatter", "torch", BOTH, _torch_scan),
     Peer("torch nonzero", "torch", BOTH, _torch_nonzero, _as_lists),

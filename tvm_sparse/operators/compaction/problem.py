@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tvm import tirx
 
 BITMAP = "ceil(vocab / 32)"
-# Of a word to be chosen, by structure.
+# Probability that a word is chosen, by structure.
 CHANCE = {"sparse": 0.001, "empty": 0.0, "full": 1.0}
 OUTPUTS = (
     Argument("candidates", ("lists", "capacity"), "int32", "Words of each list in ascending order, then -1."),
@@ -42,10 +42,10 @@ def compacted(chosen: np.ndarray, capacity: int) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class Compaction(Problem):
-    """The words of each list's bitmap in ascending order, -1 behind them, and how many there are.
+    """The words of each list's bitmap in ascending order, followed by -1, and their number.
 
-    Of more than `capacity` words the first stay; `counts` says how many there were: the overflow is
-    max(0, counts - capacity).
+    If there are more than `capacity` words, the first ones are kept; `counts` is the number of all words, so the
+    overflow is max(0, counts - capacity).
     """
 
     lists: int
@@ -83,49 +83,44 @@ class Compaction(Problem):
         return bitmap_words(self.vocab) if name == BITMAP else super().extent(name)
 
     def redrawn(self, rng: np.random.Generator) -> Problem:
-        """With room for a few words, for about as many, and for more."""
+        """The problem with room for a few words, for about as many as before, or for more."""
         return replace(self, capacity=max(1, int(self.capacity * rng.choice([0.02, 0.5, 1, 1.5]))))
 
     def definition(self) -> tirx.PrimFunc:
-        """All words of a list at a time."""
+        """The function that processes all words of a list at once."""
         return self.by_slices(ceildiv(self.vocab, BITS) * BITS)
 
     def by_slices(self, counted: int) -> tirx.PrimFunc:
-        """The function that takes `counted` words at a time, a multiple of 32, and counts those before them."""
+        """The function that processes `counted` words at a time, a multiple of 32, after counting those before them."""
         from types import SimpleNamespace
 
         from tvm.script import tirx as T
 
-        from tvm_sparse.core.arguments import matched
+        from tvm_sparse.core.arguments import function
 
         from .definition import compact
 
         write, slices, words = compact(self.vocab, counted), ceildiv(self.vocab, counted), bitmap_words(self.vocab)
 
         # fmt: off
-        @T.prim_func(s_tir=True)
-        def main(chosen: T.handle, candidates: T.handle, counts: T.handle):
-            T.func_attr({"global_symbol": "main", "tirx.noalias": True})
-            lists = T.int32()
-            capacity = T.int32()
-            io = T.meta_var(matched(
-                self, (chosen, candidates, counts), {"lists": lists, "capacity": capacity}, packed=True))
-            for n in range(lists * slices):
+        @T.inline
+        def body(io):
+            for n in range(io.lists * slices):
                 with T.sblock("slice"):
-                    part = T.axis.spatial(lists * slices, n)
+                    part = T.axis.spatial(io.lists * slices, n)
                     T.reads(io.chosen[part // slices, 0:words])
-                    T.writes(io.candidates[part // slices, 0:capacity], io.counts[part // slices])
+                    T.writes(io.candidates[part // slices, 0:io.capacity], io.counts[part // slices])
                     s = T.meta_var(SimpleNamespace(
                         count=T.sblock_alloc_buffer((1,), "int32"), bits=T.sblock_alloc_buffer((1,), "uint32")))
                     write(io, io.chosen, part // slices, part // slices, part % slices * counted, s)
         # fmt: on
-        return main
+        return function(self, body, blocks=True, packed=True)
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
-        """Bitmaps whose bits beyond the vocabulary are set. Of the words of a list are chosen
+        """Bitmaps whose bits beyond the vocabulary are set. The chosen words of a list are
 
-        `random`: each with a chance of its own list's, around half of what fits; `sparse`: one in a thousand; `runs`:
-        some runs of neighbours; `empty`: none; `full`: all.
+        `random`: each with a probability drawn for the list, about half of the capacity; `sparse`: one in a thousand;
+        `runs`: some runs of neighbours; `empty`: none; `full`: all.
         """
         import numpy as np
 
@@ -151,7 +146,7 @@ class Compaction(Problem):
         return [None, None]
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
-        """Operations are looks at a bit."""
+        """Operations are tests of a bit."""
         return Cost(4 * self.lists * (bitmap_words(self.vocab) + self.capacity + 1), self.lists * self.vocab)
 
 

@@ -52,28 +52,28 @@ SIGNATURES = {
 _SIGNATURE = SIGNATURES["head_topk"]
 
 WHERE = "the hidden states are"
-# The ways to the result: the kernel of this operator, or PyTorch's product and `softmax_topk`.
+# The ways to the result: the kernel of this operator, or PyTorch's product followed by `softmax_topk`.
 KERNEL, PRODUCT = "kernel", "product"
-# Rows up to which the kernel is the faster way on an H200, where no record says more. Beyond, hidden states in
-# registers or shared memory keep it from the speed of memory.
+# Rows up to which the kernel is the faster way on an H200, used if there is no record. With more rows, hidden states
+# take so many registers or so much shared memory that it does not reach the memory's speed.
 FUSED_ROWS = SIXTEEN
-# Rows up to which it is with products of warpgroups, in 16 bits: of any vocabulary; of many words; and if probabilities
-# of words are asked for, so that all scores have to be written.
+# Rows up to which it is the faster way with products of warpgroups, in 16 bits: for any vocabulary; for a large one;
+# and with given words, for which all scores have to be written.
 GROUPED_ROWS, MANY_GROUPED_ROWS, ASKED_GROUPED_ROWS = 64, 128, 32
 MANY_WORDS = 64 * 1024
-# Of rows that are no whole cache lines it is not: 24 and 48 rows of (40000, 1000) in float16 take 28.5 and 31.6
-# microseconds, product and `softmax_topk` 27.3 and 30.6.
+# If rows of the embedding are not whole cache lines, it is not faster: 24 and 48 rows with (40000, 1000) in float16
+# take 28.5 and 31.6 microseconds, product and `softmax_topk` 27.3 and 30.6.
 CACHE_LINE = 128
-# And of an odd vocabulary, of which rows of logits start anywhere: the product of 64 rows takes 156 microseconds at
-# (50257, 768) in bfloat16, and the kernel 29.
+# Rows up to which it is faster for an odd vocabulary, whose rows of logits are not aligned: at (50257, 768) in bfloat16
+# the product of 64 rows takes 156 microseconds, the kernel 29.
 ODD_GROUPED_ROWS = 512
-# Bytes of hidden states, of eight or sixteen rows, that a multiprocessor has room for: of 16 bits in registers; and in
-# registers and shared memory, beside rings. Shared memory alone, of which a thread block takes so much at the most, has
-# room for either dtype's. Where there is none for more than eight, sixteen read all words twice: at (10, 128256, 8192)
-# in bfloat16 954 microseconds, beside a product of 495.
+# Bytes of hidden states, for eight or sixteen rows, that fit into a multiprocessor: of 16 bits into registers, and into
+# registers and shared memory beside rings; and of either dtype into the shared memory of a thread block alone. If only
+# eight rows fit, sixteen read all words twice: at (10, 128256, 8192) in bfloat16 that takes 954 microseconds, and the
+# product 495.
 REGISTER_BYTES, DIVIDED_BYTES, SHARED_BYTES = 128 * 1024, 256 * 1024, 200 * 1024
-# What a hidden state has whole ones of, and the most words that are found, where words go to tensor cores. Kernels
-# without these take 2.5 times as long as the product at (1, 50257, 1001) in bfloat16, and 4.6 times of eight rows.
+# Vectors of which a hidden state must be a whole number, and the largest k, for kernels with tensor cores. Kernels
+# without them take 2.5 times as long as the product at (1, 50257, 1001) in bfloat16, and 4.6 times with eight rows.
 VECTOR_BYTES, FUSED_K = 16, 256
 
 
@@ -92,56 +92,58 @@ def head_topk(
 ) -> tuple[Any, ...]:
     """The k most probable words of softmax((hidden @ embedding.T + bias) / temperature, -1), without the logits.
 
-    With s = hidden @ embedding.T + bias it is `softmax_topk(s, k, ...)`: the output layer of a language model and the
-    search for its best words in one pass over the embedding. On a GPU scores never reach the caller's memory; a
-    workspace in the L2 cache holds what one call needs of them.
+    With s = hidden @ embedding.T + bias the result is `softmax_topk(s, k, ...)`: the output layer of a language model
+    and the search for its best words, in one pass over the embedding. On a GPU the scores are not stored in memory; a
+    small workspace in the L2 cache holds the part that a call needs.
 
     Parameters
     ----------
     hidden
-        Shape `(batch, hidden)`; float32, float16 or bfloat16. Sums are made in float32.
+        Shape `(batch, hidden)`; float32, float16 or bfloat16. Sums are accumulated in float32.
     embedding
-        Shape `(vocab, hidden)`, a row a word, of the dtype and on the device of `hidden`; `vocab` below 2^31.
+        Shape `(vocab, hidden)`, one row for each word, of the dtype and on the device of `hidden`; `vocab` below 2^31.
     k
         1 <= k <= vocab.
     log, temperature, bias, ids
         As for `softmax_topk`: log-probabilities; the temperature; `(vocab,)` float32 added to every row, -inf masks a
-        word; `(batch, n)` int64 (or int32, which is copied) words whose probabilities are wanted too.
+        word; `(batch, n)` int64 (or int32, which is copied) words whose probabilities are also returned.
     normaliser
-        Return also log(sum_j exp(s[b, j] / temperature)), `(batch,)` float32.
+        Also return log(sum_j exp(s[b, j] / temperature)), `(batch,)` float32.
     constant
-        A promise that no kernel which may still run when this call's starts writes the embedding: true of the weights
-        of a model that is not in training. On a GPU with programmatic dependent launch words are then read while the
-        kernel in front still runs. The result is the same.
+        A promise that no kernel still running when this call's kernel starts writes the embedding, as for weights in
+        inference. On a GPU with programmatic dependent launch the embedding is then read while the producer kernel
+        still runs. The result is the same.
     out
-        Arrays to write into, as many as are returned and in their order.
+        Arrays to write into, in the number and order of the results.
 
     Returns
     -------
     values
         `(batch, k)` float32, descending.
     indices
-        `(batch, k)` int64 words. Words of equal float32 scores come in their order, NaN first as in torch.topk; words
-        whose scores differ by less than the rounding of a float32 sum may come in either order.
+        `(batch, k)` int64 words. Words with equal float32 scores are in ascending order, NaN first as in torch.topk;
+        words whose scores differ by less than the rounding of a float32 sum may be in either order.
     normaliser, given
-        If asked for.
+        If requested.
 
     Raises
     ------
     TypeError
-        If an argument is no array, lies on another kind of device, or `k` or `temperature` is no number.
+        If an argument is not an array, is on an unsupported device, or `k` or `temperature` is not a number.
     ValueError
         For another rank, shape, dtype or device, k or temperature out of range, or an `out` that does not fit.
     RuntimeError
         If an argument requires a gradient.
 
-    Torch tensors go through torch's product, whose scores are rounded to the dtype of `hidden`, and `softmax_topk`
-    where that is faster: by the record of the problem (`tvm-sparse bench --record`), and where that does not say, on a
-    GPU with more than 16 rows, or 8 of very long hidden states (on an H200 above 8192 columns of 16 bits or 3200 of
-    float32), or any of twice as long ones; with k above 256; and where a row is not of whole vectors of 16 bytes.
-    `explain` speaks of the kernel, and says which way a record found faster.
+    Notes
+    -----
+    For torch tensors, torch's product, whose scores are rounded to the dtype of `hidden`, followed by `softmax_topk` is
+    used where that is faster: by the record of the problem (`tvm-sparse bench --record`), or, without one, on a GPU
+    with more than 16 rows, with more than 8 rows of very long hidden states (on an H200 above 8192 columns of 16 bits
+    or 3200 of float32), and with any rows of twice that length; with k above 256; and if a row is not a whole number of
+    16-byte vectors. `explain` describes the kernel, and says which way was faster by the record.
 
-    When not to use it: where the logits are needed afterwards.
+    When not to use it: if the logits are needed afterwards.
 
     Source: Shi, Xu & Knight 2018, equations 1 and 2 (the full softmax that their head avoids); Milakov & Gimelshein
     2018, "Online normalizer calculation for softmax", Algorithm 4.
@@ -193,7 +195,7 @@ def head_topk(
     if not batch or batch > most:
         return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
     launchers, what = dispatcher.launchers, ("head_topk", k, bool(normaliser))
-    # No kernel takes an empty array.
+    # No kernel accepts an empty array.
     asked, written = (asked, outputs) if n or ids is None else (None, outputs[:-1])
     ready = arrays.ready("hidden", hidden, known), arrays.ready("embedding", embedding, theirs)
     arguments = (*ready, *scalars, row, asked)
@@ -215,9 +217,9 @@ def head_topk(
 
 
 def way(axes: tuple[Any, ...], known: Facts) -> str:
-    """Which way calls of torch tensors take: the faster one by record; where that does not say, the likely one.
+    """The way of calls with torch tensors: the faster one by the record, or, without one, the one likely to be faster.
 
-    It is kept beside launchers: a problem takes the host longer to make than the rest of a call.
+    It is stored beside launchers, since making a problem takes the host longer than the rest of a call.
     """
     launchers, asked = dispatcher.launchers, ("head_topk by", known.device, *axes)
     found = launchers.get(asked)
@@ -228,7 +230,7 @@ def way(axes: tuple[Any, ...], known: Facts) -> str:
 
 
 def likely_way(problem: HeadTopk, machine: Machine) -> str:
-    """The faster way where no record says, by rows, columns and words that are wanted."""
+    """The way likely to be faster, for problems without a record, from rows, columns and words."""
     if machine.kind != "cuda":
         return KERNEL
     size = numpy_dtype(problem.dtype).itemsize
@@ -256,7 +258,7 @@ def grouped_rows(problem: HeadTopk) -> int:
 
 
 def _product(k: int, with_bias: bool, with_ids: bool, normaliser: bool) -> Any:
-    """What stands in the place of the kernel where PyTorch's product and `softmax_topk` are faster."""
+    """The function that replaces the kernel if PyTorch's product and `softmax_topk` are faster."""
     torch = sys.modules["torch"]
 
     def call(hidden: Any, embedding: Any, scale: float, log: int, constant: int, *rest: Any) -> None:
@@ -286,7 +288,7 @@ def _product(k: int, with_bias: bool, with_ids: bool, normaliser: bool) -> Any:
 
 
 def pair_facts(hidden: Any, embedding: Any) -> tuple[Facts, Facts]:
-    """Facts of hidden states and an embedding that fit each other."""
+    """Facts of hidden states and an embedding, checked against each other."""
     known = arrays.facts("hidden", hidden)
     check_floats("hidden", known, rank=2)
     refuse_gradient("hidden", hidden)

@@ -1,4 +1,4 @@
-"""Other libraries' ways to compute `head_topk`, and ours as its user calls it."""
+"""Peers of `head_topk`, and the public call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .problem import HeadTopk
 
 
 def _tensors(problem: HeadTopk, inputs: Sequence[Any], device: str) -> tuple[Any, Any, Any]:
-    """Hidden states, embedding and bias or None, on the device."""
+    """Hidden states, embedding, and bias or None, on the device."""
     if problem.ids:
         raise TypeError("words beside the best are not compared")
     bias, _ = problem.extras(inputs)

@@ -1,7 +1,7 @@
 """The exact output layer: softmax and top-k of `hidden @ embedding.T`, without the logits in between.
 
-Softmax + top-k (Milakov & Gimelshein 2018, Algorithm 4) with the product that makes the logits in front: the
-full-vocabulary softmax that the LSH head of Shi, Xu & Knight 2018 (equations 1 and 2) is measured against.
+The product that makes the logits, followed by softmax + top-k (Milakov & Gimelshein 2018, Algorithm 4): the
+full-vocabulary softmax with which Shi, Xu & Knight 2018 compare their LSH head (equations 1 and 2).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     import numpy as np
     from tvm import tirx
 
-# Rows of the smallest tile of the kernels' product, and of one fragment; and of all tiles that have as many as need be.
+# Rows of the smallest tile of the kernels' product, of one fragment, and of the tiles that come in any number.
 EIGHT, SIXTEEN = 8, 16
 TILES = (EIGHT, SIXTEEN, 32, 64)
-# Words of the vocabulary on which kernels are verified: a program reads how many there are when it runs.
+# Words of the vocabulary with which kernels are verified: programs read their number at run time.
 FEW_WORDS = 3001
 
 
@@ -47,7 +47,7 @@ class HeadTopk(Problem):
     """`values, indices = topk(softmax(scale * (hidden @ embedding.T + bias), -1), k)`, with the normaliser.
 
     Extras, absent by default: `bias` = 1 for a row that is added to every row of the scores, and `ids` = n for n given
-    words a row whose probabilities are wanted too, wherever they rank.
+    words per row whose probabilities are also returned, whatever their rank.
     """
 
     batch: int
@@ -76,11 +76,11 @@ class HeadTopk(Problem):
         Argument("normaliser", ("batch",), "float32", "Logarithm of the sum of exponentials of the scaled scores."),
         Argument("given", ("batch", "ids"), "float32", "Those of `ids`; NaN for one outside [0, vocab).", when="ids"),
     )
-    peer_outputs: ClassVar[int | None] = 2  # no normaliser
+    peer_outputs: ClassVar[int | None] = 2  # without the normaliser
     structures: ClassVar[tuple[str, ...]] = scores.STRUCTURES
     tuned: ClassVar[str] = "random"
     verified: ClassVar[tuple[str, ...]] = scores.STRUCTURES
-    # Of a constant embedding and another one in turn.
+    # With a constant embedding and another one in turn.
     settings: ClassVar[tuple[Settings, ...]] = tuple(
         {**setting, "constant": 1 - i % 2} for i, setting in enumerate(SoftmaxTopk.settings)
     )
@@ -110,12 +110,13 @@ class HeadTopk(Problem):
         }
 
     def distance(self, other: Problem) -> float | None:
-        """Octaves of all sizes; None for a problem of other columns, and for one whose rows need a smaller tile.
+        """Octaves summed over all sizes; None for a problem with other columns, and for one whose rows need a smaller
+        tile.
 
-        Columns tell how a word divides among warps, and a template's default counts that anew: on an H200 at (1,
-        256000, 4608) it takes 512 microseconds, with the decisions of 2560 columns 818. In smaller tiles all words
-        would be read twice: at (10, 151936, 4096) with the decisions of one row 565 microseconds, with its own 299; at
-        (32, 128256, 4096) with those of ten rows 487, with its own 254.
+        Columns determine how a word is divided among warps, and a template's default is computed for them: on an H200
+        at (1, 256000, 4608) it takes 512 microseconds, but 818 with the decisions for 2560 columns. With a smaller tile
+        all words would be read twice: (10, 151936, 4096) takes 565 microseconds with the decisions for one row, and 299
+        with its own; (32, 128256, 4096) takes 487 with those for ten rows, and 254 with its own.
         """
         if not isinstance(other, HeadTopk) or other.hidden != self.hidden:
             return None
@@ -134,7 +135,7 @@ class HeadTopk(Problem):
         return {"scale": 1 / drawing.temperature(rng), "log": int(rng.integers(2)), "constant": int(rng.integers(2))}
 
     def definition(self) -> tirx.PrimFunc:
-        """Each row's scores are made, summed, and inserted in order, one by one."""
+        """Each row's scores are computed, summed, and inserted in order, one by one."""
         from tvm.script import tirx as T
 
         from tvm_sparse.operators.softmax_topk import definition
@@ -194,7 +195,7 @@ class HeadTopk(Problem):
         return self.trimmed(main)
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
-        """Hidden states and embedding by structure, see `scores.embedded`; of the ids one in eight is out of range."""
+        """Hidden states and embedding by structure, see `scores.embedded`; one in eight of the ids is out of range."""
         import numpy as np
 
         structure, chosen = self.chosen(structure, settings)
@@ -208,7 +209,7 @@ class HeadTopk(Problem):
         return inputs
 
     def extras(self, inputs: Sequence[Any]) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """The bias and the ids among the inputs, where there are."""
+        """The bias and the ids among the inputs; None for absent ones."""
         return inputs[5] if self.bias else None, inputs[-1] if self.ids else None
 
     def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
@@ -229,7 +230,7 @@ class HeadTopk(Problem):
         tolerance: Sequence[np.ndarray | None],
         outputs: Sequence[np.ndarray],
     ) -> None:
-        """Values as `Problem.agree`; at every rank a word whose score is that of the reference's, see `scores`."""
+        """Compare values as `Problem.agree`; the word at each rank must have the reference's score, see `scores`."""
         import numpy as np
 
         scores.compare_ranked(self.kernel_outputs, expected, tolerance, outputs)
@@ -260,7 +261,9 @@ def tolerances(
     log: int,
     expected: Sequence[np.ndarray],
 ) -> list[np.ndarray | None]:
-    """Of values and normalisers, for scores that may be off by `slack` a row: the exponential passes it on."""
+    """Tolerances of values and normalisers, for scores with an error of up to `slack` per row, which the exponential
+    propagates.
+    """
     import numpy as np
 
     def bound(argument: Argument, wanted: np.ndarray) -> np.ndarray:

@@ -1,8 +1,9 @@
-"""What the problems of the output layer share: inputs, the scores of words in float64, and a comparison of rankings.
+"""Code shared by the problems of the output layer: inputs, the scores of words in float64, and a comparison of
+rankings.
 
 A score is the dot product of a hidden state and a word's row of the embedding, plus the word's bias if there is one.
-Its float32 sum depends on the order in which it is made, so that two words whose scores differ by less than the
-rounding may come in either order. Where sums are exact, as of small integers, ties come in the order of the words.
+Its float32 sum depends on the order of summation, so two words whose scores differ by less than the rounding error may
+be in either order. If sums are exact, as for small integers, ties are in the order of the words.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 STRUCTURES = ("random", "ties", "masked", "special", "constant", "ascending", "peaked")
-# Error of a float32 sum of products, relative to the product of the vectors' lengths: the partial sums of a few
-# thousand terms are rounded some hundred times, each by a part of a length far below that product. Tensor cores
-# truncate, and float32 products are made of three of them, each with 21 bits.
+# Error of a float32 sum of products, relative to the product of the vectors' lengths: partial sums of a few thousand
+# terms are rounded some hundred times, each time by a fraction of a value far below that product. Tensor cores
+# truncate, and a float32 product consists of three tensor core products, with 21 bits each.
 SUMMATION = 48 * 2.0**-24
 # Elements of the embedding that are in float64 at a time.
 AT_ONCE = 1 << 24
@@ -29,12 +30,12 @@ AT_ONCE = 1 << 24
 def embedded(
     rng: np.random.Generator, rows: int, vocab: int, hidden: int, structure: str, dtype: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Hidden states `(rows, hidden)` and an embedding `(vocab, hidden)` whose scores lie as the structure says.
+    """Hidden states `(rows, hidden)` and an embedding `(vocab, hidden)` whose scores have the structure's distribution.
 
-    `random`: scores of a standard deviation of 3. `ties`: small integers, whose sums are exact and often equal.
-    `masked`: as random; the bias tells. `special`: one hidden state of NaN, a NaN and infinities in the embedding.
-    `constant`: all words equal. `ascending`: each word's scores above the last one's. `peaked`: the best words are
-    neighbours.
+    `random`: scores with a standard deviation of 3. `ties`: small integers, whose sums are exact and often equal.
+    `masked`: as random, with the mask in the bias. `special`: one hidden state of NaN, a NaN and infinities in the
+    embedding. `constant`: all words equal. `ascending`: each word's scores above the previous one's. `peaked`: the best
+    words are neighbours.
     """
     import numpy as np
 
@@ -86,11 +87,11 @@ def scores(states: np.ndarray, words: np.ndarray, bias: np.ndarray | None = None
 
 
 def rounding(states: np.ndarray, words: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    """How far a score of each state may be off: relative to the product of the lengths of the state and a word, and to
-    the largest bias, with which the sum is rounded once more.
+    """Error bound of each state's scores: relative to the product of the lengths of the state and a word, and to the
+    largest bias, whose addition is rounded once more.
 
-    `words` are `(n, hidden)`, or `(rows, n, hidden)` where each state has words of its own, and the bias `(n,)` or
-    `(rows, n)`.
+    `words` are `(n, hidden)`, or `(rows, n, hidden)` if each state has different words, and the bias `(n,)` or `(rows,
+    n)`.
     """
     import numpy as np
 
@@ -128,8 +129,8 @@ def compare_words(
 ) -> None:
     """Compare rankings `found` and `wanted` `(rows, k)` of words for `states` `(rows, hidden)`.
 
-    At every rank the words' scores must agree within rounding, and the words too in rows whose sums are exact; no word
-    stands twice. Words of -1 must be -1 in both.
+    At every rank the words' scores must agree within rounding, and in rows with exact sums the words too; no word may
+    occur twice. A word of -1 must be -1 in both.
 
     Raises
     ------
@@ -138,14 +139,14 @@ def compare_words(
     """
     import numpy as np
 
-    numbers = np.flatnonzero((found != wanted).any(axis=1))  # what is equal need not be looked at
+    numbers = np.flatnonzero((found != wanted).any(axis=1))  # equal rows need no comparison
     if not len(numbers):
         return
     states, found, wanted = states[numbers], found[numbers], wanted[numbers]
-    rows = [words[ids] for ids in (found, wanted)]  # of -1 those of the last word, in both
+    rows = [words[ids] for ids in (found, wanted)]  # -1 selects the last word, in both
     added = [bias[ids] for ids in (found, wanted)] if bias is not None else []
     theirs, ours = (pair_scores(states, *pair) for pair in zip(rows, added or (None, None), strict=True))
-    # Words that are in neither ranking do not count.
+    # Words that are in neither ranking do not matter.
     slack = rounding(states, np.concatenate(rows, axis=1), np.concatenate(added, axis=1) if added else None)
     with np.errstate(invalid="ignore"):
         close = np.abs(theirs - ours) <= 2 * slack[:, None]
@@ -166,9 +167,9 @@ def compare_words(
 
 
 def _exact(states: np.ndarray, *others: np.ndarray) -> np.ndarray:
-    """For which states sums with words are exact in any order: multiples of 1/8 that are small.
+    """States whose sums with words are exact in any order: all numbers are small multiples of 1/8.
 
-    `others` `(rows, n, hidden)` or `(rows, n)` are the words and biases that the comparison is about.
+    `others` `(rows, n, hidden)` or `(rows, n)` are the words and biases that are compared.
     """
     import numpy as np
 
@@ -200,7 +201,7 @@ def compare_ranked(
 
 
 def require_extents(operator: str, rows: int, hidden: int, vocab: int, words: int) -> None:
-    """Raise `ProblemError` for extents that kernels do not count in 32 bits; `words` are those of a row."""
+    """Raise `ProblemError` for extents that kernels cannot count in 32 bits; `words` is the number in a row."""
     if vocab >= 2**31 or hidden >= 2**20:
         raise ProblemError(
             f"{operator}: vocab must be below 2^31 and hidden below 2^20, got vocab={vocab}, hidden={hidden}"
@@ -210,7 +211,9 @@ def require_extents(operator: str, rows: int, hidden: int, vocab: int, words: in
 
 
 def pair_scores(states: np.ndarray, words: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-    """Scores in float64 of states `(rows, hidden)` with words of their own `(rows, n, hidden)`, biases `(rows, n)`."""
+    """Scores in float64 of states `(rows, hidden)` with different words `(rows, n, hidden)` and biases `(rows, n)` for
+    each.
+    """
     import numpy as np
 
     with np.errstate(invalid="ignore", over="ignore"):

@@ -1,8 +1,4 @@
-"""Shapes of this operator, as problem keys.
-
-QUICKSTART: what `tvm-sparse quickstart` tunes; may be empty. AWKWARD: what generic tests run every template on, small
-and irregular. REALISTIC: at which people run it, for what only shows there: registers and shared memory.
-"""
+"""Shapes of this operator, as problem keys; `core.registry` says what each list is for."""
 
 QUICKSTART: tuple[str, ...] = ()
 AWKWARD: tuple[str, ...] = (
@@ -10,8 +6,10 @@ AWKWARD: tuple[str, ...] = (
     "head_topk/batch=3,vocab=301,hidden=40,k=5,dtype=float16,bias=1,ids=2",
     "head_topk/batch=9,vocab=150,hidden=72,k=40,dtype=bfloat16",
     "head_topk/batch=19,vocab=173,hidden=136,k=5,dtype=bfloat16,bias=1",  # more rows than a fragment has
-    "head_topk/batch=2,vocab=97,hidden=35,k=97,dtype=float16,ids=1",  # rows not on 16 bytes; the whole vocabulary
+    "head_topk/batch=2,vocab=97,hidden=35,k=97,dtype=float16,ids=1",  # rows not aligned to 16 bytes; all words
     "head_topk/batch=5,vocab=400,hidden=60,k=4,bias=1",
+    "head_topk/batch=5,vocab=101,hidden=456,k=7,dtype=bfloat16,bias=1,ids=2",  # a part of a row for eight warps
+    "head_topk/batch=2,vocab=37,hidden=2696,k=3,dtype=float16",  # a part of a row for six steps of eight warps
 )
 REALISTIC: tuple[str, ...] = (
     "head_topk/batch=12,vocab=40000,hidden=1000,k=12,dtype=float16",

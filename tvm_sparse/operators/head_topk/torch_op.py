@@ -62,7 +62,7 @@ def head_topk(
     constant: bool = False,
     out: Any = None,
 ) -> tuple[Any, ...]:
-    """The public function, as it stands in a graph."""
+    """The public function as torch.compile traces it."""
     temperature, heat = custom.number(temperature)
     found = _OPERATOR(hidden, embedding, k, log, temperature, bias, ids, normaliser, constant, heat)
     return custom.written(tuple(found), out)

@@ -28,23 +28,24 @@ def logsumexp(logits: Any, out: Any = None) -> Any:
     logits
         As for `softmax`.
     out
-        `(batch,)` float32 array (`(...)` of logits `(..., vocab)`) to write into: contiguous, on the device of
+        `(batch,)` float32 array (`(...)` for logits `(..., vocab)`) to write into: contiguous, on the device of
         `logits`.
 
     Returns
     -------
     values
-        `(batch,)` (or `(...)`) float32, whatever the dtype of `logits`: rounded to half precision (where
-        torch.logsumexp rounds it) it would be of no use as what log-probabilities are the difference to. A row of
-        nothing but -inf, or of nothing, has -inf, one with +inf has +inf, and one with NaN has NaN, as of
-        torch.logsumexp.
+        `(batch,)` (or `(...)`) float32 for every dtype of `logits`: rounded to half precision, as by torch.logsumexp,
+        it would be too inaccurate for computing log-probabilities. The value is -inf for an empty row and one with only
+        -inf, +inf for a row with +inf, and NaN for a row with NaN, as in torch.logsumexp.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As `softmax`.
+        As in `softmax`.
 
-    Of tensors that require a gradient the result has one: dx = g * softmax(x), by the kernel of `softmax`.
+    Notes
+    -----
+    The result is differentiable: dx = g * softmax(x), by the kernel of `softmax`.
 
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 3, lines 1 to 6.
     """

@@ -1,4 +1,4 @@
-"""Other libraries' ways to compute `logsumexp`, and ours as its user calls it."""
+"""Peers of `logsumexp`, and the public call."""
 
 from __future__ import annotations
 

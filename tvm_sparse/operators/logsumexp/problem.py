@@ -86,12 +86,12 @@ class LogSumExp(Problem):
 
         x = np.asarray(inputs[0]).astype(np.float64)
         top = np.max(x, axis=1, keepdims=True)
-        top = np.where(np.isfinite(top), top, 0.0)  # as torch does, so that infinities come through
+        top = np.where(np.isfinite(top), top, 0.0)  # as in torch, so that infinities propagate
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             return [np.log(np.exp(x - top).sum(axis=1)) + top[:, 0]]
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-        """The rounding of a float32 sum and its logarithm."""
+        """The rounding error of a float32 sum and its logarithm."""
         import numpy as np
 
         return [ABSOLUTE_LOG + 1e-6 * np.abs(expected[0])]

@@ -17,7 +17,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, grad: Any) -> Any:
-    """dx = g * softmax(x), NaN where that is."""
+    """dx = g * softmax(x); NaN where the softmax is NaN."""
     [logits] = ctx.saved_tensors
     return (grad[..., None] * softmax_op.softmax(logits)).to(logits.dtype)
 
@@ -34,5 +34,5 @@ _OPERATOR = custom.define("logsumexp(Tensor logits) -> Tensor", call.logsumexp, 
 
 
 def logsumexp(logits: Any, out: Any = None) -> Any:
-    """The public function, as it stands in a graph."""
+    """The public function as torch.compile traces it."""
     return custom.written(_OPERATOR(logits), out)

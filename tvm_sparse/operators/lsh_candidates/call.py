@@ -62,14 +62,14 @@ def lsh_candidates(
     ----------
     hidden
         Shape `(lists, beam, hidden)`; float32, float16 or bfloat16. The rows of a list's beam share its candidates:
-        `(1, beam, hidden)` for one list of all rows, `(rows, 1, hidden)` for a list a row. A torch tensor on CPU or
+        `(1, beam, hidden)` for one list of all rows, `(rows, 1, hidden)` for one list per row. A torch tensor on CPU or
         CUDA, a NumPy array, or another DLPack array. NaN counts as -inf.
     permutations
-        Shape `(bands, units, k)`, int16, columns in [0, hidden): those that the words were hashed with.
+        Shape `(bands, units, k)`, int16, columns in [0, hidden): those with which the words were hashed.
     words, table, multipliers, always, threshold, validate
-        As for `lsh_lookup`; a direct table has 2^(units * ceil(log2(k))) + 1 starts a band.
+        As for `lsh_lookup`; a direct table has 2^(units * ceil(log2(k))) + 1 starts for each band.
     capacity
-        Words that a list has room for.
+        Most words of a list.
     out
         A pair of int32 arrays to write into, `(lists, capacity)` and `(lists,)`, contiguous and on the same device.
 
@@ -77,19 +77,21 @@ def lsh_candidates(
     -------
     candidates, counts
         `(lists, capacity)` int32: each list's words in ascending order, the first `capacity` of them, then -1.
-        `(lists,)` int32: how many words each list has, also those that have no room: the overflow of a list is
+        `(lists,)` int32: the number of candidates of each list, including those without room: the overflow of a list is
         max(0, counts - capacity).
 
     Raises
     ------
     TypeError
-        If an argument is no array.
+        If an argument is not an array.
     ValueError
         For other shapes, dtypes or devices, a threshold or capacity below 1, codes of more than 30 bits, tables for
         other codes, or an `out` that does not fit; naming the argument.
     RuntimeError
         If `hidden` requires a gradient.
 
+    Notes
+    -----
     Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", section 4.2.
     """
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)

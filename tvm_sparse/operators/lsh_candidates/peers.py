@@ -1,4 +1,4 @@
-"""Other libraries' ways to compute `lsh_candidates`, and ours as its user calls it."""
+"""Peers of `lsh_candidates`, and the public call."""
 
 from __future__ import annotations
 

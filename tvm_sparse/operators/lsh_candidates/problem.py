@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LshCandidates(Problem):
-    """The words of each list that a hidden state of its beam hits often enough, and those that are candidates anyway.
+    """For each list, the words with enough hits of a hidden state of its beam, and the words that are always
+    candidates.
 
     `compaction(lsh_lookup(wta_hash(hidden)))`; see these operators for the equations.
     """
@@ -70,6 +71,7 @@ class LshCandidates(Problem):
     operator: ClassVar[str] = "lsh_candidates"
     batch_axis: ClassVar[str] = "lists"
     data_axes: ClassVar[tuple[str, ...]] = ("beam", "bands", "capacity")
+    counted: ClassVar[tuple[str, ...]] = ("slots",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("hidden", ("lists", "beam", "hidden"), "dtype", "Hidden states of each list's beam."),
         WtaHash.inputs[1],
@@ -110,7 +112,7 @@ class LshCandidates(Problem):
 
     @property
     def bits(self) -> int:
-        """Of a band code."""
+        """Bits of a band code."""
         return wta.code_bits(self.k, self.units)
 
     def extent(self, name: str | int) -> int:
@@ -126,7 +128,7 @@ class LshCandidates(Problem):
         return ("hidden",)
 
     def redrawn(self, rng: np.random.Generator) -> Problem:
-        """With beams, bands and room for words of other numbers."""
+        """The problem with other numbers of rows in a beam, of bands, and of places in a list."""
         beam, bands = int(rng.integers(1, self.beam + 1)), int(rng.integers(1, self.bands + 1))
         capacity = max(1, int(self.capacity * rng.choice([0.02, 0.5, 1, 1.5])))
         return dataclasses.replace(self, beam=beam, bands=bands, capacity=capacity)
@@ -138,7 +140,7 @@ class LshCandidates(Problem):
         """One list after another."""
         from tvm.script import tirx as T
 
-        from tvm_sparse.core.arguments import matched
+        from tvm_sparse.core.arguments import function
         from tvm_sparse.operators.compaction.definition import compact
         from tvm_sparse.operators.lsh_lookup.definition import alloc_scratch, look_up_list
         from tvm_sparse.operators.wta_hash.definition import hash_code
@@ -154,37 +156,24 @@ class LshCandidates(Problem):
         write = compact(self.vocab, every)
 
         # fmt: off
-        @T.prim_func(s_tir=True)
-        def main(
-            hidden: T.handle, permutations: T.handle, words_h: T.handle, starts: T.handle, entries: T.handle,
-            multipliers: T.handle, always: T.handle, threshold: T.int32, candidates: T.handle, counts: T.handle
-        ):
-            T.func_attr({"global_symbol": "main", "tirx.noalias": True})
-            lists = T.int32()
-            beam = T.int32()
-            bands = T.int32()
-            slots = T.int32()
-            capacity = T.int32()
-            io = T.meta_var(matched(
-                self, (hidden, permutations, words_h, starts, entries, multipliers, always, threshold, candidates,
-                       counts),
-                {"lists": lists, "beam": beam, "bands": bands, "slots": slots, "capacity": capacity}, packed=True))
-            for n in range(lists):
+        @T.inline
+        def body(io):
+            for n in range(io.lists):
                 with T.sblock("list"):
-                    row = T.axis.spatial(lists, n)
-                    T.reads(io.hidden[row, 0:beam, 0:self.hidden], io.words[0:bands, 0:self.vocab])
-                    T.writes(io.candidates[row, 0:capacity], io.counts[row])
+                    row = T.axis.spatial(io.lists, n)
+                    T.reads(io.hidden[row, 0:io.beam, 0:self.hidden], io.words[0:io.bands, 0:self.vocab])
+                    T.writes(io.candidates[row, 0:io.capacity], io.counts[row])
                     s = T.meta_var(alloc_scratch(every))
                     bitmap = T.sblock_alloc_buffer((1, words), "int32")
                     look_up(io, row, 0, bitmap, 0, s)
                     write(io, bitmap, 0, row, 0, s)
         # fmt: on
-        return self.trimmed(main)
+        return function(self, body, blocks=True, packed=True)
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
-        """Rows standard normal, and words by structure, see `lsh_lookup.tables.word_codes`.
+        """Standard normal rows, and words by structure, see `lsh_lookup.tables.word_codes`.
 
-        `nothing`: as `unseen`, and no word is a candidate anyway. `special`: rows with NaN and infinities.
+        `nothing`: as `unseen`, and without words that are always candidates. `special`: rows with NaN and infinities.
         """
         import numpy as np
 
@@ -211,7 +200,9 @@ class LshCandidates(Problem):
         return [None, None]
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
-        """Of the tables what is looked up if words spread evenly; operations are comparisons and increments."""
+        """Bytes of the tables are those looked up if words are spread evenly; operations are comparisons and
+        increments.
+        """
         rows, looked_at = self.lists * self.beam, self.bands * self.units * self.k
         looked_up = bucket_bytes(self.vocab, rows, self.bands, self.k**self.units, self.table)
         lists = self.lists * (self.capacity + 1) * 4 + bitmap_words(self.vocab) * 4

@@ -1,4 +1,4 @@
-"""Hash tables as arguments of public calls: what they have to look like, and what they say about the problem."""
+"""Hash tables as arguments of public calls: their checks, and the axes that follow from them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ MULTIPLIERS: tuple[Any, ...] = ("multipliers", Absent(), Array(("bands", 2), ("i
 
 
 class HashTables(NamedTuple):
-    """Tables that were checked."""
+    """Checked hash tables."""
 
     vocab: int
     kind: str  # "direct" or "cuckoo"
-    bits: int  # of a code; of a cuckoo table the most there may be
-    arguments: tuple[Any, ...]  # for the kernel, from `words` to `threshold`, None for multipliers that it has not
+    bits: int  # of a code; for a cuckoo table the most that a code may have
+    arguments: tuple[Any, ...]  # for the kernel, from `words` to `threshold`; None for absent multipliers
 
 
 def checked_states(hidden: Any) -> Facts:
-    """Hidden states `(lists, beam, hidden)` of a call.
+    """Check the hidden states `(lists, beam, hidden)` of a call.
 
     Raises
     ------
@@ -59,7 +59,7 @@ def checked_hashing(
     where: str,
     validate: bool,
 ) -> tuple[tuple[str, Facts, Any], HashTables]:
-    """The permutations that hidden states are hashed with, as `facts_beside` checks them, and tables for their codes.
+    """Check the permutations for hashing hidden states, as `facts_beside` does, and tables for their codes.
 
     Raises
     ------
@@ -90,7 +90,7 @@ def checked_tables(
     bands: int,
     validate: bool,
 ) -> HashTables:
-    """The tables of a call whose first array is `first`, for codes of so many bands.
+    """Check the tables of a call whose first array is `first`, for codes of `bands` bands.
 
     Raises
     ------

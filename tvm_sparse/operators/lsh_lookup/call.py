@@ -47,22 +47,22 @@ def lsh_lookup(
     Parameters
     ----------
     codes
-        Shape `(lists, beam, bands)`, int32, in [0, 2^bits) for a direct table, at least 0 for a cuckoo table: what
-        `wta_hash` returns. The rows of a list's beam share its words. A torch tensor on CPU or CUDA, a NumPy array, or
-        another DLPack array.
+        Shape `(lists, beam, bands)`, int32, in [0, 2^bits) for a direct table, at least 0 for a cuckoo table: as
+        `wta_hash` returns them. The rows of a list's beam share its words. A torch tensor on CPU or CUDA, a NumPy
+        array, or another DLPack array.
     words, table, multipliers
         As `formats.wta.tables` builds them, on the same device: `(bands, vocab)` int32 words of each band by code;
         bucket starts `(bands, 2^bits + 1)` int32, or cuckoo entries `(bands, 2, slots, 4)` int32 with `multipliers`
         `(bands, 2)` int32.
     always
-        Shape `(ceil(vocab / 32),)`, int32: bitmap of words that are chosen anyway; bits beyond `vocab` are ignored.
+        Shape `(ceil(vocab / 32),)`, int32: bitmap of words that are always chosen; bits beyond `vocab` are ignored.
     threshold
         At least 1.
     out
         `(lists, ceil(vocab / 32))` int32 array to write into, contiguous and on the same device.
     validate
-        Check what codes and tables hold, wherever they lie, which on a GPU costs a synchronisation and a copy. Those
-        that are bad and unchecked read and write out of bounds.
+        Check the values in codes and tables, on any device; on a GPU this costs a synchronisation and a copy. Invalid
+        values that are not checked cause reads and writes out of bounds.
 
     Returns
     -------
@@ -72,12 +72,14 @@ def lsh_lookup(
     Raises
     ------
     TypeError
-        If an argument is no array.
+        If an argument is not an array.
     ValueError
-        For other shapes, dtypes or devices, a threshold below 1, codes or tables that are bad, or an `out` that does
-        not fit; naming the argument.
+        For other shapes, dtypes or devices, a threshold below 1, invalid codes or tables, or an `out` that does not
+        fit; naming the argument.
 
-    When not to use it: from hidden states to a list of words `lsh_candidates` goes in one program.
+    Notes
+    -----
+    When not to use it: for lists of words from hidden states, which `lsh_candidates` makes in one program.
 
     Source: Shi, Xu & Knight 2018, Algorithm 1, equations 9, 10 and 3.
     """

@@ -1,4 +1,4 @@
-"""Equations 9, 10 and 3 in TVMScript, for definitions and CPU functions; and where a code's bucket is, for GPUs too.
+"""Equations 9, 10 and 3 in TVMScript, for definitions and CPU functions; and finding a code's bucket, also for GPUs.
 
 Loads the compiler.
 """
@@ -24,14 +24,14 @@ def slot_of(code: tirx.PrimExpr, multiplier: tirx.PrimExpr, slots: tirx.PrimExpr
 
 
 def valid_bits(vocab: int, word: Any) -> tirx.PrimExpr:
-    """Of the `word`-th int32 of a bitmap the bits that stand for a word, as uint32: those beyond `vocab` do not."""
+    """The bits of the `word`-th int32 of a bitmap that stand for words below `vocab`, as uint32."""
     words, rest = bitmap_words(vocab), vocab % BITS
     every = T.uint32(0xFFFFFFFF)
     return T.Select(word == words - 1, T.uint32((1 << rest) - 1), every) if rest else every
 
 
 def alloc_scratch(counted: int) -> SimpleNamespace:
-    """Within a block, what functions of hashing, look-up and compaction need; `counted`: words counted at a time."""
+    """Scratch buffers, within a block, for hashing, look-up and compaction; `counted`: words counted at a time."""
     return SimpleNamespace(
         counts=T.sblock_alloc_buffer((counted,), "int32"),
         code=T.sblock_alloc_buffer((1,), "int32"),
@@ -47,7 +47,7 @@ def alloc_scratch(counted: int) -> SimpleNamespace:
 
 
 def find_bucket(cuckoo: bool) -> Callable[..., Any]:
-    """Where the bucket of a code is; called with (io, band, s).
+    """Find the bucket of a code; called with (io, band, s).
 
     Reads: `code`, the band's table. Writes: `start` and `length`, which is 0 if no word has the code.
     """
@@ -71,10 +71,11 @@ def find_bucket(cuckoo: bool) -> Callable[..., Any]:
 
 
 def look_up_list(vocab: int, counted: int, cuckoo: bool, set_code: Callable[..., Any]) -> Callable[..., Any]:
-    """The words of a range that some row of a list's beam hits often enough, or that are candidates anyway.
+    """Set the bits of the words in a range with enough hits of some row of a list's beam, and of those that are always
+    candidates.
 
     Called with (io, row, first, bitmap, at, s): a list, the first of its `counted` words (both multiples of 32), and
-    the row `at` of a bitmap where their bits go. `set_code(io, row, i, band, s)` sets `code` of a row of the beam.
+    the row `at` of a bitmap for their bits. `set_code(io, row, i, band, s)` sets `code` of a row of the beam.
 
     Reads: words, table, `always`, `threshold`. Writes: the bitmap; as scratch `s`.
     """

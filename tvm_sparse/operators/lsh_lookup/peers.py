@@ -1,4 +1,4 @@
-"""Other libraries' ways to compute `lsh_lookup`, and ours as its user calls it."""
+"""Peers of `lsh_lookup`, and the public call."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .problem import LshLookup
 def torch_buckets(words: Any, starts: Any, always: Any, threshold: int) -> Callable[[Any], Any]:
     """Words of codes `(lists, beam, bands)` as booleans `(lists, vocab)` by torch, from direct tables.
 
-    All buckets are joined to one list of (row, word), and counted by `scatter_add_`. How long that is the host has to
-    know, so it waits for the GPU.
+    All buckets are joined to one list of (row, word), and counted by `scatter_add_`. The host needs the length of that
+    list, so it waits for the GPU.
     """
     import torch
 
@@ -41,7 +41,7 @@ def torch_buckets(words: Any, starts: Any, always: Any, threshold: int) -> Calla
 
 
 def _tensors(problem: LshLookup, inputs: Sequence[Any], device: str) -> tuple[Any, Any, Any]:
-    """Codes, words, and which words are candidates anyway."""
+    """Codes, words, and booleans of the words that are always candidates."""
     always = bitmap.unpack_bits(inputs[-2], problem.vocab)
     return (*(torch_tensor(a, device) for a in inputs[:2]), torch_tensor(always, device))
 
@@ -55,7 +55,7 @@ def _torch_scatter(problem: LshLookup, inputs: Sequence[Any], device: str) -> Ca
 
 
 def _torch_dense(problem: LshLookup, inputs: Sequence[Any], device: str) -> Call:
-    """Equation 9 as it stands: every code of every word compared, row by row."""
+    """Equation 9 taken literally: every code of every word is compared, row by row."""
     import numpy as np
     import torch
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LshLookup(Problem):
-    """Bitmaps of the words of each list: those that a row of its beam hits often enough, and those that always are.
+    """Bitmaps of the words of each list: those with enough hits of a row of its beam, and those that are always chosen.
 
     L[i, j] = number of bands w in which word j has the code codes[l, i, w]; word j is chosen for list l if
     L[i, j] >= threshold for some row i of its beam, or if its bit in `always` is set.
@@ -58,6 +58,7 @@ class LshLookup(Problem):
     operator: ClassVar[str] = "lsh_lookup"
     batch_axis: ClassVar[str] = "lists"
     data_axes: ClassVar[tuple[str, ...]] = ("beam", "bands")
+    counted: ClassVar[tuple[str, ...]] = ("slots",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("codes", ("lists", "beam", "bands"), "int32", "Band codes of each row, in [0, 2^bits)."),
         *TABLES,
@@ -97,7 +98,7 @@ class LshLookup(Problem):
         return dataclasses.replace(self, lists=extent, beam=few[0], bands=few[1])
 
     def redrawn(self, rng: np.random.Generator) -> Problem:
-        """With beams and bands of other numbers."""
+        """The problem with other numbers of rows in a beam and of bands."""
         beam, bands = int(rng.integers(1, self.beam + 1)), int(rng.integers(1, self.bands + 1))
         return dataclasses.replace(self, beam=beam, bands=bands)
 
@@ -105,17 +106,17 @@ class LshLookup(Problem):
         return draw_threshold(rng, self.bands)
 
     def definition(self) -> tirx.PrimFunc:
-        """All words of a list at a time."""
+        """The function that processes all words of a list at once."""
         return self.by_slices(ceildiv(self.vocab, BITS) * BITS)
 
     def by_slices(self, counted: int) -> tirx.PrimFunc:
         """The function that counts the hits of `counted` words at a time, a multiple of 32.
 
-        Each slice goes through all buckets.
+        Each slice scans all buckets.
         """
         from tvm.script import tirx as T
 
-        from tvm_sparse.core.arguments import matched
+        from tvm_sparse.core.arguments import function
 
         from .definition import alloc_scratch, look_up_list
 
@@ -127,33 +128,22 @@ class LshLookup(Problem):
         slices, words = ceildiv(self.vocab, counted), bitmap_words(self.vocab)
 
         # fmt: off
-        @T.prim_func(s_tir=True)
-        def main(
-            codes: T.handle, words_h: T.handle, starts: T.handle, entries: T.handle, multipliers: T.handle,
-            always: T.handle, threshold: T.int32, chosen: T.handle
-        ):
-            T.func_attr({"global_symbol": "main", "tirx.noalias": True})
-            lists = T.int32()
-            beam = T.int32()
-            bands = T.int32()
-            slots = T.int32()
-            io = T.meta_var(matched(
-                self, (codes, words_h, starts, entries, multipliers, always, threshold, chosen),
-                {"lists": lists, "beam": beam, "bands": bands, "slots": slots}, packed=True))
-            for n in range(lists * slices):
+        @T.inline
+        def body(io):
+            for n in range(io.lists * slices):
                 with T.sblock("slice"):
-                    part = T.axis.spatial(lists * slices, n)
-                    T.reads(io.codes[part // slices, 0:beam, 0:bands], io.words[0:bands, 0:self.vocab])
+                    part = T.axis.spatial(io.lists * slices, n)
+                    T.reads(io.codes[part // slices, 0:io.beam, 0:io.bands], io.words[0:io.bands, 0:self.vocab])
                     T.writes(io.chosen[part // slices, 0:words])
                     s = T.meta_var(alloc_scratch(counted))
                     look_up(io, part // slices, part % slices * counted, io.chosen, part // slices, s)
         # fmt: on
-        return self.trimmed(main)
+        return function(self, body, blocks=True, packed=True)
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
-        """Codes of rows drawn evenly, and words by structure, see `tables.word_codes`.
+        """Uniformly drawn codes of rows, and words by structure, see `tables.word_codes`.
 
-        `nothing`: as `unseen`, and no word is a candidate anyway.
+        `nothing`: as `unseen`, and without words that are always chosen.
         """
         import numpy as np
 
@@ -175,7 +165,7 @@ class LshLookup(Problem):
         return [None]
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
-        """Of the tables what is looked up; operations are increments and comparisons of hit counts."""
+        """Bytes of the tables are those looked up; operations are increments and comparisons of hit counts."""
         rows = self.lists * self.beam
         looked_up = bucket_bytes(self.vocab, rows, self.bands, 1 << self.bits, self.table)
         increments = rows * self.bands * max(1, self.vocab >> self.bits)

@@ -1,4 +1,4 @@
-"""What problems over hash tables share: axes, arguments, and words that some hidden states hit."""
+"""Code shared by problems with hash tables: axes, arguments, and words with hits of some hidden states."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ THRESHOLD = Argument("threshold", (), "int32", "Hits that make a word a candidat
 TABLES = (WORDS, STARTS_TABLE, CUCKOO_TABLE, MULTIPLIERS, ALWAYS, THRESHOLD)
 
 STRUCTURES = ("random", "skewed", "unseen", "every", "nothing")
-# A usual threshold; every word that is hit at all; more hits than a byte counts.
+# A usual threshold; every word with a hit; more hits than a byte counts.
 SETTINGS = ({"threshold": 6}, {"threshold": 1}, {"threshold": 260})
-# Words that resemble a hidden state, how many of them much, and most hits of the others: on real embeddings hardly any
-# word has more, and buckets have few words beside those that any two codes share.
+# Number of words that resemble a hidden state, of those that resemble it closely, and most hits of the others: in real
+# embeddings hardly any word has more, and apart from accidental equality of codes buckets have few words.
 NEAR, NEAREST, FEW_HITS = 64, 4, 16
-# Bands and rows of a beam of a problem that is cheap to check.
+# Bands, and rows of a beam, of a problem that is cheap to check.
 FEW_BANDS, FEW_ROWS = 48, 3
-# In which share of the bands a row has a long bucket, which shares of all words are in one, and how often. As in tables
-# of 40,000 normal embeddings, k=16 and units=3, with 10 words in most buckets: 80 where two units share a column, 850
-# where two pairs of them do.
+# Share of the bands in which a row has a long bucket, the possible shares of all words in it, and their probabilities.
+# They are those of tables of 40,000 normal embeddings with k=16 and units=3: most buckets have 10 words, but 80 if two
+# units share a column, and 850 if two pairs of them do.
 CROWDED, SHARES, ODDS = 0.02, (1 / 500, 1 / 47), (0.97, 0.03)
 
 
 def draw_threshold(rng: np.random.Generator, bands: int) -> dict[str, float]:
-    """One of a few hits, or any that bands allow, and one that a byte does not count."""
+    """A threshold: a few hits, any number up to the bands, or one that a byte cannot count."""
     return {"threshold": int(rng.choice([1, 2, 6, int(rng.integers(1, bands + 2)), 260]))}
 
 
 def require_tables(problem: Problem, bits: int) -> None:
-    """Raise `ProblemError` for a table that cannot be."""
+    """Raise `ProblemError` for a table that is not valid."""
     name, axes = problem.operator, problem.axes
     if axes["table"] not in wta.KINDS:
         raise ProblemError(f"{name}: table must be one of {', '.join(wta.KINDS)}, got {axes['table']!r}")
@@ -57,7 +57,7 @@ def require_tables(problem: Problem, bits: int) -> None:
 
 
 def table_extent(problem: Problem, bits: int, name: str | int) -> int | None:
-    """Of `Problem.extent` what follows from the axes; None for another name."""
+    """The extents of `Problem.extent` that follow from the axes; None for another name."""
     found = {
         "rows": problem.axes["lists"] * problem.axes["beam"],
         BITMAP: bitmap.bitmap_words(problem.axes["vocab"]),
@@ -75,14 +75,13 @@ def word_codes(
     vocab: int,
     draw: Callable[[tuple[int, ...]], np.ndarray],
 ) -> np.ndarray:
-    """Codes of words `(vocab, bands)`, of which rows with the codes `rows` `(rows, bands)` hit some.
+    """Codes of words `(vocab, bands)`, some of which match the codes `rows` `(rows, bands)`.
 
-    `draw(shape)` draws codes. `random`: words have codes of their own, except that `NEAR` words of each row have its
-    code in some of the bands, each word in a share of its own, `NEAREST` of them in up to all, the others in up to
-    about `FEW_HITS`; and that of each row a few buckets are long, as they are in bands two of whose units share a
-    column. `skewed`: in each band up to half of all words have the
-    code of one row. `unseen`: no word has the code of a row, if there are other codes. `every`: all words have the
-    codes of the first row.
+    `draw(shape)` draws codes. `random`: words have random codes, except that for each row `NEAR` words have its code in
+    some of the bands (`NEAREST` of them in up to all bands, the others in up to about `FEW_HITS`), and that each row
+    has a few long buckets, as in bands in which two units share a column. `skewed`: in each band up to half of all
+    words have the code of one row. `unseen`: no word has the code of a row, if there are other codes. `every`: all
+    words have the codes of the first row.
     """
     import numpy as np
 
@@ -115,9 +114,10 @@ def word_codes(
 def make_tables(
     problem: Problem, rng: np.random.Generator, structure: str, codes: np.ndarray, bits: int, threshold: float
 ) -> list[Any]:
-    """The inputs `TABLES` of a problem, for words of these codes.
+    """The inputs `TABLES` of a problem, for words with these codes.
 
-    Candidates anyway are the first words and some others, but for `nothing`. Bits beyond the vocabulary are set.
+    Words that are always chosen are the first ones and some others, except with `nothing`. Bits beyond the vocabulary
+    are set.
     """
     import numpy as np
 
@@ -132,7 +132,9 @@ def make_tables(
 
 
 def count_hits(codes: np.ndarray, tables: Sequence[Any], vocab: int) -> np.ndarray:
-    """Equation 9: how many band codes each word shares with each row, `(rows, vocab)`; `codes` is `(rows, bands)`."""
+    """Equation 9: the number of band codes that each word shares with each row, `(rows, vocab)`; `codes` is `(rows,
+    bands)`.
+    """
     import numpy as np
 
     words, table, *multipliers, _, _ = tables
@@ -157,5 +159,5 @@ def choose_words(codes: np.ndarray, tables: Sequence[Any], vocab: int) -> np.nda
 
 
 def bucket_bytes(vocab: int, rows: int, bands: int, codes: int, table: str) -> int:
-    """Bytes of the table entries and buckets that rows look up, if words spread evenly over `codes` codes."""
+    """Bytes of the table entries and buckets that rows look up, if words are spread evenly over `codes` codes."""
     return rows * bands * ((8 if table == "direct" else 16) + 4 * vocab // codes)

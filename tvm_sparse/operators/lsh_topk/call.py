@@ -68,55 +68,58 @@ def lsh_topk(
     out: Any = None,
     validate: bool = False,
 ) -> tuple[Any, Any, Any, Any]:
-    """The n most probable of the words that hidden states hash to, and of frequent ones: a step of an LSH head.
+    """The n most probable words among those that hidden states hash to and frequent ones: a step of an LSH head.
 
-    `candidate_topk(hidden, embedding, lsh_candidates(hidden, ...))` in one program, which makes no list of candidates:
-    frequent words are multiplied while hidden states are hashed and looked up, and a word is multiplied as soon as it
-    has hits enough. So there is no capacity, and no word is left out.
+    It computes `candidate_topk(hidden, embedding, lsh_candidates(hidden, ...))` in one program without a list of
+    candidates: frequent words are multiplied while hidden states are hashed and looked up, and other words as soon as
+    they have enough hits. So there is no capacity, and no word is left out.
 
     Parameters
     ----------
     hidden
         Shape `(lists, beam, hidden)`; float32, float16 or bfloat16. Rows of a list's beam share its candidates. Sums
-        are made in float32; a NaN counts as -inf where hidden states are hashed.
+        are accumulated in float32; for hashing, NaN counts as -inf.
     embedding
-        Shape `(vocab, hidden)`, a row a word, of the dtype and on the device of `hidden`.
+        Shape `(vocab, hidden)`, one row for each word, of the dtype and on the device of `hidden`.
     permutations, words, table, multipliers, always, threshold, validate
         As for `lsh_candidates`.
     ids
         `(frequent,)` int32: the words whose bits are set in `always`, each once. At least one. These and `permutations`
-        may be read while the kernel before still runs, if that allows its successor to start early.
+        may be read while the producer kernel still runs, if that lets its consumer start early.
     n
         1 <= n <= vocab.
     log, temperature, bias
         As for `head_topk`.
     out
-        Four arrays to write into, as they are returned.
+        Four arrays to write into, in the order of the results.
 
     Returns
     -------
     values
         `(lists, beam, n)` float32, descending; 0 (with `log` -inf) where a list has fewer than n words. On a GPU
-        exponentials of words that are no frequent ones are added up in the order in which these are found: the last
-        bits of values and normalisers may differ from call to call.
+        exponentials of words other than frequent ones are added in the order in which the words are found, so the last
+        bits of values and normalisers may differ between calls.
     indices
-        `(lists, beam, n)` int64 words; -1 there. Equal scores come in the order of the words.
+        `(lists, beam, n)` int64 words; -1 where a list has fewer. Equal scores are in the order of the words.
     normaliser
         `(lists, beam)` float32: log(sum_w exp(s[r, w] / temperature)) over the candidates.
     counts
-        `(lists,)` int32: how many candidates each list has.
+        `(lists,)` int32: number of candidates of each list.
 
     Raises
     ------
     TypeError
-        If an argument is no array, or a number is none.
+        If an argument is not an array, or a number has another type.
     ValueError
-        For other shapes, dtypes or devices, a number out of range, tables for other codes, `ids` that are not those of
+        For other shapes, dtypes or devices, a number out of range, tables for other codes, `ids` that do not match
         `always` (on the CPU, or with `validate`), or an `out` that does not fit; naming the argument.
     RuntimeError
         If an argument requires a gradient.
 
-    When not to use it: without frequent words, or to see the candidates: `lsh_candidates`, then `candidate_topk`.
+    Notes
+    -----
+    When not to use it: without frequent words, or if the candidates are needed: use `lsh_candidates` and
+    `candidate_topk`.
 
     Source: Shi, Xu & Knight 2018, "Fast Locality Sensitive Hashing for Beam Search on GPU", section 4.2 and figure 2.
     """

@@ -1,4 +1,4 @@
-"""Other libraries' ways to compute `lsh_topk`, and ours as its user calls it."""
+"""Peers of `lsh_topk`, and the public call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .problem import LshTopk
 
 
 def _torch_masked(problem: LshTopk, inputs: Sequence[Any], device: str) -> Call:
-    """The product with all words: torch has no gathered product whose number of words the device knows alone."""
+    """The product with all words: torch has no gathered product for a number of words that only the device knows."""
     import torch
 
     if problem.table != "direct" or problem.bias:

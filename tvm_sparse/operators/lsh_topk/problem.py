@@ -37,19 +37,19 @@ if TYPE_CHECKING:
     import numpy as np
     from tvm import tirx
 
-# Words that are candidates anyway, of a problem that is cheap to check.
+# Frequent words of a problem that is cheap to check.
 FEW_FREQUENT = 300
-# So many fill the lists of survivors that thread blocks keep in shared memory, more than once.
+# Number of words that fills the lists of survivors in thread blocks' shared memory more than once.
 MANY_FREQUENT = 2500
-NEAR = 0.35  # octaves up to which another problem's decisions are worth taking
+NEAR = 0.35  # octaves within which another problem's decisions are used
 
 
 @dataclass(frozen=True)
 class LshTopk(Problem):
     """`candidate_topk` over the words that `lsh_candidates` finds; see these operators for the equations.
 
-    There is no list, and so no capacity that it could exceed. `frequent` words are candidates anyway. `bias` is 1 if
-    there is one. Fewer than n candidates are followed by -1, with a probability of 0.
+    There is no list, and so no limit on the number of candidates. `frequent` words are always candidates. `bias` is 1
+    if there is one, else 0. If there are fewer than n candidates, the rest are -1, with a probability of 0.
     """
 
     lists: int
@@ -68,6 +68,7 @@ class LshTopk(Problem):
     operator: ClassVar[str] = "lsh_topk"
     batch_axis: ClassVar[str] = "lists"
     data_axes: ClassVar[tuple[str, ...]] = ("frequent", "bands")
+    counted: ClassVar[tuple[str, ...]] = ("slots",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         LshCandidates.inputs[0],
         CandidateTopk.inputs[1],
@@ -120,7 +121,7 @@ class LshTopk(Problem):
 
     @property
     def hashing(self) -> LshCandidates:
-        """The first half, with a list that holds any candidates."""
+        """The first half, with a list that holds any number of candidates."""
         return LshCandidates(
             self.lists, self.beam, self.hidden, self.vocab, self.k, self.units, self.bands, self.table, self.vocab,
             self.dtype,
@@ -135,7 +136,7 @@ class LshTopk(Problem):
 
     @property
     def bits(self) -> int:
-        """Of a band code."""
+        """Bits of a band code."""
         return wta.code_bits(self.k, self.units)
 
     def extent(self, name: str | int) -> int:
@@ -143,10 +144,10 @@ class LshTopk(Problem):
         return super().extent(name) if found is None else found
 
     def distance(self, other: Problem) -> float | None:
-        """Octaves of all sizes; None for another beam, type or kind of table, and beyond `NEAR`.
+        """Octaves summed over all sizes; None for another beam, dtype or kind of table, and beyond `NEAR`.
 
-        Decisions say how many thread blocks hash a row and how many rows a product takes. Those of another beam run,
-        but a template's default, which counts them anew, is faster: on an H200 with 48 rows by 1.4 times.
+        Decisions say how many thread blocks hash a row, and how many rows a product has. Those for another beam work,
+        but a template's default, computed for this beam, is faster: on an H200 with 48 rows by a factor of 1.4.
         """
         if not isinstance(other, LshTopk) or self.beam != other.beam:
             return None
@@ -154,7 +155,7 @@ class LshTopk(Problem):
         return None if octaves is None or octaves > NEAR else octaves
 
     def smaller(self, extent: int) -> Problem:
-        """Of lists as many as have about so many rows, and two at least where more than one is asked for."""
+        """The problem with about `extent` rows, and with at least two lists if there were several."""
         lists = min(extent, 1 + -(-extent // self.beam))
         few = min(self.bands, tables.FEW_BANDS), min(self.frequent, FEW_FREQUENT)
         return dataclasses.replace(self, lists=lists, bands=few[0], frequent=few[1])
@@ -164,7 +165,7 @@ class LshTopk(Problem):
         return ("hidden", "embedding", "bias")
 
     def redrawn(self, rng: np.random.Generator) -> Problem:
-        """With other numbers of bands, and of frequent words: one, some, or as many as `MANY_FREQUENT`."""
+        """The problem with other numbers of bands, and of frequent words: one, some, or `MANY_FREQUENT`."""
         most = min(self.vocab, MANY_FREQUENT)
         frequent = int(rng.choice([1, int(rng.integers(1, min(self.vocab, FEW_FREQUENT) + 1)), most]))
         return dataclasses.replace(self, bands=int(rng.integers(1, self.bands + 1)), frequent=frequent)
@@ -175,10 +176,12 @@ class LshTopk(Problem):
         return {name: drawn[name] for name in self.settings[0]}
 
     def definition(self) -> tirx.PrimFunc:
-        """A list's words, as a bitmap; then each row's scores are made, summed, and inserted in order, one by one."""
+        """A list's words, as a bitmap; then each row's scores are computed, summed, and inserted in
+        order, one by one.
+        """
         from tvm.script import tirx as T
 
-        from tvm_sparse.core.arguments import beside, matched
+        from tvm_sparse.core.arguments import function
         from tvm_sparse.core.template import ceildiv
         from tvm_sparse.operators.lsh_lookup.definition import alloc_scratch, look_up_list
         from tvm_sparse.operators.softmax_topk import definition
@@ -219,27 +222,12 @@ class LshTopk(Problem):
                     definition.write(io.values, [row, b, e], best, best.u[e], io.scale, io.log)
             io.normaliser[row, b] = best.m[0] * io.scale + T.log(best.d[0])
 
-        @T.prim_func(s_tir=True)
-        def main(
-            hidden_h: T.handle, embedding: T.handle, permutations: T.handle, words_h: T.handle, starts: T.handle,
-            entries: T.handle, multipliers: T.handle, always: T.handle, threshold: T.int32, ids: T.handle,
-            scale: T.float32, log: T.int32, bias: T.handle, values: T.handle, indices: T.handle, normaliser: T.handle,
-            counts: T.handle
-        ):
-            T.func_attr({"global_symbol": "main", "tirx.noalias": True})
-            lists = T.int32()
-            frequent = T.int32()
-            bands = T.int32()
-            slots = T.int32()
-            given = T.meta_var(matched(
-                self, (hidden_h, embedding, permutations, words_h, starts, entries, multipliers, always, threshold, ids,
-                       scale, log, bias, values, indices, normaliser, counts),
-                {"lists": lists, "frequent": frequent, "bands": bands, "slots": slots}, packed=True))
-            io = T.meta_var(beside(given, {"beam": self.beam}))
-            for i in range(lists):
+        @T.inline
+        def body(io):
+            for i in range(io.lists):
                 with T.sblock("list"):
-                    row = T.axis.spatial(lists, i)
-                    T.reads(io.hidden[row, 0:self.beam, 0:hidden], io.words[0:bands, 0:vocab],
+                    row = T.axis.spatial(io.lists, i)
+                    T.reads(io.hidden[row, 0:self.beam, 0:hidden], io.words[0:io.bands, 0:vocab],
                             io.embedding[0:vocab, 0:hidden])
                     T.writes(io.values[row, 0:self.beam, 0:n], io.indices[row, 0:self.beam, 0:n],
                              io.normaliser[row, 0:self.beam], io.counts[row])
@@ -251,11 +239,12 @@ class LshTopk(Problem):
                         rank(io, row, b, bitmap_of, s, best)
                     io.counts[row] = s.count[0]
         # fmt: on
-        return self.trimmed(main)
+        return function(self, body, blocks=True, packed=True)
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
-        """Hidden states and embedding as `head_topk` has them, and codes of words by structure, see
-        `lsh_lookup.tables.word_codes`."""
+        """Hidden states and embedding as in `head_topk`, and codes of words by structure, see
+        `lsh_lookup.tables.word_codes`.
+        """
         import numpy as np
 
         structure, chosen = self.chosen(structure, settings)
@@ -282,7 +271,7 @@ class LshTopk(Problem):
         return [*self.ranking.reference(listed), listed[3]]
 
     def listed(self, inputs: Sequence[Any]) -> list[Any]:
-        """Inputs of `ranking`, with lists of the candidates."""
+        """The inputs of `ranking`, with lists of the candidates."""
         by_name = dict(zip((one.name for one in self.kernel_inputs), inputs, strict=True))
         hidden, permutations = by_name["hidden"], by_name["permutations"]
         found = [by_name[one.name] for one in tables.TABLES if one.name in by_name]
@@ -303,11 +292,11 @@ class LshTopk(Problem):
         tolerance: Sequence[np.ndarray | None],
         outputs: Sequence[np.ndarray],
     ) -> None:
-        """As `candidate_topk`; numbers of candidates are equal."""
+        """As in `candidate_topk`; numbers of candidates must be equal."""
         import numpy as np
 
         compare(self.outputs[3:], expected[3:], tolerance[3:], outputs[3:])
-        if np.array_equal(outputs[1], expected[1]):  # the words need no look-up
+        if np.array_equal(outputs[1], expected[1]):  # equal words need no look-up
             scores.compare_ranked(self.ranking.kernel_outputs, expected[:3], tolerance[:3], outputs[:3])
         else:
             self.ranking.agree(self.listed(inputs), expected[:3], tolerance[:3], outputs[:3])
@@ -316,8 +305,9 @@ class LshTopk(Problem):
         return self.ranking.ranked_by(self.listed(inputs), indices)
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
-        """Hashing and look-up as `lsh_candidates`, but for the list; the candidates' embeddings once, and a product
-        of each with every row of its beam. Without inputs: as if no word but the frequent ones were hit often."""
+        """Hashing and look-up as in `lsh_candidates`, without the list; the candidates' embeddings, read once, and a
+        product of each with every row of its beam. Without inputs, only frequent words count as candidates.
+        """
         hashing, rows = self.hashing.cost(), self.lists * self.beam
         lists = self.lists * (self.vocab + 1) * 4
         if inputs is None:

@@ -1,4 +1,4 @@
-"""Shapes of this operator, as problem keys; what they are for see `head_topk.shapes`."""
+"""Shapes of this operator, as problem keys; `core.registry` says what each list is for."""
 
 QUICKSTART: tuple[str, ...] = ()
 AWKWARD: tuple[str, ...] = (

@@ -37,49 +37,51 @@ __all__ = ["CsrRows", "nhot_lookup"]
 
 
 def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False) -> Any:
-    """csr @ table: sums of the rows of a table that sparse rows look up.
+    """csr @ table: for each sparse row, the weighted sum of the table rows that it selects.
 
     out[r, j] = sum_e values[e] * table[indices[e], j],  e = indptr[r] ... indptr[r + 1] - 1.
 
     Parameters
     ----------
     csr
-        Shape `(rows, vocab)`, a few nonzeros a row: a `CsrRows` (prepared once, the fastest to call with), a
+        Shape `(rows, vocab)`, with a few nonzeros in each row: a `CsrRows` (prepared once, the fastest to call with), a
         `scipy.sparse.csr_array`, a torch tensor of layout `torch.sparse_csr`, or `(indptr, indices, values)` with
         indptr `(rows + 1,)`, indices `(nnz,)` in [0, vocab), each int32 or int64, and values `(nnz,)` of the table's
-        dtype or float32, or None if all are 1. Rows may be empty; columns need not be sorted, and those that stand
-        twice are added. On the device of `table`. Kernels take both of one dtype: an indptr of another dtype than that
-        of the indices is copied, at every call unless they are a `CsrRows`.
+        dtype or float32, or None if all are 1. Rows may be empty; columns need not be sorted, and duplicates are added.
+        On the device of `table`. Kernels require equal dtypes of indptr and indices: otherwise indptr is copied, at
+        every call unless they are in a `CsrRows`.
     table
         Shape `(vocab, width)`; float32, float16 or bfloat16, accumulated in float32. Copied first if it is not
         contiguous, or not aligned to 16 bytes on a GPU.
     out
         `(rows, width)` array of the table's dtype to write into, contiguous, on the same device and of the same kind as
-        the table; its memory is none of the inputs'.
+        the table; it must not overlap with an input.
     validate
-        Also check indptr and indices that lie on a GPU, which costs a synchronisation; those on the host are always
-        checked, of a `CsrRows` when it is made. Unchecked bad indices read out of bounds.
+        Also check indptr and indices on a GPU, which costs a synchronisation; on the host they are always checked, for
+        a `CsrRows` when it is made. Invalid indices that are not checked cause reads out of bounds.
 
     Returns
     -------
     out
-        `(rows, width)` of the table's dtype; zeros for an empty row. Sums are made in a fixed order: results are
+        `(rows, width)` of the table's dtype; zeros for an empty row. Sums have a fixed order, so results are
         deterministic.
 
     Raises
     ------
     TypeError
-        If `csr` or `table` is none of these.
+        If `csr` or `table` has another type.
     ValueError
-        For another rank or dtype, shapes that do not fit, a malformed structure (naming the first bad entry), arrays on
-        different devices, or an `out` that does not fit.
+        For another rank or dtype, shapes that do not fit, a malformed structure (naming the first invalid entry),
+        arrays on different devices, or an `out` that does not fit.
     RuntimeError
         If `out`, or the values of a `CsrRows` or of a sparse tensor, require a gradient.
 
-    Of a table that requires a gradient the result has one: csr.T @ g, by this same look-up; so it has of values given
-    as `(indptr, indices, values)`, by PyTorch's operators on copies of the rows that are looked up, `(nnz, width)`.
+    Notes
+    -----
+    The result is differentiable in the table, with the gradient csr.T @ g by this same look-up, and in values given as
+    `(indptr, indices, values)`, by PyTorch's operators on copies of the selected table rows, `(nnz, width)`.
 
-    When not to use it: with more than a few percent of the columns nonzero a dense product is as fast.
+    When not to use it: if more than a few percent of the columns are nonzero, a dense product is as fast.
 
     Source: Argueta & Chiang 2019, "Accelerating Sparse Matrix Operations in Neural Networks on Graphics Processing
     Units", section 4.1.
@@ -142,18 +144,18 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
 
 
 def _arrays_of(csr: Any) -> tuple[Any, ...]:
-    """The arrays that sparse rows come in."""
+    """The arrays of sparse rows in any of their forms."""
     if isinstance(csr, CsrRows):
         return csr.indptr, csr.indices, csr.values
     return tuple(csr) if isinstance(csr, (tuple, list)) else (csr,)
 
 
 def repeated_lookup(csr: Any, table: Any, torch: Any, out: Any = None, checked: bool = False) -> Any:
-    """The result of a look-up like one before, or None."""
+    """The result of a look-up by the launcher of an earlier one, or None."""
     launchers = dispatcher.launchers
     if type(csr) is CsrRows:
         return repeat.again(csr.launchers.of(launchers), None, (*csr.arguments, table), out)
-    # Structures on the host are checked at every call, but those of which somebody knows that they are `checked`.
+    # Structures on the host are checked at every call, except those known to be `checked`.
     parts = _csr_tensors(csr, table, torch) if checked or table.is_cuda else None
     return (
         None if parts is None else repeat.again(launchers, lookup_key(parts), (*parts, table), out, entries_of(parts))
@@ -161,7 +163,9 @@ def repeated_lookup(csr: Any, table: Any, torch: Any, out: Any = None, checked: 
 
 
 def _csr_tensors(csr: Any, table: Any, torch: Any) -> tuple[Any, ...] | None:
-    """indptr, indices and, if there are, values, if all are tensors on the table's device that fit each other."""
+    """indptr, indices and, if present, values, if all are tensors on the table's device that fit
+    each other; else None.
+    """
     if type(csr) is tuple and len(csr) == 3:
         parts = csr if csr[2] is not None else csr[:2]
     elif type(csr) is torch.Tensor and csr.layout is torch.sparse_csr and not csr.requires_grad:
@@ -180,7 +184,7 @@ def _csr_tensors(csr: Any, table: Any, torch: Any) -> tuple[Any, ...] | None:
 
 
 def _one_dtype(parts: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The tensors with indptr and indices of one dtype, as `CsrRows` makes them; None if they are no integers."""
+    """The tensors with indptr and indices converted to one dtype, as in `CsrRows`; None if they are not integers."""
     pair = [(name, part, arrays.facts(name, part)) for name, part in zip(("indptr", "indices"), parts, strict=False)]
     if not all(known.dtype in INDEX for _, _, known in pair):
         return None
@@ -189,13 +193,14 @@ def _one_dtype(parts: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def entries_of(parts: tuple[Any, ...]) -> int:
-    """Which of these arguments have as many elements as there are entries, as `repeat.kinds_of` takes it: a kernel
-    takes any number of them, and `lookup_key` says how many there typically are in a row."""
+    """Bits of the arguments with one element per entry, as for `repeat.kinds_of`: a kernel takes any number of entries,
+    and `lookup_key` has the typical number in a row.
+    """
     return sum(1 << i for i in range(1, len(parts)))
 
 
 def lookup_key(parts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What the choice of a kernel for a look-up depends on beside the table."""
+    """Everything beside the table on which the choice of a look-up's kernel depends."""
     indptr, indices, *values = parts
     nonzeros = typical(indices.shape[0], indptr.shape[0] - 1)
     return ("nhot_lookup", nonzeros, len(values))

@@ -1,4 +1,4 @@
-"""Other libraries' ways to compute `nhot_lookup`, and ours as its user calls it."""
+"""Peers of `nhot_lookup`, and the public call."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _torch_csr(problem: NhotLookup, inputs: Sequence[Any], device: str) -> Call:
 
 
 def _dense_rows(problem: NhotLookup, inputs: Sequence[Any]) -> Any:
-    """The sparse rows of the inputs as a dense `(rows, vocab)` array."""
+    """The sparse rows in the inputs as a dense `(rows, vocab)` array."""
     import numpy as np
 
     indptr, indices, *values, table = inputs

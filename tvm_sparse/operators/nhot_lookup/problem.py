@@ -7,7 +7,7 @@ section 4.1. A is in compressed sparse row (CSR) format:
     indices  (nnz,)        the column of each entry, in [0, vocab): the row of B that it looks up
     values   (nnz,)        the value of each entry; absent if all are 1
 
-With one entry a row this is an embedding, with several it is the sum or weighted sum of an embedding bag.
+With one entry per row this is an embedding, with several it is the sum or weighted sum of an embedding bag.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 INDEX = ("int32", "int64")
 
-# A float32 sum of n products has n roundings, each of at most half a unit of the sum of absolute products; in any
-# order, hundreds of them grow like their square root, for which 64 leaves a wide margin at 16,384 terms.
+# Error of a float32 sum relative to the sum of absolute products: rounding errors of terms added in any order grow like
+# the square root of their number; 64 half-units leave a wide margin at 16,384 terms.
 MOST_ROUNDINGS = 64
 # Rows of a table that is cheap to make and to check.
 FEW = 4096
@@ -51,9 +51,9 @@ FEW_ELEMENTS = 1 << 17
 class NhotLookup(Problem):
     """`out = a @ table` for a sparse `a` `(rows, vocab)` in CSR format and a dense table `(vocab, width)`.
 
-    `nonzeros` is their number in a typical row. `weighted` = 1 for entries with values, 0 for ones that are not
-    stored; `index` is the dtype of indptr and indices. `value` is "float32" for values of float32 beside a table of 16
-    bits, else "": values have the table's dtype.
+    `nonzeros` is the number of entries in a typical row. `weighted` is 1 if entries have values, and 0 if all values
+    are 1; `index` is the dtype of indptr and indices. `value` is "float32" for float32 values with a table of 16 bits;
+    "" means that values have the table's dtype.
     """
 
     rows: int
@@ -67,8 +67,9 @@ class NhotLookup(Problem):
 
     operator: ClassVar[str] = "nhot_lookup"
     batch_axis: ClassVar[str] = "rows"
-    # How many rows the table has, and how many of them a row of `a` looks up, programs read when they run.
+    # Programs read at run time how many rows the table has, and how many of them a row of `a` selects.
     data_axes: ClassVar[tuple[str, ...]] = ("vocab", "nonzeros")
+    counted: ClassVar[tuple[str, ...]] = ("nnz",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("indptr", ("rows + 1",), "index", "First entry of each row; the last one is nnz."),
         Argument("indices", ("nnz",), "index", "Column of each entry, in [0, vocab)."),
@@ -105,6 +106,9 @@ class NhotLookup(Problem):
         """The dtype of the values."""
         return self.value or self.dtype
 
+    def dtype_of(self, argument: Argument) -> str:
+        return self.value_dtype if argument.name == "values" else super().dtype_of(argument)
+
     @classmethod
     def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
         return {
@@ -118,7 +122,7 @@ class NhotLookup(Problem):
         }
 
     def distance(self, other: Problem) -> float | None:
-        """Octaves of rows, width and nonzeros, and a step for what costs a load more or a wider one."""
+        """Octaves of rows, width and nonzeros, and a step for each property that adds a load or makes it wider."""
         if not isinstance(other, NhotLookup) or self.dtype != other.dtype:
             return None
         import math
@@ -129,11 +133,11 @@ class NhotLookup(Problem):
         return octaves + 0.5 * (self.weighted != other.weighted) + unlike
 
     def as_called(self) -> Problem:
-        """With the step of `nonzeros` that calls give, see `typical`."""
+        """The problem with `nonzeros` rounded as in calls, see `typical`."""
         return dataclasses.replace(self, nonzeros=typical(self.nonzeros * self.rows, self.rows))
 
     def smaller(self, extent: int) -> Problem:
-        """With a table of a few thousand rows: a larger one is most of the memory that a case takes."""
+        """The problem with a table of a few thousand rows, since a larger one takes most of the memory of a case."""
         return dataclasses.replace(self, rows=extent, vocab=min(self.vocab, FEW))
 
     @property
@@ -141,16 +145,16 @@ class NhotLookup(Problem):
         return ("values", "table")
 
     def redrawn(self, rng: np.random.Generator) -> Problem:
-        """With a table of fewer rows, half to twice as many nonzeros, and now and then only one."""
+        """The problem with fewer table rows, half to twice as many nonzeros, and occasionally only one."""
         vocab = int(min(self.vocab, max(3, FEW_ELEMENTS // self.width)) * rng.uniform(0.3, 1) + 1)
         nonzeros = max(1, round(self.nonzeros * 2 ** rng.uniform(-1, 1)) if rng.random() < 0.8 else 1)
         return dataclasses.replace(self, vocab=min(self.vocab, vocab), nonzeros=nonzeros)
 
     def definition(self) -> tirx.PrimFunc:
-        """Algorithm 2: one sum an output element, over the entries of its row.
+        """Algorithm 2: one sum for each output element, over the entries of its row.
 
-        The extent of the reduction depends on the data. It is never below 1, because a reduction of extent 0
-        would leave its output uninitialised; the guard makes an empty row's single step add nothing.
+        The extent of the reduction depends on the data. It is at least 1, because a reduction of extent 0 would leave
+        its output uninitialised; a guard makes the single step of an empty row add nothing.
         """
         from tvm import te, tirx
 
@@ -175,12 +179,13 @@ class NhotLookup(Problem):
         return te.create_prim_func(arguments).with_attr("global_symbol", "main")
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
-        """The table standard normal, values too; rows of `nonzeros` different columns in ascending order, but:
+        """Standard normal table and values; each row has `nonzeros` different columns in ascending order, except for
+        these structures:
 
-        `ragged`: from none to twice as many. `empty_rows`: every second row is empty. `duplicates`: half as many
-        different columns, which come again, in no order. `one_long_row`: one row has as many entries as all others
-        would have had, which have one or none. `one_hot`: one a row. `zipf`: columns by Zipf's law, so that few rows
-        of the table are looked up most of the time. `special`: ragged, with NaN and infinities in table and values.
+        `ragged`: none to twice as many. `empty_rows`: every second row is empty. `duplicates`: half as many different
+        columns, each repeated, in random order. `one_long_row`: one row has about as many entries as all rows together
+        otherwise have; the others have one or none. `one_hot`: one per row. `zipf`: columns by Zipf's law, so that few
+        rows of the table are selected most of the time. `special`: ragged, with NaN and infinities in table and values.
         """
         import numpy as np
 
@@ -212,7 +217,7 @@ class NhotLookup(Problem):
         values = rng.standard_normal(len(indices), dtype=np.float32)
         table = drawing.normal(rng, (self.vocab, self.width), self.dtype)
         if structure == "special" and len(indices):
-            # Where it is looked up, in some columns of several rows.
+            # In selected rows, in some columns of several of them.
             for value in (np.nan, np.inf, -np.inf):
                 table[rng.choice(indices, 2), rng.integers(self.width, size=2)] = value
             values[rng.integers(len(values), size=2)] = [np.inf, np.nan]
@@ -221,11 +226,11 @@ class NhotLookup(Problem):
         return [*structured, *([values.astype(dtype)] if self.weighted else []), table]
 
     def batched(self, argument: Argument) -> bool:
-        """All of the sparse matrix: of its arrays none has `rows` as its first axis."""
+        """True for all arrays of the sparse matrix, though none has `rows` as its first axis."""
         return argument.name != "table"
 
     def sample(self, inputs: Sequence[Any], rows: np.ndarray) -> list[Any]:
-        """Rows of `a`, joined; the table as it is."""
+        """The rows of `a`, concatenated; the table unchanged."""
         import numpy as np
 
         indptr, *entries, table = inputs
@@ -261,7 +266,7 @@ class NhotLookup(Problem):
         return out
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-        """The rounding of the sum of absolute products."""
+        """The rounding error, relative to the sum of absolute products."""
         import numpy as np
 
         indptr, indices, *values, table = (np.asarray(a) for a in inputs)
@@ -271,7 +276,7 @@ class NhotLookup(Problem):
             return [roundings * 2.0**-24 * size + ROUNDING[self.dtype] * np.abs(expected[0]) + SMALLEST[self.dtype]]
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
-        """Each row of the table that is looked up counts once, however often that is."""
+        """Each selected row of the table counts once, however often it is selected."""
         if inputs is None:
             each = min(self.nonzeros, self.vocab)
             nnz, distinct = self.rows * each, self.vocab * (1 - (1 - each / self.vocab) ** self.rows)
@@ -289,9 +294,9 @@ class NhotLookup(Problem):
 
 
 def typical(nnz: int, rows: int) -> int:
-    """The mean number of nonzeros a row, as the nearest of 1, 2, 5, 10, 20, 50...: what calls give for `nonzeros`.
+    """The mean number of nonzeros per row, rounded to the nearest of 1, 2, 5, 10, 20, 50, ...: the `nonzeros` of calls.
 
-    Kernels serve any number; that calls with nearly as many are one problem keeps the problems of a process few.
+    Kernels serve any number; rounding keeps the number of different problems in a process small.
     """
     mean, step = nnz / rows, 1
     while True:

@@ -13,7 +13,7 @@ from tvm_sparse.runtime.calls import index_as, refuse_gradient
 
 from .problem import INDEX, NhotLookup, typical
 
-# Entries that row starts of int32 can count.
+# Entries that int32 row starts can count.
 MOST_INT32 = 2**31 - 1
 
 
@@ -26,28 +26,31 @@ class CsrRows:
         A `scipy.sparse.csr_array` or `csr_matrix`, a torch tensor of layout `torch.sparse_csr`, or
         `(indptr, indices, values)` with None for values that are all 1.
     columns
-        Of rows given by their arrays, which do not tell it.
+        Number of columns, for rows given by their arrays, which do not determine it.
     validate
-        Also check indptr and indices that lie on a GPU; those on the host are always checked.
+        Also check indptr and indices on a GPU; on the host they are always checked.
     checked
-        A promise that indptr and indices are valid: nothing looks at them. Bad ones read out of bounds.
+        A promise that indptr and indices are valid, so that they are not checked. Invalid ones cause reads out of
+        bounds.
 
     Attributes
     ----------
     indptr, indices, values
-        The arrays that kernels take: row starts `(rows + 1,)`, columns `(nnz,)`, both int32 or both int64, and values
-        `(nnz,)` or None. Where indptr and indices were given in different dtypes, indptr is a copy in that of indices
-        (of 2^31 and more int32 indices, these are a copy in int64). Changing the arrays in place is allowed, as long
-        as indptr and indices stay valid.
+        The arrays for kernels: row starts `(rows + 1,)`, columns `(nnz,)`, both int32 or both int64, and values
+        `(nnz,)` or None. If their dtypes differed, indptr is a copy in the dtype of indices (with 2^31 or more int32
+        indices, these are a copy in int64). The arrays may be changed in place, as long as indptr and indices stay
+        valid.
     shape, dtype, nnz, index, device
-        Of the rows; `dtype` is that of the values or None, `index` that of indptr and indices.
+        Properties of the rows; `dtype` is that of the values or None, `index` that of indptr and indices.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As `nhot_lookup`, naming the argument.
+        As in `nhot_lookup`, naming the argument.
 
-    They can be copied and pickled.
+    Notes
+    -----
+    A `CsrRows` can be copied and pickled.
     """
 
     def __init__(self, csr: Any, *, columns: int | None = None, validate: bool = False, checked: bool = False) -> None:
@@ -101,17 +104,17 @@ class CsrRows:
         self.launchers = repeat.Own()
 
     def validate(self) -> None:
-        """Check indptr and indices again, wherever they lie, which on a GPU costs a synchronisation.
+        """Check indptr and indices again on any device; on a GPU this costs a synchronisation.
 
         Raises
         ------
         ValueError
-            Naming the first entry that is wrong.
+            Naming the first invalid entry.
         """
         self._check(self.indptr, self.indices)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Neither a kernel nor what is passed to it can be copied.
+        # Neither a kernel nor its prepared arguments can be copied.
         return {"csr": (self.indptr, self.indices, self.values), "columns": self.shape[1]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -135,12 +138,12 @@ class CsrRows:
 
 
 def index_of(indices: Facts) -> str:
-    """The dtype in which kernels take indptr and indices: that of the indices, as far as it can count them."""
+    """The dtype in which kernels take indptr and indices: that of the indices, if it can count them."""
     return "int64" if indices.shape[0] > MOST_INT32 else indices.dtype
 
 
 def _csr_parts(csr: Any) -> tuple[Any, Any, Any, tuple[int, int] | None]:
-    """indptr, indices, values, and the shape where the rows tell it."""
+    """indptr, indices, values, and the shape if the rows have one."""
     if isinstance(csr, (tuple, list)):
         if len(csr) != 3:
             raise ValueError(f"csr: expected (indptr, indices, values or None), got {len(csr)} items")

@@ -1,15 +1,11 @@
-"""Shapes of this operator, as problem keys.
-
-QUICKSTART: what `tvm-sparse quickstart` tunes; may be empty. AWKWARD: what generic tests run every template on, small
-and irregular. REALISTIC: at which people run it, for what only shows there: registers and shared memory.
-"""
+"""Shapes of this operator, as problem keys; `core.registry` says what each list is for."""
 
 QUICKSTART: tuple[str, ...] = ()
 AWKWARD: tuple[str, ...] = (
     "nhot_lookup/rows=1,vocab=1,width=1,nonzeros=1",
     "nhot_lookup/rows=7,vocab=53,width=33,nonzeros=3,weighted=1,index=int64",  # no wide loads
     "nhot_lookup/rows=9,vocab=300,width=136,nonzeros=10,dtype=float16",  # a tile and a part of one
-    "nhot_lookup/rows=4,vocab=61,width=260,nonzeros=40,dtype=bfloat16,weighted=1",  # more than the ids of a warp
+    "nhot_lookup/rows=4,vocab=61,width=260,nonzeros=40,dtype=bfloat16,weighted=1",  # more entries than a warp has lanes
     "nhot_lookup/rows=5,vocab=40,width=6,nonzeros=20,weighted=1",  # fewer columns than a warp has lanes
     "nhot_lookup/rows=6,vocab=53,width=48,nonzeros=12,dtype=bfloat16,weighted=1,value=float32",
     "nhot_lookup/rows=33,vocab=17,width=128,nonzeros=1,index=int64",

@@ -1,6 +1,7 @@
-"""`nhot_lookup` as custom operators of PyTorch: of bare arrays, and of those of a `CsrRows`, which nobody checks again.
+"""`nhot_lookup` as custom operators of PyTorch: for bare arrays, and for those of a `CsrRows`, which are not checked
+again.
 
-Two, because PyTorch takes time for every argument, given or not.
+There are two, because every argument costs PyTorch time, even if it has its default.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, grad: Any) -> Any:
-    """Of the table csr.T @ g, which is a look-up; of a value the product of a row of g and a row of the table."""
+    """The table's gradient csr.T @ g is a look-up; a value's is the product of a row of g and a row of the table."""
     indptr, indices, values, table = ctx.saved_tensors
     places = torch.arange(indices.shape[0], device=indices.device, dtype=indptr.dtype)
     rows = torch.searchsorted(indptr, places, right=True).to(indptr.dtype) - 1
@@ -72,7 +73,7 @@ def _backward(ctx: Any, grad: Any) -> Any:
 
 
 def _batched(info: Any, in_dims: Any, indptr: Any, indices: Any, values: Any, table: Any, *rest: Any) -> Any:
-    """Tables next to each other."""
+    """Tables side by side."""
     custom.unbatched("nhot_lookup", in_dims[:3], ("indptr", "indices", "values"))
     table = table.movedim(in_dims[3], 1)
     operator = _OPERATOR if rest else _ROWS
@@ -88,7 +89,7 @@ _ROWS = custom.define(f"nhot_lookup_rows({_ARGUMENTS}) -> Tensor", _call_rows, _
 
 
 def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False) -> Any:
-    """The public function, as it stands in a graph."""
+    """The public function as torch.compile traces it."""
     if isinstance(csr, CsrRows):
         parts = csr.indptr, csr.indices, csr.values
     elif isinstance(csr, (tuple, list)):

@@ -31,30 +31,33 @@ def softmax(logits: Any, *, algorithm: str = "online", out: Any = None) -> Any:
         accumulated in float32. `vocab` below 2^31. Arrays that are not contiguous, or not aligned to 16 bytes on a GPU,
         are copied first.
     algorithm
-        `"online"` (Algorithm 3 of the paper), `"safe"` (2) or `"naive"` (1). The others are there to be compared with:
-        they pass over a row more often, and the naive one leaves m_b out, so that logits above 88 make infinities and
-        NaN, and rows wholly below -87 make NaN.
+        `"online"` (Algorithm 3 of the paper), `"safe"` (2) or `"naive"` (1). The others exist for comparison: they read
+        a row more often, and the naive one omits m_b, so that logits above 88 give infinities and NaN, and rows
+        entirely below -87 give NaN.
     out
-        Array to write into: contiguous, of the shape, dtype and device of `logits`. It may not overlap with it.
+        Array to write into: contiguous, of the shape, dtype and device of `logits`. It must not overlap with it.
 
     Returns
     -------
     probabilities
-        Of the shape and dtype of `logits`. Those below 1.2e-38 may be 0. A row with NaN or +inf, or with nothing
-        above -inf, is NaN, as of torch.softmax. (By the naive algorithm +inf is NaN, and the rest of its row 0.)
+        An array with the shape and dtype of `logits`. Values below 1.2e-38 may be 0. A row with NaN or +inf, or with
+        nothing above -inf, is NaN, as in torch.softmax. (With the naive algorithm +inf gives NaN, and the rest of its
+        row 0.)
 
     Raises
     ------
     TypeError
-        If `logits` is no array or lies on another kind of device.
+        If `logits` is not an array, or is on an unsupported device.
     ValueError
-        For no dimension, another dtype, vocab of 2^31 or more, an unknown algorithm, or an `out` that does not fit.
+        For a 0-d array, another dtype, vocab of 2^31 or more, an unknown algorithm, or an `out` that does not fit.
     RuntimeError
         If `out` requires a gradient, or `logits` has a forward-mode tangent.
 
-    Of tensors that require a gradient the result has one: dx = p * (g - sum_i g_i p_i), by PyTorch's kernel.
+    Notes
+    -----
+    The result is differentiable: dx = p * (g - sum_i g_i p_i), by PyTorch's kernel.
 
-    When not to use it: where the k largest entries are all that is needed; `softmax_topk` writes nothing else.
+    When not to use it: if only the k largest entries are needed; `softmax_topk` writes nothing else.
 
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithms 1 to 3.
     """
@@ -62,11 +65,11 @@ def softmax(logits: Any, *, algorithm: str = "online", out: Any = None) -> Any:
 
 
 def log_softmax(logits: Any, out: Any = None) -> Any:
-    """log(softmax(logits, -1)), as exact for small probabilities as for large ones.
+    """log(softmax(logits, -1)), with the same accuracy for small and large probabilities.
 
     logprobs[b, i] = logits[b, i] - m_b - log(sum_j exp(logits[b, j] - m_b)),  m_b = max_j logits[b, j].
 
-    Arguments, result and errors are those of `softmax`, whose library it runs.
+    Arguments, result and errors are those of `softmax`, whose kernel it runs.
     """
     return distribution(logits, "online", 1, out)
 

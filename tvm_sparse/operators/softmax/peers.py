@@ -1,4 +1,4 @@
-"""Other libraries' ways to compute `softmax`, and ours as its user calls it."""
+"""Peers of `softmax`, and the public call."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Softmax over rows, and the logarithm of its normaliser: the three algorithms of the paper, each as TE.
 
-Milakov & Gimelshein 2018, "Online normalizer calculation for softmax": Algorithm 1 (`naive`), 2 (`safe`) and
-3 (`online`), and the operator of equation 4, by which parts of a row that were gone through apart are joined.
+Milakov & Gimelshein 2018, "Online normalizer calculation for softmax": Algorithm 1 (`naive`), 2 (`safe`) and 3
+(`online`), and the operator of equation 4, which joins partial results of a row.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Softmax(Problem):
 
     @property
     def scaled(self) -> tuple[str, ...]:
-        """None for the naive algorithm, whose range is part of it."""
+        """None for the naive algorithm, whose limited range is part of its definition."""
         return ("logits",) if self.algorithm != "naive" else ()
 
     @property
@@ -79,10 +79,10 @@ class Softmax(Problem):
         return self.stages(lanes=0)
 
     def stages(self, lanes: int) -> tirx.PrimFunc:
-        """The definition, in the stages that a schedule places: the normaliser's, and `probabilities`.
+        """The definition in stages for schedules: those of the normaliser, and `probabilities`.
 
-        naive: `d`. safe: `m`, `d`. online: `md`, the reduction by equation 4; of `lanes` parts of a row (0: one, the
-        whole), which `m` and `d` then join.
+        naive: `d`. safe: `m`, `d`. online: `md`, the reduction by equation 4 over `lanes` parts of a row (0: over the
+        whole row), which `m` and `d` then join.
         """
         from tvm import te, tirx
 
@@ -101,14 +101,14 @@ class Softmax(Problem):
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
         """Logits by structure.
 
-        `shifted`: normal around 1000, where e^x overflows (around 60 for the naive algorithm, for which it must not).
-        The others are those of `softmax_topk`.
+        `shifted`: normal around 1000, where e^x overflows (around 60 for the naive algorithm, which cannot handle
+        overflow). The other structures are those of `softmax_topk`.
         """
         structure, chosen = self.chosen(structure, settings)
         return [row_logits(self, seed, structure, SHIFT[self.algorithm]), chosen["log"]]
 
     def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
-        """Equation 1 or 2 in float64; of the naive algorithm with float32's range, which is part of it."""
+        """Equation 1 or 2 in float64; for the naive algorithm with float32's range, which is part of its definition."""
         import numpy as np
 
         logits, log = inputs
@@ -121,7 +121,7 @@ class Softmax(Problem):
             return [x - np.log(total) if log else e / total]
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-        """The rounding of float32 sums and of the output's dtype."""
+        """The rounding error of float32 sums and of the output's dtype."""
         import numpy as np
 
         absolute = SMALLEST[self.dtype] + (ABSOLUTE_LOG if inputs[1] else 0.0)

@@ -1,4 +1,4 @@
-"""What softmax and logsumexp have in common: their rows, and the stages of the normaliser."""
+"""Code shared by softmax and logsumexp: their rows, and the stages of the normaliser."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
     from tvm import te, tirx
 
-# Logits of the structure `shifted` lie around this: e^1000 overflows, and e^60 times any vocabulary does not.
+# Center of the logits of structure `shifted`: e^1000 overflows, while e^60 times any vocabulary does not.
 SHIFT = {"online": 1000.0, "safe": 1000.0, "naive": 60.0}
 STRUCTURES = ("random", "special", "masked", "ascending", "constant", "shifted", "mixed")
 
@@ -31,7 +31,7 @@ def row_logits(problem: Problem, seed: int, structure: str, shift: float) -> np.
 
 
 def float32_range(x: np.ndarray) -> np.ndarray:
-    """What is beyond the largest float32 becomes infinite, what is below the least normal one 0."""
+    """Numbers beyond the largest float32 become infinite, those below the least normal one 0."""
     import numpy as np
 
     x = np.where(x > np.finfo(np.float32).max, np.inf, x)
@@ -41,9 +41,9 @@ def float32_range(x: np.ndarray) -> np.ndarray:
 def normaliser(logits: te.Tensor, algorithm: str, lanes: int, finite: bool) -> tuple[te.Tensor | None, te.Tensor]:
     """(m, d) of every row, by the paper's Algorithm 1 (which has no m), 2 or 3.
 
-    The maximum begins at the least finite number in the place of minus infinity, so that no difference of infinities
-    arises: rows of nothing but minus infinity have d = 0. `finite` also keeps it at the largest finite number, so
-    that plus infinity makes d infinite and not NaN, as the logarithm of the sum wants it.
+    The maximum begins at the least finite number instead of minus infinity, so that no difference of infinities occurs:
+    rows with only minus infinity have d = 0. `finite` also limits it to the largest finite number, so that plus
+    infinity makes d infinite instead of NaN, as logsumexp requires.
     """
     from tvm import te, tirx
 
@@ -52,8 +52,8 @@ def normaliser(logits: te.Tensor, algorithm: str, lanes: int, finite: bool) -> t
 
     def x(b: tirx.Var, j: tirx.PrimExpr) -> tirx.PrimExpr:
         if logits.dtype == "bfloat16" and algorithm == "online":
-            # By its bits: a cast in a reduction of pairs is one inside of a let, where the compiler takes the bits of a
-            # bfloat16 for an integer's (0.27).
+            # Converted by its bits: a cast in a reduction of pairs becomes one inside a let, where the compiler (0.27)
+            # takes the bits of a bfloat16 for an integer.
             return tirx.reinterpret(f32, tirx.reinterpret("uint16", logits[b, j]).astype("uint32") << 16)
         return logits[b, j].astype(f32)
 
@@ -83,9 +83,9 @@ def normaliser(logits: te.Tensor, algorithm: str, lanes: int, finite: bool) -> t
         j = q * lanes + lane
         return tirx.if_then_else(j < vocab, x(b, j), -tirx.infinity(f32)) if vocab % lanes else x(b, j)
 
-    # Within a part both are reduced at once; the parts then one after the other, by reductions that every schedule
-    # primitive knows and with one exponential a part. A reduction of pairs across threads is lowered as if its outputs
-    # were independent, which these are not.
+    # Within a part both are reduced together; the parts are joined by separate reductions, which every schedule
+    # primitive supports, with one exponential per part. A reduction of pairs across threads would be lowered as if its
+    # outputs were independent, which these are not.
     parts_d, parts_m = te.compute((batch, lanes), lambda b, lane: join((one, element(b, lane)), axis=q), "md")
     k, n = te.reduce_axis((0, lanes), "k"), te.reduce_axis((0, lanes), "n")
     m = te.compute((batch,), lambda b: te.max(parts_m[b, n], axis=n), "m")

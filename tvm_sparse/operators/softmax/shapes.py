@@ -1,8 +1,4 @@
-"""Shapes of this operator, as problem keys.
-
-QUICKSTART: what `tvm-sparse quickstart` tunes; may be empty. AWKWARD: what generic tests run every template on, small
-and irregular. REALISTIC: at which people run it, for what only shows there: registers and shared memory.
-"""
+"""Shapes of this operator, as problem keys; `core.registry` says what each list is for."""
 
 QUICKSTART: tuple[str, ...] = ()
 AWKWARD: tuple[str, ...] = (

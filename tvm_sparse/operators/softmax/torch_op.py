@@ -19,7 +19,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, grad: Any) -> Any:
-    """dx = p * (g - sum(g * p)); of logarithms dx = g - p * sum(g)."""
+    """dx = p * (g - sum(g * p)); for logarithms dx = g - p * sum(g)."""
     [y] = ctx.saved_tensors
     function = torch._log_softmax_backward_data if ctx.log else torch._softmax_backward_data
     return function(grad, y, -1, y.dtype), None, None
@@ -45,10 +45,10 @@ _OPERATOR = custom.define(
 
 
 def softmax(logits: Any, *, algorithm: str = "online", out: Any = None) -> Any:
-    """The public function, as it stands in a graph."""
+    """The public function as torch.compile traces it."""
     return custom.written(_OPERATOR(logits, algorithm, False), out)
 
 
 def log_softmax(logits: Any, out: Any = None) -> Any:
-    """The public function, as it stands in a graph."""
+    """The public function as torch.compile traces it."""
     return custom.written(_OPERATOR(logits, "online", True), out)

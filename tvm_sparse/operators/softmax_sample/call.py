@@ -151,9 +151,6 @@ def softmax_sample(
     values, indices
         With `best` only: `(batch, best)` float32 log-probabilities as `logprobs`, and `(batch, best)` int64 words w_i.
 
-    A row with NaN or +inf, or with nothing above -inf, has no distribution: its token is the first word in the order
-    (NaN counts as the largest), and its log-probability NaN. A word at -inf is never drawn from another row.
-
     Raises
     ------
     TypeError
@@ -164,6 +161,11 @@ def softmax_sample(
         greedy, a `top_p` of 0 or less leaves w_1.
     RuntimeError
         If `logits` requires a gradient: there is none of a token.
+
+    Notes
+    -----
+    A row with NaN or +inf, or with nothing above -inf, has no distribution: its token is the first word in the order
+    (NaN counts as the largest), and its log-probability NaN. A word at -inf is never drawn from another row.
 
     When not to use it: where scores are changed word by word of each row before
     (repetition penalties, grammars), which is a pass of its own; and for more than one token a row.

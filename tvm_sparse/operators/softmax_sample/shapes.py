@@ -1,4 +1,4 @@
-"""Shapes of this operator, as problem keys: see `operators/softmax_topk/shapes.py` for what the three are."""
+"""Shapes of this operator, as problem keys; `core.registry` says what each list is for."""
 
 QUICKSTART: tuple[str, ...] = ()
 AWKWARD: tuple[str, ...] = (

@@ -38,7 +38,7 @@ SIGNATURES = {
 }
 _SIGNATURE = SIGNATURES["softmax_topk"]
 
-# What a gradient is taken of.
+# For the message: functions with a gradient.
 INSTEAD = (
     "call it under torch.no_grad(), or take the entries at its indices of tvm_sparse.log_softmax(logits), which has one"
 )
@@ -63,21 +63,21 @@ def softmax_topk(
     Parameters
     ----------
     logits
-        Shape `(batch, vocab)`, or `(..., vocab)` with any number of dimensions before, which then stand in the place of
-        `batch` below as well; float32, float16 or bfloat16, accumulated in float32. `vocab` below 2^31. Arrays that
-        are not contiguous, or not aligned to 16 bytes on a GPU, are copied first. Finite entries may have any size; on
-        a GPU log-probabilities below -2e38 may be -inf.
+        Shape `(batch, vocab)`, or `(..., vocab)` with any number of leading dimensions, which then replace `batch`
+        below as well; float32, float16 or bfloat16, accumulated in float32. `vocab` below 2^31. Arrays that are not
+        contiguous, or not aligned to 16 bytes on a GPU, are copied first. Finite entries may have any size; on a GPU
+        log-probabilities below -2e38 may be -inf.
     k
         1 <= k <= vocab.
     log
-        Log-probabilities in the place of probabilities.
+        Return log-probabilities instead of probabilities.
     temperature
         Above 0 and finite; below 1 sharpens the distribution.
     bias
         `(vocab,)` float32, added to every row in float32; -inf masks a column. On the device of `logits`.
     ids
-        `(batch, n)` int64, or int32, which is copied: columns whose probabilities are wanted too, wherever they rank,
-        as the logprobs of sampled or given tokens, from the same pass. On the device of `logits`.
+        `(batch, n)` int64, or int32, which is copied: columns whose probabilities are also returned, whatever their
+        rank, for example the logprobs of sampled or given tokens; from the same pass. On the device of `logits`.
     out
         `(values, indices)`, or `(values, indices, given)` with `ids`, to write into: contiguous, of the shapes and
         dtypes below, on the device of `logits`.
@@ -87,9 +87,9 @@ def softmax_topk(
     values
         `(batch, k)` float32, descending.
     indices
-        `(batch, k)` int64 columns. Equal entries come in the order of their indices, so that the result is
-        deterministic. NaN counts as the largest, as in torch.topk; a row with NaN or +inf, or with nothing above -inf,
-        has NaN for all its values, as torch.softmax has.
+        `(batch, k)` int64 columns. Equal entries are in the order of their indices, so the result is deterministic. NaN
+        counts as the largest, as in torch.topk; all values of a row with NaN or +inf, or with nothing above -inf, are
+        NaN, as in torch.softmax.
     given
         With `ids` only: `(batch, n)` float32, the probabilities (with `log` their logarithms) of these columns; NaN for
         a column outside [0, vocab).
@@ -97,15 +97,17 @@ def softmax_topk(
     Raises
     ------
     TypeError
-        If an argument is no array, lies on another kind of device, or `k` or `temperature` is no number.
+        If an argument is not an array, is on an unsupported device, or `k` or `temperature` is not a number.
     ValueError
-        For no dimension, another shape, dtype or device, k or temperature out of range, vocab of 2^31 or more, or an
+        For a 0-d array, another shape, dtype or device, k or temperature out of range, vocab of 2^31 or more, or an
         `out` that does not fit.
     RuntimeError
         If `logits` or `bias` requires a gradient: there is no backward pass. Call it under `torch.no_grad()`; for a
         gradient gather from `softmax` or `log_softmax` at the indices.
 
-    When not to use it: where the whole distribution is needed afterwards.
+    Notes
+    -----
+    When not to use it: if the whole distribution is needed afterwards.
 
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 4.
     """
@@ -151,14 +153,14 @@ def softmax_topk(
     elif batch:
         problem = SoftmaxTopk(batch, vocab, k, known.dtype, int(bias is not None), n)
         arguments = (arrays.ready("logits", logits, known), scale, 1 if log else 0, row, asked if n else None)
-        written = outputs if n else outputs[:2]  # no kernel takes an empty array
+        written = outputs if n else outputs[:2]  # no kernel accepts an empty array
         wider = replace(problem, k=width(k, vocab), ids=width(n))
         launch(dispatcher, problem, machine_of("logits", known), ("softmax_topk", k), arguments, written, wider=wider)
     return out if out is not None else tuple(arrays.returned(array, logits) for array in outputs)
 
 
 def _by_rows(logits: Any, known: Facts, k: int, ids: Any, out: Any, options: dict[str, Any]) -> tuple[Any, ...]:
-    """`softmax_topk` of logits that have not two dimensions."""
+    """`softmax_topk` for logits with other than two dimensions."""
     leading = known.shape[:-1]
     wanted: list[tuple[str, tuple[int, ...], str]] = [("values", (k,), "float32"), ("indices", (k,), "int64")]
     if ids is not None:

@@ -1,4 +1,5 @@
-"""Algorithm 4 of Milakov & Gimelshein 2018 in TVMScript, a score at a time: the end of every definition with a top-k.
+"""Algorithm 4 of Milakov & Gimelshein 2018 in TVMScript, one score at a time: the last part of every definition with a
+top-k.
 
 This module loads the compiler: it is imported when a definition is built.
 """
@@ -15,14 +16,14 @@ from tvm.script import tirx as T
 
 @dataclass(frozen=True)
 class Best:
-    """What is kept of a row, in a block (`T.sblock`): the pair (m, d), and the k best scores so far."""
+    """The state of one row, in a block (`T.sblock`): the pair (m, d), and the k best scores so far."""
 
-    x: tirx.Buffer  # the score in hand
-    m: tirx.Buffer  # the largest
+    x: tirx.Buffer  # the current score
+    m: tirx.Buffer  # the largest score
     d: tirx.Buffer  # the sum of exponentials
-    u: tirx.Buffer  # the best, in order
+    u: tirx.Buffer  # the best scores, in order
     p: tirx.Buffer  # their names
-    slot: tirx.Buffer  # where the score in hand belongs
+    slot: tirx.Buffer  # the rank at which the current score belongs
 
     @classmethod
     def alloc(cls, k: int) -> Best:
@@ -37,22 +38,22 @@ class Best:
 
 
 def is_nan(x: tirx.PrimExpr) -> tirx.PrimExpr:
-    """Whether a float32 is NaN, by its bits: the simplifier takes x != x for false."""
+    """Whether a float32 is NaN, tested by its bits, since the simplifier folds x != x to false."""
     return (T.reinterpret("int32", x) & 0x7FFFFFFF) > 0x7F800000
 
 
 # fmt: off
 @T.inline
 def begin(s):
-    """A row without scores. Writes: `m`, `d`."""
+    """Start a row without scores. Writes: `m`, `d`."""
     s.m[0] = T.min_value("float32")
     s.d[0] = T.float32(0)
 
 
 def take(k: int) -> Callable[..., Any]:
-    """One more score; the phase is (s, scale, j, name): `x`, the j-th of the row, which is called `name`.
+    """Add a score; the phase is (s, scale, j, name): `x` is the j-th score of the row, with index `name`.
 
-    Writes: `m`, `d`, and `u` and `p`, with NaN first in the order as in torch.topk, and equals as they come.
+    Writes: `m`, `d`, and `u` and `p`, with NaN first as in torch.topk, and equal scores in the order of their addition.
     """
 
     @T.inline
@@ -76,7 +77,7 @@ def take(k: int) -> Callable[..., Any]:
 
 @T.inline
 def write(values, at, s, x, scale, log):
-    """The probability of a score x, or its logarithm, at the indices `at` of `values`. Reads: `m`, `d`."""
+    """Write the probability of a score x, or its logarithm, at the indices `at` of `values`. Reads: `m`, `d`."""
     if log != 0:
         T.buffer_store(values, (x - s.m[0]) * scale - T.log(s.d[0]), at)
     else:

@@ -1,4 +1,4 @@
-"""Other libraries' ways to compute `softmax_topk`, and ours as its user calls it."""
+"""Peers of `softmax_topk`, and the public call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .problem import SoftmaxTopk
 
 
 def _plain_logits(problem: SoftmaxTopk, inputs: Sequence[Any]) -> Any:
-    """Logits that need no temperature any more: peers are not charged for it."""
+    """Logits with the temperature already applied, so that peers do not pay for it."""
     if problem.bias or problem.ids:
         raise NotImplementedError("compared without bias and ids only")
     logits, scale = inputs[:2]

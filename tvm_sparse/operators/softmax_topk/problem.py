@@ -1,8 +1,8 @@
 """Fused softmax and top-k: one read of each logit, k values and k indices written.
 
-Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 4; Argueta & Chiang 2019,
-section 4.2. In place of the paper's insertion after every element any selection may be used: the order is
-total (value descending, index ascending), so that every kernel returns the same indices.
+Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 4; Argueta & Chiang 2019, section 4.2.
+Instead of the paper's insertion after every element any selection may be used: the order is total (value descending,
+index ascending), so that every kernel returns the same indices.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     import numpy as np
     from tvm import tirx
 
-# Probabilities: float32 sums of up to 2^18 terms kept in at least 16 partial sums, plus one exponential.
+# Relative error of probabilities: float32 sums of up to 2^18 terms in at least 16 partial sums, and one exponential.
 RELATIVE = 2e-5
-# Log-probabilities: the same relative error of the sum is an absolute one of its logarithm.
+# Absolute error of log-probabilities: that of a logarithm is the relative error of its sum.
 ABSOLUTE_LOG = 2e-5
-# Below this a probability may be flushed: it is subnormal in float32.
+# Probabilities below this are subnormal in float32 and may be flushed to zero.
 TINY = 1.2e-38
 
 
@@ -46,7 +46,7 @@ class SoftmaxTopk(Problem):
     """`values, indices = topk(softmax(scale * (logits + bias), -1), k)` for logits `(batch, vocab)`.
 
     Extras, absent by default: `bias` = 1 for a row that is added to every row of the logits, and `ids` = n for n given
-    columns a row whose probabilities are wanted too, wherever they rank.
+    columns per row whose probabilities are also returned, whatever their rank.
     """
 
     batch: int
@@ -74,7 +74,7 @@ class SoftmaxTopk(Problem):
         "random", "ties", "masked", "special", "ascending", "constant", "zipf", "mixed",
     )  # fmt: skip
     tuned: ClassVar[str] = "random"
-    verified: ClassVar[tuple[str, ...]] = (*structures, "mixed")  # twice, as it has most kinds of rows
+    verified: ClassVar[tuple[str, ...]] = (*structures, "mixed")  # twice, since it has most kinds of rows
     settings: ClassVar[tuple[Settings, ...]] = (
         {"scale": 1.0, "log": 0},
         {"scale": 1.0, "log": 1},
@@ -117,7 +117,7 @@ class SoftmaxTopk(Problem):
         }
 
     def definition(self) -> tirx.PrimFunc:
-        """Algorithm 4 as written, one row after another, with NaN first in the order as in torch.topk."""
+        """Algorithm 4 as written, one row after another, with NaN first as in torch.topk."""
         from tvm.script import tirx as T
 
         from . import definition
@@ -170,12 +170,12 @@ class SoftmaxTopk(Problem):
         return self.trimmed(main)
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
-        """Logits by structure. A bias is normal with a tenth at -inf; of the ids one in eight is out of range.
+        """Logits by structure. A bias is normal with a tenth at -inf; one in eight of the ids is out of range.
 
         `random`: standard normal. `ties`: a handful of distinct values. `masked`: half, nine tenths or all but about k
-        of a row's entries -inf, one row wholly so. `special`: NaN, +inf and -0.0 among normal values. `ascending`: each
-        entry above the last, the worst case of a threshold. `constant`: all equal. `zipf`: a few large values, a long
-        tail. `mixed`: each row is of another kind, see `rows.mixed`.
+        of a row's entries are -inf, and all of one row. `special`: NaN, +inf and -0.0 among normal values. `ascending`:
+        each entry above the previous one, the worst case for a threshold. `constant`: all equal. `zipf`: a few large
+        values, a long tail. `mixed`: rows of different kinds, see `rows.mixed`.
         """
         import numpy as np
 
@@ -213,14 +213,14 @@ class SoftmaxTopk(Problem):
 
         logits, scale, log, *extras = inputs
         x = np.asarray(logits).astype(np.float32)
-        if self.bias:  # rounded to float32, as the order of the elements is that of the sums
+        if self.bias:  # rounded to float32, since the order of the elements is that of the sums
             with np.errstate(invalid="ignore"):
                 x = x + extras[0]
         ids = extras[-1] if self.ids else None
         return best_and_asked(x.astype(np.float64), self.k, ids, scale, log)[0]
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-        """Equal indices, as the order is total; values within float32 rounding."""
+        """Equal indices, since the order is total; values within float32 rounding."""
         import numpy as np
 
         def bound(wanted: np.ndarray) -> np.ndarray:
@@ -238,7 +238,7 @@ class SoftmaxTopk(Problem):
 
 
 def require_extras(problem: Problem) -> None:
-    """Raise `ProblemError` unless `bias` is 0 or 1, and `ids`, where there are any, a whole number of at least 0."""
+    """Raise `ProblemError` unless `bias` is 0 or 1, and `ids` is absent or an integer of at least 0."""
     bias, ids = problem.axes["bias"], problem.axes.get("ids", 0)
     if bias not in (0, 1):
         raise ProblemError(f"{problem.operator}: bias must be 0 or 1 (rows that are added), got {bias!r}")

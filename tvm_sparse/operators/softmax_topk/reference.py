@@ -1,4 +1,4 @@
-"""Softmax and top-k of scores in float64, by the plainest NumPy: the reference of every operator that ends so."""
+"""Softmax and top-k of scores in float64, by the plainest NumPy: the reference of every operator with a top-k."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 def best_and_asked(
     scores: np.ndarray, k: int, ids: np.ndarray | None, scale: float, log: int
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Of scores `(rows, n)`: values and columns of the k best, the values of columns `ids`, and the normaliser.
+    """For scores `(rows, n)`: values and columns of the k best, the values of columns `ids`, and the normaliser.
 
     Returns
     -------
     outputs
-        `(rows, k)` values, `(rows, k)` int64 columns, and if there are ids their values, NaN for one outside [0, n).
+        `(rows, k)` values, `(rows, k)` int64 columns, and with `ids` their values, NaN for one outside [0, n).
     normaliser
         `(rows,)` logarithms of the sums of exponentials.
     """
@@ -33,12 +33,12 @@ def best_and_asked(
 
 
 def ranked(scores: np.ndarray, k: int) -> np.ndarray:
-    """Columns of the k best scores of each row: NaN first, as torch.topk has it, then by value, then by column."""
+    """Columns of the k best scores of each row: NaN first, as in torch.topk, then by value, then by column."""
     import numpy as np
 
     columns = np.empty((len(scores), k), np.int64)
     for row, key in enumerate(np.where(np.isnan(scores), -np.inf, -scores)):
-        # Only what reaches the k-th need be sorted.
+        # Only scores that reach the k-th need sorting.
         some = np.flatnonzero(key <= np.partition(key, k - 1)[k - 1])
         columns[row] = some[np.lexsort((some, key[some], ~np.isnan(scores[row, some])))[:k]]
     return columns
@@ -54,6 +54,6 @@ def normalised(scores: np.ndarray, chosen: np.ndarray, scale: float, log: int) -
         total = np.exp(factor * (scores - top)).sum(axis=1, keepdims=True)
         shifted = factor * (chosen - top)
         values = shifted - np.log(total) if log else np.exp(shifted) / total
-        # Where nothing is above -inf there is no distribution, but the sum of exponentials is 0.
+        # If nothing is above -inf there is no distribution, but the sum of exponentials is 0.
         nothing = np.isneginf(scores).all(axis=1, keepdims=True)
         return values, np.where(nothing, -np.inf, np.log(total) + factor * top)[:, 0]

@@ -1,4 +1,4 @@
-"""Rows of logits, each of another kind, and columns that a caller asks for."""
+"""Rows of logits of different kinds, and columns whose probabilities are requested."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ BORDERS = (1, 4, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def mixed(rng: np.random.Generator, x: np.ndarray, k: int, dtype: str) -> None:
-    """Make of normal rows `x` rows of all kinds, one after the other in no order.
+    """Change normal rows `x` in place to rows of all kinds, in random order.
 
-    `few finite`: all but up to 2k elements are -inf. `nan`: one to three of them. `infinities`: one to three, positive,
-    beside some negative ones. `ascending` and `descending` in columns, `constant`. `padding`: all equal to a number far
-    below any logit, -1e30 or the least finite one. `peak`: one element far above the others, at the first or the last
+    `few finite`: all but up to 2k elements are -inf. `nan`: one to three NaN. `infinities`: one to three positive ones,
+    and some negative ones. `ascending` and `descending` in columns, `constant`. `padding`: all equal to a number far
+    below any logit, -1e30 or the least finite one. `peak`: one element far above the others, in the first or the last
     column or beside the border of a vector or a tile. `equals`: few different values. `zeros` of both signs. `pairs`:
-    two neighbours are equal, the largest ones.
+    the two largest elements are equal and neighbours.
     """
     import ml_dtypes
     import numpy as np
@@ -65,7 +65,9 @@ def mixed(rng: np.random.Generator, x: np.ndarray, k: int, dtype: str) -> None:
 
 
 def asked(rng: np.random.Generator, shape: tuple[int, ...], vocab: int) -> np.ndarray:
-    """Columns, of which one in eight is outside of [0, vocab): next to it, or so that its low half is a column."""
+    """Columns, one in eight of which is outside of [0, vocab): directly beside it, or with a valid column in its low
+    half.
+    """
     import numpy as np
 
     ids = rng.integers(vocab, size=shape)

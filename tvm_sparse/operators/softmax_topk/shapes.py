@@ -1,8 +1,4 @@
-"""Shapes of this operator, as problem keys.
-
-QUICKSTART: what `tvm-sparse quickstart` tunes; may be empty. AWKWARD: what generic tests run every template on, small
-and irregular. REALISTIC: at which people run it, for what only shows there: registers and shared memory.
-"""
+"""Shapes of this operator, as problem keys; `core.registry` says what each list is for."""
 
 QUICKSTART: tuple[str, ...] = (
     "softmax_topk/batch=10,vocab=25000,k=5",
@@ -11,13 +7,13 @@ QUICKSTART: tuple[str, ...] = (
 AWKWARD: tuple[str, ...] = (
     "softmax_topk/batch=1,vocab=1,k=1",
     "softmax_topk/batch=2,vocab=7,k=7",
-    "softmax_topk/batch=3,vocab=61,k=4,dtype=float16",  # less than a tile, prime
-    "softmax_topk/batch=2,vocab=1009,k=1",  # prime
+    "softmax_topk/batch=3,vocab=61,k=4,dtype=float16",  # less than a tile; a prime
+    "softmax_topk/batch=2,vocab=1009,k=1",  # a prime
     "softmax_topk/batch=1,vocab=1501,k=50,dtype=bfloat16",
     "softmax_topk/batch=1,vocab=2048,k=5",  # whole tiles
-    "softmax_topk/batch=1,vocab=1000,k=100,dtype=float16",  # more than the survivors that are ranked by counting
+    "softmax_topk/batch=1,vocab=1000,k=100,dtype=float16",  # more survivors than are ranked by counting
     "softmax_topk/batch=3,vocab=1001,k=20,dtype=float16,bias=1,ids=3",  # with all extras
-    "softmax_topk/batch=1,vocab=1100,k=1100",  # k = vocab, beyond the threads of a block
+    "softmax_topk/batch=1,vocab=1100,k=1100",  # k = vocab, more than the threads of a thread block
     "softmax_topk/batch=1,vocab=2600,k=2100",  # more than fit into shared memory
 )
 REALISTIC: tuple[str, ...] = (

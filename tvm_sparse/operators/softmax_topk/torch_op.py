@@ -1,7 +1,7 @@
-"""`softmax_topk` as custom operators of PyTorch: one without `ids`, and one with them, which has a result more.
+"""`softmax_topk` as custom operators of PyTorch: one without `ids`, and one with them, which has an additional result.
 
-Two, because PyTorch takes a list of results apart more slowly than results that a schema counts, which shows in the
-time of small calls.
+There are two, because PyTorch handles a list of results more slowly than a fixed number of results, which is noticeable
+in small calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _call_given(logits: Any, k: int, ids: Any, log: bool, temperature: float, bi
 def _launched(
     launchers: Any, logits: Any, k: int, log: bool, temperature: float, bias: Any, heat: Any, ids: Any = None
 ) -> tuple[Any, tuple[Any, ...]]:
-    if heat is not None:  # has another value the next time
+    if heat is not None:  # its value may differ in the next call
         return None, ()
     arguments = (logits, inverse_temperature(temperature), int(log), bias, ids)
     return repeat.repeated(launchers, ("softmax_topk", k), arguments), arguments
@@ -41,7 +41,7 @@ def _launched_given(
 
 
 def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
-    """Leading dimensions are the operator's own."""
+    """Leading dimensions are handled by the operator itself."""
     logits, *rest = args
     custom.unbatched("softmax_topk", in_dims[4:], ("bias", "temperature"))
     return _OPERATOR(custom.in_front(logits, in_dims[0], info.batch_size), *rest), (0, 0)
@@ -82,7 +82,7 @@ def softmax_topk(
     ids: Any = None,
     out: Any = None,
 ) -> tuple[Any, ...]:
-    """The public function, as it stands in a graph."""
+    """The public function as torch.compile traces it."""
     temperature, heat = custom.number(temperature)
     if ids is None:
         return custom.written(_OPERATOR(logits, k, log, temperature, bias, heat), out)

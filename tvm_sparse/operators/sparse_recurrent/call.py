@@ -33,7 +33,7 @@ WHERE = "x_projected is"
 
 
 def signature(weights: str) -> Signature:
-    """The arguments of a recurrent layer, whose weights are of this type."""
+    """The signature of a recurrent layer whose weights have this type."""
     state = Array(("batch", "hidden"))
     return Signature(
         ("weights", Structure((weights,))),
@@ -67,7 +67,7 @@ def sparse_recurrent(
     out: Any = None,
     validate: bool = False,
 ) -> tuple[Any, ...]:
-    """All steps of a recurrent layer with a sparse recurrent weight U, whose input product is made beforehand.
+    """All steps of a recurrent layer with a sparse recurrent weight U; the input product is computed beforehand.
 
         tanh, relu   h[t] = f(x[t] + U h[t-1])
         lstm         i, f, o = sigmoid, g = tanh of x[t] + U h[t-1];  c[t] = f c[t-1] + i g;  h[t] = o tanh(c[t])
@@ -77,12 +77,12 @@ def sparse_recurrent(
     Parameters
     ----------
     weights
-        U, `(gates * hidden, hidden)`, made once by `recurrent_weights`. Copied to the device of `x_projected` at the
-        first call there, and kept.
+        U, `(gates * hidden, hidden)`, made once by `recurrent_weights`. It is copied to the device of `x_projected` at
+        the first call there, and kept.
     x_projected
         Shape `(steps, batch, gates * hidden)`, of the weights' dtype: the input product with its biases, gates in
-        torch's order (i, f, g, o; r, z, n), of a GRU all biases but the hidden one of n. A torch tensor on CPU or CUDA,
-        a NumPy array, or another DLPack array; so are all that follow.
+        torch's order (i, f, g, o; r, z, n), for a GRU all biases except the hidden one of n. A torch tensor on CPU or
+        CUDA, a NumPy array, or another DLPack array, as are all further arguments.
     h0, c0
         `(batch, hidden)`, the states before the first step; c0 for "lstm" alone.
     cell
@@ -90,16 +90,17 @@ def sparse_recurrent(
     hidden_bias
         `(hidden,)`, b of a GRU; None: zeros.
     lengths
-        `(batch,)` int32 or int64: the steps of each sequence, in [0, steps]. From a sequence's end on its output is 0,
-        and its states stay as they are.
+        `(batch,)` int32 or int64: the steps of each sequence, in [0, steps]. After a sequence's end its output is 0,
+        and its states do not change.
     resets
-        `(steps, batch)`, bool or int32: where it is nonzero the states are set to zero before the step, to begin
+        `(steps, batch)`, bool or int32: where it is nonzero, the states are set to zero before the step, to begin
         another sequence.
     out
-        The arrays to write into, as they are returned: contiguous, on the same device, none of them an input.
+        The arrays to write into, in the order of the results: contiguous, on the same device, not overlapping with
+        inputs.
     validate
-        Also check lengths that lie on a GPU, which costs a synchronisation; those on the host are always checked.
-        Unchecked ones count as if they were in [0, steps].
+        Also check lengths on a GPU, which costs a synchronisation; on the host they are always checked. Lengths that
+        are not checked are clamped to [0, steps].
 
     Returns
     -------
@@ -107,20 +108,23 @@ def sparse_recurrent(
         `(steps, batch, hidden)` and `(batch, hidden)` of the weights' dtype: the state after each step, and the states
         after the last step of each sequence; c_n for "lstm" alone.
 
-    Sums, gates and c are float32; h is rounded to the dtype after each step. NaN propagates as in torch.
-
     Raises
     ------
     TypeError
-        If `weights` are no `RecurrentWeights`, or another argument is no array.
+        If `weights` is not a `RecurrentWeights`, or another argument is not an array.
     ValueError
-        For another cell, gates that do not match it, shapes, dtypes or devices that do not fit, lengths outside of
-        [0, steps], an argument that the cell does not have, or an `x_projected` of 2^31 elements or more.
+        For another cell, gates that do not match it, shapes, dtypes or devices that do not fit, lengths outside of [0,
+        steps], an argument that the cell lacks, or an `x_projected` of 2^31 elements or more.
     RuntimeError
         If an argument requires a gradient.
 
-    When not to use it: with weights that are not sparse, or batches of hundreds, for which a dense product a step is
-    faster; with steps whose input depends on the output before, as in sampling a text, which need a call a step.
+    Notes
+    -----
+    Sums, gates and c are float32; h is rounded to the dtype after each step. A NaN or infinity in a state affects the
+    units with a stored weight for it; in a dense layer it affects all.
+
+    When not to use it: with weights that are not sparse, or batches of hundreds, for which one dense product per step
+    is faster; if a step's input depends on the previous output, as in text generation, which needs one call per step.
 
     Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs: Squeezing Large Recurrent Networks On-Chip".
     """
@@ -134,7 +138,7 @@ def sparse_recurrent(
 
 
 class LayerWeights(Protocol):
-    """What a call needs to know of weights, however they are kept."""
+    """The weights' properties that a call needs, for any layout."""
 
     @property
     def hidden(self) -> int: ...
@@ -173,11 +177,12 @@ def run_layer(
     out: Any,
     validate: bool,
 ) -> tuple[Any, ...]:
-    """A call of a recurrent layer, of which `what` says the operator and all of the weights that its problem depends
-    on. The other arguments are `sparse_recurrent`'s."""
+    """A call of a recurrent layer; `what` names the operator and the properties of the weights on which its problem
+    depends. The other arguments are `sparse_recurrent`'s.
+    """
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     given = x_projected, h0, c0, hidden_bias, lengths, resets
-    # Lengths on the host are looked at every time.
+    # Lengths on the host are checked at every call.
     if not validate and arrays.is_torch(x_projected) and x_projected.dim() == 3 and not arrays.traced():
         placed = weights.laid_out_for(x_projected.shape[1]).placed.get(x_projected.device)
         if placed is not None and (lengths is None or x_projected.is_cuda):
@@ -213,7 +218,7 @@ def run_layer(
 def problem_of(
     weights: RecurrentWeights, steps: int, batch: int, cell: str, ragged: int = 0, resets: int = 0
 ) -> SparseRecurrent:
-    """The problem of a call. Raises `ProblemError` if there is none."""
+    """The problem of a call. Raises `ProblemError` if it is not valid."""
     nonzeros = min(weights.hidden, preferred(weights.nonzeros, weights.gates * weights.hidden))
     return SparseRecurrent(steps, batch, weights.hidden, nonzeros, cell, weights.dtype, ragged, resets)
 
@@ -238,7 +243,7 @@ Beside = tuple[str, Facts, Any]
 def _checked(
     weights: LayerWeights, x_projected: Any, h0: Any, c0: Any, cell: str, hidden_bias: Any
 ) -> tuple[Facts, list[Beside]]:
-    """Facts of the projected input, and the states that the cell has."""
+    """Facts of the projected input, and the states of the cell, checked."""
     if cell not in GATES:
         raise ValueError(f"cell: expected one of {', '.join(GATES)}, got {cell!r}")
     if weights.gates != GATES[cell]:
@@ -256,7 +261,7 @@ def _checked(
 
 
 def _checked_extras(known: Facts, lengths: Any, resets: Any, validate: bool) -> list[Beside | None]:
-    """Lengths and resets as int32; None for what is absent."""
+    """Lengths and resets as int32, checked; None for absent ones."""
     steps, batch, _ = known.shape
     found: list[Beside | None] = [None, None]
     if lengths is not None:
@@ -295,7 +300,7 @@ def _bias(hidden_bias: Any, hidden: int, like: Any, known: Facts) -> Beside:
 
 
 def _placed(weights: LayerWeights, like: Any, known: Facts) -> tuple[Any, ...]:
-    """The weights' arrays as a kernel takes them on the device of the facts; kept by the weights."""
+    """The weights' arrays prepared for a kernel on the device of the facts; cached in the weights."""
     place = like.device if arrays.is_torch(like) else (known.device, known.index)
     found = weights.placed.get(place)
     if found is None:
@@ -313,13 +318,13 @@ def _placed(weights: LayerWeights, like: Any, known: Facts) -> tuple[Any, ...]:
 
 
 def _arrays_of(weights: LayerWeights, like: Any, batch: int) -> tuple[Any, ...]:
-    """The weights' arrays on the device of the projected input, where they have been placed there."""
+    """The weights' arrays on the projected input's device, if they have been placed there."""
     arranged = weights.laid_out_for(batch)
     return tuple(arranged.placed.get(like.device, ())) if arrays.is_torch(like) else arranged.held
 
 
 def _tensor(array: np.ndarray) -> Any:
-    """A NumPy array as a tensor. torch does not know NumPy's bfloat16, but the same bits as integers."""
+    """A NumPy array as a tensor. torch does not know NumPy's bfloat16, but accepts the same bits as integers."""
     torch = sys.modules["torch"]
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view("int16")).view(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The recurrence in TVMScript, and its parts that schedules share.
+"""The recurrence in TVMScript, with parts that schedules use too.
 
 This module loads the compiler: it is imported when a definition is built.
 """
@@ -12,13 +12,13 @@ from typing import Any, Protocol
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.arguments import matched
+from tvm_sparse.core.arguments import function
 
 
 class Rows(Protocol):
-    """How a program reads a weight: its rows by slot, the order of units, and gate; a row's entries one by one.
+    """Access to a weight in a program: rows by slot (the order of units) and gate, and a row's entries one by one.
 
-    Everything takes the arguments of the kernel, `io`, and integers that are known when it runs.
+    All methods take the arguments of the kernel, `io`, and run-time integers.
     """
 
     def unit(self, io: Any, slot: Any) -> Any:
@@ -28,7 +28,7 @@ class Rows(Protocol):
         """The first entry of a row."""
 
     def stop(self, io: Any, slot: Any, gate: Any) -> Any:
-        """What is behind its last one. Slots from the last one on have empty rows."""
+        """The end of a row's entries. Slots beyond the last one have empty rows."""
 
     def column(self, io: Any, slot: Any, gate: Any, entry: Any) -> Any:
         """The column of an entry, int32."""
@@ -38,7 +38,7 @@ class Rows(Protocol):
 
 
 class EntryRows:
-    """`Rows` of a weight in entries of column and value."""
+    """`Rows` of a weight whose entries are pairs of column and value."""
 
     def __init__(self, problem: Any) -> None:
         self.problem = problem
@@ -68,9 +68,9 @@ class EntryRows:
 def next_state(
     cell: str, samples: int = 1, sigmoid: Callable[..., Any] = T.sigmoid, tanh: Callable[..., Any] = T.tanh
 ) -> Callable[..., Any]:
-    """The gates of one unit; the phase is (s, v) for one of `samples` that are side by side.
+    """The gates of one unit; the phase is (s, v), for sample v of `samples` that are stored side by side.
 
-    `sigmoid` and `tanh`: those of a machine whose compiler has none that are exact enough.
+    `sigmoid` and `tanh` replace the compiler's, where these are not accurate enough.
 
     Reads, all float32: `s.sums[gate * samples + v]`, U h of each gate; `s.x`, likewise, the projected input; of an LSTM
     `s.c[v]`; of a GRU `s.h[v]`, the state before, and `s.bias[v]`. Writes: `s.h[v]`, and of an LSTM `s.c[v]`.
@@ -98,7 +98,7 @@ def next_state(
 
         @T.inline
         def phase(s, v):
-            # The gates take the places of their sums.
+            # The gates overwrite their sums.
             s.sums[samples + v] = sigmoid(s.x[samples + v] + s.sums[samples + v])
             s.sums[v] = tanh(s.x[2 * samples + v] + sigmoid(s.x[v] + s.sums[v]) * (s.sums[2 * samples + v] + s.bias[v]))
             s.h[v] = (T.float32(1) - s.sums[samples + v]) * s.sums[v] + s.sums[samples + v] * s.h[v]
@@ -107,7 +107,7 @@ def next_state(
 
 
 def recurrence(problem: Any) -> Callable[..., Any]:
-    """All steps, a unit of a sequence at a time: the body (io) of a definition."""
+    """All steps, one unit of one sequence at a time: the body (io) of a definition."""
     batch, hidden, gates, cell, dtype = problem.batch, problem.hidden, problem.gates, problem.cell, problem.dtype
     lstm, gru, ragged, resetting = cell == "lstm", cell == "gru", bool(problem.ragged), bool(problem.resets)
     update, rows = next_state(cell), problem.rows()
@@ -159,7 +159,7 @@ def recurrence(problem: Any) -> Callable[..., Any]:
 
     @T.inline
     def pass_over(io, t, b, unit):
-        """A step after the last one of its sequence."""
+        """A step after the end of its sequence."""
         io.output[t, b, unit] = T.Cast(dtype, T.float32(0))
         if t == 0:
             io.h_n[b, unit] = io.h0[b, unit]
@@ -173,7 +173,7 @@ def recurrence(problem: Any) -> Callable[..., Any]:
             for place in range(hidden):
                 for sample in range(batch):
                     with T.sblock("unit"):
-                        # A step reads what the one before wrote.
+                        # A step reads what the previous one wrote.
                         t = T.axis.opaque(io.steps, step)
                         slot = T.axis.opaque(hidden, place)
                         b = T.axis.opaque(batch, sample)
@@ -197,20 +197,4 @@ def recurrence(problem: Any) -> Callable[..., Any]:
 
 def scan(problem: Any) -> tirx.PrimFunc:
     """The definition of the operator."""
-    all_steps = recurrence(problem)
-
-    # fmt: off
-    @T.prim_func(s_tir=True)
-    def main(
-        units: T.handle, row_start: T.handle, entries_h: T.handle, x_projected: T.handle, h0: T.handle, c0: T.handle,
-        hidden_bias: T.handle, lengths: T.handle, resets: T.handle, output: T.handle, h_n: T.handle, c_n: T.handle
-    ):
-        T.func_attr({"global_symbol": "main", "tirx.noalias": True})
-        steps = T.int32()
-        entries = T.int32()
-        io = T.meta_var(matched(
-            problem, (units, row_start, entries_h, x_projected, h0, c0, hidden_bias, lengths, resets, output, h_n, c_n),
-            {"steps": steps, "entries": entries}, packed=True))
-        all_steps(io)
-    # fmt: on
-    return problem.trimmed(main)
+    return function(problem, recurrence(problem), blocks=True, packed=True)

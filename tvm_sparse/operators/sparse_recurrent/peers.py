@@ -1,4 +1,4 @@
-"""Other libraries' ways to compute `sparse_recurrent`, and ours as its user calls it. They return the output alone."""
+"""Peers of `sparse_recurrent`, and the public call. All return the output alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .problem import RecurrentLayer, SparseRecurrent
 
 
 def _dense(problem: RecurrentLayer, inputs: Sequence[Any], device: str) -> Any:
-    """The weight `(gates * hidden, hidden)`."""
+    """The weight as a dense `(gates * hidden, hidden)` tensor."""
     import numpy as np
 
     rows, columns, values = problem.coordinates(inputs)
@@ -34,8 +34,8 @@ def _named(problem: RecurrentLayer, inputs: Sequence[Any], device: str) -> dict[
 def _torch_layer(problem: RecurrentLayer, inputs: Sequence[Any], device: str) -> Call:
     """torch's layer, dense: cuDNN on a GPU.
 
-    It makes the input product too, here with the identity for one of its operands: the input of step t and sequence b
-    is a unit vector, whose column of the input weight is x_projected[t, b]; or, where that is smaller, the input is
+    It computes the input product too, here with the identity as one operand: the input of step t and sequence b is a
+    unit vector that selects the column x_projected[t, b] of the input weight; or, if that is smaller, the input is
     x_projected and the weight the identity.
     """
     import torch
@@ -69,10 +69,10 @@ def _torch_layer(problem: RecurrentLayer, inputs: Sequence[Any], device: str) ->
 
 
 def _step_loop(problem: RecurrentLayer, given: dict[str, Any], product: Callable[[Any], Any]) -> Call:
-    """The steps one by one, with states `(hidden, batch)` and the products `(gates * hidden, batch)` of a library."""
+    """The steps one by one, with states `(hidden, batch)` and the products `(gates * hidden, batch)` by a library."""
     import torch
 
-    # Transposed beforehand, as the products have it.
+    # Transposed beforehand, to the products' layout.
     x = given["x_projected"].transpose(1, 2).contiguous()
     h0: Any = given["h0"].T.contiguous()
     c0: Any = given["c0"].T.contiguous() if problem.cell == "lstm" else None

@@ -1,8 +1,8 @@
 """A recurrent layer whose recurrent weight is sparse, over all steps of a sequence.
 
 Zhu, Pool et al. 2018, "Sparse Persistent RNNs: Squeezing Large Recurrent Networks On-Chip". The input product, which
-does not depend on the states, is made beforehand for all steps. With U the recurrent weight, x[t] the projected input
-of step t with the biases in it, * by elements, and gates in torch's order:
+does not depend on the states, is computed beforehand for all steps. With U the recurrent weight, x[t] the projected
+input of step t including the biases, * elementwise, and gates in torch's order:
 
     tanh, relu   h[t] = f(x[t] + U h[t-1])
     lstm         i, f, o = sigmoid, g = tanh of x[t] + U h[t-1];  c[t] = f * c[t-1] + i * g;  h[t] = o * tanh(c[t])
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 # Rows of the recurrent weight for each unit.
 GATES = {"tanh": 1, "relu": 1, "lstm": 4, "gru": 3}
 
-# The 2-norm of a generated row of weights is at most 1.5 times this, so that the layer contracts: a rounding fades in
-# the steps after it, in the place of growing from step to step.
+# The 2-norm of a generated row of weights is at most 1.5 times this, so that the layer contracts: rounding errors decay
+# in later steps instead of growing.
 NORM = 0.45
 # Values of `resets` that set states to zero: positive, negative, mixed.
 MARKS = ((1, 2, 256, 2**31 - 1), (-1, -2, -256, -(2**31)), (1, -1, 2**30, -(2**31)))
-# What comes after the weight, of any layer.
+# The arguments after the weight, for any layer.
 STATES: tuple[Argument, ...] = (
     Argument("x_projected", ("steps", "batch", "gates * hidden"), "dtype", "Input product with its biases."),
     Argument("h0", ("batch", "hidden"), "dtype", "State before the first step."),
@@ -63,11 +63,11 @@ STATES: tuple[Argument, ...] = (
 
 @dataclass(frozen=True)
 class RecurrentLayer(Problem):
-    """All `steps` of a layer of `hidden` units with a `cell`, for a `batch` of sequences, whatever its weight is kept
-    as: an operator declares the weight's arguments, which come first, and how they are made and read.
+    """All `steps` of a layer of `hidden` units with a `cell`, for a `batch` of sequences, for any layout of the weight:
+    an operator declares the weight's arguments, which come first, and how they are generated and read.
 
-    `nonzeros` says how full the weight is. `ragged` = 1: sequences have lengths of their own. `resets` = 1: states may
-    be set to zero before any step.
+    `nonzeros` says how full the weight is. `ragged` = 1: sequences have different lengths. `resets` = 1: states may be
+    set to zero before any step.
     """
 
     steps: int
@@ -103,7 +103,7 @@ class RecurrentLayer(Problem):
 
     @classmethod
     def drawn_layer(cls, rng: random.Random, units: int) -> dict[str, Any]:
-        """`drawn_axes` of a layer whose weight is kept in groups of so many columns."""
+        """`drawn_axes` of a layer whose weight is kept in groups of `units` columns."""
         hidden = distribution.whole(rng, 64, 2048)
         density = math.exp(rng.uniform(math.log(0.01), math.log(0.3)))
         return {
@@ -126,7 +126,7 @@ class RecurrentLayer(Problem):
         return ("x_projected", "h0", "c0", "hidden_bias")
 
     def extent(self, name: str | int) -> int:
-        """Beside the axes: expressions of `gates`, and the cells that arguments depend on."""
+        """Extents beside the axes: expressions in `gates`, and the cells on which arguments depend."""
         known = {
             "gates * hidden": self.gates * self.hidden,
             "lstm": int(self.cell == "lstm"),
@@ -135,10 +135,10 @@ class RecurrentLayer(Problem):
         return known[name] if name in known else super().extent(name)
 
     def distance(self, other: Problem) -> float | None:
-        """Octaves of hidden and nonzeros, a little for steps, lengths and resets; None beyond `NEAR`.
+        """Octaves of hidden and nonzeros, plus a little for steps, lengths and resets; None beyond `NEAR`.
 
-        Decisions say how many weights a thread keeps, and of which samples. Those of another size run elsewhere, but a
-        template's default, which counts them anew, is faster: on an H200 by up to 7 times.
+        Decisions say how many weights a thread keeps, and for which samples. Those of another size work too, but a
+        template's default, computed for this size, is faster: on an H200 by a factor of up to 7.
         """
         if not isinstance(other, type(self)) or (self.cell, self.dtype) != (other.cell, other.dtype):
             return None
@@ -151,7 +151,7 @@ class RecurrentLayer(Problem):
     @property
     @abstractmethod
     def row_entries(self) -> int:
-        """Values of a typical row of the weight."""
+        """Number of values in a typical row of the weight."""
 
     @property
     @abstractmethod
@@ -159,7 +159,7 @@ class RecurrentLayer(Problem):
         """`nonzeros` of a dense weight."""
 
     def as_called(self) -> Problem:
-        """With `nonzeros` as calls round it; more than a dense weight has are as many."""
+        """The problem with `nonzeros` rounded as in calls, at most those of a dense weight."""
         most = self.most_nonzeros
         return dataclasses.replace(
             self, nonzeros=most if self.nonzeros >= most else min(most, preferred(self.nonzeros, 1))
@@ -167,20 +167,21 @@ class RecurrentLayer(Problem):
 
     @abstractmethod
     def rows(self) -> Any:
-        """How a program reads the weight row by row: see `definition.Rows`. Loads the compiler."""
+        """The access of programs to the weight's rows: see `definition.Rows`. Loads the compiler."""
 
     @abstractmethod
     def coordinates(self, inputs: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rows and columns (int64) of the matrix `(gates * hidden, hidden)`, and values, of every weight that kernels
-        multiply with."""
+        """Rows and columns (int64) of the matrix `(gates * hidden, hidden)`, and values, of every weight with which
+        kernels multiply.
+        """
 
     @abstractmethod
     def weight(self, rng: np.random.Generator, structure: str) -> list[np.ndarray]:
         """The weight's arguments, for `generate`."""
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
-        """A weight as `weight` makes it. Structure `special`: NaN, infinities and -0.0 in inputs and states of one
-        sequence. Lengths are from 0 to the number of steps; a fifth of the steps begin anew.
+        """A weight from `weight`, with inputs and states. Structure `special`: NaN, infinities and -0.0 in inputs and
+        states of one sequence. Lengths are from 0 to the number of steps; a fifth of the steps reset the states.
         """
         import numpy as np
 
@@ -201,7 +202,7 @@ class RecurrentLayer(Problem):
             x[self.steps // 2, -1, rng.integers(count)] = np.nan
         lengths = rng.integers(0, self.steps, self.batch, endpoint=True)
         lengths[rng.integers(self.batch)] = self.steps
-        # Whatever is not zero begins anew: marks of one sign alone, or of both.
+        # Any nonzero value resets: marks of one sign, or of both.
         marks = MARKS[rng.integers(len(MARKS))]
         reset = np.where(rng.random((self.steps, self.batch)) < 0.2, rng.choice(marks, (self.steps, self.batch)), 0)
         inputs = [*weight, x, h0, c0, bias, lengths.astype(np.int32), reset.astype(np.int32)]
@@ -213,14 +214,15 @@ class RecurrentLayer(Problem):
         return run(self, inputs)
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-        """What roundings make of each element, carried from step to step: see `reference.run`."""
+        """The effect of rounding errors on each element, propagated from step to step: see `reference.run`."""
         from .reference import run
 
         return list(run(self, inputs, errors=True))
 
     def states_cost(self, nnz: int) -> Cost:
-        """Inputs and states, without the weight; a product and a sum for each of its `nnz` values and sequence, and
-        some 5 operations an activation."""
+        """Inputs and states, without the weight; a product and a sum for each of its `nnz` values and each sequence,
+        and about 5 operations for an activation.
+        """
         rows, states = self.gates * self.hidden, self.batch * self.hidden
         floats = self.steps * self.batch * rows + self.steps * states
         floats += 2 * states * (1 + self.extent("lstm")) + self.hidden * self.extent("gru")
@@ -229,21 +231,22 @@ class RecurrentLayer(Problem):
         return Cost(floats * numpy_dtype(self.dtype).itemsize + 4 * words, self.steps * self.batch * each)
 
 
-# Octaves up to which another layer's decisions suit: the next preferred number of entries, or as much of the size.
+# Octaves within which another layer's decisions suit: the next preferred number of entries, or as much in size.
 NEAR = 0.35
-# Preferred numbers: from 10 on those of Renard's series R10, from 100 on of R20, rounded; below, what is as far apart,
-# or the next number. The longer rows are, the less they differ, and the more registers a coarser series leaves unused.
+# Preferred numbers: from 10 on those of Renard's series R10, from 100 on of R20, rounded; below 10 with a similar
+# spacing, or all integers. Longer rows need a finer series, since they differ less, and rounding up would leave more
+# registers unused.
 SMALL = (1, 2, 3, 4, 5, 6, 8)
 TENS = (10, 13, 16, 20, 25, 32, 40, 50, 63, 80)
 HUNDREDS = (100, 112, 125, 140, 160, 180, 200, 224, 250, 280, 315, 355, 400, 450, 500, 560, 630, 710, 800, 900)
-# A mean that exceeds a preferred number by less counts as that number: a pattern is random.
+# A mean that exceeds a preferred number by less than this counts as that number, since patterns are random.
 SLACK = 1.02
 
 
 def preferred(entries: int, rows: int) -> int:
-    """The mean number of entries a row, rounded up to a preferred number: what calls give for `nonzeros`.
+    """The mean number of entries per row, rounded up to a preferred number: the `nonzeros` of calls.
 
-    Kernels serve any number. What they keep on chip is chosen for this one: were it less, typical rows would not fit.
+    Kernels serve any number, but keep this many on the chip: with a smaller one, typical rows would not fit.
     """
     mean = entries / rows / SLACK
     larger = (number * 10**power for power in itertools.count() for number in HUNDREDS)
@@ -254,11 +257,12 @@ def preferred(entries: int, rows: int) -> int:
 class SparseRecurrent(RecurrentLayer):
     """All `steps` of a layer of `hidden` units with a `cell`, for a `batch` of sequences.
 
-    `nonzeros` is their number in a row of the weight, as `preferred` rounds it. `ragged` = 1: sequences have lengths of
-    their own. `resets` = 1: states may be set to zero before any step.
+    `nonzeros` is the number of entries in a row of the weight, rounded by `preferred`. `ragged` = 1: sequences have
+    different lengths. `resets` = 1: states may be set to zero before any step.
     """
 
     operator: ClassVar[str] = "sparse_recurrent"
+    counted: ClassVar[tuple[str, ...]] = ("entries",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("units", ("hidden",), "int32", "Unit at each slot, a permutation: kernels deal slots out in order."),
         Argument(
@@ -289,7 +293,7 @@ class SparseRecurrent(RecurrentLayer):
 
     @property
     def words(self) -> int:
-        """Of an entry."""
+        """32-bit words of an entry."""
         from tvm_sparse.formats.recurrent import entry_words
 
         return entry_words(self.hidden, self.dtype)
@@ -303,7 +307,7 @@ class SparseRecurrent(RecurrentLayer):
         return min(self.nonzeros, self.hidden)
 
     def extent(self, name: str | int) -> int:
-        """Beside those of any layer: `words`, and what rows and entries there are."""
+        """Extents beside those of any layer: `words`, and numbers of rows and entries."""
         rows = self.gates * self.hidden
         if name == "words":
             return self.words
@@ -328,11 +332,12 @@ class SparseRecurrent(RecurrentLayer):
         return (matrix_rows(units, row_start), *unpack_entries(entries, self.dtype))
 
     def weight(self, rng: np.random.Generator, structure: str) -> list[np.ndarray]:
-        """A weight whose elements are nonzero with a chance of nonzeros / hidden, laid out as the calls do it, but:
+        """A weight whose elements are nonzero with probability nonzeros / hidden, in the layout of calls, except for
+        these structures:
 
-        `ragged`: rows of none to twice as many, in ascending order, units as they come. `empty_rows`: every second row
-        is empty. `one_long_row`: one row is full, the others have one or none. `empty`: no entries. `special`: for
-        cells that bound their states, an infinite weight.
+        `ragged`: rows of none to twice as many, in ascending order, with units in their own order. `empty_rows`: every
+        second row is empty. `one_long_row`: one row is full, the others have one entry or none. `empty`: no entries.
+        `special`: for cells with bounded states, one weight is infinite.
         """
         import numpy as np
 
@@ -353,7 +358,7 @@ class SparseRecurrent(RecurrentLayer):
                 counts[::2] = 0
         drawn = [rng.choice(hidden, each, replace=False, shuffle=False) for each in counts]
         columns = np.concatenate([np.zeros(0, np.int64), *drawn])
-        # Never near zero: an entry that is left out shows.
+        # Never near zero, so that a missing entry is noticed.
         values = rng.uniform(0.5, 1.5, len(columns)) * rng.choice([-1.0, 1.0], len(columns))
         values *= np.repeat(NORM / np.sqrt(np.maximum(counts, 1)), counts)
         if structure == "special" and len(values) and self.cell != "relu":
@@ -365,7 +370,7 @@ class SparseRecurrent(RecurrentLayer):
         return [weights.units, weights.row_start, weights.entries]
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
-        """The weight once, and `states_cost`."""
+        """The weight, read once, and `states_cost`."""
         nnz = self.extent("entries") if inputs is None else len(inputs[2])
         rest = self.states_cost(nnz)
         words = nnz * self.words + self.gates * self.hidden + 1 + self.hidden

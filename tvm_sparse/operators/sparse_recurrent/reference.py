@@ -1,4 +1,4 @@
-"""The recurrence in NumPy, and what a kernel's roundings may make of it."""
+"""The recurrence in NumPy, and bounds on the errors of a kernel's rounding."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import scipy.sparse
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.rounding import ROUNDING, SMALLEST
 
-# Standard deviation of what tanh and sigmoid add: six of them are some roundings of an exponential and a quotient with
-# float32, and with 16 bits more than the 2^-11 that the GPU's tanh.approx is off by.
+# Standard deviation of the errors of tanh and sigmoid: six times this covers the rounding of an exponential and a
+# quotient in float32, and in 16 bits the error of the GPU's tanh.approx, 2^-11.
 ACTIVATION = {"float32": 2.0**-23, "float16": 2.0**-13, "bfloat16": 2.0**-13}
-# Standard deviations that an element may be off by, of what independent roundings make: among 10^7 elements none is.
+# Allowed error of an element, in standard deviations of the sum of independent rounding errors: among 10^7 elements
+# none exceeds it.
 DEVIATIONS = 6
-# Above this density a dense product is the faster one.
+# Density above which a dense product is faster.
 DENSE = 0.2
 
 
 class Rows:
-    """The weight, of which sums are made: of its entries alone, so that an absent one makes no NaN of an infinity."""
+    """The weight for sums over its entries alone, so that an absent entry does not make NaN of an infinity."""
 
     def __init__(self, count: int, hidden: int, rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> None:
         entries = (values.astype(np.float64), (rows, columns))
@@ -45,14 +46,14 @@ class Rows:
 
 
 def run(problem: Any, inputs: Sequence[Any], errors: bool = False) -> list[np.ndarray]:
-    """The outputs in float64, with h rounded to the dtype after every step; or, with `errors`, how far a kernel may be
-    off in each of their elements.
+    """The outputs in float64, with h rounded to the dtype after every step; or, with `errors`, the allowed error of
+    each of their elements.
 
-    Errors are carried along to first order, as variances: those of a sum of many terms are independent. A sum adds the
-    roundings of float32, which grow like the square root of their number, an activation its own (`ACTIVATION`), and
-    rounding h to the dtype makes of a small difference d a whole unit u in the last place, with a chance of d / u: a
-    variance of d * u, and never so little that one such unit would show in what is made of h. An element is then
-    within `DEVIATIONS` deviations, and the unit that its own rounding may differ by.
+    Errors are propagated to first order, as variances, since those of the terms of a sum are independent. A sum adds
+    float32 rounding errors, which grow like the square root of their number; an activation adds its own (`ACTIVATION`).
+    Rounding h to the dtype turns a small difference d into a whole unit u in the last place with probability d / u, a
+    variance of d * u; it is bounded below so that one such unit is within the tolerance of all values computed from h.
+    An element may deviate by `DEVIATIONS` standard deviations, plus the unit by which its own rounding may differ.
     """
     given = dict(zip((argument.name for argument in problem.kernel_inputs), inputs, strict=True))
     rows = Rows(problem.gates * problem.hidden, problem.hidden, *problem.coordinates(inputs))
@@ -99,7 +100,7 @@ def run(problem: Any, inputs: Sequence[Any], errors: bool = False) -> list[np.nd
 
 
 def _finite(array: np.ndarray) -> np.ndarray:
-    """What is not finite has no rounding."""
+    """Replace non-finite values, which have no rounding error, by 0."""
     return np.where(np.isfinite(array), array, 0.0)
 
 
@@ -110,7 +111,7 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 def _cell(
     cell: str, x: np.ndarray, sums: np.ndarray, h: np.ndarray, c: np.ndarray, bias: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """The new states, before they are rounded, and what they were made of."""
+    """The new states before rounding, and the intermediate values from which they were computed."""
     a = (x + sums).swapaxes(0, 1)
     if cell == "tanh":
         return np.tanh(a[0]), c, {}
@@ -136,7 +137,7 @@ def _carried(
     new_h: np.ndarray,
     new_c: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Variances of the new states, from those of the sums `(batch, gates, hidden)` and of the states before."""
+    """Variances of the new states, from those of the sums `(batch, gates, hidden)` and of the previous states."""
     own = ACTIVATION[problem.dtype] ** 2
 
     def sigmoid(value: np.ndarray, variance: np.ndarray) -> np.ndarray:

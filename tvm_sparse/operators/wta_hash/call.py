@@ -42,13 +42,13 @@ def wta_hash(hidden: Any, permutations: Any, *, out: Any = None, validate: bool 
         Shape `(batch, hidden)`; float32, float16 or bfloat16. A torch tensor on CPU or CUDA, a NumPy array, or another
         DLPack array. Copied first if it is not contiguous, or not aligned to 16 bytes on a GPU.
     permutations
-        Shape `(bands, units, k)`, int16, columns in [0, hidden), on the same device: `formats.wta.permutations` draws
-        them. A code has units * bits bits, at most 30.
+        Shape `(bands, units, k)`, int16, columns in [0, hidden), on the same device: drawn by
+        `formats.wta.permutations`. A code has units * bits bits, at most 30.
     out
         `(batch, bands)` int32 array to write into, contiguous and on the same device.
     validate
-        Also check permutations that lie on a GPU, which costs a synchronisation; those on the host are always checked.
-        Unchecked bad columns read out of bounds.
+        Also check permutations on a GPU, which costs a synchronisation; on the host they are always checked. Invalid
+        columns that are not checked cause reads out of bounds.
 
     Returns
     -------
@@ -58,13 +58,15 @@ def wta_hash(hidden: Any, permutations: Any, *, out: Any = None, validate: bool 
     Raises
     ------
     TypeError
-        If an argument is no array.
+        If an argument is not an array.
     ValueError
         For another rank, dtype or device, a code of more than 30 bits, columns out of range, or an `out` that does not
         fit.
     RuntimeError
         If `hidden` requires a gradient: a hash has none.
 
+    Notes
+    -----
     Source: Yagnik et al. 2011, "The power of comparative reasoning"; Shi, Xu & Knight 2018, equations 4 to 8.
     """
     found = None if validate else repeat.again(dispatcher.launchers, "wta_hash", (hidden, permutations), out)
@@ -87,6 +89,6 @@ def wta_hash(hidden: Any, permutations: Any, *, out: Any = None, validate: bool 
         except ProblemError as error:
             raise ValueError(f"permutations: {error}") from None
         ready = arrays.ready("hidden", hidden, known), arrays.ready("permutations", permutations, where[1])
-        kept = known.device != "cpu" or None  # permutations on the host are looked at every time
+        kept = known.device != "cpu" or None  # permutations on the host are checked at every call
         launch(dispatcher, problem, machine_of("hidden", known), "wta_hash", ready, (result,), single=True, kept=kept)
     return out if out is not None else arrays.returned(result, hidden)

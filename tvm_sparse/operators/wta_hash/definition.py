@@ -12,7 +12,7 @@ from tvm_sparse.formats.wta import index_bits
 
 
 def hash_code(k: int, units: int, element: Callable[..., tirx.PrimExpr]) -> Callable[..., Any]:
-    """A band code; called with (io, row, band, s): `element(io, row, column)` is an element of the row.
+    """Compute a band code; called with (io, row, band, s). `element(io, row, column)` is an element of the row.
 
     Reads: the row, the band's permutations.
     Writes: `code`; as scratch `place`, `best` and `value`.

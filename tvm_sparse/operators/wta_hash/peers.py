@@ -1,4 +1,4 @@
-"""Other libraries' ways to compute `wta_hash`, and ours as its user calls it."""
+"""Peers of `wta_hash`, and the public call."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ FEW_BANDS = 48
 
 
 def require_hash(problem: Problem) -> None:
-    """Raise `ProblemError` for a hash that no hidden states can have."""
+    """Raise `ProblemError` for a hash that is not possible for any hidden states."""
     try:
         wta.check_parameters(*(problem.axes[name] for name in ("hidden", "k", "units", "bands")))
     except ValueError as error:
@@ -59,7 +59,7 @@ def hidden_states(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, 
 
 
 def random_codes(rng: np.random.Generator, k: int, units: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Band codes, int32, each of whose places is as likely as another."""
+    """Random band codes, int32, each of whose units is uniform."""
     import numpy as np
 
     codes = np.zeros(shape, np.int32)
@@ -70,7 +70,7 @@ def random_codes(rng: np.random.Generator, k: int, units: int, shape: tuple[int,
 
 @dataclass(frozen=True)
 class WtaHash(Problem):
-    """Band codes of rows `(batch, hidden)`: the places of the largest of k columns, `units` of them side by side.
+    """Band codes of rows `(batch, hidden)`: concatenations of `units` indices, each that of the largest of k columns.
 
     codes[i, w] = sum_u I[i, w, u] * 2^(bits * (units - 1 - u)),  bits = ceil(log2(k)),
     I[i, w, u] = arg max_j hidden[i, permutations[w, u, j]], the first of equals; NaN counts as -inf.
@@ -130,20 +130,16 @@ class WtaHash(Problem):
 
         from tvm.script import tirx as T
 
-        from tvm_sparse.core.arguments import matched
+        from tvm_sparse.core.arguments import function
 
         from .definition import hash_code
 
         code = hash_code(self.k, self.units, lambda io, row, column: io.hidden[row, column])
 
         # fmt: off
-        @T.prim_func(s_tir=True)
-        def main(hidden: T.handle, permutations: T.handle, codes: T.handle):
-            T.func_attr({"global_symbol": "main", "tirx.noalias": True})
-            batch = T.int32()
-            bands = T.int32()
-            io = T.meta_var(matched(self, (hidden, permutations, codes), {"batch": batch, "bands": bands}, packed=True))
-            for i, w in T.grid(batch, bands):
+        @T.inline
+        def body(io):
+            for i, w in T.grid(io.batch, io.bands):
                 with T.sblock("codes"):
                     row, band = T.axis.remap("SS", [i, w])
                     T.reads(io.hidden[row, 0:self.hidden], io.permutations[band, 0:self.units, 0:self.k])
@@ -154,10 +150,10 @@ class WtaHash(Problem):
                     code(io, row, band, s)
                     io.codes[row, band] = s.code[0]
         # fmt: on
-        return main
+        return function(self, body, blocks=True, packed=True)
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
-        """Rows by structure, see `hidden_states`, and permutations of the seed."""
+        """Rows by structure, see `hidden_states`, and permutations from the seed."""
         import numpy as np
 
         structure, _ = self.chosen(structure, settings)
@@ -166,7 +162,7 @@ class WtaHash(Problem):
         return [rows, wta.permutations(self.hidden, self.k, self.units, self.bands, seed)]
 
     def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
-        """Places are those of float64 as they are of any type that holds the rows."""
+        """The codes in float64, which are exact: every dtype of the rows is contained in it."""
         import numpy as np
 
         hidden, permutations = (np.asarray(a) for a in inputs)

@@ -1,0 +1,147 @@
+"""The space of `registers`. Loads no compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from tvm_sparse.core.machine import REGISTER_FILE, Machine
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.template import Decisions, Table, powers
+
+from ..best.sizes import THREADS, most_shared, search_allowed
+from ..tiles.sizes import (
+    BESIDES,
+    CACHE,
+    MAX_SPLIT,
+    MOST_TILES,
+    TILE_N,
+    WIDE,
+    Extents,
+    grid_sizes,
+    is_large,
+    no_room,
+    product_allowed,
+    require_tiles,
+    tile_rows,
+    word_bytes,
+)
+from ..words import OutputLayer, best_of, candidates_of, lists_of, most_words
+
+# Warps that share the columns of a row; 1: each has tiles of its own.
+REDUCE_WARPS = powers(1, 16)
+# Steps in hand, which divide those of a row.
+DEPTH = (1, 2, 3, 4)
+# Loads that a thread has in flight: as many as hide the latency of memory with few warps.
+MAX_LOADS = 16
+# Tokens times steps in hand of a warp with a tile of its own and eight rows: from there on the compiler spills.
+MAX_ALONE = 64
+# Registers of a thread for operands and sums.
+MAX_HELD = 188
+# Tokens of a list whose best are found faster by few threads.
+SHORT = 8192
+
+
+def extents(problem: OutputLayer, decisions: Decisions) -> Extents:
+    """The sizes of one point. Warps that have tiles of their own are as many as there are registers for."""
+    e = Extents.of(problem, decisions)
+    if e.reduce_warps > 1:
+        return e
+    fit = [tiles for tiles in powers(1, MOST_TILES) if (e.held + BESIDES) * 32 * tiles <= REGISTER_FILE]
+    return dataclasses.replace(e, tiles=max(fit, default=1))
+
+
+def space(problem: OutputLayer, machine: Machine) -> Table:
+    require_tiles(problem, machine)
+    overlaps = (0, 1) if machine.has_clusters else (0,)
+    table = {
+        "tile_m": tile_rows(problem),
+        "tile_n": TILE_N,
+        "reduce_warps": REDUCE_WARPS,
+        "depth": DEPTH,
+        "staged": (0, 1),
+        "blocks": grid_sizes(problem, machine),
+        "threads": THREADS if best_of(problem) else THREADS[:1],
+        # A product alone may be short enough that it is no gain.
+        "overlap": overlaps[-1:] if best_of(problem) else overlaps,
+        # Tokens that the L2 cache holds are to stay, and to take the place of what other kernels left there: lines that
+        # leave first never do. A part of more tokens than that stays if it is not always the oldest one that leaves.
+        "evict_first": (0, 1) if is_large(problem) else (0,),
+        # Which tokens candidates are may be for the producer kernel to say.
+        "prefetch": (0,) if candidates_of(problem) or not machine.has_clusters else (0, 1),
+    }
+    if next(likely_points(problem, machine, table), None) is None:
+        raise no_room(problem)
+    return table
+
+
+def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str | None:
+    e = extents(problem, decisions)
+    if e.steps % e.depth:
+        return f"{e.depth} steps in hand do not divide the {e.steps} of a row"
+    if e.depth * (e.tile_n // 4) > MAX_LOADS:
+        return f"{e.depth * (e.tile_n // 4)} loads in flight exceed {MAX_LOADS}"
+    if e.reduce_warps == 1 and e.tile_m == 8 and e.depth * e.tile_n >= MAX_ALONE:
+        return "the compiler spills to reach the 128 registers of a higher occupancy"
+    if reason := product_allowed(e, MAX_HELD):
+        return reason
+    if e.kept_bytes + e.parts_bytes > (limit := most_shared(machine)):
+        return f"{e.tile_m} hidden states of {e.kept_bytes} bytes exceed shared memory of {limit}"
+    if reason := search_allowed(e, machine):
+        return reason
+    if e.staged == 0 and e.dtype == "float32" and e.steps * e.row_groups > MAX_SPLIT:
+        return f"{e.steps * e.row_groups} vectors of hidden states, split for tf32, exceed {MAX_SPLIT} in registers"
+    return None
+
+
+def default(problem: OutputLayer, machine: Machine) -> Decisions:
+    return next(likely_points(problem, machine, space(problem, machine)))
+
+
+def few_wide_rows(problem: OutputLayer, machine: Machine, table: Table) -> Decisions:
+    """The best point for up to eight wide rows of 16 bits, where whole rows find no room in a ring."""
+    blocks = min(table["blocks"], key=lambda blocks: abs(blocks - machine.cores))
+    point = {"tile_m": 8, "tile_n": 32, "reduce_warps": 8, "depth": 1, "staged": 0, "blocks": blocks}
+    return point | {"threads": 1024, "overlap": 1, "evict_first": 0, "prefetch": 0}
+
+
+def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[Decisions]:
+    """Points of a table, the best first: all rows in a tile, if there is room, and eight warps that share it. With wide
+    rows each warp has a tile of its own, unless registers hold all hidden states.
+    """
+    (lists, rows), size = lists_of(problem), numpy_dtype(problem.dtype).itemsize
+    wide, halves = problem.hidden * size > WIDE, size == 2
+    if wide and halves and not candidates_of(problem) and rows <= 8 and is_large(problem) and machine.has_clusters:
+        point = few_wide_rows(problem, machine, table)
+        if allowed(problem, machine, point) is None:
+            yield point
+    shared = [(reduce_warps, 1, staged) for staged in (1, 0) for reduce_warps in (8, 16, 4, 2)]
+    alone = [(1, tiles, 1) for tiles in reversed(powers(4, MOST_TILES))] + [(1, 1, 1)]
+    in_registers = [(8, 1, 0)]
+    # Large tiles where there are many, with as many loads in flight.
+    many = not wide and word_bytes(problem) > CACHE
+    # For one short list of candidates of a beam, large tiles, which are few, and a search by few threads.
+    short = bool(candidates_of(problem)) and lists == 1 and rows <= 16 and most_words(problem) <= SHORT and not wide
+    for tile_m in reversed(table["tile_m"]):
+        for tile_n, (reduce_warps, tiles, staged), depth, threads in itertools.product(
+            table["tile_n"][:: -1 if many or short else 1],
+            in_registers[tile_m > 8 :] + alone + shared if wide else shared + alone,
+            (1, 2, 3, 4) if many or short else (2, 4, 1, 3) if wide else (2, 1, 3, 4),
+            table["threads"][:: 1 if short else -1],
+        ):
+            point = {
+                "tile_m": tile_m,
+                "tile_n": tile_n,
+                "reduce_warps": reduce_warps,
+                "depth": depth,
+                "staged": staged,
+                "blocks": table["blocks"][0 if tiles > 1 or short else min(1, len(table["blocks"]) - 1)],
+                "threads": threads,
+                "overlap": max(table["overlap"]),
+                "evict_first": max(table["evict_first"]),
+                # Narrow tokens of 16 bits: thread blocks ask for no more ahead than the second kernel leaves time for.
+                "prefetch": max(table["prefetch"]) if many and halves else 0,
+            }
+            if extents(problem, point).tiles == tiles and allowed(problem, machine, point) is None:
+                yield point

@@ -1,0 +1,52 @@
+"""The program of `registers`, `rings` and `warp_rings`: workspaces, and two kernels, each a list of phases.
+
+product     the scores of tiles of tokens, given by the template
+best        the best tokens of the rows, from the best of the tiles  (`best.kernel`),
+            or from all scores of a short list                       (`best_of_all`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import Program, Workspace
+
+from ..best.kernel import best, best_of_all
+from ..interface import gpu_program, rows_shape
+from ..words import OutputLayer
+from .sizes import Extents
+
+
+def program(problem: OutputLayer, e: Extents, product: Callable[[Extents], Callable[..., Any]]) -> Program:
+    """The program of one point, whose first kernel is `product(e)`, called with (io, scores, tops, sums)."""
+    multiply = product(e)
+    if not e.k:
+        # fmt: off
+        @T.inline
+        def alone(io):
+            multiply(io, io.logits, None, None)
+        # fmt: on
+
+        return gpu_program(problem, alone, overlapped=e.overlap > 0)
+
+    own: tuple[Workspace, ...] = (Workspace("scores", rows_shape(problem, e.row_pitch), "float32"),)
+    find = best_of_all(e) if e.direct else best(e)
+    if e.summed:
+        own += (
+            Workspace("tops", rows_shape(problem, e.list_tiles), "uint32"),
+            Workspace("sums", rows_shape(problem, e.blocks, 2), e.sum_dtype),
+        )
+    if e.dynamic:
+        # How many tiles of a strip of rows were taken: of each strip's first row.
+        own += (Workspace("tickets", rows_shape(problem), "int32"),)
+
+    # fmt: off
+    @T.inline
+    def both(io):
+        multiply(io, io.workspaces["scores"], io.workspaces.get("tops"), io.workspaces.get("sums"))
+        find(io)
+    # fmt: on
+    return gpu_program(problem, both, own, overlapped=e.overlap > 0)

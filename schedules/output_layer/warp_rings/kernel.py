@@ -1,0 +1,160 @@
+"""The first kernel of `warp_rings`: each warp has a ring of parts of rows.
+
+    begin_asking    which tokens come first
+    ask             a stage of the ring is asked for
+
+The other phases are those of `tiles.ring` and `tiles.product`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ...device.arithmetic import LOG2_E
+from ...device.mbarriers import arrive_expecting
+from ...device.overlap import wait_then_start_consumer
+from ...device.region import device_region
+from ...device.words import held_address
+from ..best.sizes import VECTOR
+from ..lists import find_word, load_name, named_word
+from ..tiles.product import (
+    Place,
+    bring_states,
+    finish_tile,
+    join_tiles,
+    load_states,
+    multiply_step,
+    prefetch_tiles,
+    take_tiles,
+)
+from ..tiles.ring import (
+    RingState,
+    await_stage,
+    begin_ring,
+    bring_words,
+    copy_words,
+    init_ring,
+    next_asked,
+    next_stage,
+    stage_at,
+)
+from ..tiles.sizes import STEP, Extents
+
+
+# fmt: off
+def asked_position(e: Extents, s: Any, p: Place, tile: Any) -> Any:
+    """The position of the token of a tile that this lane asks for. Beyond the list's tokens, and in tiles beyond the
+    last, there is one, too."""
+    return T.max(T.min(tile * e.tile_n + p.lane % e.tile_n, s.words[0] - 1), 0)
+
+
+def begin_asking(e: Extents) -> Callable[..., Any]:
+    """Reads: `tile`; the list. Writes: what `begin_ring` does; `word` and `later`. Barriers: none. The phase is (io, s,
+    p)."""
+    begin, find, load = begin_ring(e), find_word(e), load_name(e)
+
+    @T.inline
+    def phase(io, s, p):
+        begin(s)
+        find(io, s.index, asked_position(e, s, p, s.tile[0]), s.word)
+        load(io, s.index, asked_position(e, s, p, s.tile[0] + e.stride), s.later)
+
+    return phase
+
+
+def ask(e: Extents) -> Callable[..., Any]:
+    """Ask for the next stage, if there is one; the phase is (io, s, p).
+
+    Reads: `asked`, `part`, `word`, `later`.
+    Writes: those, moved on; `ring`, by and by.
+    Barriers: of the warp, before the copies: nothing may still be read of the stage that they overwrite.
+    """
+    load = load_name(e)
+    most, row = e.depth * STEP, e.vectors * VECTOR
+
+    @T.inline
+    def phase(io, s, p):
+        if s.asked[0] < s.end[0]:
+            column: T.int32 = (p.warp * e.parts + s.part[0]) * most
+            # Of the last part of a row there may be less, or nothing.
+            size = T.meta_var(
+                T.Cast("uint32", T.max(T.min(row - column, most), 0)) if e.uneven else T.uint32(most))
+            stage = T.meta_var(stage_at(e, p, s.asked_slot[0]))
+            if p.lane == 0:
+                arrive_expecting(s.full.ptr_to([stage]), size * T.uint32(e.tile_n))
+            T.cuda.warp_sync()
+            if p.lane < e.tile_n and (not e.uneven or column < row):
+                from_ = T.meta_var(
+                    s.base[0] + T.Cast("uint64", s.word[0]) * T.uint64(row)
+                    + T.Cast("uint64", column))
+                to = T.meta_var(s.ring.ptr_to([(stage * e.tile_n + p.lane) * (e.ring_pitch // 4)]))
+                copy_words(e, s, s.asked[0], to, from_, size, s.full.ptr_to([stage]))
+            next_asked(e, s)
+            s.part[0] = s.part[0] + 1
+            if s.part[0] == e.parts:
+                s.part[0] = 0
+                s.asked[0] = s.asked[0] + e.stride
+                # Loaded a tile ago. What is loaded now nobody may use here, not even to see whether it is a token.
+                s.word[0] = named_word(e, io, asked_position(e, s, p, s.asked[0]), s.later[0])
+                load(io, s.index, asked_position(e, s, p, s.asked[0] + e.stride), s.later)
+
+    return phase
+
+
+def product(e: Extents) -> Callable[..., Any]:
+    """The kernel, called with (io, scores, tops, sums); the last two are None where they are not wanted."""
+    do = SimpleNamespace(
+        init_ring=init_ring(e), prefetch_tiles=prefetch_tiles(e), take_tiles=take_tiles(e),
+        begin_asking=begin_asking(e), ask=ask(e), load_states=load_states(e), await_stage=await_stage(e),
+        bring_words=bring_words(e), bring_states=bring_states(e), multiply_step=multiply_step(e),
+        next_stage=next_stage(e), finish_tile=finish_tile(e), join_tiles=join_tiles(e))
+    # Hidden states in registers are known by the number of the step.
+    loop = T.unroll if e.register_steps else T.serial
+
+    @T.inline
+    def multiply(io, s, p):
+        """The products of a tile, a stage after the other."""
+        for i in T.unroll(e.sums_each):
+            s.sums[i] = T.float32(0)
+        for part in loop(e.parts):
+            do.await_stage(s, p)
+            for step in T.unroll(e.stage_steps):
+                do.bring_words(s, p, part, step)
+                do.bring_states(s, p, part * e.stage_steps + step)
+                do.multiply_step(s, part * e.stage_steps + step)
+            # All lanes have read the stage: the barrier in `ask`.
+            do.ask(io, s, p)
+            do.next_stage(s)
+
+    @T.inline
+    def kernel(io, scores, tops, sums):
+        with device_region():
+            strips = T.meta_var((io.beam + (e.tile_m - 1)) // e.tile_m)
+            block, y = T.cta_id([e.blocks, io.lists * strips])
+            t = T.thread_id([e.product_threads])
+            p = T.meta_var(Place(t, e.reduce_warps))
+            s = T.meta_var(RingState.alloc(e, e.kept_bytes, index=y // strips, top=y % strips * e.tile_m))
+            factor: T.float32 = io.scale * T.float32(LOG2_E) if e.k > 0 else T.float32(0)
+            s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
+            do.init_ring(s, p)
+            if e.prefetch > 0:
+                do.prefetch_tiles(io, s, p, block)
+            if e.overlap > 0:
+                wait_then_start_consumer()
+            do.take_tiles(io, s, p, block)
+            do.begin_asking(io, s, p)
+            for _ in T.serial(e.stages):
+                do.ask(io, s, p)
+            do.load_states(io, s, p)
+            while s.tile[0] < s.end[0]:
+                multiply(io, s, p)
+                do.finish_tile(io, s, p, scores, tops, factor)
+                s.tile[0] = s.tile[0] + e.stride
+            do.join_tiles(io, s, p, block, sums, factor)
+
+    return kernel
+# fmt: on
