@@ -60,10 +60,10 @@ def allowed(problem: SoftmaxSample, machine: Machine, decisions: Decisions) -> s
 
 
 def default(problem: SoftmaxSample, machine: Machine) -> Decisions:
-    """The fewest thread blocks for each row that give almost every multiprocessor one and keep the row in shared memory.
+    """The fewest thread blocks of a row that give almost every multiprocessor one, and hold the row in shared memory.
 
-    On an H200, with 128,256 words in 16 bits, two large thread blocks for each row were 1.3 to 1.6 times as fast as four
-    smaller ones, of which each multiprocessor ran two (`scripts/probes/sampling.py`).
+    On an H200, with 128,256 words in 16 bits, two large thread blocks for each row were 1.3 to 1.6 times as fast as
+    four smaller ones, of which each multiprocessor ran two (`scripts/probes/sampling.py`).
     """
     clusters = machine.clusters(CLUSTERS)
     fill = next((size for size in clusters if size * problem.batch_extent >= machine.cores * 9 // 10), clusters[-1])
