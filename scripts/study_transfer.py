@@ -7,7 +7,7 @@ For each pair of problems of an operator, if the first one's winner and the seco
 second: the winner's time over the default's, grouped by what look-up knows beforehand (`runtime.lookup.DOUBT`):
 
 same      the default has the same decisions for both problems, so that winner and default were compared before
-gained    the winner had beaten the default by more than e^(DOUBT * octaves) for its own problem
+gained    the winner had beaten the default by more than e^(SURE + DOUBT * octaves) for its own problem
 near      at most `FAR` octaves and batches at most `BATCHES` octaves apart
 
 "lost" is the share of pairs in which the winner was more than 5 % slower. Look-up uses a record if all three hold.
@@ -27,7 +27,7 @@ import typer
 from tvm_sparse.cli.common import console, table
 from tvm_sparse.core import registry, spaces
 from tvm_sparse.records import Log
-from tvm_sparse.runtime.lookup import BATCHES, DOUBT, FAR, octaves
+from tvm_sparse.runtime.lookup import BATCHES, DOUBT, FAR, SURE, octaves
 from tvm_sparse.tuning import training
 
 LOGS = Path(__file__).parent.parent / "tuning_logs"
@@ -63,7 +63,7 @@ def pairs_of(log: Log) -> Iterator[Pair]:
             yield Pair(
                 here.seconds[winner] / here.seconds[default],
                 defaults[there.problem] == default,
-                math.log(compared / there.best) > DOUBT * away,
+                math.log(compared / there.best) > SURE + DOUBT * away,
                 away <= FAR and batches <= BATCHES,
             )
 

@@ -137,7 +137,8 @@ def test_the_points_of_these_tests_are_points() -> None:
 def test_the_farther_a_record_is_the_more_it_has_to_have_gained() -> None:
     for of, octaves in ((rows(32), 1), (rows(16), 2), (rows(64, vocab=2000), 1)):
         problem = rows(64)
-        for gain, taken in ((octaves * lookup.DOUBT * 1.05, True), (octaves * lookup.DOUBT * 0.95, False)):
+        for share, taken in ((1.05, True), (0.95, False)):
+            gain = lookup.SURE + octaves * lookup.DOUBT * share
             found = chosen(problem, of, gain)
             assert (found.how, found.candidate) == (("nearby", WON) if taken else ("fallback", DEFAULT)), (of.key, gain)
     assert "x the default's speed there, too little to count on here" in chosen(rows(64), rows(32), 0.01).why
@@ -175,7 +176,8 @@ def test_the_record_most_like_it_decides() -> None:
 def test_records_of_another_architecture_have_to_have_gained_more() -> None:
     problem = rows(64)
     where = machine.resolve("sm_80")
-    for gain, how in ((lookup.DOUBT * 1.1, "borrowed"), (lookup.DOUBT * 0.9, "fallback")):
+    for share, how in ((1.1, "borrowed"), (0.9, "fallback")):
+        gain = lookup.SURE + lookup.DOUBT * share
         figures = {"seconds": 1e-6, "fallback_seconds": 1e-6 * math.exp(gain)}
         default = spaces.fallback(problem, where)
         tables, _ = spaces.applicable(problem, where)
@@ -192,7 +194,7 @@ def test_other_dtypes_come_before_nothing(dtype: str) -> None:
     default = spaces.fallback(problem, SM90)
     won = next(one for one in spaces.points(problem, SM90, spaces.applicable(problem, SM90)[0]) if one != default)
     for share, how in ((1.05, "nearby"), (0.95, "fallback")):
-        gain = lookup.DOUBT * lookup.BETWEEN_WIDTHS * share
+        gain = lookup.SURE + lookup.DOUBT * lookup.BETWEEN_WIDTHS * share
         figures = {"seconds": 1e-6, "fallback_seconds": 1e-6 * math.exp(gain)}
         known = {rows(64).key: Known(won, figures, fallback=default)}
         found = lookup.choose(problem, SM90, Evidence(known))

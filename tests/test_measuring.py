@@ -115,7 +115,7 @@ def test_contenders_are_points_of_the_problem_the_likely_ones_first() -> None:
     """Of records near and far, of another number of multiprocessors, of another architecture; and neighbours."""
     problem, where = parse("softmax_topk/batch=4,vocab=32000,k=5"), machine.resolve("rtx5090")
     fallback, held = spaces.fallback(problem, where), spaces.find("held_rows")
-    decisions = {"cluster": 16, "threads": 256, "overlap": 1, "staged": 0, "row_bound": 0}
+    decisions = {"cluster": 16, "threads": 256, "staged": 0, "row_bound": 0}
     wide = Candidate(held.name, held.version, tuple(decisions.items()))
     narrow = held.candidate({**decisions, "cluster": 8})
     choice = lookup.fallback(problem, where, "")

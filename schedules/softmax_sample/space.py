@@ -16,8 +16,8 @@ THREADS = (128, 256, 512)
 CLUSTERS = powers(1, 16)
 # Vectors that a thread loads before it uses the first of them.
 VECTORS = (1, 2, 4)
-# Threads of a multiprocessor: with more than 1024 the search has too few registers.
-RESIDENT = (512, 768, 1024)
+# Threads of a multiprocessor: with more the search has too few registers.
+RESIDENT = (512,)
 # Most bytes of a row that a thread block keeps by default.
 KEPT = 160 * 1024
 

@@ -132,12 +132,19 @@ def allowed(problem: NhotLookup, machine: Machine, decisions: Decisions) -> str 
 
 
 def default(problem: NhotLookup, machine: Machine) -> Decisions:
-    """As many loads at once as a row has entries, up to 8 in a lane."""
+    """As many loads at once as a row has entries, up to 8 in a lane; for rows so long that these would wait for memory
+    more loads, or narrower tiles."""
     vec = load_widths(problem)[0]
-    lanes = most_lanes(problem, vec)
-    each = ceildiv(problem.nonzeros, WARP // lanes)
-    loads = max(n for n in LOADS if n <= min(each, 8, lanes))
-    return {"column_lanes": lanes, "vec": vec, "loads": loads, "tiles": 1, "overlap": 0, "prefetch": 0}
+    widest = most_lanes(problem, vec)
+    points = []
+    for lanes in sorted((n for n in LANES if n <= widest), reverse=True):
+        each = ceildiv(problem.nonzeros, WARP // lanes)
+        usual = max(n for n in LOADS if n <= min(each, 8, lanes))
+        points += [
+            {"column_lanes": lanes, "vec": vec, "loads": loads, "tiles": 1, "overlap": 0, "prefetch": 0}
+            for loads in (usual, *LOADS[LOADS.index(usual) + 1 :])
+        ]
+    return next(point for point in points if allowed(problem, machine, point) is None)
 
 
 def launch(problem: NhotLookup, decisions: Decisions) -> Launch:

@@ -117,8 +117,8 @@ def product_allowed(e: Extents, most_held: int) -> str | None:
         return f"the last of {e.reduce_warps} warps has no part of a row of {e.vectors} vectors"
     if e.held > most_held or (e.held + BESIDES) * e.product_threads > REGISTER_FILE:
         return f"{e.held} operands and sums in each of {e.product_threads} threads exceed the registers"
-    if e.parts_bytes > STATIC_SHARED:
-        return f"sums of {e.parts_bytes} bytes exceed shared memory of {STATIC_SHARED}"
+    if e.parts_bytes + e.barrier_bytes > STATIC_SHARED:
+        return f"sums and barriers of {e.parts_bytes + e.barrier_bytes} bytes exceed shared memory of {STATIC_SHARED}"
     return None
 
 
@@ -409,6 +409,11 @@ class Extents(TileSizes):
         return dynamic_shared(self.ring_at + (self.ring_bytes if self.stages else 0), self.parts_bytes)
 
     @property
+    def barrier_bytes(self) -> int:
+        """Static shared memory of a ring's barriers, and of the tiles that are taken."""
+        return (12 if self.dynamic else 8) * self.stages * self.rings
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of the first kernel with a ring."""
-        return self.kept_bytes + self.parts_bytes + (12 if self.dynamic else 8) * self.stages * self.rings
+        return self.kept_bytes + self.parts_bytes + self.barrier_bytes
