@@ -9,7 +9,7 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
 # The polynomial of degree 6 that interpolates 2^r at Chebyshev nodes of [-0.5, 0.5], with a relative error of 2.5e-9.
-# The constant stands first.
+# The constant term comes first.
 EXP2 = (1.0, 0.6931472067, 0.2402265092, 0.0555032723, 0.0096180567, 0.0013400428, 0.0001546144)
 
 

@@ -45,7 +45,7 @@ class Deal:
     Attributes
     ----------
     units
-        Of the weight, in all.
+        Units of the weight.
     slices
         Units of a block row.
     cluster
@@ -59,7 +59,7 @@ class Deal:
     cluster: int
 
     def clusters(self, long: tirx.PrimExpr) -> tirx.PrimExpr | int:
-        """Clusters that one strip needs; thread blocks, where a cluster is one."""
+        """Clusters that one strip needs; thread blocks, if clusters have one each."""
         if self.cluster == 1:
             return self.units
         shared = self.shared(long)
@@ -81,13 +81,13 @@ class Deal:
         return 1 if self.cluster == 1 else T.Select(cluster < self.shared(long), self.cluster, 1)
 
     def rank(self, cluster: tirx.PrimExpr, place: tirx.PrimExpr | int, long: tirx.PrimExpr) -> tirx.PrimExpr | int:
-        """Which of those that share the unit the thread block at `place` is."""
+        """The number of the thread block at `place` among those that share its unit."""
         return 0 if self.cluster == 1 else T.Select(cluster < self.shared(long), place, 0)
 
 
 @dataclass
 class Work:
-    """What a thread block is to do: `strip` of x times `unit` of the weight, as number `rank` of `ranks`."""
+    """What a thread block has to compute: `strip` of x times `unit` of the weight, as rank `rank` of `ranks`."""
 
     strip: Any
     unit: Any

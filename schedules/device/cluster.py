@@ -18,8 +18,8 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
-# Blocks push few keys each. So that all lanes have some, a block's first key goes to the lane so far behind the one
-# that the block before begins with; an odd number, by which all lanes come to be the first.
+# Thread blocks send few keys each. So that all lanes get some, the first key of each block goes to a lane at this
+# distance from that of the block before; the number is odd, so that each lane comes to be the first.
 TURN = 11
 
 
@@ -59,7 +59,7 @@ def cluster_arrive():
 
 @T.inline
 def cluster_arrive_relaxed():
-    """As `cluster_arrive`, but releases nothing, which is faster: it tells only that this thread has come so far."""
+    """As `cluster_arrive`, but releases nothing, which is faster: it only says that this thread has arrived."""
     T.ptx.barrier.cluster.arrive.relaxed()
 
 
@@ -78,39 +78,41 @@ def cluster_barrier():
 
 @T.inline
 def place_there(there, place, rank):
-    """`there` = the address of what lies at `place` in this thread block, in the rank-th one of the cluster."""
+    """Set `there` to the address, in the rank-th thread block of the cluster, of what lies at `place` in this one."""
     T.ptx.mapa.shared__cluster.u32(there[0], T.cuda.cvta_generic_to_shared(place), rank)
 
 
 @dataclass(frozen=True)
 class Deal:
-    """How a block's warps share what the blocks of its cluster have sent: a few warps a part, which take keys by 32."""
+    """How a block's warps share what the blocks of its cluster have sent: each part goes to a few warps, which take 32
+    keys at a time.
+    """
 
     cluster: int  # parts
     warps: int
 
     @property
     def together(self) -> int:
-        """Parts at a time."""
+        """Parts that are read at the same time."""
         return min(self.cluster, self.warps)
 
     @property
     def groups(self) -> int:
-        """Warps of each."""
+        """Warps of each of these parts."""
         return max(self.warps // self.cluster, 1)
 
     @property
     def rounds(self) -> int:
-        """Until all parts have had their turn."""
+        """Rounds until all parts have been read."""
         return ceildiv(self.cluster, self.warps)
 
     def part(self, t: Any, r: Any) -> Any:
-        """The part of a thread in a round, if there is one: see `has`."""
+        """The part that a thread reads in a round; `has` says whether there is one."""
         return r * self.warps + t // 32 % self.together
 
     def has(self, t: Any, part: Any) -> Any:
         return T.And(part < self.cluster, t // 32 < self.groups * self.together)
 
     def turn(self, t: Any) -> Any:
-        """Which of a part's warps has the thread."""
+        """The number of the thread's warp among those of its part."""
         return t // 32 // self.together

@@ -1,5 +1,4 @@
-"""What TIR has no words for on a CPU, in LLVM's own: an intrinsic, and a function that a program imports, and LLVM
-inlines.
+"""What TIR cannot express for a CPU, in LLVM IR: an intrinsic, and a function that a program imports and LLVM inlines.
 
 `tirx.call_llvm_pure_intrin` cannot call an instruction on bfloat16: TVM takes such arguments to float32 before.
 """
@@ -23,13 +22,14 @@ define linkonce_odr <16 x float> @tvm_sparse_bfloat16_dots(<16 x float> %sums, <
   ret <16 x float> %found
 }
 """
-# The columns that one such instruction reads.
+# The columns that one such instruction multiplies.
 PAIRED = 32
 
 
 def fetch(address: Any, into: int) -> tirx.PrimExpr:
-    """Ask for the cache line of an address, which need not be one that may be read. `into`: 3 for the L1 cache, 1 for
-    the L2 cache, which more lines can be on their way to."""
+    """Prefetch the cache line of an address, which need not be readable. `into`: 3 for the L1 cache, 1 for the L2
+    cache, which more lines can be on their way to.
+    """
     hints = (tirx.const(hint, "int32") for hint in (0, into, 1))
     return tirx.call_llvm_intrin("void", "llvm.prefetch.p0", address, *hints)
 

@@ -1,8 +1,9 @@
 """Loops whose extent the compiler does not know.
 
-It unrolls them four times and more. That pays where iterations wait for memory, which are then in flight together.
-Where a loop runs once, as most do that deal a few things out to all threads of a block, it only makes a kernel longer:
-its instructions come from a cache, too, and a kernel that runs for some microseconds meets most of them once.
+It unrolls them four times and more. That pays where iterations wait for memory, which are then in flight together. Many
+loops run only once, such as those that divide a few things among all threads of a block. Unrolling these only makes a
+kernel longer, and instructions have to be fetched, too: a kernel that runs for some microseconds executes most of them
+once.
 """
 
 from __future__ import annotations
@@ -22,5 +23,5 @@ def rolled(extent: Any) -> Any:
 
 
 def loop_of(unroll: int) -> Loop:
-    """What makes the loops that mostly run once, by the decision `unroll`."""
+    """What makes the loops that usually run once, by the decision `unroll`."""
     return T.serial if unroll else rolled

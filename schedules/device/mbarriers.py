@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-# An arrival that tells how many bytes more to await: at an mbarrier of the own thread block, or of another one.
+# An arrival that announces further bytes: at an mbarrier of the own thread block, or of another one.
 arrive_expecting = T.ptx.mbarrier.arrive.expect_tx.shared__cta.b64
 arrive_expecting_there = T.ptx.mbarrier.arrive.expect_tx.relaxed.cluster.shared__cluster.b64
 try_wait = T.ptx.mbarrier.try_wait.parity.acquire.cta.shared__cta.b64
@@ -25,6 +25,6 @@ def await_phase(done, barrier, parity):
 
 @T.inline
 def await_arrivals(barrier):
-    """The same, of the first phase."""
+    """The same for the first phase."""
     done = T.alloc_local([1], "uint32")
     await_phase(done, barrier, T.uint32(0))

@@ -1,9 +1,9 @@
 """Sums of exponentials that do not depend on the order in which scores come.
 
-Which thread block has a word may differ from run to run, and with it what is summed where. So that results do not, an
-exponential is written as a float32, of [1, 2) mostly, the same wherever it is computed, times a whole power of two. A
-sum of them is a float64 in *units* of the power that belongs to the largest score in it: changing the unit is exact,
-and the order of additions shows in the 53rd bit only.
+Which thread block has a word may differ from run to run, and with it what is summed where. So that results do not
+differ, an exponential is written as a float32, of [1, 2) mostly, the same wherever it is computed, times a whole power
+of two. A sum of them is a float64 in *units* of the power that belongs to the largest score in it: changing the unit is
+exact, and the order of additions shows in the 53rd bit only.
 
 power_unit   the exponent of a score's whole power of two
 two_to       the factor between two such
@@ -28,7 +28,7 @@ from tvm.script import tirx as T
 from .selection import bits_value
 
 LOWEST, HIGHEST = T.min_value("float32"), T.max_value("float32")
-# From here on products that differ do so by 128 and more: what rounding took from them says nothing.
+# The distance of neighbouring products from here on is 128 and more: what rounding removed from them has no meaning.
 APART = T.float32(1 << 31)
 # By how many powers of two a term may differ from a sum's base: more than the 53 bits of a float64, less than its
 # range.
@@ -111,7 +111,7 @@ def add_to_base(total, base, rest, score, factor):
 
 @T.inline
 def over_largest(d, rest, total, largest, factor):
-    """To `d`, a float32: what `total` is over the exponential of `largest`, whose unit it has."""
+    """Set `d`, a float32, to `total` divided by the exponential of `largest`; `total` is in the unit of `largest`."""
     raise_rest(rest, largest, factor, power_unit(largest, factor))
     d[0] = T.Select(total[0] == T.float64(0), T.float32(0), T.Cast("float32", total[0]) / rest[0])
 # fmt: on

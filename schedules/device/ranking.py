@@ -2,8 +2,8 @@
 
 Which one is quickest depends on how many keys there are. Counting compares every key with every other: for a few. Bins
 that are linear in the value leave only the keys of one bin to be compared: for many, unless ties or an outlier crowd a
-bin. For that keys are moved into the order of their bins; lists of the bins would be chased, one load after another. Of
-ties the bins are divided once more, by the index. A bitonic sort takes longest and never fails.
+bin. For this, keys are moved into the order of their bins; linked lists would take one dependent load after another.
+Where there are ties, bins are divided once more, by the index. A bitonic sort takes longest and never fails.
 
 A phase is made for static extents and called with a state: any object that has the buffers which its head names.
 """
@@ -20,12 +20,12 @@ from tvm_sparse.core.template import ceildiv
 from .loops import Loop
 from .selection import FULL_WARP, MINUS_INFINITY, key_bits, key_index, key_value, scan_lanes
 
-# Two numbers of a key or of a bin share a word: so many bits hold the lower one.
+# A word has two numbers of a key or a bin: the lower one takes so many bits.
 LOW_BITS = 16
 LOW = (1 << LOW_BITS) - 1
-# Keys with which one is compared at once: as many loads are on their way together.
+# Keys with which one key is compared at once: as many loads are in flight together.
 COMPARED = 4
-# Bins of a lane, a vector in shared memory, and those that a warp scans at once.
+# Bins of a lane, a vector in shared memory, and bins that a warp scans at once.
 LANE_BINS = 4
 WARP_BINS = 32 * LANE_BINS
 
@@ -84,7 +84,7 @@ def rank_at_once(extent: int, rankers: int) -> Callable[..., Any]:
 def bin_of_key(bins: int) -> Callable[..., Any]:
     """The bin of a key, linear in the value from `largest` down. The phase is (s, key, slope, bin).
 
-    Where all values are equal it is linear in the index. An infinite range makes neither sense: keys share a bin.
+    Where all values are equal it is linear in the index. If the range is infinite, all keys share a bin.
     """
 
     @T.inline
@@ -96,8 +96,8 @@ def bin_of_key(bins: int) -> Callable[..., Any]:
             if key_bits(key) == T.uint32(0xFFFFFFFF):
                 bin[0] = 0
         else:
-            # What is NaN on the way, as a difference of infinities and a NaN's own is, becomes 0 here: a GPU's maximum
-            # of a NaN and a number is the number.
+            # A NaN on the way, as from a difference of infinities or an element that is NaN, becomes 0 here: a GPU's
+            # maximum of a NaN and a number is the number.
             bin[0] = T.Cast("int32", T.min(
                 T.max((s.largest[0] - key_value(key)) * slope[0], T.float32(0)), T.float32(bins - 1)))
 
@@ -107,7 +107,7 @@ def bin_of_key(bins: int) -> Callable[..., Any]:
 def sum_before(chunks: int) -> Callable[..., Any]:
     """`above`: how many keys are in the chunks before a lane's own. The phase is (s, t, above, own, other).
 
-    Every warp scans `bin_totals` for itself. `own` and `other` are lost.
+    Every warp scans `bin_totals` for itself. `own` and `other` are overwritten.
     """
 
     @T.inline
@@ -126,7 +126,8 @@ def sum_before(chunks: int) -> Callable[..., Any]:
 
 
 def scan_bins(threads: int, bins: int, crowd: int) -> Callable[..., Any]:
-    """From how many keys each bin has to how many are in the bins before it, of its chunk. The phase is (s, t).
+    """Replace the number of keys of each bin by how many are in the bins before it, within its chunk. The phase is (s,
+    t).
 
     A chunk is WARP_BINS bins, which a warp scans.
 
@@ -209,7 +210,7 @@ def rank_in_bins(
 
     @T.inline
     def number_keys(s, t, i, slope):
-        """Of a thread's keys from the (i * each)-th on: the bin, and which key of it each is."""
+        """Compute, for a thread's keys from the (i * each)-th on, the bin, and the key's number within its bin."""
         bin = T.alloc_local([1], "int32")
         held = T.alloc_local([each], "uint64")
         number = T.alloc_local([each], "int32")
@@ -234,7 +235,9 @@ def rank_in_bins(
 
     @T.inline
     def move_keys(s, t, i, above):
-        """Bring them to their places, with what is known of the bin, if one of its keys may be among the k best."""
+        """Move these keys to their places, with what is known of their bin, if one of the bin's keys may be among the k
+        best.
+        """
         number = T.alloc_local([each], "int32")
         home = T.alloc_local([each], "int32")
         for e in T.unroll(each):
@@ -246,7 +249,7 @@ def rank_in_bins(
             if (i * each + e) * threads + t < s.size[0] and home[e] & LOW < k:
                 s.kept[(home[e] & LOW) + (number[e] & LOW)] = s.keys[(i * each + e) * threads + t]
                 s.homes[(home[e] & LOW) + (number[e] & LOW)] = home[e]
-                # The last of these bins tells how many keys there are, and makes what is read behind them void.
+                # The last of these bins says how many keys there are, and makes the entries behind them void.
                 if number[e] & LOW == 0 and (home[e] & LOW) + (home[e] >> LOW_BITS) >= k:
                     s.found[0] = (home[e] & LOW) + (home[e] >> LOW_BITS)
                     for v in T.unroll(COMPARED - 1):
@@ -281,7 +284,7 @@ def rank_in_bins(
                 rank[0] = own[0] & LOW
                 other[0] = rank[0]
                 own[0] = rank[0] + (own[0] >> LOW_BITS)
-                # A loop that is not unrolled further. Behind the bin there are only smaller keys.
+                # The loop is not unrolled further. Behind the bin there are only smaller keys.
                 while other[0] < own[0]:
                     for v in T.unroll(COMPARED):
                         if s.kept[other[0] + v] > s.pivot[0]:

@@ -35,7 +35,8 @@ def is_far(reference: Any) -> tirx.PrimExpr:
 
 def sampled_reference(reference: Any) -> tirx.PrimExpr:
     """The reference of a row of which a sample is known: 0 where the sample's largest element is far below 0, or minus
-    infinity. A sum that then vanishes tells that the row's own largest element is needed."""
+    infinity. If the sum then becomes 0, the row's own largest element is needed.
+    """
     return T.Select(reference > T.float32(-FAR), reference, T.float32(0))
 
 
@@ -46,5 +47,5 @@ def exact_factor(largest: Any) -> tirx.PrimExpr:
 
 
 def unit_of(reference: Any, factor: Any, scale: Any) -> tirx.PrimExpr:
-    """What a difference of exponents is multiplied by to be in powers of e: ln(2), unless the factor is exact."""
+    """The factor that turns differences of exponents into powers of e: ln(2), unless the factor is exact."""
     return T.Select(is_far(reference), T.min(scale / factor, T.float32(_LARGEST)), T.float32(LN_2))

@@ -1,4 +1,4 @@
-"""Where a kernel stands in a function of several: they run one after the other, on one stream."""
+"""The region of one kernel in a function that has several: they run one after the other, on one stream."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from tvm.script import tirx as T
 
 
 def device_region() -> Any:
-    """What a kernel of such a function stands in: `with device_region():` in the place of `T.device_entry()`."""
+    """The region of a kernel in such a function: `with device_region():` instead of `T.device_entry()`."""
     return T.attr({"tirx.device_entry": True})

@@ -21,12 +21,12 @@ from .thresholds import Rank
 
 # The mask of a warp collective in which all lanes take part.
 FULL_WARP = 0xFFFFFFFF
-# A radix pass looks at so many bits of the keys, and counts them in so many bins.
+# Bits of the keys that a radix pass looks at, and bins in which it counts them.
 RADIX_BITS = 8
 RADIX_BINS = 1 << RADIX_BITS
-# The `order_bits` of these. What is above plus infinity is NaN.
+# The `order_bits` of minus and plus infinity. What is above plus infinity is NaN.
 MINUS_INFINITY, PLUS_INFINITY = 0x007FFFFF, 0xFF800000
-# Up to its fifth largest value a warp finds by taking off the larger ones; for what lies deeper its lanes are sorted.
+# Up to its fifth largest value a warp finds a value by removing the larger ones; for lower ones its lanes are sorted.
 REMOVALS = 5
 
 
@@ -42,7 +42,7 @@ def order_bits(x: tirx.PrimExpr) -> tirx.PrimExpr:
 def order(x, plain, bits):
     """`bits` = order_bits(x), in few instructions and no branch.
 
-    A sum of a GPU makes -0.0 to 0.0 and any NaN to 0x7FFFFFFF; `plain` is where it is left.
+    The addition of 0 on a GPU turns -0.0 into 0.0 and any NaN into 0x7FFFFFFF; `plain` receives the result.
     """
     T.ptx.add.rn.f32(plain[0], x, T.float32(0))
     bits[0] = T.reinterpret("uint32", plain[0]) ^ (
@@ -99,7 +99,7 @@ def lanes_max(number: tirx.PrimExpr) -> tirx.PrimExpr:
 
 @T.inline
 def scan_lanes(t, value, other):
-    """The inclusive sum of `value` over the lanes of a warp up to one's own; `other` is lost."""
+    """The inclusive sum of `value` over the lanes of a warp up to one's own; `other` is overwritten."""
     for s in T.unroll(5):
         other[0] = T.tvm_warp_shuffle_up(T.uint32(FULL_WARP), value[0], 1 << s, 32, 32)
         if t % 32 >= (1 << s):
@@ -109,7 +109,7 @@ def scan_lanes(t, value, other):
 # fmt: off
 @T.inline
 def find_digit(s, t):
-    """In which bin of a histogram the need-th largest key is.
+    """Find the bin of a histogram that has the need-th largest key.
 
     Reads: `histogram`, `need`.
     Writes: `found`.
@@ -137,8 +137,8 @@ def find_digit(s, t):
             above[0] = above[0] + own[0]
 
 
-# A few lines of CUDA: TVM's `atomicAdd` takes no address that has been computed. What is added to the address is 0 in
-# every lane, which the compiler does not know.
+# A few lines of CUDA: TVM's `atomicAdd` takes no address that has been computed. The number added to the address is 0
+# in every lane, which the compiler does not know.
 COUNTER = """
 __device__ __forceinline__ unsigned int counter_address(unsigned int counter) {
   unsigned int lanes_before;
@@ -156,17 +156,17 @@ __device__ __forceinline__ int take_places(unsigned int counter, int extent) {
 
 
 def counter_address(counter: tirx.PrimExpr) -> tirx.PrimExpr:
-    """The address of a counter in shared memory, which `take_places` asks for, of a pointer to it.
+    """The address of a counter in shared memory, given a pointer to it, in the form that `take_places` expects.
 
-    The compiler takes it for another one in each lane. Of an address that all lanes have it would add up first what
-    they take, which takes longer than the atomic where seldom more than one lane takes something.
+    The compiler cannot see that all lanes have the same address. If it could, it would first add up what the lanes
+    take, which takes longer than the atomic where more than one lane seldom takes something.
     """
     place = T.cuda.cvta_generic_to_shared(counter)
     return T.cuda.func_call("counter_address", place, source_code=COUNTER, return_type="uint32")
 
 
 def take_places(address: tirx.PrimExpr, extent: tirx.PrimExpr) -> tirx.PrimExpr:
-    """Take `extent` places behind those that a counter tells: the first of them. For few lanes of a warp."""
+    """Add `extent` to a counter of places; returns the first place that this takes. For few lanes of a warp."""
     return T.cuda.func_call("take_places", address, extent, source_code=TAKE, return_type="int32")
 
 
@@ -184,10 +184,10 @@ __device__ __forceinline__ int next_ticket(void* counter) {
 
 
 def next_ticket(counter: tirx.PrimExpr) -> tirx.PrimExpr:
-    """The number that a counter in global memory has, which is one more then, of a pointer to it.
+    """Add 1 to a counter in global memory, given a pointer to it; returns its number before.
 
-    As with `counter_address` the compiler takes the address for another one in each lane. Else it would wait for the
-    number, to share it out, even where it is needed much later.
+    As with `counter_address`, the compiler cannot see that all lanes have the same address. Otherwise it would wait for
+    the number at once, to distribute it among lanes, even where it is needed much later.
     """
     return T.cuda.func_call("next_ticket", counter, source_code=TICKET, return_type="int32")
 
@@ -232,7 +232,7 @@ def radix_selection(
             s.mask[0] = s.mask[0] | (
                 T.uint64(RADIX_BINS - 1) << T.Cast("uint64", 64 - RADIX_BITS - digit * RADIX_BITS))
             s.need[0] = s.found[1]
-            # All of the bin is wanted: no lower digit decides.
+            # All keys of the bin are wanted: no lower digit decides.
             if s.found[1] == s.found[2]:
                 break
 
@@ -277,9 +277,8 @@ def remove_largest(t, value, largest, lanes):
 def maxima_of_warp(rank: Rank) -> Callable[..., Any]:
     """The largest and the `rank.lane`-th largest of the values of a warp's lanes. The phase is (t, bits, top, ranked).
 
-    Reads: `bits`, one value a lane, which are lost.
-    Writes: `top` and `ranked`.
-    Barriers: none, but all lanes take part.
+    Reads: `bits`, one value per lane, which are overwritten. Writes: `top` and `ranked`. Barriers: none, but all lanes
+    take part.
     """
 
     @T.inline

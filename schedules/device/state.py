@@ -45,7 +45,7 @@ def named(state: State) -> State:
     return state
 
 
-# A number, or how to get it from the static extents of a kernel; likewise a dtype.
+# A number, or a function that computes it from the static extents of a kernel; likewise a dtype.
 Extent = int | Callable[[Any], int]
 Dtype = str | Callable[[Any], str]
 
@@ -55,8 +55,9 @@ def _field(**how: Any) -> Any:
 
 
 def local(dtype: Dtype, extent: Extent = 1, when: Callable[[Any], bool] | None = None) -> Any:
-    """Each thread's own: registers, as long as it is indexed by constants. `when` it is there at all; None stands in
-    its place otherwise."""
+    """A buffer of each thread: registers, as long as it is indexed by constants. `when`: whether it exists; otherwise
+    the attribute is None.
+    """
     return _field(scope="local", dtype=dtype, extent=extent, when=when)
 
 
@@ -66,12 +67,12 @@ def scalar(dtype: Dtype = "int32") -> Any:
 
 
 def shared(dtype: Dtype, extent: Extent = 1, when: Callable[[Any], bool] | None = None) -> Any:
-    """Of a block, in static shared memory. `when` as for `local`."""
+    """A buffer of a block, in static shared memory. `when`: as for `local`."""
     return _field(scope="shared", dtype=dtype, extent=extent, when=when)
 
 
 def pooled(dtype: str, extent: Extent, at: Extent, when: Callable[[Any], bool] | None = None) -> Any:
-    """Of a block, in dynamic shared memory from element `at` on. `when` as for `local`."""
+    """A buffer of a block, in dynamic shared memory from element `at` on. `when`: as for `local`."""
     return _field(scope="pool", dtype=dtype, extent=extent, at=at, when=when)
 
 

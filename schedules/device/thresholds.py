@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from tvm_sparse.core.template import ceildiv
 
-# Warps whose floors are looked through one after another (see `Floor`).
+# Warps whose floors are compared one after another, at most (see `Floor`).
 MAX_FLOORS = 5
-# How often a first threshold may turn out too high, and the row be read again.
+# The probability that a first threshold turns out too high, so that the row is read again.
 MISS = 3e-5
-# Terms of a sum that are less than this share of it do not count: a double holds no more digits.
+# Terms of a sum that are less than this share of it are left out: a double has no more digits.
 EPSILON = 1e-18
 
 
@@ -51,7 +51,8 @@ def floor_of_runs(k: int, width: int, lanes: int, warps: int) -> Floor | None:
 def more_than(least: int, n: int, p: float) -> float:
     """The probability that more than `least` of `n` succeed, each with probability `p`: the upper tail of a binomial.
 
-    Each term of the sum is made of the one before, from the end of the tail at which none underflows that matters.
+    Each term of the sum is computed from the one before, beginning at that end of the tail where terms that matter do
+    not underflow.
     """
     q, total = 1 - p, 0.0
     if p < 0.5:
@@ -73,7 +74,8 @@ def more_than(least: int, n: int, p: float) -> float:
 
 @cache
 def first_threshold(k: int, share: float, warps: int) -> Rank | None:
-    """Which of a sample's values to take for a threshold that k elements of the row reach; None if none is any good.
+    """Which of a sample's values to take for a threshold that k elements of the row reach; None if no value is good
+    enough.
 
     The sample is `share` of the row, spread over `warps` warps, and a thread knows only its largest element. A value
     that at least k elements of the sample reach is sure; but for k of a whole row a smaller number of the sample
@@ -101,11 +103,11 @@ def first_threshold(k: int, share: float, warps: int) -> Rank | None:
         likely = of_lanes(k * share, lane)
         for warp in range(1, warps + 1):
             sure = lane * warp >= k
-            # Too high if so many warps have so many of the k largest that are in the sample.
+            # Too high, if so many warps each have so many of those of the k largest elements that are in the sample.
             if not sure and more_than(warp - 1, warps, likely) > MISS:
                 continue
             median = quantile(0.5, lane, warp)
             if median < fewest:
                 best, fewest = Rank(lane, warp, sure, quantile(1 - MISS, lane, warp)), median
-            break  # of these lanes, more warps are only more elements
+            break  # with these lanes, more warps only let more elements pass
     return best

@@ -26,12 +26,11 @@ def offer(s, tops, group, ordered):
 def find_kth(groups: int, warps: int, k: int, tell: Callable[..., Any]) -> Callable[..., Any]:
     """Find the k-th best of `groups` tops. The phase is (s, tops).
 
-    `tell`: (s, top), what the one lane of a warp does that has it, in which `slot` tops are no less and `need` better.
+    `tell`: (s, top), called in the lane that has the k-th best; there, `slot` tops are no less and `need` are better.
         Of equals several lanes do, with the same.
 
-    Reads: `tops`.
-    Writes: `own`, the tops by lanes; scratch is `need`, `slot`.
-    Barriers: none; what was told needs one.
+    Reads: `tops`. Writes: `own`, the tops by lanes; scratch is `need`, `slot`. Barriers: none; one has to come before
+    other threads read what `tell` has written.
     """
 
     @T.inline
@@ -39,7 +38,7 @@ def find_kth(groups: int, warps: int, k: int, tell: Callable[..., Any]) -> Calla
         other = T.alloc_local([1], "uint32")
         for j in T.unroll(groups // 32):
             s.own[j] = tops[j * 32 + s.t % 32]
-        # Warps look at some tops each: is it the k-th best, or one of equals among which that is?
+        # Each warp looks at some tops: is the top the k-th best, or one of equals among which that is?
         for i in T.unroll(ceildiv(groups, warps)):
             other[0] = tops[(i * warps + s.t // 32) % groups]
             s.need[0] = 0

@@ -18,7 +18,7 @@ HALF = (
     "__device__ __forceinline__ float half_of_word(unsigned int w)"
     " { return __half2float(__ushort_as_half((unsigned short)w)); }"
 )
-# The volatile move hides from the compiler what the address is made of.
+# The volatile move hides from the compiler how the address was computed.
 FIXED = {
     kind: f"""
 __device__ __forceinline__ {held} fixed_{kind}({given} place) {{

@@ -40,7 +40,7 @@ class Arguments:
     logits
         `(batch, vocab)`, of the problem's dtype.
     log
-        Softmax: int32, nonzero for log-probabilities. Of logsumexp it must not be touched.
+        Softmax: int32, nonzero for log-probabilities. A body of logsumexp must not use it.
     out
         Softmax: probabilities, as the logits. Logsumexp: values, `(batch,)` of float32.
     batch

@@ -12,7 +12,9 @@ RowProblem = Softmax | LogSumExp
 
 
 def algorithm(problem: RowProblem) -> str:
-    """The algorithm of Milakov & Gimelshein by which the normaliser is found; logsumexp has but the online one."""
+    """The algorithm of Milakov & Gimelshein by which the normaliser is found; for logsumexp it is always the online
+    one.
+    """
     return problem.algorithm if isinstance(problem, Softmax) else "online"
 
 

@@ -25,7 +25,7 @@ class Arguments:
     Attributes
     ----------
     problem
-        The problem that the kernel is for. What it lacks must not be touched.
+        The problem that the kernel is for. A body must not use arguments that the problem lacks.
     batch
         The number of rows, known only at run time: one kernel serves every batch.
     logits, ..., indices
@@ -62,7 +62,7 @@ class Arguments:
 
     @property
     def per_row(self) -> bool:
-        """Whether each row has filters of its own."""
+        """Whether each row has temperature and filters of its own."""
         return bool(self.problem.per_row)
 
     @property

@@ -1,4 +1,4 @@
-"""A word of each row, drawn from its k best if these decide: what `softmax_topk`'s kernels end with here (`Ending`).
+"""Draw a word of each row from its k best, if these are enough: the `Ending` of `softmax_topk`'s kernels here.
 
 The k best are read back from the outputs, in order, which is why this stands behind any of those templates.
 """
@@ -43,9 +43,9 @@ from .search import Blocks, search_by_blocks, search_by_thread
 class Drawing:
     """What a lane of the warp that draws has in registers: `each` of the best words, neighbours in the order."""
 
-    chance: tirx.Buffer  # their probabilities; 0 for one that does not count
-    sums: tirx.Buffer  # the sum of the lane's up to each
-    before: tirx.Buffer  # the sum of all lanes' before
+    chance: tirx.Buffer  # the words' probabilities; 0 for a word that does not count
+    sums: tirx.Buffer  # the sum of the lane's probabilities up to each word
+    before: tirx.Buffer  # the sum of all lanes' probabilities before
     other: tirx.Buffer  # scratch
     scale: tirx.Buffer  # inverse temperature
     temperature: tirx.Buffer
@@ -54,9 +54,9 @@ class Drawing:
     uniform: tirx.Buffer
     top_k: tirx.Buffer
     left: tirx.Buffer  # how many words are left
-    place: tirx.Buffer  # which of them is drawn
+    place: tirx.Buffer  # which word, by its rank, is drawn
     numbers: tirx.Buffer  # seed and offset; then the word
-    words: tirx.Buffer  # of the generator's counter
+    words: tirx.Buffer  # words of the random generator's counter
     high: tirx.Buffer
     key: tirx.Buffer
 
@@ -88,7 +88,7 @@ class Drawing:
 
 
 def of_row(io: Arguments, name: str, row: Any) -> Any:
-    """A float32 that is one for all rows, or each row's own."""
+    """A float32 argument that is one number for all rows, or one for each row."""
     return load_element("float32", getattr(io, name + "s").ptr_to([row])) if io.per_row else getattr(io, name)
 
 
@@ -103,7 +103,8 @@ def own_on_gpu(io: Arguments, row: Any) -> Arguments:
 
 @T.inline
 def read_filters(io, row, s):
-    """What the row is filtered by, and its uniform number. Writes: `temperature`, `top_k`, `top_p`, `min_p`, `uniform`.
+    """Load the row's temperature, its filters and its uniform number. Writes: `temperature`, `top_k`, `top_p`, `min_p`,
+    `uniform`.
 
     By loads that see what a producer kernel has written.
     """
@@ -154,7 +155,7 @@ def draw_by_warp(problem: SoftmaxSample) -> Callable[..., Any]:
     def phase(io, row, t, barrier, needed):
         s = T.meta_var(Drawing.alloc(each))
         if t < 32:
-            # On their way while the others come.
+            # Loaded while the other values are on their way.
             read_filters(io, row, s)
         barrier()
         if t < 32:
@@ -168,7 +169,7 @@ def draw_by_warp(problem: SoftmaxSample) -> Callable[..., Any]:
                     s.sums[j] = s.sums[T.max(j - 1, 0)] + s.chance[j]
             s.before[0] = s.sums[each - 1]
             scan_lanes(t, s.before, s.other)
-            # All that counts, of which the share `top_p` is left.
+            # The sum of all that counts; top-p leaves the share `top_p` of it.
             s.other[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.before[0], 31, 32, 32)
             if whole:
                 if s.top_k[0] > k:
@@ -186,13 +187,13 @@ def draw_by_warp(problem: SoftmaxSample) -> Callable[..., Any]:
                     or s.top_p[0] >= T.float32(1)
                 ):
                     s.left[0] = s.left[0] + 1
-            # None of a row of NaN, or if `top_p` is 0: then the best is left.
+            # For a row of NaN, or if `top_p` is 0, nothing is left: then the best word is drawn.
             s.left[0] = lanes_sum(s.left[0])
             s.other[0] = T.float32(0)
             for j in T.unroll(each):
                 if t * each + j < T.max(s.left[0], 1):
                     s.other[0] = s.before[0] + s.sums[j]
-            # Sums are no less than 0, and so order as their bits.
+            # Sums are not negative, so their bits order as they do.
             s.other[0] = T.reinterpret("float32", T.call_extern(
                 "uint32", "__reduce_max_sync", T.uint32(FULL_WARP), T.reinterpret("uint32", s.other[0])))
             s.other[0] = clamped(s.uniform[0]) * s.other[0]
@@ -297,14 +298,14 @@ def is_open(k: int, words: int, s: Any) -> tirx.PrimExpr:
 
 
 def own_on_cpu(io: Arguments, row: Any) -> Arguments:
-    """As `own_on_gpu`, within a block."""
+    """The arguments with the row's inverse temperature, as `own_on_gpu`, within a block of TIR."""
     scale = T.sblock_alloc_buffer((1,), "float32")
     T.buffer_store(scale, inverse(filter_on_cpu(io, "temperature", row)), [0])
     return dataclasses.replace(io, scale=scale[0])
 
 
 def filter_on_cpu(io: Arguments, name: str, row: Any) -> Any:
-    """A number that is one for all rows, or each row's own."""
+    """A filter that is one number for all rows, or one for each row."""
     return getattr(io, name + "s")[row] if io.per_row else getattr(io, name)
 
 

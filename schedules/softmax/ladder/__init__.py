@@ -1,9 +1,9 @@
 """Softmax and logsumexp by schedule primitives alone, in the steps in which readers of the paper build them.
 
-`thread`: a row to a thread, as the definition says it. `block`: the threads of a block share a row, and its reductions
-are reductions across threads, through shared memory. `warp`: the same over 32 threads, where they become shuffles. All
-three algorithms of Milakov & Gimelshein are mapped alike. Elements are read one at a time, as often as the algorithm
-reads them: `vectors` gains on these by wide accesses and by rows that are read once.
+`thread`: one thread per row, which computes it as the definition does. `block`: the threads of a block share a row, and
+its reductions are reductions across threads, through shared memory. `warp`: the same over 32 threads, where they become
+shuffles. All three algorithms of Milakov & Gimelshein are mapped alike. Elements are read one at a time, as often as
+the algorithm reads them: `vectors` gains on these by wide accesses and by rows that are read once.
 
 `space` holds the decisions and loads no compiler; `schedules` does, and is imported when a program is built.
 """

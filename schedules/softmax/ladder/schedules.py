@@ -19,7 +19,7 @@ REDUCTIONS = {"naive": ("d",), "safe": ("m", "d"), "online": ("md", "m", "d")}
 
 
 def build_thread(problem: RowProblem, decisions: Decisions) -> Program:
-    """A row to a thread: every loop within the row is the thread's own."""
+    """One thread per row: every loop within the row is the thread's own."""
     schedule = Schedule(tvm.IRModule({"main": problem.stages(lanes=0)}))
     batch, *_ = schedule.get_loops(schedule.get_sblock(problem.outputs[0].name))
     block, thread = schedule.split(batch, [None, decisions["threads"]])
@@ -34,7 +34,7 @@ def build_thread(problem: RowProblem, decisions: Decisions) -> Program:
 
 
 def build_shared_row(problem: RowProblem, decisions: Decisions) -> Program:
-    """A row to the threads of a block or, with several rows a block, of a warp: reductions are across threads."""
+    """One thread block per row or, with several rows in a block, one warp per row: reductions are across threads."""
     threads, rows = decisions.get("reduce_threads", WARP), decisions.get("rows", 1)
     schedule = Schedule(tvm.IRModule({"main": problem.stages(lanes=threads)}))
     batch, *columns = schedule.get_loops(schedule.get_sblock(problem.outputs[0].name))

@@ -14,7 +14,7 @@ MAX_TERMS = 8192
 
 
 def thread_space(problem: RowProblem, machine: Machine) -> Table:
-    """`threads`: of a block, each with a row of its own."""
+    """The values of `threads`: threads of a block, each with a row of its own."""
     if problem.vocab > MAX_TERMS:
         raise NotApplicable(f"one sum of vocab={problem.vocab} terms rounds too much: more than {MAX_TERMS} are shared")
     return {"threads": powers(32, 256)}
@@ -25,7 +25,7 @@ def thread_default(problem: RowProblem, machine: Machine) -> Decisions:
 
 
 def block_space(problem: RowProblem, machine: Machine) -> Table:
-    """`reduce_threads`: of a block, which share a row."""
+    """The values of `reduce_threads`: threads of a block, which share a row."""
     counts = tuple(count for count in powers(64, 1024) if count <= min(problem.vocab, machine.max_threads))
     if not counts:
         raise NotApplicable(f"a row of vocab={problem.vocab} has no work for 64 threads")
@@ -37,7 +37,7 @@ def block_default(problem: RowProblem, machine: Machine) -> Decisions:
 
 
 def warp_space(problem: RowProblem, machine: Machine) -> Table:
-    """`rows`: of a block, each with a warp."""
+    """The values of `rows`: rows of a block, each with a warp of its own."""
     if problem.vocab < WARP:
         raise NotApplicable(f"a row of vocab={problem.vocab} has no work for {WARP} threads")
     return {"rows": powers(1, 16)}

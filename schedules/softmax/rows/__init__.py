@@ -1,12 +1,12 @@
-"""Softmax and logsumexp on a CPU: a thread a row, in vector loops over chunks of the row that stay in L1.
+"""Softmax and logsumexp on a CPU: one thread per row, in vector loops over chunks of the row that stay in L1.
 
-Algorithm 3 of Milakov & Gimelshein, with one rescaling a chunk instead of one an element: the chunk's maximum, then,
-from L1, the sum of its exponentials. Those of softmax may be `kept`, relative to the maximum of then, in the output or,
-if that is of half precision, in a float32 row of the thread's own: the second pass then multiplies, by a factor a
-chunk, and takes no exponential, which is most of the work. It finds the row in L2 unless it is longer than that.
-Algorithms 1 and 2 are here too, in whole passes, as the paper compares them.
+Algorithm 3 of Milakov & Gimelshein, with one rescaling per chunk instead of one per element: the chunk's maximum, then,
+from L1, the sum of its exponentials. With `kept`, softmax keeps them, relative to the maximum known at the time, in the
+output or, if that has half precision, in a float32 row of the thread's own. The second pass then multiplies each chunk
+by a factor instead of computing exponentials, which are most of the work. It finds the row in the L2 cache unless the
+row is larger. Algorithms 1 and 2 are here too, in whole passes, as the paper compares them.
 
-Few elements are gone through by the calling thread: to wake the others takes longer than the work.
+The calling thread handles small inputs alone: waking other threads would take longer than the work.
 
 This module holds the decisions and `extents` a point's numbers; neither loads the compiler. `kernel` does, and is
 imported when a program is built.
@@ -24,9 +24,9 @@ from ..problems import RowProblem, algorithm
 CHUNK = (64, 256, 1024, 4096)
 # Elements that a vector loop steps by; those beyond the register width are independent accumulators.
 SIMD = (8, 16, 32, 64)
-# Vectors whose exponentials are added up by themselves, before they go to a sum of the row: to that each is rounded.
+# Vectors whose exponentials are added to a sum of their own first: each addition to the row's sum rounds.
 APART = 256
-# Elements that one thread goes through while others would wake up.
+# Elements that one thread can handle in the time in which others wake up.
 FEW = 16 * 1024
 
 

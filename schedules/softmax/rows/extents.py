@@ -27,7 +27,7 @@ class Extents:
     chunk
         Vectors between two rescalings.
     kept
-        Whether probabilities are made of the exponentials of the sum.
+        Whether the exponentials computed for the sum are kept, and probabilities made of them.
     """
 
     softmax: bool
@@ -67,7 +67,7 @@ class Extents:
 
     @property
     def scratch(self) -> int:
-        """Elements of the row in which exponentials are kept that the output has no room for."""
+        """Elements of the float32 row that keeps exponentials where the output cannot."""
         return self.tail if self.kept and self.dtype != "float32" else 0
 
     @property

@@ -33,7 +33,7 @@ def main(ext: Extents) -> Callable[..., Any]:
     def body(io):
         T.device_entry()
         if ext.keep == "registers":
-            # Else the compiler takes what one block may have, to have more of the arithmetic in hand at once.
+            # Otherwise the compiler takes as many registers as one block may have, to overlap more of the arithmetic.
             T.attr({"tirx.launch_bounds_min_blocks_per_sm": ext.resident})
         if ext.cluster > 1:
             group = T.cluster_id([io.batch])

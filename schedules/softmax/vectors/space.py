@@ -11,8 +11,8 @@ from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable,
 from ...rows.cut import Extents, vector_width
 from ..problems import RowProblem, algorithm, extents
 
-# Threads of a block that share a row, or its part. Not only powers of two: how many blocks fit onto a multiprocessor,
-# with the row in their registers, is what counts.
+# Threads of a block that share a row, or its part. Not only powers of two: what counts is how many blocks, with the row
+# in their registers, fit on a multiprocessor.
 THREADS = (32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024)
 # Blocks that share a row, as far as the GPU launches clusters of so many (`Machine.most_cluster`).
 CLUSTERS = powers(1, 16)
@@ -151,7 +151,9 @@ def _short(problem: RowProblem) -> bool:
 
 
 def _clusters_to_fill(problem: RowProblem, machine: Machine) -> list[int]:
-    """Sizes of clusters: the least that gives every multiprocessor a block, then smaller ones, then larger ones."""
+    """Sizes of clusters: first the smallest that gives every multiprocessor a block, then smaller ones, then larger
+    ones.
+    """
     sizes = base_space(problem, machine)["cluster"]
     enough = next((size for size in sizes if size * problem.batch >= machine.cores), sizes[-1])
     return sorted((size for size in sizes if size <= enough), reverse=True) + [s for s in sizes if s > enough]

@@ -1,4 +1,4 @@
-"""A word of a whole row, where the k best do not decide: weighted radix selection.
+"""Draw a word from a whole row, where the k best are not enough: weighted radix selection.
 
 Words have *masses*: their exponentials, relative to the row's largest, as whole numbers in units of 2^-`unit_bits`.
 Sums of these are exact in any order, so that atomics may add them, and a row gives the same word whatever the threads.

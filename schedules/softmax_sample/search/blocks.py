@@ -158,9 +158,9 @@ def take_of_step(blocks: Blocks) -> Callable[..., Any]:
 
 @T.inline
 def add_atomically(s, t, start, at, mass):
-    """In two words, as shared memory has no atomic sum of 64 bits: that is a loop."""
+    """Add a mass to a bin, in two words: shared memory has no atomic addition of 64 bits, only a loop that does it."""
     s.added[0] = T.cuda.atomic_add(s.lows.ptr_to([at * COPIES + t % COPIES]), T.Cast("uint32", mass[0]))
-    # The high word, and what is carried.
+    # The high word, and the carry.
     s.added[0] = T.Cast("uint32", (mass[0] >> T.uint64(32)) + (
         (T.Cast("uint64", s.added[0]) + (mass[0] & T.uint64(0xFFFFFFFF))) >> T.uint64(32)))
     if s.added[0] != T.uint32(0):
@@ -182,7 +182,7 @@ def add_part_of_warp(s, t, i):
 
 
 def unite_blocks(blocks: Blocks) -> Callable[..., Any]:
-    """What the threads of all blocks have added; the phase is (s, t, start).
+    """Add up what the threads of all blocks have added; the phase is (s, t, start).
 
     Reads: `lows`, `highs`, `tallies`, which are empty afterwards; `turn`.
     Writes: `masses` from `start` on, `counts`; `turn`; `shown` and `shown_counts`, which the others read until they
@@ -236,7 +236,7 @@ def find_by_warp(s, t, start):
         for b in T.unroll(RADIX_BINS // 32):
             s.part[0] = s.part[0] + s.masses[start + RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b)]
             s.part[1] = s.part[1] + T.Cast("uint64", s.counts[RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b)])
-        # Inclusive scans over the lanes, the last bins on lane 0.
+        # Inclusive scans over the lanes; the first lane has the last bins.
         s.mass[0] = s.part[0]
         scan_lanes(t, s.mass, s.other)
         s.part[0] = s.above[0] + s.mass[0] - s.part[0]
@@ -257,7 +257,9 @@ def find_by_warp(s, t, start):
 
 
 def pick_by_warp(blocks: Blocks) -> Callable[..., Any]:
-    """By the first warp of the first block: a lane has neighbours, counts them, and the right one finds it in them."""
+    """Find the word by the first warp of the first block: each lane counts the group's elements among some neighbouring
+    columns, and the lane that has the right one looks for it.
+    """
     vocab = blocks.problem.vocab
     piece = ceildiv(ceildiv(vocab, RADIX_BINS), 32)
 
@@ -283,7 +285,7 @@ def pick_by_warp(blocks: Blocks) -> Callable[..., Any]:
                 if turn == 0:
                     before[0] = s.number[0]
                     scan_lanes(t, before, wanted)
-                    # Of another lane's it is none: below 0, or more than there are.
+                    # If another lane has the element, this rank is below 0, or not less than the lane's count.
                     wanted[0] = T.Cast("int32", s.rank[0]) - (before[0] - s.number[0])
 
     return phase

@@ -17,49 +17,50 @@ from ...device.selection import RADIX_BINS, RADIX_BITS, bits_value, order_bits
 from ...device.state import named
 from ..blocks import BEFORE, BIN, BINS, COUNT, COUNT_BEFORE, FOUND, MASS
 
-# Elements that a CPU's thread loads at once, or a warp's lanes each when the word's place is nearly known.
+# Elements that a CPU's thread loads at once; and those that each lane of a warp loads when the word's place is nearly
+# known.
 LOADS = 4
-# Of float32s that were made of a dtype's elements so many of the lowest bits are all alike.
+# How many of the lowest bits are equal in all float32 made of a dtype's elements.
 ALIKE = {"float32": 0, "float16": 13, "bfloat16": 16}
 # Where bins begin: those of slices, which are kept, and those of digits and columns.
 SLICES, OTHERS = 0, BINS
-# Slices of an octave of probability. The last of them all has what is left.
+# Slices per octave of probability. The last slice has all that is left.
 OF_OCTAVE = 8
-# The share of their size by which bounds of a slice are taken too wide: some roundings of a float32.
+# How much wider than a slice its bounds are taken, as a share of its size: a few roundings of a float32.
 SLOP = 2.0**-20
 
 
 @dataclass(frozen=True)
 class State:
-    """What a search has in shared memory (on a CPU in the thread's), and a thread in registers."""
+    """The state of a search: in shared memory (on a CPU, the thread's), and in registers."""
 
-    masses: tirx.Buffer  # shared: of each bin
-    counts: tirx.Buffer  # shared: how many words each bin of digits has
-    found: tirx.Buffer  # shared: what `Crew.find` finds: the bin, the mass before it, its own, its words, those before
+    masses: tirx.Buffer  # shared: the mass of each bin
+    counts: tirx.Buffer  # shared: words of each bin of digits
+    found: tirx.Buffer  # shared: by `Crew.find`: the bin, the mass before it, its own, its words, those before it
     x: tirx.Buffer  # the element in hand, and such as were loaded
-    top: tirx.Buffer  # the row's largest
+    top: tirx.Buffer  # the row's largest element
     best: tirx.Buffer  # its log-probability
     factor: tirx.Buffer  # scale * log2(e)
-    least: tirx.Buffer  # the least exponential that min-p leaves
+    least: tirx.Buffer  # the smallest exponential that min-p leaves
     power: tirx.Buffer  # an exponential
-    slice: tirx.Buffer  # in which the group lies
+    slice: tirx.Buffer  # the slice in which the group lies
     wide: tirx.Buffer  # how many slices more the group may lie in
-    lowest: tirx.Buffer  # the group's bounds, both within it
+    lowest: tirx.Buffer  # the least element of the group, within its slice
     highest: tirx.Buffer
-    low: tirx.Buffer  # order bits of these
+    low: tirx.Buffer  # order bits of the bounds
     high: tirx.Buffer
-    unknown: tirx.Buffer  # how many bits of their difference are not known
-    shift: tirx.Buffer  # of the digit in hand
+    unknown: tirx.Buffer  # how many bits of their difference are still unknown
+    shift: tirx.Buffer  # where the digit in hand begins
     run: tirx.Buffer  # the slice of the thread's last element
     gathered: tirx.Buffer  # the mass of its last elements in that slice, which is still to be added
-    part: tirx.Buffer  # the thread's part of the two sums
+    part: tirx.Buffer  # the thread's part of the two further sums
     mass: tirx.Buffer
     other: tirx.Buffer  # scratch
     counting: tirx.Buffer  # whether a number of words is looked for, and not a mass
     need: tirx.Buffer  # the mass, or the number, that is to be reached
-    above: tirx.Buffer  # the mass of the words before the group
-    passed: tirx.Buffer  # how many these are, where words are counted
-    left: tirx.Buffer  # the mass of all that is left
+    above: tirx.Buffer  # the mass of all words before the group
+    passed: tirx.Buffer  # how many words are before it, where words are counted
+    left: tirx.Buffer  # the mass of all words that the filters leave
     rank: tirx.Buffer  # a number within the group; before a draw in the order of columns: how many of it are left
     free: tirx.Buffer  # whether no top_k bounds the row: the draw is in the order of columns
     sum: tirx.Buffer  # of exponentials
@@ -71,9 +72,9 @@ class State:
     guessed: tirx.Buffer  # whether top-p's bound was found in a bracket
     chosen: tirx.Buffer  # a slice of columns
     # ---- of a GPU's crew ----
-    lows: Any = None  # shared: the low words of the masses of each copy of each bin
+    lows: Any = None  # shared: the low words of the masses, for each copy of each bin
     highs: Any = None  # shared: their high words
-    tallies: Any = None  # shared: how many words it has
+    tallies: Any = None  # shared: how many words each bin has, for each copy
     shown: Any = None  # shared: the block's masses of each bin, which the others read; of two histograms in turn
     shown_counts: Any = None  # shared: and how many words
     sums: Any = None  # shared: of each slice of columns, the sum of the exponentials of words before the group
@@ -85,11 +86,11 @@ class State:
     pair_d: Any = None  # shared: its sum of exponentials
     words: Any = None  # the logits as vectors
     r: Any = None  # the warp's slice of the row (`rows.state.RowState`)
-    small: Any = None  # scratch of a load
+    small: Any = None  # scratch for a load
     column: Any = None  # of the first element of the vectors in hand
-    own: Any = None  # the thread's number, of all that go through the row
+    own: Any = None  # the thread's number among all that go through the row
     turn: Any = None  # which of the two histograms is the next
-    added: Any = None  # scratch of atomics
+    added: Any = None  # scratch for atomics
     number: Any = None  # scratch; on a CPU the column that is found
     summed: Any = None  # whether `sums` are those of the words that are left; else all are left
     round: Any = None  # the round in which the word is
@@ -212,7 +213,7 @@ class Crew:
 
 
 def unit_bits(vocab: int) -> int:
-    """The row's largest word has a mass of 2 to this power, so that sums over a row stay below 2^62."""
+    """The power of two that is the mass of the row's largest word; sums over a row then stay below 2^62."""
     return min(40, 62 - vocab.bit_length())
 
 
@@ -229,7 +230,7 @@ def weigh(crew: Crew, vocab: int) -> Callable[..., Any]:
 
 
 def slice_of(s: State, x: Any) -> tirx.PrimExpr:
-    """The number of an element's slice, which does not fall from a larger element to a smaller one."""
+    """The number of an element's slice, which never gets smaller from a larger element to a smaller one."""
     octaves = (s.top[0] - x) * s.factor[0]
     return T.Cast("int32", T.min(octaves * T.float32(OF_OCTAVE), T.float32(RADIX_BINS - 1)))
 
@@ -240,8 +241,8 @@ def lies_in(s: State, found: Any) -> tirx.PrimExpr:
 
 
 def agrees(s: State, x: Any) -> tirx.PrimExpr:
-    """Whether an element agrees with what is known of the group."""
-    # The slice last: most elements are out of bounds, and it takes longer.
+    """Whether an element may be one of the group, as far as the group is known."""
+    # The slice is compared last: most elements are out of bounds, and it takes longer.
     return T.And(T.And(x >= s.lowest[0], x <= s.highest[0]), lies_in(s, slice_of(s, x)))
 
 
@@ -272,7 +273,7 @@ def mass_share(top_p: Any, mass: Any) -> tirx.PrimExpr:
 
 
 def reaches(s: State, above: Any, passed: Any, mass: Any, count: Any) -> tirx.PrimExpr:
-    """Whether `need` is reached within a bin of this mass and number of words, before which are such of the row."""
+    """Whether `need` is reached within a bin of this mass and number of words, with `above` and `passed` before it."""
     before = T.Select(s.counting[0] != 0, passed, above)
     within = T.Select(s.counting[0] != 0, count, mass)
     return T.And(before < s.need[0], s.need[0] <= before + within)
@@ -319,7 +320,8 @@ def count_slices(crew: Crew, vocab: int) -> Callable[..., Any]:
             s.slice[0] = slice_of(s, s.x[0])
             if s.counting[0] != 0:
                 crew.count(s, t, RADIX_BINS - 1 - s.slice[0])
-            # Neighbours of one slice are added at once: rows of equals would else be waiting for one bin.
+            # Masses of neighbours in one slice are added together first: otherwise rows of equal elements would wait
+            # for one bin.
             if s.slice[0] != s.run[0]:
                 if s.gathered[0] > T.uint64(0):
                     crew.add(s, t, SLICES, RADIX_BINS - 1 - s.run[0], s.gathered)
@@ -338,7 +340,7 @@ def count_slices(crew: Crew, vocab: int) -> Callable[..., Any]:
         s.gathered[0] = T.uint64(0)
         pass_over(io, row, t, s)
         if s.gathered[0] > T.uint64(0):
-            # Bins are gone through from the last on.
+            # Bins are searched from the last one on.
             crew.add(s, t, SLICES, RADIX_BINS - 1 - s.run[0], s.gathered)
         crew.add_part(s, t, 0)
         crew.add_part(s, t, 1)
@@ -368,18 +370,14 @@ def bound_slice(s):
             - (T.abs(s.top[0]) + T.Cast("float32", s.slice[0] + s.wide[0] + 2) * s.power[0]) * T.float32(SLOP))
     s.low[0] = order_bits(s.lowest[0])
     s.high[0] = order_bits(s.highest[0])
-    # Of 0 leading zeros are not defined.
+    # The number of leading zeros of 0 is undefined.
     s.unknown[0] = T.Select(
         s.high[0] == s.low[0], 0, 32 - T.Cast("int32", T.clz(T.reinterpret("int32", s.high[0] - s.low[0]))))
 
 
 @T.inline
 def take_digit(s):
-    """One digit more is known.
-
-    Reads: `found`, `shift`.
-    Writes: `low`, `high`, `lowest`, `highest`, `unknown`, `above`, `passed`.
-    """
+    """Narrow the group by one more digit."""
     s.low[0] = s.low[0] + ((T.uint32(RADIX_BINS - 1) - T.Cast("uint32", s.found[BIN])) << s.shift[0])
     s.high[0] = s.low[0] + T.min(s.high[0] - s.low[0], (T.uint32(1) << s.shift[0]) - T.uint32(1))
     s.lowest[0] = bits_value(s.low[0])
@@ -480,10 +478,10 @@ def pick_of_group(crew: Crew, vocab: int) -> Callable[..., Any]:
 
     @T.inline
     def see(io, row, t, s, j, e):
-        # A word of no mass is of no group, even where a digit more would have been needed to tell it apart.
+        # A word without mass is in no group, even where one more digit would be needed to tell it apart.
         if agrees(s, s.x[0]):
             if is_heavy(crew.exponential(s, s.x[0]), vocab):
-                # Bins are gone through from the last on.
+                # Bins are searched from the last one on.
                 crew.add(s, t, OTHERS, RADIX_BINS - 1 - crew.column(s, t, j, e) // part, s.mass)
 
     pass_over = pass_over_row(crew, see)
@@ -543,7 +541,7 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
         if s.counting[0] != 0:
             for b in T.serial(RADIX_BINS, unroll=False):
                 s.rank[0] = s.rank[0] + T.Cast("uint64", s.counts[b])
-            # Words of no mass are not counted. Where no more than top_k have one, it takes nothing away.
+            # Words without mass are not counted: if no more than top_k words have mass, top-k removes nothing.
             if s.rank[0] <= T.Cast("uint64", top_k):
                 s.counting[0] = 0
         # First how much top-k and top-p leave, where they have a say; then the word, if it is drawn in this order.
@@ -560,12 +558,12 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
                     located(io, row, t, s)
                     narrowed(io, row, t, s)
                 if turn < 2:
-                    # Up to the last of the group's words that is left.
+                    # Up to the last word of the group that is left.
                     s.mass[0] = T.truncdiv(s.found[MASS], s.found[COUNT])
                     if turn == 0:
                         s.mass[0] = s.above[0] + (s.need[0] - T.Cast("uint64", s.passed[0])) * s.mass[0]
                         s.counting[0] = 0
-                        # What is left has the place of the row's mass, of which top-p is a share.
+                        # The mass of what is left replaces the row's mass, of which top-p takes a share.
                         if t == 0:
                             s.masses[SLICES + RADIX_BINS] = s.mass[0]
                         crew.meet()
@@ -590,7 +588,7 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
 
 @T.inline
 def write_word(io, row, s, at, x):
-    """The word in a column, of element x, as what was drawn."""
+    """Write the word in a column, with element x, as the one drawn."""
     io.tokens[row] = T.Cast("int32", at)
     io.logprobs[row] = s.best[0] + (x - s.top[0]) * io.scale
 # fmt: on

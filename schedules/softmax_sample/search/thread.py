@@ -20,7 +20,9 @@ from .crew import LOADS, OTHERS, SLICES, Crew, State, agrees, draw_by_search, is
 
 # fmt: off
 def load_elements(vocab: int) -> Callable[..., Any]:
-    """The elements of the j-th step, -inf behind the row. Writes: `x`, but for its first, which is the one in hand."""
+    """Load the elements of the j-th step, -inf behind the row. Writes: `x`, except its first element, which is the one
+    in hand.
+    """
 
     @T.inline
     def phase(io, row, t, s, j):
@@ -84,7 +86,7 @@ def find_by_thread(s, t, start):
 
 
 def pick_by_thread(vocab: int) -> Callable[..., Any]:
-    """One after another."""
+    """Find the word by looking at one element after another."""
 
     @T.inline
     def phase(io, row, t, s, first, last):
