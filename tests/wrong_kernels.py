@@ -108,7 +108,7 @@ def of_addresses(problem: Problem, rng: np.random.Generator) -> tuple[str, Condi
 
 def _itemsize(problem: Problem, name: str) -> int:
     spec = next(one for one in (*problem.kernel_inputs, *problem.kernel_outputs) if one.name == name)
-    return {"float32": 4, "int32": 4, "int64": 8}.get(problem.axes.get(spec.dtype, spec.dtype), 2)
+    return {"float32": 4, "int32": 4, "int64": 8}.get(problem.dtype_of(spec), 2)
 
 
 def of_numbers(problem: Problem, rng: np.random.Generator) -> tuple[str, Condition] | None:

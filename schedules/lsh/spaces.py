@@ -12,7 +12,7 @@ from tvm_sparse.operators.lsh_lookup.problem import LshLookup
 from .extents import BUCKET_LANES, CLUSTERS, LOADS, PER_WARP, SLICES, THREADS, CountExtents, Room, shared_limit
 
 USUAL_THREADS = 512
-# Of a thread block where a multiprocessor has several rows: these hide each other's waiting.
+# Decisions for many rows: several small thread blocks share a multiprocessor, and hide each other's latency.
 CROWDED_THREADS, CROWDED_LOADS, CROWDED_LANES = 256, 2, 8
 TableProblem = LshLookup | LshCandidates
 
@@ -94,8 +94,8 @@ def likely_points(
 def crowded_point(
     problem: TableProblem, machine: Machine, table: Table, allowed: Callable[[Decisions], str | None]
 ) -> Decisions | None:
-    """A point for so many rows that, cut into the largest clusters, more than two thread blocks share a multiprocessor;
-    None for fewer rows, and if there is no point.
+    """A point for many rows: with the largest clusters each multiprocessor would have more than two thread blocks. None
+    for fewer rows, and if there is no point.
 
     As many thread blocks a row as each have a multiprocessor, else one; several thread blocks exchange buckets, and one
     of them finishes. On an H200 319 rows took 8 times as long with the clusters that suit few rows, 875 rows twice

@@ -54,7 +54,7 @@ def array_bytes(found: Problem) -> int:
             elements = math.prod(map(found.extent, argument.shape))
         except KeyError:  # depends on the data
             continue
-        total += elements * numpy_dtype(found.axes.get(argument.dtype, argument.dtype)).itemsize
+        total += elements * numpy_dtype(found.dtype_of(argument)).itemsize
     return max(total, found.cost().bytes)
 
 

@@ -246,7 +246,7 @@ def _arguments(problem: Problem) -> list[dict[str, Any]]:
         *((one, "ReadOnly") for one in problem.kernel_inputs),
         *((one, "WriteOnly") for one in problem.kernel_outputs),
     ]:
-        dtype = str(problem.axes.get(argument.dtype, argument.dtype))
+        dtype = problem.dtype_of(argument)
         described: dict[str, Any] = {
             "Name": argument.name,
             "Type": _TYPES.get(dtype, "custom"),

@@ -36,14 +36,10 @@ def transformed(*given: Any, differentiable: bool = False) -> bool:
     torch = sys.modules.get("torch")
     if torch is None or arrays.here.below or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         return False
-    if (  # the usual case in fewer questions, as a call that draws without a seed asks each time
-        not differentiable
-        and not torch._C._len_torch_dispatch_stack()
-        and not arrays.traced()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and all(type(tensor) is torch.Tensor for tensor in tensors)
-    ):
-        return False
+    watched = torch._C._len_torch_dispatch_stack() > 0 or arrays.traced()
+    alone = not watched and torch._C._functorch.peek_interpreter_stack() is None
+    if alone and not differentiable and all(type(tensor) is torch.Tensor for tensor in tensors):
+        return False  # the usual case, in few questions: every call that draws without a seed comes here
     if any(map(torch._C._functorch.is_gradtrackingtensor, tensors)):
         raise RuntimeError(
             "torch.func.grad, vjp, jvp and what is made of them do not go through custom operators of PyTorch; use"
@@ -51,7 +47,7 @@ def transformed(*given: Any, differentiable: bool = False) -> bool:
         )
     if differentiable and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return True
-    return arrays.traced() or torch._C._len_torch_dispatch_stack() > 0 or any(map(arrays.stands_for_data, tensors))
+    return watched or any(map(arrays.stands_for_data, tensors))
 
 
 def module_of(name: str) -> ModuleType:

@@ -37,8 +37,10 @@ def allowed(problem: LshCandidates, machine: Machine, decisions: Decisions) -> s
 
 
 def default(problem: LshCandidates, machine: Machine) -> Decisions:
-    """Of few rows the likely point; as measured at beam 12 and 40,000 words, if it may be, in larger blocks with
-    wide lanes, which find the buckets together and overlap their producer kernel. Of many rows `crowded_point`."""
+    """For many rows `crowded_point`. For few rows the likely point, if possible with the decisions that were measured
+    at beam 12 and 40,000 words: large thread blocks with wide lanes, which find the buckets together and overlap their
+    producer kernel.
+    """
     table, restriction = space(problem, machine), partial(allowed, problem, machine)
     if crowded := crowded_point(problem, machine, table, restriction):
         return crowded

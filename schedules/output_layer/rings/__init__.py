@@ -1,6 +1,6 @@
 """The exact output layer through tensor cores, whole rows to a ring of each thread block: from Hopper on.
 
-See `tiles` first. bulk copies fill the ring, whose stages are tiles of whole rows. A tile is one run of memory,
+See `tiles` first. Bulk copies fill the ring, whose stages are tiles of whole rows. A tile is one run of memory,
 which one bulk copy brings, whatever a row's length is: loads by row ask for more than the row has where its ends are
 not those of cache lines, as of 1000 columns of 16 bits. As many bytes are in flight as shared memory holds, no register
 waits for memory, and no shuffles part rows. The barrier at which the warps' sums meet tells that all have read a tile;

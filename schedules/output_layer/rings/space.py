@@ -9,7 +9,7 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, NotApplicable, Table
 
-from ..best.sizes import SEARCH_REGISTERS, THREADS, search_allowed
+from ..best.sizes import SEARCH_REGISTERS, THREADS
 from ..tiles.sizes import (
     CACHED,
     MAX_SPLIT,
@@ -23,9 +23,9 @@ from ..tiles.sizes import (
     is_large,
     likely_cached,
     no_room,
-    product_allowed,
     require_bulk_copies,
     require_tiles,
+    ring_allowed,
     tile_rows,
     word_bytes,
 )
@@ -36,8 +36,6 @@ STAGES = 2
 # Percent of the tiles that thread blocks take as they come to them; the others are dealt out.
 DYNAMIC = (0, 12, 25, 6)
 LIKELY_DYNAMIC = 12
-# Registers of a thread for operands and sums.
-MAX_HELD = 204
 
 
 def extents(problem: OutputLayer, decisions: Decisions) -> Extents:
@@ -76,11 +74,7 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
         return "eight tokens are an operand beside 16 rows"
     if e.dtype == "float32" and (1 if e.staged else e.steps) * e.row_groups > MAX_SPLIT:
         return f"{e.steps} steps of {e.tile_m} hidden states, split for tf32, exceed {MAX_SPLIT} vectors in registers"
-    if reason := product_allowed(e, MAX_HELD):
-        return reason
-    if not machine.blocks_at_once(e.product_threads, 1, e.shared_bytes):
-        return f"hidden states, a ring and sums of {e.shared_bytes} bytes exceed a multiprocessor's shared memory"
-    return search_allowed(e, machine)
+    return ring_allowed(e, machine)
 
 
 def default(problem: OutputLayer, machine: Machine) -> Decisions:

@@ -9,7 +9,7 @@ from tvm_sparse.core.machine import REGISTER_FILE, Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, ceildiv, powers
 
-from ..best.sizes import STATIC_SHARED, VECTOR, TileSearchSizes, dynamic_shared, require_ranks
+from ..best.sizes import STATIC_SHARED, VECTOR, TileSearchSizes, dynamic_shared, require_ranks, search_allowed
 from ..words import OutputLayer, best_of, block_of, candidates_of, lists_of, most_words
 
 # Vectors of hidden states that a thread holds if they are float32: the compiler also holds their parts.
@@ -30,8 +30,8 @@ WIDE = 4096
 # Bytes of tokens above which the L2 cache of no machine holds them; from which on one of 50 MB does not keep all of
 # them from call to call; and from which on rings have a default of their own.
 CACHE, LARGE, MEDIUM = 48 * 2**20, 40 * 2**20, 16 * 2**20
-# Registers of a thread beside operands and sums.
-BESIDES = 40
+# Registers of a thread for operands and sums, at most, in kernels with a ring; and those beside, in all kernels.
+MAX_RING_HELD, BESIDES = 204, 40
 # Bytes of tokens that all thread blocks together have brought into the L2 cache ahead: what memory brings while the
 # second kernel of the call before runs.
 PREFETCHED = 12 * 2**20
@@ -120,6 +120,15 @@ def product_allowed(e: Extents, most_held: int) -> str | None:
     if e.parts_bytes + e.barrier_bytes > STATIC_SHARED:
         return f"sums and barriers of {e.parts_bytes + e.barrier_bytes} bytes exceed shared memory of {STATIC_SHARED}"
     return None
+
+
+def ring_allowed(e: Extents, machine: Machine) -> str | None:
+    """Why no kernels with a ring have such a point."""
+    if reason := product_allowed(e, MAX_RING_HELD):
+        return reason
+    if not machine.blocks_at_once(e.product_threads, 1, e.shared_bytes):
+        return f"hidden states, a ring and sums of {e.shared_bytes} bytes exceed a multiprocessor's shared memory"
+    return search_allowed(e, machine)
 
 
 def launch(extents: Any) -> Any:

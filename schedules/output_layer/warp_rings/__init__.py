@@ -1,6 +1,6 @@
 """The output layer through tensor cores, parts of rows to a ring of each warp: lists of one row each, and wide rows.
 
-See `tiles` first. each warp has a ring in shared memory, whose stages are `depth` cache lines of each row of a
+See `tiles` first. Each warp has a ring in shared memory, whose stages are `depth` cache lines of each row of a
 tile. Every lane asks for its row's part by one bulk copy, whose bytes the stage's mbarrier counts. No register waits
 for memory, rows are read in runs as long as a stage, wherever they start, and what lies between them in shared memory
 keeps lanes off each other's banks. A warp that has multiplied a stage asks for the one `stages` later, be it of another

@@ -9,7 +9,7 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv
 
-from ..best.sizes import MAX_DIRECT, THREADS, VECTOR, search_allowed
+from ..best.sizes import MAX_DIRECT, THREADS, VECTOR
 from ..registers.space import allowed as allowed_in_registers
 from ..registers.space import few_wide_rows
 from ..tiles.sizes import (
@@ -23,9 +23,9 @@ from ..tiles.sizes import (
     is_large,
     likely_cached,
     no_room,
-    product_allowed,
     require_bulk_copies,
     require_tiles,
+    ring_allowed,
     tile_rows,
 )
 from ..words import OutputLayer, best_of, candidates_of, lists_of, most_words
@@ -34,8 +34,6 @@ from ..words import OutputLayer, best_of, candidates_of, lists_of, most_words
 TILES = (4, 6, 8, 10, 12)
 # Cache lines of a row's part, of lists and of vocabularies; and stages: more were never faster.
 DEPTH, WIDE_DEPTH, STAGES = (1, 2, 3, 4, 5, 8), (2, 3, 4, 5), (2, 3)
-# Registers of a thread for operands and sums.
-MAX_HELD = 204
 # Points that are likely to be good for up to eight rows and for more: `tile_n`, `depth`, `staged` and `stages`.
 LIKELY_FEW = ((16, 4, 0, 3), (16, 3, 0, 3), (16, 2, BOTH, 3), (16, 2, BOTH, 2))
 LIKELY_MANY = ((16, 2, 0, 3), (16, 2, 0, 2), (NARROW, 4, BOTH, 2), (16, 2, BOTH, 2))
@@ -88,11 +86,7 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
         return "eight tokens are an operand beside 16 rows, with hidden states in two places"
     if e.depth >= 2 * ceildiv(e.vectors, 8 * e.reduce_warps):
         return f"a stage of {e.depth} cache lines is twice what a warp has of a row of {e.vectors} vectors, or more"
-    if reason := product_allowed(e, MAX_HELD):
-        return reason
-    if not machine.blocks_at_once(e.product_threads, 1, e.shared_bytes):
-        return f"hidden states, a ring and sums of {e.shared_bytes} bytes exceed a multiprocessor's shared memory"
-    return search_allowed(e, machine)
+    return ring_allowed(e, machine)
 
 
 def default(problem: OutputLayer, machine: Machine) -> Decisions:
