@@ -67,7 +67,6 @@ DECISIONS: Mapping[str, str] = {
         "Programmatic dependent launch. 0: none. 1: the kernel waits for its producer kernel, then lets its consumer"
         " kernel start. 2: it lets the consumer start at once, and reads what the template says before it waits."
     ),
-    "resident": "Threads for which a multiprocessor has room at once: how many registers each may have.",
     "apart": "1: a kernel takes so much shared memory that no two of its thread blocks share a multiprocessor.",
     "beside": "1: a kernel takes so much shared memory that the one after it, which overlaps, finds room beside it.",
     "evict_first": "1: a large operand that is read once leaves the L2 cache before what is read again.",

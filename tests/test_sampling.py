@@ -621,7 +621,7 @@ def test_no_masked_word_is_drawn(name: str, axes: str, more: int) -> None:
 
 GATE = {"threads": 64, "vectors": 1, "stages": 1, "overlap": 1, "prefetch": 0, "deferred": 0, "unroll": 1}
 SHARING = {"threads": 64, "vectors": 1, "stages": 1, "deferred": 0, "unroll": 1}
-SLICES = {"cluster": 1, "threads": 128, "vectors": 1, "staged": 0, "resident": 512}
+SLICES = {"cluster": 1, "threads": 128, "vectors": 1, "staged": 0}
 # Blocks that search: one or several, of rows that begin and end within a vector or not.
 SEARCHED = (
     ("sample_scan", "vocab=1029,k=4,per_row=1,whole=1", {}),

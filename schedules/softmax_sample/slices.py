@@ -44,16 +44,16 @@ from .search.blocks import (
     take_word,
 )
 from .search.crew import Crew, draw_by_search, leave_all
-from .space import blocks_of
+from .space import RESIDENT, blocks_of
 from .words import Drawing, own_on_gpu, read_filters
 
 
 def build(problem: SoftmaxSample, decisions: Decisions) -> Program:
-    return gpu_program(problem, main(blocks_of(problem, decisions), decisions["resident"]))
+    return gpu_program(problem, main(blocks_of(problem, decisions)))
 
 
 # fmt: off
-def main(blocks: Blocks, resident: int) -> Callable[..., Any]:
+def main(blocks: Blocks) -> Callable[..., Any]:
     """The body of a kernel: its threads, the state, and the row's phases."""
     ext, cluster, threads, words = blocks.ext, blocks.cluster, blocks.threads, blocks.problem.words
     crew = crew_of(blocks)
@@ -118,7 +118,7 @@ def main(blocks: Blocks, resident: int) -> Callable[..., Any]:
     @T.inline
     def body(io):
         T.device_entry()
-        T.attr({"tirx.launch_bounds_min_blocks_per_sm": resident // threads})
+        T.attr({"tirx.launch_bounds_min_blocks_per_sm": RESIDENT // threads})
         if cluster > 1:
             group = T.cluster_id([io.batch])
             part = T.cta_id_in_cluster([cluster])

@@ -16,8 +16,8 @@ THREADS = (128, 256, 512)
 CLUSTERS = powers(1, 16)
 # Vectors that a thread loads before it uses the first of them.
 VECTORS = (1, 2, 4)
-# Threads of a multiprocessor: with more the search has too few registers.
-RESIDENT = (512,)
+# Threads for which a multiprocessor has room at once, in whole thread blocks: with more, registers spill.
+RESIDENT = 512
 # Most bytes of a row that a thread block keeps by default.
 KEPT = 160 * 1024
 
@@ -32,7 +32,6 @@ def space(problem: SoftmaxSample, machine: Machine) -> Table:
         "threads": THREADS,
         "vectors": VECTORS,
         "staged": (0, 1),
-        "resident": RESIDENT,
     }
 
 
@@ -45,8 +44,6 @@ def blocks_of(problem: SoftmaxSample, decisions: Decisions) -> Blocks:
 def allowed(problem: SoftmaxSample, machine: Machine, decisions: Decisions) -> str | None:
     blocks = blocks_of(problem, decisions)
     ext = blocks.ext
-    if decisions["resident"] % decisions["threads"]:
-        return f"{decisions['resident']} threads are not whole thread blocks of {decisions['threads']}"
     if decisions["staged"] and not ext.fewest:
         return "a row of no whole vector has nothing to keep"
     size, limit = blocks.bytes, machine.block_shared_bytes - MOST_STATIC
@@ -69,7 +66,7 @@ def default(problem: SoftmaxSample, machine: Machine) -> Decisions:
     fill = next((size for size in clusters if size * problem.batch_extent >= machine.cores * 9 // 10), clusters[-1])
     keep = next((size for size in clusters if Blocks(problem, THREADS[-1], size, "shared").staged <= KEPT), None)
     wanted = [
-        {"cluster": cluster, "threads": threads, "vectors": vectors, "staged": staged, "resident": 512}
+        {"cluster": cluster, "threads": threads, "vectors": vectors, "staged": staged}
         for cluster in sorted((size for size in clusters if size <= max(fill, keep or 1)), reverse=True)
         for threads in (512, 256, 128)
         for vectors in (4, 2, 1)
