@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, Table
 from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
 from tvm_sparse.operators.lsh_lookup.problem import LshLookup
 
-from .extents import BUCKET_LANES, CLUSTERS, LOADS, PER_WARP, SLICES, THREADS, CountExtents, Room, shared_limit
+from .extents import (
+    BUCKET_LANES,
+    CLUSTERS,
+    LOADS,
+    MOST_SHARED,
+    PER_CELL,
+    PER_WARP,
+    SLICES,
+    THREADS,
+    CountExtents,
+    Room,
+    shared_limit,
+)
 
-USUAL_THREADS = 512
-# Decisions for many rows: several small thread blocks share a multiprocessor, and hide each other's latency.
+# For few rows: whole warps for a bucket, two buckets in flight, in the largest thread blocks. Lists of as many words are
+# finished by all thread blocks of a cluster.
+FEW_THREADS, FEW_LANES, FEW_LOADS = 1024, 32, 2
+LONG_LIST = 32768
+# For many rows: thread blocks that share a multiprocessor hide each other's latency. They have this many threads
+# together, and at least `CROWDED_THREADS` each.
+RESIDENT_THREADS, MOST_RESIDENT = 1536, 8
 CROWDED_THREADS, CROWDED_LOADS, CROWDED_LANES = 256, 2, 8
 TableProblem = LshLookup | LshCandidates
 
@@ -65,59 +82,59 @@ def count_refusal(problem: TableProblem, machine: Machine, e: CountExtents, room
     return None
 
 
-def likely_points(
-    problem: TableProblem, table: Table, allowed: Callable[[Decisions], str | None]
-) -> Iterator[Decisions]:
-    """Points of a table, the best first: as few slices as there may be, and then as many thread blocks a cluster.
-
-    Lanes for buckets of half as many words again as there are on average, and all of a row's buckets in flight.
-    """
-    codes = codes_of(problem)
-    lanes = next((n for n in BUCKET_LANES if 2 * n * codes >= 3 * problem.vocab), BUCKET_LANES[-1])
-    for slices in table["slices"]:
-        for cluster in table["cluster"][::-1]:
-            at_once = USUAL_THREADS // lanes * cluster
-            point = {
-                "threads": USUAL_THREADS,
-                "cluster": cluster,
-                "slices": slices,
-                "bucket_lanes": lanes,
-                "loads": next((n for n in LOADS if n * at_once >= problem.bands), LOADS[-1]),
-                "exchange": 0,
-                "finishers": cluster,
-                "overlap": 0,
-            }
-            if allowed(point) is None:
-                yield point
-
-
-def crowded_point(
+def usual_point(
     problem: TableProblem, machine: Machine, table: Table, allowed: Callable[[Decisions], str | None]
 ) -> Decisions | None:
-    """A point for many rows: with the largest clusters each multiprocessor would have more than two thread blocks. None
-    for fewer rows, and if there is no point.
+    """The point to start with; None if there is none in the table.
 
-    As many thread blocks a row as each have a multiprocessor, else one; several thread blocks exchange buckets, and one
-    of them finishes. On an H200 319 rows took 8 times as long with the clusters that suit few rows, 875 rows twice
-    (`scripts/regret.py`, seeds 1 and 7).
+    As few slices as there may be. For few rows as many thread blocks a cluster as possible. Where these would be more
+    than two a multiprocessor, as many a row as each have a multiprocessor, else one; several thread blocks exchange
+    buckets, and one of them finishes. On an H200 319 rows took 8 times as long with the clusters that suit few rows, 875
+    rows twice (`scripts/regret.py`, seeds 1 and 7).
     """
-    points = list(likely_points(problem, table, allowed))
     rows = problem.lists * problem.beam
-    if not points or rows * points[0]["cluster"] <= 2 * machine.cores:
-        return None
-    likely = [point for point in points if point["slices"] == points[0]["slices"]]
-    fitting = [point for point in likely if rows * point["cluster"] <= machine.cores]
-    for point in [*fitting, *likely[::-1]]:
-        found = {**point, "exchange": int(point["cluster"] > 1), "finishers": 1}
-        if point not in fitting:
-            # A lane has up to four words of a bucket.
-            wide = [n for n in BUCKET_LANES if n >= CROWDED_LANES]
-            lanes = next((n for n in wide if 4 * n * codes_of(problem) >= problem.vocab), wide[-1])
-            loads = min(point["loads"], CROWDED_LOADS)
-            found |= {"threads": CROWDED_THREADS, "bucket_lanes": lanes, "loads": loads}
-        if allowed(found) is None:
-            return found
+    for slices in table["slices"]:
+        points = [
+            point
+            for cluster in table["cluster"][::-1]
+            if allowed(point := _of_few_rows(problem, table, slices, cluster)) is None
+        ]
+        if not points:
+            continue
+        if rows * points[0]["cluster"] <= 2 * machine.cores:
+            return points[0]
+        fitting = [point for point in points if rows * point["cluster"] <= machine.cores]
+        for point in [*fitting, *points[::-1]]:
+            found = {**point, "exchange": int(point["cluster"] > 1), "finishers": 1}
+            if point not in fitting:
+                found |= _crowded(problem, found)
+            if allowed(found) is None:
+                return found
+        return points[-1]
     return None
+
+
+def _of_few_rows(problem: TableProblem, table: Table, slices: int, cluster: int) -> Decisions:
+    return {
+        "threads": FEW_THREADS,
+        "cluster": cluster,
+        "slices": slices,
+        "bucket_lanes": FEW_LANES,
+        "loads": FEW_LOADS,
+        "exchange": 0,
+        "finishers": cluster if problem.vocab >= LONG_LIST else 1,
+        "overlap": max(table["overlap"]),
+    }
+
+
+def _crowded(problem: TableProblem, point: Decisions) -> Decisions:
+    """Decisions for one of several thread blocks on a multiprocessor: a lane has up to four words of a bucket."""
+    wide = [n for n in BUCKET_LANES if n >= CROWDED_LANES]
+    lanes = next((n for n in wide if 4 * n * codes_of(problem) >= problem.vocab), wide[-1])
+    bytes_of_counts = 4 // PER_CELL * count_extents(problem, point).part
+    resident = min(MOST_RESIDENT, max(1, MOST_SHARED // bytes_of_counts))
+    threads = next(n for n in THREADS if n >= max(CROWDED_THREADS, min(THREADS[-1], RESIDENT_THREADS // resident)))
+    return {"threads": threads, "bucket_lanes": lanes, "loads": CROWDED_LOADS}
 
 
 def codes_of(problem: TableProblem) -> int:

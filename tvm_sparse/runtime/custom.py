@@ -32,14 +32,19 @@ def transformed(*given: Any, differentiable: bool = False) -> bool:
     RuntimeError
         Within derivatives of torch.func, which do not support the backward passes of custom operators.
     """
-    tensors = [array for array in given if array is not None]
     torch = sys.modules.get("torch")
-    if torch is None or arrays.here.below or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+    if torch is None or arrays.here.below:
         return False
-    watched = torch._C._len_torch_dispatch_stack() > 0 or arrays.traced()
-    alone = not watched and torch._C._functorch.peek_interpreter_stack() is None
-    if alone and not differentiable and all(type(tensor) is torch.Tensor for tensor in tensors):
-        return False  # the usual case, in few questions: every call that draws without a seed comes here
+    watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
+    if not watched and not differentiable and torch._C._functorch.peek_interpreter_stack() is None:
+        for array in given:  # a loop, as every call that draws without a seed comes here
+            if array is not None and type(array) is not torch.Tensor:
+                break
+        else:
+            return False
+    tensors = [array for array in given if array is not None]
+    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        return False
     if any(map(torch._C._functorch.is_gradtrackingtensor, tensors)):
         raise RuntimeError(
             "torch.func.grad, vjp, jvp and what is made of them do not go through custom operators of PyTorch; use"

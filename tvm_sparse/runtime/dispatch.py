@@ -271,7 +271,7 @@ class Dispatcher:
             self._taken, self.launchers = before
 
     def measure(self, problems: Sequence[Problem], machine: Machine, seconds: float, builders: int) -> None:
-        """Time the best candidates of problems without a record of their own, for at most `seconds` in total.
+        """Time the best candidates of problems without a record of their own, for about `seconds` in total.
 
         The fastest are added to the user's records. Problems for which no time is left, or whose candidates cannot be
         measured, keep the decisions of look-up, with a message.
@@ -883,12 +883,12 @@ def warmup(
     builders
         Number of processes that compile. Default: one a core, at most 16.
     seconds
-        Time limit for measurements, for all problems together. On a GPU ten seconds for the first and five for each
-        further problem are enough. For each problem without a record of its own, look-up's best candidates (its choice,
-        runners-up, defaults, the fallback) are built in other processes, checked against the reference, and timed on
-        this machine. The fastest is added to the user's records, where later processes find it, and `explain` says
-        "measured here". If the time does not suffice or something fails, the choice of look-up runs. Requires the
-        extras for tuning. Default: nothing is measured.
+        Time for measurements, for all problems together; candidates under way are finished, so that it may take some
+        seconds more. Ten seconds a problem are enough for most on a GPU. For each problem without a record of its own,
+        look-up's best candidates (its choice, runners-up, defaults, the fallback) are built in other processes, checked
+        against the reference, and timed on this machine. The fastest is added to the user's records, where later
+        processes find it, and `explain` says "measured here". If the time does not suffice or something fails, the
+        choice of look-up runs. Requires the extras for tuning. Default: nothing is measured.
 
     Returns
     -------

@@ -32,6 +32,10 @@ AROUND = 2
 # Seconds for which the process stays after a problem: it and its children have imported the compiler, and set up the
 # device.
 KEEP_SECONDS = 60.0
+# Seconds after the time limit in which candidates under way are finished and the final is held; then the process hangs,
+# and is ended. Without them a first problem, for which the process and its children start, would often be lost, and so
+# would the started children.
+GRACE = 30.0
 
 
 def contenders(problem: Problem, machine: Machine, choice: Choice, evidence: Evidence) -> list[Candidate]:
@@ -79,7 +83,9 @@ def contenders(problem: Problem, machine: Machine, choice: Choice, evidence: Evi
 def measure(
     problem: Problem, machine: Machine, candidates: Sequence[Candidate], logs: Path, seconds: float, builders: int
 ) -> dict[str, Any]:
-    """Time candidates and record the winner under `logs`, within `seconds`.
+    """Time candidates for about `seconds`, and record the winner under `logs`.
+
+    After seven tenths of that time no candidate is begun.
 
     Returns the reply of `tuning.measured`, or `{"reason": why nothing was measured}`; failures do not raise.
     """
@@ -96,13 +102,13 @@ def measure(
     }
     try:
         with kept.pool() as pool:
-            reply = pool.submit(request, timeout=seconds).result()
+            reply = pool.submit(request, timeout=seconds + GRACE).result()
     except Exception as error:  # such as a process that does not start: calls work without
         return {"reason": f"{type(error).__name__}: {error}"}
     if reply.ok:
         return dict(reply.value)
     if reply.kind == "timeout":
-        return {"reason": f"it takes longer than {seconds:.0f} s"}
+        return {"reason": f"it takes longer than {seconds + GRACE:.0f} s"}
     return {"reason": reply.message}
 
 

@@ -99,41 +99,61 @@ def shared_bytes(decisions: Decisions) -> int:
     return (parts + (decisions["cluster"] - 1) * warps_m * tile_m * tile_n) * 4
 
 
+# Stored elements of a row of the weight that are enough for eight warps.
+LONG = 2048
+
+
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:
     """Tiles that won in searches on an H200, by rows of x: up to 8, up to 64, more.
 
-    Few rows: small tiles, whose blocks eight warps share; four where neither rows of blocks are of different lengths
-    nor the tile is the only one. With one strip of x a long row is shared by four thread blocks, too. Beyond 64 rows:
-    larger tiles, several beside each other.
+    Up to 64 rows: warps share the blocks of a tile; eight, or four where neither rows of blocks are of different
+    lengths nor the tile is the only one nor rows are long. Beyond 64 rows: larger tiles, several beside each other.
     """
     table = space(problem, machine)
     tile_n = max(tile for tile in table["tile_n"] if tile <= 32)
     tile_m = max(tile for tile in table["tile_m"] if tile <= 32)
     warps: tuple[int, ...] = (2, 1)
     beside: tuple[int, ...] = (2, 1)
+    depths: tuple[int, ...] = (2, 1)
     if problem.m <= 64:
-        several = problem.m > 8 and problem.pattern != "skewed"
+        several = problem.m > 8 and problem.pattern != "skewed" and problem.k * (1 - problem.sparsity) < LONG
         tile_m, warps, beside = 16, ((4, 2, 1) if several else (8, 4, 2, 1)), (1,)
+        if several:
+            depths = (1, 2) if problem.m > 16 else (4, 2, 1) if tile_n == 32 else (2, 1)
     if problem.m <= 8 and tile_n % 16 == 0:
         tile_m, tile_n = 8, 16
-    clusters = (4, 1) if 4 in table["cluster"] and problem.m <= 8 else (1,)
+    overlaps = (2, 1) if machine.has_clusters else (0,)
+    tiles = [(tile_n, warp, side, depth, 1) for warp in warps for side in beside for depth in depths]
+    if tile_m == 8:
+        tiles = [*((*found[:2], 1, *found[2:]) for found in of_one_strip(problem, machine, table)), *tiles]
     choices = [
         {
             "tile_m": tile_m,
-            "tile_n": tile_n,
+            "tile_n": wide,
             "reduce_warps": reduce_warps,
             "warps_m": warps_m,
             "depth": depth,
             "cluster": cluster,
             "overlap": overlap,
         }
-        for reduce_warps in warps
-        for warps_m in beside
-        for depth in ((4, 2, 1) if len(clusters) > 1 else (2, 1))
-        for cluster in clusters
-        for overlap in ((2, 1) if machine.has_clusters else (0,))
+        for wide, reduce_warps, warps_m, depth, cluster in tiles
+        for overlap in overlaps
     ]
     return next(point for point in choices if allowed(problem, machine, point) is None)
+
+
+def of_one_strip(problem: BsrMatmul, machine: Machine, table: Table) -> list[tuple[int, int, int, int]]:
+    """`tile_n`, `reduce_warps`, `depth` and `cluster` for up to 8 rows of x, the best first.
+
+    If there are few tiles of the weight, 16 warps share one; a long row of a skewed structure is shared by a cluster.
+    Of many tiles those of 32 rows are faster.
+    """
+    skewed, few = problem.pattern == "skewed", problem.n <= 32 * machine.cores
+    if few:
+        found = [(32, 8, 2, 8), (16, 8, 4, 4)] if skewed else [(16, 16, 2, 1), (16, 8, 2, 1)]
+    else:
+        found = [(16, 8, 2, 1)] if skewed else [(32, 8, 4, 1), (32, 4, 4, 1)]
+    return [one for one in found if one[0] in table["tile_n"] and one[3] in table["cluster"]]
 
 
 @dataclass(frozen=True)

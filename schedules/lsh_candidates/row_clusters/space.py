@@ -9,7 +9,7 @@ from tvm_sparse.core.template import Decisions, NotApplicable, Table
 from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
 
 from ...lsh.extents import WARP_SUMS, CompactExtents, CountExtents, HashExtents, Room
-from ...lsh.spaces import count_extents, count_refusal, count_table, crowded_point, likely_points
+from ...lsh.spaces import count_extents, count_refusal, count_table, usual_point
 
 
 def extents(problem: LshCandidates, decisions: Decisions) -> tuple[HashExtents, CountExtents, CompactExtents]:
@@ -26,7 +26,7 @@ def space(problem: LshCandidates, machine: Machine) -> Table:
     if machine.capability < WARP_SUMS:
         raise NotApplicable("sums over a warp need compute capability 8.0")
     table = count_table(machine)
-    if not any(likely_points(problem, table, partial(allowed, problem, machine))):
+    if usual_point(problem, machine, table, partial(allowed, problem, machine)) is None:
         raise NotApplicable(f"hidden={problem.hidden} and vocab={problem.vocab} exceed shared memory, however divided")
     return table
 
@@ -37,14 +37,6 @@ def allowed(problem: LshCandidates, machine: Machine, decisions: Decisions) -> s
 
 
 def default(problem: LshCandidates, machine: Machine) -> Decisions:
-    """For many rows `crowded_point`. For few rows the likely point, if possible with the decisions that were measured
-    at beam 12 and 40,000 words: large thread blocks with wide lanes, which find the buckets together and overlap their
-    producer kernel.
-    """
-    table, restriction = space(problem, machine), partial(allowed, problem, machine)
-    if crowded := crowded_point(problem, machine, table, restriction):
-        return crowded
-    likely = next(likely_points(problem, table, restriction))
-    measured = {**likely, "threads": 1024, "bucket_lanes": 32, "loads": 4, "exchange": 1, "overlap": 1}
-    possible = all(measured[name] in values for name, values in table.items()) and restriction(measured) is None
-    return measured if possible else likely
+    found = usual_point(problem, machine, space(problem, machine), partial(allowed, problem, machine))
+    assert found is not None  # as `space` has found
+    return found

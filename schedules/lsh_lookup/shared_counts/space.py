@@ -9,12 +9,12 @@ from tvm_sparse.core.template import Decisions, NotApplicable, Table
 from tvm_sparse.operators.lsh_lookup.problem import LshLookup
 
 from ...lsh.extents import Room
-from ...lsh.spaces import count_extents, count_refusal, count_table, crowded_point, likely_points
+from ...lsh.spaces import count_extents, count_refusal, count_table, usual_point
 
 
 def space(problem: LshLookup, machine: Machine) -> Table:
     table = count_table(machine)
-    if not any(likely_points(problem, table, partial(allowed, problem, machine))):
+    if usual_point(problem, machine, table, partial(allowed, problem, machine)) is None:
         raise NotApplicable(f"vocab={problem.vocab} exceeds shared memory, however divided")
     return table
 
@@ -25,6 +25,6 @@ def allowed(problem: LshLookup, machine: Machine, decisions: Decisions) -> str |
 
 
 def default(problem: LshLookup, machine: Machine) -> Decisions:
-    """Large clusters for few rows; for more rows than these leave multiprocessors for, `crowded_point`."""
-    table, refused = space(problem, machine), partial(allowed, problem, machine)
-    return crowded_point(problem, machine, table, refused) or next(likely_points(problem, table, refused))
+    found = usual_point(problem, machine, space(problem, machine), partial(allowed, problem, machine))
+    assert found is not None  # as `space` has found
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 
 from tvm_sparse.core.machine import REGISTER_FILE, Machine
@@ -13,6 +14,7 @@ from tvm_sparse.core.template import Decisions, Table, powers
 from ..best.sizes import THREADS, most_shared, search_allowed
 from ..tiles.sizes import (
     BESIDES,
+    BLOCKS_EACH,
     CACHE,
     MAX_SPLIT,
     MOST_TILES,
@@ -39,8 +41,10 @@ MAX_LOADS = 16
 MAX_ALONE = 64
 # Registers of a thread for operands and sums.
 MAX_HELD = 188
-# Tokens of a list whose best are found faster by few threads.
-SHORT = 8192
+# Tokens of a short list; and those for each thread of the search.
+SHORT, TOKENS_EACH = 8192, 16
+# Warps of a multiprocessor that multiply tokens which the L2 cache holds.
+RESIDENT_WARPS = 16
 
 
 def extents(problem: OutputLayer, decisions: Decisions) -> Extents:
@@ -106,9 +110,16 @@ def few_wide_rows(problem: OutputLayer, machine: Machine, table: Table) -> Decis
     return point | {"threads": 1024, "overlap": 1, "evict_first": 0, "prefetch": 0}
 
 
+def usual_threads(problem: OutputLayer, table: Table) -> tuple[int, ...]:
+    """Threads of the search, the likely ones first: one for each sixteen tokens."""
+    each = most_words(problem) / TOKENS_EACH
+    return tuple(sorted(table["threads"], key=lambda threads: abs(math.log2(threads / each))))
+
+
 def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[Decisions]:
     """Points of a table, the best first: all rows in a tile, if there is room, and eight warps that share it. With wide
-    rows each warp has a tile of its own, unless registers hold all hidden states.
+    rows each warp has a tile of its own, unless registers hold all hidden states. If the L2 cache holds the tokens, they
+    are read again by tiles of fewer rows, of which there are more.
     """
     (lists, rows), size = lists_of(problem), numpy_dtype(problem.dtype).itemsize
     wide, halves = problem.hidden * size > WIDE, size == 2
@@ -121,27 +132,41 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
     in_registers = [(8, 1, 0)]
     # Large tiles where there are many, with as many loads in flight.
     many = not wide and word_bytes(problem) > CACHE
-    # For one short list of candidates of a beam, large tiles, which are few, and a search by few threads.
+    # For one short list of candidates of a beam, large tiles, which are few.
     short = bool(candidates_of(problem)) and lists == 1 and rows <= 16 and most_words(problem) <= SHORT and not wide
-    for tile_m in reversed(table["tile_m"]):
+    cached = not (wide or many or short or is_large(problem))
+    kinds = in_registers if wide else shared
+    depths = (1, 2, 3, 4) if many or short else (2, 4, 1, 3) if wide else (2, 1, 3, 4)
+    if cached:
+        kinds = [kind for kind in shared[4:] + shared[:4] if halves or kind in shared[:4]]
+        depths = (2, 1, 3, 4) if halves else (3, 2, 4, 1)
+    tiles_m = table["tile_m"][::-1]
+    if cached:
+        few = 8 if rows <= 16 else 16
+        tiles_m = (*(tile for tile in tiles_m if tile <= few), *(tile for tile in tiles_m if tile > few))
+    for tile_m in tiles_m:
         for tile_n, (reduce_warps, tiles, staged), depth, threads in itertools.product(
             table["tile_n"][:: -1 if many or short else 1],
-            in_registers[tile_m > 8 :] + alone + shared if wide else shared + alone,
-            (1, 2, 3, 4) if many or short else (2, 4, 1, 3) if wide else (2, 1, 3, 4),
-            table["threads"][:: 1 if short else -1],
+            kinds[tile_m > 8 :] + alone + shared if wide else kinds + alone,
+            depths,
+            usual_threads(problem, table),
         ):
+            blocks = table["blocks"][0 if tiles > 1 or short else min(1, len(table["blocks"]) - 1)]
+            if cached:
+                each = max(n for n in BLOCKS_EACH if n == 1 or n * reduce_warps <= RESIDENT_WARPS)
+                blocks = min(table["blocks"], key=lambda blocks: abs(blocks * lists - each * machine.cores))
             point = {
                 "tile_m": tile_m,
                 "tile_n": tile_n,
                 "reduce_warps": reduce_warps,
                 "depth": depth,
                 "staged": staged,
-                "blocks": table["blocks"][0 if tiles > 1 or short else min(1, len(table["blocks"]) - 1)],
+                "blocks": blocks,
                 "threads": threads,
                 "overlap": max(table["overlap"]),
                 "evict_first": max(table["evict_first"]),
                 # Narrow tokens of 16 bits: thread blocks ask for no more ahead than the second kernel leaves time for.
-                "prefetch": max(table["prefetch"]) if many and halves else 0,
+                "prefetch": max(table["prefetch"]) if (many if halves else cached) else 0,
             }
             if extents(problem, point).tiles == tiles and allowed(problem, machine, point) is None:
                 yield point

@@ -32,6 +32,8 @@ MAX_WORDS = 64
 # Defaults: the share's size in elements from which on it is staged; and vectors per thread where registers hold it.
 LARGE = 1 << 15
 FEW = 4
+# The fewest and the most threads of a block that shares a row with others, by default.
+LATE = (256, 640)
 # Threads of a multiprocessor, and bytes of shared memory that a block may ask for.
 THREADS_MOST, MAX_SHARED = 2048, 200 * 1024
 # Threads that share the ranking of one key, and keys up to which this way is taken: of more the best are selected
@@ -318,7 +320,7 @@ def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
         layout = Layout.of(problem, point)
         cluster = layout.cluster
         crowded = cluster > 1 and problem.batch_extent > machine.clusters_at_once(cluster)
-        threads = layout.share // FEW if layout.late else 512
+        threads = min(max(layout.share // FEW, LATE[0]), LATE[1]) if layout.late else 512
         return (crowded, cluster if crowded else -cluster, badly_held(layout), abs(layout.threads - threads))
 
     space(problem, machine)  # raises `NotApplicable` if the template does not apply

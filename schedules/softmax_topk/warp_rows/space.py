@@ -181,6 +181,8 @@ class Layout:
 
 # Words that a warp ranks as fast as a thread block.
 MOST_OF_WARP = 32
+# Words of a row that a warp ranks at once, whatever k.
+SHORT = 512
 
 
 def space(problem: SoftmaxTopk, machine: Machine) -> Table:
@@ -198,10 +200,10 @@ def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
 def declines(problem: SoftmaxTopk, machine: Machine) -> bool:
     """Whether each row may have a multiprocessor, which then ranks many words faster than a warp.
 
-    On an H200 three rows of 1,431 words at k = 128, and 25 of 1,882 at 51, took 2.1 and 1.7 times as long by warps
-    (`scripts/regret.py`, seeds 1 and 7).
+    On an H200 three rows of 1,431 words at k = 128, and 25 of 1,882 at 51, took 2.1 and 1.7 times as long by warps, but
+    one of 143 words at 141 took 0.63 times as long (`scripts/regret.py`, seeds 1, 7 and 8).
     """
-    return problem.batch_extent <= machine.cores and problem.k > MOST_OF_WARP
+    return problem.batch_extent <= machine.cores and problem.k > MOST_OF_WARP and problem.vocab > SHORT
 
 
 def features(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> Features:

@@ -30,6 +30,8 @@ def told(uniforms: Any, seed: Any, offset: Any) -> tuple[int, tuple[Any, ...]] |
     TypeError, ValueError
         For what is no seed or offset, and for more than one way to say the numbers.
     """
+    if uniforms is None and seed is None and type(offset) is int and not offset:
+        return None
     if uniforms is not None:
         if seed is not None:
             raise ValueError("uniforms: expected these or a seed, got both")
@@ -58,7 +60,7 @@ def fresh(like: Any) -> tuple[int, tuple[Any, ...]]:
     one of the operating system.
     """
     torch = sys.modules.get("torch")
-    if torch is None or not arrays.is_torch(like):
+    if torch is None or not isinstance(like, torch.Tensor):
         return OF_CALL, (int.from_bytes(os.urandom(8), "little", signed=True), 0)
     if not like.is_cuda:
         return OF_CALL, (int(torch.empty((), dtype=torch.int64).random_()), 0)
