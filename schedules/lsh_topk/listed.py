@@ -8,7 +8,7 @@ after the other is less work.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tvm_sparse.core.template import Decisions, Program, Template, Workspace
 from tvm_sparse.formats.bitmap import bitmap_words
@@ -16,22 +16,17 @@ from tvm_sparse.operators.lsh_topk.problem import LshTopk
 
 from ..lsh.extents import cpu_chunk_each, cpu_chunks
 
-if TYPE_CHECKING:
-    from ..output_layer.interface import Arguments
-
 # Decisions for the CPU's product and for the plain kernels: the defaults of their own templates, which are the same on
 # any CPU.
 PRODUCT: Decisions = {"tile_m": 4, "tile_n": 4, "simd": 16, "prefetch": 2, "dots": 0}
 THREADS, SEARCH_THREADS = 128, 512
 
 
-def _ranked(problem: LshTopk, io: Any) -> Arguments:
+def _ranked(problem: LshTopk, io: Any) -> Any:
     """The arguments of `candidate_topk` among those of a step, with its lists and scores in workspaces."""
-    from ..output_layer.interface import Arguments
+    from tvm_sparse.core.arguments import beside
 
-    names = ("hidden", "embedding", "candidates", "counts", "scale", "log", "values", "indices", "normaliser")
-    given = {name: getattr(io, name) for name in (*names, *(["bias"] if problem.bias else []))}
-    return Arguments(problem.ranking, io.lists, io.beam, problem.vocab, workspaces={"scores": io.scores}, **given)
+    return beside(io, {"problem": problem.ranking, "vocab": problem.vocab})
 
 
 def _both(problem: LshTopk, candidates: Callable[..., Any], ranking: Callable[..., Any]) -> Callable[..., Any]:

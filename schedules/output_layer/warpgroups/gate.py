@@ -40,7 +40,7 @@ BITS = 16
 
 def bound_of(e: Extents, io: Any, row: Any) -> Any:
     """Where a row's bound is: ordered bits, 0 as long as there is none."""
-    return io.workspaces["tops"].ptr_to([row, e.list_tiles])
+    return io.tops.ptr_to([row, e.list_tiles])
 
 
 # fmt: off
@@ -53,7 +53,7 @@ def clear_tops(e: Extents, threads: int) -> Callable[..., Any]:
         vectors: T.int32 = rows * (e.tops_pitch // 4)  # of the strip
         for i in T.serial((vectors - thread + (threads - 1)) // threads):
             store_vector(
-                io.workspaces["tops"].ptr_to([top, (i * threads + thread) * 4]),
+                io.tops.ptr_to([top, (i * threads + thread) * 4]),
                 T.uint32(0), T.uint32(0), T.uint32(0), T.uint32(0))
 
     return phase
@@ -74,7 +74,7 @@ def find_bounds(e: Extents) -> Callable[..., Any]:
         for j in T.unroll(each):
             s.seen[j] = T.uint32(0)
             if j * 32 + p.lane < e.first_tiles:
-                load_bits(s.seen[j], io.workspaces["tops"].ptr_to([row, j * 32 + p.lane]))
+                load_bits(s.seen[j], io.tops.ptr_to([row, j * 32 + p.lane]))
         s.bits[0] = T.uint32(0)
         for j in T.unroll(e.groups_each):
             s.largest[j] = T.uint32(0)
