@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, Table
@@ -72,8 +72,7 @@ def likely_points(
 
     Lanes for buckets of half as many words again as there are on average, and all of a row's buckets in flight.
     """
-    codes = codes_of(problem)
-    lanes = next((n for n in BUCKET_LANES if 2 * n * codes >= 3 * problem.vocab), BUCKET_LANES[-1])
+    lanes = next((n for n in BUCKET_LANES if 2 * n * problem.buckets >= 3 * problem.vocab), BUCKET_LANES[-1])
     for slices in table["slices"]:
         for cluster in table["cluster"][::-1]:
             at_once = USUAL_THREADS // lanes * cluster
@@ -92,18 +91,17 @@ def likely_points(
 
 
 def crowded_point(
-    problem: TableProblem, machine: Machine, table: Table, allowed: Callable[[Decisions], str | None]
+    problem: TableProblem, machine: Machine, points: Sequence[Decisions], allowed: Callable[[Decisions], str | None]
 ) -> Decisions | None:
-    """A point for many rows: with the largest clusters each multiprocessor would have more than two thread blocks. None
-    for fewer rows, and if there is no point.
+    """A point for many rows, made of the likely `points`: with the largest clusters each multiprocessor would have more
+    than two thread blocks. None for fewer rows, and if there is no point.
 
     As many thread blocks a row as each have a multiprocessor, else one; several thread blocks exchange buckets, and one
     of them finishes. On an H200 319 rows took 8 times as long with the clusters that suit few rows, 875 rows twice
     (`scripts/regret.py`, seeds 1 and 7).
     """
-    points = list(likely_points(problem, table, allowed))
     rows = problem.lists * problem.beam
-    if not points or rows * points[0]["cluster"] <= 2 * machine.cores:
+    if rows * points[0]["cluster"] <= 2 * machine.cores:
         return None
     likely = [point for point in points if point["slices"] == points[0]["slices"]]
     fitting = [point for point in likely if rows * point["cluster"] <= machine.cores]
@@ -112,14 +110,9 @@ def crowded_point(
         if point not in fitting:
             # A lane has up to four words of a bucket.
             wide = [n for n in BUCKET_LANES if n >= CROWDED_LANES]
-            lanes = next((n for n in wide if 4 * n * codes_of(problem) >= problem.vocab), wide[-1])
+            lanes = next((n for n in wide if 4 * n * problem.buckets >= problem.vocab), wide[-1])
             loads = min(point["loads"], CROWDED_LOADS)
             found |= {"threads": CROWDED_THREADS, "bucket_lanes": lanes, "loads": loads}
         if allowed(found) is None:
             return found
     return None
-
-
-def codes_of(problem: TableProblem) -> int:
-    """Buckets of a band."""
-    return problem.k**problem.units if isinstance(problem, LshCandidates) else 1 << problem.bits

@@ -14,7 +14,7 @@ from tvm_sparse.core.template import Decisions, Program, Template, Workspace
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.lsh_topk.problem import LshTopk
 
-from ..lsh.extents import cpu_chunk_each, cpu_chunks
+from ..lsh.slices import sliced
 
 # Decisions for the CPU's product and for the plain kernels: the defaults of their own templates, which are the same on
 # any CPU.
@@ -78,14 +78,11 @@ def _build_dots(problem: LshTopk, decisions: Decisions) -> Program:
     return gpu_program(problem, _both(problem, candidates, body(problem.ranking, decisions["threads"])), own)
 
 
-listed_rows = Template(
+listed_rows = sliced(
     name="listed_rows",
     version=4,
     operator="lsh_topk",
-    kind="llvm",
     summary="lists of candidates, then a vectorised product of tiles of words and a scan of each row",
-    space=lambda problem, machine: {"chunk": cpu_chunks(problem.vocab)},
-    default=lambda problem, machine: {"chunk": cpu_chunk_each(problem.vocab, problem.lists, machine)},
     program=_build_rows,
 )
 listed_dots = Template(

@@ -41,10 +41,10 @@ def default(problem: LshCandidates, machine: Machine) -> Decisions:
     at beam 12 and 40,000 words: large thread blocks with wide lanes, which find the buckets together and overlap their
     producer kernel.
     """
-    table, restriction = space(problem, machine), partial(allowed, problem, machine)
-    if crowded := crowded_point(problem, machine, table, restriction):
+    table, refused = space(problem, machine), partial(allowed, problem, machine)
+    points = list(likely_points(problem, table, refused))
+    if crowded := crowded_point(problem, machine, points, refused):
         return crowded
-    likely = next(likely_points(problem, table, restriction))
-    measured = {**likely, "threads": 1024, "bucket_lanes": 32, "loads": 4, "exchange": 1, "overlap": 1}
-    possible = all(measured[name] in values for name, values in table.items()) and restriction(measured) is None
-    return measured if possible else likely
+    measured = {**points[0], "threads": 1024, "bucket_lanes": 32, "loads": 4, "exchange": 1, "overlap": 1}
+    possible = all(measured[name] in values for name, values in table.items()) and refused(measured) is None
+    return measured if possible else points[0]

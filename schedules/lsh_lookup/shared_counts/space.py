@@ -26,5 +26,6 @@ def allowed(problem: LshLookup, machine: Machine, decisions: Decisions) -> str |
 
 def default(problem: LshLookup, machine: Machine) -> Decisions:
     """Large clusters for few rows; for more rows than these leave multiprocessors for, `crowded_point`."""
-    table, refused = space(problem, machine), partial(allowed, problem, machine)
-    return crowded_point(problem, machine, table, refused) or next(likely_points(problem, table, refused))
+    refused = partial(allowed, problem, machine)
+    points = list(likely_points(problem, space(problem, machine), refused))
+    return crowded_point(problem, machine, points, refused) or points[0]
