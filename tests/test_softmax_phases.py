@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from tvm_sparse.schedules.rows import sum as sums
 from tvm_sparse.schedules.rows.cut import Extents, Keep
 from tvm_sparse.schedules.rows.state import BlockState, RowState, Views
 from tvm_sparse.schedules.softmax import problems
-from tvm_sparse.schedules.softmax.interface import Arguments
 from tvm_sparse.schedules.softmax.problems import RowProblem
 from tvm_sparse.schedules.softmax.vectors import write as results
 
@@ -60,7 +60,7 @@ def run(
             row = T.cta_id([batch])
             part = 0
         t = T.thread_id([ext.threads])
-        io = T.meta_var(Arguments(logits, log, out, batch))
+        io = T.meta_var(SimpleNamespace(logits=logits, log=log, probabilities=out, batch=batch))
         block = BlockState(ext)
         views = Views(ext, io)
         s = RowState(ext, T.Cast("int64", row), part, t)
@@ -294,7 +294,7 @@ def test_results_for_a_pair_that_is_given(ext: Extents, log: int) -> None:
         s.d = given[s.row, s.part, s.t, 1]
         normalise(s, io.log)
         write(s, views, block, io.log)
-        write_edge(s, io.out, io.log)
+        write_edge(s, io.probabilities, io.log)
 
     x = rows(ext, 5)[[0, 1, 3, 4]]
     given = np.empty((4, ext.cluster, ext.threads, 2), np.float32)

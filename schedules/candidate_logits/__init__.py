@@ -10,11 +10,11 @@ from ..output_layer.rows import rows
 from ..output_layer.streams import streams
 from ..output_layer.warp_rings import warp_rings
 
-candidate_products = rows("candidate_logits", "candidate_products", 4)
-candidate_stream_products = streams("candidate_logits", "candidate_stream_products", 1)
-candidate_warp_rings_product = warp_rings("candidate_logits", "candidate_warp_rings_product", 1)
-candidate_registers_product = registers("candidate_logits", "candidate_registers_product", 1)
-candidate_dot_products = dots("candidate_logits", "candidate_dot_products", 1)
+candidate_products = rows(name="candidate_products", version=4, operator="candidate_logits")
+candidate_stream_products = streams(name="candidate_stream_products", version=1, operator="candidate_logits")
+candidate_warp_rings_product = warp_rings(name="candidate_warp_rings_product", version=1, operator="candidate_logits")
+candidate_registers_product = registers(name="candidate_registers_product", version=1, operator="candidate_logits")
+candidate_dot_products = dots(name="candidate_dot_products", version=1, operator="candidate_logits")
 
 _CUDA = (
     candidate_stream_products,

@@ -10,11 +10,11 @@ from ..output_layer.rows import rows
 from ..output_layer.streams import streams
 from ..output_layer.warp_rings import warp_rings
 
-candidate_rows = rows("candidate_topk", "candidate_rows", 4)
-candidate_streams = streams("candidate_topk", "candidate_streams", 2)
-candidate_warp_rings = warp_rings("candidate_topk", "candidate_warp_rings", 1)
-candidate_registers = registers("candidate_topk", "candidate_registers", 1)
-candidate_dots = dots("candidate_topk", "candidate_dots", 1)
+candidate_rows = rows(name="candidate_rows", version=4, operator="candidate_topk")
+candidate_streams = streams(name="candidate_streams", version=2, operator="candidate_topk")
+candidate_warp_rings = warp_rings(name="candidate_warp_rings", version=1, operator="candidate_topk")
+candidate_registers = registers(name="candidate_registers", version=1, operator="candidate_topk")
+candidate_dots = dots(name="candidate_dots", version=1, operator="candidate_topk")
 
 _CUDA = (candidate_streams, candidate_warp_rings, candidate_registers, candidate_dots)
 TEMPLATES: tuple[Template, ...] = (candidate_rows, *_CUDA)

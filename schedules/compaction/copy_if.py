@@ -5,11 +5,11 @@ The template fits any shape, and runs where `bitmap_scan` does not fit.
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template, Workspace, powers
+from tvm_sparse.core.template import Decisions, Program, Workspace
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.compaction.problem import Compaction
 
-THREADS = powers(32, 512)
+from ..lsh.plain import plain
 
 
 def build(problem: Compaction, decisions: Decisions) -> Program:
@@ -33,15 +33,11 @@ def build(problem: Compaction, decisions: Decisions) -> Program:
     return gpu_program(problem, body, (Workspace("places", ("lists", bitmap_words(problem.vocab)), "int32"),))
 
 
-copy_if = Template(
+copy_if = plain(
     name="copy_if",
     version=1,
     operator="compaction",
-    kind="cuda",
     summary="a scan to global memory, then a thread a word",
-    space=lambda problem, machine: {"threads": THREADS},
-    default=lambda problem, machine: {"threads": 128},
     program=build,
-    explicit_threads=True,
     comparison=True,
 )

@@ -11,12 +11,12 @@ from ..output_layer.rows import rows
 from ..output_layer.warp_rings import warp_rings
 from ..output_layer.warpgroups import warpgroups
 
-head_rows = rows("head_topk", "head_rows", 5)
-head_warpgroups = warpgroups("head_topk", "head_warpgroups", 2)
-head_rings = rings("head_topk", "head_rings", 1)
-head_warp_rings = warp_rings("head_topk", "head_warp_rings", 1)
-head_registers = registers("head_topk", "head_registers", 1)
-head_dots = dots("head_topk", "head_dots", 2)
+head_rows = rows(name="head_rows", version=5, operator="head_topk")
+head_warpgroups = warpgroups(name="head_warpgroups", version=2, operator="head_topk")
+head_rings = rings(name="head_rings", version=1, operator="head_topk")
+head_warp_rings = warp_rings(name="head_warp_rings", version=1, operator="head_topk")
+head_registers = registers(name="head_registers", version=1, operator="head_topk")
+head_dots = dots(name="head_dots", version=2, operator="head_topk")
 
 _CUDA = (head_warpgroups, head_rings, head_warp_rings, head_registers, head_dots)
 TEMPLATES: tuple[Template, ...] = (head_rows, *_CUDA)

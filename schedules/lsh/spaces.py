@@ -23,8 +23,8 @@ from .extents import (
     shared_limit,
 )
 
-# For few rows: whole warps for a bucket, two buckets in flight, in the largest thread blocks. Lists of as many words are
-# finished by all thread blocks of a cluster.
+# For few rows: whole warps for a bucket, two buckets in flight, in the largest thread blocks. Lists of as many words as
+# the last are finished by all thread blocks of a cluster.
 FEW_THREADS, FEW_LANES, FEW_LOADS = 1024, 32, 2
 LONG_LIST = 32768
 # For many rows: thread blocks that share a multiprocessor hide each other's latency. They have this many threads
@@ -89,8 +89,8 @@ def usual_point(
 
     As few slices as there may be. For few rows as many thread blocks a cluster as possible. Where these would be more
     than two a multiprocessor, as many a row as each have a multiprocessor, else one; several thread blocks exchange
-    buckets, and one of them finishes. On an H200 319 rows took 8 times as long with the clusters that suit few rows, 875
-    rows twice (`scripts/regret.py`, seeds 1 and 7).
+    buckets, and one of them finishes. On an H200 319 rows took 8 times as long with the clusters that suit few rows,
+    875 rows twice (`scripts/regret.py`, seeds 1 and 7).
     """
     rows = problem.lists * problem.beam
     for slices in table["slices"]:
@@ -130,13 +130,8 @@ def _of_few_rows(problem: TableProblem, table: Table, slices: int, cluster: int)
 def _crowded(problem: TableProblem, point: Decisions) -> Decisions:
     """Decisions for one of several thread blocks on a multiprocessor: a lane has up to four words of a bucket."""
     wide = [n for n in BUCKET_LANES if n >= CROWDED_LANES]
-    lanes = next((n for n in wide if 4 * n * codes_of(problem) >= problem.vocab), wide[-1])
+    lanes = next((n for n in wide if 4 * n * problem.buckets >= problem.vocab), wide[-1])
     bytes_of_counts = 4 // PER_CELL * count_extents(problem, point).part
     resident = min(MOST_RESIDENT, max(1, MOST_SHARED // bytes_of_counts))
     threads = next(n for n in THREADS if n >= max(CROWDED_THREADS, min(THREADS[-1], RESIDENT_THREADS // resident)))
     return {"threads": threads, "bucket_lanes": lanes, "loads": CROWDED_LOADS}
-
-
-def codes_of(problem: TableProblem) -> int:
-    """Buckets of a band."""
-    return problem.k**problem.units if isinstance(problem, LshCandidates) else 1 << problem.bits

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tvm_sparse.core.template import Decisions, Program, Template, ceildiv
+from tvm_sparse.core.template import Decisions, Program, ceildiv
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
 
-from ..lsh.extents import cpu_chunk_each, cpu_chunks
+from ..lsh.slices import sliced
 
 
 def stages(problem: LshCandidates, chunk: int) -> Callable[..., Any]:
@@ -75,13 +75,10 @@ def build(problem: LshCandidates, decisions: Decisions) -> Program:
     return cpu_program(problem, stages(problem, decisions["chunk"]), own, index="int32")
 
 
-lsh_stages = Template(
+lsh_stages = sliced(
     name="lsh_stages",
     version=2,
     operator="lsh_candidates",
-    kind="llvm",
     summary="hash, look-up and compaction one after the other, threads sharing each",
-    space=lambda problem, machine: {"chunk": cpu_chunks(problem.vocab)},
-    default=lambda problem, machine: {"chunk": cpu_chunk_each(problem.vocab, problem.lists, machine)},
     program=build,
 )

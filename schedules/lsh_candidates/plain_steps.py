@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tvm_sparse.core.template import Decisions, Program, Template, powers
+from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
 
-THREADS = powers(32, 512)
+from ..lsh.plain import plain
 
 
 def steps(problem: LshCandidates, threads: int) -> Callable[..., Any]:
@@ -70,15 +70,11 @@ def build(problem: LshCandidates, decisions: Decisions) -> Program:
     )
 
 
-plain_steps = Template(
+plain_steps = plain(
     name="plain_steps",
     version=1,
     operator="lsh_candidates",
-    kind="cuda",
     summary="a plain kernel a step, through global memory",
-    space=lambda problem, machine: {"threads": THREADS},
-    default=lambda problem, machine: {"threads": 128},
     program=build,
-    explicit_threads=True,
     comparison=True,
 )

@@ -7,10 +7,10 @@ and runs where `shared_counts` does not fit.
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template, powers
+from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.lsh_lookup.problem import LshLookup
 
-THREADS = powers(32, 512)
+from ..lsh.plain import plain
 
 
 def build(problem: LshLookup, decisions: Decisions) -> Program:
@@ -39,15 +39,11 @@ def build(problem: LshLookup, decisions: Decisions) -> Program:
     return gpu_program(problem, body, (Workspace("hits", ("rows", vocab), "int32"),))
 
 
-global_counts = Template(
+global_counts = plain(
     name="global_counts",
     version=1,
     operator="lsh_lookup",
-    kind="cuda",
     summary="a thread a bucket, counts in global memory (Figure 4, naive)",
-    space=lambda problem, machine: {"threads": THREADS},
-    default=lambda problem, machine: {"threads": 128},
     program=build,
-    explicit_threads=True,
     comparison=True,
 )

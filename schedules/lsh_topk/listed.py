@@ -8,16 +8,13 @@ after the other is less work.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tvm_sparse.core.template import Decisions, Program, Template, Workspace
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.lsh_topk.problem import LshTopk
 
-from ..lsh.extents import cpu_chunk_each, cpu_chunks
-
-if TYPE_CHECKING:
-    from ..output_layer.interface import Arguments
+from ..lsh.slices import sliced
 
 # Decisions for the CPU's product and for the plain kernels: the defaults of their own templates, which are the same on
 # any CPU.
@@ -25,13 +22,11 @@ PRODUCT: Decisions = {"tile_m": 4, "tile_n": 4, "simd": 16, "prefetch": 2, "dots
 THREADS, SEARCH_THREADS = 128, 512
 
 
-def _ranked(problem: LshTopk, io: Any) -> Arguments:
+def _ranked(problem: LshTopk, io: Any) -> Any:
     """The arguments of `candidate_topk` among those of a step, with its lists and scores in workspaces."""
-    from ..output_layer.interface import Arguments
+    from tvm_sparse.core.arguments import beside
 
-    names = ("hidden", "embedding", "candidates", "counts", "scale", "log", "values", "indices", "normaliser")
-    given = {name: getattr(io, name) for name in (*names, *(["bias"] if problem.bias else []))}
-    return Arguments(problem.ranking, io.lists, io.beam, problem.vocab, workspaces={"scores": io.scores}, **given)
+    return beside(io, {"problem": problem.ranking, "vocab": problem.vocab})
 
 
 def _both(problem: LshTopk, candidates: Callable[..., Any], ranking: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,14 +78,11 @@ def _build_dots(problem: LshTopk, decisions: Decisions) -> Program:
     return gpu_program(problem, _both(problem, candidates, body(problem.ranking, decisions["threads"])), own)
 
 
-listed_rows = Template(
+listed_rows = sliced(
     name="listed_rows",
     version=4,
     operator="lsh_topk",
-    kind="llvm",
     summary="lists of candidates, then a vectorised product of tiles of words and a scan of each row",
-    space=lambda problem, machine: {"chunk": cpu_chunks(problem.vocab)},
-    default=lambda problem, machine: {"chunk": cpu_chunk_each(problem.vocab, problem.lists, machine)},
     program=_build_rows,
 )
 listed_dots = Template(

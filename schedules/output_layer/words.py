@@ -1,6 +1,12 @@
-"""What the spaces of the output layer's templates ask of a problem. Loads no compiler."""
+"""What templates of the output layer ask of a problem, and where a row's elements are. Loads no compiler.
+
+Every problem has *lists* of tokens, each with a *beam* of rows of hidden states. The exact head has one list, the
+vocabulary, and all rows of its batch are the beam. A token's number in its list is its *position*.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
 from tvm_sparse.operators.candidate_topk.problem import CandidateTopk
@@ -32,3 +38,13 @@ def best_of(problem: OutputLayer) -> int:
 def candidates_of(problem: OutputLayer) -> int:
     """Candidates of a list; 0 of the exact head, whose list is the vocabulary."""
     return 0 if isinstance(problem, HeadTopk) else problem.m
+
+
+def rows_shape(problem: OutputLayer, *rest: int) -> tuple[int | str, ...]:
+    """The shape of a workspace that has `rest` elements for each row."""
+    return ("batch", *rest) if isinstance(problem, HeadTopk) else ("lists", problem.beam, *rest)
+
+
+def at_row(io: Any, index: Any, row: Any, *rest: Any) -> list[Any]:
+    """Indices of an element of `hidden`, of an output or of a workspace, for row `row` of list `index`."""
+    return [row, *rest] if isinstance(io.problem, HeadTopk) else [index, row, *rest]

@@ -87,4 +87,4 @@ class Views:
         words = batch * T.int64(ext.vocab) * T.int64(4) // T.int64(ext.width)
         self.words = T.decl_buffer([words], ext.word, data=io.logits.data)
         if ext.writes:
-            self.elements = T.decl_buffer([T.int64(ext.vocab) * batch], ext.dtype, data=io.out.data)
+            self.elements = T.decl_buffer([T.int64(ext.vocab) * batch], ext.dtype, data=io.probabilities.data)

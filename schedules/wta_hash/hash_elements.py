@@ -5,10 +5,10 @@ The template fits any shape, and runs without tuning where `staged_hash` does no
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template, powers
+from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.wta_hash.problem import WtaHash
 
-THREADS = powers(32, 512)
+from ..lsh.plain import plain
 
 
 def build(problem: WtaHash, decisions: Decisions) -> Program:
@@ -32,14 +32,10 @@ def build(problem: WtaHash, decisions: Decisions) -> Program:
     return gpu_program(problem, body)
 
 
-hash_elements = Template(
+hash_elements = plain(
     name="hash_elements",
     version=1,
     operator="wta_hash",
-    kind="cuda",
     summary="a thread a code, rows read where they are",
-    space=lambda problem, machine: {"threads": THREADS},
-    default=lambda problem, machine: {"threads": 128},
     program=build,
-    explicit_threads=True,
 )

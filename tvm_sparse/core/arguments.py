@@ -48,7 +48,8 @@ def function(
     - the arguments, by name: buffers of the declared shapes and dtypes, and scalars; None for those that the operator
       has and this problem does not;
     - the extents that are known only at run time, by name: those of `Problem.run_time_extents` that occur in a shape;
-    - of lists of rows: `beam`, the rows of a list, and `rows` of all lists;
+    - `lists`, `beam`, the rows of a list, and `rows` of all lists, where the operator has lists; an operator without
+      them has one list, of all rows of its batch;
     - the workspaces, by name, whose shapes may say "rows", too;
     - `problem`.
 
@@ -75,7 +76,7 @@ def function(
     def io(*parameters: tirx.Var) -> SimpleNamespace:
         by_name = dict(zip(kinds, parameters, strict=True))
         found = _arguments(problem, by_name, packed=packed, index=index, names=names or {}, unread=unread)
-        held = {w.name: _workspace(problem, w, by_name[name], found, packed) for name, w in own.items()}
+        held = {w.name: _workspace(problem, w, by_name[name], found, packed, index) for name, w in own.items()}
         for name, buffer in held.items():
             IRBuilder.name((names or {}).get(name, name), buffer)
         return SimpleNamespace(**vars(found), **held)
@@ -126,7 +127,8 @@ def _arguments(
 
     buffers = {argument.name: buffer(argument) for argument in read}
     others = {a.name: None if a.shape else parameters.get(a.name) for a in arguments}
-    lists: dict[str, Any] = {}
+    rows = symbols.get(problem.batch_axis)
+    lists: dict[str, Any] = {"lists": 1, "beam": rows, "rows": rows}
     if "lists" in symbols and "beam" in problem.axes:
         beam = symbols.get("beam", problem.axes["beam"])
         lists = {"beam": beam, "rows": symbols["lists"] * beam}
@@ -134,11 +136,11 @@ def _arguments(
 
 
 def _workspace(
-    problem: Problem, workspace: Workspace, parameter: tirx.Var, io: SimpleNamespace, packed: bool
+    problem: Problem, workspace: Workspace, parameter: tirx.Var, io: SimpleNamespace, packed: bool, index: str
 ) -> tirx.Buffer:
     def extent(name: str | int) -> Any:
         known = vars(io).get(name) if name in (*problem.run_time_extents, "rows") else None
-        return tirx.const(problem.extent(name), "int32") if known is None else known
+        return tirx.const(problem.extent(name), index) if known is None else known
 
     align = numpy_dtype(workspace.dtype).itemsize if packed else -1
     return T.match_buffer(parameter, tuple(map(extent, workspace.shape)), workspace.dtype, align=align)

@@ -28,6 +28,7 @@ from ...device.region import device_region
 from ...device.selection import FULL_WARP, below, bits_value, key_bits, key_index, key_value
 from ...device.state import Buffers, local, shared
 from ...output_layer.best.kernel import write_value
+from ...rows.best import kth_of_lanes
 from .product import each_block, frequent_each, frequent_first, turn_of
 from .space import QUAD, SEARCHERS, SURVIVORS, WARP, Extents
 
@@ -133,6 +134,7 @@ def find_blocks(e: Extents) -> Phase:
 
     Reads: `heads`. Writes: `bound`, 0 if there are fewer than n groups with a key; `blocks`. Barriers: of the warp.
     """
+    find = kth_of_lanes(e.maxima, e.n)
 
     @T.inline
     def phase(s):
@@ -140,18 +142,7 @@ def find_blocks(e: Extents) -> Phase:
             s.maxima[q] = s.heads[q]
             for i in T.unroll(e.heads_each - 1):
                 s.maxima[q] = T.max(s.maxima[q], s.heads[q + (i + 1) * e.maxima])
-            s.ranks[q] = 0
-        for j in T.unroll(WARP):
-            for q in T.unroll(e.maxima):
-                s.bits[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.maxima[q], j, 32, 32)
-                for r in T.unroll(e.maxima):
-                    if s.bits[0] > s.maxima[r]:
-                        s.ranks[r] = s.ranks[r] + 1
-        # Equal keys all have the rank of the first of them; the least of those with a rank below n is the n-th largest.
-        s.bits[0] = T.uint32(0xFFFFFFFF)
-        for q in T.unroll(e.maxima):
-            s.bits[0] = T.min(s.bits[0], T.Select(s.ranks[q] < e.n, s.maxima[q], T.uint32(0xFFFFFFFF)))
-        s.bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), s.bits[0])
+        find(s.maxima, s.ranks, s.bits)
         s.found[0] = 0
         for i in T.unroll(e.heads_each * e.maxima):
             s.chosen[0] = T.cuda.ballot_sync(

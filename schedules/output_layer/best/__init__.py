@@ -8,6 +8,6 @@ few more than k, are ranked by counting. Where more tiles or tokens reach it, as
 tiles are found by counting first, and then a bound for tokens of their own. Keys are unique (see `device.selection`),
 so that the result does not depend on who comes first, and no input makes the selection fail. Where each thread has the
 largest scores of all its tiles in registers, as with the exact head, tiles are found by these alone, without keys
-(`collect_bits`): the bound is the k-th best of the groups' tops (`device.tops`). With `direct` all scores of a short
+(`collect_bits`): the bound is the k-th best of the groups' tops (`rows.best`). With `direct` all scores of a short
 list are searched in this way, which saves a trip to memory, and the first kernel stores nothing but scores.
 """

@@ -38,6 +38,7 @@ from ...device.overlap import wait_then_start_consumer
 from ...device.region import device_region
 from ...device.selection import counter_address, join_key, key_bits, key_index, key_value, order_bits, take_places
 from ..lists import count_words, find_word
+from ..words import at_row
 from . import search, sums
 from .search import Search, begin_search
 from .sizes import SearchSizes, TileSearchSizes
@@ -132,7 +133,7 @@ def search_tiles(e: TileSearchSizes) -> Search:
 
     @T.inline
     def load(io, s, i, j):
-        load_uint(s.bits[j], io.workspaces["tops"].ptr_to(io.place(s.index, s.row, i)))
+        load_uint(s.bits[j], io.tops.ptr_to(at_row(io, s.index, s.row, i)))
 
     @T.inline
     def finish(s, i, j):
@@ -165,8 +166,8 @@ def search_words(e: SearchSizes) -> Search:
     def place(io, s, rank, key, factor):
         if key_bits(key) != T.uint32(0):
             find(io, s.index, T.Cast("int32", key_index(key)), s.place)
-            T.buffer_store(io.indices, T.Cast("int64", s.place[0]), io.place(s.index, s.row, rank))
-            write_value(io, s, io.values, io.place(s.index, s.row, rank), key_value(key), factor)
+            T.buffer_store(io.indices, T.Cast("int64", s.place[0]), at_row(io, s.index, s.row, rank))
+            write_value(io, s, io.values, at_row(io, s.index, s.row, rank), key_value(key), factor)
 
     return Search(1, e.searched_words, load, finish, name, place)
 
@@ -186,10 +187,10 @@ def write_absent(e: SearchSizes) -> Callable[..., Any]:
     def phase(io, s):
         for i in T.serial((e.k - s.t + (e.threads - 1)) // e.threads):
             if i * e.threads + s.t >= s.words[0]:
-                T.buffer_store(io.indices, T.int64(-1), io.place(s.index, s.row, i * e.threads + s.t))
+                T.buffer_store(io.indices, T.int64(-1), at_row(io, s.index, s.row, i * e.threads + s.t))
                 T.buffer_store(
                     io.values, T.Select(io.log != 0, T.float32("-inf"), T.float32(0)),
-                    io.place(s.index, s.row, i * e.threads + s.t))
+                    at_row(io, s.index, s.row, i * e.threads + s.t))
 
     return phase
 
@@ -244,7 +245,7 @@ def best(e: TileSearchSizes) -> Callable[..., Any]:
                 wait_then_start_consumer()
             if e.dynamic > 0:
                 if t == 0:
-                    T.buffer_store(io.workspaces["tickets"], 0, io.place(s.index, s.row))
+                    T.buffer_store(io.tickets, 0, at_row(io, s.index, s.row))
             do.begin_tiles(io, s)
             count(io, s.index, s.words)
             do.load_pairs(io, s, factor)

@@ -14,7 +14,7 @@ from tvm.script import tirx as T
 
 from ...device.ranking import rank_at_once
 from ...device.selection import FULL_WARP, join_key, key_bits, take_places
-from ...device.tops import find_kth, offer
+from ...rows.best import find_kth, offer
 from .sizes import SearchSizes, TileSearchSizes
 from .state import COUNT
 from .sums import add_up, best_of_lanes, exponentials

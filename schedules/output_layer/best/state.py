@@ -9,6 +9,7 @@ from tvm.script import tirx as T
 
 from ...device.selection import FULL_WARP
 from ...device.state import Buffers, local, pooled, shared
+from ..words import at_row
 from .sizes import TileSearchSizes
 
 LOWEST = T.min_value("float32")
@@ -100,7 +101,7 @@ class State(Buffers):
 
 def score_at(io: Any, s: State, position: Any) -> Any:
     """Where the score of a token of the list is, by its position."""
-    return io.workspaces["scores"].ptr_to(io.place(s.index, s.row, position))
+    return io.scores.ptr_to(at_row(io, s.index, s.row, position))
 
 
 # fmt: off

@@ -13,6 +13,7 @@ from tvm_sparse.core.template import ceildiv
 
 from ...device.powers import change_base, over_largest, power_unit
 from ...device.selection import FULL_WARP, bits_value, key_value
+from ..words import at_row
 from .sizes import SearchSizes, TileSearchSizes
 from .state import LOWEST, add_pair, sum_lanes
 
@@ -41,7 +42,7 @@ def load_pairs(e: TileSearchSizes) -> Callable[..., Any]:
 
     @T.inline
     def load(io, s, block, m, d):
-        load_pair(m, d, io.workspaces["sums"].ptr_to(io.place(s.index, s.row, block, 0)))
+        load_pair(m, d, io.sums.ptr_to(at_row(io, s.index, s.row, block, 0)))
 
     @T.inline
     def phase(io, s, factor):
@@ -59,7 +60,7 @@ def load_pairs(e: TileSearchSizes) -> Callable[..., Any]:
     @T.inline
     def load_whole(io, s, block, at):
         load_whole_pair(
-            s.whole[at], s.whole[at + 1], io.workspaces["sums"].ptr_to(io.place(s.index, s.row, block, 0)))
+            s.whole[at], s.whole[at + 1], io.sums.ptr_to(at_row(io, s.index, s.row, block, 0)))
 
     @T.inline
     def load_joined(io, s, factor):
@@ -162,7 +163,7 @@ def join_pairs(e: TileSearchSizes) -> Callable[..., Any]:
     @T.inline
     def write(io, s):
         if s.t == 0:
-            T.buffer_store(io.normaliser, s.top[0] * io.scale + T.log(s.d[0]), io.place(s.index, s.row))
+            T.buffer_store(io.normaliser, s.top[0] * io.scale + T.log(s.d[0]), at_row(io, s.index, s.row))
 
     @T.inline
     def join(io, s, factor):
@@ -241,7 +242,7 @@ def add_up(e: SearchSizes) -> Callable[..., Any]:
             sum_lanes(s.d, 0)
             if s.t == 0:
                 s.pairs[32] = s.d[0]
-                T.buffer_store(io.normaliser, s.top[0] * io.scale + T.log(s.d[0]), io.place(s.index, s.row))
+                T.buffer_store(io.normaliser, s.top[0] * io.scale + T.log(s.d[0]), at_row(io, s.index, s.row))
 
     return phase
 # fmt: on

@@ -6,6 +6,7 @@ by radix passes, as `softmax_topk.radix_select` does: these are its phases.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
@@ -36,17 +37,13 @@ def launch(problem: Any, decisions: Decisions) -> Launch:
     return Launch(32 * WARPS)
 
 
-def dots(operator: str, name: str, version: int) -> Template:
-    """The template for one of the operators of the output layer."""
-    return Template(
-        name=name,
-        version=version,
-        operator=operator,
-        kind="cuda",
-        summary="a warp a score, then radix passes over a row: any hidden size, any k",
-        space=space,
-        default=default,
-        program=build,
-        launch=launch,
-        explicit_threads=True,
-    )
+dots = partial(
+    Template,
+    kind="cuda",
+    summary="a warp a score, then radix passes over a row: any hidden size, any k",
+    space=space,
+    default=default,
+    program=build,
+    launch=launch,
+    explicit_threads=True,
+)

@@ -15,10 +15,10 @@ from tvm_sparse.operators.head_topk.problem import HeadTopk
 from ...device.region import device_region
 from ...device.selection import FULL_WARP
 from ...device.words import load_element
+from ...interface import gpu_program
 from ...softmax_topk.elements import write_wanted
 from ...softmax_topk.radix_select import kernel as radix
-from ..interface import Arguments, gpu_program, rows_shape
-from ..words import OutputLayer, best_of, block_of, candidates_of, most_words
+from ..words import OutputLayer, at_row, best_of, block_of, candidates_of, most_words, rows_shape
 from . import WARPS
 
 WARP = 32
@@ -32,30 +32,30 @@ def program(problem: OutputLayer, threads: int) -> Program:
 
 
 def body(problem: OutputLayer, threads: int) -> Callable[..., Any]:
-    """The kernels, called with the `Arguments`."""
+    """The kernels, called with the arguments by name."""
     alone = isinstance(problem, CandidateLogits)
     multiply, find = score_words(problem), None if alone else select_words(problem, threads)
 
     # fmt: off
     @T.inline
     def kernels(io):
-        multiply(io, io.logits if alone else io.workspaces["scores"])
+        multiply(io, io.logits if alone else io.scores)
         if not alone:
             find(io)
     # fmt: on
     return kernels
 
 
-def count_words(io: Arguments, index: Any) -> Any:
+def count_words(io: Any, index: Any) -> Any:
     """How many words a list has."""
-    if io.counts is None:
+    if not candidates_of(io.problem):
         return io.vocab
     return T.max(T.min(io.counts[index], candidates_of(io.problem)), 0) * block_of(io.problem)
 
 
-def word_at(io: Arguments, index: Any, position: Any) -> Any:
+def word_at(io: Any, index: Any, position: Any) -> Any:
     """The word at a position of a list; a candidate outside of the vocabulary gives the nearest word."""
-    if io.candidates is None:
+    if not candidates_of(io.problem):
         return position
     block = block_of(io.problem)
     unit = T.max(T.min(io.candidates[index, position // block], io.vocab // block - 1), 0)
@@ -86,7 +86,7 @@ def score_words(problem: OutputLayer) -> Callable[..., Any]:
                     total = T.float32(0)
                     for i in T.serial((hidden - t % WARP + (WARP - 1)) // WARP):
                         total = total + load_element(
-                            dtype, io.hidden.ptr_to(io.place(index, row, i * WARP + t % WARP))
+                            dtype, io.hidden.ptr_to(at_row(io, index, row, i * WARP + t % WARP))
                         ) * load_element(dtype, io.embedding.ptr_to([word, i * WARP + t % WARP]))
                     # Not `T.cuda.warp_sum`: with the block's sum of the second kernel it would be defined twice.
                     for b in T.unroll(5):
@@ -94,7 +94,7 @@ def score_words(problem: OutputLayer) -> Callable[..., Any]:
                     if io.bias is not None:
                         total = total + io.bias[word]
                 if t % WARP == 0:
-                    T.buffer_store(scores, total, io.place(index, row, position))
+                    T.buffer_store(scores, total, at_row(io, index, row, position))
 
     return kernel
 
@@ -104,7 +104,7 @@ def select_words(problem: OutputLayer, threads: int) -> Callable[..., Any]:
     k, ids = best_of(problem), problem.axes.get("ids", 0)
     static = None if isinstance(problem, HeadTopk) else most_words(problem)
 
-    def phases(io: Arguments) -> SimpleNamespace:
+    def phases(io: Any) -> SimpleNamespace:
         """Those of `radix_select`, and its view of the scores: rows of all lists, and columns."""
         columns = io.vocab if static is None else static
         pitch = most_words(problem)
@@ -113,10 +113,10 @@ def select_words(problem: OutputLayer, threads: int) -> Callable[..., Any]:
             return T.decl_buffer((io.rows, width), dtype, data=buffer.data)
 
         shown = SimpleNamespace(
-            problem=SimpleNamespace(bias=0), logits=flat(io.workspaces["scores"], pitch, "float32"),
+            problem=SimpleNamespace(bias=0), logits=flat(io.scores, pitch, "float32"),
             values=flat(io.values, k, "float32"), indices=flat(io.indices, k, "int64"),
             normaliser=T.decl_buffer((io.rows,), "float32", data=io.normaliser.data),
-            scale=io.scale, log=io.log, ids=io.ids, given=io.given)
+            scale=io.scale, log=io.log, ids=io.ids if ids else None, given=io.given if ids else None)
         return SimpleNamespace(
             io=shown, sum_up=radix.sum_row(columns, threads), select=radix.select_pivot(columns, k, threads),
             collect=radix.collect_keys(columns, threads), sort=radix.merge_exchange(k, threads),

@@ -10,6 +10,8 @@ With `reduce_warps` 1 a thread block has as many tiles in hand, each with a warp
 
 from __future__ import annotations
 
+from functools import partial
+
 from tvm_sparse.core.template import Decisions, Program, Template
 
 from ..tiles.sizes import launch
@@ -24,18 +26,14 @@ def build(problem: OutputLayer, decisions: Decisions) -> Program:
     return program(problem, extents(problem, decisions), product)
 
 
-def registers(operator: str, name: str, version: int) -> Template:
-    """The template for one of the operators of the output layer."""
-    return Template(
-        name=name,
-        version=version,
-        operator=operator,
-        kind="cuda",
-        summary="tokens to registers and through tensor cores; the best tokens of the best tiles",
-        space=space,
-        default=default,
-        program=build,
-        allowed=allowed,
-        launch=launch(extents),
-        explicit_threads=True,
-    )
+registers = partial(
+    Template,
+    kind="cuda",
+    summary="tokens to registers and through tensor cores; the best tokens of the best tiles",
+    space=space,
+    default=default,
+    program=build,
+    allowed=allowed,
+    launch=launch(extents),
+    explicit_threads=True,
+)

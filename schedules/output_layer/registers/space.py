@@ -118,8 +118,8 @@ def usual_threads(problem: OutputLayer, table: Table) -> tuple[int, ...]:
 
 def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[Decisions]:
     """Points of a table, the best first: all rows in a tile, if there is room, and eight warps that share it. With wide
-    rows each warp has a tile of its own, unless registers hold all hidden states. If the L2 cache holds the tokens, they
-    are read again by tiles of fewer rows, of which there are more.
+    rows each warp has a tile of its own, unless registers hold all hidden states. If the L2 cache holds the tokens,
+    they are read again by tiles of fewer rows, of which there are more.
     """
     (lists, rows), size = lists_of(problem), numpy_dtype(problem.dtype).itemsize
     wide, halves = problem.hidden * size > WIDE, size == 2

@@ -17,6 +17,8 @@ cache. So what stays are tiles that the same thread block reads in every call, n
 
 from __future__ import annotations
 
+from functools import partial
+
 from tvm_sparse.core.template import Decisions, Program, Template
 
 from ..tiles.sizes import launch
@@ -32,19 +34,15 @@ def build(problem: OutputLayer, decisions: Decisions) -> Program:
     return program(problem, e, taken.product if e.dynamic else dealt.product)
 
 
-def rings(operator: str, name: str, version: int) -> Template:
-    """The template for the operator of the output layer that reads a vocabulary."""
-    return Template(
-        name=name,
-        version=version,
-        operator=operator,
-        kind="cuda",
-        summary="whole rows to a ring in shared memory and through tensor cores; the best tokens of the best tiles",
-        space=space,
-        default=default,
-        program=build,
-        allowed=allowed,
-        launch=launch(extents),
-        explicit_threads=True,
-        declines=declines,
-    )
+rings = partial(
+    Template,
+    kind="cuda",
+    summary="whole rows to a ring in shared memory and through tensor cores; the best tokens of the best tiles",
+    space=space,
+    default=default,
+    program=build,
+    allowed=allowed,
+    launch=launch(extents),
+    explicit_threads=True,
+    declines=declines,
+)

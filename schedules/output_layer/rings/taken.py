@@ -57,6 +57,7 @@ from ..tiles.product import (
 )
 from ..tiles.ring import RingState, await_stage, begin_ring, bring_words, init_ring, next_asked, next_stage
 from ..tiles.sizes import Extents
+from ..words import at_row
 from .dealt import copy_tile
 
 
@@ -111,7 +112,7 @@ def locate_states(e: Extents) -> Callable[..., Any]:
     @T.inline
     def phase(io, s, p):
         for f in T.unroll(e.row_groups):
-            s.rows_at[f] = held_address("u64", io.hidden.ptr_to(io.place(s.index, state_row(io, s, p, f), 0)))
+            s.rows_at[f] = held_address("u64", io.hidden.ptr_to(at_row(io, s.index, state_row(io, s, p, f), 0)))
 
     return phase
 
@@ -192,7 +193,7 @@ def take_ticket(e: Extents) -> Callable[..., Any]:
         s.many[0] = s.many[0] + 1
         if s.many[0] >= s.dealt[0]:
             # Needed a tile later, so that nothing may wait for it here.
-            s.ticket[0] = next_ticket(io.workspaces["tickets"].ptr_to(io.place(s.index, s.top)))
+            s.ticket[0] = next_ticket(io.tickets.ptr_to(at_row(io, s.index, s.top)))
 
     return phase
 

@@ -8,6 +8,7 @@ adds pairs of columns (`dots`). The scan is that of softmax + top-k (`softmax_to
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from tvm_sparse.core.machine import AVX512_BF16, Machine
@@ -45,16 +46,12 @@ def build(problem: Any, decisions: Decisions) -> Program:
     return program(problem, decisions)
 
 
-def rows(operator: str, name: str, version: int) -> Template:
-    """The template for one of the operators of the output layer."""
-    return Template(
-        name=name,
-        version=version,
-        operator=operator,
-        kind="llvm",
-        summary="a vectorised product of tiles of words, then a scan of each row",
-        space=space,
-        default=default,
-        program=build,
-        allowed=allowed,
-    )
+rows = partial(
+    Template,
+    kind="llvm",
+    summary="a vectorised product of tiles of words, then a scan of each row",
+    space=space,
+    default=default,
+    program=build,
+    allowed=allowed,
+)

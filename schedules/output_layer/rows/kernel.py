@@ -17,12 +17,12 @@ from tvm_sparse.operators.head_topk.problem import HeadTopk
 
 from ...device import llvm_ir
 from ...device.vectors import add_upper_half, halves
+from ...interface import cpu_program
 from ...softmax_topk.elements import write_given
 from ...softmax_topk.row_scan import kernel as scan
 from ...softmax_topk.row_scan.keys import index_of, value_of
 from ...softmax_topk.row_scan.space import Extents
-from ..interface import Arguments, cpu_program, rows_shape
-from ..words import OutputLayer, best_of, block_of, candidates_of, most_words
+from ..words import OutputLayer, at_row, best_of, block_of, candidates_of, most_words, rows_shape
 
 # Elements of the scan's chunks and vectors: the defaults of `row_scan`.
 CHUNK, LANES = 256, 16
@@ -32,18 +32,18 @@ def program(problem: OutputLayer, decisions: Decisions) -> Program:
     alone = isinstance(problem, CandidateLogits)
     words = most_words(problem)
     own = () if alone else (Workspace("scores", rows_shape(problem, words), "float32"),)
-    return cpu_program(problem, body(problem, decisions), own, (AVX512_BF16,) if decisions["dots"] else ())
+    return cpu_program(problem, body(problem, decisions), own, instructions=(AVX512_BF16,) if decisions["dots"] else ())
 
 
 def body(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
-    """Both phases, called with the `Arguments`."""
+    """Both phases, called with the arguments by name."""
     alone = isinstance(problem, CandidateLogits)
     product, best = multiply(problem, decisions), None if alone else select(problem, most_words(problem))
 
     # fmt: off
     @T.inline
     def phases(io):
-        target = T.meta_var(io.logits if alone else io.workspaces["scores"])
+        target = T.meta_var(io.logits if alone else io.scores)
         product(io, target)
         if not alone:
             best(io)
@@ -51,17 +51,17 @@ def body(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
     return phases
 
 
-def words_of(io: Arguments, index: Any) -> tirx.PrimExpr:
+def words_of(io: Any, index: Any) -> tirx.PrimExpr:
     """How many words a list has."""
-    if io.counts is None:
+    if not candidates_of(io.problem):
         return io.vocab
     most, block = candidates_of(io.problem), block_of(io.problem)
     return T.Cast("int64", T.max(T.min(io.counts[index], most), 0)) * T.int64(block)
 
 
-def word_at(io: Arguments, index: Any, position: Any) -> tirx.PrimExpr:
+def word_at(io: Any, index: Any, position: Any) -> tirx.PrimExpr:
     """The word at a position of a list, which must be below `words_of`."""
-    if io.candidates is None:
+    if not candidates_of(io.problem):
         return position
     block = block_of(io.problem)
     if block == 1:
@@ -74,12 +74,12 @@ def word_at(io: Arguments, index: Any, position: Any) -> tirx.PrimExpr:
 class Strip:
     """Neighbouring rows of hidden states of a list; rows beyond the beam repeat the last one."""
 
-    def __init__(self, io: Arguments, states: Any, index: Any, first: Any) -> None:
+    def __init__(self, io: Any, states: Any, index: Any, first: Any) -> None:
         self._io, self._states, self._index, self._first = io, states, index, first
 
     def __getitem__(self, at: tuple[Any, Any]) -> tirx.PrimExpr:
         row = T.min(self._first + at[0], self._io.beam - 1)
-        return tirx.BufferLoad(self._states, self._io.place(self._index, row, at[1]))
+        return tirx.BufferLoad(self._states, at_row(self._io, self._index, row, at[1]))
 
 
 def bits_of(buffer: Any) -> Any:
@@ -161,7 +161,7 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
                 part[m, 0] = T.float32("-inf")
             # Rows that repeat the last one are not stored.
             if row + m < io.beam and first + T.int64(n) < positions:
-                T.buffer_store(target, part[m, 0], io.place(index, row + m, first + T.int64(n)))
+                T.buffer_store(target, part[m, 0], at_row(io, index, row + m, first + T.int64(n)))
 
     def of_each(do, parts, words, *given):
         """Call `do` with the sums of each word of a tile, and with the word."""
@@ -208,18 +208,18 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
 class Row:
     """A row of scores in the form that `row_scan`'s phases expect: they read element `[row, column]` of `logits`."""
 
-    def __init__(self, io: Arguments, index: Any, row: Any) -> None:
+    def __init__(self, io: Any, index: Any, row: Any) -> None:
         self._io, self._index, self._row = io, index, row
 
     def __getitem__(self, at: tuple[Any, Any]) -> tirx.PrimExpr:
-        return tirx.BufferLoad(self._io.workspaces["scores"], self._io.place(self._index, self._row, at[1]))
+        return tirx.BufferLoad(self._io.scores, at_row(self._io, self._index, self._row, at[1]))
 
 
 def select(problem: OutputLayer, static: int) -> Callable[..., Any]:
     """Find the best words of each row. Reads: `scores`. Writes: all outputs."""
     exact_head, k, ids = isinstance(problem, HeadTopk), best_of(problem), problem.axes.get("ids", 0)
 
-    def phases(io: Arguments, index: Any, row: Any) -> SimpleNamespace:
+    def phases(io: Any, index: Any, row: Any) -> SimpleNamespace:
         """The phases of `row_scan` for a row, and their arguments."""
         columns = T.Cast("int32", io.vocab) if exact_head else static
         extents = Extents(columns, k, ids, CHUNK, LANES)
@@ -265,7 +265,7 @@ def select(problem: OutputLayer, static: int) -> Callable[..., Any]:
                 do.sort(do.io, row, s)
                 for i in range(k):
                     write_best(io, index, row, i, s)
-                T.buffer_store(io.normaliser, s.m[0] * io.scale + T.log(s.d[0]), io.place(index, row))
+                T.buffer_store(io.normaliser, s.m[0] * io.scale + T.log(s.d[0]), at_row(io, index, row))
                 if ids > 0:
                     for i in range(ids):
                         write_given(
@@ -281,13 +281,13 @@ def select(problem: OutputLayer, static: int) -> Callable[..., Any]:
 def write_best(io, index, row, i, s):
     """Write the i-th best word of a row, -1 beyond the list's words, and its value."""
     if index_of(s.heap[i]) < words_of(io, index):
-        T.buffer_store(io.indices, word_at(io, index, index_of(s.heap[i])), io.place(index, row, i))
+        T.buffer_store(io.indices, word_at(io, index, index_of(s.heap[i])), at_row(io, index, row, i))
         T.buffer_store(io.values, T.Select(
             io.log != 0,
             (value_of(s.heap[i]) - s.m[0]) * io.scale - T.log(s.d[0]),
-            T.exp((value_of(s.heap[i]) - s.m[0]) * io.scale) * (T.float32(1) / s.d[0])), io.place(index, row, i))
+            T.exp((value_of(s.heap[i]) - s.m[0]) * io.scale) * (T.float32(1) / s.d[0])), at_row(io, index, row, i))
     else:
-        T.buffer_store(io.indices, T.int64(-1), io.place(index, row, i))
+        T.buffer_store(io.indices, T.int64(-1), at_row(io, index, row, i))
         T.buffer_store(
-            io.values, T.Select(io.log != 0, T.float32("-inf"), T.float32(0)), io.place(index, row, i))
+            io.values, T.Select(io.log != 0, T.float32("-inf"), T.float32(0)), at_row(io, index, row, i))
 # fmt: on

@@ -16,6 +16,8 @@ All numbers are multiplied and added in float32.
 
 from __future__ import annotations
 
+from functools import partial
+
 from tvm_sparse.core.template import Decisions, Program, Template
 
 from ..words import OutputLayer
@@ -28,18 +30,14 @@ def build(problem: OutputLayer, decisions: Decisions) -> Program:
     return program(problem, Extents.of(problem, decisions))
 
 
-def streams(operator: str, name: str, version: int) -> Template:
-    """The template for one of the operators of the output layer that have lists."""
-    return Template(
-        name=name,
-        version=version,
-        operator=operator,
-        kind="cuda",
-        summary="lists of one row each: words streamed through registers; the best words of all",
-        space=space,
-        default=default,
-        program=build,
-        allowed=allowed,
-        launch=launch,
-        explicit_threads=True,
-    )
+streams = partial(
+    Template,
+    kind="cuda",
+    summary="lists of one row each: words streamed through registers; the best words of all",
+    space=space,
+    default=default,
+    program=build,
+    allowed=allowed,
+    launch=launch,
+    explicit_threads=True,
+)

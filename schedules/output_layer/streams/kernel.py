@@ -24,11 +24,11 @@ from ...device.region import device_region
 from ...device.selection import FULL_WARP
 from ...device.state import Buffers, local, shared
 from ...device.words import held_address, load_element, load_words, per_word, value_at
+from ...interface import gpu_program
 from ..best.kernel import best_of_all
 from ..best.sizes import VECTOR
-from ..interface import gpu_program, rows_shape
 from ..lists import count_words, find_word
-from ..words import OutputLayer
+from ..words import OutputLayer, at_row, rows_shape
 from .space import Extents
 
 Phase = Callable[..., Any]
@@ -133,7 +133,7 @@ def stage_state(e: Extents) -> Phase:
                 if place < e.row_vectors:
                     load_words(
                         VECTOR, s.part, 0, None,
-                        io.hidden.ptr_to(io.place(s.index, 0, place * (PER_VECTOR * per_word(e.dtype)))))
+                        io.hidden.ptr_to(at_row(io, s.index, 0, place * (PER_VECTOR * per_word(e.dtype)))))
                 store_shared(s.state.ptr_to([place * PER_VECTOR]), s.part[0], s.part[1], s.part[2], s.part[3])
 
     return phase
@@ -178,9 +178,9 @@ def add_lanes(e: Extents) -> Phase:
                 if s.position + n < s.words[0]:
                     if io.bias is not None:
                         s.sums[n] = s.sums[n] + load_element("float32", io.bias.ptr_to([s.name[n]]))
-                    T.buffer_store(scores, s.sums[n], io.place(s.index, 0, s.position + n))
+                    T.buffer_store(scores, s.sums[n], at_row(io, s.index, 0, s.position + n))
                 elif e.k == 0 and s.position + n < e.words:
-                    T.buffer_store(scores, MINUS_INFINITY, io.place(s.index, 0, s.position + n))
+                    T.buffer_store(scores, MINUS_INFINITY, at_row(io, s.index, 0, s.position + n))
 
     return phase
 
@@ -238,7 +238,7 @@ def program(problem: OutputLayer, e: Extents) -> Program:
     # fmt: off
     @T.inline
     def both(io):
-        multiply_words(io, io.workspaces["scores"])
+        multiply_words(io, io.scores)
         search(io)
     # fmt: on
 

@@ -36,6 +36,7 @@ from ...device.state import Buffers, local, pooled, shared
 from ...device.words import load_element
 from ..best.state import add_pair
 from ..lists import count_words, find_word
+from ..words import at_row
 from .sizes import Extents, TileSizes
 
 load_vector = T.ptx.ld.global_.v4.u32
@@ -282,7 +283,7 @@ def load_states(e: Extents) -> Callable[..., Any]:
                     if vector < e.vectors:
                         load_vector(
                             s.states[i], s.states[i + 1], s.states[i + 2], s.states[i + 3],
-                            io.hidden.ptr_to(io.place(s.index, state_row(io, s, p, f), vector * elements)))
+                            io.hidden.ptr_to(at_row(io, s.index, state_row(io, s, p, f), vector * elements)))
                     else:
                         for v in T.unroll(4):
                             s.states[i + v] = T.uint32(0)
@@ -297,8 +298,8 @@ def load_states(e: Extents) -> Callable[..., Any]:
                 if kept_vector(at % e.kept_vectors) < e.vectors:
                     load_vector(
                         s.states[0], s.states[1], s.states[2], s.states[3],
-                        io.hidden.ptr_to(io.place(
-                            s.index, T.min(s.top + at // e.kept_vectors, io.beam - 1),
+                        io.hidden.ptr_to(at_row(
+                            io, s.index, T.min(s.top + at // e.kept_vectors, io.beam - 1),
                             kept_vector(at % e.kept_vectors) * elements)))
                 store_shared(
                     s.kept.ptr_to([(at // e.kept_vectors * e.kept_pitch + at % e.kept_vectors) * 4]),
@@ -504,7 +505,7 @@ def add_parts(e: Extents) -> Callable[..., Any]:
         else:
             s.score[0] = MINUS_INFINITY
         if s.top + row < io.beam and (e.k > 0 or position < e.m):
-            T.buffer_store(scores, s.score[0], io.place(s.index, s.top + row, position))
+            T.buffer_store(scores, s.score[0], at_row(io, s.index, s.top + row, position))
 
     return phase
 
@@ -524,7 +525,7 @@ def write_top(e: Extents) -> Callable[..., Any]:
             s.bits[0] = T.max(
                 s.bits[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.bits[0], 1 << b, 32, 32))
         if p.t % e.tile_n == 0 and s.top + row < io.beam:
-            T.buffer_store(tops, s.bits[0], io.place(s.index, s.top + row, tile))
+            T.buffer_store(tops, s.bits[0], at_row(io, s.index, s.top + row, tile))
 
     return phase
 
@@ -590,8 +591,8 @@ def join_sums(e: Extents) -> Callable[..., Any]:
                 row: T.int32 = (i * e.product_threads + p.t) // e.tile_n
                 join(s, i, factor)
                 if p.t % e.tile_n == 0 and s.top + row < io.beam:
-                    T.buffer_store(sums, T.Cast(e.sum_dtype, s.m[i]), io.place(s.index, s.top + row, block, 0))
-                    T.buffer_store(sums, s.d[i], io.place(s.index, s.top + row, block, 1))
+                    T.buffer_store(sums, T.Cast(e.sum_dtype, s.m[i]), at_row(io, s.index, s.top + row, block, 0))
+                    T.buffer_store(sums, s.d[i], at_row(io, s.index, s.top + row, block, 1))
 
     return phase
 
@@ -617,7 +618,7 @@ def finish_alone(e: Extents) -> Callable[..., Any]:
             s.score[n] = MINUS_INFINITY
         if s.top + row < io.beam and (e.k > 0 or s.tile[0] * e.tile_n + n * 8 + p.group < e.m):
             T.buffer_store(
-                scores, s.score[n], io.place(s.index, s.top + row, s.tile[0] * e.tile_n + n * 8 + p.group))
+                scores, s.score[n], at_row(io, s.index, s.top + row, s.tile[0] * e.tile_n + n * 8 + p.group))
 
     @T.inline
     def sum_up(io, s, p, tops, row, factor):
@@ -635,7 +636,7 @@ def finish_alone(e: Extents) -> Callable[..., Any]:
         for b in T.unroll(3):
             s.other[1] = s.other[1] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.other[1], 4 << b, 32, 32)
         if p.group == 0 and s.top + row < io.beam:
-            T.buffer_store(tops, s.bits[0], io.place(s.index, s.top + row, s.tile[0]))
+            T.buffer_store(tops, s.bits[0], at_row(io, s.index, s.top + row, s.tile[0]))
             at = T.meta_var((p.team * e.tile_m + row) * 2)
             add_pair(s.pairs, at, s.pairs, at + 1, s.other[0], s.other[1], s.score, factor)
 
@@ -679,8 +680,8 @@ def join_warps(e: TileSizes) -> Callable[..., Any]:
                 s.other[1] = s.other[1] + s.pairs[(w * e.tile_m + row) * 2 + 1] * T.exp2(
                     (s.pairs[(w * e.tile_m + row) * 2] - s.other[0]) * factor)
             if s.top + row < io.beam:
-                T.buffer_store(sums, s.other[0], io.place(s.index, s.top + row, block, 0))
-                T.buffer_store(sums, s.other[1], io.place(s.index, s.top + row, block, 1))
+                T.buffer_store(sums, s.other[0], at_row(io, s.index, s.top + row, block, 0))
+                T.buffer_store(sums, s.other[1], at_row(io, s.index, s.top + row, block, 1))
 
     return phase
 

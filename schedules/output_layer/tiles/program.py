@@ -14,9 +14,9 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import Program, Workspace
 
+from ...interface import gpu_program
 from ..best.kernel import best, best_of_all
-from ..interface import gpu_program, rows_shape
-from ..words import OutputLayer
+from ..words import OutputLayer, rows_shape
 from .sizes import Extents
 
 
@@ -46,7 +46,7 @@ def program(problem: OutputLayer, e: Extents, product: Callable[[Extents], Calla
     # fmt: off
     @T.inline
     def both(io):
-        multiply(io, io.workspaces["scores"], io.workspaces.get("tops"), io.workspaces.get("sums"))
+        multiply(io, io.scores, getattr(io, "tops", None), getattr(io, "sums", None))
         find(io)
     # fmt: on
     return gpu_program(problem, both, own, overlapped=e.overlap > 0)

@@ -14,6 +14,8 @@ tile: so the warps meet at no barrier of the ring, and what is in flight depends
 
 from __future__ import annotations
 
+from functools import partial
+
 from tvm_sparse.core.template import Decisions, Program, Template
 
 from ..tiles.sizes import launch
@@ -28,19 +30,15 @@ def build(problem: OutputLayer, decisions: Decisions) -> Program:
     return program(problem, extents(problem, decisions), product)
 
 
-def warp_rings(operator: str, name: str, version: int) -> Template:
-    """The template for one of the operators of the output layer."""
-    return Template(
-        name=name,
-        version=version,
-        operator=operator,
-        kind="cuda",
-        summary="parts of rows to rings of warps and through tensor cores; the best tokens of all or of the best tiles",
-        space=space,
-        default=default,
-        program=build,
-        allowed=allowed,
-        launch=launch(extents),
-        explicit_threads=True,
-        declines=declines,
-    )
+warp_rings = partial(
+    Template,
+    kind="cuda",
+    summary="parts of rows to rings of warps and through tensor cores; the best tokens of all or of the best tiles",
+    space=space,
+    default=default,
+    program=build,
+    allowed=allowed,
+    launch=launch(extents),
+    explicit_threads=True,
+    declines=declines,
+)

@@ -31,6 +31,8 @@ other parts, so that they end their tiles in turn.
 
 from __future__ import annotations
 
+from functools import partial
+
 from tvm_sparse.core.template import Decisions, Program, Template
 
 from ..words import OutputLayer
@@ -43,18 +45,14 @@ def build(problem: OutputLayer, decisions: Decisions) -> Program:
     return program(problem, Extents.of(problem, decisions))
 
 
-def warpgroups(operator: str, name: str, version: int) -> Template:
-    """The template for the operator of the output layer that reads a vocabulary."""
-    return Template(
-        name=name,
-        version=version,
-        operator=operator,
-        kind="cuda",
-        summary="words streamed through products of warpgroups, of tens of rows or long ones; the best of their tiles",
-        space=space,
-        default=default,
-        program=build,
-        allowed=allowed,
-        launch=launch,
-        explicit_threads=True,
-    )
+warpgroups = partial(
+    Template,
+    kind="cuda",
+    summary="words streamed through products of warpgroups, of tens of rows or long ones; the best of their tiles",
+    space=space,
+    default=default,
+    program=build,
+    allowed=allowed,
+    launch=launch,
+    explicit_threads=True,
+)

@@ -22,6 +22,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import ceildiv
 
 from ...device.selection import FULL_WARP
+from ...rows.best import kth_by_bits
 from .space import Extents
 
 # What others write while the kernel runs, past the L1 cache.
@@ -40,7 +41,7 @@ BITS = 16
 
 def bound_of(e: Extents, io: Any, row: Any) -> Any:
     """Where a row's bound is: ordered bits, 0 as long as there is none."""
-    return io.workspaces["tops"].ptr_to([row, e.list_tiles])
+    return io.tops.ptr_to([row, e.list_tiles])
 
 
 # fmt: off
@@ -53,7 +54,7 @@ def clear_tops(e: Extents, threads: int) -> Callable[..., Any]:
         vectors: T.int32 = rows * (e.tops_pitch // 4)  # of the strip
         for i in T.serial((vectors - thread + (threads - 1)) // threads):
             store_vector(
-                io.workspaces["tops"].ptr_to([top, (i * threads + thread) * 4]),
+                io.tops.ptr_to([top, (i * threads + thread) * 4]),
                 T.uint32(0), T.uint32(0), T.uint32(0), T.uint32(0))
 
     return phase
@@ -67,6 +68,7 @@ def find_bounds(e: Extents) -> Callable[..., Any]:
     Barriers: none.
     """
     each = ceildiv(e.first_tiles, 32)  # tiles of a lane
+    find = kth_by_bits(e.groups_each, e.k, BITS)
 
     @T.inline
     def load(io, s, p, row):
@@ -74,7 +76,7 @@ def find_bounds(e: Extents) -> Callable[..., Any]:
         for j in T.unroll(each):
             s.seen[j] = T.uint32(0)
             if j * 32 + p.lane < e.first_tiles:
-                load_bits(s.seen[j], io.workspaces["tops"].ptr_to([row, j * 32 + p.lane]))
+                load_bits(s.seen[j], io.tops.ptr_to([row, j * 32 + p.lane]))
         s.bits[0] = T.uint32(0)
         for j in T.unroll(e.groups_each):
             s.largest[j] = T.uint32(0)
@@ -83,20 +85,6 @@ def find_bounds(e: Extents) -> Callable[..., Any]:
             if s.seen[j] == T.uint32(0) and j * 32 + p.lane < e.first_tiles:
                 s.bits[0] = T.uint32(1)
         s.reached[0] = T.call_extern("uint32", "__reduce_add_sync", T.uint32(FULL_WARP), s.bits[0])
-
-    @T.inline
-    def find(s):
-        """To `bits` the largest bound that k groups reach."""
-        s.bits[0] = T.uint32(0)
-        for i in T.serial(BITS):
-            bit: T.uint32 = T.uint32(1 << 31) >> T.Cast("uint32", i)
-            s.reached[0] = T.uint32(0)
-            for j in T.unroll(e.groups_each):
-                if s.largest[j] >= (s.bits[0] | bit):
-                    s.reached[0] = s.reached[0] + T.uint32(1)
-            s.reached[0] = T.call_extern("uint32", "__reduce_add_sync", T.uint32(FULL_WARP), s.reached[0])
-            if s.reached[0] >= T.uint32(e.k):
-                s.bits[0] = s.bits[0] | bit
 
     @T.inline
     def listen(s):
@@ -119,7 +107,7 @@ def find_bounds(e: Extents) -> Callable[..., Any]:
                 if s.reached[0] > T.uint32(0):
                     listen(s)
             if s.reached[0] == T.uint32(0):
-                find(s)
+                find(s.largest, s.reached, s.bits)
                 if p.lane == 0:
                     store_bits(bound_of(e, io, row), s.bits[0])
 

@@ -16,11 +16,11 @@ from tvm_sparse.core.template import Program, Workspace
 
 from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
 from ...device.region import device_region
+from ...interface import gpu_program
 from ..best.kernel import best
 from ..best.sizes import VECTOR
-from ..interface import gpu_program, rows_shape
 from ..tiles.product import load_vector
-from ..words import OutputLayer
+from ..words import OutputLayer, rows_shape
 from .gate import clear_tops, store_vector
 from .product import product
 from .space import Extents
@@ -75,7 +75,7 @@ def program(problem: OutputLayer, e: Extents) -> Program:
     # fmt: off
     @T.inline
     def body(io):
-        put_in_order(io, io.workspaces["matrices"])
+        put_in_order(io, io.matrices)
         multiply(io)
         find(io)
     # fmt: on

@@ -398,7 +398,7 @@ def finish_tile(e: Extents) -> Callable[..., Any]:
         if e.gated > 0:
             reaches = T.And(reaches, s.bits[0] >= s.bound[turn])
         if reaches:
-            T.buffer_store(io.workspaces["tops"], s.bits[0], [s.top + turn * 32 + p.lane, s.tile[0]])
+            T.buffer_store(io.tops, s.bits[0], [s.top + turn * 32 + p.lane, s.tile[0]])
         s.wanted[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), reaches)
 
     @T.inline
@@ -413,7 +413,7 @@ def finish_tile(e: Extents) -> Callable[..., Any]:
             row = T.meta_var(j * (32 // quads) + p.lane // quads)
             if (s.wanted[0] >> T.Cast("uint32", row)) & T.uint32(1) != T.uint32(0):
                 store_floats(
-                    io.workspaces["scores"].ptr_to(
+                    io.scores.ptr_to(
                         [s.top + turn * 32 + row, s.tile[0] * e.tile_n + p.lane % quads * 4]),
                     s.own[j * 4], s.own[j * 4 + 1], s.own[j * 4 + 2], s.own[j * 4 + 3])
 
@@ -585,11 +585,11 @@ def product(e: Extents) -> Callable[..., Any]:
                 do.consume(io, s, p, block, factor)
             elif p.team == e.tiles:
                 if p.lane == 0:
-                    do.produce(io, s, block, io.workspaces["matrices"])
+                    do.produce(io, s, block, io.matrices)
             elif e.gated > 0:
                 do.find_bounds(io, s, p, block)
             do.tell_sums(s, p)
-            do.join_warps(io, s, p, block, io.workspaces["sums"], factor)
+            do.join_warps(io, s, p, block, io.sums, factor)
 
     return kernel
 # fmt: on

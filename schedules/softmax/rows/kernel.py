@@ -267,16 +267,17 @@ def build(problem: RowProblem, decisions: Decisions) -> Program:
             row = T.axis.spatial(io.batch, b)
             T.reads(io.logits[row, 0:ext.vocab])
             if ext.softmax:
-                T.writes(io.out[row, 0:ext.vocab])
+                T.writes(io.probabilities[row, 0:ext.vocab])
+                s = RowState(ext, row)
+                accumulated(s, io.logits, io.log, io.probabilities)
+                joined(s, io.logits)
+                written(s, io.logits, io.log, io.probabilities)
             else:
-                T.writes(io.out[row])
-            s = RowState(ext, row)
-            accumulated(s, io.logits, io.log, io.out)
-            joined(s, io.logits)
-            if ext.softmax:
-                written(s, io.logits, io.log, io.out)
-            else:
-                io.out[row] = s.m[0] + T.log(s.d[0])
+                T.writes(io.values[row])
+                s = RowState(ext, row)
+                accumulated(s, io.logits, None, None)
+                joined(s, io.logits)
+                io.values[row] = s.m[0] + T.log(s.d[0])
 
     @T.inline
     def body(io):

@@ -21,86 +21,59 @@ of any length: nowhere, they are read again, as a rule from L2; it also maps the
 
 from __future__ import annotations
 
+from functools import partial
+
 from tvm_sparse.core.template import Decisions, Program, Template
 
+from ...rows.cut import Keep
 from ..problems import RowProblem
 from . import space
 
 
-def build_held(problem: RowProblem, decisions: Decisions) -> Program:
-    from .kernel import build
+def _template(operator: str, name: str, keep: Keep, summary: str) -> Template:
+    def build(problem: RowProblem, decisions: Decisions) -> Program:
+        from .kernel import build
 
-    return build(problem, decisions, "registers")
+        return build(problem, decisions, keep)
+
+    table, default, allowed = space.BY_KEEP[keep]
+    return Template(
+        name=name,
+        version=1,
+        operator=operator,
+        kind="cuda",
+        summary=summary,
+        space=table,
+        default=default,
+        program=build,
+        allowed=allowed,
+        features=partial(space.features, keep),
+        launch=partial(space.launch, keep),
+        explicit_threads=True,
+    )
 
 
-def build_staged(problem: RowProblem, decisions: Decisions) -> Program:
-    from .kernel import build
-
-    return build(problem, decisions, "shared")
-
-
-def build_streamed(problem: RowProblem, decisions: Decisions) -> Program:
-    from .kernel import build
-
-    return build(problem, decisions, "nowhere")
-
-
-softmax_held = Template(
-    name="softmax_held",
-    version=1,
-    operator="softmax",
-    kind="cuda",
-    summary="a row in the registers of a warp, a block or a cluster: one read, vectors of 16 bytes",
-    space=space.held_space,
-    default=space.held_default,
-    program=build_held,
-    allowed=space.held_allowed,
-    features=space.held_features,
-    launch=space.held_launch,
-    explicit_threads=True,
+softmax_held = _template(
+    "softmax",
+    "softmax_held",
+    "registers",
+    "a row in the registers of a warp, a block or a cluster: one read, vectors of 16 bytes",
 )
-
-softmax_staged = Template(
-    name="softmax_staged",
-    version=1,
-    operator="softmax",
-    kind="cuda",
-    summary="a row in the shared memory of a block or a cluster: one read, by asynchronous copies",
-    space=space.staged_space,
-    default=space.staged_default,
-    program=build_staged,
-    allowed=space.staged_allowed,
-    features=space.staged_features,
-    launch=space.staged_launch,
-    explicit_threads=True,
+softmax_staged = _template(
+    "softmax",
+    "softmax_staged",
+    "shared",
+    "a row in the shared memory of a block or a cluster: one read, by asynchronous copies",
 )
-
-softmax_streamed = Template(
-    name="softmax_streamed",
-    version=1,
-    operator="softmax",
-    kind="cuda",
-    summary="a row of any length to a warp, a block or a cluster: as many reads as the algorithm has",
-    space=space.streamed_space,
-    default=space.streamed_default,
-    program=build_streamed,
-    allowed=space.streamed_allowed,
-    features=space.streamed_features,
-    launch=space.streamed_launch,
-    explicit_threads=True,
+softmax_streamed = _template(
+    "softmax",
+    "softmax_streamed",
+    "nowhere",
+    "a row of any length to a warp, a block or a cluster: as many reads as the algorithm has",
 )
-
-logsumexp_streamed = Template(
-    name="logsumexp_streamed",
-    version=1,
-    operator="logsumexp",
-    kind="cuda",
-    summary="a row to a warp, a block or a cluster: one read, vectors of 16 bytes",
-    space=space.streamed_space,
-    default=space.streamed_default,
-    program=build_streamed,
-    allowed=space.streamed_allowed,
-    features=space.streamed_features,
-    launch=space.streamed_launch,
-    explicit_threads=True,
+logsumexp_streamed = _template(
+    "logsumexp",
+    "logsumexp_streamed",
+    "nowhere",
+    "a row to a warp, a block or a cluster: one read, vectors of 16 bytes",
 )

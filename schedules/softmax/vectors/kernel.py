@@ -67,11 +67,12 @@ def row_of_threads(ext: Extents) -> Callable[..., Any]:
     @T.inline
     def one_row(io, block, row, part, t):
         views = Views(ext, io)
+        log = T.meta_var(io.log if ext.writes else None)
         s = RowState(ext, row, part, t)
         locate(s, io.logits)
 
         begin_pair(s)
-        accumulate(s, views.words, block, io.log)
+        accumulate(s, views.words, block, log)
         add_edge(s)
 
         join_warp(s)
@@ -81,11 +82,11 @@ def row_of_threads(ext: Extents) -> Callable[..., Any]:
             join_block(s, block)
 
         if ext.writes:
-            normalise(s, io.log)
-            write(s, views, block, io.log)
-            write_edge(s, io.out, io.log)
+            normalise(s, log)
+            write(s, views, block, log)
+            write_edge(s, io.probabilities, log)
         else:
-            write_value(s, io.out)
+            write_value(s, io.values)
 
     return one_row
 # fmt: on

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv, powers
 
-from ...rows.cut import Extents, vector_width
+from ...rows.cut import Extents, Keep, vector_width
 from ..problems import RowProblem, algorithm, extents
 
 # Threads of a block that share a row, or its part. Not only powers of two: what counts is how many blocks, with the row
@@ -159,42 +159,27 @@ def _clusters_to_fill(problem: RowProblem, machine: Machine) -> list[int]:
     return sorted((size for size in sizes if size <= enough), reverse=True) + [s for s in sizes if s > enough]
 
 
-# ---- launches ------------------------------------------------------------------------------------
+Space = Callable[[RowProblem, Machine], Table]
+Default = Callable[[RowProblem, Machine], Decisions]
+# Table, default and left-out points of the template that keeps a row so.
+BY_KEEP: Mapping[Keep, tuple[Space, Default, Allowed]] = {
+    "registers": (held_space, held_default, held_allowed),
+    "shared": (staged_space, staged_default, staged_allowed),
+    "nowhere": (streamed_space, streamed_default, streamed_allowed),
+}
 
 
-def held_launch(problem: RowProblem, decisions: Decisions) -> Launch:
-    return _launch(extents(problem, decisions, "registers"))
+# ---- launches and features -----------------------------------------------------------------------
 
 
-def staged_launch(problem: RowProblem, decisions: Decisions) -> Launch:
-    return _launch(extents(problem, decisions, "shared"))
-
-
-def streamed_launch(problem: RowProblem, decisions: Decisions) -> Launch:
-    return _launch(extents(problem, decisions, "nowhere"))
-
-
-def _launch(ext: Extents) -> Launch:
-    vectors = ext.part if ext.keep == "shared" else 1
+def launch(keep: Keep, problem: RowProblem, decisions: Decisions) -> Launch:
+    ext = extents(problem, decisions, keep)
+    vectors = ext.part if keep == "shared" else 1
     return Launch(ext.threads * ext.rows, 16 * vectors)
 
 
-# ---- features ------------------------------------------------------------------------------------
-
-
-def held_features(problem: RowProblem, machine: Machine, decisions: Decisions) -> Features:
-    return _features(problem, machine, extents(problem, decisions, "registers"))
-
-
-def staged_features(problem: RowProblem, machine: Machine, decisions: Decisions) -> Features:
-    return _features(problem, machine, extents(problem, decisions, "shared"))
-
-
-def streamed_features(problem: RowProblem, machine: Machine, decisions: Decisions) -> Features:
-    return _features(problem, machine, extents(problem, decisions, "nowhere"))
-
-
-def _features(problem: RowProblem, machine: Machine, ext: Extents) -> Features:
+def features(keep: Keep, problem: RowProblem, machine: Machine, decisions: Decisions) -> Features:
+    ext = extents(problem, decisions, keep)
     threads, each = ext.threads * ext.rows, ceildiv(problem.batch, ext.rows) * ext.cluster / machine.cores
     tiles = ext.full_tiles + ext.other_tiles
     return {

@@ -25,9 +25,8 @@ from tvm_sparse.core.template import ceildiv
 from ...device.cluster import place_there
 from ...device.mbarriers import arrive_expecting, await_arrivals, send_word
 from ...device.selection import FULL_WARP, order
-from ...device.tops import offer
+from ...rows.best import kth_of_shared, offer
 from .bound import find_top
-from .row import load_shared
 from .space import Layout
 from .state import BOUNDED, EXCHANGED, OFFERED, WEIGHED
 from .words import LEAST
@@ -119,39 +118,25 @@ def send_tops(layout: Layout) -> Callable[..., Any]:
 def find_agreed(layout: Layout) -> Callable[..., Any]:
     """The k-th best of the tops of all blocks. The phase is (s), of one warp.
 
-    It is the smallest top that fewer than k tops exceed.
-
     Reads: `row_tops`.
     Writes: those of this block, with the best of all; `kth`, `equals`; scratch is `own`, `bits`, `need`.
     Barriers: none.
     """
     groups, cluster, each = layout.row_groups, layout.cluster, layout.row_groups // 32
+    find = kth_of_shared(groups, layout.k)
 
     @T.inline
     def phase(s):
-        better = T.alloc_local([each], "int32")
-        others = T.alloc_local([4], "uint32")
         tops = T.meta_var(s.part * groups)
         for j in T.unroll(each):
             s.own[j] = s.row_tops[j * 32 + s.t % 32]
             for part in T.unroll(cluster - 1):
                 s.own[j] = T.max(s.own[j], s.row_tops[(1 + part) * groups + j * 32 + s.t % 32])
-            better[j] = 0
         T.cuda.warp_sync()
         for j in T.unroll(each):
             s.row_tops[tops + j * 32 + s.t % 32] = s.own[j]
         T.cuda.warp_sync()
-        for four in T.unroll(groups // 4):
-            load_shared(others[0], others[1], others[2], others[3], s.row_tops.ptr_to([tops + four * 4]))
-            for i in T.unroll(4):
-                for j in T.unroll(each):
-                    if others[i] > s.own[j]:
-                        better[j] = better[j] + 1
-        s.bits[0] = T.uint32(0xFFFFFFFF)
-        for j in T.unroll(each):
-            if better[j] < layout.k:
-                s.bits[0] = T.min(s.bits[0], s.own[j])
-        s.bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), s.bits[0])
+        find(s.row_tops, tops, s.own, s.bits)
         s.need[0] = 0
         for j in T.unroll(each):
             s.need[0] = s.need[0] + T.Cast("int32", T.popcount(T.cuda.ballot_sync(

@@ -15,8 +15,8 @@ from tvm_sparse.core.template import ceildiv
 
 from ...device.loops import rolled
 from ...device.selection import FULL_WARP, order
-from ...device.tops import find_kth, offer
 from ...device.words import value_in
+from ...rows.best import find_kth, offer
 from .keys import lowest_mark, mark_elements, mark_vectors, pick_vector, set_threshold
 from .row import load_vector
 from .space import Layout

@@ -18,7 +18,7 @@ from ...device.cluster import TURN, Deal, place_there
 from ...device.loops import rolled
 from ...device.mbarriers import arrive_expecting, arrive_expecting_there, await_arrivals, send_word
 from ...device.selection import FULL_WARP, below, counter_address, join_key, key_bits, key_index, lanes_sum, take_places
-from ...device.tops import offer
+from ...rows.best import offer
 from .bound import bound_equals, find_bound, offer_first
 from .keys import clear_behind
 from .space import Layout

@@ -18,7 +18,7 @@ THREADS = (32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 89
 # The fewest threads of a block that has a multiprocessor of its own.
 ALONE = 256
 # The fewest and the most threads of one that shares a multiprocessor, by default, and the 16-byte vectors of a row for
-# each thread. On an H200 rows of 4,000 to 25,000 words of float32 then took 0.7 to 0.9 times as long as with 256 threads.
+# each thread. On an H200 rows of 4,000 to 25,000 words of float32 then took 0.7 to 0.9 times as long as with 256.
 CROWDED, VECTORS_EACH = (64, 320), 16
 # 16-byte vectors of a thread's tile: what is worked on at once.
 VECTORS = (1, 2, 3, 4, 5, 6, 8)

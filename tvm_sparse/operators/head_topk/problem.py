@@ -124,6 +124,10 @@ class HeadTopk(Problem):
             return None
         return super().distance(other)
 
+    @property
+    def run_time_extents(self) -> tuple[str, ...]:
+        return (*super().run_time_extents, "vocab")
+
     def smaller(self, extent: int) -> Problem:
         return replace(self, batch=extent, vocab=max(self.k, min(self.vocab, FEW_WORDS)))
 

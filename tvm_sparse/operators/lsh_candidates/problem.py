@@ -115,6 +115,11 @@ class LshCandidates(Problem):
         """Bits of a band code."""
         return wta.code_bits(self.k, self.units)
 
+    @property
+    def buckets(self) -> int:
+        """Buckets of a band: codes that it can have."""
+        return self.k**self.units
+
     def extent(self, name: str | int) -> int:
         found = table_extent(self, self.bits, name)
         return super().extent(name) if found is None else found
@@ -204,10 +209,10 @@ class LshCandidates(Problem):
         increments.
         """
         rows, looked_at = self.lists * self.beam, self.bands * self.units * self.k
-        looked_up = bucket_bytes(self.vocab, rows, self.bands, self.k**self.units, self.table)
+        looked_up = bucket_bytes(self.vocab, rows, self.bands, self.buckets, self.table)
         lists = self.lists * (self.capacity + 1) * 4 + bitmap_words(self.vocab) * 4
         size = rows * self.hidden * numpy_dtype(self.dtype).itemsize + looked_at * 2 + looked_up + lists
-        return Cost(size, rows * (looked_at + self.bands * self.vocab // self.k**self.units + self.vocab))
+        return Cost(size, rows * (looked_at + self.bands * self.vocab // self.buckets + self.vocab))
 
 
 PROBLEM = LshCandidates

@@ -89,6 +89,11 @@ class LshLookup(Problem):
             "bits": rng.randrange(10, 21) if cuckoo else rng.randrange(6, 17),
         }
 
+    @property
+    def buckets(self) -> int:
+        """Buckets of a band: codes that it can have."""
+        return 1 << self.bits
+
     def extent(self, name: str | int) -> int:
         found = table_extent(self, self.bits, name)
         return super().extent(name) if found is None else found
@@ -151,7 +156,7 @@ class LshLookup(Problem):
         rng = np.random.default_rng([seed, self.vocab, self.bits])
 
         def draw(shape: tuple[int, ...]) -> np.ndarray:
-            return rng.integers(1 << self.bits, size=shape, dtype=np.int32)
+            return rng.integers(self.buckets, size=shape, dtype=np.int32)
 
         codes = draw((self.lists, self.beam, self.bands))
         words = word_codes(rng, structure, codes.reshape(-1, self.bands), self.vocab, draw)
@@ -167,7 +172,7 @@ class LshLookup(Problem):
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         """Bytes of the tables are those looked up; operations are increments and comparisons of hit counts."""
         rows = self.lists * self.beam
-        looked_up = bucket_bytes(self.vocab, rows, self.bands, 1 << self.bits, self.table)
+        looked_up = bucket_bytes(self.vocab, rows, self.bands, self.buckets, self.table)
         increments = rows * self.bands * max(1, self.vocab >> self.bits)
         if inputs is not None:
             from tvm_sparse.formats.wta import find_buckets
