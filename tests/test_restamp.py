@@ -14,11 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tvm_sparse.cli.app import app
-from tvm_sparse.core import registry, spaces
+from tvm_sparse.core import machine, registry, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.core.template import Template
-from tvm_sparse.records import Log, codec, predictor
+from tvm_sparse.records import Log, Trial, codec, predictor
 from tvm_sparse.records.migrate import restamp
 from tvm_sparse.runtime.paths import shipped_logs
 
@@ -127,3 +127,32 @@ def test_lines_that_mean_nothing_now_stay(raised: tuple[Template, Path]) -> None
     assert broken == damaged
     found = json.loads(last)
     assert found["candidate"]["version"] == template.version - 1 and found["fallback"]["version"] == template.version
+
+
+def test_winners_are_compared_with_todays_defaults(tmp_path: Path) -> None:
+    """Of rankings against an earlier default those change whose session timed today's, by the ratio of the trials."""
+    where = machine.resolve(ARCH)
+    log = Log(shipped_logs(), ARCH, "softmax")
+    anew = Log(tmp_path, ARCH, "softmax")
+    wanted = {}
+    for number, (key, best) in enumerate(log.best().items()):
+        today = spaces.fallback(registry.parse(key), where)
+        other = best.candidate if best.candidate != today else replace(today, decisions=(("of_before", 1),))
+        ranked = replace(best, fallback=other, fallback_seconds=2 * best.seconds, session="one")
+        anew.append_best(ranked)
+        ratio = random.Random(key).choice((0.5, 1.25, 2.0))  # without rounding
+        trial = Trial(key, ARCH, best.candidate, "ok", "", (2.0**-16,), 1.0, "one", 0)
+        # Every third session did not time today's default.
+        session = "two" if number % 3 == 2 else "one"
+        anew.append(trial, replace(trial, candidate=today, seconds=(ratio * 2.0**-16,), session=session, order=1))
+        wanted[key] = ranked
+        if session == "one" and other != today:
+            timed = best.seconds * (1.0 if today == best.candidate else max(1.0, ratio))
+            wanted[key] = replace(ranked, fallback=today, fallback_seconds=timed, fallback_all=())
+    before = contents(tmp_path)
+    CliRunner().invoke(app, ["db", "compare", str(tmp_path)], catch_exceptions=False)
+    after, found = contents(tmp_path), anew.best()
+    assert found == wanted and before != after
+    assert {name for name in before if before[name] != after[name]} == {f"{ARCH}/softmax/best.jsonl"}
+    CliRunner().invoke(app, ["db", "compare", str(tmp_path)], catch_exceptions=False)
+    assert contents(tmp_path) == after

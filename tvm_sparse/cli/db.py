@@ -269,6 +269,25 @@ def migrate(
                 typer.echo(f"{path}: {count} records renamed")
 
 
+@db.command("compare")
+def compare(
+    logs: Annotated[list[Path] | None, typer.Argument(help="Folders of records.  \\[default: yours]")] = None,
+) -> None:
+    """Compare winners with today's defaults, where a session has timed both.
+
+    Look-up uses the decisions of a similar problem if they beat the default there. Run it after a change of defaults;
+    running it again changes nothing.
+    """
+    with errors():
+        from ..records.migrate import compare_anew
+        from ..runtime import paths
+
+        for root in logs or [paths.user_logs()]:
+            for path, count in compare_anew(root).items():
+                if count:
+                    typer.echo(f"{path}: {count} winners compared with today's defaults")
+
+
 @db.command("restamp")
 def restamp(
     template: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from ..core.problem import ProblemError
 from ..core.template import NotApplicable
 from . import predictor
 from .codec import UNREADABLE, decode, encode
-from .log import rewrite
+from .log import Log, rewrite
 from .values import Best, Session, Trial
 
 KINDS = {cls.kind: cls for cls in (Trial, Session, Best)}
@@ -123,6 +124,47 @@ def restamp(root: Path, template: str, before: int, now: int, *, dry_run: bool =
             anew.write(Path(root))
         done[path] = Restamped(int(anew != model), Counter())
     return done
+
+
+def compare_anew(root: Path) -> dict[Path, int]:
+    """Compare rankings on GPUs with today's fallbacks; returns the number of changed lines of each file.
+
+    Look-up uses the decisions of another problem if they beat the fallback there, and that is known of the fallback of
+    the time. Where the default has changed since, and a session has timed both the winner and today's fallback, the
+    ranking names today's, with the winner's time multiplied by the ratio of their trials. Others stay as they are, and
+    running it again changes nothing.
+    """
+    done = {}
+    for path in sorted(Path(root).glob("*/*/best.jsonl")):
+        arch, operator = path.parts[-3:-1]
+        times: dict[tuple[str, str], dict[Candidate, float]] = {}
+        for trial in Log(root, arch, operator).read().trials:
+            if trial.outcome == "ok":
+                times.setdefault((trial.problem, trial.session), {})[trial.candidate] = trial.median
+        done[path] = rewrite(path, lambda lines, times=times: [_compared_anew(line, times) for line in lines])
+    return done
+
+
+def _compared_anew(line: bytes, times: dict[tuple[str, str], dict[Candidate, float]]) -> bytes:
+    try:
+        record = decode(line, KINDS)
+        if not isinstance(record, Best):
+            return line
+        where = machine.resolve(record.arch)
+        today = spaces.fallback(registry.parse(record.problem), where)
+    except (*UNREADABLE, ProblemError, machine.UnknownArch):
+        return line
+    if where.kind != "cuda" or today == record.fallback:
+        return line
+    both = [
+        found[today] / found[record.candidate]
+        for (problem, _), found in times.items()
+        if problem == record.problem and today in found and record.candidate in found
+    ]
+    if not both:
+        return line
+    seconds = record.seconds * max(1.0, statistics.median(both))
+    return encode(dataclasses.replace(record, fallback=today, fallback_seconds=seconds, fallback_all=()))
 
 
 def _restamped(model: predictor.Predictor, template: str, before: int, now: int) -> predictor.Predictor:
