@@ -73,7 +73,11 @@ def test_a_point_for_a_weight_without_blocks_has_features(pattern: str) -> None:
         assert all(map(math.isfinite, row.values()))
 
 
-def small(*problems: str, version: int | None = None) -> Predictor:
+# Problems of which nothing here has a record: as many as look-up wants a model to know.
+OTHERS = tuple(f"softmax/batch=3,vocab={vocab},algorithm=online,dtype=float32" for vocab in range(1, lookup.ENOUGH + 1))
+
+
+def small(*problems: str, others: tuple[str, ...] = OTHERS, version: int | None = None) -> Predictor:
     """A model of one tree: a point of `softmax_streamed` is better the more threads it has."""
     template = spaces.find("softmax_streamed")
     decisions = [{"threads": t, "cluster": 1, "rows": 1, "vectors": 1} for t in (256, 1024, 512)]
@@ -86,7 +90,7 @@ def small(*problems: str, version: int | None = None) -> Predictor:
         trees,
         tuple(template.candidate(one) for one in decisions),
         30,
-        problems,
+        (*problems, *others),
         1.05,
         1.25,
     )
@@ -126,7 +130,7 @@ def test_when_look_up_predicts(tmp_path: Path) -> None:
     assert said(100) == said(700) == ("predicted", None)
     found = kernels.explain(problem(700), SM90)
     assert "threads=1024" in found.candidate and found.tune and not found.figures
-    for part in ("the best of 4 points", "30 trials of 1 problems", "1.05x", "at worst 1.25x"):
+    for part in ("the best of 4 points", f"30 trials of {1 + len(OTHERS)} problems", "1.05x", "at worst 1.25x"):
         assert part in found.why and part in str(found)
     kernels.configure("exact", None)
     assert said(100) == ("bucket", learned.key) and said(700) == ("nearby", learned.key)
@@ -138,6 +142,13 @@ def test_when_look_up_predicts(tmp_path: Path) -> None:
     kernels = dispatch.Dispatcher(logs=(tmp_path, tmp_path / "own"), shipped=tmp_path, cache=tmp_path / "cache")
     assert said(700) == ("bucket", own.key) and said(3000) == ("nearby", own.key)
     assert said(50) == ("predicted", None) and said(5000) == ("predicted", None)
+
+
+def test_a_model_of_few_problems_does_not_replace_the_default() -> None:
+    for few, how in ((OTHERS, "predicted"), (OTHERS[1:], "fallback")):
+        model = small(others=few)
+        choice = lookup.choose(problem(700), SM90, Evidence(predictor=lambda model=model: model))
+        assert choice.how == how and (how == "predicted" or f"{len(few)} problems are too few" in choice.why)
 
 
 def test_a_record_of_the_other_dtype_of_16_bits_comes_before_the_model() -> None:

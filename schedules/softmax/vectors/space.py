@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 
 from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv, powers
 
 from ...rows.cut import Extents, Keep, vector_width
@@ -24,6 +25,9 @@ VECTORS = (1, 2, 4, 8)
 PAIRS = 5 * 1024
 # Vectors of a row that a warp takes alone by default.
 WARP_ROW = 512
+# Bytes of a thread block's part of a row: the fewest that are worth a thread block by default, and the most of a
+# logsumexp; and into how many parts a row of one is cut before.
+LEAST_PART, MOST_PART, FEW_PARTS = 16 << 10, 128 << 10, 4
 
 Allowed = Callable[[RowProblem, Machine, Decisions], str | None]
 
@@ -136,8 +140,8 @@ def streamed_default(problem: RowProblem, machine: Machine) -> Decisions:
     wanted += [
         {"threads": threads, "cluster": cluster, "rows": 1, "vectors": vectors}
         for cluster in _clusters_to_fill(problem, machine)
-        for threads in (512, 256, 128, 64, 32)
-        for vectors in (4, 2, 1)
+        for threads in (*((640,) if problem.operator == "logsumexp" else ()), 512, 256, 128, 64, 32)
+        for vectors in (2, 1, 4)
     ]
     return _first(problem, machine, streamed_allowed, wanted)
 
@@ -151,11 +155,16 @@ def _short(problem: RowProblem) -> bool:
 
 
 def _clusters_to_fill(problem: RowProblem, machine: Machine) -> list[int]:
-    """Sizes of clusters: first the smallest that gives every multiprocessor a block, then smaller ones, then larger
-    ones.
+    """Sizes of clusters: first the largest whose thread blocks run at the same time and have `LEAST_PART` bytes each,
+    then smaller ones, then larger ones. For a logsumexp four thread blocks, if none of them has more than `MOST_PART`
+    bytes: what more of them gain, they lose in joining their sums.
     """
     sizes = base_space(problem, machine)["cluster"]
-    enough = next((size for size in sizes if size * problem.batch >= machine.cores), sizes[-1])
+    row = problem.vocab * numpy_dtype(problem.dtype).itemsize
+    at_once = [size for size in sizes if size == 1 or 4 * size * problem.batch <= 5 * machine.cores]
+    enough = max(size for size in at_once if size == 1 or row >= LEAST_PART * size)
+    if problem.operator == "logsumexp":
+        enough = min(enough, max(FEW_PARTS, next((size for size in sizes if row <= MOST_PART * size), sizes[-1])))
     return sorted((size for size in sizes if size <= enough), reverse=True) + [s for s in sizes if s > enough]
 
 
