@@ -26,7 +26,7 @@ def row_argmax_logsumexp(logits: Any, *, out: Any = None) -> tuple[Any, Any]:
     -------
     values, indices
         `(batch,)` float32 and int64. The value of a row is -inf where all of it is, +inf where it has +inf, and NaN
-        where it has NaN. Of equals the first column counts, and NaN is larger than any number.
+        where it has NaN. The first column of equal elements counts, and NaN is larger than any number.
 
     Raises
     ------

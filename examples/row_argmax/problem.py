@@ -1,4 +1,4 @@
-"""What is computed: the logarithm of the sum of each row's exponentials, and the column of its largest element.
+"""The problem: the logarithm of the sum of each row's exponentials, and the column of its largest element.
 
 Together they are what greedy decoding needs: the token, and its log-probability `logits[token] - values`.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class RowArgmaxLogsumexp(Problem):
     """`values = log(sum(exp(logits), -1))`, `indices = argmax(logits, -1)` for logits `(batch, vocab)`.
 
-    Of equals the first column counts, and NaN is larger than any number, as for NumPy.
+    The first column of equal elements counts, and NaN is larger than any number, as for NumPy.
     """
 
     batch: int

@@ -68,7 +68,7 @@ class HashExtents:
 
     @property
     def vec(self) -> int:
-        """Elements of one load of the row: few enough that all threads have one, if so many threads there are."""
+        """Elements of one load of the row: the fewest with which no thread has more than one load, or the widest."""
         most = WIDEST // numpy_dtype(self.dtype).itemsize
         fitting = [v for v in (1, 2, 4, 8) if v <= most and self.hidden % v == 0]
         return next((v for v in fitting if self.hidden // v <= self.threads), fitting[-1])

@@ -1,7 +1,7 @@
 """A thread block a row on a GPU, one read: the phases of `tvm_sparse.schedules.rows`, and three of its own.
 
 The engine cuts the row into vectors of 16 bytes (`rows.cut`), loads them tile by tile (`rows.hold`), sums exponentials
-online (`rows.sum`) and joins the sums of all threads (`rows.join`). Of its own the kernel has
+online (`rows.sum`) and joins the sums of all threads (`rows.join`). The kernel adds three phases:
 
     take_best     the best element of a tile in hand
     join_best     the best key of all threads
@@ -64,10 +64,10 @@ def default(problem: RowArgmaxLogsumexp, machine: Machine) -> Decisions:
 
 @dataclass
 class Best:
-    """What is known of the row's largest element.
+    """The row's largest element, as far as a thread knows it.
 
-    `bits`, `at`: of the thread's best element so far its ordered bits, and its place: a column as if the row began with
-    the part's first vector. `key`: registers of keys. `keys`: one a warp, in shared memory.
+    `bits`, `at`: ordered bits of the thread's best element so far, and its column, counted from the first whole vector.
+    `key`: a key. `keys`: the best key of each warp, in shared memory.
     """
 
     bits: Any
