@@ -153,7 +153,7 @@ class Extents:
 
     @property
     def votes(self) -> int:
-        """Words of the bitmap of a part."""
+        """Number of 32-bit words in the bitmap of a part."""
         return self.counting.part // WARP
 
     @property
@@ -298,7 +298,7 @@ class Extents:
 
     @property
     def tile(self) -> int:
-        """Words of such a part."""
+        """Words of the vocabulary in a tile."""
         return ceildiv(ceildiv(self.each, self.tiles), TILE) * TILE
 
     @property
@@ -370,7 +370,7 @@ class Extents:
 
     @property
     def bitmap(self) -> int:
-        """Words of a list's bitmap, in whole vectors."""
+        """Number of 32-bit words in one list's bitmap, rounded up to whole 16-byte vectors."""
         return ceildiv(bitmap_words(self.vocab), 4) * 4
 
     @property

@@ -317,8 +317,8 @@ def load_states(e: Extents) -> Callable[..., Any]:
 
 
 def states_at(e: Extents, step: Any) -> Any:
-    """Where the hidden states of a step are in `states`, in groups of eight rows: first those that stay, then those that
-    are loaded for a step."""
+    """Where the hidden states of a step are in `states`, in groups of eight rows: first those that stay, then those
+    loaded for a step."""
     if not e.kept_steps:
         return step * e.row_groups
     return (T.min(step, e.register_steps) if e.register_steps else 0) * e.row_groups
@@ -446,8 +446,8 @@ def multiply_floats(e: Extents) -> Callable[..., Any]:
 
 
 def row_of_group(e: Extents, group: Any) -> Any:
-    """Which of eight tokens a group of four lanes has. With a ring that of two neighbouring ones is `rows_apart` rows
-    further on."""
+    """Which of eight tokens a group of four lanes has: its own number. With a ring the tokens of neighbouring groups are
+    `rows_apart` rows of a stage apart, so that their loads meet no common bank."""
     if not e.stages or e.rows_apart == 1:
         return group
     return group % 2 * e.rows_apart + group // (2 * e.rows_apart) * (2 * e.rows_apart) + group // 2 % e.rows_apart

@@ -194,7 +194,7 @@ class Extents(TileSizes):
 
     @property
     def groups_each(self) -> int:
-        """Groups of these tiles per lane: in all four times as many as words are wanted, or as many as there are tiles."""
+        """Groups of these tiles per lane: in all lanes four times as many as words are wanted, if there are so many."""
         return min(ceildiv(self.first_tiles, 32), ceildiv(4 * self.k, 32))
 
     @property

@@ -26,8 +26,8 @@ every element stays where it is until all that is asked of it has been answered,
 
 With `row_bound` the blocks of a row agree on one bound in step 2, by a warp more that has no vectors (`agreement`): few
 more than k elements of the row reach it. So in 3 most threads have nothing, and others one element
-(`keys.put_single`); and in 6 there are seldom more keys than are ranked at once, so that the keys of the blocks are only
-concatenated (`cluster.gather_parts`). Of many equal keys, those that follow k keys of the first block are left out
+(`keys.put_single`); and in 6 there are seldom more keys than are ranked at once, so that the blocks' keys are only
+concatenated (`cluster.gather_parts`). Among many equal keys, those that follow k keys of the first block are left out
 (`cluster.filter_parts`).
 
 For a row in registers that bound comes from all of the row (a *late* bound), and exponentials are computed while blocks

@@ -5,8 +5,8 @@ k elements of the whole row reach this one: blocks have little to search and to 
 arrives as it is.
 
 All threads offer their largest elements. A warp without vectors of its own sends the tops of the block to the others of
-the cluster, awaits theirs, and finds the k-th best, while all other warps proceed. Warps signal each other by mbarriers,
-because a barrier would wait for the slowest warp.
+the cluster, awaits theirs, and finds the k-th best, while all other warps proceed. Warps signal each other by
+mbarriers, because a barrier would wait for the slowest warp.
 
 A share in registers is complete at this point (`held.take_held`), and exponentials are computed meanwhile. For a staged
 share the tops are those of the vectors that have come after most of the steps (`paced.take_steps`). At least k elements

@@ -265,11 +265,10 @@ def gather_parts(layout: Layout) -> Callable[..., Any]:
 
 
 def filter_parts(layout: Layout) -> Callable[..., Any]:
-    """Write the blocks' keys to `keys`, without those that are worse than k keys of the first block. The phase is (s). It
-    needs k keys of the first block, and the same bound in all blocks.
+    """Write the blocks' keys to `keys`, without those that are worse than k keys of the first block. The phase is (s).
+    It needs k keys of the first block, and the same bound in all blocks.
 
-    Equals of the bound in the other blocks have later columns than these, and than the one up to which the block has its
-    own.
+    Equals of the bound in the other blocks have later columns than the first block's.
 
     Reads: `united`, `bound`, `until`; `need` of `count_parts`; `united_count`, which comes as 0.
     Writes: `keys`, `size`; scratch is `pivot`, `counter`, `key`, `slot`.

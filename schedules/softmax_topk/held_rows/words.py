@@ -1,4 +1,4 @@
-"""Words of a row in registers: of the 16-bit dtypes two elements, on which some instructions work at once."""
+"""A row's elements in 32-bit registers: two in each of the 16-bit dtypes, on which some instructions work at once."""
 
 from __future__ import annotations
 
