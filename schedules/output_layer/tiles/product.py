@@ -446,8 +446,8 @@ def multiply_floats(e: Extents) -> Callable[..., Any]:
 
 
 def row_of_group(e: Extents, group: Any) -> Any:
-    """Which of eight tokens a group of four lanes has: its own number. With a ring the tokens of neighbouring groups are
-    `rows_apart` rows of a stage apart, so that their loads meet no common bank."""
+    """Which of eight tokens a group of four lanes has: its own number. With a ring the tokens of neighbouring groups
+    are `rows_apart` rows of a stage apart, so that their loads meet no common bank."""
     if not e.stages or e.rows_apart == 1:
         return group
     return group % 2 * e.rows_apart + group // (2 * e.rows_apart) * (2 * e.rows_apart) + group // 2 % e.rows_apart
