@@ -138,7 +138,7 @@ class Extents(SearchSizes):
             problem.dtype,
             problem.hidden,
             best_of(problem),
-            problem.axes.get("ids", 0),
+            getattr(problem, "ids", 0),
             candidates_of(problem),
             block_of(problem),
             **decisions,

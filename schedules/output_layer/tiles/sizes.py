@@ -237,7 +237,7 @@ class Extents(TileSizes):
             dtype=problem.dtype,
             hidden=problem.hidden,
             k=best_of(problem),
-            ids=problem.axes.get("ids", 0),
+            ids=getattr(problem, "ids", 0),
             m=candidates_of(problem),
             block=block_of(problem),
             beam=lists_of(problem)[1] if candidates_of(problem) else 0,

@@ -167,7 +167,7 @@ class Extents(TileSizes):
             problem.dtype,
             problem.hidden,
             best_of(problem),
-            problem.axes.get("ids", 0),
+            getattr(problem, "ids", 0),
             **decisions,
             vectors=problem.hidden * numpy_dtype(problem.dtype).itemsize // VECTOR,
             list_tiles=ceildiv(most_words(problem), decisions["tile_n"]),
