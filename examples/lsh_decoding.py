@@ -36,7 +36,7 @@ import tvm_sparse
 PACKAGES = ("numpy", "torch", "sympy", "networkx", "scipy")
 DOCSTRING = re.compile(r'"""(.+?)"""', re.DOTALL)
 WORD = re.compile(r"[a-z_]\w*|\d|[^\w\s]")
-HELD_OUT = 20  # one string of so many is not trained on
+HELD_OUT = 20  # one string in 20 is not trained on
 OTHER = 0  # stands for all words beyond the vocabulary
 SPAN = 64  # words that gradients go through
 SAVED = 8192  # hidden states that --save writes
@@ -49,7 +49,7 @@ class Scale:
     vocab: int
     hidden: int
     words: int  # of text
-    streams: int  # a batch: so many places of the text at once
+    streams: int  # rows of a batch, each from another place of the text
     steps: int  # of training
     passages: int
     samples: int  # hidden states that the LSH heads are fitted to
@@ -109,7 +109,7 @@ class Model(torch.nn.Module):
         self.output = torch.nn.Linear(hidden, vocab, bias=False)
 
     def forward(self, words: torch.Tensor, state: State | None = None) -> tuple[torch.Tensor, State]:
-        """Hidden states `(rows, length, hidden)` of words `(rows, length)`, and the state behind them."""
+        """Hidden states `(rows, length, hidden)` of words `(rows, length)`, and the state after them."""
         return self.layers(self.words(words), state)
 
 
@@ -178,7 +178,7 @@ def search(model: Model, head: Any, passages: torch.Tensor, beam: int, length: i
 
 @torch.no_grad()
 def log_probability(model: Model, passages: torch.Tensor, continuations: torch.Tensor) -> torch.Tensor:
-    """Of each continuation behind its passage, by the model and the full softmax."""
+    """The log-probability of each continuation after its passage, by the model and the full softmax."""
     words = torch.cat([passages, continuations], 1)
     hidden = model(words[:, :-1])[0][:, passages.shape[1] - 1 :]
     scores = torch.log_softmax(model.output(hidden).float(), -1)
@@ -211,7 +211,7 @@ def seconds_of(run: Callable[[], Any], device: str, rounds: int = 5) -> tuple[fl
 
 
 def write_table(path: Path, device: str, what: str, lines: list[tuple[Any, ...]]) -> None:
-    """The table of heads, with the machine, the versions and the date in front."""
+    """Write the table of heads, after a header with the machine, the versions and the date."""
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     with path.open("w", newline="") as file:
         file.write(f"# device: {name}\n# date: {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n")

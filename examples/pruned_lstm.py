@@ -40,7 +40,7 @@ class Scale:
     vocab: int
     hidden: int
     words: int  # of text
-    streams: int  # a batch: so many places of the text at once
+    streams: int  # rows of a batch, each from another place of the text
     steps: int  # of training before anything is pruned
     pruning: int  # steps in which the density falls; a third as many follow
     length: int  # words of a sequence that is timed
@@ -61,13 +61,13 @@ class Model(torch.nn.Module):
         self.output = torch.nn.Linear(hidden, vocab, bias=False)
 
     def forward(self, words: torch.Tensor, state: Any = None) -> tuple[torch.Tensor, Any]:
-        """Scores `(steps, batch, vocab)` of the words that follow `(steps, batch)`, and the state behind them."""
+        """Scores `(steps, batch, vocab)` of the words that follow `(steps, batch)`, and the state after them."""
         hidden, state = self.rnn(self.words(words), state)
         return self.output(hidden), state
 
 
 def streams_of(text: np.ndarray, count: int, device: str) -> torch.Tensor:
-    """`(words, count)`: the text cut into so many streams."""
+    """The text cut into `count` streams: `(words, count)`."""
     length = len(text) // count
     return torch.from_numpy(text[: length * count].reshape(count, length).T.copy()).to(device)
 
@@ -122,7 +122,7 @@ def with_rnn(model: Model, rnn: torch.nn.Module) -> Model:
 
 
 def seconds_of(call: Callable[[], Any], device: str, rounds: int = 7) -> float:
-    """Of a call; on a GPU as a CUDA graph, since what Python takes to launch would hide the layers' times."""
+    """Seconds of a call; on a GPU as a CUDA graph, since Python's launches would take longer than the layers."""
     wait: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
     call()
     if device == "cuda":

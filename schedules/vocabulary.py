@@ -35,7 +35,7 @@ DECISIONS: Mapping[str, str] = {
     ),
     "reduce_threads": "Threads that share one sum, and combine their parts at the end.",
     "reduce_warps": "Warps that share the sums of one tile, and combine their parts through shared memory.",
-    # What is in flight at once.
+    # Loads and copies in flight.
     "vec": "Elements of one load.",
     "vectors": "16-byte vectors that a thread loads, and then works on, together.",
     "loads": "Loads that a thread issues before it uses the first of them.",
@@ -58,7 +58,7 @@ DECISIONS: Mapping[str, str] = {
         "Where the data that are used more than once (the operand of all tiles, or a row) are kept. 1: in shared"
         " memory; 0: in registers, or nowhere: they are read again; 2: half in each."
     ),
-    # What is done ahead of its time.
+    # Work done ahead of its time.
     "row_bound": (
         "1: the thread blocks of a row agree on one lower bound of its k best, in a warp more than they have otherwise;"
         " of a staged row, while its last part is being copied. 0: each block has a bound of its own."
@@ -71,7 +71,7 @@ DECISIONS: Mapping[str, str] = {
     "beside": "1: a kernel takes so much shared memory that the one after it, which overlaps, finds room beside it.",
     "evict_first": "1: a large operand that is read once leaves the L2 cache before what is read again.",
     "cached": "With evict_first: MB of the operand that are read as usual, and so stay in the cache for the next call.",
-    "prefetch": "Data are brought into a cache before they are loaded: 1, or so many tiles ahead. 0: they are not.",
+    "prefetch": "Data are brought into a cache before they are loaded, this many tiles ahead, or 1. 0: they are not.",
     # Which way is taken.
     "unroll": (
         "1: the compiler may unroll loops whose extent it does not know. 0: it may not unroll those that usually run"

@@ -28,7 +28,7 @@ PAIRED = 32
 
 def fetch(address: Any, into: int) -> tirx.PrimExpr:
     """Prefetch the cache line of an address, which need not be readable. `into`: 3 for the L1 cache, 1 for the L2
-    cache, which more lines can be on their way to.
+    cache, to which more lines can be in flight.
     """
     hints = (tirx.const(hint, "int32") for hint in (0, into, 1))
     return tirx.call_llvm_intrin("void", "llvm.prefetch.p0", address, *hints)

@@ -1,6 +1,6 @@
 """Programmatic dependent launch: a kernel that starts while the one before it still runs (compute capability 9.0 on).
 
-Of two kernels that follow each other in a stream, the first is the producer and the second the consumer. Thread blocks
+Two kernels follow each other in a stream: the producer, then the consumer. Thread blocks
 of a consumer that is launched so (`overlapping`) may start once every thread block of the producer has called
 `start_consumer` or has ended. What the consumer then does before `wait_for_producer` must not depend on the producer,
 or must be checked afterwards. `wait_for_producer` returns when the producer has ended and its writes are visible.

@@ -20,7 +20,7 @@ from tvm_sparse.core.template import ceildiv
 from .loops import Loop
 from .selection import FULL_WARP, MINUS_INFINITY, key_bits, key_index, key_value, scan_lanes
 
-# A word has two numbers of a key or a bin: the lower one takes so many bits.
+# A 32-bit word has two numbers of a key or a bin; this many bits for the lower one.
 LOW_BITS = 16
 LOW = (1 << LOW_BITS) - 1
 # Keys with which one key is compared at once: as many loads are in flight together.
@@ -58,7 +58,7 @@ def rank_key(threads: int, rankers: int) -> Callable[..., Any]:
 
 
 def rank_at_once(extent: int, rankers: int) -> Callable[..., Any]:
-    """As `rank_key`, of keys that are few enough for one step, with zeros behind them up to `extent`.
+    """As `rank_key`, of keys that are few enough for one step, followed by zeros up to `extent`.
 
     The phase is (s, t, keys); `rankers` times `extent` threads are there at least.
 
@@ -249,7 +249,7 @@ def rank_in_bins(
             if (i * each + e) * threads + t < s.size[0] and home[e] & LOW < k:
                 s.kept[(home[e] & LOW) + (number[e] & LOW)] = s.keys[(i * each + e) * threads + t]
                 s.homes[(home[e] & LOW) + (number[e] & LOW)] = home[e]
-                # The last of these bins says how many keys there are, and makes the entries behind them void.
+                # The last of these bins says how many keys there are, and makes the entries after them void.
                 if number[e] & LOW == 0 and (home[e] & LOW) + (home[e] >> LOW_BITS) >= k:
                     s.found[0] = (home[e] & LOW) + (home[e] >> LOW_BITS)
                     for v in T.unroll(COMPARED - 1):
@@ -333,8 +333,8 @@ def spread_equals(bins: int, crowd: int, columns: int) -> Callable[..., Any]:
 def refine_bins(threads: int, bins: int, crowd: int, columns: int, loop: Loop = T.serial) -> Callable[..., Any]:
     """Finer bins for what `rank_in_bins` could not rank, if it is ties that crowd a bin. The phase is (s, t).
 
-    They may join a few bins of which none was crowded: more keys make a crowd of theirs. Keys are of a row of so many
-    `columns`.
+    They may join a few bins of which none was crowded: more keys make a crowd of theirs. Keys belong to a row of
+    `columns` columns.
 
     Reads: what `rank_in_bins` has left in `counts`, `numbers`, `bin_totals`; `keys`, `size`, which is below 2^15,
         `threshold`, `equals_until`; flag[1], which comes as 0.

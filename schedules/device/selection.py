@@ -24,7 +24,7 @@ FULL_WARP = 0xFFFFFFFF
 # Bits of the keys that a radix pass looks at, and bins in which it counts them.
 RADIX_BITS = 8
 RADIX_BINS = 1 << RADIX_BITS
-# The `order_bits` of minus and plus infinity. What is above plus infinity is NaN.
+# The `order_bits` of minus and plus infinity. NaN has larger ones.
 MINUS_INFINITY, PLUS_INFINITY = 0x007FFFFF, 0xFF800000
 # Up to its fifth largest value a warp finds a value by removing the larger ones; for lower ones its lanes are sorted.
 REMOVALS = 5

@@ -45,7 +45,7 @@ def named(state: State) -> State:
     return state
 
 
-# A number, or a function that computes it from the static extents of a kernel; likewise a dtype.
+# A number, or a function that computes it from the static extents of a kernel; and the same for a dtype.
 Extent = int | Callable[[Any], int]
 Dtype = str | Callable[[Any], str]
 

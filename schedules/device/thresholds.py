@@ -79,7 +79,7 @@ def first_threshold(k: int, share: float, warps: int) -> Rank | None:
 
     The sample is `share` of the row, spread over `warps` warps, and a thread knows only its largest element. A value
     that at least k elements of the sample reach is sure; but for k of a whole row a smaller number of the sample
-    suffices if the sample is like the rest. Of the k largest elements of a row in random order about k * share are in
+    suffices if the sample is like the rest. In random order about k * share of a row's k largest elements are in
     the sample; a place is good enough if with probability 1 - MISS it lies below them. Among the good ones the one that
     the fewest elements reach is best.
     """
@@ -103,7 +103,7 @@ def first_threshold(k: int, share: float, warps: int) -> Rank | None:
         likely = of_lanes(k * share, lane)
         for warp in range(1, warps + 1):
             sure = lane * warp >= k
-            # Too high, if so many warps each have so many of those of the k largest elements that are in the sample.
+            # Too high if `warp` warps have `lane` of those k largest elements that are in the sample.
             if not sure and more_than(warp - 1, warps, likely) > MISS:
                 continue
             median = quantile(0.5, lane, warp)

@@ -99,7 +99,7 @@ def write_share(e: CompactExtents) -> Phase:
 
 
 def fill_rest(e: CompactExtents) -> Phase:
-    """-1 behind the words, and how many words there are; called with (s, io, row, share, t).
+    """Write -1 after the words, and how many words there are; called with (s, io, row, share, t).
 
     Reads: `total`. Writes: candidates, counts; as scratch `at`. Barriers: none.
     """

@@ -35,7 +35,7 @@ CPU_SLICES = (1, 2, 4, 8, 16, 32)
 
 
 def cpu_chunk(vocab: int, slices: int) -> int:
-    """Words per slice for the threads of a CPU: a multiple of the bits of one word of the bitmap."""
+    """Words of the vocabulary in a slice for a thread of a CPU: a multiple of the bits of the bitmap's 32-bit words."""
     return ceildiv(ceildiv(vocab, slices), BITS) * BITS
 
 
@@ -68,7 +68,7 @@ class HashExtents:
 
     @property
     def vec(self) -> int:
-        """Elements of one load of the row: few enough that all threads have one, if so many threads there are."""
+        """Elements of one load of the row: the fewest with which no thread has more than one load, or the widest."""
         most = WIDEST // numpy_dtype(self.dtype).itemsize
         fitting = [v for v in (1, 2, 4, 8) if v <= most and self.hidden % v == 0]
         return next((v for v in fitting if self.hidden // v <= self.threads), fitting[-1])
@@ -144,17 +144,17 @@ class CountExtents:
 
     @property
     def part(self) -> int:
-        """Words of a part: a multiple of what a warp compares at a time."""
+        """Words of the vocabulary in a part: a multiple of what a warp compares at a time."""
         return PER_WARP * ceildiv(self.vocab, PER_WARP * self.slices * self.cluster)
 
     @property
     def cells(self) -> int:
-        """Words of shared memory with the hits of a part."""
+        """Number of 32-bit words of shared memory with the hits of a part."""
         return self.part // PER_CELL
 
     @property
     def bitmap(self) -> int:
-        """Words of the bitmap of the vocabulary."""
+        """Number of 32-bit words in the bitmap of the vocabulary."""
         return bitmap_words(self.vocab)
 
     @property
@@ -182,17 +182,17 @@ class CompactExtents:
 
     @property
     def bitmap(self) -> int:
-        """Words of the bitmap."""
+        """Number of 32-bit words in the bitmap."""
         return bitmap_words(self.vocab)
 
     @property
     def loads(self) -> int:
-        """Words of the bitmap that a thread loads together."""
+        """Number of the bitmap's 32-bit words that a thread loads together."""
         return min(MOST_LOADS, ceildiv(self.bitmap, self.threads))
 
     @property
     def share(self) -> int:
-        """Words of the bitmap of a share; the last one may have fewer."""
+        """Number of the bitmap's 32-bit words in a share; the last one may have fewer."""
         return ceildiv(self.bitmap, self.shares)
 
     @property

@@ -4,7 +4,7 @@ A thread may hold the columns of some units (`ahead`), `threads` units apart, so
 of them.
 
 32 lanes that read elements at random from the 32 banks of shared memory mostly wait for three or four of them that want
-the same bank. Of each element there may be copies in banks of their own (`copies`): with 16 only two lanes share banks.
+the same bank. Elements may have copies in different banks (`copies`): with 16 of them only two lanes share banks.
 
 Phases are called with a state that has the buffers which their heads name: `row` (`hidden * copies` float32, shared),
 `places` (one int32 a unit, shared), and in registers `raw` (`vectors * vector_words` uint32), `columns` (`ahead *

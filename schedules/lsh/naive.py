@@ -1,4 +1,4 @@
-"""The steps as one writes them first, a kernel each: for comparison, and for shapes that exceed shared memory.
+"""The steps as plain kernels, one for each step: for comparison, and for shapes that exceed shared memory.
 
 Steps are called with (io), and each has a device region of its own.
 """

@@ -88,7 +88,7 @@ def alloc_state(
             "counts": T.alloc_shared([2 * WARP], "int32"),
             "mine": T.alloc_local([2], "int32"),
             "other": T.alloc_local([1], "int32"),
-            "before": register(),  # words in front of those that come next
+            "before": register(),  # words before those that come next
             "total": register(),
         }
     loads = compact.loads if compact else 1

@@ -55,7 +55,7 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
     # fmt: off
     @T.inline
     def ask_for(io, entry, base, columns):
-        """The cache lines of `columns` columns of the table row of an entry, or of the last one."""
+        """Prefetch `columns` columns of the table row of an entry; beyond the last entry, of that one."""
         for line in range(ceildiv(columns * size, llvm_ir.LINE)):
             T.evaluate(llvm_ir.fetch(T.address_of(io.table[
                 T.Cast("int64", io.indices[T.min(entry, io.nnz - 1)]), base + line * (llvm_ir.LINE // size)]), into=3))

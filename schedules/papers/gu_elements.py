@@ -45,7 +45,7 @@ def tile_default(problem: BsrMatmul, machine: Machine) -> Decisions:
 
 
 def features(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> Features:
-    """Of both templates."""
+    """The features of both templates."""
     from ..bsr_matmul.features import features as product_features
 
     tile_m, tile_n, threads = decisions.get("tile_m", 1), decisions.get("tile_n", 1), decisions["threads"]

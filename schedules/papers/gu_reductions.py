@@ -113,13 +113,13 @@ def blocks_default(problem: BsrMatmul, machine: Machine) -> Decisions:
 
 
 def features(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> Features:
-    """Of the templates whose threads take vectors in turn."""
+    """The features of the templates whose threads take vectors in turn."""
     _, cols = problem.block_shape
     return _features(problem, machine, decisions, cols / decisions["vec"])
 
 
 def blocks_features(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> Features:
-    """Of the template whose threads take blocks in turn."""
+    """The features of the template whose threads take blocks in turn."""
     return _features(problem, machine, decisions, 1)
 
 
@@ -151,7 +151,7 @@ class Sizes:
     Attributes
     ----------
     rows, cols
-        Of a block of the weight.
+        Shape of a weight block.
     tile_m, tile_n, vec
         As the decisions of these names. A *row tile* is `tile_n` rows of the weight, within a block row.
     threads
@@ -176,7 +176,7 @@ class Sizes:
         return (q * self.threads + thread) * self.vec
 
     def steps(self, elements: Any) -> Any:
-        """Vectors of the thread that has most of them, for so many elements in a row of the block row."""
+        """Vectors of the thread that has most of them, for `elements` stored elements in a row of the block row."""
         if self.whole_blocks:
             return (elements // self.cols + (self.threads - 1)) // self.threads * (self.cols // self.vec)
         step = self.threads * self.vec

@@ -41,7 +41,7 @@ def find_kth(groups: int, warps: int, k: int, tell: Callable[..., Any]) -> Calla
     """Find the k-th best of `groups` tops. The phase is (s, tops).
 
     `tell`: (s, top), called in the lane that has the k-th best; there, `slot` tops are no less and `need` are better.
-        Of equals several lanes do, with the same.
+        Several lanes call it if several tops are equal.
 
     Reads: `tops`. Writes: `own`, the tops by lanes; scratch is `need`, `slot`. Barriers: none; one has to come before
     other threads read what `tell` has written.
@@ -132,7 +132,7 @@ def kth_by_bits(each: int, k: int, digits: int) -> Callable[..., Any]:
 
     The phase is (own, reached, bits).
 
-    Reads: `own`. Writes: `bits[0]`, the largest number of so many bits, and zeros after them, that k tops reach;
+    Reads: `own`. Writes: `bits[0]`, the largest number that k tops reach and whose other bits are 0;
     scratch is `reached`. Barriers: none, but all lanes take part.
     """
 

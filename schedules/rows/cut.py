@@ -177,7 +177,7 @@ class Extents:
         return 4 * self.kept + OVERHEAD[self.dtype]
 
     def available(self, blocks: int) -> int:
-        """Registers that a thread may have if so many blocks are to share a multiprocessor."""
+        """Registers that a thread may have if `blocks` thread blocks are to share a multiprocessor."""
         warps = ceildiv(blocks * self.threads * self.rows, 4 * 32)
         return min(255, REGISTERS // (warps * 32) // 8 * 8)
 

@@ -47,7 +47,7 @@ def locate(ext: Extents) -> Callable[..., Any]:
 
     @T.inline
     def phase(s, logits):
-        # Of rows that begin with a whole vector, as all do where `vocab` is a multiple of `width`.
+        # For rows that begin with a whole vector; all do if `vocab` is a multiple of `width`.
         before: T.int32 = 0
         s.first = s.row * T.int64(vocab // width) + s.part * ext.part
         s.edge_at = -1
@@ -128,7 +128,7 @@ def copy_part(ext: Extents) -> Callable[..., Any]:
 
 
 def take_tile(ext: Extents) -> Callable[..., Any]:
-    """Reads: what this thread copied to `stage`. Writes: `raw`. Barriers: none. After: as of `load_tile`."""
+    """Reads: what this thread copied to `stage`. Writes: `raw`. Barriers: none. After: as `load_tile`."""
 
     @T.inline
     def take(s, stage, base):

@@ -38,7 +38,7 @@ def write_value(V, row, i, exponent, inverse, logarithm, log):
 
 @T.inline
 def write_given(G, row, i, column, vocab, exponent, inverse, logarithm, log):
-    """As `write_value`, for the element in a column that was asked for; NaN if there is no such column.
+    """As `write_value`, for the element in a given column; NaN if there is no such column.
 
     `exponent` is an expression that reads the element, and is not evaluated then.
     """

@@ -1,7 +1,7 @@
 """What another operator adds to a kernel of this one: a scale of each row, and what is made of a row's k best.
 
-An operator that goes on from the k best (`softmax_sample`) has kernels of its own: those of the templates here, with an
-`Ending`. Their arguments have softmax_topk's names, and more.
+An operator that proceeds from the k best (`softmax_sample`) has kernels of its own: those of the templates here, with
+an `Ending`. Their arguments have softmax_topk's names, and more.
 """
 
 from __future__ import annotations

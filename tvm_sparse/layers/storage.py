@@ -109,7 +109,7 @@ def from_bytes(data: bytes, source: str) -> tuple[dict[str, np.ndarray], dict[st
 
 
 def _plain(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], str]:
-    """Arrays without bfloat16, which not every version of either format supports, and the numbers as JSON."""
+    """Arrays for a file, and `meta` as JSON: bfloat16 is stored as uint16, as not every version of a format has it."""
     bits = [name for name, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
     plain = {
         name: np.ascontiguousarray(array.view(np.uint16) if name in bits else array) for name, array in arrays.items()

@@ -95,7 +95,7 @@ def merge(sources: Sequence[Path], target: Path) -> int:
             mine = into.read_best().bests
             added = [best for best in theirs if best not in mine]
             dates = {session.id: session.date for session in into.sessions().values()}
-            # Of several copies of a session's record, the one with more fields set.
+            # A session's record may have several copies: take the one with more fields set.
             ranked = sorted((*mine, *added), key=lambda best: (dates.get(best.session, ""), best.ways is not None))
             latest = {best.problem: best for best in ranked}
             added.sort(key=lambda best: best == latest[best.problem])

@@ -2,7 +2,7 @@
 
     model(rows, seconds, others) -> predictions of `others`, the smaller the faster
 
-`rows` and `others` are points as numbers, a row each: log2(value + 1) of decisions, -1 where a template has none.
+`rows` and `others` are points as numbers, a row for each: log2(value + 1) of decisions, -1 where a template has none.
 """
 
 from __future__ import annotations

@@ -822,7 +822,7 @@ def load(
     trusted_keys
         Public keys, `ssh-ed25519 AAAA...`, or paths of files of such lines: the folder has to be signed by one of
         them, whoever owns it. Default: a folder that others may have written has to be signed by a key of the user's
-        file of trusted keys (`runtime.paths.user_keys`); of all others no signature is asked for.
+        file of trusted keys (`runtime.paths.user_keys`); other folders need no signature.
 
     Raises
     ------

@@ -183,7 +183,7 @@ def planned(
             if problem.operator not in evidence:
                 evidence[problem.operator] = _evidence(problem.operator, machine, roots, recorded)
             choice = choose(problem, machine, evidence[problem.operator])
-            # Of another batch, unless chosen by a record of the problem itself.
+            # Compiled for another batch, unless a record of the problem itself chose it.
             own = choice.how != "borrowed" and choice.record == choice.compiled_for.key
             how = "exact" if own else choice.how
             found.append((choice.compiled_for, choice.candidate, how, choice.figures))

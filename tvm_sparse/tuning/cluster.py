@@ -132,7 +132,7 @@ _RAISED = {cls.__name__: cls for cls in (PrepareError, StartError)}
 
 
 def _answer(work: Callable[[], dict[str, Any]]) -> bytes:
-    """The result of a place's work, or one of its documented exceptions, as bytes."""
+    """Run a task of the cluster; its result, or one of its documented exceptions, as bytes."""
     try:
         return packed(work())
     except tuple(_RAISED.values()) as error:

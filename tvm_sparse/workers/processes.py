@@ -52,7 +52,7 @@ _START_SECONDS = 120.0
 
 _REAP_SECONDS = 10.0
 """How long a killed child may take to go. The driver tears its context down first, and until then
-it would disturb the next measurement; beyond that it hangs in the kernel and is left behind."""
+it would disturb the next measurement; beyond that it hangs in the kernel and is abandoned."""
 
 _LOOK_SECONDS = 0.2
 """How often a busy child is looked at. Its pipe tells of its end, unless a process that it forked
@@ -62,13 +62,13 @@ _MOST_OUTPUT = 64 << 20
 """Bytes that a child may print for one request, and that a reply may have."""
 
 _MEMORY_SHARE = 0.8
-"""Of this machine's memory, or of what its control group may have: what a child may take."""
+"""The share of this machine's memory, or of its control group's, that a child may take."""
 
 _STARVED_SHARE = 0.75
 """A request that spent as much of its time waiting for a processor timed out for want of one."""
 
 _UNWATCHED_SHARE = 0.1
-"""Of a request's time, which has to pass before the waits of its threads are read: nearly all are through by then."""
+"""The share of a request's time after which the waits of its threads are read: nearly all requests end before."""
 
 _FOREIGN_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Sent by the kernel for want of memory, or by whoever ends processes. No fault in a program raises them."""

@@ -5,7 +5,7 @@ some 8,000 words to count, and each step waits for the one before. So a row is d
 cluster, on neighbouring multiprocessors:
 
 1.  **Hash.** A thread block has the row in shared memory, and a share of the bands: a thread finds the place of one
-    unit, whose columns it has loaded while the row was on its way.
+    unit, whose columns it has loaded while the row was in flight.
 2.  **Look up.** The buckets of its bands, several in flight for each group of `bucket_lanes` lanes.
 3.  **Count.** Each thread block counts the hits of its part of the vocabulary, two counts of 16 bits in a word of
     shared memory. With `exchange` 0 a hit goes to the thread block that counts the word, over distributed shared

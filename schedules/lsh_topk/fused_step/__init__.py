@@ -1,6 +1,6 @@
 """A step of an LSH head on a GPU in three kernels that overlap: look-up, product, and the best words.
 
-Of some 6,000 candidates of the paper's settings nine in ten are the frequent words, which are known when the head is
+With the paper's settings nine in ten of some 6,000 candidates are frequent words, which are known when the head is
 built: their product need not wait for the hash. What hits add is small, and few words reach the threshold in two rows
 of a beam. So the second kernel starts beside the first, multiplies the frequent words, and only then waits for the
 list of the others.

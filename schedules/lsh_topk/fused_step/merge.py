@@ -54,7 +54,7 @@ class State(Buffers):
     maxima, ranks
         The largest of `heads` in each group of blocks, and their ranks.
     asked
-        Keys of the row that were asked for before the bound was known.
+        Keys of the row that were loaded before the bound was known.
     found, chosen
         How many blocks reach the bound; a ballot of them.
     own, key, other, last
@@ -255,7 +255,7 @@ def go_through(e: Extents, keys: int, others: int, take: Callable[..., Any]) -> 
 
 def ask_keys(e: Extents) -> Phase:
     """Load keys of the row before the bound is known: waiting for memory a second time takes longer than loading all of
-    them. Of words that reach the threshold the row may have fewer keys.
+    them. Fewer words may reach the threshold than keys are loaded for.
 
     Reads: keys. Writes: `asked`. Barriers: none. The phase is (io, s).
     """

@@ -3,7 +3,7 @@
     stage_states    the group's hidden states; or keep_states, where each warp has its part of them in registers
     find_share      which of the words that reach the threshold are the thread block's
     multiply_all    the frequent words, and then the others, a tile at a time:
-    ask_first       words asked for,
+    ask_first       first words requested,
     multiply_tile   multiplied part by part, while further ones come,
     finish_tile     and the parts' sums: keys, and the largest of a row
 
@@ -325,7 +325,7 @@ def ask_chunks(e: Extents) -> Phase:
     The two are 128 bytes of each word, which eight lanes load: first those of one word, then those of its neighbour.
     With four lanes per word, as in operands, a load would bring half as much of each.
 
-    Reads: `at`, words. Writes: `hand`, zeros behind columns. Barriers: none.
+    Reads: `at`, words. Writes: `hand`, zeros beyond the columns. Barriers: none.
     """
     # Pairs of chunks that lie wholly within a row, in every part of it.
     whole = e.vectors // (2 * PER_CHUNK) - (e.parts - 1) * (e.depth // 2)
@@ -422,7 +422,7 @@ def multiply_halves(e: Extents) -> Phase:
 
 def multiply_floats(e: Extents) -> Phase:
     """`multiply_halves` for float32, with `high` and `low` being the two parts of the chunk, by three products of tf32,
-    as `output_layer.tiles` makes them. Of two `chains` the first has the products of the higher parts.
+    as `output_layer.tiles` makes them. The first of two `chains` has the products of the higher parts.
     """
     mma = T.ptx.mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32
 

@@ -153,7 +153,7 @@ class Extents:
 
     @property
     def votes(self) -> int:
-        """Words of the bitmap of a part."""
+        """Number of 32-bit words in the bitmap of a part."""
         return self.counting.part // WARP
 
     @property
@@ -298,7 +298,7 @@ class Extents:
 
     @property
     def tile(self) -> int:
-        """Words of such a part."""
+        """Words of the vocabulary in a tile."""
         return ceildiv(ceildiv(self.each, self.tiles), TILE) * TILE
 
     @property
@@ -342,7 +342,7 @@ class Extents:
 
     @property
     def tile_bytes(self) -> int:
-        """Sums of the jobs of `tile` words. Lanes read some behind the last row."""
+        """Sums of the jobs of `tile` words. Lanes read some beyond the last row."""
         return (self.parts * self.rows * self.sum_pitch + WARP) * 4
 
     @property
@@ -370,7 +370,7 @@ class Extents:
 
     @property
     def bitmap(self) -> int:
-        """Words of a list's bitmap, in whole vectors."""
+        """Number of 32-bit words in one list's bitmap, rounded up to whole 16-byte vectors."""
         return ceildiv(bitmap_words(self.vocab), 4) * 4
 
     @property
@@ -472,7 +472,7 @@ def space(problem: LshTopk, machine: Machine) -> Table:
 def default(problem: LshTopk, machine: Machine) -> Decisions:
     """As many thread blocks of a row as leave each a multiprocessor, and a sixth of these to the second kernel alone;
     as few slices as have room; hidden states in registers, if these suffice; the rest as measured on an H200
-    with beams of 12 to 48. Of a wide beam the two kernels have multiprocessors of their own. In float32, where
+    with beams of 12 to 48. For a wide beam the two kernels have multiprocessors of their own. In float32, where
     the product takes longest, its thread blocks have a multiprocessor to themselves."""
     require(problem, machine)
     wide = problem.beam > WIDE_BEAM

@@ -22,7 +22,7 @@ def _hashed(name: str, dtype: str = "uint32", size: int = 4) -> Any:
 
 
 def _rounds(e: Extents) -> int:
-    """Words of votes of a thread."""
+    """Number of 32-bit words of votes that a thread has."""
     return ceildiv(e.votes, e.hash_threads)
 
 

@@ -18,7 +18,7 @@ order.
 
 **Where ids are guessed to be.** If a call has as many entries a row as the problem says, nnz = rows * `nonzeros`, its
 rows mostly all have that number, and row r begins at entry r * `nonzeros`. Then ids are loaded from there at the same
-time as the row starts, and the table rows of these ids are asked for before the row starts have come. That is safe: any
+time as the row starts, and the table rows of these ids are loaded before the row starts have come. That is safe: any
 id in `indices` is a row of the table. If the row starts are what was guessed, the loaded rows are added. If not, and in
 calls with another number of entries, the thread reads the entries of the row where they are, one by one.
 

@@ -237,7 +237,7 @@ def load_row_ends(e: Extents) -> Phase:
 def gather_where_guessed(e: Extents) -> Phase:
     """Add the thread's share of a row that begins where it does if all rows have `nonzeros` entries.
 
-    The table rows are asked for before the row's ends have come, which tell whether the ids are the row's own.
+    The table rows are loaded before the row's ends have come, which tell whether the ids are the row's own.
 
     Reads: `indices` and `values` where the row is guessed to be, `indptr`, the table.
     Writes: `ends`; if the guess was right `acc` and `done`. Barriers: none.

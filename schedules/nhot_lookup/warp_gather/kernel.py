@@ -74,7 +74,7 @@ class State:
     count: Any  # entries of the window
     guessed_column: Any  # the id that was read before the wait for the producer kernel
     done: Any  # batches of the window that are added already
-    # A batch, an element each load: entry within the window, table row, value, and the elements as words.
+    # A batch, an element for each load: entry within the window, table row, value, and the elements as 32-bit words.
     entry: tirx.Buffer
     table_row: tirx.Buffer
     weight: tirx.Buffer
@@ -238,7 +238,7 @@ def load_row(e: Extents) -> Phase:
 def add_batch(e: Extents) -> Phase:
     """Add the loads of a batch, weighted, to `acc`; of one that is not `whole` those that the window has entries for.
 
-    Of a batch that is not whole, loads without an entry are left out by predicates or branches where ids are read
+    In a batch that is not whole, loads without an entry are left out by predicates or branches where ids are read
     ahead, since such a launch rarely adds another batch; otherwise zeros are added.
     """
 
@@ -422,7 +422,7 @@ def check_guessed_ids(e: Extents) -> Phase:
     @T.inline
     def phase(s, io, at):
         load(s, io, s.first, at.lane, s.window)
-        # One branch for both ends: it waits for the row's ends, after the ids were asked for.
+        # One branch for both ends: it waits for the row's ends, after the ids were requested.
         if (s.start ^ s.guessed[0]) | (s.stop ^ s.guessed[1]) != T.Cast(e.index, 0):
             load_ids(s, io, at)
     # fmt: on

@@ -1,7 +1,7 @@
 """The output layer on a GPU for what the other templates do not fit: any hidden size and any k.
 
-A warp makes the score of a word and a row, element by element. Then a thread block a row finds the k-th largest score
-by radix passes, as `softmax_topk.radix_select` does: these are its phases.
+Each warp computes the score of one token and one row, element by element. Then a thread block for each row finds the
+k-th largest score by radix passes: its phases are those of `softmax_topk.radix_select`.
 """
 
 from __future__ import annotations

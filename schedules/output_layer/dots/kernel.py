@@ -101,7 +101,7 @@ def score_words(problem: OutputLayer) -> Callable[..., Any]:
 
 def select_words(problem: OutputLayer, threads: int) -> Callable[..., Any]:
     """The second kernel. Reads: scores. Writes: all outputs."""
-    k, ids = best_of(problem), problem.axes.get("ids", 0)
+    k, ids = best_of(problem), getattr(problem, "ids", 0)
     static = None if isinstance(problem, HeadTopk) else most_words(problem)
 
     def phases(io: Any) -> SimpleNamespace:

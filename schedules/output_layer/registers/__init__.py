@@ -1,11 +1,12 @@
 """The output layer through tensor cores, tokens straight from global memory to registers: before Hopper, and for beams.
 
-See `tiles` first. 16 bytes a lane are loaded, whole cache lines, each lane for its neighbour too, and parted by
-shuffles. As soon as a step is multiplied, the one `depth` steps later is loaded, be it of the next tile, so that as
-many are in flight at any time. Token ids of candidates are read one tile further ahead. The first steps of a vocabulary
-that the caller says is constant are loaded before the producer kernel has ended.
+Read `tiles` first. A lane loads 16 bytes, so that a warp reads whole cache lines. Half of them belong to a neighbouring
+lane, and shuffles exchange these halves. As soon as a step is multiplied, the step `depth` later is loaded, which may
+belong to the next tile, so that as many steps are in flight at any time. Token ids of candidates are read one tile
+further ahead. If the caller says that a vocabulary is constant, its first steps are loaded before the producer kernel
+has ended.
 
-With `reduce_warps` 1 a thread block has as many tiles in hand, each with a warp of its own, as registers have room for.
+With `reduce_warps` 1 each warp has a tile of its own, and a thread block as many warps as registers have room for.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ def extents(problem: OutputLayer, decisions: Decisions) -> Extents:
     e = Extents.of(problem, decisions)
     if e.reduce_warps > 1:
         return e
-    fit = [tiles for tiles in powers(1, MOST_TILES) if (e.held + BESIDES) * 32 * tiles <= REGISTER_FILE]
+    each = (e.held + BESIDES) * 32
+    fit = [tiles for tiles in powers(1, MOST_TILES) if each * tiles <= REGISTER_FILE]
     return dataclasses.replace(e, tiles=max(fit, default=1))
 
 
@@ -81,7 +82,11 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
 
 
 def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str | None:
-    e = extents(problem, decisions)
+    return refusal(extents(problem, decisions), machine)
+
+
+def refusal(e: Extents, machine: Machine) -> str | None:
+    """Why a point with these sizes is left out; None if it is not."""
     if e.steps % e.depth:
         return f"{e.depth} steps in hand do not divide the {e.steps} of a row"
     if e.depth * (e.tile_n // 4) > MAX_LOADS:
@@ -168,5 +173,6 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
                 # Narrow tokens of 16 bits: thread blocks ask for no more ahead than the second kernel leaves time for.
                 "prefetch": max(table["prefetch"]) if (many if halves else cached) else 0,
             }
-            if extents(problem, point).tiles == tiles and allowed(problem, machine, point) is None:
+            e = extents(problem, point)
+            if e.tiles == tiles and refusal(e, machine) is None:
                 yield point

@@ -1,18 +1,19 @@
-"""The exact output layer through tensor cores, whole rows to a ring of each thread block: from Hopper on.
+"""The exact output layer through tensor cores, with a ring of whole tiles in each thread block: from Hopper on.
 
-See `tiles` first. Bulk copies fill the ring, whose stages are tiles of whole rows. A tile is one run of memory,
-which one bulk copy brings, whatever a row's length is: loads by row ask for more than the row has where its ends are
-not those of cache lines, as of 1000 columns of 16 bits. As many bytes are in flight as shared memory holds, no register
-waits for memory, and no shuffles part rows. The barrier at which the warps' sums meet tells that all have read a tile;
-then the one `STAGES` later is requested into its place.
+Read `tiles` first. Bulk copies fill the ring in shared memory. A stage of it is a tile of whole rows, which is one run
+of memory, so that a single bulk copy brings it. Loads row by row would read more than the row where its ends are not
+those of cache lines, as with 1000 columns of 16 bits. As many bytes are in flight as shared memory holds, no register
+waits for memory, and no shuffles take rows apart. The warps' sums meet at a barrier. After it all warps have read the
+tile, and the tile `STAGES` later is requested into its stage.
 
-Where two tiles of 16 tokens exceed shared memory, as of 4096 columns, a tile has eight, which are the other operand:
-`mma` then has 16 rows of hidden states and eight tokens.
+Above 4096 columns two tiles of 16 tokens exceed shared memory. Then a tile has eight tokens, which are operand B of
+`mma`, beside 16 rows of hidden states as operand A.
 
-With `dynamic` the last of the tiles are taken as thread blocks come to them, so that all end together (`taken`); with 0
-all are dealt out (`dealt`). Some of a vocabulary that is too large for the L2 cache may stay there for the next call
-(`cached`), as all other tokens leave it first. A multiprocessor waits longer for what lies in the other half of that
-cache. So what stays are tiles that the same thread block reads in every call, never those that are taken.
+With `dynamic` the last tiles are taken by thread blocks as they become free, so that all end together (`taken`); with 0
+all tiles are dealt out (`dealt`). A part of a vocabulary larger than the L2 cache may stay in it for the next call
+(`cached`): all other tokens are marked to leave it first. A multiprocessor waits longer for data in the other half of
+that cache. Therefore the tiles that stay are those that the same thread block reads in every call, never those that are
+taken.
 """
 
 from __future__ import annotations

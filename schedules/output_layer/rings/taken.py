@@ -1,25 +1,25 @@
 """The first kernel of `rings` with `dynamic`: a ring of whole tiles, the last of which no thread block is given.
 
-Memory answers some multiprocessors sooner than others. So that they end together, so many percent of the tiles are
-dealt out to no thread block: one that has asked for its own tiles takes the next of the others by a counter in memory,
-whose answer it needs a tile later. The second kernel sets the counter back.
+Memory answers some multiprocessors sooner than others. So that they end together, `dynamic` percent of the tiles are
+dealt out to no thread block. A thread block that has requested its own tiles takes further ones by a counter in memory,
+whose answer it needs a tile later. The second kernel resets the counter.
 
     locate_states   where the hidden states are, before the wait for the producer kernel
     begin_dealing   how many tiles are dealt out
-    ask_next        a tile is asked for, and the number of the one after it
-    ask_states      the hidden states are asked for, all together
+    ask_next        requests a tile, and the number of the one after it
+    ask_states      requests all hidden states
     end_states      zeros beyond their last column, when the first tokens are there
     find_tile       which tile is next, when it is there
     hold_scores     the warps' sums are added up
     weigh_scores    a tile later, while the next one's tokens come from shared memory, what these scores add
 
-The other phases are those of `ring`. Which thread block adds up what differs from run to run. Results do not: its sums
+The other phases are those of `ring`. Which thread block adds which scores differs from run to run. Results do not: sums
 of exponentials are in units of whole powers of two (see `device.powers`).
 
-The warps of a thread block have a tile in hand together, so that what one of them waits for delays all. Asking for a
-tile takes as long as finishing scores does. So a lane of the last warp asks, whose rows are most often beyond the last
-one, and warps of such rows finish no scores. A warp that does nothing but ask, as soon as all others have read a stage,
-was slower on an H200, by a tenth and more.
+The warps of a thread block multiply the same tile, so that a delay of one warp delays all. Requesting a tile takes as
+long as finishing scores. So a lane of the last warp requests: its rows are most often beyond the last one, and warps of
+such rows finish no scores. A warp that only requests tiles, as soon as all others have read a stage, made the kernel
+slower on an H200 by a tenth and more.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class DynamicState(RingState):
     rows_at
         Where the lane's hidden states are, if registers have them.
     tiles
-        Shared: the tiles in the stages, one behind the last where there are no more.
+        Shared: numbers of the tiles in the stages; the number of tiles where there are no more.
     many, dealt, ticket
-        Of the thread that asks: for how many tiles it has asked, how many of these are dealt out to the thread block,
-        and the number of the tile after these that it takes next.
+        In the requesting thread: how many tiles it has requested, how many are dealt out to the thread block, and which
+        of the other tiles it takes next.
     half
         In which half of `parts` the sums of the tile in hand are.
     held, held_tile
@@ -96,7 +96,7 @@ class DynamicState(RingState):
 
 
 def asker(e: Extents) -> int:
-    """The thread of a block that asks for its tiles."""
+    """The thread of a thread block that requests its tiles."""
     return e.product_threads - 32
 
 
@@ -119,7 +119,7 @@ def locate_states(e: Extents) -> Callable[..., Any]:
 
 def ask_states(e: Extents) -> Callable[..., Any]:
     """Load the hidden states in the warp's columns to registers. Nothing waits for them before `end_states`, so that
-    all are on their way together. The phase is (s, p).
+    all are in flight together. The phase is (s, p).
 
     Reads: `hidden`, rows beyond the beam as its last one; `rows_at`.
     Writes: `states`, what is beyond the last column as the last vector.
@@ -177,10 +177,11 @@ def begin_dealing(e: Extents) -> Callable[..., Any]:
 
 
 def take_ticket(e: Extents) -> Callable[..., Any]:
-    """Which tile is asked for next. If the one after it is not dealt out, that is taken already; the phase is (io, s).
+    """Choose the tile that is requested next. If the one after it is not dealt out, take its number from the counter
+    already. The phase is (io, s).
 
     Reads: `many`, `dealt`, `ticket`.
-    Writes: `asked`, behind the last tile if there is none; those, moved on, `ticket` by and by; a counter.
+    Writes: `asked`, the number of tiles if there is none; `many`, one more; `ticket`, asynchronously; the counter.
     Barriers: none.
     """
 
@@ -199,12 +200,12 @@ def take_ticket(e: Extents) -> Callable[..., Any]:
 
 
 def ask_next(e: Extents) -> Callable[..., Any]:
-    """Ask for a tile, if there may be one more; that there is none all threads are told by a stage, too. The phase is
-    (io, s), for one thread.
+    """Request a tile, if there may be one more. If there is none, the stage tells so to all threads. The phase is (io,
+    s), for one thread.
 
     Reads: `asked`, `end`.
-    Writes: `asked`, `tiles`, and what `take_ticket` does; `ring`, by and by.
-    Barriers: as of `copy_tile`.
+    Writes: `asked`, `tiles`, and what `take_ticket` does; `ring`, asynchronously.
+    Barriers: as in `copy_tile`.
     """
     take, copy = take_ticket(e), copy_tile(e)
 
@@ -223,7 +224,7 @@ def ask_next(e: Extents) -> Callable[..., Any]:
 
 
 def find_tile(e: Extents) -> Callable[..., Any]:
-    """The tile of the stage in use, which was asked for before the last barrier; the phase is (s, p).
+    """Find the tile of the stage in use, which was requested before the last barrier. The phase is (s, p).
 
     Reads: `tiles`, `full`.
     Writes: `tile`.

@@ -1,9 +1,9 @@
 """The output layer on a CPU: a vectorised product into a workspace, then a scan of each row for its best.
 
-A thread takes a tile of words at a time: `tile_n` words times `tile_m` rows of hidden states, with a SIMD vector of
-partial sums for each of these products. The words' rows are read once, as long as all hidden states of a list stay in
-the L2 cache; those of a later tile are prefetched into it meanwhile. In bfloat16 a CPU with AVX512_BF16 multiplies and
-adds pairs of columns (`dots`). The scan is that of softmax + top-k (`softmax_topk.row_scan`).
+A thread multiplies a tile at a time, `tile_n` tokens by `tile_m` rows of hidden states, with a SIMD vector of partial
+sums for each product. Rows of tokens are read once if all hidden states of a list stay in the L2 cache; those of a
+later tile are prefetched meanwhile. In bfloat16 a CPU with AVX512_BF16 multiplies and adds pairs of columns (`dots`).
+The scan is that of softmax + top-k (`softmax_topk.row_scan`).
 """
 
 from __future__ import annotations

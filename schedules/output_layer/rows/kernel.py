@@ -217,7 +217,7 @@ class Row:
 
 def select(problem: OutputLayer, static: int) -> Callable[..., Any]:
     """Find the best words of each row. Reads: `scores`. Writes: all outputs."""
-    exact_head, k, ids = isinstance(problem, HeadTopk), best_of(problem), problem.axes.get("ids", 0)
+    exact_head, k, ids = isinstance(problem, HeadTopk), best_of(problem), getattr(problem, "ids", 0)
 
     def phases(io: Any, index: Any, row: Any) -> SimpleNamespace:
         """The phases of `row_scan` for a row, and their arguments."""

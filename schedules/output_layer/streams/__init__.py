@@ -1,13 +1,13 @@
-"""The output layer on a GPU for lists of one row each: words streamed through registers, without tensor cores.
+"""The output layer on a GPU for lists of one row each: tokens streamed through registers, without tensor cores.
 
-A list's words are of no use to another row, so that each of them is read for one product: two operations a number,
-which the GPU's cores do while memory brings the next words. Nothing is put together for tensor cores, whose operand of
-eight columns one hidden state would fill to an eighth.
+A list's tokens serve a single row, so that each token is read for one product: two operations per number, which the
+GPU's cores do while memory delivers the next tokens. Tensor cores would gain nothing: one hidden state fills an eighth
+of an operand of eight columns.
 
-**First kernel: the scores.** `reduce_threads` lanes of a warp share a word, and have `tile_n` words in hand, `vectors`
-16-byte vectors of each. As soon as a vector has been multiplied, the one `vectors` later is asked for in its place. The
-hidden state is in shared memory, and each vector of it is read for all words in hand. Thread blocks are many and small:
-what one waits for, others have.
+**First kernel: the scores.** `reduce_threads` lanes of a warp share a token. They have `tile_n` tokens in hand, and
+`vectors` 16-byte vectors of each. As soon as a vector has been multiplied, the one `vectors` later is loaded in its
+place. The hidden state is in shared memory, and each vector of it is read once for all tokens in hand. Thread blocks
+are many and small: while one waits for memory, others compute.
 
 **Second kernel: the best**, of all scores of a list (`best`, with `direct`).
 

@@ -4,7 +4,7 @@ product     the scores of some words of a list
     find_words      where the words in hand lie
     load_vector     a vector of a word comes to registers
     stage_state     the hidden state comes to shared memory
-    multiply        vectors in hand, in whose place the next ones are asked for
+    multiply        vectors in hand; the next ones are loaded in their place
     add_lanes       a word's score
 best_of_all the best words of a list (`best`)
 """
@@ -48,9 +48,9 @@ class State(Buffers):
     index, t, member
         The list, the thread, and which of the lanes that share words it is.
     position
-        Of the first word in hand.
+        Position in the list of the first word in hand.
     words
-        Of the list.
+        Number of words of the list.
     name
         A word.
     at
@@ -60,7 +60,7 @@ class State(Buffers):
     part
         A vector of the hidden state, from or to shared memory.
     sums
-        Of each word.
+        The partial sum of each word in hand.
     state
         Shared: the hidden state.
     """
@@ -100,7 +100,7 @@ def find_words(e: Extents) -> Phase:
 
 
 def load_vector(e: Extents) -> Phase:
-    """Ask for vector `v` of step `step` of word `n` in hand; 0 behind the row's end. The phase is (s, step, n, v).
+    """Load vector `v` of step `step` of word `n` in hand; 0 beyond the row's end. The phase is (s, step, n, v).
 
     Reads: `at`. Writes: `hand`. Barriers: none.
     """

@@ -23,7 +23,7 @@ TILES = (2, 4, 8, 16)  # warps of a thread block of the first kernel
 LEAST_HELD, MOST_HELD = 2, 16
 # Bytes of a hidden state that fit in static shared memory.
 MOST_STATE = 40 * 1024
-# Words of a list. More are read faster through `warp_rings`, which keep as much of memory busy for as long.
+# Words of a list. Longer lists are read faster through `warp_rings`.
 MOST_WORDS = 4096
 # Bytes of a row up to which many small thread blocks with few words in hand read faster.
 NARROW = 2048
@@ -106,9 +106,10 @@ class Extents(SearchSizes):
     Attributes
     ----------
     dtype, hidden
-        Of hidden states and words.
+        Dtype and columns of hidden states and words.
     k, ids
-        Words to be found in a row, and words that were asked for. 0 of `candidate_logits`, which finds none.
+        Words to find in a row (0 for `candidate_logits`, which finds none), and given words whose probabilities are
+        wanted.
     m, block
         Candidates of a list, and words of a candidate.
     reduce_threads, vectors, tile_n, tiles, threads, overlap
@@ -137,7 +138,7 @@ class Extents(SearchSizes):
             problem.dtype,
             problem.hidden,
             best_of(problem),
-            problem.axes.get("ids", 0),
+            getattr(problem, "ids", 0),
             candidates_of(problem),
             block_of(problem),
             **decisions,

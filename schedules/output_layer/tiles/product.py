@@ -72,15 +72,15 @@ class State(Buffers):
     index, top
         The list, and the first row of its beam in this block's tiles.
     tile, end
-        The tile in hand, and the one behind the list's last.
+        The tile in hand, and the number of the list's tiles.
     words
-        Of the list.
+        Number of tokens of the list.
     states, kept
         Hidden states: in registers those in the warp's columns, for each step and each 8 rows the registers of two
         vectors; or in shared memory all rows of a tile, and in registers those of one step; or of the first steps as
         the one, and of the others as the other.
     hand
-        Tokens of the steps in hand, likewise.
+        Tokens of the steps in hand, in the same order.
     base
         The address of the embedding.
     at, ahead
@@ -90,12 +90,12 @@ class State(Buffers):
     passed
         What a lane has from another one.
     sums
-        Of all pairs of fragments, four a pair.
+        Sums of all pairs of fragments, four a pair.
     parts
         Shared: each warp's sums of a tile by row and token, of two tiles in turn.
     m, d
-        Of each score that a thread finishes in every tile: the largest so far, and the sum of exponentials over that
-        one's; of `whole_sums` the sum's base, and the sum in its unit (see `device.powers`).
+        For each score that a thread finishes in every tile: the largest so far, and the sum of exponentials relative to
+        it; with `whole_sums` the sum's base, and the sum in its unit (see `device.powers`).
     pairs
         Shared: the same of each row, by the warps that have tiles of their own.
     score, added, other, bits
@@ -317,8 +317,8 @@ def load_states(e: Extents) -> Callable[..., Any]:
 
 
 def states_at(e: Extents, step: Any) -> Any:
-    """Where the hidden states of a step are in `states`, in eights of rows: those that are brought for a step, behind
-    those that stay."""
+    """Where the hidden states of a step are in `states`, in groups of eight rows: first those that stay, then those
+    loaded for a step."""
     if not e.kept_steps:
         return step * e.row_groups
     return (T.min(step, e.register_steps) if e.register_steps else 0) * e.row_groups
@@ -446,8 +446,8 @@ def multiply_floats(e: Extents) -> Callable[..., Any]:
 
 
 def row_of_group(e: Extents, group: Any) -> Any:
-    """Which of eight tokens a group of four lanes has. With a ring that of two neighbouring ones is `rows_apart` rows
-    further on."""
+    """Which of eight tokens a group of four lanes has: its own number. With a ring the tokens of neighbouring groups
+    are `rows_apart` rows of a stage apart, so that their loads meet no common bank."""
     if not e.stages or e.rows_apart == 1:
         return group
     return group % 2 * e.rows_apart + group // (2 * e.rows_apart) * (2 * e.rows_apart) + group // 2 % e.rows_apart

@@ -36,9 +36,9 @@ class RingState(State):
     slot, turn
         The stage in use, and the parity of the phase that its mbarrier is in.
     asked, part, asked_slot
-        The tile that is asked for next, which part of its rows, and the stage that it goes to.
+        The tile that is requested next, which part of its rows, and the stage that receives it.
     word, later
-        The token whose row this lane asks for, and the candidate of the tile after it.
+        The token whose row this lane requests, and the candidate of the tile after it.
     done
         Whether a phase is over.
     policy

@@ -237,7 +237,7 @@ class Extents(TileSizes):
             dtype=problem.dtype,
             hidden=problem.hidden,
             k=best_of(problem),
-            ids=problem.axes.get("ids", 0),
+            ids=getattr(problem, "ids", 0),
             m=candidates_of(problem),
             block=block_of(problem),
             beam=lists_of(problem)[1] if candidates_of(problem) else 0,
@@ -314,7 +314,7 @@ class Extents(TileSizes):
         return max(self.dealt(self.list_tiles), 1)
 
     def dealt(self, tiles: Any) -> Any:
-        """Whole rounds of so many tiles that are dealt out."""
+        """How many rounds of `tiles` tiles are dealt out, each round a tile for each thread block or warp."""
         return tiles * (100 - self.dynamic) // (100 * self.stride)
 
     @property
@@ -393,7 +393,7 @@ class Extents(TileSizes):
 
     @property
     def ring_at(self) -> int:
-        """Bytes of hidden states, behind which a ring is."""
+        """Bytes of hidden states, after which the ring lies."""
         return self.kept_rows * self.kept_pitch * VECTOR if self.staged else 0
 
     @property

@@ -1,15 +1,15 @@
-"""The output layer through tensor cores, parts of rows to a ring of each warp: lists of one row each, and wide rows.
+"""The output layer through tensor cores, with a ring of parts of rows in each warp: lists of one row each, wide rows.
 
-See `tiles` first. Each warp has a ring in shared memory, whose stages are `depth` cache lines of each row of a
-tile. Every lane asks for its row's part by one bulk copy, whose bytes the stage's mbarrier counts. No register waits
-for memory, rows are read in runs as long as a stage, wherever they start, and what lies between them in shared memory
-keeps lanes off each other's banks. A warp that has multiplied a stage asks for the one `stages` later, be it of another
-tile: so the warps meet at no barrier of the ring, and what is in flight depends on nothing but shared memory.
+Read `tiles` first. Each warp has a ring in shared memory. A stage of it holds `depth` cache lines of each row of a
+tile. Each lane requests its row's part by one bulk copy, whose bytes the stage's mbarrier counts. No register waits for
+memory, and rows are read in runs as long as a stage, wherever they start. Padding between rows in shared memory keeps
+lanes off each other's banks. A warp that has multiplied a stage requests the one `stages` later, which may belong to
+another tile. So the warps meet at no barrier of the ring, and shared memory alone limits how many bytes are in flight.
 
 | problem | warps | hidden states |
 | --- | --- | --- |
 | lists of one row each | each has tiles of its own (`tiles`), and meets no other | in shared memory |
-| a vocabulary | eight share a tile | in registers, or a half in each (`staged` 2) where these hold no more |
+| a vocabulary | eight share a tile | in registers; with `staged` 2 half in registers, half in shared memory |
 """
 
 from __future__ import annotations

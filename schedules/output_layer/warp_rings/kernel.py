@@ -1,7 +1,7 @@
 """The first kernel of `warp_rings`: each warp has a ring of parts of rows.
 
     begin_asking    which tokens come first
-    ask             a stage of the ring is asked for
+    ask             requests a stage of the ring
 
 The other phases are those of `tiles.ring` and `tiles.product`.
 """
@@ -47,8 +47,7 @@ from ..tiles.sizes import STEP, Extents
 
 # fmt: off
 def asked_position(e: Extents, s: Any, p: Place, tile: Any) -> Any:
-    """The position of the token of a tile that this lane asks for. Beyond the list's tokens, and in tiles beyond the
-    last, there is one, too."""
+    """The position of the token of a tile that this lane requests: the list's last one beyond its end."""
     return T.max(T.min(tile * e.tile_n + p.lane % e.tile_n, s.words[0] - 1), 0)
 
 
@@ -67,10 +66,10 @@ def begin_asking(e: Extents) -> Callable[..., Any]:
 
 
 def ask(e: Extents) -> Callable[..., Any]:
-    """Ask for the next stage, if there is one; the phase is (io, s, p).
+    """Request the next stage, if there is one; the phase is (io, s, p).
 
     Reads: `asked`, `part`, `word`, `later`.
-    Writes: those, moved on; `ring`, by and by.
+    Writes: those, for the stage after; `ring`, asynchronously.
     Barriers: of the warp, before the copies: nothing may still be read of the stage that they overwrite.
     """
     load = load_name(e)
@@ -80,7 +79,7 @@ def ask(e: Extents) -> Callable[..., Any]:
     def phase(io, s, p):
         if s.asked[0] < s.end[0]:
             column: T.int32 = (p.warp * e.parts + s.part[0]) * most
-            # Of the last part of a row there may be less, or nothing.
+            # The last part of a row may be shorter, or empty.
             size = T.meta_var(
                 T.Cast("uint32", T.max(T.min(row - column, most), 0)) if e.uneven else T.uint32(most))
             stage = T.meta_var(stage_at(e, p, s.asked_slot[0]))
@@ -98,7 +97,7 @@ def ask(e: Extents) -> Callable[..., Any]:
             if s.part[0] == e.parts:
                 s.part[0] = 0
                 s.asked[0] = s.asked[0] + e.stride
-                # Loaded a tile ago. What is loaded now nobody may use here, not even to see whether it is a token.
+                # `later` was loaded a tile ago. What is loaded now may not be used here, not even in a comparison.
                 s.word[0] = named_word(e, io, asked_position(e, s, p, s.asked[0]), s.later[0])
                 load(io, s.index, asked_position(e, s, p, s.asked[0] + e.stride), s.later)
 

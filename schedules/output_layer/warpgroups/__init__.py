@@ -1,32 +1,31 @@
-"""The exact output layer on compute capability 9.0 for tens of rows, or the longest: products of warpgroups.
+"""The exact output layer on compute capability 9.0 for tens of rows, or for very long ones: products of warpgroups.
 
-Beside such hidden states neither registers nor shared memory have room for all of their columns, and a product of one
-warp (`mma`, as in `rings`) reads more of them from shared memory than of words. Here tensor cores read the hidden
-states from shared memory themselves (`wgmma`), once for the words of four warps.
+With many or long hidden states, neither registers nor shared memory hold all of their columns beside the tokens, and
+the product of one warp (`mma`, as in `rings`) reads more hidden states than tokens from shared memory. Here tensor
+cores read the hidden states from shared memory themselves (`wgmma`), once for the tokens of four warps.
 
-**The kernel ahead** puts the hidden states in order: as matrices of eight rows by 16 bytes, which lie one behind the
-other, part by part of the columns. With `overlap` 2 it lets the product start at once, and words of a `constant`
-embedding are on their way before it has ended.
+**Kernel `arrange`** stores the hidden states as operand B: matrices of eight rows by 16 bytes, one after another, part
+by part of the columns. With `overlap` 2 it lets the product start at once, and tokens of a `constant` embedding are
+loaded before it has ended.
 
-**First kernel: the product.** A tile is `tile_n` words by `tile_m` rows. `tiles` warps of a thread block have one each,
-and go through the columns together, a part of `depth` cache lines after the other. A producer warp brings the hidden
-states of a part by one bulk copy; shared memory has those of three parts, and mbarriers hand them over and back. All
-thread blocks read them again for each round of tiles, from the L2 cache. Words come by `cp.async` to a ring of `stages`
-parts, a warp's own, and go to registers by `ldmatrix`: they are operand A, the hidden states operand B. The ring asks
-for the next part as soon as all words of one are in registers.
+**Kernel `product`.** A tile is `tile_n` tokens by `tile_m` rows. `tiles` warps of a thread block have one tile each,
+and multiply the same part of `depth` cache lines of the columns at the same time. A producer warp copies the hidden
+states of a part by one bulk copy; shared memory holds three parts, and mbarriers hand them over and back. All thread
+blocks read them again for each round of tiles, from the L2 cache. Tokens come by `cp.async` to a ring of `stages`
+parts, one for each warp, and go to registers by `ldmatrix`: they are operand A. The ring requests the next part as soon
+as all tokens of one are in registers.
 
-A warp passes its scores through shared memory, so that a lane has a row's: nobody has to find their largest and to sum
-their exponentials up across lanes, and memory gets whole sectors. Sums of exponentials relative to a maximum (Milakov
-& Gimelshein 2018, Algorithm 3) stay in registers until a thread block ends.
+A warp passes its scores through shared memory, so that a lane has all scores of a row. Then their largest one and the
+sum of their exponentials need no exchange between lanes, and whole sectors are written to memory. Sums of exponentials
+relative to a maximum (Milakov & Gimelshein 2018, Algorithm 3) stay in registers until a thread block ends.
 
-With `gated` only such scores are written as may be among a row's best (`gate`).
+With `gated` only scores that may be among a row's best are written (`gate`).
 
-**Second kernel: the best** (`best`).
+**Kernel `best`** finds the best tokens (`best`).
 
-Tried on an H200 without gain: hidden states that a cluster's thread blocks bring for each other (multicast), which
-halves what they read of them; warps of their own for what comes after the product; products of a part that are awaited
-in the next one, which the assembler then awaits one by one; bulk copies of words, one a row; warpgroups that begin with
-other parts, so that they end their tiles in turn.
+Not faster on an H200: hidden states that the thread blocks of a cluster copy for each other (multicast), which halves
+what they read; other warps for the work after the product; products of a part that are awaited in the next part; bulk
+copies of single rows; warpgroups that begin with different parts.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ find_bounds    one warp of each thread block, for some of the rows
 look_up        the warps that multiply, until they have it
 
 No thread block waits for another one. Who comes before a bound is found writes all it has; and the warp that looks for
-one stops as its own thread block has no tiles left. What is written differs from run to run, but not what is found.
+one stops when its own thread block has no tiles left. Which scores are written differs from run to run; the tokens that
+are found do not.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def bound_of(e: Extents, io: Any, row: Any) -> Any:
 
 # fmt: off
 def clear_tops(e: Extents, threads: int) -> Callable[..., Any]:
-    """No bounds of a strip's rows, and no tiles with words; the phase is (io, top, rows, thread), for so many threads
-    of all blocks."""
+    """Clear the bounds of a strip's rows, and the largest scores of their tiles. The phase is (io, top, rows, thread),
+    for `threads` threads of all thread blocks."""
 
     @T.inline
     def phase(io, top, rows, thread):

@@ -2,7 +2,7 @@
 
     begin           mbarriers, and where the first part is
 
-The producer warp, behind the others of a thread block,
+The producer warp, the last of a thread block but for that of `gated`,
 
     produce         brings the hidden states, a part after the other, for all rounds of tiles
 
@@ -13,9 +13,9 @@ with `gated` one more warp,
 and the other warps, each with a tile of words of its own,
 
     begin_tiles     which tile that is
-    fill_ring       have its first parts brought; of a constant embedding while the producer kernel runs
-    ask_part        have a part of a tile's words brought
-    bring_words     a step of them to registers
+    fill_ring       requests its first parts; of a constant embedding while the producer kernel runs
+    ask_part        requests a part of a tile's words
+    bring_words     loads a step of them to registers
     multiply_step   its products
     finish_tile     scores, the tile's largest ones, sums of exponentials
 
@@ -58,7 +58,7 @@ largest = T.ptx.max.NaN.f32
 raise_two = T.ptx.ex2.approx.ftz.f32
 wgmma = T.ptx.wgmma
 
-# Of a matrix descriptor: addresses and distances in units of 16 bytes, the distance between matrices of the same rows,
+# A matrix descriptor has addresses and distances in units of 16 bytes: the distance between matrices of the same rows,
 # and that between those of the same columns, which follow each other.
 UNIT, ALONG_COLUMNS_BIT, ALONG_ROWS_BIT, MATRIX_BYTES = 16, 16, 32, 128
 SHARED_ADDRESS = 0x3FFFF
@@ -73,37 +73,37 @@ class State(Buffers):
     index, top
         The list, of which there is one, and the first row of this block's strip.
     rows
-        Of the strip.
+        Number of rows of the strip.
     tile, end, first
-        The warp's tile in hand, the one behind the last, and that of the block's first warp, which decides whether
-        there is one more round.
+        The warp's tile in hand, the number of tiles, and the tile of the thread block's first warp, which decides
+        whether there is one more round.
     sums
-        Of the tile in hand, as `wgmma` has them.
+        Sums of the tile in hand, in the order of `wgmma`.
     hand
         Words of the steps in hand: operand A.
     base, policy
         The address of the embedding; of the L2 cache, for words that leave it first.
     asked, part, asked_slot, slot
-        The tile that is asked for next, which part of its rows, and the stage that it goes to; and the stage in use.
+        The tile that is requested next, which part of its rows, and the stage that receives it; and the stage in use.
     ring_start, from_, to
         Addresses: of the warp's ring, of what a lane copies first, and to where.
     place, turn
-        Of the part of hidden states in hand among those that shared memory has; the parity of its mbarriers' phase.
+        Which of the parts of hidden states in shared memory is in hand; the parity of its mbarriers' phase.
     descriptor
-        Of the first of these, as an operand.
+        The matrix descriptor of the first of these parts.
     done
         Whether a phase is over.
     m, d
-        Of the lane's rows: the largest score so far, and the sum of exponentials over that one's.
+        For each of the lane's rows: the largest score so far, and the sum of exponentials relative to it.
     own, added, bits, other
-        A row's scores in a tile, biases of the lane's words, ordered bits, and values on their way.
+        A row's scores in a tile, biases of the lane's words, ordered bits, and values of another lane.
     wanted
         Rows of a turn whose scores are written: a bit each.
     bound
         With `gated`, of the lane's rows: ordered bits that a tile's largest score has to reach, once they are found.
     seen, largest, reached, heard
-        Of the warp that finds them: ordered bits of the first tiles, and the largest of groups of them; how many reach
-        a bound; and what the thread block says of itself.
+        In the warp that finds bounds: ordered bits of the first tiles, and the largest of groups of them; how many
+        reach a bound; and the thread block's state (`said`).
     full, empty
         Shared: mbarriers of parts of hidden states that have come, and that all warps have multiplied.
     kept, ring
@@ -111,8 +111,8 @@ class State(Buffers):
     passed, pairs
         Shared: each warp's scores of 32 rows; in their place in the end what it knows of each row.
     said
-        Shared: what the thread block says of itself, with `gated` (`gate`). It is in the pool so that this begins at a
-        multiple of 128 bytes: 64 behind one, products take so much longer that a call of 60 us takes 10 more.
+        Shared: with `gated`, the thread block's state (`gate`). It lies in the pool so that the pool begins at a
+        multiple of 128 bytes: 64 bytes further on, a call of 60 us took 10 us more.
     """
 
     index: Any
@@ -220,7 +220,7 @@ def produce(e: Extents) -> Callable[..., Any]:
         s.first[0] = block
         while s.first[0] * e.tile_n < io.vocab:
             for part in T.serial(e.parts):
-                # Of a phase that has not begun, the one before is over: the first parts find room.
+                # At first no phase has begun, and the one before it counts as over: the first parts find room.
                 await_phase(s.done, s.empty.ptr_to([s.place[0]]), s.turn[0] ^ T.uint32(1))
                 full = T.meta_var(s.full.ptr_to([s.place[0]]))
                 arrive_expecting(full, T.Cast("uint32", words * 4))
@@ -342,17 +342,17 @@ def multiply_step(e: Extents) -> Callable[..., Any]:
 
 
 def finish_tile(e: Extents) -> Callable[..., Any]:
-    """What is to be done with a warp's scores of a tile, 32 rows after the other; the phase is (io, s, p, factor).
+    """Write and sum up a warp's scores of a tile, 32 rows after another. The phase is (io, s, p, factor).
 
     Reads: `sums`; the bias; with `gated` bounds.
     Writes: `scores`, -inf beyond the last word; each row's largest in `tops`; `m` and `d` of the lane's rows. With
-        `gated`, of the rows whose largest is below their bound no scores, and no largest.
+        `gated`, rows whose largest score is below their bound get neither scores nor a largest one.
     Barriers: of the warp.
     """
     words, quads, bounds = e.word_groups, e.tile_n // 4, look_up(e)
 
     def score(io: Any, s: Any, p: Place, g: Any, i: Any, n: Any, whole: bool) -> tirx.PrimExpr:
-        """Of the lane's words the n-th, `n * 8 + group`: of two eights the fragment of 16 has one."""
+        """The score of the lane's n-th word, `n * 8 + group`: a fragment of 16 words has two of them."""
         found = s.sums[(n // 2 * e.row_groups + g) * 4 + n % 2 * 2 + i]
         if io.bias is not None:
             found = found + s.added[n]
@@ -480,7 +480,7 @@ def fill_ring(e: Extents) -> Callable[..., Any]:
 def consume(e: Extents) -> Callable[..., Any]:
     """The multiplying warps' work; the phase is (io, s, p, block, factor).
 
-    Reads: `ring`, asked for as far as it has room; words; `kept`; the bias.
+    Reads: `ring`, all of whose stages are requested; words; `kept`; the bias.
     Writes: what `finish_tile` does.
     Barriers: of the warp; awaits `full`, and arrives at `empty`.
     """
@@ -488,7 +488,7 @@ def consume(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def multiply_part(io, s, p):
-        """The products of one step are on their way while the next one's words come to registers."""
+        """Multiply one step while the next one's words are loaded to registers."""
         for step in T.unroll(e.depth):
             if step > 1:
                 # Words come in the place of those before the last ones.
@@ -513,7 +513,7 @@ def consume(e: Extents) -> Callable[..., Any]:
         while s.first[0] < s.end[0]:
             for i in T.unroll(e.sums_each):
                 s.sums[i] = T.float32(0)
-            # A warp without a tile goes along, with words that nobody asked for: its warpgroup multiplies together.
+            # A warp without a tile multiplies whatever its ring holds: the warps of a warpgroup multiply together.
             for _ in T.serial(e.parts):
                 T.ptx.cp.async_.wait_group(e.stages - 1)
                 T.cuda.warp_sync()

@@ -17,14 +17,14 @@ from ..words import OutputLayer, best_of, lists_of, most_words
 
 # Rows of a tile: columns of operand B.
 TILE_M = (32, 64, 128, 16, 8)
-# Bytes of a row up to which `rings` has whole ones of sixteen hidden states in registers. Of wider rows `warp_rings`
-# reads parts: at (10, 64640, 7168) it takes 236 us (218 here), at (1, 64640, 7168) as many.
+# Bytes of a row up to which `rings` has sixteen whole hidden states in registers. Wider rows are read in parts by
+# `warp_rings`, which takes 236 us at (10, 64640, 7168), 218 us here; at (1, 64640, 7168) both take the same time.
 WHOLE_BYTES = 11 * 1024
 # Words of a tile: one or two fragments of operand A.
 TILE_N = (16, 32)
 # Warps of a block that multiply: whole warpgroups of four.
 TILES = (4, 8, 12)
-# Cache lines of a part of a row, of which a copy of 32 vectors asks for whole rows or whole parts; and a warp's stages.
+# Cache lines of a part of a row, of which a copy of 32 vectors brings whole rows or whole parts; and a warp's stages.
 DEPTH, STAGES = (2, 1, 4), (2, 3, 4, 6)
 # Parts of the hidden states that shared memory has.
 HELD_PARTS = 3
@@ -32,12 +32,12 @@ HELD_PARTS = 3
 BLOCKS_EACH = (1, 2)
 # Registers of a thread beside operands and sums.
 BESIDES = 52
-# First tiles, at most, by whose largest scores a bound is found: so many registers of a lane.
+# The most tiles by whose largest scores a bound is found, for each lane of a warp, which has a register for each.
 FIRST_EACH = 32
 # Rounds of tiles from which on it is worth it to find one.
 LEAST_ROUNDS = 3
-# Registers of a thread of the second kernel, by tiles of a thread, as in `best.sizes`. With 512 threads of so many it
-# finds room beside the first one, but for the most.
+# Registers of a thread of the search kernel, by tiles of a thread, as in `best.sizes`. With 512 threads of 32 or 48
+# registers it finds room beside the product kernel.
 SEARCH_REGISTERS = {6: 32, 20: 48, MAX_TILES_EACH: 96}
 
 
@@ -88,7 +88,7 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
 
 
 def launch(problem: OutputLayer, decisions: Decisions) -> Launch:
-    """Of the first kernel."""
+    """The launch of the product kernel."""
     e = Extents.of(problem, decisions)
     return Launch(e.block_threads, e.pool_of_product)
 
@@ -130,9 +130,9 @@ class Extents(TileSizes):
     Attributes
     ----------
     dtype, hidden
-        Of hidden states and words.
+        Dtype and columns of hidden states and words.
     k, ids
-        Words to be found in a row, and words that were asked for.
+        Words to find in a row, and given words whose probabilities are wanted.
     tile_m, tile_n, tiles, depth, stages, blocks, threads, overlap, evict_first, gated
         The decisions of these names.
     vectors
@@ -167,7 +167,7 @@ class Extents(TileSizes):
             problem.dtype,
             problem.hidden,
             best_of(problem),
-            problem.axes.get("ids", 0),
+            getattr(problem, "ids", 0),
             **decisions,
             vectors=problem.hidden * numpy_dtype(problem.dtype).itemsize // VECTOR,
             list_tiles=ceildiv(most_words(problem), decisions["tile_n"]),
@@ -194,7 +194,7 @@ class Extents(TileSizes):
 
     @property
     def groups_each(self) -> int:
-        """Groups of these tiles per lane: four times as many groups as words are wanted, if there are so many tiles."""
+        """Groups of these tiles per lane: in all lanes four times as many as words are wanted, if there are so many."""
         return min(ceildiv(self.first_tiles, 32), ceildiv(4 * self.k, 32))
 
     @property

@@ -307,7 +307,7 @@ def insert(layout: Layout) -> Callable[..., Any]:
 
 
 def scan(layout: Layout, source: Callable[..., Any], sums: bool) -> Callable[..., Any]:
-    """A pass for the thread's best elements, and for the sum if asked for.
+    """A pass for the thread's best elements, and with `sums` for the sum.
 
     Reads: the row, by `source`; `m` and `d` if `sums`.
     Writes: `keys`, `gate`, `x`, `key`; `m` and `d` if `sums`.

@@ -44,7 +44,7 @@ class RowState:
     part
         Per place in a vector: the sum of exponentials relative to m.
     base
-        Of each chunk the maximum that its kept exponentials are relative to; then what they are multiplied with.
+        For each chunk the maximum to which its kept exponentials are relative; then their factor.
     kept
         Exponentials of the row, where the output cannot hold them.
     """
@@ -147,7 +147,7 @@ def keep_exponentials(ext: Extents) -> Phase:
 def accumulate(ext: Extents) -> Phase:
     """Reads: the row. Writes: `m`, `part`, `top`, `fold`. After: `m` is the row's, `part` covers all vectors.
 
-    If exponentials are `kept`, and no logarithms are asked for, also `base`, and what `keep_exponentials` writes.
+    If exponentials are `kept`, and `log` is 0, also `base`, and what `keep_exponentials` writes.
     """
     of_vectors, of_tail, added = vector_maximum(ext), tail_maximum(ext), add_exponentials(ext)
     kept = keep_exponentials(ext)
@@ -165,7 +165,7 @@ def accumulate(ext: Extents) -> Phase:
             of_tail(s, X)
             added(s, X, 0, ext.vectors)
         else:
-            # What no vector covers comes first: its maximum needs no rescaling.
+            # The elements that no vector covers come first: their maximum needs no rescaling.
             s.m[0] = LOWEST
             of_tail(s, X)
             if not ext.softmax:

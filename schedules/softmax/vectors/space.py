@@ -15,7 +15,7 @@ from ..problems import RowProblem, algorithm, extents
 # Threads of a block that share a row, or its part. Not only powers of two: what counts is how many blocks, with the row
 # in their registers, fit on a multiprocessor.
 THREADS = (32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024)
-# Blocks that share a row, as far as the GPU launches clusters of so many (`Machine.most_cluster`).
+# Thread blocks that share a row: sizes of clusters, up to the GPU's limit (`Machine.most_cluster`).
 CLUSTERS = powers(1, 16)
 # Rows of a block, where each has a warp.
 ROWS = powers(1, 16)

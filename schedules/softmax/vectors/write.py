@@ -36,7 +36,7 @@ def result() -> Callable[..., Any]:
 def store_tile(ext: Extents) -> Callable[..., Any]:
     """Reads: `raw`, and what `normalise` wrote. Writes: the probabilities of the tile's vectors; `out`, `power`.
 
-    Barriers: none. `base` and `inside`: as of `load_tile`.
+    Barriers: none. `base` and `inside`: as in `load_tile`.
     """
     computed = result()
 

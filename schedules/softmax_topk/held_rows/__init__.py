@@ -11,12 +11,12 @@ every element stays where it is until all that is asked of it has been answered,
     largest element of each group. The k-th best of these is a bound that at least k of the block's elements reach, and
     in most rows few others do: 32 groups have 31 such elements for k = 20.
 3.  **Keys** (`find.find_keys`). What reaches the bound goes into a list in shared memory, value and column in one key.
-    Of rows with many equal elements more do than there is room for. Then the bound gets a column, up to which its
-    equals are wanted; and where that is not enough the block selects its k best by radix passes. So a block always
-    has all of its share that can be among the row's k best.
+    In rows with many equal elements, more reach it than there is room for. Then the bound gets a column, up to which
+    its equals are wanted; if that is not enough, the block selects its k best by radix passes. So a block always has
+    all elements of its share that can be among the row's k best.
 4.  **Share** (`cluster.share_parts`). Each block sends its keys to the first one, by stores that tell an mbarrier there
     how many bytes have come: there is neither a fence nor a cluster barrier to wait for.
-5.  **Sum** (`sums`). The exponentials are added up while the keys are on their way. The largest element of a warp, its
+5.  **Sum** (`sums`). The exponentials are added up while the keys are in flight. The largest element of a warp, its
     reference, is known by then, so that no sum is rescaled. With `staged` they were added up as they came, relative to
     the largest one of a thread so far. The block's sum follows the keys to an mbarrier of its own.
 6.  **Unite** (`cluster.unite_parts`). The first block finds a bound for all of the keys, as in 2, and those that reach
@@ -26,13 +26,13 @@ every element stays where it is until all that is asked of it has been answered,
 
 With `row_bound` the blocks of a row agree on one bound in step 2, by a warp more that has no vectors (`agreement`): few
 more than k elements of the row reach it. So in 3 most threads have nothing, and others one element
-(`keys.put_single`); and in 6 there are seldom more keys than are ranked at once: the blocks' are only put one behind
-another (`cluster.gather_parts`). Where they are many equals, those behind k of the first block's are left out
+(`keys.put_single`); and in 6 there are seldom more keys than are ranked at once, so that the blocks' keys are only
+concatenated (`cluster.gather_parts`). Among many equal keys, those that follow k keys of the first block are left out
 (`cluster.filter_parts`).
 
 For a row in registers that bound comes from all of the row (a *late* bound), and exponentials are computed while blocks
 agree (`held`). For a staged row blocks agree while the last vectors are still being copied (an *early* bound). In 1 its
-warps keep step with each other, and few exponentials are left behind the last vector (`paced`); in 3 any thread looks
+warps keep step with each other, and few exponentials remain after the last vector (`paced`); in 3 any thread looks
 at what a vector has (`listed`).
 
 =============  ===============================================================================================

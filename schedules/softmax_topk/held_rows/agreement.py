@@ -1,16 +1,17 @@
 """A bound of the row, on which the blocks of a cluster agree: the k-th best of tops that are joined over all blocks.
 
-A block's own bound is reached by as many elements as are ranked in all. This one few more than k of the whole row
-reach, so that blocks have little to look for and to send, and the first one ranks what comes as it is.
+At least k elements of its own share reach a block's own bound, so that about k for each block are ranked. Few more than
+k elements of the whole row reach this one: blocks have little to search and to send, and the first block ranks what
+arrives as it is.
 
-All threads offer their largest elements. A warp that has no vectors of its own sends the tops of the block to the
-others of the cluster, awaits theirs, and finds the k-th best, while all other warps go on. They tell each other by
-mbarriers: a barrier would wait for the slowest warp.
+All threads offer their largest elements. A warp without vectors of its own sends the tops of the block to the others of
+the cluster, awaits theirs, and finds the k-th best, while all other warps proceed. Warps signal each other by
+mbarriers, because a barrier would wait for the slowest warp.
 
-Of a share in registers all of it is there by then (`held.take_held`); exponentials are taken meanwhile. Of a staged one
-tops are those of what has come after most of the steps (`paced.take_steps`): at least k elements reach their k-th best,
-as of any part of the row, and once the last vector is there keys can be found. Of a row in ascending order too many
-elements come behind; then blocks have bounds of their own (`find.find_keys`).
+A share in registers is complete at this point (`held.take_held`), and exponentials are computed meanwhile. For a staged
+share the tops are those of the vectors that have come after most of the steps (`paced.take_steps`). At least k elements
+reach their k-th best, as with any part of the row, so that keys can be found as soon as the last vector has come. In a
+row in ascending order too many later elements reach it; then blocks use bounds of their own (`find.find_keys`).
 """
 
 from __future__ import annotations

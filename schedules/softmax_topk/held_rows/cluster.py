@@ -1,6 +1,6 @@
 """What the blocks of a cluster send the first one: their keys, and then their sums.
 
-Both go by asynchronous stores, which tell an mbarrier of the first block that so many bytes have come. It waits for
+Both go by asynchronous stores, which tell an mbarrier of the first block how many bytes have come. It waits for
 these mbarriers alone. A cluster barrier after plain stores would do as well, but is compiled with a fence of the whole
 GPU; and who needs the keys would wait for the sums.
 """
@@ -109,7 +109,7 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
         the number of columns.
     Writes: `keys`, `size`, `bound`, `until`, `sum`, `reference`, `counter`, and scratch as `find_bound` and `add_up`.
     Barriers: three, the last at the end; and three for many equals.
-    After: these are the same in all threads. All that can be among the k best is in `keys`, and zeros behind it.
+    After: these are the same in all threads. All that can be among the k best is in `keys`, followed by zeros.
     """
     groups, room, deal = layout.groups, layout.room, Deal(layout.cluster, layout.warps)
     bound, equals, add = find_bound(layout), bound_equals(layout), add_up(0, layout.entries)
@@ -202,7 +202,7 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
         s.slot[0] = 0
         if s.t % 32 == 0 and s.need[0] > 0:
             s.slot[0] = take_places(s.counter[0], s.need[0])
-        # While the sums are on their way.
+        # The sums arrive meanwhile.
         await_arrivals(s.barriers.ptr_to([SUMS]))
         add(s)
         s.slot[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.slot[0], 0, 32, 32)
@@ -237,8 +237,8 @@ def count_parts(layout: Layout) -> Callable[..., Any]:
 
 
 def gather_parts(layout: Layout) -> Callable[..., Any]:
-    """The blocks' keys one behind another, which are few enough to be ranked at once. The phase is (s), of the threads
-    that have vectors.
+    """Concatenate the blocks' keys, which are few enough to be ranked at once. The phase is (s), of the threads that
+    have vectors.
 
     Reads: `united`; `need` of `count_parts`.
     Writes: `keys`.
@@ -265,10 +265,10 @@ def gather_parts(layout: Layout) -> Callable[..., Any]:
 
 
 def filter_parts(layout: Layout) -> Callable[..., Any]:
-    """The blocks' keys in `keys`, without those that k of the first block's come before. The phase is (s), where it has
-    as many, and all blocks have the same bound.
+    """Write the blocks' keys to `keys`, without those that are worse than k keys of the first block. The phase is (s).
+    It needs k keys of the first block, and the same bound in all blocks.
 
-    Equals of the bound in the other blocks come behind them, and behind the column up to which it has its own.
+    Equals of the bound in the other blocks have later columns than the first block's.
 
     Reads: `united`, `bound`, `until`; `need` of `count_parts`; `united_count`, which comes as 0.
     Writes: `keys`, `size`; scratch is `pivot`, `counter`, `key`, `slot`.

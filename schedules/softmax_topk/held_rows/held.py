@@ -1,6 +1,6 @@
-"""A share in registers of a row on whose bound blocks agree: a warp goes on as soon as its own vectors are there.
+"""A share in registers of a row on whose bound blocks agree: a warp proceeds as soon as its own vectors have come.
 
-Exponentials are taken while tops are on their way, and by a warp whose vectors came early while others wait for theirs.
+Exponentials are computed while tops are in flight, and by a warp whose vectors came early while others wait for theirs.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def take_mark(marks, place):
 def mark_vectors(layout, s, limited=False):
     """Mark, in `marks`, those of the thread's vectors that have elements which reach the bound.
 
-    `limited`: of vectors behind the last column in which equals of the bound are wanted those that exceed it.
+    `limited`: beyond the last column in which equals of the bound are wanted, only vectors that exceed it.
 
     Reads: `raw` or `peaks`; `pair`; if `limited`, `until`.
     """
@@ -242,7 +242,7 @@ def select_keys(layout: Layout) -> Callable[..., Any]:
 
 @T.inline
 def clear_behind(layout, s):
-    """Zeros behind the row's keys, as far as they are ranked at once.
+    """Write zeros after the row's keys, as far as they are ranked at once.
 
     Reads: `size`.
     Writes: `keys`.

@@ -43,7 +43,7 @@ def list_steps(layout: Layout, limited: bool) -> Callable[..., Any]:
 
     @T.inline
     def mark_limited(s):
-        """As `mark_steps`, but behind the last column for equals only vectors with an element above the bound."""
+        """As `mark_steps`, but beyond the last column for equals only vectors with an element above the bound."""
         peak = T.alloc_local([1], "uint32")
         for u in rolled(layout.vectors):
             load(s, u)

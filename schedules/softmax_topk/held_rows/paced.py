@@ -2,12 +2,13 @@
 
 As `staged`, but by *steps* of two vectors, and with three differences:
 
-* The loop over steps is not unrolled. Of straight code the assembler puts the waits first, and more than half of the
-  exponentials behind the last one.
-* All warps ask for a step before any asks for the next one (`staged.stage_row`). Else some have all of theirs on their
-  way before others have begun; the last ones' vectors come last, and each warp is alone then with many exponentials.
+* The loop over steps is not unrolled. In straight-line code the assembler puts the waits first, and more than half of
+  the exponentials after the last wait.
+* All warps request a step before any requests the next one (`staged.stage_row`). Otherwise some warps have all their
+  copies in flight before others have begun. The vectors of those come last, and each of them then has many
+  exponentials to compute alone.
 * A sum is relative to an element that few others exceed by much, not to the largest one so far. It seldom changes, so
-  that no exponential is spent on it, and an exponent is one product and sum in one instruction.
+  that it costs no exponentials, and an exponent is one fused multiply-add.
 """
 
 from __future__ import annotations

@@ -217,17 +217,17 @@ class Layout(Share):
 
     @cached_property
     def at_peaks(self) -> int:
-        """Where the largest elements of its steps are, in words."""
+        """Where the largest elements of its steps are in shared memory, in 32-bit words."""
         return self.at_staged + 4 * self.vectors * self.threads
 
     @cached_property
     def at_row_tops(self) -> int:
-        """Where the tops of all blocks are, in words."""
+        """Where the tops of all blocks are in shared memory, in 32-bit words."""
         return self.at_peaks + self.steps * self.threads if self.early else self.at_staged
 
     @cached_property
     def at_thread_sums(self) -> int:
-        """Where the sums of threads are, in words."""
+        """Where the sums of threads are in shared memory, in 32-bit words."""
         return self.at_row_tops + self.cluster * self.row_groups
 
     @cached_property

@@ -31,7 +31,7 @@ def stage_row(layout: Layout) -> Callable[..., Any]:
     Writes: `staged`, asynchronously: minus infinity beyond this block's share.
     Barriers: none, as a thread reads only what it had copied itself; but with an early bound one of these threads
         between the steps (see `paced`).
-    After: a group of copies for each step is on its way.
+    After: a group of copies for each step is in flight.
     """
     step, width, threads = layout.step, layout.width, layout.threads
 

@@ -53,7 +53,7 @@ class State(Buffers):
     part: Any  # which block of the row's cluster this is; 0 in a block alone
 
     # ---- dynamic shared memory: keys --------------------------------------------------------------------------------
-    keys: Any = pooled("uint64", lambda o: o.capacity, 0)  # keys of the row, in the first block, with zeros behind them
+    keys: Any = pooled("uint64", lambda o: o.capacity, 0)  # keys of the row, in the first block, then zeros
     kept: Any = pooled("uint64", lambda o: o.kept, lambda o: o.capacity)  # keys that a selection keeps
     found_keys: Any = pooled("uint64", lambda o: o.room, lambda o: o.at_found)  # keys of the block's share
     united: Any = pooled("uint64", lambda o: o.capacity, lambda o: o.at_united, when=clustered)  # keys from all blocks

@@ -1,4 +1,4 @@
-"""Words of a row in registers: of the 16-bit dtypes two elements, on which some instructions work at once."""
+"""A row's elements in 32-bit registers: two in each of the 16-bit dtypes, on which some instructions work at once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _of_two(name: str, dtype: str, expression: str) -> Callable[[Any, Any], Any]
 
 
 def larger(dtype: str, v: Any, w: Any) -> Any:
-    """Of two words, the larger ones of their elements; NaN is larger than all."""
+    """The larger of the elements of two 32-bit words, one by one; NaN is larger than all."""
     if dtype == "float32":
         return T.cuda.func_call("largest_of_float32", v, w, source_code=LARGEST_FLOAT, return_type="uint32")
     expression = f"{PAIR[dtype]} c = __hmax2_nan(a, b); return *(unsigned int*)&c;"

@@ -1,7 +1,7 @@
-"""Softmax + top-k on a CPU: one pass over the row in chunks that stay in the L1 cache, a heap behind a threshold.
+"""Softmax + top-k on a CPU: one pass over the row in chunks that stay in the L1 cache, and a heap of the best.
 
-A thread has a row, and takes it in chunks. Of each chunk it finds the maximum (a vector loop), rescales the running sum
-if that is a new maximum of the row, and adds the chunk's exponentials (a second vector loop, now from L1): Algorithm 3
+A thread has a row, and takes it in chunks. It finds a chunk's maximum (a vector loop), rescales the running sum if
+that is a new maximum of the row, and adds the chunk's exponentials (a second vector loop, now from L1): Algorithm 3
 of Milakov & Gimelshein with one rescaling per chunk instead of one per element. The k best elements so far are in a
 binary heap of keys. Only of chunks whose maximum exceeds the least of these are elements looked at one by one. Nothing
 else touches the row, so main memory is read once, and the cost hardly grows with k.

@@ -236,7 +236,7 @@ def rescale_sums(extents: Extents) -> Callable[..., Any]:
 def offer_from_chunk(extents: Extents) -> Callable[..., Any]:
     """A chunk's elements that reach the threshold, into the heap.
 
-    Few lanes have the elements that made the chunk exceed the threshold. A lane's elements are every so many columns,
+    Few lanes have the elements that made the chunk exceed the threshold. A lane's elements are `lanes` columns apart,
     so they are not offered in the order of columns, and equals of the threshold must be offered too: keys decide.
 
     Reads: chunk c, `top`, `tau`.
@@ -287,7 +287,7 @@ def add_exponentials(extents: Extents) -> Callable[..., Any]:
 def finish_row(extents: Extents) -> Callable[..., Any]:
     """One sum, and the elements that no vector covers.
 
-    Reads: `part`, the elements behind the last vector.
+    Reads: `part`, the elements after the last vector.
     Writes: `d`, `m`, `heap`, `tau`.
     After: `d` is the sum of exp(scale * (element - m)) over the row, and the heap holds the k best, but for NaN.
     """

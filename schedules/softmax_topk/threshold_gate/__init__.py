@@ -1,4 +1,4 @@
-"""Softmax + top-k on a GPU: one read of the row, a threshold in front of a buffer, the few survivors ranked.
+"""Softmax + top-k on a GPU: one read of the row, a threshold, and the few survivors ranked.
 
 A thread block (or a cluster of blocks) has a row of logits. Insertion of every element into a running top k, as in
 Algorithm 4 of Milakov & Gimelshein, costs more the larger k is, and makes the lanes of a warp wait for each other. Here
@@ -7,7 +7,7 @@ goes into a buffer in shared memory, by an atomic. `kernel.build` reads as this 
 
 1.  **Locate the row** (`tiles.locate_row`), and do what needs nothing of the producer kernel, the one launched before.
     With programmatic dependent launch (`overlap`) both run side by side until `stream.await_producer` waits for it, and
-    lets the consumer kernel, the one launched behind, start in the same way.
+    lets the consumer kernel, the one launched after it, start in the same way.
 2.  **Stream the row** (`stream.stream_row`), tile after tile: asynchronous copies bring 16-byte vectors to shared
     memory, `stages` tiles at once, and a thread takes `vectors` of them into registers. It adds up their exponentials
     and compares the largest element with the threshold; or each element, where k is so large that nearly every warp has

@@ -162,7 +162,7 @@ def search_copied(layout: Layout) -> Callable[..., Any]:
     Reads: `marks`, `marked`, `copied`, `threshold`, `equals_until`.
     Writes: `keys`, `count`.
     Barriers: none.
-    After: as of `search_vectors`.
+    After: as after `search_vectors`.
     """
     tiling, pool = layout.tiling, layout.pool
     threads, held = tiling.threads, tiling.held
@@ -290,7 +290,7 @@ def finish_by_one_warp(layout: Layout) -> Callable[..., Any]:
             s.keys[s.t] = s.pivot[0]
         T.cuda.warp_sync()
         order(s.threshold[0], s.plain, s.ordered)
-        # Elements that equal the first threshold and lie behind its column are not marked.
+        # Elements that equal the first threshold and lie after its column are not marked.
         if s.need[0] <= 32 and (least[0] > s.ordered[0] or s.equals_until[0] >= layout.vocab) and T.cuda.any_sync(
             T.uint32(FULL_WARP), s.bits[0] != T.uint32(0)
         ) == 0:

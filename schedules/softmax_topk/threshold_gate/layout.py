@@ -1,7 +1,7 @@
 """The static extents of a point: how a row is cut up, which first threshold it gets, and where buffers lie.
 
 Computed without the compiler, because the space asks for them: a point that needs too much shared memory is left out.
-Everything is derived from the problem and the decisions; an attribute is computed when it is first asked for.
+Everything is derived from the problem and the decisions; an attribute is computed at its first use.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BINNED_AT_ONCE = 4
 # Threads at most that share the ranking of one key.
 RANKERS = 8
 # For k above COUNTED and up to this, survivors are ranked by counting if they are few: if all are ranked in one step.
-# That takes less time than the barriers of bins, and two steps take more. Of a larger k there are seldom so few.
+# That takes less time than the barriers of bins, and two steps take more. For a larger k they are seldom few enough.
 COUNTED_IF_FEW = 32
 # Comparisons per thread that ranking by counting may take where bins have failed; beyond, sorting is quicker.
 COMPARISONS = 512
@@ -187,14 +187,14 @@ class FirstThreshold:
     def survivors(self) -> int:
         """How many elements of a block's share pass the threshold: a number that few rows exceed.
 
-        Of the sample itself the number is known; that of the rest varies by its square root.
+        The number in the sample itself is known; that in the rest varies by its square root.
         """
         known, tiling = self.rank.most, self.tiling
         passing = known * max(tiling.share * tiling.width / tiling.sampled, 1.0)
         return ceildiv(ceil(passing + 4 * sqrt(passing - known)), 32) * 32
 
     def survivors_in_order(self, share: int) -> int:
-        """How many elements reach the floor, in a block's share of so many vectors, if the row ascends or descends."""
+        """How many elements of a block's `share` vectors reach the floor if the row ascends or descends."""
         assert self.floor is not None
         tiling = self.tiling
         # The lowest of the warps that offer a floor has this slot; `place_tile` says which chunk of it is sampled.
@@ -237,7 +237,7 @@ class Pool:
 
     @cached_property
     def step(self) -> int:
-        """Threads that search marked vectors in steps, so that what each step finds has room behind the best k."""
+        """Threads that search marked vectors in steps, so that what each step finds has room after the best k."""
         return min(self.tiling.threads, STEP)
 
     @cached_property
@@ -272,7 +272,7 @@ class Pool:
 
     @cached_property
     def at_keys(self) -> int:
-        """Where the buffer of survivors begins: behind the ring of tiles."""
+        """Where the buffer of survivors begins: after the ring of tiles."""
         return self.tiling.ring // 8
 
     @cached_property
@@ -331,7 +331,7 @@ class Layout:
     Attributes
     ----------
     vocab, k, ids, dtype, bias
-        Of the problem: columns of a row, elements to find, given columns, the logits' dtype, whether there is a bias.
+        The problem's: columns of a row, elements to find, given columns, the logits' dtype, whether there is a bias.
     tiling
         How a row is cut up.
     first

@@ -22,7 +22,7 @@ ALONE = 256
 CROWDED, VECTORS_EACH = (64, 320), 16
 # 16-byte vectors of a thread's tile: what is worked on at once.
 VECTORS = (1, 2, 3, 4, 5, 6, 8)
-# Tiles in shared memory: one that is worked on and others on their way. The memory's latency times its rate needs about
+# Tiles in shared memory: one that is worked on and others in flight. The memory's latency times its rate needs about
 # 40 KB in flight on each multiprocessor. Three won nowhere where clusters share rows.
 STAGES, CLUSTER_STAGES = (1, 2, 3), (1, 2)
 # Blocks per row. Clusters of more than 8 are not portable; every Hopper GPU allows them.

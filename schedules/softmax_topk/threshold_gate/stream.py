@@ -147,7 +147,7 @@ def take_survivors(layout: Layout) -> Callable[..., Any]:
 def stream_tiles(layout: Layout) -> Callable[..., Any]:
     """Take tile after tile, until the share has been read or a compaction is called for. The phase is (s, attempt).
 
-    Reads: `ring`, and `i`, where it goes on.
+    Reads: `ring`, and `i`, where it continues.
     Writes: what its parts write; `i`, `called`.
     Barriers: those of the sample.
     """

@@ -38,7 +38,7 @@ def mark_elements(s, first, extent, threshold):
 
 
 def unmark_equals(tiling: Tiling) -> Callable[..., Any]:
-    """Clear the bits of elements that equal the threshold and lie behind its column. The phase is (s).
+    """Clear the bits of elements that equal the threshold and lie after its column. The phase is (s).
 
     Reads: `x`, `threshold`, `equals_until`, `at`.
     Writes: `bits`.
@@ -83,7 +83,7 @@ def mark_survivors(layout: Layout) -> Callable[..., Any]:
             if layout.compacts:
                 if s.pending[0] == 0:
                     s.bits[0] = T.uint32(0)
-        # Equals of the threshold pass only up to its own column, and all of this tile may lie behind it.
+        # Equals of the threshold pass only up to its own column, and all of this tile may lie after it.
         elif s.pending[0] != 0 and (s.top[0] != s.threshold[0] or s.at[0] <= s.equals_until[0] or attempt != 0):
             mark_elements(s, 0, tiling.held, s.threshold)
             unmark(s)

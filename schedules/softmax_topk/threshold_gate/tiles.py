@@ -86,7 +86,7 @@ def start_tile(tiling: Tiling) -> Callable[..., Any]:
     Reads: `address`, `start`, `end`.
     Writes: `ring`, asynchronously; `ahead`.
     Barriers: none; a thread reads only what it had copied itself.
-    After: one more group of copies is on its way, an empty one if there is no such tile.
+    After: one more group of copies is in flight, an empty one if there is no such tile.
     """
     vectors, width, stages, threads = tiling.vectors, tiling.width, tiling.stages, tiling.threads
     vocab, itemsize = tiling.vocab, tiling.itemsize

@@ -26,7 +26,7 @@ MAGIC_BITS = 0x4B000000
 # Beyond this the range is so small that what is computed from its inverse may be below the smallest normal float32.
 MAX_FINE = 1e30
 
-# Accesses to a bin's count, each one instruction behind the address `first + 4 * bin`. `first` has the offset of
+# Accesses to a bin's count, each one instruction after the address `first + 4 * bin`. `first` has the offset of
 # MAGIC_BITS in it, so that the number which `find_bin` gives needs no subtraction.
 COUNT_IN_BIN = """
 __device__ __forceinline__ void count_in_bin(unsigned int first, unsigned int bin) {
@@ -64,8 +64,8 @@ def of_bin(name: str, s: State, bin: tirx.PrimExpr) -> tirx.PrimExpr:
 def find_bin(layout: Layout) -> Callable[..., Any]:
     """The bin of a value; called with (s, x).
 
-    A larger x never gets a later bin, whatever `top` and `fine` are: each step of the computation is monotonic. What is
-    NaN on the way (a difference of infinities) goes to bin 0.
+    A larger x never gets a later bin, whatever `top` and `fine` are: each step of the computation is monotonic. An
+    intermediate NaN (a difference of infinities) goes to bin 0.
 
     Reads: `top`, `fine`.
     Writes: `bin`, `value`.
@@ -251,14 +251,14 @@ def rank_in_bins(layout: Layout) -> Callable[..., Any]:
     A key's rank is where its bin begins, plus how many keys of its bin are larger.
 
     Reads: `keys`, `size`, `counts`.
-    Writes: two keys behind the last, the values and indices.
+    Writes: two keys after the last, the values and indices.
     Barriers: one, at the start.
     """
     count, find = count_larger(layout), find_bin(layout)
 
     @T.inline
     def phase(io, at, s):
-        pair, end = T.meta_var(s.slot), T.meta_var(s.cut)  # pairs of keys: the next one, and behind the bin's last one
+        pair, end = T.meta_var(s.slot), T.meta_var(s.cut)  # pairs of keys: the next one, and after the bin's last one
         pad_keys(at, s)
         T.cuda.warp_sync()
         for i in T.serial((s.size[0] - at.lane + 31) // 32):

@@ -128,7 +128,7 @@ def collect_selected(layout: Layout) -> Callable[..., Any]:
     Reads: the logits again, `lower`, `equals`.
     Writes: `keys`, `size`, `cut`.
     Barriers: none.
-    After: `keys` has those of all elements above `lower`, of which there are `cut`, and behind them those of the first
+    After: `keys` has those of all elements above `lower`, of which there are `cut`, and after them those of the first
         `equals` that equal it, by their columns.
     """
     k, vocab = layout.k, layout.vocab
@@ -164,7 +164,7 @@ def sort_keys(layout: Layout) -> Callable[..., Any]:
     Reads: `keys`, `size`, `cut`.
     Writes: `keys`.
     Barriers: one, and one for each step of the sort.
-    After: `keys` are in descending order, with zeros behind the last.
+    After: `keys` are in descending order, with zeros after the last.
     """
     rounded = layout.sorted_keys
 

@@ -59,7 +59,7 @@ def collect_reached(layout: Layout) -> Callable[..., Any]:
 
 @T.inline
 def pad_keys(at, s):
-    """Write two keys behind the last one, smaller than all others, because keys are read two at a time.
+    """Write two keys after the last one, smaller than all others, because keys are read two at a time.
 
     Reads: `size`.
     Writes: these two of `keys`.
@@ -90,7 +90,7 @@ def rank_by_counting(layout: Layout) -> Callable[..., Any]:
     """Compare each key with all others, and write it by its rank.
 
     Reads: `keys`, `size`.
-    Writes: two keys behind the last, the values and indices.
+    Writes: two keys after the last, the values and indices.
     Barriers: one, at the start.
     """
     count = count_larger(layout)

@@ -162,7 +162,7 @@ class Layout:
 
     @property
     def keys(self) -> int:
-        """Places for keys. Ranking reads two at a time, and up to two behind the last."""
+        """Places for keys. Ranking reads two at a time, and up to two after the last."""
         return max(ceildiv(self.room + 2, 4) * 4, self.sorted_keys)
 
     @property

@@ -56,7 +56,7 @@ class State:
     unit: tirx.Buffer  # what exponents are multiplied by to be in powers of e
     d: tirx.Buffer  # the sum of exponentials
     inverse: tirx.Buffer  # 1 / d
-    logarithm: tirx.Buffer  # ln(d), if logarithms are asked for
+    logarithm: tirx.Buffer  # ln(d), if `log` is not 0
     # Which elements become keys.
     gate: tirx.Buffer  # a value: elements below it are not marked
     marks: tirx.Buffer  # bit e % 32 of word e // 32: whether the lane's element e is still to become a key

@@ -1,7 +1,7 @@
 """Winner-take-all hashing on a GPU: the row in shared memory, one thread per unit.
 
 A thread block takes a row, and as many bands as it has threads for their units. Threads load the columns of their unit,
-in 16-byte loads where k allows, while the row is on its way to shared memory. One of its threads combines the places of
+in 16-byte loads where k allows, while the row is copied to shared memory. One of its threads combines the places of
 a band's units into the band's code.
 
 **overlap** is programmatic dependent launch. With 1 the kernel waits for its producer kernel, and then lets its

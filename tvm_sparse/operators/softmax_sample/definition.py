@@ -115,7 +115,7 @@ def uniform_of(words: tirx.Buffer) -> tirx.PrimExpr:
 
 
 def counter_of(seeded: int, row: tirx.PrimExpr, seeds: Any, seed: Any, offset: Any, offsets: Any) -> tuple[Any, ...]:
-    """Seed, offset and row of a row's counter, of which a problem has those that its `seeded` says."""
+    """Seed, offset and row from which a row's random number is computed; `seeded` is that of `SoftmaxSample`."""
     if seeded == 1:
         return seeds[row, 0], seeds[row, 1], T.uint32(0)
     return seed, offset if seeded == 2 else offsets[row], T.Cast("uint32", row)

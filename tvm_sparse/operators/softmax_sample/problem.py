@@ -431,7 +431,7 @@ class SoftmaxSample(Problem):
         return inputs[-1] if len(inputs) > len(self.kernel_inputs) else np.arange(len(inputs[0]))
 
     def _ranked(self, inputs: Sequence[Any], n: int, rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Of all rows or some: the n best words, and their log-probabilities."""
+        """The n best words of all rows, or of `rows`, and their log-probabilities."""
         import numpy as np
 
         scores, scale = self._scores(inputs), self._filters(inputs).scale

@@ -63,7 +63,7 @@ _OPERATOR = custom.define(
 
 
 def _signed(value: Any) -> Any:
-    """An integer as an int64: of larger ones the lower 64 bits."""
+    """The lower 64 bits of an integer, as an int64."""
     return value if -(2**63) <= value < 2**63 else (value + 2**63) % 2**64 - 2**63
 
 
