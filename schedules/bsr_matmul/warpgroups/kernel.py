@@ -34,17 +34,16 @@ from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ...device import operands
 from ...device.cluster import cluster_barrier, place_there
-from ...device.mbarriers import arrive_expecting, await_phase
+from ...device.mbarriers import arrive_expecting, arrive_there_releasing, await_phase, await_phase_of_cluster
 from ...device.region import device_region
 from ...device.selection import FULL_WARP
 from ...device.state import Buffers, local, pooled, scalar
-from ...device.tensor_maps import copy_box, copy_box_to_all, tensor_map
+from ...device.tensor_maps import copy_box, copy_box_to_all, describe, tensor_map
 from ...device.words import held_address
 from ..block_row import load_int
 from ..interface import gpu_program, output
 from .space import GROUP_M, VECTOR, WARPGROUP, Extents
 
-arrive_there = T.ptx.mbarrier.arrive.expect_tx.release.cluster.shared__cluster.b64
 least_of_warp = T.ptx.redux_sync.min.s32
 # The column of a lane that has no more blocks; and the word of the stage after the last panel.
 FAR, OVER = 0x7FFFFFFF, 0x80000000
@@ -239,6 +238,11 @@ def next_panel(e: Extents) -> Callable[..., Any]:
     return phase
 
 
+def room(e: Extents) -> Callable[..., Any]:
+    """What waits for a stage that all warps have multiplied."""
+    return await_phase_of_cluster if e.cluster > 1 else await_phase
+
+
 def bring_panel(e: Extents) -> Callable[..., Any]:
     """Have a panel of x and its blocks brought; the phase is (s, part), for the producer warp.
 
@@ -246,7 +250,7 @@ def bring_panel(e: Extents) -> Callable[..., Any]:
     Writes: `told`; `ring`, by and by.
     Barriers: of the warp; awaits `empty`, and has copies arrive at `full`.
     """
-    own = (1 << e.rows_each) - 1
+    own, await_room = (1 << e.rows_each) - 1, room(e)
     x_rows = e.tile_m // e.cluster
     stage = e.stage_bytes // 4
 
@@ -262,7 +266,7 @@ def bring_panel(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def phase(s, part):
-        await_phase(s.done, s.empty.ptr_to([s.slot]), s.turn ^ T.uint32(1))
+        await_room(s.done, s.empty.ptr_to([s.slot]), s.turn ^ T.uint32(1))
         full = T.meta_var(s.full.ptr_to([s.slot]))
         if s.lane == 0:
             s.count = T.uint32(0)
@@ -298,6 +302,7 @@ def produce(e: Extents) -> Callable[..., Any]:
     """
     do = SimpleNamespace(
         find_rows=find_rows(e), next_panel=next_panel(e), bring_panel=bring_panel(e), next_stage=next_stage(e))
+    await_room = room(e)
 
     @T.inline
     def phase(io, s):
@@ -310,7 +315,7 @@ def produce(e: Extents) -> Callable[..., Any]:
                 do.bring_panel(s, part)
                 do.next_stage(s)
             least_of_warp(s.base[0], s.column[0], T.uint32(FULL_WARP))
-        await_phase(s.done, s.empty.ptr_to([s.slot]), s.turn ^ T.uint32(1))
+        await_room(s.done, s.empty.ptr_to([s.slot]), s.turn ^ T.uint32(1))
         if s.lane == 0:
             s.told[s.slot * e.beside] = T.uint32(OVER)
             arrive_expecting(s.full.ptr_to([s.slot]), T.uint32(0))
@@ -364,7 +369,7 @@ def hand_back(e: Extents) -> Callable[..., Any]:
         if s.lane < e.cluster:
             if e.cluster > 1:
                 place_there(s.there, s.empty.ptr_to([s.left]), T.Cast("uint32", s.lane))
-                arrive_there(s.there[0], T.uint32(0))
+                arrive_there_releasing(s.there[0], T.uint32(0))
             else:
                 arrive_expecting(s.empty.ptr_to([s.left]), T.uint32(0))
 
@@ -471,10 +476,12 @@ def kernel(problem: BsrMatmul, e: Extents) -> Program:
 
     @T.inline
     def body(io):
-        x_map = T.meta_var(tensor_map(
-            "x_map", io.x.ptr_to([0, 0]), e.dtype, (io.m, e.k), (e.tile_m // e.cluster, e.panel)))
-        weight_map = T.meta_var(tensor_map(
-            "weight_map", io.data.ptr_to([0, 0, 0]), e.dtype, (io.nnzb * e.rows, e.cols), (e.rows, e.width)))
+        x_map = T.meta_var(tensor_map("x_map"))
+        weight_map = T.meta_var(tensor_map("weight_map"))
+        T.evaluate(describe(x_map, io.x.ptr_to([0, 0]), e.dtype, (io.m, e.k), (e.tile_m // e.cluster, e.panel)))
+        if io.nnzb > 0:
+            T.evaluate(describe(
+                weight_map, io.data.ptr_to([0, 0, 0]), e.dtype, (io.nnzb * e.rows, e.cols), (e.rows, e.width)))
         with device_region():
             strips = T.meta_var((io.m + (e.tile_m - 1)) // e.tile_m)
             if e.cluster > 1:
@@ -486,7 +493,7 @@ def kernel(problem: BsrMatmul, e: Extents) -> Program:
             t = T.thread_id([e.threads])
             s = T.meta_var(State.alloc(
                 e, e.pool_bytes, t=t, lane=t % 32, warp=t // 32, rank=rank, tile=place % e.tiles_n,
-                top=place // e.tiles_n * e.tile_m, x_map=x_map, weight_map=weight_map))
+                top=place // e.tiles_n * e.tile_m, x_map=T.address_of(x_map), weight_map=T.address_of(weight_map)))
             do.begin(s)
             if s.warp == e.groups * 4:
                 do.produce(io, s)
