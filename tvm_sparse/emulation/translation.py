@@ -375,6 +375,8 @@ def _copy(opcode: str, parts: list[str], ops: list[str]) -> str | None:
         return f"cuda_on_cpu::bulk_prefetch(cuda_on_cpu::ptx::in_block({_address(ops[0])}), {ops[1]});"
     if opcode in ("cp.async.commit_group", "cp.async.wait_group", "cp.async.wait_all"):
         return f"cuda_on_cpu::ptx::{parts[2]}({', '.join(ops)});"
+    if opcode == "prefetch.tensormap":
+        return ";"
     if re.fullmatch(r"prefetchu?(\.global)?\.L[12]", opcode):
         # Only a hint, but its address is checked.
         return f"cuda_on_cpu::ptx::check_place({_address(ops[0])});"

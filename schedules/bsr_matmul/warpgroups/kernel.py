@@ -35,6 +35,7 @@ from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 from ...device import operands
 from ...device.cluster import cluster_barrier, place_there
 from ...device.mbarriers import arrive_expecting, arrive_there_releasing, await_phase, await_phase_of_cluster
+from ...device.overlap import wait_then_start_consumer
 from ...device.region import device_region
 from ...device.selection import FULL_WARP
 from ...device.state import Buffers, local, pooled, scalar
@@ -133,7 +134,7 @@ class State(Buffers):
     weight_at: Any = scalar("uint32")
     words: Any = local("uint32", 4)
     ring: Any = pooled("uint32", lambda e: e.barriers_at // 4, 0)
-    stored: Any = pooled("uint16", lambda e: e.stored_bytes // 2, 0)
+    stored: Any = pooled("uint32", lambda e: e.stored_bytes // 4, 0)
     full: Any = pooled("uint64", lambda e: e.stages, lambda e: e.barriers_at // 8)
     empty: Any = pooled("uint64", lambda e: e.stages, lambda e: e.barriers_at // 8 + e.stages)
     told: Any = pooled("uint32", lambda e: e.stages * e.beside, lambda e: e.told_at // 4)
@@ -148,6 +149,8 @@ def begin(e: Extents) -> Callable[..., Any]:
     @T.inline
     def phase(s):
         if s.t == 0:
+            T.ptx.prefetch.tensormap(s.x_map)
+            T.ptx.prefetch.tensormap(s.weight_map)
             for i in T.unroll(e.stages):
                 T.ptx.mbarrier.init.shared__cta.b64(s.full.ptr_to([i]), T.uint32(1))
                 T.ptx.mbarrier.init.shared__cta.b64(s.empty.ptr_to([i]), T.uint32(4 * e.groups * e.cluster))
@@ -425,6 +428,11 @@ def pass_tile(e: Extents) -> Callable[..., Any]:
     Reads: `sums`, `row_of`; the bias. Writes: `stored`. Barriers: of the warp, at the end.
     """
 
+    def element(io: Any, s: Any, row: Any, r: Any, g: Any, i: Any, v: int) -> Any:
+        """An element of y as bits: of eight columns a lane has two neighbours, in two rows."""
+        found = output(io, row * e.rows + g * 8 + s.lane % 4 * 2 + v, s.sums[r * (e.rows // 2) + g * 4 + i * 2 + v])
+        return T.Cast("uint32", T.reinterpret("uint16", found))
+
     @T.inline
     def phase(io, s):
         for r in T.unroll(e.rows_each):
@@ -432,13 +440,9 @@ def pass_tile(e: Extents) -> Callable[..., Any]:
             if row >= 0:
                 for g in T.unroll(e.rows // 8):
                     for i in T.unroll(2):
-                        for v in T.unroll(2):
-                            s.stored[
-                                (s.warp * 16 + i * 8 + s.lane // 4) * e.pitch
-                                + r * e.rows + g * 8 + s.lane % 4 * 2 + v
-                            ] = T.reinterpret("uint16", output(
-                                io, row * e.rows + g * 8 + s.lane % 4 * 2 + v,
-                                s.sums[r * (e.rows // 2) + g * 4 + i * 2 + v]))
+                        s.stored[
+                            ((s.warp * 16 + i * 8 + s.lane // 4) * e.pitch + r * e.rows + g * 8) // 2 + s.lane % 4
+                        ] = element(io, s, row, r, g, i, 0) | (element(io, s, row, r, g, i, 1) << T.uint32(16))
         T.cuda.warp_sync()
 
     return phase
@@ -460,7 +464,7 @@ def store_tile(e: Extents) -> Callable[..., Any]:
                 if row >= 0 and s.top + s.warp * 16 + i // vectors < io.m:
                     T.ptx.ld.shared.v4.u32(
                         s.words[0], s.words[1], s.words[2], s.words[3],
-                        s.stored.ptr_to([(s.warp * 16 + i // vectors) * e.pitch + i % vectors * VECTOR]))
+                        s.stored.ptr_to([((s.warp * 16 + i // vectors) * e.pitch + i % vectors * VECTOR) // 2]))
                     T.ptx.st.global_.v4.u32(
                         io.y.ptr_to([
                             s.top + s.warp * 16 + i // vectors, row * e.rows + i % vectors * VECTOR % e.rows]),
@@ -482,6 +486,8 @@ def kernel(problem: BsrMatmul, e: Extents) -> Program:
         if io.nnzb > 0:
             T.evaluate(describe(
                 weight_map, io.data.ptr_to([0, 0, 0]), e.dtype, (io.nnzb * e.rows, e.cols), (e.rows, e.width)))
+        else:  # An empty matrix has none; nothing is copied by this one.
+            T.evaluate(describe(weight_map, io.x.ptr_to([0, 0]), e.dtype, (io.m, e.k), (e.rows, e.width)))
         with device_region():
             strips = T.meta_var((io.m + (e.tile_m - 1)) // e.tile_m)
             if e.cluster > 1:
@@ -495,6 +501,8 @@ def kernel(problem: BsrMatmul, e: Extents) -> Program:
                 e, e.pool_bytes, t=t, lane=t % 32, warp=t // 32, rank=rank, tile=place % e.tiles_n,
                 top=place // e.tiles_n * e.tile_m, x_map=T.address_of(x_map), weight_map=T.address_of(weight_map)))
             do.begin(s)
+            if e.overlap > 0:
+                wait_then_start_consumer()
             if s.warp == e.groups * 4:
                 do.produce(io, s)
             else:
@@ -508,5 +516,5 @@ def kernel(problem: BsrMatmul, e: Extents) -> Program:
                 # Others may not have come to what they tell this thread block.
                 cluster_barrier()
 
-    return gpu_program(problem, body)
+    return gpu_program(problem, body, overlapped=e.overlap > 0)
 # fmt: on

@@ -53,6 +53,7 @@ def space(problem: BsrMatmul, machine: Machine) -> Table:
         "panel": panels,
         "stages": STAGES,
         "cluster": machine.clusters(CLUSTER),
+        "overlap": (0, 1),
     }
 
 
@@ -83,7 +84,7 @@ def default(problem: BsrMatmul, machine: Machine) -> Decisions:
     tiles_m = sorted(table["tile_m"], key=lambda tile: (tile != 128, -tile))
     tiles_n = sorted(table["tile_n"], key=lambda tile: (abs(tile - 128), tile))
     choices = (
-        {"tile_m": tile_m, "tile_n": tile_n, "panel": panel, "stages": stages, "cluster": 1}
+        {"tile_m": tile_m, "tile_n": tile_n, "panel": panel, "stages": stages, "cluster": 1, "overlap": 1}
         for tile_n in tiles_n
         for tile_m in tiles_m
         for panel in table["panel"][::-1]
@@ -104,7 +105,7 @@ class Extents:
         Block rows of the weight, its columns and its rows.
     dtype
         Of x, the weight and y.
-    tile_m, tile_n, panel, stages, cluster
+    tile_m, tile_n, panel, stages, cluster, overlap
         The decisions of these names.
     """
 
@@ -119,6 +120,7 @@ class Extents:
     panel: int
     stages: int
     cluster: int
+    overlap: int
 
     @classmethod
     def of(cls, problem: BsrMatmul, decisions: Decisions) -> Extents:
