@@ -4,10 +4,10 @@ An operand's rows are along m or n, and its columns along k, of which an instruc
 16-byte vectors. A *group* is eight rows. Of a descriptor bits 0 to 13 hold the address, 16 to 29 and 32 to 45 two
 distances, all in units of 16 bytes, and bits 62 and 63 the layout:
 
-* rows that lie one after another, swizzled by their bytes (`device.tensor_maps`): `swizzled`. The second distance is
-  from one group to the next. The next 16 columns are two units further on.
-* without a swizzle, matrices of eight rows by 16 bytes, which the head's templates make (`matrices`): the first distance
-  is to the next 16 bytes of the same rows, the second to the next group.
+* `swizzled`: rows lie one after another, swizzled by their bytes (`device.tensor_maps`). The second distance is from
+  one group to the next. The next 16 columns are two units further on.
+* `matrices`: without a swizzle, matrices of a group by 16 bytes. The first distance is to the next 16 bytes of the same
+  rows, the second to the next group, whose matrix follows.
 """
 
 from __future__ import annotations
@@ -21,10 +21,19 @@ from tvm.script import tirx as T
 UNIT, FIRST_BIT, SECOND_BIT, LAYOUT_BIT = 16, 16, 32, 62
 SHARED_ADDRESS = 0x3FFFF
 # Rows of a group, and units from one step of 16 columns to the next.
-GROUP, STEP_UNITS = 8, 2
+GROUP, STEP_UNITS, MATRIX_BYTES = 8, 2, 128
 # Number of a layout, by the bytes of a row.
 LAYOUTS = {128: 1, 64: 2, 32: 3}
 KINDS = {"float16": "f16", "bfloat16": "bf16"}
+
+
+def matrices(address: tirx.PrimExpr, along_columns: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The descriptor of an operand of matrices at a shared address; `along_columns` is the first distance, in units."""
+    return (
+        T.Cast("uint64", (address & T.uint32(SHARED_ADDRESS)) // T.uint32(UNIT))
+        + (T.Cast("uint64", along_columns) << T.uint64(FIRST_BIT))
+        + T.uint64(MATRIX_BYTES // UNIT << SECOND_BIT)
+    )
 
 
 def place_of(address: tirx.PrimExpr) -> tirx.PrimExpr:

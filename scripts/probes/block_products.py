@@ -190,7 +190,7 @@ def main(
                 calls, notes, y = {}, {}, x.new_empty((problem.m, problem.n))
                 matrix = weight.to_dense()
                 calls["dense"] = lambda x=x, w=matrix: torch.nn.functional.linear(x, w)
-                for i, ((candidate, _), function) in enumerate(zip(built, functions, strict=True)):
+                for i, function in enumerate(functions):
                     y.fill_(float("nan"))
                     call = bound_call(function, (x, *weight.arguments, y))
                     try:

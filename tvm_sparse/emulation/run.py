@@ -55,7 +55,19 @@ from tvm.tirx.build import split_host_device_mods
 
 from ..core import scratch
 from ..core.scratch import Scratch
-from .child import CLUSTER_DIMS, COOPERATIVE, DIMS, DYNAMIC_SHARED, FLAGS, PAGE, TENSOR_MAP, Kernel, Placed, receive, send
+from .child import (
+    CLUSTER_DIMS,
+    COOPERATIVE,
+    DIMS,
+    DYNAMIC_SHARED,
+    FLAGS,
+    PAGE,
+    TENSOR_MAP,
+    Kernel,
+    Placed,
+    receive,
+    send,
+)
 from .translation import translate
 
 __all__ = ["EmulationError", "cuda_source", "run_on_cpu"]

@@ -1,11 +1,11 @@
 """Block-sparse matmul by products of warpgroups (`wgmma`, compute capability 9.0), from some 64 rows of x on.
 
 With many rows of x a product of blocks is bound by what the L2 cache delivers: x is read again for every block row that
-has a block in its columns, unless thread blocks share it. A thread block has a tile of y: `tile_m` rows of x by
-`tile_n` rows of the weight, which are several block rows. It walks the columns in *panels* of `panel` columns, and
-brings a panel of x once for all of its block rows that have a block there. With `cluster` the thread blocks of a cluster
-have different block rows for the same rows of x. Each brings its part of a panel to all of them (multicast), which
-therefore walk through the same panels, those in which any of their block rows has a block.
+has a block in its columns, unless block rows share it. A thread block has a tile of y: `tile_m` rows of x by `tile_n`
+rows of the weight, which are several block rows. It walks the columns in *panels* of `panel` columns, and brings a
+panel of x once for all of its block rows that have a block there. With `cluster` the thread blocks of a cluster have
+different block rows for the same rows of x. Each brings its part of a panel to all of them (multicast), which therefore
+walk through the same panels, those in which any of their block rows has a block.
 
 For density d, blocks of b rows and R block rows of a cluster, a product of two elements takes
 (1 - (1 - d)^R) / (R b d) + 1 / tile_m bytes from the L2 cache.
@@ -16,8 +16,8 @@ blocks are right, since each block is taken once, with whatever panel it needs; 
 blocks come by tensor maps (`device.tensor_maps`) to a ring of `stages`, in the layout that tensor cores read.
 
 **Warpgroups** have 64 rows of x each, and all of the tile's rows of the weight. x is operand A, and a block operand B,
-both in shared memory; for each block that a stage has, its products are issued without waiting for those of the block
-before. Sums are float32 registers. In the end a warp passes its rows of y through shared memory, to write whole sectors.
+both in shared memory; products of a block are issued without waiting for those of the block before. Sums are float32
+registers. In the end a warp passes its rows of y through shared memory, to write whole sectors.
 
 `overlap` is programmatic dependent launch: barriers and tensor maps are ready when the producer kernel ends.
 

@@ -43,7 +43,7 @@ from ...device.tensor_maps import copy_box, copy_box_to_all, describe, tensor_ma
 from ...device.words import held_address
 from ..block_row import load_int
 from ..interface import gpu_program, output
-from .space import GROUP_M, VECTOR, WARPGROUP, Extents
+from .space import GROUP_M, VECTOR, Extents
 
 least_of_warp = T.ptx.redux_sync.min.s32
 # The column of a lane that has no more blocks; and the word of the stage after the last panel.
@@ -143,8 +143,10 @@ class State(Buffers):
 
 # fmt: off
 def begin(e: Extents) -> Callable[..., Any]:
-    """Reads: nothing. Writes: `full`, `empty`, `slot`, `turn`. Barriers: of the thread block or cluster, at the end. The
-    phase is (s)."""
+    """Make the mbarriers; the phase is (s).
+
+    Reads: nothing. Writes: `full`, `empty`, `slot`, `turn`. Barriers: of the thread block or cluster, at the end.
+    """
 
     @T.inline
     def phase(s):

@@ -112,7 +112,11 @@ def ways(problem: BsrMatmul, inputs: Sequence[Any], machine: Machine) -> dict[st
     weight = BsrWeight((data, indices, indptr), columns=problem.k, constant=True)
     [bias] = [torch_tensor(array, machine.device) for array in problem.biases(inputs)] or [None]
     options: dict[str, Any] = {"bias": bias, "activation": problem.activation or None}
-    return {way: lambda dense=way == DENSE: bsr_matmul(x, weight, dense=dense, **options) for way in (KERNEL, DENSE)}
+
+    def by(way: str) -> Call:
+        return lambda: bsr_matmul(x, weight, dense=way == DENSE, **options)
+
+    return {way: by(way) for way in (KERNEL, DENSE)}
 
 
 PEERS = (
