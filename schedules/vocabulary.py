@@ -17,8 +17,8 @@ DECISIONS: Mapping[str, str] = {
     "blocks": "Thread blocks of the grid, each with an equal share of the output.",
     "dynamic": "Percent of the tiles that thread blocks take when they are ready. 0: each has an equal share of all.",
     "cluster": (
-        "Thread blocks of a cluster that share one row, or one list, joined over distributed shared memory; of a product"
-        " with blocks, those that share rows of x."
+        "Thread blocks of a cluster that share one row, or one list, joined over distributed shared memory; for a"
+        " product with blocks, those that share rows of x."
     ),
     "slices": "Parts of the vocabulary, each with thread blocks of its own, which go through all buckets looked up.",
     "row_groups": "Parts into which a beam's rows are cut, each with thread blocks of its own, which read all words.",

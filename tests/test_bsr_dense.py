@@ -68,7 +68,7 @@ def test_a_constant_weight_keeps_one_copy(monkeypatch: pytest.MonkeyPatch, copie
 
 
 def test_it_is_refused(monkeypatch: pytest.MonkeyPatch, copies: list[int]) -> None:
-    """By `dense=False`, by a weight that may be written, and of arrays that are not PyTorch's; after a dense one too."""
+    """By `dense=False`, by a weight that may be written, and of arrays of other libraries; also after one."""
     monkeypatch.setattr(call, "way", lambda problem, machine: DENSE)
     kept, written, x = weight(), weight(constant=False), torch.randn(7, 48)
     of_numpy = tvm_sparse.BsrWeight(

@@ -449,8 +449,7 @@ def boxes(rows, cols, wide, dtype):
             for part in T.unroll(cols // wide):
                 if t == 0:
                     arrive_expecting(full.ptr_to([part]), T.uint32(a_bytes + b_bytes))
-                    copy_box(
-                        pool.ptr_to([0]), T.address_of(a_map), part * wide, block * 64, full.ptr_to([part]))
+                    copy_box(pool.ptr_to([0]), T.address_of(a_map), part * wide, block * 64, full.ptr_to([part]))
                     copy_box(pool.ptr_to([a_bytes // 2]), T.address_of(b_map), part * wide, 0, full.ptr_to([part]))
                 await_arrivals(full.ptr_to([part]))
                 operands.fence()
