@@ -105,8 +105,8 @@ def bsr_matmul(
     The result is differentiable in tensors that require a gradient. The gradient of x is the product of the output's
     gradient with the transposed weight, by the same kernels; a `BsrWeight` keeps its transposed structure from the
     first such call on. The gradient of stored blocks, given as `(data, indices, indptr)`, is a sampled dense-dense
-    product, by PyTorch's batched product of gathered rows; that of the bias is a sum. An activation costs a second
-    product in the backward pass.
+    product, by PyTorch's batched product of gathered rows, or, where that is faster on a GPU, the stored blocks of its
+    dense product; that of the bias is a sum. An activation costs a second product in the backward pass.
 
     A product with the dense copy is faster for many rows of x and many stored blocks: by the record of the problem, or
     without one by the share of stored blocks, as `explain` says. It multiplies zeros too: a NaN or an infinity in x
