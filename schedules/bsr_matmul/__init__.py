@@ -27,6 +27,7 @@ TEMPLATES: tuple[Template, ...] = (
 FALLBACKS: dict[str, tuple[Template, ...]] = {
     "llvm": (block_rows,),
     "cuda": (
+        warpgroups,
         tensor_core,
         staged_x,
         per_element,

@@ -8,7 +8,8 @@ multiprocessor have room for. Beside them stand the default of `tensor_core` and
 the weight (cuBLAS). Each point is compared with the product in float64 before it is timed; a wrong one is a line with a
 reason. Times are of a kernel alone, in a CUDA graph, inputs hot, contenders in turn. `tflops` counts stored blocks.
 
-`--dense` writes what PyTorch's dense product takes, by rows and shape.
+`--dense` writes what PyTorch's dense product takes, by rows and shape; `--training` what a step of a layer takes,
+forward and backward, beside a dense layer.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ FAMILIES: dict[tuple[int, int, int], tuple[tuple[int, float], ...]] = {
 }
 DENSE_SHAPES = ((1024, 1024), (768, 3072), (4096, 4096), (4096, 11008), (2048, 8192))
 DENSE_ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+# m, k and n of a layer that is trained.
+TRAINED = (8192, 4096, 4096)
 ROUNDS = 6
 COLUMNS = ("m", "k", "n", "block", "sparsity", "us", "tflops", "contender", "decisions", "registers", "note")
 
@@ -148,9 +151,52 @@ def dense_times(path: Path, dtype: str) -> None:
                 writer.writerow((name, k, n, f"{statistics.median(seconds) * 1e6:.2f}"))
 
 
+def training_times(path: Path, dtype: str) -> None:
+    """Write what a step forward and backward takes, of x and of the stored blocks, beside `torch.nn.Linear`."""
+    import torch
+
+    import tvm_sparse.nn
+
+    rows, k, n = TRAINED
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("m", "k", "n", "block", "sparsity", "dense_us", "us", "ratio", "forward_us"))
+        kind = getattr(torch, dtype)
+        linear = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=kind)
+        x = torch.randn((rows, k), device="cuda").to(kind).requires_grad_()
+        towards = torch.randn((rows, n), device="cuda").to(kind)
+
+        def step(layer: Any) -> Callable[[], Any]:
+            return lambda: layer(x).backward(towards)
+
+        before = _events(step(linear))
+        for block, sparsity in ((64, 0.8), (64, 0.9), (32, 0.8), (32, 0.9), (16, 0.8)):
+            layer = tvm_sparse.nn.BsrLinear.from_dense(linear, block, sparsity)
+            us, forward = _events(step(layer)), _events(lambda layer=layer: layer(x))
+            line = (rows, k, n, block, sparsity, f"{before:.0f}", f"{us:.0f}", f"{before / us:.2f}", f"{forward:.0f}")
+            print(*line, flush=True)
+            writer.writerow(line)
+
+
+def _events(call: Callable[[], Any], calls: int = 20) -> float:
+    """Microseconds of a call that PyTorch makes eagerly, by events around many."""
+    import torch
+
+    for _ in range(3):
+        call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls * 1e3
+
+
 def main(
     out: Annotated[Path, typer.Option(help="The CSV to write.")],
     dense: Annotated[Path | None, typer.Option(help="The CSV of dense products.")] = None,
+    training: Annotated[Path | None, typer.Option(help="The CSV of steps of training.")] = None,
     points: Annotated[int, typer.Option(min=0, help="Of a family, beside the default.")] = 40,
     families: Annotated[str, typer.Option(help="Some of them, as 4096x4096x64,...; all by default.")] = "",
     dtype: Annotated[str, typer.Option()] = "bfloat16",
@@ -165,6 +211,8 @@ def main(
     loading.prepare(machine.kind)
     if dense is not None:
         dense_times(dense, dtype)
+    if training is not None:
+        training_times(training, dtype)
     wanted = [tuple(map(int, one.split("x"))) for one in families.split(",") if one] or list(FAMILIES)
     with out.open("w", newline="") as file, tempfile.TemporaryDirectory() as folder:
         writer = csv.writer(file)

@@ -29,7 +29,7 @@ from __future__ import annotations
 from tvm_sparse.core.template import Decisions, Program, Template
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
-from .space import Extents, allowed, default, features, launch, space
+from .space import Extents, allowed, declines, default, features, launch, space
 
 
 def build(problem: BsrMatmul, decisions: Decisions) -> Program:
@@ -51,4 +51,5 @@ warpgroups = Template(
     features=features,
     launch=launch,
     explicit_threads=True,
+    declines=declines,
 )

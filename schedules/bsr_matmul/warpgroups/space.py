@@ -23,6 +23,8 @@ STAGES = (2, 3, 4, 6, 8, 12)
 CLUSTER = (1, 2, 4)
 # Rows of x from which on the template is offered.
 LEAST_M = 33
+# And from which on its default is the better guess without tuning than that of `tensor_core`.
+USUAL_M = 128
 # Block rows of a thread block, which are bits of a word; and of a cluster, which are lanes of a warp.
 MOST_ROWS, LANES = 16, 32
 # Registers of a thread beside sums.
@@ -76,6 +78,10 @@ def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str |
     if e.stages > 2 and e.stages * e.panel > 2 * max(problem.k, e.panel):
         return f"{e.stages} stages of {e.panel} columns are twice a row of k={problem.k}"
     return None
+
+
+def declines(problem: BsrMatmul, machine: Machine) -> bool:
+    return problem.m < USUAL_M
 
 
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:
