@@ -218,6 +218,9 @@ def main(
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
         for number, family in enumerate(wanted):
+            if time.monotonic() - started > seconds:
+                print(f"no time for {family}", flush=True)
+                continue
             k, n, block = family
             problems = [BsrMatmul(m, k, n, str(block), sparsity, dtype=dtype) for m, sparsity in FAMILIES[family]]
             largest = max(problems, key=lambda problem: problem.m)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
@@ -36,6 +37,14 @@ VECTOR = 8
 # Where swizzled rows begin: at multiples of the bytes of eight rows of the widest.
 ALIGNED = 1024
 WARPGROUP = 128
+# Bytes of a multiprocessor's shared memory that the system takes of each thread block, and most bytes of mbarriers and
+# words beside the stages.
+RESERVED, MOST_WORDS = 1024, 512
+# What `estimate` counts with, for an H200. Of a multiprocessor in a microsecond: bytes from the L2 cache when all read,
+# bytes stored, and clocks. Clocks that a panel costs beside its products. Microseconds of a launch, and until the first
+# products of a thread block.
+L2_BYTES, STORED_BYTES, CLOCKS = 42e3, 25e3, 1700
+PANEL_CLOCKS, LAUNCH, BEGIN = 150, 1.5, 1.5
 
 
 def space(problem: BsrMatmul, machine: Machine) -> Table:
@@ -85,18 +94,49 @@ def declines(problem: BsrMatmul, machine: Machine) -> bool:
 
 
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:
-    """Two warpgroups by 128 rows of the weight, or as near to it as there is, in as many stages as find room."""
+    """The point that `estimate` takes to be the fastest, with as many stages as one or two thread blocks of a
+    multiprocessor have room for.
+    """
     table = space(problem, machine)
-    tiles_m = sorted(table["tile_m"], key=lambda tile: (tile != 128, -tile))
-    tiles_n = sorted(table["tile_n"], key=lambda tile: (abs(tile - 128), tile))
-    choices = (
-        {"tile_m": tile_m, "tile_n": tile_n, "panel": panel, "stages": stages, "cluster": 1, "overlap": 1}
-        for tile_n in tiles_n
-        for tile_m in tiles_m
-        for panel in table["panel"][::-1]
-        for stages in (4, 3, 2, 6, 8, 12)
-    )
-    return next(point for point in choices if allowed(problem, machine, point) is None)
+    shapes = itertools.product(table["tile_m"], table["tile_n"], table["panel"], table["cluster"], (1, 2))
+    found: list[tuple[float, Decisions]] = []
+    for tile_m, tile_n, panel, cluster, each in shapes:
+        point = {"tile_m": tile_m, "tile_n": tile_n, "panel": panel, "stages": 1, "cluster": cluster}
+        e = Extents.of(problem, point | {"overlap": max(table["overlap"])})
+        room = (machine.block_shared_bytes + RESERVED) // each - RESERVED - MOST_WORDS
+        stages = max((count for count in table["stages"] if count * e.stage_bytes <= room), default=0)
+        if stages:
+            e = replace(e, stages=stages)
+            point |= {"stages": stages, "overlap": e.overlap}
+            found.append((estimate(problem, machine, e), point))
+    found.sort(key=lambda one: one[0])
+    return next(point for _, point in found if allowed(problem, machine, point) is None)
+
+
+def resident(e: Extents, machine: Machine) -> int:
+    """Thread blocks that a multiprocessor runs at the same time, by an estimate of their registers."""
+    return machine.blocks_at_once(e.threads, e.tile_n // 2 + BESIDES, e.pool_bytes) // machine.cores
+
+
+def estimate(problem: BsrMatmul, machine: Machine, e: Extents) -> float:
+    """About how many microseconds the kernel takes: each multiprocessor has its thread blocks one after another, bound
+    by what the L2 cache delivers, by products, or by what each panel costs beside them.
+    """
+    density = 1 - problem.sparsity
+    in_panel = 1 - (1 - density) ** e.beside
+    shared = 1 - (1 - in_panel) ** (e.rows_each * e.cluster)
+    panels = shared * problem.k / e.panel
+    blocks = density * e.tile_n * problem.k * 2  # bytes
+    each = min(max(resident(e, machine), 1), 2)
+    multiprocessors = machine.clusters_at_once(e.cluster) * e.cluster
+    thread_blocks = e.tiles_n * e.cluster * ceildiv(problem.m, e.tile_m)
+    rounds = ceildiv(thread_blocks, multiprocessors * each) * each if thread_blocks > multiprocessors else 1
+    # An instruction reads 64 rows of x by 16 columns, and as many of each of a block's rows.
+    products = e.groups * density * e.rows_each * problem.k / 16 * max(e.rows / 2, 16 + e.rows / 4)
+    brought = (panels * e.x_bytes / e.cluster + blocks) / L2_BYTES
+    clocks = (products + panels * PANEL_CLOCKS / each) / CLOCKS
+    stored = e.tile_m * e.tile_n * 2 / STORED_BYTES / each
+    return LAUNCH + rounds * (max(brought, clocks) + stored + BEGIN / each)
 
 
 @dataclass(frozen=True)
