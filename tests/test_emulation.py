@@ -466,7 +466,7 @@ def boxes(rows, cols, wide, dtype):
 
 @pytest.mark.parametrize(("wide", "dtype"), [(64, "bfloat16"), (32, "float16"), (16, "bfloat16")])
 def test_boxes_of_matrices_and_products_of_swizzled_operands(wide, dtype):
-    """What lies beyond the matrix is zero."""
+    """Rows beyond the matrix are zero."""
     kind = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
     a, b = (RNG.standard_normal((rows, 2 * wide)).astype(kind) for rows in (70, 24))
     c = np.full((128, 24), np.nan, "float32")

@@ -1,7 +1,7 @@
 """Operands of warpgroups' products (`wgmma`, compute capability 9.0 alone) in shared memory, described by 64 bits.
 
 An operand's rows are along m or n, and its columns along k, of which an instruction takes 16 elements of 16 bits: two
-16-byte vectors. A *group* is eight rows. Of a descriptor bits 0 to 13 hold the address, 16 to 29 and 32 to 45 two
+16-byte vectors. A *group* is eight rows. Bits 0 to 13 of a descriptor hold the address, bits 16 to 29 and 32 to 45 two
 distances, all in units of 16 bytes, and bits 62 and 63 the layout:
 
 * `swizzled`: rows lie one after another, swizzled by their bytes (`device.tensor_maps`). The second distance is from

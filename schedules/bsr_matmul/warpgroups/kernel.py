@@ -83,7 +83,7 @@ class State(Buffers):
     there
         An address in another thread block's shared memory.
     sums
-        Of the warpgroup's 64 rows of x: for each block row `rows // 2` of a thread.
+        Sums of the warpgroup's 64 rows of x: a thread has `rows // 2` for each block row.
     left
         The stage whose products are in flight; -1 if there is none.
     panel_of, weight_of

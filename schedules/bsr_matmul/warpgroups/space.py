@@ -40,9 +40,9 @@ WARPGROUP = 128
 # Bytes of a multiprocessor's shared memory that the system takes of each thread block, and most bytes of mbarriers and
 # words beside the stages.
 RESERVED, MOST_WORDS = 1024, 512
-# What `estimate` counts with, for an H200. Of a multiprocessor in a microsecond: bytes from the L2 cache when all read,
-# bytes stored, and clocks. Clocks that a panel costs beside its products. Microseconds of a launch, and until the first
-# products of a thread block.
+# Figures for `estimate`, on an H200. A multiprocessor reads so many bytes from the L2 cache in a microsecond when all do,
+# stores so many, and has so many clocks. A panel costs PANEL_CLOCKS beside its products, a launch LAUNCH microseconds,
+# and a thread block BEGIN until its first products.
 L2_BYTES, STORED_BYTES, CLOCKS = 42e3, 25e3, 1700
 PANEL_CLOCKS, LAUNCH, BEGIN = 150, 1.5, 1.5
 
@@ -146,11 +146,11 @@ class Extents:
     Attributes
     ----------
     rows, cols
-        Of a block of the weight.
+        Extents of a block of the weight.
     block_rows, k, n
         Block rows of the weight, its columns and its rows.
     dtype
-        Of x, the weight and y.
+        The dtype of x, the weight and y.
     tile_m, tile_n, panel, stages, cluster, overlap
         The decisions of these names.
     """
