@@ -16,7 +16,10 @@ DECISIONS: Mapping[str, str] = {
     "threads": "Threads of a thread block.",
     "blocks": "Thread blocks of the grid, each with an equal share of the output.",
     "dynamic": "Percent of the tiles that thread blocks take when they are ready. 0: each has an equal share of all.",
-    "cluster": "Thread blocks of a cluster that share one row, or one list, joined over distributed shared memory.",
+    "cluster": (
+        "Thread blocks of a cluster that share one row, or one list, joined over distributed shared memory; for a"
+        " product with blocks, those that share rows of x."
+    ),
     "slices": "Parts of the vocabulary, each with thread blocks of its own, which go through all buckets looked up.",
     "row_groups": "Parts into which a beam's rows are cut, each with thread blocks of its own, which read all words.",
     "rows": "Rows of the output (or dot products) of a thread block, each with threads of its own.",
@@ -40,6 +43,7 @@ DECISIONS: Mapping[str, str] = {
     "vectors": "16-byte vectors that a thread loads, and then works on, together.",
     "loads": "Loads that a thread issues before it uses the first of them.",
     "depth": "Steps of a sum whose loads are in flight together; 0: one load brings a tile of whole rows.",
+    "panel": "Columns of x that are brought together, for all block rows of the weight that have a block in them.",
     "stages": (
         "Tiles, or parts of tiles, in shared memory: one is in use while the others are being copied. 0: operands are"
         " not copied to shared memory."

@@ -411,6 +411,71 @@ def test_products_of_a_warpgroup(dtype):
         np.testing.assert_allclose(d[way], expected + c * (way == 0), rtol=1e-5, atol=1e-5)
 
 
+def boxes(rows, cols, wide, dtype):
+    """A kernel that multiplies A (70, 2 wide) with B (rows, 2 wide), of which boxes are copied by tensor maps. `wide`
+    columns are a row of a box; A has 64 of its rows in each of two thread blocks."""
+    from tvm_sparse.schedules.device import operands
+    from tvm_sparse.schedules.device.mbarriers import arrive_expecting, await_arrivals
+    from tvm_sparse.schedules.device.region import device_region
+    from tvm_sparse.schedules.device.tensor_maps import copy_box, describe, tensor_map
+
+    mma, name = operands.product(dtype, rows), dtype
+    a_bytes, b_bytes = 64 * wide * 2, rows * wide * 2
+
+    def multiply(c, a, b, step):
+        at = [operands.swizzled(place + T.uint32(step * operands.STEP_UNITS), wide * 2) for place in (a, b)]
+        return mma(*(c[i] for i in range(rows // 2)), *at, T.bool(True), 1, 1, 0, 0)
+
+    @T.prim_func
+    def func(A: T.Buffer((70, cols), name), B: T.Buffer((rows, cols), name), C: T.Buffer((128, rows), "float32")):
+        a_map = T.meta_var(tensor_map("a_map"))
+        b_map = T.meta_var(tensor_map("b_map"))
+        T.evaluate(describe(a_map, A.ptr_to([0, 0]), dtype, (70, cols), (64, wide)))
+        T.evaluate(describe(b_map, B.ptr_to([0, 0]), dtype, (rows, cols), (rows, wide)))
+        with device_region():
+            block = T.cta_id([2])
+            t = T.thread_id([128])
+            pool = T.alloc_buffer([(a_bytes + b_bytes) // 2], name, scope="shared.dyn")
+            full = T.alloc_shared([cols // wide], "uint64")
+            c = T.alloc_local([rows // 2], "float32")
+            for i in T.unroll(rows // 2):
+                c[i] = T.float32(0)
+            if t == 0:
+                for i in T.unroll(cols // wide):
+                    T.ptx.mbarrier.init.shared__cta.b64(full.ptr_to([i]), T.uint32(1))
+                T.ptx.fence.mbarrier_init.release.cluster()
+            T.cuda.cta_sync()
+            start = T.meta_var(T.cuda.cvta_generic_to_shared(pool.ptr_to([0])))
+            for part in T.unroll(cols // wide):
+                if t == 0:
+                    arrive_expecting(full.ptr_to([part]), T.uint32(a_bytes + b_bytes))
+                    copy_box(pool.ptr_to([0]), T.address_of(a_map), part * wide, block * 64, full.ptr_to([part]))
+                    copy_box(pool.ptr_to([a_bytes // 2]), T.address_of(b_map), part * wide, 0, full.ptr_to([part]))
+                await_arrivals(full.ptr_to([part]))
+                operands.fence()
+                for step in T.unroll(wide // 16):
+                    multiply(c, operands.place_of(start), operands.place_of(start + T.uint32(a_bytes)), step)
+                operands.commit()
+                operands.wait(0)
+                T.cuda.cta_sync()
+            for i in T.unroll(rows // 2):
+                C[block * 64 + t // 32 * 16 + i // 2 % 2 * 8 + t % 32 // 4, i // 4 * 8 + t % 4 * 2 + i % 2] = c[i]
+
+    return func
+
+
+@pytest.mark.parametrize(("wide", "dtype"), [(64, "bfloat16"), (32, "float16"), (16, "bfloat16")])
+def test_boxes_of_matrices_and_products_of_swizzled_operands(wide, dtype):
+    """Rows beyond the matrix are zero."""
+    kind = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
+    a, b = (RNG.standard_normal((rows, 2 * wide)).astype(kind) for rows in (70, 24))
+    c = np.full((128, 24), np.nan, "float32")
+    run_tirx(boxes(24, 2 * wide, wide, dtype), [a, b, c])
+    expected = np.zeros((128, 24))
+    expected[:70] = a.astype("float64") @ b.astype("float64").T
+    np.testing.assert_allclose(c, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_dynamic_shared_memory_and_scalar_argument():
     @T.prim_func
     def func(X: T.Buffer((64,), "float32"), Y: T.Buffer((64,), "float32"), shift: T.int32):

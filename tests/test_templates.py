@@ -468,6 +468,7 @@ OVERLAPPED = {
     "bsr_matmul": (
         "bsr_matmul/m=9,k=576,n=48,block=8,sparsity=0.5,dtype=float16,bias=1,activation=silu",
         "bsr_matmul/m=5,k=528,n=48,block=16,sparsity=0.5,dtype=float16,bias=1,activation=silu",
+        "bsr_matmul/m=66,k=96,n=96,block=16,sparsity=0.5,dtype=float16,bias=1,activation=silu",
     ),
     "nhot_lookup": ("nhot_lookup/rows=7,vocab=53,width=33,nonzeros=3,weighted=1,index=int64",),
     "head_topk": (

@@ -580,9 +580,13 @@ ACTIVATIONS = {
 }
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["gathered", "dense"])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-def test_gradients_of_a_product(activation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(custom.module_of("bsr_matmul"), "GATHERED", 200)  # some blocks at a time
+def test_gradients_of_a_product(activation: Any, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks' gradient is gathered, some blocks at a time, or is part of a dense product, as on a GPU."""
+    module = custom.module_of("bsr_matmul")
+    monkeypatch.setattr(module, "GATHERED", 200)
+    monkeypatch.setattr(module, "_all_at_once", lambda *_: whole)
 
     def ours(x: Any, blocks: Any, bias: Any) -> Any:
         return tvm_sparse.bsr_matmul(x, (blocks, COLUMNS, STARTS), bias=bias, activation=activation)

@@ -7,7 +7,8 @@ An operator has two fixed addresses, a package of its own under `operators/` and
 module            holds                                                               is asked by
 ================  ==================================================================  ==================================
 ``problem``       ``PROBLEM``, the class that declares it                             everybody
-``call``          the public functions and classes that `Operator.public` names       `import tvm_sparse`
+``call``          the public functions and classes that `Operator.public` names;      `import tvm_sparse`, `explain`
+                  ``told_way`` to say which way calls take, if there are several
 ``peers``         ``PEERS``, and ``ours`` to call the public function with inputs;    `bench`, `quickstart`
                   ``ways`` to call it by each of them, if it has several
 ``shapes``        ``QUICKSTART``, ``AWKWARD`` and ``REALISTIC`` problem keys          `quickstart`, the generic tests

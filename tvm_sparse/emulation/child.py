@@ -37,6 +37,9 @@ COOPERATIVE = "tirx.use_cooperative_launch"
 OVERLAPPING = "tirx.use_programtic_dependent_launch"
 FLAGS = {COOPERATIVE, OVERLAPPING}
 DYNAMIC_SHARED = "tirx.use_dyn_shared_memory"
+# The function by which host code makes a tensor map; the dtype that says of a parameter that it is one; and its bytes.
+ENCODE, TENSOR_MAP, MAP_BYTES = "runtime.cuTensorMapEncodeTiled", "tensormap", 128
+MOST_BOX = 256  # rows or columns
 # File descriptors sent with a request: for errors, stdout, stderr, and the memory of each array.
 FIRST_ARRAY = 3
 MOST_FILES = 253  # that a message may carry
@@ -47,7 +50,7 @@ class Kernel:
     """The data needed to launch one `__global__` function."""
 
     name: str
-    dtypes: tuple[str, ...]  # of the parameters; "handle" for pointers
+    dtypes: tuple[str, ...]  # of the parameters; "handle" for pointers, "tensormap" for a tensor map
     launch_params: tuple[str, ...]
 
 
@@ -164,11 +167,38 @@ def run(
             for guard in arg.guards:
                 libc.mprotect(guard, PAGE, 0)
     tvm_ffi.register_global_func("__tvm_set_device", lambda *_: None, override=True)
+    tvm_ffi.register_global_func(ENCODE, encode, override=True)
     for kernel in (Kernel(*one) for one in kernels):
         tvm_ffi.register_global_func(kernel.name, _launcher(lib, kernel), override=True)
     main = tvm_ffi.load_module(library)[entry]
     main(*(a.tensor() if isinstance(a, Mapped) else a for a in mapped))
     libc.fflush(None)  # what kernels have printed
+
+
+def encode(place: Any, dtype: Any, rank: int, base: Any, *numbers: int) -> None:
+    """Write a tensor map of a matrix to `place`, as `Matrix` of cuda_on_cpu.h has it; raises ValueError for one that
+    the driver refuses, NotImplementedError for other kinds.
+
+    `numbers`: columns and rows, bytes of a row, columns and rows of a box, two strides of its elements, interleaving,
+    swizzle, promotion in L2, filling.
+    """
+    if rank != 2:
+        raise NotImplementedError(f"a tensor map of {rank} dimensions is not emulated")
+    cols, rows, pitch, box_cols, box_rows, *strides, interleaved, swizzle, _, fill = numbers
+    if strides != [1, 1] or interleaved or fill or not 1 <= swizzle <= 3:
+        raise NotImplementedError("a tensor map with strides, interleaving, NaN or no swizzle is not emulated")
+    size, start = np.dtype(_itemsize(dtype)).itemsize, int(getattr(base, "value", base) or 0)
+    if not start or start % 16 or pitch % 16 or pitch < cols * size or min(cols, rows) < 1:
+        raise ValueError(f"tensor map: base {start:#x}, {rows} rows of {cols} columns and {pitch} bytes")
+    if not 1 <= box_rows <= MOST_BOX or box_cols * size != 16 << swizzle:
+        raise ValueError(f"tensor map: a box of {box_rows}x{box_cols} with swizzle {swizzle}")
+    packed = struct.pack("<QQQQIIII", start, cols, rows, pitch, box_cols, box_rows, size, swizzle)
+    ctypes.memmove(int(getattr(place, "value", place)), packed.ljust(MAP_BYTES, b"\0"), MAP_BYTES)
+
+
+def _itemsize(dtype: Any) -> str:
+    """A NumPy dtype of as many bytes as one of TVM's."""
+    return f"V{tvm_ffi.dtype(str(dtype)).itemsize}"
 
 
 def _launcher(lib: ctypes.CDLL, kernel: Kernel) -> Callable[..., None]:
@@ -181,12 +211,16 @@ def _launcher(lib: ctypes.CDLL, kernel: Kernel) -> Callable[..., None]:
     def launch(*values: Any) -> None:
         count = len(kernel.dtypes)
         slots = (ctypes.c_char * (8 * max(count, 1)))()
+        maps = {}
         for i, (dtype, value) in enumerate(zip(kernel.dtypes, values[:count], strict=True)):
-            if dtype == "handle":
+            if dtype in ("handle", TENSOR_MAP):
                 value = getattr(value, "value", value) or 0
+            if dtype == TENSOR_MAP:  # passed by value
+                maps[i] = value
+                continue
             struct.pack_into(formats[dtype], slots, 8 * i, value)
         base = ctypes.addressof(slots)
-        pointers = (ctypes.c_void_p * max(count, 1))(*(base + 8 * i for i in range(count)))
+        pointers = (ctypes.c_void_p * max(count, 1))(*(maps.get(i, base + 8 * i) for i in range(count)))
         sizes = dict(zip(extents, (int(v) for v in values[count:]), strict=True))
         dims = (ctypes.c_uint * 9)(*(sizes.get(d, 1) for d in [*DIMS, *CLUSTER_DIMS]))
         lib.cuda_on_cpu_run(

@@ -222,6 +222,17 @@ bool mbarrier_wait(int line, char* place, uint32_t parity);
 void bulk_copy(char* dst, const char* src, uint32_t size, char* mbarrier);
 void store_async(char* dst, const void* value, uint32_t size, char* mbarrier);
 void bulk_prefetch(const char* src, uint32_t size);
+// A tensor map of two dimensions; `child.py` makes it.
+struct Matrix {
+  const char* base;
+  uint64_t cols, rows, pitch;
+  uint32_t box_cols, box_rows, size, swizzle;
+};
+void box_copy(const Matrix& m, int32_t column, int32_t row, char* dst, char* mbarrier);
+// Where swizzled rows have what would lie at a shared address. `swizzle`: 1 to 3 for rows of 32 to 128 bytes.
+inline uint32_t swizzled(uint32_t address, uint32_t swizzle) {
+  return address ^ ((address >> 7 & ((1u << swizzle) - 1)) << 4);
+}
 inline Thread& self() { return *machine.current; }
 inline unsigned cluster_size() {
   return machine.cluster.x * machine.cluster.y * machine.cluster.z;
@@ -1271,6 +1282,27 @@ void bulk_copy(char* dst, const char* src, uint32_t size, char* mbarrier) {
   fly(d, dst, src, size, from->owner ? std::vector<char>() : std::vector<char>(src, src + size));
 }
 
+// A box of a matrix: zeros beyond it. It goes to dynamic shared memory, where addresses say how it is swizzled.
+void box_copy(const Matrix& matrix, int32_t column, int32_t row, char* dst, char* mbarrier) {
+  Departure d = depart("cp.async.bulk.tensor", mbarrier, __builtin_return_address(0));
+  uint32_t wide = matrix.box_cols * matrix.size, size = matrix.box_rows * wide;
+  uint32_t start = dst - d.m.block->dynamic_shared;
+  if (start % (8 * wide)) fail("%s to byte %u of dynamic shared memory, no multiple of eight swizzled rows", d.op, start);
+  std::vector<char> taken(size);
+  for (uint32_t r = 0; r < matrix.box_rows; r++)
+    for (uint32_t c = 0; c < matrix.box_cols; c++) {
+      int64_t from_row = int64_t(row) + r, from_column = int64_t(column) + c;
+      if (from_row < 0 || from_row >= int64_t(matrix.rows) || from_column < 0 || from_column >= int64_t(matrix.cols))
+        continue;
+      char* src = (char*)matrix.base + from_row * matrix.pitch + from_column * matrix.size;
+      Region* from = find_region(src, matrix.size);
+      if (!from) report_out_of_bounds(src, matrix.size, d.pc);
+      look_for_races(*from, src, matrix.size, false, false, d.now, d.pc);
+      memcpy(&taken[swizzled(start + r * wide + c * matrix.size, matrix.swizzle) - start], src, matrix.size);
+    }
+  fly(d, dst, nullptr, size, std::move(taken));
+}
+
 void store_async(char* dst, const void* value, uint32_t size, char* mbarrier) {
   Departure d = depart("st.async", mbarrier, __builtin_return_address(0));
   if (uintptr_t(dst) % size) fail("misaligned %s", d.op);
@@ -1543,6 +1575,9 @@ COC_UNCHECKED inline void call(void (*f)(A...), void** args) {
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
 #define __grid_constant__
+struct alignas(64) CUtensorMap {
+  uint64_t opaque[16];
+};
 #define __shared__ static __attribute__((section("cuda_shared")))
 #define __restrict__
 #define __CUDA_ARCH__ 900
@@ -2177,6 +2212,35 @@ COC_DEVICE void wgmma(F value, const uint32_t* a, uint64_t matrix, bool added, f
       }
       d[j * 4 + c] = float(sum[0]), d[j * 4 + 2 + c] = float(sum[1]);
     }
+}
+
+// wgmma with both operands in dynamic shared memory, rows of which are swizzled by their bytes: of A a warp has 16 of 64.
+template <int N, class F>
+COC_DEVICE void wgmma(F value, uint64_t of_a, uint64_t of_b, bool added, float* d) {
+  Thread& t = self();
+  exchange("wgmma", 0, 0xFFFFFFFFu, of_a ^ of_b);
+  auto element = [&](uint64_t matrix, int row, int k) {
+    uint32_t layout = matrix >> 62, group = (matrix >> 32 & 0x3FFF) * 16, wide = group / 8;
+    if (!layout || group != 256u << (3 - layout)) fail("wgmma: layout %u with groups of %u bytes", layout, group);
+    uint32_t linear = (matrix & 0x3FFF) * 16 + row / 8 * group + row % 8 * wide + k * 2;
+    const uint16_t* p = (const uint16_t*)generic(kDynamicShared + swizzled(linear, 4 - layout));
+    check_address(p, sizeof *p);
+    return double(value(*p));
+  };
+  for (int j = 0; j < N / 2; j++) {
+    int row = t.warp % 4 * 16 + j / 2 % 2 * 8 + t.lane / 4, column = j / 4 * 8 + t.lane % 4 * 2 + j % 2;
+    double sum = added ? d[j] : 0;
+    for (int k = 0; k < 16; k++) sum += element(of_a, row, k) * element(of_b, column, k);
+    d[j] = float(sum);
+  }
+}
+
+// The box of a matrix to the same place in the shared memory of each thread block whose rank is a bit of `ranks`.
+COC_DEVICE void copy_box(const void* map, int32_t column, int32_t row, uint32_t dst, uint32_t mbarrier, uint32_t ranks) {
+  for (uint32_t rank = 0; rank < 16; rank++)
+    if (ranks >> rank & 1)
+      box_copy(*(const Matrix*)map, column, row, (char*)map_shared(generic(dst), rank),
+               (char*)map_shared(generic(mbarrier), rank));
 }
 
 // ldmatrix: lane 8j+r has the address of row r of matrix j, eight 16-bit elements; lane 4g+t gets of

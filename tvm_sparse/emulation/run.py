@@ -55,7 +55,19 @@ from tvm.tirx.build import split_host_device_mods
 
 from ..core import scratch
 from ..core.scratch import Scratch
-from .child import CLUSTER_DIMS, COOPERATIVE, DIMS, DYNAMIC_SHARED, FLAGS, PAGE, Kernel, Placed, receive, send
+from .child import (
+    CLUSTER_DIMS,
+    COOPERATIVE,
+    DIMS,
+    DYNAMIC_SHARED,
+    FLAGS,
+    PAGE,
+    TENSOR_MAP,
+    Kernel,
+    Placed,
+    receive,
+    send,
+)
 from .translation import translate
 
 __all__ = ["EmulationError", "cuda_source", "run_on_cpu"]
@@ -118,7 +130,7 @@ def run_on_cpu(
     EmulationError
         If a kernel misbehaved; the message says which, where and in which thread.
     NotImplementedError
-        If the kernel uses a feature that is not emulated (TMA, copies to several thread blocks, ...).
+        If the kernel uses a feature that is not emulated (TMA of more than two dimensions, ...).
     ValueError
         If an array is not C-contiguous, or its stale content has another shape or dtype.
     ValueError, TypeError, ...
@@ -265,8 +277,15 @@ def _kernel(name: str, func: tirx.PrimFunc) -> Kernel:
         raise NotImplementedError(f"kernel {name}: launch parameter {unknown[0]} is not emulated")
     if COOPERATIVE in params and {*CLUSTER_DIMS} & {*params}:
         raise NotImplementedError(f"kernel {name}: a cooperative launch of clusters is not emulated")
-    dtypes = tuple("handle" if isinstance(p.ty, tvm.ir.PointerType) else str(p.ty) for p in func.params)
+    dtypes = tuple(_dtype(p.ty) for p in func.params)
     return Kernel(name, dtypes, params)
+
+
+def _dtype(kind: Any) -> str:
+    """What `Kernel.dtypes` says of a parameter's type."""
+    if not isinstance(kind, tvm.ir.PointerType):
+        return str(kind)
+    return TENSOR_MAP if isinstance(kind.element_type, tirx.type.TensorMapType) else "handle"
 
 
 def _device_source(device: tvm.IRModule, target: tvm.target.Target) -> str:

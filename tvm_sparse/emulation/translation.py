@@ -14,8 +14,6 @@ def translate(source: str) -> str:
     for include in re.findall(r"#\s*include\s*<([^>]+)>", source):
         if include not in KNOWN_INCLUDES:
             raise NotImplementedError(f"#include <{include}>: not emulated")
-    if "CUtensorMap" in source:
-        raise NotImplementedError("CUtensorMap (TMA): not emulated")
     source = re.sub(r"#\s*include\s*<(?!cstdint>|type_traits>)[^>]+>", "", source)
     source = re.sub(
         r"extern\s+__shared__\s+(?:__align__\(\d+\)|alignas\(\d+\))?\s*([\w ]+?)\s+(\w+)\[\];",
@@ -297,10 +295,12 @@ def _matrix(opcode: str, parts: list[str], ops: list[str]) -> str | None:
         d, a, b, c = map(_lanes, ops)
         return _product("mma_tf32(of_a, of_b, sums, __builtin_LINE())", d, c, of_a=a, of_b=b)
     if matrix := re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(f16|bf16)\.\2", opcode):
+        d, (descriptor, added), value = _lanes(ops[0]), ops[2:4], VALUES[matrix.group(2)]
+        if not ops[1].startswith("{") and ops[4:] == ["1", "1", "0", "0"]:
+            call = f"wgmma<{matrix.group(1)}>({value}, uint64_t({ops[1]}), {descriptor}, {added}, sums)"
+            return _product(call, d, d)
         if not ops[1].startswith("{") or ops[4:] != ["1", "1", "0"]:
             return None
-        d, (descriptor, added) = _lanes(ops[0]), ops[2:4]
-        value = VALUES[matrix.group(2)]
         call = f"wgmma<{matrix.group(1)}>({value}, of_a, {descriptor}, {added}, sums, __builtin_LINE())"
         return _product(call, d, d, of_a=_lanes(ops[1]))
     if load := re.fullmatch(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16", opcode):
@@ -356,6 +356,15 @@ def _copy(opcode: str, parts: list[str], ops: list[str]) -> str | None:
     ):
         to, source, barrier_there = (f"cuda_on_cpu::ptx::in_block({_address(ops[i])})" for i in (0, 1, 3))
         return f"cuda_on_cpu::bulk_copy({to}, {source}, {ops[2]}, {barrier_there});"
+    if box := re.fullmatch(
+        r"cp\.async\.bulk\.tensor\.2d\.shared::cluster\.global(\.tile)?\.mbarrier::complete_tx::bytes"
+        r"(\.multicast::cluster)?",
+        opcode,
+    ):
+        matrix, column, row = _matched(r"\[(\S+?), \{(\S+?), (\S+?)\}\]", ops[1]).groups()
+        ranks = ops[3] if box.group(2) else "1u << cuda_on_cpu::self().block->rank"
+        places = f"{_address(ops[0]).split(',')[0]}, {_address(ops[2]).split(',')[0]}"
+        return f"cuda_on_cpu::ptx::copy_box({matrix}, {column}, {row}, {places}, {ranks});"
     if re.fullmatch(r"st\.async(\.weak)?\.shared::cluster\.mbarrier::complete_tx::bytes\.[bus](32|64)", opcode):
         to, barrier_there = (f"cuda_on_cpu::ptx::in_cluster({_address(ops[i])})" for i in (0, 2))
         kind = TYPES[parts[-1]]
@@ -366,6 +375,8 @@ def _copy(opcode: str, parts: list[str], ops: list[str]) -> str | None:
         return f"cuda_on_cpu::bulk_prefetch(cuda_on_cpu::ptx::in_block({_address(ops[0])}), {ops[1]});"
     if opcode in ("cp.async.commit_group", "cp.async.wait_group", "cp.async.wait_all"):
         return f"cuda_on_cpu::ptx::{parts[2]}({', '.join(ops)});"
+    if opcode == "prefetch.tensormap":
+        return ";"
     if re.fullmatch(r"prefetchu?(\.global)?\.L[12]", opcode):
         # Only a hint, but its address is checked.
         return f"cuda_on_cpu::ptx::check_place({_address(ops[0])});"

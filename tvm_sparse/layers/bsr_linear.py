@@ -11,9 +11,9 @@ from ..core.given import integer
 from ..core.problem import FLOATS
 from ..operators.bsr_matmul.call import BsrWeight, bsr_matmul
 from ..operators.bsr_matmul.problem import ACTIVATIONS
-from ..operators.bsr_matmul.torch_op import Turned, product, turned
+from ..operators.bsr_matmul.torch_op import Turned, dense_matrix, product, turned
 from ..operators.bsr_matmul.weight import Structure, balanced
-from .dense_weight import DenseWeight, dense_weight
+from .dense_weight import DenseWeight
 from .modules import (
     DTYPES,
     check_conversion,
@@ -256,7 +256,7 @@ class BsrLinear(torch.nn.Module):
         """The dense matrix `(out_features, in_features)` as a new tensor, through which gradients
         flow to the blocks.
         """
-        return dense_weight(self.data, self.indices, self.indptr, (self.out_features, self.in_features))
+        return dense_matrix(self.data, self.indices, self.indptr, (self.out_features, self.in_features))
 
     # ---- life ------------------------------------------------------------------------------------
 

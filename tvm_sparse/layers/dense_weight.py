@@ -18,16 +18,6 @@ _FACTS: frozenset[Any] = frozenset(
 )
 
 
-def dense_weight(data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> torch.Tensor:
-    """The dense matrix of stored blocks; gradients flow to the blocks. Duplicate blocks are added."""
-    blocks, rows, cols = data.shape
-    high, wide = shape[0] // rows, shape[1] // cols
-    first = torch.arange(high, device=data.device) * wide
-    at = first.repeat_interleave(indptr.diff(), output_size=blocks) + indices
-    found = data.new_zeros((high * wide, rows, cols)).index_add(0, at, data)
-    return found.view(high, wide, rows, cols).transpose(1, 2).reshape(shape)
-
-
 class DenseWeight(torch.Tensor):
     """A tensor with a shape, dtype and device, which makes a layer's dense matrix only when it is used in a
     computation.

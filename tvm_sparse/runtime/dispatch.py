@@ -63,6 +63,7 @@ class Explanation:
     tune: str | None  # the command that tunes the problem; None where a record of it, or of a larger batch, decides
     compiles: bool = True  # whether calls compile missing kernels; otherwise the first call raises `Miss`
     asked: str | None = None  # key of the given problem, if its calls run the kernel of another one, `problem`
+    way: str | None = None  # which way calls of torch tensors take, and why, if the operator has several to tell of
 
     def __str__(self) -> str:
         lines = [] if self.asked is None else [f"calls of {self.asked} run {self.problem}"]
@@ -78,6 +79,8 @@ class Explanation:
             if "way" in self.figures and self.how in RECORDED:
                 way, seconds = self.figures["way"], self.figures["way_seconds"]
                 lines.append(f"  fastest way of a call of torch tensors: {way}, {seconds * 1e6:.2f} us")
+        if self.way is not None:
+            lines.append(f"  calls of torch tensors take {self.way}")
         otherwise = "compiled at the first call" if self.compiles else "none at hand, and none can be compiled here"
         lines.append(f"  library: {self.library or otherwise}")
         if self.tune:
@@ -956,7 +959,10 @@ def explain(problem: str | Problem, *, target: str = "auto", **axes: Any) -> Exp
         problem = parse(problem) if "/" in problem else make(problem, axes)
     elif not isinstance(problem, Problem):
         raise TypeError(f"problem: expected a Problem, its key or an operator's name, got {type(problem).__name__}")
-    return _for(problem, dispatcher.explain(problem.as_called(), machines.resolve(target)))
+    called, where = problem.as_called(), machines.resolve(target)
+    told = getattr(registry.find(problem.operator).call, "told_way", None)
+    found = dataclasses.replace(dispatcher.explain(called, where), way=told and told(called, where))
+    return _for(problem, found)
 
 
 def _for(asked: Problem, found: Explanation) -> Explanation:

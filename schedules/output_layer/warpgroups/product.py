@@ -37,6 +37,7 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
+from ...device import operands
 from ...device.arithmetic import LOG2_E
 from ...device.mbarriers import arrive_expecting, await_phase, bulk_copy
 from ...device.overlap import wait_then_start_consumer
@@ -56,12 +57,6 @@ load_floats = T.ptx.ld.shared.v4.f32
 store_floats = T.ptx.st.global_.v4.f32
 largest = T.ptx.max.NaN.f32
 raise_two = T.ptx.ex2.approx.ftz.f32
-wgmma = T.ptx.wgmma
-
-# A matrix descriptor has addresses and distances in units of 16 bytes: the distance between matrices of the same rows,
-# and that between those of the same columns, which follow each other.
-UNIT, ALONG_COLUMNS_BIT, ALONG_ROWS_BIT, MATRIX_BYTES = 16, 16, 32, 128
-SHARED_ADDRESS = 0x3FFFF
 
 
 @dataclass
@@ -184,10 +179,7 @@ def begin(e: Extents) -> Callable[..., Any]:
             T.ptx.fence.mbarrier_init.release.cluster()
         start = T.meta_var(held_address("u32", T.cuda.cvta_generic_to_shared(s.kept.ptr_to([0]))))
         s.rows[0] = T.min(io.beam - s.top, e.tile_m)
-        s.descriptor[0] = (
-            T.Cast("uint64", (start & T.uint32(SHARED_ADDRESS)) // T.uint32(UNIT))
-            + (T.Cast("uint64", s.rows[0]) << T.uint64(ALONG_COLUMNS_BIT))
-            + T.uint64(MATRIX_BYTES // UNIT << ALONG_ROWS_BIT))
+        s.descriptor[0] = operands.matrices(start, s.rows[0])
         if e.evict_first > 0:
             T.ptx.createpolicy.fractional.L2__evict_first.b64(s.policy[0])
         s.place[0] = 0
@@ -318,8 +310,7 @@ def multiply_step(e: Extents) -> Callable[..., Any]:
     Writes: adds the products to `sums`, by and by.
     Barriers: none, but all warps of a warpgroup take part.
     """
-    kind = {"float16": "f16", "bfloat16": "bf16"}[e.dtype]
-    mma = getattr(getattr(getattr(wgmma.mma_async.sync.aligned, f"m64n{e.tile_m}k16").f32, kind), kind)
+    mma = operands.product(e.dtype, e.tile_m)
 
     def of_sixteen(s: Any, step: Any, half: Any, f: Any) -> tirx.PrimExpr:
         """16 columns of 16 words each of four warps."""
@@ -332,11 +323,11 @@ def multiply_step(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def phase(s, step):
-        wgmma.fence.sync.aligned()
+        operands.fence()
         for half in T.unroll(4):
             for f in T.unroll(e.word_groups // 2):
                 of_sixteen(s, step, half, f)
-        wgmma.commit_group.sync.aligned()
+        operands.commit()
 
     return phase
 
@@ -492,7 +483,7 @@ def consume(e: Extents) -> Callable[..., Any]:
         for step in T.unroll(e.depth):
             if step > 1:
                 # Words come in the place of those before the last ones.
-                wgmma.wait_group.sync.aligned(1)
+                operands.wait(1)
             bring(s, p, step)
             if step == e.depth - 1:
                 # All lanes have the stage's words.
@@ -501,7 +492,7 @@ def consume(e: Extents) -> Callable[..., Any]:
             if step == 0:
                 await_phase(s.done, s.full.ptr_to([s.place[0]]), s.turn[0])
             multiply(s, step)
-        wgmma.wait_group.sync.aligned(0)
+        operands.wait(0)
         # What `wgmma` has read of a part, all warps have read when they all say so.
         T.cuda.warp_sync()
         if p.lane == 0:

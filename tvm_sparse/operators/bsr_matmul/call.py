@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import FLOATS
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.calls import (
@@ -18,11 +19,13 @@ from tvm_sparse.runtime.calls import (
     most_rows,
     outputs_for,
     refuse_gradient,
+    run,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.signature import ROWS, Absent, Array, Number, Output, Signature, Structure, Text
 
-from .problem import ACTIVATIONS, activated
+from .dense import DENSE, KERNEL, dense_call, dense_on_host, likely_way
+from .problem import ACTIVATIONS, BsrMatmul, activated
 from .weight import BsrWeight
 
 SIGNATURES = {
@@ -32,6 +35,7 @@ SIGNATURES = {
         ("bias", Absent(), Array(("n",), gradient=True)),
         ("activation", Absent(), Text(ACTIVATIONS[1:])),
         ("validate", Number("bool")),
+        ("dense", Absent(), Number("bool")),
         outputs=(Output("y"),),
     )
 }
@@ -47,6 +51,7 @@ def bsr_matmul(
     activation: str | None = None,
     out: Any = None,
     validate: bool = False,
+    dense: bool | None = None,
 ) -> Any:
     """activation(x @ weight.T + bias) with a block-sparse weight.
 
@@ -74,6 +79,11 @@ def bsr_matmul(
     validate
         Also check indices and indptr on a GPU, which costs a synchronisation; on the host they are always checked, for
         a `BsrWeight` when it is made. Invalid indices that are not checked cause reads out of bounds.
+    dense
+        Whether to multiply with a dense copy of the weight, by PyTorch's product (NumPy's for arrays of other libraries
+        on the host). None: where that is likely to be faster, for torch tensors on a GPU and a `BsrWeight` that is
+        `constant`. Such a weight makes the copy at its first use and keeps it, `n * k` elements; for others it is made
+        in every call.
 
     Returns
     -------
@@ -95,17 +105,24 @@ def bsr_matmul(
     The result is differentiable in tensors that require a gradient. The gradient of x is the product of the output's
     gradient with the transposed weight, by the same kernels; a `BsrWeight` keeps its transposed structure from the
     first such call on. The gradient of stored blocks, given as `(data, indices, indptr)`, is a sampled dense-dense
-    product, by PyTorch's batched product of gathered rows; that of the bias is a sum. An activation costs a second
-    product in the backward pass.
+    product, by PyTorch's batched product of gathered rows, or, where that is faster on a GPU, the stored blocks of its
+    dense product; that of the bias is a sum. An activation costs a second product in the backward pass.
 
-    When not to use it: with fewer than about half of the blocks zero, a dense product is as fast.
+    A product with the dense copy is faster for many rows of x and many stored blocks: by the record of the problem, or
+    without one by the share of stored blocks, as `explain` says. It multiplies zeros too: a NaN or an infinity in x
+    makes all of its row NaN. Its sums are rounded to the dtype before an activation. Where PyTorch records a gradient
+    or a graph, only `dense=True` takes it.
+
+    When not to use it: if the weight may not be `constant`, with fewer than about half of the blocks zero, a dense
+    product is as fast.
 
     Source: Gu 2020, "Optimizing Block-Sparse Matrix Multiplications on CUDA with TVM", section 3.
     """
+    dense = None if dense is None else bool(dense)
     if not isinstance(weight, BsrWeight):
         parts = weight if isinstance(weight, (tuple, list)) else (weight,)
         if custom.transformed(x, bias, *parts, differentiable=True):
-            return _operator(x, weight, bias, activation, out, validate)
+            return _operator(x, weight, bias, activation, out, validate, dense)
         known = arrays.facts("x", x)
         check_floats("x", known)
         weight = BsrWeight(weight, columns=known.shape[-1], validate=validate, balance=False)
@@ -113,12 +130,13 @@ def bsr_matmul(
         weight.validate()
     torch = sys.modules.get("torch")
     launchers = weight.launchers.of(dispatcher.launchers)
-    found = repeat.again(launchers, activation, (x, *weight.arguments, bias), out)
+    what = asked(activation, dense)
+    found = repeat.again(launchers, what, (x, *weight.arguments, bias), out)
     if found is not None:
         return found
 
     if custom.transformed(x, bias, weight.data, differentiable=True):
-        return _operator(x, weight, bias, activation, out, validate)
+        return _operator(x, weight, bias, activation, out, validate, dense)
     known = arrays.facts("x", x)
     check_floats("x", known)
     refuse_gradient("x", x, TORCH_ALONE)
@@ -139,11 +157,13 @@ def bsr_matmul(
         )
     if casts:
         bias = bias.to(weight.data.dtype) if arrays.is_torch(bias) else bias
-        return bsr_matmul(x.to(weight.data.dtype), weight, bias=bias, activation=activation, out=out)
+        x = x.to(weight.data.dtype)
+        return bsr_matmul(x, weight, bias=bias, activation=activation, out=out, dense=dense)
     if len(known.shape) != 2:
 
         def call(rows: Any, given: Any) -> list[Any]:
-            return [bsr_matmul(rows, weight, bias=bias, activation=activation, out=given and given[0])]
+            into = given and given[0]
+            return [bsr_matmul(rows, weight, bias=bias, activation=activation, out=into, dense=dense)]
 
         [y] = by_rows(call, x, known, out, (("out", (n,), known.dtype),))
         return out if out is not None else y
@@ -160,7 +180,7 @@ def bsr_matmul(
     if m > most:
 
         def some(given: list[Any], into: list[Any]) -> Any:
-            return bsr_matmul(given[0], weight, bias=bias, activation=activation, out=into[0])
+            return bsr_matmul(given[0], weight, bias=bias, activation=activation, out=into[0], dense=dense)
 
         by_parts(some, m, most, (x,), (y,))
         return out if out is not None else arrays.returned(y, x)
@@ -173,15 +193,44 @@ def bsr_matmul(
         else:
             problem = weight.problem(m, int(bias is not None), activation or "")
             [row] = [arrays.ready(name, array, theirs) for name, theirs, array in extras] or [None]
-            arguments = (arrays.ready("x", x, known), *weight.arguments, row)
-            where = machine_of("x", known)
-            launch(dispatcher, problem, where, activation, arguments, (y,), single=True, kept=launchers)
+            ready, where = arrays.ready("x", x, known), machine_of("x", known)
+            if dense is None:
+                dense = weight.constant and arrays.is_torch(x) and way(problem, where) == DENSE
+            if dense and not arrays.is_torch(weight.data):
+                dense_on_host(ready, weight, row, activation, y)
+            elif dense:
+                function = dense_call(weight, activation, row is not None)
+                run(launchers, what, function, (ready, *weight.arguments, row), (y,), single=True)
+            else:
+                arguments = (ready, *weight.arguments, row)
+                launch(dispatcher, problem, where, what, arguments, (y,), single=True, kept=launchers)
     return out if out is not None else arrays.returned(y, x)
 
 
-def _operator(x: Any, weight: Any, bias: Any, activation: str | None, out: Any, validate: bool) -> Any:
-    operator = custom.module_of("bsr_matmul")
-    return operator.bsr_matmul(x, weight, bias=bias, activation=activation, out=out, validate=validate)
+def asked(activation: str | None, dense: bool | None) -> Any:
+    """What launchers of a weight are kept by, beside the arrays of a call."""
+    return activation if dense is None else (activation, dense)
+
+
+def way(problem: BsrMatmul, machine: Machine) -> str:
+    """The way of calls with torch tensors and a constant weight: the faster one by the record, or, without one, the one
+    likely to be faster.
+    """
+    return dispatcher.way(problem, machine) or likely_way(problem, machine).way
+
+
+def told_way(problem: BsrMatmul, machine: Machine) -> str:
+    """For `explain`: that way, and why."""
+    recorded, likely = dispatcher.way(problem, machine), likely_way(problem, machine)
+    what = "the kernel" if (recorded or likely.way) == KERNEL else "PyTorch's product with a dense copy"
+    return f"{what}: {'the record compares both' if recorded else likely.why}"
+
+
+def _operator(
+    x: Any, weight: Any, bias: Any, activation: str | None, out: Any, validate: bool, dense: bool | None
+) -> Any:
+    options = {"activation": activation, "out": out, "validate": validate, "dense": dense}
+    return custom.module_of("bsr_matmul").bsr_matmul(x, weight, bias=bias, **options)
 
 
 def _casts(x: Any, bias: Any, known: arrays.Facts, weight: BsrWeight, torch: Any) -> bool:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm_sparse.bench.contenders import BOTH, CPU, CUDA, Call, Peer, torch_tensor
+from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import Problem
 
 from .call import bsr_matmul
+from .dense import DENSE, KERNEL
 from .problem import BsrMatmul, activated
 from .weight import BsrWeight
 
@@ -102,6 +104,19 @@ def ours(problem: BsrMatmul, inputs: Sequence[Any], convert: Callable[[Any], Any
     [bias] = map(convert, problem.biases(inputs) or [None])
     extras: dict[str, Any] = {"bias": bias, "activation": problem.activation or None}
     return lambda: bsr_matmul(x, weight, **extras), weight.problem(problem.m, problem.bias, problem.activation)
+
+
+def ways(problem: BsrMatmul, inputs: Sequence[Any], machine: Machine) -> dict[str, Call]:
+    """The public function by each of its ways, for torch tensors and a constant weight."""
+    x, data, indices, indptr = (torch_tensor(array, machine.device) for array in inputs[:4])
+    weight = BsrWeight((data, indices, indptr), columns=problem.k, constant=True)
+    [bias] = [torch_tensor(array, machine.device) for array in problem.biases(inputs)] or [None]
+    options: dict[str, Any] = {"bias": bias, "activation": problem.activation or None}
+
+    def by(way: str) -> Call:
+        return lambda: bsr_matmul(x, weight, dense=way == DENSE, **options)
+
+    return {way: by(way) for way in (KERNEL, DENSE)}
 
 
 PEERS = (

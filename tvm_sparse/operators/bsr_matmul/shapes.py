@@ -14,6 +14,7 @@ AWKWARD: tuple[str, ...] = (
     "bsr_matmul/m=2,k=64,n=64,block=8,sparsity=1",  # no block at all
     "bsr_matmul/m=2,k=128,n=32,block=1,sparsity=0.95,pattern=skewed",
     "bsr_matmul/m=9,k=512,n=16,block=4x64,sparsity=0.25",  # long rows: every lane takes several steps
+    "bsr_matmul/m=70,k=192,n=120,block=24x32,sparsity=0.5,dtype=float16,bias=1",  # warpgroups, and a second strip of x
 )
 REALISTIC: tuple[str, ...] = (
     "bsr_matmul/m=1,k=1024,n=4096,block=16,sparsity=0.9",

@@ -18,10 +18,23 @@ from tvm_sparse.runtime.calls import refuse_gradient
 from . import call
 from .weight import INSTEAD, BsrWeight, Structure, balanced
 
-__all__ = ["Turned", "bsr_matmul", "product", "turned"]
+__all__ = ["Turned", "bsr_matmul", "dense_matrix", "product", "turned"]
 
 # Elements of x and of the gradient that are gathered at once for the gradient of stored blocks.
 GATHERED = 2**26
+# Multiplications and additions in the time that a byte of memory takes on a GPU, by an element's bytes: 750 TFLOP/s and
+# 4.47 TB/s on an H200 in 16 bits, 60 TFLOP/s in float32.
+PER_BYTE = {2: 168, 4: 13}
+
+
+def dense_matrix(data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> torch.Tensor:
+    """The dense matrix of stored blocks; gradients flow to the blocks. Duplicate blocks are added."""
+    blocks, rows, cols = data.shape
+    high, wide = shape[0] // rows, shape[1] // cols
+    first = torch.arange(high, device=data.device) * wide
+    at = first.repeat_interleave(indptr.diff(), output_size=blocks) + indices
+    found = data.new_zeros((high * wide, rows, cols)).index_add(0, at, data)
+    return found.view(high, wide, rows, cols).transpose(1, 2).reshape(shape)
 
 
 class Turned(NamedTuple):
@@ -77,7 +90,8 @@ def _asked(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
 def _call(*args: Any) -> Any:
     asked, validate = _asked(args)
     x, data, indices, indptr, order, structure, bias, activation = asked
-    parts, options = (data, indices, indptr), {"bias": bias, "activation": activation or None}
+    # The launcher serves any weight, and a dense copy one.
+    parts, options = (data, indices, indptr), {"bias": bias, "activation": activation or None, "dense": False}
     if order is None:
         columns = Structure.unpacked(structure).columns
         weight = BsrWeight(parts, columns=columns, validate=validate, balance=False)
@@ -85,7 +99,7 @@ def _call(*args: Any) -> Any:
     launchers, weight = call.dispatcher.launchers, BsrWeight.assembled(parts, order, structure)
     y = call.bsr_matmul(x, weight, validate=validate, **options)
     arguments = (x, *weight.arguments, bias)
-    kept = repeat.repeated(weight.launchers.of(launchers), activation or None, arguments)
+    kept = repeat.repeated(weight.launchers.of(launchers), call.asked(activation or None, False), arguments)
     if kept is not None:  # for an x with other dimensions, the launcher for its rows
         repeat.remember(launchers, _any_weight(structure, activation), arguments, kept.function, (y,), single=True)
     return y
@@ -150,11 +164,15 @@ def _of_x(grad: Any, data: Any, indices: Any, indptr: Any, columns: int, given: 
 def _of_blocks(grad: Any, x: Any, data: Any, indices: Any, indptr: Any) -> Any:
     """dW[b] = g[:, rows of b].T @ x[:, columns of b] for each stored block."""
     blocks, rows, cols = data.shape
-    g = grad.reshape(-1, grad.shape[-1] // rows, rows)
-    v = x.reshape(-1, x.shape[-1] // cols, cols)
-    at = _block_rows(indices, indptr)
     if not blocks:
         return torch.zeros_like(data)
+    at = _block_rows(indices, indptr)
+    if _all_at_once(blocks, rows, cols, grad, x):
+        whole = grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+        high, wide = whole.shape[0] // rows, whole.shape[1] // cols
+        return whole.view(high, rows, wide, cols).transpose(1, 2)[at, indices].contiguous()
+    g = grad.reshape(-1, grad.shape[-1] // rows, rows)
+    v = x.reshape(-1, x.shape[-1] // cols, cols)
     # A symbolic extent would become a constant of the graph through the number of loop steps.
     some = max(1, GATHERED // max(1, len(g) * (rows + cols))) if type(g.shape[0]) is int else blocks
     found = []
@@ -163,6 +181,15 @@ def _of_blocks(grad: Any, x: Any, data: Any, indices: Any, indptr: Any) -> Any:
         right = v.index_select(1, indices[first : first + some]).permute(1, 0, 2)
         found.append(left @ right)
     return torch.cat(found)
+
+
+def _all_at_once(blocks: Any, rows: int, cols: int, grad: Any, x: Any) -> bool:
+    """Whether the dense product of g and x takes less time than what is gathered for the stored blocks: each has its
+    columns of both written once and read twice.
+    """
+    operations = 2 * grad.shape[-1] * x.shape[-1]  # for each row of x
+    gathered = 3 * blocks * (rows + cols) * x.element_size()
+    return x.is_cuda and bool(operations < PER_BYTE[x.element_size()] * gathered)
 
 
 def _batched(info: Any, in_dims: Any, x: Any, *args: Any) -> Any:
@@ -217,7 +244,14 @@ def product(
 
 
 def bsr_matmul(
-    x: Any, weight: Any, *, bias: Any = None, activation: str | None = None, out: Any = None, validate: bool = False
+    x: Any,
+    weight: Any,
+    *,
+    bias: Any = None,
+    activation: str | None = None,
+    out: Any = None,
+    validate: bool = False,
+    dense: bool | None = None,
 ) -> Any:
     """The public function as torch.compile traces it."""
     options = {"bias": bias, "activation": activation, "validate": validate}
@@ -247,7 +281,19 @@ def bsr_matmul(
     if x.dtype != dtype and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == dtype:
         x = x.to(dtype)
         options["bias"] = None if bias is None else bias.to(dtype)
+    if dense:
+        if validate:
+            BsrWeight(parts, columns=x.shape[-1], validate=True, balance=False)
+        return custom.written(_dense_product(x, parts, options["bias"], activation), out)
     return custom.written(product(x, parts, *known, **options), out)
+
+
+def _dense_product(x: Any, parts: tuple[Any, Any, Any], bias: Any, activation: str | None) -> Any:
+    """The product with a dense matrix made of the parts, through which gradients flow to them."""
+    data, indices, indptr = parts
+    shape = ((indptr.shape[0] - 1) * data.shape[1], x.shape[-1])
+    y = torch.nn.functional.linear(x, dense_matrix(data, indices, indptr, shape), bias)
+    return y if activation is None else getattr(torch.nn.functional, activation)(y)
 
 
 def _traced(x: Any) -> bool:

@@ -60,8 +60,8 @@ class BsrWeight:
         Arrays of other libraries on a GPU are not analysed.
     constant
         A promise that `data` is no longer written, as in inference: kernels may then load blocks before their producer
-        kernel is done, which makes products of few rows faster. It requires `balance`, whose analysis waits for pending
-        writes of the current stream.
+        kernel is done, which makes products of few rows faster, and `bsr_matmul` keeps a dense copy where the product
+        with that is faster. It requires `balance`, whose analysis waits for pending writes of the current stream.
 
     Attributes
     ----------
@@ -186,6 +186,7 @@ class BsrWeight:
         self._problems: dict[tuple[int, int, str], BsrMatmul] = {}
         # For tensors: the transposed structure, computed at the first gradient of x; see `torch_op`.
         self.turned: Any = None
+        self._dense: Any = None
 
     def validate(self) -> None:
         """Check indices and indptr again on any device; on a GPU this costs a synchronisation.
@@ -283,6 +284,14 @@ class BsrWeight:
         np.add.at(sums, at, data.astype(np.float32))
         dense = sums.reshape(high, wide, rows, cols).transpose(0, 2, 1, 3).reshape(n, k).astype(data.dtype)
         return arrays.returned(dense, self.data)
+
+    def dense_copy(self) -> Any:
+        """`to_dense()`, made once and kept if the weight is `constant`; it must not be written."""
+        if not self.constant:
+            return self.to_dense()
+        if self._dense is None:
+            self._dense = self.to_dense()
+        return self._dense
 
     def __getstate__(self) -> dict[str, Any]:
         # Neither a kernel nor its prepared arguments can be copied.

@@ -1,0 +1,55 @@
+"""Block-sparse matmul by products of warpgroups (`wgmma`, compute capability 9.0), from some 64 rows of x on.
+
+With many rows of x a product of blocks is bound by what the L2 cache delivers: x is read again for every block row that
+has a block in its columns, unless block rows share it. A thread block has a tile of y: `tile_m` rows of x by `tile_n`
+rows of the weight, which are several block rows. It walks the columns in *panels* of `panel` columns, and brings a
+panel of x once for all of its block rows that have a block there. With `cluster` the thread blocks of a cluster have
+different block rows for the same rows of x. Each brings its part of a panel to all of them (multicast), which therefore
+walk through the same panels, those in which any of their block rows has a block.
+
+For density d, blocks of b rows and R block rows of a cluster, a product of two elements takes
+(1 - (1 - d)^R) / (R b d) + 1 / tile_m bytes from the L2 cache.
+
+**The producer warp** merges block rows: a lane has one, and its next block's column. The least of these is the next
+panel, and a ballot says which rows have a block in it. Nothing is sorted or prepared. Columns in any order and repeated
+blocks are right, since each block is taken once, with whatever panel it needs; they only bring panels again. x and the
+blocks come by tensor maps (`device.tensor_maps`) to a ring of `stages`, in the layout that tensor cores read.
+
+**Warpgroups** have 64 rows of x each, and all of the tile's rows of the weight. x is operand A, and a block operand B,
+both in shared memory; products of a block are issued without waiting for those of the block before. Sums are float32
+registers. In the end a warp passes its rows of y through shared memory, to write whole sectors.
+
+`overlap` is programmatic dependent launch: barriers and tensor maps are ready when the producer kernel ends.
+
+The kernel, phase by phase, is `kernel`.
+"""
+
+from __future__ import annotations
+
+from tvm_sparse.core.template import Decisions, Program, Template
+from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
+
+from .space import Extents, allowed, declines, default, features, launch, space
+
+
+def build(problem: BsrMatmul, decisions: Decisions) -> Program:
+    from .kernel import kernel
+
+    return kernel(problem, Extents.of(problem, decisions))
+
+
+warpgroups = Template(
+    name="block_warpgroups",
+    version=1,
+    operator="bsr_matmul",
+    kind="cuda",
+    summary="panels of x and 16-bit blocks in shared memory, products of warpgroups, clusters share x",
+    space=space,
+    default=default,
+    program=build,
+    allowed=allowed,
+    features=features,
+    launch=launch,
+    explicit_threads=True,
+    declines=declines,
+)

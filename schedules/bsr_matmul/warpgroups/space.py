@@ -1,0 +1,271 @@
+"""The space of `warpgroups`, and the extents that its kernel is built from. Loads no compiler."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv
+from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
+
+from ..features import features as product_features
+
+# Rows of x of a thread block: 64 for each warpgroup that multiplies.
+GROUP_M = 64
+TILE_M = (64, 128, 192, 256)
+# Rows of the weight of a thread block: some block rows. A warpgroup's sums take half as many registers of a thread.
+TILE_N = (64, 96, 128, 160, 192, 256)
+# Columns of a step, as bytes of a row in shared memory: those that have a swizzle.
+PANEL = (16, 32, 64)
+STAGES = (2, 3, 4, 6, 8, 12)
+# Thread blocks of a cluster, which share their rows of x.
+CLUSTER = (1, 2, 4)
+# Rows of x from which on the template is offered.
+LEAST_M = 33
+# And from which on its default is the better guess without tuning than that of `tensor_core`.
+USUAL_M = 128
+# Block rows of a thread block, which are bits of a word; and of a cluster, which are lanes of a warp.
+MOST_ROWS, LANES = 16, 32
+# Registers of a thread beside sums.
+BESIDES = 40
+# Most columns of operand B.
+MOST_N = 256
+# Elements of a vector of 16 bytes, and those between rows of a tile of y in shared memory beyond its width.
+VECTOR = 8
+# Where swizzled rows begin: at multiples of the bytes of eight rows of the widest.
+ALIGNED = 1024
+WARPGROUP = 128
+# Bytes of a multiprocessor's shared memory that the system takes of each thread block, and most bytes of mbarriers and
+# words beside the stages.
+RESERVED, MOST_WORDS = 1024, 512
+# Figures for `estimate`, on an H200. A multiprocessor reads so many bytes from the L2 cache in a microsecond when all
+# do, stores so many, and has so many clocks. A panel costs PANEL_CLOCKS beside its products, a launch LAUNCH microseconds,
+# and a thread block BEGIN until its first products.
+L2_BYTES, STORED_BYTES, CLOCKS = 42e3, 25e3, 1700
+PANEL_CLOCKS, LAUNCH, BEGIN = 150, 1.5, 1.5
+
+
+def space(problem: BsrMatmul, machine: Machine) -> Table:
+    rows, cols = problem.block_shape
+    if not machine.has_warpgroups:
+        raise NotApplicable(f"{machine.arch} has no products of warpgroups (wgmma)")
+    if numpy_dtype(problem.dtype).itemsize != 2:
+        raise NotApplicable(f"{problem.dtype} is not of 16 bits")
+    if rows % 8 or cols % 16 or rows > MOST_N:
+        raise NotApplicable(f"blocks of {rows}x{cols} are not of multiples of 8 rows up to {MOST_N}, and 16 columns")
+    if problem.m < LEAST_M:
+        raise NotApplicable(f"m={problem.m} fills too little of the {GROUP_M} rows of a warpgroup")
+    panels = tuple(panel for panel in PANEL if (cols % panel == 0 or panel % cols == 0) and problem.k % panel == 0)
+    return {
+        "tile_m": tuple(tile for tile in TILE_M if tile < 2 * max(problem.m, GROUP_M)),
+        "tile_n": tuple(sorted({tile // rows * rows for tile in TILE_N if tile >= rows} or {rows})),
+        "panel": panels,
+        "stages": STAGES,
+        "cluster": machine.clusters(CLUSTER),
+        "overlap": (0, 1),
+    }
+
+
+def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str | None:
+    e = Extents.of(problem, decisions)
+    if e.rows_each > MOST_ROWS:
+        return f"{e.rows_each} block rows in a thread block exceed {MOST_ROWS}"
+    if e.rows_each * e.cluster > LANES:
+        return f"{e.rows_each * e.cluster} block rows in a cluster exceed the {LANES} lanes of a warp"
+    if e.rows_each * (e.cluster - 1) >= problem.grid[0]:
+        return f"thread blocks of a cluster have none of {problem.grid[0]} block rows"
+    if not machine.blocks_at_once(e.threads, e.tile_n // 2 + BESIDES, 0):
+        return f"{e.tile_n // 2} sums in each of {e.threads} threads exceed the registers"
+    if e.pool_bytes > machine.block_shared_bytes:
+        return f"{e.stages} stages of {e.stage_bytes} bytes exceed a multiprocessor's shared memory"
+    if e.stored_bytes > e.stages * e.stage_bytes:
+        return f"{e.stages} stages of {e.stage_bytes} bytes have no room for a tile of y, of {e.stored_bytes}"
+    if e.tile_m // e.cluster < 8 or e.tile_m % (8 * e.cluster):
+        return f"{e.cluster} thread blocks do not bring whole groups of eight rows of {e.tile_m}"
+    if e.stages > 2 and e.stages * e.panel > 2 * max(problem.k, e.panel):
+        return f"{e.stages} stages of {e.panel} columns are twice a row of k={problem.k}"
+    return None
+
+
+def declines(problem: BsrMatmul, machine: Machine) -> bool:
+    return problem.m < USUAL_M
+
+
+def default(problem: BsrMatmul, machine: Machine) -> Decisions:
+    """The point that `estimate` takes to be the fastest, with as many stages as one or two thread blocks of a
+    multiprocessor have room for.
+    """
+    table = space(problem, machine)
+    shapes = itertools.product(table["tile_m"], table["tile_n"], table["panel"], table["cluster"], (1, 2))
+    found: list[tuple[float, Decisions]] = []
+    for tile_m, tile_n, panel, cluster, each in shapes:
+        point = {"tile_m": tile_m, "tile_n": tile_n, "panel": panel, "stages": 1, "cluster": cluster}
+        e = Extents.of(problem, point | {"overlap": max(table["overlap"])})
+        room = (machine.block_shared_bytes + RESERVED) // each - RESERVED - MOST_WORDS
+        stages = max((count for count in table["stages"] if count * e.stage_bytes <= room), default=0)
+        if stages:
+            e = replace(e, stages=stages)
+            point |= {"stages": stages, "overlap": e.overlap}
+            found.append((estimate(problem, machine, e), point))
+    found.sort(key=lambda one: one[0])
+    return next(point for _, point in found if allowed(problem, machine, point) is None)
+
+
+def resident(e: Extents, machine: Machine) -> int:
+    """Thread blocks that a multiprocessor runs at the same time, by an estimate of their registers."""
+    return machine.blocks_at_once(e.threads, e.tile_n // 2 + BESIDES, e.pool_bytes) // machine.cores
+
+
+def estimate(problem: BsrMatmul, machine: Machine, e: Extents) -> float:
+    """About how many microseconds the kernel takes: each multiprocessor has its thread blocks one after another, bound
+    by what the L2 cache delivers, by products, or by what each panel costs beside them.
+    """
+    density = 1 - problem.sparsity
+    in_panel = 1 - (1 - density) ** e.beside
+    shared = 1 - (1 - in_panel) ** (e.rows_each * e.cluster)
+    panels = shared * problem.k / e.panel
+    blocks = density * e.tile_n * problem.k * 2  # bytes
+    each = min(max(resident(e, machine), 1), 2)
+    multiprocessors = machine.clusters_at_once(e.cluster) * e.cluster
+    thread_blocks = e.tiles_n * e.cluster * ceildiv(problem.m, e.tile_m)
+    rounds = ceildiv(thread_blocks, multiprocessors * each) * each if thread_blocks > multiprocessors else 1
+    # An instruction reads 64 rows of x by 16 columns, and as many of each of a block's rows.
+    products = e.groups * density * e.rows_each * problem.k / 16 * max(e.rows / 2, 16 + e.rows / 4)
+    brought = (panels * e.x_bytes / e.cluster + blocks) / L2_BYTES
+    clocks = (products + panels * PANEL_CLOCKS / each) / CLOCKS
+    stored = e.tile_m * e.tile_n * 2 / STORED_BYTES / each
+    return LAUNCH + rounds * (max(brought, clocks) + stored + BEGIN / each)
+
+
+@dataclass(frozen=True)
+class Extents:
+    """What the kernel's phases know before it runs.
+
+    Attributes
+    ----------
+    rows, cols
+        Extents of a block of the weight.
+    block_rows, k, n
+        Block rows of the weight, its columns and its rows.
+    dtype
+        The dtype of x, the weight and y.
+    tile_m, tile_n, panel, stages, cluster, overlap
+        The decisions of these names.
+    """
+
+    rows: int
+    cols: int
+    block_rows: int
+    k: int
+    n: int
+    dtype: str
+    tile_m: int
+    tile_n: int
+    panel: int
+    stages: int
+    cluster: int
+    overlap: int
+
+    @classmethod
+    def of(cls, problem: BsrMatmul, decisions: Decisions) -> Extents:
+        rows, cols = problem.block_shape
+        return cls(rows, cols, problem.grid[0], problem.k, problem.n, problem.dtype, **decisions)
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups that multiply."""
+        return self.tile_m // GROUP_M
+
+    @property
+    def threads(self) -> int:
+        """Threads of a thread block: with those of the producer warp."""
+        return self.groups * WARPGROUP + 32
+
+    @property
+    def rows_each(self) -> int:
+        """Block rows of a thread block."""
+        return self.tile_n // self.rows
+
+    @property
+    def tiles_n(self) -> int:
+        """Clusters that have all block rows."""
+        return ceildiv(self.block_rows, self.rows_each * self.cluster)
+
+    @property
+    def beside(self) -> int:
+        """Block columns of a panel."""
+        return max(self.panel // self.cols, 1)
+
+    @property
+    def parts(self) -> int:
+        """Panels of a block column."""
+        return max(self.cols // self.panel, 1)
+
+    @property
+    def width(self) -> int:
+        """Columns of a block that a step takes."""
+        return min(self.cols, self.panel)
+
+    @property
+    def x_bytes(self) -> int:
+        """Bytes of a panel of x."""
+        return self.tile_m * self.panel * 2
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's part that a step takes."""
+        return self.rows * self.width * 2
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a stage: a panel of x, and room for each block that may be in it."""
+        return ceildiv(self.x_bytes + self.rows_each * self.beside * self.block_bytes, ALIGNED) * ALIGNED
+
+    @property
+    def pitch(self) -> int:
+        """Elements from one row of y to the next, in shared memory."""
+        return self.tile_n + VECTOR
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of a tile of y in shared memory, where the stages have been."""
+        return self.tile_m * self.pitch * 2
+
+    @property
+    def barriers_at(self) -> int:
+        """Bytes of all stages, after which mbarriers and words stand."""
+        return self.stages * self.stage_bytes
+
+    @property
+    def told_at(self) -> int:
+        """Bytes of stages and mbarriers, after which there are words: what each stage has, and the block rows."""
+        return self.barriers_at + 2 * 8 * self.stages
+
+    @property
+    def pool_bytes(self) -> int:
+        """Dynamic shared memory."""
+        return self.told_at + ceildiv(4 * (self.stages * self.beside + self.rows_each), 16) * 16
+
+
+def launch(problem: BsrMatmul, decisions: Decisions) -> Launch:
+    e = Extents.of(problem, decisions)
+    return Launch(e.threads, e.pool_bytes)
+
+
+def features(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> Features:
+    e = Extents.of(problem, decisions)
+    density = (1 - problem.sparsity) * e.beside
+    found = 1 - max(1 - density, 0) ** (e.rows_each * e.cluster)
+    return product_features(
+        problem,
+        machine,
+        tile_m=e.tile_m,
+        outputs=e.tile_m * e.tile_n,
+        threads=e.threads,
+        blocks=e.tiles_n * e.cluster * ceildiv(problem.m, e.tile_m),
+        work_each=found * e.rows_each * e.cluster * e.parts,
+        at_once=1,
+        held=e.tile_n // 2,
+    )

@@ -1,0 +1,281 @@
+"""Time products with block-sparse weights beyond tens of rows: points of `block_warpgroups`, beside other products.
+
+    python scripts/probes/block_products.py --out products.csv --dense dense.csv --points 40 --seconds 170
+
+A *family* is a weight's shape and block, for which points are compiled once, on all cores: a kernel serves every number
+of rows and every pattern. Points are drawn from those with as many stages as one or two thread blocks of a
+multiprocessor have room for. Beside them stand the default of `tensor_core` and PyTorch's product with a dense copy of
+the weight (cuBLAS). Each point is compared with the product in float64 before it is timed; a wrong one is a line with a
+reason. Times are of a kernel alone, in a CUDA graph, inputs hot, contenders in turn. `tflops` counts stored blocks.
+
+`--dense` writes what PyTorch's dense product takes, by rows and shape; `--training` what a step of a layer takes,
+forward and backward, beside a dense layer.
+"""
+
+from __future__ import annotations
+
+import csv
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import explore
+import typer
+
+from tvm_sparse.bench.timing import time_cuda
+from tvm_sparse.cli.common import Fixed, fixed_values, machine_here
+from tvm_sparse.core import spaces
+from tvm_sparse.core.candidate import Candidate
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.rounding import ROUNDING
+from tvm_sparse.core.template import Template
+from tvm_sparse.formats.bsr import random_pattern
+from tvm_sparse.operators.bsr_matmul.problem import SUMMATION, BsrMatmul
+from tvm_sparse.operators.bsr_matmul.weight import BsrWeight
+from tvm_sparse.runtime import loading
+
+# k, n and block; and for each rows and sparsities.
+FAMILIES: dict[tuple[int, int, int], tuple[tuple[int, float], ...]] = {
+    (4096, 4096, 64): ((128, 0.75), (512, 0.5), (512, 0.8), (2048, 0.5), (2048, 0.9), (4096, 0.8)),
+    (4096, 4096, 32): ((512, 0.5), (512, 0.8), (512, 0.95), (4096, 0.8)),
+    (4096, 4096, 16): ((512, 0.5), (512, 0.8), (512, 0.95), (4096, 0.8)),
+    (4096, 4096, 128): ((512, 0.8), (2048, 0.75)),
+    (2048, 8192, 64): ((8192, 0.8),),
+    (2048, 8192, 128): ((8192, 0.5),),
+    (4096, 11008, 32): ((1024, 0.9),),
+}
+DENSE_SHAPES = ((1024, 1024), (768, 3072), (4096, 4096), (4096, 11008), (2048, 8192))
+DENSE_ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+# m, k and n of a layer that is trained.
+TRAINED = (8192, 4096, 4096)
+ROUNDS = 6
+COLUMNS = ("m", "k", "n", "block", "sparsity", "us", "tflops", "contender", "decisions", "registers", "note")
+
+
+def most_stages(template: Template, problem: BsrMatmul, machine: Machine, point: dict[str, int], each: int) -> int:
+    """The most stages with which a multiprocessor has room for `each` thread blocks; 0 if there is none."""
+
+    def fits(stages: int) -> bool:
+        with_them = point | {"stages": stages}
+        if template.allowed(problem, machine, with_them) is not None:
+            return False
+        needed = template.needs(problem, with_them)["dynamic_shared_bytes"]
+        return machine.blocks_at_once(1, 1, needed) >= each * machine.cores
+
+    return max(filter(fits, template.space(problem, machine)["stages"]), default=0)
+
+
+def drawn(problem: BsrMatmul, machine: Machine, fix: list[str], count: int, seed: int) -> list[Candidate]:
+    """The default, and other points up to `count`."""
+    template = spaces.find("block_warpgroups")
+    table = template.space(problem, machine)
+    space = spaces.narrowed(table, fixed_values(fix, table)) | {"stages": (0,)}
+    found = {}
+    names = list(space)
+    combinations: list[dict[str, int]] = [{}]
+    for name in names:
+        combinations = [one | {name: value} for one in combinations for value in space[name]]
+    for point in combinations:
+        for each in (1, 2):
+            if stages := most_stages(template, problem, machine, point, each):
+                found[template.candidate(point | {"stages": stages})] = None
+    default = template.candidate(template.default(problem, machine))
+    others = [one for one in found if one != default]
+    return [default, *random.Random(seed).sample(others, min(count, len(others)))]
+
+
+def weight_of(problem: BsrMatmul, seed: int) -> tuple[BsrWeight, Any]:
+    """A random weight on the GPU, scaled as a layer's, and x."""
+    import numpy as np
+    import torch
+
+    rng = np.random.default_rng(seed)
+    block_rows, block_cols = problem.grid
+    indptr, indices = random_pattern(rng, problem.nnzb, block_cols, np.ones(block_rows))
+    generator = torch.Generator("cuda").manual_seed(seed)
+    made: dict[str, Any] = {"generator": generator, "device": "cuda"}
+    dtype = getattr(torch, problem.dtype)
+    data = torch.randn((len(indices), *problem.block_shape), **made).to(dtype)
+    x = torch.randn((problem.m, problem.k), **made).to(dtype)
+    parts = data, torch.from_numpy(indices).cuda(), torch.from_numpy(indptr).cuda()
+    return BsrWeight(parts, columns=problem.k, constant=True), x
+
+
+def checker(problem: BsrMatmul, weight: BsrWeight, x: Any) -> Callable[[Any], str]:
+    """Says what is wrong with a product, compared with that in float64."""
+    import torch
+
+    dense = weight.to_dense()
+    expected = x.double() @ dense.double().T
+    scale = x.double().abs() @ dense.double().abs().T
+    bound = scale * SUMMATION + expected.abs() * ROUNDING[problem.dtype] * 2
+
+    def check(y: Any) -> str:
+        error = (y.double() - expected).abs()
+        bad = ~(error <= bound)
+        if not bool(bad.any()):
+            return ""
+        first = [int(i) for i in torch.nonzero(bad)[0]]
+        return f"wrong: {int(bad.sum())} of {bad.numel()}, first at {first}, largest error {float(error.max()):.3g}"
+
+    return check
+
+
+def bound_call(function: Any, arguments: Sequence[Any]) -> Callable[[], Any]:
+    """A call of a kernel on PyTorch's current stream."""
+    import tvm_ffi
+
+    def call() -> None:
+        with tvm_ffi.use_torch_stream():
+            function(*arguments)
+
+    return call
+
+
+def dense_times(path: Path, dtype: str) -> None:
+    """Write what PyTorch's dense product takes."""
+    import torch
+
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("m", "k", "n", "us"))
+        for k, n in DENSE_SHAPES:
+            w = torch.randn((n, k), device="cuda").to(getattr(torch, dtype))
+            xs = {m: torch.randn((m, k), device="cuda").to(w.dtype) for m in DENSE_ROWS}
+            calls = {str(m): (lambda x=x, w=w: torch.nn.functional.linear(x, w)) for m, x in xs.items()}
+            for name, (_, seconds) in time_cuda(calls, ROUNDS).items():
+                writer.writerow((name, k, n, f"{statistics.median(seconds) * 1e6:.2f}"))
+
+
+def training_times(path: Path, dtype: str) -> None:
+    """Write what a step forward and backward takes, of x and of the stored blocks, beside `torch.nn.Linear`."""
+    import torch
+
+    import tvm_sparse.nn
+
+    rows, k, n = TRAINED
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("m", "k", "n", "block", "sparsity", "dense_us", "us", "ratio", "forward_us"))
+        kind = getattr(torch, dtype)
+        linear = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=kind)
+        x = torch.randn((rows, k), device="cuda").to(kind).requires_grad_()
+        towards = torch.randn((rows, n), device="cuda").to(kind)
+
+        def step(layer: Any) -> Callable[[], Any]:
+            return lambda: layer(x).backward(towards)
+
+        before = _events(step(linear))
+        for block, sparsity in ((64, 0.8), (64, 0.9), (32, 0.8), (32, 0.9), (16, 0.8)):
+            layer = tvm_sparse.nn.BsrLinear.from_dense(linear, block, sparsity)
+            us, forward = _events(step(layer)), _events(lambda layer=layer: layer(x))
+            line = (rows, k, n, block, sparsity, f"{before:.0f}", f"{us:.0f}", f"{before / us:.2f}", f"{forward:.0f}")
+            print(*line, flush=True)
+            writer.writerow(line)
+
+
+def _events(call: Callable[[], Any], calls: int = 20) -> float:
+    """Microseconds of a call that PyTorch makes eagerly, by events around many."""
+    import torch
+
+    for _ in range(3):
+        call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls * 1e3
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="The CSV to write.")],
+    dense: Annotated[Path | None, typer.Option(help="The CSV of dense products.")] = None,
+    training: Annotated[Path | None, typer.Option(help="The CSV of steps of training.")] = None,
+    points: Annotated[int, typer.Option(min=0, help="Of a family, beside the default.")] = 40,
+    families: Annotated[str, typer.Option(help="Some of them, as 4096x4096x64,...; all by default.")] = "",
+    dtype: Annotated[str, typer.Option()] = "bfloat16",
+    seconds: Annotated[float, typer.Option(help="When to stop.")] = 170,
+    seed: Annotated[int, typer.Option(help="Of the draw and the data.")] = 0,
+    fix: Fixed = None,
+) -> None:
+    """Compile, check and time points, and write a CSV."""
+    import torch
+
+    started, machine = time.monotonic(), machine_here("auto", "exploring")
+    loading.prepare(machine.kind)
+    if dense is not None:
+        dense_times(dense, dtype)
+    if training is not None:
+        training_times(training, dtype)
+    wanted = [tuple(map(int, one.split("x"))) for one in families.split(",") if one] or list(FAMILIES)
+    with out.open("w", newline="") as file, tempfile.TemporaryDirectory() as folder:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for number, family in enumerate(wanted):
+            if time.monotonic() - started > seconds:
+                print(f"no time for {family}", flush=True)
+                continue
+            k, n, block = family
+            problems = [BsrMatmul(m, k, n, str(block), sparsity, dtype=dtype) for m, sparsity in FAMILIES[family]]
+            largest = max(problems, key=lambda problem: problem.m)
+            candidates = drawn(largest, machine, fix or [], points, seed)
+            before = spaces.find("tensor_core")
+            candidates.append(before.candidate(before.default(largest, machine)))
+            own = Path(folder) / str(number)
+            own.mkdir()
+            built = list(explore.compiled(largest, machine, candidates, own))
+            functions = [loading.load_function(Path(reply["path"]), machine.kind, None) for _, reply in built]
+            print(f"{family}: {len(built)} of {len(candidates)} built, {time.monotonic() - started:.0f} s", flush=True)
+            for problem in problems:
+                if time.monotonic() - started > seconds:
+                    print(f"no time for {problem}", flush=True)
+                    continue
+                weight, x = weight_of(problem, seed)
+                check = checker(problem, weight, x)
+                calls, notes, y = {}, {}, x.new_empty((problem.m, problem.n))
+                matrix = weight.to_dense()
+                calls["dense"] = lambda x=x, w=matrix: torch.nn.functional.linear(x, w)
+                for i, function in enumerate(functions):
+                    y.fill_(float("nan"))
+                    call = bound_call(function, (x, *weight.arguments, y))
+                    try:
+                        call()
+                        torch.cuda.synchronize()
+                    except Exception as error:  # a launch that the GPU refuses
+                        notes[str(i)] = f"{type(error).__name__}: {error}"[:300]
+                        continue
+                    if reason := check(y):
+                        notes[str(i)] = reason
+                    else:
+                        calls[str(i)] = call
+                times = time_cuda(calls, ROUNDS)
+                operations = 2 * problem.m * problem.nnzb * block * block
+                lines = []
+                for name in (*calls, *notes):
+                    us = statistics.median(times[name][1]) * 1e6 if name in times else float("nan")
+                    candidate, reply = built[int(name)] if name != "dense" else (None, {"resources": {}})
+                    decisions = "" if candidate is None else " ".join(f"{a}={b}" for a, b in candidate.decisions)
+                    told = ("dense", "") if candidate is None else (candidate.template, decisions)
+                    registers = (reply["resources"] or {}).get("registers", "")
+                    rate = operations / us / 1e6
+                    lines.append((us, (f"{us:.2f}", f"{rate:.0f}", *told, registers, notes.get(name, ""))))
+                lines.sort(key=lambda line: (line[0] != line[0], line[0]))
+                about = (problem.m, k, n, block, problem.sparsity)
+                writer.writerows((*about, *line) for _, line in lines)
+                file.flush()
+                shown = [*lines[:4], *(line for line in lines[4:] if "dense" in line[1] or "tensor_core" in line[1])]
+                for _, line in shown:
+                    print(*about, *line, flush=True)
+                if notes:
+                    print(*about, f"{len(notes)} refused or wrong: {next(iter(notes.values()))}", flush=True)
+    print(f"{time.monotonic() - started:.0f} s, {out}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,101 @@
+"""`block_warpgroups`: panels of x that block rows share, and products of warpgroups."""
+
+from __future__ import annotations
+
+import pytest
+from cases import SM90, check_emulated, thorough
+
+from tvm_sparse.core import machine, spaces
+from tvm_sparse.core.registry import parse
+from tvm_sparse.core.template import NotApplicable
+
+# Problems, and points of their spaces. The emulator is exact about shared memory, so a wrong place is a wrong number.
+POINTS: tuple[tuple[str, dict[str, int]], ...] = (
+    # Two block columns a panel, three block rows a thread block, a second strip of six rows.
+    (
+        "m=70,k=256,n=192,block=32,sparsity=0.6,dtype=bfloat16,bias=1,activation=relu",
+        {"tile_m": 64, "tile_n": 96, "panel": 64, "stages": 3, "cluster": 1, "overlap": 1},
+    ),
+    # Four of them; a cluster whose last thread block has one block row, and rows of blocks that end early.
+    (
+        "m=40,k=128,n=144,block=16,sparsity=0.6,dtype=float16,activation=silu",
+        {"tile_m": 64, "tile_n": 64, "panel": 64, "stages": 4, "cluster": 2, "overlap": 0},
+    ),
+    # Two panels a block column.
+    (
+        "m=40,k=256,n=256,block=128,sparsity=0.5,dtype=bfloat16",
+        {"tile_m": 64, "tile_n": 128, "panel": 64, "stages": 2, "cluster": 1, "overlap": 1},
+    ),
+)
+OTHERS: tuple[tuple[str, dict[str, int]], ...] = (
+    # Sides that are no powers of two, three panels a block column.
+    (
+        "m=100,k=144,n=72,block=24x48,sparsity=0.5,dtype=float16,bias=1",
+        {"tile_m": 128, "tile_n": 48, "panel": 16, "stages": 4, "cluster": 1, "overlap": 1},
+    ),
+    (
+        "m=70,k=256,n=256,block=64,sparsity=0.7,dtype=bfloat16",
+        {"tile_m": 128, "tile_n": 64, "panel": 64, "stages": 4, "cluster": 4, "overlap": 1},
+    ),
+    (
+        "m=70,k=128,n=80,block=8x32,sparsity=0.7,dtype=bfloat16,pattern=skewed",
+        {"tile_m": 64, "tile_n": 64, "panel": 64, "stages": 4, "cluster": 1, "overlap": 0},
+    ),
+    (
+        "m=260,k=64,n=64,block=32,sparsity=0.5,dtype=bfloat16",
+        {"tile_m": 256, "tile_n": 64, "panel": 32, "stages": 3, "cluster": 2, "overlap": 1},
+    ),
+)
+
+
+@pytest.mark.parametrize(("axes", "point"), [*POINTS, *(thorough(*other) for other in OTHERS)])
+def test_points_equal_the_reference(axes: str, point: dict[str, int]) -> None:
+    """Also with columns in any order, repeated blocks, empty block rows, NaN and infinities."""
+    problem, template = parse(f"bsr_matmul/{axes}"), spaces.find("block_warpgroups")
+    assert template.point(problem, SM90, point) is None
+    check_emulated(problem, template, point)
+
+
+def test_no_block_at_all() -> None:
+    problem, template = parse("bsr_matmul/m=40,k=64,n=64,block=16,sparsity=1,dtype=float16"), "block_warpgroups"
+    check_emulated(problem, spaces.find(template), spaces.find(template).default(problem, SM90), step=4)
+
+
+NOT_FIT = {
+    "is not of 16 bits": "m=128,k=256,n=256,block=32,sparsity=0.5",
+    "multiples of 8 rows": "m=128,k=256,n=256,block=32x8,sparsity=0.5,dtype=float16",
+    "fills too little": "m=32,k=256,n=256,block=32,sparsity=0.5,dtype=float16",
+}
+
+
+@pytest.mark.parametrize("reason", NOT_FIT)
+def test_what_does_not_fit_says_why(reason: str) -> None:
+    with pytest.raises(NotApplicable, match=reason):
+        spaces.find("block_warpgroups").space(parse(f"bsr_matmul/{NOT_FIT[reason]}"), SM90)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100", "sm_120", "compute_90"])
+def test_other_architectures_have_no_such_products(arch: str) -> None:
+    with pytest.raises(NotApplicable, match="wgmma"):
+        problem = parse("bsr_matmul/m=128,k=256,n=256,block=32,sparsity=0.5,dtype=float16")
+        spaces.find("block_warpgroups").space(problem, machine.resolve(arch))
+
+
+REFUSED = {
+    "exceed the 32 lanes": ("k=1024,n=4096,block=16", {"tile_n": 256, "cluster": 4}),
+    "block rows in a thread block": ("k=1024,n=1024,block=8x16", {"tile_n": 256}),
+    "have none of": ("k=1024,n=128,block=64", {"tile_n": 128, "cluster": 2}),
+    "exceed the registers": ("k=1024,n=1024,block=64", {"tile_m": 256, "tile_n": 256}),
+    "shared memory": ("k=1024,n=1024,block=64", {"tile_n": 256, "stages": 8}),
+    "no room for a tile of y": ("k=1024,n=1024,block=16", {"tile_n": 256, "panel": 16, "stages": 2}),
+    "twice a row": ("k=64,n=1024,block=64", {"stages": 3}),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_is_no_point_says_why(reason: str) -> None:
+    axes, decisions = REFUSED[reason]
+    problem = parse(f"bsr_matmul/m=512,{axes},sparsity=0.5,dtype=bfloat16")
+    template = spaces.find("block_warpgroups")
+    base = {"tile_m": 128, "tile_n": 128, "panel": 64, "stages": 2, "cluster": 1, "overlap": 1}
+    assert reason in (template.point(problem, SM90, base | decisions) or "")
