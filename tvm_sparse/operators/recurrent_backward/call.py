@@ -1,0 +1,2 @@
+"""The call of the gradient, for autograd: no public function."""
+SIGNATURES: dict = {}
