@@ -56,6 +56,8 @@ class RecurrentWeights:
         Order of the entries, see `recurrent_weights`; "" where it is not known.
     placed
         Copies on other devices, kept by the calls.
+    patterns
+        What backward passes keep by device, see `operators.recurrent_backward.autograd`.
     """
 
     hidden: int
@@ -67,6 +69,7 @@ class RecurrentWeights:
     order: str = ""
     banks: int = 8
     placed: dict[Any, Any] = field(default_factory=dict, repr=False)
+    patterns: dict[Any, Any] = field(default_factory=dict, repr=False)
     _others: dict[int, RecurrentWeights] = field(default_factory=dict, repr=False)
 
     @property
@@ -115,7 +118,8 @@ class RecurrentWeights:
             columns, values = columns[ascending], values[ascending]
             chosen = bank_order(self.row_start, columns, banks, self.gates)
             entries = pack_entries(columns[chosen], values[chosen], self.hidden, self.dtype)
-            found = self._others[banks] = replace(self, entries=entries, banks=banks, placed={}, _others=self._others)
+            found = replace(self, entries=entries, banks=banks, placed={}, patterns={})
+            self._others[banks] = found
         return found
 
     def laid_out_for(self, batch: int) -> RecurrentWeights:
