@@ -94,7 +94,9 @@ def gradients_agree(
     dense = torch.zeros(gates * hidden, hidden, dtype=torch.double).index_put(places, exact[0])
     wanted = dense_layer(cell, dense, *exact[1:], lengths, resets, found[0].detach().cpu() > 0)
     for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one.detach().cpu().double(), other.detach(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        torch.testing.assert_close(
+            one.detach().cpu().double(), other.detach(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+        )
     weighed = [torch.randn_like(one).to(kind) for one in wanted]
     leaves = [one for one in exact if one is not None]
     expected = torch.autograd.grad(wanted, leaves, [one.double() for one in weighed], allow_unused=True)

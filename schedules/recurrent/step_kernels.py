@@ -33,7 +33,9 @@ def default(problem: RecurrentLayer, machine: Machine) -> Decisions:
     }
 
 
-def sum_rows(rows: Any, gates: int, batch: int, samples: int, lanes: int, load: Callable[..., Any]) -> Callable[..., Any]:
+def sum_rows(
+    rows: Any, gates: int, batch: int, samples: int, lanes: int, load: Callable[..., Any]
+) -> Callable[..., Any]:
     """The products of a unit's rows with what the step before wrote; the phase is (io, s, t, slot, first, lane).
 
     `rows`: access to the weight (`sparse_recurrent.definition.Rows`). `load`: an inline (io, t, b, column, into, at)

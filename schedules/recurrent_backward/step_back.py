@@ -46,8 +46,7 @@ def program(problem: RecurrentBackward, decisions: Decisions) -> Program:
     chunk, simd = decisions["chunk"], decisions["simd"]
     parts, padded = ceildiv(hidden, chunk), ceildiv(batch, simd) * simd
     loop, rows, width = T.parallel if parts > 1 else T.serial, problem.rows(), problem.width
-    layout = SimpleNamespace(hidden=width, gates=1, rows=problem.rows)
-    sums = EntrySums(layout, simd, decisions["depth"])
+    sums = EntrySums(width, 1, rows, simd, decisions["depth"])
     add_up, through, advance = sums.sums(), through_cell(cell, simd, sigmoid, tanh), next_cell(1, sigmoid, tanh)
 
     # fmt: off

@@ -57,9 +57,7 @@ def recurrent_backward(
     known = arrays.facts("kept", kept)
     given = (kept, before, c0, d_output, d_h_n, d_c_n, lengths, resets)
     ready = [None if one is None else arrays.ready("kept", one, arrays.facts("kept", one)) for one in given]
-    results = [
-        arrays.empty(shape, dtype, kept, known) for shape, dtype in problem.output_layouts()
-    ]
+    results = [arrays.empty(shape, dtype, kept, known) for shape, dtype in problem.output_layouts()]
     what = ("recurrent_backward", cell, weight.nonzeros)
     arguments = (weight.units, weight.row_start, weight.entries, *ready)
     launch(dispatcher, problem, machine_of("kept", known), what, arguments, results)

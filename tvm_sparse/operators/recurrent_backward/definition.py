@@ -81,8 +81,8 @@ def through_cell(
             s.kept[v] = sigmoid(s.kept[v])
             s.kept[samples + v] = sigmoid(s.kept[samples + v])
             s.kept[2 * samples + v] = tanh(s.kept[2 * samples + v] + s.kept[v] * s.kept[3 * samples + v])
-            s.fresh[v] = s.dh[v] * (one - s.kept[samples + v]) * (
-                one - s.kept[2 * samples + v] * s.kept[2 * samples + v]
+            s.fresh[v] = (
+                s.dh[v] * (one - s.kept[samples + v]) * (one - s.kept[2 * samples + v] * s.kept[2 * samples + v])
             )
             s.d[v] = s.fresh[v] * s.kept[3 * samples + v] * (s.kept[v] * (one - s.kept[v]))
             s.d[samples + v] = (

@@ -339,7 +339,6 @@ class SparseRecurrent(RecurrentLayer):
         second row is empty. `one_long_row`: one row is full, the others have one entry or none. `empty`: no entries.
         `special`: for cells with bounded states, one weight is infinite.
         """
-        import numpy as np
 
         from tvm_sparse.formats.recurrent import banks_for, lay_out
 
