@@ -210,7 +210,8 @@ def differentiable(
     cell: str,
     values: Any = None,
 ) -> tuple[Any, ...]:
-    """A layer's call with gradients of x_projected, h0, c0, hidden_bias and values.
+    """A layer's call with gradients of x_projected, h0, c0, hidden_bias and values; other parameters and the results
+    are the operator's.
 
     Parameters
     ----------
@@ -219,8 +220,6 @@ def differentiable(
     values
         `(nonzeros,)` of the weights' dtype: values in the place of the weights' own, in the order of their
         `coordinates()`; None: these.
-
-    Other parameters and results are the operator's.
     """
     pattern = pattern_of(weights, x_projected.device)
     if cell == "gru" and hidden_bias is None:

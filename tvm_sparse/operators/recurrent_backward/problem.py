@@ -1,7 +1,7 @@
 """The gradient of a recurrent layer whose recurrent weight is sparse, back over all steps of a sequence.
 
-The layer is that of `sparse_recurrent.problem`. With L a loss, U the recurrent weight, s[t] = U h[t-1] (for the last gate
-of a GRU U_n h[t-1] + b), d[t] = dL/ds[t], and * elementwise, every step from the last one back takes
+The layer is that of `sparse_recurrent.problem`. With L a loss, U the recurrent weight, s[t] = U h[t-1] (for the last
+gate of a GRU U_n h[t-1] + b), d[t] = dL/ds[t], and * elementwise, every step from the last one back takes
 
     dh[t] = d_output[t] + (what passed h[t] by) + U^T d[t+1]          (for the last step d_h_n instead of the two)
     tanh  d = dh * (1 - h^2)
