@@ -150,6 +150,7 @@ def test_a_pruned_lstm_is_trained_and_run(tmp_path: Path, options: tuple[str, ..
                                                                      re.MULTILINE)}  # fmt: skip
     assert loss["pruned gradually, sparse"] == pytest.approx(loss["pruned gradually, torch"], abs=1e-3), printed
     assert loss["pruned gradually, torch"] < loss["pruned at once"], printed
+    assert loss["trained as a sparse layer"] < loss["pruned gradually, sparse"] + 0.05, printed
     assert re.search(r"pruned to (9\.[4-9]|10\.[0-6])%", printed) and "step_rows" in printed, printed
     assert (tmp_path / "layers.npz").exists()
 

@@ -222,7 +222,11 @@ X, H0 = torch.zeros(4, 2, 6), torch.zeros(2, 6)
         ),
         ({"x_projected": X[..., :5]}, ValueError, r"x_projected: expected shape \(steps, batch, 6\)"),
         ({"x_projected": [0.0]}, TypeError, "x_projected: expected a torch tensor"),
-        ({"x_projected": X.clone().requires_grad_()}, RuntimeError, "x_projected: requires a gradient"),
+        (
+            {"x_projected": X.clone().requires_grad_(), "h0": H0.numpy()},
+            RuntimeError,
+            "x_projected: requires a gradient",
+        ),
         ({"h0": H0[:1]}, ValueError, r"h0: expected shape \(2, 6\) and dtype float32, got \(1, 6\)"),
         ({"h0": None}, TypeError, "h0: expected a torch tensor"),
         ({"c0": H0}, ValueError, "c0: expected None for cell='tanh'"),

@@ -38,6 +38,7 @@ PROBLEMS = (
     "lsh_topk/lists=4,beam=2,hidden=24,vocab=300,frequent=30,n=5,k=8,units=2,bands=20",
     "sparse_recurrent/steps=20,batch=3,hidden=24,nonzeros=4,cell=gru,ragged=1,resets=1",
     "block_recurrent/steps=12,batch=2,hidden=24,nonzeros=2,dtype=float16,resets=1",
+    "recurrent_backward/steps=20,batch=3,hidden=24,nonzeros=12,cell=gru,ragged=1,resets=1",
 )
 
 # Whether a call, or which rows of its batch, meet a condition.

@@ -66,8 +66,8 @@ class Exchanged(Protocol):
         """Vectors that a thread has in flight while it copies."""
 
     @property
-    def hidden(self) -> int:
-        """Columns."""
+    def columns(self) -> int:
+        """Columns: the values of a sample that are exchanged in a step."""
 
     @property
     def sent_bytes(self) -> int:
@@ -170,15 +170,17 @@ def put(e: Exchanged) -> Phase:
     return phase
 
 
-def mark(e: Exchanged, polled: bool = True) -> Phase:
+def mark(e: Exchanged, polled: bool = True, begun: bool = True) -> Phase:
     """Make the exchange ready; the phase is (s, io, block).
 
-    Writes: the mark from the second slot on, and zeros behind the last column of each pack. Barriers: none; one of the
-    grid has to follow.
+    `begun`: whether states are being written to the first slot meanwhile.
+
+    Writes: the mark from the second slot on (or from the first), and zeros behind the last column of each pack.
+    Barriers: none; one of the grid has to follow.
     """
     # Words that are sent, and bytes of states in the word after them. A store of whole words has zeros for columns
     # beyond the last one.
-    words, rest = divmod(e.hidden * e.column_bytes, 4)
+    words, rest = divmod(e.columns * e.column_bytes, 4)
     if rest and e.sent_bytes > 2:
         words, rest = words + 1, 0
 
@@ -194,7 +196,7 @@ def mark(e: Exchanged, polled: bool = True) -> Phase:
                 if rest > 0:
                     s.copied[v] = T.Select(word == words, T.uint32(HALF_MARK), s.copied[v])
             # Meanwhile the states before the first step are being written to the first slot.
-            if number >= e.packs * e.pitch:
+            if number >= (e.packs * e.pitch if begun else 0):
                 store_vector(s.base[0] + T.Cast("uint64", number) * T.uint64(WIDEST),
                              s.copied[0], s.copied[1], s.copied[2], s.copied[3])
             else:

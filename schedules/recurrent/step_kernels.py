@@ -7,6 +7,9 @@ output of the step before. Every step reads the weight again, from the L2 cache 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, Program, Table, Workspace, ceildiv, powers
 from tvm_sparse.operators.sparse_recurrent.problem import RecurrentLayer
@@ -30,6 +33,45 @@ def default(problem: RecurrentLayer, machine: Machine) -> Decisions:
     }
 
 
+def sum_rows(
+    rows: Any, gates: int, batch: int, samples: int, lanes: int, load: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The products of a unit's rows with what the step before wrote; the phase is (io, s, t, slot, first, lane).
+
+    `rows`: access to the weight (`sparse_recurrent.definition.Rows`). `load`: an inline (io, t, b, column, into, at)
+    that loads the factor of a column and sequence for step t.
+
+    Writes: `s.sums[gate * samples + v]`, for the sequences from `first` on, in every lane of a group; `s.h`.
+    Barriers: none, but all lanes of a warp take part.
+    """
+    from tvm.script import tirx as T
+
+    from ..device.selection import FULL_WARP
+
+    # fmt: off
+    @T.inline
+    def phase(io, s, t, slot, first, lane):
+        for gate in T.unroll(gates):
+            for v in T.unroll(samples):
+                s.sums[gate * samples + v] = T.float32(0)
+            # Groups beyond the last slot only take part in the shuffles: their row is empty.
+            start: T.int32 = rows.start(io, slot, gate)
+            stop: T.int32 = rows.stop(io, slot, gate)
+            for i in T.serial((stop - start - lane + (lanes - 1)) // lanes):
+                column: T.int32 = rows.column(io, slot, gate, start + lane + i * lanes)
+                value: T.float32 = rows.value(io, slot, gate, start + lane + i * lanes)
+                for v in T.unroll(samples):
+                    if first + v < batch:
+                        load(io, t, first + v, column, s.h, 0)
+                        s.sums[gate * samples + v] = s.sums[gate * samples + v] + value * s.h[0]
+            for v in T.unroll(samples):
+                for bit in T.unroll(lanes.bit_length() - 1):
+                    s.sums[gate * samples + v] = s.sums[gate * samples + v] + T.tvm_warp_shuffle_xor(
+                        T.uint32(FULL_WARP), s.sums[gate * samples + v], 1 << bit, 32, 32)
+    # fmt: on
+    return phase
+
+
 def build(problem: RecurrentLayer, decisions: Decisions) -> Program:
     from types import SimpleNamespace
 
@@ -38,7 +80,6 @@ def build(problem: RecurrentLayer, decisions: Decisions) -> Program:
     from tvm_sparse.operators.sparse_recurrent.definition import next_state
 
     from ..device.region import device_region
-    from ..device.selection import FULL_WARP
     from ..interface import gpu_program
     from .gates import sigmoid, tanh
 
@@ -61,26 +102,7 @@ def build(problem: RecurrentLayer, decisions: Decisions) -> Program:
             if io.resets[t, b] != 0:
                 into[at] = T.float32(0)
 
-    @T.inline
-    def sum_rows(io, s, t, slot, first, lane):
-        """`s.sums`: U h of each gate, for the sequences from `first` on; in every lane of a group."""
-        for gate in T.unroll(gates):
-            for v in T.unroll(samples):
-                s.sums[gate * samples + v] = T.float32(0)
-            # Groups beyond the last slot only take part in the shuffles: their row is empty.
-            start: T.int32 = rows.start(io, slot, gate)
-            stop: T.int32 = rows.stop(io, slot, gate)
-            for i in T.serial((stop - start - lane + (lanes - 1)) // lanes):
-                column: T.int32 = rows.column(io, slot, gate, start + lane + i * lanes)
-                value: T.float32 = rows.value(io, slot, gate, start + lane + i * lanes)
-                for v in T.unroll(samples):
-                    if first + v < batch:
-                        load_state(io, t, first + v, column, s.h, 0)
-                        s.sums[gate * samples + v] = s.sums[gate * samples + v] + value * s.h[0]
-            for v in T.unroll(samples):
-                for bit in T.unroll(lanes.bit_length() - 1):
-                    s.sums[gate * samples + v] = s.sums[gate * samples + v] + T.tvm_warp_shuffle_xor(
-                        T.uint32(FULL_WARP), s.sums[gate * samples + v], 1 << bit, 32, 32)
+    add_up = sum_rows(rows, gates, batch, samples, lanes, load_state)
 
     @T.inline
     def take_step(io, s, t, b, unit, v):
@@ -137,7 +159,7 @@ def build(problem: RecurrentLayer, decisions: Decisions) -> Program:
         slot: T.let = block * (threads // lanes) + thread // lanes
         lane: T.let = thread % lanes
         for part in T.serial(ceildiv(batch, samples)):
-            sum_rows(io, s, t, slot, part * samples, lane)
+            add_up(io, s, t, slot, part * samples, lane)
             if slot < hidden:
                 # Lanes share the sequences.
                 for v in T.unroll(samples):

@@ -23,15 +23,20 @@ DEPTHS = powers(1, 8)
 
 @dataclass(frozen=True)
 class EntrySums:
-    """How `recurrent.step_rows` goes through a weight of entries: a tile is the unit of one slot."""
+    """How `recurrent.step_rows` goes through a weight of entries: a tile is the unit of one slot.
 
-    problem: SparseRecurrent
+    The weight has `columns` and, for each slot, `gates` rows; `rows` is the access to it (`definition.Rows`).
+    """
+
+    columns: int
+    gates: int
+    rows: Any
     sequences: int
     depth: int
     units: int = 1
 
     def shape(self, padded: int) -> tuple[int, int]:
-        return self.problem.hidden, padded
+        return self.columns, padded
 
     def place(self, unit: Any, b: Any) -> tuple[Any, Any]:
         return unit, b
@@ -44,7 +49,7 @@ class EntrySums:
     def sums(self) -> Callable[..., Any]:
         from tvm.script import tirx as T
 
-        gates, simd, depth, rows = self.problem.gates, self.sequences, self.depth, self.problem.rows()
+        gates, simd, depth, rows = self.gates, self.sequences, self.depth, self.rows
 
         # fmt: off
         @T.inline
@@ -88,7 +93,8 @@ def default(problem: SparseRecurrent, machine: Machine) -> Decisions:
 
 
 def program(problem: SparseRecurrent, decisions: Decisions) -> Program:
-    return steps.build(problem, decisions["chunk"], EntrySums(problem, decisions["simd"], decisions["depth"]))
+    weight = EntrySums(problem.hidden, problem.gates, problem.rows(), decisions["simd"], decisions["depth"])
+    return steps.build(problem, decisions["chunk"], weight)
 
 
 step_rows = Template(

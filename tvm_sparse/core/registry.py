@@ -132,6 +132,7 @@ BUILTIN = (
     Operator("candidate_logits", public=("candidate_logits",)),
     Operator("sparse_recurrent", public=("sparse_recurrent", "recurrent_weights", "RecurrentWeights")),
     Operator("block_recurrent", public=("block_recurrent", "block_recurrent_weights", "BlockRecurrentWeights")),
+    Operator("recurrent_backward"),
 )
 
 # Operators that a kind of program calls together: what `--set` names.

@@ -48,6 +48,8 @@ class BlockRecurrentWeights:
         `(groups, 16, 8)`: values of the tile's rows in the group's columns; zeros beyond the last unit and column.
     placed
         Copies on other devices, kept by the calls.
+    patterns
+        What backward passes keep by device, see `operators.recurrent_backward.autograd`.
     """
 
     hidden: int
@@ -57,6 +59,7 @@ class BlockRecurrentWeights:
     groups: np.ndarray
     weights: np.ndarray
     placed: dict[Any, Any] = field(default_factory=dict, repr=False)
+    patterns: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def held(self) -> tuple[np.ndarray, ...]:
@@ -151,12 +154,25 @@ def coordinates(
     hidden: int, gates: int, group_start: np.ndarray, groups: np.ndarray, weights: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows and columns (int64) of the matrix, and values (float32), of all elements in the groups."""
+    rows, columns, inside = _elements(hidden, gates, group_start, groups)
+    return rows[inside], columns[inside], weights[inside].astype(np.float32)
+
+
+def value_places(hidden: int, gates: int, group_start: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """The places of these elements in the flattened array of the groups, int64, in the order of `coordinates`."""
+    return np.flatnonzero(_elements(hidden, gates, group_start, groups)[2])
+
+
+def _elements(
+    hidden: int, gates: int, group_start: np.ndarray, groups: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows and columns of all places `(groups, 16, 8)`, and whether they are in the matrix."""
     units, row = tile_units(gates), np.arange(ROWS)
     tile = np.repeat(np.arange(len(group_start) - 1), np.diff(group_start))
     unit = tile[:, None] * units + row % units
     gate = np.broadcast_to(row // units if gates > 1 else 0 * row, unit.shape)
     column = groups.astype(np.int64)[:, None] * COLUMNS + np.arange(COLUMNS)
-    shape = weights.shape
+    shape = len(groups), ROWS, COLUMNS
     inside = ((unit < hidden) & (gate < gates))[:, :, None] & (column < hidden)[:, None, :]
-    rows = np.broadcast_to((gate * hidden + unit)[:, :, None], shape)[inside]
-    return rows, np.broadcast_to(column[:, None, :], shape)[inside], weights[inside].astype(np.float32)
+    rows = np.broadcast_to((gate * hidden + unit)[:, :, None], shape)
+    return rows, np.broadcast_to(column[:, None, :], shape), inside

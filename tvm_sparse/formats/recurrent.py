@@ -56,6 +56,8 @@ class RecurrentWeights:
         Order of the entries, see `recurrent_weights`; "" where it is not known.
     placed
         Copies on other devices, kept by the calls.
+    patterns
+        What backward passes keep by device, see `operators.recurrent_backward.autograd`.
     """
 
     hidden: int
@@ -67,6 +69,7 @@ class RecurrentWeights:
     order: str = ""
     banks: int = 8
     placed: dict[Any, Any] = field(default_factory=dict, repr=False)
+    patterns: dict[Any, Any] = field(default_factory=dict, repr=False)
     _others: dict[int, RecurrentWeights] = field(default_factory=dict, repr=False)
 
     @property
@@ -115,7 +118,8 @@ class RecurrentWeights:
             columns, values = columns[ascending], values[ascending]
             chosen = bank_order(self.row_start, columns, banks, self.gates)
             entries = pack_entries(columns[chosen], values[chosen], self.hidden, self.dtype)
-            found = self._others[banks] = replace(self, entries=entries, banks=banks, placed={}, _others=self._others)
+            found = replace(self, entries=entries, banks=banks, placed={}, patterns={})
+            self._others[banks] = found
         return found
 
     def laid_out_for(self, batch: int) -> RecurrentWeights:
@@ -241,6 +245,43 @@ def banks_for(batch: int, dtype: str) -> int:
     size = numpy_dtype(dtype).itemsize
     together = min(16 // size, 1 << (batch - 1).bit_length())
     return 128 // max(4, together * size)
+
+
+class Transposed(NamedTuple):
+    """The layout of a weight's transpose, `(hidden, gates * hidden)`, for the backward pass: see `transposed_layout`.
+
+    Attributes
+    ----------
+    units
+        `(hidden,)` int32: the unit at each slot, a permutation.
+    row_start
+        `(hidden + 1,)` int32: the first entry of a slot's row.
+    columns
+        `(nonzeros,)` int64: rows of the weight, `gate * hidden + unit`.
+    places
+        `(nonzeros,)` int64: the entry of the weight that each entry is.
+    """
+
+    units: np.ndarray
+    row_start: np.ndarray
+    columns: np.ndarray
+    places: np.ndarray
+
+
+def transposed_layout(rows: np.ndarray, columns: np.ndarray, hidden: int, gates: int, banks: int) -> Transposed:
+    """Lay out the transpose of a weight with entries at these rows and columns, which are all different.
+
+    Units are in balanced order, and the entries of a row in the order for `banks`, as in `recurrent_weights`.
+    """
+    rows, columns, width = rows.astype(np.int64), columns.astype(np.int64), gates * hidden
+    dealt = balanced_units(np.bincount(columns, minlength=hidden))
+    slot = np.empty(hidden, np.int64)
+    slot[dealt] = np.arange(hidden)
+    sort = np.argsort(slot[columns] * width + rows)
+    lengths = np.bincount(slot[columns], minlength=hidden)
+    row_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    places = sort[bank_order(row_start, rows[sort], banks)]
+    return Transposed(dealt.astype(np.int32), row_start, rows[places], places)
 
 
 # ---- entries -------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs: Squeezing Large Recurren
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from ..core import machine
 from ..core.problem import FLOATS, numpy_dtype
 from ..formats.block_recurrent import BlockRecurrentWeights
 from ..formats.recurrent import RecurrentWeights
-from ..operators.sparse_recurrent.call import input_facts
+from ..operators.sparse_recurrent.call import input_facts, with_gradient
 from ..operators.sparse_recurrent.problem import GATES
 from ..runtime import arrays
 from ..runtime.arrays import Facts
@@ -204,23 +205,41 @@ class _Layer:
 
     # ---- calls -----------------------------------------------------------------------------------
 
-    def _call(self, x_projected: Any, states: tuple[Any, ...], resets: Any, lengths: Any, out: Any) -> tuple[Any, ...]:
+    def _call(
+        self,
+        x_projected: Any,
+        states: tuple[Any, ...],
+        resets: Any,
+        lengths: Any,
+        out: Any,
+        values: Any = None,
+        hidden_bias: Any = None,
+    ) -> tuple[Any, ...]:
+        """`values` and `hidden_bias`: parameters of PyTorch in the place of the layer's own, see `RecurrentStack`."""
         shape = tuple(getattr(x_projected, "shape", ()))
-        parts = list(_parts(shape[0], shape[1], self.hidden)) if len(shape) == 3 else []
+        given = {"values": values, "hidden_bias": hidden_bias}
+        gradient = with_gradient(x_projected, *states, values, hidden_bias)
+        # Gradients of all gates are exchanged on the way back.
+        width = self.hidden * (self.weights.gates if gradient else 1)
+        parts = list(_parts(shape[0], shape[1], width)) if len(shape) == 3 else []
         if len(parts) == 1 and resets is None and lengths is None:
             # If there is a single launch, the operator checks the arguments.
             states = tuple(self._zeros(x_projected) if state is None else state for state in states)
-            return self._launch(x_projected, states, None, None, out)
+            return self._launch(x_projected, states, None, None, out, **given)
         known = self._check(x_projected)
         names = ("h0", "c0")[: len(states)]
         wanted = (shape[1], self.hidden)
         for name, state in zip(names, states, strict=True):
             if state is not None:
-                facts_beside(name, state, wanted, self.dtype, known, "x_projected is")
+                facts_beside(name, _plain(state), wanted, self.dtype, known, "x_projected is")
         states = tuple(self._zeros(x_projected) if state is None else state for state in states)
         resets, lengths = self._resets(resets, known), checked_lengths(lengths, x_projected, *shape[:2])
         if len(parts) == 1:
-            return self._launch(x_projected, states, resets, lengths, out)
+            return self._launch(x_projected, states, resets, lengths, out, **given)
+        if gradient:
+            if out is not None:
+                raise RuntimeError("out: a gradient is wanted, and none goes through `out`; call it without")
+            return self._joined(parts, x_projected, states, resets, lengths, given)
         shapes = [("output", (*known.shape[:2], self.hidden)), *((f"{name[0]}_n", wanted) for name in names)]
         outputs = outputs_for(out, tuple((name, shape, self.dtype) for name, shape in shapes), x_projected, known)
         for place, state in zip(outputs[1:], states, strict=True):
@@ -232,22 +251,65 @@ class _Layer:
                 None if resets is None else resets[time, rows],
                 None if lengths is None else self._left(lengths[rows], time),
                 None,
+                **given,
             )
             outputs[0][time, rows] = found[0]
             for place, state in zip(outputs[1:], found[1:], strict=True):
                 place[rows] = state
         return tuple(outputs)
 
-    def _launch(self, x: Any, states: tuple[Any, ...], resets: Any, lengths: Any, out: Any) -> tuple[Any, ...]:
+    def _joined(
+        self,
+        parts: list[tuple[slice, slice]],
+        x: Any,
+        states: tuple[Any, ...],
+        resets: Any,
+        lengths: Any,
+        given: dict[str, Any],
+    ) -> tuple[Any, ...]:
+        """The results of several launches, joined by operators with a gradient."""
+        import torch
+
+        outputs, ends = [], []
+        for rows, times in itertools.groupby(parts, key=lambda part: part[1]):
+            own, found = tuple(state[rows] for state in states), []
+            for time, _ in times:
+                output, *last = self._launch(
+                    x[time, rows],
+                    own,
+                    None if resets is None else resets[time, rows],
+                    None if lengths is None else self._left(lengths[rows], time),
+                    None,
+                    **given,
+                )
+                found.append(output)
+                own = tuple(last)
+            outputs.append(torch.cat(found))
+            ends.append(own)
+        return torch.cat(outputs, 1), *map(torch.cat, zip(*ends, strict=True))
+
+    def _launch(
+        self,
+        x: Any,
+        states: tuple[Any, ...],
+        resets: Any,
+        lengths: Any,
+        out: Any,
+        values: Any = None,
+        hidden_bias: Any = None,
+    ) -> tuple[Any, ...]:
+        if hidden_bias is None and self.hidden_bias is not None:
+            hidden_bias = self._placed("hidden_bias", self.hidden_bias, x)
         return run(
             self.weights,
             x,
             *states,
             cell=self.cell,
-            hidden_bias=None if self.hidden_bias is None else self._placed("hidden_bias", self.hidden_bias, x),
-            resets=resets,
+            hidden_bias=hidden_bias,
             lengths=lengths,
+            resets=resets,
             out=out,
+            values=values,
         )
 
     def launches(self, steps: int, batch: int) -> tuple[tuple[int, int], ...]:
@@ -399,7 +461,7 @@ class _Layer:
 
     def _check(self, x: Any) -> Facts:
         library("x_projected", x)
-        return input_facts(self.weights, x)
+        return input_facts(self.weights, _plain(x))
 
     def _resets(self, resets: Any, known: Facts) -> Any:
         """Resets in the operator's form."""
@@ -479,7 +541,8 @@ class SparseRNN(_Layer):
 
     Notes
     -----
-    When not to use it: for training, since there is no backward pass. If the weights change, make a new layer.
+    Results have the gradients of x_projected and of the states; weights and the bias of a GRU are constants. A
+    `RecurrentStack` trains them, too (`RecurrentStack.trainable`). If the weights change, make a new layer.
 
     Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs: Squeezing Large Recurrent Networks On-Chip", equation 2.
     """
@@ -535,7 +598,7 @@ class SparseRNN(_Layer):
         TypeError, ValueError
             For arguments that do not fit, naming them.
         RuntimeError
-            If an argument requires a gradient.
+            If a gradient is wanted and there is `out`.
         """
         output, h_n = self._call(x_projected, (h0,), resets, lengths, out)
         return output, h_n
@@ -561,7 +624,7 @@ class SparseLSTM(_Layer):
 
     Notes
     -----
-    When not to use it: as for `SparseRNN`.
+    Gradients: as for `SparseRNN`.
 
     Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs", appendix B.
     """
@@ -635,7 +698,7 @@ class SparseGRU(_Layer):
 
     Notes
     -----
-    When not to use it: as for `SparseRNN`.
+    Gradients: as for `SparseRNN`.
 
     Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs", with the cell of `torch.nn.GRU`.
     """
@@ -706,6 +769,11 @@ def checked_lengths(lengths: Any, x: Any, steps: int, batch: int, name: str = "x
 def _gates_of(weight_hh: Any, cell: str) -> int:
     """Number of gates of a weight to be pruned, if its rows match; otherwise it is refused later."""
     return GATES[cell] if len(weight_hh.shape) and not weight_hh.shape[0] % GATES[cell] else 1
+
+
+def _plain(array: Any) -> Any:
+    """A tensor without its gradient, for checks; anything else unchanged."""
+    return array.detach() if arrays.is_torch(array) else array
 
 
 def _is_dense(array: Any) -> bool:

@@ -11,12 +11,12 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from ..core.problem import FLOATS
 from ..operators.sparse_recurrent.problem import GATES
-from ..runtime.calls import refuse_gradient
 from . import storage
 from .libraries import tensor, to_host
 from .modules import DTYPES, check_conversion, effective, refuse_own_forward
 from .pruning import BLOCK
 from .recurrent import FORMAT, SparseGRU, SparseLSTM, SparseRNN, checked_lengths, projected_bias
+from .recurrent_weights import with_values
 
 CELLS = {"RNN_TANH": "tanh", "RNN_RELU": "relu", "LSTM": "lstm", "GRU": "gru"}  # by `torch.nn.RNNBase.mode`
 CLASSES: dict[str, Any] = {"tanh": SparseRNN, "relu": SparseRNN, "lstm": SparseLSTM, "gru": SparseGRU}
@@ -28,7 +28,6 @@ MODULES: dict[str, Any] = {
     "LSTM": torch.nn.LSTM,
     "GRU": torch.nn.GRU,
 }
-INSTEAD = "train the module that the stack was made of, or call it under torch.no_grad()"
 
 
 def from_torch(
@@ -109,9 +108,12 @@ def from_torch(
 class RecurrentStack(torch.nn.Module):
     """Stacked recurrent layers in one or both directions, with the interface of `torch.nn.RNN`, `LSTM` and `GRU`.
 
-    Use `from_torch` or `load` to make one. It is a module without parameters, for evaluation: `to`, `half` and similar
-    methods convert it, and `save` writes it to a file. Its state dict has the input weights and, as one tensor of
-    bytes, the recurrent ones; a stack of the same cell, sizes and layers can load it, whatever its pruning.
+    Use `from_torch` or `load` to make one. It is a module without parameters: `to`, `half` and similar methods convert
+    it, and `save` writes it to a file. Its state dict has the input weights and, as one tensor of bytes, the recurrent
+    ones; a stack of the same cell, sizes and layers can load it, whatever its pruning.
+
+    Results have the gradients of input and states. `trainable` makes parameters of the weights: the stack is then
+    trained with the pattern that it has.
 
     Under `torch.autocast` it runs in the dtype of autocast, like PyTorch's modules, with weights rounded to it at the
     first such call and cached; inputs of any dtype are cast. Otherwise inputs must have the stack's dtype. Conversions
@@ -173,9 +175,51 @@ class RecurrentStack(torch.nn.Module):
             self.register_buffer(f"bias_{number}", bias)
         self.layers = list(layers)
         self._cast: tuple[list[Any], dict[str, list[Any]]] | None = None
+        self.trained = False
         self.bidirectional, self.batch_first = bool(bidirectional), bool(batch_first)
         self.num_layers = len(layers) // directions
         self.eval()
+
+    def trainable(self) -> RecurrentStack:
+        """Make parameters of the weights, to train the stack with the pattern that it has; returns the stack.
+
+        For layer n (of the first direction, then of the second) these are `weight_n` and `bias_n` of the projection,
+        `values_n` `(nonzeros,)`, the stored recurrent weights in the order of `layers[n].weights.coordinates()`, and of
+        a GRU `hidden_bias_n` `(hidden,)`. A backward pass takes 4 * gates * hidden^2 bytes beside activations, or 2
+        with 16 bits. `save` and the state dict hold the present values.
+        """
+        if self.trained:
+            return self
+        for number, layer in enumerate(self.layers):
+            own = getattr(self, f"weight_{number}")
+            held = {"values": layer.weights.coordinates()[2], "hidden_bias": layer.hidden_bias}
+            given = {name: None if a is None else tensor(a, own.device).to(own.dtype) for name, a in held.items()}
+            given |= {name: self._buffers.pop(f"{name}_{number}") for name in ("weight", "bias")}
+            for name, value in given.items():
+                made = None if value is None else torch.nn.Parameter(value.detach().clone())
+                self.register_parameter(f"{name}_{number}", made)
+        self.trained = True
+        return self.train()
+
+    def frozen(self) -> RecurrentStack:
+        """A stack of the present weights, without parameters, for evaluation."""
+        inputs = [(getattr(self, f"weight_{n}"), getattr(self, f"bias_{n}")) for n in range(len(self.layers))]
+        copied = [tuple(None if one is None else one.detach().clone() for one in pair) for pair in inputs]
+        options = {"bidirectional": self.bidirectional, "batch_first": self.batch_first}
+        return RecurrentStack(self._present(), copied, **options)  # type: ignore[arg-type]
+
+    def _present(self) -> list[Any]:
+        """The layers with the present values of parameters."""
+        if not self.trained:
+            return self.layers
+        found = []
+        for number, layer in enumerate(self.layers):
+            values, bias = getattr(self, f"values_{number}"), getattr(self, f"hidden_bias_{number}")
+            one = layer._like(with_values(layer.weights, to_host(values)), layer.device)
+            if bias is not None:
+                one.hidden_bias = to_host(bias)
+            found.append(one)
+        return found
 
     @property
     def directions(self) -> int:
@@ -276,7 +320,11 @@ class RecurrentStack(torch.nn.Module):
                 if direction and turned:
                     projected, begins = turned.turn(projected), turned.resets
                 states = [None if state is None else state[place] for state in given]
-                output, *ends = layers[place](projected, *states, resets=begins, lengths=lengths)
+                trained = {}
+                if self.trained:
+                    own = {name: getattr(self, f"{name}_{place}") for name in ("values", "hidden_bias")}
+                    trained = {name: None if one is None else one.to(dtype) for name, one in own.items()}
+                output, *ends = layers[place]._call(projected, tuple(states), begins, lengths, None, **trained)
                 outputs.append(turned.turn(output) if direction and turned else output)
                 for kept, state in zip(last, ends, strict=True):
                     kept.append(state)
@@ -306,8 +354,7 @@ class RecurrentStack(torch.nn.Module):
             raise ValueError(f"hx: expected {many} of shape {wanted}, got {'' if several else 'one of '}{got}")
 
     def _check_input(self, x: torch.Tensor) -> torch.dtype:
-        """Check the input's dtype, device and gradient; return the dtype in which to run."""
-        refuse_gradient("input", x, INSTEAD)
+        """Check the input's dtype and device; return the dtype in which to run."""
         own = self.weight_0
         if own.is_meta:
             raise ValueError("input: the stack is on the meta device, and has no weights; load them on a device first")
@@ -327,7 +374,6 @@ class RecurrentStack(torch.nn.Module):
 
     def _checked_state(self, state: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A state of `hx` in the dtype in which the stack runs."""
-        refuse_gradient("hx", state, INSTEAD)
         if state.device != x.device:
             raise ValueError(f"hx: expected tensors on {x.device}, as input is, got {state.device}")
         if state.dtype is not dtype and not torch.is_autocast_enabled(x.device.type):
@@ -379,7 +425,7 @@ class RecurrentStack(torch.nn.Module):
         """The recurrent weights as bytes, which the state dict has beside the buffers."""
         held: dict[str, Any] = {}
         metas = []
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(self._present()):
             arrays, meta = layer.parts()
             held |= {f"{name}_{number}": array for name, array in arrays.items()}
             metas.append(meta)
@@ -411,7 +457,7 @@ class RecurrentStack(torch.nn.Module):
         """Write the stack to a file, as `SparseLSTM.save` does for a layer. Returns the path with its suffix."""
         held: dict[str, Any] = {}
         metas = []
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(self._present()):
             arrays, meta = layer.parts()
             arrays = {**arrays, "weight_ih": to_host(getattr(self, f"weight_{number}"))}
             bias = getattr(self, f"bias_{number}")

@@ -6,7 +6,9 @@ rows in groups of 8 columns, for tensor cores (`block_recurrent`); a dense weigh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,18 @@ from ..formats.block_recurrent import (
     BlockRecurrentWeights,
     lay_out_blocks,
     tiles_of,
+    value_places,
 )
 from ..formats.compressed import check_compressed
-from ..formats.recurrent import BANKS, ORDERS, RecurrentWeights, entry_words, lay_out, matrix_entries
+from ..formats.recurrent import (
+    BANKS,
+    ORDERS,
+    RecurrentWeights,
+    entry_words,
+    lay_out,
+    matrix_entries,
+    pack_entries,
+)
 from ..operators.block_recurrent.call import block_recurrent
 from ..operators.block_recurrent.call import problem_of as problem_of_blocks
 from ..operators.sparse_recurrent.call import problem_of, sparse_recurrent
@@ -66,15 +77,40 @@ def prepared(matrix: Any, gates: int, dtype: str | None, form: str, order: str) 
 
 
 def of_dtype(weights: Weights, dtype: str) -> Weights:
-    """The weights in the same form and another dtype."""
-    coordinates = *weights.coordinates(), weights.hidden, weights.gates
+    """The weights in the same form and layout, and in another dtype."""
     if isinstance(weights, RecurrentWeights):
-        return lay_out(*coordinates, dtype, weights.order or "banks", weights.banks)
-    return lay_out_blocks(*coordinates, dtype)
+        entries = pack_entries(weights.columns, weights.values, weights.hidden, dtype)
+        return replace(weights, dtype=dtype, entries=entries, placed={}, patterns={}, _others={})
+    with np.errstate(over="ignore"):
+        values = weights.weights.astype(numpy_dtype(dtype))
+    return replace(weights, dtype=dtype, weights=values, placed={}, patterns={})
 
 
-def run(weights: Weights, x_projected: Any, *states: Any, **given: Any) -> tuple[Any, ...]:
-    """Run the form's operator: one launch."""
+def with_values(weights: Weights, values: np.ndarray) -> Weights:
+    """The weights in the same layout with other values, in the order of `coordinates()`."""
+    if isinstance(weights, RecurrentWeights):
+        entries = pack_entries(weights.columns, values, weights.hidden, weights.dtype)
+        return replace(weights, entries=entries, placed={}, patterns={}, _others={})
+    found = np.zeros_like(weights.weights)
+    places = value_places(weights.hidden, weights.gates, weights.group_start, weights.groups)
+    found.reshape(-1)[places] = values.astype(found.dtype)
+    return replace(weights, weights=found, placed={}, patterns={})
+
+
+def run(weights: Weights, x_projected: Any, *states: Any, values: Any = None, **given: Any) -> tuple[Any, ...]:
+    """Run the form's operator: one launch.
+
+    `values`: a torch tensor `(nonzeros,)` of the weights' dtype, values in the place of their own in the order of
+    `coordinates()`, to which a gradient flows.
+    """
+    if values is not None:
+        from ..operators.recurrent_backward.autograd import differentiable
+
+        cell, beside = given.pop("cell"), {name: given.pop(name) for name in ("hidden_bias", "lengths", "resets")}
+        assert given.pop("out") is None
+        forward = functools.partial(run, cell=cell, out=None)
+        x, h0, c0 = (x_projected, *states, None)[:3]
+        return differentiable(forward, weights, x, h0, c0, *beside.values(), cell=cell, values=values)
     if isinstance(weights, RecurrentWeights):
         return sparse_recurrent(weights, x_projected, *states, **given)
     return block_recurrent(weights, x_projected, *states, **given)

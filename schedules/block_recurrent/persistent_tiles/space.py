@@ -110,6 +110,10 @@ class Extents:
         return numpy_dtype(self.dtype).itemsize
 
     @property
+    def columns(self) -> int:
+        return self.hidden
+
+    @property
     def pack(self) -> int:
         return 1
 

@@ -41,8 +41,8 @@ WARPGROUP = 128
 # words beside the stages.
 RESERVED, MOST_WORDS = 1024, 512
 # Figures for `estimate`, on an H200. A multiprocessor reads so many bytes from the L2 cache in a microsecond when all
-# do, stores so many, and has so many clocks. A panel costs PANEL_CLOCKS beside its products, a launch LAUNCH microseconds,
-# and a thread block BEGIN until its first products.
+# do, stores so many, and has so many clocks. A panel costs PANEL_CLOCKS beside its products, a launch LAUNCH
+# microseconds, and a thread block BEGIN until its first products.
 L2_BYTES, STORED_BYTES, CLOCKS = 42e3, 25e3, 1700
 PANEL_CLOCKS, LAUNCH, BEGIN = 150, 1.5, 1.5
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv, powers
-from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
+from tvm_sparse.operators.recurrent_backward.problem import RecurrentBackward
+from tvm_sparse.operators.sparse_recurrent.problem import RecurrentLayer, SparseRecurrent
 
 from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit
 
@@ -152,9 +154,14 @@ class Extents:
         return False
 
     @property
+    def columns(self) -> int:
+        """Columns of the weight: the states of all units."""
+        return self.hidden
+
+    @property
     def absent(self) -> int:
         """The column that absent entries refer to, always zero: the one behind the last."""
-        return self.hidden
+        return self.columns
 
     @property
     def sent_bytes(self) -> int:
@@ -168,7 +175,7 @@ class Extents:
     @property
     def vectors(self) -> int:
         """16-byte vectors of a pack's states. Absent entries refer to one more column, which is always zero."""
-        return ceildiv((self.hidden + 1) * self.column_bytes, WIDEST)
+        return ceildiv((self.columns + 1) * self.column_bytes, WIDEST)
 
     @property
     def pitch(self) -> int:
@@ -226,7 +233,7 @@ class Extents:
     @property
     def small_form(self) -> str:
         """The `form` of the fewest registers."""
-        return "joined" if self.words == 1 else "paired" if self.hidden >> 16 == 0 else "apart"
+        return "joined" if self.words == 1 else "paired" if self.columns >> 16 == 0 else "apart"
 
     @property
     def row_words(self) -> int:
@@ -272,9 +279,13 @@ class Extents:
         return tuple(found)
 
 
-def longest_row(problem: SparseRecurrent) -> int:
+# The extents of a point: `Extents.of`, or those of another kernel that is made of the same phases.
+Sizes = Callable[[Any, Decisions], Extents]
+
+
+def longest_row(problem: RecurrentLayer) -> int:
     """Entries that few rows of a random pattern exceed."""
-    return longest(problem.nonzeros, problem.hidden)
+    return longest(problem.nonzeros, problem.most_nonzeros)
 
 
 def longest(nonzeros: int, hidden: int) -> int:
@@ -289,7 +300,7 @@ def operate_cycles(e: Extents) -> float:
     The largest of the gathers' time in shared memory, that of the multiplications and that of the instructions; what is
     read again from the L2 cache; and the latency of a thread's own way. A few warps do not keep shared memory busy.
     """
-    row = min(e.nonzeros, e.hidden)
+    row = min(e.nonzeros, e.columns)
     held = min(row, e.registers * e.lanes)
     rows, rounds, rate = e.most * e.gates, ceildiv(row, e.lanes), min(L2_EACH, L2_ALL / e.blocks)
     warps = min(e.threads // WARP, ceildiv(e.most * e.lanes, WARP))
@@ -299,7 +310,7 @@ def operate_cycles(e: Extents) -> float:
     again = rows * (row - held) * e.words * 4 / rate
     way: float = e.rows * ceildiv(rounds, e.gathered) * GATHER
     way += (e.lanes.bit_length() - 1) * (SHUFFLE + 4 * (e.rows - 1)) + GATES * (1 + e.units) / 2
-    beyond = e.registers * e.lanes < longest(e.nonzeros, e.hidden)
+    beyond = e.registers * e.lanes < longest(e.nonzeros, e.columns)
     return max(gathers * max(1, BUSY / warps), products, issued) + again + way + beyond * REST
 
 
@@ -311,7 +322,7 @@ def cycles(e: Extents) -> float:
     return e.packs * (operate_cycles(e) + copied + (e.stages == 1) * SHUFFLE)
 
 
-def likely_points(problem: SparseRecurrent, machine: Machine, pack: int) -> Iterator[Decisions]:
+def likely_points(problem: RecurrentLayer, machine: Machine, pack: int, of: Sizes) -> Iterator[Decisions]:
     """Allowed points of `pack` samples a gather that may be the best: registers hold rows as far as they reach."""
     row, table = longest_row(problem), _table(problem, machine)
     for stages, blocks, threads, lanes in itertools.product(
@@ -327,11 +338,11 @@ def likely_points(problem: SparseRecurrent, machine: Machine, pack: int) -> Iter
         }
         possible = reversed(REGISTERS[: enough(REGISTERS, row, lanes) + 1])
         more = ({**point, "registers": n} for n in possible)
-        yield from itertools.islice((p for p in more if allowed(problem, machine, p) is None), 1)
+        yield from itertools.islice((p for p in more if allowed(problem, machine, p, of) is None), 1)
 
 
 @functools.lru_cache(maxsize=64)
-def best_point(problem: SparseRecurrent, machine: Machine) -> tuple[tuple[str, int], ...]:
+def best_point(problem: RecurrentLayer, machine: Machine, of: Sizes) -> tuple[tuple[str, int], ...]:
     """Of the likely points with as many samples per gather as possible, the one that takes the fewest `cycles`.
 
     Only those count whose rows are on chip, if there are any, and of these only the `usual` ones, if there are any.
@@ -339,12 +350,12 @@ def best_point(problem: SparseRecurrent, machine: Machine) -> tuple[tuple[str, i
     Raises `NotApplicable` if there is none.
     """
     for pack in reversed(_table(problem, machine)["pack"]):
-        found = list(likely_points(problem, machine, pack))
+        found = list(likely_points(problem, machine, pack, of))
         if found:
             held = [point for point in found if reach(point) >= longest_row(problem)] or found
             known = [point for point in held if point["threads"] in (USUAL_THREADS, *MORE_THREADS)] or held
-            best = [point for point in known if usual(problem, point)] or known
-            return tuple(min(best, key=lambda p: cycles(Extents.of(problem, p))).items())
+            best = [point for point in known if usual(problem, point, of)] or known
+            return tuple(min(best, key=lambda p: cycles(of(problem, p))).items())
     raise NotApplicable(f"states of hidden={problem.hidden} exceed the shared memory of a thread block")
 
 
@@ -353,9 +364,9 @@ def reach(point: Decisions) -> int:
     return point["reduce_threads"] * point["registers"]
 
 
-def usual(problem: SparseRecurrent, point: Decisions) -> bool:
+def usual(problem: RecurrentLayer, point: Decisions, of: Sizes) -> bool:
     """Whether a point has as many threads and lanes as the fastest points for similar shapes."""
-    e = Extents.of(problem, point)
+    e = of(problem, point)
     wide = e.vectors > USUAL_THREADS * MOST_LOADS
     long = problem.nonzeros >= WHOLE_WARPS and not wide
     threads = USUAL_THREADS
@@ -367,7 +378,7 @@ def usual(problem: SparseRecurrent, point: Decisions) -> bool:
     return e.threads == threads and (e.lanes == WARP if long else e.registers <= MOST_ROUNDS)
 
 
-def packs_of(problem: SparseRecurrent) -> tuple[int, ...]:
+def packs_of(problem: RecurrentLayer) -> tuple[int, ...]:
     """How many samples may lie side by side: no more than a load brings, and no more than half of them in vain.
 
     Those of one sample may fill a word: stores of 2 bytes into the exchange are slow.
@@ -376,7 +387,7 @@ def packs_of(problem: SparseRecurrent) -> tuple[int, ...]:
     return tuple(n for n in powers(1, WIDEST // size) if n < 2 * problem.batch or n * size == 4)
 
 
-def _table(problem: SparseRecurrent, machine: Machine) -> Table:
+def _table(problem: RecurrentLayer, machine: Machine) -> Table:
     most = min(machine.cores, ceildiv(problem.hidden, LEAST_UNITS))
     return {
         "blocks": tuple(sorted({min(n, most) for n in (*BLOCKS, most)})),
@@ -388,32 +399,32 @@ def _table(problem: SparseRecurrent, machine: Machine) -> Table:
     }
 
 
-def require(problem: SparseRecurrent, machine: Machine) -> None:
+def require(problem: SparseRecurrent | RecurrentBackward, machine: Machine) -> None:
     """Raise `NotApplicable` for problems that this template does not support."""
     if machine.capability < WARP_MAXIMA:
         raise NotApplicable("maxima of a warp need compute capability 8.0")
-    if problem.words == 1 and problem.hidden >> 16:
-        raise NotApplicable(f"16 bits leave no column beyond hidden={problem.hidden} for absent entries")
+    if problem.words == 1 and problem.most_nonzeros >> 16:
+        raise NotApplicable(f"16 bits leave no column beyond {problem.most_nonzeros} ones for absent entries")
 
 
-def space(problem: SparseRecurrent, machine: Machine) -> Table:
+def space(problem: SparseRecurrent | RecurrentBackward, machine: Machine, of: Sizes = Extents.of) -> Table:
     require(problem, machine)
-    best_point(problem, machine)
+    best_point(problem, machine, of)
     return _table(problem, machine)
 
 
-def launch(problem: SparseRecurrent, decisions: Decisions) -> Launch:
-    e = Extents.of(problem, decisions)
+def launch(problem: RecurrentLayer, decisions: Decisions, of: Sizes = Extents.of) -> Launch:
+    e = of(problem, decisions)
     return Launch(e.threads, e.shared_bytes)
 
 
-def default(problem: SparseRecurrent, machine: Machine) -> Decisions:
-    return dict(best_point(problem, machine))
+def default(problem: RecurrentLayer, machine: Machine, of: Sizes = Extents.of) -> Decisions:
+    return dict(best_point(problem, machine, of))
 
 
-def allowed(problem: SparseRecurrent, machine: Machine, decisions: Decisions) -> str | None:
+def allowed(problem: RecurrentLayer, machine: Machine, decisions: Decisions, of: Sizes = Extents.of) -> str | None:
     reason = refusal(longest_row(problem), decisions)
-    return reason or too_much(Extents.of(problem, decisions), problem, machine)
+    return reason or too_much(of(problem, decisions), problem, machine)
 
 
 def refusal(row: int, decisions: Decisions) -> str | None:
@@ -428,7 +439,7 @@ def refusal(row: int, decisions: Decisions) -> str | None:
     return None
 
 
-def too_much(e: Extents, problem: SparseRecurrent, machine: Machine) -> str | None:
+def too_much(e: Extents, problem: RecurrentLayer, machine: Machine) -> str | None:
     """Why a point's kernel does not fit a multiprocessor, or leaves much of it unused, or None."""
     limit = machine.block_shared_bytes
     if e.column_bytes < 4 and e.packs_each > 1:

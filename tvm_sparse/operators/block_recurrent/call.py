@@ -57,10 +57,12 @@ def block_recurrent(
     ValueError
         As in `sparse_recurrent`.
     RuntimeError
-        If an argument requires a gradient.
+        As in `sparse_recurrent`.
 
     Notes
     -----
+    Gradients are those of `sparse_recurrent`, by kernels that take the weight as entries.
+
     Sums, gates and c are float32; h is rounded to the dtype after each step. NaN propagates, and an infinity times a
     zero of a group is NaN, as in a dense product.
 

@@ -116,10 +116,13 @@ def sparse_recurrent(
         For another cell, gates that do not match it, shapes, dtypes or devices that do not fit, lengths outside of [0,
         steps], an argument that the cell lacks, or an `x_projected` of 2^31 elements or more.
     RuntimeError
-        If an argument requires a gradient.
+        If a gradient is wanted and there is `out`, or an array that is no torch tensor.
 
     Notes
     -----
+    If a torch tensor requires a gradient, results have the gradients of x_projected, h0, c0 and hidden_bias
+    (`recurrent_backward`); the weights are constants.
+
     Sums, gates and c are float32; h is rounded to the dtype after each step. A NaN or infinity in a state affects the
     units with a stored weight for it; in a dense layer it affects all.
 
@@ -180,8 +183,8 @@ def run_layer(
     """A call of a recurrent layer; `what` names the operator and the properties of the weights on which its problem
     depends. The other arguments are `sparse_recurrent`'s.
     """
-    outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     given = x_projected, h0, c0, hidden_bias, lengths, resets
+    outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     # Lengths on the host are checked at every call.
     if not validate and arrays.is_torch(x_projected) and x_projected.dim() == 3 and not arrays.traced():
         placed = weights.laid_out_for(x_projected.shape[1]).placed.get(x_projected.device)
@@ -189,6 +192,19 @@ def run_layer(
             found = repeat.again(dispatcher.launchers, what, (*placed, *given), None if out is None else outputs)
             if found is not None:
                 return found
+    if with_gradient(*given[:4]):
+        if out is not None:
+            raise RuntimeError("out: a gradient is wanted, and none goes through `out`; call it without")
+        from ..recurrent_backward.autograd import differentiable
+
+        def run(weights: Weights, *states: Any, hidden_bias: Any, lengths: Any, resets: Any) -> tuple[Any, ...]:
+            x, h0, c0 = (*states, None)[:3]
+            beside = hidden_bias, lengths, resets
+            return run_layer(
+                dispatcher, what, problem_of, weights, x, h0, c0, *beside, cell=cell, out=None, validate=validate
+            )
+
+        return differentiable(run, weights, *given, cell=cell)
 
     known, states = _checked(weights, x_projected, h0, c0, cell, hidden_bias)
     steps, batch, _ = known.shape
@@ -213,6 +229,15 @@ def run_layer(
         kept = lengths is None or known.device != "cpu" or None
         launch(dispatcher, problem, machine_of("x_projected", known), what, arguments, results, kept=kept)
     return outputs if out is not None else tuple(arrays.returned(one, x_projected) for one in results)
+
+
+def with_gradient(*given: Any) -> bool:
+    """Whether these arrays (or None) are torch tensors of which one requires a gradient."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.is_grad_enabled():
+        return False
+    tensors = [array for array in given if array is not None]
+    return all(map(arrays.is_torch, tensors)) and any(tensor.requires_grad for tensor in tensors)
 
 
 def problem_of(

@@ -339,31 +339,13 @@ class SparseRecurrent(RecurrentLayer):
         second row is empty. `one_long_row`: one row is full, the others have one entry or none. `empty`: no entries.
         `special`: for cells with bounded states, one weight is infinite.
         """
-        import numpy as np
 
         from tvm_sparse.formats.recurrent import banks_for, lay_out
 
-        hidden, gates, few = self.hidden, self.gates, min(self.nonzeros, self.hidden)
-        count = gates * hidden
-        if structure == "ragged":
-            counts = np.minimum(rng.integers(0, 2 * few, count, endpoint=True), hidden)
-        elif structure == "one_long_row":
-            counts = rng.integers(0, 2, count)
-            counts[count // 2] = hidden
-        elif structure == "empty":
-            counts = np.zeros(count, np.int64)
-        else:
-            counts = rng.binomial(hidden, few / hidden, count)
-            if structure == "empty_rows":
-                counts[::2] = 0
-        drawn = [rng.choice(hidden, each, replace=False, shuffle=False) for each in counts]
-        columns = np.concatenate([np.zeros(0, np.int64), *drawn])
-        # Never near zero, so that a missing entry is noticed.
-        values = rng.uniform(0.5, 1.5, len(columns)) * rng.choice([-1.0, 1.0], len(columns))
-        values *= np.repeat(NORM / np.sqrt(np.maximum(counts, 1)), counts)
-        if structure == "special" and len(values) and self.cell != "relu":
-            values[rng.integers(len(values))] = np.inf
-        rows = np.repeat(np.arange(count), counts)
+        hidden, gates = self.hidden, self.gates
+        rows, columns, values = drawn_entries(
+            rng, structure, gates * hidden, hidden, min(self.nonzeros, hidden), self.cell != "relu"
+        )
         order, units = ("columns", "plain") if structure == "ragged" else ("banks", "balanced")
         banks = banks_for(self.batch, self.dtype)
         weights = lay_out(rows, columns, values, hidden, gates, self.dtype, order, banks, units)
@@ -375,6 +357,35 @@ class SparseRecurrent(RecurrentLayer):
         rest = self.states_cost(nnz)
         words = nnz * self.words + self.gates * self.hidden + 1 + self.hidden
         return Cost(rest.bytes + 4 * words, rest.operations)
+
+
+def drawn_entries(
+    rng: np.random.Generator, structure: str, count: int, width: int, few: int, infinite: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows, columns and values of a weight `(count, width)` with `few` entries in a typical row, see
+    `SparseRecurrent.weight`. `infinite`: whether `special` has an infinite value.
+    """
+    import numpy as np
+
+    if structure == "ragged":
+        counts = np.minimum(rng.integers(0, 2 * few, count, endpoint=True), width)
+    elif structure == "one_long_row":
+        counts = rng.integers(0, 2, count)
+        counts[count // 2] = width
+    elif structure == "empty":
+        counts = np.zeros(count, np.int64)
+    else:
+        counts = rng.binomial(width, few / width, count)
+        if structure == "empty_rows":
+            counts[::2] = 0
+    drawn = [rng.choice(width, each, replace=False, shuffle=False) for each in counts]
+    columns = np.concatenate([np.zeros(0, np.int64), *drawn])
+    # Never near zero, so that a missing entry is noticed.
+    values = rng.uniform(0.5, 1.5, len(columns)) * rng.choice([-1.0, 1.0], len(columns))
+    values *= np.repeat(NORM / np.sqrt(np.maximum(counts, 1)), counts)
+    if structure == "special" and len(values) and infinite:
+        values[rng.integers(len(values))] = np.inf
+    return np.repeat(np.arange(count), counts), columns, values
 
 
 PROBLEM = SparseRecurrent

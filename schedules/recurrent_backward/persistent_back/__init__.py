@@ -1,0 +1,40 @@
+"""The gradient of a sparse recurrent layer on a GPU in one launch: the transposed weight stays on chip.
+
+The kernel is that of `sparse_recurrent.persistent_rows`, whose phases it is made of: slots, lanes, registers, the copy
+of what is exchanged, gathers and sums are the same, with the rows of the transposed weight `(hidden, gates * hidden)`,
+one for each unit. Different are the ends of a step. Thread blocks exchange the gradients d of all gates, a group's
+sums are the gradient dh of its unit's state after a step, and from it and what the step kept follow the gradients of
+its gates (`recurrent_backward.definition.through_cell`). What passes a state by, and the gradient of an LSTM's cell
+state, stay with the group.
+
+Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs", for the forward pass.
+"""
+
+from __future__ import annotations
+
+from tvm_sparse.core.template import Decisions, Program, Template
+from tvm_sparse.operators.recurrent_backward.problem import RecurrentBackward
+
+from .space import BackExtents, allowed, default, launch, space
+
+
+def build(problem: RecurrentBackward, decisions: Decisions) -> Program:
+    from .kernel import program
+
+    return program(problem, BackExtents.of(problem, decisions))
+
+
+persistent_back = Template(
+    name="persistent_back",
+    version=1,
+    operator="recurrent_backward",
+    kind="cuda",
+    summary="all steps back in one launch; the transposed weight stays on chip, blocks exchange gradients",
+    space=space,
+    default=default,
+    program=build,
+    allowed=allowed,
+    launch=launch,
+    explicit_threads=True,
+    cooperative=True,
+)

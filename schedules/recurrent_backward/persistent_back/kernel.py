@@ -1,0 +1,135 @@
+"""The kernel of `persistent_back`, a list of phases.
+
+before the last step
+
+    take_units      which units are whose                                  (`persistent_rows.weights`)
+    cells_of        the cell states of an LSTM                             (`cells`)
+    mark            the exchange made ready                                (`recurrent.exchange`)
+    load_weights    the transposed weight, to registers                    (`persistent_rows.weights`)
+    a barrier of the grid
+    begin           the last step, which needs no sums                     (`step`)
+
+in each step back from there, for each pack
+
+    load_inputs     what the next one needs                                (`step`)
+    load_ahead      weights that are not on chip                           (`persistent_rows.weights`)
+    stage           the gradients of the step after, from all thread blocks (`recurrent.exchange`)
+    gather          products of weights and gradients                      (`persistent_rows.step`)
+    reduce_lanes    their sums
+    finish          the gradients of the gates, to all thread blocks       (`step`)
+    write_exchanged the gradients of the step after, to the caller
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import Program, Resident, Workspace
+from tvm_sparse.operators.recurrent_backward.problem import RecurrentBackward
+
+from ...device.words import held_address
+from ...interface import gpu_program
+from ...recurrent.exchange import find_source, mark, stage
+from ...recurrent.sizes import WIDEST
+from ...sparse_recurrent.persistent_rows.step import gather, load_length, reduce_lanes
+from ...sparse_recurrent.persistent_rows.weights import load_ahead, load_weights, take_units
+from ..cells import cells_of
+from .space import BackExtents
+from .state import BackState
+from .step import begin, finish, load_inputs, take_inputs, write_exchanged
+
+Phase = Callable[..., Any]
+
+
+# fmt: off
+def take_pack(e: BackExtents) -> Phase:
+    """A pack's way through one step back; the phase is (s, io, back, pack), `back` counting the steps from the last
+    but one.
+    """
+    load, take, ahead, length = load_inputs(e), take_inputs(e), load_ahead(e), load_length(e)
+    find, multiply, reduce, end = find_source(e), gather(e), reduce_lanes(e), finish(e)
+    copy, write = stage(e, e.vectors, lambda number: number, e.stages == 1), write_exchanged(e)
+
+    @T.inline
+    def phase(s, io, back, pack):
+        step = T.meta_var(io.steps - 2 - back)
+        take(s)
+        if pack + 1 < e.packs:
+            load(s, io, step, pack + 1)
+        elif step >= 0:
+            load(s, io, step - 1, 0)
+        length(s, io, pack)
+        ahead(s, io)
+        find(s, io, back, pack)
+        copy(s)
+        multiply(s, io)
+        reduce(s)
+        end(s, io, step, pack, back + 1)
+        write(s, io, step + 1, pack)
+        if e.stages == 2:
+            s.front[0] = s.copies[0] - s.front[0]
+
+    return phase
+
+
+def last_step(e: BackExtents) -> Phase:
+    """The last step of all packs; the phase is (s, io).
+
+    After: the inputs of the step before it are being loaded. Barriers: none, but all lanes of a warp take part.
+    """
+    load, take, length, start = load_inputs(e), take_inputs(e), load_length(e), begin(e)
+
+    @T.inline
+    def phase(s, io):
+        for pack in T.serial(e.packs):
+            load(s, io, io.steps - 1, pack)
+            take(s)
+            length(s, io, pack)
+            start(s, io, pack)
+        load(s, io, io.steps - 2, 0)
+
+    return phase
+
+
+def kernel_body(problem: RecurrentBackward, e: BackExtents) -> Phase:
+    """The kernel, as the body of the function; called with its arguments."""
+    deal, load, ready, scan = take_units(e), load_weights(e), mark(e, begun=False), cells_of(problem)
+    start, go = last_step(e), take_pack(e)
+
+    @T.inline
+    def body(io):
+        T.device_entry()
+        block = T.cta_id([e.blocks])
+        t = T.thread_id([e.threads])
+        T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
+        s = T.meta_var(BackState.of(e, t))
+        s.base[0] = held_address("u64", io.exchange.ptr_to([0, 0]))
+        s.front[0] = T.cuda.cvta_generic_to_shared(s.stages.ptr_to([0]))
+        s.copies[0] = s.front[0] * T.uint32(2) + T.uint32(e.vectors * WIDEST)
+        deal(s, io, block)
+        ready(s, io, block)
+        if e.cell == "lstm":
+            scan(io, block * e.threads + s.t, e.blocks * e.threads)
+        load(s, io)
+        T.cuda.grid_sync()
+        start(s, io)
+        for back in T.serial(io.steps):
+            if e.packs == 1:
+                go(s, io, back, 0)
+            else:
+                for pack in T.serial(e.packs):
+                    go(s, io, back, pack)
+
+    return body
+# fmt: on
+
+
+def program(problem: RecurrentBackward, e: BackExtents) -> Program:
+    """The program of one point of the space."""
+    own = [Workspace("exchange", ("steps", e.packs * e.pitch * WIDEST // 4), "uint32", fill=None)]
+    if e.cell == "lstm":
+        own.append(Workspace("cells", ("steps", e.batch, e.hidden), "float32", fill=None))
+    return gpu_program(problem, kernel_body(problem, e), own, resident=Resident(e.blocks, e.threads, e.shared_bytes))

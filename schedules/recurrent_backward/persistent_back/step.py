@@ -1,0 +1,310 @@
+"""One step back of one pack, for the units of a group: what comes before and after the sums of `persistent_rows`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm.script import tirx as T
+
+from tvm_sparse.core.template import ceildiv
+from tvm_sparse.operators.recurrent_backward.definition import through_cell
+
+from ...device.words import value_in
+from ...recurrent.exchange import collect, element_bits, element_of, put, state_bits
+from ...recurrent.gates import sigmoid, tanh
+from ...sparse_recurrent.persistent_rows.step import carried, load_shared
+from .space import BackExtents
+
+Phase = Callable[..., Any]
+
+
+# fmt: off
+def load_inputs(e: BackExtents) -> Phase:
+    """Begin the loads of a step's inputs; the phase is (s, io, step, pack), a step ahead of their use.
+
+    Before the first step (`step` of -1) there is only whether that began a sequence.
+
+    Reads: `kept`, `d_output`, `before` or the workspace `cells`, `resets`.
+    Writes: `next_x`, `next_given`, `next_before`, `next_reset`, of lanes that finish a unit and sample. Barriers: none.
+    """
+
+    @T.inline
+    def of_unit(s, io, step, b, u):
+        for k in T.unroll(e.kept):
+            s.next_x[u * e.kept + k] = element_bits(e.dtype, io.kept[step, b, k * e.hidden + s.unit[u]])
+        s.next_given[u] = element_bits(e.dtype, io.d_output[step, b, s.unit[u]])
+        if e.cell == "lstm":
+            s.next_before[u] = io.cells[step, b, s.unit[u]]
+        elif e.cell == "gru":
+            s.next_before[u] = T.Cast("float32", io.before[step, b, s.unit[u]])
+
+    @T.inline
+    def phase(s, io, step, pack):
+        b = T.meta_var(pack * e.pack + s.sample)
+        if s.lane < e.finishing and b < e.batch:
+            if step >= 0:
+                for u in T.unroll(e.units):
+                    of_unit(s, io, step, b, u)
+            if e.cuts:
+                if step + 1 < io.steps:
+                    s.next_reset[0] = io.resets[step + 1, b]
+
+    return phase
+
+
+def take_inputs(e: BackExtents) -> Phase:
+    """Make the loaded inputs those of this step; the phase is (s).
+
+    Reads: `next_x`, `next_given`, `next_before`, `next_reset`. Writes: `x`, `given`, `before`, `reset`. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s):
+        for i in T.unroll(e.units * e.kept):
+            s.x[i] = value_in(e.dtype, s.next_x[i], 0)
+        for u in T.unroll(e.units):
+            s.given[u] = value_in(e.dtype, s.next_given[u], 0)
+            s.before[u] = s.next_before[u]
+        s.reset[0] = s.next_reset[0]
+
+    return phase
+
+
+def last_gradients(e: BackExtents) -> Phase:
+    """The gradients of the states after the last step, of a unit; the phase is (s, io, pack, u, mine).
+
+    `mine`: whether the group has the unit.
+
+    Reads: `d_h_n`, `d_c_n`. Writes: `dh`, `dc`. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, io, pack, u, mine):
+        b = T.meta_var(pack * e.pack + s.sample)
+        if s.lane < e.finishing and mine and b < e.batch:
+            s.dh[0] = T.Cast("float32", io.d_h_n[b, s.unit[u]])
+            if e.has_cell:
+                s.dc[0] = T.Cast("float32", io.d_c_n[b, s.unit[u]])
+
+    return phase
+
+
+def add_gradients(e: BackExtents) -> Phase:
+    """The gradients of the states before the step that has been exchanged, of a unit; the phase is (s, io, step, pack,
+    u, mine), `step` being the one before it.
+
+    Reads: `sums`, `reset`, `steps_of`, what is carried. Writes: `dh`, `dc`. Barriers: none.
+    """
+
+    @T.inline
+    def cut(s, step):
+        if s.reset[0] != 0:
+            if e.ragged:
+                if step + 1 < s.steps_of[0]:
+                    s.dh[0] = T.float32(0)
+                    s.dc[0] = T.float32(0)
+            else:
+                s.dh[0] = T.float32(0)
+                s.dc[0] = T.float32(0)
+
+    @T.inline
+    def phase(s, io, step, pack, u, mine):
+        cell = T.meta_var(carried(e, s, "cell", u, pack))
+        own = T.meta_var(carried(e, s, "own", u, pack))
+        if s.lane < e.finishing and mine and pack * e.pack + s.sample < e.batch:
+            s.dh[0] = s.sums[u * e.pack]
+            if e.ragged:
+                # An infinite value times the zeros of a sequence that has ended is no gradient of it.
+                if step + 1 >= s.steps_of[0]:
+                    s.dh[0] = T.float32(0)
+            if e.has_own:
+                s.dh[0] = s.dh[0] + own[0][own[1]]
+            if e.has_cell:
+                s.dc[0] = cell[0][cell[1]]
+            if e.cuts:
+                cut(s, step)
+
+    return phase
+
+
+def through_step(e: BackExtents) -> Phase:
+    """The gradients of a unit's gates in a step; the phase is (s, io, step, pack, u, mine).
+
+    Reads: `dh`, `dc`, `x`, `given`, `before`, `steps_of`.
+    Writes: `d`, what is carried; of a GRU the output `d_new`. Lanes that finish no sample have `d` of 0.
+    Barriers: none.
+    """
+    through = through_cell(e.cell, 1, sigmoid, tanh)
+
+    @T.inline
+    def pass_over(s):
+        for g in T.unroll(e.derived):
+            s.d[g] = T.float32(0)
+        s.fresh[0] = T.float32(0)
+
+    @T.inline
+    def take(s, u):
+        for k in T.unroll(e.kept):
+            s.kept[k] = s.x[u * e.kept + k]
+        s.dh[0] = s.dh[0] + s.given[u]
+        if e.cell == "lstm":
+            s.c[0] = s.before[u]
+        elif e.cell == "gru":
+            s.h[0] = s.before[u]
+        through(s, 0)
+
+    @T.inline
+    def take_or_pass(s, step, u):
+        if step < s.steps_of[0]:
+            take(s, u)
+        else:
+            pass_over(s)
+            s.own[0] = s.dh[0]
+
+    @T.inline
+    def phase(s, io, step, pack, u, mine):
+        b = T.meta_var(pack * e.pack + s.sample)
+        cell = T.meta_var(carried(e, s, "cell", u, pack))
+        own = T.meta_var(carried(e, s, "own", u, pack))
+        if s.lane < e.finishing and mine and b < e.batch:
+            if e.ragged:
+                take_or_pass(s, step, u)
+            else:
+                take(s, u)
+            if e.has_cell:
+                cell[0][cell[1]] = s.dc[0]
+            if e.has_own:
+                own[0][own[1]] = s.own[0]
+        else:
+            pass_over(s)
+
+    return phase
+
+
+def send_gradients(e: BackExtents) -> Phase:
+    """The gradients of a unit's gates, to all thread blocks; the phase is (s, slot, pack, u, mine).
+
+    Reads: `d`. Writes: the exchange. Barriers: none, but all lanes of a warp take part.
+    """
+    join, send = collect(e), put(e)
+
+    @T.inline
+    def phase(s, slot, pack, u, mine):
+        for g in T.unroll(e.derived):
+            s.bits[0] = state_bits(e, s.d[g])
+            join(s)
+            send(s, slot, pack, g * e.hidden + s.unit[u], s.lane == 0 and mine)
+
+    return phase
+
+
+def write_new(e: BackExtents) -> Phase:
+    """Of a GRU, the gradient of x_n of a unit, to the caller; the phase is (s, io, step, pack, u, mine).
+
+    Reads: `fresh`. Writes: `d_new`. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, io, step, pack, u, mine):
+        b = T.meta_var(pack * e.pack + s.sample)
+        if s.lane < e.finishing and mine and b < e.batch:
+            io.d_new[step, b, s.unit[u]] = T.Cast(e.dtype, s.fresh[0])
+
+    return phase
+
+
+def write_first(e: BackExtents) -> Phase:
+    """The gradients of a unit's states before the first step, to the caller; the phase is (s, io, pack, u, mine).
+
+    Reads: `dh`, `dc`. Writes: `d_h0`, `d_c0`. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, io, pack, u, mine):
+        b = T.meta_var(pack * e.pack + s.sample)
+        if s.lane < e.finishing and mine and b < e.batch:
+            io.d_h0[b, s.unit[u]] = T.Cast(e.dtype, s.dh[0])
+            if e.has_cell:
+                io.d_c0[b, s.unit[u]] = T.Cast(e.dtype, s.dc[0])
+
+    return phase
+
+
+def begin(e: BackExtents) -> Phase:
+    """The last step, which needs no sums; the phase is (s, io, pack).
+
+    Reads: `x`, `given`, `before`, `steps_of`, `d_h_n`, `d_c_n`. Writes: the exchange's first slot, what is carried.
+    Barriers: none, but all lanes of a warp take part.
+    """
+    start, through, send, write = last_gradients(e), through_step(e), send_gradients(e), write_new(e)
+
+    @T.inline
+    def phase(s, io, pack):
+        for u in T.unroll(e.units):
+            mine = T.meta_var(u * e.groups + s.group < s.count[0])
+            start(s, io, pack, u, mine)
+            through(s, io, io.steps - 1, pack, u, mine)
+            send(s, 0, pack, u, mine)
+            if e.cell == "gru":
+                write(s, io, io.steps - 1, pack, u, mine)
+
+    return phase
+
+
+def finish(e: BackExtents) -> Phase:
+    """The units' gradients in a step, to all who need them; the phase is (s, io, step, pack, slot).
+
+    `slot`: of the exchange, that of this step. Before the first step (`step` of -1) they go to the caller.
+
+    Reads: as `add_gradients` and `through_step`. Writes: the exchange or the outputs, what is carried.
+    Barriers: none, but all lanes of a warp take part.
+    """
+    add, through, send = add_gradients(e), through_step(e), send_gradients(e)
+    write, write_states = write_new(e), write_first(e)
+
+    @T.inline
+    def phase(s, io, step, pack, slot):
+        for u in T.unroll(e.units):
+            mine = T.meta_var(u * e.groups + s.group < s.count[0])
+            add(s, io, step, pack, u, mine)
+            if step >= 0:
+                through(s, io, step, pack, u, mine)
+                send(s, slot, pack, u, mine)
+                if e.cell == "gru":
+                    write(s, io, step, pack, u, mine)
+            else:
+                write_states(s, io, pack, u, mine)
+
+    return phase
+
+
+def write_exchanged(e: BackExtents) -> Phase:
+    """The gradients that have been copied, to the caller; the phase is (s, io, step, pack), `step` being theirs.
+
+    The thread block writes neighbouring columns of each gate, as many as it has units, as `write_before` of
+    `persistent_rows` does.
+
+    Reads: `stages` at `front`. Writes: `d_sums`. Barriers: none.
+    """
+    load = load_shared[e.itemsize]
+
+    @T.inline
+    def phase(s, io, step, pack):
+        for i in T.serial(ceildiv(e.most * e.pack * e.derived, e.threads)):
+            number: T.int32 = i * e.threads + s.t
+            place: T.int32 = number % e.most
+            gate: T.int32 = number // e.most % e.derived
+            member: T.int32 = number // (e.most * e.derived)
+            if member < e.pack and place < s.count[0] and pack * e.pack + member < e.batch:
+                column = T.meta_var(gate * e.hidden + s.first[0] + place)
+                at = T.meta_var(s.front[0] + T.Cast("uint32", column * e.column_bytes + member * e.itemsize))
+                if e.itemsize == 2:
+                    load(s.small[0], at)
+                    s.bits[0] = T.Cast("uint32", s.small[0])
+                else:
+                    load(s.bits[0], at)
+                io.d_sums[step, pack * e.pack + member, column] = element_of(e.dtype, s.bits[0])
+
+    return phase
+# fmt: on
