@@ -54,6 +54,16 @@ class Blocks:
         )
 
     @property
+    def adjusted(self) -> bool:
+        """Whether elements are not the logits as they are in memory."""
+        return bool(self.problem.bias or self.problem.allowed)
+
+    @property
+    def has_bits(self) -> bool:
+        """Whether a vector's bits of the bitmap are in one 32-bit word, which is loaded with it."""
+        return bool(self.problem.allowed) and not self.ext.ragged
+
+    @property
     def steps(self) -> int:
         """Tiles of a slice; one more step has the row's ragged elements."""
         return self.ext.full_tiles + self.ext.other_tiles

@@ -48,6 +48,7 @@ class Arguments:
     top_ps: Any
     min_ps: Any
     bias: Any
+    allowed: Any
     uniforms: Any
     seeds: Any
     seed: Any
@@ -104,13 +105,13 @@ def gpu_program(problem: SoftmaxSample, body: Callable[..., Any], overlapped: bo
     def main(
         logits: T.handle, temperature: T.float32, top_k: T.int32, top_p: T.float32, min_p: T.float32,
         temperatures: T.handle, top_ks: T.handle, top_ps: T.handle, min_ps: T.handle, bias: T.handle,
-        uniforms: T.handle, seeds: T.handle, seed: T.int64, offset: T.int64, offsets: T.handle, tokens: T.handle,
-        logprobs: T.handle, values: T.handle, indices: T.handle
+        allowed: T.handle, uniforms: T.handle, seeds: T.handle, seed: T.int64, offset: T.int64, offsets: T.handle,
+        tokens: T.handle, logprobs: T.handle, values: T.handle, indices: T.handle
     ):
         batch = T.int32()
         body(Arguments.match(problem, batch, (
-            logits, temperature, top_k, top_p, min_p, temperatures, top_ks, top_ps, min_ps, bias, uniforms, seeds, seed,
-            offset, offsets, tokens, logprobs, values, indices)))
+            logits, temperature, top_k, top_p, min_p, temperatures, top_ks, top_ps, min_ps, bias, allowed, uniforms,
+            seeds, seed, offset, offsets, tokens, logprobs, values, indices)))
     # fmt: on
     return _program(problem, overlapping(main) if overlapped else main, "tirx")
 
@@ -123,14 +124,14 @@ def cpu_program(problem: SoftmaxSample, body: Callable[..., Any]) -> Program:
     def main(
         logits: T.handle, temperature: T.float32, top_k: T.int32, top_p: T.float32, min_p: T.float32,
         temperatures: T.handle, top_ks: T.handle, top_ps: T.handle, min_ps: T.handle, bias: T.handle,
-        uniforms: T.handle, seeds: T.handle, seed: T.int64, offset: T.int64, offsets: T.handle, tokens: T.handle,
-        logprobs: T.handle, values: T.handle, indices: T.handle
+        allowed: T.handle, uniforms: T.handle, seeds: T.handle, seed: T.int64, offset: T.int64, offsets: T.handle,
+        tokens: T.handle, logprobs: T.handle, values: T.handle, indices: T.handle
     ):
         T.func_attr({"tirx.noalias": True})
         batch = T.int64()
         body(Arguments.match(problem, batch, (
-            logits, temperature, top_k, top_p, min_p, temperatures, top_ks, top_ps, min_ps, bias, uniforms, seeds, seed,
-            offset, offsets, tokens, logprobs, values, indices), packed=True))
+            logits, temperature, top_k, top_p, min_p, temperatures, top_ks, top_ps, min_ps, bias, allowed, uniforms,
+            seeds, seed, offset, offsets, tokens, logprobs, values, indices), packed=True))
     # fmt: on
     return _program(problem, main, None)
 

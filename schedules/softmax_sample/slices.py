@@ -61,6 +61,7 @@ def main(blocks: Blocks) -> Callable[..., Any]:
     accumulate, add_edge = sums.accumulate(ext), sums.add_edge(ext)
     join_warp, join_block, join_cluster = join.join_warp(), join.join_block(ext), join.join_cluster(ext)
     write_best, write_first = write_best_word(blocks, crew), write_first_word(blocks)
+    sum_elements = sum_adjusted(blocks, crew)
     begin, search = begin_search(blocks), draw_by_search(crew, blocks.problem)
     summed, choose, take = sum_slices(blocks, crew), choose_slice(blocks), take_word(blocks, crew)
 
@@ -78,9 +79,12 @@ def main(blocks: Blocks) -> Callable[..., Any]:
         r.factor = s.factor[0]
 
         locate(r, io.logits)
-        begin_pair(r)
-        accumulate(r, views.words, s, 0)
-        add_edge(r)
+        if blocks.adjusted:
+            sum_elements(io, row, t, s)
+        else:
+            begin_pair(r)
+            accumulate(r, views.words, s, 0)
+            add_edge(r)
         own = T.alloc_local([1], "float32")
         own[0] = r.m
         join_warp(r)
@@ -132,6 +136,45 @@ def main(blocks: Blocks) -> Callable[..., Any]:
         of_row(io, T.Cast("int64", group), part, thread)
 
     return body
+
+
+def sum_adjusted(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
+    """The pair (m, d) of a thread's elements, with bias and bitmap, as `rows.sum` finds it of logits; (io, row, t, s).
+
+    Reads: the row, the bias, the bitmap.
+    Writes: `r.m`, `r.d`, `r.top`, `r.tile`, `r.top_tile`, and `stage` if the row is kept there; scratch.
+    Barriers: none.
+    """
+    ext, steps, elements = blocks.ext, blocks.steps, crew.elements
+    copied = hold.copy_part(ext)
+
+    @T.inline
+    def phase(io, row, t, s):
+        x = T.alloc_local([elements], "float32")
+        if ext.keep == "shared":
+            copied(s.r, s.words, s.stage)
+        s.r.m = sums.LOWEST
+        s.r.d = T.float32(0)
+        s.r.top_tile = steps
+        for i in T.serial(crew.steps, unroll=False):
+            # The ragged elements first: a lane that has the row's maximum there looks through all of its steps for it.
+            s.r.tile = T.Select(i == 0, steps, i - 1) if ext.ragged else i
+            crew.load(io, row, t, s, s.r.tile)
+            s.r.top = s.r.m
+            for e in T.unroll(elements):
+                crew.take(io, s, e)
+                x[e] = s.x[0]
+                s.r.top = T.max(s.r.top, x[e])
+            s.r.top = T.min(s.r.top, sums.HIGHEST)
+            if s.r.top > s.r.m:
+                s.r.d = s.r.d * T.exp2(sums.scaled(s.r, s.r.m - s.r.top))
+                s.r.m = s.r.top
+                s.r.top_tile = s.r.tile
+            for e in T.unroll(elements):
+                T.ptx.ex2.approx.ftz.f32(s.r.power, sums.scaled(s.r, x[e] - s.r.m))
+                s.r.d = s.r.d + s.r.power
+
+    return phase
 
 
 def write_best_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:

@@ -23,8 +23,6 @@ KEPT = 160 * 1024
 
 
 def space(problem: SoftmaxSample, machine: Machine) -> Table:
-    if problem.bias:
-        raise NotApplicable("a bias is not added to slices")
     if not problem.alone:
         raise NotApplicable("sums of slices tell the best word alone, for a draw from the whole row")
     return {

@@ -86,6 +86,7 @@ class State:
     pair_d: Any = None  # shared: its sum of exponentials
     words: Any = None  # the logits as vectors
     r: Any = None  # the warp's slice of the row (`rows.state.RowState`)
+    bits: Any = None  # of the bitmap, from the first column of each vector in hand on
     small: Any = None  # scratch for a load
     column: Any = None  # of the first element of the vectors in hand
     own: Any = None  # the thread's number among all that go through the row
