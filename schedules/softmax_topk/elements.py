@@ -67,7 +67,8 @@ def mask_vectors(vocab: int, width: int, vectors: int, aligned: bool) -> Callabl
             else:
                 for v in T.unroll(width):
                     x[u * width + v] = chosen(
-                        bits_from(io, row, T.max(T.min(column(u * width + v), vocab - 1), 0)), 0, x[u * width + v])
+                        bits_from(io, row, T.max(T.min(column(u * width + v), vocab - 1), 0)), 0, x[u * width + v]
+                    )
 
     return phase
 

@@ -17,7 +17,7 @@ from tvm_sparse.core.template import ceildiv
 
 from ...device.selection import FULL_WARP, below, bits_value, join_key, order
 from ...device.words import load_element, load_words, value_in
-from ..elements import written_element
+from ..elements import mask_vectors, written_element
 from .layout import Layout, Pool, Tiling
 from .rank import place_in_output
 from .state import WRITTEN, address_of, column_of, folded, not_below

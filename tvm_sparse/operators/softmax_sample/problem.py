@@ -228,8 +228,12 @@ class SoftmaxSample(Problem):
             "one_offset": self.seeded == 2,
             "own_offsets": self.seeded == 3,
         }
-        return int(present[name]) if name in present else self.best.extent(name) if name == "bitmap" else super().extent(
-            name
+        return (
+            int(present[name])
+            if name in present
+            else self.best.extent(name)
+            if name == "bitmap"
+            else super().extent(name)
         )
 
     def distance(self, other: Problem) -> float | None:
