@@ -5,7 +5,6 @@ The k best are read back from the outputs, in order, which is why this stands be
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.arguments import beside
 from tvm_sparse.core.template import ceildiv
 from tvm_sparse.operators.softmax_sample.definition import (
     Columns,
@@ -35,7 +35,6 @@ from ..device.selection import FULL_WARP, lanes_max, lanes_min, lanes_sum, scan_
 from ..device.state import named
 from ..device.words import load_element
 from ..softmax_topk.ending import Ending
-from .interface import Arguments
 from .search import Blocks, search_by_blocks, search_by_thread
 
 
@@ -87,18 +86,18 @@ class Drawing:
         )
 
 
-def of_row(io: Arguments, name: str, row: Any) -> Any:
+def of_row(io: Any, name: str, row: Any) -> Any:
     """A float32 argument that is one number for all rows, or one for each row."""
     return load_element("float32", getattr(io, name + "s").ptr_to([row])) if io.per_row else getattr(io, name)
 
 
 # fmt: off
-def own_on_gpu(io: Arguments, row: Any) -> Arguments:
+def own_on_gpu(io: Any, row: Any) -> Any:
     """The arguments with the row's inverse temperature."""
     scale, temperature = (T.alloc_local([1], "float32") for _ in range(2))
     T.buffer_store(temperature, of_row(io, "temperature", row), [0])
     T.buffer_store(scale, inverse(temperature[0]), [0])
-    return dataclasses.replace(io, scale=scale[0])
+    return beside(io, {"scale": scale[0]})
 
 
 @T.inline
@@ -297,14 +296,14 @@ def is_open(k: int, words: int, s: Any) -> tirx.PrimExpr:
     return T.And(T.And(s.top_k[0] > k, s.left[0] > 0), T.Or(s.left[0] == k, share))
 
 
-def own_on_cpu(io: Arguments, row: Any) -> Arguments:
+def own_on_cpu(io: Any, row: Any) -> Any:
     """The arguments with the row's inverse temperature, as `own_on_gpu`, within a block of TIR."""
     scale = T.sblock_alloc_buffer((1,), "float32")
     T.buffer_store(scale, inverse(filter_on_cpu(io, "temperature", row)), [0])
-    return dataclasses.replace(io, scale=scale[0])
+    return beside(io, {"scale": scale[0]})
 
 
-def filter_on_cpu(io: Arguments, name: str, row: Any) -> Any:
+def filter_on_cpu(io: Any, name: str, row: Any) -> Any:
     """A filter that is one number for all rows, or one for each row."""
     return getattr(io, name + "s")[row] if io.per_row else getattr(io, name)
 

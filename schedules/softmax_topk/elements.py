@@ -49,7 +49,7 @@ def mask_vectors(vocab: int, width: int, vectors: int, aligned: bool) -> Callabl
     """Minus infinity for elements that are not allowed; the phase is (io, row, x, column).
 
     `column(e)` is the column of x[e], of `vectors` vectors of `width` neighbours. `aligned`: vectors begin at multiples
-    of `width`, so that one word of the bitmap has all bits of a vector. Columns outside of the row may have any element.
+    of `width`, so that one word of the bitmap has all bits of a vector. Columns outside of the row get any element.
 
     Reads: `allowed`.
     Writes: `x`.

@@ -70,8 +70,6 @@ def bitmaps(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
 
     Bits beyond the vocabulary are random.
     """
-    import numpy as np
-
     shares = rng.choice([1, 0.9, 0.5, 2 / vocab, 0], size=(rows, 1), p=[0.2, 0.3, 0.3, 0.15, 0.05])
     return pack_bits(rng.random((rows, bitmap_words(vocab) * BITS)) < shares)
 
