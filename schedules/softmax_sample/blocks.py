@@ -34,6 +34,7 @@ class Blocks:
     keep: Keep = "nowhere"  # where the row is between passes: in shared memory, or read again
     vectors: int = 0  # that a thread loads at once; 0: as many as its registers allow
     joined: bool = False  # whether pairs (m, d) of the slices are joined, too
+    ticketed: bool = False  # whether they are no cluster, and the last one to finish its sums draws (`tickets`)
 
     @property
     def ext(self) -> Extents:
@@ -52,6 +53,11 @@ class Blocks:
             written=True,
             tempered=True,
         )
+
+    @property
+    def searches(self) -> bool:
+        """Whether rows are searched for bounds of filters."""
+        return not self.ticketed
 
     @property
     def adjusted(self) -> bool:
@@ -77,8 +83,10 @@ class Blocks:
     def bytes(self) -> int:
         """Bytes of shared memory, see `search_state`."""
         histograms = 8 * (2 * BINS + len(FOUND) + 2 * BINS) + 4 * ((3 + 3 * COPIES) * BINS)
+        if self.ticketed:
+            histograms = 8 * (2 * BINS + len(FOUND)) + 4 * (BINS + 1)
         arrays = (16 if self.joined else 8) * (self.ext.parts + 1) + 8 * (self.rounds + 1)
-        lists = 4 * self.threads * self.listed if self.joined else 0
+        lists = 4 * self.threads * self.listed if self.searches and self.joined else 0
         return asked(ceildiv(self.staged + histograms + arrays + lists, 16) * 16)
 
     @property

@@ -25,11 +25,13 @@ from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 
 from ..device.arithmetic import LOG2_E
 from ..device.cluster import cluster_arrive, cluster_barrier
+from ..device.region import device_region
 from ..device.selection import lanes_max, lanes_min, order_bits
 from ..rows import hold, join
 from ..rows import sum as sums
 from ..rows.state import RowState, Views
 from ..softmax_topk.elements import written_element
+from . import tickets
 from .interface import gpu_program
 from .search.blocks import (
     NONE,
@@ -44,24 +46,88 @@ from .search.blocks import (
     take_word,
 )
 from .search.crew import Crew, draw_by_search, leave_all
-from .space import RESIDENT, blocks_of
-from .words import Drawing, own_on_gpu, read_filters
+from .space import RESIDENT, blocks_of, ticketed
+from .words import Drawing, own_on_gpu, read_filters, read_uniform
 
 
 def build(problem: SoftmaxSample, decisions: Decisions) -> Program:
-    return gpu_program(problem, main(blocks_of(problem, decisions)))
+    blocks = blocks_of(problem, decisions)
+    if not decisions["tickets"]:
+        return gpu_program(problem, alone(blocks))
+    singles = ticketed(problem, decisions)
+    return gpu_program(problem, beside_tickets(blocks, singles), tickets.workspaces(singles))
 
 
 # fmt: off
-def main(blocks: Blocks) -> Callable[..., Any]:
-    """The body of a kernel: its threads, the state, and the row's phases."""
+def alone(blocks: Blocks) -> Callable[..., Any]:
+    """The body of a program of one kernel, for all rows."""
+    kernel = main(blocks)
+
+    @T.inline
+    def body(io):
+        T.device_entry()
+        kernel(io)
+
+    return body
+
+
+def beside_tickets(blocks: Blocks, singles: Blocks) -> Callable[..., Any]:
+    """The body of a program of two kernels: rows that no filter cuts are drawn by `singles`.
+
+    Where filters are numbers for all rows, one of the kernels is launched.
+    """
+    words = blocks.problem.words
+    kernel = main(blocks, cut=bool(blocks.problem.per_row))
+    uncut = tickets.kernel(singles, sum_of_slice(singles, crew_of(singles)), write_first_word(singles))
+
+    @T.inline
+    def body(io):
+        if io.per_row:
+            with device_region():
+                uncut(io)
+            with device_region():
+                kernel(io)
+        elif tickets.is_uncut(limit_of(io.temperature, io.top_k, words), io.top_p, io.min_p, words):
+            with device_region():
+                uncut(io)
+        else:
+            with device_region():
+                kernel(io)
+
+    return body
+
+
+def sum_of_slice(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
+    """The pair (m, d) of a lane's elements; the phase is (io, row, t, s).
+
+    Reads: the row.
+    Writes: `r.m`, `r.d`, `r.top_tile`, where the slice lies (`hold.locate`), and `stage` if the row is kept there.
+    Barriers: none.
+    """
+    ext = blocks.ext
+    locate, begin_pair = hold.locate(ext), sums.begin_pair(ext)
+    accumulate, add_edge, sum_elements = sums.accumulate(ext), sums.add_edge(ext), sum_adjusted(blocks, crew)
+
+    @T.inline
+    def phase(io, row, t, s):
+        locate(s.r, io.logits)
+        if blocks.adjusted:
+            sum_elements(io, row, t, s)
+        else:
+            begin_pair(s.r)
+            accumulate(s.r, s.words, s, 0)
+            add_edge(s.r)
+
+    return phase
+
+
+def main(blocks: Blocks, cut: bool = False) -> Callable[..., Any]:
+    """The body of a kernel: its threads, the state, and the row's phases; with `cut` for rows that a filter cuts."""
     ext, cluster, threads, words = blocks.ext, blocks.cluster, blocks.threads, blocks.problem.words
     crew = crew_of(blocks)
-    locate, begin_pair = hold.locate(ext), sums.begin_pair(ext)
-    accumulate, add_edge = sums.accumulate(ext), sums.add_edge(ext)
+    sum_slice = sum_of_slice(blocks, crew)
     join_warp, join_block, join_cluster = join.join_warp(), join.join_block(ext), join.join_cluster(ext)
     write_best, write_first = write_best_word(blocks, crew), write_first_word(blocks)
-    sum_elements = sum_adjusted(blocks, crew)
     begin, search = begin_search(blocks), draw_by_search(crew, blocks.problem)
     summed, choose, take = sum_slices(blocks, crew), choose_slice(blocks), take_word(blocks, crew)
 
@@ -74,17 +140,12 @@ def main(blocks: Blocks) -> Callable[..., Any]:
         r = RowState(ext, row, part * ext.slices + t // 32, t % 32)
         s = T.meta_var(search_state(blocks, pool.data, r=r, words=views.words))
         read_filters(io, row, d)
+        read_uniform(io, row, d)
         d.top_k[0] = limit_of(d.temperature[0], d.top_k[0], words)
         s.factor[0] = io.scale * T.float32(LOG2_E)
         r.factor = s.factor[0]
 
-        locate(r, io.logits)
-        if blocks.adjusted:
-            sum_elements(io, row, t, s)
-        else:
-            begin_pair(r)
-            accumulate(r, views.words, s, 0)
-            add_edge(r)
+        sum_slice(io, row, t, s)
         own = T.alloc_local([1], "float32")
         own[0] = r.m
         join_warp(r)
@@ -120,8 +181,14 @@ def main(blocks: Blocks) -> Callable[..., Any]:
             write_first(io, row, t, s)
 
     @T.inline
+    def of_cluster(io, group, part, thread):
+        if cluster > 1:
+            # Every block has to have begun before another one writes to it (`join_cluster` waits).
+            cluster_arrive()
+        of_row(io, T.Cast("int64", group), part, thread)
+
+    @T.inline
     def body(io):
-        T.device_entry()
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": RESIDENT // threads})
         if cluster > 1:
             group = T.cluster_id([io.batch])
@@ -130,10 +197,15 @@ def main(blocks: Blocks) -> Callable[..., Any]:
             group = T.cta_id([io.batch])
             part = 0
         thread = T.thread_id([threads])
-        if cluster > 1:
-            # Every block has to have begun before another one writes to it (`join_cluster` waits).
-            cluster_arrive()
-        of_row(io, T.Cast("int64", group), part, thread)
+        if cut:
+            filters = T.meta_var(Drawing.alloc(1))
+            read_filters(io, T.Cast("int64", group), filters)
+            if T.Not(tickets.is_uncut(
+                    limit_of(filters.temperature[0], filters.top_k[0], words), filters.top_p[0], filters.min_p[0],
+                    words)):
+                of_cluster(io, group, part, thread)
+        else:
+            of_cluster(io, group, part, thread)
 
     return body
 
@@ -223,7 +295,7 @@ def write_best_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
 
 
 def write_first_word(blocks: Blocks) -> Callable[..., Any]:
-    """The first word in the order, of a row without a distribution, by the row's first warp; (io, row, t, s).
+    """The first word in the order, of a row without a distribution, by one warp; the phase is (io, row, t, s).
 
     Reads: the row.
     Writes: token, value and index; the log-probability, which is NaN.
@@ -231,9 +303,12 @@ def write_first_word(blocks: Blocks) -> Callable[..., Any]:
     """
     vocab = blocks.problem.vocab
 
+    def is_first(t: Any, s: Any) -> Any:
+        return t < 32 if blocks.ticketed else s.r.part == 0
+
     @T.inline
     def phase(io, row, t, s):
-        if s.r.part == 0:
+        if is_first(t, s):
             largest = T.alloc_local([1], "uint32")
             bits = T.alloc_local([1], "uint32")
             column = T.alloc_local([1], "int32")

@@ -102,10 +102,9 @@ def own_on_gpu(io: Any, row: Any) -> Any:
 
 @T.inline
 def read_filters(io, row, s):
-    """Load the row's temperature, its filters and its uniform number. Writes: `temperature`, `top_k`, `top_p`, `min_p`,
-    `uniform`.
+    """Load the row's temperature and its filters. Writes: `temperature`, `top_k`, `top_p`, `min_p`.
 
-    By loads that see what a producer kernel has written.
+    By loads that see what a producer kernel has written, as `read_uniform`.
     """
     s.temperature[0] = of_row(io, "temperature", row)
     s.top_p[0] = of_row(io, "top_p", row)
@@ -114,6 +113,11 @@ def read_filters(io, row, s):
         T.ptx.ld.global_.s32(s.top_k[0], io.top_ks.ptr_to([row]))
     else:
         s.top_k[0] = io.top_k
+
+
+@T.inline
+def read_uniform(io, row, s):
+    """Load the row's uniform number, or make it. Writes: `uniform`."""
     if io.seeded > 0:
         if io.seeded == 1:
             T.ptx.ld.global_.s64(s.numbers[0], io.seeds.ptr_to([row, 0]))
@@ -156,6 +160,7 @@ def draw_by_warp(problem: SoftmaxSample) -> Callable[..., Any]:
         if t < 32:
             # Loaded while the other values are on their way.
             read_filters(io, row, s)
+            read_uniform(io, row, s)
         barrier()
         if t < 32:
             s.top_k[0] = limit_of(s.temperature[0], s.top_k[0], words)
@@ -278,6 +283,7 @@ def draw_by_blocks(problem: SoftmaxSample, blocks: Blocks) -> Callable[..., Any]
     def phase(io, row, t, part, pool):
         s = T.meta_var(Drawing.alloc(1))
         read_filters(io, row, s)
+        read_uniform(io, row, s)
         s.top_k[0] = limit_of(s.temperature[0], s.top_k[0], problem.words)
         T.ptx.ld.global_.s64(s.numbers[0], io.indices.ptr_to([row, 0]))
         search(io, row, t, part, pool, s.numbers[0], load_element("float32", io.values.ptr_to([row, 0])),

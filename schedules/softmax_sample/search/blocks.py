@@ -67,18 +67,18 @@ def search_state(blocks: Blocks, pool: Any, **more: Any) -> State:
         more["stage"] = shared((blocks.staged // 4,), "uint32")
     if blocks.joined:
         more |= {name: shared((blocks.ext.parts,), "float32") for name in ("pair_m", "pair_d")}
-        more["list"] = shared((blocks.listed * blocks.threads,), "float32")
+        if blocks.searches:
+            more["list"] = shared((blocks.listed * blocks.threads,), "float32")
         more |= {"listed": T.alloc_local((1,), "int32"), "total": T.alloc_local((1,), "float32")}
+    if blocks.searches:
+        more |= {name: shared((COPIES * BINS,), "uint32") for name in ("lows", "highs", "tallies")}
     more |= {
-        "lows": shared((COPIES * BINS,), "uint32"),
-        "highs": shared((COPIES * BINS,), "uint32"),
-        "tallies": shared((COPIES * BINS,), "uint32"),
         "sums": shared((blocks.ext.parts,), "float32"),
         "ties": shared((blocks.ext.parts,), "int32"),
         "round_sums": shared((blocks.rounds,), "float32"),
         "round_ties": shared((blocks.rounds,), "int32"),
     }
-    if blocks.cluster > 1:
+    if blocks.cluster > 1 and blocks.searches:
         more |= {"shown": shared((2 * BINS,), "uint64"), "shown_counts": shared((2 * BINS,), "int32")}
     if blocks.has_bits:
         more["bits"] = T.alloc_local((blocks.ext.vectors,), "uint32")
@@ -502,7 +502,7 @@ def choose_slice(blocks: Blocks) -> Callable[..., Any]:
 
 
 def take_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
-    """By the thread block of the chosen slice: the word with which `goal` is passed; the phase is (io, row, t, s).
+    """By the thread block of the chosen slice, or by the one that draws alone: the word with which `goal` is passed; the phase is (io, row, t, s).
 
     Its warps share the slice's rounds. Then one of them goes through the round in which the word is.
 
@@ -590,7 +590,7 @@ def take_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, row, t, s):
-        if s.chosen[0] // slices == s.r.part // slices:
+        if blocks.ticketed or s.chosen[0] // slices == s.r.part // slices:
             power = T.alloc_local([width], "float32")
             ties = T.alloc_local([1], "int32")
             scan = T.alloc_local([1], "int32")
