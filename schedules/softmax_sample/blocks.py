@@ -35,6 +35,8 @@ class Blocks:
     vectors: int = 0  # that a thread loads at once; 0: as many as its registers allow
     joined: bool = False  # whether pairs (m, d) of the slices are joined, too
     ticketed: bool = False  # whether they are no cluster, and the last one to finish its sums draws (`tickets`)
+    bins: int = 0  # 32-bit words of bins of such a thread block, and of its list (`cuts`)
+    entries: int = 0
 
     @property
     def ext(self) -> Extents:
@@ -84,7 +86,7 @@ class Blocks:
         """Bytes of shared memory, see `search_state`."""
         histograms = 8 * (2 * BINS + len(FOUND) + 2 * BINS) + 4 * ((3 + 3 * COPIES) * BINS)
         if self.ticketed:
-            histograms = 8 * (2 * BINS + len(FOUND)) + 4 * (BINS + 1)
+            histograms = 8 * (2 * BINS + len(FOUND)) + 4 * (BINS + 1) + 4 * (self.bins + self.entries + 8)
         arrays = (16 if self.joined else 8) * (self.ext.parts + 1) + 8 * (self.rounds + 1)
         lists = 4 * self.threads * self.listed if self.searches and self.joined else 0
         return asked(ceildiv(self.staged + histograms + arrays + lists, 16) * 16)

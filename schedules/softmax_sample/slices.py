@@ -14,6 +14,7 @@ With `staged` the row stays in the shared memory of its thread blocks; else it i
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -26,12 +27,12 @@ from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 from ..device.arithmetic import LOG2_E
 from ..device.cluster import cluster_arrive, cluster_barrier
 from ..device.region import device_region
-from ..device.selection import lanes_max, lanes_min, order_bits
+from ..device.selection import RADIX_BINS, lanes_max, lanes_min, order_bits
 from ..rows import hold, join
 from ..rows import sum as sums
 from ..rows.state import RowState, Views
 from ..softmax_topk.elements import written_element
-from . import tickets
+from . import cuts, tickets
 from .interface import gpu_program
 from .search.blocks import (
     NONE,
@@ -72,27 +73,47 @@ def alone(blocks: Blocks) -> Callable[..., Any]:
 
 
 def beside_tickets(blocks: Blocks, singles: Blocks) -> Callable[..., Any]:
-    """The body of a program of two kernels: rows that no filter cuts are drawn by `singles`.
+    """The body of a program of several kernels: a row with a top-k is searched, and others only as a last resort.
 
-    Where filters are numbers for all rows, one of the kernels is launched.
+    Where filters are numbers for all rows, kernels that they do not need are not launched.
     """
     words = blocks.problem.words
-    kernel = main(blocks, cut=bool(blocks.problem.per_row))
-    uncut = tickets.kernel(singles, sum_of_slice(singles, crew_of(singles)), write_first_word(singles))
+    of_others = main(blocks, last=True)
+    of_all = tickets.kernel(singles, sum_of_slice(singles, crew_of(singles)), write_first_word(singles))
+    bins = dataclasses.replace(singles, bins=cuts.BINS * cuts.COPIES)
+    lists = dataclasses.replace(singles, bins=max(2 * RADIX_BINS, singles.ext.parts), entries=2 * cuts.LISTED)
+    find, draw = cuts.find_bin(bins), cuts.draw_left(lists)
+
+    def is_free(io: Any) -> Any:
+        return tickets.is_free(limit_of(io.temperature, io.top_k, words), words)
+
+    def is_cut(io: Any) -> Any:
+        return T.Not(tickets.is_uncut(limit_of(io.temperature, io.top_k, words), io.top_p, io.min_p, words))
 
     @T.inline
     def body(io):
         if io.per_row:
             with device_region():
-                uncut(io)
+                of_all(io)
             with device_region():
-                kernel(io)
-        elif tickets.is_uncut(limit_of(io.temperature, io.top_k, words), io.top_p, io.min_p, words):
+                find(io)
             with device_region():
-                uncut(io)
+                draw(io)
+            with device_region():
+                of_others(io)
         else:
-            with device_region():
-                kernel(io)
+            if is_free(io):
+                with device_region():
+                    of_all(io)
+                if is_cut(io):
+                    if io.top_p < T.float32(1):
+                        with device_region():
+                            find(io)
+                    with device_region():
+                        draw(io)
+            if T.Or(T.Not(is_free(io)), T.And(is_cut(io), io.top_p < T.float32(1))):
+                with device_region():
+                    of_others(io)
 
     return body
 
@@ -121,8 +142,11 @@ def sum_of_slice(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
     return phase
 
 
-def main(blocks: Blocks, cut: bool = False) -> Callable[..., Any]:
-    """The body of a kernel: its threads, the state, and the row's phases; with `cut` for rows that a filter cuts."""
+def main(blocks: Blocks, last: bool = False) -> Callable[..., Any]:
+    """The body of a kernel: its threads, the state, and the row's phases.
+
+    `last`: for rows that have a top-k, and those in the stage `SEARCH`.
+    """
     ext, cluster, threads, words = blocks.ext, blocks.cluster, blocks.threads, blocks.problem.words
     crew = crew_of(blocks)
     sum_slice = sum_of_slice(blocks, crew)
@@ -197,12 +221,14 @@ def main(blocks: Blocks, cut: bool = False) -> Callable[..., Any]:
             group = T.cta_id([io.batch])
             part = 0
         thread = T.thread_id([threads])
-        if cut:
+        if last:
             filters = T.meta_var(Drawing.alloc(1))
             read_filters(io, T.Cast("int64", group), filters)
-            if T.Not(tickets.is_uncut(
-                    limit_of(filters.temperature[0], filters.top_k[0], words), filters.top_p[0], filters.min_p[0],
-                    words)):
+            wanted: T.int32 = 1
+            if tickets.is_free(limit_of(filters.temperature[0], filters.top_k[0], words), words):
+                if T.Not(cuts.is_in(io, T.Cast("int64", group), cuts.SEARCH)):
+                    wanted = 0
+            if wanted != 0:
                 of_cluster(io, group, part, thread)
         else:
             of_cluster(io, group, part, thread)

@@ -21,6 +21,7 @@ from ..device.selection import lanes_min
 from ..rows import join
 from ..rows.hold import locate
 from ..rows.state import RowState, Views
+from . import cuts
 from .blocks import Blocks
 from .search.blocks import NONE, choose_slice, column_of, crew_of, search_state, take_word
 from .search.crew import Crew, leave_all
@@ -33,12 +34,18 @@ def workspaces(blocks: Blocks) -> tuple[Workspace, ...]:
     return (
         Workspace("pairs", ("batch", 2 * blocks.ext.parts), "float32", None),
         Workspace("taken", ("batch",), "int32"),
+        *cuts.workspaces(),
     )
 
 
 def is_uncut(limit: Any, top_p: Any, min_p: Any, words: int) -> Any:
     """Whether a row's token is its best word, or drawn from all of its words."""
     return T.Or(limit == 1, T.And(T.And(limit == words, top_p >= T.float32(1)), T.Not(min_p > T.float32(0))))
+
+
+def is_free(limit: Any, words: int) -> Any:
+    """Whether a row is greedy, or has no top-k."""
+    return T.Or(limit == 1, limit == words)
 
 
 # fmt: off
@@ -65,12 +72,18 @@ def kernel(blocks: Blocks, sum_slice: Callable[..., Any], write_first: Callable[
         s.best[0] = -T.log(r.d)
         s.summed[0] = 0
         if r.d > T.float32(0) and r.d < T.infinity("float32"):
-            if d.top_k[0] > 1:
-                leave_all(s)
-                choose(t, s, clamped(d.uniform[0]))
-                take(io, row, t, s)
+            if is_uncut(d.top_k[0], d.top_p[0], d.min_p[0], words):
+                cuts.show_row(io, row, t, cuts.DONE, r.top, r.d)
+                if d.top_k[0] > 1:
+                    leave_all(s)
+                    choose(t, s, clamped(d.uniform[0]))
+                    take(io, row, t, s)
+            else:
+                cuts.show_row(
+                    io, row, t, T.Select(d.top_p[0] < T.float32(1), cuts.FIND, cuts.SUM), r.top, r.d)
             write_best(io, row, t, s, d.top_k[0])
         else:
+            cuts.show_row(io, row, t, cuts.DONE, r.top, r.d)
             write_first(io, row, t, s)
 
     @T.inline
@@ -96,8 +109,7 @@ def kernel(blocks: Blocks, sum_slice: Callable[..., Any], write_first: Callable[
         if io.per_row:
             filters = T.meta_var(Drawing.alloc(1))
             read_filters(io, T.Cast("int64", block // tickets), filters)
-            if is_uncut(limit_of(filters.temperature[0], filters.top_k[0], words), filters.top_p[0], filters.min_p[0],
-                        words):
+            if is_free(limit_of(filters.temperature[0], filters.top_k[0], words), words):
                 of_row(io, T.Cast("int64", block // tickets), block % tickets, t)
         else:
             of_row(io, T.Cast("int64", block // tickets), block % tickets, t)

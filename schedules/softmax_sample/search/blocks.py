@@ -72,6 +72,10 @@ def search_state(blocks: Blocks, pool: Any, **more: Any) -> State:
         more |= {"listed": T.alloc_local((1,), "int32"), "total": T.alloc_local((1,), "float32")}
     if blocks.searches:
         more |= {name: shared((COPIES * BINS,), "uint32") for name in ("lows", "highs", "tallies")}
+    elif blocks.bins:
+        more |= {"lows": shared((blocks.bins,), "uint32"), "scanned": shared((8,), "uint32")}
+        if blocks.entries:
+            more["list"] = shared((blocks.entries,), "uint32")
     more |= {
         "sums": shared((blocks.ext.parts,), "float32"),
         "ties": shared((blocks.ext.parts,), "int32"),

@@ -74,6 +74,7 @@ class State:
     # ---- of a GPU's crew ----
     lows: Any = None  # shared: the low words of the masses, for each copy of each bin
     highs: Any = None  # shared: their high words
+    scanned: Any = None  # shared: what is known of a row (`cuts`)
     tallies: Any = None  # shared: how many words each bin has, for each copy
     shown: Any = None  # shared: the block's masses of each bin, which the others read; of two histograms in turn
     shown_counts: Any = None  # shared: and how many words
