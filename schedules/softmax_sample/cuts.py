@@ -292,7 +292,7 @@ def narrow_list(blocks: Blocks) -> Callable[..., Any]:
         s.low[0] = s.lows[0]
         s.high[0] = s.lows[1]
         s.unknown[0] = 1
-        for digit in T.serial(ceildiv(32, RADIX_BITS) + 1, unroll=False):
+        for _ in T.serial(ceildiv(32, RADIX_BITS) + 1, unroll=False):
             if s.unknown[0] > 0:
                 # The number of leading zeros of 0 is undefined.
                 s.unknown[0] = T.Select(

@@ -33,9 +33,7 @@ def arguments(io: Any) -> Any:
     number before one is known; `log`: values are log-probabilities; `per_row`: whether each row has temperature and
     filters of its own; `seeded`: what uniform numbers are made of (`SoftmaxSample.seeded`), 0 where they are given.
     """
-    return beside(
-        io, {"scale": 1.0, "log": 1, "per_row": bool(io.problem.per_row), "seeded": io.problem.seeded}
-    )
+    return beside(io, {"scale": 1.0, "log": 1, "per_row": bool(io.problem.per_row), "seeded": io.problem.seeded})
 
 
 def _over_arguments(body: Body) -> Body:

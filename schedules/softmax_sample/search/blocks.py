@@ -506,9 +506,10 @@ def choose_slice(blocks: Blocks) -> Callable[..., Any]:
 
 
 def take_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
-    """By the thread block of the chosen slice, or by the one that draws alone: the word with which `goal` is passed; the phase is (io, row, t, s).
+    """The word with which `goal` is passed, by the thread block of the chosen slice, or by the one that draws alone.
 
-    Its warps share the slice's rounds. Then one of them goes through the round in which the word is.
+    The phase is (io, row, t, s). Its warps share the slice's rounds. Then one of them goes through the round in which
+    the word is.
 
     Reads: the slice, `chosen`, `goal`, `number`, `rank`, the group's bounds.
     Writes: the row's token and its log-probability; `round_sums`, `round_ties`; scratch.

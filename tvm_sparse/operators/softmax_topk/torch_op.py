@@ -24,7 +24,7 @@ def _call(
 
 
 def _call_given(logits: Any, k: int, ids: Any, *rest: Any) -> tuple[Any, ...]:
-    return _call(logits, k, *rest, ids)
+    return _call(logits, k, *rest, ids=ids)
 
 
 def _launched(
@@ -45,7 +45,7 @@ def _launched(
 
 
 def _launched_given(launchers: Any, logits: Any, k: int, ids: Any, *rest: Any) -> tuple[Any, tuple[Any, ...]]:
-    return _launched(launchers, logits, k, *rest, ids)
+    return _launched(launchers, logits, k, *rest, ids=ids)
 
 
 def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
