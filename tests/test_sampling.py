@@ -686,7 +686,7 @@ def test_a_bracket_finds_the_bound_of_top_p(dtype: str, monkeypatch: pytest.Monk
 
 
 def test_rows_with_too_long_lists_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a whole row, and of one thread block; other rows are drawn from their lists."""
+    """Lists of a row or of one thread block are too long; other rows are drawn from their lists."""
     monkeypatch.setattr(cuts, "LISTED", 20)
     problem = parse("softmax_sample/batch=12,vocab=2053,k=1,per_row=1,whole=1")
     rng = np.random.default_rng(5)

@@ -33,7 +33,7 @@ from .search.crew import leave_all, mass_share, pass_over_row
 from .space import RESIDENT_TICKETS
 from .words import Drawing, own_on_gpu, read_filters, read_uniform
 
-# What is to be done of a row next (`stage`): nothing, the bin of top-p's share, sums of what is left, a search.
+# A row's stage: it is done, or needs the bin of top-p's share next, or sums of what is left, or a search.
 DONE, FIND, SUM, SEARCH = range(4)
 # What `rows` holds of each row, as 32-bit words.
 STAGE, TOP, TOTAL, BIN, ABOVE, NEED = range(6)

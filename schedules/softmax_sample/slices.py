@@ -10,6 +10,9 @@ Each warp of the thread blocks that have a row owns a slice of its columns (`row
 3. the warp in whose slice the maximum is finds its column, by the tiles that have raised its lanes' own.
 
 With `staged` the row stays in the shared memory of its thread blocks; else it is read again, as a rule from L2.
+
+With `tickets` that is the last resort: rows without a top-k are drawn by kernels whose thread blocks do not wait for each
+other (`tickets`, `cuts`).
 """
 
 from __future__ import annotations

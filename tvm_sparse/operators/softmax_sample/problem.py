@@ -369,7 +369,7 @@ class SoftmaxSample(Problem):
         return self.trimmed(main)
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
-        """Logits, bias and bitmaps as of `softmax_topk`, and uniform numbers or seeds at random.
+        """Logits, bias and bitmaps of `softmax_topk`, and uniform numbers or seeds at random.
 
         Of what is `tuned` uniform numbers are uniform, and with `per_row` one of four rows has all that was chosen, the
         others a temperature of 0, another top_p or another top_k. Other structures have uniform numbers at their bounds

@@ -23,8 +23,10 @@ def _call(
     return call.softmax_topk(logits, k, log=log, temperature=temperature, bias=bias, ids=ids, allowed=allowed)
 
 
-def _call_given(logits: Any, k: int, ids: Any, *rest: Any) -> tuple[Any, ...]:
-    return _call(logits, k, *rest, ids=ids)
+def _call_given(
+    logits: Any, k: int, ids: Any, log: bool, temperature: float, bias: Any, heat: Any, allowed: Any
+) -> tuple[Any, ...]:
+    return _call(logits, k, log, temperature, bias, heat, allowed, ids)
 
 
 def _launched(
@@ -44,8 +46,10 @@ def _launched(
     return repeat.repeated(launchers, ("softmax_topk", k), arguments), arguments
 
 
-def _launched_given(launchers: Any, logits: Any, k: int, ids: Any, *rest: Any) -> tuple[Any, tuple[Any, ...]]:
-    return _launched(launchers, logits, k, *rest, ids=ids)
+def _launched_given(
+    launchers: Any, logits: Any, k: int, ids: Any, log: bool, temperature: float, bias: Any, heat: Any, allowed: Any
+) -> tuple[Any, tuple[Any, ...]]:
+    return _launched(launchers, logits, k, log, temperature, bias, heat, allowed, ids)
 
 
 def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
