@@ -30,6 +30,10 @@ DECISIONS: Mapping[str, str] = {
     "column_lanes": "Lanes of a warp side by side along the columns of a tile; others take other entries.",
     "bucket_lanes": "Lanes of a warp that go through one bucket of a hash table together.",
     "hash_threads": "Threads of a thread block of the kernel that hashes and looks words up.",
+    "tickets": (
+        "Thread blocks that share a row without a filter, and do not wait for each other: the last one draws. 0: a"
+        " cluster does that."
+    ),
     "finishers": "Thread blocks that do a list's last step, after all of its thread blocks: 1, or those of a cluster.",
     # How sums are shared.
     "exchange": (
@@ -140,6 +144,7 @@ RENAMED: Mapping[str, Mapping[str, str | Mapping[int, Mapping[str, int]]]] = {
 ADDED: Mapping[str, Mapping[str, int]] = {
     "fused_step": {"late_words": 0, "apart": 0},
     "held_rows": {"staged": 0, "row_bound": 0},
+    "sample_slices": {"tickets": 0},
     **dict.fromkeys(("threshold_gate", "cluster_gate", "sample_gate", "sample_cluster"), {"unroll": 1}),
 }
 

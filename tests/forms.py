@@ -100,6 +100,7 @@ class Case:
 
 
 _OPTIONAL = {"bias": {"bias": 1}, "ids": {"ids": 3}}
+_BITMAP = {"allowed": {"allowed": 1}}
 _LISTS = {"(m,)": {"lists": 1, "beam": 6}, "(rows, m)": {"lists": 6, "beam": 1}, "(lists, m)": {"lists": 2, "beam": 3}}
 _TABLES = {"direct": {}, "cuckoo": {"table": "cuckoo", "bits": 30}}
 _CUCKOO = {"direct": {}, "cuckoo": {"table": "cuckoo"}}
@@ -118,7 +119,7 @@ CASES: dict[str, Case] = {
     "softmax": Case("softmax/batch=7,vocab=61", {"batch": 4}, texts={"algorithm": "algorithm"}, settings={"log": 0}),
     "log_softmax": Case("softmax/batch=7,vocab=61", {"batch": 4}, settings={"log": 1}),
     "logsumexp": Case("logsumexp/batch=7,vocab=61", {"batch": 4}),
-    "softmax_topk": Case("softmax_topk/batch=7,vocab=61,k=5", {"batch": 4}, arrays=_OPTIONAL),
+    "softmax_topk": Case("softmax_topk/batch=7,vocab=61,k=5", {"batch": 4}, arrays={**_OPTIONAL, **_BITMAP}),
     "head_topk": Case("head_topk/batch=7,vocab=61,hidden=16,k=5", {"batch": 4}, arrays=_OPTIONAL),
     "candidate_topk": Case(
         "candidate_topk/lists=1,beam=6,vocab=61,hidden=16,m=10,k=3", {"beam": 4}, rows_of, {"bias": {"bias": 1}}, _LISTS
@@ -141,7 +142,7 @@ CASES: dict[str, Case] = {
     "softmax_sample": Case(
         "softmax_sample/batch=7,vocab=61,k=61", {"batch": 4}, sample_of,
         {
-            "bias": {"bias": 1}, "seed": {"seeded": 1}, "offset": {"seeded": 3},
+            **_BITMAP, "bias": {"bias": 1}, "seed": {"seeded": 1}, "offset": {"seeded": 3},
             **dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), {"per_row": 1}),
         },
         numbers={

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import tvm
-from cases import MACHINES, SM90, built, calls_run, sampled, thorough
+from cases import MACHINES, SM90, built, calls_run, own_on_host, sampled, thorough
 
 import tvm_sparse
 from tvm_sparse.artifacts.compile import target_of
@@ -28,6 +28,7 @@ from tvm_sparse.operators.softmax_sample import edges, philox, reference
 from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 from tvm_sparse.runtime import arrays
 from tvm_sparse.runtime.dispatch import Dispatcher
+from tvm_sparse.schedules.softmax_sample import cuts
 from tvm_sparse.schedules.softmax_sample.search import crew
 
 BATCH, VOCAB = 6, 300
@@ -600,7 +601,12 @@ def runner(problem: SoftmaxSample, candidate: Candidate) -> Callable[[Sequence[A
         if spaces.find(candidate.template).kind == "llvm":
             function(*(arrays.argument(one) if isinstance(one, np.ndarray) else one for one in (*inputs, *outputs)))
         else:
-            run_on_cpu(program.module, target_of(SM90), [*inputs, *outputs], pipeline=program.pipeline, seed=seed)
+            own = own_on_host(program, problem)
+            for one, array in zip(program.workspaces, own, strict=True):
+                if one.fill is None:  # whatever a call has left there
+                    array[...] = np.random.default_rng(seed).integers(0, 4, array.shape)
+            run_on_cpu(program.module, target_of(SM90), [*inputs, *outputs, *own], pipeline=program.pipeline, seed=seed)
+            assert all((array == 0).all() for one, array in zip(program.workspaces, own, strict=True) if one.fill == 0)
         return outputs
 
     return run
@@ -621,7 +627,7 @@ def test_no_masked_word_is_drawn(name: str, axes: str, more: int) -> None:
 
 GATE = {"threads": 64, "vectors": 1, "stages": 1, "overlap": 1, "prefetch": 0, "deferred": 0, "unroll": 1}
 SHARING = {"threads": 64, "vectors": 1, "stages": 1, "deferred": 0, "unroll": 1}
-SLICES = {"cluster": 1, "threads": 128, "vectors": 1, "staged": 0}
+SLICES = {"cluster": 1, "threads": 128, "vectors": 1, "staged": 0, "tickets": 0}
 # Blocks that search: one or several, of rows that begin and end within a vector or not.
 SEARCHED = (
     ("sample_scan", "vocab=1029,k=4,per_row=1,whole=1", {}),
@@ -632,6 +638,8 @@ SEARCHED = (
     ("sample_slices", "vocab=4099,k=1,dtype=bfloat16,per_row=1,whole=1",
      {**SLICES, "cluster": 2, "vectors": 2, "staged": 1}),
     thorough("sample_slices", "vocab=4096,k=1,dtype=float16,per_row=1,whole=1", {**SLICES, "cluster": 4, "vectors": 1}),
+    ("sample_slices", "vocab=2053,k=1,per_row=1,whole=1", {**SLICES, "tickets": 2}),
+    ("sample_slices", "vocab=4096,k=1,dtype=bfloat16,per_row=1,whole=1,bias=1", {**SLICES, "tickets": 4}),
     ("sample_cluster", "vocab=2048,k=4,dtype=bfloat16,per_row=1,whole=1",
      {"cluster": 2, **SHARING}),  # of few threads, so that each block has some of the row
     thorough("sample_cluster", "vocab=4099,k=4,bias=1,per_row=1,whole=1",
@@ -674,6 +682,24 @@ def test_a_bracket_finds_the_bound_of_top_p(dtype: str, monkeypatch: pytest.Monk
     inputs = [flat.astype(numpy_dtype(dtype)), 1.0, 0, 0.9, 0.0, rng.random(12, dtype=np.float32)]
     point = {**SLICES, "cluster": 2, "vectors": 2}
     outputs = runner(problem, spaces.find("sample_slices").candidate(point))(inputs, 5)
+    problem.check(inputs, problem.reference(inputs), outputs)
+
+
+def test_rows_with_too_long_lists_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of a row or of one thread block are too long; other rows are drawn from their lists."""
+    monkeypatch.setattr(cuts, "LISTED", 20)
+    problem = parse("softmax_sample/batch=12,vocab=2053,k=1,per_row=1,whole=1")
+    rng = np.random.default_rng(5)
+    logits = rng.standard_normal((12, problem.vocab)).astype(np.float32)
+    logits[3:6] = 1
+    logits[6:9] /= 50
+    logits[9] = np.where(np.arange(problem.vocab) < 30, 3, logits[9])
+    filters = [
+        np.full(12, one, dtype)
+        for one, dtype in zip((1.0, 0, 0.9, 0.01), (np.float32, np.int32, np.float32, np.float32), strict=True)
+    ]
+    inputs = [logits, *filters, rng.random(12, dtype=np.float32)]
+    outputs = runner(problem, spaces.find("sample_slices").candidate({**SLICES, "tickets": 2}))(inputs, 5)
     problem.check(inputs, problem.reference(inputs), outputs)
 
 

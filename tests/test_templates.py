@@ -60,7 +60,6 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
         ("threshold_gate", "softmax_topk/batch=1,vocab=2600,k=2100", "k=2100 exceeds 2048"),
         ("sample_warps", "softmax_sample/batch=5,vocab=301,k=7,whole=1", "a warp alone would take long"),
         ("sample_slices", "softmax_sample/batch=5,vocab=301,k=7,whole=1", "sums of slices tell the best word alone"),
-        ("sample_slices", "softmax_sample/batch=5,vocab=301,k=1,bias=1,whole=1", "a bias is not added to slices"),
         ("softmax_held", "softmax/batch=1,vocab=2000000", "a cluster does not hold a row of vocab=2000000"),
         ("softmax_staged", "softmax/batch=1,vocab=2048,algorithm=naive", "the naive algorithm reads a row more than"),
         ("softmax_warp", "softmax/batch=1,vocab=30", "vocab=30 has no work for 32 threads"),

@@ -75,13 +75,21 @@ def load_words(size, w, at, small, place):
 
 def load_element(dtype: str, place: tirx.PrimExpr) -> tirx.PrimExpr:
     """The float32 of the element at the address `place` of global memory, loaded as `load_words` does."""
-    name, kind, register = ("word_at", "u32", "=r") if dtype == "float32" else ("half_word_at", "u16", "=h")
-    held = {"u32": "unsigned int", "u16": "unsigned short"}[kind]
+    return value_in(dtype, load_word(place) if dtype == "float32" else _load("half_word_at", "u16", place), 0)
+
+
+def load_word(place: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The 32-bit word at the address `place` of global memory, as an expression."""
+    return _load("word_at", "u32", place)
+
+
+def _load(name: str, kind: str, place: tirx.PrimExpr) -> tirx.PrimExpr:
+    held, register = {"u32": ("unsigned int", "=r"), "u16": ("unsigned short", "=h")}[kind]
     source = (
         f"__device__ __forceinline__ unsigned int {name}(const void* p) {{ {held} w;"
         f' asm volatile("ld.global.{kind} %0, [%1];" : "{register}"(w) : "l"(p) : "memory"); return w; }}'
     )
-    return value_in(dtype, T.cuda.func_call(name, place, source_code=source, return_type="uint32"), 0)
+    return T.cuda.func_call(name, place, source_code=source, return_type="uint32")
 
 
 def held_address(kind: str, place: tirx.PrimExpr) -> tirx.PrimExpr:

@@ -40,7 +40,7 @@ def join_block(ext: Extents) -> Phase:
 
     After: (top, d) is the row's pair, in all threads of the block.
     """
-    joined = _join_pairs(ext)
+    joined = join_pairs(ext)
 
     @T.inline
     def phase(s, block):
@@ -59,7 +59,7 @@ def join_cluster(ext: Extents) -> Phase:
     Barriers: two of the cluster. The first one's arrival is at the kernel's start (`kernel.main`): a block has to have
     begun before another may write to its shared memory. After: (top, d) is the row's pair, in all of its threads.
     """
-    joined = _join_pairs(ext)
+    joined = join_pairs(ext)
     put = peer_store("put_float", "float")
 
     @T.inline
@@ -75,7 +75,7 @@ def join_cluster(ext: Extents) -> Phase:
     return phase
 
 
-def _join_pairs(ext: Extents) -> Phase:
+def join_pairs(ext: Extents) -> Phase:
     """Reads: `pair_m`, `pair_d`. Writes: `top`, `d`. Barriers: shuffles. Every warp joins all pairs for itself.
 
     Where the elements stay in registers, `m` is kept; elsewhere nobody reads it again, and its register is used.

@@ -34,6 +34,9 @@ class Blocks:
     keep: Keep = "nowhere"  # where the row is between passes: in shared memory, or read again
     vectors: int = 0  # that a thread loads at once; 0: as many as its registers allow
     joined: bool = False  # whether pairs (m, d) of the slices are joined, too
+    ticketed: bool = False  # whether they are no cluster, and the last one to finish its sums draws (`tickets`)
+    bins: int = 0  # 32-bit words of bins of such a thread block, and of its list (`cuts`)
+    entries: int = 0
 
     @property
     def ext(self) -> Extents:
@@ -54,6 +57,21 @@ class Blocks:
         )
 
     @property
+    def searches(self) -> bool:
+        """Whether rows are searched for bounds of filters."""
+        return not self.ticketed
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether elements are not the logits as they are in memory."""
+        return bool(self.problem.bias or self.problem.allowed)
+
+    @property
+    def has_bits(self) -> bool:
+        """Whether a vector's bits of the bitmap are in one 32-bit word, which is loaded with it."""
+        return bool(self.problem.allowed) and not self.ext.ragged
+
+    @property
     def steps(self) -> int:
         """Tiles of a slice; one more step has the row's ragged elements."""
         return self.ext.full_tiles + self.ext.other_tiles
@@ -67,8 +85,10 @@ class Blocks:
     def bytes(self) -> int:
         """Bytes of shared memory, see `search_state`."""
         histograms = 8 * (2 * BINS + len(FOUND) + 2 * BINS) + 4 * ((3 + 3 * COPIES) * BINS)
+        if self.ticketed:
+            histograms = 8 * (2 * BINS + len(FOUND)) + 4 * (BINS + 1) + 4 * (self.bins + self.entries + 8)
         arrays = (16 if self.joined else 8) * (self.ext.parts + 1) + 8 * (self.rounds + 1)
-        lists = 4 * self.threads * self.listed if self.joined else 0
+        lists = 4 * self.threads * self.listed if self.searches and self.joined else 0
         return asked(ceildiv(self.staged + histograms + arrays + lists, 16) * 16)
 
     @property

@@ -10,10 +10,14 @@ Each warp of the thread blocks that have a row owns a slice of its columns (`row
 3. the warp in whose slice the maximum is finds its column, by the tiles that have raised its lanes' own.
 
 With `staged` the row stays in the shared memory of its thread blocks; else it is read again, as a rule from L2.
+
+With `tickets` that is the last resort: rows without a top-k are drawn by kernels whose thread blocks do not wait for
+each other (`tickets`, `cuts`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -25,11 +29,13 @@ from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 
 from ..device.arithmetic import LOG2_E
 from ..device.cluster import cluster_arrive, cluster_barrier
-from ..device.selection import lanes_max, lanes_min, order_bits
+from ..device.region import device_region
+from ..device.selection import RADIX_BINS, lanes_max, lanes_min, order_bits
 from ..rows import hold, join
 from ..rows import sum as sums
 from ..rows.state import RowState, Views
 from ..softmax_topk.elements import written_element
+from . import cuts, tickets
 from .interface import gpu_program
 from .search.blocks import (
     NONE,
@@ -44,21 +50,109 @@ from .search.blocks import (
     take_word,
 )
 from .search.crew import Crew, draw_by_search, leave_all
-from .space import RESIDENT, blocks_of
-from .words import Drawing, own_on_gpu, read_filters
+from .space import RESIDENT, blocks_of, ticketed
+from .words import Drawing, own_on_gpu, read_filters, read_uniform
 
 
 def build(problem: SoftmaxSample, decisions: Decisions) -> Program:
-    return gpu_program(problem, main(blocks_of(problem, decisions)))
+    blocks = blocks_of(problem, decisions)
+    if not decisions["tickets"]:
+        return gpu_program(problem, alone(blocks))
+    singles = ticketed(problem, decisions)
+    return gpu_program(problem, beside_tickets(blocks, singles), tickets.workspaces(singles))
 
 
 # fmt: off
-def main(blocks: Blocks) -> Callable[..., Any]:
-    """The body of a kernel: its threads, the state, and the row's phases."""
+def alone(blocks: Blocks) -> Callable[..., Any]:
+    """The body of a program of one kernel, for all rows."""
+    kernel = main(blocks)
+
+    @T.inline
+    def body(io):
+        T.device_entry()
+        kernel(io)
+
+    return body
+
+
+def beside_tickets(blocks: Blocks, singles: Blocks) -> Callable[..., Any]:
+    """The body of a program of several kernels: a row with a top-k is searched, and others only as a last resort.
+
+    Where filters are numbers for all rows, kernels that they do not need are not launched.
+    """
+    words = blocks.problem.words
+    of_others = main(blocks, last=True)
+    of_all = tickets.kernel(singles, sum_of_slice(singles, crew_of(singles)), write_first_word(singles))
+    bins = dataclasses.replace(singles, bins=cuts.BINS * cuts.COPIES)
+    lists = dataclasses.replace(singles, bins=max(2 * RADIX_BINS, singles.ext.parts), entries=2 * cuts.LISTED)
+    find, draw = cuts.find_bin(bins), cuts.draw_left(lists)
+
+    def is_free(io: Any) -> Any:
+        return tickets.is_free(limit_of(io.temperature, io.top_k, words), words)
+
+    def is_cut(io: Any) -> Any:
+        return T.Not(tickets.is_uncut(limit_of(io.temperature, io.top_k, words), io.top_p, io.min_p, words))
+
+    @T.inline
+    def body(io):
+        if io.per_row:
+            with device_region():
+                of_all(io)
+            with device_region():
+                find(io)
+            with device_region():
+                draw(io)
+            with device_region():
+                of_others(io)
+        else:
+            if is_free(io):
+                with device_region():
+                    of_all(io)
+                if is_cut(io):
+                    if io.top_p < T.float32(1):
+                        with device_region():
+                            find(io)
+                    with device_region():
+                        draw(io)
+            if T.Or(T.Not(is_free(io)), T.And(is_cut(io), io.top_p < T.float32(1))):
+                with device_region():
+                    of_others(io)
+
+    return body
+
+
+def sum_of_slice(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
+    """The pair (m, d) of a lane's elements; the phase is (io, row, t, s).
+
+    Reads: the row.
+    Writes: `r.m`, `r.d`, `r.top_tile`, where the slice lies (`hold.locate`), and `stage` if the row is kept there.
+    Barriers: none.
+    """
+    ext = blocks.ext
+    locate, begin_pair = hold.locate(ext), sums.begin_pair(ext)
+    accumulate, add_edge, sum_elements = sums.accumulate(ext), sums.add_edge(ext), sum_adjusted(blocks, crew)
+
+    @T.inline
+    def phase(io, row, t, s):
+        locate(s.r, io.logits)
+        if blocks.adjusted:
+            sum_elements(io, row, t, s)
+        else:
+            begin_pair(s.r)
+            accumulate(s.r, s.words, s, 0)
+            add_edge(s.r)
+
+    return phase
+
+
+def main(blocks: Blocks, last: bool = False) -> Callable[..., Any]:
+    """The body of a kernel: its threads, the state, and the row's phases.
+
+    `last`: for rows that have a top-k, and those in the stage `SEARCH`.
+    """
     ext, cluster, threads, words = blocks.ext, blocks.cluster, blocks.threads, blocks.problem.words
     crew = crew_of(blocks)
-    locate, begin_pair = hold.locate(ext), sums.begin_pair(ext)
-    accumulate, add_edge = sums.accumulate(ext), sums.add_edge(ext)
+    sum_slice = sum_of_slice(blocks, crew)
     join_warp, join_block, join_cluster = join.join_warp(), join.join_block(ext), join.join_cluster(ext)
     write_best, write_first = write_best_word(blocks, crew), write_first_word(blocks)
     begin, search = begin_search(blocks), draw_by_search(crew, blocks.problem)
@@ -73,14 +167,12 @@ def main(blocks: Blocks) -> Callable[..., Any]:
         r = RowState(ext, row, part * ext.slices + t // 32, t % 32)
         s = T.meta_var(search_state(blocks, pool.data, r=r, words=views.words))
         read_filters(io, row, d)
+        read_uniform(io, row, d)
         d.top_k[0] = limit_of(d.temperature[0], d.top_k[0], words)
         s.factor[0] = io.scale * T.float32(LOG2_E)
         r.factor = s.factor[0]
 
-        locate(r, io.logits)
-        begin_pair(r)
-        accumulate(r, views.words, s, 0)
-        add_edge(r)
+        sum_slice(io, row, t, s)
         own = T.alloc_local([1], "float32")
         own[0] = r.m
         join_warp(r)
@@ -116,8 +208,14 @@ def main(blocks: Blocks) -> Callable[..., Any]:
             write_first(io, row, t, s)
 
     @T.inline
+    def of_cluster(io, group, part, thread):
+        if cluster > 1:
+            # Every block has to have begun before another one writes to it (`join_cluster` waits).
+            cluster_arrive()
+        of_row(io, T.Cast("int64", group), part, thread)
+
+    @T.inline
     def body(io):
-        T.device_entry()
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": RESIDENT // threads})
         if cluster > 1:
             group = T.cluster_id([io.batch])
@@ -126,12 +224,58 @@ def main(blocks: Blocks) -> Callable[..., Any]:
             group = T.cta_id([io.batch])
             part = 0
         thread = T.thread_id([threads])
-        if cluster > 1:
-            # Every block has to have begun before another one writes to it (`join_cluster` waits).
-            cluster_arrive()
-        of_row(io, T.Cast("int64", group), part, thread)
+        if last:
+            filters = T.meta_var(Drawing.alloc(1))
+            read_filters(io, T.Cast("int64", group), filters)
+            wanted: T.int32 = 1
+            if tickets.is_free(limit_of(filters.temperature[0], filters.top_k[0], words), words):
+                if T.Not(cuts.is_in(io, T.Cast("int64", group), cuts.SEARCH)):
+                    wanted = 0
+            if wanted != 0:
+                of_cluster(io, group, part, thread)
+        else:
+            of_cluster(io, group, part, thread)
 
     return body
+
+
+def sum_adjusted(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
+    """The pair (m, d) of a thread's elements, with bias and bitmap, as `rows.sum` finds it of logits; (io, row, t, s).
+
+    Reads: the row, the bias, the bitmap.
+    Writes: `r.m`, `r.d`, `r.top`, `r.tile`, `r.top_tile`, and `stage` if the row is kept there; scratch.
+    Barriers: none.
+    """
+    ext, steps, elements = blocks.ext, blocks.steps, crew.elements
+    copied = hold.copy_part(ext)
+
+    @T.inline
+    def phase(io, row, t, s):
+        x = T.alloc_local([elements], "float32")
+        if ext.keep == "shared":
+            copied(s.r, s.words, s.stage)
+        s.r.m = sums.LOWEST
+        s.r.d = T.float32(0)
+        s.r.top_tile = steps
+        for i in T.serial(crew.steps, unroll=False):
+            # The ragged elements first: a lane that has the row's maximum there looks through all of its steps for it.
+            s.r.tile = T.Select(i == 0, steps, i - 1) if ext.ragged else i
+            crew.load(io, row, t, s, s.r.tile)
+            s.r.top = s.r.m
+            for e in T.unroll(elements):
+                crew.take(io, s, e)
+                x[e] = s.x[0]
+                s.r.top = T.max(s.r.top, x[e])
+            s.r.top = T.min(s.r.top, sums.HIGHEST)
+            if s.r.top > s.r.m:
+                s.r.d = s.r.d * T.exp2(sums.scaled(s.r, s.r.m - s.r.top))
+                s.r.m = s.r.top
+                s.r.top_tile = s.r.tile
+            for e in T.unroll(elements):
+                T.ptx.ex2.approx.ftz.f32(s.r.power, sums.scaled(s.r, x[e] - s.r.m))
+                s.r.d = s.r.d + s.r.power
+
+    return phase
 
 
 def write_best_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
@@ -180,7 +324,7 @@ def write_best_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
 
 
 def write_first_word(blocks: Blocks) -> Callable[..., Any]:
-    """The first word in the order, of a row without a distribution, by the row's first warp; (io, row, t, s).
+    """The first word in the order, of a row without a distribution, by one warp; the phase is (io, row, t, s).
 
     Reads: the row.
     Writes: token, value and index; the log-probability, which is NaN.
@@ -188,9 +332,12 @@ def write_first_word(blocks: Blocks) -> Callable[..., Any]:
     """
     vocab = blocks.problem.vocab
 
+    def is_first(t: Any, s: Any) -> Any:
+        return t < 32 if blocks.ticketed else s.r.part == 0
+
     @T.inline
     def phase(io, row, t, s):
-        if s.r.part == 0:
+        if is_first(t, s):
             largest = T.alloc_local([1], "uint32")
             bits = T.alloc_local([1], "uint32")
             column = T.alloc_local([1], "int32")

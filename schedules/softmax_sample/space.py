@@ -18,13 +18,15 @@ CLUSTERS = powers(1, 16)
 VECTORS = (1, 2, 4)
 # Threads for which a multiprocessor has room at once, in whole thread blocks: with more, registers spill.
 RESIDENT = 512
+# The same of the kernel whose thread blocks take tickets, which searches nothing.
+RESIDENT_TICKETS = 1024
+# Thread blocks of a row that take tickets. 0: rows that no filter cuts have clusters, too.
+TICKETS = (0, 2, 4, 8, 16)
 # Most bytes of a row that a thread block keeps by default.
 KEPT = 160 * 1024
 
 
 def space(problem: SoftmaxSample, machine: Machine) -> Table:
-    if problem.bias:
-        raise NotApplicable("a bias is not added to slices")
     if not problem.alone:
         raise NotApplicable("sums of slices tell the best word alone, for a draw from the whole row")
     return {
@@ -32,6 +34,7 @@ def space(problem: SoftmaxSample, machine: Machine) -> Table:
         "threads": THREADS,
         "vectors": VECTORS,
         "staged": (0, 1),
+        "tickets": TICKETS,
     }
 
 
@@ -39,6 +42,13 @@ def blocks_of(problem: SoftmaxSample, decisions: Decisions) -> Blocks:
     """The thread blocks of a point."""
     keep: Keep = "shared" if decisions["staged"] else "nowhere"
     return Blocks(problem, decisions["threads"], decisions["cluster"], keep, decisions["vectors"], joined=True)
+
+
+def ticketed(problem: SoftmaxSample, decisions: Decisions) -> Blocks:
+    """The thread blocks of a point that take tickets."""
+    return Blocks(
+        problem, decisions["threads"], decisions["tickets"], "nowhere", decisions["vectors"], joined=True, ticketed=True
+    )
 
 
 def allowed(problem: SoftmaxSample, machine: Machine, decisions: Decisions) -> str | None:
@@ -53,6 +63,12 @@ def allowed(problem: SoftmaxSample, machine: Machine, decisions: Decisions) -> s
         return f"half of a warp's lanes have no vector of a slice of {ext.part}"
     if ext.vectors > 1 and ext.tile >= 2 * ext.part:
         return f"half of a tile of {ext.vectors} vectors a lane lies beyond a slice"
+    if decisions["tickets"]:
+        part = ticketed(problem, decisions).ext.part
+        if 2 * part <= ext.threads:
+            return f"half of a warp's lanes have no vector of a slice of {part}"
+        if ext.vectors > 1 and ext.tile >= 2 * part:
+            return f"half of a tile of {ext.vectors} vectors a lane lies beyond a slice"
     return None
 
 
@@ -65,12 +81,15 @@ def default(problem: SoftmaxSample, machine: Machine) -> Decisions:
     clusters = machine.clusters(CLUSTERS)
     fill = next((size for size in clusters if size * problem.batch_extent >= machine.cores * 9 // 10), clusters[-1])
     keep = next((size for size in clusters if Blocks(problem, THREADS[-1], size, "shared").staged <= KEPT), None)
+    busy = machine.cores * RESIDENT_TICKETS // THREADS[-1] * 9 // 10
+    most = next((tickets for tickets in TICKETS[1:] if tickets * problem.batch_extent >= busy), TICKETS[-1])
     wanted = [
-        {"cluster": cluster, "threads": threads, "vectors": vectors, "staged": staged}
+        {"cluster": cluster, "threads": threads, "vectors": vectors, "staged": staged, "tickets": tickets}
         for cluster in sorted((size for size in clusters if size <= max(fill, keep or 1)), reverse=True)
         for threads in (512, 256, 128)
         for vectors in (4, 2, 1)
         for staged in (1, 0)
+        for tickets in sorted((tickets for tickets in TICKETS if tickets <= most), reverse=True)
     ]
     return next(decisions for decisions in wanted if allowed(problem, machine, decisions) is None)
 

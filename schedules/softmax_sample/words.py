@@ -5,7 +5,6 @@ The k best are read back from the outputs, in order, which is why this stands be
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.arguments import beside
 from tvm_sparse.core.template import ceildiv
 from tvm_sparse.operators.softmax_sample.definition import (
     Columns,
@@ -35,7 +35,6 @@ from ..device.selection import FULL_WARP, lanes_max, lanes_min, lanes_sum, scan_
 from ..device.state import named
 from ..device.words import load_element
 from ..softmax_topk.ending import Ending
-from .interface import Arguments
 from .search import Blocks, search_by_blocks, search_by_thread
 
 
@@ -87,26 +86,25 @@ class Drawing:
         )
 
 
-def of_row(io: Arguments, name: str, row: Any) -> Any:
+def of_row(io: Any, name: str, row: Any) -> Any:
     """A float32 argument that is one number for all rows, or one for each row."""
     return load_element("float32", getattr(io, name + "s").ptr_to([row])) if io.per_row else getattr(io, name)
 
 
 # fmt: off
-def own_on_gpu(io: Arguments, row: Any) -> Arguments:
+def own_on_gpu(io: Any, row: Any) -> Any:
     """The arguments with the row's inverse temperature."""
     scale, temperature = (T.alloc_local([1], "float32") for _ in range(2))
     T.buffer_store(temperature, of_row(io, "temperature", row), [0])
     T.buffer_store(scale, inverse(temperature[0]), [0])
-    return dataclasses.replace(io, scale=scale[0])
+    return beside(io, {"scale": scale[0]})
 
 
 @T.inline
 def read_filters(io, row, s):
-    """Load the row's temperature, its filters and its uniform number. Writes: `temperature`, `top_k`, `top_p`, `min_p`,
-    `uniform`.
+    """Load the row's temperature and its filters. Writes: `temperature`, `top_k`, `top_p`, `min_p`.
 
-    By loads that see what a producer kernel has written.
+    By loads that see what a producer kernel has written, as `read_uniform`.
     """
     s.temperature[0] = of_row(io, "temperature", row)
     s.top_p[0] = of_row(io, "top_p", row)
@@ -115,6 +113,11 @@ def read_filters(io, row, s):
         T.ptx.ld.global_.s32(s.top_k[0], io.top_ks.ptr_to([row]))
     else:
         s.top_k[0] = io.top_k
+
+
+@T.inline
+def read_uniform(io, row, s):
+    """Load the row's uniform number, or make it. Writes: `uniform`."""
     if io.seeded > 0:
         if io.seeded == 1:
             T.ptx.ld.global_.s64(s.numbers[0], io.seeds.ptr_to([row, 0]))
@@ -157,6 +160,7 @@ def draw_by_warp(problem: SoftmaxSample) -> Callable[..., Any]:
         if t < 32:
             # Loaded while the other values are on their way.
             read_filters(io, row, s)
+            read_uniform(io, row, s)
         barrier()
         if t < 32:
             s.top_k[0] = limit_of(s.temperature[0], s.top_k[0], words)
@@ -279,6 +283,7 @@ def draw_by_blocks(problem: SoftmaxSample, blocks: Blocks) -> Callable[..., Any]
     def phase(io, row, t, part, pool):
         s = T.meta_var(Drawing.alloc(1))
         read_filters(io, row, s)
+        read_uniform(io, row, s)
         s.top_k[0] = limit_of(s.temperature[0], s.top_k[0], problem.words)
         T.ptx.ld.global_.s64(s.numbers[0], io.indices.ptr_to([row, 0]))
         search(io, row, t, part, pool, s.numbers[0], load_element("float32", io.values.ptr_to([row, 0])),
@@ -297,14 +302,14 @@ def is_open(k: int, words: int, s: Any) -> tirx.PrimExpr:
     return T.And(T.And(s.top_k[0] > k, s.left[0] > 0), T.Or(s.left[0] == k, share))
 
 
-def own_on_cpu(io: Arguments, row: Any) -> Arguments:
+def own_on_cpu(io: Any, row: Any) -> Any:
     """The arguments with the row's inverse temperature, as `own_on_gpu`, within a block of TIR."""
     scale = T.sblock_alloc_buffer((1,), "float32")
     T.buffer_store(scale, inverse(filter_on_cpu(io, "temperature", row)), [0])
-    return dataclasses.replace(io, scale=scale[0])
+    return beside(io, {"scale": scale[0]})
 
 
-def filter_on_cpu(io: Arguments, name: str, row: Any) -> Any:
+def filter_on_cpu(io: Any, name: str, row: Any) -> Any:
     """A filter that is one number for all rows, or one for each row."""
     return getattr(io, name + "s")[row] if io.per_row else getattr(io, name)
 

@@ -1,7 +1,8 @@
 """What every softmax_topk kernel does alike, on any machine: read an element, write a value.
 
-An element is the float32 sum of a logit and its bias, if there is one; the order of elements is that of these sums, and
-the temperature multiplies only what is exponentiated.
+An element is the float32 sum of a logit and its bias, if there is one, or minus infinity where the row's bitmap does
+not allow its column. The order of elements is that of these sums, and the temperature multiplies only what is
+exponentiated.
 """
 
 from __future__ import annotations
@@ -12,19 +13,64 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from ..device.words import load_element
+from tvm_sparse.formats.bitmap import BITS
+from tvm_sparse.operators.softmax_topk.definition import masked
+
+from ..device.words import load_element, load_word
 
 
 def element(io: Any, row: Any, column: Any) -> tirx.PrimExpr:
     """The element of a row and column. On a GPU the load may take the read-only path."""
-    logit = T.Cast("float32", io.logits[row, column])
-    return logit + T.Cast("float32", io.bias[column]) if io.problem.bias else logit
+    x = T.Cast("float32", io.logits[row, column])
+    x = x + T.Cast("float32", io.bias[column]) if io.problem.bias else x
+    return masked(io.allowed, row, column, x) if io.problem.allowed else x
 
 
 def written_element(io: Any, row: Any, column: Any) -> tirx.PrimExpr:
     """As `element`, by loads that see what a producer kernel has written: for kernels whose launch overlaps it."""
-    logit = load_element(io.problem.dtype, io.logits.ptr_to([row, column]))
-    return logit + load_element("float32", io.bias.ptr_to([column])) if io.problem.bias else logit
+    x = load_element(io.problem.dtype, io.logits.ptr_to([row, column]))
+    x = x + load_element("float32", io.bias.ptr_to([column])) if io.problem.bias else x
+    return chosen(bits_from(io, row, column), 0, x) if io.problem.allowed else x
+
+
+def bits_from(io: Any, row: Any, column: Any) -> tirx.PrimExpr:
+    """The bits of the row's bitmap from a column on, up to the end of its 32-bit word, as `written_element` loads."""
+    word = load_word(io.allowed.ptr_to([row, column // BITS]))
+    return word >> T.Cast("uint32", column % BITS)
+
+
+def chosen(bits: Any, e: Any, x: Any) -> tirx.PrimExpr:
+    """x, or minus infinity where the e-th of some bits is 0."""
+    bit = bits >> T.Cast("uint32", e) & T.uint32(1)
+    return T.Select(bit != T.uint32(0), x, -T.infinity("float32"))
+
+
+def mask_vectors(vocab: int, width: int, vectors: int, aligned: bool) -> Callable[..., Any]:
+    """Minus infinity for elements that are not allowed; the phase is (io, row, x, column).
+
+    `column(e)` is the column of x[e], of `vectors` vectors of `width` neighbours. `aligned`: vectors begin at multiples
+    of `width`, so that one word of the bitmap has all bits of a vector. Columns outside of the row get any element.
+
+    Reads: `allowed`.
+    Writes: `x`.
+    Barriers: none.
+    """
+
+    @T.inline
+    def phase(io, row, x, column):
+        bits = T.alloc_local([1], "uint32")
+        for u in T.unroll(vectors):
+            if aligned:
+                bits[0] = bits_from(io, row, T.min(column(u * width), vocab - width))
+                for v in T.unroll(width):
+                    x[u * width + v] = chosen(bits[0], v, x[u * width + v])
+            else:
+                for v in T.unroll(width):
+                    x[u * width + v] = chosen(
+                        bits_from(io, row, T.max(T.min(column(u * width + v), vocab - 1), 0)), 0, x[u * width + v]
+                    )
+
+    return phase
 
 
 @T.inline

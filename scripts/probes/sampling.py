@@ -12,7 +12,6 @@ inputs hot; `read_us` is what reading the logits once takes at the memory's spee
 from __future__ import annotations
 
 import csv
-import itertools
 import random
 import statistics
 import tempfile
@@ -32,6 +31,7 @@ from tvm_sparse.core import spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import Mismatch, numpy_dtype
+from tvm_sparse.formats.bitmap import pack_bits
 from tvm_sparse.operators.softmax_sample.problem import UNSAID, SoftmaxSample
 from tvm_sparse.runtime import loading
 
@@ -51,11 +51,11 @@ def wanted_points(problem: SoftmaxSample, machine: Machine, fix: list[str], coun
     return [*defaults, *random.Random(seed).sample(others, min(count, len(others)))]
 
 
-def cases_of(problem: SoftmaxSample, logits: np.ndarray, uniforms: np.ndarray) -> dict[str, Case]:
-    """The checked rows of each filter, with their reference."""
+def cases_of(problem: SoftmaxSample, logits: np.ndarray, arrays: list[np.ndarray]) -> dict[str, Case]:
+    """The checked rows of each filter, with their reference; `arrays` follow the filters."""
     few, found = problem.with_batch(CHECKED), {}
     for name, filters in FILTERS.items():
-        inputs = [logits[:CHECKED], *filters, uniforms[:CHECKED]]
+        inputs = [logits[:CHECKED], *filters, *(array[:CHECKED] for array in arrays)]
         expected = few.reference(inputs)
         found[name] = Case(few, name, inputs, expected, few.tolerance(inputs, expected), None)
     return found
@@ -66,6 +66,7 @@ def main(
     batches: Annotated[str, typer.Option(help="Numbers of rows.")] = "1,64,256,512",
     vocab: Annotated[int, typer.Option(min=2)] = 128256,
     dtypes: Annotated[str, typer.Option()] = "float32,bfloat16",
+    allowed: Annotated[bool, typer.Option(help="With bitmaps that allow nine tenths of the columns.")] = False,
     points: Annotated[int, typer.Option(min=0, help="Beside the defaults.")] = 60,
     seconds: Annotated[float, typer.Option(help="When to stop timing further points.")] = 210,
     seed: Annotated[int, typer.Option(help="Of the draw and the data.")] = 0,
@@ -77,6 +78,7 @@ def main(
     rng = np.random.default_rng(seed)
     flat = rng.standard_normal((max(*numbers, CHECKED), vocab), dtype=np.float32)
     uniforms = rng.random(len(flat), dtype=np.float32)
+    bitmaps = [pack_bits(rng.random(flat.shape) < 0.9)] if allowed else []
     loading.prepare(machine.kind)
     with out.open("w", newline="") as file, tempfile.TemporaryDirectory() as folder:
         writer = csv.writer(file)
@@ -94,8 +96,8 @@ def main(
         for number, dtype in enumerate(dtypes.split(",")):
             until = started + seconds * (number + 1) / len(dtypes.split(","))
             logits = flat.astype(numpy_dtype(dtype))
-            slices = SoftmaxSample(max(numbers), vocab, 1, dtype, whole=1)
-            best = SoftmaxSample(max(numbers), vocab, UNSAID, dtype, whole=1)
+            slices = SoftmaxSample(max(numbers), vocab, 1, dtype, whole=1, allowed=int(allowed))
+            best = SoftmaxSample(max(numbers), vocab, UNSAID, dtype, whole=1, allowed=int(allowed))
             kinds = [(slices, wanted_points(slices, machine, fix or [], points, seed))]
             gates = (spaces.find(name) for name in ("sample_gate", "sample_cluster"))
             kinds.append((best, [one.candidate(one.default(best.with_batch(64), machine)) for one in gates]))
@@ -107,7 +109,7 @@ def main(
                     make_case(problem.smaller(explore.FEW_ROWS), seed + n, structure, problem.settings[n % 3])
                     for n, structure in enumerate(problem.structures)
                 ]
-                checked = cases_of(problem, logits, uniforms)
+                checked = cases_of(problem, logits, [*bitmaps, uniforms])
                 good = []
                 for candidate, reply in built:
                     function = loading.load_function(Path(reply["path"]), machine.kind, None)
@@ -118,27 +120,32 @@ def main(
                         write(dtype, 0, "", "", candidate, reply, f"wrong: {error}"[:300])
                 for rows in numbers:
                     those = problem.with_batch(rows)
-                    inputs = [logits[:rows], *FILTERS["temperature"], uniforms[:rows]]
+                    beside = [array[:rows] for array in (*bitmaps, uniforms)]
+                    inputs = [logits[:rows], *FILTERS["temperature"], *beside]
                     case = Case(those, "timed", inputs, those.empty_outputs(), [None] * 4, None)
                     arguments = Arguments(machine.kind, [case], workspaces_on(machine.kind, [], those), offset=False)
-                    given = arguments.load(case, explore.POISON)
-                    for (candidate, reply, function), name in itertools.product(good, FILTERS):
-                        if time.monotonic() > until:
-                            write(dtype, rows, name, "", candidate, reply, "no time")
-                            continue
-                        given[1:5] = FILTERS[name]
-                        call(function, given)
-                        few = min(rows, CHECKED)
-                        try:
-                            inputs = [one[:few] if isinstance(one, np.ndarray) else one for one in checked[name].inputs]
-                            expected = [one[:few] for one in checked[name].expected]
-                            found = [one[:few] for one in arguments.outputs()]
-                            problem.with_batch(few).check(inputs, expected, found)
-                        except Mismatch as error:
-                            write(dtype, rows, name, "", candidate, reply, f"wrong: {error}"[:300])
-                            continue
-                        us = statistics.median(time_kernel(machine.kind, function, given)) * 1e6
-                        write(dtype, rows, name, f"{us:.2f}", candidate, reply)
+                    for candidate, reply, function in good:
+                        arguments.take(workspaces_on(machine.kind, reply["workspaces"], those))
+                        for name in FILTERS:
+                            if time.monotonic() > until:
+                                write(dtype, rows, name, "", candidate, reply, "no time")
+                                continue
+                            given = arguments.load(case, explore.POISON)
+                            given[1:5] = FILTERS[name]
+                            call(function, given)
+                            few = min(rows, CHECKED)
+                            try:
+                                inputs = [
+                                    one[:few] if isinstance(one, np.ndarray) else one for one in checked[name].inputs
+                                ]
+                                expected = [one[:few] for one in checked[name].expected]
+                                found = [one[:few] for one in arguments.outputs()]
+                                problem.with_batch(few).check(inputs, expected, found)
+                            except Mismatch as error:
+                                write(dtype, rows, name, "", candidate, reply, f"wrong: {error}"[:300])
+                                continue
+                            us = statistics.median(time_kernel(machine.kind, function, given)) * 1e6
+                            write(dtype, rows, name, f"{us:.2f}", candidate, reply)
     print(f"{time.monotonic() - started:.0f} s, {out}")
 
 

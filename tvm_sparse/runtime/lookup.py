@@ -48,8 +48,8 @@ ELSEWHERE = 1.0
 # must predict a large gain.
 CLEAR = 0.05
 # Problems that a model must know for its choice to replace the default. In `scripts/regret.py` (seeds 1, 7 and 8)
-# models of fewer chose points that took 1.2 to 1.9 times as long as the default, and gained nothing that today's defaults do
-# not; of 10 choices by models of more none took longer than 1.06 times.
+# models of fewer chose points that took 1.2 to 1.9 times as long as the default, and gained nothing that today's
+# defaults do not; of 10 choices by models of more none took longer than 1.06 times.
 ENOUGH = 12
 
 

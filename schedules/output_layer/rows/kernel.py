@@ -223,7 +223,9 @@ def select(problem: OutputLayer, static: int) -> Callable[..., Any]:
         """The phases of `row_scan` for a row, and their arguments."""
         columns = T.Cast("int32", io.vocab) if exact_head else static
         extents = Extents(columns, k, ids, CHUNK, LANES)
-        shown = SimpleNamespace(problem=SimpleNamespace(bias=0), logits=Row(io, index, row), scale=io.scale, log=io.log)
+        shown = SimpleNamespace(
+            problem=SimpleNamespace(bias=0, allowed=0), logits=Row(io, index, row), scale=io.scale, log=io.log
+        )
         return SimpleNamespace(
             io=shown,
             extents=extents,

@@ -26,7 +26,7 @@ from ...device.selection import (
 from ...device.words import load_element, load_words
 from ...rows.hold import load_tile, locate, minus_infinity, take_tile, value
 from ...rows.state import RowState, Views
-from ...softmax_topk.elements import written_element
+from ...softmax_topk.elements import bits_from, chosen, written_element
 from ..blocks import BEFORE, BIN, BINS, COPIES, COUNT, COUNT_BEFORE, MASS, Blocks
 from .bracket import guess, raise_to_power
 from .crew import (
@@ -67,19 +67,25 @@ def search_state(blocks: Blocks, pool: Any, **more: Any) -> State:
         more["stage"] = shared((blocks.staged // 4,), "uint32")
     if blocks.joined:
         more |= {name: shared((blocks.ext.parts,), "float32") for name in ("pair_m", "pair_d")}
-        more["list"] = shared((blocks.listed * blocks.threads,), "float32")
+        if blocks.searches:
+            more["list"] = shared((blocks.listed * blocks.threads,), "float32")
         more |= {"listed": T.alloc_local((1,), "int32"), "total": T.alloc_local((1,), "float32")}
+    if blocks.searches:
+        more |= {name: shared((COPIES * BINS,), "uint32") for name in ("lows", "highs", "tallies")}
+    elif blocks.bins:
+        more |= {"lows": shared((blocks.bins,), "uint32"), "scanned": shared((8,), "uint32")}
+        if blocks.entries:
+            more["list"] = shared((blocks.entries,), "uint32")
     more |= {
-        "lows": shared((COPIES * BINS,), "uint32"),
-        "highs": shared((COPIES * BINS,), "uint32"),
-        "tallies": shared((COPIES * BINS,), "uint32"),
         "sums": shared((blocks.ext.parts,), "float32"),
         "ties": shared((blocks.ext.parts,), "int32"),
         "round_sums": shared((blocks.rounds,), "float32"),
         "round_ties": shared((blocks.rounds,), "int32"),
     }
-    if blocks.cluster > 1:
+    if blocks.cluster > 1 and blocks.searches:
         more |= {"shown": shared((2 * BINS,), "uint64"), "shown_counts": shared((2 * BINS,), "int32")}
+    if blocks.has_bits:
+        more["bits"] = T.alloc_local((blocks.ext.vectors,), "uint32")
     registers = {"small": "uint16", "added": "uint32"}
     registers |= dict.fromkeys(("column", "own", "turn", "number", "summed", "round"), "int32")
     more |= {name: T.alloc_local((1,), dtype) for name, dtype in registers.items()}
@@ -110,11 +116,11 @@ def begin_search(blocks: Blocks) -> Callable[..., Any]:
 def load_step(blocks: Blocks) -> Callable[..., Any]:
     """A thread's vectors of its j-th tile, or, after the last, its ragged element; the phase is (io, row, t, s, j).
 
-    Reads: the row, or what of it is staged.
-    Writes: `r.raw`, `column`; scratch is `small`.
+    Reads: the row, or what of it is staged; the bitmap.
+    Writes: `r.raw`, `column`, `bits`; scratch is `small`.
     """
     ext, steps, per_word = blocks.ext, blocks.steps, blocks.ext.width // 4
-    load, take = load_tile(ext), take_tile(ext)
+    load, take, first = load_tile(ext), take_tile(ext), first_column_of(blocks)
 
     @T.inline
     def phase(io, row, t, s, j):
@@ -133,6 +139,9 @@ def load_step(blocks: Blocks) -> Callable[..., Any]:
                 take(s.r, s.stage, j * ext.tile)
             else:
                 load(s.r, s.words, j * ext.tile, 0)
+            if blocks.has_bits:
+                for u in T.unroll(ext.vectors):
+                    s.bits[u] = bits_from(io, row, first(s, u * ext.width))
 
     return phase
 
@@ -143,15 +152,34 @@ def column_of(blocks: Blocks) -> Callable[..., Any]:
     return lambda s, e: s.column[0] + e // ext.width * (ext.threads * ext.width) + e % ext.width
 
 
+def first_column_of(blocks: Blocks) -> Callable[..., Any]:
+    """(s, e) -> the first column of the vector of a step's e-th element; of one beyond the row, of its last vector."""
+    width, column = blocks.ext.width, column_of(blocks)
+    return lambda s, e: T.min(column(s, e // width * width), blocks.ext.vocab - width)
+
+
 def take_of_step(blocks: Blocks) -> Callable[..., Any]:
-    """The e-th element of a step; the phase is (io, s, e). Reads: `r.raw`, `column`, the bias. Writes: `x`."""
-    ext, column, biased = blocks.ext, column_of(blocks), bool(blocks.problem.bias)
+    """The e-th element of a step; the phase is (io, s, e).
+
+    Reads: `r.raw`, `column`, `bits`; the bias; the bitmap.
+    Writes: `x`.
+    """
+    ext, column, biased, masked = blocks.ext, column_of(blocks), bool(blocks.problem.bias), bool(blocks.problem.allowed)
+    first = first_column_of(blocks)
+
+    def inside(s: Any, e: Any) -> tirx.PrimExpr:
+        # Bias and bitmap of one column, also for elements beyond the row.
+        return first(s, e) + e % ext.width if blocks.has_bits else T.min(column(s, e), ext.vocab - 1)
 
     @T.inline
     def phase(io, s, e):
         s.x[0] = value(ext, s.r.raw, e)
         if biased:
-            s.x[0] = s.x[0] + load_element("float32", io.bias.ptr_to([T.min(column(s, e), ext.vocab - 1)]))
+            s.x[0] = s.x[0] + load_element("float32", io.bias.ptr_to([inside(s, e)]))
+        if blocks.has_bits:
+            s.x[0] = chosen(s.bits[e // ext.width], e % ext.width, s.x[0])
+        elif masked:
+            s.x[0] = chosen(bits_from(io, s.r.row, inside(s, e)), 0, s.x[0])
 
     return phase
 
@@ -478,9 +506,10 @@ def choose_slice(blocks: Blocks) -> Callable[..., Any]:
 
 
 def take_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
-    """By the thread block of the chosen slice: the word with which `goal` is passed; the phase is (io, row, t, s).
+    """The word with which `goal` is passed, by the thread block of the chosen slice, or by the one that draws alone.
 
-    Its warps share the slice's rounds. Then one of them goes through the round in which the word is.
+    The phase is (io, row, t, s). Its warps share the slice's rounds. Then one of them goes through the round in which
+    the word is.
 
     Reads: the slice, `chosen`, `goal`, `number`, `rank`, the group's bounds.
     Writes: the row's token and its log-probability; `round_sums`, `round_ties`; scratch.
@@ -566,7 +595,7 @@ def take_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, row, t, s):
-        if s.chosen[0] // slices == s.r.part // slices:
+        if blocks.ticketed or s.chosen[0] // slices == s.r.part // slices:
             power = T.alloc_local([width], "float32")
             ties = T.alloc_local([1], "int32")
             scan = T.alloc_local([1], "int32")

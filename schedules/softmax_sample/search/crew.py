@@ -74,6 +74,7 @@ class State:
     # ---- of a GPU's crew ----
     lows: Any = None  # shared: the low words of the masses, for each copy of each bin
     highs: Any = None  # shared: their high words
+    scanned: Any = None  # shared: what is known of a row (`cuts`)
     tallies: Any = None  # shared: how many words each bin has, for each copy
     shown: Any = None  # shared: the block's masses of each bin, which the others read; of two histograms in turn
     shown_counts: Any = None  # shared: and how many words
@@ -86,6 +87,7 @@ class State:
     pair_d: Any = None  # shared: its sum of exponentials
     words: Any = None  # the logits as vectors
     r: Any = None  # the warp's slice of the row (`rows.state.RowState`)
+    bits: Any = None  # of the bitmap, from the first column of each vector in hand on
     small: Any = None  # scratch for a load
     column: Any = None  # of the first element of the vectors in hand
     own: Any = None  # the thread's number among all that go through the row

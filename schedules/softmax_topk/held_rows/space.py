@@ -245,6 +245,8 @@ def space(problem: SoftmaxTopk, machine: Machine) -> Table:
         raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: too much of a block's share would reach its bound")
     if problem.bias:
         raise NotApplicable("sums with a bias would not fit into the registers that hold the logits")
+    if problem.allowed:
+        raise NotApplicable("logits stay in registers as they come, without the bitmap that says which are allowed")
     if not points(problem, machine):
         rows = f"{problem.batch_extent} rows of {problem.vocab}"
         raise NotApplicable(f"registers and memory of {machine.cores} multiprocessors do not hold {rows} at once")

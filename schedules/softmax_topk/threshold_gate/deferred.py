@@ -17,7 +17,7 @@ from tvm_sparse.core.template import ceildiv
 
 from ...device.selection import FULL_WARP, below, bits_value, join_key, order
 from ...device.words import load_element, load_words, value_in
-from ..elements import written_element
+from ..elements import mask_vectors, written_element
 from .layout import Layout, Pool, Tiling
 from .rank import place_in_output
 from .state import WRITTEN, address_of, column_of, folded, not_below
@@ -97,6 +97,7 @@ def load_marked(layout: Layout) -> Callable[..., Any]:
     """
     tiling, dtype = layout.tiling, layout.dtype
     width, vocab, per_word = tiling.width, tiling.vocab, tiling.per_word
+    mask = mask_vectors(vocab, width, 1, tiling.aligned)
 
     @T.inline
     def phase(s, column):
@@ -109,6 +110,8 @@ def load_marked(layout: Layout) -> Callable[..., Any]:
                     s.x[e] = value_in(dtype, s.raw[e // per_word], e % per_word)
                     if layout.bias:
                         s.x[e] = s.x[e] + load_element("float32", s.io.bias.ptr_to([column + e]))
+                if layout.masked:
+                    mask(s.io, s.row[0], s.x, lambda e: column + e)
             else:
                 for e in T.unroll(width):
                     if column + e >= 0 and column + e < vocab:

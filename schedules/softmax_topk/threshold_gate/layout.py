@@ -330,8 +330,9 @@ class Layout:
 
     Attributes
     ----------
-    vocab, k, ids, dtype, bias
-        The problem's: columns of a row, elements to find, given columns, the logits' dtype, whether there is a bias.
+    vocab, k, ids, dtype, bias, masked
+        The problem's: columns of a row, elements to find, given columns, the logits' dtype, whether there is a bias,
+        whether there are bitmaps of allowed columns.
     tiling
         How a row is cut up.
     first
@@ -345,6 +346,7 @@ class Layout:
     ids: int
     dtype: str
     bias: bool
+    masked: bool
     tiling: Tiling
     first: FirstThreshold
     deferred: bool
@@ -369,6 +371,7 @@ class Layout:
             problem.ids,
             problem.dtype,
             bool(problem.bias),
+            bool(problem.allowed),
             tiling,
             FirstThreshold(tiling, problem.k),
             bool(decisions["deferred"]),

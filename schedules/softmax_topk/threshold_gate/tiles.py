@@ -11,6 +11,7 @@ from tvm.script import tirx as T
 from ...device.arithmetic import LOG2_E
 from ...device.overlap import CACHE_LINE, multiprocessors
 from ...device.words import held_address, load_element, value_in
+from ..elements import mask_vectors
 from .layout import Layout, Tiling
 from .state import address_of, column_of, folded, vector_address
 
@@ -154,7 +155,7 @@ def prefetch_tile(tiling: Tiling) -> Callable[..., Any]:
 def take_tile(layout: Layout) -> Callable[..., Any]:
     """The elements of the tile in hand, once it has arrived. The phase is (s, i).
 
-    Reads: `ring`, the bias, `start`, `end`.
+    Reads: `ring`, the bias, the bitmap, `start`, `end`.
     Writes: `at`, `raw`, `x`; `top`, unless only the sample's is wanted (`Layout.dense`).
     Barriers: none.
     After: `x` is minus infinity for what is not of this block's share.
@@ -162,7 +163,7 @@ def take_tile(layout: Layout) -> Callable[..., Any]:
     tiling, dtype = layout.tiling, layout.dtype
     vectors, stages, threads, held = tiling.vectors, tiling.stages, tiling.threads, tiling.held
     vocab, per_word = tiling.vocab, tiling.per_word
-    placed = place_tile(tiling)
+    placed, mask = place_tile(tiling), mask_vectors(vocab, tiling.width, vectors, tiling.aligned)
 
     @T.inline
     def phase(s, i):
@@ -177,6 +178,8 @@ def take_tile(layout: Layout) -> Callable[..., Any]:
             for e in T.unroll(held):
                 s.x[e] = s.x[e] + load_element(
                     "float32", s.io.bias.ptr_to([T.max(T.min(column_of(tiling, s.at, e), vocab - 1), 0)]))
+        if layout.masked:
+            mask(s.io, s.row[0], s.x, lambda e: column_of(tiling, s.at, e))
         if not tiling.whole:
             if not inside(tiling, s, s.at):
                 for e in T.unroll(held):

@@ -12,6 +12,7 @@ from ...device.references import exact_factor, is_far, unit_of
 from ...device.selection import MINUS_INFINITY, bits_value, maxima_of_warp, order
 from ...device.thresholds import Rank
 from ...device.words import load_element, load_words, per_word, value_in
+from ..elements import mask_vectors
 from .space import Layout
 from .state import added, column_of, folded, lanes_max, lanes_min, ragged
 
@@ -20,13 +21,14 @@ from .state import added, column_of, folded, lanes_max, lanes_min, ragged
 def load_row(layout: Layout) -> Callable[..., Any]:
     """Load the row into registers.
 
-    Reads: the row of the logits, and the bias.
+    Reads: the row of the logits, the bias, and the bitmap.
     Writes: `x`.
     Barriers: none.
     After: `x` has the lane's elements, and minus infinity where there is none.
     """
     width, aligned, held = layout.width, layout.aligned, layout.held
     dtype, parts = layout.dtype, per_word(layout.dtype)
+    mask = mask_vectors(layout.vocab, width, layout.vectors, aligned)
 
     @T.inline
     def phase(io, at, s):
@@ -54,6 +56,8 @@ def load_row(layout: Layout) -> Callable[..., Any]:
             for e in T.unroll(held):
                 s.x[e] = s.x[e] + load_element(
                     "float32", io.bias.ptr_to([T.max(T.min(column_of(layout, at, e), layout.vocab - 1), 0)]))
+        if layout.masked:
+            mask(io, at.row, s.x, lambda e: column_of(layout, at, e))
         for e in T.unroll(held):
             if ragged(layout, e // width):
                 if column_of(layout, at, e) >= layout.vocab:

@@ -43,6 +43,7 @@ class Layout:
     ids: int  # given columns of a row
     dtype: str  # of the logits
     biased: bool  # whether a bias is added
+    masked: bool  # whether there are bitmaps of allowed columns
     rows: int  # rows, and warps, of a thread block
     overlapped: bool  # whether the kernel is started by programmatic dependent launch
 
@@ -54,6 +55,7 @@ class Layout:
             ids=problem.ids,
             dtype=problem.dtype,
             biased=bool(problem.bias),
+            masked=bool(problem.allowed),
             rows=decisions["rows"],
             overlapped=bool(decisions["overlap"]),
         )

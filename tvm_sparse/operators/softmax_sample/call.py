@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
+from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.calls import (
     by_parts,
@@ -36,6 +37,7 @@ SIGNATURES = {
         ("top_p", Number("float", 0.1, 1.0), _OF_ROWS),
         ("min_p", Number("float", 0.0, 0.2), _OF_ROWS),
         ("bias", Absent(), Array(("vocab",), ("float32",))),
+        ("allowed", Absent(), Array((ROWS, "bitmap"), ("int32",))),
         ("uniforms", _OF_ROWS, Absent()),
         ("seed", Absent(), Number("int", -(2**63), 2**63 - 1), Array((ROWS, 2), ("int64",))),
         ("offset", Number("int", 0, 2**63 - 1), Array((ROWS,), ("int64",))),
@@ -73,6 +75,7 @@ def softmax_sample(
     top_p: Any = 1.0,
     min_p: Any = 0.0,
     bias: Any = None,
+    allowed: Any = None,
     uniforms: Any = None,
     seed: Any = None,
     offset: Any = 0,
@@ -121,6 +124,9 @@ def softmax_sample(
         Filters are best all numbers or all arrays: of a mix, each number is written to an array first.
     bias
         `(vocab,)` float32, added to every row in float32; -inf masks a column.
+    allowed
+        `(batch, ceil(vocab / 32))` int32, a bitmap of each row: where bit `j % 32` of word `j // 32` is 0, the logit in
+        column j counts as -inf, whatever it is. As xgrammar and vLLM fill them.
     uniforms
         `(batch,)` float32 numbers in [0, 1), of which u is one; others are taken as the nearest of these.
     seed, offset
@@ -167,8 +173,8 @@ def softmax_sample(
     A row with NaN or +inf, or with nothing above -inf, has no distribution: its token is the first word in the order
     (NaN counts as the largest), and its log-probability NaN. A word at -inf is never drawn from another row.
 
-    When not to use it: where scores are changed word by word of each row before
-    (repetition penalties, grammars), which is a pass of its own; and for more than one token a row.
+    When not to use it: where scores are changed word by word of each row before (repetition penalties), which is a pass
+    of its own; and for more than one token a row.
 
     Sources: Fan, Lewis & Dauphin 2018 (top-k); Holtzman et al. 2020 (top-p); Nguyen et al. 2024 (min-p); Salmon et al.
     2011 (Philox).
@@ -180,19 +186,19 @@ def softmax_sample(
     filters = [one if array else _number(i, one) for i, (one, array) in enumerate(zip(filters, own, strict=True))]
     said = seeds.told(uniforms, seed, offset)
     tensors = [one for one, array in zip(filters, own, strict=True) if array]
-    through = said is None and custom.transformed(logits, *tensors, bias)
+    through = said is None and custom.transformed(logits, *tensors, bias, allowed)
     seeded, numbers = (seeds.GIVEN, ()) if through else said or seeds.fresh(logits)
     drawn = [one for one in numbers if hasattr(one, "__dlpack__")]
     # What a kernel depends on: numbers other than top_k are passed to it.
     what = ("softmax_sample", None if own[1] else filters[1], max_top_k, best, seeded)
     if out is None and not through and any(own) is all(own) and type(best) is int:
-        results = repeat.again(dispatcher.launchers, what, (logits, *filters, bias, *numbers), None)
+        results = repeat.again(dispatcher.launchers, what, (logits, *filters, bias, allowed, *numbers), None)
         if results is not None:
             return tuple([*results[:2], *[array[:, :best] for array in results[2:] if best]])
 
-    if through or custom.transformed(logits, *tensors, bias, *drawn):
+    if through or custom.transformed(logits, *tensors, bias, allowed, *drawn):
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "bias": bias}
-        options |= {"uniforms": uniforms, "seed": seed, "offset": offset}
+        options |= {"allowed": allowed, "uniforms": uniforms, "seed": seed, "offset": offset}
         options |= {"max_top_k": max_top_k, "best": best, "out": out}
         return custom.module_of("softmax_sample").softmax_sample(logits, **options)
     known = logits_facts(logits)
@@ -201,9 +207,8 @@ def softmax_sample(
         raise ValueError(f"logits: expected at least one word, got shape {known.shape}")
     symbols = arrays.is_fake(logits) and not (type(best) is int and (own[1] or type(filters[1]) is int))
     # A graph that was specialised to the kernel's width would be one of a few values of top_k alone.
-    alone = best == 0 and bias is None
     width, most, whole = (
-        (best, best, False) if symbols else _width(None if own[1] else filters[1], max_top_k, vocab, alone)
+        (best, best, False) if symbols else _width(None if own[1] else filters[1], max_top_k, vocab, best == 0)
     )
     if not symbols and not 0 <= best <= most:
         raise ValueError(f"best: expected at most the {most} words that top_k leaves, got {best}")
@@ -231,13 +236,17 @@ def softmax_sample(
             one if array else arrays.argument(arrays.full((batch,), one, dtype, logits, known))
             for (_, dtype, *_), one, array in zip(FILTERS, passed_filters, own, strict=True)
         ]
-    extras = [] if bias is None else [passed(facts_beside("bias", bias, (vocab,), "float32", known))]
+    words = bitmap_words(vocab)
+    extras = [
+        None if bias is None else passed(facts_beside("bias", bias, (vocab,), "float32", known)),
+        None if allowed is None else by_row("allowed", allowed, "int32", words),
+    ]
     passed_numbers = checked(seeded, numbers)
     wanted = (("tokens", rows, "int32"), ("logprobs", rows, "float32"))
     kept = (("values", (*rows, width), "float32"), ("indices", (*rows, width), "int64"))
     written = outputs_for(out, wanted, logits, known)
     SIGNATURES["softmax_sample"].refuse_overlap(
-        out, logits=logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, bias=bias,
+        out, logits=logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, bias=bias, allowed=allowed,
         uniforms=uniforms, seed=seed, offset=offset,
     )  # fmt: skip
     outputs = written + outputs_for(None, kept, logits, known)
@@ -245,8 +254,8 @@ def softmax_sample(
     if batch > most_at_once and not arrays.is_fake(logits):
         if seeded in (seeds.OF_CALL, seeds.OFFSETS):  # the numbers of rows count
             numbers, seeded = (seeds.uniforms(seeded, numbers, rows, logits, known),), seeds.GIVEN
-        names = [name for name, *_ in FILTERS]
-        by_rows = [arrays.reshaped(one, (batch, *one.shape[len(rows) :])) for one in (*tensors, numbers[0])]
+        names, masks = [name for name, *_ in FILTERS], () if allowed is None else (allowed,)
+        by_rows = [arrays.reshaped(one, (batch, *one.shape[len(rows) :])) for one in (*masks, *tensors, numbers[0])]
         flat = [
             arrays.reshaped(array, (batch, *shape[len(rows) :]))
             for array, (_, shape, _) in zip(outputs, (*wanted, *kept), strict=True)
@@ -255,15 +264,17 @@ def softmax_sample(
         def some(given: list[Any], into: list[Any]) -> None:
             part, *arrays_of_rows, drawn_numbers = given
             ones = iter(arrays_of_rows)
+            mask = next(ones) if masks else None
             options = {name: next(ones) if a else one for name, a, one in zip(names, own, filters, strict=True)}
-            options |= {"uniforms" if seeded == seeds.GIVEN else "seed": drawn_numbers, "bias": bias}
+            options |= {"uniforms" if seeded == seeds.GIVEN else "seed": drawn_numbers, "bias": bias, "allowed": mask}
             found = softmax_sample(part, **options, max_top_k=max_top_k, best=best and most, out=(into[0], into[1]))
             for have, want in zip(into[2:], found[2:], strict=bool(best)):
                 have[:, :most] = want
 
         by_parts(some, batch, most_at_once, (arrays.reshaped(logits, (batch, vocab)), *by_rows), flat)
     elif batch and not arrays.is_fake(logits):
-        axes = {"bias": len(extras), "per_row": int(any(own)), "seeded": seeded, "whole": int(whole)}
+        axes = {"bias": int(bias is not None), "per_row": int(any(own)), "seeded": seeded, "whole": int(whole)}
+        axes["allowed"] = int(allowed is not None)
         problem = SoftmaxSample(batch, vocab, width, known.dtype, **axes)
         launchers = dispatcher.launchers  # before others take their place
         function, made = _kernel(problem, machine_of("logits", known))
@@ -275,7 +286,7 @@ def softmax_sample(
             arrays.reshaped(array, (batch, *shape[len(rows) :]))
             for array, (_, shape, _) in zip(outputs, (*wanted, *kept), strict=True)
         ]
-        arguments = (ready, *passed_filters, *(extras or [None]), *passed_numbers)
+        arguments = (ready, *passed_filters, *extras, *passed_numbers)
         run(launchers if made == seeded else None, what, function, arguments, flat)
     shown = [arrays.returned(array, logits) for array in outputs]
     return tuple([*(out or shown[:2]), *[array[..., :best] for array in shown[2:] if best]])

@@ -27,6 +27,7 @@ from tvm_sparse.core.problem import (
     numpy_dtype,
     width,
 )
+from tvm_sparse.formats.bitmap import unpack_bits
 from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, SoftmaxTopk
 from tvm_sparse.operators.softmax_topk.reference import normalised, ranked
 
@@ -57,7 +58,8 @@ class SoftmaxSample(Problem):
     1 for a row that is added to every row of the logits; `per_row` = 1 for a temperature, top_k, top_p and min_p of
     each row; `seeded`, where uniform numbers are made in the kernel: 1 from a seed and an offset of each row, 2 from
     one seed, one offset and the row's number, 3 from one seed, each row's offset and its number; `whole` = 1 if a word
-    may be drawn from the whole row, where top_k is 0 or less, or above k.
+    may be drawn from the whole row, where top_k is 0 or less, or above k; `allowed` = 1 for a bitmap of each row:
+    columns whose bit is 0 count as minus infinity.
     """
 
     batch: int
@@ -68,6 +70,7 @@ class SoftmaxSample(Problem):
     per_row: int = field(default=0, metadata=OPTIONAL)
     seeded: int = field(default=0, metadata=OPTIONAL)
     whole: int = field(default=0, metadata=OPTIONAL)
+    allowed: int = field(default=0, metadata=OPTIONAL)
 
     operator: ClassVar[str] = "softmax_sample"
     batch_axis: ClassVar[str] = "batch"
@@ -82,6 +85,7 @@ class SoftmaxSample(Problem):
         Argument("top_ps", ("batch",), "float32", "The same of each row.", when="per_row"),
         Argument("min_ps", ("batch",), "float32", "The same of each row.", when="per_row"),
         Argument("bias", ("vocab",), "float32", "Added to every row; -inf masks a column.", when="bias"),
+        Argument("allowed", ("batch", "bitmap"), "int32", "Bit j % 32 of word j / 32 allows column j.", when="allowed"),
         Argument("uniforms", ("batch",), "float32", "Uniform numbers in [0, 1).", when="given"),
         Argument("seeds", ("batch", 2), "int64", "Seed and offset of Philox4x32-10.", when="own_seeds"),
         Argument("seed", (), "int64", "Seed of all rows, whose numbers stand in the counter.", when="one_seed"),
@@ -131,6 +135,7 @@ class SoftmaxSample(Problem):
             "per_row": distribution.flag(rng, 0.5),
             "seeded": rng.choice((0, 1, 2, 2)),  # mostly one seed, or none said
             "whole": whole * (vocab > UNSAID),
+            "allowed": distribution.flag(rng, 0.2),
         }
 
     call_words: ClassVar[Mapping[str, str]] = {
@@ -170,7 +175,7 @@ class SoftmaxSample(Problem):
             top_k = None if "top_k" in own else number("top_k") if "top_k" in said else 0
             try:
                 max_top_k = number("max_top_k") if "max_top_k" in said else None
-                _, most, whole = width_of_call(top_k, max_top_k, vocab, not int(axes.get("bias", 0)))
+                _, most, whole = width_of_call(top_k, max_top_k, vocab, alone=True)
             except ValueError as error:
                 raise ProblemError(f"softmax_sample: {error}") from None
             follows |= {"k": most, "whole": int(whole)}
@@ -200,7 +205,7 @@ class SoftmaxSample(Problem):
     def best(self) -> SoftmaxTopk:
         """The problem of the k best words, which are what a word is drawn from."""
         try:
-            return SoftmaxTopk(self.batch, self.vocab, self.k, self.dtype, self.bias)
+            return SoftmaxTopk(self.batch, self.vocab, self.k, self.dtype, self.bias, allowed=self.allowed)
         except ProblemError as error:
             raise ProblemError(str(error).replace("softmax_topk", self.operator)) from None
 
@@ -212,7 +217,7 @@ class SoftmaxSample(Problem):
     @property
     def alone(self) -> bool:
         """Whether a word is drawn from the whole row, and one best word is all that is wanted beside it."""
-        return self.k == 1 and bool(self.whole) and not self.bias
+        return self.k == 1 and bool(self.whole)
 
     def extent(self, name: str | int) -> int:
         present = {
@@ -223,16 +228,24 @@ class SoftmaxSample(Problem):
             "one_offset": self.seeded == 2,
             "own_offsets": self.seeded == 3,
         }
-        return int(present[name]) if name in present else super().extent(name)
+        return (
+            int(present[name])
+            if name in present
+            else self.best.extent(name)
+            if name == "bitmap"
+            else super().extent(name)
+        )
 
     def distance(self, other: Problem) -> float | None:
-        """Octaves of all sizes; where uniform numbers come from is none.
+        """Octaves of all sizes; where uniform numbers come from is none, nor is a bitmap.
 
         A draw from the whole row that keeps one best word has kernels of its own, and nothing in common with others.
         """
         if isinstance(other, SoftmaxSample) and self.alone != other.alone:
             return None
-        return super().distance(dataclasses.replace(other, seeded=self.seeded) if type(other) is type(self) else other)
+        if isinstance(other, SoftmaxSample):
+            other = dataclasses.replace(other, seeded=self.seeded, allowed=self.allowed)
+        return super().distance(other)
 
     def as_shipped(self) -> tuple[Problem, ...]:
         """Calls with uniform numbers, with seeds of rows, and with one seed or none."""
@@ -291,7 +304,7 @@ class SoftmaxSample(Problem):
         from . import definition
 
         vocab, k, dtype, per_row, seeded = self.vocab, self.k, self.dtype, bool(self.per_row), self.seeded
-        with_bias, n = bool(self.bias), self.words
+        with_bias, with_bitmap, n, bitmap = bool(self.bias), bool(self.allowed), self.words, self.extent("bitmap")
         take, draw = topk.take(n), definition.draw(n, vocab)
 
         # fmt: off
@@ -299,8 +312,8 @@ class SoftmaxSample(Problem):
         def main(
             logits_h: T.handle, temperature: T.float32, top_k: T.int32, top_p: T.float32, min_p: T.float32,
             temperatures_h: T.handle, top_ks_h: T.handle, top_ps_h: T.handle, min_ps_h: T.handle, bias_h: T.handle,
-            uniforms_h: T.handle, seeds_h: T.handle, seed: T.int64, offset: T.int64, offsets_h: T.handle,
-            tokens_h: T.handle, logprobs_h: T.handle, values_h: T.handle, indices_h: T.handle
+            allowed_h: T.handle, uniforms_h: T.handle, seeds_h: T.handle, seed: T.int64, offset: T.int64,
+            offsets_h: T.handle, tokens_h: T.handle, logprobs_h: T.handle, values_h: T.handle, indices_h: T.handle
         ):
             T.func_attr({"global_symbol": "main", "tirx.noalias": True})
             batch = T.int64()
@@ -310,6 +323,7 @@ class SoftmaxSample(Problem):
             top_ps = T.match_buffer(top_ps_h, (batch,), "float32", align=4)
             min_ps = T.match_buffer(min_ps_h, (batch,), "float32", align=4)
             B = T.match_buffer(bias_h, (T.int64(vocab),), "float32", align=4)
+            A = T.match_buffer(allowed_h, (batch, T.int64(bitmap)), "int32", align=4)
             U = T.match_buffer(uniforms_h, (batch,), "float32", align=4)
             seeds = T.match_buffer(seeds_h, (batch, T.int64(2)), "int64", align=8)
             offsets = T.match_buffer(offsets_h, (batch,), "int64", align=8)
@@ -335,6 +349,8 @@ class SoftmaxSample(Problem):
                         s.x[0] = T.Cast("float32", X[row, j])
                         if with_bias:
                             s.x[0] = s.x[0] + B[j]
+                        if with_bitmap:
+                            s.x[0] = topk.masked(A, row, j, s.x[0])
                         take(s, d.scale[0], j, j)
                     for i in range(k):
                         Z[row, i] = s.p[i]
@@ -353,7 +369,7 @@ class SoftmaxSample(Problem):
         return self.trimmed(main)
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
-        """Logits and bias as of `softmax_topk`, and uniform numbers or seeds at random.
+        """Logits, bias and bitmaps of `softmax_topk`, and uniform numbers or seeds at random.
 
         Of what is `tuned` uniform numbers are uniform, and with `per_row` one of four rows has all that was chosen, the
         others a temperature of 0, another top_p or another top_k. Other structures have uniform numbers at their bounds
@@ -365,7 +381,7 @@ class SoftmaxSample(Problem):
         from . import edges
 
         structure, chosen = self.chosen(structure, settings)
-        logits, _, _, *bias = self.best.generate(seed, structure)
+        logits, _, _, *extras = self.best.generate(seed, structure)
         rng = np.random.default_rng([seed, self.vocab, self.k, self.seeded])
         plain = structure == self.tuned
         if structure == "masked":
@@ -382,21 +398,23 @@ class SoftmaxSample(Problem):
             filters = edges.any_filters(rng, self.batch, filters, self.k, self.vocab)
         if self.seeded == 0:
             uniform = rng.random(self.batch, dtype=np.float32)
-            return [logits, *filters, *bias, uniform if plain else edges.at_bounds(rng, uniform)]
+            return [logits, *filters, *extras, uniform if plain else edges.at_bounds(rng, uniform)]
         if self.seeded == 1:
-            return [logits, *filters, *bias, edges.any_integers(rng, (self.batch, 2))]
+            return [logits, *filters, *extras, edges.any_integers(rng, (self.batch, 2))]
         first = int(edges.any_integers(rng, (1,))[0])
         offsets = edges.any_integers(rng, (self.batch if self.seeded == 3 else 1,))
-        return [logits, *filters, *bias, first, offsets if self.seeded == 3 else int(offsets[0])]
+        return [logits, *filters, *extras, first, offsets if self.seeded == 3 else int(offsets[0])]
 
     def _scores(self, inputs: Sequence[Any]) -> np.ndarray:
-        """logits + bias, rounded to float32 as kernels have it, in float64."""
+        """logits + bias, rounded to float32 as kernels have it, -inf where they are not allowed, in float64."""
         import numpy as np
 
         x = np.asarray(inputs[0]).astype(np.float32)
         if self.bias:
             with np.errstate(invalid="ignore"):
                 x = x + inputs[5]
+        if self.allowed:
+            x = np.where(unpack_bits(inputs[5 + self.bias], self.vocab), x, np.float32(-np.inf))
         return x.astype(np.float64)
 
     def _filters(self, inputs: Sequence[Any]) -> reference.Filters:
@@ -511,6 +529,7 @@ class SoftmaxSample(Problem):
         logits = self.batch * self.vocab
         numbers = (4, 16, 0, 8)[self.seeded]
         small = self.batch * (8 + numbers + self.k * 12 + 16 * self.per_row) + self.vocab * 4 * self.bias
+        small += self.batch * self.extent("bitmap") * 4 * self.allowed
         return Cost(logits * numpy_dtype(self.dtype).itemsize + small, 3 * logits)
 
 
@@ -522,8 +541,8 @@ def width_of(top_k: int, vocab: int) -> int:
 def width_of_call(top_k: int | None, max_top_k: int | None, vocab: int, alone: bool = False) -> tuple[int, int, bool]:
     """How many of the best words the kernel keeps, how many may be asked for, and whether it has to draw from all.
 
-    `top_k` is None for an array, and 0 for none. `alone`: no best words are wanted beside the token, and no bias is
-    added: where no top_k bounds the draw, one best word is enough then.
+    `top_k` is None for an array, and 0 for none. `alone`: no best words are wanted beside the token: where no top_k
+    bounds the draw, one best word is enough then.
     """
     most = 1 if alone and top_k is not None else UNSAID
     if top_k is not None and max_top_k is not None:

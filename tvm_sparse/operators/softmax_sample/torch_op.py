@@ -12,7 +12,7 @@ __all__ = ["softmax_sample"]
 
 
 def _call(logits: Any, numbers: Any, top_k: Any, bias: Any, *rest: Any) -> list[Any]:
-    uniforms, seeds, seed, offset, max_top_k, best, offsets, *own = rest
+    uniforms, seeds, seed, offset, max_top_k, best, offsets, *own, allowed = rest
     temperature, top_p, min_p = numbers
     filters = (temperature, top_k, top_p, min_p)
     given = [_of(number, one) for number, one in zip(filters, own, strict=True)]
@@ -21,7 +21,7 @@ def _call(logits: Any, numbers: Any, top_k: Any, bias: Any, *rest: Any) -> list[
     # Results of a custom operator are no views.
     return [
         array.contiguous()
-        for array in call.softmax_sample(logits, **options, bias=bias, max_top_k=max_top_k, best=best)
+        for array in call.softmax_sample(logits, **options, bias=bias, allowed=allowed, max_top_k=max_top_k, best=best)
     ]
 
 
@@ -31,7 +31,7 @@ def _of(number: Any, tensor: Any) -> Any:
 
 
 # Where arguments of the operator stand that have something for each row, beside the logits.
-_OF_ROWS = (4, 5, *range(10, 15))
+_OF_ROWS = (4, 5, *range(10, 16))
 
 
 def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -55,7 +55,7 @@ def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
 _OPERATOR = custom.define(
     "softmax_sample(Tensor logits, float[] numbers, SymInt? top_k, Tensor? bias, Tensor? uniforms, Tensor? seeds,"
     " SymInt? seed, SymInt offset, int? max_top_k, SymInt best, Tensor? offsets=None, Tensor? temperatures=None,"
-    " Tensor? top_ks=None, Tensor? top_ps=None, Tensor? min_ps=None) -> Tensor[]",
+    " Tensor? top_ks=None, Tensor? top_ps=None, Tensor? min_ps=None, Tensor? allowed=None) -> Tensor[]",
     _call,
     _batched,
     custom.without_backward("logits"),
@@ -75,6 +75,7 @@ def softmax_sample(
     top_p: Any = 1.0,
     min_p: Any = 0.0,
     bias: Any = None,
+    allowed: Any = None,
     uniforms: Any = None,
     seed: Any = None,
     offset: Any = 0,
@@ -112,6 +113,7 @@ def softmax_sample(
         best,
         offsets,
         *own,
+        allowed,
     )
     if out is None:
         return tuple(results)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tvm_sparse.core.problem import width
+from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
@@ -33,6 +34,7 @@ SIGNATURES = {
         ("temperature", Number("float", 0.1, 3.0)),
         ("bias", Absent(), Array(("vocab",), ("float32",))),
         ("ids", Absent(), Array((ROWS, "n"), ("int64", "int32"), below="vocab", negative=True)),
+        ("allowed", Absent(), Array((ROWS, "bitmap"), ("int32",))),
         outputs=(Output("values"), Output("indices"), Output("given", asked="ids")),
     )
 }
@@ -52,6 +54,7 @@ def softmax_topk(
     temperature: float = 1.0,
     bias: Any = None,
     ids: Any = None,
+    allowed: Any = None,
     out: tuple[Any, ...] | None = None,
 ) -> tuple[Any, ...]:
     """The k most probable entries of softmax((logits + bias) / temperature, -1), in one pass over the logits.
@@ -78,6 +81,9 @@ def softmax_topk(
     ids
         `(batch, n)` int64, or int32, which is copied: columns whose probabilities are also returned, whatever their
         rank, for example the logprobs of sampled or given tokens; from the same pass. On the device of `logits`.
+    allowed
+        `(batch, ceil(vocab / 32))` int32, a bitmap of each row: where bit `j % 32` of word `j // 32` is 0, the entry in
+        column j counts as -inf, whatever it is. As xgrammar and vLLM fill them. On the device of `logits`.
     out
         `(values, indices)`, or `(values, indices, given)` with `ids`, to write into: contiguous, of the shapes and
         dtypes below, on the device of `logits`.
@@ -112,14 +118,14 @@ def softmax_topk(
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 4.
     """
     scale = inverse_temperature(temperature)
-    arguments = (logits, scale, 1 if log else 0, bias, ids)
+    arguments = (logits, scale, 1 if log else 0, bias, allowed, ids)
     if type(k) is int:
         found = repeat.again(dispatcher.launchers, ("softmax_topk", k), arguments, out)
         if found is not None:
             return found
 
-    if custom.transformed(logits, bias, ids):
-        options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids}
+    if custom.transformed(logits, bias, allowed, ids):
+        options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "allowed": allowed}
         return custom.module_of("softmax_topk").softmax_topk(logits, k, out=out, **options)
     known = logits_facts(logits, INSTEAD)
     k = whole_number("k", k)
@@ -128,38 +134,41 @@ def softmax_topk(
         raise ValueError(f"k: expected 1 <= k <= vocab ({vocab}), got {k}")
     if len(known.shape) != 2:
         options = {"log": log, "temperature": temperature, "bias": bias}
-        return _by_rows(logits, known, k, ids, out, options)
+        return _by_rows(logits, known, k, ids, allowed, out, options)
     batch = known.shape[0]
     beside = [
-        None if one is None else _SIGNATURE.beside(name, one, known, vocab=vocab)
-        for name, one in (("bias", bias), ("ids", ids))
+        None if one is None else _SIGNATURE.beside(name, one, known, vocab=vocab, bitmap=bitmap_words(vocab))
+        for name, one in (("bias", bias), ("allowed", allowed), ("ids", ids))
     ]
-    n = beside[1][1].shape[1] if beside[1] is not None else 0
+    n = beside[2][1].shape[1] if beside[2] is not None else 0
     wanted = [("values", (batch, k), "float32"), ("indices", (batch, k), "int64")]
     if ids is not None:
         wanted.append(("given", (batch, n), "float32"))
     outputs = outputs_for(out, tuple(wanted), logits, known)
-    _SIGNATURE.refuse_overlap(out, logits=logits, bias=bias, ids=ids)
+    _SIGNATURE.refuse_overlap(out, logits=logits, bias=bias, ids=ids, allowed=allowed)
     if arrays.is_fake(logits):
         return tuple(outputs)
-    row, asked = (None if one is None else arrays.ready(one[0], one[2], one[1]) for one in beside)
+    row, bitmap, asked = (None if one is None else arrays.ready(one[0], one[2], one[1]) for one in beside)
     most = most_rows(vocab)
     if batch > most:
         options = {"log": log, "temperature": temperature, "bias": row}
         by_parts(
-            lambda given, into: softmax_topk(given[0], k, ids=given[1], out=tuple(into), **options),
-            *(batch, most, (logits, asked), outputs),
+            lambda given, into: softmax_topk(given[0], k, ids=given[1], allowed=given[2], out=tuple(into), **options),
+            *(batch, most, (logits, asked, bitmap), outputs),
         )
     elif batch:
-        problem = SoftmaxTopk(batch, vocab, k, known.dtype, int(bias is not None), n)
-        arguments = (arrays.ready("logits", logits, known), scale, 1 if log else 0, row, asked if n else None)
+        problem = SoftmaxTopk(batch, vocab, k, known.dtype, int(bias is not None), n, int(allowed is not None))
+        ready = arrays.ready("logits", logits, known)
+        arguments = (ready, scale, 1 if log else 0, row, bitmap, asked if n else None)
         written = outputs if n else outputs[:2]  # no kernel accepts an empty array
         wider = replace(problem, k=width(k, vocab), ids=width(n))
         launch(dispatcher, problem, machine_of("logits", known), ("softmax_topk", k), arguments, written, wider=wider)
     return out if out is not None else tuple(arrays.returned(array, logits) for array in outputs)
 
 
-def _by_rows(logits: Any, known: Facts, k: int, ids: Any, out: Any, options: dict[str, Any]) -> tuple[Any, ...]:
+def _by_rows(
+    logits: Any, known: Facts, k: int, ids: Any, allowed: Any, out: Any, options: dict[str, Any]
+) -> tuple[Any, ...]:
     """`softmax_topk` for logits with other than two dimensions."""
     leading = known.shape[:-1]
     wanted: list[tuple[str, tuple[int, ...], str]] = [("values", (k,), "float32"), ("indices", (k,), "int64")]
@@ -167,9 +176,13 @@ def _by_rows(logits: Any, known: Facts, k: int, ids: Any, out: Any, options: dic
         _, theirs, ids = _SIGNATURE.beside("ids", ids, known)
         ids = arrays.reshaped(ids, (math.prod(leading), theirs.shape[-1]))
         wanted.append(("given", theirs.shape[-1:], "float32"))
+    if allowed is not None:
+        words = bitmap_words(known.shape[-1])
+        _, _, allowed = _SIGNATURE.beside("allowed", allowed, known, bitmap=words)
+        allowed = arrays.reshaped(allowed, (math.prod(leading), words))
 
     def call(rows: Any, given: list[Any] | None) -> tuple[Any, ...]:
-        return softmax_topk(rows, k, ids=ids, out=tuple(given) if given else None, **options)
+        return softmax_topk(rows, k, ids=ids, allowed=allowed, out=tuple(given) if given else None, **options)
 
     results = by_rows(call, logits, known, out, tuple(wanted))
     return out if out is not None else tuple(results)

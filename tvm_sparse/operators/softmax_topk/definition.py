@@ -13,6 +13,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.formats.bitmap import BITS
+
 
 @dataclass(frozen=True)
 class Best:
@@ -40,6 +42,13 @@ class Best:
 def is_nan(x: tirx.PrimExpr) -> tirx.PrimExpr:
     """Whether a float32 is NaN, tested by its bits, since the simplifier folds x != x to false."""
     return (T.reinterpret("int32", x) & 0x7FFFFFFF) > 0x7F800000
+
+
+def masked(bitmap: tirx.Buffer, row: tirx.PrimExpr, column: tirx.PrimExpr, x: tirx.PrimExpr) -> tirx.PrimExpr:
+    """x, or minus infinity where the row's bitmap `(rows, ceil(vocab / 32))` int32 does not allow the column."""
+    bits = T.reinterpret("uint32", bitmap[row, column // BITS])
+    bit = bits >> T.Cast("uint32", column % BITS) & T.uint32(1)
+    return T.Select(bit != T.uint32(0), x, -T.infinity("float32"))
 
 
 # fmt: off

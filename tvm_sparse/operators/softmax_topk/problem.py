@@ -7,6 +7,7 @@ index ascending), so that every kernel returns the same indices.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,9 +24,10 @@ from tvm_sparse.core.problem import (
     require_dtype,
     require_positive,
 )
+from tvm_sparse.formats.bitmap import bitmap_words, unpack_bits
 
 from .reference import best_and_asked
-from .rows import asked, mixed
+from .rows import asked, bitmaps, mixed
 
 if TYPE_CHECKING:
     import random
@@ -45,8 +47,9 @@ TINY = 1.2e-38
 class SoftmaxTopk(Problem):
     """`values, indices = topk(softmax(scale * (logits + bias), -1), k)` for logits `(batch, vocab)`.
 
-    Extras, absent by default: `bias` = 1 for a row that is added to every row of the logits, and `ids` = n for n given
-    columns per row whose probabilities are also returned, whatever their rank.
+    Extras, absent by default: `bias` = 1 for a row that is added to every row of the logits, `ids` = n for n given
+    columns per row whose probabilities are also returned, whatever their rank, and `allowed` = 1 for a bitmap of each
+    row: columns whose bit is 0 count as minus infinity.
     """
 
     batch: int
@@ -55,6 +58,7 @@ class SoftmaxTopk(Problem):
     dtype: str = "float32"
     bias: int = field(default=0, metadata=OPTIONAL)
     ids: int = field(default=0, metadata=OPTIONAL)
+    allowed: int = field(default=0, metadata=OPTIONAL)
 
     operator: ClassVar[str] = "softmax_topk"
     batch_axis: ClassVar[str] = "batch"
@@ -63,6 +67,7 @@ class SoftmaxTopk(Problem):
         Argument("scale", (), "float32", "Inverse temperature, above 0: multiplies logits + bias."),
         Argument("log", (), "int32", "Nonzero for log-probabilities."),
         Argument("bias", ("vocab",), "float32", "Added to every row; -inf masks a column.", when="bias"),
+        Argument("allowed", ("batch", "bitmap"), "int32", "Bit j % 32 of word j / 32 allows column j.", when="allowed"),
         Argument("ids", ("batch", "ids"), "int64", "Columns whose probabilities are wanted.", when="ids"),
     )
     outputs: ClassVar[tuple[Argument, ...]] = (
@@ -114,7 +119,16 @@ class SoftmaxTopk(Problem):
             "dtype": distribution.dtype(rng),
             "bias": distribution.flag(rng, 0.2),
             "ids": distribution.flag(rng, 0.2) * distribution.whole(rng, 1, 16),
+            "allowed": distribution.flag(rng, 0.2),
         }
+
+    def extent(self, name: str | int) -> int:
+        return bitmap_words(self.vocab) if name == "bitmap" else super().extent(name)
+
+    def distance(self, other: Problem) -> float | None:
+        """Octaves of all sizes. A bitmap adds little to what a kernel reads, so it is no distance."""
+        same = dataclasses.replace(other, allowed=self.allowed) if isinstance(other, SoftmaxTopk) else other
+        return super().distance(same)
 
     def definition(self) -> tirx.PrimFunc:
         """Algorithm 4 as written, one row after another, with NaN first as in torch.topk."""
@@ -123,25 +137,29 @@ class SoftmaxTopk(Problem):
         from . import definition
 
         vocab, k, dtype, n = self.vocab, self.k, self.dtype, self.ids
-        with_bias, with_ids = bool(self.bias), bool(n)
+        with_bias, with_ids, with_bitmap = bool(self.bias), bool(n), bool(self.allowed)
+        words = self.extent("bitmap")
         take = definition.take(k)
 
         # fmt: off
         @T.inline
-        def load(s, X, B, row, j):
+        def load(s, X, B, A, row, j):
             s.x[0] = T.Cast("float32", X[row, j])
             if with_bias:
                 s.x[0] = s.x[0] + B[j]
+            if with_bitmap:
+                s.x[0] = definition.masked(A, row, j, s.x[0])
 
         @T.prim_func(s_tir=True)
         def main(
-            logits_h: T.handle, scale: T.float32, log: T.int32, bias_h: T.handle, ids_h: T.handle,
+            logits_h: T.handle, scale: T.float32, log: T.int32, bias_h: T.handle, allowed_h: T.handle, ids_h: T.handle,
             values_h: T.handle, indices_h: T.handle, given_h: T.handle
         ):
             T.func_attr({"global_symbol": "main", "tirx.noalias": True})
             batch = T.int64()
             X = T.match_buffer(logits_h, (batch, T.int64(vocab)), dtype, align=2)
             B = T.match_buffer(bias_h, (T.int64(vocab),), "float32", align=4)
+            A = T.match_buffer(allowed_h, (batch, T.int64(words)), "int32", align=4)
             Q = T.match_buffer(ids_h, (batch, T.int64(n)), "int64", align=8)
             V = T.match_buffer(values_h, (batch, T.int64(k)), "float32", align=4)
             Z = T.match_buffer(indices_h, (batch, T.int64(k)), "int64", align=8)
@@ -154,7 +172,7 @@ class SoftmaxTopk(Problem):
                     s = T.meta_var(definition.Best.alloc(k))
                     definition.begin(s)
                     for j in range(vocab):
-                        load(s, X, B, row, j)
+                        load(s, X, B, A, row, j)
                         take(s, scale, j, j)
                     for i in range(k):
                         Z[row, i] = s.p[i]
@@ -162,7 +180,7 @@ class SoftmaxTopk(Problem):
                     if with_ids:
                         for i in range(n):
                             if Q[row, i] >= 0 and Q[row, i] < vocab:
-                                load(s, X, B, row, Q[row, i])
+                                load(s, X, B, A, row, Q[row, i])
                                 definition.write(G, [row, i], s, s.x[0], scale, log)
                             else:
                                 G[row, i] = T.float32("nan")
@@ -204,6 +222,8 @@ class SoftmaxTopk(Problem):
         if self.bias:
             bias = rng.standard_normal(self.vocab, dtype=np.float32)
             inputs.append(np.where(rng.random(self.vocab) < 0.1, np.float32(-np.inf), bias))
+        if self.allowed:
+            inputs.append(bitmaps(rng, self.batch, self.vocab))
         if self.ids:
             inputs.append(asked(rng, (self.batch, self.ids), self.vocab))
         return inputs
@@ -216,6 +236,8 @@ class SoftmaxTopk(Problem):
         if self.bias:  # rounded to float32, since the order of the elements is that of the sums
             with np.errstate(invalid="ignore"):
                 x = x + extras[0]
+        if self.allowed:
+            x = np.where(unpack_bits(extras[self.bias], self.vocab), x, -np.inf)
         ids = extras[-1] if self.ids else None
         return best_and_asked(x.astype(np.float64), self.k, ids, scale, log)[0]
 
@@ -234,14 +256,17 @@ class SoftmaxTopk(Problem):
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         logits = self.batch * self.vocab
         small = self.batch * (self.k * 12 + self.ids * 12) + self.vocab * 4 * self.bias
+        small += self.batch * self.extent("bitmap") * 4 * self.allowed
         return Cost(logits * numpy_dtype(self.dtype).itemsize + small, 3 * logits)
 
 
 def require_extras(problem: Problem) -> None:
-    """Raise `ProblemError` unless `bias` is 0 or 1, and `ids` is absent or an integer of at least 0."""
-    bias, ids = problem.axes["bias"], problem.axes.get("ids", 0)
+    """Raise `ProblemError` unless `bias` and `allowed` are 0 or 1, and `ids` is absent or an integer of at least 0."""
+    bias, ids, allowed = problem.axes["bias"], problem.axes.get("ids", 0), problem.axes.get("allowed", 0)
     if bias not in (0, 1):
         raise ProblemError(f"{problem.operator}: bias must be 0 or 1 (rows that are added), got {bias!r}")
+    if allowed not in (0, 1):
+        raise ProblemError(f"{problem.operator}: allowed must be 0 or 1 (bitmaps of rows), got {allowed!r}")
     if not isinstance(ids, int) or isinstance(ids, bool) or ids < 0:
         raise ProblemError(f"{problem.operator}: ids must be an integer of at least 0, got {ids!r}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.formats.bitmap import BITS, bitmap_words, pack_bits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,6 +63,15 @@ def mixed(rng: np.random.Generator, x: np.ndarray, k: int, dtype: str) -> None:
         elif kind == "pairs" and vocab > 1:
             at = int(rng.integers(vocab - 1))
             row[at : at + 2] = 9
+
+
+def bitmaps(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
+    """Bitmaps of allowed columns `(rows, ceil(vocab / 32))` int32: all, most, half or few columns of a row, or none.
+
+    Bits beyond the vocabulary are random.
+    """
+    shares = rng.choice([1, 0.9, 0.5, 2 / vocab, 0], size=(rows, 1), p=[0.2, 0.3, 0.3, 0.15, 0.05])
+    return pack_bits(rng.random((rows, bitmap_words(vocab) * BITS)) < shares)
 
 
 def asked(rng: np.random.Generator, shape: tuple[int, ...], vocab: int) -> np.ndarray:

@@ -16,46 +16,65 @@ from . import call
 __all__ = ["softmax_topk"]
 
 
-def _call(logits: Any, k: int, log: bool, temperature: float, bias: Any, heat: Any) -> tuple[Any, ...]:
-    return call.softmax_topk(logits, k, log=log, temperature=custom.value_of(temperature, heat), bias=bias)
-
-
-def _call_given(logits: Any, k: int, ids: Any, log: bool, temperature: float, bias: Any, heat: Any) -> tuple[Any, ...]:
+def _call(
+    logits: Any, k: int, log: bool, temperature: float, bias: Any, heat: Any, allowed: Any, ids: Any = None
+) -> tuple[Any, ...]:
     temperature = custom.value_of(temperature, heat)
-    return call.softmax_topk(logits, k, log=log, temperature=temperature, bias=bias, ids=ids)
+    return call.softmax_topk(logits, k, log=log, temperature=temperature, bias=bias, ids=ids, allowed=allowed)
+
+
+def _call_given(
+    logits: Any, k: int, ids: Any, log: bool, temperature: float, bias: Any, heat: Any, allowed: Any
+) -> tuple[Any, ...]:
+    return _call(logits, k, log, temperature, bias, heat, allowed, ids)
 
 
 def _launched(
-    launchers: Any, logits: Any, k: int, log: bool, temperature: float, bias: Any, heat: Any, ids: Any = None
+    launchers: Any,
+    logits: Any,
+    k: int,
+    log: bool,
+    temperature: float,
+    bias: Any,
+    heat: Any,
+    allowed: Any,
+    ids: Any = None,
 ) -> tuple[Any, tuple[Any, ...]]:
     if heat is not None:  # its value may differ in the next call
         return None, ()
-    arguments = (logits, inverse_temperature(temperature), int(log), bias, ids)
+    arguments = (logits, inverse_temperature(temperature), int(log), bias, allowed, ids)
     return repeat.repeated(launchers, ("softmax_topk", k), arguments), arguments
 
 
 def _launched_given(
-    launchers: Any, logits: Any, k: int, ids: Any, log: bool, temperature: float, bias: Any, heat: Any
+    launchers: Any, logits: Any, k: int, ids: Any, log: bool, temperature: float, bias: Any, heat: Any, allowed: Any
 ) -> tuple[Any, tuple[Any, ...]]:
-    return _launched(launchers, logits, k, log, temperature, bias, heat, ids)
+    return _launched(launchers, logits, k, log, temperature, bias, heat, allowed, ids)
 
 
 def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
     """Leading dimensions are handled by the operator itself."""
-    logits, *rest = args
-    custom.unbatched("softmax_topk", in_dims[4:], ("bias", "temperature"))
-    return _OPERATOR(custom.in_front(logits, in_dims[0], info.batch_size), *rest), (0, 0)
+    logits, *rest, allowed = args
+    custom.unbatched("softmax_topk", in_dims[4:6], ("bias", "temperature"))
+    logits, allowed = (
+        one if one is None else custom.in_front(one, dim, info.batch_size)
+        for one, dim in ((logits, in_dims[0]), (allowed, in_dims[6]))
+    )
+    return _OPERATOR(logits, *rest, allowed), (0, 0)
 
 
 def _batched_given(info: Any, in_dims: Any, *args: Any) -> Any:
-    logits, k, ids, *rest = args
-    custom.unbatched("softmax_topk", in_dims[5:], ("bias", "temperature"))
-    logits, ids = (custom.in_front(one, dim, info.batch_size) for one, dim in ((logits, in_dims[0]), (ids, in_dims[2])))
-    return _GIVEN(logits, k, ids, *rest), (0, 0, 0)
+    logits, k, ids, *rest, allowed = args
+    custom.unbatched("softmax_topk", in_dims[5:7], ("bias", "temperature"))
+    logits, ids, allowed = (
+        one if one is None else custom.in_front(one, dim, info.batch_size)
+        for one, dim in ((logits, in_dims[0]), (ids, in_dims[2]), (allowed, in_dims[7]))
+    )
+    return _GIVEN(logits, k, ids, *rest, allowed), (0, 0, 0)
 
 
 # `heat` is a temperature in a tensor, see `custom.number`.
-_REST = "bool log=False, float temperature=1.0, Tensor? bias=None, Tensor? heat=None"
+_REST = "bool log=False, float temperature=1.0, Tensor? bias=None, Tensor? heat=None, Tensor? allowed=None"
 _OPERATOR = custom.define(
     f"softmax_topk(Tensor logits, SymInt k, {_REST}) -> (Tensor, Tensor)",
     _call,
@@ -80,10 +99,11 @@ def softmax_topk(
     temperature: float = 1.0,
     bias: Any = None,
     ids: Any = None,
+    allowed: Any = None,
     out: Any = None,
 ) -> tuple[Any, ...]:
     """The public function as torch.compile traces it."""
     temperature, heat = custom.number(temperature)
     if ids is None:
-        return custom.written(_OPERATOR(logits, k, log, temperature, bias, heat), out)
-    return custom.written(_GIVEN(logits, k, ids, log, temperature, bias, heat), out)
+        return custom.written(_OPERATOR(logits, k, log, temperature, bias, heat, allowed), out)
+    return custom.written(_GIVEN(logits, k, ids, log, temperature, bias, heat, allowed), out)
