@@ -21,6 +21,8 @@ from .values import Best, Session, Trial
 KINDS = {cls.kind: cls for cls in (Trial, Session, Best)}
 Present = Callable[[Candidate], Candidate]
 Current = Callable[[Trial | Best, Candidate], Candidate]
+# Seconds of candidates, by problem and session.
+Times = dict[tuple[str, str], dict[Candidate, float]]
 
 
 def migrate(root: Path, present: Present) -> dict[Path, int]:
@@ -137,15 +139,19 @@ def compare_anew(root: Path) -> dict[Path, int]:
     done = {}
     for path in sorted(Path(root).glob("*/*/best.jsonl")):
         arch, operator = path.parts[-3:-1]
-        times: dict[tuple[str, str], dict[Candidate, float]] = {}
+        times: Times = {}
         for trial in Log(root, arch, operator).read().trials:
             if trial.outcome == "ok":
                 times.setdefault((trial.problem, trial.session), {})[trial.candidate] = trial.median
-        done[path] = rewrite(path, lambda lines, times=times: [_compared_anew(line, times) for line in lines])
+
+        def compared(lines: list[bytes], times: Times = times) -> list[bytes]:
+            return [_compared_anew(line, times) for line in lines]
+
+        done[path] = rewrite(path, compared)
     return done
 
 
-def _compared_anew(line: bytes, times: dict[tuple[str, str], dict[Candidate, float]]) -> bytes:
+def _compared_anew(line: bytes, times: Times) -> bytes:
     try:
         record = decode(line, KINDS)
         if not isinstance(record, Best):
