@@ -118,6 +118,7 @@ RENAMED: Mapping[str, Mapping[str, str | Mapping[int, Mapping[str, int]]]] = {
     "cluster_gate": {"split": "cluster", "early": _ONE, **_CLUSTERS},
     "sample_cluster": _CLUSTERS,
     "warp_rows": {"early": _EARLY},
+    "head_warpgroups": {"overlap": {2: {}}},
     "held_rows": {"early_bound": "row_bound", "overlap": _ONE},
     "warp_gather": {
         "lanes": "column_lanes",

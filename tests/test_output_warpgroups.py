@@ -24,7 +24,7 @@ POINTS: tuple[tuple[str, dict[str, int]], ...] = (
 )
 # Other ways through the same phases.
 OTHERS: tuple[tuple[str, dict[str, int]], ...] = (
-    (ASKED, {"tile_m": 64, "tile_n": 16, "tiles": 4, "depth": 4, "stages": 2, "blocks": 3, "overlap": 0}),
+    (ASKED, {"tile_m": 64, "tile_n": 16, "tiles": 4, "depth": 4, "stages": 2, "blocks": 3}),
     (WIDE, {"tile_m": 8, "tile_n": 32, "tiles": 4, "depth": 2, "stages": 2, "blocks": 1, "gated": 0}),
     (WIDE.replace("batch=3", "batch=11"), {"tile_m": 16, "tile_n": 16, "tiles": 4, "depth": 4, "blocks": 1}),
     (MANY, {"tile_m": 32, "tile_n": 16, "tiles": 12, "depth": 2, "stages": 2, "blocks": 3}),
@@ -43,7 +43,7 @@ def test_points_equal_the_reference(key: str, decisions: dict[str, int]) -> None
 def test_words_come_before_the_wait_only_if_they_are_constant() -> None:
     """Of what is said to be constant, and is not, what was there before is multiplied."""
     problem, template = parse(BIASED), spaces.find("head_warpgroups")
-    point = template.default(problem, SM90) | {"threads": 256, "overlap": 2}
+    point = template.default(problem, SM90) | {"threads": 256}
     check_emulated(problem, template, point, constant=("embedding",), step=4)
     with pytest.raises(AssertionError):
         check_emulated(problem, template, point, constant=("hidden",), step=4)

@@ -5,7 +5,7 @@ the product of one warp (`mma`, as in `rings`) reads more hidden states than tok
 cores read the hidden states from shared memory themselves (`wgmma`), once for the tokens of four warps.
 
 **Kernel `arrange`** stores the hidden states as operand B: matrices of eight rows by 16 bytes, one after another, part
-by part of the columns. With `overlap` 2 it lets the product start at once, and tokens of a `constant` embedding are
+by part of the columns. It lets the product start at once, and tokens of a `constant` embedding are
 loaded before it has ended.
 
 **Kernel `product`.** A tile is `tile_n` tokens by `tile_m` rows. `tiles` warps of a thread block have one tile each,

@@ -14,7 +14,7 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import Program, Workspace
 
-from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
+from ...device.overlap import start_consumer, wait_for_producer
 from ...device.region import device_region
 from ...interface import gpu_program
 from ..best.kernel import best
@@ -39,12 +39,9 @@ def arrange(e: Extents) -> Callable[..., Any]:
             vector, y = T.cta_id([vectors, (io.beam + (e.tile_m - 1)) // e.tile_m])
             t = T.thread_id([e.tile_m])
             words = T.alloc_local([4], "uint32")
-            if e.overlap == 2:
-                # Until it waits for this kernel to end, it reads no more than a constant embedding.
-                start_consumer()
-                wait_for_producer()
-            elif e.overlap == 1:
-                wait_then_start_consumer()
+            # Until it waits for this kernel to end, the consumer reads no more than a constant embedding.
+            start_consumer()
+            wait_for_producer()
             top: T.int32 = y * e.tile_m
             rows: T.int32 = T.min(io.beam - top, e.tile_m)
             if t < rows:
@@ -79,4 +76,4 @@ def program(problem: OutputLayer, e: Extents) -> Program:
         multiply(io)
         find(io)
     # fmt: on
-    return gpu_program(problem, body, own, overlapped=e.overlap > 0)
+    return gpu_program(problem, body, own, overlapped=True)

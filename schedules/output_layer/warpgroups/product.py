@@ -566,12 +566,11 @@ def product(e: Extents) -> Callable[..., Any]:
             if p.team < e.tiles:
                 do.begin_tiles(io, s, p, block)
                 # What the producer kernel cannot have written comes while it runs.
-                if e.overlap > 0 and io.constant != 0:
+                if io.constant != 0:
                     do.fill_ring(io, s, p)
-            if e.overlap > 0:
-                wait_then_start_consumer()
+            wait_then_start_consumer()
             if p.team < e.tiles:
-                if e.overlap == 0 or io.constant == 0:
+                if io.constant == 0:
                     do.fill_ring(io, s, p)
                 do.consume(io, s, p, block, factor)
             elif p.team == e.tiles:

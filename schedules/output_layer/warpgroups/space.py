@@ -65,7 +65,6 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         "stages": STAGES,
         "blocks": tuple(dict.fromkeys(min(most, machine.cores * n) for n in BLOCKS_EACH)),
         "threads": THREADS,
-        "overlap": (0, 1, 2),
         "evict_first": (0, 1) if is_large(problem) else (0,),
         # Who asks for the probabilities of some words may ask for any, and needs all scores.
         "gated": (0,) if problem.ids else (0, 1),
@@ -108,7 +107,6 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
         point |= {
             "blocks": table["blocks"][0],
             "threads": threads,
-            "overlap": 2,
             "evict_first": max(table["evict_first"]),
             "gated": gated,
         }
@@ -133,7 +131,7 @@ class Extents(TileSizes):
         Dtype and columns of hidden states and words.
     k, ids
         Words to find in a row, and given words whose probabilities are wanted.
-    tile_m, tile_n, tiles, depth, stages, blocks, threads, overlap, evict_first, gated
+    tile_m, tile_n, tiles, depth, stages, blocks, threads, evict_first, gated
         The decisions of these names.
     vectors
         16-byte vectors of a row.
@@ -152,7 +150,6 @@ class Extents(TileSizes):
     stages: int
     blocks: int
     threads: int
-    overlap: int
     evict_first: int
     gated: int
     vectors: int
@@ -160,6 +157,8 @@ class Extents(TileSizes):
 
     # All words of the vocabulary are in one list, and its tiles are dealt out beforehand.
     m, block, direct, dynamic = 0, 1, 0, 0
+    # Each kernel starts beside the one before.
+    overlap = 1
 
     @classmethod
     def of(cls, problem: OutputLayer, decisions: Decisions) -> Extents:

@@ -178,7 +178,8 @@ def bound_equals(layout: Layout) -> Callable[..., Any]:
     """Up to which column equals of the bound are wanted: where that of the k-th best top is, of equals the first ones
     being better. The phase is (s, tops, firsts).
 
-    Reads: `tops`, `firsts`, `own`, which are the tops by lanes, `bound`; `last`, which comes as the number of columns.
+    Reads: `tops`, `firsts`, `own`, which are the tops by lanes; `bound`, which has to be the k-th best top itself;
+        `last`, which comes as the number of columns.
     Writes: `last`, `until`; scratch is `need`, `column`.
     Barriers: one, before the end.
     After: `until` is the number of columns if there is no such top, as of fewer than k above minus infinity, or of NaN.
