@@ -31,9 +31,9 @@ class Likely(NamedTuple):
     why: str
 
 
-# Density (the share of stored blocks) above which the dense product was the faster way on an H200 in 16 bits: by rows of
-# a block, pairs of the least number of rows of x and that density. A block of another size takes the entry of the next
-# smaller one, a block of fewer than 8 rows that of 8. Measured by scripts/probes/block_products.py.
+# Density (the share of stored blocks) above which the dense product was the faster way on an H200 in 16 bits: by rows
+# of a block, pairs of the least number of rows of x and that density. A block of another size takes the entry of the
+# next smaller one, a block of fewer than 8 rows that of 8. Measured by scripts/probes/block_products.py.
 BEYOND: dict[int, tuple[tuple[int, float], ...]] = {
     8: ((128, 0.25), (512, 0.12)),
     16: ((128, 0.5), (512, 0.3)),
