@@ -40,9 +40,9 @@ WARPGROUP = 128
 # Bytes of a multiprocessor's shared memory that the system takes of each thread block, and most bytes of mbarriers and
 # words beside the stages.
 RESERVED, MOST_WORDS = 1024, 512
-# Figures for `estimate`, on an H200. A multiprocessor reads so many bytes from the L2 cache in a microsecond when all
-# do, stores so many, and has so many clocks. A panel costs PANEL_CLOCKS beside its products, a launch LAUNCH
-# microseconds, and a thread block BEGIN until its first products.
+# Figures for `estimate`, on an H200: bytes that a multiprocessor reads from the L2 cache in a microsecond while all do,
+# bytes that it stores, and its clocks; clocks that a panel costs beside its products; microseconds of a launch, and
+# those before the first products of a thread block.
 L2_BYTES, STORED_BYTES, CLOCKS = 42e3, 25e3, 1700
 PANEL_CLOCKS, LAUNCH, BEGIN = 150, 1.5, 1.5
 
