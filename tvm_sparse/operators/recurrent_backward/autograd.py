@@ -1,4 +1,4 @@
-"""Recurrent layers with a gradient, for PyTorch: the forward operators, and `recurrent_backward` behind them.
+"""Recurrent layers with a gradient, for PyTorch: the forward operators, and `recurrent_backward` on the way back.
 
 A forward pass keeps its inputs and its output. The backward pass computes the sums U h of all steps again by one dense
 product, since the states are known, takes the steps back by `recurrent_backward`, and makes the gradient of the stored
