@@ -207,7 +207,7 @@ def test_what_does_not_apply() -> None:
     rows, cluster = spaces.find("persistent_rows"), spaces.find("cluster_rows")
     with pytest.raises(NotApplicable, match="exceed the shared memory of a thread block"):
         rows.space(problem_of("steps=1,batch=1,hidden=60000,nonzeros=1"), SM90)
-    with pytest.raises(NotApplicable, match="16 bits leave no column beyond hidden=65536"):
+    with pytest.raises(NotApplicable, match="16 bits have no number for absent entries beyond 65536 columns"):
         rows.space(problem_of("steps=1,batch=1,hidden=65536,nonzeros=1,dtype=float16"), SM90)
     with pytest.raises(NotApplicable, match="no cluster keeps .* entries in each row of hidden=1792"):
         cluster.space(problem_of("steps=1,batch=4,hidden=1792,nonzeros=538"), SM90)

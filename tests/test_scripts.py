@@ -271,6 +271,18 @@ def test_recurrent_layers_beside_their_peers(scripts: Scripts, tmp_path: Path) -
 
 @pytest.mark.thorough
 @pytest.mark.timeout(280)
+def test_training_beside_its_peers(scripts: Scripts, tmp_path: Path) -> None:
+    out = tmp_path / "training.csv"
+    cases = ("--case", "24,3,7,0.2", "--case", "17,18,4,0.3,lstm")
+    printed = scripts.run("rnn_training.py", "--target", "cpu", *cases, "--dtype", "float32", "--csv", out)
+    assert "torch / ours, both" in printed
+    lines = lines_of(out)
+    assert len(lines) == 12 and all(float(line["microseconds"]) > 0 for line in lines)
+    assert all(float(line["error"]) < 1e-4 for line in lines if line["passes"] == "both")
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(280)
 def test_sweeps_of_zhu_and_pool(scripts: Scripts, tmp_path: Path) -> None:
     scripts.run(
         "zhu_pool_figures.py", "--target", "cpu", "--figure", "2d", "--shrink", "64", "--output", tmp_path / "f"

@@ -175,7 +175,7 @@ def mark(e: Exchanged, polled: bool = True, begun: bool = True) -> Phase:
 
     `begun`: whether states are being written to the first slot meanwhile.
 
-    Writes: the mark from the second slot on (or from the first), and zeros behind the last column of each pack.
+    Writes: the mark from the second slot on (or from the first), and zeros after the last column of each pack.
     Barriers: none; one of the grid has to follow.
     """
     # Words that are sent, and bytes of states in the word after them. A store of whole words has zeros for columns

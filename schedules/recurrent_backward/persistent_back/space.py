@@ -19,7 +19,8 @@ from ...sparse_recurrent.persistent_rows.space import space as _space
 class BackExtents(Extents):
     """The sizes of one point's kernel: those of a layer of one gate whose weight is the transposed one.
 
-    What is exchanged after a step are the gradients of all gates: `columns` of them, in the order gate * hidden + unit.
+    Thread blocks exchange the gradients of all gates after a step, `columns` of them: that of a unit's gate is number
+    gate * hidden + unit.
     """
 
     derived: int  # gates of the cell, of each of which a step yields a gradient

@@ -11,27 +11,28 @@ from ...sparse_recurrent.persistent_rows.state import State
 
 @dataclass
 class BackState(State):
-    """The state of `persistent_rows`, of which the phases before and after the sums are others here.
+    """The state of `persistent_rows`, with the registers of the phases before and after the sums.
 
     Attributes
     ----------
     x, next_x
-        Of each unit: what this step and the next one to be taken kept, as float32 and as bits of the dtype.
+        Values that the forward pass kept of each unit, for this step (float32) and for the next one to be taken (bits
+        of the dtype).
     given, next_given
-        Of each unit: the gradient of the output, likewise.
+        Gradient of each unit's output in these two steps (float32, and bits of the dtype).
     before, next_before
-        Of each unit: of an LSTM the cell state before the step, of a GRU the state before it.
+        Cell state (LSTM) or state (GRU) of each unit before these two steps.
     reset, next_reset
         Whether the step after the one in hand began a sequence, so that its gradient ends there.
     kept, c, h
-        Of the unit in hand: `x` and `before`.
+        Copies of `x` and `before` for the current unit.
     d, fresh
-        Of the unit in hand: the gradients of its gates, and of a GRU that of x_n.
+        Gradients of the current unit's gates, and for a GRU the gradient of x_n.
     dh, dc
-        Of the unit in hand: the gradients of its state and cell state after the step.
+        Gradients of the current unit's state and cell state after the step.
     own
-        Of the unit in hand: what passes the state before the step by. It and `dc` are carried from step to step, in
-        the places of `own` and `cell`.
+        The part of the current unit's gradient that goes to the state before the step without the recurrent weight. It
+        and `dc` are carried from step to step, in the places of `own` and `cell`.
     """
 
     x: Any = local("float32", lambda e: e.units * e.kept)

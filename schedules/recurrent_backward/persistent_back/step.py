@@ -200,7 +200,7 @@ def send_gradients(e: BackExtents) -> Phase:
 
 
 def write_new(e: BackExtents) -> Phase:
-    """Of a GRU, the gradient of x_n of a unit, to the caller; the phase is (s, io, step, pack, u, mine).
+    """Write the gradient of x_n of a GRU's unit to the caller; the phase is (s, io, step, pack, u, mine).
 
     Reads: `fresh`. Writes: `d_new`. Barriers: none.
     """

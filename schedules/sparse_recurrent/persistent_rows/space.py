@@ -404,7 +404,7 @@ def require(problem: SparseRecurrent | RecurrentBackward, machine: Machine) -> N
     if machine.capability < WARP_MAXIMA:
         raise NotApplicable("maxima of a warp need compute capability 8.0")
     if problem.words == 1 and problem.most_nonzeros >> 16:
-        raise NotApplicable(f"16 bits leave no column beyond {problem.most_nonzeros} ones for absent entries")
+        raise NotApplicable(f"16 bits have no number for absent entries beyond {problem.most_nonzeros} columns")
 
 
 def space(problem: SparseRecurrent | RecurrentBackward, machine: Machine, of: Sizes = Extents.of) -> Table:

@@ -153,7 +153,7 @@ def _cells(problem: Any, kept: np.ndarray, c: Noisy, lives: np.ndarray, begins: 
 def _through(
     problem: Any, kept: np.ndarray, dh: Noisy, dc: Noisy, c: Noisy, before: Noisy
 ) -> tuple[list[Noisy], Noisy, Noisy, Noisy]:
-    """Of one step: d of each gate, dn, what passes h[t-1] by, and dc of the step before."""
+    """The gradients of one step: d of each gate, dn, the part of dh that reaches h[t-1] without U, and dc before it."""
     none = Noisy(np.zeros_like(dh.value), np.zeros_like(dh.value))
     if problem.cell == "tanh":
         return [dh.times(_flatness(_exact(kept[:, 0])))], none, none, none
