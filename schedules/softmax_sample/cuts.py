@@ -23,6 +23,7 @@ from tvm_sparse.core.template import Workspace, ceildiv
 from tvm_sparse.operators.softmax_sample.definition import clamped
 
 from ..device.arithmetic import LOG2_E
+from ..device.overlap import wait_then_start_consumer
 from ..device.selection import FULL_WARP, RADIX_BINS, RADIX_BITS, bits_value, order_bits, scan_lanes
 from ..rows.hold import locate
 from ..rows.state import RowState, Views
@@ -72,9 +73,10 @@ def show_row(io, row, t, stage, top, total):
         io.rows[row, BIN] = T.uint32(NOWHERE)
 
 
-def is_in(io: Any, row: Any, stage: int) -> Any:
-    """Whether a row is in a stage."""
-    return io.rows[row, STAGE] == T.uint32(stage)
+@T.inline
+def load_stage(io, row, stage):
+    """The row's stage, by a load that sees what a producer kernel has written."""
+    T.ptx.ld.global_.u32(stage[0], io.rows.ptr_to([row, STAGE]))
 
 
 def of_rows(blocks: Blocks, stage: int, of_row: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,7 +105,10 @@ def of_rows(blocks: Blocks, stage: int, of_row: Callable[..., Any]) -> Callable[
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": RESIDENT_TICKETS // threads})
         block = T.cta_id([io.batch * tickets])
         t = T.thread_id([threads])
-        if is_in(io, T.Cast("int64", block // tickets), stage):
+        found = T.alloc_local([1], "uint32")
+        wait_then_start_consumer()
+        load_stage(io, T.Cast("int64", block // tickets), found)
+        if found[0] == T.uint32(stage):
             begin(io, T.Cast("int64", block // tickets), block % tickets, t)
 
     return body

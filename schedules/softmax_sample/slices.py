@@ -29,6 +29,7 @@ from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 
 from ..device.arithmetic import LOG2_E
 from ..device.cluster import cluster_arrive, cluster_barrier
+from ..device.overlap import wait_then_start_consumer
 from ..device.region import device_region
 from ..device.selection import RADIX_BINS, lanes_max, lanes_min, order_bits
 from ..rows import hold, join
@@ -59,7 +60,7 @@ def build(problem: SoftmaxSample, decisions: Decisions) -> Program:
     if not decisions["tickets"]:
         return gpu_program(problem, alone(blocks))
     singles = ticketed(problem, decisions)
-    return gpu_program(problem, beside_tickets(blocks, singles), tickets.workspaces(singles))
+    return gpu_program(problem, beside_tickets(blocks, singles), tickets.workspaces(singles), overlapped=True)
 
 
 # fmt: off
@@ -226,10 +227,13 @@ def main(blocks: Blocks, last: bool = False) -> Callable[..., Any]:
         thread = T.thread_id([threads])
         if last:
             filters = T.meta_var(Drawing.alloc(1))
+            stage = T.alloc_local([1], "uint32")
+            wait_then_start_consumer()
             read_filters(io, T.Cast("int64", group), filters)
             wanted: T.int32 = 1
             if tickets.is_free(limit_of(filters.temperature[0], filters.top_k[0], words), words):
-                if T.Not(cuts.is_in(io, T.Cast("int64", group), cuts.SEARCH)):
+                cuts.load_stage(io, T.Cast("int64", group), stage)
+                if stage[0] != T.uint32(cuts.SEARCH):
                     wanted = 0
             if wanted != 0:
                 of_cluster(io, group, part, thread)

@@ -17,6 +17,7 @@ from tvm_sparse.core.template import Workspace, ceildiv
 from tvm_sparse.operators.softmax_sample.definition import clamped, limit_of
 
 from ..device.arithmetic import LOG2_E
+from ..device.overlap import wait_then_start_consumer
 from ..device.selection import lanes_min
 from ..rows import join
 from ..rows.hold import locate
@@ -106,6 +107,7 @@ def kernel(blocks: Blocks, sum_slice: Callable[..., Any], write_first: Callable[
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": RESIDENT_TICKETS // threads})
         block = T.cta_id([io.batch * tickets])
         t = T.thread_id([threads])
+        wait_then_start_consumer()
         if io.per_row:
             filters = T.meta_var(Drawing.alloc(1))
             read_filters(io, T.Cast("int64", block // tickets), filters)
