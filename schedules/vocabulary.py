@@ -145,7 +145,7 @@ RENAMED: Mapping[str, Mapping[str, str | Mapping[int, Mapping[str, int]]]] = {
 ADDED: Mapping[str, Mapping[str, int]] = {
     "fused_step": {"late_words": 0, "apart": 0},
     "held_rows": {"staged": 0, "row_bound": 0},
-    "sample_slices": {"tickets": 0},
+    "sample_slices": {"tickets": 0, "overlap": 0},
     **dict.fromkeys(("threshold_gate", "cluster_gate", "sample_gate", "sample_cluster"), {"unroll": 1}),
 }
 

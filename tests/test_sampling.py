@@ -627,7 +627,7 @@ def test_no_masked_word_is_drawn(name: str, axes: str, more: int) -> None:
 
 GATE = {"threads": 64, "vectors": 1, "stages": 1, "overlap": 1, "prefetch": 0, "deferred": 0, "unroll": 1}
 SHARING = {"threads": 64, "vectors": 1, "stages": 1, "deferred": 0, "unroll": 1}
-SLICES = {"cluster": 1, "threads": 128, "vectors": 1, "staged": 0, "tickets": 0}
+SLICES = {"cluster": 1, "threads": 128, "vectors": 1, "staged": 0, "tickets": 0, "overlap": 0}
 # Blocks that search: one or several, of rows that begin and end within a vector or not.
 SEARCHED = (
     ("sample_scan", "vocab=1029,k=4,per_row=1,whole=1", {}),
@@ -639,7 +639,7 @@ SEARCHED = (
      {**SLICES, "cluster": 2, "vectors": 2, "staged": 1}),
     thorough("sample_slices", "vocab=4096,k=1,dtype=float16,per_row=1,whole=1", {**SLICES, "cluster": 4, "vectors": 1}),
     ("sample_slices", "vocab=2053,k=1,per_row=1,whole=1", {**SLICES, "tickets": 2}),
-    ("sample_slices", "vocab=4096,k=1,dtype=bfloat16,per_row=1,whole=1,bias=1", {**SLICES, "tickets": 4}),
+    ("sample_slices", "vocab=4096,k=1,dtype=bfloat16,per_row=1,whole=1,bias=1", {**SLICES, "tickets": 4, "overlap": 1}),
     ("sample_cluster", "vocab=2048,k=4,dtype=bfloat16,per_row=1,whole=1",
      {"cluster": 2, **SHARING}),  # of few threads, so that each block has some of the row
     thorough("sample_cluster", "vocab=4099,k=4,bias=1,per_row=1,whole=1",

@@ -35,6 +35,7 @@ class Blocks:
     vectors: int = 0  # that a thread loads at once; 0: as many as its registers allow
     joined: bool = False  # whether pairs (m, d) of the slices are joined, too
     ticketed: bool = False  # whether they are no cluster, and the last one to finish its sums draws (`tickets`)
+    overlap: bool = False  # whether such a kernel may start before the kernel before it has ended
     bins: int = 0  # 32-bit words of bins of such a thread block, and of its list (`cuts`)
     entries: int = 0
 

@@ -106,7 +106,8 @@ def of_rows(blocks: Blocks, stage: int, of_row: Callable[..., Any]) -> Callable[
         block = T.cta_id([io.batch * tickets])
         t = T.thread_id([threads])
         found = T.alloc_local([1], "uint32")
-        wait_then_start_consumer()
+        if blocks.overlap:
+            wait_then_start_consumer()
         load_stage(io, T.Cast("int64", block // tickets), found)
         if found[0] == T.uint32(stage):
             begin(io, T.Cast("int64", block // tickets), block % tickets, t)

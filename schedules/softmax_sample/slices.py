@@ -60,7 +60,9 @@ def build(problem: SoftmaxSample, decisions: Decisions) -> Program:
     if not decisions["tickets"]:
         return gpu_program(problem, alone(blocks))
     singles = ticketed(problem, decisions)
-    return gpu_program(problem, beside_tickets(blocks, singles), tickets.workspaces(singles), overlapped=True)
+    overlap = bool(decisions["overlap"])
+    body = beside_tickets(blocks, singles, overlap)
+    return gpu_program(problem, body, tickets.workspaces(singles), overlapped=overlap)
 
 
 # fmt: off
@@ -76,13 +78,14 @@ def alone(blocks: Blocks) -> Callable[..., Any]:
     return body
 
 
-def beside_tickets(blocks: Blocks, singles: Blocks) -> Callable[..., Any]:
+def beside_tickets(blocks: Blocks, singles: Blocks, overlap: bool) -> Callable[..., Any]:
     """The body of a program of several kernels: a row with a top-k is searched, and others only as a last resort.
 
     Where filters are numbers for all rows, kernels that they do not need are not launched.
     """
     words = blocks.problem.words
-    of_others = main(blocks, last=True)
+    of_others = main(blocks, last=True, overlap=overlap)
+    singles = dataclasses.replace(singles, overlap=overlap)
     of_all = tickets.kernel(singles, sum_of_slice(singles, crew_of(singles)), write_first_word(singles))
     bins = dataclasses.replace(singles, bins=cuts.BINS * cuts.COPIES)
     lists = dataclasses.replace(singles, bins=max(2 * RADIX_BINS, singles.ext.parts), entries=2 * cuts.LISTED)
@@ -146,10 +149,11 @@ def sum_of_slice(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
     return phase
 
 
-def main(blocks: Blocks, last: bool = False) -> Callable[..., Any]:
+def main(blocks: Blocks, last: bool = False, overlap: bool = False) -> Callable[..., Any]:
     """The body of a kernel: its threads, the state, and the row's phases.
 
-    `last`: for rows that have a top-k, and those in the stage `SEARCH`.
+    `last`: for rows that have a top-k, and those in the stage `SEARCH`. `overlap`: it may start while the kernel
+    before it runs.
     """
     ext, cluster, threads, words = blocks.ext, blocks.cluster, blocks.threads, blocks.problem.words
     crew = crew_of(blocks)
@@ -228,7 +232,8 @@ def main(blocks: Blocks, last: bool = False) -> Callable[..., Any]:
         if last:
             filters = T.meta_var(Drawing.alloc(1))
             stage = T.alloc_local([1], "uint32")
-            wait_then_start_consumer()
+            if overlap:
+                wait_then_start_consumer()
             read_filters(io, T.Cast("int64", group), filters)
             wanted: T.int32 = 1
             if tickets.is_free(limit_of(filters.temperature[0], filters.top_k[0], words), words):

@@ -35,6 +35,7 @@ def space(problem: SoftmaxSample, machine: Machine) -> Table:
         "vectors": VECTORS,
         "staged": (0, 1),
         "tickets": TICKETS,
+        "overlap": (0, 1) if machine.has_clusters else (0,),
     }
 
 
@@ -63,6 +64,8 @@ def allowed(problem: SoftmaxSample, machine: Machine, decisions: Decisions) -> s
         return f"half of a warp's lanes have no vector of a slice of {ext.part}"
     if ext.vectors > 1 and ext.tile >= 2 * ext.part:
         return f"half of a tile of {ext.vectors} vectors a lane lies beyond a slice"
+    if decisions["overlap"] and not decisions["tickets"]:
+        return "a single kernel has no consumer kernel to overlap with"
     if decisions["tickets"]:
         part = ticketed(problem, decisions).ext.part
         if 2 * part <= ext.threads:
@@ -84,7 +87,14 @@ def default(problem: SoftmaxSample, machine: Machine) -> Decisions:
     busy = machine.cores * RESIDENT_TICKETS // THREADS[-1] * 9 // 10
     most = next((tickets for tickets in TICKETS[1:] if tickets * problem.batch_extent >= busy), TICKETS[-1])
     wanted = [
-        {"cluster": cluster, "threads": threads, "vectors": vectors, "staged": staged, "tickets": tickets}
+        {
+            "cluster": cluster,
+            "threads": threads,
+            "vectors": vectors,
+            "staged": staged,
+            "tickets": tickets,
+            "overlap": int(machine.has_clusters and tickets > 0),
+        }
         for cluster in sorted((size for size in clusters if size <= max(fill, keep or 1)), reverse=True)
         for threads in (512, 256, 128)
         for vectors in (4, 2, 1)

@@ -107,7 +107,8 @@ def kernel(blocks: Blocks, sum_slice: Callable[..., Any], write_first: Callable[
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": RESIDENT_TICKETS // threads})
         block = T.cta_id([io.batch * tickets])
         t = T.thread_id([threads])
-        wait_then_start_consumer()
+        if blocks.overlap:
+            wait_then_start_consumer()
         if io.per_row:
             filters = T.meta_var(Drawing.alloc(1))
             read_filters(io, T.Cast("int64", block // tickets), filters)
