@@ -23,6 +23,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -96,7 +97,7 @@ def drawn(
     if not count:
         return found
     table = template.space(largest, machine)
-    space = spaces.narrowed(table, fixed_values(fix, table)) | {"stages": (0,)}
+    space = {**spaces.narrowed(table, fixed_values(fix, table)), "stages": (0,)}
     combinations: list[dict[str, int]] = [{}]
     for name in space:
         combinations = [one | {name: value} for one in combinations for value in space[name]]
@@ -191,9 +192,9 @@ def training_times(path: Path, dtype: str) -> None:
             return lambda: layer(x).backward(towards)
 
         before = _events(step(linear))
-        for block, sparsity in ((64, 0.8), (64, 0.9), (32, 0.8), (32, 0.9), (16, 0.8)):
+        for block, sparsity in ((64, 0.8), (64, 0.9), (128, 0.8), (32, 0.9)):
             layer = tvm_sparse.nn.BsrLinear.from_dense(linear, block, sparsity)
-            us, forward = _events(step(layer)), _events(lambda layer=layer: layer(x))
+            us, forward = _events(step(layer)), _events(partial(layer, x))
             line = (rows, k, n, block, sparsity, f"{before:.0f}", f"{us:.0f}", f"{before / us:.2f}", f"{forward:.0f}")
             print(*line, flush=True)
             writer.writerow(line)
@@ -263,7 +264,6 @@ def main(
     fix: Fixed = None,
 ) -> None:
     """Compile, check and time points, and write a CSV."""
-    import torch
 
     started, machine = time.monotonic(), machine_here("auto", "exploring")
 
