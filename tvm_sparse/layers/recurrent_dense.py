@@ -45,11 +45,10 @@ class DenseCall:
 
 def persistent(call: DenseCall) -> bool:
     """Whether PyTorch chooses cuDNN's persistent kernels: the conditions of its `aten/src/ATen/native/cudnn/RNN.cpp`
-    for an LSTM on Hopper.
+    for an LSTM in float16 on Hopper.
     """
     return (
         call.cell == "lstm"
-        and call.dtype == "float16"
         and call.hidden <= 1024
         and call.hidden % 128 == call.inputs % 128 == call.batch % 8 == 0
         and call.batch <= 128
@@ -70,7 +69,7 @@ def likely_way(call: DenseCall, machine: Machine) -> Likely:
     why = inexpressible(call)
     if why is not None:
         return Likely(KERNEL, why)
-    if machine.kind != "cuda" or not machine.has_warpgroups or call.dtype == "float32":
+    if machine.kind != "cuda" or not machine.has_warpgroups or call.dtype != "float16":
         return Likely(KERNEL, f"nothing is known of a faster dense layer in {call.dtype} on {machine.arch}")
     if call.density < LEAST_DENSITY:
         return Likely(KERNEL, f"nothing is known of a faster dense layer at densities below {LEAST_DENSITY:.0%}")

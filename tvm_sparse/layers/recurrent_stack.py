@@ -369,7 +369,7 @@ class RecurrentStack(torch.nn.Module):
         if self.dense:
             return inexpressible(call) is None
         # In a graph of torch.compile, PyTorch's layer is no operator.
-        if not x.is_cuda or torch.compiler.is_compiling() or not torch.backends.cudnn.is_acceptable(x):
+        if not x.is_cuda or torch.compiler.is_compiling() or not torch.cudnn_is_acceptable(x):
             return False
         return likely_way(call, machine_of("input", arrays.facts("input", x))).way == DENSE
 
