@@ -5,9 +5,9 @@
 A case is hidden units, batch, steps, density and cell ("tanh" if none is named); patterns are random. "sparse layer" is
 ours with a projected input: the gradients of that input and of the stored weights. "+ input product" is a trained
 `RecurrentStack` with the gradients of its input and of all its parameters, like "torch module", whose recurrent weight
-has its dense gradient. "forward" is the forward pass alone, with what the backward pass needs. The gradient of the
-input is compared with that of the dense layer in float64. On a GPU, CUDA graphs are timed; in float32 input products
-use TF32, as cuDNN does by default.
+has its dense gradient; "dense way" is that stack with `dense=True`. "forward" is the forward pass alone, with what the
+backward pass needs. The gradient of the input is compared with that of the dense layer in float64. On a GPU, CUDA
+graphs are timed; in float32 input products use TF32, as cuDNN does by default.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CASES = (
     "1792,4,256,0.1", "1792,1,256,0.1", "1792,16,256,0.1", "1152,4,256,0.1", "1024,4,256,0.125,lstm",
     "1024,16,256,0.125,lstm", "1024,32,256,0.125,lstm", "1024,4,256,0.125,gru", "512,4,256,0.1,lstm",
 )  # fmt: skip
-FORWARD, BOTH = "forward", "both"
+FORWARD, BOTH, WAY = "forward", "both", "dense way"
 # Largest error of the input's gradient, as a share of its largest element.
 TOLERANCE = {"float32": 5e-3, "float16": 3e-2, "bfloat16": 2e-1}
 COLUMNS = ("cell", "hidden", "batch", "steps", "density", "nonzeros", "dtype", "implementation", "passes",
@@ -73,9 +73,10 @@ def ours(drawn: Drawn, dtype: str, weighed: torch.Tensor) -> tuple[Call, Call]:
     return passes(lambda: layer._call(x, states, None, None, None, values=values)[0], [x, values], weighed)
 
 
-def ours_with_product(drawn: Drawn, dtype: str, weighed: torch.Tensor) -> tuple[Call, Call]:
+def ours_with_product(drawn: Drawn, dtype: str, weighed: torch.Tensor, dense: bool = False) -> tuple[Call, Call]:
     bias = projected_bias(drawn.of("bias_ih", dtype), drawn.of("bias_hh", dtype), drawn.case.cell)
-    stack = tvm_sparse.RecurrentStack([drawn.layers[dtype]], [(drawn.of("weight_ih", dtype), bias)]).trainable()
+    inputs = [(drawn.of("weight_ih", dtype), bias)]
+    stack = tvm_sparse.RecurrentStack([drawn.layers[dtype]], inputs, dense=dense).trainable()
     x = drawn.of("x", dtype).clone().requires_grad_()
     leaves = [x, *stack.parameters()]
 
@@ -150,7 +151,8 @@ def measured(
     shape = (case.steps, case.batch, case.hidden)
     weighed = torch.randn(shape, generator=generator, device=where.device)
     wanted = {projected: reference(drawn, projected, weighed) for projected in (True, False)}
-    makers = {OURS: ours, PRODUCT: ours_with_product, MODULE: module}
+    dense = functools.partial(ours_with_product, dense=True)
+    makers: dict[str, Any] = {OURS: ours, PRODUCT: ours_with_product, WAY: dense, MODULE: module}
     calls, checks, errors_found = {}, {}, {}
     for dtype in dtypes:
         given = weighed.to(getattr(torch, dtype))
@@ -224,7 +226,7 @@ def main(
         for text in case or CASES:
             one = Case.parsed(text)
             results[one] = measured(one, where, report, dtypes, rounds, seed, profile)
-        columns = [(name, which) for which in (FORWARD, BOTH) for name in (OURS, PRODUCT, MODULE)]
+        columns = [(name, which) for which in (FORWARD, BOTH) for name in (OURS, PRODUCT, WAY, MODULE)]
         for kind in dtypes:
             rows = []
             for one, found in results.items():

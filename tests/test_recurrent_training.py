@@ -173,22 +173,24 @@ def assert_stack_learns_as(made: Any, stack: Any, x: Any, tolerance: float) -> N
             agree(getattr(stack, f"hidden_bias_{place}").grad, whole[2 * made.hidden_size :])
 
 
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_stack_learns_as_its_module(cell: str) -> None:
+def test_a_stack_learns_as_its_module(cell: str, dense: bool) -> None:
     torch.manual_seed(next(numbers))
     made = module_of(cell, 5, 24, num_layers=2, bidirectional=cell in ("lstm", "relu"))
-    stack = tvm_sparse.from_torch(made, form="entries").trainable()
+    stack = tvm_sparse.from_torch(made, form="entries", dense=dense).trainable()
     assert stack.training and stack.trainable() is stack
     assert_stack_learns_as(made, stack, torch.randn(7, 18, 5), 2e-5)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_stack_learns_as_its_module_on_the_gpu(cell: str) -> None:
+def test_a_stack_learns_as_its_module_on_the_gpu(cell: str, dense: bool) -> None:
     torch.manual_seed(next(numbers))
     torch.backends.cudnn.allow_tf32 = False
     made = module_of(cell, 40, 200, num_layers=2, bidirectional=cell == "gru").cuda()
-    stack = tvm_sparse.from_torch(made, form="entries").trainable()
+    stack = tvm_sparse.from_torch(made, form="entries", dense=dense).trainable()
     assert_stack_learns_as(made, stack, torch.randn(20, 19, 40, device="cuda"), 2e-4)
 
 

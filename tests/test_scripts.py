@@ -277,7 +277,7 @@ def test_training_beside_its_peers(scripts: Scripts, tmp_path: Path) -> None:
     printed = scripts.run("rnn_training.py", "--target", "cpu", *cases, "--dtype", "float32", "--csv", out)
     assert "torch / ours, both" in printed
     lines = lines_of(out)
-    assert len(lines) == 12 and all(float(line["microseconds"]) > 0 for line in lines)
+    assert len(lines) == 16 and all(float(line["microseconds"]) > 0 for line in lines)
     assert all(float(line["error"]) < 1e-4 for line in lines if line["passes"] == "both")
 
 

@@ -51,15 +51,19 @@ class LayerExplanation:
         `(steps, batch)` of each launch, in order.
     kernels
         The kernel of each launch, as from `tvm_sparse.explain`.
+    way
+        Which way calls of a `RecurrentStack` take, and why; None for a layer alone, which runs its kernels.
     """
 
     launches: tuple[tuple[int, int], ...]
     kernels: tuple[Explanation, ...]
+    way: str | None = None
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{steps} steps of {batch}" for steps, batch in self.launches) or "nothing to compute"
         count = f"{len(self.launches)} launch{'es' * (len(self.launches) != 1)}"
-        return "\n".join([f"{count}: {shapes}", *map(str, dict.fromkeys(map(str, self.kernels)))])
+        told = [] if self.way is None else [f"calls take {self.way}"]
+        return "\n".join([*told, f"{count}: {shapes}", *map(str, dict.fromkeys(map(str, self.kernels)))])
 
 
 def project_inputs(x: Any, weight_ih: Any, bias_ih: Any = None, bias_hh: Any = None, *, cell: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,19 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from ..core import machine
 from ..core.problem import FLOATS
+from ..operators.bsr_matmul.dense import DENSE, KERNEL, Likely
+from ..operators.sparse_recurrent.call import with_gradient
 from ..operators.sparse_recurrent.problem import GATES
+from ..runtime import arrays
+from ..runtime.calls import machine_of
 from . import storage
 from .libraries import tensor, to_host
 from .modules import DTYPES, check_conversion, effective, refuse_own_forward
 from .pruning import BLOCK
-from .recurrent import FORMAT, SparseGRU, SparseLSTM, SparseRNN, checked_lengths, projected_bias
+from .recurrent import FORMAT, LayerExplanation, SparseGRU, SparseLSTM, SparseRNN, checked_lengths, projected_bias
+from .recurrent_dense import DenseCall, flat_weights, inexpressible, likely_way, run_dense
 from .recurrent_weights import with_values
 
 CELLS = {"RNN_TANH": "tanh", "RNN_RELU": "relu", "LSTM": "lstm", "GRU": "gru"}  # by `torch.nn.RNNBase.mode`
@@ -39,6 +46,7 @@ def from_torch(
     dtype: str | None = None,
     form: str = "auto",
     order: str = "banks",
+    dense: bool | None = None,
 ) -> RecurrentStack:
     """Convert a trained `torch.nn.RNN`, `LSTM` or `GRU` to sparse layers, which replace `module.eval()`.
 
@@ -57,6 +65,8 @@ def from_torch(
         "float32", "float16" or "bfloat16"; default: that of the module, which must be one of them.
     form, order
         As in `SparseRNN`.
+    dense
+        As in `RecurrentStack`.
 
     Raises
     ------
@@ -102,7 +112,8 @@ def from_torch(
             layers.append(CLASSES[cell](weight_hh, **given))
             bias = projected_bias(bias_ih, bias_hh, cell)
             inputs.append((weight_ih.to(kind, copy=True), None if bias is None else bias.to(kind, copy=True)))
-    return RecurrentStack(layers, inputs, bidirectional=module.bidirectional, batch_first=module.batch_first)
+    shape = {"bidirectional": module.bidirectional, "batch_first": module.batch_first}
+    return RecurrentStack(layers, inputs, **shape, dense=dense)
 
 
 class RecurrentStack(torch.nn.Module):
@@ -129,6 +140,12 @@ class RecurrentStack(torch.nn.Module):
         projection.
     bidirectional, batch_first
         As in `torch.nn.LSTM`.
+    dense
+        Whether calls run PyTorch's own layer (cuDNN on a GPU) with a dense copy of the weights, whose gradient is taken
+        at the pattern. None: where that is likely to be faster, which `explain` tells; False: never; True: wherever
+        PyTorch's layer can compute the call: without `lengths` (a `PackedSequence` has them) and without `resets`. The
+        copy takes 2 * gates * hidden * (input + hidden) bytes a layer in 16 bits. It multiplies zeros too: a NaN or an
+        infinity in a state reaches all units. An attribute, which may be set later, and which files do not hold.
 
     Raises
     ------
@@ -145,6 +162,7 @@ class RecurrentStack(torch.nn.Module):
         *,
         bidirectional: bool = False,
         batch_first: bool = False,
+        dense: bool | None = None,
     ) -> None:
         super().__init__()
         directions = 2 if bidirectional else 1
@@ -175,7 +193,8 @@ class RecurrentStack(torch.nn.Module):
             self.register_buffer(f"bias_{number}", bias)
         self.layers = list(layers)
         self._cast: tuple[list[Any], dict[str, list[Any]]] | None = None
-        self.trained = False
+        self._flat: dict[tuple[int, torch.dtype], tuple[tuple[Any, ...], list[torch.Tensor]]] = {}
+        self.trained, self.dense = False, dense
         self.bidirectional, self.batch_first = bool(bidirectional), bool(batch_first)
         self.num_layers = len(layers) // directions
         self.eval()
@@ -205,7 +224,7 @@ class RecurrentStack(torch.nn.Module):
         """A stack of the present weights, without parameters, for evaluation."""
         inputs = [(getattr(self, f"weight_{n}"), getattr(self, f"bias_{n}")) for n in range(len(self.layers))]
         copied = [tuple(None if one is None else one.detach().clone() for one in pair) for pair in inputs]
-        options = {"bidirectional": self.bidirectional, "batch_first": self.batch_first}
+        options = {"bidirectional": self.bidirectional, "batch_first": self.batch_first, "dense": self.dense}
         return RecurrentStack(self._present(), copied, **options)  # type: ignore[arg-type]
 
     def _present(self) -> list[Any]:
@@ -315,22 +334,87 @@ class RecurrentStack(torch.nn.Module):
             outputs = []
             for direction in range(self.directions):
                 place = number * self.directions + direction
-                weight, bias = getattr(self, f"weight_{place}"), getattr(self, f"bias_{place}")
-                projected, begins = torch.nn.functional.linear(x, weight, bias), resets
-                if direction and turned:
-                    projected, begins = turned.turn(projected), turned.resets
-                states = [None if state is None else state[place] for state in given]
+                begin = tuple(None if state is None else state[place] for state in given)
                 trained = {}
                 if self.trained:
                     own = {name: getattr(self, f"{name}_{place}") for name in ("values", "hidden_bias")}
                     trained = {name: None if one is None else one.to(dtype) for name, one in own.items()}
-                output, *ends = layers[place]._call(projected, tuple(states), begins, lengths, None, **trained)
+                if self._takes_dense(place, x, lengths is not None, resets is not None):
+                    flat = self._flat_weights(place, layers[place], dtype, trained)
+                    source = turned.turn(x) if direction and turned else x
+                    gradient = with_gradient(x, *begin, *flat)
+                    output, *ends = run_dense(self.cell, source, begin, flat, gradient)
+                else:
+                    weight, bias = getattr(self, f"weight_{place}"), getattr(self, f"bias_{place}")
+                    projected, begins = torch.nn.functional.linear(x, weight, bias), resets
+                    if direction and turned:
+                        projected, begins = turned.turn(projected), turned.resets
+                    output, *ends = layers[place]._call(projected, begin, begins, lengths, None, **trained)
                 outputs.append(turned.turn(output) if direction and turned else output)
                 for kept, state in zip(last, ends, strict=True):
                     kept.append(state)
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
         states = [torch.stack(kept) for kept in last]
         return x, (tuple(states) if lstm else states[0])
+
+    def _dense_call(self, place: int, batch: int, dtype: str, ragged: bool, resets: bool) -> DenseCall:
+        inputs, density = getattr(self, f"weight_{place}").shape[1], self.layers[place].weights.density
+        return DenseCall(self.cell, self.hidden_size, inputs, batch, density, dtype, ragged, resets)
+
+    def _takes_dense(self, place: int, x: torch.Tensor, ragged: bool, resets: bool) -> bool:
+        """Whether a layer's call runs PyTorch's own layer."""
+        if self.dense is False or 0 in x.shape[:2]:
+            return False
+        call = self._dense_call(place, x.shape[1], DTYPES[x.dtype], ragged, resets)
+        if self.dense:
+            return inexpressible(call) is None
+        # In a graph of torch.compile, PyTorch's layer is no operator.
+        if not x.is_cuda or torch.compiler.is_compiling() or not torch.cudnn_is_acceptable(x):
+            return False
+        return likely_way(call, machine_of("input", arrays.facts("input", x))).way == DENSE
+
+    def _flat_weights(self, place: int, layer: Any, dtype: torch.dtype, trained: dict[str, Any]) -> list[torch.Tensor]:
+        """A layer's weights for the dense way: kept from call to call, unless they are parameters."""
+        weight, bias = getattr(self, f"weight_{place}"), getattr(self, f"bias_{place}")
+
+        def made() -> list[torch.Tensor]:
+            inside = trained.get("hidden_bias")
+            if inside is None and layer.hidden_bias is not None:
+                inside = tensor(layer.hidden_bias, weight.device)
+            own = weight.to(dtype), None if bias is None else bias.to(dtype), inside
+            return flat_weights(layer.weights, trained.get("values"), *own)
+
+        tensors = [one for one in (weight, bias) if one is not None]
+        if trained or any(one.is_inference() or one.requires_grad for one in tensors):
+            return made()
+        state = (layer.weights, *((one, one._version) for one in tensors))
+        kept = self._flat.get((place, dtype))
+        if kept is None or not _same(kept[0], state):
+            # No tensors of inference mode, which later calls could not keep for a backward pass.
+            with torch.inference_mode(False), torch.no_grad():
+                kept = self._flat[place, dtype] = state, made()
+        return kept[1]
+
+    def explain(
+        self, steps: int, batch: int, *, resets: bool = False, lengths: bool = False, target: str = "auto"
+    ) -> tuple[LayerExplanation, ...]:
+        """For each layer and direction the way of a call with `(steps, batch, input)`, and kernels of the sparse way.
+
+        Parameters are those of the layers' `explain`. Layers run in the stack's dtype; under autocast, in another one,
+        they may take the other way.
+        """
+        where, found = machine.resolve(target), []
+        for place, layer in enumerate(self.layers):
+            call = self._dense_call(place, batch, self.dtype, lengths, resets)
+            likely = likely_way(call, where)
+            if self.dense is not None:
+                why = inexpressible(call)
+                asked = self.dense and why is None
+                likely = Likely(DENSE if asked else KERNEL, why if self.dense and why else f"dense={self.dense}")
+            what = "PyTorch's layer with dense weights" if likely.way == DENSE else "the sparse layer"
+            kernels = layer.explain(steps, batch, resets=resets, lengths=lengths, target=target)
+            found.append(dataclasses.replace(kernels, way=f"{what}: {likely.why}"))
+        return tuple(found)
 
     def _check_width(self, input: torch.Tensor) -> None:
         if input.dim() not in (2, 3) or input.shape[-1] != self.input_size:
@@ -419,7 +503,7 @@ class RecurrentStack(torch.nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cast": None}  # made again when needed
+        return {**self.__dict__, "_cast": None, "_flat": {}}  # made again when needed
 
     def get_extra_state(self) -> torch.Tensor:
         """The recurrent weights as bytes, which the state dict has beside the buffers."""
@@ -474,8 +558,8 @@ class RecurrentStack(torch.nn.Module):
         return storage.write(Path(path), held, meta)
 
     @classmethod
-    def load(cls, path: str | Path, *, device: Any = None) -> RecurrentStack:
-        """Load a stack written by `save`, on a device (default: the CPU).
+    def load(cls, path: str | Path, *, device: Any = None, dense: bool | None = None) -> RecurrentStack:
+        """Load a stack written by `save`, on a device (default: the CPU); `dense` as in the class.
 
         Raises
         ------
@@ -493,7 +577,8 @@ class RecurrentStack(torch.nn.Module):
                 layers.append(CLASSES[numbers["cell"]].assembled(own, numbers, None, f"{path}, layer {number}"))
                 place = "cpu" if device is None else device
                 inputs.append((tensor(own["weight_ih"], place), tensor(own["bias"], place) if "bias" in own else None))
-            return cls(layers, inputs, bidirectional=meta["bidirectional"], batch_first=meta["batch_first"])
+            shape = {"bidirectional": meta["bidirectional"], "batch_first": meta["batch_first"]}
+            return cls(layers, inputs, **shape, dense=dense)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{path}: not a stack: {type(error).__name__}: {error}") from error
 
@@ -528,6 +613,14 @@ class _Turned:
         if self._places is None:
             return x.flip(0)
         return x.gather(0, self._places[..., None].expand_as(x))
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether two states of a layer's weights are of the same tensors, unchanged since."""
+    (weights, *tensors), (of_other, *others) = one, other
+    if weights is not of_other or len(tensors) != len(others):
+        return False
+    return all(a is b and was == now for (a, was), (b, now) in zip(tensors, others, strict=True))
 
 
 def _mapped(states: Any, change: Any) -> Any:

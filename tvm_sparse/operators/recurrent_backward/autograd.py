@@ -125,7 +125,9 @@ def pattern_of(weights: Weights, device: Any) -> Pattern:
     """The pattern of a weight on a device; made once and kept by the weight."""
     found = weights.patterns.get(device)
     if found is None:
-        found = weights.patterns[device] = Pattern(weights, device)
+        # No tensors of inference mode, which later calls could not keep for a backward pass.
+        with torch.inference_mode(False), torch.no_grad():
+            found = weights.patterns[device] = Pattern(weights, device)
     return found
 
 
