@@ -208,7 +208,7 @@ def join_lanes(ext: Extents) -> Phase:
 
 def scale_kept(ext: Extents) -> Phase:
     """Reads: what `keep_exponentials` wrote, `base`, `m`, `d`. Writes: `base`; the probabilities of all vectors."""
-    simd, dtype, scratch = ext.simd, ext.dtype, ext.scratch > 0
+    simd, dtype, scratch = ext.simd, ext.out_dtype, ext.scratch > 0
 
     @T.inline
     def phase(s, Y):
@@ -228,7 +228,7 @@ def scale_kept(ext: Extents) -> Phase:
 
 def write(ext: Extents) -> Phase:
     """Reads: the row, (m, d). Writes: its probabilities or their logarithms; `d`."""
-    simd, tail, dtype, exp, scaled = ext.simd, ext.tail, ext.dtype, exponential(ext), scale_kept(ext)
+    simd, tail, dtype, exp, scaled = ext.simd, ext.tail, ext.out_dtype, exponential(ext), scale_kept(ext)
 
     @T.inline
     def phase(s, X, log, Y):
