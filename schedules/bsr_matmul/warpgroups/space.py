@@ -104,7 +104,7 @@ def default(problem: BsrMatmul, machine: Machine) -> Decisions:
     for each, fewest in ((2, FEWEST_STAGES), (2, 1), (1, 1)):
         found: list[tuple[float, Decisions]] = []
         for tile_m, tile_n in itertools.product(tiles, table["tile_n"]):
-            few = table | fixed | {"tile_m": (tile_m,), "tile_n": (tile_n,)}
+            few = {**table, **fixed, "tile_m": (tile_m,), "tile_n": (tile_n,)}
             points = (dict(zip(few, choices, strict=True)) for choices in itertools.product(*few.values()))
             fits = [point for point in points if has_room(problem, machine, point, each)]
             if fits and fits[-1]["stages"] >= fewest:
