@@ -99,11 +99,13 @@ def default(problem: BsrMatmul, machine: Machine) -> Decisions:
     has two thread blocks at a time, with as many stages as there is room for; of others where there are none.
     """
     table = space(problem, machine)
-    fixed = {"panel": max(table["panel"]), "cluster": 1, "overlap": max(table["overlap"])}
+    fixed = {"panel": (max(table["panel"]),), "cluster": (1,), "overlap": table["overlap"][-1:]}
+    tiles = tuple(tile for tile in table["tile_m"] if tile <= USUAL_TILE)
     for each, fewest in ((2, FEWEST_STAGES), (2, 1), (1, 1)):
         found: list[tuple[float, Decisions]] = []
-        for tile_m, tile_n in itertools.product((t for t in table["tile_m"] if t <= USUAL_TILE), table["tile_n"]):
-            points = ({"tile_m": tile_m, "tile_n": tile_n, "stages": stages, **fixed} for stages in table["stages"])
+        for tile_m, tile_n in itertools.product(tiles, table["tile_n"]):
+            few = {**table, **fixed, "tile_m": (tile_m,), "tile_n": (tile_n,)}
+            points = (dict(zip(few, choices, strict=True)) for choices in itertools.product(*few.values()))
             fits = [point for point in points if has_room(problem, machine, point, each)]
             if fits and fits[-1]["stages"] >= fewest:
                 found.append((estimate(problem, machine, Extents.of(problem, fits[-1])), fits[-1]))
