@@ -110,7 +110,8 @@ def default(problem: BsrMatmul, machine: Machine) -> Decisions:
             if fits and fits[-1]["stages"] >= fewest:
                 found.append((estimate(problem, machine, Extents.of(problem, fits[-1])), fits[-1]))
         if found:
-            return min(found, key=lambda one: one[0])[1]
+            best = min(found, key=lambda one: one[0])[1]
+            return {name: best[name] for name in table}
     raise NotApplicable("no point fits into shared memory")
 
 
