@@ -17,8 +17,7 @@ blocks come by tensor maps (`device.tensor_maps`) to a ring of `stages`, in the 
 both in shared memory; products of a block are issued without waiting for those of the block before. Sums are float32
 registers. In the end a warp passes its rows of y through shared memory, to write whole sectors.
 
-`overlap` is programmatic dependent launch: barriers and tensor maps are ready, and the block rows of a constant weight
-found, when the producer kernel ends.
+`overlap` is programmatic dependent launch: barriers and tensor maps are ready when the producer kernel ends.
 
 The kernel, phase by phase, is `kernel`.
 """
@@ -39,7 +38,7 @@ def build(problem: BsrMatmul, decisions: Decisions) -> Program:
 
 warpgroups = Template(
     name="block_warpgroups",
-    version=2,
+    version=3,
     operator="bsr_matmul",
     kind="cuda",
     summary="panels of x and 16-bit blocks in shared memory, products of warpgroups",

@@ -34,7 +34,7 @@ from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ...device import operands
 from ...device.mbarriers import arrive_expecting, await_phase
-from ...device.overlap import wait_for_producer, wait_then_start_consumer
+from ...device.overlap import wait_then_start_consumer
 from ...device.region import device_region
 from ...device.selection import FULL_WARP
 from ...device.state import Buffers, local, pooled, scalar
@@ -173,9 +173,6 @@ def next_stage(e: Extents) -> Callable[..., Any]:
 def find_rows(e: Extents) -> Callable[..., Any]:
     """Lanes of the producer warp have a block row of the tile each; the phase is (io, s).
 
-    `order` has as many parts as a tile has block rows. The n-th tile takes the n-th of each part, from the front of one
-    and from the back of the next, so that all tiles have about as many blocks.
-
     Reads: `order`, or `indptr` where the host has not looked at the pattern; `indices`.
     Writes: `at`, `stop`, `column`, `next_column`; `row_of`.
     Barriers: none.
@@ -183,7 +180,7 @@ def find_rows(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, s):
-        row: T.int32 = s.lane * e.tiles_n + s.lane % 2 * (e.tiles_n - 1 - s.tile - s.tile) + s.tile
+        row: T.int32 = s.tile * e.rows_each + s.lane
         found: T.int32 = -1
         s.at[0] = 0
         s.stop[0] = 0
@@ -276,14 +273,16 @@ def bring_panel(e: Extents) -> Callable[..., Any]:
 def produce(e: Extents) -> Callable[..., Any]:
     """The producer warp's work; the phase is (io, s).
 
-    Reads: the structure; what `find_rows` has found.
+    Reads: the structure.
     Writes: `ring` and `told`, stage after stage; OVER after the last.
     Barriers: those of `bring_panel`.
     """
-    do = SimpleNamespace(next_panel=next_panel(e), bring_panel=bring_panel(e), next_stage=next_stage(e))
+    do = SimpleNamespace(
+        find_rows=find_rows(e), next_panel=next_panel(e), bring_panel=bring_panel(e), next_stage=next_stage(e))
 
     @T.inline
     def phase(io, s):
+        do.find_rows(io, s)
         least_of_warp(s.base[0], s.column[0], T.uint32(FULL_WARP))
         while s.base[0] != FAR:
             s.base[0] = s.base[0] // e.beside
@@ -446,8 +445,7 @@ def store_tile(e: Extents) -> Callable[..., Any]:
 def kernel(problem: BsrMatmul, e: Extents) -> Program:
     """The program of a point."""
     do = SimpleNamespace(
-        begin=begin(e), find_rows=find_rows(e), produce=produce(e), consume=consume(e), pass_tile=pass_tile(e),
-        store_tile=store_tile(e))
+        begin=begin(e), produce=produce(e), consume=consume(e), pass_tile=pass_tile(e), store_tile=store_tile(e))
 
     @T.inline
     def body(io):
@@ -467,12 +465,6 @@ def kernel(problem: BsrMatmul, e: Extents) -> Program:
                 e, e.pool_bytes, t=t, lane=t % 32, warp=t // 32, tile=place % e.tiles_n,
                 top=place // e.tiles_n * e.tile_m, x_map=T.address_of(x_map), weight_map=T.address_of(weight_map)))
             do.begin(s)
-            if s.warp == e.groups * 4:
-                if e.overlap > 0:
-                    # Nobody writes a constant weight, so only x has to be waited for.
-                    if io.constant == 0 or io.long < 0:
-                        wait_for_producer()
-                do.find_rows(io, s)
             if e.overlap > 0:
                 wait_then_start_consumer()
             if s.warp == e.groups * 4:

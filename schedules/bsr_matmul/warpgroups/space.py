@@ -41,9 +41,10 @@ RESERVED = 1024
 # is on its way, those that the producer warp takes for a copy, those of a launch, and of a thread block's beginning and
 # end; clocks of a microsecond; and how many standard deviations the fullest block row is above the mean.
 L2_BYTES, STORED_BYTES, CLOCKS = 68e3, 21e3, 1700
-ON_ITS_WAY, OF_COPY, LAUNCH, BEGIN, FULLEST = 0.9, 0.1, 3.8, 2.3, 2.2
-# Stages below which two thread blocks of a multiprocessor wait for memory, and most rows of x of a default's.
-FEWEST_STAGES, USUAL_TILE = 3, 128
+ON_ITS_WAY, OF_COPY, LAUNCH, BEGIN, FULLEST = 0.8, 0.1, 3.8, 2.3, 1.5
+# Tiles of the default, rows of x by those of the weight, and stages below which two thread blocks of a multiprocessor
+# wait for memory: where all panels have a block of each block row, and where there are several block rows.
+USUAL_TILES, FEWEST_STAGES = ((64, 64), (128, 128)), (4, 3)
 
 
 def space(problem: BsrMatmul, machine: Machine) -> Table:
@@ -86,23 +87,29 @@ def declines(problem: BsrMatmul, machine: Machine) -> bool:
 
 
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:
-    """The point that `estimate` takes to be the fastest: of the widest panels, and of tiles of which a multiprocessor
-    has two thread blocks at a time, with as many stages as there is room for; of others where there are none.
+    """Of `USUAL_TILES` the one that `estimate` takes to be the fastest, with the widest panels of which a
+    multiprocessor has room for two thread blocks and enough stages; where none has, with what there is room for.
     """
-    table = space(problem, machine)
-    fixed = {"panel": (max(table["panel"]),), "overlap": table["overlap"][-1:]}
-    tiles = tuple(tile for tile in table["tile_m"] if tile <= USUAL_TILE)
-    for each, fewest in ((2, FEWEST_STAGES), (2, 1), (1, 1)):
-        found: list[tuple[float, Decisions]] = []
-        for tile_m, tile_n in itertools.product(tiles, table["tile_n"]):
-            few = {**table, **fixed, "tile_m": (tile_m,), "tile_n": (tile_n,)}
-            points = (dict(zip(few, choices, strict=True)) for choices in itertools.product(*few.values()))
-            fits = [point for point in points if has_room(problem, machine, point, each)]
-            if fits and fits[-1]["stages"] >= fewest:
-                found.append((estimate(problem, machine, Extents.of(problem, fits[-1])), fits[-1]))
-        if found:
-            return min(found, key=lambda one: one[0])[1]
-    raise NotApplicable("no point fits into shared memory")
+    table, rows = space(problem, machine), problem.block_shape[0]
+
+    def preferred(among: Table) -> Decisions:
+        points = (dict(zip(among, choices, strict=True)) for choices in itertools.product(*among.values()))
+        return max(points, key=lambda point: preference(problem, machine, point))
+
+    found = []
+    for tile_m, tile_n in USUAL_TILES:
+        if tile_m in table["tile_m"]:
+            tile = {"tile_m": (tile_m,), "tile_n": (max(tile_n // rows, 1) * rows,), "overlap": table["overlap"][-1:]}
+            found.append(preferred({**table, **tile}))
+    found = [point for point in found if allowed(problem, machine, point) is None] or [preferred(table)]
+    return min(found, key=lambda point: estimate(problem, machine, Extents.of(problem, point)))
+
+
+def preference(problem: BsrMatmul, machine: Machine, point: Decisions) -> tuple[bool, bool, bool, int, int]:
+    """What the default prefers: points, two thread blocks, enough stages, wide panels, many stages."""
+    enough = FEWEST_STAGES[Extents.of(problem, point).rows_each > 1]
+    two = has_room(problem, machine, point, 2)
+    return has_room(problem, machine, point, 1), two, point["stages"] >= enough, point["panel"], point["stages"]
 
 
 def has_room(problem: BsrMatmul, machine: Machine, point: Decisions, each: int) -> bool:
