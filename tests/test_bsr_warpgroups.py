@@ -56,23 +56,6 @@ def test_points_equal_the_reference(axes: str, point: dict[str, int]) -> None:
     check_emulated(problem, template, point)
 
 
-def test_a_constant_weight_is_read_early() -> None:
-    """Before the producer kernel is done: its structure, not its blocks."""
-    axes, _ = POINTS[0]
-    problem, template = parse(f"bsr_matmul/{axes}"), spaces.find("block_warpgroups")
-    weight = ("data", "indices", "indptr", "order")
-    point = {"tile_m": 64, "tile_n": 32, "panel": 64, "stages": 3, "overlap": 1}
-    check_emulated(problem, template, point, constant=weight, step=4)
-
-
-def test_block_rows_of_a_tile_are_of_all_lengths() -> None:
-    """Its block rows come from the front and the back of the order; each is somebody's."""
-    problem, template = parse("bsr_matmul/m=40,k=256,n=160,block=16,sparsity=0.5,dtype=float16"), "block_warpgroups"
-    for tile_n in (48, 16, 32):
-        point = {"tile_m": 64, "tile_n": tile_n, "panel": 64, "stages": 4, "overlap": 0}
-        check_emulated(problem, spaces.find(template), point, step=4)
-
-
 def test_the_default_is_where_it_is_the_faster_template() -> None:
     """With wide blocks, enough rows of x and enough work; `tensor_core` elsewhere."""
 
