@@ -14,36 +14,36 @@ POINTS: tuple[tuple[str, dict[str, int]], ...] = (
     # Two block columns a panel, three block rows a thread block, a second strip of six rows.
     (
         "m=70,k=256,n=192,block=32,sparsity=0.6,dtype=bfloat16,bias=1,activation=relu",
-        {"tile_m": 64, "tile_n": 96, "panel": 64, "stages": 3, "cluster": 1, "overlap": 1},
+        {"tile_m": 64, "tile_n": 96, "panel": 64, "stages": 3, "overlap": 1},
     ),
-    # Four of them; a cluster whose last thread block has one block row, and rows of blocks that end early.
+    # Four of them; a last thread block of one block row, and rows of blocks that end early.
     (
         "m=40,k=128,n=144,block=16,sparsity=0.6,dtype=float16,activation=silu",
-        {"tile_m": 64, "tile_n": 64, "panel": 64, "stages": 4, "cluster": 2, "overlap": 0},
+        {"tile_m": 64, "tile_n": 64, "panel": 64, "stages": 4, "overlap": 0},
     ),
     # Two panels a block column.
     (
         "m=40,k=256,n=256,block=128,sparsity=0.5,dtype=bfloat16",
-        {"tile_m": 64, "tile_n": 128, "panel": 64, "stages": 2, "cluster": 1, "overlap": 1},
+        {"tile_m": 64, "tile_n": 128, "panel": 64, "stages": 2, "overlap": 1},
     ),
 )
 OTHERS: tuple[tuple[str, dict[str, int]], ...] = (
     # Sides that are no powers of two, three panels a block column.
     (
         "m=100,k=144,n=72,block=24x48,sparsity=0.5,dtype=float16,bias=1",
-        {"tile_m": 128, "tile_n": 48, "panel": 16, "stages": 4, "cluster": 1, "overlap": 1},
+        {"tile_m": 128, "tile_n": 48, "panel": 16, "stages": 4, "overlap": 1},
     ),
     (
         "m=70,k=256,n=256,block=64,sparsity=0.7,dtype=bfloat16",
-        {"tile_m": 128, "tile_n": 64, "panel": 64, "stages": 4, "cluster": 4, "overlap": 1},
+        {"tile_m": 128, "tile_n": 64, "panel": 64, "stages": 4, "overlap": 1},
     ),
     (
         "m=70,k=128,n=80,block=8x32,sparsity=0.7,dtype=bfloat16,pattern=skewed",
-        {"tile_m": 64, "tile_n": 64, "panel": 64, "stages": 4, "cluster": 1, "overlap": 0},
+        {"tile_m": 64, "tile_n": 64, "panel": 64, "stages": 4, "overlap": 0},
     ),
     (
         "m=260,k=64,n=64,block=32,sparsity=0.5,dtype=bfloat16",
-        {"tile_m": 256, "tile_n": 64, "panel": 32, "stages": 3, "cluster": 2, "overlap": 1},
+        {"tile_m": 256, "tile_n": 64, "panel": 32, "stages": 3, "overlap": 1},
     ),
 )
 
@@ -54,23 +54,6 @@ def test_points_equal_the_reference(axes: str, point: dict[str, int]) -> None:
     problem, template = parse(f"bsr_matmul/{axes}"), spaces.find("block_warpgroups")
     assert template.point(problem, SM90, point) is None
     check_emulated(problem, template, point)
-
-
-def test_a_constant_weight_is_read_early() -> None:
-    """Before the producer kernel is done: its structure, not its blocks; also of a cluster."""
-    axes, _ = POINTS[0]
-    problem, template = parse(f"bsr_matmul/{axes}"), spaces.find("block_warpgroups")
-    weight = ("data", "indices", "indptr", "order")
-    point = {"tile_m": 64, "tile_n": 32, "panel": 64, "stages": 3, "cluster": 2, "overlap": 1}
-    check_emulated(problem, template, point, constant=weight, step=4)
-
-
-def test_block_rows_of_a_tile_are_of_all_lengths() -> None:
-    """Its block rows come from the front and the back of the order; each is somebody's."""
-    problem, template = parse("bsr_matmul/m=40,k=256,n=160,block=16,sparsity=0.5,dtype=float16"), "block_warpgroups"
-    for tile_n, cluster in ((48, 1), (16, 4), (32, 2)):
-        point = {"tile_m": 64, "tile_n": tile_n, "panel": 64, "stages": 4, "cluster": cluster, "overlap": 0}
-        check_emulated(problem, spaces.find(template), point, step=4)
 
 
 def test_the_default_is_where_it_is_the_faster_template() -> None:
@@ -113,9 +96,7 @@ def test_other_architectures_have_no_such_products(arch: str) -> None:
 
 
 REFUSED = {
-    "exceed the 32 lanes": ("k=1024,n=4096,block=16", {"tile_n": 256, "cluster": 4}),
     "block rows in a thread block": ("k=1024,n=1024,block=8x16", {"tile_n": 256}),
-    "have none of": ("k=1024,n=128,block=64", {"tile_n": 128, "cluster": 2}),
     "exceed the registers": ("k=1024,n=1024,block=64", {"tile_m": 256, "tile_n": 256}),
     "shared memory": ("k=1024,n=1024,block=64", {"tile_n": 256, "stages": 8}),
     "no room for a tile of y": ("k=1024,n=1024,block=16", {"tile_n": 256, "panel": 16, "stages": 2}),
@@ -128,5 +109,5 @@ def test_what_is_no_point_says_why(reason: str) -> None:
     axes, decisions = REFUSED[reason]
     problem = parse(f"bsr_matmul/m=512,{axes},sparsity=0.5,dtype=bfloat16")
     template = spaces.find("block_warpgroups")
-    base = {"tile_m": 128, "tile_n": 128, "panel": 64, "stages": 2, "cluster": 1, "overlap": 1}
+    base = {"tile_m": 128, "tile_n": 128, "panel": 64, "stages": 2, "overlap": 1}
     assert reason in (template.point(problem, SM90, base | decisions) or "")

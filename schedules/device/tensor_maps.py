@@ -26,9 +26,7 @@ PROMOTION = 2
 MOST_ROWS = 256
 
 _copy = T.ptx.cp.async_.bulk.tensor
-# To this thread block, and to several of the cluster, as bits by rank.
 copy_box = getattr(_copy, "2d").shared__cluster.global_.mbarrier__complete_tx__bytes
-copy_box_to_all = copy_box.multicast__cluster
 
 
 def tensor_map(name: str) -> Any:

@@ -6,11 +6,17 @@ from functools import partial
 from typing import Any
 
 from tvm_sparse.bench.compare import NAME
+from tvm_sparse.core import spaces
+from tvm_sparse.core.machine import resolve
+from tvm_sparse.operators.bsr_matmul.dense import DENSE, likely_way
+from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from .headlines import headlines
 from .register import PARTS, part
 from .results import Times, best, results, where
 from .text import percent, span, table, times_as, us
+
+SM90 = resolve("sm_90a")
 
 
 @part
@@ -84,6 +90,30 @@ def bsr_skewed() -> str:
 
 
 @part
+def bsr_many_rows() -> str:
+    cases: dict[BsrMatmul, dict[tuple[str, str], float]] = {}
+    for row in results("block-products-h200").rows:
+        m, k, n = (int(row[name]) for name in ("m", "k", "n"))
+        problem = BsrMatmul(m, k, n, row["block"], float(row["sparsity"]), dtype="bfloat16")
+        cases.setdefault(problem, {})[row["contender"], row["decisions"]] = float(row["us"])
+    lines = []
+    for problem, times in cases.items():
+        chosen = spaces.fallback(problem, SM90)
+        point = chosen.template, " ".join(f"{name}={value}" for name, value in chosen.decisions)
+        taken = ("dense", "") if likely_way(problem, SM90).way == DENSE else point
+        cells = []
+        for name in ("block_warpgroups", "tensor_core", "dense"):
+            found = times[taken] if name == taken[0] else min(t for (of, _), t in times.items() if of == name)
+            cells.append(f"**{us(found)}**" if name == taken[0] else us(found))
+        rate = times["dense", ""] * (1 - problem.sparsity) / times[taken]
+        share = "-" if taken[0] == "dense" else percent(rate)
+        shape = f"({problem.m}, {problem.k}, {problem.n}), {problem.block_shape[0]}"
+        lines.append([shape, f"{problem.sparsity:g}", *cells, share])
+    head = ["`block_warpgroups`", "`tensor_core`", "cuBLAS", "of cuBLAS's rate"]
+    return table(["(m, k, n), block", "sparsity", *head], lines)
+
+
+@part
 def launch_floor() -> str:
     rows = []
     for row in results("launch-floor-h200").rows:
@@ -99,4 +129,5 @@ def launch_floor() -> str:
 PARTS["where-gu"] = partial(where, "gu-tables-h200")
 PARTS["where-float16"] = partial(where, "peers-float16-h200")
 PARTS["where-rotated"] = partial(where, "peers-rotated-h200")
+PARTS["where-blocks"] = partial(where, "block-products-h200")
 PARTS["where-launch"] = partial(where, "launch-floor-h200")

@@ -3,11 +3,9 @@
 With many rows of x a product of blocks is bound by what the L2 cache delivers: x is read again for every block row that
 has a block in its columns, unless block rows share it. A thread block has a tile of y: `tile_m` rows of x by `tile_n`
 rows of the weight, which are several block rows. It walks the columns in *panels* of `panel` columns, and brings a
-panel of x once for all of its block rows that have a block there. With `cluster` the thread blocks of a cluster have
-different block rows for the same rows of x. Each brings its part of a panel to all of them (multicast), which therefore
-walk through the same panels, those in which any of their block rows has a block.
+panel of x once for all of its block rows that have a block there.
 
-For density d, blocks of b rows and R block rows of a cluster, a product of two elements takes
+For density d, blocks of b rows and R block rows of a tile, a product of two elements takes
 (1 - (1 - d)^R) / (R b d) + 1 / tile_m bytes from the L2 cache.
 
 **The producer warp** merges block rows: a lane has one, and its next block's column. The least of these is the next
@@ -40,10 +38,10 @@ def build(problem: BsrMatmul, decisions: Decisions) -> Program:
 
 warpgroups = Template(
     name="block_warpgroups",
-    version=2,
+    version=3,
     operator="bsr_matmul",
     kind="cuda",
-    summary="panels of x and 16-bit blocks in shared memory, products of warpgroups, and clusters share x",
+    summary="panels of x and 16-bit blocks in shared memory, products of warpgroups",
     space=space,
     default=default,
     program=build,

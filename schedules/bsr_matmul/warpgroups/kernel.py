@@ -33,13 +33,12 @@ from tvm_sparse.core.template import Program
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ...device import operands
-from ...device.cluster import cluster_barrier, place_there
-from ...device.mbarriers import arrive_expecting, arrive_read_there, await_phase
-from ...device.overlap import wait_for_producer, wait_then_start_consumer
+from ...device.mbarriers import arrive_expecting, await_phase
+from ...device.overlap import wait_then_start_consumer
 from ...device.region import device_region
 from ...device.selection import FULL_WARP
 from ...device.state import Buffers, local, pooled, scalar
-from ...device.tensor_maps import copy_box, copy_box_to_all, describe, tensor_map
+from ...device.tensor_maps import copy_box, describe, tensor_map
 from ...device.words import held_address
 from ..block_row import load_int
 from ..interface import gpu_program, output
@@ -58,10 +57,8 @@ class State(Buffers):
     ----------
     t, lane, warp
         The thread, its place in its warp, and that in the thread block.
-    rank
-        The thread block's among those of its cluster.
     tile, top
-        The cluster's tile of block rows, and the first row of x.
+        The tile of block rows, and the first row of x.
     x_map, weight_map
         Addresses of the tensor maps.
     slot, turn
@@ -80,8 +77,6 @@ class State(Buffers):
         Whether a lane has a block, and that of all lanes.
     count
         Blocks of the thread block in the panel.
-    there
-        An address in another thread block's shared memory.
     sums
         Sums of the warpgroup's 64 rows of x: a thread has `rows // 2` for each block row.
     left
@@ -105,7 +100,6 @@ class State(Buffers):
     t: Any
     lane: Any
     warp: Any
-    rank: Any
     tile: Any
     top: Any
     x_map: Any
@@ -123,7 +117,6 @@ class State(Buffers):
     has: Any = scalar("bool")
     word: Any = local("uint32", lambda e: e.beside)
     count: Any = scalar("uint32")
-    there: Any = local("uint32")
     sums: Any = local("float32", lambda e: e.tile_n // 2)
     left: Any = scalar()
     more: Any = scalar()
@@ -145,7 +138,7 @@ class State(Buffers):
 def begin(e: Extents) -> Callable[..., Any]:
     """Make the mbarriers; the phase is (s).
 
-    Reads: nothing. Writes: `full`, `empty`, `slot`, `turn`. Barriers: of the thread block or cluster, at the end.
+    Reads: nothing. Writes: `full`, `empty`, `slot`, `turn`. Barriers: of the thread block, at the end.
     """
 
     @T.inline
@@ -155,14 +148,11 @@ def begin(e: Extents) -> Callable[..., Any]:
             T.ptx.prefetch.tensormap(s.weight_map)
             for i in T.unroll(e.stages):
                 T.ptx.mbarrier.init.shared__cta.b64(s.full.ptr_to([i]), T.uint32(1))
-                T.ptx.mbarrier.init.shared__cta.b64(s.empty.ptr_to([i]), T.uint32(4 * e.groups * e.cluster))
+                T.ptx.mbarrier.init.shared__cta.b64(s.empty.ptr_to([i]), T.uint32(4 * e.groups))
             T.ptx.fence.mbarrier_init.release.cluster()
         s.slot = 0
         s.turn = T.uint32(0)
-        if e.cluster > 1:
-            cluster_barrier()
-        else:
-            T.cuda.cta_sync()
+        T.cuda.cta_sync()
 
     return phase
 
@@ -181,23 +171,20 @@ def next_stage(e: Extents) -> Callable[..., Any]:
 
 
 def find_rows(e: Extents) -> Callable[..., Any]:
-    """Each lane of the producer warp has a block row of the cluster; the phase is (io, s).
-
-    In `order`, and of as many parts of it as a cluster has block rows, each takes one: the n-th from the front of a
-    part and from the back of the next, so that they have about as many blocks as each other.
+    """Lanes of the producer warp have a block row of the tile each; the phase is (io, s).
 
     Reads: `order`, or `indptr` where the host has not looked at the pattern; `indices`.
-    Writes: `at`, `stop`, `column`, `next_column`; `row_of`, for those of this thread block.
+    Writes: `at`, `stop`, `column`, `next_column`; `row_of`.
     Barriers: none.
     """
 
     @T.inline
     def phase(io, s):
-        row: T.int32 = s.lane * e.tiles_n + s.lane % 2 * (e.tiles_n - 1 - s.tile - s.tile) + s.tile
+        row: T.int32 = s.tile * e.rows_each + s.lane
         found: T.int32 = -1
         s.at[0] = 0
         s.stop[0] = 0
-        if s.lane < e.rows_each * e.cluster and row < e.block_rows:
+        if s.lane < e.rows_each and row < e.block_rows:
             if io.long >= 0:
                 load_int(found, io.order.ptr_to([row, 0]))
                 load_int(s.at[0], io.order.ptr_to([row, 1]))
@@ -206,8 +193,8 @@ def find_rows(e: Extents) -> Callable[..., Any]:
                 found = row
                 load_int(s.at[0], io.indptr.ptr_to([row]))
                 load_int(s.stop[0], io.indptr.ptr_to([row + 1]))
-        if s.lane // e.rows_each == s.rank:
-            s.row_of[s.lane % e.rows_each] = found
+        if s.lane < e.rows_each:
+            s.row_of[s.lane] = found
         s.column[0] = FAR
         s.next_column[0] = FAR
         if s.at[0] < s.stop[0]:
@@ -219,7 +206,7 @@ def find_rows(e: Extents) -> Callable[..., Any]:
 
 
 def next_panel(e: Extents) -> Callable[..., Any]:
-    """Find the first panel in which a block row of the cluster has its next block, and take all blocks that come next
+    """Find the first panel in which a block row has its next block, and take all blocks that come next
     and lie in it; the phase is (io, s).
 
     Reads: `base`, of the warp's lanes; `indices`.
@@ -253,19 +240,7 @@ def bring_panel(e: Extents) -> Callable[..., Any]:
     Writes: `told`; `ring`, by and by.
     Barriers: of the warp; awaits `empty`, and has copies arrive at `full`.
     """
-    own = (1 << e.rows_each) - 1
-    x_rows = e.tile_m // e.cluster
     stage = e.stage_bytes // 4
-
-    @T.inline
-    def copy_x(s, part, full):
-        to = T.meta_var(s.ring.ptr_to([s.slot * stage + s.rank * (x_rows * e.panel // 2)]))
-        column = T.meta_var(s.base[0] * (e.cols if e.parts > 1 else e.panel) + part * e.panel)
-        if e.cluster > 1:
-            copy_box_to_all(
-                to, s.x_map, column, s.top + s.rank * x_rows, full, T.Cast("uint16", (1 << e.cluster) - 1))
-        else:
-            copy_box(to, s.x_map, column, s.top, full)
 
     @T.inline
     def phase(s, part):
@@ -274,15 +249,14 @@ def bring_panel(e: Extents) -> Callable[..., Any]:
         if s.lane == 0:
             s.count = T.uint32(0)
             for i in T.unroll(e.beside):
-                s.told[s.slot * e.beside + i] = (
-                    (s.word[i] >> T.Cast("uint32", s.rank * e.rows_each)) & T.uint32(own))
-                s.count = s.count + T.popcount(
-                    (s.word[i] >> T.Cast("uint32", s.rank * e.rows_each)) & T.uint32(own))
+                s.told[s.slot * e.beside + i] = s.word[i]
+                s.count = s.count + T.popcount(s.word[i])
             arrive_expecting(full, T.uint32(e.x_bytes) + s.count * T.uint32(e.block_bytes))
         T.cuda.warp_sync()
         if s.lane == 0:
-            copy_x(s, part, full)
-        if s.lane // e.rows_each == s.rank:
+            column = T.meta_var(s.base[0] * (e.cols if e.parts > 1 else e.panel) + part * e.panel)
+            copy_box(s.ring.ptr_to([s.slot * stage]), s.x_map, column, s.top, full)
+        if s.lane < e.rows_each:
             for i in T.unroll(e.beside):
                 if (s.mine >> T.uint32(i)) & T.uint32(1) != T.uint32(0):
                     block = T.meta_var(
@@ -290,7 +264,7 @@ def bring_panel(e: Extents) -> Callable[..., Any]:
                     copy_box(
                         s.ring.ptr_to([
                             s.slot * stage + e.x_bytes // 4
-                            + (s.lane % e.rows_each * e.beside + i) * (e.block_bytes // 4)]),
+                            + (s.lane * e.beside + i) * (e.block_bytes // 4)]),
                         s.weight_map, part * e.width, block * e.rows, full)
 
     return phase
@@ -299,14 +273,16 @@ def bring_panel(e: Extents) -> Callable[..., Any]:
 def produce(e: Extents) -> Callable[..., Any]:
     """The producer warp's work; the phase is (io, s).
 
-    Reads: the structure; what `find_rows` has found.
+    Reads: the structure.
     Writes: `ring` and `told`, stage after stage; OVER after the last.
     Barriers: those of `bring_panel`.
     """
-    do = SimpleNamespace(next_panel=next_panel(e), bring_panel=bring_panel(e), next_stage=next_stage(e))
+    do = SimpleNamespace(
+        find_rows=find_rows(e), next_panel=next_panel(e), bring_panel=bring_panel(e), next_stage=next_stage(e))
 
     @T.inline
     def phase(io, s):
+        do.find_rows(io, s)
         least_of_warp(s.base[0], s.column[0], T.uint32(FULL_WARP))
         while s.base[0] != FAR:
             s.base[0] = s.base[0] // e.beside
@@ -358,20 +334,16 @@ def multiply_panel(e: Extents) -> Callable[..., Any]:
 
 
 def hand_back(e: Extents) -> Callable[..., Any]:
-    """Tell the producers of the cluster that a warp has multiplied the stage `left`; the phase is (s).
+    """Tell the producer warp that a warp has multiplied the stage `left`; the phase is (s).
 
-    Reads: `left`. Writes: `there`. Barriers: of the warp; arrives at `empty`.
+    Reads: `left`. Writes: nothing. Barriers: of the warp; arrives at `empty`.
     """
 
     @T.inline
     def phase(s):
         T.cuda.warp_sync()
-        if s.lane < e.cluster:
-            if e.cluster > 1:
-                place_there(s.there, s.empty.ptr_to([s.left]), T.Cast("uint32", s.lane))
-                arrive_read_there(s.there[0], T.uint32(0))
-            else:
-                arrive_expecting(s.empty.ptr_to([s.left]), T.uint32(0))
+        if s.lane == 0:
+            arrive_expecting(s.empty.ptr_to([s.left]), T.uint32(0))
 
     return phase
 
@@ -473,14 +445,13 @@ def store_tile(e: Extents) -> Callable[..., Any]:
 def kernel(problem: BsrMatmul, e: Extents) -> Program:
     """The program of a point."""
     do = SimpleNamespace(
-        begin=begin(e), find_rows=find_rows(e), produce=produce(e), consume=consume(e), pass_tile=pass_tile(e),
-        store_tile=store_tile(e))
+        begin=begin(e), produce=produce(e), consume=consume(e), pass_tile=pass_tile(e), store_tile=store_tile(e))
 
     @T.inline
     def body(io):
         x_map = T.meta_var(tensor_map("x_map"))
         weight_map = T.meta_var(tensor_map("weight_map"))
-        T.evaluate(describe(x_map, io.x.ptr_to([0, 0]), e.dtype, (io.m, e.k), (e.tile_m // e.cluster, e.panel)))
+        T.evaluate(describe(x_map, io.x.ptr_to([0, 0]), e.dtype, (io.m, e.k), (e.tile_m, e.panel)))
         if io.nnzb > 0:
             T.evaluate(describe(
                 weight_map, io.data.ptr_to([0, 0, 0]), e.dtype, (io.nnzb * e.rows, e.cols), (e.rows, e.width)))
@@ -488,23 +459,12 @@ def kernel(problem: BsrMatmul, e: Extents) -> Program:
             T.evaluate(describe(weight_map, io.x.ptr_to([0, 0]), e.dtype, (io.m, e.k), (e.rows, e.width)))
         with device_region():
             strips = T.meta_var((io.m + (e.tile_m - 1)) // e.tile_m)
-            if e.cluster > 1:
-                place = T.cluster_id([e.tiles_n * strips])
-                rank = T.cta_id_in_cluster([e.cluster])
-            else:
-                place = T.cta_id([e.tiles_n * strips])
-                rank = 0
+            place = T.cta_id([e.tiles_n * strips])
             t = T.thread_id([e.threads])
             s = T.meta_var(State.alloc(
-                e, e.pool_bytes, t=t, lane=t % 32, warp=t // 32, rank=rank, tile=place % e.tiles_n,
+                e, e.pool_bytes, t=t, lane=t % 32, warp=t // 32, tile=place % e.tiles_n,
                 top=place // e.tiles_n * e.tile_m, x_map=T.address_of(x_map), weight_map=T.address_of(weight_map)))
             do.begin(s)
-            if s.warp == e.groups * 4:
-                if e.overlap > 0:
-                    # Nobody writes a constant weight, so only x has to be waited for.
-                    if io.constant == 0 or io.long < 0:
-                        wait_for_producer()
-                do.find_rows(io, s)
             if e.overlap > 0:
                 wait_then_start_consumer()
             if s.warp == e.groups * 4:
@@ -516,9 +476,6 @@ def kernel(problem: BsrMatmul, e: Extents) -> Program:
             if s.warp < e.groups * 4:
                 do.pass_tile(io, s)
                 do.store_tile(io, s)
-            if e.cluster > 1:
-                # Others may not have come to what they tell this thread block.
-                cluster_barrier()
 
     return gpu_program(problem, body, overlapped=e.overlap > 0)
 # fmt: on

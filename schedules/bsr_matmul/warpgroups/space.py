@@ -21,12 +21,10 @@ TILE_N = (64, 96, 128, 160, 192, 256)
 # Columns of a step, as bytes of a row in shared memory: those that have a swizzle.
 PANEL = (16, 32, 64)
 STAGES = (2, 3, 4, 6, 8, 12)
-# Thread blocks of a cluster, which share their rows of x.
-CLUSTER = (1, 2, 4)
 # Rows of x from which on the template is offered.
 LEAST_M = 33
-# Block rows of a thread block, which are bits of a word; and of a cluster, which are lanes of a warp.
-MOST_ROWS, LANES = 16, 32
+# Block rows of a thread block, a lane each.
+MOST_ROWS = 16
 # Registers of a thread beside sums: at most, and mostly; and of a multiprocessor.
 BESIDES, HELD, REGISTERS = 40, 26, 65536
 # Most columns of operand B.
@@ -43,9 +41,10 @@ RESERVED = 1024
 # is on its way, those that the producer warp takes for a copy, those of a launch, and of a thread block's beginning and
 # end; clocks of a microsecond; and how many standard deviations the fullest block row is above the mean.
 L2_BYTES, STORED_BYTES, CLOCKS = 68e3, 21e3, 1700
-ON_ITS_WAY, OF_COPY, LAUNCH, BEGIN, FULLEST = 0.9, 0.1, 3.8, 2.3, 2.2
-# Stages below which two thread blocks of a multiprocessor wait for memory, and most rows of x of a default's.
-FEWEST_STAGES, USUAL_TILE = 3, 128
+ON_ITS_WAY, OF_COPY, LAUNCH, BEGIN, FULLEST = 0.8, 0.1, 3.8, 2.3, 1.5
+# Tiles of the default, rows of x by those of the weight, and stages below which two thread blocks of a multiprocessor
+# wait for memory: where all panels have a block of each block row, and where there are several block rows.
+USUAL_TILES, FEWEST_STAGES = ((64, 64), (128, 128)), (4, 3)
 
 
 def space(problem: BsrMatmul, machine: Machine) -> Table:
@@ -64,7 +63,6 @@ def space(problem: BsrMatmul, machine: Machine) -> Table:
         "tile_n": tuple(sorted({tile // rows * rows for tile in TILE_N if tile >= rows} or {rows})),
         "panel": panels,
         "stages": STAGES,
-        "cluster": machine.clusters(CLUSTER),
         "overlap": (0, 1),
     }
 
@@ -73,18 +71,12 @@ def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str |
     e = Extents.of(problem, decisions)
     if e.rows_each > MOST_ROWS:
         return f"{e.rows_each} block rows in a thread block exceed {MOST_ROWS}"
-    if e.rows_each * e.cluster > LANES:
-        return f"{e.rows_each * e.cluster} block rows in a cluster exceed the {LANES} lanes of a warp"
-    if e.rows_each * (e.cluster - 1) >= problem.grid[0]:
-        return f"thread blocks of a cluster have none of {problem.grid[0]} block rows"
     if not machine.blocks_at_once(e.threads, e.tile_n // 2 + BESIDES, 0):
         return f"{e.tile_n // 2} sums in each of {e.threads} threads exceed the registers"
     if e.pool_bytes > machine.block_shared_bytes:
         return f"{e.stages} stages of {e.stage_bytes} bytes exceed a multiprocessor's shared memory"
     if e.stored_bytes > e.stages * e.stage_bytes:
         return f"{e.stages} stages of {e.stage_bytes} bytes have no room for a tile of y, of {e.stored_bytes}"
-    if e.tile_m // e.cluster < 8 or e.tile_m % (8 * e.cluster):
-        return f"{e.cluster} thread blocks do not bring whole groups of eight rows of {e.tile_m}"
     if e.stages > 2 and e.stages * e.panel > 2 * max(problem.k, e.panel):
         return f"{e.stages} stages of {e.panel} columns are twice a row of k={problem.k}"
     return None
@@ -95,24 +87,29 @@ def declines(problem: BsrMatmul, machine: Machine) -> bool:
 
 
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:
-    """The point that `estimate` takes to be the fastest: of the widest panels, and of tiles of which a multiprocessor
-    has two thread blocks at a time, with as many stages as there is room for; of others where there are none.
+    """Of `USUAL_TILES` the one that `estimate` takes to be the fastest, with the widest panels of which a
+    multiprocessor has room for two thread blocks and enough stages; where none has, with what there is room for.
     """
-    table = space(problem, machine)
-    fixed = {"panel": (max(table["panel"]),), "cluster": (1,), "overlap": table["overlap"][-1:]}
-    tiles = tuple(tile for tile in table["tile_m"] if tile <= USUAL_TILE)
-    for each, fewest in ((2, FEWEST_STAGES), (2, 1), (1, 1)):
-        found: list[tuple[float, Decisions]] = []
-        for tile_m, tile_n in itertools.product(tiles, table["tile_n"]):
-            few = {**table, **fixed, "tile_m": (tile_m,), "tile_n": (tile_n,)}
-            points = (dict(zip(few, choices, strict=True)) for choices in itertools.product(*few.values()))
-            fits = [point for point in points if has_room(problem, machine, point, each)]
-            if fits and fits[-1]["stages"] >= fewest:
-                found.append((estimate(problem, machine, Extents.of(problem, fits[-1])), fits[-1]))
-        if found:
-            best = min(found, key=lambda one: one[0])[1]
-            return {name: best[name] for name in table}
-    raise NotApplicable("no point fits into shared memory")
+    table, rows = space(problem, machine), problem.block_shape[0]
+
+    def preferred(among: Table) -> Decisions:
+        points = (dict(zip(among, choices, strict=True)) for choices in itertools.product(*among.values()))
+        return max(points, key=lambda point: preference(problem, machine, point))
+
+    found = []
+    for tile_m, tile_n in USUAL_TILES:
+        if tile_m in table["tile_m"]:
+            tile = {"tile_m": (tile_m,), "tile_n": (max(tile_n // rows, 1) * rows,), "overlap": table["overlap"][-1:]}
+            found.append(preferred({**table, **tile}))
+    found = [point for point in found if allowed(problem, machine, point) is None] or [preferred(table)]
+    return min(found, key=lambda point: estimate(problem, machine, Extents.of(problem, point)))
+
+
+def preference(problem: BsrMatmul, machine: Machine, point: Decisions) -> tuple[bool, bool, bool, int, int]:
+    """What the default prefers: points, two thread blocks, enough stages, wide panels, many stages."""
+    enough = FEWEST_STAGES[Extents.of(problem, point).rows_each > 1]
+    two = has_room(problem, machine, point, 2)
+    return has_room(problem, machine, point, 1), two, point["stages"] >= enough, point["panel"], point["stages"]
 
 
 def has_room(problem: BsrMatmul, machine: Machine, point: Decisions, each: int) -> bool:
@@ -134,7 +131,7 @@ def resident(e: Extents, machine: Machine) -> int:
 
 
 def estimate(problem: BsrMatmul, machine: Machine, e: Extents) -> float:
-    """About how many microseconds the kernel takes, in a cluster of one: its rounds of thread blocks, bound by what
+    """About how many microseconds the kernel takes: its rounds of thread blocks, bound by what
     the L2 cache delivers or tensor cores multiply, or by how long one takes by itself.
     """
     density = 1 - problem.sparsity
@@ -174,7 +171,7 @@ class Extents:
         Block rows of the weight, its columns and its rows.
     dtype
         The dtype of x, the weight and y.
-    tile_m, tile_n, panel, stages, cluster, overlap
+    tile_m, tile_n, panel, stages, overlap
         The decisions of these names.
     """
 
@@ -188,7 +185,6 @@ class Extents:
     tile_n: int
     panel: int
     stages: int
-    cluster: int
     overlap: int
 
     @classmethod
@@ -213,8 +209,8 @@ class Extents:
 
     @property
     def tiles_n(self) -> int:
-        """Clusters that have all block rows."""
-        return ceildiv(self.block_rows, self.rows_each * self.cluster)
+        """Thread blocks that have all block rows."""
+        return ceildiv(self.block_rows, self.rows_each)
 
     @property
     def beside(self) -> int:
@@ -280,15 +276,15 @@ def launch(problem: BsrMatmul, decisions: Decisions) -> Launch:
 def features(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> Features:
     e = Extents.of(problem, decisions)
     density = (1 - problem.sparsity) * e.beside
-    found = 1 - max(1 - density, 0) ** (e.rows_each * e.cluster)
+    found = 1 - max(1 - density, 0) ** e.rows_each
     return product_features(
         problem,
         machine,
         tile_m=e.tile_m,
         outputs=e.tile_m * e.tile_n,
         threads=e.threads,
-        blocks=e.tiles_n * e.cluster * ceildiv(problem.m, e.tile_m),
-        work_each=found * e.rows_each * e.cluster * e.parts,
+        blocks=e.tiles_n * ceildiv(problem.m, e.tile_m),
+        work_each=found * e.rows_each * e.parts,
         at_once=1,
         held=e.tile_n // 2,
     )
