@@ -55,6 +55,11 @@ def plainly(problem: Problem, given: Mapping[str, Any]) -> Arguments:
     return {**{name: axis for name, axis in problem.axes.items() if name in AXES}, **given}
 
 
+def softmax_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
+    """Of softmax and its logarithm."""
+    return {**plainly(problem, given), "dtype": problem.result or None}
+
+
 def rows_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
     """Of functions with candidates."""
     hidden = given["hidden"].reshape(-1, problem.hidden)
@@ -96,11 +101,14 @@ class Case:
     kinds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # axes by the kind of a structure
     texts: Mapping[str, str] = field(default_factory=dict)  # axis by the name of an argument that is a text
     settings: Mapping[str, Any] = field(default_factory=dict)  # inputs that the function fixes
-    numbers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # axes by the name of an optional number
+    numbers: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # axes by an optional number's name, or text's
 
 
 _OPTIONAL = {"bias": {"bias": 1}, "ids": {"ids": 3}}
 _BITMAP = {"allowed": {"allowed": 1}}
+_WIDE = {"dtype": {"dtype": "bfloat16"}}
 _LISTS = {"(m,)": {"lists": 1, "beam": 6}, "(rows, m)": {"lists": 6, "beam": 1}, "(lists, m)": {"lists": 2, "beam": 3}}
 _TABLES = {"direct": {}, "cuckoo": {"table": "cuckoo", "bits": 30}}
 _CUCKOO = {"direct": {}, "cuckoo": {"table": "cuckoo"}}
@@ -116,8 +124,14 @@ _LAYER: dict[str, Any] = {
     "texts": {"cell": "cell"},
 }
 CASES: dict[str, Case] = {
-    "softmax": Case("softmax/batch=7,vocab=61", {"batch": 4}, texts={"algorithm": "algorithm"}, settings={"log": 0}),
-    "log_softmax": Case("softmax/batch=7,vocab=61", {"batch": 4}, settings={"log": 1}),
+    "softmax": Case(
+        "softmax/batch=7,vocab=61", {"batch": 4}, softmax_of,
+        texts={"algorithm": "algorithm", "dtype": "result"}, settings={"log": 0}, numbers=_WIDE,
+    ),
+    "log_softmax": Case(
+        "softmax/batch=7,vocab=61", {"batch": 4}, softmax_of,
+        texts={"dtype": "result"}, settings={"log": 1}, numbers=_WIDE,
+    ),
     "logsumexp": Case("logsumexp/batch=7,vocab=61", {"batch": 4}),
     "softmax_topk": Case("softmax_topk/batch=7,vocab=61,k=5", {"batch": 4}, arrays={**_OPTIONAL, **_BITMAP}),
     "head_topk": Case("head_topk/batch=7,vocab=61,hidden=16,k=5", {"batch": 4}, arrays=_OPTIONAL),
@@ -237,7 +251,7 @@ def _of_form(case: Case, name: str, form: Any, first: bool) -> Iterator[Variant]
             yield Variant(name, label, case.numbers.get(name, {}), shows)
     elif isinstance(form, Text):
         for text in form.values:
-            yield Variant(name, text, {case.texts[name]: text})
+            yield Variant(name, text, {case.texts[name]: text, **case.numbers.get(name, {})})
     elif isinstance(form, Structure):
         for kind in form.kinds:
             library = "numpy" if kind.startswith("scipy") else "torch"

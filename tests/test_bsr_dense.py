@@ -15,7 +15,7 @@ import tvm_sparse  # noqa: E402
 from tvm_sparse.core import machine  # noqa: E402
 from tvm_sparse.core.registry import parse  # noqa: E402
 from tvm_sparse.operators.bsr_matmul import call  # noqa: E402
-from tvm_sparse.operators.bsr_matmul.dense import BEYOND, DENSE, KERNEL, likely_way  # noqa: E402
+from tvm_sparse.operators.bsr_matmul.dense import DENSE, KERNEL, likely_way  # noqa: E402
 from tvm_sparse.runtime import repeat  # noqa: E402
 from tvm_sparse.runtime.dispatch import Dispatcher  # noqa: E402
 
@@ -137,10 +137,9 @@ def test_which_way_is_likely() -> None:
     assert (at(0.0), at(0.98)) == (DENSE, KERNEL)
     assert at(0.0, m=8) == KERNEL
     assert at(0.0, dtype="float32") == at(0.0, where=SM80) == at(0.0, where=machine.cpu()) == KERNEL
-    for rows in BEYOND:
-        limits = [density for _, density in BEYOND[rows]]
-        assert limits == sorted(limits, reverse=True)
-        assert [m for m, _ in BEYOND[rows]] == sorted(m for m, _ in BEYOND[rows])
+    for block in (16, 64):
+        shares = [[at(share / 20, m, block) == DENSE for share in range(20)] for m in (16, 128, 512, 4096)]
+        assert all(row == sorted(row, reverse=True) for row in shares)
     for m in (128, 512):
         dense = [[at(share / 20, m, rows) == DENSE for rows in (8, 16, 32, 64, 128)] for share in range(20)]
         assert all(row == sorted(row, reverse=True) for row in dense)

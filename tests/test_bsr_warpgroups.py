@@ -56,6 +56,37 @@ def test_points_equal_the_reference(axes: str, point: dict[str, int]) -> None:
     check_emulated(problem, template, point)
 
 
+def test_a_constant_weight_is_read_early() -> None:
+    """Before the producer kernel is done: its structure, not its blocks; also of a cluster."""
+    axes, _ = POINTS[0]
+    problem, template = parse(f"bsr_matmul/{axes}"), spaces.find("block_warpgroups")
+    weight = ("data", "indices", "indptr", "order")
+    point = {"tile_m": 64, "tile_n": 32, "panel": 64, "stages": 3, "cluster": 2, "overlap": 1}
+    check_emulated(problem, template, point, constant=weight, step=4)
+
+
+def test_block_rows_of_a_tile_are_of_all_lengths() -> None:
+    """Its block rows come from the front and the back of the order; each is somebody's."""
+    problem, template = parse("bsr_matmul/m=40,k=256,n=160,block=16,sparsity=0.5,dtype=float16"), "block_warpgroups"
+    for tile_n, cluster in ((48, 1), (16, 4), (32, 2)):
+        point = {"tile_m": 64, "tile_n": tile_n, "panel": 64, "stages": 4, "cluster": cluster, "overlap": 0}
+        check_emulated(problem, spaces.find(template), point, step=4)
+
+
+def test_the_default_is_where_it_is_the_faster_template() -> None:
+    """With wide blocks, enough rows of x and enough work; `tensor_core` elsewhere."""
+
+    def first(axes: str) -> str:
+        problem = parse(f"bsr_matmul/{axes},dtype=bfloat16")
+        return spaces.fallback(problem, SM90).template
+
+    assert first("m=512,k=4096,n=4096,block=64,sparsity=0.8") == "block_warpgroups"
+    assert first("m=512,k=4096,n=4096,block=128,sparsity=0.8") == "block_warpgroups"
+    assert first("m=512,k=4096,n=4096,block=32,sparsity=0.8") == "tensor_core"
+    assert first("m=64,k=4096,n=4096,block=64,sparsity=0.8") == "tensor_core"
+    assert first("m=512,k=1024,n=1024,block=64,sparsity=0.95") == "tensor_core"
+
+
 def test_no_block_at_all() -> None:
     problem, template = parse("bsr_matmul/m=40,k=64,n=64,block=16,sparsity=1,dtype=float16"), "block_warpgroups"
     check_emulated(problem, spaces.find(template), spaces.find(template).default(problem, SM90), step=4)

@@ -576,17 +576,17 @@ BOUNDED = (
     ("sample_scan", "batch=240,vocab=301,k=8", 0),
     ("sample_scan", "batch=240,vocab=333,k=40,dtype=bfloat16,per_row=1,bias=1,whole=1", 0),
     thorough("sample_gate", "batch=48,vocab=301,k=8", 3),
-    ("sample_gate", "batch=48,vocab=301,k=64,dtype=bfloat16,per_row=1,bias=1", 0),
-    ("sample_gate", "batch=36,vocab=333,k=8,dtype=float16,per_row=1,whole=1", 0),
+    ("sample_gate", "batch=24,vocab=301,k=64,dtype=bfloat16,per_row=1,bias=1", 0),
+    ("sample_gate", "batch=18,vocab=333,k=8,dtype=float16,per_row=1,whole=1", 0),
     thorough("sample_cluster", "batch=48,vocab=2051,k=8", 2),
     ("sample_cluster", "batch=18,vocab=4096,k=8,dtype=bfloat16,per_row=1,whole=1", 0),
     ("sample_warps", "batch=48,vocab=301,k=8,per_row=1", 0),
     thorough("sample_warps", "batch=48,vocab=500,k=128,dtype=bfloat16", 2),
-    ("sample_slices", "batch=36,vocab=1029,k=1,per_row=1,whole=1", 1),
-    ("sample_slices", "batch=36,vocab=61,k=1,dtype=bfloat16,seeded=3,whole=1", 0),
+    ("sample_slices", "batch=18,vocab=1029,k=1,per_row=1,whole=1", 1),
+    ("sample_slices", "batch=18,vocab=61,k=1,dtype=bfloat16,seeded=3,whole=1", 0),
     thorough("sample_slices", "batch=24,vocab=4096,k=1,dtype=float16,whole=1", 4),
-    ("sample_radix", "batch=36,vocab=301,k=8,per_row=1", 0),
-    ("sample_radix", "batch=36,vocab=301,k=8,dtype=bfloat16,whole=1", 0),
+    ("sample_radix", "batch=18,vocab=301,k=8,per_row=1", 0),
+    ("sample_radix", "batch=18,vocab=301,k=8,dtype=bfloat16,whole=1", 0),
 )
 
 

@@ -33,6 +33,8 @@ KEYS = (
     *(f"softmax/batch=7,vocab=61,dtype={dtype}" for dtype in FLOATS),
     *(f"softmax/batch=7,vocab=61,algorithm={algorithm}" for algorithm in ALGORITHMS[1:]),
     "softmax/batch=7,vocab=2050",
+    "softmax/batch=7,vocab=2050,dtype=bfloat16,result=float32",
+    "softmax/batch=7,vocab=61,dtype=float16,result=float32",
     *(f"logsumexp/batch=7,vocab=61,dtype={dtype}" for dtype in FLOATS),
     "logsumexp/batch=7,vocab=2050",
 )
@@ -84,6 +86,11 @@ def test_keys_are_stable() -> None:
     ("key", "message"),
     [
         ("softmax/batch=1,vocab=2,algorithm=fast", "algorithm must be one of online, safe, naive, got 'fast'"),
+        (
+            "softmax/batch=1,vocab=2,result=float32",
+            "result is float32, for logits of 16 bits, or absent, got 'float32'",
+        ),
+        ("softmax/batch=1,vocab=2,dtype=float16,result=float16", "result is float32, for logits of 16 bits, or absent"),
         ("softmax/batch=0,vocab=2", "batch must be an integer of at least 1, got 0"),
         ("softmax/batch=1,vocab=2147483648", "vocab must be below 2^31"),
         ("logsumexp/batch=1,vocab=0", "vocab must be an integer of at least 1, got 0"),
@@ -94,6 +101,44 @@ def test_bad_keys_name_the_axis(key: str, message: str) -> None:
     with pytest.raises(ProblemError) as caught:
         parse(key)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(61, "float16"), (2050, "bfloat16")])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("structure", Softmax.structures)
+def test_float32_results_of_16_bits(vocab: int, dtype: str, name: str, structure: str) -> None:
+    problem = Softmax(7, vocab, dtype=dtype, result="float32")
+    log = int(name == "log_softmax")
+    logits, _ = problem.generate(seed(), structure)
+    x, call = to_torch(logits), FUNCTIONS[name]
+    want = problem.reference([logits, log])
+    for asked, wide in (
+        (logits, "float32"),
+        (logits, np.float32),
+        (x, torch.float32),
+        (x.reshape(7, 1, vocab), "float32"),
+    ):
+        found = to_numpy(call(asked, dtype=wide))
+        assert found.dtype == np.float32 and found.shape == asked.shape
+        problem.check([logits, log], want, [found.reshape(7, vocab)])
+    out = torch.empty(7, vocab)
+    assert call(x, dtype=torch.float32, out=out) is out
+    problem.check([logits, log], want, [out.numpy()])
+    with pytest.raises(ValueError, match="out: expected shape .* and dtype float32"):
+        call(x, dtype=torch.float32, out=torch.empty_like(x))
+    narrow = call(x)
+    assert narrow.dtype == x.dtype == call(x, dtype=x.dtype).dtype
+    other = torch.float16 if dtype == "bfloat16" else torch.bfloat16
+    for wrong in (other, "float64", np.int32, "f"):
+        with pytest.raises(ValueError, match=f"dtype: expected float32, or {dtype} as the logits have, got "):
+            call(x, dtype=wrong)
+
+
+def test_float32_results_of_float32_are_what_there_is_anyway() -> None:
+    x = torch.randn(7, 61)
+    assert torch.equal(tvm_sparse.softmax(x, dtype=torch.float32), tvm_sparse.softmax(x))
+    with pytest.raises(ValueError, match="dtype: expected float32, got float16"):
+        tvm_sparse.softmax(x, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("structure", Softmax.structures)

@@ -35,11 +35,12 @@ from tvm.ir import Call
 from tvm_sparse.artifacts.compile import CompileError, compile_candidate, target_of
 from tvm_sparse.bench import measure
 from tvm_sparse.core import registry, spaces
+from tvm_sparse.core.arguments import function
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.machine import AVX512_BF16, Machine
 from tvm_sparse.core.problem import Mismatch, Problem, Settings
 from tvm_sparse.core.registry import parse
-from tvm_sparse.core.template import Program, Template
+from tvm_sparse.core.template import Program, Template, Workspace
 from tvm_sparse.emulation import EmulationError, run_on_cpu, serialise
 from tvm_sparse.runtime import loading
 
@@ -714,3 +715,10 @@ def test_thread_by_thread_catches_a_missing_barrier() -> None:
     with pytest.raises((EmulationError, Mismatch)):
         verify(problem, "random", 0, emulated(Program(broken, pipeline=program.pipeline), 0))
     assert barriers > 4
+
+
+@pytest.mark.parametrize("name", ["rows", "logits", "values", "batch", "problem", "bias"])
+def test_workspace_of_a_taken_name_is_refused(name: str) -> None:
+    own = Workspace(name, ("batch", 8), "uint32")
+    with pytest.raises(Exception, match=f"workspaces have names that are taken: {name}"):
+        function(parse("softmax_topk/batch=4,vocab=100,k=5"), lambda io: None, (own,))

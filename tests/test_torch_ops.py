@@ -25,6 +25,7 @@ torch = pytest.importorskip("torch")
 PRODUCT = "bsr_matmul/m=7,k=66,n=35,block=5x3,sparsity=0.92"
 KEYS = (
     "softmax/batch=7,vocab=61",
+    "softmax/batch=7,vocab=61,dtype=bfloat16,result=float32",
     "logsumexp/batch=7,vocab=61",
     "softmax_topk/batch=7,vocab=61,k=5",
     "softmax_topk/batch=7,vocab=61,k=5,bias=1,ids=3",
@@ -368,6 +369,27 @@ def test_an_operator_looks_at_its_settings(slow: list) -> None:
         for settings in ({}, {"temperature": 0.5}, {"log": True}, {"bias": BIAS}, {"temperature": 2.0, "log": True}):
             for k in (5, 1):
                 same(ops.softmax_topk(LOGITS, k, **settings), tvm_sparse.softmax_topk(LOGITS, k, **settings))
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_float32_results_of_16_bits_are_differentiable_and_stand_in_graphs(name: str) -> None:
+    ours, theirs, logits = getattr(tvm_sparse, name), getattr(torch, name), LOGITS.bfloat16()
+    weights = torch.randn(LOGITS.shape, generator=torch.Generator().manual_seed(0))
+    [want] = gradients(lambda y: theirs(y, -1, dtype=torch.float32), (logits,), weights)
+    for function in (ours, torch.compile(ours, backend="aot_eager", fullgraph=True)):
+        x = leaf(logits)
+        found = function(x, dtype=torch.float32)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, theirs(logits, -1, dtype=torch.float32), rtol=2e-5, atol=1e-5)
+        found.mul(weights).sum().backward()
+        assert x.grad.dtype == torch.bfloat16
+        torch.testing.assert_close(x.grad, want, rtol=0.02, atol=1e-3)
+    for _ in range(2):  # the second time by a launcher, which has the dtype of its result
+        operator = torch.ops.tvm_sparse.softmax
+        same(operator(logits, "online", name != "softmax", "float32"), ours(logits, dtype="float32"))
+    torch.library.opcheck(operator.default, (leaf(logits), "online", True, "float32"))
+    mapped = torch.vmap(lambda y: ours(y, dtype=torch.float32), 1, 1)(logits.t().contiguous())
+    torch.testing.assert_close(mapped, ours(logits, dtype=torch.float32).t())
 
 
 def test_what_is_not_plain_goes_the_long_way(slow: list) -> None:

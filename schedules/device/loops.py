@@ -1,9 +1,9 @@
-"""Loops whose extent the compiler does not know.
+"""Loops whose extent the compiler does not know; on a CPU, loops that threads share.
 
-It unrolls them four times and more. That pays where iterations wait for memory, which are then in flight together. Many
-loops run only once, such as those that divide a few things among all threads of a block. Unrolling these only makes a
-kernel longer, and instructions have to be fetched, too: a kernel that runs for some microseconds executes most of them
-once.
+CUDA's compiler unrolls such loops four times and more. That pays where iterations wait for memory, whose loads are then
+in flight together. Many loops run only once, such as those that divide a few things among all threads of a block.
+Unrolling these only makes a kernel longer, and instructions have to be fetched, too: a kernel that runs for some
+microseconds executes most of them once.
 """
 
 from __future__ import annotations
@@ -20,6 +20,23 @@ Loop = Callable[[Any], Any]
 def rolled(extent: Any) -> Any:
     """As `T.serial`, and the compiler is told not to unroll it."""
     return T.serial(extent, unroll=False)
+
+
+def in_parallel(work: Callable[..., Any], extent: Callable[[Any], Any], few: int) -> Callable[..., Any]:
+    """The body (io) of a CPU kernel that calls work(io, i) for each i below extent(io), divided among threads. No more
+    than `few` are left to the calling thread, because waking others would take longer.
+    """
+
+    @T.inline
+    def body(io):
+        if extent(io) <= few:
+            for i in range(extent(io)):
+                work(io, i)
+        else:
+            for i in T.parallel(extent(io)):
+                work(io, i)
+
+    return body
 
 
 def loop_of(unroll: int) -> Loop:

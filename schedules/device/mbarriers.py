@@ -8,9 +8,9 @@ from tvm.script import tirx as T
 arrive_expecting = T.ptx.mbarrier.arrive.expect_tx.shared__cta.b64
 arrive_expecting_there = T.ptx.mbarrier.arrive.expect_tx.relaxed.cluster.shared__cluster.b64
 try_wait = T.ptx.mbarrier.try_wait.parity.acquire.cta.shared__cta.b64
-try_wait_for_cluster = T.ptx.mbarrier.try_wait.parity.acquire.cluster.shared__cta.b64
-# The same, after which the other one's threads may rely on what this thread has read or written.
-arrive_there_releasing = T.ptx.mbarrier.arrive.expect_tx.release.cluster.shared__cluster.b64
+# The same of a thread that has read what others sent, and nothing else. A release to the whole cluster would also be a
+# fence of all memory (MEMBAR.ALL.GPU), some half a microsecond.
+arrive_read_there = T.ptx.mbarrier.arrive.expect_tx.release.cta.shared__cluster.b64
 # A word to another thread block of the cluster, whose bytes an mbarrier there counts.
 send_word = T.ptx.st_async.weak.shared__cluster.mbarrier__complete_tx__bytes.u64
 # A copy from global memory, whose bytes an mbarrier of the thread block counts.
@@ -24,14 +24,6 @@ def await_phase(done, barrier, parity):
     done[0] = T.uint32(0)
     while done[0] == T.uint32(0):
         try_wait(done[0], barrier, parity)
-
-
-@T.inline
-def await_phase_of_cluster(done, barrier, parity):
-    """The same where threads of other thread blocks arrive."""
-    done[0] = T.uint32(0)
-    while done[0] == T.uint32(0):
-        try_wait_for_cluster(done[0], barrier, parity)
 
 
 @T.inline

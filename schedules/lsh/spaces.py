@@ -27,10 +27,10 @@ from .extents import (
 # the last are finished by all thread blocks of a cluster.
 FEW_THREADS, FEW_LANES, FEW_LOADS = 1024, 32, 2
 LONG_LIST = 32768
-# For many rows: thread blocks that share a multiprocessor hide each other's latency. They have this many threads
-# together, and at least `CROWDED_THREADS` each.
-RESIDENT_THREADS, MOST_RESIDENT = 1536, 8
-CROWDED_THREADS, CROWDED_LOADS, CROWDED_LANES = 256, 2, 8
+# For many rows: threads of a multiprocessor, which thread blocks share, those that keep it busy, and the fewest of a
+# thread block.
+MOST_THREADS, BUSY_THREADS, FEWEST_THREADS = 2048, 1536, 256
+CROWDED_LOADS = 2
 TableProblem = LshLookup | LshCandidates
 
 
@@ -107,7 +107,7 @@ def usual_point(
         for point in [*fitting, *points[::-1]]:
             found = {**point, "exchange": int(point["cluster"] > 1), "finishers": 1}
             if point not in fitting:
-                found |= _crowded(problem, found)
+                found |= _crowded(problem, machine, found)
             if allowed(found) is None:
                 return found
         return points[-1]
@@ -127,11 +127,15 @@ def _of_few_rows(problem: TableProblem, table: Table, slices: int, cluster: int)
     }
 
 
-def _crowded(problem: TableProblem, point: Decisions) -> Decisions:
-    """Decisions for one of several thread blocks on a multiprocessor: a lane has up to four words of a bucket."""
-    wide = [n for n in BUCKET_LANES if n >= CROWDED_LANES]
-    lanes = next((n for n in wide if 4 * n * problem.buckets >= problem.vocab), wide[-1])
-    bytes_of_counts = 4 // PER_CELL * count_extents(problem, point).part
-    resident = min(MOST_RESIDENT, max(1, MOST_SHARED // bytes_of_counts))
-    threads = next(n for n in THREADS if n >= max(CROWDED_THREADS, min(THREADS[-1], RESIDENT_THREADS // resident)))
-    return {"threads": threads, "bucket_lanes": lanes, "loads": CROWDED_LOADS}
+def _crowded(problem: TableProblem, machine: Machine, point: Decisions) -> Decisions:
+    """Decisions for one of several thread blocks on a multiprocessor: as many threads as let all of them run at the
+    same time, and more where shared memory has room for few of them; a lane has up to two words of a bucket.
+    """
+    lanes = next((n for n in BUCKET_LANES if 2 * n * problem.buckets >= problem.vocab), BUCKET_LANES[-1])
+    room = max(1, MOST_SHARED // (4 // PER_CELL * count_extents(problem, point).part))
+    wanted = max(
+        FEWEST_THREADS,
+        min(MOST_THREADS * machine.cores // (problem.lists * problem.beam), THREADS[-1]),
+        min(BUSY_THREADS // room, THREADS[-1]),
+    )
+    return {"threads": max(n for n in THREADS if n <= wanted), "bucket_lanes": lanes, "loads": CROWDED_LOADS}

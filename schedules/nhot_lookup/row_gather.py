@@ -43,6 +43,7 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
     from tvm.script import tirx as T
 
     from ..device import llvm_ir
+    from ..device.loops import in_parallel
     from ..interface import cpu_program
 
     width, dtype, weighted = problem.width, problem.dtype, bool(problem.weighted)
@@ -122,16 +123,8 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
                     if rest > 0:
                         sum_columns_of_many(io, part, total, row, whole * chunk, rest)
 
-    @T.inline
-    def body(io):
-        if io.rows <= few:
-            for r in range(io.rows):
-                sum_row(io, r)
-        else:
-            for r in T.parallel(io.rows):
-                sum_row(io, r)
     # fmt: on
-    return cpu_program(problem, body, index="int64")
+    return cpu_program(problem, in_parallel(sum_row, lambda io: io.rows, few), index="int64")
 
 
 row_gather = Template(

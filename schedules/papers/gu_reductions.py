@@ -34,6 +34,8 @@ TILE_M = powers(1, 16)
 TILE_N = powers(1, 8)
 # Dot products (of tile_n rows each) of a thread block, each with threads of its own.
 ROWS = powers(1, 32)
+# Stored elements of a row for each thread of a dot product, by default.
+STORED_EACH = 12
 # Elements of a load: up to 16 bytes, of float32 or of 16-bit elements.
 VECTOR = powers(1, 8)
 # Values that a thread holds at once: its partial sums, and the vectors that they are made of. Beyond MAX_HELD the
@@ -93,11 +95,15 @@ def blocks_allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -
 
 
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:
-    """The middle of the space: a warp a row (or two warps), four rows a thread block, all of a small m at once."""
+    """Four rows a thread block, each of up to a warp, with a thread for each twelve stored elements; all of a small m
+    at once.
+    """
     table = shuffle_space(problem, machine)
     rows = max((r for r in ROWS if r <= 4 and problem.n % r == 0), default=1)
     tile_m = max(tile for tile in table["tile_m"] if tile <= 8)
-    return {"reduce_threads": 32, "rows": rows, "tile_m": tile_m, "tile_n": 1, "vec": 1}
+    each = problem.k * (1 - problem.sparsity) / STORED_EACH
+    threads = next((n for n in table["reduce_threads"] if n >= max(each, 32 // rows)), 32)
+    return {"reduce_threads": threads, "rows": rows, "tile_m": tile_m, "tile_n": 1, "vec": 1}
 
 
 def shared_default(problem: BsrMatmul, machine: Machine) -> Decisions:

@@ -62,6 +62,8 @@ class Extents:
         numbered in the order of their columns, and the last one has the ragged elements at the row's end.
     written
         Whether vectors are loaded so that what a producer kernel wrote is seen (`device.overlap`).
+    out_dtype
+        The dtype of the results, where there is one for each element; the logits' if absent.
     tempered
         Whether each row has a temperature: exponents are multiplied by `RowState.factor`.
     """
@@ -77,6 +79,7 @@ class Extents:
     vectors: int
     slices: int = 1
     written: bool = False
+    out_dtype: str = ""
     tempered: bool = False
 
     # ---- vectors -----------------------------------------------------------------------------------
@@ -90,6 +93,11 @@ class Extents:
     def word(self) -> str:
         """The dtype of a vector's four words: one float32, or two elements of half precision."""
         return "float32" if self.dtype == "float32" and not self.written else "uint32"
+
+    @property
+    def stores(self) -> int:
+        """Stores of 16 bytes that the results of a vector take."""
+        return self.width // vector_width(self.out_dtype or self.dtype)
 
     @property
     def ragged(self) -> bool:
@@ -174,7 +182,7 @@ class Extents:
     @property
     def registers(self) -> int:
         """Registers that a thread needs which keeps its share of the part."""
-        return 4 * self.kept + OVERHEAD[self.dtype]
+        return 4 * self.kept + OVERHEAD[self.dtype] + (4 * (self.stores - 1) if self.writes else 0)
 
     def available(self, blocks: int) -> int:
         """Registers that a thread may have if `blocks` thread blocks are to share a multiprocessor."""

@@ -49,7 +49,7 @@ class RowState:
         self.edge, self.edge_at = T.local_scalar("float32"), T.local_scalar("int32")
         self.m, self.d, self.top, self.power = (T.local_scalar("float32") for _ in range(4))
         if ext.writes:
-            self.out = T.alloc_local([ext.width], ext.dtype)
+            self.out = T.alloc_local([ext.width], ext.out_dtype)
         if ext.tempered:
             self.factor = T.local_scalar("float32")
             self.tile, self.top_tile = T.local_scalar("int32"), T.local_scalar("int32")
@@ -87,4 +87,4 @@ class Views:
         words = batch * T.int64(ext.vocab) * T.int64(4) // T.int64(ext.width)
         self.words = T.decl_buffer([words], ext.word, data=io.logits.data)
         if ext.writes:
-            self.elements = T.decl_buffer([T.int64(ext.vocab) * batch], ext.dtype, data=io.probabilities.data)
+            self.elements = T.decl_buffer([T.int64(ext.vocab) * batch], ext.out_dtype, data=io.probabilities.data)

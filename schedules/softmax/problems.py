@@ -18,6 +18,11 @@ def algorithm(problem: RowProblem) -> str:
     return problem.algorithm if isinstance(problem, Softmax) else "online"
 
 
+def out_dtype(problem: RowProblem) -> str:
+    """The dtype of what is written."""
+    return problem.dtype_of(problem.outputs[0])
+
+
 def extents(problem: RowProblem, decisions: Decisions, keep: Keep) -> Extents:
     """How a point of the vector templates cuts the problem's rows, and what it keeps of them."""
     cluster, threads = decisions["cluster"], decisions["threads"]
@@ -27,6 +32,7 @@ def extents(problem: RowProblem, decisions: Decisions, keep: Keep) -> Extents:
         writes=isinstance(problem, Softmax),
         algorithm=algorithm(problem),
         dtype=problem.dtype,
+        out_dtype=out_dtype(problem),
         vocab=problem.vocab,
         keep=keep,
         cluster=cluster,

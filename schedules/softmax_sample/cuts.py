@@ -36,7 +36,7 @@ from .words import Drawing, own_on_gpu, read_filters, read_uniform
 
 # A row's stage: it is done, or needs the bin of top-p's share next, or sums of what is left, or a search.
 DONE, FIND, SUM, SEARCH = range(4)
-# What `rows` holds of each row, as 32-bit words.
+# What `stages` holds of each row, as 32-bit words.
 STAGE, TOP, TOTAL, BIN, ABOVE, NEED = range(6)
 FIELDS = 8
 # Bins of an octave of probability, and of a row: words of the last octave have no mass.
@@ -55,7 +55,7 @@ MASS_BITS = 31
 def workspaces() -> tuple[Workspace, ...]:
     """What kernels leave of each row for the next ones; bins and `counted` are 0 between calls."""
     return (
-        Workspace("rows", ("batch", FIELDS), "uint32", None),
+        Workspace("stages", ("batch", FIELDS), "uint32", None),
         Workspace("bins", ("batch", BINS), "uint32"),
         Workspace("counted", ("batch",), "int32"),
         Workspace("listed", ("batch", 2 * LISTED), "uint32", None),
@@ -67,16 +67,16 @@ def workspaces() -> tuple[Workspace, ...]:
 def show_row(io, row, t, stage, top, total):
     """Leave for later kernels what is to be done of the row, its maximum, and its sum of exponentials."""
     if t == 0:
-        io.rows[row, STAGE] = T.Cast("uint32", stage)
-        io.rows[row, TOP] = T.reinterpret("uint32", top)
-        io.rows[row, TOTAL] = T.reinterpret("uint32", total)
-        io.rows[row, BIN] = T.uint32(NOWHERE)
+        io.stages[row, STAGE] = T.Cast("uint32", stage)
+        io.stages[row, TOP] = T.reinterpret("uint32", top)
+        io.stages[row, TOTAL] = T.reinterpret("uint32", total)
+        io.stages[row, BIN] = T.uint32(NOWHERE)
 
 
 @T.inline
 def load_stage(io, row, stage):
     """The row's stage, by a load that sees what a producer kernel has written."""
-    T.ptx.ld.global_.u32(stage[0], io.rows.ptr_to([row, STAGE]))
+    T.ptx.ld.global_.u32(stage[0], io.stages.ptr_to([row, STAGE]))
 
 
 def of_rows(blocks: Blocks, stage: int, of_row: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,8 +95,8 @@ def of_rows(blocks: Blocks, stage: int, of_row: Callable[..., Any]) -> Callable[
         s = T.meta_var(search_state(blocks, pool.data, r=r, words=views.words))
         s.factor[0] = io.scale * T.float32(LOG2_E)
         r.factor = s.factor[0]
-        s.top[0] = T.reinterpret("float32", io.rows[row, TOP])
-        s.total[0] = T.reinterpret("float32", io.rows[row, TOTAL])
+        s.top[0] = T.reinterpret("float32", io.stages[row, TOP])
+        s.total[0] = T.reinterpret("float32", io.stages[row, TOTAL])
         located(r, io.logits)
         of_row(io, row, t, s)
 
@@ -178,10 +178,10 @@ def find_bin(blocks: Blocks) -> Callable[..., Any]:
                 for i in T.serial(BINS // 32, unroll=False):
                     own[0] = s.lows[t * (BINS // 32) + i]
                     if reached[0] < need[0] and need[0] <= reached[0] + own[0]:
-                        io.rows[row, STAGE] = T.uint32(SUM)
-                        io.rows[row, BIN] = T.Cast("uint32", t * (BINS // 32) + i)
-                        io.rows[row, ABOVE] = reached[0]
-                        io.rows[row, NEED] = need[0]
+                        io.stages[row, STAGE] = T.uint32(SUM)
+                        io.stages[row, BIN] = T.Cast("uint32", t * (BINS // 32) + i)
+                        io.stages[row, ABOVE] = reached[0]
+                        io.stages[row, NEED] = need[0]
                     reached[0] = reached[0] + own[0]
 
     @T.inline
@@ -290,7 +290,7 @@ def narrow_list(blocks: Blocks) -> Callable[..., Any]:
             s.lows[0] = T.uint32(0xFFFFFFFF)
             s.lows[1] = T.uint32(0)
             for field in T.unroll(FIELDS):
-                s.scanned[field] = io.rows[row, field]
+                s.scanned[field] = io.stages[row, field]
         T.cuda.cta_sync()
         T.evaluate(T.call_extern("uint32", "atomicMin", s.lows.ptr_to([0]), s.low[0]))
         T.evaluate(T.call_extern("uint32", "atomicMax", s.lows.ptr_to([1]), s.high[0]))
@@ -410,14 +410,14 @@ def draw_left(blocks: Blocks) -> Callable[..., Any]:
             T.cuda.cta_sync()
             s.summed[0] = 1
             leave_all(s)
-            if io.rows[row, BIN] != T.uint32(NOWHERE):
+            if io.stages[row, BIN] != T.uint32(NOWHERE):
                 narrow(io, row, t, s)
             bound_least(s)
             add(t, s)
             choose(t, s, clamped(d.uniform[0]))
             take(io, row, t, s)
         elif t == 0:
-            io.rows[row, STAGE] = T.uint32(SEARCH)
+            io.stages[row, STAGE] = T.uint32(SEARCH)
 
     @T.inline
     def of_row(io, row, t, s):
@@ -425,7 +425,7 @@ def draw_left(blocks: Blocks) -> Callable[..., Any]:
         read_filters(io, row, d)
         s.least[0] = d.min_p[0]
         s.best[0] = -T.log(s.total[0])
-        s.tie[0] = T.Cast("float32", io.rows[row, BIN])
+        s.tie[0] = T.Cast("float32", io.stages[row, BIN])
         if s.tie[0] == T.float32(NOWHERE):
             s.tie[0] = T.infinity("float32")
         if t == 0:

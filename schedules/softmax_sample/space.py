@@ -22,6 +22,8 @@ RESIDENT = 512
 RESIDENT_TICKETS = 1024
 # Thread blocks of a row that take tickets. 0: rows that no filter cuts have clusters, too.
 TICKETS = (0, 2, 4, 8, 16)
+# Whether they do by default.
+TICKETS_BY_DEFAULT = False
 # Most bytes of a row that a thread block keeps by default.
 KEPT = 160 * 1024
 
@@ -86,6 +88,7 @@ def default(problem: SoftmaxSample, machine: Machine) -> Decisions:
     keep = next((size for size in clusters if Blocks(problem, THREADS[-1], size, "shared").staged <= KEPT), None)
     busy = machine.cores * RESIDENT_TICKETS // THREADS[-1] * 9 // 10
     most = next((tickets for tickets in TICKETS[1:] if tickets * problem.batch_extent >= busy), TICKETS[-1])
+    of_row = [tickets for tickets in reversed(TICKETS) if tickets <= most] if TICKETS_BY_DEFAULT else [0]
     wanted = [
         {
             "cluster": cluster,
@@ -99,7 +102,7 @@ def default(problem: SoftmaxSample, machine: Machine) -> Decisions:
         for threads in (512, 256, 128)
         for vectors in (4, 2, 1)
         for staged in (1, 0)
-        for tickets in sorted((tickets for tickets in TICKETS if tickets <= most), reverse=True)
+        for tickets in of_row
     ]
     return next(decisions for decisions in wanted if allowed(problem, machine, decisions) is None)
 

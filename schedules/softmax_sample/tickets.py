@@ -115,7 +115,7 @@ def kernel(blocks: Blocks, sum_slice: Callable[..., Any], write_first: Callable[
             if is_free(limit_of(filters.temperature[0], filters.top_k[0], words), words):
                 of_row(io, T.Cast("int64", block // tickets), block % tickets, t)
             elif block % tickets == 0 and t == 0:
-                io.rows[block // tickets, cuts.STAGE] = T.uint32(cuts.DONE)
+                io.stages[block // tickets, cuts.STAGE] = T.uint32(cuts.DONE)
         else:
             of_row(io, T.Cast("int64", block // tickets), block % tickets, t)
 

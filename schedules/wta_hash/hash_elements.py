@@ -14,8 +14,6 @@ from ..lsh.plain import plain
 def build(problem: WtaHash, decisions: Decisions) -> Program:
     from tvm.script import tirx as T
 
-    from tvm_sparse.core.arguments import beside
-
     from ..interface import gpu_program
     from ..lsh import naive
 
@@ -27,7 +25,7 @@ def build(problem: WtaHash, decisions: Decisions) -> Program:
     @T.inline
     def body(io):
         T.device_entry()
-        step(beside(io, {"rows": io.batch}))
+        step(io)
     # fmt: on
     return gpu_program(problem, body)
 

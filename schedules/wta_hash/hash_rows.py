@@ -31,6 +31,7 @@ def default(problem: WtaHash, machine: Machine) -> Decisions:
 def build(problem: WtaHash, decisions: Decisions) -> Program:
     from tvm.script import tirx as T
 
+    from ..device.loops import in_parallel
     from ..interface import cpu_program
 
     k, units, hidden, bits = problem.k, problem.units, problem.hidden, index_bits(problem.k)
@@ -76,16 +77,9 @@ def build(problem: WtaHash, decisions: Decisions) -> Program:
                 for lane in range(T.min(simd, io.batch - g * simd)):
                     io.codes[g * simd + lane, p * chunk + w] = code[lane]
 
-    @T.inline
-    def body(io):
-        if ceildiv(io.batch, simd) * ceildiv(io.bands, chunk) <= FEW:
-            for t in range(ceildiv(io.batch, simd) * ceildiv(io.bands, chunk)):
-                work(io, t)
-        else:
-            for t in T.parallel(ceildiv(io.batch, simd) * ceildiv(io.bands, chunk)):
-                work(io, t)
     # fmt: on
-    return cpu_program(problem, body, index="int32")
+    parts = in_parallel(work, lambda io: ceildiv(io.batch, simd) * ceildiv(io.bands, chunk), FEW)
+    return cpu_program(problem, parts, index="int32")
 
 
 hash_rows = Template(

@@ -18,10 +18,12 @@ def predicted_choices() -> str:
     for operator, ways in found.items():
         losses = [
             f"{float(row['geometric_mean']):.2f}, worst {float(row['worst']):.2f} ({row['measured']})"
+            if int(row["measured"])
+            else "-"
             for row in (ways["default"], ways["nearest"], ways["chosen"])
         ]
         nearest = ways["nearest"]
-        over = f"{float(nearest['over_chosen']):.2f} ({nearest['both']})"
+        over = f"{float(nearest['over_chosen']):.2f} ({nearest['both']})" if int(nearest["both"]) else "-"
         rows.append([code(operator), ways["chosen"]["problems"], *losses, over])
     head = "operator", "problems", "template's default", "nearest record", "chosen by the model", "nearest over chosen"
     return table(head, rows)

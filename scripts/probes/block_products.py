@@ -3,10 +3,12 @@
     python scripts/probes/block_products.py --out products.csv --dense dense.csv --points 40 --seconds 170
 
 A *family* is a weight's shape and block, for which points are compiled once, on all cores: a kernel serves every number
-of rows and every pattern. Points are drawn from those with as many stages as one or two thread blocks of a
-multiprocessor have room for. Beside them stand the default of `tensor_core` and PyTorch's product with a dense copy of
-the weight (cuBLAS). Each point is compared with the product in float64 before it is timed; a wrong one is a line with a
-reason. Times are of a kernel alone, in a CUDA graph, inputs hot, contenders in turn. `tflops` counts stored blocks.
+of rows and every pattern. They are the defaults of its problems, those of `CHOSEN`, and `--points` that are drawn from
+those with as many stages as one or two thread blocks of a multiprocessor have room for. Beside them stand the default
+of `tensor_core`, PyTorch's product with a dense copy of the weight (cuBLAS), and with `--triton` PyTorch's block-sparse
+one. Each point is compared with the product in float64 before it is timed; a wrong one is a line with a reason. Times
+are of a kernel alone, in a CUDA graph, inputs hot, contenders in turn. `tflops` counts stored blocks, and a default is
+marked for its problem.
 
 `--dense` writes what PyTorch's dense product takes, by rows and shape; `--training` what a step of a layer takes,
 forward and backward, beside a dense layer.
@@ -15,15 +17,16 @@ forward and backward, beside a dense layer.
 from __future__ import annotations
 
 import csv
+import os
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import explore
 import typer
 
 from tvm_sparse.bench.timing import time_cuda
@@ -37,23 +40,34 @@ from tvm_sparse.formats.bsr import random_pattern
 from tvm_sparse.operators.bsr_matmul.problem import SUMMATION, BsrMatmul
 from tvm_sparse.operators.bsr_matmul.weight import BsrWeight
 from tvm_sparse.runtime import loading
+from tvm_sparse.workers.building import BUILD_TIMEOUT, BUILD_WORKER, library_name, request
+from tvm_sparse.workers.processes import Pool
 
 # k, n and block; and for each rows and sparsities.
 FAMILIES: dict[tuple[int, int, int], tuple[tuple[int, float], ...]] = {
     (4096, 4096, 64): ((128, 0.75), (512, 0.5), (512, 0.8), (2048, 0.5), (2048, 0.9), (4096, 0.8)),
-    (4096, 4096, 32): ((512, 0.5), (512, 0.8), (512, 0.95), (4096, 0.8)),
-    (4096, 4096, 16): ((512, 0.5), (512, 0.8), (512, 0.95), (4096, 0.8)),
     (4096, 4096, 128): ((512, 0.8), (2048, 0.75)),
     (2048, 8192, 64): ((8192, 0.8),),
     (2048, 8192, 128): ((8192, 0.5),),
+    (4096, 14336, 64): ((256, 0.8),),
+    (4096, 4096, 32): ((512, 0.5), (512, 0.8), (512, 0.95), (4096, 0.8)),
     (4096, 11008, 32): ((1024, 0.9),),
+    (4096, 4096, 16): ((512, 0.5), (512, 0.8), (512, 0.95), (4096, 0.8)),
+}
+# Points beside the defaults, by a block's rows: tile_m, tile_n, panel, stages and cluster.
+CHOSEN: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
+    16: ((128, 128, 64, 3, 2), (256, 64, 64, 4, 4)),
+    32: ((128, 96, 64, 4, 1), (128, 96, 64, 4, 2), (128, 128, 64, 3, 2), (128, 128, 64, 3, 4), (256, 64, 64, 4, 4)),
+    64: ((128, 128, 64, 3, 1), (128, 64, 64, 4, 1), (64, 64, 64, 6, 1), (192, 64, 64, 3, 1), (128, 128, 64, 3, 2)),
+    128: ((128, 128, 64, 3, 1), (128, 128, 32, 6, 1), (64, 128, 64, 4, 1), (128, 128, 64, 3, 2)),
 }
 DENSE_SHAPES = ((1024, 1024), (768, 3072), (4096, 4096), (4096, 11008), (2048, 8192))
 DENSE_ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 # m, k and n of a layer that is trained.
 TRAINED = (8192, 4096, 4096)
-ROUNDS = 6
+ROUNDS = 5
 COLUMNS = ("m", "k", "n", "block", "sparsity", "us", "tflops", "contender", "decisions", "registers", "note")
+DEFAULT = "default"
 
 
 def most_stages(template: Template, problem: BsrMatmul, machine: Machine, point: dict[str, int], each: int) -> int:
@@ -69,23 +83,31 @@ def most_stages(template: Template, problem: BsrMatmul, machine: Machine, point:
     return max(filter(fits, template.space(problem, machine)["stages"]), default=0)
 
 
-def drawn(problem: BsrMatmul, machine: Machine, fix: list[str], count: int, seed: int) -> list[Candidate]:
-    """The default, and other points up to `count`."""
-    template = spaces.find("block_warpgroups")
-    table = template.space(problem, machine)
-    space = spaces.narrowed(table, fixed_values(fix, table)) | {"stages": (0,)}
-    found = {}
-    names = list(space)
+def drawn(
+    problems: Sequence[BsrMatmul], machine: Machine, fix: list[str], count: int, seed: int
+) -> dict[Candidate, None]:
+    """The defaults for the problems of a family, those of `CHOSEN`, and other points up to `count`."""
+    template, before = spaces.find("block_warpgroups"), spaces.find("tensor_core")
+    largest = max(problems, key=lambda problem: problem.m)
+    found = {of.candidate(of.default(problem, machine)): None for of in (template, before) for problem in problems}
+    for chosen in CHOSEN[largest.block_shape[0]]:
+        point = dict(zip(("tile_m", "tile_n", "panel", "stages", "cluster"), chosen, strict=True)) | {"overlap": 1}
+        if template.point(largest, machine, point) is None:
+            found[template.candidate(point)] = None
+    if not count:
+        return found
+    table = template.space(largest, machine)
+    space = {**spaces.narrowed(table, fixed_values(fix, table)), "stages": (0,)}
     combinations: list[dict[str, int]] = [{}]
-    for name in names:
+    for name in space:
         combinations = [one | {name: value} for one in combinations for value in space[name]]
+    others: dict[Candidate, None] = {}
     for point in combinations:
         for each in (1, 2):
-            if stages := most_stages(template, problem, machine, point, each):
-                found[template.candidate(point | {"stages": stages})] = None
-    default = template.candidate(template.default(problem, machine))
-    others = [one for one in found if one != default]
-    return [default, *random.Random(seed).sample(others, min(count, len(others)))]
+            if stages := most_stages(template, largest, machine, point, each):
+                others[template.candidate(point | {"stages": stages})] = None
+    left = [one for one in others if one not in found]
+    return found | dict.fromkeys(random.Random(seed).sample(left, min(count, len(left))))
 
 
 def weight_of(problem: BsrMatmul, seed: int) -> tuple[BsrWeight, Any]:
@@ -170,9 +192,9 @@ def training_times(path: Path, dtype: str) -> None:
             return lambda: layer(x).backward(towards)
 
         before = _events(step(linear))
-        for block, sparsity in ((64, 0.8), (64, 0.9), (32, 0.8), (32, 0.9), (16, 0.8)):
+        for block, sparsity in ((64, 0.8), (64, 0.9)):
             layer = tvm_sparse.nn.BsrLinear.from_dense(linear, block, sparsity)
-            us, forward = _events(step(layer)), _events(lambda layer=layer: layer(x))
+            us, forward = _events(step(layer)), _events(partial(layer, x))
             line = (rows, k, n, block, sparsity, f"{before:.0f}", f"{us:.0f}", f"{before / us:.2f}", f"{forward:.0f}")
             print(*line, flush=True)
             writer.writerow(line)
@@ -193,88 +215,137 @@ def _events(call: Callable[[], Any], calls: int = 20) -> float:
     return begin.elapsed_time(end) / calls * 1e3
 
 
+def family_of(name: str) -> tuple[int, int, int]:
+    k, n, block = map(int, name.split("x"))
+    return k, n, block
+
+
+def compiled(work: dict[tuple[int, int, int], Any], machine: Machine, folder: Path) -> dict[tuple[int, int, int], Any]:
+    """For each family its candidates and their builds' replies; those that do not compile are reported."""
+    asked = [(family, one, problems[-1]) for family, (problems, candidates) in work.items() for one in candidates]
+    requests = [
+        request(problem, one, machine, folder / f"{i}-{library_name(problem, one, machine.arch)}")
+        for i, (_, one, problem) in enumerate(asked)
+    ]
+    found: dict[tuple[int, int, int], Any] = {family: [] for family in work}
+    with Pool(os.cpu_count() or 1, BUILD_WORKER, name="build") as pool:
+        for (family, one, _), reply in zip(asked, list(pool.map(requests, timeout=BUILD_TIMEOUT)), strict=True):
+            if reply.ok:
+                found[family].append((one, reply.value))
+            else:
+                print(f"does not compile: {one}: {reply.message}", flush=True)
+    return found
+
+
+def triton_call(problem: BsrMatmul, weight: BsrWeight, x: Any) -> Callable[[], Any]:
+    """PyTorch's block-sparse product."""
+    import warnings
+
+    import torch
+    from torch.sparse._triton_ops import bsr_dense_mm
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that sparse tensors are in beta
+        own = torch.sparse_bsr_tensor(weight.indptr, weight.indices, weight.data, size=(problem.n, problem.k))
+    across = x.T
+    return lambda: bsr_dense_mm(own, across)
+
+
 def main(
     out: Annotated[Path, typer.Option(help="The CSV to write.")],
     dense: Annotated[Path | None, typer.Option(help="The CSV of dense products.")] = None,
     training: Annotated[Path | None, typer.Option(help="The CSV of steps of training.")] = None,
-    points: Annotated[int, typer.Option(min=0, help="Of a family, beside the default.")] = 40,
+    points: Annotated[int, typer.Option(min=0, help="Of a family, drawn.")] = 0,
     families: Annotated[str, typer.Option(help="Some of them, as 4096x4096x64,...; all by default.")] = "",
+    triton: Annotated[bool, typer.Option(help="PyTorch's block-sparse product, too.")] = False,
     dtype: Annotated[str, typer.Option()] = "bfloat16",
     seconds: Annotated[float, typer.Option(help="When to stop.")] = 170,
     seed: Annotated[int, typer.Option(help="Of the draw and the data.")] = 0,
     fix: Fixed = None,
 ) -> None:
     """Compile, check and time points, and write a CSV."""
-    import torch
 
     started, machine = time.monotonic(), machine_here("auto", "exploring")
+
+    def late(what: Any) -> bool:
+        if over := time.monotonic() - started > seconds:
+            print(f"no time for {what}", flush=True)
+        return over
+
     loading.prepare(machine.kind)
-    if dense is not None:
-        dense_times(dense, dtype)
-    if training is not None:
-        training_times(training, dtype)
-    wanted = [tuple(map(int, one.split("x"))) for one in families.split(",") if one] or list(FAMILIES)
+    wanted = [family_of(one) for one in families.split(",") if one] or list(FAMILIES)
+    work: dict[tuple[int, int, int], Any] = {}
+    for k, n, block in wanted:
+        problems = [BsrMatmul(m, k, n, str(block), gaps, dtype=dtype) for m, gaps in FAMILIES[k, n, block]]
+        work[k, n, block] = problems, drawn(problems, machine, fix or [], points, seed)
     with out.open("w", newline="") as file, tempfile.TemporaryDirectory() as folder:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
-        for number, family in enumerate(wanted):
-            if time.monotonic() - started > seconds:
-                print(f"no time for {family}", flush=True)
-                continue
-            k, n, block = family
-            problems = [BsrMatmul(m, k, n, str(block), sparsity, dtype=dtype) for m, sparsity in FAMILIES[family]]
-            largest = max(problems, key=lambda problem: problem.m)
-            candidates = drawn(largest, machine, fix or [], points, seed)
-            before = spaces.find("tensor_core")
-            candidates.append(before.candidate(before.default(largest, machine)))
-            own = Path(folder) / str(number)
-            own.mkdir()
-            built = list(explore.compiled(largest, machine, candidates, own))
-            functions = [loading.load_function(Path(reply["path"]), machine.kind, None) for _, reply in built]
-            print(f"{family}: {len(built)} of {len(candidates)} built, {time.monotonic() - started:.0f} s", flush=True)
+        built = compiled(work, machine, Path(folder))
+        print(f"{sum(map(len, built.values()))} built, {time.monotonic() - started:.0f} s", flush=True)
+        if dense is not None:
+            dense_times(dense, dtype)
+        if training is not None:
+            training_times(training, dtype)
+        for family, (problems, _) in work.items():
+            functions = [loading.load_function(Path(reply["path"]), machine.kind, None) for _, reply in built[family]]
             for problem in problems:
-                if time.monotonic() - started > seconds:
-                    print(f"no time for {problem}", flush=True)
-                    continue
-                weight, x = weight_of(problem, seed)
-                check = checker(problem, weight, x)
-                calls, notes, y = {}, {}, x.new_empty((problem.m, problem.n))
-                matrix = weight.to_dense()
-                calls["dense"] = lambda x=x, w=matrix: torch.nn.functional.linear(x, w)
-                for i, function in enumerate(functions):
-                    y.fill_(float("nan"))
-                    call = bound_call(function, (x, *weight.arguments, y))
-                    try:
-                        call()
-                        torch.cuda.synchronize()
-                    except Exception as error:  # a launch that the GPU refuses
-                        notes[str(i)] = f"{type(error).__name__}: {error}"[:300]
-                        continue
-                    if reason := check(y):
-                        notes[str(i)] = reason
-                    else:
-                        calls[str(i)] = call
-                times = time_cuda(calls, ROUNDS)
-                operations = 2 * problem.m * problem.nnzb * block * block
-                lines = []
-                for name in (*calls, *notes):
-                    us = statistics.median(times[name][1]) * 1e6 if name in times else float("nan")
-                    candidate, reply = built[int(name)] if name != "dense" else (None, {"resources": {}})
-                    decisions = "" if candidate is None else " ".join(f"{a}={b}" for a, b in candidate.decisions)
-                    told = ("dense", "") if candidate is None else (candidate.template, decisions)
-                    registers = (reply["resources"] or {}).get("registers", "")
-                    rate = operations / us / 1e6
-                    lines.append((us, (f"{us:.2f}", f"{rate:.0f}", *told, registers, notes.get(name, ""))))
-                lines.sort(key=lambda line: (line[0] != line[0], line[0]))
-                about = (problem.m, k, n, block, problem.sparsity)
-                writer.writerows((*about, *line) for _, line in lines)
-                file.flush()
-                shown = [*lines[:4], *(line for line in lines[4:] if "dense" in line[1] or "tensor_core" in line[1])]
-                for _, line in shown:
-                    print(*about, *line, flush=True)
-                if notes:
-                    print(*about, f"{len(notes)} refused or wrong: {next(iter(notes.values()))}", flush=True)
+                if not late(problem):
+                    writer.writerows(_timed(problem, machine, built[family], functions, triton, seed))
+                    file.flush()
     print(f"{time.monotonic() - started:.0f} s, {out}")
+
+
+def _timed(
+    problem: BsrMatmul, machine: Machine, built: Sequence[Any], functions: Sequence[Any], triton: bool, seed: int
+) -> list[tuple[Any, ...]]:
+    """Lines of a problem, the fastest first; the most interesting ones are printed."""
+    import torch
+
+    weight, x = weight_of(problem, seed)
+    check, matrix = checker(problem, weight, x), weight.to_dense()
+    own = map(spaces.find, ("block_warpgroups", "tensor_core"))
+    defaults = [of.candidate(of.default(problem, machine)) for of in own]
+    calls: dict[str, Any] = {"dense": lambda: torch.nn.functional.linear(x, matrix)}
+    notes: dict[str, str] = {}
+    y = x.new_empty((problem.m, problem.n))
+    if triton:
+        calls["triton"] = triton_call(problem, weight, x)
+        try:
+            calls["triton"]()
+        except Exception as error:  # shapes and blocks that it does not take
+            notes["triton"] = f"{type(error).__name__}: {error}"[:300]
+            del calls["triton"]
+    for i, function in enumerate(functions):
+        y.fill_(float("nan"))
+        call = bound_call(function, (x, *weight.arguments, y))
+        try:
+            call()
+            torch.cuda.synchronize()
+        except Exception as error:  # a launch that the GPU refuses
+            notes[str(i)] = f"{type(error).__name__}: {error}"[:300]
+            continue
+        if reason := check(y):
+            notes[str(i)] = reason
+        else:
+            calls[str(i)] = call
+    times = time_cuda(calls, ROUNDS)
+    operations = 2 * problem.m * problem.nnzb * problem.block_shape[0] * problem.block_shape[1]
+    about = (problem.m, problem.k, problem.n, problem.block_shape[0], problem.sparsity)
+    lines = []
+    for name in (*calls, *notes):
+        us = statistics.median(times[name][1]) * 1e6 if name in times else float("nan")
+        candidate, reply = built[int(name)] if name.isdigit() else (None, {"resources": {}})
+        decisions = "" if candidate is None else " ".join(f"{a}={b}" for a, b in candidate.decisions)
+        told = (name, "") if candidate is None else (candidate.template, decisions)
+        registers = (reply["resources"] or {}).get("registers", "")
+        note = notes.get(name, DEFAULT if candidate in defaults else "")
+        lines.append((*about, f"{us:.2f}", f"{operations / us / 1e6:.0f}", *told, registers, note))
+    lines.sort(key=lambda line: (line[5] == "nan", float(line[5])))
+    for place, line in enumerate(lines):
+        if place < 2 or line[-1] or not line[8]:
+            print(*line, flush=True)
+    return lines
 
 
 if __name__ == "__main__":

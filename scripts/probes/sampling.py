@@ -2,11 +2,12 @@
 
     python scripts/probes/sampling.py --out sampling.csv --batches 1,64,256,512 --vocab 128256 --dtypes float32,bfloat16
 
-Points of `sample_slices` are drawn from what `--fix` leaves of its space, and compiled once a dtype, on all cores: a
-kernel serves every batch and filter. Beside them stand the defaults of `sample_gate` and `sample_cluster`, which keep
-the 128 best words of a row and search it. Each point is checked on every structure of a smaller problem, and on the
-first rows of what it is timed on. A wrong point is a line with a reason. Times are of a kernel alone, in a CUDA graph,
-inputs hot; `read_us` is what reading the logits once takes at the memory's speed.
+Points of `sample_slices` are drawn from what `--fix` leaves of its space, or given by `--point`, and compiled once a
+dtype, on all cores: a kernel serves every batch and filter. Beside them stand the defaults of `sample_gate` and
+`sample_cluster`, which keep the 128 best words of a row and search it. Each point is checked on every structure of a
+smaller problem, and on the first rows of what it is timed on. A wrong point is a line with a reason.
+Times are of a kernel alone, in a CUDA graph, inputs hot; `read_us` is what reading the logits once takes at the
+memory's speed.
 """
 
 from __future__ import annotations
@@ -41,10 +42,15 @@ CHECKED = 16  # rows
 COLUMNS = ("dtype", "rows", "filter", "us", "read_us", "template", "decisions", "registers", "local_bytes", "note")
 
 
-def wanted_points(problem: SoftmaxSample, machine: Machine, fix: list[str], count: int, seed: int) -> list[Candidate]:
-    """The defaults for one row and for many, and some other points."""
+def wanted_points(
+    problem: SoftmaxSample, machine: Machine, fix: list[str], given: list[str], count: int, seed: int
+) -> list[Candidate]:
+    """The points that are given; if none are, the defaults for one row and for many, and some other points."""
     template = spaces.find("sample_slices")
     table = template.space(problem, machine)
+    if given:
+        points = (fixed_values(one.split(","), table) for one in given)
+        return [template.candidate({name: value for name, (value,) in one.items()}) for one in points]
     defaults = {template.candidate(template.default(problem.with_batch(rows), machine)) for rows in (1, 64, 512)}
     space = spaces.narrowed(table, fixed_values(fix, table))
     others = [one for one in spaces.points(problem, machine, {template.name: space}) if one not in defaults]
@@ -68,6 +74,8 @@ def main(
     dtypes: Annotated[str, typer.Option()] = "float32,bfloat16",
     allowed: Annotated[bool, typer.Option(help="With bitmaps that allow nine tenths of the columns.")] = False,
     points: Annotated[int, typer.Option(min=0, help="Beside the defaults.")] = 60,
+    point: Annotated[list[str] | None, typer.Option(help="One to time, and no others, as threads=512,...")] = None,
+    gates: Annotated[bool, typer.Option(help="Whether the templates that keep 128 words stand beside.")] = True,
     seconds: Annotated[float, typer.Option(help="When to stop timing further points.")] = 210,
     seed: Annotated[int, typer.Option(help="Of the draw and the data.")] = 0,
     fix: Fixed = None,
@@ -98,10 +106,12 @@ def main(
             logits = flat.astype(numpy_dtype(dtype))
             slices = SoftmaxSample(max(numbers), vocab, 1, dtype, whole=1, allowed=int(allowed))
             best = SoftmaxSample(max(numbers), vocab, UNSAID, dtype, whole=1, allowed=int(allowed))
-            kinds = [(slices, wanted_points(slices, machine, fix or [], points, seed))]
-            gates = (spaces.find(name) for name in ("sample_gate", "sample_cluster"))
-            kinds.append((best, [one.candidate(one.default(best.with_batch(64), machine)) for one in gates]))
+            kinds = [(slices, wanted_points(slices, machine, fix or [], point or [], points, seed))]
+            others = [spaces.find(name) for name in ("sample_gate", "sample_cluster") if gates]
+            kinds.append((best, [one.candidate(one.default(best.with_batch(64), machine)) for one in others]))
             for problem, candidates in kinds:
+                if not candidates:
+                    continue
                 own = Path(folder) / f"{dtype}-{problem.k}"
                 own.mkdir()
                 built = list(explore.compiled(problem, machine, candidates, own))

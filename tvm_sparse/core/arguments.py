@@ -67,6 +67,11 @@ def function(
         kernel's parameters by these names: other names are other machine code.
     unread
         Arguments that get no buffer, because no code reads them.
+
+    Raises
+    ------
+    ValueError
+        A workspace has the name of another attribute.
     """
     given = (*problem.kernel_inputs, *problem.kernel_outputs)
     kinds = {a.name: "handle" if a.shape else problem.dtype_of(a) for a in given}
@@ -77,6 +82,8 @@ def function(
         by_name = dict(zip(kinds, parameters, strict=True))
         found = _arguments(problem, by_name, packed=packed, index=index, names=names or {}, unread=unread)
         held = {w.name: _workspace(problem, w, by_name[name], found, packed, index) for name, w in own.items()}
+        if clashing := held.keys() & vars(found).keys():
+            raise ValueError(f"workspaces have names that are taken: {', '.join(sorted(clashing))}")
         for name, buffer in held.items():
             IRBuilder.name((names or {}).get(name, name), buffer)
         return SimpleNamespace(**vars(found), **held)

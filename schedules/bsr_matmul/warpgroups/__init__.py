@@ -40,10 +40,10 @@ def build(problem: BsrMatmul, decisions: Decisions) -> Program:
 
 warpgroups = Template(
     name="block_warpgroups",
-    version=1,
+    version=2,
     operator="bsr_matmul",
     kind="cuda",
-    summary="panels of x and 16-bit blocks in shared memory, products of warpgroups, clusters share x",
+    summary="panels of x and 16-bit blocks in shared memory, products of warpgroups, and clusters share x",
     space=space,
     default=default,
     program=build,

@@ -34,8 +34,8 @@ from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ...device import operands
 from ...device.cluster import cluster_barrier, place_there
-from ...device.mbarriers import arrive_expecting, arrive_there_releasing, await_phase, await_phase_of_cluster
-from ...device.overlap import wait_then_start_consumer
+from ...device.mbarriers import arrive_expecting, arrive_read_there, await_phase
+from ...device.overlap import wait_for_producer, wait_then_start_consumer
 from ...device.region import device_region
 from ...device.selection import FULL_WARP
 from ...device.state import Buffers, local, pooled, scalar
@@ -183,6 +183,9 @@ def next_stage(e: Extents) -> Callable[..., Any]:
 def find_rows(e: Extents) -> Callable[..., Any]:
     """Each lane of the producer warp has a block row of the cluster; the phase is (io, s).
 
+    In `order`, and of as many parts of it as a cluster has block rows, each takes one: the n-th from the front of a
+    part and from the back of the next, so that they have about as many blocks as each other.
+
     Reads: `order`, or `indptr` where the host has not looked at the pattern; `indices`.
     Writes: `at`, `stop`, `column`, `next_column`; `row_of`, for those of this thread block.
     Barriers: none.
@@ -190,7 +193,7 @@ def find_rows(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, s):
-        row: T.int32 = s.tile * (e.rows_each * e.cluster) + s.lane
+        row: T.int32 = s.lane * e.tiles_n + s.lane % 2 * (e.tiles_n - 1 - s.tile - s.tile) + s.tile
         found: T.int32 = -1
         s.at[0] = 0
         s.stop[0] = 0
@@ -243,11 +246,6 @@ def next_panel(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def room(e: Extents) -> Callable[..., Any]:
-    """What waits for a stage that all warps have multiplied."""
-    return await_phase_of_cluster if e.cluster > 1 else await_phase
-
-
 def bring_panel(e: Extents) -> Callable[..., Any]:
     """Have a panel of x and its blocks brought; the phase is (s, part), for the producer warp.
 
@@ -255,7 +253,7 @@ def bring_panel(e: Extents) -> Callable[..., Any]:
     Writes: `told`; `ring`, by and by.
     Barriers: of the warp; awaits `empty`, and has copies arrive at `full`.
     """
-    own, await_room = (1 << e.rows_each) - 1, room(e)
+    own = (1 << e.rows_each) - 1
     x_rows = e.tile_m // e.cluster
     stage = e.stage_bytes // 4
 
@@ -271,7 +269,7 @@ def bring_panel(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def phase(s, part):
-        await_room(s.done, s.empty.ptr_to([s.slot]), s.turn ^ T.uint32(1))
+        await_phase(s.done, s.empty.ptr_to([s.slot]), s.turn ^ T.uint32(1))
         full = T.meta_var(s.full.ptr_to([s.slot]))
         if s.lane == 0:
             s.count = T.uint32(0)
@@ -301,17 +299,14 @@ def bring_panel(e: Extents) -> Callable[..., Any]:
 def produce(e: Extents) -> Callable[..., Any]:
     """The producer warp's work; the phase is (io, s).
 
-    Reads: the structure.
+    Reads: the structure; what `find_rows` has found.
     Writes: `ring` and `told`, stage after stage; OVER after the last.
     Barriers: those of `bring_panel`.
     """
-    do = SimpleNamespace(
-        find_rows=find_rows(e), next_panel=next_panel(e), bring_panel=bring_panel(e), next_stage=next_stage(e))
-    await_room = room(e)
+    do = SimpleNamespace(next_panel=next_panel(e), bring_panel=bring_panel(e), next_stage=next_stage(e))
 
     @T.inline
     def phase(io, s):
-        do.find_rows(io, s)
         least_of_warp(s.base[0], s.column[0], T.uint32(FULL_WARP))
         while s.base[0] != FAR:
             s.base[0] = s.base[0] // e.beside
@@ -320,7 +315,7 @@ def produce(e: Extents) -> Callable[..., Any]:
                 do.bring_panel(s, part)
                 do.next_stage(s)
             least_of_warp(s.base[0], s.column[0], T.uint32(FULL_WARP))
-        await_room(s.done, s.empty.ptr_to([s.slot]), s.turn ^ T.uint32(1))
+        await_phase(s.done, s.empty.ptr_to([s.slot]), s.turn ^ T.uint32(1))
         if s.lane == 0:
             s.told[s.slot * e.beside] = T.uint32(OVER)
             arrive_expecting(s.full.ptr_to([s.slot]), T.uint32(0))
@@ -374,7 +369,7 @@ def hand_back(e: Extents) -> Callable[..., Any]:
         if s.lane < e.cluster:
             if e.cluster > 1:
                 place_there(s.there, s.empty.ptr_to([s.left]), T.Cast("uint32", s.lane))
-                arrive_there_releasing(s.there[0], T.uint32(0))
+                arrive_read_there(s.there[0], T.uint32(0))
             else:
                 arrive_expecting(s.empty.ptr_to([s.left]), T.uint32(0))
 
@@ -478,7 +473,8 @@ def store_tile(e: Extents) -> Callable[..., Any]:
 def kernel(problem: BsrMatmul, e: Extents) -> Program:
     """The program of a point."""
     do = SimpleNamespace(
-        begin=begin(e), produce=produce(e), consume=consume(e), pass_tile=pass_tile(e), store_tile=store_tile(e))
+        begin=begin(e), find_rows=find_rows(e), produce=produce(e), consume=consume(e), pass_tile=pass_tile(e),
+        store_tile=store_tile(e))
 
     @T.inline
     def body(io):
@@ -503,6 +499,12 @@ def kernel(problem: BsrMatmul, e: Extents) -> Program:
                 e, e.pool_bytes, t=t, lane=t % 32, warp=t // 32, rank=rank, tile=place % e.tiles_n,
                 top=place // e.tiles_n * e.tile_m, x_map=T.address_of(x_map), weight_map=T.address_of(weight_map)))
             do.begin(s)
+            if s.warp == e.groups * 4:
+                if e.overlap > 0:
+                    # Nobody writes a constant weight, so only x has to be waited for.
+                    if io.constant == 0 or io.long < 0:
+                        wait_for_producer()
+                do.find_rows(io, s)
             if e.overlap > 0:
                 wait_then_start_consumer()
             if s.warp == e.groups * 4:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv
+from tvm_sparse.operators.bsr_matmul.dense import time_of_warpgroups, time_of_warps
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ..features import features as product_features
@@ -24,12 +25,10 @@ STAGES = (2, 3, 4, 6, 8, 12)
 CLUSTER = (1, 2, 4)
 # Rows of x from which on the template is offered.
 LEAST_M = 33
-# And from which on its default is the better guess without tuning than that of `tensor_core`.
-USUAL_M = 128
 # Block rows of a thread block, which are bits of a word; and of a cluster, which are lanes of a warp.
 MOST_ROWS, LANES = 16, 32
-# Registers of a thread beside sums.
-BESIDES = 40
+# Registers of a thread beside sums: at most, and mostly; and of a multiprocessor.
+BESIDES, HELD, REGISTERS = 40, 26, 65536
 # Most columns of operand B.
 MOST_N = 256
 # Elements of a vector of 16 bytes, and those between rows of a tile of y in shared memory beyond its width.
@@ -37,14 +36,16 @@ VECTOR = 8
 # Where swizzled rows begin: at multiples of the bytes of eight rows of the widest.
 ALIGNED = 1024
 WARPGROUP = 128
-# Bytes of a multiprocessor's shared memory that the system takes of each thread block, and most bytes of mbarriers and
-# words beside the stages.
-RESERVED, MOST_WORDS = 1024, 512
-# Figures for `estimate`, on an H200: bytes that a multiprocessor reads from the L2 cache in a microsecond while all do,
-# bytes that it stores, and its clocks; clocks that a panel costs beside its products; microseconds of a launch, and
-# those before the first products of a thread block.
-L2_BYTES, STORED_BYTES, CLOCKS = 42e3, 25e3, 1700
-PANEL_CLOCKS, LAUNCH, BEGIN = 150, 1.5, 1.5
+# Bytes of a multiprocessor's shared memory that the system takes of each thread block.
+RESERVED = 1024
+# Figures for `estimate`, fitted to times of an H200 (scripts/probes/block_products.py): bytes that a multiprocessor
+# gets from the L2 cache in a microsecond while all do, and bytes that a thread block stores; microseconds that a stage
+# is on its way, those that the producer warp takes for a copy, those of a launch, and of a thread block's beginning and
+# end; clocks of a microsecond; and how many standard deviations the fullest block row is above the mean.
+L2_BYTES, STORED_BYTES, CLOCKS = 68e3, 21e3, 1700
+ON_ITS_WAY, OF_COPY, LAUNCH, BEGIN, FULLEST = 0.9, 0.1, 3.8, 2.3, 2.2
+# Stages below which two thread blocks of a multiprocessor wait for memory, and most rows of x of a default's.
+FEWEST_STAGES, USUAL_TILE = 3, 128
 
 
 def space(problem: BsrMatmul, machine: Machine) -> Table:
@@ -90,53 +91,75 @@ def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str |
 
 
 def declines(problem: BsrMatmul, machine: Machine) -> bool:
-    return problem.m < USUAL_M
+    return time_of_warpgroups(problem) >= time_of_warps(problem)
 
 
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:
-    """The point that `estimate` takes to be the fastest, with as many stages as one or two thread blocks of a
-    multiprocessor have room for.
+    """The point that `estimate` takes to be the fastest: of the widest panels, and of tiles of which a multiprocessor
+    has two thread blocks at a time, with as many stages as there is room for; of others where there are none.
     """
     table = space(problem, machine)
-    shapes = itertools.product(table["tile_m"], table["tile_n"], table["panel"], table["cluster"], (1, 2))
-    found: list[tuple[float, Decisions]] = []
-    for tile_m, tile_n, panel, cluster, each in shapes:
-        point = {"tile_m": tile_m, "tile_n": tile_n, "panel": panel, "stages": 1, "cluster": cluster}
-        e = Extents.of(problem, point | {"overlap": max(table["overlap"])})
-        room = (machine.block_shared_bytes + RESERVED) // each - RESERVED - MOST_WORDS
-        stages = max((count for count in table["stages"] if count * e.stage_bytes <= room), default=0)
-        if stages:
-            e = replace(e, stages=stages)
-            point |= {"stages": stages, "overlap": e.overlap}
-            found.append((estimate(problem, machine, e), point))
-    found.sort(key=lambda one: one[0])
-    return next(point for _, point in found if allowed(problem, machine, point) is None)
+    fixed = {"panel": (max(table["panel"]),), "cluster": (1,), "overlap": table["overlap"][-1:]}
+    tiles = tuple(tile for tile in table["tile_m"] if tile <= USUAL_TILE)
+    for each, fewest in ((2, FEWEST_STAGES), (2, 1), (1, 1)):
+        found: list[tuple[float, Decisions]] = []
+        for tile_m, tile_n in itertools.product(tiles, table["tile_n"]):
+            few = {**table, **fixed, "tile_m": (tile_m,), "tile_n": (tile_n,)}
+            points = (dict(zip(few, choices, strict=True)) for choices in itertools.product(*few.values()))
+            fits = [point for point in points if has_room(problem, machine, point, each)]
+            if fits and fits[-1]["stages"] >= fewest:
+                found.append((estimate(problem, machine, Extents.of(problem, fits[-1])), fits[-1]))
+        if found:
+            best = min(found, key=lambda one: one[0])[1]
+            return {name: best[name] for name in table}
+    raise NotApplicable("no point fits into shared memory")
+
+
+def has_room(problem: BsrMatmul, machine: Machine, point: Decisions, each: int) -> bool:
+    """Whether it is a point, and a multiprocessor's shared memory has room for `each` thread blocks."""
+    if allowed(problem, machine, point) is not None:
+        return False
+    return each * (Extents.of(problem, point).pool_bytes + RESERVED) <= machine.block_shared_bytes + RESERVED
 
 
 def resident(e: Extents, machine: Machine) -> int:
-    """Thread blocks that a multiprocessor runs at the same time, by an estimate of their registers."""
-    return machine.blocks_at_once(e.threads, e.tile_n // 2 + BESIDES, e.pool_bytes) // machine.cores
+    """Thread blocks that a multiprocessor runs at the same time, 1 or 2.
+
+    Registers are those of all warps. `Machine.blocks_at_once` rounds nine warps up to twelve, but two such thread
+    blocks do run beside each other: rounds of tiles take no longer than what they bring.
+    """
+    registers = ceildiv(e.tile_n // 2 + HELD, 8) * 8 * e.threads
+    fits = 2 * (e.pool_bytes + RESERVED) <= machine.block_shared_bytes + RESERVED
+    return 2 if fits and 2 * registers <= REGISTERS else 1
 
 
 def estimate(problem: BsrMatmul, machine: Machine, e: Extents) -> float:
-    """About how many microseconds the kernel takes: each multiprocessor has its thread blocks one after another, bound
-    by what the L2 cache delivers, by products, or by what each panel costs beside them.
+    """About how many microseconds the kernel takes, in a cluster of one: its rounds of thread blocks, bound by what
+    the L2 cache delivers or tensor cores multiply, or by how long one takes by itself.
     """
     density = 1 - problem.sparsity
-    in_panel = 1 - (1 - density) ** e.beside
-    shared = 1 - (1 - in_panel) ** (e.rows_each * e.cluster)
-    panels = shared * problem.k / e.panel
-    blocks = density * e.tile_n * problem.k * 2  # bytes
-    each = min(max(resident(e, machine), 1), 2)
-    multiprocessors = machine.clusters_at_once(e.cluster) * e.cluster
-    thread_blocks = e.tiles_n * e.cluster * ceildiv(problem.m, e.tile_m)
-    rounds = ceildiv(thread_blocks, multiprocessors * each) * each if thread_blocks > multiprocessors else 1
+    each = resident(e, machine)
+    stored = e.tile_m * e.tile_n * 2
+
+    def panels(density: float) -> float:
+        return (1 - (1 - density) ** (e.beside * e.rows_each)) * e.k / e.panel
+
+    def brought(density: float) -> float:
+        return panels(density) * e.x_bytes + density * e.tile_n * e.k * 2
+
+    def alone(density: float) -> float:
+        copies = panels(density) + density * e.rows_each * e.k / e.width
+        return max(panels(density) * ON_ITS_WAY / e.stages, copies * OF_COPY) + BEGIN + stored / STORED_BYTES
+
     # An instruction reads 64 rows of x by 16 columns, and as many of each of a block's rows.
-    products = e.groups * density * e.rows_each * problem.k / 16 * max(e.rows / 2, 16 + e.rows / 4)
-    brought = (panels * e.x_bytes / e.cluster + blocks) / L2_BYTES
-    clocks = (products + panels * PANEL_CLOCKS / each) / CLOCKS
-    stored = e.tile_m * e.tile_n * 2 / STORED_BYTES / each
-    return LAUNCH + rounds * (max(brought, clocks) + stored + BEGIN / each)
+    products = e.groups * density * e.rows_each * e.k / 16 * max(e.rows / 2, 16 + e.rows / 4) / CLOCKS
+    shared = max((brought(density) + stored) / L2_BYTES, products)
+    thread_blocks = e.tiles_n * ceildiv(problem.m, e.tile_m) / machine.cores  # of a multiprocessor
+    if thread_blocks <= each:
+        deviation = (density * (1 - density) / (e.k / e.cols) / e.rows_each) ** 0.5
+        return LAUNCH + max(alone(min(density + FULLEST * deviation, 1)), shared * thread_blocks)
+    rounds = (thread_blocks / each + ceildiv(e.tiles_n * ceildiv(problem.m, e.tile_m), machine.cores * each)) / 2
+    return LAUNCH + rounds * max(alone(density), shared * each)
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,10 @@ MAX_LOADS = 16
 MAX_ALONE = 64
 # Registers of a thread for operands and sums.
 MAX_HELD = 188
-# Tokens of a short list; and those for each thread of the search.
-SHORT, TOKENS_EACH = 8192, 16
+# Tokens of a short list.
+SHORT = 8192
+# Up to how many tokens so many threads search them by default.
+SEARCHED = ((512, 256), (16384, 512))
 # Warps of a multiprocessor that multiply tokens which the L2 cache holds.
 RESIDENT_WARPS = 16
 
@@ -116,9 +118,9 @@ def few_wide_rows(problem: OutputLayer, machine: Machine, table: Table) -> Decis
 
 
 def usual_threads(problem: OutputLayer, table: Table) -> tuple[int, ...]:
-    """Threads of the search, the likely ones first: one for each sixteen tokens."""
-    each = most_words(problem) / TOKENS_EACH
-    return tuple(sorted(table["threads"], key=lambda threads: abs(math.log2(threads / each))))
+    """Threads of the search, the likely ones first: the more tokens the more."""
+    wanted = next((threads for tokens, threads in SEARCHED if most_words(problem) <= tokens), THREADS[-1])
+    return tuple(sorted(table["threads"], key=lambda threads: abs(math.log2(threads / wanted))))
 
 
 def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[Decisions]:
@@ -145,6 +147,8 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
     if cached:
         kinds = [kind for kind in shared[4:] + shared[:4] if halves or kind in shared[:4]]
         depths = (2, 1, 3, 4) if halves else (3, 2, 4, 1)
+        if rows > 16:  # several tiles of rows: more thread blocks of fewer warps
+            kinds.sort(key=lambda kind: kind[0])
     tiles_m = table["tile_m"][::-1]
     if cached:
         few = 8 if rows <= 16 else 16
@@ -171,7 +175,7 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
                 "overlap": max(table["overlap"]),
                 "evict_first": max(table["evict_first"]),
                 # Narrow tokens of 16 bits: thread blocks ask for no more ahead than the second kernel leaves time for.
-                "prefetch": max(table["prefetch"]) if (many if halves else cached) else 0,
+                "prefetch": max(table["prefetch"]) if (many if halves else cached and rows <= 16) else 0,
             }
             e = extents(problem, point)
             if e.tiles == tiles and refusal(e, machine) is None:

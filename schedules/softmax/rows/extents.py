@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tvm_sparse.core.template import Decisions, ceildiv
 from tvm_sparse.operators.softmax.problem import Softmax
 
-from ..problems import RowProblem, algorithm
+from ..problems import RowProblem, algorithm, out_dtype
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Extents:
         The paper's: "online", "safe" or "naive".
     dtype, vocab
         The logits' dtype and how many a row has.
+    out_dtype
+        The dtype of the probabilities.
     simd
         Elements of a vector.
     chunk
@@ -33,6 +35,7 @@ class Extents:
     softmax: bool
     algorithm: str
     dtype: str
+    out_dtype: str
     vocab: int
     simd: int
     chunk: int
@@ -43,7 +46,8 @@ class Extents:
         simd, vocab = decisions["simd"], problem.vocab
         chunk = max(decisions.get("chunk", vocab) // simd, 1)
         kept = decisions.get("kept", 0) == 1
-        return cls(isinstance(problem, Softmax), algorithm(problem), problem.dtype, vocab, simd, chunk, kept)
+        written = out_dtype(problem)
+        return cls(isinstance(problem, Softmax), algorithm(problem), problem.dtype, written, vocab, simd, chunk, kept)
 
     @property
     def vectors(self) -> int:
@@ -68,7 +72,7 @@ class Extents:
     @property
     def scratch(self) -> int:
         """Elements of the float32 row that keeps exponentials where the output cannot."""
-        return self.tail if self.kept and self.dtype != "float32" else 0
+        return self.tail if self.kept and self.out_dtype != "float32" else 0
 
     @property
     def exceeds(self) -> bool:

@@ -14,6 +14,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import Decisions, Program
 
 from ...device.arithmetic import exp_any, exp_nonpositive
+from ...device.loops import in_parallel
 from ..interface import cpu_program
 from ..problems import RowProblem
 from . import APART, FEW
@@ -207,7 +208,7 @@ def join_lanes(ext: Extents) -> Phase:
 
 def scale_kept(ext: Extents) -> Phase:
     """Reads: what `keep_exponentials` wrote, `base`, `m`, `d`. Writes: `base`; the probabilities of all vectors."""
-    simd, dtype, scratch = ext.simd, ext.dtype, ext.scratch > 0
+    simd, dtype, scratch = ext.simd, ext.out_dtype, ext.scratch > 0
 
     @T.inline
     def phase(s, Y):
@@ -227,7 +228,7 @@ def scale_kept(ext: Extents) -> Phase:
 
 def write(ext: Extents) -> Phase:
     """Reads: the row, (m, d). Writes: its probabilities or their logarithms; `d`."""
-    simd, tail, dtype, exp, scaled = ext.simd, ext.tail, ext.dtype, exponential(ext), scale_kept(ext)
+    simd, tail, dtype, exp, scaled = ext.simd, ext.tail, ext.out_dtype, exponential(ext), scale_kept(ext)
 
     @T.inline
     def phase(s, X, log, Y):
@@ -279,14 +280,5 @@ def build(problem: RowProblem, decisions: Decisions) -> Program:
                 joined(s, io.logits)
                 io.values[row] = s.m[0] + T.log(s.d[0])
 
-    @T.inline
-    def body(io):
-        if io.batch <= few:
-            for b in range(io.batch):
-                of_row(io, b)
-        else:
-            for b in T.parallel(io.batch):
-                of_row(io, b)
-
-    return cpu_program(problem, body)
+    return cpu_program(problem, in_parallel(of_row, lambda io: io.batch, few))
 # fmt: on

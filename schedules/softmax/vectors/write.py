@@ -48,10 +48,14 @@ def store_tile(ext: Extents) -> Callable[..., Any]:
                     s.out[v] = (value(ext, s.raw, u * ext.width + v) - s.shift) * s.scale + s.offset
                 else:
                     computed(s, value(ext, s.raw, u * ext.width + v), log)
-                    s.out[v] = T.Cast(ext.dtype, s.power)
+                    s.out[v] = T.Cast(ext.out_dtype, s.power)
             if u < inside or base + u * ext.threads + s.t < s.count:
-                for v in T.vectorized(ext.width):
-                    elements[(s.first + T.Cast("int64", base + u * ext.threads + s.t)) * ext.width + v] = s.out[v]
+                for n in T.unroll(ext.stores):
+                    for v in T.vectorized(ext.width // ext.stores):
+                        elements[
+                            (s.first + T.Cast("int64", base + u * ext.threads + s.t)) * ext.width
+                            + n * (ext.width // ext.stores) + v
+                        ] = s.out[n * (ext.width // ext.stores) + v]
 
     @T.inline
     def store(s, elements, base, inside, log):
@@ -150,7 +154,7 @@ def write_edge(ext: Extents) -> Phase:
                     computed(s, s.edge, True)
                 else:
                     computed(s, s.edge, False)
-                out[s.row, s.edge_at] = T.Cast(ext.dtype, s.power)
+                out[s.row, s.edge_at] = T.Cast(ext.out_dtype, s.power)
 
     return phase
 

@@ -14,6 +14,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from ...device.arithmetic import exp_nonpositive, is_nan
+from ...device.loops import in_parallel
 from ...device.state import named
 from ..elements import element, write_given, write_value
 from ..ending import Ending
@@ -90,18 +91,8 @@ def function(extents: Extents, ending: Ending | None = None) -> Callable[..., An
             write(of_row, row, s)
             if ending is not None:
                 ending.finish(of_row, row, 0, None, None)
-
-    @T.inline
-    def body(io):
-        if io.batch <= few:
-            for b in range(io.batch):
-                take(io, b)
-        else:
-            for b in T.parallel(io.batch):
-                take(io, b)
     # fmt: on
-
-    return body
+    return in_parallel(take, lambda io: io.batch, few)
 
 
 def vectors_of(extents: Extents, c: Any) -> tirx.PrimExpr:

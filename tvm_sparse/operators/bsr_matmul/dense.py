@@ -6,6 +6,7 @@ reaches. It is the faster way for many rows and many stored blocks.
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,35 +32,56 @@ class Likely(NamedTuple):
     why: str
 
 
-# Density (the share of stored blocks) above which the dense product was the faster way on an H200 in 16 bits: by rows
-# of a block, pairs of the least number of rows of x and that density. A block of another size takes the entry of the
-# next smaller one, a block of fewer than 8 rows that of 8. Measured by scripts/probes/block_products.py.
-BEYOND: dict[int, tuple[tuple[int, float], ...]] = {
-    8: ((128, 0.25), (512, 0.12)),
-    16: ((128, 0.5), (512, 0.3)),
-    32: ((128, 0.6), (512, 0.45)),
-    64: ((128, 0.7), (512, 0.6)),
-    128: ((128, 0.8), (512, 0.7)),
-}
+# Figures of an H200 in 16 bits, inputs hot, measured by scripts/probes/block_products.py. Of `tensor_core` and of
+# `block_warpgroups`, by the shorter side of a block: operations on stored blocks in a microsecond. A block of another
+# size takes the entry of the next smaller one; that of 8 is half that of 16.
+WARPS = {8: 36e6, 16: 72e6, 32: 160e6}
+WARPGROUPS = {64: 400e6, 128: 520e6}
+# Microseconds of their launches, and rows of x from which on warpgroups are filled.
+WARPS_LAUNCH, WARPGROUPS_LAUNCH, MANY_ROWS = 1.7, 5.0, 100
+# Of PyTorch's dense product: operations in a microsecond by the most rows of x, bytes of the weight, and its launch.
+DENSE_RATES = ((128, 500e6), (256, 690e6), (sys.maxsize, 830e6))
+DENSE_BYTES, DENSE_LAUNCH = 4.5e6, 2.7
+
+
+def _by_block(rates: dict[int, float], problem: BsrMatmul) -> float:
+    """Microseconds of the operations at the rate for the problem's block."""
+    side = min(problem.block_shape)
+    rate = rates[max((known for known in rates if known <= side), default=min(rates))]
+    return 2 * problem.m * problem.k * problem.n * (1 - problem.sparsity) / rate
+
+
+def time_of_warps(problem: BsrMatmul) -> float:
+    """About how many microseconds `tensor_core` takes."""
+    return WARPS_LAUNCH + _by_block(WARPS, problem)
+
+
+def time_of_warpgroups(problem: BsrMatmul) -> float:
+    """About how many microseconds `block_warpgroups` takes; infinite where it is not worth a try."""
+    if problem.m < MANY_ROWS or min(problem.block_shape) < min(WARPGROUPS):
+        return math.inf
+    return WARPGROUPS_LAUNCH + _by_block(WARPGROUPS, problem)
+
+
+def dense_time(problem: BsrMatmul) -> float:
+    """About how many microseconds the dense product takes."""
+    rate = next(rate for most, rate in DENSE_RATES if problem.m <= most)
+    weight = problem.k * problem.n
+    return DENSE_LAUNCH + max(2 * problem.m * weight / rate, 2 * weight / DENSE_BYTES)
 
 
 def likely_way(problem: BsrMatmul, machine: Machine) -> Likely:
-    """The way of calls with torch tensors for problems whose record does not compare both.
+    """The way of calls with torch tensors for problems whose record does not compare both: the one that likely takes
+    less time.
 
     There is evidence for products of warpgroups in 16 bits; elsewhere the kernel is taken.
     """
     if machine.kind != "cuda" or not machine.has_warpgroups or numpy_dtype(problem.dtype).itemsize != 2:
         return Likely(KERNEL, f"nothing is known of dense products in {problem.dtype} on {machine.arch}")
-    size = max((rows for rows in BEYOND if rows <= problem.block_shape[0]), default=min(BEYOND))
-    known = [density for rows, density in BEYOND[size] if rows <= problem.m]
-    density = 1 - problem.sparsity
-    if not known:
-        least = BEYOND[size][0][0]
-        return Likely(KERNEL, f"below {least} rows of x a dense product is not faster at any density")
-    told = f"of blocks of {problem.block}, {density:.0%} are stored, and for m={problem.m} a dense product is faster"
-    if density > known[-1]:
-        return Likely(DENSE, f"{told} from {known[-1]:.0%} on")
-    return Likely(KERNEL, f"{told} only from {known[-1]:.0%} on")
+    sparse, dense = min(time_of_warps(problem), time_of_warpgroups(problem)), dense_time(problem)
+    stored = f"with {1 - problem.sparsity:.0%} of the blocks of {problem.block} stored"
+    why = f"for m={problem.m} and {stored} it likely takes {sparse:.1f} us, a dense product {dense:.1f} us"
+    return Likely(DENSE if dense < sparse else KERNEL, why)
 
 
 def dense_call(weight: BsrWeight, activation: str | None, biased: bool) -> Callable[..., None]:

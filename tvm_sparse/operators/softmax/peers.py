@@ -7,24 +7,32 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm_sparse.bench.contenders import BOTH, CPU, CUDA, Call, Peer, torch_tensor
-from tvm_sparse.core.problem import Problem
+from tvm_sparse.core.problem import Problem, numpy_dtype
 
 from .call import log_softmax, softmax
 from .problem import Softmax
+
+
+def _result(problem: Softmax) -> Any:
+    """The dtype that PyTorch is asked for, if it is not the logits'."""
+    import torch
+
+    return getattr(torch, problem.result) if problem.result else None
 
 
 def _torch_softmax(problem: Softmax, inputs: Sequence[Any], device: str) -> Call:
     import torch
 
     x, function = torch_tensor(inputs[0], device), torch.log_softmax if inputs[1] else torch.softmax
-    return lambda: function(x, -1)
+    return lambda: function(x, -1, dtype=_result(problem))
 
 
 def _torch_compiled_softmax(problem: Softmax, inputs: Sequence[Any], device: str) -> Call:
     import torch
 
     x, function = torch_tensor(inputs[0], device), torch.log_softmax if inputs[1] else torch.softmax
-    compiled = torch.compile(lambda logits: function(logits, -1), fullgraph=True, dynamic=False)
+    dtype = _result(problem)
+    compiled = torch.compile(lambda logits: function(logits, -1, dtype=dtype), fullgraph=True, dynamic=False)
     compiled(x)
     return lambda: compiled(x)
 
@@ -33,22 +41,23 @@ def _numpy_softmax(problem: Softmax, inputs: Sequence[Any], device: str) -> Call
     import numpy as np
 
     x, log = inputs
+    written = numpy_dtype(problem.out_dtype)
 
     def call() -> Any:
         shifted = (x - x.max(axis=1, keepdims=True)).astype(np.float32, copy=False)
         e = np.exp(shifted)
         total = e.sum(axis=1, keepdims=True)
-        return (shifted - np.log(total) if log else e / total).astype(x.dtype, copy=False)
+        return (shifted - np.log(total) if log else e / total).astype(written, copy=False)
 
     return call
 
 
 def ours(problem: Softmax, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
     logits, log = inputs
-    x = convert(logits)
+    x, dtype = convert(logits), problem.result or None
     if log:
-        return lambda: log_softmax(x), dataclasses.replace(problem, algorithm="online")
-    return lambda: softmax(x, algorithm=problem.algorithm), problem
+        return lambda: log_softmax(x, dtype=dtype), dataclasses.replace(problem, algorithm="online")
+    return lambda: softmax(x, algorithm=problem.algorithm, dtype=dtype), problem
 
 
 PEERS = (

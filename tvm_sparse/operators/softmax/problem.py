@@ -6,12 +6,13 @@ Milakov & Gimelshein 2018, "Online normalizer calculation for softmax": Algorith
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tvm_sparse.core import distribution
-from tvm_sparse.core.problem import Argument, Cost, Problem, ProblemError, Settings, numpy_dtype
+from tvm_sparse.core.problem import OPTIONAL, Argument, Cost, Problem, ProblemError, Settings, numpy_dtype
 from tvm_sparse.core.rounding import ROUNDING, SMALLEST
 from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, RELATIVE
 
@@ -28,12 +29,16 @@ ALGORITHMS = ("online", "safe", "naive")
 
 @dataclass(frozen=True)
 class Softmax(Problem):
-    """`probabilities = softmax(logits, -1)`, or their logarithms, for logits `(batch, vocab)`."""
+    """`probabilities = softmax(logits, -1)`, or their logarithms, for logits `(batch, vocab)`.
+
+    `result` is the dtype of the probabilities: that of the logits by default, or float32 for logits of 16 bits.
+    """
 
     batch: int
     vocab: int
     algorithm: str = "online"
     dtype: str = "float32"
+    result: str = field(default="", metadata=OPTIONAL)
 
     operator: ClassVar[str] = "softmax"
     batch_axis: ClassVar[str] = "batch"
@@ -55,6 +60,24 @@ class Softmax(Problem):
         require_rows(self)
         if self.algorithm not in ALGORITHMS:
             raise ProblemError(f"softmax: algorithm must be one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}")
+        if self.result and (self.result != "float32" or self.dtype == "float32"):
+            raise ProblemError(
+                f"softmax: result is float32, for logits of 16 bits, or absent, got {self.result!r} of {self.dtype}"
+            )
+
+    @property
+    def out_dtype(self) -> str:
+        """The dtype of the probabilities."""
+        return self.result or self.dtype
+
+    def dtype_of(self, argument: Argument) -> str:
+        return self.out_dtype if argument in self.outputs else super().dtype_of(argument)
+
+    def distance(self, other: Problem) -> float | None:
+        """Octaves of all sizes; the dtype of the probabilities is none."""
+        if isinstance(other, Softmax) and self.dtype == other.dtype:
+            other = dataclasses.replace(other, result=self.result)
+        return super().distance(other)
 
     @property
     def scaled(self) -> tuple[str, ...]:
@@ -67,12 +90,14 @@ class Softmax(Problem):
 
     @classmethod
     def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
-        return {
+        axes = {
             "batch": distribution.batch(rng),
             "vocab": distribution.vocab(rng),
             "algorithm": "online" if distribution.flag(rng, 0.8) else rng.choice(ALGORITHMS),
             "dtype": distribution.dtype(rng),
         }
+        wide = axes["dtype"] != "float32" and distribution.flag(rng, 0.2)
+        return {**axes, "result": "float32" if wide else ""}
 
     def definition(self) -> tirx.PrimFunc:
         """The algorithm as the paper writes it, one row after another."""
@@ -93,7 +118,7 @@ class Softmax(Problem):
         def probability(b: tirx.Var, i: tirx.Var) -> tirx.PrimExpr:
             shifted = logits[b, i].astype("float32") - (m[b] if m is not None else tirx.const(0, "float32"))
             chosen = tirx.Select(log != 0, shifted - te.log(d[b]), te.exp(shifted) / d[b])
-            return chosen.astype(self.dtype)
+            return chosen.astype(self.out_dtype)
 
         out = te.compute((batch, self.vocab), probability, "probabilities")
         return te.create_prim_func([logits, log, out]).with_attr("global_symbol", "main")
@@ -124,13 +149,14 @@ class Softmax(Problem):
         """The rounding error of float32 sums and of the output's dtype."""
         import numpy as np
 
-        absolute = SMALLEST[self.dtype] + (ABSOLUTE_LOG if inputs[1] else 0.0)
-        relative = ROUNDING[self.dtype] + (1e-6 if inputs[1] else RELATIVE)
+        absolute = SMALLEST[self.out_dtype] + (ABSOLUTE_LOG if inputs[1] else 0.0)
+        relative = ROUNDING[self.out_dtype] + (1e-6 if inputs[1] else RELATIVE)
         return [absolute + relative * np.abs(expected[0])]
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         logits = self.batch * self.vocab
-        return Cost(2 * logits * numpy_dtype(self.dtype).itemsize, 4 * logits)
+        sizes = sum(numpy_dtype(dtype).itemsize for dtype in (self.dtype, self.out_dtype))
+        return Cost(logits * sizes, 4 * logits)
 
 
 PROBLEM = Softmax
