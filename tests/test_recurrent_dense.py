@@ -151,9 +151,10 @@ def test_the_way_is_a_rule_of_the_call() -> None:
     def way(where: Any = here, **changed: Any) -> str:
         return likely_way(DenseCall(**{**vars(call), **changed}), where).way
 
-    assert way() == way(batch=32) == way(batch=128) == "dense"
+    assert way() == way(batch=8) == way(batch=128) == way(hidden=512, batch=32) == way(hidden=640, batch=32) == "dense"
     for changed in (
-        {"batch": 8}, {"batch": 17}, {"inputs": 100}, {"dtype": "bfloat16"}, {"dtype": "float32"}, {"cell": "gru"},
+        {"batch": 4}, {"batch": 17}, {"hidden": 512}, {"hidden": 500, "batch": 32},
+        {"inputs": 100}, {"dtype": "bfloat16"}, {"dtype": "float32"}, {"cell": "gru"},
         {"cell": "tanh", "hidden": 1792}, {"density": 0.01}, {"hidden": 128}, {"hidden": 1152}, {"resets": True},
         {"ragged": True}, {"hidden": 5760, "batch": 64},
     ):  # fmt: skip
@@ -173,7 +174,7 @@ def test_the_way_is_explained() -> None:
         assert f"calls take {text}" in str(stack.explain(4, 3, target="h200", **given)[1])
         return text
 
-    assert told().startswith("the sparse layer: a faster dense layer is known only of")
+    assert told().startswith("the sparse layer: cuDNN has kernels of a step for it, known to be faster only at")
     stack.dense = True
     assert told() == "PyTorch's layer with dense weights: dense=True"
     assert told(lengths=True).startswith("the sparse layer: PyTorch's layers take lengths")

@@ -11,7 +11,7 @@ from .text import table, times_as, us
 RNN, ZHU_TABLE1, ZHU_FIGURES, ZHU_TABLES = (
     "rnn-h200", "zhu-pool-table1-h200", "zhu-pool-figures-h200", "zhu-pool-tables23-h200"
 )  # fmt: skip
-# Complete runs of layers, and of the dense way of stacks.
+# The second has the dense way, and replaces lines of the first.
 RNN_TRAINING = ("rnn-training-h200", "rnn-training-dense-h200")
 OF_CALL = ("cell", "hidden", "batch", "steps", "density")
 LAYER, LAYER_PRODUCT, MODULE, DENSE_WAY = (
@@ -54,20 +54,19 @@ def rnn_peers() -> str:
 @part
 def rnn_training() -> str:
     """Forward alone, and forward and backward, with the input product; lines of a call in one dtype."""
-    names = [name for name in RNN_TRAINING if (RESULTS / f"{name}.csv").exists()]
-    rows = []
-    for name in names:
-        cases: dict[tuple[str, ...], dict[str, Times]] = {}
+    cases: dict[tuple[str, ...], dict[str, Times]] = {}
+    for name in RNN_TRAINING:
         for (*key, passes), times in results(name).by(*OF_CALL, "dtype", "passes").items():
             cases.setdefault(tuple(key), {})[passes] = times
-        for (cell, hidden, batch, steps, density, dtype), passes_of in cases.items():
-            ways = (LAYER_PRODUCT, DENSE_WAY, MODULE)
-            cells = [us(passes_of[passes].get(way)) for way in ways for passes in ("forward", "both")]
-            ratio = times_as(passes_of["both"][MODULE] / passes_of["both"][LAYER_PRODUCT])
-            rows.append([f"{cell}, {hidden} x {batch} x {steps}, {float(density):.3g}", dtype, *cells, ratio])
+    rows = []
+    for (cell, hidden, batch, steps, density, dtype), passes_of in cases.items():
+        ways = (LAYER_PRODUCT, DENSE_WAY, MODULE)
+        cells = [us(passes_of[passes].get(way)) for way in ways for passes in ("forward", "both")]
+        ratio = times_as(passes_of["both"][MODULE] / passes_of["both"][LAYER_PRODUCT])
+        rows.append([f"{cell}, {hidden} x {batch} x {steps}, {float(density):.3g}", dtype, *cells, ratio])
     head = ["cell, hidden x batch x steps, density", "dtype", "sparse, forward", "and backward", "dense way, forward",
             "and backward", "cuDNN, forward", "and backward", "cuDNN / sparse, both"]  # fmt: skip
-    return f"{where(*names)}\n\n{table(head, rows)}"
+    return f"{where(*RNN_TRAINING)}\n\n{table(head, rows)}"
 
 
 @part

@@ -21,12 +21,12 @@ OPERATORS: dict[str, Any] = {
     "lstm": torch._VF.lstm,  # type: ignore[attr-defined]
     "gru": torch._VF.gru,  # type: ignore[attr-defined]
 }
-# Batches from which the dense way is faster, by measurements on an H200 (scripts/rnn_training.py, zhu_pool_figures.py)
-# of layers with these densities and numbers of units. Launches of 16 sequences take equal times: two of 1,792 units
-# nearly as long as cuDNN's kernels for 32, so that a third one decides.
-PERSISTENT_BATCH, OTHER_BATCH = 16, 33
-LEAST_DENSITY = 0.1
-UNITS = range(1024, 2049)
+# Where the dense way is faster, by measurements on an H200 (scripts/rnn_training.py, zhu_pool_figures.py): the least
+# units of a layer, and for these the least batch, with cuDNN's persistent kernels and with others. Launches of 16
+# sequences take equal times: two of 1,792 units nearly as long as cuDNN's kernels for 32, so that a third one decides.
+MOST_UNITS = 2048
+PERSISTENT, OTHERS = ((1024, 8), (512, 32)), ((1024, 33),)
+LEAST_DENSITY = 0.1  # of the layers measured
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,13 @@ def likely_way(call: DenseCall, machine: Machine) -> Likely:
         return Likely(KERNEL, f"nothing is known of a faster dense layer in {call.dtype} on {machine.arch}")
     if call.density < LEAST_DENSITY:
         return Likely(KERNEL, f"nothing is known of a faster dense layer at densities below {LEAST_DENSITY:.0%}")
-    if call.hidden not in UNITS:
-        return Likely(KERNEL, f"a faster dense layer is known only of {UNITS.start:,} to {UNITS[-1]:,} units")
-    kind, least = ("a persistent kernel", PERSISTENT_BATCH) if persistent(call) else ("a kernel a step", OTHER_BATCH)
-    told = f"cuDNN has {kind} for it, which is faster from batch {least} on"
-    return Likely(DENSE if call.batch >= least else KERNEL, told)
+    kind, known = ("a persistent kernel", PERSISTENT) if persistent(call) else ("kernels of a step", OTHERS)
+    found = [batch for units, batch in known if units <= call.hidden <= MOST_UNITS]
+    if not found:
+        units = f"{known[-1][0]:,} to {MOST_UNITS:,} units"
+        return Likely(KERNEL, f"cuDNN has {kind} for it, known to be faster only at {units}")
+    way = DENSE if call.batch >= found[0] else KERNEL
+    return Likely(way, f"cuDNN has {kind} for it, and is faster from batch {found[0]} on")
 
 
 def flat_weights(weights: Any, values: Any, weight_ih: torch.Tensor, bias: Any, hidden_bias: Any) -> list[torch.Tensor]:
