@@ -56,7 +56,7 @@ def plainly(problem: Problem, given: Mapping[str, Any]) -> Arguments:
 
 
 def softmax_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
-    """Of softmax and its logarithm."""
+    """The arguments of softmax and its logarithm."""
     return {**plainly(problem, given), "dtype": problem.result or None}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, powers
 from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 
@@ -22,8 +23,8 @@ RESIDENT = 512
 RESIDENT_TICKETS = 1024
 # Thread blocks of a row that take tickets. 0: rows that no filter cuts have clusters, too.
 TICKETS = (0, 2, 4, 8, 16)
-# Whether they do by default.
-TICKETS_BY_DEFAULT = False
+# Bytes of logits from which they do by default on GPUs with clusters.
+LEAST_TICKETED = 24 << 20
 # Most bytes of a row that a thread block keeps by default.
 KEPT = 160 * 1024
 
@@ -81,14 +82,17 @@ def default(problem: SoftmaxSample, machine: Machine) -> Decisions:
     """The fewest thread blocks of a row that give almost every multiprocessor one, and hold the row in shared memory.
 
     On an H200, with 128,256 words in 16 bits, two large thread blocks for each row were 1.3 to 1.6 times as fast as
-    four smaller ones, of which each multiprocessor ran two (`scripts/probes/sampling.py`).
+    four smaller ones, of which each multiprocessor ran two (`scripts/probes/sampling.py`). Thread blocks with tickets,
+    eight small ones for each row, were faster from 64 rows of float32 and 256 of bfloat16 on, but for min_p; without
+    clusters nothing else shares a row.
     """
-    clusters = machine.clusters(CLUSTERS)
-    fill = next((size for size in clusters if size * problem.batch_extent >= machine.cores * 9 // 10), clusters[-1])
+    clusters, rows = machine.clusters(CLUSTERS), problem.batch_extent
+    fill = next((size for size in clusters if size * rows >= machine.cores * 9 // 10), clusters[-1])
     keep = next((size for size in clusters if Blocks(problem, THREADS[-1], size, "shared").staged <= KEPT), None)
-    busy = machine.cores * RESIDENT_TICKETS // THREADS[-1] * 9 // 10
-    most = next((tickets for tickets in TICKETS[1:] if tickets * problem.batch_extent >= busy), TICKETS[-1])
-    of_row = [tickets for tickets in reversed(TICKETS) if tickets <= most] if TICKETS_BY_DEFAULT else [0]
+    ticketed = not machine.has_clusters or rows * problem.vocab * numpy_dtype(problem.dtype).itemsize >= LEAST_TICKETED
+    threads_in_order = (256, 512, 128) if ticketed else (512, 256, 128)
+    busy = machine.cores * RESIDENT_TICKETS // threads_in_order[0] * 9 // 10
+    most = 8 if 8 * rows >= busy else TICKETS[-1]
     wanted = [
         {
             "cluster": cluster,
@@ -99,10 +103,10 @@ def default(problem: SoftmaxSample, machine: Machine) -> Decisions:
             "overlap": int(machine.has_clusters and tickets > 0),
         }
         for cluster in sorted((size for size in clusters if size <= max(fill, keep or 1)), reverse=True)
-        for threads in (512, 256, 128)
+        for threads in threads_in_order
         for vectors in (4, 2, 1)
         for staged in (1, 0)
-        for tickets in of_row
+        for tickets in ([one for one in reversed(TICKETS) if one <= most] if ticketed else [0])
     ]
     return next(decisions for decisions in wanted if allowed(problem, machine, decisions) is None)
 

@@ -36,8 +36,8 @@ def softmax(logits: Any, *, algorithm: str = "online", dtype: Any = None, out: A
         a row more often, and the naive one omits m_b, so that logits above 88 give infinities and NaN, and rows
         entirely below -87 give NaN.
     dtype
-        Of the result: that of `logits`, or float32 for logits of any dtype, as `torch.float32` or `"float32"`. The
-        logits are read as they are: there is no copy in float32.
+        The dtype of the result: that of `logits`, or float32 for logits of any dtype, as `torch.float32` or
+        `"float32"`. Logits are read in their own dtype, without a copy in float32.
     out
         Array to write into: contiguous, of the shape and device of `logits` and the dtype of the result. It must not
         overlap with it.

@@ -14,7 +14,7 @@ from .problem import Softmax
 
 
 def _result(problem: Softmax) -> Any:
-    """The dtype that PyTorch is asked for, if it is not the logits'."""
+    """PyTorch's argument `dtype`: None for that of the logits."""
     import torch
 
     return getattr(torch, problem.result) if problem.result else None
