@@ -18,6 +18,7 @@ GENERAL = (
     (".layers.lsh_head", ("LshHead",)),
     (".layers.beam", ("beam_search",)),
     (".layers.lm_head", ("LmHead",)),
+    (".layers.shards", ("merge_topk",)),
     (".layers.recurrent", ("SparseGRU", "SparseLSTM", "SparseRNN", "project_inputs")),
     (".layers.recurrent_stack", ("RecurrentStack", "from_torch")),
     (".layers.pruning", ("GradualPruning", "constant_schedule", "cubic_schedule", "prune", "pruning_mask")),

@@ -28,6 +28,7 @@ _GENERAL = {
     "LshHead": "layers.lsh_head",
     "beam_search": "layers.beam",
     "LmHead": "layers.lm_head",
+    "merge_topk": "layers.shards",
     "SparseRNN": "layers.recurrent",
     "SparseLSTM": "layers.recurrent",
     "SparseGRU": "layers.recurrent",
