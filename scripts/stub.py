@@ -27,7 +27,12 @@ GENERAL = (
 
 def stub() -> str:
     """The stub's text: one import for each operator of the package."""
-    lines = ["# Written by scripts/stub.py from core/registry.py.", "", "from . import nn as nn"]
+    lines = [
+        "# Written by scripts/stub.py from core/registry.py.",
+        "",
+        "from . import distributed as distributed",
+        "from . import nn as nn",
+    ]
     found = [(f".operators.{operator.name}.call", operator.public) for operator in registry.BUILTIN]
     for module, names in sorted([*found, *GENERAL]):
         lines += [f"from {module} import {name} as {name}" for name in sorted(names)]

@@ -1,5 +1,6 @@
 # Written by scripts/stub.py from core/registry.py.
 
+from . import distributed as distributed
 from . import nn as nn
 from .layers.beam import beam_search as beam_search
 from .layers.lm_head import LmHead as LmHead
