@@ -366,3 +366,17 @@ def test_no_gradient_goes_through_a_shard() -> None:
         tvm_sparse.softmax_topk(torch.zeros(2, 12, requires_grad=True), 5, shard=(0, 90))
     with pytest.raises(RuntimeError, match="embedding: requires a gradient"):
         tvm_sparse.head_topk(torch.zeros(2, 8), torch.zeros(12, 8, requires_grad=True), 5, shard=(0, 90))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_vmap_and_libraries_that_numpy_does_not_read() -> None:
+    logits = torch.randn(2, 13, 32)
+    found = torch.vmap(lambda rows: tvm_sparse.softmax_topk(rows, 20, shard=(3, 50)))(logits)
+    for i, rows in enumerate(logits):
+        assert all(map(torch.equal, (one[i] for one in found), tvm_sparse.softmax_topk(rows, 20, shard=(3, 50))))
+    with pytest.raises(ValueError, match="vmap over this argument .* call it in a loop"):
+        torch.vmap(lambda rows: tvm_sparse.head_topk(rows, torch.zeros(32, 24), 20, shard=(3, 50)))(
+            torch.zeros(2, 4, 24)
+        )
+    with pytest.raises(TypeError, match=r"logits: NumPy does not take it .*; pass torch.from_dlpack\(array\)"):
+        tvm_sparse.softmax_topk(Foreign(logits[0].bfloat16()), 20, shard=(3, 50))

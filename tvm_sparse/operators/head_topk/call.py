@@ -319,6 +319,7 @@ def _product(k: int, with_bias: bool, with_ids: bool, normaliser: bool) -> Any:
             top = torch.gather(logits, 1, indices[:, :1])[:, 0].float()
             top = top if bias is None else top + bias[indices[:, 0]]
             torch.sub(top * scale, values[:, 0], out=sums)
+            sums.masked_fill_(top == -torch.inf, -torch.inf)  # the sum of a row without a score above -inf is 0
             if not log:
                 for array in (values, *others):
                     array.exp_()
