@@ -1,4 +1,4 @@
-"""Layers divided over processes, on the CPU with gloo, compared with one process in float64."""
+"""Layers divided over processes, with gloo, compared with one process in float64."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def keys(rows: Sequence[int], total: int) -> Iterator[str]:
         yield f"candidate_logits/lists={BATCH},beam=1,vocab={words},hidden={HIDDEN},m={k},bias=1"
 
 
-def check_process(rank: int, rows: Sequence[int], total: int, folder: str, seed: int) -> None:
+def check_process(rank: int, rows: Sequence[int], total: int, folder: str, seed: int, place: str) -> None:
     """What each process does: it makes the whole problem, and passes its own rows."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
@@ -49,13 +49,13 @@ def check_process(rank: int, rows: Sequence[int], total: int, folder: str, seed:
     cache = Path(folder) / "kernels"
     with pytest.MonkeyPatch.context() as patch:
         use_dispatcher(patch, Dispatcher(logs=(), shipped=cache / "none", cache=cache))
-        check_results(rank, rows, total, seed)
+        check_results(rank, rows, total, seed, place)
         check_errors(rank)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def check_results(rank: int, rows: Sequence[int], total: int, seed: int) -> None:
+def check_results(rank: int, rows: Sequence[int], total: int, seed: int, place: str) -> None:
     problem = parse(f"head_topk/batch={BATCH},vocab={total},hidden={HIDDEN},k={K},bias=1")
     first = sum(rows[:rank])
     for number, structure in enumerate(problem.structures):
@@ -65,21 +65,21 @@ def check_results(rank: int, rows: Sequence[int], total: int, seed: int) -> None
         more = sum(rows) - total
         embedding = np.concatenate([embedding, np.full((more, HIDDEN), 100, np.float32)])[first : first + rows[rank]]
         bias = np.concatenate([bias, np.full(more, 1e6, np.float32)])[first : first + rows[rank]]
-        head = tvm_sparse.distributed.TopkHead(torch.from_numpy(embedding), total=total)
+        head = tvm_sparse.distributed.TopkHead(torch.from_numpy(embedding).to(place), total=total)
         assert head.shard == (first, total)
-        given = {"log": bool(log), "temperature": 1 / scale, "bias": torch.from_numpy(bias)}
+        given = {"log": bool(log), "temperature": 1 / scale, "bias": torch.from_numpy(bias).to(place)}
         for batch in (BATCH, 1, 0):
-            found = head.topk(torch.from_numpy(hidden[:batch]), K, **given)
+            found = head.topk(torch.from_numpy(hidden[:batch]).to(place), K, **given)
             assert [tuple(one.shape) for one in found] == [(batch, K), (batch, K), (batch,)]
             if batch == BATCH:
-                problem.check(inputs, problem.reference(inputs), [one.numpy() for one in found])
+                problem.check(inputs, problem.reference(inputs), [one.cpu().numpy() for one in found])
                 every = [torch.empty_like(found[1]) for _ in rows]
                 torch.distributed.all_gather(every, found[1])
                 assert all(torch.equal(one, found[1]) for one in every)
             elif batch:
                 few = parse(f"head_topk/batch=1,vocab={total},hidden={HIDDEN},k={K},bias=1")
                 some = [inputs[0][:1], *inputs[1:]]
-                few.check(some, few.reference(some), [one.numpy() for one in found])
+                few.check(some, few.reference(some), [one.cpu().numpy() for one in found])
 
 
 def check_errors(rank: int) -> None:
@@ -103,8 +103,16 @@ def check_errors(rank: int) -> None:
         tvm_sparse.distributed.TopkHead(whole.numpy())
 
 
-@pytest.mark.parametrize(("rows", "total"), [TWO, thorough(*FOUR)], ids=["two", "four"])
-def test_a_head_divided_over_processes(rows: Sequence[int], total: int, tmp_path: Path) -> None:
-    with calls_run(keys(rows, total), tmp_path / "kernels"):
-        pass
-    multiprocessing.spawn(check_process, (rows, total, str(tmp_path), SEED), nprocs=len(rows))
+CASES = [
+    pytest.param(*TWO, "cpu", id="two"),
+    thorough(*FOUR, "cpu", id="four"),
+    pytest.param(*TWO, "cuda", id="two on one GPU", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize(("rows", "total", "place"), CASES)
+def test_a_head_divided_over_processes(rows: Sequence[int], total: int, place: str, tmp_path: Path) -> None:
+    if place == "cpu":
+        with calls_run(keys(rows, total), tmp_path / "kernels"):
+            pass
+    multiprocessing.spawn(check_process, (rows, total, str(tmp_path), SEED, place), nprocs=len(rows))
