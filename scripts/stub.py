@@ -18,6 +18,7 @@ GENERAL = (
     (".layers.lsh_head", ("LshHead",)),
     (".layers.beam", ("beam_search",)),
     (".layers.lm_head", ("LmHead",)),
+    (".layers.shards", ("merge_topk",)),
     (".layers.recurrent", ("SparseGRU", "SparseLSTM", "SparseRNN", "project_inputs")),
     (".layers.recurrent_stack", ("RecurrentStack", "from_torch")),
     (".layers.pruning", ("GradualPruning", "constant_schedule", "cubic_schedule", "prune", "pruning_mask")),
@@ -26,7 +27,12 @@ GENERAL = (
 
 def stub() -> str:
     """The stub's text: one import for each operator of the package."""
-    lines = ["# Written by scripts/stub.py from core/registry.py.", "", "from . import nn as nn"]
+    lines = [
+        "# Written by scripts/stub.py from core/registry.py.",
+        "",
+        "from . import distributed as distributed",
+        "from . import nn as nn",
+    ]
     found = [(f".operators.{operator.name}.call", operator.public) for operator in registry.BUILTIN]
     for module, names in sorted([*found, *GENERAL]):
         lines += [f"from {module} import {name} as {name}" for name in sorted(names)]

@@ -26,7 +26,7 @@ from tvm_sparse.core.problem import FLOATS, Problem
 from tvm_sparse.core.registry import parse
 from tvm_sparse.operators.block_recurrent.call import BlockRecurrentWeights
 from tvm_sparse.operators.sparse_recurrent.call import RecurrentWeights
-from tvm_sparse.runtime.signature import ROWS, Absent, Number, Signature, Structure, Text
+from tvm_sparse.runtime.signature import ROWS, Absent, Number, Output, Shard, Signature, Structure, Text
 
 # Every public function that takes arrays and is an operator's, by name.
 SIGNATURES: dict[str, Signature] = {
@@ -220,6 +220,8 @@ NUMBERS: dict[str, Callable[[Any], Any]] = {
     "tensor of no dimension": torch.tensor,
 }
 LIBRARIES = ("torch", "numpy", "dlpack")
+# Shards of a vocabulary: the first word, and the numbers of words of padding and of later shards.
+SHARDS = {"whole": (0, 0, 0), "between others": (1000, 0, 70), "the last, with padding": (1000, 9, 0)}
 
 
 def _as(dtype: str, tensor: Any) -> Any:
@@ -249,6 +251,9 @@ def _of_form(case: Case, name: str, form: Any, first: bool) -> Iterator[Variant]
     elif isinstance(form, Number):
         for label, shows in NUMBERS.items():
             yield Variant(name, label, case.numbers.get(name, {}), shows)
+    elif isinstance(form, Shard):
+        for label in SHARDS:
+            yield Variant(name, label)
     elif isinstance(form, Text):
         for text in form.values:
             yield Variant(name, text, {case.texts[name]: text, **case.numbers.get(name, {})})
@@ -295,7 +300,12 @@ class Call:
             array = bool(getattr(value, "shape", ())) or isinstance(value, Foreign)
             return value is not None and (array or bool(value))
 
-        return [one.name for one in SIGNATURES[self.name].outputs if not one.asked or asked(self.arguments[one.asked])]
+        def returned(output: Output) -> bool:
+            # A pair of numbers is no array.
+            given = self.arguments[output.asked] if output.asked else True
+            return given is not None if output.asked == "shard" else asked(given)
+
+        return [one.name for one in SIGNATURES[self.name].outputs if returned(one)]
 
     def outputs(self, results: Any) -> tuple[Any, ...]:
         return tuple(results) if len(SIGNATURES[self.name].outputs) > 1 else (results,)
@@ -306,6 +316,8 @@ class Call:
         if self.name == "softmax_sample" and self.arguments["uniforms"] is None and self.arguments["seed"] is None:
             assert self.problem.admits(self.inputs, [to_numpy(found["tokens"].cpu())])
             return
+        if self.arguments.get("shard") is not None:
+            found = self._probabilities(found)
         expected = self.problem.reference(self.inputs)
         compared = []
         layouts = self.problem.output_layouts()
@@ -324,6 +336,32 @@ class Call:
             compared.append(array)
         assert not found
         self.problem.check(self.inputs, expected, compared)
+
+    def _probabilities(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """The values and indices that a call without `shard` returns, of a shard's scores and normaliser."""
+        offset, temperature = self.arguments["shard"][0], float(self.arguments["temperature"])
+        arrays = {name: to_numpy(one.cpu()) if isinstance(one, torch.Tensor) else one for name, one in found.items()}
+        values = np.exp(arrays["values"].astype(np.float64) / temperature - arrays["normaliser"][..., None])
+        arrays |= {"values": values.astype(np.float32), "indices": arrays["indices"] - offset}
+        if "normaliser" not in (argument.name for argument in self.problem.kernel_outputs):
+            del arrays["normaliser"]
+        return arrays
+
+
+def in_shard(signature: Signature, given: Arguments, rng: np.random.Generator, label: str) -> None:
+    """Change arguments to those of a shard: words of padding follow, whose entries count if they are read."""
+    first, padding, later = SHARDS[label]
+    for argument in signature.arguments:
+        form, array = argument.array, given.get(argument.name)
+        if form is None or "vocab" not in form.shape or array is None:
+            continue
+        axis = form.shape.index("vocab") - len(form.shape)
+        total = first + array.shape[axis] + later
+        shape = list(array.shape)
+        shape[axis] = padding
+        more = np.where(rng.random(shape) < 0.1, np.nan, 30).astype(array.dtype)
+        given[argument.name] = np.concatenate([array, more], axis)
+    given |= {"shard": (first, total), "log": False, "normaliser": True}
 
 
 def draw(name: str, variant: Variant, seed: int, other: bool = False, device: str = "cpu") -> Call:
@@ -358,9 +396,13 @@ def draw(name: str, variant: Variant, seed: int, other: bool = False, device: st
         if meant is not None:
             inputs[setting] = meant(value)
     inputs.update(case.settings)
+    if variant.argument == "shard" and variant.label in SHARDS:
+        inputs["log"] = 0
     given = {**case.arguments(problem, inputs), **numbers}
     if variant.label == "absent" and given.get(variant.argument) is not None:
         given[variant.argument] = None
+    if variant.argument == "shard" and variant.label in SHARDS:
+        in_shard(signature, given, rng, variant.label)
     if name == "softmax_sample":
         given["best"] = int(rng.integers(0, settings["top_k"] or (9 if problem.axes["k"] == 8 else 62)))
     passed = {}
@@ -372,7 +414,8 @@ def draw(name: str, variant: Variant, seed: int, other: bool = False, device: st
             leading = variant.rows if variant.rows or variant.label == "one dimension" else value.shape[:1]
             value = value.reshape((*leading, *tail))
         kind = variant.kind if variant.argument == argument.name else ""
-        value = placed(value, variant.library, device, kind, problem)
+        if not any(isinstance(form, Shard) for form in argument.forms):
+            value = placed(value, variant.library, device, kind, problem)
         passed[argument.name] = value
     if variant.shows is not None and passed[variant.argument] is not None:
         passed[variant.argument] = variant.shows(passed[variant.argument])
@@ -384,6 +427,12 @@ def problem_of(case: Case, axes: Mapping[str, Any]) -> Problem:
     return dataclasses.replace(problem, **axes)
 
 
+# Problems of functions that other functions call: the scores of a shard's best words.
+WITHIN = (
+    "candidate_logits/lists=7,beam=1,vocab=61,hidden=16,m=5", "candidate_logits/lists=4,beam=1,vocab=61,hidden=16,m=5",
+)  # fmt: skip
+
+
 def keys() -> list[str]:
     """The problems that the forms ask for at the first batch."""
     found = {}
@@ -391,6 +440,7 @@ def keys() -> list[str]:
         for variant in (BASE, *variants(name)):
             problem = problem_of(CASES[name], variant.axes)
             found[problem.as_called().key] = None
+    found |= dict.fromkeys(WITHIN)
     return list(found)
 
 

@@ -186,10 +186,13 @@ def test_a_call_takes_the_way_that_it_is_told(way: str, place: str, monkeypatch:
             torch.testing.assert_close(found[0].double(), expected, rtol=0, atol=0.05)
             torch.testing.assert_close(found[2].double(), torch.logsumexp(logits, -1), rtol=0, atol=0.05)
             assert len(products) == (count if way == PRODUCT else 0)
+        masked = torch.full_like(bias, -torch.inf)
+        nothing = tvm_sparse.head_topk(states, words, 5, bias=masked, ids=ids, normaliser=True)
+        assert nothing[0].isnan().all() and nothing[2].isneginf().all()
         plain = dataclasses.replace(problem, bias=0, ids=0, dtype="float32")
         with head_call.dispatcher.taking(plain, where, way):
             tvm_sparse.head_topk(host(states.float()), host(words.float()), 5)
-        assert len(products) == (2 if way == PRODUCT else 0)
+        assert len(products) == (3 if way == PRODUCT else 0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

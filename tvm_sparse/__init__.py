@@ -28,6 +28,7 @@ _GENERAL = {
     "LshHead": "layers.lsh_head",
     "beam_search": "layers.beam",
     "LmHead": "layers.lm_head",
+    "merge_topk": "layers.shards",
     "SparseRNN": "layers.recurrent",
     "SparseLSTM": "layers.recurrent",
     "SparseGRU": "layers.recurrent",
@@ -40,6 +41,8 @@ _GENERAL = {
     "constant_schedule": "layers.pruning",
     "GradualPruning": "layers.pruning",
 }
+# Modules that import PyTorch.
+_WITH_TORCH = ("nn", "distributed")
 
 
 def _homes() -> dict[str, str]:
@@ -77,8 +80,8 @@ def __getattr__(name: str) -> Any:
 
     if name == "__all__":
         return sorted(_homes())
-    if name == "nn":
-        return importlib.import_module(f"{__name__}.nn")
+    if name in _WITH_TORCH:
+        return importlib.import_module(f"{__name__}.{name}")
     if name == "__version__":
         import importlib.metadata
 
@@ -93,4 +96,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_homes(), "__all__", "__version__", "nn"})
+    return sorted({*globals(), *_homes(), "__all__", "__version__", *_WITH_TORCH})

@@ -1,5 +1,6 @@
 # Written by scripts/stub.py from core/registry.py.
 
+from . import distributed as distributed
 from . import nn as nn
 from .layers.beam import beam_search as beam_search
 from .layers.lm_head import LmHead as LmHead
@@ -15,6 +16,7 @@ from .layers.recurrent import SparseRNN as SparseRNN
 from .layers.recurrent import project_inputs as project_inputs
 from .layers.recurrent_stack import RecurrentStack as RecurrentStack
 from .layers.recurrent_stack import from_torch as from_torch
+from .layers.shards import merge_topk as merge_topk
 from .operators.block_recurrent.call import BlockRecurrentWeights as BlockRecurrentWeights
 from .operators.block_recurrent.call import block_recurrent as block_recurrent
 from .operators.block_recurrent.call import block_recurrent_weights as block_recurrent_weights

@@ -66,3 +66,9 @@ def nhot_lookup(*args: Any, **options: Any) -> Any:
     from .operators.nhot_lookup.torch_op import nhot_lookup
 
     return nhot_lookup(*args, **options)
+
+
+def merge_topk(parts: Any, k: int) -> Any:
+    from .layers.shards import merged
+
+    return merged(parts, k)

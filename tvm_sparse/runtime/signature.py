@@ -65,11 +65,16 @@ class Structure:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """A pair of integers: the first word of a shard of a vocabulary, and the number of words of the whole one."""
+
+
+@dataclass(frozen=True)
 class Absent:
     """The argument may be None."""
 
 
-Form = Number | Text | Array | Structure | Absent
+Form = Number | Text | Array | Structure | Shard | Absent
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,8 @@ class Signature:
         if out is None:
             return
         outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-        names = [f"out ({one.name})" for one in self.outputs] if len(outputs) > 1 else ["out"]
+        returned = [one for one in self.outputs if read.get(one.asked, out) is not None]
+        names = [f"out ({one.name})" for one in returned] if len(outputs) > 1 else ["out"]
         names += ["out"] * (len(outputs) - len(names))
         given = [
             (name, one)

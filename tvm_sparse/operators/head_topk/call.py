@@ -6,9 +6,11 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from tvm_sparse.core import registry
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import FLOATS, numpy_dtype
 from tvm_sparse.core.problem import width as rounded
+from tvm_sparse.operators.softmax_topk import shards
 from tvm_sparse.operators.softmax_topk.call import softmax_topk
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.arrays import Facts
@@ -28,7 +30,7 @@ from tvm_sparse.runtime.calls import (
     without_gradient,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
-from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Signature
+from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Shard, Signature
 
 from .problem import EIGHT, SIXTEEN, HeadTopk
 
@@ -43,6 +45,7 @@ SIGNATURES = {
         ("ids", Absent(), Array(("batch", "n"), ("int64", "int32"), below="vocab", negative=True)),
         ("normaliser", Number("bool")),
         ("constant", Number("bool")),
+        ("shard", Absent(), Shard()),
         outputs=(
             *(Output("values"), Output("indices"), Output("normaliser", asked="normaliser")),
             Output("given", asked="ids"),
@@ -88,6 +91,7 @@ def head_topk(
     ids: Any = None,
     normaliser: bool = False,
     constant: bool = False,
+    shard: tuple[int, int] | None = None,
     out: tuple[Any, ...] | None = None,
 ) -> tuple[Any, ...]:
     """The k most probable words of softmax((hidden @ embedding.T + bias) / temperature, -1), without the logits.
@@ -113,6 +117,11 @@ def head_topk(
         A promise that no kernel still running when this call's kernel starts writes the embedding, as for weights in
         inference. On a GPU with programmatic dependent launch the embedding is then read while the producer kernel
         still runs. The result is the same.
+    shard
+        `(offset, total)`: the embedding is a shard of that of a vocabulary of `total` words, whose first row is that of
+        word `offset`. The result is a part for `merge_topk`, always with the normaliser. Rows beyond the vocabulary,
+        `total - offset` and later, are padding, which is ignored and not read. `bias` is that of the shard's words. Not
+        together with `log` or `ids`.
     out
         Arrays to write into, in the number and order of the results.
 
@@ -137,6 +146,12 @@ def head_topk(
 
     Notes
     -----
+    With `shard` the result is `(values, indices, normaliser)`. The values are scores s, before the temperature, which
+    `candidate_logits` sums for the k best words: equal rows of the embedding have equal scores in all shards for which
+    its kernel is the same, as for shards of one size. The indices are words of the whole vocabulary. Both have
+    min(k, n) columns for a shard with n words, and k may be up to `total`. The normaliser is that of the shard's words,
+    -inf without a score above -inf.
+
     For torch tensors, torch's product, whose scores are rounded to the dtype of `hidden`, followed by `softmax_topk` is
     used where that is faster: by the record of the problem (`tvm-sparse bench --record`), or, without one, on a GPU
     with more than 16 rows, with more than 8 rows of very long hidden states (on an H200 above 8192 columns of 16 bits
@@ -148,6 +163,8 @@ def head_topk(
     Source: Shi, Xu & Knight 2018, equations 1 and 2 (the full softmax that their head avoids); Milakov & Gimelshein
     2018, "Online normalizer calculation for softmax", Algorithm 4.
     """
+    if shard is not None:
+        return _part(hidden, embedding, k, shard, log, bias, ids, out, temperature=temperature, constant=constant)
     scalars = (inverse_temperature(temperature), 1 if log else 0, 1 if constant else 0)
     if type(embedding) is not type(hidden):
         embedding = without_gradient(embedding)
@@ -216,6 +233,28 @@ def head_topk(
     return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
 
 
+def _part(
+    hidden: Any, embedding: Any, k: int, shard: Any, log: bool, bias: Any, ids: Any, out: Any, **options: Any
+) -> tuple[Any, ...]:
+    """`head_topk` with `shard`."""
+    shards.refuse_beside(log, ids)
+    inverse_temperature(options["temperature"])  # also checked for a shard of padding
+    if type(embedding) is not type(hidden):
+        embedding = without_gradient(embedding)
+    if custom.transformed(hidden, embedding, bias):
+        return custom.module_of("head_topk").head_topk(hidden, embedding, k, bias=bias, shard=shard, out=out, **options)
+    known, theirs = pair_facts(hidden, embedding)
+    if bias is not None:
+        _SIGNATURE.beside("bias", bias, known, WHERE, vocab=theirs.shape[0])
+    _SIGNATURE.refuse_overlap(out, hidden=hidden, embedding=embedding, bias=bias, ids=ids)
+    states, words, row = (
+        shards.on_host(name, one) for name, one in (("hidden", hidden), ("embedding", embedding), ("bias", bias))
+    )
+    logits = registry.operators()["candidate_logits"].call.candidate_logits
+    found = shards.part_of_head(head_topk, logits, states, words, k, shard, row, **options)
+    return shards.returned(found, out, hidden, known)
+
+
 def way(axes: tuple[Any, ...], known: Facts) -> str:
     """The way of calls with torch tensors: the faster one by the record, or, without one, the one likely to be faster.
 
@@ -280,6 +319,7 @@ def _product(k: int, with_bias: bool, with_ids: bool, normaliser: bool) -> Any:
             top = torch.gather(logits, 1, indices[:, :1])[:, 0].float()
             top = top if bias is None else top + bias[indices[:, 0]]
             torch.sub(top * scale, values[:, 0], out=sums)
+            sums.masked_fill_(top == -torch.inf, -torch.inf)  # the sum of a row without a score above -inf is 0
             if not log:
                 for array in (values, *others):
                     array.exp_()

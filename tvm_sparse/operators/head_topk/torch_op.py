@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tvm_sparse.operators.softmax_topk import shards
 from tvm_sparse.runtime import custom
 
 from . import call
@@ -48,6 +49,8 @@ _OPERATOR = custom.define(
     custom.without_backward("hidden, embedding or bias"),
 )
 
+_candidate_logits = custom.module_of("candidate_logits").candidate_logits
+
 
 def head_topk(
     hidden: Any,
@@ -60,9 +63,15 @@ def head_topk(
     ids: Any = None,
     normaliser: bool = False,
     constant: bool = False,
+    shard: tuple[int, int] | None = None,
     out: Any = None,
 ) -> tuple[Any, ...]:
     """The public function as torch.compile traces it."""
+    if shard is not None:
+        shards.refuse_beside(log, ids)
+        options = {"temperature": temperature, "constant": constant}
+        part = shards.part_of_head(head_topk, _candidate_logits, hidden, embedding, k, shard, bias, **options)
+        return custom.written(part, out)
     temperature, heat = custom.number(temperature)
     found = _OPERATOR(hidden, embedding, k, log, temperature, bias, ids, normaliser, constant, heat)
     return custom.written(tuple(found), out)

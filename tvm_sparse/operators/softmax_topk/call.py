@@ -22,8 +22,9 @@ from tvm_sparse.runtime.calls import (
     whole_number,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
-from tvm_sparse.runtime.signature import FLOAT_ROWS, ROWS, Absent, Array, Number, Output, Signature
+from tvm_sparse.runtime.signature import FLOAT_ROWS, ROWS, Absent, Array, Number, Output, Shard, Signature
 
+from . import shards
 from .problem import SoftmaxTopk
 
 SIGNATURES = {
@@ -35,7 +36,11 @@ SIGNATURES = {
         ("bias", Absent(), Array(("vocab",), ("float32",))),
         ("ids", Absent(), Array((ROWS, "n"), ("int64", "int32"), below="vocab", negative=True)),
         ("allowed", Absent(), Array((ROWS, "bitmap"), ("int32",))),
-        outputs=(Output("values"), Output("indices"), Output("given", asked="ids")),
+        ("shard", Absent(), Shard()),
+        outputs=(
+            *(Output("values"), Output("indices")),
+            *(Output("given", asked="ids"), Output("normaliser", asked="shard")),
+        ),
     )
 }
 _SIGNATURE = SIGNATURES["softmax_topk"]
@@ -55,6 +60,7 @@ def softmax_topk(
     bias: Any = None,
     ids: Any = None,
     allowed: Any = None,
+    shard: tuple[int, int] | None = None,
     out: tuple[Any, ...] | None = None,
 ) -> tuple[Any, ...]:
     """The k most probable entries of softmax((logits + bias) / temperature, -1), in one pass over the logits.
@@ -84,9 +90,14 @@ def softmax_topk(
     allowed
         `(batch, ceil(vocab / 32))` int32, a bitmap of each row: where bit `j % 32` of word `j // 32` is 0, the entry in
         column j counts as -inf, whatever it is. As xgrammar and vLLM fill them. On the device of `logits`.
+    shard
+        `(offset, total)`: the logits are those of a shard of a vocabulary of `total` words, the first of which is
+        `offset`. The result is a part for `merge_topk`. Columns beyond the vocabulary, `total - offset` and later, are
+        padding, which is ignored; logits with padding are copied. `bias` and `allowed` belong to the shard's columns.
+        Not together with `log` or `ids`.
     out
-        `(values, indices)`, or `(values, indices, given)` with `ids`, to write into: contiguous, of the shapes and
-        dtypes below, on the device of `logits`.
+        `(values, indices)`, with `ids` `(values, indices, given)`, with `shard` `(values, indices, normaliser)`, to
+        write into: contiguous, of the shapes and dtypes below, on the device of `logits`.
 
     Returns
     -------
@@ -99,6 +110,11 @@ def softmax_topk(
     given
         With `ids` only: `(batch, n)` float32, the probabilities (with `log` their logarithms) of these columns; NaN for
         a column outside [0, vocab).
+    normaliser
+        With `shard` only: `(batch,)` float32, log(sum_j exp(y[b, j] / temperature)) over the shard. Then `values` are
+        the scores y, exact float32 sums before the temperature; `indices` are words of the whole vocabulary, offset and
+        more; and both have min(k, n) columns for a shard with n words, so that k may be up to `total`. Without a word
+        above -inf the normaliser is -inf.
 
     Raises
     ------
@@ -118,6 +134,8 @@ def softmax_topk(
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 4.
     """
     scale = inverse_temperature(temperature)
+    if shard is not None:
+        return _part(logits, k, shard, log, temperature, bias, ids, allowed, out)
     arguments = (logits, scale, 1 if log else 0, bias, allowed, ids)
     if type(k) is int:
         found = repeat.again(dispatcher.launchers, ("softmax_topk", k), arguments, out)
@@ -186,3 +204,25 @@ def _by_rows(
 
     results = by_rows(call, logits, known, out, tuple(wanted))
     return out if out is not None else tuple(results)
+
+
+def _part(
+    logits: Any, k: int, shard: Any, log: bool, temperature: Any, bias: Any, ids: Any, allowed: Any, out: Any
+) -> tuple[Any, ...]:
+    """`softmax_topk` with `shard`."""
+    shards.refuse_beside(log, ids)
+    if custom.transformed(logits, bias, allowed):
+        options = {"temperature": temperature, "bias": bias, "allowed": allowed, "shard": shard}
+        return custom.module_of("softmax_topk").softmax_topk(logits, k, out=out, **options)
+    known = logits_facts(logits, INSTEAD)
+    vocab = known.shape[-1]
+    for name, one in (("bias", bias), ("allowed", allowed)):
+        if one is not None:
+            _SIGNATURE.beside(name, one, known, vocab=vocab, bitmap=bitmap_words(vocab))
+    _SIGNATURE.refuse_overlap(out, logits=logits, bias=bias, ids=ids, allowed=allowed)
+    rows, row, bitmap = (
+        shards.on_host(name, one) for name, one in (("logits", logits), ("bias", bias), ("allowed", allowed))
+    )
+    scale = inverse_temperature(temperature)
+    found = shards.part_of_logits(softmax_topk, rows, k, shard, temperature, scale, row, bitmap)
+    return shards.returned(found, out, logits, known)

@@ -11,7 +11,7 @@ from typing import Any
 from tvm_sparse.runtime import custom, repeat
 from tvm_sparse.runtime.calls import inverse_temperature
 
-from . import call
+from . import call, shards
 
 __all__ = ["softmax_topk"]
 
@@ -100,9 +100,15 @@ def softmax_topk(
     bias: Any = None,
     ids: Any = None,
     allowed: Any = None,
+    shard: tuple[int, int] | None = None,
     out: Any = None,
 ) -> tuple[Any, ...]:
     """The public function as torch.compile traces it."""
+    if shard is not None:
+        shards.refuse_beside(log, ids)
+        scale = 1.0 / temperature
+        found = shards.part_of_logits(softmax_topk, logits, k, shard, temperature, scale, bias, allowed)
+        return custom.written(found, out)
     temperature, heat = custom.number(temperature)
     if ids is None:
         return custom.written(_OPERATOR(logits, k, log, temperature, bias, heat, allowed), out)
