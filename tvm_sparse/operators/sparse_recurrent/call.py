@@ -34,14 +34,14 @@ WHERE = "x_projected is"
 
 def signature(weights: str) -> Signature:
     """The signature of a recurrent layer whose weights have this type."""
-    state = Array(("batch", "hidden"))
+    state = Array(("batch", "hidden"), gradient=True)
     return Signature(
         ("weights", Structure((weights,))),
-        ("x_projected", Array(("steps", "batch", "rows"), FLOATS)),
+        ("x_projected", Array(("steps", "batch", "rows"), FLOATS, gradient=True)),
         ("h0", state),
         ("c0", Absent(), state),
         ("cell", Text(tuple(GATES))),
-        ("hidden_bias", Absent(), Array(("hidden",))),
+        ("hidden_bias", Absent(), Array(("hidden",), gradient=True)),
         ("lengths", Absent(), Array(("batch",), ("int32", "int64"), below="steps + 1")),
         ("resets", Absent(), Array(("steps", "batch"), ("int32", "bool"), below=2)),
         ("validate", Number("bool")),
