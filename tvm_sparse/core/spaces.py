@@ -190,7 +190,9 @@ def fallback(
     candidate = None
     for template in possible:
         if cooperative or not template.cooperative:
-            candidate = template.candidate(template.default(problem, machine))
+            point = template.default(problem, machine)
+            # In the order of the table, in which candidates are compared.
+            candidate = template.candidate({name: point[name] for name in tables[template.name]})
             if candidate not in refused:
                 break
     assert candidate is not None, f"{problem}: every operator has a fallback that fits every problem"
