@@ -130,7 +130,7 @@ def test_lines_that_mean_nothing_now_stay(raised: tuple[Template, Path]) -> None
 
 
 def test_winners_are_compared_with_todays_defaults(tmp_path: Path) -> None:
-    """Of rankings against an earlier default those change whose session timed today's, by the ratio of the trials."""
+    """Rankings against an earlier default change if their session timed today's, by the ratio of the trials."""
     where = machine.resolve(ARCH)
     log = Log(shipped_logs(), ARCH, "softmax")
     anew = Log(tmp_path, ARCH, "softmax")

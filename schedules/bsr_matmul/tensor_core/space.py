@@ -146,7 +146,7 @@ def of_one_strip(problem: BsrMatmul, machine: Machine, table: Table) -> list[tup
     """`tile_n`, `reduce_warps`, `depth` and `cluster` for up to 8 rows of x, the best first.
 
     If there are few tiles of the weight, 16 warps share one; a long row of a skewed structure is shared by a cluster.
-    Of many tiles those of 32 rows are faster.
+    If there are many, tiles of 32 rows are faster.
     """
     skewed, few = problem.pattern == "skewed", problem.n <= 32 * machine.cores
     if few:

@@ -138,7 +138,7 @@ def cluster_allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions
 
 def guesses(problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
     """Points in the order in which they are likely to be good: large tiles, and thread blocks of 512 threads for rows
-    that have a multiprocessor each. Of more rows each is read in a few tiles by a small thread block, beside others.
+    that have a multiprocessor each. If there are more rows, a small thread block reads one in a few tiles.
     """
     crowded = problem.batch_extent > machine.cores
     each = problem.vocab * numpy_dtype(problem.dtype).itemsize / 16 / VECTORS_EACH
