@@ -142,7 +142,7 @@ SETS: Mapping[str, tuple[str, ...]] = {
         *("wta_hash", "lsh_lookup", "compaction", "lsh_candidates", "lsh_topk"),
     ),
     "sparse": ("bsr_matmul", "nhot_lookup"),
-    "recurrent": ("sparse_recurrent", "block_recurrent"),
+    "recurrent": ("sparse_recurrent", "block_recurrent", "recurrent_backward"),
 }
 
 
