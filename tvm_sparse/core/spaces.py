@@ -171,6 +171,12 @@ def _draws(table: Table, seed: str) -> Iterator[Decisions]:
         yield {name: generator.choice(values) for name, values in table.items()}
 
 
+def default(template: Template, table: Table, problem: Problem, machine: Machine) -> Candidate:
+    """The default point of a template, with its decisions in the order of the table, as those of other points."""
+    point = template.default(problem, machine)
+    return template.candidate({name: point[name] for name in table})
+
+
 def fallback(
     problem: Problem, machine: Machine, cooperative: bool = True, refused: Collection[Candidate] = ()
 ) -> Candidate:
@@ -190,9 +196,7 @@ def fallback(
     candidate = None
     for template in possible:
         if cooperative or not template.cooperative:
-            point = template.default(problem, machine)
-            # In the order of the table, in which candidates are compared.
-            candidate = template.candidate({name: point[name] for name in tables[template.name]})
+            candidate = default(template, tables[template.name], problem, machine)
             if candidate not in refused:
                 break
     assert candidate is not None, f"{problem}: every operator has a fallback that fits every problem"

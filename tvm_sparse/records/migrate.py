@@ -21,8 +21,8 @@ from .values import Best, Session, Trial
 KINDS = {cls.kind: cls for cls in (Trial, Session, Best)}
 Present = Callable[[Candidate], Candidate]
 Current = Callable[[Trial | Best, Candidate], Candidate]
-# Seconds of candidates, by problem and session.
-Times = dict[tuple[str, str], dict[Candidate, float]]
+# Seconds of candidates, by problem and by session.
+Times = dict[str, dict[str, dict[Candidate, float]]]
 
 
 def migrate(root: Path, present: Present) -> dict[Path, int]:
@@ -142,7 +142,7 @@ def compare_anew(root: Path) -> dict[Path, int]:
         times: Times = {}
         for trial in Log(root, arch, operator).read().trials:
             if trial.outcome == "ok":
-                times.setdefault((trial.problem, trial.session), {})[trial.candidate] = trial.median
+                times.setdefault(trial.problem, {}).setdefault(trial.session, {})[trial.candidate] = trial.median
 
         def compared(lines: list[bytes], times: Times = times) -> list[bytes]:
             return [_compared_anew(line, times) for line in lines]
@@ -164,8 +164,8 @@ def _compared_anew(line: bytes, times: Times) -> bytes:
         return line
     both = [
         found[today] / found[record.candidate]
-        for (problem, _), found in times.items()
-        if problem == record.problem and today in found and record.candidate in found
+        for found in times.get(record.problem, {}).values()
+        if today in found and record.candidate in found
     ]
     if not both:
         return line

@@ -211,8 +211,8 @@ class Predictor:
                     tables[name] = template.space(problem, machine)
                 except NotApplicable:
                     continue
-        defaults = [spaces.find(name, self.operator) for name in tables]
-        wanted = [*self.known, *(t.candidate(t.default(problem, machine)) for t in defaults)]
+        found = ((spaces.find(name, self.operator), table) for name, table in tables.items())
+        wanted = [*self.known, *(spaces.default(template, table, problem, machine) for template, table in found)]
         return [c for c in dict.fromkeys(wanted) if c.template in tables and _in_table(c, tables[c.template])]
 
     def write(self, root: Path) -> Path:

@@ -142,9 +142,8 @@ def _before(
     except ProblemError:
         return [], []
     start = [spaces.fallback(problem, where)]
-    for name in spaces.applicable(problem, where)[0]:
-        template = spaces.find(name, problem.operator)
-        start.append(template.candidate(template.default(problem, where)))
+    for name, table in spaces.applicable(problem, where)[0].items():
+        start.append(spaces.default(spaces.find(name, problem.operator), table, problem, where))
     proven: list[Candidate] = []
     if logs is not None:
         log = Log(logs, where.arch, problem.operator)

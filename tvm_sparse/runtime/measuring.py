@@ -67,11 +67,11 @@ def contenders(problem: Problem, machine: Machine, choice: Choice, evidence: Evi
     if predictor is not None:
         found |= dict.fromkeys(predictor.fastest(problem, machine, RUNNERS_UP))
     tables, _ = spaces.applicable(problem, machine)
-    for name in tables:
+    for name, table in tables.items():
         template = spaces.find(name, problem.operator)
         if not template.comparison:
             try:
-                found[template.candidate(template.default(problem, machine))] = None
+                found[spaces.default(template, table, problem, machine)] = None
             except NotApplicable:
                 continue
     around = {other for start in list(found)[:AROUND] for other in spaces.neighbours(start, problem, machine)}

@@ -235,8 +235,8 @@ def before_search(
     They are the fallback and, as far as they are in the tables, every template's default, the predictions of a model of
     the log's trials, and winners of other problems.
     """
-    templates = map(spaces.find, tables)
-    defaults = [c for t in templates if spaces.among(c := t.candidate(t.default(problem, machine)), tables)]
+    points = (spaces.default(spaces.find(name), table, problem, machine) for name, table in tables.items())
+    defaults = [point for point in points if spaces.among(point, tables)]
     count = max(1, min(trials // PREDICTED_SHARE, MOST_PREDICTED))
     found = dict.fromkeys(
         [spaces.fallback(problem, machine), *defaults, *predicted(problem, machine, tables, log, count)]
