@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tvm_sparse.core.problem import Argument, Cost, numpy_dtype
-from tvm_sparse.operators.sparse_recurrent.problem import NORM, STATES, RecurrentLayer
+from tvm_sparse.operators.sparse_recurrent.problem import NORM, STATES, RecurrentLayer, drawn_places
 
 if TYPE_CHECKING:
     import random
@@ -116,20 +116,7 @@ class BlockRecurrent(RecurrentLayer):
 
         from tvm_sparse.formats.block_recurrent import COLUMNS, ROWS, coordinates, lay_out_blocks
 
-        few, across, tiles = self.typical_groups, self.across, self.tiles
-        if structure == "ragged":
-            counts = np.minimum(rng.integers(0, 2 * few, tiles, endpoint=True), across)
-        elif structure == "one_long_row":
-            counts = rng.integers(0, 2, tiles)
-            counts[tiles // 2] = across
-        elif structure == "empty":
-            counts = np.zeros(tiles, np.int64)
-        else:
-            counts = rng.binomial(across, few / across, tiles)
-            if structure == "empty_rows":
-                counts[::2] = 0
-        drawn = [rng.choice(across, each, replace=False, shuffle=False) for each in counts]
-        groups = np.concatenate([np.zeros(0, np.int64), *drawn])
+        counts, groups = drawn_places(rng, structure, self.tiles, self.across, self.typical_groups)
         start = np.concatenate([[0], np.cumsum(counts)])
         # Never near zero, so that a missing group is noticed.
         size = rng.uniform(0.5, 1.5, (len(groups), ROWS, COLUMNS)) * rng.choice(

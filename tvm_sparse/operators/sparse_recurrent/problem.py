@@ -359,12 +359,10 @@ class SparseRecurrent(RecurrentLayer):
         return Cost(rest.bytes + 4 * words, rest.operations)
 
 
-def drawn_entries(
-    rng: np.random.Generator, structure: str, count: int, width: int, few: int, infinite: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows, columns and values of a weight `(count, width)` with `few` entries in a typical row, see
-    `SparseRecurrent.weight`. `infinite`: whether `special` has an infinite value.
-    """
+def drawn_places(
+    rng: np.random.Generator, structure: str, count: int, width: int, few: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """How many places of each of `count` rows of `width` are taken, `few` in a typical one, and which, row by row."""
     import numpy as np
 
     if structure == "ragged":
@@ -379,7 +377,18 @@ def drawn_entries(
         if structure == "empty_rows":
             counts[::2] = 0
     drawn = [rng.choice(width, each, replace=False, shuffle=False) for each in counts]
-    columns = np.concatenate([np.zeros(0, np.int64), *drawn])
+    return counts, np.concatenate([np.zeros(0, np.int64), *drawn])
+
+
+def drawn_entries(
+    rng: np.random.Generator, structure: str, count: int, width: int, few: int, infinite: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows, columns and values of a weight `(count, width)` with `few` entries in a typical row, see
+    `SparseRecurrent.weight`. `infinite`: whether `special` has an infinite value.
+    """
+    import numpy as np
+
+    counts, columns = drawn_places(rng, structure, count, width, few)
     # Never near zero, so that a missing entry is noticed.
     values = rng.uniform(0.5, 1.5, len(columns)) * rng.choice([-1.0, 1.0], len(columns))
     values *= np.repeat(NORM / np.sqrt(np.maximum(counts, 1)), counts)
