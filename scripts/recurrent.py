@@ -423,22 +423,30 @@ def add_lines(report: Any, drawn: Drawn, results: Results, where: Machine, cells
         seconds = result.seconds
         report.add(
             **cells,
-            cell=case.cell,
-            hidden=case.hidden,
-            batch=case.batch,
-            steps=case.steps,
-            density=case.density,
-            nonzeros=drawn.nonzeros,
-            dtype=dtype,
-            implementation=name,
-            microseconds=f"{seconds * 1e6:.3f}" if seconds else "",
-            microseconds_a_step=f"{seconds * 1e6 / case.steps:.3f}" if seconds else "",
+            **timing_cells(drawn, dtype, name, result),
             over_ours=f"{seconds / mine.seconds:.3f}" if seconds and mine and mine.seconds else "",
             share_of_limit=f"{limit / seconds:.3f}" if seconds and limit and name == OURS else "",
-            timed=result.how,
             kernel=kernel,
-            note=result.note,
         )
+
+
+def timing_cells(drawn: Drawn, dtype: str, name: str, result: Timed) -> dict[str, Any]:
+    """The cells of a CSV line that tell what was timed, and how long it took."""
+    case, seconds = drawn.case, result.seconds
+    return {
+        "cell": case.cell,
+        "hidden": case.hidden,
+        "batch": case.batch,
+        "steps": case.steps,
+        "density": case.density,
+        "nonzeros": drawn.nonzeros,
+        "dtype": dtype,
+        "implementation": name,
+        "microseconds": f"{seconds * 1e6:.3f}" if seconds else "",
+        "microseconds_a_step": f"{seconds * 1e6 / case.steps:.3f}" if seconds else "",
+        "timed": result.how,
+        "note": result.note,
+    }
 
 
 def limit_of(case: Case, nonzeros: int, dtype: str, where: Machine) -> float | None:

@@ -20,7 +20,20 @@ from typing import Annotated, Any
 import torch
 import typer
 from heads import Call, Report, Timed, over, ready, show, timed
-from recurrent import DTYPES, MODULE, OURS, PRODUCT, ROUNDS, Case, Drawn, as_cudnn, cell_of, draw, prepared
+from recurrent import (
+    DTYPES,
+    MODULE,
+    OURS,
+    PRODUCT,
+    ROUNDS,
+    Case,
+    Drawn,
+    as_cudnn,
+    cell_of,
+    draw,
+    prepared,
+    timing_cells,
+)
 from reproduction import provenance
 
 import tvm_sparse
@@ -187,24 +200,12 @@ def measured(
         kernel = ""
         if name == OURS:
             kernel = str(dispatcher.explain(problems[dtype][which], where).candidate)
-        mine, seconds = results[OURS, which, dtype], result.seconds
         report.add(
-            cell=case.cell,
-            hidden=case.hidden,
-            batch=case.batch,
-            steps=case.steps,
-            density=case.density,
-            nonzeros=drawn.nonzeros,
-            dtype=dtype,
-            implementation=name,
+            **timing_cells(drawn, dtype, name, result),
             passes=which,
-            microseconds=f"{seconds * 1e6:.3f}" if seconds else "",
-            microseconds_a_step=f"{seconds * 1e6 / case.steps:.3f}" if seconds else "",
-            over_ours=over(result, mine),
+            over_ours=over(result, results[OURS, which, dtype]),
             error=f"{errors_found[name, which, dtype]:.2g}" if (name, which, dtype) in errors_found else "",
-            timed=result.how,
             kernel=kernel,
-            note=result.note,
         )
     return results
 
