@@ -79,6 +79,12 @@ def load_stage(io, row, stage):
     T.ptx.ld.global_.u32(stage[0], io.stages.ptr_to([row, STAGE]))
 
 
+def state_of(blocks: Blocks, io: Any, r: Any) -> Any:
+    """The state of a search of the row `r`, with the thread block's dynamic shared memory."""
+    pool = T.alloc_buffer([blocks.bytes // 8], "uint64", scope="shared.dyn")
+    return search_state(blocks, pool.data, r=r, words=Views(blocks.ext, io).words)
+
+
 def of_rows(blocks: Blocks, stage: int, of_row: Callable[..., Any]) -> Callable[..., Any]:
     """The body of a kernel for rows in a stage: of_row(io, row, t, s) in each thread block.
 
@@ -89,10 +95,8 @@ def of_rows(blocks: Blocks, stage: int, of_row: Callable[..., Any]) -> Callable[
     @T.inline
     def begin(given, row, part, t):
         io = T.meta_var(own_on_gpu(given, row))
-        pool = T.alloc_buffer([blocks.bytes // 8], "uint64", scope="shared.dyn")
-        views = Views(ext, io)
         r = RowState(ext, row, part * ext.slices + t // 32, t % 32)
-        s = T.meta_var(search_state(blocks, pool.data, r=r, words=views.words))
+        s = T.meta_var(state_of(blocks, io, r))
         s.factor[0] = io.scale * T.float32(LOG2_E)
         r.factor = s.factor[0]
         s.top[0] = T.reinterpret("float32", io.stages[row, TOP])

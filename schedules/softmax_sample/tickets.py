@@ -21,10 +21,10 @@ from ..device.overlap import wait_then_start_consumer
 from ..device.selection import lanes_min
 from ..rows import join
 from ..rows.hold import locate
-from ..rows.state import RowState, Views
+from ..rows.state import RowState
 from . import cuts
 from .blocks import Blocks
-from .search.blocks import NONE, choose_slice, column_of, crew_of, search_state, take_word
+from .search.blocks import NONE, choose_slice, column_of, crew_of, take_word
 from .search.crew import Crew, leave_all
 from .space import RESIDENT_TICKETS
 from .words import Drawing, own_on_gpu, read_filters, read_uniform
@@ -90,10 +90,8 @@ def kernel(blocks: Blocks, sum_slice: Callable[..., Any], write_first: Callable[
     @T.inline
     def of_row(given, row, part, t):
         io = T.meta_var(own_on_gpu(given, row))
-        pool = T.alloc_buffer([blocks.bytes // 8], "uint64", scope="shared.dyn")
-        views = Views(ext, io)
         r = RowState(ext, row, part * ext.slices + t // 32, t % 32)
-        s = T.meta_var(search_state(blocks, pool.data, r=r, words=views.words))
+        s = T.meta_var(cuts.state_of(blocks, io, r))
         s.factor[0] = io.scale * T.float32(LOG2_E)
         r.factor = s.factor[0]
         sum_slice(io, row, t, s)
