@@ -158,7 +158,7 @@ def draw_by_warp(problem: SoftmaxSample) -> Callable[..., Any]:
     def phase(io, row, t, barrier, needed):
         s = T.meta_var(Drawing.alloc(each))
         if t < 32:
-            # Loaded while the other values are on their way.
+            # Loaded before the barrier: these loads overlap those of the other values.
             read_filters(io, row, s)
             read_uniform(io, row, s)
         barrier()

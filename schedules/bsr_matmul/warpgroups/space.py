@@ -23,7 +23,7 @@ PANEL = (16, 32, 64)
 STAGES = (2, 3, 4, 6, 8, 12)
 # Rows of x from which on the template is offered.
 LEAST_M = 33
-# Block rows of a thread block, a lane each.
+# Most block rows of a thread block; each has a lane of the producer warp.
 MOST_ROWS = 16
 # Registers of a thread beside sums: at most, and mostly; and of a multiprocessor.
 BESIDES, HELD, REGISTERS = 40, 26, 65536
@@ -37,9 +37,9 @@ WARPGROUP = 128
 # Bytes of a multiprocessor's shared memory that the system takes of each thread block.
 RESERVED = 1024
 # Figures for `estimate`, fitted to times of an H200 (scripts/probes/block_products.py): bytes that a multiprocessor
-# gets from the L2 cache in a microsecond while all do, and bytes that a thread block stores; microseconds that a stage
-# is on its way, those that the producer warp takes for a copy, those of a launch, and of a thread block's beginning and
-# end; clocks of a microsecond; and how many standard deviations the fullest block row is above the mean.
+# gets from the L2 cache in a microsecond while all do, and bytes that a thread block stores; the latency of a stage in
+# microseconds, the time that the producer warp needs for a copy, that of a launch, and that of a thread block's
+# beginning and end; clocks of a microsecond; and how many standard deviations the fullest block row is above the mean.
 L2_BYTES, STORED_BYTES, CLOCKS = 68e3, 21e3, 1700
 ON_ITS_WAY, OF_COPY, LAUNCH, BEGIN, FULLEST = 0.8, 0.1, 3.8, 2.3, 1.5
 # Tiles of the default, rows of x by those of the weight, and stages below which two thread blocks of a multiprocessor
@@ -123,7 +123,7 @@ def resident(e: Extents, machine: Machine) -> int:
     """Thread blocks that a multiprocessor runs at the same time, 1 or 2.
 
     Registers are those of all warps. `Machine.blocks_at_once` rounds nine warps up to twelve, but two such thread
-    blocks do run beside each other: rounds of tiles take no longer than what they bring.
+    blocks run at the same time: measured rounds of tiles take no longer than their bytes from the L2 cache.
     """
     registers = ceildiv(e.tile_n // 2 + HELD, 8) * 8 * e.threads
     fits = 2 * (e.pool_bytes + RESERVED) <= machine.block_shared_bytes + RESERVED

@@ -43,7 +43,7 @@ MAX_ALONE = 64
 MAX_HELD = 188
 # Tokens of a short list.
 SHORT = 8192
-# Pairs (tokens, threads): lists of at most so many tokens are searched by so many threads, by default.
+# Pairs (tokens, threads): the default for lists of up to `tokens` tokens is a search by `threads` threads.
 SEARCHED = ((512, 256), (16384, 512))
 # Warps of a multiprocessor that multiply tokens which the L2 cache holds.
 RESIDENT_WARPS = 16

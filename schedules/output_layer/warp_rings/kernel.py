@@ -97,7 +97,7 @@ def ask(e: Extents) -> Callable[..., Any]:
             if s.part[0] == e.parts:
                 s.part[0] = 0
                 s.asked[0] = s.asked[0] + e.stride
-                # `later` was loaded a tile ago. What is loaded now may not be used here, not even in a comparison.
+                # `later` was loaded a tile ago. The value loaded here has not arrived; a comparison would wait for it.
                 s.word[0] = named_word(e, io, asked_position(e, s, p, s.asked[0]), s.later[0])
                 load(io, s.index, asked_position(e, s, p, s.asked[0] + e.stride), s.later)
 

@@ -193,7 +193,7 @@ class Extents(TileSizes):
 
     @property
     def groups_each(self) -> int:
-        """Groups of these tiles per lane: in all lanes four times as many as words are wanted, if there are so many."""
+        """Groups of these tiles per lane: 4k groups in all lanes, or one for each tile if there are fewer tiles."""
         return min(ceildiv(self.first_tiles, 32), ceildiv(4 * self.k, 32))
 
     @property

@@ -20,8 +20,8 @@ from .crew import LOADS, OTHERS, SLICES, Crew, State, agrees, draw_by_search, is
 
 # fmt: off
 def load_elements(vocab: int) -> Callable[..., Any]:
-    """Load the elements of the j-th step, -inf behind the row. Writes: `x`, except its first element, which is the one
-    in hand.
+    """Load the elements of the j-th step, -inf past the end of the row. Writes: `x`, except its first element, which is
+    the one in hand.
     """
 
     @T.inline
