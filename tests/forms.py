@@ -41,7 +41,7 @@ SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "constant": ("constant", int),
 }
 # Numbers of which results, beside how many there are, do not depend.
-FREE = ("normaliser", "validate")
+FREE = ("normaliser", "validate", "rounded")
 
 Arguments = dict[str, Any]
 

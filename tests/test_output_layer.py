@@ -16,6 +16,7 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import ProblemError, numpy_dtype
 from tvm_sparse.core.registry import parse
 from tvm_sparse.operators.head_topk import call as head_call
+from tvm_sparse.operators.head_topk import product
 from tvm_sparse.operators.head_topk.call import KERNEL, PRODUCT
 
 torch = pytest.importorskip("torch")
@@ -51,9 +52,6 @@ def host(array: Any) -> Any:
 @pytest.mark.parametrize("key", HEADS)
 def test_head_equals_the_reference(key: str, structure: str, place: str) -> None:
     problem = parse(key)
-    gpu = machine.gpu() if place == "cuda" and problem.dtype != "float32" else None
-    if gpu is not None and head_call.likely_way(problem, gpu) == PRODUCT:
-        pytest.skip("calls take the framework's product, whose scores are rounded to 16 bits")
     for seed, settings in enumerate(problem.settings):
         inputs = problem.generate(seed, structure, settings)
         states, words, scale, log, constant, *_ = inputs
@@ -168,31 +166,128 @@ def test_many_rows_on_a_gpu(rows: int) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("way", [KERNEL, PRODUCT])
-def test_a_call_takes_the_way_that_it_is_told(way: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_takes_the_way_that_it_is_told(
+    way: str, rounded: bool, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Calls that repeat, too; and arrays that are no torch tensors know one way only."""
     problem = parse("head_topk/batch=3,vocab=500,hidden=48,k=5,dtype=bfloat16,bias=1,ids=2")
     where, products = machine.resolve(place), []
-    linear = torch.nn.functional.linear
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: products.append(1) or linear(*args))
+    name = "rounded_scores" if rounded else "float_scores"
+    multiply = getattr(head_call, name)
+    monkeypatch.setattr(head_call, name, lambda *args: products.append(1) or multiply(*args))
     inputs = problem.generate(0)
     bias, ids = (there(one, place) for one in problem.extras(inputs))
     states, words = (there(one, place) for one in inputs[:2])
     logits = states.double() @ words.double().T + bias
     expected = torch.topk(torch.log_softmax(logits, -1), 5).values
+    options = {"log": True, "ids": ids, "normaliser": True, "rounded": rounded}
+    off = 0.05 if rounded and way == PRODUCT else 1e-4
     with head_call.dispatcher.taking(problem, where, way):
         for count in (1, 2):
-            found = tvm_sparse.head_topk(states, words, 5, log=True, bias=bias, ids=ids, normaliser=True)
-            torch.testing.assert_close(found[0].double(), expected, rtol=0, atol=0.05)
-            torch.testing.assert_close(found[2].double(), torch.logsumexp(logits, -1), rtol=0, atol=0.05)
+            found = tvm_sparse.head_topk(states, words, 5, bias=bias, **options)
+            torch.testing.assert_close(found[0].double(), expected, rtol=0, atol=off)
+            torch.testing.assert_close(found[2].double(), torch.logsumexp(logits, -1), rtol=0, atol=off)
             assert len(products) == (count if way == PRODUCT else 0)
-        masked = torch.full_like(bias, -torch.inf)
-        nothing = tvm_sparse.head_topk(states, words, 5, bias=masked, ids=ids, normaliser=True)
+        nothing = tvm_sparse.head_topk(states, words, 5, bias=torch.full_like(bias, -torch.inf), **options)
         assert nothing[0].isnan().all() and nothing[2].isneginf().all()
         plain = dataclasses.replace(problem, bias=0, ids=0, dtype="float32")
         with head_call.dispatcher.taking(plain, where, way):
-            tvm_sparse.head_topk(host(states.float()), host(words.float()), 5)
+            tvm_sparse.head_topk(host(states.float()), host(words.float()), 5, rounded=rounded)
         assert len(products) == (3 if way == PRODUCT else 0)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("structure", ["random", "ties", "special", "masked"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_scores_of_the_product_are_exact(dtype: str, structure: str, place: str) -> None:
+    """Within the tolerance of kernels, whose sums are float32; far beyond what float16 holds, too."""
+    problem = parse(f"head_topk/batch=5,vocab=301,hidden=64,k=7,dtype={dtype},bias=1,ids=3")
+    with head_call.dispatcher.taking(problem, machine.resolve(place), PRODUCT):
+        for seed, settings in enumerate(problem.settings):
+            inputs = problem.generate(seed, structure, settings)
+            states, words, scale, log, constant, bias, ids = (there(one, place) for one in inputs)
+            found = tvm_sparse.head_topk(
+                states, words, 7, log=bool(log), temperature=1 / scale, bias=bias, ids=ids, normaliser=True,
+                constant=bool(constant),
+            )  # fmt: skip
+            problem.check(inputs, problem.reference(inputs), [host(array) for array in found])
+        large = [torch.full(shape, 200.0, dtype=getattr(torch, dtype), device=place) for shape in ((5, 64), (301, 64))]
+        values, indices, normaliser, _ = tvm_sparse.head_topk(
+            *large, 7, bias=torch.zeros_like(bias), ids=ids, normaliser=True
+        )
+        assert (normaliser > 65_504).all() and torch.equal(indices[0].cpu(), torch.arange(7))
+        torch.testing.assert_close(values, torch.full_like(values, 1 / 301), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("converted", [1 << 30, 4 * 64 * 50])
+def test_without_float32_results_of_16_bit_products_parts_of_the_embedding_are_converted(
+    converted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(product, "CONVERTED_BYTES", converted)
+    states, words = torch.randn(5, 64).bfloat16(), torch.randn(301, 64).bfloat16()
+    found = product.float_scores(states, words)
+    torch.testing.assert_close(found.double(), states.double() @ words.double().T, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("vocab", [1000, 151_936, 256_001, 100_000_000])
+def test_scores_of_the_rows_at_once_are_within_their_bytes(vocab: int, device: str) -> None:
+    rows = product.rows_at_once(vocab, 64, device)
+    assert rows * vocab * 4 <= product.SCORE_BYTES[device] or rows == 1
+    assert rows < product.TILE or rows % product.TILE == 0
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+@pytest.mark.parametrize("way", [KERNEL, PRODUCT])
+def test_rows_in_chunks_are_those_of_one_call(way: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No chunk has more rows than `rows_at_once`, by the kernel or by the product."""
+    problem, held = parse("head_topk/batch=50,vocab=61,hidden=16,k=5,dtype=float32,bias=1,ids=3"), []
+    inputs = problem.generate(3)
+    states, words, _, _, _, bias, ids = (there(one, "cpu") if library == "torch" else one for one in inputs)
+    options = {"bias": bias, "ids": ids, "normaliser": True}
+    whole = tvm_sparse.head_topk(states, words, 5, **options)
+    monkeypatch.setitem(product.SCORE_BYTES, "cpu", 4 * 61 * 20)
+    monkeypatch.setattr(head_call, "way", lambda axes, known: way)
+    for name in ("launch", "run"):
+        call = getattr(head_call, name)
+
+        def counted(*args: Any, call: Any = call, place: int = ("launch", "run").index(name), **named: Any) -> None:
+            held.append(args[5 - place][0].shape[0])
+            call(*args, **named)
+
+        monkeypatch.setattr(head_call, name, counted)
+    head_call.dispatcher.launchers = {}
+    for _ in range(2):
+        chunked = tvm_sparse.head_topk(states, words, 5, **options)
+        for have, want in zip(chunked, whole, strict=True):
+            np.testing.assert_allclose(host(have), host(want), rtol=1e-5)
+    head_call.dispatcher.launchers = {}  # whose launchers hold the product
+    assert held and max(held) == 16 and (library == "torch" or len(held) == 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ids", [0, 4])
+def test_a_long_prompt_needs_bounded_memory(ids: int) -> None:
+    """8,192 rows of 151,936 words: k best, ids and normaliser with at most 256 MB beside the results."""
+    states = torch.randn(8192, 64, device="cuda", dtype=torch.bfloat16)
+    words = torch.randn(151_936, 64, device="cuda", dtype=torch.bfloat16)
+    given = torch.randint(151_936, (8192, ids), device="cuda") if ids else None
+    for _ in range(2):
+        torch.cuda.synchronize()
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found = tvm_sparse.head_topk(states, words, 8, log=True, ids=given, normaliser=True)
+        results = sum(one.nbytes for one in found)
+        torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() - before - results <= 256_000_000
+        left = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    assert free - left - results <= 256_000_000  # of a call that has loaded its kernels before
+    rows = torch.tensor([0, 383, 384, 8191], device="cuda")
+    logits = states[rows].double() @ words.double().T
+    torch.testing.assert_close(found[2][rows].double(), logits.logsumexp(-1), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

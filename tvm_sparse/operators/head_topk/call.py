@@ -9,7 +9,7 @@ from typing import Any
 from tvm_sparse.core import registry
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import FLOATS, numpy_dtype
-from tvm_sparse.core.problem import width as rounded
+from tvm_sparse.core.problem import width as rounded_up
 from tvm_sparse.operators.softmax_topk import shards
 from tvm_sparse.operators.softmax_topk.call import softmax_topk
 from tvm_sparse.runtime import arrays, custom, repeat
@@ -21,7 +21,6 @@ from tvm_sparse.runtime.calls import (
     inverse_temperature,
     launch,
     machine_of,
-    most_rows,
     outputs_for,
     refuse_gradient,
     run,
@@ -33,6 +32,7 @@ from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Shard, Signature
 
 from .problem import EIGHT, SIXTEEN, HeadTopk
+from .product import float_scores, rounded_scores, rows_at_once
 
 SIGNATURES = {
     "head_topk": Signature(
@@ -45,6 +45,7 @@ SIGNATURES = {
         ("ids", Absent(), Array(("batch", "n"), ("int64", "int32"), below="vocab", negative=True)),
         ("normaliser", Number("bool")),
         ("constant", Number("bool")),
+        ("rounded", Number("bool")),
         ("shard", Absent(), Shard()),
         outputs=(
             *(Output("values"), Output("indices"), Output("normaliser", asked="normaliser")),
@@ -91,6 +92,7 @@ def head_topk(
     ids: Any = None,
     normaliser: bool = False,
     constant: bool = False,
+    rounded: bool = False,
     shard: tuple[int, int] | None = None,
     out: tuple[Any, ...] | None = None,
 ) -> tuple[Any, ...]:
@@ -117,6 +119,10 @@ def head_topk(
         A promise that no kernel still running when this call's kernel starts writes the embedding, as for weights in
         inference. On a GPU with programmatic dependent launch the embedding is then read while the producer kernel
         still runs. The result is the same.
+    rounded
+        Where PyTorch's product is the faster way (see the notes), round its scores to the dtype of `hidden`, which
+        takes less time. In 16 bits log-probabilities are then off by up to one nat in bfloat16, and NaN in float16 if
+        scores exceed 65,504. Default: scores are float32 at every batch.
     shard
         `(offset, total)`: the embedding is a shard of that of a vocabulary of `total` words, whose first row is that of
         word `offset`. The result is a part for `merge_topk`, always with the normaliser. Rows beyond the vocabulary,
@@ -152,11 +158,13 @@ def head_topk(
     min(k, n) columns for a shard with n words, and k may be up to `total`. The normaliser is that of the shard's words,
     -inf without a score above -inf.
 
-    For torch tensors, torch's product, whose scores are rounded to the dtype of `hidden`, followed by `softmax_topk` is
-    used where that is faster: by the record of the problem (`tvm-sparse bench --record`), or, without one, on a GPU
-    with more than 16 rows, with more than 8 rows of very long hidden states (on an H200 above 8192 columns of 16 bits
-    or 3200 of float32), and with any rows of twice that length; with k above 256; and if a row is not a whole number of
-    16-byte vectors. `explain` describes the kernel, and says which way was faster by the record.
+    Rows whose float32 scores take more than 240 MB on a GPU, or 120 MB on a CPU, are processed in chunks, so that a
+    call needs at most 256 MB beside its results.
+
+    For torch tensors PyTorch's product, a chunk of rows at a time, followed by `softmax_topk` is used where that is
+    faster: by the record of the problem (`tvm-sparse bench --record`), or, without one, on a GPU with more rows than
+    the kernel reads the embedding once for (docs/limits.md has a table), with k above 256, and if a row is not a whole
+    number of 16-byte vectors. Its scores are float32, too, unless `rounded`. `explain` says which way a call takes.
 
     When not to use it: if the logits are needed afterwards.
 
@@ -164,19 +172,20 @@ def head_topk(
     2018, "Online normalizer calculation for softmax", Algorithm 4.
     """
     if shard is not None:
-        return _part(hidden, embedding, k, shard, log, bias, ids, out, temperature=temperature, constant=constant)
+        options: dict[str, Any] = {"temperature": temperature, "constant": constant, "rounded": bool(rounded)}
+        return _part(hidden, embedding, k, shard, log, bias, ids, out, **options)
     scalars = (inverse_temperature(temperature), 1 if log else 0, 1 if constant else 0)
     if type(embedding) is not type(hidden):
         embedding = without_gradient(embedding)
     if type(k) is int:
-        what = ("head_topk", k, bool(normaliser))
+        what = ("head_topk", k, bool(normaliser), bool(rounded))
         found = repeat.again(dispatcher.launchers, what, (hidden, embedding, *scalars, bias, ids), out)
         if found is not None:
             return found
 
     if custom.transformed(hidden, embedding, bias, ids):
         options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "normaliser": normaliser}
-        options["constant"] = constant
+        options |= {"constant": constant, "rounded": bool(rounded)}
         return custom.module_of("head_topk").head_topk(hidden, embedding, k, out=out, **options)
     known, theirs = pair_facts(hidden, embedding)
     (batch, width), vocab = known.shape, theirs.shape[0]
@@ -202,23 +211,25 @@ def head_topk(
     if batch and not width:
         raise ValueError(f"hidden: expected at least one column, got shape {known.shape}")
     row, asked = (None if one is None else arrays.ready(one[0], one[2], one[1]) for one in beside)
-    most = most_rows(vocab, width)
+    most = rows_at_once(vocab, width, known.device)
     if batch > most:
-        options = {"log": log, "temperature": temperature, "bias": row, "normaliser": normaliser, "constant": constant}
+        options = {"log": log, "temperature": temperature, "bias": row, "normaliser": normaliser}
+        options |= {"constant": constant, "rounded": rounded}
         by_parts(
             lambda given, into: head_topk(given[0], embedding, k, ids=given[1], out=tuple(into), **options),
             *(batch, most, (hidden, asked), outputs),
         )
     if not batch or batch > most:
         return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
-    launchers, what = dispatcher.launchers, ("head_topk", k, bool(normaliser))
+    launchers, what = dispatcher.launchers, ("head_topk", k, bool(normaliser), bool(rounded))
     # No kernel accepts an empty array.
     asked, written = (asked, outputs) if n or ids is None else (None, outputs[:-1])
     ready = arrays.ready("hidden", hidden, known), arrays.ready("embedding", embedding, theirs)
     arguments = (*ready, *scalars, row, asked)
     axes = (batch, vocab, width, k, known.dtype, int(bias is not None), n)
     if arrays.is_torch(hidden) and arrays.is_torch(embedding) and way(axes, known) == PRODUCT:
-        run(launchers, what, _product(k, row is not None, asked is not None, normaliser), arguments, written)
+        function = _product(k, row is not None, asked is not None, normaliser, rounded)
+        run(launchers, what, function, arguments, written)
     else:
 
         def around(kernel: Any) -> Any:
@@ -228,7 +239,7 @@ def head_topk(
             return with_scratch(kernel, unshown, len(written) - 2)
 
         problem, where = HeadTopk(*axes), machine_of("hidden", known)
-        wider = replace(problem, k=rounded(k, vocab), ids=rounded(n))
+        wider = replace(problem, k=rounded_up(k, vocab), ids=rounded_up(n))
         launch(dispatcher, problem, where, what, arguments, written, around=around, wider=wider)
     return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
 
@@ -268,6 +279,16 @@ def way(axes: tuple[Any, ...], known: Facts) -> str:
     return found
 
 
+def told_way(problem: HeadTopk, machine: Machine) -> str:
+    """For `explain`: the way of calls with torch tensors, and why."""
+    recorded = dispatcher.way(problem, machine)
+    why = "the record compares both" if recorded else "likely faster by rows, columns and words"
+    if (recorded or likely_way(problem, machine)) == KERNEL:
+        return f"the kernel: {why}"
+    rows = rows_at_once(problem.vocab, problem.hidden, machine.device)
+    return f"PyTorch's product with float32 scores and softmax_topk, up to {rows} rows at a time: {why}"
+
+
 def likely_way(problem: HeadTopk, machine: Machine) -> str:
     """The way likely to be faster, for problems without a record, from rows, columns and words."""
     if machine.kind != "cuda":
@@ -296,21 +317,17 @@ def grouped_rows(problem: HeadTopk) -> int:
     return MANY_GROUPED_ROWS if problem.vocab >= MANY_WORDS else GROUPED_ROWS
 
 
-def _product(k: int, with_bias: bool, with_ids: bool, normaliser: bool) -> Any:
+def _product(k: int, with_bias: bool, with_ids: bool, normaliser: bool, rounded: bool) -> Any:
     """The function that replaces the kernel if PyTorch's product and `softmax_topk` are faster."""
     torch = sys.modules["torch"]
+    multiply = rounded_scores if rounded else float_scores
 
     def call(hidden: Any, embedding: Any, scale: float, log: int, constant: int, *rest: Any) -> None:
         given = iter(rest)
         bias, ids = next(given) if with_bias else None, next(given) if with_ids else None
         values, indices, *others = given
         sums = others.pop(0) if normaliser else None
-        device = hidden.device.type
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                logits = torch.nn.functional.linear(hidden, embedding)
-        else:
-            logits = torch.nn.functional.linear(hidden, embedding)
+        logits = multiply(hidden, embedding)
         temperature = 1.0 if scale == 1.0 else 1.0 / scale
         written = (values, indices, *others)
         softmax_topk(logits, k, log=bool(log) or normaliser, temperature=temperature, bias=bias, ids=ids, out=written)

@@ -23,10 +23,11 @@ def _call(
     normaliser: bool,
     constant: bool,
     heat: Any,
+    rounded: bool,
 ) -> list[Any]:
     temperature = custom.value_of(temperature, heat)
     options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "normaliser": normaliser}
-    options["constant"] = constant
+    options |= {"constant": constant, "rounded": rounded}
     return list(call.head_topk(hidden, embedding, k, **options))
 
 
@@ -43,7 +44,8 @@ def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
 _OPERATOR = custom.define(
     # `heat` is a temperature in a tensor, see `custom.number`.
     "head_topk(Tensor hidden, Tensor embedding, SymInt k, bool log=False, float temperature=1.0, Tensor? bias=None,"
-    " Tensor? ids=None, bool normaliser=False, bool constant=False, Tensor? heat=None) -> Tensor[]",
+    " Tensor? ids=None, bool normaliser=False, bool constant=False, Tensor? heat=None,"
+    " bool rounded=False) -> Tensor[]",
     _call,
     _batched,
     custom.without_backward("hidden, embedding or bias"),
@@ -63,15 +65,16 @@ def head_topk(
     ids: Any = None,
     normaliser: bool = False,
     constant: bool = False,
+    rounded: bool = False,
     shard: tuple[int, int] | None = None,
     out: Any = None,
 ) -> tuple[Any, ...]:
     """The public function as torch.compile traces it."""
     if shard is not None:
         shards.refuse_beside(log, ids)
-        options = {"temperature": temperature, "constant": constant}
+        options = {"temperature": temperature, "constant": constant, "rounded": rounded}
         part = shards.part_of_head(head_topk, _candidate_logits, hidden, embedding, k, shard, bias, **options)
         return custom.written(part, out)
     temperature, heat = custom.number(temperature)
-    found = _OPERATOR(hidden, embedding, k, log, temperature, bias, ids, normaliser, constant, heat)
+    found = _OPERATOR(hidden, embedding, k, log, temperature, bias, ids, normaliser, constant, heat, rounded)
     return custom.written(tuple(found), out)

@@ -1,0 +1,57 @@
+"""PyTorch's product of hidden states and an embedding: the scores of all words, for a limited number of rows."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tvm_sparse.runtime.calls import most_rows
+
+# Bytes of the float32 scores of all words that a call holds at once, by device: with the workspaces of the kernels that
+# read them, less than 256 MB. On a CPU a whole chunk and the rest of the rows have a workspace each.
+SCORE_BYTES = {"cuda": 240_000_000, "cpu": 120_000_000}
+# Rows of the product's tiles, and rows at which kernels' vector loads may begin: chunks are a multiple of these.
+TILE, ALIGNED = 128, 16
+# Bytes of the embedding that are converted to float32 at once, where PyTorch has no product of 16-bit numbers with
+# float32 results.
+CONVERTED_BYTES = 8_000_000
+
+
+def rows_at_once(vocab: int, hidden: int, device: str) -> int:
+    """Rows whose float32 scores fit into the `SCORE_BYTES` of a device, at least 1; a multiple of `TILE` or `ALIGNED` if
+    possible.
+    """
+    most = min(most_rows(vocab, hidden), max(1, SCORE_BYTES[device] // (4 * vocab)))
+    multiple = next((rows for rows in (TILE, ALIGNED) if most >= rows), 1)
+    return most // multiple * multiple
+
+
+def float_scores(hidden: Any, embedding: Any) -> Any:
+    """`hidden @ embedding.T` of torch tensors of one dtype, `(batch, vocab)` float32; 16-bit numbers are multiplied
+    exactly and summed in float32.
+
+    The product of float32 tensors follows `torch.set_float32_matmul_precision`.
+    """
+    torch = sys.modules["torch"]
+    hidden, embedding = hidden.detach(), embedding.detach()
+    rows, vocab = hidden.shape[0], embedding.shape[0]
+    scores = torch.empty((rows, vocab), dtype=torch.float32, device=hidden.device)
+    if hidden.dtype is torch.float32:
+        return torch.mm(hidden, embedding.t(), out=scores)
+    if hidden.is_cuda and hasattr(torch.ops.aten.mm, "dtype_out"):
+        return torch.mm(hidden, embedding.t(), out_dtype=torch.float32, out=scores)
+    states, words = hidden.float(), max(1, CONVERTED_BYTES // (4 * hidden.shape[1]))
+    for first in range(0, vocab, words):
+        part = slice(first, first + words)
+        torch.mm(states, embedding[part].float().t(), out=scores[:, part])
+    return scores
+
+
+def rounded_scores(hidden: Any, embedding: Any) -> Any:
+    """`hidden @ embedding.T` of torch tensors, in their dtype, also under autocast."""
+    torch = sys.modules["torch"]
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return torch.nn.functional.linear(hidden, embedding)
+    return torch.nn.functional.linear(hidden, embedding)
