@@ -18,8 +18,8 @@ CONVERTED_BYTES = 8_000_000
 
 
 def rows_at_once(vocab: int, hidden: int, device: str) -> int:
-    """Rows whose float32 scores fit into the `SCORE_BYTES` of a device, at least 1; a multiple of `TILE` or `ALIGNED` if
-    possible.
+    """Rows whose float32 scores fit into the `SCORE_BYTES` of a device, a multiple of `TILE` or `ALIGNED` if possible;
+    at least 1.
     """
     most = min(most_rows(vocab, hidden), max(1, SCORE_BYTES[device] // (4 * vocab)))
     multiple = next((rows for rows in (TILE, ALIGNED) if most >= rows), 1)
