@@ -103,6 +103,17 @@ def test_what_is_added_to_a_product(scripts: Scripts, tmp_path: Path) -> None:
     assert all(float(line["microseconds"]) > 0 for line in lines)
 
 
+@pytest.mark.timeout(280)
+def test_what_batch_invariance_costs(scripts: Scripts, tmp_path: Path) -> None:
+    out, key = tmp_path / "invariance.csv", "softmax_topk/batch=1,vocab=500,k=8"
+    printed = scripts.run("batch_invariance.py", key, "--target", "cpu", "--batch", "1", "--batch", "3", "--csv", out)
+    assert "one kernel for all batches" in printed
+    lines = lines_of(out)
+    assert [line["batch"] for line in lines] == ["1", "3"]
+    assert len({line["invariant_kernel"] for line in lines}) == 1
+    assert all(float(line["microseconds"]) > 0 and float(line["ratio"]) > 0 for line in lines)
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(280)
 def test_steps_of_table_4(scripts: Scripts, tmp_path: Path) -> None:

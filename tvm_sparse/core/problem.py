@@ -41,6 +41,10 @@ Settings = Mapping[str, float]
 # For axes that most problems leave at their default: `field(default=0, metadata=OPTIONAL)` keeps them out of the key.
 OPTIONAL = {"optional": True}
 
+# Rows of the batch whose decisions serve all batches if results must not depend on the batch: products that read a
+# weight once for 64 rows are bound by memory; more rows take several passes.
+ROWS = 64
+
 
 class ProblemError(ValueError):
     """An axis, dtype or key that is not valid for any problem of the operator."""
@@ -85,6 +89,11 @@ class Problem(ABC):
     # Axes that describe how the data are distributed: decisions are tuned for them, but programs read the data at run
     # time.
     data_axes: ClassVar[tuple[str, ...]] = ()
+    # Axes beside `batch_axis` that count rows, too, which are computed independently: hypotheses that share a list of
+    # candidates, or sequences of a recurrent layer.
+    row_axes: ClassVar[tuple[str, ...]] = ()
+    # Data axes that summarise the batch's rows, each with the value that stands for every batch (`of_any_batch`).
+    typical_rows: ClassVar[Mapping[str, Any]] = {}
     # Extents of arguments that follow from the data alone, such as `nnz`.
     counted: ClassVar[tuple[str, ...]] = ()
     inputs: ClassVar[tuple[Argument, ...]]  # of every problem of the operator; `kernel_inputs` are those of one problem
@@ -188,6 +197,17 @@ class Problem(ABC):
 
     def with_batch(self, extent: int) -> Problem:
         return dataclasses.replace(self, **{self.batch_axis: extent})
+
+    def of_any_batch(self) -> Problem:
+        """The problem of the same rows in a batch of a fixed size: `ROWS`, or 1 if its arrays would be too large.
+
+        It is the same for all batches, for which `configure(batch_invariant=True)` takes its decisions.
+        """
+        axes = {**self.typical_rows, **dict.fromkeys(self.row_axes, 1)}
+        try:
+            return dataclasses.replace(self, **axes, **{self.batch_axis: ROWS})
+        except ProblemError:
+            return dataclasses.replace(self, **axes, **{self.batch_axis: 1})
 
     @classmethod
     def of_call(cls, words: Mapping[str, Any]) -> dict[str, Any]:

@@ -203,6 +203,23 @@ def fallback(
     return candidate
 
 
+def of_any_batch(
+    problem: Problem, machine: Machine, refused: Collection[Candidate] = ()
+) -> tuple[Problem, Candidate]:
+    """The candidate with which a row's result does not depend on its batch, and the problem for which it is compiled.
+
+    Both follow from the problem without its batch. If other axes than the batch count rows (`Problem.row_axes`), they
+    are extents of the program, which the last fallback template fits with the same decisions whatever they are.
+    """
+    alike = problem.of_any_batch()
+    if not problem.row_axes:
+        return alike, fallback(alike, machine, cooperative=False, refused=refused)
+    template = registry.find(problem.operator).fallbacks[machine.kind][-1]
+    rows = {name: problem.axes[name] for name in problem.row_axes}
+    candidate = default(template, template.space(alike, machine), alike, machine)
+    return dataclasses.replace(alike, **rows), candidate  # type: ignore[arg-type]
+
+
 def refusal(candidate: Candidate, problem: Problem, machine: Machine) -> str | None:
     """None if a candidate can be built for a problem on a machine, else the reason as a sentence."""
     try:

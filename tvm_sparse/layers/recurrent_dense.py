@@ -14,6 +14,7 @@ import torch
 from ..core.machine import Machine
 from ..operators.bsr_matmul.dense import DENSE, KERNEL, Likely
 from ..operators.recurrent_backward.autograd import pattern_of
+from ..runtime import dispatch
 
 OPERATORS: dict[str, Any] = {
     "tanh": torch._VF.rnn_tanh,  # type: ignore[attr-defined]
@@ -69,6 +70,8 @@ def likely_way(call: DenseCall, machine: Machine) -> Likely:
     why = inexpressible(call)
     if why is not None:
         return Likely(KERNEL, why)
+    if dispatch.dispatcher.batch_invariant:
+        return Likely(KERNEL, dispatch.UNCHANGING)
     if machine.kind != "cuda" or not machine.has_warpgroups or call.dtype != "float16":
         return Likely(KERNEL, f"nothing is known of a faster dense layer in {call.dtype} on {machine.arch}")
     if call.density < LEAST_DENSITY:

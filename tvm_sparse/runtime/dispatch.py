@@ -37,12 +37,15 @@ from ..core.machine import Machine, UnknownArch
 from ..core.problem import Problem
 from ..core.registry import make, parse
 from . import cache, loading, paths
-from .lookup import POLICIES, Built, Choice, Evidence, Known, choose, fallback, known_of, same_program
+from .lookup import POLICIES, Built, Choice, Evidence, Known, choose, fallback, known_of, of_any_batch, same_program
 
 logger = logging.getLogger("tvm_sparse")
 
 # Ways of look-up for which the times of the record apply to the call.
 RECORDED = ("exact", "bucket")
+
+# Why calls do not take PyTorch's products with `batch_invariant`, for `explain`.
+UNCHANGING = "with batch_invariant results must not depend on the batch"
 
 # The environment variable with the policy of a process, unless `configure` sets one.
 POLICY = "TVM_SPARSE_POLICY"
@@ -116,7 +119,7 @@ class Dispatcher:
 
     Attributes
     ----------
-    policy, compiles, measures
+    policy, compiles, measures, batch_invariant
         As `configure` sets them; None: the environment's policy.
     launchers
         Launchers that public functions keep for repeated calls. It is replaced by a new empty dict whenever the choice
@@ -148,6 +151,7 @@ class Dispatcher:
         self.policy: str | None = None
         self.compiles = True
         self.measures = 0.0
+        self.batch_invariant = False
         self._measured: set[tuple[Problem, Machine]] = set()  # attempted, with or without success
 
     def configure(
@@ -156,12 +160,14 @@ class Dispatcher:
         compiles: bool | None = None,
         logs: tuple[Path, ...] | None = None,
         measures: float | None = None,
+        batch_invariant: bool | None = None,
     ) -> None:
         """Set what is not None, and look all kernels up again."""
         with self._lock:
             self.policy = self.policy if policy is None else policy
             self.compiles = self.compiles if compiles is None else compiles
             self.measures = self.measures if measures is None else measures
+            self.batch_invariant = self.batch_invariant if batch_invariant is None else batch_invariant
             if logs is not None:
                 self._more_logs = logs
                 # Also if the folders are the same, since records may have been added.
@@ -225,7 +231,7 @@ class Dispatcher:
         itself has neither a record nor a library and would have to be compiled.
         """
         asked = problem, machine
-        if wider == problem or asked in self._kernels:
+        if wider == problem or asked in self._kernels or self.batch_invariant:
             return problem
         found = self._serving.get(asked)
         if found is None:
@@ -239,7 +245,7 @@ class Dispatcher:
         """The explanation of what `kernel` would return, without loading or compiling."""
         with self._lock:
             choice, located = self._decide(problem, machine, self._sources(machine))
-            return _explanation(problem, machine, choice, located, self._may_compile())
+            return _explanation(problem, machine, choice, located, self._may_compile(), self.batch_invariant)
 
     def choice(self, problem: Problem, machine: Machine) -> Choice:
         """The decisions that `kernel` uses, and the problem for which they are compiled."""
@@ -250,10 +256,12 @@ class Dispatcher:
         """The fastest way to an operator's result (`Best.ways`), from the record of the problem or of the next larger
         batch.
 
-        None if there is no record, or it does not compare ways.
+        None if there is no record, if it does not compare ways, and if results must not depend on the batch.
         """
         if self._taken is not None and self._taken[:2] == (problem, machine):
             return self._taken[2]
+        if self.batch_invariant:
+            return None
         found = self.explain(problem, machine)
         return found.figures.get("way") if found.how in RECORDED else None
 
@@ -288,7 +296,7 @@ class Dispatcher:
 
     def _is_unmeasured(self, problem: Problem, machine: Machine) -> bool:
         """Whether the problem has no record of its own, and no measurement was attempted."""
-        if (problem, machine) in self._measured or not self._may_compile():
+        if (problem, machine) in self._measured or not self._may_compile() or self.batch_invariant:
             return False
         return self._decide(problem, machine, self._sources(machine))[0].how != "exact"
 
@@ -397,7 +405,7 @@ class Dispatcher:
                     _explained(reason),
                     choice.candidate,
                 )
-                if choice.how not in POLICIES[policy := self._policy()]:
+                if choice.how not in POLICIES[policy := self._policy()] and not self.batch_invariant:
                     raise loading.Miss(f"{problem.typed} on {machine.arch}: {choice.why}. The policy is {policy!r}")
                 located = self._find(choice, machine, self._sources(machine))
                 found = self._retreating(problem, machine, self._loaded(problem, machine, choice, located))
@@ -414,6 +422,8 @@ class Dispatcher:
     def _instead(self, problem: Problem, machine: Machine) -> Choice:
         """The choice that replaces kernels of an operator that were refused."""
         refused = self._refused[problem.operator, machine]
+        if self.batch_invariant:
+            return of_any_batch(problem, machine, refused)
         why = f"this GPU does not launch {', '.join(map(str, refused))}: {_explained(next(reversed(refused.values())))}"
         return fallback(problem, machine, why, cooperative=False, refused=refused)
 
@@ -440,10 +450,13 @@ class Dispatcher:
             [located] = self._compile([choice], machine)
             function = self._function(*located)
         function = loading.with_workspaces(function, located[1].workspaces, problem, machine.kind)
-        return Kernel(function, located[1], _explanation(problem, machine, choice, located, self._may_compile()))
+        explanation = _explanation(problem, machine, choice, located, self._may_compile(), self.batch_invariant)
+        return Kernel(function, located[1], explanation)
 
     def _warn(self, problem: Problem, machine: Machine, choice: Choice) -> None:
         """Warn that a problem is not tuned, once for all its batches."""
+        if self.batch_invariant:
+            return
         command = _tune_command(problem, machine, choice)
         others = tuple(value for name, value in problem.axes.items() if name != problem.batch_axis)
         what = (problem.operator, *others, machine)
@@ -563,6 +576,9 @@ class Dispatcher:
         self, problem: Problem, machine: Machine, sources: list[_Source]
     ) -> tuple[Choice, tuple[Path, Entry] | None]:
         """The decisions for a problem, and the library that implements them, if there is one."""
+        if self.batch_invariant:
+            choice = of_any_batch(problem, machine, self._refused.get((problem.operator, machine), {}))
+            return choice, self._find(choice, machine, sources)
         choice = choose(problem, machine, self._evidence(problem, machine, sources, compiles=True))
         if choice.candidate in self._refused.get((problem.operator, machine), {}):
             choice = self._instead(problem, machine)
@@ -579,7 +595,7 @@ class Dispatcher:
         choice, located = self._decide(problem, machine, sources)
         if located is None:
             self._require_compiler(problem, machine)
-        if choice.how not in POLICIES[policy := self._policy()]:
+        if choice.how not in POLICIES[policy := self._policy()] and not self.batch_invariant:
             command = _tune_command(problem, machine, choice)
             raise loading.Miss(
                 f"{problem.typed} on {machine.arch}: {choice.why}. The policy is {policy!r}: only"
@@ -698,7 +714,12 @@ def _intact(folder: Path, entry: Entry) -> bool:
 
 
 def _explanation(
-    problem: Problem, machine: Machine, choice: Choice, located: tuple[Path, Entry] | None, compiles: bool
+    problem: Problem,
+    machine: Machine,
+    choice: Choice,
+    located: tuple[Path, Entry] | None,
+    compiles: bool,
+    invariant: bool,
 ) -> Explanation:
     return Explanation(
         problem=problem.key,
@@ -709,7 +730,7 @@ def _explanation(
         figures=dict(choice.figures),
         library=str(located[0] / located[1].library) if located else None,
         why=choice.why,
-        tune=_tune_command(problem, machine, choice),
+        tune=None if invariant else _tune_command(problem, machine, choice),
         compiles=compiles,
     )
 
@@ -757,6 +778,7 @@ def configure(
     compile: bool | None = None,
     logs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
     measure: float | None = None,
+    batch_invariant: bool | None = None,
 ) -> None:
     """Set which kernels calls of this process may run; arguments that are not given leave their setting unchanged.
 
@@ -773,6 +795,11 @@ def configure(
     measure
         Seconds that the first call of a problem may spend on timing the few best candidates of look-up, if the problem
         has no record of its own: see `warmup`. 0, the default: calls measure nothing.
+    batch_invariant
+        Whether the bits of a row's result depend on nothing but the row: not on the batch, on records, or on libraries
+        that happen to exist. Each problem then runs one kernel for all batches, a template's default for a batch of 64
+        rows, and neither PyTorch's products nor cuDNN; policy and `measure` have no effect. Calls are slower where
+        another kernel is faster for their batch (docs/batch-invariance.md has a table). Default: False.
     logs
         Folders of records that look-up reads besides the package's and the user's, such as those of `tvm-sparse tune
         --logs`. They have priority, the last one most. They replace folders given before; `()` gives none. Records
@@ -799,7 +826,8 @@ def configure(
             if not folder.is_dir():
                 wanted = "expected a folder of records, as tvm-sparse tune --logs FOLDER writes it"
                 raise NotADirectoryError(f"logs: {wanted}, got {str(folder)!r}, which is none")
-    dispatcher.configure(policy, compile, folders, None if measure is None else _seconds("measure", measure))
+    seconds = None if measure is None else _seconds("measure", measure)
+    dispatcher.configure(policy, compile, folders, seconds, None if batch_invariant is None else bool(batch_invariant))
 
 
 def _seconds(name: str, value: float) -> float:

@@ -168,6 +168,14 @@ def fallback(
     return Choice("fallback", why, problem, spaces.fallback(problem, machine, cooperative, refused), None, {})
 
 
+def of_any_batch(problem: Problem, machine: Machine, refused: Collection[Candidate] = ()) -> Choice:
+    """The choice with which a row's result does not depend on its batch, see `spaces.of_any_batch`."""
+    compiled_for, candidate = spaces.of_any_batch(problem, machine, refused)
+    rows = compiled_for.batch_extent
+    why = f"batch_invariant: a template's default for {problem.batch_axis}={rows}, whatever the batch and the records"
+    return Choice("fallback", why, compiled_for, candidate, None, {})
+
+
 @dataclass(frozen=True)
 class Judge:
     """Decides whether another problem's decisions are expected to beat the fallback of this one.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime import arrays, dispatch
 
 from .problem import BsrMatmul, activated
 
@@ -76,6 +76,8 @@ def likely_way(problem: BsrMatmul, machine: Machine) -> Likely:
 
     There is evidence for products of warpgroups in 16 bits; elsewhere the kernel is taken.
     """
+    if dispatch.dispatcher.batch_invariant:
+        return Likely(KERNEL, dispatch.UNCHANGING)
     if machine.kind != "cuda" or not machine.has_warpgroups or numpy_dtype(problem.dtype).itemsize != 2:
         return Likely(KERNEL, f"nothing is known of dense products in {problem.dtype} on {machine.arch}")
     sparse, dense = min(time_of_warps(problem), time_of_warpgroups(problem)), dense_time(problem)

@@ -49,6 +49,7 @@ class CandidateLogits(Problem):
 
     operator: ClassVar[str] = "candidate_logits"
     batch_axis: ClassVar[str] = "lists"
+    row_axes: ClassVar[tuple[str, ...]] = ("beam",)
     data_axes: ClassVar[tuple[str, ...]] = ("vocab",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         *CandidateTopk.inputs[:2],

@@ -58,6 +58,7 @@ class CandidateTopk(Problem):
 
     operator: ClassVar[str] = "candidate_topk"
     batch_axis: ClassVar[str] = "lists"
+    row_axes: ClassVar[tuple[str, ...]] = ("beam",)
     data_axes: ClassVar[tuple[str, ...]] = ("vocab",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("hidden", ("lists", "beam", "hidden"), "dtype", "Hidden states, the rows of a list side by side."),

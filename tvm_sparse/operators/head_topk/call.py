@@ -28,7 +28,7 @@ from tvm_sparse.runtime.calls import (
     with_scratch,
     without_gradient,
 )
-from tvm_sparse.runtime.dispatch import dispatcher
+from tvm_sparse.runtime.dispatch import UNCHANGING, dispatcher
 from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Shard, Signature
 
 from .problem import EIGHT, SIXTEEN, HeadTopk
@@ -283,6 +283,7 @@ def told_way(problem: HeadTopk, machine: Machine) -> str:
     """For `explain`: the way of calls with torch tensors, and why."""
     recorded = dispatcher.way(problem, machine)
     why = "the record compares both" if recorded else "likely faster by rows, columns and words"
+    why = UNCHANGING if dispatcher.batch_invariant else why
     if (recorded or likely_way(problem, machine)) == KERNEL:
         return f"the kernel: {why}"
     rows = rows_at_once(problem.vocab, problem.hidden, machine.device)
@@ -291,7 +292,7 @@ def told_way(problem: HeadTopk, machine: Machine) -> str:
 
 def likely_way(problem: HeadTopk, machine: Machine) -> str:
     """The way likely to be faster, for problems without a record, from rows, columns and words."""
-    if machine.kind != "cuda":
+    if machine.kind != "cuda" or dispatcher.batch_invariant:
         return KERNEL
     size = numpy_dtype(problem.dtype).itemsize
     if problem.hidden * size % VECTOR_BYTES or problem.k > FUSED_K:

@@ -67,6 +67,7 @@ class NhotLookup(Problem):
 
     operator: ClassVar[str] = "nhot_lookup"
     batch_axis: ClassVar[str] = "rows"
+    typical_rows: ClassVar[Mapping[str, Any]] = {"nonzeros": 16}
     # Programs read at run time how many rows the table has, and how many of them a row of `a` selects.
     data_axes: ClassVar[tuple[str, ...]] = ("vocab", "nonzeros")
     counted: ClassVar[tuple[str, ...]] = ("nnz",)

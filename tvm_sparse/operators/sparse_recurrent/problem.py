@@ -80,6 +80,7 @@ class RecurrentLayer(Problem):
     resets: int = field(default=0, metadata=OPTIONAL)
 
     batch_axis: ClassVar[str] = "steps"
+    row_axes: ClassVar[tuple[str, ...]] = ("batch",)
     sequential: ClassVar[bool] = True
     data_axes: ClassVar[tuple[str, ...]] = ("nonzeros",)
     outputs: ClassVar[tuple[Argument, ...]] = (

@@ -1,0 +1,201 @@
+"""`configure(batch_invariant=True)`: the bits of a row's result depend on nothing but the row."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import REALISTIC, SM80, SM90, calls_run, use_dispatcher
+
+torch = pytest.importorskip("torch")
+
+import forms  # noqa: E402
+from forms import CASES, SIGNATURES  # noqa: E402
+
+import tvm_sparse  # noqa: E402
+from tvm_sparse.core import machine, spaces  # noqa: E402
+from tvm_sparse.core.problem import Problem, ProblemError  # noqa: E402
+from tvm_sparse.core.registry import parse  # noqa: E402
+from tvm_sparse.operators.bsr_matmul import call as bsr_call  # noqa: E402
+from tvm_sparse.operators.head_topk import call as head_call  # noqa: E402
+from tvm_sparse.runtime.dispatch import Dispatcher  # noqa: E402
+
+# Small problems of each public function, and large ones, in 16 bits, of those that serve a model: without the axes that
+# count rows.
+KEYS: dict[str, str] = {
+    "softmax": "softmax/batch=1,vocab=701", "log_softmax": "softmax/batch=1,vocab=701",
+    "logsumexp": "logsumexp/batch=1,vocab=701", "softmax_topk": "softmax_topk/batch=1,vocab=701,k=8,bias=1,ids=8",
+    "softmax_sample": "softmax_sample/batch=1,vocab=701,k=128,per_row=1",
+    "head_topk": "head_topk/batch=1,vocab=701,hidden=72,k=8,dtype=bfloat16,bias=1,ids=8",
+    "candidate_topk": "candidate_topk/lists=1,beam=1,vocab=301,hidden=72,m=60,k=8",
+    "candidate_logits": "candidate_logits/lists=1,beam=1,vocab=301,hidden=72,m=60",
+    "bsr_matmul": "bsr_matmul/m=1,k=128,n=96,block=16,sparsity=0.5,bias=1",
+    "nhot_lookup": "nhot_lookup/rows=1,vocab=50,width=33,nonzeros=5,weighted=1",
+    "wta_hash": "wta_hash/batch=1,hidden=40,k=8,units=2,bands=60",
+    "lsh_lookup": "lsh_lookup/lists=1,beam=3,vocab=700,bands=60,bits=6",
+    "lsh_candidates": "lsh_candidates/lists=1,beam=3,hidden=40,vocab=700,k=8,units=2,bands=60,capacity=50",
+    "lsh_topk": "lsh_topk/lists=1,beam=3,hidden=40,vocab=700,frequent=50,n=8,k=8,units=2,bands=60",
+    "sparse_recurrent": "sparse_recurrent/steps=4,batch=1,hidden=40,nonzeros=10,cell=lstm",
+    "block_recurrent": "block_recurrent/steps=4,batch=1,hidden=32,nonzeros=4,cell=gru",
+    "compaction": "compaction/lists=1,vocab=700,capacity=50",
+}  # fmt: skip
+LARGE: dict[str, str] = {
+    "softmax": "softmax/batch=1,vocab=128256,dtype=bfloat16",
+    "logsumexp": "logsumexp/batch=1,vocab=128256,dtype=bfloat16",
+    "softmax_topk": "softmax_topk/batch=1,vocab=128256,k=20,dtype=bfloat16",
+    "softmax_sample": "softmax_sample/batch=1,vocab=128256,k=64,per_row=1,dtype=bfloat16",
+    "head_topk": "head_topk/batch=1,vocab=32000,hidden=1024,k=20,dtype=bfloat16",
+    "bsr_matmul": "bsr_matmul/m=1,k=1024,n=1024,block=64,sparsity=0.8,dtype=bfloat16",
+    "candidate_topk": "candidate_topk/lists=1,beam=1,vocab=32000,hidden=1024,m=2000,k=12,dtype=bfloat16",
+}
+BATCHES = (1, 5, 24)
+MANY = (1, 2, 3, 5, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 256, 257, 384, 511, 512)
+
+
+def rows_axis(problem: Problem) -> str:
+    """The axis that counts a caller's rows."""
+    return problem.row_axes[0] if problem.row_axes else problem.batch_axis
+
+
+def in_batch(problem: Problem, rows: int) -> Problem:
+    return dataclasses.replace(problem, **{rows_axis(problem): rows})
+
+
+def batches_of(problem: Problem) -> tuple[int, ...]:
+    """Few where each needs a program of its own."""
+    return BATCHES[::2] if problem.row_axes else BATCHES
+
+
+def of_rows(problem: Problem, inputs: list[Any], rows: np.ndarray) -> tuple[Problem, list[Any]]:
+    """The problem of some rows of another one, and its inputs."""
+    if not problem.row_axes:
+        return problem.with_batch(len(rows)), problem.sample(inputs, rows)
+    axis = problem.row_axes[0]
+    found = [
+        np.take(array, rows, argument.shape.index(axis)) if axis in argument.shape else array
+        for argument, array in zip(problem.kernel_inputs, inputs, strict=True)
+    ]
+    return dataclasses.replace(problem, **{axis: len(rows)}), found
+
+
+def call(name: str, problem: Problem, inputs: list[Any], device: str) -> list[tuple[str, np.ndarray]]:
+    """The results of a public function, with the axis of rows first."""
+    names = [argument.name for argument in problem.kernel_inputs]
+    given = CASES[name].arguments(problem, {**dict(zip(names, inputs, strict=True)), **CASES[name].settings})
+    wanted = {argument.name for argument in SIGNATURES[name].arguments}
+    if name == "head_topk":
+        given["normaliser"] = True
+    passed = {key: forms.placed(value, "torch", device, "", problem) for key, value in given.items() if key in wanted}
+    found = getattr(tvm_sparse, name)(**passed)
+    found = found if isinstance(found, tuple) else (found,)
+    axis = rows_axis(problem)
+    result = []
+    for output, array in zip(problem.kernel_outputs, found, strict=False):
+        array = array.float().cpu().numpy() if array.is_floating_point() else array.cpu().numpy()
+        place = output.shape.index(axis) if axis in output.shape and len(output.shape) == array.ndim else 0
+        result.append((output.name, np.moveaxis(array, place, 0)))
+    return result
+
+
+def check(name: str, key: str, batches: tuple[int, ...], device: str) -> None:
+    problem = parse(key)
+    whole = in_batch(problem, max(batches))
+    inputs = whole.generate(5)
+    expected = call(name, whole, inputs, device)
+    assert expected[0][1].size
+    rng = np.random.default_rng(3)
+    for batch in batches:
+        rows = np.sort(rng.permutation(max(batches))[:batch])
+        found = call(name, *of_rows(whole, inputs, rows), device)
+        for (output, have), (_, want) in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(have, want[rows], f"{name}: {output} of {batch} rows", strict=True)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]:
+    with calls_run((), tmp_path_factory.mktemp("kernels")) as found:
+        found.configure(batch_invariant=True)
+        problems = [in_batch(parse(key), rows) for key in KEYS.values() for rows in batches_of(parse(key))]
+        found.warmup([problem.as_called() for problem in problems], machine.cpu(), builders=2)
+        yield found
+
+
+def test_every_public_function_with_rows_has_a_problem() -> None:
+    assert set(KEYS) == set(CASES)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_bits_of_a_row_do_not_depend_on_its_batch(name: str, own: Dispatcher) -> None:
+    check(name, KEYS[name], batches_of(parse(KEYS[name])), "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize("name", KEYS)
+def test_bits_of_a_row_on_a_gpu(name: str, size: str) -> None:
+    keys = KEYS if size == "small" else LARGE
+    if name not in keys:
+        pytest.skip("has one size")
+    tvm_sparse.configure(batch_invariant=True)
+    try:
+        check(name, keys[name], MANY, "cuda")
+    finally:
+        tvm_sparse.configure(batch_invariant=False)
+
+
+@pytest.mark.parametrize("where", [SM80, SM90, machine.cpu()], ids=str)
+def test_one_kernel_serves_all_batches(where: machine.Machine) -> None:
+    """Whatever records ship, and whatever libraries are there; and it is a point of its template's space."""
+    own = Dispatcher()
+    own.configure(batch_invariant=True)
+    for key in (*REALISTIC, *KEYS.values(), *LARGE.values()):
+        problem, found = key if isinstance(key, Problem) else parse(key), set()
+        for rows in (1, 8, 33, 128, 512):
+            try:
+                asked = in_batch(problem, rows)
+            except ProblemError:
+                continue
+            choice = own.choice(asked, where)
+            assert not spaces.find(choice.candidate.template, problem.operator).cooperative
+            refusal = spaces.refusal(choice.candidate, choice.compiled_for, where)
+            assert refusal is None, (asked.key, refusal)
+            compiled_for = dataclasses.replace(choice.compiled_for, **dict.fromkeys(problem.row_axes, 1))
+            found.add((choice.candidate, compiled_for))
+        assert len(found) == 1, problem.key
+
+
+def test_neither_records_nor_other_ways_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record of the very problem decides without, and has no effect with it; products of PyTorch run without only."""
+    own = Dispatcher()
+    use_dispatcher(monkeypatch, own)
+    tuned = parse("softmax_topk/batch=10,vocab=25000,k=5,dtype=float32")
+    head = parse("head_topk/batch=2000,vocab=128256,hidden=4096,k=20,dtype=bfloat16")
+    blocks = parse("bsr_matmul/m=4096,k=4096,n=4096,block=16,sparsity=0.5,dtype=bfloat16")
+
+    def ways() -> tuple[str, ...]:
+        return head_call.likely_way(head, SM90), bsr_call.likely_way(blocks, SM90).way
+
+    assert own.explain(tuned, SM90).how == "exact" and ways() == ("product", "dense")
+    own.configure(policy="exact", batch_invariant=True)
+    found = own.explain(tuned, SM90)
+    assert found.how == "fallback" and found.tune is None and "whatever the batch and the records" in found.why
+    assert ways() == ("kernel", "kernel") and own.way(head, SM90) is None
+    assert "must not depend on the batch" in head_call.told_way(head, SM90)
+    assert own.serving(tuned, dataclasses.replace(tuned, k=8), SM90) == tuned
+    own.configure(policy="any", batch_invariant=False)
+    assert own.explain(tuned, SM90).how == "exact" and ways() == ("product", "dense")
+
+
+def test_configure_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_dispatcher(monkeypatch, dispatcher := Dispatcher())
+    assert not dispatcher.batch_invariant
+    launchers = dispatcher.launchers
+    tvm_sparse.configure(batch_invariant=True)
+    assert dispatcher.batch_invariant and dispatcher.launchers is not launchers
+    tvm_sparse.configure(compile=True)  # what is not given stays
+    assert dispatcher.batch_invariant
+    tvm_sparse.configure(batch_invariant=False)
+    assert not dispatcher.batch_invariant
