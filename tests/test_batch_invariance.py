@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import REALISTIC, SM80, SM90, calls_run, use_dispatcher
+from cases import REALISTIC, SM80, SM90, calls_run, needs_cuda, own_on_host, run_emulated, thorough, use_dispatcher
 
 torch = pytest.importorskip("torch")
 
@@ -21,6 +21,8 @@ from tvm_sparse.core.problem import Problem, ProblemError  # noqa: E402
 from tvm_sparse.core.registry import parse  # noqa: E402
 from tvm_sparse.operators.bsr_matmul import call as bsr_call  # noqa: E402
 from tvm_sparse.operators.head_topk import call as head_call  # noqa: E402
+from tvm_sparse.operators.softmax_topk import call as topk_call  # noqa: E402
+from tvm_sparse.runtime import arrays  # noqa: E402
 from tvm_sparse.runtime.dispatch import Dispatcher  # noqa: E402
 
 # Small problems of each public function, and large ones, in 16 bits, of those that serve a model: without the axes that
@@ -43,6 +45,7 @@ KEYS: dict[str, str] = {
     "compaction": "compaction/lists=1,vocab=700,capacity=50",
 }  # fmt: skip
 LARGE: dict[str, str] = {
+    "nhot_lookup": "nhot_lookup/rows=1,vocab=50000,width=512,nonzeros=60,dtype=float16",
     "softmax": "softmax/batch=1,vocab=128256,dtype=bfloat16",
     "logsumexp": "logsumexp/batch=1,vocab=128256,dtype=bfloat16",
     "softmax_topk": "softmax_topk/batch=1,vocab=128256,k=20,dtype=bfloat16",
@@ -130,6 +133,61 @@ def test_every_public_function_with_rows_has_a_problem() -> None:
 @pytest.mark.parametrize("name", KEYS)
 def test_bits_of_a_row_do_not_depend_on_its_batch(name: str, own: Dispatcher) -> None:
     check(name, KEYS[name], batches_of(parse(KEYS[name])), "cpu")
+
+
+EMULATED = ("softmax_topk", "softmax_sample", "nhot_lookup", "bsr_matmul")
+MORE_EMULATED = (
+    "softmax",
+    "logsumexp",
+    "head_topk",
+    "candidate_topk",
+    "wta_hash",
+    "lsh_candidates",
+    "sparse_recurrent",
+)
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", [*EMULATED, *map(thorough, MORE_EMULATED)])
+def test_bits_of_a_row_on_an_emulated_gpu(name: str) -> None:
+    """Rows at other places of a batch, of the kernel that an H200 runs."""
+    key = KEYS[name].replace("vocab=701", "vocab=704") if name == "softmax_topk" else KEYS[name]  # as calls copy them
+    whole = in_batch(parse(key), 6)
+    inputs = whole.generate(5)
+    results = []
+    for rows in (np.arange(6), np.array([1, 2, 5]), np.array([4])):
+        problem, given = of_rows(whole, inputs, rows)
+        compiled_for, candidate = spaces.of_any_batch(problem, SM90)
+        program = spaces.find(candidate.template, problem.operator).build(compiled_for, candidate.values)
+        results.append((rows, run_emulated(program, problem, given, own_on_host(program, problem))))
+    for rows, found in results[1:]:
+        for output, have, want in zip(whole.kernel_outputs, found, results[0][1], strict=True):
+            place = output.shape.index(rows_axis(whole)) if rows_axis(whole) in output.shape else 0
+            np.testing.assert_array_equal(have, np.take(want, rows, place), output.name)
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_copy_in_whole_vectors_has_the_same_results(library: str, dtype: str, own: Dispatcher) -> None:
+    """It is made where a row's place decides how kernels on a GPU group its entries; masked words, NaN and words out of
+    range are as before."""
+    rng = np.random.default_rng(5)
+    for vocab in (61, 64, 95):
+        logits = rng.standard_normal((6, vocab)).astype(dtype)
+        logits[1, 5:] = -np.inf
+        logits[2, 3] = np.nan
+        bias = rng.standard_normal(vocab).astype(np.float32)
+        allowed = rng.integers(-(2**31), 2**31, (6, -(-vocab // 32))).astype(np.int32)
+        ids = rng.integers(-2, vocab + 5, (6, 7))
+        given = [forms.placed(one, library, "cpu", "", None) for one in (logits, bias, allowed, ids)]
+        known = arrays.facts("logits", given[0])
+        assert topk_call._ends_within_a_vector(known) == (vocab != 64)
+        for row, bitmap, asked in ((None, None, None), given[1:]):
+            wanted = tvm_sparse.softmax_topk(given[0], 40, bias=row, allowed=bitmap, ids=asked, log=True)
+            outputs = [torch.zeros_like(one) if library == "torch" else np.zeros_like(one) for one in wanted]
+            topk_call._in_whole_vectors(given[0], known, 40, row, bitmap, asked, outputs, {"log": True})
+            for have, want in zip(outputs, wanted, strict=True):
+                np.testing.assert_allclose(have, want, rtol=1e-6)
 
 
 @pytest.mark.gpu

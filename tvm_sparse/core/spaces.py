@@ -203,9 +203,7 @@ def fallback(
     return candidate
 
 
-def of_any_batch(
-    problem: Problem, machine: Machine, refused: Collection[Candidate] = ()
-) -> tuple[Problem, Candidate]:
+def of_any_batch(problem: Problem, machine: Machine, refused: Collection[Candidate] = ()) -> tuple[Problem, Candidate]:
     """The candidate with which a row's result does not depend on its batch, and the problem for which it is compiled.
 
     Both follow from the problem without its batch. If other axes than the batch count rows (`Problem.row_axes`), they
