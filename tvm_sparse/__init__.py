@@ -29,6 +29,7 @@ _GENERAL = {
     "beam_search": "layers.beam",
     "LmHead": "layers.lm_head",
     "merge_topk": "layers.shards",
+    "head_sample": "layers.head_sample",
     "SparseRNN": "layers.recurrent",
     "SparseLSTM": "layers.recurrent",
     "SparseGRU": "layers.recurrent",

@@ -3,6 +3,7 @@
 from . import distributed as distributed
 from . import nn as nn
 from .layers.beam import beam_search as beam_search
+from .layers.head_sample import head_sample as head_sample
 from .layers.lm_head import LmHead as LmHead
 from .layers.lsh_head import LshHead as LshHead
 from .layers.pruning import GradualPruning as GradualPruning

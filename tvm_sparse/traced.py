@@ -72,3 +72,9 @@ def merge_topk(parts: Any, k: int) -> Any:
     from .layers.shards import merged
 
     return merged(parts, k)
+
+
+def head_sample(*args: Any, **options: Any) -> Any:
+    from .layers.head_sample import traced
+
+    return traced(*args, **options)

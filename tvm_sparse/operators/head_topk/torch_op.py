@@ -8,6 +8,7 @@ from tvm_sparse.operators.softmax_topk import shards
 from tvm_sparse.runtime import custom
 
 from . import call
+from .product import float_scores
 
 __all__ = ["head_topk"]
 
@@ -49,6 +50,22 @@ _OPERATOR = custom.define(
     _call,
     _batched,
     custom.without_backward("hidden, embedding or bias"),
+)
+
+
+def _batched_scores(info: Any, in_dims: Any, hidden: Any, embedding: Any) -> Any:
+    """Rows of all examples together."""
+    custom.unbatched("head_sample", in_dims[1:], ("embedding",))
+    hidden = custom.in_front(hidden, in_dims[0], info.batch_size)
+    return head_scores(hidden.flatten(0, 1), embedding).unflatten(0, hidden.shape[:2]), 0
+
+
+# `float_scores`, which a graph of `head_sample` contains.
+head_scores = custom.define(
+    "head_scores(Tensor hidden, Tensor embedding) -> Tensor",
+    float_scores,
+    _batched_scores,
+    custom.without_backward("hidden or embedding"),
 )
 
 _candidate_logits = custom.module_of("candidate_logits").candidate_logits
