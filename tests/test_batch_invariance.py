@@ -190,18 +190,27 @@ def test_a_copy_in_whole_vectors_has_the_same_results(library: str, dtype: str, 
                 np.testing.assert_allclose(have, want, rtol=1e-6)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", ["small", "large"])
-@pytest.mark.parametrize("name", KEYS)
-def test_bits_of_a_row_on_a_gpu(name: str, size: str) -> None:
-    keys = KEYS if size == "small" else LARGE
-    if name not in keys:
-        pytest.skip("has one size")
+ON_GPU = [*((name, key) for name, key in KEYS.items()), *((f"large {name}", key) for name, key in LARGE.items())]
+
+
+def many_of(problem: Problem) -> tuple[int, ...]:
+    """Few where each needs a program of its own."""
+    return (1, 5, 64, 200) if problem.row_axes else MANY
+
+
+@pytest.fixture(scope="module")
+def on_gpu() -> Iterator[None]:
     tvm_sparse.configure(batch_invariant=True)
-    try:
-        check(name, keys[name], MANY, "cuda")
-    finally:
-        tvm_sparse.configure(batch_invariant=False)
+    problems = [in_batch(parse(key), rows) for _, key in ON_GPU for rows in many_of(parse(key))]
+    tvm_sparse.warmup([problem.as_called() for problem in problems], target="cuda")
+    yield
+    tvm_sparse.configure(batch_invariant=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "key"), ON_GPU, ids=[name for name, _ in ON_GPU])
+def test_bits_of_a_row_on_a_gpu(name: str, key: str, on_gpu: None) -> None:
+    check(name.removeprefix("large "), key, many_of(parse(key)), "cuda")
 
 
 @pytest.mark.parametrize("where", [SM80, SM90, machine.cpu()], ids=str)
