@@ -38,6 +38,12 @@ def softmax_sample(*args: Any, **options: Any) -> Any:
     return softmax_sample(*args, **options)
 
 
+def edit_logits(*args: Any, **options: Any) -> Any:
+    from .operators.edit_logits.torch_op import edit_logits
+
+    return edit_logits(*args, **options)
+
+
 def head_topk(*args: Any, **options: Any) -> Any:
     from .operators.head_topk.torch_op import head_topk
 
