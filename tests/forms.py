@@ -25,7 +25,7 @@ from tvm_sparse.core import registry
 from tvm_sparse.core.problem import FLOATS, Problem
 from tvm_sparse.core.registry import parse
 from tvm_sparse.operators.block_recurrent.call import BlockRecurrentWeights
-from tvm_sparse.operators.edit_logits.problem import PENALTIES
+from tvm_sparse.operators.edit_logits.penalties import PENALTIES
 from tvm_sparse.operators.sparse_recurrent.call import RecurrentWeights
 from tvm_sparse.runtime.signature import ROWS, Absent, Number, Output, Shard, Signature, Structure, Text
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, Program, Table, Template, ceildiv, powers
-from tvm_sparse.operators.edit_logits.problem import PENALTIES, EditLogits
+from tvm_sparse.operators.edit_logits.penalties import PENALTIES
+from tvm_sparse.operators.edit_logits.problem import EditLogits
 
 THREADS = powers(64, 1024)
 # More slices copy a single row faster; each goes through all words of the row.

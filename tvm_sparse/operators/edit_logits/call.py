@@ -11,7 +11,8 @@ from tvm_sparse.runtime.calls import by_parts, logits_facts, machine_of, most_ro
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.signature import FLOAT_ROWS, ROWS, Absent, Array, Number, Output, Signature
 
-from .problem import PENALTIES, EditLogits, places
+from .penalties import PENALTIES
+from .problem import EditLogits, places
 
 _WORDS = Array((ROWS, "n"), ("int32", "int64"), below="vocab", negative=True)
 _OF_ROWS = Array((ROWS,), ("float32",))
@@ -109,9 +110,7 @@ def edit_logits(
     """
     given = [repetition_penalty, presence_penalty, frequency_penalty]
     own = [type(one) not in (float, int) and bool(getattr(one, "shape", ())) for one in given]
-    penalties = [
-        one if array else _number(name, one) for name, one, array in zip(PENALTIES, given, own, strict=True)
-    ]
+    penalties = [one if array else _number(name, one) for name, one, array in zip(PENALTIES, given, own, strict=True)]
     plain = seen_ids is not None and (generated is None or any(own) is not all(own))  # arrays are made for the kernel
     words = (bias_ids, bias_values, seen_ids, generated, *(penalties if seen_ids is not None else (None,) * 3))
     if not plain:

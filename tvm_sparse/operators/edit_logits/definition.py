@@ -8,7 +8,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from .problem import PENALTIES, EditLogits
+from .penalties import PENALTIES
 
 
 def penalised(x: tirx.PrimExpr, count: tirx.PrimExpr, repetition: Any, presence: Any, frequency: Any) -> tirx.PrimExpr:
@@ -23,7 +23,7 @@ def penalty(io: Any, name: str, row: Any) -> tirx.PrimExpr:
 
 
 # fmt: off
-def edit_row(problem: EditLogits) -> Callable[..., Any]:
+def edit_row(problem: Any) -> Callable[..., Any]:
     """All edits of a row, one word after another; called with (io, row), it makes an SBlock.
 
     Reads: the row, if it is copied; its words. Writes: the edited row.

@@ -9,7 +9,8 @@ from tvm_sparse.bench.contenders import BOTH, Call, Peer, torch_tensor
 from tvm_sparse.core.problem import Problem
 
 from .call import edit_logits
-from .problem import PENALTIES, EditLogits
+from .penalties import PENALTIES
+from .problem import EditLogits
 
 
 def _options(problem: EditLogits, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> dict[str, Any]:

@@ -28,14 +28,14 @@ from tvm_sparse.core.problem import (
 )
 from tvm_sparse.core.rounding import ROUNDING, SMALLEST
 
+from .penalties import PENALTIES
+
 if TYPE_CHECKING:
     import random
 
     import numpy as np
     from tvm import tirx
 
-# Penalties, and what the same of each row is called.
-PENALTIES = {"repetition": "repetitions", "presence": "presences", "frequency": "frequencies"}
 # Words of a row that programs are made for: numbers in calls are rounded up to powers of two from this one on.
 LEAST = 32
 
@@ -66,7 +66,7 @@ class EditLogits(Problem):
         Argument("copied", (), "int32", "1: all words are copied first; 0: edited has the logits already."),
         Argument("bias_ids", ("batch", "biased"), "int32", "Words with a bias, each once in a row; -1: none.", "bias"),
         Argument("bias_values", ("batch", "biased"), "float32", "Biases of these words.", when="bias"),
-        Argument("seen_ids", ("batch", "seen"), "int32", "Words with penalties, each once in a row; -1: none.", "penalties"),
+        Argument("seen_ids", ("batch", "seen"), "int32", "Words with penalties; -1: none.", when="penalties"),
         Argument("generated", ("batch", "seen"), "int32", "How often each was generated.", when="penalties"),
         Argument("repetition", (), "float32", "Divides a score above 0, multiplies others.", when="shared"),
         Argument("presence", (), "float32", "Subtracted if the word was generated.", when="shared"),
@@ -114,6 +114,11 @@ class EditLogits(Problem):
             return int(self.penalties and not self.per_row)
         if name == "own":
             return int(self.penalties and self.per_row)
+        # As `generate` makes them; programs take any number.
+        if name == "seen":
+            return self.words
+        if name == "biased":
+            return -(-self.words // 4)
         return super().extent(name)
 
     @property
@@ -179,7 +184,7 @@ class EditLogits(Problem):
 
         inputs: list[Any] = [logits, 1]
         if self.bias:
-            count = -(-self.words // 4)
+            count = self.extent("biased")
             values = (5 * rng.standard_normal((self.batch, count))).astype(np.float32)
             if structure == "special":
                 values[rng.random(values.shape) < 0.2] = -np.inf
@@ -240,7 +245,7 @@ class EditLogits(Problem):
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         """What calls in place touch: the places, and a sector of 32 bytes, read and written, for each word."""
-        seen, biased = self.batch * self.words * self.penalties, self.batch * -(-self.words // 4) * self.bias
+        seen, biased = self.batch * self.words * self.penalties, self.batch * self.extent("biased") * self.bias
         words = seen + biased
         if inputs is not None:
             given = dict(zip((argument.name for argument in self.kernel_inputs), inputs, strict=True))

@@ -7,7 +7,7 @@ from typing import Any
 from tvm_sparse.runtime import arrays, custom
 
 from . import call
-from .problem import PENALTIES
+from .penalties import PENALTIES
 
 __all__ = ["edit_logits"]
 
