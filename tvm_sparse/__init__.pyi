@@ -16,6 +16,9 @@ from .layers.recurrent import SparseRNN as SparseRNN
 from .layers.recurrent import project_inputs as project_inputs
 from .layers.recurrent_stack import RecurrentStack as RecurrentStack
 from .layers.recurrent_stack import from_torch as from_torch
+from .layers.sampling import SampleDetails as SampleDetails
+from .layers.sampling import merge_sample as merge_sample
+from .layers.sampling import sample_details as sample_details
 from .layers.shards import merge_topk as merge_topk
 from .operators.block_recurrent.call import BlockRecurrentWeights as BlockRecurrentWeights
 from .operators.block_recurrent.call import block_recurrent as block_recurrent
