@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ RUN = (
     *(f"softmax_topk/batch=12,vocab={n},k={min(n, 8)}" for n in (20, 3, 67)),
     *(f"softmax_sample/batch=12,vocab={n},k=1,whole=1" for n in (20, 67)),
     *(f"softmax_sample/batch=4000,vocab={n},k=1,whole=1" for n in (20, 40)),
+    *(f"softmax_sample/batch=4000,vocab=40,{rest}" for rest in ("k=8", "k=8,seeded=2", "k=1,whole=1,seeded=2")),
 )  # fmt: skip
 
 
@@ -190,3 +193,37 @@ def test_what_a_merged_draw_does_not_take() -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             tvm_sparse.merge_sample(**{"parts": [part], "uniforms": uniforms, **change})
+
+
+# ---- speculative sampling ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_tokens_of_speculative_sampling_have_the_large_models_distribution(count: int) -> None:
+    """The first and the second token of each row, by chi-square, for two models that often disagree."""
+    path = Path(__file__).parent.parent / "examples" / "speculative.py"
+    spec = importlib.util.spec_from_file_location("speculative", path)
+    assert spec is not None and spec.loader is not None
+    speculative = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(speculative)
+    torch.manual_seed(count)
+    rows, vocab, filters = 4000, 40, {"temperature": 0.9, "top_k": 8, "top_p": 0.9}
+    large = torch.randn(vocab, vocab) * 1.5
+    small = large + torch.randn(vocab, vocab)
+    context = torch.zeros(rows, 1, dtype=torch.int64)
+    drafted, theirs = speculative.draft(lambda tokens: small[tokens[:, -1]], context, count, filters)
+    kept, following = speculative.verify(drafted, theirs, large[torch.cat([context, drafted], 1)], filters)
+    assert 0 < (kept == 0).float().mean() < 1
+    tokens = torch.cat([drafted, following[:, None]], 1)
+    tokens[torch.arange(rows), kept] = following
+    wanted = speculative.left_distribution(large, filters).double().numpy()
+    two = kept > 0  # these rows have a second token
+    found = {0: np.bincount(tokens[:, 0], minlength=vocab)}
+    expected = {0: rows * wanted[0]}
+    found[1] = np.bincount(tokens[two, 1], minlength=vocab)
+    expected[1] = wanted[tokens[two, 0]].sum(0)
+    for place, counts in found.items():
+        assert not counts[expected[place] == 0].any()
+        common = expected[place] >= 5
+        chi = ((counts - expected[place])[common] ** 2 / expected[place][common]).sum()
+        assert chi < common.sum() + 5 * (2 * common.sum()) ** 0.5, (place, chi)
