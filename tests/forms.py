@@ -93,7 +93,7 @@ def sample_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
 
 
 def edits_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
-    """Of edits of logits: penalties are numbers, or arrays with one for each row."""
+    """Arguments of edits of logits: penalties are numbers, or arrays with one for each row."""
     penalties = {
         f"{name}_penalty": given.get(many if problem.per_row else name, 1.0 if name == "repetition" else 0.0)
         for name, many in PENALTIES.items()

@@ -139,3 +139,34 @@ def test_a_view_of_the_logits_is_no_edit_in_place() -> None:
     given, _ = call_of(BOTH, 1, as_torch)
     with pytest.raises(ValueError, match="out: shares memory with logits"):
         tvm_sparse.edit_logits(**given, out=given["logits"].view(5, 300))
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_edits_in_place_and_draws() -> None:
+    """Replays take the words, counts and logits of the time, and change nothing else."""
+    given, inputs = call_of(BOTH, 5, lambda array: as_torch(array).cuda())
+    source, logits = given.pop("logits"), torch.empty(5, 300, device="cuda")
+
+    def step() -> Any:
+        logits.copy_(source)
+        tvm_sparse.edit_logits(logits, **given, out=logits)
+        return tvm_sparse.softmax_sample(logits, top_k=8, uniforms=uniforms)
+
+    uniforms = torch.rand(5, device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens, _ = step()
+    for seed in range(5, 8):
+        other, inputs = call_of(BOTH, seed, lambda array: as_torch(array).cuda())
+        source.copy_(other["logits"])
+        for name, one in given.items():
+            one.copy_(other[name])
+        graph.replay()
+        BOTH.check(inputs, BOTH.reference(inputs), [logits.cpu().numpy()])
+        wanted, _ = tvm_sparse.softmax_sample(logits, top_k=8, uniforms=uniforms)
+        assert torch.equal(tokens, wanted)
