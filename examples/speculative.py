@@ -4,8 +4,8 @@
 
 With q the draft's distribution and p the large model's, both after temperature and filters, the drafted token x is
 accepted with probability min(1, p(x) / q(x)). At the first refusal a token is drawn from max(0, p - q), normalised; if
-all are accepted, one more is drawn from p. The resulting tokens are distributed as draws from p alone (Leviathan, Kalman &
-Matias 2023, "Fast inference from transformers via speculative decoding", appendix A.1).
+all are accepted, one more is drawn from p. The resulting tokens are distributed as draws from p alone (Leviathan,
+Kalman & Matias 2023, "Fast inference from transformers via speculative decoding", appendix A.1).
 
 `softmax_sample` draws, `sample_details` says p(x) and q(x) after the filters, and the residual draw is a draw of
 `softmax_sample` from the logarithms of max(0, p - q). All of it is on the device; nothing waits for the host.
