@@ -132,12 +132,6 @@ def test_decoders_take_every_sampler(tmp_path: Path) -> None:
     assert all(way in printed for way in ways)
 
 
-def test_speculative_sampling_runs(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    printed = spawn(tmp_path, sys.executable, EXAMPLES / "speculative.py")
-    assert 1 < float(printed.split("drafted; ")[1].split()[0]) <= 5
-
-
 @pytest.mark.thorough
 @pytest.mark.timeout(280)
 def test_a_trained_model_decodes_with_both_heads(tmp_path: Path) -> None:
