@@ -20,6 +20,7 @@ GENERAL = (
     (".layers.lm_head", ("LmHead",)),
     (".layers.shards", ("merge_topk",)),
     (".layers.head_sample", ("head_sample",)),
+    (".layers.sampling", ("SampleDetails", "merge_sample", "sample_details")),
     (".layers.recurrent", ("SparseGRU", "SparseLSTM", "SparseRNN", "project_inputs")),
     (".layers.recurrent_stack", ("RecurrentStack", "from_torch")),
     (".layers.pruning", ("GradualPruning", "constant_schedule", "cubic_schedule", "prune", "pruning_mask")),

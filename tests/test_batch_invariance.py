@@ -42,6 +42,7 @@ KEYS: dict[str, str] = {
     "lsh_topk": "lsh_topk/lists=1,beam=3,hidden=40,vocab=700,frequent=50,n=8,k=8,units=2,bands=60",
     "sparse_recurrent": "sparse_recurrent/steps=4,batch=1,hidden=40,nonzeros=10,cell=lstm",
     "block_recurrent": "block_recurrent/steps=4,batch=1,hidden=32,nonzeros=4,cell=gru",
+    "edit_logits": "edit_logits/batch=1,vocab=61,words=9,penalties=1",
     "compaction": "compaction/lists=1,vocab=700,capacity=50",
 }  # fmt: skip
 LARGE: dict[str, str] = {
