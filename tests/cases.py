@@ -11,6 +11,7 @@ import json
 import math
 import os
 import random
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from tvm_sparse.core.registry import make, parse
 from tvm_sparse.core.template import Program, Table, Template
 from tvm_sparse.runtime import dispatch, loading
 from tvm_sparse.runtime.dispatch import Dispatcher
+from tvm_sparse.workers import building
 
 SM90 = Machine("cuda", "sm_90a", "sm_90a", cores=132)
 SM80 = Machine("cuda", "sm_80", "sm_80", cores=108)
@@ -42,6 +44,7 @@ LARGEST_CLUSTER = "TVM_SPARSE_TEST_CLUSTER"
 # 48, 64, 96, 128 registers a thread), whatever the block needs: its choice, and no harm. What is beyond are registers
 # that ran out, or an array that is indexed dynamically, and the template's `allowed` has to leave it out.
 PARKED_BYTES = 40
+QUICK_BUILD_WORKER = Path(__file__).with_name("quick_build_worker.py")
 # Combinations of decisions that are tried where points of a space are drawn.
 MOST = 50_000
 
@@ -270,10 +273,16 @@ def use_dispatcher(patch: pytest.MonkeyPatch, own: Dispatcher) -> None:
 
 
 @contextmanager
-def calls_run(keys: Iterable[str], cache: Path) -> Iterator[Dispatcher]:
-    """The public functions run the fallbacks of these problems on the CPU, built side by side, and nothing else."""
+def calls_run(keys: Iterable[str], cache: Path, optimised: bool = False) -> Iterator[Dispatcher]:
+    """The public functions run the fallbacks of these problems on the CPU, built side by side, and nothing else.
+
+    Most libraries are not optimised, which takes most of a build: these tests are about calls. Those of templates run
+    what users have, and `optimised` is for tests that call often.
+    """
     own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
     with pytest.MonkeyPatch.context() as patch:
+        if not optimised:
+            patch.setattr(building, "BUILD_WORKER", (sys.executable, str(QUICK_BUILD_WORKER)))
         # The processes that compile start sooner without PyTorch, which TVM imports wherever it is.
         (hidden := cache / "without_torch").mkdir(parents=True)
         patch.setenv("PYTHONPATH", core_only.environment(hidden, absent=("torch",))["PYTHONPATH"])
