@@ -237,15 +237,35 @@ def check_emulated(
         run_emulated(program, problem, inputs, own_on_host(program, problem), seed, garbage)
 
 
-def trapping(*_: Any, **how: Any) -> Callable[..., Any]:
-    """In the place of a factory of phases: one that traps."""
+def watch_phases(patch: pytest.MonkeyPatch, place: Any, *names: str) -> None:
+    """Let each thread that reaches a phase, made by one of these factories of a module, print the factory's name.
+
+    Whatever is asked of a kernel, its text is the same: it is compiled once.
+    """
     from tvm.script import tirx as T
 
-    @T.inline
-    def phase(*_):
-        T.evaluate(T.call_extern("int32", "__trap"))
+    def watched(name: str, factory: Callable[..., Any]) -> Callable[..., Any]:
+        line = f"{name} "
 
-    return phase
+        def made(*extents: Any, **how: Any) -> Any:
+            inner = factory(*extents, **how)
+
+            @T.inline
+            def phase(*given):
+                T.evaluate(T.call_extern("int64", "write", 1, line, len(line)))
+                inner(*given)
+
+            return phase
+
+        return made
+
+    for name in names:
+        patch.setattr(place, name, watched(name, getattr(place, name)))
+
+
+def reached(capture: pytest.CaptureFixture[str]) -> set[str]:
+    """The watched phases that kernels have reached since the last question, with `capfd`."""
+    return set(capture.readouterr().out.split())
 
 
 def built(problem: Problem, candidate: Candidate, gpu: Machine, path: Path) -> Compiled:
