@@ -26,7 +26,7 @@ from tvm_sparse.core.problem import (
     require_dtype,
     require_positive,
 )
-from tvm_sparse.core.rounding import ROUNDING, SMALLEST
+from tvm_sparse.core.rounding import ROUNDING, SMALLEST, aligned
 
 if TYPE_CHECKING:
     import random
@@ -310,7 +310,7 @@ class BsrMatmul(Problem):
 
         # float32 suffices for a bound.
         floats = (*inputs[:2], *self.biases(inputs))
-        x, data, *bias = (np.abs(np.asarray(a).astype(np.float32)) for a in floats)
+        x, data, *bias = (aligned(np.abs(np.asarray(a).astype(np.float32)), np.asarray(a).dtype) for a in floats)
         with np.errstate(invalid="ignore"):
             magnitude = self._product(x, data, *inputs[2:4]) + sum(bias)
             factor = 1.13 * SUMMATION if self.activation else SUMMATION
