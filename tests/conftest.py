@@ -73,7 +73,10 @@ def pytest_collection_finish() -> None:
             with contextlib.suppress(FileNotFoundError):
                 if file.stat().st_mtime < time.time() - 30 * 86400:
                     file.unlink()
-        emulation.keep_objects(EMULATED)
+        with contextlib.suppress(OSError):  # a home that is not to be written to
+            EMULATED.mkdir(parents=True, exist_ok=True)
+        if os.access(EMULATED, os.W_OK):
+            emulation.keep_objects(EMULATED)
 
 
 def shares_a_fixture(item: pytest.Item) -> bool:
