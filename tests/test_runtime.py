@@ -456,7 +456,8 @@ def test_a_kernel_that_was_warmed_up_replaces_the_one_that_stood_in(
     logits = torch.randn(4, 37)
     for _ in range(2):  # the second call is a repeated one, of what the first has found
         tvm_sparse.softmax_topk(logits, 5)
-    [(stood_in, _)] = builds
+    [(key, _)] = builds
+    stood_in = parse(key)
     own = dataclasses.replace(stood_in, k=5)
     assert stood_in.k > 5 and kernels.serving(own, stood_in, CPU) == stood_in and kernels.launchers
     tvm_sparse.warmup([own], target="cpu")
