@@ -133,6 +133,7 @@ BUILTIN = (
     Operator("sparse_recurrent", public=("sparse_recurrent", "recurrent_weights", "RecurrentWeights")),
     Operator("block_recurrent", public=("block_recurrent", "block_recurrent_weights", "BlockRecurrentWeights")),
     Operator("recurrent_backward"),
+    Operator("bsr_sddmm"),
 )
 
 # Operators that a kind of program calls together: what `--set` names.
@@ -141,7 +142,7 @@ SETS: Mapping[str, tuple[str, ...]] = {
         *("softmax_topk", "softmax_sample", "softmax", "logsumexp", "head_topk", "candidate_topk", "candidate_logits"),
         *("wta_hash", "lsh_lookup", "compaction", "lsh_candidates", "lsh_topk"),
     ),
-    "sparse": ("bsr_matmul", "nhot_lookup"),
+    "sparse": ("bsr_matmul", "bsr_sddmm", "nhot_lookup"),
     "recurrent": ("sparse_recurrent", "block_recurrent", "recurrent_backward"),
 }
 
