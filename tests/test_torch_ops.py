@@ -37,6 +37,7 @@ KEYS = (
     f"{PRODUCT},bias=1,activation=gelu",
     f"{PRODUCT},bias=1,activation=silu",
     "bsr_matmul/m=7,k=35,n=66,block=3x5,sparsity=0.92",  # the gradient of x
+    "bsr_sddmm/m=7,k=66,n=35,block=5x3,sparsity=0.92",  # and of the stored blocks
     "nhot_lookup/rows=7,vocab=50,width=33,nonzeros=2,weighted=1",
     "nhot_lookup/rows=7,vocab=50,width=33,nonzeros=2,weighted=0",
     "nhot_lookup/rows=50,vocab=7,width=33,nonzeros=1,weighted=1",  # the gradient of the table
@@ -272,6 +273,7 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
     "bsr_matmul_epilogue": (
         *(leaf(X), leaf(BLOCKS), COLUMNS, STARTS, WEIGHT.order, WEIGHT.structure, leaf(PRODUCT_BIAS), "gelu"),
     ),
+    "bsr_sddmm": (leaf(torch.randn(7, 35)), leaf(X), COLUMNS, STARTS, 5, 3, "uniform"),
     "bsr_matmul_full": (
         *(leaf(X), leaf(BLOCKS), COLUMNS, STARTS, WEIGHT.order, WEIGHT.structure, leaf(PRODUCT_BIAS), "gelu"),
         *(*custom.module_of("bsr_matmul").turned(COLUMNS, STARTS, 66, (5, 3), 4), False),
@@ -279,7 +281,7 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
 }
 OF = {
     **{"softmax_topk_given": "softmax_topk", "nhot_lookup_rows": "nhot_lookup"},
-    **dict.fromkeys(("bsr_matmul_epilogue", "bsr_matmul_full"), "bsr_matmul"),
+    **dict.fromkeys(("bsr_matmul_epilogue", "bsr_matmul_full", "bsr_sddmm"), "bsr_matmul"),
 }
 
 
@@ -602,13 +604,16 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["gathered", "dense"])
+@pytest.mark.parametrize("way", ["gathered", "dense", "sampled"])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-def test_gradients_of_a_product(activation: Any, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks' gradient is gathered, some blocks at a time, or is part of a dense product, as on a GPU."""
+def test_gradients_of_a_product(activation: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks' gradient is gathered, some blocks at a time, or, as on a GPU, is part of a dense product or computed
+    by a kernel.
+    """
     module = custom.module_of("bsr_matmul")
     monkeypatch.setattr(module, "GATHERED", 200)
-    monkeypatch.setattr(module, "_all_at_once", lambda *_: whole)
+    monkeypatch.setattr(module, "_all_at_once", lambda *_: way == "dense")
+    monkeypatch.setattr(module, "_sampled", lambda *_: way == "sampled")
 
     def ours(x: Any, blocks: Any, bias: Any) -> Any:
         return tvm_sparse.bsr_matmul(x, (blocks, COLUMNS, STARTS), bias=bias, activation=activation)
@@ -620,6 +625,22 @@ def test_gradients_of_a_product(activation: Any, whole: bool, monkeypatch: pytes
     if activation is None:
         bare = lambda x, blocks: tvm_sparse.bsr_matmul(x, (blocks, COLUMNS, STARTS))  # noqa: E731
         check_gradients(bare, lambda x, blocks: x @ dense(blocks).T, (X, BLOCKS))
+
+
+def test_gradients_of_a_sampled_product() -> None:
+    """Second derivatives of a product come from these."""
+    high = torch.repeat_interleave(torch.arange(7), STARTS.diff())
+    sampled = torch.ops.tvm_sparse.bsr_sddmm
+
+    def theirs(left: Any, right: Any) -> Any:
+        whole = (left.T @ right).view(7, 5, 22, 3).transpose(1, 2)
+        return whole[high, COLUMNS.long()]
+
+    ours = lambda left, right: sampled(left, right, COLUMNS, STARTS, 5, 3, "uniform")  # noqa: E731
+    check_gradients(ours, theirs, (torch.randn(7, 35), X))
+    assert torch.equal(ours(torch.empty(0, 35), X[:0]), torch.zeros(12, 5, 3))
+    with pytest.raises(ValueError, match="^left: vmap"):
+        torch.vmap(ours, (0, None))(torch.randn(2, 7, 35), X)
 
 
 def test_gradients_of_x_with_a_prepared_weight() -> None:
