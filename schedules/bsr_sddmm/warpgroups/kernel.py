@@ -270,7 +270,7 @@ def consume(e: Extents) -> Callable[..., Any]:
         for j in T.unroll(e.sums):
             s.sums[j] = T.float32(0)
         s.left = -1
-        for i in T.serial(s.steps):
+        for _ in T.serial(s.steps):
             await_phase(s.done, s.full.ptr_to([s.slot]), s.turn)
             products(s)
             operands.wait(1)

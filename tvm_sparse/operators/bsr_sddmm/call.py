@@ -33,7 +33,9 @@ def likely_faster(density: float, block: tuple[int, int], dtype: str, machine: M
     return density * DENSE_RATES[-1][1] < rate
 
 
-def bsr_sddmm(left: Any, right: Any, indices: Any, indptr: Any, block: tuple[int, int], pattern: str = "uniform") -> Any:
+def bsr_sddmm(
+    left: Any, right: Any, indices: Any, indptr: Any, block: tuple[int, int], pattern: str = "uniform"
+) -> Any:
     """The blocks of left.T @ right at a pattern, see `problem`.
 
     Parameters
