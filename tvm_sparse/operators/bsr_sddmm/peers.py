@@ -39,8 +39,8 @@ def _torch_gathered(problem: BsrSddmm, inputs: Sequence[Any], device: str) -> Ca
 
 
 def ours(problem: BsrSddmm, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
-    given = [convert(array) for array in inputs]
-    return lambda: bsr_sddmm(*given, problem.block_shape, problem.pattern), problem
+    left, right, indices, indptr = map(convert, inputs)
+    return lambda: bsr_sddmm(left, right, indices, indptr, problem.block_shape, problem.pattern), problem
 
 
 PEERS = (
