@@ -120,6 +120,7 @@ BUILTIN = (
     Operator("softmax_sample", public=("softmax_sample",)),
     Operator("bsr_matmul", public=("bsr_matmul", "BsrWeight")),
     Operator("nhot_lookup", public=("nhot_lookup", "CsrRows")),
+    Operator("csr_linear", public=("csr_linear",)),
     Operator("softmax", public=("softmax", "log_softmax")),
     Operator("logsumexp", public=("logsumexp",)),
     Operator("wta_hash", public=("wta_hash",)),
@@ -142,7 +143,7 @@ SETS: Mapping[str, tuple[str, ...]] = {
         *("softmax_topk", "softmax_sample", "softmax", "logsumexp", "head_topk", "candidate_topk", "candidate_logits"),
         *("wta_hash", "lsh_lookup", "compaction", "lsh_candidates", "lsh_topk"),
     ),
-    "sparse": ("bsr_matmul", "bsr_sddmm", "nhot_lookup"),
+    "sparse": ("bsr_matmul", "bsr_sddmm", "csr_linear", "nhot_lookup"),
     "recurrent": ("sparse_recurrent", "block_recurrent", "recurrent_backward"),
 }
 
