@@ -447,6 +447,24 @@ def test_warmup_compiles_what_is_missing_and_calls_find_it(
     assert len(builds) == 5
 
 
+def test_a_kernel_that_was_warmed_up_replaces_the_one_that_stood_in(
+    tmp_path: Path, builds: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    kernels = dispatcher(tmp_path)
+    use_dispatcher(monkeypatch, kernels)
+    logits = torch.randn(4, 37)
+    for _ in range(2):  # the second call is a repeated one, of what the first has found
+        tvm_sparse.softmax_topk(logits, 5)
+    [(stood_in, _)] = builds
+    own = dataclasses.replace(stood_in, k=5)
+    assert stood_in.k > 5 and kernels.serving(own, stood_in, CPU) == stood_in and kernels.launchers
+    tvm_sparse.warmup([own], target="cpu")
+    assert kernels.serving(own, stood_in, CPU) == own and not kernels.launchers
+    values, indices = tvm_sparse.softmax_topk(logits, 5)
+    torch.testing.assert_close((values, indices.long()), tuple(torch.softmax(logits, 1).topk(5)))
+
+
 def test_warmup_says_what_is_wrong(tmp_path: Path) -> None:
     for wrong, kind, message in (
         (lambda: tvm_sparse.warmup([3]), TypeError, "problems: expected problems, keys or the path of a file, got int"),

@@ -95,15 +95,17 @@ def blocks_allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -
 
 
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:
-    """Four rows a thread block, each of up to a warp, with a thread for each twelve stored elements; all of a small m
-    at once.
+    """Four rows a thread block, each of up to a warp, with a thread for each twelve stored elements. Threads take two
+    rows of a block and four of x, in loads of four elements, where blocks have them; else one row, and eight of x.
     """
     table = shuffle_space(problem, machine)
-    rows = max((r for r in ROWS if r <= 4 and problem.n % r == 0), default=1)
-    tile_m = max(tile for tile in table["tile_m"] if tile <= 8)
+    tile_n = max(tile for tile in table["tile_n"] if tile <= 2)
+    rows = max((r for r in ROWS if r <= 4 and problem.n // tile_n % r == 0), default=1)
+    tile_m = max(tile for tile in table["tile_m"] if tile <= 8 // tile_n)
+    vec = max(count for count in table["vec"] if count <= 4)
     each = problem.k * (1 - problem.sparsity) / STORED_EACH
     threads = next((n for n in table["reduce_threads"] if n >= max(each, 32 // rows)), 32)
-    return {"reduce_threads": threads, "rows": rows, "tile_m": tile_m, "tile_n": 1, "vec": 1}
+    return {"reduce_threads": threads, "rows": rows, "tile_m": tile_m, "tile_n": tile_n, "vec": vec}
 
 
 def shared_default(problem: BsrMatmul, machine: Machine) -> Decisions:
@@ -112,10 +114,14 @@ def shared_default(problem: BsrMatmul, machine: Machine) -> Decisions:
 
 def blocks_default(problem: BsrMatmul, machine: Machine) -> Decisions:
     """Up to 32 threads, as many as a row can have blocks, and as many rows beside each other as make a warp of them."""
+    point = default(problem, machine)
     threads = max(count for count in blocks_space(problem, machine)["reduce_threads"] if count <= 32)
-    fitting = [rows for rows in ROWS if problem.n % rows == 0 and rows * threads >= 32]
+    for tile_n in (point["tile_n"], 1):
+        fitting = [rows for rows in ROWS if problem.n // tile_n % rows == 0 and rows * threads >= 32]
+        if fitting:
+            break
     rows = next((rows for rows in fitting if rows >= 4), fitting[-1])
-    return {**default(problem, machine), "reduce_threads": threads, "rows": rows}
+    return {**point, "reduce_threads": threads, "rows": rows, "tile_n": tile_n}
 
 
 def features(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> Features:

@@ -21,5 +21,5 @@ TEMPLATES: tuple[Template, ...] = (
 # Those that run without tuning, by kind of machine: the first that fits the problem does, the last fits every shape.
 FALLBACKS: dict[str, tuple[Template, ...]] = {
     "llvm": (softmax_rows,),
-    "cuda": (softmax_streamed,),
+    "cuda": (softmax_held, softmax_streamed),
 }

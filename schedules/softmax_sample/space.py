@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, powers
@@ -32,6 +35,8 @@ KEPT = 160 * 1024
 def space(problem: SoftmaxSample, machine: Machine) -> Table:
     if not problem.alone:
         raise NotApplicable("sums of slices tell the best word alone, for a draw from the whole row")
+    if next(_likely_points(problem, machine), None) is None:
+        raise NotApplicable(f"the sums of slices of vocab={problem.vocab} exceed shared memory")
     return {
         "cluster": machine.clusters(CLUSTERS),
         "threads": THREADS,
@@ -79,7 +84,12 @@ def allowed(problem: SoftmaxSample, machine: Machine, decisions: Decisions) -> s
 
 
 def default(problem: SoftmaxSample, machine: Machine) -> Decisions:
-    """The fewest thread blocks of a row that give almost every multiprocessor one, and hold the row in shared memory.
+    return next(_likely_points(problem, machine))
+
+
+def _likely_points(problem: SoftmaxSample, machine: Machine) -> Iterator[Decisions]:
+    """Allowed points, the best guess first: the fewest thread blocks of a row that give almost every multiprocessor
+    one, and hold the row in shared memory.
 
     On an H200, with 128,256 words in 16 bits, two large thread blocks for each row were 1.3 to 1.6 times as fast as
     four smaller ones, of which each multiprocessor ran two (`scripts/probes/sampling.py`). Thread blocks with tickets,
@@ -93,8 +103,14 @@ def default(problem: SoftmaxSample, machine: Machine) -> Decisions:
     threads_in_order = (256, 512, 128) if ticketed else (512, 256, 128)
     busy = machine.cores * RESIDENT_TICKETS // threads_in_order[0] * 9 // 10
     most = 8 if 8 * rows >= busy else TICKETS[-1]
-    wanted = [
-        {
+    for cluster, threads, vectors, staged, tickets in itertools.product(
+        sorted((size for size in clusters if size <= max(fill, keep or 1)), reverse=True),
+        threads_in_order,
+        (4, 2, 1),
+        (1, 0),
+        [one for one in reversed(TICKETS) if one <= most] if ticketed else [0],
+    ):
+        point = {
             "cluster": cluster,
             "threads": threads,
             "vectors": vectors,
@@ -102,13 +118,8 @@ def default(problem: SoftmaxSample, machine: Machine) -> Decisions:
             "tickets": tickets,
             "overlap": int(machine.has_clusters and tickets > 0),
         }
-        for cluster in sorted((size for size in clusters if size <= max(fill, keep or 1)), reverse=True)
-        for threads in threads_in_order
-        for vectors in (4, 2, 1)
-        for staged in (1, 0)
-        for tickets in ([one for one in reversed(TICKETS) if one <= most] if ticketed else [0])
-    ]
-    return next(decisions for decisions in wanted if allowed(problem, machine, decisions) is None)
+        if allowed(problem, machine, point) is None:
+            yield point
 
 
 def launch(problem: SoftmaxSample, decisions: Decisions) -> Launch:

@@ -1,6 +1,6 @@
 """Sparse matrices in files: `.smtx` of the Deep Learning Matrix Collection, Matrix Market (`.mtx`), SciPy's `.npz`.
 
-    .smtx   rows, columns and number of entries; row starts; columns of the entries, a line each. It has no values.
+    .smtx   three lines: rows, columns and number of entries; row starts; columns of the entries. It has no values.
     .mtx    coordinates from 1 on, an entry a line; real, integer or pattern; general, symmetric or skew-symmetric
     .npz    as `scipy.sparse.save_npz` writes it, in CSR or BSR format
 

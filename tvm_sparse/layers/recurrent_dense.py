@@ -91,13 +91,13 @@ def flat_weights(weights: Any, values: Any, weight_ih: torch.Tensor, bias: Any, 
     rows, hidden = pattern.gates * pattern.hidden, pattern.hidden
     values = pattern.own if values is None else values
     dense = values.new_zeros(rows * hidden).index_copy(0, pattern.places, values)
-    parts = [weight_ih.reshape(-1), dense]
-    if bias is not None or hidden_bias is not None:
-        zeros = weight_ih.new_zeros(rows)
-        inside = zeros if hidden_bias is None else torch.cat([zeros[hidden:], hidden_bias])
-        parts += [zeros if bias is None else bias, inside]
+    zeros = weight_ih.new_zeros(rows)
+    inside = zeros if hidden_bias is None else torch.cat([zeros[hidden:], hidden_bias])
+    # cuDNN's buffer has room for biases also where a layer has none.
+    parts = [weight_ih.reshape(-1), dense, zeros if bias is None else bias, inside]
     found = torch.cat(parts).split([len(part) for part in parts])
-    return [found[0].view(rows, -1), found[1].view(rows, hidden), *found[2:]]
+    biases = found[2:] if bias is not None or hidden_bias is not None else ()
+    return [found[0].view(rows, -1), found[1].view(rows, hidden), *biases]
 
 
 def run_dense(

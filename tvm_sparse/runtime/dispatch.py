@@ -325,11 +325,14 @@ class Dispatcher:
         """Load the kernels of these problems, compiling missing ones `builders` at a time."""
         with self._lock:
             sources = self._sources(machine)
-            found = [self._allowed(problem, machine, sources) for problem in problems]
-            missing = [choice for choice, located in found if located is None]
+            choices = [self._allowed(problem, machine, sources) for problem in problems]
+            missing = [choice for choice, located in choices if located is None]
             if missing:
                 self._compile(missing, machine, builders)
-            return [self.kernel(problem, machine).explanation for problem in problems]
+            found = [self.kernel(problem, machine).explanation for problem in problems]
+            if any(self._serving.pop((problem, machine), problem) != problem for problem in problems):
+                self.launchers = {}  # which launch the kernels that stood in
+            return found
 
     def installed(self, machine: Machine) -> list[Entry]:
         """The kernels of installed packages and loaded folders that a machine can run."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 from tvm_sparse.core.template import Decisions, Program, Template
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
-from .space import Extents, allowed, default, features, space
+from .space import Extents, allowed, declines, default, features, space
 
 
 def build(problem: BsrMatmul, decisions: Decisions) -> Program:
@@ -44,6 +44,7 @@ staged_x = Template(
     default=default,
     program=build,
     allowed=allowed,
+    declines=declines,
     features=features,
     explicit_threads=True,
 )

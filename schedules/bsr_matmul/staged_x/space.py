@@ -11,6 +11,7 @@ from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ..features import features as product_features
 
+WARP = 32
 # Whole warps, up to 512 threads, so that each can have 128 registers.
 THREADS = powers(32, 512)
 # Rows of x of a tile.
@@ -187,6 +188,15 @@ def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str |
     if e.cluster > 1 and e.chunk * e.cluster >= 2 * block_cols:
         return f"half of {e.cluster} thread blocks have no part of a row of {block_cols} blocks"
     return None
+
+
+def declines(problem: BsrMatmul, machine: Machine) -> bool:
+    """Whether `default` leaves the problem to another template: a block has fewer elements than a warp has lanes, so
+    that a thread block computes few outputs. Blocks of 4x4 took 1.7 times as long as in `warp_shuffle` on an H200
+    (`scripts/regret.py`, seed 10).
+    """
+    rows, cols = problem.block_shape
+    return rows * cols < WARP
 
 
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:

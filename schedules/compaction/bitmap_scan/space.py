@@ -10,8 +10,8 @@ from ...lsh.extents import SLICES, THREADS, WARP, WARP_SUMS, CompactExtents, Roo
 
 # Words of a slice's bitmap, at least: with fewer, most threads of its block have nothing to write.
 LEAST_SHARE = WARP
-# Defaults: words of the vocabulary per thread, and slices, where there are more lists than multiprocessors.
-FEW, MOST_CROWDED = 8, 8
+# Default threads of a thread block, and threads for which a multiprocessor finds work by default.
+THREADS_EACH, BUSY_THREADS = 384, 2560
 SOME_SLICES = tuple(n for n in SLICES if n <= 32)
 
 
@@ -42,12 +42,10 @@ def allowed(problem: Compaction, machine: Machine, decisions: Decisions) -> str 
 
 def default(problem: Compaction, machine: Machine) -> Decisions:
     """As many slices as there are multiprocessors for: where candidates lie side by side, as frequent words do, few
-    thread blocks have all of them. With more lists, as many slices as leave a thread `FEW` words of the vocabulary:
-    without slices, 214 lists of 10,499 words took 1.7 times as long on an H200 (`scripts/regret.py`, seed 1).
+    thread blocks have all of them. With a slice for each multiprocessor 38 lists of 29,505 words took twice as long on
+    an H200 as with 16 slices each (`scripts/regret.py`, seed 10).
     """
-    threads = 384
     fitting = [n for n in SOME_SLICES if n == 1 or CompactExtents(problem.vocab, THREADS[0], n).share >= LEAST_SHARE]
-    roomy = [n for n in fitting if n * problem.lists <= machine.cores]
-    few = next((n for n in fitting if problem.vocab <= FEW * threads * n), fitting[-1])
-    slices = max(roomy) if roomy else min(few, MOST_CROWDED)
-    return {"threads": threads, "slices": slices, "overlap": 1 if machine.has_clusters else 0}
+    room = machine.cores * BUSY_THREADS // THREADS_EACH // problem.lists
+    slices = max((n for n in fitting if n <= room), default=1)
+    return {"threads": THREADS_EACH, "slices": slices, "overlap": 1 if machine.has_clusters else 0}

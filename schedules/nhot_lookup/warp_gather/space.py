@@ -21,6 +21,10 @@ TILES = powers(1, 8)
 # A row of up to LONG_ROW entries takes at most MAX_ROUNDS rounds, each of which waits for memory once. A longer row
 # needs as many entries at once as LONG_ROW entries do.
 LONG_ROW, MAX_ROUNDS = 512, 32
+# Bytes that a lane has in flight up to which a thread block has several tiles by default, where there are more tiles
+# than thread blocks that the multiprocessors hold at once: 6,597 rows of 1,426 columns, in loads of 8 bytes, took half
+# as long on an H200 (`scripts/regret.py`).
+FEW_BYTES, FEW_BYTES_TILES, RESIDENT_BLOCKS = 64, 4, 32
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,9 @@ def allowed(problem: NhotLookup, machine: Machine, decisions: Decisions) -> str 
 
 def default(problem: NhotLookup, machine: Machine) -> Decisions:
     """As many loads at once as a row has entries, up to 8 in a lane; for rows so long that these would wait for memory
-    more loads, or narrower tiles."""
+    more loads, or narrower tiles. Where a lane has few bytes in flight, thread blocks of several tiles: of thread
+    blocks of one warp a multiprocessor holds half as many warps as it has room for.
+    """
     vec = load_widths(problem)[0]
     widest = most_lanes(problem, vec)
     points = []
@@ -144,6 +150,10 @@ def default(problem: NhotLookup, machine: Machine) -> Decisions:
             {"column_lanes": lanes, "vec": vec, "loads": loads, "tiles": 1, "overlap": 0, "prefetch": 0}
             for loads in (usual, *LOADS[LOADS.index(usual) + 1 :])
         ]
+    for point in points:
+        e = Extents.of(problem, point)
+        if e.loads * e.load_bytes <= FEW_BYTES and problem.rows * e.row_tiles > RESIDENT_BLOCKS * machine.cores:
+            point["tiles"] = FEW_BYTES_TILES
     return next(point for point in points if allowed(problem, machine, point) is None)
 
 

@@ -27,6 +27,9 @@ MOST_STATE = 40 * 1024
 MOST_WORDS = 4096
 # Bytes of a row up to which many small thread blocks with few words in hand read faster.
 NARROW = 2048
+# Bytes of a row up to which a warp has four words in turn there: with two, rows of 560 bytes took 1.3 times as long
+# on an H200 (`scripts/regret.py`).
+VERY_NARROW = 1024
 # Words of a list up to which a search by few threads is faster.
 FEW = 256
 
@@ -81,8 +84,10 @@ def _likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
     """Points of a table, the best first: small thread blocks for narrow rows; for others one warp per word, with eight
     vectors in hand.
     """
-    narrow = problem.hidden * numpy_dtype(problem.dtype).itemsize <= NARROW
+    size = problem.hidden * numpy_dtype(problem.dtype).itemsize
+    narrow = size <= NARROW
     all_lanes, all_vectors, tiles = ((16, 8, 32), (1, 2, 4), 2) if narrow else ((32, 16, 8), (4, 8, 2, 1), 8)
+    tiles = 4 if size <= VERY_NARROW else tiles
     all_threads = table["threads"]
     if most_words(problem) > FEW:
         all_threads = (512, 1024) if narrow else all_threads[::-1]

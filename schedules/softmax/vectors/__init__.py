@@ -49,6 +49,7 @@ def _template(operator: str, name: str, keep: Keep, summary: str) -> Template:
         allowed=allowed,
         features=partial(space.features, keep),
         launch=partial(space.launch, keep),
+        declines=lambda problem, machine: keep == "registers" and space.held_declines(problem),
         explicit_threads=True,
     )
 

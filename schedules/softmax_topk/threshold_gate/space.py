@@ -19,7 +19,11 @@ THREADS = (32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 89
 ALONE = 256
 # The fewest and the most threads of one that shares a multiprocessor, by default, and the 16-byte vectors of a row for
 # each thread. On an H200 rows of 4,000 to 25,000 words of float32 then took 0.7 to 0.9 times as long as with 256.
-CROWDED, VECTORS_EACH = (64, 320), 16
+CROWDED, VECTORS_EACH = (128, 320), 16
+# Bytes of a row up to which a tile of 16-bit elements has two vectors a thread by default, rather than four of twice as
+# many elements; and from which the default marks tiles. On an H200 1,903 rows of 5,828 words of float16 took 0.6 times
+# as long with two, unmarked (`scripts/regret.py`, seed 10).
+SMALL_BYTES, MARKED_BYTES = 1 << 15, 100_000
 # 16-byte vectors of a thread's tile: what is worked on at once.
 VECTORS = (1, 2, 3, 4, 5, 6, 8)
 # Tiles in shared memory: one that is worked on and others in flight. The memory's latency times its rate needs about
@@ -141,15 +145,18 @@ def guesses(problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
     that have a multiprocessor each. If there are more rows, a small thread block reads one in a few tiles.
     """
     crowded = problem.batch_extent > machine.cores
-    each = problem.vocab * numpy_dtype(problem.dtype).itemsize / 16 / VECTORS_EACH
+    itemsize = numpy_dtype(problem.dtype).itemsize
+    size = problem.vocab * itemsize
+    each = size / 16 / VECTORS_EACH
+    marked = crowded and problem.k <= DEFERRED and size >= MARKED_BYTES
     overlap, wanted = int(machine.has_clusters), min(max(each, CROWDED[0]), CROWDED[1]) if crowded else 512
     threads = sorted(THREADS, key=lambda t: abs(log2(t / wanted)))
     return [
         {"threads": t, "vectors": v, "stages": s, "overlap": overlap, "prefetch": 0, "deferred": deferred, "unroll": 0}
-        for v in (4, 2, 1)
+        for v in ((2, 4, 1) if crowded and itemsize == 2 and size <= SMALL_BYTES else (4, 2, 1))
         for t in threads
         for s in (2, 1)
-        for deferred in ((1, 0) if crowded and problem.k <= DEFERRED else (0,))
+        for deferred in ((1, 0) if marked else (0,))
     ]
 
 

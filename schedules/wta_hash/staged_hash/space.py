@@ -35,12 +35,18 @@ def allowed(problem: WtaHash, machine: Machine, decisions: Decisions) -> str | N
     return None
 
 
-USUAL_THREADS = 192
+# Default threads, where all units together have room on the multiprocessors at once, and where they have not: there
+# each thread block copies a row again, and larger ones copy it less often.
+USUAL_THREADS, CROWDED_THREADS = 192, 512
+RESIDENT_THREADS = 2048
 
 
 def default(problem: WtaHash, machine: Machine) -> Decisions:
-    """192 threads, which were within 7 % of the best in four searches on an H200, and a launch that overlaps the
-    producer kernel's."""
+    """192 threads, or 512 where there are more units than resident threads: with 192 of them 2,502 rows of 324 bands
+    took 1.7 times as long on an H200 (`scripts/regret.py`, seed 10). The launch overlaps the producer kernel's.
+    """
     overlap = int(machine.has_clusters)
+    crowded = problem.batch * problem.bands * problem.units > machine.cores * RESIDENT_THREADS
+    usual = CROWDED_THREADS if crowded else USUAL_THREADS
     fitting = [t for t in THREADS if allowed(problem, machine, {"threads": t, "overlap": overlap}) is None]
-    return {"threads": max((t for t in fitting if t <= USUAL_THREADS), default=fitting[0]), "overlap": overlap}
+    return {"threads": max((t for t in fitting if t <= usual), default=fitting[0]), "overlap": overlap}

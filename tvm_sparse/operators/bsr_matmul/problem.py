@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tvm_sparse.core import distribution
 from tvm_sparse.core.problem import OPTIONAL, Argument, Cost, ProblemError, Settings, numpy_dtype
-from tvm_sparse.core.rounding import ROUNDING, SMALLEST
+from tvm_sparse.core.rounding import ROUNDING, SMALLEST, aligned
 
 from .pattern import SUMMATION, BlockSparse, shuffle_columns
 
@@ -210,7 +210,7 @@ class BsrMatmul(BlockSparse):
 
         # float32 suffices for a bound.
         floats = (*inputs[:2], *self.biases(inputs))
-        x, data, *bias = (np.abs(np.asarray(a).astype(np.float32)) for a in floats)
+        x, data, *bias = (aligned(np.abs(np.asarray(a).astype(np.float32)), np.asarray(a).dtype) for a in floats)
         with np.errstate(invalid="ignore"):
             magnitude = self._product(x, data, *inputs[2:4]) + sum(bias)
             factor = 1.13 * SUMMATION if self.activation else SUMMATION

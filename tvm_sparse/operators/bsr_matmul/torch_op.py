@@ -1,8 +1,8 @@
 """`bsr_matmul` as custom operators of PyTorch, with their gradients.
 
-Of the product there are three, each extending the arguments of the previous one, because every argument costs PyTorch
-time, even if it has its default: the product, for inference; with bias and activation; and with the arguments of
-training and `validate`. `bsr_sddmm` computes the gradient of stored blocks where its kernel is the fastest way.
+The product has three, each extending the arguments of the previous one, because every argument costs PyTorch time, even
+if it has its default: the product, for inference; with bias and activation; and with the arguments of training and
+`validate`. `bsr_sddmm` computes the gradient of stored blocks where its kernel is the fastest way.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tvm_sparse.core.problem import Argument, Cost, Settings, numpy_dtype
-from tvm_sparse.core.rounding import ROUNDING, SMALLEST
+from tvm_sparse.core.rounding import ROUNDING, SMALLEST, aligned
 from tvm_sparse.operators.bsr_matmul.pattern import SUMMATION, BlockSparse, shuffle_columns
 
 if TYPE_CHECKING:
@@ -123,7 +123,8 @@ class BsrSddmm(BlockSparse):
         import numpy as np
 
         # float32 suffices for a bound.
-        left, right = (np.abs(np.asarray(array).astype(np.float32)) for array in inputs[:2])
+        given = [np.asarray(array) for array in inputs[:2]]
+        left, right = (aligned(np.abs(array.astype(np.float32)), array.dtype) for array in given)
         with np.errstate(invalid="ignore"):
             magnitude = self._product(left, right, *inputs[2:])
             return [SUMMATION * magnitude + ROUNDING[self.dtype] * np.abs(expected[0]) + SMALLEST[self.dtype]]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from tvm_sparse.core import drawing, parts
 from tvm_sparse.core.problem import Argument, Mismatch, ProblemError, compare, numpy_dtype
+from tvm_sparse.core.rounding import aligned
 
 if TYPE_CHECKING:
     import numpy as np
@@ -116,7 +117,7 @@ def _lengths(vectors: np.ndarray) -> np.ndarray:
         squares[begin:end] = some
 
     parts.of_rows(flat, add_squares)
-    return np.sqrt(squares).reshape(vectors.shape[:-1])
+    return aligned(np.sqrt(squares), vectors.dtype).reshape(vectors.shape[:-1])
 
 
 def compare_words(
