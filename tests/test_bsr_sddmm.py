@@ -46,6 +46,12 @@ def test_points_equal_the_reference(axes: str, point: dict[str, int]) -> None:
     check_emulated(problem, template, point, step=2 if point["cluster"] > 1 else 1)
 
 
+@pytest.mark.parametrize("name", ["sampled_elements", "sampled_warpgroups"])
+def test_no_block_at_all(name: str) -> None:
+    problem, template = parse("bsr_sddmm/m=3,k=64,n=64,block=64,sparsity=1,dtype=bfloat16"), spaces.find(name)
+    check_emulated(problem, template, template.default(problem, SM90), step=4)
+
+
 def test_sums_of_a_cluster_are_added_up_in_one_order() -> None:
     problem = parse("bsr_sddmm/m=70,k=64,n=64,block=64,sparsity=0,dtype=bfloat16")
     template, inputs = spaces.find("sampled_warpgroups"), problem.generate(0)

@@ -6,6 +6,5 @@ AWKWARD: tuple[str, ...] = (
     "bsr_sddmm/m=5,k=66,n=35,block=5x3,sparsity=0.5",
     "bsr_sddmm/m=70,k=192,n=128,block=64,sparsity=0.5,dtype=float16",
     "bsr_sddmm/m=9,k=96,n=256,block=128x16,sparsity=0.5,dtype=bfloat16,pattern=skewed",
-    "bsr_sddmm/m=3,k=64,n=64,block=16,sparsity=1,dtype=bfloat16",  # no block at all
 )
 REALISTIC: tuple[str, ...] = ("bsr_sddmm/m=8192,k=4096,n=4096,block=64,sparsity=0.8,dtype=bfloat16",)
