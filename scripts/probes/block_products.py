@@ -232,7 +232,7 @@ def _sampled_timed(
     at = torch.arange(block_rows, device="cuda").repeat_interleave(weight.indptr.diff())
 
     def blocks_of(whole: Any) -> Any:
-        return whole.view(block_rows, rows, block_cols, cols).transpose(1, 2)[at, weight.indices].contiguous()
+        return whole.view(block_rows, rows, block_cols, cols).transpose(1, 2)[at, weight.indices.long()].contiguous()
 
     expected = blocks_of(left.double().T @ right.double())
     bound = blocks_of(left.double().abs().T @ right.double().abs()) * SUMMATION
@@ -322,7 +322,7 @@ def _gradient_errors(layer: Any, x: Any, towards: Any) -> tuple[float, float]:
     at = torch.arange(len(layer.indptr) - 1, device="cuda").repeat_interleave(layer.indptr.diff())
 
     def blocks_of(whole: Any) -> Any:
-        return whole.view(-1, rows, whole.shape[1] // cols, cols).transpose(1, 2)[at, layer.indices]
+        return whole.view(-1, rows, whole.shape[1] // cols, cols).transpose(1, 2)[at, layer.indices.long()]
 
     def error(found: Any, wanted: Any) -> float:
         return float((found.double() - wanted).abs().max())
