@@ -20,7 +20,10 @@ DECISIONS: Mapping[str, str] = {
         "Thread blocks of a cluster that share one row, or one list, joined over distributed shared memory; for a"
         " product with blocks, those that share rows of x, or the rows over which a block is summed."
     ),
-    "slices": "Parts of the vocabulary, each with thread blocks of its own, which go through all buckets looked up.",
+    "slices": (
+        "Parts of the vocabulary, each with thread blocks of its own, which go through all buckets looked up, or all"
+        " words that are edited."
+    ),
     "row_groups": "Parts into which a beam's rows are cut, each with thread blocks of its own, which read all words.",
     "rows": "Rows of the output (or dot products) of a thread block, each with threads of its own.",
     "tiles": "Tiles of the output of a thread block, each with warps of its own.",
@@ -92,6 +95,7 @@ DECISIONS: Mapping[str, str] = {
     "kept": "1: exponentials are kept, and scaled in the end; 0: they are computed again.",
     # CPU.
     "chunk": "Elements of a row that a CPU thread works on at a time.",
+    "alone": "Rows up to which a CPU's calling thread does all the work; 0: other threads always take part.",
     "simd": "Elements of one SIMD vector of the CPU.",
     "dots": "1: an instruction multiplies pairs of bfloat16 numbers, and adds both products to a float32 sum.",
 }

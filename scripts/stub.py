@@ -19,6 +19,7 @@ GENERAL = (
     (".layers.beam", ("beam_search",)),
     (".layers.lm_head", ("LmHead",)),
     (".layers.shards", ("merge_topk",)),
+    (".layers.sampling", ("SampleDetails", "merge_sample", "sample_details")),
     (".layers.recurrent", ("SparseGRU", "SparseLSTM", "SparseRNN", "project_inputs")),
     (".layers.recurrent_stack", ("RecurrentStack", "from_torch")),
     (".layers.pruning", ("GradualPruning", "constant_schedule", "cubic_schedule", "prune", "pruning_mask")),

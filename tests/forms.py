@@ -25,6 +25,7 @@ from tvm_sparse.core import registry
 from tvm_sparse.core.problem import FLOATS, Problem
 from tvm_sparse.core.registry import parse
 from tvm_sparse.operators.block_recurrent.call import BlockRecurrentWeights
+from tvm_sparse.operators.edit_logits.penalties import PENALTIES
 from tvm_sparse.operators.sparse_recurrent.call import RecurrentWeights
 from tvm_sparse.runtime.signature import ROWS, Absent, Number, Output, Shard, Signature, Structure, Text
 
@@ -38,6 +39,7 @@ SIGNATURES: dict[str, Signature] = {
 SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "log": ("log", int),
     "temperature": ("scale", lambda value: 1.0 / value),
+    **{f"{name}_penalty": (name, float) for name in PENALTIES},
     "constant": ("constant", int),
 }
 # Numbers of which results, beside how many there are, do not depend.
@@ -88,6 +90,15 @@ def sample_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
     seed = given.get("seeds", given.get("seed"))
     offset = given.get("offsets", given.get("offset", 0))
     return {**given, **filters, "seed": seed, "offset": offset, "max_top_k": problem.k if problem.whole else None}
+
+
+def edits_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
+    """Arguments of edits of logits: penalties are numbers, or arrays with one for each row."""
+    penalties = {
+        f"{name}_penalty": given.get(many if problem.per_row else name, 1.0 if name == "repetition" else 0.0)
+        for name, many in PENALTIES.items()
+    }
+    return {**given, **penalties}
 
 
 @dataclass(frozen=True)
@@ -167,6 +178,15 @@ CASES: dict[str, Case] = {
             "top_k": {"k": 8}, "seed": {"seeded": 2}, "offset": {"seeded": 2},
             "max_top_k": {"per_row": 1, "k": 8, "whole": 1},
         },
+    ),
+    "edit_logits": Case(
+        "edit_logits/batch=7,vocab=61,words=9,penalties=0", {"batch": 4}, edits_of,
+        {
+            **dict.fromkeys(("bias_ids", "bias_values"), {"bias": 1}),
+            **dict.fromkeys(("seen_ids", "generated"), {"penalties": 1}),
+            **dict.fromkeys((f"{name}_penalty" for name in PENALTIES), {"penalties": 1, "per_row": 1}),
+        },
+        numbers=dict.fromkeys((f"{name}_penalty" for name in PENALTIES), {"penalties": 1}),
     ),
     "wta_hash": Case("wta_hash/batch=6,hidden=40,k=8,units=2,bands=60", {"batch": 4}),
     "lsh_lookup": Case(

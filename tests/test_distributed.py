@@ -14,6 +14,8 @@ from cases import calls_run, thorough, use_dispatcher
 
 import tvm_sparse
 from tvm_sparse.core.registry import parse
+from tvm_sparse.operators.softmax_sample import reference
+from tvm_sparse.operators.softmax_sample.problem import SLACK
 from tvm_sparse.runtime.dispatch import Dispatcher
 
 torch = pytest.importorskip("torch")
@@ -55,6 +57,30 @@ def check_process(rank: int, rows: Sequence[int], total: int, folder: str, seed:
     torch.distributed.destroy_process_group()
 
 
+def check_draws(head: Any, hidden: Any, given: dict[str, Any], processes: int) -> None:
+    """Each token is one that the best words of the whole vocabulary give for its number, the same in all processes."""
+    options = {name: given[name] for name in ("temperature", "bias")}
+    logs, words, _ = (one.cpu().numpy() for one in head.topk(hidden, K, log=True, **options))
+    chances, rows = np.exp(logs.astype(np.float64)), np.arange(BATCH)
+    defined = np.isfinite(logs[:, 0])
+    for number, (top_p, min_p) in enumerate(((1.0, 0.0), (0.6, 0.0), (0.9, 0.2))):
+        uniforms = torch.rand(BATCH, generator=torch.Generator().manual_seed(number))
+        tokens, logprobs = head.sample(hidden, K, uniforms.to(hidden.device), top_p=top_p, min_p=min_p, **options)
+        every = [torch.empty_like(tokens) for _ in range(processes)]
+        torch.distributed.all_gather(every, tokens)
+        assert all(torch.equal(one, tokens) for one in every)
+        tokens, logprobs = tokens.cpu().numpy(), logprobs.cpu().numpy()
+        ranks = (words == tokens[:, None]).argmax(1)
+        assert (words[rows, ranks] == tokens).all()
+        np.testing.assert_allclose(logprobs, logs[rows, ranks], rtol=1e-6, atol=1e-6)
+        assert not ranks[~defined].any()
+        filters = reference.Filters(*(np.full(BATCH, one) for one in (options["temperature"], K, top_p, min_p)))
+        fits = reference.possible(
+            chances, ranks, filters, np.full(BATCH, K), uniforms.double().numpy(), SLACK, words, np.zeros(BATCH, bool)
+        )
+        assert fits[defined].all()
+
+
 def check_results(rank: int, rows: Sequence[int], total: int, seed: int, place: str) -> None:
     problem = parse(f"head_topk/batch={BATCH},vocab={total},hidden={HIDDEN},k={K},bias=1")
     first = sum(rows[:rank])
@@ -76,6 +102,7 @@ def check_results(rank: int, rows: Sequence[int], total: int, seed: int, place: 
                 every = [torch.empty_like(found[1]) for _ in rows]
                 torch.distributed.all_gather(every, found[1])
                 assert all(torch.equal(one, found[1]) for one in every)
+                check_draws(head, torch.from_numpy(hidden).to(place), given, len(rows))
             elif batch:
                 few = parse(f"head_topk/batch=1,vocab={total},hidden={HIDDEN},k={K},bias=1")
                 some = [inputs[0][:1], *inputs[1:]]

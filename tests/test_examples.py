@@ -122,6 +122,16 @@ def test_a_sampler_is_replaced(tmp_path: Path) -> None:
     assert all(way in printed for way in ways)
 
 
+def test_decoders_take_every_sampler(tmp_path: Path) -> None:
+    """Tokens of every way are among the k best: the script looks itself."""
+    pytest.importorskip("torch")
+    printed = spawn(tmp_path, sys.executable, EXAMPLES / "decode_models.py", "--quick", "--csv", "models.csv")
+    facts, table = (tmp_path / "models.csv").read_text().split("model,", 1)
+    ways = [line.split(",")[2] for line in table.splitlines()[1:]]
+    assert {"body alone", "torch", "softmax_sample", "head_topk"} <= set(ways) and "# device:" in facts
+    assert all(way in printed for way in ways)
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(280)
 def test_a_trained_model_decodes_with_both_heads(tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def arrays_of(value: Any) -> list[Any]:
 FULL = {
     "softmax_sample": {"bias": 1, "per_row": 1, "seeded": 1},
     "softmax_topk": {"bias": 1, "ids": 3},
+    "edit_logits": {"bias": 1, "penalties": 1, "per_row": 1},
     "head_topk": {"bias": 1, "ids": 3},
     "bsr_matmul": {"bias": 1},
     "candidate_topk": {"bias": 1},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import csv
+import importlib.util
 import itertools
 import os
 import pickle
@@ -775,3 +777,21 @@ def test_persistent_kernels_beside_other_processes_and_a_busy_stream() -> None:
     finally:
         for process in together:
             process.kill()
+
+
+@pytest.mark.thorough
+def test_layers_of_real_models(tmp_path: Path) -> None:
+    """Three models that packages carry: the converted layers give what PyTorch's give, and the model its results."""
+    packages = ("resemblyzer", "silero_vad", "g2p_en")
+    if any(importlib.util.find_spec(package) is None for package in packages):
+        pytest.skip("the packages are not installed: pip install --no-deps resemblyzer silero-vad g2p_en")
+    script = Path(__file__).parent.parent / "scripts" / "real_models.py"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "data")}
+    options = ["--target", "cpu", "--densities", "1", "--rounds", "1", "--csv", tmp_path / "out"]
+    run = subprocess.run(
+        [sys.executable, script, *options], env=environment, capture_output=True, text=True, timeout=400
+    )
+    assert run.returncode == 0, run.stderr
+    lines = [line for line in (tmp_path / "out").read_text().splitlines() if not line.startswith("#")]
+    found = {line["model"]: float(line["quality"]) for line in csv.DictReader(lines)}
+    assert found["resemblyzer"] > 0.9999 and found["silero-vad"] < 1e-4 and found["g2p_en"] > 0.6

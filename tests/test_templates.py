@@ -466,6 +466,7 @@ OVERLAPPED = {
         "softmax_sample/batch=3,vocab=301,k=20,dtype=float16,per_row=1,seeded=1",
         "softmax_sample/batch=2,vocab=6001,k=1,dtype=float16,per_row=1,seeded=1,whole=1,bias=1,allowed=1",
     ),
+    "edit_logits": ("edit_logits/batch=3,vocab=301,words=40,dtype=float16,bias=1,per_row=1",),
     "bsr_matmul": (
         "bsr_matmul/m=9,k=576,n=48,block=8,sparsity=0.5,dtype=float16,bias=1,activation=silu",
         "bsr_matmul/m=5,k=528,n=48,block=16,sparsity=0.5,dtype=float16,bias=1,activation=silu",

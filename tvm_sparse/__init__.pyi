@@ -16,6 +16,9 @@ from .layers.recurrent import SparseRNN as SparseRNN
 from .layers.recurrent import project_inputs as project_inputs
 from .layers.recurrent_stack import RecurrentStack as RecurrentStack
 from .layers.recurrent_stack import from_torch as from_torch
+from .layers.sampling import SampleDetails as SampleDetails
+from .layers.sampling import merge_sample as merge_sample
+from .layers.sampling import sample_details as sample_details
 from .layers.shards import merge_topk as merge_topk
 from .operators.block_recurrent.call import BlockRecurrentWeights as BlockRecurrentWeights
 from .operators.block_recurrent.call import block_recurrent as block_recurrent
@@ -26,6 +29,7 @@ from .operators.candidate_logits.call import candidate_logits as candidate_logit
 from .operators.candidate_topk.call import candidate_topk as candidate_topk
 from .operators.compaction.call import compaction as compaction
 from .operators.csr_linear.call import csr_linear as csr_linear
+from .operators.edit_logits.call import edit_logits as edit_logits
 from .operators.head_topk.call import head_topk as head_topk
 from .operators.logsumexp.call import logsumexp as logsumexp
 from .operators.lsh_candidates.call import lsh_candidates as lsh_candidates

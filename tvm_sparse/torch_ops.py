@@ -10,6 +10,7 @@ from .operators.bsr_matmul import torch_op as bsr_matmul
 from .operators.candidate_logits import torch_op as candidate_logits
 from .operators.candidate_topk import torch_op as candidate_topk
 from .operators.csr_linear import torch_op as csr_linear
+from .operators.edit_logits import torch_op as edit_logits
 from .operators.head_topk import torch_op as head_topk
 from .operators.logsumexp import torch_op as logsumexp
 from .operators.nhot_lookup import torch_op as nhot_lookup
@@ -21,6 +22,7 @@ __all__ = [
     "bsr_matmul",
     "candidate_logits",
     "candidate_topk",
+    "edit_logits",
     "head_topk",
     "logsumexp",
     "csr_linear",

@@ -38,6 +38,12 @@ def softmax_sample(*args: Any, **options: Any) -> Any:
     return softmax_sample(*args, **options)
 
 
+def edit_logits(*args: Any, **options: Any) -> Any:
+    from .operators.edit_logits.torch_op import edit_logits
+
+    return edit_logits(*args, **options)
+
+
 def head_topk(*args: Any, **options: Any) -> Any:
     from .operators.head_topk.torch_op import head_topk
 
@@ -78,3 +84,17 @@ def merge_topk(parts: Any, k: int) -> Any:
     from .layers.shards import merged
 
     return merged(parts, k)
+
+
+def sample_details(*args: Any, **options: Any) -> Any:
+    from .layers.sampling import details_by
+    from .operators.softmax_sample.torch_op import softmax_sample
+
+    return details_by(softmax_sample, *args, **options)
+
+
+def merge_sample(*args: Any, **options: Any) -> Any:
+    from .layers.sampling import drawn_by
+    from .layers.shards import merged
+
+    return drawn_by(merged, *args, **options)

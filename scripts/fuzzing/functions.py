@@ -68,6 +68,10 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "softmax_sample": lambda: {
         "logits": _normal(7, 61), "temperature": 1.0, "top_k": 8, "top_p": 0.9, "min_p": 0.0, "seed": 3, "offset": 0,
     },
+    "edit_logits": lambda: {
+        "logits": _normal(7, 61), "seen_ids": _integers(61, 7, 4), "generated": _integers(3, 7, 4),
+        "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.25,
+    },
     "bsr_matmul": lambda: {"x": _normal(7, 66), "weight": _blocks(), "bias": None, "activation": None},
     "csr_linear": lambda: {"x": _normal(7, 50), "weight": _rows(), "validate": False},
     "nhot_lookup": lambda: {"csr": _rows(), "table": _normal(50, 33), "validate": False},

@@ -118,6 +118,7 @@ class Operator:
 BUILTIN = (
     Operator("softmax_topk", public=("softmax_topk",)),
     Operator("softmax_sample", public=("softmax_sample",)),
+    Operator("edit_logits", public=("edit_logits",)),
     Operator("bsr_matmul", public=("bsr_matmul", "BsrWeight")),
     Operator("nhot_lookup", public=("nhot_lookup", "CsrRows")),
     Operator("csr_linear", public=("csr_linear",)),
@@ -140,7 +141,8 @@ BUILTIN = (
 # Operators that a kind of program calls together: what `--set` names.
 SETS: Mapping[str, tuple[str, ...]] = {
     "serve": (
-        *("softmax_topk", "softmax_sample", "softmax", "logsumexp", "head_topk", "candidate_topk", "candidate_logits"),
+        *("softmax_topk", "softmax_sample", "edit_logits", "softmax", "logsumexp"),
+        *("head_topk", "candidate_topk", "candidate_logits"),
         *("wta_hash", "lsh_lookup", "compaction", "lsh_candidates", "lsh_topk"),
     ),
     "sparse": ("bsr_matmul", "bsr_sddmm", "csr_linear", "nhot_lookup"),

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ..operators.head_topk.call import head_topk
 from ..runtime.calls import whole_number
+from .sampling import merge_sample
 from .shards import merged
 
 
@@ -120,6 +121,50 @@ class TopkHead:
         scores, indices, normaliser = merged(self._gathered(part, k), k)
         logs = scores * (1.0 / float(temperature)) - normaliser[:, None]
         return logs if log else logs.exp_(), indices, normaliser
+
+    def sample(
+        self,
+        hidden: torch.Tensor,
+        top_k: int,
+        uniforms: torch.Tensor,
+        *,
+        temperature: float = 1.0,
+        top_p: Any = 1.0,
+        min_p: Any = 0.0,
+        bias: torch.Tensor | None = None,
+        constant: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token of each row, drawn from what top-k, top-p and min-p leave, as `softmax_sample` would from all logits.
+
+        One collective, as `topk`; all processes draw the same token.
+
+        Parameters
+        ----------
+        hidden, bias, constant
+            As in `topk`.
+        top_k
+            1 <= top_k <= 1024, at most total.
+        uniforms
+            `(batch,)` float32 numbers in [0, 1), the same in all processes.
+        temperature, top_p, min_p
+            As for `merge_sample`.
+
+        Returns
+        -------
+        tokens
+            `(batch,)` int64 words of the whole vocabulary.
+        logprobs
+            `(batch,)` float32: ln p(token) at the temperature, before the filters.
+
+        Raises
+        ------
+        TypeError, ValueError, RuntimeError
+            As `topk` and `merge_sample`.
+        """
+        options: dict[str, Any] = {"temperature": temperature, "bias": bias, "constant": constant}
+        part = head_topk(hidden, self.embedding, top_k, shard=self.shard, **options)
+        parts = self._gathered(part, top_k)
+        return merge_sample(parts, uniforms, top_k=top_k, temperature=float(temperature), top_p=top_p, min_p=min_p)
 
     def _gathered(self, part: tuple[Any, ...], k: int) -> list[tuple[Any, Any, Any]]:
         """The parts of all processes, sent as one array of int32 of one width."""

@@ -328,7 +328,7 @@ def empty(shape: tuple[int, ...], dtype: str, like: Any, known: Facts) -> Any:
     return np.empty(shape, numpy_dtype(dtype))
 
 
-def full(shape: tuple[int, ...], value: int, dtype: str, like: Any, known: Facts) -> Any:
+def full(shape: tuple[int, ...], value: float, dtype: str, like: Any, known: Facts) -> Any:
     """A new array as `empty` makes it, filled with `value`."""
     array = empty(shape, dtype, like, known)
     if is_torch(array):

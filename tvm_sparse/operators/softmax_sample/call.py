@@ -173,8 +173,10 @@ def softmax_sample(
     A row with NaN or +inf, or with nothing above -inf, has no distribution: its token is the first word in the order
     (NaN counts as the largest), and its log-probability NaN. A word at -inf is never drawn from another row.
 
-    When not to use it: where scores are changed word by word of each row before (repetition penalties), which is a pass
-    of its own; and for more than one token a row.
+    Penalties and biases of single words come before: `edit_logits`. Log-probabilities after the filters, the mass of
+    what is left, and ranks: `sample_details`.
+
+    When not to use it: for more than one token a row.
 
     Sources: Fan, Lewis & Dauphin 2018 (top-k); Holtzman et al. 2020 (top-p); Nguyen et al. 2024 (min-p); Salmon et al.
     2011 (Philox).

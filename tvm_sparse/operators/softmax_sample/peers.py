@@ -69,20 +69,45 @@ def _torch_topk(problem: SoftmaxSample, inputs: Sequence[Any], device: str) -> C
     return call
 
 
-def _flashinfer(problem: SoftmaxSample, inputs: Sequence[Any], device: str) -> Call:
-    from flashinfer import sampling
+# Ways of FlashInfer: what is called after its softmax, and the filters that it takes.
+FLASHINFER = {
+    "top_k_top_p_sampling_from_probs": ("top_k", "top_p"),
+    "top_p_sampling_from_probs": ("top_p",),
+    "min_p_sampling_from_probs": ("min_p",),
+    "sampling_from_logits": (),
+    "cake top_k_top_p_sampling_from_probs": ("top_k", "top_p"),
+}
 
-    logits, temperature, top_k, top_p, min_p = _given(problem, inputs, device)
-    if min_p.any():
-        raise NotImplementedError("compared without min_p only")
-    temperature, top_p = temperature[:, 0].contiguous(), top_p[:, 0].float().contiguous()
-    top_k = top_k[:, 0].int().contiguous()
 
-    def call() -> Any:
-        chances = sampling.softmax(logits.float(), temperature=temperature)
-        return sampling.top_k_top_p_sampling_from_probs(chances, top_k, top_p)
+def _flashinfer(way: str) -> Callable[..., Call]:
+    """A sampler of FlashInfer, for problems with no other filters than it takes; logits with a temperature of 1 need no
+    pass of their own."""
 
-    return call
+    def prepare(problem: SoftmaxSample, inputs: Sequence[Any], device: str) -> Call:
+        import torch
+        from flashinfer import sampling
+
+        logits, temperature, top_k, top_p, min_p = _given(problem, inputs, device)
+        used = {"top_k": bool((top_k < problem.vocab).any()), "top_p": bool((top_p < 1).any()), "min_p": min_p.any()}
+        if others := [name for name, one in used.items() if one and name not in FLASHINFER[way]]:
+            raise NotImplementedError(f"takes no {' and no '.join(others)}")
+        kept, shares, floors = top_k[:, 0].int(), top_p[:, 0].float(), min_p[:, 0].float()
+        heats, seed = temperature[:, 0].contiguous(), torch.zeros(1, dtype=torch.int64, device=device)
+        given = {"top_k": kept, "top_p": shares, "min_p": floors}
+        filters = [given[name].contiguous() for name in FLASHINFER[way]]
+        if way == "sampling_from_logits":
+            heated = bool((temperature != 1).any())
+            return lambda: sampling.sampling_from_logits(logits.float() / temperature if heated else logits.float())
+        if way.startswith("cake"):
+            from flashinfer import cake_sampling
+
+            numbers = {"philox_seed": seed, "philox_offset": seed}
+            draw = cake_sampling.top_k_top_p_sampling_from_probs
+            return lambda: draw(sampling.softmax(logits.float(), temperature=heats), *filters, **numbers)
+        draw = getattr(sampling, way)
+        return lambda: draw(sampling.softmax(logits.float(), temperature=heats), *filters)
+
+    return prepare
 
 
 def ours(problem: SoftmaxSample, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
@@ -111,5 +136,5 @@ def ours(problem: SoftmaxSample, inputs: Sequence[Any], convert: Callable[[Any],
 PEERS = (
     Peer("torch sort, cumsum, multinomial", "torch", BOTH, _torch_sort),
     Peer("torch topk, cumsum, multinomial", "torch", BOTH, _torch_topk),
-    Peer("FlashInfer softmax, top_k_top_p (no logprobs)", "flashinfer", CUDA, _flashinfer),
+    *(Peer(f"FlashInfer {way} (no logprobs)", "flashinfer", CUDA, _flashinfer(way)) for way in FLASHINFER),
 )

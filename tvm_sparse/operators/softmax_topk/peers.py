@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tvm_sparse.bench.contenders import BOTH, CPU, Call, Peer, torch_tensor
+from tvm_sparse.bench.contenders import BOTH, CPU, CUDA, Call, Peer, torch_tensor
 from tvm_sparse.core.problem import Problem
 
 from .call import softmax_topk
@@ -39,6 +39,44 @@ def _torch_topk_logsumexp(problem: SoftmaxTopk, inputs: Sequence[Any], device: s
     return call
 
 
+def _flashinfer_topk(problem: SoftmaxTopk, inputs: Sequence[Any], device: str) -> Call:
+    import torch
+    from flashinfer import topk
+
+    x = torch_tensor(_plain_logits(problem, inputs), device)
+
+    def call() -> Any:
+        values, indices = topk.top_k(x, problem.k, sorted=True, deterministic=True)
+        return torch.exp(values.float() - torch.logsumexp(x, -1, keepdim=True).float()), indices
+
+    return call
+
+
+def _cub_topk(problem: SoftmaxTopk, inputs: Sequence[Any], device: str) -> Call:
+    """By a module `cub_batched_topk` with `topk(x, k) -> (values, indices)`, which wraps `cub::DeviceBatchedTopK`: the
+    best in any order.
+    """
+    import torch
+    from cub_batched_topk import topk  # type: ignore[import-not-found]
+
+    x = torch_tensor(_plain_logits(problem, inputs), device)
+
+    def call() -> Any:
+        values, indices = topk(x, problem.k)
+        return torch.exp(values.float() - torch.logsumexp(x, -1, keepdim=True).float()), indices
+
+    return call
+
+
+def _sorted(problem: SoftmaxTopk, outputs: list[Any]) -> list[Any]:
+    """The best in order."""
+    import numpy as np
+
+    values, indices = outputs
+    order = np.lexsort((indices, -values.astype(np.float64)), axis=-1)
+    return [np.take_along_axis(values, order, 1), np.take_along_axis(indices, order, 1).astype(np.int64)]
+
+
 def _numpy_softmax_topk(problem: SoftmaxTopk, inputs: Sequence[Any], device: str) -> Call:
     import numpy as np
 
@@ -64,5 +102,7 @@ def ours(problem: SoftmaxTopk, inputs: Sequence[Any], convert: Callable[[Any], A
 PEERS = (
     Peer("torch softmax, topk", "torch", BOTH, _torch_softmax_topk),
     Peer("torch topk, logsumexp", "torch", BOTH, _torch_topk_logsumexp),
+    Peer("FlashInfer top_k, torch logsumexp", "flashinfer", CUDA, _flashinfer_topk, _sorted),
+    Peer("CUB batched top-k (unsorted), torch logsumexp", "cub_batched_topk", CUDA, _cub_topk, _sorted),
     Peer("NumPy exp, argpartition", "numpy", CPU, _numpy_softmax_topk),
 )

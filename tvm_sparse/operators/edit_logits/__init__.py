@@ -1,0 +1,1 @@
+"""Penalties and biases of single words of each row of logits."""

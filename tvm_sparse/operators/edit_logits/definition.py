@@ -1,0 +1,58 @@
+"""Edits of a row's words in TVMScript, for the definition and CPU functions. Loads the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from .penalties import PENALTIES
+
+
+def penalised(x: tirx.PrimExpr, count: tirx.PrimExpr, repetition: Any, presence: Any, frequency: Any) -> tirx.PrimExpr:
+    """The float32 score of a word that was seen: the repetition penalty first, then the other two."""
+    repeated = T.Select(x > T.float32(0), x / repetition, x * repetition)
+    return repeated - frequency * T.Cast("float32", count) - T.Select(count > 0, presence, T.float32(0))
+
+
+def penalty(io: Any, name: str, row: Any) -> tirx.PrimExpr:
+    """A penalty that is one number for all rows, or one for each row."""
+    return getattr(io, PENALTIES[name])[row] if io.problem.per_row else getattr(io, name)
+
+
+# fmt: off
+def edit_row(problem: Any) -> Callable[..., Any]:
+    """All edits of a row, one word after another; called with (io, row), it makes an SBlock.
+
+    Reads: the row, if it is copied; its words. Writes: the edited row.
+    """
+    dtype, vocab, biased, seen = problem.dtype, problem.vocab, bool(problem.bias), bool(problem.penalties)
+
+    @T.inline
+    def work(io, r):
+        with T.sblock("row"):
+            row = T.axis.spatial(io.batch, r)
+            T.reads(io.logits[row, 0:vocab])
+            T.writes(io.edited[row, 0:vocab])
+            x = T.sblock_alloc_buffer((1,), "float32")
+            if io.copied != 0:
+                for j in range(vocab):
+                    io.edited[row, j] = io.logits[row, j]
+            if biased:
+                for i in range(io.biased):
+                    if io.bias_ids[row, i] >= 0 and io.bias_ids[row, i] < vocab:
+                        x[0] = T.Cast("float32", io.edited[row, io.bias_ids[row, i]]) + io.bias_values[row, i]
+                        io.edited[row, io.bias_ids[row, i]] = T.Cast(dtype, x[0])
+            if seen:
+                for i in range(io.seen):
+                    if io.seen_ids[row, i] >= 0 and io.seen_ids[row, i] < vocab:
+                        x[0] = T.Cast("float32", io.edited[row, io.seen_ids[row, i]])
+                        x[0] = penalised(
+                            x[0], io.generated[row, i], penalty(io, "repetition", row), penalty(io, "presence", row),
+                            penalty(io, "frequency", row))
+                        io.edited[row, io.seen_ids[row, i]] = T.Cast(dtype, x[0])
+
+    return work
+# fmt: on

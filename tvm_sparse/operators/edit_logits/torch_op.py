@@ -1,0 +1,65 @@
+"""`edit_logits` as a custom operator of PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm_sparse.runtime import arrays, custom
+
+from . import call
+from .penalties import PENALTIES
+
+__all__ = ["edit_logits"]
+
+_WORDS = ("bias_ids", "bias_values", "seen_ids", "generated")
+
+
+def _call(logits: Any, numbers: Any, *arrays_of_rows: Any) -> Any:
+    words, own = arrays_of_rows[:4], arrays_of_rows[4:]
+    penalties = [
+        number if tensor is None else custom.value_of(number, tensor) if not tensor.dim() else tensor
+        for number, tensor in zip(numbers, own, strict=True)
+    ]
+    options = dict(zip(_WORDS, words, strict=True))
+    options |= dict(zip((f"{name}_penalty" for name in PENALTIES), penalties, strict=True))
+    return call.edit_logits(logits, **options)
+
+
+def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
+    """Leading dimensions are the operator's own."""
+
+    def rows(one: Any, dim: Any) -> Any:
+        if not arrays.is_torch(one) or (dim is None and not one.dim()):
+            return one
+        return custom.in_front(one, dim, info.batch_size)
+
+    return _OPERATOR(*[rows(one, dim) for one, dim in zip(args, in_dims, strict=True)]), 0
+
+
+# Tensors of penalties say what the numbers do not: one of each row, or one in all (`custom.number`).
+_OPERATOR = custom.define(
+    "edit_logits(Tensor logits, float[] numbers, Tensor? bias_ids=None, Tensor? bias_values=None,"
+    " Tensor? seen_ids=None, Tensor? generated=None, Tensor? repetitions=None, Tensor? presences=None,"
+    " Tensor? frequencies=None) -> Tensor",
+    _call,
+    _batched,
+    custom.without_backward("logits"),
+)
+
+
+def edit_logits(
+    logits: Any,
+    *,
+    bias_ids: Any = None,
+    bias_values: Any = None,
+    seen_ids: Any = None,
+    generated: Any = None,
+    repetition_penalty: Any = 1.0,
+    presence_penalty: Any = 0.0,
+    frequency_penalty: Any = 0.0,
+    out: Any = None,
+) -> Any:
+    """The public function, as it stands in a graph."""
+    given = [custom.number(one) for one in (repetition_penalty, presence_penalty, frequency_penalty)]
+    numbers, own = [number for number, _ in given], [tensor for _, tensor in given]
+    return custom.written(_OPERATOR(logits, numbers, bias_ids, bias_values, seen_ids, generated, *own), out)
