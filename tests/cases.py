@@ -11,6 +11,7 @@ import json
 import math
 import os
 import random
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from tvm_sparse.core.registry import make, parse
 from tvm_sparse.core.template import Program, Table, Template
 from tvm_sparse.runtime import dispatch, loading
 from tvm_sparse.runtime.dispatch import Dispatcher
+from tvm_sparse.workers import building
 
 SM90 = Machine("cuda", "sm_90a", "sm_90a", cores=132)
 SM80 = Machine("cuda", "sm_80", "sm_80", cores=108)
@@ -42,6 +44,7 @@ LARGEST_CLUSTER = "TVM_SPARSE_TEST_CLUSTER"
 # 48, 64, 96, 128 registers a thread), whatever the block needs: its choice, and no harm. What is beyond are registers
 # that ran out, or an array that is indexed dynamically, and the template's `allowed` has to leave it out.
 PARKED_BYTES = 40
+QUICK_BUILD_WORKER = Path(__file__).with_name("quick_build_worker.py")
 # Combinations of decisions that are tried where points of a space are drawn.
 MOST = 50_000
 
@@ -234,15 +237,35 @@ def check_emulated(
         run_emulated(program, problem, inputs, own_on_host(program, problem), seed, garbage)
 
 
-def trapping(*_: Any, **how: Any) -> Callable[..., Any]:
-    """In the place of a factory of phases: one that traps."""
+def watch_phases(patch: pytest.MonkeyPatch, place: Any, *names: str) -> None:
+    """Let each thread that reaches a phase, made by one of these factories of a module, print the factory's name.
+
+    Whatever is asked of a kernel, its text is the same: it is compiled once.
+    """
     from tvm.script import tirx as T
 
-    @T.inline
-    def phase(*_):
-        T.evaluate(T.call_extern("int32", "__trap"))
+    def watched(name: str, factory: Callable[..., Any]) -> Callable[..., Any]:
+        line = f"{name} "
 
-    return phase
+        def made(*extents: Any, **how: Any) -> Any:
+            inner = factory(*extents, **how)
+
+            @T.inline
+            def phase(*given):
+                T.evaluate(T.call_extern("int64", "write", 1, line, len(line)))
+                inner(*given)
+
+            return phase
+
+        return made
+
+    for name in names:
+        patch.setattr(place, name, watched(name, getattr(place, name)))
+
+
+def reached(capture: pytest.CaptureFixture[str]) -> set[str]:
+    """The watched phases that kernels have reached since the last question, with `capfd`."""
+    return set(capture.readouterr().out.split())
 
 
 def built(problem: Problem, candidate: Candidate, gpu: Machine, path: Path) -> Compiled:
@@ -270,10 +293,16 @@ def use_dispatcher(patch: pytest.MonkeyPatch, own: Dispatcher) -> None:
 
 
 @contextmanager
-def calls_run(keys: Iterable[str], cache: Path) -> Iterator[Dispatcher]:
-    """The public functions run the fallbacks of these problems on the CPU, built side by side, and nothing else."""
+def calls_run(keys: Iterable[str], cache: Path, optimised: bool = False) -> Iterator[Dispatcher]:
+    """The public functions run the fallbacks of these problems on the CPU, built side by side, and nothing else.
+
+    Most libraries are not optimised, which takes most of a build: these tests are about calls. Those of templates run
+    what users have, and `optimised` is for tests that call often.
+    """
     own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
     with pytest.MonkeyPatch.context() as patch:
+        if not optimised:
+            patch.setattr(building, "BUILD_WORKER", (sys.executable, str(QUICK_BUILD_WORKER)))
         # The processes that compile start sooner without PyTorch, which TVM imports wherever it is.
         (hidden := cache / "without_torch").mkdir(parents=True)
         patch.setenv("PYTHONPATH", core_only.environment(hidden, absent=("torch",))["PYTHONPATH"])

@@ -8,14 +8,17 @@ Tests that share a fixture of their module form a group as well, so that it is m
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import core_only
+import platformdirs
 import pytest
 
 from tvm_sparse.core import machine
@@ -33,6 +36,10 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 # A shell starts what it puts into the background with SIGINT ignored, and every child inherits that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Kernels for the emulator, compiled by g++ in this or earlier runs.
+EMULATED = platformdirs.user_cache_path("tvm_sparse", appauthor=False) / "emulated"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,8 +62,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays until the end: no collection of garbage has to look at it again."""
+    """What is there now stays until the end: no collection of garbage has to look at it again.
+
+    Kernels that tests emulate are compiled once, by whichever run needs them first; an object file that no run needed
+    for a month is removed.
+    """
     gc.freeze()
+    if emulation := sys.modules.get("tvm_sparse.emulation"):  # which imports the compiler, and is not always needed
+        for file in EMULATED.glob("*.o"):
+            with contextlib.suppress(FileNotFoundError):
+                if file.stat().st_mtime < time.time() - 30 * 86400:
+                    file.unlink()
+        with contextlib.suppress(OSError):  # a home that is not to be written to
+            EMULATED.mkdir(parents=True, exist_ok=True)
+        if os.access(EMULATED, os.W_OK):
+            emulation.keep_objects(EMULATED)
 
 
 def shares_a_fixture(item: pytest.Item) -> bool:

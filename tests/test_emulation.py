@@ -9,7 +9,7 @@ import tvm
 from tvm import te
 from tvm.script import tirx as T
 
-from tvm_sparse.emulation import EmulationError, run_on_cpu
+from tvm_sparse.emulation import EmulationError, keep_objects, run, run_on_cpu
 from tvm_sparse.schedules.device.region import device_region
 
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
@@ -1503,3 +1503,39 @@ def test_what_is_not_emulated_is_refused():
 
     with pytest.raises(NotImplementedError, match="__unheard_of"):
         run_tirx(unknown, [np.ones(32, "float32")])
+
+
+def test_kept_objects_are_compiled_once(monkeypatch, tmp_path):
+    """Kernels, and the emulator itself; and again with other options, or after another header."""
+    compiled, call = [], run._gxx
+
+    def gxx(command):
+        compiled.extend(name for name in command if name.endswith(".o") and "-c" in command)
+        call(command)
+
+    def compiles():
+        compiled.clear()
+        run._compiled.cache_clear()
+        run._machine_object.cache_clear()
+        out, n = np.zeros(512, "float32"), np.zeros(1, "int32")
+        run_tirx(compaction(512), [np.ones(512, "float32"), out, n])
+        assert n[0] == 512 and (out == 1).all()
+        return len(compiled)
+
+    monkeypatch.setattr(run, "_gxx", gxx)
+    usual = run._kept
+    try:
+        keep_objects(None)
+        assert compiles() == 2 and compiles() == 2
+        keep_objects(tmp_path / "kept")
+        assert compiles() == 2 and compiles() == 0
+        assert len(list((tmp_path / "kept").glob("*.o"))) == 2
+        monkeypatch.setattr(run, "KERNEL_FLAGS", [*run.KERNEL_FLAGS, "-DOTHER"])
+        assert compiles() == 1 and compiles() == 0
+        header = tmp_path / "other.h"
+        header.write_text(f"{run.HEADER.read_text()}\n// another")
+        monkeypatch.setattr(run, "HEADER", header)
+        monkeypatch.setattr(run, "_compiler", lambda: "another")
+        assert compiles() == 2
+    finally:
+        keep_objects(usual)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import SM90, thorough, trapping
+from cases import SM90, reached, thorough, watch_phases
 from test_templates import emulated, verify
 
 from tvm_sparse.core import machine, spaces
@@ -19,7 +18,7 @@ from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 from tvm_sparse.schedules.device import thresholds
 from tvm_sparse.schedules.device.pool import STATIC
 from tvm_sparse.schedules.device.thresholds import Floor, first_threshold, floor_of_runs, more_than
-from tvm_sparse.schedules.softmax_topk.threshold_gate import Layout
+from tvm_sparse.schedules.softmax_topk.threshold_gate import Layout, rank, survivors
 
 BLOCK = {"threads": 256, "vectors": 1, "stages": 1, "overlap": 1, "prefetch": 0, "deferred": 0, "unroll": 1}
 CLUSTER = {"cluster": 2, "threads": 256, "vectors": 1, "stages": 2, "deferred": 0, "unroll": 0}
@@ -184,12 +183,11 @@ def test_rows_to_come_are_prefetched_where_they_come_from_memory() -> None:
         assert (table["overlap"], table["prefetch"]) == (overlap, prefetch)
 
 
-def without(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
-    """Let phases trap: radix selection, ranking in bins, or the bitonic sort."""
-    package = "tvm_sparse.schedules.softmax_topk.threshold_gate"
-    places = {"radix_selection": "survivors", "rank_in_bins": "rank", "sort_descending": "rank"}
-    for name in names:
-        monkeypatch.setattr(importlib.import_module(f"{package}.{places[name]}"), name, trapping)
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Radix selection, ranking in bins, and the bitonic sort."""
+    watch_phases(monkeypatch, survivors, "radix_selection")
+    watch_phases(monkeypatch, rank, "rank_in_bins", "sort_descending")
 
 
 @pytest.mark.parametrize(
@@ -215,14 +213,20 @@ def without(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
     ],
 )
 def test_rows_in_order_never_fill_a_buffer(
-    name: str, vocab: int, k: int, decisions: dict[str, int], unneeded: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    vocab: int,
+    k: int,
+    decisions: dict[str, int],
+    unneeded: list[str],
+    watched: None,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     problem = SoftmaxTopk(3, vocab, k)
     logits = np.sort(np.random.default_rng(vocab).standard_normal((3, vocab)), axis=1)
     logits[1] = logits[1, ::-1]
     logits[2] = 1
-    without(monkeypatch, unneeded)
     run(name, problem, decisions, logits)
+    assert not reached(capfd) & {*unneeded}
 
 
 @pytest.mark.parametrize(
@@ -237,12 +241,12 @@ def test_rows_in_order_never_fill_a_buffer(
     ],
 )
 def test_rows_of_few_values_need_neither_a_compaction_nor_a_sort(
-    name: str, vocab: int, k: int, decisions: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    name: str, vocab: int, k: int, decisions: dict[str, int], watched: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     problem = SoftmaxTopk(3, vocab, k)
     logits = np.round(np.random.default_rng(vocab).standard_normal((3, vocab)))
-    without(monkeypatch, ["radix_selection", "sort_descending"])
     run(name, problem, decisions, logits)
+    assert not reached(capfd) & {"radix_selection", "sort_descending"}
 
 
 @pytest.mark.parametrize(("k", "share", "warps"), [(5, 0.3, 4), (50, 0.2, 8), (50, 0.06, 16), (400, 0.4, 16)])

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 
 import numpy as np
 import pytest
-from cases import SM90, check_emulated, own_on_host, run_emulated, settings_of, thorough, trapping
+from cases import SM90, check_emulated, own_on_host, reached, run_emulated, settings_of, thorough, watch_phases
 from tvm.sym import Analyzer
 
 from tvm_sparse.core import machine, spaces
 from tvm_sparse.core.candidate import Candidate
 from tvm_sparse.core.problem import Mismatch
 from tvm_sparse.core.registry import parse
-from tvm_sparse.emulation import EmulationError
 from tvm_sparse.schedules.output_layer import registers, rings
 from tvm_sparse.schedules.output_layer.best import search
 from tvm_sparse.schedules.output_layer.tiles.product import stays_cached
@@ -113,7 +111,7 @@ SEARCHED: dict[int, tuple[str, dict[str, int]]] = {
 
 
 @pytest.mark.parametrize(
-    ("k", "kind", "dynamic", "phase", "reached"),
+    ("k", "kind", "dynamic", "phase", "needed"),
     [
         # Few words reach the tiles' bound: they are ranked in one step, and of k beyond 24 in several.
         (12, "random", 25, "rank", False),
@@ -130,7 +128,13 @@ SEARCHED: dict[int, tuple[str, dict[str, int]]] = {
     ],
 )
 def test_how_many_words_reach_the_bound(
-    k: int, kind: str | int, dynamic: int, phase: str, reached: bool, monkeypatch: pytest.MonkeyPatch
+    k: int,
+    kind: str | int,
+    dynamic: int,
+    phase: str,
+    needed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     name, decisions = SEARCHED[dynamic]
     columns, template = 456 if dynamic else 136, spaces.find(name)
@@ -150,15 +154,10 @@ def test_how_many_words_reach_the_bound(
         scores[:] = -2
     words[:, : len(hidden)] = scores.T
 
-    def run() -> None:
-        program = template.build(problem, point)
-        run_emulated(program, problem, [hidden, words, *others], own_on_host(program, problem), k)
-
-    if reached:
-        run()
-    monkeypatch.setattr(search, phase, trapping)
-    with pytest.raises(EmulationError, match="trap") if reached else contextlib.nullcontext():
-        run()
+    watch_phases(monkeypatch, search, "rank", "select", "choose_tiles")
+    program = template.build(problem, point)
+    run_emulated(program, problem, [hidden, words, *others], own_on_host(program, problem), k)
+    assert (phase in reached(capfd)) == needed
 
 
 @pytest.mark.parametrize("dynamic", [0, 25])

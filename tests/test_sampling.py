@@ -71,7 +71,7 @@ KEYS = tuple(
 
 @pytest.fixture(scope="module", autouse=True)
 def dispatcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]:
-    with calls_run(KEYS, tmp_path_factory.mktemp("kernels")) as own:
+    with calls_run(KEYS, tmp_path_factory.mktemp("kernels"), optimised=True) as own:
         yield own
 
 

@@ -44,7 +44,7 @@ class Gated(Protocol):
 
     @property
     def pack(self) -> int:
-        """How many sums lie between those of one gate and those of the next."""
+        """Stride from a unit's sum for one gate to its sum for the next, in elements."""
 
 
 # fmt: off

@@ -5,7 +5,7 @@ For authors of templates and for tests. `run` lists what is reported and what ca
 the source into C++.
 """
 
-from .run import EmulationError, cuda_source, launches, run_on_cpu
+from .run import EmulationError, cuda_source, keep_objects, launches, run_on_cpu
 from .serialise import serialise
 
-__all__ = ["EmulationError", "cuda_source", "launches", "run_on_cpu", "serialise"]
+__all__ = ["EmulationError", "cuda_source", "keep_objects", "launches", "run_on_cpu", "serialise"]

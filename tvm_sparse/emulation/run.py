@@ -30,7 +30,9 @@ GPU's limits. Races through global memory between blocks show only as different 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import hashlib
 import mmap
 import os
 import re
@@ -41,7 +43,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,8 @@ HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 CHILD = Path(__file__).with_name("child.py")
 CANARY = 0xA5
 GXX = ["g++", "-x", "c++", "-std=c++17", "-fPIC", "-w", "-U_FORTIFY_SOURCE"]
+# Host functions check arguments and launch: optimising one takes longer than all its runs.
+QUICK_LLVM = {"kind": "llvm", "opt-level": 0}
 MACHINE_FLAGS = ["-O2", "-DCOC_MACHINE"]
 # -Og, because most kernels run for less time than g++ takes to optimise them. No guards around static variables: shared
 # arrays are static here, and their locks would be instrumented.
@@ -228,7 +232,7 @@ def _built(key: _Lowering) -> _Built:
         raise ValueError(f"expected a module with one public function, got {entries}")
     kernels = tuple(_kernel(str(gv.name_hint), f) for gv, f in device.functions.items())
     source = translate(_device_source(device, target))
-    runtime = tvm.get_global_func("target.build.llvm")(host, tvm.target.Target("llvm"))
+    runtime = tvm.get_global_func("target.build.llvm")(host, tvm.target.Target(QUICK_LLVM))
     with scratch.folder() as folder:
         compiled = folder / "host.o"
         runtime.write_to_file(str(compiled))
@@ -307,6 +311,19 @@ def _keep_text(code: str, *_: object) -> bytes:
     return code.encode()  # once TVM's CUDA runtime is loaded, it requires bytes
 
 
+def keep_objects(folder: Path | None) -> None:
+    """Keep what g++ compiles in `folder`, where every process that names it finds it; None: keep nothing, as at first.
+
+    g++ takes most of the time of a short run. A file is named after all that it is made of: source, header, options
+    and compiler. So none is ever stale, and any may be removed; its time of modification is that of its last use.
+    """
+    global _kept
+    _kept = folder
+
+
+_kept: Path | None = None
+
+
 @functools.lru_cache(maxsize=8)
 def _compiled(source: str, kernels: tuple[Kernel, ...], host: bytes) -> bytes:
     with scratch.folder() as folder:
@@ -314,38 +331,62 @@ def _compiled(source: str, kernels: tuple[Kernel, ...], host: bytes) -> bytes:
 
 
 def _compile(source: str, kernels: Sequence[Kernel], host: bytes, folder: Path) -> Path:
-    text, library = folder / "kernel.cu", folder / "kernel.so"
     entries = "".join(
         f'extern "C" void emulated_{k.name}(void** args) {{\n  cuda_on_cpu::call(&{k.name}, args);\n}}\n'
         for k in kernels
     )
-    text.write_text(f'#include "{_precompiled_header()}"\n#line 1 "kernel.cu"\n{source}\n{entries}')
-    (folder / "host.o").write_bytes(host)
-    machine = folder / "machine.o"
-    machine.write_bytes(_machine_object())
-    _gxx([*GXX, *KERNEL_FLAGS, "-c", str(text), "-o", str(folder / "kernel.o")])
+    library = folder / "kernel.so"
+    objects = {"kernel.o": _kernel_object(f"{source}\n{entries}"), "host.o": host, "machine.o": _machine_object()}
+    for name, content in objects.items():
+        (folder / name).write_bytes(content)
     # Linked without -fsanitize: the emulator provides the sanitizers' functions.
-    _gxx(
-        [
-            "g++",
-            "-shared",
-            "-Wl,-Bsymbolic",
-            "-o",
-            str(library),
-            str(folder / "kernel.o"),
-            str(folder / "host.o"),
-            str(machine),
-        ]
-    )
+    linker = ["-fuse-ld=gold"] if _has_gold() else []
+    _gxx(["g++", "-shared", *linker, "-Wl,-Bsymbolic", "-o", str(library), *(str(folder / name) for name in objects)])
     return library
+
+
+def _kernel_object(source: str) -> bytes:
+    def compile_to(out: Path) -> None:
+        text = out.with_suffix(".cu")
+        text.write_text(f'#include "{_precompiled_header()}"\n#line 1 "kernel.cu"\n{source}')
+        _gxx([*GXX, *KERNEL_FLAGS, "-c", str(text), "-o", str(out)])
+
+    return _object(source, KERNEL_FLAGS, compile_to)
 
 
 @functools.cache
 def _machine_object() -> bytes:
+    return _object("", MACHINE_FLAGS, lambda out: _gxx([*GXX, *MACHINE_FLAGS, "-c", str(HEADER), "-o", str(out)]))
+
+
+def _object(source: str, flags: Sequence[str], compile_to: Callable[[Path], None]) -> bytes:
+    """The object file of a source compiled after the header: the one that is kept, or one that is compiled now."""
+    made_of = hashlib.sha256("\0".join([source, *GXX, *flags, _compiler()]).encode() + HEADER.read_bytes())
+    kept = None if _kept is None else _kept / f"{made_of.hexdigest()}.o"
+    if kept is not None:
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(kept)
+            return kept.read_bytes()
     with scratch.folder() as folder:
-        out = folder / "machine.o"
-        _gxx([*GXX, *MACHINE_FLAGS, "-c", str(HEADER), "-o", str(out)])
-        return out.read_bytes()
+        out = folder / "object.o"
+        compile_to(out)
+        content = out.read_bytes()
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with scratch.written(kept) as unfinished:
+            unfinished.write_bytes(content)
+    return content
+
+
+@functools.cache
+def _compiler() -> str:
+    return subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout
+
+
+@functools.cache
+def _has_gold() -> bool:
+    """Whether g++ finds the linker that takes a third of the usual one's time."""
+    return shutil.which("ld.gold") is not None
 
 
 @functools.cache

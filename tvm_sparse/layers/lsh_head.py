@@ -756,7 +756,7 @@ def _recorded(*ways: Sequence[Explanation]) -> list[float | None]:
         return bool(kernels) and all(one.how in dispatch.RECORDED and "seconds" in one.figures for one in kernels)
 
     def seconds(one: Explanation) -> float:
-        # If the operator has another way, the time of a call with torch tensors; these are timed with hot inputs.
+        # An operator that can also run a kernel of PyTorch has the time of the faster one, measured with hot inputs.
         return one.figures.get("way_seconds", one.figures["seconds"])
 
     known = [kernels if told(kernels) else () for kernels in ways]

@@ -48,7 +48,7 @@ Weights = RecurrentWeights | BlockRecurrentWeights
 
 
 def form_of(weights: Weights) -> str:
-    """ "entries" or "blocks"."""
+    """The form of prepared weights: "entries" for single weights, "blocks" for blocks of them."""
     return "entries" if isinstance(weights, RecurrentWeights) else "blocks"
 
 

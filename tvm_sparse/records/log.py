@@ -34,7 +34,7 @@ LOCK_SECONDS = 60.0
 the holder is stopped, and waiting for ever would hide it."""
 
 _PROBLEM = re.compile(rb'"problem"\s*:\s*"([^"\\]{1,500})"')
-# As written in lines. Inside another text its quotes would be escaped.
+# What lines of sessions contain, and no others: quotes inside a JSON string are escaped.
 _OF_A_SESSION = b'"kind":"%s"' % Session.kind.encode()
 
 

@@ -100,7 +100,8 @@ def find_share(e: Extents) -> Phase:
 
 
 def list_of(e: Extents, s: Any, i: Any) -> Any:
-    """Which list of the group has the thread block's `i`-th word (see `find_share`). Its words are ordered by list."""
+    """The number, within the group, of the list that contains the thread block's `i`-th word (see `find_share`). Its
+    words are ordered by list."""
     found: Any = 0
     for n in range(e.group_lists - 1):
         found = found + T.Cast("int32", i >= s.upto[n])
@@ -108,7 +109,7 @@ def list_of(e: Extents, s: Any, i: Any) -> Any:
 
 
 def place_in_list(e: Extents, s: Any, i: Any) -> Any:
-    """The place of the thread block's `i`-th word in that list."""
+    """The place of the thread block's `i`-th word in its list, `list_of(e, s, i)`."""
     found = s.firsts[0] + i * e.group_blocks
     for n in range(1, e.group_lists):
         found = T.Select(i >= s.upto[n - 1], s.firsts[n] + (i - s.upto[n - 1]) * e.group_blocks, found)
@@ -117,7 +118,7 @@ def place_in_list(e: Extents, s: Any, i: Any) -> Any:
 
 @T.inline
 def load_other(e, s, io, index, place):
-    """Begin to load the id of a word of the second part to `name`: from the list, or from the frequent words that come
+    """Begin to load the id of a word of the second part: from the list, or from the frequent words that come
     before it.
     """
     if e.late_words > 0:

@@ -107,7 +107,7 @@ class SearchSizes:
 
     @property
     def most_near(self) -> int:
-        """Tokens of the best tiles that it ranks without a bound of their own."""
+        """The most tokens that it ranks at once: of more, it first finds their k-th best as a bound."""
         return max(LEAST_NEAR, 2 * self.k)
 
     @property

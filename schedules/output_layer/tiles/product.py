@@ -610,7 +610,7 @@ def finish_alone(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def store_score(io, s, p, scores, row, n):
-        """`score`, of the lane's n-th token."""
+        """Add the bias to the score of the lane's n-th token in this row, and store it; -inf beyond the list."""
         if s.tile[0] * e.tile_n + n * 8 + p.group < s.words[0]:
             if io.bias is not None:
                 s.score[n] = s.score[n] + s.added[n]

@@ -159,12 +159,12 @@ class TileSizes(TileSearchSizes):
 
     @property
     def word_groups(self) -> int:
-        """Eights of tokens of a tile."""
+        """Groups of eight tokens in a tile."""
         return self.tile_n // 8
 
     @property
     def row_groups(self) -> int:
-        """Eights of its rows of hidden states."""
+        """Groups of eight rows of hidden states in a tile."""
         return self.tile_m // 8
 
     @property
@@ -266,12 +266,12 @@ class Extents(TileSizes):
 
     @property
     def a_groups(self) -> int:
-        """Eights of operand A's rows: two are a fragment."""
+        """Groups of eight rows of operand A: two are a fragment."""
         return self.row_groups if self.words_second else self.word_groups
 
     @property
     def b_groups(self) -> int:
-        """Eights of operand B's: each is a fragment."""
+        """Groups of eight rows of operand B: each is a fragment."""
         return self.word_groups if self.words_second else self.row_groups
 
     @property

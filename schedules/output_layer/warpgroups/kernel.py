@@ -28,7 +28,10 @@ from .space import Extents
 
 # fmt: off
 def arrange(e: Extents) -> Callable[..., Any]:
-    """The kernel, called with (io, matrices): of each strip of `tile_m` rows a vector of all rows after the other."""
+    """The kernel that transposes vectors of the hidden states, called with (io, matrices).
+
+    It writes each strip of `tile_m` rows into `matrices`: the first vector of all its rows, then the second, and so on.
+    """
     elements = e.hidden // e.vectors  # of a vector
     vectors = e.parts * e.part_vectors
     clear = clear_tops(e, vectors * e.tile_m)

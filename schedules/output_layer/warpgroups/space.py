@@ -34,7 +34,7 @@ BLOCKS_EACH = (1, 2)
 BESIDES = 52
 # The most tiles by whose largest scores a bound is found, for each lane of a warp, which has a register for each.
 FIRST_EACH = 32
-# Rounds of tiles from which on it is worth it to find one.
+# A bound is found only if thread blocks multiply more tiles than this, one after the other.
 LEAST_ROUNDS = 3
 # Registers of a thread of the search kernel, by tiles of a thread, as in `best.sizes`. With 512 threads of 32 or 48
 # registers it finds room beside the product kernel.

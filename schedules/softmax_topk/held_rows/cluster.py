@@ -118,7 +118,7 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
     held = chunks * deal.rounds
 
     def group_of(s: Any, at: Any, r: Any) -> Any:
-        """The group of a key; groups are formed anew here."""
+        """The group of a key, by the key's place; it need not be that of its block's bound."""
         return (at + deal.part(s.t, r) * TURN) % groups
 
     @T.inline

@@ -121,7 +121,7 @@ class LshTopk(Problem):
 
     @property
     def hashing(self) -> LshCandidates:
-        """The first half, with a list that holds any number of candidates."""
+        """Hashing and look-up, as a problem of their own whose list has room for the whole vocabulary."""
         return LshCandidates(
             self.lists, self.beam, self.hidden, self.vocab, self.k, self.units, self.bands, self.table, self.vocab,
             self.dtype,
