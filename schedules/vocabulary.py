@@ -18,7 +18,7 @@ DECISIONS: Mapping[str, str] = {
     "dynamic": "Percent of the tiles that thread blocks take when they are ready. 0: each has an equal share of all.",
     "cluster": (
         "Thread blocks of a cluster that share one row, or one list, joined over distributed shared memory; for a"
-        " product with blocks, those that share rows of x."
+        " product with blocks, those that share rows of x, or the rows over which a block is summed."
     ),
     "slices": (
         "Parts of the vocabulary, each with thread blocks of its own, which go through all buckets looked up, or all"
@@ -27,8 +27,9 @@ DECISIONS: Mapping[str, str] = {
     "row_groups": "Parts into which a beam's rows are cut, each with thread blocks of its own, which read all words.",
     "rows": "Rows of the output (or dot products) of a thread block, each with threads of its own.",
     "tiles": "Tiles of the output of a thread block, each with warps of its own.",
-    "tile_m": "Rows of x that a tile of the product covers.",
+    "tile_m": "Rows of x that a tile of the product covers; of a sum over these rows, those of a step.",
     "tile_n": "Rows of the weight that a tile of the product covers.",
+    "tile_k": "Columns of a block row's blocks that a thread block computes.",
     "warps_m": "Warps of a thread block on neighbouring tiles along m, which read the same blocks of the weight.",
     "column_lanes": "Lanes of a warp side by side along the columns of a tile; others take other entries.",
     "bucket_lanes": "Lanes of a warp that go through one bucket of a hash table together.",

@@ -160,6 +160,10 @@ CASES: dict[str, Case] = {
         },
         {"bias": {"bias": 1}}, texts={"activation": "activation"},
     ),
+    "csr_linear": Case(
+        "csr_linear/m=7,k=50,n=33,sparsity=0.9", {"m": 4},
+        lambda problem, given: {**given, "weight": tuple(given[name] for name in ("indptr", "indices", "values"))},
+    ),
     "nhot_lookup": Case(
         "nhot_lookup/rows=7,vocab=50,width=33,nonzeros=5,weighted=1", {"rows": 4},
         lambda problem, given: {**given, "csr": tuple(given[name] for name in ("indptr", "indices", "values"))},
@@ -476,7 +480,8 @@ def placed(value: Any, library: str, device: str, kind: str, problem: Problem) -
     parts = tuple(placed(one, library, device, "", problem) for one in value)
     if problem.operator == "bsr_matmul":
         return _weight(parts, kind or "BsrWeight", problem)
-    return _rows(parts, kind or "CsrRows", problem)
+    shape = (problem.n, problem.k) if problem.operator == "csr_linear" else (problem.rows, problem.vocab)
+    return _rows(parts, kind or "CsrRows", shape)
 
 
 def _weight(parts: tuple[Any, ...], kind: str, problem: Any) -> Any:
@@ -490,14 +495,14 @@ def _weight(parts: tuple[Any, ...], kind: str, problem: Any) -> Any:
     return parts
 
 
-def _rows(parts: tuple[Any, ...], kind: str, problem: Any) -> Any:
+def _rows(parts: tuple[Any, ...], kind: str, shape: tuple[int, int]) -> Any:
     indptr, indices, values = parts
     if kind == "CsrRows":
-        return tvm_sparse.CsrRows(parts, columns=problem.vocab)
+        return tvm_sparse.CsrRows(parts, columns=shape[1])
     if kind.startswith("scipy"):
-        return scipy.sparse.csr_array((values, indices, indptr), shape=(problem.rows, problem.vocab))
+        return scipy.sparse.csr_array((values, indices, indptr), shape=shape)
     if kind == "torch.sparse_csr":
-        return torch.sparse_csr_tensor(indptr, indices, values, size=(problem.rows, problem.vocab))
+        return torch.sparse_csr_tensor(indptr, indices, values, size=shape)
     return parts
 
 

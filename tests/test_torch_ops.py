@@ -37,6 +37,9 @@ KEYS = (
     f"{PRODUCT},bias=1,activation=gelu",
     f"{PRODUCT},bias=1,activation=silu",
     "bsr_matmul/m=7,k=35,n=66,block=3x5,sparsity=0.92",  # the gradient of x
+    "bsr_sddmm/m=7,k=66,n=35,block=5x3,sparsity=0.92",  # and of the stored blocks
+    "csr_linear/m=7,k=66,n=7,sparsity=0.97",
+    "csr_linear/m=7,k=7,n=66,sparsity=0.97",  # the gradient of x
     "nhot_lookup/rows=7,vocab=50,width=33,nonzeros=2,weighted=1",
     "nhot_lookup/rows=7,vocab=50,width=33,nonzeros=2,weighted=0",
     "nhot_lookup/rows=50,vocab=7,width=33,nonzeros=1,weighted=1",  # the gradient of the table
@@ -70,6 +73,7 @@ COLUMNS = ints(4, 0, 21, 7, 3, 1, 0, 20, 5, 2, 9, 8)
 WEIGHT = tvm_sparse.BsrWeight((BLOCKS, COLUMNS, STARTS), columns=66)
 ENTRIES = ints(4, 0, 21, 7, 3, 1, 0, 49, 5, 2, 49, 8)
 VALUES = torch.randn(12)
+SPARSE = tvm_sparse.CsrRows((STARTS, COLUMNS, VALUES), columns=66)
 ROWS = tvm_sparse.CsrRows((STARTS, ENTRIES, VALUES), columns=50)
 LOGITS, X, TABLE = torch.randn(7, 61), torch.randn(7, 66), torch.randn(50, 33)
 HIDDEN, EMBEDDING = torch.randn(7, 16), torch.randn(61, 16)
@@ -100,6 +104,8 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         (X, PRODUCT_BIAS),
     ),
     "bsr_matmul of parts": (lambda x, *parts: tvm_sparse.bsr_matmul(x, parts), (X, BLOCKS, COLUMNS, STARTS)),
+    "csr_linear": (lambda x: tvm_sparse.csr_linear(x * 2, SPARSE), (X,)),
+    "csr_linear of parts": (lambda x, *parts: tvm_sparse.csr_linear(x, parts), (X, STARTS, COLUMNS, VALUES)),
     "nhot_lookup": (lambda table: tvm_sparse.nhot_lookup(ROWS, table * 2), (TABLE,)),
     "nhot_lookup of parts": (
         lambda starts, at, table: tvm_sparse.nhot_lookup((starts, at, None), table),
@@ -266,12 +272,14 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
     "head_topk": (HIDDEN, EMBEDDING, 5, False, 1.0, None, None, True, True),
     "candidate_topk": (HIDDEN, EMBEDDING, WORDS, 3, None, 1, False, 1.0, None, True, False),
     "candidate_logits": (HIDDEN, EMBEDDING, WORDS, None, None, False),
+    "csr_linear": (leaf(X), STARTS, COLUMNS, leaf(VALUES), True),
     "nhot_lookup": (STARTS, ENTRIES, leaf(VALUES), leaf(TABLE), True),
     "nhot_lookup_rows": (STARTS, ENTRIES, leaf(VALUES), leaf(TABLE)),
     "bsr_matmul": (leaf(X), leaf(BLOCKS), COLUMNS, STARTS, WEIGHT.order, WEIGHT.structure),
     "bsr_matmul_epilogue": (
         *(leaf(X), leaf(BLOCKS), COLUMNS, STARTS, WEIGHT.order, WEIGHT.structure, leaf(PRODUCT_BIAS), "gelu"),
     ),
+    "bsr_sddmm": (leaf(torch.randn(7, 35)), leaf(X), COLUMNS, STARTS, 5, 3, "uniform"),
     "bsr_matmul_full": (
         *(leaf(X), leaf(BLOCKS), COLUMNS, STARTS, WEIGHT.order, WEIGHT.structure, leaf(PRODUCT_BIAS), "gelu"),
         *(*custom.module_of("bsr_matmul").turned(COLUMNS, STARTS, 66, (5, 3), 4), False),
@@ -279,7 +287,7 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
 }
 OF = {
     **{"softmax_topk_given": "softmax_topk", "nhot_lookup_rows": "nhot_lookup"},
-    **dict.fromkeys(("bsr_matmul_epilogue", "bsr_matmul_full"), "bsr_matmul"),
+    **dict.fromkeys(("bsr_matmul_epilogue", "bsr_matmul_full", "bsr_sddmm"), "bsr_matmul"),
 }
 
 
@@ -528,6 +536,7 @@ def test_vmap_over_what_has_no_rule() -> None:
         (lambda d: tvm_sparse.bsr_matmul(X, (d, COLUMNS, STARTS)), BLOCKS, "weight"),
         (lambda b: tvm_sparse.bsr_matmul(X, WEIGHT, bias=b), PRODUCT_BIAS, "bias"),
         (lambda v: tvm_sparse.nhot_lookup((STARTS, ENTRIES, v), TABLE), VALUES, "values"),
+        (lambda v: tvm_sparse.csr_linear(X, (STARTS, COLUMNS, v)), VALUES, "values"),
         (lambda e: tvm_sparse.head_topk(HIDDEN, e, 5), EMBEDDING, "embedding"),
         (lambda c: tvm_sparse.candidate_topk(HIDDEN, EMBEDDING, c, 3), WORDS, "candidates"),
         (lambda h: tvm_sparse.candidate_topk(h, EMBEDDING, WORDS.expand(7, 10), 3), HIDDEN, "candidates"),
@@ -602,13 +611,16 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["gathered", "dense"])
+@pytest.mark.parametrize("way", ["gathered", "dense", "sampled"])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-def test_gradients_of_a_product(activation: Any, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks' gradient is gathered, some blocks at a time, or is part of a dense product, as on a GPU."""
+def test_gradients_of_a_product(activation: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks' gradient is gathered, some blocks at a time, or, as on a GPU, is part of a dense product or computed
+    by a kernel.
+    """
     module = custom.module_of("bsr_matmul")
     monkeypatch.setattr(module, "GATHERED", 200)
-    monkeypatch.setattr(module, "_all_at_once", lambda *_: whole)
+    monkeypatch.setattr(module, "_all_at_once", lambda *_: way == "dense")
+    monkeypatch.setattr(module, "_sampled", lambda *_: way == "sampled")
 
     def ours(x: Any, blocks: Any, bias: Any) -> Any:
         return tvm_sparse.bsr_matmul(x, (blocks, COLUMNS, STARTS), bias=bias, activation=activation)
@@ -620,6 +632,22 @@ def test_gradients_of_a_product(activation: Any, whole: bool, monkeypatch: pytes
     if activation is None:
         bare = lambda x, blocks: tvm_sparse.bsr_matmul(x, (blocks, COLUMNS, STARTS))  # noqa: E731
         check_gradients(bare, lambda x, blocks: x @ dense(blocks).T, (X, BLOCKS))
+
+
+def test_gradients_of_a_sampled_product() -> None:
+    """Second derivatives of a product come from these."""
+    high = torch.repeat_interleave(torch.arange(7), STARTS.diff())
+    sampled = torch.ops.tvm_sparse.bsr_sddmm
+
+    def theirs(left: Any, right: Any) -> Any:
+        whole = (left.T @ right).view(7, 5, 22, 3).transpose(1, 2)
+        return whole[high, COLUMNS.long()]
+
+    ours = lambda left, right: sampled(left, right, COLUMNS, STARTS, 5, 3, "uniform")  # noqa: E731
+    check_gradients(ours, theirs, (torch.randn(7, 35), X))
+    assert torch.equal(ours(torch.empty(0, 35), X[:0]), torch.zeros(12, 5, 3))
+    with pytest.raises(ValueError, match="^left: vmap"):
+        torch.vmap(ours, (0, None))(torch.randn(2, 7, 35), X)
 
 
 def test_gradients_of_x_with_a_prepared_weight() -> None:
@@ -638,6 +666,19 @@ def test_gradients_of_x_with_a_prepared_weight() -> None:
     kept = weight.turned
     gradients(lambda y: tvm_sparse.bsr_matmul(y, weight), (x,), towards)
     assert weight.turned is kept
+
+
+def test_gradients_of_a_sparse_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where few entries are gathered at once."""
+    high = torch.repeat_interleave(torch.arange(7), STARTS.diff())
+    monkeypatch.setattr(custom.module_of("csr_linear"), "GATHERED", 20)
+
+    def theirs(x: Any, values: Any) -> Any:
+        dense = values.new_zeros(7, 66).index_put((high, COLUMNS.long()), values, accumulate=True)
+        return x @ dense.T
+
+    check_gradients(lambda x, v: tvm_sparse.csr_linear(x, (STARTS, COLUMNS, v)), theirs, (X, VALUES))
+    check_gradients(lambda x: tvm_sparse.csr_linear(x, SPARSE), lambda x: theirs(x, VALUES.double()), (X,))
 
 
 def test_gradients_of_a_lookup() -> None:

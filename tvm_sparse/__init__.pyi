@@ -29,6 +29,7 @@ from .operators.bsr_matmul.call import bsr_matmul as bsr_matmul
 from .operators.candidate_logits.call import candidate_logits as candidate_logits
 from .operators.candidate_topk.call import candidate_topk as candidate_topk
 from .operators.compaction.call import compaction as compaction
+from .operators.csr_linear.call import csr_linear as csr_linear
 from .operators.edit_logits.call import edit_logits as edit_logits
 from .operators.head_topk.call import head_topk as head_topk
 from .operators.logsumexp.call import logsumexp as logsumexp

@@ -9,6 +9,7 @@ from __future__ import annotations
 from .operators.bsr_matmul import torch_op as bsr_matmul
 from .operators.candidate_logits import torch_op as candidate_logits
 from .operators.candidate_topk import torch_op as candidate_topk
+from .operators.csr_linear import torch_op as csr_linear
 from .operators.edit_logits import torch_op as edit_logits
 from .operators.head_topk import torch_op as head_topk
 from .operators.logsumexp import torch_op as logsumexp
@@ -24,6 +25,7 @@ __all__ = [
     "edit_logits",
     "head_topk",
     "logsumexp",
+    "csr_linear",
     "nhot_lookup",
     "softmax",
     "softmax_sample",

@@ -68,6 +68,12 @@ def bsr_matmul(*args: Any, **options: Any) -> Any:
     return bsr_matmul(*args, **options)
 
 
+def csr_linear(*args: Any, **options: Any) -> Any:
+    from .operators.csr_linear.torch_op import csr_linear
+
+    return csr_linear(*args, **options)
+
+
 def nhot_lookup(*args: Any, **options: Any) -> Any:
     from .operators.nhot_lookup.torch_op import nhot_lookup
 

@@ -5,7 +5,9 @@ An operand's rows are along m or n, and its columns along k, of which an instruc
 distances, all in units of 16 bytes, and bits 62 and 63 the layout:
 
 * `swizzled`: rows lie one after another, swizzled by their bytes (`device.tensor_maps`). The second distance is from
-  one group to the next. The next 16 columns are two units further on.
+  one group to the next. The next 16 columns are two units further on. *Transposed* operands have columns in the place
+  of rows: a group is eight of k, and the first distance is from one box to the next along m or n. The next 16 of k are
+  two groups further on.
 * `matrices`: without a swizzle, matrices of a group by 16 bytes. The first distance is to the next 16 bytes of the same
   rows, the second to the next group, whose matrix follows.
 """
@@ -36,9 +38,11 @@ def matrices(address: tirx.PrimExpr, along_columns: tirx.PrimExpr) -> tirx.PrimE
     )
 
 
-def place_of(address: tirx.PrimExpr) -> tirx.PrimExpr:
-    """The low half of a descriptor for a shared address: to move it, units are added."""
-    return ((address & T.uint32(SHARED_ADDRESS)) // T.uint32(UNIT)) | T.uint32(1 << FIRST_BIT)
+def place_of(address: tirx.PrimExpr, along: int = 1) -> tirx.PrimExpr:
+    """The low half of a descriptor for a shared address: to move it, units are added. `along`: the first distance, in
+    units; only transposed operands have one.
+    """
+    return ((address & T.uint32(SHARED_ADDRESS)) // T.uint32(UNIT)) | T.uint32(along << FIRST_BIT)
 
 
 def swizzled(place: tirx.PrimExpr, row_bytes: int) -> tirx.PrimExpr:

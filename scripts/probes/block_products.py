@@ -10,8 +10,10 @@ one. Each point is compared with the product in float64 before it is timed; a wr
 are of a kernel alone, in a CUDA graph, inputs hot, contenders in turn. `tflops` counts stored blocks, and a default is
 marked for its problem.
 
-`--dense` writes what PyTorch's dense product takes, by rows and shape; `--training` what a step of a layer takes,
-forward and backward, beside a dense layer.
+`--dense` writes what PyTorch's dense product takes, by rows and shape; `--sampled` what points of `sampled_warpgroups`
+take, the gradient of stored blocks, beside PyTorch's dense product alone and with the blocks copied out of it;
+`--training` what a step of a layer takes, forward and backward, beside a dense layer, with the errors of its gradients
+relative to those of PyTorch's.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.rounding import ROUNDING
 from tvm_sparse.core.template import Template
 from tvm_sparse.formats.bsr import random_pattern
-from tvm_sparse.operators.bsr_matmul.problem import SUMMATION, BsrMatmul
+from tvm_sparse.operators.bsr_matmul.pattern import SUMMATION, BlockSparse
+from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 from tvm_sparse.operators.bsr_matmul.weight import BsrWeight
+from tvm_sparse.operators.bsr_sddmm.problem import BsrSddmm
 from tvm_sparse.runtime import loading
 from tvm_sparse.workers.building import BUILD_TIMEOUT, BUILD_WORKER, library_name, request
 from tvm_sparse.workers.processes import Pool
@@ -63,14 +67,33 @@ CHOSEN: dict[int, tuple[tuple[int, int, int, int], ...]] = {
 }
 DENSE_SHAPES = ((1024, 1024), (768, 3072), (4096, 4096), (4096, 11008), (2048, 8192))
 DENSE_ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-# m, k and n of a layer that is trained.
-TRAINED = (8192, 4096, 4096)
+# m, k and n of a layer that is trained, with blocks and sparsities.
+TRAINED, PRUNED = (8192, 4096, 4096), ((64, 0.8), (64, 0.9), (128, 0.8), (32, 0.8))
+# Axes of sampled products by shape and block, and points by block: tile_m, tile_k and cluster, each with as many stages
+# as two thread blocks of a multiprocessor have room for, or one.
+SAMPLED: dict[tuple[int, int, int], tuple[tuple[int, float], ...]] = {
+    (4096, 4096, 64): ((8192, 0.8), (8192, 0.9), (2048, 0.8)),
+    (4096, 4096, 128): ((8192, 0.8),),
+}
+SAMPLED_POINTS: dict[int, tuple[tuple[int, int, int], ...]] = {
+    64: (
+        (32, 256, 1),
+        (32, 256, 2),
+        (32, 256, 4),
+        (64, 256, 1),
+        (64, 256, 2),
+        (32, 128, 1),
+        (32, 512, 1),
+        (32, 512, 2),
+    ),
+    128: ((32, 256, 1), (32, 256, 2), (64, 128, 1), (64, 256, 1)),
+}
 ROUNDS = 5
 COLUMNS = ("m", "k", "n", "block", "sparsity", "us", "tflops", "contender", "decisions", "registers", "note")
 DEFAULT = "default"
 
 
-def most_stages(template: Template, problem: BsrMatmul, machine: Machine, point: dict[str, int], each: int) -> int:
+def most_stages(template: Template, problem: BlockSparse, machine: Machine, point: dict[str, int], each: int) -> int:
     """The most stages with which a multiprocessor has room for `each` thread blocks; 0 if there is none."""
 
     def fits(stages: int) -> bool:
@@ -110,7 +133,7 @@ def drawn(
     return found | dict.fromkeys(random.Random(seed).sample(left, min(count, len(left))))
 
 
-def weight_of(problem: BsrMatmul, seed: int) -> tuple[BsrWeight, Any]:
+def weight_of(problem: BlockSparse, seed: int) -> tuple[BsrWeight, Any]:
     """A random weight on the GPU, scaled as a layer's, and x."""
     import numpy as np
     import torch
@@ -173,8 +196,91 @@ def dense_times(path: Path, dtype: str) -> None:
                 writer.writerow((name, k, n, f"{statistics.median(seconds) * 1e6:.2f}"))
 
 
+def sampled_times(path: Path, machine: Machine, dtype: str, folder: Path, seed: int) -> None:
+    """Write what points of `sampled_warpgroups` take, after a check, beside PyTorch's dense product."""
+    template = spaces.find("sampled_warpgroups")
+    work: dict[tuple[int, int, int], Any] = {}
+    for (k, n, block), asked in SAMPLED.items():
+        problems = [BsrSddmm(m, k, n, str(block), gaps, dtype=dtype) for m, gaps in asked]
+        found = {template.candidate(template.default(problem, machine)): None for problem in problems}
+        for tile_m, tile_k, cluster in SAMPLED_POINTS[block]:
+            point = {"tile_m": tile_m, "tile_k": tile_k, "stages": 0, "cluster": cluster}
+            for each in (1, 2):
+                if stages := most_stages(template, problems[0], machine, point, each):
+                    found[template.candidate(point | {"stages": stages})] = None
+        work[k, n, block] = problems, found
+    built = compiled(work, machine, folder)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for family, (problems, _) in work.items():
+            functions = [loading.load_function(Path(reply["path"]), machine.kind, None) for _, reply in built[family]]
+            for problem in problems:
+                writer.writerows(_sampled_timed(problem, machine, built[family], functions, seed))
+                file.flush()
+
+
+def _sampled_timed(
+    problem: BsrSddmm, machine: Machine, built: Sequence[Any], functions: Sequence[Any], seed: int
+) -> list[tuple[Any, ...]]:
+    import torch
+
+    weight, right = weight_of(problem, seed)
+    generator = torch.Generator("cuda").manual_seed(seed + 1)
+    left = torch.randn((problem.m, problem.n), generator=generator, device="cuda").to(right.dtype)
+    (rows, cols), (block_rows, block_cols) = problem.block_shape, problem.grid
+    at = torch.arange(block_rows, device="cuda").repeat_interleave(weight.indptr.diff())
+
+    def blocks_of(whole: Any) -> Any:
+        return whole.view(block_rows, rows, block_cols, cols).transpose(1, 2)[at, weight.indices.long()].contiguous()
+
+    expected = blocks_of(left.double().T @ right.double())
+    bound = blocks_of(left.double().abs().T @ right.double().abs()) * SUMMATION
+    bound += expected.abs() * ROUNDING[problem.dtype] * 2
+    data = right.new_empty(expected.shape)
+
+    def check(found: Any) -> str:
+        bad = ~((found.double() - expected).abs() <= bound)
+        return (
+            f"wrong: {int(bad.sum())} of {bad.numel()}, first at {torch.nonzero(bad)[0].tolist()}" if bad.any() else ""
+        )
+
+    calls: dict[str, Any] = {
+        "dense": lambda: left.T @ right,
+        "dense, then blocks": lambda: blocks_of(left.T @ right),
+    }
+    calls, notes = _admitted(calls, functions, (left, right, weight.indices, weight.indptr, data), check)
+    default = spaces.find("sampled_warpgroups").candidate(spaces.find("sampled_warpgroups").default(problem, machine))
+    return _lines(problem, built, calls, notes, [default])
+
+
+def _admitted(
+    calls: dict[str, Any], functions: Sequence[Any], arguments: Sequence[Any], check: Callable[[Any], str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The calls, with those of functions that are right, by number; and what is wrong with the others."""
+    import torch
+
+    notes: dict[str, str] = {}
+    for i, function in enumerate(functions):
+        arguments[-1].fill_(float("nan"))
+        call = bound_call(function, arguments)
+        try:
+            call()
+            torch.cuda.synchronize()
+        except Exception as error:  # a launch that the GPU refuses
+            notes[str(i)] = f"{type(error).__name__}: {error}"[:300]
+            continue
+        if reason := check(arguments[-1]):
+            notes[str(i)] = reason
+        else:
+            calls[str(i)] = call
+    return calls, notes
+
+
 def training_times(path: Path, dtype: str) -> None:
-    """Write what a step forward and backward takes, of x and of the stored blocks, beside `torch.nn.Linear`."""
+    """Write what a step forward and backward takes, of x and of the stored blocks, beside `torch.nn.Linear`, and the
+    largest errors of both layers' gradients, against float64.
+    """
     import torch
 
     import tvm_sparse.nn
@@ -182,7 +288,9 @@ def training_times(path: Path, dtype: str) -> None:
     rows, k, n = TRAINED
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(("m", "k", "n", "block", "sparsity", "dense_us", "us", "ratio", "forward_us"))
+        writer.writerow(
+            ("m", "k", "n", "block", "sparsity", "dense_us", "us", "ratio", "forward_us", "blocks_error", "x_error")
+        )
         kind = getattr(torch, dtype)
         linear = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=kind)
         x = torch.randn((rows, k), device="cuda").to(kind).requires_grad_()
@@ -191,13 +299,37 @@ def training_times(path: Path, dtype: str) -> None:
         def step(layer: Any) -> Callable[[], Any]:
             return lambda: layer(x).backward(towards)
 
-        before = _events(step(linear))
-        for block, sparsity in ((64, 0.8), (64, 0.9)):
+        for block, sparsity in PRUNED:
             layer = tvm_sparse.nn.BsrLinear.from_dense(linear, block, sparsity)
-            us, forward = _events(step(layer)), _events(partial(layer, x))
+            errors = _gradient_errors(layer, x, towards)
+            before, us, forward = _events(step(linear)), _events(step(layer)), _events(partial(layer, x))
             line = (rows, k, n, block, sparsity, f"{before:.0f}", f"{us:.0f}", f"{before / us:.2f}", f"{forward:.0f}")
+            line += tuple(f"{error:.2f}" for error in errors)
             print(*line, flush=True)
             writer.writerow(line)
+
+
+def _gradient_errors(layer: Any, x: Any, towards: Any) -> tuple[float, float]:
+    """Largest errors of the gradients of the stored blocks and of x, in those of PyTorch's dense products."""
+    import torch
+
+    layer.zero_grad()
+    x.grad = None
+    layer(x).backward(towards)
+    matrix, given = layer.dense().detach(), x.detach()
+    exact = towards.double().T @ given.double()
+    rows, cols = layer.block_shape
+    at = torch.arange(len(layer.indptr) - 1, device="cuda").repeat_interleave(layer.indptr.diff())
+
+    def blocks_of(whole: Any) -> Any:
+        return whole.view(-1, rows, whole.shape[1] // cols, cols).transpose(1, 2)[at, layer.indices.long()]
+
+    def error(found: Any, wanted: Any) -> float:
+        return float((found.double() - wanted).abs().max())
+
+    of_blocks = error(layer.data.grad, blocks_of(exact)) / error(blocks_of(towards.T @ given), blocks_of(exact))
+    exact = towards.double() @ matrix.double()
+    return of_blocks, error(x.grad, exact) / error(towards @ matrix, exact)
 
 
 def _events(call: Callable[[], Any], calls: int = 20) -> float:
@@ -254,9 +386,10 @@ def triton_call(problem: BsrMatmul, weight: BsrWeight, x: Any) -> Callable[[], A
 def main(
     out: Annotated[Path, typer.Option(help="The CSV to write.")],
     dense: Annotated[Path | None, typer.Option(help="The CSV of dense products.")] = None,
+    sampled: Annotated[Path | None, typer.Option(help="The CSV of sampled products.")] = None,
     training: Annotated[Path | None, typer.Option(help="The CSV of steps of training.")] = None,
     points: Annotated[int, typer.Option(min=0, help="Of a family, drawn.")] = 0,
-    families: Annotated[str, typer.Option(help="Some of them, as 4096x4096x64,...; all by default.")] = "",
+    families: Annotated[str, typer.Option(help="Some of them, as 4096x4096x64,...; or none; all by default.")] = "",
     triton: Annotated[bool, typer.Option(help="PyTorch's block-sparse product, too.")] = False,
     dtype: Annotated[str, typer.Option()] = "bfloat16",
     seconds: Annotated[float, typer.Option(help="When to stop.")] = 170,
@@ -273,7 +406,8 @@ def main(
         return over
 
     loading.prepare(machine.kind)
-    wanted = [family_of(one) for one in families.split(",") if one] or list(FAMILIES)
+    named = [family_of(one) for one in families.split(",") if one not in ("", "none")]
+    wanted = named or ([] if families == "none" else list(FAMILIES))
     work: dict[tuple[int, int, int], Any] = {}
     for k, n, block in wanted:
         problems = [BsrMatmul(m, k, n, str(block), gaps, dtype=dtype) for m, gaps in FAMILIES[k, n, block]]
@@ -285,6 +419,8 @@ def main(
         print(f"{sum(map(len, built.values()))} built, {time.monotonic() - started:.0f} s", flush=True)
         if dense is not None:
             dense_times(dense, dtype)
+        if sampled is not None:
+            sampled_times(sampled, machine, dtype, Path(folder), seed)
         if training is not None:
             training_times(training, dtype)
         for family, (problems, _) in work.items():
@@ -316,19 +452,14 @@ def _timed(
         except Exception as error:  # shapes and blocks that it does not take
             notes["triton"] = f"{type(error).__name__}: {error}"[:300]
             del calls["triton"]
-    for i, function in enumerate(functions):
-        y.fill_(float("nan"))
-        call = bound_call(function, (x, *weight.arguments, y))
-        try:
-            call()
-            torch.cuda.synchronize()
-        except Exception as error:  # a launch that the GPU refuses
-            notes[str(i)] = f"{type(error).__name__}: {error}"[:300]
-            continue
-        if reason := check(y):
-            notes[str(i)] = reason
-        else:
-            calls[str(i)] = call
+    calls, wrong = _admitted(calls, functions, (x, *weight.arguments, y), check)
+    return _lines(problem, built, calls, notes | wrong, defaults)
+
+
+def _lines(
+    problem: BlockSparse, built: Sequence[Any], calls: dict[str, Any], notes: dict[str, str], defaults: Sequence[Any]
+) -> list[tuple[Any, ...]]:
+    """Time calls in turn; of candidates' calls the names are their numbers."""
     times = time_cuda(calls, ROUNDS)
     operations = 2 * problem.m * problem.nnzb * problem.block_shape[0] * problem.block_shape[1]
     about = (problem.m, problem.k, problem.n, problem.block_shape[0], problem.sparsity)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..runtime.arrays import on_device
+
 Call = Callable[[], Any]
 BOTH, CPU, CUDA = ("cpu", "cuda"), ("cpu",), ("cuda",)
 
@@ -27,9 +29,4 @@ class Peer:
 
 
 def torch_tensor(array: Any, device: str) -> Any:
-    import numpy as np
-    import torch
-
-    if array.dtype.name == "bfloat16":  # unknown to torch: pass the same bits as integers
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
-    return torch.from_numpy(array).to(device)
+    return on_device(array, device)

@@ -47,3 +47,11 @@ def described(given: Any) -> str:
     if isinstance(given, (list, tuple)):
         return f"{kind}; use numpy.asarray or torch.as_tensor"
     return kind
+
+
+def block_of(block: Any) -> tuple[int, int]:
+    """Rows and columns of a block, given as one number or two. Raises ValueError for numbers below 1."""
+    given = tuple(block) if isinstance(block, (tuple, list)) else (block, block)
+    if len(given) != 2 or any(integer("block", extent) < 1 for extent in given):
+        raise ValueError(f"block: expected a positive number, or one for rows and one for columns, got {block!r}")
+    return given[0], given[1]

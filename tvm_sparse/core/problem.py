@@ -84,7 +84,8 @@ class Problem(ABC):
 
     operator: ClassVar[str]
     batch_axis: ClassVar[str]  # the axis for which one library serves every extent
-    # Whether rows along that axis depend on earlier ones, as steps of a recurrence do. Such rows are not sampled.
+    # Whether rows along that axis depend on earlier ones, as steps of a recurrence do, or outputs are sums over them.
+    # Such rows are not sampled.
     sequential: ClassVar[bool] = False
     # Axes that describe how the data are distributed: decisions are tuned for them, but programs read the data at run
     # time.

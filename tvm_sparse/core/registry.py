@@ -121,6 +121,7 @@ BUILTIN = (
     Operator("edit_logits", public=("edit_logits",)),
     Operator("bsr_matmul", public=("bsr_matmul", "BsrWeight")),
     Operator("nhot_lookup", public=("nhot_lookup", "CsrRows")),
+    Operator("csr_linear", public=("csr_linear",)),
     Operator("softmax", public=("softmax", "log_softmax")),
     Operator("logsumexp", public=("logsumexp",)),
     Operator("wta_hash", public=("wta_hash",)),
@@ -134,6 +135,7 @@ BUILTIN = (
     Operator("sparse_recurrent", public=("sparse_recurrent", "recurrent_weights", "RecurrentWeights")),
     Operator("block_recurrent", public=("block_recurrent", "block_recurrent_weights", "BlockRecurrentWeights")),
     Operator("recurrent_backward"),
+    Operator("bsr_sddmm"),
 )
 
 # Operators that a kind of program calls together: what `--set` names.
@@ -143,7 +145,7 @@ SETS: Mapping[str, tuple[str, ...]] = {
         *("head_topk", "candidate_topk", "candidate_logits"),
         *("wta_hash", "lsh_lookup", "compaction", "lsh_candidates", "lsh_topk"),
     ),
-    "sparse": ("bsr_matmul", "nhot_lookup"),
+    "sparse": ("bsr_matmul", "bsr_sddmm", "csr_linear", "nhot_lookup"),
     "recurrent": ("sparse_recurrent", "block_recurrent", "recurrent_backward"),
 }
 

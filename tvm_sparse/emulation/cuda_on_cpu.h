@@ -2215,14 +2215,17 @@ COC_DEVICE void wgmma(F value, const uint32_t* a, uint64_t matrix, bool added, f
 }
 
 // wgmma with both operands in dynamic shared memory, rows of which are swizzled by their bytes: of A a warp has 16 of 64.
+// Of a transposed operand the rows are those of k, and boxes of as many columns as are swizzled lie apart.
 template <int N, class F>
-COC_DEVICE void wgmma(F value, uint64_t of_a, uint64_t of_b, bool added, float* d) {
+COC_DEVICE void wgmma(F value, uint64_t of_a, uint64_t of_b, bool added, float* d, bool across_a, bool across_b) {
   Thread& t = self();
   exchange("wgmma", 0, 0xFFFFFFFFu, of_a ^ of_b);
-  auto element = [&](uint64_t matrix, int row, int k) {
+  auto element = [&](uint64_t matrix, bool across, int row, int k) {
     uint32_t layout = matrix >> 62, group = (matrix >> 32 & 0x3FFF) * 16, wide = group / 8;
     if (!layout || group != 256u << (3 - layout)) fail("wgmma: layout %u with groups of %u bytes", layout, group);
-    uint32_t linear = (matrix & 0x3FFF) * 16 + row / 8 * group + row % 8 * wide + k * 2;
+    uint32_t linear = (matrix & 0x3FFF) * 16;
+    if (across) linear += row * 2 / wide * (matrix >> 16 & 0x3FFF) * 16 + k / 8 * group + k % 8 * wide + row * 2 % wide;
+    else linear += row / 8 * group + row % 8 * wide + k * 2;
     const uint16_t* p = (const uint16_t*)generic(kDynamicShared + swizzled(linear, 4 - layout));
     check_address(p, sizeof *p);
     return double(value(*p));
@@ -2230,7 +2233,7 @@ COC_DEVICE void wgmma(F value, uint64_t of_a, uint64_t of_b, bool added, float* 
   for (int j = 0; j < N / 2; j++) {
     int row = t.warp % 4 * 16 + j / 2 % 2 * 8 + t.lane / 4, column = j / 4 * 8 + t.lane % 4 * 2 + j % 2;
     double sum = added ? d[j] : 0;
-    for (int k = 0; k < 16; k++) sum += element(of_a, row, k) * element(of_b, column, k);
+    for (int k = 0; k < 16; k++) sum += element(of_a, across_a, row, k) * element(of_b, across_b, column, k);
     d[j] = float(sum);
   }
 }

@@ -296,9 +296,9 @@ def _matrix(opcode: str, parts: list[str], ops: list[str]) -> str | None:
         return _product("mma_tf32(of_a, of_b, sums, __builtin_LINE())", d, c, of_a=a, of_b=b)
     if matrix := re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(f16|bf16)\.\2", opcode):
         d, (descriptor, added), value = _lanes(ops[0]), ops[2:4], VALUES[matrix.group(2)]
-        if not ops[1].startswith("{") and ops[4:] == ["1", "1", "0", "0"]:
-            call = f"wgmma<{matrix.group(1)}>({value}, uint64_t({ops[1]}), {descriptor}, {added}, sums)"
-            return _product(call, d, d)
+        if not ops[1].startswith("{") and ops[4:6] == ["1", "1"]:
+            operands = f"uint64_t({ops[1]}), {descriptor}, {added}, sums, {', '.join(ops[6:])}"
+            return _product(f"wgmma<{matrix.group(1)}>({value}, {operands})", d, d)
         if not ops[1].startswith("{") or ops[4:] != ["1", "1", "0"]:
             return None
         call = f"wgmma<{matrix.group(1)}>({value}, of_a, {descriptor}, {added}, sums, __builtin_LINE())"

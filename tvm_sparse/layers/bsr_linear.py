@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..core.given import integer
+from ..core.given import block_of
 from ..core.problem import FLOATS
 from ..operators.bsr_matmul.call import BsrWeight, bsr_matmul
 from ..operators.bsr_matmul.problem import ACTIVATIONS
@@ -166,7 +166,7 @@ class BsrLinear(torch.nn.Module):
         assert dense is not None
         if dense.dtype not in DTYPES:
             raise ValueError(f"linear: expected a weight of {', '.join(FLOATS)}, got {dense.dtype}; convert it first")
-        rows, cols = _block_of(block)
+        rows, cols = block_of(block)
         n, k = dense.shape
         if n % rows or k % cols:
             raise ValueError(f"block: blocks of {rows}x{cols} do not divide the weight's shape ({n}, {k})")
@@ -372,7 +372,7 @@ def sparsify(
     """
     if isinstance(model, torch.nn.Linear):
         raise TypeError("model: is a linear layer itself; use tvm_sparse.nn.BsrLinear.from_dense")
-    rows, cols = _block_of(block)
+    rows, cols = block_of(block)
     owners: dict[int, set[int]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -412,11 +412,3 @@ def _kept_for(layer: torch.nn.Linear) -> str | None:
     if why is None and plain_class(layer) is not torch.nn.Linear:
         why = f"it is a {type(layer).__name__}, a subclass of torch.nn.Linear, whose weight others may read"
     return why
-
-
-def _block_of(block: Any) -> tuple[int, int]:
-    """Rows and columns of a block."""
-    given = tuple(block) if isinstance(block, (tuple, list)) else (block, block)
-    if len(given) != 2 or any(integer("block", extent) < 1 for extent in given):
-        raise ValueError(f"block: expected a positive number, or one for rows and one for columns, got {block!r}")
-    return given[0], given[1]

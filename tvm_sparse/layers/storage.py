@@ -10,8 +10,6 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import math
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,15 +17,11 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from ..core import plain_files
+from ..core import npz_files, plain_files
 
 SUFFIXES = (".safetensors", ".npz")
 _META = "tvm_sparse"  # name of the entry with the numbers, as JSON
 MOST_BYTES = 1 << 44
-# Largest expansion of an npz file (`write` does not compress), as a multiple of its bytes, and a number of bytes that
-# is always allowed.
-MOST_EXPANSION, LEAST_EXPANDED = 16, 1 << 26
-MOST_ARRAYS = 10_000
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> Path:
@@ -131,30 +125,8 @@ def _write_npz(file: Any, plain: Mapping[str, np.ndarray], text: str) -> None:
 
 
 def _read_npz(file: BinaryIO) -> tuple[dict[str, np.ndarray], str]:
-    _check_expansion(file)
-    with np.load(file, allow_pickle=False) as found:
-        arrays = {name: found[name] for name in found.files}
+    arrays = npz_files.read(file)
     return arrays, arrays.pop(_META).tobytes().decode()
-
-
-def _check_expansion(file: BinaryIO) -> None:
-    """Raise if the arrays of an npz file would take much more memory than the file has bytes."""
-    size = file.seek(0, io.SEEK_END)
-    most = max(LEAST_EXPANDED, MOST_EXPANSION * size)
-    with zipfile.ZipFile(file) as archive:
-        entries = archive.infolist()
-        if len(entries) > MOST_ARRAYS:
-            raise ValueError(f"it holds {len(entries):,} arrays; expected at most {MOST_ARRAYS:,}")
-        if (expanded := sum(entry.file_size for entry in entries)) > most:
-            raise ValueError(f"its {size:,} bytes expand to {expanded:,}; expected at most {most:,}")
-        for entry in entries:
-            with archive.open(entry) as array:
-                if np.lib.format.read_magic(array) != (1, 0):  # later versions are for long headers
-                    raise ValueError(f"{entry.filename}: expected an array of version 1.0")
-                shape, _, dtype = np.lib.format.read_array_header_1_0(array)
-                if (claimed := math.prod(shape) * dtype.itemsize) > entry.file_size:
-                    raise ValueError(f"{entry.filename}: claims {claimed:,} bytes of its {entry.file_size:,}")
-    file.seek(0)
 
 
 def _check_suffix(path: Path) -> None:

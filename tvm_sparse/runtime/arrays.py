@@ -12,9 +12,12 @@ import math
 import sys
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.given import described
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # DLPack's device types for which kernels exist (kDLCPU, kDLCUDA, kDLCUDAHost, kDLCUDAManaged).
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
@@ -100,6 +103,18 @@ def dtype_name(given: Any) -> str:
         except TypeError:
             pass
     return str(given).removeprefix("torch.")
+
+
+def on_device(array: np.ndarray, device: Any) -> Any:
+    """A NumPy array as a tensor on a device of PyTorch; the array itself for None."""
+    if device is None:
+        return array
+    import numpy as np
+    import torch
+
+    if array.dtype.name == "bfloat16":  # unknown to torch: pass the same bits as integers
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
+    return torch.from_numpy(array).to(device)
 
 
 def facts(name: str, array: Any) -> Facts:

@@ -11,15 +11,18 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core import machine
 from ..core.given import integer
 from ..core.machine import Machine
-from ..core.problem import FLOATS, Problem
+from ..core.problem import FLOATS, Problem, numpy_dtype
 from . import arrays, repeat
 from .arrays import Facts
 from .dispatch import Dispatcher
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Bounds of factors that float32 holds as normal numbers.
 _SMALLEST, _LARGEST = 1.2e-38, 3.4e38
@@ -43,6 +46,20 @@ def check_floats(name: str, known: Facts, rank: int | None = None) -> None:
         raise ValueError(f"{name}: expected {rank} dimensions, got shape {known.shape}")
     if known.dtype not in FLOATS:
         raise ValueError(f"{name}: expected dtype {', '.join(FLOATS)}, got {known.dtype}")
+
+
+def float_dtype(given: Any) -> np.dtype:
+    """The NumPy dtype of an argument `dtype`: a dtype of floating numbers that kernels have, or its name.
+
+    Raises
+    ------
+    ValueError
+        For another one.
+    """
+    name = arrays.dtype_name(given)
+    if name not in FLOATS:
+        raise ValueError(f"dtype: expected {', '.join(FLOATS)}, got {given!r}")
+    return numpy_dtype(name)
 
 
 def logits_facts(logits: Any, instead: str = "") -> Facts:

@@ -11,8 +11,7 @@ The producer warp, after the others of a thread block,
 
 the warpgroups,
 
-    multiply_panel  the products of a stage
-    hand_back       its room
+    multiply_panel  the products of a stage, whose room they hand back
     pass_tile       a tile of y, to shared memory
 
 and these after a barrier,
@@ -37,6 +36,7 @@ from ...device.mbarriers import arrive_expecting, await_phase
 from ...device.overlap import wait_then_start_consumer
 from ...device.region import device_region
 from ...device.selection import FULL_WARP
+from ...device.stages import begin_stages, hand_back, next_stage
 from ...device.state import Buffers, local, pooled, scalar
 from ...device.tensor_maps import copy_box, describe, tensor_map
 from ...device.words import held_address
@@ -140,32 +140,17 @@ def begin(e: Extents) -> Callable[..., Any]:
 
     Reads: nothing. Writes: `full`, `empty`, `slot`, `turn`. Barriers: of the thread block, at the end.
     """
+    make = begin_stages(e.stages, 4 * e.groups)
 
     @T.inline
     def phase(s):
         if s.t == 0:
             T.ptx.prefetch.tensormap(s.x_map)
             T.ptx.prefetch.tensormap(s.weight_map)
-            for i in T.unroll(e.stages):
-                T.ptx.mbarrier.init.shared__cta.b64(s.full.ptr_to([i]), T.uint32(1))
-                T.ptx.mbarrier.init.shared__cta.b64(s.empty.ptr_to([i]), T.uint32(4 * e.groups))
-            T.ptx.fence.mbarrier_init.release.cluster()
+            make(s)
         s.slot = 0
         s.turn = T.uint32(0)
         T.cuda.cta_sync()
-
-    return phase
-
-
-def next_stage(e: Extents) -> Callable[..., Any]:
-    """Reads and writes: `slot`, `turn`. Barriers: none."""
-
-    @T.inline
-    def phase(s):
-        s.slot = s.slot + 1
-        if s.slot == e.stages:
-            s.slot = 0
-            s.turn = s.turn ^ T.uint32(1)
 
     return phase
 
@@ -278,7 +263,7 @@ def produce(e: Extents) -> Callable[..., Any]:
     Barriers: those of `bring_panel`.
     """
     do = SimpleNamespace(
-        find_rows=find_rows(e), next_panel=next_panel(e), bring_panel=bring_panel(e), next_stage=next_stage(e))
+        find_rows=find_rows(e), next_panel=next_panel(e), bring_panel=bring_panel(e), next_stage=next_stage(e.stages))
 
     @T.inline
     def phase(io, s):
@@ -333,21 +318,6 @@ def multiply_panel(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def hand_back(e: Extents) -> Callable[..., Any]:
-    """Tell the producer warp that a warp has multiplied the stage `left`; the phase is (s).
-
-    Reads: `left`. Writes: nothing. Barriers: of the warp; arrives at `empty`.
-    """
-
-    @T.inline
-    def phase(s):
-        T.cuda.warp_sync()
-        if s.lane == 0:
-            arrive_expecting(s.empty.ptr_to([s.left]), T.uint32(0))
-
-    return phase
-
-
 def consume(e: Extents) -> Callable[..., Any]:
     """The work of a warpgroup, the phase is (s).
 
@@ -356,7 +326,7 @@ def consume(e: Extents) -> Callable[..., Any]:
     Barriers: of the warp; awaits `full`, and arrives at `empty`.
     After: all products are in `sums`.
     """
-    multiply, give, advance = multiply_panel(e), hand_back(e), next_stage(e)
+    multiply, give, advance = multiply_panel(e), hand_back(), next_stage(e.stages)
 
     @T.inline
     def phase(s):

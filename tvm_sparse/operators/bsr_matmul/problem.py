@@ -11,22 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tvm_sparse.core import distribution
-from tvm_sparse.core.problem import (
-    OPTIONAL,
-    Argument,
-    Cost,
-    Problem,
-    ProblemError,
-    Settings,
-    numpy_dtype,
-    require_dtype,
-    require_positive,
-)
+from tvm_sparse.core.problem import OPTIONAL, Argument, Cost, ProblemError, Settings, numpy_dtype
 from tvm_sparse.core.rounding import ROUNDING, SMALLEST, aligned
+
+from .pattern import SUMMATION, BlockSparse, shuffle_columns
 
 if TYPE_CHECKING:
     import random
@@ -34,12 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     from tvm import tirx
 
-PATTERNS = ("uniform", "skewed")
 ACTIVATIONS = ("", "relu", "gelu", "silu")
-
-# Error of a float32 sum relative to the sum of absolute products: rounding errors of terms added in any order grow like
-# the square root of their number; 64 half-units leave a wide margin at 16,384 terms.
-SUMMATION = 64 * 2.0**-24
 
 
 def activated(y: np.ndarray, activation: str) -> np.ndarray:
@@ -57,29 +44,18 @@ def activated(y: np.ndarray, activation: str) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class BsrMatmul(Problem):
+class BsrMatmul(BlockSparse):
     """`y = activation(x @ weight.T + bias)` for x `(m, k)` and a block-sparse weight `(n, k)`.
 
-    `sparsity` is the share of zero blocks, to two decimals; `pattern` is the distribution of the others: `uniform` over
-    the matrix, or `skewed` (Zipf over block rows). Kernels also take the host's analysis of the pattern,
-    `formats.bsr.fullest_first`; with it they may read the structure before their producer kernel is done, since it is
-    not written any more, and the blocks too if they are `constant`. `bias` is 1 if there is one, else 0.
+    Kernels also take the host's analysis of the pattern, `formats.bsr.fullest_first`; with it they may read the
+    structure before their producer kernel is done, since it is not written any more, and the blocks too if they are
+    `constant`. `bias` is 1 if there is one, else 0.
     """
 
-    m: int
-    k: int
-    n: int
-    block: str
-    sparsity: float
-    pattern: str = "uniform"
-    dtype: str = "float32"
     bias: int = field(default=0, metadata=OPTIONAL)
     activation: str = field(default="", metadata=OPTIONAL)
 
     operator: ClassVar[str] = "bsr_matmul"
-    batch_axis: ClassVar[str] = "m"
-    data_axes: ClassVar[tuple[str, ...]] = ("sparsity", "pattern")
-    counted: ClassVar[tuple[str, ...]] = ("nnzb",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("x", ("m", "k"), "dtype", "Dense rows."),
         Argument("data", ("nnzb", "block_rows", "block_cols"), "dtype", "Nonzero blocks of the weight."),
@@ -106,96 +82,25 @@ class BsrMatmul(Problem):
     source: ClassVar[str] = "Gu 2020, section 4"
 
     def __post_init__(self) -> None:
-        require_positive(self, "m", "k", "n")
-        require_dtype(self)
-        high, _, wide = str(self.block).partition("x")
-        try:
-            rows, cols = int(high), int(wide or high)
-        except ValueError:
-            rows = cols = 0
-        if rows < 1 or cols < 1:
-            raise ProblemError(f"bsr_matmul: block must be like 16 or 16x32 (rows x columns), got {self.block!r}")
-        for axis, extent, size in (("n", self.n, rows), ("k", self.k, cols)):
-            if extent % size:
-                raise ProblemError(f"bsr_matmul: block {rows}x{cols} does not divide {axis}={extent}")
-        if not 0 <= self.sparsity <= 1:
-            raise ProblemError(f"bsr_matmul: sparsity must lie in [0, 1], got {self.sparsity}")
-        if self.pattern not in PATTERNS:
-            raise ProblemError(f"bsr_matmul: pattern must be one of {', '.join(PATTERNS)}, got {self.pattern!r}")
+        super().__post_init__()
         if self.bias not in (0, 1):
             raise ProblemError(f"bsr_matmul: bias must be 0 or 1, got {self.bias!r}")
         if self.activation not in ACTIVATIONS:
             raise ProblemError(
                 f"bsr_matmul: activation must be one of {', '.join(ACTIVATIONS[1:])}, or empty, got {self.activation!r}"
             )
-        if max(self.m * self.k, self.m * self.n, self.n * self.k) >= 2**31:
-            raise ProblemError("bsr_matmul: each matrix must have fewer than 2^31 elements")
-        object.__setattr__(self, "block", f"{rows}x{cols}")
-        object.__setattr__(self, "sparsity", round(float(self.sparsity), 2))
 
     @classmethod
     def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
-        high, wide = rng.choice((1, 4, 8, 16, 16, 32, 32, 64, 128)), rng.choice((8, 16, 32, 64))
-        wide = high if distribution.flag(rng, 0.8) else wide
         return {
-            "m": distribution.batch(rng),
-            "k": distribution.whole(rng, 128, 1 << 14, 128),
-            "n": distribution.whole(rng, 128, 1 << 14, 128),
-            "block": f"{high}x{wide}",
-            "sparsity": round(rng.uniform(0.5, 0.98), 2),
-            "pattern": "skewed" if distribution.flag(rng, 0.2) else "uniform",
-            "dtype": distribution.dtype(rng),
+            **super().drawn_axes(rng),
             "bias": distribution.flag(rng, 0.3),
             "activation": rng.choice(ACTIVATIONS) if distribution.flag(rng, 0.3) else "",
         }
 
     @property
-    def block_shape(self) -> tuple[int, int]:
-        rows, _, cols = self.block.partition("x")
-        return int(rows), int(cols)
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Number of block rows and of block columns of the weight."""
-        rows, cols = self.block_shape
-        return self.n // rows, self.k // cols
-
-    @property
-    def nnzb(self) -> int:
-        block_rows, block_cols = self.grid
-        return round((1 - self.sparsity) * block_rows * block_cols)
-
-    def extent(self, name: str | int) -> int:
-        """Beside the axes: extents of the weight's blocks."""
-        (block_rows, _), (rows, cols) = self.grid, self.block_shape
-        known = {
-            "block_rows": rows,
-            "block_cols": cols,
-            "n / block_rows": block_rows,
-            "n / block_rows + 1": block_rows + 1,
-        }
-        return known[str(name)] if name in known else super().extent(name)
-
-    def distance(self, other: Problem) -> float | None:
-        """As `Problem.distance`, but with the density instead of the sparsity, and a step between patterns.
-
-        Bias and activation do not count: they cost very little, and decisions do not depend on them.
-        """
-        if not isinstance(other, BsrMatmul) or (self.dtype, self.block) != (other.dtype, other.block):
-            return None
-        mine, theirs = ((p.m, p.k, p.n, 1.005 - p.sparsity) for p in (self, other))
-        octaves = sum(abs(math.log2(a / b)) for a, b in zip(mine, theirs, strict=True))
-        return octaves + (self.pattern != other.pattern)
-
-    @property
     def scaled(self) -> tuple[str, ...]:
         return ("x", "data", "bias")
-
-    def redrawn(self, rng: np.random.Generator) -> Problem:
-        """The problem with about as many blocks, none, or half to twice as many."""
-        density = rng.choice([0.0, 1.0, 1.0, 2 ** rng.uniform(-1, 1)]) * (1 - self.sparsity)
-        pattern = PATTERNS[rng.integers(len(PATTERNS))]
-        return replace(self, sparsity=round(1 - min(1.0, float(density)), 2), pattern=pattern)
 
     def definition(self) -> tirx.PrimFunc:
         """One dot product for each output element, over the stored elements of its block row.
@@ -252,14 +157,9 @@ class BsrMatmul(Problem):
             weights[::2] = 0
         elif structure == "one_row":
             weights[:] = np.arange(block_rows) == block_rows // 2
-        if self.pattern == "skewed":
-            weights = weights / rng.permutation(np.arange(1, block_rows + 1))
-        indptr, indices = random_pattern(rng, self.nnzb, block_cols, weights)
+        indptr, indices = random_pattern(rng, self.nnzb, block_cols, self.row_weights(rng, weights))
         if structure == "unsorted":
-            for start, stop in zip(indptr, indptr[1:], strict=False):
-                rng.shuffle(indices[start:stop])
-                if stop - start > 1 and rng.random() < 0.5:
-                    indices[start] = indices[stop - 1]
+            shuffle_columns(rng, indptr, indices)
         dtype = numpy_dtype(self.dtype)
         x = rng.standard_normal((self.m, self.k), dtype=np.float32)
         data = rng.standard_normal((len(indices), *self.block_shape), dtype=np.float32)

@@ -1,8 +1,8 @@
 """`bsr_matmul` as custom operators of PyTorch, with their gradients.
 
-There are three, each extending the arguments of the previous one, because every argument costs PyTorch time, even if it
-has its default: the product, for inference; with bias and activation; and with the arguments of training and
-`validate`.
+The product has three, each extending the arguments of the previous one, because every argument costs PyTorch time, even
+if it has its default: the product, for inference; with bias and activation; and with the arguments of training and
+`validate`. `bsr_sddmm` computes the gradient of stored blocks where its kernel is the fastest way.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tvm_sparse.core.machine import gpu
 from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.operators.bsr_sddmm.call import bsr_sddmm, likely_faster
 from tvm_sparse.runtime import arrays, custom, repeat
-from tvm_sparse.runtime.calls import refuse_gradient
+from tvm_sparse.runtime.calls import most_rows, refuse_gradient
 
 from . import call
 from .weight import INSTEAD, BsrWeight, Structure, balanced
@@ -139,7 +141,7 @@ def _backward(ctx: Any, grad: Any) -> Any:
     if ctx.needs_input_grad[0]:
         found[0] = _of_x(grad, data, indices, indptr, structure.columns, Turned._make((*known, ctx.turned)))
     if ctx.needs_input_grad[1]:
-        found[1] = _of_blocks(grad, x, data, indices, indptr)
+        found[1] = _of_blocks(grad, x, data, indices, indptr, structure.pattern)
     if bias is not None and ctx.needs_input_grad[6]:
         found[6] = grad.reshape(-1, grad.shape[-1]).sum(0)
     return tuple(found)
@@ -161,11 +163,14 @@ def _of_x(grad: Any, data: Any, indices: Any, indptr: Any, columns: int, given: 
     return product(grad, (blocks, given.indices, given.indptr), given.order, given.structure)
 
 
-def _of_blocks(grad: Any, x: Any, data: Any, indices: Any, indptr: Any) -> Any:
+def _of_blocks(grad: Any, x: Any, data: Any, indices: Any, indptr: Any, pattern: str) -> Any:
     """dW[b] = g[:, rows of b].T @ x[:, columns of b] for each stored block."""
     blocks, rows, cols = data.shape
     if not blocks:
         return torch.zeros_like(data)
+    if _sampled(blocks, rows, cols, grad, x):
+        flat = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        return _SAMPLED(*flat, indices, indptr, rows, cols, pattern)
     at = _block_rows(indices, indptr)
     if _all_at_once(blocks, rows, cols, grad, x):
         whole = grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
@@ -181,6 +186,16 @@ def _of_blocks(grad: Any, x: Any, data: Any, indices: Any, indptr: Any) -> Any:
         right = v.index_select(1, indices[first : first + some]).permute(1, 0, 2)
         found.append(left @ right)
     return torch.cat(found)
+
+
+def _sampled(blocks: Any, rows: int, cols: int, grad: Any, x: Any) -> bool:
+    """Whether the kernel for the blocks' gradient takes less time than the dense product of g and x."""
+    n, k, m = grad.shape[-1], x.shape[-1], x.numel() // max(x.shape[-1], 1)
+    if not x.is_cuda or type(blocks) is not int or (type(m) is int and m > most_rows(k, n)):
+        return False
+    found = gpu()
+    dtype = arrays.dtype_name(x.dtype)
+    return found is not None and likely_faster(blocks * rows * cols / (n * k), (rows, cols), dtype, found)
 
 
 def _all_at_once(blocks: Any, rows: int, cols: int, grad: Any, x: Any) -> bool:
@@ -213,6 +228,40 @@ _OPERATORS = {
     for operator in [custom.define(f"{schema} -> Tensor", _call, _batched, _backward, _setup, _launched)]
 }
 _UNKNOWN = Turned()
+
+
+def _blocks_of(left: Any, right: Any, indices: Any, indptr: Any, rows: int, cols: int, pattern: str) -> Any:
+    if arrays.is_fake(left):
+        return left.new_empty((indices.shape[0], rows, cols))
+    if not left.shape[0]:
+        return left.new_zeros((indices.shape[0], rows, cols))
+    return bsr_sddmm(left, right, indices, indptr, (rows, cols), pattern)
+
+
+def _setup_blocks(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:4])
+
+
+def _backward_blocks(ctx: Any, grad: Any) -> Any:
+    """Products with the block-sparse matrix whose blocks are `grad`."""
+    left, right, indices, indptr = ctx.saved_tensors
+    structure = Structure(right.shape[-1]).packed()
+    of_left = product(right, (grad, indices, indptr), None, structure) if ctx.needs_input_grad[0] else None
+    of_right = _of_x(left, grad, indices, indptr, right.shape[-1], _UNKNOWN) if ctx.needs_input_grad[1] else None
+    return of_left, of_right, None, None, None, None, None
+
+
+def _batched_blocks(info: Any, in_dims: Any, *args: Any) -> Any:
+    custom.unbatched("bsr_sddmm", in_dims[:4], ("left", "right", "indices", "indptr"))
+
+
+_SAMPLED = custom.define(
+    "bsr_sddmm(Tensor left, Tensor right, Tensor indices, Tensor indptr, int rows, int cols, str pattern) -> Tensor",
+    _blocks_of,
+    _batched_blocks,
+    _backward_blocks,
+    _setup_blocks,
+)
 
 
 def product(

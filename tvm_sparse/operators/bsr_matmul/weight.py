@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from tvm_sparse.core.given import described
+from tvm_sparse.core.given import block_of, described
 from tvm_sparse.core.problem import FLOATS, numpy_dtype
 from tvm_sparse.runtime import arrays, repeat
-from tvm_sparse.runtime.calls import index_as, refuse_gradient
+from tvm_sparse.runtime.calls import float_dtype, index_as, refuse_gradient
 
 from .problem import BsrMatmul
 
@@ -152,6 +154,55 @@ class BsrWeight:
             self._hold(*balanced(self.indptr, block_bytes), constant)
         else:
             self._hold(_unread((block_rows, 3), self.indptr, known), -1, "uniform", constant)
+
+    @classmethod
+    def from_file(
+        cls,
+        path: str | os.PathLike[str],
+        block: int | tuple[int, int] | None = None,
+        *,
+        dtype: Any = "float32",
+        device: Any = None,
+        constant: bool = False,
+    ) -> BsrWeight:
+        """A weight from a file: `.smtx` of the Deep Learning Matrix Collection, `.mtx` (Matrix Market), or `.npz` as
+        `scipy.sparse.save_npz` writes it, in CSR or BSR format.
+
+        Parameters
+        ----------
+        path
+            The file; its suffix tells the format. Entries of a file without values (`.smtx`, `pattern`) are ones.
+        block
+            Rows and columns of a block, or one number for both: blocks with an entry are stored. They divide the
+            matrix. None: those of the file, for one in BSR format; another file needs it.
+        dtype
+            float32, float16 or bfloat16, as a name or a dtype.
+        device
+            A device of PyTorch, for tensors there; None: NumPy arrays.
+        constant
+            As in the class.
+
+        Raises
+        ------
+        ValueError
+            Naming the file and what is wrong with it, or the argument.
+        OSError
+            If the file cannot be opened.
+        """
+        from tvm_sparse.formats import matrix_files
+
+        kind = float_dtype(dtype)
+        found = matrix_files.read(Path(path))
+        if found.block is None:
+            if block is None:
+                raise ValueError(f"block: {path} is not in blocks; expected the rows and columns of a block")
+            parts = found.blocks(block_of(block), kind)
+        else:
+            if block is not None and block_of(block) != found.block:
+                raise ValueError(f"block: {path} is in blocks of {found.block[0]}x{found.block[1]}, got {block!r}")
+            parts = found.filled(kind), found.indices, found.indptr
+        placed = tuple(arrays.on_device(array, device) for array in parts)
+        return cls(placed, columns=found.shape[1], constant=constant)
 
     @classmethod
     def assembled(cls, parts: tuple[Any, Any, Any], order: Any, structure: int) -> BsrWeight:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from tvm_sparse.core.given import described
 from tvm_sparse.core.problem import FLOATS
 from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.arrays import Facts
-from tvm_sparse.runtime.calls import index_as, refuse_gradient
+from tvm_sparse.runtime.calls import float_dtype, index_as, refuse_gradient
 
 from .problem import INDEX, NhotLookup, typical
 
@@ -102,6 +104,39 @@ class CsrRows:
         given = (self.indptr, self.indices) if values is None else (self.indptr, self.indices, self.values)
         self.arguments = tuple(map(arrays.argument, given))
         self.launchers = repeat.Own()
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], *, dtype: Any = "float32", device: Any = None) -> CsrRows:
+        """Sparse rows from a file: `.smtx` of the Deep Learning Matrix Collection, `.mtx` (Matrix Market), or `.npz` as
+        `scipy.sparse.save_npz` writes it, in CSR format.
+
+        Parameters
+        ----------
+        path
+            The file; its suffix tells the format. Rows of a file without values (`.smtx`, `pattern`) have none.
+        dtype
+            That of the values: float32, float16 or bfloat16, as a name or a dtype.
+        device
+            A device of PyTorch, for tensors there; None: NumPy arrays.
+
+        Raises
+        ------
+        ValueError
+            Naming the file and what is wrong with it, or the argument.
+        OSError
+            If the file cannot be opened.
+        """
+        from tvm_sparse.formats import matrix_files
+
+        kind = float_dtype(dtype)
+        found = matrix_files.read(Path(path))
+        if found.block is not None:
+            raise ValueError(f"path: {path} is in blocks of {found.block[0]}x{found.block[1]}; use BsrWeight.from_file")
+        index = "int64" if len(found.indices) > MOST_INT32 else "int32"
+        given = (found.indptr.astype(index), found.indices.astype(index))
+        values = None if found.values is None else arrays.on_device(found.filled(kind), device)
+        placed = (*(arrays.on_device(array, device) for array in given), values)
+        return cls(placed, columns=found.shape[1], checked=True)
 
     def validate(self) -> None:
         """Check indptr and indices again on any device; on a GPU this costs a synchronisation.

@@ -1,0 +1,225 @@
+"""The space of `sampled_warpgroups`, and the extents that its kernel is built from. Loads no compiler."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv
+from tvm_sparse.operators.bsr_sddmm.problem import BsrSddmm
+
+# Rows of the blocks of a warpgroup: operand A has 64, and they are a box of 128 bytes.
+GROUP_M = 64
+# Rows of both matrices of a step.
+TILE_M = (16, 32, 64, 128)
+# Columns of the blocks of a thread block, and of an instruction at most.
+TILE_K, MOST_N = (16, 32, 64, 96, 128, 192, 256, 384, 512), 256
+STAGES = (2, 3, 4, 5, 6, 8)
+CLUSTER = (1, 2, 4, 8)
+# Columns of a box, as bytes of a row in shared memory: those that have a swizzle.
+BOXES = (64, 32, 16)
+# Registers of a thread beside sums, at most; lanes of the producer warp, which copy a box each.
+BESIDES, LANES = 40, 32
+# Where swizzled rows begin: at multiples of the bytes of eight rows of the widest.
+ALIGNED = 1024
+WARPGROUP = 128
+# Bytes of a multiprocessor's shared memory that the system takes of each thread block.
+RESERVED = 1024
+# The default's step, and the thread blocks of a multiprocessor below which a cluster shares blocks.
+USUAL_M, ENOUGH = 32, 2
+
+
+def space(problem: BsrSddmm, machine: Machine) -> Table:
+    rows, cols = problem.block_shape
+    if not machine.has_warpgroups:
+        raise NotApplicable(f"{machine.arch} has no products of warpgroups (wgmma)")
+    if numpy_dtype(problem.dtype).itemsize != 2:
+        raise NotApplicable(f"{problem.dtype} is not of 16 bits")
+    if rows % GROUP_M or cols % BOXES[-1] or cols > MOST_N:
+        raise NotApplicable(f"blocks of {rows}x{cols} are not of {GROUP_M} rows, and 16 columns up to {MOST_N}")
+    return {
+        "tile_m": tuple(tile for tile in TILE_M if tile < 2 * max(problem.m, TILE_M[0])),
+        "tile_k": tuple(sorted({tile // cols * cols for tile in TILE_K if cols <= tile} or {cols})),
+        "stages": STAGES,
+        "cluster": CLUSTER,
+    }
+
+
+def allowed(problem: BsrSddmm, machine: Machine, decisions: Decisions) -> str | None:
+    e = Extents.of(problem, decisions)
+    if e.tile_k % e.along or e.wide % e.cols:
+        return f"{e.tile_k} columns are not shared by {e.along} warpgroups in whole blocks of {e.cols}"
+    if e.halves + e.boxes > LANES:
+        return f"{e.halves + e.boxes} boxes of a step exceed the {LANES} lanes of a warp"
+    if not machine.blocks_at_once(e.threads, e.wide // 2 + BESIDES, 0):
+        return f"{e.wide // 2} sums in each of {e.threads} threads exceed the registers"
+    if e.pool_bytes > machine.block_shared_bytes:
+        return f"{e.stages} stages of {e.stage_bytes} bytes exceed a multiprocessor's shared memory"
+    if e.cluster > 1 and e.sums % (2 * e.cluster):
+        return f"{e.sums} sums of a thread are not shared by {e.cluster} thread blocks in pairs"
+    if e.cluster > 1 and e.passed_bytes > e.stages * e.stage_bytes:
+        return f"{e.stages} stages of {e.stage_bytes} bytes have no room for sums, of {e.passed_bytes}"
+    if e.cluster > 1 and e.cluster * e.tile_m > problem.m:
+        return f"{e.cluster} thread blocks of {e.tile_m} rows exceed m={problem.m}"
+    return None
+
+
+def default(problem: BsrSddmm, machine: Machine) -> Decisions:
+    """Enough columns for a block row's blocks, as far as one instruction has them; two thread blocks of a
+    multiprocessor, with as many stages as there is room for; and clusters where there are few thread blocks.
+    """
+    table, cols = space(problem, machine), problem.block_shape[1]
+    wanted = min(-(-stored_of_a_row(problem) // 1) * cols, MOST_N)
+    fitting = [tile for tile in table["tile_k"] if tile <= MOST_N]
+    tile_k = int(min((tile for tile in fitting if tile >= wanted), default=max(fitting)))
+    tile_m = max(tile for tile in table["tile_m"] if tile <= USUAL_M)
+    units = problem.grid[0] * max(ceildiv(int(stored_of_a_row(problem)), tile_k // cols), 1)
+    least = next((c for c in CLUSTER if units * c >= ENOUGH * ENOUGH * machine.cores), CLUSTER[-1])
+    points = [
+        {"tile_m": tile_m, "tile_k": tile_k, "stages": stages, "cluster": cluster}
+        for stages, cluster in itertools.product(STAGES, CLUSTER)
+        if cluster <= least
+    ]
+    points = [point for point in points if allowed(problem, machine, point) is None]
+    return max(points, key=lambda point: (has_room(problem, machine, point), point["cluster"], point["stages"]))
+
+
+def stored_of_a_row(problem: BsrSddmm) -> float:
+    """Blocks of a block row, on average."""
+    return (1 - problem.sparsity) * problem.grid[1]
+
+
+def has_room(problem: BsrSddmm, machine: Machine, point: Decisions) -> bool:
+    """Whether a multiprocessor's shared memory has room for two thread blocks."""
+    return 2 * (Extents.of(problem, point).pool_bytes + RESERVED) <= machine.block_shared_bytes + RESERVED
+
+
+@dataclass(frozen=True)
+class Extents:
+    """What the kernel's phases know before it runs.
+
+    Attributes
+    ----------
+    rows, cols
+        Extents of a block.
+    block_rows, k, n
+        Block rows of the matrix, its columns and its rows.
+    dtype
+        The dtype of both matrices and of the blocks.
+    tile_m, tile_k, stages, cluster
+        The decisions of these names.
+    """
+
+    rows: int
+    cols: int
+    block_rows: int
+    k: int
+    n: int
+    dtype: str
+    tile_m: int
+    tile_k: int
+    stages: int
+    cluster: int
+
+    @classmethod
+    def of(cls, problem: BsrSddmm, decisions: Decisions) -> Extents:
+        rows, cols = problem.block_shape
+        return cls(rows, cols, problem.grid[0], problem.k, problem.n, problem.dtype, **decisions)
+
+    @property
+    def halves(self) -> int:
+        """Parts of a block's rows; a warpgroup has one."""
+        return self.rows // GROUP_M
+
+    @property
+    def along(self) -> int:
+        """Warpgroups beside each other along the columns."""
+        return ceildiv(self.tile_k, MOST_N)
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups that multiply."""
+        return self.halves * self.along
+
+    @property
+    def threads(self) -> int:
+        """Threads of a thread block: with those of the producer warp."""
+        return self.groups * WARPGROUP + 32
+
+    @property
+    def wide(self) -> int:
+        """Columns of a warpgroup."""
+        return self.tile_k // self.along
+
+    @property
+    def sums(self) -> int:
+        """Sums of a thread."""
+        return self.wide // 2
+
+    @property
+    def each(self) -> int:
+        """Blocks of a thread block, at most."""
+        return self.tile_k // self.cols
+
+    @property
+    def box(self) -> int:
+        """Columns of a box of the right matrix."""
+        return next(box for box in BOXES if self.cols % box == 0)
+
+    @property
+    def parts(self) -> int:
+        """Boxes of a block."""
+        return self.cols // self.box
+
+    @property
+    def boxes(self) -> int:
+        """Boxes of the right matrix in a step, at most."""
+        return self.each * self.parts
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes of a box of the left matrix."""
+        return self.tile_m * GROUP_M * 2
+
+    @property
+    def right_bytes(self) -> int:
+        """Bytes of a box of the right matrix."""
+        return self.tile_m * self.box * 2
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a stage: the boxes of the left matrix, then those of the right one."""
+        return ceildiv(self.halves * self.left_bytes + self.boxes * self.right_bytes, ALIGNED) * ALIGNED
+
+    @property
+    def passed_bytes(self) -> int:
+        """Bytes of all threads' sums, which the thread blocks of a cluster pass on."""
+        return self.sums * self.groups * WARPGROUP * 4
+
+    @property
+    def pool_bytes(self) -> int:
+        """Dynamic shared memory: stages, then mbarriers."""
+        return self.stages * self.stage_bytes + 2 * 8 * self.stages
+
+
+def launch(problem: BsrSddmm, decisions: Decisions) -> Launch:
+    e = Extents.of(problem, decisions)
+    return Launch(e.threads, e.pool_bytes)
+
+
+def features(problem: BsrSddmm, machine: Machine, decisions: Decisions) -> Features:
+    e = Extents.of(problem, decisions)
+    stored = stored_of_a_row(problem)
+    units = e.block_rows * max(ceildiv(int(stored), e.each), 1)
+    steps = ceildiv(ceildiv(problem.m, e.tile_m), e.cluster)
+    brought = e.halves * e.left_bytes + min(stored, e.each) * e.parts * e.right_bytes
+    return {
+        "blocks_each": units * e.cluster / machine.cores,
+        "steps": steps,
+        "step_bytes": brought,
+        "stage_bytes": e.stages * e.stage_bytes,
+        "held": e.sums,
+        "used": min(stored / (ceildiv(max(int(stored), 1), e.each) * e.each), 1),
+    }
