@@ -93,6 +93,7 @@ def small(*problems: str, others: tuple[str, ...] = OTHERS, version: int | None 
         (*problems, *others),
         1.05,
         1.25,
+        seen={template.name: len({*problems, *others})},
     )
 
 
@@ -148,7 +149,22 @@ def test_a_model_of_few_problems_does_not_replace_the_default() -> None:
     for few, how in ((OTHERS, "predicted"), (OTHERS[1:], "fallback")):
         model = small(others=few)
         choice = lookup.choose(problem(700), SM90, Evidence(predictor=lambda model=model: model))
-        assert choice.how == how and (how == "predicted" or f"{len(few)} problems are too few" in choice.why)
+        assert choice.how == how and (how == "predicted" or f"from {len(few)} problems, too few" in choice.why)
+
+
+def test_a_model_that_hardly_knows_the_default_s_template_does_not_replace_it() -> None:
+    """It has times of many problems, but of few with the templates that it compares."""
+    model = dataclasses.replace(small(), seen={"softmax_streamed": lookup.ENOUGH - 1, "softmax_held": lookup.ENOUGH})
+    choice = lookup.choose(problem(700), SM90, Evidence(predictor=lambda: model))
+    assert choice.how == "fallback" and f"softmax_streamed from {lookup.ENOUGH - 1} problems" in choice.why
+
+
+def test_the_shipped_model_of_the_head_does_not_judge_products_of_warpgroups() -> None:
+    """It knows them from two problems; its choices for 64 and 128 rows would read the embedding two and four times."""
+    shipped = dispatch.Dispatcher()
+    for batch in (64, 128):
+        one = parse(f"head_topk/batch={batch},vocab=128256,hidden=4096,k=20,dtype=bfloat16")
+        assert dict(shipped.choice(one, SM90).candidate.decisions)["tile_m"] == batch
 
 
 def test_a_record_of_the_other_dtype_of_16_bits_comes_before_the_model() -> None:
@@ -204,7 +220,7 @@ def test_a_model_of_other_templates_or_a_damaged_file_is_left_aside(
         ({"feature": [99] * len(content["left"])}, "feature: expected -1 to"),
         ({"roots": [2**31]}, "roots: expected nodes"),
         ({"value": ["x"] * len(content["left"])}, "value: expected a list of numbers"),
-        ({"templates": {"softmax_streamed": "1"}}, "templates: expected numbers"),
+        ({"templates": {"softmax_streamed": "1"}}, "templates: expected a whole number"),
         ({"known": ["softmax_streamed"]}, "not a candidate"),
     ):
         path.write_text(json.dumps({**content, **damage}))

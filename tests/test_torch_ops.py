@@ -786,3 +786,21 @@ def test_rows_with_other_entries_take_the_same_launcher(native: bool, dispatcher
     finally:
         repeat.use_native(before)
         dispatcher._forget()
+
+
+# ---- training ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_steps_of_training_are_repeated_without_look_up(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, of parameters and of tensors that require a gradient, as calls of inference are."""
+    layer = tvm_sparse.nn.BsrLinear.from_dense(torch.nn.Linear(32, 32, bias), 16, 0.5)
+    x = torch.randn(6, 32, requires_grad=True)
+    asked: list[Any] = []
+    real = Dispatcher.kernel
+    monkeypatch.setattr(Dispatcher, "kernel", lambda self, *given: asked.append(given) or real(self, *given))
+    for step in range(3):
+        before = len(asked)
+        layer(x).square().sum().backward()
+        assert step < 2 or len(asked) == before, asked[before:]
+    assert asked

@@ -140,6 +140,8 @@ class Predictor:
         mean, and maximum. The model chose among the measured points.
     probes
         Values that tests compare.
+    seen
+        For each template, of how many of the problems the training data have times of its points.
     """
 
     operator: str
@@ -152,6 +154,7 @@ class Predictor:
     loss: float
     worst_loss: float
     probes: tuple[Probe, ...] = ()
+    seen: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def outdated(self) -> str | None:
@@ -223,6 +226,7 @@ class Predictor:
             "operator": self.operator,
             "arch": self.arch,
             "templates": dict(self.templates),
+            "seen": dict(self.seen),
             "trials": self.trials,
             "problems": list(self.problems),
             "loss": self.loss,
@@ -263,8 +267,10 @@ def read(path: Path) -> Predictor:
         for name, kinds in _KINDS.items():
             if not isinstance(content[name], kinds) or isinstance(content[name], bool):
                 raise PredictorError(f"{path}: {name}: got {type(content[name]).__name__}")
-        if not all(type(version) is int for version in content["templates"].values()):
-            raise PredictorError(f"{path}: templates: expected numbers of versions")
+        seen = content.get("seen", {})  # files of earlier versions have none
+        for name, numbers in (("templates", content["templates"]), ("seen", seen)):
+            if not all(type(number) is int for number in numbers.values()):
+                raise PredictorError(f"{path}: {name}: expected a whole number for each template")
         return Predictor(
             content["operator"],
             content["arch"],
@@ -276,6 +282,7 @@ def read(path: Path) -> Predictor:
             content["loss"],
             content["worst_loss"],
             tuple(Probe(**probe) for probe in content["probes"]),
+            seen,
         )
     except PredictorError:
         raise

@@ -108,13 +108,23 @@ def define(
         return results
 
     set_tracing: Callable[[Any], None] = vars(torch._C)["_set_tracing_state"]
+    parameter = torch.nn.Parameter
+
+    def plain(one: Any) -> Any:
+        """A parameter, or a tensor that requires a gradient, as a tensor of the same memory: below PyTorch's layer of
+        gradients nothing records what happens to it, and calls of a training step are repeated like others.
+        """
+        kind = type(one)
+        return one.detach() if kind is parameter or (kind is torch.Tensor and one.requires_grad) else one
 
     def run(*args: Any) -> Any:
+        graph = torch._C._get_tracing_state()
+        if graph is None:
+            args = tuple(map(plain, args))
         found = repeat.recalled(dispatch.dispatcher.launchers, qualified, args)
         if found is not None:
             return found
         before, arrays.here.below = arrays.here.below, True
-        graph = torch._C._get_tracing_state()
         if graph is not None:  # a trace shows the operator, not its inner calls
             set_tracing(None)
         try:

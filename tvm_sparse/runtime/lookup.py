@@ -47,9 +47,11 @@ ELSEWHERE = 1.0
 # must also exceed the loss of its choices for problems left out of its training, so a model trained on few problems
 # must predict a large gain.
 CLEAR = 0.05
-# Problems that a model must know for its choice to replace the default. In `scripts/regret.py` (seeds 1, 7 and 8)
-# models of fewer chose points that took 1.2 to 1.9 times as long as the default, and gained nothing that today's
-# defaults do not; of 10 choices by models of more none took longer than 1.06 times.
+# Problems of which a model must know times of both templates, its choice's and the default's, for its choice to
+# replace the default. In `scripts/regret.py` (seeds 1, 7 and 8) models of fewer problems chose points that took 1.2 to
+# 1.9 times as long as the default, and gained nothing that today's defaults do not; of 10 choices by models of more
+# none took longer than 1.06 times. A model of 32 problems, of which two had times of `head_warpgroups`, chose points of
+# it that read the embedding once for every 32 rows.
 ENOUGH = 12
 
 
@@ -384,8 +386,10 @@ def _by_model(
     if found is None:
         return None
     if found.candidate != judge.default and not judge.lenient:
-        if len(predictor.problems) < ENOUGH:
-            why = f"not tuned; a template's default, as {len(predictor.problems)} problems are too few for a model"
+        seen = {name: predictor.seen.get(name, 0) for name in (found.candidate.template, judge.default.template)}
+        rarest = min(seen, key=lambda name: seen[name])
+        if seen[rarest] < ENOUGH:
+            why = f"not tuned; a template's default, as a model knows {rarest} from {seen[rarest]} problems, too few"
             return fallback(problem, machine, why + "".join(passed_over))
         said, default = predictor.said(problem, machine, (found.candidate, judge.default))
         if default is None or said is None or default - said <= max(CLEAR, said, math.log(predictor.loss)):

@@ -10,6 +10,7 @@ import json
 import math
 import random
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -183,6 +184,7 @@ def predictor_of(log: Log, data: Sequence[Measured], trees: Trees, losses: Seque
     """A predictor with these trees, which ranks the good points in `data`."""
     good = {c for one in data for c, seconds in one.seconds.items() if seconds <= GOOD * one.best}
     names = {candidate.template: candidate.version for one in data for candidate in one.seconds}
+    seen = Counter(name for one in data for name in {candidate.template for candidate in one.seconds})
     return Predictor(
         operator=log.operator,
         arch=log.arch,
@@ -194,6 +196,7 @@ def predictor_of(log: Log, data: Sequence[Measured], trees: Trees, losses: Seque
         loss=round(statistics.geometric_mean(losses), 3),
         worst_loss=round(max(losses), 3),
         probes=tuple(_probe(trees, one) for one in data[:: max(len(data) // PROBES, 1)]),
+        seen=dict(sorted(seen.items())),
     )
 
 
