@@ -36,6 +36,7 @@ KEYS: dict[str, str] = {
     "candidate_logits": "candidate_logits/lists=1,beam=1,vocab=301,hidden=72,m=60",
     "bsr_matmul": "bsr_matmul/m=1,k=128,n=96,block=16,sparsity=0.5,bias=1",
     "nhot_lookup": "nhot_lookup/rows=1,vocab=50,width=33,nonzeros=5,weighted=1",
+    "csr_linear": "csr_linear/m=1,k=96,n=40,sparsity=0.5",
     "wta_hash": "wta_hash/batch=1,hidden=40,k=8,units=2,bands=60",
     "lsh_lookup": "lsh_lookup/lists=1,beam=3,vocab=700,bands=60,bits=6",
     "lsh_candidates": "lsh_candidates/lists=1,beam=3,hidden=40,vocab=700,k=8,units=2,bands=60,capacity=50",

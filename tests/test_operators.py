@@ -96,7 +96,7 @@ def test_example_is_a_problem_and_declares_its_arguments(operator: str) -> None:
     ("key", "message"),
     [
         ("softmax_topkk/batch=1,vocab=2,k=1", "did you mean softmax_topk or softmax?"),
-        ("conv2d/batch=1", "expected one of softmax_topk, softmax_sample, bsr_matmul"),
+        ("conv2d/batch=1", "expected one of softmax_topk, softmax_sample, edit_logits, bsr_matmul"),
         ("softmax_topk/batch=1,vocabulary=2,k=1", "unknown axis 'vocabulary'; did you mean vocab?"),
         ("softmax_topk/batch=1,vocab=2", "missing axis k; expected batch, vocab, k, dtype"),
         ("softmax_topk/batch=1,vocab=2,k", "expected axis=value, got 'k'"),

@@ -64,7 +64,7 @@ TEMPLATES = [Template(name="{name}", version=1, operator="{operator}", kind="llv
     "text, said",
     [
         (TEMPLATE.format(name="block_rows", operator="bsr_matmul"), "block_rows has the name of one of bsr_matmul's"),
-        (TEMPLATE.format(name="new", operator="bsr_matmull"), "no operator; did you mean bsr_matmul?"),
+        (TEMPLATE.format(name="new", operator="bsr_matmull"), "no operator; did you mean bsr_matmul or bsr_sddmm?"),
         ("TEMPLATES = [3]", "TEMPLATES holds 3, which is no template"),
     ],
 )

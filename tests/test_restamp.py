@@ -146,7 +146,7 @@ def test_winners_are_compared_with_todays_defaults(tmp_path: Path) -> None:
         session = "two" if number % 3 == 2 else "one"
         anew.append(trial, replace(trial, candidate=today, seconds=(ratio * 2.0**-16,), session=session, order=1))
         wanted[key] = ranked
-        if session == "one" and other != today:
+        if (session == "one" or today == best.candidate) and other != today:
             timed = best.seconds * (1.0 if today == best.candidate else max(1.0, ratio))
             wanted[key] = replace(ranked, fallback=today, fallback_seconds=timed, fallback_all=())
     before = contents(tmp_path)

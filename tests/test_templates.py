@@ -87,7 +87,7 @@ def test_template_that_does_not_apply_says_why(template: str, key: str, reason: 
         ("m=8,k=64,n=64,block=8,sparsity=0.5,dtype=float16", SM90, "tensor_core"),
         ("m=8,k=64,n=2097152,block=16,sparsity=0.5,dtype=float16", SM90, "tensor_core"),  # no axis of a grid is as long
         ("m=8,k=64,n=64,block=8,sparsity=0.5,dtype=float16", OLD, "warp_shuffle"),
-        ("m=8,k=64,n=64,block=4,sparsity=0.5,dtype=float16", SM90, "staged_x"),
+        ("m=8,k=64,n=64,block=4,sparsity=0.5,dtype=float16", SM90, "warp_shuffle"),
         ("m=8,k=64,n=64,block=8,sparsity=0.5", SM90, "staged_x"),
         ("m=3,k=66,n=35,block=5x3,sparsity=0.5", SM90, "warp_shuffle"),
         ("m=8,k=64,n=64,block=8,sparsity=0.5", MACHINES["llvm"], "block_rows"),

@@ -42,7 +42,7 @@ TAKERS: dict[str, tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = 
     "pruning_mask": (tvm_sparse.pruning_mask, {"density": 0.5}, ()),
 }
 # Public classes that are not made of such an argument.
-OTHERS = {"Explanation", "Miss", "NHotEmbeddingBag"}
+OTHERS = {"Explanation", "Miss", "NHotEmbeddingBag", "SampleDetails"}
 DENSE = np.eye(8, dtype=np.float32)
 
 

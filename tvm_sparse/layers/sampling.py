@@ -247,7 +247,7 @@ def merge_sample(
     tokens
         `(batch,)` int64 words of the whole vocabulary.
     logprobs
-        `(batch,)` float32: ln p(token) at the temperature, before the filters.
+        `(batch,)` float32: ln p(token) at the temperature, before the filters, as exactly as float32 normalisers tell.
 
     Raises
     ------
@@ -296,14 +296,14 @@ def drawn_by(
     if uniforms.shape != rows:
         raise ValueError(f"uniforms: expected shape {tuple(rows)}, got {tuple(uniforms.shape)}")
     flat, numbers = scores.reshape(-1, top_k), uniforms.reshape(-1)
-    logs = flat / temperature - normaliser.reshape(-1, 1)
     limits = torch.full_like(numbers, top_k, dtype=torch.int64)
-    chances = logs.exp()
+    # Relative to the best word's: filters and the draw ask for ratios, and a large normaliser has few bits for them.
+    chances = ((flat - flat[:, :1]) / temperature).exp()
     counts, _ = left(chances, limits, *[_by_row(one, "float32", uniforms) for one in (top_p, min_p)])
     stay = torch.arange(top_k, device=flat.device) < counts[:, None]
     place = _first_above(torch.where(stay, chances, 0), numbers, counts)
-    tokens, logprobs = words.reshape(-1, top_k).gather(1, place), logs.gather(1, place)
-    return tokens.view(rows), logprobs.view(rows)
+    logprobs = flat.gather(1, place) / temperature - normaliser.reshape(-1, 1)
+    return words.reshape(-1, top_k).gather(1, place).view(rows), logprobs.view(rows)
 
 
 def _of_drawn(

@@ -1,6 +1,6 @@
 """Shapes of this operator, as problem keys; `core.registry` says what each list is for."""
 
-QUICKSTART: tuple[str, ...] = ("csr_linear/m=4,k=1024,n=1024,sparsity=0.9",)
+QUICKSTART: tuple[str, ...] = ()
 AWKWARD: tuple[str, ...] = (
     "csr_linear/m=1,k=1,n=1,sparsity=0",
     "csr_linear/m=5,k=67,n=37,sparsity=0.7",
