@@ -10,12 +10,12 @@ one kernel for all batches. Both are timed in turn, twice, in CUDA graphs on a G
 from __future__ import annotations
 
 import dataclasses
-import functools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from heads import Report, show
 from reproduction import provenance
@@ -50,7 +50,9 @@ def microseconds(problem: Problem, inputs: Sequence[Any], where: Machine, invari
     """Microseconds of a call of torch tensors, and its kernel."""
     tvm_sparse.configure(batch_invariant=invariant)
     ours = registry.find(problem.operator).peers.ours
-    call, called = ours(problem, inputs, functools.partial(torch_tensor, device=where.device))
+    call, called = ours(
+        problem, inputs, lambda one: torch_tensor(one, where.device) if isinstance(one, np.ndarray) else one
+    )
     times = time_cuda({"ours": call}, ROUNDS) if where.device == "cuda" else time_cpu({"ours": call}, ROUNDS)
     _, seconds = times["ours"]
     assert not isinstance(seconds, str), seconds

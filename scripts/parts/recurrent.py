@@ -116,20 +116,18 @@ def pruned_lstm() -> str:
     return f"{provenance(PRUNED)}; {kept}.\n\n{table(['model', 'nats a word of held-out text'], rows)}"
 
 
-REAL = {"H200": "real-models-h200", "CPU": "real-models-x86-64-v3"}
+REAL = "real-models-x86-64-v3"
 
 
 @part
 def real_models() -> str:
     """Layers of real models: what pruning changes, and times of PyTorch's modules and of the converted ones."""
-    lines: dict[tuple[str, ...], dict[str, list[str]]] = {}
-    for device, name in REAL.items():
-        for row in results(name).rows:
-            key = (row["model"], row["layers"], row["steps"], f"{float(row['density']):.3g}", row["quality"])
-            times = [us(float(row[column])) for column in ("torch_us", "ours_us")]
-            lines.setdefault(key, {})[f"{device}, {row['dtype']}"] = times
-    ways = list(dict.fromkeys(way for times in lines.values() for way in times))
-    rows = [[*key, *(cell for way in ways for cell in times.get(way, ["-", "-"]))] for key, times in lines.items()]
-    heads = ["model", "layers", "steps", "density", "quality"]
-    heads += [f"{whose}, {way}" for way in ways for whose in ("PyTorch's", "ours")]
-    return f"{where(REAL['H200'])}\n\n{table(heads, rows)}"
+    rows = [
+        [
+            *(row[name] for name in ("model", "layers", "steps")), f"{float(row['density']):.3g}", row["quality"],
+            *(us(float(row[name])) for name in ("torch_us", "ours_us")),
+        ]
+        for row in results(REAL).rows
+    ]  # fmt: skip
+    heads = ["model", "layers", "steps", "density", "quality", "PyTorch's module", "ours"]
+    return f"{where(REAL)}\n\n{table(heads, rows)}"

@@ -12,7 +12,7 @@ from tvm_sparse.core.problem import Problem
 from .headlines import headlines
 from .register import PARTS, part
 from .results import best, results, where
-from .text import listed, percent, span, table, times_as, us
+from .text import code, listed, percent, span, table, times_as, us
 
 SAMPLED = "peers-sample-h200"
 
@@ -161,3 +161,15 @@ PARTS["where-softmax"] = partial(where, "peers-softmax-h200")
 PARTS["where-sample"] = partial(where, SAMPLED)
 PARTS["where-milakov"] = partial(where, "milakov-gimelshein-h200")
 PARTS["where-milakov-cpu"] = partial(where, "milakov-gimelshein-x86-64-v4")
+
+
+@part
+def batch_invariance() -> str:
+    """Times of functions with one kernel for all batches, over those with the kernels of each batch."""
+    rows = [
+        [code(row["problem"].partition("/")[0]), row["batch"], us(float(row["microseconds"])),
+         us(float(row["invariant_microseconds"])), row["ratio"]]
+        for row in results("batch-invariance-h200").rows
+    ]  # fmt: skip
+    heads = ("function, 128,256 words of bfloat16", "rows", "by default", "one kernel for all batches", "ratio")
+    return f"{where('batch-invariance-h200')}\n\n{table(heads, rows)}"
