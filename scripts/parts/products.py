@@ -10,6 +10,7 @@ from tvm_sparse.core import spaces
 from tvm_sparse.core.machine import resolve
 from tvm_sparse.operators.bsr_matmul.dense import DENSE, likely_way
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
+from tvm_sparse.operators.bsr_sddmm.problem import BsrSddmm
 
 from .headlines import headlines
 from .register import PARTS, part
@@ -111,6 +112,27 @@ def bsr_many_rows() -> str:
         lines.append([shape, f"{problem.sparsity:g}", *cells, share])
     head = ["`block_warpgroups`", "`tensor_core`", "cuBLAS", "of cuBLAS's rate"]
     return table(["(m, k, n), block", "sparsity", *head], lines)
+
+
+@part
+def sampled_blocks() -> str:
+    """The blocks' gradient by the default point of `sampled_warpgroups`, the best of its points, and dense products."""
+    cases: dict[BsrSddmm, dict[str, float]] = {}
+    for row in results("block-sampled-h200").rows:
+        m, k, n = (int(row[name]) for name in ("m", "k", "n"))
+        problem = BsrSddmm(m, k, n, row["block"], float(row["sparsity"]), dtype="bfloat16")
+        times, us_, point = cases.setdefault(problem, {}), float(row["us"]), row["decisions"]
+        times[row["contender"]] = min(us_, times.get(row["contender"], us_))
+        decisions = dict(spaces.fallback(problem, SM90).decisions)
+        if point == " ".join(f"{name}={value}" for name, value in decisions.items()):
+            times["default"] = us_
+    head = ("default", "sampled_warpgroups", "dense", "dense, then blocks")
+    lines = [
+        [f"({p.m}, {p.k}, {p.n}), {p.block_shape[0]}", f"{p.sparsity:g}", *(us(times[name]) for name in head)]
+        for p, times in cases.items()
+    ]
+    names = ["default", "best of its points", "cuBLAS, all of it", "and its blocks taken"]
+    return f"{where('block-sampled-h200')}\n\n{table(['(m, k, n), block', 'sparsity', *names], lines)}"
 
 
 @part
