@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ import numpy as np
 import torch
 import typer
 from heads import Report, show
+from real_vocabulary import safetensors
 from reproduction import provenance
 
 import tvm_sparse
@@ -130,21 +130,9 @@ def resemblyzer(folder: Path, rng: np.random.Generator) -> Model:
     return Model("resemblyzer", (lstm,), (heard[:1],), lambda new: float((embeddings(new[0]) * wanted).sum(1).mean()))
 
 
-def safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """The float32 tensors of a file: a JSON header with offsets, then the bytes."""
-    raw = path.read_bytes()
-    start = 8 + int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8:start])
-    return {
-        name: torch.frombuffer(bytearray(raw[start + at["data_offsets"][0] : start + at["data_offsets"][1]]),
-                               dtype=torch.float32).reshape(at["shape"])
-        for name, at in header.items()
-        if name != "__metadata__"
-    }  # fmt: skip
-
-
 def silero(folder: Path, rng: np.random.Generator) -> Model:
-    state = safetensors(folder / "data" / "silero_vad_16k.safetensors")
+    arrays = safetensors(folder / "data" / "silero_vad_16k.safetensors")
+    state = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
     lstm = layers_of("LSTM", [[state[f"lstm_cell.{name}"] for name in WEIGHTS]])
     parts = [part for _ in range(6) for part in (voice(rng, 1.5), 0.01 * rng.standard_normal(RATE, np.float32))]
     sound, context, each = torch.from_numpy(np.concatenate(parts)), 64, 512

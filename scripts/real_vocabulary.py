@@ -36,19 +36,23 @@ HEADS, EPSILON = 12, 1e-12
 Weights = dict[str, np.ndarray]
 
 
-def load(folder: Path) -> tuple[Weights, list[str]]:
-    """The float32 tensors of `model.safetensors` (a JSON header with offsets, then the bytes) and the words."""
-    raw = np.memmap(folder / "model.safetensors", np.uint8, "r")
+def safetensors(path: Path) -> Weights:
+    """The float32 tensors of a file in that format: a JSON header with offsets, then the bytes."""
+    raw = np.memmap(path, np.uint8, "r")
     start = 8 + int(raw[:8].view("<u8")[0])
     header = json.loads(bytes(raw[8:start]))
-    weights = {
+    return {
         name: raw[start + entry["data_offsets"][0] : start + entry["data_offsets"][1]]
         .view("<f4")
         .reshape(entry["shape"])
         for name, entry in header.items()
         if name != "__metadata__" and entry["dtype"] == "F32"
     }
-    return weights, (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
+
+
+def load(folder: Path) -> tuple[Weights, list[str]]:
+    """The model's weights and words."""
+    return safetensors(folder / "model.safetensors"), (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
 
 
 def tokenize(sentence: str, numbers: dict[str, int]) -> list[int]:

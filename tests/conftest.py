@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays until the end: no collection of garbage has to look at it again.
+    """Keep objects that exist now out of later collections of garbage: they stay until the end.
 
     Kernels that tests emulate are compiled once, by whichever run needs them first; an object file that no run needed
     for a month is removed.

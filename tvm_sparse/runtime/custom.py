@@ -167,8 +167,8 @@ def define(
     Differentiated.__name__ = f"GradientOf_{name}"
 
     def front(keyset: Any, *args: Any) -> Any:
-        """Call the operator directly for plain tensors, without PyTorch's layers, which take three times as long as a
-        call.
+        """Call the operator, with its gradient where one is required. Plain tensors skip PyTorch's layers, which take
+        three times as long as a call.
         """
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
             return Differentiated.apply(*args, keyset)

@@ -123,7 +123,7 @@ def resident(e: Extents, machine: Machine) -> int:
     """Thread blocks that a multiprocessor runs at the same time, 1 or 2.
 
     Registers are those of all warps. `Machine.blocks_at_once` rounds nine warps up to twelve, but two such thread
-    blocks run at the same time: measured rounds of tiles take no longer than their bytes from the L2 cache.
+    blocks run at the same time: on an H200 two tiles took as long as their bytes from the L2 cache take.
     """
     registers = ceildiv(e.tile_n // 2 + HELD, 8) * 8 * e.threads
     fits = 2 * (e.pool_bytes + RESERVED) <= machine.block_shared_bytes + RESERVED

@@ -29,6 +29,7 @@ from tvm_sparse.core.template import Program
 from tvm_sparse.operators.bsr_sddmm.problem import BsrSddmm
 
 from ...bsr_matmul.block_row import load_int
+from ...bsr_matmul.warpgroups.space import GROUP_M, MOST_N, WARPGROUP
 from ...device import operands
 from ...device.cluster import cluster_barrier, peer_load
 from ...device.mbarriers import arrive_expecting, await_phase
@@ -39,7 +40,7 @@ from ...device.state import Buffers, local, pooled, scalar
 from ...device.tensor_maps import copy_box, describe, tensor_map
 from ...device.words import held_address
 from ...interface import gpu_program
-from .space import GROUP_M, MOST_N, WARPGROUP, Extents
+from .space import Extents
 
 assert MOST_N == 256
 

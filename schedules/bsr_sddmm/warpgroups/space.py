@@ -11,21 +11,18 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv
 from tvm_sparse.operators.bsr_sddmm.problem import BsrSddmm
 
-# Rows of the blocks of a warpgroup: operand A has 64, and they are a box of 128 bytes.
-GROUP_M = 64
+from ...bsr_matmul.warpgroups.space import ALIGNED, GROUP_M, MOST_N, WARPGROUP
+
 # Rows of both matrices of a step.
 TILE_M = (16, 32, 64, 128)
-# Columns of the blocks of a thread block, and of an instruction at most.
-TILE_K, MOST_N = (16, 32, 64, 96, 128, 192, 256, 384, 512), 256
+# Columns of the blocks of a thread block.
+TILE_K = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 STAGES = (2, 3, 4, 5, 6, 8)
 CLUSTER = (1, 2, 4, 8)
 # Columns of a box, as bytes of a row in shared memory: those that have a swizzle.
 BOXES = (64, 32, 16)
 # Registers of a thread beside sums, at most; lanes of the producer warp, which copy a box each.
 BESIDES, LANES = 40, 32
-# Where swizzled rows begin: at multiples of the bytes of eight rows of the widest.
-ALIGNED = 1024
-WARPGROUP = 128
 # The default's step.
 USUAL_M = 64
 

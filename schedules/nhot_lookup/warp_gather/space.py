@@ -150,11 +150,11 @@ def default(problem: NhotLookup, machine: Machine) -> Decisions:
             {"column_lanes": lanes, "vec": vec, "loads": loads, "tiles": 1, "overlap": 0, "prefetch": 0}
             for loads in (usual, *LOADS[LOADS.index(usual) + 1 :])
         ]
-    for point in points:
-        e = Extents.of(problem, point)
-        if e.loads * e.load_bytes <= FEW_BYTES and problem.rows * e.row_tiles > RESIDENT_BLOCKS * machine.cores:
-            point["tiles"] = FEW_BYTES_TILES
-    return next(point for point in points if allowed(problem, machine, point) is None)
+    found = next(point for point in points if allowed(problem, machine, point) is None)
+    e = Extents.of(problem, found)
+    few_bytes = e.loads * e.load_bytes <= FEW_BYTES
+    several = few_bytes and problem.rows * e.row_tiles > RESIDENT_BLOCKS * machine.cores
+    return {**found, "tiles": FEW_BYTES_TILES} if several else found
 
 
 def launch(problem: NhotLookup, decisions: Decisions) -> Launch:

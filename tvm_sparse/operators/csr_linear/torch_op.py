@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from tvm_sparse.operators.nhot_lookup.rows import CsrRows
+from tvm_sparse.operators.nhot_lookup.torch_op import parts_of
 from tvm_sparse.runtime import custom
-from tvm_sparse.runtime.calls import refuse_gradient
 
 from . import call
 
@@ -68,19 +67,7 @@ _OPERATOR = custom.define(
 
 def csr_linear(x: Any, weight: Any, *, out: Any = None, validate: bool = False) -> Any:
     """The public function as torch.compile traces it."""
-    if isinstance(weight, CsrRows):
-        parts = weight.indptr, weight.indices, weight.values
-    elif isinstance(weight, (tuple, list)):
-        if len(weight) != 3:
-            raise ValueError(f"weight: expected (indptr, indices, values), got {len(weight)} items")
-        parts = weight[0], weight[1], weight[2]
-    elif isinstance(weight, torch.Tensor) and weight.layout is torch.sparse_csr:
-        refuse_gradient("weight", weight)
-        parts = weight.crow_indices(), weight.col_indices(), weight.values()
-    else:
-        raise TypeError(
-            f"weight: expected a CsrRows, a torch.sparse_csr tensor or a tuple, got {type(weight).__name__}"
-        )
+    parts = parts_of("weight", weight, "indptr, indices, values")
     if parts[2] is None:
         raise ValueError("weight: expected values, got None")
     return custom.written(_OPERATOR(x, *parts, validate), out)

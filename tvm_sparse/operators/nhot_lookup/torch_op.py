@@ -88,18 +88,22 @@ _OPERATOR = custom.define(
 _ROWS = custom.define(f"nhot_lookup_rows({_ARGUMENTS}) -> Tensor", _call_rows, _batched, _backward, _setup, _launched)
 
 
+def parts_of(name: str, rows: Any, items: str) -> tuple[Any, Any, Any]:
+    """indptr, indices and values of sparse rows, an argument `name` in a graph; `items` names those of a tuple."""
+    if isinstance(rows, CsrRows):
+        return rows.indptr, rows.indices, rows.values
+    if isinstance(rows, (tuple, list)):
+        if len(rows) != 3:
+            raise ValueError(f"{name}: expected ({items}), got {len(rows)} items")
+        return rows[0], rows[1], rows[2]
+    if isinstance(rows, torch.Tensor) and rows.layout is torch.sparse_csr:
+        refuse_gradient(name, rows)
+        return rows.crow_indices(), rows.col_indices(), rows.values()
+    raise TypeError(f"{name}: expected a CsrRows, a torch.sparse_csr tensor or a tuple, got {type(rows).__name__}")
+
+
 def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False) -> Any:
     """The public function as torch.compile traces it."""
-    if isinstance(csr, CsrRows):
-        parts = csr.indptr, csr.indices, csr.values
-    elif isinstance(csr, (tuple, list)):
-        if len(csr) != 3:
-            raise ValueError(f"csr: expected (indptr, indices, values or None), got {len(csr)} items")
-        parts = csr[0], csr[1], csr[2]
-    elif isinstance(csr, torch.Tensor) and csr.layout is torch.sparse_csr:
-        refuse_gradient("csr", csr)
-        parts = csr.crow_indices(), csr.col_indices(), csr.values()
-    else:
-        raise TypeError(f"csr: expected a CsrRows, a torch.sparse_csr tensor or a tuple, got {type(csr).__name__}")
+    parts = parts_of("csr", csr, "indptr, indices, values or None")
     checked = isinstance(csr, CsrRows) and not validate
     return custom.written(_ROWS(*parts, table) if checked else _OPERATOR(*parts, table, validate), out)
