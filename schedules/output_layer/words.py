@@ -40,6 +40,11 @@ def candidates_of(problem: OutputLayer) -> int:
     return 0 if isinstance(problem, HeadTopk) else problem.m
 
 
+def stored_of(problem: OutputLayer) -> str:
+    """The dtype of an embedding in eight bits; empty of one that has the dtype of the hidden states."""
+    return problem.stored if isinstance(problem, HeadTopk) else ""
+
+
 def rows_shape(problem: OutputLayer, *rest: int) -> tuple[int | str, ...]:
     """The shape of a workspace that has `rest` elements for each row."""
     return ("batch", *rest) if isinstance(problem, HeadTopk) else ("lists", problem.beam, *rest)

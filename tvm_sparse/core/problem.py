@@ -453,13 +453,13 @@ def _agree(found: np.ndarray, wanted: np.ndarray, bound: np.ndarray | None) -> n
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The NumPy dtype of a dtype's name, bfloat16 included."""
+    """The NumPy dtype of a dtype's name, bfloat16 and float8_e4m3fn included."""
     import numpy as np
 
-    if name == "bfloat16":
+    if name in ("bfloat16", "float8_e4m3fn"):
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(getattr(ml_dtypes, name))
     return np.dtype(name)
 
 

@@ -18,8 +18,9 @@ from tvm.script import tirx as T
 
 from ...device.mbarriers import await_phase, bulk_copy
 from ...device.state import local, pooled, shared
+from ...device.words import pair_of_bytes
 from .product import Place, State, row_of_group, stays_cached, vector_of
-from .sizes import Extents
+from .sizes import VECTOR, Extents
 
 bulk_copy_hinted = bulk_copy.L2__cache_hint
 load_shared = T.ptx.ld.shared.v4.u32
@@ -125,8 +126,10 @@ def await_stage(e: Extents) -> Callable[..., Any]:
 def bring_words(e: Extents) -> Callable[..., Any]:
     """Load the words of a step from a stage; the phase is (s, p, part, step).
 
-    Reads: `ring`. Writes: `hand`, zeros beyond the last column. Barriers: none.
+    Reads: `ring`. Writes: `hand`, zeros beyond the last column; `octets`. Barriers: none.
     """
+    if e.stored:
+        return bring_octets(e)
 
     def vector(p: Place, part: Any, step: Any, h: Any) -> Any:
         """Which vector of its row a lane has in half a step."""
@@ -153,6 +156,28 @@ def bring_words(e: Extents) -> Callable[..., Any]:
                     if vector(p, part, step, h) >= e.vectors:
                         for v in T.unroll(4):
                             s.hand[i + v] = T.uint32(0)
+
+    return phase
+
+
+def bring_octets(e: Extents) -> Callable[..., Any]:
+    """`bring_words` for whole rows of tokens in eight bits: a lane has one vector of a step, twice as many columns."""
+    vectors = e.word_row // VECTOR
+
+    @T.inline
+    def phase(s, p, part, step):
+        vector = T.meta_var((p.warp * e.steps + step) * 4 + p.member)
+        for n in T.unroll(e.word_groups):
+            row = T.meta_var(s.slot[0] * e.tile_n + n * 8 + row_of_group(e, p.group))
+            load_shared(
+                s.octets[n * 4], s.octets[n * 4 + 1], s.octets[n * 4 + 2], s.octets[n * 4 + 3],
+                s.ring.ptr_to([row * (e.ring_pitch // 4) + T.min(vector, vectors - 1) * 4]))
+            for v in T.unroll(4):
+                if e.uneven:
+                    if vector >= vectors:
+                        s.octets[n * 4 + v] = T.uint32(0)
+                s.hand[n * 8 + v * 2] = pair_of_bytes(e.stored, e.dtype, s.octets[n * 4 + v], 0)
+                s.hand[n * 8 + v * 2 + 1] = pair_of_bytes(e.stored, e.dtype, s.octets[n * 4 + v], 1)
 
     return phase
 
