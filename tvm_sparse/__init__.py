@@ -25,6 +25,8 @@ _GENERAL = {
     "warmup": "runtime.dispatch",
     "Explanation": "runtime.dispatch",
     "Miss": "runtime.loading",
+    "quantize_embedding": "formats.quantized",
+    "QuantizedEmbedding": "formats.quantized",
     "LshHead": "layers.lsh_head",
     "beam_search": "layers.beam",
     "LmHead": "layers.lm_head",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.given import integer
@@ -70,14 +70,24 @@ class QuantizedEmbedding:
         `(vocab, hidden)` int8 or float8_e4m3fn (in NumPy that of ml_dtypes), contiguous.
     scales
         `(vocab, groups)` float32, above 0: each of a row's columns, or of `hidden / groups` neighbouring ones.
+    octets
+        The values' bytes `(vocab, hidden)` uint8, the same memory.
+    factors
+        The scales, the same memory: `(vocab,)` if a row has one.
+    stored
+        The name of the values' dtype.
     """
 
     values: Any
     scales: Any
+    octets: Any = field(init=False, repr=False)
+    factors: Any = field(init=False, repr=False)
+    stored: str = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.stored not in STORED:
-            raise ValueError(f"values: expected {' or '.join(STORED)}, got {self.stored}")
+        stored = str(self.values.dtype).removeprefix("torch.")
+        if stored not in STORED:
+            raise ValueError(f"values: expected {' or '.join(STORED)}, got {stored}")
         if len(self.values.shape) != 2 or len(self.scales.shape) != 2 or len(self.values) != len(self.scales):
             raise ValueError(
                 f"expected values (vocab, hidden) and scales (vocab, groups), got {tuple(self.values.shape)} and"
@@ -89,11 +99,16 @@ class QuantizedEmbedding:
             )
         if str(self.scales.dtype).removeprefix("torch.") != "float32":
             raise ValueError(f"scales: expected float32, got {self.scales.dtype}")
+        object.__setattr__(self, "stored", stored)
+        object.__setattr__(self, "octets", self.values.view(_space(self.values).uint8))
+        object.__setattr__(self, "factors", self.scales[:, 0] if self.groups == 1 else self.scales)
 
-    @property
-    def stored(self) -> str:
-        """The name of the values' dtype."""
-        return str(self.values.dtype).removeprefix("torch.")
+    @classmethod
+    def of_octets(cls, octets: Any, scales: Any, stored: str) -> QuantizedEmbedding:
+        """The embedding of these `octets` and `scales` or `factors`."""
+        space = _space(octets)
+        dtype = getattr(space, stored) if space.__name__ == "torch" else numpy_dtype(stored)
+        return cls(octets.view(dtype), scales.reshape(len(octets), -1))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -112,11 +127,6 @@ class QuantizedEmbedding:
         vocab, hidden = self.shape
         return vocab * (hidden + 4 * self.groups)
 
-    def octets(self) -> Any:
-        """The values' bytes `(vocab, hidden)` uint8, the same memory."""
-        space = _space(self.values)
-        return self.values.view(space.uint8)
-
     def __getitem__(self, rows: slice) -> QuantizedEmbedding:
         """Some rows, the same memory."""
         return QuantizedEmbedding(self.values[rows], self.scales[rows])
@@ -126,10 +136,10 @@ class QuantizedEmbedding:
         wide = as_float32(self.values)
         return (wide.reshape(*self.scales.shape, -1) * self.scales[:, :, None]).reshape(wide.shape)
 
-    def parts(self) -> Iterator[tuple[slice, QuantizedEmbedding]]:
+    def parts(self, elements: int = AT_ONCE) -> Iterator[tuple[slice, QuantizedEmbedding]]:
         """Neighbouring rows of some millions of elements, each with the slice that they are."""
         vocab, hidden = self.shape
-        step = max(1, AT_ONCE // max(1, hidden))
+        step = max(1, elements // max(1, hidden))
         for first in range(0, vocab, step):
             rows = slice(first, min(first + step, vocab))
             yield rows, self[rows]
