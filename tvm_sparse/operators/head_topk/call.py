@@ -11,7 +11,7 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import FLOATS, numpy_dtype
 from tvm_sparse.core.template import ceildiv
 from tvm_sparse.core.problem import width as rounded_up
-from tvm_sparse.formats.quantized import QuantizedEmbedding
+from tvm_sparse.formats.quantized import STORED, QuantizedEmbedding
 from tvm_sparse.operators.softmax_topk import shards
 from tvm_sparse.operators.softmax_topk.call import softmax_topk
 from tvm_sparse.runtime import arrays, custom, repeat
@@ -31,7 +31,7 @@ from tvm_sparse.runtime.calls import (
     without_gradient,
 )
 from tvm_sparse.runtime.dispatch import UNCHANGING, dispatcher
-from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Shard, Signature
+from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Shard, Signature, Stored
 
 from .problem import EIGHT, SIXTEEN, HeadTopk, word_size
 from .product import float_scores, rounded_scores, rows_at_once
@@ -39,7 +39,7 @@ from .product import float_scores, rounded_scores, rows_at_once
 SIGNATURES = {
     "head_topk": Signature(
         ("hidden", Array(("batch", "hidden"), FLOATS)),
-        ("embedding", Array(("vocab", "hidden"))),
+        ("embedding", Array(("vocab", "hidden")), Stored(tuple(STORED))),
         ("k", Number("int", 1, "vocab")),
         ("log", Number("bool")),
         ("temperature", Number("float", 0.1, 3.0)),
