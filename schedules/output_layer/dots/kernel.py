@@ -18,7 +18,18 @@ from ...device.words import load_element
 from ...interface import gpu_program
 from ...softmax_topk.elements import write_wanted
 from ...softmax_topk.radix_select import kernel as radix
-from ..words import OutputLayer, at_row, best_of, block_of, candidates_of, most_words, rows_shape, stored_of
+from ..words import (
+    OutputLayer,
+    at_row,
+    best_of,
+    block_of,
+    candidates_of,
+    most_words,
+    rows_shape,
+    stored_of,
+    with_scores,
+    writes_scores,
+)
 from . import WARPS
 
 WARP = 32
@@ -27,7 +38,11 @@ WARP = 32
 def program(problem: OutputLayer, threads: int) -> Program:
     """The program of one point of the space."""
     alone = isinstance(problem, CandidateLogits)
-    own = () if alone else (Workspace("scores", rows_shape(problem, most_words(problem)), "float32"),)
+    own = (
+        ()
+        if alone or writes_scores(problem)
+        else (Workspace("scores", rows_shape(problem, most_words(problem)), "float32"),)
+    )
     return gpu_program(problem, body(problem, threads), own)
 
 
@@ -38,7 +53,8 @@ def body(problem: OutputLayer, threads: int) -> Callable[..., Any]:
 
     # fmt: off
     @T.inline
-    def kernels(io):
+    def kernels(given):
+        io = T.meta_var(with_scores(given))
         multiply(io, io.logits if alone else io.scores)
         if not alone:
             find(io)

@@ -31,7 +31,7 @@ from ..tiles.sizes import (
     tile_rows,
     word_bytes,
 )
-from ..words import OutputLayer, candidates_of, lists_of, most_words, stored_of
+from ..words import OutputLayer, candidates_of, lists_of, most_words, stored_of, writes_scores
 
 # Stages of the ring: more were never faster. Of tokens in eight bits they are a decision: warps need longer to convert
 # a tile, while which memory is to have requests.
@@ -54,6 +54,8 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
     halves, stored = numpy_dtype(problem.dtype).itemsize == 2, stored_of(problem)
     if stored and not halves:
         raise NotApplicable(f"multiplies {stored} with hidden states of 16 bits")
+    if writes_scores(problem) and problem.vocab % max(TILE_N):
+        raise NotApplicable(f"rows of scores of {problem.vocab} words are no whole tiles of {max(TILE_N)}")
     # For no more than eight rows a fragment has twice as many, which leaves room for more of each token.
     tile_m = tile_rows(problem, 16 if halves and is_large(problem) else 8)
     table = {

@@ -21,7 +21,18 @@ from ...softmax_topk.elements import write_given
 from ...softmax_topk.row_scan import kernel as scan
 from ...softmax_topk.row_scan.keys import index_of, value_of
 from ...softmax_topk.row_scan.space import Extents
-from ..words import OutputLayer, at_row, best_of, block_of, candidates_of, most_words, rows_shape, stored_of
+from ..words import (
+    OutputLayer,
+    at_row,
+    best_of,
+    block_of,
+    candidates_of,
+    most_words,
+    rows_shape,
+    stored_of,
+    with_scores,
+    writes_scores,
+)
 
 # Elements of the scan's chunks and vectors: the defaults of `row_scan`.
 CHUNK, LANES = 256, 16
@@ -30,7 +41,7 @@ CHUNK, LANES = 256, 16
 def program(problem: OutputLayer, decisions: Decisions) -> Program:
     alone = isinstance(problem, CandidateLogits)
     words = most_words(problem)
-    own = () if alone else (Workspace("scores", rows_shape(problem, words), "float32"),)
+    own = () if alone or writes_scores(problem) else (Workspace("scores", rows_shape(problem, words), "float32"),)
     return cpu_program(problem, body(problem, decisions), own, instructions=(AVX512_BF16,) if decisions["dots"] else ())
 
 
@@ -41,7 +52,8 @@ def body(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
 
     # fmt: off
     @T.inline
-    def phases(io):
+    def phases(given):
+        io = T.meta_var(with_scores(given))
         target = T.meta_var(io.logits if alone else io.scores)
         product(io, target)
         if not alone:

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 # Rows of the smallest tile of the kernels' product, of one fragment, and of the tiles that come in any number.
 EIGHT, SIXTEEN = 8, 16
 TILES = (EIGHT, SIXTEEN, 32, 64)
-# Words of the vocabulary with which kernels are verified: programs read their number at run time.
-FEW_WORDS = 3001
+# Words of the vocabulary with which kernels are verified: programs read their number at run time. Where they write all
+# scores, rows of scores are whole tiles.
+FEW_WORDS, FEW_WHOLE_WORDS = 3001, 3008
 # Structures whose scores are exact sums. Scales of an embedding in eight bits are powers of two there.
 EXACT = ("ties", "constant", "ascending")
 
@@ -51,7 +52,8 @@ class HeadTopk(Problem):
 
     Extras, absent by default: `bias` = 1 for a row that is added to every row of the scores; `ids` = n for n given
     words per row whose probabilities are also returned, whatever their rank; and `stored`, the dtype of eight bits of an
-    embedding whose rows have scales: the score of word w is `scales[w] * (hidden @ embedding[w])`.
+    embedding whose rows have scales: the score of word w is `scales[w] * (hidden @ embedding[w])`. Only with `stored`,
+    `logits` = 1 for the scores of all words as another output.
     """
 
     batch: int
@@ -62,6 +64,7 @@ class HeadTopk(Problem):
     bias: int = field(default=0, metadata=OPTIONAL)
     ids: int = field(default=0, metadata=OPTIONAL)
     stored: str = field(default="", metadata=OPTIONAL)
+    logits: int = field(default=0, metadata=OPTIONAL)
 
     operator: ClassVar[str] = "head_topk"
     batch_axis: ClassVar[str] = "batch"
@@ -81,6 +84,7 @@ class HeadTopk(Problem):
         Argument("indices", ("batch", "k"), "int64", "Words of the values, in [0, vocab)."),
         Argument("normaliser", ("batch",), "float32", "Logarithm of the sum of exponentials of the scaled scores."),
         Argument("given", ("batch", "ids"), "float32", "Those of `ids`; NaN for one outside [0, vocab).", when="ids"),
+        Argument("logits", ("batch", "vocab"), "float32", "Scores of all words.", when="logits"),
     )
     peer_outputs: ClassVar[int | None] = 2  # without the normaliser
     structures: ClassVar[tuple[str, ...]] = scores.STRUCTURES
@@ -103,6 +107,8 @@ class HeadTopk(Problem):
         require_extras(self)
         if self.stored and self.stored not in STORED:
             raise ProblemError(f"head_topk: stored must be empty or one of {', '.join(STORED)}, got {self.stored!r}")
+        if self.logits not in (0, 1) or self.logits and not self.stored:
+            raise ProblemError(f"head_topk: logits must be 0, or 1 of a stored embedding, got {self.logits!r}")
 
     @classmethod
     def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
@@ -140,7 +146,9 @@ class HeadTopk(Problem):
         return (*super().run_time_extents, "vocab")
 
     def smaller(self, extent: int) -> Problem:
-        return replace(self, batch=extent, vocab=max(self.k, min(self.vocab, FEW_WORDS)))
+        return replace(
+            self, batch=extent, vocab=max(self.k, min(self.vocab, FEW_WHOLE_WORDS if self.logits else FEW_WORDS))
+        )
 
     @property
     def scaled(self) -> tuple[str, ...]:
@@ -156,7 +164,7 @@ class HeadTopk(Problem):
         from tvm_sparse.operators.softmax_topk import definition
 
         hidden, k, dtype, n, stored = self.hidden, self.k, self.dtype, self.ids, self.stored
-        with_bias, with_ids, with_scales = bool(self.bias), bool(n), bool(stored)
+        with_bias, with_ids, with_scales, with_logits = bool(self.bias), bool(n), bool(stored), bool(self.logits)
         take, (words_dtype, align) = definition.take(k), ("uint8", 1) if stored else (dtype, 2)
 
         # fmt: off
@@ -174,7 +182,7 @@ class HeadTopk(Problem):
         def main(
             hidden_h: T.handle, embedding_h: T.handle, scale: T.float32, log: T.int32, constant: T.int32,
             bias_h: T.handle, ids_h: T.handle, scales_h: T.handle, values_h: T.handle, indices_h: T.handle,
-            normaliser_h: T.handle, given_h: T.handle
+            normaliser_h: T.handle, given_h: T.handle, logits_h: T.handle
         ):
             T.func_attr({"global_symbol": "main", "tirx.noalias": True})
             batch = T.int64()
@@ -188,6 +196,7 @@ class HeadTopk(Problem):
             Z = T.match_buffer(indices_h, (batch, T.int64(k)), "int64", align=8)
             N = T.match_buffer(normaliser_h, (batch,), "float32", align=4)
             G = T.match_buffer(given_h, (batch, T.int64(n)), "float32", align=4)
+            L = T.match_buffer(logits_h, (batch, vocab), "float32", align=4)
             for b in range(batch):
                 with T.sblock("row"):
                     row = T.axis.spatial(batch, b)
@@ -197,6 +206,8 @@ class HeadTopk(Problem):
                     definition.begin(s)
                     for j in range(vocab):
                         score(s, H, E, B, S, row, j)
+                        if with_logits:
+                            L[row, j] = s.x[0]
                         take(s, scale, j, j)
                     for i in range(k):
                         Z[row, i] = s.p[i]
@@ -262,7 +273,7 @@ class HeadTopk(Problem):
         bias, ids = self.extras(inputs)
         found = scores.scores(states, words, bias)
         (values, indices, *given), normaliser = best_and_asked(found, self.k, ids, scale, log)
-        return [values, indices, normaliser, *given]
+        return [values, indices, normaliser, *given, *([found] if self.logits else [])]
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
         slack = scores.rounding(inputs[0], self.words(inputs), self.extras(inputs)[0])
@@ -334,6 +345,8 @@ def tolerances(
 
     def bound(argument: Argument, wanted: np.ndarray) -> np.ndarray:
         off = (2.0 * scale * slack).reshape(slack.shape + (1,) * (wanted.ndim - slack.ndim))
+        if argument.name == "logits":
+            return off / scale + 1e-6 * np.abs(wanted)
         if log or argument.name == "normaliser":
             return ABSOLUTE_LOG + off + 1e-6 * np.abs(wanted)
         return TINY + (RELATIVE + np.expm1(np.minimum(off, 80.0))) * np.abs(wanted)

@@ -58,9 +58,7 @@ def joined(normalisers: Any) -> Any:
     space = library(normalisers)
     if arrays.is_torch(normalisers):
         return normalisers.double().logsumexp(0).float()
-    return quietly(
-        lambda: space.logaddexp.reduce(normalisers.astype("float64"), axis=0).astype("float32"), normalisers
-    )
+    return quietly(lambda: space.logaddexp.reduce(normalisers.astype("float64"), axis=0).astype("float32"), normalisers)
 
 
 def within(shard: Any, vocab: int, k: Any) -> tuple[int, int, int]:
