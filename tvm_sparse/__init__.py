@@ -29,6 +29,7 @@ _GENERAL = {
     "QuantizedEmbedding": "formats.quantized",
     "LshHead": "layers.lsh_head",
     "beam_search": "layers.beam",
+    "ScreenedHead": "layers.screened_head",
     "LmHead": "layers.lm_head",
     "merge_topk": "layers.shards",
     "head_sample": "layers.head_sample",

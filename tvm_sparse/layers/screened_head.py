@@ -1,0 +1,220 @@
+"""The exact output layer for few rows, which reads most of the embedding in eight bits.
+
+A copy in int8 gives an approximate score t of each word, and norms that were computed with the copy bound its error:
+
+    |t[w] - s[w]| <= sum_g |hidden_g| * bounds[g, w]
+
+where g are groups of neighbouring columns. `bounds[g, w]` is the norm of what rounding to int8 removed from the
+word's columns of the group, plus what sums in float32 may be off by, per length of the hidden state's columns. The
+smallest t - bound among the k words that are best by t is a score which k words reach. Words whose t + bound is below
+it are not among the k best. All others are multiplied with the embedding itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.given import integer
+from ..formats.quantized import quantize_embedding
+from ..operators.candidate_logits.call import candidate_logits
+from ..operators.candidate_topk.call import candidate_topk
+from ..operators.compaction.call import compaction
+from ..operators.head_topk.call import FUSED_K, FUSED_ROWS, best_and_scores, head_topk
+from ..operators.softmax_topk.shards import in_order
+from ..runtime.calls import inverse_temperature, whole_number
+
+# Words that a row's list of survivors has room for, where the host asks how many there are.
+CAPACITY = 4096
+# Error of a float32 sum of n products, relative to the sum of their magnitudes, on tensor cores, which truncate: of
+# each addition a unit in the last place, and as many more as one in sixteen and the joining of warps' sums take.
+UNIT, MORE, BESIDE = 2.0**-23, 17 / 16, 32
+# By how much bounds are enlarged: their own products may be of TF32, if `torch.set_float32_matmul_precision` says so.
+ENLARGED = 1 + 2.0**-9
+# Rounding of a score, its bound and a bias that are added, relative to the largest of the scores that are compared.
+ADDED = 2.0**-20
+BITS = 32
+
+
+class Screened(NamedTuple):
+    """Results of `ScreenedHead.topk`.
+
+    Attributes
+    ----------
+    values
+        `(rows, k)` float32 scores of the k best words, descending.
+    indices
+        `(rows, k)` int64 words.
+    normaliser
+        `(rows,)` float32: logarithm of the sum of all exponentials of scores over the temperature, within `error`.
+    error
+        `(rows,)` float32: a bound of the normaliser's error; 0 where the exact head has run.
+    """
+
+    values: torch.Tensor
+    indices: torch.Tensor
+    normaliser: torch.Tensor
+    error: torch.Tensor
+
+
+class ScreenedHead:
+    """An exact output layer that reads an int8 copy of its embedding, and of the embedding itself only what it must.
+
+    `topk` returns the k best words of softmax(hidden @ embedding.T + bias) with their scores, as `head_topk` with
+    `shard=(0, vocab)` does: always, not with a high probability. Half as many bytes are read for up to 16 rows. The
+    copy takes memory beside the embedding: half of one in 16 bits, and 4 bytes a word for each group of columns.
+
+    Parameters
+    ----------
+    embedding
+        `(vocab, hidden)` torch tensor on CPU or CUDA; float32, float16 or bfloat16, finite. It is kept, not copied: after
+        a change of its numbers a new head is needed.
+    bias
+        `(vocab,)` float32 added to every row of the scores; -inf masks a word.
+    groups
+        Groups of columns with norms of their own, a divisor of `hidden`. More groups make tighter bounds where hidden
+        states are large in few columns, and take more memory. Default: the largest divisor up to 8.
+
+    Attributes
+    ----------
+    calls, exact_calls
+        Calls of `topk`, and those of them that took the exact head.
+    survivors
+        `(rows,)` int32, of the last screened call: words that were multiplied with the embedding itself. None before.
+
+    Raises
+    ------
+    TypeError
+        If the embedding is no torch tensor.
+    ValueError
+        For another rank or dtype, a row that is not finite, a bias that does not fit, or groups that do not divide the
+        columns.
+
+    Notes
+    -----
+    When not to use it: for more than 16 rows, where `topk` takes the exact head; if all probabilities are needed to
+    float32's accuracy; if a quantised head's results are good enough (`quantize_embedding`), which needs no copy in 16
+    bits.
+    """
+
+    def __init__(self, embedding: torch.Tensor, bias: torch.Tensor | None = None, *, groups: int | None = None) -> None:
+        if not isinstance(embedding, torch.Tensor):
+            raise TypeError(f"embedding: expected a torch tensor, got {type(embedding).__name__}")
+        self.embedding = embedding.detach().contiguous()
+        self.quantized = quantize_embedding(self.embedding, "int8")
+        vocab, hidden = self.embedding.shape
+        if groups is None:
+            groups = max(n for n in range(1, 9) if hidden % n == 0)
+        self.groups = integer("groups", groups)
+        if self.groups < 1 or hidden % self.groups:
+            raise ValueError(f"groups: expected a divisor of the {hidden} columns, got {groups}")
+        self.bias = None if bias is None else bias.detach()
+        if bias is not None and (bias.shape != (vocab,) or bias.dtype != torch.float32):
+            raise ValueError(
+                f"bias: expected shape ({vocab},) and dtype float32, got {tuple(bias.shape)}, {bias.dtype}"
+            )
+        self.bounds = self._bounds()
+        self._powers = (1 << torch.arange(BITS, device=embedding.device)).to(torch.int32)
+        self.calls = self.exact_calls = 0
+        self.survivors: torch.Tensor | None = None
+
+    def topk(
+        self, hidden: torch.Tensor, k: int, *, temperature: float = 1.0, synchronise: bool | None = None
+    ) -> Screened:
+        """The k best words of each row, exactly, and the normaliser with a bound of its error.
+
+        Parameters
+        ----------
+        hidden
+            `(rows, hidden)`, of the embedding's dtype and on its device.
+        k
+            1 <= k <= vocab.
+        temperature
+            Of the normaliser; the order of words does not depend on it.
+        synchronise
+            Whether the host waits for the numbers of survivors. If one exceeds 4,096, the exact head then runs, which
+            `exact_calls` counts. Without it, as a CUDA graph needs, lists have room for all words: results are the
+            same, but a row with many survivors takes longer than the exact head. Default: unless a CUDA graph is being
+            captured.
+
+        Raises
+        ------
+        TypeError, ValueError, RuntimeError
+            As in `head_topk`.
+        """
+        k, scale = whole_number("k", k), inverse_temperature(temperature)
+        vocab = len(self.embedding)
+        self.calls += 1
+        if not 0 < len(hidden) <= FUSED_ROWS or not 1 <= k <= min(FUSED_K, vocab):
+            return self._exact(hidden, k, temperature)
+        if synchronise is None:
+            synchronise = not (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
+        best, scores = best_and_scores(hidden, self.quantized, k, self.bias)
+        errors = self._errors(hidden)
+        chosen = scores.gather(1, best)
+        reached = (chosen - errors.gather(1, best)).amin(1)
+        reached = reached - ADDED * (reached.abs() + chosen[:, 0].abs())
+        # NaN survives.
+        left = ~(scores + errors < reached[:, None])
+        capacity = min(CAPACITY, vocab) if synchronise else vocab
+        words, counts = compaction(self._packed(left), vocab, capacity)
+        self.survivors = counts
+        if synchronise and int(counts.max()) > capacity:
+            return self._exact(hidden, k, temperature)
+        _, ranked = candidate_topk(hidden, self.embedding, words, k, counts=counts, bias=self.bias)
+        found = candidate_logits(hidden, self.embedding, ranked.int(), bias=self.bias)
+        values, indices = in_order(found, ranked, k)
+        return Screened(values, indices, *self._normaliser(scores, errors, indices, values, scale))
+
+    def _exact(self, hidden: torch.Tensor, k: int, temperature: float) -> Screened:
+        self.exact_calls += 1
+        shard = (0, len(self.embedding))
+        options: dict[str, Any] = {"temperature": temperature, "bias": self.bias, "shard": shard}
+        values, indices, normaliser = head_topk(hidden, self.embedding, k, **options)
+        return Screened(values, indices, normaliser, torch.zeros_like(normaliser))
+
+    def _bounds(self) -> torch.Tensor:
+        """`(groups, vocab)` float32, of the module's docstring."""
+        vocab, hidden = self.embedding.shape
+        off = UNIT * (MORE * hidden + BESIDE)
+        found = torch.empty((self.groups, vocab), dtype=torch.float32, device=self.embedding.device)
+        for rows, part in self.quantized.parts():
+            exact = self.embedding[rows].double()
+            stored = part.values.double() * part.scales.double()
+
+            def norms(numbers: torch.Tensor) -> torch.Tensor:
+                return numbers.reshape(len(numbers), self.groups, -1).square().sum(2).sqrt()
+
+            found[:, rows] = (ENLARGED * (norms(exact - stored) + off * (norms(exact) + norms(stored)))).t().float()
+        return found
+
+    def _errors(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Bounds `(rows, vocab)` of the scores' errors."""
+        norms = hidden.detach().float().view(len(hidden), self.groups, -1).square().sum(2).sqrt()
+        return norms @ self.bounds
+
+    def _packed(self, left: torch.Tensor) -> torch.Tensor:
+        """A boolean mask `(rows, vocab)` as a bitmap, for `compaction`."""
+        rows, vocab = left.shape
+        left = torch.nn.functional.pad(left, (0, -vocab % BITS))
+        return (left.view(rows, -1, BITS) * self._powers).sum(2, dtype=torch.int32)
+
+    def _normaliser(
+        self,
+        scores: torch.Tensor,
+        errors: torch.Tensor,
+        indices: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The normaliser, with the k best words' own scores instead of those by int8, and the bound of its error.
+
+        With S the sum of exponentials and U the sum of those of scores plus their bounds, the true sum is at most U, and
+        at least S^2 / U, since products of terms and their inverses' bounds are at most those sums' (Cauchy-Schwarz).
+        """
+        scores, errors = scores.scatter(1, indices, values), errors.scatter(1, indices, 0.0)
+        normaliser = (scores * scale).logsumexp(1)
+        highest = ((scores + errors) * scale).logsumexp(1)
+        rounded = UNIT * BESIDE * (1 + normaliser.abs() + scale * values[:, 0].abs())
+        return normaliser, highest - normaliser + rounded
