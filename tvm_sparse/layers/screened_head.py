@@ -17,24 +17,23 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.given import integer
+from ..formats.bitmap import BITS
 from ..formats.quantized import quantize_embedding
 from ..operators.candidate_logits.call import candidate_logits
 from ..operators.candidate_topk.call import candidate_topk
 from ..operators.compaction.call import compaction
 from ..operators.head_topk.call import FUSED_K, FUSED_ROWS, best_and_scores, head_topk
-from ..operators.softmax_topk.shards import in_order
+from ..operators.softmax_topk.call import softmax_topk
 from ..runtime.calls import inverse_temperature, whole_number
 
 # Words that a row's list of survivors has room for, where the host asks how many there are.
 CAPACITY = 4096
 # Error of a float32 sum of n products, relative to the sum of their magnitudes, on tensor cores, which truncate: of
-# each addition a unit in the last place, and as many more as one in sixteen and the joining of warps' sums take.
-UNIT, MORE, BESIDE = 2.0**-23, 17 / 16, 32
+# each addition a unit in the last place, and one more in sixteen. Beside these the warps' sums are joined, and a score
+# is multiplied by its scale and compared with others.
+UNIT, MORE, BESIDE = 2.0**-23, 17 / 16, 64
 # By how much bounds are enlarged: their own products may be of TF32, if `torch.set_float32_matmul_precision` says so.
 ENLARGED = 1 + 2.0**-9
-# Rounding of a score, its bound and a bias that are added, relative to the largest of the scores that are compared.
-ADDED = 2.0**-20
-BITS = 32
 
 
 class Screened(NamedTuple):
@@ -46,16 +45,15 @@ class Screened(NamedTuple):
         `(rows, k)` float32 scores of the k best words, descending.
     indices
         `(rows, k)` int64 words.
-    normaliser
-        `(rows,)` float32: logarithm of the sum of all exponentials of scores over the temperature, within `error`.
-    error
-        `(rows,)` float32: a bound of the normaliser's error; 0 where the exact head has run.
+    normaliser, error
+        If requested, `(rows,)` float32: logarithm of the sum of all exponentials of scores over the temperature, and a
+        bound of its error, 0 where the exact head has run.
     """
 
     values: torch.Tensor
     indices: torch.Tensor
-    normaliser: torch.Tensor
-    error: torch.Tensor
+    normaliser: torch.Tensor | None = None
+    error: torch.Tensor | None = None
 
 
 class ScreenedHead:
@@ -68,8 +66,8 @@ class ScreenedHead:
     Parameters
     ----------
     embedding
-        `(vocab, hidden)` torch tensor on CPU or CUDA; float32, float16 or bfloat16, finite. It is kept, not copied: after
-        a change of its numbers a new head is needed.
+        `(vocab, hidden)` torch tensor on CPU or CUDA; float32, float16 or bfloat16, finite. It is kept, not copied:
+        after a change of its numbers a new head is needed.
     bias
         `(vocab,)` float32 added to every row of the scores; -inf masks a word.
     groups
@@ -93,9 +91,11 @@ class ScreenedHead:
 
     Notes
     -----
-    When not to use it: for more than 16 rows, where `topk` takes the exact head; if all probabilities are needed to
-    float32's accuracy; if a quantised head's results are good enough (`quantize_embedding`), which needs no copy in 16
-    bits.
+    `topk` takes the exact head for more than 16 rows, k above 256, and on a GPU where no kernel reads eight bits: below
+    compute capability 9.0, in float32, or for more than 5,120 columns.
+
+    When not to use it: if all probabilities are needed to float32's accuracy; if the results of `head_topk` with a
+    quantised embedding are good enough (`quantize_embedding`), which needs no embedding in 16 bits.
     """
 
     def __init__(self, embedding: torch.Tensor, bias: torch.Tensor | None = None, *, groups: int | None = None) -> None:
@@ -115,12 +115,20 @@ class ScreenedHead:
                 f"bias: expected shape ({vocab},) and dtype float32, got {tuple(bias.shape)}, {bias.dtype}"
             )
         self.bounds = self._bounds()
+        # What adding a bias to a score may be off by, beyond what a score may be.
+        self._added = 0.0 if bias is None else 8 * UNIT * float(bias.abs().nan_to_num(posinf=0.0).max())
         self._powers = (1 << torch.arange(BITS, device=embedding.device)).to(torch.int32)
         self.calls = self.exact_calls = 0
         self.survivors: torch.Tensor | None = None
 
     def topk(
-        self, hidden: torch.Tensor, k: int, *, temperature: float = 1.0, synchronise: bool | None = None
+        self,
+        hidden: torch.Tensor,
+        k: int,
+        *,
+        temperature: float = 1.0,
+        normaliser: bool = False,
+        synchronise: bool | None = None,
     ) -> Screened:
         """The k best words of each row, exactly, and the normaliser with a bound of its error.
 
@@ -132,6 +140,9 @@ class ScreenedHead:
             1 <= k <= vocab.
         temperature
             Of the normaliser; the order of words does not depend on it.
+        normaliser
+            Also return the normaliser and the bound of its error. log-probabilities are `values / temperature` less
+            the normaliser.
         synchronise
             Whether the host waits for the numbers of survivors. If one exceeds 4,096, the exact head then runs, which
             `exact_calls` counts. Without it, as a CUDA graph needs, lists have room for all words: results are the
@@ -147,32 +158,38 @@ class ScreenedHead:
         vocab = len(self.embedding)
         self.calls += 1
         if not 0 < len(hidden) <= FUSED_ROWS or not 1 <= k <= min(FUSED_K, vocab):
-            return self._exact(hidden, k, temperature)
+            return self._exact(hidden, k, temperature, normaliser)
         if synchronise is None:
             synchronise = not (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
-        best, scores = best_and_scores(hidden, self.quantized, k, self.bias)
-        errors = self._errors(hidden)
-        chosen = scores.gather(1, best)
-        reached = (chosen - errors.gather(1, best)).amin(1)
-        reached = reached - ADDED * (reached.abs() + chosen[:, 0].abs())
-        # NaN survives.
-        left = ~(scores + errors < reached[:, None])
+        if (found := best_and_scores(hidden, self.quantized, k, self.bias)) is None:
+            return self._exact(hidden, k, temperature, normaliser)
+        best, scores = found
+        norms = torch.linalg.vector_norm(hidden.detach().view(len(hidden), self.groups, -1), dim=2, dtype=torch.float32)
+        errors = norms @ self.bounds
+        reached = (scores - errors).gather(1, best).amin(1, keepdim=True) - self._added
+        # Written so that NaN survives.
+        beaten = scores + errors < reached
         capacity = min(CAPACITY, vocab) if synchronise else vocab
-        words, counts = compaction(self._packed(left), vocab, capacity)
+        words, counts = compaction(~self._packed(beaten), vocab, capacity)
         self.survivors = counts
         if synchronise and int(counts.max()) > capacity:
-            return self._exact(hidden, k, temperature)
+            return self._exact(hidden, k, temperature, normaliser)
         _, ranked = candidate_topk(hidden, self.embedding, words, k, counts=counts, bias=self.bias)
-        found = candidate_logits(hidden, self.embedding, ranked.int(), bias=self.bias)
-        values, indices = in_order(found, ranked, k)
+        # The best words' scores, as `head_topk` sums and ranks them: equal ones in the order of the words.
+        words = ranked.int().sort(1).values
+        summed = candidate_logits(hidden, self.embedding, words, bias=self.bias)
+        places = softmax_topk(summed, k)[1]
+        values, indices = summed.gather(1, places), words.gather(1, places).long()
+        if not normaliser:
+            return Screened(values, indices)
         return Screened(values, indices, *self._normaliser(scores, errors, indices, values, scale))
 
-    def _exact(self, hidden: torch.Tensor, k: int, temperature: float) -> Screened:
+    def _exact(self, hidden: torch.Tensor, k: int, temperature: float, normaliser: bool) -> Screened:
         self.exact_calls += 1
         shard = (0, len(self.embedding))
         options: dict[str, Any] = {"temperature": temperature, "bias": self.bias, "shard": shard}
-        values, indices, normaliser = head_topk(hidden, self.embedding, k, **options)
-        return Screened(values, indices, normaliser, torch.zeros_like(normaliser))
+        values, indices, sums = head_topk(hidden, self.embedding, k, **options)
+        return Screened(values, indices, *((sums, torch.zeros_like(sums)) if normaliser else ()))
 
     def _bounds(self) -> torch.Tensor:
         """`(groups, vocab)` float32, of the module's docstring."""
@@ -189,16 +206,12 @@ class ScreenedHead:
             found[:, rows] = (ENLARGED * (norms(exact - stored) + off * (norms(exact) + norms(stored)))).t().float()
         return found
 
-    def _errors(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Bounds `(rows, vocab)` of the scores' errors."""
-        norms = hidden.detach().float().view(len(hidden), self.groups, -1).square().sum(2).sqrt()
-        return norms @ self.bounds
-
-    def _packed(self, left: torch.Tensor) -> torch.Tensor:
-        """A boolean mask `(rows, vocab)` as a bitmap, for `compaction`."""
-        rows, vocab = left.shape
-        left = torch.nn.functional.pad(left, (0, -vocab % BITS))
-        return (left.view(rows, -1, BITS) * self._powers).sum(2, dtype=torch.int32)
+    def _packed(self, mask: torch.Tensor) -> torch.Tensor:
+        """A boolean mask `(rows, vocab)` as bitmaps (`formats.bitmap`)."""
+        rows, vocab = mask.shape
+        if vocab % BITS:
+            mask = torch.nn.functional.pad(mask, (0, -vocab % BITS))
+        return (mask.view(rows, -1, BITS) * self._powers).sum(2, dtype=torch.int32)
 
     def _normaliser(
         self,
@@ -210,11 +223,11 @@ class ScreenedHead:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The normaliser, with the k best words' own scores instead of those by int8, and the bound of its error.
 
-        With S the sum of exponentials and U the sum of those of scores plus their bounds, the true sum is at most U, and
-        at least S^2 / U, since products of terms and their inverses' bounds are at most those sums' (Cauchy-Schwarz).
+        With S the sum of exponentials and U the sum of those of scores plus their bounds, the true sum is at most U,
+        and at least that of scores less their bounds, which is at least S^2 / U (Cauchy-Schwarz).
         """
         scores, errors = scores.scatter(1, indices, values), errors.scatter(1, indices, 0.0)
-        normaliser = (scores * scale).logsumexp(1)
+        found = (scores * scale).logsumexp(1)
         highest = ((scores + errors) * scale).logsumexp(1)
-        rounded = UNIT * BESIDE * (1 + normaliser.abs() + scale * values[:, 0].abs())
-        return normaliser, highest - normaliser + rounded
+        rounded = UNIT * BESIDE * (1 + found.abs() + scale * values[:, 0].abs())
+        return found, highest - found + rounded

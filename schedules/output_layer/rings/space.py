@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, NotApplicable, Table
-
 from tvm_sparse.operators.head_topk.problem import word_size
 
 from ..best.sizes import SEARCH_REGISTERS, THREADS

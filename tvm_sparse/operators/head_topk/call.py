@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
 from tvm_sparse.core import registry
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import FLOATS, numpy_dtype
-from tvm_sparse.core.template import ceildiv
 from tvm_sparse.core.problem import width as rounded_up
+from tvm_sparse.core.template import ceildiv
 from tvm_sparse.formats.quantized import STORED, QuantizedEmbedding
 from tvm_sparse.operators.softmax_topk import shards
 from tvm_sparse.operators.softmax_topk.call import softmax_topk
@@ -288,34 +287,30 @@ def _part(
     return shards.returned(found, out, hidden, known)
 
 
-def best_and_scores(hidden: Any, embedding: QuantizedEmbedding, k: int, bias: Any = None) -> tuple[Any, Any]:
-    """The k best words `(batch, k)` int64 of each row by the scores of a quantised embedding with a scale a row, and the
-    scores of all words `(batch, vocab)` float32.
+def best_and_scores(hidden: Any, embedding: QuantizedEmbedding, k: int, bias: Any = None) -> tuple[Any, Any] | None:
+    """The k best words of each row by a quantised embedding with a scale a row, `(batch, k)` int64, and the scores of
+    all words, `(batch, vocab)` float32; None if no kernel that reads eight bits suits the problem.
 
     Torch tensors, as for `head_topk`, whose errors it raises.
     """
     given = (hidden, embedding.octets, 1.0, 1, 0, bias, None, embedding.factors)
     what = ("head_topk and scores", k, embedding.stored)
-    if (found := repeat.again(dispatcher.launchers, what, given, None)) is None:
-        known, theirs = pair_facts(hidden, embedding)
-        (batch, width), vocab = known.shape, theirs.shape[0]
-        row = (
-            None
-            if bias is None
-            else arrays.ready(*_SIGNATURE.beside("bias", bias, known, WHERE, vocab=vocab)[::2], known)
-        )
-        problem = HeadTopk(batch, vocab, width, k, known.dtype, int(bias is not None), 0, embedding.stored, 1)
-        machine = machine_of("hidden", known)
-        if likely_way(problem, machine) == PRODUCT:
-            scores = float_scores(hidden, embedding)
-            scores = scores if row is None else scores + row
-            return softmax_topk(scores, k)[1], scores
-        layouts = zip(problem.kernel_outputs, problem.output_layouts(), strict=True)
-        wanted = tuple((argument.name, shape, dtype) for argument, (shape, dtype) in layouts)
-        found = tuple(outputs_for(None, wanted, hidden, known))
-        ready = arrays.ready("hidden", hidden, known), arrays.ready("embedding", given[1], theirs)
-        launch(dispatcher, problem, machine, what, (*ready, *given[2:5], row, None, given[-1]), found)
-    return found[1], found[-1]
+    if (found := repeat.again(dispatcher.launchers, what, given, None)) is not None:
+        return found[1], found[-1]
+    known, theirs = pair_facts(hidden, embedding)
+    (batch, width), vocab = known.shape, theirs.shape[0]
+    beside = None if bias is None else _SIGNATURE.beside("bias", bias, known, WHERE, vocab=vocab)
+    problem = HeadTopk(batch, vocab, width, k, known.dtype, int(bias is not None), 0, embedding.stored, 1)
+    machine = machine_of("hidden", known)
+    if likely_way(problem, machine) == PRODUCT:
+        return None
+    row = None if beside is None else arrays.ready(beside[0], beside[2], beside[1])
+    layouts = zip(problem.kernel_outputs, problem.output_layouts(), strict=True)
+    wanted = tuple((argument.name, shape, dtype) for argument, (shape, dtype) in layouts)
+    outputs = outputs_for(None, wanted, hidden, known)
+    ready = arrays.ready("hidden", hidden, known), arrays.ready("embedding", given[1], theirs)
+    launch(dispatcher, problem, machine, what, (*ready, *given[2:5], row, None, given[-1]), outputs)
+    return outputs[1], outputs[-1]
 
 
 def way(axes: tuple[Any, ...], known: Facts) -> str:

@@ -51,8 +51,8 @@ class HeadTopk(Problem):
     """`values, indices = topk(softmax(scale * (hidden @ embedding.T + bias), -1), k)`, with the normaliser.
 
     Extras, absent by default: `bias` = 1 for a row that is added to every row of the scores; `ids` = n for n given
-    words per row whose probabilities are also returned, whatever their rank; and `stored`, the dtype of eight bits of an
-    embedding whose rows have scales: the score of word w is `scales[w] * (hidden @ embedding[w])`. Only with `stored`,
+    words per row whose probabilities are also returned, whatever their rank; and `stored`, the dtype of an embedding in
+    eight bits whose rows have scales: the score of word w is `scales[w] * (hidden @ embedding[w])`. Only with `stored`,
     `logits` = 1 for the scores of all words as another output.
     """
 
@@ -146,9 +146,8 @@ class HeadTopk(Problem):
         return (*super().run_time_extents, "vocab")
 
     def smaller(self, extent: int) -> Problem:
-        return replace(
-            self, batch=extent, vocab=max(self.k, min(self.vocab, FEW_WHOLE_WORDS if self.logits else FEW_WORDS))
-        )
+        few = FEW_WHOLE_WORDS if self.logits else FEW_WORDS
+        return replace(self, batch=extent, vocab=max(self.k, min(self.vocab, few)))
 
     @property
     def scaled(self) -> tuple[str, ...]:
