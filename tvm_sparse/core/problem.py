@@ -93,6 +93,8 @@ class Problem(ABC):
     # Axes beside `batch_axis` that count rows, too, which are computed independently: hypotheses that share a list of
     # candidates, or sequences of a recurrent layer.
     row_axes: ClassVar[tuple[str, ...]] = ()
+    # Axes that models of the operator's times may have been trained without: such models know only the defaults.
+    added_axes: ClassVar[tuple[str, ...]] = ()
     # Data axes that summarise the batch's rows, each with the value that stands for every batch (`of_any_batch`).
     typical_rows: ClassVar[Mapping[str, Any]] = {}
     # Extents of arguments that follow from the data alone, such as `nnz`.
@@ -125,6 +127,12 @@ class Problem(ABC):
     @property
     def axes(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @property
+    def added(self) -> dict[str, Any]:
+        """Those of the `added_axes` that have another value than the default."""
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        return {name: self.axes[name] for name in self.added_axes if self.axes[name] != fields[name]}
 
     @property
     def key(self) -> str:

@@ -68,6 +68,7 @@ class HeadTopk(Problem):
 
     operator: ClassVar[str] = "head_topk"
     batch_axis: ClassVar[str] = "batch"
+    added_axes: ClassVar[tuple[str, ...]] = ("stored", "logits")
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("hidden", ("batch", "hidden"), "dtype", "Hidden states."),
         Argument("embedding", ("vocab", "hidden"), "dtype", "Output embedding, a row a word; as uint8 if `stored`."),
