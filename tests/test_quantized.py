@@ -280,6 +280,43 @@ def test_screened_heads_are_exact(name: str, place: str) -> None:
         assert most == 2000 if name in MANY else most < 250
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_words_that_fill_the_last_tile(masked: bool) -> None:
+    """As a GPU's kernels need them: no result shows them, even where all words survive."""
+    hidden, embedding = drawn((3, 128), "bfloat16", 3), drawn((2001, 128), "bfloat16")
+    bias = drawn((2001,), seed=4)
+    bias[7 if masked else 2001 :] = -torch.inf
+    head = ScreenedHead(embedding, bias)
+    head._pad(-2001 % 32)
+    found = head.topk(hidden, 9, normaliser=True)
+    wanted = head_topk(hidden, embedding, 9, bias=bias, shard=(0, 2001))
+    assert torch.equal(found.indices, wanted[1]) and torch.equal(found.values, wanted[0])
+    assert ((found.normaliser - wanted[2]).abs() <= found.error + 1e-5).all()
+    assert head.quantized.shape == (2001, 128) and int(head.survivors.max()) <= 2001
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_module_with_an_embedding_in_eight_bits(place: str) -> None:
+    weight, bias = (torch.nn.Parameter(drawn(shape, "bfloat16")) for shape in ((VOCAB, HIDDEN), (VOCAB,)))
+    module = tvm_sparse.LmHead(weight, bias, path="quantized", stored="int8").to(place)
+    assert module.head is None  # nothing was hashed
+    hidden = drawn((2, 3, HIDDEN), "bfloat16", 1).to(place)
+    for _ in range(2):
+        small = quantize_embedding(module.weight, "int8").dequantized()
+        with torch.no_grad():
+            logits = module(hidden)
+        assert logits.dtype == torch.bfloat16 and logits.shape == (2, 3, VOCAB) and module.counts is None
+        torch.testing.assert_close(logits.float(), hidden.float() @ small.T + module.bias.float(), atol=0.02, rtol=0.01)
+        with torch.no_grad():
+            module.weight.mul_(-2)
+        module.rebuild()
+    module(hidden.requires_grad_()).sum().backward()  # by the weight itself
+    torch.testing.assert_close(hidden.grad[0, 0].float(), module.weight.float().sum(0), atol=0.3, rtol=0.05)
+    module.path = "exact"
+    with torch.no_grad():
+        assert torch.equal(module(hidden), torch.nn.functional.linear(hidden, module.weight, module.bias))
+
+
 def test_what_a_screened_head_leaves_to_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, embedding = drawn((20, 128), "bfloat16", 3), drawn((2000, 128), "bfloat16")
     head = ScreenedHead(embedding, groups=4)

@@ -18,11 +18,12 @@ import torch
 
 from ..core.given import integer
 from ..formats.bitmap import BITS
-from ..formats.quantized import quantize_embedding
+from ..formats.quantized import QuantizedEmbedding, quantize_embedding
 from ..operators.candidate_logits.call import candidate_logits
 from ..operators.candidate_topk.call import candidate_topk
 from ..operators.compaction.call import compaction
 from ..operators.head_topk.call import FUSED_K, FUSED_ROWS, best_and_scores, head_topk
+from ..operators.head_topk.problem import WHOLE_WORDS
 from ..operators.softmax_topk.call import softmax_topk
 from ..runtime.calls import inverse_temperature, whole_number
 
@@ -115,6 +116,9 @@ class ScreenedHead:
                 f"bias: expected shape ({vocab},) and dtype float32, got {tuple(bias.shape)}, {bias.dtype}"
             )
         self.bounds = self._bounds()
+        self._whole, self._row = self.quantized, self.bias
+        if vocab % WHOLE_WORDS and self.embedding.is_cuda:
+            self._pad(-vocab % WHOLE_WORDS)
         # What adding a bias to a score may be off by, beyond what a score may be.
         self._added = 0.0 if bias is None else 8 * UNIT * float(bias.abs().nan_to_num(posinf=0.0).max())
         self._powers = (1 << torch.arange(BITS, device=embedding.device)).to(torch.int32)
@@ -147,7 +151,7 @@ class ScreenedHead:
             Whether the host waits for the numbers of survivors. If one exceeds 4,096, the exact head then runs, which
             `exact_calls` counts. Without it, as a CUDA graph needs, lists have room for all words: results are the
             same, but a row with many survivors takes longer than the exact head. Default: unless a CUDA graph is being
-            captured.
+            captured. One call with False comes before the capture, and loads the kernels.
 
         Raises
         ------
@@ -161,7 +165,7 @@ class ScreenedHead:
             return self._exact(hidden, k, temperature, normaliser)
         if synchronise is None:
             synchronise = not (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
-        if (found := best_and_scores(hidden, self.quantized, k, self.bias)) is None:
+        if (found := best_and_scores(hidden, self._whole, k, self._row)) is None:
             return self._exact(hidden, k, temperature, normaliser)
         best, scores = found
         norms = torch.linalg.vector_norm(hidden.detach().view(len(hidden), self.groups, -1), dim=2, dtype=torch.float32)
@@ -170,7 +174,7 @@ class ScreenedHead:
         # Written so that NaN survives.
         beaten = scores + errors < reached
         capacity = min(CAPACITY, vocab) if synchronise else vocab
-        words, counts = compaction(~self._packed(beaten), vocab, capacity)
+        words, counts = compaction(~self._packed(beaten[:, :vocab]), vocab, capacity)
         self.survivors = counts
         if synchronise and int(counts.max()) > capacity:
             return self._exact(hidden, k, temperature, normaliser)
@@ -183,6 +187,18 @@ class ScreenedHead:
         if not normaliser:
             return Screened(values, indices)
         return Screened(values, indices, *self._normaliser(scores, errors, indices, values, scale))
+
+    def _pad(self, count: int) -> None:
+        """Let kernels see whole tiles: with words whose scores are -inf, and which bitmaps do not count."""
+        vocab, hidden = self.embedding.shape
+        octets, scales = self.quantized.octets, self.quantized.scales
+        values = torch.cat([octets, octets.new_zeros((count, hidden))])
+        scales = torch.cat([scales, scales.new_ones((count, 1))])
+        self._whole = QuantizedEmbedding.of_octets(values, scales, "int8")
+        self.quantized = self._whole[:vocab]
+        row = scales.new_zeros(vocab) if self.bias is None else self.bias
+        self._row = torch.nn.functional.pad(row, (0, count), value=-torch.inf)
+        self.bounds = torch.nn.functional.pad(self.bounds, (0, count))
 
     def _exact(self, hidden: torch.Tensor, k: int, temperature: float, normaliser: bool) -> Screened:
         self.exact_calls += 1

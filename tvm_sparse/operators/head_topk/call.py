@@ -32,7 +32,7 @@ from tvm_sparse.runtime.calls import (
 from tvm_sparse.runtime.dispatch import UNCHANGING, dispatcher
 from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Shard, Signature, Stored
 
-from .problem import EIGHT, SIXTEEN, HeadTopk, word_size
+from .problem import EIGHT, SIXTEEN, WHOLE_WORDS, HeadTopk, word_size
 from .product import float_scores, rounded_scores, rows_at_once
 
 SIGNATURES = {
@@ -348,6 +348,7 @@ def likely_way(problem: HeadTopk, machine: Machine) -> str:
         vectors = problem.hidden * 2 // VECTOR_BYTES
         every_warp = vectors > (WARPS - 1) * 8 * ceildiv(problem.hidden, WARPS * STEP)
         suits = machine.has_clusters and size == 2 and every_warp and problem.hidden <= STORED_COLUMNS
+        suits = suits and not (problem.logits and problem.vocab % WHOLE_WORDS)
         return KERNEL if suits and problem.batch <= STORED_ROWS else PRODUCT
     if machine.has_warpgroups and size == 2:
         return KERNEL if problem.batch <= grouped_rows(problem) else PRODUCT

@@ -42,6 +42,8 @@ TILES = (EIGHT, SIXTEEN, 32, 64)
 # Words of the vocabulary with which kernels are verified: programs read their number at run time. Where they write all
 # scores, rows of scores are whole tiles.
 FEW_WORDS, FEW_WHOLE_WORDS = 3001, 3008
+# Words of which a vocabulary must be a multiple, for a kernel with tensor cores to write all scores: the largest tile.
+WHOLE_WORDS = 32
 # Structures whose scores are exact sums. Scales of an embedding in eight bits are powers of two there.
 EXACT = ("ties", "constant", "ascending")
 
