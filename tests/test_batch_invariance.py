@@ -233,8 +233,6 @@ def many_of(problem: Problem) -> tuple[int, ...]:
 @pytest.fixture(scope="module")
 def on_gpu() -> Iterator[None]:
     tvm_sparse.configure(batch_invariant=True)
-    problems = [in_batch(parse(key), rows) for _, key in ON_GPU for rows in many_of(parse(key))]
-    tvm_sparse.warmup([problem.as_called() for problem in problems], target="cuda")
     yield
     tvm_sparse.configure(batch_invariant=False)
 
@@ -242,7 +240,9 @@ def on_gpu() -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "key"), ON_GPU, ids=[name for name, _ in ON_GPU])
 def test_bits_of_a_row_on_a_gpu(name: str, key: str, on_gpu: None) -> None:
-    check(name.removeprefix("large "), key, many_of(parse(key)), "cuda")
+    problem = parse(key)
+    tvm_sparse.warmup([in_batch(problem, rows).as_called() for rows in many_of(problem)], target="cuda")
+    check(name.removeprefix("large "), key, many_of(problem), "cuda")
 
 
 @pytest.mark.parametrize("where", [SM80, SM90, machine.cpu()], ids=str)
