@@ -169,10 +169,13 @@ class ScreenedHead:
             return self._exact(hidden, k, temperature, normaliser)
         best, scores = found
         norms = torch.linalg.vector_norm(hidden.detach().view(len(hidden), self.groups, -1), dim=2, dtype=torch.float32)
-        errors = norms @ self.bounds
-        reached = (scores - errors).gather(1, best).amin(1, keepdim=True) - self._added
+        chosen = scores.gather(1, best)
+        highest = torch.addmm(scores, norms, self.bounds)
+        reached = (2 * chosen - highest.gather(1, best)).amin(1, keepdim=True)
+        if self._added:
+            reached -= self._added
         # Written so that NaN survives.
-        beaten = scores + errors < reached
+        beaten = highest < reached
         capacity = min(CAPACITY, vocab) if synchronise else vocab
         words, counts = compaction(~self._packed(beaten[:, :vocab]), vocab, capacity)
         self.survivors = counts
@@ -186,7 +189,7 @@ class ScreenedHead:
         values, indices = summed.gather(1, places), words.gather(1, places).long()
         if not normaliser:
             return Screened(values, indices)
-        return Screened(values, indices, *self._normaliser(scores, errors, indices, values, scale))
+        return Screened(values, indices, *self._normaliser(scores, highest, indices, values, scale))
 
     def _pad(self, count: int) -> None:
         """Let kernels see whole tiles: with words whose scores are -inf, and which bitmaps do not count."""
@@ -232,18 +235,16 @@ class ScreenedHead:
     def _normaliser(
         self,
         scores: torch.Tensor,
-        errors: torch.Tensor,
+        highest: torch.Tensor,
         indices: torch.Tensor,
         values: torch.Tensor,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The normaliser, with the k best words' own scores instead of those by int8, and the bound of its error.
 
-        With S the sum of exponentials and U the sum of those of scores plus their bounds, the true sum is at most U,
-        and at least that of scores less their bounds, which is at least S^2 / U (Cauchy-Schwarz).
+        With S the sum of exponentials and U the sum of those of scores plus their bounds (`highest`), the true sum is
+        at most U, and at least that of scores less their bounds, which is at least S^2 / U (Cauchy-Schwarz).
         """
-        scores, errors = scores.scatter(1, indices, values), errors.scatter(1, indices, 0.0)
-        found = (scores * scale).logsumexp(1)
-        highest = ((scores + errors) * scale).logsumexp(1)
+        found, most = ((each.scatter(1, indices, values) * scale).logsumexp(1) for each in (scores, highest))
         rounded = UNIT * BESIDE * (1 + found.abs() + scale * values[:, 0].abs())
-        return found, highest - found + rounded
+        return found, most - found + rounded
