@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.given import integer
-from ..formats.bitmap import BITS
 from ..formats.quantized import QuantizedEmbedding, quantize_embedding
 from ..operators.candidate_logits.call import candidate_logits
 from ..operators.candidate_topk.call import candidate_topk
 from ..operators.compaction.call import compaction
 from ..operators.head_topk.call import FUSED_K, FUSED_ROWS, best_and_scores, head_topk
 from ..operators.head_topk.problem import WHOLE_WORDS
+from ..operators.screen.call import screen
+from ..operators.screen.problem import MOST_GROUPS
 from ..operators.softmax_topk.call import softmax_topk
 from ..runtime.calls import inverse_temperature, whole_number
 
@@ -72,8 +73,8 @@ class ScreenedHead:
     bias
         `(vocab,)` float32 added to every row of the scores; -inf masks a word.
     groups
-        Groups of columns with norms of their own, a divisor of `hidden`. More groups make tighter bounds where hidden
-        states are large in few columns, and take more memory. Default: the largest divisor up to 8.
+        Groups of columns with norms of their own, a divisor of `hidden` up to 32. More groups make tighter bounds where
+        hidden states are large in few columns, and take more memory. Default: the largest divisor up to 8.
 
     Attributes
     ----------
@@ -108,8 +109,8 @@ class ScreenedHead:
         if groups is None:
             groups = max(n for n in range(1, 9) if hidden % n == 0)
         self.groups = integer("groups", groups)
-        if self.groups < 1 or hidden % self.groups:
-            raise ValueError(f"groups: expected a divisor of the {hidden} columns, got {groups}")
+        if not 1 <= self.groups <= MOST_GROUPS or hidden % self.groups:
+            raise ValueError(f"groups: expected a divisor of the {hidden} columns up to {MOST_GROUPS}, got {groups}")
         self.bias = None if bias is None else bias.detach()
         if bias is not None and (bias.shape != (vocab,) or bias.dtype != torch.float32):
             raise ValueError(
@@ -121,7 +122,6 @@ class ScreenedHead:
             self._pad(-vocab % WHOLE_WORDS)
         # What adding a bias to a score may be off by, beyond what a score may be.
         self._added = 0.0 if bias is None else 8 * UNIT * float(bias.abs().nan_to_num(posinf=0.0).max())
-        self._powers = (1 << torch.arange(BITS, device=embedding.device)).to(torch.int32)
         self.calls = self.exact_calls = 0
         self.survivors: torch.Tensor | None = None
 
@@ -169,15 +169,8 @@ class ScreenedHead:
             return self._exact(hidden, k, temperature, normaliser)
         best, scores = found
         norms = torch.linalg.vector_norm(hidden.detach().view(len(hidden), self.groups, -1), dim=2, dtype=torch.float32)
-        chosen = scores.gather(1, best)
-        highest = torch.addmm(scores, norms, self.bounds)
-        reached = (2 * chosen - highest.gather(1, best)).amin(1, keepdim=True)
-        if self._added:
-            reached -= self._added
-        # Written so that NaN survives.
-        beaten = highest < reached
         capacity = min(CAPACITY, vocab) if synchronise else vocab
-        words, counts = compaction(~self._packed(beaten[:, :vocab]), vocab, capacity)
+        words, counts = compaction(screen(scores, best, norms, self.bounds, self._added), vocab, capacity)
         self.survivors = counts
         if synchronise and int(counts.max()) > capacity:
             return self._exact(hidden, k, temperature, normaliser)
@@ -189,6 +182,7 @@ class ScreenedHead:
         values, indices = summed.gather(1, places), words.gather(1, places).long()
         if not normaliser:
             return Screened(values, indices)
+        highest = torch.addmm(scores, norms, self.bounds)
         return Screened(values, indices, *self._normaliser(scores, highest, indices, values, scale))
 
     def _pad(self, count: int) -> None:
@@ -224,13 +218,6 @@ class ScreenedHead:
 
             found[:, rows] = (ENLARGED * (norms(exact - stored) + off * (norms(exact) + norms(stored)))).t().float()
         return found
-
-    def _packed(self, mask: torch.Tensor) -> torch.Tensor:
-        """A boolean mask `(rows, vocab)` as bitmaps (`formats.bitmap`)."""
-        rows, vocab = mask.shape
-        if vocab % BITS:
-            mask = torch.nn.functional.pad(mask, (0, -vocab % BITS))
-        return (mask.view(rows, -1, BITS) * self._powers).sum(2, dtype=torch.int32)
 
     def _normaliser(
         self,
