@@ -142,9 +142,9 @@ class Screen(Problem):
 
         structure, chosen = self.chosen(structure, settings)
         rng = np.random.default_rng([seed, self.vocab, self.k])
-        scores = 3 * rng.standard_normal((self.rows, self.vocab), dtype=np.float32)
-        norms = rng.uniform(0.5, 1.5, (self.rows, self.groups)).astype(np.float32)
-        bounds = rng.uniform(0, 1 / self.groups, (self.groups, self.vocab)).astype(np.float32)
+        scores: np.ndarray = 3 * rng.standard_normal((self.rows, self.vocab), dtype=np.float32)
+        norms: np.ndarray = rng.uniform(0.5, 1.5, (self.rows, self.groups)).astype(np.float32)
+        bounds: np.ndarray = rng.uniform(0, 1 / self.groups, (self.groups, self.vocab)).astype(np.float32)
         if structure == "ties":
             scores, norms, bounds = np.round(scores), np.round(norms * 2) / 2, np.round(bounds * 4) / 4
         elif structure == "special":
