@@ -15,8 +15,8 @@ WARP = 32
 # Rows that a thread block screens with the bounds of its words in registers.
 ROWS = 16
 THREADS = powers(128, 1024)
-# Words of a bitmap that a warp fills, or, on a CPU, that are filled before a core takes other ones.
-WORDS, CHUNK = (1, 2, 4, 8), (64, 256, 1024)
+# 32-bit words of a bitmap that a warp fills, or, on a CPU, that are filled before a core takes other ones.
+WORDS, CHUNK = 2, (64, 256, 1024)
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class Extents:
     k: int
     groups: int
     threads: int
-    words: int
 
     @property
     def warps(self) -> int:
@@ -35,11 +34,11 @@ class Extents:
 
 
 def space(problem: Screen, machine: Machine) -> Table:
-    return {"threads": THREADS, "words": WORDS, "overlap": (0, 1) if machine.has_clusters else (0,)}
+    return {"threads": THREADS, "overlap": (0, 1) if machine.has_clusters else (0,)}
 
 
 def default(problem: Screen, machine: Machine) -> Decisions:
-    return {"threads": 256, "words": 2, "overlap": int(machine.has_clusters)}
+    return {"threads": 256, "overlap": int(machine.has_clusters)}
 
 
 # fmt: off
@@ -88,7 +87,7 @@ def fill_bitmap(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, s, top, first, t):
-        for n in T.unroll(e.words):
+        for n in T.unroll(WORDS):
             word = T.meta_var((first + n) * WARP + t % WARP)
             if (first + n) * WARP < e.vocab:
                 for g in T.unroll(e.groups):
@@ -114,8 +113,8 @@ def build(problem: Screen, decisions: Decisions) -> Program:
     from ..device.state import named
     from ..interface import gpu_program
 
-    e = Extents(problem.vocab, problem.k, problem.groups, decisions["threads"], decisions["words"])
-    overlap, blocks = bool(decisions["overlap"]), ceildiv(bitmap_words(problem.vocab), e.warps * e.words)
+    e = Extents(problem.vocab, problem.k, problem.groups, decisions["threads"])
+    overlap, blocks = bool(decisions["overlap"]), ceildiv(bitmap_words(problem.vocab), e.warps * WORDS)
     find, fill = find_reached(e), fill_bitmap(e)
 
     def state() -> Any:
@@ -133,7 +132,7 @@ def build(problem: Screen, decisions: Decisions) -> Program:
         if overlap:
             wait_then_start_consumer()
         find(io, s, strip * ROWS, t)
-        fill(io, s, strip * ROWS, (block * e.warps + t // WARP) * e.words, t)
+        fill(io, s, strip * ROWS, (block * e.warps + t // WARP) * WORDS, t)
 
     return gpu_program(problem, body, overlapped=overlap)
 # fmt: on
