@@ -121,9 +121,10 @@ def test_bytes_as_pairs_of_16_bits() -> None:
 
     from tvm_sparse.artifacts.compile import target_of
     from tvm_sparse.emulation import run_on_cpu
-    from tvm_sparse.schedules.device.words import PAIRS, pair_of_bytes
+    from tvm_sparse.schedules.device.words import FILLERS, PAIRS, pair_of_bytes
 
     kinds, words = list(PAIRS), np.arange(256, dtype=np.uint8).view(np.uint32)
+    fillers = [FILLERS.get(kind, 0) for kind in kinds]
 
     # fmt: off
     @T.prim_func
@@ -131,14 +132,14 @@ def test_bytes_as_pairs_of_16_bits() -> None:
              brain: T.Buffer((1,), "bfloat16")):
         T.device_entry()
         t = T.thread_id([64])
-        out[0, 2 * t] = pair_of_bytes(*kinds[0], given[t], 0)
-        out[0, 2 * t + 1] = pair_of_bytes(*kinds[0], given[t], 1)
-        out[1, 2 * t] = pair_of_bytes(*kinds[1], given[t], 0)
-        out[1, 2 * t + 1] = pair_of_bytes(*kinds[1], given[t], 1)
-        out[2, 2 * t] = pair_of_bytes(*kinds[2], given[t], 0)
-        out[2, 2 * t + 1] = pair_of_bytes(*kinds[2], given[t], 1)
-        out[3, 2 * t] = pair_of_bytes(*kinds[3], given[t], 0)
-        out[3, 2 * t + 1] = pair_of_bytes(*kinds[3], given[t], 1)
+        out[0, 2 * t] = pair_of_bytes(*kinds[0], given[t], 0, T.uint32(fillers[0]))
+        out[0, 2 * t + 1] = pair_of_bytes(*kinds[0], given[t], 1, T.uint32(fillers[0]))
+        out[1, 2 * t] = pair_of_bytes(*kinds[1], given[t], 0, T.uint32(fillers[1]))
+        out[1, 2 * t + 1] = pair_of_bytes(*kinds[1], given[t], 1, T.uint32(fillers[1]))
+        out[2, 2 * t] = pair_of_bytes(*kinds[2], given[t], 0, T.uint32(fillers[2]))
+        out[2, 2 * t + 1] = pair_of_bytes(*kinds[2], given[t], 1, T.uint32(fillers[2]))
+        out[3, 2 * t] = pair_of_bytes(*kinds[3], given[t], 0, T.uint32(fillers[3]))
+        out[3, 2 * t + 1] = pair_of_bytes(*kinds[3], given[t], 1, T.uint32(fillers[3]))
     # fmt: on
     import tvm
 

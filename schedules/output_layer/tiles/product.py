@@ -89,9 +89,9 @@ class State(Buffers):
         Ids of the tokens of the tile after that.
     passed
         What a lane has from another one.
-    octets, factor
-        Tokens in eight bits of the step in hand, as they are in the ring; and the scale of the token whose scores a
-        thread finishes.
+    octets, filler, factor
+        Tokens in eight bits of the step in hand, as they are in the ring; what fills them up to 16 bits (see
+        `device.words`); and the scale of the token whose scores a thread finishes.
     sums
         Sums of all pairs of fragments, four a pair.
     parts
@@ -118,6 +118,7 @@ class State(Buffers):
     word: Any = local("int32", lambda e: e.word_groups * 2)
     passed: Any = local("uint32")
     octets: Any = local("uint32", lambda e: e.word_groups * 4, when=lambda e: e.stored)
+    filler: Any = local("uint32", when=lambda e: e.stored)
     factor: Any = local("float32", when=lambda e: e.stored)
     sums: Any = local("float32", lambda e: e.sums_each)
     m: Any = local("float32", lambda e: e.pairs_each)

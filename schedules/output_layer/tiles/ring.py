@@ -18,7 +18,7 @@ from tvm.script import tirx as T
 
 from ...device.mbarriers import await_phase, bulk_copy
 from ...device.state import local, pooled, shared
-from ...device.words import pair_of_bytes
+from ...device.words import FILLERS, pair_of_bytes
 from .product import Place, State, row_of_group, stays_cached, vector_of
 from .sizes import VECTOR, Extents
 
@@ -44,6 +44,8 @@ class RingState(State):
         Whether a phase is over.
     policy
         The L2 cache's, for tokens that leave it first.
+    shown
+        Shared: what becomes `filler`.
     """
 
     slot: Any = local("int32")
@@ -54,6 +56,7 @@ class RingState(State):
     later: Any = local("int32")
     done: Any = local("uint32")
     policy: Any = local("uint64")
+    shown: Any = shared("uint32", when=lambda e: e.stored)
     full: Any = shared("uint64", lambda e: e.rings * e.stages)
     ring: Any = pooled("uint32", lambda e: e.ring_bytes // 4, lambda e: e.ring_at // 4)
 
@@ -65,9 +68,10 @@ def stage_at(e: Extents, p: Place, slot: Any) -> Any:
 
 # fmt: off
 def init_ring(e: Extents) -> Callable[..., Any]:
-    """Initialise the mbarriers of the ring, and the cache policy. Writes: `full` and `policy`. Barriers: of those that
-    share the ring, at the end. The phase is (s, p).
+    """Initialise the mbarriers of the ring, the cache policy, and what fills bytes. Writes: `full`, `policy`, `filler`.
+    Barriers: of those that share the ring, at the end. The phase is (s, p).
     """
+    filler = FILLERS.get((e.stored, e.dtype), 0)
 
     @T.inline
     def phase(s, p):
@@ -75,12 +79,17 @@ def init_ring(e: Extents) -> Callable[..., Any]:
             for i in T.unroll(e.stages):
                 T.ptx.mbarrier.init.shared__cta.b64(s.full.ptr_to([stage_at(e, p, i)]), T.uint32(1))
             T.ptx.fence.mbarrier_init.release.cluster()
+            if filler > 0:
+                s.shown[0] = T.uint32(filler)
         if e.evict_first > 0:
             T.ptx.createpolicy.fractional.L2__evict_first.b64(s.policy[0])
         if e.whole:
             T.cuda.cta_sync()
         else:
             T.cuda.warp_sync()
+        # Through memory, so that the compiler does not know it, and keeps it in a register.
+        if filler > 0:
+            T.ptx.ld.shared.u32(s.filler[0], s.shown.ptr_to([0]))
 
     return phase
 
@@ -176,8 +185,8 @@ def bring_octets(e: Extents) -> Callable[..., Any]:
                 if e.uneven:
                     if vector >= vectors:
                         s.octets[n * 4 + v] = T.uint32(0)
-                s.hand[n * 8 + v * 2] = pair_of_bytes(e.stored, e.dtype, s.octets[n * 4 + v], 0)
-                s.hand[n * 8 + v * 2 + 1] = pair_of_bytes(e.stored, e.dtype, s.octets[n * 4 + v], 1)
+                s.hand[n * 8 + v * 2] = pair_of_bytes(e.stored, e.dtype, s.octets[n * 4 + v], 0, s.filler[0])
+                s.hand[n * 8 + v * 2 + 1] = pair_of_bytes(e.stored, e.dtype, s.octets[n * 4 + v], 1, s.filler[0])
 
     return phase
 

@@ -320,7 +320,8 @@ def word_size(problem: Problem) -> int:
 def word_number(stored: str, number: Any) -> Any:
     """The float32, as an expression of a program, of a number of the embedding, or of a byte of one that is `stored`.
 
-    Bits of float8_e4m3fn, put where those of float32 are, are the number over 2^120.
+    Exponents of float8_e4m3fn are biased by 7, those of float32 by 127. A number without an exponent counts units of
+    2^-9; its bits in the place of a float32's would be a subnormal number, which a GPU may take for 0.
     """
     from tvm.script import tirx as T
 
@@ -329,8 +330,10 @@ def word_number(stored: str, number: Any) -> Any:
     if stored == "int8":
         return T.Cast("float32", T.Cast("int8", number))
     bits = T.Cast("uint32", number)
-    placed = ((bits & T.uint32(0x80)) << T.uint32(24)) | ((bits & T.uint32(0x7F)) << T.uint32(20))
-    return T.reinterpret("float32", placed) * T.float32(2.0**120)
+    size = bits & T.uint32(0x7F)
+    normal = T.reinterpret("float32", (size << T.uint32(20)) + T.uint32(120 << 23))
+    found = T.Select(size < T.uint32(8), T.Cast("float32", size) * T.float32(2.0**-9), normal)
+    return T.Select(bits < T.uint32(0x80), found, -found)
 
 
 def tolerances(
