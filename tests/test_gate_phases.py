@@ -36,7 +36,7 @@ from tvm_sparse.schedules.softmax_topk.threshold_gate import (
     tiles,
 )
 from tvm_sparse.schedules.softmax_topk.threshold_gate.layout import CROWD
-from tvm_sparse.schedules.softmax_topk.threshold_gate.state import WRITTEN, State
+from tvm_sparse.schedules.softmax_topk.threshold_gate.state import ALL_AGAIN, SETTLED, SUM_AGAIN, WRITTEN, State
 
 TARGET = target_of(SM90)
 POINT = {"threads": 64, "vectors": 2, "stages": 1, "overlap": 0, "prefetch": 0, "deferred": 0, "unroll": 1}
@@ -413,8 +413,8 @@ def test_first_threshold_is_of_the_rank_that_the_layout_says(vocab: int, k: int,
 # ---- the sum -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attempt", [0, 1])
-def test_a_pass_begins_with_nothing_found_and_the_first_tile_on_its_way(attempt: int) -> None:
+@pytest.mark.parametrize(("attempt", "settled"), [(0, ALL_AGAIN), (1, ALL_AGAIN), (1, SUM_AGAIN)])
+def test_a_pass_begins_with_nothing_found_and_the_first_tile_on_its_way(attempt: int, settled: int) -> None:
     layout = layout_of(1001, 5, deferred=1, stages=2)
     begin, take = stream.begin_pass(layout), tiles.take_tile(layout)
     wanted = ["count", "full", "found", "marks", "sum", "threshold", "equals_until", "sampling", "x"]
@@ -425,12 +425,13 @@ def test_a_pass_begins_with_nothing_found_and_the_first_tile_on_its_way(attempt:
         take(s, 0)
 
     row = rows_of(1001, seed=3)["random"]
-    alone = Alone(layout, phase, (), wanted)
-    found, _ = alone(arguments(alone.problem, row))
+    alone = Alone(layout, phase, ["settled", "threshold", "equals_until"], wanted)
+    found, _ = alone(arguments(alone.problem, row), settled=settled, threshold=2.5, equals_until=7)
     for name in ("count", "full", "marks", "sum"):
         assert (found[name] == 0).all(), name
     assert (found["found"][:, WRITTEN] == 0).all()
-    assert (found["threshold"] == LOWEST).all() and (found["equals_until"] == layout.vocab).all()
+    threshold, equals_until = (2.5, 7) if settled == SUM_AGAIN else (LOWEST, layout.vocab)
+    assert (found["threshold"] == threshold).all() and (found["equals_until"] == equals_until).all()
     assert (found["sampling"] == 1 - attempt).all()
     # What arrives is of the row, each element once; beyond its end there is minus infinity.
     held = found["x"][np.isfinite(found["x"])]
@@ -891,12 +892,18 @@ def test_blocks_of_a_cluster_do_what_the_first_one_says() -> None:
     @T.inline
     def phase(s):
         agree(s)
-        if s.part == 0 and s.settled[0] != 0:
+        if s.part == 0 and s.settled[0] == SETTLED:
             cluster.await_others(s)
 
-    alone = Alone(layout, phase, ["settled", "verdict"], ["settled"], cases=2)
-    own = np.array([[0, 1, 0, 1], [1, 1, 0, 0]])
-    found, _ = alone(settled=own.reshape(8, 1, 1), verdict=1)
+    alone = Alone(layout, phase, ["settled", "verdict"], ["settled"], cases=3)
+    own = np.array(
+        [
+            [SUM_AGAIN, SETTLED, SUM_AGAIN, SETTLED],
+            [SETTLED, SETTLED, SUM_AGAIN, ALL_AGAIN],
+            [ALL_AGAIN, SUM_AGAIN, SETTLED, ALL_AGAIN],
+        ]
+    )
+    found, _ = alone(settled=own.reshape(12, 1, 1), verdict=SETTLED)
     np.testing.assert_array_equal(uniform(found["settled"]), np.repeat(own[:, 0], 4))
 
 
@@ -907,12 +914,15 @@ def test_a_row_is_read_again_if_too_few_survive_or_the_sum_overflows() -> None:
     layout = layout_of(2000, 5)
     cases = [
         # survivors, threshold, sum, settled at once
-        (5, 1.0, 3.0, 1),
-        (4, 1.0, 3.0, 0),  # the threshold was too high
-        (4, LOWEST, 3.0, 1),  # the row has no more
-        (9, 1.0, NAN, 0),
-        (9, 1.0, INF, 0),
-        (9, 1.0, 2.0**99, 1),
+        (5, 1.0, 3.0, SETTLED),
+        (4, 1.0, 3.0, ALL_AGAIN),  # the threshold was too high
+        (4, LOWEST, 3.0, SETTLED),  # the row has no more
+        (4, 1.0, INF, ALL_AGAIN),
+        (9, 1.0, NAN, ALL_AGAIN),
+        (9, 1.0, -NAN, ALL_AGAIN),
+        (9, 1.0, INF, SUM_AGAIN),
+        (9, 1.0, 0.0, SUM_AGAIN),
+        (9, 1.0, 2.0**99, SETTLED),
     ]
     settle = kernel.settle(layout)
 
@@ -924,7 +934,7 @@ def test_a_row_is_read_again_if_too_few_survive_or_the_sum_overflows() -> None:
     size, threshold, total, settled = (np.array(column * 2).reshape(-1, 1, 1) for column in zip(*cases, strict=True))
     attempt = np.repeat([0, 1], len(cases))
     found, _ = alone(size=size, threshold=threshold, sum=total, i=attempt.reshape(-1, 1, 1))
-    np.testing.assert_array_equal(uniform(found["settled"]), settled[:, 0, 0] | attempt)
+    np.testing.assert_array_equal(uniform(found["settled"]), np.where(attempt, SETTLED, settled[:, 0, 0]))
 
 
 def test_rows_are_filled_up_with_the_first_elements_at_minus_infinity() -> None:

@@ -18,6 +18,9 @@ LOWEST = T.min_value("float32")
 # Bits of a float32 sum from which on it counts as overflown: 2^100, whose inverse is a normal number. And bits below
 # which exponentials that matter became 0, because their reference was too large: 2^-60.
 TOO_LARGE, TOO_SMALL = (127 + 100) << 23, (127 - 60) << 23
+# What `State.settled` says of a row: its outputs follow from what was found; it is read again with the threshold that
+# it has, as only the sum was of no use; or with none.
+SETTLED, SUM_AGAIN, ALL_AGAIN = 1, 0, -1
 # The entries of `State.found` beside those of a radix pass: whether one warp has written the outputs, and how many of
 # the sample equal the threshold.
 WRITTEN, EQUALS = 0, 3
@@ -110,7 +113,7 @@ class State(Buffers):
     sample_top: Any = local("uint32")  # order of the sample's largest
     called: Any = local("uint32")  # not 0 if a compaction is called for
     floor: Any = local("uint32")  # order of what a run in order gives for a threshold
-    settled: Any = local("int32")  # whether the row need not be read again
+    settled: Any = local("int32")  # whether the row is read again: SETTLED, SUM_AGAIN or ALL_AGAIN
     written: Any = local("int32")  # whether one warp has written the outputs
 
     # ---- of a cluster: what its blocks have pushed into the first one -----------------------------------------------
