@@ -259,6 +259,31 @@ def test_rows_whose_sum_overflows_keep_their_threshold(
 
 
 @pytest.mark.parametrize(
+    ("name", "k", "decisions"),
+    [
+        ("threshold_gate", 50, {**BLOCK, "vectors": 2, "deferred": 1}),
+        ("cluster_gate", 20, {**CLUSTER, "vectors": 4, "stages": 1, "deferred": 1}),
+    ],
+)
+def test_too_high_a_threshold_is_lowered(
+    name: str, k: int, decisions: dict[str, int], watched: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Fewer than k elements reach the first threshold, as the sample has more large ones than its share. Not all of
+    the warps have them, so that a lower one is found, which does not let all elements pass."""
+    problem = SoftmaxTopk(2, 16384, k)
+    layout = Layout.of(problem, decisions)
+    assert layout.lowers and layout.pool.overflows
+    tiling, rank = layout.tiling, layout.first.rank
+    sampled = sampled_columns(problem, decisions).reshape(tiling.cluster, -1, tiling.warps, 32, tiling.width)
+    logits = np.random.default_rng(k).standard_normal((2, problem.vocab))
+    few = sampled[0, 0, : rank.warp, : rank.lane, 0].ravel()
+    assert len(few) < k
+    logits[1, few] = logits[1].max() + np.linspace(0.1, 0.5, len(few))
+    run(name, problem, decisions, logits)
+    assert not reached(capfd) & {"radix_selection"}
+
+
+@pytest.mark.parametrize(
     ("name", "vocab", "k", "decisions"),
     [
         ("threshold_gate", 4096, 50, {**BLOCK, "vectors": 4}),

@@ -145,7 +145,7 @@ def staged_default(problem: RowProblem, machine: Machine) -> Decisions:
 
 
 def streamed_default(problem: RowProblem, machine: Machine) -> Decisions:
-    wanted = [
+    wanted: list[Decisions] = [
         {"threads": 32, "cluster": 1, "rows": 4, "vectors": vectors}
         for vectors in (4, 1)
         if _for_a_warp(problem, machine)
@@ -179,7 +179,7 @@ def _overlapping(problem: RowProblem, machine: Machine) -> list[Decisions]:
         ext = extents(problem, point, "nowhere")
         return (ext.full_tiles + ext.other_tiles) * ext.tile / ext.part
 
-    points = [
+    points: list[Decisions] = [
         {"threads": threads, "cluster": 1, "rows": 1, "vectors": vectors}
         for vectors in (2, 1)
         for threads in OVERLAPPED

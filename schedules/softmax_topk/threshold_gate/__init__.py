@@ -25,7 +25,7 @@ goes into a buffer in shared memory, by an atomic. `kernel.build` reads as this 
     first one's shared memory, which unites them. So there is one launch and no workspace.
 5.  **Settle** (`kernel.settle`): if fewer than k survived (`thresholds.MISS` of rows in random order) or the sum
     overflows (elements that exceed the sample's maximum by 69 and more), steps 2 to 4 are taken once more, with the
-    row's true maximum; with the threshold that the row has if k survived, else with none.
+    row's true maximum; with the threshold that the row has if k survived, else with a lower one, and then with none.
 6.  **Complete** with elements at minus infinity, if fewer than k are above it (`finishing.complete`).
 7.  **Rank the survivors** (`rank.rank_survivors`): a few by counting, every one against every other; more in bins that
     are linear in the value, where each is compared with the others of its bin, which lie side by side; where ties crowd
