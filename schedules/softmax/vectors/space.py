@@ -26,8 +26,8 @@ PAIRS = 5 * 1024
 # Vectors of a row that a warp takes alone by default, where there are more rows than multiprocessors, and where there
 # are not; rows of up to the first number then have thread blocks of FEW_ROWS threads.
 WARP_ROW, WARP_ROW_ALONE, FEW_ROWS = 512, 128, 128
-# Threads of a block by default, where a row has one and there are more rows than multiprocessors: the fewest of which
-# each has at most so many vectors.
+# Threads of a block by default, where a row has one and there are more rows than multiprocessors: the smallest of these
+# numbers that leaves a thread at most CROWDED_EACH vectors.
 CROWDED, CROWDED_EACH = (192, 256, 384), 4
 # Threads of a multiprocessor among which, by default, reading a logsumexp's long rows of 16 bits overlaps their
 # exponentials; thread blocks that are tried for this; and by how much idle places of a row's last tile may lengthen it,
