@@ -63,6 +63,11 @@ def time_of_warpgroups(problem: BsrMatmul) -> float:
     return WARPGROUPS_LAUNCH + _by_block(WARPGROUPS, problem)
 
 
+def time_of_windows(problem: BsrMatmul) -> float:
+    """About how many microseconds `block_windows` takes; infinite where it is not worth a try."""
+    return math.inf
+
+
 def dense_time(problem: BsrMatmul) -> float:
     """About how many microseconds the dense product takes."""
     rate = next(rate for most, rate in DENSE_RATES if problem.m <= most)
