@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv
-from tvm_sparse.operators.bsr_matmul.dense import time_of_warpgroups, time_of_warps
+from tvm_sparse.operators.bsr_matmul.dense import time_of_warpgroups, time_of_warps, time_of_windows
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ..features import features as product_features
@@ -89,7 +89,7 @@ def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str |
 
 
 def declines(problem: BsrMatmul, machine: Machine) -> bool:
-    return time_of_warpgroups(problem) >= time_of_warps(problem)
+    return time_of_warpgroups(problem) >= min(time_of_warps(problem), time_of_windows(problem))
 
 
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:

@@ -76,6 +76,8 @@ class State(Buffers):
         The first column of the panel in hand, in boxes of x; and the first block column after the panel.
     used, count
         Blocks of a warp in a stage, and those of a row.
+    many
+        Blocks of the part's block rows in the stage in hand.
     sums
         Sums of the warpgroup's tile: a thread has `rows // 2` for each block row.
     place, next
@@ -117,6 +119,7 @@ class State(Buffers):
     count: Any = scalar()
     fit: Any = scalar("uint32")
     more: Any = scalar()
+    many: Any = local("int32", lambda e: e.rows_each)
     sums: Any = local("float32", lambda e: e.tile_n // 2)
     place: Any = scalar()
     next: Any = scalar("uint32")
@@ -170,6 +173,9 @@ def look_ahead(e: Extents) -> Callable[..., Any]:
 def find_rows(e: Extents) -> Callable[..., Any]:
     """Find the part's block rows; the phase is (io, s).
 
+    Of block rows in the order of their lengths, a thread block has the n-th from the front of one stretch and from the
+    back of the next, and so have its parts: all have about as many blocks.
+
     Reads: `order`, or `indptr` where the host has not looked at the pattern; `indices`.
     Writes: `at`, `stop`, `ahead`; `row_of`. Barriers: none.
     """
@@ -178,7 +184,8 @@ def find_rows(e: Extents) -> Callable[..., Any]:
     @T.inline
     def phase(io, s):
         for u in T.unroll(e.rows_each):
-            row: T.int32 = s.tile * e.block_rows_each + s.part * e.rows_each + u
+            stretch: T.int32 = u * e.tiles + s.part
+            row: T.int32 = stretch * e.tiles_n + T.Select(stretch % 2 == 0, s.tile, e.tiles_n - 1 - s.tile)
             found: T.int32 = -1
             s.at[u] = 0
             s.stop[u] = 0
@@ -347,7 +354,7 @@ def produce(e: Extents) -> Callable[..., Any]:
 def multiply_row(e: Extents) -> Callable[..., Any]:
     """The products of a block row's blocks in the stage in hand; the phase is (s, u).
 
-    Reads: `counts`, `listed`; `ring`, until the products are awaited.
+    Reads: `many`, `listed`; `ring`, until the products are awaited.
     Writes: adds the products to `sums`, by and by; moves `place`, `next` and `block_at` on.
     Barriers: none, but all warps of a warpgroup take part.
     """
@@ -363,13 +370,15 @@ def multiply_row(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def phase(s, u):
-        s.count = s.counts[s.slot * e.block_rows_each + s.part * e.rows_each + u]
-        for _ in rolled(s.count):
+        for _ in rolled(s.many[u]):
             s.a = s.panel_at + s.next
             s.place = s.place + 1
             s.next = s.listed[s.place]
+            # A group for each block: a loop within a group would make the assembler wait for each instruction.
+            operands.fence()
             for step in T.unroll(e.cols // STEP):
                 of_step(s, u, step)
+            operands.commit()
             s.block_at = s.block_at + T.uint32(e.block_bytes // operands.UNIT)
 
     return phase
@@ -397,7 +406,9 @@ def consume(e: Extents) -> Callable[..., Any]:
             await_phase(s.done, s.full.ptr_to([s.slot]), s.turn)
             # Blocks were written by threads, and tensor cores read them.
             T.ptx.fence.proxy.async_.shared__cta()
-            if s.counts[s.slot * e.block_rows_each + s.part * e.rows_each] < 0:
+            for u in T.unroll(e.rows_each):
+                s.many[u] = s.counts[s.slot * e.block_rows_each + s.part * e.rows_each + u]
+            if s.many[0] < 0:
                 s.more = 0
             else:
                 s.panel_at = s.panel_of[0] + T.Cast("uint32", s.slot * (e.stage_bytes // operands.UNIT))
@@ -405,12 +416,14 @@ def consume(e: Extents) -> Callable[..., Any]:
                     "uint32", e.x_bytes // operands.UNIT + s.part * (e.room * e.block_bytes // operands.UNIT))
                 s.place = (s.slot * e.tiles + s.part) * e.list_words
                 s.next = s.listed[s.place]
-                operands.fence()
+                s.used = s.place
                 for u in T.unroll(e.rows_each):
                     multiply(s, u)
-                operands.commit()
-                # Those of this stage may be in flight.
-                operands.wait(1)
+                # The products of one block may be in flight, which has to be one of this stage.
+                if s.place == s.used:
+                    operands.wait(0)
+                else:
+                    operands.wait(1)
                 if s.left >= 0:
                     give(s)
                 s.left = s.slot

@@ -12,7 +12,7 @@ from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ...device.pool import RESERVED, SHARED
 from ..features import features as product_features
-from ..warpgroups.space import ALIGNED, BESIDES, GROUP_M, L2_BYTES, LAUNCH, REGISTERS, VECTOR, WARPGROUP, multiplied
+from ..warpgroups.space import ALIGNED, GROUP_M, L2_BYTES, LAUNCH, REGISTERS, VECTOR, WARPGROUP, multiplied
 
 # Warpgroups of a thread block, and rows of the weight of each: a thread has half as many sums.
 TILES = (2, 4)
@@ -23,6 +23,8 @@ PANEL, BOX, STEP, STEP_BYTES = (64, 128, 256, 512), 64, 16, 32
 STAGES = (2, 3, 4, 6)
 # Rows of x from which on the template is offered; most rows and columns of a block, and block rows of a warpgroup.
 LEAST_M, MOST_ROWS, MOST_COLS, MOST_EACH = 33, 64, 128, 16
+# Registers of a thread beside sums.
+BESIDES = 32
 # Of the default: block columns of a panel at least, and what an instruction takes in clocks beside its block.
 FEWEST_COLUMNS, OF_X = 4, 16
 
@@ -51,8 +53,6 @@ def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str |
         return f"{e.tile_n // 2} sums in each of {e.threads} threads exceed the registers"
     if e.room < 1:
         return f"{e.stages} stages of {e.panel} columns of x leave no room for blocks"
-    if e.stored_bytes > e.stages * e.stage_bytes:
-        return f"{e.stages} stages of {e.stage_bytes} bytes have no room for a tile of y, of {e.stored_bytes}"
     if e.stages > 2 and e.stages * e.panel > 2 * max(problem.k, e.panel):
         return f"{e.stages} stages of {e.panel} columns are twice a row of k={problem.k}"
     return None
@@ -217,7 +217,9 @@ class Extents:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of a tile of y in shared memory, where the stages have been."""
+        """Bytes of a tile of y in shared memory, where the stages have been: they take as much, as `room` is that of a
+        panel or that of all shared memory.
+        """
         return self.tile_m * self.pitch * 2
 
     @property
