@@ -6,10 +6,10 @@ and of `block_warpgroups` for larger ones, beside other products.
 A *family* is a weight's shape and block, for which points are compiled once, on all cores: a kernel serves every number
 of rows and every pattern. They are the defaults of its problems, those of `CHOSEN`, and `--points` that are drawn from
 those with as many stages as one or two thread blocks of a multiprocessor have room for. Beside them stand the defaults
-of the other templates, PyTorch's product with a dense copy of the weight (cuBLAS), and with `--triton` PyTorch's block-sparse
-one. Each point is compared with the product in float64 before it is timed; a wrong one is a line with a reason. Times
-are of a kernel alone, in a CUDA graph, inputs hot, contenders in turn. `tflops` counts stored blocks, and a default is
-marked for its problem.
+of the other templates, PyTorch's product with a dense copy of the weight (cuBLAS), and with `--triton` PyTorch's
+block-sparse one. Each point is compared with the product in float64 before it is timed; a wrong one is a line with a
+reason. Times are of a kernel alone, in a CUDA graph, inputs hot, contenders in turn. `tflops` counts stored blocks, and
+a default is marked for its problem.
 
 `--dense` writes what PyTorch's dense product takes, by rows and shape; `--sampled` what points of `sampled_warpgroups`
 take, the gradient of stored blocks, beside PyTorch's dense product alone and with the blocks copied out of it;
@@ -148,7 +148,9 @@ def drawn(
     largest = max(problems, key=lambda problem: problem.m)
     name, chosen = CHOSEN[largest.block_shape[0]]
     template = spaces.find(name)
-    found = {of.candidate(of.default(problem, machine)): None for of in offered(largest, machine) for problem in problems}
+    found = {
+        of.candidate(of.default(problem, machine)): None for of in offered(largest, machine) for problem in problems
+    }
     for few in chosen:
         point = few | {"overlap": 1}
         if template.point(largest, machine, point) is None:

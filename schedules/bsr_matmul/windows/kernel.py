@@ -282,7 +282,8 @@ def bring_row(e: Extents) -> Callable[..., Any]:
                         s.slot * (e.stage_bytes // 4) + e.x_bytes // 4
                         + (s.part * e.room + s.used + b) * (e.block_bytes // 4)
                         + place_of(v // vectors, v % vectors) // 4]),
-                    io.data.ptr_to([s.at[u] + b, v // vectors, v % vectors * 8]), operands.UNIT, T.uint32(operands.UNIT))
+                    io.data.ptr_to([s.at[u] + b, v // vectors, v % vectors * 8]),
+                    operands.UNIT, T.uint32(operands.UNIT))
 
     @T.inline
     def phase(io, s, u):

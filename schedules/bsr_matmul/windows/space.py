@@ -25,8 +25,12 @@ STAGES = (2, 3, 4, 6)
 LEAST_M, MOST_ROWS, MOST_COLS, MOST_EACH = 33, 64, 128, 16
 # Registers of a thread beside sums.
 BESIDES = 32
-# Of the default: block columns of a panel at least, and what an instruction takes in clocks beside its block.
-FEWEST_COLUMNS, OF_X = 4, 16
+# Figures of `estimate`, taken from counts and not fitted to times: clocks of an instruction that reads x, clocks of a
+# microsecond, and bytes that a multiprocessor's shared memory delivers in a clock; microseconds that a warp takes for a
+# stage, for a block row in it and for a block; those before the first stage has come; how many standard deviations of
+# blocks find room; and the latency of a stage, which the others hide.
+OF_X, CLOCKS, SHARED_BYTES = 16, 1700, 128
+OF_STAGE, OF_ROW, OF_BLOCK, BEGIN, DEVIATIONS, ON_ITS_WAY = 0.2, 0.03, 0.015, 1.0, 2, 0.125
 
 
 def space(problem: BsrMatmul, machine: Machine) -> Table:
@@ -63,41 +67,33 @@ def declines(problem: BsrMatmul, machine: Machine) -> bool:
 
 
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:
-    """The point that `estimate` takes to be the fastest, of those that read ahead while they multiply."""
-    points = itertools.product(*space(problem, machine).values())
-    found = [dict(zip(("tiles", "tile_n", "panel", "stages", "overlap"), point, strict=True)) for point in points]
+    """The point that `estimate` takes to be the fastest."""
+    table = space(problem, machine)
+    found = [dict(zip(table, choices, strict=True)) for choices in itertools.product(*table.values())]
     found = [point for point in found if point["overlap"] and allowed(problem, machine, point) is None]
     return min(found, key=lambda point: estimate(problem, machine, Extents.of(problem, point)))
 
 
 def estimate(problem: BsrMatmul, machine: Machine, e: Extents) -> float:
-    """About how many microseconds the kernel takes: rounds of thread blocks, bound by what the L2 cache delivers, by
-    what instructions read from shared memory, or by the producer warps; panels of which not all blocks find room are
-    brought again.
+    """About how many microseconds the kernel takes: its rounds of thread blocks, bound by what the L2 cache delivers,
+    by what instructions read from shared memory, or by the steps of a warp. Panels of which not all blocks find room
+    come again.
     """
     density = 1 - problem.sparsity
-    columns, rounds = e.panel / e.cols, 1.0
-    expected = density * columns * e.rows_each
-    likely = expected + 2 * (expected * (1 - density)) ** 0.5
-    rounds = max(1.0, likely / e.room)
-    panels = ceildiv(e.k, e.panel) * rounds
-    products = density * e.rows_each * e.tiles * e.k / STEP
-    clocks = products * max(e.rows / 2, OF_X + e.rows / 4) + (panels * e.x_bytes + density * e.n_each * e.k * 2) / 128
-    bytes_ = panels * e.x_bytes + density * e.n_each * e.k * 2 + e.tile_m * e.n_each * 2
-    # A stage costs each side some steps that nothing hides if it holds few blocks.
-    alone = panels * (0.2 + 0.03 * e.rows_each + 0.015 * expected)
-    each = e.thread_blocks_each
-    blocks = e.tiles_n * ceildiv(problem.m, e.tile_m) / machine.cores
-    waves = ceildiv(e.tiles_n * ceildiv(problem.m, e.tile_m), machine.cores * each)
-    shared = max(bytes_ / L2_BYTES, clocks / CLOCKS)
-    # Reading ahead hides the latency of all stages but one.
-    latency = 1.0 + 0.5 * panels / (e.stages - 1) ** 2 / 4
-    if waves == 1:
-        return LAUNCH + latency + max(shared * max(blocks, 1.0), alone)
-    return LAUNCH + (waves + blocks / each) / 2 * (latency + max(shared * each, alone))
-
-
-CLOCKS = 1700
+    expected = density * e.rows_each * e.panel / e.cols  # blocks of a warpgroup in a panel
+    again = max(1.0, (expected + DEVIATIONS * (expected * (1 - density)) ** 0.5) / e.room)
+    panels = ceildiv(e.k, e.panel) * again
+    brought = panels * e.x_bytes + density * e.n_each * e.k * 2
+    clocks = density * e.n_each / e.rows * e.k / STEP * max(e.rows / 2, OF_X + e.rows / 4) + brought / SHARED_BYTES
+    shared = max((brought + e.tile_m * e.n_each * 2) / L2_BYTES, clocks / CLOCKS)
+    alone = panels * (OF_STAGE + OF_ROW * e.rows_each + OF_BLOCK * expected)
+    latency = BEGIN + ON_ITS_WAY * panels / (e.stages - 1) ** 2
+    each, thread_blocks = e.thread_blocks_each, e.tiles_n * ceildiv(problem.m, e.tile_m)
+    of_one = thread_blocks / machine.cores  # of a multiprocessor
+    if of_one <= each:
+        return LAUNCH + latency + max(shared * max(of_one, 1.0), alone)
+    rounds = (of_one / each + ceildiv(thread_blocks, machine.cores * each)) / 2
+    return LAUNCH + rounds * (latency + max(shared * each, alone))
 
 
 @dataclass(frozen=True)
