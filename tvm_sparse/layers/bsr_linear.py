@@ -87,7 +87,8 @@ class BsrLinear(torch.nn.Module):
     (`torch.compile(fullgraph=True)`) and exported (`torch.export`). Conversions without a kernel, such as `double()`,
     raise a TypeError and change nothing.
 
-    When not to use it: with fewer than about half of the blocks zero, a dense layer is as fast.
+    When not to use it: with fewer than about half of the blocks zero, a dense layer is as fast. For inference `freeze`
+    lets the layer take the dense product where that is likely to be faster.
     """
 
     data: Any
@@ -99,7 +100,9 @@ class BsrLinear(torch.nn.Module):
     turned_indices: torch.Tensor
     turned_indptr: torch.Tensor
     turned_order: torch.Tensor
-    _kept: tuple[BsrWeight, Any, tuple[int, int]] | None
+    _kept: tuple[BsrWeight, Any, tuple[int, int, bool, int]] | None
+    _frozen: bool
+    _dense: bool | None
     _structure: int
     _turned_structure: int
 
@@ -113,6 +116,7 @@ class BsrLinear(torch.nn.Module):
             raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS[1:])} or None, got {activation!r}")
         self.out_features, self.in_features = weight.shape
         self.block_shape, self.activation = weight.block_shape, activation
+        self._frozen, self._dense = False, None
         data = weight.data
         if bias is not None:
             wanted = ((self.out_features,), data.dtype, data.device)
@@ -209,6 +213,29 @@ class BsrLinear(torch.nn.Module):
         given = BsrWeight(weight.detach().clone())
         return cls(given, None if bias is None else bias.detach().clone(), activation=activation)
 
+    def freeze(self, *, dense: bool | None = None) -> BsrLinear:
+        """Declare that the blocks are no longer written, for inference; they become a parameter without a gradient.
+
+        Calls without a gradient then have a `constant` weight, as in `BsrWeight`: they take PyTorch's product with a
+        dense copy of the weight where that is likely to be faster. The first such call makes the copy, of
+        `out_features * in_features` elements, and the layer keeps it. Loading a state dict, moving or converting the
+        layer drops the copy; `layer.data.requires_grad_()` thaws the layer.
+
+        Parameters
+        ----------
+        dense
+            As in `bsr_matmul`: False makes no copy, True always takes the dense product.
+
+        Returns
+        -------
+        layer
+            The layer itself.
+        """
+        self.data.requires_grad_(False)
+        self._frozen, self._dense = True, dense
+        self._kept = None
+        return self
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., out_features)` for x `(..., in_features)`."""
         data, bias = self.data, self.bias
@@ -218,7 +245,9 @@ class BsrLinear(torch.nn.Module):
             x, data, bias = x.to(dtype), data.to(dtype), None if bias is None else bias.to(dtype)
         elif not self._in_graph(x, data, bias):
             weight, bias = self._eager(data, bias)
-            return bsr_matmul(x, weight, bias=bias, activation=self.activation)
+            return bsr_matmul(
+                x, weight, bias=bias, activation=self.activation, dense=self._dense if weight.constant else None
+            )
         backward = Turned(
             self.turned_places,
             self.turned_indices,
@@ -239,11 +268,15 @@ class BsrLinear(torch.nn.Module):
 
     def _eager(self, data: Any, bias: Any) -> tuple[BsrWeight, Any]:
         """Weight and bias without gradients, with the kernels of earlier calls."""
-        where = data.data_ptr(), 0 if bias is None else bias.data_ptr()
+        constant = self._frozen and not data.requires_grad
+        # A layer that was trained between two times of being frozen has other blocks in the same place.
+        version = data._version if constant and not data.is_inference() else 0
+        where = data.data_ptr(), 0 if bias is None else bias.data_ptr(), constant, version
         kept = self._kept
         if kept is None or kept[2] != where:
             parts = data.detach(), self.indices, self.indptr
-            weight = BsrWeight.assembled(parts, self.order, self._structure)
+            structure = Structure.unpacked(self._structure)._replace(constant=constant).packed()
+            weight = BsrWeight.assembled(parts, self.order, structure)
             kept = self._kept = weight, None if bias is None else bias.detach(), where
         return kept[0], kept[1]
 
@@ -368,7 +401,8 @@ def sparsify(
     Subclasses of `torch.nn.Linear` are not replaced: they may compute something else, or other modules may read their
     weight (`torch.nn.MultiheadAttention` does). Code that reads `layer.weight` of a replaced layer gets the dense
     matrix, see `BsrLinear`. Pruning by magnitude costs accuracy without fine-tuning. For fine-tuning, make the
-    optimiser after this call, since the blocks are parameters of the new layers.
+    optimiser after this call, since the blocks are parameters of the new layers. For inference, `freeze` each new
+    layer.
     """
     if isinstance(model, torch.nn.Linear):
         raise TypeError("model: is a linear layer itself; use tvm_sparse.nn.BsrLinear.from_dense")

@@ -173,8 +173,8 @@ def look_ahead(e: Extents) -> Callable[..., Any]:
 def find_rows(e: Extents) -> Callable[..., Any]:
     """Find the part's block rows; the phase is (io, s).
 
-    Of block rows in the order of their lengths, a thread block has the n-th from the front of one stretch and from the
-    back of the next, and so have its parts: all have about as many blocks.
+    Block rows in the order of their lengths are cut into stretches. A thread block takes the n-th from the front of one
+    and from the back of the next, and each of its parts takes every `tiles`-th: all have about as many blocks.
 
     Reads: `order`, or `indptr` where the host has not looked at the pattern; `indices`.
     Writes: `at`, `stop`, `ahead`; `row_of`. Barriers: none.

@@ -203,7 +203,7 @@ class Extents:
 
     @property
     def list_words(self) -> int:
-        """Entries of a part's list of a stage: one is read behind the last."""
+        """Entries of a part's list of a stage: one more than blocks, as the next one is always read."""
         return self.room + 1
 
     @property
