@@ -240,8 +240,8 @@ TIMERS = {
 def new_session(
     seat: Seat, seed: int, problem: Problem, strategy: str, *, fresh: bool = False, structure: str | None = None
 ) -> Session:
-    """The provenance of a run that starts now, on this seat's device and others of the same kind. Of a structure from a
-    file it has the file's name alone.
+    """The provenance of a run that starts now, on this seat's device and others of the same kind. It has the name
+    of a structure's file without its folder.
     """
     timed = problem.tuned if structure is None else f"{FROM_FILE}{Path(structure).name}"
     machine = seat.device.machine

@@ -7,7 +7,8 @@ The producer warps, after the others of a thread block,
     find_rows       where block rows begin and end
     agree           the next panel
     bring_x         copies of x
-    bring_row       copies of a block row's blocks, and the list of them
+    take_row        which blocks of a block row come, and the list of them
+    bring_row       copies of these blocks
 
 the warpgroups,
 
@@ -74,10 +75,10 @@ class State(Buffers):
         That of the lane before.
     base, limit
         The first column of the panel in hand, in boxes of x; and the first block column after the panel.
-    used, count
-        Blocks of a warp in a stage, and those of a row.
+    used
+        Blocks of a warp in a stage.
     many
-        Blocks of the part's block rows in the stage in hand.
+        Blocks of each of the part's block rows in the stage in hand; at first the block rows themselves.
     sums
         Sums of the warpgroup's tile: a thread has `rows // 2` for each block row.
     place, next
@@ -116,7 +117,6 @@ class State(Buffers):
     limit: Any = scalar()
     parity: Any = scalar()
     used: Any = scalar()
-    count: Any = scalar()
     fit: Any = scalar("uint32")
     more: Any = scalar()
     many: Any = local("int32", lambda e: e.rows_each)
@@ -186,22 +186,23 @@ def find_rows(e: Extents) -> Callable[..., Any]:
         for u in T.unroll(e.rows_each):
             stretch: T.int32 = u * e.tiles + s.part
             row: T.int32 = stretch * e.tiles_n + T.Select(stretch % 2 == 0, s.tile, e.tiles_n - 1 - s.tile)
-            found: T.int32 = -1
+            s.many[u] = -1
             s.at[u] = 0
             s.stop[u] = 0
             if row < e.block_rows:
                 if io.long >= 0:
-                    load_int(found, io.order.ptr_to([row, 0]))
+                    load_int(s.many[u], io.order.ptr_to([row, 0]))
                     load_int(s.at[u], io.order.ptr_to([row, 1]))
                     load_int(s.stop[u], io.order.ptr_to([row, 2]))
                 else:
-                    found = row
+                    s.many[u] = row
                     load_int(s.at[u], io.indptr.ptr_to([row]))
                     load_int(s.stop[u], io.indptr.ptr_to([row + 1]))
-            if s.lane == 0:
-                s.row_of[s.part * e.rows_each + u] = found
         for u in T.unroll(e.rows_each):
             look(io, s, u)
+        if s.lane == 0:
+            for u in T.unroll(e.rows_each):
+                s.row_of[s.part * e.rows_each + u] = s.many[u]
 
     return phase
 
@@ -251,39 +252,18 @@ def bring_x(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def bring_row(e: Extents) -> Callable[..., Any]:
-    """Have blocks of a row brought: those that come next and lie in the panel, as far as there is room; the phase is
-    (io, s, u).
+def take_row(e: Extents) -> Callable[..., Any]:
+    """Take the blocks of a row that come next and lie in the panel, as far as there is room; the phase is (io, s, u).
 
-    Reads: `ahead`, `limit`. Writes: `counts`, `listed`, `used`; `ring`, by and by; moves `at` and `ahead` on.
+    Reads: `ahead`, `limit`. Writes: `many`, `counts`, `listed`, `used`; moves `at` and `ahead` on.
     Barriers: none, but all lanes of the warp take part.
     """
     look = look_ahead(e)
-    vectors = e.cols // 8  # of a row of a block
 
     def unit_of(s: Any, u: Any) -> Any:
         """Where a block's columns of x lie in the panel, in units."""
         column = s.ahead[u] * e.cols - s.base * BOX
         return T.Cast("uint32", column // BOX * (e.box_bytes // operands.UNIT) + column % BOX * 2 // operands.UNIT)
-
-    def place_of(row: Any, vector: Any) -> Any:
-        """The byte at which a vector of a block's row lies: steps of 16 columns one after another, of which every
-        eight rows are swizzled by their 32 bytes."""
-        half = T.bitwise_xor(vector % 2, row // 4 % 2)
-        return vector // 2 * (e.rows * STEP_BYTES) + row * STEP_BYTES + half * operands.UNIT
-
-    @T.inline
-    def copy_block(io, s, u, b):
-        for i in T.unroll((e.rows * vectors + 31) // 32):
-            v: T.int32 = i * 32 + s.lane
-            if v < e.rows * vectors:
-                copy_vector(
-                    s.ring.ptr_to([
-                        s.slot * (e.stage_bytes // 4) + e.x_bytes // 4
-                        + (s.part * e.room + s.used + b) * (e.block_bytes // 4)
-                        + place_of(v // vectors, v % vectors) // 4]),
-                    io.data.ptr_to([s.at[u] + b, v // vectors, v % vectors * 8]),
-                    operands.UNIT, T.uint32(operands.UNIT))
 
     @T.inline
     def phase(io, s, u):
@@ -292,18 +272,50 @@ def bring_row(e: Extents) -> Callable[..., Any]:
             T.uint32(FULL_WARP),
             T.And(s.ahead[u] < s.limit, T.Or(s.lane == 0, s.ahead[u] > s.before)))
         # Lanes before the first that does not.
-        s.count = T.min(
+        s.many[u] = T.min(
             T.Cast("int32", T.popcount(s.fit & T.bitwise_not(s.fit + T.uint32(1)))), e.room - s.used)
-        if s.lane < s.count:
+        if s.lane < s.many[u]:
             s.listed[(s.slot * e.tiles + s.part) * e.list_words + s.used + s.lane] = unit_of(s, u)
         if s.lane == 0:
-            s.counts[s.slot * e.block_rows_each + s.part * e.rows_each + u] = s.count
-        for b in rolled(s.count):
-            copy_block(io, s, u, b)
-        s.used = s.used + s.count
-        if s.count > 0:
-            s.at[u] = s.at[u] + s.count
+            s.counts[s.slot * e.block_rows_each + s.part * e.rows_each + u] = s.many[u]
+        s.used = s.used + s.many[u]
+        if s.many[u] > 0:
+            s.at[u] = s.at[u] + s.many[u]
             look(io, s, u)
+
+    return phase
+
+
+def bring_row(e: Extents) -> Callable[..., Any]:
+    """Have the blocks of a row brought that were taken; the phase is (io, s, u).
+
+    Reads: `many`, `at`. Writes: `ring`, by and by; moves `used` on. Barriers: none.
+    """
+    vectors = e.cols // 8  # of a row of a block
+
+    def place_of(row: Any, vector: Any) -> Any:
+        """The byte at which a vector of a block's row lies: steps of 16 columns one after another, of which every
+        eight rows are swizzled by their 32 bytes."""
+        half = T.bitwise_xor(vector % 2, row // 4 % 2)
+        return vector // 2 * (e.rows * STEP_BYTES) + row * STEP_BYTES + half * operands.UNIT
+
+    @T.inline
+    def copy_block(io, s, block):
+        for i in T.unroll((e.rows * vectors + 31) // 32):
+            v: T.int32 = i * 32 + s.lane
+            if v < e.rows * vectors:
+                copy_vector(
+                    s.ring.ptr_to([
+                        s.slot * (e.stage_bytes // 4) + e.x_bytes // 4
+                        + (s.part * e.room + s.used) * (e.block_bytes // 4)
+                        + place_of(v // vectors, v % vectors) // 4]),
+                    io.data.ptr_to([block, v // vectors, v % vectors * 8]), operands.UNIT, T.uint32(operands.UNIT))
+
+    @T.inline
+    def phase(io, s, u):
+        for b in rolled(s.many[u]):
+            copy_block(io, s, s.at[u] - s.many[u] + b)
+            s.used = s.used + 1
 
     return phase
 
@@ -316,8 +328,8 @@ def produce(e: Extents) -> Callable[..., Any]:
     Barriers: those of `agree`; awaits `empty`, and arrives at `full`, as its copies do.
     """
     do = SimpleNamespace(
-        find_rows=find_rows(e), agree=agree(e), bring_x=bring_x(e), bring_row=bring_row(e),
-        next_stage=next_stage(e.stages))
+        find_rows=find_rows(e), agree=agree(e), bring_x=bring_x(e), take_row=take_row(e),
+        bring_row=bring_row(e), next_stage=next_stage(e.stages))
 
     @T.inline
     def hand_over(s):
@@ -337,6 +349,10 @@ def produce(e: Extents) -> Callable[..., Any]:
                 if s.lane == 0:
                     do.bring_x(s)
             s.used = 0
+            for u in T.unroll(e.rows_each):
+                do.take_row(io, s, u)
+            s.used = 0
+            # The columns of later blocks come meanwhile.
             for u in T.unroll(e.rows_each):
                 do.bring_row(io, s, u)
             hand_over(s)
@@ -418,8 +434,7 @@ def consume(e: Extents) -> Callable[..., Any]:
                 s.place = (s.slot * e.tiles + s.part) * e.list_words
                 s.next = s.listed[s.place]
                 s.used = s.place
-                for u in T.unroll(e.rows_each):
-                    multiply(s, u)
+                multiply(s, 0)
                 # The products of one block may be in flight, which has to be one of this stage.
                 if s.place == s.used:
                     operands.wait(0)
@@ -428,6 +443,8 @@ def consume(e: Extents) -> Callable[..., Any]:
                 if s.left >= 0:
                     give(s)
                 s.left = s.slot
+                for u in T.unroll(e.rows_each - 1):
+                    multiply(s, u + 1)
                 advance(s)
         operands.wait(0)
 
