@@ -71,7 +71,7 @@ OTHER_WINDOWS: tuple[tuple[str, dict[str, int]], ...] = (
     ),
     (
         "m=64,k=768,n=96,block=24x32,sparsity=0.7,dtype=float16",
-        {"tiles": 2, "tile_n": 48, "panel": 512, "stages": 2, "overlap": 0},
+        {"tiles": 2, "tile_n": 48, "panel": 256, "stages": 2, "overlap": 0},
     ),
     (
         "m=40,k=640,n=512,block=16,sparsity=0.8,dtype=bfloat16,bias=1",
