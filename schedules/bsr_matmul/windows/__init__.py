@@ -1,8 +1,8 @@
 """Block-sparse matmul by products of warpgroups (`wgmma`, compute capability 9.0), for small blocks and many rows of x.
 
-With blocks of 16 or 32 rows a panel of x has a block in nearly all panels of a thread block's rows of the weight. So x
-is brought whole: a thread block has 64 rows of x and `tiles * tile_n` rows of the weight, a tile for each of its
-warpgroups, and walks the columns in panels of `panel` columns. For density d a product of two elements takes
+With blocks of 16 or 32 rows a thread block has many block rows, and some of them have a block in nearly every panel of
+columns. So x is brought whole: a thread block has 64 rows of x and `tiles * tile_n` rows of the weight, a tile for each
+of its warpgroups, and walks the columns in panels of `panel` columns. For density d a product of two elements takes
 1 / (tiles * tile_n) + d / 64 elements from the L2 cache.
 
 **A producer warp for each warpgroup** has the warpgroup's block rows. Lanes hold the columns of a row's next 32 blocks;

@@ -75,14 +75,23 @@ class State(Buffers):
         That of the lane before.
     base, limit
         The first column of the panel in hand, in boxes of x; and the first block column after the panel.
-    used
-        Blocks of a warp in a stage.
+    parity
+        Which half of `nearest` the next panel uses.
+    used, fit
+        Blocks of a warp in a stage; and the lanes whose block comes next, a bit each.
     many
         Blocks of each of the part's block rows in the stage in hand; at first the block rows themselves.
     sums
         Sums of the warpgroup's tile: a thread has `rows // 2` for each block row.
+    more
+        Whether there is another stage.
     place, next
         Where a block stands in the stage's list, and its entry.
+    panel_of, panel_at, block_at, a
+        Low halves of descriptors: of x in the first stage and in the stage in hand, of the block, and of its columns of
+        x.
+    words
+        A vector of y.
     ring
         Shared: the stages, each a panel of x, and room for blocks of each part.
     stored
