@@ -27,7 +27,7 @@ from tvm_sparse.core.registry import parse
 from tvm_sparse.operators.block_recurrent.call import BlockRecurrentWeights
 from tvm_sparse.operators.edit_logits.penalties import PENALTIES
 from tvm_sparse.operators.sparse_recurrent.call import RecurrentWeights
-from tvm_sparse.runtime.signature import ROWS, Absent, Number, Output, Shard, Signature, Structure, Text
+from tvm_sparse.runtime.signature import ROWS, Absent, Number, Output, Shard, Signature, Stored, Structure, Text
 
 # Every public function that takes arrays and is an operator's, by name.
 SIGNATURES: dict[str, Signature] = {
@@ -60,6 +60,12 @@ def plainly(problem: Problem, given: Mapping[str, Any]) -> Arguments:
 def softmax_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
     """The arguments of softmax and its logarithm."""
     return {**plainly(problem, given), "dtype": problem.result or None}
+
+
+def head_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
+    """Of the exact head: an embedding in eight bits is one argument, of octets and scales."""
+    parts = {"embedding": (given["embedding"], given["scales"])} if problem.stored else {}
+    return {**plainly(problem, given), **parts}
 
 
 def rows_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
@@ -145,7 +151,7 @@ CASES: dict[str, Case] = {
     ),
     "logsumexp": Case("logsumexp/batch=7,vocab=61", {"batch": 4}),
     "softmax_topk": Case("softmax_topk/batch=7,vocab=61,k=5", {"batch": 4}, arrays={**_OPTIONAL, **_BITMAP}),
-    "head_topk": Case("head_topk/batch=7,vocab=61,hidden=16,k=5", {"batch": 4}, arrays=_OPTIONAL),
+    "head_topk": Case("head_topk/batch=7,vocab=61,hidden=16,k=5", {"batch": 4}, head_of, _OPTIONAL),
     "candidate_topk": Case(
         "candidate_topk/lists=1,beam=6,vocab=61,hidden=16,m=10,k=3", {"beam": 4}, rows_of, {"bias": {"bias": 1}}, _LISTS
     ),
@@ -281,6 +287,9 @@ def _of_form(case: Case, name: str, form: Any, first: bool) -> Iterator[Variant]
     elif isinstance(form, Text):
         for text in form.values:
             yield Variant(name, text, {case.texts[name]: text, **case.numbers.get(name, {})})
+    elif isinstance(form, Stored):
+        for dtype in form.dtypes:
+            yield Variant(name, dtype, {"stored": dtype})
     elif isinstance(form, Structure):
         for kind in form.kinds:
             library = "numpy" if kind.startswith("scipy") else "torch"
@@ -478,6 +487,8 @@ def placed(value: Any, library: str, device: str, kind: str, problem: Problem) -
     if not isinstance(value, tuple):
         return value
     parts = tuple(placed(one, library, device, "", problem) for one in value)
+    if problem.operator == "head_topk":
+        return tvm_sparse.QuantizedEmbedding.of_octets(*parts, problem.stored)
     if problem.operator == "bsr_matmul":
         return _weight(parts, kind or "BsrWeight", problem)
     shape = (problem.n, problem.k) if problem.operator == "csr_linear" else (problem.rows, problem.vocab)

@@ -160,7 +160,7 @@ def test_threshold_0_computes_all_logits() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"path": "auto"}, ValueError, "path: expected one of lsh, exact, got 'auto'"),
+        ({"path": "auto"}, ValueError, "path: expected one of lsh, exact, quantized, got 'auto'"),
         ({"beam": 0}, ValueError, "beam: expected at least 1, got 0"),
         ({"threshold": 99}, ValueError, r"threshold: expected 0 <= threshold <= bands \(64\), got 99"),
         ({"head_dim": 3}, TypeError, "head_dim"),

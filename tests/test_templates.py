@@ -460,6 +460,7 @@ def test_blocks_of_threads_share_a_long_row(name: str, key: str, decisions: dict
 
 # Problems for each operator whose templates overlap their producer kernel; the first that fits is taken.
 OVERLAPPED = {
+    "screen": ("screen/rows=3,vocab=400,k=5,groups=2",),
     "softmax_topk": (
         "softmax_topk/batch=2,vocab=6001,k=20,dtype=float16,bias=1,ids=3",
         "softmax_topk/batch=3,vocab=1001,k=20,dtype=float16,bias=1,ids=3",

@@ -32,6 +32,30 @@ __device__ __forceinline__ {held} fixed_{kind}({given} place) {{
         ("u64", "unsigned long long", "const void*", "l"),
     )
 }
+# Two bytes of a 32-bit word as two elements of 16 bits, by the dtypes of both: few instructions, and exact. int8 as
+# bfloat16: 128 + its lower seven bits, less 128 or, of a negative number, 256. int8 as float16: 1024 + (the number +
+# 128), less 1152. Bits of float8_e4m3fn, put where those of the other dtype are, are the number over the power of two
+# by which the dtypes' exponents are biased apart.
+PAIRS = {
+    ("int8", "bfloat16"): """
+  unsigned int a = __byte_perm(w & 0x7F7F7F7F, filler, second ? 0x4342 : 0x4140);
+  unsigned int b = __byte_perm(w & 0x80808080, filler, second ? 0x4342 : 0x4140);
+  __nv_bfloat162 pair = __hsub2(*(__nv_bfloat162*)&a, *(__nv_bfloat162*)&b);""",
+    ("int8", "float16"): """
+  unsigned int a = __byte_perm(w ^ 0x80808080, filler, second ? 0x4342 : 0x4140), b = 0x64806480;
+  __half2 pair = __hsub2(*(__half2*)&a, *(__half2*)&b);""",
+    ("float8_e4m3fn", "bfloat16"): """
+  unsigned int high = __byte_perm(w, 0, second ? 0x3424 : 0x1404);
+  unsigned int a = (high & 0x80008000) | ((high & 0x7F007F00) >> 4), b = 0x7B807B80;
+  __nv_bfloat162 pair = __hmul2(*(__nv_bfloat162*)&a, *(__nv_bfloat162*)&b);""",
+    ("float8_e4m3fn", "float16"): """
+  unsigned int high = __byte_perm(w, 0, second ? 0x3424 : 0x1404);
+  unsigned int a = (high & 0x80008000) | ((high & 0x7F007F00) >> 1), b = 0x5C005C00;
+  __half2 pair = __hmul2(*(__half2*)&a, *(__half2*)&b);""",
+}
+# What fills the upper bytes, where they are not those of the number. It comes from a register, because the compiler
+# would otherwise move the constant to one for each pair.
+FILLERS = {("int8", "bfloat16"): 0x43434343, ("int8", "float16"): 0x64646464}
 # PTX's types of the dtypes that indices have.
 PTX_INDEX = {"int32": "s32", "int64": "s64"}
 
@@ -54,6 +78,21 @@ def value_in(dtype: str, word: tirx.PrimExpr, part: tirx.PrimExpr | int) -> tirx
 def value_at(dtype: str, words: tirx.Buffer, at: tirx.PrimExpr | int, e: tirx.PrimExpr | int) -> tirx.PrimExpr:
     """The float32 of the `e`-th element of a vector whose first word is `words[at]`."""
     return value_in(dtype, words[at + e // per_word(dtype)], e % per_word(dtype))
+
+
+def pair_of_bytes(
+    stored: str, dtype: str, word: tirx.PrimExpr, second: int, filler: tirx.PrimExpr | int
+) -> tirx.PrimExpr:
+    """A 32-bit word of two elements of a dtype of 16 bits: the first two bytes of `word`, or, if `second`, the other
+    two, which are of the dtype `stored`. `filler`: that of `FILLERS`, or any 32-bit word where there is none.
+    """
+    name = f"pair_of_{stored}_{dtype}"
+    source = (
+        f"__device__ __forceinline__ unsigned int {name}(unsigned int w, bool second, unsigned int filler)"
+        f" {{{PAIRS[stored, dtype]}\n"
+        "  return *(unsigned int*)&pair;\n}\n"
+    )
+    return T.cuda.func_call(name, word, T.bool(bool(second)), filler, source_code=source, return_type="uint32")
 
 
 @T.inline

@@ -6,6 +6,7 @@ vocabulary, and all rows of its batch are the beam. A token's number in its list
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
@@ -38,6 +39,23 @@ def best_of(problem: OutputLayer) -> int:
 def candidates_of(problem: OutputLayer) -> int:
     """Candidates of a list; 0 of the exact head, whose list is the vocabulary."""
     return 0 if isinstance(problem, HeadTopk) else problem.m
+
+
+def stored_of(problem: OutputLayer) -> str:
+    """The dtype of an embedding in eight bits; empty of one that has the dtype of the hidden states."""
+    return problem.stored if isinstance(problem, HeadTopk) else ""
+
+
+def writes_scores(problem: OutputLayer) -> bool:
+    """Whether the scores of all words are an output, which takes the place of a workspace."""
+    return isinstance(problem, HeadTopk) and bool(problem.logits)
+
+
+def with_scores(io: Any) -> Any:
+    """A kernel's arguments with its scores under one name, whether they are an output or a workspace."""
+    if not writes_scores(io.problem):
+        return io
+    return SimpleNamespace(**{**vars(io), "scores": io.logits})
 
 
 def rows_shape(problem: OutputLayer, *rest: int) -> tuple[int | str, ...]:

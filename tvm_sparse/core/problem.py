@@ -97,6 +97,8 @@ class Problem(ABC):
     # Axes beside `batch_axis` that count rows, too, which are computed independently: hypotheses that share a list of
     # candidates, or sequences of a recurrent layer.
     row_axes: ClassVar[tuple[str, ...]] = ()
+    # Axes that models of the operator's times may have been trained without: such models know only the defaults.
+    added_axes: ClassVar[tuple[str, ...]] = ()
     # Data axes that summarise the batch's rows, each with the value that stands for every batch (`of_any_batch`).
     typical_rows: ClassVar[Mapping[str, Any]] = {}
     # Extents of arguments that follow from the data alone, such as `nnz`.
@@ -130,6 +132,12 @@ class Problem(ABC):
     @property
     def axes(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @property
+    def added(self) -> dict[str, Any]:
+        """Those of the `added_axes` that have another value than the default."""
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        return {name: self.axes[name] for name in self.added_axes if self.axes[name] != fields[name]}
 
     @property
     def key(self) -> str:
@@ -473,13 +481,13 @@ def _agree(found: np.ndarray, wanted: np.ndarray, bound: np.ndarray | None) -> n
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The NumPy dtype of a dtype's name, bfloat16 included."""
+    """The NumPy dtype of a dtype's name, bfloat16 and float8_e4m3fn included."""
     import numpy as np
 
-    if name == "bfloat16":
+    if name in ("bfloat16", "float8_e4m3fn"):
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(getattr(ml_dtypes, name))
     return np.dtype(name)
 
 

@@ -136,13 +136,14 @@ BUILTIN = (
     Operator("block_recurrent", public=("block_recurrent", "block_recurrent_weights", "BlockRecurrentWeights")),
     Operator("recurrent_backward"),
     Operator("bsr_sddmm"),
+    Operator("screen"),
 )
 
 # Operators that a kind of program calls together: what `--set` names.
 SETS: Mapping[str, tuple[str, ...]] = {
     "serve": (
         *("softmax_topk", "softmax_sample", "edit_logits", "softmax", "logsumexp"),
-        *("head_topk", "candidate_topk", "candidate_logits"),
+        *("head_topk", "candidate_topk", "candidate_logits", "screen"),
         *("wta_hash", "lsh_lookup", "compaction", "lsh_candidates", "lsh_topk"),
     ),
     "sparse": ("bsr_matmul", "bsr_sddmm", "csr_linear", "nhot_lookup"),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..core.problem import width as rounded_up
+from ..formats.quantized import QuantizedEmbedding
 from ..operators.candidate_logits.call import candidate_logits
 from ..operators.head_topk.call import FUSED_K, head_topk, pair_facts
 from ..operators.head_topk.product import float_scores, rows_at_once
@@ -60,6 +61,7 @@ def head_sample(
         Shape `(batch, hidden)`; float32, float16 or bfloat16.
     embedding
         Shape `(vocab, hidden)`, one row for each word, of the dtype and on the device of `hidden`; `vocab` below 2^31.
+        Or a `QuantizedEmbedding`, as for `head_topk`.
     temperature, top_k, top_p, min_p, bias, allowed, uniforms, seed, offset, max_top_k, best
         As for `softmax_sample`: numbers, or arrays with one for each row; a bias and a bitmap of words; where random
         numbers come from; how many of the best words to return as well.
@@ -100,16 +102,17 @@ def head_sample(
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     options |= {"bias": bias, "allowed": allowed, "uniforms": uniforms, "seed": seed, "offset": offset}
     options |= {"max_top_k": max_top_k, "best": best}
-    if type(embedding) is not type(hidden):
+    whole = not isinstance(embedding, QuantizedEmbedding)
+    if whole and type(embedding) is not type(hidden):
         embedding = without_gradient(embedding)
-    if custom.transformed(hidden, embedding, *filter(arrays.is_torch, options.values())):
+    if custom.transformed(hidden, embedding if whole else embedding.octets, *filter(arrays.is_torch, options.values())):
         return traced(hidden, embedding, constant=constant, out=out, **options)
     known, theirs = pair_facts(hidden, embedding)
     if known.shape[0] and not known.shape[1]:
         raise ValueError(f"hidden: expected at least one column, got shape {known.shape}")
     wanted = tuple((name, known.shape[:1], dtype) for name, dtype in (("tokens", "int32"), ("logprobs", "float32")))
     given = None if out is None else outputs_for(out, wanted, hidden, known)
-    states, words = on_host("hidden", hidden), on_host("embedding", embedding)
+    states, words = on_host("hidden", hidden), on_host("embedding", embedding) if whole else embedding
     held = [
         name for name in ("bias", *OF_ROWS) if hasattr(options[name], "__dlpack__") and not _is_scalar(options[name])
     ]
@@ -225,8 +228,12 @@ def _scores(hidden: Any, embedding: Any) -> Any:
     """`hidden @ embedding.T` in float32: by PyTorch's product, or, where there is none or it depends on the batch, by a
     kernel.
     """
-    if arrays.is_torch(hidden) and not dispatch.dispatcher.batch_invariant:
+    space, invariant = library(hidden), dispatch.dispatcher.batch_invariant
+    if isinstance(embedding, QuantizedEmbedding):
+        rows = [hidden[row : row + 1] for row in range(len(hidden))] if invariant else [hidden]
+        found = [float_scores(some, embedding) for some in rows]
+        return space.concatenate(found) if len(found) != 1 else found[0]
+    if arrays.is_torch(hidden) and not invariant:
         return float_scores(hidden, embedding)
-    space = library(hidden)
     where = {"device": hidden.device} if arrays.is_torch(hidden) else {}
     return candidate_logits(hidden, embedding, space.arange(embedding.shape[0], dtype=space.int32, **where))

@@ -205,7 +205,9 @@ class Predictor:
         return list(itertools.islice((c for c in order if spaces.refusal(c, problem, machine) is None), count))
 
     def ranked(self, problem: Problem, machine: Machine) -> list[Candidate]:
-        """The points that the model ranks for a problem."""
+        """The points that the model ranks for a problem; none for one with axes that no problem of its training had."""
+        if not _axes_of(problem, problem.added).keys() <= set(self.trees.features):
+            return []
         tables: dict[str, Table] = {}
         for name in self.templates:
             template = spaces.find(name, self.operator)
@@ -322,18 +324,25 @@ def _malformed(trees: Trees) -> str | None:
     return None
 
 
-def features_of(problem: Problem, machine: Machine, candidate: Candidate) -> dict[str, float]:
-    """The input numbers for one point by name: axes (texts as flags, a dtype as its bytes), template, decisions,
-    features.
-    """
+def _axes_of(problem: Problem, axes: Mapping[str, Any]) -> dict[str, float]:
+    """The input numbers of some of a problem's axes by name."""
     row: dict[str, float] = {}
-    for name, value in problem.axes.items():
+    for name, value in axes.items():
         if not isinstance(value, str):
             row[f"problem.{name}"] = value
         elif name == "dtype":
             row["problem.bytes"] = numpy_dtype(value).itemsize
         else:
             row[f"problem.{name}={value}"] = 1.0
+    return row
+
+
+def features_of(problem: Problem, machine: Machine, candidate: Candidate) -> dict[str, float]:
+    """The input numbers for one point by name: axes (texts as flags, a dtype as its bytes), template, decisions,
+    features.
+    """
+    axes = {name: value for name, value in problem.axes.items() if name not in problem.added_axes}
+    row = _axes_of(problem, {**axes, **problem.added})
     row[f"template.{candidate.template}"] = 1.0
     for name, number in candidate.decisions:
         row[f"decision.{name}"] = number

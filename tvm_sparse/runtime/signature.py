@@ -65,6 +65,13 @@ class Structure:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """An embedding in eight bits, `formats.quantized.QuantizedEmbedding`, of one of these dtypes."""
+
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Shard:
     """A pair of integers: the first word of a shard of a vocabulary, and the number of words of the whole one."""
 
@@ -74,7 +81,7 @@ class Absent:
     """The argument may be None."""
 
 
-Form = Number | Text | Array | Structure | Shard | Absent
+Form = Number | Text | Array | Structure | Stored | Shard | Absent
 
 
 @dataclass(frozen=True)

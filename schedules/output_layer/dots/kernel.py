@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import Program, Workspace
 from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
-from tvm_sparse.operators.head_topk.problem import HeadTopk
+from tvm_sparse.operators.head_topk.problem import HeadTopk, word_number
 
 from ...device.region import device_region
 from ...device.selection import FULL_WARP
@@ -18,7 +18,18 @@ from ...device.words import load_element
 from ...interface import gpu_program
 from ...softmax_topk.elements import write_wanted
 from ...softmax_topk.radix_select import kernel as radix
-from ..words import OutputLayer, at_row, best_of, block_of, candidates_of, most_words, rows_shape
+from ..words import (
+    OutputLayer,
+    at_row,
+    best_of,
+    block_of,
+    candidates_of,
+    most_words,
+    rows_shape,
+    stored_of,
+    with_scores,
+    writes_scores,
+)
 from . import WARPS
 
 WARP = 32
@@ -27,7 +38,11 @@ WARP = 32
 def program(problem: OutputLayer, threads: int) -> Program:
     """The program of one point of the space."""
     alone = isinstance(problem, CandidateLogits)
-    own = () if alone else (Workspace("scores", rows_shape(problem, most_words(problem)), "float32"),)
+    own = (
+        ()
+        if alone or writes_scores(problem)
+        else (Workspace("scores", rows_shape(problem, most_words(problem)), "float32"),)
+    )
     return gpu_program(problem, body(problem, threads), own)
 
 
@@ -38,7 +53,8 @@ def body(problem: OutputLayer, threads: int) -> Callable[..., Any]:
 
     # fmt: off
     @T.inline
-    def kernels(io):
+    def kernels(given):
+        io = T.meta_var(with_scores(given))
         multiply(io, io.logits if alone else io.scores)
         if not alone:
             find(io)
@@ -67,6 +83,13 @@ def score_words(problem: OutputLayer) -> Callable[..., Any]:
     """The first kernel. Reads: hidden states and words. Writes: scores, -inf beyond a list's words."""
     hidden, dtype = problem.hidden, problem.dtype
     static = None if isinstance(problem, HeadTopk) else most_words(problem)
+    stored = stored_of(problem)
+
+    def number(io: Any, word: Any, column: Any) -> Any:
+        """A number of the embedding, as float32."""
+        if stored:
+            return word_number(stored, io.embedding[word, column])
+        return load_element(dtype, io.embedding.ptr_to([word, column]))
 
     @T.inline
     def kernel(io, scores):
@@ -87,10 +110,12 @@ def score_words(problem: OutputLayer) -> Callable[..., Any]:
                     for i in T.serial((hidden - t % WARP + (WARP - 1)) // WARP):
                         total = total + load_element(
                             dtype, io.hidden.ptr_to(at_row(io, index, row, i * WARP + t % WARP))
-                        ) * load_element(dtype, io.embedding.ptr_to([word, i * WARP + t % WARP]))
+                        ) * number(io, word, i * WARP + t % WARP)
                     # Not `T.cuda.warp_sum`: with the block's sum of the second kernel it would be defined twice.
                     for b in T.unroll(5):
                         total = total + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), total, 1 << b, 32, 32)
+                    if stored != "":
+                        total = total * io.scales[word]
                     if io.bias is not None:
                         total = total + io.bias[word]
                 if t % WARP == 0:

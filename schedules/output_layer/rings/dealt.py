@@ -19,9 +19,9 @@ from ...device.mbarriers import arrive_expecting
 from ...device.overlap import wait_then_start_consumer
 from ...device.region import device_region
 from ...device.words import held_address
-from ..best.sizes import VECTOR
 from ..tiles.product import (
     Place,
+    bring_scales,
     bring_states,
     finish_scores,
     join_tiles,
@@ -43,7 +43,7 @@ def copy_tile(e: Extents) -> Callable[..., Any]:
     Writes: `ring`, by and by.
     Barriers: none. One has to come before: nothing may still be read of the stage that the copy overwrites.
     """
-    row = e.vectors * VECTOR
+    row = e.word_row
 
     @T.inline
     def phase(s):
@@ -82,12 +82,14 @@ def product(e: Extents) -> Callable[..., Any]:
     do = SimpleNamespace(
         init_ring=init_ring(e), prefetch_tiles=prefetch_tiles(e), take_tiles=take_tiles(e), begin_ring=begin_ring(e),
         ask_tile=ask_tile(e), load_states=load_states(e), await_stage=await_stage(e), bring_words=bring_words(e),
-        bring_states=bring_states(e), multiply_step=multiply_step(e), write_parts=write_parts(e),
+        bring_scales=bring_scales(e), bring_states=bring_states(e), multiply_step=multiply_step(e),
+        write_parts=write_parts(e),
         next_stage=next_stage(e), finish_scores=finish_scores(e), join_tiles=join_tiles(e))
 
     @T.inline
-    def multiply(s, p):
+    def multiply(io, s, p):
         """The products of the tile in hand."""
+        do.bring_scales(io, s, p)
         for i in T.unroll(e.sums_each):
             s.sums[i] = T.float32(0)
         do.await_stage(s, p)
@@ -117,7 +119,7 @@ def product(e: Extents) -> Callable[..., Any]:
                     do.ask_tile(s)
             do.load_states(io, s, p)
             while s.tile[0] < s.end[0]:
-                multiply(s, p)
+                multiply(io, s, p)
                 half: T.int32 = s.tile[0] // e.stride % 2
                 do.write_parts(s, p, half)
                 # All threads have read the stage: the barrier in `write_parts`.

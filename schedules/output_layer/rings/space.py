@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, NotApplicable, Table
+from tvm_sparse.operators.head_topk.problem import word_size
 
 from ..best.sizes import SEARCH_REGISTERS, THREADS
 from ..tiles.sizes import (
@@ -29,10 +30,11 @@ from ..tiles.sizes import (
     tile_rows,
     word_bytes,
 )
-from ..words import OutputLayer, candidates_of, lists_of, most_words
+from ..words import OutputLayer, candidates_of, lists_of, most_words, stored_of, writes_scores
 
-# Stages of the ring: more were never faster.
-STAGES = 2
+# Stages of the ring: more were never faster. Of tokens in eight bits they are a decision: warps need longer to convert
+# a tile, while which memory is to have requests.
+STAGES, EIGHT_BIT_STAGES = 2, (2, 3, 4)
 # Percent of the tiles that thread blocks take as they come to them; the others are dealt out.
 DYNAMIC = (0, 12, 25, 6)
 LIKELY_DYNAMIC = 12
@@ -40,15 +42,19 @@ LIKELY_DYNAMIC = 12
 
 def extents(problem: OutputLayer, decisions: Decisions) -> Extents:
     """The sizes of one point."""
-    return Extents.of(problem, {**decisions, "stages": STAGES})
+    return Extents.of(problem, {"stages": STAGES, **decisions})
 
 
 def space(problem: OutputLayer, machine: Machine) -> Table:
     if candidates_of(problem):
         raise NotApplicable("tokens of candidates do not follow each other")
-    require_tiles(problem, machine)
+    require_tiles(problem, machine, eight_bits=True)
     require_bulk_copies(machine)
-    halves = numpy_dtype(problem.dtype).itemsize == 2
+    halves, stored = numpy_dtype(problem.dtype).itemsize == 2, stored_of(problem)
+    if stored and not halves:
+        raise NotApplicable(f"multiplies {stored} with hidden states of 16 bits")
+    if writes_scores(problem) and problem.vocab % max(TILE_N):
+        raise NotApplicable(f"rows of scores of {problem.vocab} words are no whole tiles of {max(TILE_N)}")
     # For no more than eight rows a fragment has twice as many, which leaves room for more of each token.
     tile_m = tile_rows(problem, 16 if halves and is_large(problem) else 8)
     table = {
@@ -63,6 +69,8 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         "dynamic": DYNAMIC,
         "cached": CACHED if is_large(problem) else (0,),
     }
+    if stored:
+        table["stages"] = EIGHT_BIT_STAGES
     if next(_points(problem, machine, table), None) is None:
         raise no_room(problem)
     return table
@@ -88,8 +96,8 @@ def declines(problem: OutputLayer, machine: Machine) -> bool:
 
 def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[Decisions]:
     """Points of a table that are likely to be the best of all templates', the best first."""
-    rows, size = lists_of(problem)[1], numpy_dtype(problem.dtype).itemsize
-    row, large, halves = problem.hidden * size, is_large(problem), size == 2
+    rows, halves = lists_of(problem)[1], numpy_dtype(problem.dtype).itemsize == 2
+    row, large = problem.hidden * word_size(problem), is_large(problem)
     wide, aligned = row > WIDE, row % STEP == 0
     if rows > 16 or not large and (wide or word_bytes(problem) < MEDIUM):
         return
@@ -106,6 +114,8 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
         point["threads"] = THREADS[2] if large and many else THREADS[1]
         if not halves:
             point |= {"staged": 1, "blocks": once, "prefetch": 0, "dynamic": 0}
+    if "stages" in table:
+        point["stages"] = STAGES
     # There may be room for two tiles of eight tokens of wide rows, beside a fragment that has more rows than there are.
     for choice in (point, point | {"tile_m": 16, "tile_n": NARROW}) if wide else (point,):
         if allowed(problem, machine, choice) is None:
@@ -119,5 +129,6 @@ def _points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[De
     for tile_m, tile_n, staged, threads in ways:
         point = {"tile_m": tile_m, "tile_n": tile_n, "staged": staged, "blocks": table["blocks"][0]}
         point |= {"threads": threads, "evict_first": table["evict_first"][0], "prefetch": 0, "dynamic": 0, "cached": 0}
+        point |= {"stages": STAGES} if "stages" in table else {}
         if allowed(problem, machine, point) is None:
             yield point

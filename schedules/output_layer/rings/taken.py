@@ -43,6 +43,7 @@ from ..best.sizes import VECTOR
 from ..tiles.product import (
     Place,
     add_parts,
+    bring_scales,
     bring_states,
     join_tiles,
     load_states,
@@ -296,13 +297,14 @@ def product(e: Extents) -> Callable[..., Any]:
         init_ring=init_ring(e), prefetch_tiles=prefetch_tiles(e), take_tiles=take_tiles(e),
         locate_states=locate_states(e), ask_states=ask_states(e), end_states=end_states(e),
         begin_dealing=begin_dealing(e), ask_next=ask_next(e), load_states=load_states(e), await_stage=await_stage(e),
-        find_tile=find_tile(e), bring_states=bring_states(e), bring_words=bring_words(e),
+        find_tile=find_tile(e), bring_scales=bring_scales(e), bring_states=bring_states(e), bring_words=bring_words(e),
         multiply_step=multiply_step(e), write_parts=write_parts(e), hold_scores=hold_scores(e),
         next_stage=next_stage(e), weigh_scores=weigh_scores(e), join_tiles=join_tiles(e))
 
     @T.inline
     def multiply(io, s, p, tops, factor):
         """The tile in hand, and meanwhile what the scores of the one before add."""
+        do.bring_scales(io, s, p)
         for i in T.unroll(e.sums_each):
             s.sums[i] = T.float32(0)
         for step in T.unroll(e.steps):

@@ -14,6 +14,8 @@ from typing import Any
 from tvm_sparse.core.machine import AVX512_BF16, Machine
 from tvm_sparse.core.template import Decisions, Program, Table, Template
 
+from ..words import stored_of
+
 # Rows of hidden states and words whose products are made together. AVX-512 has 32 vector registers for their sums.
 TILE_M, TILE_N = (1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 6, 8)
 MAX_SUMS = 32
@@ -25,7 +27,8 @@ PREFETCH = (0, 1, 2, 4)
 
 
 def space(problem: Any, machine: Machine) -> Table:
-    dots = (0, 1) if problem.dtype == "bfloat16" and AVX512_BF16 in machine.instructions.split() else (0,)
+    whole = problem.dtype == "bfloat16" and not stored_of(problem)
+    dots = (0, 1) if whole and AVX512_BF16 in machine.instructions.split() else (0,)
     return {"tile_m": TILE_M, "tile_n": TILE_N, "simd": SIMD, "prefetch": PREFETCH, "dots": dots}
 
 

@@ -10,10 +10,9 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.machine import AVX512_BF16
-from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Program, Workspace
 from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
-from tvm_sparse.operators.head_topk.problem import HeadTopk
+from tvm_sparse.operators.head_topk.problem import HeadTopk, word_number, word_size
 
 from ...device import llvm_ir
 from ...device.vectors import add_upper_half, halves
@@ -22,7 +21,18 @@ from ...softmax_topk.elements import write_given
 from ...softmax_topk.row_scan import kernel as scan
 from ...softmax_topk.row_scan.keys import index_of, value_of
 from ...softmax_topk.row_scan.space import Extents
-from ..words import OutputLayer, at_row, best_of, block_of, candidates_of, most_words, rows_shape
+from ..words import (
+    OutputLayer,
+    at_row,
+    best_of,
+    block_of,
+    candidates_of,
+    most_words,
+    rows_shape,
+    stored_of,
+    with_scores,
+    writes_scores,
+)
 
 # Elements of the scan's chunks and vectors: the defaults of `row_scan`.
 CHUNK, LANES = 256, 16
@@ -31,7 +41,7 @@ CHUNK, LANES = 256, 16
 def program(problem: OutputLayer, decisions: Decisions) -> Program:
     alone = isinstance(problem, CandidateLogits)
     words = most_words(problem)
-    own = () if alone else (Workspace("scores", rows_shape(problem, words), "float32"),)
+    own = () if alone or writes_scores(problem) else (Workspace("scores", rows_shape(problem, words), "float32"),)
     return cpu_program(problem, body(problem, decisions), own, instructions=(AVX512_BF16,) if decisions["dots"] else ())
 
 
@@ -42,7 +52,8 @@ def body(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
 
     # fmt: off
     @T.inline
-    def phases(io):
+    def phases(given):
+        io = T.meta_var(with_scores(given))
         target = T.meta_var(io.logits if alone else io.scores)
         product(io, target)
         if not alone:
@@ -92,8 +103,8 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
     tile_m, tile_n, simd = decisions["tile_m"], decisions["tile_n"], decisions["simd"]
     ahead, dots = decisions["prefetch"], bool(decisions["dots"])
     # Columns of a step, and those of a cache line.
-    step, line = llvm_ir.PAIRED if dots else simd, llvm_ir.LINE // numpy_dtype(problem.dtype).itemsize
-    hidden = problem.hidden
+    step, line = llvm_ir.PAIRED if dots else simd, llvm_ir.LINE // word_size(problem)
+    hidden, stored = problem.hidden, stored_of(problem)
     exact_head = isinstance(problem, HeadTopk)
     static = None if exact_head else most_words(problem)
 
@@ -123,7 +134,7 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
     def add_products(part, m, embedding, word, rows, column, size):
         """Add the products of `size` columns to the first `size` elements of a vector of sums."""
         for lane in T.vectorized(size):
-            part[m, lane] = part[m, lane] + T.Cast("float32", embedding[word, column + lane]) * T.Cast(
+            part[m, lane] = part[m, lane] + word_number(stored, embedding[word, column + lane]) * T.Cast(
                 "float32", rows[m, column + lane])
 
     @T.inline
@@ -155,6 +166,8 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
     def store(n, part, word, io, target, rows, index, first, positions, row):
         for m in range(tile_m):
             join(part, m, io.embedding, word, rows)
+            if stored != "":
+                part[m, 0] = part[m, 0] * io.scales[word]
             if io.bias is not None:
                 part[m, 0] = part[m, 0] + io.bias[word]
             if first + T.int64(n) >= words_of(io, index):

@@ -89,6 +89,9 @@ class State(Buffers):
         Ids of the tokens of the tile after that.
     passed
         What a lane has from another one.
+    octets, filler, factor
+        Tokens in eight bits of the step in hand, as they are in the ring; what fills them up to 16 bits (see
+        `device.words`); and the scale of the token whose scores a thread finishes.
     sums
         Sums of all pairs of fragments, four a pair.
     parts
@@ -114,6 +117,9 @@ class State(Buffers):
     ahead: Any = local("uint64", lambda e: e.word_groups * 2)
     word: Any = local("int32", lambda e: e.word_groups * 2)
     passed: Any = local("uint32")
+    octets: Any = local("uint32", lambda e: e.word_groups * 4, when=lambda e: e.stored)
+    filler: Any = local("uint32", when=lambda e: e.stored)
+    factor: Any = local("float32", when=lambda e: e.stored)
     sums: Any = local("float32", lambda e: e.sums_each)
     m: Any = local("float32", lambda e: e.pairs_each)
     d: Any = local(lambda e: e.sum_dtype, lambda e: e.pairs_each)
@@ -174,9 +180,15 @@ class Place:
         return self.t // 4 % 2
 
 
+def in_step(e: Extents, p: Place, h: Any) -> Any:
+    """Which of a step's eight vectors a lane has in a half: beside tokens in eight bits, of which a lane has one vector
+    a step, the two of the same columns."""
+    return p.member * 2 + h if e.stored else h * 4 + p.member
+
+
 def vector_of(e: Extents, p: Place, step: Any, h: Any) -> Any:
     """Which vector of a row a lane has in half a step."""
-    return (p.warp * e.steps + step) * 8 + h * 4 + p.member
+    return (p.warp * e.steps + step) * 8 + in_step(e, p, h)
 
 
 def state_row(io: Any, s: State, p: Place, f: Any) -> Any:
@@ -347,7 +359,7 @@ def bring_states(e: Extents) -> Callable[..., Any]:
             for f in T.unroll(e.row_groups):
                 for h in T.unroll(2):
                     i = (e.register_steps * e.row_groups + f) * 8 + h * 4
-                    vector = T.meta_var((p.warp * e.kept_steps + (step - e.register_steps)) * 8 + h * 4 + p.member)
+                    vector = T.meta_var((p.warp * e.kept_steps + (step - e.register_steps)) * 8 + in_step(e, p, h))
                     load_shared(
                         s.states[i], s.states[i + 1], s.states[i + 2], s.states[i + 3],
                         s.kept.ptr_to([(kept_row(p, f) * e.kept_pitch + vector) * 4]))
@@ -498,6 +510,8 @@ def add_parts(e: Extents) -> Callable[..., Any]:
             s.score[0] = s.score[0] + s.parts[
                 ((half * e.reduce_warps + w) * e.tile_m + row) * e.pitch + p.t % e.tile_n]
         if position < s.words[0]:
+            if e.stored != "":
+                s.score[0] = s.score[0] * s.factor[0]
             if io.bias is not None:
                 word = T.alloc_local([1], "int32")
                 find(io, s.index, position, word)
@@ -506,6 +520,24 @@ def add_parts(e: Extents) -> Callable[..., Any]:
             s.score[0] = MINUS_INFINITY
         if s.top + row < io.beam and (e.k > 0 or position < e.m):
             T.buffer_store(scores, s.score[0], at_row(io, s.index, s.top + row, position))
+
+    return phase
+
+
+def bring_scales(e: Extents) -> Callable[..., Any]:
+    """Load the scale of the token whose scores a thread finishes, which is the same for all its rows. Nothing waits for
+    it before the sums of the tile. The phase is (io, s, p).
+
+    Reads: `tile`; the scales.
+    Writes: `factor`, where tokens are in eight bits.
+    Barriers: none.
+    """
+
+    @T.inline
+    def phase(io, s, p):
+        if e.stored != "":
+            s.factor[0] = load_element(
+                "float32", io.scales.ptr_to([T.min(s.tile[0] * e.tile_n + p.t % e.tile_n, io.vocab - 1)]))
 
     return phase
 

@@ -16,7 +16,7 @@ from tvm_sparse.core.template import Program, Workspace
 
 from ...interface import gpu_program
 from ..best.kernel import best, best_of_all
-from ..words import OutputLayer, rows_shape
+from ..words import OutputLayer, rows_shape, with_scores, writes_scores
 from .sizes import Extents
 
 
@@ -32,7 +32,10 @@ def program(problem: OutputLayer, e: Extents, product: Callable[[Extents], Calla
 
         return gpu_program(problem, alone, overlapped=e.overlap > 0)
 
-    own: tuple[Workspace, ...] = (Workspace("scores", rows_shape(problem, e.row_pitch), "float32"),)
+    shown = writes_scores(problem)
+    own: tuple[Workspace, ...] = ()
+    if not shown:
+        own += (Workspace("scores", rows_shape(problem, e.row_pitch), "float32"),)
     find = best_of_all(e) if e.direct else best(e)
     if e.summed:
         own += (
@@ -45,7 +48,8 @@ def program(problem: OutputLayer, e: Extents, product: Callable[[Extents], Calla
 
     # fmt: off
     @T.inline
-    def both(io):
+    def both(given):
+        io = T.meta_var(with_scores(given))
         multiply(io, io.scores, getattr(io, "tops", None), getattr(io, "sums", None))
         find(io)
     # fmt: on

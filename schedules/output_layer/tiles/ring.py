@@ -18,8 +18,9 @@ from tvm.script import tirx as T
 
 from ...device.mbarriers import await_phase, bulk_copy
 from ...device.state import local, pooled, shared
+from ...device.words import FILLERS, pair_of_bytes
 from .product import Place, State, row_of_group, stays_cached, vector_of
-from .sizes import Extents
+from .sizes import VECTOR, Extents
 
 bulk_copy_hinted = bulk_copy.L2__cache_hint
 load_shared = T.ptx.ld.shared.v4.u32
@@ -43,6 +44,8 @@ class RingState(State):
         Whether a phase is over.
     policy
         The L2 cache's, for tokens that leave it first.
+    shown
+        Shared: what becomes `filler`.
     """
 
     slot: Any = local("int32")
@@ -53,6 +56,7 @@ class RingState(State):
     later: Any = local("int32")
     done: Any = local("uint32")
     policy: Any = local("uint64")
+    shown: Any = shared("uint32", when=lambda e: e.stored)
     full: Any = shared("uint64", lambda e: e.rings * e.stages)
     ring: Any = pooled("uint32", lambda e: e.ring_bytes // 4, lambda e: e.ring_at // 4)
 
@@ -64,9 +68,10 @@ def stage_at(e: Extents, p: Place, slot: Any) -> Any:
 
 # fmt: off
 def init_ring(e: Extents) -> Callable[..., Any]:
-    """Initialise the mbarriers of the ring, and the cache policy. Writes: `full` and `policy`. Barriers: of those that
-    share the ring, at the end. The phase is (s, p).
+    """Initialise the mbarriers of the ring, the cache policy, and what fills bytes. Writes: `full`, `policy`, `filler`.
+    Barriers: of those that share the ring, at the end. The phase is (s, p).
     """
+    filler = FILLERS.get((e.stored, e.dtype), 0)
 
     @T.inline
     def phase(s, p):
@@ -74,12 +79,17 @@ def init_ring(e: Extents) -> Callable[..., Any]:
             for i in T.unroll(e.stages):
                 T.ptx.mbarrier.init.shared__cta.b64(s.full.ptr_to([stage_at(e, p, i)]), T.uint32(1))
             T.ptx.fence.mbarrier_init.release.cluster()
+            if filler > 0:
+                s.shown[0] = T.uint32(filler)
         if e.evict_first > 0:
             T.ptx.createpolicy.fractional.L2__evict_first.b64(s.policy[0])
         if e.whole:
             T.cuda.cta_sync()
         else:
             T.cuda.warp_sync()
+        # Through memory, so that the compiler does not know it, and keeps it in a register.
+        if filler > 0:
+            T.ptx.ld.shared.u32(s.filler[0], s.shown.ptr_to([0]))
 
     return phase
 
@@ -125,8 +135,10 @@ def await_stage(e: Extents) -> Callable[..., Any]:
 def bring_words(e: Extents) -> Callable[..., Any]:
     """Load the words of a step from a stage; the phase is (s, p, part, step).
 
-    Reads: `ring`. Writes: `hand`, zeros beyond the last column. Barriers: none.
+    Reads: `ring`. Writes: `hand`, zeros beyond the last column; `octets`. Barriers: none.
     """
+    if e.stored:
+        return bring_octets(e)
 
     def vector(p: Place, part: Any, step: Any, h: Any) -> Any:
         """Which vector of its row a lane has in half a step."""
@@ -153,6 +165,28 @@ def bring_words(e: Extents) -> Callable[..., Any]:
                     if vector(p, part, step, h) >= e.vectors:
                         for v in T.unroll(4):
                             s.hand[i + v] = T.uint32(0)
+
+    return phase
+
+
+def bring_octets(e: Extents) -> Callable[..., Any]:
+    """`bring_words` for whole rows of tokens in eight bits: a lane has one vector of a step, twice as many columns."""
+    vectors = e.word_row // VECTOR
+
+    @T.inline
+    def phase(s, p, part, step):
+        vector = T.meta_var((p.warp * e.steps + step) * 4 + p.member)
+        for n in T.unroll(e.word_groups):
+            row = T.meta_var(s.slot[0] * e.tile_n + n * 8 + row_of_group(e, p.group))
+            load_shared(
+                s.octets[n * 4], s.octets[n * 4 + 1], s.octets[n * 4 + 2], s.octets[n * 4 + 3],
+                s.ring.ptr_to([row * (e.ring_pitch // 4) + T.min(vector, vectors - 1) * 4]))
+            for v in T.unroll(4):
+                if e.uneven:
+                    if vector >= vectors:
+                        s.octets[n * 4 + v] = T.uint32(0)
+                s.hand[n * 8 + v * 2] = pair_of_bytes(e.stored, e.dtype, s.octets[n * 4 + v], 0, s.filler[0])
+                s.hand[n * 8 + v * 2 + 1] = pair_of_bytes(e.stored, e.dtype, s.octets[n * 4 + v], 1, s.filler[0])
 
     return phase
 

@@ -8,9 +8,10 @@ from typing import Any
 from tvm_sparse.core.machine import REGISTER_FILE, Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, ceildiv, powers
+from tvm_sparse.operators.head_topk.problem import word_size
 
 from ..best.sizes import STATIC_SHARED, VECTOR, TileSearchSizes, dynamic_shared, require_ranks, search_allowed
-from ..words import OutputLayer, best_of, block_of, candidates_of, lists_of, most_words
+from ..words import OutputLayer, best_of, block_of, candidates_of, lists_of, most_words, stored_of
 
 # Vectors of hidden states that a thread holds if they are float32: the compiler also holds their parts.
 MAX_SPLIT = 4
@@ -48,7 +49,7 @@ MOST_TILES = 16
 
 def word_bytes(problem: OutputLayer) -> int:
     """Bytes of all tokens of a list."""
-    return most_words(problem) * problem.hidden * numpy_dtype(problem.dtype).itemsize
+    return most_words(problem) * problem.hidden * word_size(problem)
 
 
 def is_large(problem: OutputLayer) -> bool:
@@ -56,17 +57,21 @@ def is_large(problem: OutputLayer) -> bool:
     return not candidates_of(problem) and word_bytes(problem) > LARGE
 
 
-def require_whole_vectors(problem: OutputLayer) -> None:
-    """NotApplicable unless rows start where loads of 16 bytes may."""
-    if problem.hidden * numpy_dtype(problem.dtype).itemsize % VECTOR:
-        raise NotApplicable(f"rows of {problem.hidden} elements of {problem.dtype} do not start on {VECTOR} bytes")
+def require_whole_vectors(problem: OutputLayer, eight_bits: bool = False) -> None:
+    """NotApplicable unless rows start where loads of 16 bytes may, and for an embedding in eight bits unless the
+    template takes `eight_bits`."""
+    if (stored := stored_of(problem)) and not eight_bits:
+        raise NotApplicable(f"multiplies no {stored}")
+    if problem.hidden * word_size(problem) % VECTOR:
+        dtype = stored or problem.dtype
+        raise NotApplicable(f"rows of {problem.hidden} elements of {dtype} do not start on {VECTOR} bytes")
 
 
-def require_tiles(problem: OutputLayer, machine: Machine) -> None:
-    """NotApplicable for what no template with tiles does."""
+def require_tiles(problem: OutputLayer, machine: Machine, eight_bits: bool = False) -> None:
+    """NotApplicable for what no template with tiles does; `eight_bits` as for `require_whole_vectors`."""
     if machine.capability < 80:
         raise NotApplicable(f"{machine.arch} has no tensor cores for bfloat16 and tf32")
-    require_whole_vectors(problem)
+    require_whole_vectors(problem, eight_bits)
     require_ranks(problem)
     lists, rows = lists_of(problem)
     if lists * ceildiv(rows, min(TILE_M)) > MAX_BLOCKS_Y:
@@ -196,8 +201,10 @@ class Extents(TileSizes):
         Tokens of a candidate.
     beam
         Rows of a list; 0 of the exact head, whose batch may be any.
+    stored
+        The dtype of tokens in eight bits; empty of those in the dtype of the hidden states.
     vectors
-        16-byte vectors of a row.
+        16-byte vectors of a hidden state.
     list_tiles
         Tiles of a list that is full.
     tile_m, tile_n, reduce_warps, tiles, depth, staged, blocks, threads, overlap, evict_first, prefetch, stages, direct,
@@ -229,6 +236,7 @@ class Extents(TileSizes):
     direct: int = 0
     dynamic: int = 0
     cached: int = 0
+    stored: str = ""
 
     @classmethod
     def of(cls, problem: OutputLayer, decided: Decisions) -> Extents:
@@ -241,6 +249,7 @@ class Extents(TileSizes):
             m=candidates_of(problem),
             block=block_of(problem),
             beam=lists_of(problem)[1] if candidates_of(problem) else 0,
+            stored=stored_of(problem),
             vectors=problem.hidden * numpy_dtype(problem.dtype).itemsize // VECTOR,
             list_tiles=ceildiv(most_words(problem), decided["tile_n"]),
             **decided,
@@ -300,8 +309,13 @@ class Extents(TileSizes):
         return self.steps // self.stage_steps
 
     @property
+    def word_row(self) -> int:
+        """Bytes of a token's row."""
+        return self.hidden if self.stored else self.vectors * VECTOR
+
+    @property
     def tile_bytes(self) -> int:
-        return self.tile_n * self.vectors * VECTOR
+        return self.tile_n * self.word_row
 
     @property
     def prefetched(self) -> int:
@@ -334,7 +348,7 @@ class Extents(TileSizes):
         """Registers of a thread for tokens and hidden states in hand, and for sums."""
         states = self.held_steps * self.row_groups * 8
         split = 6 * self.row_groups + 12 if self.dtype == "float32" else 0
-        operands = self.in_hand * self.tile_n + states + split
+        operands = self.in_hand * self.tile_n + states + split + (4 * self.word_groups if self.stored else 0)
         return operands + self.sums_each + self.word_groups * 10 + 3 * self.pairs_each
 
     @property
@@ -400,7 +414,7 @@ class Extents(TileSizes):
     def ring_pitch(self) -> int:
         """Bytes from one row of a stage to the next: half a cache line beyond whole ones, as `kept_pitch` is. Whole
         rows lie as they do in memory."""
-        return self.vectors * VECTOR if self.whole else self.depth * STEP + STEP // 2
+        return self.word_row if self.whole else self.depth * STEP + STEP // 2
 
     @property
     def rows_apart(self) -> int:

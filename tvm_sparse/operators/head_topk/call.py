@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +9,8 @@ from tvm_sparse.core import registry
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import FLOATS, numpy_dtype
 from tvm_sparse.core.problem import width as rounded_up
+from tvm_sparse.core.template import ceildiv
+from tvm_sparse.formats.quantized import STORED, QuantizedEmbedding
 from tvm_sparse.operators.softmax_topk import shards
 from tvm_sparse.operators.softmax_topk.call import softmax_topk
 from tvm_sparse.runtime import arrays, custom, repeat
@@ -29,15 +30,15 @@ from tvm_sparse.runtime.calls import (
     without_gradient,
 )
 from tvm_sparse.runtime.dispatch import UNCHANGING, dispatcher
-from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Shard, Signature
+from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Shard, Signature, Stored
 
-from .problem import EIGHT, SIXTEEN, HeadTopk
+from .problem import EIGHT, SIXTEEN, WHOLE_WORDS, HeadTopk, word_size
 from .product import float_scores, rounded_scores, rows_at_once
 
 SIGNATURES = {
     "head_topk": Signature(
         ("hidden", Array(("batch", "hidden"), FLOATS)),
-        ("embedding", Array(("vocab", "hidden"))),
+        ("embedding", Array(("vocab", "hidden")), Stored(tuple(STORED))),
         ("k", Number("int", 1, "vocab")),
         ("log", Number("bool")),
         ("temperature", Number("float", 0.1, 3.0)),
@@ -76,6 +77,10 @@ ODD_GROUPED_ROWS = 512
 # eight rows fit, sixteen read all words twice: at (10, 128256, 8192) in bfloat16 that takes 954 microseconds, and the
 # product 495.
 REGISTER_BYTES, DIVIDED_BYTES, SHARED_BYTES = 128 * 1024, 256 * 1024, 200 * 1024
+# Rows up to which a kernel reads an embedding in eight bits, of up to so many columns: sixteen rows at a time. Beyond
+# them the embedding is converted in parts, each read three times, for PyTorch's product. The columns are divided among
+# warps by steps of a cache line of 16-bit numbers, and each warp must have some.
+STORED_ROWS, STORED_COLUMNS, WARPS, STEP = 48, 5120, 8, 64
 # Vectors of which a hidden state must be a whole number, and the largest k, for kernels with tensor cores. Kernels
 # without them take 2.5 times as long as the product at (1, 50257, 1001) in bfloat16, and 4.6 times with eight rows.
 VECTOR_BYTES, FUSED_K = 16, 256
@@ -108,6 +113,8 @@ def head_topk(
         Shape `(batch, hidden)`; float32, float16 or bfloat16. Sums are accumulated in float32.
     embedding
         Shape `(vocab, hidden)`, one row for each word, of the dtype and on the device of `hidden`; `vocab` below 2^31.
+        Or a `QuantizedEmbedding` (`quantize_embedding`) on that device, which stands for `embedding.dequantized()`:
+        a row's score is the float32 sum of its stored values, times its scale.
     k
         1 <= k <= vocab.
     log, temperature, bias, ids
@@ -127,7 +134,7 @@ def head_topk(
         `(offset, total)`: the embedding is a shard of that of a vocabulary of `total` words, whose first row is that of
         word `offset`. The result is a part for `merge_topk`, always with the normaliser. Rows beyond the vocabulary,
         `total - offset` and later, are padding, which is ignored and not read. `bias` is that of the shard's words. Not
-        together with `log` or `ids`.
+        together with `log` or `ids`, nor for a quantised embedding.
     out
         Arrays to write into, in the number and order of the results.
 
@@ -175,15 +182,18 @@ def head_topk(
         options: dict[str, Any] = {"temperature": temperature, "constant": constant, "rounded": bool(rounded)}
         return _part(hidden, embedding, k, shard, log, bias, ids, out, **options)
     scalars = (inverse_temperature(temperature), 1 if log else 0, 1 if constant else 0)
-    if type(embedding) is not type(hidden):
-        embedding = without_gradient(embedding)
+    words, scales, stored = embedding, None, ""
+    if isinstance(embedding, QuantizedEmbedding):
+        words, scales, stored = embedding.octets, embedding.factors, embedding.stored
+    elif type(embedding) is not type(hidden):
+        embedding = words = without_gradient(embedding)
     if type(k) is int:
-        what = ("head_topk", k, bool(normaliser), bool(rounded))
-        found = repeat.again(dispatcher.launchers, what, (hidden, embedding, *scalars, bias, ids), out)
+        what = ("head_topk", k, bool(normaliser), bool(rounded), stored)
+        found = repeat.again(dispatcher.launchers, what, (hidden, words, *scalars, bias, ids, scales), out)
         if found is not None:
             return found
 
-    if custom.transformed(hidden, embedding, bias, ids):
+    if custom.transformed(hidden, words, bias, ids, scales):
         options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "normaliser": normaliser}
         options |= {"constant": constant, "rounded": bool(rounded)}
         return custom.module_of("head_topk").head_topk(hidden, embedding, k, out=out, **options)
@@ -205,7 +215,7 @@ def head_topk(
         *([("given", (batch, n), "float32")] if ids is not None else []),
     ]
     outputs = outputs_for(out, tuple(wanted), hidden, known)
-    _SIGNATURE.refuse_overlap(out, hidden=hidden, embedding=embedding, bias=bias, ids=ids)
+    _SIGNATURE.refuse_overlap(out, hidden=hidden, embedding=words, bias=bias, ids=ids)
     if arrays.is_fake(hidden):
         return tuple(outputs)
     if batch and not width:
@@ -221,15 +231,24 @@ def head_topk(
         )
     if not batch or batch > most:
         return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
-    launchers, what = dispatcher.launchers, ("head_topk", k, bool(normaliser), bool(rounded))
+    launchers, what = dispatcher.launchers, ("head_topk", k, bool(normaliser), bool(rounded), stored)
     # No kernel accepts an empty array.
     asked, written = (asked, outputs) if n or ids is None else (None, outputs[:-1])
-    ready = arrays.ready("hidden", hidden, known), arrays.ready("embedding", embedding, theirs)
-    arguments = (*ready, *scalars, row, asked)
-    axes = (batch, vocab, width, k, known.dtype, int(bias is not None), n)
-    if arrays.is_torch(hidden) and arrays.is_torch(embedding) and way(axes, known) == PRODUCT:
-        function = _product(k, row is not None, asked is not None, normaliser, rounded)
-        run(launchers, what, function, arguments, written)
+    ready = arrays.ready("hidden", hidden, known), arrays.ready("embedding", words, theirs)
+    if scales is not None:
+        scales = arrays.ready("embedding (scales)", scales, arrays.facts("embedding (scales)", scales))
+    arguments = (*ready, *scalars, row, asked, scales)
+    axes = (batch, vocab, width, k, known.dtype, int(bias is not None), n, stored)
+    if stored and embedding.groups > 1:
+        by_product = True
+    else:
+        by_product = arrays.is_torch(hidden) and arrays.is_torch(words) and way(axes, known) == PRODUCT
+    if by_product:
+        function = _product(k, row is not None, asked is not None, normaliser, rounded and not stored, stored)
+        if arrays.is_torch(hidden):
+            run(launchers, what, function, arguments, written)
+        else:
+            function(*[one for one in arguments if one is not None], *written)
     else:
 
         def around(kernel: Any) -> Any:
@@ -258,12 +277,40 @@ def _part(
     if bias is not None:
         _SIGNATURE.beside("bias", bias, known, WHERE, vocab=theirs.shape[0])
     _SIGNATURE.refuse_overlap(out, hidden=hidden, embedding=embedding, bias=bias, ids=ids)
+    if isinstance(embedding, QuantizedEmbedding):
+        raise ValueError("shard: not with a quantised embedding, of which no exact scores are made")
     states, words, row = (
         shards.on_host(name, one) for name, one in (("hidden", hidden), ("embedding", embedding), ("bias", bias))
     )
     logits = registry.operators()["candidate_logits"].call.candidate_logits
     found = shards.part_of_head(head_topk, logits, states, words, k, shard, row, **options)
     return shards.returned(found, out, hidden, known)
+
+
+def best_and_scores(hidden: Any, embedding: QuantizedEmbedding, k: int, bias: Any = None) -> tuple[Any, Any] | None:
+    """The k best words of each row by a quantised embedding with a scale a row, `(batch, k)` int64, and the scores of
+    all words, `(batch, vocab)` float32; None if no kernel that reads eight bits suits the problem.
+
+    Torch tensors, as for `head_topk`, whose errors it raises.
+    """
+    given = (hidden, embedding.octets, 1.0, 1, 0, bias, None, embedding.factors)
+    what = ("head_topk and scores", k, embedding.stored)
+    if (found := repeat.again(dispatcher.launchers, what, given, None)) is not None:
+        return found[1], found[-1]
+    known, theirs = pair_facts(hidden, embedding)
+    (batch, width), vocab = known.shape, theirs.shape[0]
+    beside = None if bias is None else _SIGNATURE.beside("bias", bias, known, WHERE, vocab=vocab)
+    problem = HeadTopk(batch, vocab, width, k, known.dtype, int(bias is not None), 0, embedding.stored, 1)
+    machine = machine_of("hidden", known)
+    if likely_way(problem, machine) == PRODUCT:
+        return None
+    row = None if beside is None else arrays.ready(beside[0], beside[2], beside[1])
+    layouts = zip(problem.kernel_outputs, problem.output_layouts(), strict=True)
+    wanted = tuple((argument.name, shape, dtype) for argument, (shape, dtype) in layouts)
+    outputs = outputs_for(None, wanted, hidden, known)
+    ready = arrays.ready("hidden", hidden, known), arrays.ready("embedding", given[1], theirs)
+    launch(dispatcher, problem, machine, what, (*ready, *given[2:5], row, None, given[-1]), outputs)
+    return outputs[1], outputs[-1]
 
 
 def way(axes: tuple[Any, ...], known: Facts) -> str:
@@ -295,8 +342,14 @@ def likely_way(problem: HeadTopk, machine: Machine) -> str:
     if machine.kind != "cuda" or dispatcher.batch_invariant:
         return KERNEL
     size = numpy_dtype(problem.dtype).itemsize
-    if problem.hidden * size % VECTOR_BYTES or problem.k > FUSED_K:
+    if problem.hidden * word_size(problem) % VECTOR_BYTES or problem.k > FUSED_K:
         return PRODUCT
+    if problem.stored:
+        vectors = problem.hidden * 2 // VECTOR_BYTES
+        every_warp = vectors > (WARPS - 1) * 8 * ceildiv(problem.hidden, WARPS * STEP)
+        suits = machine.has_clusters and size == 2 and every_warp and problem.hidden <= STORED_COLUMNS
+        suits = suits and not (problem.logits and problem.vocab % WHOLE_WORDS)
+        return KERNEL if suits and problem.batch <= STORED_ROWS else PRODUCT
     if machine.has_warpgroups and size == 2:
         return KERNEL if problem.batch <= grouped_rows(problem) else PRODUCT
     most = min(machine.block_shared_bytes, SHARED_BYTES)
@@ -318,14 +371,17 @@ def grouped_rows(problem: HeadTopk) -> int:
     return MANY_GROUPED_ROWS if problem.vocab >= MANY_WORDS else GROUPED_ROWS
 
 
-def _product(k: int, with_bias: bool, with_ids: bool, normaliser: bool, rounded: bool) -> Any:
-    """The function that replaces the kernel if PyTorch's product and `softmax_topk` are faster."""
-    torch = sys.modules["torch"]
+def _product(k: int, with_bias: bool, with_ids: bool, normaliser: bool, rounded: bool, stored: str) -> Any:
+    """The function that replaces the kernel where a product that writes scores, and `softmax_topk`, are faster, or
+    where no kernel has such scales.
+    """
     multiply = rounded_scores if rounded else float_scores
 
     def call(hidden: Any, embedding: Any, scale: float, log: int, constant: int, *rest: Any) -> None:
         given = iter(rest)
         bias, ids = next(given) if with_bias else None, next(given) if with_ids else None
+        if stored:
+            embedding = QuantizedEmbedding.of_octets(embedding, next(given), stored)
         values, indices, *others = given
         sums = others.pop(0) if normaliser else None
         logits = multiply(hidden, embedding)
@@ -334,23 +390,30 @@ def _product(k: int, with_bias: bool, with_ids: bool, normaliser: bool, rounded:
         softmax_topk(logits, k, log=bool(log) or normaliser, temperature=temperature, bias=bias, ids=ids, out=written)
         if sums is not None:
             # Score and log-probability of the best word differ by the normaliser.
-            top = torch.gather(logits, 1, indices[:, :1])[:, 0].float()
+            space, top = shards.library(logits), shards.taken(logits, indices[:, :1])[:, 0]
+            top = arrays.converted("scores", top, "float32")
             top = top if bias is None else top + bias[indices[:, 0]]
-            torch.sub(top * scale, values[:, 0], out=sums)
-            sums.masked_fill_(top == -torch.inf, -torch.inf)  # the sum of a row without a score above -inf is 0
+            # The sum of a row without a score above -inf is 0.
+            sums[...] = shards.quietly(lambda: space.where(top == -space.inf, top, top * scale - values[:, 0]), top)
             if not log:
                 for array in (values, *others):
-                    array.exp_()
+                    space.exp(array, out=array)
 
     return call
 
 
 def pair_facts(hidden: Any, embedding: Any) -> tuple[Facts, Facts]:
-    """Facts of hidden states and an embedding, checked against each other."""
+    """Facts of hidden states and an embedding, or of its bytes if it is quantised, checked against each other."""
     known = arrays.facts("hidden", hidden)
     check_floats("hidden", known, rank=2)
     refuse_gradient("hidden", hidden)
-    _, theirs, _ = facts_beside("embedding", embedding, (None, known.shape[1]), known.dtype, known, WHERE)
+    words, dtype = embedding, known.dtype
+    if isinstance(embedding, QuantizedEmbedding):
+        words, dtype = embedding.octets, "uint8"
+        facts_beside("embedding (scales)", embedding.scales, (None, None), "float32", known, WHERE)
+        if arrays.is_torch(words) != arrays.is_torch(hidden):
+            raise ValueError(f"embedding: expected arrays of the library of hidden, got {type(words).__name__}")
+    _, theirs, _ = facts_beside("embedding", words, (None, known.shape[1]), dtype, known, WHERE)
     if theirs.shape[0] >= 2**31:
         raise ValueError(f"embedding: expected a vocab below 2^31, got {theirs.shape[0]}")
     return known, theirs

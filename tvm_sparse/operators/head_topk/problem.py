@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tvm_sparse.core import distribution, drawing
+from tvm_sparse.core import distribution, drawing, parts
 from tvm_sparse.core.problem import (
     OPTIONAL,
     Argument,
@@ -23,6 +23,7 @@ from tvm_sparse.core.problem import (
     require_dtype,
     require_positive,
 )
+from tvm_sparse.formats.quantized import STORED, as_float32, stored_scales, stored_values
 from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, RELATIVE, TINY, SoftmaxTopk, require_extras
 from tvm_sparse.operators.softmax_topk.reference import best_and_asked
 from tvm_sparse.operators.softmax_topk.rows import asked
@@ -38,16 +39,23 @@ if TYPE_CHECKING:
 # Rows of the smallest tile of the kernels' product, of one fragment, and of the tiles that come in any number.
 EIGHT, SIXTEEN = 8, 16
 TILES = (EIGHT, SIXTEEN, 32, 64)
-# Words of the vocabulary with which kernels are verified: programs read their number at run time.
-FEW_WORDS = 3001
+# Words of the vocabulary with which kernels are verified: programs read their number at run time. Where they write all
+# scores, rows of scores are whole tiles.
+FEW_WORDS, FEW_WHOLE_WORDS = 3001, 3008
+# Words of which a vocabulary must be a multiple, for a kernel with tensor cores to write all scores: the largest tile.
+WHOLE_WORDS = 32
+# Structures whose scores are exact sums. Scales of an embedding in eight bits are powers of two there.
+EXACT = ("ties", "constant", "ascending")
 
 
 @dataclass(frozen=True)
 class HeadTopk(Problem):
     """`values, indices = topk(softmax(scale * (hidden @ embedding.T + bias), -1), k)`, with the normaliser.
 
-    Extras, absent by default: `bias` = 1 for a row that is added to every row of the scores, and `ids` = n for n given
-    words per row whose probabilities are also returned, whatever their rank.
+    Extras, absent by default: `bias` = 1 for a row that is added to every row of the scores; `ids` = n for n given
+    words per row whose probabilities are also returned, whatever their rank; and `stored`, the dtype of an embedding in
+    eight bits whose rows have scales: the score of word w is `scales[w] * (hidden @ embedding[w])`. Only with `stored`,
+    `logits` = 1 for the scores of all words as another output.
     """
 
     batch: int
@@ -57,24 +65,29 @@ class HeadTopk(Problem):
     dtype: str = "float32"
     bias: int = field(default=0, metadata=OPTIONAL)
     ids: int = field(default=0, metadata=OPTIONAL)
+    stored: str = field(default="", metadata=OPTIONAL)
+    logits: int = field(default=0, metadata=OPTIONAL)
 
     operator: ClassVar[str] = "head_topk"
     batch_axis: ClassVar[str] = "batch"
+    added_axes: ClassVar[tuple[str, ...]] = ("stored", "logits")
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("hidden", ("batch", "hidden"), "dtype", "Hidden states."),
-        Argument("embedding", ("vocab", "hidden"), "dtype", "Output embedding, a row a word."),
+        Argument("embedding", ("vocab", "hidden"), "dtype", "Output embedding, a row a word; as uint8 if `stored`."),
         *SoftmaxTopk.inputs[1:3],
         Argument(
             "constant", (), "int32", "1 if nobody writes `embedding` while kernels that read it are queued, else 0."
         ),
         Argument("bias", ("vocab",), "float32", "Added to every row of the scores; -inf masks a word.", when="bias"),
         Argument("ids", ("batch", "ids"), "int64", "Words whose probabilities are wanted.", when="ids"),
+        Argument("scales", ("vocab",), "float32", "What the sum of each word is multiplied by.", when="stored"),
     )
     outputs: ClassVar[tuple[Argument, ...]] = (
         Argument("values", ("batch", "k"), "float32", "Probabilities, or their logarithms, descending."),
         Argument("indices", ("batch", "k"), "int64", "Words of the values, in [0, vocab)."),
         Argument("normaliser", ("batch",), "float32", "Logarithm of the sum of exponentials of the scaled scores."),
         Argument("given", ("batch", "ids"), "float32", "Those of `ids`; NaN for one outside [0, vocab).", when="ids"),
+        Argument("logits", ("batch", "vocab"), "float32", "Scores of all words.", when="logits"),
     )
     peer_outputs: ClassVar[int | None] = 2  # without the normaliser
     structures: ClassVar[tuple[str, ...]] = scores.STRUCTURES
@@ -95,6 +108,10 @@ class HeadTopk(Problem):
         if self.k > self.vocab:
             raise ProblemError(f"head_topk: k must be at most vocab ({self.vocab}), got {self.k}")
         require_extras(self)
+        if self.stored and self.stored not in STORED:
+            raise ProblemError(f"head_topk: stored must be empty or one of {', '.join(STORED)}, got {self.stored!r}")
+        if self.logits not in (0, 1) or self.logits and not self.stored:
+            raise ProblemError(f"head_topk: logits must be 0, or 1 of a stored embedding, got {self.logits!r}")
 
     @classmethod
     def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
@@ -108,6 +125,9 @@ class HeadTopk(Problem):
             "bias": distribution.flag(rng, 0.2),
             "ids": distribution.flag(rng, 0.1) * distribution.whole(rng, 1, 16),
         }
+
+    def dtype_of(self, argument: Argument) -> str:
+        return "uint8" if self.stored and argument.name == "embedding" else super().dtype_of(argument)
 
     def distance(self, other: Problem) -> float | None:
         """Octaves summed over all sizes; None for a problem with other columns, and for one whose rows need a smaller
@@ -129,11 +149,12 @@ class HeadTopk(Problem):
         return (*super().run_time_extents, "vocab")
 
     def smaller(self, extent: int) -> Problem:
-        return replace(self, batch=extent, vocab=max(self.k, min(self.vocab, FEW_WORDS)))
+        few = FEW_WHOLE_WORDS if self.logits else FEW_WORDS
+        return replace(self, batch=extent, vocab=max(self.k, min(self.vocab, few)))
 
     @property
     def scaled(self) -> tuple[str, ...]:
-        return ("hidden", "embedding", "bias")
+        return ("hidden", "scales" if self.stored else "embedding", "bias")
 
     def draw_settings(self, rng: np.random.Generator) -> dict[str, float]:
         return {"scale": 1 / drawing.temperature(rng), "log": int(rng.integers(2)), "constant": int(rng.integers(2))}
@@ -144,36 +165,40 @@ class HeadTopk(Problem):
 
         from tvm_sparse.operators.softmax_topk import definition
 
-        hidden, k, dtype, n = self.hidden, self.k, self.dtype, self.ids
-        with_bias, with_ids = bool(self.bias), bool(n)
-        take = definition.take(k)
+        hidden, k, dtype, n, stored = self.hidden, self.k, self.dtype, self.ids, self.stored
+        with_bias, with_ids, with_scales, with_logits = bool(self.bias), bool(n), bool(stored), bool(self.logits)
+        take, (words_dtype, align) = definition.take(k), ("uint8", 1) if stored else (dtype, 2)
 
         # fmt: off
         @T.inline
-        def score(s, H, E, B, row, j):
+        def score(s, H, E, B, S, row, j):
             s.x[0] = T.float32(0)
             for h in range(hidden):
-                s.x[0] = s.x[0] + T.Cast("float32", H[row, h]) * T.Cast("float32", E[j, h])
+                s.x[0] = s.x[0] + T.Cast("float32", H[row, h]) * word_number(stored, E[j, h])
+            if with_scales:
+                s.x[0] = s.x[0] * S[j]
             if with_bias:
                 s.x[0] = s.x[0] + B[j]
 
         @T.prim_func(s_tir=True)
         def main(
             hidden_h: T.handle, embedding_h: T.handle, scale: T.float32, log: T.int32, constant: T.int32,
-            bias_h: T.handle, ids_h: T.handle, values_h: T.handle, indices_h: T.handle, normaliser_h: T.handle,
-            given_h: T.handle
+            bias_h: T.handle, ids_h: T.handle, scales_h: T.handle, values_h: T.handle, indices_h: T.handle,
+            normaliser_h: T.handle, given_h: T.handle, logits_h: T.handle
         ):
             T.func_attr({"global_symbol": "main", "tirx.noalias": True})
             batch = T.int64()
             vocab = T.int64()
             H = T.match_buffer(hidden_h, (batch, T.int64(hidden)), dtype, align=2)
-            E = T.match_buffer(embedding_h, (vocab, T.int64(hidden)), dtype, align=2)
+            E = T.match_buffer(embedding_h, (vocab, T.int64(hidden)), words_dtype, align=align)
             B = T.match_buffer(bias_h, (vocab,), "float32", align=4)
             Q = T.match_buffer(ids_h, (batch, T.int64(n)), "int64", align=8)
+            S = T.match_buffer(scales_h, (vocab,), "float32", align=4)
             V = T.match_buffer(values_h, (batch, T.int64(k)), "float32", align=4)
             Z = T.match_buffer(indices_h, (batch, T.int64(k)), "int64", align=8)
             N = T.match_buffer(normaliser_h, (batch,), "float32", align=4)
             G = T.match_buffer(given_h, (batch, T.int64(n)), "float32", align=4)
+            L = T.match_buffer(logits_h, (batch, vocab), "float32", align=4)
             for b in range(batch):
                 with T.sblock("row"):
                     row = T.axis.spatial(batch, b)
@@ -182,7 +207,9 @@ class HeadTopk(Problem):
                     s = T.meta_var(definition.Best.alloc(k))
                     definition.begin(s)
                     for j in range(vocab):
-                        score(s, H, E, B, row, j)
+                        score(s, H, E, B, S, row, j)
+                        if with_logits:
+                            L[row, j] = s.x[0]
                         take(s, scale, j, j)
                     for i in range(k):
                         Z[row, i] = s.p[i]
@@ -191,7 +218,7 @@ class HeadTopk(Problem):
                     if with_ids:
                         for i in range(n):
                             if Q[row, i] >= T.int64(0) and Q[row, i] < vocab:
-                                score(s, H, E, B, row, Q[row, i])
+                                score(s, H, E, B, S, row, Q[row, i])
                                 definition.write(G, [row, i], s, s.x[0], scale, log)
                             else:
                                 G[row, i] = T.float32("nan")
@@ -205,26 +232,53 @@ class HeadTopk(Problem):
         structure, chosen = self.chosen(structure, settings)
         rng = np.random.default_rng([seed, self.vocab, self.hidden, self.k])
         states, words = scores.embedded(rng, self.batch, self.vocab, self.hidden, structure, self.dtype)
-        inputs: list[Any] = [states, words, chosen["scale"], chosen["log"], chosen["constant"]]
+        held, scales = self._in_eight_bits(words, structure) if self.stored else (words, None)
+        inputs: list[Any] = [states, held, chosen["scale"], chosen["log"], chosen["constant"]]
         if self.bias:
             inputs.append(scores.word_bias(rng, self.vocab, structure))
         if self.ids:
             inputs.append(asked(rng, (self.batch, self.ids), self.vocab))
-        return inputs
+        return inputs if scales is None else [*inputs, scales]
+
+    def _in_eight_bits(self, words: np.ndarray, structure: str) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes `(vocab, hidden)` and scales `(vocab,)` of words, whose infinities and NaN become 0."""
+        import numpy as np
+
+        held, scales = np.empty(words.shape, np.uint8), np.empty(len(words), np.float32)
+
+        def convert(begin: int, end: int) -> None:
+            wide = np.nan_to_num(as_float32(words[begin:end]), nan=0, posinf=0, neginf=0)
+            some = stored_scales(wide, self.stored, self.hidden)
+            some = np.exp2(np.ceil(np.log2(some))) if structure in EXACT else some
+            held[begin:end] = stored_values(wide, some, self.stored).view(np.uint8)
+            scales[begin:end] = some[:, 0]
+
+        parts.of_rows(words, convert)
+        return held, scales
 
     def extras(self, inputs: Sequence[Any]) -> tuple[np.ndarray | None, np.ndarray | None]:
         """The bias and the ids among the inputs; None for absent ones."""
-        return inputs[5] if self.bias else None, inputs[-1] if self.ids else None
+        return inputs[5] if self.bias else None, inputs[5 + bool(self.bias)] if self.ids else None
+
+    def words(self, inputs: Sequence[Any]) -> np.ndarray:
+        """The embedding among the inputs; float32 if it is stored in eight bits."""
+        import numpy as np
+
+        if not self.stored:
+            return inputs[1]
+        found = as_float32(np.asarray(inputs[1]).view(numpy_dtype(self.stored)))
+        found *= np.asarray(inputs[-1])[:, None]
+        return found
 
     def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
-        states, words, scale, log = inputs[:4]
+        states, words, (scale, log) = inputs[0], self.words(inputs), inputs[2:4]
         bias, ids = self.extras(inputs)
         found = scores.scores(states, words, bias)
         (values, indices, *given), normaliser = best_and_asked(found, self.k, ids, scale, log)
-        return [values, indices, normaliser, *given]
+        return [values, indices, normaliser, *given, *([found] if self.logits else [])]
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-        slack = scores.rounding(inputs[0], inputs[1], self.extras(inputs)[0])
+        slack = scores.rounding(inputs[0], self.words(inputs), self.extras(inputs)[0])
         return tolerances(self.kernel_outputs, slack, inputs[2], inputs[3], expected)
 
     def agree(
@@ -238,7 +292,7 @@ class HeadTopk(Problem):
         import numpy as np
 
         scores.compare_ranked(self.kernel_outputs, expected, tolerance, outputs)
-        states, words = inputs[:2]
+        states, words = inputs[0], self.words(inputs)
         bias, _ = self.extras(inputs)
         found, wanted = np.asarray(outputs[1]), expected[1]
         if found.min() < 0 or found.max() >= len(words):
@@ -246,16 +300,40 @@ class HeadTopk(Problem):
         scores.compare_words(self.outputs[1], states, words, bias, found, wanted)
 
     def ranked_by(self, inputs: Sequence[Any], indices: np.ndarray) -> tuple[np.ndarray, np.ndarray | float]:
-        states, words = inputs[:2]
+        states, words = inputs[0], self.words(inputs)
         bias, _ = self.extras(inputs)
         found = scores.pair_scores(states, words[indices], None if bias is None else bias[indices])
         return found, scores.rounding(states, words, bias)[:, None]
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         size = numpy_dtype(self.dtype).itemsize
-        small = self.batch * (self.k * 12 + 4 + self.ids * 12) + self.vocab * 4 * self.bias
-        products = self.batch * self.vocab * self.hidden
-        return Cost((self.batch + self.vocab) * self.hidden * size + small, 2 * products + 3 * self.batch * self.vocab)
+        small = self.batch * (self.k * 12 + 4 + self.ids * 12) + self.vocab * 4 * (self.bias + bool(self.stored))
+        read = self.hidden * (self.batch * size + self.vocab * word_size(self))
+        return Cost(read + small, (2 * self.hidden + 3) * self.batch * self.vocab)
+
+
+def word_size(problem: Problem) -> int:
+    """Bytes of a number of the embedding."""
+    return 1 if problem.axes.get("stored") else numpy_dtype(problem.axes["dtype"]).itemsize
+
+
+def word_number(stored: str, number: Any) -> Any:
+    """The float32, as an expression of a program, of a number of the embedding, or of a byte of one that is `stored`.
+
+    Exponents of float8_e4m3fn are biased by 7, those of float32 by 127. A number without an exponent counts units of
+    2^-9; its bits in the place of a float32's would be a subnormal number, which a GPU may take for 0.
+    """
+    from tvm.script import tirx as T
+
+    if not stored:
+        return T.Cast("float32", number)
+    if stored == "int8":
+        return T.Cast("float32", T.Cast("int8", number))
+    bits = T.Cast("uint32", number)
+    size = bits & T.uint32(0x7F)
+    normal = T.reinterpret("float32", (size << T.uint32(20)) + T.uint32(120 << 23))
+    found = T.Select(size < T.uint32(8), T.Cast("float32", size) * T.float32(2.0**-9), normal)
+    return T.Select(bits < T.uint32(0x80), found, -found)
 
 
 def tolerances(
@@ -272,6 +350,8 @@ def tolerances(
 
     def bound(argument: Argument, wanted: np.ndarray) -> np.ndarray:
         off = (2.0 * scale * slack).reshape(slack.shape + (1,) * (wanted.ndim - slack.ndim))
+        if argument.name == "logits":
+            return off / scale + 1e-6 * np.abs(wanted)
         if log or argument.name == "normaliser":
             return ABSOLUTE_LOG + off + 1e-6 * np.abs(wanted)
         return TINY + (RELATIVE + np.expm1(np.minimum(off, 80.0))) * np.abs(wanted)

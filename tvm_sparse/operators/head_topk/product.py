@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from tvm_sparse.formats.quantized import AT_ONCE, QuantizedEmbedding, as_float32
+from tvm_sparse.runtime import arrays
 from tvm_sparse.runtime.calls import most_rows
 
 # Bytes of the float32 scores of all words that a call holds at once, by device: with the workspaces of the kernels that
@@ -15,6 +17,8 @@ TILE, ALIGNED = 128, 16
 # Bytes of the embedding that are converted to float32 at once, where PyTorch has no product of 16-bit numbers with
 # float32 results.
 CONVERTED_BYTES = 8_000_000
+# Elements of a quantised embedding that are converted at once on a GPU, where each part costs several launches.
+CONVERTED_ELEMENTS = 1 << 23
 
 
 def rows_at_once(vocab: int, hidden: int, device: str) -> int:
@@ -28,10 +32,13 @@ def rows_at_once(vocab: int, hidden: int, device: str) -> int:
 
 def float_scores(hidden: Any, embedding: Any) -> Any:
     """`hidden @ embedding.T` of torch tensors of one dtype, `(batch, vocab)` float32; 16-bit numbers are multiplied
-    exactly and summed in float32.
+    exactly and summed in float32. A quantised embedding is converted in parts; it may be NumPy's, with hidden states of
+    NumPy.
 
     The product of float32 tensors follows `torch.set_float32_matmul_precision`.
     """
+    if isinstance(embedding, QuantizedEmbedding):
+        return _stored_scores(hidden, embedding)
     torch = sys.modules["torch"]
     hidden, embedding = hidden.detach(), embedding.detach()
     rows, vocab = hidden.shape[0], embedding.shape[0]
@@ -44,6 +51,24 @@ def float_scores(hidden: Any, embedding: Any) -> Any:
     for first in range(0, vocab, words):
         part = slice(first, first + words)
         torch.mm(states, embedding[part].float().t(), out=scores[:, part])
+    return scores
+
+
+def _stored_scores(hidden: Any, embedding: QuantizedEmbedding) -> Any:
+    """`float_scores` of a quantised embedding: its stored values are exact in every dtype of hidden states, so that
+    the sums of a row with one scale need not know it.
+    """
+    if not arrays.is_torch(hidden):
+        states = as_float32(hidden)
+        parts = [states @ part.dequantized().T for _, part in embedding.parts()]
+        return sys.modules["numpy"].concatenate(parts, axis=1)
+    torch = sys.modules["torch"]
+    scores = torch.empty((len(hidden), len(embedding.values)), dtype=torch.float32, device=hidden.device)
+    for rows, part in embedding.parts(CONVERTED_ELEMENTS if hidden.is_cuda else AT_ONCE):
+        if part.groups == 1:
+            scores[:, rows] = float_scores(hidden, part.values.to(hidden.dtype)).mul_(part.scales[:, 0])
+        else:
+            scores[:, rows] = hidden.detach().float() @ part.dequantized().t()
     return scores
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tvm_sparse.formats.quantized import QuantizedEmbedding
 from tvm_sparse.operators.softmax_topk import shards
 from tvm_sparse.runtime import custom
 
@@ -25,7 +26,10 @@ def _call(
     constant: bool,
     heat: Any,
     rounded: bool,
+    scales: Any,
+    stored: str,
 ) -> list[Any]:
+    embedding = _whole(embedding, scales, stored)
     temperature = custom.value_of(temperature, heat)
     options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "normaliser": normaliser}
     options |= {"constant": constant, "rounded": rounded}
@@ -35,7 +39,8 @@ def _call(
 def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
     """Rows of all examples together."""
     hidden, embedding, k, log, temperature, bias, ids, *rest = args
-    custom.unbatched("head_topk", (in_dims[1], in_dims[5], in_dims[9]), ("embedding", "bias", "temperature"))
+    places = {"embedding": 1, "bias": 5, "temperature": 9, "scales": 11}
+    custom.unbatched("head_topk", tuple(in_dims[place] for place in places.values()), tuple(places))
     hidden = custom.in_front(hidden, in_dims[0], info.batch_size)
     ids = None if ids is None else custom.in_front(ids, in_dims[6], info.batch_size).flatten(0, 1)
     results = _OPERATOR(hidden.flatten(0, 1), embedding, k, log, temperature, bias, ids, *rest)
@@ -46,27 +51,44 @@ _OPERATOR = custom.define(
     # `heat` is a temperature in a tensor, see `custom.number`.
     "head_topk(Tensor hidden, Tensor embedding, SymInt k, bool log=False, float temperature=1.0, Tensor? bias=None,"
     " Tensor? ids=None, bool normaliser=False, bool constant=False, Tensor? heat=None,"
-    " bool rounded=False) -> Tensor[]",
+    " bool rounded=False, Tensor? scales=None, str stored='') -> Tensor[]",
     _call,
     _batched,
     custom.without_backward("hidden, embedding or bias"),
 )
 
 
-def _batched_scores(info: Any, in_dims: Any, hidden: Any, embedding: Any) -> Any:
+def _batched_scores(info: Any, in_dims: Any, hidden: Any, embedding: Any, scales: Any, stored: str) -> Any:
     """Rows of all examples together."""
-    custom.unbatched("head_sample", in_dims[1:], ("embedding",))
+    custom.unbatched("head_sample", in_dims[1:3], ("embedding", "scales"))
     hidden = custom.in_front(hidden, in_dims[0], info.batch_size)
-    return head_scores(hidden.flatten(0, 1), embedding).unflatten(0, hidden.shape[:2]), 0
+    return _SCORES(hidden.flatten(0, 1), embedding, scales, stored).unflatten(0, hidden.shape[:2]), 0
 
 
-# `float_scores`, which a graph of `head_sample` contains.
-head_scores = custom.define(
-    "head_scores(Tensor hidden, Tensor embedding) -> Tensor",
-    float_scores,
+_SCORES = custom.define(
+    "head_scores(Tensor hidden, Tensor embedding, Tensor? scales=None, str stored='') -> Tensor",
+    lambda hidden, embedding, scales, stored: float_scores(hidden, _whole(embedding, scales, stored)),
     _batched_scores,
     custom.without_backward("hidden or embedding"),
 )
+
+
+def _whole(embedding: Any, scales: Any, stored: str) -> Any:
+    """The embedding that a custom operator has got in parts."""
+    return QuantizedEmbedding.of_octets(embedding, scales, stored) if stored else embedding
+
+
+def _in_parts(embedding: Any) -> tuple[Any, Any, str]:
+    """What a custom operator takes of an embedding: a tensor, scales or None, and the dtype of stored values."""
+    if isinstance(embedding, QuantizedEmbedding):
+        return embedding.octets, embedding.scales, embedding.stored
+    return embedding, None, ""
+
+
+def head_scores(hidden: Any, embedding: Any) -> Any:
+    """`float_scores`, which a graph of `head_sample` contains."""
+    return _SCORES(hidden, *_in_parts(embedding))
+
 
 _candidate_logits = custom.module_of("candidate_logits").candidate_logits
 
@@ -93,5 +115,6 @@ def head_topk(
         part = shards.part_of_head(head_topk, _candidate_logits, hidden, embedding, k, shard, bias, **options)
         return custom.written(part, out)
     temperature, heat = custom.number(temperature)
-    found = _OPERATOR(hidden, embedding, k, log, temperature, bias, ids, normaliser, constant, heat, rounded)
+    words, *parts = _in_parts(embedding)
+    found = _OPERATOR(hidden, words, k, log, temperature, bias, ids, normaliser, constant, heat, rounded, *parts)
     return custom.written(tuple(found), out)

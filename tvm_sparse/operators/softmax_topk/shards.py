@@ -58,9 +58,7 @@ def joined(normalisers: Any) -> Any:
     space = library(normalisers)
     if arrays.is_torch(normalisers):
         return normalisers.double().logsumexp(0).float()
-    return _quietly(
-        lambda: space.logaddexp.reduce(normalisers.astype("float64"), axis=0).astype("float32"), normalisers
-    )
+    return quietly(lambda: space.logaddexp.reduce(normalisers.astype("float64"), axis=0).astype("float32"), normalisers)
 
 
 def within(shard: Any, vocab: int, k: Any) -> tuple[int, int, int]:
@@ -123,7 +121,7 @@ def part_of_logits(
     scores = arrays.converted("logits", taken(logits, words), "float32")
     space = library(scores)
     if bias is not None:
-        scores = _quietly(lambda: scores + bias[words], scores)
+        scores = quietly(lambda: scores + bias[words], scores)
     if allowed is not None:
         shifted = taken(allowed, words // BITS) >> arrays.converted("indices", words % BITS, "int32")
         scores = space.where((shifted & 1) != 0, scores, -space.inf)
@@ -133,7 +131,7 @@ def part_of_logits(
         # Score and log-probability of the best word differ by the normaliser.
         return space.where(best == -space.inf, best, best * scale - values[..., 0])
 
-    return scores, words + offset, _quietly(normaliser, scores)
+    return scores, words + offset, quietly(normaliser, scores)
 
 
 def part_of_head(
@@ -174,7 +172,7 @@ def returned(found: tuple[Any, Any, Any], out: Any, like: Any, known: Facts) -> 
     return out
 
 
-def _quietly(compute: Callable[[], Any], like: Any) -> Any:
+def quietly(compute: Callable[[], Any], like: Any) -> Any:
     """The result without NumPy's warnings about infinities, which are wanted here."""
     if arrays.is_torch(like):
         return compute()
