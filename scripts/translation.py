@@ -19,6 +19,7 @@ Sources: Shi, Xu & Knight 2018 (tables 1, 6, 7, 8, figures 6 to 8); Zhu, Pool et
 from __future__ import annotations
 
 import copy
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -50,7 +51,6 @@ BEAM = 12
 STRETCH = 1.5
 # Seconds of a command that scores and intervals of all translations take at its end.
 LAST = 30.0
-RECALLS = (0.95, 0.9, 0.99)
 # Sentences and lists of a beam whose states choose settings, and those that recall is measured on.
 FITTED_ON, MEASURED_ON = (40, 120), (40, 160)
 TRANSLATIONS = (5, 20, 50)
@@ -90,6 +90,11 @@ class Lines:
 
 def _cell(value: Any) -> Any:
     return "" if value is None else f"{value:.5g}" if isinstance(value, float | np.floating) else value
+
+
+def numbers_of(text: str) -> list[float]:
+    """Numbers between commas."""
+    return [float(part) for part in text.split(",") if part]
 
 
 def language_of(path: Path) -> str:
@@ -259,7 +264,7 @@ def step_microseconds(search: Search, rounds: int = 8, steps: int = 20) -> float
     return statistics.median(found) * 1e6
 
 
-def ways_of(given: Translations, deadline: float, trials: int) -> list[Way]:
+def ways_of(given: Translations, deadline: float, trials: int, recalls: Sequence[float]) -> list[Way]:
     """All heads for a beam of 12, the most telling first."""
     embedding, vocab = given.embedding, len(given.embedding)
     made = [heads.by_torch(embedding, BEAM), heads.exact(embedding, BEAM)]
@@ -269,7 +274,7 @@ def ways_of(given: Translations, deadline: float, trials: int) -> list[Way]:
         given.search(made[0], sentences, BEAM), made[0], sentences, range(len(order)), FITTED_ON[1]
     )
     grouped = torch.stack([hidden for _, hidden in samples])
-    for goal in RECALLS:
+    for goal in recalls:
         if time.monotonic() > deadline:
             break
         begun = time.monotonic()
@@ -301,8 +306,6 @@ def ways_of(given: Translations, deadline: float, trials: int) -> list[Way]:
 
 def changed(head: Any, *, threshold: int, frequent: int, **_: int) -> Any:
     """The head with the same tables, another threshold and another number of frequent words, and room for all."""
-    import dataclasses
-
     own = dataclasses.replace(head.settings, threshold=threshold, frequent=frequent, capacity=head.vocab)
     return type(head).assembled(head.embedding, head.bias, own, head.hashing, np.arange(frequent), path="lsh")
 
@@ -316,7 +319,8 @@ def decode(
     sentences: Annotated[int | None, typer.Option(help="Of the test set; default: all.")] = None,
     dtype: Annotated[str, typer.Option(help="Of states and embeddings; default: float16, on a CPU float32.")] = "",
     beams: Annotated[str, typer.Option(help="Further beams of torch, the exact head and LSH.")] = "1,3,6,24,48",
-    trials: Annotated[int, typer.Option(help="Settings that `fit` measures.")] = 4,
+    recalls: Annotated[str, typer.Option(help="For which `LshHead.fit` finds settings.")] = "0.95,0.9",
+    trials: Annotated[int, typer.Option(help="Settings that it measures for each.")] = 4,
     csv_path: Csv = None,
 ) -> None:
     """Translate the test set by every head: quality, recall, times."""
@@ -332,9 +336,9 @@ def decode(
         source_us = source_side(given)
         typer.echo(f"source side: {source_us:.0f} us a sentence alone")
         all_ = given.encode(given.test, numbers)
-        made = ways_of(given, deadline - 0.5 * seconds, trials)
+        made = ways_of(given, deadline - 0.5 * seconds, trials, numbers_of(recalls))
         typer.echo(f"{len(made)} heads after {time.monotonic() - begun:.0f} s")
-        others = [int(beam) for beam in beams.split(",") if beam]
+        others = [int(beam) for beam in numbers_of(beams)]
         plan = [(way, BEAM) for way in made]
         of_beam = [(make_way(given, name, beam), beam) for beam in others for name in (heads.TORCH, heads.EXACT, heads.LSH)]
         problems = [problem for way, beam in [*plan, *of_beam] for problem in way.problems(beam)]
@@ -484,7 +488,7 @@ def prune(
         for one_ in METHODS if method is None else method:
             model = copy.deepcopy(given.model)
             last = 1.0
-            for density in map(float, densities.split(",")):
+            for density in numbers_of(densities):
                 if time.monotonic() - begun > limit:
                     typer.echo(f"no time is left for {one_} at {density:g}", err=True)
                     break
