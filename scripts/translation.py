@@ -47,8 +47,6 @@ from tvm_sparse.layers.pruning import METHODS
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False)
 
 BEAM = 12
-# Tokens of a result for each of the longest source.
-STRETCH = 1.5
 # Seconds of a command that scores and intervals of all translations take at its end.
 LAST = 30.0
 # Sentences and lists of a beam whose states choose settings, and those that recall is measured on.
@@ -221,9 +219,7 @@ class Translations:
         return encoded(self.model, pairs.sources, numbers, self.device)
 
     def search(self, way: Way, sentences: Encoded, beam: int) -> Search:
-        memory = sentences.memory.shape[1]
-        length = int(memory * STRETCH) + 5
-        return Search(self.model, way.head, beam=beam, length=length, memory=memory)
+        return Search.of(self.model, way.head, sentences, beam)
 
     def texts(self, found: Found) -> list[str]:
         return self.theirs.decoded(found.sentences)
@@ -340,7 +336,7 @@ def decode(
         typer.echo(f"{len(made)} heads after {time.monotonic() - begun:.0f} s")
         others = [int(beam) for beam in numbers_of(beams)]
         plan = [(way, BEAM) for way in made]
-        of_beam = [(make_way(given, name, beam), beam) for beam in others for name in (heads.TORCH, heads.EXACT, heads.LSH)]
+        of_beam = [(way, beam) for beam in others for way in ways_of_beam(given, made, beam)]
         problems = [problem for way, beam in [*plan, *of_beam] for problem in way.problems(beam)]
         tvm_sparse.warmup(list(dict.fromkeys(problems)), target=target)
         typer.echo(f"{len(problems)} kernels after {time.monotonic() - begun:.0f} s")
@@ -374,13 +370,11 @@ def facts_of(given: Translations) -> dict[str, str]:
     }
 
 
-def make_way(given: Translations, name: str, beam: int) -> Way:
-    """PyTorch's head, the exact one, or the paper's first LSH, with as many best words as hypotheses."""
-    if name == heads.LSH:
-        setting = next(heads.settings_of(*given.embedding.shape), None)
-        if setting is not None:
-            return heads.hashed(tvm_sparse.LshHead(given.embedding, **setting, capacity=len(given.embedding)), beam)
-    return (heads.by_torch if name == heads.TORCH else heads.exact)(given.embedding, beam)
+def ways_of_beam(given: Translations, made: Sequence[Way], beam: int) -> list[Way]:
+    """PyTorch's head, the exact one, and the first LSH with the paper's numbers, with as many best words as hypotheses."""
+    found = [heads.by_torch(given.embedding, beam), heads.exact(given.embedding, beam)]
+    hashed = next((way for way in made if way.name == heads.LSH), None)
+    return found if hashed is None else [*found, heads.hashed(hashed.owner, beam)]
 
 
 def source_side(given: Translations) -> float:
@@ -449,7 +443,10 @@ def finish(given: Translations, csv: Lines) -> None:
     base = given.translated[keys[0]]
     with ProcessPoolExecutor(min(16, len(keys)), mp_context=get_context("spawn")) as pool:
         found = pool.map(
-            quality.quality, [given.translated[key] for key in keys], [given.references] * len(keys), [base] * len(keys)
+            quality.quality,
+            [given.translated[key] for key in keys],
+            [given.references] * len(keys),
+            [None, *[base] * (len(keys) - 1)],
         )
         for key, scores in zip(keys, found, strict=True):
             csv.put(key, **scores._asdict())
@@ -487,6 +484,8 @@ def prune(
         pruned_line(given, csv, given.model, ("dense", 1.0), 0, given.facts["dev_loss"])
         for one_ in METHODS if method is None else method:
             model = copy.deepcopy(given.model)
+            for layers_ in (model.encoder, model.decoder):
+                layers_.flatten_parameters()  # copies lie apart in memory
             last = 1.0
             for density in numbers_of(densities):
                 if time.monotonic() - begun > limit:
@@ -551,8 +550,7 @@ def pruned_line(
     numbers = np.arange(len(given.test.sources))
     sentences = encoded(own, given.test.sources, numbers, given.device)
     way = heads.exact(own.output.weight.detach(), BEAM)
-    memory = sentences.memory.shape[1]
-    search = Search(own, way.head, beam=BEAM, length=int(memory * STRETCH) + 5, memory=memory)
+    search = Search.of(own, way.head, sentences, BEAM)
     texts = given.theirs.decoded(search(sentences, numbers.tolist()).sentences)
     base = given.translated.setdefault("dense", texts)
     scores = quality.quality(texts, given.references, base)

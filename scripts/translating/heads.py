@@ -38,6 +38,8 @@ class Way:
         Called with a sentence's number before its first step.
     candidates
         Mean number of words that it multiplied with, for hidden states of one list.
+    owner
+        The `LshHead`, of one.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Way:
     candidates: Callable[[torch.Tensor], float]
     problems: Callable[[int], list[Problem]] = lambda rows: []
     before: Callable[[int], None] = _nothing
+    owner: Any = None
 
 
 def _axes(embedding: torch.Tensor) -> dict[str, Any]:
@@ -123,7 +126,7 @@ def hashed(head: Any, n: int, name: str = LSH) -> Way:
         ]
 
     setting = f"k {own.k}, u {own.units}, W {own.bands}, t {own.threshold}, T {own.frequent}"
-    return Way(name, setting, call, candidates, problems)
+    return Way(name, setting, call, candidates, problems, owner=head)
 
 
 def nothing(rows: int, n: int, device: str) -> Way:

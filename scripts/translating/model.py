@@ -85,18 +85,18 @@ class Translator(torch.nn.Module):
 
     def loss(self, batch: Batch, smoothing: float = 0.0) -> torch.Tensor:
         """Cross entropy of a word, and with `smoothing` a share of that of a uniform distribution."""
-        states = self.dropout(self(batch.sources, batch.lengths, batch.given)[batch.counted])
-        return torch.nn.functional.cross_entropy(
-            self.output(states).float(), batch.wanted[batch.counted], label_smoothing=smoothing
-        )
+        states = self(batch.sources, batch.lengths, batch.given).flatten(0, 1)[batch.counted]
+        wanted = batch.wanted.flatten()[batch.counted]
+        logits = self.output(self.dropout(states)).float()
+        return torch.nn.functional.cross_entropy(logits, wanted, label_smoothing=smoothing)
 
 
 # ---- batches -----------------------------------------------------------------------------------------------------
 
 
 class Batch(NamedTuple):
-    """Padded sentences: sources and their lengths, the target words before each place, the words there, and which of
-    them are no padding.
+    """Padded sentences: sources and their lengths, which are on the host, the target words before each place, the words
+    there, and which of them, counted through all sentences, are no padding.
     """
 
     sources: torch.Tensor
@@ -129,7 +129,9 @@ class Pairs(NamedTuple):
                 self.targets.padded(numbers, end=EOS),
             )
         )
-        counted = torch.from_numpy(np.arange(wanted.shape[1]) <= lengths[:, None]).to(device, non_blocking=True)
+        # Found here: a mask of the device would have to be counted before it selects.
+        places = np.flatnonzero(np.arange(wanted.shape[1]) <= lengths[:, None])
+        counted = torch.from_numpy(places).to(device, non_blocking=True)
         return Batch(sources, torch.from_numpy(self.sources.lengths[numbers]), given, wanted, counted)
 
     def batches(self, words: int, rng: np.random.Generator | None = None) -> Iterator[np.ndarray]:
@@ -187,7 +189,7 @@ def dev_loss(model: Translator, dev: Pairs, words: int, device: str) -> float:
     for numbers in dev.batches(words):
         batch = dev.batch(numbers, device)
         with casting(device):
-            own = int(batch.counted.sum())
+            own = len(batch.counted)
             total += float(model.loss(batch)) * own
             count += own
     model.train(was)
@@ -211,7 +213,7 @@ def train(
     *,
     rate: float = 1e-3,
     words: int = 8192,
-    looks: int = 12,
+    looks: int = 8,
     device: str,
     seed: int = 0,
     prepared: Callable[[torch.optim.Optimizer, Callable[[], float]], Any] | None = None,

@@ -18,6 +18,8 @@ from .vocabulary import BOS, EOS, Sentences
 LOOK_EVERY = 4
 # Sentences that are encoded at once.
 AT_ONCE = 64
+# Most steps of a sentence: so many for each of its words, and more. Few translations are longer.
+STRETCH, MORE = 2, 10
 
 # Log-probabilities `(beam, n)` float32 and words `(beam, n)` for the head's inputs `(beam, hidden)`.
 Head = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -112,6 +114,12 @@ class Search:
         if device.type == "cuda":
             self.step = recorded(self._step, device)[0].replay
 
+    @classmethod
+    def of(cls, model: Translator, head: Head, sentences: Encoded, beam: int) -> Search:
+        """A search with room for the longest of these sentences."""
+        memory = sentences.memory.shape[1]
+        return cls(model, head, beam=beam, length=STRETCH * memory + MORE, memory=memory)
+
     @torch.no_grad()
     def _step(self) -> None:
         model, beam = self.model, self.beam
@@ -139,7 +147,8 @@ class Search:
         self.cell.copy_(cell[:, parents])
         self.chosen.index_copy_(0, self.position, words[None])
         self.parents.index_copy_(0, self.position, parents[None])
-        self.position += 1
+        # Steps are also timed after the end of a sentence.
+        self.position.add_(1).remainder_(self.length)
 
     def begin(self, sentences: Encoded, number: int) -> None:
         """Set the state to the beginning of a sentence."""
@@ -186,12 +195,13 @@ class Search:
             A `time.monotonic()` after which no further sentence is begun.
         """
         found, total, steps, begun = [], [], 0, time.monotonic()
+        most = (STRETCH * (~sentences.padding).sum(1) + MORE).tolist()
         for number in numbers:
             if deadline is not None and time.monotonic() > deadline:
                 break
             self.begin(sentences, number)
             before(number)
-            for step in range(self.length):
+            for step in range(min(self.length, most[number])):
                 self.step()
                 if after is not None:
                     after(number, step)
