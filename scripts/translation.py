@@ -19,7 +19,6 @@ Sources: Shi, Xu & Knight 2018 (tables 1, 6, 7, 8, figures 6 to 8); Zhu, Pool et
 from __future__ import annotations
 
 import copy
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -41,7 +40,6 @@ from translating.vocabulary import Vocabulary
 import tvm_sparse
 from tvm_sparse.bench.timing import time_cpu, time_cuda
 from tvm_sparse.cli.common import Target, console, errors, machine_here, table
-from tvm_sparse.core.machine import Machine
 from tvm_sparse.layers.pruning import METHODS
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -55,7 +53,8 @@ TRANSLATIONS = (5, 20, 50)
 
 CURVE = ("language", "step", "epoch", "seconds", "words_per_second", "train_loss", "dev_loss")
 DECODED = ("language", "head", "setting", "beam", "candidates", "recall_12", "head_us", "step_us", "head_share",
-           "words_per_second", "speedup", "bleu", "bleu_interval", "chrf", "chrf_interval", "p", "sentences")  # fmt: skip
+           "words_per_second", "speedup", "bleu", "bleu_interval", "chrf", "chrf_interval", "p",
+           "sentences")  # fmt: skip
 PRUNED = ("language", "method", "density", "stored_density", "steps", "dev_loss", "bleu", "bleu_interval", "chrf",
           "layer", "batch", "length", "torch_us", "ours_us", "torch_over_ours", "difference")  # fmt: skip
 
@@ -266,9 +265,7 @@ def ways_of(given: Translations, deadline: float, trials: int, recalls: Sequence
     made = [heads.by_torch(embedding, BEAM), heads.exact(embedding, BEAM)]
     order = np.arange(min(FITTED_ON[0], len(given.pairs["dev"].sources)))
     sentences = given.encode(given.pairs["dev"], order)
-    samples = states_of(
-        given.search(made[0], sentences, BEAM), made[0], sentences, range(len(order)), FITTED_ON[1]
-    )
+    samples = states_of(given.search(made[0], sentences, BEAM), made[0], sentences, range(len(order)), FITTED_ON[1])
     grouped = torch.stack([hidden for _, hidden in samples])
     for goal in recalls:
         if time.monotonic() > deadline:
@@ -283,7 +280,16 @@ def ways_of(given: Translations, deadline: float, trials: int, recalls: Sequence
         numbers = setting["k"], setting["units"], setting["bands"]
         if numbers not in tables:
             tables[numbers] = tvm_sparse.LshHead(embedding, **setting)
-        made.append(heads.hashed(changed(tables[numbers], **setting), BEAM))
+        made.append(heads.hashed(heads.changed(tables[numbers], **setting), BEAM))
+    # Real embeddings have buckets of thousands of words; these are two ways around them.
+    few = max(BEAM, vocab // 128)
+    options = {heads.CENTRED: {"centred": True}, heads.SMALL: {"most": few}, heads.BOTH: {"centred": True, "most": few}}
+    for numbers, thresholds in (((16, 3, 500), (2, 3)), ((8, 3, 500), (3, 5))):
+        for name, option in options.items() if numbers in tables else ():
+            other = heads.rehashed(tables[numbers], **option)
+            for threshold in thresholds:
+                own = heads.changed(other, threshold=threshold, frequent=max(1, vocab // 16))
+                made.append(heads.hashed(own, BEAM, name))
     for share in (16, 8, 4, 2):
         made.append(heads.exact(embedding, BEAM, max(BEAM, vocab // share)))
     train_, always = given.pairs["train"], max(BEAM, vocab // 128)
@@ -300,12 +306,6 @@ def ways_of(given: Translations, deadline: float, trials: int, recalls: Sequence
     return made
 
 
-def changed(head: Any, *, threshold: int, frequent: int, **_: int) -> Any:
-    """The head with the same tables, another threshold and another number of frequent words, and room for all."""
-    own = dataclasses.replace(head.settings, threshold=threshold, frequent=frequent, capacity=head.vocab)
-    return type(head).assembled(head.embedding, head.bias, own, head.hashing, np.arange(frequent), path="lsh")
-
-
 @app.command()
 def decode(
     path: Corpus,
@@ -314,7 +314,7 @@ def decode(
     seconds: Annotated[float, typer.Option(help="After which nothing new is begun.")] = 240.0,
     sentences: Annotated[int | None, typer.Option(help="Of the test set; default: all.")] = None,
     dtype: Annotated[str, typer.Option(help="Of states and embeddings; default: float16, on a CPU float32.")] = "",
-    beams: Annotated[str, typer.Option(help="Further beams of torch, the exact head and LSH.")] = "1,3,6,24,48",
+    beams: Annotated[str, typer.Option(help="Further beams of torch, the exact head and LSH.")] = "1,6,48",
     recalls: Annotated[str, typer.Option(help="For which `LshHead.fit` finds settings.")] = "0.95,0.9",
     trials: Annotated[int, typer.Option(help="Settings that it measures for each.")] = 4,
     csv_path: Csv = None,
@@ -371,7 +371,7 @@ def facts_of(given: Translations) -> dict[str, str]:
 
 
 def ways_of_beam(given: Translations, made: Sequence[Way], beam: int) -> list[Way]:
-    """PyTorch's head, the exact one, and the first LSH with the paper's numbers, with as many best words as hypotheses."""
+    """PyTorch's head, the exact one, and the first LSH with the paper's numbers; as many best words as hypotheses."""
     found = [heads.by_torch(given.embedding, beam), heads.exact(given.embedding, beam)]
     hashed = next((way for way in made if way.name == heads.LSH), None)
     return found if hashed is None else [*found, heads.hashed(hashed.owner, beam)]
@@ -479,7 +479,8 @@ def prune(
         device = "cuda" if where.kind == "cuda" else "cpu"
         given = Translations(path, out, device, "float32", sentences, longest)
         name = f"translation-prune-{given.language}"
-        csv = Lines(csv_path or result_path(name, where).with_suffix(".csv"), provenance(where) | facts_of(given), PRUNED)
+        facts = provenance(where) | facts_of(given)
+        csv = Lines(csv_path or result_path(name, where).with_suffix(".csv"), facts, PRUNED)
         sizes = [tuple(map(int, shape.split("x"))) for shape in shapes.split(",")]
         pruned_line(given, csv, given.model, ("dense", 1.0), 0, given.facts["dev_loss"])
         for one_ in METHODS if method is None else method:

@@ -528,7 +528,8 @@ def test_an_interrupted_fit_has_what_was_counted(quick: list[str], monkeypatch: 
 def test_hits_are_equal_codes(bits: int) -> None:
     rng = np.random.default_rng(next(numbers))
     last = (1 << bits) - 1  # a code that no word has
-    words, states = (rng.integers(most, size=(rows, 30)).astype(np.int32) for rows, most in ((70, last), (11, last + 1)))
+    words = rng.integers(last, size=(70, 30)).astype(np.int32)
+    states = rng.integers(last + 1, size=(11, 30)).astype(np.int32)
     states[0] = last
     for kind in wta.KINDS:
         counted = survey.hits_by_band(wta.tables(words, 70, kind, bits=bits), states, (7, 30))

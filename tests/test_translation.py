@@ -19,6 +19,7 @@ pytest.importorskip("tokenizers")
 import torch
 
 import tvm_sparse
+from tvm_sparse.formats import wta
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 # An invented language: every word has one translation, and order is kept.
@@ -26,6 +27,7 @@ DICTIONARY = {
     "the": "la", "a": "un", "red": "rosa", "old": "velta", "small": "pika", "house": "domo", "tree": "arbo",
     "river": "flumo", "dog": "hundo", "sees": "vida", "likes": "amas", "finds": "trova", "and": "kaj",
 }  # fmt: skip
+NOUN = ["the", "a"], ["red", "old", "small"], ["house", "tree", "river"]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def script() -> Iterator[Any]:
 
 def sentence(rng: np.random.Generator) -> str:
     def noun() -> str:
-        return " ".join(rng.choice(some) for some in (["the", "a"], ["red", "old", "small"], ["house", "tree", "river"]))
+        return " ".join(rng.choice(some) for some in NOUN)
 
     return f"{noun()} {rng.choice(['sees', 'likes', 'finds'])} {noun()}"
 
@@ -87,7 +89,8 @@ def test_pairs_of_packages(script: Any, tmp_path: Path) -> None:
     pytest.importorskip("babel")
     po = catalogue([
         ("Open _file", "Datei ö_ffnen"), ("&Save", "S&peichern"), ("Close", "Close"), ("empty string", ""),
-        ("one line\nanother line", "eine Zeile\nnoch eine Zeile"), ("key_of.a_thing", "Ein Ding"), ("run my_task now", "my_task jetzt starten"),
+        ("one line\nanother line", "eine Zeile\nnoch eine Zeile"), ("key_of.a_thing", "Ein Ding"),
+        ("run my_task now", "my_task jetzt starten"),
     ])  # fmt: skip
     fuzzy = b'\n#, fuzzy\nmsgid "a guess"\nmsgstr "geraten"\n'
     plural = b'\nmsgid "%d word"\nmsgid_plural "%d words"\nmsgstr[0] "%d Wort"\nmsgstr[1] "%d Worte"\n'
@@ -133,8 +136,11 @@ def test_words_that_translate_a_word(script: Any) -> None:
 
     rng, ours, theirs = np.random.default_rng(1), list(DICTIONARY), list(DICTIONARY.values())
     sources = [sentence(rng).split() for _ in range(300)]
-    sides = [Sentences([np.array([words.index(w) for w in one], np.int32) for one in some])
-             for words, some in ((ours, sources), (theirs, [translated(" ".join(s)).split() for s in sources]))]  # fmt: skip
+    targets = [translated(" ".join(one)).split() for one in sources]
+    sides = [
+        Sentences([np.array([words.index(w) for w in one], np.int32) for one in some])
+        for words, some in ((ours, sources), (theirs, targets))
+    ]
     sizes = len(ours), len(theirs)
     words, probabilities = script.alignment.translations(*sides, sizes, 3, "cpu")
     seen = sorted({ours.index(w) for one in sources for w in one})
@@ -142,6 +148,23 @@ def test_words_that_translate_a_word(script: Any) -> None:
     rows, counts = script.alignment.lists(sides[0], np.array([4]), words[:, :1], 2, 16)
     wanted = sorted({0, 1} | {ours.index(w) for w in sources[4]})
     assert rows[0, : counts[0]].tolist() == wanted and (rows[0, counts[0] :] == -1).all()
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_tables_without_large_buckets(script: Any, centred: bool) -> None:
+    torch.manual_seed(1)
+    embedding = torch.randn(120, 24) + 2 * torch.randn(24)  # most words have the same largest columns
+    states = torch.randn(6, 24)
+    plain = tvm_sparse.LshHead(embedding, k=4, units=2, bands=30, threshold=4, frequent=3, capacity=120)
+    found = script.heads.rehashed(plain, centred=centred, most=20)
+    of_words = embedding - embedding.mean(0) if centred else embedding
+    codes, theirs = (wta.hash_rows(a.numpy(), plain.hashing.permutations.numpy()) for a in (of_words, states))
+    size = (codes[:, None] == codes[None]).sum(0)  # (words, bands): of each word's bucket
+    hits = ((codes[None] == theirs[:, None]) & (size <= 20)).sum(2)
+    assert (size > 20).any() and (hits >= 4).any()
+    for row in range(len(states)):
+        words = found.logits(states[row : row + 1])[1][0]
+        assert sorted({0, 1, 2, *np.flatnonzero(hits[row] >= 4)}) == words[words >= 0].tolist()
 
 
 @pytest.mark.parametrize("penalty", [0.0, 0.6])

@@ -51,9 +51,7 @@ def _places(sources: Sentences, targets: Sentences, device: str) -> tuple[torch.
     """`(3, pairs)`: source word, target word and the number of the target's place, of all pairs of places of all
     sentences; and the number of places.
     """
-    ours, theirs = (
-        torch.from_numpy(side.lengths).to(device) for side in (sources, targets)
-    )
+    ours, theirs = (torch.from_numpy(side.lengths).to(device) for side in (sources, targets))
     flat = [torch.from_numpy(side.flat.astype(np.int64)).to(device) for side in (sources, targets)]
     starts = [torch.cumsum(lengths, 0) - lengths for lengths in (ours, theirs)]
     # One row for every target place, repeated for every source place of its sentence.

@@ -4,6 +4,7 @@ sentence's, and over words found by hashing.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,14 @@ import torch
 import tvm_sparse
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.registry import make
+from tvm_sparse.layers.libraries import library, to_host
+from tvm_sparse.layers.settings import hash_words
 
 from .search import Head
 
-TORCH, EXACT, TOP, ALIGNED, LSH, FITTED, NONE = (
-    "torch", "exact head", "TOP", "WA", "LSH", "LSH, fitted", "no head"
+TORCH, EXACT, TOP, ALIGNED, LSH, FITTED, CENTRED, SMALL, BOTH, NONE = (
+    "torch", "exact head", "TOP", "WA", "LSH", "LSH, fitted", "LSH, centred", "LSH, small buckets",
+    "LSH, centred, small buckets", "no head",
 )  # fmt: skip
 
 
@@ -81,9 +85,7 @@ def exact(embedding: torch.Tensor, n: int, words: int | None = None) -> Way:
     return Way(name, setting, head, lambda hidden: len(few), problems)
 
 
-def aligned(
-    embedding: torch.Tensor, n: int, most: int, lists: tuple[np.ndarray, np.ndarray], first: int
-) -> Way:
+def aligned(embedding: torch.Tensor, n: int, most: int, lists: tuple[np.ndarray, np.ndarray], first: int) -> Way:
     """Words that translate a word of the sentence: `lists` are those of the sentences from number `first` on, with at
     most `most` for each word.
     """
@@ -127,6 +129,41 @@ def hashed(head: Any, n: int, name: str = LSH) -> Way:
 
     setting = f"k {own.k}, u {own.units}, W {own.bands}, t {own.threshold}, T {own.frequent}"
     return Way(name, setting, call, candidates, problems, owner=head)
+
+
+def changed(head: Any, *, threshold: int, frequent: int, **_: int) -> Any:
+    """The head with the same tables, another threshold and another number of frequent words, and room for all."""
+    own = dataclasses.replace(head.settings, threshold=threshold, frequent=frequent, capacity=head.vocab)
+    return type(head).assembled(head.embedding, head.bias, own, head.hashing, np.arange(frequent), path="lsh")
+
+
+def rehashed(head: Any, *, centred: bool = False, most: int | None = None) -> Any:
+    """The head with direct tables of other codes of its words.
+
+    Parameters
+    ----------
+    centred
+        Codes of the embedding without its mean word: h (e_j - m) ranks words as h e_j does, but a column in which most
+        words are large is no longer the largest of most of them.
+    most
+        Buckets of more words than this are left empty, as stop words are left out of an index: they cost most of a
+        look-up, and a hit in them tells least.
+    """
+    embedding = head.embedding
+    mean = embedding.float().mean(0, keepdim=True)
+    of_words = (embedding.float() - mean).to(embedding.dtype) if centred else embedding
+    hashing = hash_words(of_words, to_host(head.hashing.permutations), "direct", 0)
+    if most is not None:
+        words, starts = to_host(hashing.words), to_host(hashing.table)
+        lengths = np.diff(starts, axis=1)
+        small = lengths <= most
+        # Words of buckets that are left out come after all others, where no bucket reaches.
+        for band, (own, length, kept) in enumerate(zip(words.copy(), lengths, small, strict=True)):
+            words[band] = own[np.argsort(~np.repeat(kept, length), kind="stable")]
+        starts[:, 1:] = np.cumsum(np.where(small, lengths, 0), axis=1)
+        move = library("embedding", embedding).from_host
+        hashing = dataclasses.replace(hashing, words=move(words, embedding), table=move(starts, embedding))
+    return type(head).assembled(embedding, head.bias, head.settings, hashing, head.frequent, path="lsh")
 
 
 def nothing(rows: int, n: int, device: str) -> Way:

@@ -10,8 +10,8 @@ SAMPLES = 500
 
 
 class Quality(NamedTuple):
-    """Scores of a system; `bleu_interval` is half of the 95 % interval of BLEU, `p` the p-value of its difference from the
-    first system. Empty without sacrebleu.
+    """Scores of a system; `bleu_interval` is half of the 95 % interval of BLEU, `p` the p-value of its difference from
+    the first system. Empty without sacrebleu.
     """
 
     bleu: float | None = None
