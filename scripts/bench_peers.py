@@ -30,15 +30,21 @@ SOFTMAX = (
     (1, 10240), (10, 25000), (512, 10240), (1024, 10240), (4000, 1000), (4000, 25000), (12, 128256), (64, 128256),
 )  # fmt: skip
 TOP = (5, 50, 400)
-SAMPLED = ((1, 128256), (64, 128256), (512, 128256))
+SAMPLED = ((1, 128256), (64, 128256), (256, 128256), (512, 128256))
+# What most requests to a server ask of a sampler without a top_k.
+FILTERS = (
+    {"temperature": 1.0, "top_p": 1.0},
+    {"temperature": 1.0, "top_p": 1.0, "min_p": 0.05},
+    {"temperature": 1.0, "top_p": 0.9},
+)
 PRODUCTS = ((1, 128, 768), (8, 128, 768), (1, 1024, 1024), (8, 1024, 1024))
 BLOCKS = (8, 16, 32)
 SPARSITIES = (0.8, 0.85, 0.95)
 LOOKUP = {"rows": 100, "vocab": 10240, "width": 512}
 NONZEROS = (1, 2, 5, 10, 50, 100)
 
-COLUMNS = ("problem", "implementation", "microseconds", "peer_over_ours", "compulsory_GB_per_s", "share_of_limit",
-           "timed", "correct", "host_microseconds", "kernel", "note")  # fmt: skip
+COLUMNS = ("problem", "settings", "implementation", "microseconds", "peer_over_ours", "compulsory_GB_per_s",
+           "share_of_limit", "timed", "correct", "host_microseconds", "kernel", "note")  # fmt: skip
 
 
 def default_problems(dtype: str) -> list[Problem]:
@@ -51,7 +57,7 @@ def default_problems(dtype: str) -> list[Problem]:
     sampled = [
         make("softmax_sample", {"batch": batch, "vocab": vocab, "dtype": dtype, **drawn})
         for batch, vocab in SAMPLED
-        for drawn in ({"k": 64}, {"k": 128, "whole": 1})
+        for drawn in ({"k": 64}, {"k": 1, "whole": 1})
     ]
     products = [
         make("bsr_matmul", {"m": m, "k": k, "n": n, "block": block, "sparsity": sparsity, "dtype": dtype})
@@ -109,6 +115,7 @@ def main(
         problems = [p for p in problems if p.operator in (operator or [p.operator]) and chosen(p, wanted)]
         if not problems:
             raise typer.BadParameter("no shape of the list is left", param_hint="--operator and others")
+        runs = [(p, filters) for p in problems for filters in (FILTERS if p.axes.get("whole") else (None,))]
         facts = provenance(where, rotated=rotated)
         for name, value in facts.items():
             typer.echo(f"{name}: {value}")
@@ -119,10 +126,11 @@ def main(
         wrong = 0
         last = None
         with built([(problem, (), ()) for problem in problems], where):
-            for number, problem in enumerate(problems, start=1):
-                typer.echo(f"\n[{number}/{len(problems)}] {problem.typed}")
+            for number, (problem, settings) in enumerate(runs, start=1):
+                told = " ".join(f"{name}={value:g}" for name, value in (settings or {}).items())
+                typer.echo(f"\n[{number}/{len(runs)}] {problem.typed} {told}".rstrip())
                 try:
-                    last = compare(problem, where, seed=seed, structure=structure, rotated=rotated)
+                    last = compare(problem, where, seed=seed, structure=structure, settings=settings, rotated=rotated)
                 except Mismatch as error:
                     wrong += 1
                     typer.echo(f"error: our own result is wrong: {error}", err=True)
@@ -130,12 +138,12 @@ def main(
                 typer.echo(f"kernel: {last.kernel} ({last.how})")
                 console().print(comparison_table(last))
                 if csv_path:
-                    lines += timing_rows(COLUMNS, last)
+                    lines += timing_rows(COLUMNS, last, settings=told)
                     write_csv(csv_path, facts, COLUMNS, lines)  # results so far are kept if a later one fails
         if last:
             typer.echo("\n".join(notes(last)[1:]))
         if wrong:
-            sys.exit(f"{wrong} of {len(problems)} problems were wrong")
+            sys.exit(f"{wrong} of {len(runs)} results were wrong")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """What all tests share: Ctrl-C works; GPU tests run one at a time, and where there is no GPU are skipped; what another
 test is almost sure to catch too is run only by `pytest --thorough`.
 
+A run of all tests draws half of the cases of each test marked as `drawn`, by a seed that it prints at its end: emulated
+kernels take most of the time, and the next run has others. A run that names files or tests has all of their cases.
+
 pyproject.toml runs the tests in two processes. GPU tests form a group (`--dist loadgroup`), which one of the two gets:
 two processes on one GPU would disturb each other's timings and share its memory. The other one goes on with the rest.
 Tests that share a fixture of their module form a group as well, so that it is made once.
@@ -11,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import random
 import signal
 import sys
 import time
@@ -38,12 +42,41 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+DRAW = "TVM_SPARSE_TEST_DRAW"  # the seed by which a run's processes draw cases
 # Kernels for the emulator, compiled by g++ in this or earlier runs.
 EMULATED = platformdirs.user_cache_path("tvm_sparse", appauthor=False) / "emulated"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="run also what is marked as thorough")
+    parser.addoption("--thorough", action="store_true", help="run also what is marked as thorough, and draw nothing")
+    parser.addoption("--draw", metavar="SEED", help="draw cases as the run did that printed this seed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose a seed, which xdist's workers inherit; none where no cases are to be drawn."""
+    if hasattr(config, "workerinput"):
+        return
+    os.environ.pop(DRAW, None)
+    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if config.getoption("draw") or (everything and not config.getoption("thorough")):
+        os.environ[DRAW] = config.getoption("draw") or str(random.randrange(10**6))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if seed := os.environ.get(DRAW):
+        terminalreporter.write_line(f"Half of the cases of some tests were drawn: --draw {seed} draws them again.")
+
+
+def drawn(items: list[pytest.Item], seed: str) -> list[pytest.Item]:
+    """The items, of tests marked as `drawn` half of the cases; GPU tests have all."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("drawn") and not item.get_closest_marker("gpu"):
+            cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    left_out: set[pytest.Item] = set()
+    for (path, name), ones in cases.items():
+        left_out.update(random.Random(f"{seed} {path.stem} {name}").sample(ones, len(ones) // 2))
+    return [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist, which looks for groups in the same hook
@@ -52,6 +85,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    if seed := os.environ.get(DRAW):
+        kept = drawn(items, seed)
+        config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+        items[:] = kept
     absent = pytest.mark.skip(reason="needs a CUDA GPU, and the driver finds none")
     alone = pytest.mark.xdist_group("gpu") if machine.gpu() else absent
     for item in items:

@@ -21,8 +21,7 @@ from tvm_sparse.core.problem import Problem, ProblemError  # noqa: E402
 from tvm_sparse.core.registry import parse  # noqa: E402
 from tvm_sparse.operators.bsr_matmul import call as bsr_call  # noqa: E402
 from tvm_sparse.operators.head_topk import call as head_call  # noqa: E402
-from tvm_sparse.operators.softmax_topk import call as topk_call  # noqa: E402
-from tvm_sparse.runtime import arrays  # noqa: E402
+from tvm_sparse.runtime import whole_vectors  # noqa: E402
 from tvm_sparse.runtime.dispatch import Dispatcher  # noqa: E402
 
 # Small problems of each public function, and large ones, in 16 bits, of those that serve a model: without the axes that
@@ -153,7 +152,7 @@ MORE_EMULATED = (
 @pytest.mark.parametrize("name", [*EMULATED, *map(thorough, MORE_EMULATED)])
 def test_bits_of_a_row_on_an_emulated_gpu(name: str) -> None:
     """Rows at other places of a batch, of the kernel that an H200 runs."""
-    key = KEYS[name].replace("vocab=701", "vocab=704") if name == "softmax_topk" else KEYS[name]  # as calls copy them
+    key = KEYS[name] if name == "head_topk" else KEYS[name].replace("vocab=701", "vocab=704")  # as calls copy rows
     whole = in_batch(parse(key), 6)
     inputs = whole.generate(5)
     results = []
@@ -169,27 +168,58 @@ def test_bits_of_a_row_on_an_emulated_gpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("library", ["torch", "numpy"])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_copy_in_whole_vectors_has_the_same_results(library: str, dtype: str, own: Dispatcher) -> None:
-    """It is made where a row's place decides how kernels on a GPU group its entries; masked words, NaN and words out of
-    range are as before."""
-    rng = np.random.default_rng(5)
-    for vocab in (61, 64, 95):
-        logits = rng.standard_normal((6, vocab)).astype(dtype)
-        logits[1, 5:] = -np.inf
-        logits[2, 3] = np.nan
-        bias = rng.standard_normal(vocab).astype(np.float32)
-        allowed = rng.integers(-(2**31), 2**31, (6, -(-vocab // 32))).astype(np.int32)
-        ids = rng.integers(-2, vocab + 5, (6, 7))
-        given = [forms.placed(one, library, "cpu", "", None) for one in (logits, bias, allowed, ids)]
-        known = arrays.facts("logits", given[0])
-        assert topk_call._ends_within_a_vector(known) == (vocab != 64)
-        for row, bitmap, asked in ((None, None, None), given[1:]):
-            wanted = tvm_sparse.softmax_topk(given[0], 40, bias=row, allowed=bitmap, ids=asked, log=True)
-            outputs = [torch.zeros_like(one) if library == "torch" else np.zeros_like(one) for one in wanted]
-            topk_call._in_whole_vectors(given[0], known, 40, row, bitmap, asked, outputs, {"log": True})
-            for have, want in zip(outputs, wanted, strict=True):
-                np.testing.assert_allclose(have, want, rtol=1e-6)
+@pytest.mark.parametrize(("dtype", "vocab"), [("float32", 61), ("float16", 61), ("float16", 64)])
+def test_copies_in_whole_vectors_have_the_same_results(
+    library: str, dtype: str, vocab: int, own: Dispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are made where a row's place decides how kernels on a GPU group its entries; masked words, NaN and words out
+    of range are as before."""
+    rng = np.random.default_rng()
+    logits = rng.standard_normal((6, vocab)).astype(dtype)
+    logits[1, 5:] = -np.inf
+    logits[2, 3] = np.nan
+    allowed = rng.integers(-(2**31), 2**31, (6, -(-vocab // 32))).astype(np.int32)
+    allowed[:, 0] |= 16
+    arrays = {
+        "logits": logits,
+        "bias": rng.standard_normal(vocab).astype(np.float32),
+        "allowed": allowed,
+        "ids": rng.integers(-2, vocab + 5, (6, 7)),
+        "uniforms": rng.random(6, np.float32),
+        "top_k": rng.integers(1, 40, 6).astype(np.int32),
+    }
+    put = {name: forms.placed(one, library, "cpu", "", None) for name, one in arrays.items()}
+    calls: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
+        ("softmax", {}, ()),
+        ("log_softmax", {"dtype": "float32"}, ()),
+        ("logsumexp", {}, ()),
+        ("softmax_topk", {"k": 40, "log": True}, ()),
+        ("softmax_topk", {"k": 40, "log": True}, ("ids", "bias", "allowed")),
+        ("softmax_sample", {"best": 9}, ("uniforms", "top_k", "bias", "allowed")),
+        ("softmax_sample", {"top_k": vocab}, ("uniforms",)),
+    )
+    copied, make = [], whole_vectors.copies
+
+    def copies(*given: Any) -> Any:
+        copied.append(given)
+        return make(*given)
+
+    def results() -> list[Any]:
+        found = []
+        for name, options, beside in calls:
+            result = getattr(tvm_sparse, name)(put["logits"], **options, **{other: put[other] for other in beside})
+            found += result if isinstance(result, tuple) else [result]
+        return found
+
+    wanted = results()
+    own.configure(batch_invariant=True)  # so that no call repeats an earlier one
+    monkeypatch.setattr(whole_vectors, "wanted", whole_vectors.ends_within_a_vector)
+    monkeypatch.setattr(whole_vectors, "copies", copies)
+    found = results()
+    own.configure(batch_invariant=True)
+    assert len(copied) == (len(calls) if vocab == 61 else 0)
+    for have, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-3 if have.dtype == put["logits"].dtype else 1e-5)
 
 
 ON_GPU = [*((name, key) for name, key in KEYS.items()), *((f"large {name}", key) for name, key in LARGE.items())]
@@ -203,8 +233,6 @@ def many_of(problem: Problem) -> tuple[int, ...]:
 @pytest.fixture(scope="module")
 def on_gpu() -> Iterator[None]:
     tvm_sparse.configure(batch_invariant=True)
-    problems = [in_batch(parse(key), rows) for _, key in ON_GPU for rows in many_of(parse(key))]
-    tvm_sparse.warmup([problem.as_called() for problem in problems], target="cuda")
     yield
     tvm_sparse.configure(batch_invariant=False)
 
@@ -212,7 +240,9 @@ def on_gpu() -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "key"), ON_GPU, ids=[name for name, _ in ON_GPU])
 def test_bits_of_a_row_on_a_gpu(name: str, key: str, on_gpu: None) -> None:
-    check(name.removeprefix("large "), key, many_of(parse(key)), "cuda")
+    problem = parse(key)
+    tvm_sparse.warmup([in_batch(problem, rows).as_called() for rows in many_of(problem)], target="cuda")
+    check(name.removeprefix("large "), key, many_of(problem), "cuda")
 
 
 @pytest.mark.parametrize("where", [SM80, SM90, machine.cpu()], ids=str)

@@ -18,6 +18,8 @@ from tvm_sparse.formats.block_recurrent import block_recurrent_weights, tile_uni
 from tvm_sparse.operators.block_recurrent.call import problem_of
 from tvm_sparse.operators.sparse_recurrent.problem import GATES, MARKS
 
+pytestmark = pytest.mark.drawn
+
 DTYPES = ("float32", "float16", "bfloat16")
 
 

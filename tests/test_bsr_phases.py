@@ -33,6 +33,8 @@ from tvm_sparse.schedules.bsr_matmul.tensor_core.state import SharedSums, TileSt
 from tvm_sparse.schedules.device.balance import Deal, Work, add_ranks, deal_out, hand_in, join, meet
 from tvm_sparse.schedules.device.state import named, register
 
+pytestmark = pytest.mark.drawn
+
 TARGET = target_of(SM90)
 
 

@@ -9,6 +9,8 @@ from tvm_sparse.core import machine, spaces
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.template import NotApplicable
 
+pytestmark = pytest.mark.drawn
+
 # Problems, and points of their spaces. The emulator is exact about shared memory, so a wrong place is a wrong number.
 POINTS: tuple[tuple[str, dict[str, int]], ...] = (
     # Two block columns a panel, three block rows a thread block, a second strip of six rows.

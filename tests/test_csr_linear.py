@@ -59,13 +59,15 @@ def test_what_is_no_point_says_why(reason: str) -> None:
     assert reason in (template.allowed(problem, SM90, base | REFUSED[reason]) or "")
 
 
-def test_the_default_holds_as_many_rows_of_x_as_two_thread_blocks_may() -> None:
+def test_the_default_has_few_thread_blocks_with_many_rows_each() -> None:
     def default(axes: str) -> dict[str, int]:
         return dict(spaces.find("warp_entries").default(parse(f"csr_linear/{axes},sparsity=0.9"), SM90))
 
+    eight = default("m=8,k=4096,n=4096,dtype=float16")
+    assert eight["tile_m"] == 8 and eight["rows"] == 32 and eight["threads"] == 1024
     assert default("m=1,k=4096,n=4096,dtype=float16")["tile_m"] == 1
-    assert default("m=64,k=4096,n=4096,dtype=float16")["tile_m"] == 8
-    assert default("m=64,k=4096,n=4096")["tile_m"] == 4
+    assert default("m=8,k=4096,n=300,dtype=float16")["rows"] <= 8
+    assert default("m=500,k=4096,n=4096,dtype=float16")["tile_m"] == 4
     assert default("m=8,k=200000,n=100")["staged"] == 0
 
 

@@ -20,6 +20,8 @@ from tvm_sparse.core.problem import Mismatch, Problem, numpy_dtype
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.template import NotApplicable, Template
 
+pytestmark = pytest.mark.drawn
+
 ROWS = 5
 OPERATORS = ("softmax", "logsumexp", "softmax_topk", "softmax_sample")
 # Of each operator: a few problems of every template, small enough for the emulator.

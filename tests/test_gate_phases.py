@@ -38,6 +38,8 @@ from tvm_sparse.schedules.softmax_topk.threshold_gate import (
 from tvm_sparse.schedules.softmax_topk.threshold_gate.layout import CROWD
 from tvm_sparse.schedules.softmax_topk.threshold_gate.state import WRITTEN, State
 
+pytestmark = pytest.mark.drawn
+
 TARGET = target_of(SM90)
 POINT = {"threads": 64, "vectors": 2, "stages": 1, "overlap": 0, "prefetch": 0, "deferred": 0, "unroll": 1}
 LOWEST, INF, NAN = np.finfo("float32").min, np.inf, np.nan

@@ -20,6 +20,8 @@ from tvm_sparse.schedules.device.pool import STATIC
 from tvm_sparse.schedules.device.thresholds import Floor, first_threshold, floor_of_runs, more_than
 from tvm_sparse.schedules.softmax_topk.threshold_gate import Layout, rank, survivors
 
+pytestmark = pytest.mark.drawn
+
 BLOCK = {"threads": 256, "vectors": 1, "stages": 1, "overlap": 1, "prefetch": 0, "deferred": 0, "unroll": 1}
 CLUSTER = {"cluster": 2, "threads": 256, "vectors": 1, "stages": 2, "deferred": 0, "unroll": 0}
 GATES = [

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -535,6 +537,21 @@ def test_both_devices_in_one_process() -> None:
     for move in (torch.from_numpy, cuda, torch.from_numpy):
         x, *weight = map(move, inputs[:4])
         check_product(problem, inputs, tvm_sparse.bsr_matmul(x, tuple(weight)))
+
+
+FAILS = """
+import torch
+from tvm_sparse.bench.timing import time_cuda
+x = torch.randn(4096, device="cuda")
+found = time_cuda({"graph": lambda: x + 1, "eager": lambda: x.sum().item()}, 2)
+assert {name: how for name, (how, _) in found.items()} == {"graph": "graph", "eager": "eager"}, found
+x.uniform_()
+"""
+
+
+def test_a_process_ends_well_after_a_capture_that_failed() -> None:
+    done = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_graph_is_captured_while_another_thread_tunes(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from tvm_sparse.schedules.softmax_topk.held_rows import Layout, find, kernel, ra
 from tvm_sparse.schedules.softmax_topk.held_rows.space import MAX_K, allowed, default, points
 from tvm_sparse.schedules.softmax_topk.held_rows.words import LEAST, NOTHING
 
+pytestmark = pytest.mark.drawn
+
 TEMPLATE = spaces.find("held_rows", "softmax_topk")
 
 

@@ -22,6 +22,8 @@ from tvm_sparse.schedules.nhot_lookup.warp_gather import kernel as warp
 from tvm_sparse.schedules.nhot_lookup.warp_gather.space import WARP, default
 from tvm_sparse.schedules.nhot_lookup.warp_gather.space import Extents as WarpExtents
 
+pytestmark = pytest.mark.drawn
+
 TARGET = target_of(SM90)
 FAR = np.iinfo("int32")
 

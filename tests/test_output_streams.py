@@ -9,6 +9,8 @@ from tvm_sparse.core import spaces
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.template import NotApplicable
 
+pytestmark = pytest.mark.drawn
+
 LISTS = "candidate_topk/lists=4,beam=1,vocab=97,hidden=200,m=70,k=5,dtype=float16,bias=1"
 BLOCKS = "candidate_topk/lists=3,beam=1,vocab=240,hidden=64,m=9,k=12,dtype=bfloat16,block=8"
 FLOATS = "candidate_topk/lists=2,beam=1,vocab=97,hidden=136,m=50,k=40,dtype=float32"

@@ -18,6 +18,8 @@ from tvm_sparse.schedules.output_layer.best import search
 from tvm_sparse.schedules.output_layer.tiles.product import stays_cached
 from tvm_sparse.schedules.vocabulary import present
 
+pytestmark = pytest.mark.drawn
+
 HALVES = "head_topk/batch=5,vocab=301,hidden=136,k=7,dtype=bfloat16,bias=1,ids=2"
 WIDER = "head_topk/batch=13,vocab=301,hidden=392,k=7,dtype=float16"
 FLOATS = "head_topk/batch=3,vocab=97,hidden=136,k=7,dtype=float32"

@@ -10,6 +10,8 @@ from tvm_sparse.core.registry import parse
 from tvm_sparse.core.template import NotApplicable
 from tvm_sparse.schedules.output_layer.warpgroups.space import TILE_M
 
+pytestmark = pytest.mark.drawn
+
 BIASED = "head_topk/batch=19,vocab=173,hidden=136,k=5,dtype=bfloat16,bias=1"
 ASKED = "head_topk/batch=37,vocab=301,hidden=256,k=7,dtype=float16,ids=2"
 MANY = "head_topk/batch=18,vocab=1301,hidden=328,k=30,dtype=float16"

@@ -19,6 +19,8 @@ from tvm_sparse.runtime.dispatch import dispatcher
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.drawn
+
 STEPS, BATCH, INPUTS, HIDDEN = 9, 3, 11, 40
 CELLS = list(GATES)
 CLOSE = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 1e-1}

@@ -24,6 +24,8 @@ from tvm_sparse.schedules.sparse_recurrent.persistent_rows import step
 from tvm_sparse.schedules.sparse_recurrent.persistent_rows.space import REGISTERS, Extents, longest_row
 from tvm_sparse.schedules.sparse_recurrent.persistent_rows.state import State
 
+pytestmark = pytest.mark.drawn
+
 TARGET = target_of(SM90)
 POINT = {"blocks": 2, "threads": 64, "reduce_threads": 8, "registers": 2, "pack": 4, "stages": 2}
 CLUSTER = {"cluster": 2, "threads": 64, "reduce_threads": 8, "registers": 6, "pack": 4}

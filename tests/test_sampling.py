@@ -368,6 +368,7 @@ def any_numbers(way: int, draws: int) -> dict[str, Any]:
     )[way]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("way", "options"), [(i % 6, options) for i, options in enumerate(DRAWN)], ids=str)
 def test_words_come_with_their_probabilities(way: int, options: dict[str, Any]) -> None:
     """Of 60,000 draws of one row, or a million without a top_k, with seeds of every run's own, against float64."""
@@ -612,6 +613,7 @@ def runner(problem: SoftmaxSample, candidate: Candidate) -> Callable[[Sequence[A
     return run
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("name", "axes", "more"), BOUNDED)
 def test_no_masked_word_is_drawn(name: str, axes: str, more: int) -> None:
     """Of no template and point, at 1 - 2^-24 and wherever sums of chances may be rounded, with any filters."""
@@ -648,6 +650,7 @@ SEARCHED = (
 )  # fmt: skip
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("name", "axes", "decisions"), SEARCHED)
 def test_blocks_search_rows_of_any_kind(name: str, axes: str, decisions: dict[str, int]) -> None:
     """Of one value or two, in order, crowded about zero, of a long tail, with few words, or at the bounds of slices."""

@@ -27,6 +27,8 @@ from tvm_sparse.schedules.softmax import problems
 from tvm_sparse.schedules.softmax.problems import RowProblem
 from tvm_sparse.schedules.softmax.vectors import write as results
 
+pytestmark = pytest.mark.drawn
+
 LOWEST = np.finfo(np.float32).min
 
 

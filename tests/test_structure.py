@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import conftest
 import pytest
 
 from tvm_sparse.core import spaces
@@ -143,3 +144,26 @@ def test_decisions_are_in_the_vocabulary() -> None:
             assert set(table) <= set(DECISIONS), name
             seen.add(name)
     assert seen == {template.name for template in spaces.templates()}, "no shape of an operator reaches a template"
+
+
+class Case:
+    """Of an item of pytest, what is read to draw cases."""
+
+    def __init__(self, name: str, markers: tuple[str, ...]) -> None:
+        self.path, self.name, self.markers = Path("test_x.py"), name, markers
+
+    def get_closest_marker(self, name: str) -> bool:
+        return name in self.markers
+
+
+def test_half_of_what_is_drawn_runs_and_every_case_has_its_turn() -> None:
+    many = [Case("many", ("drawn",)) for _ in range(9)]
+    always = [Case("one", ("drawn",)), Case("on a GPU", ("drawn", "gpu")), Case("on a GPU", ("drawn", "gpu"))]
+    always += [Case("other", ()) for _ in range(4)]
+    seen: set[Case] = set()
+    for seed in range(20):
+        kept = conftest.drawn([*always, *many], str(seed))
+        assert kept[: len(always)] == always and len(kept) == len(always) + 5
+        assert kept == conftest.drawn([*always, *many], str(seed))
+        seen.update(kept)
+    assert seen.issuperset(many)

@@ -252,6 +252,7 @@ def cpu_points() -> list[Any]:
     return [*on_own_problems("llvm", False), *others]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("template", "problem", "others"), cpu_points(), ids=case_id)
 def test_cpu_candidates_for_every_structure_batch_and_alignment(
     template: Template, problem: Problem, others: bool, tmp_path: Path
@@ -317,6 +318,7 @@ def as_loops() -> list[Any]:
     return [one if one[1] in own_problems(one[0]) else thorough(*one) for one in found]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("others", [False, thorough(True)], ids=["default", "another"])
 @pytest.mark.parametrize(("template", "problem"), as_loops(), ids=case_id)
 def test_schedules_with_threads_as_loops(template: Template, problem: Problem, others: bool) -> None:
@@ -384,6 +386,7 @@ def run_thread_by_thread(template: Template, problem: Problem, candidate: Candid
         verify(case, structure, seed, emulated(program, seed), workspaces(program, case))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("template", "problem"), on_own_problems("cuda"), ids=case_id)
 def test_defaults_thread_by_thread(template: Template, problem: Problem) -> None:
     """The default of one problem takes every second structure, that of the next one the others."""
@@ -534,6 +537,7 @@ def all_garbage(seed: int, first: int | None = None, but: Sequence[int] = ()) ->
     }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("template", "way"), overlapping(), ids=case_id)
 def test_overlapping_launches_use_nothing_that_the_producer_kernel_still_writes(
     template: Template, way: dict[str, int]

@@ -634,6 +634,26 @@ def test_gradients_of_a_product(activation: Any, way: str, monkeypatch: pytest.M
         check_gradients(bare, lambda x, blocks: x @ dense(blocks).T, (X, BLOCKS))
 
 
+@pytest.mark.parametrize("way", ["dense", "sampled"])
+def test_steps_of_training_repeat_their_calls(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a first step nothing is looked up, for parameters, views of gradients and other values of both."""
+    module = custom.module_of("bsr_matmul")
+    monkeypatch.setattr(module, "_all_at_once", lambda *_: way == "dense")
+    monkeypatch.setattr(module, "_sampled", lambda *_: way == "sampled")
+    weight = tvm_sparse.BsrWeight((BLOCKS, COLUMNS, STARTS), columns=66)
+    layer = tvm_sparse.nn.BsrLinear(weight, torch.zeros(35))
+
+    def step() -> list[Any]:
+        x = torch.randn(7, 66)
+        found = gradients(layer, (x,), torch.randn(7, 35))
+        layer(x).backward(torch.randn(7, 35))
+        return found
+
+    step()
+    monkeypatch.setattr(Dispatcher, "kernel", lambda *_: pytest.fail("a kernel was looked up"))
+    step()
+
+
 def test_gradients_of_a_sampled_product() -> None:
     """Second derivatives of a product come from these."""
     high = torch.repeat_interleave(torch.arange(7), STARTS.diff())

@@ -16,6 +16,8 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 from tvm_sparse.schedules.softmax_topk.warp_rows.space import COUNTED, Layout
 
+pytestmark = pytest.mark.drawn
+
 TEMPLATE = spaces.find("warp_rows")
 DTYPES = ("float32", "float16", "bfloat16")
 

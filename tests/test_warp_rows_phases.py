@@ -25,6 +25,8 @@ from tvm_sparse.schedules.softmax_topk.warp_rows import bins, bisection, countin
 from tvm_sparse.schedules.softmax_topk.warp_rows.space import CROWD, WARP, Layout
 from tvm_sparse.schedules.softmax_topk.warp_rows.state import Place, State
 
+pytestmark = pytest.mark.drawn
+
 # All elements of a row of this length are in one vector a lane: lane l has columns 4 * l to 4 * l + 3.
 VOCAB = 128
 

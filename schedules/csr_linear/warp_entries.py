@@ -5,6 +5,9 @@ which has an entry reads its column with loads of up to 16 bytes. Each entry is 
 neighbouring entries by neighbouring lanes. A lane has a sum for each row of x; the sums of a warp's lanes are added in
 the end.
 
+Every thread block copies its rows of x whole, which takes as long as some 12 rows of 400 entries: few thread blocks
+with many rows of the weight each are the fastest, one on each multiprocessor.
+
 `staged` = 0: x is read from global memory, for rows of x that do not fit into shared memory.
 """
 
@@ -59,21 +62,46 @@ MANY_ROWS, MOST_OF_MANY = 64, 4
 
 
 def default(problem: CsrLinear, machine: Machine) -> Decisions:
-    """As many rows of x as two thread blocks of a multiprocessor hold, and a thread block for each of their places.
-    With many rows of x four of them, beside as many rows of the weight as there may be: 393 rows took 0.54 times as
-    long so on an H200 (`scripts/regret.py`, seed 11).
+    """As many rows of x as shared memory holds, and the rows of the weight that `cycles` says, a warp for each. With
+    many rows of x four of them, beside as many rows of the weight as there may be: 393 rows took 0.54 times as long so
+    on an H200 (`scripts/regret.py`, seed 11).
     """
     table = space(problem, machine)
-    several = problem.m > MANY_ROWS
-    places = problem.n * (problem.m // MOST_OF_MANY if several else 1) // (2 * machine.cores)
+    if problem.m > MANY_ROWS:
+        return _of_many(problem, machine, table)
+    point = {"threads": THREADS[0], "rows": ROWS[0], "tile_m": 1, "loads": LOADS[-1], "staged": 1}
+    fitting = [
+        point | {"threads": min(max(rows * WARP, THREADS[0]), THREADS[-1]), "rows": rows, "tile_m": tile}
+        for rows in table["rows"]
+        for tile in table["tile_m"]
+    ]
+    fitting = [one for one in fitting if allowed(problem, machine, one) is None]
+    return min(fitting, key=lambda one: cycles(problem, machine, one), default=point | {"staged": 0})
+
+
+def cycles(problem: CsrLinear, machine: Machine, decisions: Decisions) -> float:
+    """Cycles for which the busiest multiprocessor's memory pipes are in use.
+
+    A warp copies 32 columns of x by a load for each row of x and a store of as many cycles as a column has words. It
+    gets 32 entries from the L2 cache in some 5 cycles, and reads their columns of x in 1 and 2.5 for each word, as some
+    lie in the same banks.
+    """
+    rows, tile = decisions["rows"], decisions["tile_m"]
+    words = max(tile * numpy_dtype(problem.dtype).itemsize // 4, 1)
+    copied, read = problem.k / WARP * (tile + words), ceildiv(round(problem.k * (1 - problem.sparsity)), WARP)
+    blocks = ceildiv(problem.n, rows) * ceildiv(problem.m, tile)
+    return ceildiv(blocks, machine.cores) * (copied + rows * read * (6 + 2.5 * words))
+
+
+def _of_many(problem: CsrLinear, machine: Machine, table: Table) -> Decisions:
+    places = problem.n * (problem.m // MOST_OF_MANY) // (2 * machine.cores)
     rows = max(rows for rows in table["rows"] if rows <= max(places, ROWS[0]))
     threads = min(max(rows * WARP, THREADS[0]), 512)
-    rows = max(rows, threads // WARP)
-    point = {"threads": threads, "rows": rows, "tile_m": 1, "loads": 2, "staged": 1}
+    point = {"threads": threads, "rows": max(rows, threads // WARP), "tile_m": 1, "loads": 2, "staged": 1}
     fitting = [
         point | {"tile_m": tile}
         for tile in table["tile_m"]
-        if (tile <= MOST_OF_MANY or not several)
+        if tile <= MOST_OF_MANY
         and allowed(problem, machine, point | {"tile_m": tile}) is None
         and 2 * staged_bytes(problem, point | {"tile_m": tile}) <= machine.block_shared_bytes
     ]
@@ -111,6 +139,7 @@ def build(problem: CsrLinear, decisions: Decisions) -> Program:
     each, vector = rows // warps, min(words, VECTOR // 4)
     load_index = {"int32": T.ptx.ld.global_.s32, "int64": T.ptx.ld.global_.s64}[problem.index]
     shared_load = {1: T.ptx.ld.shared.u32, 2: T.ptx.ld.shared.v2.u32, 4: T.ptx.ld.shared.v4.u32}[vector]
+    shared_store = {1: T.ptx.st.shared.u32, 2: T.ptx.st.shared.v2.u32, 4: T.ptx.st.shared.v4.u32}[vector]
 
     def bits(value):
         return T.Cast("uint32", T.reinterpret("uint16", value)) if size == 2 else T.reinterpret("uint32", value)
@@ -141,10 +170,12 @@ def build(problem: CsrLinear, decisions: Decisions) -> Program:
                     s.halves[c] = T.reinterpret("uint16", s.own[0])
                 else:
                     for w in T.unroll(words):
-                        s.x[c * words + w] = T.uint32(0)
+                        s.word[w] = T.uint32(0)
                         for v in T.unroll(per_word):
-                            s.x[c * words + w] = s.x[c * words + w] | (
-                                bits(s.own[w * per_word + v]) << T.uint32(16 * v))
+                            s.word[w] = s.word[w] | (bits(s.own[w * per_word + v]) << T.uint32(16 * v))
+                    for w in T.unroll(words // vector):
+                        shared_store(
+                            s.x.ptr_to([c * words + w * vector]), *[s.word[w * vector + v] for v in range(vector)])
 
     @T.inline
     def multiply(io, s, column, value, top):
@@ -211,7 +242,7 @@ def build(problem: CsrLinear, decisions: Decisions) -> Program:
 
 warp_entries = Template(
     name="warp_entries",
-    version=1,
+    version=2,
     operator="csr_linear",
     kind="cuda",
     summary="a warp a row of the weight, rows of x side by side in shared memory",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from tvm_sparse.core.machine import Machine
@@ -127,11 +128,17 @@ def _of_few_rows(problem: TableProblem, table: Table, slices: int, cluster: int)
     }
 
 
+# Words of the vocabulary for each lane of those that share a bucket, on an H200.
+WORDS_A_LANE = 600
+
+
 def _crowded(problem: TableProblem, machine: Machine, point: Decisions) -> Decisions:
     """Decisions for one of several thread blocks on a multiprocessor: as many threads as let all of them run at the
-    same time, and more where shared memory has room for few of them; a lane has up to two words of a bucket.
+    same time, and more where shared memory has room for few of them; a lane has up to two words of a mean bucket, or
+    more lanes share a row's few long buckets, which have a share of the vocabulary.
     """
-    lanes = next((n for n in BUCKET_LANES if 2 * n * problem.buckets >= problem.vocab), BUCKET_LANES[-1])
+    mean, long = problem.vocab / (2 * problem.buckets), problem.vocab / WORDS_A_LANE
+    lanes = next((n for n in BUCKET_LANES if n >= mean and n * math.sqrt(2) >= long), BUCKET_LANES[-1])
     room = max(1, MOST_SHARED // (4 // PER_CELL * count_extents(problem, point).part))
     wanted = max(
         FEWEST_THREADS,

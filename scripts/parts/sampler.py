@@ -1,12 +1,12 @@
-"""A decoding step with each sampler: `examples/replace_sampler.py`."""
+"""A decoding step with each sampler: `examples/replace_sampler.py` and `examples/decode_models.py`."""
 
 from __future__ import annotations
 
 from .register import part
 from .results import RESULTS, provenance, results
-from .text import code, table, us
+from .text import code, percent, table, us
 
-REPLACED = "replace-sampler-h200"
+REPLACED, MODELS = "replace-sampler-h200", "decode-models-h200"
 BODY = "body alone"
 
 
@@ -36,3 +36,18 @@ def replace_sampler() -> str:
     )
     head = ["way", *(word for one in how for word in (f"{one}: us a step", "added to the body"))]
     return f"{provenance(REPLACED)}; {sizes}.\n\n{table(head, rows)}"
+
+
+@part
+def decode_models() -> str:
+    """Tokens a second of three models, and the share of a step that head and sampler have."""
+    found = results(MODELS)
+    ways = list(dict.fromkeys(row["way"] for row in found.rows if row["way"] != BODY))
+    lines: dict[tuple[str, str], list[str]] = {}
+    for row in found.rows:
+        if row["way"] != BODY:
+            cell = f"{float(row['tokens_per_second']):,.0f} ({percent(float(row['share_of_head_and_sampler']))})"
+            lines.setdefault((row["model"], row["batch"]), []).append(cell)
+    head = ["sizes of", "rows", *(code(way) if "_" in way else way for way in ways)]
+    body = table(head, [[*key, *cells] for key, cells in lines.items()])
+    return f"{provenance(MODELS)}; {found.facts['timing']}; bfloat16, a CUDA graph a step.\n\n{body}"

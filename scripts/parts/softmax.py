@@ -145,14 +145,16 @@ def softmax_ratios() -> str:
 
 @part
 def softmax_sample_peers() -> str:
-    names = (NAME, "torch topk, cumsum, multinomial", "torch sort, cumsum, multinomial")
     rows = []
-    for problem, times in results(SAMPLED).by_problem().items():
-        axes = problem.axes
-        kept = "all words" if axes["whole"] else f"top {axes['k']}"
-        cells = [us(times.get(name)) for name in names]
-        rows.append([f"{axes['batch']} x {axes['vocab']}", kept, *cells, times_as(best(times, "torch") / times[NAME])])
-    head = ["softmax_sample", "of", "tvm_sparse", "PyTorch's topk", "PyTorch's sort", "PyTorch / ours"]
+    for (key, settings), times in results(SAMPLED).by("problem", "settings").items():
+        problem = registry.parse(key)
+        kept = settings.replace("=", " ") if problem.axes["whole"] else f"top {problem.axes['k']}"
+        peers = {name: time for name, time in times.items() if name != NAME}
+        fastest = min(peers, key=peers.__getitem__)
+        ours = [us(times[NAME]), *(us(best(times, library)) for library in ("torch", "FlashInfer"))]
+        shape = f"{problem.axes['batch']} x {problem.axes['vocab']}"
+        rows.append([shape, kept, *ours, times_as(peers[fastest] / times[NAME])])
+    head = ["softmax_sample", "of", "tvm_sparse", "PyTorch", "FlashInfer", "fastest peer / ours"]
     return table(head, rows)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from ..core import commands, registry
 from ..core.machine import Machine
-from ..core.problem import Mismatch, Problem
+from ..core.problem import Mismatch, Problem, Settings
 from .contenders import Call, Peer, torch_tensor
 from .timing import MOST_CALLS, ROUNDS, clock, time_cpu, time_cuda
 
@@ -82,12 +82,14 @@ def compare(
     *,
     seed: int = 0,
     structure: str | None = None,
+    settings: Settings | None = None,
     peers: Sequence[Peer] | None = None,
     host: bool = True,
     rotated: bool = False,
     rounds: int | None = None,
 ) -> Comparison:
-    """Check and time our public function and the peers on one problem, with inputs of one of its structures.
+    """Check and time our public function and the peers on one problem, with inputs of one of its structures, and with
+    other `settings` than the problem's first ones where they are given.
 
     `host` also times the Python overhead of our call. `rotated`, for GPUs, gives successive calls different copies of
     the inputs, together twice the size of the L2 cache (or one for each call of a graph), so that each call reads
@@ -108,7 +110,7 @@ def compare(
         raise ModuleNotFoundError(
             f"comparing on CUDA needs PyTorch with CUDA: {commands.install('torch')}", name="torch"
         )
-    inputs = problem.generate(seed, structure)
+    inputs = problem.generate(seed, structure, settings)
     copies = 1
     if rotated:
         size = sum(array.nbytes for array in inputs if hasattr(array, "nbytes"))

@@ -11,6 +11,7 @@ machines without PyTorch are tuned too.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import statistics
@@ -214,8 +215,14 @@ def _torch_recorder(call: Call, stream: Any) -> Callable[[int], Replay]:
 
     def record(calls: int) -> Replay:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            results = [call() for _ in range(calls)]  # all kept at once, so that each call writes to other memory
+        try:
+            with torch.cuda.graph(graph, stream=stream):
+                results = [call() for _ in range(calls)]  # all kept at once, so that each call writes to other memory
+        except Exception:
+            # PyTorch ends the process, at the latest when it exits, if memory of a graph that failed is still reserved.
+            with contextlib.suppress(Exception):
+                vars(torch._C)["_cuda_endAllocateToPool"](torch.cuda.current_device(), graph.pool())
+            raise
         del results
         return functools.partial(_torch_seconds, graph.replay, stream)
 

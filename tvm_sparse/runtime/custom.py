@@ -172,10 +172,11 @@ def define(
         """
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
             return Differentiated.apply(*args, keyset)
-        found = repeat.recalled(dispatch.dispatcher.launchers, qualified, args)
+        eager = args if torch._C._get_tracing_state() is not None else tuple(map(plain, args))
+        found = repeat.recalled(dispatch.dispatcher.launchers, qualified, eager)
         if found is not None:
             return found
-        return beneath(keyset, args) if repeat.key_of(None, args) is None else computed(args)
+        return beneath(keyset, args) if repeat.key_of(None, eager) is None else computed(eager)
 
     library.impl(name, front, "Autograd", with_keyset=True)
     return overload

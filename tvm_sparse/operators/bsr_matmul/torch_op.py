@@ -13,7 +13,7 @@ import torch
 
 from tvm_sparse.core.machine import gpu
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.operators.bsr_sddmm.call import bsr_sddmm, likely_faster
+from tvm_sparse.operators.bsr_sddmm.call import bsr_sddmm, choice_of, likely_faster
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.calls import most_rows, refuse_gradient
 
@@ -238,6 +238,12 @@ def _blocks_of(left: Any, right: Any, indices: Any, indptr: Any, rows: int, cols
     return bsr_sddmm(left, right, indices, indptr, (rows, cols), pattern)
 
 
+def _blocks_launched(launchers: Any, *args: Any) -> tuple[Any, tuple[Any, ...]]:
+    *arguments, rows, cols, pattern = args
+    what = choice_of(f"{rows}x{cols}", args[0].shape[1], args[1].shape[1], pattern)
+    return repeat.repeated(launchers, what, tuple(arguments)), tuple(arguments)
+
+
 def _setup_blocks(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs[:4])
 
@@ -261,6 +267,7 @@ _SAMPLED = custom.define(
     _batched_blocks,
     _backward_blocks,
     _setup_blocks,
+    _blocks_launched,
 )
 
 

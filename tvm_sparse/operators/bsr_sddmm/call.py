@@ -33,6 +33,11 @@ def likely_faster(density: float, block: tuple[int, int], dtype: str, machine: M
     return density * DENSE_RATES[-1][1] < rate
 
 
+def choice_of(block: str, n: int, k: int, pattern: str) -> tuple[Any, ...]:
+    """What decides on the kernel beside its arguments: the key under which launchers are kept."""
+    return "bsr_sddmm", block, n, k, pattern
+
+
 def bsr_sddmm(
     left: Any, right: Any, indices: Any, indptr: Any, block: tuple[int, int], pattern: str = "uniform"
 ) -> Any:
@@ -62,6 +67,6 @@ def bsr_sddmm(
     problem = BsrSddmm(m, k, n, f"{rows}x{cols}", sparsity, pattern, known.dtype)
     data = arrays.empty((nnzb, rows, cols), known.dtype, left, known)
     given = (arrays.ready("left", left, known), arrays.ready("right", right, theirs), indices, indptr)
-    what = ("bsr_sddmm", problem.block, n, k)
+    what = choice_of(problem.block, n, k, pattern)
     launch(dispatcher, problem, machine_of("left", known), what, given, (data,), single=True)
     return data

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from tvm_sparse.core.problem import FLOATS
-from tvm_sparse.runtime import arrays, custom, repeat
+from tvm_sparse.runtime import arrays, custom, repeat, whole_vectors
 from tvm_sparse.runtime.calls import by_parts, by_rows, fill, launch, logits_facts, machine_of, most_rows, outputs_for
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.signature import ROWS, Array, Output, Signature
@@ -72,6 +72,8 @@ def logsumexp(logits: Any, out: Any = None) -> Any:
         fill(result, -math.inf)
     elif batch > (most := most_rows(vocab)):
         by_parts(lambda given, into: logsumexp(given[0], into[0]), batch, most, (logits,), (result,))
+    elif batch and whole_vectors.wanted(known):
+        logsumexp(whole_vectors.copies(logits, known)[0], result)
     elif batch:
         problem, ready = LogSumExp(batch, vocab, known.dtype), arrays.ready("logits", logits, known)
         launch(dispatcher, problem, machine_of("logits", known), "logsumexp", (ready,), (result,), single=True)

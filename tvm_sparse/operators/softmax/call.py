@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tvm_sparse.core.problem import FLOATS
-from tvm_sparse.runtime import arrays, custom, repeat
+from tvm_sparse.runtime import arrays, custom, repeat, whole_vectors
 from tvm_sparse.runtime.calls import by_parts, by_rows, launch, logits_facts, machine_of, most_rows, outputs_for
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.signature import ROWS, Absent, Array, Output, Signature, Text
@@ -118,6 +118,9 @@ def distribution(logits: Any, algorithm: str, log: int, dtype: Any = None, out: 
     if batch > most:
         call_parts = lambda given, into: distribution(given[0], algorithm, log, dtype, into[0])  # noqa: E731
         by_parts(call_parts, batch, most, (logits,), (result,))
+    elif batch and whole_vectors.wanted(known):
+        wide = distribution(whole_vectors.copies(logits, known)[0], algorithm, log, dtype)
+        result[...] = wide[:, :vocab]
     elif batch and vocab:
         problem = Softmax(batch, vocab, algorithm, known.dtype, written if written != known.dtype else "")
         arguments = (arrays.ready("logits", logits, known), 1 if log else 0)

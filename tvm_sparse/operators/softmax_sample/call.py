@@ -8,7 +8,7 @@ from typing import Any
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.formats.bitmap import bitmap_words
-from tvm_sparse.runtime import arrays, custom, repeat
+from tvm_sparse.runtime import arrays, custom, repeat, whole_vectors
 from tvm_sparse.runtime.calls import (
     by_parts,
     facts_beside,
@@ -253,7 +253,8 @@ def softmax_sample(
     )  # fmt: skip
     outputs = written + outputs_for(None, kept, logits, known)
     most_at_once = most_rows(vocab)
-    if batch > most_at_once and not arrays.is_fake(logits):
+    copied = not arrays.is_fake(logits) and whole_vectors.wanted(known)
+    if batch and (copied or (batch > most_at_once and not arrays.is_fake(logits))):
         if seeded in (seeds.OF_CALL, seeds.OFFSETS):  # the numbers of rows count
             numbers, seeded = (seeds.uniforms(seeded, numbers, rows, logits, known),), seeds.GIVEN
         names, masks = [name for name, *_ in FILTERS], () if allowed is None else (allowed,)
@@ -266,9 +267,13 @@ def softmax_sample(
         def some(given: list[Any], into: list[Any]) -> None:
             part, *arrays_of_rows, drawn_numbers = given
             ones = iter(arrays_of_rows)
-            mask = next(ones) if masks else None
+            mask, row = next(ones) if masks else None, bias
+            if copied:
+                part, row, mask = whole_vectors.copies(part, arrays.facts("logits", part), row, mask)
             options = {name: next(ones) if a else one for name, a, one in zip(names, own, filters, strict=True)}
-            options |= {"uniforms" if seeded == seeds.GIVEN else "seed": drawn_numbers, "bias": bias, "allowed": mask}
+            if copied and not own[1] and filters[1] >= vocab:
+                options["top_k"] = None  # all words, which a copy has more of
+            options |= {"uniforms" if seeded == seeds.GIVEN else "seed": drawn_numbers, "bias": row, "allowed": mask}
             found = softmax_sample(part, **options, max_top_k=max_top_k, best=best and most, out=(into[0], into[1]))
             for have, want in zip(into[2:], found[2:], strict=bool(best)):
                 have[:, :most] = want

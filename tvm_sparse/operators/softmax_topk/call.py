@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from tvm_sparse.core.problem import numpy_dtype, width
+from tvm_sparse.core.problem import width
 from tvm_sparse.formats.bitmap import bitmap_words
-from tvm_sparse.runtime import arrays, custom, repeat
+from tvm_sparse.runtime import arrays, custom, repeat, whole_vectors
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
     by_parts,
@@ -44,8 +44,6 @@ SIGNATURES = {
     )
 }
 _SIGNATURE = SIGNATURES["softmax_topk"]
-
-VECTOR_BYTES = 16  # of what a thread loads at once
 
 # For the message: functions with a gradient.
 INSTEAD = (
@@ -176,9 +174,12 @@ def softmax_topk(
             lambda given, into: softmax_topk(given[0], k, ids=given[1], allowed=given[2], out=tuple(into), **options),
             *(batch, most, (logits, asked, bitmap), outputs),
         )
-    elif batch and dispatcher.batch_invariant and known.device == "cuda" and _ends_within_a_vector(known):
-        options = {"log": log, "temperature": temperature}
-        _in_whole_vectors(logits, known, k, row, bitmap, asked if n else None, outputs if n else outputs[:2], options)
+    elif batch and whole_vectors.wanted(known):
+        logits_copy, row, bitmap = whole_vectors.copies(logits, known, row, bitmap)
+        options = {"log": log, "temperature": temperature, "bias": row, "allowed": bitmap}
+        if asked is not None and n:
+            options["ids"] = asked * (asked < vocab) - 1 * (asked >= vocab)  # -1 names no column
+        softmax_topk(logits_copy, k, out=tuple(outputs if n else outputs[:2]), **options)
     elif batch:
         problem = SoftmaxTopk(batch, vocab, k, known.dtype, int(bias is not None), n, int(allowed is not None))
         ready = arrays.ready("logits", logits, known)
@@ -187,40 +188,6 @@ def softmax_topk(
         wider = replace(problem, k=width(k, vocab), ids=width(n))
         launch(dispatcher, problem, machine_of("logits", known), ("softmax_topk", k), arguments, written, wider=wider)
     return out if out is not None else tuple(arrays.returned(array, logits) for array in outputs)
-
-
-def _ends_within_a_vector(known: Facts) -> bool:
-    """Whether rows are not whole vectors of 16 bytes. Kernels on a GPU then group a row's entries by its address."""
-    return known.shape[-1] * numpy_dtype(known.dtype).itemsize % VECTOR_BYTES != 0
-
-
-def _in_whole_vectors(
-    logits: Any, known: Facts, k: int, bias: Any, allowed: Any, ids: Any, outputs: Any, options: dict[str, Any]
-) -> None:
-    """`softmax_topk` of a copy whose rows are whole vectors, so that sums do not depend on where a row lies.
-
-    Columns of -inf follow, which come after all others in the order.
-    """
-    if not (arrays.is_torch(logits) or arrays.is_numpy(logits) or arrays.is_cupy(logits)):
-        raise ValueError(
-            f"logits: with batch_invariant rows of a {type(logits).__name__} have to be whole vectors of {VECTOR_BYTES}"
-            f" bytes, got {known.shape[-1]} of {known.dtype}; pass torch.from_dlpack(logits)"
-        )
-    batch, vocab = known.shape
-    lanes = VECTOR_BYTES // numpy_dtype(known.dtype).itemsize
-    columns = -(-vocab // lanes) * lanes
-
-    def wider(array: Any, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        made = arrays.full(shape, value, dtype, logits, known)
-        made[..., : array.shape[-1]] = array
-        return made
-
-    copy = wider(logits, (batch, columns), known.dtype, -math.inf)
-    bias = bias if bias is None else wider(bias, (columns,), "float32", 0.0)
-    allowed = allowed if allowed is None else wider(allowed, (batch, bitmap_words(columns)), "int32", 0)
-    if ids is not None:
-        ids = ids * (ids < vocab) - 1 * (ids >= vocab)  # which names no column
-    softmax_topk(copy, k, bias=bias, allowed=allowed, ids=ids, out=tuple(outputs), **options)
 
 
 def _by_rows(
