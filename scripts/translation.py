@@ -10,8 +10,8 @@
 The model has two LSTM layers on either side and attention, the vocabularies some 30,000 subwords. `decode` translates
 the test set with a beam of 12, one sentence at a time and a CUDA graph a step, by PyTorch's softmax, the exact head,
 LSH heads (the paper's settings and those that `LshHead.fit` finds), the most frequent words alone (TOP), and the words
-that translate one of the sentence's (WA). `prune` goes on training with recurrent weights that are pruned to ever
-lower densities. Every command stops at its time limit, and writes what it has by then.
+that translate one of the sentence's (WA). `prune` trains further while recurrent weights are pruned to lower
+and lower densities. Every command stops at its time limit, and writes what it has by then.
 
 Sources: Shi, Xu & Knight 2018 (tables 1, 6, 7, 8, figures 6 to 8); Zhu, Pool et al. 2018 (appendix B, table 2).
 """

@@ -236,7 +236,7 @@ def test_the_whole_way(script: Any, tmp_path: Path) -> None:
     assert curve[-1] < 0.7 * curve[0]
 
     script.decode(
-        tmp_path / name, out, "cpu", seconds=200.0, sentences=4, beams="2", recalls="",
+        tmp_path / name, out, "cpu", seconds=200.0, sentences=2, beams="2", recalls="",
         csv_path=tmp_path / "decode.csv",
     )  # fmt: skip
     lines = rows(tmp_path / "decode.csv")
@@ -251,10 +251,10 @@ def test_the_whole_way(script: Any, tmp_path: Path) -> None:
     assert shares == sorted(shares) and recalls == sorted(recalls) and recalls[-1] == 1
 
     script.prune(
-        tmp_path / name, out, "cpu", method=["row_balanced"], densities="0.5,0.25", steps=12, seconds=60.0,
+        tmp_path / name, out, "cpu", method=["row_balanced"], densities="0.25", steps=12, seconds=60.0,
         sentences=2, shapes="1x4", csv_path=tmp_path / "prune.csv",
     )  # fmt: skip
     lines = rows(tmp_path / "prune.csv")
-    assert [float(row["stored_density"]) for row in lines if row["stored_density"]] == [1, 0.5, 0.25]
+    assert [float(row["stored_density"]) for row in lines if row["stored_density"]] == [1, 0.25]
     timed = [row for row in lines if row["layer"]]
-    assert len(timed) == 2 and all(float(row["difference"]) < 1e-4 for row in timed)
+    assert len(timed) == 1 and all(float(row["difference"]) < 1e-4 for row in timed)

@@ -143,8 +143,8 @@ def rehashed(head: Any, *, centred: bool = False, most: int | None = None) -> An
     Parameters
     ----------
     centred
-        Codes of the embedding without its mean word: h (e_j - m) ranks words as h e_j does, but a column in which most
-        words are large is no longer the largest of most of them.
+        Codes of the embedding without its mean word: h (e_j - m) ranks words as h e_j does, and a column in which most
+        words are large does not give most of them the same code.
     most
         Buckets of more words than this are left empty, as stop words are left out of an index: they cost most of a
         look-up, and a hit in them tells least.

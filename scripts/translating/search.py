@@ -18,7 +18,7 @@ from .vocabulary import BOS, EOS, Sentences
 LOOK_EVERY = 4
 # Sentences that are encoded at once.
 AT_ONCE = 64
-# Most steps of a sentence: so many for each of its words, and more. Few translations are longer.
+# Most steps of a sentence: `STRETCH` for each of its words, plus `MORE`. Few translations are longer.
 STRETCH, MORE = 2, 10
 
 # Log-probabilities `(beam, n)` float32 and words `(beam, n)` for the head's inputs `(beam, hidden)`.

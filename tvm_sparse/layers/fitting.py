@@ -147,8 +147,8 @@ def fit(
     try:
         for k, units in _shown(pairs, progress):
             permutations = wta.permutations(hidden, k, units, steps[-1], seed)
-            codes = (wta.hash_rows(array, permutations) for array in (ours, theirs))
-            found += survey.points(*codes, k, units, steps)
+            codes, of_samples = (wta.hash_rows(array, permutations) for array in (ours, theirs))
+            found += survey.points(codes, of_samples, k, units, steps)
             counted += 1
     except KeyboardInterrupt:
         if not counted:
