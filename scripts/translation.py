@@ -129,7 +129,8 @@ def data(
         [path.name, corpus.sha256(path), *(sum(name == path.name for name in found[one].values()) for one in languages)]
         for path in files
     ]
-    write_csv(csv_path or RESULTS / "translation-packages.csv", {}, ["package", "sha256", *languages], counts)
+    used = [line for line in counts if any(line[2:])]
+    write_csv(csv_path or RESULTS / "translation-packages.csv", {}, ["package", "sha256", *languages], used)
 
 
 # ---- train -------------------------------------------------------------------------------------------------------
