@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from cases import SM80, SM90, calls_run
 
 torch = pytest.importorskip("torch")
 
-import tvm_sparse  # noqa: E402
+import tvm_sparse.nn  # noqa: E402
 from tvm_sparse.core import machine  # noqa: E402
 from tvm_sparse.core.registry import parse  # noqa: E402
 from tvm_sparse.operators.bsr_matmul import call  # noqa: E402
@@ -125,6 +126,40 @@ def test_gradients_flow_through_the_dense_product() -> None:
         found.append(torch.autograd.grad(y.square().sum(), (x, data, bias)))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_a_frozen_layer_keeps_one_copy(monkeypatch: pytest.MonkeyPatch, copies: list[int]) -> None:
+    """In calls without a gradient, until its blocks are written as a parameter may be: in training, from a state dict,
+    or by a conversion. `dense=False` refuses the copy."""
+    monkeypatch.setattr(call, "way", lambda problem, machine: DENSE)
+    parts, x = weight(constant=False), torch.randn(7, 48)
+    layer = tvm_sparse.nn.BsrLinear(parts)
+
+    def right(made: int) -> None:
+        copies.clear()
+        with torch.no_grad():
+            for _ in range(2):
+                torch.testing.assert_close(layer(x), x @ layer.dense().T)
+        assert len(copies) == made
+
+    right(0)
+    assert layer.freeze() is layer and not layer.data.requires_grad
+    right(1)
+    right(0)
+    layer.data.requires_grad_()
+    assert layer(x).requires_grad
+    with torch.no_grad():
+        layer.data.mul_(2)
+    right(0)
+    layer.data.requires_grad_(False)
+    right(1)
+    layer.load_state_dict({**layer.state_dict(), "data": layer.data * 2})
+    right(1)
+    again = copy.deepcopy(layer)
+    layer.freeze(dense=False)
+    right(0)
+    layer = again
+    right(1)
 
 
 def test_which_way_is_likely() -> None:

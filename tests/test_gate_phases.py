@@ -36,7 +36,15 @@ from tvm_sparse.schedules.softmax_topk.threshold_gate import (
     tiles,
 )
 from tvm_sparse.schedules.softmax_topk.threshold_gate.layout import CROWD
-from tvm_sparse.schedules.softmax_topk.threshold_gate.state import WRITTEN, State
+from tvm_sparse.schedules.softmax_topk.threshold_gate.state import (
+    ALL_AGAIN,
+    LOWER_AGAIN,
+    READINGS,
+    SETTLED,
+    SUM_AGAIN,
+    WRITTEN,
+    State,
+)
 
 pytestmark = pytest.mark.drawn
 
@@ -415,9 +423,9 @@ def test_first_threshold_is_of_the_rank_that_the_layout_says(vocab: int, k: int,
 # ---- the sum -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attempt", [0, 1])
-def test_a_pass_begins_with_nothing_found_and_the_first_tile_on_its_way(attempt: int) -> None:
-    layout = layout_of(1001, 5, deferred=1, stages=2)
+@pytest.mark.parametrize(("attempt", "settled"), [(0, ALL_AGAIN), (2, ALL_AGAIN), (1, SUM_AGAIN), (1, LOWER_AGAIN)])
+def test_a_pass_begins_with_nothing_found_and_the_first_tile_on_its_way(attempt: int, settled: int) -> None:
+    layout = layout_of(2001, 5, deferred=1, stages=2, threads=128)
     begin, take = stream.begin_pass(layout), tiles.take_tile(layout)
     wanted = ["count", "full", "found", "marks", "sum", "threshold", "equals_until", "sampling", "x"]
 
@@ -426,14 +434,19 @@ def test_a_pass_begins_with_nothing_found_and_the_first_tile_on_its_way(attempt:
         begin(s, attempt)
         take(s, 0)
 
-    row = rows_of(1001, seed=3)["random"]
-    alone = Alone(layout, phase, (), wanted)
-    found, _ = alone(arguments(alone.problem, row))
+    row = rows_of(2001, seed=3)["random"]
+    assert layout.lowers
+    tops = np.linspace(1.5, 3, 32, dtype="float32")
+    ranked = np.where(np.arange(32) < layout.tiling.warps, orders(tops), 0)
+    alone = Alone(layout, phase, ["settled", "threshold", "equals_until", "warp_ranked"], wanted)
+    found, _ = alone(arguments(alone.problem, row), settled=settled, threshold=2.5, equals_until=7, warp_ranked=ranked)
     for name in ("count", "full", "marks", "sum"):
         assert (found[name] == 0).all(), name
     assert (found["found"][:, WRITTEN] == 0).all()
-    assert (found["threshold"] == LOWEST).all() and (found["equals_until"] == layout.vocab).all()
-    assert (found["sampling"] == 1 - attempt).all()
+    threshold = {SUM_AGAIN: 2.5, LOWER_AGAIN: 1.5, ALL_AGAIN: LOWEST}[settled]
+    equals_until = 7 if settled == SUM_AGAIN else layout.vocab
+    assert (found["threshold"] == threshold).all() and (found["equals_until"] == equals_until).all()
+    assert (found["sampling"] == (attempt == 0)).all()
     # What arrives is of the row, each element once; beyond its end there is minus infinity.
     held = found["x"][np.isfinite(found["x"])]
     assert np.isin(held, row.astype("float32")).all()
@@ -893,12 +906,18 @@ def test_blocks_of_a_cluster_do_what_the_first_one_says() -> None:
     @T.inline
     def phase(s):
         agree(s)
-        if s.part == 0 and s.settled[0] != 0:
+        if s.part == 0 and s.settled[0] == SETTLED:
             cluster.await_others(s)
 
-    alone = Alone(layout, phase, ["settled", "verdict"], ["settled"], cases=2)
-    own = np.array([[0, 1, 0, 1], [1, 1, 0, 0]])
-    found, _ = alone(settled=own.reshape(8, 1, 1), verdict=1)
+    alone = Alone(layout, phase, ["settled", "verdict"], ["settled"], cases=3)
+    own = np.array(
+        [
+            [SUM_AGAIN, SETTLED, SUM_AGAIN, SETTLED],
+            [SETTLED, SETTLED, SUM_AGAIN, ALL_AGAIN],
+            [LOWER_AGAIN, SUM_AGAIN, SETTLED, ALL_AGAIN],
+        ]
+    )
+    found, _ = alone(settled=own.reshape(12, 1, 1), verdict=SETTLED)
     np.testing.assert_array_equal(uniform(found["settled"]), np.repeat(own[:, 0], 4))
 
 
@@ -906,15 +925,20 @@ def test_blocks_of_a_cluster_do_what_the_first_one_says() -> None:
 
 
 def test_a_row_is_read_again_if_too_few_survive_or_the_sum_overflows() -> None:
-    layout = layout_of(2000, 5)
+    layout = layout_of(2000, 5, threads=128)
+    assert layout.lowers
     cases = [
-        # survivors, threshold, sum, settled at once
-        (5, 1.0, 3.0, 1),
-        (4, 1.0, 3.0, 0),  # the threshold was too high
-        (4, LOWEST, 3.0, 1),  # the row has no more
-        (9, 1.0, NAN, 0),
-        (9, 1.0, INF, 0),
-        (9, 1.0, 2.0**99, 1),
+        # survivors, threshold, sum; settled at the first attempt, and at the second
+        (5, 1.0, 3.0, SETTLED, SETTLED),
+        (4, 1.0, 3.0, LOWER_AGAIN, ALL_AGAIN),  # the threshold was too high
+        (4, LOWEST, 3.0, SETTLED, SETTLED),  # the row has no more
+        (4, 1.0, INF, LOWER_AGAIN, ALL_AGAIN),
+        (4, 1.0, NAN, ALL_AGAIN, ALL_AGAIN),
+        (9, 1.0, NAN, ALL_AGAIN, SETTLED),
+        (9, 1.0, -NAN, ALL_AGAIN, SETTLED),
+        (9, 1.0, INF, SUM_AGAIN, SETTLED),
+        (9, 1.0, 0.0, SUM_AGAIN, SETTLED),
+        (9, 1.0, 2.0**99, SETTLED, SETTLED),
     ]
     settle = kernel.settle(layout)
 
@@ -922,11 +946,13 @@ def test_a_row_is_read_again_if_too_few_survive_or_the_sum_overflows() -> None:
     def phase(s):
         settle(s, s.i[0])
 
-    alone = Alone(layout, phase, ["size", "threshold", "sum", "i"], ["settled"], cases=2 * len(cases))
-    size, threshold, total, settled = (np.array(column * 2).reshape(-1, 1, 1) for column in zip(*cases, strict=True))
-    attempt = np.repeat([0, 1], len(cases))
-    found, _ = alone(size=size, threshold=threshold, sum=total, i=attempt.reshape(-1, 1, 1))
-    np.testing.assert_array_equal(uniform(found["settled"]), settled[:, 0, 0] | attempt)
+    alone = Alone(layout, phase, ["size", "threshold", "sum", "i"], ["settled"], cases=READINGS * len(cases))
+    size, threshold, total, *settled = zip(*cases, strict=True)
+    given = (np.array(column * READINGS).reshape(-1, 1, 1) for column in (size, threshold, total))
+    attempt = np.repeat(np.arange(READINGS), len(cases)).reshape(-1, 1, 1)
+    found, _ = alone(**dict(zip(("size", "threshold", "sum"), given, strict=True)), i=attempt)
+    expected = np.concatenate([*settled, np.full(len(cases), SETTLED)])
+    np.testing.assert_array_equal(uniform(found["settled"]), expected)
 
 
 def test_rows_are_filled_up_with_the_first_elements_at_minus_infinity() -> None:

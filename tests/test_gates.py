@@ -232,6 +232,60 @@ def test_rows_in_order_never_fill_a_buffer(
 
 
 @pytest.mark.parametrize(
+    ("name", "k", "decisions"),
+    [
+        ("threshold_gate", 50, {**BLOCK, "deferred": 1}),
+        ("threshold_gate", 5, {**BLOCK, "vectors": 2, "stages": 2, "unroll": 0}),
+        ("cluster_gate", 50, CLUSTER),
+        thorough("cluster_gate", 5, {**CLUSTER, "deferred": 1}),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", thorough("bfloat16")])
+def test_rows_whose_sum_overflows_keep_their_threshold(
+    name: str, k: int, decisions: dict[str, int], dtype: str, watched: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A second reading in which all elements pass would fill the buffer."""
+    problem = SoftmaxTopk(3, 16384, k, dtype)
+    assert Layout.of(problem, decisions).pool.overflows
+    sampled = sampled_columns(problem, decisions)
+    others = np.setdiff1d(np.arange(problem.vocab), sampled)
+    logits = np.random.default_rng(k).standard_normal((3, problem.vocab))
+    logits[0] *= 64
+    logits[0, others[7]] = np.abs(logits[0]).max() + 70
+    logits[1, others[:3]] += 300
+    # The part of a block is infinite, and nothing beside what the sample of the last one has.
+    logits[2, others[:3]] += 300
+    logits[2, sampled[-2:]] += 600
+    run(name, problem, decisions, logits)
+    assert not reached(capfd) & {"radix_selection"}
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "decisions"),
+    [
+        ("threshold_gate", 50, {**BLOCK, "vectors": 2, "deferred": 1}),
+        ("cluster_gate", 20, {**CLUSTER, "vectors": 4, "stages": 1, "deferred": 1}),
+    ],
+)
+def test_too_high_a_threshold_is_lowered(
+    name: str, k: int, decisions: dict[str, int], watched: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Fewer than k elements reach the first threshold, as the sample has more large ones than its share. Not all of
+    the warps have them, so that a lower one is found, which does not let all elements pass."""
+    problem = SoftmaxTopk(2, 16384, k)
+    layout = Layout.of(problem, decisions)
+    assert layout.lowers and layout.pool.overflows
+    tiling, rank = layout.tiling, layout.first.rank
+    sampled = sampled_columns(problem, decisions).reshape(tiling.cluster, -1, tiling.warps, 32, tiling.width)
+    logits = np.random.default_rng(k).standard_normal((2, problem.vocab))
+    few = sampled[0, 0, : rank.warp, : rank.lane, 0].ravel()
+    assert len(few) < k
+    logits[1, few] = logits[1].max() + np.linspace(0.1, 0.5, len(few))
+    run(name, problem, decisions, logits)
+    assert not reached(capfd) & {"radix_selection"}
+
+
+@pytest.mark.parametrize(
     ("name", "vocab", "k", "decisions"),
     [
         ("threshold_gate", 4096, 50, {**BLOCK, "vectors": 4}),

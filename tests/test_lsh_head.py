@@ -20,6 +20,7 @@ from cases import each_with_some, thorough
 import tvm_sparse
 from tvm_sparse.core import machine
 from tvm_sparse.core.problem import FLOATS, numpy_dtype
+from tvm_sparse.formats import wta
 from tvm_sparse.layers import fitting, storage, survey
 from tvm_sparse.layers.settings import Measured
 from tvm_sparse.runtime import dispatch
@@ -506,14 +507,33 @@ def test_fit_says_where_the_exact_head_wins(quick: list[str], monkeypatch: pytes
     assert "no setting reaches a recall of 1.0" in frontier.verdict
 
 
+def test_an_interrupted_fit_has_what_was_counted(quick: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding, hidden = samples(False)
+    options: dict[str, Any] = {"rows": 4, "hashes": ((5, 2), (2, 4)), "bands": (48,), "trials": 2, "progress": True}
+    counted = survey.Survey.points
+
+    def interrupted(self: Any, words: Any, samples: Any, k: int, *rest: Any) -> Any:
+        if k == 2:
+            raise KeyboardInterrupt
+        return counted(self, words, samples, k, *rest)
+
+    monkeypatch.setattr(survey.Survey, "points", interrupted)
+    _, frontier = tvm_sparse.LshHead.fit(embedding, hidden, 0.8, 2, **options)
+    assert "interrupted after 1 of 2 hashes" in frontier.verdict and all(p.k == 5 for p in frontier.points)
+    with pytest.raises(KeyboardInterrupt):
+        tvm_sparse.LshHead.fit(embedding, hidden, 0.8, 2, **options | {"hashes": ((2, 4),)})
+
+
 @pytest.mark.parametrize("bits", [1, 4, 6])
-def test_hits_are_equal_codes(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hits_are_equal_codes(bits: int) -> None:
     rng = np.random.default_rng(next(numbers))
-    words, states = (rng.integers(1 << bits, size=(rows, 30)).astype(np.int32) for rows in (70, 11))
-    states[0] = 1 << bits  # codes that no word has
-    monkeypatch.setattr(survey, "AT_ONCE", 70 * 5 << bits)  # five bands at a time
-    for count in (survey.hits_by_product, survey.hits_by_bucket):
-        found = {bands: hits.copy() for bands, hits in count(words, states, (7, 30), bits)}
+    last = (1 << bits) - 1  # a code that no word has
+    words = rng.integers(last, size=(70, 30)).astype(np.int32)
+    states = rng.integers(last + 1, size=(11, 30)).astype(np.int32)
+    states[0] = last
+    for kind in wta.KINDS:
+        counted = survey.hits_by_band(wta.tables(words, 70, kind, bits=bits), states, (7, 30))
+        found = {bands: hits.copy() for bands, hits in counted}
         assert list(found) == [7, 30]
         for bands, hits in found.items():
             assert np.array_equal(hits, (states[:, None, :bands] == words[None, :, :bands]).sum(axis=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import zipfile
@@ -15,7 +16,15 @@ import scipy.io
 import scipy.sparse
 
 import tvm_sparse
+from tvm_sparse.bench import measure
+from tvm_sparse.cli.common import problem_of, structure_of
+from tvm_sparse.core.machine import cpu
+from tvm_sparse.core.problem import ProblemError
 from tvm_sparse.formats import matrix_files
+from tvm_sparse.records import Log
+from tvm_sparse.tuning.plans import make_plan
+from tvm_sparse.tuning.session import tune
+from tvm_sparse.tuning.workbench import NoValidRecord
 
 
 def drawn(rows: int = 12, columns: int = 20, density: float = 0.2) -> Any:
@@ -220,3 +229,75 @@ def test_damaged_files_end_in_an_error_or_in_a_valid_matrix(tmp_path: Path, suff
             assert str(path) in str(error) or "columns" in str(error), seed
         else:
             rows.validate()
+
+
+# ---- problems with the structure of a file ---------------------------------------------------------
+
+
+def skewed_file(path: Path) -> Any:
+    """The first rows are nearly full, and few others have an entry."""
+    matrix = np.zeros((192, 40))
+    matrix[:3, :36] = 1
+    matrix[40, 7] = matrix[100, 39] = 1
+    found = scipy.sparse.csr_array(matrix)
+    scipy.sparse.save_npz(path, found)
+    return found
+
+
+def test_a_problem_has_the_structure_of_a_file(tmp_path: Path) -> None:
+    matrix = skewed_file(path := tmp_path / "a.npz")
+    blocks = matrix.toarray().reshape(64, 3, 10, 4).any((1, 3))
+    axes = ["m=5", f"structure={path}"]
+    for operator, more, found in (
+        ("bsr_matmul", ["block=3x4"], f"block=3x4,sparsity={1 - blocks.mean():.2f},pattern=skewed,"),
+        ("bsr_sddmm", ["block=3x4"], f"block=3x4,sparsity={1 - blocks.mean():.2f},pattern=skewed,"),
+        ("csr_linear", [], f"sparsity={1 - matrix.nnz / (192 * 40):.2f},"),
+    ):
+        problem, structure = problem_of(operator, axes + more), structure_of(axes + more)
+        assert problem.key.startswith(f"{operator}/m=5,k=40,n=192,{found}")
+        inputs = problem.generate(1, structure)
+        named = dict(zip((argument.name for argument in problem.kernel_inputs), inputs, strict=True))
+        wanted = scipy.sparse.csr_array(blocks if more else matrix)
+        assert (named["indptr"] == wanted.indptr).all() and (named["indices"] == wanted.indices).all()
+        problem.check(inputs, problem.reference(inputs), problem.reference(inputs))
+        assert measure.prepared(problem, 1, "llvm", structure)[1].name.startswith(structure)
+
+
+def test_the_axes_of_a_file_in_blocks_are_its_own(tmp_path: Path) -> None:
+    blocks = scipy.sparse.bsr_array(skewed_file(tmp_path / "a.npz"), blocksize=(3, 4))
+    scipy.sparse.save_npz(path := tmp_path / "b.npz", blocks)
+    assert "block=3x4" in problem_of("bsr_matmul", ["m=5", f"structure={path}"]).key
+    assert structure_of(["m=5"]) is None
+
+
+WRONG_STRUCTURES = {
+    "no file can hold that of softmax": ("softmax", "rows=3 structure={path}"),
+    "k comes from the file of structure": ("csr_linear", "m=5 k=40 structure={path}"),
+    "is not in blocks; expected": ("bsr_matmul", "m=5 structure={path}"),
+    "do not divide the matrix's shape": ("bsr_matmul", "m=5 block=16 structure={path}"),
+    "block must be like 16": ("bsr_matmul", "m=5 block=no structure={path}"),
+    "c.npz: No such file": ("csr_linear", "m=5 structure={path.parent}/c.npz"),
+    "expected a name that ends in": ("csr_linear", "m=5 structure={path}.txt"),
+}
+
+
+@pytest.mark.parametrize("reason", WRONG_STRUCTURES)
+def test_a_structure_that_does_not_fit_is_refused(reason: str, tmp_path: Path) -> None:
+    skewed_file(path := tmp_path / "a.npz")
+    operator, axes = WRONG_STRUCTURES[reason]
+    with pytest.raises(ProblemError, match=reason):
+        problem_of(operator, axes.format(path=path).split())
+
+
+def test_the_process_that_measures_reads_the_file(tmp_path: Path) -> None:
+    """As a file that has changed since the plan was made shows."""
+    skewed_file(path := tmp_path / "a.npz")
+    axes = ["m=5", f"structure={path}"]
+    problem = problem_of("csr_linear", axes)
+    log = Log(tmp_path / "logs", cpu().arch, problem.operator)
+    plan = dataclasses.replace(make_plan(problem, cpu(), 1, log, builders=1), structure=structure_of(axes))
+    scipy.sparse.save_npz(path, drawn())
+    with pytest.raises(NoValidRecord, match=r"has shape \(12, 20\); expected \(192, 40\)"):
+        tune(plan, log)
+    (session,) = log.read().sessions
+    assert session.inputs["structure"] == "file:a.npz"

@@ -112,6 +112,35 @@ def test_it_trains_as_a_dense_layer_does() -> None:
     close(made.to_dense().weight, theirs.weight.detach())
 
 
+@pytest.mark.parametrize("block", [(16, 16), (5, 8), (8, 3)])
+def test_a_layer_that_blocks_do_not_divide_is_padded(block: tuple[int, int]) -> None:
+    """It computes, trains and is saved as a dense layer of its own shape; padding stays zero."""
+    dense = linear()
+    made = nn.BsrLinear.from_dense(dense, block, 0)
+    rows, cols = block
+    assert (made.out_features, made.in_features) == made.weight.shape == (35, 66)
+    assert f"padded to {-(-35 // rows) * rows}x{-(-66 // cols) * cols}" in repr(made)
+    assert torch.equal(made.to_dense().weight, dense.weight) and torch.equal(made.dense(), dense.weight)
+    found = []
+    for module in (made, dense):
+        x = X.clone().requires_grad_()
+        module(x).square().mean().backward()
+        found.append((x.grad, module.bias.grad))
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter -= 0.1 * parameter.grad
+    for one, other in zip(*found, strict=True):
+        close(one, other)
+    other = nn.BsrLinear.from_dense(linear(), block, 0.5)
+    other.load_state_dict(made.state_dict())
+    with torch.no_grad():
+        for module in (made, other, copy.deepcopy(made), other.freeze(dense=True)):
+            for x in (X, X, X[None, :3]):
+                assert module(x).is_contiguous()
+                close(module(x), dense(x))
+    close(made.to_dense().weight, dense.weight)
+
+
 def test_a_state_dict_holds_all_and_takes_another_structure() -> None:
     one, other = layer(0.5), layer(0.8)
     assert list(one.state_dict()) == ["data", "bias", "indices", "indptr"]
@@ -181,7 +210,12 @@ def test_in_graphs() -> None:
 def test_a_layer_that_cannot_be() -> None:
     for call, error, message in (
         (lambda: nn.BsrLinear.from_dense(X), TypeError, "linear: expected a torch.nn.Linear, got Tensor"),
-        (lambda: nn.BsrLinear.from_dense(linear(), 16), ValueError, r"block: blocks of 16x16 do not divide .*\(35, 66"),
+        (
+            lambda: nn.BsrLinear(tvm_sparse.BsrWeight(torch.ones(8, 8).to_sparse_bsr((4, 4))), features=(8, 4)),
+            ValueError,
+            r"features: blocks that cover \(8, 4\) make a weight of \(8, 4\), got \(8, 8\)",
+        ),
+        (lambda: nn.BsrLinear.from_dense(linear(), 16)(X[:, :65]), ValueError, "x: expected 66 columns"),
         (lambda: nn.BsrLinear.from_dense(linear(), (5, 0)), ValueError, "block: expected a positive number"),
         (lambda: nn.BsrLinear.from_dense(linear(), (5, 3), 1.5), ValueError, "sparsity: expected a number from 0 to 1"),
         (
@@ -229,7 +263,7 @@ def test_the_linear_layers_of_a_model_are_swapped() -> None:
     assert nn.sparsify(model, block=(5, 11)) == {}
     named = nn.sparsify(model, block=(5, 6), sparsity=None, filter=lambda name, _: name == "odd")
     assert list(named) == ["odd"] and named["odd"].data.shape == (42, 5, 6)
-    with pytest.raises(ValueError, match="block: blocks of 64x64 do not divide"):
+    with pytest.raises(ValueError, match="block: .*: blocks of 64x64 do not divide"):
         nn.sparsify(model := Model(), block=64, filter=lambda name, _: name != "head")
     assert type(model.odd) is torch.nn.Linear
     with pytest.raises(TypeError, match="model: is a linear layer itself"):

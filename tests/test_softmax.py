@@ -10,16 +10,20 @@ import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cases import calls_run
+from cases import SM90, calls_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_calls import BAD_SOFTMAX, KINDS, logits_of, read_only, seed, to_numpy, to_torch
 
 import tvm_sparse
+from tvm_sparse.artifacts.compile import compile_candidate
+from tvm_sparse.core import spaces
+from tvm_sparse.core.machine import REGISTER_FILE
 from tvm_sparse.core.problem import FLOATS, Problem, ProblemError
 from tvm_sparse.core.registry import parse
 from tvm_sparse.operators.logsumexp.problem import LogSumExp
@@ -175,6 +179,15 @@ def test_checks_reject_what_is_wrong_where_infinities_or_nan_are_right() -> None
     expected = problem.reference(inputs)
     with pytest.raises(AssertionError, match="expected nan"):
         problem.check(inputs, expected, [np.nan_to_num(expected[0])])
+
+
+def test_reading_many_long_rows_overlaps_their_exponentials(tmp_path: Path) -> None:
+    """By default no place of a tile is idle, and registers suffice for all threads of a multiprocessor."""
+    problem, template = LogSumExp(4096, 32768, "bfloat16"), spaces.find("logsumexp_streamed")
+    point = template.default(problem, SM90)
+    resources = compile_candidate(problem, template.candidate(point), SM90, tmp_path / "kernel.so").resources
+    assert problem.vocab // 8 % (point["threads"] * point["vectors"]) == 0
+    assert resources is not None and resources["registers"] * 2048 <= REGISTER_FILE and 2048 % point["threads"] == 0
 
 
 def test_spaces_load_no_compiler() -> None:

@@ -209,13 +209,14 @@ def test_sparsify_says_what_it_leaves() -> None:
     model["tied"].weight = tied.weight
     found = nn.sparsify(model, block=8, sparsity=0.5)
     assert list(found) == ["taken"] and found.skipped == {
-        "odd": "blocks of 8x8 do not divide its shape (16, 15)",
+        "odd": "blocks of 8x8 do not divide its shape (16, 15); pad=True pads it",
         "own": "MyLinear has a forward of its own",
         "sub": "it is a MyLinear, a subclass of torch.nn.Linear, whose weight others may read",
         "tied": "it shares its weight with another module",
         "attention.out_proj": "it is a NonDynamicallyQuantizableLinear, a subclass of torch.nn.Linear, whose weight"
         " others may read",
     }
+    assert list(nn.sparsify(copy.deepcopy(model), block=8, pad=True)) == ["odd"]
     named = nn.sparsify(model, block=1, filter=lambda name, _: name == "odd")
     assert list(named) == ["odd"] and named.skipped["tied"] == "the filter leaves it out"
 

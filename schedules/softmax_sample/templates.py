@@ -101,8 +101,8 @@ def drawing(
 
 
 sample_scan = drawing("sample_scan", 7, row_scan, scan, "as row_scan, then a word drawn of the k best")
-sample_gate = drawing("sample_gate", 5, threshold_gate, gates, "as threshold_gate, then one warp draws a word")
-sample_cluster = drawing("sample_cluster", 6, cluster_gate, gates, "as cluster_gate, then one warp draws a word")
+sample_gate = drawing("sample_gate", 6, threshold_gate, gates, "as threshold_gate, then one warp draws a word")
+sample_cluster = drawing("sample_cluster", 7, cluster_gate, gates, "as cluster_gate, then one warp draws a word")
 sample_warps = drawing("sample_warps", 3, warp_rows, warps, "as warp_rows, then the row's warp draws a word")
 sample_radix = drawing("sample_radix", 4, radix_select, radix, "as radix_select, then one warp draws a word")
 sample_slices = Template(

@@ -111,9 +111,10 @@ def check(library: str, kind: str, function: Any, whole: Case, workspaces: Any) 
 
 
 @functools.lru_cache(maxsize=1)
-def prepared(problem: Problem, seed: int, kind: str) -> tuple[Pool, Case]:
-    """The pool of cases, and the whole batch for timing; cached for the candidates of one problem."""
-    return Pool(problem, seed, kind), make_case(problem, seed)
+def prepared(problem: Problem, seed: int, kind: str, structure: str | None = None) -> tuple[Pool, Case]:
+    """The pool of cases, and the whole batch for timing, which has this structure; cached for the candidates of one
+    problem."""
+    return Pool(problem, seed, kind), make_case(problem, seed, structure)
 
 
 def handle(message: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +142,7 @@ def handle(message: dict[str, Any]) -> dict[str, Any]:
         return {}
     checked, _checked = _checked, None
     problem = parse(message["problem"])
-    pool, whole = prepared(problem, message["seed"], kind)
+    pool, whole = prepared(problem, message["seed"], kind, message.get("structure"))
     if "library" not in message:
         prepare(kind)
         device_of(kind)

@@ -37,6 +37,7 @@ from .common import (
     rate,
     ratio_of_rounds,
     share,
+    structure_of,
     table,
     us,
 )
@@ -80,7 +81,7 @@ def bench(
                 show_ways(problem, where, record_ways(problem, where, into, seed), as_json)
                 return
             load = watch()
-            result = compare(problem, where, seed=seed)
+            result = compare(problem, where, seed=seed, structure=structure_of(axes))
         except Mismatch as error:
             fail(f"{problem}: our own result is wrong: {error}")
         except ModuleNotFoundError as error:

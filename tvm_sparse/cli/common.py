@@ -24,7 +24,7 @@ from ..core.commands import PROGRAM as PROGRAM
 from ..core.commands import install
 from ..core.commands import program as program
 from ..core.machine import Machine, UnknownArch
-from ..core.problem import Problem, ProblemError
+from ..core.problem import FROM_FILE, Problem, ProblemError
 from ..core.registry import PluginError, add_plugins, make, parse
 
 if TYPE_CHECKING:
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from ..records.queries import Failure
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+# What names a file with a sparse matrix, among the axes of a problem.
+STRUCTURE = "structure"
 
 # Characters: more than any row of a table has.
 UNLIMITED = 100_000
@@ -126,7 +129,12 @@ Operator = Annotated[
 ]
 Axes = Annotated[
     list[str] | None,
-    typer.Argument(metavar="AXIS=VALUE", help="Its axes, such as batch=10 vocab=25000 k=5.", autocompletion=axis_words),
+    typer.Argument(
+        metavar="AXIS=VALUE",
+        help="Its axes, such as batch=10 vocab=25000 k=5. structure=FILE gives those that the sparse matrix in a .smtx,"
+        " .mtx or .npz file decides.",
+        autocompletion=axis_words,
+    ),
 ]
 
 
@@ -212,7 +220,9 @@ Plugins = Annotated[
 
 
 def problem_of(operator: str, axes: Sequence[str] | None) -> Problem:
-    """The problem for an operator's name and `axis=value` texts, or for a key."""
+    """The problem for an operator's name and `axis=value` texts, or for a key. In the place of the axes that a sparse
+    matrix decides, `structure=FILE` may name a file with one.
+    """
     if "/" in operator and not axes:
         return parse(operator)
     values: dict[str, str] = {}
@@ -223,7 +233,19 @@ def problem_of(operator: str, axes: Sequence[str] | None) -> Problem:
         if name in values:
             raise ProblemError(f"{operator}: axis {name} is given twice")
         values[name] = value
+    path = values.pop(STRUCTURE, None)
+    if path is not None:
+        of_file = registry.find(operator).problem.axes_of_file(Path(path), values)
+        for name in of_file.keys() & values.keys() - {"block"}:
+            raise ProblemError(f"{operator}: {name} comes from the file of {STRUCTURE}; leave it out")
+        return make(operator, {**values, **of_file})
     return make(operator, values)
+
+
+def structure_of(axes: Sequence[str] | None) -> str | None:
+    """The structure of a problem's inputs that `axis=value` texts name: that of a file, or None."""
+    paths = (text.partition("=")[2] for text in axes or () if text.startswith(f"{STRUCTURE}="))
+    return next((f"{FROM_FILE}{Path(path).resolve()}" for path in paths), None)
 
 
 def as_called(problems: Sequence[Problem], done: str = "tuned", *, err: bool = False) -> list[Problem]:

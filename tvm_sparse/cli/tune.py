@@ -18,7 +18,7 @@ from ..bench.load import sampled
 from ..core import machine, registry, shape_files
 from ..core.commands import command
 from ..core.machine import Machine
-from ..core.problem import Problem, ProblemError
+from ..core.problem import FROM_FILE, Problem, ProblemError
 from ..tuning.ask_tell import LIBRARIES
 from ..tuning.strategies import DEFAULT as STRATEGY
 from ..tuning.strategies import names as strategy_names
@@ -49,6 +49,7 @@ from .common import (
     rate,
     require,
     share,
+    structure_of,
     table,
     template_names,
     us,
@@ -181,7 +182,8 @@ def tune(
             else:
                 names = vary.split(",")
                 plans = varied_plans(problems, machines, trials, folder, builders_now, names, strategy, fresh=fresh)
-            plans = [dataclasses.replace(plan, limit=limit) for plan in plans]
+            structure = structure_of(axes)
+            plans = [dataclasses.replace(plan, limit=limit, structure=structure) for plan in plans]
             console().print(plan_table(plans, len(fleet.devices)))
             left_out = left_out_lines(plans)
             if left_out:
@@ -193,6 +195,8 @@ def tune(
             typer.echo(f"On {on}; records: {folder}")
             if fresh:
                 typer.echo("Inputs: fresh, each timed call behind a kernel that has just written those of the batch")
+            if structure is not None:
+                typer.echo(f"Timed with the structure of {structure.removeprefix(FROM_FILE)}")
             if dry_run:
                 return
             here = ray is None and any(where.kind == "cuda" for where in machines)  # CUDA code is compiled

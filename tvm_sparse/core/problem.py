@@ -29,11 +29,15 @@ from .rounding import overflow
 
 if TYPE_CHECKING:
     import random
+    from pathlib import Path
 
     import numpy as np
     from tvm import tirx
 
 FLOATS = ("float32", "float16", "bfloat16")
+
+# A structure of this name and the path of a file is that of the sparse matrix in the file.
+FROM_FILE = "file:"
 
 # What a caller chooses beside shape and data, by name: `{"scale": 1.0, "log": 0}`.
 Settings = Mapping[str, float]
@@ -104,6 +108,7 @@ class Problem(ABC):
     # Number of outputs, from the first on, that peers return; None: all.
     peer_outputs: ClassVar[int | None] = None
     structures: ClassVar[tuple[str, ...]]  # names of the distributions of data that `generate` can make
+    has_files: ClassVar[bool] = False  # whether a structure may also be that of a matrix in a file (`axes_of_file`)
     tuned: ClassVar[str]  # the structure that is tuned and timed
     verified: ClassVar[tuple[str, ...]]  # the structures on which a kernel has to be right before it is timed
     settings: ClassVar[tuple[Settings, ...]] = ({},)  # choices of callers; the first is tuned and timed
@@ -302,6 +307,20 @@ class Problem(ABC):
         seed and structure alone.
         """
 
+    @classmethod
+    def axes_of_file(cls, path: Path, given: Mapping[str, str]) -> dict[str, Any]:
+        """The axes that the sparse matrix in a file decides, beside those given.
+
+        Operators with a sparse matrix whose structure a file may hold override this; their `generate` then takes
+        `FROM_FILE` and a path as a structure.
+
+        Raises
+        ------
+        ProblemError
+            If no file can hold the operator's structure, or this one does not.
+        """
+        raise ProblemError(f"structure: no file can hold that of {cls.operator}")
+
     def chosen(self, structure: str | None, settings: Settings | None) -> tuple[str, dict[str, float]]:
         """The structure and settings for `generate`: those given, completed by those that are tuned.
 
@@ -311,7 +330,8 @@ class Problem(ABC):
             For a structure or a setting that the operator does not have.
         """
         structure = self.tuned if structure is None else structure
-        if structure not in self.structures:
+        of_file = self.has_files and structure.startswith(FROM_FILE)
+        if structure not in self.structures and not of_file:
             raise ProblemError(f"structure: got {structure!r}; expected one of {', '.join(self.structures)}")
         known = dict(self.settings[0])
         for name in settings or ():

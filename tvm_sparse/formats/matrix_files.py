@@ -56,6 +56,26 @@ class MatrixFile:
         with np.errstate(over="ignore"):
             return self.values.astype(dtype)
 
+    def in_blocks(
+        self, block: tuple[int, int] | None, dtype: np.dtype, name: object
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`(data, indices, indptr)` of the stored blocks: those of a file in BSR format, others as `blocks`. `name` is
+        what messages call the file.
+
+        Raises
+        ------
+        ValueError
+            If the file is in blocks of another shape, or in none and `block` is None; as `blocks`.
+        """
+        if self.block is None:
+            if block is None:
+                raise ValueError(f"block: {name} is not in blocks; expected the rows and columns of a block")
+            return self.blocks(block, dtype)
+        if block is not None and block != self.block:
+            own, asked = ("x".join(map(str, one)) for one in (self.block, block))
+            raise ValueError(f"block: {name} is in blocks of {own}, got {asked}")
+        return self.filled(dtype), self.indices, self.indptr
+
     def blocks(self, block: tuple[int, int], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """`(data, indices, indptr)` of the blocks that have an entry, of a matrix in CSR format. Repeated entries are
         added.

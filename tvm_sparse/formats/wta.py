@@ -15,10 +15,12 @@ are contiguous in `words`. A bucket's begin and length are in one of two kinds o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
+from ..core import parts
 from . import bitmap
 
 KINDS = ("direct", "cuckoo")
@@ -130,11 +132,12 @@ def hash_rows(rows: np.ndarray, permutations: np.ndarray) -> np.ndarray:
     bands, units, k = permutations.shape
     columns = permutations.reshape(bands * units, k).astype(np.intp)
     shifts = index_bits(k) * np.arange(units - 1, -1, -1, dtype=np.int32)
-    codes = np.empty((len(rows), bands), np.int32)
-    step = max(1, _HASHED_AT_ONCE // len(columns))
-    for start in range(0, len(rows), step):
+    # A band's codes side by side, as `tables` reads them.
+    codes = np.empty((bands, len(rows)), np.int32)
+
+    def hash_part(start: int, end: int) -> None:
         # Columns as rows, so that a gather copies contiguous runs.
-        x = np.ascontiguousarray(rows[start : start + step].T, np.float32)
+        x = np.ascontiguousarray(rows[start:end].T, np.float32)
         np.copyto(x, -np.inf, where=np.isnan(x))
         best = x[columns[:, 0]]
         places, value, larger = np.zeros(best.shape, np.uint8), np.empty_like(best), np.empty(best.shape, bool)
@@ -144,8 +147,19 @@ def hash_rows(rows: np.ndarray, permutations: np.ndarray) -> np.ndarray:
             np.maximum(best, value, out=best)
             np.maximum(places, larger.view(np.uint8) * np.uint8(j), out=places)
         shifted = places.reshape(bands, units, -1).astype(np.int32) << shifts[:, None]
-        codes[start : start + step] = shifted.sum(axis=1).T
-    return codes
+        codes[:, start:end] = shifted.sum(axis=1)
+
+    _in_parts(hash_part, len(rows), max(1, _HASHED_AT_ONCE // len(columns)))
+    return codes.T
+
+
+def _in_parts(function: Callable[[int, int], None], count: int, step: int) -> None:
+    """Call a function with the begin and end of each `step` of `count`, on all cores if there are several."""
+    if count <= step:
+        function(0, count)
+        return
+    begins = range(0, count, step)
+    parts.of_each(function, begins, [*begins[1:], count])
 
 
 def check_permutations(permutations: np.ndarray, hidden: int) -> None:
@@ -213,28 +227,27 @@ def tables(codes: np.ndarray, vocab: int, kind: str = "direct", *, bits: int | N
     if least < 0 or most >= beyond:
         raise ValueError(f"codes: expected codes in [0, {beyond}), got {least if least < 0 else most}")
 
-    bands = codes.shape[1]
+    bands, step = codes.shape[1], max(1, _AT_ONCE // vocab)
     words = np.empty((bands, vocab), np.int32)
+    if bits is not None and kind == "direct":
+        starts = np.zeros((bands, (1 << bits) + 1), np.int32)
+
+        def sort(begin: int, end: int) -> None:
+            # NumPy sorts numbers of 16 bits by their digits.
+            for band, own in enumerate(codes.T[begin:end].astype(np.uint16), begin):
+                words[band] = np.argsort(own, kind="stable")
+                np.cumsum(np.bincount(own, minlength=1 << bits), out=starts[band, 1:])
+
+        _in_parts(sort, bands, step)
+        return Tables(words, starts, None, 0)
     ordered = np.empty((bands, vocab), np.int32)
-    step = max(1, _AT_ONCE // vocab)
     for start in range(0, bands, step):
         # The code in the bits above the word's id: one sort orders by both.
         both = codes.T[start : start + step].astype(np.int64) << 32 | np.arange(vocab)
         both.sort(axis=1)
         words[start : start + step] = both & 0xFFFFFFFF
         ordered[start : start + step] = both >> 32
-    if bits is not None and kind == "direct":
-        return Tables(words, _starts(ordered, bits), None, 0)
     return Tables(words, *_cuckoo(ordered, np.random.default_rng(seed)))
-
-
-def _starts(ordered: np.ndarray, bits: int) -> np.ndarray:
-    """Start of each code's bucket, from the sorted codes of the words."""
-    bands, size = len(ordered), 1 << bits
-    starts = np.zeros((bands, size + 1), np.int32)
-    for band in range(bands):
-        np.cumsum(np.bincount(ordered[band], minlength=size), out=starts[band, 1:])
-    return starts
 
 
 def slot_of(code: np.ndarray, multiplier: np.ndarray, slots: int) -> np.ndarray:

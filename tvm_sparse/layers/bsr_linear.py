@@ -58,6 +58,10 @@ class BsrLinear(torch.nn.Module):
         `(out_features,)` tensor of its dtype, on its device, or None.
     activation
         "relu", "gelu", "silu" or None, in the same kernel.
+    features
+        `(out_features, in_features)` if the weight is padded: blocks then reach beyond the layer's last row or column,
+        by less than a block. x is padded with zeros, and rows of the result beyond the last are left out, each a copy.
+        None: the weight's shape.
 
     Attributes
     ----------
@@ -73,12 +77,12 @@ class BsrLinear(torch.nn.Module):
         transformers does. Its shape, dtype and device cost nothing; every computation with it makes the dense matrix,
         and gradients flow to the blocks. It is read-only, and not in the state dict.
     in_features, out_features, block_shape, activation
-        Properties of the layer.
+        Properties of the layer, without padding.
 
     Raises
     ------
     TypeError, ValueError
-        As in `BsrWeight`, and for a bias or an activation that does not fit.
+        As in `BsrWeight`, and for a bias, an activation or features that do not fit.
 
     Notes
     -----
@@ -87,7 +91,8 @@ class BsrLinear(torch.nn.Module):
     (`torch.compile(fullgraph=True)`) and exported (`torch.export`). Conversions without a kernel, such as `double()`,
     raise a TypeError and change nothing.
 
-    When not to use it: with fewer than about half of the blocks zero, a dense layer is as fast.
+    When not to use it: with fewer than about half of the blocks zero, a dense layer is as fast. For inference `freeze`
+    lets the layer take the dense product where that is likely to be faster.
     """
 
     data: Any
@@ -99,11 +104,21 @@ class BsrLinear(torch.nn.Module):
     turned_indices: torch.Tensor
     turned_indptr: torch.Tensor
     turned_order: torch.Tensor
-    _kept: tuple[BsrWeight, Any, tuple[int, int]] | None
+    _padded: tuple[int, int]
+    _kept: tuple[BsrWeight, Any, tuple[int, int, bool, int]] | None
+    _frozen: bool
+    _dense: bool | None
     _structure: int
     _turned_structure: int
 
-    def __init__(self, weight: Any, bias: torch.Tensor | None = None, *, activation: str | None = None) -> None:
+    def __init__(
+        self,
+        weight: Any,
+        bias: torch.Tensor | None = None,
+        *,
+        activation: str | None = None,
+        features: tuple[int, int] | None = None,
+    ) -> None:
         super().__init__()
         if not isinstance(weight, BsrWeight):
             weight = BsrWeight(weight)
@@ -111,8 +126,14 @@ class BsrLinear(torch.nn.Module):
             raise TypeError(f"weight: expected a weight of torch tensors, got one of {type(weight.data).__name__}")
         if activation is not None and activation not in ACTIVATIONS[1:]:
             raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS[1:])} or None, got {activation!r}")
-        self.out_features, self.in_features = weight.shape
+        self._padded = weight.shape
+        own: tuple[int, int] = self._padded if features is None else features
+        self.out_features, self.in_features = own
+        whole = tuple(-(-size // side) * side for size, side in zip(features or (), weight.block_shape, strict=False))
+        if features is not None and whole != weight.shape:
+            raise ValueError(f"features: blocks that cover {features} make a weight of {whole}, got {weight.shape}")
         self.block_shape, self.activation = weight.block_shape, activation
+        self._frozen, self._dense = False, None
         data = weight.data
         if bias is not None:
             wanted = ((self.out_features,), data.dtype, data.device)
@@ -145,7 +166,8 @@ class BsrLinear(torch.nn.Module):
             A layer of float32, float16 or bfloat16, without NaN. If it is pruned by `torch.nn.utils.prune`,
             parametrized or normalised, its present effective weight is used.
         block
-            Rows and columns of a block, or one number for both. They divide `out_features` and `in_features`.
+            Rows and columns of a block, or one number for both. Where they do not divide `out_features` and
+            `in_features`, the layer is padded, see `features` of the class.
         sparsity
             Share of the blocks that become zero, 0 <= sparsity <= 1, rounded to whole blocks: those with the smallest
             sum of squares, the last ones among equals. None: those that are zero already.
@@ -167,9 +189,9 @@ class BsrLinear(torch.nn.Module):
         if dense.dtype not in DTYPES:
             raise ValueError(f"linear: expected a weight of {', '.join(FLOATS)}, got {dense.dtype}; convert it first")
         rows, cols = block_of(block)
+        features = linear.out_features, linear.in_features
+        dense = torch.nn.functional.pad(dense, (0, -features[1] % cols, 0, -features[0] % rows))
         n, k = dense.shape
-        if n % rows or k % cols:
-            raise ValueError(f"block: blocks of {rows}x{cols} do not divide the weight's shape ({n}, {k})")
         blocks = dense.reshape(n // rows, rows, k // cols, cols).transpose(1, 2)
         scores = blocks.float().square().sum((2, 3))
         if bool(scores.isnan().any()):
@@ -186,7 +208,7 @@ class BsrLinear(torch.nn.Module):
         counts = kept.sum(1)
         indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
         weight = BsrWeight((blocks[kept].contiguous(), indices, indptr), columns=k)
-        made = cls(weight, None if bias is None else bias.clone(), activation=activation)
+        made = cls(weight, None if bias is None else bias.clone(), activation=activation, features=features)
         made.data.requires_grad_(trained(linear, "weight"))
         if made.bias is not None:
             made.bias.requires_grad_(trained(linear, "bias"))
@@ -209,16 +231,53 @@ class BsrLinear(torch.nn.Module):
         given = BsrWeight(weight.detach().clone())
         return cls(given, None if bias is None else bias.detach().clone(), activation=activation)
 
+    def freeze(self, *, dense: bool | None = None) -> BsrLinear:
+        """Declare that nobody writes the blocks from now on, as in inference; as a parameter they need no gradient.
+
+        Calls without a gradient then have a `constant` weight, as in `BsrWeight`: they take PyTorch's product with a
+        dense copy of the weight where that is likely to be faster. The first such call makes the copy, of
+        `out_features * in_features` elements, and the layer keeps it. Loading a state dict, moving or converting the
+        layer drops the copy; `layer.data.requires_grad_()` thaws the layer.
+
+        Parameters
+        ----------
+        dense
+            As in `bsr_matmul`: False makes no copy, True always takes the dense product.
+
+        Returns
+        -------
+        layer
+            The layer itself.
+        """
+        self.data.requires_grad_(False)
+        self._frozen, self._dense = True, dense
+        self._kept = None
+        return self
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., out_features)` for x `(..., in_features)`."""
-        data, bias = self.data, self.bias
+        if self._padded == (self.out_features, self.in_features):
+            return self._product(x, self.bias)
+        if x.shape[-1:] != (self.in_features,):
+            raise ValueError(f"x: expected {self.in_features} columns, as the layer has, got shape {tuple(x.shape)}")
+        rows, cols = self._padded[0] - self.out_features, self._padded[1] - self.in_features
+        bias, pad = self.bias, torch.nn.functional.pad
+        y = self._product(pad(x, (0, cols)) if cols else x, pad(bias, (0, rows)) if rows and bias is not None else bias)
+        return y[..., : self.out_features].contiguous()
+
+    def _product(self, x: torch.Tensor, bias: Any) -> torch.Tensor:
+        """The result for a bias of the padded weight, and an x that has its columns."""
+        data = self.data
         device = x.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             x, data, bias = x.to(dtype), data.to(dtype), None if bias is None else bias.to(dtype)
         elif not self._in_graph(x, data, bias):
-            weight, bias = self._eager(data, bias)
-            return bsr_matmul(x, weight, bias=bias, activation=self.activation)
+            weight, kept = self._eager(data, self.bias)
+            bias = kept if bias is self.bias else bias.detach()
+            return bsr_matmul(
+                x, weight, bias=bias, activation=self.activation, dense=self._dense if weight.constant else None
+            )
         backward = Turned(
             self.turned_places,
             self.turned_indices,
@@ -239,11 +298,15 @@ class BsrLinear(torch.nn.Module):
 
     def _eager(self, data: Any, bias: Any) -> tuple[BsrWeight, Any]:
         """Weight and bias without gradients, with the kernels of earlier calls."""
-        where = data.data_ptr(), 0 if bias is None else bias.data_ptr()
+        constant = self._frozen and not data.requires_grad
+        # A layer that was trained between two times of being frozen has other blocks in the same place.
+        version = data._version if constant and not data.is_inference() else 0
+        where = data.data_ptr(), 0 if bias is None else bias.data_ptr(), constant, version
         kept = self._kept
         if kept is None or kept[2] != where:
             parts = data.detach(), self.indices, self.indptr
-            weight = BsrWeight.assembled(parts, self.order, self._structure)
+            structure = Structure.unpacked(self._structure)._replace(constant=constant).packed()
+            weight = BsrWeight.assembled(parts, self.order, structure)
             kept = self._kept = weight, None if bias is None else bias.detach(), where
         return kept[0], kept[1]
 
@@ -256,13 +319,14 @@ class BsrLinear(torch.nn.Module):
         """The dense matrix `(out_features, in_features)` as a new tensor, through which gradients
         flow to the blocks.
         """
-        return dense_matrix(self.data, self.indices, self.indptr, (self.out_features, self.in_features))
+        found = dense_matrix(self.data, self.indices, self.indptr, self._padded)
+        return found[: self.out_features, : self.in_features]
 
     # ---- life ------------------------------------------------------------------------------------
 
     def to_dense(self) -> torch.nn.Linear:
         """A `torch.nn.Linear` with the same weight and bias, without the activation."""
-        dense = self._eager(self.data, self.bias)[0].to_dense()
+        dense = self._eager(self.data, self.bias)[0].to_dense()[: self.out_features, : self.in_features].contiguous()
         found = torch.nn.Linear(self.in_features, self.out_features, self.bias is not None, "meta")
         found.weight = torch.nn.Parameter(dense)
         if self.bias is not None:
@@ -271,11 +335,13 @@ class BsrLinear(torch.nn.Module):
 
     def extra_repr(self) -> str:
         rows, cols = self.block_shape
-        blocks = (self.out_features // rows) * (self.in_features // cols)
+        blocks = (self._padded[0] // rows) * (self._padded[1] // cols)
         text = (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None},"
             f" block={rows}x{cols}, sparsity={1 - self.data.shape[0] / max(1, blocks):.3g}"
         )
+        if self._padded != (self.out_features, self.in_features):
+            text += f", padded to {self._padded[0]}x{self._padded[1]}"
         return text if self.activation is None else f"{text}, activation={self.activation!r}"
 
     def _prepare(self) -> None:
@@ -286,8 +352,8 @@ class BsrLinear(torch.nn.Module):
         rows, cols = self.block_shape
         itemsize = self.data.element_size()
         order, long, pattern = balanced(self.indptr, rows * cols * itemsize)
-        self._structure = Structure(self.in_features, long, pattern).packed()
-        found = turned(self.indices, self.indptr, self.in_features, self.block_shape, itemsize)
+        self._structure = Structure(self._padded[1], long, pattern).packed()
+        found = turned(self.indices, self.indptr, self._padded[1], self.block_shape, itemsize)
         self._turned_structure = found.structure
         for name, tensor in zip((_ORDER, *_TURNED), (order, *found[:4]), strict=True):
             self.register_buffer(name, tensor, persistent=False)
@@ -304,15 +370,15 @@ class BsrLinear(torch.nn.Module):
         if all(name in state_dict for name in names):
             data, indices, indptr = (state_dict[name] for name in names)
             rows, cols = self.block_shape
-            starts = (self.out_features // rows + 1,)
+            starts = (self._padded[0] // rows + 1,)
             try:
                 if tuple(data.shape[1:]) != self.block_shape or tuple(indptr.shape) != starts:
                     raise ValueError(
-                        f"blocks of {rows}x{cols} of {self.out_features} rows expected, got data of shape"
+                        f"blocks of {rows}x{cols} of {self._padded[0]} rows expected, got data of shape"
                         f" {tuple(data.shape)} and indptr of {tuple(indptr.shape)}"
                     )
                 # Another structure for the same shape is checked, and buffers of its size are made.
-                BsrWeight((data, indices, indptr), columns=self.in_features, validate=True, balance=False)
+                BsrWeight((data, indices, indptr), columns=self._padded[1], validate=True, balance=False)
             except (TypeError, ValueError) as error:
                 errors.append(f"{prefix.rstrip('.') or 'BsrLinear'}: {error}")
                 return
@@ -333,6 +399,7 @@ def sparsify(
     block: int | tuple[int, int] = 16,
     sparsity: float | None = 0.9,
     filter: Callable[[str, torch.nn.Linear], bool] | None = None,
+    pad: bool = False,
 ) -> Swapped:
     """Replace the linear layers of a model, in place, by `BsrLinear`.
 
@@ -349,6 +416,8 @@ def sparsify(
         (name, layer) -> whether to replace it, such as `lambda name, layer: "mlp" in name`. By default all are replaced
         except those that blocks do not divide, and those that share their weight with another module, such as an output
         layer with the embedding, since they would no longer be tied.
+    pad
+        Whether layers that blocks do not divide are replaced, too, by padded ones.
 
     Returns
     -------
@@ -361,14 +430,16 @@ def sparsify(
     TypeError
         If the model is a linear layer itself: use `BsrLinear.from_dense`.
     ValueError
-        As in `BsrLinear.from_dense`; then nothing has been changed.
+        As in `BsrLinear.from_dense`, and for a layer that the filter takes and blocks do not divide, without `pad`;
+        then nothing has been changed.
 
     Notes
     -----
     Subclasses of `torch.nn.Linear` are not replaced: they may compute something else, or other modules may read their
     weight (`torch.nn.MultiheadAttention` does). Code that reads `layer.weight` of a replaced layer gets the dense
     matrix, see `BsrLinear`. Pruning by magnitude costs accuracy without fine-tuning. For fine-tuning, make the
-    optimiser after this call, since the blocks are parameters of the new layers.
+    optimiser after this call, since the blocks are parameters of the new layers. For inference, `freeze` each new
+    layer.
     """
     if isinstance(model, torch.nn.Linear):
         raise TypeError("model: is a linear layer itself; use tvm_sparse.nn.BsrLinear.from_dense")
@@ -386,13 +457,16 @@ def sparsify(
             if not isinstance(layer, torch.nn.Linear):
                 continue
             why = _kept_for(layer)
+            whole = pad or not (layer.out_features % rows or layer.in_features % cols)
+            parted = f"blocks of {rows}x{cols} do not divide its shape {(layer.out_features, layer.in_features)}"
             if why is None and filter is not None:
                 why = None if filter(full, layer) else "the filter leaves it out"
+                if why is None and not whole:
+                    raise ValueError(f"block: {full}: {parted}; pad=True pads it")
             elif why is None:
                 own = {id(module) for module in layer.modules()}
-                if layer.out_features % rows or layer.in_features % cols:
-                    shape = layer.out_features, layer.in_features
-                    why = f"blocks of {rows}x{cols} do not divide its shape {shape}"
+                if not whole:
+                    why = f"{parted}; pad=True pads it"
                 elif any(owners[id(parameter)] - own for parameter in parameters_of(layer, "weight")):
                     why = "it shares its weight with another module"
             if why is not None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from ..bench.timing import time_cpu, time_cuda
 from ..core.given import integer
 from ..core.problem import numpy_dtype
 from ..formats import wta
-from ..runtime import arrays
+from ..runtime import arrays, dispatch
 from ..runtime.calls import machine_of
 from .frontier import Frontier, Point
 from .libraries import library, to_host
@@ -57,6 +58,7 @@ def fit(
     frequent: Iterable[int] | None = None,
     trials: int = 6,
     seed: int = 0,
+    progress: bool | None = None,
 ) -> tuple[Any, Frontier]:
     """The fastest measured head whose candidates contain at least a share `recall` of the true n most probable words.
 
@@ -65,7 +67,8 @@ def fit(
     faster, the returned head takes the exact path (`path="auto"`, by the measurement), and the frontier's `verdict`
     says so.
 
-    Settings whose lists hold more than half of the vocabulary are not considered.
+    Settings whose lists hold more than half of the vocabulary are not considered. An interrupt (Ctrl-C) while hits are
+    counted ends the search: the hashes that were counted by then are measured, and the verdict says how many.
 
     Parameters
     ----------
@@ -95,6 +98,8 @@ def fit(
     trials
         Number of settings that are measured: those that read least and reach the recall, with different hashes or
         numbers of bands. In addition one is measured for each of the recalls 0.9, 0.95, 0.99 and 0.999 in the frontier.
+    progress
+        Whether to show a progress bar of the hashes on standard error; None: if that is a terminal.
 
     Returns
     -------
@@ -136,10 +141,18 @@ def fit(
     truth = np.concatenate([to_host(part) for part in parts])
     survey = Survey(truth, rows, grouped, ranking, tuple(frequents), tuple(sorted({*LEVELS, recall})))
     found: list[Point] = []
-    for k, units in [pair for pair in HASHES if pair[0] <= hidden] if hashes is None else hashes:
-        permutations = wta.permutations(hidden, k, units, steps[-1], seed)
-        codes, theirs = (wta.hash_rows(to_host(array), permutations) for array in (embedding, samples))
-        found += survey.points(codes, theirs, k, units, steps)
+    pairs = [pair for pair in HASHES if pair[0] <= hidden] if hashes is None else list(hashes)
+    ours, theirs = to_host(embedding), to_host(samples)
+    counted = 0
+    try:
+        for k, units in _shown(pairs, progress):
+            permutations = wta.permutations(hidden, k, units, steps[-1], seed)
+            codes, of_samples = (wta.hash_rows(array, permutations) for array in (ours, theirs))
+            found += survey.points(codes, of_samples, k, units, steps)
+            counted += 1
+    except KeyboardInterrupt:
+        if not counted:
+            raise
     itemsize = numpy_dtype(known.dtype).itemsize
 
     def work(point: Point) -> float:
@@ -153,8 +166,13 @@ def fit(
     heads = _heads(head_class, points, embedding, bias, (vocab, hidden), ranking, seed)
     machine = machine_of("embedding", known)
     step = samples[len(samples) - rows * sentences :]
+    if known.device == "cuda":  # where a kernel compiles for seconds
+        shapes = [head.explain(rows * sentences, n, sentences=sentences, path="lsh").kernels for head in heads.values()]
+        dispatch.warmup([kernel.problem for kernels in shapes for kernel in kernels], target="cuda")
     timed, exact_seconds = _timed(heads, exact, step, n, sentences, known.device)
     where = f"{machine.name}, {vocab} words of {hidden}, {rows * sentences} rows"
+    if counted < len(pairs):
+        where += f"; interrupted after {counted} of {len(pairs)} hashes"
     head, winner = exact, None
     if not eligible:
         verdict = f"no setting reaches a recall of {recall} by reading at most half of the vocabulary: the exact head"
@@ -182,6 +200,16 @@ def fit(
         machine.name,
         f"{verdict} ({where})",
     )
+
+
+def _shown(pairs: Sequence[tuple[int, int]], progress: bool | None) -> Iterable[tuple[int, int]]:
+    """The pairs, with a progress bar on standard error if it is wanted."""
+    if not (sys.stderr.isatty() if progress is None else progress):
+        return pairs
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(pairs, "hits of LSH settings", console=Console(stderr=True), transient=True)
 
 
 def _reaching(found: Iterable[Point], level: float) -> list[Point]:

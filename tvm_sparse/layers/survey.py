@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..core import parts
 from ..formats import wta
 from .frontier import Point
 
-# Most values of a code for which codes are compared by a product of indicators; others are compared by buckets.
-MOST_INDICATORS = 32
-# Most elements of intermediate arrays.
-AT_ONCE = 1 << 24
+# Most hits that a thread counts at once: as many as stay in its cache.
+AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -61,18 +60,22 @@ class Survey:
         rank = np.empty(self.vocab, np.int64)
         rank[self.ranking] = np.arange(self.vocab)
         uncovered = np.searchsorted(self.frequents, rank, side="right")
-        own: dict[int, list[np.ndarray]] = {bands: [] for bands in steps}
-        lengths: dict[int, list[np.ndarray]] = {bands: [] for bands in steps}
-        at_once = max(1, AT_ONCE // (self.vocab * self.rows)) * self.rows
         bits = wta.code_bits(k, units)
-        for start in range(0, len(samples), at_once):
+        at_once = max(1, AT_ONCE // (self.vocab * self.rows)) * self.rows
+        begins = range(0, len(samples), at_once)
+        own = {bands: [np.empty(0)] * len(begins) for bands in steps}
+        lengths = {bands: [np.empty(0)] * len(begins) for bands in steps}
+        tables = wta.tables(words, self.vocab, "direct" if bits <= wta.MOST_DIRECT_BITS else "cuckoo", bits=bits)
+
+        def count(number: int, start: int) -> None:
             part = slice(start, start + at_once)
-            counted = hits_by_product if 1 << bits <= MOST_INDICATORS else hits_by_bucket
-            for bands, hits in counted(words, samples[part], steps, bits):
+            for bands, hits in hits_by_band(tables, samples[part], steps):
                 lists = hits.reshape(-1, self.rows, self.vocab).max(axis=1).astype(np.int64)
                 of_rows = np.repeat(lists, self.rows, axis=0) if self.grouped else hits
-                own[bands].append(np.take_along_axis(of_rows, self.truth[part], axis=1).astype(np.int64))
-                lengths[bands].append(self._lengths(lists, uncovered, bands))
+                own[bands][number] = np.take_along_axis(of_rows, self.truth[part], axis=1).astype(np.int64)
+                lengths[bands][number] = self._lengths(lists, uncovered, bands)
+
+        parts.of_each(count, range(len(begins)), begins)
         for bands in steps:
             found = np.concatenate(own[bands]), np.concatenate(lengths[bands])
             yield from self._settings(*found, uncovered[self.truth], (k, units, bands))
@@ -131,38 +134,18 @@ def kept(needed: np.ndarray, bands: int) -> np.ndarray:
     return counts[:, ::-1].cumsum(axis=1)[:, ::-1] / n
 
 
-def hits_by_product(
-    words: np.ndarray, samples: np.ndarray, steps: Sequence[int], bits: int
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Equation 9 after each number of bands, `(samples, vocab)`, by summing products of indicators of equal codes."""
-    values = np.arange(1 << bits)
-    hits = np.zeros((len(samples), len(words)), np.float32)
-    at_once = max(1, AT_ONCE // (len(words) << bits))
-    for begin, end in zip((0, *steps), steps, strict=False):
-        for start in range(begin, end, at_once):
-            bands = slice(start, min(end, start + at_once))
-            ours, theirs = (
-                (codes[:, bands, None] == values).reshape(len(codes), -1).astype(np.float32)
-                for codes in (samples, words)
-            )
-            hits += ours @ theirs.T
-        yield end, hits
-
-
-def hits_by_bucket(
-    words: np.ndarray, samples: np.ndarray, steps: Sequence[int], bits: int
-) -> Iterator[tuple[int, np.ndarray]]:
-    """As `hits_by_product`, by sorting the words of each band and visiting only those with a sample's code."""
-    hits = np.zeros((len(samples), len(words)), np.uint16)
-    flat, rows = hits.reshape(-1), np.arange(len(samples)) * len(words)
+def hits_by_band(tables: wta.Tables, samples: np.ndarray, steps: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+    """Equation 9 after each number of bands, `(samples, vocab)`, from the tables of the words' codes."""
+    vocab = tables.words.shape[1]
+    hits = np.zeros((len(samples), vocab), np.uint16)
+    flat, rows = hits.reshape(-1), np.arange(len(samples)) * vocab
+    starts, counts = wta.find_buckets(samples[:, : steps[-1]], tables.table, tables.multipliers)
     for band in range(steps[-1]):
-        order = np.argsort(words[:, band], kind="stable")
-        codes = words[order, band]
-        start, end = (np.searchsorted(codes, samples[:, band], side=side) for side in ("left", "right"))
-        length = end - start
+        length = counts[:, band]
+        ends = length.cumsum()
         # The positions of all buckets, one bucket after the other.
-        places = np.arange(length.sum()) + np.repeat(end - length.cumsum(), length)
+        places = np.arange(ends[-1]) + np.repeat(starts[:, band] + length - ends, length)
         # No word occurs twice in a bucket.
-        flat[order[places] + np.repeat(rows, length)] += 1
+        flat[tables.words[band, places] + np.repeat(rows, length)] += 1
         if band + 1 in steps:
             yield band + 1, hits

@@ -172,7 +172,7 @@ class RemoteMeasurer:
         self.node = described["node"]
 
     def prepare(self, problem: Mapping[str, Any], abandoned: Callable[[], bool]) -> None:
-        wanted = (problem["problem"], problem["seed"])
+        wanted = (problem["problem"], problem["seed"], problem.get("structure"))
         if self._prepared != wanted:
             found = _result(self._actor.prepare.remote(self._seat, problem), abandoned)
             try:

@@ -61,7 +61,7 @@ class Measurer:
             If the process does not start.
         """
         self._worker.start()
-        wanted = (self._worker.pid, problem["problem"], problem["seed"])
+        wanted = (self._worker.pid, problem["problem"], problem["seed"], problem.get("structure"))
         if self._prepared != wanted:
             reply = self._worker.call(problem, timeout=PREPARE_TIMEOUT, abandoned=abandoned)
             if not reply.ok:

@@ -53,6 +53,7 @@ class Plan:
     fresh: bool = False  # whether every timed call follows a kernel that has just written the batch's inputs
     drawn: tuple[str, ...] = ()  # templates whose points are sampled (`spaces.searchable`)
     limit: float | None = None  # seconds to check and to time a candidate; None: `workbench.MEASURE_TIMEOUT`
+    structure: str | None = None  # of the timed inputs; None: `Problem.tuned`
     proposed: tuple[Candidate, ...] = ()  # points that are measured directly after the fallback
     # Takes part in the final whatever its trials took, together with the problem that it is compiled for, which may
     # differ in its batch. It wins only if it is a point of this problem's spaces.

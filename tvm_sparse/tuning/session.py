@@ -132,7 +132,7 @@ class Run:
         self.ahead = machine.kind == "cuda"
         self._under_way = 2 if self.ahead else 1
         self._proposed: deque[tuple[list[Candidate], Mapping[Candidate, float]]] = deque()
-        session = new_session(lease.seat(), seed, problem, plan.strategy, fresh=plan.fresh)
+        session = new_session(lease.seat(), seed, problem, plan.strategy, fresh=plan.fresh, structure=plan.structure)
         log.append(session)
         self._session = session.id
         self.bench = Bench(
@@ -144,6 +144,7 @@ class Run:
             lease,
             fresh=plan.fresh,
             limit=plan.limit,
+            structure=plan.structure,
             rivals=plan.rivals,
         )
 

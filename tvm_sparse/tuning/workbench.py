@@ -19,7 +19,7 @@ from typing import Any
 from ..bench.measure import PROVE, STEPS, WITHOUT_VERIFY
 from ..core.candidate import Candidate
 from ..core.machine import Machine
-from ..core.problem import Problem
+from ..core.problem import FROM_FILE, Problem
 from ..core.registry import plugins
 from ..records import Session, Trial
 from ..workers import building
@@ -55,6 +55,7 @@ class Bench:
         undisturbed: bool = False,
         fresh: bool = False,
         limit: float | None = None,
+        structure: str | None = None,
         rivals: Mapping[Candidate, Problem] = MappingProxyType({}),
     ) -> None:
         self._rivals = rivals  # as in `plans.Plan`
@@ -65,6 +66,8 @@ class Bench:
         self._built: dict[Candidate, Future[Reply]] = {}
         self._begun: dict[Candidate, Future[Reply | None]] = {}
         self._request = {"problem": problem.key, "kind": machine.kind, "seed": seed, "plugins": plugins()}
+        if structure is not None:
+            self._request["structure"] = structure
         self._names = (folder / f"{number}.so" for number in itertools.count())
 
     def seat(self) -> Seat:
@@ -234,8 +237,13 @@ TIMERS = {
 }
 
 
-def new_session(seat: Seat, seed: int, problem: Problem, strategy: str, *, fresh: bool = False) -> Session:
-    """The provenance of a run that starts now, on this seat's device and others of the same kind."""
+def new_session(
+    seat: Seat, seed: int, problem: Problem, strategy: str, *, fresh: bool = False, structure: str | None = None
+) -> Session:
+    """The provenance of a run that starts now, on this seat's device and others of the same kind. It has the name
+    of a structure's file without its folder.
+    """
+    timed = problem.tuned if structure is None else f"{FROM_FILE}{Path(structure).name}"
     machine = seat.device.machine
     return Session(
         id=uuid.uuid4().hex[:12],
@@ -243,7 +251,7 @@ def new_session(seat: Seat, seed: int, problem: Problem, strategy: str, *, fresh
         machine={"name": machine.name, "arch": machine.arch, "cores": machine.cores, **seat.device.state},
         versions=_versions(),
         timer=TIMERS[machine.kind, fresh],
-        inputs={"seed": seed, "structure": problem.tuned, **problem.settings[0]},
+        inputs={"seed": seed, "structure": timed, **problem.settings[0]},
         strategy=strategy,
         fresh=fresh,
     )

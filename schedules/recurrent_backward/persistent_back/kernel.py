@@ -30,12 +30,11 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import Program, Resident, Workspace
 from tvm_sparse.operators.recurrent_backward.problem import RecurrentBackward
 
-from ...device.words import held_address
 from ...interface import gpu_program
-from ...recurrent.exchange import find_source, mark, stage
+from ...recurrent.exchange import mark
 from ...recurrent.sizes import WIDEST
-from ...sparse_recurrent.persistent_rows.step import gather, load_length, reduce_lanes
-from ...sparse_recurrent.persistent_rows.weights import load_ahead, load_weights, take_units
+from ...sparse_recurrent.persistent_rows.kernel import persistent, sum_products
+from ...sparse_recurrent.persistent_rows.step import load_length
 from ..cells import cells_of
 from .space import BackExtents
 from .state import BackState
@@ -49,9 +48,7 @@ def take_pack(e: BackExtents) -> Phase:
     """A pack's way through one step back; the phase is (s, io, back, pack), `back` counting the steps from the last
     but one.
     """
-    load, take, ahead, length = load_inputs(e), take_inputs(e), load_ahead(e), load_length(e)
-    find, multiply, reduce, end = find_source(e), gather(e), reduce_lanes(e), finish(e)
-    copy, write = stage(e, e.vectors, lambda number: number, e.stages == 1), write_exchanged(e)
+    load, take, sums, end, write = load_inputs(e), take_inputs(e), sum_products(e), finish(e), write_exchanged(e)
 
     @T.inline
     def phase(s, io, back, pack):
@@ -61,12 +58,7 @@ def take_pack(e: BackExtents) -> Phase:
             load(s, io, step, pack + 1)
         elif step >= 0:
             load(s, io, step - 1, 0)
-        length(s, io, pack)
-        ahead(s, io)
-        find(s, io, back, pack)
-        copy(s)
-        multiply(s, io)
-        reduce(s)
+        sums(s, io, back, pack)
         end(s, io, step, pack, back + 1)
         write(s, io, step + 1, pack)
         if e.stages == 2:
@@ -96,34 +88,14 @@ def last_step(e: BackExtents) -> Phase:
 
 def kernel_body(problem: RecurrentBackward, e: BackExtents) -> Phase:
     """The kernel, as the body of the function; called with its arguments."""
-    deal, load, ready, scan = take_units(e), load_weights(e), mark(e, begun=False), cells_of(problem)
-    start, go = last_step(e), take_pack(e)
+    scan = cells_of(problem)
 
     @T.inline
-    def body(io):
-        T.device_entry()
-        block = T.cta_id([e.blocks])
-        t = T.thread_id([e.threads])
-        T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
-        s = T.meta_var(BackState.of(e, t))
-        s.base[0] = held_address("u64", io.exchange.ptr_to([0, 0]))
-        s.front[0] = T.cuda.cvta_generic_to_shared(s.stages.ptr_to([0]))
-        s.copies[0] = s.front[0] * T.uint32(2) + T.uint32(e.vectors * WIDEST)
-        deal(s, io, block)
-        ready(s, io, block)
+    def cells(s, io, block):
         if e.cell == "lstm":
             scan(io, block * e.threads + s.t, e.blocks * e.threads)
-        load(s, io)
-        T.cuda.grid_sync()
-        start(s, io)
-        for back in T.serial(io.steps):
-            if e.packs == 1:
-                go(s, io, back, 0)
-            else:
-                for pack in T.serial(e.packs):
-                    go(s, io, back, pack)
 
-    return body
+    return persistent(e, BackState, mark(e, begun=False), cells, last_step(e), take_pack(e))
 # fmt: on
 
 

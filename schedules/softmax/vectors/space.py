@@ -26,8 +26,13 @@ PAIRS = 5 * 1024
 # Vectors of a row that a warp takes alone by default, where there are more rows than multiprocessors, and where there
 # are not; rows of up to the first number then have thread blocks of FEW_ROWS threads.
 WARP_ROW, WARP_ROW_ALONE, FEW_ROWS = 512, 128, 128
-# Vectors of a thread by default, where a row has a thread block and there are more rows than multiprocessors.
-CROWDED_EACH = 4
+# Threads of a block by default, where a row has one and there are more rows than multiprocessors: the smallest of these
+# numbers that leaves a thread at most CROWDED_EACH vectors.
+CROWDED, CROWDED_EACH = (192, 256, 384), 4
+# Threads of a multiprocessor among which, by default, reading a logsumexp's long rows of 16 bits overlaps their
+# exponentials; thread blocks that are tried for this; and by how much idle places of a row's last tile may lengthen it,
+# if a thread has two vectors of a tile.
+OVERLAPPING, OVERLAPPED, LENGTHENED = 1536, (256, 320, 384, 512, 640), 1.05
 # Bytes of a thread block's part of a row: the fewest that are worth a thread block by default, and the most of a
 # logsumexp; and into how many parts a row of one is cut before.
 LEAST_PART, MOST_PART, FEW_PARTS = 16 << 10, 128 << 10, 4
@@ -140,16 +145,17 @@ def staged_default(problem: RowProblem, machine: Machine) -> Decisions:
 
 
 def streamed_default(problem: RowProblem, machine: Machine) -> Decisions:
-    wanted = [
+    wanted: list[Decisions] = [
         {"threads": 32, "cluster": 1, "rows": 4, "vectors": vectors}
         for vectors in (4, 1)
         if _for_a_warp(problem, machine)
     ]
     wanted += [{"threads": FEW_ROWS, "cluster": 1, "rows": 1, "vectors": 1}] if _short(problem) else []
+    wanted += _overlapping(problem, machine)
     most = 640 if problem.operator == "logsumexp" else 512
     if problem.batch > machine.cores:
         vectors = ceildiv(problem.vocab, vector_width(problem.dtype))
-        most = next((t for t in (192, 256, 384) if t * CROWDED_EACH >= vectors), most)
+        most = next((t for t in CROWDED if t * CROWDED_EACH >= vectors), most)
     wanted += [
         {"threads": threads, "cluster": cluster, "rows": 1, "vectors": vectors}
         for cluster in _clusters_to_fill(problem, machine)
@@ -157,6 +163,30 @@ def streamed_default(problem: RowProblem, machine: Machine) -> Decisions:
         for vectors in (2, 1, 4)
     ]
     return _first(problem, machine, streamed_allowed, wanted)
+
+
+def _overlapping(problem: RowProblem, machine: Machine) -> list[Decisions]:
+    """Points for a logsumexp of many long rows of 16 bits, the best one first.
+
+    A multiprocessor computes 16 exponentials a clock, which takes 0.6 of the time in which an H200 reads the elements.
+    Both overlap if there are enough warps in several thread blocks; idle places of a row's last tile cost exponentials.
+    """
+    width = vector_width(problem.dtype)
+    if problem.operator != "logsumexp" or width < 8 or problem.vocab // width <= CROWDED[-1] * CROWDED_EACH:
+        return []
+
+    def lengthened(point: Decisions) -> float:
+        ext = extents(problem, point, "nowhere")
+        return (ext.full_tiles + ext.other_tiles) * ext.tile / ext.part
+
+    points: list[Decisions] = [
+        {"threads": threads, "cluster": 1, "rows": 1, "vectors": vectors}
+        for vectors in (2, 1)
+        for threads in OVERLAPPED
+        if threads * problem.batch >= OVERLAPPING * machine.cores
+    ]
+    even = [point for point in points if point["vectors"] > 1 and lengthened(point) <= LENGTHENED]
+    return even + sorted(points, key=lengthened)
 
 
 def _first(problem: RowProblem, machine: Machine, allowed: Allowed, wanted: Iterable[Decisions]) -> Decisions:

@@ -24,8 +24,8 @@ goes into a buffer in shared memory, by an atomic. `kernel.build` reads as this 
 4.  **Share the parts** of a cluster (`cluster.share_parts`): every block pushes its sum and its survivors into the
     first one's shared memory, which unites them. So there is one launch and no workspace.
 5.  **Settle** (`kernel.settle`): if fewer than k survived (`thresholds.MISS` of rows in random order) or the sum
-    overflows (elements that exceed the sample's maximum by 88 and more), steps 2 to 4 are taken once more, with no
-    threshold and the row's true maximum.
+    overflows (elements that exceed the sample's maximum by 69 and more), steps 2 to 4 are taken once more, with the
+    row's true maximum; with the threshold that the row has if k survived, else with a lower one, and then with none.
 6.  **Complete** with elements at minus infinity, if fewer than k are above it (`finishing.complete`).
 7.  **Rank the survivors** (`rank.rank_survivors`): a few by counting, every one against every other; more in bins that
     are linear in the value, where each is compared with the others of its bin, which lie side by side; where ties crowd
@@ -90,7 +90,7 @@ def program(problem: SoftmaxTopk, decisions: Decisions) -> Program:
 
 threshold_gate = Template(
     name="threshold_gate",
-    version=10,
+    version=11,
     operator="softmax_topk",
     kind="cuda",
     summary="a block or a warp a row, one read, survivors of a sampled threshold ranked in bins",
@@ -104,7 +104,7 @@ threshold_gate = Template(
 
 cluster_gate = Template(
     name="cluster_gate",
-    version=11,
+    version=12,
     operator="softmax_topk",
     kind="cuda",
     summary="a cluster of blocks a row, joined over distributed shared memory",

@@ -22,6 +22,7 @@ from ...device.cluster import (
 from ...device.loops import loop_of
 from ...device.selection import FULL_WARP, below, join_key, key_index, key_value, order_bits
 from .layout import Layout
+from .state import SETTLED
 from .survivors import keep_best, take_pivot
 
 put_float, put_int = peer_store("put_float", "float"), peer_store("put_int", "int")
@@ -172,7 +173,7 @@ def agree(layout: Layout) -> Callable[..., Any]:
     It tells the row's largest element, too. That of a block's own share may be so far below that it is no reference: a
     float32 of 1e10 and more is rounded by hundreds.
 
-    Reads: `settled` and `largest` of the first block; `verdict`, which comes as 1.
+    Reads: `settled` and `largest` of the first block; `verdict`, which comes as SETTLED.
     Writes: `verdict` and `row_largest`, and by these `settled` and `largest` of the others.
     Barriers: one of the cluster; the first block waits for it only if the row is read again, else `await_others` does.
     """
@@ -180,17 +181,17 @@ def agree(layout: Layout) -> Callable[..., Any]:
 
     @T.inline
     def phase(s):
-        if s.part == 0 and s.settled[0] == 0:
+        if s.part == 0 and s.settled[0] != SETTLED:
             if s.t < cluster:
-                T.evaluate(put_int(s.verdict.ptr_to([0]), s.t, 0))
+                T.evaluate(put_int(s.verdict.ptr_to([0]), s.t, s.settled[0]))
                 T.evaluate(put_float(s.row_largest.ptr_to([0]), s.t, s.largest[0]))
             cluster_arrive()
         else:
             cluster_arrive_relaxed()
-        if s.part != 0 or s.settled[0] == 0:
+        if s.part != 0 or s.settled[0] != SETTLED:
             cluster_wait()
             s.settled[0] = s.verdict[0]
-            if s.settled[0] == 0:
+            if s.settled[0] != SETTLED:
                 s.largest[0] = s.row_largest[0]
 
     return phase

@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
-from ...device.arithmetic import LN_2, LOG2_E
+from ...device.arithmetic import LN_2, LOG2_E, is_nan
 from ...device.loops import loop_of
 from ...device.references import exact_factor, is_far, unit_of
 from ...device.selection import FULL_WARP, bits_value
@@ -22,7 +22,7 @@ from .cluster import agree, await_others, call_others, share_parts
 from .deferred import finish_by_one_warp, search_marked
 from .layout import Layout
 from .rank import exponent, rank_survivors
-from .state import LOWEST, WRITTEN, State, no_good
+from .state import ALL_AGAIN, LOWER_AGAIN, LOWEST, READINGS, SETTLED, SUM_AGAIN, WRITTEN, State, no_good
 from .stream import add_up, await_producer, begin_pass, stream_row
 from .tiles import locate_row
 
@@ -51,18 +51,36 @@ def gather_survivors(layout: Layout) -> Callable[..., Any]:
 def settle(layout: Layout) -> Callable[..., Any]:
     """Find out whether there are enough survivors, and whether the sum is finite. The phase is (s, attempt).
 
-    Reads: `size`, `threshold`, `sum`.
-    Writes: `settled`; a row that was read twice is settled.
+    If only the sum is of no use, k elements and more reach the threshold, and so they do again. If fewer do, a lower
+    threshold is likely to do, once. Neither holds if the sum is NaN: the row may have NaN, which rank first and are
+    found only by a reading without a threshold. Parts that are infinite make the sum of a cluster NaN as well, so that
+    there each part is looked at.
+
+    Reads: `size`, `threshold`, `sum`, `united_sum`.
+    Writes: `settled`; a row is read for its sum only once more, and `READINGS` times in all.
     Barriers: of a cluster those of `agree`.
     """
-    agreed = agree(layout)
+    agreed, cluster = agree(layout), layout.tiling.cluster
+    lowered = LOWER_AGAIN if layout.lowers else ALL_AGAIN
 
     @T.inline
     def phase(s, attempt):
-        s.settled[0] = 1
-        if (s.size[0] < layout.k and s.threshold[0] > LOWEST) or no_good(s.sum[0]):
-            s.settled[0] = attempt
-        if layout.tiling.cluster > 1:
+        s.settled[0] = SETTLED
+        if s.size[0] < layout.k and s.threshold[0] > LOWEST:
+            s.settled[0] = T.Select(attempt == 0, lowered, ALL_AGAIN)
+        elif no_good(s.sum[0]) and attempt == 0:
+            s.settled[0] = SUM_AGAIN
+        if s.settled[0] != SETTLED:
+            if cluster == 1:
+                if is_nan(s.sum[0]):
+                    s.settled[0] = ALL_AGAIN
+            elif s.part == 0:
+                for b in T.serial(cluster):
+                    if is_nan(s.united_sum[b]):
+                        s.settled[0] = ALL_AGAIN
+        if attempt == READINGS - 1:
+            s.settled[0] = SETTLED
+        if cluster > 1:
             agreed(s)
 
     return phase
@@ -212,8 +230,9 @@ def kernel(layout: Layout, ending: Ending | None = None) -> Callable[..., Any]:
             if t == 0:
                 needed[0] = 0
         s.written[0] = 0
+        s.settled[0] = ALL_AGAIN
         s.unit[0] = T.float32(LN_2)
-        for attempt in T.serial(2):
+        for attempt in T.serial(READINGS):
             # 2. Stream the row.
             begin(s, attempt)
             stream(s, attempt)
@@ -230,9 +249,9 @@ def kernel(layout: Layout, ending: Ending | None = None) -> Callable[..., Any]:
             # 4. Share the parts of a cluster.
             if cluster > 1:
                 share(s)
-            # 5. Settle, or read the row once more, with no threshold and the row's true maximum.
+            # 5. Settle, or read the row once more, with the row's true maximum.
             settled(s, attempt)
-            if s.settled[0] != 0:
+            if s.settled[0] == SETTLED:
                 break
             T.cuda.cta_sync()
             refer_to_largest(s)

@@ -405,6 +405,11 @@ class Layout:
         return self.pool.overflows and not self.deferred
 
     @cached_property
+    def lowers(self) -> bool:
+        """Whether the sample has a lower threshold for a row of which fewer than k elements reach the first one."""
+        return self.first.gated and self.first.rank.warp < self.tiling.warps
+
+    @cached_property
     def dense(self) -> bool:
         """Whether nearly every warp has survivors in every tile, so that a tile's largest element is not looked at
         first.

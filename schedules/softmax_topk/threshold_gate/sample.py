@@ -97,6 +97,24 @@ def take_threshold(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
+def lower_threshold(layout: Layout) -> Callable[..., Any]:
+    """Take the least of the warps' candidates for a threshold that fewer than k elements reached. The phase is (s).
+
+    Reads: `warp_ranked`.
+    Writes: `threshold`, if that is above minus infinity; scratch is `ranked`.
+    Barriers: none, but all lanes take part.
+    """
+
+    @T.inline
+    def phase(s):
+        s.ranked[0] = T.call_extern(
+            "uint32", "__reduce_min_sync", T.uint32(FULL_WARP), s.warp_ranked[s.t % layout.tiling.warps])
+        if s.ranked[0] > T.uint32(MINUS_INFINITY):
+            s.threshold[0] = bits_value(T.min(s.ranked[0], T.uint32(PLUS_INFINITY)))
+
+    return phase
+
+
 @T.inline
 def refer_to_sample(s):
     """Make the largest element of a sample, if it is finite and not far below 0, the reference of the exponentials.

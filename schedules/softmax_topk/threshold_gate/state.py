@@ -18,6 +18,11 @@ LOWEST = T.min_value("float32")
 # Bits of a float32 sum from which on it counts as overflown: 2^100, whose inverse is a normal number. And bits below
 # which exponentials that matter became 0, because their reference was too large: 2^-60.
 TOO_LARGE, TOO_SMALL = (127 + 100) << 23, (127 - 60) << 23
+# What `State.settled` says of a row: its outputs follow from what was found; it is read again with the threshold that
+# it has, as only the sum was of no use; with a lower one; or with none.
+SETTLED, SUM_AGAIN, LOWER_AGAIN, ALL_AGAIN = 1, 0, 2, -1
+# Readings of a row, at most: the second one's threshold may be too high as well.
+READINGS = 3
 # The entries of `State.found` beside those of a radix pass: whether one warp has written the outputs, and how many of
 # the sample equal the threshold.
 WRITTEN, EQUALS = 0, 3
@@ -67,7 +72,7 @@ class State(Buffers):
     flag: Any = shared("int32", 2)  # not 0: whether a bin is crowded, and whether by keys of several values
     count: Any = shared("int32")  # keys that were pushed into the buffer, those that had no room included
     warp_sums: Any = shared("float32", 32)  # of exponentials
-    warp_ranked: Any = shared("uint32", 32)  # of the sample, each warp's candidate for the threshold; later scratch
+    warp_ranked: Any = shared("uint32", 32)  # of the sample, each warp's candidate for the threshold; scratch of `rank`
     warp_tops: Any = shared("uint32", 32)  # of the sample, each warp's largest
     warp_floors: Any = shared("uint32", 32)  # of the sample, what a run in order gives for a threshold
     full: Any = shared("uint32")  # not 0 if a warp found the buffer full
@@ -110,7 +115,7 @@ class State(Buffers):
     sample_top: Any = local("uint32")  # order of the sample's largest
     called: Any = local("uint32")  # not 0 if a compaction is called for
     floor: Any = local("uint32")  # order of what a run in order gives for a threshold
-    settled: Any = local("int32")  # whether the row need not be read again
+    settled: Any = local("int32")  # whether and how the row is read again, from SETTLED to ALL_AGAIN
     written: Any = local("int32")  # whether one warp has written the outputs
 
     # ---- of a cluster: what its blocks have pushed into the first one -----------------------------------------------

@@ -13,8 +13,8 @@ from . import deferred
 from .cluster import announce_block, await_blocks
 from .layout import Layout
 from .rank import clear_bins
-from .sample import offer_sample, take_threshold
-from .state import EQUALS, LOWEST, WRITTEN, not_below
+from .sample import lower_threshold, offer_sample, take_threshold
+from .state import EQUALS, LOWER_AGAIN, LOWEST, SETTLED, SUM_AGAIN, WRITTEN, not_below
 from .survivors import compact, mark_survivors, push_survivors
 from .tiles import find_top, prefetch_tile, rows_beside, start_tile, take_tile
 
@@ -52,13 +52,14 @@ def await_producer(layout: Layout) -> Callable[..., Any]:
 def begin_pass(layout: Layout) -> Callable[..., Any]:
     """Start the first tiles, and set everything to how it is before any element was read. The phase is (s, attempt).
 
-    Reads: `address`, `start`, `end`.
+    Reads: `address`, `start`, `end`, `settled`; `warp_ranked`, for a lower threshold.
     Writes: `ring`, asynchronously; `count`, `full`, `found`, `marks`, `verdict`, `united_count`;
         `sum`, `threshold`, `equals_until`, `sampling`.
     Barriers: one, at the end; of a cluster one before.
-    After: everything above minus infinity passes; only the first attempt takes a sample.
+    After: everything above minus infinity passes, unless `settled` says that a threshold stays or is lowered; only the
+        first attempt takes a sample.
     """
-    start = start_tile(layout.tiling)
+    start, lower = start_tile(layout.tiling), lower_threshold(layout)
 
     @T.inline
     def phase(s, attempt):
@@ -75,12 +76,16 @@ def begin_pass(layout: Layout) -> Callable[..., Any]:
                 s.marks[0] = 0
                 s.found[WRITTEN] = 0
             if layout.tiling.cluster > 1:
-                s.verdict[0] = 1
+                s.verdict[0] = SETTLED
                 s.united_count[0] = 0
         s.sum[0] = T.float32(0)
-        s.threshold[0] = LOWEST
-        s.equals_until[0] = layout.vocab
-        s.sampling[0] = SAMPLE - attempt
+        if s.settled[0] != SUM_AGAIN:
+            s.threshold[0] = LOWEST
+            s.equals_until[0] = layout.vocab
+        if layout.lowers:
+            if s.settled[0] == LOWER_AGAIN:
+                lower(s)
+        s.sampling[0] = T.Select(attempt == 0, SAMPLE, 0)
         T.cuda.cta_sync()
 
     return phase

@@ -65,7 +65,7 @@ def take_mark(s):
 def mark_survivors(layout: Layout) -> Callable[..., Any]:
     """One bit for each element of the tile that passes the threshold and is not in the buffer yet.
 
-    The phase is (s, attempt): when a row is read again, every element passes, NaN too.
+    The phase is (s, attempt): when a row is read again, tiles of NaN alone are looked at, too.
 
     Reads: `x`, `top`, `threshold`, `equals_until`, `at`, `pending`.
     Writes: `bits`.

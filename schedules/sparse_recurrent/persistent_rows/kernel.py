@@ -71,11 +71,26 @@ def begin(e: Extents) -> Phase:
     return phase
 
 
+def sum_products(e: Extents) -> Phase:
+    """The sums of a pack of what the exchange has in a slot; the phase is (s, io, slot, pack). See its parts."""
+    length, ahead, find, multiply, reduce = load_length(e), load_ahead(e), find_source(e), gather(e), reduce_lanes(e)
+    copy = stage(e, e.vectors, lambda number: number, e.stages == 1, e.polled)
+
+    @T.inline
+    def phase(s, io, slot, pack):
+        length(s, io, pack)
+        ahead(s, io)
+        find(s, io, slot, pack)
+        copy(s)
+        multiply(s, io)
+        reduce(s)
+
+    return phase
+
+
 def take_pack(e: Extents) -> Phase:
     """A pack's way through one step; the phase is (s, io, step, pack)."""
-    load, take, ahead, length = load_inputs(e), take_inputs(e), load_ahead(e), load_length(e)
-    find, multiply, reduce, end = find_source(e), gather(e), reduce_lanes(e), finish(e)
-    copy, write = stage(e, e.vectors, lambda number: number, e.stages == 1, e.polled), write_before(e)
+    load, take, sums, end, write = load_inputs(e), take_inputs(e), sum_products(e), finish(e), write_before(e)
 
     @T.inline
     def phase(s, io, step, pack):
@@ -84,12 +99,7 @@ def take_pack(e: Extents) -> Phase:
             load(s, io, step, pack + 1)
         elif step + 1 < io.steps:
             load(s, io, step + 1, 0)
-        length(s, io, pack)
-        ahead(s, io)
-        find(s, io, step if e.polled else step % 2, pack)
-        copy(s)
-        multiply(s, io)
-        reduce(s)
+        sums(s, io, step if e.polled else step % 2, pack)
         end(s, io, step, pack, step + 1 if e.polled else (step + 1) % 2)
         if step > 0:
             write(s, io, step, pack)
@@ -99,10 +109,13 @@ def take_pack(e: Extents) -> Phase:
     return phase
 
 
-def kernel_body(e: Extents) -> Phase:
-    """The kernel, as the body of the function; called with its arguments."""
-    deal, load, ready, first_states = take_units(e), load_weights(e), mark(e, e.polled), begin(e)
-    first_inputs, go = load_inputs(e), take_pack(e)
+def persistent(e: Extents, state: type[State], ready: Phase, first: Phase, begin: Phase, go: Phase) -> Phase:
+    """The body of a kernel that stays for all steps; called with the kernel's arguments.
+
+    `ready` and `first`, phases (s, io, block), come before the barrier of the grid; `begin`, a phase (s, io), after it,
+    and `go`, a phase (s, io, step, pack), in each step. Without `polled` a barrier of the grid divides steps.
+    """
+    deal, load = take_units(e), load_weights(e)
 
     @T.inline
     def body(io):
@@ -110,16 +123,16 @@ def kernel_body(e: Extents) -> Phase:
         block = T.cta_id([e.blocks])
         t = T.thread_id([e.threads])
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
-        s = T.meta_var(State.of(e, t))
+        s = T.meta_var(state.of(e, t))
         s.base[0] = held_address("u64", io.exchange.ptr_to([0, 0]))
         s.front[0] = T.cuda.cvta_generic_to_shared(s.stages.ptr_to([0]))
         s.copies[0] = s.front[0] * T.uint32(2) + T.uint32(e.vectors * WIDEST)
         deal(s, io, block)
         ready(s, io, block)
-        first_states(s, io)
+        first(s, io, block)
         load(s, io)
         T.cuda.grid_sync()
-        first_inputs(s, io, 0, 0)
+        begin(s, io)
         for step in T.serial(io.steps):
             if e.packs == 1:
                 go(s, io, step, 0)
@@ -131,6 +144,21 @@ def kernel_body(e: Extents) -> Phase:
                     T.cuda.grid_sync()
 
     return body
+
+
+def kernel_body(e: Extents) -> Phase:
+    """The kernel, as the body of the function; called with its arguments."""
+    first_states, first_inputs = begin(e), load_inputs(e)
+
+    @T.inline
+    def first(s, io, block):
+        first_states(s, io)
+
+    @T.inline
+    def first_load(s, io):
+        first_inputs(s, io, 0, 0)
+
+    return persistent(e, State, mark(e, e.polled), first, first_load, take_pack(e))
 # fmt: on
 
 

@@ -3,24 +3,79 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tvm_sparse.core import distribution
-from tvm_sparse.core.problem import Problem, ProblemError, require_dtype, require_positive
+from tvm_sparse.core.problem import FROM_FILE, Problem, ProblemError, require_dtype, require_positive
 
 if TYPE_CHECKING:
     import random
-    from typing import Any
 
     import numpy as np
 
 PATTERNS = ("uniform", "skewed")
+# Value of `formats.bsr.skew` from which a pattern counts as skewed: evenly drawn patterns stay below it.
+SKEWED = 4.0
 
 # Error of a float32 sum relative to the sum of absolute products: rounding errors of terms added in any order grow like
 # the square root of their number; 64 half-units leave a wide margin at 16,384 terms.
 SUMMATION = 64 * 2.0**-24
+
+
+def block_shape(operator: str, block: str | int) -> tuple[int, int]:
+    """Rows and columns of a block, as an axis says it. Raises ProblemError."""
+    high, _, wide = str(block).partition("x")
+    try:
+        rows, cols = int(high), int(wide or high)
+    except ValueError:
+        rows = cols = 0
+    if rows < 1 or cols < 1:
+        raise ProblemError(f"{operator}: block must be like 16 or 16x32 (rows x columns), got {block!r}")
+    return rows, cols
+
+
+def pattern_of(indptr: np.ndarray) -> str:
+    """The pattern of a matrix whose block rows begin so."""
+    from tvm_sparse.formats.bsr import skew
+
+    return "skewed" if skew(indptr) > SKEWED else "uniform"
+
+
+def axes_in_file(path: Path, block: tuple[int, int] | None) -> tuple[dict[str, Any], np.ndarray]:
+    """k, n and sparsity of the sparse matrix in a file, its block, and its indptr. Raises ProblemError."""
+    (n, k), (rows, cols), indptr, indices = _in_file(path, block)
+    sparsity = 1 - len(indices) / max(1, (n // rows) * (k // cols))
+    return {"k": k, "n": n, "block": f"{rows}x{cols}", "sparsity": sparsity}, indptr
+
+
+def positions_of(structure: str, n: int, k: int, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray] | None:
+    """`(indptr, indices)` of the matrix in the file that a structure names; None for other structures. Raises
+    ProblemError.
+    """
+    if not structure.startswith(FROM_FILE):
+        return None
+    shape, _, indptr, indices = _in_file(Path(structure.removeprefix(FROM_FILE)), block)
+    if shape != (n, k):
+        raise ProblemError(f"structure: {structure} has shape {shape}; expected ({n}, {k})")
+    return indptr, indices
+
+
+def _in_file(path: Path, block: tuple[int, int] | None) -> tuple[tuple[int, int], tuple[int, int], Any, Any]:
+    import numpy as np
+
+    from tvm_sparse.formats import matrix_files
+
+    try:
+        found = matrix_files.read(path)
+        data, indices, indptr = found.in_blocks(block, np.dtype("float32"), path)
+    except OSError as error:
+        raise ProblemError(f"structure: {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ProblemError(f"structure: {error}") from None
+    return found.shape, data.shape[1:], indptr.astype(np.int32), indices.astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -42,18 +97,13 @@ class BlockSparse(Problem):
     batch_axis: ClassVar[str] = "m"
     data_axes: ClassVar[tuple[str, ...]] = ("sparsity", "pattern")
     counted: ClassVar[tuple[str, ...]] = ("nnzb",)
+    has_files: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_positive(self, "m", "k", "n")
         require_dtype(self)
-        high, _, wide = str(self.block).partition("x")
-        try:
-            rows, cols = int(high), int(wide or high)
-        except ValueError:
-            rows = cols = 0
         name = self.operator
-        if rows < 1 or cols < 1:
-            raise ProblemError(f"{name}: block must be like 16 or 16x32 (rows x columns), got {self.block!r}")
+        rows, cols = block_shape(name, self.block)
         for axis, extent, size in (("n", self.n, rows), ("k", self.k, cols)):
             if extent % size:
                 raise ProblemError(f"{name}: block {rows}x{cols} does not divide {axis}={extent}")
@@ -79,6 +129,20 @@ class BlockSparse(Problem):
             "pattern": "skewed" if distribution.flag(rng, 0.2) else "uniform",
             "dtype": distribution.dtype(rng),
         }
+
+    @classmethod
+    def axes_of_file(cls, path: Path, given: Mapping[str, str]) -> dict[str, Any]:
+        axes, indptr = axes_in_file(path, block_shape(cls.operator, given["block"]) if "block" in given else None)
+        return {**axes, "pattern": pattern_of(indptr)}
+
+    def positions(self, rng: np.random.Generator, structure: str, weights: np.ndarray) -> tuple[Any, Any]:
+        """`(indptr, indices)` of the stored blocks: those of the file that a structure names, or random ones, of which
+        block rows have shares as `weights` say.
+        """
+        from tvm_sparse.formats.bsr import random_pattern
+
+        of_file = positions_of(structure, self.n, self.k, self.block_shape)
+        return of_file or random_pattern(rng, self.nnzb, self.grid[1], self.row_weights(rng, weights))
 
     @property
     def block_shape(self) -> tuple[int, int]:

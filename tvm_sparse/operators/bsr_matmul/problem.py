@@ -147,17 +147,17 @@ class BsrMatmul(BlockSparse):
         """
         import numpy as np
 
-        from tvm_sparse.formats.bsr import fullest_first, random_pattern
+        from tvm_sparse.formats.bsr import fullest_first
 
         structure, chosen = self.chosen(structure, settings)
         rng = np.random.default_rng([seed, self.m, self.k, self.n])
-        block_rows, block_cols = self.grid
+        block_rows, _ = self.grid
         weights = np.ones(block_rows)
         if structure == "empty_rows":
             weights[::2] = 0
         elif structure == "one_row":
             weights[:] = np.arange(block_rows) == block_rows // 2
-        indptr, indices = random_pattern(rng, self.nnzb, block_cols, self.row_weights(rng, weights))
+        indptr, indices = self.positions(rng, structure, weights)
         if structure == "unsorted":
             shuffle_columns(rng, indptr, indices)
         dtype = numpy_dtype(self.dtype)

@@ -12,10 +12,8 @@ from tvm_sparse.core.problem import FLOATS, numpy_dtype
 from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.calls import float_dtype, index_as, refuse_gradient
 
+from .pattern import pattern_of
 from .problem import BsrMatmul
-
-# Value of `formats.bsr.skew` from which a pattern counts as skewed: evenly drawn patterns stay below it.
-SKEWED = 4.0
 
 # For the message: how to get a gradient of the stored blocks.
 INSTEAD = "call it under torch.no_grad(), or give bsr_matmul the parts (data, indices, indptr), or use tvm_sparse.nn"
@@ -193,14 +191,7 @@ class BsrWeight:
 
         kind = float_dtype(dtype)
         found = matrix_files.read(Path(path))
-        if found.block is None:
-            if block is None:
-                raise ValueError(f"block: {path} is not in blocks; expected the rows and columns of a block")
-            parts = found.blocks(block_of(block), kind)
-        else:
-            if block is not None and block_of(block) != found.block:
-                raise ValueError(f"block: {path} is in blocks of {found.block[0]}x{found.block[1]}, got {block!r}")
-            parts = found.filled(kind), found.indices, found.indptr
+        parts = found.in_blocks(None if block is None else block_of(block), kind, path)
         placed = tuple(arrays.on_device(array, device) for array in parts)
         return cls(placed, columns=found.shape[1], constant=constant)
 
@@ -382,13 +373,13 @@ class BsrWeight:
 
 def balanced(indptr: Any, block_bytes: int) -> tuple[Any, int, str]:
     """From row starts: the block rows in order, on their device, the number of long ones, and the pattern."""
-    from tvm_sparse.formats.bsr import fullest_first, skew
+    from tvm_sparse.formats.bsr import fullest_first
 
     starts = arrays.as_numpy(indptr)
     order, long = fullest_first(starts, block_bytes)
     if arrays.is_torch(indptr):
         order = sys.modules["torch"].from_numpy(order).to(indptr.device)
-    return order, long, "skewed" if skew(starts) > SKEWED else "uniform"
+    return order, long, pattern_of(starts)
 
 
 def _no_columns() -> int:

@@ -80,8 +80,6 @@ class BsrSddmm(BlockSparse):
         """
         import numpy as np
 
-        from tvm_sparse.formats.bsr import random_pattern
-
         structure, _ = self.chosen(structure, settings)
         rng = np.random.default_rng([seed, self.m, self.k, self.n])
         block_rows, block_cols = self.grid
@@ -90,8 +88,7 @@ class BsrSddmm(BlockSparse):
             indices = (places % block_cols).astype(np.int32)
             indptr = np.minimum(np.arange(block_rows + 1) * block_cols, self.nnzb).astype(np.int32)
         else:
-            weights = self.row_weights(rng, np.ones(block_rows))
-            indptr, indices = random_pattern(rng, self.nnzb, block_cols, weights)
+            indptr, indices = self.positions(rng, structure, np.ones(block_rows))
         if structure == "unsorted":
             shuffle_columns(rng, indptr, indices)
         given = [rng.standard_normal((self.m, wide), dtype=np.float32) for wide in (self.n, self.k)]

@@ -25,10 +25,11 @@ from tvm_sparse.core.problem import (
     require_positive,
 )
 from tvm_sparse.core.rounding import ROUNDING, SMALLEST
-from tvm_sparse.operators.bsr_matmul.pattern import SUMMATION, shuffle_columns
+from tvm_sparse.operators.bsr_matmul.pattern import SUMMATION, axes_in_file, positions_of, shuffle_columns
 
 if TYPE_CHECKING:
     import random
+    from pathlib import Path
 
     import numpy as np
     from tvm import tirx
@@ -51,6 +52,7 @@ class CsrLinear(Problem):
     batch_axis: ClassVar[str] = "m"
     data_axes: ClassVar[tuple[str, ...]] = ("sparsity",)
     counted: ClassVar[tuple[str, ...]] = ("nnz",)
+    has_files: ClassVar[bool] = True
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("x", ("m", "k"), "dtype", "Dense rows."),
         Argument("indptr", ("n + 1",), "index", "First entry of each row of the weight; the last one is nnz."),
@@ -85,6 +87,11 @@ class CsrLinear(Problem):
             "dtype": distribution.dtype(rng),
             "index": rng.choice(INDEX),
         }
+
+    @classmethod
+    def axes_of_file(cls, path: Path, given: Mapping[str, str]) -> dict[str, Any]:
+        axes, _ = axes_in_file(path, (1, 1))
+        return {name: axes[name] for name in ("k", "n", "sparsity")}
 
     @property
     def nnz(self) -> int:
@@ -152,7 +159,8 @@ class CsrLinear(Problem):
             weights[::2] = 0
         elif structure == "one_row":
             weights[:] = np.arange(self.n) == self.n // 2
-        indptr, indices = random_pattern(rng, self.nnz, self.k, weights)
+        of_file = positions_of(structure, self.n, self.k, (1, 1))
+        indptr, indices = of_file or random_pattern(rng, self.nnz, self.k, weights)
         if structure == "unsorted":
             shuffle_columns(rng, indptr, indices)
         x = rng.standard_normal((self.m, self.k), dtype=np.float32)

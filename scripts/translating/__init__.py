@@ -1,0 +1,1 @@
+"""The parts of translation.py: corpus, vocabulary, model, alignment, search, lists of words, pruning."""

@@ -1,0 +1,591 @@
+"""Translation by a recurrent model, end to end: what hashing does to its output layer, and pruning to its layers.
+
+    pip install babel tokenizers sacrebleu            # beside tvm_sparse with its extras cuda and torch
+    pip download --no-deps -d packages django wagtail ...           # what scripts/results/translation-packages.csv has
+    python scripts/translation.py data packages --out corpus        # pairs of sentences, from message catalogues
+    python scripts/translation.py train corpus/corpus-de.tsv.xz --out de --seconds 240
+    python scripts/translation.py decode corpus/corpus-de.tsv.xz --out de     # heads: BLEU, recall, times
+    python scripts/translation.py prune corpus/corpus-de.tsv.xz --out de      # densities: BLEU, times of layers
+
+The model has two LSTM layers on either side and attention, the vocabularies some 30,000 subwords. `decode` translates
+the test set with a beam of 12, one sentence at a time and a CUDA graph a step, by PyTorch's softmax, the exact head,
+LSH heads (the paper's settings and those that `LshHead.fit` finds), the most frequent words alone (TOP), and the words
+that translate one of the sentence's (WA). `prune` trains further while recurrent weights are pruned to lower
+and lower densities. Every command stops at its time limit, and writes what it has by then.
+
+Sources: Shi, Xu & Knight 2018 (tables 1, 6, 7, 8, figures 6 to 8); Zhu, Pool et al. 2018 (appendix B, table 2).
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from reproduction import RESULTS, provenance, result_path, write_csv
+from translating import alignment, corpus, heads, quality
+from translating.heads import Way
+from translating.model import Limit, Pairs, Progress, Sizes, Translator, load, save, train
+from translating.search import Encoded, Found, Search, encoded
+from translating.vocabulary import Vocabulary
+
+import tvm_sparse
+from tvm_sparse.bench.timing import time_cpu, time_cuda
+from tvm_sparse.cli.common import Target, console, errors, machine_here, table
+from tvm_sparse.layers.pruning import METHODS
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False)
+
+BEAM = 12
+# Seconds of a command that scores and intervals of all translations take at its end.
+LAST = 30.0
+# Sentences and lists of a beam whose states choose settings, and those that recall is measured on.
+FITTED_ON, MEASURED_ON = (40, 120), (40, 160)
+TRANSLATIONS = (5, 20, 50)
+
+CURVE = ("language", "step", "epoch", "seconds", "words_per_second", "train_loss", "dev_loss")
+DECODED = ("language", "head", "setting", "beam", "candidates", "recall_12", "head_us", "step_us", "head_share",
+           "words_per_second", "speedup", "bleu", "bleu_interval", "chrf", "chrf_interval", "p",
+           "sentences")  # fmt: skip
+PRUNED = ("language", "method", "density", "stored_density", "steps", "dev_loss", "bleu", "bleu_interval", "chrf",
+          "layer", "batch", "length", "torch_us", "ours_us", "torch_over_ours", "difference")  # fmt: skip
+
+Corpus = Annotated[Path, typer.Argument(help="A file that `data` wrote.")]
+Out = Annotated[Path, typer.Option(help="Folder of the model.")]
+Csv = Annotated[Path | None, typer.Option("--csv", help="File to write; default: in scripts/results/.")]
+
+
+class Lines:
+    """Lines of a CSV by key, written whenever one changes, so that a run that is cut leaves what it has."""
+
+    def __init__(self, path: Path, facts: dict[str, str], columns: Sequence[str]) -> None:
+        self._path, self._facts, self._columns = path, facts, columns
+        self.lines: dict[Any, dict[str, Any]] = {}
+
+    def put(self, key: Any, **cells: Any) -> None:
+        unknown = cells.keys() - set(self._columns)
+        assert not unknown, unknown
+        self.lines.setdefault(key, {}).update(cells)
+        rows = [[_cell(line.get(column)) for column in self._columns] for line in self.lines.values()]
+        write_csv(self._path, self._facts, self._columns, rows)
+
+    def show(self, title: str, columns: Sequence[str]) -> None:
+        printed = table(*columns, right=columns[2:])
+        for line in self.lines.values():
+            printed.add_row(*(str(_cell(line.get(column))) for column in columns))
+        typer.echo(f"\n{title}")
+        console().print(printed)
+
+
+def _cell(value: Any) -> Any:
+    return "" if value is None else f"{value:.5g}" if isinstance(value, float | np.floating) else value
+
+
+def numbers_of(text: str) -> list[float]:
+    """Numbers between commas."""
+    return [float(part) for part in text.split(",") if part]
+
+
+def language_of(path: Path) -> str:
+    """`de` of `corpus-de.tsv.xz`."""
+    return path.name.partition(".")[0].rpartition("-")[2]
+
+
+# ---- data --------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def data(
+    packages: Annotated[Path, typer.Argument(help="Folder of wheels, source archives, Debian packages.")],
+    out: Annotated[Path, typer.Option(help="Folder for corpus-LANGUAGE.tsv.xz.")] = Path("corpus"),
+    language: Annotated[list[str] | None, typer.Option(help="Default: de, fr.")] = None,
+    csv_path: Csv = None,
+    samples: Annotated[int, typer.Option(help="Pairs to show of each language.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+) -> None:
+    """Pairs of sentences from the message catalogues of packages."""
+    languages = language or ["de", "fr"]
+    files = sorted(path for path in packages.iterdir() if path.is_file())
+    found = corpus.pairs_of(files, languages)
+    out.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    for name, pairs in found.items():
+        parts = corpus.parted(pairs)
+        corpus.write(out / f"corpus-{name}.tsv.xz", parts)
+        words = sum(len(pair.source.split()) for pair in parts.train)
+        sizes = ", ".join(f"{part} {len(some):,}" for part, some in parts._asdict().items())
+        typer.echo(f"{name}: {sizes} pairs; {words:,} English words to train on")
+        for number in rng.choice(len(parts.train), min(samples, len(parts.train)), replace=False):
+            typer.echo("    {} | {}".format(*parts.train[number]))
+    counts = [
+        [path.name, corpus.sha256(path), *(sum(name == path.name for name in found[one].values()) for one in languages)]
+        for path in files
+    ]
+    used = [line for line in counts if any(line[2:])]
+    write_csv(csv_path or RESULTS / "translation-packages.csv", {}, ["package", "sha256", *languages], used)
+
+
+# ---- train -------------------------------------------------------------------------------------------------------
+
+
+@app.command("train")
+def train_command(
+    path: Corpus,
+    out: Out,
+    target: Target = "auto",
+    seconds: Annotated[float, typer.Option(help="Time of training.")] = 240.0,
+    steps: Annotated[int | None, typer.Option(help="Or steps, if they come first.")] = None,
+    vocab: Annotated[int, typer.Option(help="Subwords of each language.")] = 32000,
+    width: Annotated[int, typer.Option(help="Of word embeddings.")] = 512,
+    hidden: Annotated[int, typer.Option(help="Of layers, attention and output layer.")] = 1024,
+    dropout: Annotated[float, typer.Option()] = 0.4,
+    rate: Annotated[float, typer.Option(help="Largest learning rate.")] = 1e-3,
+    words: Annotated[int, typer.Option(help="Target words of a batch.")] = 8192,
+    longest: Annotated[int, typer.Option(help="Subwords of a sentence.")] = 80,
+    csv_path: Csv = None,
+    seed: int = 0,
+) -> None:
+    """Train a model; the one with the least loss on dev is kept."""
+    with errors():
+        where = machine_here(target, "training")
+        device = "cuda" if where.kind == "cuda" else "cpu"
+        torch.manual_seed(seed)
+        parts, name = corpus.read(path), language_of(path)
+        ours = Vocabulary.learned([pair.source for pair in parts.train], vocab)
+        theirs = Vocabulary.learned([pair.target for pair in parts.train], vocab)
+        pairs, dev = (Pairs.encoded(some, ours, theirs, longest) for some in (parts.train, parts.dev))
+        sizes = Sizes(len(ours), len(theirs), width, hidden, dropout=dropout)
+        model = Translator(sizes).to(device)
+        facts = provenance(where) | {
+            "timing": "wall clock",
+            "corpus": f"{len(pairs.sources)} pairs, {pairs.sources.lengths.sum()} source and"
+            f" {pairs.targets.lengths.sum()} target subwords of {len(ours)} and {len(theirs)}",
+            "model": f"2 + 2 LSTM layers of {hidden}, embeddings of {width},"
+            f" {sum(p.numel() for p in model.parameters()) / 1e6:.1f} million parameters",
+        }
+        for fact in ("corpus", "model"):
+            typer.echo(f"{fact}: {facts[fact]}")
+        csv = Lines(csv_path or result_path(f"translation-train-{name}", where).with_suffix(".csv"), facts, CURVE)
+        out.mkdir(parents=True, exist_ok=True)
+        best = float("inf")
+
+        def keep(line: Progress) -> None:
+            nonlocal best
+            csv.put(line.step, language=name, **line._asdict())
+            typer.echo(
+                f"step {line.step}, epoch {line.epoch:.1f}, {line.seconds:.0f} s, {line.words_per_second:,.0f} words/s:"
+                f" loss {line.train_loss:.3f}, dev {line.dev_loss:.3f}"
+            )
+            if line.dev_loss < best:
+                best = line.dev_loss
+                save(out / "model.pt", model, ours, theirs, language=name, dev_loss=best, words=words)
+
+        train(model, pairs, dev, Limit(seconds, steps), rate=rate, words=words, device=device, seed=seed, keep=keep)
+
+
+# ---- decode ------------------------------------------------------------------------------------------------------
+
+
+class Translations:
+    """The test set with a model in evaluation: its searches, and lines of their results."""
+
+    def __init__(self, path: Path, out: Path, device: str, dtype: str, most: int | None, longest: int = 80) -> None:
+        self.model, ours, self.theirs, self.facts = load(out / "model.pt", device)
+        self.model.eval().to(getattr(torch, dtype))
+        self.parts, self.language, self.device, self.dtype = corpus.read(path), language_of(path), device, dtype
+        self.pairs = {
+            name: Pairs.encoded(some, ours, self.theirs, longest)
+            for name, some in (("train", self.parts.train), ("dev", self.parts.dev))
+        }
+        # No sentence of the test set is left out; its longest are in the corpus by words, not by subwords.
+        self.references = [pair.target for pair in self.parts.test[:most]]
+        self.test = Pairs.encoded(self.parts.test[:most], ours, self.theirs, 10**6)
+        self.vocabularies = ours, self.theirs
+        self.translated: dict[Any, list[str]] = {}
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        return self.model.output.weight.detach()
+
+    def encode(self, pairs: Pairs, numbers: np.ndarray) -> Encoded:
+        return encoded(self.model, pairs.sources, numbers, self.device)
+
+    def search(self, way: Way, sentences: Encoded, beam: int) -> Search:
+        return Search.of(self.model, way.head, sentences, beam)
+
+    def texts(self, found: Found) -> list[str]:
+        return self.theirs.decoded(found.sentences)
+
+
+def states_of(
+    search: Search, way: Way, sentences: Encoded, numbers: Sequence[int], lists: int
+) -> list[tuple[int, torch.Tensor]]:
+    """Numbers of sentences and inputs of the head, at steps that are evenly chosen from all; the first step, whose
+    hypotheses are equal, is not among them.
+    """
+    found: list[tuple[int, torch.Tensor]] = []
+
+    def after(number: int, step: int) -> None:
+        if step and not bool(search.ended.all()):
+            found.append((number, search.hidden.clone()))
+
+    search(sentences, numbers, before=way.before, after=after)
+    return [found[i] for i in np.linspace(0, len(found) - 1, min(lists, len(found))).astype(int)]
+
+
+def microseconds(calls: dict[str, Callable[[], Any]], device: str) -> dict[str, float]:
+    times = (time_cuda if device == "cuda" else time_cpu)(calls, 10 if device == "cuda" else 3)
+    return {name: statistics.median(seconds) * 1e6 for name, (_, seconds) in times.items()}
+
+
+def step_microseconds(search: Search, rounds: int = 8, steps: int = 20) -> float:
+    """Median time of a step of a sentence that is under way; on a GPU a replay of its graph."""
+    device = search.memory.device
+    found = []
+    for _ in range(rounds if device.type == "cuda" else 2):
+        torch.cuda.synchronize() if device.type == "cuda" else None
+        begun = time.perf_counter()
+        for _ in range(steps if device.type == "cuda" else 2):
+            search.step()
+        torch.cuda.synchronize() if device.type == "cuda" else None
+        found.append((time.perf_counter() - begun) / (steps if device.type == "cuda" else 2))
+    return statistics.median(found) * 1e6
+
+
+def ways_of(given: Translations, deadline: float, trials: int, recalls: Sequence[float]) -> list[Way]:
+    """All heads for a beam of 12, the most telling first."""
+    embedding, vocab = given.embedding, len(given.embedding)
+    made = [heads.by_torch(embedding, BEAM), heads.exact(embedding, BEAM)]
+    order = np.arange(min(FITTED_ON[0], len(given.pairs["dev"].sources)))
+    sentences = given.encode(given.pairs["dev"], order)
+    samples = states_of(given.search(made[0], sentences, BEAM), made[0], sentences, range(len(order)), FITTED_ON[1])
+    grouped = torch.stack([hidden for _, hidden in samples])
+    for goal in recalls:
+        if time.monotonic() > deadline:
+            break
+        begun = time.monotonic()
+        head, frontier = tvm_sparse.LshHead.fit(embedding, grouped, goal, BEAM, trials=trials)
+        typer.echo(f"fit for recall {goal}, {time.monotonic() - begun:.1f} s: {frontier.verdict}")
+        if head.settings.threshold:
+            made.append(heads.hashed(head, BEAM, f"{heads.FITTED} {goal:g}"))
+    tables: dict[tuple[int, ...], Any] = {}
+    for setting in heads.settings_of(*embedding.shape):
+        numbers = setting["k"], setting["units"], setting["bands"]
+        if numbers not in tables:
+            tables[numbers] = tvm_sparse.LshHead(embedding, **setting)
+        made.append(heads.hashed(heads.changed(tables[numbers], **setting), BEAM))
+    # Real embeddings have buckets of thousands of words; these are two ways around them.
+    few = max(BEAM, vocab // 128)
+    options = {heads.CENTRED: {"centred": True}, heads.SMALL: {"most": few}, heads.BOTH: {"centred": True, "most": few}}
+    for numbers, thresholds in (((16, 3, 500), (2, 3)), ((8, 3, 500), (3, 5))):
+        for name, option in options.items() if numbers in tables else ():
+            other = heads.rehashed(tables[numbers], **option)
+            for threshold in thresholds:
+                own = heads.changed(other, threshold=threshold, frequent=max(1, vocab // 16))
+                made.append(heads.hashed(own, BEAM, name))
+    for share in (16, 8, 4, 2):
+        made.append(heads.exact(embedding, BEAM, max(BEAM, vocab // share)))
+    train_, always = given.pairs["train"], max(BEAM, vocab // 128)
+    words, _ = alignment.translations(
+        train_.sources, train_.targets, (len(given.vocabularies[0]), vocab), max(TRANSLATIONS), given.device
+    )
+    longest = int(given.test.sources.lengths.max())
+    for most in TRANSLATIONS:
+        capacity = min(vocab, -(-(always + most * longest) // 256) * 256)
+        found = alignment.lists(
+            given.test.sources, np.arange(len(given.test.sources)), words[:, :most], always, capacity
+        )
+        made.append(heads.aligned(embedding, BEAM, most, found, 0))
+    return made
+
+
+@app.command()
+def decode(
+    path: Corpus,
+    out: Out,
+    target: Target = "auto",
+    seconds: Annotated[float, typer.Option(help="After which nothing new is begun.")] = 240.0,
+    sentences: Annotated[int | None, typer.Option(help="Of the test set; default: all.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of states and embeddings; default: float16, on a CPU float32.")] = "",
+    beams: Annotated[str, typer.Option(help="Further beams of torch, the exact head and LSH.")] = "1,6,48",
+    recalls: Annotated[str, typer.Option(help="For which `LshHead.fit` finds settings.")] = "0.95,0.9",
+    trials: Annotated[int, typer.Option(help="Settings that it measures for each.")] = 4,
+    csv_path: Csv = None,
+) -> None:
+    """Translate the test set by every head: quality, recall, times."""
+    with errors(), torch.no_grad():
+        begun = time.monotonic()
+        deadline = begun + max(1.0, seconds - LAST)
+        where = machine_here(target, "decoding")
+        device = "cuda" if where.kind == "cuda" else "cpu"
+        given = Translations(path, out, device, dtype or ("float16" if device == "cuda" else "float32"), sentences)
+        csv = Lines(csv_path or result_path(f"translation-decode-{given.language}", where).with_suffix(".csv"),
+                    provenance(where) | facts_of(given), DECODED)  # fmt: skip
+        numbers = np.arange(len(given.test.sources))
+        source_us = source_side(given)
+        typer.echo(f"source side: {source_us:.0f} us a sentence alone")
+        all_ = given.encode(given.test, numbers)
+        made = ways_of(given, deadline - 0.5 * seconds, trials, numbers_of(recalls))
+        typer.echo(f"{len(made)} heads after {time.monotonic() - begun:.0f} s")
+        others = [int(beam) for beam in numbers_of(beams)]
+        plan = [(way, BEAM) for way in made]
+        of_beam = [(way, beam) for beam in others for way in ways_of_beam(given, made, beam)]
+        problems = [problem for way, beam in [*plan, *of_beam] for problem in way.problems(beam)]
+        tvm_sparse.warmup(list(dict.fromkeys(problems)), target=target)
+        typer.echo(f"{len(problems)} kernels after {time.monotonic() - begun:.0f} s")
+
+        first = given.search(made[0], all_, BEAM)
+        steps = states_of(first, made[0], all_, range(min(MEASURED_ON[0], len(numbers))), MEASURED_ON[1])
+        truth = [torch.topk(hidden.float() @ given.embedding.float().T, BEAM).indices for _, hidden in steps]
+        rest: dict[int, float] = {}
+        for way, beam in [*plan, *of_beam]:
+            key = way.name, way.setting, beam
+            if time.monotonic() > deadline:
+                typer.echo(f"no time is left for {key} and what comes after it", err=True)
+                break
+            try:
+                one(given, csv, way, beam, all_, numbers, steps, truth, rest, deadline)
+            except Exception as error:  # one head that fails is no reason to lose the others
+                typer.echo(f"{key} has no result: {str(error)[:300]}", err=True)
+        finish(given, csv)
+        shown = ("head", "setting", "beam", "candidates", "recall_12", "head_us", "step_us", "head_share", "speedup",
+                 "bleu", "bleu_interval", "p")  # fmt: skip
+        csv.show(f"English to {given.language}, {len(given.references)} sentences", shown)
+
+
+def facts_of(given: Translations) -> dict[str, str]:
+    vocab, hidden = given.embedding.shape
+    return {
+        "timing": "one sentence at a time, wall clock of the whole test set; steps: median of replays of one graph",
+        "model": f"2 + 2 LSTM layers of {hidden}, {vocab} target subwords, {given.dtype}, loss on dev"
+        f" {given.facts['dev_loss']:.3f}",
+        "quality": "sacrebleu, BLEU and chrF2; intervals and p-values by a paired bootstrap of 500 samples",
+    }
+
+
+def ways_of_beam(given: Translations, made: Sequence[Way], beam: int) -> list[Way]:
+    """PyTorch's head, the exact one, and the first LSH with the paper's numbers; as many best words as hypotheses."""
+    found = [heads.by_torch(given.embedding, beam), heads.exact(given.embedding, beam)]
+    hashed = next((way for way in made if way.name == heads.LSH), None)
+    return found if hashed is None else [*found, heads.hashed(hashed.owner, beam)]
+
+
+def source_side(given: Translations) -> float:
+    """Microseconds of encoding one sentence of median length alone."""
+    order = np.argsort(given.test.sources.lengths)
+    one_ = order[len(order) // 2 : len(order) // 2 + 1]
+    found = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        given.encode(given.test, one_)
+        torch.cuda.synchronize() if given.device == "cuda" else None
+        found.append(time.perf_counter() - begun)
+    return statistics.median(found) * 1e6
+
+
+def one(
+    given: Translations,
+    csv: Lines,
+    way: Way,
+    beam: int,
+    sentences: Encoded,
+    numbers: np.ndarray,
+    steps: Sequence[tuple[int, torch.Tensor]],
+    truth: Sequence[torch.Tensor],
+    rest: dict[int, float],
+    deadline: float,
+) -> None:
+    """Translate by one head, and write its line; `rest` are times of steps without a head, by beam."""
+    device, key = given.device, (way.name, way.setting, beam)
+    search = given.search(way, sentences, beam)
+    found = search(sentences, numbers.tolist(), before=way.before, deadline=deadline)
+    if len(found.sentences) < len(numbers):
+        raise RuntimeError(f"the time limit came after {len(found.sentences)} sentences")
+    texts = given.translated[key] = given.texts(found)
+    search.begin(sentences, 0)
+    way.before(0)
+    if beam not in rest:
+        without = given.search(heads.nothing(beam, beam, device), sentences, beam)
+        without.begin(sentences, 0)
+        rest[beam] = step_microseconds(without)
+    step_us = step_microseconds(search)
+    hidden = steps[0][1] if beam == BEAM else torch.cat([h for _, h in steps[: beam // BEAM + 1]])[:beam].contiguous()
+    head_us = microseconds({"head": lambda: way.head(hidden)}, device)["head"]
+    cells: dict[str, Any] = {}
+    if beam == BEAM:
+        cells["recall_12"], cells["candidates"] = heads.recall(way, steps, truth)
+    full = csv.lines.get((heads.TORCH, "", BEAM), {}).get("words_per_second")
+    words = sum(len(one_) + 1 for one_ in found.sentences) / found.seconds
+    scores = quality.scores(texts, given.references)
+    csv.put(
+        key, language=given.language, head=way.name, setting=way.setting, beam=beam, head_us=head_us, step_us=step_us,
+        head_share=max(0.0, 1 - rest[beam] / step_us), words_per_second=words,
+        speedup=words / full if full else 1.0, bleu=scores.bleu, chrf=scores.chrf, sentences=len(numbers), **cells,
+    )  # fmt: skip
+    typer.echo(
+        f"{way.name} {way.setting}, beam {beam}: {words:,.0f} words/s, head {head_us:.1f} of {step_us:.1f} us,"
+        f" {found.steps} steps, BLEU {_cell(scores.bleu)}"
+    )
+
+
+def finish(given: Translations, csv: Lines) -> None:
+    """Intervals and p-values of all translations, in several processes."""
+    if not quality.has_sacrebleu() or not given.translated:
+        return
+    keys = list(given.translated)
+    base = given.translated[keys[0]]
+    with ProcessPoolExecutor(min(16, len(keys)), mp_context=get_context("spawn")) as pool:
+        found = pool.map(
+            quality.quality,
+            [given.translated[key] for key in keys],
+            [given.references] * len(keys),
+            [None, *[base] * (len(keys) - 1)],
+        )
+        for key, scores in zip(keys, found, strict=True):
+            csv.put(key, **scores._asdict())
+
+
+# ---- prune -------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def prune(
+    path: Corpus,
+    out: Out,
+    target: Target = "auto",
+    method: Annotated[list[str] | None, typer.Option(help="Default: all.")] = None,
+    densities: Annotated[str, typer.Option(help="One after the other.")] = "0.2,0.1,0.05",
+    seconds: Annotated[float, typer.Option(help="Of training, for each density.")] = 30.0,
+    steps: Annotated[int | None, typer.Option(help="Or steps, if they come first.")] = None,
+    limit: Annotated[float, typer.Option(help="Seconds after which no further density is begun.")] = 300.0,
+    rate: Annotated[float, typer.Option(help="Largest learning rate.")] = 3e-4,
+    sentences: Annotated[int | None, typer.Option(help="Of the test set; default: all.")] = None,
+    shapes: Annotated[str, typer.Option(help="batch x steps of timed layers.")] = "1x32,4x256",
+    longest: Annotated[int, typer.Option(help="Subwords of a sentence.")] = 80,
+    csv_path: Csv = None,
+    seed: int = 0,
+) -> None:
+    """Prune the recurrent weights gradually in further training: quality, and times of layers beside PyTorch's."""
+    with errors():
+        begun = time.monotonic()
+        where = machine_here(target, "pruning")
+        device = "cuda" if where.kind == "cuda" else "cpu"
+        given = Translations(path, out, device, "float32", sentences, longest)
+        name = f"translation-prune-{given.language}"
+        facts = provenance(where) | facts_of(given)
+        csv = Lines(csv_path or result_path(name, where).with_suffix(".csv"), facts, PRUNED)
+        sizes = [tuple(map(int, shape.split("x"))) for shape in shapes.split(",")]
+        pruned_line(given, csv, given.model, ("dense", 1.0), 0, given.facts["dev_loss"])
+        for one_ in METHODS if method is None else method:
+            model = copy.deepcopy(given.model)
+            for layers_ in (model.encoder, model.decoder):
+                layers_.flatten_parameters()  # copies lie apart in memory
+            last = 1.0
+            for density in numbers_of(densities):
+                if time.monotonic() - begun > limit:
+                    typer.echo(f"no time is left for {one_} at {density:g}", err=True)
+                    break
+                curve = train_pruned(
+                    model, given, Limit(seconds, steps), (last, density), one_, rate=rate, device=device, seed=seed
+                )
+                last = density
+                pruned_line(given, csv, model, (one_, density), curve[-1].step, curve[-1].dev_loss)
+                try:
+                    layers(given, csv, model, (one_, density), sizes)
+                except Exception as error:  # times that fail are no reason to lose quality
+                    typer.echo(f"{one_} at {density:g}: layers have no times: {str(error)[:300]}", err=True)
+        shown = ("method", "density", "stored_density", "dev_loss", "bleu", "bleu_interval", "layer", "batch", "length",
+                 "torch_us", "ours_us", "torch_over_ours", "difference")  # fmt: skip
+        csv.show(f"English to {given.language}, recurrent weights pruned", shown)
+
+
+def train_pruned(
+    model: Translator,
+    given: Translations,
+    limit: Limit,
+    densities: tuple[float, float],
+    method: str,
+    *,
+    rate: float,
+    device: str,
+    seed: int,
+    every: int = 10,
+) -> list[Progress]:
+    """Train while the density falls from the first to the second in two thirds of the limit, by a cubic; it is that of
+    `cubic_schedule` by time.
+    """
+
+    def prepared(adam: torch.optim.Optimizer, spent: Callable[[], float]) -> None:
+        done = False
+
+        def schedule(step: int) -> float | None:
+            nonlocal done
+            share = min(1.0, 1.5 * spent())
+            if done or (step % every and share < 1):
+                return None
+            done = share == 1
+            return densities[1] + (densities[0] - densities[1]) * (1 - share) ** 3
+
+        tvm_sparse.GradualPruning(model, schedule, method=method).attach(adam)
+
+    return train(
+        model, given.pairs["train"], given.pairs["dev"], limit, rate=rate, words=given.facts["words"], looks=2,
+        device=device, seed=seed, prepared=prepared,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def pruned_line(
+    given: Translations, csv: Lines, model: Translator, key: tuple[str, float], step: int, loss: float
+) -> None:
+    """Quality of a model with the exact head."""
+    dtype = torch.float16 if given.device == "cuda" else torch.float32
+    own = copy.deepcopy(model).eval().to(dtype)
+    numbers = np.arange(len(given.test.sources))
+    sentences = encoded(own, given.test.sources, numbers, given.device)
+    way = heads.exact(own.output.weight.detach(), BEAM)
+    search = Search.of(own, way.head, sentences, BEAM)
+    texts = given.theirs.decoded(search(sentences, numbers.tolist()).sentences)
+    base = given.translated.setdefault("dense", texts)
+    scores = quality.quality(texts, given.references, base)
+    weights = [p for n, p in model.named_parameters() if "weight_hh_l" in n]
+    stored = sum(int((p != 0).sum()) for p in weights) / sum(p.numel() for p in weights)
+    csv.put(
+        key, language=given.language, method=key[0], density=key[1], stored_density=stored, steps=step, dev_loss=loss,
+        bleu=scores.bleu, bleu_interval=scores.bleu_interval, chrf=scores.chrf,
+    )  # fmt: skip
+    typer.echo(f"{key[0]} at {key[1]:g}: dev {loss:.3f}, BLEU {_cell(scores.bleu)}")
+
+
+@torch.no_grad()
+def layers(
+    given: Translations, csv: Lines, model: Translator, key: tuple[str, float], sizes: Sequence[tuple[int, ...]]
+) -> None:
+    """Times of the encoder's layers, sparse and by PyTorch, and the largest difference of their outputs."""
+    dtype = "float16" if given.device == "cuda" else "float32"
+    kind = getattr(torch, dtype)
+    module = copy.deepcopy(model.encoder).eval().to(kind)
+    stack = tvm_sparse.from_torch(module, dtype=dtype, dense=False).to(given.device)
+    for batch, steps in sizes:
+        x = torch.randn(steps, batch, module.input_size, device=given.device).to(kind)
+        difference = float((stack(x)[0].float() - module(x)[0].float()).abs().max())
+        calls = {"torch": lambda x=x: module(x), "ours": lambda x=x: stack(x)}
+        times = microseconds(calls, given.device)
+        csv.put(
+            (*key, batch, steps), language=given.language, method=key[0], density=key[1],
+            layer=f"{module.num_layers} LSTM of {module.hidden_size}, {dtype}", batch=batch, length=steps,
+            torch_us=times["torch"], ours_us=times["ours"], torch_over_ours=times["torch"] / times["ours"],
+            difference=difference,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    app()
