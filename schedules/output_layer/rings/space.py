@@ -114,10 +114,21 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
         point["threads"] = THREADS[2] if large and many else THREADS[1]
         if not halves:
             point |= {"staged": 1, "blocks": once, "prefetch": 0, "dynamic": 0}
+    choices = [point]
     if "stages" in table:
         point["stages"] = STAGES
+        # Two thread blocks of a multiprocessor with two tiles each exceed its shared memory: one, with a third tile.
+        # At (1, 128256, 4096) int8 takes 122 us with all tiles dealt out and 144 with 12 % taken as thread blocks come
+        # to them, float8_e4m3fn 156 and 117.
+        if large and 2 * STAGES * TILE_N[0] * row > machine.block_shared_bytes:
+            point["blocks"] = once
+            if rows <= 8:
+                dealt = {"dynamic": 0} if stored_of(problem) == "int8" else {}
+                choices.insert(0, point | dealt | {"stages": STAGES + 1})
     # There may be room for two tiles of eight tokens of wide rows, beside a fragment that has more rows than there are.
-    for choice in (point, point | {"tile_m": 16, "tile_n": NARROW}) if wide else (point,):
+    if wide:
+        choices.append(point | {"tile_m": 16, "tile_n": NARROW})
+    for choice in choices:
         if allowed(problem, machine, choice) is None:
             yield choice
 
