@@ -13,7 +13,7 @@ from tvm_sparse.records import Log
 from tvm_sparse.schedules.vocabulary import present
 
 from .register import PARTS, part
-from .results import ROOT, Row, Times, loses, results, where
+from .results import ROOT, Row, Times, loses, provenance, results, where
 from .text import listed, percent, span, table, times_as, us
 
 HEAD, SPECVOCAB, TABLE4, STEPS = "head-h200", "specvocab-h200", "shi-xu-knight-table4-h200", "lsh-h200"
@@ -25,6 +25,7 @@ TORCH_LISTS = "torch gather + bmm + softmax + topk"
 READ_ALL, AFTER = "read of the embedding", "after-product-h200"
 HEAD_COLD, HEAD_AGAIN = "head-cold-h200", "head-tiles-h200"
 TIMELINE, TIMELINE_AFTER = "timeline-h200", "timeline-after-product-h200"
+QUANTIZED = "quantized-heads-h200"
 RECALLS = ("lsh-recall-minilm", "lsh-recall-minilm-beam12")
 
 
@@ -488,3 +489,60 @@ PARTS["timeline-after-product"] = partial(timeline, TIMELINE_AFTER, "held_rows",
 PARTS["timeline-head"] = partial(timeline, TIMELINE, "head_tiles", ("batch", "vocab", "hidden"))
 PARTS["timeline-lsh"] = partial(timeline, TIMELINE, "fused_step", ("beam",))
 PARTS["where-table4"] = partial(where, TABLE4)
+
+
+@part
+def quantized_heads() -> str:
+    """Times of heads in eight bits at the default decisions, beside the head in bfloat16."""
+    found = results(QUANTIZED)
+    times: dict[str, dict[str, tuple[float, float]]] = {}
+    for (rows, stored), each in _of_quantized("rows", "stored", contenders=("best", "bfloat16")).items():
+        times.setdefault(rows, {})[stored] = (each["best"], each["bfloat16"])
+    lines = [
+        [rows, us(each["int8"][1]), *(f"{us(eight)} ({times_as(eight / wide)})" for eight, wide in each.values())]
+        for rows, each in times.items()
+    ]
+    head = ["rows", "bfloat16, us", *(f"{name}, us (times as long)" for name in next(iter(times.values())))]
+    return f"{provenance(QUANTIZED)}; {found.facts['timing']}; {found.facts['shape']}.\n\n{table(head, lines)}"
+
+
+@part
+def screened_heads() -> str:
+    """What the screened head takes, beside the exact one without and with scores, and how many words survive."""
+    names = ("screened", "exact", "exact scores", "screened with normaliser")
+    found = _of_quantized("rows", "k", contenders=names)
+    survivors = {(row["rows"], row["k"]): row["survivors"] for row in results(QUANTIZED).rows if row["survivors"]}
+    ratios = [
+        (each["screened"] / each["exact"], *(each[name] / each["exact scores"] for name in (names[0], names[3])))
+        for each in found.values()
+    ]
+    faster, scored, summed = (span(each) for each in zip(*ratios, strict=True))
+    points = _of_quantized("rows", "stored", contenders=("best", "default"))
+    slower = [each["default"] / each["best"] - 1 for (_, stored), each in points.items() if stored == "int8"]
+    said = (
+        f"In a CUDA graph, with random words, the screened head takes {faster} times as long as `head_topk`, and"
+        f" {scored} times as long as `head_topk(shard=...)`, which also returns scores, and the normaliser. With"
+        f" `normaliser=True` it takes {summed} times as long as that. Its pass over the copy was timed with decisions"
+        f" that take {percent(min(slower))} to {percent(max(slower))} longer than the present default does in"
+        " `head_topk`."
+    )
+    lines = [[*key, *(us(each[name]) for name in names), f"{int(survivors[key]):,}"] for key, each in found.items()]
+    head = [
+        "rows",
+        "k",
+        "screened, us",
+        "`head_topk`",
+        "with `shard`",
+        "screened, normaliser",
+        "words multiplied in full",
+    ]
+    return f"{said}\n\n{table(head, lines)}"
+
+
+def _of_quantized(*columns: str, contenders: Sequence[str]) -> dict[tuple[str, ...], dict[str, float]]:
+    """Microseconds of these contenders, from lines with equal values in these columns."""
+    found: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in results(QUANTIZED).rows:
+        if row["contender"] in contenders:
+            found.setdefault(tuple(row[column] for column in columns), {})[row["contender"]] = float(row["us"])
+    return found
