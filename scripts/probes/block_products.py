@@ -316,8 +316,8 @@ def _admitted(
 
 
 def training_times(path: Path, dtype: str) -> None:
-    """Write what a step forward and backward takes, of x and of the stored blocks, beside `torch.nn.Linear`, eagerly and
-    in a CUDA graph, and the largest errors of both layers' gradients, against float64.
+    """Write what a step forward and backward takes, of x and of the stored blocks, beside `torch.nn.Linear`, eagerly
+    and in a CUDA graph, and the largest errors of both layers' gradients, against float64.
     """
     import torch
 
