@@ -28,7 +28,7 @@ RESIDENT_TICKETS = 1024
 TICKETS = (0, 2, 4, 8, 16)
 # Bytes of logits from which they do by default on GPUs with clusters.
 LEAST_TICKETED = 15 << 20
-# Up to so many long rows, of this many bytes each at least, thread blocks with tickets share a row.
+# Thread blocks with tickets also share each of at most FEW_ROWS rows with at least LONG_ROW bytes.
 FEW_ROWS, LONG_ROW = 8, 240 << 10
 # Most bytes of a row that a thread block keeps by default.
 KEPT = 160 * 1024
