@@ -316,8 +316,8 @@ def _admitted(
 
 
 def training_times(path: Path, dtype: str) -> None:
-    """Write what a step forward and backward takes, of x and of the stored blocks, beside `torch.nn.Linear`, and the
-    largest errors of both layers' gradients, against float64.
+    """Write what a step forward and backward takes, of x and of the stored blocks, beside `torch.nn.Linear`, eagerly
+    and in a CUDA graph, and the largest errors of both layers' gradients, against float64.
     """
     import torch
 
@@ -327,22 +327,30 @@ def training_times(path: Path, dtype: str) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(
-            ("m", "k", "n", "block", "sparsity", "dense_us", "us", "ratio", "forward_us", "blocks_error", "x_error")
-        )
+            ("m", "k", "n", "block", "sparsity", "dense_us", "us", "ratio", "dense_graph_us", "graph_us", "graph_ratio",
+             "forward_us", "blocks_error", "x_error")
+        )  # fmt: skip
         kind = getattr(torch, dtype)
         linear = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=kind)
         x = torch.randn((rows, k), device="cuda").to(kind).requires_grad_()
         towards = torch.randn((rows, n), device="cuda").to(kind)
 
         def step(layer: Any) -> Callable[[], Any]:
-            return lambda: layer(x).backward(towards)
+            def run() -> None:
+                x.grad = None
+                layer.zero_grad()
+                layer(x).backward(towards)
+
+            return run
 
         for block, sparsity in PRUNED:
             layer = tvm_sparse.nn.BsrLinear.from_dense(linear, block, sparsity)
             errors = _gradient_errors(layer, x, towards)
-            before, us, forward = _events(step(linear)), _events(step(layer)), _events(partial(layer, x))
-            line = (rows, k, n, block, sparsity, f"{before:.0f}", f"{us:.0f}", f"{before / us:.2f}", f"{forward:.0f}")
-            line += tuple(f"{error:.2f}" for error in errors)
+            line: tuple[Any, ...] = (rows, k, n, block, sparsity)
+            for way in (_events, _graph_events):
+                before, us = way(step(linear)), way(step(layer))
+                line += f"{before:.0f}", f"{us:.0f}", f"{before / us:.2f}"
+            line += f"{_events(partial(layer, x)):.0f}", *(f"{error:.2f}" for error in errors)
             print(*line, flush=True)
             writer.writerow(line)
 
@@ -383,6 +391,22 @@ def _events(call: Callable[[], Any], calls: int = 20) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / calls * 1e3
+
+
+def _graph_events(call: Callable[[], Any]) -> float:
+    """Microseconds of a call in a CUDA graph."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return _events(graph.replay)
 
 
 def family_of(name: str) -> tuple[int, int, int]:
