@@ -56,7 +56,8 @@ DECODED = ("language", "head", "setting", "beam", "candidates", "recall_12", "he
            "words_per_second", "speedup", "bleu", "bleu_interval", "chrf", "chrf_interval", "p",
            "sentences")  # fmt: skip
 PRUNED = ("language", "method", "density", "stored_density", "steps", "dev_loss", "bleu", "bleu_interval", "chrf",
-          "layer", "batch", "length", "torch_us", "ours_us", "torch_over_ours", "difference")  # fmt: skip
+          "layer", "batch", "length", "torch_us", "ours_us", "torch_over_ours", "difference",
+          "sentences")  # fmt: skip
 
 Corpus = Annotated[Path, typer.Argument(help="A file that `data` wrote.")]
 Out = Annotated[Path, typer.Option(help="Folder of the model.")]
@@ -560,7 +561,7 @@ def pruned_line(
     stored = sum(int((p != 0).sum()) for p in weights) / sum(p.numel() for p in weights)
     csv.put(
         key, language=given.language, method=key[0], density=key[1], stored_density=stored, steps=step, dev_loss=loss,
-        bleu=scores.bleu, bleu_interval=scores.bleu_interval, chrf=scores.chrf,
+        bleu=scores.bleu, bleu_interval=scores.bleu_interval, chrf=scores.chrf, sentences=len(given.references),
     )  # fmt: skip
     typer.echo(f"{key[0]} at {key[1]:g}: dev {loss:.3f}, BLEU {_cell(scores.bleu)}")
 

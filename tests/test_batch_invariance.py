@@ -46,7 +46,7 @@ KEYS: dict[str, str] = {
     "compaction": "compaction/lists=1,vocab=700,capacity=50",
 }  # fmt: skip
 LARGE: dict[str, str] = {
-    "nhot_lookup": "nhot_lookup/rows=1,vocab=50000,width=512,nonzeros=60,dtype=float16",
+    "nhot_lookup": "nhot_lookup/rows=1,vocab=50000,width=512,nonzeros=60,weighted=1,dtype=float16",
     "softmax": "softmax/batch=1,vocab=128256,dtype=bfloat16",
     "logsumexp": "logsumexp/batch=1,vocab=128256,dtype=bfloat16",
     "softmax_topk": "softmax_topk/batch=1,vocab=128256,k=20,dtype=bfloat16",

@@ -1,4 +1,4 @@
-"""`block_warpgroups` and `block_windows`: panels of x that block rows share, and products of warpgroups."""
+"""`block_warpgroups`: panels of x that block rows share, and products of warpgroups."""
 
 from __future__ import annotations
 
@@ -48,57 +48,14 @@ OTHERS: tuple[tuple[str, dict[str, int]], ...] = (
         {"tile_m": 256, "tile_n": 64, "panel": 32, "stages": 3, "overlap": 1},
     ),
 )
-# Those of `block_windows`.
-WINDOWS: tuple[tuple[str, dict[str, int]], ...] = (
-    # Columns that are no whole boxes of x, several panels, a last thread block with few block rows, two strips.
-    (
-        "m=70,k=144,n=144,block=16,sparsity=0.6,dtype=float16,bias=1,activation=silu",
-        {"tiles": 4, "tile_n": 32, "panel": 64, "stages": 2, "overlap": 0},
-    ),
-    # A stage has room for 5 blocks of a warpgroup, of which a panel has 13: it comes again.
-    (
-        "m=40,k=512,n=256,block=32,sparsity=0.2,dtype=bfloat16",
-        {"tiles": 4, "tile_n": 64, "panel": 256, "stages": 3, "overlap": 1},
-    ),
-    # A block has two boxes of x, and eight rows.
-    (
-        "m=40,k=512,n=72,block=8x128,sparsity=0.5,dtype=bfloat16,pattern=skewed",
-        {"tiles": 2, "tile_n": 32, "panel": 128, "stages": 3, "overlap": 1},
-    ),
-)
-OTHER_WINDOWS: tuple[tuple[str, dict[str, int]], ...] = (
-    (
-        "m=130,k=256,n=192,block=64,sparsity=0.5,dtype=bfloat16,activation=gelu",
-        {"tiles": 2, "tile_n": 64, "panel": 64, "stages": 4, "overlap": 1},
-    ),
-    (
-        "m=64,k=768,n=96,block=24x32,sparsity=0.7,dtype=float16",
-        {"tiles": 2, "tile_n": 48, "panel": 256, "stages": 2, "overlap": 0},
-    ),
-    (
-        "m=40,k=640,n=512,block=16,sparsity=0.8,dtype=bfloat16,bias=1",
-        {"tiles": 4, "tile_n": 128, "panel": 128, "stages": 4, "overlap": 1},
-    ),
-)
 
 
-def named(template: str, points: tuple[tuple[str, dict[str, int]], ...]) -> list[tuple[str, str, dict[str, int]]]:
-    return [(template, *point) for point in points]
-
-
-@pytest.mark.parametrize(
-    ("template", "axes", "point"),
-    [
-        *named("block_warpgroups", POINTS),
-        *named("block_windows", WINDOWS),
-        *(thorough(*other) for other in named("block_warpgroups", OTHERS) + named("block_windows", OTHER_WINDOWS)),
-    ],
-)
-def test_points_equal_the_reference(template: str, axes: str, point: dict[str, int]) -> None:
+@pytest.mark.parametrize(("axes", "point"), [*POINTS, *(thorough(*other) for other in OTHERS)])
+def test_points_equal_the_reference(axes: str, point: dict[str, int]) -> None:
     """Also with columns in any order, repeated blocks, empty block rows, NaN and infinities."""
-    problem, found = parse(f"bsr_matmul/{axes}"), spaces.find(template)
-    assert found.point(problem, SM90, point) is None
-    check_emulated(problem, found, point)
+    problem, template = parse(f"bsr_matmul/{axes}"), spaces.find("block_warpgroups")
+    assert template.point(problem, SM90, point) is None
+    check_emulated(problem, template, point)
 
 
 def test_the_default_is_where_it_is_the_faster_template() -> None:
@@ -115,9 +72,8 @@ def test_the_default_is_where_it_is_the_faster_template() -> None:
     assert first("m=512,k=1024,n=1024,block=64,sparsity=0.95") == "tensor_core"
 
 
-@pytest.mark.parametrize("template", ["block_warpgroups", "block_windows"])
-def test_no_block_at_all(template: str) -> None:
-    problem = parse("bsr_matmul/m=40,k=64,n=64,block=16,sparsity=1,dtype=float16")
+def test_no_block_at_all() -> None:
+    problem, template = parse("bsr_matmul/m=40,k=64,n=64,block=16,sparsity=1,dtype=float16"), "block_warpgroups"
     check_emulated(problem, spaces.find(template), spaces.find(template).default(problem, SM90), step=4)
 
 
@@ -128,17 +84,10 @@ NOT_FIT = {
 }
 
 
-@pytest.mark.parametrize("template", ["block_warpgroups", "block_windows"])
 @pytest.mark.parametrize("reason", NOT_FIT)
-def test_what_does_not_fit_says_why(template: str, reason: str) -> None:
+def test_what_does_not_fit_says_why(reason: str) -> None:
     with pytest.raises(NotApplicable, match=reason):
-        spaces.find(template).space(parse(f"bsr_matmul/{NOT_FIT[reason]}"), SM90)
-
-
-def test_windows_have_columns_that_divide_a_box_of_x_or_are_two() -> None:
-    with pytest.raises(NotApplicable, match="have other columns"):
-        problem = parse("bsr_matmul/m=128,k=288,n=256,block=32x48,sparsity=0.5,dtype=float16")
-        spaces.find("block_windows").space(problem, SM90)
+        spaces.find("block_warpgroups").space(parse(f"bsr_matmul/{NOT_FIT[reason]}"), SM90)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100", "sm_120", "compute_90"])
@@ -164,19 +113,3 @@ def test_what_is_no_point_says_why(reason: str) -> None:
     template = spaces.find("block_warpgroups")
     base = {"tile_m": 128, "tile_n": 128, "panel": 64, "stages": 2, "overlap": 1}
     assert reason in (template.point(problem, SM90, base | decisions) or "")
-
-
-REFUSED_WINDOWS = {
-    "block rows of a warpgroup": ("k=1024,n=1024,block=8x16", {"tile_n": 256}),
-    "exceed the registers": ("k=1024,n=1024,block=64", {"tiles": 8}),
-    "no room for blocks": ("k=4096,n=1024,block=64", {"panel": 512, "stages": 3}),
-    "twice a row": ("k=64,n=1024,block=64", {"stages": 3}),
-}
-
-
-@pytest.mark.parametrize("reason", REFUSED_WINDOWS)
-def test_what_is_no_point_of_windows_says_why(reason: str) -> None:
-    axes, decisions = REFUSED_WINDOWS[reason]
-    problem = parse(f"bsr_matmul/m=512,{axes},sparsity=0.5,dtype=bfloat16")
-    base = {"tiles": 4, "tile_n": 64, "panel": 64, "stages": 2, "overlap": 1}
-    assert reason in (spaces.find("block_windows").allowed(problem, SM90, base | decisions) or "")

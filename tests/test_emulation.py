@@ -772,49 +772,6 @@ def test_wait_for_an_mbarrier_may_fail():
     assert {(0, -1), (1, 1)} <= found <= {(0, -1), (0, 1), (1, 1)}
 
 
-@functools.cache
-def copying():
-    """Y = X, which threads copy by `cp.async`; each reads another's row when all copies have arrived. `fault`: 1, an
-    arrival that does not wait for the copy; 2, one thread does not arrive.
-    """
-    arrive_copied = T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64
-
-    @T.prim_func
-    def func(X: T.Buffer((32, 4), "float32"), Y: T.Buffer((32, 4), "float32"), fault: T.int32):
-        T.device_entry()
-        T.cta_id([1])
-        t = T.thread_id([32])
-        s = T.alloc_shared([32, 4], "float32")
-        bar = T.alloc_shared([1], "uint64")
-        done = T.alloc_local([1], "uint32")
-        if t == 0:
-            T.ptx.mbarrier.init.shared__cta.b64(bar.ptr_to([0]), T.uint32(32))
-        T.cuda.cta_sync()
-        T.ptx.cp.async_.cg.shared.global_(s.ptr_to([t, 0]), X.ptr_to([t, 0]), 16, T.uint32(16))
-        if fault == 1:
-            arrive_expecting(bar.ptr_to([0]), T.uint32(0))
-        if fault != 1 and (fault != 2 or t != 31):
-            arrive_copied(bar.ptr_to([0]))
-        done[0] = T.uint32(0)
-        while done[0] == T.uint32(0):
-            try_wait(done[0], bar.ptr_to([0]), T.uint32(0))
-        for i in T.unroll(4):
-            Y[t, i] = s[(t + 1) % 32, i]
-
-    return func
-
-
-def test_copies_arrive_at_an_mbarrier():
-    x, y = RNG.standard_normal((32, 4)).astype("float32"), np.zeros((32, 4), "float32")
-    for seed in range(4):
-        run_tirx(copying(), [x, y, 0], seed=seed)
-        np.testing.assert_array_equal(y, np.roll(x, -1, 0))
-    run_tirx(copying(), [x, y, 1], seed=0, check_races=False)
-    assert np.isnan(y).any()
-    with pytest.raises(EmulationError, match=r"deadlock: (.*\n)*.*waits in mbarrier.try_wait .* awaits 1 arrivals"):
-        run_tirx(copying(), [x, y, 2], seed=0)
-
-
 # ---- words that are stored to a peer asynchronously ---------------------------------------------
 
 send_word = T.ptx.st_async.weak.shared__cluster.mbarrier__complete_tx__bytes.u64

@@ -68,8 +68,9 @@ def test_head_equals_the_reference(key: str, structure: str, place: str) -> None
         fewer = tvm_sparse.head_topk(
             there(states, place), there(words, place), problem.k, log=bool(log), temperature=1 / scale, **given
         )
+        # On a GPU values without a normaliser may come from another kernel, whose sums have another order.
         for array, same in zip((*found[:2], *found[3:]), fewer, strict=True):
-            np.testing.assert_array_equal(host(array), host(same))
+            np.testing.assert_allclose(host(array), host(same), rtol=4e-6 if place == "cuda" else 0)
 
 
 @pytest.mark.parametrize("place", PLACES)

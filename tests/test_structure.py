@@ -147,7 +147,7 @@ def test_decisions_are_in_the_vocabulary() -> None:
 
 
 class Case:
-    """Of an item of pytest, what is read to draw cases."""
+    """A stand-in for an item of pytest, with what drawing reads."""
 
     def __init__(self, name: str, markers: tuple[str, ...]) -> None:
         self.path, self.name, self.markers = Path("test_x.py"), name, markers

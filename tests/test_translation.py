@@ -256,5 +256,6 @@ def test_the_whole_way(script: Any, tmp_path: Path) -> None:
     )  # fmt: skip
     lines = rows(tmp_path / "prune.csv")
     assert [float(row["stored_density"]) for row in lines if row["stored_density"]] == [1, 0.25]
+    assert [row["sentences"] for row in lines if row["stored_density"]] == ["2", "2"]
     timed = [row for row in lines if row["layer"]]
     assert len(timed) == 1 and all(float(row["difference"]) < 1e-4 for row in timed)

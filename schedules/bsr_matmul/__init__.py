@@ -10,7 +10,6 @@ from .block_rows import block_rows
 from .staged_x import staged_x
 from .tensor_core import tensor_core
 from .warpgroups import warpgroups
-from .windows import windows
 
 TEMPLATES: tuple[Template, ...] = (
     block_rows,
@@ -22,14 +21,12 @@ TEMPLATES: tuple[Template, ...] = (
     staged_x,
     tensor_core,
     warpgroups,
-    windows,
 )
 
 # Those that run without tuning, by kind of machine: the first that fits the problem does, the last fits every shape.
 FALLBACKS: dict[str, tuple[Template, ...]] = {
     "llvm": (block_rows,),
     "cuda": (
-        windows,
         warpgroups,
         tensor_core,
         staged_x,

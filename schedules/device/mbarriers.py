@@ -7,8 +7,6 @@ from tvm.script import tirx as T
 # An arrival that announces further bytes: at an mbarrier of the own thread block, or of another one.
 arrive_expecting = T.ptx.mbarrier.arrive.expect_tx.shared__cta.b64
 arrive_expecting_there = T.ptx.mbarrier.arrive.expect_tx.relaxed.cluster.shared__cluster.b64
-# An arrival of the thread when all its earlier `cp.async` are done.
-arrive_copied = T.ptx.cp.async_.mbarrier.arrive.noinc.shared__cta.b64
 try_wait = T.ptx.mbarrier.try_wait.parity.acquire.cta.shared__cta.b64
 # A word to another thread block of the cluster, whose bytes an mbarrier there counts.
 send_word = T.ptx.st_async.weak.shared__cluster.mbarrier__complete_tx__bytes.u64

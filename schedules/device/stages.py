@@ -16,9 +16,8 @@ from .mbarriers import arrive_expecting
 
 
 # fmt: off
-def begin_stages(stages: int, warps: int, fillers: int = 1) -> Callable[..., Any]:
-    """Make the mbarriers, in one thread; the phase is (s). `warps`: those that hand stages back. `fillers`: arrivals
-    that a full stage awaits, beside its bytes.
+def begin_stages(stages: int, warps: int) -> Callable[..., Any]:
+    """Make the mbarriers, in one thread; the phase is (s). `warps`: those that hand stages back.
 
     Reads: nothing. Writes: `full`, `empty`. Barriers: none; one of the thread block must follow.
     """
@@ -26,7 +25,7 @@ def begin_stages(stages: int, warps: int, fillers: int = 1) -> Callable[..., Any
     @T.inline
     def phase(s):
         for i in T.unroll(stages):
-            T.ptx.mbarrier.init.shared__cta.b64(s.full.ptr_to([i]), T.uint32(fillers))
+            T.ptx.mbarrier.init.shared__cta.b64(s.full.ptr_to([i]), T.uint32(1))
             T.ptx.mbarrier.init.shared__cta.b64(s.empty.ptr_to([i]), T.uint32(warps))
         T.ptx.fence.mbarrier_init.release.cluster()
 

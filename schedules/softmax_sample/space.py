@@ -27,7 +27,9 @@ RESIDENT_TICKETS = 1024
 # Thread blocks of a row that take tickets. 0: rows that no filter cuts have clusters, too.
 TICKETS = (0, 2, 4, 8, 16)
 # Bytes of logits from which they do by default on GPUs with clusters.
-LEAST_TICKETED = 24 << 20
+LEAST_TICKETED = 15 << 20
+# Thread blocks with tickets also share each of at most FEW_ROWS rows with at least LONG_ROW bytes.
+FEW_ROWS, LONG_ROW = 8, 240 << 10
 # Most bytes of a row that a thread block keeps by default.
 KEPT = 160 * 1024
 
@@ -93,20 +95,22 @@ def _likely_points(problem: SoftmaxSample, machine: Machine) -> Iterator[Decisio
 
     On an H200, with 128,256 words in 16 bits, two large thread blocks for each row were 1.3 to 1.6 times as fast as
     four smaller ones, of which each multiprocessor ran two (`scripts/probes/sampling.py`). Thread blocks with tickets,
-    eight small ones for each row, were faster from 64 rows of float32 and 256 of bfloat16 on, but for min_p; without
-    clusters nothing else shares a row.
+    eight small ones for each row, were faster from 64 rows on, but for min_p, and sixteen large ones for one row;
+    without clusters nothing else shares a row.
     """
     clusters, rows = machine.clusters(CLUSTERS), problem.batch_extent
     fill = next((size for size in clusters if size * rows >= machine.cores * 9 // 10), clusters[-1])
     keep = next((size for size in clusters if Blocks(problem, THREADS[-1], size, "shared").staged <= KEPT), None)
-    ticketed = not machine.has_clusters or rows * problem.vocab * numpy_dtype(problem.dtype).itemsize >= LEAST_TICKETED
-    threads_in_order = (256, 512, 128) if ticketed else (512, 256, 128)
+    row = problem.vocab * numpy_dtype(problem.dtype).itemsize
+    few = machine.has_clusters and rows <= FEW_ROWS and row >= LONG_ROW
+    ticketed = few or not machine.has_clusters or rows * row >= LEAST_TICKETED
+    threads_in_order = (256, 512, 128) if ticketed and not few else (512, 256, 128)
     busy = machine.cores * RESIDENT_TICKETS // threads_in_order[0] * 9 // 10
     most = 8 if 8 * rows >= busy else TICKETS[-1]
     for cluster, threads, vectors, staged, tickets in itertools.product(
-        sorted((size for size in clusters if size <= max(fill, keep or 1)), reverse=True),
+        sorted((size for size in clusters if size <= max(0 if few else fill, keep or 1)), reverse=True),
         threads_in_order,
-        (4, 2, 1),
+        (2, 4, 1) if few else (4, 2, 1),
         (1, 0),
         [one for one in reversed(TICKETS) if one <= most] if ticketed else [0],
     ):

@@ -18,6 +18,7 @@ from . import (
     recurrent,
     sampler,
     softmax,
+    translation,
     tuning,
 )
 
@@ -37,5 +38,6 @@ __all__ = [
     "recurrent",
     "sampler",
     "softmax",
+    "translation",
     "tuning",
 ]

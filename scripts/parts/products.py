@@ -103,16 +103,14 @@ def bsr_many_rows() -> str:
         point = chosen.template, " ".join(f"{name}={value}" for name, value in chosen.decisions)
         taken = ("dense", "") if likely_way(problem, SM90).way == DENSE else point
         cells = []
-        for name in ("block_warpgroups", "block_windows", "tensor_core", "dense"):
-            found = (
-                times[taken] if name == taken[0] else min((t for (of, _), t in times.items() if of == name), default=0)
-            )
-            cells.append(f"**{us(found)}**" if name == taken[0] else us(found) if found else "-")
+        for name in ("block_warpgroups", "tensor_core", "dense"):
+            found = times[taken] if name == taken[0] else min(t for (of, _), t in times.items() if of == name)
+            cells.append(f"**{us(found)}**" if name == taken[0] else us(found))
         rate = times["dense", ""] * (1 - problem.sparsity) / times[taken]
         share = "-" if taken[0] == "dense" else percent(rate)
         shape = f"({problem.m}, {problem.k}, {problem.n}), {problem.block_shape[0]}"
         lines.append([shape, f"{problem.sparsity:g}", *cells, share])
-    head = ["`block_warpgroups`", "`block_windows`", "`tensor_core`", "cuBLAS", "of cuBLAS's rate"]
+    head = ["`block_warpgroups`", "`tensor_core`", "cuBLAS", "of cuBLAS's rate"]
     return table(["(m, k, n), block", "sparsity", *head], lines)
 
 

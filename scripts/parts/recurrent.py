@@ -116,18 +116,27 @@ def pruned_lstm() -> str:
     return f"{provenance(PRUNED)}; {kept}.\n\n{table(['model', 'nats a word of held-out text'], rows)}"
 
 
-REAL = "real-models-x86-64-v3"
+REAL, REAL_GPU = "real-models-x86-64-v3", "real-models-h200"
 
 
 @part
 def real_models() -> str:
     """Layers of real models: what pruning changes, and times of PyTorch's modules and of the converted ones."""
+    return _models(REAL)
+
+
+@part
+def real_models_gpu() -> str:
+    return _models(REAL_GPU)
+
+
+def _models(name: str) -> str:
     rows = [
         [
-            *(row[name] for name in ("model", "layers", "steps")), f"{float(row['density']):.3g}", row["quality"],
-            *(us(float(row[name])) for name in ("torch_us", "ours_us")),
+            *(row[name] for name in ("model", "layers", "dtype", "steps")), f"{float(row['density']):.3g}",
+            row["quality"], *(us(float(row[name])) for name in ("torch_us", "ours_us")),
         ]
-        for row in results(REAL).rows
+        for row in results(name).rows
     ]  # fmt: skip
-    heads = ["model", "layers", "steps", "density", "quality", "PyTorch's module", "ours"]
-    return f"{where(REAL)}\n\n{table(heads, rows)}"
+    heads = ["model", "layers", "dtype", "steps", "density", "quality", "PyTorch's module", "ours"]
+    return f"{where(name)}\n\n{table(heads, rows)}"

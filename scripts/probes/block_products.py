@@ -1,15 +1,14 @@
-"""Time products with block-sparse weights beyond tens of rows: points of `block_windows` for blocks of up to 32 rows,
-and of `block_warpgroups` for larger ones, beside other products.
+"""Time products with block-sparse weights beyond tens of rows: points of `block_warpgroups`, beside other products.
 
     python scripts/probes/block_products.py --out products.csv --dense dense.csv --points 40 --seconds 170
 
 A *family* is a weight's shape and block, for which points are compiled once, on all cores: a kernel serves every number
 of rows and every pattern. They are the defaults of its problems, those of `CHOSEN`, and `--points` that are drawn from
-those with as many stages as one or two thread blocks of a multiprocessor have room for. Beside them stand the defaults
-of the other templates, PyTorch's product with a dense copy of the weight (cuBLAS), and with `--triton` PyTorch's
-block-sparse one. Each point is compared with the product in float64 before it is timed; a wrong one is a line with a
-reason. Times are of a kernel alone, in a CUDA graph, inputs hot, contenders in turn. `tflops` counts stored blocks, and
-a default is marked for its problem.
+those with as many stages as one or two thread blocks of a multiprocessor have room for. Beside them stand the default
+of `tensor_core`, PyTorch's product with a dense copy of the weight (cuBLAS), and with `--triton` PyTorch's block-sparse
+one. Each point is compared with the product in float64 before it is timed; a wrong one is a line with a reason. Times
+are of a kernel alone, in a CUDA graph, inputs hot, contenders in turn. `tflops` counts stored blocks, and a default is
+marked for its problem.
 
 `--dense` writes what PyTorch's dense product takes, by rows and shape; `--sampled` what points of `sampled_warpgroups`
 take, the gradient of stored blocks, beside PyTorch's dense product alone and with the blocks copied out of it;
@@ -59,41 +58,12 @@ FAMILIES: dict[tuple[int, int, int], tuple[tuple[int, float], ...]] = {
     (4096, 11008, 32): ((1024, 0.9),),
     (4096, 4096, 16): ((512, 0.5), (512, 0.8), (512, 0.95), (4096, 0.8)),
 }
-# Templates whose defaults are timed; and by a block's rows the one of which points are timed, and points of it.
-TEMPLATES = ("block_warpgroups", "block_windows", "tensor_core")
-WINDOWS = (
-    {"tiles": 4, "tile_n": 64, "panel": 128, "stages": 4},
-    {"tiles": 4, "tile_n": 64, "panel": 256, "stages": 3},
-    {"tiles": 4, "tile_n": 64, "panel": 256, "stages": 2},
-    {"tiles": 4, "tile_n": 64, "panel": 128, "stages": 6},
-    {"tiles": 4, "tile_n": 64, "panel": 64, "stages": 6},
-    {"tiles": 4, "tile_n": 128, "panel": 128, "stages": 3},
-    {"tiles": 4, "tile_n": 128, "panel": 128, "stages": 4},
-    {"tiles": 4, "tile_n": 128, "panel": 256, "stages": 2},
-    {"tiles": 4, "tile_n": 128, "panel": 64, "stages": 4},
-    {"tiles": 2, "tile_n": 64, "panel": 128, "stages": 3},
-    {"tiles": 2, "tile_n": 128, "panel": 128, "stages": 4},
-)
-CHOSEN: dict[int, tuple[str, tuple[dict[str, int], ...]]] = {
-    16: ("block_windows", WINDOWS),
-    32: ("block_windows", WINDOWS),
-    64: (
-        "block_warpgroups",
-        (
-            {"tile_m": 128, "tile_n": 128, "panel": 64, "stages": 3},
-            {"tile_m": 128, "tile_n": 64, "panel": 64, "stages": 4},
-            {"tile_m": 64, "tile_n": 64, "panel": 64, "stages": 6},
-            {"tile_m": 192, "tile_n": 64, "panel": 64, "stages": 3},
-        ),
-    ),
-    128: (
-        "block_warpgroups",
-        (
-            {"tile_m": 128, "tile_n": 128, "panel": 64, "stages": 3},
-            {"tile_m": 128, "tile_n": 128, "panel": 32, "stages": 6},
-            {"tile_m": 64, "tile_n": 128, "panel": 64, "stages": 4},
-        ),
-    ),
+# Points beside the defaults, by a block's rows: tile_m, tile_n, panel and stages.
+CHOSEN: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+    16: ((256, 64, 64, 4),),
+    32: ((128, 96, 64, 4), (256, 64, 64, 4)),
+    64: ((128, 128, 64, 3), (128, 64, 64, 4), (64, 64, 64, 6), (192, 64, 64, 3)),
+    128: ((128, 128, 64, 3), (128, 128, 32, 6), (64, 128, 64, 4)),
 }
 DENSE_SHAPES = ((1024, 1024), (768, 3072), (4096, 4096), (4096, 11008), (2048, 8192))
 DENSE_ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -136,23 +106,15 @@ def most_stages(template: Template, problem: BlockSparse, machine: Machine, poin
     return max(filter(fits, template.space(problem, machine)["stages"]), default=0)
 
 
-def offered(problem: BsrMatmul, machine: Machine) -> list[Template]:
-    """Those of `TEMPLATES` that have points for a problem."""
-    return [spaces.find(name) for name in TEMPLATES if name in spaces.applicable(problem, machine)[0]]
-
-
 def drawn(
     problems: Sequence[BsrMatmul], machine: Machine, fix: list[str], count: int, seed: int
 ) -> dict[Candidate, None]:
     """The defaults for the problems of a family, those of `CHOSEN`, and other points up to `count`."""
+    template, before = spaces.find("block_warpgroups"), spaces.find("tensor_core")
     largest = max(problems, key=lambda problem: problem.m)
-    name, chosen = CHOSEN[largest.block_shape[0]]
-    template = spaces.find(name)
-    found = {
-        of.candidate(of.default(problem, machine)): None for of in offered(largest, machine) for problem in problems
-    }
-    for few in chosen:
-        point = few | {"overlap": 1}
+    found = {of.candidate(of.default(problem, machine)): None for of in (template, before) for problem in problems}
+    for chosen in CHOSEN[largest.block_shape[0]]:
+        point = dict(zip(("tile_m", "tile_n", "panel", "stages"), chosen, strict=True)) | {"overlap": 1}
         if template.point(largest, machine, point) is None:
             found[template.candidate(point)] = None
     if not count:
@@ -316,8 +278,8 @@ def _admitted(
 
 
 def training_times(path: Path, dtype: str) -> None:
-    """Write what a step forward and backward takes, of x and of the stored blocks, beside `torch.nn.Linear`, and the
-    largest errors of both layers' gradients, against float64.
+    """Write what a step forward and backward takes, of x and of the stored blocks, beside `torch.nn.Linear`, eagerly
+    and in a CUDA graph, and the largest errors of both layers' gradients, against float64.
     """
     import torch
 
@@ -327,22 +289,30 @@ def training_times(path: Path, dtype: str) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(
-            ("m", "k", "n", "block", "sparsity", "dense_us", "us", "ratio", "forward_us", "blocks_error", "x_error")
-        )
+            ("m", "k", "n", "block", "sparsity", "dense_us", "us", "ratio", "dense_graph_us", "graph_us", "graph_ratio",
+             "forward_us", "blocks_error", "x_error")
+        )  # fmt: skip
         kind = getattr(torch, dtype)
         linear = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=kind)
         x = torch.randn((rows, k), device="cuda").to(kind).requires_grad_()
         towards = torch.randn((rows, n), device="cuda").to(kind)
 
         def step(layer: Any) -> Callable[[], Any]:
-            return lambda: layer(x).backward(towards)
+            def run() -> None:
+                x.grad = None
+                layer.zero_grad()
+                layer(x).backward(towards)
+
+            return run
 
         for block, sparsity in PRUNED:
             layer = tvm_sparse.nn.BsrLinear.from_dense(linear, block, sparsity)
             errors = _gradient_errors(layer, x, towards)
-            before, us, forward = _events(step(linear)), _events(step(layer)), _events(partial(layer, x))
-            line = (rows, k, n, block, sparsity, f"{before:.0f}", f"{us:.0f}", f"{before / us:.2f}", f"{forward:.0f}")
-            line += tuple(f"{error:.2f}" for error in errors)
+            line: tuple[Any, ...] = (rows, k, n, block, sparsity)
+            for way in (_events, _graph_events):
+                before, us = way(step(linear)), way(step(layer))
+                line += f"{before:.0f}", f"{us:.0f}", f"{before / us:.2f}"
+            line += f"{_events(partial(layer, x)):.0f}", *(f"{error:.2f}" for error in errors)
             print(*line, flush=True)
             writer.writerow(line)
 
@@ -383,6 +353,22 @@ def _events(call: Callable[[], Any], calls: int = 20) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / calls * 1e3
+
+
+def _graph_events(call: Callable[[], Any]) -> float:
+    """Microseconds of a call in a CUDA graph."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return _events(graph.replay)
 
 
 def family_of(name: str) -> tuple[int, int, int]:
@@ -478,7 +464,8 @@ def _timed(
 
     weight, x = weight_of(problem, seed)
     check, matrix = checker(problem, weight, x), weight.to_dense()
-    defaults = [of.candidate(of.default(problem, machine)) for of in offered(problem, machine)]
+    own = map(spaces.find, ("block_warpgroups", "tensor_core"))
+    defaults = [of.candidate(of.default(problem, machine)) for of in own]
     calls: dict[str, Any] = {"dense": lambda: torch.nn.functional.linear(x, matrix)}
     notes: dict[str, str] = {}
     y = x.new_empty((problem.m, problem.n))

@@ -373,9 +373,6 @@ def _copy(opcode: str, parts: list[str], ops: list[str]) -> str | None:
     if re.fullmatch(r"cp\.async\.bulk\.prefetch\.L2\.global(\.L2::cache_hint)?", opcode):
         # Only a hint, but its address is checked.
         return f"cuda_on_cpu::bulk_prefetch(cuda_on_cpu::ptx::in_block({_address(ops[0])}), {ops[1]});"
-    if opcode == "cp.async.mbarrier.arrive.noinc.shared::cta.b64":
-        place = f"cuda_on_cpu::ptx::in_block({_address(ops[0])})"
-        return f"cuda_on_cpu::ptx::wait_all(); cuda_on_cpu::mbarrier_arrive({place}, 0);"
     if opcode in ("cp.async.commit_group", "cp.async.wait_group", "cp.async.wait_all"):
         return f"cuda_on_cpu::ptx::{parts[2]}({', '.join(ops)});"
     if opcode == "prefetch.tensormap":

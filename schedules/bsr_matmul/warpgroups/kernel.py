@@ -361,12 +361,7 @@ def consume(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def corner(s: Any) -> tuple[Any, Any]:
-    """The first row of a warp's part of the tile of y, and its first block row."""
-    return s.warp * 16, 0
-
-
-def pass_tile(e: Any, corner: Callable[[Any], tuple[Any, Any]] = corner) -> Callable[..., Any]:
+def pass_tile(e: Extents) -> Callable[..., Any]:
     """A warp's 16 rows of y, to shared memory; the phase is (io, s).
 
     Reads: `sums`, `row_of`; the bias. Writes: `stored`. Barriers: of the warp, at the end.
@@ -379,21 +374,20 @@ def pass_tile(e: Any, corner: Callable[[Any], tuple[Any, Any]] = corner) -> Call
 
     @T.inline
     def phase(io, s):
-        top, left = T.meta_var(corner(s))
         for r in T.unroll(e.rows_each):
-            row: T.int32 = s.row_of[left + r]
+            row: T.int32 = s.row_of[r]
             if row >= 0:
                 for g in T.unroll(e.rows // 8):
                     for i in T.unroll(2):
                         s.stored[
-                            ((top + i * 8 + s.lane // 4) * e.pitch + (left + r) * e.rows + g * 8) // 2 + s.lane % 4
+                            ((s.warp * 16 + i * 8 + s.lane // 4) * e.pitch + r * e.rows + g * 8) // 2 + s.lane % 4
                         ] = element(io, s, row, r, g, i, 0) | (element(io, s, row, r, g, i, 1) << T.uint32(16))
         T.cuda.warp_sync()
 
     return phase
 
 
-def store_tile(e: Any, corner: Callable[[Any], tuple[Any, Any]] = corner) -> Callable[..., Any]:
+def store_tile(e: Extents) -> Callable[..., Any]:
     """A warp's 16 rows of y, from shared memory to global memory, in vectors of 16 bytes; the phase is (io, s).
 
     Reads: `stored`, `row_of`. Writes: y, but for rows beyond m. Barriers: none.
@@ -402,19 +396,17 @@ def store_tile(e: Any, corner: Callable[[Any], tuple[Any, Any]] = corner) -> Cal
 
     @T.inline
     def phase(io, s):
-        top, left = T.meta_var(corner(s))
         for j in T.serial((16 * vectors + 31) // 32):
             i: T.int32 = j * 32 + s.lane
             if i < 16 * vectors:
-                row: T.int32 = s.row_of[left + i % vectors * VECTOR // e.rows]
-                if row >= 0 and s.top + top + i // vectors < io.m:
+                row: T.int32 = s.row_of[i % vectors * VECTOR // e.rows]
+                if row >= 0 and s.top + s.warp * 16 + i // vectors < io.m:
                     T.ptx.ld.shared.v4.u32(
                         s.words[0], s.words[1], s.words[2], s.words[3],
-                        s.stored.ptr_to([
-                            ((top + i // vectors) * e.pitch + left * e.rows + i % vectors * VECTOR) // 2]))
+                        s.stored.ptr_to([((s.warp * 16 + i // vectors) * e.pitch + i % vectors * VECTOR) // 2]))
                     T.ptx.st.global_.v4.u32(
                         io.y.ptr_to([
-                            s.top + top + i // vectors, row * e.rows + i % vectors * VECTOR % e.rows]),
+                            s.top + s.warp * 16 + i // vectors, row * e.rows + i % vectors * VECTOR % e.rows]),
                         s.words[0], s.words[1], s.words[2], s.words[3])
 
     return phase

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv
-from tvm_sparse.operators.bsr_matmul.dense import time_of_warpgroups, time_of_warps, time_of_windows
+from tvm_sparse.operators.bsr_matmul.dense import time_of_warpgroups, time_of_warps
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ..features import features as product_features
@@ -47,20 +47,14 @@ ON_ITS_WAY, OF_COPY, LAUNCH, BEGIN, FULLEST = 0.8, 0.1, 3.8, 2.3, 1.5
 USUAL_TILES, FEWEST_STAGES = ((64, 64), (128, 128)), (4, 3)
 
 
-def multiplied(problem: BsrMatmul, machine: Machine, most_rows: int) -> None:
-    """Raises `NotApplicable` where warpgroups cannot multiply blocks."""
+def space(problem: BsrMatmul, machine: Machine) -> Table:
     rows, cols = problem.block_shape
     if not machine.has_warpgroups:
         raise NotApplicable(f"{machine.arch} has no products of warpgroups (wgmma)")
     if numpy_dtype(problem.dtype).itemsize != 2:
         raise NotApplicable(f"{problem.dtype} is not of 16 bits")
-    if rows % 8 or cols % 16 or rows > most_rows:
-        raise NotApplicable(f"blocks of {rows}x{cols} are not of multiples of 8 rows up to {most_rows}, and 16 columns")
-
-
-def space(problem: BsrMatmul, machine: Machine) -> Table:
-    rows, cols = problem.block_shape
-    multiplied(problem, machine, MOST_N)
+    if rows % 8 or cols % 16 or rows > MOST_N:
+        raise NotApplicable(f"blocks of {rows}x{cols} are not of multiples of 8 rows up to {MOST_N}, and 16 columns")
     if problem.m < LEAST_M:
         raise NotApplicable(f"m={problem.m} fills too little of the {GROUP_M} rows of a warpgroup")
     panels = tuple(panel for panel in PANEL if (cols % panel == 0 or panel % cols == 0) and problem.k % panel == 0)
@@ -89,7 +83,7 @@ def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str |
 
 
 def declines(problem: BsrMatmul, machine: Machine) -> bool:
-    return time_of_warpgroups(problem) >= min(time_of_warps(problem), time_of_windows(problem))
+    return time_of_warpgroups(problem) >= time_of_warps(problem)
 
 
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:

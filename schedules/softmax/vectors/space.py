@@ -30,9 +30,8 @@ WARP_ROW, WARP_ROW_ALONE, FEW_ROWS = 512, 128, 128
 # numbers that leaves a thread at most CROWDED_EACH vectors.
 CROWDED, CROWDED_EACH = (192, 256, 384), 4
 # Threads of a multiprocessor among which, by default, reading a logsumexp's long rows of 16 bits overlaps their
-# exponentials; thread blocks that are tried for this; and by how much idle places of a row's last tile may lengthen it,
-# if a thread has two vectors of a tile.
-OVERLAPPING, OVERLAPPED, LENGTHENED = 1536, (256, 320, 384, 512, 640), 1.05
+# exponentials, and the thread blocks that are tried for this.
+OVERLAPPING, OVERLAPPED = 1900, (256, 512)
 # Bytes of a thread block's part of a row: the fewest that are worth a thread block by default, and the most of a
 # logsumexp; and into how many parts a row of one is cut before.
 LEAST_PART, MOST_PART, FEW_PARTS = 16 << 10, 128 << 10, 4
@@ -169,24 +168,17 @@ def _overlapping(problem: RowProblem, machine: Machine) -> list[Decisions]:
     """Points for a logsumexp of many long rows of 16 bits, the best one first.
 
     A multiprocessor computes 16 exponentials a clock, which takes 0.6 of the time in which an H200 reads the elements.
-    Both overlap if there are enough warps in several thread blocks; idle places of a row's last tile cost exponentials.
+    Both overlap if there are enough warps in several thread blocks. A thread has one vector at a time: with two, the
+    idle places of a row's last tile cost exponentials.
     """
     width = vector_width(problem.dtype)
     if problem.operator != "logsumexp" or width < 8 or problem.vocab // width <= CROWDED[-1] * CROWDED_EACH:
         return []
-
-    def lengthened(point: Decisions) -> float:
-        ext = extents(problem, point, "nowhere")
-        return (ext.full_tiles + ext.other_tiles) * ext.tile / ext.part
-
-    points: list[Decisions] = [
-        {"threads": threads, "cluster": 1, "rows": 1, "vectors": vectors}
-        for vectors in (2, 1)
+    return [
+        {"threads": threads, "cluster": 1, "rows": 1, "vectors": 1}
         for threads in OVERLAPPED
         if threads * problem.batch >= OVERLAPPING * machine.cores
     ]
-    even = [point for point in points if point["vectors"] > 1 and lengthened(point) <= LENGTHENED]
-    return even + sorted(points, key=lengthened)
 
 
 def _first(problem: RowProblem, machine: Machine, allowed: Allowed, wanted: Iterable[Decisions]) -> Decisions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import log2
+from math import ceil, log2
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
@@ -21,9 +21,10 @@ ALONE = 256
 # each thread. On an H200 rows of 4,000 to 25,000 words of float32 then took 0.7 to 0.9 times as long as with 256.
 CROWDED, VECTORS_EACH = (128, 320), 16
 # Bytes of a row up to which a tile of 16-bit elements has two vectors a thread by default, rather than four of twice as
-# many elements; and from which the default marks tiles. On an H200 1,903 rows of 5,828 words of float16 took 0.6 times
-# as long with two, unmarked (`scripts/regret.py`, seed 10).
-SMALL_BYTES, MARKED_BYTES = 1 << 15, 100_000
+# many elements, if less than a share of these would be used; and bytes from which the default marks tiles. On an H200
+# 1,903 rows of 5,828 words of float16 took 0.6 times as long with two, unmarked, and 4,096 rows of 8,192 words of
+# bfloat16, of which four vectors leave no place idle, 1.35 times.
+SMALL_BYTES, LEAST_USED, MARKED_BYTES = 1 << 15, 0.8, 100_000
 # 16-byte vectors of a thread's tile: what is worked on at once.
 VECTORS = (1, 2, 3, 4, 5, 6, 8)
 # Tiles in shared memory: one that is worked on and others in flight. The memory's latency times its rate needs about
@@ -151,9 +152,11 @@ def guesses(problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
     marked = crowded and problem.k <= DEFERRED and size >= MARKED_BYTES
     overlap, wanted = int(machine.has_clusters), min(max(each, CROWDED[0]), CROWDED[1]) if crowded else 512
     threads = sorted(THREADS, key=lambda t: abs(log2(t / wanted)))
+    tiles = size / (16 * 4 * threads[0])  # of four vectors a thread
+    idle = crowded and itemsize == 2 and size <= SMALL_BYTES and tiles < LEAST_USED * ceil(tiles)
     return [
         {"threads": t, "vectors": v, "stages": s, "overlap": overlap, "prefetch": 0, "deferred": deferred, "unroll": 0}
-        for v in ((2, 4, 1) if crowded and itemsize == 2 and size <= SMALL_BYTES else (4, 2, 1))
+        for v in ((2, 4, 1) if idle else (4, 2, 1))
         for t in threads
         for s in (2, 1)
         for deferred in ((1, 0) if marked else (0,))

@@ -37,8 +37,6 @@ class Likely(NamedTuple):
 # size takes the entry of the next smaller one; that of 8 is half that of 16.
 WARPS = {8: 36e6, 16: 72e6, 32: 160e6}
 WARPGROUPS = {64: 400e6, 128: 520e6}
-# The same of `block_windows`. It has not been timed: only a search takes it.
-WINDOWS: dict[int, float] = {}
 # Microseconds of their launches, and rows of x from which on warpgroups are filled.
 WARPS_LAUNCH, WARPGROUPS_LAUNCH, MANY_ROWS = 1.7, 5.0, 100
 # Of PyTorch's dense product: operations in a microsecond by the most rows of x, bytes of the weight, and its launch.
@@ -65,13 +63,6 @@ def time_of_warpgroups(problem: BsrMatmul) -> float:
     return WARPGROUPS_LAUNCH + _by_block(WARPGROUPS, problem)
 
 
-def time_of_windows(problem: BsrMatmul) -> float:
-    """About how many microseconds `block_windows` takes; infinite where it is not worth a try."""
-    if problem.m < MANY_ROWS or min(problem.block_shape) < min(WINDOWS, default=sys.maxsize):
-        return math.inf
-    return WARPGROUPS_LAUNCH + _by_block(WINDOWS, problem)
-
-
 def dense_time(problem: BsrMatmul) -> float:
     """About how many microseconds the dense product takes."""
     rate = next(rate for most, rate in DENSE_RATES if problem.m <= most)
@@ -89,8 +80,7 @@ def likely_way(problem: BsrMatmul, machine: Machine) -> Likely:
         return Likely(KERNEL, dispatch.UNCHANGING)
     if machine.kind != "cuda" or not machine.has_warpgroups or numpy_dtype(problem.dtype).itemsize != 2:
         return Likely(KERNEL, f"nothing is known of dense products in {problem.dtype} on {machine.arch}")
-    sparse = min(time_of_warps(problem), time_of_warpgroups(problem), time_of_windows(problem))
-    dense = dense_time(problem)
+    sparse, dense = min(time_of_warps(problem), time_of_warpgroups(problem)), dense_time(problem)
     stored = f"with {1 - problem.sparsity:.0%} of the blocks of {problem.block} stored"
     why = f"for m={problem.m} and {stored} it likely takes {sparse:.1f} us, a dense product {dense:.1f} us"
     return Likely(DENSE if dense < sparse else KERNEL, why)
