@@ -43,7 +43,7 @@ LARGEST_CLUSTER = "TVM_SPARSE_TEST_CLUSTER"
 # The assembler parks a few values outside of the loops if that brings a kernel to the next step of occupancy (32, 40,
 # 48, 64, 96, 128 registers a thread), whatever the block needs: its choice, and no harm. What is beyond are registers
 # that ran out, or an array that is indexed dynamically, and the template's `allowed` has to leave it out.
-PARKED_BYTES = 40
+PARKED_BYTES = 48
 QUICK_BUILD_WORKER = Path(__file__).with_name("quick_build_worker.py")
 # Combinations of decisions that are tried where points of a space are drawn.
 MOST = 50_000
