@@ -25,6 +25,8 @@ from tvm_sparse.formats import bitmap, wta
 from tvm_sparse.runtime import loading
 from tvm_sparse.runtime.dispatch import Dispatcher
 
+pytestmark = pytest.mark.drawn
+
 # What the calls below ask for.
 KEYS = (
     "wta_hash/batch=6,hidden=40,k=8,units=2,bands=60",

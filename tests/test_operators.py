@@ -514,6 +514,7 @@ def test_check_rejects_swapped_indices_missing_nan_and_wrong_infinities() -> Non
 # ---- definitions ---------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("problem", of_each_operator(), ids=case_id)
 def test_definition_agrees_with_the_reference(problem: Problem) -> None:
     function = tvm.compile(tvm.IRModule({"main": problem.definition()}), target="llvm")["main"]

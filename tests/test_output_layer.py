@@ -21,6 +21,8 @@ from tvm_sparse.operators.head_topk.call import KERNEL, PRODUCT
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.drawn
+
 HEADS = (
     "head_topk/batch=5,vocab=301,hidden=40,k=7",
     "head_topk/batch=3,vocab=97,hidden=35,k=97,dtype=float16,bias=1",

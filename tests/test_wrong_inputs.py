@@ -20,6 +20,7 @@ nn = tvm_sparse.nn
 
 # Whatever takes one of these as its first argument, with what else it needs. Parts of a structure have their own names.
 BSR, CSR = ("data", "indices", "indptr"), ("indptr", "indices", "values")
+DENSE = np.eye(8, dtype=np.float32)
 TAKERS: dict[str, tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = {
     "BsrWeight": (tvm_sparse.BsrWeight, {}, BSR),
     "CsrRows": (tvm_sparse.CsrRows, {}, CSR),
@@ -30,6 +31,9 @@ TAKERS: dict[str, tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = 
     "SparseGRU": (tvm_sparse.SparseGRU, {}, ()),
     "LshHead": (tvm_sparse.LshHead, {}, ()),
     "LmHead": (tvm_sparse.LmHead, {}, ()),
+    "QuantizedEmbedding": (tvm_sparse.QuantizedEmbedding, {"scales": DENSE[:, :1]}, ()),
+    "quantize_embedding": (tvm_sparse.quantize_embedding, {}, ()),
+    "ScreenedHead": (tvm_sparse.ScreenedHead, {}, ()),
     "RecurrentStack": (tvm_sparse.RecurrentStack, {"inputs": []}, ()),
     "GradualPruning": (tvm_sparse.GradualPruning, {"schedule": lambda _: None}, ()),
     "BsrLinear": (nn.BsrLinear, {}, BSR),
@@ -43,7 +47,6 @@ TAKERS: dict[str, tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = 
 }
 # Public classes that are not made of such an argument.
 OTHERS = {"Explanation", "Miss", "NHotEmbeddingBag", "SampleDetails"}
-DENSE = np.eye(8, dtype=np.float32)
 
 
 class Frame:

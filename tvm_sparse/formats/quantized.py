@@ -60,6 +60,17 @@ def stored_values(rows: Any, scales: Any, stored: str) -> Any:
     return over.astype(numpy_dtype(stored))
 
 
+def check_dense(name: str, array: Any) -> None:
+    """Check that it is a torch tensor with data and without a sparse layout, or a NumPy array."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        if array.layout is not torch.strided or array.device.type == "meta":
+            what = "meta" if array.device.type == "meta" else str(array.layout)
+            raise ValueError(f"{name}: expected a dense tensor with data, got a {what} one")
+    elif type(array).__module__ != "numpy" or not hasattr(array, "view"):
+        raise TypeError(f"{name}: expected a torch tensor or a NumPy array, got {type(array).__name__}")
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedEmbedding:
     """An output embedding in eight bits, as `quantize_embedding` returns it: row w is `values[w] * scales[w]`.
@@ -85,6 +96,8 @@ class QuantizedEmbedding:
     stored: str = field(init=False)
 
     def __post_init__(self) -> None:
+        check_dense("values", self.values)
+        check_dense("scales", self.scales)
         stored = str(self.values.dtype).removeprefix("torch.")
         if stored not in STORED:
             raise ValueError(f"values: expected {' or '.join(STORED)}, got {stored}")
@@ -175,13 +188,11 @@ def quantize_embedding(embedding: Any, dtype: str = "float8_e4m3fn", group: int 
     TypeError
         If the embedding is neither a torch tensor nor a NumPy array, or `group` is not an integer.
     ValueError
-        For another rank or dtype, a group that does not divide the columns, or a row that is not finite.
+        For a sparse layout, a meta tensor, another rank or dtype, a group that does not divide the columns, or a row
+        that is not finite.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(embedding, torch.Tensor):
-        embedding = embedding.detach()
-    elif type(embedding).__module__ != "numpy":
-        raise TypeError(f"embedding: expected a torch tensor or a NumPy array, got {type(embedding).__name__}")
+    check_dense("embedding", embedding)
+    embedding = embedding.detach() if hasattr(embedding, "detach") else embedding
     if dtype not in STORED:
         raise ValueError(f"dtype: expected {' or '.join(STORED)}, got {dtype!r}")
     if len(embedding.shape) != 2 or 0 in embedding.shape:

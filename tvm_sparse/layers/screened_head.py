@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.given import integer
-from ..formats.quantized import QuantizedEmbedding, quantize_embedding
+from ..formats.quantized import QuantizedEmbedding, check_dense, quantize_embedding
 from ..operators.candidate_logits.call import candidate_logits
 from ..operators.candidate_topk.call import candidate_topk
 from ..operators.compaction.call import compaction
@@ -103,6 +103,7 @@ class ScreenedHead:
     def __init__(self, embedding: torch.Tensor, bias: torch.Tensor | None = None, *, groups: int | None = None) -> None:
         if not isinstance(embedding, torch.Tensor):
             raise TypeError(f"embedding: expected a torch tensor, got {type(embedding).__name__}")
+        check_dense("embedding", embedding)
         self.embedding = embedding.detach().contiguous()
         self.quantized = quantize_embedding(self.embedding, "int8")
         vocab, hidden = self.embedding.shape

@@ -61,7 +61,7 @@ def require_whole_vectors(problem: OutputLayer, eight_bits: bool = False) -> Non
     """NotApplicable unless rows start where loads of 16 bytes may, and for an embedding in eight bits unless the
     template takes `eight_bits`."""
     if (stored := stored_of(problem)) and not eight_bits:
-        raise NotApplicable(f"multiplies no {stored}")
+        raise NotApplicable(f"multiplies no embedding in {stored}")
     if problem.hidden * word_size(problem) % VECTOR:
         dtype = stored or problem.dtype
         raise NotApplicable(f"rows of {problem.hidden} elements of {dtype} do not start on {VECTOR} bytes")
