@@ -6,12 +6,12 @@ and PyTorch alike.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.given import integer
+from ..core.libraries import library
 from ..core.problem import FLOATS, numpy_dtype
 
 # Dtypes of stored values, each with the largest magnitude that is used.
@@ -22,19 +22,9 @@ LEAST_SCALE = 2.0**-126
 AT_ONCE = 1 << 21
 
 
-def _space(array: Any) -> Any:
-    """PyTorch for a tensor, else NumPy."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor):
-        return torch
-    import numpy as np
-
-    return np
-
-
 def as_float32(array: Any) -> Any:
     """Numbers of any floating or stored dtype as float32."""
-    space = _space(array)
+    space = library(array)
     if space.__name__ == "torch":
         return array.to(space.float32)
     return array.astype(space.float32)
@@ -44,7 +34,7 @@ def stored_scales(rows: Any, stored: str, group: int) -> Any:
     """Scales `(rows, columns / group)` of float32 `rows`: the largest magnitude of each group of columns, which the
     largest stored value stands for.
     """
-    space = _space(rows)
+    space = library(rows)
     grouped = abs(rows.reshape(rows.shape[0], -1, group))
     largest = grouped.amax(-1) if space.__name__ == "torch" else grouped.max(-1)
     return (largest / STORED[stored]).clip(LEAST_SCALE, None)
@@ -52,7 +42,7 @@ def stored_scales(rows: Any, stored: str, group: int) -> Any:
 
 def stored_values(rows: Any, scales: Any, stored: str) -> Any:
     """Float32 `rows` over their scales `(rows, groups)`, rounded to nearest even, magnitudes saturated."""
-    space, most = _space(rows), STORED[stored]
+    space, most = library(rows), STORED[stored]
     over = rows.reshape(*scales.shape, -1) / scales[:, :, None]
     over = (space.round(over) if stored == "int8" else over).clip(-most, most).reshape(rows.shape)
     if space.__name__ == "torch":
@@ -62,9 +52,9 @@ def stored_values(rows: Any, scales: Any, stored: str) -> Any:
 
 def check_dense(name: str, array: Any) -> None:
     """Check that it is a torch tensor with data and without a sparse layout, or a NumPy array."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor):
-        if array.layout is not torch.strided or array.device.type == "meta":
+    space = library(array)
+    if space.__name__ == "torch":
+        if array.layout is not space.strided or array.device.type == "meta":
             what = "meta" if array.device.type == "meta" else str(array.layout)
             raise ValueError(f"{name}: expected a dense tensor with data, got a {what} one")
     elif type(array).__module__ != "numpy" or not hasattr(array, "view"):
@@ -113,13 +103,13 @@ class QuantizedEmbedding:
         if str(self.scales.dtype).removeprefix("torch.") != "float32":
             raise ValueError(f"scales: expected float32, got {self.scales.dtype}")
         object.__setattr__(self, "stored", stored)
-        object.__setattr__(self, "octets", self.values.view(_space(self.values).uint8))
+        object.__setattr__(self, "octets", self.values.view(library(self.values).uint8))
         object.__setattr__(self, "factors", self.scales[:, 0] if self.groups == 1 else self.scales)
 
     @classmethod
     def of_octets(cls, octets: Any, scales: Any, stored: str) -> QuantizedEmbedding:
         """The embedding of these `octets` and `scales` or `factors`."""
-        space = _space(octets)
+        space = library(octets)
         dtype = getattr(space, stored) if space.__name__ == "torch" else numpy_dtype(stored)
         return cls(octets.view(dtype), scales.reshape(len(octets), -1))
 
@@ -203,7 +193,7 @@ def quantize_embedding(embedding: Any, dtype: str = "float8_e4m3fn", group: int 
     columns = hidden if group is None else integer("group", group)
     if columns < 1 or hidden % columns:
         raise ValueError(f"group: expected a divisor of the {hidden} columns, got {group}")
-    space = _space(embedding)
+    space = library(embedding)
     if space.__name__ == "torch":
         values = space.empty((vocab, hidden), dtype=getattr(space, dtype), device=embedding.device)
         scales = space.empty((vocab, hidden // columns), dtype=space.float32, device=embedding.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ..core.libraries import library
 from ..core.problem import width as rounded_up
 from ..formats.quantized import QuantizedEmbedding
 from ..operators.candidate_logits.call import candidate_logits
@@ -13,7 +14,7 @@ from ..operators.head_topk.product import float_scores, rows_at_once
 from ..operators.softmax_sample import seeds
 from ..operators.softmax_sample.call import softmax_sample
 from ..operators.softmax_sample.problem import width_of_call
-from ..operators.softmax_topk.shards import library, on_host, taken
+from ..operators.softmax_topk.shards import on_host, taken
 from ..runtime import arrays, custom, dispatch
 from ..runtime.calls import outputs_for, whole_number, without_gradient
 

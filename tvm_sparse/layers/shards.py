@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..operators.softmax_topk.shards import PART, in_order, joined, library
+from ..core.libraries import library
+from ..operators.softmax_topk.shards import PART, in_order, joined
 from ..runtime import arrays, custom
 from ..runtime.calls import check_device, whole_number
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tvm_sparse.core import registry
+from tvm_sparse.core.libraries import library
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import FLOATS, numpy_dtype
 from tvm_sparse.core.problem import width as rounded_up
@@ -390,7 +391,7 @@ def _product(k: int, with_bias: bool, with_ids: bool, normaliser: bool, rounded:
         softmax_topk(logits, k, log=bool(log) or normaliser, temperature=temperature, bias=bias, ids=ids, out=written)
         if sums is not None:
             # Score and log-probability of the best word differ by the normaliser.
-            space, top = shards.library(logits), shards.taken(logits, indices[:, :1])[:, 0]
+            space, top = library(logits), shards.taken(logits, indices[:, :1])[:, 0]
             top = arrays.converted("scores", top, "float32")
             top = top if bias is None else top + bias[indices[:, 0]]
             # The sum of a row without a score above -inf is 0.

@@ -5,10 +5,10 @@ The functions take torch tensors, or NumPy arrays alone, and consist of operatio
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
+from tvm_sparse.core.libraries import library
 from tvm_sparse.formats.bitmap import BITS, bitmap_words
 from tvm_sparse.runtime import arrays
 from tvm_sparse.runtime.arrays import Facts
@@ -16,15 +16,6 @@ from tvm_sparse.runtime.calls import outputs_for, whole_number
 
 # The arrays of a part.
 PART = (("values", "float32"), ("indices", "int64"), ("normaliser", "float32"))
-
-
-def library(array: Any) -> Any:
-    """PyTorch for a tensor, else NumPy."""
-    if arrays.is_torch(array):
-        return sys.modules["torch"]
-    import numpy as np
-
-    return np
 
 
 def taken(array: Any, places: Any) -> Any:
