@@ -170,9 +170,12 @@ def define(
         """Call the operator, with its gradient where one is required. Plain tensors skip PyTorch's layers, which take
         three times as long as a call.
         """
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return Differentiated.apply(*args, keyset)
-        eager = args if torch._C._get_tracing_state() is not None else tuple(map(plain, args))
+        eager = args
+        if torch._C._any_requires_grad(*args):
+            if torch.is_grad_enabled():
+                return Differentiated.apply(*args, keyset)
+            if torch._C._get_tracing_state() is None:
+                eager = tuple(map(plain, args))
         found = repeat.recalled(dispatch.dispatcher.launchers, qualified, eager)
         if found is not None:
             return found
