@@ -309,8 +309,9 @@ def training_times(path: Path, dtype: str) -> None:
             layer = tvm_sparse.nn.BsrLinear.from_dense(linear, block, sparsity)
             errors = _gradient_errors(layer, x, towards)
             line: tuple[Any, ...] = (rows, k, n, block, sparsity)
-            for way in (_events, _graph_events):
-                before, us = way(step(linear)), way(step(layer))
+            graphs = time_cuda({"dense": step(linear), "sparse": step(layer)})
+            replayed = [1e6 * statistics.median(seconds) for _, seconds in graphs.values()]
+            for before, us in ((_events(step(linear)), _events(step(layer))), replayed):
                 line += f"{before:.0f}", f"{us:.0f}", f"{before / us:.2f}"
             line += f"{_events(partial(layer, x)):.0f}", *(f"{error:.2f}" for error in errors)
             print(*line, flush=True)
@@ -353,22 +354,6 @@ def _events(call: Callable[[], Any], calls: int = 20) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / calls * 1e3
-
-
-def _graph_events(call: Callable[[], Any]) -> float:
-    """Microseconds of a call in a CUDA graph."""
-    import torch
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return _events(graph.replay)
 
 
 def family_of(name: str) -> tuple[int, int, int]:
