@@ -312,8 +312,20 @@ def calls_run(keys: Iterable[str], cache: Path, optimised: bool = False) -> Iter
         yield own
 
 
+@contextmanager
+def calls_run_without_gpu(cache: Path) -> Iterator[Dispatcher | None]:
+    """As `calls_run` without a problem, but where PyTorch finds a GPU calls go as they do for users."""
+    import torch
+
+    if torch.cuda.is_available():
+        yield None
+        return
+    with calls_run((), cache) as own:
+        yield own
+
+
 __all__ = [
-    "AWKWARD", "MACHINES", "PARKED_BYTES", "REALISTIC", "SM80", "SM90", "calls_run", "case_id", "cases",
-    "each_with_some", "make", "needs_cuda", "of_each_choice", "of_each_operator", "sampled", "settings_of", "thorough",
-    "use_dispatcher",
+    "AWKWARD", "MACHINES", "PARKED_BYTES", "REALISTIC", "SM80", "SM90", "calls_run", "calls_run_without_gpu",
+    "case_id", "cases", "each_with_some", "make", "needs_cuda", "of_each_choice", "of_each_operator", "sampled",
+    "settings_of", "thorough", "use_dispatcher",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
-from cases import calls_run
+from cases import calls_run_without_gpu
 
 torch = pytest.importorskip("torch")
 
@@ -45,10 +45,7 @@ CALLS: dict[str, tuple[dict[str, Any], bool]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher | None]:
-    if torch.cuda.is_available():
-        yield None
-        return
-    with calls_run((), tmp_path_factory.mktemp("kernels")) as found:
+    with calls_run_without_gpu(tmp_path_factory.mktemp("kernels")) as found:
         yield found
 
 
