@@ -63,7 +63,7 @@ def softmax_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
 
 
 def head_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
-    """Of the exact head: an embedding in eight bits is one argument, of octets and scales."""
+    """The arguments of the exact head, for which octets and scales of an embedding in eight bits are one."""
     parts = {"embedding": (given["embedding"], given["scales"])} if problem.stored else {}
     return {**plainly(problem, given), **parts}
 

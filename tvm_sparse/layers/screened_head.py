@@ -144,7 +144,7 @@ class ScreenedHead:
         k
             1 <= k <= vocab.
         temperature
-            Of the normaliser; the order of words does not depend on it.
+            Scores are divided by it before the normaliser is computed; the order of words does not depend on it.
         normaliser
             Also return the normaliser and the bound of its error. log-probabilities are `values / temperature` less
             the normaliser.

@@ -32,8 +32,8 @@ from ..tiles.sizes import (
 )
 from ..words import OutputLayer, candidates_of, lists_of, most_words, stored_of, writes_scores
 
-# Stages of the ring: more were never faster. Of tokens in eight bits they are a decision: warps need longer to convert
-# a tile, while which memory is to have requests.
+# Stages of the ring: more were never faster with 16-bit numbers. With 8-bit ones the number of stages is a decision:
+# while warps convert a tile, which takes them longer, loads of other tiles are in flight.
 STAGES, EIGHT_BIT_STAGES = 2, (2, 3, 4)
 # Percent of the tiles that thread blocks take as they come to them; the others are dealt out.
 DYNAMIC = (0, 12, 25, 6)

@@ -78,9 +78,9 @@ ODD_GROUPED_ROWS = 512
 # eight rows fit, sixteen read all words twice: at (10, 128256, 8192) in bfloat16 that takes 954 microseconds, and the
 # product 495.
 REGISTER_BYTES, DIVIDED_BYTES, SHARED_BYTES = 128 * 1024, 256 * 1024, 200 * 1024
-# Rows up to which a kernel reads an embedding in eight bits, of up to so many columns: sixteen rows at a time. Beyond
-# them the embedding is converted in parts, each read three times, for PyTorch's product. The columns are divided among
-# warps by steps of a cache line of 16-bit numbers, and each warp must have some.
+# A kernel reads an embedding in eight bits for at most STORED_ROWS rows, sixteen of them at a time, and at most
+# STORED_COLUMNS columns. Otherwise the embedding is converted in parts, each read three times, for PyTorch's product.
+# The kernel's WARPS divide the columns in steps of STEP, a cache line of 16-bit numbers, and each warp must have some.
 STORED_ROWS, STORED_COLUMNS, WARPS, STEP = 48, 5120, 8, 64
 # Vectors of which a hidden state must be a whole number, and the largest k, for kernels with tensor cores. Kernels
 # without them take 2.5 times as long as the product at (1, 50257, 1001) in bfloat16, and 4.6 times with eight rows.
