@@ -104,7 +104,8 @@ def edits_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
         f"{name}_penalty": given.get(many if problem.per_row else name, 1.0 if name == "repetition" else 0.0)
         for name, many in PENALTIES.items()
     }
-    return {**given, **penalties}
+    cap = {"soft_cap": given["cap"]} if problem.capped else {}
+    return {**given, **penalties, **cap}
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ CASES: dict[str, Case] = {
             **dict.fromkeys(("seen_ids", "generated"), {"penalties": 1}),
             **dict.fromkeys((f"{name}_penalty" for name in PENALTIES), {"penalties": 1, "per_row": 1}),
         },
-        numbers=dict.fromkeys((f"{name}_penalty" for name in PENALTIES), {"penalties": 1}),
+        numbers=dict.fromkeys((f"{name}_penalty" for name in PENALTIES), {"penalties": 1}) | {"soft_cap": {"capped": 1}},
     ),
     "wta_hash": Case("wta_hash/batch=6,hidden=40,k=8,units=2,bands=60", {"batch": 4}),
     "lsh_lookup": Case(
