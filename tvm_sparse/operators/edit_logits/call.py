@@ -122,7 +122,7 @@ def edit_logits(
     own = [type(one) not in (float, int) and bool(getattr(one, "shape", ())) for one in given]
     penalties = [one if array else _number(f"{name}_penalty", one) for name, one, array in zip(PENALTIES, given, own, strict=True)]
     plain = seen_ids is not None and (generated is None or any(own) is not all(own))  # arrays are made for the kernel
-    cap = None if soft_cap is None else _number("soft_cap", soft_cap)
+    cap = None if soft_cap is None else soft_cap_of(soft_cap)
     words = (bias_ids, bias_values, seen_ids, generated, *(penalties if seen_ids is not None else (None,) * 3), cap)
     if not plain:
         if out is logits:
@@ -210,6 +210,11 @@ def edit_logits(
         else:
             run(kept, "edit_logits", function, (ready, 1, *kernel), (flat,), single=True)
     return out if out is not None else arrays.returned(result, logits)
+
+
+def soft_cap_of(value: Any) -> float:
+    """A soft cap, checked."""
+    return _number("soft_cap", value)
 
 
 def _number(name: str, value: Any) -> float:
