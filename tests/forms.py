@@ -193,7 +193,8 @@ CASES: dict[str, Case] = {
             **dict.fromkeys(("seen_ids", "generated"), {"penalties": 1}),
             **dict.fromkeys((f"{name}_penalty" for name in PENALTIES), {"penalties": 1, "per_row": 1}),
         },
-        numbers=dict.fromkeys((f"{name}_penalty" for name in PENALTIES), {"penalties": 1}) | {"soft_cap": {"capped": 1}},
+        numbers={"soft_cap": {"capped": 1}}
+        | dict.fromkeys((f"{name}_penalty" for name in PENALTIES), {"penalties": 1}),
     ),
     "wta_hash": Case("wta_hash/batch=6,hidden=40,k=8,units=2,bands=60", {"batch": 4}),
     "lsh_lookup": Case(

@@ -86,8 +86,7 @@ def copy_slice(threads: int) -> Callable[..., Any]:
     @T.inline
     def phase(io, row, t, first, end):
         for i in T.serial((end - first - t + (threads - 1)) // threads):
-            io.edited[row, first + i * threads + t] = soft_capped(
-                io, io.logits[row, first + i * threads + t])
+            io.edited[row, first + i * threads + t] = soft_capped(io, io.logits[row, first + i * threads + t])
 
     return phase
 

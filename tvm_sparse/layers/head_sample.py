@@ -96,8 +96,8 @@ def head_sample(
     -----
     If one number is the temperature of all rows, and another is a top_k of at most 256, `head_topk` finds the top_k
     best words with their log-probabilities, and the draw reads these alone: on a GPU no other scores reach memory with
-    up to 64 or 128 rows. The same holds for a greedy draw. In all other cases float32 scores of a chunk of rows
-    are written, up to 240 MB on a GPU and 120 MB on a CPU, from which `softmax_sample` draws.
+    up to 64 or 128 rows without a soft cap. The same holds for a greedy draw. In all other cases float32 scores of a
+    chunk of rows are written, up to 240 MB on a GPU and 120 MB on a CPU, from which `softmax_sample` draws.
 
     When not to use it: if the scores of a row are changed one by one before the draw.
 

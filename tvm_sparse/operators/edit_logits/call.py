@@ -100,8 +100,8 @@ def edit_logits(
     TypeError
         If an argument is neither an array nor, for penalties, a number.
     ValueError
-        For another shape, dtype or device, a penalty that is not finite, a repetition penalty or soft cap of
-        0 or less, `bias_values` without `bias_ids` or the reverse, `generated` without `seen_ids`, an `out` that does not fit, or
+        For another shape, dtype or device, a penalty that is not finite, a repetition penalty or soft cap of 0 or less,
+        `bias_values` without `bias_ids` or the reverse, `generated` without `seen_ids`, an `out` that does not fit, or
         logits to edit in place that are not contiguous, or not aligned to 16 bytes on a GPU. Values in arrays are not
         looked at.
     RuntimeError
@@ -120,7 +120,10 @@ def edit_logits(
     """
     given = [repetition_penalty, presence_penalty, frequency_penalty]
     own = [type(one) not in (float, int) and bool(getattr(one, "shape", ())) for one in given]
-    penalties = [one if array else _number(f"{name}_penalty", one) for name, one, array in zip(PENALTIES, given, own, strict=True)]
+    penalties = [
+        one if array else _number(f"{name}_penalty", one)
+        for name, one, array in zip(PENALTIES, given, own, strict=True)
+    ]
     plain = seen_ids is not None and (generated is None or any(own) is not all(own))  # arrays are made for the kernel
     cap = None if soft_cap is None else soft_cap_of(soft_cap)
     words = (bias_ids, bias_values, seen_ids, generated, *(penalties if seen_ids is not None else (None,) * 3), cap)

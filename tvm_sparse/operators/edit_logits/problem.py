@@ -65,7 +65,12 @@ class EditLogits(Problem):
     data_axes: ClassVar[tuple[str, ...]] = ("words",)
     counted: ClassVar[tuple[str, ...]] = ("biased", "seen")
     inputs: ClassVar[tuple[Argument, ...]] = (
-        Argument("logits", ("batch", "vocab"), "dtype", "Unnormalised scores, row-major; not read if copied and capped are 0."),
+        Argument(
+            "logits",
+            ("batch", "vocab"),
+            "dtype",
+            "Unnormalised scores, row-major; not read if copied and capped are 0.",
+        ),
         Argument("copied", (), "int32", "1: all words are copied first; 0: edited is the array of the logits."),
         Argument("bias_ids", ("batch", "biased"), "int32", "Words with a bias, each once in a row; -1: none.", "bias"),
         Argument("bias_values", ("batch", "biased"), "float32", "Biases of these words.", when="bias"),
@@ -140,7 +145,7 @@ class EditLogits(Problem):
         return dataclasses.replace(self, words=words)
 
     def definition(self) -> tirx.PrimFunc:
-        """One row after another: all words are copied or capped, then biases are added, then penalties are taken off."""
+        """One row after another: words are copied or capped, then biases are added, then penalties are taken off."""
         from tvm.script import tirx as T
 
         from tvm_sparse.core.arguments import function
@@ -270,7 +275,10 @@ class EditLogits(Problem):
             given = dict(zip((argument.name for argument in self.kernel_inputs), inputs, strict=True))
             words = sum(int((given[name] >= 0).sum()) for name in ("bias_ids", "seen_ids") if name in given)
         copied = 2 * self.batch * self.vocab * numpy_dtype(self.dtype).itemsize
-        return Cost(copied + 8 * (seen + biased) + 64 * words + 12 * self.batch * self.per_row, 6 * seen + biased + 4 * self.batch * self.vocab * self.capped)
+        return Cost(
+            copied + 8 * (seen + biased) + 64 * words + 12 * self.batch * self.per_row,
+            6 * seen + biased + 4 * self.batch * self.vocab * self.capped,
+        )
 
 
 def places(count: int) -> int:

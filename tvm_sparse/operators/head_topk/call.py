@@ -179,15 +179,16 @@ def head_topk(
     faster: by the record of the problem (`tvm-sparse bench --record`), or, without one, on a GPU with more rows than
     the kernel reads the embedding once for (docs/limits.md has a table), with k above 256, and if a row is not a whole
     number of 16-byte vectors. Its scores are float32, too, unless `rounded`. `explain` says which way a call takes.
+    With a `soft_cap` it is always that product, whose scores are capped where they are.
 
     When not to use it: if the logits are needed afterwards.
 
     Source: Shi, Xu & Knight 2018, equations 1 and 2 (the full softmax that their head avoids); Milakov & Gimelshein
     2018, "Online normalizer calculation for softmax", Algorithm 4.
     """
-    cap = None if soft_cap is None else soft_cap_of(soft_cap)
+    soft = () if soft_cap is None else (soft_cap_of(soft_cap),)
     if shard is not None:
-        if cap is not None:
+        if soft:
             raise ValueError("soft_cap: not with a shard; cap the scores by edit_logits, and pass them to softmax_topk")
         options: dict[str, Any] = {"temperature": temperature, "constant": constant, "rounded": bool(rounded)}
         return _part(hidden, embedding, k, shard, log, bias, ids, out, **options)
@@ -197,13 +198,13 @@ def head_topk(
         words, scales, stored = embedding.octets, embedding.factors, embedding.stored
     elif type(embedding) is not type(hidden):
         embedding = words = without_gradient(embedding)
-    if cap is not None:
-        hidden, bias, ids = (None if one is None else shards.on_host("hidden", one) for one in (hidden, bias, ids))
-        words = shards.on_host("embedding", words)
+    if soft:
+        named = (("hidden", hidden), ("embedding", words), ("bias", bias), ("ids", ids))
+        hidden, words, bias, ids = (shards.on_host(name, one) for name, one in named)
         embedding = words if scales is None else embedding
     if type(k) is int:
-        what = ("head_topk", k, bool(normaliser), bool(rounded), stored)
-        found = repeat.again(dispatcher.launchers, what, (hidden, words, *scalars, bias, ids, scales, cap), out)
+        what = ("head_topk", k, bool(normaliser), bool(rounded), stored, len(soft))
+        found = repeat.again(dispatcher.launchers, what, (hidden, words, *scalars, bias, ids, scales, *soft), out)
         if found is not None:
             return found
 
@@ -238,27 +239,28 @@ def head_topk(
     most = rows_at_once(vocab, width, known.device)
     if batch > most:
         options = {"log": log, "temperature": temperature, "bias": row, "normaliser": normaliser}
-        options |= {"constant": constant, "rounded": rounded, "soft_cap": cap}
+        options |= {"constant": constant, "rounded": rounded, "soft_cap": soft_cap}
         by_parts(
             lambda given, into: head_topk(given[0], embedding, k, ids=given[1], out=tuple(into), **options),
             *(batch, most, (hidden, asked), outputs),
         )
     if not batch or batch > most:
         return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
-    launchers, what = dispatcher.launchers, ("head_topk", k, bool(normaliser), bool(rounded), stored)
+    launchers, what = dispatcher.launchers, ("head_topk", k, bool(normaliser), bool(rounded), stored, len(soft))
     # No kernel accepts an empty array.
     asked, written = (asked, outputs) if n or ids is None else (None, outputs[:-1])
     ready = arrays.ready("hidden", hidden, known), arrays.ready("embedding", words, theirs)
     if scales is not None:
         scales = arrays.ready("embedding (scales)", scales, arrays.facts("embedding (scales)", scales))
-    arguments = (*ready, *scalars, row, asked, scales, cap)
+    arguments = (*ready, *scalars, row, asked, scales, *soft)
     axes = (batch, vocab, width, k, known.dtype, int(bias is not None), n, stored)
-    if cap is not None or stored and embedding.groups > 1:
+    if soft or stored and embedding.groups > 1:
         by_product = True
     else:
         by_product = arrays.is_torch(hidden) and arrays.is_torch(words) and way(axes, known) == PRODUCT
     if by_product:
-        function = _product(k, row is not None, asked is not None, normaliser, rounded and not stored, stored, cap is not None)
+        as_product = rounded and arrays.is_torch(hidden) and not stored
+        function = _product(k, row is not None, asked is not None, normaliser, as_product, stored, bool(soft))
         if arrays.is_torch(hidden):
             run(launchers, what, function, arguments, written)
         else:
@@ -385,9 +387,11 @@ def grouped_rows(problem: HeadTopk) -> int:
     return MANY_GROUPED_ROWS if problem.vocab >= MANY_WORDS else GROUPED_ROWS
 
 
-def _product(k: int, with_bias: bool, with_ids: bool, normaliser: bool, rounded: bool, stored: str, capped: bool) -> Any:
+def _product(
+    k: int, with_bias: bool, with_ids: bool, normaliser: bool, rounded: bool, stored: str, capped: bool
+) -> Any:
     """The function that replaces the kernel where a product that writes scores, and `softmax_topk`, are faster, or
-    where no kernel has such scales.
+    where no kernel has such scales, or a soft cap.
     """
     multiply = rounded_scores if rounded else all_scores
 

@@ -8,9 +8,8 @@ from typing import Any
 from tvm_sparse.core import registry
 from tvm_sparse.core.libraries import library
 from tvm_sparse.formats.quantized import AT_ONCE, QuantizedEmbedding, as_float32
-from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime import arrays, dispatch
 from tvm_sparse.runtime.calls import most_rows
-from tvm_sparse.runtime.dispatch import dispatcher
 
 # Bytes of the float32 scores of all words that a call holds at once, by device: with the workspaces of the kernels that
 # read them, less than 256 MB. On a CPU a whole chunk and the rest of the rows have a workspace each.
@@ -61,7 +60,7 @@ def all_scores(hidden: Any, embedding: Any) -> Any:
     """`hidden @ embedding.T` in float32: by PyTorch's product, or, where there is none or it depends on the batch, by a
     kernel.
     """
-    space, invariant = library(hidden), dispatcher.batch_invariant
+    space, invariant = library(hidden), dispatch.dispatcher.batch_invariant
     if isinstance(embedding, QuantizedEmbedding):
         rows = [hidden[row : row + 1] for row in range(len(hidden))] if invariant else [hidden]
         found = [float_scores(some, embedding) for some in rows]
