@@ -213,10 +213,10 @@ def test_draws_of_a_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = drawn((3, WIDE), "bfloat16", 1)
     embedding = quantize_embedding(drawn((VOCAB, WIDE), "bfloat16"))
     monkeypatch.setattr(dispatch.dispatcher, "batch_invariant", True)
-    from tvm_sparse.layers.head_sample import _scores
+    from tvm_sparse.operators.head_topk.product import all_scores
 
-    together = _scores(hidden, embedding)
-    assert all(torch.equal(_scores(hidden[i : i + 1], embedding)[0], together[i]) for i in range(3))
+    together = all_scores(hidden, embedding)
+    assert all(torch.equal(all_scores(hidden[i : i + 1], embedding)[0], together[i]) for i in range(3))
 
 
 def test_graphs_contain_quantised_heads() -> None:
