@@ -41,8 +41,7 @@ import tvm_sparse
 from tvm_sparse.bench.timing import time_cpu, time_cuda
 from tvm_sparse.cli.common import Target, errors, machine_here
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.problem import Problem
-from tvm_sparse.layers.recurrent import BATCH, launches
+from tvm_sparse.layers.recurrent import BATCH
 from tvm_sparse.layers.recurrent_dense import (
     DENSITIES,
     NEVER,
@@ -52,7 +51,7 @@ from tvm_sparse.layers.recurrent_dense import (
     persistent,
 )
 from tvm_sparse.layers.recurrent_stack import MODULES
-from tvm_sparse.layers.recurrent_weights import Weights, launch_problem, prepared
+from tvm_sparse.layers.recurrent_weights import Weights, prepared
 from tvm_sparse.operators.bsr_matmul.dense import DENSE
 from tvm_sparse.operators.sparse_recurrent.problem import GATES
 from tvm_sparse.runtime.dispatch import dispatcher
@@ -111,10 +110,9 @@ def weights_of(one: Layer, seed: int) -> Weights:
     return prepared(scipy.sparse.csr_array(values), GATES[one.cell], DTYPE, "auto", "banks")
 
 
-def problems_of(one: Layer, weights: Weights, steps: int) -> list[Problem]:
-    """The problems of all launches of the sparse way."""
-    shapes = [shape for batch in one.batches for shape in launches(steps, batch, one.hidden)]
-    return [launch_problem(weights, *shape, one.cell) for shape in dict.fromkeys(shapes)]
+def layer_of(one: Layer, weights: Weights) -> Any:
+    """Our layer with prepared weights."""
+    return layer(Case(one.hidden, cell=one.cell), weights, torch.zeros(one.hidden))
 
 
 def seconds_of(calls: Mapping[str, Any], where: Machine, rounds: int) -> dict[str, float]:
@@ -131,8 +129,9 @@ def seconds_of(calls: Mapping[str, Any], where: Machine, rounds: int) -> dict[st
 
 
 @torch.no_grad()
-def measured(one: Layer, weights: Weights, steps: int, where: Machine, rounds: int, seed: int) -> list[dict[str, Any]]:
+def measured(one: Layer, made: Any, steps: int, where: Machine, rounds: int, seed: int) -> list[dict[str, Any]]:
     """A line for each batch."""
+    weights = made.weights
     generator = torch.Generator(where.device).manual_seed(seed)
     rows, hidden, half, other = (
         GATES[one.cell] * one.hidden,
@@ -145,7 +144,6 @@ def measured(one: Layer, weights: Weights, steps: int, where: Machine, rounds: i
         return torch.randn(shape, generator=generator, device=where.device).mul_(size).to(half)
 
     weight_ih, bias = normal(rows, hidden, size=0.7 / hidden**0.5), normal(rows, size=0.1)
-    made = layer(Case(hidden, cell=one.cell), weights, torch.zeros(hidden))
     stack = tvm_sparse.RecurrentStack([made], [(weight_ih, bias)])
     mode = {"tanh": "RNN_TANH", "relu": "RNN_RELU", "lstm": "LSTM", "gru": "GRU"}[one.cell]
     module = MODULES[mode](hidden, hidden, device=where.device, dtype=half)
@@ -185,7 +183,7 @@ def measured(one: Layer, weights: Weights, steps: int, where: Machine, rounds: i
         }  # fmt: skip
         line |= {name: found[name] * 1e6 for name in (SPARSE, WAY, MODULE, OTHER) if name in found}
         if not hopeless:
-            problem = launch_problem(weights, *launches(steps, batch, hidden)[0], one.cell)
+            problem = next(iter(made.problems(steps, batch, target=where.device).values()))
             line["kernel"] = str(dispatcher.explain(problem, where).candidate)
         chosen = line[WAY] if line["way"] == DENSE else line[SPARSE]
         if chosen and line[WAY] and line[MODULE]:
@@ -283,14 +281,19 @@ def main(
                         future.cancel()
                     left += len(part)
                     continue
-                ours = [(one, future.result()) for one, future in part]
-                problems = [problem for one, weights in ours for problem in problems_of(one, weights, steps)]
+                ours = [(one, layer_of(one, future.result())) for one, future in part]
+                problems = [
+                    problem
+                    for one, made in ours
+                    for batch in one.batches
+                    for problem in made.problems(steps, batch, target=target).values()
+                ]
                 with ready(problems, where):
-                    for one, weights in ours:
+                    for one, made in ours:
                         if time.monotonic() > ends:
                             left += 1
                             continue
-                        found[one] = measured(one, weights, steps, where, rounds, seed)
+                        found[one] = measured(one, made, steps, where, rounds, seed)
                         for line in found[one]:
                             report.add(**line)
         lines = [line for of_layer in found.values() for line in of_layer]
