@@ -77,8 +77,9 @@ def prepared(matrix: Any, gates: int, dtype: str | None, form: str, order: str) 
 
 
 def fits_as_blocks(weights: RecurrentWeights) -> bool:
-    """Whether the weight as blocks, of which a random pattern fills all, takes no more than `FEW_BYTES`."""
-    return weights.gates * weights.hidden**2 * numpy_dtype(weights.dtype).itemsize <= FEW_BYTES
+    """Whether the weight takes no more than `FEW_BYTES` as blocks, all of which a random pattern fills."""
+    values = tiles_of(weights.hidden, weights.gates) * ROWS * weights.hidden
+    return values * numpy_dtype(weights.dtype).itemsize <= FEW_BYTES
 
 
 def as_blocks(weights: RecurrentWeights) -> BlockRecurrentWeights:

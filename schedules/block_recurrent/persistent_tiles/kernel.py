@@ -13,6 +13,7 @@ in each pass of each step
     restore         the states of the pass, if there are several passes    (`step`)
     load_inputs     what the next one needs
     stage           the states before the step, from all thread blocks     (`recurrent.exchange`)
+    fetch           those of the next pass, if there are several passes
     multiply_tiles  products of weights and states, a part by each warp    (`step`)
     a barrier of the thread block
     finish          the parts' sums, gates; the state after the step, to all thread blocks
@@ -31,7 +32,7 @@ from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 
 from ...device.words import held_address, value_in
 from ...interface import gpu_program
-from ...recurrent.exchange import collect, element_bits, find_source, mark, put, stage
+from ...recurrent.exchange import collect, element_bits, fetch, find_source, mark, put, stage
 from ...recurrent.sizes import WIDEST
 from .space import SAMPLES, Extents
 from .state import State
@@ -88,7 +89,11 @@ def kernel_body(e: Extents) -> Phase:
     deal, load, ready, first_states = take_tiles(e), load_weights(e), mark(e), begin(e)
     take, inputs, multiply, end = take_inputs(e), load_inputs(e), multiply_tiles(e), finish(e)
     find, bring_back, keep = find_source(e), restore(e), save(e)
-    copy = stage(e, e.vectors, lambda number: number // e.pitch * e.copy_pitch + number % e.pitch, guarded=False)
+    ahead = e.passes > 1 and e.stages > 0
+    fetch_ahead = fetch(e, e.vectors)
+    copy = stage(
+        e, e.vectors, lambda number: number // e.pitch * e.copy_pitch + number % e.pitch, guarded=False,
+        prefetched=ahead)
 
     @T.inline
     def one_step(s, io, step):
@@ -116,6 +121,10 @@ def kernel_body(e: Extents) -> Phase:
         find(s, io, step, s.first[0])
         if e.stages > 0:
             copy(s)
+        if ahead:
+            if following < io.steps:
+                find(s, io, following, s.next_first[0])
+                fetch_ahead(s, s.t)
         half: T.int32 = turn % e.halves
         multiply(s, io, half)
         T.cuda.cta_sync()
@@ -143,6 +152,9 @@ def kernel_body(e: Extents) -> Phase:
             s.first[0] = 0
             s.next_first[0] = 0
         inputs(s, io, 0)
+        if ahead:
+            find(s, io, 0, 0)
+            fetch_ahead(s, s.t)
         if e.passes > 1:
             for turn in T.serial(io.steps * e.passes):
                 one_pass(s, io, turn)

@@ -219,7 +219,7 @@ class Extents:
             + self.fetched * self.fragments * 4
             + (self.fragments if self.resets else 0)
             + self.fragments * 5
-            + (self.loads * 4 if self.stages else 0) // 2
+            + (self.loads * 4 if self.stages else 0) // (1 if self.passes > 1 else 2)
             + self.items * (2 * self.gates + 6 + 2 * self.resets + self.ragged)
         )
 
