@@ -32,25 +32,25 @@ DENSITIES = (0.02, 0.1, 0.3, 1.0)
 NEVER = 512
 LEAST_BATCH: dict[tuple[str, bool], dict[int, tuple[int, int, int, int]]] = {
     ("rnn", True): {
-        128: (NEVER, NEVER, NEVER, NEVER),
-        1024: (NEVER, NEVER, NEVER, NEVER),
+        512: (NEVER, NEVER, NEVER, NEVER),
+        1024: (NEVER, 33, 33, 33),
     },
     ("rnn", False): {
-        1024: (97, 49, 33, 33),
-        2048: (97, 33, 33, 17),
+        1024: (NEVER, 33, 33, 33),
+        2048: (NEVER, 33, 33, 33),
     },
     ("lstm", True): {
         256: (NEVER, NEVER, NEVER, NEVER),
-        512: (49, 32, 32, 32),
-        1024: (17, 8, 8, 8),
+        512: (NEVER, 32, 32, 32),
+        1024: (NEVER, 8, 8, 8),
     },
     ("lstm", False): {
-        1024: (97, 33, 33, 33),
-        2048: (97, 33, 17, 17),
+        1024: (NEVER, 33, 33, 33),
+        2048: (NEVER, 33, 33, 33),
     },
     ("gru", False): {
-        1024: (97, 33, 33, 33),
-        2048: (97, 33, 17, 17),
+        1024: (NEVER, 33, 33, 33),
+        2048: (NEVER, 33, 33, 33),
     },
 }
 
