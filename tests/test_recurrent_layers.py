@@ -378,7 +378,7 @@ def test_calls_are_explained(target: str) -> None:
 
 
 def test_many_sequences_are_one_launch_on_tensor_cores() -> None:
-    """Of entries, too, if their blocks stay on the chip; not in float32, and not where the batch must not count."""
+    """Entries are laid out as blocks, if these stay on the chip; not in float32, nor where the batch must not count."""
     dense, few = torch.randn(4 * 64, 64), tvm_sparse.SparseRNN(np.eye(4096, dtype=np.float16))
     layer = tvm_sparse.SparseLSTM(dense, density=0.1, dtype="float16")
     found = layer.explain(7, 40, target="h200")

@@ -245,7 +245,7 @@ def likely_points(problem: BlockRecurrent, machine: Machine, table: Table) -> It
 
     The fewest passes of at most 16 samples; the fewest tiles a block; enough warps that each has few rounds; weights in
     registers as far as these reach; no copy of the states where a block has one tile, and this needs less than half of
-    them (as measured on an H200: 441 us for 650 with a dense weight, 395 for 445 with a tenth of it).
+    them (as measured on an H200: 441 us instead of 650 with a dense weight, 395 instead of 445 with a tenth of it).
     """
     staged = problem.typical_groups * 2 >= problem.across
     wanted = [n for n in table["threads"] if rounds_of(problem, n) <= ROUNDS and 128 <= n <= 512]

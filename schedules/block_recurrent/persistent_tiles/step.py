@@ -44,8 +44,8 @@ def stores(e: Extents, s: Any, j: Any) -> tirx.PrimExpr:
 
 
 def sends(e: Extents, s: Any, j: Any) -> tirx.PrimExpr:
-    """Whether the thread stores the states of its j-th item and of the units next to it in the exchange. Of several
-    passes this includes samples beyond the batch, since all of a pass are waited for.
+    """Whether the thread stores the states of its j-th item and of the units next to it in the exchange. If there are
+    several passes, samples beyond the batch are sent too, since all samples of a pass are waited for.
     """
     if e.passes == 1:
         return stores(e, s, j)
