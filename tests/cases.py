@@ -20,6 +20,7 @@ from typing import Any
 
 import core_only
 import pytest
+import quick_build_worker
 
 from tvm_sparse.artifacts.compile import Compiled, compile_candidate, target_of
 from tvm_sparse.core import registry, spaces
@@ -44,7 +45,6 @@ LARGEST_CLUSTER = "TVM_SPARSE_TEST_CLUSTER"
 # 48, 64, 96, 128 registers a thread), whatever the block needs: its choice, and no harm. What is beyond are registers
 # that ran out, or an array that is indexed dynamically, and the template's `allowed` has to leave it out.
 PARKED_BYTES = 48
-QUICK_BUILD_WORKER = Path(__file__).with_name("quick_build_worker.py")
 # Combinations of decisions that are tried where points of a space are drawn.
 MOST = 50_000
 
@@ -297,12 +297,13 @@ def calls_run(keys: Iterable[str], cache: Path, optimised: bool = False) -> Iter
     """The public functions run the fallbacks of these problems on the CPU, built side by side, and nothing else.
 
     Most libraries are not optimised, which takes most of a build: these tests are about calls. Those of templates run
-    what users have, and `optimised` is for tests that call often.
+    what users have, and `optimised` is for tests that call often. Libraries of programs that an earlier run had too are
+    copied (`quick_build_worker`).
     """
     own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
     with pytest.MonkeyPatch.context() as patch:
-        if not optimised:
-            patch.setattr(building, "BUILD_WORKER", (sys.executable, str(QUICK_BUILD_WORKER)))
+        how = (quick_build_worker.OPTIMISED,) if optimised else ()
+        patch.setattr(building, "BUILD_WORKER", (sys.executable, quick_build_worker.__file__, *how))
         # The processes that compile start sooner without PyTorch, which TVM imports wherever it is.
         (hidden := cache / "without_torch").mkdir(parents=True)
         patch.setenv("PYTHONPATH", core_only.environment(hidden, absent=("torch",))["PYTHONPATH"])

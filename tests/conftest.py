@@ -24,6 +24,7 @@ from pathlib import Path
 import core_only
 import platformdirs
 import pytest
+import quick_build_worker
 
 from tvm_sparse.core import machine
 
@@ -45,6 +46,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 DRAW = "TVM_SPARSE_TEST_DRAW"  # the seed by which a run's processes draw cases
 # Kernels for the emulator, compiled by g++ in this or earlier runs.
 EMULATED = platformdirs.user_cache_path("tvm_sparse", appauthor=False) / "emulated"
+LIBRARIES = EMULATED.with_name("tested")  # of kernels that calls run, likewise
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -101,19 +103,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Keep objects that exist now out of later collections of garbage: they stay until the end.
 
-    Kernels that tests emulate are compiled once, by whichever run needs them first; an object file that no run needed
+    Kernels that tests emulate or call are compiled once, by whichever run needs them first; a file that no run needed
     for a month is removed.
     """
     gc.freeze()
-    if emulation := sys.modules.get("tvm_sparse.emulation"):  # which imports the compiler, and is not always needed
-        for file in EMULATED.glob("*.o"):
-            with contextlib.suppress(FileNotFoundError):
-                if file.stat().st_mtime < time.time() - 30 * 86400:
-                    file.unlink()
-        with contextlib.suppress(OSError):  # a home that is not to be written to
-            EMULATED.mkdir(parents=True, exist_ok=True)
-        if os.access(EMULATED, os.W_OK):
-            emulation.keep_objects(EMULATED)
+    # It imports the compiler, and is not always needed.
+    if (emulation := sys.modules.get("tvm_sparse.emulation")) and may_keep(EMULATED):
+        emulation.keep_objects(EMULATED)
+    if may_keep(LIBRARIES):
+        os.environ[quick_build_worker.KEPT] = str(LIBRARIES)
+
+
+def may_keep(folder: Path) -> bool:
+    """Whether files may be written to a folder that runs share, from which old ones are removed."""
+    for file in folder.glob("*.*o"):
+        with contextlib.suppress(FileNotFoundError):
+            if file.stat().st_mtime < time.time() - 30 * 86400:
+                file.unlink()
+    with contextlib.suppress(OSError):  # a home that is not to be written to
+        folder.mkdir(parents=True, exist_ok=True)
+    return os.access(folder, os.W_OK)
 
 
 def shares_a_fixture(item: pytest.Item) -> bool:

@@ -1,13 +1,27 @@
-"""The build worker, but for machine code of CPUs that is not optimised: `cases.calls_run` uses it."""
+"""The build worker of `cases.calls_run`: machine code of CPUs is not optimised unless asked for, and is kept.
+
+A library that this or an earlier run has built of the same program is copied; the program itself is built anew, so a
+change of a template shows. A library is named after the program's text, the target and the compiler.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
+import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
-from tvm_sparse.artifacts import compile
+from tvm_sparse.artifacts import compile, manifest
+from tvm_sparse.core import scratch
 from tvm_sparse.workers import building
 from tvm_sparse.workers.absent import without
 from tvm_sparse.workers.serving import serve
+
+KEPT = "TVM_SPARSE_TEST_LIBRARIES"  # the folder of libraries that runs share
+OPTIMISED = "optimised"  # the argument that asks for machine code as users have it
 
 optimised = compile.target_of
 
@@ -17,7 +31,48 @@ def target_of(machine: Any, **how: Any) -> Any:
     return type(target)({**target.export(), "opt-level": 0}) if machine.kind == "llvm" else target
 
 
+class Module:
+    """A module of the compiler, of which the linked library is kept."""
+
+    def __init__(self, program: Any, kept: Path, made: Any) -> None:
+        self.program, self.kept, self.made = program, kept, made
+
+    def export_library(self, path: str, **how: Any) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(self.kept, path)
+            os.utime(self.kept)
+            return
+        self.made().mod.export_library(path, **how)
+        with scratch.written(self.kept) as unfinished:
+            shutil.copyfile(path, unfinished)
+
+
+class Compiled:
+    def __init__(self, module: Module) -> None:
+        self.mod = module
+
+
+def keep_libraries(folder: Path) -> None:
+    import tvm
+
+    compiled = tvm.compile
+
+    def compile_once(program: Any, *, target: Any, tir_pipeline: str) -> Any:
+        # What else a library depends on: versions of the compiler, and how it is linked.
+        parts = [program.script(show_meta=True), str(target), tir_pipeline, str(sorted(manifest.versions().items()))]
+        parts.append(Path(compile.__file__).read_text())
+        name = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        return Compiled(
+            Module(program, folder / f"{name}.so", lambda: compiled(program, target=target, tir_pipeline=tir_pipeline))
+        )
+
+    tvm.compile = compile_once
+
+
 if __name__ == "__main__":
-    compile.target_of = target_of
+    if OPTIMISED not in sys.argv:
+        compile.target_of = target_of
     with without("torch", "tvm.runtime.disco"):
+        if folder := os.environ.get(KEPT):
+            keep_libraries(Path(folder))
         serve(building.handle)
