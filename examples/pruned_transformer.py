@@ -115,6 +115,10 @@ def split(texts: Iterator[tuple[str, str]], most: int) -> dict[str, bytes]:
         sizes = np.cumsum([len(some[i]) for i in order])
         count = int((sizes <= share * sizes[-1]).sum()) if len(sizes) else 0
         chosen[part] = b"".join(some[i] for i in order[: max(1, count)])
+        if not chosen[part]:
+            raise SystemExit(
+                f"{len(parts['train'])} documents to train on, {len(parts['dev'])} held out: too few files"
+            )
     return chosen
 
 
