@@ -37,7 +37,7 @@ import tvm_sparse
 
 COLUMNS = ("run", "step", "phase", "density", "seconds", "ms_per_step", "train_bits", "dev_bits", "parameters")
 END = b"\0"  # after each document
-DEV_OF = 40  # one document of so many is held out
+DEV_OF = 40  # every 40th document, by a hash of its name, is held out
 # Steps, as shares of the run, at which pruning begins, and at which it ends and layers become sparse.
 BEGIN, PRUNED = 0.15, 0.6
 RISE = 0.05  # share of the run in which the learning rate rises

@@ -65,6 +65,10 @@ DECISIONS: Mapping[str, str] = {
         "Frequent words beyond whole tiles, at most, that a thread block multiplies later, together with the words that"
         " were looked up, rather than in a tile of their own."
     ),
+    "passes": (
+        "Parts of a recurrent layer's batch, one after another in each step: states of one are exchanged between thread"
+        " blocks while the others are computed."
+    ),
     "pack": "Samples of a batch, or rows of a beam, side by side in memory, so that one load serves them all.",
     "staged": (
         "Where the data that are used more than once (the operand of all tiles, or a row) are kept. 1: in shared"
@@ -150,6 +154,7 @@ RENAMED: Mapping[str, Mapping[str, str | Mapping[int, Mapping[str, int]]]] = {
 ADDED: Mapping[str, Mapping[str, int]] = {
     "fused_step": {"late_words": 0, "apart": 0},
     "held_rows": {"staged": 0, "row_bound": 0},
+    "persistent_tiles": {"passes": 1},
     "sample_slices": {"tickets": 0, "overlap": 0},
     **dict.fromkeys(("threshold_gate", "cluster_gate", "sample_gate", "sample_cluster"), {"unroll": 1}),
 }

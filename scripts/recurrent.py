@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ from tvm_sparse.formats.block_recurrent import ROWS as ROWS_OF_TILE
 from tvm_sparse.formats.block_recurrent import tiles_of
 from tvm_sparse.formats.recurrent import RecurrentWeights
 from tvm_sparse.layers.libraries import to_host
-from tvm_sparse.layers.recurrent import launches
+from tvm_sparse.layers.recurrent import BATCH, TILES_BATCH, launches
 from tvm_sparse.operators.sparse_recurrent.problem import GATES, preferred
 
 OURS, PRODUCT, BLOCKS, MODULE, DENSE, SPARSE, FLASH = (
@@ -150,10 +151,12 @@ def problems_of(case: Case, dtypes: Iterable[str]) -> list[Problem]:
     tiles, across = tiles_of(case.hidden, gates), -(-case.hidden // COLUMNS_OF_GROUP)
     absent = tiles * across * (1 - case.density) ** (ROWS_OF_TILE * COLUMNS_OF_GROUP)
     groups = across if absent < 0.5 else min(across, preferred(round(tiles * across - absent), tiles))
-    for steps, batch in dict.fromkeys(launches(case.steps, case.batch, case.hidden)):
+    parts = (launches(case.steps, case.batch, case.hidden, most) for most in (BATCH, TILES_BATCH))
+    for steps, batch in dict.fromkeys(itertools.chain(*parts)):
         axes = {"steps": steps, "batch": batch, "hidden": case.hidden, "cell": case.cell}
         for dtype in dtypes:
-            found.append(make("sparse_recurrent", {**axes, "nonzeros": nonzeros, "dtype": dtype}))
+            if batch <= BATCH:
+                found.append(make("sparse_recurrent", {**axes, "nonzeros": nonzeros, "dtype": dtype}))
             if dtype != "float32":
                 found.append(make("block_recurrent", {**axes, "nonzeros": groups, "dtype": dtype}))
     return found

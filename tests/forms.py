@@ -104,7 +104,8 @@ def edits_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
         f"{name}_penalty": given.get(many if problem.per_row else name, 1.0 if name == "repetition" else 0.0)
         for name, many in PENALTIES.items()
     }
-    return {**given, **penalties}
+    cap = {"soft_cap": given["cap"]} if problem.capped else {}
+    return {**given, **penalties, **cap}
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,8 @@ CASES: dict[str, Case] = {
             **dict.fromkeys(("seen_ids", "generated"), {"penalties": 1}),
             **dict.fromkeys((f"{name}_penalty" for name in PENALTIES), {"penalties": 1, "per_row": 1}),
         },
-        numbers=dict.fromkeys((f"{name}_penalty" for name in PENALTIES), {"penalties": 1}),
+        numbers={"soft_cap": {"capped": 1}}
+        | dict.fromkeys((f"{name}_penalty" for name in PENALTIES), {"penalties": 1}),
     ),
     "wta_hash": Case("wta_hash/batch=6,hidden=40,k=8,units=2,bands=60", {"batch": 4}),
     "lsh_lookup": Case(
@@ -436,6 +438,8 @@ def draw(name: str, variant: Variant, seed: int, other: bool = False, device: st
         given[variant.argument] = None
     if variant.argument == "shard" and variant.label in SHARDS:
         in_shard(signature, given, rng, variant.label)
+    if variant.argument == "soft_cap" and variant.label != "absent" and "cap" not in inputs:
+        given["soft_cap"] = float(rng.uniform(0.5, 5))
     if name == "softmax_sample":
         given["best"] = int(rng.integers(0, settings["top_k"] or (9 if problem.axes["k"] == 8 else 62)))
     passed = {}
@@ -452,7 +456,22 @@ def draw(name: str, variant: Variant, seed: int, other: bool = False, device: st
         passed[argument.name] = value
     if variant.shows is not None and passed[variant.argument] is not None:
         passed[variant.argument] = variant.shows(passed[variant.argument])
+    if passed.get("soft_cap") is not None and "cap" not in inputs:
+        problem = with_capped_scores(problem, inputs, float(passed["soft_cap"]))
     return Call(name, problem, list(inputs.values()), passed)
+
+
+def with_capped_scores(problem: Problem, inputs: dict[str, Any], cap: float) -> Problem:
+    """The problem whose logits are those of `edit_logits`, which has tests of its own, and whose inputs are changed to
+    that; of a head, whose scores are a product with the unit matrix.
+    """
+    if "logits" in inputs:
+        inputs["logits"] = tvm_sparse.edit_logits(inputs["logits"], soft_cap=cap)
+        return problem
+    scores = inputs["hidden"].astype(np.float64) @ inputs["embedding"].astype(np.float64).T
+    inputs["hidden"] = (cap * np.tanh(scores / cap)).astype(np.float32)
+    inputs["embedding"] = np.eye(scores.shape[1], dtype=np.float32)
+    return dataclasses.replace(problem, hidden=scores.shape[1])
 
 
 def problem_of(case: Case, axes: Mapping[str, Any]) -> Problem:

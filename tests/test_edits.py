@@ -125,6 +125,7 @@ def test_a_compiled_call_edits_in_place() -> None:
         ({"seen_ids": None}, "generated: counts the words of seen_ids"),
         ({"repetition_penalty": 0.0}, "repetition_penalty: expected a finite number above 0"),
         ({"presence_penalty": float("nan")}, "presence_penalty: expected a finite number"),
+        ({"soft_cap": 0.0}, "soft_cap: expected a finite number above 0"),
         ({"generated": torch.zeros(5, 3, dtype=torch.int32)}, r"generated: expected shape \(5, 40\)"),
         ({"out": torch.zeros(5, 299)}, r"out: expected shape \(5, 300\)"),
     ],

@@ -40,6 +40,8 @@ CALLS: dict[str, tuple[dict[str, Any], bool]] = {
     "top_k by row": ({"top_k": "rows", "temperature": "rows", "best": 3}, False),
     "temperature by row": ({"temperature": "rows", "top_k": 20, "top_p": 0.9}, False),
     "allowed": ({"allowed": "rows", "top_k": 20}, False),
+    "soft cap": ({"soft_cap": 2.5, "temperature": 0.7, "top_p": 0.9}, False),
+    "soft cap and top_k": ({"soft_cap": 2.5, "top_k": 20, "min_p": 0.01, "best": 3}, True),
 }
 
 
@@ -112,7 +114,7 @@ def test_draws_are_those_of_the_scores(name: str, dtype: str, place: str, monkey
     options = {key: placed(value, "torch", place) for key, value in options_of(name, rng).items()}
     uniforms = torch.tensor(rng.random(BATCH, np.float32), device=place)
     written = []
-    monkeypatch.setattr(module, "_scores", lambda *args: written.append(1) or product.float_scores(*args))
+    monkeypatch.setattr(module, "all_scores", lambda *args: written.append(1) or product.float_scores(*args))
     scores = (hidden.double() @ embedding.double().T).float().to(place)
     for row in (None, bias.to(place)) if name == "all filters" else (bias.to(place),):
         for _ in range(2):

@@ -130,6 +130,7 @@ SEARCHED: dict[int, tuple[str, dict[str, int]]] = {
         thorough(5, 20, 0, "choose_tiles", False),
         (5, 20, 25, "select", True),
         (24, "equal", 25, "choose_tiles", True),
+        (24, "NaN", 0, "choose_tiles", True),
         thorough(25, "equal", 0, "choose_tiles", True),
     ],
 )
@@ -156,14 +157,16 @@ def test_how_many_words_reach_the_bound(
         scores.sort()
     elif isinstance(kind, int):  # the best words, all equal, fill so many tiles
         scores[:, 16 * 7 : 16 * (7 + kind)] = 6
-    elif kind == "equal":
-        scores[:] = -2
+    elif kind in ("equal", "NaN"):
+        scores[:] = -2 if kind == "equal" else np.nan
     words[:, : len(hidden)] = scores.T
 
     watch_phases(monkeypatch, search, "rank", "select", "choose_tiles")
     program = template.build(problem, point)
-    run_emulated(program, problem, [hidden, words, *others], own_on_host(program, problem), k)
+    outputs = run_emulated(program, problem, [hidden, words, *others], own_on_host(program, problem), k)
     assert (phase in reached(capfd)) == needed
+    if kind in ("equal", "NaN"):
+        assert (outputs[1] == np.arange(k)).all()
 
 
 @pytest.mark.parametrize("dynamic", [0, 25])

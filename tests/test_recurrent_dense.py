@@ -144,26 +144,66 @@ def test_the_dense_way_in_training_follows_the_optimiser(tmp_path: Any) -> None:
     assert output.dtype is torch.bfloat16 and stack.values_0.grad.dtype is torch.float32
 
 
-def test_the_way_is_a_rule_of_the_call() -> None:
-    call = DenseCall("lstm", 1024, 1024, 16, 0.125, "float16")
+# A table of the rule, so that the tests do not depend on measurements.
+TABLE = {
+    ("lstm", True): {512: (512, 64, 32, 32), 1024: (64, 16, 8, 8)},
+    ("lstm", False): {1024: (128, 64, 32, 32), 2048: (128, 32, 32, 16)},
+}
+
+
+def test_the_way_is_a_rule_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent_dense, "LEAST_BATCH", TABLE)
+    call = DenseCall("lstm", 1024, 1024, 16, 0.1, "float16")
     here = machine.resolve("h200")
 
     def way(where: Any = here, **changed: Any) -> str:
         return likely_way(DenseCall(**{**vars(call), **changed}), where).way
 
-    assert way() == way(batch=8) == way(batch=128) == way(hidden=512, batch=32) == way(hidden=640, batch=32) == "dense"
+    assert way() == way(batch=24) == way(batch=128) == way(hidden=512, batch=64) == way(density=0.5, batch=8) == "dense"
+    # Where cuDNN has no persistent kernel the other row of the table counts.
+    for changed in ({"batch": 100}, {"dtype": "bfloat16", "batch": 64}, {"inputs": 100, "batch": 64}, {"batch": 256}):
+        assert way(**changed) == "dense", changed
     for changed in (
-        {"batch": 4}, {"batch": 17}, {"hidden": 512}, {"hidden": 500, "batch": 32},
-        {"inputs": 100}, {"dtype": "bfloat16"}, {"dtype": "float32"}, {"cell": "gru"},
-        {"cell": "tanh", "hidden": 1792}, {"density": 0.01}, {"hidden": 128}, {"hidden": 1152}, {"resets": True},
-        {"ragged": True}, {"hidden": 5760, "batch": 64},
+        {"batch": 8}, {"batch": 17}, {"hidden": 512, "batch": 56}, {"inputs": 100, "batch": 48}, {"density": 0.02},
+        {"dtype": "bfloat16"}, {"dtype": "float32", "batch": 256}, {"cell": "gru", "batch": 256}, {"batch": 256,
+        "density": 0.001}, {"cell": "tanh", "batch": 256}, {"hidden": 384, "batch": 128}, {"hidden": 256},
+        {"hidden": 4096, "batch": 256}, {"resets": True}, {"ragged": True},
     ):  # fmt: skip
         assert way(**changed) == "kernel", changed
-    for cell in CELLS:
-        assert way(cell=cell, hidden=1792, batch=64) == "dense"
-        assert way(cell=cell, hidden=1792, batch=64, dtype="bfloat16") == "kernel"
-        assert way(machine.resolve("a100"), cell=cell, hidden=1792, batch=64) == "kernel"
-    assert way(machine.resolve("cpu")) == "kernel"
+    assert way(machine.resolve("a100"), batch=128) == way(machine.resolve("cpu"), batch=128) == "kernel"
+
+
+def test_least_batches_are_interpolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent_dense, "LEAST_BATCH", TABLE)
+
+    def least(*given: Any) -> int | None:
+        return recurrent_dense.least_batch("lstm", *given)
+
+    assert [least(True, 512, one) for one in recurrent_dense.DENSITIES] == [512, 64, 32, 32]
+    assert least(True, 1024, 0.01) == 64 and least(True, 1024, 0.009) is None
+    assert least(True, 724, 0.1) == 32 and least(False, 1448, 0.1) == 45  # geometric means
+    assert least(True, 1024, (0.1 * 0.3) ** 0.5) == 11
+    assert least(False, 512, 0.1) is None and least(False, 2049, 0.1) is None
+
+
+def test_the_table_of_least_batches_is_whole() -> None:
+    for (cell, _), rows in recurrent_dense.LEAST_BATCH.items():
+        assert cell in map(recurrent_dense.family, CELLS) and list(rows) == sorted(rows)
+        for row in rows.values():
+            assert len(row) == len(recurrent_dense.DENSITIES)
+            assert all(1 <= batch <= recurrent_dense.NEVER for batch in row)
+
+
+def test_persistent_kernels_of_cudnn() -> None:
+    call = DenseCall("lstm", 1024, 1024, 16, 0.1, "float16")
+
+    def has(**changed: Any) -> bool:
+        return recurrent_dense.persistent(DenseCall(**{**vars(call), **changed}))
+
+    assert has() and has(cell="relu") and has(cell="tanh", hidden=768, batch=128) and has(batch=128)
+    for changed in ({"cell": "gru"}, {"dtype": "bfloat16"}, {"hidden": 1152}, {"hidden": 1000}, {"inputs": 100},
+                    {"batch": 12}, {"batch": 136}, {"cell": "tanh", "batch": 96}):  # fmt: skip
+        assert not has(**changed), changed
 
 
 def test_the_way_is_explained() -> None:
@@ -174,7 +214,9 @@ def test_the_way_is_explained() -> None:
         assert f"calls take {text}" in str(stack.explain(4, 3, target="h200", **given)[1])
         return text
 
-    assert told().startswith("the sparse layer: cuDNN has kernels of a step for it, known to be faster only at")
+    assert told().startswith(
+        "the sparse layer: cuDNN has kernels of a step for 20 units with 1 of the weights stored, and"
+    )
     stack.dense = True
     assert told() == "PyTorch's layer with dense weights: dense=True"
     assert told(lengths=True).startswith("the sparse layer: PyTorch's layers take lengths")

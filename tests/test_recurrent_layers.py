@@ -377,6 +377,40 @@ def test_calls_are_explained(target: str) -> None:
     assert "nothing to compute" in str(layer.explain(0, 5, target=target))
 
 
+def test_many_sequences_are_one_launch_on_tensor_cores() -> None:
+    """Entries are laid out as blocks, if these stay on the chip; not in float32, nor where the batch must not count."""
+    dense, few = torch.randn(4 * 64, 64), tvm_sparse.SparseRNN(np.eye(4096, dtype=np.float16))
+    layer = tvm_sparse.SparseLSTM(dense, density=0.1, dtype="float16")
+    found = layer.explain(7, 40, target="h200")
+    assert layer.form == "entries" and found.launches == layer.launches(7, 40, target="h200") == ((7, 40),)
+    assert "persistent_tiles" in str(found) and layer.launches(9, 300, target="h200") == ((9, 256), (9, 44))
+    assert len(layer.launches(7, 40, target="cpu")) == len(few.launches(7, 40, target="h200")) == 3
+    assert len(tvm_sparse.SparseLSTM(dense, density=0.1).launches(7, 40, target="h200")) == 3
+    tvm_sparse.configure(batch_invariant=True)
+    try:
+        assert len(layer.launches(7, 40, target="h200")) == 3
+    finally:
+        tvm_sparse.configure(batch_invariant=False)
+    assert pickle.loads(pickle.dumps(layer))._tiles is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [17, 45, 128])
+@pytest.mark.parametrize("cell", ["tanh", "lstm", "gru"])
+def test_many_sequences_agree_with_launches_of_few(cell: str, batch: int) -> None:
+    made = module(cell, 64, 200)
+    layer = layer_of(made, cell).astype("float16")
+    x = projected(layer_of(made, cell), made, torch.randn(12, batch, 64)).half().cuda()
+    lengths, resets = torch.randint(0, 13, (batch,)), torch.rand(12, batch) < 0.2
+    whole = layer(x, lengths=lengths, resets=resets.cuda())
+    parts = [
+        layer(x[:, at : at + 16].contiguous(), lengths=lengths[at : at + 16], resets=resets[:, at : at + 16].cuda())
+        for at in range(0, batch, 16)
+    ]
+    for one, *others in zip(whole, *parts, strict=True):
+        torch.testing.assert_close(one, torch.cat(others, one.dim() - 2), rtol=1e-2, atol=4e-3)
+
+
 def test_a_gradient_is_computed_where_it_is_wanted() -> None:
     stack = tvm_sparse.from_torch(torch.nn.GRU(4, 6))
     x = torch.randn(3, 2, 4, requires_grad=True)

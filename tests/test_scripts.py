@@ -294,6 +294,18 @@ def test_training_beside_its_peers(scripts: Scripts, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(280)
+def test_ways_of_recurrent_stacks_over_a_grid(scripts: Scripts, tmp_path: Path) -> None:
+    out = tmp_path / "grid.csv"
+    given = ("--cell", "tanh", "--hidden", "128", "--density", "0.1", "--density", "1", "--batch", "4", "--batch", "18")
+    printed = scripts.run("rnn_grid.py", "--target", "cpu", *given, "--steps", "3", "--workers", "1", "--csv", out)
+    assert '("rnn", False): {' in printed and "128: (?, " in printed
+    lines = lines_of(out)
+    assert len(lines) == 4 and {line["form"] for line in lines} == {"entries", "blocks"}
+    assert all(float(line[name]) > 0 for line in lines for name in ("sparse", "dense", "module", "regret"))
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(280)
 def test_sweeps_of_zhu_and_pool(scripts: Scripts, tmp_path: Path) -> None:
     scripts.run(
         "zhu_pool_figures.py", "--target", "cpu", "--figure", "2d", "--shrink", "64", "--output", tmp_path / "f"

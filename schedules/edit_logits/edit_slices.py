@@ -1,6 +1,7 @@
 """Edits of logits on a GPU: a row's columns are cut into slices, and a thread block edits the words of its slice.
 
-1. `copy`: the thread block copies its slice, unless the caller has the logits there already.
+1. `copy`: the thread block copies its slice, with a soft cap if there is one. Without one nothing is copied if the
+   caller has the logits there already.
 2. `bias`: threads go through all of the row's biased words, and add the biases of those in the slice.
 3. `penalise`: the same with the words that were seen.
 
@@ -33,7 +34,11 @@ def allowed(problem: EditLogits, machine: Machine, decisions: Decisions) -> str 
 
 
 def default(problem: EditLogits, machine: Machine) -> Decisions:
-    """For calls in place, whose time is that of the longest list: a thread has a word or few of them."""
+    """For calls in place, whose time is that of the longest list: a thread has a word or few of them. A soft cap
+    concerns all logits.
+    """
+    if problem.capped and not allowed(problem, machine, {"slices": SLICES[-1]}):
+        return {"threads": 512, "slices": SLICES[-1], "overlap": int(machine.has_clusters)}
     threads = min(n for n in THREADS if n >= min(problem.words, 512))
     return {"threads": threads, "slices": 1, "overlap": int(machine.has_clusters)}
 
@@ -46,6 +51,7 @@ def build(problem: EditLogits, decisions: Decisions) -> Program:
 
     threads, slices, overlap = decisions["threads"], decisions["slices"], bool(decisions["overlap"])
     each, biased, seen = ceildiv(problem.vocab, slices), bool(problem.bias), bool(problem.penalties)
+    capped = bool(problem.capped)
     copy, bias, penalise = copy_slice(threads), add_biases(problem, threads), penalise_seen(problem, threads)
 
     # fmt: off
@@ -58,7 +64,7 @@ def build(problem: EditLogits, decisions: Decisions) -> Program:
         end = T.meta_var(T.min(first + each, problem.vocab))
         if overlap:
             wait_then_start_consumer()
-        if io.copied != 0:
+        if capped or io.copied != 0:
             copy(io, T.Cast("int64", row), t, first, end)
             T.cuda.cta_sync()
         if biased:
@@ -75,10 +81,12 @@ def copy_slice(threads: int) -> Callable[..., Any]:
     """Reads: the slice of the logits. Writes: that of the edited row. Barriers: none."""
     from tvm.script import tirx as T
 
+    from tvm_sparse.operators.edit_logits.definition import soft_capped
+
     @T.inline
     def phase(io, row, t, first, end):
         for i in T.serial((end - first - t + (threads - 1)) // threads):
-            io.edited[row, first + i * threads + t] = io.logits[row, first + i * threads + t]
+            io.edited[row, first + i * threads + t] = soft_capped(io, io.logits[row, first + i * threads + t])
 
     return phase
 

@@ -224,8 +224,31 @@ def find_source(e: Exchanged) -> Phase:
     return phase
 
 
+def fetch(e: Exchanged, vectors: int) -> Phase:
+    """Issue the loads of a round of `stage`; the phase is (s, base).
+
+    `base`: the first vector of the thread in the round, counted from `source`; in the first round that is `s.t`.
+
+    Reads: the exchange, from the address `source` on. Writes: `copied`. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, base):
+        for i in T.unroll(e.loads):
+            if base + i * e.threads < vectors:
+                load_vector(
+                    s.copied[i * 4], s.copied[i * 4 + 1], s.copied[i * 4 + 2], s.copied[i * 4 + 3],
+                    s.source[0] + T.Cast("uint64", (base + i * e.threads) * WIDEST))
+            else:
+                for v in T.unroll(4):
+                    s.copied[i * 4 + v] = T.uint32(0)
+
+    return phase
+
+
 def stage(
-    e: Exchanged, vectors: int, place: Callable[[Any], Any], guarded: bool, polled: bool = True
+    e: Exchanged, vectors: int, place: Callable[[Any], Any], guarded: bool, polled: bool = True,
+    prefetched: bool = False,
 ) -> Phase:
     """Copy vectors of the exchange to shared memory; the phase is (s).
 
@@ -233,13 +256,13 @@ def stage(
     them before any result is used: waiting for one vector after another takes the latency of the L2 cache for each.
 
     `place`: of a vector's number, counted from `source`, the vector in shared memory. `guarded`: other threads may
-    still read what was copied there before.
+    still read what was copied there before. `prefetched`: the loads of the first round were issued before.
 
     Reads: the exchange, from the address `source` on.
     Writes: shared memory, from the address `front` on.
     Barriers: of the thread block, at the end; with `guarded` one more, before it writes.
     """
-    rounds = ceildiv(vectors, e.threads * e.loads)
+    rounds, begin = ceildiv(vectors, e.threads * e.loads), fetch(e, vectors)
 
     @T.inline
     def load(s, number, i):
@@ -261,12 +284,8 @@ def stage(
     def phase(s):
         for r in T.unroll(rounds):
             base = T.meta_var(r * (e.threads * e.loads) + s.t)
-            for i in T.unroll(e.loads):
-                if base + i * e.threads < vectors:
-                    load(s, base + i * e.threads, i)
-                else:
-                    for v in T.unroll(4):
-                        s.copied[i * 4 + v] = T.uint32(0)
+            if not prefetched or r > 0:
+                begin(s, base)
             if polled:
                 wait(s, base)
             if guarded:

@@ -174,8 +174,11 @@ def time_cpu(contenders: Mapping[str, Call], rounds: int = ROUNDS["cpu"]) -> Tim
     return {name: ("eager", seconds) for name, seconds in times.items()}
 
 
-def time_cuda(contenders: Mapping[str, Call], rounds: int = ROUNDS["cuda"]) -> Times:
-    """Seconds per call by events around replays of a graph of many calls, in rounds, each after a warm-up."""
+def time_cuda(contenders: Mapping[str, Call], rounds: int = ROUNDS["cuda"], *, fewest: int = FEWEST_CALLS) -> Times:
+    """Seconds per call by events around replays of a graph of many calls, in rounds, each after a warm-up.
+
+    `fewest`: the least number of calls in a graph; 1 if calls of milliseconds are compared.
+    """
     import torch
 
     torch.cuda.synchronize()  # preparations on the default stream
@@ -188,12 +191,12 @@ def time_cuda(contenders: Mapping[str, Call], rounds: int = ROUNDS["cuda"]) -> T
                 call()
         stream.synchronize()
         try:
-            runs[name] = _graph(_torch_recorder(call, stream), GRAPH_SECONDS, FEWEST_CALLS, MOST_CALLS)
+            runs[name] = _graph(_torch_recorder(call, stream), GRAPH_SECONDS, fewest, MOST_CALLS)
             result[name] = ("graph", [])
         except Exception:  # a library that synchronises or allocates by itself cannot be captured
             torch.cuda.synchronize()
             _end_capture()
-            runs[name] = _torch_eager(call, FEWEST_CALLS, stream), FEWEST_CALLS
+            runs[name] = _torch_eager(call, fewest, stream), fewest
             result[name] = ("eager", [])
     for _ in range(rounds):
         for name, (replay, calls) in runs.items():

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 from ..core.libraries import library
 from ..core.problem import width as rounded_up
 from ..formats.quantized import QuantizedEmbedding
-from ..operators.candidate_logits.call import candidate_logits
+from ..operators.edit_logits.call import edit_logits
 from ..operators.head_topk.call import FUSED_K, head_topk, pair_facts
-from ..operators.head_topk.product import float_scores, rows_at_once
+from ..operators.head_topk.product import all_scores, rows_at_once
 from ..operators.softmax_sample import seeds
 from ..operators.softmax_sample.call import softmax_sample
 from ..operators.softmax_sample.problem import width_of_call
 from ..operators.softmax_topk.shards import on_host, taken
-from ..runtime import arrays, custom, dispatch
+from ..runtime import arrays, custom
 from ..runtime.calls import outputs_for, whole_number, without_gradient
 
 # Temperatures below the first are greedy, as in `softmax_sample`; those from the second on make words equally likely,
@@ -31,6 +31,7 @@ class Parts(NamedTuple):
     head_topk: Callable[..., Any]
     softmax_sample: Callable[..., Any]
     scores: Callable[[Any, Any], Any]
+    edit_logits: Callable[..., Any]
 
 
 def head_sample(
@@ -48,6 +49,7 @@ def head_sample(
     offset: Any = 0,
     max_top_k: int | None = None,
     best: int = 0,
+    soft_cap: float | None = None,
     constant: bool = False,
     out: tuple[Any, Any] | None = None,
 ) -> tuple[Any, ...]:
@@ -63,9 +65,10 @@ def head_sample(
     embedding
         Shape `(vocab, hidden)`, one row for each word, of the dtype and on the device of `hidden`; `vocab` below 2^31.
         Or a `QuantizedEmbedding`, as for `head_topk`.
-    temperature, top_k, top_p, min_p, bias, allowed, uniforms, seed, offset, max_top_k, best
+    temperature, top_k, top_p, min_p, bias, allowed, uniforms, seed, offset, max_top_k, best, soft_cap
         As for `softmax_sample`: numbers, or arrays with one for each row; a bias and a bitmap of words; where random
-        numbers come from; how many of the best words to return as well.
+        numbers come from; how many of the best words to return as well; the soft cap of the model, of
+        float32 scores.
     constant
         As for `head_topk`.
     out
@@ -93,8 +96,8 @@ def head_sample(
     -----
     If one number is the temperature of all rows, and another is a top_k of at most 256, `head_topk` finds the top_k
     best words with their log-probabilities, and the draw reads these alone: on a GPU no other scores reach memory with
-    up to 64 or 128 rows. The same holds for a greedy draw. In all other cases float32 scores of a chunk of rows
-    are written, up to 240 MB on a GPU and 120 MB on a CPU, from which `softmax_sample` draws.
+    up to 64 or 128 rows without a soft cap. The same holds for a greedy draw. In all other cases float32 scores of a
+    chunk of rows are written, up to 240 MB on a GPU and 120 MB on a CPU, from which `softmax_sample` draws.
 
     When not to use it: if the scores of a row are changed one by one before the draw.
 
@@ -102,7 +105,7 @@ def head_sample(
     """
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     options |= {"bias": bias, "allowed": allowed, "uniforms": uniforms, "seed": seed, "offset": offset}
-    options |= {"max_top_k": max_top_k, "best": best}
+    options |= {"max_top_k": max_top_k, "best": best, "soft_cap": soft_cap}
     whole = not isinstance(embedding, QuantizedEmbedding)
     if whole and type(embedding) is not type(hidden):
         embedding = without_gradient(embedding)
@@ -119,7 +122,7 @@ def head_sample(
     ]
     options |= {name: on_host(name, options[name]) for name in held}
     batch, most = known.shape[0], rows_at_once(theirs.shape[0], known.shape[1], known.device)
-    parts = Parts(head_topk, softmax_sample, _scores)
+    parts = Parts(head_topk, softmax_sample, all_scores, edit_logits)
     if batch <= most or _bound(options, theirs.shape[0]) is not None:
         results = _drawn(parts, states, words, constant, options)
     else:
@@ -139,12 +142,13 @@ def head_sample(
 
 def traced(hidden: Any, embedding: Any, *, constant: bool = False, out: Any = None, **options: Any) -> tuple[Any, ...]:
     """`head_sample` as torch.compile traces it: custom operators, without chunks."""
+    from ..operators.edit_logits.torch_op import edit_logits
     from ..operators.head_topk.torch_op import head_scores, head_topk
     from ..operators.softmax_sample.torch_op import softmax_sample
 
     defaults = {"temperature": 1.0, "top_k": None, "top_p": 1.0, "min_p": 0.0, "bias": None, "allowed": None}
-    defaults |= {"uniforms": None, "seed": None, "offset": 0, "max_top_k": None, "best": 0}
-    parts = Parts(head_topk, softmax_sample, head_scores)
+    defaults |= {"uniforms": None, "seed": None, "offset": 0, "max_top_k": None, "best": 0, "soft_cap": None}
+    parts = Parts(head_topk, softmax_sample, head_scores, edit_logits)
     results = _drawn(parts, hidden, embedding, constant, {**defaults, **options})
     if out is None:
         return results
@@ -192,7 +196,10 @@ def _drawn(parts: Parts, hidden: Any, embedding: Any, constant: bool, options: d
     vocab = embedding.shape[0]
     bound = _bound(options, vocab)
     if bound is None:
-        return tuple(parts.softmax_sample(parts.scores(hidden, embedding), **options))
+        scores = parts.scores(hidden, embedding)
+        if options["soft_cap"] is not None:
+            scores = parts.edit_logits(scores, soft_cap=options["soft_cap"], out=scores)
+        return tuple(parts.softmax_sample(scores, **{**options, "soft_cap": None}))
     most, heat = bound
     best = whole_number("best", options["best"])
     _, left, _ = width_of_call(options["top_k"] or 0, options["max_top_k"], vocab, best == 0)
@@ -200,6 +207,7 @@ def _drawn(parts: Parts, hidden: Any, embedding: Any, constant: bool, options: d
         raise ValueError(f"best: expected at most the {left} words that top_k leaves, got {best}")
     temperature = heat or 1.0
     named = {"log": True, "temperature": temperature, "bias": options["bias"], "constant": constant}
+    named["soft_cap"] = options["soft_cap"]
     # Few numbers of words, so that few kernels serve all top_k.
     values, words = parts.head_topk(hidden, embedding, rounded_up(most, vocab), **named)[:2]
     # The columns are in the order of the words: a draw in the order of columns is one in theirs.
@@ -223,18 +231,3 @@ def _in_chunks(
     space = library(hidden)
     join = space.cat if arrays.is_torch(hidden) else space.concatenate
     return tuple(join(results) for results in zip(*found, strict=True))
-
-
-def _scores(hidden: Any, embedding: Any) -> Any:
-    """`hidden @ embedding.T` in float32: by PyTorch's product, or, where there is none or it depends on the batch, by a
-    kernel.
-    """
-    space, invariant = library(hidden), dispatch.dispatcher.batch_invariant
-    if isinstance(embedding, QuantizedEmbedding):
-        rows = [hidden[row : row + 1] for row in range(len(hidden))] if invariant else [hidden]
-        found = [float_scores(some, embedding) for some in rows]
-        return space.concatenate(found) if len(found) != 1 else found[0]
-    if arrays.is_torch(hidden) and not invariant:
-        return float_scores(hidden, embedding)
-    where = {"device": hidden.device} if arrays.is_torch(hidden) else {}
-    return candidate_logits(hidden, embedding, space.arange(embedding.shape[0], dtype=space.int32, **where))

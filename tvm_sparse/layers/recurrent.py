@@ -1,7 +1,8 @@
 """Recurrent layers with sparse recurrent weights: prepared once, called with a projected input.
 
-A layer holds its weights in the layout of the kernels, and splits a call into launches of at most `BATCH` sequences,
-and of as many steps as the workspace for the exchange between thread blocks allows. It has no kernels of its own.
+A layer holds its weights in the layout of the kernels, and splits a call into launches of at most `BATCH` sequences
+(`TILES_BATCH` on tensor cores), and of as many steps as the workspace for the exchange between thread blocks allows. It
+has no kernels of its own.
 
 Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs: Squeezing Large Recurrent Networks On-Chip".
 """
@@ -17,25 +18,37 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from ..core import machine
-from ..core.problem import FLOATS, numpy_dtype
+from ..core.problem import FLOATS, Problem, numpy_dtype
 from ..formats.block_recurrent import BlockRecurrentWeights
 from ..formats.recurrent import RecurrentWeights
 from ..operators.sparse_recurrent.call import input_facts, with_gradient
 from ..operators.sparse_recurrent.problem import GATES
 from ..runtime import arrays
 from ..runtime.arrays import Facts
-from ..runtime.calls import check_device, facts_beside, outputs_for
+from ..runtime.calls import check_device, facts_beside, machine_of, outputs_for
 from ..runtime.dispatch import Explanation, dispatcher
 from . import storage
 from .captured import CapturedLayer
 from .libraries import TORCH, library, to_host
 from .pruning import BLOCK, prune
-from .recurrent_weights import Weights, assembled, form_of, launch_problem, of_dtype, parts_of, prepared, run
+from .recurrent_weights import (
+    Weights,
+    as_blocks,
+    assembled,
+    fits_as_blocks,
+    form_of,
+    launch_problem,
+    of_dtype,
+    parts_of,
+    prepared,
+    run,
+)
 
 FORMAT = 1  # of files written by `save`
 NONLINEARITIES = ("tanh", "relu")
-# Most sequences of a launch.
-BATCH = 16
+# Most sequences of a launch: with entries, and with blocks on tensor cores; and the compute capability that has these
+# for bfloat16.
+BATCH, TILES_BATCH, TENSOR_CORES = 16, 256, 80
 # Most bytes of hidden states over all steps of a launch: kernels that exchange them by polling keep all of them.
 EXCHANGED = 1 << 26
 LEAST_STEPS = 64
@@ -132,18 +145,19 @@ def projected_bias(bias_ih: Any, bias_hh: Any, cell: str) -> Any:
     return bias_ih + bias_hh
 
 
-def launches(steps: int, batch: int, hidden: int) -> tuple[tuple[int, int], ...]:
-    """Steps and sequences of each launch of a call, for a layer with `hidden` units."""
-    return tuple((time.stop - time.start, rows.stop - rows.start) for time, rows in _parts(steps, batch, hidden))
+def launches(steps: int, batch: int, hidden: int, most: int = BATCH) -> tuple[tuple[int, int], ...]:
+    """Steps and sequences of each launch of a call, for a layer with `hidden` units, and `most` sequences a launch."""
+    parts = _parts(steps, batch, hidden, most)
+    return tuple((time.stop - time.start, rows.stop - rows.start) for time, rows in parts)
 
 
-def _parts(steps: int, batch: int, hidden: int) -> Iterator[tuple[slice, slice]]:
+def _parts(steps: int, batch: int, hidden: int, most: int) -> Iterator[tuple[slice, slice]]:
     """As `launches`, but as slices of steps and sequences; launches of the same sequences are in the order of time."""
-    for first in range(0, batch, BATCH):
-        rows = min(BATCH, batch - first)
-        most = max(LEAST_STEPS, EXCHANGED // (4 * hidden * rows))
-        for begin in range(0, steps, most):
-            yield slice(begin, min(steps, begin + most)), slice(first, first + rows)
+    for first in range(0, batch, most):
+        rows = min(most, batch - first)
+        length = max(LEAST_STEPS, EXCHANGED // (4 * hidden * rows))
+        for begin in range(0, steps, length):
+            yield slice(begin, min(steps, begin + length)), slice(first, first + rows)
 
 
 class _Layer:
@@ -188,6 +202,7 @@ class _Layer:
         self.weights, self.cell = weights, cell
         self.device = None if device is None else str(device)
         self._constants: dict[Any, Any] = {}
+        self._tiles: BlockRecurrentWeights | None = None  # of a weight of entries, for many sequences
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.weights}, cell={self.cell!r}, device={self.device!r})"
@@ -221,11 +236,17 @@ class _Layer:
     ) -> tuple[Any, ...]:
         """`values` and `hidden_bias`: parameters of PyTorch in the place of the layer's own, see `RecurrentStack`."""
         shape = tuple(getattr(x_projected, "shape", ()))
-        given = {"values": values, "hidden_bias": hidden_bias}
+        given: dict[str, Any] = {"values": values, "hidden_bias": hidden_bias}
         gradient = with_gradient(x_projected, *states, values, hidden_bias)
         # Gradients of all gates are exchanged on the way back.
         width = self.hidden * (self.weights.gates if gradient else 1)
-        parts = list(_parts(shape[0], shape[1], width)) if len(shape) == 3 else []
+        weights, most, parts = self.weights, BATCH, []
+        if len(shape) == 3:
+            if shape[1] > BATCH and values is None and not gradient and arrays.is_torch(x_projected):
+                where = machine_of("x_projected", arrays.facts("x_projected", x_projected))
+                weights, most = self._of_call(shape[1], where)
+            parts = list(_parts(shape[0], shape[1], width, most))
+        given |= {"weights": weights}
         if len(parts) == 1 and resets is None and lengths is None:
             # If there is a single launch, the operator checks the arguments.
             states = tuple(self._zeros(x_projected) if state is None else state for state in states)
@@ -299,13 +320,14 @@ class _Layer:
         resets: Any,
         lengths: Any,
         out: Any,
-        values: Any = None,
-        hidden_bias: Any = None,
+        values: Any,
+        hidden_bias: Any,
+        weights: Weights,
     ) -> tuple[Any, ...]:
         if hidden_bias is None and self.hidden_bias is not None:
             hidden_bias = self._placed("hidden_bias", self.hidden_bias, x)
         return run(
-            self.weights,
+            weights,
             x,
             *states,
             cell=self.cell,
@@ -316,9 +338,36 @@ class _Layer:
             values=values,
         )
 
-    def launches(self, steps: int, batch: int) -> tuple[tuple[int, int], ...]:
-        """Steps and sequences of each launch of a call."""
-        return launches(steps, batch, self.hidden)
+    def _of_call(self, batch: int, where: machine.Machine) -> tuple[Weights, int]:
+        """The weights with which a batch is computed, and the most sequences of a launch.
+
+        Many sequences in 16 bits are computed on tensor cores. A weight of entries is laid out as blocks for that, if
+        it is so small that all of it stays on the chip.
+        """
+        own, half = self.weights, numpy_dtype(self.dtype).itemsize == 2
+        able = where.kind == "cuda" and where.capability >= TENSOR_CORES
+        if batch <= BATCH or not half or not able or dispatcher.batch_invariant:
+            return own, BATCH
+        if isinstance(own, BlockRecurrentWeights):
+            return own, TILES_BATCH
+        if not fits_as_blocks(own):
+            return own, BATCH
+        if self._tiles is None:
+            self._tiles = as_blocks(own)
+        return self._tiles, TILES_BATCH
+
+    def launches(self, steps: int, batch: int, *, target: str = "auto") -> tuple[tuple[int, int], ...]:
+        """Steps and sequences of each launch of a call. `target` is as in `tvm_sparse.explain`."""
+        _, most = self._of_call(batch, machine.resolve(target))
+        return launches(steps, batch, self.hidden, most)
+
+    def problems(
+        self, steps: int, batch: int, *, resets: bool = False, lengths: bool = False, target: str = "auto"
+    ) -> dict[tuple[int, int], Problem]:
+        """The problem of each shape of launch of a call; parameters are those of `explain`."""
+        weights, _ = self._of_call(batch, machine.resolve(target))
+        shapes = dict.fromkeys(self.launches(steps, batch, target=target))
+        return {shape: launch_problem(weights, *shape, self.cell, ragged=lengths, resets=resets) for shape in shapes}
 
     def project_inputs(self, x: Any, weight_ih: Any, bias_ih: Any = None, bias_hh: Any = None) -> Any:
         """`x_projected` for inputs `(..., input)`, see `tvm_sparse.project_inputs`."""
@@ -332,11 +381,8 @@ class _Layer:
         `resets` and `lengths`: whether the call has these arguments. `target` is as in `tvm_sparse.explain`.
         """
         where = machine.resolve(target)
-        shapes = self.launches(steps, batch)
-        problems = {
-            shape: launch_problem(self.weights, *shape, self.cell, ragged=lengths, resets=resets)
-            for shape in dict.fromkeys(shapes)
-        }
+        shapes = self.launches(steps, batch, target=target)
+        problems = self.problems(steps, batch, resets=resets, lengths=lengths, target=target)
         found = {shape: dispatcher.explain(problem, where) for shape, problem in problems.items()}
         return LayerExplanation(shapes, tuple(found[shape] for shape in shapes))
 
@@ -396,7 +442,7 @@ class _Layer:
         return self._like(of_dtype(self.weights, dtype), self.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_constants": {}}  # arrays placed on devices by calls
+        return {**self.__dict__, "_constants": {}, "_tiles": None}  # made again by calls
 
     def _like(self, weights: Weights, device: Any) -> Self:
         found = type(self).__new__(type(self))

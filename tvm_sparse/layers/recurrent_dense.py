@@ -6,12 +6,15 @@ or more at once; that of a sparse layer grows in proportion to it.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..core.machine import Machine
+from ..core.problem import numpy_dtype
 from ..operators.bsr_matmul.dense import DENSE, KERNEL, Likely
 from ..operators.recurrent_backward.autograd import pattern_of
 from ..runtime import dispatch
@@ -22,12 +25,34 @@ OPERATORS: dict[str, Any] = {
     "lstm": torch._VF.lstm,  # type: ignore[attr-defined]
     "gru": torch._VF.gru,  # type: ignore[attr-defined]
 }
-# Where the dense way is faster, by measurements on an H200 (scripts/rnn_training.py, zhu_pool_figures.py): the least
-# units of a layer, and for these the least batch, with cuDNN's persistent kernels and with others. Launches of 16
-# sequences take equal times: two of 1,792 units nearly as long as cuDNN's kernels for 32, so that a third one decides.
-MOST_UNITS = 2048
-PERSISTENT, OTHERS = ((1024, 8), (512, 32)), ((1024, 33),)
-LEAST_DENSITY = 0.1  # of the layers measured
+# The least batch from which the dense way is faster, in 16 bits on Hopper: by cell and whether cuDNN has a persistent
+# kernel, by units, at each of DENSITIES. Logarithms are interpolated in between. scripts/rnn_grid.py prints the table
+# that its measurements make.
+DENSITIES = (0.02, 0.1, 0.3, 1.0)
+NEVER = 512
+LEAST_BATCH: dict[tuple[str, bool], dict[int, tuple[int, int, int, int]]] = {
+    ("rnn", True): {
+        512: (NEVER, NEVER, NEVER, NEVER),
+        1024: (NEVER, 33, 33, 33),
+    },
+    ("rnn", False): {
+        1024: (NEVER, 33, 33, 33),
+        2048: (NEVER, 33, 33, 33),
+    },
+    ("lstm", True): {
+        256: (NEVER, NEVER, NEVER, NEVER),
+        512: (NEVER, 32, 32, 32),
+        1024: (NEVER, 8, 8, 8),
+    },
+    ("lstm", False): {
+        1024: (NEVER, 33, 33, 33),
+        2048: (NEVER, 33, 33, 33),
+    },
+    ("gru", False): {
+        1024: (NEVER, 33, 33, 33),
+        2048: (NEVER, 33, 33, 33),
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -44,16 +69,42 @@ class DenseCall:
     resets: bool = False
 
 
+def family(cell: str) -> str:
+    """The name of a cell in `LEAST_BATCH`."""
+    return cell if cell in ("lstm", "gru") else "rnn"
+
+
 def persistent(call: DenseCall) -> bool:
-    """Whether PyTorch chooses cuDNN's persistent kernels: the conditions of its `aten/src/ATen/native/cudnn/RNN.cpp`
-    for an LSTM in float16 on Hopper.
+    """Whether PyTorch chooses cuDNN's persistent kernels on Hopper: the conditions of its
+    `aten/src/ATen/native/cudnn/RNN.cpp`.
     """
     return (
-        call.cell == "lstm"
+        call.cell != "gru"
+        and call.dtype == "float16"
         and call.hidden <= 1024
         and call.hidden % 128 == call.inputs % 128 == call.batch % 8 == 0
         and call.batch <= 128
+        and (call.cell == "lstm" or call.batch < 96 or call.hidden < 896)
     )
+
+
+def least_batch(cell: str, persistent: bool, hidden: int, density: float) -> int | None:
+    """The batch from which the dense way is likely to be faster: `NEVER` for none, None where nothing is known."""
+    known = LEAST_BATCH.get((family(cell), persistent), {})
+    if not known or not min(known) <= hidden <= max(known) or density < DENSITIES[0] / 2:
+        return None
+    of_units = {units: _between(density, dict(zip(DENSITIES, found, strict=True))) for units, found in known.items()}
+    return round(_between(hidden, of_units))
+
+
+def _between(x: float, known: Mapping[Any, float]) -> float:
+    """The value at x of a function with these values, in logarithms linear between them and constant beyond."""
+    below = max((one for one in known if one <= x), default=min(known))
+    above = min((one for one in known if one >= x), default=max(known))
+    if below == above:
+        return known[below]
+    share = math.log(x / below) / math.log(above / below)
+    return known[below] ** (1 - share) * known[above] ** share
 
 
 def inexpressible(call: DenseCall) -> str | None:
@@ -72,17 +123,18 @@ def likely_way(call: DenseCall, machine: Machine) -> Likely:
         return Likely(KERNEL, why)
     if dispatch.dispatcher.batch_invariant:
         return Likely(KERNEL, dispatch.UNCHANGING)
-    if machine.kind != "cuda" or not machine.has_warpgroups or call.dtype != "float16":
+    if machine.kind != "cuda" or not machine.has_warpgroups or numpy_dtype(call.dtype).itemsize != 2:
         return Likely(KERNEL, f"nothing is known of a faster dense layer in {call.dtype} on {machine.arch}")
-    if call.density < LEAST_DENSITY:
-        return Likely(KERNEL, f"nothing is known of a faster dense layer at densities below {LEAST_DENSITY:.0%}")
-    kind, known = ("a persistent kernel", PERSISTENT) if persistent(call) else ("kernels of a step", OTHERS)
-    found = [batch for units, batch in known if units <= call.hidden <= MOST_UNITS]
-    if not found:
-        units = f"{known[-1][0]:,} to {MOST_UNITS:,} units"
-        return Likely(KERNEL, f"cuDNN has {kind} for it, known to be faster only at {units}")
-    way = DENSE if call.batch >= found[0] else KERNEL
-    return Likely(way, f"cuDNN has {kind} for it, and is faster from batch {found[0]} on")
+    stays = persistent(call)
+    least = least_batch(call.cell, stays, call.hidden, call.density)
+    kind = "a persistent kernel" if stays else "kernels of a step"
+    layer = f"cuDNN has {kind} for {call.hidden:,} units with {call.density:.3g} of the weights stored"
+    if least is None:
+        return Likely(KERNEL, f"{layer}, and no batch is known from which it is faster")
+    if least >= NEVER:
+        return Likely(KERNEL, f"{layer}, and is likely faster at no batch")
+    way = DENSE if call.batch >= least else KERNEL
+    return Likely(way, f"{layer}, and is likely faster from batch {least} on")
 
 
 def flat_weights(weights: Any, values: Any, weight_ih: torch.Tensor, bias: Any, hidden_bias: Any) -> list[torch.Tensor]:

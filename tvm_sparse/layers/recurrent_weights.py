@@ -71,9 +71,20 @@ def prepared(matrix: Any, gates: int, dtype: str | None, form: str, order: str) 
     entries = lay_out(rows, columns, values, hidden, gates, dtype, order)
     if form == "entries" or numpy_dtype(dtype).itemsize != 2:
         return entries
-    blocks = lay_out_blocks(*entries.coordinates(), entries.hidden, gates, entries.dtype)
+    blocks = as_blocks(entries)
     enough = FULL_ENOUGH_IF_FEW if blocks.weights.nbytes <= FEW_BYTES else FULL_ENOUGH
     return blocks if entries.nonzeros > enough * blocks.weights.size else entries
+
+
+def fits_as_blocks(weights: RecurrentWeights) -> bool:
+    """Whether the weight takes no more than `FEW_BYTES` as blocks, all of which a random pattern fills."""
+    values = tiles_of(weights.hidden, weights.gates) * ROWS * weights.hidden
+    return values * numpy_dtype(weights.dtype).itemsize <= FEW_BYTES
+
+
+def as_blocks(weights: RecurrentWeights) -> BlockRecurrentWeights:
+    """The weight in blocks."""
+    return lay_out_blocks(*weights.coordinates(), weights.hidden, weights.gates, weights.dtype)
 
 
 def of_dtype(weights: Weights, dtype: str) -> Weights:

@@ -23,6 +23,10 @@ if it fits there. So any pattern is right, and decisions say which are fast.
 **Exchange.** That of `persistent_rows`: thread blocks poll for the data themselves, Lamport's way
 (`recurrent.exchange`).
 
+**Passes.** A batch may be computed in `passes` parts, one after another in each step, of whole fragments each. While a
+part is computed, the states of the one before are exchanged, and those of the next one are prefetched. States that
+threads own of the other parts are kept in shared memory. Samples that the last part lacks are exchanged as zeros.
+
 What a step needs beside states, the input projection, is loaded a step ahead.
 """
 

@@ -8,13 +8,16 @@ before the first step
     begin           states before the first step
     a barrier of the grid
 
-in each step
+in each pass of each step
 
-    load_inputs     what the next one needs                                (`step`)
+    restore         the states of the pass, if there are several passes    (`step`)
+    load_inputs     what the next one needs
     stage           the states before the step, from all thread blocks     (`recurrent.exchange`)
+    fetch           those of the next pass, if there are several passes
     multiply_tiles  products of weights and states, a part by each warp    (`step`)
     a barrier of the thread block
     finish          the parts' sums, gates; the state after the step, to all thread blocks
+    save            the states of the pass
 """
 
 from __future__ import annotations
@@ -29,11 +32,11 @@ from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 
 from ...device.words import held_address, value_in
 from ...interface import gpu_program
-from ...recurrent.exchange import collect, element_bits, find_source, mark, put, stage
+from ...recurrent.exchange import collect, element_bits, fetch, find_source, mark, put, stage
 from ...recurrent.sizes import WIDEST
 from .space import SAMPLES, Extents
 from .state import State
-from .step import finish, is_item, item, load_inputs, multiply_tiles, sends, take_inputs
+from .step import finish, is_item, item, load_inputs, multiply_tiles, restore, save, sends, take_inputs
 from .weights import load_weights, take_tiles
 
 Phase = Callable[..., Any]
@@ -43,19 +46,16 @@ Phase = Callable[..., Any]
 def begin(e: Extents) -> Phase:
     """The items, and the states before the first step; the phase is (s, io).
 
-    Reads: `h0`, `c0`, `lengths`. Writes: `unit`, `length`, `cells`, `owns`, `samples`; the exchange's first slot.
-    Barriers: none, but all lanes of a warp take part.
+    Reads: `h0`, `c0`, `lengths`. Writes: `unit`, `length`, `cells`, `owns`, `samples`, `kept`; the exchange's first
+    slot. Barriers: none, but all lanes of a warp take part.
     """
-    join, send = collect(e), put(e)
+    join, send, keep = collect(e), put(e), save(e)
     apart = (e.copy_pitch if e.stages else e.pitch) * WIDEST  # bytes from one sample to the next
 
     @T.inline
-    def phase(s, io):
-        for f in T.unroll(e.fragments):
-            # Samples beyond the last one are read as the last one; their sums are not used.
-            s.samples[f] = T.Cast("uint32", T.min(f * SAMPLES + s.row, e.batch - 1) * apart)
+    def first_states(s, io):
         for j in T.unroll(e.items):
-            b = T.meta_var(item(e, s, j)[1])
+            b = T.meta_var(item(e, s, j, True)[1])
             s.unit[j] = s.tile[0] * e.tile_units + item(e, s, j)[0]
             s.bits[0] = T.uint32(0)
             if is_item(e, s, j):
@@ -68,6 +68,19 @@ def begin(e: Extents) -> Phase:
             join(s)
             send(s, 0, b, s.unit[j], sends(e, s, j))
 
+    @T.inline
+    def phase(s, io):
+        for f in T.unroll(e.fragments):
+            # Samples beyond the last one are read as the last one; their sums are not used.
+            s.samples[f] = T.Cast("uint32", T.min(f * SAMPLES + s.row, e.samples - 1) * apart)
+        if e.passes > 1:
+            for part in T.serial(e.passes):
+                s.first[0] = part * e.samples
+                first_states(s, io)
+                keep(s)
+        else:
+            first_states(s, io)
+
     return phase
 
 
@@ -75,8 +88,12 @@ def kernel_body(e: Extents) -> Phase:
     """The kernel, as the body of the function; called with its arguments."""
     deal, load, ready, first_states = take_tiles(e), load_weights(e), mark(e), begin(e)
     take, inputs, multiply, end = take_inputs(e), load_inputs(e), multiply_tiles(e), finish(e)
-    find = find_source(e)
-    copy = stage(e, e.vectors, lambda number: number // e.pitch * e.copy_pitch + number % e.pitch, guarded=False)
+    find, bring_back, keep = find_source(e), restore(e), save(e)
+    ahead = e.passes > 1 and e.stages > 0
+    fetch_ahead = fetch(e, e.vectors)
+    copy = stage(
+        e, e.vectors, lambda number: number // e.pitch * e.copy_pitch + number % e.pitch, guarded=False,
+        prefetched=ahead)
 
     @T.inline
     def one_step(s, io, step):
@@ -93,6 +110,30 @@ def kernel_body(e: Extents) -> Phase:
             end(s, io, step, j, half, step + 1)
 
     @T.inline
+    def one_pass(s, io, turn):
+        step: T.int32 = turn // e.passes
+        bring_back(s, io)
+        take(s)
+        following: T.int32 = (turn + 1) // e.passes
+        s.next_first[0] = (turn + 1) % e.passes * e.samples
+        if following < io.steps:
+            inputs(s, io, following)
+        find(s, io, step, s.first[0])
+        if e.stages > 0:
+            copy(s)
+        if ahead:
+            if following < io.steps:
+                find(s, io, following, s.next_first[0])
+                fetch_ahead(s, s.t)
+        half: T.int32 = turn % e.halves
+        multiply(s, io, half)
+        T.cuda.cta_sync()
+        for j in T.unroll(e.items):
+            end(s, io, step, j, half, step + 1)
+        keep(s)
+        s.first[0] = s.next_first[0]
+
+    @T.inline
     def body(io):
         T.device_entry()
         block = T.cta_id([e.blocks])
@@ -107,9 +148,19 @@ def kernel_body(e: Extents) -> Phase:
         first_states(s, io)
         load(s, io)
         T.cuda.grid_sync()
+        if e.passes > 1:
+            s.first[0] = 0
+            s.next_first[0] = 0
         inputs(s, io, 0)
-        for step in T.serial(io.steps):
-            one_step(s, io, step)
+        if ahead:
+            find(s, io, 0, 0)
+            fetch_ahead(s, s.t)
+        if e.passes > 1:
+            for turn in T.serial(io.steps * e.passes):
+                one_pass(s, io, turn)
+        else:
+            for step in T.serial(io.steps):
+                one_step(s, io, step)
 
     return body
 # fmt: on
@@ -117,6 +168,6 @@ def kernel_body(e: Extents) -> Phase:
 
 def program(problem: BlockRecurrent, e: Extents) -> Program:
     """The program of one point of the space."""
-    words = e.vectors * WIDEST // 4
+    words = e.packs * e.pitch * WIDEST // 4
     own = Workspace("exchange", ("steps", words), "uint32", fill=None)
     return gpu_program(problem, kernel_body(e), (own,), resident=Resident(e.blocks, e.threads, e.shared_bytes))

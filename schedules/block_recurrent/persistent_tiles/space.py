@@ -17,8 +17,10 @@ from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit
 TENSOR_CORES = 80  # the compute capability from which on tensor cores multiply bfloat16
 # Groups that a warp multiplies in one round, a vector of each of two rows a lane: two instructions of a tensor core.
 QUAD = 4
-# Samples of one fragment of operand B, and the most samples: more would take too many registers for sums.
+# Samples of one fragment of operand B, and the most samples of a pass: more would take too many registers for sums.
 SAMPLES, MOST_SAMPLES = 8, 32
+# Most passes of a step, and the most samples of one by default.
+MOST_PASSES, USUAL_SAMPLES = 32, 16
 THREADS = powers(64, 1024)
 # Rounds of a tile that a warp has in registers.
 REGISTERS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
@@ -54,6 +56,7 @@ class Extents:
     threads: int  # threads of a block
     registers: int  # rounds of a tile whose weights a warp has in registers
     stages: int  # 1: hidden states are copied to shared memory; 0: they come straight from the L2 cache
+    passes: int  # parts of the batch, one after another in each step
 
     @classmethod
     def of(cls, problem: BlockRecurrent, decisions: Decisions) -> Extents:
@@ -71,6 +74,7 @@ class Extents:
             threads=decisions["threads"],
             registers=decisions["registers"],
             stages=decisions["stages"],
+            passes=decisions["passes"],
         )
 
     # How tiles are dealt out.
@@ -94,14 +98,19 @@ class Extents:
         return self.most * self.tile_units
 
     @property
+    def samples(self) -> int:
+        """Samples of a pass; the last one may have fewer, and the missing ones have states of zero."""
+        return samples_of(self.batch, self.passes)
+
+    @property
     def items(self) -> int:
-        """Items of a thread, at most; an item is a unit and a sample, which one thread finishes."""
-        return ceildiv(self.units * self.batch, self.threads)
+        """Items of a thread in a pass, at most; an item is a unit and a sample, which one thread finishes."""
+        return ceildiv(self.units * self.samples, self.threads)
 
     @property
     def fragments(self) -> int:
         """Fragments of operand B, which have eight samples each."""
-        return ceildiv(self.batch, SAMPLES)
+        return ceildiv(self.samples, SAMPLES)
 
     # How hidden states lie, in the exchange: [sample][column], each sample a pack of its own.
 
@@ -119,7 +128,7 @@ class Extents:
 
     @property
     def packs(self) -> int:
-        return self.batch
+        return self.passes * self.samples
 
     @property
     def column_bytes(self) -> int:
@@ -142,8 +151,8 @@ class Extents:
 
     @property
     def vectors(self) -> int:
-        """Vectors of all samples' states."""
-        return self.batch * self.pitch
+        """Vectors of the states of a pass."""
+        return self.samples * self.pitch
 
     @property
     def loads(self) -> int:
@@ -160,7 +169,7 @@ class Extents:
 
     @property
     def stage_bytes(self) -> int:
-        return self.batch * self.copy_pitch * WIDEST if self.stages else 0
+        return self.samples * self.copy_pitch * WIDEST if self.stages else 0
 
     @property
     def halves(self) -> int:
@@ -180,8 +189,14 @@ class Extents:
         return self.warps * self.most * self.fragments * SAMPLES * self.part_pitch
 
     @property
+    def kept(self) -> int:
+        """Floats of states that threads keep for the other passes: hidden states, and cell states of an LSTM."""
+        states = 2 if self.cell == "lstm" else 1
+        return states * self.passes * self.items * self.threads if self.passes > 1 else 0
+
+    @property
     def shared_bytes(self) -> int:
-        return self.stage_bytes + self.halves * self.parts * 4
+        return self.stage_bytes + (self.halves * self.parts + self.kept) * 4
 
     # Registers of a thread.
 
@@ -204,7 +219,7 @@ class Extents:
             + self.fetched * self.fragments * 4
             + (self.fragments if self.resets else 0)
             + self.fragments * 5
-            + (self.loads * 4 if self.stages else 0) // 2
+            + (self.loads * 4 if self.stages else 0) // (1 if self.passes > 1 else 2)
             + self.items * (2 * self.gates + 6 + 2 * self.resets + self.ragged)
         )
 
@@ -212,6 +227,11 @@ class Extents:
     def spills(self) -> bool:
         """Whether a thread has too few registers."""
         return self.held + self.held // SCHEDULED + BESIDES > register_limit(self.threads)
+
+
+def samples_of(batch: int, passes: int) -> int:
+    """Samples of a pass: whole fragments if there are several passes."""
+    return batch if passes == 1 else ceildiv(ceildiv(batch, passes), SAMPLES) * SAMPLES
 
 
 def rounds_of(problem: BlockRecurrent, threads: int) -> int:
@@ -223,9 +243,9 @@ def rounds_of(problem: BlockRecurrent, threads: int) -> int:
 def likely_points(problem: BlockRecurrent, machine: Machine, table: Table) -> Iterator[Decisions]:
     """Points of the table, the best first.
 
-    The fewest tiles a block; enough warps that each has few rounds; weights in registers as far as
-    these reach; no copy of the states where a block has one tile, and this needs
-    less than half of them (as measured on an H200: 441 us for 650 with a dense weight, 395 for 445 with a tenth of it).
+    The fewest passes of at most 16 samples; the fewest tiles a block; enough warps that each has few rounds; weights in
+    registers as far as these reach; no copy of the states where a block has one tile, and this needs less than half of
+    them (as measured on an H200: 441 us instead of 650 with a dense weight, 395 instead of 445 with a tenth of it).
     """
     staged = problem.typical_groups * 2 >= problem.across
     wanted = [n for n in table["threads"] if rounds_of(problem, n) <= ROUNDS and 128 <= n <= 512]
@@ -242,10 +262,12 @@ def likely_points(problem: BlockRecurrent, machine: Machine, table: Table) -> It
             -registers,
         )
 
+    passes = sorted(table["passes"], key=lambda n: (samples_of(problem.batch, n) > USUAL_SAMPLES, n))
     ranked = sorted(itertools.product(*(table[n] for n in ("threads", "stages", "registers"))), key=rank)
-    for blocks in reversed(table["blocks"]):
+    for parts, blocks in itertools.product(passes, reversed(table["blocks"])):
         for threads, stages, registers in ranked:
-            yield {"blocks": blocks, "threads": threads, "registers": registers, "stages": stages}
+            point = {"blocks": blocks, "threads": threads, "registers": registers, "stages": stages}
+            yield point | {"passes": parts}
 
 
 def space(problem: BlockRecurrent, machine: Machine) -> Table:
@@ -253,14 +275,16 @@ def space(problem: BlockRecurrent, machine: Machine) -> Table:
         raise NotApplicable(f"{machine.arch} has no tensor cores for bfloat16")
     if problem.dtype == "float32":
         raise NotApplicable("tensor cores multiply 16 bits: float32 takes a kernel a step")
-    if problem.batch > MOST_SAMPLES:
-        raise NotApplicable(f"sums of batch={problem.batch} exceed the registers; at most {MOST_SAMPLES} samples")
+    if problem.batch > MOST_SAMPLES * MOST_PASSES:
+        raise NotApplicable(f"batch={problem.batch} takes more than {MOST_PASSES} passes of {MOST_SAMPLES} samples")
+    passes = {ceildiv(problem.batch, samples) for samples in range(SAMPLES, MOST_SAMPLES + 1, SAMPLES)}
     least = ceildiv(problem.tiles, machine.cores)
     table = {
         "blocks": tuple(sorted({ceildiv(problem.tiles, least * n) for n in MULTIPLES})),
         "threads": THREADS,
         "registers": REGISTERS,
         "stages": (0, 1),
+        "passes": tuple(sorted(n for n in {1, *passes} if n <= MOST_PASSES)),
     }
     if first_allowed(problem, machine, table) is None:
         raise NotApplicable(f"states and sums of hidden={problem.hidden} exceed the shared memory of a thread block")
@@ -286,6 +310,8 @@ def allowed(problem: BlockRecurrent, machine: Machine, decisions: Decisions) -> 
     if decisions["threads"] > THREADS[0] and decisions["threads"] // WARP // 2 >= ceildiv(problem.across, QUAD):
         return f"half of {decisions['threads'] // WARP} warps have no groups of {problem.across}"
     e = Extents.of(problem, decisions)
+    if e.samples > MOST_SAMPLES:
+        return f"sums of {e.samples} samples exceed the registers; at most {MOST_SAMPLES}"
     if not e.stages and e.most > 1:
         return f"{e.most} tiles of a thread block would read the same states from the L2 cache"
     if not e.stages and e.fetched * e.fragments * 4 > MOST_DIRECT:

@@ -43,6 +43,8 @@ class State(Buffers):
         Global memory: the addresses of the exchange, and of the states in it.
     copied, waiting
         Vectors on their way to that copy, and whether something was not there yet.
+    first, next_first
+        The first sample of the pass in hand, and of the next one.
     x, reset, fresh
         The inputs of a step: projections, and whether an item's sample or a fragment's one begins anew.
     next_x, next_reset, next_fresh
@@ -55,8 +57,8 @@ class State(Buffers):
         Of each item: the sums of its gates, and the hidden state after the step.
     cell, own, passed, bits, sent
         Of the item in hand: both states before, a gate, and the state after in the problem's dtype and as it is sent.
-    stage, parts
-        Shared: a copy of the states; all warps' sums.
+    stage, parts, kept
+        Shared: a copy of the states; all warps' sums; `owns` and `cells` of all passes, by pass, item and thread.
     """
 
     t: Any
@@ -80,6 +82,8 @@ class State(Buffers):
     source: Any = local("uint64")
     copied: Any = local("uint32", lambda e: e.loads * 4)
     waiting: Any = local("int32")
+    first: Any = local("int32", when=lambda e: e.passes > 1)
+    next_first: Any = local("int32", when=lambda e: e.passes > 1)
     x: Any = local("float32", lambda e: e.items * e.gates)
     reset: Any = local("int32", lambda e: e.items)
     fresh: Any = local("int32", lambda e: e.fragments)
@@ -99,6 +103,9 @@ class State(Buffers):
     sent: Any = local("uint32", lambda e: e.sent_bytes // 4)
     stage: Any = pooled("uint32", lambda e: e.stage_bytes // 4, 0, when=lambda e: e.stages)
     parts: Any = pooled("float32", lambda e: e.halves * e.parts, lambda e: e.stage_bytes // 4)
+    kept: Any = pooled(
+        "float32", lambda e: e.kept, lambda e: e.stage_bytes // 4 + e.halves * e.parts, when=lambda e: e.passes > 1
+    )
 
     @classmethod
     def of(cls, e: Extents, t: Any) -> State:

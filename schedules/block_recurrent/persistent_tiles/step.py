@@ -20,24 +20,74 @@ Phase = Callable[..., Any]
 STORE_GLOBAL = {16: T.ptx.st.global_.v4.u32, 8: T.ptx.st.global_.v2.u32}
 
 
-def item(e: Extents, s: Any, j: Any) -> tuple[Any, Any]:
-    """The thread's j-th item: its unit, counted within the thread block, and its sample."""
+def item(e: Extents, s: Any, j: Any, of_batch: bool = False, following: bool = False) -> tuple[Any, Any]:
+    """The thread's j-th item: its unit, counted within the thread block, and its sample, counted within the pass, or
+    within the batch: in the pass in hand, or in the one `following` it.
+    """
     number = j * e.threads + s.t
-    return number % e.units, number // e.units
+    unit, sample = number % e.units, number // e.units
+    if e.passes > 1 and of_batch:
+        sample += s.next_first[0] if following else s.first[0]
+    return unit, sample
 
 
-def is_item(e: Extents, s: Any, j: Any) -> tirx.PrimExpr:
+def is_item(e: Extents, s: Any, j: Any, following: bool = False) -> tirx.PrimExpr:
     """Whether the thread has a j-th item."""
-    unit, sample = item(e, s, j)
-    return tirx.all(unit < s.count[0], sample < e.batch)
+    unit, sample = item(e, s, j, True, following)
+    found = tirx.all(unit < s.count[0], sample < e.batch)
+    return found if e.passes == 1 else tirx.all(found, item(e, s, j)[1] < e.samples)
 
 
-def sends(e: Extents, s: Any, j: Any) -> tirx.PrimExpr:
-    """Whether the thread stores the states of its j-th item and of the units next to it in the exchange."""
+def stores(e: Extents, s: Any, j: Any) -> tirx.PrimExpr:
+    """Whether the thread stores the output of its j-th item and of the units next to it."""
     return tirx.all(s.t % e.at_once == 0, is_item(e, s, j))
 
 
+def sends(e: Extents, s: Any, j: Any) -> tirx.PrimExpr:
+    """Whether the thread stores the states of its j-th item and of the units next to it in the exchange. If there are
+    several passes, samples beyond the batch are sent too, since all samples of a pass are waited for.
+    """
+    if e.passes == 1:
+        return stores(e, s, j)
+    unit, sample = item(e, s, j)
+    return tirx.all(s.t % e.at_once == 0, unit < s.count[0], sample < e.samples)
+
+
 # fmt: off
+def restore(e: Extents) -> Phase:
+    """The states of the pass in hand; the phase is (s, io).
+
+    Reads: `kept`, `lengths`, `first`. Writes: `owns`, `cells`, `length`. Barriers: none: a thread reads what it wrote.
+    """
+
+    @T.inline
+    def phase(s, io):
+        for j in T.unroll(e.items):
+            s.owns[j] = s.kept[kept_at(e, s, j, 0)]
+            if e.cell == "lstm":
+                s.cells[j] = s.kept[kept_at(e, s, j, 1)]
+            if e.ragged:
+                s.length[j] = io.lengths[T.min(item(e, s, j, True)[1], e.batch - 1)]
+
+    return phase
+
+
+def save(e: Extents) -> Phase:
+    """Keep the states of the pass in hand; the phase is (s).
+
+    Reads: `owns`, `cells`, `first`. Writes: `kept`. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s):
+        for j in T.unroll(e.items):
+            s.kept[kept_at(e, s, j, 0)] = s.owns[j]
+            if e.cell == "lstm":
+                s.kept[kept_at(e, s, j, 1)] = s.cells[j]
+
+    return phase
+
+
 def load_inputs(e: Extents) -> Phase:
     """Begin the loads of a step's inputs; the phase is (s, io, step), a step ahead of their use.
 
@@ -47,8 +97,8 @@ def load_inputs(e: Extents) -> Phase:
     @T.inline
     def phase(s, io, step):
         for j in T.unroll(e.items):
-            b = T.meta_var(item(e, s, j)[1])
-            if is_item(e, s, j):
+            b = T.meta_var(item(e, s, j, True, True)[1])
+            if is_item(e, s, j, True):
                 for g in T.unroll(e.gates):
                     s.next_x[j * e.gates + g] = element_bits(
                         e.dtype, io.x_projected[step, b, g * e.hidden + s.unit[j]])
@@ -56,7 +106,7 @@ def load_inputs(e: Extents) -> Phase:
                     s.next_reset[j] = io.resets[step, b]
         if e.resets:
             for f in T.unroll(e.fragments):
-                s.next_fresh[f] = io.resets[step, T.min(f * SAMPLES + s.row, e.batch - 1)]
+                s.next_fresh[f] = io.resets[step, T.min(next_row(e, s, f), e.batch - 1)]
 
     return phase
 
@@ -302,7 +352,7 @@ def finish(e: Extents) -> Phase:
 
     @T.inline
     def phase(s, io, step, j, half, slot):
-        b = T.meta_var(item(e, s, j)[1])
+        b = T.meta_var(item(e, s, j, True)[1])
         s.bits[0] = T.uint32(0)
         if is_item(e, s, j):
             add(s, j, half)
@@ -349,15 +399,27 @@ def write_output(e: Extents) -> Phase:
 
     @T.inline
     def phase(s, io, step, j):
-        b = T.meta_var(item(e, s, j)[1])
+        b = T.meta_var(item(e, s, j, True)[1])
         if whole:
-            if sends(e, s, j):
+            if stores(e, s, j):
                 together(s, io, step, j, b)
         elif is_item(e, s, j):
             apart(s, io, step, j, b)
 
     return phase
 # fmt: on
+
+
+def next_row(e: Extents, s: Any, f: Any) -> tirx.PrimExpr:
+    """The sample of the thread in fragment f of the next pass, within the batch."""
+    row = f * SAMPLES + s.row
+    return row if e.passes == 1 else s.next_first[0] + row
+
+
+def kept_at(e: Extents, s: Any, j: Any, which: int) -> tirx.PrimExpr:
+    """Where in `kept` the states of an item of the pass in hand are."""
+    number = (which * e.passes * e.samples + s.first[0]) // e.samples
+    return (number * e.items + j) * e.threads + s.t
 
 
 def part_at(e: Extents, half: Any, warp: Any, k: Any, sample: Any, row: Any) -> tirx.PrimExpr:

@@ -275,7 +275,7 @@ def choose_tiles(e: TileSearchSizes, search: Search) -> Callable[..., Any]:
         for i in T.serial(T.min(size, e.k)):
             s.best[0] = T.uint64(0)
             for j in T.unroll(e.loads):
-                if j * e.threads + s.t < size and join_key(s.bits[j], j * e.threads + s.t) < s.pivot[0]:
+                if j * e.threads + s.t < size and join_key(s.bits[j], j * e.threads + s.t) <= s.pivot[0]:
                     s.best[0] = T.max(s.best[0], join_key(s.bits[j], j * e.threads + s.t))
             join(s)
             if s.t % 32 == 0:
@@ -283,9 +283,10 @@ def choose_tiles(e: TileSearchSizes, search: Search) -> Callable[..., Any]:
             T.cuda.cta_sync()
             s.best[0] = s.maxima[s.t % warps]
             join(s)
-            s.pivot[0] = s.best[0]
+            # The next key is a lower one; the first may be the largest there is: of tile 0, with NaN.
+            s.pivot[0] = s.best[0] - T.uint64(1)
             if s.t == 0:
-                search.place(io, s, i, s.pivot[0], factor)
+                search.place(io, s, i, s.best[0], factor)
             T.cuda.cta_sync()
 
     return phase

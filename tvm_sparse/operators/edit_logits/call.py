@@ -16,6 +16,7 @@ from .problem import EditLogits, places
 
 _WORDS = Array((ROWS, "n"), ("int32", "int64"), below="vocab", negative=True)
 _OF_ROWS = Array((ROWS,), ("float32",))
+SOFT_CAP = Number("float", 0.5, 50.0)
 SIGNATURES = {
     "edit_logits": Signature(
         ("logits", FLOAT_ROWS),
@@ -26,6 +27,7 @@ SIGNATURES = {
         ("repetition_penalty", Number("float", 0.5, 2.0), _OF_ROWS),
         ("presence_penalty", Number("float", -2.0, 2.0), _OF_ROWS),
         ("frequency_penalty", Number("float", -2.0, 2.0), _OF_ROWS),
+        ("soft_cap", Absent(), SOFT_CAP),
         outputs=(Output("edited"),),
     )
 }
@@ -44,6 +46,7 @@ def edit_logits(
     repetition_penalty: Any = 1.0,
     presence_penalty: Any = 0.0,
     frequency_penalty: Any = 0.0,
+    soft_cap: float | None = None,
     out: Any = None,
 ) -> Any:
     """Biases and penalties of few words of each row, before `softmax_sample`, `softmax_topk` or anything else.
@@ -54,8 +57,11 @@ def edit_logits(
         y[b, w] = (x[b, w] / repetition if x[b, w] > 0 else x[b, w] * repetition)
                   - frequency * c - presence * (c > 0).
 
-    All other words keep their logits. With `out=logits` the named words are changed where they are, and nothing else is
-    read or written: one short kernel, whatever the vocabulary. Without it all logits are copied first.
+    All other words keep their logits. With a `soft_cap` c all logits are replaced by c * tanh(logits / c) before.
+
+    With `out=logits` the named words are changed where they are, and nothing else is
+    read or written: one short kernel, whatever the vocabulary. Without it all logits are copied first. A soft cap reads
+    and writes all logits in any case.
 
     Parameters
     ----------
@@ -76,6 +82,9 @@ def edit_logits(
     presence_penalty, frequency_penalty
         Numbers, or `(batch,)` float32; 0 changes nothing. The penalties are best all numbers or all arrays: of a mix,
         each number is written to an array first.
+    soft_cap
+        The soft cap of the model's final logits, a number above 0, as 30 for Gemma 2; None for a model without one.
+        In float32, rounded to the dtype of `logits`. Infinities become the cap and its negative: mask words afterwards.
     out
         `logits` itself, for edits in place, or another array of its shape and dtype to write into: contiguous, on the
         same device.
@@ -83,14 +92,15 @@ def edit_logits(
     Returns
     -------
     edited
-        `(batch, vocab)` of the dtype of `logits`, or `out`. A word on both lists is rounded to that dtype in between.
+        `(batch, vocab)` of the dtype of `logits`, or `out`. A word on both lists is rounded to that dtype in between, a
+        word with a bias or penalty after the soft cap, too.
 
     Raises
     ------
     TypeError
         If an argument is neither an array nor, for penalties, a number.
     ValueError
-        For another shape, dtype or device, a penalty that is not finite or a repetition penalty of 0 or less,
+        For another shape, dtype or device, a penalty that is not finite, a repetition penalty or soft cap of 0 or less,
         `bias_values` without `bias_ids` or the reverse, `generated` without `seen_ids`, an `out` that does not fit, or
         logits to edit in place that are not contiguous, or not aligned to 16 bytes on a GPU. Values in arrays are not
         looked at.
@@ -100,7 +110,7 @@ def edit_logits(
     Notes
     -----
     The order is that of vLLM: biases, repetition, frequency, presence; then temperature and filters. `transformers` has
-    the first two in this order. A final soft cap of a model comes before all of them.
+    the first two in this order. In both a soft cap is part of the model, before all edits, as here.
 
     Log-probabilities of edited logits are those after the penalties. Call `softmax_topk` before this for others.
 
@@ -110,9 +120,13 @@ def edit_logits(
     """
     given = [repetition_penalty, presence_penalty, frequency_penalty]
     own = [type(one) not in (float, int) and bool(getattr(one, "shape", ())) for one in given]
-    penalties = [one if array else _number(name, one) for name, one, array in zip(PENALTIES, given, own, strict=True)]
+    penalties = [
+        one if array else _number(f"{name}_penalty", one)
+        for name, one, array in zip(PENALTIES, given, own, strict=True)
+    ]
     plain = seen_ids is not None and (generated is None or any(own) is not all(own))  # arrays are made for the kernel
-    words = (bias_ids, bias_values, seen_ids, generated, *(penalties if seen_ids is not None else (None,) * 3))
+    cap = None if soft_cap is None else soft_cap_of(soft_cap)
+    words = (bias_ids, bias_values, seen_ids, generated, *(penalties if seen_ids is not None else (None,) * 3), cap)
     if not plain:
         if out is logits:
             if repeat.again(dispatcher.launchers, IN_PLACE, (logits, 0, *words, logits), ()) is not None:
@@ -126,7 +140,7 @@ def edit_logits(
     options = {"bias_ids": bias_ids, "bias_values": bias_values, "seen_ids": seen_ids, "generated": generated}
     options |= dict(zip((f"{name}_penalty" for name in PENALTIES), given, strict=True))
     if custom.transformed(logits, bias_ids, bias_values, seen_ids, generated, *tensors):
-        return custom.module_of("edit_logits").edit_logits(logits, out=out, **options)
+        return custom.module_of("edit_logits").edit_logits(logits, out=out, soft_cap=cap, **options)
     known = logits_facts(logits)
     *leading, vocab = known.shape
     rows, batch = tuple(leading), math.prod(leading)
@@ -143,7 +157,7 @@ def edit_logits(
         array = arrays.ready(name, array, found)
         return (array if len(rows) == 1 else arrays.reshaped(array, (batch, *found.shape[len(rows) :]))), found
 
-    kernel: list[Any] = [None] * 7
+    kernel: list[Any] = [None] * 7 + [cap]
     seen = biased = 0
     if bias_ids is not None:
         kernel[0], facts = beside("bias_ids", bias_ids)
@@ -179,14 +193,15 @@ def edit_logits(
             some_words |= {
                 f"{name}_penalty": one for name, one in zip(PENALTIES, penalties, strict=True) if not any(own)
             }
-            edit_logits(into[0], out=into[0], **some_words)
+            edit_logits(into[0], out=into[0], soft_cap=cap, **some_words)
 
-        by_parts(some, batch, most, kernel[:4] + (kernel[4:] if any(own) else [None] * 3), (flat,))
+        by_parts(some, batch, most, kernel[:4] + (kernel[4:7] if any(own) else [None] * 3), (flat,))
     elif batch and vocab:
         # No kernel accepts an empty array.
         kernel[:2] = kernel[:2] if biased else (None, None)
-        kernel[2:] = kernel[2:] if seen else (None,) * 5
+        kernel[2:7] = kernel[2:7] if seen else (None,) * 5
         flags = {"bias": int(biased > 0), "penalties": int(seen > 0), "per_row": int(any(own) and seen > 0)}
+        flags["capped"] = int(cap is not None)
         problem = EditLogits(batch, vocab, places(max(seen, biased)), known.dtype, **flags)
         launchers = dispatcher.launchers  # before others take their place
         function = dispatcher.kernel(problem, machine_of("logits", known)).function
@@ -200,17 +215,23 @@ def edit_logits(
     return out if out is not None else arrays.returned(result, logits)
 
 
+def soft_cap_of(value: Any) -> float:
+    """A soft cap, checked."""
+    return _number("soft_cap", value)
+
+
 def _number(name: str, value: Any) -> float:
-    """A penalty that is one number for all rows, checked."""
+    """A penalty or soft cap that is one number for all rows, checked."""
     try:
         if isinstance(value, bool | str):
             raise TypeError
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
-            f"{name}_penalty: expected a number or an array with one for each row, got {type(value).__name__}"
+            f"{name}: expected a number{'' if name == 'soft_cap' else ' or an array with one for each row'},"
+            f" got {type(value).__name__}"
         ) from None
-    if not abs(number) < LARGEST or (name == "repetition" and not number > 1e-37):
-        wanted = "a finite number above 0" if name == "repetition" else "a finite number"
-        raise ValueError(f"{name}_penalty: expected {wanted}, got {value!r}")
+    if not abs(number) < LARGEST or (name in ("repetition_penalty", "soft_cap") and not number > 1e-37):
+        wanted = "a finite number above 0" if name in ("repetition_penalty", "soft_cap") else "a finite number"
+        raise ValueError(f"{name}: expected {wanted}, got {value!r}")
     return number

@@ -17,6 +17,15 @@ def penalised(x: tirx.PrimExpr, count: tirx.PrimExpr, repetition: Any, presence:
     return repeated - frequency * T.Cast("float32", count) - T.Select(count > 0, presence, T.float32(0))
 
 
+def soft_capped(io: Any, x: Any) -> Any:
+    """`cap * tanh(x / cap)` in float32, of a logit of the problem's dtype: between -cap and cap, of which it is the
+    former for -inf, too. The logit itself without a cap.
+    """
+    if io.cap is None:
+        return x
+    return T.Cast(io.problem.dtype, io.cap * T.tanh(T.Cast("float32", x) / io.cap))
+
+
 def penalty(io: Any, name: str, row: Any) -> tirx.PrimExpr:
     """A penalty that is one number for all rows, or one for each row."""
     return getattr(io, PENALTIES[name])[row] if io.problem.per_row else getattr(io, name)
@@ -26,9 +35,10 @@ def penalty(io: Any, name: str, row: Any) -> tirx.PrimExpr:
 def edit_row(problem: Any) -> Callable[..., Any]:
     """All edits of a row, one word after another; called with (io, row), it makes an SBlock.
 
-    Reads: the row, if it is copied; its words. Writes: the edited row.
+    Reads: the row, if it is copied or capped; its words. Writes: the edited row.
     """
     dtype, vocab, biased, seen = problem.dtype, problem.vocab, bool(problem.bias), bool(problem.penalties)
+    capped = bool(problem.capped)
 
     @T.inline
     def work(io, r):
@@ -37,7 +47,10 @@ def edit_row(problem: Any) -> Callable[..., Any]:
             T.reads(io.logits[row, 0:vocab])
             T.writes(io.edited[row, 0:vocab])
             x = T.sblock_alloc_buffer((1,), "float32")
-            if io.copied != 0:
+            if capped:
+                for j in range(vocab):
+                    io.edited[row, j] = soft_capped(io, io.logits[row, j])
+            elif io.copied != 0:
                 for j in range(vocab):
                     io.edited[row, j] = io.logits[row, j]
             if biased:

@@ -19,6 +19,9 @@ def _options(problem: EditLogits, inputs: Sequence[Any], convert: Callable[[Any]
     del given["copied"]
     found = {}
     for name, value in given.items():
+        if name == "cap":
+            found["soft_cap"] = value
+            continue
         one = next((one for one, many in PENALTIES.items() if name in (one, many)), None)
         found[name if one is None else f"{one}_penalty"] = convert(value) if hasattr(value, "shape") else value
     return found
@@ -40,6 +43,8 @@ def _torch_edits(problem: EditLogits, inputs: Sequence[Any], device: str) -> Cal
 
     def call() -> Any:
         found = logits.clone()
+        if problem.capped:
+            found = (torch.tanh(found.float() / options["soft_cap"]) * options["soft_cap"]).to(logits.dtype)
         if problem.bias:
             found += dense(options["bias_ids"], options["bias_values"], torch.float32)
         if problem.penalties:

@@ -42,10 +42,11 @@ LEAST = 32
 
 @dataclass(frozen=True)
 class EditLogits(Problem):
-    """Rows of logits `(batch, vocab)`, of which few words are changed.
+    """Rows of logits `(batch, vocab)`, of which few words are changed, after a soft cap of all if there is one.
 
     `words` is the number of places for words in a row of each list, typically. `bias` is 1 if words have biases,
-    `penalties` if words have penalties, and `per_row` if each row has penalties of its own.
+    `penalties` if words have penalties, `per_row` if each row has penalties of its own, and `capped` if all logits have
+    a soft cap.
     """
 
     batch: int
@@ -55,15 +56,22 @@ class EditLogits(Problem):
     bias: int = field(default=0, metadata=OPTIONAL)
     penalties: int = field(default=1, metadata=OPTIONAL)
     per_row: int = field(default=0, metadata=OPTIONAL)
+    capped: int = field(default=0, metadata=OPTIONAL)
 
     operator: ClassVar[str] = "edit_logits"
     batch_axis: ClassVar[str] = "batch"
+    added_axes: ClassVar[tuple[str, ...]] = ("capped",)
     # Programs read at run time how many places there are.
     data_axes: ClassVar[tuple[str, ...]] = ("words",)
     counted: ClassVar[tuple[str, ...]] = ("biased", "seen")
     inputs: ClassVar[tuple[Argument, ...]] = (
-        Argument("logits", ("batch", "vocab"), "dtype", "Unnormalised scores, row-major; not read if copied is 0."),
-        Argument("copied", (), "int32", "1: all words are copied first; 0: edited has the logits already."),
+        Argument(
+            "logits",
+            ("batch", "vocab"),
+            "dtype",
+            "Unnormalised scores, row-major; not read if copied and capped are 0.",
+        ),
+        Argument("copied", (), "int32", "1: all words are copied first; 0: edited is the array of the logits."),
         Argument("bias_ids", ("batch", "biased"), "int32", "Words with a bias, each once in a row; -1: none.", "bias"),
         Argument("bias_values", ("batch", "biased"), "float32", "Biases of these words.", when="bias"),
         Argument("seen_ids", ("batch", "seen"), "int32", "Words with penalties; -1: none.", when="penalties"),
@@ -74,6 +82,7 @@ class EditLogits(Problem):
         Argument("repetitions", ("batch",), "float32", "The same of each row.", when="own"),
         Argument("presences", ("batch",), "float32", "The same of each row.", when="own"),
         Argument("frequencies", ("batch",), "float32", "The same of each row.", when="own"),
+        Argument("cap", (), "float32", "Soft cap of all logits, above 0.", when="capped"),
     )
     outputs: ClassVar[tuple[Argument, ...]] = (Argument("edited", ("batch", "vocab"), "dtype", "The logits, edited."),)
     structures: ClassVar[tuple[str, ...]] = ("random", "full", "spare", "special", "neighbours")
@@ -85,7 +94,7 @@ class EditLogits(Problem):
     def __post_init__(self) -> None:
         require_positive(self, "batch", "vocab", "words")
         require_dtype(self)
-        for name in ("bias", "penalties", "per_row"):
+        for name in ("bias", "penalties", "per_row", "capped"):
             if self.axes[name] not in (0, 1):
                 raise ProblemError(f"edit_logits: {name} must be 0 or 1, got {self.axes[name]!r}")
         if self.per_row and not self.penalties:
@@ -103,6 +112,7 @@ class EditLogits(Problem):
             "dtype": distribution.dtype(rng),
             "bias": distribution.flag(rng, 0.3),
             "per_row": distribution.flag(rng, 0.5),
+            "capped": distribution.flag(rng, 0.2),
         }
 
     def as_called(self) -> Problem:
@@ -135,7 +145,7 @@ class EditLogits(Problem):
         return dataclasses.replace(self, words=words)
 
     def definition(self) -> tirx.PrimFunc:
-        """One row after another: all words are copied, then biases are added, then penalties are taken off."""
+        """One row after another: words are copied or capped, then biases are added, then penalties are taken off."""
         from tvm.script import tirx as T
 
         from tvm_sparse.core.arguments import function
@@ -152,7 +162,8 @@ class EditLogits(Problem):
         return function(self, body, blocks=True, packed=True, index="int64")
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
-        """Standard normal logits, biases of standard deviation 5, and counts from 0 to 4; penalties of random rows.
+        """Standard normal logits, biases of standard deviation 5, and counts from 0 to 4; penalties of random rows;
+        a soft cap from 0.5 to 8.
 
         A row's words are different ones; in places without a word is -1. `random`: half of the places have a word,
         `full`: all, as far as there are words; `spare`: none or one; `neighbours`: all, side by side; `special`: half,
@@ -199,21 +210,24 @@ class EditLogits(Problem):
                 for one, (off, penalty) in enumerate(zip(neutral, penalties, strict=True))
             ]
             inputs += penalties if self.per_row else [float(penalty[0]) for penalty in penalties]
+        if self.capped:
+            inputs.append(float(np.float32(2 ** rng.uniform(-1, 3))))
         return inputs
 
     def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
-        """In float64, rounded to the logits' dtype after the biases, as kernels store them there."""
+        """In float64, rounded to the logits' dtype after the soft cap and the biases, as kernels store them there."""
         import numpy as np
 
         given = dict(zip((argument.name for argument in self.kernel_inputs), inputs, strict=True))
         dtype = given["logits"].dtype
-        found = given["logits"].astype(np.float64)
+        found = self._capped(given)
 
         def edits(name: str) -> Any:
             for row, place in np.argwhere((given[name] >= 0) & (given[name] < self.vocab)):
                 yield row, place, given[name][row, place]
 
         with np.errstate(invalid="ignore", over="ignore"):
+            found = found.astype(dtype).astype(np.float64)
             for row, place, word in edits("bias_ids") if self.bias else ():
                 biased = np.float32(found[row, word]) + given["bias_values"][row, place]
                 found[row, word] = np.float64(biased.astype(dtype))
@@ -225,9 +239,17 @@ class EditLogits(Problem):
                 found[row, word] = x - frequency * count - presence * (count > 0)
         return [found]
 
+    def _capped(self, given: Mapping[str, Any]) -> np.ndarray:
+        """The logits in float64 after the soft cap, before they are rounded."""
+        import numpy as np
+
+        found: np.ndarray = given["logits"].astype(np.float64)
+        return given["cap"] * np.tanh(found / given["cap"]) if self.capped else found
+
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
         """Three float32 roundings of the largest number on the way, which is at most the logit plus all penalties, and
-        one to the logits' dtype.
+        one to the logits' dtype. A capped logit is off by some float32 roundings of the
+        cap, by which it may be rounded to a neighbour, and a repetition penalty may double that.
         """
         import numpy as np
 
@@ -241,6 +263,8 @@ class EditLogits(Problem):
                 values = np.abs(given["bias_values"].astype(np.float64))
                 size = size + 2 * np.where(np.isfinite(values), values, 0.0).max(axis=1, keepdims=True)
             edited = 4 * 2.0**-24 * size + 2 * ROUNDING[self.dtype] * wanted + SMALLEST[self.dtype]
+            if self.capped:
+                return [edited + 16 * 2.0**-24 * given["cap"] + 4 * ROUNDING[self.dtype] * np.abs(self._capped(given))]
             return [np.where(expected[0] == given["logits"].astype(np.float64), 0.0, edited)]
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
@@ -251,7 +275,10 @@ class EditLogits(Problem):
             given = dict(zip((argument.name for argument in self.kernel_inputs), inputs, strict=True))
             words = sum(int((given[name] >= 0).sum()) for name in ("bias_ids", "seen_ids") if name in given)
         copied = 2 * self.batch * self.vocab * numpy_dtype(self.dtype).itemsize
-        return Cost(copied + 8 * (seen + biased) + 64 * words + 12 * self.batch * self.per_row, 6 * seen + biased)
+        return Cost(
+            copied + 8 * (seen + biased) + 64 * words + 12 * self.batch * self.per_row,
+            6 * seen + biased + 4 * self.batch * self.vocab * self.capped,
+        )
 
 
 def places(count: int) -> int:

@@ -14,15 +14,15 @@ __all__ = ["edit_logits"]
 _WORDS = ("bias_ids", "bias_values", "seen_ids", "generated")
 
 
-def _call(logits: Any, numbers: Any, *arrays_of_rows: Any) -> Any:
-    words, own = arrays_of_rows[:4], arrays_of_rows[4:]
+def _call(logits: Any, numbers: Any, *rest: Any) -> Any:
+    words, own, (soft_cap, cap) = rest[:4], rest[4:7], rest[7:]
     penalties = [
         number if tensor is None else custom.value_of(number, tensor) if not tensor.dim() else tensor
         for number, tensor in zip(numbers, own, strict=True)
     ]
     options = dict(zip(_WORDS, words, strict=True))
     options |= dict(zip((f"{name}_penalty" for name in PENALTIES), penalties, strict=True))
-    return call.edit_logits(logits, **options)
+    return call.edit_logits(logits, soft_cap=custom.value_of(soft_cap, cap), **options)
 
 
 def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -40,7 +40,8 @@ def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
 _OPERATOR = custom.define(
     "edit_logits(Tensor logits, float[] numbers, Tensor? bias_ids=None, Tensor? bias_values=None,"
     " Tensor? seen_ids=None, Tensor? generated=None, Tensor? repetitions=None, Tensor? presences=None,"
-    " Tensor? frequencies=None) -> Tensor",
+    " Tensor? frequencies=None, float? soft_cap=None,"
+    " Tensor? cap=None) -> Tensor",
     _call,
     _batched,
     custom.without_backward("logits"),
@@ -57,9 +58,11 @@ def edit_logits(
     repetition_penalty: Any = 1.0,
     presence_penalty: Any = 0.0,
     frequency_penalty: Any = 0.0,
+    soft_cap: float | None = None,
     out: Any = None,
 ) -> Any:
     """The public function, as it stands in a graph."""
     given = [custom.number(one) for one in (repetition_penalty, presence_penalty, frequency_penalty)]
     numbers, own = [number for number, _ in given], [tensor for _, tensor in given]
-    return custom.written(_OPERATOR(logits, numbers, bias_ids, bias_values, seen_ids, generated, *own), out)
+    cap = (None, None) if soft_cap is None else custom.number(soft_cap)
+    return custom.written(_OPERATOR(logits, numbers, bias_ids, bias_values, seen_ids, generated, *own, *cap), out)

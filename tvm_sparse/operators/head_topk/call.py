@@ -12,6 +12,7 @@ from tvm_sparse.core.problem import FLOATS, numpy_dtype
 from tvm_sparse.core.problem import width as rounded_up
 from tvm_sparse.core.template import ceildiv
 from tvm_sparse.formats.quantized import STORED, QuantizedEmbedding
+from tvm_sparse.operators.edit_logits.call import SOFT_CAP, edit_logits, soft_cap_of
 from tvm_sparse.operators.softmax_topk import shards
 from tvm_sparse.operators.softmax_topk.call import softmax_topk
 from tvm_sparse.runtime import arrays, custom, repeat
@@ -34,7 +35,7 @@ from tvm_sparse.runtime.dispatch import UNCHANGING, dispatcher
 from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Shard, Signature, Stored
 
 from .problem import EIGHT, SIXTEEN, WHOLE_WORDS, HeadTopk, word_size
-from .product import float_scores, rounded_scores, rows_at_once
+from .product import all_scores, rounded_scores, rows_at_once
 
 SIGNATURES = {
     "head_topk": Signature(
@@ -49,6 +50,7 @@ SIGNATURES = {
         ("constant", Number("bool")),
         ("rounded", Number("bool")),
         ("shard", Absent(), Shard()),
+        ("soft_cap", Absent(), SOFT_CAP),
         outputs=(
             *(Output("values"), Output("indices"), Output("normaliser", asked="normaliser")),
             Output("given", asked="ids"),
@@ -100,6 +102,7 @@ def head_topk(
     constant: bool = False,
     rounded: bool = False,
     shard: tuple[int, int] | None = None,
+    soft_cap: float | None = None,
     out: tuple[Any, ...] | None = None,
 ) -> tuple[Any, ...]:
     """The k most probable words of softmax((hidden @ embedding.T + bias) / temperature, -1), without the logits.
@@ -135,7 +138,10 @@ def head_topk(
         `(offset, total)`: the embedding is a shard of that of a vocabulary of `total` words, whose first row is that of
         word `offset`. The result is a part for `merge_topk`, always with the normaliser. Rows beyond the vocabulary,
         `total - offset` and later, are padding, which is ignored and not read. `bias` is that of the shard's words. Not
-        together with `log` or `ids`, nor for a quantised embedding.
+        together with `log`, `ids` or `soft_cap`, nor for a quantised embedding.
+    soft_cap
+        The soft cap c of the model's final logits, a number above 0, as 30 for Gemma 2: s = c * tanh(s' / c) + bias for
+        the scores s' = hidden @ embedding.T, in float32. The scores of a chunk of rows are then written, see the notes.
     out
         Arrays to write into, in the number and order of the results.
 
@@ -173,13 +179,17 @@ def head_topk(
     faster: by the record of the problem (`tvm-sparse bench --record`), or, without one, on a GPU with more rows than
     the kernel reads the embedding once for (docs/limits.md has a table), with k above 256, and if a row is not a whole
     number of 16-byte vectors. Its scores are float32, too, unless `rounded`. `explain` says which way a call takes.
+    With a `soft_cap` it is always that product, whose scores are capped where they are.
 
     When not to use it: if the logits are needed afterwards.
 
     Source: Shi, Xu & Knight 2018, equations 1 and 2 (the full softmax that their head avoids); Milakov & Gimelshein
     2018, "Online normalizer calculation for softmax", Algorithm 4.
     """
+    soft = () if soft_cap is None else (soft_cap_of(soft_cap),)
     if shard is not None:
+        if soft:
+            raise ValueError("soft_cap: not with a shard; cap the scores by edit_logits, and pass them to softmax_topk")
         options: dict[str, Any] = {"temperature": temperature, "constant": constant, "rounded": bool(rounded)}
         return _part(hidden, embedding, k, shard, log, bias, ids, out, **options)
     scalars = (inverse_temperature(temperature), 1 if log else 0, 1 if constant else 0)
@@ -188,15 +198,19 @@ def head_topk(
         words, scales, stored = embedding.octets, embedding.factors, embedding.stored
     elif type(embedding) is not type(hidden):
         embedding = words = without_gradient(embedding)
+    if soft:
+        named = (("hidden", hidden), ("embedding", words), ("bias", bias), ("ids", ids))
+        hidden, words, bias, ids = (shards.on_host(name, one) for name, one in named)
+        embedding = words if scales is None else embedding
     if type(k) is int:
-        what = ("head_topk", k, bool(normaliser), bool(rounded), stored)
-        found = repeat.again(dispatcher.launchers, what, (hidden, words, *scalars, bias, ids, scales), out)
+        what = ("head_topk", k, bool(normaliser), bool(rounded), stored, len(soft))
+        found = repeat.again(dispatcher.launchers, what, (hidden, words, *scalars, bias, ids, scales, *soft), out)
         if found is not None:
             return found
 
     if custom.transformed(hidden, words, bias, ids, scales):
         options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "normaliser": normaliser}
-        options |= {"constant": constant, "rounded": bool(rounded)}
+        options |= {"constant": constant, "rounded": bool(rounded), "soft_cap": soft_cap}
         return custom.module_of("head_topk").head_topk(hidden, embedding, k, out=out, **options)
     known, theirs = pair_facts(hidden, embedding)
     (batch, width), vocab = known.shape, theirs.shape[0]
@@ -225,27 +239,28 @@ def head_topk(
     most = rows_at_once(vocab, width, known.device)
     if batch > most:
         options = {"log": log, "temperature": temperature, "bias": row, "normaliser": normaliser}
-        options |= {"constant": constant, "rounded": rounded}
+        options |= {"constant": constant, "rounded": rounded, "soft_cap": soft_cap}
         by_parts(
             lambda given, into: head_topk(given[0], embedding, k, ids=given[1], out=tuple(into), **options),
             *(batch, most, (hidden, asked), outputs),
         )
     if not batch or batch > most:
         return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
-    launchers, what = dispatcher.launchers, ("head_topk", k, bool(normaliser), bool(rounded), stored)
+    launchers, what = dispatcher.launchers, ("head_topk", k, bool(normaliser), bool(rounded), stored, len(soft))
     # No kernel accepts an empty array.
     asked, written = (asked, outputs) if n or ids is None else (None, outputs[:-1])
     ready = arrays.ready("hidden", hidden, known), arrays.ready("embedding", words, theirs)
     if scales is not None:
         scales = arrays.ready("embedding (scales)", scales, arrays.facts("embedding (scales)", scales))
-    arguments = (*ready, *scalars, row, asked, scales)
+    arguments = (*ready, *scalars, row, asked, scales, *soft)
     axes = (batch, vocab, width, k, known.dtype, int(bias is not None), n, stored)
-    if stored and embedding.groups > 1:
+    if soft or stored and embedding.groups > 1:
         by_product = True
     else:
         by_product = arrays.is_torch(hidden) and arrays.is_torch(words) and way(axes, known) == PRODUCT
     if by_product:
-        function = _product(k, row is not None, asked is not None, normaliser, rounded and not stored, stored)
+        as_product = rounded and arrays.is_torch(hidden) and not stored
+        function = _product(k, row is not None, asked is not None, normaliser, as_product, stored, bool(soft))
         if arrays.is_torch(hidden):
             run(launchers, what, function, arguments, written)
         else:
@@ -372,20 +387,25 @@ def grouped_rows(problem: HeadTopk) -> int:
     return MANY_GROUPED_ROWS if problem.vocab >= MANY_WORDS else GROUPED_ROWS
 
 
-def _product(k: int, with_bias: bool, with_ids: bool, normaliser: bool, rounded: bool, stored: str) -> Any:
+def _product(
+    k: int, with_bias: bool, with_ids: bool, normaliser: bool, rounded: bool, stored: str, capped: bool
+) -> Any:
     """The function that replaces the kernel where a product that writes scores, and `softmax_topk`, are faster, or
-    where no kernel has such scales.
+    where no kernel has such scales, or a soft cap.
     """
-    multiply = rounded_scores if rounded else float_scores
+    multiply = rounded_scores if rounded else all_scores
 
     def call(hidden: Any, embedding: Any, scale: float, log: int, constant: int, *rest: Any) -> None:
         given = iter(rest)
         bias, ids = next(given) if with_bias else None, next(given) if with_ids else None
         if stored:
             embedding = QuantizedEmbedding.of_octets(embedding, next(given), stored)
+        cap = next(given) if capped else None
         values, indices, *others = given
         sums = others.pop(0) if normaliser else None
         logits = multiply(hidden, embedding)
+        if cap is not None:
+            edit_logits(logits, soft_cap=cap, out=logits)
         temperature = 1.0 if scale == 1.0 else 1.0 / scale
         written = (values, indices, *others)
         softmax_topk(logits, k, log=bool(log) or normaliser, temperature=temperature, bias=bias, ids=ids, out=written)

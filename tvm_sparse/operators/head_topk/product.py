@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from tvm_sparse.core import registry
+from tvm_sparse.core.libraries import library
 from tvm_sparse.formats.quantized import AT_ONCE, QuantizedEmbedding, as_float32
-from tvm_sparse.runtime import arrays
+from tvm_sparse.runtime import arrays, dispatch
 from tvm_sparse.runtime.calls import most_rows
 
 # Bytes of the float32 scores of all words that a call holds at once, by device: with the workspaces of the kernels that
@@ -52,6 +54,22 @@ def float_scores(hidden: Any, embedding: Any) -> Any:
         part = slice(first, first + words)
         torch.mm(states, embedding[part].float().t(), out=scores[:, part])
     return scores
+
+
+def all_scores(hidden: Any, embedding: Any) -> Any:
+    """`hidden @ embedding.T` in float32: by PyTorch's product, or, where there is none or it depends on the batch, by a
+    kernel.
+    """
+    space, invariant = library(hidden), dispatch.dispatcher.batch_invariant
+    if isinstance(embedding, QuantizedEmbedding):
+        rows = [hidden[row : row + 1] for row in range(len(hidden))] if invariant else [hidden]
+        found = [float_scores(some, embedding) for some in rows]
+        return space.concatenate(found) if len(found) != 1 else found[0]
+    if arrays.is_torch(hidden) and not invariant:
+        return float_scores(hidden, embedding)
+    where = {"device": hidden.device} if arrays.is_torch(hidden) else {}
+    words = space.arange(embedding.shape[0], dtype=space.int32, **where)
+    return registry.operators()["candidate_logits"].call.candidate_logits(hidden, embedding, words)
 
 
 def _stored_scores(hidden: Any, embedding: QuantizedEmbedding) -> Any:

@@ -28,11 +28,13 @@ def _call(
     rounded: bool,
     scales: Any,
     stored: str,
+    soft_cap: float | None,
+    cap: Any,
 ) -> list[Any]:
     embedding = _whole(embedding, scales, stored)
     temperature = custom.value_of(temperature, heat)
     options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "normaliser": normaliser}
-    options |= {"constant": constant, "rounded": rounded}
+    options |= {"constant": constant, "rounded": rounded, "soft_cap": custom.value_of(soft_cap, cap)}
     return list(call.head_topk(hidden, embedding, k, **options))
 
 
@@ -51,7 +53,7 @@ _OPERATOR = custom.define(
     # `heat` is a temperature in a tensor, see `custom.number`.
     "head_topk(Tensor hidden, Tensor embedding, SymInt k, bool log=False, float temperature=1.0, Tensor? bias=None,"
     " Tensor? ids=None, bool normaliser=False, bool constant=False, Tensor? heat=None,"
-    " bool rounded=False, Tensor? scales=None, str stored='') -> Tensor[]",
+    " bool rounded=False, Tensor? scales=None, str stored='', float? soft_cap=None, Tensor? cap=None) -> Tensor[]",
     _call,
     _batched,
     custom.without_backward("hidden, embedding or bias"),
@@ -106,15 +108,19 @@ def head_topk(
     constant: bool = False,
     rounded: bool = False,
     shard: tuple[int, int] | None = None,
+    soft_cap: float | None = None,
     out: Any = None,
 ) -> tuple[Any, ...]:
     """The public function as torch.compile traces it."""
     if shard is not None:
         shards.refuse_beside(log, ids)
+        if soft_cap is not None:
+            raise ValueError("soft_cap: not with a shard")
         options = {"temperature": temperature, "constant": constant, "rounded": rounded}
         part = shards.part_of_head(head_topk, _candidate_logits, hidden, embedding, k, shard, bias, **options)
         return custom.written(part, out)
     temperature, heat = custom.number(temperature)
+    cap = (None, None) if soft_cap is None else custom.number(soft_cap)
     words, *parts = _in_parts(embedding)
-    found = _OPERATOR(hidden, words, k, log, temperature, bias, ids, normaliser, constant, heat, rounded, *parts)
+    found = _OPERATOR(hidden, words, k, log, temperature, bias, ids, normaliser, constant, heat, rounded, *parts, *cap)
     return custom.written(tuple(found), out)

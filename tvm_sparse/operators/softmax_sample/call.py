@@ -8,6 +8,7 @@ from typing import Any
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.formats.bitmap import bitmap_words
+from tvm_sparse.operators.edit_logits.call import SOFT_CAP, edit_logits
 from tvm_sparse.runtime import arrays, custom, repeat, whole_vectors
 from tvm_sparse.runtime.calls import (
     by_parts,
@@ -43,6 +44,7 @@ SIGNATURES = {
         ("offset", Number("int", 0, 2**63 - 1), Array((ROWS,), ("int64",))),
         ("max_top_k", Absent(), Number("int", 1, MAX_K)),
         ("best", Number("int", 0, "k")),
+        ("soft_cap", Absent(), SOFT_CAP),
         outputs=(
             *(Output("tokens"), Output("logprobs")),
             *(Output("values", asked="best", given=False), Output("indices", asked="best", given=False)),
@@ -81,6 +83,7 @@ def softmax_sample(
     offset: Any = 0,
     max_top_k: int | None = None,
     best: int = 0,
+    soft_cap: float | None = None,
     out: tuple[Any, Any] | None = None,
 ) -> tuple[Any, ...]:
     """A word of each row of logits, drawn from what top-k, top-p and min-p leave of its softmax: a server's sampler.
@@ -145,6 +148,10 @@ def softmax_sample(
     best
         How many of the best words are wanted beside the token: at most top_k, or max_top_k, or 128 if top_k is None or
         above 1024.
+    soft_cap
+        The soft cap c of the model's final logits, which become c * tanh(logits / c) before anything else: a number
+        above 0, as 30 for Gemma 2. The result is that for `edit_logits(logits, soft_cap=c)`, a copy of the logits in
+        their dtype; infinities become c and -c.
     out
         `(tokens, logprobs)` to write into: contiguous, on the device of `logits`.
 
@@ -181,6 +188,8 @@ def softmax_sample(
     Sources: Fan, Lewis & Dauphin 2018 (top-k); Holtzman et al. 2020 (top-p); Nguyen et al. 2024 (min-p); Salmon et al.
     2011 (Philox).
     """
+    if soft_cap is not None:
+        logits = edit_logits(logits, soft_cap=soft_cap)
     best = best if type(best) is int else whole_number("best", best)
     max_top_k = max_top_k if max_top_k is None or type(max_top_k) is int else whole_number("max_top_k", max_top_k)
     filters = [temperature, top_k, top_p, min_p]

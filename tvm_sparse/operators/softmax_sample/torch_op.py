@@ -67,6 +67,9 @@ def _signed(value: Any) -> Any:
     return value if -(2**63) <= value < 2**63 else (value + 2**63) % 2**64 - 2**63
 
 
+_edit_logits = custom.module_of("edit_logits").edit_logits
+
+
 def softmax_sample(
     logits: Any,
     *,
@@ -81,11 +84,14 @@ def softmax_sample(
     offset: Any = 0,
     max_top_k: int | None = None,
     best: int = 0,
+    soft_cap: float | None = None,
     out: Any = None,
 ) -> tuple[Any, ...]:
     """The public function, as it stands in a graph."""
     import torch
 
+    if soft_cap is not None:
+        logits = _edit_logits(logits, soft_cap=soft_cap)
     if uniforms is not None and seed is not None:
         raise ValueError("uniforms: expected these or a seed, got both")
     if seed is None and (arrays.is_torch(offset) or offset != 0):

@@ -8,6 +8,7 @@ from typing import Any
 
 from tvm_sparse.core.problem import width
 from tvm_sparse.formats.bitmap import bitmap_words
+from tvm_sparse.operators.edit_logits.call import SOFT_CAP, edit_logits
 from tvm_sparse.runtime import arrays, custom, repeat, whole_vectors
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
@@ -37,6 +38,7 @@ SIGNATURES = {
         ("ids", Absent(), Array((ROWS, "n"), ("int64", "int32"), below="vocab", negative=True)),
         ("allowed", Absent(), Array((ROWS, "bitmap"), ("int32",))),
         ("shard", Absent(), Shard()),
+        ("soft_cap", Absent(), SOFT_CAP),
         outputs=(
             *(Output("values"), Output("indices")),
             *(Output("given", asked="ids"), Output("normaliser", asked="shard")),
@@ -61,6 +63,7 @@ def softmax_topk(
     ids: Any = None,
     allowed: Any = None,
     shard: tuple[int, int] | None = None,
+    soft_cap: float | None = None,
     out: tuple[Any, ...] | None = None,
 ) -> tuple[Any, ...]:
     """The k most probable entries of softmax((logits + bias) / temperature, -1), in one pass over the logits.
@@ -95,6 +98,10 @@ def softmax_topk(
         `offset`. The result is a part for `merge_topk`. Columns beyond the vocabulary, `total - offset` and later, are
         padding, which is ignored; logits with padding are copied. `bias` and `allowed` belong to the shard's columns.
         Not together with `log` or `ids`.
+    soft_cap
+        The soft cap c of the model's final logits, which become c * tanh(logits / c) before anything else: a number
+        above 0, as 30 for Gemma 2. The result is that for `edit_logits(logits, soft_cap=c)`, a copy of the logits in
+        their dtype; infinities become c and -c.
     out
         `(values, indices)`, with `ids` `(values, indices, given)`, with `shard` `(values, indices, normaliser)`, to
         write into: contiguous, of the shapes and dtypes below, on the device of `logits`.
@@ -133,6 +140,9 @@ def softmax_topk(
 
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 4.
     """
+    if soft_cap is not None:
+        options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "allowed": allowed}
+        return softmax_topk(edit_logits(logits, soft_cap=soft_cap), k, shard=shard, out=out, **options)
     scale = inverse_temperature(temperature)
     if shard is not None:
         return _part(logits, k, shard, log, temperature, bias, ids, allowed, out)

@@ -91,6 +91,9 @@ _GIVEN = custom.define(
 )
 
 
+_edit_logits = custom.module_of("edit_logits").edit_logits
+
+
 def softmax_topk(
     logits: Any,
     k: int,
@@ -101,9 +104,12 @@ def softmax_topk(
     ids: Any = None,
     allowed: Any = None,
     shard: tuple[int, int] | None = None,
+    soft_cap: float | None = None,
     out: Any = None,
 ) -> tuple[Any, ...]:
     """The public function as torch.compile traces it."""
+    if soft_cap is not None:
+        logits = _edit_logits(logits, soft_cap=soft_cap)
     if shard is not None:
         shards.refuse_beside(log, ids)
         scale = 1.0 / temperature
