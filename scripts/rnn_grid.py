@@ -3,6 +3,7 @@ regret of the way that stacks take.
 
     python scripts/rnn_grid.py --minutes 2.3 --csv scripts/results/rnn-grid-h200.csv       # a GPU and 16 cores
     python scripts/rnn_grid.py --draw 30 --seed 7 --minutes 2 --csv scripts/results/rnn-grid-drawn-h200.csv
+    python scripts/rnn_grid.py --summary scripts/results/rnn-grid-h200.csv   # by the present table
 
 The grid has cells, hidden units, densities of a random pattern, and batches; `--draw N` draws N layers within its
 range, each with a few batches. All have as many inputs as units, and calls include the product with the inputs, in
@@ -18,6 +19,7 @@ ways are compared with each other.
 
 from __future__ import annotations
 
+import csv as csvs
 import functools
 import math
 import multiprocessing
@@ -40,6 +42,7 @@ from reproduction import provenance
 import tvm_sparse
 from tvm_sparse.bench.timing import time_cpu, time_cuda
 from tvm_sparse.cli.common import Target, errors, machine_here
+from tvm_sparse.core import machine
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.layers.recurrent import BATCH
 from tvm_sparse.layers.recurrent_dense import (
@@ -66,7 +69,7 @@ HOPELESS = 2.0
 ROUNDS = 3
 COLUMNS = ("cell", "hidden", "batch", "steps", "density", "form", "sparse", "dense", "module", "module_bfloat16",
            "persistent", "way", "regret", "over_cudnn", "kernel", "note")  # fmt: skip
-SPARSE, WAY, MODULE, OTHER = "sparse", "dense", "module", f"module_{OTHER_DTYPE}"
+SPARSE, WAY, MODULE, OTHER = TIMES = "sparse", "dense", "module", f"module_{OTHER_DTYPE}"
 
 
 @dataclass(frozen=True)
@@ -178,19 +181,26 @@ def measured(one: Layer, made: Any, steps: int, where: Machine, rounds: int, see
         call = DenseCall(one.cell, hidden, hidden, batch, weights.density, DTYPE)
         line = dict.fromkeys(COLUMNS) | {
             "cell": one.cell, "hidden": hidden, "batch": batch, "steps": steps, "density": one.density,
-            "form": made.form, "persistent": int(persistent(call)), "way": likely_way(call, where).way,
+            "form": made.form, "persistent": int(persistent(call)),
             "note": "" if not hopeless else f"more than {HOPELESS:g} times the dense way at a smaller batch",
         }  # fmt: skip
         line |= {name: found[name] * 1e6 for name in (SPARSE, WAY, MODULE, OTHER) if name in found}
         if not hopeless:
             problem = next(iter(made.problems(steps, batch, target=where.device).values()))
             line["kernel"] = str(dispatcher.explain(problem, where).candidate)
-        chosen = line[WAY] if line["way"] == DENSE else line[SPARSE]
-        if chosen and line[WAY] and line[MODULE]:
-            line["regret"] = chosen / min(seconds for seconds in (line[WAY], line[SPARSE]) if seconds)
-            line["over_cudnn"] = chosen / line[MODULE]
-        lines.append(line)
+        lines.append(judged(line, where))
     return lines
+
+
+def judged(line: dict[str, Any], where: Machine) -> dict[str, Any]:
+    """A line with the way that stacks take, and what it costs where that is known."""
+    call = DenseCall(line["cell"], line["hidden"], line["hidden"], line["batch"], line["density"], DTYPE)
+    line |= {"way": likely_way(call, where).way, "regret": None, "over_cudnn": None}
+    chosen = line[WAY] if line["way"] == DENSE else line[SPARSE]
+    if chosen and line[WAY] and line[MODULE]:
+        line["regret"] = chosen / min(seconds for seconds in (line[WAY], line[SPARSE]) if seconds)
+        line["over_cudnn"] = chosen / line[MODULE]
+    return line
 
 
 def crossing(lines: Sequence[Mapping[str, Any]], kind: bool) -> int | None:
@@ -248,6 +258,31 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return rows
 
 
+def show_regret(lines: Sequence[Mapping[str, Any]]) -> None:
+    """Print the summary, and the calls with the largest regret."""
+    heads = ("cell", "calls", "regret, mean", "worst", "over cuDNN, mean", "worst", "slower by more than 5 %")
+    show("the way that stacks take", heads, summary(lines))
+    for line in sorted((line for line in lines if line["regret"]), key=lambda line: -line["regret"])[:12]:
+        typer.echo(" ".join(f"{name}={line[name]:.4g}" if isinstance(line[name], float) else f"{name}={line[name]}"
+                            for name in COLUMNS[:13]))  # fmt: skip
+
+
+def judge_again(earlier: Path, csv_path: Path | None) -> None:
+    """Print what the present table costs by the times of an earlier run."""
+    text = earlier.read_text().splitlines()
+    facts = dict(line[2:].split(": ", 1) for line in text if line.startswith("# "))
+    where, lines = machine.resolve(facts["device"].partition("(")[2].rstrip(")")), []
+    for row in csvs.DictReader(line for line in text if not line.startswith("#")):
+        line = dict(row) | {name: float(row[name]) if row[name] else None for name in TIMES}
+        line |= {name: int(row[name]) for name in ("hidden", "batch", "steps", "persistent")}
+        lines.append(judged(line | {"density": float(row["density"])}, where))
+    report = Report(csv_path, facts, COLUMNS)
+    for line in lines:
+        report.add(**line)
+    show_regret(lines)
+    report.close()
+
+
 def main(
     target: Target = "auto",
     cell: Annotated[list[str] | None, typer.Option(help="Only these cells.")] = None,
@@ -261,10 +296,16 @@ def main(
     workers: Annotated[int, typer.Option(min=1, help="Processes that lay out weights.")] = 8,
     csv_path: Annotated[Path | None, typer.Option("--csv", help="File to write.")] = None,
     seed: Annotated[int, typer.Option(help="Of what is drawn, and of weights.")] = 0,
+    earlier: Annotated[
+        Path | None, typer.Option("--summary", help="Judge the times of this CSV by the present table; write to --csv.")
+    ] = None,
 ) -> None:
     """Time both ways of recurrent stacks beside torch's modules, and tell the regret of the way that stacks take."""
     ends = time.monotonic() + 60 * minutes
     with errors():
+        if earlier is not None:
+            judge_again(earlier, csv_path)
+            return
         chosen = (
             draw(drawn, seed) if drawn else grid(cell or CELLS, hidden or UNITS, density or DENSITIES, batch or BATCHES)
         )
@@ -299,11 +340,7 @@ def main(
         lines = [line for of_layer in found.values() for line in of_layer]
         if not drawn:
             print_table(found)
-        heads = ("cell", "calls", "regret, mean", "worst", "over cuDNN, mean", "worst", "slower by more than 5 %")
-        show("the way that stacks take", heads, summary(lines))
-        for line in sorted((line for line in lines if line["regret"]), key=lambda line: -line["regret"])[:12]:
-            typer.echo(" ".join(f"{name}={line[name]:.4g}" if isinstance(line[name], float) else f"{name}={line[name]}"
-                                for name in COLUMNS[:13]))  # fmt: skip
+        show_regret(lines)
         if left:
             typer.echo(f"{left} of {len(chosen)} layers were not reached")
         report.close()

@@ -5,7 +5,9 @@ In processes of their own: what they register and load stays there.
 
 from __future__ import annotations
 
+import csv
 import json
+import lzma
 import os
 import re
 import subprocess
@@ -163,6 +165,29 @@ def test_a_pruned_lstm_is_trained_and_run(tmp_path: Path, options: tuple[str, ..
     assert loss["trained as a sparse layer"] < loss["pruned gradually, sparse"] + 0.05, printed
     assert re.search(r"pruned to (9\.[4-9]|10\.[0-6])%", printed) and "step_rows" in printed, printed
     assert (tmp_path / "layers.npz").exists()
+
+
+def test_a_transformer_is_pruned_in_blocks_and_trained_sparse(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    script = sys.executable, EXAMPLES / "pruned_transformer.py"
+    printed = spawn(tmp_path, *script, "text", "corpus", "--packages", EXAMPLES.parent / "tvm_sparse")
+    documents = dict(re.findall(r"(train|dev): ([\d,]+) documents", printed))
+    assert documents.keys() == {"train", "dev"}, printed
+    texts = [lzma.decompress((tmp_path / "corpus" / f"{part}.txt.xz").read_bytes()) for part in documents]
+    paragraphs = [set(re.split(rb"\n\n|\0", text)) - {b""} for text in texts]
+    assert not paragraphs[0] & paragraphs[1]
+    spawn(tmp_path, *script, "train", "corpus", "--quick", "--cpu", "--steps", "20", "--csv", "losses.csv")
+    lines = list(csv.DictReader(x for x in (tmp_path / "losses.csv").read_text().splitlines() if x[0] != "#"))
+    runs = {name: [line for line in lines if line["run"] == name] for name in ("dense", "blocks 16")}
+    dense, pruned = runs.values()
+    assert {line["phase"] for line in dense} == {"dense"}
+    assert list(dict.fromkeys(line["phase"] for line in pruned)) == ["dense", "pruning", "sparse"]
+    # Before the first pruning both runs are the same.
+    assert pruned[0]["train_bits"] == dense[0]["train_bits"] and pruned[0]["phase"] == "dense"
+    assert 0.19 < float(pruned[-1]["density"]) < 0.21
+    assert int(pruned[-1]["parameters"]) < int(pruned[0]["parameters"]) == int(dense[-1]["parameters"])
+    for own in (dense, pruned):
+        assert float(own[-1]["dev_bits"]) < float(own[0]["dev_bits"]) - 1
 
 
 CHECKED = """

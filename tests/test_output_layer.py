@@ -177,7 +177,7 @@ def test_a_call_takes_the_way_that_it_is_told(
     """Calls that repeat, too; and arrays that are no torch tensors know one way only."""
     problem = parse("head_topk/batch=3,vocab=500,hidden=48,k=5,dtype=bfloat16,bias=1,ids=2")
     where, products = machine.resolve(place), []
-    name = "rounded_scores" if rounded else "float_scores"
+    name = "rounded_scores" if rounded else "all_scores"
     multiply = getattr(head_call, name)
     monkeypatch.setattr(head_call, name, lambda *args: products.append(1) or multiply(*args))
     inputs = problem.generate(0)

@@ -12,6 +12,10 @@ LN_2 = 0.6931471805599453
 # The constant term comes first.
 EXP2 = (1.0, 0.6931472067, 0.2402265092, 0.0555032723, 0.0096180567, 0.0013400428, 0.0001546144)
 
+# (tanh(x) / x - 1) / x^2 as a polynomial in x^2, at Chebyshev nodes of |x| < 0.625, with an error of 1.7e-8 of tanh(x).
+TANH_ODD = (-0.3333332894, 0.1333276974, -0.05385090958, 0.020997179, -0.006096714165)
+TANH_SMALL = 0.625
+
 
 def exp_nonpositive(x: tirx.PrimExpr) -> tirx.PrimExpr:
     """e^x for x <= 0 in float32, from instructions that every SIMD unit has.
@@ -48,6 +52,18 @@ def tanh(x: tirx.PrimExpr) -> tirx.PrimExpr:
     power = exp_nonpositive(tirx.const(-2, "float32") * T.abs(x))
     size = (one - power) / (one + power)
     return T.Select(x < tirx.const(0, "float32"), -size, size)
+
+
+def tanh_relative(x: tirx.PrimExpr) -> tirx.PrimExpr:
+    """Hyperbolic tangent in float32 with a relative error of some 2^-22; NaN stays NaN. On a GPU `T.tanh` is one
+    instruction, with a relative error of 2^-11, as TVM compiles with `--use_fast_math`.
+    """
+    f32 = lambda value: tirx.const(value, "float32")  # noqa: E731
+    square = x * x
+    series = f32(TANH_ODD[-1])
+    for coefficient in reversed(TANH_ODD[:-1]):
+        series = series * square + f32(coefficient)
+    return T.Select(T.abs(x) < f32(TANH_SMALL), x + x * square * series, tanh(x))
 
 
 def is_nan(x: tirx.PrimExpr) -> tirx.PrimExpr:

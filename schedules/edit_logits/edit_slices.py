@@ -18,6 +18,8 @@ from tvm_sparse.core.template import Decisions, Program, Table, Template, ceildi
 from tvm_sparse.operators.edit_logits.penalties import PENALTIES
 from tvm_sparse.operators.edit_logits.problem import EditLogits
 
+from ..device.arithmetic import tanh_relative
+
 THREADS = powers(64, 1024)
 # More slices copy a single row faster; each goes through all words of the row.
 SLICES = powers(1, 16)
@@ -86,7 +88,9 @@ def copy_slice(threads: int) -> Callable[..., Any]:
     @T.inline
     def phase(io, row, t, first, end):
         for i in T.serial((end - first - t + (threads - 1)) // threads):
-            io.edited[row, first + i * threads + t] = soft_capped(io, io.logits[row, first + i * threads + t])
+            io.edited[row, first + i * threads + t] = soft_capped(
+                io, io.logits[row, first + i * threads + t], tanh_relative
+            )
 
     return phase
 

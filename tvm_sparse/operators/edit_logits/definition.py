@@ -17,13 +17,13 @@ def penalised(x: tirx.PrimExpr, count: tirx.PrimExpr, repetition: Any, presence:
     return repeated - frequency * T.Cast("float32", count) - T.Select(count > 0, presence, T.float32(0))
 
 
-def soft_capped(io: Any, x: Any) -> Any:
+def soft_capped(io: Any, x: Any, tanh: Any = T.tanh) -> Any:
     """`cap * tanh(x / cap)` in float32, of a logit of the problem's dtype: between -cap and cap, of which it is the
-    former for -inf, too. The logit itself without a cap.
+    former for -inf, too. The logit itself without a cap. `tanh` is of a float32.
     """
     if io.cap is None:
         return x
-    return T.Cast(io.problem.dtype, io.cap * T.tanh(T.Cast("float32", x) / io.cap))
+    return T.Cast(io.problem.dtype, io.cap * tanh(T.Cast("float32", x) / io.cap))
 
 
 def penalty(io: Any, name: str, row: Any) -> tirx.PrimExpr:
