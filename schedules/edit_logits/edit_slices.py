@@ -159,7 +159,7 @@ def penalise_seen(problem: EditLogits, threads: int) -> Callable[..., Any]:
 
 edit_slices = Template(
     name="edit_slices",
-    version=1,
+    version=2,
     operator="edit_logits",
     kind="cuda",
     summary="a thread block a slice of a row, a thread a word at a time",
