@@ -14,7 +14,8 @@ from .register import PARTS, part
 from .results import best, results, where
 from .text import code, listed, percent, span, table, times_as, us
 
-SAMPLED = "peers-sample-h200"
+# Rows of a batch, and one row without a top_k.
+SAMPLED = ("peers-sample-h200", "peers-sample-row-h200")
 
 
 def shapes_of(cases: Iterable[Problem]) -> list[tuple[int, int]]:
@@ -146,7 +147,8 @@ def softmax_ratios() -> str:
 @part
 def softmax_sample_peers() -> str:
     rows = []
-    for (key, settings), times in results(SAMPLED).by("problem", "settings").items():
+    found = [case for name in SAMPLED for case in results(name).by("problem", "settings").items()]
+    for (key, settings), times in sorted(found, key=lambda case: registry.parse(case[0][0]).axes["batch"]):
         problem = registry.parse(key)
         kept = settings.replace("=", " ") if problem.axes["whole"] else f"top {problem.axes['k']}"
         peers = {name: time for name, time in times.items() if name != NAME}
@@ -160,7 +162,7 @@ def softmax_sample_peers() -> str:
 
 PARTS["where-peers"] = partial(where, "peers-h200")
 PARTS["where-softmax"] = partial(where, "peers-softmax-h200")
-PARTS["where-sample"] = partial(where, SAMPLED)
+PARTS["where-sample"] = partial(where, *SAMPLED)
 PARTS["where-milakov"] = partial(where, "milakov-gimelshein-h200")
 PARTS["where-milakov-cpu"] = partial(where, "milakov-gimelshein-x86-64-v4")
 
