@@ -6,6 +6,8 @@ kernels take most of the time, and the next run has others. A run that names fil
 
 pyproject.toml runs the tests in two processes. GPU tests form a group (`--dist loadgroup`), which one of the two gets:
 two processes on one GPU would disturb each other's timings and share its memory. The other one goes on with the rest.
+On a machine with many cores, `-m gpu -n 14 --dist load` runs them beside each other, but those that need most of the
+GPU's memory alone.
 Tests that share a fixture of their module form a group as well, so that it is made once.
 """
 
@@ -25,6 +27,7 @@ import core_only
 import platformdirs
 import pytest
 import quick_build_worker
+from turns import turn
 
 from tvm_sparse.core import machine
 
@@ -47,6 +50,7 @@ DRAW = "TVM_SPARSE_TEST_DRAW"  # the seed by which a run's processes draw cases
 # Kernels for the emulator, compiled by g++ in this or earlier runs.
 EMULATED = platformdirs.user_cache_path("tvm_sparse", appauthor=False) / "emulated"
 LIBRARIES = EMULATED.with_name("tested")  # of kernels that calls run, likewise
+MOST_CACHED = 2**30  # bytes on a GPU that a process may keep between tests, if others run beside it
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -144,6 +148,20 @@ def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("PYTHONPATH", core_only.environment(folder, absent=())["PYTHONPATH"])
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def gpu_turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of a test on a GPU that may have others beside it: it leaves no memory behind that nobody uses."""
+    node = request.node
+    if "PYTEST_XDIST_WORKER" not in os.environ or not node.get_closest_marker("gpu"):
+        yield
+        return
+    with turn(tmp_path_factory.getbasetemp().parent, alone=node.get_closest_marker("large") is not None):
+        yield
+        if (torch := sys.modules.get("torch")) and torch.cuda.memory_reserved() > MOST_CACHED:
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

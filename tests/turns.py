@@ -1,0 +1,21 @@
+"""Turns of test processes that share a GPU: those that need most of it have it alone."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def turn(folder: Path, alone: bool) -> Iterator[None]:
+    """Wait until the GPU is free, and hold it, alone or beside others; `folder` is the same for all processes.
+
+    Who waits for it alone keeps later ones waiting behind, so that it does get its turn.
+    """
+    with (folder / "door").open("a") as door, (folder / "gpu").open("a") as gpu:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(gpu, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        yield
