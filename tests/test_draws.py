@@ -136,6 +136,7 @@ def passes(problem: Problem, seed: int, portions: int) -> None:
         verify(function, "llvm", cases, built.workspaces)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("operator", [one.name for one in registry.BUILTIN])
 def test_right_kernels_pass_whatever_is_drawn(operator: str) -> None:
     """One dtype a run, drawn as well; a failure says which case it was."""
@@ -144,6 +145,7 @@ def test_right_kernels_pass_whatever_is_drawn(operator: str) -> None:
     passes(problems[seed % len(problems)], seed, 1)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("count", [1, thorough(8)])
 @pytest.mark.parametrize("operator", [one.name for one in registry.BUILTIN])
 def test_right_kernels_of_drawn_problems_pass(operator: str, count: int) -> None:
@@ -173,6 +175,7 @@ def test_right_kernels_pass_all_that_a_winner_has_to(problem: Problem) -> None:
     passes(problem, int.from_bytes(os.urandom(4)), draws.PROOFS)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("magnitude", [1e-8, 1e-6, 1e-4, 1e-2, 10, 1e3, 1e4])
 @pytest.mark.parametrize(
     "operator", [name for name, problems in DTYPES.items() if problems[0].scaled and name != "softmax_sample"]
