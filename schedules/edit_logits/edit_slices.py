@@ -18,8 +18,6 @@ from tvm_sparse.core.template import Decisions, Program, Table, Template, ceildi
 from tvm_sparse.operators.edit_logits.penalties import PENALTIES
 from tvm_sparse.operators.edit_logits.problem import EditLogits
 
-from ..device.arithmetic import tanh_relative
-
 THREADS = powers(64, 1024)
 # More slices copy a single row faster; each goes through all words of the row.
 SLICES = powers(1, 16)
@@ -84,6 +82,8 @@ def copy_slice(threads: int) -> Callable[..., Any]:
     from tvm.script import tirx as T
 
     from tvm_sparse.operators.edit_logits.definition import soft_capped
+
+    from ..device.arithmetic import tanh_relative
 
     @T.inline
     def phase(io, row, t, first, end):

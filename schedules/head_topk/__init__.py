@@ -12,7 +12,7 @@ from ..output_layer.warp_rings import warp_rings
 from ..output_layer.warpgroups import warpgroups
 
 head_rows = rows(name="head_rows", version=5, operator="head_topk")
-head_warpgroups = warpgroups(name="head_warpgroups", version=2, operator="head_topk")
+head_warpgroups = warpgroups(name="head_warpgroups", version=3, operator="head_topk")
 head_rings = rings(name="head_rings", version=2, operator="head_topk")
 head_warp_rings = warp_rings(name="head_warp_rings", version=2, operator="head_topk")
 head_registers = registers(name="head_registers", version=2, operator="head_topk")
