@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from reproduction import provenance, result_path, write_csv
+from reproduction import provenance, read_csv, result_path, write_csv
 
 from tvm_sparse.cli.common import console, errors, fail, machine_here, require, table
 from tvm_sparse.core import distribution, machine, registry, spaces
@@ -173,8 +173,7 @@ def show(lines: Sequence[Mapping[str, str]]) -> None:
 
 def read(path: Path) -> list[dict[str, str]]:
     """The lines of a CSV that `main` wrote."""
-    with path.open(newline="") as file:
-        return list(csvs.DictReader(text for text in file if not text.startswith("#")))
+    return read_csv(path)[1]
 
 
 def measure(

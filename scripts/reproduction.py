@@ -97,6 +97,13 @@ def write_csv(path: Path, facts: Mapping[str, str], columns: Sequence[str], rows
         writer.writerows(rows)
 
 
+def read_csv(path: Path) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """What `write_csv` wrote: the facts, and the lines by column."""
+    text = path.read_text().splitlines()
+    facts = dict(line[2:].split(": ", 1) for line in text if line.startswith("# "))
+    return facts, list(csv.DictReader(line for line in text if not line.startswith("#")))
+
+
 def merged(path: Path, order: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[Sequence[Any]]:
     """The file's lines with these rows added, which replace lines with the same key, ordered by key."""
     lines: dict[str, Sequence[Any]] = {}

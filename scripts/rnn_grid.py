@@ -19,7 +19,6 @@ ways are compared with each other.
 
 from __future__ import annotations
 
-import csv as csvs
 import functools
 import math
 import multiprocessing
@@ -37,7 +36,7 @@ import torch
 import typer
 from heads import Report, ready, show
 from recurrent import NORM, TOLERANCE, Case, layer
-from reproduction import provenance
+from reproduction import provenance, read_csv
 
 import tvm_sparse
 from tvm_sparse.bench.timing import time_cpu, time_cuda
@@ -178,10 +177,9 @@ def measured(one: Layer, made: Any, steps: int, where: Machine, rounds: int, see
         if second is not None:
             calls[OTHER] = functools.partial(second, x.to(other))
         found = seconds_of(calls, where, rounds)
-        call = DenseCall(one.cell, hidden, hidden, batch, weights.density, DTYPE)
         line = dict.fromkeys(COLUMNS) | {
             "cell": one.cell, "hidden": hidden, "batch": batch, "steps": steps, "density": one.density,
-            "form": made.form, "persistent": int(persistent(call)),
+            "form": made.form,
             "note": "" if not hopeless else f"more than {HOPELESS:g} times the dense way at a smaller batch",
         }  # fmt: skip
         line |= {name: found[name] * 1e6 for name in (SPARSE, WAY, MODULE, OTHER) if name in found}
@@ -193,9 +191,10 @@ def measured(one: Layer, made: Any, steps: int, where: Machine, rounds: int, see
 
 
 def judged(line: dict[str, Any], where: Machine) -> dict[str, Any]:
-    """A line with the way that stacks take, and what it costs where that is known."""
+    """A line with the kind of cuDNN's kernel, the way that stacks take, and what it costs where that is known."""
     call = DenseCall(line["cell"], line["hidden"], line["hidden"], line["batch"], line["density"], DTYPE)
-    line |= {"way": likely_way(call, where).way, "regret": None, "over_cudnn": None}
+    line |= {"persistent": int(persistent(call)), "way": likely_way(call, where).way}
+    line |= {"regret": None, "over_cudnn": None}
     chosen = line[WAY] if line["way"] == DENSE else line[SPARSE]
     if chosen and line[WAY] and line[MODULE]:
         line["regret"] = chosen / min(seconds for seconds in (line[WAY], line[SPARSE]) if seconds)
@@ -269,12 +268,11 @@ def show_regret(lines: Sequence[Mapping[str, Any]]) -> None:
 
 def judge_again(earlier: Path, csv_path: Path | None) -> None:
     """Print what the present table costs by the times of an earlier run."""
-    text = earlier.read_text().splitlines()
-    facts = dict(line[2:].split(": ", 1) for line in text if line.startswith("# "))
+    facts, rows = read_csv(earlier)
     where, lines = machine.resolve(facts["device"].partition("(")[2].rstrip(")")), []
-    for row in csvs.DictReader(line for line in text if not line.startswith("#")):
+    for row in rows:
         line = dict(row) | {name: float(row[name]) if row[name] else None for name in TIMES}
-        line |= {name: int(row[name]) for name in ("hidden", "batch", "steps", "persistent")}
+        line |= {name: int(row[name]) for name in ("hidden", "batch", "steps")}
         lines.append(judged(line | {"density": float(row["density"])}, where))
     report = Report(csv_path, facts, COLUMNS)
     for line in lines:

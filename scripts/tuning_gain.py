@@ -17,7 +17,6 @@ trials, about 1 %.
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from reproduction import RESULTS, studied, write_csv
+from reproduction import RESULTS, read_csv, studied, write_csv
 
 from tvm_sparse.bench.compare import NAME
 from tvm_sparse.cli.common import console, table
@@ -72,11 +71,11 @@ def over_peers(operator: str, arch: str) -> list[float]:
     """Ratios from the benchmark files of this architecture, which their first lines name."""
     ratios = []
     for path in sorted(RESULTS.glob("peers-*.csv")):
-        text = path.read_text().splitlines()
-        if "rotated" in path.stem or not any(line.startswith("# device") and f"({arch})" in line for line in text):
+        facts, rows = read_csv(path)
+        if "rotated" in path.stem or f"({arch})" not in facts.get("device", ""):
             continue
         best: dict[str, float] = {}
-        for row in csv.DictReader(line for line in text if not line.startswith("#")):
+        for row in rows:
             if row["problem"].startswith(f"{operator}/") and row["implementation"] != NAME and row["peer_over_ours"]:
                 ratio = float(row["peer_over_ours"])
                 best[row["problem"]] = min(ratio, best.get(row["problem"], math.inf))
@@ -88,7 +87,7 @@ def over_predicted(operator: str, arch: str) -> list[object]:
     """By cross-validation, of which only mean and worst are recorded."""
     path = RESULTS / f"prediction-{arch}.csv"
     if path.exists():
-        for row in csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#")):
+        for row in read_csv(path)[1]:
             if (row["operator"], row["left_out"], row["way"]) == (operator, "problem", "chosen"):
                 return [row["measured"], row["geometric_mean"], "", "", "", row["worst"], ""]
     return gain([])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from reproduction import trials_in
+from reproduction import read_csv, trials_in
 
 from tvm_sparse.bench.compare import NAME
 from tvm_sparse.core import registry
@@ -47,9 +46,8 @@ class Results:
 
 @functools.cache
 def results(name: str) -> Results:
-    lines = (RESULTS / f"{name}.csv").read_text().splitlines()
-    facts = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# "))
-    return Results(facts, tuple(csv.DictReader(line for line in lines if not line.startswith("#"))))
+    facts, rows = read_csv(RESULTS / f"{name}.csv")
+    return Results(facts, tuple(rows))
 
 
 def provenance(*names: str) -> str:
