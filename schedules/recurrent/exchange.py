@@ -224,6 +224,14 @@ def find_source(e: Exchanged) -> Phase:
     return phase
 
 
+@T.inline
+def load_copied(s, number, i):  # type: ignore[no-untyped-def]
+    """Load a vector of the exchange, counted from `source`, as the i-th of `copied`."""
+    load_vector(
+        s.copied[i * 4], s.copied[i * 4 + 1], s.copied[i * 4 + 2], s.copied[i * 4 + 3],
+        s.source[0] + T.Cast("uint64", number * WIDEST))
+
+
 def fetch(e: Exchanged, vectors: int) -> Phase:
     """Issue the loads of a round of `stage`; the phase is (s, base).
 
@@ -236,9 +244,7 @@ def fetch(e: Exchanged, vectors: int) -> Phase:
     def phase(s, base):
         for i in T.unroll(e.loads):
             if base + i * e.threads < vectors:
-                load_vector(
-                    s.copied[i * 4], s.copied[i * 4 + 1], s.copied[i * 4 + 2], s.copied[i * 4 + 3],
-                    s.source[0] + T.Cast("uint64", (base + i * e.threads) * WIDEST))
+                load_copied(s, base + i * e.threads, i)
             else:
                 for v in T.unroll(4):
                     s.copied[i * 4 + v] = T.uint32(0)
@@ -265,19 +271,13 @@ def stage(
     rounds, begin = ceildiv(vectors, e.threads * e.loads), fetch(e, vectors)
 
     @T.inline
-    def load(s, number, i):
-        load_vector(
-            s.copied[i * 4], s.copied[i * 4 + 1], s.copied[i * 4 + 2], s.copied[i * 4 + 3],
-            s.source[0] + T.Cast("uint64", number * WIDEST))
-
-    @T.inline
     def wait(s, base):
         s.waiting[0] = 1
         while s.waiting[0] != 0:
             s.waiting[0] = 0
             for i in T.unroll(e.loads):
                 if missing(e, s.copied, i * 4):
-                    load(s, base + i * e.threads, i)
+                    load_copied(s, base + i * e.threads, i)
                     s.waiting[0] = 1
 
     @T.inline

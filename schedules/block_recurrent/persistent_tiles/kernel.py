@@ -55,7 +55,7 @@ def begin(e: Extents) -> Phase:
     @T.inline
     def first_states(s, io):
         for j in T.unroll(e.items):
-            b = T.meta_var(item(e, s, j, True)[1])
+            b = T.meta_var(item(e, s, j, of_batch=True)[1])
             s.unit[j] = s.tile[0] * e.tile_units + item(e, s, j)[0]
             s.bits[0] = T.uint32(0)
             if is_item(e, s, j):

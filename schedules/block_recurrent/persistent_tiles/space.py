@@ -266,8 +266,9 @@ def likely_points(problem: BlockRecurrent, machine: Machine, table: Table) -> It
     ranked = sorted(itertools.product(*(table[n] for n in ("threads", "stages", "registers"))), key=rank)
     for parts, blocks in itertools.product(passes, reversed(table["blocks"])):
         for threads, stages, registers in ranked:
-            point = {"blocks": blocks, "threads": threads, "registers": registers, "stages": stages}
-            yield point | {"passes": parts}
+            yield {
+                "blocks": blocks, "threads": threads, "registers": registers, "stages": stages, "passes": parts
+            }  # fmt: skip
 
 
 def space(problem: BlockRecurrent, machine: Machine) -> Table:

@@ -33,7 +33,7 @@ def item(e: Extents, s: Any, j: Any, of_batch: bool = False, following: bool = F
 
 def is_item(e: Extents, s: Any, j: Any, following: bool = False) -> tirx.PrimExpr:
     """Whether the thread has a j-th item."""
-    unit, sample = item(e, s, j, True, following)
+    unit, sample = item(e, s, j, of_batch=True, following=following)
     found = tirx.all(unit < s.count[0], sample < e.batch)
     return found if e.passes == 1 else tirx.all(found, item(e, s, j)[1] < e.samples)
 
@@ -67,7 +67,7 @@ def restore(e: Extents) -> Phase:
             if e.cell == "lstm":
                 s.cells[j] = s.kept[kept_at(e, s, j, 1)]
             if e.ragged:
-                s.length[j] = io.lengths[T.min(item(e, s, j, True)[1], e.batch - 1)]
+                s.length[j] = io.lengths[T.min(item(e, s, j, of_batch=True)[1], e.batch - 1)]
 
     return phase
 
@@ -97,8 +97,8 @@ def load_inputs(e: Extents) -> Phase:
     @T.inline
     def phase(s, io, step):
         for j in T.unroll(e.items):
-            b = T.meta_var(item(e, s, j, True, True)[1])
-            if is_item(e, s, j, True):
+            b = T.meta_var(item(e, s, j, of_batch=True, following=True)[1])
+            if is_item(e, s, j, following=True):
                 for g in T.unroll(e.gates):
                     s.next_x[j * e.gates + g] = element_bits(
                         e.dtype, io.x_projected[step, b, g * e.hidden + s.unit[j]])
@@ -352,7 +352,7 @@ def finish(e: Extents) -> Phase:
 
     @T.inline
     def phase(s, io, step, j, half, slot):
-        b = T.meta_var(item(e, s, j, True)[1])
+        b = T.meta_var(item(e, s, j, of_batch=True)[1])
         s.bits[0] = T.uint32(0)
         if is_item(e, s, j):
             add(s, j, half)
@@ -399,7 +399,7 @@ def write_output(e: Extents) -> Phase:
 
     @T.inline
     def phase(s, io, step, j):
-        b = T.meta_var(item(e, s, j, True)[1])
+        b = T.meta_var(item(e, s, j, of_batch=True)[1])
         if whole:
             if stores(e, s, j):
                 together(s, io, step, j, b)
@@ -418,7 +418,7 @@ def next_row(e: Extents, s: Any, f: Any) -> tirx.PrimExpr:
 
 def kept_at(e: Extents, s: Any, j: Any, which: int) -> tirx.PrimExpr:
     """Where in `kept` the states of an item of the pass in hand are."""
-    number = (which * e.passes * e.samples + s.first[0]) // e.samples
+    number = which * e.passes + s.first[0] // e.samples
     return (number * e.items + j) * e.threads + s.t
 
 
