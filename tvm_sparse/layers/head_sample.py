@@ -67,8 +67,7 @@ def head_sample(
         Or a `QuantizedEmbedding`, as for `head_topk`.
     temperature, top_k, top_p, min_p, bias, allowed, uniforms, seed, offset, max_top_k, best, soft_cap
         As for `softmax_sample`: numbers, or arrays with one for each row; a bias and a bitmap of words; where random
-        numbers come from; how many of the best words to return as well; the soft cap of the model, of
-        float32 scores.
+        numbers come from; how many of the best words to return as well; the soft cap of the model, of float32 scores.
     constant
         As for `head_topk`.
     out

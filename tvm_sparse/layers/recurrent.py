@@ -46,9 +46,8 @@ from .recurrent_weights import (
 
 FORMAT = 1  # of files written by `save`
 NONLINEARITIES = ("tanh", "relu")
-# Most sequences of a launch: with entries, and with blocks on tensor cores; and the compute capability that has these
-# for bfloat16.
-BATCH, TILES_BATCH, TENSOR_CORES = 16, 256, 80
+# Most sequences of a launch: with entries, and with blocks on tensor cores.
+BATCH, TILES_BATCH = 16, 256
 # Most bytes of hidden states over all steps of a launch: kernels that exchange them by polling keep all of them.
 EXCHANGED = 1 << 26
 LEAST_STEPS = 64
@@ -344,9 +343,8 @@ class _Layer:
         Many sequences in 16 bits are computed on tensor cores. A weight of entries is laid out as blocks for that, if
         it is so small that all of it stays on the chip.
         """
-        own, half = self.weights, numpy_dtype(self.dtype).itemsize == 2
-        able = where.kind == "cuda" and where.capability >= TENSOR_CORES
-        if batch <= BATCH or not half or not able or dispatcher.batch_invariant:
+        own, able = self.weights, where.kind == "cuda" and numpy_dtype(self.dtype).itemsize == 2
+        if batch <= BATCH or not able or dispatcher.batch_invariant:
             return own, BATCH
         if isinstance(own, BlockRecurrentWeights):
             return own, TILES_BATCH

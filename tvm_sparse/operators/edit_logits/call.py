@@ -59,9 +59,8 @@ def edit_logits(
 
     All other words keep their logits. With a `soft_cap` c all logits are replaced by c * tanh(logits / c) before.
 
-    With `out=logits` the named words are changed where they are, and nothing else is
-    read or written: one short kernel, whatever the vocabulary. Without it all logits are copied first. A soft cap reads
-    and writes all logits in any case.
+    With `out=logits` the named words are changed where they are, and nothing else is read or written: one short kernel,
+    whatever the vocabulary. Without it all logits are copied first. A soft cap reads and writes all logits in any case.
 
     Parameters
     ----------
@@ -231,7 +230,7 @@ def _number(name: str, value: Any) -> float:
             f"{name}: expected a number{'' if name == 'soft_cap' else ' or an array with one for each row'},"
             f" got {type(value).__name__}"
         ) from None
-    if not abs(number) < LARGEST or (name in ("repetition_penalty", "soft_cap") and not number > 1e-37):
-        wanted = "a finite number above 0" if name in ("repetition_penalty", "soft_cap") else "a finite number"
-        raise ValueError(f"{name}: expected {wanted}, got {value!r}")
+    above_zero = name in ("repetition_penalty", "soft_cap")
+    if not abs(number) < LARGEST or (above_zero and not number > 1e-37):
+        raise ValueError(f"{name}: expected a finite number{' above 0' if above_zero else ''}, got {value!r}")
     return number

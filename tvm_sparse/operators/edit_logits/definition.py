@@ -47,12 +47,9 @@ def edit_row(problem: Any) -> Callable[..., Any]:
             T.reads(io.logits[row, 0:vocab])
             T.writes(io.edited[row, 0:vocab])
             x = T.sblock_alloc_buffer((1,), "float32")
-            if capped:
+            if capped or io.copied != 0:
                 for j in range(vocab):
                     io.edited[row, j] = soft_capped(io, io.logits[row, j])
-            elif io.copied != 0:
-                for j in range(vocab):
-                    io.edited[row, j] = io.logits[row, j]
             if biased:
                 for i in range(io.biased):
                     if io.bias_ids[row, i] >= 0 and io.bias_ids[row, i] < vocab:

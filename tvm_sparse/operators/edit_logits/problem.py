@@ -248,8 +248,8 @@ class EditLogits(Problem):
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
         """Three float32 roundings of the largest number on the way, which is at most the logit plus all penalties, and
-        one to the logits' dtype. A capped logit is off by some float32 roundings of the
-        cap, by which it may be rounded to a neighbour, and a repetition penalty may double that.
+        one to the logits' dtype. A capped logit is off by some float32 roundings of the cap, by which it may be rounded
+        to a neighbour, and a repetition penalty may double that.
         """
         import numpy as np
 

@@ -40,8 +40,7 @@ def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
 _OPERATOR = custom.define(
     "edit_logits(Tensor logits, float[] numbers, Tensor? bias_ids=None, Tensor? bias_values=None,"
     " Tensor? seen_ids=None, Tensor? generated=None, Tensor? repetitions=None, Tensor? presences=None,"
-    " Tensor? frequencies=None, float? soft_cap=None,"
-    " Tensor? cap=None) -> Tensor",
+    " Tensor? frequencies=None, float? soft_cap=None, Tensor? cap=None) -> Tensor",
     _call,
     _batched,
     custom.without_backward("logits"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tvm_sparse.operators.edit_logits.torch_op import edit_logits
 from tvm_sparse.runtime import arrays, custom
 
 from . import call
@@ -67,9 +68,6 @@ def _signed(value: Any) -> Any:
     return value if -(2**63) <= value < 2**63 else (value + 2**63) % 2**64 - 2**63
 
 
-_edit_logits = custom.module_of("edit_logits").edit_logits
-
-
 def softmax_sample(
     logits: Any,
     *,
@@ -91,7 +89,7 @@ def softmax_sample(
     import torch
 
     if soft_cap is not None:
-        logits = _edit_logits(logits, soft_cap=soft_cap)
+        logits = edit_logits(logits, soft_cap=soft_cap)
     if uniforms is not None and seed is not None:
         raise ValueError("uniforms: expected these or a seed, got both")
     if seed is None and (arrays.is_torch(offset) or offset != 0):

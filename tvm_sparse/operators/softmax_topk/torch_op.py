@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tvm_sparse.operators.edit_logits.torch_op import edit_logits
 from tvm_sparse.runtime import custom, repeat
 from tvm_sparse.runtime.calls import inverse_temperature
 
@@ -91,9 +92,6 @@ _GIVEN = custom.define(
 )
 
 
-_edit_logits = custom.module_of("edit_logits").edit_logits
-
-
 def softmax_topk(
     logits: Any,
     k: int,
@@ -109,7 +107,7 @@ def softmax_topk(
 ) -> tuple[Any, ...]:
     """The public function as torch.compile traces it."""
     if soft_cap is not None:
-        logits = _edit_logits(logits, soft_cap=soft_cap)
+        logits = edit_logits(logits, soft_cap=soft_cap)
     if shard is not None:
         shards.refuse_beside(log, ids)
         scale = 1.0 / temperature
