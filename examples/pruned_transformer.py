@@ -244,7 +244,10 @@ class Trainer:
         torch.cuda.current_stream().wait_stream(side)
         for parameter, state in self.optimizer.state.items():
             for name, value in state.items():
-                value.copy_(kept[parameter][name]) if parameter in kept else value.zero_()
+                if parameter in kept:
+                    value.copy_(kept[parameter][name])
+                else:
+                    value.zero_()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self._step()
@@ -253,8 +256,14 @@ class Trainer:
     def step(self, starts: torch.Tensor, rate: float) -> None:
         self.rows_at.copy_(starts)
         for group in self.optimizer.param_groups:
-            group["lr"].fill_(rate) if self.device == "cuda" else group.update(lr=rate)
-        self._step() if self.graph is None else self.graph.replay()
+            if self.device == "cuda":
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        if self.graph is None:
+            self._step()
+        else:
+            self.graph.replay()
 
     @torch.no_grad()
     def dev_bits(self) -> float:
@@ -338,7 +347,8 @@ def run(name: str, block: int | None, text: dict[str, torch.Tensor], scale: Scal
 
 
 def _now(device: str) -> float:
-    torch.cuda.synchronize() if device == "cuda" else None
+    if device == "cuda":
+        torch.cuda.synchronize()
     return time.perf_counter()
 
 

@@ -7,8 +7,7 @@ kernels take most of the time, and the next run has others. A run that names fil
 pyproject.toml runs the tests in two processes. GPU tests form a group (`--dist loadgroup`), which one of the two gets:
 two processes on one GPU would disturb each other's timings and share its memory. The other one goes on with the rest.
 On a machine with many cores, `-m gpu -n 14 --dist load` runs them beside each other, but those that need most of the
-GPU's memory alone.
-Tests that share a fixture of their module form a group as well, so that it is made once.
+GPU's memory alone. Tests that share a fixture of their module form a group as well, so that it is made once.
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 DRAW = "TVM_SPARSE_TEST_DRAW"  # the seed by which a run's processes draw cases
 # Kernels for the emulator, compiled by g++ in this or earlier runs.
 EMULATED = platformdirs.user_cache_path("tvm_sparse", appauthor=False) / "emulated"
-LIBRARIES = EMULATED.with_name("tested")  # of kernels that calls run, likewise
+# Libraries of the CPU kernels that calls run, built in this or earlier runs.
+LIBRARIES = EMULATED.with_name("tested")
 MOST_CACHED = 2**30  # bytes on a GPU that a process may keep between tests, if others run beside it
 
 
@@ -152,7 +152,7 @@ def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def gpu_turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Of a test on a GPU that may have others beside it: it leaves no memory behind that nobody uses."""
+    """Let a GPU test wait for its turn if several processes share the GPU, and then free the memory that it cached."""
     node = request.node
     if "PYTEST_XDIST_WORKER" not in os.environ or not node.get_closest_marker("gpu"):
         yield

@@ -1,4 +1,4 @@
-"""The build worker of `cases.calls_run`: machine code of CPUs is not optimised unless asked for, and is kept.
+"""The build worker of `cases.calls_run`. It optimises CPU code only with the argument `OPTIMISED`, and keeps libraries.
 
 A library that this or an earlier run has built of the same program is copied; the program itself is built anew, so a
 change of a template shows. A library is named after the program's text, the target and the compiler.

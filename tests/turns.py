@@ -12,7 +12,7 @@ from pathlib import Path
 def turn(folder: Path, alone: bool) -> Iterator[None]:
     """Wait until the GPU is free, and hold it, alone or beside others; `folder` is the same for all processes.
 
-    Who waits for it alone keeps later ones waiting behind, so that it does get its turn.
+    While a process waits to have the GPU alone, later ones wait for that process, so that its turn does come.
     """
     with (folder / "door").open("a") as door, (folder / "gpu").open("a") as gpu:
         fcntl.flock(door, fcntl.LOCK_EX)
