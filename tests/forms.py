@@ -98,6 +98,12 @@ def sample_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
     return {**given, **filters, "seed": seed, "offset": offset, "max_top_k": problem.k if problem.whole else None}
 
 
+def lookup_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
+    """Of the N-hot lookup: sparse rows are one argument."""
+    rows = tuple(given.get(name) for name in ("indptr", "indices", "values"))
+    return {**given, "csr": rows, "mode": problem.mode, "padding_idx": given.get("padding")}
+
+
 def edits_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
     """Arguments of edits of logits: penalties are numbers, or arrays with one for each row."""
     penalties = {
@@ -172,8 +178,8 @@ CASES: dict[str, Case] = {
         lambda problem, given: {**given, "weight": tuple(given[name] for name in ("indptr", "indices", "values"))},
     ),
     "nhot_lookup": Case(
-        "nhot_lookup/rows=7,vocab=50,width=33,nonzeros=5,weighted=1", {"rows": 4},
-        lambda problem, given: {**given, "csr": tuple(given[name] for name in ("indptr", "indices", "values"))},
+        "nhot_lookup/rows=7,vocab=50,width=33,nonzeros=5,weighted=1", {"rows": 4}, lookup_of,
+        texts={"mode": "mode"}, numbers={"mode": {"weighted": 0}, "padding_idx": {"padded": 1}},
     ),
     "softmax_sample": Case(
         "softmax_sample/batch=7,vocab=61,k=61", {"batch": 4}, sample_of,

@@ -276,17 +276,21 @@ INDICES = torch.tensor([4, 0, 21, 7, 3, 1, 0, 49, 5, 2, 49, 8], dtype=torch.int3
 OFFSETS = torch.tensor([0, 3, 3, 5, 8, 9, 12], dtype=torch.int32)  # the second and the last bag are empty
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_bags_are_those_of_pytorch(mode: str) -> None:
-    theirs = torch.nn.EmbeddingBag(50, 33, mode=mode)
+@pytest.mark.parametrize("padding", [None, 0, -1])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_are_those_of_pytorch(mode: str, padding: int | None) -> None:
+    theirs = torch.nn.EmbeddingBag(50, 33, mode=mode, padding_idx=padding)
     made = nn.NHotEmbeddingBag.from_torch(theirs)
-    assert made.weight is theirs.weight and repr(made) == f"NHotEmbeddingBag(50, 33, mode={mode!r})"
+    shown = "" if padding is None else f", padding_idx={padding % 50}"
+    assert made.weight is theirs.weight and repr(made) == f"NHotEmbeddingBag(50, 33, mode={mode!r}{shown})"
+    own = nn.NHotEmbeddingBag(50, 33, mode=mode, padding_idx=padding)
+    assert (own.weight == 0).any(1).nonzero().flatten().tolist() == ([] if padding is None else [padding % 50])
     weights = torch.randn(12) if mode == "sum" else None
     for given in ((INDICES, OFFSETS), (INDICES, OFFSETS, weights), (INDICES[:7].view(7, 1),)):
         found = []
         for module in (made, theirs):
             theirs.zero_grad()
-            result = module(*given)
+            result = module(*given) if module is made or mode == "sum" else module(*given[:2])
             result.square().sum().backward()
             found.append((result, theirs.weight.grad.clone()))
         for have, want in zip(*found, strict=True):
@@ -316,9 +320,11 @@ def test_bags_that_cannot_be() -> None:
     made, mean = nn.NHotEmbeddingBag(50, 33), nn.NHotEmbeddingBag(50, 33, mode="mean")
     bag = torch.nn.EmbeddingBag
     for call, message in (
-        (lambda: nn.NHotEmbeddingBag(50, 33, mode="max"), "mode: expected one of sum, mean, got 'max'"),
-        (lambda: nn.NHotEmbeddingBag.from_torch(bag(5, 3, mode="max")), "mode: expected one of sum, mean"),
-        (lambda: nn.NHotEmbeddingBag.from_torch(bag(5, 3, padding_idx=0)), "bag: expected padding_idx=None, got 0"),
+        (lambda: nn.NHotEmbeddingBag(50, 33, mode="least"), "mode: expected one of sum, mean, max, got 'least'"),
+        (
+            lambda: nn.NHotEmbeddingBag(50, 33, padding_idx=50),
+            "padding_idx: expected an integer from -50 to 49, got 50",
+        ),
         (lambda: nn.NHotEmbeddingBag.from_torch(bag(5, 3, sparse=True)), "bag: expected sparse=False"),
         (lambda: made(INDICES), "offsets: expected one dimension of int32 or int64, got None"),
         (lambda: made(INDICES, OFFSETS.short()), "offsets: expected one dimension of int32 or int64, got torch.int16"),
@@ -326,7 +332,8 @@ def test_bags_that_cannot_be() -> None:
         (lambda: made(INDICES.view(2, 2, 3)), "input: expected one or two dimensions"),
         (lambda: made(INDICES, OFFSETS, torch.ones(11)), r"per_sample_weights: expected shape \(12,\)"),
         (lambda: mean(INDICES, OFFSETS, torch.ones(12)), "per_sample_weights: expected the mode sum, got mean"),
-        (lambda: mean((OFFSETS, INDICES, None)), "input: sparse rows have their own"),
+        (lambda: mean((OFFSETS, INDICES, None), OFFSETS), "input: sparse rows have their own"),
+        (lambda: mean((OFFSETS, INDICES, torch.ones(12))), "values: expected None for mode='mean', got float32"),
         (lambda: made(INDICES + 1, OFFSETS), r"indices\[7\]=50 is outside \[0, 50\)"),
         (lambda: made(INDICES, OFFSETS.flip(0)), "indptr"),
     ):

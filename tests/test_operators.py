@@ -27,7 +27,8 @@ from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent, prefe
 
 SOFTMAX = [p for p in AWKWARD if isinstance(p, SoftmaxTopk)]
 BSR = [p for p in AWKWARD if isinstance(p, BsrMatmul)]
-NHOT = [p for p in AWKWARD if isinstance(p, NhotLookup)]
+BAGS = [p for p in AWKWARD if isinstance(p, NhotLookup)]
+NHOT = [p for p in BAGS if p.plain]
 
 softmax_problems = st.integers(1, 2**20).flatmap(
     lambda vocab: st.builds(
@@ -433,6 +434,24 @@ def test_nhot_lookup_reference_against_scipy(problem: NhotLookup) -> None:
         a = scipy.sparse.csr_array((data, indices, indptr), shape=(problem.rows, problem.vocab))
         (out,) = problem.reference([indptr, indices, *values, table])
         np.testing.assert_allclose(out, a @ table.astype(np.float64), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("problem", BAGS, ids=case_id)
+def test_nhot_lookup_reference_against_pytorch(problem: NhotLookup) -> None:
+    torch = pytest.importorskip("torch")
+    for seed, structure in enumerate(problem.structures[:-1]):
+        inputs = problem.generate(seed, structure)
+        given = problem.named(inputs)
+        kinds = {"mode": problem.mode, "padding_idx": given.padding if problem.padded else None}
+        wanted = torch.nn.functional.embedding_bag(
+            *(torch.from_numpy(a) for a in (given.indices.astype(int), given.table.astype(float))),
+            torch.from_numpy(given.indptr.astype(int)),
+            per_sample_weights=torch.from_numpy(given.values.astype(float)) if problem.weighted else None,
+            include_last_offset=True,
+            **kinds,
+        )
+        (out,) = problem.reference(inputs)
+        np.testing.assert_allclose(out, wanted, rtol=1e-9, atol=1e-9)
 
 
 # ---- checks --------------------------------------------------------------------------------------

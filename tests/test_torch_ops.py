@@ -107,6 +107,10 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "csr_linear": (lambda x: tvm_sparse.csr_linear(x * 2, SPARSE), (X,)),
     "csr_linear of parts": (lambda x, *parts: tvm_sparse.csr_linear(x, parts), (X, STARTS, COLUMNS, VALUES)),
     "nhot_lookup": (lambda table: tvm_sparse.nhot_lookup(ROWS, table * 2), (TABLE,)),
+    "nhot_lookup, means": (
+        lambda table: tvm_sparse.nhot_lookup((STARTS, ENTRIES, None), table * 2, mode="mean"),
+        (TABLE,),
+    ),
     "nhot_lookup of parts": (
         lambda starts, at, table: tvm_sparse.nhot_lookup((starts, at, None), table),
         (STARTS, ENTRIES, TABLE),
@@ -204,7 +208,7 @@ print(sorted({str(node.target) for node in graph.nodes if "tvm_sparse" in str(no
 """
     done = subprocess.run([sys.executable, "-c", program, str(path)], check=True, capture_output=True, text=True)
     names = {name.partition(" ")[0] for name in CALLS if name != "log_softmax"}
-    names |= {"softmax_topk_given", "bsr_matmul_epilogue", "nhot_lookup_rows"}
+    names |= {"softmax_topk_given", "bsr_matmul_epilogue", "nhot_lookup_rows", "nhot_lookup_bags"}
     assert done.stdout.strip() == str(sorted(f"tvm_sparse.{name}.default" for name in names))
 
 
@@ -275,6 +279,7 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
     "csr_linear": (leaf(X), STARTS, COLUMNS, leaf(VALUES), True),
     "nhot_lookup": (STARTS, ENTRIES, leaf(VALUES), leaf(TABLE), True),
     "nhot_lookup_rows": (STARTS, ENTRIES, leaf(VALUES), leaf(TABLE)),
+    "nhot_lookup_bags": (STARTS, ENTRIES, None, leaf(TABLE), "max", 3, False, True),
     "bsr_matmul": (leaf(X), leaf(BLOCKS), COLUMNS, STARTS, WEIGHT.order, WEIGHT.structure),
     "bsr_matmul_epilogue": (
         *(leaf(X), leaf(BLOCKS), COLUMNS, STARTS, WEIGHT.order, WEIGHT.structure, leaf(PRODUCT_BIAS), "gelu"),
@@ -286,7 +291,7 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
     ),
 }
 OF = {
-    **{"softmax_topk_given": "softmax_topk", "nhot_lookup_rows": "nhot_lookup"},
+    **{"softmax_topk_given": "softmax_topk", "nhot_lookup_rows": "nhot_lookup", "nhot_lookup_bags": "nhot_lookup"},
     **dict.fromkeys(("bsr_matmul_epilogue", "bsr_matmul_full", "bsr_sddmm"), "bsr_matmul"),
 }
 

@@ -4,7 +4,8 @@ A row is computed `chunk` columns at a time. The sums of a chunk stay in registe
 through, so each table row that is looked up is read once, and the output is written once.
 
 Long rows are summed `LONG` entries at a time in float32, and these sums are added in float64: the error of any number
-of entries is at most (LONG + 1) 2^-24 of the sum of absolute products. One running sum of n entries has n 2^-24.
+of entries is at most (LONG + 1) 2^-24 of the sum of absolute products. One running sum of n entries has n 2^-24. A
+maximum is not rounded, so its rows are never long.
 
 With `prefetch` a thread asks for the table row of an entry some entries ahead, also of its next rows: rows of a large
 table come from memory, and the processor by itself does not look that far. Few rows are computed by the calling thread:
@@ -12,6 +13,8 @@ to wake the others takes longer than the work.
 """
 
 from __future__ import annotations
+
+import math
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
@@ -47,11 +50,17 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
     from ..interface import cpu_program
 
     width, dtype, weighted = problem.width, problem.dtype, bool(problem.weighted)
+    mean, largest, padded = problem.mode == "mean", problem.mode == "max", bool(problem.padded)
+    nothing = -math.inf if largest else 0.0
     chunk, prefetch = decisions["chunk"], decisions["prefetch"] == 1
     whole = width // chunk
     rest = width % chunk
     size = numpy_dtype(dtype).itemsize
     few = max(1, FEW_BYTES // (problem.nonzeros * width * size))
+
+    def larger(x, y):
+        """The larger one, or NaN if one is."""
+        return T.Select(T.Or(y > x, T.isnan(y)), y, x)
 
     # fmt: off
     @T.inline
@@ -62,30 +71,56 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
                 T.Cast("int64", io.indices[T.min(entry, io.nnz - 1)]), base + line * (llvm_ir.LINE // size)]), into=3))
 
     @T.inline
+    def add_entry(io, acc, entry, base, columns):
+        for v in T.vectorized(columns):
+            if weighted:
+                acc[v] = acc[v] + T.Cast("float32", io.values[entry]) * T.Cast(
+                    "float32", io.table[T.Cast("int64", io.indices[entry]), base + v])
+            elif largest:
+                acc[v] = larger(acc[v], T.Cast("float32", io.table[T.Cast("int64", io.indices[entry]), base + v]))
+            else:
+                acc[v] = acc[v] + T.Cast("float32", io.table[T.Cast("int64", io.indices[entry]), base + v])
+
+    @T.inline
     def add_entries(io, acc, first, count, base, columns):
         """Add `count` entries from `first` on to the sums of `columns` columns from column `base` on."""
         for e in range(count):
             if prefetch:
                 ask_for(io, first + e + AHEAD, base, columns)
-            for v in T.vectorized(columns):
-                if weighted:
-                    acc[v] = acc[v] + T.Cast("float32", io.values[first + e]) * T.Cast(
-                        "float32", io.table[T.Cast("int64", io.indices[first + e]), base + v])
-                else:
-                    acc[v] = acc[v] + T.Cast("float32", io.table[T.Cast("int64", io.indices[first + e]), base + v])
+            if padded:
+                if T.Cast("int64", io.indices[first + e]) != io.padding:
+                    add_entry(io, acc, first + e, base, columns)
+            else:
+                add_entry(io, acc, first + e, base, columns)
 
     @T.inline
-    def sum_columns(io, acc, row, base, columns):
+    def count_entries(io, real, row):
+        """How many entries of a row count."""
+        if padded:
+            real[0] = T.int64(0)
+            for e in range(T.Cast("int64", io.indptr[row + 1]) - T.Cast("int64", io.indptr[row])):
+                real[0] = real[0] + T.Cast(
+                    "int64", T.Cast("int64", io.indices[T.Cast("int64", io.indptr[row]) + e]) != io.padding)
+        else:
+            real[0] = T.Cast("int64", io.indptr[row + 1]) - T.Cast("int64", io.indptr[row])
+
+    @T.inline
+    def sum_columns(io, acc, real, row, base, columns):
         """`columns` sums from column `base` on: one running sum each."""
         for v in T.vectorized(columns):
-            acc[v] = T.float32(0)
+            acc[v] = T.float32(nothing)
         add_entries(io, acc, T.Cast("int64", io.indptr[row]),
                     T.Cast("int64", io.indptr[row + 1]) - T.Cast("int64", io.indptr[row]), base, columns)
         for v in T.vectorized(columns):
-            io.out[row, base + v] = T.Cast(dtype, acc[v])
+            if mean:
+                io.out[row, base + v] = T.Cast(dtype, acc[v] / T.Cast("float32", T.max(real[0], T.int64(1))))
+            elif largest:
+                io.out[row, base + v] = T.Cast(dtype, T.Select(real[0] > T.int64(0), acc[v], T.float32(0)))
+            else:
+                io.out[row, base + v] = T.Cast(dtype, acc[v])
 
     @T.inline
-    def sum_columns_of_many(io, acc, total, row, base, columns):
+    def sum_columns_of_many(io, acc, total, real, row, base, columns):
         """The sums of a row of more than `LONG` entries: those of `LONG` entries at a time are added in float64."""
         for v in T.vectorized(columns):
             total[v] = T.float64(0)
@@ -98,6 +133,8 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
             for v in T.vectorized(columns):
                 total[v] = total[v] + T.Cast("float64", acc[v])
         for v in T.vectorized(columns):
+            if mean:
+                total[v] = total[v] / T.Cast("float64", T.max(real[0], T.int64(1)))
             io.out[row, base + v] = T.Cast(dtype, T.Cast("float32", total[v]))
 
     @T.inline
@@ -107,11 +144,14 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
             T.reads(io.indptr[row : row + 2], io.indices[0:io.nnz], io.table[0:io.vocab, 0:width])
             T.writes(io.out[row, 0:width])
             acc = T.sblock_alloc_buffer((chunk,), "float32")
-            if io.indptr[row + 1] - io.indptr[row] <= LONG:
+            real = T.meta_var(T.sblock_alloc_buffer((1,), "int64") if mean or largest else None)
+            if mean or largest:
+                count_entries(io, real, row)
+            if largest or io.indptr[row + 1] - io.indptr[row] <= LONG:
                 for c in range(whole):
-                    sum_columns(io, acc, row, c * chunk, chunk)
+                    sum_columns(io, acc, real, row, c * chunk, chunk)
                 if rest > 0:
-                    sum_columns(io, acc, row, whole * chunk, rest)
+                    sum_columns(io, acc, real, row, whole * chunk, rest)
             else:
                 with T.sblock("long_row"):
                     T.reads(io.indptr[row : row + 2], io.indices[0:io.nnz], io.table[0:io.vocab, 0:width])
@@ -119,9 +159,9 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
                     part = T.sblock_alloc_buffer((chunk,), "float32")
                     total = T.sblock_alloc_buffer((chunk,), "float64")
                     for c in range(whole):
-                        sum_columns_of_many(io, part, total, row, c * chunk, chunk)
+                        sum_columns_of_many(io, part, total, real, row, c * chunk, chunk)
                     if rest > 0:
-                        sum_columns_of_many(io, part, total, row, whole * chunk, rest)
+                        sum_columns_of_many(io, part, total, real, row, whole * chunk, rest)
 
     # fmt: on
     return cpu_program(problem, in_parallel(sum_row, lambda io: io.rows, few), index="int64")

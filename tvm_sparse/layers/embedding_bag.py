@@ -7,23 +7,26 @@ from typing import Any
 import torch
 
 from ..operators.nhot_lookup import torch_op
-from ..operators.nhot_lookup.call import CsrRows, nhot_lookup
+from ..operators.nhot_lookup.call import CsrRows, nhot_lookup, padding_of
+from ..operators.nhot_lookup.problem import MODES
 from .modules import check_conversion, parameter, refuse_own_forward
 
-MODES = ("sum", "mean")
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 class NHotEmbeddingBag(torch.nn.Module):
-    """`nhot_lookup` as a module like `torch.nn.EmbeddingBag`: a sum, weighted or not, or a mean of table rows for each
-    bag.
+    """`nhot_lookup` as a module like `torch.nn.EmbeddingBag`: a sum, weighted or not, a mean or a maximum of table rows
+    for each bag.
 
     Parameters
     ----------
     num_embeddings, embedding_dim
         Rows and columns of the table, which is drawn from a normal distribution.
     mode
-        "sum" or "mean".
+        "sum", "mean" or "max", as in `nhot_lookup`.
+    padding_idx
+        Index of a table row that contributes nothing to any bag, nor counts for a mean, and has no gradient; it is
+        zeros at first. A negative one counts from the table's end.
     device, dtype
         Device and dtype of the table; float32, float16 or bfloat16.
     validate
@@ -37,8 +40,8 @@ class NHotEmbeddingBag(torch.nn.Module):
 
     Raises
     ------
-    ValueError
-        For another mode.
+    TypeError, ValueError
+        For another mode, or a padding_idx that is no row of the table.
 
     Notes
     -----
@@ -55,6 +58,7 @@ class NHotEmbeddingBag(torch.nn.Module):
         embedding_dim: int,
         *,
         mode: str = "sum",
+        padding_idx: int | None = None,
         device: Any = None,
         dtype: Any = None,
         validate: bool = False,
@@ -65,7 +69,11 @@ class NHotEmbeddingBag(torch.nn.Module):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.mode, self.validate, self.include_last_offset = mode, validate, False
         self.weight = torch.nn.Parameter(torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype))
+        self.padding_idx = None if padding_idx is None else padding_of(padding_idx, num_embeddings)
         torch.nn.init.normal_(self.weight)
+        if self.padding_idx is not None:
+            with torch.no_grad():
+                self.weight[self.padding_idx].fill_(0)
 
     @classmethod
     def from_torch(cls, bag: torch.nn.EmbeddingBag, *, validate: bool = False) -> NHotEmbeddingBag:
@@ -79,27 +87,26 @@ class NHotEmbeddingBag(torch.nn.Module):
         TypeError
             If it is not a `torch.nn.EmbeddingBag`, or a subclass with another `forward`.
         ValueError
-            For unsupported options: the mode "max", `padding_idx`, `max_norm`, `scale_grad_by_freq` and sparse
-            gradients.
+            For unsupported options: `max_norm`, `scale_grad_by_freq` and sparse gradients.
         """
         if not isinstance(bag, torch.nn.EmbeddingBag):
             raise TypeError(f"bag: expected a torch.nn.EmbeddingBag, got {type(bag).__name__}")
         instead = "make an NHotEmbeddingBag and load its weight"
         refuse_own_forward("bag", bag, torch.nn.EmbeddingBag, instead=instead)
         for name, wanted in (
-            ("padding_idx", None),
             ("max_norm", None),
             ("scale_grad_by_freq", False),
             ("sparse", False),
         ):
             if getattr(bag, name) != wanted:
                 raise ValueError(f"bag: expected {name}={wanted}, got {getattr(bag, name)}")
-        made = cls(bag.num_embeddings, bag.embedding_dim, mode=bag.mode, device="meta", validate=validate)
+        options: dict[str, Any] = {"mode": bag.mode, "padding_idx": bag.padding_idx, "validate": validate}
+        made = cls(bag.num_embeddings, bag.embedding_dim, device="meta", **options)
         made.weight, made.include_last_offset = parameter(bag, "weight"), bag.include_last_offset
         return made.train(bag.training)
 
     def forward(self, input: Any, offsets: Any = None, per_sample_weights: Any = None) -> torch.Tensor:
-        """Sums or means of rows of the table.
+        """Sums, means or maxima of rows of the table.
 
         Parameters
         ----------
@@ -115,7 +122,7 @@ class NHotEmbeddingBag(torch.nn.Module):
 
         Returns
         -------
-        sums
+        result
             `(bags, embedding_dim)`; 0 for an empty bag. Sums and means are computed in float32 and rounded once to the
             dtype of the table, as are their gradients.
 
@@ -125,8 +132,8 @@ class NHotEmbeddingBag(torch.nn.Module):
             For arguments that do not fit, naming them, and as in `nhot_lookup`.
         """
         if isinstance(input, (CsrRows, tuple)) or input.layout is torch.sparse_csr:
-            if offsets is not None or per_sample_weights is not None or self.mode != "sum":
-                raise ValueError("input: sparse rows have their own row starts and weights, and are summed")
+            if offsets is not None or per_sample_weights is not None:
+                raise ValueError("input: sparse rows have their own row starts and weights")
             return self._looked_up(input)
         if per_sample_weights is not None:
             if self.mode != "sum":
@@ -137,18 +144,12 @@ class NHotEmbeddingBag(torch.nn.Module):
                     f" {tuple(per_sample_weights.shape)}"
                 )
             per_sample_weights = per_sample_weights.reshape(-1)
-        starts, indices = self._starts(input, offsets), input.reshape(-1)
-        if self.mode == "sum":
-            return self._looked_up((starts, indices, per_sample_weights))
-        if self.weight.dtype is not torch.float32:
-            # A sum rounded to 16 bits might become infinite, and a gradient divided after rounding 0.
-            return self._looked_up((starts, indices, _shares(starts, indices)))
-        return self._looked_up((starts, indices, None)) / starts.diff().clamp(min=1)[:, None]
+        return self._looked_up((self._starts(input, offsets), input.reshape(-1), per_sample_weights))
 
     def _looked_up(self, csr: Any) -> torch.Tensor:
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
         function = torch_op.nhot_lookup if traced else nhot_lookup
-        return function(csr, self.weight, validate=self.validate)
+        return function(csr, self.weight, mode=self.mode, padding_idx=self.padding_idx, validate=self.validate)
 
     def _starts(self, input: torch.Tensor, offsets: Any) -> torch.Tensor:
         """Begin of each bag, and the end of the last one."""
@@ -175,16 +176,5 @@ class NHotEmbeddingBag(torch.nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}"
-
-
-def _shares(starts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """For each entry, the inverse of its bag's number of entries, in float32."""
-    bags, entries = starts.shape[0] - 1, indices.shape[0]
-    if bags < 1:
-        return torch.ones(entries, device=indices.device)
-    share = starts.diff().clamp(min=1).float().reciprocal()
-    places = torch.arange(entries, device=starts.device, dtype=starts.dtype)
-    # Invalid starts are refused by the look-up, and must not be used as indices here.
-    bag = (torch.searchsorted(starts, places, right=True) - 1).clamp(0, bags - 1)
-    return share.index_select(0, bag)
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}{padding}"

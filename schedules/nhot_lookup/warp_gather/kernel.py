@@ -6,6 +6,8 @@ the up to 32 entries whose ids a warp holds, one per lane; batches are taken fro
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +85,10 @@ class State:
     raw: tirx.Buffer
     result: tirx.Buffer  # what is stored, in the output's dtype
     term: Any
-    acc: tirx.Buffer  # the lane's sums
+    acc: tirx.Buffer  # the lane's sums, or maxima
+    # Where entries of one id count as absent: this id, and how many others the lane has had, if that is of interest.
+    padding: Any = None
+    real: Any = None
 
     @classmethod
     def alloc(cls, e: Extents) -> State:
@@ -108,6 +113,8 @@ class State:
                 result=T.alloc_local([e.vec], e.dtype),
                 term=register("float32"),
                 acc=T.alloc_local([e.vec], "float32"),
+                padding=register("int32") if e.padded else None,
+                real=register("int32") if e.counts else None,
             )
         )
 
@@ -133,7 +140,11 @@ def kernel_body(e: Extents) -> Body:
         at = T.meta_var(Place.alloc())
         place(at, io, block, t)
         for v in T.unroll(e.vec):
-            s.acc[v] = T.float32(0)
+            s.acc[v] = nothing(e)
+        if e.padded:
+            s.padding = T.Cast("int32", io.padding)
+        if e.counts:
+            s.real = 0
 
         if e.reads_ahead:
             guess_own_entries(s, at, each)
@@ -178,6 +189,8 @@ def load_window(e: Extents) -> Phase:
         if begin + T.Cast(e.index, lane) < s.last:
             read(s.id, io.indices.ptr_to([begin + T.Cast(e.index, lane)]))
             window.column = T.Cast("int32", s.id)
+            if e.counts:
+                s.real = s.real + T.Cast("int32", window.column != s.padding)
             if e.weighted:
                 window.value = load_element(e.value, io.values.ptr_to([begin + T.Cast(e.index, lane)]))
     # fmt: on
@@ -235,12 +248,39 @@ def load_row(e: Extents) -> Phase:
     return phase
 
 
+def nothing(e: Extents) -> Any:
+    """What adds nothing to a sum, or to a maximum."""
+    return T.float32(-math.inf if e.mode == "max" else 0)
+
+
+def add_to_sum(e: Extents) -> Phase:
+    """Add a number to the lane's sum of column `v`; or make it the larger one of both, NaN if one is."""
+
+    # fmt: off
+    @T.inline
+    def phase(s, v, other):
+        if e.mode == "max":
+            T.ptx.max.NaN.f32(s.acc[v], s.acc[v], other)
+        else:
+            s.acc[v] = s.acc[v] + other
+    # fmt: on
+    return phase
+
+
+def counted(e: Extents, s: State, u: Any, every: bool) -> Any:
+    """The condition on which load `u` counts, beside those of an `every` that is False; None if there is none."""
+    terms = ([] if every else [s.entry[u] < s.count]) + ([s.table_row[u] != s.padding] if e.padded else [])
+    return functools.reduce(T.And, terms) if terms else None
+
+
 def add_batch(e: Extents) -> Phase:
     """Add the loads of a batch, weighted, to `acc`; of one that is not `whole` those that the window has entries for.
 
     In a batch that is not whole, loads without an entry are left out by predicates or branches where ids are read
-    ahead, since such a launch rarely adds another batch; otherwise zeros are added.
+    ahead, since such a launch rarely adds another batch; otherwise zeros are added. So are loads of padding, which may
+    hold NaN.
     """
+    add = add_to_sum(e)
 
     # fmt: off
     @T.inline
@@ -251,9 +291,8 @@ def add_batch(e: Extents) -> Phase:
                     s.term = value_at(e.dtype, s.raw, u * e.words, v)
                     if e.weighted:
                         s.term = s.weight[u] * s.term
-                    s.acc[v] = s.acc[v] + (
-                        s.term if whole or e.reads_ahead
-                        else T.Select(s.entry[u] < s.count, s.term, T.float32(0)))
+                    counts = T.meta_var(counted(e, s, u, whole or e.reads_ahead))
+                    add(s, v, s.term if counts is None else T.Select(counts, s.term, nothing(e)))
     # fmt: on
     return phase
 
@@ -404,6 +443,8 @@ def load_own_ids(e: Extents) -> Phase:
     def phase(s, io, at):
         s.first = s.start
         s.last = s.stop
+        if e.counts:
+            s.real = 0
         load(s, io, s.first, at.lane, s.window)
     # fmt: on
     return phase
@@ -489,27 +530,38 @@ def gather_entries(e: Extents) -> Phase:
 
 
 def reduce_groups(e: Extents) -> Phase:
-    """Add what the groups of a warp have, by halves.
+    """Add what the groups of a warp have, by halves; and where lanes have counted entries, what they have.
 
-    Reads and writes: `acc`. Barriers: shuffles of the whole warp.
-    After: `acc` of every lane has the sums of its columns over the row's entries.
+    Reads and writes: `acc`, `real`. Barriers: shuffles of the whole warp.
+    After: `acc` of every lane has the sums of its columns over the row's entries, and `real` the number of these.
     """
-    halvings = e.groups.bit_length() - 1
+    halvings, lane_halvings, add = e.groups.bit_length() - 1, WARP.bit_length() - 1, add_to_sum(e)
 
     # fmt: off
     @T.inline
     def phase(s):
         for h in T.unroll(halvings):
             for v in T.unroll(e.vec):
-                s.acc[v] = s.acc[v] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.acc[v], e.lanes << h, 32, 32)
+                add(s, v, T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.acc[v], e.lanes << h, 32, 32))
+        if e.counts:
+            for h in T.unroll(lane_halvings):
+                s.real = s.real + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.real, 1 << h, 32, 32)
     # fmt: on
     return phase
+
+
+def finished(e: Extents, s: State, v: Any) -> Any:
+    """The lane's result of column `v`: its sum, over the number of entries for a mean; 0 for a maximum of none."""
+    real = s.real if e.counts else T.Cast("int32", s.stop - s.start)
+    if e.mode == "mean":
+        return s.acc[v] / T.Cast("float32", T.max(real, 1))
+    return T.Select(real > 0, s.acc[v], T.float32(0)) if e.mode == "max" else s.acc[v]
 
 
 def store_tile(e: Extents) -> Phase:
     """Store the tile, by the first group of its warp.
 
-    Reads: `acc`. Writes: the output, and `result`. Barriers: none.
+    Reads: `acc`; `real`, or `start` and `stop`, for means and maxima. Writes: the output, and `result`. Barriers: none.
     """
     # A check that always holds delays the store by some 50 cycles. It stays in launches that begin by waiting, because
     # their kernels take fewer registers with it.
@@ -523,7 +575,7 @@ def store_tile(e: Extents) -> Phase:
         if at.lane < e.lanes and (not spare_warps or T.Cast("int64", at.line) < io.rows):
             if not spare_lanes or column < e.width:
                 for v in T.unroll(e.vec):
-                    s.result[v] = T.Cast(e.dtype, s.acc[v])
+                    s.result[v] = T.Cast(e.dtype, finished(e, s, v))
                 for v in T.vectorized(e.vec):
                     io.out[at.row, column + v] = s.result[v]
     # fmt: on

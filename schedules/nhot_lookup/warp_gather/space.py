@@ -36,6 +36,8 @@ class Extents:
     value: str  # dtype of the values
     index: str  # dtype of indptr and indices
     weighted: bool  # whether entries have values
+    mode: str  # "sum", "mean" or "max"
+    padded: bool  # whether entries of one id count as absent
     lanes: int  # lanes of a warp side by side along the columns of a tile
     vec: int  # elements of one load of a lane
     loads: int  # loads of table rows that a lane has in flight
@@ -51,6 +53,8 @@ class Extents:
             value=problem.value_dtype,
             index=problem.index,
             weighted=bool(problem.weighted),
+            mode=problem.mode,
+            padded=bool(problem.padded),
             lanes=decisions["column_lanes"],
             vec=decisions["vec"],
             loads=decisions["loads"],
@@ -58,6 +62,11 @@ class Extents:
             overlap=decisions["overlap"],
             prefetch=bool(decisions["prefetch"]),
         )
+
+    @property
+    def counts(self) -> bool:
+        """Whether entries have to be counted: a row's ends do not tell how many of them count."""
+        return self.padded and self.mode != "sum"
 
     @property
     def load_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -16,18 +17,21 @@ from tvm_sparse.runtime.calls import (
     machine_of,
     outputs_for,
     refuse_gradient,
+    whole_number,
     without_gradient,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
-from tvm_sparse.runtime.signature import Array, Number, Output, Signature, Structure
+from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Signature, Structure, Text
 
-from .problem import INDEX, typical
+from .problem import INDEX, MODES, typical
 from .rows import CsrRows, index_of
 
 SIGNATURES = {
     "nhot_lookup": Signature(
         ("csr", Structure(("CsrRows", "scipy.sparse.csr_array", "torch.sparse_csr", "(indptr, indices, values)"))),
         ("table", Array(("vocab", "width"), FLOATS, gradient=True)),
+        ("mode", Text(MODES)),
+        ("padding_idx", Absent(), Number("int", 0, "vocab")),
         ("validate", Number("bool")),
         outputs=(Output("out"),),
     )
@@ -36,10 +40,20 @@ SIGNATURES = {
 __all__ = ["CsrRows", "nhot_lookup"]
 
 
-def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False) -> Any:
-    """csr @ table: for each sparse row, the weighted sum of the table rows that it selects.
+def nhot_lookup(
+    csr: Any,
+    table: Any,
+    *,
+    mode: str = "sum",
+    padding_idx: int | None = None,
+    out: Any = None,
+    validate: bool = False,
+) -> Any:
+    """csr @ table: for each sparse row, the weighted sum, mean or maximum of the table rows that it selects.
 
-    out[r, j] = sum_e values[e] * table[indices[e], j],  e = indptr[r] ... indptr[r + 1] - 1.
+    out[r, j] = sum_e values[e] * table[indices[e], j],  e = indptr[r] ... indptr[r + 1] - 1,
+
+    or the sum over the number of these entries, or the largest term, each without entries whose index is padding_idx.
 
     Parameters
     ----------
@@ -53,6 +67,12 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
     table
         Shape `(vocab, width)`; float32, float16 or bfloat16, accumulated in float32. Copied first if it is not
         contiguous, or not aligned to 16 bytes on a GPU.
+    mode
+        "sum", "mean" or "max" (of each column; NaN where a selected number is). Means and maxima are of table rows as
+        they are: values must be None.
+    padding_idx
+        Entries with this index contribute nothing, whatever that table row holds, and do not count for a mean, as in
+        `torch.nn.functional.embedding_bag`. An integer in [-vocab, vocab); a negative one counts from the table's end.
     out
         `(rows, width)` array of the table's dtype to write into, contiguous, on the same device and of the same kind as
         the table; it must not overlap with an input.
@@ -63,44 +83,51 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
     Returns
     -------
     out
-        `(rows, width)` of the table's dtype; zeros for an empty row. Sums have a fixed order, so results are
-        deterministic.
+        `(rows, width)` of the table's dtype; zeros for a row without entries that count. Sums have a fixed order, so
+        results are deterministic.
 
     Raises
     ------
     TypeError
-        If `csr` or `table` has another type.
+        If `csr`, `table` or `padding_idx` has another type.
     ValueError
-        For another rank or dtype, shapes that do not fit, a malformed structure (naming the first invalid entry),
-        arrays on different devices, or an `out` that does not fit.
+        For another rank, dtype or mode, values beside a mean or a maximum, a padding_idx out of range, shapes that do
+        not fit, a malformed structure (naming the first invalid entry), arrays on different devices, or an `out` that
+        does not fit.
     RuntimeError
         If `out`, or the values of a `CsrRows` or of a sparse tensor, require a gradient.
 
     Notes
     -----
     The result is differentiable in the table, with the gradient csr.T @ g by this same look-up, and in values given as
-    `(indptr, indices, values)`, by PyTorch's operators on copies of the selected table rows, `(nnz, width)`.
+    `(indptr, indices, values)`, by PyTorch's operators on copies of the selected table rows, `(nnz, width)`. The
+    gradient of a maximum goes to the first of a row's entries that has it, by such copies, too.
 
     When not to use it: if more than a few percent of the columns are nonzero, a dense product is as fast.
 
     Source: Argueta & Chiang 2019, "Accelerating Sparse Matrix Operations in Neural Networks on Graphics Processing
     Units", section 4.1.
     """
+    if mode != "sum" and mode not in MODES:
+        raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
     torch = sys.modules.get("torch")
     table = without_gradient(table) if torch is not None and type(table) is not torch.Tensor else table
     if validate and isinstance(csr, CsrRows):
         csr.validate()
     elif torch is not None and type(table) is torch.Tensor and not validate:
-        found = repeated_lookup(csr, table, torch, out)
+        padding = () if padding_idx is None or table.dim() != 2 else (padding_of(padding_idx, table.shape[0]),)
+        found = repeated_lookup(csr, table, torch, out, mode=mode, padding=padding)
         if found is not None:
             return found
 
     if custom.transformed(table, *_arrays_of(csr), differentiable=True):
-        return custom.module_of("nhot_lookup").nhot_lookup(csr, table, out=out, validate=validate)
+        traced = custom.module_of("nhot_lookup").nhot_lookup
+        return traced(csr, table, mode=mode, padding_idx=padding_idx, out=out, validate=validate)
     known = arrays.facts("table", table)
     check_floats("table", known, rank=2)
     refuse_gradient("table", table, TORCH_ALONE)
     vocab, width = known.shape
+    padding = () if padding_idx is None else (padding_of(padding_idx, vocab),)
     given = csr
     if not isinstance(csr, CsrRows):
         csr = CsrRows(csr, columns=vocab, validate=validate)
@@ -110,6 +137,8 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
     if csr.dtype not in (None, "float32", known.dtype):
         other = "" if known.dtype == "float32" else " or float32,"
         raise ValueError(f"values: expected dtype {known.dtype}, as the table has,{other} got {csr.dtype}")
+    if csr.dtype is not None and mode != "sum":
+        raise ValueError(f"values: expected None for mode={mode!r}, got {csr.dtype}")
     if (csr.device, csr.device_index) != (known.device, known.index):
         raise ValueError(
             f"csr: expected arrays on {known.device}:{known.index}, as the table is,"
@@ -130,15 +159,18 @@ def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False
         else:
             prepared = arrays.ready("table", table, known)
             launchers = dispatcher.launchers
-            kept, what, free = None, None, 0
+            kept: Any = None
+            what: Any = None
+            free = 0
             if given is csr:
-                kept = csr.launchers.of(launchers)
+                kept, what = csr.launchers.of(launchers), None if mode == "sum" else mode
             elif type(table) is getattr(torch, "Tensor", None) and known.device == "cuda":
                 parts = _csr_tensors(given, table, torch)
                 if parts is not None:
-                    kept, what, free = launchers, lookup_key(parts), entries_of(parts)
-            problem, where = csr.problem(width, known.dtype), machine_of("table", known)
-            arguments = (*csr.arguments, prepared)
+                    kept, what, free = launchers, lookup_key(parts, mode), entries_of(parts)
+            problem = dataclasses.replace(csr.problem(width, known.dtype), mode=mode, padded=len(padding))
+            where = machine_of("table", known)
+            arguments = (*csr.arguments, prepared, *padding)
             launch(dispatcher, problem, where, what, arguments, (result,), single=True, kept=kept, free=free)
     return out if out is not None else arrays.returned(result, table)
 
@@ -150,16 +182,33 @@ def _arrays_of(csr: Any) -> tuple[Any, ...]:
     return tuple(csr) if isinstance(csr, (tuple, list)) else (csr,)
 
 
-def repeated_lookup(csr: Any, table: Any, torch: Any, out: Any = None, checked: bool = False) -> Any:
+def padding_of(padding_idx: Any, vocab: Any) -> Any:
+    """An index that is padding, checked, and counted from the table's begin."""
+    found = whole_number("padding_idx", padding_idx)
+    if not -vocab <= found < vocab:
+        raise ValueError(f"padding_idx: expected an integer from {-vocab} to {vocab - 1}, got {padding_idx}")
+    return found + vocab if found < 0 else found
+
+
+def repeated_lookup(
+    csr: Any,
+    table: Any,
+    torch: Any,
+    out: Any = None,
+    checked: bool = False,
+    mode: str = "sum",
+    padding: tuple[int, ...] = (),
+) -> Any:
     """The result of a look-up by the launcher of an earlier one, or None."""
     launchers = dispatcher.launchers
     if type(csr) is CsrRows:
-        return repeat.again(csr.launchers.of(launchers), None, (*csr.arguments, table), out)
+        what = None if mode == "sum" else mode
+        return repeat.again(csr.launchers.of(launchers), what, (*csr.arguments, table, *padding), out)
     # Structures on the host are checked at every call, except those known to be `checked`.
     parts = _csr_tensors(csr, table, torch) if checked or table.is_cuda else None
-    return (
-        None if parts is None else repeat.again(launchers, lookup_key(parts), (*parts, table), out, entries_of(parts))
-    )
+    if parts is None:
+        return None
+    return repeat.again(launchers, lookup_key(parts, mode), (*parts, table, *padding), out, entries_of(parts))
 
 
 def _csr_tensors(csr: Any, table: Any, torch: Any) -> tuple[Any, ...] | None:
@@ -199,8 +248,8 @@ def entries_of(parts: tuple[Any, ...]) -> int:
     return sum(1 << i for i in range(1, len(parts)))
 
 
-def lookup_key(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+def lookup_key(parts: tuple[Any, ...], mode: str = "sum") -> tuple[Any, ...]:
     """Everything beside the table on which the choice of a look-up's kernel depends."""
     indptr, indices, *values = parts
     nonzeros = typical(indices.shape[0], indptr.shape[0] - 1)
-    return ("nhot_lookup", nonzeros, len(values))
+    return ("nhot_lookup", nonzeros, len(values), mode)

@@ -7,14 +7,17 @@ section 4.1. A is in compressed sparse row (CSR) format:
     indices  (nnz,)        the column of each entry, in [0, vocab): the row of B that it looks up
     values   (nnz,)        the value of each entry; absent if all are 1
 
-With one entry per row this is an embedding, with several it is the sum or weighted sum of an embedding bag.
+With one entry per row this is an embedding, with several it is the sum or weighted sum of an embedding bag. The mean
+and the elementwise maximum of the selected rows are its other modes; entries of one column may be left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tvm_sparse.core import distribution, drawing
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
     from tvm import tirx
 
 INDEX = ("int32", "int64")
+# What becomes of the table rows that a row selects.
+MODES = ("sum", "mean", "max")
 
 # Error of a float32 sum relative to the sum of absolute products: rounding errors of terms added in any order grow like
 # the square root of their number; 64 half-units leave a wide margin at 16,384 terms.
@@ -53,7 +58,8 @@ class NhotLookup(Problem):
 
     `nonzeros` is the number of entries in a typical row. `weighted` is 1 if entries have values, and 0 if all values
     are 1; `index` is the dtype of indptr and indices. `value` is "float32" for float32 values with a table of 16 bits;
-    "" means that values have the table's dtype.
+    "" means that values have the table's dtype. `mode` is "sum", "mean" or "max", the latter two only without values.
+    `padded` is 1 if a call names a column whose entries count as absent.
     """
 
     rows: int
@@ -64,20 +70,26 @@ class NhotLookup(Problem):
     weighted: int = field(default=0, metadata=OPTIONAL)
     index: str = field(default="int32", metadata=OPTIONAL)
     value: str = field(default="", metadata=OPTIONAL)
+    mode: str = field(default="sum", metadata=OPTIONAL)
+    padded: int = field(default=0, metadata=OPTIONAL)
 
     operator: ClassVar[str] = "nhot_lookup"
     batch_axis: ClassVar[str] = "rows"
     typical_rows: ClassVar[Mapping[str, Any]] = {"nonzeros": 16}
     # Programs read at run time how many rows the table has, and how many of them a row of `a` selects.
     data_axes: ClassVar[tuple[str, ...]] = ("vocab", "nonzeros")
+    added_axes: ClassVar[tuple[str, ...]] = ("mode", "padded")
     counted: ClassVar[tuple[str, ...]] = ("nnz",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("indptr", ("rows + 1",), "index", "First entry of each row; the last one is nnz."),
         Argument("indices", ("nnz",), "index", "Column of each entry, in [0, vocab)."),
         Argument("values", ("nnz",), "dtype or float32", "Value of each entry.", when="weighted"),
         Argument("table", ("vocab", "width"), "dtype", "Dense rows that are looked up."),
+        Argument("padding", (), "int64", "Column whose entries count as absent; of none if negative.", when="padded"),
     )
-    outputs: ClassVar[tuple[Argument, ...]] = (Argument("out", ("rows", "width"), "dtype", "The product."),)
+    outputs: ClassVar[tuple[Argument, ...]] = (
+        Argument("out", ("rows", "width"), "dtype", "Sums, means or maxima of table rows."),
+    )
     structures: ClassVar[tuple[str, ...]] = (
         "random", "ragged", "empty_rows", "duplicates", "one_long_row", "one_hot", "zipf", "special",
     )  # fmt: skip
@@ -94,6 +106,13 @@ class NhotLookup(Problem):
                 raise ProblemError(f"nhot_lookup: {name} must be below 2^31, got {self.axes[name]}")
         if self.weighted not in (0, 1):
             raise ProblemError(f"nhot_lookup: weighted must be 0 or 1 (entries with values), got {self.weighted!r}")
+        if self.mode not in MODES or (self.weighted and self.mode != "sum"):
+            raise ProblemError(
+                f"nhot_lookup: mode must be one of {', '.join(MODES)}, and sum with weighted=1, got {self.mode!r} with"
+                f" weighted={self.weighted}"
+            )
+        if self.padded not in (0, 1):
+            raise ProblemError(f"nhot_lookup: padded must be 0 or 1, got {self.padded!r}")
         if self.index not in INDEX:
             raise ProblemError(f"nhot_lookup: index must be one of {', '.join(INDEX)}, got {self.index!r}")
         if self.value not in ("", "float32") or (self.value and (not self.weighted or self.dtype == "float32")):
@@ -101,6 +120,11 @@ class NhotLookup(Problem):
                 f"nhot_lookup: value must be '' (as the table), or float32 with weighted=1 and a table of 16 bits, got"
                 f" {self.value!r} with weighted={self.weighted} and dtype={self.dtype}"
             )
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is a sum of all entries, as the paper has it."""
+        return self.mode == "sum" and not self.padded
 
     @property
     def value_dtype(self) -> str:
@@ -124,13 +148,11 @@ class NhotLookup(Problem):
 
     def distance(self, other: Problem) -> float | None:
         """Octaves of rows, width and nonzeros, and a step for each property that adds a load or makes it wider."""
-        if not isinstance(other, NhotLookup) or self.dtype != other.dtype:
+        if not isinstance(other, NhotLookup) or (self.dtype, self.plain) != (other.dtype, other.plain):
             return None
-        import math
-
         mine, theirs = ((p.rows, p.width, p.nonzeros) for p in (self, other))
         octaves = sum(abs(math.log2(a / b)) for a, b in zip(mine, theirs, strict=True))
-        unlike = 0.25 * ((self.index != other.index) + (self.value != other.value))
+        unlike = 0.25 * sum(self.axes[name] != other.axes[name] for name in ("index", "value", "mode", "padded"))
         return octaves + 0.5 * (self.weighted != other.weighted) + unlike
 
     def as_called(self) -> Problem:
@@ -152,7 +174,7 @@ class NhotLookup(Problem):
         return dataclasses.replace(self, vocab=min(self.vocab, vocab), nonzeros=nonzeros)
 
     def definition(self) -> tirx.PrimFunc:
-        """Algorithm 2: one sum for each output element, over the entries of its row.
+        """Algorithm 2: one sum, mean or maximum for each output element, over the entries of its row.
 
         The extent of the reduction depends on the data. It is at least 1, because a reduction of extent 0 would leave
         its output uninitialised; a guard makes the single step of an empty row add nothing.
@@ -165,19 +187,48 @@ class NhotLookup(Problem):
         indices = te.placeholder((nnz,), self.index, name="indices")
         values = te.placeholder((nnz,), self.value_dtype, name="values")
         table = te.placeholder((vocab, width), self.dtype, name="table")
+        padding = tirx.Var("padding", "int64")
+        nothing = tirx.const(-math.inf if self.mode == "max" else 0, "float32")
 
-        def product(i, j):
+        def entries(i):
+            """The axis of a row's entries, the place of one in `indices`, and whether it counts."""
             start, stop = indptr[i].astype("int64"), indptr[i + 1].astype("int64")
             e = te.reduce_axis((tirx.const(0, "int64"), tirx.max(tirx.const(1, "int64"), stop - start)), name="e")
-            term = table[indices[start + e].astype("int64"), j].astype("float32")
+            if not self.padded:
+                return e, start + e, stop > start
+            other = tirx.if_then_else(stop > start, indices[start + e].astype("int64") != padding, False)
+            return e, start + e, other
+
+        def larger(x, y):
+            """The larger one, or NaN if one is."""
+            return tirx.Select(tirx.any(y > x, tirx.isnan(y)), y, x)
+
+        def product(i, j):
+            e, place, counts = entries(i)
+            term = table[indices[place].astype("int64"), j].astype("float32")
             if self.weighted:
-                term = values[start + e].astype("float32") * term
-            return te.sum(tirx.if_then_else(stop > start, term, tirx.const(0, "float32")), axis=[e])
+                term = values[place].astype("float32") * term
+            reduce = te.sum if self.mode != "max" else te.comm_reducer(larger, lambda _: nothing, name="largest")
+            return reduce(tirx.if_then_else(counts, term, nothing), axis=[e])
+
+        def counted(i):
+            e, _, counts = entries(i)
+            return te.sum(tirx.if_then_else(counts, tirx.const(1, "int64"), tirx.const(0, "int64")), axis=[e])
 
         total = te.compute((rows, width), product, name="total")
-        out = te.compute((rows, width), lambda i, j: total[i, j].astype(self.dtype), name="out")
-        arguments = [indptr, indices, *([values] if self.weighted else []), table, out]
-        return te.create_prim_func(arguments).with_attr("global_symbol", "main")
+        count = te.compute((rows,), counted, name="count") if self.mode != "sum" else None
+
+        def result(i, j):
+            found = total[i, j]
+            if self.mode == "mean":
+                found = found / tirx.max(count[i], tirx.const(1, "int64")).astype("float32")
+            elif self.mode == "max":
+                found = tirx.if_then_else(count[i] > 0, found, tirx.const(0, "float32"))
+            return found.astype(self.dtype)
+
+        out = te.compute((rows, width), result, name="out")
+        arguments = [indptr, indices, *([values] if self.weighted else []), table, *([padding] if self.padded else [])]
+        return te.create_prim_func([*arguments, out]).with_attr("global_symbol", "main")
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
         """Standard normal table and values; each row has `nonzeros` different columns in ascending order, except for
@@ -187,6 +238,8 @@ class NhotLookup(Problem):
         columns, each repeated, in random order. `one_long_row`: one row has about as many entries as all rows together
         otherwise have; the others have one or none. `one_hot`: one per row. `zipf`: columns by Zipf's law, so that few
         rows of the table are selected most of the time. `special`: ragged, with NaN and infinities in table and values.
+
+        The padding is the column of one of the entries, one in eight of which have it.
         """
         import numpy as np
 
@@ -222,59 +275,67 @@ class NhotLookup(Problem):
             for value in (np.nan, np.inf, -np.inf):
                 table[rng.choice(indices, 2), rng.integers(self.width, size=2)] = value
             values[rng.integers(len(values), size=2)] = [np.inf, np.nan]
+        padding = [int(rng.choice(indices)) if len(indices) else 0] if self.padded else []
+        if padding:
+            indices[rng.random(len(indices)) < 0.125] = padding[0]
         dtype = numpy_dtype(self.value_dtype)
         structured = [indptr.astype(self.index), indices.astype(self.index)]
-        return [*structured, *([values.astype(dtype)] if self.weighted else []), table]
+        return [*structured, *([values.astype(dtype)] if self.weighted else []), table, *padding]
+
+    def named(self, inputs: Sequence[Any]) -> SimpleNamespace:
+        """The inputs by name; None for those that the problem does not have."""
+        given = {argument.name: one for argument, one in zip(self.kernel_inputs, inputs, strict=True)}
+        return SimpleNamespace(**{argument.name: given.get(argument.name) for argument in self.inputs})
 
     def batched(self, argument: Argument) -> bool:
         """True for all arrays of the sparse matrix, though none has `rows` as its first axis."""
-        return argument.name != "table"
+        return argument.name in ("indptr", "indices", "values", "out")
 
     def sample(self, inputs: Sequence[Any], rows: np.ndarray) -> list[Any]:
-        """The rows of `a`, concatenated; the table unchanged."""
+        """The rows of `a`, concatenated; the other inputs unchanged."""
         import numpy as np
 
-        indptr, *entries, table = inputs
+        indptr = inputs[0]
         counts = np.diff(indptr)[rows]
         starts = np.concatenate([[0], np.cumsum(counts)])
         taken = np.repeat(indptr[rows] - starts[:-1], counts) + np.arange(starts[-1])
-        return [starts.astype(indptr.dtype), *(array[taken] for array in entries), table]
+        pairs = zip(self.kernel_inputs[1:], inputs[1:], strict=True)
+        return [starts.astype(indptr.dtype), *(one[taken] if self.batched(spec) else one for spec, one in pairs)]
 
     def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
+        return [self._looked_up(inputs)]
+
+    def _looked_up(self, inputs: Sequence[Any], absolute: bool = False) -> np.ndarray:
+        """The result in float64, or that of absolute values."""
         import numpy as np
 
-        indptr, indices, *values, table = (np.asarray(a) for a in inputs)
-        return [self._product(indptr, indices, values[0].astype(np.float64) if values else None, table)]
-
-    def _product(
-        self,
-        indptr: np.ndarray,
-        indices: np.ndarray,
-        values: np.ndarray | None,
-        table: np.ndarray,
-        absolute: bool = False,
-    ) -> np.ndarray:
-        """The product in float64, or that of absolute values."""
-        import numpy as np
-
-        out = np.zeros((len(indptr) - 1, table.shape[1]))
+        given = self.named(inputs)
+        out = np.zeros((len(given.indptr) - 1, self.width))
         with np.errstate(invalid="ignore"):
-            for row, (start, stop) in enumerate(zip(indptr, indptr[1:], strict=False)):
-                terms = table[indices[start:stop]].astype(np.float64)
-                if values is not None:
-                    terms *= values[start:stop, None]
-                out[row] = (np.abs(terms) if absolute else terms).sum(axis=0)
+            for row, (start, stop) in enumerate(zip(given.indptr, given.indptr[1:], strict=False)):
+                places = np.arange(start, stop)
+                if self.padded:
+                    places = places[given.indices[places] != given.padding]
+                terms = given.table[given.indices[places]].astype(np.float64)
+                if self.weighted:
+                    terms *= given.values[places, None].astype(np.float64)
+                terms = np.abs(terms) if absolute else terms
+                if self.mode == "max":
+                    out[row] = terms.max(axis=0) if len(terms) else 0
+                else:
+                    out[row] = terms.sum(axis=0) / (max(1, len(terms)) if self.mode == "mean" else 1)
         return out
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-        """The rounding error, relative to the sum of absolute products."""
+        """The rounding error, relative to the sum, or mean, of absolute products; a maximum is only rounded."""
         import numpy as np
 
-        indptr, indices, *values, table = (np.asarray(a) for a in inputs)
-        size = self._product(indptr, indices, values[0].astype(np.float64) if values else None, table, absolute=True)
-        roundings = np.minimum(np.diff(indptr), MOST_ROUNDINGS)[:, None]
+        rounded = ROUNDING[self.dtype] * np.abs(expected[0]) + SMALLEST[self.dtype]
+        if self.mode == "max":
+            return [rounded]
+        roundings = np.minimum(np.diff(inputs[0]) + (self.mode == "mean"), MOST_ROUNDINGS)[:, None]
         with np.errstate(invalid="ignore"):
-            return [roundings * 2.0**-24 * size + ROUNDING[self.dtype] * np.abs(expected[0]) + SMALLEST[self.dtype]]
+            return [roundings * 2.0**-24 * self._looked_up(inputs, absolute=True) + rounded]
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         """Each selected row of the table counts once, however often it is selected."""

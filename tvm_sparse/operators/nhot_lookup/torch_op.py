@@ -1,7 +1,7 @@
-"""`nhot_lookup` as custom operators of PyTorch: for bare arrays, and for those of a `CsrRows`, which are not checked
-again.
+"""`nhot_lookup` as custom operators of PyTorch: sums for bare arrays, and for those of a `CsrRows`, which are not
+checked again; and the other modes, and padding.
 
-There are two, because every argument costs PyTorch time, even if it has its default.
+There are three, because every argument costs PyTorch time, even if it has its default.
 """
 
 from __future__ import annotations
@@ -54,36 +54,117 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs[:4])
 
 
-def _backward(ctx: Any, grad: Any) -> Any:
-    """The table's gradient csr.T @ g is a look-up; a value's is the product of a row of g and a row of the table."""
-    indptr, indices, values, table = ctx.saved_tensors
+def _rows_of(indptr: Any, indices: Any) -> Any:
+    """The row of each entry."""
     places = torch.arange(indices.shape[0], device=indices.device, dtype=indptr.dtype)
-    rows = torch.searchsorted(indptr, places, right=True).to(indptr.dtype) - 1
+    return torch.searchsorted(indptr, places, right=True).to(indptr.dtype) - 1
+
+
+def _gradients(
+    ctx: Any, grad: Any, indptr: Any, indices: Any, values: Any, table: Any, real: Any = None
+) -> tuple[Any, Any]:
+    """Gradients of values and table, where they are wanted, of a sum of the `real` entries; None: of all.
+
+    The table's gradient csr.T @ g is a look-up; a value's is the product of a row of g and a row of the table.
+    """
+    rows = _rows_of(indptr, indices)
     of_values = of_table = None
     if ctx.needs_input_grad[2]:
         products = grad.index_select(0, rows).float() * table.index_select(0, indices).float()
         of_values = products.sum(1).to(values.dtype)
+        of_values = of_values if real is None else of_values.where(real, 0)
     if ctx.needs_input_grad[3]:
-        columns, order = torch.sort(indices, stable=True)
+        # Entries that do not count are sorted behind the table's end.
+        some = indices if real is None else indices.where(real, table.shape[0])
+        columns, order = torch.sort(some, stable=True)
         starts = torch.arange(table.shape[0] + 1, device=indices.device, dtype=indptr.dtype)
         turned = torch.searchsorted(columns, starts).to(indptr.dtype)
         given = None if values is None else values.index_select(0, order)
         of_table = _ROWS(turned, rows.index_select(0, order), given, grad)
-    return None, None, of_values, of_table, None
+    return of_values, of_table
+
+
+def _backward(ctx: Any, grad: Any) -> Any:
+    return None, None, *_gradients(ctx, grad, *ctx.saved_tensors), None
 
 
 def _batched(info: Any, in_dims: Any, indptr: Any, indices: Any, values: Any, table: Any, *rest: Any) -> Any:
     """Tables side by side."""
     custom.unbatched("nhot_lookup", in_dims[:3], ("indptr", "indices", "values"))
     table = table.movedim(in_dims[3], 1)
-    operator = _OPERATOR if rest else _ROWS
+    operator = {0: _ROWS, 1: _OPERATOR}.get(len(rest), _BAGS)
     found = operator(indptr, indices, values, table.flatten(1), *rest)
     return found.unflatten(1, table.shape[1:]), 1
+
+
+def _call_bags(
+    indptr: Any, indices: Any, values: Any, table: Any, mode: str, padding_idx: Any, checked: bool, validate: bool
+) -> Any:
+    csr: Any = (indptr, indices, values)
+    if checked and not arrays.is_fake(table):
+        csr = CsrRows(csr, columns=table.shape[0], checked=True)
+    return call.nhot_lookup(csr, table, mode=mode, padding_idx=padding_idx, validate=validate)
+
+
+def _setup_bags(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:4], output if inputs[4] == "max" else None)
+    ctx.mode, ctx.padding_idx = inputs[4:6]
+
+
+def _backward_bags(ctx: Any, grad: Any) -> Any:
+    """A mean is a sum weighted by shares. A maximum's gradient goes to its first entry, in float32 sums."""
+    indptr, indices, values, table, output = ctx.saved_tensors
+    real = None
+    if ctx.padding_idx is not None:
+        real = indices != call.padding_of(ctx.padding_idx, table.shape[0])
+    if ctx.mode == "max":
+        of_values, of_table = None, _of_largest(grad, indptr, indices, table, output, real)
+    else:
+        shares = _shares(indptr, indices, real) if ctx.mode == "mean" else values
+        of_values, of_table = _gradients(ctx, grad, indptr, indices, shares, table, real)
+    return None, None, of_values, of_table, None, None, None, None
+
+
+def _of_largest(grad: Any, indptr: Any, indices: Any, table: Any, output: Any, real: Any) -> Any:
+    """The table's gradient of a maximum."""
+    rows, columns = _rows_of(indptr, indices).long(), indices.long()
+    chosen = output.index_select(0, rows)
+    found = table.index_select(0, columns)
+    largest = (found == chosen) | (found.isnan() & chosen.isnan())
+    if real is not None:
+        largest = largest & real[:, None]
+    places = torch.arange(indices.shape[0], device=indices.device)[:, None]
+    none = indices.shape[0]
+    first = torch.full(grad.shape, none, device=grad.device, dtype=torch.int64)
+    places = places.where(largest, none)
+    first = first.scatter_reduce(0, rows[:, None].expand_as(places), places, "amin")
+    # A row without entries has no first one: a table row that is added, and left out.
+    columns = torch.cat([columns, columns.new_full((1,), table.shape[0])])
+    added = grad.new_zeros((table.shape[0] + 1, grad.shape[1]), dtype=torch.float32)
+    return added.scatter_add(0, columns[first], grad.float())[:-1].to(table.dtype)
+
+
+def _shares(indptr: Any, indices: Any, real: Any) -> Any:
+    """For each entry, the inverse of its row's number of `real` entries, in float32."""
+    rows = _rows_of(indptr, indices)
+    if real is None:
+        counts = indptr.diff()
+    else:
+        counts = torch.zeros(indptr.shape[0] - 1, dtype=torch.int64, device=rows.device)
+        counts = counts.index_add(0, rows.long(), real.long())
+    return counts.clamp(min=1).float().reciprocal().index_select(0, rows)
 
 
 _ARGUMENTS = "Tensor indptr, Tensor indices, Tensor? values, Tensor table"
 _OPERATOR = custom.define(
     f"nhot_lookup({_ARGUMENTS}, bool validate=False) -> Tensor", _call, _batched, _backward, _setup
+)
+_BAGS = custom.define(
+    f"nhot_lookup_bags({_ARGUMENTS}, str mode, SymInt? padding_idx, bool checked, bool validate) -> Tensor",
+    _call_bags,
+    _batched,
+    _backward_bags,
+    _setup_bags,
 )
 _ROWS = custom.define(f"nhot_lookup_rows({_ARGUMENTS}) -> Tensor", _call_rows, _batched, _backward, _setup, _launched)
 
@@ -102,8 +183,18 @@ def parts_of(name: str, rows: Any, items: str) -> tuple[Any, Any, Any]:
     raise TypeError(f"{name}: expected a CsrRows, a torch.sparse_csr tensor or a tuple, got {type(rows).__name__}")
 
 
-def nhot_lookup(csr: Any, table: Any, *, out: Any = None, validate: bool = False) -> Any:
+def nhot_lookup(
+    csr: Any,
+    table: Any,
+    *,
+    mode: str = "sum",
+    padding_idx: int | None = None,
+    out: Any = None,
+    validate: bool = False,
+) -> Any:
     """The public function as torch.compile traces it."""
     parts = parts_of("csr", csr, "indptr, indices, values or None")
     checked = isinstance(csr, CsrRows) and not validate
+    if mode != "sum" or padding_idx is not None:
+        return custom.written(_BAGS(*parts, table, mode, padding_idx, checked, validate), out)
     return custom.written(_ROWS(*parts, table) if checked else _OPERATOR(*parts, table, validate), out)
