@@ -101,7 +101,8 @@ def sample_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
 def lookup_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
     """Of the N-hot lookup: sparse rows are one argument."""
     rows = tuple(given.get(name) for name in ("indptr", "indices", "values"))
-    return {**given, "csr": rows, "mode": problem.mode, "padding_idx": given.get("padding")}
+    parts = {"table": (given["table"], given["scales"]), "dtype": problem.dtype} if problem.stored else {}
+    return {**given, "csr": rows, "mode": problem.mode, "padding_idx": given.get("padding"), **parts}
 
 
 def edits_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
@@ -179,7 +180,8 @@ CASES: dict[str, Case] = {
     ),
     "nhot_lookup": Case(
         "nhot_lookup/rows=7,vocab=50,width=33,nonzeros=5,weighted=1", {"rows": 4}, lookup_of,
-        texts={"mode": "mode"}, numbers={"mode": {"weighted": 0}, "padding_idx": {"padded": 1}},
+        texts={"mode": "mode", "dtype": "dtype"},
+        numbers={"mode": {"weighted": 0}, "padding_idx": {"padded": 1}, "dtype": {"stored": "int8"}},
     ),
     "softmax_sample": Case(
         "softmax_sample/batch=7,vocab=61,k=61", {"batch": 4}, sample_of,
@@ -512,7 +514,7 @@ def placed(value: Any, library: str, device: str, kind: str, problem: Problem) -
     if not isinstance(value, tuple):
         return value
     parts = tuple(placed(one, library, device, "", problem) for one in value)
-    if problem.operator == "head_topk":
+    if len(parts) == 2:
         return tvm_sparse.QuantizedEmbedding.of_octets(*parts, problem.stored)
     if problem.operator == "bsr_matmul":
         return _weight(parts, kind or "BsrWeight", problem)

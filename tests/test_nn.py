@@ -274,6 +274,8 @@ def test_the_linear_layers_of_a_model_are_swapped() -> None:
 
 INDICES = torch.tensor([4, 0, 21, 7, 3, 1, 0, 49, 5, 2, 49, 8], dtype=torch.int32)
 OFFSETS = torch.tensor([0, 3, 3, 5, 8, 9, 12], dtype=torch.int32)  # the second and the last bag are empty
+BIG = torch.randn(50, 33)
+SMALL, GROUPED = tvm_sparse.quantize_embedding(BIG), tvm_sparse.quantize_embedding(BIG, group=11)
 
 
 @pytest.mark.parametrize("padding", [None, 0, -1])
@@ -295,6 +297,37 @@ def test_bags_are_those_of_pytorch(mode: str, padding: int | None) -> None:
             found.append((result, theirs.weight.grad.clone()))
         for have, want in zip(*found, strict=True):
             close(have, want)
+
+
+@pytest.mark.parametrize("mode", ["sum", "max"])
+@pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])
+def test_bags_of_tables_in_eight_bits(stored: str, mode: str) -> None:
+    """Through conversions, copies and state dicts; the table has no gradient, weights have one."""
+    theirs = torch.nn.EmbeddingBag(50, 33, mode=mode, padding_idx=7)
+    made = nn.NHotEmbeddingBag.from_torch(theirs, stored=stored)
+    small = tvm_sparse.quantize_embedding(theirs.weight, stored)
+    assert torch.equal(made.weight, small.octets) and not list(made.parameters())
+    exact = torch.nn.EmbeddingBag.from_pretrained(small.dequantized(), mode=mode, padding_idx=7)
+    wanted = exact(INDICES, OFFSETS)
+    close(made(INDICES, OFFSETS), wanted)
+    fresh = nn.NHotEmbeddingBag(50, 33, mode=mode, padding_idx=7, stored=stored, device="meta").to_empty(device="cpu")
+    fresh.load_state_dict(made.state_dict())
+    half = copy.deepcopy(made).half()
+    assert half.scales.dtype is torch.float32 and half(INDICES, OFFSETS).dtype is torch.float16
+    torch.testing.assert_close(half(INDICES, OFFSETS).float(), wanted, rtol=1e-3, atol=1e-3)
+    for other in (fresh, pickle.loads(pickle.dumps(made)), half.float()):
+        close(other(INDICES, OFFSETS), wanted)
+    torch._dynamo.reset()
+    compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(INDICES, OFFSETS), made(INDICES, OFFSETS))
+    torch._dynamo.reset()
+    if mode == "sum":
+        grads = []
+        for module in (made, exact):
+            weights = torch.linspace(-1, 1, 12, requires_grad=True)
+            module(INDICES, OFFSETS, weights).square().sum().backward()
+            grads.append(weights.grad)
+        close(*grads)
 
 
 def test_bags_of_other_kinds() -> None:
@@ -321,6 +354,13 @@ def test_bags_that_cannot_be() -> None:
     bag = torch.nn.EmbeddingBag
     for call, message in (
         (lambda: nn.NHotEmbeddingBag(50, 33, mode="least"), "mode: expected one of sum, mean, max, got 'least'"),
+        (lambda: nn.NHotEmbeddingBag(50, 33, stored="int4"), "stored: expected '' or one of int8, float8_e4m3fn"),
+        (lambda: tvm_sparse.nhot_lookup((OFFSETS, INDICES, None), GROUPED), "table: expected a scale a row, got 3"),
+        (
+            lambda: tvm_sparse.nhot_lookup((OFFSETS, INDICES, None), SMALL, dtype="int8"),
+            "dtype: expected one of float32",
+        ),
+        (lambda: tvm_sparse.nhot_lookup((OFFSETS, INDICES, None), BIG, dtype="float16"), "dtype: expected float32, as"),
         (
             lambda: nn.NHotEmbeddingBag(50, 33, padding_idx=50),
             "padding_idx: expected an integer from -50 to 49, got 50",

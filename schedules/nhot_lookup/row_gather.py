@@ -19,6 +19,7 @@ import math
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Program, Table, Template, ceildiv, powers
+from tvm_sparse.formats.quantized import word_number
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
 # Columns whose sums are held together: 256 float32 fill half of the 32 registers of AVX-512.
@@ -38,7 +39,7 @@ def space(problem: NhotLookup, machine: Machine) -> Table:
 
 
 def default(problem: NhotLookup, machine: Machine) -> Decisions:
-    table = problem.vocab * problem.width * numpy_dtype(problem.dtype).itemsize
+    table = problem.vocab * problem.width * numpy_dtype(problem.table_dtype).itemsize
     return {"chunk": max(c for c in space(problem, machine)["chunk"] if c <= 64), "prefetch": int(table > CACHED)}
 
 
@@ -51,12 +52,17 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
 
     width, dtype, weighted = problem.width, problem.dtype, bool(problem.weighted)
     mean, largest, padded = problem.mode == "mean", problem.mode == "max", bool(problem.padded)
-    nothing = -math.inf if largest else 0.0
+    nothing, stored = -math.inf if largest else 0.0, problem.stored
     chunk, prefetch = decisions["chunk"], decisions["prefetch"] == 1
     whole = width // chunk
     rest = width % chunk
-    size = numpy_dtype(dtype).itemsize
+    size = numpy_dtype(problem.table_dtype).itemsize
     few = max(1, FEW_BYTES // (problem.nonzeros * width * size))
+
+    def number(io, row, column):
+        """A number of the table in float32."""
+        found = word_number(stored, io.table[row, column])
+        return io.scales[row] * found if stored else found
 
     def larger(x, y):
         """The larger one, or NaN if one is."""
@@ -74,12 +80,12 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
     def add_entry(io, acc, entry, base, columns):
         for v in T.vectorized(columns):
             if weighted:
-                acc[v] = acc[v] + T.Cast("float32", io.values[entry]) * T.Cast(
-                    "float32", io.table[T.Cast("int64", io.indices[entry]), base + v])
+                acc[v] = acc[v] + T.Cast("float32", io.values[entry]) * number(
+                    io, T.Cast("int64", io.indices[entry]), base + v)
             elif largest:
-                acc[v] = larger(acc[v], T.Cast("float32", io.table[T.Cast("int64", io.indices[entry]), base + v]))
+                acc[v] = larger(acc[v], number(io, T.Cast("int64", io.indices[entry]), base + v))
             else:
-                acc[v] = acc[v] + T.Cast("float32", io.table[T.Cast("int64", io.indices[entry]), base + v])
+                acc[v] = acc[v] + number(io, T.Cast("int64", io.indices[entry]), base + v)
 
     @T.inline
     def add_entries(io, acc, first, count, base, columns):

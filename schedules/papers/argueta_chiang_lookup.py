@@ -49,7 +49,7 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
 
 def space(problem: NhotLookup, machine: Machine) -> Table:
     if not problem.plain:
-        raise NotApplicable(f"the paper adds all entries, got mode={problem.mode} and padded={problem.padded}")
+        raise NotApplicable(f"the paper adds all entries of a dense table, got {problem.key}")
     return {"threads": THREADS}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..formats.quantized import STORED, QuantizedEmbedding, quantize_embedding
 from ..operators.nhot_lookup import torch_op
 from ..operators.nhot_lookup.call import CsrRows, nhot_lookup, padding_of
 from ..operators.nhot_lookup.problem import MODES
@@ -27,8 +28,11 @@ class NHotEmbeddingBag(torch.nn.Module):
     padding_idx
         Index of a table row that contributes nothing to any bag, nor counts for a mean, and has no gradient; it is
         zeros at first. A negative one counts from the table's end.
+    stored
+        "" for a table of floating numbers; "int8" or "float8_e4m3fn" for one in eight bits with a scale a row
+        (`quantize_embedding`), which takes and reads half of the bytes of one in 16 bits, and cannot be trained.
     device, dtype
-        Device and dtype of the table; float32, float16 or bfloat16.
+        Device and dtype of the table, or of the results with a table in eight bits; float32, float16 or bfloat16.
     validate
         Also check indices on a GPU, which costs a synchronisation; on the host they are always checked.
 
@@ -36,12 +40,14 @@ class NHotEmbeddingBag(torch.nn.Module):
     ----------
     weight
         `(num_embeddings, embedding_dim)` parameter, with the name and shape of `torch.nn.EmbeddingBag`, so that state
-        dicts are interchangeable.
+        dicts are interchangeable. With `stored` a buffer: the bytes, uint8.
+    scales
+        With `stored` a `(num_embeddings, 1)` float32 buffer, which no conversion of the module changes; otherwise None.
 
     Raises
     ------
     TypeError, ValueError
-        For another mode, or a padding_idx that is no row of the table.
+        For another mode or dtype, or a padding_idx that is no row of the table.
 
     Notes
     -----
@@ -51,6 +57,7 @@ class NHotEmbeddingBag(torch.nn.Module):
     """
 
     weight: Any
+    scales: Any
 
     def __init__(
         self,
@@ -59,6 +66,7 @@ class NHotEmbeddingBag(torch.nn.Module):
         *,
         mode: str = "sum",
         padding_idx: int | None = None,
+        stored: str = "",
         device: Any = None,
         dtype: Any = None,
         validate: bool = False,
@@ -68,16 +76,19 @@ class NHotEmbeddingBag(torch.nn.Module):
             raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.mode, self.validate, self.include_last_offset = mode, validate, False
-        self.weight = torch.nn.Parameter(torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype))
+        if stored and stored not in STORED:
+            raise ValueError(f"stored: expected '' or one of {', '.join(STORED)}, got {stored!r}")
+        self.stored, self.dtype, self.scales = stored, dtype or torch.get_default_dtype(), None
         self.padding_idx = None if padding_idx is None else padding_of(padding_idx, num_embeddings)
-        torch.nn.init.normal_(self.weight)
+        weight = torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype)
+        torch.nn.init.normal_(weight)
         if self.padding_idx is not None:
-            with torch.no_grad():
-                self.weight[self.padding_idx].fill_(0)
+            weight[self.padding_idx].fill_(0)
+        self._hold(torch.nn.Parameter(weight))
 
     @classmethod
-    def from_torch(cls, bag: torch.nn.EmbeddingBag, *, validate: bool = False) -> NHotEmbeddingBag:
-        """Convert a `torch.nn.EmbeddingBag`, sharing its parameter.
+    def from_torch(cls, bag: torch.nn.EmbeddingBag, *, stored: str = "", validate: bool = False) -> NHotEmbeddingBag:
+        """Convert a `torch.nn.EmbeddingBag`, sharing its parameter; or, with `stored`, with a copy in eight bits.
 
         If the bag is pruned by `torch.nn.utils.prune`, parametrized or normalised, the parameter is a copy of its
         present effective weight.
@@ -102,7 +113,10 @@ class NHotEmbeddingBag(torch.nn.Module):
                 raise ValueError(f"bag: expected {name}={wanted}, got {getattr(bag, name)}")
         options: dict[str, Any] = {"mode": bag.mode, "padding_idx": bag.padding_idx, "validate": validate}
         made = cls(bag.num_embeddings, bag.embedding_dim, device="meta", **options)
-        made.weight, made.include_last_offset = parameter(bag, "weight"), bag.include_last_offset
+        weight = parameter(bag, "weight")
+        assert weight is not None
+        made.stored, made.dtype, made.include_last_offset = stored, weight.dtype, bag.include_last_offset
+        made._hold(weight)
         return made.train(bag.training)
 
     def forward(self, input: Any, offsets: Any = None, per_sample_weights: Any = None) -> torch.Tensor:
@@ -146,10 +160,33 @@ class NHotEmbeddingBag(torch.nn.Module):
             per_sample_weights = per_sample_weights.reshape(-1)
         return self._looked_up((self._starts(input, offsets), input.reshape(-1), per_sample_weights))
 
+    def _hold(self, weight: torch.nn.Parameter) -> None:
+        """Keep the table, or its bytes and scales."""
+        if not self.stored:
+            self.weight = weight
+            return
+        for name in ("weight", "scales"):
+            if hasattr(self, name):
+                delattr(self, name)
+        if weight.is_meta:
+            octets, scales = (
+                weight.new_empty(weight.shape, dtype=torch.uint8),
+                weight.new_empty((len(weight), 1)).float(),
+            )
+        else:
+            embedding = quantize_embedding(weight, self.stored)
+            octets, scales = embedding.octets, embedding.scales
+        self.register_buffer("weight", octets)
+        self.register_buffer("scales", scales)
+
     def _looked_up(self, csr: Any) -> torch.Tensor:
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
         function = torch_op.nhot_lookup if traced else nhot_lookup
-        return function(csr, self.weight, mode=self.mode, padding_idx=self.padding_idx, validate=self.validate)
+        options: dict[str, Any] = {"mode": self.mode, "padding_idx": self.padding_idx, "validate": self.validate}
+        if self.stored:
+            table = QuantizedEmbedding.of_octets(self.weight, self.scales, self.stored)
+            return function(csr, table, dtype=self.dtype, **options)
+        return function(csr, self.weight, **options)
 
     def _starts(self, input: torch.Tensor, offsets: Any) -> torch.Tensor:
         """Begin of each bag, and the end of the last one."""
@@ -172,9 +209,15 @@ class NHotEmbeddingBag(torch.nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> NHotEmbeddingBag:
         check_conversion(self, fn)
+        scales = self.scales
         super()._apply(fn, recurse)
+        if scales is not None:
+            self.dtype = fn(torch.empty(0, dtype=self.dtype, device=scales.device)).dtype
+            if self.scales.dtype is not torch.float32:
+                self.scales = scales.to(self.scales.device)
         return self
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}{padding}"
+        stored = f", stored={self.stored!r}" if self.stored else ""
+        return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}{padding}{stored}"

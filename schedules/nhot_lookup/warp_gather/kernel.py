@@ -21,7 +21,7 @@ from tvm_sparse.core.template import ceildiv
 from ...device.overlap import CACHE_LINE, start_consumer, wait_for_producer, wait_then_start_consumer
 from ...device.selection import FULL_WARP
 from ...device.state import named, register
-from ...device.words import PTX_INDEX, load_element, load_words, value_at
+from ...device.words import FILLERS, PTX_INDEX, load_element, load_words, stored_at, value_at
 from .space import WARP, Extents
 
 Phase = Callable[..., Any]
@@ -89,6 +89,9 @@ class State:
     # Where entries of one id count as absent: this id, and how many others the lane has had, if that is of interest.
     padding: Any = None
     real: Any = None
+    # Of a table in eight bits: scales of the loads' rows, and what `words.FILLERS` has for its dtype.
+    scale: Any = None
+    filler: Any = None
 
     @classmethod
     def alloc(cls, e: Extents) -> State:
@@ -115,6 +118,8 @@ class State:
                 acc=T.alloc_local([e.vec], "float32"),
                 padding=register("int32") if e.padded else None,
                 real=register("int32") if e.counts else None,
+                scale=T.alloc_local([e.loads], "float32") if e.scaled else None,
+                filler=register("uint32") if e.scaled else None,
             )
         )
 
@@ -145,6 +150,8 @@ def kernel_body(e: Extents) -> Body:
             s.padding = T.Cast("int32", io.padding)
         if e.counts:
             s.real = 0
+        if e.scaled:
+            s.filler = T.uint32(FILLERS.get((e.stored, "float16"), 0))
 
         if e.reads_ahead:
             guess_own_entries(s, at, each)
@@ -244,6 +251,8 @@ def load_row(e: Extents) -> Phase:
     @T.inline
     def phase(s, u, io, at):
         load_words(e.load_bytes, s.raw, u * e.words, s.small, row_address(e, s, u, io, at))
+        if e.scaled:
+            T.ptx.ld.global_.f32(s.scale[u], io.scales.ptr_to([T.Cast("int64", s.table_row[u])]))
     # fmt: on
     return phase
 
@@ -273,6 +282,13 @@ def counted(e: Extents, s: State, u: Any, every: bool) -> Any:
     return functools.reduce(T.And, terms) if terms else None
 
 
+def element(e: Extents, s: State, u: Any, v: Any) -> Any:
+    """Element `v` of load `u` in float32, with its row's scale."""
+    if e.scaled:
+        return s.scale[u] * stored_at(e.stored, s.raw, u * e.words, v, s.filler)
+    return value_at(e.dtype, s.raw, u * e.words, v)
+
+
 def add_batch(e: Extents) -> Phase:
     """Add the loads of a batch, weighted, to `acc`; of one that is not `whole` those that the window has entries for.
 
@@ -288,7 +304,7 @@ def add_batch(e: Extents) -> Phase:
         for u in T.unroll(e.loads):
             if whole or not e.reads_ahead or s.entry[u] < s.count:
                 for v in T.unroll(e.vec):
-                    s.term = value_at(e.dtype, s.raw, u * e.words, v)
+                    s.term = element(e, s, u, v)
                     if e.weighted:
                         s.term = s.weight[u] * s.term
                     counts = T.meta_var(counted(e, s, u, whole or e.reads_ahead))
@@ -566,7 +582,7 @@ def store_tile(e: Extents) -> Phase:
     # A check that always holds delays the store by some 50 cycles. It stays in launches that begin by waiting, because
     # their kernels take fewer registers with it.
     spare_warps = not e.reads_ahead or e.row_tiles % e.tiles != 0
-    spare_lanes = not e.reads_ahead or e.ragged
+    spare_lanes, together = not e.reads_ahead or e.ragged, e.stored_together
 
     # fmt: off
     @T.inline
@@ -576,7 +592,8 @@ def store_tile(e: Extents) -> Phase:
             if not spare_lanes or column < e.width:
                 for v in T.unroll(e.vec):
                     s.result[v] = T.Cast(e.dtype, finished(e, s, v))
-                for v in T.vectorized(e.vec):
-                    io.out[at.row, column + v] = s.result[v]
+                for part in T.unroll(e.vec // together):
+                    for v in T.vectorized(together):
+                        io.out[at.row, column + part * together + v] = s.result[part * together + v]
     # fmt: on
     return phase

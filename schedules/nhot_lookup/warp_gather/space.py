@@ -10,7 +10,7 @@ from tvm_sparse.core.template import Decisions, Features, Launch, Table, ceildiv
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
 from ..gathering import gathered
-from ..vectors import load_widths
+from ..vectors import WIDEST, load_widths
 
 WARP = 32  # lanes
 LANES = powers(4, WARP)
@@ -32,7 +32,8 @@ class Extents:
     """The sizes of one point's kernel."""
 
     width: int  # columns of the table
-    dtype: str  # of table and output
+    dtype: str  # of the output, and of a table that is not stored in eight bits
+    stored: str  # the dtype of a table in eight bits, whose rows have scales
     value: str  # dtype of the values
     index: str  # dtype of indptr and indices
     weighted: bool  # whether entries have values
@@ -50,6 +51,7 @@ class Extents:
         return cls(
             width=problem.width,
             dtype=problem.dtype,
+            stored=problem.stored,
             value=problem.value_dtype,
             index=problem.index,
             weighted=bool(problem.weighted),
@@ -69,8 +71,18 @@ class Extents:
         return self.padded and self.mode != "sum"
 
     @property
+    def scaled(self) -> bool:
+        """Whether rows of the table have scales."""
+        return bool(self.stored)
+
+    @property
     def load_bytes(self) -> int:
-        return self.vec * numpy_dtype(self.dtype).itemsize
+        return self.vec * (1 if self.scaled else numpy_dtype(self.dtype).itemsize)
+
+    @property
+    def stored_together(self) -> int:
+        """Elements of the output that a lane stores at once: up to 16 bytes."""
+        return min(self.vec, WIDEST // numpy_dtype(self.dtype).itemsize)
 
     @property
     def words(self) -> int:

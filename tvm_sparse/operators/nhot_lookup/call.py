@@ -7,10 +7,13 @@ import sys
 from typing import Any
 
 from tvm_sparse.core.problem import FLOATS
+from tvm_sparse.formats.quantized import STORED, QuantizedEmbedding
 from tvm_sparse.runtime import arrays, custom, repeat
+from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
     TORCH_ALONE,
     check_floats,
+    facts_beside,
     fill,
     index_as,
     launch,
@@ -21,7 +24,7 @@ from tvm_sparse.runtime.calls import (
     without_gradient,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
-from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Signature, Structure, Text
+from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Signature, Stored, Structure, Text
 
 from .problem import INDEX, MODES, typical
 from .rows import CsrRows, index_of
@@ -29,9 +32,10 @@ from .rows import CsrRows, index_of
 SIGNATURES = {
     "nhot_lookup": Signature(
         ("csr", Structure(("CsrRows", "scipy.sparse.csr_array", "torch.sparse_csr", "(indptr, indices, values)"))),
-        ("table", Array(("vocab", "width"), FLOATS, gradient=True)),
+        ("table", Array(("vocab", "width"), FLOATS, gradient=True), Stored(tuple(STORED))),
         ("mode", Text(MODES)),
         ("padding_idx", Absent(), Number("int", 0, "vocab")),
+        ("dtype", Absent(), Text(FLOATS)),
         ("validate", Number("bool")),
         outputs=(Output("out"),),
     )
@@ -46,6 +50,7 @@ def nhot_lookup(
     *,
     mode: str = "sum",
     padding_idx: int | None = None,
+    dtype: Any = None,
     out: Any = None,
     validate: bool = False,
 ) -> Any:
@@ -66,16 +71,21 @@ def nhot_lookup(
         every call unless they are in a `CsrRows`.
     table
         Shape `(vocab, width)`; float32, float16 or bfloat16, accumulated in float32. Copied first if it is not
-        contiguous, or not aligned to 16 bytes on a GPU.
+        contiguous, or not aligned to 16 bytes on a GPU. Or a `QuantizedEmbedding` with a scale a row
+        (`quantize_embedding`), which stands for `table.dequantized()` and is read in eight bits; values are then of the
+        result's dtype or float32.
     mode
         "sum", "mean" or "max" (of each column; NaN where a selected number is). Means and maxima are of table rows as
         they are: values must be None.
     padding_idx
         Entries with this index contribute nothing, whatever that table row holds, and do not count for a mean, as in
         `torch.nn.functional.embedding_bag`. An integer in [-vocab, vocab); a negative one counts from the table's end.
+    dtype
+        The dtype of the result, which is that of the table; for a table in eight bits float32 (the default), float16 or
+        bfloat16.
     out
-        `(rows, width)` array of the table's dtype to write into, contiguous, on the same device and of the same kind as
-        the table; it must not overlap with an input.
+        `(rows, width)` array of the result's dtype to write into, contiguous, on the device of the table and of its
+        kind; it must not overlap with an input.
     validate
         Also check indptr and indices on a GPU, which costs a synchronisation; on the host they are always checked, for
         a `CsrRows` when it is made. Invalid indices that are not checked cause reads out of bounds.
@@ -83,7 +93,7 @@ def nhot_lookup(
     Returns
     -------
     out
-        `(rows, width)` of the table's dtype; zeros for a row without entries that count. Sums have a fixed order, so
+        `(rows, width)` of the result's dtype; zeros for a row without entries that count. Sums have a fixed order, so
         results are deterministic.
 
     Raises
@@ -95,7 +105,7 @@ def nhot_lookup(
         not fit, a malformed structure (naming the first invalid entry), arrays on different devices, or an `out` that
         does not fit.
     RuntimeError
-        If `out`, or the values of a `CsrRows` or of a sparse tensor, require a gradient.
+        If `out`, scales of the table, or the values of a `CsrRows` or of a sparse tensor require a gradient.
 
     Notes
     -----
@@ -111,32 +121,42 @@ def nhot_lookup(
     if mode != "sum" and mode not in MODES:
         raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
     torch = sys.modules.get("torch")
+    given_table, scales, stored = table, None, ""
+    if isinstance(table, QuantizedEmbedding):
+        table, scales, stored = table.octets, table.factors, table.stored
+        dtype = "float32" if dtype is None else arrays.dtype_name(dtype)
+        refuse_gradient("table (scales)", scales)
     table = without_gradient(table) if torch is not None and type(table) is not torch.Tensor else table
+    how = None if mode == "sum" and not stored else (mode, stored, dtype)
     if validate and isinstance(csr, CsrRows):
         csr.validate()
     elif torch is not None and type(table) is torch.Tensor and not validate:
-        padding = () if padding_idx is None or table.dim() != 2 else (padding_of(padding_idx, table.shape[0]),)
-        found = repeated_lookup(csr, table, torch, out, mode=mode, padding=padding)
+        more = () if scales is None else (scales,)
+        if padding_idx is not None and table.dim() == 2:
+            more = (*more, padding_of(padding_idx, table.shape[0]))
+        found = repeated_lookup(csr, table, torch, out, how=how, more=more)
         if found is not None:
             return found
 
-    if custom.transformed(table, *_arrays_of(csr), differentiable=True):
+    if custom.transformed(table, scales, *_arrays_of(csr), differentiable=True):
         traced = custom.module_of("nhot_lookup").nhot_lookup
-        return traced(csr, table, mode=mode, padding_idx=padding_idx, out=out, validate=validate)
+        options = {"mode": mode, "padding_idx": padding_idx, "dtype": dtype}
+        return traced(csr, given_table, **options, out=out, validate=validate)
     known = arrays.facts("table", table)
-    check_floats("table", known, rank=2)
+    written = _result_dtype(dtype, known, stored)
     refuse_gradient("table", table, TORCH_ALONE)
     vocab, width = known.shape
-    padding = () if padding_idx is None else (padding_of(padding_idx, vocab),)
+    more = () if scales is None else (_ready_scales(scales, known),)
+    more = more if padding_idx is None else (*more, padding_of(padding_idx, vocab))
     given = csr
     if not isinstance(csr, CsrRows):
         csr = CsrRows(csr, columns=vocab, validate=validate)
     rows, columns = csr.shape
     if columns != vocab:
         raise ValueError(f"csr: expected {vocab} columns, as the table has rows, got shape ({rows}, {columns})")
-    if csr.dtype not in (None, "float32", known.dtype):
-        other = "" if known.dtype == "float32" else " or float32,"
-        raise ValueError(f"values: expected dtype {known.dtype}, as the table has,{other} got {csr.dtype}")
+    if csr.dtype not in (None, "float32", written):
+        other = "" if written == "float32" else " or float32,"
+        raise ValueError(f"values: expected dtype {written}, as the result has,{other} got {csr.dtype}")
     if csr.dtype is not None and mode != "sum":
         raise ValueError(f"values: expected None for mode={mode!r}, got {csr.dtype}")
     if (csr.device, csr.device_index) != (known.device, known.index):
@@ -149,8 +169,8 @@ def nhot_lookup(
             f"csr: expected extents below 2^31 and a product of fewer than 2^34 elements, got rows={rows},"
             f" vocab={vocab}, width={width}"
         )
-    [result] = outputs_for(out, (("out", (rows, width), known.dtype),), table, known)
-    SIGNATURES["nhot_lookup"].refuse_overlap(out, csr=_arrays_of(csr), table=table)
+    [result] = outputs_for(out, (("out", (rows, width), written),), table, known)
+    SIGNATURES["nhot_lookup"].refuse_overlap(out, csr=_arrays_of(csr), table=(table, scales))
     if arrays.is_fake(table):
         return result
     if rows and width:
@@ -163,14 +183,15 @@ def nhot_lookup(
             what: Any = None
             free = 0
             if given is csr:
-                kept, what = csr.launchers.of(launchers), None if mode == "sum" else mode
+                kept, what = csr.launchers.of(launchers), how
             elif type(table) is getattr(torch, "Tensor", None) and known.device == "cuda":
                 parts = _csr_tensors(given, table, torch)
                 if parts is not None:
-                    kept, what, free = launchers, lookup_key(parts, mode), entries_of(parts)
-            problem = dataclasses.replace(csr.problem(width, known.dtype), mode=mode, padded=len(padding))
+                    kept, what, free = launchers, lookup_key(parts, how), entries_of(parts)
+            axes = {"mode": mode, "padded": int(padding_idx is not None), "stored": stored}
+            problem = dataclasses.replace(csr.problem(width, written), **axes)
             where = machine_of("table", known)
-            arguments = (*csr.arguments, prepared, *padding)
+            arguments = (*csr.arguments, prepared, *more)
             launch(dispatcher, problem, where, what, arguments, (result,), single=True, kept=kept, free=free)
     return out if out is not None else arrays.returned(result, table)
 
@@ -180,6 +201,26 @@ def _arrays_of(csr: Any) -> tuple[Any, ...]:
     if isinstance(csr, CsrRows):
         return csr.indptr, csr.indices, csr.values
     return tuple(csr) if isinstance(csr, (tuple, list)) else (csr,)
+
+
+def _result_dtype(dtype: Any, known: Facts, stored: str) -> str:
+    """The dtype of the result, checked, with that of the table."""
+    if not stored:
+        check_floats("table", known, rank=2)
+        if dtype is not None and arrays.dtype_name(dtype) != known.dtype:
+            raise ValueError(f"dtype: expected {known.dtype}, as the table has, got {arrays.dtype_name(dtype)}")
+        return known.dtype
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype: expected one of {', '.join(FLOATS)}, got {dtype}")
+    return dtype
+
+
+def _ready_scales(scales: Any, known: Facts) -> Any:
+    """The scales of a table in eight bits, checked, as kernels take them."""
+    if len(scales.shape) != 1:
+        raise ValueError(f"table: expected a scale a row, got {scales.shape[1]}; quantize it without a group")
+    name, facts, array = facts_beside("table (scales)", scales, (known.shape[0],), "float32", known, "its values are")
+    return arrays.ready(name, array, facts)
 
 
 def padding_of(padding_idx: Any, vocab: Any) -> Any:
@@ -196,19 +237,21 @@ def repeated_lookup(
     torch: Any,
     out: Any = None,
     checked: bool = False,
-    mode: str = "sum",
-    padding: tuple[int, ...] = (),
+    how: Any = None,
+    more: tuple[Any, ...] = (),
 ) -> Any:
-    """The result of a look-up by the launcher of an earlier one, or None."""
+    """The result of a look-up by the launcher of an earlier one, or None.
+
+    `how`: what its kernel depends on beside its arguments. `more`: those after the table.
+    """
     launchers = dispatcher.launchers
     if type(csr) is CsrRows:
-        what = None if mode == "sum" else mode
-        return repeat.again(csr.launchers.of(launchers), what, (*csr.arguments, table, *padding), out)
+        return repeat.again(csr.launchers.of(launchers), how, (*csr.arguments, table, *more), out)
     # Structures on the host are checked at every call, except those known to be `checked`.
     parts = _csr_tensors(csr, table, torch) if checked or table.is_cuda else None
     if parts is None:
         return None
-    return repeat.again(launchers, lookup_key(parts, mode), (*parts, table, *padding), out, entries_of(parts))
+    return repeat.again(launchers, lookup_key(parts, how), (*parts, table, *more), out, entries_of(parts))
 
 
 def _csr_tensors(csr: Any, table: Any, torch: Any) -> tuple[Any, ...] | None:
@@ -248,8 +291,8 @@ def entries_of(parts: tuple[Any, ...]) -> int:
     return sum(1 << i for i in range(1, len(parts)))
 
 
-def lookup_key(parts: tuple[Any, ...], mode: str = "sum") -> tuple[Any, ...]:
+def lookup_key(parts: tuple[Any, ...], how: Any = None) -> tuple[Any, ...]:
     """Everything beside the table on which the choice of a look-up's kernel depends."""
     indptr, indices, *values = parts
     nonzeros = typical(indices.shape[0], indptr.shape[0] - 1)
-    return ("nhot_lookup", nonzeros, len(values), mode)
+    return ("nhot_lookup", nonzeros, len(values), how)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm_sparse.bench.contenders import BOTH, CPU, Call, Peer, torch_tensor
-from tvm_sparse.core.problem import Problem
+from tvm_sparse.core.problem import Problem, numpy_dtype
+from tvm_sparse.formats.quantized import QuantizedEmbedding
 
 from .call import nhot_lookup
 from .problem import NhotLookup
@@ -15,9 +16,13 @@ from .rows import CsrRows
 
 
 def _nhot_tensors(problem: NhotLookup, inputs: Sequence[Any], device: str) -> tuple[Any, Any, Any, Any]:
-    """indptr, indices, values or None, and the table, on the device."""
+    """indptr, indices, values or None, and the table, in the result's dtype, on the device."""
     given = problem.named(inputs)
-    arrays = (given.indptr, given.indices, given.values, given.table)
+    table = given.table
+    if problem.stored:
+        table = QuantizedEmbedding.of_octets(table, given.scales, problem.stored).dequantized()
+        table = table.astype(numpy_dtype(problem.dtype))
+    arrays = (given.indptr, given.indices, given.values, table)
     return tuple(None if one is None else torch_tensor(one, device) for one in arrays)  # type: ignore[return-value]
 
 
@@ -92,9 +97,13 @@ def _scipy_csr(problem: NhotLookup, inputs: Sequence[Any], device: str) -> Call:
 def ours(problem: NhotLookup, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
     given = problem.named([convert(one) if hasattr(one, "shape") else one for one in inputs])
     rows = CsrRows((given.indptr, given.indices, given.values), columns=problem.vocab, validate=True)
-    options = {"mode": problem.mode, "padding_idx": given.padding}
-    called = dataclasses.replace(rows.problem(problem.width, problem.dtype), mode=problem.mode, padded=problem.padded)
-    return lambda: nhot_lookup(rows, given.table, **options), called
+    options: dict[str, Any] = {"mode": problem.mode, "padding_idx": given.padding, "dtype": problem.dtype}
+    table = given.table
+    if problem.stored:
+        table = QuantizedEmbedding.of_octets(table, given.scales, problem.stored)
+    axes = {name: problem.axes[name] for name in problem.added_axes}
+    called = dataclasses.replace(rows.problem(problem.width, problem.dtype), **axes)
+    return lambda: nhot_lookup(rows, table, **options), called
 
 
 PEERS = (

@@ -33,6 +33,7 @@ from tvm_sparse.core.problem import (
     require_positive,
 )
 from tvm_sparse.core.rounding import ROUNDING, SMALLEST
+from tvm_sparse.formats.quantized import STORED, as_float32, stored_scales, stored_values, word_number
 
 if TYPE_CHECKING:
     import random
@@ -59,7 +60,8 @@ class NhotLookup(Problem):
     `nonzeros` is the number of entries in a typical row. `weighted` is 1 if entries have values, and 0 if all values
     are 1; `index` is the dtype of indptr and indices. `value` is "float32" for float32 values with a table of 16 bits;
     "" means that values have the table's dtype. `mode` is "sum", "mean" or "max", the latter two only without values.
-    `padded` is 1 if a call names a column whose entries count as absent.
+    `padded` is 1 if a call names a column whose entries count as absent. `stored` is the dtype of a table in eight bits
+    whose rows have scales: row w is `scales[w] * table[w]`. `dtype` is then that of the result.
     """
 
     rows: int
@@ -72,19 +74,21 @@ class NhotLookup(Problem):
     value: str = field(default="", metadata=OPTIONAL)
     mode: str = field(default="sum", metadata=OPTIONAL)
     padded: int = field(default=0, metadata=OPTIONAL)
+    stored: str = field(default="", metadata=OPTIONAL)
 
     operator: ClassVar[str] = "nhot_lookup"
     batch_axis: ClassVar[str] = "rows"
     typical_rows: ClassVar[Mapping[str, Any]] = {"nonzeros": 16}
     # Programs read at run time how many rows the table has, and how many of them a row of `a` selects.
     data_axes: ClassVar[tuple[str, ...]] = ("vocab", "nonzeros")
-    added_axes: ClassVar[tuple[str, ...]] = ("mode", "padded")
+    added_axes: ClassVar[tuple[str, ...]] = ("mode", "padded", "stored")
     counted: ClassVar[tuple[str, ...]] = ("nnz",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("indptr", ("rows + 1",), "index", "First entry of each row; the last one is nnz."),
         Argument("indices", ("nnz",), "index", "Column of each entry, in [0, vocab)."),
         Argument("values", ("nnz",), "dtype or float32", "Value of each entry.", when="weighted"),
-        Argument("table", ("vocab", "width"), "dtype", "Dense rows that are looked up."),
+        Argument("table", ("vocab", "width"), "dtype", "Dense rows that are looked up; as uint8 if `stored`."),
+        Argument("scales", ("vocab",), "float32", "What each row of the table is multiplied by.", when="stored"),
         Argument("padding", (), "int64", "Column whose entries count as absent; of none if negative.", when="padded"),
     )
     outputs: ClassVar[tuple[Argument, ...]] = (
@@ -111,6 +115,8 @@ class NhotLookup(Problem):
                 f"nhot_lookup: mode must be one of {', '.join(MODES)}, and sum with weighted=1, got {self.mode!r} with"
                 f" weighted={self.weighted}"
             )
+        if self.stored and self.stored not in STORED:
+            raise ProblemError(f"nhot_lookup: stored must be empty or one of {', '.join(STORED)}, got {self.stored!r}")
         if self.padded not in (0, 1):
             raise ProblemError(f"nhot_lookup: padded must be 0 or 1, got {self.padded!r}")
         if self.index not in INDEX:
@@ -123,8 +129,13 @@ class NhotLookup(Problem):
 
     @property
     def plain(self) -> bool:
-        """Whether it is a sum of all entries, as the paper has it."""
-        return self.mode == "sum" and not self.padded
+        """Whether it is a sum of all entries, of a table of floating numbers, as the paper has it."""
+        return self.mode == "sum" and not self.padded and not self.stored
+
+    @property
+    def table_dtype(self) -> str:
+        """The dtype of the table's elements, as kernels have it."""
+        return "uint8" if self.stored else self.dtype
 
     @property
     def value_dtype(self) -> str:
@@ -132,7 +143,8 @@ class NhotLookup(Problem):
         return self.value or self.dtype
 
     def dtype_of(self, argument: Argument) -> str:
-        return self.value_dtype if argument.name == "values" else super().dtype_of(argument)
+        known = {"values": self.value_dtype, "table": self.table_dtype}
+        return known.get(argument.name) or super().dtype_of(argument)
 
     @classmethod
     def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
@@ -152,7 +164,9 @@ class NhotLookup(Problem):
             return None
         mine, theirs = ((p.rows, p.width, p.nonzeros) for p in (self, other))
         octaves = sum(abs(math.log2(a / b)) for a, b in zip(mine, theirs, strict=True))
-        unlike = 0.25 * sum(self.axes[name] != other.axes[name] for name in ("index", "value", "mode", "padded"))
+        unlike = 0.25 * sum(
+            self.axes[name] != other.axes[name] for name in ("index", "value", "mode", "padded", "stored")
+        )
         return octaves + 0.5 * (self.weighted != other.weighted) + unlike
 
     def as_called(self) -> Problem:
@@ -165,7 +179,7 @@ class NhotLookup(Problem):
 
     @property
     def scaled(self) -> tuple[str, ...]:
-        return ("values", "table")
+        return ("values", "scales" if self.stored else "table")
 
     def redrawn(self, rng: np.random.Generator) -> Problem:
         """The problem with fewer table rows, half to twice as many nonzeros, and occasionally only one."""
@@ -186,7 +200,8 @@ class NhotLookup(Problem):
         indptr = te.placeholder((rows + 1,), self.index, name="indptr")
         indices = te.placeholder((nnz,), self.index, name="indices")
         values = te.placeholder((nnz,), self.value_dtype, name="values")
-        table = te.placeholder((vocab, width), self.dtype, name="table")
+        table = te.placeholder((vocab, width), self.table_dtype, name="table")
+        scales = te.placeholder((vocab,), "float32", name="scales")
         padding = tirx.Var("padding", "int64")
         nothing = tirx.const(-math.inf if self.mode == "max" else 0, "float32")
 
@@ -205,7 +220,10 @@ class NhotLookup(Problem):
 
         def product(i, j):
             e, place, counts = entries(i)
-            term = table[indices[place].astype("int64"), j].astype("float32")
+            column = indices[place].astype("int64")
+            term = word_number(self.stored, table[column, j])
+            if self.stored:
+                term = scales[column] * term
             if self.weighted:
                 term = values[place].astype("float32") * term
             reduce = te.sum if self.mode != "max" else te.comm_reducer(larger, lambda _: nothing, name="largest")
@@ -227,7 +245,8 @@ class NhotLookup(Problem):
             return found.astype(self.dtype)
 
         out = te.compute((rows, width), result, name="out")
-        arguments = [indptr, indices, *([values] if self.weighted else []), table, *([padding] if self.padded else [])]
+        known = {"indptr": indptr, "indices": indices, "values": values, "table": table, "scales": scales}
+        arguments = [{**known, "padding": padding}[argument.name] for argument in self.kernel_inputs]
         return te.create_prim_func([*arguments, out]).with_attr("global_symbol", "main")
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
@@ -280,7 +299,16 @@ class NhotLookup(Problem):
             indices[rng.random(len(indices)) < 0.125] = padding[0]
         dtype = numpy_dtype(self.value_dtype)
         structured = [indptr.astype(self.index), indices.astype(self.index)]
-        return [*structured, *([values.astype(dtype)] if self.weighted else []), table, *padding]
+        held = self._in_eight_bits(table) if self.stored else [table]
+        return [*structured, *([values.astype(dtype)] if self.weighted else []), *held, *padding]
+
+    def _in_eight_bits(self, table: np.ndarray) -> list[np.ndarray]:
+        """Bytes and scales of a table, whose infinities and NaN become 0."""
+        import numpy as np
+
+        wide = np.nan_to_num(as_float32(table), nan=0, posinf=0, neginf=0)
+        scales = stored_scales(wide, self.stored, self.width)
+        return [stored_values(wide, scales, self.stored).view(np.uint8), scales[:, 0]]
 
     def named(self, inputs: Sequence[Any]) -> SimpleNamespace:
         """The inputs by name; None for those that the problem does not have."""
@@ -310,13 +338,16 @@ class NhotLookup(Problem):
         import numpy as np
 
         given = self.named(inputs)
+        table = given.table.view(numpy_dtype(self.stored)) if self.stored else given.table
         out = np.zeros((len(given.indptr) - 1, self.width))
         with np.errstate(invalid="ignore"):
             for row, (start, stop) in enumerate(zip(given.indptr, given.indptr[1:], strict=False)):
                 places = np.arange(start, stop)
                 if self.padded:
                     places = places[given.indices[places] != given.padding]
-                terms = given.table[given.indices[places]].astype(np.float64)
+                terms = table[given.indices[places]].astype(np.float64)
+                if self.stored:
+                    terms *= given.scales[given.indices[places], None].astype(np.float64)
                 if self.weighted:
                     terms *= given.values[places, None].astype(np.float64)
                 terms = np.abs(terms) if absolute else terms
@@ -327,13 +358,19 @@ class NhotLookup(Problem):
         return out
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-        """The rounding error, relative to the sum, or mean, of absolute products; a maximum is only rounded."""
+        """The rounding error, relative to the sum, or mean, of absolute products; a maximum is only rounded.
+
+        A scale is a factor more, and so a rounding more.
+        """
         import numpy as np
 
         rounded = ROUNDING[self.dtype] * np.abs(expected[0]) + SMALLEST[self.dtype]
+        if self.stored:
+            rounded += 2.0**-24 * np.abs(expected[0])
         if self.mode == "max":
             return [rounded]
-        roundings = np.minimum(np.diff(inputs[0]) + (self.mode == "mean"), MOST_ROUNDINGS)[:, None]
+        more = (self.mode == "mean") + 2 * bool(self.stored)
+        roundings = np.minimum(np.diff(inputs[0]), MOST_ROUNDINGS)[:, None] + more
         with np.errstate(invalid="ignore"):
             return [roundings * 2.0**-24 * self._looked_up(inputs, absolute=True) + rounded]
 
@@ -347,8 +384,9 @@ class NhotLookup(Problem):
 
             nnz, distinct = len(inputs[1]), len(np.unique(inputs[1]))
         itemsize, index = numpy_dtype(self.dtype).itemsize, numpy_dtype(self.index).itemsize
+        row = self.width * numpy_dtype(self.table_dtype).itemsize + 4 * bool(self.stored)
         value = self.weighted * numpy_dtype(self.value_dtype).itemsize
-        dense = (round(distinct) + self.rows) * self.width * itemsize
+        dense = round(distinct) * row + self.rows * self.width * itemsize
         return Cost(
             dense + nnz * (index + value) + (self.rows + 1) * index,
             (1 + self.weighted) * nnz * self.width,

@@ -13,6 +13,9 @@ AWKWARD: tuple[str, ...] = (
     "nhot_lookup/rows=6,vocab=61,width=130,nonzeros=40,dtype=float16,index=int64,mode=mean,padded=1",
     "nhot_lookup/rows=9,vocab=40,width=20,nonzeros=3,dtype=bfloat16,mode=mean",
     "nhot_lookup/rows=5,vocab=40,width=8,nonzeros=20,mode=max,padded=1",
+    "nhot_lookup/rows=7,vocab=53,width=33,nonzeros=3,dtype=float16,index=int64,stored=int8",
+    "nhot_lookup/rows=5,vocab=61,width=272,nonzeros=20,weighted=1,padded=1,stored=float8_e4m3fn",
+    "nhot_lookup/rows=9,vocab=40,width=48,nonzeros=12,dtype=bfloat16,mode=max,stored=int8",
 )
 REALISTIC: tuple[str, ...] = (
     "nhot_lookup/rows=100,vocab=10240,width=512,nonzeros=1",

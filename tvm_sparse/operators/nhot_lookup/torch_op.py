@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tvm_sparse.formats.quantized import QuantizedEmbedding
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.calls import refuse_gradient
 
@@ -61,9 +62,11 @@ def _rows_of(indptr: Any, indices: Any) -> Any:
 
 
 def _gradients(
-    ctx: Any, grad: Any, indptr: Any, indices: Any, values: Any, table: Any, real: Any = None
+    ctx: Any, grad: Any, indptr: Any, indices: Any, values: Any, table: Any, real: Any = None, scales: Any = None
 ) -> tuple[Any, Any]:
     """Gradients of values and table, where they are wanted, of a sum of the `real` entries; None: of all.
+
+    `scales` `(vocab, 1)`: of the rows of a table in eight bits, which has no gradient.
 
     The table's gradient csr.T @ g is a look-up; a value's is the product of a row of g and a row of the table.
     """
@@ -71,6 +74,7 @@ def _gradients(
     of_values = of_table = None
     if ctx.needs_input_grad[2]:
         products = grad.index_select(0, rows).float() * table.index_select(0, indices).float()
+        products = products if scales is None else products * scales.index_select(0, indices)
         of_values = products.sum(1).to(values.dtype)
         of_values = of_values if real is None else of_values.where(real, 0)
     if ctx.needs_input_grad[3]:
@@ -91,6 +95,7 @@ def _backward(ctx: Any, grad: Any) -> Any:
 def _batched(info: Any, in_dims: Any, indptr: Any, indices: Any, values: Any, table: Any, *rest: Any) -> Any:
     """Tables side by side."""
     custom.unbatched("nhot_lookup", in_dims[:3], ("indptr", "indices", "values"))
+    custom.unbatched("nhot_lookup", in_dims[8:9], ("scales",)[: len(in_dims[8:9])])
     table = table.movedim(in_dims[3], 1)
     operator = {0: _ROWS, 1: _OPERATOR}.get(len(rest), _BAGS)
     found = operator(indptr, indices, values, table.flatten(1), *rest)
@@ -98,22 +103,35 @@ def _batched(info: Any, in_dims: Any, indptr: Any, indices: Any, values: Any, ta
 
 
 def _call_bags(
-    indptr: Any, indices: Any, values: Any, table: Any, mode: str, padding_idx: Any, checked: bool, validate: bool
+    indptr: Any,
+    indices: Any,
+    values: Any,
+    table: Any,
+    mode: str,
+    padding_idx: Any,
+    checked: bool,
+    validate: bool,
+    scales: Any,
+    stored: str,
+    dtype: str | None,
 ) -> Any:
     csr: Any = (indptr, indices, values)
     if checked and not arrays.is_fake(table):
         csr = CsrRows(csr, columns=table.shape[0], checked=True)
-    return call.nhot_lookup(csr, table, mode=mode, padding_idx=padding_idx, validate=validate)
+    table = QuantizedEmbedding.of_octets(table, scales, stored) if stored else table
+    return call.nhot_lookup(csr, table, mode=mode, padding_idx=padding_idx, dtype=dtype, validate=validate)
 
 
 def _setup_bags(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs[:4], output if inputs[4] == "max" else None)
-    ctx.mode, ctx.padding_idx = inputs[4:6]
+    ctx.save_for_backward(*inputs[:4], output if inputs[4] == "max" else None, inputs[8])
+    ctx.mode, ctx.padding_idx, ctx.stored = inputs[4], inputs[5], inputs[9]
 
 
 def _backward_bags(ctx: Any, grad: Any) -> Any:
     """A mean is a sum weighted by shares. A maximum's gradient goes to its first entry, in float32 sums."""
-    indptr, indices, values, table, output = ctx.saved_tensors
+    indptr, indices, values, table, output, scales = ctx.saved_tensors
+    if ctx.stored:
+        table = table.view(getattr(torch, ctx.stored))
     real = None
     if ctx.padding_idx is not None:
         real = indices != call.padding_of(ctx.padding_idx, table.shape[0])
@@ -121,8 +139,8 @@ def _backward_bags(ctx: Any, grad: Any) -> Any:
         of_values, of_table = None, _of_largest(grad, indptr, indices, table, output, real)
     else:
         shares = _shares(indptr, indices, real) if ctx.mode == "mean" else values
-        of_values, of_table = _gradients(ctx, grad, indptr, indices, shares, table, real)
-    return None, None, of_values, of_table, None, None, None, None
+        of_values, of_table = _gradients(ctx, grad, indptr, indices, shares, table, real, scales)
+    return None, None, of_values, of_table, *[None] * 7
 
 
 def _of_largest(grad: Any, indptr: Any, indices: Any, table: Any, output: Any, real: Any) -> Any:
@@ -160,7 +178,8 @@ _OPERATOR = custom.define(
     f"nhot_lookup({_ARGUMENTS}, bool validate=False) -> Tensor", _call, _batched, _backward, _setup
 )
 _BAGS = custom.define(
-    f"nhot_lookup_bags({_ARGUMENTS}, str mode, SymInt? padding_idx, bool checked, bool validate) -> Tensor",
+    f"nhot_lookup_bags({_ARGUMENTS}, str mode, SymInt? padding_idx, bool checked, bool validate, Tensor? scales=None,"
+    " str stored='', str? dtype=None) -> Tensor",
     _call_bags,
     _batched,
     _backward_bags,
@@ -189,12 +208,17 @@ def nhot_lookup(
     *,
     mode: str = "sum",
     padding_idx: int | None = None,
+    dtype: Any = None,
     out: Any = None,
     validate: bool = False,
 ) -> Any:
     """The public function as torch.compile traces it."""
     parts = parts_of("csr", csr, "indptr, indices, values or None")
     checked = isinstance(csr, CsrRows) and not validate
-    if mode != "sum" or padding_idx is not None:
-        return custom.written(_BAGS(*parts, table, mode, padding_idx, checked, validate), out)
+    name = None if dtype is None else arrays.dtype_name(dtype)
+    if isinstance(table, QuantizedEmbedding):
+        more = (table.scales, table.stored, name or "float32")
+        return custom.written(_BAGS(*parts, table.octets, mode, padding_idx, checked, validate, *more), out)
+    if mode != "sum" or padding_idx is not None or name is not None:
+        return custom.written(_BAGS(*parts, table, mode, padding_idx, checked, validate, None, "", name), out)
     return custom.written(_ROWS(*parts, table) if checked else _OPERATOR(*parts, table, validate), out)
