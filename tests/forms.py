@@ -102,6 +102,9 @@ def lookup_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
     """Of the N-hot lookup: sparse rows are one argument."""
     rows = tuple(given.get(name) for name in ("indptr", "indices", "values"))
     parts = {"table": (given["table"], given["scales"]), "dtype": problem.dtype} if problem.stored else {}
+    if problem.tables > 1:
+        sizes = np.diff([*given["first_rows"], problem.vocab]).tolist()
+        rows, parts["table"] = (given["offsets"], *rows[1:], sizes), (given["table"], sizes)
     return {**given, "csr": rows, "mode": problem.mode, "padding_idx": given.get("padding"), **parts}
 
 
@@ -180,7 +183,7 @@ CASES: dict[str, Case] = {
     ),
     "nhot_lookup": Case(
         "nhot_lookup/rows=7,vocab=50,width=33,nonzeros=5,weighted=1", {"rows": 4}, lookup_of,
-        texts={"mode": "mode", "dtype": "dtype"},
+        kinds={"EmbeddingTables": {"tables": 3}}, texts={"mode": "mode", "dtype": "dtype"},
         numbers={"mode": {"weighted": 0}, "padding_idx": {"padded": 1}, "dtype": {"stored": "int8"}},
     ),
     "softmax_sample": Case(
@@ -514,6 +517,9 @@ def placed(value: Any, library: str, device: str, kind: str, problem: Problem) -
     if not isinstance(value, tuple):
         return value
     parts = tuple(placed(one, library, device, "", problem) for one in value)
+    if isinstance(parts[-1], list):  # the numbers of rows of several tables
+        *some, sizes = parts
+        return tvm_sparse.EmbeddingTables(*some, sizes) if len(some) == 1 else tvm_sparse.CsrRows(some, columns=sizes)
     if len(parts) == 2:
         return tvm_sparse.QuantizedEmbedding.of_octets(*parts, problem.stored)
     if problem.operator == "bsr_matmul":

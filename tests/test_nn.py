@@ -330,6 +330,106 @@ def test_bags_of_tables_in_eight_bits(stored: str, mode: str) -> None:
         close(*grads)
 
 
+@pytest.mark.parametrize("stored", ["", "int8"])
+@pytest.mark.parametrize(("mode", "padding"), [("sum", None), ("mean", 3), ("max", 0)])
+def test_bags_of_several_tables(mode: str, padding: int | None, stored: str) -> None:
+    """As single ones, in lists of both kinds and as one array, with gradients; through conversions and copies."""
+    sizes = (50, 3, 21)
+    single = [
+        torch.nn.EmbeddingBag(size, 33, mode=mode, padding_idx=padding if padding != 3 else None) for size in sizes
+    ]
+    made = nn.NHotEmbeddingBags.from_torch(single, stored=stored)
+    made.padding_idx = padding
+    if stored:
+        for number, bag in enumerate(single):
+            bag.weight = torch.nn.Parameter(made._table()[number].dequantized())
+    given = [INDICES % size for size in sizes]
+    starts = [OFFSETS, OFFSETS.clone(), torch.tensor([0, 0, 0, 1, 7, 8, 8], dtype=torch.int32)]
+    weights = [torch.randn(12, requires_grad=True) for _ in sizes] if mode == "sum" else None
+
+    def wanted(*lists: Any) -> Any:
+        found = []
+        for number, (bag, size) in enumerate(zip(single, sizes, strict=True)):
+            own = [one[number] if one is not None else None for one in lists]
+            more = {"padding_idx": padding, "mode": mode} if padding is not None and padding < size else {"mode": mode}
+            if own[0].dim() == 2:
+                found.append(torch.nn.functional.embedding_bag(own[0], bag.weight, **more))
+            else:
+                found.append(
+                    torch.nn.functional.embedding_bag(own[0], bag.weight, *own[1:2], **more, per_sample_weights=own[2])
+                )
+        return torch.cat(found, 1)
+
+    right = wanted(given, starts, weights)
+    found = made(given, starts, weights)
+    close(found, right)
+    joined = torch.cat([start + 12 * number for number, start in enumerate(starts)] + [torch.tensor([36])])
+    plain = None if weights is None else torch.cat(weights)
+    close(made(torch.cat(given), joined.int(), plain), right)
+    two = [one.view(3, 4) for one in given]
+    close(made(two), wanted(two, None, None))
+    if not stored or weights:
+        right.square().sum().backward()
+        slopes = [None if weights is None else [one.grad.clone() for one in weights]]
+        for one in weights or ():
+            one.grad = None
+        found.square().sum().backward()
+        for have, want in zip([one.grad for one in weights or ()], slopes[0] or (), strict=True):
+            close(have, want)
+    if not stored:
+        close(made.weight.grad, torch.cat([bag.weight.grad for bag in single]))
+    fresh = nn.NHotEmbeddingBags(sizes, 33, mode=mode, padding_idx=padding, stored=stored)
+    if padding is not None and not stored:
+        assert (fresh.weight == 0).all(1).nonzero().flatten().tolist() == [0, 50, 53][:3] if padding == 0 else [3, 56]
+    fresh.load_state_dict(made.state_dict())
+    for other in (fresh, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        close(other(given, starts, weights), found)
+        assert repr(other) == repr(made)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(given, starts, weights), found)
+    torch._dynamo.reset()
+
+
+def test_several_tables_that_cannot_be() -> None:
+    tables = tvm_sparse.EmbeddingTables.of([torch.randn(50, 33), torch.randn(7, 33)])
+    last = torch.cat([OFFSETS, torch.tensor([12])]).int()
+    two = torch.cat([last, last[1:] + 12]), torch.cat([INDICES, INDICES % 7]), None
+    assert torch.equal(tables[1], tables.table[50:]) and len(list(tables)) == 2
+    close(tvm_sparse.nhot_lookup(two, tables)[:, 33:], tvm_sparse.nhot_lookup((last, INDICES % 7, None), tables[1]))
+    rows = tvm_sparse.CsrRows(two, columns=tables.sizes)
+    assert pickle.loads(pickle.dumps(rows)).sizes == (50, 7)
+    bags = nn.NHotEmbeddingBags((50, 7), 33)
+    for call, message in (
+        (
+            lambda: tvm_sparse.EmbeddingTables(tables.table, (50, 8)),
+            "sizes: expected numbers of at least 1 whose sum is 57",
+        ),
+        (lambda: tvm_sparse.EmbeddingTables.of([]), "tables: expected at least one"),
+        (
+            lambda: tvm_sparse.nhot_lookup(rows, tables.table),
+            "csr: expected a CsrRows made with columns=57, got one for",
+        ),
+        (
+            lambda: tvm_sparse.nhot_lookup((two[0][:-1], two[1][:24], None), tables),
+            "indptr: expected as many rows for each",
+        ),
+        (lambda: tvm_sparse.nhot_lookup((two[0], two[1] + 1, None), tables), r"indices\[7\]=50 is outside \[0, 50\)"),
+        (
+            lambda: tvm_sparse.nhot_lookup((two[0], two[1].flip(0), None), tables),
+            r"is outside \[0, 7\), the rows of table 1",
+        ),
+        (lambda: tvm_sparse.nhot_lookup(two, tables, padding_idx=-1), "padding_idx: expected an integer from 0 to 49"),
+        (lambda: bags(INDICES), "input: expected a list for each table"),
+        (lambda: bags([INDICES], [OFFSETS]), "input: expected a list of 2, one for each table"),
+        (lambda: bags([INDICES, INDICES % 7], [OFFSETS, OFFSETS[:3]]), "input: expected equally many bags"),
+        (lambda: nn.NHotEmbeddingBags((50, 0), 33), "sizes: expected at least one number, each at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 def test_bags_of_other_kinds() -> None:
     made = nn.NHotEmbeddingBag(50, 33)
     wanted = made(INDICES, OFFSETS)

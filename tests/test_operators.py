@@ -447,13 +447,22 @@ def test_nhot_lookup_reference_against_pytorch(problem: NhotLookup) -> None:
         table = given.table
         if problem.stored:
             table = QuantizedEmbedding.of_octets(table, given.scales, problem.stored).dequantized()
-        wanted = torch.nn.functional.embedding_bag(
-            *(torch.from_numpy(a) for a in (given.indices.astype(int), table.astype(float))),
-            torch.from_numpy(given.indptr.astype(int)),
-            per_sample_weights=torch.from_numpy(given.values.astype(float)) if problem.weighted else None,
-            include_last_offset=True,
-            **kinds,
-        )
+        wanted = []
+        for t, starts in enumerate(
+            np.lib.stride_tricks.sliding_window_view(given.indptr, problem.rows + 1)[:: problem.rows]
+        ):
+            own = slice(starts[0], starts[-1])
+            first = given.first_rows[t] if problem.tables > 1 else 0
+            bags = torch.nn.functional.embedding_bag(
+                torch.from_numpy(given.indices[own].astype(int)),
+                torch.from_numpy(np.pad(table[first:].astype(float), ((0, problem.vocab), (0, 0)))),
+                torch.from_numpy((starts - starts[0]).astype(int)),
+                per_sample_weights=torch.from_numpy(given.values[own].astype(float)) if problem.weighted else None,
+                include_last_offset=True,
+                **kinds,
+            )
+            wanted.append(bags)
+        wanted = torch.cat(wanted, 1)
         (out,) = problem.reference(inputs)
         np.testing.assert_allclose(out, wanted, **dict.fromkeys(("rtol", "atol"), 1e-5 if problem.stored else 1e-9))
 

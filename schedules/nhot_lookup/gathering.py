@@ -18,7 +18,7 @@ def gathered(problem: NhotLookup, machine: Machine, rounds: int, threads: int, c
     row = problem.width * itemsize
     return {
         "row_bytes": row,
-        "gathered_bytes": problem.rows * problem.nonzeros * row,
+        "gathered_bytes": problem.bags * problem.nonzeros * row,
         "run_bytes": columns * itemsize,
         "trips": rounds * max(1.0, threads / (RESIDENT * machine.cores)),
     }

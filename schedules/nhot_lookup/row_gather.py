@@ -51,6 +51,7 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
     from ..interface import cpu_program
 
     width, dtype, weighted = problem.width, problem.dtype, bool(problem.weighted)
+    tables = problem.tables
     mean, largest, padded = problem.mode == "mean", problem.mode == "max", bool(problem.padded)
     nothing, stored = -math.inf if largest else 0.0, problem.stored
     chunk, prefetch = decisions["chunk"], decisions["prefetch"] == 1
@@ -59,10 +60,37 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
     size = numpy_dtype(problem.table_dtype).itemsize
     few = max(1, FEW_BYTES // (problem.nonzeros * width * size))
 
+    def starts(io):
+        """Where rows of entries, or bags of several tables, begin."""
+        return io.offsets if tables > 1 else io.indptr
+
+    def lines(io):
+        """How many there are."""
+        return io.rows * tables if tables > 1 else io.rows
+
+    def table_row(io, row, entry):
+        """The row of the table that an entry of a row selects."""
+        column = T.Cast("int64", io.indices[entry])
+        return column + T.Cast("int64", io.first_rows[row // io.rows]) if tables > 1 else column
+
+    def out_row(io, row):
+        """The row of the output that has a row's result."""
+        return row % io.rows if tables > 1 else row
+
+    def out_column(io, row, column):
+        """And the place of one of its columns there."""
+        return row // io.rows * width + column if tables > 1 else column
+
     def number(io, row, column):
         """A number of the table in float32."""
         found = word_number(stored, io.table[row, column])
         return io.scales[row] * found if stored else found
+
+    def finished(total, real):
+        """The result of a sum or maximum of `real[0]` entries."""
+        if mean:
+            return total / T.Cast("float32", T.max(real[0], T.int64(1)))
+        return T.Select(real[0] > T.int64(0), total, T.float32(0)) if largest else total
 
     def larger(x, y):
         """The larger one, or NaN if one is."""
@@ -70,98 +98,93 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
 
     # fmt: off
     @T.inline
-    def ask_for(io, entry, base, columns):
+    def ask_for(io, row, entry, base, columns):
         """Prefetch `columns` columns of the table row of an entry; beyond the last entry, of that one."""
         for line in range(ceildiv(columns * size, llvm_ir.LINE)):
             T.evaluate(llvm_ir.fetch(T.address_of(io.table[
-                T.Cast("int64", io.indices[T.min(entry, io.nnz - 1)]), base + line * (llvm_ir.LINE // size)]), into=3))
+                table_row(io, row, T.min(entry, io.nnz - 1)), base + line * (llvm_ir.LINE // size)]), into=3))
 
     @T.inline
-    def add_entry(io, acc, entry, base, columns):
+    def add_entry(io, acc, row, entry, base, columns):
         for v in T.vectorized(columns):
             if weighted:
                 acc[v] = acc[v] + T.Cast("float32", io.values[entry]) * number(
-                    io, T.Cast("int64", io.indices[entry]), base + v)
+                    io, table_row(io, row, entry), base + v)
             elif largest:
-                acc[v] = larger(acc[v], number(io, T.Cast("int64", io.indices[entry]), base + v))
+                acc[v] = larger(acc[v], number(io, table_row(io, row, entry), base + v))
             else:
-                acc[v] = acc[v] + number(io, T.Cast("int64", io.indices[entry]), base + v)
+                acc[v] = acc[v] + number(io, table_row(io, row, entry), base + v)
 
     @T.inline
-    def add_entries(io, acc, first, count, base, columns):
+    def add_entries(io, acc, row, first, count, base, columns):
         """Add `count` entries from `first` on to the sums of `columns` columns from column `base` on."""
         for e in range(count):
             if prefetch:
-                ask_for(io, first + e + AHEAD, base, columns)
+                ask_for(io, row, first + e + AHEAD, base, columns)
             if padded:
                 if T.Cast("int64", io.indices[first + e]) != io.padding:
-                    add_entry(io, acc, first + e, base, columns)
+                    add_entry(io, acc, row, first + e, base, columns)
             else:
-                add_entry(io, acc, first + e, base, columns)
+                add_entry(io, acc, row, first + e, base, columns)
 
     @T.inline
     def count_entries(io, real, row):
         """How many entries of a row count."""
         if padded:
             real[0] = T.int64(0)
-            for e in range(T.Cast("int64", io.indptr[row + 1]) - T.Cast("int64", io.indptr[row])):
+            for e in range(T.Cast("int64", starts(io)[row + 1]) - T.Cast("int64", starts(io)[row])):
                 real[0] = real[0] + T.Cast(
-                    "int64", T.Cast("int64", io.indices[T.Cast("int64", io.indptr[row]) + e]) != io.padding)
+                    "int64", T.Cast("int64", io.indices[T.Cast("int64", starts(io)[row]) + e]) != io.padding)
         else:
-            real[0] = T.Cast("int64", io.indptr[row + 1]) - T.Cast("int64", io.indptr[row])
+            real[0] = T.Cast("int64", starts(io)[row + 1]) - T.Cast("int64", starts(io)[row])
 
     @T.inline
     def sum_columns(io, acc, real, row, base, columns):
         """`columns` sums from column `base` on: one running sum each."""
         for v in T.vectorized(columns):
             acc[v] = T.float32(nothing)
-        add_entries(io, acc, T.Cast("int64", io.indptr[row]),
-                    T.Cast("int64", io.indptr[row + 1]) - T.Cast("int64", io.indptr[row]), base, columns)
+        add_entries(io, acc, row, T.Cast("int64", starts(io)[row]),
+                    T.Cast("int64", starts(io)[row + 1]) - T.Cast("int64", starts(io)[row]), base, columns)
         for v in T.vectorized(columns):
-            if mean:
-                io.out[row, base + v] = T.Cast(dtype, acc[v] / T.Cast("float32", T.max(real[0], T.int64(1))))
-            elif largest:
-                io.out[row, base + v] = T.Cast(dtype, T.Select(real[0] > T.int64(0), acc[v], T.float32(0)))
-            else:
-                io.out[row, base + v] = T.Cast(dtype, acc[v])
+            io.out[out_row(io, row), out_column(io, row, base + v)] = T.Cast(dtype, finished(acc[v], real))
 
     @T.inline
     def sum_columns_of_many(io, acc, total, real, row, base, columns):
         """The sums of a row of more than `LONG` entries: those of `LONG` entries at a time are added in float64."""
         for v in T.vectorized(columns):
             total[v] = T.float64(0)
-        for part in range(ceildiv(T.Cast("int64", io.indptr[row + 1]) - T.Cast("int64", io.indptr[row]), LONG)):
+        for part in range(ceildiv(T.Cast("int64", starts(io)[row + 1]) - T.Cast("int64", starts(io)[row]), LONG)):
             for v in T.vectorized(columns):
                 acc[v] = T.float32(0)
-            add_entries(io, acc, T.Cast("int64", io.indptr[row]) + part * LONG, T.min(
-                T.int64(LONG), T.Cast("int64", io.indptr[row + 1]) - T.Cast("int64", io.indptr[row]) - part * LONG),
+            add_entries(io, acc, row, T.Cast("int64", starts(io)[row]) + part * LONG, T.min(
+                T.int64(LONG), T.Cast("int64", starts(io)[row + 1]) - T.Cast("int64", starts(io)[row]) - part * LONG),
                 base, columns)
             for v in T.vectorized(columns):
                 total[v] = total[v] + T.Cast("float64", acc[v])
         for v in T.vectorized(columns):
             if mean:
                 total[v] = total[v] / T.Cast("float64", T.max(real[0], T.int64(1)))
-            io.out[row, base + v] = T.Cast(dtype, T.Cast("float32", total[v]))
+            io.out[out_row(io, row), out_column(io, row, base + v)] = T.Cast(dtype, T.Cast("float32", total[v]))
 
     @T.inline
     def sum_row(io, r):
         with T.sblock("row"):
-            row = T.axis.spatial(io.rows, r)
-            T.reads(io.indptr[row : row + 2], io.indices[0:io.nnz], io.table[0:io.vocab, 0:width])
-            T.writes(io.out[row, 0:width])
+            row = T.axis.spatial(lines(io), r)
+            T.reads(starts(io)[row : row + 2], io.indices[0:io.nnz], io.table[0:io.vocab, 0:width])
+            T.writes(io.out[out_row(io, row), 0 : tables * width])
             acc = T.sblock_alloc_buffer((chunk,), "float32")
             real = T.meta_var(T.sblock_alloc_buffer((1,), "int64") if mean or largest else None)
             if mean or largest:
                 count_entries(io, real, row)
-            if largest or io.indptr[row + 1] - io.indptr[row] <= LONG:
+            if largest or starts(io)[row + 1] - starts(io)[row] <= LONG:
                 for c in range(whole):
                     sum_columns(io, acc, real, row, c * chunk, chunk)
                 if rest > 0:
                     sum_columns(io, acc, real, row, whole * chunk, rest)
             else:
                 with T.sblock("long_row"):
-                    T.reads(io.indptr[row : row + 2], io.indices[0:io.nnz], io.table[0:io.vocab, 0:width])
-                    T.writes(io.out[row, 0:width])
+                    T.reads(starts(io)[row : row + 2], io.indices[0:io.nnz], io.table[0:io.vocab, 0:width])
+                    T.writes(io.out[out_row(io, row), 0 : tables * width])
                     part = T.sblock_alloc_buffer((chunk,), "float32")
                     total = T.sblock_alloc_buffer((chunk,), "float64")
                     for c in range(whole):
@@ -170,7 +193,7 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
                         sum_columns_of_many(io, part, total, real, row, whole * chunk, rest)
 
     # fmt: on
-    return cpu_program(problem, in_parallel(sum_row, lambda io: io.rows, few), index="int64")
+    return cpu_program(problem, in_parallel(sum_row, lines, few), index="int64")
 
 
 row_gather = Template(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ..core.given import integer
 from ..formats.quantized import STORED, QuantizedEmbedding, quantize_embedding
 from ..operators.nhot_lookup import torch_op
-from ..operators.nhot_lookup.call import CsrRows, nhot_lookup, padding_of
+from ..operators.nhot_lookup.call import CsrRows, EmbeddingTables, nhot_lookup, padding_of
 from ..operators.nhot_lookup.problem import MODES
 from .modules import check_conversion, parameter, refuse_own_forward
 
@@ -183,10 +185,11 @@ class NHotEmbeddingBag(torch.nn.Module):
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
         function = torch_op.nhot_lookup if traced else nhot_lookup
         options: dict[str, Any] = {"mode": self.mode, "padding_idx": self.padding_idx, "validate": self.validate}
-        if self.stored:
-            table = QuantizedEmbedding.of_octets(self.weight, self.scales, self.stored)
-            return function(csr, table, dtype=self.dtype, **options)
-        return function(csr, self.weight, **options)
+        return function(csr, self._table(), dtype=self.dtype if self.stored else None, **options)
+
+    def _table(self) -> Any:
+        """What is looked up."""
+        return QuantizedEmbedding.of_octets(self.weight, self.scales, self.stored) if self.stored else self.weight
 
     def _starts(self, input: torch.Tensor, offsets: Any) -> torch.Tensor:
         """Begin of each bag, and the end of the last one."""
@@ -221,3 +224,136 @@ class NHotEmbeddingBag(torch.nn.Module):
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         stored = f", stored={self.stored!r}" if self.stored else ""
         return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}{padding}{stored}"
+
+
+class NHotEmbeddingBags(NHotEmbeddingBag):
+    """Several embedding bags of one width, all looked up by one launch: as a list of `torch.nn.EmbeddingBag` whose
+    results stand side by side.
+
+    Parameters
+    ----------
+    sizes
+        Number of rows of each table.
+    embedding_dim
+        Columns of every table.
+    options
+        `mode`, `padding_idx` (one index for all tables, at least 0), `stored`, `device`, `dtype` and `validate`, as of
+        `NHotEmbeddingBag`.
+
+    Attributes
+    ----------
+    weight, scales
+        As of `NHotEmbeddingBag`, with the rows of all tables, those of the first table first (`EmbeddingTables`).
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `NHotEmbeddingBag` and `EmbeddingTables`.
+
+    Notes
+    -----
+    With a `padding_idx` the row of that index is zeros at first in each table that has it.
+    """
+
+    first_rows: Any
+
+    def __init__(
+        self, sizes: Sequence[int], embedding_dim: int, *, padding_idx: int | None = None, **options: Any
+    ) -> None:
+        self.sizes = tuple(integer("sizes", size) for size in sizes)
+        if not self.sizes or min(self.sizes) < 1:
+            raise ValueError(f"sizes: expected at least one number, each at least 1, got {self.sizes}")
+        padding = None if padding_idx is None else padding_of(padding_idx, 0, self.sizes)
+        super().__init__(sum(self.sizes), embedding_dim, **options)
+        self.padding_idx = padding
+        starts = [sum(self.sizes[:table]) for table in range(len(self.sizes))]
+        places = torch.tensor(starts, dtype=torch.int32, device=self.weight.device)
+        self.register_buffer("first_rows", places, persistent=False)
+        if padding is not None:
+            rows = [first + padding for first, size in zip(starts, self.sizes, strict=True) if padding < size]
+            with torch.no_grad():
+                self.weight[rows] = 0
+
+    @classmethod
+    def from_torch(cls, bags: Any, *, stored: str = "", validate: bool = False) -> NHotEmbeddingBags:
+        """Convert a list of `torch.nn.EmbeddingBag` of one width, dtype, mode and `padding_idx`, copying their weights.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As for `NHotEmbeddingBag.from_torch`, and for bags that differ in more than their number of rows.
+        """
+        made = [NHotEmbeddingBag.from_torch(bag) for bag in bags]
+        kinds = {(bag.embedding_dim, bag.mode, bag.padding_idx, bag.weight.dtype, bag.weight.device) for bag in made}
+        if len(kinds) != 1:
+            raise ValueError(
+                f"bags: expected one embedding_dim, mode, padding_idx, dtype and device, got {sorted(map(str, kinds))}"
+            )
+        [(width, mode, padding_idx, _, _)] = kinds
+        sizes = [bag.num_embeddings for bag in made]
+        found = cls(sizes, width, mode=mode, padding_idx=padding_idx, device="meta", validate=validate)
+        weight = torch.cat([bag.weight.detach() for bag in made])
+        starts = [sum(sizes[:table]) for table in range(len(sizes))]
+        found.first_rows = torch.tensor(starts, dtype=torch.int32, device=weight.device)
+        found.stored, found.dtype = stored, weight.dtype
+        found._hold(torch.nn.Parameter(weight, any(bag.weight.requires_grad for bag in made)))
+        return found
+
+    def forward(self, input: Any, offsets: Any = None, per_sample_weights: Any = None) -> torch.Tensor:
+        """Sums, means or maxima of rows of every table.
+
+        Parameters
+        ----------
+        input, offsets, per_sample_weights
+            A list for each, with what `NHotEmbeddingBag.forward` takes for each table, of equally many bags; or, as
+            tables in other libraries have it, `(entries,)` indices of all tables, those of the first table first, with
+            `(tables * bags + 1,)` offsets, the last of which is the number of entries, and `(entries,)` weights.
+            Indices count from the first row of their table.
+
+        Returns
+        -------
+        result
+            `(bags, tables * embedding_dim)`: row b has the results of the tables for bag b side by side.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For arguments that do not fit, naming them, and as in `nhot_lookup`.
+        """
+        weights = per_sample_weights
+        if isinstance(input, (list, tuple)):
+            input, offsets, weights = self._joined(input, offsets, weights)
+        elif offsets is None or input.dim() != 1:
+            raise ValueError("input: expected a list for each table, or one dimension of all indices, with offsets")
+        if weights is not None and self.mode != "sum":
+            raise ValueError(f"per_sample_weights: expected the mode sum, got {self.mode}")
+        return self._looked_up((offsets, input, weights))
+
+    def _joined(self, input: Any, offsets: Any, weights: Any) -> tuple[Any, Any, Any]:
+        """Lists for each table as one array each."""
+        tables = len(self.sizes)
+        lists = {"input": input, "offsets": offsets, "per_sample_weights": weights}
+        for name, given in lists.items():
+            if given is not None and (not isinstance(given, (list, tuple)) or len(given) != tables):
+                raise ValueError(f"{name}: expected a list of {tables}, one for each table")
+        starts = [self._starts(one, None if offsets is None else offsets[t]) for t, one in enumerate(input)]
+        if len({one.shape[0] for one in starts}) != 1:
+            raise ValueError(
+                f"input: expected equally many bags for each table, got {[len(one) - 1 for one in starts]}"
+            )
+        flat, before, joined = [one.reshape(-1) for one in input], 0, []
+        for own, start in zip(flat, starts, strict=True):
+            joined.append(start[:-1] + before)
+            before += own.shape[0]
+        joined.append(starts[-1].new_full((1,), before))
+        return (
+            torch.cat(flat),
+            torch.cat(joined),
+            None if weights is None else torch.cat([one.reshape(-1) for one in weights]),
+        )
+
+    def _table(self) -> Any:
+        return EmbeddingTables(super()._table(), self.sizes, self.first_rows)
+
+    def extra_repr(self) -> str:
+        return f"{self.sizes}{super().extra_repr().removeprefix(str(self.num_embeddings))}"

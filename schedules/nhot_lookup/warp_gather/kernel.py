@@ -89,6 +89,8 @@ class State:
     # Where entries of one id count as absent: this id, and how many others the lane has had, if that is of interest.
     padding: Any = None
     real: Any = None
+    # Of several tables: the first row of the one that the row is looked up in.
+    base: Any = None
     # Of a table in eight bits: scales of the loads' rows, and what `words.FILLERS` has for its dtype.
     scale: Any = None
     filler: Any = None
@@ -118,6 +120,7 @@ class State:
                 acc=T.alloc_local([e.vec], "float32"),
                 padding=register("int32") if e.padded else None,
                 real=register("int32") if e.counts else None,
+                base=register("int32") if e.tables > 1 else None,
                 scale=T.alloc_local([e.loads], "float32") if e.scaled else None,
                 filler=register("uint32") if e.scaled else None,
             )
@@ -131,15 +134,16 @@ def kernel_body(e: Extents) -> Body:
     load_row_ends = read_row_ends(e)
     check_ids, check_rows = check_guessed_ids(e), check_what_was_read_ahead(e)
     gather, sum_groups, store = gather_entries(e), reduce_groups(e), store_tile(e)
+    find_table = find_own_table(e)
 
     # fmt: off
     @T.inline
     def body(io):
-        each: T.let = io.nnz // io.rows  # entries of a row if all have as many; counted on the host
+        each: T.let = io.nnz // bags(e, io)  # entries of a row if all have as many; counted on the host
         T.device_entry()
         if e.reads_ahead:
             start_consumer()  # a consumer kernel waits for this one whenever it starts
-        block = T.cta_id([T.Cast("int32", (io.rows * e.row_tiles + (e.tiles - 1)) // e.tiles)])
+        block = T.cta_id([T.Cast("int32", (bags(e, io) * e.row_tiles + (e.tiles - 1)) // e.tiles)])
         t = T.thread_id([e.threads])
         s = T.meta_var(State.alloc(e))
         at = T.meta_var(Place.alloc())
@@ -165,6 +169,8 @@ def kernel_body(e: Extents) -> Body:
         else:
             if e.overlap == 1:
                 wait_then_start_consumer()
+            if e.tables > 1:
+                find_table(s, io, at)
             load_row_ends(s, io, at)
             guess_own_entries(s, at, each)
             check_ids(s, io, at)
@@ -174,6 +180,16 @@ def kernel_body(e: Extents) -> Body:
         store(s, io, at)
     # fmt: on
     return body
+
+
+def bags(e: Extents, io: Any) -> Any:
+    """Rows of the sparse matrix: those of the output for each table."""
+    return io.rows if e.tables == 1 else io.rows * e.tables
+
+
+def table_of(io: Any, at: Place) -> Any:
+    """The table that the row is looked up in."""
+    return T.Cast("int64", at.row // io.rows)
 
 
 # ---- parts of phases -------------------------------------------------------------------------------
@@ -195,7 +211,7 @@ def load_window(e: Extents) -> Phase:
         window.value = T.float32(0)
         if begin + T.Cast(e.index, lane) < s.last:
             read(s.id, io.indices.ptr_to([begin + T.Cast(e.index, lane)]))
-            window.column = T.Cast("int32", s.id)
+            window.column = T.Cast("int32", s.id) + s.base if e.tables > 1 else T.Cast("int32", s.id)
             if e.counts:
                 s.real = s.real + T.Cast("int32", window.column != s.padding)
             if e.weighted:
@@ -345,7 +361,23 @@ def place_warps(e: Extents) -> Phase:
         at.lane = t % WARP
         at.line = (block * e.tiles + t // WARP) // e.row_tiles
         at.tile = (block * e.tiles + t // WARP) % e.row_tiles
-        at.row = T.min(T.Cast("int64", at.line), io.rows - 1)
+        at.row = T.min(T.Cast("int64", at.line), bags(e, io) - 1)
+    # fmt: on
+    return phase
+
+
+def find_own_table(e: Extents) -> Phase:
+    """Where the table begins that the row is looked up in, and which of its rows is padding.
+
+    Reads: `first_rows`. Writes: `base`, `padding`. Barriers: none.
+    """
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, at):
+        T.ptx.ld.global_.s32(s.base, io.first_rows.ptr_to([table_of(io, at)]))
+        if e.padded:
+            s.padding = s.padding + s.base
     # fmt: on
     return phase
 
@@ -440,8 +472,9 @@ def read_row_ends(e: Extents) -> Phase:
     # fmt: off
     @T.inline
     def phase(s, io, at):
-        read(s.start, io.indptr.ptr_to([at.row]))
-        read(s.stop, io.indptr.ptr_to([at.row + 1]))
+        starts = T.meta_var(io.offsets if e.tables > 1 else io.indptr)
+        read(s.start, starts.ptr_to([at.row]))
+        read(s.stop, starts.ptr_to([at.row + 1]))
     # fmt: on
     return phase
 
@@ -574,6 +607,16 @@ def finished(e: Extents, s: State, v: Any) -> Any:
     return T.Select(real > 0, s.acc[v], T.float32(0)) if e.mode == "max" else s.acc[v]
 
 
+def out_row(e: Extents, io: Any, at: Place) -> Any:
+    """The row of the output that has the row's result."""
+    return at.row if e.tables == 1 else at.row % io.rows
+
+
+def out_column(e: Extents, io: Any, at: Place, column: Any) -> Any:
+    """The place of a column of it there, beside those of other tables."""
+    return column if e.tables == 1 else table_of(io, at) * e.width + column
+
+
 def store_tile(e: Extents) -> Phase:
     """Store the tile, by the first group of its warp.
 
@@ -588,12 +631,14 @@ def store_tile(e: Extents) -> Phase:
     @T.inline
     def phase(s, io, at):
         column = T.meta_var((at.tile * e.lanes + at.lane) * e.vec)
-        if at.lane < e.lanes and (not spare_warps or T.Cast("int64", at.line) < io.rows):
+        if at.lane < e.lanes and (not spare_warps or T.Cast("int64", at.line) < bags(e, io)):
             if not spare_lanes or column < e.width:
                 for v in T.unroll(e.vec):
                     s.result[v] = T.Cast(e.dtype, finished(e, s, v))
                 for part in T.unroll(e.vec // together):
                     for v in T.vectorized(together):
-                        io.out[at.row, column + part * together + v] = s.result[part * together + v]
+                        io.out[
+                            out_row(e, io, at), out_column(e, io, at, column + part * together + v)
+                        ] = s.result[part * together + v]
     # fmt: on
     return phase

@@ -39,6 +39,7 @@ class Extents:
     weighted: bool  # whether entries have values
     mode: str  # "sum", "mean" or "max"
     padded: bool  # whether entries of one id count as absent
+    tables: int  # that are looked up, one after another in one array
     lanes: int  # lanes of a warp side by side along the columns of a tile
     vec: int  # elements of one load of a lane
     loads: int  # loads of table rows that a lane has in flight
@@ -57,6 +58,7 @@ class Extents:
             weighted=bool(problem.weighted),
             mode=problem.mode,
             padded=bool(problem.padded),
+            tables=problem.tables,
             lanes=decisions["column_lanes"],
             vec=decisions["vec"],
             loads=decisions["loads"],
@@ -143,6 +145,8 @@ def most_lanes(problem: NhotLookup, vec: int) -> int:
 def allowed(problem: NhotLookup, machine: Machine, decisions: Decisions) -> str | None:
     e = Extents.of(problem, decisions)
     most = most_lanes(problem, e.vec)
+    if e.reads_ahead and e.tables > 1:
+        return "where a table begins is not read before the wait for the producer kernel"
     if e.prefetch and not e.reads_ahead:
         return "rows are prefetched by the ids that are read ahead"
     if e.lanes > most:
@@ -174,7 +178,7 @@ def default(problem: NhotLookup, machine: Machine) -> Decisions:
     found = next(point for point in points if allowed(problem, machine, point) is None)
     e = Extents.of(problem, found)
     few_bytes = e.loads * e.load_bytes <= FEW_BYTES
-    several = few_bytes and problem.rows * e.row_tiles > RESIDENT_BLOCKS * machine.cores
+    several = few_bytes and problem.bags * e.row_tiles > RESIDENT_BLOCKS * machine.cores
     return {**found, "tiles": FEW_BYTES_TILES} if several else found
 
 
@@ -185,9 +189,9 @@ def launch(problem: NhotLookup, decisions: Decisions) -> Launch:
 def features(problem: NhotLookup, machine: Machine, decisions: Decisions) -> Features:
     e = Extents.of(problem, decisions)
     rounds = ceildiv(problem.nonzeros, e.batch)
-    threads = problem.rows * e.row_tiles * WARP
+    threads = problem.bags * e.row_tiles * WARP
     return {
-        "blocks_each": ceildiv(problem.rows * e.row_tiles, e.tiles) / machine.cores,
+        "blocks_each": ceildiv(problem.bags * e.row_tiles, e.tiles) / machine.cores,
         "threads_each": threads / machine.cores,
         "block_threads": e.threads,
         "rounds": rounds,

@@ -28,11 +28,17 @@ from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Signatur
 
 from .problem import INDEX, MODES, typical
 from .rows import CsrRows, index_of
+from .tables import EmbeddingTables
 
 SIGNATURES = {
     "nhot_lookup": Signature(
         ("csr", Structure(("CsrRows", "scipy.sparse.csr_array", "torch.sparse_csr", "(indptr, indices, values)"))),
-        ("table", Array(("vocab", "width"), FLOATS, gradient=True), Stored(tuple(STORED))),
+        (
+            "table",
+            Array(("vocab", "width"), FLOATS, gradient=True),
+            Stored(tuple(STORED)),
+            Structure(("EmbeddingTables",)),
+        ),
         ("mode", Text(MODES)),
         ("padding_idx", Absent(), Number("int", 0, "vocab")),
         ("dtype", Absent(), Text(FLOATS)),
@@ -41,7 +47,7 @@ SIGNATURES = {
     )
 }
 
-__all__ = ["CsrRows", "nhot_lookup"]
+__all__ = ["CsrRows", "EmbeddingTables", "nhot_lookup"]
 
 
 def nhot_lookup(
@@ -73,13 +79,16 @@ def nhot_lookup(
         Shape `(vocab, width)`; float32, float16 or bfloat16, accumulated in float32. Copied first if it is not
         contiguous, or not aligned to 16 bytes on a GPU. Or a `QuantizedEmbedding` with a scale a row
         (`quantize_embedding`), which stands for `table.dequantized()` and is read in eight bits; values are then of the
-        result's dtype or float32.
+        result's dtype or float32. Or several tables, `EmbeddingTables`, all looked up by one launch: `csr` has
+        `tables * batch` rows, those for the first table first, each with indices in [0, rows of its table), as
+        `(indptr, indices, values)` or a `CsrRows` made with `columns=tables.sizes`.
     mode
         "sum", "mean" or "max" (of each column; NaN where a selected number is). Means and maxima are of table rows as
         they are: values must be None.
     padding_idx
         Entries with this index contribute nothing, whatever that table row holds, and do not count for a mean, as in
         `torch.nn.functional.embedding_bag`. An integer in [-vocab, vocab); a negative one counts from the table's end.
+        With several tables it is one index for all, at least 0.
     dtype
         The dtype of the result, which is that of the table; for a table in eight bits float32 (the default), float16 or
         bfloat16.
@@ -94,7 +103,8 @@ def nhot_lookup(
     -------
     out
         `(rows, width)` of the result's dtype; zeros for a row without entries that count. Sums have a fixed order, so
-        results are deterministic.
+        results are deterministic. With several tables `(batch, tables * width)`: row b has the results of row b for
+        each table side by side.
 
     Raises
     ------
@@ -121,20 +131,25 @@ def nhot_lookup(
     if mode != "sum" and mode not in MODES:
         raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
     torch = sys.modules.get("torch")
-    given_table, scales, stored = table, None, ""
+    given_table, scales, stored, tables = table, None, "", None
+    if isinstance(table, EmbeddingTables):
+        tables, table = table, table.table
     if isinstance(table, QuantizedEmbedding):
         table, scales, stored = table.octets, table.factors, table.stored
         dtype = "float32" if dtype is None else arrays.dtype_name(dtype)
         refuse_gradient("table (scales)", scales)
     table = without_gradient(table) if torch is not None and type(table) is not torch.Tensor else table
-    how = None if mode == "sum" and not stored else (mode, stored, dtype)
+    sizes = () if tables is None else tables.sizes
+    how = None if mode == "sum" and not stored and not sizes else (mode, stored, dtype, sizes)
     if validate and isinstance(csr, CsrRows):
         csr.validate()
     elif torch is not None and type(table) is torch.Tensor and not validate:
         more = () if scales is None else (scales,)
+        more = more if tables is None else (*more, tables.first_rows)
         if padding_idx is not None and table.dim() == 2:
-            more = (*more, padding_of(padding_idx, table.shape[0]))
-        found = repeated_lookup(csr, table, torch, out, how=how, more=more)
+            more = (*more, padding_of(padding_idx, table.shape[0], sizes))
+        fits = csr.sizes == sizes if isinstance(csr, CsrRows) else not sizes or type(csr) is tuple
+        found = repeated_lookup(csr, table, torch, out, how=how, more=more) if fits else None
         if found is not None:
             return found
 
@@ -147,12 +162,16 @@ def nhot_lookup(
     refuse_gradient("table", table, TORCH_ALONE)
     vocab, width = known.shape
     more = () if scales is None else (_ready_scales(scales, known),)
-    more = more if padding_idx is None else (*more, padding_of(padding_idx, vocab))
+    more = more if tables is None else (*more, tables.first_rows)
+    more = more if padding_idx is None else (*more, padding_of(padding_idx, vocab, sizes))
     given = csr
     if not isinstance(csr, CsrRows):
-        csr = CsrRows(csr, columns=vocab, validate=validate)
+        csr = CsrRows(csr, columns=sizes or vocab, validate=validate)
     rows, columns = csr.shape
-    if columns != vocab:
+    if csr.sizes != sizes:
+        made = f"for tables of {csr.sizes} rows" if csr.sizes else "for one table"
+        raise ValueError(f"csr: expected a CsrRows made with columns={sizes or vocab}, got one {made}")
+    if columns != vocab and not sizes:
         raise ValueError(f"csr: expected {vocab} columns, as the table has rows, got shape ({rows}, {columns})")
     if csr.dtype not in (None, "float32", written):
         other = "" if written == "float32" else " or float32,"
@@ -169,8 +188,11 @@ def nhot_lookup(
             f"csr: expected extents below 2^31 and a product of fewer than 2^34 elements, got rows={rows},"
             f" vocab={vocab}, width={width}"
         )
-    [result] = outputs_for(out, (("out", (rows, width), written),), table, known)
-    SIGNATURES["nhot_lookup"].refuse_overlap(out, csr=_arrays_of(csr), table=(table, scales))
+    side_by_side = max(1, len(sizes))
+    [result] = outputs_for(out, (("out", (rows // side_by_side, side_by_side * width), written),), table, known)
+    SIGNATURES["nhot_lookup"].refuse_overlap(
+        out, csr=_arrays_of(csr), table=(table, scales, tables and tables.first_rows)
+    )
     if arrays.is_fake(table):
         return result
     if rows and width:
@@ -223,9 +245,13 @@ def _ready_scales(scales: Any, known: Facts) -> Any:
     return arrays.ready(name, array, facts)
 
 
-def padding_of(padding_idx: Any, vocab: Any) -> Any:
+def padding_of(padding_idx: Any, vocab: Any, sizes: tuple[int, ...] = ()) -> Any:
     """An index that is padding, checked, and counted from the table's begin."""
     found = whole_number("padding_idx", padding_idx)
+    if sizes:
+        if not 0 <= found < max(sizes):
+            raise ValueError(f"padding_idx: expected an integer from 0 to {max(sizes) - 1}, got {padding_idx}")
+        return found
     if not -vocab <= found < vocab:
         raise ValueError(f"padding_idx: expected an integer from {-vocab} to {vocab - 1}, got {padding_idx}")
     return found + vocab if found < 0 else found

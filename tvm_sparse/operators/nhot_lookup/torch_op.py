@@ -16,6 +16,7 @@ from tvm_sparse.runtime.calls import refuse_gradient
 
 from . import call
 from .rows import CsrRows
+from .tables import EmbeddingTables
 
 __all__ = ["nhot_lookup"]
 
@@ -95,10 +96,13 @@ def _backward(ctx: Any, grad: Any) -> Any:
 def _batched(info: Any, in_dims: Any, indptr: Any, indices: Any, values: Any, table: Any, *rest: Any) -> Any:
     """Tables side by side."""
     custom.unbatched("nhot_lookup", in_dims[:3], ("indptr", "indices", "values"))
-    custom.unbatched("nhot_lookup", in_dims[8:9], ("scales",)[: len(in_dims[8:9])])
+    for place, name in ((8, "scales"), (11, "first_rows")):
+        custom.unbatched("nhot_lookup", in_dims[place : place + 1], (name,) * len(in_dims[place : place + 1]))
     table = table.movedim(in_dims[3], 1)
     operator = {0: _ROWS, 1: _OPERATOR}.get(len(rest), _BAGS)
     found = operator(indptr, indices, values, table.flatten(1), *rest)
+    if len(rest) > 1 and rest[-1]:
+        return found.unflatten(1, (len(rest[-1]), *table.shape[1:])).movedim(2, 0).flatten(2), 0
     return found.unflatten(1, table.shape[1:]), 1
 
 
@@ -114,33 +118,46 @@ def _call_bags(
     scales: Any,
     stored: str,
     dtype: str | None,
+    first_rows: Any,
+    sizes: list[int],
 ) -> Any:
     csr: Any = (indptr, indices, values)
     if checked and not arrays.is_fake(table):
-        csr = CsrRows(csr, columns=table.shape[0], checked=True)
+        csr = CsrRows(csr, columns=tuple(sizes) or table.shape[0], checked=True)
     table = QuantizedEmbedding.of_octets(table, scales, stored) if stored else table
+    table = EmbeddingTables(table, sizes, first_rows) if sizes else table
     return call.nhot_lookup(csr, table, mode=mode, padding_idx=padding_idx, dtype=dtype, validate=validate)
 
 
 def _setup_bags(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs[:4], output if inputs[4] == "max" else None, inputs[8])
-    ctx.mode, ctx.padding_idx, ctx.stored = inputs[4], inputs[5], inputs[9]
+    ctx.save_for_backward(*inputs[:4], output if inputs[4] == "max" else None, inputs[8], inputs[11])
+    ctx.mode, ctx.padding_idx, ctx.stored, ctx.sizes = inputs[4], inputs[5], inputs[9], tuple(inputs[12])
 
 
 def _backward_bags(ctx: Any, grad: Any) -> Any:
     """A mean is a sum weighted by shares. A maximum's gradient goes to its first entry, in float32 sums."""
-    indptr, indices, values, table, output, scales = ctx.saved_tensors
+    indptr, indices, values, table, output, scales, first_rows = ctx.saved_tensors
     if ctx.stored:
         table = table.view(getattr(torch, ctx.stored))
     real = None
     if ctx.padding_idx is not None:
-        real = indices != call.padding_of(ctx.padding_idx, table.shape[0])
+        real = indices != call.padding_of(ctx.padding_idx, table.shape[0], ctx.sizes)
+    if ctx.sizes:
+        batch = (indptr.shape[0] - 1) // len(ctx.sizes)
+        indices = indices + first_rows.index_select(0, _rows_of(indptr, indices) // batch).to(indices.dtype)
+        grad = _one_below_another(grad, len(ctx.sizes))
+        output = None if output is None else _one_below_another(output, len(ctx.sizes))
     if ctx.mode == "max":
         of_values, of_table = None, _of_largest(grad, indptr, indices, table, output, real)
     else:
         shares = _shares(indptr, indices, real) if ctx.mode == "mean" else values
         of_values, of_table = _gradients(ctx, grad, indptr, indices, shares, table, real, scales)
-    return None, None, of_values, of_table, *[None] * 7
+    return None, None, of_values, of_table, *[None] * 9
+
+
+def _one_below_another(results: Any, tables: int) -> Any:
+    """Results `(batch, tables * width)` as rows for each table in turn, `(tables * batch, width)`."""
+    return results.unflatten(1, (tables, -1)).transpose(0, 1).flatten(0, 1)
 
 
 def _of_largest(grad: Any, indptr: Any, indices: Any, table: Any, output: Any, real: Any) -> Any:
@@ -179,7 +196,7 @@ _OPERATOR = custom.define(
 )
 _BAGS = custom.define(
     f"nhot_lookup_bags({_ARGUMENTS}, str mode, SymInt? padding_idx, bool checked, bool validate, Tensor? scales=None,"
-    " str stored='', str? dtype=None) -> Tensor",
+    " str stored='', str? dtype=None, Tensor? first_rows=None, int[] sizes=[]) -> Tensor",
     _call_bags,
     _batched,
     _backward_bags,
@@ -216,9 +233,13 @@ def nhot_lookup(
     parts = parts_of("csr", csr, "indptr, indices, values or None")
     checked = isinstance(csr, CsrRows) and not validate
     name = None if dtype is None else arrays.dtype_name(dtype)
+    several: tuple[Any, ...] = ()
+    if isinstance(table, EmbeddingTables):
+        several, table = (table.first_rows, table.sizes), table.table
+    stored: tuple[Any, ...] = (None, "", name)
     if isinstance(table, QuantizedEmbedding):
-        more = (table.scales, table.stored, name or "float32")
-        return custom.written(_BAGS(*parts, table.octets, mode, padding_idx, checked, validate, *more), out)
-    if mode != "sum" or padding_idx is not None or name is not None:
-        return custom.written(_BAGS(*parts, table, mode, padding_idx, checked, validate, None, "", name), out)
+        stored, table = (table.scales, table.stored, name or "float32"), table.octets
+    if mode != "sum" or padding_idx is not None or name is not None or several:
+        options = (mode, padding_idx, checked, validate, *stored, *several)
+        return custom.written(_BAGS(*parts, table, *options), out)
     return custom.written(_ROWS(*parts, table) if checked else _OPERATOR(*parts, table, validate), out)
