@@ -101,7 +101,7 @@ def pair_of_bytes(
         f" {{{PAIRS[stored, dtype]}\n"
         "  return *(unsigned int*)&pair;\n}\n"
     )
-    later = T.Cast("bool", second) if isinstance(second, tirx.PrimExpr) else T.bool(bool(second))
+    later = T.Cast("bool", second) if isinstance(second, tirx.Expr) else T.bool(bool(second))
     return T.cuda.func_call(name, word, later, filler, source_code=source, return_type="uint32")
 
 
