@@ -39,6 +39,11 @@ WARPS = {8: 36e6, 16: 72e6, 32: 160e6}
 WARPGROUPS = {64: 400e6, 128: 520e6}
 # Microseconds of their launches, and rows of x from which on warpgroups are filled.
 WARPS_LAUNCH, WARPGROUPS_LAUNCH, MANY_ROWS = 1.7, 5.0, 100
+# Smaller blocks are bound by what `block_warpgroups` brings from the L2 cache: bytes in a microsecond, for thread blocks
+# of so many rows of x and of the weight, and panels of so many columns; and thread blocks from which on several follow
+# each other on a multiprocessor. With fewer ones others are faster.
+L2_BYTES, TILE, PANEL, MANY_TILES = 7.5e6, 128, 64, 528
+SMALL = 32
 # Of PyTorch's dense product: operations in a microsecond by the most rows of x, bytes of the weight, and its launch.
 DENSE_RATES = ((128, 500e6), (256, 690e6), (sys.maxsize, 830e6))
 DENSE_BYTES, DENSE_LAUNCH = 4.5e6, 2.7
@@ -58,9 +63,18 @@ def time_of_warps(problem: BsrMatmul) -> float:
 
 def time_of_warpgroups(problem: BsrMatmul) -> float:
     """About how many microseconds `block_warpgroups` takes; infinite where it is not worth a try."""
-    if problem.m < MANY_ROWS or min(problem.block_shape) < min(WARPGROUPS):
+    side = min(problem.block_shape)
+    if problem.m < MANY_ROWS or side < SMALL:
         return math.inf
-    return WARPGROUPS_LAUNCH + _by_block(WARPGROUPS, problem)
+    if side >= min(WARPGROUPS):
+        return WARPGROUPS_LAUNCH + _by_block(WARPGROUPS, problem)
+    (rows, cols), density = problem.block_shape, 1 - problem.sparsity
+    tiles = math.ceil(problem.m / TILE) * problem.n / TILE
+    if tiles < MANY_TILES:
+        return math.inf
+    blocks_of_panel = max(TILE / rows, 1) * max(PANEL / cols, 1)
+    brought = (1 - problem.sparsity**blocks_of_panel + density) * TILE * problem.k * 2
+    return WARPGROUPS_LAUNCH + tiles * brought / L2_BYTES
 
 
 def dense_time(problem: BsrMatmul) -> float:
