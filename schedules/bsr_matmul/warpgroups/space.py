@@ -36,7 +36,7 @@ ALIGNED = 1024
 WARPGROUP = 128
 # Bytes of a multiprocessor's shared memory that the system takes of each thread block.
 RESERVED = 1024
-# Figures for `estimate`, fitted to times of an H200 (scripts/probes/block_products.py): bytes that a multiprocessor
+# Figures for `estimate`, fitted to times of an H200 (scripts/block_products.py): bytes that a multiprocessor
 # gets from the L2 cache in a microsecond while all do, and bytes that a thread block stores; the latency of a stage in
 # microseconds, the time that the producer warp needs for a copy, that of a launch, and that of a thread block's
 # beginning and end; clocks of a microsecond; and how many standard deviations the fullest block row is above the mean.

@@ -32,16 +32,16 @@ class Likely(NamedTuple):
     why: str
 
 
-# Figures of an H200 in 16 bits, inputs hot, measured by scripts/probes/block_products.py. Of `tensor_core` and of
+# Figures of an H200 in 16 bits, inputs hot, measured by scripts/block_products.py. Of `tensor_core` and of
 # `block_warpgroups`, by the shorter side of a block: operations on stored blocks in a microsecond. A block of another
 # size takes the entry of the next smaller one; that of 8 is half that of 16.
 WARPS = {8: 36e6, 16: 72e6, 32: 160e6}
 WARPGROUPS = {64: 400e6, 128: 520e6}
 # Microseconds of their launches, and rows of x from which on warpgroups are filled.
 WARPS_LAUNCH, WARPGROUPS_LAUNCH, MANY_ROWS = 1.7, 5.0, 100
-# Smaller blocks are bound by what `block_warpgroups` brings from the L2 cache: bytes in a microsecond, for thread blocks
-# of so many rows of x and of the weight, and panels of so many columns; and thread blocks from which on several follow
-# each other on a multiprocessor. With fewer ones others are faster.
+# Smaller blocks are bound by what `block_warpgroups` brings from the L2 cache: bytes in a microsecond, for thread
+# blocks of so many rows of x and of the weight, and panels of so many columns; and thread blocks from which on several
+# follow each other on a multiprocessor. With fewer ones others are faster.
 L2_BYTES, TILE, PANEL, MANY_TILES = 7.5e6, 128, 64, 528
 SMALL = 32
 # Of PyTorch's dense product: operations in a microsecond by the most rows of x, bytes of the weight, and its launch.
