@@ -39,11 +39,10 @@ WARPS = {8: 36e6, 16: 72e6, 32: 160e6}
 WARPGROUPS = {64: 400e6, 128: 520e6}
 # Microseconds of their launches, and rows of x from which on warpgroups are filled.
 WARPS_LAUNCH, WARPGROUPS_LAUNCH, MANY_ROWS = 1.7, 5.0, 100
-# Smaller blocks are bound by what `block_warpgroups` brings from the L2 cache: bytes in a microsecond, for thread
-# blocks of so many rows of x and of the weight, and panels of so many columns; and thread blocks from which on several
-# follow each other on a multiprocessor. With fewer ones others are faster.
-L2_BYTES, TILE, PANEL, MANY_TILES = 7.5e6, 128, 64, 528
-SMALL = 32
+# Smaller blocks are bound by what `block_warpgroups` brings from the L2 cache: bytes in a microsecond; thread blocks of
+# so many rows of x and of the weight, which take so long beside; and how many a GPU runs at the same time. With fewer
+# than `MANY_TILES` of them others are faster.
+SMALL, L2_BYTES, TILE_M, TILE_N, BEGIN, AT_ONCE, MANY_TILES = 32, 9.5e6, 192, 64, 2.3, 264, 1200
 # Of PyTorch's dense product: operations in a microsecond by the most rows of x, bytes of the weight, and its launch.
 DENSE_RATES = ((128, 500e6), (256, 690e6), (sys.maxsize, 830e6))
 DENSE_BYTES, DENSE_LAUNCH = 4.5e6, 2.7
@@ -68,13 +67,13 @@ def time_of_warpgroups(problem: BsrMatmul) -> float:
         return math.inf
     if side >= min(WARPGROUPS):
         return WARPGROUPS_LAUNCH + _by_block(WARPGROUPS, problem)
-    (rows, cols), density = problem.block_shape, 1 - problem.sparsity
-    tiles = math.ceil(problem.m / TILE) * problem.n / TILE
+    density, tiles = 1 - problem.sparsity, math.ceil(problem.m / TILE_M) * problem.n / TILE_N
     if tiles < MANY_TILES:
         return math.inf
-    blocks_of_panel = max(TILE / rows, 1) * max(PANEL / cols, 1)
-    brought = (1 - problem.sparsity**blocks_of_panel + density) * TILE * problem.k * 2
-    return WARPGROUPS_LAUNCH + tiles * brought / L2_BYTES
+    # A panel of x comes if one of the tile's block rows has a block there.
+    panels = 1 - problem.sparsity ** max(TILE_N / problem.block_shape[0], 1)
+    brought = (panels * TILE_M + density * TILE_N) * problem.k * 2
+    return WARPGROUPS_LAUNCH + tiles * (BEGIN / AT_ONCE + brought / L2_BYTES)
 
 
 def dense_time(problem: BsrMatmul) -> float:

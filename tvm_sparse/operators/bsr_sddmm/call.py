@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
@@ -21,6 +22,7 @@ SIGNATURES: dict[str, Signature] = {}
 RATES, GROUP_M, LEAST_COLS = {64: 400e6, 128: 520e6}, 64, 16
 
 
+@functools.lru_cache(256)
 def likely_faster(density: float, block: tuple[int, int], dtype: str, machine: Machine) -> bool:
     """Whether the kernel of warpgroups serves such blocks, and likely takes less time than the dense product of all
     rows and columns, of which a share `density` would be used.
