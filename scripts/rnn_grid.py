@@ -54,8 +54,8 @@ from tvm_sparse.layers.recurrent_dense import (
 )
 from tvm_sparse.layers.recurrent_stack import MODULES
 from tvm_sparse.layers.recurrent_weights import Weights, prepared
-from tvm_sparse.operators.bsr_matmul.dense import DENSE
 from tvm_sparse.operators.sparse_recurrent.problem import GATES
+from tvm_sparse.runtime.dense import DENSE
 from tvm_sparse.runtime.dispatch import dispatcher
 
 CELLS, UNITS = ("tanh", "lstm", "gru"), (256, 512, 1024, 1280, 2048, 4096)

@@ -8,9 +8,10 @@ from typing import Any
 from tvm_sparse.bench.compare import NAME
 from tvm_sparse.core import spaces
 from tvm_sparse.core.machine import resolve
-from tvm_sparse.operators.bsr_matmul.dense import DENSE, likely_way
+from tvm_sparse.operators.bsr_matmul.dense import likely_way
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 from tvm_sparse.operators.bsr_sddmm.problem import BsrSddmm
+from tvm_sparse.runtime.dense import DENSE
 
 from .headlines import headlines
 from .register import PARTS, part

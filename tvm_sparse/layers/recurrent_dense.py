@@ -15,9 +15,9 @@ import torch
 
 from ..core.machine import Machine
 from ..core.problem import numpy_dtype
-from ..operators.bsr_matmul.dense import DENSE, KERNEL, Likely
 from ..operators.recurrent_backward.autograd import pattern_of
 from ..runtime import dispatch
+from ..runtime.dense import DENSE, KERNEL, Likely
 
 OPERATORS: dict[str, Any] = {
     "tanh": torch._VF.rnn_tanh,  # type: ignore[attr-defined]

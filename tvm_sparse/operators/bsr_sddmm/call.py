@@ -7,9 +7,9 @@ from typing import Any
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.operators.bsr_matmul.dense import DENSE_RATES
 from tvm_sparse.runtime import arrays
 from tvm_sparse.runtime.calls import launch, machine_of
+from tvm_sparse.runtime.dense import DENSE_RATES
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.signature import Signature
 
