@@ -25,6 +25,8 @@ from tvm_sparse.layers import recurrent, storage
 from tvm_sparse.layers import recurrent_weights as forms
 
 torch = pytest.importorskip("torch")
+from dense_layers import LIMIT, dense_layer  # noqa: E402
+
 from tvm_sparse.layers.recurrent_stack import RecurrentStack  # noqa: E402
 
 numbers = itertools.count(int.from_bytes(os.urandom(4), "little"))
@@ -163,6 +165,59 @@ def as_numpy(tensor: Any) -> np.ndarray:
     if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
+
+
+def layer_torch_lacks(cell: str, made: Any, **options: Any) -> Any:
+    own = {"reset_after": False} if cell == "gru_reset_before" else {"nonlinearity": cell, "limit": LIMIT}
+    kind = tvm_sparse.SparseGRU if cell == "gru_reset_before" else tvm_sparse.SparseRNN
+    return kind(made.weight_hh_l0.detach(), **own, **options)
+
+
+@pytest.mark.parametrize("form", ["entries", "blocks"])
+@pytest.mark.parametrize("cell", ["clipped_relu", "gru_reset_before"])
+def test_cells_that_torch_lacks(cell: str, form: str, tmp_path: Any) -> None:
+    """In several launches, from a file, in another dtype, and in a stack of both directions that is trained."""
+    made = dense_layer(cell, 5, 24)
+    layer, x, h0 = layer_torch_lacks(cell, made, form=form), torch.randn(6, 18, 5), torch.rand(1, 18, 24)
+    wanted, last = made(x, h0)
+    given = projected(layer, made, x)
+    kept = type(layer).load(layer.save(tmp_path / "layer.npz"))
+    for one in (layer, kept, pickle.loads(pickle.dumps(layer))):
+        output, h_n = one(given, h0[0])
+        close(output, wanted.detach())
+        close(h_n, last[0].detach())
+    half = kept.astype("float16")
+    close(half(given.half(), h0[0].half())[0], wanted.detach(), 1e-2)
+    lengths = torch.randint(0, 7, (18,))
+    close(layer(given, h0[0], lengths=lengths)[0], wanted.detach() * (torch.arange(6)[:, None] < lengths)[..., None])
+
+    bias = (made.bias_ih_l0 + made.bias_hh_l0).detach()
+    options = {"bidirectional": True, "dense": True}
+    stack = tvm_sparse.RecurrentStack([layer, layer], [(made.weight_ih_l0.detach(), bias)] * 2, **options)
+    assert f"PyTorch has no layer of {cell}" in stack.explain(6, 18)[0].way
+    found = stack.trainable()(x, h0.repeat(2, 1, 1))[0]
+    both = torch.cat([wanted, made(x.flip(0), h0)[0].flip(0)], 2)
+    close(found.detach(), both.detach())
+    weighed = torch.randn_like(both)
+    (found * weighed).sum().backward()
+    (both * weighed).sum().backward()
+    rows, columns, _ = layer.weights.coordinates()
+    close(stack.values_0.grad + stack.values_1.grad, made.weight_hh_l0.grad[rows, columns], 1e-4)
+    close(stack.weight_0.grad + stack.weight_1.grad, made.weight_ih_l0.grad, 1e-4)
+    loaded = tvm_sparse.RecurrentStack.load(stack.save(tmp_path / "stack.npz"))
+    close(loaded(x, h0.repeat(2, 1, 1))[0], both.detach())
+
+
+def test_what_cells_need_is_asked_for() -> None:
+    weight = torch.randn(12, 12)
+    with pytest.raises(ValueError, match="limit: expected a number above 0 for nonlinearity='clipped_relu', got None"):
+        tvm_sparse.SparseRNN(weight, nonlinearity="clipped_relu")
+    with pytest.raises(ValueError, match="limit: expected None for nonlinearity='relu', got 20"):
+        tvm_sparse.SparseRNN(weight, nonlinearity="relu", limit=20)
+    with pytest.raises(ValueError, match="limit: expected a number above 0 that float16 holds, got 1000000"):
+        tvm_sparse.SparseRNN(weight, nonlinearity="clipped_relu", limit=1e6, dtype="float16")
+    with pytest.raises(ValueError, match="hidden_bias: expected None with reset_after=False"):
+        tvm_sparse.SparseGRU(torch.randn(36, 12), torch.zeros(12), reset_after=False)
 
 
 # Pruned in blocks of 16 or 8 units, and dense.

@@ -119,6 +119,8 @@ def _between(x: float, known: Mapping[Any, float]) -> float:
 
 def inexpressible(call: DenseCall) -> str | None:
     """Why PyTorch's layer cannot compute a call; None if it can."""
+    if call.cell not in OPERATORS:
+        return f"PyTorch has no layer of {call.cell}"
     if call.resets:
         return "PyTorch's layers have no resets"
     if call.ragged:

@@ -26,8 +26,8 @@ from .recurrent_dense import DenseCall, flat_weights, inexpressible, likely_way,
 from .recurrent_weights import with_values
 
 CELLS = {"RNN_TANH": "tanh", "RNN_RELU": "relu", "LSTM": "lstm", "GRU": "gru"}  # by `torch.nn.RNNBase.mode`
-CLASSES: dict[str, Any] = {"tanh": SparseRNN, "relu": SparseRNN, "lstm": SparseLSTM, "gru": SparseGRU}
-LAYERS = frozenset(CLASSES.values())
+LAYERS = SparseRNN, SparseLSTM, SparseGRU
+CLASSES: dict[str, Any] = {cell: layer for layer in LAYERS for cell in layer.cells}
 # The classes of PyTorch that a stack can replace.
 MODULES: dict[str, Any] = {
     "RNN_TANH": torch.nn.RNN,
@@ -166,7 +166,7 @@ class RecurrentStack(torch.nn.Module):
     ) -> None:
         super().__init__()
         directions = 2 if bidirectional else 1
-        if not isinstance(layers, (list, tuple)) or not all(isinstance(layer, tuple(LAYERS)) for layer in layers):
+        if not isinstance(layers, (list, tuple)) or not all(isinstance(layer, LAYERS) for layer in layers):
             raise TypeError(
                 "layers: expected a list of SparseRNN, SparseLSTM or SparseGRU, got"
                 f" {type(layers).__name__}; RecurrentStack.load reads a file, tvm_sparse.from_torch converts a module"
