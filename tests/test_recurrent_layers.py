@@ -602,6 +602,59 @@ def _first(hx: Any) -> Any:
     return tuple(state[:, 0] for state in hx) if isinstance(hx, tuple) else hx[:, 0]
 
 
+@pytest.mark.parametrize("dense", [False, None])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_projected_states(bidirectional: bool, dense: bool | None, tmp_path: Path) -> None:
+    """Results and gradients of an LSTM with `proj_size`, by the folded weight and by torch's layer."""
+    made = module("lstm", 6, 20, num_layers=2, proj_size=7, bidirectional=bidirectional, bias=not bidirectional)
+    stack, many = tvm_sparse.from_torch(made, dense=dense), 2 + 2 * bidirectional
+    x, hx = torch.randn(5, 18, 6), (torch.randn(many, 18, 7), torch.randn(many, 18, 20))
+    lengths = torch.randint(1, 6, (18,))
+    packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+    told = stack.explain(5, 18)[0].way
+    assert "proj_size=7" in repr(stack) and ("PyTorch's layer" in told) == (dense is None)
+    half = copy.deepcopy(stack).half()
+    with torch.no_grad():
+        wanted, wanted_packed = made(x, hx), made(packed, hx)
+        close(stack(x)[0], made(x)[0])
+        close(half(x.half())[0], made(x)[0], 1e-2)
+        close(stack(x[:0], hx)[1][0], hx[0])
+        for one, other in zip(flat(stack(packed, hx))[1:], flat(wanted_packed)[1:], strict=True):
+            close(one, other)
+        close(stack(packed, hx)[0].data, wanted_packed[0].data)
+        h_n, c_n = stack(x, hx, lengths=torch.zeros(18, dtype=torch.int32))[1]
+        assert torch.equal(h_n, hx[0]) and torch.equal(c_n, hx[1])
+        # Two sequences in one row, the first of which starts anew at once.
+        resets = torch.zeros(5, 18, dtype=torch.bool)
+        resets[0] = resets[3] = True
+        apart = torch.cat([made(x[:3])[0], made(x[3:])[0]]) if not bidirectional else None
+        found = stack(x, hx, resets=resets)[0]
+        assert apart is None or np.allclose(found, apart, 1e-5, 1e-5)
+    kept = RecurrentStack.load(stack.save(tmp_path / "stack.npz"), dense=dense)
+    other = tvm_sparse.from_torch(module("lstm", 6, 20, num_layers=2, proj_size=7, bidirectional=bidirectional,
+                                         bias=not bidirectional), dense=dense)  # fmt: skip
+    other.load_state_dict(stack.state_dict())
+    trained = copy.deepcopy(stack).trainable()
+    for one in (stack, kept, other, trained, trained.frozen(), pickle.loads(pickle.dumps(stack))):
+        for mine, theirs in zip(flat(one(x, hx)), flat(wanted), strict=True):
+            close(mine.detach(), theirs)
+    weighed = torch.randn_like(wanted[0])
+    (trained(x, hx)[0] * weighed).sum().backward()
+    (made(x, hx)[0] * weighed).sum().backward()
+    rows, columns, _ = stack.layers[0].weights.coordinates()
+    close(trained.values_0.grad, made.weight_hh_l0.grad[rows, columns], 1e-4)
+    close(trained.projection_0.grad, made.weight_hr_l0.grad, 1e-4)
+    close(trained.weight_0.grad, made.weight_ih_l0.grad, 1e-4)
+    with pytest.raises(ValueError, match=r"hx: expected two tensors of shapes \(\d, 18, 7\) and \(\d, 18, 20\), got"):
+        stack(x, (hx[1], hx[1]))
+    with pytest.raises(ValueError, match="state: expected .* layers of lstm and 20 units"):
+        other.set_extra_state(tvm_sparse.from_torch(module("lstm", 6, 20, num_layers=2)).get_extra_state())
+    held, meta = storage.read(tmp_path / "stack.npz")
+    for projection in (held["projection_0"][:1], held["projection_0"][:, 1:], held["projection_0"].astype("f8")):
+        with pytest.raises(ValueError, match="layer 0: projection: expected"):
+            RecurrentStack.load(storage.write(tmp_path / "bad.npz", {**held, "projection_0": projection}, meta))
+
+
 @pytest.mark.parametrize("method", ["magnitude", "row_balanced", "block"])
 def test_a_stack_prunes(method: str) -> None:
     made = module("lstm", 6, 32, density=None, num_layers=2, bidirectional=True)
@@ -698,7 +751,6 @@ def test_a_stack_takes_the_module_s_place(tmp_path: Path) -> None:
     ("call", "error", "message"),
     [
         (lambda: tvm_sparse.from_torch(torch.nn.Linear(3, 4)), TypeError, "module: expected a torch.nn.RNN"),
-        (lambda: tvm_sparse.from_torch(torch.nn.LSTM(3, 4, proj_size=2)), ValueError, "module: .*proj_size=2"),
         (lambda: tvm_sparse.from_torch(torch.nn.GRU(3, 4), dtype="int8"), ValueError, "dtype: expected one of"),
         (lambda: tvm_sparse.from_torch(torch.nn.GRU(3, 4))(torch.zeros(2, 5)), ValueError, "input: expected two or"),
         (

@@ -64,7 +64,8 @@ class LayerExplanation:
     kernels
         The kernel of each launch, as from `tvm_sparse.explain`.
     way
-        Which way calls of a `RecurrentStack` take, and why; None for a layer alone, which runs its kernels.
+        Which way calls of a `RecurrentStack` take, and why; None for a layer alone, which runs its kernels. For a layer
+        with projected states that runs PyTorch's, there are no launches beside.
     """
 
     launches: tuple[tuple[int, int], ...]
@@ -75,6 +76,8 @@ class LayerExplanation:
         shapes = ", ".join(f"{steps} steps of {batch}" for steps, batch in self.launches) or "nothing to compute"
         count = f"{len(self.launches)} launch{'es' * (len(self.launches) != 1)}"
         told = [] if self.way is None else [f"calls take {self.way}"]
+        if told and not self.kernels:
+            return told[0]
         return "\n".join([*told, f"{count}: {shapes}", *map(str, dict.fromkeys(map(str, self.kernels)))])
 
 
@@ -216,6 +219,11 @@ class _Layer:
     def dtype(self) -> str:
         """Dtype of the weights, and of all inputs and outputs."""
         return self.weights.dtype
+
+    @property
+    def density(self) -> float:
+        """Share of the recurrent weight's values that are stored."""
+        return self.weights.density
 
     @property
     def form(self) -> str:
