@@ -655,6 +655,26 @@ def test_projected_states(bidirectional: bool, dense: bool | None, tmp_path: Pat
             RecurrentStack.load(storage.write(tmp_path / "bad.npz", {**held, "projection_0": projection}, meta))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dense", [False, None, True])
+def test_projected_states_on_a_gpu(dense: bool | None) -> None:
+    made = module("lstm", 40, 128, num_layers=2, proj_size=32)
+    x, hx = torch.randn(9, 20, 40), (0.5 * torch.randn(2, 20, 32), 0.5 * torch.randn(2, 20, 128))
+    with torch.no_grad():
+        wanted = flat(made(x, hx))
+    for dtype in ("float32", "float16"):
+        kind = getattr(torch, dtype)
+        stack = tvm_sparse.from_torch(made, dtype=dtype, dense=dense).cuda()
+        given = x.cuda().to(kind).requires_grad_(), tuple(state.cuda().to(kind) for state in hx)
+        for _ in range(2):
+            found = flat(stack(*given))
+        for one, other in zip(found, wanted, strict=True):
+            close(one.detach().float().cpu(), other, 1e-2)
+        trained = stack.trainable()
+        trained(*given)[0].float().square().mean().backward()
+        assert given[0].grad.isfinite().all() and trained.projection_0.grad.abs().max() > 0
+
+
 @pytest.mark.parametrize("method", ["magnitude", "row_balanced", "block"])
 def test_a_stack_prunes(method: str) -> None:
     made = module("lstm", 6, 32, density=None, num_layers=2, bidirectional=True)
