@@ -150,6 +150,7 @@ _LAYER: dict[str, Any] = {
         "resets": {"resets": 1},
     },
     "texts": {"cell": "cell"},
+    "numbers": {"limit": {"cell": "clipped_relu"}},
 }
 CASES: dict[str, Case] = {
     "softmax": Case(
