@@ -57,6 +57,12 @@ def plainly(problem: Problem, given: Mapping[str, Any]) -> Arguments:
     return {**{name: axis for name, axis in problem.axes.items() if name in AXES}, **given}
 
 
+def topk_of(problem: Problem, given: Mapping[str, Any]) -> Arguments:
+    """The inputs and axes, temperatures of rows under the name of the one of all rows."""
+    heat = {"temperature": given["temperatures"]} if problem.axes["per_row"] else {}
+    return {**plainly(problem, given), **heat}
+
+
 def softmax_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
     """The arguments of softmax and its logarithm."""
     return {**plainly(problem, given), "dtype": problem.result or None}
@@ -65,7 +71,7 @@ def softmax_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
 def head_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
     """The arguments of the exact head, for which octets and scales of an embedding in eight bits are one."""
     parts = {"embedding": (given["embedding"], given["scales"])} if problem.stored else {}
-    return {**plainly(problem, given), **parts}
+    return {**topk_of(problem, given), **parts}
 
 
 def rows_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
@@ -125,6 +131,7 @@ class Case:
 
 
 _OPTIONAL = {"bias": {"bias": 1}, "ids": {"ids": 3}}
+_HEAT = {"temperature": {"per_row": 1}}
 _BITMAP = {"allowed": {"allowed": 1}}
 _WIDE = {"dtype": {"dtype": "bfloat16"}}
 _LISTS = {"(m,)": {"lists": 1, "beam": 6}, "(rows, m)": {"lists": 6, "beam": 1}, "(lists, m)": {"lists": 2, "beam": 3}}
@@ -151,8 +158,8 @@ CASES: dict[str, Case] = {
         texts={"dtype": "result"}, settings={"log": 1}, numbers=_WIDE,
     ),
     "logsumexp": Case("logsumexp/batch=7,vocab=61", {"batch": 4}),
-    "softmax_topk": Case("softmax_topk/batch=7,vocab=61,k=5", {"batch": 4}, arrays={**_OPTIONAL, **_BITMAP}),
-    "head_topk": Case("head_topk/batch=7,vocab=61,hidden=16,k=5", {"batch": 4}, head_of, _OPTIONAL),
+    "softmax_topk": Case("softmax_topk/batch=7,vocab=61,k=5", {"batch": 4}, topk_of, {**_OPTIONAL, **_BITMAP, **_HEAT}),
+    "head_topk": Case("head_topk/batch=7,vocab=61,hidden=16,k=5", {"batch": 4}, head_of, {**_OPTIONAL, **_HEAT}),
     "candidate_topk": Case(
         "candidate_topk/lists=1,beam=6,vocab=61,hidden=16,m=10,k=3", {"beam": 4}, rows_of, {"bias": {"bias": 1}}, _LISTS
     ),

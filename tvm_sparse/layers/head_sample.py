@@ -14,13 +14,13 @@ from ..operators.head_topk.product import all_scores, rows_at_once
 from ..operators.softmax_sample import seeds
 from ..operators.softmax_sample.call import softmax_sample
 from ..operators.softmax_sample.problem import width_of_call
+from ..operators.softmax_topk.reference import GREEDY
 from ..operators.softmax_topk.shards import on_host, taken
 from ..runtime import arrays, custom
 from ..runtime.calls import outputs_for, whole_number, without_gradient
 
-# Temperatures below the first are greedy, as in `softmax_sample`; those from the second on make words equally likely,
-# masked ones apart, which `softmax_sample` knows.
-GREEDY, EVEN = 1e-5, 1e6
+# Temperatures from here on make words equally likely, masked ones apart, which `softmax_sample` knows.
+EVEN = 1e6
 # Arguments that may have something for each row.
 OF_ROWS = ("temperature", "top_k", "top_p", "min_p", "allowed", "uniforms", "seed", "offset")
 

@@ -18,6 +18,7 @@ from ...device.words import load_element
 from ...interface import gpu_program
 from ...softmax_topk.elements import write_wanted
 from ...softmax_topk.radix_select import kernel as radix
+from ..scales import own_arguments
 from ..words import (
     OutputLayer,
     at_row,
@@ -164,16 +165,17 @@ def select_words(problem: OutputLayer, threads: int) -> Callable[..., Any]:
         with device_region():
             block = T.cta_id([io.rows])
             t = T.thread_id([threads])
-            do = T.meta_var(phases(io))
-            s = T.meta_var(radix.State.alloc())
             row: T.int64 = T.Cast("int64", block)
+            of_row = T.meta_var(own_arguments(io, row))
+            do = T.meta_var(phases(of_row))
+            s = T.meta_var(radix.State.alloc())
             do.sum_up(do.io, row, t, s)
             do.select(do.io, row, t, s)
             do.collect(do.io, row, t, s)
             do.sort(do.io, row, t, s)
             do.write(do.io, row, t, s)
             if t == 0:
-                do.io.normaliser[row] = s.top[0] * io.scale + T.log(s.d[0])
+                do.io.normaliser[row] = s.top[0] * of_row.scale + T.log(s.d[0])
             if ids > 0:
                 do.write_given(do.io, row, t, s)
             if static is not None:

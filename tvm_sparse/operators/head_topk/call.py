@@ -21,12 +21,13 @@ from tvm_sparse.runtime.calls import (
     by_parts,
     check_floats,
     facts_beside,
-    inverse_temperature,
+    is_of_rows,
     launch,
     machine_of,
     outputs_for,
     refuse_gradient,
     run,
+    scale_of,
     whole_number,
     with_scratch,
     without_gradient,
@@ -43,7 +44,7 @@ SIGNATURES = {
         ("embedding", Array(("vocab", "hidden")), Stored(tuple(STORED))),
         ("k", Number("int", 1, "vocab")),
         ("log", Number("bool")),
-        ("temperature", Number("float", 0.1, 3.0)),
+        ("temperature", Number("float", 0.1, 3.0), Array(("batch",), ("float32",))),
         ("bias", Absent(), Array(("vocab",), ("float32",))),
         ("ids", Absent(), Array(("batch", "n"), ("int64", "int32"), below="vocab", negative=True)),
         ("normaliser", Number("bool")),
@@ -95,7 +96,7 @@ def head_topk(
     k: int,
     *,
     log: bool = False,
-    temperature: float = 1.0,
+    temperature: Any = 1.0,
     bias: Any = None,
     ids: Any = None,
     normaliser: bool = False,
@@ -122,8 +123,9 @@ def head_topk(
     k
         1 <= k <= vocab.
     log, temperature, bias, ids
-        As for `softmax_topk`: log-probabilities; the temperature; `(vocab,)` float32 added to every row, -inf masks a
-        word; `(batch, n)` int64 (or int32, which is copied) words whose probabilities are also returned.
+        As for `softmax_topk`: log-probabilities; the temperature, a number or `(batch,)` float32; `(vocab,)` float32
+        added to every row, -inf masks a word; `(batch, n)` int64 (or int32, which is copied) words whose probabilities
+        are also returned.
     normaliser
         Also return log(sum_j exp(s[b, j] / temperature)), `(batch,)` float32.
     constant
@@ -192,7 +194,8 @@ def head_topk(
             raise ValueError("soft_cap: not with a shard; cap the scores by edit_logits, and pass them to softmax_topk")
         options: dict[str, Any] = {"temperature": temperature, "constant": constant, "rounded": bool(rounded)}
         return _part(hidden, embedding, k, shard, log, bias, ids, out, **options)
-    scalars = (inverse_temperature(temperature), 1 if log else 0, 1 if constant else 0)
+    scalars = (scale_of(temperature), 1 if log else 0, 1 if constant else 0)
+    own = is_of_rows(temperature)
     words, scales, stored = embedding, None, ""
     if isinstance(embedding, QuantizedEmbedding):
         words, scales, stored = embedding.octets, embedding.factors, embedding.stored
@@ -202,13 +205,15 @@ def head_topk(
         named = (("hidden", hidden), ("embedding", words), ("bias", bias), ("ids", ids))
         hidden, words, bias, ids = (shards.on_host(name, one) for name, one in named)
         embedding = words if scales is None else embedding
+        if own:
+            scalars = (shards.on_host("temperature", temperature), *scalars[1:])
     if type(k) is int:
         what = ("head_topk", k, bool(normaliser), bool(rounded), stored, len(soft))
         found = repeat.again(dispatcher.launchers, what, (hidden, words, *scalars, bias, ids, scales, *soft), out)
         if found is not None:
             return found
 
-    if custom.transformed(hidden, words, bias, ids, scales):
+    if custom.transformed(hidden, words, bias, ids, scales, temperature if own else None):
         options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "normaliser": normaliser}
         options |= {"constant": constant, "rounded": bool(rounded), "soft_cap": soft_cap}
         return custom.module_of("head_topk").head_topk(hidden, embedding, k, out=out, **options)
@@ -218,8 +223,8 @@ def head_topk(
     if not 1 <= k <= vocab:
         raise ValueError(f"k: expected 1 <= k <= vocab ({vocab}), got {k}")
     beside = [
-        None if one is None else _SIGNATURE.beside(name, one, known, WHERE, vocab=vocab)
-        for name, one in (("bias", bias), ("ids", ids))
+        None if one is None else _SIGNATURE.beside(name, one, known, WHERE, vocab=vocab, batch=batch)
+        for name, one in (("bias", bias), ("ids", ids), ("temperature", scalars[0] if own else None))
     ]
     n = beside[1][1].shape[1] if beside[1] is not None else 0
     sums = ("normaliser", (batch,), "float32")
@@ -230,20 +235,24 @@ def head_topk(
         *([("given", (batch, n), "float32")] if ids is not None else []),
     ]
     outputs = outputs_for(out, tuple(wanted), hidden, known)
-    _SIGNATURE.refuse_overlap(out, hidden=hidden, embedding=words, bias=bias, ids=ids)
+    _SIGNATURE.refuse_overlap(out, hidden=hidden, embedding=words, bias=bias, ids=ids, temperature=temperature)
     if arrays.is_fake(hidden):
         return tuple(outputs)
     if batch and not width:
         raise ValueError(f"hidden: expected at least one column, got shape {known.shape}")
-    row, asked = (None if one is None else arrays.ready(one[0], one[2], one[1]) for one in beside)
+    row, asked, heats = (None if one is None else arrays.ready(one[0], one[2], one[1]) for one in beside)
+    scalars = (heats, *scalars[1:]) if own else scalars
     most = rows_at_once(vocab, width, known.device)
     if batch > most:
-        options = {"log": log, "temperature": temperature, "bias": row, "normaliser": normaliser}
+        options = {"log": log, "bias": row, "normaliser": normaliser}
         options |= {"constant": constant, "rounded": rounded, "soft_cap": soft_cap}
-        by_parts(
-            lambda given, into: head_topk(given[0], embedding, k, ids=given[1], out=tuple(into), **options),
-            *(batch, most, (hidden, asked), outputs),
-        )
+
+        def some(given: list[Any], into: list[Any]) -> None:
+            part, ids, heat = given
+            heat = heat if own else temperature
+            head_topk(part, embedding, k, ids=ids, temperature=heat, out=tuple(into), **options)
+
+        by_parts(some, batch, most, (hidden, asked, heats), outputs)
     if not batch or batch > most:
         return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
     launchers, what = dispatcher.launchers, ("head_topk", k, bool(normaliser), bool(rounded), stored, len(soft))
@@ -273,7 +282,7 @@ def head_topk(
             [unshown] = outputs_for(None, (sums,), hidden, known)
             return with_scratch(kernel, unshown, len(written) - 2)
 
-        problem, where = HeadTopk(*axes), machine_of("hidden", known)
+        problem, where = HeadTopk(*axes, per_row=int(own)), machine_of("hidden", known)
         wider = replace(problem, k=rounded_up(k, vocab), ids=rounded_up(n))
         launch(dispatcher, problem, where, what, arguments, written, around=around, wider=wider)
     return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
@@ -284,20 +293,22 @@ def _part(
 ) -> tuple[Any, ...]:
     """`head_topk` with `shard`."""
     shards.refuse_beside(log, ids)
-    inverse_temperature(options["temperature"])  # also checked for a shard of padding
+    scale, own = scale_of(options["temperature"]), is_of_rows(options["temperature"])  # also checked for padding
     if type(embedding) is not type(hidden):
         embedding = without_gradient(embedding)
-    if custom.transformed(hidden, embedding, bias):
+    if custom.transformed(hidden, embedding, bias, scale if own else None):
         return custom.module_of("head_topk").head_topk(hidden, embedding, k, bias=bias, shard=shard, out=out, **options)
     known, theirs = pair_facts(hidden, embedding)
-    if bias is not None:
-        _SIGNATURE.beside("bias", bias, known, WHERE, vocab=theirs.shape[0])
-    _SIGNATURE.refuse_overlap(out, hidden=hidden, embedding=embedding, bias=bias, ids=ids)
+    for name, one in (("bias", bias), ("temperature", scale if own else None)):
+        if one is not None:
+            _SIGNATURE.beside(name, one, known, WHERE, vocab=theirs.shape[0], batch=known.shape[0])
+    _SIGNATURE.refuse_overlap(out, hidden=hidden, embedding=embedding, bias=bias, ids=ids, temperature=scale)
     if isinstance(embedding, QuantizedEmbedding):
         raise ValueError("shard: not with a quantised embedding, of which no exact scores are made")
     states, words, row = (
         shards.on_host(name, one) for name, one in (("hidden", hidden), ("embedding", embedding), ("bias", bias))
     )
+    options["temperature"] = shards.on_host("temperature", scale) if own else options["temperature"]
     logits = registry.operators()["candidate_logits"].call.candidate_logits
     found = shards.part_of_head(head_topk, logits, states, words, k, shard, row, **options)
     return shards.returned(found, out, hidden, known)
@@ -332,7 +343,8 @@ def best_and_scores(hidden: Any, embedding: QuantizedEmbedding, k: int, bias: An
 def way(axes: tuple[Any, ...], known: Facts) -> str:
     """The way of calls with torch tensors: the faster one by the record, or, without one, the one likely to be faster.
 
-    It is stored beside launchers, since making a problem takes the host longer than the rest of a call.
+    It is stored beside launchers, since making a problem takes the host longer than the rest of a call. Temperatures of
+    rows make no difference, and are not among the axes.
     """
     launchers, asked = dispatcher.launchers, ("head_topk by", known.device, *axes)
     found = launchers.get(asked)
@@ -395,7 +407,7 @@ def _product(
     """
     multiply = rounded_scores if rounded else all_scores
 
-    def call(hidden: Any, embedding: Any, scale: float, log: int, constant: int, *rest: Any) -> None:
+    def call(hidden: Any, embedding: Any, scale: Any, log: int, constant: int, *rest: Any) -> None:
         given = iter(rest)
         bias, ids = next(given) if with_bias else None, next(given) if with_ids else None
         if stored:
@@ -406,19 +418,16 @@ def _product(
         logits = multiply(hidden, embedding)
         if cap is not None:
             edit_logits(logits, soft_cap=cap, out=logits)
-        temperature = 1.0 if scale == 1.0 else 1.0 / scale
+        temperature = scale if is_of_rows(scale) else 1.0 / scale
         written = (values, indices, *others)
         softmax_topk(logits, k, log=bool(log) or normaliser, temperature=temperature, bias=bias, ids=ids, out=written)
         if sums is not None:
-            # Score and log-probability of the best word differ by the normaliser.
-            space, top = library(logits), shards.taken(logits, indices[:, :1])[:, 0]
-            top = arrays.converted("scores", top, "float32")
+            top = arrays.converted("scores", shards.taken(logits, indices[:, :1])[:, 0], "float32")
             top = top if bias is None else top + bias[indices[:, 0]]
-            # The sum of a row without a score above -inf is 0.
-            sums[...] = shards.quietly(lambda: space.where(top == -space.inf, top, top * scale - values[:, 0]), top)
+            sums[...] = shards.normaliser_of(top, values[:, 0], temperature)
             if not log:
                 for array in (values, *others):
-                    space.exp(array, out=array)
+                    library(logits).exp(array, out=array)
 
     return call
 

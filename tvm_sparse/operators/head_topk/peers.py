@@ -17,8 +17,8 @@ from .problem import HeadTopk
 
 def _tensors(problem: HeadTopk, inputs: Sequence[Any], device: str) -> tuple[Any, Any, Any]:
     """Hidden states, embedding, and bias or None, on the device."""
-    if problem.ids:
-        raise TypeError("words beside the best are not compared")
+    if problem.ids or problem.per_row:
+        raise TypeError("words beside the best, and temperatures of rows, are not compared")
     bias, _ = problem.extras(inputs)
     return (*(torch_tensor(a, device) for a in inputs[:2]), None if bias is None else torch_tensor(bias, device))
 

@@ -24,9 +24,16 @@ from tvm_sparse.core.problem import (
     require_positive,
 )
 from tvm_sparse.formats.quantized import STORED, as_float32, stored_scales, stored_values
-from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, RELATIVE, TINY, SoftmaxTopk, require_extras
-from tvm_sparse.operators.softmax_topk.reference import best_and_asked
-from tvm_sparse.operators.softmax_topk.rows import asked
+from tvm_sparse.operators.softmax_topk.problem import (
+    ABSOLUTE_LOG,
+    RELATIVE,
+    TINY,
+    SoftmaxTopk,
+    off_exponent,
+    require_extras,
+)
+from tvm_sparse.operators.softmax_topk.reference import best_and_asked, row_scales
+from tvm_sparse.operators.softmax_topk.rows import asked, temperatures
 
 from . import scores
 
@@ -53,9 +60,10 @@ class HeadTopk(Problem):
     """`values, indices = topk(softmax(scale * (hidden @ embedding.T + bias), -1), k)`, with the normaliser.
 
     Extras, absent by default: `bias` = 1 for a row that is added to every row of the scores; `ids` = n for n given
-    words per row whose probabilities are also returned, whatever their rank; and `stored`, the dtype of an embedding in
-    eight bits whose rows have scales: the score of word w is `scales[w] * (hidden @ embedding[w])`. Only with `stored`,
-    `logits` = 1 for the scores of all words as another output.
+    words per row whose probabilities are also returned, whatever their rank; `stored`, the dtype of an embedding in
+    eight bits whose rows have scales: the score of word w is `scales[w] * (hidden @ embedding[w])`; only with `stored`,
+    `logits` = 1 for the scores of all words as another output; and `per_row` = 1 for a temperature of each row, whose
+    inverse is the row's scale.
     """
 
     batch: int
@@ -67,14 +75,15 @@ class HeadTopk(Problem):
     ids: int = field(default=0, metadata=OPTIONAL)
     stored: str = field(default="", metadata=OPTIONAL)
     logits: int = field(default=0, metadata=OPTIONAL)
+    per_row: int = field(default=0, metadata=OPTIONAL)
 
     operator: ClassVar[str] = "head_topk"
     batch_axis: ClassVar[str] = "batch"
-    added_axes: ClassVar[tuple[str, ...]] = ("stored", "logits")
+    added_axes: ClassVar[tuple[str, ...]] = ("stored", "logits", "per_row")
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("hidden", ("batch", "hidden"), "dtype", "Hidden states."),
         Argument("embedding", ("vocab", "hidden"), "dtype", "Output embedding, a row a word; as uint8 if `stored`."),
-        *SoftmaxTopk.inputs[1:3],
+        *SoftmaxTopk.inputs[1:4],
         Argument(
             "constant", (), "int32", "1 if nobody writes `embedding` while kernels that read it are queued, else 0."
         ),
@@ -124,7 +133,15 @@ class HeadTopk(Problem):
             "dtype": distribution.dtype(rng),
             "bias": distribution.flag(rng, 0.2),
             "ids": distribution.flag(rng, 0.1) * distribution.whole(rng, 1, 16),
+            "per_row": distribution.flag(rng, 0.1),
         }
+
+    def extent(self, name: str | int) -> int:
+        return 1 - self.per_row if name == "shared" else super().extent(name)
+
+    def as_tuned(self) -> Problem:
+        """With one temperature: a kernel loads one number more for each row of its own."""
+        return replace(self, per_row=0)
 
     def dtype_of(self, argument: Argument) -> str:
         return "uint8" if self.stored and argument.name == "embedding" else super().dtype_of(argument)
@@ -142,7 +159,7 @@ class HeadTopk(Problem):
             return None
         if any(other.batch <= rows < self.batch for rows in TILES):
             return None
-        return super().distance(other)
+        return super().distance(replace(other, per_row=self.per_row))
 
     @property
     def run_time_extents(self) -> tuple[str, ...]:
@@ -167,6 +184,7 @@ class HeadTopk(Problem):
 
         hidden, k, dtype, n, stored = self.hidden, self.k, self.dtype, self.ids, self.stored
         with_bias, with_ids, with_scales, with_logits = bool(self.bias), bool(n), bool(stored), bool(self.logits)
+        per_row = bool(self.per_row)
         take, (words_dtype, align) = definition.take(k), ("uint8", 1) if stored else (dtype, 2)
 
         # fmt: off
@@ -182,15 +200,16 @@ class HeadTopk(Problem):
 
         @T.prim_func(s_tir=True)
         def main(
-            hidden_h: T.handle, embedding_h: T.handle, scale: T.float32, log: T.int32, constant: T.int32,
-            bias_h: T.handle, ids_h: T.handle, scales_h: T.handle, values_h: T.handle, indices_h: T.handle,
-            normaliser_h: T.handle, given_h: T.handle, logits_h: T.handle
+            hidden_h: T.handle, embedding_h: T.handle, shared: T.float32, temperatures_h: T.handle, log: T.int32,
+            constant: T.int32, bias_h: T.handle, ids_h: T.handle, scales_h: T.handle, values_h: T.handle,
+            indices_h: T.handle, normaliser_h: T.handle, given_h: T.handle, logits_h: T.handle
         ):
             T.func_attr({"global_symbol": "main", "tirx.noalias": True})
             batch = T.int64()
             vocab = T.int64()
             H = T.match_buffer(hidden_h, (batch, T.int64(hidden)), dtype, align=2)
             E = T.match_buffer(embedding_h, (vocab, T.int64(hidden)), words_dtype, align=align)
+            temperatures = T.match_buffer(temperatures_h, (batch,), "float32", align=4)
             B = T.match_buffer(bias_h, (vocab,), "float32", align=4)
             Q = T.match_buffer(ids_h, (batch, T.int64(n)), "int64", align=8)
             S = T.match_buffer(scales_h, (vocab,), "float32", align=4)
@@ -205,6 +224,7 @@ class HeadTopk(Problem):
                     T.reads(H[row, 0:hidden], E[0:vocab, 0:hidden])
                     T.writes(V[row, 0:k], Z[row, 0:k], N[row])
                     s = T.meta_var(definition.Best.alloc(k))
+                    scale = T.meta_var(definition.inverse(temperatures[row]) if per_row else shared)
                     definition.begin(s)
                     for j in range(vocab):
                         score(s, H, E, B, S, row, j)
@@ -226,7 +246,9 @@ class HeadTopk(Problem):
         return self.trimmed(main)
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
-        """Hidden states and embedding by structure, see `scores.embedded`; one in eight of the ids is out of range."""
+        """Hidden states and embedding by structure, see `scores.embedded`; one in eight of the ids is out of range.
+        Temperatures of rows are as those of `softmax_topk`.
+        """
         import numpy as np
 
         structure, chosen = self.chosen(structure, settings)
@@ -238,6 +260,8 @@ class HeadTopk(Problem):
             inputs.append(scores.word_bias(rng, self.vocab, structure))
         if self.ids:
             inputs.append(asked(rng, (self.batch, self.ids), self.vocab))
+        if self.per_row:
+            inputs[2] = temperatures(rng, self.batch, 1 / chosen["scale"], structure == self.tuned)
         return inputs if scales is None else [*inputs, scales]
 
     def _in_eight_bits(self, words: np.ndarray, structure: str) -> tuple[np.ndarray, np.ndarray]:
@@ -307,7 +331,7 @@ class HeadTopk(Problem):
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         size = numpy_dtype(self.dtype).itemsize
-        small = self.batch * (self.k * 12 + 4 + self.ids * 12) + self.vocab * 4 * (self.bias + bool(self.stored))
+        small = self.batch * (self.k * 12 + 4 + self.ids * 12 + self.per_row * 4) + self.vocab * 4 * (self.bias + bool(self.stored))
         read = self.hidden * (self.batch * size + self.vocab * word_size(self))
         return Cost(read + small, (2 * self.hidden + 3) * self.batch * self.vocab)
 
@@ -339,22 +363,26 @@ def word_number(stored: str, number: Any) -> Any:
 def tolerances(
     arguments: Sequence[Argument],
     slack: np.ndarray,
-    scale: float,
+    scale: float | np.ndarray,
     log: int,
     expected: Sequence[np.ndarray],
 ) -> list[np.ndarray | None]:
     """Tolerances of values and normalisers, for scores with an error of up to `slack` per row, which the exponential
-    propagates.
+    propagates. `scale` is one factor, or the temperatures of rows.
     """
     import numpy as np
 
+    own = isinstance(scale, np.ndarray)
+    factor = row_scales(scale) if own else scale
+
     def bound(argument: Argument, wanted: np.ndarray) -> np.ndarray:
-        off = (2.0 * scale * slack).reshape(slack.shape + (1,) * (wanted.ndim - slack.ndim))
+        size, after = np.abs(wanted), (1,) * (wanted.ndim - slack.ndim)
         if argument.name == "logits":
-            return off / scale + 1e-6 * np.abs(wanted)
+            return (2.0 * slack).reshape(slack.shape + after) + 1e-6 * size
+        off = (2.0 * factor * slack).reshape(slack.shape + after)
         if log or argument.name == "normaliser":
-            return ABSOLUTE_LOG + off + 1e-6 * np.abs(wanted)
-        return TINY + (RELATIVE + np.expm1(np.minimum(off, 80.0))) * np.abs(wanted)
+            return ABSOLUTE_LOG + off + 1e-6 * size
+        return TINY + (RELATIVE + np.expm1(np.minimum(off, 80.0)) + off_exponent(size) * own) * size
 
     with np.errstate(invalid="ignore"):
         return [

@@ -13,6 +13,7 @@ from tvm_sparse.runtime import arrays, custom, repeat, whole_vectors
 from tvm_sparse.runtime.calls import (
     by_parts,
     facts_beside,
+    is_of_rows,
     logits_facts,
     machine_of,
     most_rows,
@@ -23,23 +24,22 @@ from tvm_sparse.runtime.calls import (
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.loading import Miss
-from tvm_sparse.runtime.signature import FLOAT_ROWS, ROWS, Absent, Array, Number, Output, Signature
+from tvm_sparse.runtime.signature import FLOAT_ROWS, OF_ROWS, ROWS, Absent, Array, Number, Output, Signature
 
 from . import seeds
 from .problem import MAX_K, SoftmaxSample
 from .problem import width_of_call as _width
 
-_OF_ROWS = Array((ROWS,), ("float32",))
 SIGNATURES = {
     "softmax_sample": Signature(
         ("logits", FLOAT_ROWS),
-        ("temperature", Number("float", 0.2, 3.0), _OF_ROWS),
+        ("temperature", Number("float", 0.2, 3.0), OF_ROWS),
         ("top_k", Absent(), Number("int", 1, MAX_K), Array((ROWS,), ("int32",), below=MAX_K)),
-        ("top_p", Number("float", 0.1, 1.0), _OF_ROWS),
-        ("min_p", Number("float", 0.0, 0.2), _OF_ROWS),
+        ("top_p", Number("float", 0.1, 1.0), OF_ROWS),
+        ("min_p", Number("float", 0.0, 0.2), OF_ROWS),
         ("bias", Absent(), Array(("vocab",), ("float32",))),
         ("allowed", Absent(), Array((ROWS, "bitmap"), ("int32",))),
-        ("uniforms", _OF_ROWS, Absent()),
+        ("uniforms", OF_ROWS, Absent()),
         ("seed", Absent(), Number("int", -(2**63), 2**63 - 1), Array((ROWS, 2), ("int64",))),
         ("offset", Number("int", 0, 2**63 - 1), Array((ROWS,), ("int64",))),
         ("max_top_k", Absent(), Number("int", 1, MAX_K)),
@@ -193,7 +193,7 @@ def softmax_sample(
     best = best if type(best) is int else whole_number("best", best)
     max_top_k = max_top_k if max_top_k is None or type(max_top_k) is int else whole_number("max_top_k", max_top_k)
     filters = [temperature, top_k, top_p, min_p]
-    own = [type(one) not in (float, int) and bool(getattr(one, "shape", ())) for one in filters]
+    own = [is_of_rows(one) for one in filters]
     filters = [one if array else _number(i, one) for i, (one, array) in enumerate(zip(filters, own, strict=True))]
     said = seeds.told(uniforms, seed, offset)
     tensors = [one for one, array in zip(filters, own, strict=True) if array]

@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tvm_sparse.operators.softmax_topk.reference import GREEDY, row_scales
+
 if TYPE_CHECKING:
     import numpy as np
 
-# Temperatures below this one are greedy, as in vLLM.
-GREEDY = 1e-5
-# The least inverse temperature. Temperatures above 2^90 and infinity are taken as 2^90, where float32 exponentials of
-# logits of any usual size are 1, and those of masks (-1e30 and less) still 0.
-LEAST_SCALE = 2.0**-90
 # The largest float32 below 1: uniform numbers are taken as no more.
 BELOW_ONE = 1 - 2.0**-24
 
@@ -33,10 +30,7 @@ class Filters:
     @property
     def scale(self) -> np.ndarray:
         """The factors of the scores."""
-        import numpy as np
-
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(self.greedy, 1.0, np.maximum(1.0 / self.temperature, LEAST_SCALE))
+        return row_scales(self.temperature)
 
     def limits(self, words: int) -> np.ndarray:
         """How many of the best words of each row count, of `words` in all, which a top_k of 0 or less leaves."""

@@ -27,7 +27,7 @@ from tvm_sparse.core.problem import (
 from tvm_sparse.formats.bitmap import bitmap_words, unpack_bits
 
 from .reference import best_and_asked
-from .rows import asked, bitmaps, mixed
+from .rows import asked, bitmaps, mixed, temperatures
 
 if TYPE_CHECKING:
     import random
@@ -41,6 +41,13 @@ RELATIVE = 2e-5
 ABSOLUTE_LOG = 2e-5
 # Probabilities below this are subnormal in float32 and may be flushed to zero.
 TINY = 1.2e-38
+# Relative error of the quotient 1 / temperature in a kernel, by which a row's exponents are off.
+QUOTIENT = 2.0**-22
+SCALE = Argument("scale", (), "float32", "Inverse temperature, above 0: multiplies logits + bias.")
+LOG = Argument("log", (), "int32", "Nonzero for log-probabilities.")
+TEMPERATURES = Argument(
+    "temperatures", ("batch",), "float32", "Of each row; below 1e-5 it counts as 1, above 2^90 as 2^90.", when="per_row"
+)
 
 
 @dataclass(frozen=True)
@@ -48,8 +55,9 @@ class SoftmaxTopk(Problem):
     """`values, indices = topk(softmax(scale * (logits + bias), -1), k)` for logits `(batch, vocab)`.
 
     Extras, absent by default: `bias` = 1 for a row that is added to every row of the logits, `ids` = n for n given
-    columns per row whose probabilities are also returned, whatever their rank, and `allowed` = 1 for a bitmap of each
-    row: columns whose bit is 0 count as minus infinity.
+    columns per row whose probabilities are also returned, whatever their rank, `allowed` = 1 for a bitmap of each row:
+    columns whose bit is 0 count as minus infinity, and `per_row` = 1 for a temperature of each row, whose inverse is
+    the row's scale.
     """
 
     batch: int
@@ -59,13 +67,16 @@ class SoftmaxTopk(Problem):
     bias: int = field(default=0, metadata=OPTIONAL)
     ids: int = field(default=0, metadata=OPTIONAL)
     allowed: int = field(default=0, metadata=OPTIONAL)
+    per_row: int = field(default=0, metadata=OPTIONAL)
 
     operator: ClassVar[str] = "softmax_topk"
     batch_axis: ClassVar[str] = "batch"
+    added_axes: ClassVar[tuple[str, ...]] = ("per_row",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("logits", ("batch", "vocab"), "dtype", "Unnormalised scores, row-major."),
-        Argument("scale", (), "float32", "Inverse temperature, above 0: multiplies logits + bias."),
-        Argument("log", (), "int32", "Nonzero for log-probabilities."),
+        dataclasses.replace(SCALE, when="shared"),
+        TEMPERATURES,
+        LOG,
         Argument("bias", ("vocab",), "float32", "Added to every row; -inf masks a column.", when="bias"),
         Argument("allowed", ("batch", "bitmap"), "int32", "Bit j % 32 of word j / 32 allows column j.", when="allowed"),
         Argument("ids", ("batch", "ids"), "int64", "Columns whose probabilities are wanted.", when="ids"),
@@ -120,15 +131,23 @@ class SoftmaxTopk(Problem):
             "bias": distribution.flag(rng, 0.2),
             "ids": distribution.flag(rng, 0.2) * distribution.whole(rng, 1, 16),
             "allowed": distribution.flag(rng, 0.2),
+            "per_row": distribution.flag(rng, 0.1),
         }
 
     def extent(self, name: str | int) -> int:
+        if name == "shared":
+            return 1 - self.per_row
         return bitmap_words(self.vocab) if name == "bitmap" else super().extent(name)
 
     def distance(self, other: Problem) -> float | None:
-        """Octaves of all sizes. A bitmap adds little to what a kernel reads, so it is no distance."""
-        same = dataclasses.replace(other, allowed=self.allowed) if isinstance(other, SoftmaxTopk) else other
-        return super().distance(same)
+        """Octaves of all sizes. Bitmaps and temperatures of rows add little to what a kernel reads, and are none."""
+        if isinstance(other, SoftmaxTopk):
+            other = dataclasses.replace(other, allowed=self.allowed, per_row=self.per_row)
+        return super().distance(other)
+
+    def as_tuned(self) -> Problem:
+        """With one temperature: a kernel loads one number more for each row of its own."""
+        return dataclasses.replace(self, per_row=0)
 
     def definition(self) -> tirx.PrimFunc:
         """Algorithm 4 as written, one row after another, with NaN first as in torch.topk."""
@@ -138,7 +157,7 @@ class SoftmaxTopk(Problem):
 
         vocab, k, dtype, n = self.vocab, self.k, self.dtype, self.ids
         with_bias, with_ids, with_bitmap = bool(self.bias), bool(n), bool(self.allowed)
-        words = self.extent("bitmap")
+        words, per_row = self.extent("bitmap"), bool(self.per_row)
         take = definition.take(k)
 
         # fmt: off
@@ -152,12 +171,13 @@ class SoftmaxTopk(Problem):
 
         @T.prim_func(s_tir=True)
         def main(
-            logits_h: T.handle, scale: T.float32, log: T.int32, bias_h: T.handle, allowed_h: T.handle, ids_h: T.handle,
-            values_h: T.handle, indices_h: T.handle, given_h: T.handle
+            logits_h: T.handle, shared: T.float32, temperatures_h: T.handle, log: T.int32, bias_h: T.handle,
+            allowed_h: T.handle, ids_h: T.handle, values_h: T.handle, indices_h: T.handle, given_h: T.handle
         ):
             T.func_attr({"global_symbol": "main", "tirx.noalias": True})
             batch = T.int64()
             X = T.match_buffer(logits_h, (batch, T.int64(vocab)), dtype, align=2)
+            temperatures = T.match_buffer(temperatures_h, (batch,), "float32", align=4)
             B = T.match_buffer(bias_h, (T.int64(vocab),), "float32", align=4)
             A = T.match_buffer(allowed_h, (batch, T.int64(words)), "int32", align=4)
             Q = T.match_buffer(ids_h, (batch, T.int64(n)), "int64", align=8)
@@ -170,6 +190,7 @@ class SoftmaxTopk(Problem):
                     T.reads(X[row, 0:vocab])
                     T.writes(V[row, 0:k], Z[row, 0:k])
                     s = T.meta_var(definition.Best.alloc(k))
+                    scale = T.meta_var(definition.inverse(temperatures[row]) if per_row else shared)
                     definition.begin(s)
                     for j in range(vocab):
                         load(s, X, B, A, row, j)
@@ -193,7 +214,8 @@ class SoftmaxTopk(Problem):
         `random`: standard normal. `ties`: a handful of distinct values. `masked`: half, nine tenths or all but about k
         of a row's entries are -inf, and all of one row. `special`: NaN, +inf and -0.0 among normal values. `ascending`:
         each entry above the previous one, the worst case for a threshold. `constant`: all equal. `zipf`: a few large
-        values, a long tail. `mixed`: rows of different kinds, see `rows.mixed`.
+        values, a long tail. `mixed`: rows of different kinds, see `rows.mixed`. Temperatures of rows are all the one that
+        is chosen in what is `tuned`, and else any (`rows.temperatures`).
         """
         import numpy as np
 
@@ -226,6 +248,8 @@ class SoftmaxTopk(Problem):
             inputs.append(bitmaps(rng, self.batch, self.vocab))
         if self.ids:
             inputs.append(asked(rng, (self.batch, self.ids), self.vocab))
+        if self.per_row:
+            inputs[1] = temperatures(rng, self.batch, 1 / chosen["scale"], structure == self.tuned)
         return inputs
 
     def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
@@ -246,7 +270,10 @@ class SoftmaxTopk(Problem):
         import numpy as np
 
         def bound(wanted: np.ndarray) -> np.ndarray:
-            return ABSOLUTE_LOG + 1e-6 * np.abs(wanted) if inputs[2] else TINY + RELATIVE * np.abs(wanted)
+            size = np.abs(wanted)
+            if inputs[2]:
+                return ABSOLUTE_LOG + 1e-6 * size
+            return TINY + (RELATIVE + off_exponent(size) * self.per_row) * size
 
         return [
             None if argument.name == "indices" else bound(wanted)
@@ -255,18 +282,29 @@ class SoftmaxTopk(Problem):
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         logits = self.batch * self.vocab
-        small = self.batch * (self.k * 12 + self.ids * 12) + self.vocab * 4 * self.bias
+        small = self.batch * (self.k * 12 + self.ids * 12 + self.per_row * 4) + self.vocab * 4 * self.bias
         small += self.batch * self.extent("bitmap") * 4 * self.allowed
         return Cost(logits * numpy_dtype(self.dtype).itemsize + small, 3 * logits)
 
 
+def off_exponent(probabilities: np.ndarray) -> np.ndarray:
+    """Relative error of probabilities that the rounding of a row's own scale makes."""
+    import numpy as np
+
+    return QUOTIENT * np.abs(np.log(np.maximum(probabilities, TINY)))
+
+
 def require_extras(problem: Problem) -> None:
-    """Raise `ProblemError` unless `bias` and `allowed` are 0 or 1, and `ids` is absent or an integer of at least 0."""
+    """Raise `ProblemError` unless `bias`, `allowed` and `per_row` are absent, 0 or 1, and `ids` is absent or an integer
+    of at least 0.
+    """
     bias, ids, allowed = problem.axes["bias"], problem.axes.get("ids", 0), problem.axes.get("allowed", 0)
     if bias not in (0, 1):
         raise ProblemError(f"{problem.operator}: bias must be 0 or 1 (rows that are added), got {bias!r}")
     if allowed not in (0, 1):
         raise ProblemError(f"{problem.operator}: allowed must be 0 or 1 (bitmaps of rows), got {allowed!r}")
+    if problem.axes.get("per_row", 0) not in (0, 1):
+        raise ProblemError(f"{problem.operator}: per_row must be 0 or 1 (temperatures), got {problem.axes['per_row']!r}")
     if not isinstance(ids, int) or isinstance(ids, bool) or ids < 0:
         raise ProblemError(f"{problem.operator}: ids must be an integer of at least 0, got {ids!r}")
 

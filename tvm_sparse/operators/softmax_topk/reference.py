@@ -7,11 +7,28 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
+# Where rows have temperatures of their own: those below this one, and NaN, count as 1, as in vLLM for greedy rows.
+GREEDY = 1e-5
+# The least inverse temperature. Temperatures above 2^90 and infinity are taken as 2^90, where float32 exponentials of
+# logits of any usual size are 1, and those of masks (-1e30 and less) still 0.
+LEAST_SCALE = 2.0**-90
+
+
+def row_scales(temperatures: np.ndarray) -> np.ndarray:
+    """The factors of rows with these temperatures, in float64."""
+    import numpy as np
+
+    wide = np.asarray(temperatures, np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(wide >= GREEDY, np.maximum(1.0 / wide, LEAST_SCALE), 1.0)
+
 
 def best_and_asked(
-    scores: np.ndarray, k: int, ids: np.ndarray | None, scale: float, log: int
+    scores: np.ndarray, k: int, ids: np.ndarray | None, scale: float | np.ndarray, log: int
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """For scores `(rows, n)`: values and columns of the k best, the values of columns `ids`, and the normaliser.
+
+    `scale` is one factor, or `(rows,)` temperatures.
 
     Returns
     -------
@@ -44,11 +61,15 @@ def ranked(scores: np.ndarray, k: int) -> np.ndarray:
     return columns
 
 
-def normalised(scores: np.ndarray, chosen: np.ndarray, scale: float, log: int) -> tuple[np.ndarray, np.ndarray]:
-    """Softmax of scores `(rows, n)`: its values for the scores `chosen`, and the logarithm of its normaliser."""
+def normalised(
+    scores: np.ndarray, chosen: np.ndarray, scale: float | np.ndarray, log: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax of scores `(rows, n)`: its values for the scores `chosen`, and the logarithm of its normaliser. `scale` as
+    in `best_and_asked`.
+    """
     import numpy as np
 
-    factor = float(np.float32(scale))
+    factor = row_scales(scale)[:, None] if isinstance(scale, np.ndarray) else float(np.float32(scale))
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         top = np.max(np.where(np.isnan(scores), -np.inf, scores), axis=1, keepdims=True)
         total = np.exp(factor * (scores - top)).sum(axis=1, keepdims=True)

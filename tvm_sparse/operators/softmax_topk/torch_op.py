@@ -41,9 +41,10 @@ def _launched(
     allowed: Any,
     ids: Any = None,
 ) -> tuple[Any, tuple[Any, ...]]:
-    if heat is not None:  # its value may differ in the next call
+    if heat is not None and not heat.dim():  # its value may differ in the next call
         return None, ()
-    arguments = (logits, inverse_temperature(temperature), int(log), bias, allowed, ids)
+    scale = inverse_temperature(temperature) if heat is None else heat
+    arguments = (logits, scale, int(log), bias, allowed, ids)
     return repeat.repeated(launchers, ("softmax_topk", k), arguments), arguments
 
 
@@ -55,26 +56,28 @@ def _launched_given(
 
 def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
     """Leading dimensions are handled by the operator itself."""
-    logits, *rest, allowed = args
-    custom.unbatched("softmax_topk", in_dims[4:6], ("bias", "temperature"))
+    logits, *rest, heat, allowed = args
+    custom.unbatched("softmax_topk", in_dims[4:5], ("bias",))
     logits, allowed = (
         one if one is None else custom.in_front(one, dim, info.batch_size)
         for one, dim in ((logits, in_dims[0]), (allowed, in_dims[6]))
     )
-    return _OPERATOR(logits, *rest, allowed), (0, 0)
+    heat = custom.of_rows_in_front(heat, in_dims[5], logits.shape[:-1])
+    return _OPERATOR(logits, *rest, heat, allowed), (0, 0)
 
 
 def _batched_given(info: Any, in_dims: Any, *args: Any) -> Any:
-    logits, k, ids, *rest, allowed = args
-    custom.unbatched("softmax_topk", in_dims[5:7], ("bias", "temperature"))
+    logits, k, ids, *rest, heat, allowed = args
+    custom.unbatched("softmax_topk", in_dims[5:6], ("bias",))
     logits, ids, allowed = (
         one if one is None else custom.in_front(one, dim, info.batch_size)
         for one, dim in ((logits, in_dims[0]), (ids, in_dims[2]), (allowed, in_dims[7]))
     )
-    return _GIVEN(logits, k, ids, *rest, allowed), (0, 0, 0)
+    heat = custom.of_rows_in_front(heat, in_dims[6], logits.shape[:-1])
+    return _GIVEN(logits, k, ids, *rest, heat, allowed), (0, 0, 0)
 
 
-# `heat` is a temperature in a tensor, see `custom.number`.
+# `heat` is a temperature in a tensor, or one of each row, see `custom.number`.
 _REST = "bool log=False, float temperature=1.0, Tensor? bias=None, Tensor? heat=None, Tensor? allowed=None"
 _OPERATOR = custom.define(
     f"softmax_topk(Tensor logits, SymInt k, {_REST}) -> (Tensor, Tensor)",
@@ -97,7 +100,7 @@ def softmax_topk(
     k: int,
     *,
     log: bool = False,
-    temperature: float = 1.0,
+    temperature: Any = 1.0,
     bias: Any = None,
     ids: Any = None,
     allowed: Any = None,
@@ -110,8 +113,7 @@ def softmax_topk(
         logits = edit_logits(logits, soft_cap=soft_cap)
     if shard is not None:
         shards.refuse_beside(log, ids)
-        scale = 1.0 / temperature
-        found = shards.part_of_logits(softmax_topk, logits, k, shard, temperature, scale, bias, allowed)
+        found = shards.part_of_logits(softmax_topk, logits, k, shard, temperature, bias, allowed)
         return custom.written(found, out)
     temperature, heat = custom.number(temperature)
     if ids is None:
