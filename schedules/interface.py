@@ -84,8 +84,8 @@ def cpu_program(
 
 
 def scaled(problem: Problem, body: Body) -> Body:
-    """The body of a problem with an argument `scale`; where rows have temperatures instead, `scale` is any number before
-    a row's own is known (`softmax_topk.ending.own_of`).
+    """The body of a problem with an argument `scale`. Where rows have temperatures instead, that is any number before a
+    row's own is known (`softmax_topk.ending.own_of`).
     """
     if not problem.axes.get("per_row") or all(argument.name != "scale" for argument in problem.inputs):
         return body

@@ -39,10 +39,15 @@ WIDE = (
     "softmax_topk/batch=7,vocab=61,k=8,ids=8",
     "head_topk/batch=7,vocab=61,hidden=16,k=8",
     "head_topk/batch=7,vocab=61,hidden=16,k=8,ids=8",
-    *(f"{key},per_row=1" for key in (
-        "softmax_topk/batch=7,vocab=61,k=8", "softmax_topk/batch=7,vocab=61,k=8,bias=1,ids=8",
-        "head_topk/batch=7,vocab=61,hidden=16,k=8", "head_topk/batch=7,vocab=61,hidden=16,k=8,bias=1,ids=8",
-    )),
+    *(
+        f"{key},per_row=1"
+        for key in (
+            "softmax_topk/batch=7,vocab=61,k=8",
+            "softmax_topk/batch=7,vocab=61,k=8,bias=1,ids=8",
+            "head_topk/batch=7,vocab=61,hidden=16,k=8",
+            "head_topk/batch=7,vocab=61,hidden=16,k=8,bias=1,ids=8",
+        )
+    ),
     "head_topk/batch=7,vocab=61,hidden=16,k=8,stored=int8",
     "head_topk/batch=7,vocab=61,hidden=16,k=8,stored=float8_e4m3fn",
     "candidate_topk/lists=1,beam=6,vocab=61,hidden=16,m=10,k=8",

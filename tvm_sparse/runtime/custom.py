@@ -205,8 +205,8 @@ def number(value: Any) -> tuple[Any, Any]:
 
 
 def value_of(given: Any, tensor: Any) -> Any:
-    """What `number` encoded: a float, or the tensor with one of each row; for a fake tensor of no dimension, whose value
-    is unknown, the number beside it.
+    """What `number` encoded: a float, or the tensor with one of each row. A fake tensor of no dimension has no value: it
+    is the number beside it then.
     """
     if tensor is not None and tensor.dim():
         return tensor

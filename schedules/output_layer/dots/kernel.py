@@ -165,10 +165,10 @@ def select_words(problem: OutputLayer, threads: int) -> Callable[..., Any]:
         with device_region():
             block = T.cta_id([io.rows])
             t = T.thread_id([threads])
-            row: T.int64 = T.Cast("int64", block)
-            of_row = T.meta_var(own_arguments(io, row))
+            of_row = T.meta_var(own_arguments(io, block))
             do = T.meta_var(phases(of_row))
             s = T.meta_var(radix.State.alloc())
+            row: T.int64 = T.Cast("int64", block)
             do.sum_up(do.io, row, t, s)
             do.select(do.io, row, t, s)
             do.collect(do.io, row, t, s)

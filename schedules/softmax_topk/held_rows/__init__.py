@@ -68,8 +68,8 @@ __all__ = ["Layout", "held_rows"]
 
 
 def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
-    from ..interface import gpu_program
     from ..ending import own_of
+    from ..interface import gpu_program
     from .kernel import kernel
 
     layout = Layout.of(problem, decisions)

@@ -7,9 +7,9 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from ...device.arithmetic import LOG2_E
 from ...device.cluster import cluster_arrive_relaxed, cluster_wait
 from ...device.mbarriers import await_arrivals
-from ...device.arithmetic import LOG2_E
 from ...device.overlap import wait_for_producer, wait_then_start_consumer
 from ..ending import Own
 from .agreement import begin_agreement

@@ -19,8 +19,8 @@ from .space import Extents, default, space
 
 
 def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
-    from ..interface import cpu_program
     from ..ending import own_of, own_on_cpu
+    from ..interface import cpu_program
     from .kernel import function
 
     extents = Extents(problem.vocab, problem.k, problem.ids, decisions["chunk"], decisions["simd"])

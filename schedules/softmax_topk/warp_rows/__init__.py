@@ -35,8 +35,8 @@ from .space import Layout, declines, default, features, space
 
 
 def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
-    from ..interface import gpu_program
     from ..ending import own_of
+    from ..interface import gpu_program
     from .kernel import kernel
 
     layout = Layout.of(problem, decisions)

@@ -331,7 +331,9 @@ class HeadTopk(Problem):
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         size = numpy_dtype(self.dtype).itemsize
-        small = self.batch * (self.k * 12 + 4 + self.ids * 12 + self.per_row * 4) + self.vocab * 4 * (self.bias + bool(self.stored))
+        small = self.batch * (self.k * 12 + 4 + self.ids * 12 + self.per_row * 4) + self.vocab * 4 * (
+            self.bias + bool(self.stored)
+        )
         read = self.hidden * (self.batch * size + self.vocab * word_size(self))
         return Cost(read + small, (2 * self.hidden + 3) * self.batch * self.vocab)
 
@@ -373,7 +375,7 @@ def tolerances(
     import numpy as np
 
     own = isinstance(scale, np.ndarray)
-    factor = row_scales(scale) if own else scale
+    factor = row_scales(scale) if isinstance(scale, np.ndarray) else scale
 
     def bound(argument: Argument, wanted: np.ndarray) -> np.ndarray:
         size, after = np.abs(wanted), (1,) * (wanted.ndim - slack.ndim)

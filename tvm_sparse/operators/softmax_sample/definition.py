@@ -12,7 +12,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.operators.softmax_topk.definition import inverse, is_greedy
+from tvm_sparse.operators.softmax_topk.definition import is_greedy
 
 from .philox import MULTIPLIERS, ROUNDS, WEYL
 from .reference import BELOW_ONE

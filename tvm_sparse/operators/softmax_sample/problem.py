@@ -342,7 +342,7 @@ class SoftmaxSample(Problem):
                     own_top_k = T.meta_var(top_ks[row] if per_row else top_k)
                     own_top_p = T.meta_var(top_ps[row] if per_row else top_p)
                     own_min_p = T.meta_var(min_ps[row] if per_row else min_p)
-                    d.scale[0] = definition.inverse(own_temperature)
+                    d.scale[0] = topk.inverse(own_temperature)
                     d.limit[0] = definition.limit_of(own_temperature, own_top_k, n)
                     topk.begin(s)
                     for j in range(vocab):

@@ -214,8 +214,8 @@ class SoftmaxTopk(Problem):
         `random`: standard normal. `ties`: a handful of distinct values. `masked`: half, nine tenths or all but about k
         of a row's entries are -inf, and all of one row. `special`: NaN, +inf and -0.0 among normal values. `ascending`:
         each entry above the previous one, the worst case for a threshold. `constant`: all equal. `zipf`: a few large
-        values, a long tail. `mixed`: rows of different kinds, see `rows.mixed`. Temperatures of rows are all the one that
-        is chosen in what is `tuned`, and else any (`rows.temperatures`).
+        values, a long tail. `mixed`: rows of different kinds, see `rows.mixed`. In what is `tuned` all rows have the
+        temperature that is chosen, else any (`rows.temperatures`).
         """
         import numpy as np
 
@@ -304,7 +304,9 @@ def require_extras(problem: Problem) -> None:
     if allowed not in (0, 1):
         raise ProblemError(f"{problem.operator}: allowed must be 0 or 1 (bitmaps of rows), got {allowed!r}")
     if problem.axes.get("per_row", 0) not in (0, 1):
-        raise ProblemError(f"{problem.operator}: per_row must be 0 or 1 (temperatures), got {problem.axes['per_row']!r}")
+        raise ProblemError(
+            f"{problem.operator}: per_row must be 0 or 1 (temperatures), got {problem.axes['per_row']!r}"
+        )
     if not isinstance(ids, int) or isinstance(ids, bool) or ids < 0:
         raise ProblemError(f"{problem.operator}: ids must be an integer of at least 0, got {ids!r}")
 

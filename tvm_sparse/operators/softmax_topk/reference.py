@@ -64,8 +64,9 @@ def ranked(scores: np.ndarray, k: int) -> np.ndarray:
 def normalised(
     scores: np.ndarray, chosen: np.ndarray, scale: float | np.ndarray, log: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Softmax of scores `(rows, n)`: its values for the scores `chosen`, and the logarithm of its normaliser. `scale` as
-    in `best_and_asked`.
+    """Softmax of scores `(rows, n)`: its values for the scores `chosen`, and the logarithm of its normaliser.
+
+    `scale` is as in `best_and_asked`.
     """
     import numpy as np
 

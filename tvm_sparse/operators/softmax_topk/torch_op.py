@@ -58,10 +58,8 @@ def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
     """Leading dimensions are handled by the operator itself."""
     logits, *rest, heat, allowed = args
     custom.unbatched("softmax_topk", in_dims[4:5], ("bias",))
-    logits, allowed = (
-        one if one is None else custom.in_front(one, dim, info.batch_size)
-        for one, dim in ((logits, in_dims[0]), (allowed, in_dims[6]))
-    )
+    logits = custom.in_front(logits, in_dims[0], info.batch_size)
+    allowed = allowed if allowed is None else custom.in_front(allowed, in_dims[6], info.batch_size)
     heat = custom.of_rows_in_front(heat, in_dims[5], logits.shape[:-1])
     return _OPERATOR(logits, *rest, heat, allowed), (0, 0)
 
@@ -69,10 +67,8 @@ def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
 def _batched_given(info: Any, in_dims: Any, *args: Any) -> Any:
     logits, k, ids, *rest, heat, allowed = args
     custom.unbatched("softmax_topk", in_dims[5:6], ("bias",))
-    logits, ids, allowed = (
-        one if one is None else custom.in_front(one, dim, info.batch_size)
-        for one, dim in ((logits, in_dims[0]), (ids, in_dims[2]), (allowed, in_dims[7]))
-    )
+    logits, ids = (custom.in_front(one, dim, info.batch_size) for one, dim in ((logits, in_dims[0]), (ids, in_dims[2])))
+    allowed = allowed if allowed is None else custom.in_front(allowed, in_dims[7], info.batch_size)
     heat = custom.of_rows_in_front(heat, in_dims[6], logits.shape[:-1])
     return _GIVEN(logits, k, ids, *rest, heat, allowed), (0, 0, 0)
 
