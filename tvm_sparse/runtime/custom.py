@@ -205,8 +205,8 @@ def number(value: Any) -> tuple[Any, Any]:
 
 
 def value_of(given: Any, tensor: Any) -> Any:
-    """What `number` encoded: a float, or the tensor with one of each row. A fake tensor of no dimension has no value: it
-    is the number beside it then.
+    """What `number` encoded: a float, or the tensor with one of each row. Where that is a fake tensor of no dimension,
+    which has no value, it is the number beside it.
     """
     if tensor is not None and tensor.dim():
         return tensor
