@@ -139,7 +139,7 @@ def select_words(problem: OutputLayer, threads: int) -> Callable[..., Any]:
             return T.decl_buffer((io.rows, width), dtype, data=buffer.data)
 
         shown = SimpleNamespace(
-            problem=SimpleNamespace(bias=0, allowed=0), logits=flat(io.scores, pitch, "float32"),
+            problem=SimpleNamespace(bias=0, allowed=0, capped=0), logits=flat(io.scores, pitch, "float32"),
             values=flat(io.values, k, "float32"), indices=flat(io.indices, k, "int64"),
             normaliser=T.decl_buffer((io.rows,), "float32", data=io.normaliser.data),
             scale=io.scale, log=io.log, ids=io.ids if ids else None, given=io.given if ids else None)

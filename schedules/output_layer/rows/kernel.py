@@ -239,7 +239,7 @@ def select(problem: OutputLayer, static: int) -> Callable[..., Any]:
         columns = T.Cast("int32", io.vocab) if exact_head else static
         extents = Extents(columns, k, ids, CHUNK, LANES)
         shown = SimpleNamespace(
-            problem=SimpleNamespace(bias=0, allowed=0), logits=Row(io, index, row), scale=io.scale, log=io.log
+            problem=SimpleNamespace(bias=0, allowed=0, capped=0), logits=Row(io, index, row), scale=io.scale, log=io.log
         )
         return SimpleNamespace(
             io=shown,

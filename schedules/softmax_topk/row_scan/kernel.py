@@ -16,7 +16,8 @@ from tvm.script import tirx as T
 from ...device.arithmetic import exp_nonpositive, is_nan
 from ...device.loops import in_parallel
 from ...device.state import named
-from ..elements import element, write_given, write_value
+from ..elements import element_on_cpu as element
+from ..elements import write_given, write_value
 from ..ending import Ending, Own
 from .keys import heap_key, index_of, value_of
 from .space import FEW, Extents

@@ -57,6 +57,13 @@ def inverse(temperature: tirx.PrimExpr) -> tirx.PrimExpr:
     return T.Select(is_greedy(temperature), T.float32(1), scale)
 
 
+def soft_capped(x: tirx.PrimExpr, quotient: tirx.PrimExpr, cap: Any, tanh: Any = T.tanh) -> tirx.PrimExpr:
+    """`cap * tanh(x / cap)` of a float32 x, whose `quotient` is x / cap: between -cap and cap; -inf stays, as a masked
+    column does.
+    """
+    return T.Select(x == -T.infinity("float32"), x, cap * tanh(quotient))
+
+
 def masked(bitmap: tirx.Buffer, row: tirx.PrimExpr, column: tirx.PrimExpr, x: tirx.PrimExpr) -> tirx.PrimExpr:
     """x, or minus infinity where the row's bitmap `(rows, ceil(vocab / 32))` int32 does not allow the column."""
     bits = T.reinterpret("uint32", bitmap[row, column // BITS])

@@ -23,6 +23,13 @@ def row_scales(temperatures: np.ndarray) -> np.ndarray:
         return np.where(wide >= GREEDY, np.maximum(1.0 / wide, LEAST_SCALE), 1.0)
 
 
+def soft_capped(scores: np.ndarray, cap: float) -> np.ndarray:
+    """`cap * tanh(scores / cap)` of float64 scores; -inf stays."""
+    import numpy as np
+
+    return np.where(scores == -np.inf, scores, cap * np.tanh(scores / cap))
+
+
 def best_and_asked(
     scores: np.ndarray, k: int, ids: np.ndarray | None, scale: float | np.ndarray, log: int
 ) -> tuple[list[np.ndarray], np.ndarray]:
@@ -79,3 +86,19 @@ def normalised(
         # If nothing is above -inf there is no distribution, but the sum of exponentials is 0.
         nothing = np.isneginf(scores).all(axis=1, keepdims=True)
         return values, np.where(nothing, -np.inf, np.log(total) + factor * top)[:, 0]
+
+
+def same_ranks(scores: np.ndarray, wanted: np.ndarray, found: np.ndarray, slack: np.ndarray) -> np.ndarray:
+    """`wanted` in the rows where the ranking `found` is as good, else `found`: at each rank the scores of both columns
+    differ by no more than the row's `slack`, and no column is there twice.
+    """
+    import numpy as np
+
+    found = np.asarray(found)
+    inside = (found >= 0) & (found < scores.shape[1])
+    have, want = (np.take_along_axis(scores, np.where(inside, c, 0), axis=1) for c in (found, wanted))
+    with np.errstate(invalid="ignore"):
+        close = (have == want) | (np.abs(have - want) <= slack[:, None]) | (np.isnan(have) & np.isnan(want))
+    ordered = np.sort(found, axis=1)
+    good = (close & inside).all(axis=1) & (ordered[:, 1:] != ordered[:, :-1]).all(axis=1)
+    return np.where(good[:, None], wanted, found)
