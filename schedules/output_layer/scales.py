@@ -1,4 +1,4 @@
-"""Factors of exponents, which are powers of 2: scale * log2(e), of all rows or of each row.
+"""Factors of exponents, which are powers of 2: scale * log2(e), of all rows or of each row; and soft caps of scores.
 
 Where rows have temperatures (`per_row`), a kernel computes a row's factor where it may read what its producer kernel
 has written, always by the same operations, so that both kernels have the same one.
@@ -12,7 +12,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from ..device.arithmetic import LOG2_E
+from ..device.arithmetic import LOG2_E, tanh_on_gpu
+from ..softmax_topk.elements import capped
 from ..softmax_topk.ending import own_of
 
 
@@ -35,3 +36,13 @@ def factors_of(io: Any, rows: Sequence[Any], factor: Any) -> Any:
 def factor_at(factor: Any, i: Any) -> Any:
     """The i-th factor of `factors_of`."""
     return factor[i] if isinstance(factor, tirx.Buffer) else factor
+
+
+def has_cap(io: Any) -> bool:
+    """Whether the operator has soft caps, and the problem one."""
+    return bool(getattr(io.problem, "capped", 0))
+
+
+def head_capped(io: Any, score: Any, tanh: Any = tanh_on_gpu) -> Any:
+    """A score after the soft cap, if there is one."""
+    return capped(io, score, tanh) if has_cap(io) else score

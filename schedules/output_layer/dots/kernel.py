@@ -18,7 +18,7 @@ from ...device.words import load_element
 from ...interface import gpu_program
 from ...softmax_topk.elements import write_wanted
 from ...softmax_topk.radix_select import kernel as radix
-from ..scales import own_arguments
+from ..scales import has_cap, head_capped, own_arguments
 from ..words import (
     OutputLayer,
     at_row,
@@ -117,6 +117,8 @@ def score_words(problem: OutputLayer) -> Callable[..., Any]:
                         total = total + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), total, 1 << b, 32, 32)
                     if stored != "":
                         total = total * io.scales[word]
+                    if has_cap(io):
+                        total = head_capped(io, total)
                     if io.bias is not None:
                         total = total + io.bias[word]
                 if t % WARP == 0:

@@ -15,6 +15,7 @@ from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
 from tvm_sparse.operators.head_topk.problem import HeadTopk, word_number, word_size
 
 from ...device import llvm_ir
+from ...device.arithmetic import tanh_relative
 from ...device.vectors import add_upper_half, halves
 from ...interface import cpu_program
 from ...softmax_topk.elements import write_given
@@ -22,6 +23,7 @@ from ...softmax_topk.ending import own_of, own_on_cpu
 from ...softmax_topk.row_scan import kernel as scan
 from ...softmax_topk.row_scan.keys import index_of, value_of
 from ...softmax_topk.row_scan.space import Extents
+from ..scales import has_cap, head_capped
 from ..words import (
     OutputLayer,
     at_row,
@@ -169,6 +171,8 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
             join(part, m, io.embedding, word, rows)
             if stored != "":
                 part[m, 0] = part[m, 0] * io.scales[word]
+            if has_cap(io):
+                part[m, 0] = head_capped(io, part[m, 0], tanh_relative)
             if io.bias is not None:
                 part[m, 0] = part[m, 0] + io.bias[word]
             if first + T.int64(n) >= words_of(io, index):

@@ -37,7 +37,7 @@ from ...device.state import Buffers, local, pooled, shared
 from ...device.words import load_element
 from ..best.state import add_pair
 from ..lists import count_words, find_word
-from ..scales import factor_at, factors_of
+from ..scales import factor_at, factors_of, has_cap, head_capped
 from ..words import at_row
 from .sizes import Extents, TileSizes
 
@@ -514,6 +514,8 @@ def add_parts(e: Extents) -> Callable[..., Any]:
         if position < s.words[0]:
             if e.stored != "":
                 s.score[0] = s.score[0] * s.factor[0]
+            if has_cap(io):
+                s.score[0] = head_capped(io, s.score[0])
             if io.bias is not None:
                 word = T.alloc_local([1], "int32")
                 find(io, s.index, position, word)
@@ -646,6 +648,8 @@ def finish_alone(e: Extents) -> Callable[..., Any]:
     def store_score(io, s, p, scores, row, n):
         """Add the bias to the score of the lane's n-th token in this row, and store it; -inf beyond the list."""
         if s.tile[0] * e.tile_n + n * 8 + p.group < s.words[0]:
+            if has_cap(io):
+                s.score[n] = head_capped(io, s.score[n])
             if io.bias is not None:
                 s.score[n] = s.score[n] + s.added[n]
         else:

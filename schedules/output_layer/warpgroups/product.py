@@ -46,7 +46,7 @@ from ...device.selection import FULL_WARP, order_bits
 from ...device.state import Buffers, local, pooled, shared
 from ...device.words import held_address, load_element
 from ..best.sizes import VECTOR
-from ..scales import factor_at, factors_of
+from ..scales import factor_at, factors_of, head_capped
 from ..tiles.product import LOWEST, MINUS_INFINITY, Place, join_warps
 from ..tiles.sizes import STEP
 from .gate import FIRST_TOLD, OVER, find_bounds, look_up, say
@@ -345,7 +345,7 @@ def finish_tile(e: Extents) -> Callable[..., Any]:
 
     def score(io: Any, s: Any, p: Place, g: Any, i: Any, n: Any, whole: bool) -> tirx.PrimExpr:
         """The score of the lane's n-th word, `n * 8 + group`: a fragment of 16 words has two of them."""
-        found = s.sums[(n // 2 * e.row_groups + g) * 4 + n % 2 * 2 + i]
+        found = head_capped(io, s.sums[(n // 2 * e.row_groups + g) * 4 + n % 2 * 2 + i])
         if io.bias is not None:
             found = found + s.added[n]
         if whole:

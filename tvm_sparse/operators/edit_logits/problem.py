@@ -242,7 +242,7 @@ class EditLogits(Problem):
 
     def _capped(self, given: Mapping[str, Any]) -> np.ndarray:
         """The logits in float64 after the soft cap, before they are rounded."""
-        found: np.ndarray = given["logits"].astype(np.float64)
+        found: np.ndarray = given["logits"].astype("float64")
         return soft_capped(found, given["cap"]) if self.capped else found
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:

@@ -91,10 +91,12 @@ def possible(
     slack: float,
     columns: np.ndarray,
     free: np.ndarray,
+    apart: np.ndarray | None = None,
 ) -> np.ndarray:
     """Whether a kernel may have drawn the word of each rank, whose sums of chances are off by a share of `slack`.
 
-    Both of its decisions are allowed for: how many words are left, and which of them is drawn.
+    Both of its decisions are allowed for: how many words are left, and which of them is drawn. Words whose chances
+    differ by a factor of no more than exp(apart) may be in either order, `apart (rows,)`, if it is given.
     """
     import numpy as np
 
@@ -110,8 +112,15 @@ def possible(
     before = np.where(
         free[:, None], np.cumsum(np.where(columns < columns[rows, ranks][:, None], chances, 0), axis=1), before
     )
+    after = before + chances[rows, ranks][:, None]
+    if apart is not None:
+        own, factor = chances[rows, ranks][:, None], np.exp(apart)[:, None]
+        above, reached = chances > own * factor, chances * factor >= own
+        before = np.where(free[:, None], before, np.where(above, chances, 0).sum(axis=1, keepdims=True))
+        after = np.where(free[:, None], after, np.where(reached, chances, 0).sum(axis=1, keepdims=True))
+        ranks = above.sum(axis=1)
     start = before - slack * total[:, -1:]
-    end = before + chances[rows, ranks][:, None] + slack * total[:, -1:]
+    end = after + slack * total[:, -1:]
     wanted = uniform[:, None] * total  # of each number of words that may be left
     fits = (counts >= fewest[:, None]) & (counts <= most[:, None]) & (counts > ranks[:, None])
     fits &= (chances[rows, ranks] > 0)[:, None]

@@ -8,7 +8,7 @@ from typing import Any
 
 from tvm_sparse.core.problem import width
 from tvm_sparse.formats.bitmap import bitmap_words
-from tvm_sparse.operators.edit_logits.call import SOFT_CAP, edit_logits
+from tvm_sparse.operators.edit_logits.call import SOFT_CAP, edit_logits, soft_cap_of
 from tvm_sparse.runtime import arrays, custom, repeat, whole_vectors
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
@@ -102,9 +102,11 @@ def softmax_topk(
         padding, which is ignored; logits with padding are copied. `bias` and `allowed` belong to the shard's columns.
         Not together with `log` or `ids`.
     soft_cap
-        The soft cap c of the model's final logits, which become c * tanh(logits / c) before anything else: a number
-        above 0, as 30 for Gemma 2. The result is that for `edit_logits(logits, soft_cap=c)`, a copy of the logits in
-        their dtype; infinities become c and -c.
+        The soft cap c of the model's final logits, which become c * tanh(logits / c) in float32 before anything else: a
+        number above 0, as 30 for Gemma 2. -inf stays, as masked columns do. Kernels apply it where they load logits;
+        beside a `bias` or with `shard` a capped copy is made first. Capped logits are rounded to float32: equal ones,
+        as those of saturated columns, are in the order of their indices, and columns whose capped logits differ by less
+        than 2^-20 of the cap may be in either order.
     out
         `(values, indices)`, with `ids` `(values, indices, given)`, with `shard` `(values, indices, normaliser)`, to
         write into: contiguous, of the shapes and dtypes below, on the device of `logits`.
@@ -143,13 +145,14 @@ def softmax_topk(
 
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 4.
     """
-    if soft_cap is not None:
+    cap = None if soft_cap is None else soft_cap_of(soft_cap)
+    if cap is not None and (bias is not None or shard is not None):
         options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "allowed": allowed}
-        return softmax_topk(edit_logits(logits, soft_cap=soft_cap), k, shard=shard, out=out, **options)
+        return softmax_topk(capped_floats(logits, cap), k, shard=shard, out=out, **options)
     scale = scale_of(temperature)
     if shard is not None:
         return _part(logits, k, shard, log, temperature, bias, ids, allowed, out)
-    arguments = (logits, scale, 1 if log else 0, bias, allowed, ids)
+    arguments = (logits, scale, 1 if log else 0, cap, bias, allowed, ids)
     if type(k) is int:
         found = repeat.again(dispatcher.launchers, ("softmax_topk", k), arguments, out)
         if found is not None:
@@ -158,14 +161,14 @@ def softmax_topk(
     own = is_of_rows(temperature)
     if custom.transformed(logits, bias, allowed, ids, temperature if own else None):
         options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "allowed": allowed}
-        return custom.module_of("softmax_topk").softmax_topk(logits, k, out=out, **options)
+        return custom.module_of("softmax_topk").softmax_topk(logits, k, out=out, soft_cap=soft_cap, **options)
     known = logits_facts(logits, INSTEAD)
     k = whole_number("k", k)
     vocab = known.shape[-1]
     if not 1 <= k <= vocab:
         raise ValueError(f"k: expected 1 <= k <= vocab ({vocab}), got {k}")
     if len(known.shape) != 2:
-        return _by_rows(logits, known, k, ids, allowed, temperature, out, {"log": log, "bias": bias})
+        return _by_rows(logits, known, k, ids, allowed, temperature, out, {"log": log, "bias": bias, "soft_cap": cap})
     batch = known.shape[0]
     beside = [
         None if one is None else _SIGNATURE.beside(name, one, known, vocab=vocab, bitmap=bitmap_words(vocab))
@@ -186,25 +189,33 @@ def softmax_topk(
 
         def some(given: list[Any], into: list[Any]) -> None:
             part, *extras, heat = given
-            options = dict(zip(("ids", "allowed"), extras, strict=True)) | {"log": log, "bias": row}
+            options = dict(zip(("ids", "allowed"), extras, strict=True)) | {"log": log, "bias": row, "soft_cap": cap}
             softmax_topk(part, k, temperature=heat if own else temperature, out=tuple(into), **options)
 
         by_parts(some, batch, most, (logits, asked, bitmap, heats), outputs)
     elif batch and whole_vectors.wanted(known):
         logits_copy, row, bitmap = whole_vectors.copies(logits, known, row, bitmap)
-        options = {"log": log, "temperature": temperature, "bias": row, "allowed": bitmap}
+        options = {"log": log, "temperature": temperature, "bias": row, "allowed": bitmap, "soft_cap": cap}
         if asked is not None and n:
             options["ids"] = asked * (asked < vocab) - 1 * (asked >= vocab)  # -1 names no column
         softmax_topk(logits_copy, k, out=tuple(outputs if n else outputs[:2]), **options)
     elif batch:
         axes = {"bias": int(bias is not None), "ids": n, "allowed": int(allowed is not None), "per_row": int(own)}
+        axes["capped"] = int(cap is not None)
         problem = SoftmaxTopk(batch, vocab, k, known.dtype, **axes)
         ready = arrays.ready("logits", logits, known)
-        arguments = (ready, scale, 1 if log else 0, row, bitmap, asked if n else None)
+        arguments = (ready, scale, 1 if log else 0, cap, row, bitmap, asked if n else None)
         written = outputs if n else outputs[:2]  # no kernel accepts an empty array
         wider = replace(problem, k=width(k, vocab), ids=width(n))
         launch(dispatcher, problem, machine_of("logits", known), ("softmax_topk", k), arguments, written, wider=wider)
     return out if out is not None else tuple(arrays.returned(array, logits) for array in outputs)
+
+
+def capped_floats(logits: Any, cap: float, in_place: bool = False) -> Any:
+    """The logits after the soft cap, in float32: a copy, unless they are float32 and may be overwritten."""
+    given = shards.on_host("logits", logits)
+    wide = arrays.converted("logits", given, "float32")
+    return edit_logits(wide, soft_cap=cap, out=wide if in_place or wide is not given else None)
 
 
 def _by_rows(

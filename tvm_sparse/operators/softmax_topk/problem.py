@@ -113,6 +113,8 @@ class SoftmaxTopk(Problem):
         if self.vocab >= 2**31:
             raise ProblemError(f"softmax_topk: vocab must be below 2^31, got {self.vocab}")
         require_extras(self)
+        if self.capped and self.bias:
+            raise ProblemError("softmax_topk: capped must be 0 beside a bias: edit_logits caps such logits first")
 
     @property
     def scaled(self) -> tuple[str, ...]:
@@ -281,12 +283,12 @@ class SoftmaxTopk(Problem):
         ids = inputs[-1] if self.ids else None
         return best_and_asked(self.scores(inputs), self.k, ids, inputs[1], inputs[2])[0]
 
-    def _slack(self, inputs: Sequence[Any]) -> np.ndarray:
+    def slack(self, inputs: Sequence[Any]) -> np.ndarray:
         """Error of the scores of each row, `(batch,)`."""
         import numpy as np
 
         if not self.capped:
-            return np.zeros(self.batch)
+            return np.zeros(len(inputs[0]))
         size = np.abs(np.asarray(inputs[0]).astype(np.float64))
         return CAPPED * np.minimum(np.where(np.isfinite(size), size, np.inf).max(axis=1), inputs[3])
 
@@ -295,7 +297,7 @@ class SoftmaxTopk(Problem):
         import numpy as np
 
         scale = row_scales(inputs[1]) if self.per_row else inputs[1]
-        off = np.minimum(2 * scale * self._slack(inputs), 80.0)[:, None]
+        off = np.minimum(2 * scale * self.slack(inputs), 80.0)[:, None]
 
         def bound(wanted: np.ndarray) -> np.ndarray:
             size = np.abs(wanted)
@@ -317,7 +319,7 @@ class SoftmaxTopk(Problem):
     ) -> None:
         """As `Problem.agree`. Columns whose capped logits differ by less than their rounding may be in either order."""
         if self.capped:
-            found = same_ranks(self.scores(inputs), expected[1], outputs[1], 2 * self._slack(inputs))
+            found = same_ranks(self.scores(inputs), expected[1], outputs[1], 2 * self.slack(inputs))
             outputs = [outputs[0], found, *outputs[2:]]
         super().agree(inputs, expected, tolerance, outputs)
 
@@ -344,8 +346,8 @@ def require_extras(problem: Problem) -> None:
         raise ProblemError(f"{problem.operator}: bias must be 0 or 1 (rows that are added), got {bias!r}")
     if allowed not in (0, 1):
         raise ProblemError(f"{problem.operator}: allowed must be 0 or 1 (bitmaps of rows), got {allowed!r}")
-    if problem.axes.get("capped", 0) not in (0, 1) or problem.axes.get("capped") and bias:
-        raise ProblemError(f"{problem.operator}: capped must be 0, or 1 without a bias, got {problem.axes['capped']!r}")
+    if problem.axes.get("capped", 0) not in (0, 1):
+        raise ProblemError(f"{problem.operator}: capped must be 0 or 1 (soft caps), got {problem.axes['capped']!r}")
     if problem.axes.get("per_row", 0) not in (0, 1):
         raise ProblemError(
             f"{problem.operator}: per_row must be 0 or 1 (temperatures), got {problem.axes['per_row']!r}"
