@@ -46,6 +46,8 @@ UNSAID = 128
 SLACK = 3e-5
 # Uniform numbers that one of [0, 1) may happen to be.
 UNIFORMS = (0.0, 2.0**-32, 0.25, 0.5, 0.75, 1 - 2.0**-24)
+# The least soft cap of generated inputs. Where logits are saturated, rounding decides which of many words are left.
+LEAST_CAP = 8.0
 NAMES = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -274,7 +276,7 @@ class SoftmaxSample(Problem):
 
     @property
     def scaled(self) -> tuple[str, ...]:
-        return self.best.scaled
+        return () if self.capped else self.best.scaled
 
     @property
     def shifted(self) -> tuple[str, ...]:
@@ -392,6 +394,8 @@ class SoftmaxSample(Problem):
 
         structure, chosen = self.chosen(structure, settings)
         logits, _, _, *extras = self.best.generate(seed, structure)
+        if self.capped:
+            extras[0] = max(extras[0], LEAST_CAP)
         rng = np.random.default_rng([seed, self.vocab, self.k, self.seeded])
         plain = structure == self.tuned
         if structure == "masked":
