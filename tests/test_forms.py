@@ -39,6 +39,15 @@ WIDE = (
     "softmax_topk/batch=7,vocab=61,k=8,ids=8",
     "head_topk/batch=7,vocab=61,hidden=16,k=8",
     "head_topk/batch=7,vocab=61,hidden=16,k=8,ids=8",
+    *(
+        f"{key},per_row=1"
+        for key in (
+            "softmax_topk/batch=7,vocab=61,k=8",
+            "softmax_topk/batch=7,vocab=61,k=8,bias=1,ids=8",
+            "head_topk/batch=7,vocab=61,hidden=16,k=8",
+            "head_topk/batch=7,vocab=61,hidden=16,k=8,bias=1,ids=8",
+        )
+    ),
     "head_topk/batch=7,vocab=61,hidden=16,k=8,stored=int8",
     "head_topk/batch=7,vocab=61,hidden=16,k=8,stored=float8_e4m3fn",
     "candidate_topk/lists=1,beam=6,vocab=61,hidden=16,m=10,k=8",
@@ -124,9 +133,9 @@ def arrays_of(value: Any) -> list[Any]:
 # With all optional arrays that may be given together.
 FULL = {
     "softmax_sample": {"bias": 1, "per_row": 1, "seeded": 1},
-    "softmax_topk": {"bias": 1, "ids": 3},
+    "softmax_topk": {"bias": 1, "ids": 3, "per_row": 1},
     "edit_logits": {"bias": 1, "penalties": 1, "per_row": 1},
-    "head_topk": {"bias": 1, "ids": 3},
+    "head_topk": {"bias": 1, "ids": 3, "per_row": 1},
     "bsr_matmul": {"bias": 1},
     "candidate_topk": {"bias": 1},
     "candidate_logits": {"bias": 1},

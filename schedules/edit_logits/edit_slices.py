@@ -85,13 +85,13 @@ def copy_slice(threads: int) -> Callable[..., Any]:
 
     from tvm_sparse.operators.edit_logits.definition import soft_capped
 
-    from ..device.arithmetic import tanh_relative
+    from ..device.arithmetic import tanh_on_gpu
 
     @T.inline
     def phase(io, row, t, first, end):
         for i in T.serial((end - first - t + (threads - 1)) // threads):
             io.edited[row, first + i * threads + t] = soft_capped(
-                io, io.logits[row, first + i * threads + t], tanh_relative
+                io, io.logits[row, first + i * threads + t], tanh_on_gpu
             )
 
     return phase
@@ -161,7 +161,7 @@ def penalise_seen(problem: EditLogits, threads: int) -> Callable[..., Any]:
 
 edit_slices = Template(
     name="edit_slices",
-    version=2,
+    version=3,
     operator="edit_logits",
     kind="cuda",
     summary="a thread block a slice of a row, a thread a word at a time",
