@@ -69,7 +69,7 @@ CHOSEN: dict[int, tuple[tuple[int, int, int, int], ...]] = {
 DENSE_SHAPES = ((1024, 1024), (768, 3072), (4096, 4096), (4096, 11008), (2048, 8192))
 DENSE_ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 # m, k and n of a layer that is trained, with blocks and sparsities.
-TRAINED, PRUNED = (8192, 4096, 4096), ((64, 0.8), (64, 0.9), (128, 0.8), (32, 0.8), (32, 0.9))
+TRAINED, PRUNED = (8192, 4096, 4096), ((64, 0.8), (64, 0.9), (128, 0.8), (32, 0.8), (32, 0.9), (16, 0.8))
 # Axes of sampled products by shape and block, and points by block: tile_m, tile_k and cluster, each with as many stages
 # as two thread blocks of a multiprocessor have room for, or one.
 SAMPLED: dict[tuple[int, int, int], tuple[tuple[int, float], ...]] = {

@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache, partial
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.runtime import dense
+from tvm_sparse.operators.bsr_sddmm.call import likely_faster, rate_of
+from tvm_sparse.runtime import dense, dispatch
 from tvm_sparse.runtime.dense import Likely, operations
 
 from .problem import BsrMatmul
@@ -52,10 +54,41 @@ def time_of_warpgroups(problem: BsrMatmul) -> float:
     return WARPGROUPS_LAUNCH + tiles * (BEGIN / AT_ONCE + brought / L2_BYTES)
 
 
+def kernel_time(problem: BsrMatmul) -> float:
+    """About how many microseconds the faster one takes."""
+    return min(time_of_warps(problem), time_of_warpgroups(problem))
+
+
 def likely_way(problem: BsrMatmul, machine: Machine) -> Likely:
     """As `runtime.dense.likely_way`."""
+    return dense.likely_way(problem, machine, partial(kernel_time, problem), f"blocks of {problem.block}")
 
-    def kernel_time() -> float:
-        return min(time_of_warps(problem), time_of_warpgroups(problem))
 
-    return dense.likely_way(problem, machine, kernel_time, f"blocks of {problem.block}")
+# Bytes of a dense matrix that are copied in a microsecond, and how often: stored blocks to a dense matrix and to its
+# layout, and its gradient's blocks back.
+COPIED_BYTES, COPIES, COPIES_BACK = 2.4e6, 5, 2
+# How much faster the dense way has to look.
+CLEARLY = 1.1
+
+
+def trains_dense(m: int, k: int, n: int, block: tuple[int, int], blocks: int, dtype: str, machine: Machine) -> bool:
+    """Whether a step of training, forward and backward, of x `(m, k)` and of the stored blocks of a weight `(n, k)`,
+    likely takes less time by dense products, for which the weight is copied in each step.
+    """
+    return not dispatch.dispatcher.batch_invariant and _trains_dense(m, k, n, block, blocks, dtype, machine)
+
+
+@lru_cache(256)
+def _trains_dense(m: int, k: int, n: int, block: tuple[int, int], blocks: int, dtype: str, machine: Machine) -> bool:
+    rows, cols = block
+    density = min(blocks * rows * cols / (n * k), 1.0)
+    problem = BsrMatmul(m, k, n, f"{rows}x{cols}", 1 - density, dtype=dtype)
+    if not m or not dense.is_known(problem, machine):
+        return False
+    product, copy = dense.dense_time(problem), 2 * k * n / COPIED_BYTES
+    sparse = 2 * kernel_time(problem)
+    if likely_faster(density, block, dtype, machine):
+        sparse += operations(problem) / rate_of(block)
+    else:
+        sparse += product + COPIES_BACK * copy
+    return CLEARLY * (3 * product + (COPIES + COPIES_BACK) * copy) < sparse

@@ -32,9 +32,13 @@ def likely_faster(density: float, block: tuple[int, int], dtype: str, machine: M
         return False
     if rows % 8 or cols % LEAST_COLS:
         return False
+    return density * DENSE_RATES[-1][1] < rate_of(block)
+
+
+def rate_of(block: tuple[int, int]) -> float:
+    """Operations on stored blocks in a microsecond by the kernel of warpgroups."""
     rate = RATES[max((side for side in RATES if side <= min(block)), default=min(RATES))]
-    used = rows / (-(-rows // GROUP_M) * GROUP_M)
-    return density * DENSE_RATES[-1][1] < rate * used
+    return rate * block[0] / (-(-block[0] // GROUP_M) * GROUP_M)
 
 
 def choice_of(block: str, n: int, k: int, pattern: str) -> tuple[Any, ...]:
