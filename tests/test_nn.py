@@ -91,16 +91,20 @@ def test_all_blocks_and_none(sparsity: int) -> None:
     assert made.data.grad.shape == made.data.shape
 
 
-def test_it_trains_as_a_dense_layer_does() -> None:
-    made = layer(0.5)
+@pytest.mark.parametrize("way", ["sparse", "dense"])
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_it_trains_as_a_dense_layer_does(way: str, activation: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.BsrLinear, "_trains_dense", lambda *_: way == "dense")
+    made = layer(0.5, activation=activation)
     theirs = made.to_dense()
+    act = torch.nn.functional.gelu if activation else torch.nn.Identity()
     mask = theirs.weight.detach() != 0
     for _ in range(2):
         found = []
         for module in (made, theirs):
             x = X.clone().requires_grad_()
             module.zero_grad()
-            module(x).square().mean().backward()
+            (act(module(x)) if module is theirs else module(x)).square().mean().backward()
             found.append((x.grad, module.bias.grad, module.bias.detach().clone()))
             with torch.no_grad():
                 for parameter in module.parameters():
@@ -108,7 +112,7 @@ def test_it_trains_as_a_dense_layer_does() -> None:
         close(*(one[0] for one in found))
         close(*(one[1] for one in found))
         with torch.no_grad():
-            close(made(X), theirs(X))
+            close(made(X), act(theirs(X)))
     close(made.to_dense().weight, theirs.weight.detach())
 
 

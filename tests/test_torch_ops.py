@@ -29,6 +29,9 @@ KEYS = (
     "logsumexp/batch=7,vocab=61",
     "softmax_topk/batch=7,vocab=61,k=5",
     "softmax_topk/batch=7,vocab=61,k=5,bias=1,ids=3",
+    "softmax_topk/batch=7,vocab=61,k=5,per_row=1",
+    "softmax_topk/batch=7,vocab=61,k=5,ids=3,per_row=1",
+    "head_topk/batch=7,vocab=61,hidden=16,k=5,per_row=1",
     "softmax_sample/batch=7,vocab=61,k=61",
     "softmax_sample/batch=7,vocab=61,k=61,bias=1,per_row=1,seeded=1",
     PRODUCT,
@@ -92,6 +95,10 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda x, b, i: tvm_sparse.softmax_topk(x, 5, log=True, temperature=0.5, bias=b, ids=i),
         (LOGITS, BIAS, IDS),
     ),
+    "softmax_topk with temperatures": (
+        lambda x, t, i: tvm_sparse.softmax_topk(x, 5, log=True, temperature=t, ids=i),
+        (LOGITS, HEATS, IDS),
+    ),
     "softmax_sample": (lambda x, u: tvm_sparse.softmax_sample(x * 2, uniforms=u), (LOGITS, UNIFORMS)),
     "softmax_sample with all": (
         lambda x, t, k, b, s: tvm_sparse.softmax_sample(
@@ -117,6 +124,10 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         (STARTS, ENTRIES, TABLE),
     ),
     "head_topk": (lambda h, e: tvm_sparse.head_topk(h * 2, e, 5, normaliser=True), (HIDDEN, EMBEDDING)),
+    "head_topk with temperatures": (
+        lambda h, e, t: tvm_sparse.head_topk(h, e, 5, temperature=t),
+        (HIDDEN, EMBEDDING, HEATS),
+    ),
     "candidate_topk": (lambda h, e, c: tvm_sparse.candidate_topk(h * 2, e, c, 3), (HIDDEN, EMBEDDING, WORDS)),
     "candidate_logits": (lambda h, e, c: tvm_sparse.candidate_logits(h * 2, e, c), (HIDDEN, EMBEDDING, WORDS)),
 }
@@ -528,6 +539,14 @@ def test_vmap() -> None:
     for one, (y, i) in enumerate(((LOGITS, ids[0]), (-LOGITS, ids[1]))):
         same([array[one] for array in found], tvm_sparse.softmax_topk(y, 5, ids=i))
     same(torch.vmap(lambda i: tvm_sparse.softmax_topk(LOGITS, 5, ids=i))(ids)[2][0], found[2][0])
+    heats = torch.stack([HEATS, HEATS.flip(0)])
+    for call in (
+        lambda t: tvm_sparse.softmax_topk(LOGITS, 5, temperature=t, ids=IDS),
+        lambda t: tvm_sparse.head_topk(HIDDEN, EMBEDDING, 5, temperature=t),
+    ):
+        found = torch.vmap(call)(heats)
+        for number, heat in enumerate(heats):
+            same([array[number] for array in found], call(heat))
     found = torch.vmap(lambda y, u: tvm_sparse.softmax_sample(y, uniforms=u), (1, None))(logits, UNIFORMS)
     for one, y in enumerate((LOGITS, -LOGITS)):
         same([array[one] for array in found], tvm_sparse.softmax_sample(y, uniforms=UNIFORMS))

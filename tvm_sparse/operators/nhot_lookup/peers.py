@@ -34,7 +34,7 @@ def _refuse_bags(problem: NhotLookup) -> None:
 
 
 def _torch_embedding_bag(problem: NhotLookup, inputs: Sequence[Any], device: str) -> Call:
-    """Of several tables a call for each, and their results side by side."""
+    """A call; with several tables one for each, and their results side by side."""
     import torch
 
     indptr, indices, values, table = _nhot_tensors(problem, inputs, device)

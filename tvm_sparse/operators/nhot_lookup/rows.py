@@ -12,6 +12,7 @@ from tvm_sparse.core.problem import FLOATS
 from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import float_dtype, index_as, refuse_gradient
+from tvm_sparse.runtime.dense import DenseCopy, densified
 
 from .problem import INDEX, NhotLookup, typical
 
@@ -19,8 +20,8 @@ from .problem import INDEX, NhotLookup, typical
 MOST_INT32 = 2**31 - 1
 
 
-class CsrRows:
-    """Sparse rows `(rows, columns)`, checked once, for many calls of `nhot_lookup`.
+class CsrRows(DenseCopy):
+    """Sparse rows `(rows, columns)`, checked once, for many calls of `nhot_lookup` or `csr_linear`.
 
     Parameters
     ----------
@@ -35,18 +36,23 @@ class CsrRows:
     checked
         A promise that indptr and indices are valid, so that they are not checked. Invalid ones cause reads out of
         bounds.
+    constant
+        A promise that the arrays are no longer written, as in inference: `csr_linear` then keeps a dense copy where the
+        product with that is faster.
 
     Attributes
     ----------
     indptr, indices, values
         The arrays for kernels: row starts `(rows + 1,)`, columns `(nnz,)`, both int32 or both int64, and values
         `(nnz,)` or None. If their dtypes differed, indptr is a copy in the dtype of indices (with 2^31 or more int32
-        indices, these are a copy in int64). The arrays may be changed in place, as long as indptr and indices stay
-        valid.
+        indices, these are a copy in int64). Unless the rows are `constant`, the arrays may be changed in place, as long
+        as indptr and indices stay valid.
     sizes
         Numbers of rows of several tables, or ().
     shape, dtype, nnz, index, device
         Properties of the rows; `dtype` is that of the values or None, `index` that of indptr and indices.
+    constant
+        As promised.
 
     Raises
     ------
@@ -58,7 +64,15 @@ class CsrRows:
     A `CsrRows` can be copied and pickled.
     """
 
-    def __init__(self, csr: Any, *, columns: Any = None, validate: bool = False, checked: bool = False) -> None:
+    def __init__(
+        self,
+        csr: Any,
+        *,
+        columns: Any = None,
+        validate: bool = False,
+        checked: bool = False,
+        constant: bool = False,
+    ) -> None:
         indptr, indices, values, shape = _csr_parts(csr)
         known = arrays.facts("indptr", indptr)
         if len(known.shape) != 1 or known.dtype not in INDEX:
@@ -118,9 +132,17 @@ class CsrRows:
         given = (self.indptr, self.indices) if values is None else (self.indptr, self.indices, self.values)
         self.arguments = tuple(map(arrays.argument, given))
         self.launchers = repeat.Own()
+        self.constant = constant
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str], *, dtype: Any = "float32", device: Any = None) -> CsrRows:
+    def from_file(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        dtype: Any = "float32",
+        device: Any = None,
+        constant: bool = False,
+    ) -> CsrRows:
         """Sparse rows from a file: `.smtx` of the Deep Learning Matrix Collection, `.mtx` (Matrix Market), or `.npz` as
         `scipy.sparse.save_npz` writes it, in CSR format.
 
@@ -132,6 +154,8 @@ class CsrRows:
             That of the values: float32, float16 or bfloat16, as a name or a dtype.
         device
             A device of PyTorch, for tensors there; None: NumPy arrays.
+        constant
+            As in the class.
 
         Raises
         ------
@@ -150,7 +174,7 @@ class CsrRows:
         given = (found.indptr.astype(index), found.indices.astype(index))
         values = None if found.values is None else arrays.on_device(found.filled(kind), device)
         placed = (*(arrays.on_device(array, device) for array in given), values)
-        return cls(placed, columns=found.shape[1], checked=True)
+        return cls(placed, columns=found.shape[1], checked=True, constant=constant)
 
     def validate(self) -> None:
         """Check indptr and indices again on any device; on a GPU this costs a synchronisation.
@@ -162,9 +186,26 @@ class CsrRows:
         """
         self._check(self.indptr, self.indices)
 
+    def to_dense(self) -> Any:
+        """The dense matrix `(rows, columns)`, as an array of the library, dtype and device of the values.
+
+        Duplicate entries are added, in float32.
+
+        Raises
+        ------
+        ValueError
+            For rows without values.
+        TypeError
+            For arrays on a GPU that are not PyTorch's.
+        """
+        if self.values is None:
+            raise ValueError("values: rows without values have no dtype for a dense matrix, got None")
+        return densified(self.values.reshape(-1, 1, 1), self.indices, self.indptr, self.shape)
+
     def __getstate__(self) -> dict[str, Any]:
         # Neither a kernel nor its prepared arguments can be copied.
-        return {"csr": (self.indptr, self.indices, self.values), "columns": self.sizes or self.shape[1]}
+        parts = self.indptr, self.indices, self.values
+        return {"csr": parts, "columns": self.sizes or self.shape[1], "constant": self.constant}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         CsrRows.__init__(self, **state)
