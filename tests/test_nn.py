@@ -396,6 +396,15 @@ def test_bags_of_several_tables(mode: str, padding: int | None, stored: str) -> 
     torch._dynamo.reset()
 
 
+def test_another_dtype_is_refused_after_a_call_like_it() -> None:
+    rows = tvm_sparse.CsrRows((torch.cat([OFFSETS, OFFSETS[-1:]]), INDICES, None), columns=50)
+    for dtype in (None, torch.float32, "float32"):
+        for _ in range(2):
+            close(tvm_sparse.nhot_lookup(rows, BIG, dtype=dtype), tvm_sparse.nhot_lookup(rows, BIG.clone()))
+    with pytest.raises(ValueError, match="dtype: expected float32, as the table has, got float16"):
+        tvm_sparse.nhot_lookup(rows, BIG, dtype="float16")
+
+
 def test_several_tables_that_cannot_be() -> None:
     tables = tvm_sparse.EmbeddingTables.of([torch.randn(50, 33), torch.randn(7, 33)])
     last = torch.cat([OFFSETS, torch.tensor([12])]).int()

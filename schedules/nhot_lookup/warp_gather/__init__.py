@@ -11,6 +11,11 @@ Then a row starts at row * (nnz / rows), and its ids can be loaded from there at
 tell whether the guess was right. If it was not, the ids are loaded again from where they are. A wrong guess costs a
 trip; it never changes a result, and it reads nothing outside of `indices`.
 
+**Bags.** Entries of padding are loaded like others, mostly from the cache, and take no part in sums. For a mean, or a
+maximum, which is 0 for no entry, the lanes count the entries of their windows beside them. A table in eight bits
+becomes float16 in registers, two numbers at a time, and each load of a row has one of its scale. With several tables a
+warp reads where its own begins while it reads ids, and finds its place in the output, where tables stand side by side.
+
 **overlap** is programmatic dependent launch: the kernel may start while its producer kernel (the one before it in the
 stream) still runs. With 1 it waits for the producer before it reads anything. With 2 the ids are read before the wait,
 which makes them guesses as well, for the producer may be about to write them:

@@ -131,16 +131,17 @@ def nhot_lookup(
     if mode != "sum" and mode not in MODES:
         raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
     torch = sys.modules.get("torch")
-    given_table, scales, stored, tables = table, None, "", None
-    if isinstance(table, EmbeddingTables):
-        tables, table = table, table.table
-    if isinstance(table, QuantizedEmbedding):
-        table, scales, stored = table.octets, table.factors, table.stored
-        dtype = "float32" if dtype is None else arrays.dtype_name(dtype)
-        refuse_gradient("table (scales)", scales)
-    table = without_gradient(table) if torch is not None and type(table) is not torch.Tensor else table
-    sizes = () if tables is None else tables.sizes
-    how = None if mode == "sum" and not stored and not sizes else (mode, stored, dtype, sizes)
+    given_table, scales, stored, tables, sizes = table, None, "", None, ()
+    dtype = None if dtype is None else arrays.dtype_name(dtype)
+    if torch is None or type(table) is not torch.Tensor:
+        if isinstance(table, EmbeddingTables):
+            tables, table, sizes = table, table.table, table.sizes
+        if isinstance(table, QuantizedEmbedding):
+            table, scales, stored = table.octets, table.factors, table.stored
+            dtype = dtype or "float32"
+            refuse_gradient("table (scales)", scales)
+        table = without_gradient(table)
+    how = None if mode == "sum" and dtype is None and not sizes else (mode, stored, dtype, sizes)
     if validate and isinstance(csr, CsrRows):
         csr.validate()
     elif torch is not None and type(table) is torch.Tensor and not validate:
@@ -225,12 +226,12 @@ def _arrays_of(csr: Any) -> tuple[Any, ...]:
     return tuple(csr) if isinstance(csr, (tuple, list)) else (csr,)
 
 
-def _result_dtype(dtype: Any, known: Facts, stored: str) -> str:
+def _result_dtype(dtype: str | None, known: Facts, stored: str) -> str:
     """The dtype of the result, checked, with that of the table."""
     if not stored:
         check_floats("table", known, rank=2)
-        if dtype is not None and arrays.dtype_name(dtype) != known.dtype:
-            raise ValueError(f"dtype: expected {known.dtype}, as the table has, got {arrays.dtype_name(dtype)}")
+        if dtype not in (None, known.dtype):
+            raise ValueError(f"dtype: expected {known.dtype}, as the table has, got {dtype}")
         return known.dtype
     if dtype not in FLOATS:
         raise ValueError(f"dtype: expected one of {', '.join(FLOATS)}, got {dtype}")
