@@ -1586,7 +1586,7 @@ BAD_NHOT = {
     "table half": (
         lambda: (entries(values=np.ones(3, ml_dtypes.bfloat16)), TABLE.astype(np.float16)),
         ValueError,
-        "values: expected dtype float16, as the table has, or float32, got bfloat16",
+        "values: expected dtype float16, as the result has, or float32, got bfloat16",
     ),
     "table rows": (
         lambda: (scipy.sparse.csr_array(np.eye(7, 50, dtype=np.float32)), TABLE[:49]),
