@@ -39,6 +39,15 @@ WIDE = (
     "softmax_topk/batch=7,vocab=61,k=8,ids=8",
     "head_topk/batch=7,vocab=61,hidden=16,k=8",
     "head_topk/batch=7,vocab=61,hidden=16,k=8,ids=8",
+    *(
+        f"{key},per_row=1"
+        for key in (
+            "softmax_topk/batch=7,vocab=61,k=8",
+            "softmax_topk/batch=7,vocab=61,k=8,bias=1,ids=8",
+            "head_topk/batch=7,vocab=61,hidden=16,k=8",
+            "head_topk/batch=7,vocab=61,hidden=16,k=8,bias=1,ids=8",
+        )
+    ),
     "head_topk/batch=7,vocab=61,hidden=16,k=8,stored=int8",
     "head_topk/batch=7,vocab=61,hidden=16,k=8,stored=float8_e4m3fn",
     "candidate_topk/lists=1,beam=6,vocab=61,hidden=16,m=10,k=8",
@@ -124,9 +133,9 @@ def arrays_of(value: Any) -> list[Any]:
 # With all optional arrays that may be given together.
 FULL = {
     "softmax_sample": {"bias": 1, "per_row": 1, "seeded": 1},
-    "softmax_topk": {"bias": 1, "ids": 3},
+    "softmax_topk": {"bias": 1, "ids": 3, "per_row": 1},
     "edit_logits": {"bias": 1, "penalties": 1, "per_row": 1},
-    "head_topk": {"bias": 1, "ids": 3},
+    "head_topk": {"bias": 1, "ids": 3, "per_row": 1},
     "bsr_matmul": {"bias": 1},
     "candidate_topk": {"bias": 1},
     "candidate_logits": {"bias": 1},
@@ -493,6 +502,22 @@ def test_calls_on_a_gpu(check: Any, name: str, on_gpu: None) -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_graph_serves_every_number_on_a_gpu(name: str, on_gpu: None) -> None:
     check_numbers_of_graphs(name, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_compiled_call_becomes_a_cuda_graph(name: str, on_gpu: None) -> None:
+    """torch.compile warms up, records and replays it in memory of its own, where only results may be kept."""
+    call = with_all(name, device="cuda")
+    names = list(tensors_of(call))
+    function = with_tensors(call, names)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(function, backend="cudagraphs", fullgraph=True)
+    for number in (0, 1, 0, 1):
+        given = tuple(tensors_of(with_all(name, number, "cuda")).values())
+        same(call.outputs(compiled(*given)), call.outputs(function(*given)))
+    assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
 
 
 @pytest.mark.gpu

@@ -15,10 +15,10 @@ import torch
 
 from ..core.machine import Machine
 from ..core.problem import numpy_dtype
-from ..operators.bsr_matmul.dense import DENSE, KERNEL, Likely
 from ..operators.recurrent_backward.autograd import pattern_of
 from ..operators.sparse_recurrent.problem import GATES
 from ..runtime import dispatch
+from ..runtime.dense import DENSE, KERNEL, Likely
 from .libraries import tensor
 from .recurrent_projected import ProjectedLSTM, stays_on_chip
 
@@ -30,7 +30,7 @@ OPERATORS: dict[str, Any] = {
 }
 # The least batch from which the dense way is faster, in 16 bits on Hopper: by cell and whether cuDNN has a persistent
 # kernel, by units, at each of DENSITIES. Logarithms are interpolated in between. scripts/rnn_grid.py prints the table
-# that its measurements make; what a run did not reach is as its neighbours are.
+# that its measurements make.
 DENSITIES = (0.02, 0.1, 0.3, 1.0)
 NEVER = 512
 LEAST_BATCH: dict[tuple[str, bool], dict[int, tuple[int, int, int, int]]] = {
@@ -41,28 +41,31 @@ LEAST_BATCH: dict[tuple[str, bool], dict[int, tuple[int, int, int, int]]] = {
     },
     ("rnn", False): {
         256: (49, 49, 49, 49),
-        512: (49, 49, 49, 49),
-        1024: (129, 129, 129, 129),
+        512: (49, 49, 65, 49),
+        1024: (65, 65, 65, 65),
+        1280: (65, 65, 65, 65),
         2048: (49, 49, 49, 49),
-        4096: (33, 17, 8, 8),
+        4096: (33, 17, 7, 17),
     },
     ("lstm", True): {
-        256: (NEVER, NEVER, NEVER, NEVER),
-        512: (65, 49, 33, 8),
-        1024: (11, 11, 8, 8),
+        256: (65, 65, 65, 65),
+        512: (17, 8, 8, 8),
+        1024: (11, 9, 11, 11),
     },
     ("lstm", False): {
-        256: (129, 129, 129, 129),
-        512: (129, 129, 129, 129),
+        256: (81, 81, 81, 81),
+        512: (65, 65, 65, 65),
         1024: (49, 49, 49, 49),
-        2048: (65, 17, 6, 17),
-        4096: (129, 33, 4, 4),
+        1280: (33, 17, 11, 33),
+        2048: (49, 17, 8, 17),
+        4096: (65, 17, 4, 4),
     },
     ("gru", False): {
-        256: (129, 129, 129, 129),
-        512: (129, 129, 129, 129),
+        256: (65, 65, 65, 65),
+        512: (65, 65, 65, 65),
         1024: (49, 49, 49, 49),
-        2048: (33, 17, 12, 11),
+        1280: (33, 17, 13, 33),
+        2048: (33, 17, 14, 15),
         4096: (65, 17, 4, 4),
     },
 }

@@ -12,11 +12,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from ..core import machine
 from ..core.problem import FLOATS
-from ..operators.bsr_matmul.dense import DENSE, KERNEL, Likely
 from ..operators.sparse_recurrent.call import with_gradient
 from ..operators.sparse_recurrent.problem import GATES
 from ..runtime import arrays
 from ..runtime.calls import machine_of
+from ..runtime.dense import DENSE, KERNEL, Likely
 from . import storage
 from .libraries import tensor, to_host
 from .modules import DTYPES, check_conversion, effective, refuse_own_forward
