@@ -86,7 +86,10 @@ def stored_at(
     """The float32 of the `e`-th element, of the dtype `stored` of eight bits, of a vector whose first word is
     `words[at]`. `filler`: as for `pair_of_bytes` and float16.
     """
-    return value_in("float16", pair_of_bytes(stored, "float16", words[at + e // 4], e % 4 // 2, filler), e % 2)
+    pair = pair_of_bytes(stored, "float16", words[at + e // 4], e % 4 // 2, filler)
+    # A float16 in the program, without which its code has no header of such numbers.
+    half = T.reinterpret("float16", T.Cast("uint16", pair >> (T.Cast("uint32", e % 2) * T.uint32(16))))
+    return T.Cast("float32", half)
 
 
 def pair_of_bytes(
@@ -101,7 +104,7 @@ def pair_of_bytes(
         f" {{{PAIRS[stored, dtype]}\n"
         "  return *(unsigned int*)&pair;\n}\n"
     )
-    later = T.Cast("bool", second) if isinstance(second, tirx.PrimExpr) else T.bool(bool(second))
+    later = T.Cast("bool", second) if isinstance(second, tirx.Expr) else T.bool(bool(second))
     return T.cuda.func_call(name, word, later, filler, source_code=source, return_type="uint32")
 
 

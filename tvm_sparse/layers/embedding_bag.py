@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..core.given import integer
+from ..core.given import described, integer
 from ..formats.quantized import STORED, QuantizedEmbedding, quantize_embedding
 from ..operators.nhot_lookup import torch_op
 from ..operators.nhot_lookup.call import CsrRows, EmbeddingTables, nhot_lookup, padding_of
@@ -283,7 +283,12 @@ class NHotEmbeddingBags(NHotEmbeddingBag):
         TypeError, ValueError
             As for `NHotEmbeddingBag.from_torch`, and for bags that differ in more than their number of rows.
         """
-        made = [NHotEmbeddingBag.from_torch(bag) for bag in bags]
+        if not isinstance(bags, (list, tuple, torch.nn.ModuleList)) or not all(
+            isinstance(bag, torch.nn.EmbeddingBag) for bag in bags
+        ):
+            raise TypeError(f"bags: expected a list of torch.nn.EmbeddingBag, got {described(bags)}")
+        given: list[Any] = list(bags)
+        made = [NHotEmbeddingBag.from_torch(bag) for bag in given]
         kinds = {(bag.embedding_dim, bag.mode, bag.padding_idx, bag.weight.dtype, bag.weight.device) for bag in made}
         if len(kinds) != 1:
             raise ValueError(

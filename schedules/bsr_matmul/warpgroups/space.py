@@ -45,7 +45,7 @@ ON_ITS_WAY, OF_COPY, LAUNCH, BEGIN, FULLEST = 0.8, 0.1, 3.8, 2.3, 1.5
 # Tiles of the default, rows of x by those of the weight, for blocks of fewer rows than `WIDE` and for others; and
 # stages below which two thread blocks of a multiprocessor wait for memory: where all panels have a block of each block
 # row, and where there are several block rows.
-WIDE, NARROW, USUAL_TILES, FEWEST_STAGES = 64, 32, (((192, 64),), ((64, 64), (128, 128))), (4, 3)
+WIDE, NARROW, USUAL_TILES, FEWEST_STAGES = 64, 32, (((64, 64), (192, 64)), ((64, 64), (128, 128))), (4, 3)
 
 
 def space(problem: BsrMatmul, machine: Machine) -> Table:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +12,7 @@ from tvm_sparse.bench.contenders import BOTH, CPU, Call, Peer, torch_tensor
 from tvm_sparse.core.problem import Problem, numpy_dtype
 from tvm_sparse.formats.quantized import QuantizedEmbedding
 
-from .call import nhot_lookup
+from .call import EmbeddingTables, nhot_lookup
 from .problem import NhotLookup
 from .rows import CsrRows
 
@@ -28,15 +30,28 @@ def _nhot_tensors(problem: NhotLookup, inputs: Sequence[Any], device: str) -> tu
 
 def _refuse_bags(problem: NhotLookup) -> None:
     if not problem.plain:
-        raise ValueError("a product is a sum of all entries")
+        raise ValueError("a product is a sum of all entries of one dense table")
 
 
 def _torch_embedding_bag(problem: NhotLookup, inputs: Sequence[Any], device: str) -> Call:
+    """Of several tables a call for each, and their results side by side."""
     import torch
 
     indptr, indices, values, table = _nhot_tensors(problem, inputs, device)
-    options = {"mode": problem.mode, "padding_idx": problem.named(inputs).padding, "per_sample_weights": values}
-    return lambda: torch.nn.functional.embedding_bag(indices, table, indptr, include_last_offset=True, **options)
+    given = problem.named(inputs)
+    first_rows = [0] if problem.tables == 1 else given.first_rows.tolist()
+    bags = (len(indptr) - 1) // problem.tables
+    calls = []
+    for number, (first, last) in enumerate(itertools.pairwise([*first_rows, len(table)])):
+        starts = indptr[number * bags : (number + 1) * bags + 1]
+        own = slice(int(starts[0]), int(starts[-1]))
+        arrays = indices[own], table[first:last], starts - starts[0]
+        options = {"mode": problem.mode, "padding_idx": given.padding, "include_last_offset": True}
+        if given.padding is not None and given.padding >= last - first:
+            options["padding_idx"] = None
+        options["per_sample_weights"] = None if values is None else values[own]
+        calls.append(functools.partial(torch.nn.functional.embedding_bag, *arrays, **options))
+    return calls[0] if problem.tables == 1 else lambda: torch.cat([call() for call in calls], 1)
 
 
 def _torch_embedding(problem: NhotLookup, inputs: Sequence[Any], device: str) -> Call:
@@ -95,12 +110,18 @@ def _scipy_csr(problem: NhotLookup, inputs: Sequence[Any], device: str) -> Call:
 
 
 def ours(problem: NhotLookup, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
+    import numpy as np
+
     given = problem.named([convert(one) if hasattr(one, "shape") else one for one in inputs])
-    rows = CsrRows((given.indptr, given.indices, given.values), columns=problem.vocab, validate=True)
+    several = problem.tables > 1
+    sizes = np.diff([*problem.named(inputs).first_rows, problem.vocab]).tolist() if several else ()
+    rows = CsrRows((given.indptr, given.indices, given.values), columns=sizes or problem.vocab, validate=True)
     options: dict[str, Any] = {"mode": problem.mode, "padding_idx": given.padding, "dtype": problem.dtype}
     table = given.table
     if problem.stored:
         table = QuantizedEmbedding.of_octets(table, given.scales, problem.stored)
+    if several:
+        table = EmbeddingTables(table, sizes)
     axes = {name: problem.axes[name] for name in problem.added_axes}
     called = dataclasses.replace(rows.problem(problem.width, problem.dtype), **axes)
     return lambda: nhot_lookup(rows, table, **options), called

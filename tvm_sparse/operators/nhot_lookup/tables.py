@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tvm_sparse.core.given import described, integer
-from tvm_sparse.formats.quantized import QuantizedEmbedding
+from tvm_sparse.core.given import integer
+from tvm_sparse.core.problem import FLOATS
+from tvm_sparse.formats.quantized import QuantizedEmbedding, check_dense
 from tvm_sparse.runtime import arrays
 
 
@@ -16,8 +17,9 @@ class EmbeddingTables:
     Parameters
     ----------
     table
-        `(vocab, width)`: the rows of all tables, those of the first table first; an array as `nhot_lookup` takes it, or
-        a `QuantizedEmbedding`. Not copied. `EmbeddingTables.of` makes it of a list of tables.
+        `(vocab, width)`: the rows of all tables, those of the first table first; a torch tensor or a NumPy array of
+        float32, float16 or bfloat16, or a `QuantizedEmbedding`. Not copied. `EmbeddingTables.of` makes it of a list of
+        tables.
     sizes
         Number of rows of each table, at least 1; their sum is `vocab`.
     first_rows
@@ -33,7 +35,7 @@ class EmbeddingTables:
     Raises
     ------
     TypeError, ValueError
-        If `sizes` are not such numbers, or the table has another rank.
+        If `sizes` are not such numbers, or for another table.
 
     Notes
     -----
@@ -46,8 +48,11 @@ class EmbeddingTables:
         self.table = table
         self.sizes = tuple(integer("sizes", size) for size in sizes)
         self.octets = table.octets if isinstance(table, QuantizedEmbedding) else table
-        if not hasattr(self.octets, "shape"):
-            raise TypeError(f"table: expected an array or a QuantizedEmbedding, got {described(table)}")
+        if self.octets is table:
+            check_dense("table", table)
+            dtype = str(table.dtype).removeprefix("torch.")
+            if dtype not in FLOATS:
+                raise ValueError(f"table: expected one of {', '.join(FLOATS)}, or a QuantizedEmbedding, got {dtype}")
         if len(self.octets.shape) != 2:
             raise ValueError(f"table: expected 2 dimensions, got shape {tuple(self.octets.shape)}")
         rows = self.octets.shape[0]
