@@ -192,6 +192,8 @@ def _narrowed(
     Inputs are padded with -1; outputs are written to temporary arrays, whose first columns are copied.
     """
     given = problem.kernel_inputs
+    if len(given) > sum(one is not None for one in arguments):  # `around` provides what is absent here
+        given = tuple(spec for spec, one in zip(problem.inputs, arguments, strict=True) if one is not None)
     all_there = outputs == len(problem.kernel_outputs)
     written = [spec for spec in problem.kernel_outputs if all_there or spec.name != "normaliser"]
 
