@@ -140,7 +140,7 @@ def head_topk(
         `(offset, total)`: the embedding is a shard of that of a vocabulary of `total` words, whose first row is that of
         word `offset`. The result is a part for `merge_topk`, always with the normaliser. Rows beyond the vocabulary,
         `total - offset` and later, are padding, which is ignored and not read. `bias` is that of the shard's words. Not
-        together with `log`, `ids` or `soft_cap`, nor for a quantised embedding.
+        together with `log` or `ids`, nor for a quantised embedding.
     soft_cap
         The soft cap c of the model's final logits, a number above 0, as 30 for Gemma 2: s = c * tanh(s' / c) + bias for
         the scores s' = hidden @ embedding.T, in float32. Words with equal scores, as saturated ones have, are in
@@ -190,9 +190,8 @@ def head_topk(
     """
     cap = None if soft_cap is None else soft_cap_of(soft_cap)
     if shard is not None:
-        if cap is not None:
-            raise ValueError("soft_cap: not with a shard; cap the scores by edit_logits, and pass them to softmax_topk")
         options: dict[str, Any] = {"temperature": temperature, "constant": constant, "rounded": bool(rounded)}
+        options["soft_cap"] = cap
         return _part(hidden, embedding, k, shard, log, bias, ids, out, **options)
     scalars = (scale_of(temperature), 1 if log else 0, 1 if constant else 0)
     own = is_of_rows(temperature)
