@@ -1,6 +1,6 @@
 """What a soft cap and temperatures of rows cost on a GPU: calls with them over the plain call, in one process.
 
-    python scripts/probes/caps.py
+    python scripts/probes/caps.py [softmax_topk] [head_topk] [softmax_sample]
 
 A line has the plain call's microseconds, in a CUDA graph, and the ratios of three others to it: with a temperature of
 each row, with a soft cap, and with the soft cap in a pass of its own (a copy by `edit_logits`; of a head, from product
@@ -10,6 +10,7 @@ and sampler).
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -54,52 +55,62 @@ def show(name: str, contenders: dict[str, Callable[[], Any]], calls: int = 40) -
     print(f"{name}: {found['plain']:.1f} us; {ratios}", flush=True)
 
 
+def compare_rows(name: str, rows: int, dtype: torch.dtype) -> None:
+    """`softmax_topk` or `softmax_sample`."""
+    x = torch.randn(rows, VOCAB, device="cuda").to(dtype)
+    heats, uniforms = torch.full((rows,), 0.8, device="cuda"), torch.rand(rows, device="cuda")
+    ids = torch.randint(VOCAB, (rows, 1), device="cuda")
+
+    def call(x: Any = x, **options: Any) -> Any:
+        if name == "softmax_sample":
+            return tvm_sparse.softmax_sample(x, uniforms=uniforms, **options)
+        return tvm_sparse.softmax_topk(x, K, log=True, ids=ids, **options)
+
+    contenders = {
+        "plain": call,
+        "capped": lambda: call(soft_cap=CAP),
+        "composed": lambda: call(tvm_sparse.edit_logits(x, soft_cap=CAP)),
+        "temperatures": lambda: call(temperature=heats),
+    }
+    show(f"{name} {rows} x {VOCAB} {str(dtype)[6:]}", contenders)
+
+
+def compare_heads(rows: int, embedding: Any) -> None:
+    """`head_topk`, and `head_sample` over its time."""
+    hidden = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
+    heats, uniforms = torch.full((rows,), 0.8, device="cuda"), torch.rand(rows, device="cuda")
+
+    def head(**options: Any) -> Any:
+        return tvm_sparse.head_topk(hidden, embedding, K, constant=True, **options)
+
+    def draw(**options: Any) -> Any:
+        return tvm_sparse.head_sample(hidden, embedding, uniforms=uniforms, top_k=K, constant=True, **options)
+
+    def product() -> Any:
+        scores = torch.mm(hidden, embedding.t(), out_dtype=torch.float32)
+        return tvm_sparse.softmax_topk(tvm_sparse.edit_logits(scores, soft_cap=CAP, out=scores), K)
+
+    contenders = {
+        "plain": head,
+        "capped": lambda: head(soft_cap=CAP),
+        "composed": product,
+        "temperatures": lambda: head(temperature=heats),
+        "head_sample": draw,
+        "head_sample with temperatures": lambda: draw(temperature=heats),
+    }
+    show(f"head_topk {rows} x {VOCAB} x {HIDDEN} bfloat16", contenders, calls=10)
+
+
 def main() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        for rows in (1, 16, 64, 256):
-            x = torch.randn(rows, VOCAB, device="cuda").to(dtype)
-            heats, uniforms = torch.full((rows,), 0.8, device="cuda"), torch.rand(rows, device="cuda")
-            ids = torch.randint(VOCAB, (rows, 1), device="cuda")
-
-            def topk(x: Any = x, ids: Any = ids, **options: Any) -> Any:
-                return tvm_sparse.softmax_topk(x, K, log=True, ids=ids, **options)
-
-            def sample(x: Any = x, uniforms: Any = uniforms, **options: Any) -> Any:
-                return tvm_sparse.softmax_sample(x, uniforms=uniforms, **options)
-
-            for name, call in (("softmax_topk", topk), ("softmax_sample", sample)):
-                contenders = {
-                    "plain": call,
-                    "capped": lambda call=call: call(soft_cap=CAP),
-                    "composed": lambda call=call, x=x: call(tvm_sparse.edit_logits(x, soft_cap=CAP)),
-                }
-                if name == "softmax_topk":
-                    contenders["temperatures"] = lambda call=call, heats=heats: call(temperature=heats)
-                show(f"{name} {rows} x {VOCAB} {str(dtype)[6:]}", contenders)
-    embedding = (torch.randn(VOCAB, HIDDEN, device="cuda") / HIDDEN**0.5).bfloat16()
-    for rows in (1, 16, 64):
-        hidden = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
-        heats, uniforms = torch.full((rows,), 0.8, device="cuda"), torch.rand(rows, device="cuda")
-
-        def head(hidden: Any = hidden, **options: Any) -> Any:
-            return tvm_sparse.head_topk(hidden, embedding, K, constant=True, **options)
-
-        def product(hidden: Any = hidden) -> Any:
-            scores = torch.mm(hidden, embedding.t(), out_dtype=torch.float32)
-            return tvm_sparse.softmax_topk(tvm_sparse.edit_logits(scores, soft_cap=CAP, out=scores), K)
-
-        def draw(hidden: Any = hidden, uniforms: Any = uniforms, **options: Any) -> Any:
-            return tvm_sparse.head_sample(hidden, embedding, uniforms=uniforms, top_k=K, constant=True, **options)
-
-        contenders = {
-            "plain": head,
-            "capped": lambda head=head: head(soft_cap=CAP),
-            "composed": product,
-            "temperatures": lambda head=head, heats=heats: head(temperature=heats),
-            "head_sample": draw,
-            "head_sample with temperatures": lambda draw=draw, heats=heats: draw(temperature=heats),
-        }
-        show(f"head_topk {rows} x {VOCAB} x {HIDDEN}", contenders, calls=10)
+    wanted = sys.argv[1:] or ["softmax_topk", "head_topk", "softmax_sample"]
+    for name in ("softmax_topk", "softmax_sample"):
+        for dtype in (torch.float32, torch.bfloat16) if name in wanted else ():
+            for rows in (1, 16, 64):
+                compare_rows(name, rows, dtype)
+    if "head_topk" in wanted:
+        embedding = (torch.randn(VOCAB, HIDDEN, device="cuda") / HIDDEN**0.5).bfloat16()
+        for rows in (1, 16, 64):
+            compare_heads(rows, embedding)
 
 
 if __name__ == "__main__":
