@@ -49,15 +49,17 @@ def pairs_of(log: Log) -> Iterator[Pair]:
     """All pairs of a log in which both were timed."""
     data = training.measured(log)
     defaults = {one.problem: spaces.fallback(one.problem, one.machine) for one in data}
+    winners = {one.problem: min(one.seconds, key=lambda candidate: one.seconds[candidate]) for one in data}
     for here in data:
         default = defaults[here.problem]
         if default not in here.seconds:
             continue
         for there in data:
+            winner, compared = winners[there.problem], there.seconds.get(defaults[there.problem])
+            if there is here or winner == default or winner not in here.seconds or compared is None:
+                continue
             away = octaves(here.problem, there.problem, here.machine)
-            winner = min(there.seconds, key=lambda candidate: there.seconds[candidate])
-            compared = there.seconds.get(defaults[there.problem])
-            if there is here or away is None or winner == default or winner not in here.seconds or compared is None:
+            if away is None:
                 continue
             batches = abs(math.log2(here.problem.batch_extent / there.problem.batch_extent))
             yield Pair(

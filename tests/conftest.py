@@ -38,6 +38,9 @@ for name, value in {
     "OPENBLAS_THREAD_TIMEOUT": "4",
 }.items():
     os.environ.setdefault(name, value)
+# Some hundred processes of the tests, and both that run them, would each compile the package's sources and theirs anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # As where the environment is activated: commands in messages are then short.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 # A shell starts what it puts into the background with SIGINT ignored, and every child inherits that.

@@ -106,6 +106,16 @@ def sample_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
     return {**given, **filters, "seed": seed, "offset": offset, "max_top_k": problem.k if problem.whole else None}
 
 
+def lookup_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
+    """Of the N-hot lookup: sparse rows are one argument."""
+    rows = tuple(given.get(name) for name in ("indptr", "indices", "values"))
+    parts = {"table": (given["table"], given["scales"]), "dtype": problem.dtype} if problem.stored else {}
+    if problem.tables > 1:
+        sizes = np.diff([*given["first_rows"], problem.vocab]).tolist()
+        rows, parts["table"] = (given["offsets"], *rows[1:], sizes), (given["table"], sizes)
+    return {**given, "csr": rows, "mode": problem.mode, "padding_idx": given.get("padding"), **parts}
+
+
 def edits_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
     """Arguments of edits of logits: penalties are numbers, or arrays with one for each row."""
     penalties = {
@@ -150,6 +160,7 @@ _LAYER: dict[str, Any] = {
         "resets": {"resets": 1},
     },
     "texts": {"cell": "cell"},
+    "numbers": {"limit": {"cell": "clipped_relu"}},
 }
 CASES: dict[str, Case] = {
     "softmax": Case(
@@ -186,8 +197,9 @@ CASES: dict[str, Case] = {
         lambda problem, given: {**given, "weight": tuple(given[name] for name in ("indptr", "indices", "values"))},
     ),
     "nhot_lookup": Case(
-        "nhot_lookup/rows=7,vocab=50,width=33,nonzeros=5,weighted=1", {"rows": 4},
-        lambda problem, given: {**given, "csr": tuple(given[name] for name in ("indptr", "indices", "values"))},
+        "nhot_lookup/rows=7,vocab=50,width=33,nonzeros=5,weighted=1", {"rows": 4}, lookup_of,
+        kinds={"EmbeddingTables": {"tables": 3}}, texts={"mode": "mode", "dtype": "dtype"},
+        numbers={"mode": {"weighted": 0}, "padding_idx": {"padded": 1}, "dtype": {"stored": "int8"}},
     ),
     "softmax_sample": Case(
         "softmax_sample/batch=7,vocab=61,k=61", {"batch": 4}, sample_of,
@@ -503,7 +515,10 @@ def placed(value: Any, library: str, device: str, kind: str, problem: Problem) -
     if not isinstance(value, tuple):
         return value
     parts = tuple(placed(one, library, device, "", problem) for one in value)
-    if problem.operator == "head_topk":
+    if isinstance(parts[-1], list):  # the numbers of rows of several tables
+        *some, sizes = parts
+        return tvm_sparse.EmbeddingTables(*some, sizes) if len(some) == 1 else tvm_sparse.CsrRows(some, columns=sizes)
+    if len(parts) == 2:
         return tvm_sparse.QuantizedEmbedding.of_octets(*parts, problem.stored)
     if problem.operator == "bsr_matmul":
         return _weight(parts, kind or "BsrWeight", problem)

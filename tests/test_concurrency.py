@@ -61,14 +61,14 @@ def test_threads_call_while_others_load_and_tune(
 
         def load() -> int:
             count = 0
-            while not ended.wait(0.05):
+            while not ended.wait(0.1):
                 own.add(folder)
                 count += 1
             return count
 
         def call(seed: int) -> int:
             count = 0
-            while not ended.wait(0.05) or not count:
+            while not ended.wait(0.2) or not count:
                 checked_call(seed + 4 * count)
                 count += 1
             return count

@@ -1523,6 +1523,8 @@ def test_kept_objects_are_compiled_once(monkeypatch, tmp_path):
         return len(compiled)
 
     monkeypatch.setattr(run, "_gxx", gxx)
+    # Optimising takes most of the time of what is compiled nine times.
+    monkeypatch.setattr(run, "MACHINE_FLAGS", [*run.MACHINE_FLAGS, "-O0"])
     usual = run._kept
     try:
         keep_objects(None)

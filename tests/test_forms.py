@@ -505,6 +505,22 @@ def test_a_graph_serves_every_number_on_a_gpu(name: str, on_gpu: None) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_compiled_call_becomes_a_cuda_graph(name: str, on_gpu: None) -> None:
+    """torch.compile warms up, records and replays it in memory of its own, where only results may be kept."""
+    call = with_all(name, device="cuda")
+    names = list(tensors_of(call))
+    function = with_tensors(call, names)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(function, backend="cudagraphs", fullgraph=True)
+    for number in (0, 1, 0, 1):
+        given = tuple(tensors_of(with_all(name, number, "cuda")).values())
+        same(call.outputs(compiled(*given)), call.outputs(function(*given)))
+    assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_a_captured_call_is_replayed_with_other_values(name: str, on_gpu: None) -> None:
     call, other = with_all(name, device="cuda"), with_all(name, 1, "cuda")

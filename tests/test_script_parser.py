@@ -14,7 +14,7 @@ from tvm_sparse.core import spaces
 from tvm_sparse.core.registry import parse
 
 # Points of templates that are drawn anew in each run; each is parsed by TVM's parser once, which takes seconds.
-DRAWN = 4
+DRAWN = 3
 
 
 def compare(drawn: list[tuple[str, str]]) -> dict[str, bool]:

@@ -292,6 +292,16 @@ def test_training_beside_its_peers(scripts: Scripts, tmp_path: Path) -> None:
     assert all(float(line["error"]) < 1e-4 for line in lines if line["passes"] == "both")
 
 
+def test_both_ways_of_products_of_entries(scripts: Scripts, tmp_path: Path) -> None:
+    out = tmp_path / "entries.csv"
+    shapes = ("--shape", "3,48,32,0.7", "--shape", "9,48,32,0.7")
+    printed = scripts.run("entry_products.py", "--target", "cpu", *shapes, "--dtype", "float32", "--csv", out)
+    assert "regret" in printed and "worst" in printed
+    for line in lines_of(out):
+        kernel, dense = float(line["kernel"]), float(line["dense"])
+        assert line["way"] == "kernel" and float(line["regret"]) == pytest.approx(kernel / min(kernel, dense), rel=0.1)
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(280)
 def test_ways_of_recurrent_stacks_over_a_grid(scripts: Scripts, tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ STARTS = ints(0, 3, 3, 5, 8, 9, 9, 12)
 BLOCKS = torch.randn(12, 5, 3)
 COLUMNS = ints(4, 0, 21, 7, 3, 1, 0, 20, 5, 2, 9, 8)
 WEIGHT = tvm_sparse.BsrWeight((BLOCKS, COLUMNS, STARTS), columns=66)
+BOTH = ints(0, 3, 3, 5, 8, 9, 12)
 ENTRIES = ints(4, 0, 21, 7, 3, 1, 0, 49, 5, 2, 49, 8)
 VALUES = torch.randn(12)
 SPARSE = tvm_sparse.CsrRows((STARTS, COLUMNS, VALUES), columns=66)
@@ -114,6 +115,10 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "csr_linear": (lambda x: tvm_sparse.csr_linear(x * 2, SPARSE), (X,)),
     "csr_linear of parts": (lambda x, *parts: tvm_sparse.csr_linear(x, parts), (X, STARTS, COLUMNS, VALUES)),
     "nhot_lookup": (lambda table: tvm_sparse.nhot_lookup(ROWS, table * 2), (TABLE,)),
+    "nhot_lookup, means": (
+        lambda table: tvm_sparse.nhot_lookup((STARTS, ENTRIES, None), table * 2, mode="mean"),
+        (TABLE,),
+    ),
     "nhot_lookup of parts": (
         lambda starts, at, table: tvm_sparse.nhot_lookup((starts, at, None), table),
         (STARTS, ENTRIES, TABLE),
@@ -215,7 +220,7 @@ print(sorted({str(node.target) for node in graph.nodes if "tvm_sparse" in str(no
 """
     done = subprocess.run([sys.executable, "-c", program, str(path)], check=True, capture_output=True, text=True)
     names = {name.partition(" ")[0] for name in CALLS if name != "log_softmax"}
-    names |= {"softmax_topk_given", "bsr_matmul_epilogue", "nhot_lookup_rows"}
+    names |= {"softmax_topk_given", "bsr_matmul_epilogue", "nhot_lookup_rows", "nhot_lookup_bags"}
     assert done.stdout.strip() == str(sorted(f"tvm_sparse.{name}.default" for name in names))
 
 
@@ -286,6 +291,10 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
     "csr_linear": (leaf(X), STARTS, COLUMNS, leaf(VALUES), True),
     "nhot_lookup": (STARTS, ENTRIES, leaf(VALUES), leaf(TABLE), True),
     "nhot_lookup_rows": (STARTS, ENTRIES, leaf(VALUES), leaf(TABLE)),
+    "nhot_lookup_bags": (STARTS, ENTRIES, None, leaf(TABLE), "max", 3, False, True),
+    "nhot_lookup_bags of two tables": (
+        *(BOTH, ENTRIES % 20, leaf(VALUES), leaf(TABLE), "sum", 3, False, True, None, "", None, ints(0, 20), [20, 30]),
+    ),
     "bsr_matmul": (leaf(X), leaf(BLOCKS), COLUMNS, STARTS, WEIGHT.order, WEIGHT.structure),
     "bsr_matmul_epilogue": (
         *(leaf(X), leaf(BLOCKS), COLUMNS, STARTS, WEIGHT.order, WEIGHT.structure, leaf(PRODUCT_BIAS), "gelu"),
@@ -297,15 +306,16 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
     ),
 }
 OF = {
-    **{"softmax_topk_given": "softmax_topk", "nhot_lookup_rows": "nhot_lookup"},
+    **{"softmax_topk_given": "softmax_topk", "nhot_lookup_rows": "nhot_lookup", "nhot_lookup_bags": "nhot_lookup"},
     **dict.fromkeys(("bsr_matmul_epilogue", "bsr_matmul_full", "bsr_sddmm"), "bsr_matmul"),
 }
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_pytorch_finds_the_operator_right(name: str) -> None:
-    custom.module_of(OF.get(name, name))
-    torch.library.opcheck(getattr(torch.ops.tvm_sparse, name).default, OPERATORS[name])
+    operator, *_ = name.split()
+    custom.module_of(OF.get(operator, operator))
+    torch.library.opcheck(getattr(torch.ops.tvm_sparse, operator).default, OPERATORS[name])
 
 
 @pytest.mark.parametrize(
@@ -508,6 +518,16 @@ assert "torch" not in sys.modules
 
 
 # ---- vmap ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["sum", "max"])
+def test_vmap_over_tables(mode: str) -> None:
+    def looked_up(table: Any) -> Any:
+        tables = tvm_sparse.EmbeddingTables(table, (20, 30))
+        return tvm_sparse.nhot_lookup((BOTH, ENTRIES % 20, None), tables, mode=mode, padding_idx=1)
+
+    several = torch.randn(2, 50, 33)
+    same(torch.vmap(looked_up)(several), torch.stack([looked_up(one) for one in several]))
 
 
 def test_vmap() -> None:

@@ -21,6 +21,8 @@ from tvm_sparse.operators.edit_logits.problem import EditLogits
 THREADS = powers(64, 1024)
 # More slices copy a single row faster; each goes through all words of the row.
 SLICES = powers(1, 16)
+# Thread blocks of a multiprocessor up to which the default has more slices.
+MOST_BLOCKS = 4
 
 
 def space(problem: EditLogits, machine: Machine) -> Table:
@@ -34,13 +36,13 @@ def allowed(problem: EditLogits, machine: Machine, decisions: Decisions) -> str 
 
 
 def default(problem: EditLogits, machine: Machine) -> Decisions:
-    """For calls in place, whose time is that of the longest list: a thread has a word or few of them. A soft cap
-    concerns all logits.
+    """As many slices as the multiprocessors can copy at the same time; where there is one, whose time is that of the
+    longest list if nothing is copied, a thread has a word or few of them.
     """
-    if problem.capped and not allowed(problem, machine, {"slices": SLICES[-1]}):
-        return {"threads": 512, "slices": SLICES[-1], "overlap": int(machine.has_clusters)}
-    threads = min(n for n in THREADS if n >= min(problem.words, 512))
-    return {"threads": threads, "slices": 1, "overlap": int(machine.has_clusters)}
+    most = max(MOST_BLOCKS * machine.cores // problem.batch, 1)
+    slices = max(n for n in SLICES if n <= most and (n == 1 or not allowed(problem, machine, {"slices": n})))
+    threads = 512 if slices > 1 or problem.capped else min(n for n in THREADS if n >= min(problem.words, 512))
+    return {"threads": threads, "slices": slices, "overlap": int(machine.has_clusters)}
 
 
 def build(problem: EditLogits, decisions: Decisions) -> Program:

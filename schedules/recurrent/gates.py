@@ -62,6 +62,8 @@ def gates(e: Gated) -> Phase:
         else:  # in a comparison with NaN the other operand is taken
             s.result[u] = s.x[u] + s.sums[u * k]
             s.result[u] = T.Select(s.result[u] < T.float32(0), T.float32(0), s.result[u])
+        if e.cell == "clipped_relu":
+            s.result[u] = T.Select(s.result[u] > io.limit, io.limit, s.result[u])
 
     @T.inline
     def lstm(s, io, u):

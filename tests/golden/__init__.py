@@ -1,9 +1,13 @@
 """Fingerprints of the code that templates emit: what makes "the machine code is unchanged" a test.
 
-A *point* is a template's decisions for one problem. Its fingerprint has two parts:
+A *point* is a template's decisions for one problem. Its fingerprint has three parts, of which the first that is as
+before decides:
 
+``program``
+    of the program's text, its target and TVM's version, which determine all that follows. Cheap to make, and changed by
+    a new name.
 ``source``
-    of what the code generator emits: CUDA C++ and the launch, or LLVM IR. Cheap to make, and changed by a new name.
+    of what the code generator emits: CUDA C++ and the launch, or LLVM IR.
 ``machine``
     of what the assembler makes of that: the instructions and constants of every kernel in the cubin and its launch, or
     the assembly of the CPU code. Made only where `source` has changed.
@@ -97,6 +101,19 @@ def read(template: str) -> Golden:
     return Golden(template, content["version"], content["assembler"], content["points"])
 
 
+def program_fingerprint(point: Point) -> str:
+    """Of the program of a point, its target and the version of TVM."""
+    program, target = _built(point), target_of(point.machine)
+    return _hashed(program.module.script(show_meta=True), str(target), program.pipeline or "", assembler("llvm"))
+
+
+def source_unchanged(point: Point, expected: dict[str, Any]) -> bool:
+    """Whether the code generator emits what it did when the fingerprints were taken."""
+    if program_fingerprint(point) == expected.get("program"):
+        return True
+    return source_fingerprint(emitted(point)) == expected["source"]
+
+
 def _hashed(*parts: str | bytes) -> str:
     digest = hashlib.sha256()
     for part in parts:
@@ -144,12 +161,12 @@ def machine_fingerprint(point: Point) -> str:
 
 
 def fingerprints(point: Point) -> dict[str, Any]:
-    """What is kept of a point: both fingerprints, and the resources of a CUDA kernel."""
+    """What is kept of a point: its fingerprints, and the resources of a CUDA kernel."""
     program = _built(point)
     text = _emitted(program, point.machine)
-    source = source_fingerprint(text)
+    found = {"program": program_fingerprint(point), "source": source_fingerprint(text)}
     if point.machine.kind == "llvm":
-        return {"source": source, "machine": _hashed(*text.split("\n"))}
+        return found | {"machine": _hashed(*text.split("\n"))}
     with tempfile.TemporaryDirectory() as folder:
         compiled = compile_candidate(parse(point.problem), point.candidate, point.machine, Path(folder) / "kernel.so")
         parts: list[Any] = []
@@ -157,7 +174,7 @@ def fingerprints(point: Point) -> dict[str, Any]:
             for name, content in sorted(cuda.code_sections(cubin).items()):
                 parts += [name, content]
         parts += launches(program.module, target_of(point.machine), pipeline=program.pipeline)
-        return {"source": source, "machine": _hashed(*parts), "resources": _resources(compiled)}
+        return found | {"machine": _hashed(*parts), "resources": _resources(compiled)}
 
 
 def _resources(compiled: Compiled) -> dict[str, Any]:

@@ -28,7 +28,18 @@ from pathlib import Path
 from tvm_sparse.core import spaces
 from tvm_sparse.core.registry import nearest
 
-from . import FOLDER, Golden, Point, assembler, emitted, fingerprints, machine_fingerprint, read, source_fingerprint
+from . import (
+    FOLDER,
+    Golden,
+    Point,
+    assembler,
+    emitted,
+    fingerprints,
+    machine_fingerprint,
+    program_fingerprint,
+    read,
+    source_unchanged,
+)
 from .choose import LEAST, realistic
 from .present import Present, present
 
@@ -38,7 +49,7 @@ def changed(golden: Golden, now: Present) -> list[tuple[str, bool]]:
     found = []
     for key, point in now.points.items():
         expected = golden.points[key]
-        if source_fingerprint(emitted(point)) != expected["source"]:
+        if not source_unchanged(point, expected):
             found.append((key, machine_fingerprint(point) != expected["machine"]))
     return found
 
@@ -133,7 +144,8 @@ def update(name: str, quiet: bool) -> bool:
     by = assembler(template.kind)
     anew = dict(found) if by == golden.assembler else now.points
     points = {
-        point.key: fingerprints(point) if key in anew else golden.points[key] for key, point in now.points.items()
+        point.key: fingerprints(point) if key in anew else golden.points[key] | {"program": program_fingerprint(point)}
+        for key, point in now.points.items()
     }
     if len(points) < LEAST:
         print(f"{name}: {len(points)} points are left of {len(golden.points)}: python -m golden choose {name}")

@@ -18,7 +18,7 @@ from tvm_sparse.core import spaces
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.template import NotApplicable, Table
 
-from . import Golden, Point, emitted, machine_fingerprint, source_fingerprint
+from . import Golden, Point, machine_fingerprint, source_unchanged
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _choices(golden: Golden, tables: Mapping[str, Table]) -> Iterator[dict[str, 
 
 
 def _same_source(golden: Golden, key: str, point: Point) -> bool:
-    return source_fingerprint(emitted(point)) == golden.points[key]["source"]
+    return source_unchanged(point, golden.points[key])
 
 
 def _same_machine(golden: Golden, key: str, point: Point) -> bool:

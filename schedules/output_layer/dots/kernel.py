@@ -9,8 +9,9 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvm_sparse.core.template import Program, Workspace
+from tvm_sparse.formats.quantized import word_number
 from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
-from tvm_sparse.operators.head_topk.problem import HeadTopk, word_number
+from tvm_sparse.operators.head_topk.problem import HeadTopk
 
 from ...device.region import device_region
 from ...device.selection import FULL_WARP

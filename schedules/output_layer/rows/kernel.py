@@ -11,8 +11,9 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.machine import AVX512_BF16
 from tvm_sparse.core.template import Decisions, Program, Workspace
+from tvm_sparse.formats.quantized import word_number
 from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
-from tvm_sparse.operators.head_topk.problem import HeadTopk, word_number, word_size
+from tvm_sparse.operators.head_topk.problem import HeadTopk, word_size
 
 from ...device import llvm_ir
 from ...device.arithmetic import tanh_relative

@@ -15,7 +15,7 @@ from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ce
 from tvm_sparse.operators.recurrent_backward.problem import RecurrentBackward
 from tvm_sparse.operators.sparse_recurrent.problem import RecurrentLayer, SparseRecurrent
 
-from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit
+from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit, require_one_exchange
 
 WARP_MAXIMA = 80  # the compute capability from which on a warp finds a maximum in one instruction
 # Thread blocks, as alternatives to one per multiprocessor. Fewer read the hidden state fewer times from the L2 cache;
@@ -403,6 +403,7 @@ def require(problem: SparseRecurrent | RecurrentBackward, machine: Machine) -> N
     """Raise `NotApplicable` for problems that this template does not support."""
     if machine.capability < WARP_MAXIMA:
         raise NotApplicable("maxima of a warp need compute capability 8.0")
+    require_one_exchange(problem)
     if problem.words == 1 and problem.most_nonzeros >> 16:
         raise NotApplicable(f"16 bits have no number for absent entries beyond {problem.most_nonzeros} columns")
 

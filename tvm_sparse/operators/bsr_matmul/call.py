@@ -8,6 +8,7 @@ from typing import Any
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import FLOATS
 from tvm_sparse.runtime import arrays, custom, repeat
+from tvm_sparse.runtime import dense as dense_ways
 from tvm_sparse.runtime.calls import (
     TORCH_ALONE,
     by_parts,
@@ -19,12 +20,12 @@ from tvm_sparse.runtime.calls import (
     most_rows,
     outputs_for,
     refuse_gradient,
-    run,
 )
+from tvm_sparse.runtime.dense import DENSE, run_dense
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.signature import ROWS, Absent, Array, Number, Output, Signature, Structure, Text
 
-from .dense import DENSE, KERNEL, dense_call, dense_on_host, likely_way
+from .dense import likely_way
 from .problem import ACTIVATIONS, BsrMatmul, activated
 from .weight import BsrWeight
 
@@ -196,13 +197,11 @@ def bsr_matmul(
             ready, where = arrays.ready("x", x, known), machine_of("x", known)
             if dense is None:
                 dense = weight.constant and arrays.is_torch(x) and way(problem, where) == DENSE
-            if dense and not arrays.is_torch(weight.data):
-                dense_on_host(ready, weight, row, activation, y)
-            elif dense:
-                function = dense_call(weight, activation, row is not None)
-                run(launchers, what, function, (ready, *weight.arguments, row), (y,), single=True)
+            arguments = (ready, *weight.arguments, row)
+            if dense:
+                told = {"activation": activation, "biased": row is not None, "finish": _finish(row, activation or "")}
+                run_dense(weight, launchers, what, arguments, y, **told)
             else:
-                arguments = (ready, *weight.arguments, row)
                 launch(dispatcher, problem, where, what, arguments, (y,), single=True, kept=launchers)
     return out if out is not None else arrays.returned(y, x)
 
@@ -213,17 +212,13 @@ def asked(activation: str | None, dense: bool | None) -> Any:
 
 
 def way(problem: BsrMatmul, machine: Machine) -> str:
-    """The way of calls with torch tensors and a constant weight: the faster one by the record, or, without one, the one
-    likely to be faster.
-    """
-    return dispatcher.way(problem, machine) or likely_way(problem, machine).way
+    """As `runtime.dense.way`."""
+    return dense_ways.way(problem, machine, likely_way)
 
 
 def told_way(problem: BsrMatmul, machine: Machine) -> str:
-    """For `explain`: that way, and why."""
-    recorded, likely = dispatcher.way(problem, machine), likely_way(problem, machine)
-    what = "the kernel" if (recorded or likely.way) == KERNEL else "PyTorch's product with a dense copy"
-    return f"{what}: {'the record compares both' if recorded else likely.why}"
+    """As `runtime.dense.told_way`."""
+    return dense_ways.told_way(problem, machine, likely_way)
 
 
 def _operator(
@@ -240,6 +235,15 @@ def _casts(x: Any, bias: Any, known: arrays.Facts, weight: BsrWeight, torch: Any
     dtype = weight.data.dtype
     others = x.dtype is not dtype or (arrays.is_torch(bias) and bias.dtype is not dtype)
     return others and torch.get_autocast_dtype(known.device) is dtype
+
+
+def _finish(bias: Any, activation: str) -> Any:
+    """Bias and activation of a product of arrays on the host."""
+
+    def finish(found: Any) -> Any:
+        return activated(found if bias is None else found + arrays.as_numpy(bias).astype(found.dtype), activation)
+
+    return finish
 
 
 def _fill_rows(y: Any, bias: Any, activation: str) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 from tvm_sparse.bench.contenders import BOTH, CPU, CUDA, Call, Peer, torch_tensor
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import Problem
+from tvm_sparse.runtime.dense import DENSE, KERNEL
 
 from .call import bsr_matmul
-from .dense import DENSE, KERNEL
 from .problem import BsrMatmul, activated
 from .weight import BsrWeight
 

@@ -20,7 +20,7 @@ from tvm_sparse.runtime.calls import most_rows, refuse_gradient
 from . import call
 from .weight import INSTEAD, BsrWeight, Structure, balanced
 
-__all__ = ["Turned", "bsr_matmul", "dense_matrix", "product", "turned"]
+__all__ = ["Turned", "bsr_matmul", "dense_matrix", "dense_product", "product", "turned"]
 
 # Elements of x and of the gradient that are gathered at once for the gradient of stored blocks.
 GATHERED = 2**26
@@ -313,6 +313,8 @@ def bsr_matmul(
     options = {"bias": bias, "activation": activation, "validate": validate}
     if isinstance(weight, BsrWeight):
         parts, known = (weight.data, weight.indices, weight.indptr), (weight.order, weight.structure)
+        if not torch.jit.is_tracing() and x.shape[-1] != weight.shape[1]:
+            raise ValueError(f"x: expected {weight.shape[1]} columns, as the weight has, got shape {tuple(x.shape)}")
         if torch.is_grad_enabled() and x.requires_grad and weight.turned is None and not _traced(x):
             itemsize = numpy_dtype(weight.dtype).itemsize
             weight.turned = turned(weight.indices, weight.indptr, weight.shape[1], weight.block_shape, itemsize)
@@ -340,16 +342,17 @@ def bsr_matmul(
     if dense:
         if validate:
             BsrWeight(parts, columns=x.shape[-1], validate=True, balance=False)
-        return custom.written(_dense_product(x, parts, options["bias"], activation), out)
+        return custom.written(dense_product(x, parts, options["bias"], activation), out)
     return custom.written(product(x, parts, *known, **options), out)
 
 
-def _dense_product(x: Any, parts: tuple[Any, Any, Any], bias: Any, activation: str | None) -> Any:
+def dense_product(x: Any, parts: tuple[Any, Any, Any], bias: Any = None, activation: str | None = None) -> Any:
     """The product with a dense matrix made of the parts, through which gradients flow to them."""
     data, indices, indptr = parts
     shape = ((indptr.shape[0] - 1) * data.shape[1], x.shape[-1])
-    y = torch.nn.functional.linear(x, dense_matrix(data, indices, indptr, shape), bias)
-    return y if activation is None else getattr(torch.nn.functional, activation)(y)
+    with torch.autocast(x.device.type, enabled=False):
+        y = torch.nn.functional.linear(x, dense_matrix(data, indices, indptr, shape), bias)
+        return y if activation is None else getattr(torch.nn.functional, activation)(y)
 
 
 def _traced(x: Any) -> bool:

@@ -11,6 +11,7 @@ from tvm_sparse.core.given import block_of, described
 from tvm_sparse.core.problem import FLOATS, numpy_dtype
 from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.calls import float_dtype, index_as, refuse_gradient
+from tvm_sparse.runtime.dense import DenseCopy, densified
 
 from .pattern import pattern_of
 from .problem import BsrMatmul
@@ -43,7 +44,7 @@ class Structure(NamedTuple):
         return cls(packed >> 2 & 0x7FFFFFFF, (packed >> 33) - 1, pattern, constant)
 
 
-class BsrWeight:
+class BsrWeight(DenseCopy):
     """A block-sparse weight `(n, k)`, checked and converted once, for many calls of `bsr_matmul`.
 
     Parameters
@@ -228,7 +229,6 @@ class BsrWeight:
         self._problems: dict[tuple[int, int, str], BsrMatmul] = {}
         # For tensors: the transposed structure, computed at the first gradient of x; see `torch_op`.
         self.turned: Any = None
-        self._dense: Any = None
 
     def validate(self) -> None:
         """Check indices and indptr again on any device; on a GPU this costs a synchronisation.
@@ -305,35 +305,7 @@ class BsrWeight:
         TypeError
             For arrays on a GPU that are not PyTorch's.
         """
-        (n, k), (rows, cols) = self.shape, self.block_shape
-        high, wide = n // rows, k // cols
-        if arrays.is_torch(self.data):
-            torch = sys.modules["torch"]
-            counts = self.indptr.diff().long()
-            at = torch.arange(high, device=counts.device).repeat_interleave(counts) * wide + self.indices
-            blocks = torch.zeros((high * wide, rows, cols), dtype=torch.float32, device=self.data.device)
-            blocks.index_add_(0, at, self.data.float())
-            return blocks.view(high, wide, rows, cols).transpose(1, 2).reshape(n, k).to(self.data.dtype)
-        if self.device != "cpu":
-            raise TypeError(
-                f"weight: only weights of torch tensors become dense on a GPU, got {type(self.data).__name__}"
-            )
-        import numpy as np
-
-        data = arrays.as_numpy(self.data)
-        sums = np.zeros((high * wide, rows, cols), np.float32)
-        at = np.repeat(np.arange(high), np.diff(self.indptr)) * wide + self.indices
-        np.add.at(sums, at, data.astype(np.float32))
-        dense = sums.reshape(high, wide, rows, cols).transpose(0, 2, 1, 3).reshape(n, k).astype(data.dtype)
-        return arrays.returned(dense, self.data)
-
-    def dense_copy(self) -> Any:
-        """`to_dense()`, made once and kept if the weight is `constant`; it must not be written."""
-        if not self.constant:
-            return self.to_dense()
-        if self._dense is None:
-            self._dense = self.to_dense()
-        return self._dense
+        return densified(self.data, self.indices, self.indptr, self.shape)
 
     def __getstate__(self) -> dict[str, Any]:
         # Neither a kernel nor its prepared arguments can be copied.

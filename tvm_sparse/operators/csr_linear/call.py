@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import FLOATS
 from tvm_sparse.operators.nhot_lookup.rows import CsrRows
 from tvm_sparse.runtime import arrays, custom, repeat
+from tvm_sparse.runtime import dense as dense_ways
 from tvm_sparse.runtime.calls import (
     TORCH_ALONE,
     by_parts,
@@ -20,9 +22,11 @@ from tvm_sparse.runtime.calls import (
     outputs_for,
     refuse_gradient,
 )
+from tvm_sparse.runtime.dense import DENSE, run_dense
 from tvm_sparse.runtime.dispatch import dispatcher
-from tvm_sparse.runtime.signature import ROWS, Array, Number, Output, Signature, Structure
+from tvm_sparse.runtime.signature import ROWS, Absent, Array, Number, Output, Signature, Structure
 
+from .dense import likely_way
 from .problem import CsrLinear
 
 SIGNATURES = {
@@ -30,6 +34,7 @@ SIGNATURES = {
         ("x", Array((ROWS, "k"), FLOATS, gradient=True)),
         ("weight", Structure(("CsrRows", "scipy.sparse.csr_array", "torch.sparse_csr", "(indptr, indices, values)"))),
         ("validate", Number("bool")),
+        ("dense", Absent(), Number("bool")),
         outputs=(Output("y"),),
     )
 }
@@ -37,7 +42,7 @@ SIGNATURES = {
 __all__ = ["csr_linear"]
 
 
-def csr_linear(x: Any, weight: Any, *, out: Any = None, validate: bool = False) -> Any:
+def csr_linear(x: Any, weight: Any, *, out: Any = None, validate: bool = False, dense: bool | None = None) -> Any:
     """x @ weight.T with an unstructured sparse weight.
 
     y[i, j] = sum_e x[i, indices[e]] * values[e],  e = indptr[j] ... indptr[j + 1] - 1.
@@ -58,6 +63,11 @@ def csr_linear(x: Any, weight: Any, *, out: Any = None, validate: bool = False) 
     validate
         Also check indptr and indices on a GPU, which costs a synchronisation; on the host they are always checked, for
         a `CsrRows` when it is made. Invalid indices that are not checked cause reads out of bounds.
+    dense
+        Whether to multiply with a dense copy of the weight, by PyTorch's product (NumPy's for arrays of other libraries
+        on the host). None: where that is likely to be faster, for torch tensors on a GPU and a `CsrRows` that is
+        `constant`. Such a weight makes the copy at its first use and keeps it, `n * k` elements; for others it is made
+        in every call.
 
     Returns
     -------
@@ -79,20 +89,26 @@ def csr_linear(x: Any, weight: Any, *, out: Any = None, validate: bool = False) 
     The result is differentiable in x, by this same function with the transposed weight, and in values given as
     `(indptr, indices, values)`, by a sampled dense-dense product.
 
-    When not to use it: for more than some 64 rows of x, or with fewer than about 70 % of the weight zero, a dense
-    product is as fast. If nonzeros come in blocks, `bsr_matmul` is faster.
+    A product with the dense copy is faster for many rows of x and many entries: by the record of the problem, or
+    without one by the share of nonzeros, as `explain` says. It multiplies zeros too: a NaN or an infinity in x makes
+    all of its row NaN. Where PyTorch records a gradient or a graph, only `dense=True` takes it.
+
+    When not to use it: if the weight may not be `constant`, for more than some 16 rows of x, or with fewer than about
+    70 % of the weight zero, a dense product is as fast. If nonzeros come in blocks, `bsr_matmul` is faster.
 
     Source: Gale et al. 2020, "Sparse GPU Kernels for Deep Learning", section 5.
     """
+    dense = None if dense is None else bool(dense)
+    what = WHAT if dense is None else (WHAT, dense)
     if isinstance(weight, CsrRows):
         if validate:
             weight.validate()
         launchers = weight.launchers.of(dispatcher.launchers)
-        found = repeat.again(launchers, WHAT, (x, *weight.arguments), out)
+        found = repeat.again(launchers, what, (x, *weight.arguments), out)
         if found is not None:
             return found
     if custom.transformed(x, *_arrays_of(weight), differentiable=True):
-        return custom.module_of("csr_linear").csr_linear(x, weight, out=out, validate=validate)
+        return custom.module_of("csr_linear").csr_linear(x, weight, out=out, validate=validate, dense=dense)
     known = arrays.facts("x", x)
     check_floats("x", known)
     refuse_gradient("x", x, TORCH_ALONE)
@@ -110,7 +126,7 @@ def csr_linear(x: Any, weight: Any, *, out: Any = None, validate: bool = False) 
     if len(known.shape) != 2:
 
         def call(some: Any, given: Any) -> list[Any]:
-            return [csr_linear(some, rows, out=given and given[0])]
+            return [csr_linear(some, rows, out=given and given[0], dense=dense)]
 
         [y] = by_rows(call, x, known, out, (("out", (n,), known.dtype),))
         return out if out is not None else y
@@ -123,7 +139,7 @@ def csr_linear(x: Any, weight: Any, *, out: Any = None, validate: bool = False) 
     if m > most:
 
         def part(given: list[Any], into: list[Any]) -> Any:
-            return csr_linear(given[0], rows, out=into[0])
+            return csr_linear(given[0], rows, out=into[0], dense=dense)
 
         by_parts(part, m, most, (x,), (y,))
     elif m and n:
@@ -132,13 +148,28 @@ def csr_linear(x: Any, weight: Any, *, out: Any = None, validate: bool = False) 
         else:
             kept = rows.launchers.of(dispatcher.launchers) if rows is weight else None
             arguments = (arrays.ready("x", x, known), *rows.arguments)
-            where = machine_of("x", known)
-            launch(dispatcher, problem_of(rows, m), where, WHAT, arguments, (y,), single=True, kept=kept)
+            problem, where = problem_of(rows, m), machine_of("x", known)
+            if dense is None:
+                dense = rows.constant and arrays.is_torch(x) and way(problem, where) == DENSE
+            if dense:
+                run_dense(rows, kept, what, arguments, y)
+            else:
+                launch(dispatcher, problem, where, what, arguments, (y,), single=True, kept=kept)
     return out if out is not None else arrays.returned(y, x)
 
 
 # What launchers of sparse rows are kept by, beside those of look-ups.
 WHAT = "csr_linear"
+
+
+def way(problem: CsrLinear, machine: Machine) -> str:
+    """As `runtime.dense.way`."""
+    return dense_ways.way(problem, machine, likely_way)
+
+
+def told_way(problem: CsrLinear, machine: Machine) -> str:
+    """As `runtime.dense.told_way`."""
+    return dense_ways.told_way(problem, machine, likely_way)
 
 
 def problem_of(rows: CsrRows, m: int) -> CsrLinear:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm_sparse.bench.contenders import BOTH, CPU, Call, Peer, torch_tensor
+from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.operators.nhot_lookup.rows import CsrRows
+from tvm_sparse.runtime.dense import DENSE, KERNEL
 
 from .call import csr_linear, problem_of
 from .problem import CsrLinear
@@ -53,6 +55,17 @@ def ours(problem: CsrLinear, inputs: Sequence[Any], convert: Callable[[Any], Any
     x, indptr, indices, values = map(convert, inputs)
     rows = CsrRows((indptr, indices, values), columns=problem.k)
     return lambda: csr_linear(x, rows), problem_of(rows, problem.m)
+
+
+def ways(problem: CsrLinear, inputs: Sequence[Any], machine: Machine) -> dict[str, Call]:
+    """The public function by each of its ways, for torch tensors and a constant weight."""
+    x, *parts = (torch_tensor(array, machine.device) for array in inputs)
+    rows = CsrRows(tuple(parts), columns=problem.k, constant=True)
+
+    def by(way: str) -> Call:
+        return lambda: csr_linear(x, rows, dense=way == DENSE)
+
+    return {way: by(way) for way in (KERNEL, DENSE)}
 
 
 PEERS = (

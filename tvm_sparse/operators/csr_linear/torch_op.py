@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from tvm_sparse.operators.bsr_matmul.torch_op import dense_product
+from tvm_sparse.operators.nhot_lookup.rows import CsrRows
 from tvm_sparse.operators.nhot_lookup.torch_op import parts_of
 from tvm_sparse.runtime import custom
 
@@ -65,9 +67,16 @@ _OPERATOR = custom.define(
 )
 
 
-def csr_linear(x: Any, weight: Any, *, out: Any = None, validate: bool = False) -> Any:
+def csr_linear(x: Any, weight: Any, *, out: Any = None, validate: bool = False, dense: bool | None = None) -> Any:
     """The public function as torch.compile traces it."""
     parts = parts_of("weight", weight, "indptr, indices, values")
     if parts[2] is None:
         raise ValueError("weight: expected values, got None")
+    if isinstance(weight, CsrRows) and not torch.jit.is_tracing() and x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x: expected {weight.shape[1]} columns, as the weight has, got shape {tuple(x.shape)}")
+    if dense:
+        if validate:
+            CsrRows(parts, columns=x.shape[-1], validate=True)
+        indptr, indices, values = parts
+        return custom.written(dense_product(x, (values.reshape(-1, 1, 1), indices, indptr)), out)
     return custom.written(_OPERATOR(x, *parts, validate), out)

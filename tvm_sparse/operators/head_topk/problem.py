@@ -24,7 +24,7 @@ from tvm_sparse.core.problem import (
     require_dtype,
     require_positive,
 )
-from tvm_sparse.formats.quantized import STORED, as_float32, stored_scales, stored_values
+from tvm_sparse.formats.quantized import STORED, as_float32, stored_scales, stored_values, word_number
 from tvm_sparse.operators.softmax_topk.problem import (
     ABSOLUTE_LOG,
     CAP,
@@ -359,25 +359,6 @@ class HeadTopk(Problem):
 def word_size(problem: Problem) -> int:
     """Bytes of a number of the embedding."""
     return 1 if problem.axes.get("stored") else numpy_dtype(problem.axes["dtype"]).itemsize
-
-
-def word_number(stored: str, number: Any) -> Any:
-    """The float32, as an expression of a program, of a number of the embedding, or of a byte of one that is `stored`.
-
-    Exponents of float8_e4m3fn are biased by 7, those of float32 by 127. A number without an exponent counts units of
-    2^-9; its bits in the place of a float32's would be a subnormal number, which a GPU may take for 0.
-    """
-    from tvm.script import tirx as T
-
-    if not stored:
-        return T.Cast("float32", number)
-    if stored == "int8":
-        return T.Cast("float32", T.Cast("int8", number))
-    bits = T.Cast("uint32", number)
-    size = bits & T.uint32(0x7F)
-    normal = T.reinterpret("float32", (size << T.uint32(20)) + T.uint32(120 << 23))
-    found = T.Select(size < T.uint32(8), T.Cast("float32", size) * T.float32(2.0**-9), normal)
-    return T.Select(bits < T.uint32(0x80), found, -found)
 
 
 def tolerances(

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tvm_sparse.core.given import described
+from tvm_sparse.core.given import described, integer
 from tvm_sparse.core.problem import FLOATS
 from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import float_dtype, index_as, refuse_gradient
+from tvm_sparse.runtime.dense import DenseCopy, densified
 
 from .problem import INDEX, NhotLookup, typical
 
@@ -19,8 +20,8 @@ from .problem import INDEX, NhotLookup, typical
 MOST_INT32 = 2**31 - 1
 
 
-class CsrRows:
-    """Sparse rows `(rows, columns)`, checked once, for many calls of `nhot_lookup`.
+class CsrRows(DenseCopy):
+    """Sparse rows `(rows, columns)`, checked once, for many calls of `nhot_lookup` or `csr_linear`.
 
     Parameters
     ----------
@@ -28,22 +29,30 @@ class CsrRows:
         A `scipy.sparse.csr_array` or `csr_matrix`, a torch tensor of layout `torch.sparse_csr`, or
         `(indptr, indices, values)` with None for values that are all 1.
     columns
-        Number of columns, for rows given by their arrays, which do not determine it.
+        Number of columns, for rows given by their arrays, which do not determine it. For rows of several tables, those
+        of the first table first, a sequence of each table's number of rows (`EmbeddingTables.sizes`).
     validate
         Also check indptr and indices on a GPU; on the host they are always checked.
     checked
         A promise that indptr and indices are valid, so that they are not checked. Invalid ones cause reads out of
         bounds.
+    constant
+        A promise that the arrays are no longer written, as in inference: `csr_linear` then keeps a dense copy where the
+        product with that is faster.
 
     Attributes
     ----------
     indptr, indices, values
         The arrays for kernels: row starts `(rows + 1,)`, columns `(nnz,)`, both int32 or both int64, and values
         `(nnz,)` or None. If their dtypes differed, indptr is a copy in the dtype of indices (with 2^31 or more int32
-        indices, these are a copy in int64). The arrays may be changed in place, as long as indptr and indices stay
-        valid.
+        indices, these are a copy in int64). Unless the rows are `constant`, the arrays may be changed in place, as long
+        as indptr and indices stay valid.
+    sizes
+        Numbers of rows of several tables, or ().
     shape, dtype, nnz, index, device
         Properties of the rows; `dtype` is that of the values or None, `index` that of indptr and indices.
+    constant
+        As promised.
 
     Raises
     ------
@@ -55,7 +64,15 @@ class CsrRows:
     A `CsrRows` can be copied and pickled.
     """
 
-    def __init__(self, csr: Any, *, columns: int | None = None, validate: bool = False, checked: bool = False) -> None:
+    def __init__(
+        self,
+        csr: Any,
+        *,
+        columns: Any = None,
+        validate: bool = False,
+        checked: bool = False,
+        constant: bool = False,
+    ) -> None:
         indptr, indices, values, shape = _csr_parts(csr)
         known = arrays.facts("indptr", indptr)
         if len(known.shape) != 1 or known.dtype not in INDEX:
@@ -85,6 +102,17 @@ class CsrRows:
                     f"{name}: expected an array on {known.device}:{known.index}, as indptr is, got one on"
                     f" {facts.device}:{facts.index}"
                 )
+        self.sizes: tuple[int, ...] = ()
+        if isinstance(columns, (tuple, list)):
+            if shape is not None:
+                raise ValueError("columns: rows for several tables come as (indptr, indices, values)")
+            self.sizes = tuple(integer("columns", size) for size in columns)
+            if not self.sizes or min(self.sizes) < 1 or (known.shape[0] - 1) % len(self.sizes):
+                raise ValueError(
+                    f"indptr: expected as many rows for each of {len(self.sizes)} tables, of at least 1 row each, got"
+                    f" {known.shape[0] - 1} in all for tables of {self.sizes} rows"
+                )
+            shape = known.shape[0] - 1, max(self.sizes)
         if shape is None:
             if columns is None:
                 raise ValueError("columns: rows given as (indptr, indices, values) need their number of columns")
@@ -104,9 +132,17 @@ class CsrRows:
         given = (self.indptr, self.indices) if values is None else (self.indptr, self.indices, self.values)
         self.arguments = tuple(map(arrays.argument, given))
         self.launchers = repeat.Own()
+        self.constant = constant
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str], *, dtype: Any = "float32", device: Any = None) -> CsrRows:
+    def from_file(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        dtype: Any = "float32",
+        device: Any = None,
+        constant: bool = False,
+    ) -> CsrRows:
         """Sparse rows from a file: `.smtx` of the Deep Learning Matrix Collection, `.mtx` (Matrix Market), or `.npz` as
         `scipy.sparse.save_npz` writes it, in CSR format.
 
@@ -118,6 +154,8 @@ class CsrRows:
             That of the values: float32, float16 or bfloat16, as a name or a dtype.
         device
             A device of PyTorch, for tensors there; None: NumPy arrays.
+        constant
+            As in the class.
 
         Raises
         ------
@@ -136,7 +174,7 @@ class CsrRows:
         given = (found.indptr.astype(index), found.indices.astype(index))
         values = None if found.values is None else arrays.on_device(found.filled(kind), device)
         placed = (*(arrays.on_device(array, device) for array in given), values)
-        return cls(placed, columns=found.shape[1], checked=True)
+        return cls(placed, columns=found.shape[1], checked=True, constant=constant)
 
     def validate(self) -> None:
         """Check indptr and indices again on any device; on a GPU this costs a synchronisation.
@@ -148,9 +186,26 @@ class CsrRows:
         """
         self._check(self.indptr, self.indices)
 
+    def to_dense(self) -> Any:
+        """The dense matrix `(rows, columns)`, as an array of the library, dtype and device of the values.
+
+        Duplicate entries are added, in float32.
+
+        Raises
+        ------
+        ValueError
+            For rows without values.
+        TypeError
+            For arrays on a GPU that are not PyTorch's.
+        """
+        if self.values is None:
+            raise ValueError("values: rows without values have no dtype for a dense matrix, got None")
+        return densified(self.values.reshape(-1, 1, 1), self.indices, self.indptr, self.shape)
+
     def __getstate__(self) -> dict[str, Any]:
         # Neither a kernel nor its prepared arguments can be copied.
-        return {"csr": (self.indptr, self.indices, self.values), "columns": self.shape[1]}
+        parts = self.indptr, self.indices, self.values
+        return {"csr": parts, "columns": self.sizes or self.shape[1], "constant": self.constant}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         CsrRows.__init__(self, **state)
@@ -158,13 +213,22 @@ class CsrRows:
     def _check(self, indptr: Any, indices: Any) -> None:
         from tvm_sparse.formats.compressed import check_compressed
 
-        check_compressed(arrays.as_numpy(indptr), arrays.as_numpy(indices), self.nnz, self.shape, stored_in="value")
+        starts, columns = arrays.as_numpy(indptr), arrays.as_numpy(indices)
+        check_compressed(starts, columns, self.nnz, self.shape, stored_in="value")
+        each = self.shape[0] // max(1, len(self.sizes))
+        for table, size in enumerate(self.sizes):
+            first, last = starts[table * each], starts[(table + 1) * each]
+            beyond = (columns[first:last] >= size).nonzero()[0]
+            if len(beyond):
+                place = first + beyond[0]
+                raise ValueError(f"indices[{place}]={columns[place]} is outside [0, {size}), the rows of table {table}")
 
     def problem(self, width: int, dtype: str) -> NhotLookup:
         """The problem of a look-up in a table of `width` columns."""
-        (rows, vocab), weighted = self.shape, int(self.dtype is not None)
+        (rows, vocab), weighted, tables = self.shape, int(self.dtype is not None), max(1, len(self.sizes))
         value = "float32" if self.dtype == "float32" != dtype else ""
-        return NhotLookup(rows, vocab, width, typical(self.nnz, rows), dtype, weighted, self.index, value)
+        each, vocab = typical(self.nnz, rows), sum(self.sizes) or vocab
+        return NhotLookup(rows // tables, vocab, width, each, dtype, weighted, self.index, value, tables=tables)
 
     def __repr__(self) -> str:
         return (

@@ -485,8 +485,8 @@ class SoftmaxSample(Problem):
         return [tokens.astype(np.int32), logprobs, values[:, : self.k], indices[:, : self.k]]
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-        """Equal indices, as the order is total; log-probabilities within float32 rounding, and that of capped logits.
-        For tokens see `agree`.
+        """Equal indices, as the order is total; log-probabilities within float32 rounding, and that of capped logits;
+        for tokens see `agree`.
         """
         import numpy as np
 
