@@ -6,6 +6,7 @@ Values are drawn with a seed of their own in every run, which a failure shows; T
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import types
 from collections.abc import Iterator
@@ -455,10 +456,12 @@ def test_a_kernel_of_more_words_serves_fewer(
 ) -> None:
     """Where the one of just as many would have to be compiled; results are contiguous, also in `out`."""
     monkeypatch.setattr(Dispatcher, "_compile", lambda *_: pytest.fail("a kernel was compiled"))
-    some = [{}] if name == "candidate_topk" else [{}, {"ids": 2}, {"ids": 7}]
+    ways = [Variant("", "fewer", axes, library=library) for axes in ({}, {"ids": 2}, {"ids": 7})]
+    if name == "candidate_topk":
+        ways = [ways[0], Variant("counts", "absent", structure="random", library=library)]
     for k in (2, 4, 7, 8):
-        for axes in some:
-            call = draw(name, Variant("", "fewer", {"k": k, **axes}, library=library), SEED + k)
+        for way in ways:
+            call = draw(name, dataclasses.replace(way, axes={"k": k, **way.axes}), SEED + k)
             for _ in range(2):
                 results = call()
                 call.check(results)

@@ -21,6 +21,6 @@ def register_limit(threads: int) -> int:
 
 
 def require_one_exchange(problem: RecurrentLayer) -> None:
-    """Raise `NotApplicable` for a cell in whose step thread blocks would exchange values twice."""
+    """Raise `NotApplicable` for a cell in whose step thread blocks exchange values twice."""
     if problem.exchanges > 1:
-        raise NotApplicable(f"{problem.cell} exchanges values twice a step: it takes two kernels per step")
+        raise NotApplicable(f"{problem.cell} exchanges values twice a step, and this kernel does once")

@@ -80,6 +80,11 @@ class Extents:
     # How tiles are dealt out.
 
     @property
+    def exchanges(self) -> int:
+        """Slots of the exchange in a step."""
+        return 1
+
+    @property
     def warps(self) -> int:
         return self.threads // WARP
 

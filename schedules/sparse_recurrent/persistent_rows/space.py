@@ -13,9 +13,9 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv, powers
 from tvm_sparse.operators.recurrent_backward.problem import RecurrentBackward
-from tvm_sparse.operators.sparse_recurrent.problem import RecurrentLayer, SparseRecurrent
+from tvm_sparse.operators.sparse_recurrent.problem import EXCHANGES, RecurrentLayer, SparseRecurrent
 
-from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit, require_one_exchange
+from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit
 
 WARP_MAXIMA = 80  # the compute capability from which on a warp finds a maximum in one instruction
 # Thread blocks, as alternatives to one per multiprocessor. Fewer read the hidden state fewer times from the L2 cache;
@@ -197,7 +197,12 @@ class Extents:
     @property
     def has_own(self) -> bool:
         """Whether units carry their own hidden state, too: where it may have to stay as it is, they need it."""
-        return self.cell == "gru" or self.ragged
+        return self.cell == "gru" or self.exchanges == 2 or self.ragged
+
+    @property
+    def exchanges(self) -> int:
+        """How often thread blocks exchange values in a step: see `RecurrentLayer.exchanges`."""
+        return EXCHANGES.get(self.cell, 1)
 
     @property
     def carried_each(self) -> int:
@@ -403,7 +408,6 @@ def require(problem: SparseRecurrent | RecurrentBackward, machine: Machine) -> N
     """Raise `NotApplicable` for problems that this template does not support."""
     if machine.capability < WARP_MAXIMA:
         raise NotApplicable("maxima of a warp need compute capability 8.0")
-    require_one_exchange(problem)
     if problem.words == 1 and problem.most_nonzeros >> 16:
         raise NotApplicable(f"16 bits have no number for absent entries beyond {problem.most_nonzeros} columns")
 

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 # Rows of the recurrent weight for each unit.
 GATES = {"tanh": 1, "relu": 1, "lstm": 4, "gru": 3, "clipped_relu": 1, "gru_reset_before": 3}
 
+# Cells in whose step units need values of all others more than once: the state, then the state times the reset gate.
+EXCHANGES = {"gru_reset_before": 2}
 # Cells whose states an infinite weight makes infinite, or always the limit.
 UNBOUNDED = ("relu", "clipped_relu")
 # The 2-norm of a generated row of weights is at most 1.5 times this, so that the layer contracts: rounding errors decay
@@ -132,8 +134,8 @@ class RecurrentLayer(Problem):
 
     @property
     def exchanges(self) -> int:
-        """How often units need values of all others in a step: 2 where the candidate's product follows the reset."""
-        return 2 if self.cell == "gru_reset_before" else 1
+        """How often units need values of all others in a step."""
+        return EXCHANGES.get(self.cell, 1)
 
     @property
     def scaled(self) -> tuple[str, ...]:
