@@ -168,6 +168,7 @@ SHARDED = {
     "softmax_topk/batch=13,vocab=64,k=20,dtype=bfloat16,bias=1,allowed=1": (0, 32, 64),
     "head_topk/batch=4,vocab=61,hidden=24,k=20": (0, 32, 33, 61),
     "head_topk/batch=4,vocab=64,hidden=24,k=20,dtype=float16,bias=1": (0, 32, 64),
+    "head_topk/batch=4,vocab=64,hidden=24,k=20,bias=1,capped=1": (0, 32, 64),
 }
 PADDING = 7
 
@@ -181,6 +182,7 @@ def shard_kernels() -> Iterator[str]:
             more = ",".join(f"{name}={value}" for name, value in axes.items())
             yield f"{problem.operator}/{more},vocab={words},k={k}"
             if problem.operator == "head_topk":
+                axes["bias"] *= 1 - axes["capped"]  # it is added to capped scores
                 rest = ",".join(f"{name}={axes[name]}" for name in ("hidden", "dtype", "bias"))
                 yield f"candidate_logits/lists={axes['batch']},beam=1,vocab={words},m={min(20, words)},{rest}"
 
@@ -204,7 +206,7 @@ def by_shards(problem: Problem, given: dict[str, Any], borders: Sequence[int], l
     for first, end in itertools.pairwise(borders):
         by = PADDING if end == borders[-1] else 0
         bias = None if "bias" not in given else padded(given["bias"][first:end], 0, by)
-        options = {"temperature": 1 / given["scale"], "shard": (first, borders[-1])}
+        options = {"temperature": 1 / given["scale"], "shard": (first, borders[-1]), "soft_cap": given.get("cap")}
         if problem.operator == "head_topk":
             arrays = [given["hidden"], padded(given["embedding"][first:end], 0, by)]
         else:

@@ -86,6 +86,7 @@ class TopkHead:
         log: bool = False,
         temperature: float = 1.0,
         bias: torch.Tensor | None = None,
+        soft_cap: float | None = None,
         constant: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The k most probable words of softmax((hidden @ embedding.T + bias) / temperature, -1), as `head_topk`.
@@ -96,8 +97,8 @@ class TopkHead:
             `(batch, hidden)`, the same in all processes.
         k
             1 <= k <= total.
-        log, temperature, constant
-            As for `head_topk`.
+        log, temperature, soft_cap, constant
+            As for `head_topk`; the temperature is one number.
         bias
             `(words,)` float32, of this process's shard.
 
@@ -116,7 +117,7 @@ class TopkHead:
         TypeError, ValueError, RuntimeError
             As `head_topk`, before anything is sent: an error in some processes alone leaves the others waiting.
         """
-        options: dict[str, Any] = {"temperature": temperature, "bias": bias, "constant": constant}
+        options: dict[str, Any] = {"temperature": temperature, "bias": bias, "soft_cap": soft_cap, "constant": constant}
         part = head_topk(hidden, self.embedding, k, shard=self.shard, **options)
         scores, indices, normaliser = merged(self._gathered(part, k), k)
         logs = scores * (1.0 / float(temperature)) - normaliser[:, None]
@@ -132,6 +133,7 @@ class TopkHead:
         top_p: Any = 1.0,
         min_p: Any = 0.0,
         bias: torch.Tensor | None = None,
+        soft_cap: float | None = None,
         constant: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A token of each row, drawn from what top-k, top-p and min-p leave, as `softmax_sample` would from all logits.
@@ -140,7 +142,7 @@ class TopkHead:
 
         Parameters
         ----------
-        hidden, bias, constant
+        hidden, bias, soft_cap, constant
             As in `topk`.
         top_k
             1 <= top_k <= 1024, at most total.
@@ -161,7 +163,7 @@ class TopkHead:
         TypeError, ValueError, RuntimeError
             As `topk` and `merge_sample`.
         """
-        options: dict[str, Any] = {"temperature": temperature, "bias": bias, "constant": constant}
+        options: dict[str, Any] = {"temperature": temperature, "bias": bias, "soft_cap": soft_cap, "constant": constant}
         part = head_topk(hidden, self.embedding, top_k, shard=self.shard, **options)
         parts = self._gathered(part, top_k)
         return merge_sample(parts, uniforms, top_k=top_k, temperature=float(temperature), top_p=top_p, min_p=min_p)

@@ -191,9 +191,7 @@ def _narrowed(
 
     Inputs are padded with -1; outputs are written to temporary arrays, whose first columns are copied.
     """
-    given = problem.kernel_inputs
-    if len(given) > sum(one is not None for one in arguments):  # `around` provides what is absent here
-        given = tuple(spec for spec, one in zip(problem.inputs, arguments, strict=True) if one is not None)
+    given = [spec for spec, one in zip(problem.inputs, arguments, strict=True) if one is not None]
     all_there = outputs == len(problem.kernel_outputs)
     written = [spec for spec in problem.kernel_outputs if all_there or spec.name != "normaliser"]
 
@@ -285,11 +283,11 @@ def is_of_rows(value: Any) -> bool:
     return type(value) not in (float, int) and bool(getattr(value, "shape", ()))
 
 
-def scale_of(temperature: Any) -> Any:
-    """What kernels take for a temperature: the factor on logits, its inverse, checked; or the array of a temperature of
-    each row.
+def scales_of(temperature: Any) -> tuple[Any, Any]:
+    """What kernels take for a temperature, one of which is None: the factor on logits, its inverse, checked; and the
+    array of a temperature of each row.
     """
-    return temperature if is_of_rows(temperature) else inverse_temperature(temperature)
+    return (None, temperature) if is_of_rows(temperature) else (inverse_temperature(temperature), None)
 
 
 def inverse_temperature(temperature: Any) -> float:

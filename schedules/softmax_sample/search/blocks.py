@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
-from ...device.arithmetic import LOG2_E, tanh_on_gpu
+from ...device.arithmetic import LOG2_E
 from ...device.cluster import cluster_barrier, peer_load, peer_store
 from ...device.selection import (
     FULL_WARP,
@@ -26,7 +26,7 @@ from ...device.selection import (
 from ...device.words import load_element, load_words
 from ...rows.hold import load_tile, locate, minus_infinity, take_tile, value
 from ...rows.state import RowState, Views
-from ...softmax_topk.elements import bits_from, capped, chosen, written_element
+from ...softmax_topk.elements import bits_from, cap_elements, chosen, written_element
 from ..blocks import BEFORE, BIN, BINS, COPIES, COUNT, COUNT_BEFORE, MASS, Blocks
 from .bracket import guess, raise_to_power
 from .crew import (
@@ -165,7 +165,7 @@ def take_of_step(blocks: Blocks) -> Callable[..., Any]:
     Writes: `x`.
     """
     ext, column, biased, masked = blocks.ext, column_of(blocks), bool(blocks.problem.bias), bool(blocks.problem.allowed)
-    first, with_cap = first_column_of(blocks), bool(blocks.problem.capped)
+    first, with_cap, cap = first_column_of(blocks), bool(blocks.problem.capped), cap_elements(1)
 
     def inside(s: Any, e: Any) -> tirx.PrimExpr:
         # Bias and bitmap of one column, also for elements beyond the row.
@@ -175,7 +175,7 @@ def take_of_step(blocks: Blocks) -> Callable[..., Any]:
     def phase(io, s, e):
         s.x[0] = value(ext, s.r.raw, e)
         if with_cap:
-            s.x[0] = capped(io, s.x[0], tanh_on_gpu)
+            cap(io, s.x)
         if biased:
             s.x[0] = s.x[0] + load_element("float32", io.bias.ptr_to([inside(s, e)]))
         if blocks.has_bits:

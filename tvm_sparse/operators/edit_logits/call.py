@@ -83,7 +83,7 @@ def edit_logits(
         each number is written to an array first.
     soft_cap
         The soft cap of the model's final logits, a number above 0, as 30 for Gemma 2; None for a model without one.
-        In float32, rounded to the dtype of `logits`. Infinities become the cap and its negative: mask words afterwards.
+        In float32, rounded to the dtype of `logits`. Infinity becomes the cap; -inf stays, as a mask.
     out
         `logits` itself, for edits in place, or another array of its shape and dtype to write into: contiguous, on the
         same device.

@@ -27,7 +27,7 @@ from tvm_sparse.runtime.calls import (
     outputs_for,
     refuse_gradient,
     run,
-    scale_of,
+    scales_of,
     whole_number,
     with_scratch,
     without_gradient,
@@ -140,7 +140,7 @@ def head_topk(
         `(offset, total)`: the embedding is a shard of that of a vocabulary of `total` words, whose first row is that of
         word `offset`. The result is a part for `merge_topk`, always with the normaliser. Rows beyond the vocabulary,
         `total - offset` and later, are padding, which is ignored and not read. `bias` is that of the shard's words. Not
-        together with `log`, `ids` or `soft_cap`, nor for a quantised embedding.
+        together with `log` or `ids`, nor for a quantised embedding.
     soft_cap
         The soft cap c of the model's final logits, a number above 0, as 30 for Gemma 2: s = c * tanh(s' / c) + bias for
         the scores s' = hidden @ embedding.T, in float32. Words with equal scores, as saturated ones have, are in
@@ -190,11 +190,10 @@ def head_topk(
     """
     cap = None if soft_cap is None else soft_cap_of(soft_cap)
     if shard is not None:
-        if cap is not None:
-            raise ValueError("soft_cap: not with a shard; cap the scores by edit_logits, and pass them to softmax_topk")
         options: dict[str, Any] = {"temperature": temperature, "constant": constant, "rounded": bool(rounded)}
+        options["soft_cap"] = cap
         return _part(hidden, embedding, k, shard, log, bias, ids, out, **options)
-    scalars = (scale_of(temperature), 1 if log else 0, 1 if constant else 0)
+    scalars = (*scales_of(temperature), 1 if log else 0, 1 if constant else 0)
     own = is_of_rows(temperature)
     words, scales, stored = embedding, None, ""
     if isinstance(embedding, QuantizedEmbedding):
@@ -218,7 +217,7 @@ def head_topk(
         raise ValueError(f"k: expected 1 <= k <= vocab ({vocab}), got {k}")
     beside = [
         None if one is None else _SIGNATURE.beside(name, one, known, WHERE, vocab=vocab, batch=batch)
-        for name, one in (("bias", bias), ("ids", ids), ("temperature", scalars[0] if own else None))
+        for name, one in (("bias", bias), ("ids", ids), ("temperature", scalars[1]))
     ]
     n = beside[1][1].shape[1] if beside[1] is not None else 0
     sums = ("normaliser", (batch,), "float32")
@@ -235,7 +234,7 @@ def head_topk(
     if batch and not width:
         raise ValueError(f"hidden: expected at least one column, got shape {known.shape}")
     row, asked, heats = (None if one is None else arrays.ready(one[0], one[2], one[1]) for one in beside)
-    scalars = (heats, *scalars[1:]) if own else scalars
+    scalars = (scalars[0], heats, *scalars[2:])
     most = rows_at_once(vocab, width, known.device)
     if batch > most:
         options = {"log": log, "bias": row, "normaliser": normaliser}
@@ -287,22 +286,23 @@ def _part(
 ) -> tuple[Any, ...]:
     """`head_topk` with `shard`."""
     shards.refuse_beside(log, ids)
-    scale, own = scale_of(options["temperature"]), is_of_rows(options["temperature"])  # also checked for padding
+    _, heats = scales_of(options["temperature"])  # also checked for a shard of padding
     if type(embedding) is not type(hidden):
         embedding = without_gradient(embedding)
-    if custom.transformed(hidden, embedding, bias, scale if own else None):
+    if custom.transformed(hidden, embedding, bias, heats):
         return custom.module_of("head_topk").head_topk(hidden, embedding, k, bias=bias, shard=shard, out=out, **options)
     known, theirs = pair_facts(hidden, embedding)
-    for name, one in (("bias", bias), ("temperature", scale if own else None)):
+    for name, one in (("bias", bias), ("temperature", heats)):
         if one is not None:
             _SIGNATURE.beside(name, one, known, WHERE, vocab=theirs.shape[0], batch=known.shape[0])
-    _SIGNATURE.refuse_overlap(out, hidden=hidden, embedding=embedding, bias=bias, ids=ids, temperature=scale)
+    _SIGNATURE.refuse_overlap(out, hidden=hidden, embedding=embedding, bias=bias, ids=ids, temperature=heats)
     if isinstance(embedding, QuantizedEmbedding):
         raise ValueError("shard: not with a quantised embedding, of which no exact scores are made")
     states, words, row = (
         shards.on_host(name, one) for name, one in (("hidden", hidden), ("embedding", embedding), ("bias", bias))
     )
-    options["temperature"] = shards.on_host("temperature", scale) if own else options["temperature"]
+    if heats is not None:
+        options["temperature"] = shards.on_host("temperature", heats)
     logits = registry.operators()["candidate_logits"].call.candidate_logits
     found = shards.part_of_head(head_topk, logits, states, words, k, shard, row, **options)
     return shards.returned(found, out, hidden, known)
@@ -316,7 +316,7 @@ def best_and_scores(
 
     Torch tensors, as for `head_topk`, whose errors it raises.
     """
-    given = (hidden, embedding.octets, 1.0, 1, 0, soft_cap, bias, None, embedding.factors)
+    given = (hidden, embedding.octets, 1.0, None, 1, 0, soft_cap, bias, None, embedding.factors)
     what = ("head_topk and scores", k, embedding.stored)
     if (found := repeat.again(dispatcher.launchers, what, given, None)) is not None:
         return found[1], found[-1]
@@ -333,7 +333,7 @@ def best_and_scores(
     wanted = tuple((argument.name, shape, dtype) for argument, (shape, dtype) in layouts)
     outputs = outputs_for(None, wanted, hidden, known)
     ready = arrays.ready("hidden", hidden, known), arrays.ready("embedding", given[1], theirs)
-    launch(dispatcher, problem, machine, what, (*ready, *given[2:6], row, None, given[-1]), outputs)
+    launch(dispatcher, problem, machine, what, (*ready, *given[2:7], row, None, given[-1]), outputs)
     return outputs[1], outputs[-1]
 
 

@@ -116,9 +116,7 @@ def head_topk(
     """The public function as torch.compile traces it."""
     if shard is not None:
         shards.refuse_beside(log, ids)
-        if soft_cap is not None:
-            raise ValueError("soft_cap: not with a shard")
-        options = {"temperature": temperature, "constant": constant, "rounded": rounded}
+        options = {"temperature": temperature, "constant": constant, "rounded": rounded, "soft_cap": soft_cap}
         part = shards.part_of_head(head_topk, _candidate_logits, hidden, embedding, k, shard, bias, **options)
         return custom.written(part, out)
     temperature, heat = custom.number(temperature)

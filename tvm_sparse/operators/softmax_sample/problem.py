@@ -280,7 +280,7 @@ class SoftmaxSample(Problem):
 
     @property
     def shifted(self) -> tuple[str, ...]:
-        return self.best.shifted
+        return () if self.capped else self.best.shifted
 
     def draw_settings(self, rng: np.random.Generator) -> dict[str, float]:
         """Each filter is off as often as it is on."""

@@ -20,7 +20,7 @@ from tvm_sparse.runtime.calls import (
     machine_of,
     most_rows,
     outputs_for,
-    scale_of,
+    scales_of,
     whole_number,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
@@ -149,10 +149,10 @@ def softmax_topk(
     if cap is not None and (bias is not None or shard is not None):
         options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "allowed": allowed}
         return softmax_topk(capped_floats(logits, cap), k, shard=shard, out=out, **options)
-    scale = scale_of(temperature)
+    scales = scales_of(temperature)
     if shard is not None:
         return _part(logits, k, shard, log, temperature, bias, ids, allowed, out)
-    arguments = (logits, scale, 1 if log else 0, cap, bias, allowed, ids)
+    arguments = (logits, *scales, 1 if log else 0, cap, bias, allowed, ids)
     if type(k) is int:
         found = repeat.again(dispatcher.launchers, ("softmax_topk", k), arguments, out)
         if found is not None:
@@ -172,7 +172,7 @@ def softmax_topk(
     batch = known.shape[0]
     beside = [
         None if one is None else _SIGNATURE.beside(name, one, known, vocab=vocab, bitmap=bitmap_words(vocab))
-        for name, one in (("bias", bias), ("allowed", allowed), ("ids", ids), ("temperature", scale if own else None))
+        for name, one in (("bias", bias), ("allowed", allowed), ("ids", ids), ("temperature", scales[1]))
     ]
     n = beside[2][1].shape[1] if beside[2] is not None else 0
     wanted = [("values", (batch, k), "float32"), ("indices", (batch, k), "int64")]
@@ -183,7 +183,7 @@ def softmax_topk(
     if arrays.is_fake(logits):
         return tuple(outputs)
     row, bitmap, asked, heats = (None if one is None else arrays.ready(one[0], one[2], one[1]) for one in beside)
-    temperature, scale = (heats, heats) if own else (temperature, scale)
+    temperature = heats if own else temperature
     most = most_rows(vocab)
     if batch > most:
 
@@ -204,7 +204,7 @@ def softmax_topk(
         axes["capped"] = int(cap is not None)
         problem = SoftmaxTopk(batch, vocab, k, known.dtype, **axes)
         ready = arrays.ready("logits", logits, known)
-        arguments = (ready, scale, 1 if log else 0, cap, row, bitmap, asked if n else None)
+        arguments = (ready, scales[0], heats, 1 if log else 0, cap, row, bitmap, asked if n else None)
         written = outputs if n else outputs[:2]  # no kernel accepts an empty array
         wider = replace(problem, k=width(k, vocab), ids=width(n))
         launch(dispatcher, problem, machine_of("logits", known), ("softmax_topk", k), arguments, written, wider=wider)

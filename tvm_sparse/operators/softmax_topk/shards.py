@@ -147,6 +147,7 @@ def part_of_head(
     k: int,
     shard: Any,
     bias: Any,
+    soft_cap: float | None,
     **options: Any,
 ) -> tuple[Any, Any, Any]:
     """`head_topk` of a shard, by its `call` without one.
@@ -161,8 +162,15 @@ def part_of_head(
         embedding = embedding[:held]
         bias = bias if bias is None else bias[:held]
     k = min(k, held)
-    _, words, normaliser = call(hidden, embedding, k, log=True, bias=bias, normaliser=True, **options)
-    scores = candidate_logits(hidden, embedding, words, bias=bias)
+    named = {"log": True, "bias": bias, "normaliser": True, "soft_cap": soft_cap}
+    _, words, normaliser = call(hidden, embedding, k, **named, **options)
+    scores = candidate_logits(hidden, embedding, words, bias=None if soft_cap is not None else bias)
+    if soft_cap is not None:
+        space = library(scores)
+        scores = quietly(
+            lambda: space.where(scores == -space.inf, scores, soft_cap * space.tanh(scores / soft_cap)), scores
+        )
+        scores = scores if bias is None else scores + bias[words]
     scores, words = in_order(scores, words, k)
     return scores, words + offset, normaliser
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tvm_sparse.operators.edit_logits.torch_op import edit_logits
 from tvm_sparse.runtime import custom, repeat
-from tvm_sparse.runtime.calls import inverse_temperature
+from tvm_sparse.runtime.calls import scales_of
 
 from . import call, shards
 
@@ -53,8 +53,8 @@ def _launched(
     # The value of a number in a tensor may differ in the next call; a bias beside a cap has a call in parts.
     if heat is not None and not heat.dim() or cap is not None or soft_cap is not None and bias is not None:
         return None, ()
-    scale = inverse_temperature(temperature) if heat is None else heat
-    arguments = (logits, scale, int(log), soft_cap, bias, allowed, ids)
+    scales = scales_of(temperature if heat is None else heat)
+    arguments = (logits, *scales, int(log), soft_cap, bias, allowed, ids)
     return repeat.repeated(launchers, ("softmax_topk", k), arguments), arguments
 
 
