@@ -190,7 +190,8 @@ class Problem(ABC):
 
     @property
     def batch_extent(self) -> int:
-        return self.axes[self.batch_axis]
+        found: int = getattr(self, self.batch_axis)
+        return found
 
     def sample(self, inputs: Sequence[Any], rows: np.ndarray) -> list[Any]:
         """The inputs from which the problem `with_batch(len(rows))` computes the given rows of the outputs."""
