@@ -1,7 +1,8 @@
 """A transformer language model whose feed-forward layers are pruned in blocks in training, then trained as sparse ones.
 
     python examples/pruned_transformer.py text corpus             # on any machine: a text from the installed packages
-    python examples/pruned_transformer.py train corpus --csv FILE.csv --plot FILE.png       # on a GPU: minutes
+    python examples/pruned_transformer.py train corpus --csv FILE.csv       # on a GPU: minutes
+    python examples/pruned_transformer.py plot FILE.csv FILE.svg            # losses by step; needs matplotlib
     python examples/pruned_transformer.py train corpus --quick    # a tiny model, in seconds, also on a CPU
 
 The model predicts the next byte. One run stays dense. Each other run starts from the same weights and sees the same
@@ -352,22 +353,25 @@ def _now(device: str) -> float:
     return time.perf_counter()
 
 
-def plot(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Losses of all runs by step."""
+def plot(source: Path, out: Path) -> None:
+    """Losses of all runs of a CSV by step."""
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "0"  # the same bytes for the same figures
     from matplotlib import pyplot
 
+    with source.open(newline="") as file:
+        lines = list(csv.DictReader(line for line in file if not line.startswith("#")))
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for name in dict.fromkeys(line["run"] for line in lines):
         own = [line for line in lines if line["run"] == name]
-        axes.plot([line["step"] for line in own], [line["dev_bits"] for line in own], marker="o", markersize=3,
-                  label=name)  # fmt: skip
+        axes.plot([int(line["step"]) for line in own], [float(line["dev_bits"]) for line in own], marker="o",
+                  markersize=3, label=name)  # fmt: skip
     axes.set(xlabel="steps", ylabel="bits a byte, held-out text")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    figure.savefig(out, dpi=150, metadata={"Date": None} if out.suffix == ".svg" else None)
     pyplot.close(figure)
 
 
@@ -404,8 +408,6 @@ def train(args: argparse.Namespace) -> None:
             print(f"no time for blocks of {block}")
             break
         run("dense" if block is None else f"blocks {block}", block, text, scale, args.seed, keep)
-    if args.plot:
-        plot(args.plot, lines)
 
 
 def main() -> None:
@@ -424,9 +426,12 @@ def main() -> None:
     training.add_argument("--blocks", type=lambda text: tuple(map(int, text.split(","))), help="such as 64,32")
     training.add_argument("--limit", type=float, default=140, help="seconds after which no further run begins")
     training.add_argument("--csv", type=Path)
-    training.add_argument("--plot", type=Path, help="needs matplotlib")
     training.add_argument("--seed", type=int, default=0)
     training.set_defaults(call=train)
+    plotting = commands.add_parser("plot", help="draw the losses")
+    plotting.add_argument("source", type=Path, help="what train wrote")
+    plotting.add_argument("out", type=Path)
+    plotting.set_defaults(call=lambda args: plot(args.source, args.out))
     args = parser.parse_args()
     args.call(args)
 

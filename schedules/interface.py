@@ -20,8 +20,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import tvm
+from tvm.script import tirx as T
 
-from tvm_sparse.core.arguments import Body, function
+from tvm_sparse.core.arguments import Body, beside, function
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.core.template import Program, Resident, Workspace
 
@@ -50,7 +51,7 @@ def gpu_program(
     index, names
         As for `core.arguments.function`.
     """
-    main = function(problem, body, workspaces, index=index, names=names)
+    main = function(problem, scaled(problem, body), workspaces, index=index, names=names)
     if overlapped:
         main = overlapping(main)
     if resident is not None:
@@ -78,5 +79,19 @@ def cpu_program(
     index, names
         As for `core.arguments.function`.
     """
-    main = function(problem, body, workspaces, blocks=True, packed=True, index=index, names=names)
+    main = function(problem, scaled(problem, body), workspaces, blocks=True, packed=True, index=index, names=names)
     return Program(tvm.IRModule({"main": main}), tuple(workspaces), instructions=instructions)
+
+
+def scaled(problem: Problem, body: Body) -> Body:
+    """The body of a problem with an argument `scale`. Where rows have temperatures instead, that is any number before a
+    row's own is known (`softmax_topk.ending.own_of`).
+    """
+    if not problem.axes.get("per_row") or all(argument.name != "scale" for argument in problem.inputs):
+        return body
+
+    @T.inline
+    def whole(io):
+        body(beside(io, {"scale": 1.0}))
+
+    return whole

@@ -323,12 +323,14 @@ def time_cold(calls: Mapping[str, Call], rounds: int) -> Times:
 
 
 class Report:
-    """Lines of a script, printed at its end and written to a CSV, if there is one, as they are added."""
+    """Lines of a script, written to a CSV, if there is one, as they are added. The facts are printed unless `quiet`."""
 
-    def __init__(self, path: Path | None, facts: Mapping[str, str], columns: Sequence[str]) -> None:
+    def __init__(
+        self, path: Path | None, facts: Mapping[str, str], columns: Sequence[str], *, quiet: bool = False
+    ) -> None:
         self._path, self._facts, self._columns = path, facts, columns
         self._lines: list[list[Any]] = []
-        for name, value in facts.items():
+        for name, value in () if quiet else facts.items():
             typer.echo(f"{name}: {value}")
         self._write()  # a CSV that cannot be written fails before anything is measured
 

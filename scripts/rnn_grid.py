@@ -58,7 +58,7 @@ from tvm_sparse.operators.sparse_recurrent.problem import GATES
 from tvm_sparse.runtime.dense import DENSE
 from tvm_sparse.runtime.dispatch import dispatcher
 
-CELLS, UNITS = ("tanh", "lstm", "gru"), (256, 512, 1024, 2048, 4096)
+CELLS, UNITS = ("tanh", "lstm", "gru"), (256, 512, 1024, 1280, 2048, 4096)
 BATCHES = (1, 4, 8, 16, 32, 64, 128, 256)
 DTYPE, OTHER_DTYPE = "float16", "bfloat16"
 # Layers whose kernels are built at once, before any of them is timed.
@@ -203,27 +203,35 @@ def judged(line: dict[str, Any], where: Machine) -> dict[str, Any]:
 
 
 def crossing(lines: Sequence[Mapping[str, Any]], kind: bool) -> int | None:
-    """The least batch from which the dense way, by persistent kernels or others, is faster; None if it has no times."""
-    wins: dict[int, bool] = {}
-    for line in lines:
+    """The least batch from which the dense way, by persistent kernels or others, is faster; None if it has no times.
+
+    Logarithms of sparse over dense time are interpolated between batches. A sparse time that was not measured is
+    taken to be in proportion to the batch.
+    """
+    ratios: dict[int, float] = {}
+    known = None
+    for line in sorted(lines, key=lambda line: line["batch"]):
+        batch, sparse = line["batch"], line[SPARSE]
         dense = line[WAY] if bool(line["persistent"]) == kind else None if kind else line[OTHER]
+        known = (batch, sparse) if sparse else known
         if dense:
-            wins[line["batch"]] = line[SPARSE] is None or dense < line[SPARSE]
-    if not wins:
+            ratios[batch] = math.inf if known is None else known[1] * batch / known[0] / dense
+    if not ratios:
         return None
     first = None
-    for batch in sorted(wins, reverse=True):
-        if not wins[batch]:
+    for batch in sorted(ratios, reverse=True):
+        if ratios[batch] < 1:
             break
         first = batch
     if first is None:
         return NEVER
-    before = max((batch for batch in wins if batch < first), default=None)
+    before = max((batch for batch in ratios if batch < first), default=None)
     if before is None:
         return first
-    middle = math.sqrt(before * first)
-    # The sparse way takes another launch for each 16 sequences.
-    return round(middle) if before < BATCH else round(middle / BATCH) * BATCH + 1
+    share = math.log(1 / ratios[before]) / math.log(ratios[first] / ratios[before])
+    found = math.exp(math.log(before) + share * math.log(first / before))
+    # The sparse way takes as long for any further 16 sequences.
+    return math.ceil(found) if before < BATCH else math.floor(found / BATCH) * BATCH + 1
 
 
 def print_table(found: Mapping[Layer, Sequence[Mapping[str, Any]]]) -> None:

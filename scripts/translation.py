@@ -11,7 +11,8 @@ The model has two LSTM layers on either side and attention, the vocabularies som
 the test set with a beam of 12, one sentence at a time and a CUDA graph a step, by PyTorch's softmax, the exact head,
 LSH heads (the paper's settings and those that `LshHead.fit` finds), the most frequent words alone (TOP), and the words
 that translate one of the sentence's (WA). `prune` trains further while recurrent weights are pruned to lower
-and lower densities. Every command stops at its time limit, and writes what it has by then.
+and lower densities. Every command stops at its time limit, and writes what it has by then. `--more` adds to the lines
+of a run before, with the same model; `decode --only TOP --only WA` runs these heads beside PyTorch's and the exact one.
 
 Sources: Shi, Xu & Knight 2018 (tables 1, 6, 7, 8, figures 6 to 8); Zhu, Pool et al. 2018 (appendix B, table 2).
 """
@@ -21,7 +22,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,7 +31,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from reproduction import RESULTS, provenance, result_path, write_csv
+from reproduction import RESULTS, provenance, read_csv, result_path, write_csv
 from translating import alignment, corpus, heads, quality
 from translating.heads import Way
 from translating.model import Limit, Pairs, Progress, Sizes, Translator, load, save, train
@@ -50,6 +51,10 @@ LAST = 30.0
 # Sentences and lists of a beam whose states choose settings, and those that recall is measured on.
 FITTED_ON, MEASURED_ON = (40, 120), (40, 160)
 TRANSLATIONS = (5, 20, 50)
+# Groups of heads beside PyTorch's and the exact one: settings that `LshHead.fit` finds, the paper's, other tables of
+# these, the most frequent words, and words that translate one of the sentence's.
+FIT, PAPER, BUCKETS = "fitted", "paper", "buckets"
+GROUPS = FIT, PAPER, BUCKETS, heads.TOP, heads.ALIGNED
 
 CURVE = ("language", "step", "epoch", "seconds", "words_per_second", "train_loss", "dev_loss")
 DECODED = ("language", "head", "setting", "beam", "candidates", "recall_12", "head_us", "step_us", "head_share",
@@ -62,14 +67,23 @@ PRUNED = ("language", "method", "density", "stored_density", "steps", "dev_loss"
 Corpus = Annotated[Path, typer.Argument(help="A file that `data` wrote.")]
 Out = Annotated[Path, typer.Option(help="Folder of the model.")]
 Csv = Annotated[Path | None, typer.Option("--csv", help="File to write; default: in scripts/results/.")]
+More = Annotated[bool, typer.Option("--more", help="Add to the lines of the file, which are of the same model.")]
 
 
 class Lines:
     """Lines of a CSV by key, written whenever one changes, so that a run that is cut leaves what it has."""
 
-    def __init__(self, path: Path, facts: dict[str, str], columns: Sequence[str]) -> None:
+    def __init__(
+        self, path: Path, facts: dict[str, str], columns: Sequence[str], key: Callable[[Any], Any] | None = None
+    ) -> None:
+        """`key`: of a line of the file, whose lines are kept; None: it is written anew."""
         self._path, self._facts, self._columns = path, facts, columns
         self.lines: dict[Any, dict[str, Any]] = {}
+        if key is not None and path.exists():
+            before, lines = read_csv(path)
+            if before.get("model") != facts["model"]:
+                raise ValueError(f"{path}: has lines of another model ({before.get('model')}), not of {facts['model']}")
+            self.lines = {key(line): dict(line) for line in lines}
 
     def put(self, key: Any, **cells: Any) -> None:
         unknown = cells.keys() - set(self._columns)
@@ -261,13 +275,31 @@ def step_microseconds(search: Search, rounds: int = 8, steps: int = 20) -> float
     return statistics.median(found) * 1e6
 
 
-def ways_of(given: Translations, deadline: float, trials: int, recalls: Sequence[float]) -> list[Way]:
-    """All heads for a beam of 12, the most telling first."""
-    embedding, vocab = given.embedding, len(given.embedding)
+def ways_of(
+    given: Translations, deadline: float, trials: int, recalls: Sequence[float], groups: Sequence[str]
+) -> list[Way]:
+    """PyTorch's head, the exact one and those of these groups for a beam of 12, the most telling first."""
+    embedding = given.embedding
     made = [heads.by_torch(embedding, BEAM), heads.exact(embedding, BEAM)]
+    if FIT in groups:
+        made += fitted_ways(given, made[0], deadline, trials, recalls)
+    if PAPER in groups or BUCKETS in groups:
+        made += hashed_ways(embedding, groups)
+    if heads.TOP in groups:
+        made += [heads.exact(embedding, BEAM, max(BEAM, len(embedding) // share)) for share in (16, 8, 4, 2)]
+    if heads.ALIGNED in groups:
+        made += aligned_ways(given)
+    return made
+
+
+def fitted_ways(
+    given: Translations, first: Way, deadline: float, trials: int, recalls: Sequence[float]
+) -> Iterator[Way]:
+    """LSH heads that `LshHead.fit` finds for these recalls, on states of a search with the first head."""
+    embedding = given.embedding
     order = np.arange(min(FITTED_ON[0], len(given.pairs["dev"].sources)))
     sentences = given.encode(given.pairs["dev"], order)
-    samples = states_of(given.search(made[0], sentences, BEAM), made[0], sentences, range(len(order)), FITTED_ON[1])
+    samples = states_of(given.search(first, sentences, BEAM), first, sentences, range(len(order)), FITTED_ON[1])
     grouped = torch.stack([hidden for _, hidden in samples])
     for goal in recalls:
         if time.monotonic() > deadline:
@@ -276,24 +308,33 @@ def ways_of(given: Translations, deadline: float, trials: int, recalls: Sequence
         head, frontier = tvm_sparse.LshHead.fit(embedding, grouped, goal, BEAM, trials=trials)
         typer.echo(f"fit for recall {goal}, {time.monotonic() - begun:.1f} s: {frontier.verdict}")
         if head.settings.threshold:
-            made.append(heads.hashed(head, BEAM, f"{heads.FITTED} {goal:g}"))
+            yield heads.hashed(head, BEAM, f"{heads.FITTED} {goal:g}")
+
+
+def hashed_ways(embedding: torch.Tensor, groups: Sequence[str]) -> Iterator[Way]:
+    """LSH heads at the paper's settings, and with other tables of its hashes."""
+    vocab = len(embedding)
     tables: dict[tuple[int, ...], Any] = {}
     for setting in heads.settings_of(*embedding.shape):
         numbers = setting["k"], setting["units"], setting["bands"]
         if numbers not in tables:
             tables[numbers] = tvm_sparse.LshHead(embedding, **setting)
-        made.append(heads.hashed(heads.changed(tables[numbers], **setting), BEAM))
+        if PAPER in groups:
+            yield heads.hashed(heads.changed(tables[numbers], **setting), BEAM)
     # Real embeddings have buckets of thousands of words; these are two ways around them.
     few = max(BEAM, vocab // 128)
     options = {heads.CENTRED: {"centred": True}, heads.SMALL: {"most": few}, heads.BOTH: {"centred": True, "most": few}}
-    for numbers, thresholds in (((16, 3, 500), (2, 3)), ((8, 3, 500), (3, 5))):
+    for numbers, thresholds in (((16, 3, 500), (2, 3)), ((8, 3, 500), (3, 5))) if BUCKETS in groups else ():
         for name, option in options.items() if numbers in tables else ():
             other = heads.rehashed(tables[numbers], **option)
             for threshold in thresholds:
                 own = heads.changed(other, threshold=threshold, frequent=max(1, vocab // 16))
-                made.append(heads.hashed(own, BEAM, name))
-    for share in (16, 8, 4, 2):
-        made.append(heads.exact(embedding, BEAM, max(BEAM, vocab // share)))
+                yield heads.hashed(own, BEAM, name)
+
+
+def aligned_ways(given: Translations) -> Iterator[Way]:
+    """Heads over words that translate one of the sentence's."""
+    vocab = len(given.embedding)
     train_, always = given.pairs["train"], max(BEAM, vocab // 128)
     words, _ = alignment.translations(
         train_.sources, train_.targets, (len(given.vocabularies[0]), vocab), max(TRANSLATIONS), given.device
@@ -304,8 +345,7 @@ def ways_of(given: Translations, deadline: float, trials: int, recalls: Sequence
         found = alignment.lists(
             given.test.sources, np.arange(len(given.test.sources)), words[:, :most], always, capacity
         )
-        made.append(heads.aligned(embedding, BEAM, most, found, 0))
-    return made
+        yield heads.aligned(given.embedding, BEAM, most, found, 0)
 
 
 @app.command()
@@ -319,22 +359,26 @@ def decode(
     beams: Annotated[str, typer.Option(help="Further beams of torch, the exact head and LSH.")] = "1,6,48",
     recalls: Annotated[str, typer.Option(help="For which `LshHead.fit` finds settings.")] = "0.95,0.9",
     trials: Annotated[int, typer.Option(help="Settings that it measures for each.")] = 4,
+    only: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(GROUPS)}; default: all.")] = None,
     csv_path: Csv = None,
+    more: More = False,
 ) -> None:
     """Translate the test set by every head: quality, recall, times."""
     with errors(), torch.no_grad():
-        begun = time.monotonic()
+        begun, groups = time.monotonic(), GROUPS if only is None else tuple(only)
+        if unknown := set(groups) - set(GROUPS):
+            raise ValueError(f"only: expected some of {', '.join(GROUPS)}, got {', '.join(sorted(unknown))}")
         deadline = begun + max(1.0, seconds - LAST)
         where = machine_here(target, "decoding")
         device = "cuda" if where.kind == "cuda" else "cpu"
         given = Translations(path, out, device, dtype or ("float16" if device == "cuda" else "float32"), sentences)
         csv = Lines(csv_path or result_path(f"translation-decode-{given.language}", where).with_suffix(".csv"),
-                    provenance(where) | facts_of(given), DECODED)  # fmt: skip
+                    provenance(where) | facts_of(given), DECODED, decoded_key if more else None)  # fmt: skip
         numbers = np.arange(len(given.test.sources))
         source_us = source_side(given)
         typer.echo(f"source side: {source_us:.0f} us a sentence alone")
         all_ = given.encode(given.test, numbers)
-        made = ways_of(given, deadline - 0.5 * seconds, trials, numbers_of(recalls))
+        made = ways_of(given, deadline - 0.5 * seconds, trials, numbers_of(recalls), groups)
         typer.echo(f"{len(made)} heads after {time.monotonic() - begun:.0f} s")
         others = [int(beam) for beam in numbers_of(beams)]
         plan = [(way, BEAM) for way in made]
@@ -360,6 +404,17 @@ def decode(
         shown = ("head", "setting", "beam", "candidates", "recall_12", "head_us", "step_us", "head_share", "speedup",
                  "bleu", "bleu_interval", "p")  # fmt: skip
         csv.show(f"English to {given.language}, {len(given.references)} sentences", shown)
+
+
+def decoded_key(line: dict[str, str]) -> tuple[str, str, int]:
+    """Of a line that `decode` wrote."""
+    return line["head"], line["setting"], int(line["beam"])
+
+
+def pruned_key(line: dict[str, str]) -> tuple[Any, ...]:
+    """Of a line that `prune` wrote: of a model, or of its layers at a shape."""
+    shape = (int(line["batch"]), int(line["length"])) if line["batch"] else ()
+    return line["method"], float(line["density"]), *shape
 
 
 def facts_of(given: Translations) -> dict[str, str]:
@@ -423,13 +478,14 @@ def one(
     cells: dict[str, Any] = {}
     if beam == BEAM:
         cells["recall_12"], cells["candidates"] = heads.recall(way, steps, truth)
-    full = csv.lines.get((heads.TORCH, "", BEAM), {}).get("words_per_second")
-    words = sum(len(one_) + 1 for one_ in found.sentences) / found.seconds
+    words, base = sum(len(one_) + 1 for one_ in found.sentences) / found.seconds, (heads.TORCH, "", BEAM)
+    # Also of a line of a run before, which is a text.
+    full = words if key == base else float(csv.lines.get(base, {}).get("words_per_second", words))
     scores = quality.scores(texts, given.references)
     csv.put(
         key, language=given.language, head=way.name, setting=way.setting, beam=beam, head_us=head_us, step_us=step_us,
         head_share=max(0.0, 1 - rest[beam] / step_us), words_per_second=words,
-        speedup=words / full if full else 1.0, bleu=scores.bleu, chrf=scores.chrf, sentences=len(numbers), **cells,
+        speedup=words / full, bleu=scores.bleu, chrf=scores.chrf, sentences=len(numbers), **cells,
     )  # fmt: skip
     typer.echo(
         f"{way.name} {way.setting}, beam {beam}: {words:,.0f} words/s, head {head_us:.1f} of {step_us:.1f} us,"
@@ -472,6 +528,7 @@ def prune(
     shapes: Annotated[str, typer.Option(help="batch x steps of timed layers.")] = "1x32,4x256",
     longest: Annotated[int, typer.Option(help="Subwords of a sentence.")] = 80,
     csv_path: Csv = None,
+    more: More = False,
     seed: int = 0,
 ) -> None:
     """Prune the recurrent weights gradually in further training: quality, and times of layers beside PyTorch's."""
@@ -482,7 +539,8 @@ def prune(
         given = Translations(path, out, device, "float32", sentences, longest)
         name = f"translation-prune-{given.language}"
         facts = provenance(where) | facts_of(given)
-        csv = Lines(csv_path or result_path(name, where).with_suffix(".csv"), facts, PRUNED)
+        file = csv_path or result_path(name, where).with_suffix(".csv")
+        csv = Lines(file, facts, PRUNED, pruned_key if more else None)
         sizes = [tuple(map(int, shape.split("x"))) for shape in shapes.split(",")]
         pruned_line(given, csv, given.model, ("dense", 1.0), 0, given.facts["dev_loss"])
         for one_ in METHODS if method is None else method:

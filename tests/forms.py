@@ -57,6 +57,13 @@ def plainly(problem: Problem, given: Mapping[str, Any]) -> Arguments:
     return {**{name: axis for name, axis in problem.axes.items() if name in AXES}, **given}
 
 
+def topk_of(problem: Problem, given: Mapping[str, Any]) -> Arguments:
+    """The inputs and axes, temperatures of rows under the name of the one of all rows."""
+    heat = {"temperature": given["temperatures"]} if problem.axes["per_row"] else {}
+    cap = {"soft_cap": given["cap"]} if problem.axes["capped"] else {}
+    return {**plainly(problem, given), **heat, **cap}
+
+
 def softmax_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
     """The arguments of softmax and its logarithm."""
     return {**plainly(problem, given), "dtype": problem.result or None}
@@ -65,7 +72,7 @@ def softmax_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
 def head_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
     """The arguments of the exact head, for which octets and scales of an embedding in eight bits are one."""
     parts = {"embedding": (given["embedding"], given["scales"])} if problem.stored else {}
-    return {**plainly(problem, given), **parts}
+    return {**topk_of(problem, given), **parts}
 
 
 def rows_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
@@ -93,9 +100,20 @@ def sample_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
     """Of the sampler: filters are numbers, or arrays with one for each row."""
     names = ("temperature", "top_k", "top_p", "min_p")
     filters = {name: given[f"{name}s"] if problem.per_row else given[name] for name in names}
+    filters |= {"soft_cap": given["cap"]} if problem.capped else {}
     seed = given.get("seeds", given.get("seed"))
     offset = given.get("offsets", given.get("offset", 0))
     return {**given, **filters, "seed": seed, "offset": offset, "max_top_k": problem.k if problem.whole else None}
+
+
+def lookup_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
+    """Of the N-hot lookup: sparse rows are one argument."""
+    rows = tuple(given.get(name) for name in ("indptr", "indices", "values"))
+    parts = {"table": (given["table"], given["scales"]), "dtype": problem.dtype} if problem.stored else {}
+    if problem.tables > 1:
+        sizes = np.diff([*given["first_rows"], problem.vocab]).tolist()
+        rows, parts["table"] = (given["offsets"], *rows[1:], sizes), (given["table"], sizes)
+    return {**given, "csr": rows, "mode": problem.mode, "padding_idx": given.get("padding"), **parts}
 
 
 def edits_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
@@ -125,6 +143,8 @@ class Case:
 
 
 _OPTIONAL = {"bias": {"bias": 1}, "ids": {"ids": 3}}
+_HEAT = {"temperature": {"per_row": 1}}
+_CAP = {"soft_cap": {"capped": 1}}
 _BITMAP = {"allowed": {"allowed": 1}}
 _WIDE = {"dtype": {"dtype": "bfloat16"}}
 _LISTS = {"(m,)": {"lists": 1, "beam": 6}, "(rows, m)": {"lists": 6, "beam": 1}, "(lists, m)": {"lists": 2, "beam": 3}}
@@ -140,6 +160,7 @@ _LAYER: dict[str, Any] = {
         "resets": {"resets": 1},
     },
     "texts": {"cell": "cell"},
+    "numbers": {"limit": {"cell": "clipped_relu"}},
 }
 CASES: dict[str, Case] = {
     "softmax": Case(
@@ -151,8 +172,12 @@ CASES: dict[str, Case] = {
         texts={"dtype": "result"}, settings={"log": 1}, numbers=_WIDE,
     ),
     "logsumexp": Case("logsumexp/batch=7,vocab=61", {"batch": 4}),
-    "softmax_topk": Case("softmax_topk/batch=7,vocab=61,k=5", {"batch": 4}, arrays={**_OPTIONAL, **_BITMAP}),
-    "head_topk": Case("head_topk/batch=7,vocab=61,hidden=16,k=5", {"batch": 4}, head_of, _OPTIONAL),
+    "softmax_topk": Case(
+        "softmax_topk/batch=7,vocab=61,k=5", {"batch": 4}, topk_of, {**_OPTIONAL, **_BITMAP, **_HEAT}, numbers=_CAP
+    ),
+    "head_topk": Case(
+        "head_topk/batch=7,vocab=61,hidden=16,k=5", {"batch": 4}, head_of, {**_OPTIONAL, **_HEAT}, numbers=_CAP
+    ),
     "candidate_topk": Case(
         "candidate_topk/lists=1,beam=6,vocab=61,hidden=16,m=10,k=3", {"beam": 4}, rows_of, {"bias": {"bias": 1}}, _LISTS
     ),
@@ -172,8 +197,9 @@ CASES: dict[str, Case] = {
         lambda problem, given: {**given, "weight": tuple(given[name] for name in ("indptr", "indices", "values"))},
     ),
     "nhot_lookup": Case(
-        "nhot_lookup/rows=7,vocab=50,width=33,nonzeros=5,weighted=1", {"rows": 4},
-        lambda problem, given: {**given, "csr": tuple(given[name] for name in ("indptr", "indices", "values"))},
+        "nhot_lookup/rows=7,vocab=50,width=33,nonzeros=5,weighted=1", {"rows": 4}, lookup_of,
+        kinds={"EmbeddingTables": {"tables": 3}}, texts={"mode": "mode", "dtype": "dtype"},
+        numbers={"mode": {"weighted": 0}, "padding_idx": {"padded": 1}, "dtype": {"stored": "int8"}},
     ),
     "softmax_sample": Case(
         "softmax_sample/batch=7,vocab=61,k=61", {"batch": 4}, sample_of,
@@ -182,7 +208,7 @@ CASES: dict[str, Case] = {
             **dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), {"per_row": 1}),
         },
         numbers={
-            "top_k": {"k": 8}, "seed": {"seeded": 2}, "offset": {"seeded": 2},
+            **_CAP, "top_k": {"k": 8}, "seed": {"seeded": 2}, "offset": {"seeded": 2},
             "max_top_k": {"per_row": 1, "k": 8, "whole": 1},
         },
     ),
@@ -438,8 +464,6 @@ def draw(name: str, variant: Variant, seed: int, other: bool = False, device: st
         given[variant.argument] = None
     if variant.argument == "shard" and variant.label in SHARDS:
         in_shard(signature, given, rng, variant.label)
-    if variant.argument == "soft_cap" and variant.label != "absent" and "cap" not in inputs:
-        given["soft_cap"] = float(rng.uniform(0.5, 5))
     if name == "softmax_sample":
         given["best"] = int(rng.integers(0, settings["top_k"] or (9 if problem.axes["k"] == 8 else 62)))
     passed = {}
@@ -456,22 +480,7 @@ def draw(name: str, variant: Variant, seed: int, other: bool = False, device: st
         passed[argument.name] = value
     if variant.shows is not None and passed[variant.argument] is not None:
         passed[variant.argument] = variant.shows(passed[variant.argument])
-    if passed.get("soft_cap") is not None and "cap" not in inputs:
-        problem = with_capped_scores(problem, inputs, float(passed["soft_cap"]))
     return Call(name, problem, list(inputs.values()), passed)
-
-
-def with_capped_scores(problem: Problem, inputs: dict[str, Any], cap: float) -> Problem:
-    """The problem whose logits are those of `edit_logits`, which has tests of its own, and whose inputs are changed to
-    that; of a head, whose scores are a product with the unit matrix.
-    """
-    if "logits" in inputs:
-        inputs["logits"] = tvm_sparse.edit_logits(inputs["logits"], soft_cap=cap)
-        return problem
-    scores = inputs["hidden"].astype(np.float64) @ inputs["embedding"].astype(np.float64).T
-    inputs["hidden"] = (cap * np.tanh(scores / cap)).astype(np.float32)
-    inputs["embedding"] = np.eye(scores.shape[1], dtype=np.float32)
-    return dataclasses.replace(problem, hidden=scores.shape[1])
 
 
 def problem_of(case: Case, axes: Mapping[str, Any]) -> Problem:
@@ -506,7 +515,10 @@ def placed(value: Any, library: str, device: str, kind: str, problem: Problem) -
     if not isinstance(value, tuple):
         return value
     parts = tuple(placed(one, library, device, "", problem) for one in value)
-    if problem.operator == "head_topk":
+    if isinstance(parts[-1], list):  # the numbers of rows of several tables
+        *some, sizes = parts
+        return tvm_sparse.EmbeddingTables(*some, sizes) if len(some) == 1 else tvm_sparse.CsrRows(some, columns=sizes)
+    if len(parts) == 2:
         return tvm_sparse.QuantizedEmbedding.of_octets(*parts, problem.stored)
     if problem.operator == "bsr_matmul":
         return _weight(parts, kind or "BsrWeight", problem)

@@ -20,6 +20,11 @@ POINTS: tuple[tuple[str, dict[str, int]], ...] = (
         "m=40,k=96,n=256,block=128x16,sparsity=0.5,dtype=bfloat16,pattern=skewed",
         {"tile_m": 16, "tile_k": 32, "stages": 2, "cluster": 1},
     ),
+    # Blocks of fewer rows than a warpgroup multiplies, some of which lie beyond the last block row.
+    (
+        "m=40,k=192,n=168,block=24x32,sparsity=0.3,dtype=bfloat16",
+        {"tile_m": 16, "tile_k": 64, "stages": 2, "cluster": 1},
+    ),
     # Two warpgroups beside each other, and boxes of 64 bytes.
     (
         "m=40,k=672,n=128,block=64x32,sparsity=0.1,dtype=float16",
@@ -32,6 +37,8 @@ OTHERS: tuple[tuple[str, dict[str, int]], ...] = (
         "m=70,k=384,n=128,block=64x96,sparsity=0.1,dtype=float16",
         {"tile_m": 64, "tile_k": 192, "stages": 2, "cluster": 1},
     ),
+    # A second part of a block's rows that is shorter; sums of a cluster.
+    ("m=70,k=64,n=192,block=96x32,sparsity=0.3,dtype=float16", {"tile_m": 16, "tile_k": 64, "stages": 8, "cluster": 2}),
     # More block rows than a warp has lanes.
     ("m=20,k=64,n=2560,block=64,sparsity=0.5,dtype=bfloat16", {"tile_m": 32, "tile_k": 64, "stages": 3, "cluster": 1}),
     ("m=70,k=256,n=128,block=64,sparsity=0.3,dtype=float16", {"tile_m": 16, "tile_k": 128, "stages": 8, "cluster": 4}),
@@ -62,7 +69,7 @@ def test_sums_of_a_cluster_are_added_up_in_one_order() -> None:
 
 NOT_FIT = {
     "is not of 16 bits": "m=128,k=256,n=256,block=64,sparsity=0.5",
-    "are not of 64 rows": "m=128,k=256,n=256,block=32,sparsity=0.5,dtype=float16",
+    "are not of multiples of 8 rows": "m=128,k=256,n=256,block=4x32,sparsity=0.5,dtype=float16",
 }
 
 
@@ -109,7 +116,8 @@ def test_which_way_is_likely() -> None:
     """The kernel for few and wide blocks of 16 bits on a GPU that has such products."""
     assert likely_faster(0.2, (64, 64), "bfloat16", SM90) and likely_faster(0.5, (128, 128), "float16", SM90)
     assert not likely_faster(0.9, (64, 64), "bfloat16", SM90)
-    assert not likely_faster(0.2, (32, 32), "bfloat16", SM90) and not likely_faster(0.2, (64, 64), "float32", SM90)
+    assert likely_faster(0.2, (32, 32), "bfloat16", SM90) and not likely_faster(0.3, (32, 32), "bfloat16", SM90)
+    assert not likely_faster(0.2, (16, 16), "bfloat16", SM90) and not likely_faster(0.2, (64, 64), "float32", SM90)
     assert not likely_faster(0.2, (64, 64), "bfloat16", SM80)
 
 

@@ -68,6 +68,8 @@ def test_the_default_is_where_it_is_the_faster_template() -> None:
     assert first("m=512,k=4096,n=4096,block=64,sparsity=0.8") == "block_warpgroups"
     assert first("m=512,k=4096,n=4096,block=128,sparsity=0.8") == "block_warpgroups"
     assert first("m=512,k=4096,n=4096,block=32,sparsity=0.8") == "tensor_core"
+    assert first("m=4096,k=4096,n=4096,block=32,sparsity=0.8") == "block_warpgroups"
+    assert first("m=1024,k=4096,n=4096,block=32,sparsity=0.8") == "tensor_core"
     assert first("m=64,k=4096,n=4096,block=64,sparsity=0.8") == "tensor_core"
     assert first("m=512,k=1024,n=1024,block=64,sparsity=0.95") == "tensor_core"
 

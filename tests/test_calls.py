@@ -342,13 +342,22 @@ def test_what_is_no_custom_operator_says_so() -> None:
     torch._dynamo.reset()
 
 
-def test_a_temperature_is_one_number() -> None:
+def test_a_temperature_is_one_number_or_one_of_each_row() -> None:
     logits = torch.randn(7, 61)
     halved = tvm_sparse.softmax_topk(logits, 5, temperature=0.5)
-    for number in (np.float32(0.5), np.array(0.5), torch.tensor(0.5), torch.tensor([0.5])):
+    for number in (np.float32(0.5), np.array(0.5), torch.tensor(0.5)):
         assert torch.equal(tvm_sparse.softmax_topk(logits, 5, temperature=number)[0], halved[0])
+    heats = torch.tensor([0.5, 0.0, 1.0, torch.nan, -1.0, torch.inf, 2.0])
+    found = tvm_sparse.softmax_topk(logits, 5, temperature=heats)
+    assert torch.equal(found[1], halved[1])
+    for row, number in enumerate((0.5, 1.0, 1.0, 1.0, 1.0, 2.0**90, 2.0)):
+        wanted = tvm_sparse.softmax_topk(logits[row : row + 1], 5, temperature=number)[0]
+        torch.testing.assert_close(found[0][row : row + 1], wanted, rtol=1e-6, atol=0)
+    for wrong in (torch.ones(1), torch.ones(6), torch.ones(7, 1), torch.ones(7).double()):
+        with pytest.raises(ValueError, match=r"temperature: expected shape \(7,\) and dtype float32, got"):
+            tvm_sparse.softmax_topk(logits, 5, temperature=wrong)
     with pytest.raises(TypeError, match=r"temperature: expected one number, for all rows, got Tensor of shape \(7,\)"):
-        tvm_sparse.softmax_topk(logits, 5, temperature=torch.ones(7))
+        tvm_sparse.candidate_topk(logits, torch.randn(9, 61), torch.arange(9).int(), 3, temperature=torch.ones(7))
 
 
 def test_masked_arrays_are_refused() -> None:

@@ -17,8 +17,9 @@ import tvm_sparse.nn  # noqa: E402
 from tvm_sparse.core import machine  # noqa: E402
 from tvm_sparse.core.registry import parse  # noqa: E402
 from tvm_sparse.operators.bsr_matmul import call as bsr_call  # noqa: E402
+from tvm_sparse.operators.bsr_matmul.dense import trains_dense  # noqa: E402
 from tvm_sparse.operators.csr_linear import call as csr_call  # noqa: E402
-from tvm_sparse.runtime import repeat  # noqa: E402
+from tvm_sparse.runtime import dispatch, repeat  # noqa: E402
 from tvm_sparse.runtime.dense import DENSE, KERNEL  # noqa: E402
 from tvm_sparse.runtime.dispatch import Dispatcher  # noqa: E402
 
@@ -265,3 +266,34 @@ def test_explain_says_which() -> None:
     found = tvm_sparse.explain(key, target="sm_90a")
     assert "dense copy" in (found.way or "") and "90%" in str(found)
     assert "the kernel" in (tvm_sparse.explain(f"{key},bias=1", target="cpu").way or "")
+
+
+def test_training_is_dense_where_that_is_clearly_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many rows and small blocks, or many of them; in 16 bits on Hopper; never where bits may not change."""
+
+    def dense(m: int, side: int, density: float, dtype: str = "bfloat16", where: machine.Machine = SM90) -> bool:
+        return trains_dense(m, 4096, 4096, (side, side), round(density * (4096 // side) ** 2), dtype, where)
+
+    assert dense(8192, 16, 0.2) and dense(8192, 32, 0.5) and dense(8192, 64, 0.8)
+    assert not dense(8192, 64, 0.2) and not dense(8192, 32, 0.2) and not dense(64, 16, 0.2)
+    assert not dense(8192, 16, 0.2, "float32") and not dense(8192, 16, 0.2, where=SM80)
+    monkeypatch.setattr(dispatch.dispatcher, "batch_invariant", True)
+    assert not dense(8192, 16, 0.2)
+
+
+@pytest.mark.gpu
+def test_both_ways_of_training_agree_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = torch.nn.Linear(256, 512, device="cuda", dtype=torch.bfloat16)
+    layer = tvm_sparse.nn.BsrLinear.from_dense(linear, 16, 0.5, activation="gelu")
+    x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    towards = torch.randn(300, 512, device="cuda", dtype=torch.bfloat16)
+    found = []
+    for way in (True, False):
+        monkeypatch.setattr(tvm_sparse.nn.BsrLinear, "_trains_dense", lambda *_, way=way: way)
+        layer.zero_grad()
+        x.grad = None
+        y = layer(x)
+        y.backward(towards)
+        found.append((y.detach(), x.grad, layer.data.grad, layer.bias.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02 * float(other.abs().max()))

@@ -6,6 +6,7 @@ Values are drawn with a seed of their own in every run, which a failure shows; T
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import types
 from collections.abc import Iterator
@@ -39,6 +40,15 @@ WIDE = (
     "softmax_topk/batch=7,vocab=61,k=8,ids=8",
     "head_topk/batch=7,vocab=61,hidden=16,k=8",
     "head_topk/batch=7,vocab=61,hidden=16,k=8,ids=8",
+    *(
+        f"{key},per_row=1"
+        for key in (
+            "softmax_topk/batch=7,vocab=61,k=8",
+            "softmax_topk/batch=7,vocab=61,k=8,bias=1,ids=8",
+            "head_topk/batch=7,vocab=61,hidden=16,k=8",
+            "head_topk/batch=7,vocab=61,hidden=16,k=8,bias=1,ids=8",
+        )
+    ),
     "head_topk/batch=7,vocab=61,hidden=16,k=8,stored=int8",
     "head_topk/batch=7,vocab=61,hidden=16,k=8,stored=float8_e4m3fn",
     "candidate_topk/lists=1,beam=6,vocab=61,hidden=16,m=10,k=8",
@@ -124,9 +134,9 @@ def arrays_of(value: Any) -> list[Any]:
 # With all optional arrays that may be given together.
 FULL = {
     "softmax_sample": {"bias": 1, "per_row": 1, "seeded": 1},
-    "softmax_topk": {"bias": 1, "ids": 3},
+    "softmax_topk": {"bias": 1, "ids": 3, "per_row": 1},
     "edit_logits": {"bias": 1, "penalties": 1, "per_row": 1},
-    "head_topk": {"bias": 1, "ids": 3},
+    "head_topk": {"bias": 1, "ids": 3, "per_row": 1},
     "bsr_matmul": {"bias": 1},
     "candidate_topk": {"bias": 1},
     "candidate_logits": {"bias": 1},
@@ -446,10 +456,12 @@ def test_a_kernel_of_more_words_serves_fewer(
 ) -> None:
     """Where the one of just as many would have to be compiled; results are contiguous, also in `out`."""
     monkeypatch.setattr(Dispatcher, "_compile", lambda *_: pytest.fail("a kernel was compiled"))
-    some = [{}] if name == "candidate_topk" else [{}, {"ids": 2}, {"ids": 7}]
+    ways = [Variant("", "fewer", axes, library=library) for axes in ({}, {"ids": 2}, {"ids": 7})]
+    if name == "candidate_topk":
+        ways = [ways[0], Variant("counts", "absent", structure="random", library=library)]
     for k in (2, 4, 7, 8):
-        for axes in some:
-            call = draw(name, Variant("", "fewer", {"k": k, **axes}, library=library), SEED + k)
+        for way in ways:
+            call = draw(name, dataclasses.replace(way, axes={"k": k, **way.axes}), SEED + k)
             for _ in range(2):
                 results = call()
                 call.check(results)
@@ -493,6 +505,22 @@ def test_calls_on_a_gpu(check: Any, name: str, on_gpu: None) -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_graph_serves_every_number_on_a_gpu(name: str, on_gpu: None) -> None:
     check_numbers_of_graphs(name, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_compiled_call_becomes_a_cuda_graph(name: str, on_gpu: None) -> None:
+    """torch.compile warms up, records and replays it in memory of its own, where only results may be kept."""
+    call = with_all(name, device="cuda")
+    names = list(tensors_of(call))
+    function = with_tensors(call, names)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(function, backend="cudagraphs", fullgraph=True)
+    for number in (0, 1, 0, 1):
+        given = tuple(tensors_of(with_all(name, number, "cuda")).values())
+        same(call.outputs(compiled(*given)), call.outputs(function(*given)))
+    assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
 
 
 @pytest.mark.gpu

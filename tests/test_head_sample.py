@@ -38,7 +38,7 @@ CALLS: dict[str, tuple[dict[str, Any], bool]] = {
     "infinite temperature": ({"temperature": float("inf"), "top_k": 29}, False),
     "large top_k": ({"top_k": 290}, False),
     "top_k by row": ({"top_k": "rows", "temperature": "rows", "best": 3}, False),
-    "temperature by row": ({"temperature": "rows", "top_k": 20, "top_p": 0.9}, False),
+    "temperature by row": ({"temperature": "rows", "top_k": 20, "top_p": 0.9, "best": 4}, True),
     "allowed": ({"allowed": "rows", "top_k": 20}, False),
     "soft cap": ({"soft_cap": 2.5, "temperature": 0.7, "top_p": 0.9}, False),
     "soft cap and top_k": ({"soft_cap": 2.5, "top_k": 20, "min_p": 0.01, "best": 3}, True),
@@ -65,7 +65,7 @@ def drawn(dtype: str = "float32", seed: int = 0, special: bool = False) -> tuple
 
 def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
     rows = {
-        "temperature": rng.uniform(0.3, 2, BATCH).astype(np.float32),
+        "temperature": np.append(np.float32([0, np.inf]), rng.uniform(0.3, 2, BATCH - 2).astype(np.float32)),
         "top_k": rng.integers(0, 60, BATCH).astype(np.int32),
         "top_p": rng.uniform(0.3, 1, BATCH).astype(np.float32),
         "min_p": rng.uniform(0, 0.1, BATCH).astype(np.float32),

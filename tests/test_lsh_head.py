@@ -21,6 +21,7 @@ import tvm_sparse
 from tvm_sparse.core import machine
 from tvm_sparse.core.problem import FLOATS, numpy_dtype
 from tvm_sparse.formats import wta
+from tvm_sparse.layers import codes as band_codes
 from tvm_sparse.layers import fitting, storage, survey
 from tvm_sparse.layers.settings import Measured
 from tvm_sparse.runtime import dispatch
@@ -524,19 +525,35 @@ def test_an_interrupted_fit_has_what_was_counted(quick: list[str], monkeypatch: 
         tvm_sparse.LshHead.fit(embedding, hidden, 0.8, 2, **options | {"hashes": ((2, 4),)})
 
 
-@pytest.mark.parametrize("bits", [1, 4, 6])
-def test_hits_are_equal_codes(bits: int) -> None:
+@pytest.mark.parametrize("bits", [1, 8, 16, 24])
+def test_hits_are_equal_codes(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(band_codes, "COMPARED", 300)  # parts of the words
     rng = np.random.default_rng(next(numbers))
     last = (1 << bits) - 1  # a code that no word has
-    words = rng.integers(last, size=(70, 30)).astype(np.int32)
-    states = rng.integers(last + 1, size=(11, 30)).astype(np.int32)
-    states[0] = last
-    for kind in wta.KINDS:
-        counted = survey.hits_by_band(wta.tables(words, 70, kind, bits=bits), states, (7, 30))
-        found = {bands: hits.copy() for bands, hits in counted}
-        assert list(found) == [7, 30]
+    words = rng.integers(last, size=(600, 70)).astype(np.int32)
+    states = rng.integers(last + 1, size=(600, 11)).astype(np.int32)
+    words[:, 3] = states[:, 5] = last - 1  # as many hits as bands, more than a byte counts
+    states[:, 0] = last
+    for convert in (np.asarray, torch.from_numpy):
+        given = (band_codes.narrow(convert(one), bits) for one in (words, states))
+        found = {bands: np.asarray(hits).copy() for bands, hits in band_codes.hits_by_band(*given, (7, 600))}
+        assert list(found) == [7, 600] and found[600][5, 3] == 600
         for bands, hits in found.items():
-            assert np.array_equal(hits, (states[:, None, :bands] == words[None, :, :bands]).sum(axis=2))
+            assert np.array_equal(hits, (states[:bands, :, None] == words[:bands, None]).sum(axis=0))
+
+
+@pytest.mark.parametrize(("k", "units"), [(2, 1), (3, 4), (16, 3)])
+def test_codes_are_the_same_on_every_device(k: int, units: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(band_codes, "ON_GPU", 500)  # parts of the bands
+    rng = np.random.default_rng(next(numbers))
+    rows = rng.integers(-2, 3, (70, 24)).astype(np.float32)  # with many ties
+    rows[3, 5], rows[4], rows[6] = np.nan, np.nan, -np.inf
+    permutations = wta.permutations(24, k, units, 9)
+    wanted = wta.hash_rows(rows, permutations).T
+    assert np.array_equal(band_codes.hash_tensor(torch.from_numpy(rows), permutations).numpy(), wanted)
+    assert np.array_equal(band_codes.codes_of(torch.from_numpy(rows).bfloat16(), permutations), wanted)
 
 
 @pytest.mark.parametrize(

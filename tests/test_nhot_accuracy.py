@@ -1,4 +1,4 @@
-"""Sums and means of the N-hot lookup: rounded once, whatever the dtype, the length of a row and its magnitude."""
+"""Sums, means and maxima of the N-hot lookup: rounded once, whatever dtype, length of a row and magnitude."""
 
 from __future__ import annotations
 
@@ -74,6 +74,69 @@ def test_bags_and_their_gradients_are_rounded_once(mode: str, dtype: str, device
         out.backward(leaf)
         grad = leaf.double().cpu().numpy()
         check(bag.weight.grad, matrix.T @ grad, matrix.T @ np.abs(grad), roundings, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_padding_is_as_good_as_absent(mode: str, dtype: str, device: str) -> None:
+    """Whatever its row of the table holds, forwards and backwards, of the table and of values."""
+    rng, kind = np.random.default_rng(next(numbers)), getattr(torch, dtype)
+    counts, padding = rng.integers(0, 9, ROWS), int(rng.integers(VOCAB))
+    counts[0], counts[1] = 500, 1
+    starts, indices = np.concatenate([[0], counts.cumsum()]), rng.integers(VOCAB, size=counts.sum())
+    indices[rng.random(len(indices)) < 0.2] = indices[500] = padding
+    real = indices != padding
+    table = torch.from_numpy(rng.standard_normal((VOCAB, WIDTH))).to(device, kind)
+    table[padding] = torch.tensor([np.nan, np.inf, 1e4] * (WIDTH // 3))
+    grad = torch.from_numpy(rng.standard_normal((ROWS, WIDTH))).to(device, kind)
+    values = rng.standard_normal(len(indices), np.float32) if mode == "sum" else None
+
+    def found(starts: Any, indices: Any, values: Any, padding: int | None) -> tuple[Any, ...]:
+        leaf = table.clone().requires_grad_()
+        csr = tuple(None if one is None else torch.from_numpy(one).to(device) for one in (starts, indices, values))
+        if values is not None:
+            csr[2].requires_grad_()
+        out = tvm_sparse.nhot_lookup(csr, leaf, mode=mode, padding_idx=padding)
+        out.backward(grad)
+        return out.detach(), leaf.grad, None if values is None else csr[2].grad
+
+    out, of_table, of_values = found(starts, indices, values, padding)
+    fewer = np.concatenate([[0], np.cumsum(real)])[starts]
+    other, table_of_others, values_of_others = found(
+        fewer, indices[real], None if values is None else values[real], None
+    )
+    assert not of_table[padding].any() and not out[1].any()
+    matrix = np.zeros((ROWS, VOCAB))
+    np.add.at(matrix, (np.repeat(np.arange(ROWS), counts)[real], indices[real]), 1 if values is None else values[real])
+    plain = table.nan_to_num(0, 0, 0).double().cpu().numpy()
+    if mode == "max":
+        assert torch.equal(out, other)
+        torch.testing.assert_close(of_table, table_of_others, rtol=0, atol=0)
+        chosen = [plain[row > 0].max(0) if row.any() else np.zeros(WIDTH) for row in matrix]
+        np.testing.assert_array_equal(out.double().cpu().numpy(), chosen)
+        return
+    shares = np.maximum(matrix.sum(1), 1) if mode == "mean" else np.ones(ROWS)
+    matrix /= shares[:, None]
+    check(out, matrix @ plain, np.abs(matrix) @ np.abs(plain), 500, dtype)
+    slope = grad.double().cpu().numpy()
+    check(of_table, matrix.T @ slope, np.abs(matrix.T) @ np.abs(slope), 500, dtype)
+    if values is not None:
+        assert not of_values[~torch.from_numpy(real)].any()
+        torch.testing.assert_close(of_values[torch.from_numpy(real)], values_of_others, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_maximum_has_the_gradient_at_its_first_entry(device: str) -> None:
+    """Also where it is minus infinity, or NaN; an empty row has none."""
+    table = torch.tensor([[1.0, -np.inf, 2.0], [1.0, -np.inf, np.nan], [0.0, -np.inf, 3.0]], device=device)
+    table.requires_grad_()
+    starts, indices = torch.tensor([0, 3, 3, 4], device=device), torch.tensor([2, 1, 0, 0], device=device)
+    out = tvm_sparse.nhot_lookup((starts, indices, None), table, mode="max")
+    wanted = torch.tensor([[1.0, -np.inf, np.nan], [0, 0, 0], [1, -np.inf, 2]], device=device)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
+    out.backward(torch.tensor([[1.0, 2.0, 4.0], [8, 8, 8], [16, 32, 64]], device=device))
+    assert table.grad.tolist() == [[16, 32, 64], [1, 0, 4], [0, 2, 0]]
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -91,16 +91,20 @@ def test_all_blocks_and_none(sparsity: int) -> None:
     assert made.data.grad.shape == made.data.shape
 
 
-def test_it_trains_as_a_dense_layer_does() -> None:
-    made = layer(0.5)
+@pytest.mark.parametrize("way", ["sparse", "dense"])
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_it_trains_as_a_dense_layer_does(way: str, activation: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.BsrLinear, "_trains_dense", lambda *_: way == "dense")
+    made = layer(0.5, activation=activation)
     theirs = made.to_dense()
+    act = torch.nn.functional.gelu if activation else torch.nn.Identity()
     mask = theirs.weight.detach() != 0
     for _ in range(2):
         found = []
         for module in (made, theirs):
             x = X.clone().requires_grad_()
             module.zero_grad()
-            module(x).square().mean().backward()
+            (act(module(x)) if module is theirs else module(x)).square().mean().backward()
             found.append((x.grad, module.bias.grad, module.bias.detach().clone()))
             with torch.no_grad():
                 for parameter in module.parameters():
@@ -108,7 +112,7 @@ def test_it_trains_as_a_dense_layer_does() -> None:
         close(*(one[0] for one in found))
         close(*(one[1] for one in found))
         with torch.no_grad():
-            close(made(X), theirs(X))
+            close(made(X), act(theirs(X)))
     close(made.to_dense().weight, theirs.weight.detach())
 
 
@@ -274,23 +278,160 @@ def test_the_linear_layers_of_a_model_are_swapped() -> None:
 
 INDICES = torch.tensor([4, 0, 21, 7, 3, 1, 0, 49, 5, 2, 49, 8], dtype=torch.int32)
 OFFSETS = torch.tensor([0, 3, 3, 5, 8, 9, 12], dtype=torch.int32)  # the second and the last bag are empty
+BIG = torch.randn(50, 33)
+SMALL, GROUPED = tvm_sparse.quantize_embedding(BIG), tvm_sparse.quantize_embedding(BIG, group=11)
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_bags_are_those_of_pytorch(mode: str) -> None:
-    theirs = torch.nn.EmbeddingBag(50, 33, mode=mode)
+@pytest.mark.parametrize("padding", [None, 0, -1])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_are_those_of_pytorch(mode: str, padding: int | None) -> None:
+    theirs = torch.nn.EmbeddingBag(50, 33, mode=mode, padding_idx=padding)
     made = nn.NHotEmbeddingBag.from_torch(theirs)
-    assert made.weight is theirs.weight and repr(made) == f"NHotEmbeddingBag(50, 33, mode={mode!r})"
+    shown = "" if padding is None else f", padding_idx={padding % 50}"
+    assert made.weight is theirs.weight and repr(made) == f"NHotEmbeddingBag(50, 33, mode={mode!r}{shown})"
+    own = nn.NHotEmbeddingBag(50, 33, mode=mode, padding_idx=padding)
+    assert (own.weight == 0).any(1).nonzero().flatten().tolist() == ([] if padding is None else [padding % 50])
     weights = torch.randn(12) if mode == "sum" else None
     for given in ((INDICES, OFFSETS), (INDICES, OFFSETS, weights), (INDICES[:7].view(7, 1),)):
         found = []
         for module in (made, theirs):
             theirs.zero_grad()
-            result = module(*given)
+            result = module(*given) if module is made or mode == "sum" else module(*given[:2])
             result.square().sum().backward()
             found.append((result, theirs.weight.grad.clone()))
         for have, want in zip(*found, strict=True):
             close(have, want)
+
+
+@pytest.mark.parametrize("mode", ["sum", "max"])
+@pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])
+def test_bags_of_tables_in_eight_bits(stored: str, mode: str) -> None:
+    """Through conversions, copies and state dicts; the table has no gradient, weights have one."""
+    theirs = torch.nn.EmbeddingBag(50, 33, mode=mode, padding_idx=7)
+    made = nn.NHotEmbeddingBag.from_torch(theirs, stored=stored)
+    small = tvm_sparse.quantize_embedding(theirs.weight, stored)
+    assert torch.equal(made.weight, small.octets) and not list(made.parameters())
+    exact = torch.nn.EmbeddingBag.from_pretrained(small.dequantized(), mode=mode, padding_idx=7)
+    wanted = exact(INDICES, OFFSETS)
+    close(made(INDICES, OFFSETS), wanted)
+    fresh = nn.NHotEmbeddingBag(50, 33, mode=mode, padding_idx=7, stored=stored, device="meta").to_empty(device="cpu")
+    fresh.load_state_dict(made.state_dict())
+    half = copy.deepcopy(made).half()
+    assert half.scales.dtype is torch.float32 and half(INDICES, OFFSETS).dtype is torch.float16
+    torch.testing.assert_close(half(INDICES, OFFSETS).float(), wanted, rtol=1e-3, atol=1e-3)
+    for other in (fresh, pickle.loads(pickle.dumps(made)), half.float()):
+        close(other(INDICES, OFFSETS), wanted)
+    torch._dynamo.reset()
+    compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(INDICES, OFFSETS), made(INDICES, OFFSETS))
+    torch._dynamo.reset()
+    if mode == "sum":
+        grads = []
+        for module in (made, exact):
+            weights = torch.linspace(-1, 1, 12, requires_grad=True)
+            module(INDICES, OFFSETS, weights).square().sum().backward()
+            grads.append(weights.grad)
+        close(*grads)
+
+
+@pytest.mark.parametrize("stored", ["", "int8"])
+@pytest.mark.parametrize(("mode", "padding"), [("sum", None), ("mean", 3), ("max", 0)])
+def test_bags_of_several_tables(mode: str, padding: int | None, stored: str) -> None:
+    """As single ones, in lists of both kinds and as one array, with gradients; through conversions and copies."""
+    sizes = (50, 3, 21)
+    single = [
+        torch.nn.EmbeddingBag(size, 33, mode=mode, padding_idx=padding if padding != 3 else None) for size in sizes
+    ]
+    made = nn.NHotEmbeddingBags.from_torch(single, stored=stored)
+    made.padding_idx = padding
+    if stored:
+        for number, bag in enumerate(single):
+            bag.weight = torch.nn.Parameter(made._table()[number].dequantized())
+    given = [INDICES % size for size in sizes]
+    starts = [OFFSETS, OFFSETS.clone(), torch.tensor([0, 0, 0, 1, 7, 8, 8], dtype=torch.int32)]
+    weights = [torch.randn(12, requires_grad=True) for _ in sizes] if mode == "sum" else None
+
+    def wanted(*lists: Any) -> Any:
+        found = []
+        for number, (bag, size) in enumerate(zip(single, sizes, strict=True)):
+            own = [one[number] if one is not None else None for one in lists]
+            more = {"padding_idx": padding, "mode": mode} if padding is not None and padding < size else {"mode": mode}
+            if own[0].dim() == 2:
+                found.append(torch.nn.functional.embedding_bag(own[0], bag.weight, **more))
+            else:
+                found.append(
+                    torch.nn.functional.embedding_bag(own[0], bag.weight, *own[1:2], **more, per_sample_weights=own[2])
+                )
+        return torch.cat(found, 1)
+
+    right = wanted(given, starts, weights)
+    found = made(given, starts, weights)
+    close(found, right)
+    joined = torch.cat([start + 12 * number for number, start in enumerate(starts)] + [torch.tensor([36])])
+    plain = None if weights is None else torch.cat(weights)
+    close(made(torch.cat(given), joined.int(), plain), right)
+    two = [one.view(3, 4) for one in given]
+    close(made(two), wanted(two, None, None))
+    if not stored or weights:
+        right.square().sum().backward()
+        slopes = [None if weights is None else [one.grad.clone() for one in weights]]
+        for one in weights or ():
+            one.grad = None
+        found.square().sum().backward()
+        for have, want in zip([one.grad for one in weights or ()], slopes[0] or (), strict=True):
+            close(have, want)
+    if not stored:
+        close(made.weight.grad, torch.cat([bag.weight.grad for bag in single]))
+    fresh = nn.NHotEmbeddingBags(sizes, 33, mode=mode, padding_idx=padding, stored=stored)
+    if padding is not None and not stored:
+        assert (fresh.weight == 0).all(1).nonzero().flatten().tolist() == [0, 50, 53][:3] if padding == 0 else [3, 56]
+    fresh.load_state_dict(made.state_dict())
+    for other in (fresh, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        close(other(given, starts, weights), found)
+        assert repr(other) == repr(made)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(given, starts, weights), found)
+    torch._dynamo.reset()
+
+
+def test_several_tables_that_cannot_be() -> None:
+    tables = tvm_sparse.EmbeddingTables.of([torch.randn(50, 33), torch.randn(7, 33)])
+    last = torch.cat([OFFSETS, torch.tensor([12])]).int()
+    two = torch.cat([last, last[1:] + 12]), torch.cat([INDICES, INDICES % 7]), None
+    assert torch.equal(tables[1], tables.table[50:]) and len(list(tables)) == 2
+    close(tvm_sparse.nhot_lookup(two, tables)[:, 33:], tvm_sparse.nhot_lookup((last, INDICES % 7, None), tables[1]))
+    rows = tvm_sparse.CsrRows(two, columns=tables.sizes)
+    assert pickle.loads(pickle.dumps(rows)).sizes == (50, 7)
+    bags = nn.NHotEmbeddingBags((50, 7), 33)
+    for call, message in (
+        (
+            lambda: tvm_sparse.EmbeddingTables(tables.table, (50, 8)),
+            "sizes: expected numbers of at least 1 whose sum is 57",
+        ),
+        (lambda: tvm_sparse.EmbeddingTables.of([]), "tables: expected at least one"),
+        (
+            lambda: tvm_sparse.nhot_lookup(rows, tables.table),
+            "csr: expected a CsrRows made with columns=57, got one for",
+        ),
+        (
+            lambda: tvm_sparse.nhot_lookup((two[0][:-1], two[1][:24], None), tables),
+            "indptr: expected as many rows for each",
+        ),
+        (lambda: tvm_sparse.nhot_lookup((two[0], two[1] + 1, None), tables), r"indices\[7\]=50 is outside \[0, 50\)"),
+        (
+            lambda: tvm_sparse.nhot_lookup((two[0], two[1].flip(0), None), tables),
+            r"is outside \[0, 7\), the rows of table 1",
+        ),
+        (lambda: tvm_sparse.nhot_lookup(two, tables, padding_idx=-1), "padding_idx: expected an integer from 0 to 49"),
+        (lambda: bags(INDICES), "input: expected a list for each table"),
+        (lambda: bags([INDICES], [OFFSETS]), "input: expected a list of 2, one for each table"),
+        (lambda: bags([INDICES, INDICES % 7], [OFFSETS, OFFSETS[:3]]), "input: expected equally many bags"),
+        (lambda: nn.NHotEmbeddingBags((50, 0), 33), "sizes: expected at least one number, each at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_bags_of_other_kinds() -> None:
@@ -316,9 +457,18 @@ def test_bags_that_cannot_be() -> None:
     made, mean = nn.NHotEmbeddingBag(50, 33), nn.NHotEmbeddingBag(50, 33, mode="mean")
     bag = torch.nn.EmbeddingBag
     for call, message in (
-        (lambda: nn.NHotEmbeddingBag(50, 33, mode="max"), "mode: expected one of sum, mean, got 'max'"),
-        (lambda: nn.NHotEmbeddingBag.from_torch(bag(5, 3, mode="max")), "mode: expected one of sum, mean"),
-        (lambda: nn.NHotEmbeddingBag.from_torch(bag(5, 3, padding_idx=0)), "bag: expected padding_idx=None, got 0"),
+        (lambda: nn.NHotEmbeddingBag(50, 33, mode="least"), "mode: expected one of sum, mean, max, got 'least'"),
+        (lambda: nn.NHotEmbeddingBag(50, 33, stored="int4"), "stored: expected '' or one of int8, float8_e4m3fn"),
+        (lambda: tvm_sparse.nhot_lookup((OFFSETS, INDICES, None), GROUPED), "table: expected a scale a row, got 3"),
+        (
+            lambda: tvm_sparse.nhot_lookup((OFFSETS, INDICES, None), SMALL, dtype="int8"),
+            "dtype: expected one of float32",
+        ),
+        (lambda: tvm_sparse.nhot_lookup((OFFSETS, INDICES, None), BIG, dtype="float16"), "dtype: expected float32, as"),
+        (
+            lambda: nn.NHotEmbeddingBag(50, 33, padding_idx=50),
+            "padding_idx: expected an integer from -50 to 49, got 50",
+        ),
         (lambda: nn.NHotEmbeddingBag.from_torch(bag(5, 3, sparse=True)), "bag: expected sparse=False"),
         (lambda: made(INDICES), "offsets: expected one dimension of int32 or int64, got None"),
         (lambda: made(INDICES, OFFSETS.short()), "offsets: expected one dimension of int32 or int64, got torch.int16"),
@@ -326,7 +476,8 @@ def test_bags_that_cannot_be() -> None:
         (lambda: made(INDICES.view(2, 2, 3)), "input: expected one or two dimensions"),
         (lambda: made(INDICES, OFFSETS, torch.ones(11)), r"per_sample_weights: expected shape \(12,\)"),
         (lambda: mean(INDICES, OFFSETS, torch.ones(12)), "per_sample_weights: expected the mode sum, got mean"),
-        (lambda: mean((OFFSETS, INDICES, None)), "input: sparse rows have their own"),
+        (lambda: mean((OFFSETS, INDICES, None), OFFSETS), "input: sparse rows have their own"),
+        (lambda: mean((OFFSETS, INDICES, torch.ones(12))), "values: expected None for mode='mean', got float32"),
         (lambda: made(INDICES + 1, OFFSETS), r"indices\[7\]=50 is outside \[0, 50\)"),
         (lambda: made(INDICES, OFFSETS.flip(0)), "indptr"),
     ):

@@ -19,6 +19,7 @@ from tvm_sparse.core.problem import FLOATS, Mismatch, Problem, ProblemError, Set
 from tvm_sparse.core.registry import make, parse
 from tvm_sparse.formats.bsr import check_structure, fullest_first, random_pattern, skew
 from tvm_sparse.formats.compressed import check_compressed
+from tvm_sparse.formats.quantized import QuantizedEmbedding
 from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 from tvm_sparse.operators.nhot_lookup.problem import INDEX, NhotLookup, typical
@@ -27,7 +28,8 @@ from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent, prefe
 
 SOFTMAX = [p for p in AWKWARD if isinstance(p, SoftmaxTopk)]
 BSR = [p for p in AWKWARD if isinstance(p, BsrMatmul)]
-NHOT = [p for p in AWKWARD if isinstance(p, NhotLookup)]
+BAGS = [p for p in AWKWARD if isinstance(p, NhotLookup)]
+NHOT = [p for p in BAGS if p.plain]
 
 softmax_problems = st.integers(1, 2**20).flatmap(
     lambda vocab: st.builds(
@@ -433,6 +435,36 @@ def test_nhot_lookup_reference_against_scipy(problem: NhotLookup) -> None:
         a = scipy.sparse.csr_array((data, indices, indptr), shape=(problem.rows, problem.vocab))
         (out,) = problem.reference([indptr, indices, *values, table])
         np.testing.assert_allclose(out, a @ table.astype(np.float64), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("problem", BAGS, ids=case_id)
+def test_nhot_lookup_reference_against_pytorch(problem: NhotLookup) -> None:
+    torch = pytest.importorskip("torch")
+    for seed, structure in enumerate(problem.structures[:-1]):
+        inputs = problem.generate(seed, structure)
+        given = problem.named(inputs)
+        kinds = {"mode": problem.mode, "padding_idx": given.padding if problem.padded else None}
+        table = given.table
+        if problem.stored:
+            table = QuantizedEmbedding.of_octets(table, given.scales, problem.stored).dequantized()
+        wanted = []
+        for t, starts in enumerate(
+            np.lib.stride_tricks.sliding_window_view(given.indptr, problem.rows + 1)[:: problem.rows]
+        ):
+            own = slice(starts[0], starts[-1])
+            first = given.first_rows[t] if problem.tables > 1 else 0
+            bags = torch.nn.functional.embedding_bag(
+                torch.from_numpy(given.indices[own].astype(int)),
+                torch.from_numpy(np.pad(table[first:].astype(float), ((0, problem.vocab), (0, 0)))),
+                torch.from_numpy((starts - starts[0]).astype(int)),
+                per_sample_weights=torch.from_numpy(given.values[own].astype(float)) if problem.weighted else None,
+                include_last_offset=True,
+                **kinds,
+            )
+            wanted.append(bags)
+        wanted = torch.cat(wanted, 1)
+        (out,) = problem.reference(inputs)
+        np.testing.assert_allclose(out, wanted, **dict.fromkeys(("rtol", "atol"), 1e-5 if problem.stored else 1e-9))
 
 
 # ---- checks --------------------------------------------------------------------------------------

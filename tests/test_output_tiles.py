@@ -20,11 +20,11 @@ from tvm_sparse.schedules.vocabulary import present
 
 pytestmark = pytest.mark.drawn
 
-HALVES = "head_topk/batch=5,vocab=301,hidden=136,k=7,dtype=bfloat16,bias=1,ids=2"
+HALVES = "head_topk/batch=5,vocab=301,hidden=136,k=7,dtype=bfloat16,bias=1,ids=2,per_row=1"
 WIDER = "head_topk/batch=13,vocab=301,hidden=392,k=7,dtype=float16"
 FLOATS = "head_topk/batch=3,vocab=97,hidden=136,k=7,dtype=float32"
 # Eight warps share a row: of 57 vectors, so that the last has one, and of 114, so that it has two of 16.
-EIGHT = "head_topk/batch=5,vocab=301,hidden=456,k=7,dtype=bfloat16,bias=1,ids=2"
+EIGHT = "head_topk/batch=5,vocab=301,hidden=456,k=7,dtype=bfloat16,bias=1,ids=2,per_row=1"
 WIDE_EIGHT = "head_topk/batch=13,vocab=301,hidden=912,k=7,dtype=float16"
 ROWS = "head_topk/batch=19,vocab=173,hidden=456,k=5,dtype=bfloat16,bias=1"
 FLOATS_EIGHT = "head_topk/batch=3,vocab=97,hidden=236,k=7,dtype=float32"
@@ -35,7 +35,7 @@ BLOCKS = "candidate_topk/lists=2,beam=3,vocab=240,hidden=64,m=9,k=12,dtype=bfloa
 PRODUCT = "candidate_logits/lists=2,beam=9,vocab=301,hidden=136,m=70,dtype=float16,bias=1"
 LIST_PRODUCT = "candidate_logits/lists=3,beam=1,vocab=97,hidden=136,m=70,dtype=float16,bias=1"
 # Of 337 vectors eight warps have six steps each, the last one vector.
-PARTS = "head_topk/batch=13,vocab=131,hidden=2696,k=7,dtype=bfloat16,ids=2"
+PARTS = "head_topk/batch=13,vocab=131,hidden=2696,k=7,dtype=bfloat16,ids=2,per_row=1"
 STAYS = {"evict_first": 1, "cached": 16}
 TAKEN = {"staged": 0, "dynamic": 25, "prefetch": 0}
 DEALT = {"staged": 1, "dynamic": 0, "prefetch": 0}

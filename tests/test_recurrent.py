@@ -18,6 +18,7 @@ from tvm_sparse.operators.sparse_recurrent.problem import GATES, SparseRecurrent
 from tvm_sparse.runtime.dispatch import dispatcher
 
 torch = pytest.importorskip("torch")
+from dense_layers import LIMIT, OF_TORCH, dense_layer  # noqa: E402
 
 pytestmark = pytest.mark.drawn
 
@@ -27,24 +28,22 @@ CLOSE = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 1e-1}
 
 
 def layer(cell: str, hidden: int = HIDDEN) -> Any:
-    """One of torch's with a pruned recurrent weight."""
+    """One of torch's, or of its kind, with a pruned recurrent weight."""
     torch.manual_seed(0)
-    kind = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}.get(cell, torch.nn.RNN)
-    options = {"nonlinearity": cell} if GATES[cell] == 1 else {}
-    module = kind(INPUTS, hidden, **options).requires_grad_(False)
+    module = dense_layer(cell, INPUTS, hidden).requires_grad_(False)
     module.weight_hh_l0 *= torch.rand_like(module.weight_hh_l0) < 0.3
     return module
 
 
 def parts(module: Any, cell: str, x: Any, dtype: Any = torch.float32) -> tuple[Any, Any, dict[str, Any]]:
-    """Weights, projected input, and the hidden bias of a GRU."""
+    """Weights, projected input, and what the cell has beside: a hidden bias, or a limit."""
     weights = tvm_sparse.recurrent_weights(module.weight_hh_l0.to(dtype), GATES[cell])
     bias, own = module.bias_ih_l0.clone(), module.bias_hh_l0
     if cell == "gru":
         bias[: 2 * module.hidden_size] += own[: 2 * module.hidden_size]
         extra = {"hidden_bias": own[2 * module.hidden_size :].to(dtype).clone()}
     else:
-        bias, extra = bias + own, {}
+        bias, extra = bias + own, {"limit": LIMIT} if cell == "clipped_relu" else {}
     return weights, (x @ module.weight_ih_l0.T + bias).to(dtype), extra
 
 
@@ -73,7 +72,7 @@ def test_the_layer_is_torchs(cell: str, dtype: str) -> None:
     assert torch.equal(found[0][-1], found[1])
 
 
-@pytest.mark.parametrize("cell", [cell if cell in ("lstm", "tanh") else thorough(cell) for cell in CELLS])
+@pytest.mark.parametrize("cell", [cell if cell in ("lstm", "tanh") else thorough(cell) for cell in OF_TORCH])
 def test_ragged_batches_are_torchs_packed_ones(cell: str) -> None:
     module, x = layer(cell), torch.randn(STEPS, BATCH, INPUTS)
     weights, projected, extra = parts(module, cell, x)
@@ -90,7 +89,7 @@ def test_ragged_batches_are_torchs_packed_ones(cell: str) -> None:
     assert not found[0].any() and all(map(torch.equal, found[1:], begin))
 
 
-@pytest.mark.parametrize("cell", [cell if cell in ("gru", "relu") else thorough(cell) for cell in CELLS])
+@pytest.mark.parametrize("cell", [cell if cell in ("relu", "gru_reset_before") else thorough(cell) for cell in CELLS])
 def test_a_reset_begins_another_sequence(cell: str) -> None:
     module, x = layer(cell), torch.randn(STEPS, 1, INPUTS)
     weights, projected, extra = parts(module, cell, x)
@@ -209,7 +208,7 @@ X, H0 = torch.zeros(4, 2, 6), torch.zeros(2, 6)
     ("changed", "error", "message"),
     [
         ({"weights": np.eye(6)}, TypeError, "weights: expected RecurrentWeights, got ndarray; make them by"),
-        ({"cell": "rnn"}, ValueError, "cell: expected one of tanh, relu, lstm, gru, got 'rnn'"),
+        ({"cell": "rnn"}, ValueError, "cell: expected one of tanh, .*, gru_reset_before, got 'rnn'"),
         ({"cell": "lstm"}, ValueError, "weights: expected 4 gates for cell='lstm', got 1"),
         ({"x_projected": X[0]}, ValueError, r"x_projected: expected 3 dimensions, got shape \(2, 6\)"),
         (
@@ -234,6 +233,14 @@ X, H0 = torch.zeros(4, 2, 6), torch.zeros(2, 6)
         ({"c0": H0}, ValueError, "c0: expected None for cell='tanh'"),
         ({"weights": FOUR, "cell": "lstm", "x_projected": torch.zeros(4, 2, 24)}, ValueError, "c0: expected a state"),
         ({"hidden_bias": H0[0]}, ValueError, "hidden_bias: expected None for cell='tanh'"),
+        ({"limit": 20}, ValueError, "limit: expected None for cell='tanh'"),
+        ({"cell": "clipped_relu"}, TypeError, "limit: expected a number, got NoneType"),
+        (
+            {"cell": "clipped_relu", "limit": 0},
+            ValueError,
+            "limit: expected a number above 0 that float32 holds, got 0",
+        ),
+        ({"cell": "clipped_relu", "limit": 1e39}, ValueError, "limit: expected a number above 0 that float32 holds"),
         ({"lengths": torch.zeros(3).int()}, ValueError, r"lengths: expected shape \(2,\) and dtype int32 or int64"),
         ({"lengths": torch.zeros(2)}, ValueError, "lengths: expected shape .* got .* float32"),
         (
@@ -274,7 +281,9 @@ def test_the_reference_is_torchs_layer_in_float64(cell: str) -> None:
         module.input_size = GATES[cell] * 31
         for bias in (module.bias_ih_l0, module.bias_hh_l0):
             bias.zero_()
-        x, *begin = (torch.from_numpy(array).double() for array in inputs[3:])
+        x, *begin = (torch.from_numpy(array).double() for array in inputs[3:] if isinstance(array, np.ndarray))
+        if cell == "clipped_relu":
+            inputs[-1] = LIMIT
         if cell == "gru":
             module.bias_hh_l0[62:] = begin.pop()
         first = tuple(state[None] for state in begin)
@@ -311,7 +320,7 @@ def test_roundings_stay_within_the_tolerance_and_do_not_grow_with_the_steps(cell
     ("key", "message"),
     [
         ("steps=0,batch=1,hidden=1,nonzeros=1", "steps must be an integer of at least 1, got 0"),
-        ("steps=1,batch=1,hidden=1,nonzeros=1,cell=rnn", "cell must be one of tanh, relu, lstm, gru, got 'rnn'"),
+        ("steps=1,batch=1,hidden=1,nonzeros=1,cell=rnn", "cell must be one of tanh, .*, gru_reset_before, got 'rnn'"),
         ("steps=1,batch=1,hidden=1,nonzeros=1,ragged=2", "ragged must be 0 or 1, got 2"),
         ("steps=1,batch=1,hidden=1,nonzeros=1,resets=-1", "resets must be 0 or 1, got -1"),
         ("steps=1,batch=1,hidden=1,nonzeros=1,dtype=int8", "dtype must be one of"),
@@ -382,7 +391,7 @@ def test_a_gpu_computes_what_a_cpu_does(cell: str, dtype: str) -> None:
     weights, projected, extra = parts(module, cell, x, kind)
     begin = states(cell, BATCH, 200, kind)
     lengths, resets = torch.tensor([4, STEPS, 0]), torch.rand(STEPS, BATCH) < 0.2
-    bias = {name: value.cuda() for name, value in extra.items()}
+    bias = {name: value.cuda() if name == "hidden_bias" else value for name, value in extra.items()}
     for more in ({}, {"lengths": lengths}, {"resets": resets}, {"lengths": lengths.int(), "resets": resets.int()}):
         wanted = tvm_sparse.sparse_recurrent(weights, projected, *begin, cell=cell, **extra, **more)
         there = {name: value.cuda() for name, value in more.items()}
@@ -400,7 +409,7 @@ def test_a_gpu_computes_what_a_cpu_does(cell: str, dtype: str) -> None:
 def test_all_steps_are_captured_in_a_graph(cell: str) -> None:
     module, x = layer(cell), torch.randn(STEPS, BATCH, INPUTS)
     weights, projected, extra = parts(module, cell, x)
-    bias = {name: value.cuda() for name, value in extra.items()}
+    bias = {name: value.cuda() if name == "hidden_bias" else value for name, value in extra.items()}
     given = on_gpu(projected, *states(cell))
     out = tvm_sparse.sparse_recurrent(weights, *given, cell=cell, **bias)
     graph = torch.cuda.CUDAGraph()

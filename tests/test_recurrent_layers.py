@@ -25,6 +25,8 @@ from tvm_sparse.layers import recurrent, storage
 from tvm_sparse.layers import recurrent_weights as forms
 
 torch = pytest.importorskip("torch")
+from dense_layers import LIMIT, dense_layer  # noqa: E402
+
 from tvm_sparse.layers.recurrent_stack import RecurrentStack  # noqa: E402
 
 numbers = itertools.count(int.from_bytes(os.urandom(4), "little"))
@@ -163,6 +165,59 @@ def as_numpy(tensor: Any) -> np.ndarray:
     if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
+
+
+def layer_torch_lacks(cell: str, made: Any, **options: Any) -> Any:
+    own = {"reset_after": False} if cell == "gru_reset_before" else {"nonlinearity": cell, "limit": LIMIT}
+    kind = tvm_sparse.SparseGRU if cell == "gru_reset_before" else tvm_sparse.SparseRNN
+    return kind(made.weight_hh_l0.detach(), **own, **options)
+
+
+@pytest.mark.parametrize("form", ["entries", "blocks"])
+@pytest.mark.parametrize("cell", ["clipped_relu", "gru_reset_before"])
+def test_cells_that_torch_lacks(cell: str, form: str, tmp_path: Any) -> None:
+    """In several launches, from a file, in another dtype, and in a stack of both directions that is trained."""
+    made = dense_layer(cell, 5, 24)
+    layer, x, h0 = layer_torch_lacks(cell, made, form=form), torch.randn(6, 18, 5), torch.rand(1, 18, 24)
+    wanted, last = made(x, h0)
+    given = projected(layer, made, x)
+    kept = type(layer).load(layer.save(tmp_path / "layer.npz"))
+    for one in (layer, kept, pickle.loads(pickle.dumps(layer))):
+        output, h_n = one(given, h0[0])
+        close(output, wanted.detach())
+        close(h_n, last[0].detach())
+    half = kept.astype("float16")
+    close(half(given.half(), h0[0].half())[0], wanted.detach(), 1e-2)
+    lengths = torch.randint(0, 7, (18,))
+    close(layer(given, h0[0], lengths=lengths)[0], wanted.detach() * (torch.arange(6)[:, None] < lengths)[..., None])
+
+    bias = (made.bias_ih_l0 + made.bias_hh_l0).detach()
+    options = {"bidirectional": True, "dense": True}
+    stack = tvm_sparse.RecurrentStack([layer, layer], [(made.weight_ih_l0.detach(), bias)] * 2, **options)
+    assert f"PyTorch has no layer of {cell}" in stack.explain(6, 18)[0].way
+    found = stack.trainable()(x, h0.repeat(2, 1, 1))[0]
+    both = torch.cat([wanted, made(x.flip(0), h0)[0].flip(0)], 2)
+    close(found.detach(), both.detach())
+    weighed = torch.randn_like(both)
+    (found * weighed).sum().backward()
+    (both * weighed).sum().backward()
+    rows, columns, _ = layer.weights.coordinates()
+    close(stack.values_0.grad + stack.values_1.grad, made.weight_hh_l0.grad[rows, columns], 1e-4)
+    close(stack.weight_0.grad + stack.weight_1.grad, made.weight_ih_l0.grad, 1e-4)
+    loaded = tvm_sparse.RecurrentStack.load(stack.save(tmp_path / "stack.npz"))
+    close(loaded(x, h0.repeat(2, 1, 1))[0], both.detach())
+
+
+def test_what_cells_need_is_asked_for() -> None:
+    weight = torch.randn(12, 12)
+    with pytest.raises(ValueError, match="limit: expected a number above 0 for nonlinearity='clipped_relu', got None"):
+        tvm_sparse.SparseRNN(weight, nonlinearity="clipped_relu")
+    with pytest.raises(ValueError, match="limit: expected None for nonlinearity='relu', got 20"):
+        tvm_sparse.SparseRNN(weight, nonlinearity="relu", limit=20)
+    with pytest.raises(ValueError, match="limit: expected a number above 0 that float16 holds, got 1000000"):
+        tvm_sparse.SparseRNN(weight, nonlinearity="clipped_relu", limit=1e6, dtype="float16")
+    with pytest.raises(ValueError, match="hidden_bias: expected None with reset_after=False"):
+        tvm_sparse.SparseGRU(torch.randn(36, 12), torch.zeros(12), reset_after=False)
 
 
 # Pruned in blocks of 16 or 8 units, and dense.
@@ -547,6 +602,79 @@ def _first(hx: Any) -> Any:
     return tuple(state[:, 0] for state in hx) if isinstance(hx, tuple) else hx[:, 0]
 
 
+@pytest.mark.parametrize("dense", [False, None])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_projected_states(bidirectional: bool, dense: bool | None, tmp_path: Path) -> None:
+    """Results and gradients of an LSTM with `proj_size`, by the folded weight and by torch's layer."""
+    made = module("lstm", 6, 20, num_layers=2, proj_size=7, bidirectional=bidirectional, bias=not bidirectional)
+    stack, many = tvm_sparse.from_torch(made, dense=dense), 2 + 2 * bidirectional
+    x, hx = torch.randn(5, 18, 6), (torch.randn(many, 18, 7), torch.randn(many, 18, 20))
+    lengths = torch.randint(1, 6, (18,))
+    packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+    told = stack.explain(5, 18)[0].way
+    assert "proj_size=7" in repr(stack) and ("PyTorch's layer" in told) == (dense is None)
+    half = copy.deepcopy(stack).half()
+    with torch.no_grad():
+        wanted, wanted_packed = made(x, hx), made(packed, hx)
+        close(stack(x)[0], made(x)[0])
+        close(half(x.half())[0], made(x)[0], 1e-2)
+        close(stack(x[:0], hx)[1][0], hx[0])
+        for one, other in zip(flat(stack(packed, hx))[1:], flat(wanted_packed)[1:], strict=True):
+            close(one, other)
+        close(stack(packed, hx)[0].data, wanted_packed[0].data)
+        h_n, c_n = stack(x, hx, lengths=torch.zeros(18, dtype=torch.int32))[1]
+        assert torch.equal(h_n, hx[0]) and torch.equal(c_n, hx[1])
+        # Two sequences in one row, the first of which starts anew at once.
+        resets = torch.zeros(5, 18, dtype=torch.bool)
+        resets[0] = resets[3] = True
+        apart = torch.cat([made(x[:3])[0], made(x[3:])[0]]) if not bidirectional else None
+        found = stack(x, hx, resets=resets)[0]
+        assert apart is None or np.allclose(found, apart, 1e-5, 1e-5)
+    kept = RecurrentStack.load(stack.save(tmp_path / "stack.npz"), dense=dense)
+    other = tvm_sparse.from_torch(module("lstm", 6, 20, num_layers=2, proj_size=7, bidirectional=bidirectional,
+                                         bias=not bidirectional), dense=dense)  # fmt: skip
+    other.load_state_dict(stack.state_dict())
+    trained = copy.deepcopy(stack).trainable()
+    for one in (stack, kept, other, trained, trained.frozen(), pickle.loads(pickle.dumps(stack))):
+        for mine, theirs in zip(flat(one(x, hx)), flat(wanted), strict=True):
+            close(mine.detach(), theirs)
+    weighed = torch.randn_like(wanted[0])
+    (trained(x, hx)[0] * weighed).sum().backward()
+    (made(x, hx)[0] * weighed).sum().backward()
+    rows, columns, _ = stack.layers[0].weights.coordinates()
+    close(trained.values_0.grad, made.weight_hh_l0.grad[rows, columns], 1e-4)
+    close(trained.projection_0.grad, made.weight_hr_l0.grad, 1e-4)
+    close(trained.weight_0.grad, made.weight_ih_l0.grad, 1e-4)
+    with pytest.raises(ValueError, match=r"hx: expected two tensors of shapes \(\d, 18, 7\) and \(\d, 18, 20\), got"):
+        stack(x, (hx[1], hx[1]))
+    with pytest.raises(ValueError, match="state: expected .* layers of lstm and 20 units"):
+        other.set_extra_state(tvm_sparse.from_torch(module("lstm", 6, 20, num_layers=2)).get_extra_state())
+    held, meta = storage.read(tmp_path / "stack.npz")
+    for projection in (held["projection_0"][:1], held["projection_0"][:, 1:], held["projection_0"].astype("f8")):
+        with pytest.raises(ValueError, match="layer 0: projection: expected"):
+            RecurrentStack.load(storage.write(tmp_path / "bad.npz", {**held, "projection_0": projection}, meta))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dense", [False, None, True])
+def test_projected_states_on_a_gpu(dense: bool | None) -> None:
+    made = module("lstm", 40, 128, num_layers=2, proj_size=32)
+    x, hx = torch.randn(9, 20, 40), (0.5 * torch.randn(2, 20, 32), 0.5 * torch.randn(2, 20, 128))
+    with torch.no_grad():
+        wanted = flat(made(x, hx))
+    for dtype in ("float32", "float16"):
+        kind = getattr(torch, dtype)
+        stack = tvm_sparse.from_torch(made, dtype=dtype, dense=dense).cuda()
+        given = x.cuda().to(kind).requires_grad_(), tuple(state.cuda().to(kind) for state in hx)
+        for _ in range(2):
+            found = flat(stack(*given))
+        for one, other in zip(found, wanted, strict=True):
+            close(one.detach().float().cpu(), other, 1e-2)
+        trained = stack.trainable()
+        trained(*given)[0].float().square().mean().backward()
+        assert given[0].grad.isfinite().all() and trained.projection_0.grad.abs().max() > 0
+
+
 @pytest.mark.parametrize("method", ["magnitude", "row_balanced", "block"])
 def test_a_stack_prunes(method: str) -> None:
     made = module("lstm", 6, 32, density=None, num_layers=2, bidirectional=True)
@@ -643,7 +771,6 @@ def test_a_stack_takes_the_module_s_place(tmp_path: Path) -> None:
     ("call", "error", "message"),
     [
         (lambda: tvm_sparse.from_torch(torch.nn.Linear(3, 4)), TypeError, "module: expected a torch.nn.RNN"),
-        (lambda: tvm_sparse.from_torch(torch.nn.LSTM(3, 4, proj_size=2)), ValueError, "module: .*proj_size=2"),
         (lambda: tvm_sparse.from_torch(torch.nn.GRU(3, 4), dtype="int8"), ValueError, "dtype: expected one of"),
         (lambda: tvm_sparse.from_torch(torch.nn.GRU(3, 4))(torch.zeros(2, 5)), ValueError, "input: expected two or"),
         (

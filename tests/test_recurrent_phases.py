@@ -163,6 +163,16 @@ def test_thread_blocks_that_run_in_any_order(template: str, stages: int) -> None
         problem.check(inputs, expected, run(template, problem, point, inputs, seed))
 
 
+@pytest.mark.parametrize(("dtype", "stages"), [("float16", 2), ("float32", 1), thorough("bfloat16", 1)])
+def test_a_step_of_two_exchanges(dtype: str, stages: int) -> None:
+    """With the reset before the product: several packs and units a group, sequences that end, others that begin."""
+    problem = problem_of(f"steps=4,batch=5,hidden=23,nonzeros=6,cell=gru_reset_before,dtype={dtype},ragged=1,resets=1")
+    for seed, structure in enumerate(("random", "special", "one_long_row")):
+        inputs = problem.generate(seed, structure)
+        point = {**POINT, "blocks": 3, "threads": 32, "pack": 2, "stages": stages, "registers": seed}
+        problem.check(inputs, problem.reference(inputs), run(POLLED, problem, point, inputs, seed))
+
+
 def test_entries_that_are_nowhere_on_chip() -> None:
     """Rows of very different lengths, of which registers keep the beginnings."""
     problem = problem_of("steps=3,batch=2,hidden=60,nonzeros=12,cell=gru")
@@ -213,6 +223,9 @@ def test_what_does_not_apply() -> None:
         rows.space(problem_of("steps=1,batch=1,hidden=65536,nonzeros=1,dtype=float16"), SM90)
     with pytest.raises(NotApplicable, match="no cluster keeps .* entries in each row of hidden=1792"):
         cluster.space(problem_of("steps=1,batch=4,hidden=1792,nonzeros=538"), SM90)
+    for template in (cluster, spaces.find(BARRIER)):
+        with pytest.raises(NotApplicable, match="gru_reset_before exchanges values twice a step"):
+            template.space(problem_of("steps=1,batch=4,hidden=64,nonzeros=5,cell=gru_reset_before"), SM90)
     with pytest.raises(NotApplicable, match="need compute capability 9.0"):
         cluster.space(problem_of("steps=1,batch=4,hidden=64,nonzeros=5"), SM80)
 

@@ -19,10 +19,13 @@ from tvm_sparse.layers import recurrent
 from tvm_sparse.operators.sparse_recurrent.problem import GATES
 
 torch = pytest.importorskip("torch")
+from dense_layers import OF_TORCH  # noqa: E402
+
 from tvm_sparse.operators.recurrent_backward.autograd import differentiable  # noqa: E402
 
 numbers = itertools.count(int.from_bytes(os.urandom(4), "little"))
 CELLS = tuple(GATES)
+LIMIT = 0.4  # of the clipped relu
 # Largest error of a gradient, as a share of its largest element.
 TOLERANCE = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1}
 CALLS = {"entries": tvm_sparse.sparse_recurrent, "blocks": tvm_sparse.block_recurrent}
@@ -47,6 +50,7 @@ def dense_layer(
             before = torch.where(begins, torch.zeros_like(h), h)
             cell_before = None if c is None else torch.where(begins, torch.zeros_like(c), c)
         sums, new_c = before @ weight.T, None
+        width = h.shape[1]
         if cell == "lstm":
             i, f, g, o = (x[t] + sums).chunk(4, 1)
             new_c = f.sigmoid() * cell_before + i.sigmoid() * g.tanh()
@@ -55,8 +59,14 @@ def dense_layer(
             (xr, xz, xn), (ur, uz, un) = x[t].chunk(3, 1), sums.chunk(3, 1)
             z = (xz + uz).sigmoid()
             new_h = (1 - z) * torch.tanh(xn + (xr + ur).sigmoid() * (un + bias)) + z * before
+        elif cell == "gru_reset_before":
+            r, z = (x[t, :, : 2 * width] + sums[:, : 2 * width]).sigmoid().chunk(2, 1)
+            n = torch.tanh(x[t, :, 2 * width :] + (r * before) @ weight[2 * width :].T)
+            new_h = (1 - z) * n + z * before
         elif cell == "relu" and positive is not None:
             new_h = torch.where(positive[t], x[t] + sums, torch.zeros_like(sums))
+        elif cell == "clipped_relu" and positive is not None:
+            new_h = torch.where(positive[t], x[t] + sums, (x[t] + sums).detach().clamp(0, LIMIT))
         else:
             new_h = getattr(torch, cell)(x[t] + sums)
         outputs.append(torch.where(lives, new_h, torch.zeros_like(new_h)))
@@ -87,12 +97,14 @@ def gradients_agree(
     placed = [None if one is None else one.to(device).requires_grad_() for one in (values, x, h0, c0, bias)]
     beside = [None if one is None else one.to(device) for one in (lengths, resets)]
     run = functools.partial(CALLS[form], cell=cell)
-    found = differentiable(run, weights, *placed[1:], *beside, cell=cell, values=placed[0])
+    limit = LIMIT if cell == "clipped_relu" else None
+    found = differentiable(run, weights, *placed[1:], limit, *beside, cell=cell, values=placed[0])
 
     exact = [None if one is None else one.detach().double().requires_grad_() for one in (values, x, h0, c0, bias)]
     places = torch.from_numpy(rows), torch.from_numpy(columns)
     dense = torch.zeros(gates * hidden, hidden, dtype=torch.double).index_put(places, exact[0])
-    wanted = dense_layer(cell, dense, *exact[1:], lengths, resets, found[0].detach().cpu() > 0)
+    passes = (found[0] > 0) & (found[0] < torch.tensor(LIMIT if limit else np.inf, dtype=kind, device=device))
+    wanted = dense_layer(cell, dense, *exact[1:], lengths, resets, passes.cpu())
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(
             one.detach().cpu().double(), other.detach(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
@@ -110,7 +122,7 @@ def gradients_agree(
         allowed = TOLERANCE[dtype] * (other.abs().max().item() if other.numel() else 0.0) + 1e-7
         torch.testing.assert_close(one.cpu().double(), other, rtol=0, atol=allowed)
     _, x, h0, c0, bias = placed
-    public = run(weights, x, h0, c0, hidden_bias=bias, lengths=beside[0], resets=beside[1])
+    public = run(weights, x, h0, c0, hidden_bias=bias, limit=limit, lengths=beside[0], resets=beside[1])
     for one, other in zip(torch.autograd.grad(public, own[1:], given), gradients[1:], strict=True):
         assert torch.equal(one, other)
 
@@ -174,7 +186,7 @@ def assert_stack_learns_as(made: Any, stack: Any, x: Any, tolerance: float) -> N
 
 
 @pytest.mark.parametrize("dense", [False, True])
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", OF_TORCH)
 def test_a_stack_learns_as_its_module(cell: str, dense: bool) -> None:
     torch.manual_seed(next(numbers))
     made = module_of(cell, 5, 24, num_layers=2, bidirectional=cell in ("lstm", "relu"))
@@ -185,7 +197,7 @@ def test_a_stack_learns_as_its_module(cell: str, dense: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dense", [False, True])
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", OF_TORCH)
 def test_a_stack_learns_as_its_module_on_the_gpu(cell: str, dense: bool) -> None:
     torch.manual_seed(next(numbers))
     torch.backends.cudnn.allow_tf32 = False

@@ -29,6 +29,9 @@ KEYS = (
     "logsumexp/batch=7,vocab=61",
     "softmax_topk/batch=7,vocab=61,k=5",
     "softmax_topk/batch=7,vocab=61,k=5,bias=1,ids=3",
+    "softmax_topk/batch=7,vocab=61,k=5,per_row=1",
+    "softmax_topk/batch=7,vocab=61,k=5,ids=3,per_row=1",
+    "head_topk/batch=7,vocab=61,hidden=16,k=5,per_row=1",
     "softmax_sample/batch=7,vocab=61,k=61",
     "softmax_sample/batch=7,vocab=61,k=61,bias=1,per_row=1,seeded=1",
     PRODUCT,
@@ -71,6 +74,7 @@ STARTS = ints(0, 3, 3, 5, 8, 9, 9, 12)
 BLOCKS = torch.randn(12, 5, 3)
 COLUMNS = ints(4, 0, 21, 7, 3, 1, 0, 20, 5, 2, 9, 8)
 WEIGHT = tvm_sparse.BsrWeight((BLOCKS, COLUMNS, STARTS), columns=66)
+BOTH = ints(0, 3, 3, 5, 8, 9, 12)
 ENTRIES = ints(4, 0, 21, 7, 3, 1, 0, 49, 5, 2, 49, 8)
 VALUES = torch.randn(12)
 SPARSE = tvm_sparse.CsrRows((STARTS, COLUMNS, VALUES), columns=66)
@@ -91,6 +95,10 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda x, b, i: tvm_sparse.softmax_topk(x, 5, log=True, temperature=0.5, bias=b, ids=i),
         (LOGITS, BIAS, IDS),
     ),
+    "softmax_topk with temperatures": (
+        lambda x, t, i: tvm_sparse.softmax_topk(x, 5, log=True, temperature=t, ids=i),
+        (LOGITS, HEATS, IDS),
+    ),
     "softmax_sample": (lambda x, u: tvm_sparse.softmax_sample(x * 2, uniforms=u), (LOGITS, UNIFORMS)),
     "softmax_sample with all": (
         lambda x, t, k, b, s: tvm_sparse.softmax_sample(
@@ -107,11 +115,19 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "csr_linear": (lambda x: tvm_sparse.csr_linear(x * 2, SPARSE), (X,)),
     "csr_linear of parts": (lambda x, *parts: tvm_sparse.csr_linear(x, parts), (X, STARTS, COLUMNS, VALUES)),
     "nhot_lookup": (lambda table: tvm_sparse.nhot_lookup(ROWS, table * 2), (TABLE,)),
+    "nhot_lookup, means": (
+        lambda table: tvm_sparse.nhot_lookup((STARTS, ENTRIES, None), table * 2, mode="mean"),
+        (TABLE,),
+    ),
     "nhot_lookup of parts": (
         lambda starts, at, table: tvm_sparse.nhot_lookup((starts, at, None), table),
         (STARTS, ENTRIES, TABLE),
     ),
     "head_topk": (lambda h, e: tvm_sparse.head_topk(h * 2, e, 5, normaliser=True), (HIDDEN, EMBEDDING)),
+    "head_topk with temperatures": (
+        lambda h, e, t: tvm_sparse.head_topk(h, e, 5, temperature=t),
+        (HIDDEN, EMBEDDING, HEATS),
+    ),
     "candidate_topk": (lambda h, e, c: tvm_sparse.candidate_topk(h * 2, e, c, 3), (HIDDEN, EMBEDDING, WORDS)),
     "candidate_logits": (lambda h, e, c: tvm_sparse.candidate_logits(h * 2, e, c), (HIDDEN, EMBEDDING, WORDS)),
 }
@@ -204,7 +220,7 @@ print(sorted({str(node.target) for node in graph.nodes if "tvm_sparse" in str(no
 """
     done = subprocess.run([sys.executable, "-c", program, str(path)], check=True, capture_output=True, text=True)
     names = {name.partition(" ")[0] for name in CALLS if name != "log_softmax"}
-    names |= {"softmax_topk_given", "bsr_matmul_epilogue", "nhot_lookup_rows"}
+    names |= {"softmax_topk_given", "bsr_matmul_epilogue", "nhot_lookup_rows", "nhot_lookup_bags"}
     assert done.stdout.strip() == str(sorted(f"tvm_sparse.{name}.default" for name in names))
 
 
@@ -275,6 +291,10 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
     "csr_linear": (leaf(X), STARTS, COLUMNS, leaf(VALUES), True),
     "nhot_lookup": (STARTS, ENTRIES, leaf(VALUES), leaf(TABLE), True),
     "nhot_lookup_rows": (STARTS, ENTRIES, leaf(VALUES), leaf(TABLE)),
+    "nhot_lookup_bags": (STARTS, ENTRIES, None, leaf(TABLE), "max", 3, False, True),
+    "nhot_lookup_bags of two tables": (
+        *(BOTH, ENTRIES % 20, leaf(VALUES), leaf(TABLE), "sum", 3, False, True, None, "", None, ints(0, 20), [20, 30]),
+    ),
     "bsr_matmul": (leaf(X), leaf(BLOCKS), COLUMNS, STARTS, WEIGHT.order, WEIGHT.structure),
     "bsr_matmul_epilogue": (
         *(leaf(X), leaf(BLOCKS), COLUMNS, STARTS, WEIGHT.order, WEIGHT.structure, leaf(PRODUCT_BIAS), "gelu"),
@@ -286,15 +306,16 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
     ),
 }
 OF = {
-    **{"softmax_topk_given": "softmax_topk", "nhot_lookup_rows": "nhot_lookup"},
+    **{"softmax_topk_given": "softmax_topk", "nhot_lookup_rows": "nhot_lookup", "nhot_lookup_bags": "nhot_lookup"},
     **dict.fromkeys(("bsr_matmul_epilogue", "bsr_matmul_full", "bsr_sddmm"), "bsr_matmul"),
 }
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_pytorch_finds_the_operator_right(name: str) -> None:
-    custom.module_of(OF.get(name, name))
-    torch.library.opcheck(getattr(torch.ops.tvm_sparse, name).default, OPERATORS[name])
+    operator, *_ = name.split()
+    custom.module_of(OF.get(operator, operator))
+    torch.library.opcheck(getattr(torch.ops.tvm_sparse, operator).default, OPERATORS[name])
 
 
 @pytest.mark.parametrize(
@@ -499,6 +520,16 @@ assert "torch" not in sys.modules
 # ---- vmap ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("mode", ["sum", "max"])
+def test_vmap_over_tables(mode: str) -> None:
+    def looked_up(table: Any) -> Any:
+        tables = tvm_sparse.EmbeddingTables(table, (20, 30))
+        return tvm_sparse.nhot_lookup((BOTH, ENTRIES % 20, None), tables, mode=mode, padding_idx=1)
+
+    several = torch.randn(2, 50, 33)
+    same(torch.vmap(looked_up)(several), torch.stack([looked_up(one) for one in several]))
+
+
 def test_vmap() -> None:
     logits, x, tables, hidden = (torch.stack([a, -a], 1) for a in (LOGITS, X, TABLE, HIDDEN))
     ids = torch.stack([IDS, IDS.flip(0)])
@@ -508,6 +539,14 @@ def test_vmap() -> None:
     for one, (y, i) in enumerate(((LOGITS, ids[0]), (-LOGITS, ids[1]))):
         same([array[one] for array in found], tvm_sparse.softmax_topk(y, 5, ids=i))
     same(torch.vmap(lambda i: tvm_sparse.softmax_topk(LOGITS, 5, ids=i))(ids)[2][0], found[2][0])
+    heats = torch.stack([HEATS, HEATS.flip(0)])
+    for call in (
+        lambda t: tvm_sparse.softmax_topk(LOGITS, 5, temperature=t, ids=IDS),
+        lambda t: tvm_sparse.head_topk(HIDDEN, EMBEDDING, 5, temperature=t),
+    ):
+        found = torch.vmap(call)(heats)
+        for number, heat in enumerate(heats):
+            same([array[number] for array in found], call(heat))
     found = torch.vmap(lambda y, u: tvm_sparse.softmax_sample(y, uniforms=u), (1, None))(logits, UNIFORMS)
     for one, y in enumerate((LOGITS, -LOGITS)):
         same([array[one] for array in found], tvm_sparse.softmax_sample(y, uniforms=UNIFORMS))

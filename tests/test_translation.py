@@ -250,6 +250,17 @@ def test_the_whole_way(script: Any, tmp_path: Path) -> None:
     recalls = [float(row["recall_12"]) for row in few]
     assert shares == sorted(shares) and recalls == sorted(recalls) and recalls[-1] == 1
 
+    # Two heads more beside those of the file.
+    kept = {(row["head"], row["setting"], row["beam"]): row for row in lines if row["head"] not in ("TOP", "WA")}
+    for group in ("TOP", "WA"):
+        script.decode(
+            tmp_path / name, out, "cpu", seconds=200.0, sentences=2, beams="", only=[group], more=group == "WA",
+            csv_path=tmp_path / "more.csv",
+        )  # fmt: skip
+    again = {(row["head"], row["setting"], row["beam"]): row for row in rows(tmp_path / "more.csv")}
+    assert {head for head, *_ in again} == {"torch", "exact head", "TOP", "WA"}
+    assert all(one["bleu"] == kept[key]["bleu"] for key, one in again.items() if key in kept)
+
     script.prune(
         tmp_path / name, out, "cpu", method=["row_balanced"], densities="0.25", steps=12, seconds=60.0,
         sentences=2, shapes="1x4", csv_path=tmp_path / "prune.csv",

@@ -40,13 +40,15 @@ TAKERS: dict[str, tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = 
     "BsrLinear.from_dense": (nn.BsrLinear.from_dense, {}, ()),
     "BsrLinear.from_torch": (nn.BsrLinear.from_torch, {}, ()),
     "NHotEmbeddingBag.from_torch": (nn.NHotEmbeddingBag.from_torch, {}, ()),
+    "NHotEmbeddingBags.from_torch": (nn.NHotEmbeddingBags.from_torch, {}, ()),
+    "EmbeddingTables": (tvm_sparse.EmbeddingTables, {"sizes": (3, 5)}, ()),
     "LmHead.replace": (tvm_sparse.LmHead.replace, {}, ()),
     "from_torch": (tvm_sparse.from_torch, {}, ()),
     "prune": (tvm_sparse.prune, {"density": 0.5}, ()),
     "pruning_mask": (tvm_sparse.pruning_mask, {"density": 0.5}, ()),
 }
 # Public classes that are not made of such an argument.
-OTHERS = {"Explanation", "Miss", "NHotEmbeddingBag", "SampleDetails"}
+OTHERS = {"Explanation", "Miss", "NHotEmbeddingBag", "NHotEmbeddingBags", "SampleDetails"}
 
 
 class Frame:

@@ -37,6 +37,7 @@ from .operators.lsh_candidates.call import lsh_candidates as lsh_candidates
 from .operators.lsh_lookup.call import lsh_lookup as lsh_lookup
 from .operators.lsh_topk.call import lsh_topk as lsh_topk
 from .operators.nhot_lookup.call import CsrRows as CsrRows
+from .operators.nhot_lookup.call import EmbeddingTables as EmbeddingTables
 from .operators.nhot_lookup.call import nhot_lookup as nhot_lookup
 from .operators.softmax.call import log_softmax as log_softmax
 from .operators.softmax.call import softmax as softmax

@@ -45,18 +45,19 @@ class TileSums:
 
         return {"parts": T.sblock_alloc_buffer((self.rows * self.sequences, COLUMNS), "float32")}
 
-    def sums(self) -> Callable[..., Any]:
+    def sums(self, begin: int = 0, end: int | None = None) -> Callable[..., Any]:
         from tvm.script import tirx as T
 
         from ..device.vectors import sum_elements
 
         at_once, several = self.rows, self.sequences
-        full = self.problem.gates * self.units  # rows of a tile that belong to units
+        # Rows of a tile that belong to units.
+        first, last = begin * self.units, (self.problem.gates if end is None else end) * self.units
 
         # fmt: off
         @T.inline
         def phase(io, s, states, turn, tile, base):
-            for r in range(full // at_once):
+            for r in range(first // at_once, last // at_once):
                 for o in T.unroll(at_once * several):
                     for v in T.vectorized(COLUMNS):
                         s.parts[o, v] = T.float32(0)

@@ -80,8 +80,20 @@ def value_at(dtype: str, words: tirx.Buffer, at: tirx.PrimExpr | int, e: tirx.Pr
     return value_in(dtype, words[at + e // per_word(dtype)], e % per_word(dtype))
 
 
+def stored_at(
+    stored: str, words: tirx.Buffer, at: tirx.PrimExpr | int, e: tirx.PrimExpr | int, filler: tirx.PrimExpr | int
+) -> tirx.PrimExpr:
+    """The float32 of the `e`-th element, of the dtype `stored` of eight bits, of a vector whose first word is
+    `words[at]`. `filler`: as for `pair_of_bytes` and float16.
+    """
+    pair = pair_of_bytes(stored, "float16", words[at + e // 4], e % 4 // 2, filler)
+    # A float16 in the program, without which its code has no header of such numbers.
+    half = T.reinterpret("float16", T.Cast("uint16", pair >> (T.Cast("uint32", e % 2) * T.uint32(16))))
+    return T.Cast("float32", half)
+
+
 def pair_of_bytes(
-    stored: str, dtype: str, word: tirx.PrimExpr, second: int, filler: tirx.PrimExpr | int
+    stored: str, dtype: str, word: tirx.PrimExpr, second: tirx.PrimExpr | int, filler: tirx.PrimExpr | int
 ) -> tirx.PrimExpr:
     """A 32-bit word of two elements of a dtype of 16 bits: the first two bytes of `word`, or, if `second`, the other
     two, which are of the dtype `stored`. `filler`: that of `FILLERS`, or any 32-bit word where there is none.
@@ -92,14 +104,15 @@ def pair_of_bytes(
         f" {{{PAIRS[stored, dtype]}\n"
         "  return *(unsigned int*)&pair;\n}\n"
     )
-    return T.cuda.func_call(name, word, T.bool(bool(second)), filler, source_code=source, return_type="uint32")
+    later = T.Cast("bool", second) if isinstance(second, tirx.Expr) else T.bool(bool(second))
+    return T.cuda.func_call(name, word, later, filler, source_code=source, return_type="uint32")
 
 
 @T.inline
 def load_words(size, w, at, small, place):
-    """Load `size` bytes (2, 4, 8 or 16) from the address `place` of global memory into the words from `w[at]` on.
+    """Load `size` bytes (1, 2, 4, 8 or 16) from the address `place` of global memory into the words from `w[at]` on.
 
-    `small`: a buffer of one uint16, through which a load of 2 bytes goes.
+    `small`: a buffer of one uint16, through which a load of 1 or 2 bytes goes.
     """
     if size == 16:
         T.ptx.ld.global_.v4.u32(w[at], w[at + 1], w[at + 2], w[at + 3], place)
@@ -107,6 +120,9 @@ def load_words(size, w, at, small, place):
         T.ptx.ld.global_.v2.u32(w[at], w[at + 1], place)
     elif size == 4:
         T.ptx.ld.global_.u32(w[at], place)
+    elif size == 1:
+        T.ptx.ld.global_.u8(small[0], place)
+        w[at] = T.Cast("uint32", small[0])
     else:
         T.ptx.ld.global_.u16(small[0], place)
         w[at] = T.Cast("uint32", small[0])

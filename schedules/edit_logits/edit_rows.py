@@ -33,7 +33,7 @@ def build(problem: EditLogits, decisions: Decisions) -> Program:
 
 edit_rows = Template(
     name="edit_rows",
-    version=1,
+    version=2,
     operator="edit_logits",
     kind="llvm",
     summary="a thread a row, one word after another",

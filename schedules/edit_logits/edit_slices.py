@@ -21,6 +21,8 @@ from tvm_sparse.operators.edit_logits.problem import EditLogits
 THREADS = powers(64, 1024)
 # More slices copy a single row faster; each goes through all words of the row.
 SLICES = powers(1, 16)
+# Thread blocks of a multiprocessor up to which the default has more slices.
+MOST_BLOCKS = 4
 
 
 def space(problem: EditLogits, machine: Machine) -> Table:
@@ -34,13 +36,13 @@ def allowed(problem: EditLogits, machine: Machine, decisions: Decisions) -> str 
 
 
 def default(problem: EditLogits, machine: Machine) -> Decisions:
-    """For calls in place, whose time is that of the longest list: a thread has a word or few of them. A soft cap
-    concerns all logits.
+    """As many slices as the multiprocessors can copy at the same time; where there is one, whose time is that of the
+    longest list if nothing is copied, a thread has a word or few of them.
     """
-    if problem.capped and not allowed(problem, machine, {"slices": SLICES[-1]}):
-        return {"threads": 512, "slices": SLICES[-1], "overlap": int(machine.has_clusters)}
-    threads = min(n for n in THREADS if n >= min(problem.words, 512))
-    return {"threads": threads, "slices": 1, "overlap": int(machine.has_clusters)}
+    most = max(MOST_BLOCKS * machine.cores // problem.batch, 1)
+    slices = max(n for n in SLICES if n <= most and (n == 1 or not allowed(problem, machine, {"slices": n})))
+    threads = 512 if slices > 1 or problem.capped else min(n for n in THREADS if n >= min(problem.words, 512))
+    return {"threads": threads, "slices": slices, "overlap": int(machine.has_clusters)}
 
 
 def build(problem: EditLogits, decisions: Decisions) -> Program:
@@ -83,13 +85,13 @@ def copy_slice(threads: int) -> Callable[..., Any]:
 
     from tvm_sparse.operators.edit_logits.definition import soft_capped
 
-    from ..device.arithmetic import tanh_relative
+    from ..device.arithmetic import tanh_on_gpu
 
     @T.inline
     def phase(io, row, t, first, end):
         for i in T.serial((end - first - t + (threads - 1)) // threads):
             io.edited[row, first + i * threads + t] = soft_capped(
-                io, io.logits[row, first + i * threads + t], tanh_relative
+                io, io.logits[row, first + i * threads + t], tanh_on_gpu
             )
 
     return phase
@@ -159,7 +161,7 @@ def penalise_seen(problem: EditLogits, threads: int) -> Callable[..., Any]:
 
 edit_slices = Template(
     name="edit_slices",
-    version=2,
+    version=3,
     operator="edit_logits",
     kind="cuda",
     summary="a thread block a slice of a row, a thread a word at a time",

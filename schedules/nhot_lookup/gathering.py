@@ -14,11 +14,11 @@ def gathered(problem: NhotLookup, machine: Machine, rounds: int, threads: int, c
     """Bytes of a table row, of all rows that are read, and of a run of `columns` that threads side by side read of one;
     and how often a multiprocessor waits for memory: in `rounds`, and one after another where it has no room for its
     share of all `threads`."""
-    itemsize = numpy_dtype(problem.dtype).itemsize
+    itemsize = numpy_dtype(problem.table_dtype).itemsize
     row = problem.width * itemsize
     return {
         "row_bytes": row,
-        "gathered_bytes": problem.rows * problem.nonzeros * row,
+        "gathered_bytes": problem.bags * problem.nonzeros * row,
         "run_bytes": columns * itemsize,
         "trips": rounds * max(1.0, threads / (RESIDENT * machine.cores)),
     }

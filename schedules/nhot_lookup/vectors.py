@@ -10,5 +10,5 @@ WIDEST = 16  # bytes of the widest load that a thread can issue
 
 def load_widths(problem: NhotLookup) -> tuple[int, ...]:
     """Elements per load, of 16 bytes and of 8; where neither divides a row of the table, the widest two that do."""
-    most = WIDEST // numpy_dtype(problem.dtype).itemsize
-    return tuple(v for v in (8, 4, 2, 1) if v <= most and problem.width % v == 0)[:2]
+    most = WIDEST // numpy_dtype(problem.table_dtype).itemsize
+    return tuple(v for v in (16, 8, 4, 2, 1) if v <= most and problem.width % v == 0)[:2]

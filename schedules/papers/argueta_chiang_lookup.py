@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.core.template import Decisions, Features, Program, Template, powers
+from tvm_sparse.core.template import Decisions, Features, NotApplicable, Program, Table, Template, powers
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
 THREADS = powers(32, 512)
@@ -47,13 +47,19 @@ def build(problem: NhotLookup, decisions: Decisions) -> Program:
     return Program(schedule.mod)
 
 
+def space(problem: NhotLookup, machine: Machine) -> Table:
+    if not problem.plain:
+        raise NotApplicable(f"the paper adds all entries of a dense table, got {problem.key}")
+    return {"threads": THREADS}
+
+
 lookup_elements = Template(
     name="lookup_elements",
     version=1,
     operator="nhot_lookup",
     kind="cuda",
     summary="a thread an output element (Argueta & Chiang 2019, Algorithm 2)",
-    space=lambda problem, machine: {"threads": THREADS},
+    space=space,
     default=lambda problem, machine: {"threads": 128},
     program=build,
     features=features,

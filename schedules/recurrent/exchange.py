@@ -81,6 +81,10 @@ class Exchanged(Protocol):
     def blocks(self) -> int:
         """Thread blocks."""
 
+    @property
+    def exchanges(self) -> int:
+        """Slots of a step."""
+
 
 def missing(e: Exchanged, words: tirx.Buffer, at: Any) -> tirx.PrimExpr:
     """Whether one of the four words of a vector still has a mark; where halves are sent, whether one half of a word
@@ -186,7 +190,7 @@ def mark(e: Exchanged, polled: bool = True, begun: bool = True) -> Phase:
 
     @T.inline
     def phase(s, io, block):
-        slots = T.meta_var(io.steps if polled else 2)
+        slots = T.meta_var(io.steps * e.exchanges if polled else 2)
         for i in T.serial((slots * (e.packs * e.pitch) - (block * e.threads + s.t) + (e.blocks * e.threads - 1))
                           // (e.blocks * e.threads)):
             number: T.int32 = i * (e.blocks * e.threads) + block * e.threads + s.t

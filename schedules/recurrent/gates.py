@@ -51,7 +51,8 @@ class Gated(Protocol):
 def gates(e: Gated) -> Phase:
     """The state after the step from the sums and the inputs; the phase is (s, io, u).
 
-    Reads: `sums`, `x`, `own`, `cell`, the bias. Writes: `result`, `cell`. Barriers: none.
+    Reads: `sums`, `x`, `own`, `cell`, the bias; with the reset before the product z, in `cell_of`.
+    Writes: `result`, `cell`. Barriers: none.
     """
     many, k = e.gates, e.pack
 
@@ -62,6 +63,8 @@ def gates(e: Gated) -> Phase:
         else:  # in a comparison with NaN the other operand is taken
             s.result[u] = s.x[u] + s.sums[u * k]
             s.result[u] = T.Select(s.result[u] < T.float32(0), T.float32(0), s.result[u])
+        if e.cell == "clipped_relu":
+            s.result[u] = T.Select(s.result[u] > io.limit, io.limit, s.result[u])
 
     @T.inline
     def lstm(s, io, u):
@@ -79,5 +82,11 @@ def gates(e: Gated) -> Phase:
             s.sums[(row + 2) * k] + T.Cast("float32", io.hidden_bias[s.unit[u]])))
         s.result[u] = (T.float32(1) - s.passed[0]) * s.result[u] + s.passed[0] * s.own[0]
 
-    return {"lstm": lstm, "gru": gru}.get(e.cell, plain)
+    @T.inline
+    def reset_before(s, io, u):
+        row = T.meta_var(u * many)
+        s.result[u] = (
+            (T.float32(1) - s.cell_of[u]) * tanh(s.x[row + 2] + s.sums[(row + 2) * k]) + s.cell_of[u] * s.own[0])
+
+    return {"lstm": lstm, "gru": gru, "gru_reset_before": reset_before}.get(e.cell, plain)
 # fmt: on

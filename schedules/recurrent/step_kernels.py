@@ -1,8 +1,9 @@
 """A recurrent layer on a GPU, one kernel per step: for problems that no persistent kernel fits.
 
-The host loops over the steps, and the end of a kernel is the barrier between them. `reduce_threads` lanes of a warp
-hold a unit: they go through the rows of its gates together, for some sequences at a time, and read the states from the
-output of the step before. Every step reads the weight again, from the L2 cache if it fits there.
+A cell whose step has two exchanges takes two kernels per step. The host loops over the steps, and the end of a kernel
+is the barrier between them. `reduce_threads` lanes of a warp hold a unit: they go through the rows of its gates
+together, for some sequences at a time, and read the states from the output of the step before. Every step reads the
+weight again, from the L2 cache if it fits there.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ def default(problem: RecurrentLayer, machine: Machine) -> Decisions:
 
 
 def sum_rows(
-    rows: Any, gates: int, batch: int, samples: int, lanes: int, load: Callable[..., Any]
+    rows: Any, gates: int, batch: int, samples: int, lanes: int, load: Callable[..., Any], begin: int = 0
 ) -> Callable[..., Any]:
     """The products of a unit's rows with what the step before wrote; the phase is (io, s, t, slot, first, lane).
 
-    `rows`: access to the weight (`sparse_recurrent.definition.Rows`). `load`: an inline (io, t, b, column, into, at)
+    `rows`: access to the weight (`sparse_recurrent.definition.Rows`), of whose gates those from `begin` to `gates` are
+    summed. `load`: an inline (io, t, b, column, into, at)
     that loads the factor of a column and sequence for step t.
 
     Writes: `s.sums[gate * samples + v]`, for the sequences from `first` on, in every lane of a group; `s.h`.
@@ -51,7 +53,7 @@ def sum_rows(
     # fmt: off
     @T.inline
     def phase(io, s, t, slot, first, lane):
-        for gate in T.unroll(gates):
+        for gate in T.unroll(begin, gates):
             for v in T.unroll(samples):
                 s.sums[gate * samples + v] = T.float32(0)
             # Groups beyond the last slot only take part in the shuffles: their row is empty.
@@ -77,7 +79,7 @@ def build(problem: RecurrentLayer, decisions: Decisions) -> Program:
 
     from tvm.script import tirx as T
 
-    from tvm_sparse.operators.sparse_recurrent.definition import next_state
+    from tvm_sparse.operators.sparse_recurrent.definition import next_state, reset_state
 
     from ..device.region import device_region
     from ..interface import gpu_program
@@ -87,8 +89,8 @@ def build(problem: RecurrentLayer, decisions: Decisions) -> Program:
     lstm, gru, ragged, resetting = cell == "lstm", cell == "gru", bool(problem.ragged), bool(problem.resets)
     threads, lanes = decisions["threads"], decisions["reduce_threads"]
     samples = min(batch, SAMPLES)
-    rows = problem.rows()
-    update = next_state(cell, 1, sigmoid, tanh)
+    rows, twice = problem.rows(), problem.exchanges == 2
+    update, reset = next_state(cell, 1, sigmoid, tanh), reset_state(1, sigmoid)
 
     # fmt: off
     @T.inline
@@ -102,14 +104,40 @@ def build(problem: RecurrentLayer, decisions: Decisions) -> Program:
             if io.resets[t, b] != 0:
                 into[at] = T.float32(0)
 
-    add_up = sum_rows(rows, gates, batch, samples, lanes, load_state)
+    @T.inline
+    def load_scaled(io, t, b, unit, into, at):
+        """`into[at]`: the state of a unit before step t, times its reset gate."""
+        into[at] = T.Cast("float32", io.scaled[b, unit])
+
+    if twice:
+        add_up_gates = sum_rows(rows, 2, batch, samples, lanes, load_state)
+        add_up = sum_rows(rows, 3, batch, samples, lanes, load_scaled, 2)
+    else:
+        add_up = sum_rows(rows, gates, batch, samples, lanes, load_state)
+
+    @T.inline
+    def load_sums(io, s, t, b, unit, v, gate):
+        s.one.sums[gate] = s.sums[gate * samples + v]
+        s.one.x[gate] = T.Cast("float32", io.x_projected[t, b, gate * hidden + unit])
+
+    @T.inline
+    def scale_state(io, s, t, b, unit, v):
+        """The first half of a step for one sequence."""
+        for gate in T.unroll(2):
+            load_sums(io, s, t, b, unit, v, gate)
+        load_state(io, t, b, unit, s.one.h, 0)
+        reset(s.one, 0)
+        io.scaled[b, unit] = T.Cast(dtype, s.one.h[0])
+        io.cells[b, unit] = s.one.c[0]
 
     @T.inline
     def take_step(io, s, t, b, unit, v):
         """Compute one unit's step for one sequence, from its sums."""
-        for gate in T.unroll(gates):
-            s.one.sums[gate] = s.sums[gate * samples + v]
-            s.one.x[gate] = T.Cast("float32", io.x_projected[t, b, gate * hidden + unit])
+        for gate in T.unroll(2 if twice else 0, gates):
+            load_sums(io, s, t, b, unit, v, gate)
+        if twice:
+            load_state(io, t, b, unit, s.one.h, 0)
+            s.one.c[0] = io.cells[b, unit]
         if gru:
             s.one.bias[0] = T.Cast("float32", io.hidden_bias[unit])
             load_state(io, t, b, unit, s.one.h, 0)
@@ -147,13 +175,13 @@ def build(problem: RecurrentLayer, decisions: Decisions) -> Program:
             take_step(io, s, t, b, unit, v)
 
     @T.inline
-    def one_step(io, t):
+    def for_units(io, t, add_up, take):
         block = T.cta_id([ceildiv(hidden, threads // lanes)])
         thread = T.thread_id([threads])
         s = T.meta_var(SimpleNamespace(
             sums=T.alloc_local([gates * samples], "float32"),
             h=T.alloc_local([1], "float32"),
-            one=SimpleNamespace(**{
+            one=SimpleNamespace(limit=getattr(io, "limit", None), **{
                 name: T.alloc_local([extent], "float32")
                 for name, extent in {"x": gates, "sums": gates, "h": 1, "c": 1, "bias": 1}.items()})))
         slot: T.let = block * (threads // lanes) + thread // lanes
@@ -164,13 +192,18 @@ def build(problem: RecurrentLayer, decisions: Decisions) -> Program:
                 # Lanes share the sequences.
                 for v in T.unroll(samples):
                     if v % lanes == lane and part * samples + v < batch:
-                        one_sequence(io, s, t, part * samples + v, rows.unit(io, slot), v)
+                        take(io, s, t, part * samples + v, rows.unit(io, slot), v)
 
     @T.inline
     def body(io):
         for t in T.serial(io.steps):
+            if twice:
+                with device_region():
+                    for_units(io, t, add_up_gates, scale_state)
             with device_region():
-                one_step(io, t)
+                for_units(io, t, add_up, one_sequence)
     # fmt: on
-    cells = (Workspace("cells", (batch, hidden), "float32"),) if lstm else ()
-    return gpu_program(problem, body, cells)
+    own = [Workspace("cells", (batch, hidden), "float32")] if lstm or twice else []
+    if twice:
+        own.append(Workspace("scaled", (batch, hidden), dtype))
+    return gpu_program(problem, body, own)

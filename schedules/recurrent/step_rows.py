@@ -3,7 +3,8 @@
 In each step threads share the units, a thread `chunk` of them at a time. Of these the units of a *tile*, and some
 `sequences` of the batch, are worked on together: a `Weight` makes their sums, gates follow in SIMD vectors, then states
 and outputs are written. States are kept as float32 in two buffers that take turns. A step ends when all threads have:
-TVM's parallel loop is the barrier.
+TVM's parallel loop is the barrier. A cell whose step has two exchanges has two such loops: a third buffer has the
+states times their reset gates.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ class Weight(Protocol):
     def alloc(self) -> dict[str, Any]:
         """Buffers that `sums` works with, for the attributes of its `s`."""
 
-    def sums(self) -> Callable[..., Any]:
-        """The phase (io, s, states, turn, tile, base): U h of each gate and unit of a tile, for the sequences from
-        `base` on, to `s.sums[(gate * units + unit) * sequences + sequence]`. `turn`: which of the two buffers."""
+    def sums(self, begin: int = 0, end: int | None = None) -> Callable[..., Any]:
+        """The phase (io, s, states, turn, tile, base): U h of each gate (or of those from `begin` to `end`) and unit of
+        a tile, for the sequences from `base` on, to `s.sums[(gate * units + unit) * sequences + sequence]`. `turn`:
+        which of the buffers."""
 
 
 def chunks(problem: RecurrentLayer) -> tuple[int, ...]:
@@ -68,7 +70,7 @@ def build(problem: RecurrentLayer, chunk: int, weight: Weight) -> Program:
     """The program of one point."""
     from tvm.script import tirx as T
 
-    from tvm_sparse.operators.sparse_recurrent.definition import next_state
+    from tvm_sparse.operators.sparse_recurrent.definition import next_state, reset_state
 
     from ..device.arithmetic import sigmoid, tanh
     from ..interface import cpu_program
@@ -82,8 +84,10 @@ def build(problem: RecurrentLayer, chunk: int, weight: Weight) -> Program:
     loop = T.parallel if parts > 1 else T.serial
     padded = ceildiv(batch, sequences) * sequences
     shape = weight.shape(padded)
-    rows = problem.rows()
-    add_up, update = weight.sums(), next_state(cell, samples, sigmoid, tanh)
+    rows, twice = problem.rows(), problem.exchanges == 2
+    update = next_state(cell, samples, sigmoid, tanh)
+    add_up = weight.sums(2, 3) if twice else weight.sums()
+    add_up_gates, reset = weight.sums(0, 2), reset_state(samples, sigmoid)
     alone = units == 1 and batch == padded  # whether every place of a tile is a sequence of a unit that exists
 
     # fmt: off
@@ -96,6 +100,8 @@ def build(problem: RecurrentLayer, chunk: int, weight: Weight) -> Program:
                 for j in range(shape[1]):
                     states[0, i, j] = T.float32(0)
                     states[1, i, j] = T.float32(0)
+                    if twice:
+                        states[2, i, j] = T.float32(0)
         for unit_of in range(hidden):
             with T.sblock("begin"):
                 unit = T.axis.spatial(hidden, unit_of)
@@ -141,8 +147,11 @@ def build(problem: RecurrentLayer, chunk: int, weight: Weight) -> Program:
         """Load what the gates of one sequence of a unit need beside the sums."""
         for gate in range(gates):
             s.x[gate * samples + at] = T.Cast("float32", io.x_projected[t, b, gate * hidden + unit])
-        if gru:
+        if gru or twice:
             s.h[at] = T.BufferLoad(states, [t % 2, *weight.place(unit, b)])
+        if twice:
+            s.c[at] = cells[unit, b]
+        if gru:
             s.bias[at] = T.Cast("float32", io.hidden_bias[unit])
         if lstm:
             s.c[at] = cells[unit, b]
@@ -163,34 +172,61 @@ def build(problem: RecurrentLayer, chunk: int, weight: Weight) -> Program:
                         do(io, s, states, cells, t, rows.unit(io, slot), base + v, u * sequences + v)
 
     @T.inline
+    def write_scaled(io, s, states, cells, t, unit, b, at):
+        """One sequence of a unit: its state times the reset gate, and z."""
+        # Through memory, as the state itself.
+        s.rounded[at] = T.Cast(dtype, s.h[at])
+        T.buffer_store(states, T.Cast("float32", s.rounded[at]), [2, *weight.place(unit, b)])
+        cells[unit, b] = s.c[at]
+
+    @T.inline
+    def scale_tile(io, s, states, cells, t, tile):
+        for part in range(padded // sequences):
+            add_up_gates(io, s, states, t % 2, tile, part * sequences)
+            of_all(load_rest, io, s, states, cells, t, tile, part * sequences)
+            for v in T.vectorized(samples):
+                reset(s, v)
+            of_all(write_scaled, io, s, states, cells, t, tile, part * sequences)
+
+    @T.inline
     def one_tile(io, s, states, cells, t, tile):
         for part in range(padded // sequences):
-            add_up(io, s, states, t % 2, tile, part * sequences)
+            add_up(io, s, states, 2 if twice else t % 2, tile, part * sequences)
             of_all(load_rest, io, s, states, cells, t, tile, part * sequences)
             for v in T.vectorized(samples):
                 update(s, v)
             of_all(one_sequence, io, s, states, cells, t, tile, part * sequences)
 
+    def unit_buffers(io):
+        rounded = {"rounded": T.sblock_alloc_buffer((samples,), dtype)} if twice else {}
+        return SimpleNamespace(
+            x=T.sblock_alloc_buffer((gates * samples,), "float32"),
+            sums=T.sblock_alloc_buffer((gates * samples,), "float32"),
+            h=T.sblock_alloc_buffer((samples,), "float32"),
+            c=T.sblock_alloc_buffer((samples,), "float32"),
+            bias=T.sblock_alloc_buffer((samples,), "float32"),
+            limit=getattr(io, "limit", None), **rounded, **weight.alloc())
+
+    @T.inline
+    def for_tiles(io, states, cells, step, take):
+        for part_of in loop(parts):
+            with T.sblock("chunk"):
+                t = T.axis.opaque(io.steps, step)
+                n = T.axis.spatial(parts, part_of)
+                s = T.meta_var(unit_buffers(io))
+                for i in range(T.min(each, tiles - n * each)):
+                    take(io, s, states, cells, t, n * each + i)
+
     @T.inline
     def all_steps(io, states, cells):
         for step in range(io.steps):
-            for part_of in loop(parts):
-                with T.sblock("chunk"):
-                    t = T.axis.opaque(io.steps, step)
-                    n = T.axis.spatial(parts, part_of)
-                    s = T.meta_var(SimpleNamespace(
-                        x=T.sblock_alloc_buffer((gates * samples,), "float32"),
-                        sums=T.sblock_alloc_buffer((gates * samples,), "float32"),
-                        h=T.sblock_alloc_buffer((samples,), "float32"),
-                        c=T.sblock_alloc_buffer((samples,), "float32"),
-                        bias=T.sblock_alloc_buffer((samples,), "float32"),
-                        **weight.alloc()))
-                    for i in range(T.min(each, tiles - n * each)):
-                        one_tile(io, s, states, cells, t, n * each + i)
+            if twice:
+                for_tiles(io, states, cells, step, scale_tile)
+            for_tiles(io, states, cells, step, one_tile)
 
     @T.inline
     def body(io):
-        states = T.sblock_alloc_buffer((2, *shape), "float32")
+        states = T.sblock_alloc_buffer((3 if twice else 2, *shape), "float32")
         cells = T.sblock_alloc_buffer((hidden, padded), "float32")
         begin(io, states, cells)
         all_steps(io, states, cells)

@@ -2,7 +2,7 @@
 
 The host loops over the steps from the last one back. `reduce_threads` lanes of a warp hold a unit, as in
 `recurrent.step_kernels`; they read d of the step after from the output. For an LSTM a kernel before the first step
-computes the cell states again.
+computes the cell states again. With the reset before the product there is a second kernel per step, for the reset gate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def build(problem: RecurrentBackward, decisions: Decisions) -> Program:
 
     from tvm.script import tirx as T
 
-    from tvm_sparse.operators.recurrent_backward.definition import through_cell, unit_buffers
+    from tvm_sparse.operators.recurrent_backward.definition import through_cell, through_reset, unit_buffers
 
     from ..device.region import device_region
     from ..interface import gpu_program
@@ -34,13 +34,23 @@ def build(problem: RecurrentBackward, decisions: Decisions) -> Program:
     threads, lanes = decisions["threads"], decisions["reduce_threads"]
     samples = min(batch, SAMPLES)
     rows, through, scan = problem.rows(), through_cell(cell, 1, sigmoid, tanh), cells_of(problem)
+    twice, of_reset = problem.exchanges == 2, through_reset(1, sigmoid)
 
     # fmt: off
     @T.inline
     def load_gradient(io, t, b, column, into, at):
-        into[at] = T.Cast("float32", io.d_sums[t, b, column])
+        if twice:
+            into[at] = T.if_then_else(
+                column < 2 * hidden, T.Cast("float32", io.d_sums[t, b, column]), T.float32(0))
+        else:
+            into[at] = T.Cast("float32", io.d_sums[t, b, column])
+
+    @T.inline
+    def load_candidate(io, t, b, column, into, at):
+        into[at] = T.if_then_else(column < 2 * hidden, T.float32(0), T.Cast("float32", io.d_sums[t, b, column]))
 
     add_up = sum_rows(rows, 1, batch, samples, lanes, load_gradient)
+    add_up_candidates = sum_rows(rows, 1, batch, samples, lanes, load_candidate)
 
     @T.inline
     def come(io, s, t, b, unit, v):
@@ -63,12 +73,12 @@ def build(problem: RecurrentBackward, decisions: Decisions) -> Program:
         for k in T.unroll(problem.kept):
             s.one.kept[k] = T.Cast("float32", io.kept[t, b, k * hidden + unit])
         s.one.dh[0] = s.one.dh[0] + T.Cast("float32", io.d_output[t, b, unit])
-        if gru:
+        if gru or twice:
             s.one.h[0] = T.Cast("float32", io.before[t, b, unit])
         if lstm:
             s.one.c[0] = io.cells[t, b, unit]
         through(s.one, 0)
-        for gate in T.unroll(gates):
+        for gate in T.unroll(int(twice), gates):
             io.d_sums[t, b, gate * hidden + unit] = T.Cast(dtype, s.one.d[gate])
         if gru:
             io.d_new[t, b, unit] = T.Cast(dtype, s.one.fresh[0])
@@ -88,6 +98,16 @@ def build(problem: RecurrentBackward, decisions: Decisions) -> Program:
             io.dcs[b, unit] = s.one.dc[0]
 
     @T.inline
+    def reset_gate(io, s, t, b, unit, v):
+        if t < (io.lengths[b] if ragged else io.steps):
+            s.one.dh[0] = s.sums[v]
+            s.one.kept[0] = T.Cast("float32", io.kept[t, b, unit])
+            s.one.h[0] = T.Cast("float32", io.before[t, b, unit])
+            of_reset(s.one, 0)
+            io.d_sums[t, b, unit] = T.Cast(dtype, s.one.d[0])
+            io.passed[b, unit] = io.passed[b, unit] + s.one.own[0]
+
+    @T.inline
     def one_sequence(io, s, t, b, unit, v):
         come(io, s, t, b, unit, v)
         if t < 0:
@@ -103,7 +123,7 @@ def build(problem: RecurrentBackward, decisions: Decisions) -> Program:
             take_step(io, s, t, b, unit)
 
     @T.inline
-    def one_step(io, t):
+    def for_units(io, t, source, add_up, take):
         block = T.cta_id([ceildiv(hidden, threads // lanes)])
         thread = T.thread_id([threads])
         s = T.meta_var(SimpleNamespace(
@@ -113,13 +133,13 @@ def build(problem: RecurrentBackward, decisions: Decisions) -> Program:
         slot: T.let = block * (threads // lanes) + thread // lanes
         lane: T.let = thread % lanes
         for part in T.serial(ceildiv(batch, samples)):
-            if t + 1 < io.steps:
-                add_up(io, s, t + 1, slot, part * samples, lane)
+            if source < io.steps:
+                add_up(io, s, source, slot, part * samples, lane)
             if slot < hidden:
                 # Lanes share the sequences.
                 for v in T.unroll(samples):
                     if v % lanes == lane and part * samples + v < batch:
-                        one_sequence(io, s, t, part * samples + v, rows.unit(io, slot), v)
+                        take(io, s, t, part * samples + v, rows.unit(io, slot), v)
 
     @T.inline
     def body(io):
@@ -130,7 +150,11 @@ def build(problem: RecurrentBackward, decisions: Decisions) -> Program:
                 scan(io, block * SCAN_THREADS + thread, ceildiv(batch * hidden, SCAN_THREADS) * SCAN_THREADS)
         for back in T.serial(io.steps + 1):
             with device_region():
-                one_step(io, io.steps - 1 - back)
+                for_units(io, io.steps - 1 - back, io.steps - back, add_up, one_sequence)
+            if twice:
+                if back < io.steps:
+                    with device_region():
+                        for_units(io, io.steps - 1 - back, io.steps - 1 - back, add_up_candidates, reset_gate)
     # fmt: on
     own = [Workspace("passed", (batch, hidden), "float32", fill=None)]
     if lstm:

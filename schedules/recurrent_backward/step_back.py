@@ -2,6 +2,8 @@
 
 In each step threads share the units, a thread `chunk` of them at a time; TVM's parallel loop is the barrier between
 steps. Gradients d of the step after are kept as float32, `(gates * hidden, batch)`, in two buffers that take turns.
+With the reset before the product a third one has the gradients of the candidate, and a second loop follows in each
+step.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def default(problem: RecurrentBackward, machine: Machine) -> Decisions:
 def program(problem: RecurrentBackward, decisions: Decisions) -> Program:
     from tvm.script import tirx as T
 
-    from tvm_sparse.operators.recurrent_backward.definition import next_cell, through_cell, unit_buffers
+    from tvm_sparse.operators.recurrent_backward.definition import next_cell, through_cell, through_reset, unit_buffers
 
     from ..device.arithmetic import sigmoid, tanh
     from ..interface import cpu_program
@@ -48,6 +50,7 @@ def program(problem: RecurrentBackward, decisions: Decisions) -> Program:
     loop, rows, width = T.parallel if parts > 1 else T.serial, problem.rows(), problem.width
     sums = EntrySums(width, 1, rows, simd, decisions["depth"])
     add_up, through, advance = sums.sums(), through_cell(cell, simd, sigmoid, tanh), next_cell(1, sigmoid, tanh)
+    twice, of_reset = problem.exchanges == 2, through_reset(simd, sigmoid)
 
     # fmt: off
     @T.inline
@@ -78,6 +81,8 @@ def program(problem: RecurrentBackward, decisions: Decisions) -> Program:
                 for j in range(padded):
                     turns[0, i, j] = T.float32(0)
                     turns[1, i, j] = T.float32(0)
+                    if twice:
+                        turns[2, i, j] = T.float32(0)
         for unit_of in range(hidden):
             with T.sblock("begin"):
                 unit = T.axis.spatial(hidden, unit_of)
@@ -107,17 +112,37 @@ def program(problem: RecurrentBackward, decisions: Decisions) -> Program:
         s.dh[v] = s.dh[v] + T.Cast("float32", io.d_output[t, b, unit])
         for k in range(problem.kept):
             s.kept[k * simd + v] = T.Cast("float32", io.kept[t, b, k * hidden + unit])
-        if gru:
+        if gru or twice:
             s.h[v] = T.Cast("float32", io.before[t, b, unit])
         if lstm:
             s.c[v] = io.cells[t, b, unit]
 
     @T.inline
+    def keep(io, s, turns, turn, t, gate, unit, b, v):
+        io.d_sums[t, b, gate * hidden + unit] = T.Cast(dtype, s.d[gate * simd + v])
+        # Read back from memory: TVM removes a pair of casts, to bfloat16 and from it.
+        turns[turn, gate * hidden + unit, b] = T.Cast("float32", io.d_sums[t, b, gate * hidden + unit])
+
+    @T.inline
+    def load_reset(io, s, t, unit, b, v):
+        s.dh[v] = s.sums[v]
+        s.kept[v] = T.Cast("float32", io.kept[t, b, unit])
+        s.h[v] = T.Cast("float32", io.before[t, b, unit])
+
+    @T.inline
+    def write_reset(io, s, turns, passed, t, unit, b, v):
+        if t < (io.lengths[b] if ragged else io.steps):
+            keep(io, s, turns, t % 2, t, 0, unit, b, v)
+            passed[unit, b] = passed[unit, b] + s.own[v]
+
+    @T.inline
     def write(io, s, turns, passed, dcs, t, unit, b, v):
-        for gate in range(gates):
-            io.d_sums[t, b, gate * hidden + unit] = T.Cast(dtype, s.d[gate * simd + v])
-            # Read back from memory: TVM removes a pair of casts, to bfloat16 and from it.
-            turns[t % 2, gate * hidden + unit, b] = T.Cast("float32", io.d_sums[t, b, gate * hidden + unit])
+        if twice:
+            keep(io, s, turns, t % 2, t, 1, unit, b, v)
+            keep(io, s, turns, 2, t, 2, unit, b, v)
+        else:
+            for gate in range(gates):
+                keep(io, s, turns, t % 2, t, gate, unit, b, v)
         if gru:
             io.d_new[t, b, unit] = T.Cast(dtype, s.fresh[v])
         if lstm:
@@ -171,23 +196,48 @@ def program(problem: RecurrentBackward, decisions: Decisions) -> Program:
                         write_first(io, s, passed, dcs, unit, part * simd + v, v)
 
     @T.inline
+    def reset_unit(io, s, turns, passed, dcs, t, slot):
+        """The gradients of a step's reset gates, once those of its candidates are known."""
+        unit = T.meta_var(rows.unit(io, slot))
+        if t >= 0:
+            for part in range(padded // simd):
+                add_up(io, s, turns, 2, slot, part * simd)
+                for v in range(simd):
+                    if part * simd + v < batch:
+                        load_reset(io, s, t, unit, part * simd + v, v)
+                for v in T.vectorized(simd):
+                    of_reset(s, v)
+                for v in range(simd):
+                    if part * simd + v < batch:
+                        write_reset(io, s, turns, passed, t, unit, part * simd + v, v)
+
+    def buffers():
+        return SimpleNamespace(
+            sums=T.sblock_alloc_buffer((simd,), "float32"), **sums.alloc(),
+            **unit_buffers(problem, lambda n: T.sblock_alloc_buffer((n,), "float32"), simd))
+
+    @T.inline
+    def for_units(io, turns, passed, dcs, step, take):
+        for part_of in loop(parts):
+            with T.sblock("chunk"):
+                back = T.axis.opaque(io.steps + 1, step)
+                n = T.axis.spatial(parts, part_of)
+                s = T.meta_var(buffers())
+                for i in range(T.min(chunk, hidden - n * chunk)):
+                    take(io, s, turns, passed, dcs, io.steps - 1 - back, n * chunk + i)
+
+    @T.inline
     def body(io):
-        turns = T.sblock_alloc_buffer((2, width, padded), "float32")
+        turns = T.sblock_alloc_buffer((3 if twice else 2, width, padded), "float32")
         passed = T.sblock_alloc_buffer((hidden, padded), "float32")
         dcs = T.sblock_alloc_buffer((hidden, padded), "float32")
         if lstm:
             scan_cells(io)
         begin(io, turns, passed, dcs)
         for step in range(io.steps + 1):
-            for part_of in loop(parts):
-                with T.sblock("chunk"):
-                    back = T.axis.opaque(io.steps + 1, step)
-                    n = T.axis.spatial(parts, part_of)
-                    s = T.meta_var(SimpleNamespace(
-                        sums=T.sblock_alloc_buffer((simd,), "float32"), **sums.alloc(),
-                        **unit_buffers(problem, lambda n: T.sblock_alloc_buffer((n,), "float32"), simd)))
-                    for i in range(T.min(chunk, hidden - n * chunk)):
-                        one_unit(io, s, turns, passed, dcs, io.steps - 1 - back, n * chunk + i)
+            for_units(io, turns, passed, dcs, step, one_unit)
+            if twice:
+                for_units(io, turns, passed, dcs, step, reset_unit)
     # fmt: on
     cells = (Workspace("cells", ("steps", batch, hidden), "float32", fill=None),) if lstm else ()
     return cpu_program(problem, body, cells, index="int32")

@@ -65,7 +65,7 @@ class Blocks:
     @property
     def adjusted(self) -> bool:
         """Whether elements are not the logits as they are in memory."""
-        return bool(self.problem.bias or self.problem.allowed)
+        return bool(self.problem.bias or self.problem.allowed or self.problem.capped)
 
     @property
     def has_bits(self) -> bool:

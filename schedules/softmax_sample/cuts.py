@@ -27,12 +27,13 @@ from ..device.overlap import wait_then_start_consumer
 from ..device.selection import FULL_WARP, RADIX_BINS, RADIX_BITS, bits_value, order_bits, scan_lanes
 from ..rows.hold import locate
 from ..rows.state import RowState, Views
+from ..softmax_topk.ending import own_on_gpu
 from .blocks import Blocks
 from .search.blocks import bound_least, choose_slice, crew_of, search_state, take_word
 from .search.bracket import raise_to_power
 from .search.crew import leave_all, mass_share, pass_over_row
 from .space import RESIDENT_TICKETS
-from .words import Drawing, own_on_gpu, read_filters, read_uniform
+from .words import Drawing, read_filters, read_uniform
 
 # A row's stage: it is done, or needs the bin of top-p's share next, or sums of what is left, or a search.
 DONE, FIND, SUM, SEARCH = range(4)

@@ -36,6 +36,7 @@ from ..rows import hold, join
 from ..rows import sum as sums
 from ..rows.state import RowState, Views
 from ..softmax_topk.elements import written_element
+from ..softmax_topk.ending import own_on_gpu
 from . import cuts, tickets
 from .interface import gpu_program
 from .search.blocks import (
@@ -52,7 +53,7 @@ from .search.blocks import (
 )
 from .search.crew import Crew, draw_by_search, leave_all
 from .space import RESIDENT, blocks_of, ticketed
-from .words import Drawing, own_on_gpu, read_filters, read_uniform
+from .words import Drawing, read_filters, read_uniform
 
 
 def build(problem: SoftmaxSample, decisions: Decisions) -> Program:

@@ -29,7 +29,8 @@ def scan(problem: SoftmaxSample, decisions: Decisions) -> Program:
     from .words import on_cpu
 
     extents = Extents(problem.vocab, problem.k, 0, decisions["chunk"], decisions["simd"])
-    return cpu_program(problem, function(extents, on_cpu(problem)))
+    ending = on_cpu(problem)
+    return cpu_program(problem, function(extents, ending.own, ending))
 
 
 def warps(problem: SoftmaxSample, decisions: Decisions) -> Program:
@@ -39,7 +40,8 @@ def warps(problem: SoftmaxSample, decisions: Decisions) -> Program:
     from .words import on_gpu
 
     layout = Layout.of(problem.best, decisions)
-    return gpu_program(problem, kernel(layout, on_gpu(problem, layout.threads)), overlapped=layout.overlapped)
+    ending = on_gpu(problem, layout.threads)
+    return gpu_program(problem, kernel(layout, ending.own, ending), overlapped=layout.overlapped)
 
 
 def gates(problem: SoftmaxSample, decisions: Decisions) -> Program:
@@ -49,11 +51,8 @@ def gates(problem: SoftmaxSample, decisions: Decisions) -> Program:
     from .words import on_gpu
 
     layout = Layout.of(problem.best, decisions)
-    return gpu_program(
-        problem,
-        kernel(layout, on_gpu(problem, layout.tiling.threads, layout.tiling.cluster)),
-        overlapped=layout.overlap,
-    )
+    ending = on_gpu(problem, layout.tiling.threads, layout.tiling.cluster)
+    return gpu_program(problem, kernel(layout, ending.own, ending), overlapped=layout.overlap)
 
 
 def radix(problem: SoftmaxSample, decisions: Decisions) -> Program:

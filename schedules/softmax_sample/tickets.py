@@ -22,12 +22,13 @@ from ..device.selection import lanes_min
 from ..rows import join
 from ..rows.hold import locate
 from ..rows.state import RowState
+from ..softmax_topk.ending import own_on_gpu
 from . import cuts
 from .blocks import Blocks
 from .search.blocks import NONE, choose_slice, column_of, crew_of, take_word
 from .search.crew import Crew, leave_all
 from .space import RESIDENT_TICKETS
-from .words import Drawing, own_on_gpu, read_filters, read_uniform
+from .words import Drawing, read_filters, read_uniform
 
 
 def workspaces(blocks: Blocks) -> tuple[Workspace, ...]:

@@ -12,7 +12,6 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.arguments import beside
 from tvm_sparse.core.template import ceildiv
 from tvm_sparse.operators.softmax_sample.definition import (
     Columns,
@@ -21,7 +20,6 @@ from tvm_sparse.operators.softmax_sample.definition import (
     counter_of,
     cut,
     draw,
-    inverse,
     limit_of,
     philox,
     take,
@@ -34,7 +32,7 @@ from ..device.loops import rolled
 from ..device.selection import FULL_WARP, lanes_max, lanes_min, lanes_sum, scan_lanes
 from ..device.state import named
 from ..device.words import load_element
-from ..softmax_topk.ending import Ending
+from ..softmax_topk.ending import Ending, argument_on_cpu, argument_on_gpu, own_on_cpu, own_on_gpu
 from .search import Blocks, search_by_blocks, search_by_thread
 
 
@@ -86,29 +84,16 @@ class Drawing:
         )
 
 
-def of_row(io: Any, name: str, row: Any) -> Any:
-    """A float32 argument that is one number for all rows, or one for each row."""
-    return load_element("float32", getattr(io, name + "s").ptr_to([row])) if io.per_row else getattr(io, name)
-
-
 # fmt: off
-def own_on_gpu(io: Any, row: Any) -> Any:
-    """The arguments with the row's inverse temperature."""
-    scale, temperature = (T.alloc_local([1], "float32") for _ in range(2))
-    T.buffer_store(temperature, of_row(io, "temperature", row), [0])
-    T.buffer_store(scale, inverse(temperature[0]), [0])
-    return beside(io, {"scale": scale[0]})
-
-
 @T.inline
 def read_filters(io, row, s):
     """Load the row's temperature and its filters. Writes: `temperature`, `top_k`, `top_p`, `min_p`.
 
     By loads that see what a producer kernel has written, as `read_uniform`.
     """
-    s.temperature[0] = of_row(io, "temperature", row)
-    s.top_p[0] = of_row(io, "top_p", row)
-    s.min_p[0] = of_row(io, "min_p", row)
+    s.temperature[0] = argument_on_gpu(io, "temperature", row)
+    s.top_p[0] = argument_on_gpu(io, "top_p", row)
+    s.min_p[0] = argument_on_gpu(io, "min_p", row)
     if io.per_row:
         T.ptx.ld.global_.s32(s.top_k[0], io.top_ks.ptr_to([row]))
     else:
@@ -302,18 +287,6 @@ def is_open(k: int, words: int, s: Any) -> tirx.PrimExpr:
     return T.And(T.And(s.top_k[0] > k, s.left[0] > 0), T.Or(s.left[0] == k, share))
 
 
-def own_on_cpu(io: Any, row: Any) -> Any:
-    """The arguments with the row's inverse temperature, as `own_on_gpu`, within a block of TIR."""
-    scale = T.sblock_alloc_buffer((1,), "float32")
-    T.buffer_store(scale, inverse(filter_on_cpu(io, "temperature", row)), [0])
-    return beside(io, {"scale": scale[0]})
-
-
-def filter_on_cpu(io: Any, name: str, row: Any) -> Any:
-    """A filter that is one number for all rows, or one for each row."""
-    return getattr(io, name + "s")[row] if io.per_row else getattr(io, name)
-
-
 def draw_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
     """As `draw_by_warp`, one word after another."""
     k, words, whole = problem.k, problem.words, bool(problem.whole)
@@ -324,10 +297,10 @@ def draw_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
     def phase(io, row, t, barrier, needed):
         s = T.meta_var(named(Draw.alloc(k)))
         uniform = T.meta_var(uniform_of(s.words) if io.seeded > 0 else io.uniforms[row])
-        top_p = T.meta_var(filter_on_cpu(io, "top_p", row))
-        min_p = T.meta_var(filter_on_cpu(io, "min_p", row))
+        top_p = T.meta_var(argument_on_cpu(io, "top_p", row))
+        min_p = T.meta_var(argument_on_cpu(io, "min_p", row))
         columns = T.meta_var(Columns(io.indices, row))
-        s.limit[0] = limit_of(filter_on_cpu(io, "temperature", row), filter_on_cpu(io, "top_k", row), words)
+        s.limit[0] = limit_of(argument_on_cpu(io, "temperature", row), argument_on_cpu(io, "top_k", row), words)
         for i in range(k):
             s.chance[i] = T.exp(io.values[row, i])
         if io.seeded > 0:

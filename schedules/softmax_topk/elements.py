@@ -1,8 +1,8 @@
 """What every softmax_topk kernel does alike, on any machine: read an element, write a value.
 
-An element is the float32 sum of a logit and its bias, if there is one, or minus infinity where the row's bitmap does
-not allow its column. The order of elements is that of these sums, and the temperature multiplies only what is
-exponentiated.
+An element is the float32 sum of a logit and its bias, if there is one, or the logit after the soft cap, in float32; or
+minus infinity where the row's bitmap does not allow its column. The order of elements is that of these numbers, and the
+temperature multiplies only what is exponentiated.
 """
 
 from __future__ import annotations
@@ -14,23 +14,70 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.formats.bitmap import BITS
-from tvm_sparse.operators.softmax_topk.definition import masked
+from tvm_sparse.operators.softmax_topk.definition import masked, soft_capped
 
+from ..device.arithmetic import TANH_SMALL, fma_on_gpu, tanh_on_gpu, tanh_relative, tanh_small
 from ..device.words import load_element, load_word
 
 
-def element(io: Any, row: Any, column: Any) -> tirx.PrimExpr:
+def element(io: Any, row: Any, column: Any, tanh: Any = tanh_on_gpu) -> tirx.PrimExpr:
     """The element of a row and column. On a GPU the load may take the read-only path."""
-    x = T.Cast("float32", io.logits[row, column])
+    x = capped(io, T.Cast("float32", io.logits[row, column]), tanh)
     x = x + T.Cast("float32", io.bias[column]) if io.problem.bias else x
     return masked(io.allowed, row, column, x) if io.problem.allowed else x
 
 
+def element_on_cpu(io: Any, row: Any, column: Any) -> tirx.PrimExpr:
+    """As `element`, from instructions that every SIMD unit has."""
+    return element(io, row, column, tanh_relative)
+
+
 def written_element(io: Any, row: Any, column: Any) -> tirx.PrimExpr:
     """As `element`, by loads that see what a producer kernel has written: for kernels whose launch overlaps it."""
-    x = load_element(io.problem.dtype, io.logits.ptr_to([row, column]))
+    x = held_capped(io, load_element(io.problem.dtype, io.logits.ptr_to([row, column])))
     x = x + load_element("float32", io.bias.ptr_to([column])) if io.problem.bias else x
     return chosen(bits_from(io, row, column), 0, x) if io.problem.allowed else x
+
+
+def capped(io: Any, x: tirx.PrimExpr, tanh: Any) -> tirx.PrimExpr:
+    """A logit after the soft cap, if there is one. Equal wherever it is computed with the same `tanh`."""
+    return soft_capped(x, x * (T.float32(1) / io.cap), io.cap, tanh) if io.problem.capped else x
+
+
+def held_capped(io: Any, x: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The same on a GPU, of a logit that is loaded once: x may be an expression that loads it."""
+    if not io.problem.capped:
+        return x
+    held = T.alloc_local([1], "float32")
+    T.buffer_store(held, x, [0])
+    return capped(io, held[0], tanh_on_gpu)
+
+
+def cap_elements(number: int) -> Callable[..., Any]:
+    """The soft cap of a thread's `number` logits, which `capped` makes of each; the phase is (io, x).
+
+    Few logits of a model are more than half of the cap: those of a thread mostly need the series alone, without a
+    quotient and an exponential for each.
+
+    Reads and writes: `x`. Barriers: none.
+    """
+
+    # fmt: off
+    @T.inline
+    def phase(io, x):
+        largest = T.alloc_local([1], "float32")
+        largest[0] = T.abs(x[0])
+        for e in T.unroll(number - 1):
+            largest[0] = T.max(largest[0], T.abs(x[e + 1]))
+        if largest[0] * (T.float32(1) / io.cap) < T.float32(TANH_SMALL):
+            for e in T.unroll(number):
+                x[e] = io.cap * tanh_small(x[e] * (T.float32(1) / io.cap), fma_on_gpu)
+        else:
+            for e in T.unroll(number):
+                x[e] = capped(io, x[e], tanh_on_gpu)
+    # fmt: on
+
+    return phase
 
 
 def bits_from(io: Any, row: Any, column: Any) -> tirx.PrimExpr:

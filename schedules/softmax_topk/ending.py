@@ -1,4 +1,5 @@
-"""What another operator adds to a kernel of this one: a scale of each row, and what is made of a row's k best.
+"""What is added to a kernel of this operator: a scale of each row; and, of another operator, what is made of a row's k
+best.
 
 An operator that proceeds from the k best (`softmax_sample`) has kernels of its own: those of the templates here, with
 an `Ending`. Their arguments have softmax_topk's names, and more.
@@ -12,6 +13,15 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.arguments import beside
+from tvm_sparse.core.problem import Problem
+from tvm_sparse.operators.softmax_topk.definition import inverse
+
+from ..device.words import load_element
+
+# (arguments, row) -> the arguments as they are for this row, whose `scale` is its own.
+Own = Callable[[Any, Any], Any]
+
 
 @dataclass(frozen=True)
 class Ending:
@@ -20,8 +30,8 @@ class Ending:
     Attributes
     ----------
     own
-        (arguments, row) -> the arguments as they are for this row, whose `scale` is its own. A kernel calls it where it
-        may read what its producer kernel has written, and before it takes the first exponential.
+        Called by a kernel where it may read what its producer kernel has written, and before it takes the first
+        exponential.
     finish
         A phase (arguments, row, t, barrier, needed), called when a row's values and indices have been written by
         threads that meet at `barrier`, of which t is the number; the first 32 are a warp. Values are log-probabilities.
@@ -33,10 +43,44 @@ class Ending:
         which the kernel needs nothing any more.
     """
 
-    own: Callable[[Any, Any], Any]
+    own: Own
     finish: Callable[..., Any]
     search: Callable[..., Any] | None = None
     pool_bytes: int = 0
+
+
+def argument_on_gpu(io: Any, name: str, row: Any) -> Any:
+    """A float32 argument that is one number for all rows, or, where a plural is an argument, one for each row. It is
+    loaded so that a producer kernel's writes are seen.
+    """
+    return load_element("float32", getattr(io, name + "s").ptr_to([row])) if io.problem.per_row else getattr(io, name)
+
+
+def argument_on_cpu(io: Any, name: str, row: Any) -> Any:
+    """The same by a plain load."""
+    return getattr(io, name + "s")[row] if io.problem.per_row else getattr(io, name)
+
+
+def own_on_gpu(io: Any, row: Any) -> Any:
+    """The arguments with the row's inverse temperature."""
+    scale, temperature = (T.alloc_local([1], "float32") for _ in range(2))
+    T.buffer_store(temperature, argument_on_gpu(io, "temperature", row), [0])
+    T.buffer_store(scale, inverse(temperature[0]), [0])
+    return beside(io, {"scale": scale[0]})
+
+
+def own_on_cpu(io: Any, row: Any) -> Any:
+    """The same, within a block of TIR."""
+    scale = T.sblock_alloc_buffer((1,), "float32")
+    T.buffer_store(scale, inverse(argument_on_cpu(io, "temperature", row)), [0])
+    return beside(io, {"scale": scale[0]})
+
+
+def own_of(problem: Problem, ending: Ending | None = None, *, of_row: Own = own_on_gpu) -> Own | None:
+    """The function with which a kernel has the scale of a row: that of its ending, if it has one; `of_row` where rows
+    have temperatures; None where all rows have one scale.
+    """
+    return ending.own if ending is not None else of_row if problem.axes.get("per_row") else None
 
 
 def end_of_block(ending: Ending) -> Callable[..., Any]:

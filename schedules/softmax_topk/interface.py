@@ -16,5 +16,6 @@ EMITTED = {
     "given": "G",
     "probabilities": "P",
 }
+
 gpu_program = partial(interface.gpu_program, names=EMITTED)
 cpu_program = partial(interface.cpu_program, names=EMITTED)

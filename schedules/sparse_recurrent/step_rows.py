@@ -46,10 +46,11 @@ class EntrySums:
 
         return {"parts": T.sblock_alloc_buffer((self.depth * self.sequences,), "float32")}
 
-    def sums(self) -> Callable[..., Any]:
+    def sums(self, begin: int = 0, end: int | None = None) -> Callable[..., Any]:
         from tvm.script import tirx as T
 
-        gates, simd, depth, rows = self.gates, self.sequences, self.depth, self.rows
+        simd, depth, rows = self.sequences, self.depth, self.rows
+        end = self.gates if end is None else end
 
         # fmt: off
         @T.inline
@@ -60,7 +61,7 @@ class EntrySums:
 
         @T.inline
         def phase(io, s, states, turn, slot, base):
-            for gate in range(gates):
+            for gate in range(begin, end):
                 for v in T.vectorized(depth * simd):
                     s.parts[v] = T.float32(0)
                 first = T.meta_var(rows.start(io, slot, gate))

@@ -74,7 +74,9 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "bsr_matmul": lambda: {"x": _normal(7, 66), "weight": _blocks(), "bias": None, "activation": None},
     "csr_linear": lambda: {"x": _normal(7, 50), "weight": _rows(), "validate": False},
-    "nhot_lookup": lambda: {"csr": _rows(), "table": _normal(50, 33), "validate": False},
+    "nhot_lookup": lambda: {
+        "csr": _rows(), "table": _normal(50, 33), "mode": "sum", "padding_idx": 3, "validate": False,
+    },
     "head_topk": lambda: {"hidden": _normal(7, 16), "embedding": _normal(61, 16), "k": 5, "log": False},
     "candidate_topk": lambda: {
         "hidden": _normal(7, 16), "embedding": _normal(61, 16), "candidates": _lists(), "n": 4, "log": True,

@@ -137,6 +137,35 @@ def sampled_blocks() -> str:
 
 
 @part
+def block_training() -> str:
+    """A layer's step, forward and backward, beside that of a dense layer."""
+    lines = [
+        [f"({row['m']}, {row['k']}, {row['n']}), {row['block']}", row["sparsity"],
+         *(row[name] for name in ("dense_graph_us", "graph_us", "graph_ratio", "dense_us", "us", "ratio"))]
+        for row in results("block-training-h200").rows
+    ]  # fmt: skip
+    head = ["(m, k, n), block", "sparsity", "dense, in a graph", "sparse", "times faster", "dense, eager", "sparse",
+            "times faster"]  # fmt: skip
+    return table(head, lines)
+
+
+@part
+def pruned_transformer() -> str:
+    """Losses and times of the example's runs at their end, and the time of a step in each phase."""
+    found = results("pruned-transformer-h200")
+    lines = []
+    for run in dict.fromkeys(row["run"] for row in found.rows):
+        own = [row for row in found.rows if row["run"] == run]
+        last = own[-1]
+        parameters = f"{int(last['parameters']) / 1e6:.0f} million"
+        share = percent(float(last["density"]))
+        lines.append([run, parameters, share, last["dev_bits"], last["ms_per_step"], f"{float(last['seconds']):.0f}"])
+    head = ["run", "parameters at the end", "of the feed-forward blocks", "bits a byte", "ms a step at the end",
+            "seconds in all"]  # fmt: skip
+    return table(head, lines)
+
+
+@part
 def launch_floor() -> str:
     rows = []
     for row in results("launch-floor-h200").rows:
@@ -153,4 +182,5 @@ PARTS["where-gu"] = partial(where, "gu-tables-h200")
 PARTS["where-float16"] = partial(where, "peers-float16-h200")
 PARTS["where-rotated"] = partial(where, "peers-rotated-h200")
 PARTS["where-blocks"] = partial(where, "block-products-h200")
+PARTS["where-training"] = partial(where, "block-training-h200")
 PARTS["where-launch"] = partial(where, "launch-floor-h200")

@@ -9,13 +9,14 @@ from .text import percent, span, table, times_as, us
 TRAIN, DECODE, PRUNE, PACKAGES = (
     "translation-train-de-h200", "translation-decode-de-h200", "translation-prune-de-h200", "translation-packages",
 )  # fmt: skip
-TORCH, EXACT, FITTED, LSH = "torch", "exact head", "LSH, fitted 0.95", "LSH"
+TORCH, EXACT, FITTED, LSH, TOP, ALIGNED = "torch", "exact head", "LSH, fitted 0.95", "LSH", "TOP", "WA"
+BEAM = "12"
 SHAPES = ("1 x 32", "4 x 256")
 
 
-def decoded(name: str) -> list[Row]:
-    """Lines of a head by its name."""
-    return [row for row in results(DECODE).rows if row["head"] == name]
+def decoded(name: str, beam: str = BEAM) -> list[Row]:
+    """Lines of a head by its name, with a beam."""
+    return [row for row in results(DECODE).rows if row["head"] == name and row["beam"] == beam]
 
 
 def value(row: Row, column: str) -> float:
@@ -82,6 +83,12 @@ def translation_findings() -> str:
     mildest = min(others, key=lost)
     fastest = max(others, key=over_exact)
     tenth = "row_balanced", "0.1"
+    lists = (
+        "**Lists without a hash.** " + " ".join(map(of_list, (TOP, ALIGNED)))
+        if decoded(TOP) and decoded(ALIGNED)
+        else "Lists without a hash, of frequent words (TOP) or of words that translate the sentence's (WA), have no"
+        " BLEU here yet. By recall frequent words alone [beat LSH](papers.md#speed-against-quality) on another model."
+    )
     return (
         f"**Use the exact head.** It translates {times_as(value(exact, 'speedup'))} times as fast as PyTorch's product,"
         f" log-softmax and top-k with the same BLEU (p {value(exact, 'p'):.2f}): the head's share of a step falls from"
@@ -91,16 +98,45 @@ def translation_findings() -> str:
         f" head: no gain. At the paper's hashes LSH loses {span((lost(row) for row in others), 1)} BLEU. The setting"
         f" that loses least is {over_exact(mildest):.2f} times as fast as the exact head; the fastest,"
         f" {over_exact(fastest):.2f} times, loses {lost(fastest):.1f}.\n\n"
+        f"{lists}\n\n"
         f"**Pruning to 10 % costs {pruned_loss(tenth):.1f} BLEU** after {pruned()[tenth][0]['steps']} further steps of"
         f" training; both encoder layers together run {span(pruned_gains(tenth), 1)} times as fast as cuDNN's dense"
         " ones."
     )
 
 
+def of_list(name: str) -> str:
+    """What the lists of a name lose and gain."""
+    rows = decoded(name)
+    mildest, fastest = min(rows, key=lost), max(rows, key=over_exact)
+    what = {TOP: "The most frequent words (TOP)", ALIGNED: "Words that translate one of the sentence's (WA)"}[name]
+    return (
+        f"{what} lose {signed(lost(mildest))} BLEU at least, with {value(mildest, 'candidates'):,.0f} words and"
+        f" {over_exact(mildest):.2f} times the exact head's speed; the fastest list, {over_exact(fastest):.2f} times,"
+        f" loses {signed(lost(fastest))}."
+    )
+
+
+@part
+def translation_beams() -> str:
+    lines = [
+        [row["beam"], f"{row['head']} {row['setting']}".strip(), us(value(row, "head_us")), us(value(row, "step_us")),
+         f"{value(row, 'words_per_second'):,.0f}",
+         f"{value(row, 'words_per_second') / value(decoded(TORCH, row['beam'])[0], 'words_per_second'):.2f}",
+         f"{value(row, 'bleu'):.2f} ± {value(row, 'bleu_interval'):.1f}"]
+        for row in results(DECODE).rows if row["beam"] != BEAM
+    ]  # fmt: skip
+    if not lines:
+        return "No other beam has been measured."
+    return table(["beam", "head", "us alone", "us a step", "words a second", "over torch", "BLEU"], lines)
+
+
 @part
 def translation_heads() -> str:
     lines = []
     for row in results(DECODE).rows:
+        if row["beam"] != BEAM:
+            continue
         speeds = ["-"] * 3 if disturbed(row) else [
             f"{value(row, 'words_per_second'):,.0f}", times_as(value(row, "speedup")), f"{over_exact(row):.2f}",
         ]  # fmt: skip

@@ -116,9 +116,10 @@ def _arguments(
         IRBuilder.name(name, symbol)
 
     def extent(name: str | int) -> Any:
-        base = str(name).removesuffix(" + 1")
+        base, _, factor = str(name).removesuffix(" + 1").partition(" * ")
         if base in symbols:
-            return symbols[base] if base == name else symbols[base] + tirx.const(1, index)
+            found = symbols[base] * tirx.const(problem.extent(factor), index) if factor else symbols[base]
+            return found + tirx.const(1, index) if str(name).endswith(" + 1") else found
         return tirx.const(problem.extent(name), index)
 
     def buffer(argument: Argument) -> tirx.Buffer:

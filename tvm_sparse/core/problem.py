@@ -63,9 +63,9 @@ class Mismatch(AssertionError):
 class Argument:
     """One argument of a kernel, in calling order.
 
-    `shape` names axes or gives extents; an empty shape is a scalar. `dtype` may name an axis, as "dtype" does. `when`
-    names an axis: where that is 0 or empty, kernels do not have this argument. Other names are resolved by the
-    operator's `Problem.extent`.
+    `shape` names axes, as "rows + 1" or "rows * tables" too, or gives extents; an empty shape is a scalar. `dtype` may
+    name an axis, as "dtype" does. `when` names an axis: where that is 0 or empty, kernels do not have this argument.
+    Other names are resolved by the operator's `Problem.extent`.
     """
 
     name: str

@@ -50,6 +50,25 @@ def stored_values(rows: Any, scales: Any, stored: str) -> Any:
     return over.astype(numpy_dtype(stored))
 
 
+def word_number(stored: str, number: Any) -> Any:
+    """The float32, as an expression of a program, of a floating number, or of a byte of an embedding that is `stored`.
+
+    Exponents of float8_e4m3fn are biased by 7, those of float32 by 127. A number without an exponent counts units of
+    2^-9; its bits in the place of a float32's would be a subnormal number, which a GPU may take for 0.
+    """
+    from tvm.script import tirx as T
+
+    if not stored:
+        return T.Cast("float32", number)
+    if stored == "int8":
+        return T.Cast("float32", T.Cast("int8", number))
+    bits = T.Cast("uint32", number)
+    size = bits & T.uint32(0x7F)
+    normal = T.reinterpret("float32", (size << T.uint32(20)) + T.uint32(120 << 23))
+    found = T.Select(size < T.uint32(8), T.Cast("float32", size) * T.float32(2.0**-9), normal)
+    return T.Select(bits < T.uint32(0x80), found, -found)
+
+
 def check_dense(name: str, array: Any) -> None:
     """Check that it is a torch tensor with data and without a sparse layout, or a NumPy array."""
     space = library(array)

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 
 from ..core.given import block_of
+from ..core.machine import gpu
 from ..core.problem import FLOATS
 from ..operators.bsr_matmul.call import BsrWeight, bsr_matmul
+from ..operators.bsr_matmul.dense import trains_dense
 from ..operators.bsr_matmul.problem import ACTIVATIONS
 from ..operators.bsr_matmul.torch_op import Turned, dense_matrix, product, turned
 from ..operators.bsr_matmul.weight import Structure, balanced
+from ..runtime.arrays import dtype_name
 from .dense_weight import DenseWeight
 from .modules import (
     DTYPES,
@@ -92,7 +95,8 @@ class BsrLinear(torch.nn.Module):
     raise a TypeError and change nothing.
 
     When not to use it: with fewer than about half of the blocks zero, a dense layer is as fast. For inference `freeze`
-    lets the layer take the dense product where that is likely to be faster.
+    lets the layer take the dense product where that is likely to be faster. In training on a GPU the layer takes dense
+    products, with a copy of the weight in each step, where that is likely to be faster, as with blocks of 16.
     """
 
     data: Any
@@ -278,6 +282,9 @@ class BsrLinear(torch.nn.Module):
             return bsr_matmul(
                 x, weight, bias=bias, activation=self.activation, dense=self._dense if weight.constant else None
             )
+        if self._trains_dense(x, data):
+            y = torch.nn.functional.linear(x, dense_matrix(data, self.indices, self.indptr, self._padded), bias)
+            return y if self.activation is None else getattr(torch.nn.functional, self.activation)(y)
         backward = Turned(
             self.turned_places,
             self.turned_indices,
@@ -287,6 +294,15 @@ class BsrLinear(torch.nn.Module):
         )
         options = {"bias": bias, "activation": self.activation, "backward": backward}
         return product(x, (data, self.indices, self.indptr), self.order, self._structure, **options)
+
+    def _trains_dense(self, x: Any, data: Any) -> bool:
+        """Whether a step of training takes dense products."""
+        rows = x.numel() // x.shape[-1] if x.dim() > 1 else 1
+        if not (x.is_cuda and data.requires_grad and torch.is_grad_enabled() and type(rows) is int):
+            return False
+        (n, k), where = self._padded, gpu()
+        block, dtype = self.block_shape, dtype_name(x.dtype)
+        return where is not None and rows > 0 and trains_dense(rows, k, n, block, data.shape[0], dtype, where)
 
     def _in_graph(self, x: Any, data: Any, bias: Any) -> bool:
         """Whether PyTorch has to see the operator: it traces, or a gradient is required."""

@@ -22,6 +22,7 @@ from ..core.problem import numpy_dtype
 from ..formats import wta
 from ..runtime import arrays, dispatch
 from ..runtime.calls import machine_of
+from .codes import codes_of
 from .frontier import Frontier, Point
 from .libraries import library, to_host
 from .settings import Hashing, Measured, Settings, hash_words, settings
@@ -142,12 +143,11 @@ def fit(
     survey = Survey(truth, rows, grouped, ranking, tuple(frequents), tuple(sorted({*LEVELS, recall})))
     found: list[Point] = []
     pairs = [pair for pair in HASHES if pair[0] <= hidden] if hashes is None else list(hashes)
-    ours, theirs = to_host(embedding), to_host(samples)
     counted = 0
     try:
         for k, units in _shown(pairs, progress):
             permutations = wta.permutations(hidden, k, units, steps[-1], seed)
-            codes, of_samples = (wta.hash_rows(array, permutations) for array in (ours, theirs))
+            codes, of_samples = (codes_of(array, permutations) for array in (embedding, samples))
             found += survey.points(codes, of_samples, k, units, steps)
             counted += 1
     except KeyboardInterrupt:

@@ -14,13 +14,13 @@ from ..operators.head_topk.product import all_scores, rows_at_once
 from ..operators.softmax_sample import seeds
 from ..operators.softmax_sample.call import softmax_sample
 from ..operators.softmax_sample.problem import width_of_call
+from ..operators.softmax_topk.reference import GREEDY
 from ..operators.softmax_topk.shards import on_host, taken
 from ..runtime import arrays, custom
 from ..runtime.calls import outputs_for, whole_number, without_gradient
 
-# Temperatures below the first are greedy, as in `softmax_sample`; those from the second on make words equally likely,
-# masked ones apart, which `softmax_sample` knows.
-GREEDY, EVEN = 1e-5, 1e6
+# Temperatures from here on make words equally likely, masked ones apart, which `softmax_sample` knows.
+EVEN = 1e6
 # Arguments that may have something for each row.
 OF_ROWS = ("temperature", "top_k", "top_p", "min_p", "allowed", "uniforms", "seed", "offset")
 
@@ -93,10 +93,10 @@ def head_sample(
 
     Notes
     -----
-    If one number is the temperature of all rows, and another is a top_k of at most 256, `head_topk` finds the top_k
-    best words with their log-probabilities, and the draw reads these alone: on a GPU no other scores reach memory with
-    up to 64 or 128 rows without a soft cap. The same holds for a greedy draw. In all other cases float32 scores of a
-    chunk of rows are written, up to 240 MB on a GPU and 120 MB on a CPU, from which `softmax_sample` draws.
+    If top_k is one number for all rows, of at most 256, `head_topk` finds the top_k best words with their
+    log-probabilities, whatever the temperatures, and the draw reads these alone: on a GPU no other scores reach memory
+    with up to 64 or 128 rows without a soft cap. The same holds for a greedy draw. In all other cases float32 scores of
+    a chunk of rows are written, up to 240 MB on a GPU and 120 MB on a CPU, from which `softmax_sample` draws.
 
     When not to use it: if the scores of a row are changed one by one before the draw.
 
@@ -176,16 +176,20 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _bound(options: dict[str, Any], vocab: int) -> tuple[int, float] | None:
-    """How many best words decide a draw, and at which temperature, 0 if it is greedy; None if others may decide it."""
-    heat, top_k = _number(options["temperature"]), options["top_k"]
+def _bound(options: dict[str, Any], vocab: int) -> tuple[int, Any] | None:
+    """How many best words decide a draw, and at which temperature, 0 if it is greedy, or those of rows; None if others
+    may decide it.
+    """
+    heat, top_k = options["temperature"], options["top_k"]
+    own = _is_array(heat)
+    heat = heat if own else _number(heat)
     if heat is None or options["allowed"] is not None or _is_array(top_k):
         return None
-    if 0 <= heat < GREEDY:
+    if not own and 0 <= heat < GREEDY:
         if any(_is_array(options[name]) for name in ("top_p", "min_p")):
             return None
         return max(1, min(options["best"], vocab)), 0.0
-    if not isinstance(top_k, int) or isinstance(top_k, bool) or not GREEDY <= heat < EVEN:
+    if not isinstance(top_k, int) or isinstance(top_k, bool) or not (own or GREEDY <= heat < EVEN):
         return None
     return (top_k, heat) if 0 < top_k <= min(FUSED_K, vocab) else None
 
@@ -204,16 +208,17 @@ def _drawn(parts: Parts, hidden: Any, embedding: Any, constant: bool, options: d
     _, left, _ = width_of_call(options["top_k"] or 0, options["max_top_k"], vocab, best == 0)
     if not 0 <= best <= left:
         raise ValueError(f"best: expected at most the {left} words that top_k leaves, got {best}")
-    temperature = heat or 1.0
-    named = {"log": True, "temperature": temperature, "bias": options["bias"], "constant": constant}
+    own = _is_array(heat)
+    greedy = not own and not heat
+    named = {"log": True, "temperature": 1.0 if greedy else heat, "bias": options["bias"], "constant": constant}
     named["soft_cap"] = options["soft_cap"]
     # Few numbers of words, so that few kernels serve all top_k.
     values, words = parts.head_topk(hidden, embedding, rounded_up(most, vocab), **named)[:2]
     # The columns are in the order of the words: a draw in the order of columns is one in theirs.
     among = {name: options[name] for name in ("top_p", "min_p", "uniforms", "seed", "offset")}
-    among |= {"top_k": most} if heat else {"temperature": 0.0}
-    place = parts.softmax_sample(values, **among)[0]
-    place = arrays.converted("tokens", place, "int64")[:, None]
+    among |= {"temperature": 0.0} if greedy else {"top_k": most}
+    place = arrays.converted("tokens", parts.softmax_sample(values, **among)[0], "int64")
+    place = (place * (heat >= GREEDY) if own else place)[:, None]
     tokens, logprobs = arrays.converted("tokens", taken(words, place)[:, 0], "int32"), taken(values, place)[:, 0]
     return (tokens, logprobs, values[:, :best], words[:, :best]) if best else (tokens, logprobs)
 

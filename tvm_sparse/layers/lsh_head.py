@@ -34,7 +34,7 @@ from ..operators.lsh_topk.call import lsh_topk
 from ..operators.softmax.call import log_softmax
 from ..operators.softmax_sample.call import softmax_sample
 from ..operators.softmax_sample.problem import MAX_K
-from ..operators.softmax_sample.reference import GREEDY, LEAST_SCALE
+from ..operators.softmax_topk.reference import GREEDY, LEAST_SCALE
 from ..runtime import arrays, dispatch
 from ..runtime.arrays import Facts
 from ..runtime.calls import check_device, check_floats, facts_beside, inverse_temperature, machine_of, refuse_gradient

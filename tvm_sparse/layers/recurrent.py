@@ -22,7 +22,7 @@ from ..core.problem import FLOATS, Problem, numpy_dtype
 from ..formats.block_recurrent import BlockRecurrentWeights
 from ..formats.recurrent import RecurrentWeights
 from ..operators.sparse_recurrent.call import input_facts, with_gradient
-from ..operators.sparse_recurrent.problem import GATES
+from ..operators.sparse_recurrent.problem import EXCHANGES, GATES, rounded_limit
 from ..runtime import arrays
 from ..runtime.arrays import Facts
 from ..runtime.calls import check_device, facts_beside, machine_of, outputs_for
@@ -45,7 +45,7 @@ from .recurrent_weights import (
 )
 
 FORMAT = 1  # of files written by `save`
-NONLINEARITIES = ("tanh", "relu")
+NONLINEARITIES = ("tanh", "relu", "clipped_relu")
 # Most sequences of a launch: with entries, and with blocks on tensor cores.
 BATCH, TILES_BATCH = 16, 256
 # Most bytes of hidden states over all steps of a launch: kernels that exchange them by polling keep all of them.
@@ -64,7 +64,8 @@ class LayerExplanation:
     kernels
         The kernel of each launch, as from `tvm_sparse.explain`.
     way
-        Which way calls of a `RecurrentStack` take, and why; None for a layer alone, which runs its kernels.
+        Which way calls of a `RecurrentStack` take, and why; None for a layer alone, which runs its kernels. For a layer
+        with projected states that runs PyTorch's, there are no launches beside.
     """
 
     launches: tuple[tuple[int, int], ...]
@@ -75,13 +76,15 @@ class LayerExplanation:
         shapes = ", ".join(f"{steps} steps of {batch}" for steps, batch in self.launches) or "nothing to compute"
         count = f"{len(self.launches)} launch{'es' * (len(self.launches) != 1)}"
         told = [] if self.way is None else [f"calls take {self.way}"]
+        if told and not self.kernels:
+            return told[0]
         return "\n".join([*told, f"{count}: {shapes}", *map(str, dict.fromkeys(map(str, self.kernels)))])
 
 
 def project_inputs(x: Any, weight_ih: Any, bias_ih: Any = None, bias_hh: Any = None, *, cell: str) -> Any:
     """The input of a layer: x @ weight_ih.T plus the biases that do not depend on the state.
 
-    x_projected = x W_ih^T + b_ih + b_hh; for a GRU's last gate without b_hh, which is the layer's `hidden_bias`.
+    x_projected = x W_ih^T + b_ih + b_hh; for the last gate of "gru" without b_hh, which is the layer's `hidden_bias`.
 
     Parameters
     ----------
@@ -92,7 +95,7 @@ def project_inputs(x: Any, weight_ih: Any, bias_ih: Any = None, bias_hh: Any = N
     bias_ih, bias_hh
         `(gates * hidden,)` or None.
     cell
-        "tanh", "relu", "lstm" or "gru".
+        As in `sparse_recurrent`.
 
     Returns
     -------
@@ -165,7 +168,8 @@ class _Layer:
     weights: Weights
     cell: str
     cells: ClassVar[tuple[str, ...]]  # the cells that a class supports
-    hidden_bias: np.ndarray | None = None  # on the host, for a GRU
+    hidden_bias: np.ndarray | None = None  # on the host, for "gru"
+    limit: float | None = None  # of states, for a clipped relu
 
     def __init__(
         self,
@@ -192,6 +196,8 @@ class _Layer:
                     )
                 options: dict[str, Any] = {"method": method, "block": block, "gates": _gates_of(weight_hh, cell)}
                 weight_hh = prune(weight_hh, density, **options)
+            if form == "auto" and cell in EXCHANGES:
+                form = "entries"  # no kernel of blocks exchanges twice a step in one launch
             weights = prepared(weight_hh, GATES[cell], dtype, form, order)
         self._set(weights, cell, device)
 
@@ -215,6 +221,11 @@ class _Layer:
     def dtype(self) -> str:
         """Dtype of the weights, and of all inputs and outputs."""
         return self.weights.dtype
+
+    @property
+    def density(self) -> float:
+        """Share of the recurrent weight's values that are stored."""
+        return self.weights.density
 
     @property
     def form(self) -> str:
@@ -331,6 +342,7 @@ class _Layer:
             *states,
             cell=self.cell,
             hidden_bias=hidden_bias,
+            limit=self.limit,
             lengths=lengths,
             resets=resets,
             out=out,
@@ -348,7 +360,7 @@ class _Layer:
             return own, BATCH
         if isinstance(own, BlockRecurrentWeights):
             return own, TILES_BATCH
-        if not fits_as_blocks(own):
+        if not fits_as_blocks(own) or self.cell in EXCHANGES:
             return own, BATCH
         if self._tiles is None:
             self._tiles = as_blocks(own)
@@ -445,6 +457,7 @@ class _Layer:
     def _like(self, weights: Weights, device: Any) -> Self:
         found = type(self).__new__(type(self))
         found._set(weights, self.cell, device)
+        found.limit = self.limit
         if self.hidden_bias is not None:
             found.hidden_bias = self.hidden_bias.astype(numpy_dtype(weights.dtype))
         return found
@@ -465,7 +478,8 @@ class _Layer:
         held, meta = parts_of(self.weights)
         if self.hidden_bias is not None:
             held["hidden_bias"] = self.hidden_bias
-        return held, {"cell": self.cell, **meta}
+        limit = {} if self.limit is None else {"limit": self.limit}
+        return held, {"cell": self.cell, **limit, **meta}
 
     @classmethod
     def load(cls, path: str | Path, *, device: Any = None) -> Self:
@@ -499,6 +513,9 @@ class _Layer:
                 if bias.shape != (weights.hidden,) or bias.dtype != numpy_dtype(weights.dtype):
                     raise ValueError(f"hidden_bias: expected shape ({weights.hidden},) and dtype {weights.dtype}")
                 layer.hidden_bias = bias
+            if cell == "clipped_relu":
+                rounded_limit(meta["limit"], weights.dtype)
+                layer.limit = float(meta["limit"])
         except KeyError as error:
             raise ValueError(f"{source}: has no {error}") from error
         except (TypeError, ValueError) as error:
@@ -550,7 +567,7 @@ class _Layer:
 class SparseRNN(_Layer):
     """An Elman layer with sparse recurrent weights.
 
-        h_t = g(x_t + W_hh h_{t-1}),  g = tanh or relu
+        h_t = g(x_t + W_hh h_{t-1}),  g = tanh, relu, or min(relu(x), limit)
 
     Parameters
     ----------
@@ -558,7 +575,9 @@ class SparseRNN(_Layer):
         `(hidden, hidden)`: a SciPy sparse matrix, a torch tensor of a sparse layout, a dense NumPy array or torch
         tensor (whose nonzeros are used), or a `RecurrentWeights` or `BlockRecurrentWeights`.
     nonlinearity
-        "tanh" or "relu".
+        "tanh", "relu" or "clipped_relu".
+    limit
+        A number above 0, for "clipped_relu" alone.
     density
         Prune a dense weight to this share of its entries first.
     method, block
@@ -602,6 +621,7 @@ class SparseRNN(_Layer):
         weight_hh: Any,
         *,
         nonlinearity: str = "tanh",
+        limit: float | None = None,
         density: float | None = None,
         method: str = "magnitude",
         block: int = BLOCK,
@@ -612,7 +632,13 @@ class SparseRNN(_Layer):
     ) -> None:
         if nonlinearity not in NONLINEARITIES:
             raise ValueError(f"nonlinearity: expected one of {', '.join(NONLINEARITIES)}, got {nonlinearity!r}")
+        if (limit is None) == (nonlinearity == "clipped_relu"):
+            wanted = "a number above 0" if limit is None else "None"
+            raise ValueError(f"limit: expected {wanted} for nonlinearity={nonlinearity!r}, got {limit!r}")
         super().__init__(weight_hh, nonlinearity, density, method, block, dtype, form, order, device)
+        if limit is not None:
+            rounded_limit(limit, self.dtype)
+            self.limit = float(limit)
 
     def __call__(
         self, x_projected: Any, h0: Any = None, *, resets: Any = None, lengths: Any = None, out: Any = None
@@ -727,7 +753,7 @@ class SparseGRU(_Layer):
     """A gated recurrent unit layer with sparse recurrent weights.
 
         r, z = sigmoid(x_{r,z} + W_{r,z} h_{t-1}),  n = tanh(x_n + r (W_n h_{t-1} + b_hn))
-        h_t = (1 - z) n + z h_{t-1}
+        h_t = (1 - z) n + z h_{t-1};  with the reset before the product n = tanh(x_n + W_n (r h_{t-1}))
 
     Parameters
     ----------
@@ -735,7 +761,13 @@ class SparseGRU(_Layer):
         `(3 * hidden, hidden)`, gates in torch's order (r, z, n); otherwise as in `SparseRNN`.
     hidden_bias
         `(hidden,)`: b_hn, the last third of torch's `bias_hh`, which a projection cannot include; default: zeros. If a
-        `(3 * hidden,)` bias is given, its last third is used.
+        `(3 * hidden,)` bias is given, its last third is used. None if not `reset_after`: `project_inputs` then includes
+        all biases.
+    reset_after
+        Whether the reset gate scales the product, as in `torch.nn.GRU`, or, before it, the state: Keras's argument of
+        this name, and ONNX's `linear_before_reset`. Both have their gates in the order z, r, n. With a reset before the
+        product `form="auto"` means entries, for which one launch takes all steps on a GPU; its gradients, and blocks,
+        take two kernel launches per step.
     density, method, block, dtype, form, order, device
         As in `SparseRNN`.
 
@@ -751,13 +783,14 @@ class SparseGRU(_Layer):
     Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs", with the cell of `torch.nn.GRU`.
     """
 
-    cells = ("gru",)
+    cells = ("gru", "gru_reset_before")
 
     def __init__(
         self,
         weight_hh: Any,
         hidden_bias: Any = None,
         *,
+        reset_after: bool = True,
         density: float | None = None,
         method: str = "magnitude",
         block: int = BLOCK,
@@ -766,7 +799,12 @@ class SparseGRU(_Layer):
         order: str = "banks",
         device: Any = None,
     ) -> None:
-        super().__init__(weight_hh, "gru", density, method, block, dtype, form, order, device)
+        if not reset_after and hidden_bias is not None:
+            raise ValueError("hidden_bias: expected None with reset_after=False; project_inputs includes all biases")
+        cell = "gru" if reset_after else "gru_reset_before"
+        super().__init__(weight_hh, cell, density, method, block, dtype, form, order, device)
+        if not reset_after:
+            return
         if hidden_bias is None:
             self.hidden_bias = np.zeros(self.hidden, numpy_dtype(self.dtype))
             return

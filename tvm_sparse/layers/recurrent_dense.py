@@ -16,8 +16,11 @@ import torch
 from ..core.machine import Machine
 from ..core.problem import numpy_dtype
 from ..operators.recurrent_backward.autograd import pattern_of
+from ..operators.sparse_recurrent.problem import GATES
 from ..runtime import dispatch
 from ..runtime.dense import DENSE, KERNEL, Likely
+from .libraries import tensor
+from .recurrent_projected import ProjectedLSTM, stays_on_chip
 
 OPERATORS: dict[str, Any] = {
     "tanh": torch._VF.rnn_tanh,  # type: ignore[attr-defined]
@@ -27,7 +30,7 @@ OPERATORS: dict[str, Any] = {
 }
 # The least batch from which the dense way is faster, in 16 bits on Hopper: by cell and whether cuDNN has a persistent
 # kernel, by units, at each of DENSITIES. Logarithms are interpolated in between. scripts/rnn_grid.py prints the table
-# that its measurements make; what a run did not reach is as its neighbours are.
+# that its measurements make.
 DENSITIES = (0.02, 0.1, 0.3, 1.0)
 NEVER = 512
 LEAST_BATCH: dict[tuple[str, bool], dict[int, tuple[int, int, int, int]]] = {
@@ -38,28 +41,31 @@ LEAST_BATCH: dict[tuple[str, bool], dict[int, tuple[int, int, int, int]]] = {
     },
     ("rnn", False): {
         256: (49, 49, 49, 49),
-        512: (49, 49, 49, 49),
-        1024: (129, 129, 129, 129),
+        512: (49, 49, 65, 49),
+        1024: (65, 65, 65, 65),
+        1280: (65, 65, 65, 65),
         2048: (49, 49, 49, 49),
-        4096: (33, 17, 8, 8),
+        4096: (33, 17, 7, 17),
     },
     ("lstm", True): {
-        256: (NEVER, NEVER, NEVER, NEVER),
-        512: (65, 49, 33, 8),
-        1024: (11, 11, 8, 8),
+        256: (65, 65, 65, 65),
+        512: (17, 8, 8, 8),
+        1024: (11, 9, 11, 11),
     },
     ("lstm", False): {
-        256: (129, 129, 129, 129),
-        512: (129, 129, 129, 129),
+        256: (81, 81, 81, 81),
+        512: (65, 65, 65, 65),
         1024: (49, 49, 49, 49),
-        2048: (65, 17, 6, 17),
-        4096: (129, 33, 4, 4),
+        1280: (33, 17, 11, 33),
+        2048: (49, 17, 8, 17),
+        4096: (65, 17, 4, 4),
     },
     ("gru", False): {
-        256: (129, 129, 129, 129),
-        512: (129, 129, 129, 129),
+        256: (65, 65, 65, 65),
+        512: (65, 65, 65, 65),
         1024: (49, 49, 49, 49),
-        2048: (33, 17, 12, 11),
+        1280: (33, 17, 13, 33),
+        2048: (33, 17, 14, 15),
         4096: (65, 17, 4, 4),
     },
 }
@@ -77,6 +83,7 @@ class DenseCall:
     dtype: str
     ragged: bool = False
     resets: bool = False
+    proj: int = 0  # elements of a projected state; 0: states are not projected
 
 
 def family(cell: str) -> str:
@@ -119,6 +126,8 @@ def _between(x: float, known: Mapping[Any, float]) -> float:
 
 def inexpressible(call: DenseCall) -> str | None:
     """Why PyTorch's layer cannot compute a call; None if it can."""
+    if call.cell not in OPERATORS:
+        return f"PyTorch has no layer of {call.cell}"
     if call.resets:
         return "PyTorch's layers have no resets"
     if call.ragged:
@@ -133,6 +142,11 @@ def likely_way(call: DenseCall, machine: Machine) -> Likely:
         return Likely(KERNEL, why)
     if dispatch.dispatcher.batch_invariant:
         return Likely(KERNEL, dispatch.UNCHANGING)
+    if call.proj:
+        few, many = 5 * call.proj * call.hidden, 4 * call.hidden**2
+        if machine.kind == "cuda" and stays_on_chip(call.hidden, call.dtype):
+            return Likely(KERNEL, f"the folded weight of {many:,} values stays on the chip")
+        return Likely(DENSE, f"the folded weight has {many:,} values, those of PyTorch's layer {few:,}")
     if machine.kind != "cuda" or not machine.has_warpgroups or numpy_dtype(call.dtype).itemsize != 2:
         return Likely(KERNEL, f"nothing is known of a faster dense layer in {call.dtype} on {machine.arch}")
     stays = persistent(call)
@@ -145,6 +159,17 @@ def likely_way(call: DenseCall, machine: Machine) -> Likely:
         return Likely(KERNEL, f"{layer}, and is likely faster at no batch")
     way = DENSE if call.batch >= least else KERNEL
     return Likely(way, f"{layer}, and is likely faster from batch {least} on")
+
+
+def projected_weights(
+    layer: ProjectedLSTM, values: Any, projection: Any, weight_ih: torch.Tensor, bias: Any
+) -> list[torch.Tensor]:
+    """As `flat_weights`, for a layer with projected states; each weight is a tensor of its own."""
+    weight = layer.dense_weight(values, weight_ih.device)
+    if projection is None:
+        projection = tensor(layer.projection, weight_ih.device)
+    biases = [] if bias is None else [bias, torch.zeros_like(bias)]
+    return [weight_ih, weight.contiguous(), *biases, projection]
 
 
 def flat_weights(weights: Any, values: Any, weight_ih: torch.Tensor, bias: Any, hidden_bias: Any) -> list[torch.Tensor]:
@@ -172,12 +197,14 @@ def run_dense(
 
     `gradient`: whether a backward pass follows, for which cuDNN keeps more.
     """
-    zeros = None
-    if any(state is None for state in states):
-        zeros = x.new_zeros((x.shape[1], weights[1].shape[1]))
-    held = [(zeros if state is None else state)[None].contiguous() for state in states]  # type: ignore[index]
+    # Elements of h and of c, which differ where h is projected.
+    widths = weights[1].shape[1], len(weights[1]) // GATES[cell]
+    given = [
+        x.new_zeros((x.shape[1], width)) if state is None else state
+        for state, width in zip(states, widths, strict=False)
+    ]
+    held = [state[None].contiguous() for state in given]
+    biased = len(weights) > 3  # a projection of states makes 3 without biases, and 5 with them
     with torch.autocast(x.device.type, enabled=False):
-        found = OPERATORS[cell](
-            x, held if cell == "lstm" else held[0], weights, len(weights) == 4, 1, 0.0, gradient, False, False
-        )
+        found = OPERATORS[cell](x, held if cell == "lstm" else held[0], weights, biased, 1, 0.0, gradient, False, False)
     return found[0], *(state[0] for state in found[1:])

@@ -22,12 +22,13 @@ from .libraries import tensor, to_host
 from .modules import DTYPES, check_conversion, effective, refuse_own_forward
 from .pruning import BLOCK
 from .recurrent import FORMAT, LayerExplanation, SparseGRU, SparseLSTM, SparseRNN, checked_lengths, projected_bias
-from .recurrent_dense import DenseCall, flat_weights, inexpressible, likely_way, run_dense
+from .recurrent_dense import DenseCall, flat_weights, inexpressible, likely_way, projected_weights, run_dense
+from .recurrent_projected import ProjectedLSTM
 from .recurrent_weights import with_values
 
 CELLS = {"RNN_TANH": "tanh", "RNN_RELU": "relu", "LSTM": "lstm", "GRU": "gru"}  # by `torch.nn.RNNBase.mode`
-CLASSES: dict[str, Any] = {"tanh": SparseRNN, "relu": SparseRNN, "lstm": SparseLSTM, "gru": SparseGRU}
-LAYERS = frozenset(CLASSES.values())
+LAYERS = SparseRNN, SparseLSTM, SparseGRU
+CLASSES: dict[str, Any] = {cell: layer for layer in LAYERS for cell in layer.cells}
 # The classes of PyTorch that a stack can replace.
 MODULES: dict[str, Any] = {
     "RNN_TANH": torch.nn.RNN,
@@ -73,12 +74,18 @@ def from_torch(
     TypeError
         If it is not such a module, or is a subclass with another `forward`.
     ValueError
-        For an LSTM with `proj_size`, for float64 without `dtype`, and for arguments that do not fit.
+        For float64 without `dtype`, and for arguments that do not fit.
+
+    Notes
+    -----
+    An LSTM with `proj_size` computes gates from W_hh W_hr m[t-1], with m the states before their projection: the
+    product of both weights, *folded*, takes the place of W_hh in the kernels, and is dense whatever `density` is. It
+    has 4 * hidden^2 values, where the two weights have 5 * proj_size * hidden. On a GPU in 16 bits, up to 1,024 units,
+    it stays on the chip, and a step has one exchange between units instead of two. Otherwise calls without `lengths`
+    and `resets` run PyTorch's own layer, which multiplies by fewer values; `dense=False` refuses that.
     """
     if not isinstance(module, torch.nn.RNNBase):
         raise TypeError(f"module: expected a torch.nn.RNN, LSTM or GRU, got {type(module).__name__}")
-    if module.proj_size:
-        raise ValueError(f"module: expected no projection of hidden states, got proj_size={module.proj_size}")
     cell = CELLS[module.mode]
     instead = "make SparseRNN, SparseLSTM or SparseGRU layers of its weights, and call them as it does"
     refuse_own_forward("module", module, MODULES[module.mode], instead=instead)
@@ -109,7 +116,13 @@ def from_torch(
                 given["hidden_bias"] = bias_hh
             elif cell != "lstm":
                 given["nonlinearity"] = cell
-            layers.append(CLASSES[cell](weight_hh, **given))
+            if module.proj_size:
+                del given["form"]
+                projection = effective(module, f"weight_hr_l{number}{suffix}")
+                assert projection is not None
+                layers.append(ProjectedLSTM(weight_hh, projection, **given))
+            else:
+                layers.append(CLASSES[cell](weight_hh, **given))
             bias = projected_bias(bias_ih, bias_hh, cell)
             inputs.append((weight_ih.to(kind, copy=True), None if bias is None else bias.to(kind, copy=True)))
     shape = {"bidirectional": module.bidirectional, "batch_first": module.batch_first}
@@ -166,7 +179,7 @@ class RecurrentStack(torch.nn.Module):
     ) -> None:
         super().__init__()
         directions = 2 if bidirectional else 1
-        if not isinstance(layers, (list, tuple)) or not all(isinstance(layer, tuple(LAYERS)) for layer in layers):
+        if not isinstance(layers, (list, tuple)) or not all(isinstance(layer, LAYERS) for layer in layers):
             raise TypeError(
                 "layers: expected a list of SparseRNN, SparseLSTM or SparseGRU, got"
                 f" {type(layers).__name__}; RecurrentStack.load reads a file, tvm_sparse.from_torch converts a module"
@@ -176,14 +189,15 @@ class RecurrentStack(torch.nn.Module):
                 f"layers: expected as many as inputs, a multiple of {directions} above 0, got {len(layers)}, and"
                 f" {len(inputs)} inputs"
             )
-        kinds = {(layer.cell, layer.hidden, layer.dtype) for layer in layers}
+        kinds = {(layer.cell, layer.hidden, layer.dtype, _proj(layer)) for layer in layers}
         if len(kinds) > 1:
-            raise ValueError(f"layers: expected one cell, hidden size and dtype, got {sorted(kinds)}")
-        [(self.cell, self.hidden_size, self.dtype)] = kinds
+            raise ValueError(f"layers: expected one cell, hidden size, dtype and proj_size, got {sorted(kinds)}")
+        [(self.cell, self.hidden_size, self.dtype, self.proj_size)] = kinds
+        width = directions * (self.proj_size or self.hidden_size)
         rows = GATES[self.cell] * self.hidden_size
         self.input_size = inputs[0][0].shape[1]
         for number, (weight, bias) in enumerate(inputs):
-            wanted = (rows, self.input_size if number < directions else directions * self.hidden_size)
+            wanted = (rows, self.input_size if number < directions else width)
             if tuple(weight.shape) != wanted or bias is not None and tuple(bias.shape) != (rows,):
                 raise ValueError(
                     f"inputs: expected a weight of shape {wanted} and a bias of ({rows},) at {number}, got"
@@ -203,15 +217,17 @@ class RecurrentStack(torch.nn.Module):
         """Make parameters of the weights, to train the stack with the pattern that it has; returns the stack.
 
         For layer n (of the first direction, then of the second) these are `weight_n` and `bias_n` of the projection,
-        `values_n` `(nonzeros,)`, the stored recurrent weights in the order of `layers[n].weights.coordinates()`, and of
-        a GRU `hidden_bias_n` `(hidden,)`. A backward pass takes 4 * gates * hidden^2 bytes beside activations, or 2
-        with 16 bits. `save` and the state dict hold the present values.
+        `values_n` `(nonzeros,)`, the stored recurrent weights in the order of `layers[n].weights.coordinates()`, of a
+        GRU `hidden_bias_n` `(hidden,)`, and with `proj_size` `projection_n` `(proj_size, hidden)`. A backward pass
+        takes 4 * gates * hidden^2 bytes beside activations, or 2 with 16 bits. `save` and the state dict hold the
+        present values.
         """
         if self.trained:
             return self
         for number, layer in enumerate(self.layers):
             own = getattr(self, f"weight_{number}")
             held = {"values": layer.weights.coordinates()[2], "hidden_bias": layer.hidden_bias}
+            held |= {"projection": layer.projection} if self.proj_size else {}
             given = {name: None if a is None else tensor(a, own.device).to(own.dtype) for name, a in held.items()}
             given |= {name: self._buffers.pop(f"{name}_{number}") for name in ("weight", "bias")}
             for name, value in given.items():
@@ -234,7 +250,11 @@ class RecurrentStack(torch.nn.Module):
         found = []
         for number, layer in enumerate(self.layers):
             values, bias = getattr(self, f"values_{number}"), getattr(self, f"hidden_bias_{number}")
-            one = layer._like(with_values(layer.weights, to_host(values)), layer.device)
+            weights = with_values(layer.weights, to_host(values))
+            if self.proj_size:
+                one = layer._like(weights, layer.device, to_host(getattr(self, f"projection_{number}")))
+            else:
+                one = layer._like(weights, layer.device)
             if bias is not None:
                 one.hidden_bias = to_host(bias)
             found.append(one)
@@ -246,9 +266,10 @@ class RecurrentStack(torch.nn.Module):
         return 2 if self.bidirectional else 1
 
     def extra_repr(self) -> str:
-        density = sum(layer.weights.density for layer in self.layers) / len(self.layers)
+        density = sum(layer.density for layer in self.layers) / len(self.layers)
+        projected = f" proj_size={self.proj_size}," if self.proj_size else ""
         return (
-            f"{self.input_size}, {self.hidden_size}, cell={self.cell!r}, num_layers={self.num_layers},"
+            f"{self.input_size}, {self.hidden_size}, cell={self.cell!r},{projected} num_layers={self.num_layers},"
             f" bidirectional={self.bidirectional}, batch_first={self.batch_first}, density={density:.3g},"
             f" dtype={self.dtype}"
         )
@@ -262,7 +283,8 @@ class RecurrentStack(torch.nn.Module):
             `(steps, batch, input)`, `(batch, steps, input)` with `batch_first`, `(steps, input)` for one sequence, or a
             `PackedSequence`.
         hx
-            `(layers * directions, batch, hidden)`, for an LSTM a pair of them; None: zeros.
+            `(layers * directions, batch, hidden)`, for an LSTM a pair of them; None: zeros. With `proj_size` the first
+            one has as many elements instead of `hidden`, and `output` too.
         lengths
             `(batch,)` integers, instead of a `PackedSequence`. Outputs after a sequence's end are 0.
         resets
@@ -337,7 +359,8 @@ class RecurrentStack(torch.nn.Module):
                 begin = tuple(None if state is None else state[place] for state in given)
                 trained = {}
                 if self.trained:
-                    own = {name: getattr(self, f"{name}_{place}") for name in ("values", "hidden_bias")}
+                    names = ("values", "hidden_bias", *(("projection",) if self.proj_size else ()))
+                    own = {name: getattr(self, f"{name}_{place}") for name in names}
                     trained = {name: None if one is None else one.to(dtype) for name, one in own.items()}
                 if self._takes_dense(place, x, lengths is not None, resets is not None):
                     flat = self._flat_weights(place, layers[place], dtype, trained)
@@ -358,8 +381,8 @@ class RecurrentStack(torch.nn.Module):
         return x, (tuple(states) if lstm else states[0])
 
     def _dense_call(self, place: int, batch: int, dtype: str, ragged: bool, resets: bool) -> DenseCall:
-        inputs, density = getattr(self, f"weight_{place}").shape[1], self.layers[place].weights.density
-        return DenseCall(self.cell, self.hidden_size, inputs, batch, density, dtype, ragged, resets)
+        inputs, density = getattr(self, f"weight_{place}").shape[1], self.layers[place].density
+        return DenseCall(self.cell, self.hidden_size, inputs, batch, density, dtype, ragged, resets, self.proj_size)
 
     def _takes_dense(self, place: int, x: torch.Tensor, ragged: bool, resets: bool) -> bool:
         """Whether a layer's call runs PyTorch's own layer."""
@@ -369,7 +392,7 @@ class RecurrentStack(torch.nn.Module):
         if self.dense:
             return inexpressible(call) is None
         # In a graph of torch.compile, PyTorch's layer is no operator.
-        if not x.is_cuda or torch.compiler.is_compiling() or not torch.cudnn_is_acceptable(x):
+        if torch.compiler.is_compiling() or not (torch.cudnn_is_acceptable(x) if x.is_cuda else self.proj_size):
             return False
         return likely_way(call, machine_of("input", arrays.facts("input", x))).way == DENSE
 
@@ -382,6 +405,8 @@ class RecurrentStack(torch.nn.Module):
             if inside is None and layer.hidden_bias is not None:
                 inside = tensor(layer.hidden_bias, weight.device)
             own = weight.to(dtype), None if bias is None else bias.to(dtype), inside
+            if self.proj_size:
+                return projected_weights(layer, trained.get("values"), trained.get("projection"), *own[:2])
             return flat_weights(layer.weights, trained.get("values"), *own)
 
         tensors = [one for one in (weight, bias) if one is not None]
@@ -412,7 +437,10 @@ class RecurrentStack(torch.nn.Module):
                 asked = self.dense and why is None
                 likely = Likely(DENSE if asked else KERNEL, why if self.dense and why else f"dense={self.dense}")
             what = "PyTorch's layer with dense weights" if likely.way == DENSE else "the sparse layer"
-            kernels = layer.explain(steps, batch, resets=resets, lengths=lengths, target=target)
+            if likely.way == DENSE and self.proj_size:  # a large folded weight is not made to be explained
+                kernels = LayerExplanation((), ())
+            else:
+                kernels = layer.explain(steps, batch, resets=resets, lengths=lengths, target=target)
             found.append(dataclasses.replace(kernels, way=f"{what}: {likely.why}"))
         return tuple(found)
 
@@ -427,15 +455,17 @@ class RecurrentStack(torch.nn.Module):
         if hx is None:
             return
         lstm, wanted = self.cell == "lstm", (len(self.layers), *batch, self.hidden_size)
+        each = ((*wanted[:-1], self.proj_size or self.hidden_size), wanted)
         many = "two tensors" if lstm else "one tensor"
         several = isinstance(hx, (tuple, list))
         given = tuple(hx) if several else (hx,)
         shapes = [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in given]
-        fits = [one is None or shape == wanted for one, shape in zip(given, shapes, strict=True)]
+        fits = [one is None or shape == of for one, shape, of in zip(given, shapes, each, strict=False)]
         if several != lstm or len(given) != 1 + lstm or not all(fits):
             kinds = ("None" if one is None else type(one).__name__ for one in given)
             got = ", ".join(str(shape or kind) for shape, kind in zip(shapes, kinds, strict=True))
-            raise ValueError(f"hx: expected {many} of shape {wanted}, got {'' if several else 'one of '}{got}")
+            shape = f"shapes {each[0]} and {wanted}" if self.proj_size else f"shape {wanted}"
+            raise ValueError(f"hx: expected {many} of {shape}, got {'' if several else 'one of '}{got}")
 
     def _check_input(self, x: torch.Tensor) -> torch.dtype:
         """Check the input's dtype and device; return the dtype in which to run."""
@@ -528,9 +558,10 @@ class RecurrentStack(torch.nn.Module):
         layers = []
         for number, numbers in enumerate(metas):
             own = _of_layer(held, number)
-            layers.append(CLASSES[self.cell].assembled(own, numbers, None, f"state, layer {number}"))
+            layers.append(_class_of(self.cell, own).assembled(own, numbers, None, f"state, layer {number}"))
         kinds = {(layer.cell, layer.hidden) for layer in layers}
-        if len(layers) != len(self.layers) or kinds != {(self.cell, self.hidden_size)}:
+        projected = {_proj(layer) for layer in layers} != {self.proj_size}
+        if len(layers) != len(self.layers) or kinds != {(self.cell, self.hidden_size)} or projected:
             raise ValueError(
                 f"state: expected {len(self.layers)} layers of {self.cell} and {self.hidden_size} units, got"
                 f" {len(layers)} of {sorted(kinds)}"
@@ -574,13 +605,24 @@ class RecurrentStack(torch.nn.Module):
         try:
             for number, numbers in enumerate(meta["layers"]):
                 own = _of_layer(held, number)
-                layers.append(CLASSES[numbers["cell"]].assembled(own, numbers, None, f"{path}, layer {number}"))
+                kind = _class_of(numbers["cell"], own)
+                layers.append(kind.assembled(own, numbers, None, f"{path}, layer {number}"))
                 place = "cpu" if device is None else device
                 inputs.append((tensor(own["weight_ih"], place), tensor(own["bias"], place) if "bias" in own else None))
             shape = {"bidirectional": meta["bidirectional"], "batch_first": meta["batch_first"]}
             return cls(layers, inputs, **shape, dense=dense)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{path}: not a stack: {type(error).__name__}: {error}") from error
+
+
+def _proj(layer: Any) -> int:
+    """Elements of a layer's projected states; 0 if they are not projected."""
+    return layer.proj if isinstance(layer, ProjectedLSTM) else 0
+
+
+def _class_of(cell: str, held: dict[str, Any]) -> Any:
+    """The class of a layer with these arrays."""
+    return ProjectedLSTM if cell == "lstm" and "projection" in held else CLASSES[cell]
 
 
 def _of_layer(held: dict[str, Any], number: int) -> dict[str, Any]:

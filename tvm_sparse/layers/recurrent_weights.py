@@ -117,7 +117,10 @@ def run(weights: Weights, x_projected: Any, *states: Any, values: Any = None, **
     if values is not None:
         from ..operators.recurrent_backward.autograd import differentiable
 
-        cell, beside = given.pop("cell"), {name: given.pop(name) for name in ("hidden_bias", "lengths", "resets")}
+        cell, beside = (
+            given.pop("cell"),
+            {name: given.pop(name) for name in ("hidden_bias", "limit", "lengths", "resets")},
+        )
         assert given.pop("out") is None
         forward = functools.partial(run, cell=cell, out=None)
         x, h0, c0 = (x_projected, *states, None)[:3]

@@ -13,7 +13,8 @@ import torch
 from ..formats.bitmap import BITS
 from ..operators.softmax_sample.call import FILTERS, softmax_sample
 from ..operators.softmax_sample.problem import MAX_K
-from ..operators.softmax_sample.reference import BELOW_ONE, GREEDY, LEAST_SCALE
+from ..operators.softmax_sample.reference import BELOW_ONE
+from ..operators.softmax_topk.reference import GREEDY, LEAST_SCALE
 from ..runtime.calls import facts_beside, logits_facts, whole_number
 from .shards import merge_topk
 

@@ -11,6 +11,7 @@ import numpy as np
 from ..core.given import integer
 from ..core.problem import numpy_dtype
 from ..formats import wta
+from .codes import codes_of
 from .libraries import library, to_host
 
 # Names of the arrays of a `Hashing`.
@@ -170,10 +171,10 @@ class Hashing:
 
 
 def hash_words(embedding: Any, permutations: np.ndarray, table: str, seed: int) -> Hashing:
-    """The tables of an embedding, built on the host and placed on its device."""
+    """The tables of an embedding, built on the host from codes, which are computed where it lies, and placed there."""
     vocab = embedding.shape[0]
     bits = wta.code_bits(permutations.shape[2], permutations.shape[1])
-    codes = wta.hash_rows(to_host(embedding), permutations)
+    codes = to_host(codes_of(embedding, permutations)).T
     built = wta.tables(codes, vocab, table, bits=bits, seed=seed)
     move = library("embedding", embedding).from_host
     hashing = Hashing(permutations, built.words, built.table, built.multipliers, built.rehashes)

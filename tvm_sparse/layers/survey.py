@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ..core import parts
 from ..formats import wta
+from ..runtime import arrays
+from .codes import ON_GPU, hits_by_band, narrow
 from .frontier import Point
+from .libraries import tensor, to_host
 
-# Most hits that a thread counts at once: as many as stay in its cache.
+# Most hits that a thread of the host counts at once.
 AT_ONCE = 1 << 22
 
 
@@ -46,39 +50,54 @@ class Survey:
     def vocab(self) -> int:
         return len(self.ranking)
 
-    def points(
-        self, words: np.ndarray, samples: np.ndarray, k: int, units: int, steps: Sequence[int]
-    ) -> Iterator[Point]:
+    def points(self, words: Any, samples: Any, k: int, units: int, steps: Sequence[int]) -> Iterator[Point]:
         """For each level, number of bands and number of frequent words, the setting with the largest threshold that
         reaches the level.
 
         Its recall on the lists for the choice exceeds the level by a standard error.
 
-        `words` `(vocab, bands)` and `samples` `(samples, bands)` are codes, `steps` ascending numbers of bands.
+        `words` `(bands, vocab)` and `samples` `(bands, samples)` are codes, both NumPy arrays or both torch tensors;
+        `steps` are ascending numbers of bands.
         """
         # How many of the numbers of frequent words are too small to cover a word: they come first.
         rank = np.empty(self.vocab, np.int64)
         rank[self.ranking] = np.arange(self.vocab)
         uncovered = np.searchsorted(self.frequents, rank, side="right")
-        bits = wta.code_bits(k, units)
-        at_once = max(1, AT_ONCE // (self.vocab * self.rows)) * self.rows
-        begins = range(0, len(samples), at_once)
+        words, samples = (narrow(codes, wta.code_bits(k, units)) for codes in (words, samples))
+        of_torch = arrays.is_torch(words)
+        at_once = max(1, (ON_GPU if of_torch else AT_ONCE) // (self.vocab * self.rows)) * self.rows
+        begins = range(0, samples.shape[1], at_once)
         own = {bands: [np.empty(0)] * len(begins) for bands in steps}
         lengths = {bands: [np.empty(0)] * len(begins) for bands in steps}
-        tables = wta.tables(words, self.vocab, "direct" if bits <= wta.MOST_DIRECT_BITS else "cuckoo", bits=bits)
 
         def count(number: int, start: int) -> None:
             part = slice(start, start + at_once)
-            for bands, hits in hits_by_band(tables, samples[part], steps):
-                lists = hits.reshape(-1, self.rows, self.vocab).max(axis=1).astype(np.int64)
-                of_rows = np.repeat(lists, self.rows, axis=0) if self.grouped else hits
-                own[bands][number] = np.take_along_axis(of_rows, self.truth[part], axis=1).astype(np.int64)
+            for bands, hits in hits_by_band(words, samples[:, part], steps):
+                lists, kept = self._of_lists(hits, self.truth[part])
+                own[bands][number] = kept
                 lengths[bands][number] = self._lengths(lists, uncovered, bands)
 
-        parts.of_each(count, range(len(begins)), begins)
+        if of_torch:  # a GPU takes one part at a time
+            for number, start in enumerate(begins):
+                count(number, start)
+        else:
+            parts.of_each(count, range(len(begins)), begins)
         for bands in steps:
             found = np.concatenate(own[bands]), np.concatenate(lengths[bands])
             yield from self._settings(*found, uncovered[self.truth], (k, units, bands))
+
+    def _of_lists(self, hits: Any, truth: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The most hits of a list's rows `(lists, vocab)`, and those of the best words `(samples, n)`, on the host."""
+        of_rows = hits.reshape(-1, self.rows, self.vocab)
+        if arrays.is_torch(hits):
+            lists = of_rows.amax(1)
+            chosen = lists.repeat_interleave(self.rows, 0) if self.grouped else hits
+            kept = to_host(chosen.gather(1, tensor(truth.astype(np.int64), hits.device)))
+        else:
+            lists = of_rows.max(axis=1)
+            chosen = np.repeat(lists, self.rows, axis=0) if self.grouped else hits
+            kept = np.take_along_axis(chosen, truth, axis=1)
+        return to_host(lists).astype(np.int64), kept.astype(np.int64)
 
     def _lengths(self, lists: np.ndarray, uncovered: np.ndarray, bands: int) -> np.ndarray:
         """Length of each list by number of frequent words and threshold: `(lists, frequents, bands + 1)`."""
@@ -132,20 +151,3 @@ def kept(needed: np.ndarray, bands: int) -> np.ndarray:
     at = np.arange(rows)[:, None] * (bands + 1) + needed
     counts = np.bincount(at.reshape(-1), minlength=rows * (bands + 1)).reshape(rows, -1)
     return counts[:, ::-1].cumsum(axis=1)[:, ::-1] / n
-
-
-def hits_by_band(tables: wta.Tables, samples: np.ndarray, steps: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
-    """Equation 9 after each number of bands, `(samples, vocab)`, from the tables of the words' codes."""
-    vocab = tables.words.shape[1]
-    hits = np.zeros((len(samples), vocab), np.uint16)
-    flat, rows = hits.reshape(-1), np.arange(len(samples)) * vocab
-    starts, counts = wta.find_buckets(samples[:, : steps[-1]], tables.table, tables.multipliers)
-    for band in range(steps[-1]):
-        length = counts[:, band]
-        ends = length.cumsum()
-        # The positions of all buckets, one bucket after the other.
-        places = np.arange(ends[-1]) + np.repeat(starts[:, band] + length - ends, length)
-        # No word occurs twice in a bucket.
-        flat[tables.words[band, places] + np.repeat(rows, length)] += 1
-        if band + 1 in steps:
-            yield band + 1, hits

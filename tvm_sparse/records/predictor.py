@@ -206,7 +206,7 @@ class Predictor:
 
     def ranked(self, problem: Problem, machine: Machine) -> list[Candidate]:
         """The points that the model ranks for a problem; none for one with axes that no problem of its training had."""
-        if not _axes_of(problem, problem.added).keys() <= set(self.trees.features):
+        if not _axes_of(problem, problem.as_tuned().added).keys() <= set(self.trees.features):
             return []
         tables: dict[str, Table] = {}
         for name in self.templates:
@@ -341,8 +341,9 @@ def features_of(problem: Problem, machine: Machine, candidate: Candidate) -> dic
     """The input numbers for one point by name: axes (texts as flags, a dtype as its bytes), template, decisions,
     features.
     """
-    axes = {name: value for name, value in problem.axes.items() if name not in problem.added_axes}
-    row = _axes_of(problem, {**axes, **problem.added})
+    tuned = problem.as_tuned()
+    axes = {name: value for name, value in tuned.axes.items() if name not in problem.added_axes}
+    row = _axes_of(problem, {**axes, **tuned.added})
     row[f"template.{candidate.template}"] = 1.0
     for name, number in candidate.decisions:
         row[f"decision.{name}"] = number

@@ -191,7 +191,9 @@ def _narrowed(
 
     Inputs are padded with -1; outputs are written to temporary arrays, whose first columns are copied.
     """
-    given = [spec for spec, one in zip(problem.inputs, arguments, strict=True) if one is not None]
+    given = problem.kernel_inputs
+    if len(given) > sum(one is not None for one in arguments):  # `around` provides what is absent here
+        given = tuple(spec for spec, one in zip(problem.inputs, arguments, strict=True) if one is not None)
     all_there = outputs == len(problem.kernel_outputs)
     written = [spec for spec in problem.kernel_outputs if all_there or spec.name != "normaliser"]
 
@@ -276,6 +278,18 @@ def count(name: str, value: Any) -> int:
     if not 1 <= found < 2**31:
         raise ValueError(f"{name}: expected an integer of at least 1 and below 2^31, got {value!r}")
     return found
+
+
+def is_of_rows(value: Any) -> bool:
+    """Whether a number that may differ from row to row is an array, with one for each row."""
+    return type(value) not in (float, int) and bool(getattr(value, "shape", ()))
+
+
+def scale_of(temperature: Any) -> Any:
+    """What kernels take for a temperature: the factor on logits, its inverse, checked; or the array of a temperature of
+    each row.
+    """
+    return temperature if is_of_rows(temperature) else inverse_temperature(temperature)
 
 
 def inverse_temperature(temperature: Any) -> float:

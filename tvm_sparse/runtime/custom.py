@@ -190,7 +190,7 @@ def number(value: Any) -> tuple[Any, Any]:
     value).
 
     The second form is for 0-d tensors and symbolic floats of torch.compile: passed as a float, the number would be a
-    constant of the graph, and each value would need another graph.
+    constant of the graph, and each value would need another graph. A tensor with a number of each row has it, too.
     """
     import torch
 
@@ -205,8 +205,22 @@ def number(value: Any) -> tuple[Any, Any]:
 
 
 def value_of(given: Any, tensor: Any) -> Any:
-    """The float that `number` encoded; for a fake tensor, whose value is unknown, the number beside it."""
+    """What `number` encoded: a float, or the tensor with one of each row. Where that is a fake tensor of no dimension,
+    which has no value, it is the number beside it.
+    """
+    if tensor is not None and tensor.dim():
+        return tensor
     return given if tensor is None or arrays.is_fake(tensor) else tensor.item()
+
+
+def of_rows_in_front(tensor: Any, dim: int | None, leading: Any) -> Any:
+    """A number that may differ from row to row, as `number` encodes it, under vmap over rows with the dimensions
+    `leading`, of which vmap's is the first.
+    """
+    if tensor is None or (dim is None and not tensor.dim()):
+        return tensor
+    found = in_front(tensor, dim, leading[0])
+    return found.view(*found.shape, *[1] * (len(leading) - found.dim())).expand(leading)
 
 
 def without_backward(name: str, instead: str = "") -> Callable[..., Any]:

@@ -47,7 +47,7 @@ class Product(Protocol):
     def dtype(self) -> str: ...
 
 
-# Of PyTorch's dense product on an H200 in 16 bits, inputs hot, measured by scripts/probes/block_products.py: operations
+# Of PyTorch's dense product on an H200 in 16 bits, inputs hot, measured by scripts/block_products.py: operations
 # in a microsecond by the most rows of x, bytes of the weight in a microsecond, and microseconds of its launch.
 DENSE_RATES = ((128, 500e6), (256, 690e6), (sys.maxsize, 830e6))
 DENSE_BYTES, DENSE_LAUNCH = 4.5e6, 2.7
@@ -65,6 +65,11 @@ def dense_time(problem: Product) -> float:
     return DENSE_LAUNCH + max(2 * problem.m * weight / rate, 2 * weight / DENSE_BYTES)
 
 
+def is_known(problem: Product, machine: Machine) -> bool:
+    """Whether there is evidence on the time of dense products: in 16 bits on GPUs with products of warpgroups."""
+    return machine.kind == "cuda" and machine.has_warpgroups and numpy_dtype(problem.dtype).itemsize == 2
+
+
 def likely_way(problem: Product, machine: Machine, sparse_time: Callable[[], float], stored: str) -> Likely:
     """The way of calls with torch tensors for problems whose record does not compare both: the one that likely takes
     less time.
@@ -78,11 +83,11 @@ def likely_way(problem: Product, machine: Machine, sparse_time: Callable[[], flo
 
     Notes
     -----
-    There is evidence in 16 bits on GPUs with products of warpgroups; elsewhere the kernel is taken.
+    The kernel is taken where nothing is known of dense products.
     """
     if dispatch.dispatcher.batch_invariant:
         return Likely(KERNEL, dispatch.UNCHANGING)
-    if machine.kind != "cuda" or not machine.has_warpgroups or numpy_dtype(problem.dtype).itemsize != 2:
+    if not is_known(problem, machine):
         return Likely(KERNEL, f"nothing is known of dense products in {problem.dtype} on {machine.arch}")
     sparse, dense = sparse_time(), dense_time(problem)
     share = f"with {1 - problem.sparsity:.0%} of the {stored} stored"

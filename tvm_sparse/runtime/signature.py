@@ -185,3 +185,4 @@ class Signature:
 
 
 FLOAT_ROWS = Array((ROWS, "vocab"), FLOATS)
+OF_ROWS = Array((ROWS,), ("float32",))

@@ -12,7 +12,7 @@ from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, p
 from tvm_sparse.formats.block_recurrent import ROWS, tile_units
 from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 
-from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit
+from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit, require_one_exchange
 
 TENSOR_CORES = 80  # the compute capability from which on tensor cores multiply bfloat16
 # Groups that a warp multiplies in one round, a vector of each of two rows a lane: two instructions of a tensor core.
@@ -78,6 +78,11 @@ class Extents:
         )
 
     # How tiles are dealt out.
+
+    @property
+    def exchanges(self) -> int:
+        """Slots of the exchange in a step."""
+        return 1
 
     @property
     def warps(self) -> int:
@@ -274,6 +279,7 @@ def likely_points(problem: BlockRecurrent, machine: Machine, table: Table) -> It
 def space(problem: BlockRecurrent, machine: Machine) -> Table:
     if machine.capability < TENSOR_CORES:
         raise NotApplicable(f"{machine.arch} has no tensor cores for bfloat16")
+    require_one_exchange(problem)
     if problem.dtype == "float32":
         raise NotApplicable("tensor cores multiply 16 bits: float32 takes a kernel a step")
     if problem.batch > MOST_SAMPLES * MOST_PASSES:

@@ -36,15 +36,16 @@ ALIGNED = 1024
 WARPGROUP = 128
 # Bytes of a multiprocessor's shared memory that the system takes of each thread block.
 RESERVED = 1024
-# Figures for `estimate`, fitted to times of an H200 (scripts/probes/block_products.py): bytes that a multiprocessor
+# Figures for `estimate`, fitted to times of an H200 (scripts/block_products.py): bytes that a multiprocessor
 # gets from the L2 cache in a microsecond while all do, and bytes that a thread block stores; the latency of a stage in
 # microseconds, the time that the producer warp needs for a copy, that of a launch, and that of a thread block's
 # beginning and end; clocks of a microsecond; and how many standard deviations the fullest block row is above the mean.
 L2_BYTES, STORED_BYTES, CLOCKS = 68e3, 21e3, 1700
 ON_ITS_WAY, OF_COPY, LAUNCH, BEGIN, FULLEST = 0.8, 0.1, 3.8, 2.3, 1.5
-# Tiles of the default, rows of x by those of the weight, and stages below which two thread blocks of a multiprocessor
-# wait for memory: where all panels have a block of each block row, and where there are several block rows.
-USUAL_TILES, FEWEST_STAGES = ((64, 64), (128, 128)), (4, 3)
+# Tiles of the default, rows of x by those of the weight, for blocks of fewer rows than `WIDE` and for others; and
+# stages below which two thread blocks of a multiprocessor wait for memory: where all panels have a block of each block
+# row, and where there are several block rows.
+WIDE, NARROW, USUAL_TILES, FEWEST_STAGES = 64, 32, (((64, 64), (192, 64)), ((64, 64), (128, 128))), (4, 3)
 
 
 def space(problem: BsrMatmul, machine: Machine) -> Table:
@@ -89,15 +90,20 @@ def declines(problem: BsrMatmul, machine: Machine) -> bool:
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:
     """Of `USUAL_TILES` the one that `estimate` takes to be the fastest, with the widest panels of which a
     multiprocessor has room for two thread blocks and enough stages; where none has, with what there is room for.
+
+    For small blocks a panel is hardly wider than one: of wider ones more is brought that no block needs.
     """
-    table, rows = space(problem, machine), problem.block_shape[0]
+    table, (rows, cols) = space(problem, machine), problem.block_shape
+    if rows < WIDE:
+        narrow = tuple(panel for panel in table["panel"] if panel <= max(cols, NARROW))
+        table = {**table, "panel": narrow or table["panel"][:1]}
 
     def preferred(among: Table) -> Decisions:
         points = (dict(zip(among, choices, strict=True)) for choices in itertools.product(*among.values()))
         return max(points, key=lambda point: preference(problem, machine, point))
 
     found = []
-    for tile_m, tile_n in USUAL_TILES:
+    for tile_m, tile_n in USUAL_TILES[rows >= WIDE]:
         if tile_m in table["tile_m"]:
             tile = {"tile_m": (tile_m,), "tile_n": (max(tile_n // rows, 1) * rows,), "overlap": table["overlap"][-1:]}
             found.append(preferred({**table, **tile}))

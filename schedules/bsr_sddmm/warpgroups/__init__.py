@@ -11,7 +11,8 @@ from the L2 cache.
 **The producer warp** finds its block row by a sum over the numbers of blocks of all rows, and shares out a row's blocks
 evenly over its thread blocks. A lane copies one box of each step.
 
-**Warpgroups** have 64 rows of the blocks each. Both operands have the rows over which products are summed in the place
+**Warpgroups** have 64 rows of the blocks each; of smaller blocks also the rows below, whose products are not stored.
+Both operands have the rows over which products are summed in the place
 of columns: they are *transposed* (`device.operands`). Boxes of neighbouring blocks lie one after another, so that one
 instruction multiplies up to 256 columns of them. Columns without a block are multiplied with whatever lies there, and
 not stored.

@@ -290,11 +290,15 @@ def store_pair(e: Extents) -> Callable[..., Any]:
     def bits(value: Any) -> Any:
         return T.Cast("uint32", T.reinterpret("uint16", T.Cast(e.dtype, value)))
 
+    def stored(s: Any, row: Any, column: Any) -> Any:
+        there = column // e.cols < s.count
+        return T.And(there, row < e.rows) if e.rows % GROUP_M else there
+
     @T.inline
     def phase(io, s, j, one, other):
         column = T.meta_var(s.warp // 4 // e.halves * e.wide + j // 4 * 8)  # the first of eight
         row = T.meta_var(s.warp // 4 % e.halves * GROUP_M + s.warp % 4 * 16 + j // 2 % 2 * 8 + s.lane // 4)
-        if column // e.cols < s.count:
+        if stored(s, row, column):
             T.ptx.st.global_.u32(
                 io.data.ptr_to([s.first + column // e.cols, row, column % e.cols + s.lane % 4 * 2]),
                 bits(one) | (bits(other) << T.uint32(16)))

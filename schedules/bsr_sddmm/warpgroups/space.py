@@ -21,6 +21,8 @@ STAGES = (2, 3, 4, 5, 6, 8)
 CLUSTER = (1, 2, 4, 8)
 # Columns of a box, as bytes of a row in shared memory: those that have a swizzle.
 BOXES = (64, 32, 16)
+# Rows of a block are a multiple of them. A warpgroup multiplies 64 rows, and stores those of the block.
+LEAST_ROWS = 8
 # Registers of a thread beside sums, at most; lanes of the producer warp, which copy a box each.
 BESIDES, LANES = 40, 32
 # The default's step.
@@ -33,8 +35,11 @@ def space(problem: BsrSddmm, machine: Machine) -> Table:
         raise NotApplicable(f"{machine.arch} has no products of warpgroups (wgmma)")
     if numpy_dtype(problem.dtype).itemsize != 2:
         raise NotApplicable(f"{problem.dtype} is not of 16 bits")
-    if rows % GROUP_M or cols % BOXES[-1] or cols > MOST_N:
-        raise NotApplicable(f"blocks of {rows}x{cols} are not of {GROUP_M} rows, and 16 columns up to {MOST_N}")
+    if rows % LEAST_ROWS or cols % BOXES[-1] or cols > MOST_N:
+        raise NotApplicable(
+            f"blocks of {rows}x{cols} are not of multiples of {LEAST_ROWS} rows, and of {BOXES[-1]} columns, "
+            f"at most {MOST_N}"
+        )
     return {
         "tile_m": tuple(tile for tile in TILE_M if tile < 2 * max(problem.m, TILE_M[0])),
         "tile_k": tuple(sorted({tile // cols * cols for tile in TILE_K if cols <= tile} or {cols})),
@@ -65,7 +70,7 @@ def allowed(problem: BsrSddmm, machine: Machine, decisions: Decisions) -> str | 
 def default(problem: BsrSddmm, machine: Machine) -> Decisions:
     """Enough columns for a block row's blocks, as far as one instruction has them, as many stages as there is room
     for, and clusters where half of the multiprocessors would have no thread block. On an H200 that was within 12 % of
-    the best of 15 points at blocks of 64 and 128 (`scripts/probes/block_products.py --sampled`); clusters where all
+    the best of 15 points at blocks of 64 and 128 (`scripts/block_products.py --sampled`); clusters where all
     have one took 1.3 to 2 times as long.
     """
     table, cols = space(problem, machine), problem.block_shape[1]
@@ -123,8 +128,8 @@ class Extents:
 
     @property
     def halves(self) -> int:
-        """Parts of a block's rows; a warpgroup has one."""
-        return self.rows // GROUP_M
+        """Parts of a block's rows, the last of which may be shorter; a warpgroup has one."""
+        return ceildiv(self.rows, GROUP_M)
 
     @property
     def along(self) -> int:

@@ -151,6 +151,8 @@ class Extents:
 
 
 def space(problem: NhotLookup, machine: Machine) -> Table:
+    if not problem.plain:
+        raise NotApplicable(f"it adds all entries of a dense table; `warp_gather` computes {problem.key}")
     units = problem.rows * Extents.of(problem, {"blocks": 1, "reduce_threads": 1, "overlap": 0}).row_units
     table = {
         "blocks": tuple(sorted({min(machine.cores * each, units) for each in BLOCKS_EACH})),

@@ -6,6 +6,8 @@ the up to 32 entries whose ids a warp holds, one per lane; batches are taken fro
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +21,7 @@ from tvm_sparse.core.template import ceildiv
 from ...device.overlap import CACHE_LINE, start_consumer, wait_for_producer, wait_then_start_consumer
 from ...device.selection import FULL_WARP
 from ...device.state import named, register
-from ...device.words import PTX_INDEX, load_element, load_words, value_at
+from ...device.words import FILLERS, PTX_INDEX, load_element, load_words, stored_at, value_at
 from .space import WARP, Extents
 
 Phase = Callable[..., Any]
@@ -83,7 +85,15 @@ class State:
     raw: tirx.Buffer
     result: tirx.Buffer  # what is stored, in the output's dtype
     term: Any
-    acc: tirx.Buffer  # the lane's sums
+    acc: tirx.Buffer  # the lane's sums, or maxima
+    # Where entries of one id count as absent: this id, and how many others the lane has had, if that is of interest.
+    padding: Any = None
+    real: Any = None
+    # Of several tables: the first row of the one that the row is looked up in.
+    base: Any = None
+    # Of a table in eight bits: scales of the loads' rows, and what `words.FILLERS` has for its dtype.
+    scale: Any = None
+    filler: Any = None
 
     @classmethod
     def alloc(cls, e: Extents) -> State:
@@ -108,6 +118,11 @@ class State:
                 result=T.alloc_local([e.vec], e.dtype),
                 term=register("float32"),
                 acc=T.alloc_local([e.vec], "float32"),
+                padding=register("int32") if e.padded else None,
+                real=register("int32") if e.counts else None,
+                base=register("int32") if e.tables > 1 else None,
+                scale=T.alloc_local([e.loads], "float32") if e.scaled else None,
+                filler=register("uint32") if e.scaled else None,
             )
         )
 
@@ -119,21 +134,28 @@ def kernel_body(e: Extents) -> Body:
     load_row_ends = read_row_ends(e)
     check_ids, check_rows = check_guessed_ids(e), check_what_was_read_ahead(e)
     gather, sum_groups, store = gather_entries(e), reduce_groups(e), store_tile(e)
+    find_table = find_own_table(e)
 
     # fmt: off
     @T.inline
     def body(io):
-        each: T.let = io.nnz // io.rows  # entries of a row if all have as many; counted on the host
+        each: T.let = io.nnz // bags(e, io)  # entries of a row if all have as many; counted on the host
         T.device_entry()
         if e.reads_ahead:
             start_consumer()  # a consumer kernel waits for this one whenever it starts
-        block = T.cta_id([T.Cast("int32", (io.rows * e.row_tiles + (e.tiles - 1)) // e.tiles)])
+        block = T.cta_id([T.Cast("int32", (bags(e, io) * e.row_tiles + (e.tiles - 1)) // e.tiles)])
         t = T.thread_id([e.threads])
         s = T.meta_var(State.alloc(e))
         at = T.meta_var(Place.alloc())
         place(at, io, block, t)
         for v in T.unroll(e.vec):
-            s.acc[v] = T.float32(0)
+            s.acc[v] = nothing(e)
+        if e.padded:
+            s.padding = T.Cast("int32", io.padding)
+        if e.counts:
+            s.real = 0
+        if e.scaled:
+            s.filler = T.uint32(FILLERS.get((e.stored, "float16"), 0))
 
         if e.reads_ahead:
             guess_own_entries(s, at, each)
@@ -147,6 +169,8 @@ def kernel_body(e: Extents) -> Body:
         else:
             if e.overlap == 1:
                 wait_then_start_consumer()
+            if e.tables > 1:
+                find_table(s, io, at)
             load_row_ends(s, io, at)
             guess_own_entries(s, at, each)
             check_ids(s, io, at)
@@ -156,6 +180,16 @@ def kernel_body(e: Extents) -> Body:
         store(s, io, at)
     # fmt: on
     return body
+
+
+def bags(e: Extents, io: Any) -> Any:
+    """Rows of the sparse matrix: those of the output for each table."""
+    return io.rows if e.tables == 1 else io.rows * e.tables
+
+
+def table_of(io: Any, at: Place) -> Any:
+    """The table that the row is looked up in."""
+    return T.Cast("int64", at.row // io.rows)
 
 
 # ---- parts of phases -------------------------------------------------------------------------------
@@ -177,7 +211,9 @@ def load_window(e: Extents) -> Phase:
         window.value = T.float32(0)
         if begin + T.Cast(e.index, lane) < s.last:
             read(s.id, io.indices.ptr_to([begin + T.Cast(e.index, lane)]))
-            window.column = T.Cast("int32", s.id)
+            window.column = T.Cast("int32", s.id) + s.base if e.tables > 1 else T.Cast("int32", s.id)
+            if e.counts:
+                s.real = s.real + T.Cast("int32", window.column != s.padding)
             if e.weighted:
                 window.value = load_element(e.value, io.values.ptr_to([begin + T.Cast(e.index, lane)]))
     # fmt: on
@@ -231,16 +267,52 @@ def load_row(e: Extents) -> Phase:
     @T.inline
     def phase(s, u, io, at):
         load_words(e.load_bytes, s.raw, u * e.words, s.small, row_address(e, s, u, io, at))
+        if e.scaled:
+            T.ptx.ld.global_.f32(s.scale[u], io.scales.ptr_to([T.Cast("int64", s.table_row[u])]))
     # fmt: on
     return phase
+
+
+def nothing(e: Extents) -> Any:
+    """What adds nothing to a sum, or to a maximum."""
+    return T.float32(-math.inf if e.mode == "max" else 0)
+
+
+def add_to_sum(e: Extents) -> Phase:
+    """Add a number to the lane's sum of column `v`; or make it the larger one of both, NaN if one is."""
+
+    # fmt: off
+    @T.inline
+    def phase(s, v, other):
+        if e.mode == "max":
+            T.ptx.max.NaN.f32(s.acc[v], s.acc[v], other)
+        else:
+            s.acc[v] = s.acc[v] + other
+    # fmt: on
+    return phase
+
+
+def counted(e: Extents, s: State, u: Any, every: bool) -> Any:
+    """The condition on which load `u` counts, beside those of an `every` that is False; None if there is none."""
+    terms = ([] if every else [s.entry[u] < s.count]) + ([s.table_row[u] != s.padding] if e.padded else [])
+    return functools.reduce(T.And, terms) if terms else None
+
+
+def element(e: Extents, s: State, u: Any, v: Any) -> Any:
+    """Element `v` of load `u` in float32, with its row's scale."""
+    if e.scaled:
+        return s.scale[u] * stored_at(e.stored, s.raw, u * e.words, v, s.filler)
+    return value_at(e.dtype, s.raw, u * e.words, v)
 
 
 def add_batch(e: Extents) -> Phase:
     """Add the loads of a batch, weighted, to `acc`; of one that is not `whole` those that the window has entries for.
 
     In a batch that is not whole, loads without an entry are left out by predicates or branches where ids are read
-    ahead, since such a launch rarely adds another batch; otherwise zeros are added.
+    ahead, since such a launch rarely adds another batch; otherwise zeros are added. So are loads of padding, which may
+    hold NaN.
     """
+    add = add_to_sum(e)
 
     # fmt: off
     @T.inline
@@ -248,12 +320,11 @@ def add_batch(e: Extents) -> Phase:
         for u in T.unroll(e.loads):
             if whole or not e.reads_ahead or s.entry[u] < s.count:
                 for v in T.unroll(e.vec):
-                    s.term = value_at(e.dtype, s.raw, u * e.words, v)
+                    s.term = element(e, s, u, v)
                     if e.weighted:
                         s.term = s.weight[u] * s.term
-                    s.acc[v] = s.acc[v] + (
-                        s.term if whole or e.reads_ahead
-                        else T.Select(s.entry[u] < s.count, s.term, T.float32(0)))
+                    counts = T.meta_var(counted(e, s, u, whole or e.reads_ahead))
+                    add(s, v, s.term if counts is None else T.Select(counts, s.term, nothing(e)))
     # fmt: on
     return phase
 
@@ -290,7 +361,23 @@ def place_warps(e: Extents) -> Phase:
         at.lane = t % WARP
         at.line = (block * e.tiles + t // WARP) // e.row_tiles
         at.tile = (block * e.tiles + t // WARP) % e.row_tiles
-        at.row = T.min(T.Cast("int64", at.line), io.rows - 1)
+        at.row = T.min(T.Cast("int64", at.line), bags(e, io) - 1)
+    # fmt: on
+    return phase
+
+
+def find_own_table(e: Extents) -> Phase:
+    """Where the table begins that the row is looked up in, and which of its rows is padding.
+
+    Reads: `first_rows`. Writes: `base`, `padding`. Barriers: none.
+    """
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, at):
+        T.ptx.ld.global_.s32(s.base, io.first_rows.ptr_to([table_of(io, at)]))
+        if e.padded:
+            s.padding = s.padding + s.base
     # fmt: on
     return phase
 
@@ -385,8 +472,9 @@ def read_row_ends(e: Extents) -> Phase:
     # fmt: off
     @T.inline
     def phase(s, io, at):
-        read(s.start, io.indptr.ptr_to([at.row]))
-        read(s.stop, io.indptr.ptr_to([at.row + 1]))
+        starts = T.meta_var(io.offsets if e.tables > 1 else io.indptr)
+        read(s.start, starts.ptr_to([at.row]))
+        read(s.stop, starts.ptr_to([at.row + 1]))
     # fmt: on
     return phase
 
@@ -404,6 +492,8 @@ def load_own_ids(e: Extents) -> Phase:
     def phase(s, io, at):
         s.first = s.start
         s.last = s.stop
+        if e.counts:
+            s.real = 0
         load(s, io, s.first, at.lane, s.window)
     # fmt: on
     return phase
@@ -489,42 +579,66 @@ def gather_entries(e: Extents) -> Phase:
 
 
 def reduce_groups(e: Extents) -> Phase:
-    """Add what the groups of a warp have, by halves.
+    """Add what the groups of a warp have, by halves; and where lanes have counted entries, what they have.
 
-    Reads and writes: `acc`. Barriers: shuffles of the whole warp.
-    After: `acc` of every lane has the sums of its columns over the row's entries.
+    Reads and writes: `acc`, `real`. Barriers: shuffles of the whole warp.
+    After: `acc` of every lane has the sums of its columns over the row's entries, and `real` the number of these.
     """
-    halvings = e.groups.bit_length() - 1
+    halvings, lane_halvings, add = e.groups.bit_length() - 1, WARP.bit_length() - 1, add_to_sum(e)
 
     # fmt: off
     @T.inline
     def phase(s):
         for h in T.unroll(halvings):
             for v in T.unroll(e.vec):
-                s.acc[v] = s.acc[v] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.acc[v], e.lanes << h, 32, 32)
+                add(s, v, T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.acc[v], e.lanes << h, 32, 32))
+        if e.counts:
+            for h in T.unroll(lane_halvings):
+                s.real = s.real + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.real, 1 << h, 32, 32)
     # fmt: on
     return phase
+
+
+def finished(e: Extents, s: State, v: Any) -> Any:
+    """The lane's result of column `v`: its sum, over the number of entries for a mean; 0 for a maximum of none."""
+    real = s.real if e.counts else T.Cast("int32", s.stop - s.start)
+    if e.mode == "mean":
+        return s.acc[v] / T.Cast("float32", T.max(real, 1))
+    return T.Select(real > 0, s.acc[v], T.float32(0)) if e.mode == "max" else s.acc[v]
+
+
+def out_row(e: Extents, io: Any, at: Place) -> Any:
+    """The row of the output that has the row's result."""
+    return at.row if e.tables == 1 else at.row % io.rows
+
+
+def out_column(e: Extents, io: Any, at: Place, column: Any) -> Any:
+    """The place of a column of it there, beside those of other tables."""
+    return column if e.tables == 1 else table_of(io, at) * e.width + column
 
 
 def store_tile(e: Extents) -> Phase:
     """Store the tile, by the first group of its warp.
 
-    Reads: `acc`. Writes: the output, and `result`. Barriers: none.
+    Reads: `acc`; `real`, or `start` and `stop`, for means and maxima. Writes: the output, and `result`. Barriers: none.
     """
     # A check that always holds delays the store by some 50 cycles. It stays in launches that begin by waiting, because
     # their kernels take fewer registers with it.
     spare_warps = not e.reads_ahead or e.row_tiles % e.tiles != 0
-    spare_lanes = not e.reads_ahead or e.ragged
+    spare_lanes, together = not e.reads_ahead or e.ragged, e.stored_together
 
     # fmt: off
     @T.inline
     def phase(s, io, at):
         column = T.meta_var((at.tile * e.lanes + at.lane) * e.vec)
-        if at.lane < e.lanes and (not spare_warps or T.Cast("int64", at.line) < io.rows):
+        if at.lane < e.lanes and (not spare_warps or T.Cast("int64", at.line) < bags(e, io)):
             if not spare_lanes or column < e.width:
                 for v in T.unroll(e.vec):
-                    s.result[v] = T.Cast(e.dtype, s.acc[v])
-                for v in T.vectorized(e.vec):
-                    io.out[at.row, column + v] = s.result[v]
+                    s.result[v] = T.Cast(e.dtype, finished(e, s, v))
+                for part in T.unroll(e.vec // together):
+                    for v in T.vectorized(together):
+                        io.out[
+                            out_row(e, io, at), out_column(e, io, at, column + part * together + v)
+                        ] = s.result[part * together + v]
     # fmt: on
     return phase

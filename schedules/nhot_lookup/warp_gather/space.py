@@ -10,7 +10,7 @@ from tvm_sparse.core.template import Decisions, Features, Launch, Table, ceildiv
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
 from ..gathering import gathered
-from ..vectors import load_widths
+from ..vectors import WIDEST, load_widths
 
 WARP = 32  # lanes
 LANES = powers(4, WARP)
@@ -32,10 +32,14 @@ class Extents:
     """The sizes of one point's kernel."""
 
     width: int  # columns of the table
-    dtype: str  # of table and output
+    dtype: str  # of the output, and of a table that is not stored in eight bits
+    stored: str  # the dtype of a table in eight bits, whose rows have scales
     value: str  # dtype of the values
     index: str  # dtype of indptr and indices
     weighted: bool  # whether entries have values
+    mode: str  # "sum", "mean" or "max"
+    padded: bool  # whether entries of one id count as absent
+    tables: int  # that are looked up, one after another in one array
     lanes: int  # lanes of a warp side by side along the columns of a tile
     vec: int  # elements of one load of a lane
     loads: int  # loads of table rows that a lane has in flight
@@ -48,9 +52,13 @@ class Extents:
         return cls(
             width=problem.width,
             dtype=problem.dtype,
+            stored=problem.stored,
             value=problem.value_dtype,
             index=problem.index,
             weighted=bool(problem.weighted),
+            mode=problem.mode,
+            padded=bool(problem.padded),
+            tables=problem.tables,
             lanes=decisions["column_lanes"],
             vec=decisions["vec"],
             loads=decisions["loads"],
@@ -60,8 +68,23 @@ class Extents:
         )
 
     @property
+    def counts(self) -> bool:
+        """Whether entries have to be counted: a row's ends do not tell how many of them count."""
+        return self.padded and self.mode != "sum"
+
+    @property
+    def scaled(self) -> bool:
+        """Whether rows of the table have scales."""
+        return bool(self.stored)
+
+    @property
     def load_bytes(self) -> int:
-        return self.vec * numpy_dtype(self.dtype).itemsize
+        return self.vec * (1 if self.scaled else numpy_dtype(self.dtype).itemsize)
+
+    @property
+    def stored_together(self) -> int:
+        """Elements of the output that a lane stores at once: up to 16 bytes."""
+        return min(self.vec, WIDEST // numpy_dtype(self.dtype).itemsize)
 
     @property
     def words(self) -> int:
@@ -122,6 +145,8 @@ def most_lanes(problem: NhotLookup, vec: int) -> int:
 def allowed(problem: NhotLookup, machine: Machine, decisions: Decisions) -> str | None:
     e = Extents.of(problem, decisions)
     most = most_lanes(problem, e.vec)
+    if e.reads_ahead and e.tables > 1:
+        return "where a table begins is not read before the wait for the producer kernel"
     if e.prefetch and not e.reads_ahead:
         return "rows are prefetched by the ids that are read ahead"
     if e.lanes > most:
@@ -153,7 +178,7 @@ def default(problem: NhotLookup, machine: Machine) -> Decisions:
     found = next(point for point in points if allowed(problem, machine, point) is None)
     e = Extents.of(problem, found)
     few_bytes = e.loads * e.load_bytes <= FEW_BYTES
-    several = few_bytes and problem.rows * e.row_tiles > RESIDENT_BLOCKS * machine.cores
+    several = few_bytes and problem.bags * e.row_tiles > RESIDENT_BLOCKS * machine.cores
     return {**found, "tiles": FEW_BYTES_TILES} if several else found
 
 
@@ -164,9 +189,9 @@ def launch(problem: NhotLookup, decisions: Decisions) -> Launch:
 def features(problem: NhotLookup, machine: Machine, decisions: Decisions) -> Features:
     e = Extents.of(problem, decisions)
     rounds = ceildiv(problem.nonzeros, e.batch)
-    threads = problem.rows * e.row_tiles * WARP
+    threads = problem.bags * e.row_tiles * WARP
     return {
-        "blocks_each": ceildiv(problem.rows * e.row_tiles, e.tiles) / machine.cores,
+        "blocks_each": ceildiv(problem.bags * e.row_tiles, e.tiles) / machine.cores,
         "threads_each": threads / machine.cores,
         "block_threads": e.threads,
         "rounds": rounds,

@@ -38,6 +38,7 @@ from ...device.overlap import wait_then_start_consumer
 from ...device.region import device_region
 from ...device.selection import counter_address, join_key, key_bits, key_index, key_value, order_bits, take_places
 from ..lists import count_words, find_word
+from ..scales import own_arguments
 from ..words import at_row
 from . import search, sums
 from .search import Search, begin_search
@@ -243,6 +244,9 @@ def best(e: TileSearchSizes) -> Callable[..., Any]:
             do.clear(s)
             if e.overlap > 0:
                 wait_then_start_consumer()
+            of_row = T.meta_var(own_arguments(io, s.row))
+            if of_row is not io:
+                factor = of_row.scale * T.float32(LOG2_E)
             if e.dynamic > 0:
                 if t == 0:
                     T.buffer_store(io.tickets, 0, at_row(io, s.index, s.row))
@@ -254,7 +258,7 @@ def best(e: TileSearchSizes) -> Callable[..., Any]:
             do.begin_near(io, s)
             do.join_lanes(s, factor)
             do.collect_near(io, s)
-            do.join_pairs(io, s, factor)
+            do.join_pairs(of_row, s, factor)
             if s.count[0] <= e.most_tiles and s.count[1] <= e.most_near:
                 do.rank_near(io, s, factor)
             else:
@@ -262,7 +266,7 @@ def best(e: TileSearchSizes) -> Callable[..., Any]:
                 if t == 0:
                     s.count[1] = 0
                 do.begin_words(io, s)
-                do.select_words(io, s, T.min(tiles, e.k) * e.tile_n, factor)
+                do.select_words(of_row, s, T.min(tiles, e.k) * e.tile_n, factor)
             if e.m > 0:
                 do.write_absent(io, s)
             if e.ids > 0:
@@ -296,9 +300,12 @@ def best_of_all(e: SearchSizes) -> Callable[..., Any]:
             # The first barrier of the search makes these visible.
             if e.overlap > 0:
                 wait_then_start_consumer()
+            of_row = T.meta_var(own_arguments(io, s.row))
+            if of_row is not io:
+                factor = of_row.scale * T.float32(LOG2_E)
             do.begin_words(io, s)
             count(io, s.index, s.words)
-            do.select_words(io, s, s.words[0], factor)
+            do.select_words(of_row, s, s.words[0], factor)
             do.write_absent(io, s)
             if e.ids > 0:
                 do.write_asked(io, s, factor)

@@ -9,8 +9,9 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvm_sparse.core.template import Program, Workspace
+from tvm_sparse.formats.quantized import word_number
 from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
-from tvm_sparse.operators.head_topk.problem import HeadTopk, word_number
+from tvm_sparse.operators.head_topk.problem import HeadTopk
 
 from ...device.region import device_region
 from ...device.selection import FULL_WARP
@@ -18,6 +19,7 @@ from ...device.words import load_element
 from ...interface import gpu_program
 from ...softmax_topk.elements import write_wanted
 from ...softmax_topk.radix_select import kernel as radix
+from ..scales import has_cap, head_capped, own_arguments
 from ..words import (
     OutputLayer,
     at_row,
@@ -116,6 +118,8 @@ def score_words(problem: OutputLayer) -> Callable[..., Any]:
                         total = total + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), total, 1 << b, 32, 32)
                     if stored != "":
                         total = total * io.scales[word]
+                    if has_cap(io):
+                        total = head_capped(io, total)
                     if io.bias is not None:
                         total = total + io.bias[word]
                 if t % WARP == 0:
@@ -138,7 +142,7 @@ def select_words(problem: OutputLayer, threads: int) -> Callable[..., Any]:
             return T.decl_buffer((io.rows, width), dtype, data=buffer.data)
 
         shown = SimpleNamespace(
-            problem=SimpleNamespace(bias=0, allowed=0), logits=flat(io.scores, pitch, "float32"),
+            problem=SimpleNamespace(bias=0, allowed=0, capped=0), logits=flat(io.scores, pitch, "float32"),
             values=flat(io.values, k, "float32"), indices=flat(io.indices, k, "int64"),
             normaliser=T.decl_buffer((io.rows,), "float32", data=io.normaliser.data),
             scale=io.scale, log=io.log, ids=io.ids if ids else None, given=io.given if ids else None)
@@ -164,7 +168,8 @@ def select_words(problem: OutputLayer, threads: int) -> Callable[..., Any]:
         with device_region():
             block = T.cta_id([io.rows])
             t = T.thread_id([threads])
-            do = T.meta_var(phases(io))
+            of_row = T.meta_var(own_arguments(io, block))
+            do = T.meta_var(phases(of_row))
             s = T.meta_var(radix.State.alloc())
             row: T.int64 = T.Cast("int64", block)
             do.sum_up(do.io, row, t, s)
@@ -173,7 +178,7 @@ def select_words(problem: OutputLayer, threads: int) -> Callable[..., Any]:
             do.sort(do.io, row, t, s)
             do.write(do.io, row, t, s)
             if t == 0:
-                do.io.normaliser[row] = s.top[0] * io.scale + T.log(s.d[0])
+                do.io.normaliser[row] = s.top[0] * of_row.scale + T.log(s.d[0])
             if ids > 0:
                 do.write_given(do.io, row, t, s)
             if static is not None:

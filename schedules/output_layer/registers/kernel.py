@@ -32,6 +32,7 @@ from ..tiles.product import (
     join_tiles,
     load_states,
     multiply_step,
+    own_factors,
     prefetch_tiles,
     take_tiles,
 )
@@ -201,6 +202,7 @@ def product(e: Extents) -> Callable[..., Any]:
                     load_first(io, s, p)
             if e.overlap > 0:
                 wait_then_start_consumer()
+            factors = T.meta_var(own_factors(e, io, s, p, factor))
             if not e.early:
                 begin(io, s, p, block)
             do.load_states(io, s, p)
@@ -210,9 +212,9 @@ def product(e: Extents) -> Callable[..., Any]:
                 do.find_rows(io, s, p, s.ahead)
                 do.find_words(io, s, p, s.tile[0] + 2 * e.stride)
                 multiply(s, p)
-                do.finish_tile(io, s, p, scores, tops, factor)
+                do.finish_tile(io, s, p, scores, tops, factors)
                 s.tile[0] = s.tile[0] + e.stride
-            do.join_tiles(io, s, p, block, sums, factor)
+            do.join_tiles(io, s, p, block, sums, factors)
 
     return kernel
 # fmt: on

@@ -27,6 +27,7 @@ from ..tiles.product import (
     join_tiles,
     load_states,
     multiply_step,
+    own_factors,
     prefetch_tiles,
     take_tiles,
     write_parts,
@@ -112,6 +113,7 @@ def product(e: Extents) -> Callable[..., Any]:
             if e.prefetch > 0:
                 do.prefetch_tiles(io, s, p, block)
             wait_then_start_consumer()
+            factors = T.meta_var(own_factors(e, io, s, p, factor))
             do.take_tiles(io, s, p, block)
             do.begin_ring(s)
             if t == 0:
@@ -126,9 +128,9 @@ def product(e: Extents) -> Callable[..., Any]:
                 if t == 0:
                     do.ask_tile(s)
                 do.next_stage(s)
-                do.finish_scores(io, s, p, half, scores, tops, factor)
+                do.finish_scores(io, s, p, half, scores, tops, factors)
                 s.tile[0] = s.tile[0] + e.stride
-            do.join_tiles(io, s, p, block, sums, factor)
+            do.join_tiles(io, s, p, block, sums, factors)
 
     return kernel
 # fmt: on

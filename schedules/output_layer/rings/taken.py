@@ -40,6 +40,7 @@ from ...device.selection import next_ticket
 from ...device.state import local, shared
 from ...device.words import held_address
 from ..best.sizes import VECTOR
+from ..scales import factor_at
 from ..tiles.product import (
     Place,
     add_parts,
@@ -49,6 +50,7 @@ from ..tiles.product import (
     load_states,
     load_vector,
     multiply_step,
+    own_factors,
     prefetch_tiles,
     state_row,
     take_tiles,
@@ -284,7 +286,7 @@ def weigh_scores(e: Extents) -> Callable[..., Any]:
                         write(io, s, p, tops, (i * e.product_threads + p.t) // e.tile_n, s.held_tile[0])
                         s.sum[0] = s.d[i]
                         s.unit[0] = s.m[i]
-                        add_to_base(s.sum, s.unit, s.rest, s.score[0], factor)
+                        add_to_base(s.sum, s.unit, s.rest, s.score[0], factor_at(factor, i))
                         s.d[i] = s.sum[0]
                         s.m[i] = s.unit[0]
 
@@ -330,6 +332,7 @@ def product(e: Extents) -> Callable[..., Any]:
             if e.staged == 0:
                 do.locate_states(io, s, p)
             wait_then_start_consumer()
+            factors = T.meta_var(own_factors(e, io, s, p, factor))
             do.take_tiles(io, s, p, block)
             do.begin_dealing(s)
             if t == asker(e):
@@ -344,7 +347,7 @@ def product(e: Extents) -> Callable[..., Any]:
             if e.staged == 0:
                 do.end_states(s, p)
             while s.tile[0] < s.end[0]:
-                multiply(io, s, p, tops, factor)
+                multiply(io, s, p, tops, factors)
                 do.write_parts(s, p, s.half[0])
                 # All threads have read the stage: the barrier in `write_parts`.
                 if t == asker(e):
@@ -353,8 +356,8 @@ def product(e: Extents) -> Callable[..., Any]:
                 s.half[0] = s.half[0] ^ 1
                 do.next_stage(s)
                 do.find_tile(s, p)
-            do.weigh_scores(io, s, p, tops, factor)
-            do.join_tiles(io, s, p, block, sums, factor)
+            do.weigh_scores(io, s, p, tops, factors)
+            do.join_tiles(io, s, p, block, sums, factors)
 
     return kernel
 # fmt: on

@@ -11,16 +11,20 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.machine import AVX512_BF16
 from tvm_sparse.core.template import Decisions, Program, Workspace
+from tvm_sparse.formats.quantized import word_number
 from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
-from tvm_sparse.operators.head_topk.problem import HeadTopk, word_number, word_size
+from tvm_sparse.operators.head_topk.problem import HeadTopk, word_size
 
 from ...device import llvm_ir
+from ...device.arithmetic import tanh_relative
 from ...device.vectors import add_upper_half, halves
 from ...interface import cpu_program
 from ...softmax_topk.elements import write_given
+from ...softmax_topk.ending import own_of, own_on_cpu
 from ...softmax_topk.row_scan import kernel as scan
 from ...softmax_topk.row_scan.keys import index_of, value_of
 from ...softmax_topk.row_scan.space import Extents
+from ..scales import has_cap, head_capped
 from ..words import (
     OutputLayer,
     at_row,
@@ -168,6 +172,8 @@ def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
             join(part, m, io.embedding, word, rows)
             if stored != "":
                 part[m, 0] = part[m, 0] * io.scales[word]
+            if has_cap(io):
+                part[m, 0] = head_capped(io, part[m, 0], tanh_relative)
             if io.bias is not None:
                 part[m, 0] = part[m, 0] + io.bias[word]
             if first + T.int64(n) >= words_of(io, index):
@@ -231,13 +237,14 @@ class Row:
 def select(problem: OutputLayer, static: int) -> Callable[..., Any]:
     """Find the best words of each row. Reads: `scores`. Writes: all outputs."""
     exact_head, k, ids = isinstance(problem, HeadTopk), best_of(problem), getattr(problem, "ids", 0)
+    own = own_of(problem, of_row=own_on_cpu) or (lambda io, row: io)
 
     def phases(io: Any, index: Any, row: Any) -> SimpleNamespace:
         """The phases of `row_scan` for a row, and their arguments."""
         columns = T.Cast("int32", io.vocab) if exact_head else static
         extents = Extents(columns, k, ids, CHUNK, LANES)
         shown = SimpleNamespace(
-            problem=SimpleNamespace(bias=0, allowed=0), logits=Row(io, index, row), scale=io.scale, log=io.log
+            problem=SimpleNamespace(bias=0, allowed=0, capped=0), logits=Row(io, index, row), scale=io.scale, log=io.log
         )
         return SimpleNamespace(
             io=shown,
@@ -262,7 +269,8 @@ def select(problem: OutputLayer, static: int) -> Callable[..., Any]:
                 T.writes([])
                 index = T.meta_var(flat // io.beam)
                 row = T.meta_var(flat % io.beam)
-                do = T.meta_var(phases(io, index, row))
+                of_row = T.meta_var(own(io, row))
+                do = T.meta_var(phases(of_row, index, row))
                 s = T.meta_var(scan.State.alloc(do.extents))
                 do.begin(do.io, row, s)
                 for c in range(do.extents.chunks):
@@ -279,13 +287,13 @@ def select(problem: OutputLayer, static: int) -> Callable[..., Any]:
                     do.start_over(do.io, row, s)
                 do.sort(do.io, row, s)
                 for i in range(k):
-                    write_best(io, index, row, i, s)
-                T.buffer_store(io.normaliser, s.m[0] * io.scale + T.log(s.d[0]), at_row(io, index, row))
+                    write_best(of_row, index, row, i, s)
+                T.buffer_store(io.normaliser, s.m[0] * of_row.scale + T.log(s.d[0]), at_row(io, index, row))
                 if ids > 0:
                     for i in range(ids):
                         write_given(
                             io.given, row, i, io.ids[row, i], io.vocab,
-                            (do.io.logits[row, io.ids[row, i]] - s.m[0]) * io.scale,
+                            (do.io.logits[row, io.ids[row, i]] - s.m[0]) * of_row.scale,
                             T.float32(1) / s.d[0], T.log(s.d[0]), io.log)
     # fmt: on
     return phase

@@ -4,6 +4,7 @@
     take_tiles      which tiles are a warp's
     load_states     the hidden states, which stay
     multiply_step   a step's products
+    own_factors     factors of exponents of the scores that a thread finishes
     finish_tile     the scores of a tile, its largest ones, and sums of exponentials
     join_tiles      a thread block's sums of exponentials
 
@@ -36,6 +37,7 @@ from ...device.state import Buffers, local, pooled, shared
 from ...device.words import load_element
 from ..best.state import add_pair
 from ..lists import count_words, find_word
+from ..scales import factor_at, factors_of, has_cap, head_capped
 from ..words import at_row
 from .sizes import Extents, TileSizes
 
@@ -512,6 +514,8 @@ def add_parts(e: Extents) -> Callable[..., Any]:
         if position < s.words[0]:
             if e.stored != "":
                 s.score[0] = s.score[0] * s.factor[0]
+            if has_cap(io):
+                s.score[0] = head_capped(io, s.score[0])
             if io.bias is not None:
                 word = T.alloc_local([1], "int32")
                 find(io, s.index, position, word)
@@ -583,7 +587,7 @@ def finish_scores(e: Extents) -> Callable[..., Any]:
                 if e.summed:
                     write(io, s, p, tops, row, s.tile[0])
                     if position < s.words[0]:
-                        add_pair(s.m, i, s.d, i, s.score[0], T.float32(1), s.other, factor)
+                        add_pair(s.m, i, s.d, i, s.score[0], T.float32(1), s.other, factor_at(factor, i))
 
     return phase
 
@@ -621,7 +625,7 @@ def join_sums(e: Extents) -> Callable[..., Any]:
         for i in T.unroll(e.pairs_each):
             if pairs % e.product_threads == 0 or i * e.product_threads + p.t < pairs:
                 row: T.int32 = (i * e.product_threads + p.t) // e.tile_n
-                join(s, i, factor)
+                join(s, i, factor_at(factor, i))
                 if p.t % e.tile_n == 0 and s.top + row < io.beam:
                     T.buffer_store(sums, T.Cast(e.sum_dtype, s.m[i]), at_row(io, s.index, s.top + row, block, 0))
                     T.buffer_store(sums, s.d[i], at_row(io, s.index, s.top + row, block, 1))
@@ -644,6 +648,8 @@ def finish_alone(e: Extents) -> Callable[..., Any]:
     def store_score(io, s, p, scores, row, n):
         """Add the bias to the score of the lane's n-th token in this row, and store it; -inf beyond the list."""
         if s.tile[0] * e.tile_n + n * 8 + p.group < s.words[0]:
+            if has_cap(io):
+                s.score[n] = head_capped(io, s.score[n])
             if io.bias is not None:
                 s.score[n] = s.score[n] + s.added[n]
         else:
@@ -686,7 +692,7 @@ def finish_alone(e: Extents) -> Callable[..., Any]:
                     s.score[n] = s.sums[(n // 2 * e.row_groups + g) * 4 + n % 2 * 2 + i]
                     store_score(io, s, p, scores, row, n)
                 if e.summed:
-                    sum_up(io, s, p, tops, row, factor)
+                    sum_up(io, s, p, tops, row, factor_at(factor, g * 2 + i))
 
     return phase
 
@@ -704,18 +710,30 @@ def join_warps(e: TileSizes) -> Callable[..., Any]:
         T.cuda.cta_sync()
         for i in T.serial((e.tile_m - p.t + (e.product_threads - 1)) // e.product_threads):
             row = T.meta_var(i * e.product_threads + p.t)
+            own = T.meta_var(factor_at(factors_of(io, [s.top + row], factor), 0))
             s.other[0] = LOWEST
             for w in T.unroll(e.tiles):
                 s.other[0] = T.max(s.other[0], s.pairs[(w * e.tile_m + row) * 2])
             s.other[1] = T.float32(0)
             for w in T.unroll(e.tiles):
                 s.other[1] = s.other[1] + s.pairs[(w * e.tile_m + row) * 2 + 1] * T.exp2(
-                    (s.pairs[(w * e.tile_m + row) * 2] - s.other[0]) * factor)
+                    (s.pairs[(w * e.tile_m + row) * 2] - s.other[0]) * own)
             if s.top + row < io.beam:
                 T.buffer_store(sums, s.other[0], at_row(io, s.index, s.top + row, block, 0))
                 T.buffer_store(sums, s.other[1], at_row(io, s.index, s.top + row, block, 1))
 
     return phase
+
+
+def own_factors(e: Extents, io: Any, s: State, p: Place, factor: Any) -> Any:
+    """The factors of the scores, or with `finish_alone` of the rows, that a thread finishes in every tile
+    (`scales.factors_of`).
+    """
+    if e.reduce_warps == 1:
+        rows = [g * 8 + p.member * 2 + i for g in range(e.row_groups) for i in range(2)]
+    else:
+        rows = [(i * e.product_threads + p.t) // e.tile_n for i in range(e.pairs_each)]
+    return factors_of(io, [s.top + row for row in rows], factor)
 
 
 def finish_tile(e: Extents) -> Callable[..., Any]:

@@ -28,6 +28,7 @@ from ..tiles.product import (
     join_tiles,
     load_states,
     multiply_step,
+    own_factors,
     prefetch_tiles,
     take_tiles,
 )
@@ -144,6 +145,7 @@ def product(e: Extents) -> Callable[..., Any]:
                 do.prefetch_tiles(io, s, p, block)
             if e.overlap > 0:
                 wait_then_start_consumer()
+            factors = T.meta_var(own_factors(e, io, s, p, factor))
             do.take_tiles(io, s, p, block)
             do.begin_asking(io, s, p)
             for _ in T.serial(e.stages):
@@ -151,9 +153,9 @@ def product(e: Extents) -> Callable[..., Any]:
             do.load_states(io, s, p)
             while s.tile[0] < s.end[0]:
                 multiply(io, s, p)
-                do.finish_tile(io, s, p, scores, tops, factor)
+                do.finish_tile(io, s, p, scores, tops, factors)
                 s.tile[0] = s.tile[0] + e.stride
-            do.join_tiles(io, s, p, block, sums, factor)
+            do.join_tiles(io, s, p, block, sums, factors)
 
     return kernel
 # fmt: on

@@ -46,6 +46,7 @@ from ...device.selection import FULL_WARP, order_bits
 from ...device.state import Buffers, local, pooled, shared
 from ...device.words import held_address, load_element
 from ..best.sizes import VECTOR
+from ..scales import factor_at, factors_of, head_capped
 from ..tiles.product import LOWEST, MINUS_INFINITY, Place, join_warps
 from ..tiles.sizes import STEP
 from .gate import FIRST_TOLD, OVER, find_bounds, look_up, say
@@ -344,7 +345,7 @@ def finish_tile(e: Extents) -> Callable[..., Any]:
 
     def score(io: Any, s: Any, p: Place, g: Any, i: Any, n: Any, whole: bool) -> tirx.PrimExpr:
         """The score of the lane's n-th word, `n * 8 + group`: a fragment of 16 words has two of them."""
-        found = s.sums[(n // 2 * e.row_groups + g) * 4 + n % 2 * 2 + i]
+        found = head_capped(io, s.sums[(n // 2 * e.row_groups + g) * 4 + n % 2 * 2 + i])
         if io.bias is not None:
             found = found + s.added[n]
         if whole:
@@ -376,9 +377,9 @@ def finish_tile(e: Extents) -> Callable[..., Any]:
         s.bits[0] = order_bits(s.other[0])
         # Not below the lowest number: the difference of two infinities would be NaN.
         s.other[0] = T.max(s.other[0], s.m[turn])
-        s.d[turn] = s.d[turn] * T.exp2((s.m[turn] - s.other[0]) * factor)
+        s.d[turn] = s.d[turn] * T.exp2((s.m[turn] - s.other[0]) * factor_at(factor, turn))
         for n in T.unroll(e.tile_n):
-            raise_two(s.other[1], (s.own[n] - s.other[0]) * factor)
+            raise_two(s.other[1], (s.own[n] - s.other[0]) * factor_at(factor, turn))
             s.d[turn] = s.d[turn] + s.other[1]
         s.m[turn] = s.other[0]
 
@@ -572,7 +573,8 @@ def product(e: Extents) -> Callable[..., Any]:
             if p.team < e.tiles:
                 if io.constant == 0:
                     do.fill_ring(io, s, p)
-                do.consume(io, s, p, block, factor)
+                factors = T.meta_var(factors_of(io, [s.top + i * 32 + p.lane for i in range(e.turns)], factor))
+                do.consume(io, s, p, block, factors)
             elif p.team == e.tiles:
                 if p.lane == 0:
                     do.produce(io, s, block, io.matrices)

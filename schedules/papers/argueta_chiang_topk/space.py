@@ -12,6 +12,8 @@ MAX_K = 1024
 
 
 def space(problem: SoftmaxTopk, machine: Machine) -> Table:
+    if problem.per_row or problem.capped:
+        raise NotApplicable("the paper has neither soft caps nor temperatures, and the kernel one for all rows")
     if problem.k > MAX_K:
         raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: every element is compared with k others")
     return {"threads": THREADS, "skip": (0, 1)}

@@ -48,6 +48,8 @@ class Layout:
 
 
 def space(problem: SoftmaxTopk, machine: Machine) -> Table:
+    if problem.per_row or problem.capped:
+        raise NotApplicable("the paper has neither soft caps nor temperatures, and the kernel one for all rows")
     if problem.k > MAX_K:
         raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: every thread keeps k keys in registers")
     return {"threads": THREADS, "loads": LOADS}

@@ -6,8 +6,11 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from tvm_sparse.core.template import Decisions
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.template import Decisions, Table
+from tvm_sparse.operators.recurrent_backward.problem import RecurrentBackward
 
+from ...recurrent.sizes import require_one_exchange
 from ...sparse_recurrent.persistent_rows.space import Extents
 from ...sparse_recurrent.persistent_rows.space import allowed as _allowed
 from ...sparse_recurrent.persistent_rows.space import default as _default
@@ -41,7 +44,11 @@ class BackExtents(Extents):
         return super().held_in(form) + 2 * self.units * (self.kept + 1) + self.derived
 
 
-space = functools.partial(_space, of=BackExtents.of)
+def space(problem: RecurrentBackward, machine: Machine) -> Table:
+    require_one_exchange(problem)
+    return _space(problem, machine, BackExtents.of)
+
+
 default = functools.partial(_default, of=BackExtents.of)
 allowed = functools.partial(_allowed, of=BackExtents.of)
 launch = functools.partial(_launch, of=BackExtents.of)

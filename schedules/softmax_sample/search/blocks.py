@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
-from ...device.arithmetic import LOG2_E
+from ...device.arithmetic import LOG2_E, tanh_on_gpu
 from ...device.cluster import cluster_barrier, peer_load, peer_store
 from ...device.selection import (
     FULL_WARP,
@@ -26,7 +26,7 @@ from ...device.selection import (
 from ...device.words import load_element, load_words
 from ...rows.hold import load_tile, locate, minus_infinity, take_tile, value
 from ...rows.state import RowState, Views
-from ...softmax_topk.elements import bits_from, chosen, written_element
+from ...softmax_topk.elements import bits_from, capped, chosen, written_element
 from ..blocks import BEFORE, BIN, BINS, COPIES, COUNT, COUNT_BEFORE, MASS, Blocks
 from .bracket import guess, raise_to_power
 from .crew import (
@@ -165,7 +165,7 @@ def take_of_step(blocks: Blocks) -> Callable[..., Any]:
     Writes: `x`.
     """
     ext, column, biased, masked = blocks.ext, column_of(blocks), bool(blocks.problem.bias), bool(blocks.problem.allowed)
-    first = first_column_of(blocks)
+    first, with_cap = first_column_of(blocks), bool(blocks.problem.capped)
 
     def inside(s: Any, e: Any) -> tirx.PrimExpr:
         # Bias and bitmap of one column, also for elements beyond the row.
@@ -174,6 +174,8 @@ def take_of_step(blocks: Blocks) -> Callable[..., Any]:
     @T.inline
     def phase(io, s, e):
         s.x[0] = value(ext, s.r.raw, e)
+        if with_cap:
+            s.x[0] = capped(io, s.x[0], tanh_on_gpu)
         if biased:
             s.x[0] = s.x[0] + load_element("float32", io.bias.ptr_to([inside(s, e)]))
         if blocks.has_bits:
@@ -661,7 +663,7 @@ def crew_of(blocks: Blocks) -> Crew:
         draws=not blocks.joined,
         guesses=blocks.joined,
     )
-    alike = 0 if blocks.problem.bias else ALIKE[blocks.problem.dtype]
+    alike = 0 if blocks.problem.bias or blocks.problem.capped else ALIKE[blocks.problem.dtype]
     return dataclasses.replace(
         crew,
         draw=draw_in_columns(blocks, crew),

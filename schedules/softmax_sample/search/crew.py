@@ -521,7 +521,7 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
     Barriers: several.
     """
     vocab = problem.vocab
-    alike = 0 if problem.bias else ALIKE[problem.dtype]
+    alike = 0 if problem.bias or problem.capped else ALIKE[problem.dtype]
     summed, located, picked = count_slices(crew, vocab), locate(crew, vocab), pick_of_group(crew, vocab)
     narrowed = narrow(crew, vocab, alike)
 

@@ -13,7 +13,7 @@ from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 
 from ...device.arithmetic import LN_2, exp_nonpositive
 from ...device.selection import RADIX_BINS
-from ...softmax_topk.elements import element
+from ...softmax_topk.elements import element_on_cpu as element
 from ..blocks import BEFORE, BIN, BINS, COUNT, COUNT_BEFORE, MASS
 from .crew import LOADS, OTHERS, SLICES, Crew, State, agrees, draw_by_search, is_before, is_heavy, reaches, write_word
 

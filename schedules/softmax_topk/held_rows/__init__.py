@@ -68,11 +68,12 @@ __all__ = ["Layout", "held_rows"]
 
 
 def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
+    from ..ending import own_of
     from ..interface import gpu_program
     from .kernel import kernel
 
     layout = Layout.of(problem, decisions)
-    return gpu_program(problem, kernel(layout), overlapped=True)
+    return gpu_program(problem, kernel(layout, own_of(problem)), overlapped=True)
 
 
 held_rows = Template(

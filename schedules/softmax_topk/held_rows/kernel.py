@@ -7,9 +7,11 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from ...device.arithmetic import LOG2_E
 from ...device.cluster import cluster_arrive_relaxed, cluster_wait
 from ...device.mbarriers import await_arrivals
-from ...device.overlap import wait_then_start_consumer
+from ...device.overlap import wait_for_producer, wait_then_start_consumer
+from ..ending import Own
 from .agreement import begin_agreement
 from .bound import find_tops
 from .cluster import count_parts, filter_parts, prepare_exchange, share_parts, unite_parts
@@ -43,7 +45,22 @@ def prepare_block(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
-def load_and_bound(layout: Layout) -> Callable[..., Any]:
+def take_own_factor(own: Own | None) -> Callable[..., Any]:
+    """The factor of a row with a scale of its own (`ending.own_of`), else the one that there is. The phase is (s).
+
+    Reads: the row's temperature. Writes: `factor`. Barriers: none; the producer kernel has ended.
+    """
+
+    @T.inline
+    def phase(s):
+        if own is not None:
+            of_row = T.meta_var(own(s.io, s.row[0]))
+            s.factor[0] = of_row.scale * T.float32(LOG2_E)
+
+    return phase
+
+
+def load_and_bound(layout: Layout, own: Own | None) -> Callable[..., Any]:
     """Steps 1 and 2: load the row, while all blocks come to be ready to receive; and find the bound. The phase is (s).
 
     Reads: as the phases of `row` or `staged`.
@@ -52,6 +69,7 @@ def load_and_bound(layout: Layout) -> Callable[..., Any]:
     """
     prepare, load, take, tops = (
         prepare_block(layout), (stage_row if layout.staged else load_row)(layout), take_row(layout), find_tops(layout))
+    take_factor = take_own_factor(own)
 
     @T.inline
     def phase(s):
@@ -59,6 +77,7 @@ def load_and_bound(layout: Layout) -> Callable[..., Any]:
         if layout.cluster > 1:
             cluster_arrive_relaxed()
         wait_then_start_consumer()
+        take_factor(s)
         load(s)
         if layout.cluster > 1:
             cluster_wait()
@@ -70,7 +89,7 @@ def load_and_bound(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
-def load_and_agree(layout: Layout) -> Callable[..., Any]:
+def load_and_agree(layout: Layout, own: Own | None) -> Callable[..., Any]:
     """The same where blocks agree on a bound: a warp more prepares the block, and later finds the bound. The phase is
     (s).
 
@@ -79,14 +98,19 @@ def load_and_agree(layout: Layout) -> Callable[..., Any]:
     """
     prepare = prepare_block(layout)
     load, take = (stage_row(layout), take_steps(layout)) if layout.staged else (load_row(layout), take_held(layout))
+    take_factor = take_own_factor(own)
 
     @T.inline
     def phase(s):
         if s.t < layout.threads:
             wait_then_start_consumer()
+            take_factor(s)
             load(s)
         else:
             prepare(s)
+            if own is not None:
+                wait_for_producer()
+                take_factor(s)
         if layout.cluster > 1:
             cluster_arrive_relaxed()
         T.cuda.cta_sync()
@@ -149,11 +173,11 @@ def end_agreed(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
-def kernel(layout: Layout) -> Callable[..., Any]:
+def kernel(layout: Layout, own: Own | None = None) -> Callable[..., Any]:
     """The kernel's body, over the operator's arguments (see `interface.gpu_program`)."""
     cluster = layout.cluster
     locate, share = locate_row(layout), share_parts(layout)
-    load = (load_and_agree if layout.agreed else load_and_bound)(layout)
+    load = (load_and_agree if layout.agreed else load_and_bound)(layout, own)
     end = (end_agreed if layout.agreed else end_row)(layout)
     # In a cluster, sums are computed while keys are being sent; in a single block, while other warps find theirs.
     find = find_keys(layout, sum_of_warp(layout) if cluster == 1 else None)

@@ -12,6 +12,7 @@ from tvm_sparse.core.template import ceildiv
 from ...device.arithmetic import LOG2_E
 from ...device.selection import counter_address
 from ...device.words import load_words
+from ..elements import cap_elements
 from .space import Layout
 from .state import column_of
 from .words import NOTHING
@@ -91,6 +92,7 @@ def load_row(layout: Layout) -> Callable[..., Any]:
     Barriers: none.
     After: what is not of the row and of this block's share is minus infinity.
     """
+    cap = cap_elements(layout.words)
     vocab, width, per_word, vectors, threads = (
         layout.vocab, layout.width, layout.per_word, layout.vectors, layout.threads)
     bits, nothing, mask = 8 * layout.itemsize, NOTHING[layout.dtype], (1 << 8 * layout.itemsize) - 1
@@ -119,6 +121,15 @@ def load_row(layout: Layout) -> Callable[..., Any]:
                         T.uint32(mask) << T.Cast("uint32", e % per_word * bits)))
 
     @T.inline
+    def cap_row(s):
+        x = T.alloc_local([layout.words], "float32")
+        for w in T.unroll(layout.words):
+            x[w] = T.reinterpret("float32", s.raw[w])
+        cap(s.io, x)
+        for w in T.unroll(layout.words):
+            s.raw[w] = T.reinterpret("uint32", x[w])
+
+    @T.inline
     def phase(s):
         small = T.alloc_local([1], "uint16")
         for u in T.unroll(vectors):
@@ -137,6 +148,8 @@ def load_row(layout: Layout) -> Callable[..., Any]:
             for u in T.unroll(vectors):
                 if u * threads + s.t < s.mine[0]:
                     mend(s, u, small)
+        if layout.capped:
+            cap_row(s)
 
     return phase
 

@@ -56,6 +56,7 @@ class Layout(Share):
     dtype: str
     staged: bool  # whether shared memory holds the row, and not registers
     agreed: bool  # whether the blocks of a row agree on one bound
+    capped: bool  # whether there is a soft cap
 
     @classmethod
     def of(cls, problem: SoftmaxTopk, decisions: Decisions) -> Layout:
@@ -69,6 +70,7 @@ class Layout(Share):
             dtype=problem.dtype,
             staged=bool(decisions["staged"]),
             agreed=bool(decisions["row_bound"]),
+            capped=bool(problem.capped),
         )
 
     # The row in registers, or in shared memory.
@@ -247,6 +249,8 @@ def space(problem: SoftmaxTopk, machine: Machine) -> Table:
         raise NotApplicable(f"k={problem.k} exceeds {MAX_K}: too much of a block's share would reach its bound")
     if problem.bias:
         raise NotApplicable("sums with a bias would not fit into the registers that hold the logits")
+    if problem.capped and problem.dtype != "float32":
+        raise NotApplicable("logits stay in registers in 16 bits, which a soft cap would round")
     if problem.allowed:
         raise NotApplicable("logits stay in registers as they come, without the bitmap that says which are allowed")
     if next(points(problem, machine), None) is None:
@@ -267,6 +271,8 @@ def points(problem: SoftmaxTopk, machine: Machine) -> Iterator[Decisions]:
 def allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str | None:
     """The reason why a point is left out, or None."""
     layout = Layout.of(problem, decisions)
+    if layout.staged and problem.capped:
+        return "logits in shared memory stay as they come, without the soft cap"
     most = min(REGISTER_FILE // layout.threads - WORKING, MAX_WORDS)
     if layout.words > most:
         return f"{layout.words} words of a row in a thread's registers are more than {most}"

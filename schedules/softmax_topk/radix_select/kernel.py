@@ -18,7 +18,7 @@ from ...device.arithmetic import LOG2_E
 from ...device.selection import RADIX_BINS, key_index, key_value, make_key, radix_selection
 from ...device.state import named
 from ..elements import element, write_value, write_wanted
-from ..ending import Ending, end_of_block
+from ..ending import Ending, end_of_block, own_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class State:
 
 def kernel(problem: SoftmaxTopk, threads: int, ending: Ending | None = None) -> Callable[..., Any]:
     """The kernel's body, over the operator's arguments (see `interface.gpu_program`)."""
-    own = ending.own if ending else lambda io, row: io
+    own = own_of(problem, ending) or (lambda io, row: io)
     vocab, k = problem.vocab, problem.k
     sum_up, select, collect = sum_row(vocab, threads), select_pivot(vocab, k, threads), collect_keys(vocab, threads)
     sort, write = merge_exchange(k, threads), write_keys(k, threads)
@@ -96,7 +96,7 @@ def kernel(problem: SoftmaxTopk, threads: int, ending: Ending | None = None) -> 
         if ending is not None:
             finish(of_row, row, t, pool.data if searched else None)
         if problem.ids > 0:
-            write_given(io, row, t, s)
+            write_given(of_row, row, t, s)
     # fmt: on
 
     return body

@@ -19,11 +19,12 @@ from .space import Extents, default, space
 
 
 def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
+    from ..ending import own_of, own_on_cpu
     from ..interface import cpu_program
     from .kernel import function
 
     extents = Extents(problem.vocab, problem.k, problem.ids, decisions["chunk"], decisions["simd"])
-    return cpu_program(problem, function(extents))
+    return cpu_program(problem, function(extents, own_of(problem, of_row=own_on_cpu)))
 
 
 row_scan = Template(

@@ -16,8 +16,9 @@ from tvm.script import tirx as T
 from ...device.arithmetic import exp_nonpositive, is_nan
 from ...device.loops import in_parallel
 from ...device.state import named
-from ..elements import element, write_given, write_value
-from ..ending import Ending
+from ..elements import element_on_cpu as element
+from ..elements import write_given, write_value
+from ..ending import Ending, Own
 from .keys import heap_key, index_of, value_of
 from .space import FEW, Extents
 
@@ -57,9 +58,9 @@ class State:
         )
 
 
-def function(extents: Extents, ending: Ending | None = None) -> Callable[..., Any]:
-    """The function's body, over the operator's arguments (see `interface.cpu_program`)."""
-    own = ending.own if ending else lambda io, row: io
+def function(extents: Extents, own: Own | None = None, ending: Ending | None = None) -> Callable[..., Any]:
+    """The function's body, over the operator's arguments (see `interface.cpu_program`); `own` as `ending.own_of`."""
+    own = own or (lambda io, row: io)
     begin, take_maxima, rescale = begin_row(extents), chunk_maximum(extents), rescale_sums(extents)
     offer_chunk, add_chunk, finish = offer_from_chunk(extents), add_exponentials(extents), finish_row(extents)
     start_over, sort, write = refill_heap(extents), sort_heap(extents), write_outputs(extents)

@@ -15,9 +15,10 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
 
+from ...device.arithmetic import tanh_on_gpu
 from ...device.selection import FULL_WARP, below, bits_value, join_key, order
 from ...device.words import load_element, load_words, value_in
-from ..elements import mask_vectors, written_element
+from ..elements import capped, mask_vectors, written_element
 from .layout import Layout, Pool, Tiling
 from .rank import place_in_output
 from .state import WRITTEN, address_of, column_of, folded, not_below
@@ -108,6 +109,8 @@ def load_marked(layout: Layout) -> Callable[..., Any]:
                 load_words(16, s.raw, 0, None, address_of(tiling, s.address, column))
                 for e in T.unroll(width):
                     s.x[e] = value_in(dtype, s.raw[e // per_word], e % per_word)
+                    if layout.capped:
+                        s.x[e] = capped(s.io, s.x[e], tanh_on_gpu)
                     if layout.bias:
                         s.x[e] = s.x[e] + load_element("float32", s.io.bias.ptr_to([column + e]))
                 if layout.masked:

@@ -15,7 +15,7 @@ from ...device.arithmetic import LN_2, LOG2_E, is_nan
 from ...device.loops import loop_of
 from ...device.references import exact_factor, is_far, unit_of
 from ...device.selection import FULL_WARP, bits_value
-from ..ending import Ending, end_of_block
+from ..ending import Ending, Own, end_of_block, own_of
 from ..finishing import complete, write_given_columns
 from ..interface import gpu_program
 from .cluster import agree, await_others, call_others, share_parts
@@ -143,7 +143,7 @@ def try_one_warp(layout: Layout) -> Callable[..., Any]:
 def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
     """The program of a point of either template's space."""
     layout = Layout.of(problem, decisions)
-    return gpu_program(problem, kernel(layout), overlapped=layout.overlap)
+    return gpu_program(problem, kernel(layout, own_of(problem)), overlapped=layout.overlap)
 
 
 def finish_row(layout: Layout) -> Callable[..., Any]:
@@ -195,7 +195,7 @@ def end_of_cluster(layout: Layout, ending: Ending) -> Callable[..., Any]:
     return phase
 
 
-def kernel(layout: Layout, ending: Ending | None = None) -> Callable[..., Any]:
+def kernel(layout: Layout, own: Own | None = None, ending: Ending | None = None) -> Callable[..., Any]:
     """The kernel's body, over the operator's arguments (see `interface.gpu_program`)."""
     threads, cluster = layout.tiling.threads, layout.tiling.cluster
     locate, await_inputs, begin = locate_row(layout), await_producer(layout), begin_pass(layout)
@@ -222,8 +222,8 @@ def kernel(layout: Layout, ending: Ending | None = None) -> Callable[..., Any]:
         # 1. Locate the row, and wait for the producer kernel.
         locate(s)
         await_inputs(s)
-        if ending is not None:
-            of_row = T.meta_var(ending.own(io, s.row[0]))
+        if own is not None:
+            of_row = T.meta_var(own(io, s.row[0]))
             s.factor[0] = of_row.scale * T.float32(LOG2_E)
         if stay:
             needed = T.alloc_shared([1], "int32")
@@ -256,7 +256,7 @@ def kernel(layout: Layout, ending: Ending | None = None) -> Callable[..., Any]:
             T.cuda.cta_sync()
             refer_to_largest(s)
         if is_far(s.reference[0]):
-            s.unit[0] = unit_of(s.reference[0], s.factor[0], of_row.scale if ending is not None else io.scale)
+            s.unit[0] = unit_of(s.reference[0], s.factor[0], of_row.scale if own is not None else io.scale)
         if stay:
             end(s, of_row, needed)
         else:

@@ -330,9 +330,9 @@ class Layout:
 
     Attributes
     ----------
-    vocab, k, ids, dtype, bias, masked
+    vocab, k, ids, dtype, bias, masked, capped
         The problem's: columns of a row, elements to find, given columns, the logits' dtype, whether there is a bias,
-        whether there are bitmaps of allowed columns.
+        whether there are bitmaps of allowed columns, and whether there is a soft cap.
     tiling
         How a row is cut up.
     first
@@ -347,6 +347,7 @@ class Layout:
     dtype: str
     bias: bool
     masked: bool
+    capped: bool
     tiling: Tiling
     first: FirstThreshold
     deferred: bool
@@ -372,6 +373,7 @@ class Layout:
             problem.dtype,
             bool(problem.bias),
             bool(problem.allowed),
+            bool(problem.capped),
             tiling,
             FirstThreshold(tiling, problem.k),
             bool(decisions["deferred"]),

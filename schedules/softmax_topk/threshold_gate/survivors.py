@@ -10,10 +10,11 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from ...device.arithmetic import is_nan
+from ...device.arithmetic import is_nan, tanh_on_gpu
 from ...device.loops import loop_of
 from ...device.selection import join_key, keep_selected, key_index, key_value, order, radix_selection
 from ...device.words import load_element, value_in
+from ..elements import capped
 from .layout import Layout, Tiling
 from .state import column_of, not_below
 
@@ -124,6 +125,8 @@ def push_survivors(layout: Layout) -> Callable[..., Any]:
                     s.ring[(((i % stages) * vectors + s.spot[0] // width) * threads + s.t) * 4
                            + s.spot[0] % width // per_word],
                     s.spot[0] % per_word)
+                if layout.capped:
+                    s.power[0] = capped(s.io, s.power[0], tanh_on_gpu)
                 if layout.bias:
                     s.power[0] = s.power[0] + load_element(
                         "float32", s.io.bias.ptr_to([column_of(tiling, s.at, s.spot[0])]))

@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 from ...device.arithmetic import LOG2_E
 from ...device.overlap import CACHE_LINE, multiprocessors
 from ...device.words import held_address, load_element, value_in
-from ..elements import mask_vectors
+from ..elements import cap_elements, mask_vectors
 from .layout import Layout, Tiling
 from .state import address_of, column_of, folded, vector_address
 
@@ -164,6 +164,7 @@ def take_tile(layout: Layout) -> Callable[..., Any]:
     vectors, stages, threads, held = tiling.vectors, tiling.stages, tiling.threads, tiling.held
     vocab, per_word = tiling.vocab, tiling.per_word
     placed, mask = place_tile(tiling), mask_vectors(vocab, tiling.width, vectors, tiling.aligned)
+    cap = cap_elements(held)
 
     @T.inline
     def phase(s, i):
@@ -174,6 +175,8 @@ def take_tile(layout: Layout) -> Callable[..., Any]:
                 s.raw[u * 4 + v] = s.ring[(((i % stages) * vectors + u) * threads + s.t) * 4 + v]
         for e in T.unroll(held):
             s.x[e] = value_in(dtype, s.raw[e // per_word], e % per_word)
+        if layout.capped:
+            cap(s.io, s.x)
         if layout.bias:
             for e in T.unroll(held):
                 s.x[e] = s.x[e] + load_element(

@@ -35,11 +35,12 @@ from .space import Layout, declines, default, features, space
 
 
 def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
+    from ..ending import own_of
     from ..interface import gpu_program
     from .kernel import kernel
 
     layout = Layout.of(problem, decisions)
-    return gpu_program(problem, kernel(layout), overlapped=layout.overlapped)
+    return gpu_program(problem, kernel(layout, own_of(problem)), overlapped=layout.overlapped)
 
 
 warp_rows = Template(

@@ -10,13 +10,13 @@ from tvm.script import tirx as T
 from ...device.arithmetic import LOG2_E
 from ...device.overlap import wait_then_start_consumer
 from ...device.words import held_address
-from ..ending import Ending
+from ..ending import Ending, Own
 from . import bins, bisection, counting, levels, results, row
 from .space import Layout
 from .state import Place, State
 
 
-def kernel(layout: Layout, ending: Ending | None = None) -> Callable[..., Any]:
+def kernel(layout: Layout, own: Own | None = None, ending: Ending | None = None) -> Callable[..., Any]:
     """The kernel's body, over the operator's arguments (see `interface.gpu_program`)."""
     find_topk = small_k(layout) if layout.counted else larger_k(layout)
     clear_bins = bins.clear_bins(layout)
@@ -54,8 +54,8 @@ def kernel(layout: Layout, ending: Ending | None = None) -> Callable[..., Any]:
 
         if row >= T.Cast("int64", io.batch):
             T.thread_return()
-        if ending is not None:
-            of_row = T.meta_var(ending.own(io, row))
+        if own is not None:
+            of_row = T.meta_var(own(io, row))
             s.factor[0] = of_row.scale * T.float32(LOG2_E)
         load_row(io, at, s)
         find_maxima(io, at, s)

@@ -7,12 +7,12 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from ...device.arithmetic import LN_2
+from ...device.arithmetic import LN_2, tanh_on_gpu
 from ...device.references import exact_factor, is_far, unit_of
 from ...device.selection import MINUS_INFINITY, bits_value, maxima_of_warp, order
 from ...device.thresholds import Rank
 from ...device.words import load_element, load_words, per_word, value_in
-from ..elements import mask_vectors
+from ..elements import cap_elements, capped, mask_vectors
 from .space import Layout
 from .state import added, column_of, folded, lanes_max, lanes_min, ragged
 
@@ -28,7 +28,7 @@ def load_row(layout: Layout) -> Callable[..., Any]:
     """
     width, aligned, held = layout.width, layout.aligned, layout.held
     dtype, parts = layout.dtype, per_word(layout.dtype)
-    mask = mask_vectors(layout.vocab, width, layout.vectors, aligned)
+    mask, cap = mask_vectors(layout.vocab, width, layout.vectors, aligned), cap_elements(held)
 
     @T.inline
     def phase(io, at, s):
@@ -52,6 +52,8 @@ def load_row(layout: Layout) -> Callable[..., Any]:
                         column_of(layout, at, e // width * width) + width > at.left
                     ):
                         s.x[e] = load_element(dtype, io.logits.ptr_to([at.row, column_of(layout, at, e)]))
+        if layout.capped:
+            cap(io, s.x)
         if layout.biased:
             for e in T.unroll(held):
                 s.x[e] = s.x[e] + load_element(
@@ -221,6 +223,8 @@ def take_marked(layout: Layout) -> Callable[..., Any]:
         # Columns from the lane's element 0 to element w * 32 + i: 32 an element in whole vectors, 1 within a vector.
         s.column[0] = w * 1024 + s.column[0] * 32 - s.column[0] % width * 31
         s.value[0] = load_element(dtype, io.logits.ptr_to([at.row, at.lane * width - at.lead + s.column[0]]))
+        if layout.capped:
+            s.value[0] = capped(io, s.value[0], tanh_on_gpu)
         s.column[0] = s.column[0] + at.lane * width - at.lead
         if layout.biased:
             s.value[0] = s.value[0] + load_element("float32", io.bias.ptr_to([s.column[0]]))

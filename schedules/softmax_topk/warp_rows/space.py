@@ -44,6 +44,7 @@ class Layout:
     dtype: str  # of the logits
     biased: bool  # whether a bias is added
     masked: bool  # whether there are bitmaps of allowed columns
+    capped: bool  # whether there is a soft cap
     rows: int  # rows, and warps, of a thread block
     overlapped: bool  # whether the kernel is started by programmatic dependent launch
 
@@ -56,6 +57,7 @@ class Layout:
             dtype=problem.dtype,
             biased=bool(problem.bias),
             masked=bool(problem.allowed),
+            capped=bool(problem.capped),
             rows=decisions["rows"],
             overlapped=bool(decisions["overlap"]),
         )

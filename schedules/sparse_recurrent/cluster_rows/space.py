@@ -11,7 +11,7 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
-from ...recurrent.sizes import WARP, WIDEST
+from ...recurrent.sizes import WARP, WIDEST, require_one_exchange
 from ..persistent_rows.space import (
     BATCHED,
     LANES,
@@ -133,6 +133,7 @@ def space(problem: SparseRecurrent, machine: Machine) -> Table:
     if not machine.has_clusters:
         raise NotApplicable("clusters of thread blocks need compute capability 9.0")
     require(problem, machine)
+    require_one_exchange(problem)
     best_point(problem, machine)
     return _table(problem, machine)
 

@@ -29,13 +29,18 @@ are a mark until the states are there (`recurrent.exchange`). It costs one store
 `barrier_rows`, for comparison, is the same kernel with a barrier of the grid after each step, and two slots in turn.
 
 What a step needs beside states, the input projection, is loaded a step ahead.
+
+With the reset before the product (`gru_reset_before`) a step has two halves: r and z from the states, then the
+candidate from the states times r, which are exchanged in the same way, in a slot of their own.
 """
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
+from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.template import Decisions, Program, Table, Template
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
+from ...recurrent.sizes import require_one_exchange
 from .space import Extents, allowed, default, launch, space
 
 
@@ -43,6 +48,11 @@ def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
     from .kernel import program
 
     return program(problem, Extents.of(problem, decisions))
+
+
+def space_with_barrier(problem: SparseRecurrent, machine: Machine) -> Table:
+    require_one_exchange(problem)
+    return space(problem, machine)
 
 
 def build_with_barrier(problem: SparseRecurrent, decisions: Decisions) -> Program:
@@ -72,7 +82,7 @@ barrier_rows = Template(
     operator="sparse_recurrent",
     kind="cuda",
     summary="as persistent_rows, with a barrier of the grid after each step (Zhu, Pool et al. 2018, table 1)",
-    space=space,
+    space=space_with_barrier,
     default=default,
     program=build_with_barrier,
     allowed=allowed,

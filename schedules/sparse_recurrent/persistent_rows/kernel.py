@@ -17,6 +17,10 @@ in each step, for each pack
     reduce_lanes    their sums
     finish          gates; the state after the step, to all thread blocks
     write_before    the state before the step, to the caller: the output of the step before
+
+With the reset before the product a step has two halves, each with a slot of the exchange. In the first one
+`send_scaled` takes the place of `finish`: it sends the states times their reset gates, which the second one multiplies
+by the candidate's rows.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ from .step import (
     load_inputs,
     load_length,
     reduce_lanes,
+    send_scaled,
     take_inputs,
     write_before,
 )
@@ -71,9 +76,13 @@ def begin(e: Extents) -> Phase:
     return phase
 
 
-def sum_products(e: Extents) -> Phase:
-    """The sums of a pack of what the exchange has in a slot; the phase is (s, io, slot, pack). See its parts."""
-    length, ahead, find, multiply, reduce = load_length(e), load_ahead(e), find_source(e), gather(e), reduce_lanes(e)
+def sum_products(e: Extents, begin: int = 0, end: int | None = None) -> Phase:
+    """The sums of a pack of what the exchange has in a slot; the phase is (s, io, slot, pack). See its parts.
+
+    `begin`, `end`: as for `gather`.
+    """
+    length, find = load_length(e), find_source(e)
+    ahead, multiply, reduce = (of(e, begin, end) for of in (load_ahead, gather, reduce_lanes))
     copy = stage(e, e.vectors, lambda number: number, e.stages == 1, e.polled)
 
     @T.inline
@@ -92,6 +101,9 @@ def take_pack(e: Extents) -> Phase:
     """A pack's way through one step; the phase is (s, io, step, pack)."""
     load, take, sums, end, write = load_inputs(e), take_inputs(e), sum_products(e), finish(e), write_before(e)
 
+    if e.exchanges == 2:
+        return take_pack_twice(e)
+
     @T.inline
     def phase(s, io, step, pack):
         take(s)
@@ -105,6 +117,35 @@ def take_pack(e: Extents) -> Phase:
             write(s, io, step, pack)
         if e.stages == 2:
             s.front[0] = s.copies[0] - s.front[0]
+
+    return phase
+
+
+def take_pack_twice(e: Extents) -> Phase:
+    """`take_pack` of a cell whose step has two exchanges: slot 2 * step has states, the next one scaled states."""
+    load, take, end, write = load_inputs(e), take_inputs(e), finish(e), write_before(e)
+    sums_of_gates, scale, sums_of_candidates = sum_products(e, 0, 2), send_scaled(e), sum_products(e, 2, 3)
+
+    @T.inline
+    def turn(s):
+        if e.stages == 2:
+            s.front[0] = s.copies[0] - s.front[0]
+
+    @T.inline
+    def phase(s, io, step, pack):
+        take(s)
+        if pack + 1 < e.packs:
+            load(s, io, step, pack + 1)
+        elif step + 1 < io.steps:
+            load(s, io, step + 1, 0)
+        sums_of_gates(s, io, step * 2, pack)
+        scale(s, io, pack, step * 2 + 1)
+        if step > 0:
+            write(s, io, step, pack)
+        turn(s)
+        sums_of_candidates(s, io, step * 2 + 1, pack)
+        end(s, io, step, pack, step * 2 + 2)
+        turn(s)
 
     return phase
 
@@ -164,6 +205,6 @@ def kernel_body(e: Extents) -> Phase:
 
 def program(problem: SparseRecurrent, e: Extents) -> Program:
     """The program of one point of the space."""
-    words = e.packs * e.pitch * WIDEST // 4
+    words = e.exchanges * e.packs * e.pitch * WIDEST // 4  # of all slots of a step
     own = Workspace("exchange", ("steps" if e.polled else 2, words), "uint32", fill=None)
     return gpu_program(problem, kernel_body(e), (own,), resident=Resident(e.blocks, e.threads, e.shared_bytes))

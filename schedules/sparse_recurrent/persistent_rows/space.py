@@ -13,7 +13,7 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv, powers
 from tvm_sparse.operators.recurrent_backward.problem import RecurrentBackward
-from tvm_sparse.operators.sparse_recurrent.problem import RecurrentLayer, SparseRecurrent
+from tvm_sparse.operators.sparse_recurrent.problem import EXCHANGES, RecurrentLayer, SparseRecurrent
 
 from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit
 
@@ -197,7 +197,12 @@ class Extents:
     @property
     def has_own(self) -> bool:
         """Whether units carry their own hidden state, too: where it may have to stay as it is, they need it."""
-        return self.cell == "gru" or self.ragged
+        return self.cell == "gru" or self.exchanges == 2 or self.ragged
+
+    @property
+    def exchanges(self) -> int:
+        """How often thread blocks exchange values in a step: see `RecurrentLayer.exchanges`."""
+        return EXCHANGES.get(self.cell, 1)
 
     @property
     def carried_each(self) -> int:

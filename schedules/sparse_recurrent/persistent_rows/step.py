@@ -14,7 +14,7 @@ from tvm_sparse.core.template import ceildiv
 from ...device.selection import FULL_WARP
 from ...device.words import value_at, value_in
 from ...recurrent.exchange import collect, element_bits, element_of, put, state_bits
-from ...recurrent.gates import gates
+from ...recurrent.gates import gates, sigmoid
 from .space import BATCHED, Extents
 from .weights import held_place, held_value, place_of, read_entry, value_of
 
@@ -199,28 +199,33 @@ def gather_rest(e: Extents) -> Phase:
     return phase
 
 
-def gather(e: Extents) -> Phase:
+def gather(e: Extents, begin: int = 0, end: int | None = None) -> Phase:
     """The recurrent sums of the group's units, each lane its part; the phase is (s, io).
+
+    `begin`, `end`: of the gates that are summed; all by default.
 
     Reads: weights, and the states before the step. Writes: `sums`. Barriers: none.
     """
     held, rest = gather_held(e) if e.registers else None, gather_rest(e)
+    gates = begin, e.gates if end is None else end
 
     @T.inline
     def phase(s, io):
         for i in T.unroll(e.rows * e.pack):
             s.sums[i] = T.float32(0)
         if e.registers > 0:
-            for row in T.unroll(e.rows):
-                held(s, row)
-        for row in T.unroll(e.rows):
-            rest(s, io, row)
+            for u in T.unroll(e.units):
+                for g in T.unroll(*gates):
+                    held(s, u * e.gates + g)
+        for u in T.unroll(e.units):
+            for g in T.unroll(*gates):
+                rest(s, io, u * e.gates + g)
 
     return phase
 
 
-def reduce_lanes(e: Extents) -> Phase:
-    """Add up the sums of a group's lanes; the phase is (s).
+def reduce_lanes(e: Extents, begin: int = 0, end: int | None = None) -> Phase:
+    """Add up the sums of a group's lanes; the phase is (s). `begin`, `end`: as for `gather`.
 
     Halving: in a step of the first kind two lanes exchange half of their samples each, so that a lane has half as many
     left. When a lane has one sample left, that of its number modulo `pack`, lanes of the same sample are added.
@@ -229,24 +234,31 @@ def reduce_lanes(e: Extents) -> Phase:
     After: `sums[row * pack]` is the sum of the row for the sample `sample`, in all lanes.
     """
     halvings, rest = e.pack.bit_length() - 1, (e.lanes // e.pack).bit_length() - 1
+    gates = begin, e.gates if end is None else end
+
+    @T.inline
+    def halve(s, row, half):
+        for j in T.unroll(e.pack // 2):
+            if j < half:
+                s.passed[0] = T.tvm_warp_shuffle_xor(
+                    T.uint32(FULL_WARP),
+                    T.Select((s.t & half) != 0, s.sums[row * e.pack + j], s.sums[row * e.pack + j + half]),
+                    half, 32, 32)
+                s.sums[row * e.pack + j] = s.passed[0] + T.Select(
+                    (s.t & half) != 0, s.sums[row * e.pack + j + half], s.sums[row * e.pack + j])
 
     @T.inline
     def phase(s):
         for h in T.unroll(halvings):
-            half = T.meta_var(e.pack >> (h + 1))
-            for row in T.unroll(e.rows):
-                for j in T.unroll(e.pack // 2):
-                    if j < half:
-                        s.passed[0] = T.tvm_warp_shuffle_xor(
-                            T.uint32(FULL_WARP),
-                            T.Select((s.t & half) != 0, s.sums[row * e.pack + j], s.sums[row * e.pack + j + half]),
-                            half, 32, 32)
-                        s.sums[row * e.pack + j] = s.passed[0] + T.Select(
-                            (s.t & half) != 0, s.sums[row * e.pack + j + half], s.sums[row * e.pack + j])
+            for u in T.unroll(e.units):
+                for g in T.unroll(*gates):
+                    halve(s, u * e.gates + g, e.pack >> (h + 1))
         for h in T.unroll(rest):
-            for row in T.unroll(e.rows):
-                s.sums[row * e.pack] = s.sums[row * e.pack] + T.tvm_warp_shuffle_xor(
-                    T.uint32(FULL_WARP), s.sums[row * e.pack], e.pack << h, 32, 32)
+            for u in T.unroll(e.units):
+                for g in T.unroll(*gates):
+                    row = T.meta_var(u * e.gates + g)
+                    s.sums[row * e.pack] = s.sums[row * e.pack] + T.tvm_warp_shuffle_xor(
+                        T.uint32(FULL_WARP), s.sums[row * e.pack], e.pack << h, 32, 32)
 
     return phase
 
@@ -281,6 +293,47 @@ def first_state(e: Extents) -> Phase:
     return phase
 
 
+def begin_anew(e: Extents, gates: int) -> Phase:
+    """Zero states where a sequence begins; the phase is (s, u), for the first `gates` of a unit.
+
+    Reads: `reset`, `zeros`. Writes: `sums`, `cell`, `own`. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, u):
+        if e.resets:
+            if s.reset[0] != 0:
+                for g in T.unroll(gates):
+                    s.sums[(u * e.gates + g) * e.pack] = s.zeros[u * e.gates + g]
+                s.cell[0] = T.float32(0)
+                s.own[0] = T.float32(0)
+
+    return phase
+
+
+def scaled_state(e: Extents) -> Phase:
+    """A unit's state times its reset gate, of a cell with two exchanges; the phase is (s, io, pack, u, mine).
+
+    Reads: `sums` and `x` of r and z, `reset`, `zeros`, what is carried. Writes: `bits`; z, to `cell_of`.
+    Barriers: none.
+    """
+    anew = begin_anew(e, 2)
+
+    @T.inline
+    def phase(s, io, pack, u, mine):
+        own = T.meta_var(carried(e, s, "own", u, pack))
+        row = T.meta_var(u * e.gates)
+        s.bits[0] = T.uint32(0)
+        if s.lane < e.finishing and mine and pack * e.pack + s.sample < e.batch:
+            s.own[0] = own[0][own[1]]
+            anew(s, u)
+            s.cell_of[u] = sigmoid(s.x[row + 1] + s.sums[(row + 1) * e.pack])
+            s.result[u] = sigmoid(s.x[row] + s.sums[row * e.pack]) * s.own[0]
+            s.bits[0] = state_bits(e, s.result[u])
+
+    return phase
+
+
 def next_state(e: Extents) -> Phase:
     """A unit's state after the step; the phase is (s, io, step, pack, u, mine), `mine` being whether the group has it.
 
@@ -288,19 +341,14 @@ def next_state(e: Extents) -> Phase:
     Writes: `result`, `bits`, what is carried. Lanes that finish no sample have `bits` of 0.
     Barriers: none.
     """
-    compute = gates(e)
+    compute, anew = gates(e), begin_anew(e, e.gates)
 
     @T.inline
     def begin(s, u):
         if e.ragged:
             s.last_cell[0] = s.cell[0]
             s.last_own[0] = s.own[0]
-        if e.resets:
-            if s.reset[0] != 0:
-                for g in T.unroll(e.gates):
-                    s.sums[(u * e.gates + g) * e.pack] = s.zeros[u * e.gates + g]
-                s.cell[0] = T.float32(0)
-                s.own[0] = T.float32(0)
+        anew(s, u)
 
     @T.inline
     def end(s, step, u):
@@ -353,6 +401,24 @@ def write_outputs(e: Extents) -> Phase:
                 io.h_n[b, s.unit[u]] = T.Cast(e.dtype, s.result[u])
                 if e.has_cell:
                     io.c_n[b, s.unit[u]] = T.Cast(e.dtype, cell[0][cell[1]])
+
+    return phase
+
+
+def send_scaled(e: Extents) -> Phase:
+    """The units' states times their reset gates, to all thread blocks; the phase is (s, io, pack, slot).
+
+    Reads: as `scaled_state`. Writes: the exchange. Barriers: none, but all lanes of a warp take part.
+    """
+    compute, join, send = scaled_state(e), collect(e), put(e)
+
+    @T.inline
+    def phase(s, io, pack, slot):
+        for u in T.unroll(e.units):
+            mine = T.meta_var(u * e.groups + s.group < s.count[0])
+            compute(s, io, pack, u, mine)
+            join(s)
+            send(s, slot, pack, s.unit[u], s.lane == 0 and mine)
 
     return phase
 

@@ -193,18 +193,23 @@ def load_weights(e: Extents) -> Phase:
     return phase
 
 
-def load_ahead(e: Extents) -> Phase:
+def load_ahead(e: Extents, begin: int = 0, end: int | None = None) -> Phase:
     """Begin the loads of the first round of each row that is not on chip; the phase is (s, io).
+
+    `begin`, `end`: of the gates whose rows are loaded; all by default.
 
     Reads: `rounds`, the entries. Writes: `ahead`, where there is such a round. Barriers: none.
     """
     read = read_entry(e)
+    gates = begin, e.gates if end is None else end
 
     @T.inline
     def phase(s, io):
-        for row in T.unroll(e.rows):
-            if s.rounds[row] > e.registers:
-                read(s, io, row, e.registers, s.ahead, row * e.words)
+        for u in T.unroll(e.units):
+            for g in T.unroll(*gates):
+                row = T.meta_var(u * e.gates + g)
+                if s.rounds[row] > e.registers:
+                    read(s, io, row, e.registers, s.ahead, row * e.words)
 
     return phase
 # fmt: on

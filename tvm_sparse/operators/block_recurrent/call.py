@@ -24,6 +24,7 @@ def block_recurrent(
     *,
     cell: str,
     hidden_bias: Any = None,
+    limit: float | None = None,
     lengths: Any = None,
     resets: Any = None,
     out: Any = None,
@@ -35,13 +36,17 @@ def block_recurrent(
         lstm         i, f, o = sigmoid, g = tanh of x[t] + U h[t-1];  c[t] = f c[t-1] + i g;  h[t] = o tanh(c[t])
         gru          r, z = sigmoid(x[t] + U h[t-1]);  n = tanh(x_n[t] + r (U_n h[t-1] + b));
                      h[t] = (1 - z) n + z h[t-1]
+        clipped_relu
+                     h[t] = min(max(x[t] + U h[t-1], 0), limit)
+        gru_reset_before
+                     r, z as in gru;  n = tanh(x_n[t] + U_n (r h[t-1]));  h[t] = (1 - z) n + z h[t-1]
 
     Parameters
     ----------
     weights
         U, `(gates * hidden, hidden)`, made once by `block_recurrent_weights`. It is copied to the device of
         `x_projected` at the first call there, and kept.
-    x_projected, h0, c0, cell, hidden_bias, lengths, resets, out, validate
+    x_projected, h0, c0, cell, hidden_bias, limit, lengths, resets, out, validate
         As in `sparse_recurrent`.
 
     Returns
@@ -67,7 +72,7 @@ def block_recurrent(
     zero of a group is NaN, as in a dense product.
 
     When not to use it: with scattered nonzeros, for which `sparse_recurrent` reads less; on a GPU with float32, or with
-    batches of more than 1,024, which need one kernel launch for each step.
+    batches of more than 1,024, which need one kernel launch for each step; "gru_reset_before" needs two.
 
     Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs: Squeezing Large Recurrent Networks On-Chip"; dense: Diamos
     et al. 2016, "Persistent RNNs: Stashing Recurrent Weights On-Chip".
@@ -78,7 +83,7 @@ def block_recurrent(
             " block_recurrent_weights(matrix)"
         )
     what = ("block_recurrent", cell, len(weights.groups))
-    states = x_projected, h0, c0, hidden_bias, lengths, resets
+    states = x_projected, h0, c0, hidden_bias, limit, lengths, resets
     return run_layer(dispatcher, what, problem_of, weights, *states, cell=cell, out=out, validate=validate)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tvm_sparse.core.problem import Argument, Cost, numpy_dtype
-from tvm_sparse.operators.sparse_recurrent.problem import NORM, STATES, RecurrentLayer, drawn_places
+from tvm_sparse.operators.sparse_recurrent.problem import NORM, STATES, UNBOUNDED, RecurrentLayer, drawn_places
 
 if TYPE_CHECKING:
     import random
@@ -124,7 +124,7 @@ class BlockRecurrent(RecurrentLayer):
         )
         size *= np.repeat(NORM / np.sqrt(COLUMNS * np.maximum(counts, 1)), counts)[:, None, None]
         rows, columns, values = coordinates(self.hidden, self.gates, start, groups, size)
-        if structure == "special" and len(values) and self.cell != "relu":
+        if structure == "special" and len(values) and self.cell not in UNBOUNDED:
             values[rng.integers(len(values))] = np.inf
         found = lay_out_blocks(rows, columns, values, self.hidden, self.gates, self.dtype)
         return [found.group_start, found.groups, found.weights]

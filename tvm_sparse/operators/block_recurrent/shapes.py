@@ -12,6 +12,8 @@ AWKWARD: tuple[str, ...] = (
     "block_recurrent/steps=3,batch=9,hidden=19,nonzeros=2,cell=gru,dtype=float16,ragged=1",
     "block_recurrent/steps=2,batch=17,hidden=16,nonzeros=2,dtype=bfloat16",
     "block_recurrent/steps=3,batch=35,hidden=20,nonzeros=2,cell=lstm,dtype=bfloat16,ragged=1,resets=1",
+    "block_recurrent/steps=3,batch=3,hidden=21,nonzeros=2,cell=gru_reset_before,dtype=float16,resets=1",
+    "block_recurrent/steps=3,batch=9,hidden=24,nonzeros=2,cell=clipped_relu,dtype=bfloat16",
 )
 REALISTIC: tuple[str, ...] = (
     "block_recurrent/steps=256,batch=4,hidden=1792,nonzeros=224,dtype=float16",

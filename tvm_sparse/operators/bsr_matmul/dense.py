@@ -5,20 +5,26 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache, partial
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.runtime import dense
+from tvm_sparse.operators.bsr_sddmm.call import likely_faster, rate_of
+from tvm_sparse.runtime import dense, dispatch
 from tvm_sparse.runtime.dense import Likely, operations
 
 from .problem import BsrMatmul
 
-# Figures of an H200 in 16 bits, inputs hot, measured by scripts/probes/block_products.py. Of `tensor_core` and of
+# Figures of an H200 in 16 bits, inputs hot, measured by scripts/block_products.py. Of `tensor_core` and of
 # `block_warpgroups`, by the shorter side of a block: operations on stored blocks in a microsecond. A block of another
 # size takes the entry of the next smaller one; that of 8 is half that of 16.
 WARPS = {8: 36e6, 16: 72e6, 32: 160e6}
 WARPGROUPS = {64: 400e6, 128: 520e6}
 # Microseconds of their launches, and rows of x from which on warpgroups are filled.
 WARPS_LAUNCH, WARPGROUPS_LAUNCH, MANY_ROWS = 1.7, 5.0, 100
+# Smaller blocks are bound by what `block_warpgroups` brings from the L2 cache: bytes in a microsecond; thread blocks of
+# so many rows of x and of the weight, which take so long beside; and how many a GPU runs at the same time. With fewer
+# than `MANY_TILES` of them others are faster.
+SMALL, L2_BYTES, TILE_M, TILE_N, BEGIN, AT_ONCE, MANY_TILES = 32, 9.5e6, 192, 64, 2.3, 264, 1200
 
 
 def _by_block(rates: dict[int, float], problem: BsrMatmul) -> float:
@@ -34,15 +40,55 @@ def time_of_warps(problem: BsrMatmul) -> float:
 
 def time_of_warpgroups(problem: BsrMatmul) -> float:
     """About how many microseconds `block_warpgroups` takes; infinite where it is not worth a try."""
-    if problem.m < MANY_ROWS or min(problem.block_shape) < min(WARPGROUPS):
+    side = min(problem.block_shape)
+    if problem.m < MANY_ROWS or side < SMALL:
         return math.inf
-    return WARPGROUPS_LAUNCH + _by_block(WARPGROUPS, problem)
+    if side >= min(WARPGROUPS):
+        return WARPGROUPS_LAUNCH + _by_block(WARPGROUPS, problem)
+    density, tiles = 1 - problem.sparsity, math.ceil(problem.m / TILE_M) * problem.n / TILE_N
+    if tiles < MANY_TILES:
+        return math.inf
+    # A panel of x comes if one of the tile's block rows has a block there.
+    panels = 1 - problem.sparsity ** max(TILE_N / problem.block_shape[0], 1)
+    brought = (panels * TILE_M + density * TILE_N) * problem.k * 2
+    return WARPGROUPS_LAUNCH + tiles * (BEGIN / AT_ONCE + brought / L2_BYTES)
+
+
+def kernel_time(problem: BsrMatmul) -> float:
+    """About how many microseconds the faster one takes."""
+    return min(time_of_warps(problem), time_of_warpgroups(problem))
 
 
 def likely_way(problem: BsrMatmul, machine: Machine) -> Likely:
     """As `runtime.dense.likely_way`."""
+    return dense.likely_way(problem, machine, partial(kernel_time, problem), f"blocks of {problem.block}")
 
-    def kernel_time() -> float:
-        return min(time_of_warps(problem), time_of_warpgroups(problem))
 
-    return dense.likely_way(problem, machine, kernel_time, f"blocks of {problem.block}")
+# Bytes of a dense matrix that are copied in a microsecond, and how often: stored blocks to a dense matrix and to its
+# layout, and its gradient's blocks back.
+COPIED_BYTES, COPIES, COPIES_BACK = 2.4e6, 5, 2
+# How much faster the dense way has to look.
+CLEARLY = 1.1
+
+
+def trains_dense(m: int, k: int, n: int, block: tuple[int, int], blocks: int, dtype: str, machine: Machine) -> bool:
+    """Whether a step of training, forward and backward, of x `(m, k)` and of the stored blocks of a weight `(n, k)`,
+    likely takes less time by dense products, for which the weight is copied in each step.
+    """
+    return not dispatch.dispatcher.batch_invariant and _trains_dense(m, k, n, block, blocks, dtype, machine)
+
+
+@lru_cache(256)
+def _trains_dense(m: int, k: int, n: int, block: tuple[int, int], blocks: int, dtype: str, machine: Machine) -> bool:
+    rows, cols = block
+    density = min(blocks * rows * cols / (n * k), 1.0)
+    problem = BsrMatmul(m, k, n, f"{rows}x{cols}", 1 - density, dtype=dtype)
+    if not m or not dense.is_known(problem, machine):
+        return False
+    product, copy = dense.dense_time(problem), 2 * k * n / COPIED_BYTES
+    sparse = 2 * kernel_time(problem)
+    if likely_faster(density, block, dtype, machine):
+        sparse += operations(problem) / rate_of(block)
+    else:
+        sparse += product + COPIES_BACK * copy
+    return CLEARLY * (3 * product + (COPIES + COPIES_BACK) * copy) < sparse

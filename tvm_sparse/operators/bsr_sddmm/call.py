@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
@@ -16,10 +17,12 @@ from .problem import BsrSddmm
 
 SIGNATURES: dict[str, Signature] = {}
 
-# Figures of an H200 in 16 bits: operations on stored blocks in a microsecond, by the shorter side of a block.
-RATES = {64: 400e6, 128: 520e6}
+# Figures of an H200 in 16 bits: operations on stored blocks in a microsecond, by the shorter side of a block; and the
+# rows that are multiplied at the same time, of which smaller blocks have a part.
+RATES, GROUP_M, LEAST_COLS = {64: 400e6, 128: 520e6}, 64, 16
 
 
+@functools.lru_cache(256)
 def likely_faster(density: float, block: tuple[int, int], dtype: str, machine: Machine) -> bool:
     """Whether the kernel of warpgroups serves such blocks, and likely takes less time than the dense product of all
     rows and columns, of which a share `density` would be used.
@@ -27,10 +30,15 @@ def likely_faster(density: float, block: tuple[int, int], dtype: str, machine: M
     rows, cols = block
     if machine.kind != "cuda" or not machine.has_warpgroups or numpy_dtype(dtype).itemsize != 2:
         return False
-    if rows % min(RATES) or cols % min(RATES):
+    if rows % 8 or cols % LEAST_COLS:
         return False
-    rate = RATES[max(side for side in RATES if side <= min(block))]
-    return density * DENSE_RATES[-1][1] < rate
+    return density * DENSE_RATES[-1][1] < rate_of(block)
+
+
+def rate_of(block: tuple[int, int]) -> float:
+    """Operations on stored blocks in a microsecond by the kernel of warpgroups."""
+    rate = RATES[max((side for side in RATES if side <= min(block)), default=min(RATES))]
+    return rate * block[0] / (-(-block[0] // GROUP_M) * GROUP_M)
 
 
 def choice_of(block: str, n: int, k: int, pattern: str) -> tuple[Any, ...]:

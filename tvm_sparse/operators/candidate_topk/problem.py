@@ -25,7 +25,7 @@ from tvm_sparse.core.problem import (
 )
 from tvm_sparse.operators.head_topk import scores
 from tvm_sparse.operators.head_topk.problem import HeadTopk, tolerances
-from tvm_sparse.operators.softmax_topk.problem import require_extras
+from tvm_sparse.operators.softmax_topk.problem import LOG, SCALE, require_extras
 from tvm_sparse.operators.softmax_topk.reference import best_and_asked
 
 from . import lists
@@ -65,7 +65,7 @@ class CandidateTopk(Problem):
         Argument("embedding", ("vocab", "hidden"), "dtype", "Output embedding, a row a word."),
         Argument("candidates", ("lists", "m"), "int32", "Candidates of each list, in [0, vocab / block)."),
         Argument("counts", ("lists",), "int32", "How many candidates of each list count: the first min(count, m)."),
-        *HeadTopk.inputs[2:4],
+        *(SCALE, LOG),
         Argument("bias", ("vocab",), "float32", "Added to the words' scores; -inf masks a word.", when="bias"),
     )
     outputs: ClassVar[tuple[Argument, ...]] = (

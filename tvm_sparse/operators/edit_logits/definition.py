@@ -8,6 +8,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.operators.softmax_topk.definition import soft_capped as capped_float
+
 from .penalties import PENALTIES
 
 
@@ -18,12 +20,13 @@ def penalised(x: tirx.PrimExpr, count: tirx.PrimExpr, repetition: Any, presence:
 
 
 def soft_capped(io: Any, x: Any, tanh: Any = T.tanh) -> Any:
-    """`cap * tanh(x / cap)` in float32, of a logit of the problem's dtype: between -cap and cap, of which it is the
-    former for -inf, too. The logit itself without a cap. `tanh` is of a float32.
+    """A logit of the problem's dtype after the soft cap, which is applied in float32; the logit itself without one.
+    `tanh` is of a float32.
     """
     if io.cap is None:
         return x
-    return T.Cast(io.problem.dtype, io.cap * tanh(T.Cast("float32", x) / io.cap))
+    wide = T.Cast("float32", x)
+    return T.Cast(io.problem.dtype, capped_float(wide, wide / io.cap, io.cap, tanh))
 
 
 def penalty(io: Any, name: str, row: Any) -> tirx.PrimExpr:

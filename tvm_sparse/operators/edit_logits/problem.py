@@ -27,6 +27,7 @@ from tvm_sparse.core.problem import (
     require_positive,
 )
 from tvm_sparse.core.rounding import ROUNDING, SMALLEST
+from tvm_sparse.operators.softmax_topk.reference import soft_capped
 
 from .penalties import PENALTIES
 
@@ -241,10 +242,8 @@ class EditLogits(Problem):
 
     def _capped(self, given: Mapping[str, Any]) -> np.ndarray:
         """The logits in float64 after the soft cap, before they are rounded."""
-        import numpy as np
-
-        found: np.ndarray = given["logits"].astype(np.float64)
-        return given["cap"] * np.tanh(found / given["cap"]) if self.capped else found
+        found: np.ndarray = given["logits"].astype("float64")
+        return soft_capped(found, given["cap"]) if self.capped else found
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
         """Three float32 roundings of the largest number on the way, which is at most the logit plus all penalties, and

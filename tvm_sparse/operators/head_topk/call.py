@@ -12,21 +12,22 @@ from tvm_sparse.core.problem import FLOATS, numpy_dtype
 from tvm_sparse.core.problem import width as rounded_up
 from tvm_sparse.core.template import ceildiv
 from tvm_sparse.formats.quantized import STORED, QuantizedEmbedding
-from tvm_sparse.operators.edit_logits.call import SOFT_CAP, edit_logits, soft_cap_of
+from tvm_sparse.operators.edit_logits.call import SOFT_CAP, soft_cap_of
 from tvm_sparse.operators.softmax_topk import shards
-from tvm_sparse.operators.softmax_topk.call import softmax_topk
+from tvm_sparse.operators.softmax_topk.call import capped_floats, softmax_topk
 from tvm_sparse.runtime import arrays, custom, repeat
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
     by_parts,
     check_floats,
     facts_beside,
-    inverse_temperature,
+    is_of_rows,
     launch,
     machine_of,
     outputs_for,
     refuse_gradient,
     run,
+    scale_of,
     whole_number,
     with_scratch,
     without_gradient,
@@ -43,7 +44,7 @@ SIGNATURES = {
         ("embedding", Array(("vocab", "hidden")), Stored(tuple(STORED))),
         ("k", Number("int", 1, "vocab")),
         ("log", Number("bool")),
-        ("temperature", Number("float", 0.1, 3.0)),
+        ("temperature", Number("float", 0.1, 3.0), Array(("batch",), ("float32",))),
         ("bias", Absent(), Array(("vocab",), ("float32",))),
         ("ids", Absent(), Array(("batch", "n"), ("int64", "int32"), below="vocab", negative=True)),
         ("normaliser", Number("bool")),
@@ -95,7 +96,7 @@ def head_topk(
     k: int,
     *,
     log: bool = False,
-    temperature: float = 1.0,
+    temperature: Any = 1.0,
     bias: Any = None,
     ids: Any = None,
     normaliser: bool = False,
@@ -122,8 +123,9 @@ def head_topk(
     k
         1 <= k <= vocab.
     log, temperature, bias, ids
-        As for `softmax_topk`: log-probabilities; the temperature; `(vocab,)` float32 added to every row, -inf masks a
-        word; `(batch, n)` int64 (or int32, which is copied) words whose probabilities are also returned.
+        As for `softmax_topk`: log-probabilities; the temperature, a number or `(batch,)` float32; `(vocab,)` float32
+        added to every row, -inf masks a word; `(batch, n)` int64 (or int32, which is copied) words whose probabilities
+        are also returned.
     normaliser
         Also return log(sum_j exp(s[b, j] / temperature)), `(batch,)` float32.
     constant
@@ -141,7 +143,8 @@ def head_topk(
         together with `log`, `ids` or `soft_cap`, nor for a quantised embedding.
     soft_cap
         The soft cap c of the model's final logits, a number above 0, as 30 for Gemma 2: s = c * tanh(s' / c) + bias for
-        the scores s' = hidden @ embedding.T, in float32. The scores of a chunk of rows are then written, see the notes.
+        the scores s' = hidden @ embedding.T, in float32. Words with equal scores, as saturated ones have, are in
+        ascending order.
     out
         Arrays to write into, in the number and order of the results.
 
@@ -179,36 +182,32 @@ def head_topk(
     faster: by the record of the problem (`tvm-sparse bench --record`), or, without one, on a GPU with more rows than
     the kernel reads the embedding once for (docs/limits.md has a table), with k above 256, and if a row is not a whole
     number of 16-byte vectors. Its scores are float32, too, unless `rounded`. `explain` says which way a call takes.
-    With a `soft_cap` it is always that product, whose scores are capped where they are.
 
     When not to use it: if the logits are needed afterwards.
 
     Source: Shi, Xu & Knight 2018, equations 1 and 2 (the full softmax that their head avoids); Milakov & Gimelshein
     2018, "Online normalizer calculation for softmax", Algorithm 4.
     """
-    soft = () if soft_cap is None else (soft_cap_of(soft_cap),)
+    cap = None if soft_cap is None else soft_cap_of(soft_cap)
     if shard is not None:
-        if soft:
+        if cap is not None:
             raise ValueError("soft_cap: not with a shard; cap the scores by edit_logits, and pass them to softmax_topk")
         options: dict[str, Any] = {"temperature": temperature, "constant": constant, "rounded": bool(rounded)}
         return _part(hidden, embedding, k, shard, log, bias, ids, out, **options)
-    scalars = (inverse_temperature(temperature), 1 if log else 0, 1 if constant else 0)
+    scalars = (scale_of(temperature), 1 if log else 0, 1 if constant else 0)
+    own = is_of_rows(temperature)
     words, scales, stored = embedding, None, ""
     if isinstance(embedding, QuantizedEmbedding):
         words, scales, stored = embedding.octets, embedding.factors, embedding.stored
     elif type(embedding) is not type(hidden):
         embedding = words = without_gradient(embedding)
-    if soft:
-        named = (("hidden", hidden), ("embedding", words), ("bias", bias), ("ids", ids))
-        hidden, words, bias, ids = (shards.on_host(name, one) for name, one in named)
-        embedding = words if scales is None else embedding
     if type(k) is int:
-        what = ("head_topk", k, bool(normaliser), bool(rounded), stored, len(soft))
-        found = repeat.again(dispatcher.launchers, what, (hidden, words, *scalars, bias, ids, scales, *soft), out)
+        what = ("head_topk", k, bool(normaliser), bool(rounded), stored)
+        found = repeat.again(dispatcher.launchers, what, (hidden, words, *scalars, cap, bias, ids, scales), out)
         if found is not None:
             return found
 
-    if custom.transformed(hidden, words, bias, ids, scales):
+    if custom.transformed(hidden, words, bias, ids, scales, temperature if own else None):
         options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "normaliser": normaliser}
         options |= {"constant": constant, "rounded": bool(rounded), "soft_cap": soft_cap}
         return custom.module_of("head_topk").head_topk(hidden, embedding, k, out=out, **options)
@@ -218,8 +217,8 @@ def head_topk(
     if not 1 <= k <= vocab:
         raise ValueError(f"k: expected 1 <= k <= vocab ({vocab}), got {k}")
     beside = [
-        None if one is None else _SIGNATURE.beside(name, one, known, WHERE, vocab=vocab)
-        for name, one in (("bias", bias), ("ids", ids))
+        None if one is None else _SIGNATURE.beside(name, one, known, WHERE, vocab=vocab, batch=batch)
+        for name, one in (("bias", bias), ("ids", ids), ("temperature", scalars[0] if own else None))
     ]
     n = beside[1][1].shape[1] if beside[1] is not None else 0
     sums = ("normaliser", (batch,), "float32")
@@ -230,37 +229,41 @@ def head_topk(
         *([("given", (batch, n), "float32")] if ids is not None else []),
     ]
     outputs = outputs_for(out, tuple(wanted), hidden, known)
-    _SIGNATURE.refuse_overlap(out, hidden=hidden, embedding=words, bias=bias, ids=ids)
+    _SIGNATURE.refuse_overlap(out, hidden=hidden, embedding=words, bias=bias, ids=ids, temperature=temperature)
     if arrays.is_fake(hidden):
         return tuple(outputs)
     if batch and not width:
         raise ValueError(f"hidden: expected at least one column, got shape {known.shape}")
-    row, asked = (None if one is None else arrays.ready(one[0], one[2], one[1]) for one in beside)
+    row, asked, heats = (None if one is None else arrays.ready(one[0], one[2], one[1]) for one in beside)
+    scalars = (heats, *scalars[1:]) if own else scalars
     most = rows_at_once(vocab, width, known.device)
     if batch > most:
-        options = {"log": log, "temperature": temperature, "bias": row, "normaliser": normaliser}
+        options = {"log": log, "bias": row, "normaliser": normaliser}
         options |= {"constant": constant, "rounded": rounded, "soft_cap": soft_cap}
-        by_parts(
-            lambda given, into: head_topk(given[0], embedding, k, ids=given[1], out=tuple(into), **options),
-            *(batch, most, (hidden, asked), outputs),
-        )
+
+        def some(given: list[Any], into: list[Any]) -> None:
+            part, ids, heat = given
+            heat = heat if own else temperature
+            head_topk(part, embedding, k, ids=ids, temperature=heat, out=tuple(into), **options)
+
+        by_parts(some, batch, most, (hidden, asked, heats), outputs)
     if not batch or batch > most:
         return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
-    launchers, what = dispatcher.launchers, ("head_topk", k, bool(normaliser), bool(rounded), stored, len(soft))
+    launchers, what = dispatcher.launchers, ("head_topk", k, bool(normaliser), bool(rounded), stored)
     # No kernel accepts an empty array.
     asked, written = (asked, outputs) if n or ids is None else (None, outputs[:-1])
     ready = arrays.ready("hidden", hidden, known), arrays.ready("embedding", words, theirs)
     if scales is not None:
         scales = arrays.ready("embedding (scales)", scales, arrays.facts("embedding (scales)", scales))
-    arguments = (*ready, *scalars, row, asked, scales, *soft)
+    arguments = (*ready, *scalars, cap, row, asked, scales)
     axes = (batch, vocab, width, k, known.dtype, int(bias is not None), n, stored)
-    if soft or stored and embedding.groups > 1:
+    if stored and embedding.groups > 1:
         by_product = True
     else:
         by_product = arrays.is_torch(hidden) and arrays.is_torch(words) and way(axes, known) == PRODUCT
     if by_product:
         as_product = rounded and arrays.is_torch(hidden) and not stored
-        function = _product(k, row is not None, asked is not None, normaliser, as_product, stored, bool(soft))
+        function = _product(k, row is not None, asked is not None, normaliser, as_product, stored, cap is not None)
         if arrays.is_torch(hidden):
             run(launchers, what, function, arguments, written)
         else:
@@ -273,7 +276,7 @@ def head_topk(
             [unshown] = outputs_for(None, (sums,), hidden, known)
             return with_scratch(kernel, unshown, len(written) - 2)
 
-        problem, where = HeadTopk(*axes), machine_of("hidden", known)
+        problem, where = HeadTopk(*axes, per_row=int(own), capped=int(cap is not None)), machine_of("hidden", known)
         wider = replace(problem, k=rounded_up(k, vocab), ids=rounded_up(n))
         launch(dispatcher, problem, where, what, arguments, written, around=around, wider=wider)
     return out if out is not None else tuple(arrays.returned(array, hidden) for array in outputs)
@@ -284,32 +287,36 @@ def _part(
 ) -> tuple[Any, ...]:
     """`head_topk` with `shard`."""
     shards.refuse_beside(log, ids)
-    inverse_temperature(options["temperature"])  # also checked for a shard of padding
+    scale, own = scale_of(options["temperature"]), is_of_rows(options["temperature"])  # also checked for padding
     if type(embedding) is not type(hidden):
         embedding = without_gradient(embedding)
-    if custom.transformed(hidden, embedding, bias):
+    if custom.transformed(hidden, embedding, bias, scale if own else None):
         return custom.module_of("head_topk").head_topk(hidden, embedding, k, bias=bias, shard=shard, out=out, **options)
     known, theirs = pair_facts(hidden, embedding)
-    if bias is not None:
-        _SIGNATURE.beside("bias", bias, known, WHERE, vocab=theirs.shape[0])
-    _SIGNATURE.refuse_overlap(out, hidden=hidden, embedding=embedding, bias=bias, ids=ids)
+    for name, one in (("bias", bias), ("temperature", scale if own else None)):
+        if one is not None:
+            _SIGNATURE.beside(name, one, known, WHERE, vocab=theirs.shape[0], batch=known.shape[0])
+    _SIGNATURE.refuse_overlap(out, hidden=hidden, embedding=embedding, bias=bias, ids=ids, temperature=scale)
     if isinstance(embedding, QuantizedEmbedding):
         raise ValueError("shard: not with a quantised embedding, of which no exact scores are made")
     states, words, row = (
         shards.on_host(name, one) for name, one in (("hidden", hidden), ("embedding", embedding), ("bias", bias))
     )
+    options["temperature"] = shards.on_host("temperature", scale) if own else options["temperature"]
     logits = registry.operators()["candidate_logits"].call.candidate_logits
     found = shards.part_of_head(head_topk, logits, states, words, k, shard, row, **options)
     return shards.returned(found, out, hidden, known)
 
 
-def best_and_scores(hidden: Any, embedding: QuantizedEmbedding, k: int, bias: Any = None) -> tuple[Any, Any] | None:
+def best_and_scores(
+    hidden: Any, embedding: QuantizedEmbedding, k: int, bias: Any = None, soft_cap: float | None = None
+) -> tuple[Any, Any] | None:
     """The k best words of each row by a quantised embedding with a scale a row, `(batch, k)` int64, and the scores of
     all words, `(batch, vocab)` float32; None if no kernel that reads eight bits suits the problem.
 
     Torch tensors, as for `head_topk`, whose errors it raises.
     """
-    given = (hidden, embedding.octets, 1.0, 1, 0, bias, None, embedding.factors)
+    given = (hidden, embedding.octets, 1.0, 1, 0, soft_cap, bias, None, embedding.factors)
     what = ("head_topk and scores", k, embedding.stored)
     if (found := repeat.again(dispatcher.launchers, what, given, None)) is not None:
         return found[1], found[-1]
@@ -317,6 +324,7 @@ def best_and_scores(hidden: Any, embedding: QuantizedEmbedding, k: int, bias: An
     (batch, width), vocab = known.shape, theirs.shape[0]
     beside = None if bias is None else _SIGNATURE.beside("bias", bias, known, WHERE, vocab=vocab)
     problem = HeadTopk(batch, vocab, width, k, known.dtype, int(bias is not None), 0, embedding.stored, 1)
+    problem = replace(problem, capped=int(soft_cap is not None))
     machine = machine_of("hidden", known)
     if likely_way(problem, machine) == PRODUCT:
         return None
@@ -325,14 +333,15 @@ def best_and_scores(hidden: Any, embedding: QuantizedEmbedding, k: int, bias: An
     wanted = tuple((argument.name, shape, dtype) for argument, (shape, dtype) in layouts)
     outputs = outputs_for(None, wanted, hidden, known)
     ready = arrays.ready("hidden", hidden, known), arrays.ready("embedding", given[1], theirs)
-    launch(dispatcher, problem, machine, what, (*ready, *given[2:5], row, None, given[-1]), outputs)
+    launch(dispatcher, problem, machine, what, (*ready, *given[2:6], row, None, given[-1]), outputs)
     return outputs[1], outputs[-1]
 
 
 def way(axes: tuple[Any, ...], known: Facts) -> str:
     """The way of calls with torch tensors: the faster one by the record, or, without one, the one likely to be faster.
 
-    It is stored beside launchers, since making a problem takes the host longer than the rest of a call.
+    It is stored beside launchers, since making a problem takes the host longer than the rest of a call. Temperatures of
+    rows make no difference, and are not among the axes.
     """
     launchers, asked = dispatcher.launchers, ("head_topk by", known.device, *axes)
     found = launchers.get(asked)
@@ -391,34 +400,33 @@ def _product(
     k: int, with_bias: bool, with_ids: bool, normaliser: bool, rounded: bool, stored: str, capped: bool
 ) -> Any:
     """The function that replaces the kernel where a product that writes scores, and `softmax_topk`, are faster, or
-    where no kernel has such scales, or a soft cap.
+    where no kernel has such scales.
     """
     multiply = rounded_scores if rounded else all_scores
 
-    def call(hidden: Any, embedding: Any, scale: float, log: int, constant: int, *rest: Any) -> None:
+    def call(hidden: Any, embedding: Any, scale: Any, log: int, constant: int, *rest: Any) -> None:
         given = iter(rest)
+        cap = next(given) if capped else None
         bias, ids = next(given) if with_bias else None, next(given) if with_ids else None
         if stored:
             embedding = QuantizedEmbedding.of_octets(embedding, next(given), stored)
-        cap = next(given) if capped else None
         values, indices, *others = given
         sums = others.pop(0) if normaliser else None
         logits = multiply(hidden, embedding)
-        if cap is not None:
-            edit_logits(logits, soft_cap=cap, out=logits)
-        temperature = 1.0 if scale == 1.0 else 1.0 / scale
+        if cap is not None and (bias is not None or sums is not None or logits.dtype != values.dtype):
+            # Scores that are rounded, too, are capped in float32.
+            logits, cap = capped_floats(logits, cap, in_place=True), None
+        temperature = scale if is_of_rows(scale) else 1.0 / scale
         written = (values, indices, *others)
-        softmax_topk(logits, k, log=bool(log) or normaliser, temperature=temperature, bias=bias, ids=ids, out=written)
+        named = {"temperature": temperature, "bias": bias, "ids": ids, "soft_cap": cap, "out": written}
+        softmax_topk(logits, k, log=bool(log) or normaliser, **named)
         if sums is not None:
-            # Score and log-probability of the best word differ by the normaliser.
-            space, top = library(logits), shards.taken(logits, indices[:, :1])[:, 0]
-            top = arrays.converted("scores", top, "float32")
+            top = arrays.converted("scores", shards.taken(logits, indices[:, :1])[:, 0], "float32")
             top = top if bias is None else top + bias[indices[:, 0]]
-            # The sum of a row without a score above -inf is 0.
-            sums[...] = shards.quietly(lambda: space.where(top == -space.inf, top, top * scale - values[:, 0]), top)
+            sums[...] = shards.normaliser_of(top, values[:, 0], temperature)
             if not log:
                 for array in (values, *others):
-                    space.exp(array, out=array)
+                    library(logits).exp(array, out=array)
 
     return call
 

@@ -17,8 +17,8 @@ from .problem import HeadTopk
 
 def _tensors(problem: HeadTopk, inputs: Sequence[Any], device: str) -> tuple[Any, Any, Any]:
     """Hidden states, embedding, and bias or None, on the device."""
-    if problem.ids:
-        raise TypeError("words beside the best are not compared")
+    if problem.ids or problem.per_row or problem.capped:
+        raise TypeError("words beside the best, temperatures of rows and soft caps are not compared")
     bias, _ = problem.extras(inputs)
     return (*(torch_tensor(a, device) for a in inputs[:2]), None if bias is None else torch_tensor(bias, device))
 
@@ -75,6 +75,7 @@ def ours(problem: HeadTopk, inputs: Sequence[Any], convert: Callable[[Any], Any]
     hidden, embedding = map(convert, inputs[:2])
     bias, ids = (None if a is None else convert(a) for a in problem.extras(inputs))
     options: dict[str, Any] = {"bias": bias, "ids": ids, "normaliser": True, "constant": bool(inputs[4])}
+    options |= {"soft_cap": problem.cap(inputs)}
     return lambda: head_topk(hidden, embedding, problem.k, **options), problem
 
 

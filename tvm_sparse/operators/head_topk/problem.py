@@ -6,6 +6,7 @@ full-vocabulary softmax with which Shi, Xu & Knight 2018 compare their LSH head 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,10 +24,18 @@ from tvm_sparse.core.problem import (
     require_dtype,
     require_positive,
 )
-from tvm_sparse.formats.quantized import STORED, as_float32, stored_scales, stored_values
-from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, RELATIVE, TINY, SoftmaxTopk, require_extras
-from tvm_sparse.operators.softmax_topk.reference import best_and_asked
-from tvm_sparse.operators.softmax_topk.rows import asked
+from tvm_sparse.formats.quantized import STORED, as_float32, stored_scales, stored_values, word_number
+from tvm_sparse.operators.softmax_topk.problem import (
+    ABSOLUTE_LOG,
+    CAP,
+    RELATIVE,
+    TINY,
+    SoftmaxTopk,
+    off_exponent,
+    require_extras,
+)
+from tvm_sparse.operators.softmax_topk.reference import best_and_asked, row_scales
+from tvm_sparse.operators.softmax_topk.rows import asked, temperatures
 
 from . import scores
 
@@ -53,9 +62,11 @@ class HeadTopk(Problem):
     """`values, indices = topk(softmax(scale * (hidden @ embedding.T + bias), -1), k)`, with the normaliser.
 
     Extras, absent by default: `bias` = 1 for a row that is added to every row of the scores; `ids` = n for n given
-    words per row whose probabilities are also returned, whatever their rank; and `stored`, the dtype of an embedding in
-    eight bits whose rows have scales: the score of word w is `scales[w] * (hidden @ embedding[w])`. Only with `stored`,
-    `logits` = 1 for the scores of all words as another output.
+    words per row whose probabilities are also returned, whatever their rank; `stored`, the dtype of an embedding in
+    eight bits whose rows have scales: the score of word w is `scales[w] * (hidden @ embedding[w])`; only with `stored`,
+    `logits` = 1 for the scores of all words as another output; `per_row` = 1 for a temperature of each row, whose
+    inverse is the row's scale; and `capped` = 1 for products that become cap * tanh(product / cap) before the bias is
+    added.
     """
 
     batch: int
@@ -67,17 +78,20 @@ class HeadTopk(Problem):
     ids: int = field(default=0, metadata=OPTIONAL)
     stored: str = field(default="", metadata=OPTIONAL)
     logits: int = field(default=0, metadata=OPTIONAL)
+    per_row: int = field(default=0, metadata=OPTIONAL)
+    capped: int = field(default=0, metadata=OPTIONAL)
 
     operator: ClassVar[str] = "head_topk"
     batch_axis: ClassVar[str] = "batch"
-    added_axes: ClassVar[tuple[str, ...]] = ("stored", "logits")
+    added_axes: ClassVar[tuple[str, ...]] = ("stored", "logits", "per_row", "capped")
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("hidden", ("batch", "hidden"), "dtype", "Hidden states."),
         Argument("embedding", ("vocab", "hidden"), "dtype", "Output embedding, a row a word; as uint8 if `stored`."),
-        *SoftmaxTopk.inputs[1:3],
+        *SoftmaxTopk.inputs[1:4],
         Argument(
             "constant", (), "int32", "1 if nobody writes `embedding` while kernels that read it are queued, else 0."
         ),
+        dataclasses.replace(CAP, doc="Soft cap of the products, above 0."),
         Argument("bias", ("vocab",), "float32", "Added to every row of the scores; -inf masks a word.", when="bias"),
         Argument("ids", ("batch", "ids"), "int64", "Words whose probabilities are wanted.", when="ids"),
         Argument("scales", ("vocab",), "float32", "What the sum of each word is multiplied by.", when="stored"),
@@ -124,7 +138,18 @@ class HeadTopk(Problem):
             "dtype": distribution.dtype(rng),
             "bias": distribution.flag(rng, 0.2),
             "ids": distribution.flag(rng, 0.1) * distribution.whole(rng, 1, 16),
+            "per_row": distribution.flag(rng, 0.1),
+            "capped": distribution.flag(rng, 0.1),
         }
+
+    def extent(self, name: str | int) -> int:
+        return 1 - self.per_row if name == "shared" else super().extent(name)
+
+    def as_tuned(self) -> Problem:
+        """With one temperature, as a kernel loads one number more for each row of its own; and without a soft cap, of
+        which a head takes a few instructions for each score.
+        """
+        return replace(self, per_row=0, capped=0)
 
     def dtype_of(self, argument: Argument) -> str:
         return "uint8" if self.stored and argument.name == "embedding" else super().dtype_of(argument)
@@ -142,7 +167,7 @@ class HeadTopk(Problem):
             return None
         if any(other.batch <= rows < self.batch for rows in TILES):
             return None
-        return super().distance(other)
+        return super().distance(replace(other, per_row=self.per_row, capped=self.capped))
 
     @property
     def run_time_extents(self) -> tuple[str, ...]:
@@ -167,30 +192,34 @@ class HeadTopk(Problem):
 
         hidden, k, dtype, n, stored = self.hidden, self.k, self.dtype, self.ids, self.stored
         with_bias, with_ids, with_scales, with_logits = bool(self.bias), bool(n), bool(stored), bool(self.logits)
+        per_row, with_cap = bool(self.per_row), bool(self.capped)
         take, (words_dtype, align) = definition.take(k), ("uint8", 1) if stored else (dtype, 2)
 
         # fmt: off
         @T.inline
-        def score(s, H, E, B, S, row, j):
+        def score(s, H, E, B, S, cap, row, j):
             s.x[0] = T.float32(0)
             for h in range(hidden):
                 s.x[0] = s.x[0] + T.Cast("float32", H[row, h]) * word_number(stored, E[j, h])
             if with_scales:
                 s.x[0] = s.x[0] * S[j]
+            if with_cap:
+                s.x[0] = definition.soft_capped(s.x[0], s.x[0] / cap, cap)
             if with_bias:
                 s.x[0] = s.x[0] + B[j]
 
         @T.prim_func(s_tir=True)
         def main(
-            hidden_h: T.handle, embedding_h: T.handle, scale: T.float32, log: T.int32, constant: T.int32,
-            bias_h: T.handle, ids_h: T.handle, scales_h: T.handle, values_h: T.handle, indices_h: T.handle,
-            normaliser_h: T.handle, given_h: T.handle, logits_h: T.handle
+            hidden_h: T.handle, embedding_h: T.handle, shared: T.float32, temperatures_h: T.handle, log: T.int32,
+            constant: T.int32, cap: T.float32, bias_h: T.handle, ids_h: T.handle, scales_h: T.handle,
+            values_h: T.handle, indices_h: T.handle, normaliser_h: T.handle, given_h: T.handle, logits_h: T.handle
         ):
             T.func_attr({"global_symbol": "main", "tirx.noalias": True})
             batch = T.int64()
             vocab = T.int64()
             H = T.match_buffer(hidden_h, (batch, T.int64(hidden)), dtype, align=2)
             E = T.match_buffer(embedding_h, (vocab, T.int64(hidden)), words_dtype, align=align)
+            temperatures = T.match_buffer(temperatures_h, (batch,), "float32", align=4)
             B = T.match_buffer(bias_h, (vocab,), "float32", align=4)
             Q = T.match_buffer(ids_h, (batch, T.int64(n)), "int64", align=8)
             S = T.match_buffer(scales_h, (vocab,), "float32", align=4)
@@ -205,9 +234,10 @@ class HeadTopk(Problem):
                     T.reads(H[row, 0:hidden], E[0:vocab, 0:hidden])
                     T.writes(V[row, 0:k], Z[row, 0:k], N[row])
                     s = T.meta_var(definition.Best.alloc(k))
+                    scale = T.meta_var(definition.inverse(temperatures[row]) if per_row else shared)
                     definition.begin(s)
                     for j in range(vocab):
-                        score(s, H, E, B, S, row, j)
+                        score(s, H, E, B, S, cap, row, j)
                         if with_logits:
                             L[row, j] = s.x[0]
                         take(s, scale, j, j)
@@ -218,7 +248,7 @@ class HeadTopk(Problem):
                     if with_ids:
                         for i in range(n):
                             if Q[row, i] >= T.int64(0) and Q[row, i] < vocab:
-                                score(s, H, E, B, S, row, Q[row, i])
+                                score(s, H, E, B, S, cap, row, Q[row, i])
                                 definition.write(G, [row, i], s, s.x[0], scale, log)
                             else:
                                 G[row, i] = T.float32("nan")
@@ -226,7 +256,9 @@ class HeadTopk(Problem):
         return self.trimmed(main)
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
-        """Hidden states and embedding by structure, see `scores.embedded`; one in eight of the ids is out of range."""
+        """Hidden states and embedding by structure, see `scores.embedded`; one in eight of the ids is out of range.
+        Temperatures of rows are as those of `softmax_topk`.
+        """
         import numpy as np
 
         structure, chosen = self.chosen(structure, settings)
@@ -238,6 +270,10 @@ class HeadTopk(Problem):
             inputs.append(scores.word_bias(rng, self.vocab, structure))
         if self.ids:
             inputs.append(asked(rng, (self.batch, self.ids), self.vocab))
+        if self.per_row:
+            inputs[2] = temperatures(rng, self.batch, 1 / chosen["scale"], structure == self.tuned)
+        if self.capped:
+            inputs.insert(5, 30.0 if structure == self.tuned else float(np.float32(2 ** rng.uniform(-1, 6))))
         return inputs if scales is None else [*inputs, scales]
 
     def _in_eight_bits(self, words: np.ndarray, structure: str) -> tuple[np.ndarray, np.ndarray]:
@@ -258,7 +294,12 @@ class HeadTopk(Problem):
 
     def extras(self, inputs: Sequence[Any]) -> tuple[np.ndarray | None, np.ndarray | None]:
         """The bias and the ids among the inputs; None for absent ones."""
-        return inputs[5] if self.bias else None, inputs[5 + bool(self.bias)] if self.ids else None
+        after = 5 + self.capped
+        return inputs[after] if self.bias else None, inputs[after + self.bias] if self.ids else None
+
+    def cap(self, inputs: Sequence[Any]) -> float | None:
+        """The soft cap among the inputs; None for an absent one."""
+        return inputs[5] if self.capped else None
 
     def words(self, inputs: Sequence[Any]) -> np.ndarray:
         """The embedding among the inputs; float32 if it is stored in eight bits."""
@@ -273,12 +314,12 @@ class HeadTopk(Problem):
     def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
         states, words, (scale, log) = inputs[0], self.words(inputs), inputs[2:4]
         bias, ids = self.extras(inputs)
-        found = scores.scores(states, words, bias)
+        found = scores.scores(states, words, bias, self.cap(inputs))
         (values, indices, *given), normaliser = best_and_asked(found, self.k, ids, scale, log)
         return [values, indices, normaliser, *given, *([found] if self.logits else [])]
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-        slack = scores.rounding(inputs[0], self.words(inputs), self.extras(inputs)[0])
+        slack = scores.rounding(inputs[0], self.words(inputs), self.extras(inputs)[0], self.cap(inputs))
         return tolerances(self.kernel_outputs, slack, inputs[2], inputs[3], expected)
 
     def agree(
@@ -297,17 +338,20 @@ class HeadTopk(Problem):
         found, wanted = np.asarray(outputs[1]), expected[1]
         if found.min() < 0 or found.max() >= len(words):
             raise Mismatch(f"indices: {found.min()} to {found.max()} leave [0, {len(words)})")
-        scores.compare_words(self.outputs[1], states, words, bias, found, wanted)
+        scores.compare_words(self.outputs[1], states, words, bias, found, wanted, self.cap(inputs))
 
     def ranked_by(self, inputs: Sequence[Any], indices: np.ndarray) -> tuple[np.ndarray, np.ndarray | float]:
         states, words = inputs[0], self.words(inputs)
         bias, _ = self.extras(inputs)
-        found = scores.pair_scores(states, words[indices], None if bias is None else bias[indices])
-        return found, scores.rounding(states, words, bias)[:, None]
+        cap = self.cap(inputs)
+        found = scores.pair_scores(states, words[indices], None if bias is None else bias[indices], cap)
+        return found, scores.rounding(states, words, bias, cap)[:, None]
 
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         size = numpy_dtype(self.dtype).itemsize
-        small = self.batch * (self.k * 12 + 4 + self.ids * 12) + self.vocab * 4 * (self.bias + bool(self.stored))
+        small = self.batch * (self.k * 12 + 4 + self.ids * 12 + self.per_row * 4) + self.vocab * 4 * (
+            self.bias + bool(self.stored)
+        )
         read = self.hidden * (self.batch * size + self.vocab * word_size(self))
         return Cost(read + small, (2 * self.hidden + 3) * self.batch * self.vocab)
 
@@ -317,44 +361,29 @@ def word_size(problem: Problem) -> int:
     return 1 if problem.axes.get("stored") else numpy_dtype(problem.axes["dtype"]).itemsize
 
 
-def word_number(stored: str, number: Any) -> Any:
-    """The float32, as an expression of a program, of a number of the embedding, or of a byte of one that is `stored`.
-
-    Exponents of float8_e4m3fn are biased by 7, those of float32 by 127. A number without an exponent counts units of
-    2^-9; its bits in the place of a float32's would be a subnormal number, which a GPU may take for 0.
-    """
-    from tvm.script import tirx as T
-
-    if not stored:
-        return T.Cast("float32", number)
-    if stored == "int8":
-        return T.Cast("float32", T.Cast("int8", number))
-    bits = T.Cast("uint32", number)
-    size = bits & T.uint32(0x7F)
-    normal = T.reinterpret("float32", (size << T.uint32(20)) + T.uint32(120 << 23))
-    found = T.Select(size < T.uint32(8), T.Cast("float32", size) * T.float32(2.0**-9), normal)
-    return T.Select(bits < T.uint32(0x80), found, -found)
-
-
 def tolerances(
     arguments: Sequence[Argument],
     slack: np.ndarray,
-    scale: float,
+    scale: float | np.ndarray,
     log: int,
     expected: Sequence[np.ndarray],
 ) -> list[np.ndarray | None]:
     """Tolerances of values and normalisers, for scores with an error of up to `slack` per row, which the exponential
-    propagates.
+    propagates. `scale` is one factor, or the temperatures of rows.
     """
     import numpy as np
 
+    own = isinstance(scale, np.ndarray)
+    factor = row_scales(scale) if isinstance(scale, np.ndarray) else scale
+
     def bound(argument: Argument, wanted: np.ndarray) -> np.ndarray:
-        off = (2.0 * scale * slack).reshape(slack.shape + (1,) * (wanted.ndim - slack.ndim))
+        size, after = np.abs(wanted), (1,) * (wanted.ndim - slack.ndim)
         if argument.name == "logits":
-            return off / scale + 1e-6 * np.abs(wanted)
+            return (2.0 * slack).reshape(slack.shape + after) + 1e-6 * size
+        off = (2.0 * factor * slack).reshape(slack.shape + after)
         if log or argument.name == "normaliser":
-            return ABSOLUTE_LOG + off + 1e-6 * np.abs(wanted)
-        return TINY + (RELATIVE + np.expm1(np.minimum(off, 80.0))) * np.abs(wanted)
+            return ABSOLUTE_LOG + off + 1e-6 * size
+        return TINY + (RELATIVE + np.expm1(np.minimum(off, 80.0)) + off_exponent(size) * own) * size
 
     with np.errstate(invalid="ignore"):
         return [

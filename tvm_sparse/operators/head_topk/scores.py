@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from tvm_sparse.core import drawing, parts
 from tvm_sparse.core.problem import Argument, Mismatch, ProblemError, compare, numpy_dtype
 from tvm_sparse.core.rounding import aligned
+from tvm_sparse.operators.softmax_topk.problem import CAPPED
+from tvm_sparse.operators.softmax_topk.reference import soft_capped
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,8 +76,12 @@ def word_bias(rng: np.random.Generator, vocab: int, structure: str) -> np.ndarra
     return np.where(rng.random(vocab) < share, np.float32(-np.inf), bias)
 
 
-def scores(states: np.ndarray, words: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    """`states @ words.T + bias` in float64, for states `(rows, hidden)` and words `(words, hidden)`."""
+def scores(
+    states: np.ndarray, words: np.ndarray, bias: np.ndarray | None = None, cap: float | None = None
+) -> np.ndarray:
+    """`states @ words.T + bias` in float64, for states `(rows, hidden)` and words `(words, hidden)`; the product after
+    the soft cap, if there is one.
+    """
     import numpy as np
 
     found = np.empty((len(states), len(words)))
@@ -84,12 +90,15 @@ def scores(states: np.ndarray, words: np.ndarray, bias: np.ndarray | None = None
     with np.errstate(invalid="ignore", over="ignore"):
         for start in range(0, len(words), step):
             found[:, start : start + step] = wide @ parts.float64_of(words[start : start + step]).T
+        found = found if cap is None else soft_capped(found, cap)
         return found if bias is None else found + bias.astype(np.float64)
 
 
-def rounding(states: np.ndarray, words: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    """Error bound of each state's scores: relative to the product of the lengths of the state and a word, and to the
-    largest bias, whose addition is rounded once more.
+def rounding(
+    states: np.ndarray, words: np.ndarray, bias: np.ndarray | None = None, cap: float | None = None
+) -> np.ndarray:
+    """Error bound of each state's scores: relative to the product of the lengths of the state and a word, to the soft
+    cap, if there is one, and to the largest bias, whose addition is rounded once more.
 
     `words` are `(n, hidden)`, or `(rows, n, hidden)` if each state has different words, and the bias `(n,)` or `(rows,
     n)`.
@@ -97,6 +106,7 @@ def rounding(states: np.ndarray, words: np.ndarray, bias: np.ndarray | None = No
     import numpy as np
 
     slack = SUMMATION * (_lengths(states) * _lengths(words).max(axis=-1, initial=0.0) + 1e-6)
+    slack = slack if cap is None else slack + CAPPED * cap
     if bias is None:
         return slack
     return slack + 2.0**-23 * np.abs(np.where(np.isfinite(bias), bias, 0)).max(axis=-1, initial=0.0)
@@ -127,11 +137,12 @@ def compare_words(
     bias: np.ndarray | None,
     found: np.ndarray,
     wanted: np.ndarray,
+    cap: float | None = None,
 ) -> None:
     """Compare rankings `found` and `wanted` `(rows, k)` of words for `states` `(rows, hidden)`.
 
-    At every rank the words' scores must agree within rounding, and in rows with exact sums the words too; no word may
-    occur twice. A word of -1 must be -1 in both.
+    At every rank the words' scores must agree within rounding, and in rows with exact sums and no soft cap the words
+    too; no word may occur twice. A word of -1 must be -1 in both.
 
     Raises
     ------
@@ -146,14 +157,16 @@ def compare_words(
     states, found, wanted = states[numbers], found[numbers], wanted[numbers]
     rows = [words[ids] for ids in (found, wanted)]  # -1 selects the last word, in both
     added = [bias[ids] for ids in (found, wanted)] if bias is not None else []
-    theirs, ours = (pair_scores(states, *pair) for pair in zip(rows, added or (None, None), strict=True))
+    theirs, ours = (pair_scores(states, *pair, cap) for pair in zip(rows, added or (None, None), strict=True))
     # Words that are in neither ranking do not matter.
-    slack = rounding(states, np.concatenate(rows, axis=1), np.concatenate(added, axis=1) if added else None)
+    slack = rounding(states, np.concatenate(rows, axis=1), np.concatenate(added, axis=1) if added else None, cap)
     with np.errstate(invalid="ignore"):
         close = np.abs(theirs - ours) <= 2 * slack[:, None]
     close |= (theirs == ours) | (np.isnan(theirs) & np.isnan(ours))
     close &= (found >= 0) == (wanted >= 0)
-    wrong = ~close | (_exact(states, *rows, *added)[:, None] & (found != wanted))
+    wrong = ~close
+    if cap is None:
+        wrong |= _exact(states, *rows, *added)[:, None] & (found != wanted)
     ordered = np.sort(found, axis=1)
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     if twice.any():
@@ -211,7 +224,7 @@ def require_extents(operator: str, rows: int, hidden: int, vocab: int, words: in
         raise ProblemError(f"{operator}: rows times words must be below 2^31, got {rows} rows of {words} words")
 
 
-def pair_scores(states: np.ndarray, words: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+def pair_scores(states: np.ndarray, words: np.ndarray, bias: np.ndarray | None, cap: float | None = None) -> np.ndarray:
     """Scores in float64 of states `(rows, hidden)` with different words `(rows, n, hidden)` and biases `(rows, n)` for
     each.
     """
@@ -219,4 +232,5 @@ def pair_scores(states: np.ndarray, words: np.ndarray, bias: np.ndarray | None) 
 
     with np.errstate(invalid="ignore", over="ignore"):
         found = np.einsum("rh,rnh->rn", states.astype(np.float64), words.astype(np.float64))
+        found = found if cap is None else soft_capped(found, cap)
         return found if bias is None else found + bias

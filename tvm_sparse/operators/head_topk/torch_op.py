@@ -41,16 +41,18 @@ def _call(
 def _batched(info: Any, in_dims: Any, *args: Any) -> Any:
     """Rows of all examples together."""
     hidden, embedding, k, log, temperature, bias, ids, *rest = args
-    places = {"embedding": 1, "bias": 5, "temperature": 9, "scales": 11}
+    places = {"embedding": 1, "bias": 5, "scales": 11}
     custom.unbatched("head_topk", tuple(in_dims[place] for place in places.values()), tuple(places))
     hidden = custom.in_front(hidden, in_dims[0], info.batch_size)
     ids = None if ids is None else custom.in_front(ids, in_dims[6], info.batch_size).flatten(0, 1)
+    heat = custom.of_rows_in_front(rest[2], in_dims[9], hidden.shape[:2])
+    rest[2] = heat.flatten(0, 1) if heat is not None and heat.dim() else heat
     results = _OPERATOR(hidden.flatten(0, 1), embedding, k, log, temperature, bias, ids, *rest)
     return [result.unflatten(0, hidden.shape[:2]) for result in results], [0] * len(results)
 
 
 _OPERATOR = custom.define(
-    # `heat` is a temperature in a tensor, see `custom.number`.
+    # `heat` is a temperature in a tensor, or one of each row, see `custom.number`.
     "head_topk(Tensor hidden, Tensor embedding, SymInt k, bool log=False, float temperature=1.0, Tensor? bias=None,"
     " Tensor? ids=None, bool normaliser=False, bool constant=False, Tensor? heat=None,"
     " bool rounded=False, Tensor? scales=None, str stored='', float? soft_cap=None, Tensor? cap=None) -> Tensor[]",
@@ -101,7 +103,7 @@ def head_topk(
     k: int,
     *,
     log: bool = False,
-    temperature: float = 1.0,
+    temperature: Any = 1.0,
     bias: Any = None,
     ids: Any = None,
     normaliser: bool = False,

@@ -2,35 +2,62 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm_sparse.bench.contenders import BOTH, CPU, Call, Peer, torch_tensor
-from tvm_sparse.core.problem import Problem
+from tvm_sparse.core.problem import Problem, numpy_dtype
+from tvm_sparse.formats.quantized import QuantizedEmbedding
 
-from .call import nhot_lookup
+from .call import EmbeddingTables, nhot_lookup
 from .problem import NhotLookup
 from .rows import CsrRows
 
 
 def _nhot_tensors(problem: NhotLookup, inputs: Sequence[Any], device: str) -> tuple[Any, Any, Any, Any]:
-    """indptr, indices, values or None, and the table, on the device."""
-    indptr, indices, *values, table = (torch_tensor(a, device) for a in inputs)
-    return indptr, indices, values[0] if values else None, table
+    """indptr, indices, values or None, and the table, in the result's dtype, on the device."""
+    given = problem.named(inputs)
+    table = given.table
+    if problem.stored:
+        table = QuantizedEmbedding.of_octets(table, given.scales, problem.stored).dequantized()
+        table = table.astype(numpy_dtype(problem.dtype))
+    arrays = (given.indptr, given.indices, given.values, table)
+    return tuple(None if one is None else torch_tensor(one, device) for one in arrays)  # type: ignore[return-value]
+
+
+def _refuse_bags(problem: NhotLookup) -> None:
+    if not problem.plain:
+        raise ValueError("a product is a sum of all entries of one dense table")
 
 
 def _torch_embedding_bag(problem: NhotLookup, inputs: Sequence[Any], device: str) -> Call:
+    """Of several tables a call for each, and their results side by side."""
     import torch
 
     indptr, indices, values, table = _nhot_tensors(problem, inputs, device)
-    return lambda: torch.nn.functional.embedding_bag(
-        indices, table, indptr, mode="sum", per_sample_weights=values, include_last_offset=True
-    )
+    given = problem.named(inputs)
+    first_rows = [0] if problem.tables == 1 else given.first_rows.tolist()
+    bags = (len(indptr) - 1) // problem.tables
+    calls = []
+    for number, (first, last) in enumerate(itertools.pairwise([*first_rows, len(table)])):
+        starts = indptr[number * bags : (number + 1) * bags + 1]
+        own = slice(int(starts[0]), int(starts[-1]))
+        arrays = indices[own], table[first:last], starts - starts[0]
+        options = {"mode": problem.mode, "padding_idx": given.padding, "include_last_offset": True}
+        if given.padding is not None and given.padding >= last - first:
+            options["padding_idx"] = None
+        options["per_sample_weights"] = None if values is None else values[own]
+        calls.append(functools.partial(torch.nn.functional.embedding_bag, *arrays, **options))
+    return calls[0] if problem.tables == 1 else lambda: torch.cat([call() for call in calls], 1)
 
 
 def _torch_embedding(problem: NhotLookup, inputs: Sequence[Any], device: str) -> Call:
     import torch
 
+    _refuse_bags(problem)
     indptr, indices, values, table = _nhot_tensors(problem, inputs, device)
     if values is not None or not bool((torch.diff(indptr) == 1).all()):
         raise ValueError("an embedding has one entry a row, without a value")
@@ -42,6 +69,7 @@ def _torch_csr(problem: NhotLookup, inputs: Sequence[Any], device: str) -> Call:
 
     import torch
 
+    _refuse_bags(problem)
     indptr, indices, values, table = _nhot_tensors(problem, inputs, device)
     if values is None:
         values = torch.ones(len(indices), dtype=table.dtype, device=device)
@@ -55,6 +83,7 @@ def _dense_rows(problem: NhotLookup, inputs: Sequence[Any]) -> Any:
     """The sparse rows in the inputs as a dense `(rows, vocab)` array."""
     import numpy as np
 
+    _refuse_bags(problem)
     indptr, indices, *values, table = inputs
     dense = np.zeros((len(indptr) - 1, problem.vocab), np.float32)
     rows = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
@@ -71,6 +100,7 @@ def _scipy_csr(problem: NhotLookup, inputs: Sequence[Any], device: str) -> Call:
     import numpy as np
     import scipy.sparse
 
+    _refuse_bags(problem)
     indptr, indices, *values, table = inputs
     if problem.dtype != "float32":
         raise TypeError(f"SciPy has no {problem.dtype}")
@@ -80,9 +110,21 @@ def _scipy_csr(problem: NhotLookup, inputs: Sequence[Any], device: str) -> Call:
 
 
 def ours(problem: NhotLookup, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
-    indptr, indices, *values, table = map(convert, inputs)
-    rows = CsrRows((indptr, indices, values[0] if values else None), columns=problem.vocab, validate=True)
-    return lambda: nhot_lookup(rows, table), rows.problem(problem.width, problem.dtype)
+    import numpy as np
+
+    given = problem.named([convert(one) if hasattr(one, "shape") else one for one in inputs])
+    several = problem.tables > 1
+    sizes = np.diff([*problem.named(inputs).first_rows, problem.vocab]).tolist() if several else ()
+    rows = CsrRows((given.indptr, given.indices, given.values), columns=sizes or problem.vocab, validate=True)
+    options: dict[str, Any] = {"mode": problem.mode, "padding_idx": given.padding, "dtype": problem.dtype}
+    table = given.table
+    if problem.stored:
+        table = QuantizedEmbedding.of_octets(table, given.scales, problem.stored)
+    if several:
+        table = EmbeddingTables(table, sizes)
+    axes = {name: problem.axes[name] for name in problem.added_axes}
+    called = dataclasses.replace(rows.problem(problem.width, problem.dtype), **axes)
+    return lambda: nhot_lookup(rows, table, **options), called
 
 
 PEERS = (

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tvm_sparse.core.given import described
+from tvm_sparse.core.given import described, integer
 from tvm_sparse.core.problem import FLOATS
 from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.arrays import Facts
@@ -29,7 +29,8 @@ class CsrRows(DenseCopy):
         A `scipy.sparse.csr_array` or `csr_matrix`, a torch tensor of layout `torch.sparse_csr`, or
         `(indptr, indices, values)` with None for values that are all 1.
     columns
-        Number of columns, for rows given by their arrays, which do not determine it.
+        Number of columns, for rows given by their arrays, which do not determine it. For rows of several tables, those
+        of the first table first, a sequence of each table's number of rows (`EmbeddingTables.sizes`).
     validate
         Also check indptr and indices on a GPU; on the host they are always checked.
     checked
@@ -46,6 +47,8 @@ class CsrRows(DenseCopy):
         `(nnz,)` or None. If their dtypes differed, indptr is a copy in the dtype of indices (with 2^31 or more int32
         indices, these are a copy in int64). Unless the rows are `constant`, the arrays may be changed in place, as long
         as indptr and indices stay valid.
+    sizes
+        Numbers of rows of several tables, or ().
     shape, dtype, nnz, index, device
         Properties of the rows; `dtype` is that of the values or None, `index` that of indptr and indices.
     constant
@@ -65,7 +68,7 @@ class CsrRows(DenseCopy):
         self,
         csr: Any,
         *,
-        columns: int | None = None,
+        columns: Any = None,
         validate: bool = False,
         checked: bool = False,
         constant: bool = False,
@@ -99,6 +102,17 @@ class CsrRows(DenseCopy):
                     f"{name}: expected an array on {known.device}:{known.index}, as indptr is, got one on"
                     f" {facts.device}:{facts.index}"
                 )
+        self.sizes: tuple[int, ...] = ()
+        if isinstance(columns, (tuple, list)):
+            if shape is not None:
+                raise ValueError("columns: rows for several tables come as (indptr, indices, values)")
+            self.sizes = tuple(integer("columns", size) for size in columns)
+            if not self.sizes or min(self.sizes) < 1 or (known.shape[0] - 1) % len(self.sizes):
+                raise ValueError(
+                    f"indptr: expected as many rows for each of {len(self.sizes)} tables, of at least 1 row each, got"
+                    f" {known.shape[0] - 1} in all for tables of {self.sizes} rows"
+                )
+            shape = known.shape[0] - 1, max(self.sizes)
         if shape is None:
             if columns is None:
                 raise ValueError("columns: rows given as (indptr, indices, values) need their number of columns")
@@ -191,7 +205,7 @@ class CsrRows(DenseCopy):
     def __getstate__(self) -> dict[str, Any]:
         # Neither a kernel nor its prepared arguments can be copied.
         parts = self.indptr, self.indices, self.values
-        return {"csr": parts, "columns": self.shape[1], "constant": self.constant}
+        return {"csr": parts, "columns": self.sizes or self.shape[1], "constant": self.constant}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         CsrRows.__init__(self, **state)
@@ -199,13 +213,22 @@ class CsrRows(DenseCopy):
     def _check(self, indptr: Any, indices: Any) -> None:
         from tvm_sparse.formats.compressed import check_compressed
 
-        check_compressed(arrays.as_numpy(indptr), arrays.as_numpy(indices), self.nnz, self.shape, stored_in="value")
+        starts, columns = arrays.as_numpy(indptr), arrays.as_numpy(indices)
+        check_compressed(starts, columns, self.nnz, self.shape, stored_in="value")
+        each = self.shape[0] // max(1, len(self.sizes))
+        for table, size in enumerate(self.sizes):
+            first, last = starts[table * each], starts[(table + 1) * each]
+            beyond = (columns[first:last] >= size).nonzero()[0]
+            if len(beyond):
+                place = first + beyond[0]
+                raise ValueError(f"indices[{place}]={columns[place]} is outside [0, {size}), the rows of table {table}")
 
     def problem(self, width: int, dtype: str) -> NhotLookup:
         """The problem of a look-up in a table of `width` columns."""
-        (rows, vocab), weighted = self.shape, int(self.dtype is not None)
+        (rows, vocab), weighted, tables = self.shape, int(self.dtype is not None), max(1, len(self.sizes))
         value = "float32" if self.dtype == "float32" != dtype else ""
-        return NhotLookup(rows, vocab, width, typical(self.nnz, rows), dtype, weighted, self.index, value)
+        each, vocab = typical(self.nnz, rows), sum(self.sizes) or vocab
+        return NhotLookup(rows // tables, vocab, width, each, dtype, weighted, self.index, value, tables=tables)
 
     def __repr__(self) -> str:
         return (

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from tvm_sparse.formats.block_recurrent import BlockRecurrentWeights, value_places
 from tvm_sparse.formats.recurrent import RecurrentWeights, banks_for, entry_words, transposed_layout
 
+from ..sparse_recurrent.problem import rounded_limit
 from .call import TransposedWeight, recurrent_backward
 
 Weights = RecurrentWeights | BlockRecurrentWeights
@@ -132,19 +133,23 @@ def pattern_of(weights: Weights, device: Any) -> Pattern:
 
 
 class _Layer(torch.autograd.Function):
-    """A layer's call: `run` is its forward operator, and `settings` are lengths and resets as the caller gave them."""
+    """A layer's call: `run` is its forward operator, and `settings` are limit, lengths and resets as the caller gave
+    them.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, run: Callable[..., Any], pattern: Pattern, cell: str, settings: tuple[Any, Any], values: Any, x: Any,
-        h0: Any, c0: Any, hidden_bias: Any,
+        ctx: Any, run: Callable[..., Any], pattern: Pattern, cell: str, settings: tuple[Any, Any, Any], values: Any,
+        x: Any, h0: Any, c0: Any, hidden_bias: Any,
     ) -> tuple[Any, ...]:  # fmt: skip
         states = [one.detach() for one in (x, h0, c0) if one is not None]
         bias = None if hidden_bias is None else hidden_bias.detach()
         weights = pattern.placed(values, x.shape[1] if x.dim() == 3 else 1)
-        found = run(weights, *states, hidden_bias=bias, lengths=settings[0], resets=settings[1])
+        limit, lengths, resets = settings
+        found = run(weights, *states, hidden_bias=bias, limit=limit, lengths=lengths, resets=resets)
         ctx.pattern, ctx.cell = pattern, cell
-        marks = [None if one is None else torch.as_tensor(one).to(x.device, torch.int32) for one in settings]
+        ctx.limit = None if limit is None else rounded_limit(limit, weights.dtype)
+        marks = [None if one is None else torch.as_tensor(one).to(x.device, torch.int32) for one in (lengths, resets)]
         ctx.save_for_backward(values, None if pattern.gates == 1 else x, h0, c0, hidden_bias, *marks, found[0])
         return found
 
@@ -158,22 +163,28 @@ class _Layer(torch.autograd.Function):
         if resets is not None:
             before = before.masked_fill(resets[:, :, None] != 0, 0)
         if steps and batch:
+            kept, scaled = _kept(cell, pattern.dense(values), x, before, output, hidden_bias)
+            if ctx.limit is not None:
+                kept = kept.masked_fill(kept >= ctx.limit, 0)
             found = recurrent_backward(
                 pattern.transposed(values, batch),
-                _kept(cell, pattern.dense(values), x, before, output, hidden_bias),
-                before if cell == "gru" else None,
+                kept,
+                before if pattern.gates == 3 else None,
                 c0,
                 *(*gradients, None)[:3],
-                cell=cell,
+                cell="relu" if cell == "clipped_relu" else cell,
                 lengths=lengths,
                 resets=resets,
             )
         else:
-            none = output.new_zeros((steps, batch, pattern.gates * hidden))
+            none, scaled = output.new_zeros((steps, batch, pattern.gates * hidden)), None
             found = (none, *([output.new_zeros(output.shape)] if cell == "gru" else []), *gradients[1:])
         sums, of_values, of_bias = found[0], None, None
         if ctx.needs_input_grad[4]:
-            of_dense = sums.reshape(steps * batch, -1).mT @ before.reshape(steps * batch, hidden)
+            d, states = sums.reshape(steps * batch, -1), before.reshape(steps * batch, hidden)
+            of_dense = d.mT @ states
+            if scaled is not None:  # the candidate's rows multiply r * h
+                of_dense[2 * hidden :] = d[:, 2 * hidden :].mT @ scaled
             of_values = of_dense.reshape(-1)[pattern.places]
         of_x = sums
         if cell == "gru":
@@ -183,20 +194,29 @@ class _Layer(torch.autograd.Function):
         return None, None, None, None, of_values, of_x, of_h0, of_c0, of_bias
 
 
-def _kept(cell: str, weight: Any, x: Any, before: Any, output: Any, hidden_bias: Any) -> Any:
-    """The argument `kept` of `recurrent_backward`: for gates the sums of the forward pass, computed again."""
-    if cell in ("tanh", "relu"):
-        return output
+def _kept(cell: str, weight: Any, x: Any, before: Any, output: Any, hidden_bias: Any) -> tuple[Any, Any]:
+    """The argument `kept` of `recurrent_backward`: for gates the sums of the forward pass, computed again. Second, for
+    a reset before the product, the states times the reset gate `(steps * batch, hidden)`; else None.
+    """
+    if cell in ("tanh", "relu", "clipped_relu"):
+        return output, None
     steps, batch, hidden = output.shape
     states = before.reshape(steps * batch, hidden)
     if cell == "lstm":
-        return torch.addmm(x.reshape(steps * batch, -1), states, weight.mT).view(x.shape)
+        return torch.addmm(x.reshape(steps * batch, -1), states, weight.mT).view(x.shape), None
+    if cell == "gru_reset_before":
+        kept, own = torch.empty_like(x), x.reshape(steps * batch, -1)
+        flat = kept.view(own.shape)
+        flat[:, : 2 * hidden] = torch.addmm(own[:, : 2 * hidden], states, weight[: 2 * hidden].mT)
+        scaled = (flat[:, :hidden].sigmoid() * states).contiguous()
+        flat[:, 2 * hidden :] = torch.addmm(own[:, 2 * hidden :], scaled, weight[2 * hidden :].mT)
+        return kept, scaled
     products = (states @ weight.mT).view(x.shape)
     kept = x.new_empty((steps, batch, 4 * hidden))
     torch.add(x[:, :, : 2 * hidden], products[:, :, : 2 * hidden], out=kept[:, :, : 2 * hidden])
     kept[:, :, 2 * hidden : 3 * hidden] = x[:, :, 2 * hidden :]
     torch.add(products[:, :, 2 * hidden :], hidden_bias, out=kept[:, :, 3 * hidden :])
-    return kept
+    return kept, None
 
 
 def differentiable(
@@ -206,6 +226,7 @@ def differentiable(
     h0: Any,
     c0: Any = None,
     hidden_bias: Any = None,
+    limit: Any = None,
     lengths: Any = None,
     resets: Any = None,
     *,
@@ -218,7 +239,7 @@ def differentiable(
     Parameters
     ----------
     run
-        The forward operator `(weights, x_projected, h0[, c0], *, hidden_bias, lengths, resets)` for the cell.
+        The forward operator `(weights, x_projected, h0[, c0], *, hidden_bias, limit, lengths, resets)` for the cell.
     values
         `(nonzeros,)` of the weights' dtype: values in the place of the weights' own, in the order of their
         `coordinates()`; None: these.
@@ -226,5 +247,5 @@ def differentiable(
     pattern = pattern_of(weights, x_projected.device)
     if cell == "gru" and hidden_bias is None:
         hidden_bias = x_projected.new_zeros(weights.hidden)
-    settings = lengths, resets
+    settings = limit, lengths, resets
     return _Layer.apply(run, pattern, cell, settings, values, x_projected, h0, c0, hidden_bias)

@@ -42,9 +42,9 @@ def through_cell(
     `sigmoid` and `tanh` replace the compiler's, where these are not accurate enough.
 
     Reads, all float32: `s.kept[k * samples + v]`; `s.dh[v]`; of an LSTM `s.c[v]`, the cell state before the step, and
-    `s.dc[v]`; of a GRU `s.h[v]`, the state before the step. Writes: `s.d[gate * samples + v]`; `s.own[v]`, what passes
-    the state before the step by; of an LSTM `s.dc[v]`; of a GRU `s.fresh[v]`, dn. Gates
-    overwrite what was kept of them.
+    `s.dc[v]`; of a GRU `s.h[v]`, the state before the step. Writes: `s.d[gate * samples + v]`, with the reset before
+    the product those of z and n alone; `s.own[v]`, what passes the state before the step by; of an LSTM `s.dc[v]`; of a
+    GRU `s.fresh[v]`, dn. Gates overwrite what was kept of them.
     """
     one = T.float32(1)
     if cell in ("tanh", "relu"):
@@ -74,6 +74,20 @@ def through_cell(
             s.dc[v] = s.dc[v] * s.kept[samples + v]
             s.own[v] = T.float32(0)
 
+    elif cell == "gru_reset_before":
+
+        @T.inline
+        def phase(s, v):
+            s.kept[samples + v] = sigmoid(s.kept[samples + v])
+            s.kept[2 * samples + v] = tanh(s.kept[2 * samples + v])
+            s.d[samples + v] = (
+                s.dh[v] * (s.h[v] - s.kept[2 * samples + v]) * (s.kept[samples + v] * (one - s.kept[samples + v]))
+            )
+            s.d[2 * samples + v] = (
+                s.dh[v] * (one - s.kept[samples + v]) * (one - s.kept[2 * samples + v] * s.kept[2 * samples + v])
+            )
+            s.own[v] = s.dh[v] * s.kept[samples + v]
+
     else:
 
         @T.inline
@@ -94,6 +108,22 @@ def through_cell(
     return phase
 
 
+def through_reset(samples: int = 1, sigmoid: Callable[..., Any] = T.sigmoid) -> Callable[..., Any]:
+    """The gradients of a reset gate before the product; the phase is (s, v), as for `through_cell`.
+
+    Reads: `s.kept[v]`, the sum of r; `s.h[v]`; `s.dh[v]`, the gradient of r * h. Writes: `s.d[v]`; `s.own[v]`, what
+    reaches the state before the step through r * h.
+    """
+
+    @T.inline
+    def phase(s, v):
+        s.kept[v] = sigmoid(s.kept[v])
+        s.d[v] = s.dh[v] * s.h[v] * (s.kept[v] * (T.float32(1) - s.kept[v]))
+        s.own[v] = s.dh[v] * s.kept[v]
+
+    return phase
+
+
 def unit_buffers(problem: Any, alloc: Callable[[int], Any], samples: int = 1) -> dict[str, Any]:
     """The buffers of `through_cell` and `next_cell`, made by `alloc(extent)`, for the attributes of their `s`."""
     extents = {"kept": problem.kept, "d": problem.gates}
@@ -105,7 +135,9 @@ def scan_back(problem: Any) -> tirx.PrimFunc:
     """The definition of the operator."""
     batch, hidden, gates, cell, dtype = problem.batch, problem.hidden, problem.gates, problem.cell, problem.dtype
     lstm, gru, ragged, resetting = cell == "lstm", cell == "gru", bool(problem.ragged), bool(problem.resets)
-    through, advance, rows = through_cell(cell), next_cell(), problem.rows()
+    through, advance, rows, twice = through_cell(cell), next_cell(), problem.rows(), problem.exchanges == 2
+    own, of_reset = int(twice), through_reset()  # `own`: the first gate whose gradient needs no product
+    mixed = gru or twice
 
     # fmt: off
     @T.inline
@@ -137,14 +169,23 @@ def scan_back(problem: Any) -> tirx.PrimFunc:
                             cells[t + 1, b, unit] = s.c[0]
 
     @T.inline
-    def gather(io, s, t, b, slot):
-        """`s.dh`: the gradient of a unit's state after step t - 1, before that of its output is added."""
-        unit = T.meta_var(rows.unit(io, slot))
-        s.dh[0] = s.passed[b, unit]
+    def add_up(io, s, t, b, slot, first, last):
+        """To `s.dh`, the products with the gradients of the sums from `first` to `last`."""
         for e in range(rows.stop(io, slot, 0) - rows.start(io, slot, 0)):
             entry = T.meta_var(rows.start(io, slot, 0) + e)
-            s.dh[0] = s.dh[0] + rows.value(io, slot, 0, entry) * T.Cast(
-                "float32", io.d_sums[t, b, rows.column(io, slot, 0, entry)])
+            column = T.meta_var(rows.column(io, slot, 0, entry))
+            if twice:
+                if column >= first and column < last:
+                    s.dh[0] = s.dh[0] + rows.value(io, slot, 0, entry) * T.Cast("float32", io.d_sums[t, b, column])
+            else:
+                s.dh[0] = s.dh[0] + rows.value(io, slot, 0, entry) * T.Cast("float32", io.d_sums[t, b, column])
+
+    @T.inline
+    def gather(io, s, t, b, slot):
+        """`s.dh`: the gradient of a unit's state after step t - 1, before that of its output is added."""
+        s.dh[0] = s.passed[b, rows.unit(io, slot)]
+        add_up(io, s, t, b, slot, 0, (2 if twice else gates) * hidden)
+        unit = T.meta_var(rows.unit(io, slot))
         if resetting:
             if io.resets[t, b] != 0:
                 s.dh[0] = T.float32(0)
@@ -155,13 +196,13 @@ def scan_back(problem: Any) -> tirx.PrimFunc:
         unit = T.meta_var(rows.unit(io, slot))
         load_kept(io, s, t, b, unit)
         s.dh[0] = s.dh[0] + T.Cast("float32", io.d_output[t, b, unit])
-        if gru:
+        if mixed:
             s.h[0] = T.Cast("float32", io.before[t, b, unit])
         if lstm:
             s.c[0] = s.cells[t, b, unit]
             s.dc[0] = s.dcs[b, unit]
         through(s, 0)
-        for gate in range(gates):
+        for gate in range(own, gates):
             io.d_sums[t, b, gate * hidden + unit] = T.Cast(dtype, s.d[gate])
         if gru:
             io.d_new[t, b, unit] = T.Cast(dtype, s.fresh[0])
@@ -200,6 +241,18 @@ def scan_back(problem: Any) -> tirx.PrimFunc:
             take_step(io, s, t, b, slot)
 
     @T.inline
+    def reset_unit(io, s, t, b, slot):
+        """The gradients of a step's reset gate, once those of its candidate are known."""
+        unit = T.meta_var(rows.unit(io, slot))
+        s.dh[0] = T.float32(0)
+        add_up(io, s, t, b, slot, 2 * hidden, 3 * hidden)
+        s.kept[0] = T.Cast("float32", io.kept[t, b, unit])
+        s.h[0] = T.Cast("float32", io.before[t, b, unit])
+        of_reset(s, 0)
+        io.d_sums[t, b, unit] = T.Cast(dtype, s.d[0])
+        s.passed[b, unit] = s.passed[b, unit] + s.own[0]
+
+    @T.inline
     def last_unit(io, s, b, slot):
         """The gradients of the states before the first step."""
         unit = T.meta_var(rows.unit(io, slot))
@@ -212,6 +265,26 @@ def scan_back(problem: Any) -> tirx.PrimFunc:
         io.d_h0[b, unit] = T.Cast(dtype, s.dh[0])
         if lstm:
             io.d_c0[b, unit] = T.Cast(dtype, s.dcs[b, unit])
+
+    def state(passed, dcs, cells):
+        buffers = unit_buffers(problem, lambda n: T.sblock_alloc_buffer((n,), "float32"))
+        return SimpleNamespace(passed=passed, dcs=dcs, cells=cells, **buffers)
+
+    @T.inline
+    def reset_units(io, passed, dcs, cells, step):
+        for place in range(hidden):
+            for sample in range(batch):
+                with T.sblock("reset"):
+                    back = T.axis.opaque(io.steps + 1, step)
+                    slot = T.axis.opaque(hidden, place)
+                    b = T.axis.opaque(batch, sample)
+                    s = T.meta_var(state(passed, dcs, cells))
+                    if back < io.steps:
+                        if ragged:
+                            if io.steps - 1 - back < io.lengths[b]:
+                                reset_unit(io, s, io.steps - 1 - back, b, slot)
+                        else:
+                            reset_unit(io, s, io.steps - 1 - back, b, slot)
 
     @T.inline
     def body(io):
@@ -228,12 +301,12 @@ def scan_back(problem: Any) -> tirx.PrimFunc:
                         back = T.axis.opaque(io.steps + 1, step)
                         slot = T.axis.opaque(hidden, place)
                         b = T.axis.opaque(batch, sample)
-                        s = T.meta_var(SimpleNamespace(
-                            passed=passed, dcs=dcs, cells=cells,
-                            **unit_buffers(problem, lambda n: T.sblock_alloc_buffer((n,), "float32"))))
+                        s = T.meta_var(state(passed, dcs, cells))
                         if back < io.steps:
                             one_unit(io, s, io.steps - 1 - back, b, slot)
                         else:
                             last_unit(io, s, b, slot)
+            if twice:
+                reset_units(io, passed, dcs, cells, step)
     # fmt: on
     return function(problem, body, blocks=True, packed=True)

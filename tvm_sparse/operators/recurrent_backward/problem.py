@@ -5,14 +5,18 @@ gate of a GRU U_n h[t-1] + b), d[t] = dL/ds[t], and * elementwise, every step fr
 
     dh[t] = d_output[t] + (what passed h[t] by) + U^T d[t+1]          (for the last step d_h_n instead of the two)
     tanh  d = dh * (1 - h^2)
-    relu  d = dh where h > 0
+    relu  d = dh where h > 0 (a clipped relu's gradient is that of an output which is 0 where it reached the limit)
     lstm  dc = dc + dh * o * (1 - tanh(c[t])^2)
           d = (dc * g * i (1-i),  dc * c[t-1] * f (1-f),  dc * i * (1 - g^2),  dh * tanh(c[t]) * o (1-o));  dc = dc * f
     gru   dn = dh * (1-z) * (1 - n^2)
           d = (dn * s_n * r (1-r),  dh * (h[t-1] - n) * z (1-z),  dn * r);  dh * z passes h[t-1] by
+    gru_reset_before, with s_n = U_n (r * h[t-1])
+          dn = dh * (1-z) * (1 - n^2);  dq = U_n^T dn;  in dh above, U^T d[t+1] is that of r and z alone
+          d = (dq * h[t-1] * r (1-r),  dh * (h[t-1] - n) * z (1-z),  dn);  dh * z + dq * r passes h[t-1] by
 
-The gradient of the projected input is d; for the last gate of a GRU it is dn. The gradient of the weight, the sum of
-d[t] h[t-1]^T over steps and sequences, needs nothing but d, and is a dense product of the caller's.
+The gradient of the projected input is d; for the last gate of "gru" it is dn. The gradient of the weight, the sum of
+d[t] h[t-1]^T over steps and sequences (d_n[t] (r * h[t-1])^T for U_n of "gru_reset_before"), needs nothing but d, and
+is a dense product of the caller's.
 
 Gates are computed again from the sums of the forward pass. Sums are float32; d is rounded to the dtype before it is
 multiplied by U^T, as h is in the forward pass, and dc is carried in float32.
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
     from tvm import tirx
 
 # What a step keeps of each unit: its state, or the sums of its gates (for a GRU x_n and s_n by themselves).
-KEPT = {"tanh": 1, "relu": 1, "lstm": 4, "gru": 4}
+KEPT = {"tanh": 1, "relu": 1, "lstm": 4, "gru": 4, "gru_reset_before": 3}
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class RecurrentBackward(RecurrentLayer):
 
     operator: ClassVar[str] = "recurrent_backward"
     counted: ClassVar[tuple[str, ...]] = ("entries",)
+    cells: ClassVar[tuple[str, ...]] = tuple(KEPT)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("units", ("hidden",), "int32", "Unit at each slot, a permutation: kernels deal slots out in order."),
         Argument("row_start", ("hidden + 1",), "int32", "First entry of the transposed weight's row of a slot."),
@@ -61,9 +66,10 @@ class RecurrentBackward(RecurrentLayer):
             "kept",
             ("steps", "batch", "kept * hidden"),
             "dtype",
-            "tanh, relu: the output. LSTM: x + U h of each gate. GRU: that of r and z, x_n, and U_n h + b.",
+            "tanh, relu: the output. LSTM: x + U h of each gate. GRU: that of r and z, x_n, and U_n h + b; with the"
+            " reset before the product that of r and z, and x_n + U_n (r h).",
         ),
-        Argument("before", ("steps", "batch", "hidden"), "dtype", "State before each step.", when="gru"),
+        Argument("before", ("steps", "batch", "hidden"), "dtype", "State before each step.", when="mixed"),
         Argument("c0", ("batch", "hidden"), "dtype", "Cell state before the first step.", when="lstm"),
         Argument("d_output", ("steps", "batch", "hidden"), "dtype", "Gradient of the output."),
         Argument("d_h_n", ("batch", "hidden"), "dtype", "Gradient of the last state."),
@@ -131,6 +137,7 @@ class RecurrentBackward(RecurrentLayer):
             "hidden + 1": self.hidden + 1,
             "entries": self.hidden * self.row_entries,
             "kept * hidden": self.kept * self.hidden,
+            "mixed": int(self.cell.startswith("gru")),
         }
         return known[name] if name in known else super().extent(name)
 
@@ -212,8 +219,9 @@ class RecurrentBackward(RecurrentLayer):
         operations for each of the values that it keeps.
         """
         nnz = self.extent("entries") if inputs is None else len(inputs[2])
-        lstm, gru, states = self.extent("lstm"), self.extent("gru"), self.batch * self.hidden
-        floats = self.steps * states * (self.kept + self.gates + 1 + 2 * gru) + states * (2 + 3 * lstm)
+        lstm, states = self.extent("lstm"), self.batch * self.hidden
+        floats = self.steps * states * (self.kept + self.gates + 1 + self.extent("mixed") + self.extent("gru"))
+        floats += states * (2 + 3 * lstm)
         words = nnz * self.words + 2 * self.hidden + 1
         words += self.ragged * self.batch + self.resets * self.steps * self.batch
         each = 2 * nnz + 5 * self.hidden * (self.kept + lstm)

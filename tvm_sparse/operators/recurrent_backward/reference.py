@@ -9,7 +9,7 @@ import numpy as np
 
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.rounding import ROUNDING, SMALLEST
-from tvm_sparse.operators.sparse_recurrent.reference import ACTIVATION, DEVIATIONS, Rows
+from tvm_sparse.operators.sparse_recurrent.reference import ACTIVATION, DEVIATIONS, Rows, off_rounded, unit_of
 
 
 class Noisy(NamedTuple):
@@ -43,7 +43,7 @@ def run(problem: Any, inputs: Sequence[Any], errors: bool = False) -> list[np.nd
     given = dict(zip((argument.name for argument in problem.kernel_inputs), inputs, strict=True))
     rows = Rows(problem.hidden, problem.width, *problem.coordinates(inputs))
     steps, batch, hidden, gates, cell = problem.steps, problem.batch, problem.hidden, problem.gates, problem.cell
-    dtype, zeros = numpy_dtype(problem.dtype), Noisy(np.zeros((batch, hidden)), np.zeros((batch, hidden)))
+    zeros = Noisy(np.zeros((batch, hidden)), np.zeros((batch, hidden)))
     kept = given["kept"].astype(np.float64).reshape(steps, batch, problem.kept, hidden)
     lengths = given.get("lengths", np.full(batch, steps))
     lives = (np.arange(steps)[:, None] < lengths)[:, :, None]
@@ -60,22 +60,25 @@ def run(problem: Any, inputs: Sequence[Any], errors: bool = False) -> list[np.nd
         d, off_d = np.zeros((batch, gates * hidden)), np.zeros((batch, gates * hidden))
         for t in reversed(range(-1, steps)):
             if t + 1 < steps:
-                size = rows.times(rows.absolute, np.abs(_finite(d))) + np.abs(_finite(passed.value))
-                off = rows.times(rows.squares, off_d) + (rows.roundings + 2) * (2.0**-24 * size) ** 2
-                passed = Noisy(passed.value + rows.times(rows.values, d), passed.off + off)
+                if problem.exchanges == 2:  # the last gate's has reached the state through r * h
+                    d[:, 2 * hidden :] = off_d[:, 2 * hidden :] = 0
+                passed = _added(rows, passed, Noisy(d, off_d))
                 passed, dc = zeros.where(begins[t + 1], passed), zeros.where(begins[t + 1], dc)
             if t < 0:
                 break
             live = lives[t]
             dh = passed.plus(exactly(given["d_output"][t]))
-            before = exactly(given["before"][t]) if cell == "gru" else zeros
+            before = exactly(given["before"][t]) if "before" in given else zeros
             found, fresh, own, new_dc = _through(problem, kept[t], dh, dc, cells[t], before)
+            if problem.exchanges == 2:
+                parts = [zeros, zeros, _rounded(problem, found[2]).where(live, zeros)]
+                dq = _added(rows, zeros, Noisy(*(np.concatenate(both, 1) for both in zip(*parts, strict=True))))
+                reset = _sigmoid(problem, kept[t][:, 0])
+                found[0], own = dq.times(before).times(_slope(reset)), own.plus(dq.times(reset))
             d = np.stack([np.where(live, one.value, 0.0) for one in found], 1).reshape(batch, -1)
             exact = np.stack([np.where(live, one.off, 0.0) for one in found], 1).reshape(batch, -1)
-            d = d.astype(dtype).astype(np.float64)
-            unit = 2 * (ROUNDING[problem.dtype] * np.abs(_finite(d)) + SMALLEST[problem.dtype])
-            off_sums[t] = DEVIATIONS * np.sqrt(exact) + unit
-            off_d = exact + np.maximum(np.sqrt(exact) * unit, (unit / DEVIATIONS) ** 2)
+            d, off_d = _rounded(problem, Noisy(d, exact))
+            off_sums[t] = DEVIATIONS * np.sqrt(exact) + unit_of(problem, d)
             off_d = np.where(np.repeat(live, gates * hidden, 1), off_d, 0.0)
             d_sums[t] = d
             d_new[t, :, :hidden] = np.where(live, fresh.value, 0.0)
@@ -90,6 +93,19 @@ def run(problem: Any, inputs: Sequence[Any], errors: bool = False) -> list[np.nd
         results[0],
         *([results[1]] if cell == "lstm" else []),
     ]
+
+
+def _added(rows: Rows, passed: Noisy, d: Noisy) -> Noisy:
+    """`passed` and the products of the transposed weight's rows with gradients `(batch, gates * hidden)`."""
+    size = rows.times(rows.absolute, np.abs(_finite(d.value))) + np.abs(_finite(passed.value))
+    off = rows.times(rows.squares, d.off) + (rows.roundings + 2) * (2.0**-24 * size) ** 2
+    return Noisy(passed.value + rows.times(rows.values, d.value), passed.off + off)
+
+
+def _rounded(problem: Any, exact: Noisy) -> Noisy:
+    """Values rounded to the problem's dtype."""
+    value = exact.value.astype(numpy_dtype(problem.dtype)).astype(np.float64)
+    return Noisy(value, off_rounded(exact.off, unit_of(problem, value)))
 
 
 def _allowed(problem: Any, found: Noisy) -> np.ndarray:
@@ -170,8 +186,11 @@ def _through(
             dh.times(flat).times(_slope(o)),
         ]
         return found, none, none, dc.times(f)
-    r, z, s = _sigmoid(problem, kept[:, 0]), _sigmoid(problem, kept[:, 1]), _exact(kept[:, 3])
-    n = _tanh(problem, _exact(kept[:, 2]).plus(r.times(s)))
+    r, z, sum_n = _sigmoid(problem, kept[:, 0]), _sigmoid(problem, kept[:, 1]), _exact(kept[:, 2])
+    s = none if problem.exchanges == 2 else _exact(kept[:, 3])
+    n = _tanh(problem, sum_n if problem.exchanges == 2 else sum_n.plus(r.times(s)))
     dn = dh.times(_exact(np.ones_like(z.value)).less(z)).times(_flatness(n))
-    found = [dn.times(s).times(_slope(r)), dh.times(before.less(n)).times(_slope(z)), dn.times(r)]
-    return found, dn, dh.times(z), none
+    dz = dh.times(before.less(n)).times(_slope(z))
+    if problem.exchanges == 2:  # d of r follows the product with dn
+        return [none, dz, dn], none, dh.times(z), none
+    return [dn.times(s).times(_slope(r)), dz, dn.times(r)], dn, dh.times(z), none

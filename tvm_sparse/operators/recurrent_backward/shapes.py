@@ -9,6 +9,7 @@ AWKWARD: tuple[str, ...] = (
     "recurrent_backward/steps=3,batch=4,hidden=30,nonzeros=120,cell=lstm",  # as dense as can be
     "recurrent_backward/steps=6,batch=1,hidden=64,nonzeros=18,cell=gru,resets=1",
     "recurrent_backward/steps=2,batch=9,hidden=19,nonzeros=9,cell=gru,dtype=float16,ragged=1",
+    "recurrent_backward/steps=3,batch=5,hidden=23,nonzeros=9,cell=gru_reset_before,dtype=float16,ragged=1,resets=1",
 )
 REALISTIC: tuple[str, ...] = (
     "recurrent_backward/steps=256,batch=4,hidden=1792,nonzeros=180",

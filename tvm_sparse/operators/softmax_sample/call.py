@@ -8,11 +8,13 @@ from typing import Any
 
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.formats.bitmap import bitmap_words
-from tvm_sparse.operators.edit_logits.call import SOFT_CAP, edit_logits
+from tvm_sparse.operators.edit_logits.call import SOFT_CAP, soft_cap_of
+from tvm_sparse.operators.softmax_topk.call import capped_floats
 from tvm_sparse.runtime import arrays, custom, repeat, whole_vectors
 from tvm_sparse.runtime.calls import (
     by_parts,
     facts_beside,
+    is_of_rows,
     logits_facts,
     machine_of,
     most_rows,
@@ -23,23 +25,22 @@ from tvm_sparse.runtime.calls import (
 )
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.loading import Miss
-from tvm_sparse.runtime.signature import FLOAT_ROWS, ROWS, Absent, Array, Number, Output, Signature
+from tvm_sparse.runtime.signature import FLOAT_ROWS, OF_ROWS, ROWS, Absent, Array, Number, Output, Signature
 
 from . import seeds
 from .problem import MAX_K, SoftmaxSample
 from .problem import width_of_call as _width
 
-_OF_ROWS = Array((ROWS,), ("float32",))
 SIGNATURES = {
     "softmax_sample": Signature(
         ("logits", FLOAT_ROWS),
-        ("temperature", Number("float", 0.2, 3.0), _OF_ROWS),
+        ("temperature", Number("float", 0.2, 3.0), OF_ROWS),
         ("top_k", Absent(), Number("int", 1, MAX_K), Array((ROWS,), ("int32",), below=MAX_K)),
-        ("top_p", Number("float", 0.1, 1.0), _OF_ROWS),
-        ("min_p", Number("float", 0.0, 0.2), _OF_ROWS),
+        ("top_p", Number("float", 0.1, 1.0), OF_ROWS),
+        ("min_p", Number("float", 0.0, 0.2), OF_ROWS),
         ("bias", Absent(), Array(("vocab",), ("float32",))),
         ("allowed", Absent(), Array((ROWS, "bitmap"), ("int32",))),
-        ("uniforms", _OF_ROWS, Absent()),
+        ("uniforms", OF_ROWS, Absent()),
         ("seed", Absent(), Number("int", -(2**63), 2**63 - 1), Array((ROWS, 2), ("int64",))),
         ("offset", Number("int", 0, 2**63 - 1), Array((ROWS,), ("int64",))),
         ("max_top_k", Absent(), Number("int", 1, MAX_K)),
@@ -149,9 +150,9 @@ def softmax_sample(
         How many of the best words are wanted beside the token: at most top_k, or max_top_k, or 128 if top_k is None or
         above 1024.
     soft_cap
-        The soft cap c of the model's final logits, which become c * tanh(logits / c) before anything else: a number
-        above 0, as 30 for Gemma 2. The result is that for `edit_logits(logits, soft_cap=c)`, a copy of the logits in
-        their dtype; infinities become c and -c.
+        The soft cap c of the model's final logits, which become c * tanh(logits / c) in float32 before anything else,
+        as for `softmax_topk`: a number above 0, as 30 for Gemma 2. Beside a `bias`, and in graphs of PyTorch, a capped
+        copy is made first.
     out
         `(tokens, logprobs)` to write into: contiguous, on the device of `logits`.
 
@@ -188,12 +189,11 @@ def softmax_sample(
     Sources: Fan, Lewis & Dauphin 2018 (top-k); Holtzman et al. 2020 (top-p); Nguyen et al. 2024 (min-p); Salmon et al.
     2011 (Philox).
     """
-    if soft_cap is not None:
-        logits = edit_logits(logits, soft_cap=soft_cap)
+    cap = None if soft_cap is None else soft_cap_of(soft_cap)
     best = best if type(best) is int else whole_number("best", best)
     max_top_k = max_top_k if max_top_k is None or type(max_top_k) is int else whole_number("max_top_k", max_top_k)
     filters = [temperature, top_k, top_p, min_p]
-    own = [type(one) not in (float, int) and bool(getattr(one, "shape", ())) for one in filters]
+    own = [is_of_rows(one) for one in filters]
     filters = [one if array else _number(i, one) for i, (one, array) in enumerate(zip(filters, own, strict=True))]
     said = seeds.told(uniforms, seed, offset)
     tensors = [one for one, array in zip(filters, own, strict=True) if array]
@@ -202,15 +202,17 @@ def softmax_sample(
     drawn = [one for one in numbers if hasattr(one, "__dlpack__")]
     # What a kernel depends on: numbers other than top_k are passed to it.
     what = ("softmax_sample", None if own[1] else filters[1], max_top_k, best, seeded)
+    if cap is not None and bias is not None and not through:
+        logits, cap, soft_cap = capped_floats(logits, cap), None, None
     if out is None and not through and any(own) is all(own) and type(best) is int:
-        results = repeat.again(dispatcher.launchers, what, (logits, *filters, bias, allowed, *numbers), None)
+        results = repeat.again(dispatcher.launchers, what, (logits, *filters, cap, bias, allowed, *numbers), None)
         if results is not None:
             return tuple([*results[:2], *[array[:, :best] for array in results[2:] if best]])
 
     if through or custom.transformed(logits, *tensors, bias, allowed, *drawn):
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "bias": bias}
         options |= {"allowed": allowed, "uniforms": uniforms, "seed": seed, "offset": offset}
-        options |= {"max_top_k": max_top_k, "best": best, "out": out}
+        options |= {"max_top_k": max_top_k, "best": best, "soft_cap": soft_cap, "out": out}
         return custom.module_of("softmax_sample").softmax_sample(logits, **options)
     known = logits_facts(logits)
     *leading, vocab = known.shape
@@ -283,6 +285,7 @@ def softmax_sample(
             if copied and not own[1] and filters[1] >= vocab:
                 options["top_k"] = None  # all words, which a copy has more of
             options |= {"uniforms" if seeded == seeds.GIVEN else "seed": drawn_numbers, "bias": row, "allowed": mask}
+            options["soft_cap"] = cap
             found = softmax_sample(part, **options, max_top_k=max_top_k, best=best and most, out=(into[0], into[1]))
             for have, want in zip(into[2:], found[2:], strict=bool(best)):
                 have[:, :most] = want
@@ -290,7 +293,7 @@ def softmax_sample(
         by_parts(some, batch, most_at_once, (arrays.reshaped(logits, (batch, vocab)), *by_rows), flat)
     elif batch and not arrays.is_fake(logits):
         axes = {"bias": int(bias is not None), "per_row": int(any(own)), "seeded": seeded, "whole": int(whole)}
-        axes["allowed"] = int(allowed is not None)
+        axes |= {"allowed": int(allowed is not None), "capped": int(cap is not None)}
         problem = SoftmaxSample(batch, vocab, width, known.dtype, **axes)
         launchers = dispatcher.launchers  # before others take their place
         function, made = _kernel(problem, machine_of("logits", known))
@@ -302,7 +305,7 @@ def softmax_sample(
             arrays.reshaped(array, (batch, *shape[len(rows) :]))
             for array, (_, shape, _) in zip(outputs, (*wanted, *kept), strict=True)
         ]
-        arguments = (ready, *passed_filters, *extras, *passed_numbers)
+        arguments = (ready, *passed_filters, cap, *extras, *passed_numbers)
         run(launchers if made == seeded else None, what, function, arguments, flat)
     shown = [arrays.returned(array, logits) for array in outputs]
     return tuple([*(out or shown[:2]), *[array[..., :best] for array in shown[2:] if best]])

@@ -12,8 +12,10 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.operators.softmax_topk.definition import is_greedy
+
 from .philox import MULTIPLIERS, ROUNDS, WEYL
-from .reference import BELOW_ONE, GREEDY, LEAST_SCALE
+from .reference import BELOW_ONE
 
 LOW = 0xFFFFFFFF
 
@@ -60,17 +62,6 @@ class Columns:
 
     def __getitem__(self, i: Any) -> tirx.PrimExpr:
         return self.buffer[i] if self.row is None else self.buffer[self.row, i]
-
-
-def is_greedy(temperature: tirx.PrimExpr) -> tirx.PrimExpr:
-    """Whether a temperature asks for the best word, as one that is no number does, too."""
-    return T.Select(temperature >= T.float32(GREEDY), 0, 1) != 0
-
-
-def inverse(temperature: tirx.PrimExpr) -> tirx.PrimExpr:
-    """The factor of a row's scores."""
-    scale = T.max(T.float32(1) / temperature, T.float32(LEAST_SCALE))
-    return T.Select(is_greedy(temperature), T.float32(1), scale)
 
 
 def limit_of(temperature: tirx.PrimExpr, top_k: tirx.PrimExpr, words: int) -> tirx.PrimExpr:

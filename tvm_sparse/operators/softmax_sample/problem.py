@@ -27,9 +27,8 @@ from tvm_sparse.core.problem import (
     numpy_dtype,
     width,
 )
-from tvm_sparse.formats.bitmap import unpack_bits
-from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, SoftmaxTopk
-from tvm_sparse.operators.softmax_topk.reference import normalised, ranked
+from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, CAP, SoftmaxTopk
+from tvm_sparse.operators.softmax_topk.reference import normalised, ranked, same_ranks
 
 from . import philox, reference
 
@@ -47,6 +46,8 @@ UNSAID = 128
 SLACK = 3e-5
 # Uniform numbers that one of [0, 1) may happen to be.
 UNIFORMS = (0.0, 2.0**-32, 0.25, 0.5, 0.75, 1 - 2.0**-24)
+# The least soft cap of generated inputs. Where logits are saturated, rounding decides which of many words are left.
+LEAST_CAP = 8.0
 NAMES = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -59,7 +60,8 @@ class SoftmaxSample(Problem):
     each row; `seeded`, where uniform numbers are made in the kernel: 1 from a seed and an offset of each row, 2 from
     one seed, one offset and the row's number, 3 from one seed, each row's offset and its number; `whole` = 1 if a word
     may be drawn from the whole row, where top_k is 0 or less, or above k; `allowed` = 1 for a bitmap of each row:
-    columns whose bit is 0 count as minus infinity.
+    columns whose bit is 0 count as minus infinity; `capped` = 1, not beside a bias, for logits that become cap *
+    tanh(logits / cap) before all else.
     """
 
     batch: int
@@ -71,9 +73,11 @@ class SoftmaxSample(Problem):
     seeded: int = field(default=0, metadata=OPTIONAL)
     whole: int = field(default=0, metadata=OPTIONAL)
     allowed: int = field(default=0, metadata=OPTIONAL)
+    capped: int = field(default=0, metadata=OPTIONAL)
 
     operator: ClassVar[str] = "softmax_sample"
     batch_axis: ClassVar[str] = "batch"
+    added_axes: ClassVar[tuple[str, ...]] = ("capped",)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("logits", ("batch", "vocab"), "dtype", "Unnormalised scores, row-major."),
         Argument("temperature", (), "float32", "Divides logits + bias; greedy below 1e-5.", when="shared"),
@@ -84,6 +88,7 @@ class SoftmaxSample(Problem):
         Argument("top_ks", ("batch",), "int32", "The same of each row.", when="per_row"),
         Argument("top_ps", ("batch",), "float32", "The same of each row.", when="per_row"),
         Argument("min_ps", ("batch",), "float32", "The same of each row.", when="per_row"),
+        CAP,
         Argument("bias", ("vocab",), "float32", "Added to every row; -inf masks a column.", when="bias"),
         Argument("allowed", ("batch", "bitmap"), "int32", "Bit j % 32 of word j / 32 allows column j.", when="allowed"),
         Argument("uniforms", ("batch",), "float32", "Uniform numbers in [0, 1).", when="given"),
@@ -205,7 +210,8 @@ class SoftmaxSample(Problem):
     def best(self) -> SoftmaxTopk:
         """The problem of the k best words, which are what a word is drawn from."""
         try:
-            return SoftmaxTopk(self.batch, self.vocab, self.k, self.dtype, self.bias, allowed=self.allowed)
+            extras = {"allowed": self.allowed, "capped": self.capped}
+            return SoftmaxTopk(self.batch, self.vocab, self.k, self.dtype, self.bias, **extras)
         except ProblemError as error:
             raise ProblemError(str(error).replace("softmax_topk", self.operator)) from None
 
@@ -244,7 +250,7 @@ class SoftmaxSample(Problem):
         if isinstance(other, SoftmaxSample) and self.alone != other.alone:
             return None
         if isinstance(other, SoftmaxSample):
-            other = dataclasses.replace(other, seeded=self.seeded, allowed=self.allowed)
+            other = dataclasses.replace(other, seeded=self.seeded, allowed=self.allowed, capped=self.capped)
         return super().distance(other)
 
     def as_shipped(self) -> tuple[Problem, ...]:
@@ -252,8 +258,10 @@ class SoftmaxSample(Problem):
         return tuple(dataclasses.replace(self, seeded=seeded) for seeded in (0, 1, 2))
 
     def as_tuned(self) -> Problem:
-        """With uniform numbers that are given: where they come from takes one warp of a row a few instructions."""
-        return dataclasses.replace(self, seeded=0)
+        """With uniform numbers that are given, as where they come from takes one warp of a row a few instructions; and
+        without a soft cap.
+        """
+        return dataclasses.replace(self, seeded=0, capped=0)
 
     @property
     def counts_rows(self) -> bool:
@@ -268,7 +276,7 @@ class SoftmaxSample(Problem):
 
     @property
     def scaled(self) -> tuple[str, ...]:
-        return self.best.scaled
+        return () if self.capped else self.best.scaled
 
     @property
     def shifted(self) -> tuple[str, ...]:
@@ -305,15 +313,17 @@ class SoftmaxSample(Problem):
 
         vocab, k, dtype, per_row, seeded = self.vocab, self.k, self.dtype, bool(self.per_row), self.seeded
         with_bias, with_bitmap, n, bitmap = bool(self.bias), bool(self.allowed), self.words, self.extent("bitmap")
+        with_cap = bool(self.capped)
         take, draw = topk.take(n), definition.draw(n, vocab)
 
         # fmt: off
         @T.prim_func(s_tir=True)
         def main(
             logits_h: T.handle, temperature: T.float32, top_k: T.int32, top_p: T.float32, min_p: T.float32,
-            temperatures_h: T.handle, top_ks_h: T.handle, top_ps_h: T.handle, min_ps_h: T.handle, bias_h: T.handle,
-            allowed_h: T.handle, uniforms_h: T.handle, seeds_h: T.handle, seed: T.int64, offset: T.int64,
-            offsets_h: T.handle, tokens_h: T.handle, logprobs_h: T.handle, values_h: T.handle, indices_h: T.handle
+            temperatures_h: T.handle, top_ks_h: T.handle, top_ps_h: T.handle, min_ps_h: T.handle, cap: T.float32,
+            bias_h: T.handle, allowed_h: T.handle, uniforms_h: T.handle, seeds_h: T.handle, seed: T.int64,
+            offset: T.int64, offsets_h: T.handle, tokens_h: T.handle, logprobs_h: T.handle, values_h: T.handle,
+            indices_h: T.handle
         ):
             T.func_attr({"global_symbol": "main", "tirx.noalias": True})
             batch = T.int64()
@@ -342,11 +352,13 @@ class SoftmaxSample(Problem):
                     own_top_k = T.meta_var(top_ks[row] if per_row else top_k)
                     own_top_p = T.meta_var(top_ps[row] if per_row else top_p)
                     own_min_p = T.meta_var(min_ps[row] if per_row else min_p)
-                    d.scale[0] = definition.inverse(own_temperature)
+                    d.scale[0] = topk.inverse(own_temperature)
                     d.limit[0] = definition.limit_of(own_temperature, own_top_k, n)
                     topk.begin(s)
                     for j in range(vocab):
                         s.x[0] = T.Cast("float32", X[row, j])
+                        if with_cap:
+                            s.x[0] = topk.soft_capped(s.x[0], s.x[0] / cap, cap)
                         if with_bias:
                             s.x[0] = s.x[0] + B[j]
                         if with_bitmap:
@@ -382,6 +394,8 @@ class SoftmaxSample(Problem):
 
         structure, chosen = self.chosen(structure, settings)
         logits, _, _, *extras = self.best.generate(seed, structure)
+        if self.capped:
+            extras[0] = max(extras[0], LEAST_CAP)
         rng = np.random.default_rng([seed, self.vocab, self.k, self.seeded])
         plain = structure == self.tuned
         if structure == "masked":
@@ -406,16 +420,12 @@ class SoftmaxSample(Problem):
         return [logits, *filters, *extras, first, offsets if self.seeded == 3 else int(offsets[0])]
 
     def _scores(self, inputs: Sequence[Any]) -> np.ndarray:
-        """logits + bias, rounded to float32 as kernels have it, -inf where they are not allowed, in float64."""
-        import numpy as np
+        """Those of the k best words' problem."""
+        return self.best.scores([inputs[0], 1.0, 1, *inputs[5:]])
 
-        x = np.asarray(inputs[0]).astype(np.float32)
-        if self.bias:
-            with np.errstate(invalid="ignore"):
-                x = x + inputs[5]
-        if self.allowed:
-            x = np.where(unpack_bits(inputs[5 + self.bias], self.vocab), x, np.float32(-np.inf))
-        return x.astype(np.float64)
+    def _slack(self, inputs: Sequence[Any]) -> np.ndarray:
+        """By how much scores of two words may differ that may be in either order, `(batch,)`."""
+        return 2 * self.best.slack([inputs[0], 1.0, 1, *inputs[5:]])
 
     def _filters(self, inputs: Sequence[Any]) -> reference.Filters:
         import numpy as np
@@ -475,12 +485,19 @@ class SoftmaxSample(Problem):
         return [tokens.astype(np.int32), logprobs, values[:, : self.k], indices[:, : self.k]]
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-        """Equal indices, as the order is total; log-probabilities within float32 rounding; for tokens see `agree`."""
+        """Equal indices, as the order is total; log-probabilities within float32 rounding, and that of capped logits;
+        for tokens see `agree`.
+        """
         import numpy as np
 
-        # A logarithm as far below as padding of finfo.min may leave float32's range on the way.
-        bounds = [np.where(wanted < -1e37, np.inf, ABSOLUTE_LOG + 1e-6 * np.abs(wanted)) for wanted in expected[1:3]]
-        return [None, *bounds, None]
+        off = ABSOLUTE_LOG + self._slack(inputs) * self._filters(inputs).scale
+
+        def bound(wanted: np.ndarray) -> np.ndarray:
+            # A logarithm as far below as padding of finfo.min may leave float32's range on the way.
+            own = off.reshape(-1, *[1] * (wanted.ndim - 1)) + 1e-6 * np.abs(wanted)
+            return np.where(wanted < -1e37, np.inf, own)
+
+        return [None, *map(bound, expected[1:3]), None]
 
     def agree(
         self,
@@ -491,10 +508,14 @@ class SoftmaxSample(Problem):
     ) -> None:
         """As `compare`; a token may be another one where the uniform number, or a filter's bound, is within rounding.
 
-        Its log-probability then is the one that has to be there.
+        Its log-probability then is the one that has to be there. Words whose capped logits differ by less than their
+        rounding may be in either order.
         """
         import numpy as np
 
+        slack = self._slack(inputs)
+        if self.capped and len(outputs) > 3:
+            outputs = [*outputs[:3], same_ranks(self._scores(inputs), expected[3], outputs[3], slack)]
         tokens, logprobs = np.asarray(outputs[0]), np.asarray(expected[1]).copy()
         wanted, bound = np.asarray(expected[0]).copy(), np.asarray(tolerance[1]).copy()
         rows = np.flatnonzero((tokens != wanted) & np.isfinite(expected[2][:, 0]))
@@ -505,12 +526,14 @@ class SoftmaxSample(Problem):
             ranks, chances = at.argmax(axis=1), np.where(np.arange(self.words) < limits[:, None], np.exp(values), 0)
             good = at.any(axis=1) & (ranks < limits)
             free = filters.free(self.words, self.vocab)
+            apart = slack[rows] * filters.scale if self.capped else None
             good &= reference.possible(
-                chances, ranks, filters, limits, self._uniforms(inputs)[rows], SLACK, indices, free
+                chances, ranks, filters, limits, self._uniforms(inputs)[rows], SLACK, indices, free, apart
             )
+            off = (slack[rows] * filters.scale)[good]
             rows, logprob = rows[good], values[good, ranks[good]]
             wanted[rows], logprobs[rows] = tokens[rows], logprob
-            bound[rows] = ABSOLUTE_LOG + 1e-6 * np.abs(logprob)
+            bound[rows] = ABSOLUTE_LOG + off + 1e-6 * np.abs(logprob)
         told = len(outputs)  # a call that asks for no best words returns two
         found, bounds = [wanted, logprobs, *expected[2:]], [None, bound, *tolerance[2:]]
         compare(self.kernel_outputs[:told], found[:told], bounds[:told], outputs)

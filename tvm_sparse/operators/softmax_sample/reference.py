@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tvm_sparse.operators.softmax_topk.reference import GREEDY, row_scales
+
 if TYPE_CHECKING:
     import numpy as np
 
-# Temperatures below this one are greedy, as in vLLM.
-GREEDY = 1e-5
-# The least inverse temperature. Temperatures above 2^90 and infinity are taken as 2^90, where float32 exponentials of
-# logits of any usual size are 1, and those of masks (-1e30 and less) still 0.
-LEAST_SCALE = 2.0**-90
 # The largest float32 below 1: uniform numbers are taken as no more.
 BELOW_ONE = 1 - 2.0**-24
 
@@ -33,10 +30,7 @@ class Filters:
     @property
     def scale(self) -> np.ndarray:
         """The factors of the scores."""
-        import numpy as np
-
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(self.greedy, 1.0, np.maximum(1.0 / self.temperature, LEAST_SCALE))
+        return row_scales(self.temperature)
 
     def limits(self, words: int) -> np.ndarray:
         """How many of the best words of each row count, of `words` in all, which a top_k of 0 or less leaves."""
@@ -97,10 +91,12 @@ def possible(
     slack: float,
     columns: np.ndarray,
     free: np.ndarray,
+    apart: np.ndarray | None = None,
 ) -> np.ndarray:
     """Whether a kernel may have drawn the word of each rank, whose sums of chances are off by a share of `slack`.
 
-    Both of its decisions are allowed for: how many words are left, and which of them is drawn.
+    Both of its decisions are allowed for: how many words are left, and which of them is drawn. Words whose chances
+    differ by a factor of no more than exp(apart) may be in either order, `apart (rows,)`, if it is given.
     """
     import numpy as np
 
@@ -116,8 +112,15 @@ def possible(
     before = np.where(
         free[:, None], np.cumsum(np.where(columns < columns[rows, ranks][:, None], chances, 0), axis=1), before
     )
+    after = before + chances[rows, ranks][:, None]
+    if apart is not None:
+        own, factor = chances[rows, ranks][:, None], np.exp(apart)[:, None]
+        above, reached = chances > own * factor, chances * factor >= own
+        before = np.where(free[:, None], before, np.where(above, chances, 0).sum(axis=1, keepdims=True))
+        after = np.where(free[:, None], after, np.where(reached, chances, 0).sum(axis=1, keepdims=True))
+        ranks = above.sum(axis=1)
     start = before - slack * total[:, -1:]
-    end = before + chances[rows, ranks][:, None] + slack * total[:, -1:]
+    end = after + slack * total[:, -1:]
     wanted = uniform[:, None] * total  # of each number of words that may be left
     fits = (counts >= fewest[:, None]) & (counts <= most[:, None]) & (counts > ranks[:, None])
     fits &= (chances[rows, ranks] > 0)[:, None]

@@ -89,7 +89,7 @@ def softmax_sample(
     import torch
 
     if soft_cap is not None:
-        logits = edit_logits(logits, soft_cap=soft_cap)
+        logits = edit_logits(logits.float(), soft_cap=soft_cap)
     if uniforms is not None and seed is not None:
         raise ValueError("uniforms: expected these or a seed, got both")
     if seed is None and (arrays.is_torch(offset) or offset != 0):

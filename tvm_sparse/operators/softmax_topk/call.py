@@ -8,22 +8,23 @@ from typing import Any
 
 from tvm_sparse.core.problem import width
 from tvm_sparse.formats.bitmap import bitmap_words
-from tvm_sparse.operators.edit_logits.call import SOFT_CAP, edit_logits
+from tvm_sparse.operators.edit_logits.call import SOFT_CAP, edit_logits, soft_cap_of
 from tvm_sparse.runtime import arrays, custom, repeat, whole_vectors
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import (
     by_parts,
     by_rows,
-    inverse_temperature,
+    is_of_rows,
     launch,
     logits_facts,
     machine_of,
     most_rows,
     outputs_for,
+    scale_of,
     whole_number,
 )
 from tvm_sparse.runtime.dispatch import dispatcher
-from tvm_sparse.runtime.signature import FLOAT_ROWS, ROWS, Absent, Array, Number, Output, Shard, Signature
+from tvm_sparse.runtime.signature import FLOAT_ROWS, OF_ROWS, ROWS, Absent, Array, Number, Output, Shard, Signature
 
 from . import shards
 from .problem import SoftmaxTopk
@@ -33,7 +34,7 @@ SIGNATURES = {
         ("logits", FLOAT_ROWS),
         ("k", Number("int", 1, "vocab")),
         ("log", Number("bool")),
-        ("temperature", Number("float", 0.1, 3.0)),
+        ("temperature", Number("float", 0.1, 3.0), OF_ROWS),
         ("bias", Absent(), Array(("vocab",), ("float32",))),
         ("ids", Absent(), Array((ROWS, "n"), ("int64", "int32"), below="vocab", negative=True)),
         ("allowed", Absent(), Array((ROWS, "bitmap"), ("int32",))),
@@ -58,7 +59,7 @@ def softmax_topk(
     k: int,
     *,
     log: bool = False,
-    temperature: float = 1.0,
+    temperature: Any = 1.0,
     bias: Any = None,
     ids: Any = None,
     allowed: Any = None,
@@ -84,7 +85,9 @@ def softmax_topk(
     log
         Return log-probabilities instead of probabilities.
     temperature
-        Above 0 and finite; below 1 sharpens the distribution.
+        A number above 0 and finite; below 1 sharpens the distribution. Or `(batch,)` float32, one of each row, on the
+        device of `logits`: there a temperature below 1e-5, or NaN, counts as 1, as for greedy rows of `softmax_sample`,
+        and one above 2^90 as 2^90.
     bias
         `(vocab,)` float32, added to every row in float32; -inf masks a column. On the device of `logits`.
     ids
@@ -99,9 +102,11 @@ def softmax_topk(
         padding, which is ignored; logits with padding are copied. `bias` and `allowed` belong to the shard's columns.
         Not together with `log` or `ids`.
     soft_cap
-        The soft cap c of the model's final logits, which become c * tanh(logits / c) before anything else: a number
-        above 0, as 30 for Gemma 2. The result is that for `edit_logits(logits, soft_cap=c)`, a copy of the logits in
-        their dtype; infinities become c and -c.
+        The soft cap c of the model's final logits, which become c * tanh(logits / c) in float32 before anything else: a
+        number above 0, as 30 for Gemma 2. -inf stays, as masked columns do. Kernels apply it where they load logits;
+        beside a `bias` or with `shard` a capped copy is made first. Capped logits are rounded to float32: equal ones,
+        as those of saturated columns, are in the order of their indices, and columns whose capped logits differ by less
+        than 2^-20 of the cap may be in either order.
     out
         `(values, indices)`, with `ids` `(values, indices, given)`, with `shard` `(values, indices, normaliser)`, to
         write into: contiguous, of the shapes and dtypes below, on the device of `logits`.
@@ -140,68 +145,81 @@ def softmax_topk(
 
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", Algorithm 4.
     """
-    if soft_cap is not None:
+    cap = None if soft_cap is None else soft_cap_of(soft_cap)
+    if cap is not None and (bias is not None or shard is not None):
         options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "allowed": allowed}
-        return softmax_topk(edit_logits(logits, soft_cap=soft_cap), k, shard=shard, out=out, **options)
-    scale = inverse_temperature(temperature)
+        return softmax_topk(capped_floats(logits, cap), k, shard=shard, out=out, **options)
+    scale = scale_of(temperature)
     if shard is not None:
         return _part(logits, k, shard, log, temperature, bias, ids, allowed, out)
-    arguments = (logits, scale, 1 if log else 0, bias, allowed, ids)
+    arguments = (logits, scale, 1 if log else 0, cap, bias, allowed, ids)
     if type(k) is int:
         found = repeat.again(dispatcher.launchers, ("softmax_topk", k), arguments, out)
         if found is not None:
             return found
 
-    if custom.transformed(logits, bias, allowed, ids):
+    own = is_of_rows(temperature)
+    if custom.transformed(logits, bias, allowed, ids, temperature if own else None):
         options = {"log": log, "temperature": temperature, "bias": bias, "ids": ids, "allowed": allowed}
-        return custom.module_of("softmax_topk").softmax_topk(logits, k, out=out, **options)
+        return custom.module_of("softmax_topk").softmax_topk(logits, k, out=out, soft_cap=soft_cap, **options)
     known = logits_facts(logits, INSTEAD)
     k = whole_number("k", k)
     vocab = known.shape[-1]
     if not 1 <= k <= vocab:
         raise ValueError(f"k: expected 1 <= k <= vocab ({vocab}), got {k}")
     if len(known.shape) != 2:
-        options = {"log": log, "temperature": temperature, "bias": bias}
-        return _by_rows(logits, known, k, ids, allowed, out, options)
+        return _by_rows(logits, known, k, ids, allowed, temperature, out, {"log": log, "bias": bias, "soft_cap": cap})
     batch = known.shape[0]
     beside = [
         None if one is None else _SIGNATURE.beside(name, one, known, vocab=vocab, bitmap=bitmap_words(vocab))
-        for name, one in (("bias", bias), ("allowed", allowed), ("ids", ids))
+        for name, one in (("bias", bias), ("allowed", allowed), ("ids", ids), ("temperature", scale if own else None))
     ]
     n = beside[2][1].shape[1] if beside[2] is not None else 0
     wanted = [("values", (batch, k), "float32"), ("indices", (batch, k), "int64")]
     if ids is not None:
         wanted.append(("given", (batch, n), "float32"))
     outputs = outputs_for(out, tuple(wanted), logits, known)
-    _SIGNATURE.refuse_overlap(out, logits=logits, bias=bias, ids=ids, allowed=allowed)
+    _SIGNATURE.refuse_overlap(out, logits=logits, bias=bias, ids=ids, allowed=allowed, temperature=temperature)
     if arrays.is_fake(logits):
         return tuple(outputs)
-    row, bitmap, asked = (None if one is None else arrays.ready(one[0], one[2], one[1]) for one in beside)
+    row, bitmap, asked, heats = (None if one is None else arrays.ready(one[0], one[2], one[1]) for one in beside)
+    temperature, scale = (heats, heats) if own else (temperature, scale)
     most = most_rows(vocab)
     if batch > most:
-        options = {"log": log, "temperature": temperature, "bias": row}
-        by_parts(
-            lambda given, into: softmax_topk(given[0], k, ids=given[1], allowed=given[2], out=tuple(into), **options),
-            *(batch, most, (logits, asked, bitmap), outputs),
-        )
+
+        def some(given: list[Any], into: list[Any]) -> None:
+            part, *extras, heat = given
+            options = dict(zip(("ids", "allowed"), extras, strict=True)) | {"log": log, "bias": row, "soft_cap": cap}
+            softmax_topk(part, k, temperature=heat if own else temperature, out=tuple(into), **options)
+
+        by_parts(some, batch, most, (logits, asked, bitmap, heats), outputs)
     elif batch and whole_vectors.wanted(known):
         logits_copy, row, bitmap = whole_vectors.copies(logits, known, row, bitmap)
-        options = {"log": log, "temperature": temperature, "bias": row, "allowed": bitmap}
+        options = {"log": log, "temperature": temperature, "bias": row, "allowed": bitmap, "soft_cap": cap}
         if asked is not None and n:
             options["ids"] = asked * (asked < vocab) - 1 * (asked >= vocab)  # -1 names no column
         softmax_topk(logits_copy, k, out=tuple(outputs if n else outputs[:2]), **options)
     elif batch:
-        problem = SoftmaxTopk(batch, vocab, k, known.dtype, int(bias is not None), n, int(allowed is not None))
+        axes = {"bias": int(bias is not None), "ids": n, "allowed": int(allowed is not None), "per_row": int(own)}
+        axes["capped"] = int(cap is not None)
+        problem = SoftmaxTopk(batch, vocab, k, known.dtype, **axes)
         ready = arrays.ready("logits", logits, known)
-        arguments = (ready, scale, 1 if log else 0, row, bitmap, asked if n else None)
+        arguments = (ready, scale, 1 if log else 0, cap, row, bitmap, asked if n else None)
         written = outputs if n else outputs[:2]  # no kernel accepts an empty array
         wider = replace(problem, k=width(k, vocab), ids=width(n))
         launch(dispatcher, problem, machine_of("logits", known), ("softmax_topk", k), arguments, written, wider=wider)
     return out if out is not None else tuple(arrays.returned(array, logits) for array in outputs)
 
 
+def capped_floats(logits: Any, cap: float, in_place: bool = False) -> Any:
+    """The logits after the soft cap, in float32: a copy, unless they are float32 and may be overwritten."""
+    given = shards.on_host("logits", logits)
+    wide = arrays.converted("logits", given, "float32")
+    return edit_logits(wide, soft_cap=cap, out=wide if in_place or wide is not given else None)
+
+
 def _by_rows(
-    logits: Any, known: Facts, k: int, ids: Any, allowed: Any, out: Any, options: dict[str, Any]
+    logits: Any, known: Facts, k: int, ids: Any, allowed: Any, temperature: Any, out: Any, options: dict[str, Any]
 ) -> tuple[Any, ...]:
     """`softmax_topk` for logits with other than two dimensions."""
     leading = known.shape[:-1]
@@ -214,9 +232,13 @@ def _by_rows(
         words = bitmap_words(known.shape[-1])
         _, _, allowed = _SIGNATURE.beside("allowed", allowed, known, bitmap=words)
         allowed = arrays.reshaped(allowed, (math.prod(leading), words))
+    if is_of_rows(temperature):
+        _, _, temperature = _SIGNATURE.beside("temperature", temperature, known)
+        temperature = arrays.reshaped(temperature, (math.prod(leading),))
+    options |= {"ids": ids, "allowed": allowed, "temperature": temperature}
 
     def call(rows: Any, given: list[Any] | None) -> tuple[Any, ...]:
-        return softmax_topk(rows, k, ids=ids, allowed=allowed, out=tuple(given) if given else None, **options)
+        return softmax_topk(rows, k, out=tuple(given) if given else None, **options)
 
     results = by_rows(call, logits, known, out, tuple(wanted))
     return out if out is not None else tuple(results)
@@ -227,18 +249,17 @@ def _part(
 ) -> tuple[Any, ...]:
     """`softmax_topk` with `shard`."""
     shards.refuse_beside(log, ids)
-    if custom.transformed(logits, bias, allowed):
+    own = is_of_rows(temperature)
+    if custom.transformed(logits, bias, allowed, temperature if own else None):
         options = {"temperature": temperature, "bias": bias, "allowed": allowed, "shard": shard}
         return custom.module_of("softmax_topk").softmax_topk(logits, k, out=out, **options)
     known = logits_facts(logits, INSTEAD)
     vocab = known.shape[-1]
-    for name, one in (("bias", bias), ("allowed", allowed)):
+    beside = (("bias", bias), ("allowed", allowed), ("temperature", temperature if own else None))
+    for name, one in beside:
         if one is not None:
             _SIGNATURE.beside(name, one, known, vocab=vocab, bitmap=bitmap_words(vocab))
-    _SIGNATURE.refuse_overlap(out, logits=logits, bias=bias, ids=ids, allowed=allowed)
-    rows, row, bitmap = (
-        shards.on_host(name, one) for name, one in (("logits", logits), ("bias", bias), ("allowed", allowed))
-    )
-    scale = inverse_temperature(temperature)
-    found = shards.part_of_logits(softmax_topk, rows, k, shard, temperature, scale, row, bitmap)
+    _SIGNATURE.refuse_overlap(out, logits=logits, bias=bias, ids=ids, allowed=allowed, temperature=temperature)
+    rows, row, bitmap, heats = (shards.on_host(name, one) for name, one in (("logits", logits), *beside))
+    found = shards.part_of_logits(softmax_topk, rows, k, shard, heats if own else temperature, row, bitmap)
     return shards.returned(found, out, logits, known)

@@ -15,6 +15,8 @@ from tvm.script import tirx as T
 
 from tvm_sparse.formats.bitmap import BITS
 
+from .reference import GREEDY, LEAST_SCALE
+
 
 @dataclass(frozen=True)
 class Best:
@@ -42,6 +44,24 @@ class Best:
 def is_nan(x: tirx.PrimExpr) -> tirx.PrimExpr:
     """Whether a float32 is NaN, tested by its bits, since the simplifier folds x != x to false."""
     return (T.reinterpret("int32", x) & 0x7FFFFFFF) > 0x7F800000
+
+
+def is_greedy(temperature: tirx.PrimExpr) -> tirx.PrimExpr:
+    """Whether a row's temperature asks for the best word, as one that is no number does, too."""
+    return T.Select(temperature >= T.float32(GREEDY), 0, 1) != 0
+
+
+def inverse(temperature: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The factor of a row's scores."""
+    scale = T.max(T.float32(1) / temperature, T.float32(LEAST_SCALE))
+    return T.Select(is_greedy(temperature), T.float32(1), scale)
+
+
+def soft_capped(x: tirx.PrimExpr, quotient: tirx.PrimExpr, cap: Any, tanh: Any = T.tanh) -> tirx.PrimExpr:
+    """`cap * tanh(x / cap)` of a float32 x, whose `quotient` is x / cap: between -cap and cap; -inf stays, as a masked
+    column does.
+    """
+    return T.Select(x == -T.infinity("float32"), x, cap * tanh(quotient))
 
 
 def masked(bitmap: tirx.Buffer, row: tirx.PrimExpr, column: tirx.PrimExpr, x: tirx.PrimExpr) -> tirx.PrimExpr:

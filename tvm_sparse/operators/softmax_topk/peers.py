@@ -14,8 +14,8 @@ from .problem import SoftmaxTopk
 
 def _plain_logits(problem: SoftmaxTopk, inputs: Sequence[Any]) -> Any:
     """Logits with the temperature already applied, so that peers do not pay for it."""
-    if problem.bias or problem.ids:
-        raise NotImplementedError("compared without bias and ids only")
+    if problem.bias or problem.ids or problem.per_row or problem.capped:
+        raise NotImplementedError("compared without bias, ids, soft cap and temperatures of rows only")
     logits, scale = inputs[:2]
     return logits if scale == 1 else (logits * scale).astype(logits.dtype)
 
@@ -95,8 +95,11 @@ def _numpy_softmax_topk(problem: SoftmaxTopk, inputs: Sequence[Any], device: str
 
 def ours(problem: SoftmaxTopk, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> tuple[Call, Problem]:
     logits, scale, log, *rest = inputs
-    x, extras = convert(logits), dict(zip((a.name for a in problem.kernel_inputs[3:]), map(convert, rest), strict=True))
-    return lambda: softmax_topk(x, problem.k, log=bool(log), temperature=1 / scale, **extras), problem
+    extras = {"soft_cap": rest.pop(0)} if problem.capped else {}
+    names = [argument.name for argument in problem.kernel_inputs[3 + problem.capped :]]
+    x, extras = convert(logits), extras | dict(zip(names, map(convert, rest), strict=True))
+    temperature = convert(scale) if problem.per_row else 1 / scale
+    return lambda: softmax_topk(x, problem.k, log=bool(log), temperature=temperature, **extras), problem
 
 
 PEERS = (

@@ -26,8 +26,8 @@ from tvm_sparse.core.problem import (
 )
 from tvm_sparse.formats.bitmap import bitmap_words, unpack_bits
 
-from .reference import best_and_asked
-from .rows import asked, bitmaps, mixed
+from .reference import best_and_asked, row_scales, same_ranks, soft_capped
+from .rows import asked, bitmaps, mixed, temperatures
 
 if TYPE_CHECKING:
     import random
@@ -41,6 +41,16 @@ RELATIVE = 2e-5
 ABSOLUTE_LOG = 2e-5
 # Probabilities below this are subnormal in float32 and may be flushed to zero.
 TINY = 1.2e-38
+# Error of a capped logit, relative to the cap or the row's largest logit, whichever is less.
+CAPPED = 2.0**-20
+# Relative error of the quotient 1 / temperature in a kernel, by which a row's exponents are off.
+QUOTIENT = 2.0**-22
+SCALE = Argument("scale", (), "float32", "Inverse temperature, above 0: multiplies logits + bias.")
+LOG = Argument("log", (), "int32", "Nonzero for log-probabilities.")
+CAP = Argument("cap", (), "float32", "Soft cap of the logits, above 0.", when="capped")
+TEMPERATURES = Argument(
+    "temperatures", ("batch",), "float32", "Of each row; below 1e-5 it counts as 1, above 2^90 as 2^90.", when="per_row"
+)
 
 
 @dataclass(frozen=True)
@@ -48,8 +58,9 @@ class SoftmaxTopk(Problem):
     """`values, indices = topk(softmax(scale * (logits + bias), -1), k)` for logits `(batch, vocab)`.
 
     Extras, absent by default: `bias` = 1 for a row that is added to every row of the logits, `ids` = n for n given
-    columns per row whose probabilities are also returned, whatever their rank, and `allowed` = 1 for a bitmap of each
-    row: columns whose bit is 0 count as minus infinity.
+    columns per row whose probabilities are also returned, whatever their rank, `allowed` = 1 for a bitmap of each row:
+    columns whose bit is 0 count as minus infinity, `per_row` = 1 for a temperature of each row, whose inverse is the
+    row's scale, and `capped` = 1, not beside a bias, for logits that become cap * tanh(logits / cap) before all else.
     """
 
     batch: int
@@ -59,13 +70,18 @@ class SoftmaxTopk(Problem):
     bias: int = field(default=0, metadata=OPTIONAL)
     ids: int = field(default=0, metadata=OPTIONAL)
     allowed: int = field(default=0, metadata=OPTIONAL)
+    per_row: int = field(default=0, metadata=OPTIONAL)
+    capped: int = field(default=0, metadata=OPTIONAL)
 
     operator: ClassVar[str] = "softmax_topk"
     batch_axis: ClassVar[str] = "batch"
+    added_axes: ClassVar[tuple[str, ...]] = ("per_row", "capped")
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("logits", ("batch", "vocab"), "dtype", "Unnormalised scores, row-major."),
-        Argument("scale", (), "float32", "Inverse temperature, above 0: multiplies logits + bias."),
-        Argument("log", (), "int32", "Nonzero for log-probabilities."),
+        dataclasses.replace(SCALE, when="shared"),
+        TEMPERATURES,
+        LOG,
+        CAP,
         Argument("bias", ("vocab",), "float32", "Added to every row; -inf masks a column.", when="bias"),
         Argument("allowed", ("batch", "bitmap"), "int32", "Bit j % 32 of word j / 32 allows column j.", when="allowed"),
         Argument("ids", ("batch", "ids"), "int64", "Columns whose probabilities are wanted.", when="ids"),
@@ -97,6 +113,8 @@ class SoftmaxTopk(Problem):
         if self.vocab >= 2**31:
             raise ProblemError(f"softmax_topk: vocab must be below 2^31, got {self.vocab}")
         require_extras(self)
+        if self.capped and self.bias:
+            raise ProblemError("softmax_topk: capped must be 0 beside a bias: edit_logits caps such logits first")
 
     @property
     def scaled(self) -> tuple[str, ...]:
@@ -120,15 +138,24 @@ class SoftmaxTopk(Problem):
             "bias": distribution.flag(rng, 0.2),
             "ids": distribution.flag(rng, 0.2) * distribution.whole(rng, 1, 16),
             "allowed": distribution.flag(rng, 0.2),
+            "per_row": distribution.flag(rng, 0.1),
+            "capped": 0,
         }
 
     def extent(self, name: str | int) -> int:
+        if name == "shared":
+            return 1 - self.per_row
         return bitmap_words(self.vocab) if name == "bitmap" else super().extent(name)
 
     def distance(self, other: Problem) -> float | None:
-        """Octaves of all sizes. A bitmap adds little to what a kernel reads, so it is no distance."""
-        same = dataclasses.replace(other, allowed=self.allowed) if isinstance(other, SoftmaxTopk) else other
-        return super().distance(same)
+        """Octaves of all sizes. Bitmaps and temperatures of rows add little to what a kernel reads, and are none."""
+        if isinstance(other, SoftmaxTopk):
+            other = dataclasses.replace(other, allowed=self.allowed, per_row=self.per_row, capped=self.capped)
+        return super().distance(other)
+
+    def as_tuned(self) -> Problem:
+        """With one temperature, as a kernel loads one number more for each row of its own; and without a soft cap."""
+        return dataclasses.replace(self, per_row=0, capped=0)
 
     def definition(self) -> tirx.PrimFunc:
         """Algorithm 4 as written, one row after another, with NaN first as in torch.topk."""
@@ -138,13 +165,15 @@ class SoftmaxTopk(Problem):
 
         vocab, k, dtype, n = self.vocab, self.k, self.dtype, self.ids
         with_bias, with_ids, with_bitmap = bool(self.bias), bool(n), bool(self.allowed)
-        words = self.extent("bitmap")
+        words, per_row, with_cap = self.extent("bitmap"), bool(self.per_row), bool(self.capped)
         take = definition.take(k)
 
         # fmt: off
         @T.inline
-        def load(s, X, B, A, row, j):
+        def load(s, X, B, A, cap, row, j):
             s.x[0] = T.Cast("float32", X[row, j])
+            if with_cap:
+                s.x[0] = definition.soft_capped(s.x[0], s.x[0] / cap, cap)
             if with_bias:
                 s.x[0] = s.x[0] + B[j]
             if with_bitmap:
@@ -152,12 +181,14 @@ class SoftmaxTopk(Problem):
 
         @T.prim_func(s_tir=True)
         def main(
-            logits_h: T.handle, scale: T.float32, log: T.int32, bias_h: T.handle, allowed_h: T.handle, ids_h: T.handle,
-            values_h: T.handle, indices_h: T.handle, given_h: T.handle
+            logits_h: T.handle, shared: T.float32, temperatures_h: T.handle, log: T.int32, cap: T.float32,
+            bias_h: T.handle, allowed_h: T.handle, ids_h: T.handle, values_h: T.handle, indices_h: T.handle,
+            given_h: T.handle
         ):
             T.func_attr({"global_symbol": "main", "tirx.noalias": True})
             batch = T.int64()
             X = T.match_buffer(logits_h, (batch, T.int64(vocab)), dtype, align=2)
+            temperatures = T.match_buffer(temperatures_h, (batch,), "float32", align=4)
             B = T.match_buffer(bias_h, (T.int64(vocab),), "float32", align=4)
             A = T.match_buffer(allowed_h, (batch, T.int64(words)), "int32", align=4)
             Q = T.match_buffer(ids_h, (batch, T.int64(n)), "int64", align=8)
@@ -170,9 +201,10 @@ class SoftmaxTopk(Problem):
                     T.reads(X[row, 0:vocab])
                     T.writes(V[row, 0:k], Z[row, 0:k])
                     s = T.meta_var(definition.Best.alloc(k))
+                    scale = T.meta_var(definition.inverse(temperatures[row]) if per_row else shared)
                     definition.begin(s)
                     for j in range(vocab):
-                        load(s, X, B, A, row, j)
+                        load(s, X, B, A, cap, row, j)
                         take(s, scale, j, j)
                     for i in range(k):
                         Z[row, i] = s.p[i]
@@ -180,7 +212,7 @@ class SoftmaxTopk(Problem):
                     if with_ids:
                         for i in range(n):
                             if Q[row, i] >= 0 and Q[row, i] < vocab:
-                                load(s, X, B, A, row, Q[row, i])
+                                load(s, X, B, A, cap, row, Q[row, i])
                                 definition.write(G, [row, i], s, s.x[0], scale, log)
                             else:
                                 G[row, i] = T.float32("nan")
@@ -193,7 +225,8 @@ class SoftmaxTopk(Problem):
         `random`: standard normal. `ties`: a handful of distinct values. `masked`: half, nine tenths or all but about k
         of a row's entries are -inf, and all of one row. `special`: NaN, +inf and -0.0 among normal values. `ascending`:
         each entry above the previous one, the worst case for a threshold. `constant`: all equal. `zipf`: a few large
-        values, a long tail. `mixed`: rows of different kinds, see `rows.mixed`.
+        values, a long tail. `mixed`: rows of different kinds, see `rows.mixed`. In what is `tuned` all rows have the
+        temperature that is chosen, else any (`rows.temperatures`). A soft cap is 30, or else from 0.5 to 64.
         """
         import numpy as np
 
@@ -226,47 +259,99 @@ class SoftmaxTopk(Problem):
             inputs.append(bitmaps(rng, self.batch, self.vocab))
         if self.ids:
             inputs.append(asked(rng, (self.batch, self.ids), self.vocab))
+        if self.per_row:
+            inputs[1] = temperatures(rng, self.batch, 1 / chosen["scale"], structure == self.tuned)
+        if self.capped:
+            inputs.insert(3, 30.0 if structure == self.tuned else float(np.float32(2 ** rng.uniform(-1, 6))))
         return inputs
 
-    def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
+    def scores(self, inputs: Sequence[Any]) -> np.ndarray:
+        """What ranks the columns of each row, `(batch, vocab)`: a float32 number, in float64."""
         import numpy as np
 
-        logits, scale, log, *extras = inputs
-        x = np.asarray(logits).astype(np.float32)
+        x, extras = np.asarray(inputs[0]).astype(np.float32), inputs[3 + self.capped :]
+        if self.capped:
+            x = soft_capped(x.astype(np.float64), inputs[3]).astype(np.float32)
         if self.bias:  # rounded to float32, since the order of the elements is that of the sums
             with np.errstate(invalid="ignore"):
                 x = x + extras[0]
         if self.allowed:
             x = np.where(unpack_bits(extras[self.bias], self.vocab), x, -np.inf)
-        ids = extras[-1] if self.ids else None
-        return best_and_asked(x.astype(np.float64), self.k, ids, scale, log)[0]
+        return x.astype(np.float64)
 
-    def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-        """Equal indices, since the order is total; values within float32 rounding."""
+    def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
+        ids = inputs[-1] if self.ids else None
+        return best_and_asked(self.scores(inputs), self.k, ids, inputs[1], inputs[2])[0]
+
+    def slack(self, inputs: Sequence[Any]) -> np.ndarray:
+        """Error of the scores of each row, `(batch,)`."""
         import numpy as np
 
+        if not self.capped:
+            return np.zeros(len(inputs[0]))
+        size = np.abs(np.asarray(inputs[0]).astype(np.float64))
+        return CAPPED * np.minimum(np.where(np.isfinite(size), size, np.inf).max(axis=1), inputs[3])
+
+    def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
+        """Equal indices, since the order is total; values within float32 rounding, and that of capped logits."""
+        import numpy as np
+
+        scale = row_scales(inputs[1]) if self.per_row else inputs[1]
+        off = np.minimum(2 * scale * self.slack(inputs), 80.0)[:, None]
+
         def bound(wanted: np.ndarray) -> np.ndarray:
-            return ABSOLUTE_LOG + 1e-6 * np.abs(wanted) if inputs[2] else TINY + RELATIVE * np.abs(wanted)
+            size = np.abs(wanted)
+            if inputs[2]:
+                return ABSOLUTE_LOG + 1e-6 * size + off
+            return TINY + (RELATIVE + off_exponent(size) * self.per_row + np.expm1(off)) * size
 
         return [
             None if argument.name == "indices" else bound(wanted)
             for argument, wanted in zip(self.kernel_outputs, expected, strict=True)
         ]
 
+    def agree(
+        self,
+        inputs: Sequence[Any],
+        expected: Sequence[np.ndarray],
+        tolerance: Sequence[np.ndarray | None],
+        outputs: Sequence[np.ndarray],
+    ) -> None:
+        """As `Problem.agree`. Columns whose capped logits differ by less than their rounding may be in either order."""
+        if self.capped:
+            found = same_ranks(self.scores(inputs), expected[1], outputs[1], 2 * self.slack(inputs))
+            outputs = [outputs[0], found, *outputs[2:]]
+        super().agree(inputs, expected, tolerance, outputs)
+
     def cost(self, inputs: Sequence[Any] | None = None) -> Cost:
         logits = self.batch * self.vocab
-        small = self.batch * (self.k * 12 + self.ids * 12) + self.vocab * 4 * self.bias
+        small = self.batch * (self.k * 12 + self.ids * 12 + self.per_row * 4) + self.vocab * 4 * self.bias
         small += self.batch * self.extent("bitmap") * 4 * self.allowed
         return Cost(logits * numpy_dtype(self.dtype).itemsize + small, 3 * logits)
 
 
+def off_exponent(probabilities: np.ndarray) -> np.ndarray:
+    """Relative error of probabilities that the rounding of a row's own scale makes."""
+    import numpy as np
+
+    return QUOTIENT * np.abs(np.log(np.maximum(probabilities, TINY)))
+
+
 def require_extras(problem: Problem) -> None:
-    """Raise `ProblemError` unless `bias` and `allowed` are 0 or 1, and `ids` is absent or an integer of at least 0."""
+    """Raise `ProblemError` unless `bias`, `allowed` and `per_row` are absent, 0 or 1, and `ids` is absent or an integer
+    of at least 0.
+    """
     bias, ids, allowed = problem.axes["bias"], problem.axes.get("ids", 0), problem.axes.get("allowed", 0)
     if bias not in (0, 1):
         raise ProblemError(f"{problem.operator}: bias must be 0 or 1 (rows that are added), got {bias!r}")
     if allowed not in (0, 1):
         raise ProblemError(f"{problem.operator}: allowed must be 0 or 1 (bitmaps of rows), got {allowed!r}")
+    if problem.axes.get("capped", 0) not in (0, 1):
+        raise ProblemError(f"{problem.operator}: capped must be 0 or 1 (soft caps), got {problem.axes['capped']!r}")
+    if problem.axes.get("per_row", 0) not in (0, 1):
+        raise ProblemError(
+            f"{problem.operator}: per_row must be 0 or 1 (temperatures), got {problem.axes['per_row']!r}"
+        )
     if not isinstance(ids, int) or isinstance(ids, bool) or ids < 0:
         raise ProblemError(f"{problem.operator}: ids must be an integer of at least 0, got {ids!r}")
 

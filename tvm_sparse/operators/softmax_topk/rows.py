@@ -84,3 +84,14 @@ def asked(rng: np.random.Generator, shape: tuple[int, ...], vocab: int) -> np.nd
     far = [-1, vocab, -(2**63), 2**63 - 1, 2**31, -(2**31), -vocab]
     outside = np.where(rng.random(shape) < 0.5, rng.choice(far, size=shape), ids + rng.choice([-1, 1], shape) * 2**32)
     return np.where(rng.random(shape) < 0.125, outside, ids)
+
+
+def temperatures(rng: np.random.Generator, rows: int, chosen: float, plain: bool) -> np.ndarray:
+    """A temperature of each row, `(rows,)` float32: the chosen one, or, unless `plain`, in half of the rows another
+    one, which may be greedy, infinite or no number.
+    """
+    import numpy as np
+
+    others = np.array([0, 1e-6, 0.3, 1, 5, 2.0**100, np.inf, np.nan, -1], np.float32)
+    own = rng.choice(others, rows)
+    return np.where(plain | (rng.random(rows) < 0.5), np.float32(chosen), own).astype(np.float32)

@@ -12,7 +12,9 @@ from tvm_sparse.core.libraries import library
 from tvm_sparse.formats.bitmap import BITS, bitmap_words
 from tvm_sparse.runtime import arrays
 from tvm_sparse.runtime.arrays import Facts
-from tvm_sparse.runtime.calls import outputs_for, whole_number
+from tvm_sparse.runtime.calls import is_of_rows, outputs_for, whole_number
+
+from .reference import GREEDY, LEAST_SCALE
 
 # The arrays of a part.
 PART = (("values", "float32"), ("indices", "int64"), ("normaliser", "float32"))
@@ -98,9 +100,9 @@ def on_host(name: str, array: Any) -> Any:
 
 
 def part_of_logits(
-    call: Callable[..., Any], logits: Any, k: int, shard: Any, temperature: Any, scale: Any, bias: Any, allowed: Any
+    call: Callable[..., Any], logits: Any, k: int, shard: Any, temperature: Any, bias: Any, allowed: Any
 ) -> tuple[Any, Any, Any]:
-    """`softmax_topk` of a shard, by its `call` without one; `scale` is the inverse of the temperature."""
+    """`softmax_topk` of a shard, by its `call` without one."""
     offset, held, k = within(shard, logits.shape[-1], k)
     if held <= 0:
         return _nothing(logits)
@@ -116,13 +118,25 @@ def part_of_logits(
     if allowed is not None:
         shifted = taken(allowed, words // BITS) >> arrays.converted("indices", words % BITS, "int32")
         scores = space.where((shifted & 1) != 0, scores, -space.inf)
-    best = scores[..., 0]
+    return scores, words + offset, normaliser_of(scores[..., 0], values[..., 0], temperature)
+
+
+def normaliser_of(best: Any, logprobs: Any, temperature: Any) -> Any:
+    """The logarithm of each row's sum of exponentials, by which score and log-probability of its best word differ; -inf
+    without a score above -inf.
+
+    `temperature` is a number, or an array with one for each row.
+    """
+    space = library(best)
 
     def normaliser() -> Any:
-        # Score and log-probability of the best word differ by the normaliser.
-        return space.where(best == -space.inf, best, best * scale - values[..., 0])
+        scale = 1.0 / temperature
+        if is_of_rows(temperature):  # as in kernels
+            hot = space.where(scale < LEAST_SCALE, LEAST_SCALE, scale)
+            scale = arrays.converted("temperature", space.where(temperature >= GREEDY, hot, 1.0), "float32")
+        return space.where(best == -space.inf, best, best * scale - logprobs)
 
-    return scores, words + offset, quietly(normaliser, scores)
+    return quietly(normaliser, best)
 
 
 def part_of_head(
@@ -167,7 +181,7 @@ def quietly(compute: Callable[[], Any], like: Any) -> Any:
     """The result without NumPy's warnings about infinities, which are wanted here."""
     if arrays.is_torch(like):
         return compute()
-    with library(like).errstate(invalid="ignore", over="ignore"):
+    with library(like).errstate(invalid="ignore", over="ignore", divide="ignore"):
         return compute()
 
 

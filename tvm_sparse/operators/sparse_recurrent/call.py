@@ -21,7 +21,7 @@ from tvm_sparse.runtime.calls import (
 from tvm_sparse.runtime.dispatch import Dispatcher, dispatcher
 from tvm_sparse.runtime.signature import Absent, Array, Number, Output, Signature, Structure, Text
 
-from .problem import GATES, RecurrentLayer, SparseRecurrent, preferred
+from .problem import GATES, RecurrentLayer, SparseRecurrent, preferred, rounded_limit
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,6 +42,7 @@ def signature(weights: str) -> Signature:
         ("c0", Absent(), state),
         ("cell", Text(tuple(GATES))),
         ("hidden_bias", Absent(), Array(("hidden",), gradient=True)),
+        ("limit", Absent(), Number("float", 0.2, 2)),
         ("lengths", Absent(), Array(("batch",), ("int32", "int64"), below="steps + 1")),
         ("resets", Absent(), Array(("steps", "batch"), ("int32", "bool"), below=2)),
         ("validate", Number("bool")),
@@ -62,6 +63,7 @@ def sparse_recurrent(
     *,
     cell: str,
     hidden_bias: Any = None,
+    limit: float | None = None,
     lengths: Any = None,
     resets: Any = None,
     out: Any = None,
@@ -73,6 +75,10 @@ def sparse_recurrent(
         lstm         i, f, o = sigmoid, g = tanh of x[t] + U h[t-1];  c[t] = f c[t-1] + i g;  h[t] = o tanh(c[t])
         gru          r, z = sigmoid(x[t] + U h[t-1]);  n = tanh(x_n[t] + r (U_n h[t-1] + b));
                      h[t] = (1 - z) n + z h[t-1]
+        clipped_relu
+                     h[t] = min(max(x[t] + U h[t-1], 0), limit)
+        gru_reset_before
+                     r, z as in gru;  n = tanh(x_n[t] + U_n (r h[t-1]));  h[t] = (1 - z) n + z h[t-1]
 
     Parameters
     ----------
@@ -81,14 +87,17 @@ def sparse_recurrent(
         the first call there, and kept.
     x_projected
         Shape `(steps, batch, gates * hidden)`, of the weights' dtype: the input product with its biases, gates in
-        torch's order (i, f, g, o; r, z, n), for a GRU all biases except the hidden one of n. A torch tensor on CPU or
+        torch's order (i, f, g, o; r, z, n), for "gru" all biases except the hidden one of n. A torch tensor on CPU or
         CUDA, a NumPy array, or another DLPack array, as are all further arguments.
     h0, c0
         `(batch, hidden)`, the states before the first step; c0 for "lstm" alone.
     cell
-        "tanh", "relu", "lstm" or "gru".
+        "tanh", "relu", "clipped_relu", "lstm", "gru" (PyTorch's, Keras's `reset_after=True`) or "gru_reset_before"
+        (Keras's `reset_after=False`, ONNX's `linear_before_reset=0`; both have their gates in the order z, r, n).
     hidden_bias
-        `(hidden,)`, b of a GRU; None: zeros.
+        `(hidden,)`, b of "gru"; None: zeros.
+    limit
+        A number above 0, for "clipped_relu" alone; rounded to the weights' dtype.
     lengths
         `(batch,)` int32 or int64: the steps of each sequence, in [0, steps]. After a sequence's end its output is 0,
         and its states do not change.
@@ -124,7 +133,11 @@ def sparse_recurrent(
     (`recurrent_backward`); the weights are constants.
 
     Sums, gates and c are float32; h is rounded to the dtype after each step. A NaN or infinity in a state affects the
-    units with a stored weight for it; in a dense layer it affects all.
+    units with a stored weight for it; in a dense layer it affects all. r h is rounded to the dtype, as h is; a state
+    that reaches the limit passes no gradient.
+
+    A step of "gru_reset_before" has two products, one after the other, between which units exchange r h: on a GPU it
+    takes about twice as long as that of "gru". The backward pass takes two kernel launches per step.
 
     When not to use it: with weights that are not sparse, or batches of hundreds, for which one dense product per step
     is faster; if a step's input depends on the previous output, as in text generation, which needs one call per step.
@@ -136,7 +149,7 @@ def sparse_recurrent(
             f"weights: expected RecurrentWeights, got {type(weights).__name__}; make them by recurrent_weights(matrix)"
         )
     what = ("sparse_recurrent", cell, weights.nonzeros)
-    states = x_projected, h0, c0, hidden_bias, lengths, resets
+    states = x_projected, h0, c0, hidden_bias, limit, lengths, resets
     return run_layer(dispatcher, what, problem_of, weights, *states, cell=cell, out=out, validate=validate)
 
 
@@ -173,6 +186,7 @@ def run_layer(
     h0: Any,
     c0: Any,
     hidden_bias: Any,
+    limit: Any,
     lengths: Any,
     resets: Any,
     *,
@@ -183,7 +197,8 @@ def run_layer(
     """A call of a recurrent layer; `what` names the operator and the properties of the weights on which its problem
     depends. The other arguments are `sparse_recurrent`'s.
     """
-    given = x_projected, h0, c0, hidden_bias, lengths, resets
+    limit = _checked_limit(limit, cell, weights)
+    given = x_projected, h0, c0, hidden_bias, limit, lengths, resets
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     # Lengths on the host are checked at every call.
     if not validate and arrays.is_torch(x_projected) and x_projected.dim() == 3 and not arrays.traced():
@@ -197,9 +212,11 @@ def run_layer(
             raise RuntimeError("out: a gradient is wanted, and none goes through `out`; call it without")
         from ..recurrent_backward.autograd import differentiable
 
-        def run(weights: Weights, *states: Any, hidden_bias: Any, lengths: Any, resets: Any) -> tuple[Any, ...]:
+        def run(
+            weights: Weights, *states: Any, hidden_bias: Any, limit: Any, lengths: Any, resets: Any
+        ) -> tuple[Any, ...]:
             x, h0, c0 = (*states, None)[:3]
-            beside = hidden_bias, lengths, resets
+            beside = hidden_bias, limit, lengths, resets
             return run_layer(
                 dispatcher, what, problem_of, weights, x, h0, c0, *beside, cell=cell, out=None, validate=validate
             )
@@ -212,8 +229,9 @@ def run_layer(
     wanted: list[tuple[str, tuple[int, ...], str]] = [("output", (steps, batch, weights.hidden), known.dtype)]
     wanted += [(name, (batch, weights.hidden), known.dtype) for name in ("h_n", "c_n")[: 1 + (cell == "lstm")]]
     results = tuple(outputs_for(out, tuple(wanted), x_projected, known))
-    read = dict(zip(("x_projected", "h0", "c0", "hidden_bias", "lengths", "resets"), given, strict=True))
-    SIGNATURE.refuse_overlap(out, weights=_arrays_of(weights, x_projected, batch), **read)
+    read = {"x_projected": x_projected, "h0": h0, "c0": c0, "hidden_bias": hidden_bias}
+    read |= {"lengths": lengths, "resets": resets, "weights": _arrays_of(weights, x_projected, batch)}
+    SIGNATURE.refuse_overlap(out, **read)
     if not steps:
         for result, (_, _, state) in zip(results[1:], states, strict=False):
             _copy(result, state)
@@ -223,9 +241,11 @@ def run_layer(
         except ProblemError as error:
             raise ValueError(f"x_projected: {error}") from None
         bias = None if cell != "gru" else _bias(hidden_bias, weights.hidden, x_projected, known)
-        beside = (("x_projected", known, x_projected), *(*states, None)[:2], bias, *extras)
-        ready = [None if one is None else arrays.ready(one[0], one[2], one[1]) for one in beside]
-        arguments = (*_placed(weights.laid_out_for(batch), x_projected, known), *ready)
+        before = ("x_projected", known, x_projected), *(*states, None)[:2], bias
+        ready = [
+            [None if one is None else arrays.ready(one[0], one[2], one[1]) for one in some] for some in (before, extras)
+        ]
+        arguments = (*_placed(weights.laid_out_for(batch), x_projected, known), *ready[0], limit, *ready[1])
         kept = lengths is None or known.device != "cpu" or None
         launch(dispatcher, problem, machine_of("x_projected", known), what, arguments, results, kept=kept)
     return outputs if out is not None else tuple(arrays.returned(one, x_projected) for one in results)
@@ -260,6 +280,15 @@ def input_facts(weights: LayerWeights, x_projected: Any) -> Facts:
             f" {known.shape} and {known.dtype}"
         )
     return known
+
+
+def _checked_limit(limit: Any, cell: str, weights: LayerWeights) -> float | None:
+    """The limit of a cell, rounded to the weights' dtype."""
+    if cell != "clipped_relu":
+        if limit is not None:
+            raise ValueError(f"limit: expected None for cell={cell!r}")
+        return None
+    return rounded_limit(limit, weights.dtype)
 
 
 Beside = tuple[str, Facts, Any]

@@ -73,17 +73,20 @@ def next_state(
     `sigmoid` and `tanh` replace the compiler's, where these are not accurate enough.
 
     Reads, all float32: `s.sums[gate * samples + v]`, U h of each gate; `s.x`, likewise, the projected input; of an LSTM
-    `s.c[v]`; of a GRU `s.h[v]`, the state before, and `s.bias[v]`. Writes: `s.h[v]`, and of an LSTM `s.c[v]`.
+    `s.c[v]`; of a GRU `s.h[v]`, the state before, and `s.bias[v]`, or, after `reset_state`, `s.c[v]`; of a clipped relu
+    `s.limit`. Writes: `s.h[v]`, and of an LSTM `s.c[v]`.
     """
-    if cell in ("tanh", "relu"):
+    if cell in ("tanh", "relu", "clipped_relu"):
 
         @T.inline
         def phase(s, v):
             s.h[v] = s.x[v] + s.sums[v]
             if cell == "tanh":
                 s.h[v] = tanh(s.h[v])
-            elif cell == "relu":
+            else:
                 s.h[v] = T.if_then_else(s.h[v] < T.float32(0), T.float32(0), s.h[v])
+            if cell == "clipped_relu":
+                s.h[v] = T.if_then_else(s.h[v] > s.limit, s.limit, s.h[v])
 
     elif cell == "lstm":
 
@@ -93,6 +96,12 @@ def next_state(
                 s.x[2 * samples + v] + s.sums[2 * samples + v]
             )
             s.h[v] = sigmoid(s.x[3 * samples + v] + s.sums[3 * samples + v]) * tanh(s.c[v])
+
+    elif cell == "gru_reset_before":
+
+        @T.inline
+        def phase(s, v):
+            s.h[v] = (T.float32(1) - s.c[v]) * tanh(s.x[2 * samples + v] + s.sums[2 * samples + v]) + s.c[v] * s.h[v]
 
     else:
 
@@ -106,11 +115,25 @@ def next_state(
     return phase
 
 
+def reset_state(samples: int = 1, sigmoid: Callable[..., Any] = T.sigmoid) -> Callable[..., Any]:
+    """The first half of a step of `gru_reset_before`; the phase is (s, v), as for `next_state`.
+
+    Reads: `s.sums`, `s.x` of r and z; `s.h[v]`, the state before. Writes: `s.h[v]`, the state times r; `s.c[v]`, z.
+    """
+
+    @T.inline
+    def phase(s, v):
+        s.h[v] = sigmoid(s.x[v] + s.sums[v]) * s.h[v]
+        s.c[v] = sigmoid(s.x[samples + v] + s.sums[samples + v])
+
+    return phase
+
+
 def recurrence(problem: Any) -> Callable[..., Any]:
     """All steps, one unit of one sequence at a time: the body (io) of a definition."""
     batch, hidden, gates, cell, dtype = problem.batch, problem.hidden, problem.gates, problem.cell, problem.dtype
     lstm, gru, ragged, resetting = cell == "lstm", cell == "gru", bool(problem.ragged), bool(problem.resets)
-    update, rows = next_state(cell), problem.rows()
+    update, reset, rows, twice = next_state(cell), reset_state(), problem.rows(), problem.exchanges == 2
 
     # fmt: off
     @T.inline
@@ -130,15 +153,42 @@ def recurrence(problem: Any) -> Callable[..., Any]:
                 s.before[0] = T.Cast("float32", io.output[t - 1, b, column])
 
     @T.inline
+    def load_scaled(io, s, t, b, column):
+        """`s.before`: the state of a unit before step t, times its reset gate."""
+        s.before[0] = T.Cast("float32", s.scaled[b, column])
+
+    @T.inline
+    def add_up(io, s, t, b, slot, gate, load):
+        s.x[gate] = T.Cast("float32", io.x_projected[t, b, gate * hidden + rows.unit(io, slot)])
+        s.sums[gate] = T.float32(0)
+        for e in range(rows.stop(io, slot, gate) - rows.start(io, slot, gate)):
+            entry = T.meta_var(rows.start(io, slot, gate) + e)
+            load(io, s, t, b, rows.column(io, slot, gate, entry))
+            s.sums[gate] = s.sums[gate] + rows.value(io, slot, gate, entry) * s.before[0]
+
+    @T.inline
+    def scale_state(io, s, cells, t, b, slot):
+        """`scaled` and `cells` of a unit: its state before step t times r, and z."""
+        unit = T.meta_var(rows.unit(io, slot))
+        for gate in range(2):
+            add_up(io, s, t, b, slot, gate, load_state)
+        load_state(io, s, t, b, unit)
+        s.h[0] = s.before[0]
+        reset(s, 0)
+        s.scaled[b, unit] = T.Cast(dtype, s.h[0])
+        cells[b, unit] = s.c[0]
+
+    @T.inline
     def take_step(io, s, cells, t, b, slot):
         unit = T.meta_var(rows.unit(io, slot))
-        for gate in range(gates):
-            s.x[gate] = T.Cast("float32", io.x_projected[t, b, gate * hidden + unit])
-            s.sums[gate] = T.float32(0)
-            for e in range(rows.stop(io, slot, gate) - rows.start(io, slot, gate)):
-                entry = T.meta_var(rows.start(io, slot, gate) + e)
-                load_state(io, s, t, b, rows.column(io, slot, gate, entry))
-                s.sums[gate] = s.sums[gate] + rows.value(io, slot, gate, entry) * s.before[0]
+        if twice:
+            add_up(io, s, t, b, slot, 2, load_scaled)
+            load_state(io, s, t, b, unit)
+            s.h[0] = s.before[0]
+            s.c[0] = cells[b, unit]
+        else:
+            for gate in range(gates):
+                add_up(io, s, t, b, slot, gate, load_state)
         if gru:
             load_state(io, s, t, b, unit)
             s.h[0] = s.before[0]
@@ -166,10 +216,35 @@ def recurrence(problem: Any) -> Callable[..., Any]:
             if lstm:
                 io.c_n[b, unit] = io.c0[b, unit]
 
+    def state(io, scaled):
+        return SimpleNamespace(
+            x=T.sblock_alloc_buffer((gates,), "float32"),
+            sums=T.sblock_alloc_buffer((gates,), "float32"),
+            before=T.sblock_alloc_buffer((1,), "float32"),
+            h=T.sblock_alloc_buffer((1,), "float32"),
+            c=T.sblock_alloc_buffer((1,), "float32"),
+            bias=T.sblock_alloc_buffer((1,), "float32"),
+            limit=getattr(io, "limit", None),
+            scaled=scaled)
+
+    @T.inline
+    def scale_states(io, cells, scaled, step):
+        for place in range(hidden):
+            for sample in range(batch):
+                with T.sblock("reset"):
+                    t = T.axis.opaque(io.steps, step)
+                    slot = T.axis.opaque(hidden, place)
+                    b = T.axis.opaque(batch, sample)
+                    s = T.meta_var(state(io, scaled))
+                    scale_state(io, s, cells, t, b, slot)
+
     @T.inline
     def all_steps(io):
         cells = T.sblock_alloc_buffer((batch, hidden), "float32")
+        scaled = T.sblock_alloc_buffer((batch if twice else 1, hidden), dtype)
         for step in range(io.steps):
+            if twice:
+                scale_states(io, cells, scaled, step)
             for place in range(hidden):
                 for sample in range(batch):
                     with T.sblock("unit"):
@@ -177,13 +252,7 @@ def recurrence(problem: Any) -> Callable[..., Any]:
                         t = T.axis.opaque(io.steps, step)
                         slot = T.axis.opaque(hidden, place)
                         b = T.axis.opaque(batch, sample)
-                        s = T.meta_var(SimpleNamespace(
-                            x=T.sblock_alloc_buffer((gates,), "float32"),
-                            sums=T.sblock_alloc_buffer((gates,), "float32"),
-                            before=T.sblock_alloc_buffer((1,), "float32"),
-                            h=T.sblock_alloc_buffer((1,), "float32"),
-                            c=T.sblock_alloc_buffer((1,), "float32"),
-                            bias=T.sblock_alloc_buffer((1,), "float32")))
+                        s = T.meta_var(state(io, scaled))
                         if ragged:
                             if t < io.lengths[b]:
                                 take_step(io, s, cells, t, b, slot)

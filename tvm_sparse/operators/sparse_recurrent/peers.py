@@ -27,8 +27,13 @@ def _named(problem: RecurrentLayer, inputs: Sequence[Any], device: str) -> dict[
     """The dense arguments by name, as tensors."""
     if problem.ragged or problem.resets:
         raise TypeError("lengths and resets are not compared")
-    names = (argument.name for argument in problem.kernel_inputs[3:])
-    return {name: torch_tensor(array, device) for name, array in zip(names, inputs[3:], strict=True)}
+    return _converted(problem, inputs, lambda array: torch_tensor(array, device))
+
+
+def _converted(problem: RecurrentLayer, inputs: Sequence[Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """The arguments after the weight by name; numbers as they are."""
+    given = zip(problem.kernel_inputs[3:], inputs[3:], strict=True)
+    return {argument.name: convert(value) if argument.shape else value for argument, value in given}
 
 
 def _torch_layer(problem: RecurrentLayer, inputs: Sequence[Any], device: str) -> Call:
@@ -40,6 +45,8 @@ def _torch_layer(problem: RecurrentLayer, inputs: Sequence[Any], device: str) ->
     """
     import torch
 
+    if problem.cell not in ("tanh", "relu", "lstm", "gru"):
+        raise TypeError(f"torch has no layer of cell={problem.cell}")
     given = _named(problem, inputs, device)
     x = given["x_projected"]
     steps, batch, rows = x.shape
@@ -72,6 +79,8 @@ def _step_loop(problem: RecurrentLayer, given: dict[str, Any], product: Callable
     """The steps one by one, with states `(hidden, batch)` and the products `(gates * hidden, batch)` by a library."""
     import torch
 
+    if problem.exchanges == 2:
+        raise TypeError(f"a step of cell={problem.cell} has two products, and is not compared")
     # Transposed beforehand, to the products' layout.
     x = given["x_projected"].transpose(1, 2).contiguous()
     h0: Any = given["h0"].T.contiguous()
@@ -86,6 +95,8 @@ def _step_loop(problem: RecurrentLayer, given: dict[str, Any], product: Callable
                 h = torch.tanh(step + u)
             elif problem.cell == "relu":
                 h = torch.relu(step + u)
+            elif problem.cell == "clipped_relu":
+                h = torch.clamp(step + u, 0, given["limit"])
             elif problem.cell == "lstm":
                 i, f, g, o = (step + u).chunk(4)
                 c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
@@ -124,8 +135,7 @@ def called(
     weights: Any,
 ) -> Call:
     """A public call with a problem's inputs."""
-    names = (argument.name for argument in problem.kernel_inputs[3:])
-    given = {name: convert(array) for name, array in zip(names, inputs[3:], strict=True)}
+    given = _converted(problem, inputs, convert)
     return lambda: call(weights, **given, cell=problem.cell)
 
 

@@ -8,9 +8,13 @@ input of step t including the biases, * elementwise, and gates in torch's order:
     lstm         i, f, o = sigmoid, g = tanh of x[t] + U h[t-1];  c[t] = f * c[t-1] + i * g;  h[t] = o * tanh(c[t])
     gru          r, z = sigmoid(x[t] + U h[t-1]);  n = tanh(x_n[t] + r * (U_n h[t-1] + b));
                  h[t] = (1 - z) * n + z * h[t-1]
+    clipped_relu
+                 h[t] = min(max(x[t] + U h[t-1], 0), limit)
+    gru_reset_before
+                 r, z as in gru;  n = tanh(x_n[t] + U_n (r * h[t-1]));  h[t] = (1 - z) * n + z * h[t-1]
 
-Sums and gates are float32. The state h that is carried from step to step is rounded to the dtype of the output; c is
-carried in float32. The weight is in the layout of `formats.recurrent`.
+Sums and gates are float32. The state h that is carried from step to step is rounded to the dtype of the output, as is
+r * h[t-1] before a product; c is carried in float32. The weight is in the layout of `formats.recurrent`.
 """
 
 from __future__ import annotations
@@ -43,8 +47,12 @@ if TYPE_CHECKING:
     from tvm import tirx
 
 # Rows of the recurrent weight for each unit.
-GATES = {"tanh": 1, "relu": 1, "lstm": 4, "gru": 3}
+GATES = {"tanh": 1, "relu": 1, "lstm": 4, "gru": 3, "clipped_relu": 1, "gru_reset_before": 3}
 
+# Cells in whose step units need values of all others more than once: the state, then the state times the reset gate.
+EXCHANGES = {"gru_reset_before": 2}
+# Cells whose states an infinite weight makes infinite, or always the limit.
+UNBOUNDED = ("relu", "clipped_relu")
 # The 2-norm of a generated row of weights is at most 1.5 times this, so that the layer contracts: rounding errors decay
 # in later steps instead of growing.
 NORM = 0.45
@@ -56,6 +64,7 @@ STATES: tuple[Argument, ...] = (
     Argument("h0", ("batch", "hidden"), "dtype", "State before the first step."),
     Argument("c0", ("batch", "hidden"), "dtype", "Cell state before the first step.", when="lstm"),
     Argument("hidden_bias", ("hidden",), "dtype", "b in the sum that the reset gate scales.", when="gru"),
+    Argument("limit", (), "float32", "Upper bound of states, above 0.", when="clipped_relu"),
     Argument("lengths", ("batch",), "int32", "Steps of each sequence.", when="ragged"),
     Argument("resets", ("steps", "batch"), "int32", "Nonzero: states are zero before the step.", when="resets"),
 )
@@ -83,6 +92,7 @@ class RecurrentLayer(Problem):
     row_axes: ClassVar[tuple[str, ...]] = ("batch",)
     sequential: ClassVar[bool] = True
     data_axes: ClassVar[tuple[str, ...]] = ("nonzeros",)
+    cells: ClassVar[tuple[str, ...]] = tuple(GATES)
     outputs: ClassVar[tuple[Argument, ...]] = (
         Argument("output", ("steps", "batch", "hidden"), "dtype", "State after each step; zero after the last one."),
         Argument("h_n", ("batch", "hidden"), "dtype", "State after the last step of each sequence."),
@@ -94,8 +104,8 @@ class RecurrentLayer(Problem):
     def __post_init__(self) -> None:
         require_positive(self, "steps", "batch", "hidden", "nonzeros")
         require_dtype(self)
-        if self.cell not in GATES:
-            raise ProblemError(f"{self.operator}: cell must be one of {', '.join(GATES)}, got {self.cell!r}")
+        if self.cell not in self.cells:
+            raise ProblemError(f"{self.operator}: cell must be one of {', '.join(self.cells)}, got {self.cell!r}")
         for name in ("ragged", "resets"):
             if self.axes[name] not in (0, 1):
                 raise ProblemError(f"{self.operator}: {name} must be 0 or 1, got {self.axes[name]!r}")
@@ -112,7 +122,7 @@ class RecurrentLayer(Problem):
             "batch": distribution.whole(rng, 1, 64),
             "hidden": hidden,
             "nonzeros": max(1, round(density * hidden / units)),
-            "cell": rng.choice(tuple(GATES)),
+            "cell": rng.choice(cls.cells),
             "dtype": distribution.dtype(rng),
             "ragged": distribution.flag(rng, 0.3),
             "resets": distribution.flag(rng, 0.2),
@@ -121,6 +131,11 @@ class RecurrentLayer(Problem):
     @property
     def gates(self) -> int:
         return GATES[self.cell]
+
+    @property
+    def exchanges(self) -> int:
+        """How often units need values of all others in a step."""
+        return EXCHANGES.get(self.cell, 1)
 
     @property
     def scaled(self) -> tuple[str, ...]:
@@ -132,6 +147,7 @@ class RecurrentLayer(Problem):
             "gates * hidden": self.gates * self.hidden,
             "lstm": int(self.cell == "lstm"),
             "gru": int(self.cell == "gru"),
+            "clipped_relu": int(self.cell == "clipped_relu"),
         }
         return known[name] if name in known else super().extent(name)
 
@@ -206,7 +222,8 @@ class RecurrentLayer(Problem):
         # Any nonzero value resets: marks of one sign, or of both.
         marks = MARKS[rng.integers(len(MARKS))]
         reset = np.where(rng.random((self.steps, self.batch)) < 0.2, rng.choice(marks, (self.steps, self.batch)), 0)
-        inputs = [*weight, x, h0, c0, bias, lengths.astype(np.int32), reset.astype(np.int32)]
+        limit = float(np.float32(rng.uniform(0.2, 1.0)))
+        inputs = [*weight, x, h0, c0, bias, limit, lengths.astype(np.int32), reset.astype(np.int32)]
         return [array for argument, array in zip(self.inputs, inputs, strict=True) if self.has(argument)]
 
     def reference(self, inputs: Sequence[Any]) -> list[np.ndarray]:
@@ -252,6 +269,28 @@ def preferred(entries: int, rows: int) -> int:
     mean = entries / rows / SLACK
     larger = (number * 10**power for power in itertools.count() for number in HUNDREDS)
     return next(number for number in itertools.chain(SMALL, TENS, larger) if mean <= number)
+
+
+def rounded_limit(limit: Any, dtype: str) -> float:
+    """A limit of states, checked and rounded to a dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is no number, or not above 0 and finite in the dtype.
+    """
+    import numpy as np
+
+    try:
+        if isinstance(limit, bool | str):
+            raise TypeError
+        with np.errstate(over="ignore"):
+            number = float(numpy_dtype(dtype).type(float(limit)))
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"limit: expected a number, got {type(limit).__name__}") from None
+    if not 0 < number < math.inf:
+        raise ValueError(f"limit: expected a number above 0 that {dtype} holds, got {limit!r}")
+    return number
 
 
 @dataclass(frozen=True)
@@ -345,7 +384,7 @@ class SparseRecurrent(RecurrentLayer):
 
         hidden, gates = self.hidden, self.gates
         rows, columns, values = drawn_entries(
-            rng, structure, gates * hidden, hidden, min(self.nonzeros, hidden), self.cell != "relu"
+            rng, structure, gates * hidden, hidden, min(self.nonzeros, hidden), self.cell not in UNBOUNDED
         )
         order, units = ("columns", "plain") if structure == "ragged" else ("banks", "balanced")
         banks = banks_for(self.batch, self.dtype)

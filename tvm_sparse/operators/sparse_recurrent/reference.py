@@ -78,16 +78,26 @@ def run(problem: Any, inputs: Sequence[Any], errors: bool = False) -> list[np.nd
                 h, c, off_h, off_c = (np.where(begins, 0.0, array) for array in (h, c, off_h, off_c))
             x = given["x_projected"][t].astype(np.float64).reshape(batch, gates, hidden)
             sums = rows.times(rows.values, h).reshape(batch, gates, hidden)
+            reset = scaled = None
+            if problem.exchanges == 2:
+                reset = _sigmoid(x[:, 0] + sums[:, 0])
+                scaled = (reset * h).astype(dtype).astype(np.float64)
+                sums[:, 2] = rows.times(rows.values, scaled).reshape(x.shape)[:, 2]
             new_h, new_c, local = _cell(cell, x, sums, h, c, bias)
+            if cell == "clipped_relu":
+                new_h = np.where(new_h > given["limit"], given["limit"], new_h)
             rounded = new_h.astype(dtype).astype(np.float64)
             if errors:
-                size = rows.times(rows.absolute, np.abs(_finite(h))).reshape(x.shape) + np.abs(_finite(x))
-                size += np.abs(bias) if cell == "gru" else 0.0
-                off = rows.times(rows.squares, off_h).reshape(x.shape)
-                off += (rows.roundings.reshape(gates, hidden) + 2) * (2.0**-24 * size) ** 2
+                size = np.abs(_finite(x)) + (np.abs(bias) if cell == "gru" else 0.0)
+                off = _off_sums(rows, size, h, off_h)
+                if reset is not None and scaled is not None:
+                    off_reset = _finite(reset * (1 - reset)) ** 2 * off[:, 0] + ACTIVATION[problem.dtype] ** 2
+                    off_scaled = _finite(reset) ** 2 * off_h + _finite(h) ** 2 * off_reset
+                    off_scaled = off_rounded(off_scaled, unit_of(problem, scaled))
+                    off[:, 2] = _off_sums(rows, size, scaled, off_scaled)[:, 2]
                 before, new_off_c = _carried(problem, local, off, off_h, off_c, new_h, new_c)
-                unit = 2 * (ROUNDING[problem.dtype] * np.abs(_finite(rounded)) + SMALLEST[problem.dtype])
-                new_off_h = before + np.maximum(np.sqrt(before) * unit, (unit / DEVIATIONS) ** 2)
+                unit = unit_of(problem, rounded)
+                new_off_h = off_rounded(before, unit)
                 off_output[t] = np.where(lives, DEVIATIONS * np.sqrt(before) + unit, 0.0)
                 off_last = np.where(lives, off_output[t], off_last)
                 off_h, off_c = np.where(lives, new_off_h, off_h), np.where(lives, new_off_c, off_c)
@@ -97,6 +107,27 @@ def run(problem: Any, inputs: Sequence[Any], errors: bool = False) -> list[np.nd
             return [output, h, *([c] if cell == "lstm" else [])]
         last_c = DEVIATIONS * np.sqrt(off_c) + ROUNDING[problem.dtype] * np.abs(_finite(c)) + SMALLEST[problem.dtype]
         return [off_output, off_last, *([last_c] if cell == "lstm" else [])]
+
+
+def _off_sums(rows: Rows, size: np.ndarray, states: np.ndarray, off: np.ndarray) -> np.ndarray:
+    """Variances of the sums `(batch, gates, hidden)` of terms of size `size` and the products with states, whose own
+    variances are `off`.
+    """
+    size = size + rows.times(rows.absolute, np.abs(_finite(states))).reshape(size.shape)
+    return (
+        rows.times(rows.squares, off).reshape(size.shape)
+        + (rows.roundings.reshape(size.shape[1:]) + 2) * (2.0**-24 * size) ** 2
+    )
+
+
+def unit_of(problem: Any, rounded: np.ndarray) -> np.ndarray:
+    """A unit in the last place of values in the problem's dtype."""
+    return 2 * (ROUNDING[problem.dtype] * np.abs(_finite(rounded)) + SMALLEST[problem.dtype])
+
+
+def off_rounded(off: np.ndarray, unit: np.ndarray) -> np.ndarray:
+    """The variance after values of the variance `off` are rounded to this unit."""
+    return off + np.maximum(np.sqrt(off) * unit, (unit / DEVIATIONS) ** 2)
 
 
 def _finite(array: np.ndarray) -> np.ndarray:
@@ -115,7 +146,7 @@ def _cell(
     a = (x + sums).swapaxes(0, 1)
     if cell == "tanh":
         return np.tanh(a[0]), c, {}
-    if cell == "relu":
+    if cell in ("relu", "clipped_relu"):
         return np.where(a[0] < 0, 0.0, a[0]), c, {}
     if cell == "lstm":
         i, f, o = (_sigmoid(a[gate]) for gate in (0, 1, 3))
@@ -123,6 +154,9 @@ def _cell(
         new = f * c + i * g
         return o * np.tanh(new), new, {"i": i, "f": f, "g": g, "o": o, "c": c, "d": np.tanh(new)}
     r, z = _sigmoid(a[0]), _sigmoid(a[1])
+    if cell == "gru_reset_before":
+        n = np.tanh(a[2])
+        return (1 - z) * n + z * h, c, {"z": z, "n": n, "h": h}
     scaled = sums[:, 2] + bias
     n = np.tanh(x[:, 2] + r * scaled)
     return (1 - z) * n + z * h, c, {"r": r, "z": z, "n": n, "s": scaled, "h": h}
@@ -151,7 +185,7 @@ def _carried(
 
     if problem.cell == "tanh":
         return tanh(new_h, off[:, 0]), off_c
-    if problem.cell == "relu":
+    if problem.cell in ("relu", "clipped_relu"):
         return off[:, 0], off_c
     if problem.cell == "lstm":
         i, f, g, o, d = (local[name] for name in "ifgod")
@@ -159,8 +193,10 @@ def _carried(
         new = product(f, off_f, local["c"], off_c) + product(i, off_i, g, tanh(g, off[:, 2]))
         new += (2.0**-23 * _finite(new_c)) ** 2
         return product(o, off_o, d, tanh(d, new)), new
-    r, z, n = (local[name] for name in "rzn")
-    off_r, off_z = sigmoid(r, off[:, 0]), sigmoid(z, off[:, 1])
-    off_n = tanh(n, product(r, off_r, local["s"], off[:, 2]))
+    z, n = local["z"], local["n"]
+    off_z, off_sum = sigmoid(z, off[:, 1]), off[:, 2]
+    if problem.cell == "gru":
+        off_sum = product(local["r"], sigmoid(local["r"], off[:, 0]), local["s"], off_sum)
+    off_n = tanh(n, off_sum)
     mixed = product(1 - z, off_z, n, off_n) + product(z, off_z, local["h"], off_h)
     return mixed + (2.0**-23 * _finite(new_h)) ** 2, off_c

@@ -9,6 +9,8 @@ AWKWARD: tuple[str, ...] = (
     "sparse_recurrent/steps=3,batch=4,hidden=70,nonzeros=70,cell=lstm",  # as dense as can be
     "sparse_recurrent/steps=6,batch=1,hidden=64,nonzeros=6,cell=gru,resets=1",
     "sparse_recurrent/steps=2,batch=9,hidden=19,nonzeros=3,cell=gru,dtype=float16,ragged=1",
+    "sparse_recurrent/steps=3,batch=5,hidden=41,nonzeros=6,cell=gru_reset_before,dtype=bfloat16,ragged=1,resets=1",
+    "sparse_recurrent/steps=4,batch=2,hidden=26,nonzeros=5,cell=clipped_relu,dtype=float16,ragged=1",
 )
 REALISTIC: tuple[str, ...] = (
     "sparse_recurrent/steps=256,batch=4,hidden=1792,nonzeros=179",

@@ -1,6 +1,6 @@
 """Time products with block-sparse weights beyond tens of rows: points of `block_warpgroups`, beside other products.
 
-    python scripts/probes/block_products.py --out products.csv --dense dense.csv --points 40 --seconds 170
+    python scripts/block_products.py --out products.csv --dense dense.csv --points 40 --seconds 170
 
 A *family* is a weight's shape and block, for which points are compiled once, on all cores: a kernel serves every number
 of rows and every pattern. They are the defaults of its problems, those of `CHOSEN`, and `--points` that are drawn from
@@ -18,7 +18,6 @@ relative to those of PyTorch's.
 
 from __future__ import annotations
 
-import csv
 import os
 import random
 import statistics
@@ -30,6 +29,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from heads import Report
+from reproduction import provenance
 
 from tvm_sparse.bench.timing import time_cuda
 from tvm_sparse.cli.common import Fixed, fixed_values, machine_here
@@ -54,26 +55,27 @@ FAMILIES: dict[tuple[int, int, int], tuple[tuple[int, float], ...]] = {
     (2048, 8192, 64): ((8192, 0.8),),
     (2048, 8192, 128): ((8192, 0.5),),
     (4096, 14336, 64): ((256, 0.8),),
-    (4096, 4096, 32): ((512, 0.5), (512, 0.8), (512, 0.95), (4096, 0.8)),
+    (4096, 4096, 32): ((512, 0.5), (512, 0.8), (512, 0.95), (2048, 0.8), (4096, 0.8), (8192, 0.8), (8192, 0.9)),
     (4096, 11008, 32): ((1024, 0.9),),
     (4096, 4096, 16): ((512, 0.5), (512, 0.8), (512, 0.95), (4096, 0.8)),
 }
 # Points beside the defaults, by a block's rows: tile_m, tile_n, panel and stages.
 CHOSEN: dict[int, tuple[tuple[int, int, int, int], ...]] = {
     16: ((256, 64, 64, 4),),
-    32: ((128, 96, 64, 4), (256, 64, 64, 4)),
+    32: ((128, 128, 32, 6), (192, 96, 32, 6), (192, 128, 32, 8), (256, 64, 32, 4), (256, 96, 32, 8), (256, 128, 32, 8)),
     64: ((128, 128, 64, 3), (128, 64, 64, 4), (64, 64, 64, 6), (192, 64, 64, 3)),
     128: ((128, 128, 64, 3), (128, 128, 32, 6), (64, 128, 64, 4)),
 }
 DENSE_SHAPES = ((1024, 1024), (768, 3072), (4096, 4096), (4096, 11008), (2048, 8192))
 DENSE_ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 # m, k and n of a layer that is trained, with blocks and sparsities.
-TRAINED, PRUNED = (8192, 4096, 4096), ((64, 0.8), (64, 0.9), (128, 0.8), (32, 0.8))
+TRAINED, PRUNED = (8192, 4096, 4096), ((64, 0.8), (64, 0.9), (128, 0.8), (32, 0.8), (32, 0.9), (16, 0.8))
 # Axes of sampled products by shape and block, and points by block: tile_m, tile_k and cluster, each with as many stages
 # as two thread blocks of a multiprocessor have room for, or one.
 SAMPLED: dict[tuple[int, int, int], tuple[tuple[int, float], ...]] = {
     (4096, 4096, 64): ((8192, 0.8), (8192, 0.9), (2048, 0.8)),
     (4096, 4096, 128): ((8192, 0.8),),
+    (4096, 4096, 32): ((8192, 0.8), (8192, 0.9)),
 }
 SAMPLED_POINTS: dict[int, tuple[tuple[int, int, int], ...]] = {
     64: (
@@ -87,6 +89,7 @@ SAMPLED_POINTS: dict[int, tuple[tuple[int, int, int], ...]] = {
         (32, 512, 2),
     ),
     128: ((32, 256, 1), (32, 256, 2), (64, 128, 1), (64, 256, 1)),
+    32: ((32, 256, 1), (64, 256, 1), (64, 128, 1)),
 }
 ROUNDS = 5
 COLUMNS = ("m", "k", "n", "block", "sparsity", "us", "tflops", "contender", "decisions", "registers", "note")
@@ -181,19 +184,17 @@ def bound_call(function: Any, arguments: Sequence[Any]) -> Callable[[], Any]:
     return call
 
 
-def dense_times(path: Path, dtype: str) -> None:
+def dense_times(path: Path, machine: Machine, dtype: str) -> None:
     """Write what PyTorch's dense product takes."""
     import torch
 
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(("m", "k", "n", "us"))
-        for k, n in DENSE_SHAPES:
-            w = torch.randn((n, k), device="cuda").to(getattr(torch, dtype))
-            xs = {m: torch.randn((m, k), device="cuda").to(w.dtype) for m in DENSE_ROWS}
-            calls = {str(m): (lambda x=x, w=w: torch.nn.functional.linear(x, w)) for m, x in xs.items()}
-            for name, (_, seconds) in time_cuda(calls, ROUNDS).items():
-                writer.writerow((name, k, n, f"{statistics.median(seconds) * 1e6:.2f}"))
+    report = Report(path, provenance(machine), ("m", "k", "n", "us"), quiet=True)
+    for k, n in DENSE_SHAPES:
+        w = torch.randn((n, k), device="cuda").to(getattr(torch, dtype))
+        xs = {m: torch.randn((m, k), device="cuda").to(w.dtype) for m in DENSE_ROWS}
+        calls = {str(m): (lambda x=x, w=w: torch.nn.functional.linear(x, w)) for m, x in xs.items()}
+        for name, (_, seconds) in time_cuda(calls, ROUNDS).items():
+            report.add(m=name, k=k, n=n, us=f"{statistics.median(seconds) * 1e6:.2f}")
 
 
 def sampled_times(path: Path, machine: Machine, dtype: str, folder: Path, seed: int) -> None:
@@ -210,14 +211,12 @@ def sampled_times(path: Path, machine: Machine, dtype: str, folder: Path, seed: 
                     found[template.candidate(point | {"stages": stages})] = None
         work[k, n, block] = problems, found
     built = compiled(work, machine, folder)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for family, (problems, _) in work.items():
-            functions = [loading.load_function(Path(reply["path"]), machine.kind, None) for _, reply in built[family]]
-            for problem in problems:
-                writer.writerows(_sampled_timed(problem, machine, built[family], functions, seed))
-                file.flush()
+    report = Report(path, provenance(machine), COLUMNS, quiet=True)
+    for family, (problems, _) in work.items():
+        functions = [loading.load_function(Path(reply["path"]), machine.kind, None) for _, reply in built[family]]
+        for problem in problems:
+            for line in _sampled_timed(problem, machine, built[family], functions, seed):
+                report.add(**dict(zip(COLUMNS, line, strict=True)))
 
 
 def _sampled_timed(
@@ -277,7 +276,7 @@ def _admitted(
     return calls, notes
 
 
-def training_times(path: Path, dtype: str) -> None:
+def training_times(path: Path, machine: Machine, dtype: str) -> None:
     """Write what a step forward and backward takes, of x and of the stored blocks, beside `torch.nn.Linear`, eagerly
     and in a CUDA graph, and the largest errors of both layers' gradients, against float64.
     """
@@ -286,36 +285,33 @@ def training_times(path: Path, dtype: str) -> None:
     import tvm_sparse.nn
 
     rows, k, n = TRAINED
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(
-            ("m", "k", "n", "block", "sparsity", "dense_us", "us", "ratio", "dense_graph_us", "graph_us", "graph_ratio",
-             "forward_us", "blocks_error", "x_error")
-        )  # fmt: skip
-        kind = getattr(torch, dtype)
-        linear = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=kind)
-        x = torch.randn((rows, k), device="cuda").to(kind).requires_grad_()
-        towards = torch.randn((rows, n), device="cuda").to(kind)
+    columns = ("m", "k", "n", "block", "sparsity", "dense_us", "us", "ratio", "dense_graph_us", "graph_us",
+               "graph_ratio", "forward_us", "blocks_error", "x_error")  # fmt: skip
+    report = Report(path, provenance(machine), columns, quiet=True)
+    kind = getattr(torch, dtype)
+    linear = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=kind)
+    x = torch.randn((rows, k), device="cuda").to(kind).requires_grad_()
+    towards = torch.randn((rows, n), device="cuda").to(kind)
 
-        def step(layer: Any) -> Callable[[], Any]:
-            def run() -> None:
-                x.grad = None
-                layer.zero_grad()
-                layer(x).backward(towards)
+    def step(layer: Any) -> Callable[[], Any]:
+        def run() -> None:
+            x.grad = None
+            layer.zero_grad()
+            layer(x).backward(towards)
 
-            return run
+        return run
 
-        for block, sparsity in PRUNED:
-            layer = tvm_sparse.nn.BsrLinear.from_dense(linear, block, sparsity)
-            errors = _gradient_errors(layer, x, towards)
-            line: tuple[Any, ...] = (rows, k, n, block, sparsity)
-            graphs = time_cuda({"dense": step(linear), "sparse": step(layer)})
-            replayed = [1e6 * statistics.median(seconds) for _, seconds in graphs.values()]
-            for before, us in ((_events(step(linear)), _events(step(layer))), replayed):
-                line += f"{before:.0f}", f"{us:.0f}", f"{before / us:.2f}"
-            line += f"{_events(partial(layer, x)):.0f}", *(f"{error:.2f}" for error in errors)
-            print(*line, flush=True)
-            writer.writerow(line)
+    for block, sparsity in PRUNED:
+        layer = tvm_sparse.nn.BsrLinear.from_dense(linear, block, sparsity)
+        errors = _gradient_errors(layer, x, towards)
+        line: tuple[Any, ...] = (rows, k, n, block, sparsity)
+        graphs = time_cuda({"dense": step(linear), "sparse": step(layer)})
+        replayed = [1e6 * statistics.median(seconds) for _, seconds in graphs.values()]
+        for before, us in ((_events(step(linear)), _events(step(layer))), replayed):
+            line += f"{before:.0f}", f"{us:.0f}", f"{before / us:.2f}"
+        line += f"{_events(partial(layer, x)):.0f}", *(f"{error:.2f}" for error in errors)
+        print(*line, flush=True)
+        report.add(**dict(zip(columns, line, strict=True)))
 
 
 def _gradient_errors(layer: Any, x: Any, towards: Any) -> tuple[float, float]:
@@ -393,12 +389,12 @@ def triton_call(problem: BsrMatmul, weight: BsrWeight, x: Any) -> Callable[[], A
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="The CSV to write.")],
+    out: Annotated[Path | None, typer.Option(help="The CSV of products with block-sparse weights.")] = None,
     dense: Annotated[Path | None, typer.Option(help="The CSV of dense products.")] = None,
     sampled: Annotated[Path | None, typer.Option(help="The CSV of sampled products.")] = None,
     training: Annotated[Path | None, typer.Option(help="The CSV of steps of training.")] = None,
     points: Annotated[int, typer.Option(min=0, help="Of a family, drawn.")] = 0,
-    families: Annotated[str, typer.Option(help="Some of them, as 4096x4096x64,...; or none; all by default.")] = "",
+    families: Annotated[str, typer.Option(help="Some of them, as 4096x4096x64,...; all by default.")] = "",
     triton: Annotated[bool, typer.Option(help="PyTorch's block-sparse product, too.")] = False,
     dtype: Annotated[str, typer.Option()] = "bfloat16",
     seconds: Annotated[float, typer.Option(help="When to stop.")] = 170,
@@ -415,30 +411,28 @@ def main(
         return over
 
     loading.prepare(machine.kind)
-    named = [family_of(one) for one in families.split(",") if one not in ("", "none")]
-    wanted = named or ([] if families == "none" else list(FAMILIES))
+    named = [family_of(one) for one in families.split(",") if one]
     work: dict[tuple[int, int, int], Any] = {}
-    for k, n, block in wanted:
+    for k, n, block in (named or FAMILIES) if out else ():
         problems = [BsrMatmul(m, k, n, str(block), gaps, dtype=dtype) for m, gaps in FAMILIES[k, n, block]]
         work[k, n, block] = problems, drawn(problems, machine, fix or [], points, seed)
-    with out.open("w", newline="") as file, tempfile.TemporaryDirectory() as folder:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Report(out, provenance(machine), COLUMNS, quiet=True)
         built = compiled(work, machine, Path(folder))
         print(f"{sum(map(len, built.values()))} built, {time.monotonic() - started:.0f} s", flush=True)
         if dense is not None:
-            dense_times(dense, dtype)
+            dense_times(dense, machine, dtype)
         if sampled is not None:
             sampled_times(sampled, machine, dtype, Path(folder), seed)
         if training is not None:
-            training_times(training, dtype)
+            training_times(training, machine, dtype)
         for family, (problems, _) in work.items():
             functions = [loading.load_function(Path(reply["path"]), machine.kind, None) for _, reply in built[family]]
             for problem in problems:
                 if not late(problem):
-                    writer.writerows(_timed(problem, machine, built[family], functions, triton, seed))
-                    file.flush()
-    print(f"{time.monotonic() - started:.0f} s, {out}")
+                    for line in _timed(problem, machine, built[family], functions, triton, seed):
+                        report.add(**dict(zip(COLUMNS, line, strict=True)))
+    print(f"{time.monotonic() - started:.0f} s")
 
 
 def _timed(
