@@ -71,8 +71,7 @@ class Machine:
     @property
     def capability(self) -> int:
         """Ten times the compute capability of a GPU, 0 of a CPU."""
-        found = _CUDA.fullmatch(self.arch)
-        return int(found["number"]) if found else 0
+        return _capability(self.arch)
 
     @property
     def has_clusters(self) -> bool:
@@ -128,7 +127,7 @@ class Machine:
 
     @property
     def _limits(self) -> _Limits:
-        return next(limits for capability, limits in MULTIPROCESSOR if self.capability >= capability)
+        return _limits(self.capability)
 
     @property
     def block_shared_bytes(self) -> int:
@@ -148,6 +147,18 @@ class Machine:
 
 # `sm_90a`: machine code for this GPU alone; `sm_90`: for it and later ones of its major number; `compute_90`: PTX.
 _CUDA = re.compile(r"(?P<code>sm|compute)_(?P<number>\d{2,3})(?P<specific>a?)")
+
+
+# Kept, because spaces ask for them at every point.
+@functools.cache
+def _capability(arch: str) -> int:
+    found = _CUDA.fullmatch(arch)
+    return int(found["number"]) if found else 0
+
+
+@functools.cache
+def _limits(capability: int) -> _Limits:
+    return next(limits for least, limits in MULTIPROCESSOR if capability >= least)
 
 
 class Card(NamedTuple):

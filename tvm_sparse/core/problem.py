@@ -20,6 +20,7 @@ interface, because buffers that its kernels share are workspaces, which the temp
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -190,7 +191,8 @@ class Problem(ABC):
 
     @property
     def batch_extent(self) -> int:
-        return self.axes[self.batch_axis]
+        found: int = getattr(self, self.batch_axis)
+        return found
 
     def sample(self, inputs: Sequence[Any], rows: np.ndarray) -> list[Any]:
         """The inputs from which the problem `with_batch(len(rows))` computes the given rows of the outputs."""
@@ -480,6 +482,7 @@ def _agree(found: np.ndarray, wanted: np.ndarray, bound: np.ndarray | None) -> n
         return close | (beyond & ((found > 0) == (wanted > 0)))
 
 
+@functools.cache
 def numpy_dtype(name: str) -> np.dtype:
     """The NumPy dtype of a dtype's name, bfloat16 and float8_e4m3fn included."""
     import numpy as np

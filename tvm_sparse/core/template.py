@@ -12,9 +12,11 @@ Raise `version` whenever the same decisions would give another program.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .candidate import Candidate
 from .machine import Machine
@@ -168,6 +170,31 @@ class Template(Generic[P]):
             if value not in table[name]:
                 return f"{name}={value} is not among {', '.join(map(str, table[name]))}"
         return self.allowed(problem, machine, decisions)
+
+
+# Functions of a template that a package's `space.py` may define.
+OF_SPACE = ("space", "default", "allowed", "features", "launch", "declines")
+
+
+def in_phases(space: ModuleType, **declared: Any) -> Template[Any]:
+    """The template of a package with a generated kernel: its functions are those of `space.py`, and its program is
+    `program(problem, decisions)` of `kernel.py`, which is imported when a point is built.
+
+    Parameters
+    ----------
+    space
+        The package's module of that name.
+    declared
+        `name`, `version`, `operator`, `summary`, and what else of `Template` is not its default.
+    """
+
+    def program(problem: Any, decisions: Decisions) -> Program:
+        kernel = importlib.import_module(".kernel", space.__package__)
+        made: Program = kernel.program(problem, decisions)
+        return made
+
+    found = {name: getattr(space, name) for name in OF_SPACE if hasattr(space, name)}
+    return Template(kind="cuda", program=program, explicit_threads=True, **found, **declared)
 
 
 def powers(low: int, high: int) -> tuple[int, ...]:

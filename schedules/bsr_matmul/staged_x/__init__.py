@@ -17,34 +17,19 @@ In a skewed pattern the chunks of a long row can be dealt out to a `cluster` of 
 `overlap` the launch overlaps the producer kernel (programmatic dependent launch): where the host has looked at the
 pattern nobody writes the structure any more, and it is read before the wait.
 
-The kernel, phase by phase, is `kernel`.
+The kernel, phase by phase, is `kernel.program`.
 """
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
-from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
+from tvm_sparse.core.template import in_phases
 
-from .space import Extents, allowed, declines, default, features, space
+from . import space
 
-
-def build(problem: BsrMatmul, decisions: Decisions) -> Program:
-    from .kernel import kernel
-
-    return kernel(problem, Extents.of(problem, decisions))
-
-
-staged_x = Template(
+staged_x = in_phases(
+    space,
     name="staged_x",
     version=3,
     operator="bsr_matmul",
-    kind="cuda",
     summary="a thread block a block row, its parts of x in shared memory (Gu 2020, 4.3)",
-    space=space,
-    default=default,
-    program=build,
-    allowed=allowed,
-    declines=declines,
-    features=features,
-    explicit_threads=True,
 )

@@ -33,34 +33,19 @@ With `overlap=2` the consumer kernel may start as soon as this one has started. 
 `constant` there is a path without guesses: the first round of its blocks is loaded before the wait, too. After the wait
 only x, the products and the sum are left to do.
 
-The kernel, phase by phase, is `kernel`.
+The kernel, phase by phase, is `kernel.program`.
 """
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
-from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
+from tvm_sparse.core.template import in_phases
 
-from .space import Extents, allowed, default, features, launch, space
+from . import space
 
-
-def build(problem: BsrMatmul, decisions: Decisions) -> Program:
-    from .kernel import kernel
-
-    return kernel(problem, Extents.of(problem, decisions))
-
-
-tensor_core = Template(
+tensor_core = in_phases(
+    space,
     name="tensor_core",
     version=4,
     operator="bsr_matmul",
-    kind="cuda",
     summary="16-bit blocks on tensor cores, operands straight from global memory, warps and clusters share rows",
-    space=space,
-    default=default,
-    program=build,
-    allowed=allowed,
-    features=features,
-    launch=launch,
-    explicit_threads=True,
 )

@@ -25,7 +25,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.template import Program, ceildiv
+from tvm_sparse.core.template import Decisions, Program, ceildiv
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ...device.balance import Deal, Work, add_ranks, deal_out, hand_in, join, meet
@@ -361,8 +361,9 @@ def add_parts(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def kernel(problem: BsrMatmul, e: Extents) -> Program:
-    """The program of one point of the space."""
+def program(problem: BsrMatmul, decisions: Decisions) -> Program:
+    """The program of a point."""
+    e = Extents.of(problem, decisions)
     do = SimpleNamespace(
         deal_out=deal_out(Deal(e.units, e.slices, e.cluster), e.tile_m * e.warps_m, two_axes=e.overlap == 2),
         take_places=take_places(e),

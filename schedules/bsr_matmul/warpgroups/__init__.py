@@ -19,35 +19,19 @@ registers. In the end a warp passes its rows of y through shared memory, to writ
 
 `overlap` is programmatic dependent launch: barriers and tensor maps are ready when the producer kernel ends.
 
-The kernel, phase by phase, is `kernel`.
+The kernel, phase by phase, is `kernel.program`.
 """
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
-from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
+from tvm_sparse.core.template import in_phases
 
-from .space import Extents, allowed, declines, default, features, launch, space
+from . import space
 
-
-def build(problem: BsrMatmul, decisions: Decisions) -> Program:
-    from .kernel import kernel
-
-    return kernel(problem, Extents.of(problem, decisions))
-
-
-warpgroups = Template(
+warpgroups = in_phases(
+    space,
     name="block_warpgroups",
     version=3,
     operator="bsr_matmul",
-    kind="cuda",
     summary="panels of x and 16-bit blocks in shared memory, products of warpgroups",
-    space=space,
-    default=default,
-    program=build,
-    allowed=allowed,
-    features=features,
-    launch=launch,
-    explicit_threads=True,
-    declines=declines,
 )

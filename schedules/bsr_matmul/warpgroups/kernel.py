@@ -28,7 +28,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.template import Program
+from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ...device import operands
@@ -412,8 +412,9 @@ def store_tile(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def kernel(problem: BsrMatmul, e: Extents) -> Program:
+def program(problem: BsrMatmul, decisions: Decisions) -> Program:
     """The program of a point."""
+    e = Extents.of(problem, decisions)
     do = SimpleNamespace(
         begin=begin(e), produce=produce(e), consume=consume(e), pass_tile=pass_tile(e), store_tile=store_tile(e))
 

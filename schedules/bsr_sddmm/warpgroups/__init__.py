@@ -20,34 +20,19 @@ not stored.
 **A cluster** of thread blocks has the same blocks, each for a part of the rows. In the end they pass their sums through
 shared memory; each adds up its share in the order of ranks, so that equal inputs give equal bits.
 
-The kernel, phase by phase, is `kernel`.
+The kernel, phase by phase, is `kernel.program`.
 """
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
-from tvm_sparse.operators.bsr_sddmm.problem import BsrSddmm
+from tvm_sparse.core.template import in_phases
 
-from .space import Extents, allowed, default, features, launch, space
+from . import space
 
-
-def build(problem: BsrSddmm, decisions: Decisions) -> Program:
-    from .kernel import kernel
-
-    return kernel(problem, Extents.of(problem, decisions))
-
-
-sampled_warpgroups = Template(
+sampled_warpgroups = in_phases(
+    space,
     name="sampled_warpgroups",
     version=1,
     operator="bsr_sddmm",
-    kind="cuda",
     summary="columns of both matrices in shared memory, products of warpgroups",
-    space=space,
-    default=default,
-    program=build,
-    allowed=allowed,
-    features=features,
-    launch=launch,
-    explicit_threads=True,
 )

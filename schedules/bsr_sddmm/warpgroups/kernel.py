@@ -25,7 +25,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.template import Program
+from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.bsr_sddmm.problem import BsrSddmm
 
 from ...bsr_matmul.block_row import load_int
@@ -347,8 +347,9 @@ def join_sums(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def kernel(problem: BsrSddmm, e: Extents) -> Program:
+def program(problem: BsrSddmm, decisions: Decisions) -> Program:
     """The program of a point."""
+    e = Extents.of(problem, decisions)
     find, begin_, produce_, consume_ = find_blocks(e), begin(e), produce(e), consume(e)
     end = join_sums(e) if e.cluster > 1 else store_sums(e)
 

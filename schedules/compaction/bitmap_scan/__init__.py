@@ -10,27 +10,14 @@ consumer start before it waits. In both nothing is read before the wait.
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
-from tvm_sparse.operators.compaction.problem import Compaction
+from tvm_sparse.core.template import in_phases
 
-from .space import allowed, default, extents, space
+from . import space
 
-
-def build(problem: Compaction, decisions: Decisions) -> Program:
-    from .kernel import program
-
-    return program(problem, extents(problem, decisions), decisions["overlap"])
-
-
-bitmap_scan = Template(
+bitmap_scan = in_phases(
+    space,
     name="bitmap_scan",
     version=2,
     operator="compaction",
-    kind="cuda",
     summary="population counts and a scan in one launch (Figure 5, by lanes)",
-    space=space,
-    default=default,
-    program=build,
-    allowed=allowed,
-    explicit_threads=True,
 )

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.template import Program
+from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.compaction.problem import Compaction
 from tvm_sparse.operators.lsh_lookup.definition import valid_bits
 
 from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
 from ...interface import gpu_program
 from ...lsh.compact import fill_rest, read_bitmap, write_share
-from ...lsh.extents import CompactExtents
 from ...lsh.state import alloc_state
+from .space import extents
 
 
-def program(problem: Compaction, e: CompactExtents, overlap: int) -> Program:
+def program(problem: Compaction, decisions: Decisions) -> Program:
     """The program of a point. `overlap`: see the package's docstring."""
+    e, overlap = extents(problem, decisions), decisions["overlap"]
 
     # fmt: off
     @T.inline

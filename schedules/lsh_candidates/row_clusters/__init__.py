@@ -27,31 +27,14 @@ The phases are in `schedules.lsh`: `hashing`, `buckets`, `rows` and `compact`.
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template, Workspace
-from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
+from tvm_sparse.core.template import in_phases
 
-from .space import allowed, default, extents, space
+from . import space
 
-
-def build(problem: LshCandidates, decisions: Decisions) -> Program:
-    from ...interface import gpu_program
-    from .kernel import kernel_body
-
-    overlap, sizes = decisions["overlap"], extents(problem, decisions)
-    # Each list's bitmap, followed by its ticket.
-    own = Workspace("workspace", ("lists", sizes[1].bitmap + 1), "int32")
-    return gpu_program(problem, kernel_body(*sizes, overlap), (own,), overlapped=overlap > 0)
-
-
-row_clusters = Template(
+row_clusters = in_phases(
+    space,
     name="row_clusters",
     version=2,
     operator="lsh_candidates",
-    kind="cuda",
     summary="a cluster of blocks a row, from hash to list in one kernel",
-    space=space,
-    default=default,
-    program=build,
-    allowed=allowed,
-    explicit_threads=True,
 )

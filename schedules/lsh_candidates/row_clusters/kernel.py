@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
+
+from tvm_sparse.core.template import Decisions, Program, Workspace
+from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
 
 from ...device.cluster import cluster_arrive
 from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
+from ...interface import gpu_program
 from ...lsh.buckets import clear_counts
 from ...lsh.compact import fill_rest, read_bitmap, write_share
-from ...lsh.extents import CompactExtents, CountExtents, HashExtents
 from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
 from ...lsh.rows import (
     Place,
@@ -23,10 +23,12 @@ from ...lsh.rows import (
     set_bits_and_leave,
 )
 from ...lsh.state import alloc_state
+from .space import extents
 
 
-def kernel_body(h: HashExtents, e: CountExtents, c: CompactExtents, overlap: int) -> Callable[..., Any]:
-    """The kernel, as the body of `interface.gpu_program`."""
+def program(problem: LshCandidates, decisions: Decisions) -> Program:
+    """The program of a point. `overlap`: see the package's docstring."""
+    (h, e, c), overlap = extents(problem, decisions), decisions["overlap"]
     place, clear, stage = locate(e), clear_counts(e), stage_row(h)
     load_first, find = load_first_columns(h), find_places(h)
     leave, load, release = set_bits_and_leave(e), load_reached(e.vocab), clear_workspace(e)
@@ -71,4 +73,6 @@ def kernel_body(h: HashExtents, e: CountExtents, c: CompactExtents, overlap: int
         fill(s, io, at.list, at.rank, t)
         release(s, at, io, t)
     # fmt: on
-    return body
+    # Each list's bitmap, followed by its ticket.
+    own = Workspace("workspace", ("lists", e.bitmap + 1), "int32")
+    return gpu_program(problem, body, (own,), overlapped=overlap > 0)

@@ -11,28 +11,14 @@ consumer start before it waits. In both nothing is read before the wait.
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
-from tvm_sparse.operators.lsh_lookup.problem import LshLookup
+from tvm_sparse.core.template import in_phases
 
-from ...lsh.spaces import count_extents
-from .space import allowed, default, space
+from . import space
 
-
-def build(problem: LshLookup, decisions: Decisions) -> Program:
-    from .kernel import program
-
-    return program(problem, count_extents(problem, decisions), decisions["overlap"])
-
-
-shared_counts = Template(
+shared_counts = in_phases(
+    space,
     name="shared_counts",
     version=1,
     operator="lsh_lookup",
-    kind="cuda",
     summary="a cluster of blocks a row, lanes share buckets, counts in shared memory (Figure 4, optimised)",
-    space=space,
-    default=default,
-    program=build,
-    allowed=allowed,
-    explicit_threads=True,
 )

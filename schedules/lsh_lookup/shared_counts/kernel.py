@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.template import Program, Workspace
+from tvm_sparse.core.template import Decisions, Program, Workspace
 from tvm_sparse.operators.lsh_lookup.problem import LshLookup
 
 from ...device.cluster import cluster_arrive
 from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
 from ...interface import gpu_program
 from ...lsh.buckets import clear_counts
-from ...lsh.extents import CountExtents
 from ...lsh.rows import Place, copy_reached, count_row, locate, set_bits_and_leave
+from ...lsh.spaces import count_extents
 from ...lsh.state import alloc_state
 
 
-def program(problem: LshLookup, e: CountExtents, overlap: int) -> Program:
+def program(problem: LshLookup, decisions: Decisions) -> Program:
     """The program of a point. `overlap`: see the package's docstring."""
+    e, overlap = count_extents(problem, decisions), decisions["overlap"]
     place, clear, leave, copy = locate(e), clear_counts(e), set_bits_and_leave(e), copy_reached(e)
 
     # fmt: off

@@ -40,27 +40,14 @@ multiprocessor by twos and threes, where there is room, while others have none. 
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
-from tvm_sparse.operators.lsh_topk.problem import LshTopk
+from tvm_sparse.core.template import in_phases
 
-from .space import Extents, allowed, default, space
+from . import space
 
-
-def build(problem: LshTopk, decisions: Decisions) -> Program:
-    from .kernel import program
-
-    return program(problem, Extents.of(problem, decisions))
-
-
-fused_step = Template(
+fused_step = in_phases(
+    space,
     name="fused_step",
     version=15,
     operator="lsh_topk",
-    kind="cuda",
     summary="look-up beside the product of the frequent words, that of what is found, the best words: three kernels",
-    space=space,
-    default=default,
-    program=build,
-    allowed=allowed,
-    explicit_threads=True,
 )

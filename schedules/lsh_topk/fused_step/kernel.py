@@ -11,7 +11,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.template import Program, Workspace
+from tvm_sparse.core.template import Decisions, Program, Workspace
 from tvm_sparse.operators.lsh_topk.problem import LshTopk
 
 from ...device.overlap import start_consumer, wait_for_producer
@@ -81,8 +81,9 @@ def product(e: Extents) -> Callable[..., Any]:
 # fmt: on
 
 
-def program(problem: LshTopk, e: Extents) -> Program:
-    """The program of one point of the space."""
+def program(problem: LshTopk, decisions: Decisions) -> Program:
+    """The program of a point."""
+    e = Extents.of(problem, decisions)
     first, second, third = look_up(e), product(e), merge(e)
     own = (
         Workspace("bitmap", ("lists", e.bitmap), "uint32"),

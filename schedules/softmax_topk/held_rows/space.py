@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -251,23 +253,19 @@ def space(problem: SoftmaxTopk, machine: Machine) -> Table:
         raise NotApplicable("logits stay in registers in 16 bits, which a soft cap would round")
     if problem.allowed:
         raise NotApplicable("logits stay in registers as they come, without the bitmap that says which are allowed")
-    if not points(problem, machine):
+    if next(points(problem, machine), None) is None:
         rows = f"{problem.batch_extent} rows of {problem.vocab}"
         raise NotApplicable(f"registers and memory of {machine.cores} multiprocessors do not hold {rows} at once")
     clusters = machine.clusters(CLUSTERS)
     return {"cluster": clusters, "threads": THREADS, "staged": (0, 1), "row_bound": (0, 1)}
 
 
-def points(problem: SoftmaxTopk, machine: Machine) -> list[Decisions]:
+def points(problem: SoftmaxTopk, machine: Machine) -> Iterator[Decisions]:
     """All points of the space."""
-    held = ((0, 0), (0, 1), (1, 0), (1, 1))
-    every = [
-        {"cluster": cluster, "threads": threads, "staged": staged, "row_bound": agreed}
-        for cluster in machine.clusters(CLUSTERS)
-        for threads in THREADS
-        for staged, agreed in held
-    ]
-    return [point for point in every if allowed(problem, machine, point) is None]
+    for cluster, threads, staged, agreed in itertools.product(machine.clusters(CLUSTERS), THREADS, (0, 1), (0, 1)):
+        point = {"cluster": cluster, "threads": threads, "staged": staged, "row_bound": agreed}
+        if allowed(problem, machine, point) is None:
+            yield point
 
 
 def allowed(problem: SoftmaxTopk, machine: Machine, decisions: Decisions) -> str | None:

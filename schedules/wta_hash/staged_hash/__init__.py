@@ -10,27 +10,14 @@ consumer kernel start; with 2 it lets the consumer start before it waits. In bot
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
-from tvm_sparse.operators.wta_hash.problem import WtaHash
+from tvm_sparse.core.template import in_phases
 
-from .space import allowed, default, extents, space
+from . import space
 
-
-def build(problem: WtaHash, decisions: Decisions) -> Program:
-    from .kernel import program
-
-    return program(problem, extents(problem, decisions), decisions["overlap"])
-
-
-staged_hash = Template(
+staged_hash = in_phases(
+    space,
     name="staged_hash",
     version=1,
     operator="wta_hash",
-    kind="cuda",
     summary="rows in shared memory, a thread a unit",
-    space=space,
-    default=default,
-    program=build,
-    allowed=allowed,
-    explicit_threads=True,
 )

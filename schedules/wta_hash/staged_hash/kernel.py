@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.template import Program
+from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.wta_hash.problem import WtaHash
 
 from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
 from ...interface import gpu_program
-from ...lsh.extents import HashExtents
 from ...lsh.hashing import code_of_places, find_places, load_first_columns, stage_row
 from ...lsh.state import alloc_state
+from .space import extents
 
 
-def program(problem: WtaHash, h: HashExtents, overlap: int) -> Program:
+def program(problem: WtaHash, decisions: Decisions) -> Program:
     """The program of a point. `overlap`: see the package's docstring."""
+    h, overlap = extents(problem, decisions), decisions["overlap"]
     stage, load_first, find = stage_row(h), load_first_columns(h), find_places(h)
     each = h.threads // h.units  # bands of a thread block
 
