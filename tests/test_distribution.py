@@ -23,6 +23,19 @@ def test_drawn_problems_are_within_the_bounds_and_as_calls_ask_for_them(name: st
     assert batches[0] * 8 < batches[-1]
 
 
+@pytest.mark.parametrize("name", OPERATORS)
+def test_any_two_problems_have_a_distance(name: str) -> None:
+    """Look-up asks it of every record, whatever the problem; and a problem of what its record would be."""
+    kind, rng = registry.find(name).problem, random.Random()
+    drawn = [distribution.problem(kind, rng) for _ in range(40)]
+    for problem in drawn:
+        near = [problem.as_tuned(), *problem.as_shipped(), problem.with_batch(problem.batch_extent + 1)]
+        for other in (*drawn, *near):
+            found = problem.distance(other)
+            assert found is None or found >= 0
+        assert problem.distance(problem) == 0 and problem.distance(problem.as_tuned()) is not None
+
+
 def test_what_is_drawn_follows_from_the_seed() -> None:
     for name in OPERATORS:
         kind = registry.find(name).problem

@@ -102,6 +102,7 @@ class Problem(ABC):
     added_axes: ClassVar[tuple[str, ...]] = ()
     # Data axes that summarise the batch's rows, each with the value that stands for every batch (`of_any_batch`).
     typical_rows: ClassVar[Mapping[str, Any]] = {}
+    alike: ClassVar[tuple[str, ...]] = ()  # axes on which the best decisions hardly depend, see `distance`
     # Extents of arguments that follow from the data alone, such as `nnz`.
     counted: ClassVar[tuple[str, ...]] = ()
     inputs: ClassVar[tuple[Argument, ...]]  # of every problem of the operator; `kernel_inputs` are those of one problem
@@ -281,7 +282,8 @@ class Problem(ABC):
     def distance(self, other: Problem) -> float | None:
         """Distance in octaves to another problem whose decisions may suit this one; None if they cannot.
 
-        It is the sum of the axes' absolute log2 ratios; dtypes and other names must be equal.
+        It is the sum of the axes' absolute log2 ratios; dtypes and other names must be equal. Axes of `alike` count as
+        equal.
         """
         import math
 
@@ -290,6 +292,8 @@ class Problem(ABC):
         total = 0.0
         for name, value in self.axes.items():
             theirs = other.axes[name]
+            if name in self.alike:
+                continue
             if isinstance(value, str):
                 if value != theirs:
                     return None

@@ -111,6 +111,7 @@ class HeadTopk(Problem):
     settings: ClassVar[tuple[Settings, ...]] = tuple(
         {**setting, "constant": 1 - i % 2} for i, setting in enumerate(SoftmaxTopk.settings)
     )
+    alike: ClassVar[tuple[str, ...]] = ("per_row", "capped")
     example: ClassVar[Mapping[str, Any]] = {"batch": 4, "vocab": 8000, "hidden": 256, "k": 5}
     most_drawn_bytes: ClassVar[int] = 1 << 30  # the embedding of a large vocabulary
     source: ClassVar[str] = "Shi, Xu & Knight 2018, equations 1 and 2; Milakov & Gimelshein 2018, Algorithm 4"
@@ -167,7 +168,7 @@ class HeadTopk(Problem):
             return None
         if any(other.batch <= rows < self.batch for rows in TILES):
             return None
-        return super().distance(replace(other, per_row=self.per_row, capped=self.capped))
+        return super().distance(other)
 
     @property
     def run_time_extents(self) -> tuple[str, ...]:

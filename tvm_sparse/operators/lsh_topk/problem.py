@@ -89,6 +89,7 @@ class LshTopk(Problem):
     settings: ClassVar[tuple[Settings, ...]] = tuple(
         {**hits, **how} for hits, how in zip(tables.SETTINGS, CandidateTopk.settings[:3], strict=True)
     )
+    alike: ClassVar[tuple[str, ...]] = ("bias",)
     example: ClassVar[Mapping[str, Any]] = {
         "lists": 1, "beam": 4, "hidden": 64, "vocab": 2000, "frequent": 100, "n": 5, "k": 8, "units": 2, "bands": 40,
     }  # fmt: skip
@@ -151,7 +152,7 @@ class LshTopk(Problem):
         """
         if not isinstance(other, LshTopk) or self.beam != other.beam:
             return None
-        octaves = super().distance(dataclasses.replace(other, bias=self.bias))
+        octaves = super().distance(other)
         return None if octaves is None or octaves > NEAR else octaves
 
     def smaller(self, extent: int) -> Problem:

@@ -6,7 +6,6 @@ Milakov & Gimelshein 2018, "Online normalizer calculation for softmax": Algorith
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -53,6 +52,7 @@ class Softmax(Problem):
     tuned: ClassVar[str] = "random"
     verified: ClassVar[tuple[str, ...]] = (*STRUCTURES, "mixed")
     settings: ClassVar[tuple[Settings, ...]] = ({"log": 0}, {"log": 1})
+    alike: ClassVar[tuple[str, ...]] = ("result",)
     example: ClassVar[Mapping[str, Any]] = {"batch": 512, "vocab": 10240}
     source: ClassVar[str] = "Milakov & Gimelshein 2018, Algorithms 1, 2 and 3"
 
@@ -72,12 +72,6 @@ class Softmax(Problem):
 
     def dtype_of(self, argument: Argument) -> str:
         return self.out_dtype if argument in self.outputs else super().dtype_of(argument)
-
-    def distance(self, other: Problem) -> float | None:
-        """Octaves of all sizes; the dtype of the probabilities is none."""
-        if isinstance(other, Softmax) and self.dtype == other.dtype:
-            other = dataclasses.replace(other, result=self.result)
-        return super().distance(other)
 
     @property
     def scaled(self) -> tuple[str, ...]:

@@ -114,6 +114,8 @@ class SoftmaxSample(Problem):
         {"temperature": 0.3, "top_k": 3, "top_p": 0.75, "min_p": 0.01},
         {"temperature": 0.0, "top_k": 5, "top_p": 0.5, "min_p": 0.0},
     )
+    # Where uniform numbers come from, a bitmap and a soft cap.
+    alike: ClassVar[tuple[str, ...]] = ("seeded", "allowed", "capped")
     example: ClassVar[Mapping[str, Any]] = {"batch": 10, "vocab": 25000, "k": 32}
     source: ClassVar[str] = "Fan et al. 2018; Holtzman et al. 2020; Nguyen et al. 2024"
 
@@ -131,7 +133,7 @@ class SoftmaxSample(Problem):
     @classmethod
     def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
         vocab, whole = distribution.vocab(rng), distribution.flag(rng, 0.4)
-        return {
+        drawn: dict[str, Any] = {
             "batch": distribution.batch(rng),
             "vocab": vocab,
             "k": min(vocab, rng.choice((1, UNSAID)) if whole else distribution.whole(rng, 1, MAX_K)),
@@ -142,6 +144,7 @@ class SoftmaxSample(Problem):
             "whole": whole * (vocab > UNSAID),
             "allowed": distribution.flag(rng, 0.2),
         }
+        return drawn | {"capped": distribution.flag(rng, 0.1) * (1 - drawn["bias"])}
 
     call_words: ClassVar[Mapping[str, str]] = {
         "top_k": "a number, none or array",
@@ -243,14 +246,12 @@ class SoftmaxSample(Problem):
         )
 
     def distance(self, other: Problem) -> float | None:
-        """Octaves of all sizes; where uniform numbers come from is none, nor is a bitmap.
+        """As `Problem.distance`.
 
         A draw from the whole row that keeps one best word has kernels of its own, and nothing in common with others.
         """
         if isinstance(other, SoftmaxSample) and self.alone != other.alone:
             return None
-        if isinstance(other, SoftmaxSample):
-            other = dataclasses.replace(other, seeded=self.seeded, allowed=self.allowed, capped=self.capped)
         return super().distance(other)
 
     def as_shipped(self) -> tuple[Problem, ...]:

@@ -102,6 +102,8 @@ class SoftmaxTopk(Problem):
         {"scale": 0.625, "log": 0},
         {"scale": 1.7, "log": 1},
     )
+    # They add little to what a kernel reads.
+    alike: ClassVar[tuple[str, ...]] = ("allowed", "per_row", "capped")
     example: ClassVar[Mapping[str, Any]] = {"batch": 10, "vocab": 25000, "k": 5}
     source: ClassVar[str] = "Milakov & Gimelshein 2018, Algorithm 4; Argueta & Chiang 2019, 4.2"
 
@@ -130,7 +132,7 @@ class SoftmaxTopk(Problem):
     @classmethod
     def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:
         vocab = distribution.vocab(rng)
-        return {
+        drawn: dict[str, Any] = {
             "batch": distribution.batch(rng),
             "vocab": vocab,
             "k": min(vocab, distribution.whole(rng, 1, 1000)),
@@ -139,19 +141,13 @@ class SoftmaxTopk(Problem):
             "ids": distribution.flag(rng, 0.2) * distribution.whole(rng, 1, 16),
             "allowed": distribution.flag(rng, 0.2),
             "per_row": distribution.flag(rng, 0.1),
-            "capped": 0,
         }
+        return drawn | {"capped": distribution.flag(rng, 0.1) * (1 - drawn["bias"])}
 
     def extent(self, name: str | int) -> int:
         if name == "shared":
             return 1 - self.per_row
         return bitmap_words(self.vocab) if name == "bitmap" else super().extent(name)
-
-    def distance(self, other: Problem) -> float | None:
-        """Octaves of all sizes. Bitmaps and temperatures of rows add little to what a kernel reads, and are none."""
-        if isinstance(other, SoftmaxTopk):
-            other = dataclasses.replace(other, allowed=self.allowed, per_row=self.per_row, capped=self.capped)
-        return super().distance(other)
 
     def as_tuned(self) -> Problem:
         """With one temperature, as a kernel loads one number more for each row of its own; and without a soft cap."""
