@@ -274,7 +274,7 @@ def test_training_is_dense_where_that_is_clearly_faster(monkeypatch: pytest.Monk
     def dense(m: int, side: int, density: float, dtype: str = "bfloat16", where: machine.Machine = SM90) -> bool:
         return trains_dense(m, 4096, 4096, (side, side), round(density * (4096 // side) ** 2), dtype, where)
 
-    assert dense(8192, 16, 0.2) and dense(8192, 32, 0.5) and dense(8192, 64, 0.8)
+    assert dense(8192, 16, 0.2) and dense(8192, 32, 0.8) and dense(8192, 64, 0.8)
     assert not dense(8192, 64, 0.2) and not dense(8192, 32, 0.2) and not dense(64, 16, 0.2)
     assert not dense(8192, 16, 0.2, "float32") and not dense(8192, 16, 0.2, where=SM80)
     monkeypatch.setattr(dispatch.dispatcher, "batch_invariant", True)

@@ -24,7 +24,7 @@ WARPS_LAUNCH, WARPGROUPS_LAUNCH, MANY_ROWS = 1.7, 5.0, 100
 # Smaller blocks are bound by what `block_warpgroups` brings from the L2 cache: bytes in a microsecond; thread blocks of
 # so many rows of x and of the weight, which take so long beside; and how many a GPU runs at the same time. With fewer
 # than `MANY_TILES` of them others are faster.
-SMALL, L2_BYTES, TILE_M, TILE_N, BEGIN, AT_ONCE, MANY_TILES = 32, 9.5e6, 192, 64, 2.3, 264, 1200
+SMALL, L2_BYTES, TILE_M, TILE_N, BEGIN, AT_ONCE, MANY_TILES = 32, 9.5e6, 192, 64, 2.3, 264, 528
 
 
 def _by_block(rates: dict[int, float], problem: BsrMatmul) -> float:
@@ -66,7 +66,7 @@ def likely_way(problem: BsrMatmul, machine: Machine) -> Likely:
 
 # Bytes of a dense matrix that are copied in a microsecond, and how often: stored blocks to a dense matrix and to its
 # layout, and its gradient's blocks back.
-COPIED_BYTES, COPIES, COPIES_BACK = 2.4e6, 5, 2
+COPIED_BYTES, COPIES, COPIES_BACK = 1.1e6, 5, 2
 # How much faster the dense way has to look.
 CLEARLY = 1.1
 
