@@ -21,6 +21,7 @@ from typing import Any
 import core_only
 import pytest
 import quick_build_worker
+from turns import turn
 
 from tvm_sparse.artifacts.compile import Compiled, compile_candidate, target_of
 from tvm_sparse.core import registry, spaces
@@ -292,6 +293,10 @@ def use_dispatcher(patch: pytest.MonkeyPatch, own: Dispatcher) -> None:
     patch.setattr(dispatch, "dispatcher", own)
 
 
+# Folder in a cache of kernels for what is no kernel.
+BESIDE = "beside"
+
+
 @contextmanager
 def calls_run(keys: Iterable[str], cache: Path, optimised: bool = False) -> Iterator[Dispatcher]:
     """The public functions run the fallbacks of these problems on the CPU, built side by side, and nothing else.
@@ -301,12 +306,13 @@ def calls_run(keys: Iterable[str], cache: Path, optimised: bool = False) -> Iter
     copied (`quick_build_worker`).
     """
     own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
-    with pytest.MonkeyPatch.context() as patch:
+    (beside := cache / BESIDE).mkdir(parents=True, exist_ok=True)
+    # Processes that share the cache build nothing twice.
+    with turn(beside, alone=True), pytest.MonkeyPatch.context() as patch:
         how = (quick_build_worker.OPTIMISED,) if optimised else ()
         patch.setattr(building, "BUILD_WORKER", (sys.executable, quick_build_worker.__file__, *how))
         # The processes that compile start sooner without PyTorch, which TVM imports wherever it is.
-        (hidden := cache / "without_torch").mkdir(parents=True)
-        patch.setenv("PYTHONPATH", core_only.environment(hidden, absent=("torch",))["PYTHONPATH"])
+        patch.setenv("PYTHONPATH", core_only.environment(beside, absent=("torch",))["PYTHONPATH"])
         own.warmup([parse(key) for key in keys], cpu(), builders=2)
     with pytest.MonkeyPatch.context() as patch:
         use_dispatcher(patch, own)
@@ -326,7 +332,7 @@ def calls_run_without_gpu(cache: Path) -> Iterator[Dispatcher | None]:
 
 
 __all__ = [
-    "AWKWARD", "MACHINES", "PARKED_BYTES", "REALISTIC", "SM80", "SM90", "calls_run", "calls_run_without_gpu",
+    "AWKWARD", "BESIDE", "MACHINES", "PARKED_BYTES", "REALISTIC", "SM80", "SM90", "calls_run", "calls_run_without_gpu",
     "case_id", "cases", "each_with_some", "make", "needs_cuda", "of_each_choice", "of_each_operator", "sampled",
     "settings_of", "thorough", "use_dispatcher",
 ]  # fmt: skip

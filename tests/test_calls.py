@@ -520,7 +520,7 @@ def test_softmax_topk_names_what_is_wrong(case: str, dispatcher: Dispatcher, mon
     """Each before a kernel is looked for, and whether or not a call of the same shape was right before."""
     make, error, message = BAD_SOFTMAX[case]
     tvm_sparse.softmax_topk(logits_of(), 5)  # from now on calls like this one take the short way
-    keys = [repeat.kinds_of(("softmax_topk", k), (logits_of(), 1.0, 0, None, None, None)) for k in (1, 5)]
+    keys = [repeat.kinds_of(("softmax_topk", k), (logits_of(), 1.0, None, 0, *[None] * 4)) for k in (1, 5)]
     dispatcher.launchers.setdefault(keys[0], dispatcher.launchers[keys[1]])
     monkeypatch.setattr(Dispatcher, "kernel", lambda *_: pytest.fail("a kernel was looked for"))
     logits, k, *out = make()

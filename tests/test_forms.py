@@ -10,11 +10,13 @@ import dataclasses
 import os
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cases import calls_run, thorough
+from cases import BESIDE, calls_run, thorough
+from turns import turn
 
 torch = pytest.importorskip("torch")
 
@@ -55,9 +57,19 @@ WIDE = (
 )
 
 
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache of kernels, which the processes of a run share."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return tmp_path_factory.mktemp("kernels")
+    shared = tmp_path_factory.getbasetemp().parent / "kernels-of-forms"
+    shared.mkdir(exist_ok=True)
+    return shared
+
+
 @pytest.fixture(scope="module", autouse=True)
-def dispatcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]:
-    with calls_run((*forms.keys(), *WIDE), tmp_path_factory.mktemp("kernels")) as own:
+def dispatcher(kernels: Path) -> Iterator[Dispatcher]:
+    with calls_run((*forms.keys(), *WIDE), kernels) as own:
         yield own
 
 
@@ -475,12 +487,13 @@ def test_a_kernel_of_more_words_serves_fewer(
 
 
 @pytest.fixture(scope="module")
-def on_gpu(dispatcher: Dispatcher) -> None:
+def on_gpu(dispatcher: Dispatcher, kernels: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("this build of torch finds no CUDA GPU")
     where = machine.gpu()
     assert where is not None
-    dispatcher.warmup([parse(key) for key in (*forms.keys(), *WIDE)], where, machine.default_builders())
+    with turn(kernels / BESIDE, alone=True):
+        dispatcher.warmup([parse(key) for key in (*forms.keys(), *WIDE)], where, machine.default_builders())
 
 
 ON_GPU = [(name, variant) for name, variant in EACH if variant.library == "torch"]

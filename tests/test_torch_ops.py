@@ -115,7 +115,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "csr_linear": (lambda x: tvm_sparse.csr_linear(x * 2, SPARSE), (X,)),
     "csr_linear of parts": (lambda x, *parts: tvm_sparse.csr_linear(x, parts), (X, STARTS, COLUMNS, VALUES)),
     "nhot_lookup": (lambda table: tvm_sparse.nhot_lookup(ROWS, table * 2), (TABLE,)),
-    "nhot_lookup, means": (
+    "nhot_lookup means": (
         lambda table: tvm_sparse.nhot_lookup((STARTS, ENTRIES, None), table * 2, mode="mean"),
         (TABLE,),
     ),

@@ -8,7 +8,7 @@ from tvm_sparse.bench.compare import NAME
 
 from .register import PARTS, part
 from .results import best, results, where
-from .text import table, times_as, us
+from .text import percent, table, times_as, us
 
 
 @part
@@ -44,6 +44,22 @@ def nhot_ratios() -> str:
         f" {us(half['ones', most][NAME])} without, a float32 one {us(full['stored', most][NAME])} and"
         f" {us(full['ones', most][NAME])}."
     )
+
+
+@part
+def bags() -> str:
+    """Embedding bags of several tables, in eight bits, and as means, beside a call of PyTorch for each table."""
+    shares = {row["problem"]: float(row["share_of_limit"]) for row in results("bags-h200").rows
+              if row["implementation"] == NAME}  # fmt: skip
+    rows = []
+    for problem, times in results("bags-h200").by_problem().items():
+        words = problem.vocab // problem.tables
+        what = f"{problem.tables} x ({words:,}, {problem.width}) {problem.stored or problem.dtype}"
+        theirs = times["torch embedding_bag"]
+        rows.append([what, f"{problem.rows:,} x {problem.nonzeros}", problem.mode or "sum", us(times[NAME]),
+                     percent(shares[problem.key]), us(theirs), times_as(theirs / times[NAME])])  # fmt: skip
+    head = ["tables", "bags", "mode", "tvm_sparse", "of the limit", "torch embedding_bag", "times faster"]
+    return f"{where('bags-h200')}\n\n{table(head, rows)}"
 
 
 PARTS["where-nhot"] = partial(where, "argueta-chiang-table1-h200", "argueta-chiang-table1-float16-h200")

@@ -266,7 +266,7 @@ class NHotEmbeddingBags(NHotEmbeddingBag):
         padding = None if padding_idx is None else padding_of(padding_idx, 0, self.sizes)
         super().__init__(sum(self.sizes), embedding_dim, **options)
         self.padding_idx = padding
-        starts = [sum(self.sizes[:table]) for table in range(len(self.sizes))]
+        starts = self._table_starts()
         places = torch.tensor(starts, dtype=torch.int32, device=self.weight.device)
         self.register_buffer("first_rows", places, persistent=False)
         if padding is not None:
@@ -298,8 +298,7 @@ class NHotEmbeddingBags(NHotEmbeddingBag):
         sizes = [bag.num_embeddings for bag in made]
         found = cls(sizes, width, mode=mode, padding_idx=padding_idx, device="meta", validate=validate)
         weight = torch.cat([bag.weight.detach() for bag in made])
-        starts = [sum(sizes[:table]) for table in range(len(sizes))]
-        found.first_rows = torch.tensor(starts, dtype=torch.int32, device=weight.device)
+        found.first_rows = torch.tensor(found._table_starts(), dtype=torch.int32, device=weight.device)
         found.stored, found.dtype = stored, weight.dtype
         found._hold(torch.nn.Parameter(weight, any(bag.weight.requires_grad for bag in made)))
         return found
@@ -310,9 +309,10 @@ class NHotEmbeddingBags(NHotEmbeddingBag):
         Parameters
         ----------
         input, offsets, per_sample_weights
-            A list for each, with what `NHotEmbeddingBag.forward` takes for each table, of equally many bags; or, as
-            tables in other libraries have it, `(entries,)` indices of all tables, those of the first table first, with
-            `(tables * bags + 1,)` offsets, the last of which is the number of entries, and `(entries,)` weights.
+            A list for each, with what `NHotEmbeddingBag.forward` takes for each table, of equally many bags; indices
+            `(tables, bags, entries)` alone; or, as tables in other libraries have it, `(entries,)` indices of all
+            tables, those of the first table first, with `(tables * bags + 1,)` offsets, the last of which is the number
+            of entries, and `(entries,)` weights.
             Indices count from the first row of their table.
 
         Returns
@@ -326,10 +326,15 @@ class NHotEmbeddingBags(NHotEmbeddingBag):
             For arguments that do not fit, naming them, and as in `nhot_lookup`.
         """
         weights = per_sample_weights
+        if isinstance(input, torch.Tensor) and input.dim() == 3:
+            input = input.unbind()
         if isinstance(input, (list, tuple)):
             input, offsets, weights = self._joined(input, offsets, weights)
         elif offsets is None or input.dim() != 1:
-            raise ValueError("input: expected a list for each table, or one dimension of all indices, with offsets")
+            raise ValueError(
+                "input: expected a list for each table, three dimensions (tables, bags, entries), or one dimension of"
+                " all indices, with offsets"
+            )
         if weights is not None and self.mode != "sum":
             raise ValueError(f"per_sample_weights: expected the mode sum, got {self.mode}")
         return self._looked_up((offsets, input, weights))
@@ -342,7 +347,7 @@ class NHotEmbeddingBags(NHotEmbeddingBag):
             if given is not None and (not isinstance(given, (list, tuple)) or len(given) != tables):
                 raise ValueError(f"{name}: expected a list of {tables}, one for each table")
         starts = [self._starts(one, None if offsets is None else offsets[t]) for t, one in enumerate(input)]
-        if len({one.shape[0] for one in starts}) != 1:
+        if any(one.shape[0] != starts[0].shape[0] for one in starts):
             raise ValueError(
                 f"input: expected equally many bags for each table, got {[len(one) - 1 for one in starts]}"
             )
@@ -356,6 +361,15 @@ class NHotEmbeddingBags(NHotEmbeddingBag):
             torch.cat(joined),
             None if weights is None else torch.cat([one.reshape(-1) for one in weights]),
         )
+
+    def _table_starts(self) -> list[int]:
+        """Row at which each table begins."""
+        return [sum(self.sizes[:table]) for table in range(len(self.sizes))]
+
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*args, **options)
+        # On the meta device they were lost.
+        self.first_rows = torch.tensor(self._table_starts(), dtype=torch.int32, device=self.weight.device)
 
     def _table(self) -> Any:
         return EmbeddingTables(super()._table(), self.sizes, self.first_rows)
