@@ -407,12 +407,12 @@ def decode(
 
 
 def decoded_key(line: dict[str, str]) -> tuple[str, str, int]:
-    """Of a line that `decode` wrote."""
+    """The run that a line of `decode` belongs to."""
     return line["head"], line["setting"], int(line["beam"])
 
 
 def pruned_key(line: dict[str, str]) -> tuple[Any, ...]:
-    """Of a line that `prune` wrote: of a model, or of its layers at a shape."""
+    """The model that a line of `prune` is about, and the shape if it is about its layers."""
     shape = (int(line["batch"]), int(line["length"])) if line["batch"] else ()
     return line["method"], float(line["density"]), *shape
 

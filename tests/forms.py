@@ -107,7 +107,7 @@ def sample_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
 
 
 def lookup_of(problem: Any, given: Mapping[str, Any]) -> Arguments:
-    """Of the N-hot lookup: sparse rows are one argument."""
+    """Arguments of a call of the N-hot lookup, whose sparse rows are one argument."""
     rows = tuple(given.get(name) for name in ("indptr", "indices", "values"))
     parts = {"table": (given["table"], given["scales"]), "dtype": problem.dtype} if problem.stored else {}
     if problem.tables > 1:

@@ -1,5 +1,4 @@
-"""What is added to a kernel of this operator: a scale of each row; and, of another operator, what is made of a row's k
-best.
+"""Additions to a kernel of this operator: a scale of each row; and another operator's computation on a row's k best.
 
 An operator that proceeds from the k best (`softmax_sample`) has kernels of its own: those of the templates here, with
 an `Ending`. Their arguments have softmax_topk's names, and more.

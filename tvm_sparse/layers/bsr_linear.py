@@ -13,7 +13,7 @@ from ..core.problem import FLOATS
 from ..operators.bsr_matmul.call import BsrWeight, bsr_matmul
 from ..operators.bsr_matmul.dense import trains_dense
 from ..operators.bsr_matmul.problem import ACTIVATIONS
-from ..operators.bsr_matmul.torch_op import Turned, dense_matrix, product, turned
+from ..operators.bsr_matmul.torch_op import Turned, dense_matrix, dense_product, product, turned
 from ..operators.bsr_matmul.weight import Structure, balanced
 from ..runtime.arrays import dtype_name
 from .dense_weight import DenseWeight
@@ -283,8 +283,7 @@ class BsrLinear(torch.nn.Module):
                 x, weight, bias=bias, activation=self.activation, dense=self._dense if weight.constant else None
             )
         if self._trains_dense(x, data):
-            y = torch.nn.functional.linear(x, dense_matrix(data, self.indices, self.indptr, self._padded), bias)
-            return y if self.activation is None else getattr(torch.nn.functional, self.activation)(y)
+            return dense_product(x, (data, self.indices, self.indptr), bias, self.activation)
         backward = Turned(
             self.turned_places,
             self.turned_indices,

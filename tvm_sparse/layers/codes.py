@@ -1,7 +1,7 @@
 """Band codes of many rows, and their hits, on the device where the rows lie.
 
-NumPy computes on all cores of the host. Of torch tensors on a GPU all is computed there: an embedding of 128,000 words
-of 1,024 is hashed in tens of milliseconds, and its hits with a sample are 128 million comparisons.
+NumPy computes on all cores of the host. Torch tensors on a GPU stay there: the hits of 128,000 words with a sample are
+128 million comparisons.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def hash_tensor(rows: Any, permutations: np.ndarray) -> Any:
 
 
 def narrow(codes: Any, bits: int) -> Any:
-    """Codes in the narrowest integers in which those of so many bits differ."""
+    """Codes of `bits` bits in the narrowest integers; equal codes stay equal, and others different."""
     if not arrays.is_torch(codes):
         return codes.astype(np.uint8 if bits <= 8 else np.uint16 if bits <= 16 else np.int32)
     import torch

@@ -12,6 +12,7 @@ from ..formats.quantized import STORED, QuantizedEmbedding, quantize_embedding
 from ..operators.nhot_lookup import torch_op
 from ..operators.nhot_lookup.call import CsrRows, EmbeddingTables, nhot_lookup, padding_of
 from ..operators.nhot_lookup.problem import MODES
+from ..operators.nhot_lookup.tables import first_rows_of
 from .modules import check_conversion, parameter, refuse_own_forward
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -188,7 +189,7 @@ class NHotEmbeddingBag(torch.nn.Module):
         return function(csr, self._table(), dtype=self.dtype if self.stored else None, **options)
 
     def _table(self) -> Any:
-        """What is looked up."""
+        """The table, as `nhot_lookup` takes it."""
         return QuantizedEmbedding.of_octets(self.weight, self.scales, self.stored) if self.stored else self.weight
 
     def _starts(self, input: torch.Tensor, offsets: Any) -> torch.Tensor:
@@ -266,10 +267,9 @@ class NHotEmbeddingBags(NHotEmbeddingBag):
         padding = None if padding_idx is None else padding_of(padding_idx, 0, self.sizes)
         super().__init__(sum(self.sizes), embedding_dim, **options)
         self.padding_idx = padding
-        starts = self._table_starts()
-        places = torch.tensor(starts, dtype=torch.int32, device=self.weight.device)
-        self.register_buffer("first_rows", places, persistent=False)
+        self.register_buffer("first_rows", self._first_rows(), persistent=False)
         if padding is not None:
+            starts = first_rows_of(self.sizes).tolist()
             rows = [first + padding for first, size in zip(starts, self.sizes, strict=True) if padding < size]
             with torch.no_grad():
                 self.weight[rows] = 0
@@ -298,9 +298,9 @@ class NHotEmbeddingBags(NHotEmbeddingBag):
         sizes = [bag.num_embeddings for bag in made]
         found = cls(sizes, width, mode=mode, padding_idx=padding_idx, device="meta", validate=validate)
         weight = torch.cat([bag.weight.detach() for bag in made])
-        found.first_rows = torch.tensor(found._table_starts(), dtype=torch.int32, device=weight.device)
         found.stored, found.dtype = stored, weight.dtype
         found._hold(torch.nn.Parameter(weight, any(bag.weight.requires_grad for bag in made)))
+        found.first_rows = found._first_rows()
         return found
 
     def forward(self, input: Any, offsets: Any = None, per_sample_weights: Any = None) -> torch.Tensor:
@@ -312,8 +312,7 @@ class NHotEmbeddingBags(NHotEmbeddingBag):
             A list for each, with what `NHotEmbeddingBag.forward` takes for each table, of equally many bags; indices
             `(tables, bags, entries)` alone; or, as tables in other libraries have it, `(entries,)` indices of all
             tables, those of the first table first, with `(tables * bags + 1,)` offsets, the last of which is the number
-            of entries, and `(entries,)` weights.
-            Indices count from the first row of their table.
+            of entries, and `(entries,)` weights. Indices count from the first row of their table.
 
         Returns
         -------
@@ -362,14 +361,14 @@ class NHotEmbeddingBags(NHotEmbeddingBag):
             None if weights is None else torch.cat([one.reshape(-1) for one in weights]),
         )
 
-    def _table_starts(self) -> list[int]:
-        """Row at which each table begins."""
-        return [sum(self.sizes[:table]) for table in range(len(self.sizes))]
+    def _first_rows(self) -> torch.Tensor:
+        """The row at which each table begins, where the weight lies."""
+        return torch.from_numpy(first_rows_of(self.sizes)).to(self.weight.device)
 
     def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
         super()._load_from_state_dict(*args, **options)
         # On the meta device they were lost.
-        self.first_rows = torch.tensor(self._table_starts(), dtype=torch.int32, device=self.weight.device)
+        self.first_rows = self._first_rows()
 
     def _table(self) -> Any:
         return EmbeddingTables(super()._table(), self.sizes, self.first_rows)

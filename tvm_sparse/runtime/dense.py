@@ -79,7 +79,7 @@ def likely_way(problem: Product, machine: Machine, sparse_time: Callable[[], flo
     sparse_time
         About how many microseconds the kernel takes.
     stored
-        What is stored, for the reason: "blocks of 16x16", "entries".
+        Name of the stored parts in the reason: "blocks of 16x16", "entries".
 
     Notes
     -----

@@ -89,9 +89,9 @@ class State:
     # Where entries of one id count as absent: this id, and how many others the lane has had, if that is of interest.
     padding: Any = None
     real: Any = None
-    # Of several tables: the first row of the one that the row is looked up in.
+    # With several tables: the first row of the one that the row is looked up in.
     base: Any = None
-    # Of a table in eight bits: scales of the loads' rows, and what `words.FILLERS` has for its dtype.
+    # With a table in eight bits: scales of the loads' rows, and the entry of `words.FILLERS` for its dtype.
     scale: Any = None
     filler: Any = None
 

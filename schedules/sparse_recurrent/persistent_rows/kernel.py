@@ -97,47 +97,60 @@ def sum_products(e: Extents, begin: int = 0, end: int | None = None) -> Phase:
     return phase
 
 
-def take_pack(e: Extents) -> Phase:
-    """A pack's way through one step; the phase is (s, io, step, pack)."""
-    load, take, sums, end, write = load_inputs(e), take_inputs(e), sum_products(e), finish(e), write_before(e)
-
-    if e.exchanges == 2:
-        return take_pack_twice(e)
+def load_next(e: Extents) -> Phase:
+    """Load the inputs of the next pack, or of the next step's first one; the phase is (s, io, step, pack)."""
+    load = load_inputs(e)
 
     @T.inline
     def phase(s, io, step, pack):
-        take(s)
         if pack + 1 < e.packs:
             load(s, io, step, pack + 1)
         elif step + 1 < io.steps:
             load(s, io, step + 1, 0)
-        sums(s, io, step if e.polled else step % 2, pack)
-        end(s, io, step, pack, step + 1 if e.polled else (step + 1) % 2)
-        if step > 0:
-            write(s, io, step, pack)
+
+    return phase
+
+
+def turn_copies(e: Extents) -> Phase:
+    """Go on to the other copy of the states; the phase is (s)."""
+
+    @T.inline
+    def phase(s):
         if e.stages == 2:
             s.front[0] = s.copies[0] - s.front[0]
 
     return phase
 
 
-def take_pack_twice(e: Extents) -> Phase:
-    """`take_pack` of a cell whose step has two exchanges: slot 2 * step has states, the next one scaled states."""
-    load, take, end, write = load_inputs(e), take_inputs(e), finish(e), write_before(e)
-    sums_of_gates, scale, sums_of_candidates = sum_products(e, 0, 2), send_scaled(e), sum_products(e, 2, 3)
-
-    @T.inline
-    def turn(s):
-        if e.stages == 2:
-            s.front[0] = s.copies[0] - s.front[0]
+def take_pack(e: Extents) -> Phase:
+    """A pack's way through one step; the phase is (s, io, step, pack)."""
+    if e.exchanges == 2:
+        return take_pack_twice(e)
+    load, take, sums, end, write = load_next(e), take_inputs(e), sum_products(e), finish(e), write_before(e)
+    turn = turn_copies(e)
 
     @T.inline
     def phase(s, io, step, pack):
         take(s)
-        if pack + 1 < e.packs:
-            load(s, io, step, pack + 1)
-        elif step + 1 < io.steps:
-            load(s, io, step + 1, 0)
+        load(s, io, step, pack)
+        sums(s, io, step if e.polled else step % 2, pack)
+        end(s, io, step, pack, step + 1 if e.polled else (step + 1) % 2)
+        if step > 0:
+            write(s, io, step, pack)
+        turn(s)
+
+    return phase
+
+
+def take_pack_twice(e: Extents) -> Phase:
+    """`take_pack` of a cell whose step has two exchanges: slot 2 * step has states, the next one scaled states."""
+    load, take, end, write, turn = load_next(e), take_inputs(e), finish(e), write_before(e), turn_copies(e)
+    sums_of_gates, scale, sums_of_candidates = sum_products(e, 0, 2), send_scaled(e), sum_products(e, 2, 3)
+
+    @T.inline
+    def phase(s, io, step, pack):
+        take(s)
+        load(s, io, step, pack)
         sums_of_gates(s, io, step * 2, pack)
         scale(s, io, pack, step * 2 + 1)
         if step > 0:

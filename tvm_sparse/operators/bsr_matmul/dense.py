@@ -21,10 +21,12 @@ WARPS = {8: 36e6, 16: 72e6, 32: 160e6}
 WARPGROUPS = {64: 400e6, 128: 520e6}
 # Microseconds of their launches, and rows of x from which on warpgroups are filled.
 WARPS_LAUNCH, WARPGROUPS_LAUNCH, MANY_ROWS = 1.7, 5.0, 100
-# Smaller blocks are bound by what `block_warpgroups` brings from the L2 cache: bytes in a microsecond; thread blocks of
-# so many rows of x and of the weight, which take so long beside; and how many a GPU runs at the same time. With fewer
-# than `MANY_TILES` of them others are faster.
-SMALL, L2_BYTES, TILE_M, TILE_N, BEGIN, AT_ONCE, MANY_TILES = 32, 9.5e6, 192, 64, 2.3, 264, 528
+# Blocks from this side on that have no rate: `block_warpgroups` then brings bytes from the L2 cache at this rate, in a
+# microsecond, for tiles of y of this many rows of x and of the weight.
+SMALL, L2_BYTES, TILE_M, TILE_N = 32, 9.5e6, 192, 64
+# Microseconds of a tile's begin and end, tiles that a GPU computes at the same time, and the least number of tiles with
+# which `block_warpgroups` is the faster template.
+BEGIN, AT_ONCE, MANY_TILES = 2.3, 264, 528
 
 
 def _by_block(rates: dict[int, float], problem: BsrMatmul) -> float:
@@ -83,7 +85,7 @@ def _trains_dense(m: int, k: int, n: int, block: tuple[int, int], blocks: int, d
     rows, cols = block
     density = min(blocks * rows * cols / (n * k), 1.0)
     problem = BsrMatmul(m, k, n, f"{rows}x{cols}", 1 - density, dtype=dtype)
-    if not m or not dense.is_known(problem, machine):
+    if not dense.is_known(problem, machine):
         return False
     product, copy = dense.dense_time(problem), 2 * k * n / COPIED_BYTES
     sparse = 2 * kernel_time(problem)

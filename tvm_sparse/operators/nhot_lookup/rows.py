@@ -37,8 +37,8 @@ class CsrRows(DenseCopy):
         A promise that indptr and indices are valid, so that they are not checked. Invalid ones cause reads out of
         bounds.
     constant
-        A promise that the arrays are no longer written, as in inference: `csr_linear` then keeps a dense copy where the
-        product with that is faster.
+        A promise that nobody writes the arrays, as in inference: `csr_linear` then keeps a dense copy where the product
+        with that is faster.
 
     Attributes
     ----------

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tvm_sparse.core.given import integer
 from tvm_sparse.core.problem import FLOATS
 from tvm_sparse.formats.quantized import QuantizedEmbedding, check_dense
 from tvm_sparse.runtime import arrays
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class EmbeddingTables:
@@ -82,9 +85,7 @@ class EmbeddingTables:
         return cls(_joined(tables), sizes)
 
     def _starts(self) -> Any:
-        import numpy as np
-
-        starts = np.concatenate([[0], np.cumsum(self.sizes)[:-1]]).astype(np.int32)
+        starts = first_rows_of(self.sizes)
         if arrays.is_torch(self.octets):
             import torch
 
@@ -105,6 +106,13 @@ class EmbeddingTables:
 
     def __repr__(self) -> str:
         return f"EmbeddingTables({self.sizes}, width={self.octets.shape[1]})"
+
+
+def first_rows_of(sizes: Sequence[int]) -> np.ndarray:
+    """int32: the row at which each table begins."""
+    import numpy as np
+
+    return np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int32)
 
 
 def _joined(given: Sequence[Any]) -> Any:

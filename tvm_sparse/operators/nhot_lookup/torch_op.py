@@ -79,7 +79,7 @@ def _gradients(
         of_values = products.sum(1).to(values.dtype)
         of_values = of_values if real is None else of_values.where(real, 0)
     if ctx.needs_input_grad[3]:
-        # Entries that do not count are sorted behind the table's end.
+        # Entries that do not count get a column beyond the table, which sorting puts last.
         some = indices if real is None else indices.where(real, table.shape[0])
         columns, order = torch.sort(some, stable=True)
         starts = torch.arange(table.shape[0] + 1, device=indices.device, dtype=indptr.dtype)
