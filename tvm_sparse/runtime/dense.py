@@ -65,9 +65,9 @@ def dense_time(problem: Product) -> float:
     return DENSE_LAUNCH + max(2 * problem.m * weight / rate, 2 * weight / DENSE_BYTES)
 
 
-def is_known(problem: Product, machine: Machine) -> bool:
+def is_known(dtype: str, machine: Machine) -> bool:
     """Whether there is evidence on the time of dense products: in 16 bits on GPUs with products of warpgroups."""
-    return machine.kind == "cuda" and machine.has_warpgroups and numpy_dtype(problem.dtype).itemsize == 2
+    return machine.kind == "cuda" and machine.has_warpgroups and numpy_dtype(dtype).itemsize == 2
 
 
 def likely_way(problem: Product, machine: Machine, sparse_time: Callable[[], float], stored: str) -> Likely:
@@ -87,7 +87,7 @@ def likely_way(problem: Product, machine: Machine, sparse_time: Callable[[], flo
     """
     if dispatch.dispatcher.batch_invariant:
         return Likely(KERNEL, dispatch.UNCHANGING)
-    if not is_known(problem, machine):
+    if not is_known(problem.dtype, machine):
         return Likely(KERNEL, f"nothing is known of dense products in {problem.dtype} on {machine.arch}")
     sparse, dense = sparse_time(), dense_time(problem)
     share = f"with {1 - problem.sparsity:.0%} of the {stored} stored"

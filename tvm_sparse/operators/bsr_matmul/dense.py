@@ -84,9 +84,9 @@ def trains_dense(m: int, k: int, n: int, block: tuple[int, int], blocks: int, dt
 def _trains_dense(m: int, k: int, n: int, block: tuple[int, int], blocks: int, dtype: str, machine: Machine) -> bool:
     rows, cols = block
     density = min(blocks * rows * cols / (n * k), 1.0)
-    problem = BsrMatmul(m, k, n, f"{rows}x{cols}", 1 - density, dtype=dtype)
-    if not dense.is_known(problem, machine):
+    if not dense.is_known(dtype, machine):
         return False
+    problem = BsrMatmul(m, k, n, f"{rows}x{cols}", 1 - density, dtype=dtype)
     product, copy = dense.dense_time(problem), 2 * k * n / COPIED_BYTES
     sparse = 2 * kernel_time(problem)
     if likely_faster(density, block, dtype, machine):

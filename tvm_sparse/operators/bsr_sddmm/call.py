@@ -6,10 +6,9 @@ import functools
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.runtime import arrays
 from tvm_sparse.runtime.calls import launch, machine_of
-from tvm_sparse.runtime.dense import DENSE_RATES
+from tvm_sparse.runtime.dense import DENSE_RATES, is_known
 from tvm_sparse.runtime.dispatch import dispatcher
 from tvm_sparse.runtime.signature import Signature
 
@@ -28,9 +27,7 @@ def likely_faster(density: float, block: tuple[int, int], dtype: str, machine: M
     rows and columns, of which a share `density` would be used.
     """
     rows, cols = block
-    if machine.kind != "cuda" or not machine.has_warpgroups or numpy_dtype(dtype).itemsize != 2:
-        return False
-    if rows % 8 or cols % LEAST_COLS:
+    if not is_known(dtype, machine) or rows % 8 or cols % LEAST_COLS:
         return False
     return density * DENSE_RATES[-1][1] < rate_of(block)
 
