@@ -32,6 +32,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from .cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_store
 from .state import named, register
 
@@ -165,7 +167,8 @@ def join(cluster: int, chunk: int) -> Callable[..., Any]:
     return phase
 
 
-def meet(cluster: int, chunk: int) -> Callable[..., Any]:
+@phase
+def meet(cluster, chunk, /, w, count):
     """Wait until the ranks that share a unit have started; rank 0 also until they have put in their sums.
 
     Reads: as `join`.
@@ -175,20 +178,16 @@ def meet(cluster: int, chunk: int) -> Callable[..., Any]:
     After: rank 0 of a shared unit has started, so that the others may write into its shared memory. Rank 0 itself gets
     past it only when they have done so.
     """
-
     # fmt: off
-    @T.inline
-    def phase(w, count):
-        if cluster > 1:
-            if w.ranks > 1 and count > chunk:
-                cluster_wait()
-                if w.rank == 0:
-                    cluster_barrier()
-    # fmt: on
-    return phase
+    if cluster > 1:
+        if w.ranks > 1 and count > chunk:
+            cluster_wait()
+            if w.rank == 0:
+                cluster_barrier()
 
 
-def add_ranks(cluster: int, chunk: int, width: int) -> Callable[..., Any]:
+@phase
+def add_ranks(cluster, chunk, width, /, w, count, sums, others, at):
     """Put a thread's sums into rank 0's shared memory, or, as rank 0, add up what is there.
 
     Reads: `width` sums of a thread, and of rank 0 what others have put into `others`.
@@ -199,24 +198,20 @@ def add_ranks(cluster: int, chunk: int, width: int) -> Callable[..., Any]:
     `others` is a buffer in shared memory of shape (cluster - 1, sums of a thread block / width, width); `at` is where
     the thread's sums lie along its second axis.
     """
-
     # fmt: off
-    @T.inline
-    def phase(w, count, sums, others, at):
-        if cluster > 1:
-            if w.rank > 0:
-                for e in T.unroll(width):
-                    T.evaluate(put_sum(others.ptr_to([w.rank - 1, at, e]), 0, sums[e]))
-            else:
-                for r in T.unroll(cluster - 1):
-                    if r + 1 < w.ranks and (r + 1) * chunk < count:
-                        for e in T.unroll(width):
-                            sums[e] = sums[e] + others[r, at, e]
-    # fmt: on
-    return phase
+    if cluster > 1:
+        if w.rank > 0:
+            for e in T.unroll(width):
+                T.evaluate(put_sum(others.ptr_to([w.rank - 1, at, e]), 0, sums[e]))
+        else:
+            for r in T.unroll(cluster - 1):
+                if r + 1 < w.ranks and (r + 1) * chunk < count:
+                    for e in T.unroll(width):
+                        sums[e] = sums[e] + others[r, at, e]
 
 
-def hand_in(cluster: int) -> Callable[..., Any]:
+@phase
+def hand_in(cluster, /, w):
     """Tell rank 0 that the sums are in its shared memory.
 
     Reads: the work.
@@ -224,12 +219,7 @@ def hand_in(cluster: int) -> Callable[..., Any]:
     Barriers: all ranks but 0 arrive and wait at the cluster's second.
     After: rank 0 has their sums.
     """
-
     # fmt: off
-    @T.inline
-    def phase(w):
-        if cluster > 1:
-            if w.rank > 0:
-                cluster_barrier()
-    # fmt: on
-    return phase
+    if cluster > 1:
+        if w.rank > 0:
+            cluster_barrier()

@@ -10,6 +10,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from .cut import Extents
 
 # What an absent vector's words hold: minus infinity, which adds nothing to a maximum or a sum.
@@ -36,45 +38,41 @@ def staged_at(ext: Extents, s: Any) -> Any:
 
 
 # fmt: off
-def locate(ext: Extents) -> Callable[..., Any]:
+@phase
+def locate(ext, /, s, logits):
     """Reads: the ragged elements of the row. Writes: `first`, `count`, `edge`, `edge_at`. Barriers: none.
 
     After: the part's vectors are known, and the ragged elements of the row are dealt out, one a thread, to threads of
     the first part: those before the first whole vector to threads 0, 1..., those after the last to `width`... (of the
     last part, where parts are slices).
     """
-    vocab, width = ext.vocab, ext.width
-
-    @T.inline
-    def phase(s, logits):
-        # For rows that begin with a whole vector; all do if `vocab` is a multiple of `width`.
-        before: T.int32 = 0
-        s.first = s.row * T.int64(vocab // width) + s.part * ext.part
-        s.edge_at = -1
-        if ext.ragged:
-            before = T.Cast(
-                "int32", T.int64(width - 1) - (s.row * T.int64(vocab) + T.int64(width - 1)) % T.int64(width))
-            before = T.min(before, vocab)
-            s.first = (s.row * T.int64(vocab) + T.int64(width - 1)) // T.int64(width) + s.part * ext.part
-            s.count = T.min(T.max((vocab - before) // width - s.part * ext.part, 0), ext.part)
-            if ext.slices > 1:
-                if s.part == 0 and s.t < before:
-                    s.edge_at = s.t
-                if s.part == ext.parts - 1 and width <= s.t and s.t < width + (vocab - before) % width:
-                    s.edge_at = vocab - (vocab - before) % width + s.t - width
-            elif s.part == 0:
-                if s.t < before:
-                    s.edge_at = s.t
-                if width <= s.t and s.t < width + (vocab - before) % width:
-                    s.edge_at = vocab - (vocab - before) % width + s.t - width
-        else:
-            s.count = T.min(vocab // width - s.part * ext.part, ext.part)
-        s.edge = -T.infinity("float32")
-        if ext.ragged:
-            if s.edge_at >= 0:
-                s.edge = T.Cast("float32", logits[s.row, s.edge_at])
-
-    return phase
+    vocab, width = T.meta_var(ext.vocab), T.meta_var(ext.width)
+    # For rows that begin with a whole vector; all do if `vocab` is a multiple of `width`.
+    before: T.int32 = 0
+    s.first = s.row * T.int64(vocab // width) + s.part * ext.part
+    s.edge_at = -1
+    if ext.ragged:
+        before = T.Cast(
+            "int32", T.int64(width - 1) - (s.row * T.int64(vocab) + T.int64(width - 1)) % T.int64(width))
+        before = T.min(before, vocab)
+        s.first = (s.row * T.int64(vocab) + T.int64(width - 1)) // T.int64(width) + s.part * ext.part
+        s.count = T.min(T.max((vocab - before) // width - s.part * ext.part, 0), ext.part)
+        if ext.slices > 1:
+            if s.part == 0 and s.t < before:
+                s.edge_at = s.t
+            if s.part == ext.parts - 1 and width <= s.t and s.t < width + (vocab - before) % width:
+                s.edge_at = vocab - (vocab - before) % width + s.t - width
+        elif s.part == 0:
+            if s.t < before:
+                s.edge_at = s.t
+            if width <= s.t and s.t < width + (vocab - before) % width:
+                s.edge_at = vocab - (vocab - before) % width + s.t - width
+    else:
+        s.count = T.min(vocab // width - s.part * ext.part, ext.part)
+    s.edge = -T.infinity("float32")
+    if ext.ragged:
+        if s.edge_at >= 0:
+            s.edge = T.Cast("float32", logits[s.row, s.edge_at])
 
 
 def load_tile(ext: Extents) -> Callable[..., Any]:
@@ -108,38 +106,30 @@ def load_tile(ext: Extents) -> Callable[..., Any]:
     return load
 
 
-def copy_part(ext: Extents) -> Callable[..., Any]:
+@phase
+def copy_part(ext, /, s, words, stage):
     """Reads: the logits' words. Writes: `stage`. Barriers: none, each thread waits for its own copies.
 
     After: `stage` holds the part's vectors; a thread may read those that it copied itself, which are its own of a tile.
     """
-
-    @T.inline
-    def copy(s, words, stage):
-        for u in T.unroll(ext.kept):
-            if u * ext.threads + s.t < s.count:
-                T.ptx.cp.async_.cg.shared.global_(
-                    stage.ptr_to([(staged_at(ext, s) + u * ext.threads + s.t) * 4]),
-                    words.ptr_to([(s.first + T.Cast("int64", u * ext.threads + s.t)) * 4]), 16)
-        T.ptx.cp.async_.commit_group()
-        T.ptx.cp.async_.wait_group(0)
-
-    return copy
+    for u in T.unroll(ext.kept):
+        if u * ext.threads + s.t < s.count:
+            T.ptx.cp.async_.cg.shared.global_(
+                stage.ptr_to([(staged_at(ext, s) + u * ext.threads + s.t) * 4]),
+                words.ptr_to([(s.first + T.Cast("int64", u * ext.threads + s.t)) * 4]), 16)
+    T.ptx.cp.async_.commit_group()
+    T.ptx.cp.async_.wait_group(0)
 
 
-def take_tile(ext: Extents) -> Callable[..., Any]:
+@phase
+def take_tile(ext, /, s, stage, base):
     """Reads: what this thread copied to `stage`. Writes: `raw`. Barriers: none. After: as `load_tile`."""
-
-    @T.inline
-    def take(s, stage, base):
-        for u in T.unroll(ext.vectors):
-            if base + u * ext.threads + s.t < s.count:
-                for v in T.vectorized(4):
-                    s.raw[u * 4 + v] = stage[(staged_at(ext, s) + base + u * ext.threads + s.t) * 4 + v]
-        for w in T.unroll(ext.vectors * 4):
-            s.raw[w] = T.Select(base + w // 4 * ext.threads + s.t < s.count, s.raw[w], minus_infinity(ext))
-
-    return take
+    for u in T.unroll(ext.vectors):
+        if base + u * ext.threads + s.t < s.count:
+            for v in T.vectorized(4):
+                s.raw[u * 4 + v] = stage[(staged_at(ext, s) + base + u * ext.threads + s.t) * 4 + v]
+    for w in T.unroll(ext.vectors * 4):
+        s.raw[w] = T.Select(base + w // 4 * ext.threads + s.t < s.count, s.raw[w], minus_infinity(ext))
 
 
 def fence_tile(ext: Extents) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvm_sparse.core.arguments import beside
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.operators.softmax_topk.definition import inverse
 
@@ -82,23 +83,18 @@ def own_of(problem: Problem, ending: Ending | None = None, *, of_row: Own = own_
     return ending.own if ending is not None else of_row if problem.axes.get("per_row") else None
 
 
-def end_of_block(ending: Ending) -> Callable[..., Any]:
-    """The part of an ending that a block which has a row alone executes; the phase is (io, row, t, pool).
+@phase
+def end_of_block(ending, /, io, row, t, pool):
+    """The part of an ending that a block which has a row alone executes.
 
     Reads, writes, barriers: as `Ending.finish` and `Ending.search`, and one barrier between them.
     """
-
     # fmt: off
-    @T.inline
-    def phase(io, row, t, pool):
-        if ending.search is not None:
-            needed = T.alloc_shared([1], "int32")
-            ending.finish(io, row, t, T.cuda.cta_sync, needed)
-            T.cuda.cta_sync()
-            if needed[0] != 0:
-                ending.search(io, row, t, 0, pool)
-        else:
-            ending.finish(io, row, t, T.cuda.cta_sync, None)
-    # fmt: on
-
-    return phase
+    if ending.search is not None:
+        needed = T.alloc_shared([1], "int32")
+        ending.finish(io, row, t, T.cuda.cta_sync, needed)
+        T.cuda.cta_sync()
+        if needed[0] != 0:
+            ending.search(io, row, t, 0, pool)
+    else:
+        ending.finish(io, row, t, T.cuda.cta_sync, None)

@@ -12,6 +12,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.cluster import TURN, Deal, place_there
@@ -32,74 +33,61 @@ WORD = 8
 
 
 # fmt: off
-def prepare_exchange(layout: Layout) -> Callable[..., Any]:
-    """The first block's mbarriers. The phase is (s).
+@phase
+def prepare_exchange(layout, /, s):
+    """The first block's mbarriers.
 
     Writes: `barriers` and `sums` of the first block.
     Barriers: none; one of the cluster has to come before anything is sent.
     """
-
-    @T.inline
-    def phase(s):
-        if s.part == 0 and s.t % layout.preparers == 0:
-            T.ptx.mbarrier.init.shared__cta.b64(s.barriers.ptr_to([KEYS]), T.uint32(layout.cluster))
-            T.ptx.mbarrier.init.shared__cta.b64(s.barriers.ptr_to([SUMS]), T.uint32(1))
-            T.ptx.fence.mbarrier_init.release.cluster()
-            if layout.senders > 0:
-                arrive_expecting(s.barriers.ptr_to([SUMS]), T.uint32(WORD * layout.entries))
-            else:
-                arrive_expecting(s.barriers.ptr_to([SUMS]), T.uint32(WORD * (layout.cluster - 1)))
-                # The first block does not send its own sum: it adds up the sums of its warps.
-                s.sums[0] = T.uint64(LOWEST_BITS) << T.uint64(32)
-
-    return phase
+    if s.part == 0 and s.t % layout.preparers == 0:
+        T.ptx.mbarrier.init.shared__cta.b64(s.barriers.ptr_to([KEYS]), T.uint32(layout.cluster))
+        T.ptx.mbarrier.init.shared__cta.b64(s.barriers.ptr_to([SUMS]), T.uint32(1))
+        T.ptx.fence.mbarrier_init.release.cluster()
+        if layout.senders > 0:
+            arrive_expecting(s.barriers.ptr_to([SUMS]), T.uint32(WORD * layout.entries))
+        else:
+            arrive_expecting(s.barriers.ptr_to([SUMS]), T.uint32(WORD * (layout.cluster - 1)))
+            # The first block does not send its own sum: it adds up the sums of its warps.
+            s.sums[0] = T.uint64(LOWEST_BITS) << T.uint64(32)
 
 
-def send_keys(layout: Layout) -> Callable[..., Any]:
-    """Send the block's keys to the first block. The phase is (s).
+@phase
+def send_keys(layout, /, s):
+    """Send the block's keys to the first block.
 
     Reads: `found_keys`, `size`. Writes: `united` and `united_sizes` of the first block, asynchronously. Barriers: none.
     """
-    threads = layout.block_threads
-
-    @T.inline
-    def phase(s):
-        barrier = T.alloc_local([1], "uint32")
-        there = T.alloc_local([1], "uint32")
-        place_there(barrier, s.barriers.ptr_to([KEYS]), FIRST)
-        # By the last warp, which seldom has a key.
-        if s.t == threads - 32:
-            arrive_expecting_there(barrier[0], T.Cast("uint32", (s.size[0] + 1) * WORD))
-            place_there(there, s.united_sizes.ptr_to([s.part]), FIRST)
-            send_word(there[0], T.Cast("uint64", s.size[0]), barrier[0])
-        place_there(there, s.united.ptr_to([s.part * layout.room]), FIRST)
-        for i in rolled((s.size[0] - s.t + (threads - 1)) // threads):
-            send_word(
-                there[0] + T.Cast("uint32", (i * threads + s.t) * WORD), s.found_keys[i * threads + s.t], barrier[0])
-
-    return phase
+    threads = T.meta_var(layout.block_threads)
+    barrier = T.alloc_local([1], "uint32")
+    there = T.alloc_local([1], "uint32")
+    place_there(barrier, s.barriers.ptr_to([KEYS]), FIRST)
+    # By the last warp, which seldom has a key.
+    if s.t == threads - 32:
+        arrive_expecting_there(barrier[0], T.Cast("uint32", (s.size[0] + 1) * WORD))
+        place_there(there, s.united_sizes.ptr_to([s.part]), FIRST)
+        send_word(there[0], T.Cast("uint64", s.size[0]), barrier[0])
+    place_there(there, s.united.ptr_to([s.part * layout.room]), FIRST)
+    for i in rolled((s.size[0] - s.t + (threads - 1)) // threads):
+        send_word(
+            there[0] + T.Cast("uint32", (i * threads + s.t) * WORD), s.found_keys[i * threads + s.t], barrier[0])
 
 
-def send_block_sum(layout: Layout) -> Callable[..., Any]:
-    """Send the sum of a block other than the first. The phase is (s).
+@phase
+def send_block_sum(layout, /, s):
+    """Send the sum of a block other than the first.
 
     Reads: `sums` of its warps. Writes: `sums` of the first block, asynchronously. Barriers: one, at the start.
     """
-    threads, warps = layout.block_threads, layout.block_warps
-    add = add_up(layout.cluster, warps)
-
-    @T.inline
-    def phase(s):
-        barrier = T.alloc_local([1], "uint32")
-        there = T.alloc_local([1], "uint32")
-        T.cuda.cta_sync()
-        if s.t // 32 == warps - 1:
-            place_sum(s, there, barrier, s.part)
-            add(s)
-            if s.t == threads - 32:
-                send_word(there[0], sum_word(s.sum[0], s.reference[0]), barrier[0])
-
-    return phase
+    warps = T.meta_var(layout.block_warps)
+    barrier = T.alloc_local([1], "uint32")
+    there = T.alloc_local([1], "uint32")
+    T.cuda.cta_sync()
+    if s.t // 32 == warps - 1:
+        place_sum(s, there, barrier, s.part)
+        add_up(layout.cluster, warps)(s)
+        if s.t == layout.block_threads - 32:
+            send_word(there[0], sum_word(s.sum[0], s.reference[0]), barrier[0])
 
 
 def unite_parts(layout: Layout) -> Callable[..., Any]:
@@ -219,54 +207,46 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
-def count_parts(layout: Layout) -> Callable[..., Any]:
-    """How many keys the blocks have sent. The phase is (s).
+@phase
+def count_parts(layout, /, s):
+    """How many keys the blocks have sent.
 
     Reads: `united_sizes`. Writes: `size`, the number of all keys; `need`, in each lane the number of a part's keys, or
     0. Barriers: none, but all lanes take part.
     """
-
-    @T.inline
-    def phase(s):
-        s.need[0] = 0
-        if s.t % 32 < layout.cluster:
-            s.need[0] = T.Cast("int32", s.united_sizes[s.t % 32])
-        s.size[0] = lanes_sum(s.need[0])
-
-    return phase
+    s.need[0] = 0
+    if s.t % 32 < layout.cluster:
+        s.need[0] = T.Cast("int32", s.united_sizes[s.t % 32])
+    s.size[0] = lanes_sum(s.need[0])
 
 
-def gather_parts(layout: Layout) -> Callable[..., Any]:
-    """Concatenate the blocks' keys, which are few enough to be ranked at once. The phase is (s), of the threads that
-    have vectors.
+@phase
+def gather_parts(layout, /, s):
+    """Concatenate the blocks' keys, which are few enough to be ranked at once. Threads that have vectors execute it.
 
     Reads: `united`; `need` of `count_parts`.
     Writes: `keys`.
     Barriers: one of these threads, at the end.
     """
-    room, deal = layout.room, Deal(layout.cluster, layout.warps)
-    step = deal.groups * 32
-
-    @T.inline
-    def phase(s):
-        first = T.alloc_local([1], "int32")
-        own = T.alloc_local([1], "int32")
-        for r in T.unroll(deal.rounds):
-            part = T.meta_var(deal.part(s.t, r))
-            first[0] = lanes_sum(T.Select(s.t % 32 < part, s.need[0], 0))
-            own[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.need[0], part % 32, 32, 32)
-            if deal.has(s.t, part):
-                for i in rolled((own[0] - deal.turn(s.t) * 32 - s.t % 32 + (step - 1)) // step):
-                    at = T.meta_var(i * step + deal.turn(s.t) * 32 + s.t % 32)
-                    s.keys[first[0] + at] = s.united[part * room + at]
-        T.ptx.bar.sync(T.uint32(RANK), T.uint32(layout.threads))
-
-    return phase
+    deal = T.meta_var(Deal(layout.cluster, layout.warps))
+    step = T.meta_var(deal.groups * 32)
+    first = T.alloc_local([1], "int32")
+    own = T.alloc_local([1], "int32")
+    for r in T.unroll(deal.rounds):
+        part = T.meta_var(deal.part(s.t, r))
+        first[0] = lanes_sum(T.Select(s.t % 32 < part, s.need[0], 0))
+        own[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.need[0], part % 32, 32, 32)
+        if deal.has(s.t, part):
+            for i in rolled((own[0] - deal.turn(s.t) * 32 - s.t % 32 + (step - 1)) // step):
+                at = T.meta_var(i * step + deal.turn(s.t) * 32 + s.t % 32)
+                s.keys[first[0] + at] = s.united[part * layout.room + at]
+    T.ptx.bar.sync(T.uint32(RANK), T.uint32(layout.threads))
 
 
-def filter_parts(layout: Layout) -> Callable[..., Any]:
-    """Write the blocks' keys to `keys`, without those that are worse than k keys of the first block. The phase is (s).
-    It needs k keys of the first block, and the same bound in all blocks.
+@phase
+def filter_parts(layout, /, s):
+    """Write the blocks' keys to `keys`, without those that are worse than k keys of the first block. It needs k keys of
+    the first block, and the same bound in all blocks.
 
     Equals of the bound in the other blocks have later columns than the first block's.
 
@@ -274,27 +254,22 @@ def filter_parts(layout: Layout) -> Callable[..., Any]:
     Writes: `keys`, `size`; scratch is `pivot`, `counter`, `key`, `slot`.
     Barriers: one, before the end.
     """
-    room, deal = layout.room, Deal(layout.cluster, layout.block_warps)
-    step = deal.groups * 32
-
-    @T.inline
-    def phase(s):
-        own = T.alloc_local([1], "int32")
-        s.counter[0] = counter_address(s.united_count.ptr_to([0]))
-        s.pivot[0] = join_key(s.bound[0], T.min(s.until[0], layout.share * layout.width))
-        for r in T.unroll(deal.rounds):
-            part = T.meta_var(deal.part(s.t, r))
-            own[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.need[0], part % 32, 32, 32)
-            if deal.has(s.t, part):
-                for i in rolled((own[0] - deal.turn(s.t) * 32 - s.t % 32 + (step - 1)) // step):
-                    s.key[0] = s.united[part * room + i * step + deal.turn(s.t) * 32 + s.t % 32]
-                    if s.key[0] >= s.pivot[0]:
-                        s.slot[0] = take_places(s.counter[0], T.int32(1))
-                        s.keys[s.slot[0]] = s.key[0]
-        T.cuda.cta_sync()
-        s.size[0] = s.united_count[0]
-
-    return phase
+    deal = T.meta_var(Deal(layout.cluster, layout.block_warps))
+    step = T.meta_var(deal.groups * 32)
+    own = T.alloc_local([1], "int32")
+    s.counter[0] = counter_address(s.united_count.ptr_to([0]))
+    s.pivot[0] = join_key(s.bound[0], T.min(s.until[0], layout.share * layout.width))
+    for r in T.unroll(deal.rounds):
+        part = T.meta_var(deal.part(s.t, r))
+        own[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.need[0], part % 32, 32, 32)
+        if deal.has(s.t, part):
+            for i in rolled((own[0] - deal.turn(s.t) * 32 - s.t % 32 + (step - 1)) // step):
+                s.key[0] = s.united[part * layout.room + i * step + deal.turn(s.t) * 32 + s.t % 32]
+                if s.key[0] >= s.pivot[0]:
+                    s.slot[0] = take_places(s.counter[0], T.int32(1))
+                    s.keys[s.slot[0]] = s.key[0]
+    T.cuda.cta_sync()
+    s.size[0] = s.united_count[0]
 
 
 def share_parts(layout: Layout) -> Callable[..., Any]:

@@ -7,6 +7,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...device.arithmetic import LOG2_E
 from ...device.cluster import cluster_arrive_relaxed, cluster_wait
 from ...device.mbarriers import await_arrivals
@@ -27,66 +29,50 @@ from .sums import add_up, sum_of_warp
 
 
 # fmt: off
-def prepare_block(layout: Layout) -> Callable[..., Any]:
-    """Do what depends neither on the producer kernel nor on the row. The phase is (s).
+@phase
+def prepare_block(layout, /, s):
+    """Do what depends neither on the producer kernel nor on the row.
 
     Writes: as `row.clear`, `agreement.begin_agreement` and `cluster.prepare_exchange`. Barriers: none.
     """
-    empty, agreement, exchange = clear(layout), begin_agreement(layout), prepare_exchange(layout)
-
-    @T.inline
-    def phase(s):
-        empty(s)
-        if layout.agreed:
-            agreement(s)
-        if layout.cluster > 1:
-            exchange(s)
-
-    return phase
+    clear(layout)(s)
+    if layout.agreed:
+        begin_agreement(layout)(s)
+    if layout.cluster > 1:
+        prepare_exchange(layout)(s)
 
 
-def take_own_factor(own: Own | None) -> Callable[..., Any]:
-    """The factor of a row with a scale of its own (`ending.own_of`), else the one that there is. The phase is (s).
+@phase
+def take_own_factor(own, /, s):
+    """The factor of a row with a scale of its own (`ending.own_of`), else the one that there is.
 
     Reads: the row's temperature. Writes: `factor`. Barriers: none; the producer kernel has ended.
     """
-
-    @T.inline
-    def phase(s):
-        if own is not None:
-            of_row = T.meta_var(own(s.io, s.row[0]))
-            s.factor[0] = of_row.scale * T.float32(LOG2_E)
-
-    return phase
+    if own is not None:
+        of_row = T.meta_var(own(s.io, s.row[0]))
+        s.factor[0] = of_row.scale * T.float32(LOG2_E)
 
 
-def load_and_bound(layout: Layout, own: Own | None) -> Callable[..., Any]:
-    """Steps 1 and 2: load the row, while all blocks come to be ready to receive; and find the bound. The phase is (s).
+@phase
+def load_and_bound(layout, own, /, s):
+    """Steps 1 and 2: load the row, while all blocks come to be ready to receive; and find the bound.
 
     Reads: as the phases of `row` or `staged`.
     Writes: as these, and as `find_tops`.
     Barriers: the cluster's, and the block's.
     """
-    prepare, load, take, tops = (
-        prepare_block(layout), (stage_row if layout.staged else load_row)(layout), take_row(layout), find_tops(layout))
-    take_factor = take_own_factor(own)
-
-    @T.inline
-    def phase(s):
-        prepare(s)
-        if layout.cluster > 1:
-            cluster_arrive_relaxed()
-        wait_then_start_consumer()
-        take_factor(s)
-        load(s)
-        if layout.cluster > 1:
-            cluster_wait()
-        T.cuda.cta_sync()
-        if layout.staged:
-            take(s)
-        tops(s)
-
-    return phase
+    prepare_block(layout)(s)
+    if layout.cluster > 1:
+        cluster_arrive_relaxed()
+    wait_then_start_consumer()
+    take_own_factor(own)(s)
+    (stage_row if layout.staged else load_row)(layout)(s)
+    if layout.cluster > 1:
+        cluster_wait()
+    T.cuda.cta_sync()
+    if layout.staged:
+        take_row(layout)(s)
+    find_tops(layout)(s)
 
 
 def load_and_agree(layout: Layout, own: Own | None) -> Callable[..., Any]:
@@ -121,22 +107,17 @@ def load_and_agree(layout: Layout, own: Own | None) -> Callable[..., Any]:
     return phase
 
 
-def end_row(layout: Layout) -> Callable[..., Any]:
-    """Steps 6 and 7: from the keys and sums of all blocks to the outputs, in the first block. The phase is (s).
+@phase
+def end_row(layout, /, s):
+    """Steps 6 and 7: from the keys and sums of all blocks to the outputs, in the first block.
 
     Reads, writes, barriers: as the phases of `cluster` and `rank`.
     """
-    unite, add, finish = unite_parts(layout), add_up(1, layout.block_warps), finish_row(layout)
-
-    @T.inline
-    def phase(s):
-        if layout.cluster > 1:
-            unite(s)
-        else:
-            add(s)
-        finish(s)
-
-    return phase
+    if layout.cluster > 1:
+        unite_parts(layout)(s)
+    else:
+        add_up(1, layout.block_warps)(s)
+    finish_row(layout)(s)
 
 
 def end_agreed(layout: Layout) -> Callable[..., Any]:

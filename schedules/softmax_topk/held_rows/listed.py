@@ -12,6 +12,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...device.loops import rolled
 from ...device.selection import join_key, order, take_places
 from ...device.words import value_in
@@ -73,34 +75,30 @@ def list_steps(layout: Layout, limited: bool) -> Callable[..., Any]:
     return phase
 
 
-def put_listed(layout: Layout) -> Callable[..., Any]:
+@phase
+def put_listed(layout, /, s):
     """Append the keys of what reaches the bound, and of its equals of those up to a column: each element of the steps
-    that are listed is looked at by another thread. The phase is (s).
+    that are listed is looked at by another thread.
 
     Reads: `reached`, `listed`; `staged`, `bound`, `until`.
     Writes: as `put_key`; scratch is `pivot`, `size`, `column`, `key`, `plain`, `bits`.
     Barriers: none; one has to come between `list_steps` and this.
     """
-    threads, block, dtype, width, per_word, step, room = (
-        layout.threads, layout.block_threads, layout.dtype, layout.width, layout.per_word, layout.step,
-        layout.reached_room)
-    put, lanes = put_key(layout), step * width
-
-    @T.inline
-    def phase(s):
-        vector = T.alloc_local([1], "int32")
-        s.pivot[0] = join_key(s.bound[0], s.until[0])
-        s.size[0] = T.min(s.listed[0], room)
-        for i in rolled((s.size[0] * lanes - s.t + (block - 1)) // block):
-            vector[0] = s.reached[(i * block + s.t) // lanes]
-            # Which vector of the step has the element.
-            vector[0] = (vector[0] // threads * step + s.t % lanes // width) * threads + vector[0] % threads
-            s.column[0] = s.start[0] + vector[0] * width + s.t % width
-            order(
-                value_in(dtype, s.staged[vector[0] * 4 + s.t % width // per_word], s.t % per_word), s.plain, s.bits)
-            s.key[0] = join_key(s.bits[0], s.column[0])
-            if s.key[0] >= s.pivot[0]:
-                put(s)
-
-    return phase
+    threads, block = T.meta_var(layout.threads), T.meta_var(layout.block_threads)
+    width, per_word = T.meta_var(layout.width), T.meta_var(layout.per_word)
+    step = T.meta_var(layout.step)
+    lanes = T.meta_var(step * width)
+    vector = T.alloc_local([1], "int32")
+    s.pivot[0] = join_key(s.bound[0], s.until[0])
+    s.size[0] = T.min(s.listed[0], layout.reached_room)
+    for i in rolled((s.size[0] * lanes - s.t + (block - 1)) // block):
+        vector[0] = s.reached[(i * block + s.t) // lanes]
+        # Which vector of the step has the element.
+        vector[0] = (vector[0] // threads * step + s.t % lanes // width) * threads + vector[0] % threads
+        s.column[0] = s.start[0] + vector[0] * width + s.t % width
+        order(
+            value_in(layout.dtype, s.staged[vector[0] * 4 + s.t % width // per_word], s.t % per_word), s.plain, s.bits)
+        s.key[0] = join_key(s.bits[0], s.column[0])
+        if s.key[0] >= s.pivot[0]:
+            put_key(layout)(s)
 # fmt: on

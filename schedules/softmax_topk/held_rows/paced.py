@@ -18,6 +18,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...device.loops import rolled
 from ...device.words import value_in
 from .agreement import agree, offer_top
@@ -31,28 +33,24 @@ REACH = 8
 
 
 # fmt: off
-def raise_reference(layout: Layout) -> Callable[..., Any]:
-    """Make `plain` the reference of the thread's sum. The phase is (s).
+@phase
+def raise_reference(layout, /, s):
+    """Make `plain` the reference of the thread's sum.
 
     Reads: `plain`, `factor`.
     Writes: `reference`, `base`, `rest`, `near`, `sum`; scratch is `power`.
     Barriers: none.
     """
-
-    @T.inline
-    def phase(s):
-        s.power[0] = (s.reference[0] - s.plain[0]) * s.factor[0] - s.rest[0]
-        s.reference[0] = s.plain[0]
-        set_base(s)
-        T.ptx.ex2.approx.ftz.f32(s.power[0], s.power[0] + s.rest[0])
-        s.sum[0] = s.sum[0] * s.power[0]
-
-    return phase
+    s.power[0] = (s.reference[0] - s.plain[0]) * s.factor[0] - s.rest[0]
+    s.reference[0] = s.plain[0]
+    set_base(s)
+    T.ptx.ex2.approx.ftz.f32(s.power[0], s.power[0] + s.rest[0])
+    s.sum[0] = s.sum[0] * s.power[0]
 
 
-def weigh_step(layout: Layout) -> Callable[..., Any]:
-    """Add the exponentials of a step's vectors to the thread's sum. The phase is (s, peak), of which the second is a
-    word that has their largest element.
+@phase
+def weigh_step(layout, /, s, peak):
+    """Add the exponentials of a step's vectors to the thread's sum. `peak` is a word that has their largest element.
 
     As Algorithm 3 of Milakov & Gimelshein 2018 (lines 4 to 6), but for whole vectors, and relative to an element that
     few others exceed by much: it changes seldom.
@@ -61,28 +59,22 @@ def weigh_step(layout: Layout) -> Callable[..., Any]:
     Writes: `sum` and what it is relative to; scratch is `plain`, `power`, `partial`.
     Barriers: none.
     """
-    dtype, per_word = layout.dtype, layout.per_word
-    rise = raise_reference(layout)
-
-    @T.inline
-    def phase(s, peak):
-        s.plain[0] = value_in(dtype, peak, 0)
-        if per_word == 2:
-            s.plain[0] = T.max(s.plain[0], value_in(dtype, peak, 1))
-        if (s.plain[0] - s.reference[0]) * s.factor[0] > T.float32(REACH):
-            rise(s)
-        if s.near[0] != 0:
-            for e in T.unroll(layout.step * layout.width):
-                take_near_power(s, value_in(dtype, s.vector[e // per_word], e % per_word))
-                add_partial(s, e)
-        else:
-            # Numbers of any size: where they are equal the difference is 0, and else minus infinity.
-            for e in T.unroll(layout.step * layout.width):
-                take_power(s, s.power, value_in(dtype, s.vector[e // per_word], e % per_word))
-                add_partial(s, e)
-        s.sum[0] = s.sum[0] + sum_of_partials(s)
-
-    return phase
+    dtype, per_word = T.meta_var(layout.dtype), T.meta_var(layout.per_word)
+    s.plain[0] = value_in(dtype, peak, 0)
+    if per_word == 2:
+        s.plain[0] = T.max(s.plain[0], value_in(dtype, peak, 1))
+    if (s.plain[0] - s.reference[0]) * s.factor[0] > T.float32(REACH):
+        raise_reference(layout)(s)
+    if s.near[0] != 0:
+        for e in T.unroll(layout.step * layout.width):
+            take_near_power(s, value_in(dtype, s.vector[e // per_word], e % per_word))
+            add_partial(s, e)
+    else:
+        # Numbers of any size: where they are equal the difference is 0, and else minus infinity.
+        for e in T.unroll(layout.step * layout.width):
+            take_power(s, s.power, value_in(dtype, s.vector[e // per_word], e % per_word))
+            add_partial(s, e)
+    s.sum[0] = s.sum[0] + sum_of_partials(s)
 
 
 def take_steps(layout: Layout) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LOG2_E
@@ -21,31 +22,28 @@ load_shared = T.ptx.ld.shared.v4.u32
 
 
 # fmt: off
-def locate_row(layout: Layout) -> Callable[..., Any]:
-    """The columns of this block's share. The phase is (s, block), of which the second is the row's number.
+@phase
+def locate_row(layout, /, s, block):
+    """The columns of this block's share. `block` is the row's number.
 
     Reads: the arguments, but no logits.
     Writes: `row`, `start`, `mine`, `left`, `factor`, `counter`, `listing`.
     Barriers: none.
     """
-    vocab, width, share = layout.vocab, layout.width, layout.share
-
-    @T.inline
-    def phase(s, block):
-        s.row[0] = T.Cast("int64", block)
-        s.factor[0] = s.io.scale * T.float32(LOG2_E)
-        s.start[0] = s.part * share * width
-        s.mine[0] = T.max(T.min(layout.row_vectors - s.part * share, share), 0)
-        if not layout.aligned:
-            lead: T.int32 = T.Cast("int32", (s.row[0] * vocab) % width)
-            s.start[0] = s.start[0] - lead
-            s.mine[0] = T.max(T.min((vocab + lead + (width - 1)) // width - s.part * share, share), 0)
-            s.left[0] = T.Cast("int32", T.min(T.Cast("int64", s.io.batch) - s.row[0], T.int64(width + 1)) * vocab)
-        s.counter[0] = counter_address(s.count.ptr_to([0]))
-        if layout.early:
-            s.listing[0] = counter_address(s.listed.ptr_to([0]))
-
-    return phase
+    vocab, width = T.meta_var(layout.vocab), T.meta_var(layout.width)
+    share = T.meta_var(layout.share)
+    s.row[0] = T.Cast("int64", block)
+    s.factor[0] = s.io.scale * T.float32(LOG2_E)
+    s.start[0] = s.part * share * width
+    s.mine[0] = T.max(T.min(layout.row_vectors - s.part * share, share), 0)
+    if not layout.aligned:
+        lead: T.int32 = T.Cast("int32", (s.row[0] * vocab) % width)
+        s.start[0] = s.start[0] - lead
+        s.mine[0] = T.max(T.min((vocab + lead + (width - 1)) // width - s.part * share, share), 0)
+        s.left[0] = T.Cast("int32", T.min(T.Cast("int64", s.io.batch) - s.row[0], T.int64(width + 1)) * vocab)
+    s.counter[0] = counter_address(s.count.ptr_to([0]))
+    if layout.early:
+        s.listing[0] = counter_address(s.listed.ptr_to([0]))
 
 
 def clear(layout: Layout) -> Callable[..., Any]:
@@ -181,17 +179,13 @@ def read_staged(layout, s, u, at):
         s.staged.ptr_to([(u * layout.threads + s.t) * 4]))
 
 
-def load_staged(layout: Layout) -> Callable[..., Any]:
-    """`vector` = the thread's vectors of step i, staged. The phase is (s, i).
+@phase
+def load_staged(layout, /, s, i):
+    """`vector` = the thread's vectors of step i, staged.
 
     Reads: `staged`.
     Barriers: none.
     """
-
-    @T.inline
-    def phase(s, i):
-        for v in T.unroll(layout.step):
-            read_staged(layout, s, i * layout.step + v, 4 * v)
-
-    return phase
+    for v in T.unroll(layout.step):
+        read_staged(layout, s, i * layout.step + v, 4 * v)
 # fmt: on

@@ -7,6 +7,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...device.arithmetic import is_nan
 from ...device.selection import FULL_WARP, MINUS_INFINITY, PLUS_INFINITY, below, join_key, lanes_sum, order
 from ..elements import written_element
@@ -17,7 +19,8 @@ from .state import count_lanes, lanes_max, lanes_min, lanes_with
 
 
 # fmt: off
-def enclose_by_lanes(layout: Layout) -> Callable[..., Any]:
+@phase
+def enclose_by_lanes(layout, /, io, at, s):
     """For small k: the interval to begin with.
 
     Reads: `lower`, `top_bits`.
@@ -25,16 +28,12 @@ def enclose_by_lanes(layout: Layout) -> Callable[..., Any]:
     Barriers: none.
     After: the interval from `lower` to `upper` encloses the k-th largest, unless that is a NaN.
     """
-
-    @T.inline
-    def phase(io, at, s):
-        s.lower[0] = T.max(s.lower[0], T.uint32(MINUS_INFINITY))
-        s.upper[0] = s.top_bits[0]
-
-    return phase
+    s.lower[0] = T.max(s.lower[0], T.uint32(MINUS_INFINITY))
+    s.upper[0] = s.top_bits[0]
 
 
-def enclose_by_bin(layout: Layout) -> Callable[..., Any]:
+@phase
+def enclose_by_bin(layout, /, io, at, s):
     """For larger k: the interval to begin with is the bin at the cut.
 
     Reads: `x`, `cut`, `fine`, `top`.
@@ -42,25 +41,19 @@ def enclose_by_bin(layout: Layout) -> Callable[..., Any]:
     Barriers: none.
     After: `lower` and `upper` are the least and the largest element of the bin at the cut, which has the k-th largest.
     """
-    find, again = find_bin(layout), read_back(layout)
-
-    @T.inline
-    def phase(io, at, s):
-        least, largest = T.meta_var(s.gate), T.meta_var(s.high)
-        again(at, s)
-        least[0] = T.infinity("float32")
-        largest[0] = -T.infinity("float32")
-        for e in T.unroll(layout.held):
-            find(s, s.x[e])
-            if s.bin[0] == s.cut[0] + MAGIC_BITS:
-                T.ptx.min.f32(least[0], least[0], s.x[e])
-                T.ptx.max.f32(largest[0], largest[0], s.x[e])
-        order(least[0], s.value, s.ordered)
-        s.lower[0] = lanes_min(s.ordered[0])
-        order(largest[0], s.value, s.ordered)
-        s.upper[0] = lanes_max(s.ordered[0])
-
-    return phase
+    least, largest = T.meta_var(s.gate), T.meta_var(s.high)
+    read_back(layout)(at, s)
+    least[0] = T.infinity("float32")
+    largest[0] = -T.infinity("float32")
+    for e in T.unroll(layout.held):
+        find_bin(layout)(s, s.x[e])
+        if s.bin[0] == s.cut[0] + MAGIC_BITS:
+            T.ptx.min.f32(least[0], least[0], s.x[e])
+            T.ptx.max.f32(largest[0], largest[0], s.x[e])
+    order(least[0], s.value, s.ordered)
+    s.lower[0] = lanes_min(s.ordered[0])
+    order(largest[0], s.value, s.ordered)
+    s.upper[0] = lanes_max(s.ordered[0])
 
 
 def bisect(layout: Layout) -> Callable[..., Any]:
@@ -122,7 +115,8 @@ def bisect(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
-def collect_selected(layout: Layout) -> Callable[..., Any]:
+@phase
+def collect_selected(layout, /, io, at, s):
     """Collect the keys of the elements that the bisection has selected.
 
     Reads: the logits again, `lower`, `equals`.
@@ -131,31 +125,26 @@ def collect_selected(layout: Layout) -> Callable[..., Any]:
     After: `keys` has those of all elements above `lower`, of which there are `cut`, and after them those of the first
         `equals` that equal it, by their columns.
     """
-    k, vocab = layout.k, layout.vocab
-
-    @T.inline
-    def phase(io, at, s):
-        above = T.meta_var(s.cut)
-        above[0] = 0
-        s.size[0] = k - s.equals[0]
-        i: T.int32 = 0
-        while i * 32 < vocab and (s.equals[0] == 0 or s.size[0] < k or above[0] < k - s.equals[0]):
-            s.ordered[0] = T.uint32(0)
-            if i * 32 + at.lane < vocab:
-                order(written_element(io, at.row, i * 32 + at.lane), s.value, s.ordered)
-            s.lanes[0] = lanes_with(s.ordered[0] > s.lower[0])
-            if s.ordered[0] > s.lower[0]:
-                s.keys[at.keys + above[0] + below(at.lane, s.lanes[0])] = join_key(s.ordered[0], i * 32 + at.lane)
-            above[0] = above[0] + count_lanes(s.lanes[0])
-            s.lanes[0] = lanes_with(s.ordered[0] == s.lower[0])
-            s.slot[0] = s.size[0] + below(at.lane, s.lanes[0])
-            if s.ordered[0] == s.lower[0] and s.slot[0] < k:
-                s.keys[at.keys + s.slot[0]] = join_key(s.ordered[0], i * 32 + at.lane)
-            s.size[0] = s.size[0] + count_lanes(s.lanes[0])
-            i = i + 1
-        s.size[0] = T.Select(s.equals[0] > 0, k, above[0])
-
-    return phase
+    k, vocab = T.meta_var(layout.k), T.meta_var(layout.vocab)
+    above = T.meta_var(s.cut)
+    above[0] = 0
+    s.size[0] = k - s.equals[0]
+    i: T.int32 = 0
+    while i * 32 < vocab and (s.equals[0] == 0 or s.size[0] < k or above[0] < k - s.equals[0]):
+        s.ordered[0] = T.uint32(0)
+        if i * 32 + at.lane < vocab:
+            order(written_element(io, at.row, i * 32 + at.lane), s.value, s.ordered)
+        s.lanes[0] = lanes_with(s.ordered[0] > s.lower[0])
+        if s.ordered[0] > s.lower[0]:
+            s.keys[at.keys + above[0] + below(at.lane, s.lanes[0])] = join_key(s.ordered[0], i * 32 + at.lane)
+        above[0] = above[0] + count_lanes(s.lanes[0])
+        s.lanes[0] = lanes_with(s.ordered[0] == s.lower[0])
+        s.slot[0] = s.size[0] + below(at.lane, s.lanes[0])
+        if s.ordered[0] == s.lower[0] and s.slot[0] < k:
+            s.keys[at.keys + s.slot[0]] = join_key(s.ordered[0], i * 32 + at.lane)
+        s.size[0] = s.size[0] + count_lanes(s.lanes[0])
+        i = i + 1
+    s.size[0] = T.Select(s.equals[0] > 0, k, above[0])
 
 
 def sort_keys(layout: Layout) -> Callable[..., Any]:
@@ -195,18 +184,14 @@ def sort_keys(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
-def write_sorted(layout: Layout) -> Callable[..., Any]:
+@phase
+def write_sorted(layout, /, io, at, s):
     """Write the first k keys to the outputs.
 
     Reads: the first k of `keys`.
     Writes: the values and indices.
     Barriers: none.
     """
-
-    @T.inline
-    def phase(io, at, s):
-        for i in T.serial((layout.k - at.lane + 31) // 32):
-            write_key(io, s, i * 32 + at.lane, s.keys[at.keys + i * 32 + at.lane])
-
-    return phase
+    for i in T.serial((layout.k - at.lane + 31) // 32):
+        write_key(io, s, i * 32 + at.lane, s.keys[at.keys + i * 32 + at.lane])
 # fmt: on

@@ -7,6 +7,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...device.selection import PLUS_INFINITY, below, bits_value, join_key, lanes_sum
 from .results import write_key
 from .row import mark_reached, take_marked
@@ -68,44 +70,35 @@ def pad_keys(at, s):
         s.keys[at.keys + s.size[0] + at.lane] = T.uint64(0)
 
 
-def count_larger(layout: Layout) -> Callable[..., Any]:
-    """One step of ranking: a key against two; called with (at, s, j).
+@phase
+def count_larger(layout, /, at, s, j):
+    """One step of ranking: a key against two.
 
     Reads: `key`, the j-th two of `keys`.
     Writes: `rank`, to which it adds how many of the two are larger.
     """
-
-    @T.inline
-    def count(at, s, j):
-        for v in T.vectorized(2):
-            s.pair[v] = s.keys[at.warp * layout.keys + j * 2 + v]
-        s.rank[0] = s.rank[0] + (
-            T.Select(s.pair[0] > s.key[0], T.int32(1), T.int32(0))
-            + T.Select(s.pair[1] > s.key[0], T.int32(1), T.int32(0)))
-
-    return count
+    for v in T.vectorized(2):
+        s.pair[v] = s.keys[at.warp * layout.keys + j * 2 + v]
+    s.rank[0] = s.rank[0] + (
+        T.Select(s.pair[0] > s.key[0], T.int32(1), T.int32(0))
+        + T.Select(s.pair[1] > s.key[0], T.int32(1), T.int32(0)))
 
 
-def rank_by_counting(layout: Layout) -> Callable[..., Any]:
+@phase
+def rank_by_counting(layout, /, io, at, s):
     """Compare each key with all others, and write it by its rank.
 
     Reads: `keys`, `size`.
     Writes: two keys after the last, the values and indices.
     Barriers: one, at the start.
     """
-    count = count_larger(layout)
-
-    @T.inline
-    def phase(io, at, s):
-        pad_keys(at, s)
-        T.cuda.warp_sync()
-        for i in T.serial((s.size[0] + 31) // 32):
-            s.key[0] = s.keys[at.keys + T.min(i * 32 + at.lane, s.size[0])]
-            s.rank[0] = 0
-            for j in T.serial((s.size[0] + 1) // 2):
-                count(at, s, j)
-            if i * 32 + at.lane < s.size[0] and s.rank[0] < layout.k:
-                write_key(io, s, s.rank[0], s.key[0])
-
-    return phase
+    pad_keys(at, s)
+    T.cuda.warp_sync()
+    for i in T.serial((s.size[0] + 31) // 32):
+        s.key[0] = s.keys[at.keys + T.min(i * 32 + at.lane, s.size[0])]
+        s.rank[0] = 0
+        for j in T.serial((s.size[0] + 1) // 2):
+            count_larger(layout)(at, s, j)
+        if i * 32 + at.lane < s.size[0] and s.rank[0] < layout.k:
+            write_key(io, s, s.rank[0], s.key[0])
 # fmt: on

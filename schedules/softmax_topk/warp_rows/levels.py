@@ -7,6 +7,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...device.selection import below, join_key, order
 from .space import Layout
 from .state import column_of, count_lanes, folded, lanes_max, lanes_with, ragged
@@ -16,27 +18,23 @@ ELEMENTS, LEVELS = 8, 4
 
 
 # fmt: off
-def order_row(layout: Layout) -> Callable[..., Any]:
+@phase
+def order_row(layout, /, io, at, s):
     """Turn the row into integers that order as its elements do.
 
     Reads: `x`.
     Writes: `ordered_row`, 0 for what is not of the row, which no element is.
     Barriers: none.
     """
-
-    @T.inline
-    def phase(io, at, s):
-        for e in T.unroll(layout.held):
-            order(s.x[e], s.value, s.ordered)
-            s.ordered_row[e] = s.ordered[0]
-            if ragged(layout, e // layout.width):
-                if column_of(layout, at, e) >= layout.vocab:
-                    s.ordered_row[e] = T.uint32(0)
-            if not layout.aligned and e < layout.width:
-                if column_of(layout, at, e) < 0:
-                    s.ordered_row[e] = T.uint32(0)
-
-    return phase
+    for e in T.unroll(layout.held):
+        order(s.x[e], s.value, s.ordered)
+        s.ordered_row[e] = s.ordered[0]
+        if ragged(layout, e // layout.width):
+            if column_of(layout, at, e) >= layout.vocab:
+                s.ordered_row[e] = T.uint32(0)
+        if not layout.aligned and e < layout.width:
+            if column_of(layout, at, e) < 0:
+                s.ordered_row[e] = T.uint32(0)
 
 
 def place_levels(layout: Layout) -> Callable[..., Any]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
+
+from tvm_sparse.core.phase import phase
 
 from ...device.references import exponent
 from ...device.selection import key_index, key_value
 from ..elements import write_given, written_element
-from .space import Layout
 
 
 # fmt: off
@@ -29,23 +27,19 @@ def write_key(io, s, rank, key):
         T.Select(io.log != 0, s.power[0] * s.unit[0] - s.logarithm[0], s.value[0] * s.inverse[0]))
 
 
-def write_asked(layout: Layout) -> Callable[..., Any]:
+@phase
+def write_asked(layout, /, io, at, s):
     """Write the probabilities of given columns.
 
     Reads: `ids`, the logits in these columns, and what `sum_exponentials` wrote.
     Writes: `given`.
     Barriers: none.
     """
-
-    @T.inline
-    def phase(io, at, s):
-        for i in T.serial((layout.ids - at.lane + 31) // 32):
-            T.ptx.ld.global_.s64(s.wanted[0], io.ids.ptr_to([at.row, i * 32 + at.lane]))
-            s.column[0] = T.Cast("int32", T.max(T.min(s.wanted[0], T.int64(layout.vocab - 1)), T.int64(0)))
-            write_given(
-                io.given, at.row, i * 32 + at.lane, s.wanted[0], layout.vocab,
-                exponent(written_element(io, at.row, s.column[0]), s.factor[0], s.reference[0]) * s.unit[0],
-                s.inverse[0], s.logarithm[0], io.log)
-
-    return phase
+    for i in T.serial((layout.ids - at.lane + 31) // 32):
+        T.ptx.ld.global_.s64(s.wanted[0], io.ids.ptr_to([at.row, i * 32 + at.lane]))
+        s.column[0] = T.Cast("int32", T.max(T.min(s.wanted[0], T.int64(layout.vocab - 1)), T.int64(0)))
+        write_given(
+            io.given, at.row, i * 32 + at.lane, s.wanted[0], layout.vocab,
+            exponent(written_element(io, at.row, s.column[0]), s.factor[0], s.reference[0]) * s.unit[0],
+            s.inverse[0], s.logarithm[0], io.log)
 # fmt: on

@@ -1,6 +1,6 @@
 """What the phases of `warp_rows` share: a thread's place, its warp's registers and shared memory, and small helpers.
 
-A phase is made for a `Layout` and called with (io, at, s): the kernel's arguments, the thread's `Place` and `State`.
+A phase takes a `Layout`, then (io, at, s): the kernel's arguments, the thread's `Place` and `State`.
 All threads of a warp take part in a phase, and no phase waits for another warp. Its head says what it reads and writes;
 its "barriers" are those of a warp (`warp_sync`), which let lanes see what others wrote to shared memory.
 
