@@ -19,6 +19,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import Workspace, ceildiv
 from tvm_sparse.operators.softmax_sample.definition import clamped
 
@@ -209,42 +210,34 @@ def find_bin(blocks: Blocks) -> Callable[..., Any]:
     return of_rows(blocks, FIND, of_row)
 
 
-def list_entry(blocks: Blocks) -> Callable[..., Any]:
-    """Put the element in hand on the thread block's list; the phase is (s). Reads: `x`, `r.part`. Writes: `number`."""
-
-    @T.inline
-    def phase(s):
-        s.number[0] = T.cuda.atomic_add(s.ties.ptr_to([0]), T.int32(1))
-        if s.number[0] < LISTED:
-            s.list[s.number[0]] = T.reinterpret("uint32", s.x[0])
-            s.list[LISTED + s.number[0]] = T.Cast("uint32", s.r.part)
-
-    return phase
+@phase
+def list_entry(blocks, /, s):
+    """Put the element in hand on the thread block's list. Reads: `x`, `r.part`. Writes: `number`."""
+    s.number[0] = T.cuda.atomic_add(s.ties.ptr_to([0]), T.int32(1))
+    if s.number[0] < LISTED:
+        s.list[s.number[0]] = T.reinterpret("uint32", s.x[0])
+        s.list[LISTED + s.number[0]] = T.Cast("uint32", s.r.part)
 
 
-def share_list(blocks: Blocks) -> Callable[..., Any]:
-    """Append the thread block's list to the row's; the phase is (io, row, t, s).
+@phase
+def share_list(blocks, /, io, row, t, s):
+    """Append the thread block's list to the row's.
 
     Reads: `list`; `ties[0]`: how many there are.
     Writes: the row's list, and `counted`: more than LISTED if one is too long.
     Barriers: two.
     """
-    threads = blocks.threads
-
-    @T.inline
-    def phase(io, row, t, s):
-        T.cuda.cta_sync()
-        s.listed[0] = s.ties[0]
-        if t == 0:
-            s.ties[1] = T.cuda.atomic_add(
-                io.counted.ptr_to([row]), T.Select(s.listed[0] > LISTED, LISTED + 1, s.listed[0]))
-        T.cuda.cta_sync()
-        if s.listed[0] + s.ties[1] <= LISTED:
-            for i in T.serial((s.listed[0] - t + threads - 1) // threads):
-                io.listed[row, s.ties[1] + i * threads + t] = s.list[i * threads + t]
-                io.listed[row, LISTED + s.ties[1] + i * threads + t] = s.list[LISTED + i * threads + t]
-
-    return phase
+    threads = T.meta_var(blocks.threads)
+    T.cuda.cta_sync()
+    s.listed[0] = s.ties[0]
+    if t == 0:
+        s.ties[1] = T.cuda.atomic_add(
+            io.counted.ptr_to([row]), T.Select(s.listed[0] > LISTED, LISTED + 1, s.listed[0]))
+    T.cuda.cta_sync()
+    if s.listed[0] + s.ties[1] <= LISTED:
+        for i in T.serial((s.listed[0] - t + threads - 1) // threads):
+            io.listed[row, s.ties[1] + i * threads + t] = s.list[i * threads + t]
+            io.listed[row, LISTED + s.ties[1] + i * threads + t] = s.list[LISTED + i * threads + t]
 
 
 def narrow_list(blocks: Blocks) -> Callable[..., Any]:
@@ -344,39 +337,35 @@ def narrow_list(blocks: Blocks) -> Callable[..., Any]:
     return phase
 
 
-def add_listed(blocks: Blocks) -> Callable[..., Any]:
-    """Add what is left of the row's list to the sums of its slices; the phase is (t, s).
+@phase
+def add_listed(blocks, /, t, s):
+    """Add what is left of the row's list to the sums of its slices.
 
     Reads: `list`, `listed`, and the bounds of the group at which the words that are left end.
     Writes: `sums`, `ties`; scratch.
     Barriers: three.
     """
-    threads, parts = blocks.threads, blocks.ext.parts
-
-    @T.inline
-    def phase(t, s):
-        T.cuda.cta_sync()
-        for i in T.serial((parts - t + threads - 1) // threads):
-            # Whole numbers, whose sums are the same in any order.
-            s.lows[i * threads + t] = T.uint32(0)
-            s.ties[i * threads + t] = 0
-        T.cuda.cta_sync()
-        for i in T.serial((s.listed[0] - t + threads - 1) // threads):
-            s.x[0] = T.reinterpret("float32", s.list[i * threads + t])
-            if s.x[0] > s.highest[0]:
-                raise_to_power(s)
-                T.evaluate(T.cuda.atomic_add(
-                    s.lows.ptr_to([T.Cast("int32", s.list[LISTED + i * threads + t])]), mass_of(s)))
-            elif s.x[0] >= s.lowest[0]:
-                T.evaluate(T.cuda.atomic_add(
-                    s.ties.ptr_to([T.Cast("int32", s.list[LISTED + i * threads + t])]), T.int32(1)))
-        T.cuda.cta_sync()
-        for i in T.serial((parts - t + threads - 1) // threads):
-            s.sums[i * threads + t] = s.sums[i * threads + t] + (
-                T.Cast("float32", s.lows[i * threads + t]) * (s.total[0] * T.float32(2.0 ** -MASS_BITS)))
-        T.cuda.cta_sync()
-
-    return phase
+    threads, parts = T.meta_var(blocks.threads), T.meta_var(blocks.ext.parts)
+    T.cuda.cta_sync()
+    for i in T.serial((parts - t + threads - 1) // threads):
+        # Whole numbers, whose sums are the same in any order.
+        s.lows[i * threads + t] = T.uint32(0)
+        s.ties[i * threads + t] = 0
+    T.cuda.cta_sync()
+    for i in T.serial((s.listed[0] - t + threads - 1) // threads):
+        s.x[0] = T.reinterpret("float32", s.list[i * threads + t])
+        if s.x[0] > s.highest[0]:
+            raise_to_power(s)
+            T.evaluate(T.cuda.atomic_add(
+                s.lows.ptr_to([T.Cast("int32", s.list[LISTED + i * threads + t])]), mass_of(s)))
+        elif s.x[0] >= s.lowest[0]:
+            T.evaluate(T.cuda.atomic_add(
+                s.ties.ptr_to([T.Cast("int32", s.list[LISTED + i * threads + t])]), T.int32(1)))
+    T.cuda.cta_sync()
+    for i in T.serial((parts - t + threads - 1) // threads):
+        s.sums[i * threads + t] = s.sums[i * threads + t] + (
+            T.Cast("float32", s.lows[i * threads + t]) * (s.total[0] * T.float32(2.0 ** -MASS_BITS)))
+    T.cuda.cta_sync()
 
 
 def draw_left(blocks: Blocks) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import Workspace, ceildiv
 from tvm_sparse.operators.softmax_sample.definition import clamped, limit_of
 
@@ -26,7 +27,7 @@ from ..softmax_topk.ending import own_on_gpu
 from . import cuts
 from .blocks import Blocks
 from .search.blocks import NONE, choose_slice, column_of, crew_of, take_word
-from .search.crew import Crew, leave_all
+from .search.crew import leave_all
 from .space import RESIDENT_TICKETS
 from .words import Drawing, read_filters, read_uniform
 
@@ -121,102 +122,90 @@ def kernel(blocks: Blocks, sum_slice: Callable[..., Any], write_first: Callable[
     return body
 
 
-def take_ticket(blocks: Blocks) -> Callable[..., Any]:
-    """Show the pairs of the thread block's slices, and take a ticket of the row; the phase is (io, row, t, s).
+@phase
+def take_ticket(blocks, /, io, row, t, s):
+    """Show the pairs of the thread block's slices, and take a ticket of the row.
 
     Reads: (top, d) of the warps.
     Writes: their pairs, to global memory; `ties[0]`: how many tickets had been taken before, in every thread.
     Barriers: two.
     """
-
-    @T.inline
-    def phase(io, row, t, s):
-        if t % 32 == 0:
-            io.pairs[row, s.r.part * 2] = s.r.top
-            io.pairs[row, s.r.part * 2 + 1] = s.r.d
-            # Before the ticket, for the thread block that takes the last one.
-            T.cuda.thread_fence()
-        T.cuda.cta_sync()
-        if t == 0:
-            s.ties[0] = T.cuda.atomic_add(io.taken.ptr_to([row]), T.int32(1))
-        T.cuda.cta_sync()
-
-    return phase
+    if t % 32 == 0:
+        io.pairs[row, s.r.part * 2] = s.r.top
+        io.pairs[row, s.r.part * 2 + 1] = s.r.d
+        # Before the ticket, for the thread block that takes the last one.
+        T.cuda.thread_fence()
+    T.cuda.cta_sync()
+    if t == 0:
+        s.ties[0] = T.cuda.atomic_add(io.taken.ptr_to([row]), T.int32(1))
+    T.cuda.cta_sync()
 
 
-def load_pairs(blocks: Blocks) -> Callable[..., Any]:
-    """Load the pairs of the row's slices, once all are written; the phase is (io, row, t, s).
+@phase
+def load_pairs(blocks, /, io, row, t, s):
+    """Load the pairs of the row's slices, once all are written.
 
     Writes: `pair_m`, `pair_d`; the row's tickets, for the next call: none is taken.
     Barriers: one.
     """
-    parts, threads = blocks.ext.parts, blocks.threads
-
-    @T.inline
-    def phase(io, row, t, s):
-        T.cuda.thread_fence()
-        for i in T.serial(ceildiv(parts, threads)):
-            if i * threads + t < parts:
-                # Not from the L1 cache, which may hold the line of a row before.
-                T.ptx.ld.relaxed.gpu.global_.f32(
-                    s.pair_m[i * threads + t], io.pairs.ptr_to([row, (i * threads + t) * 2]))
-                T.ptx.ld.relaxed.gpu.global_.f32(
-                    s.pair_d[i * threads + t], io.pairs.ptr_to([row, (i * threads + t) * 2 + 1]))
-        if t == 0:
-            io.taken[row] = 0
-        T.cuda.cta_sync()
-
-    return phase
+    parts, threads = T.meta_var(blocks.ext.parts), T.meta_var(blocks.threads)
+    T.cuda.thread_fence()
+    for i in T.serial(ceildiv(parts, threads)):
+        if i * threads + t < parts:
+            # Not from the L1 cache, which may hold the line of a row before.
+            T.ptx.ld.relaxed.gpu.global_.f32(
+                s.pair_m[i * threads + t], io.pairs.ptr_to([row, (i * threads + t) * 2]))
+            T.ptx.ld.relaxed.gpu.global_.f32(
+                s.pair_d[i * threads + t], io.pairs.ptr_to([row, (i * threads + t) * 2 + 1]))
+    if t == 0:
+        io.taken[row] = 0
+    T.cuda.cta_sync()
 
 
-def write_best_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
-    """The best word, the first of equals; the phase is (io, row, t, s, top_k). All warps look through its slice.
+@phase
+def write_best_word(blocks, crew, /, io, row, t, s, top_k):
+    """The best word, the first of equals. All warps look through its slice.
 
     Reads: the pairs of all slices, `top`, `best`; the slice.
     Writes: the row's value and index, and its token if top_k is 1; `chosen`, `ties`, and scratch.
     Barriers: two; shuffles.
     """
-    ext, column = blocks.ext, column_of(blocks)
-    parts, slices, located = ext.parts, ext.slices, locate(ext)
-    each = ceildiv(parts, 32)
-
-    @T.inline
-    def phase(io, row, t, s, top_k):
-        found = T.alloc_local([1], "int32")
-        s.chosen[0] = NONE
-        for i in T.unroll(each):
-            if t % 32 * each + i < parts:
-                # A slice of nothing above minus infinity has the lowest maximum, and no sum.
-                if s.pair_m[t % 32 * each + i] == s.top[0] and s.pair_d[t % 32 * each + i] > T.float32(0):
-                    s.chosen[0] = T.min(s.chosen[0], t % 32 * each + i)
-        s.chosen[0] = lanes_min(s.chosen[0])
-        slice_ = RowState(ext, row, s.chosen[0], t % 32)
-        located(slice_, io.logits)
-        q = T.meta_var(dataclasses.replace(s, r=slice_))
+    ext = T.meta_var(blocks.ext)
+    parts, slices = T.meta_var(ext.parts), T.meta_var(ext.slices)
+    each = T.meta_var(ceildiv(parts, 32))
+    found = T.alloc_local([1], "int32")
+    s.chosen[0] = NONE
+    for i in T.unroll(each):
+        if t % 32 * each + i < parts:
+            # A slice of nothing above minus infinity has the lowest maximum, and no sum.
+            if s.pair_m[t % 32 * each + i] == s.top[0] and s.pair_d[t % 32 * each + i] > T.float32(0):
+                s.chosen[0] = T.min(s.chosen[0], t % 32 * each + i)
+    s.chosen[0] = lanes_min(s.chosen[0])
+    slice_ = RowState(ext, row, s.chosen[0], t % 32)
+    locate(ext)(slice_, io.logits)
+    q = T.meta_var(dataclasses.replace(s, r=slice_))
+    found[0] = NONE
+    for i in T.serial(ceildiv(crew.steps, slices), unroll=False):
+        if i * slices + t // 32 < crew.steps:
+            crew.load(io, row, t, q, i * slices + t // 32)
+            for e in T.unroll(crew.elements):
+                crew.take(io, q, e)
+                if q.x[0] == s.top[0]:
+                    found[0] = T.min(found[0], column_of(blocks)(q, e))
+    found[0] = lanes_min(found[0])
+    T.cuda.cta_sync()
+    if t % 32 == 0:
+        s.ties[t // 32] = found[0]
+    T.cuda.cta_sync()
+    if t < 32:
         found[0] = NONE
-        for i in T.serial(ceildiv(crew.steps, slices), unroll=False):
-            if i * slices + t // 32 < crew.steps:
-                crew.load(io, row, t, q, i * slices + t // 32)
-                for e in T.unroll(crew.elements):
-                    crew.take(io, q, e)
-                    if q.x[0] == s.top[0]:
-                        found[0] = T.min(found[0], column(q, e))
+        if t < slices:
+            found[0] = s.ties[t]
         found[0] = lanes_min(found[0])
-        T.cuda.cta_sync()
-        if t % 32 == 0:
-            s.ties[t // 32] = found[0]
-        T.cuda.cta_sync()
-        if t < 32:
-            found[0] = NONE
-            if t < slices:
-                found[0] = s.ties[t]
-            found[0] = lanes_min(found[0])
-            if t == 0:
-                io.values[row, 0] = s.best[0]
-                io.indices[row, 0] = T.Cast("int64", found[0])
-                if top_k == 1:
-                    io.tokens[row] = found[0]
-                    io.logprobs[row] = s.best[0]
-
-    return phase
+        if t == 0:
+            io.values[row, 0] = s.best[0]
+            io.indices[row, 0] = T.Cast("int64", found[0])
+            if top_k == 1:
+                io.tokens[row] = found[0]
+                io.logprobs[row] = s.best[0]
 # fmt: on

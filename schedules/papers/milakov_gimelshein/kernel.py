@@ -14,6 +14,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...device.arithmetic import LOG2_E, is_nan
 from ...device.selection import FULL_WARP, MINUS_INFINITY, key_bits, key_index, key_value, make_key
 from ...device.state import named
@@ -108,75 +110,56 @@ def probability(io: Any, row: Any, column: Any) -> tirx.PrimExpr:
     return io.probabilities[row, column]
 
 
-def unfused(layout: Layout) -> Callable[..., Any]:
+@phase
+def unfused(layout, /, io):
     """The body of two kernels: one writes all probabilities, the other finds the k largest."""
-    find_maximum, sum_exponentials = row_maximum(layout), sum_elements(layout)
-    write_probabilities = write_softmax(layout)
-    scan_probabilities = scan(layout, probability, sums=False)
-    join, check = join_lists(layout), check_order(layout)
-    scan_elements = scan(layout, element, sums=False)
-    write_topk, write_asked = copy_topk(layout), copy_asked(layout)
-
     # fmt: off
-    @T.inline
-    def body(io):
-        with T.launch_thread("blockIdx.x", io.batch) as block:
-            t = T.launch_thread("threadIdx.x", layout.threads)
-            at = T.meta_var(Place(T.Cast("int64", block), t))
-            s = T.meta_var(SoftmaxState.alloc(layout))
-            s.factor[0] = io.scale * T.float32(LOG2_E)
-            find_maximum(io, at, s)
-            sum_exponentials(io, at, s)
-            write_probabilities(io, at, s)
-        with T.launch_thread("blockIdx.x", io.batch) as block:
-            t = T.launch_thread("threadIdx.x", layout.threads)
-            at = T.meta_var(Place(T.Cast("int64", block), t))
-            s = T.meta_var(State.alloc(layout))
-            begin(io, at, s)
-            scan_probabilities(io, at, s)
-            join(io, at, s)
-            check(io, at, s)
-            if s.sure[0] == 0:
-                T.cuda.cta_sync()
-                scan_elements(io, at, s)
-                join(io, at, s)
-            write_topk(io, at, s)
-            if layout.ids > 0:
-                write_asked(io, at, s)
-    # fmt: on
-
-    return body
-
-
-def fused(layout: Layout) -> Callable[..., Any]:
-    """The body of the one kernel of the fused forms."""
-    find_maximum = row_maximum(layout)
-    scan_elements = scan(layout, element, sums=True)
-    combine, join = combine_sums(layout), join_lists(layout)
-    write_topk, write_asked = compute_topk(layout), write_wanted(layout.vocab, layout.ids, layout.threads)
-
-    # fmt: off
-    @T.inline
-    def body(io):
-        T.device_entry()
-        # One: else the compiler parks some keys of the longest lists in memory to have more thread blocks at once.
-        T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
-        block = T.cta_id([io.batch])
-        t = T.thread_id([layout.threads])
+    join = T.meta_var(join_lists(layout))
+    with T.launch_thread("blockIdx.x", io.batch) as block:
+        t = T.launch_thread("threadIdx.x", layout.threads)
+        at = T.meta_var(Place(T.Cast("int64", block), t))
+        s = T.meta_var(SoftmaxState.alloc(layout))
+        s.factor[0] = io.scale * T.float32(LOG2_E)
+        row_maximum(layout)(io, at, s)
+        sum_elements(layout)(io, at, s)
+        write_softmax(layout)(io, at, s)
+    with T.launch_thread("blockIdx.x", io.batch) as block:
+        t = T.launch_thread("threadIdx.x", layout.threads)
         at = T.meta_var(Place(T.Cast("int64", block), t))
         s = T.meta_var(State.alloc(layout))
         begin(io, at, s)
-        if layout.form == "safe":
-            find_maximum(io, at, s)
-        scan_elements(io, at, s)
-        combine(io, at, s)
+        scan(layout, probability, sums=False)(io, at, s)
         join(io, at, s)
-        write_topk(io, at, s)
+        check_order(layout)(io, at, s)
+        if s.sure[0] == 0:
+            T.cuda.cta_sync()
+            scan(layout, element, sums=False)(io, at, s)
+            join(io, at, s)
+        copy_topk(layout)(io, at, s)
         if layout.ids > 0:
-            write_asked(io, at.row, at.t, s)
-    # fmt: on
+            copy_asked(layout)(io, at, s)
 
-    return body
+
+@phase
+def fused(layout, /, io):
+    """The body of the one kernel of the fused forms."""
+    # fmt: off
+    T.device_entry()
+    # One: else the compiler parks some keys of the longest lists in memory to have more thread blocks at once.
+    T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
+    block = T.cta_id([io.batch])
+    t = T.thread_id([layout.threads])
+    at = T.meta_var(Place(T.Cast("int64", block), t))
+    s = T.meta_var(State.alloc(layout))
+    begin(io, at, s)
+    if layout.form == "safe":
+        row_maximum(layout)(io, at, s)
+    scan(layout, element, sums=True)(io, at, s)
+    combine_sums(layout)(io, at, s)
+    join_lists(layout)(io, at, s)
+    compute_topk(layout)(io, at, s)
+    if layout.ids > 0:
+        write_wanted(layout.vocab, layout.ids, layout.threads)(io, at.row, at.t, s)
 
 
 # fmt: off
@@ -191,8 +174,9 @@ def begin(io, at, s):
     s.m[0] = T.min_value("float32")
 
 
-def load_tile(layout: Layout, source: Callable[..., Any]) -> Callable[..., Any]:
-    """The thread's elements of a tile; called with (i, io, at, s).
+@phase
+def load_tile(layout, source, /, i, io, at, s):
+    """The thread's elements of a tile.
 
     Beyond the row there is minus infinity, whose keys are below all of the row's.
 
@@ -200,18 +184,14 @@ def load_tile(layout: Layout, source: Callable[..., Any]) -> Callable[..., Any]:
     Writes: `x`.
     Barriers: none.
     """
-
-    @T.inline
-    def load(i, io, at, s):
-        for u in T.unroll(layout.loads):
-            s.x[u] = T.if_then_else(
-                i * layout.tile + u * layout.threads + at.t < layout.vocab,
-                source(io, at.row, i * layout.tile + u * layout.threads + at.t), -T.infinity("float32"))
-
-    return load
+    for u in T.unroll(layout.loads):
+        s.x[u] = T.if_then_else(
+            i * layout.tile + u * layout.threads + at.t < layout.vocab,
+            source(io, at.row, i * layout.tile + u * layout.threads + at.t), -T.infinity("float32"))
 
 
-def row_maximum(layout: Layout) -> Callable[..., Any]:
+@phase
+def row_maximum(layout, /, io, at, s):
     """A pass for the maximum.
 
     Reads: the row.
@@ -219,23 +199,17 @@ def row_maximum(layout: Layout) -> Callable[..., Any]:
     Barriers: those of a reduction.
     After: `m` is the row's maximum, NaN left out, in all threads.
     """
-    load = load_tile(layout, element)
-    lowest = T.min_value("float32")
-
-    @T.inline
-    def phase(io, at, s):
-        s.m[0] = lowest
-        for i in T.serial(layout.tiles):
-            load(i, io, at, s)
-            for u in T.unroll(layout.loads):
-                if s.x[u] > s.m[0]:
-                    s.m[0] = s.x[u]
-        s.m[0] = T.cuda.cta_max(s.m[0], layout.warps, s.group.data)
-
-    return phase
+    s.m[0] = T.min_value("float32")
+    for i in T.serial(layout.tiles):
+        load_tile(layout, element)(i, io, at, s)
+        for u in T.unroll(layout.loads):
+            if s.x[u] > s.m[0]:
+                s.m[0] = s.x[u]
+    s.m[0] = T.cuda.cta_max(s.m[0], layout.warps, s.group.data)
 
 
-def sum_elements(layout: Layout) -> Callable[..., Any]:
+@phase
+def sum_elements(layout, /, io, at, s):
     """A pass for the sum.
 
     Reads: the row, `m`.
@@ -243,46 +217,36 @@ def sum_elements(layout: Layout) -> Callable[..., Any]:
     Barriers: those of a reduction.
     After: `d` is the sum of exp(scale * (element - m)) over the row, in all threads.
     """
-    load = load_tile(layout, element)
-
-    @T.inline
-    def phase(io, at, s):
-        s.d[0] = T.float32(0)
-        for i in T.serial(layout.tiles):
-            load(i, io, at, s)
-            for u in T.unroll(layout.loads):
-                s.d[0] = s.d[0] + T.exp2((s.x[u] - s.m[0]) * s.factor[0])
-        s.d[0] = T.cuda.cta_sum(s.d[0], layout.warps, s.group_sum.data)
-        s.inverse[0] = T.float32(1) / s.d[0]
-        s.logarithm[0] = T.log(s.d[0])
-
-    return phase
+    s.d[0] = T.float32(0)
+    for i in T.serial(layout.tiles):
+        load_tile(layout, element)(i, io, at, s)
+        for u in T.unroll(layout.loads):
+            s.d[0] = s.d[0] + T.exp2((s.x[u] - s.m[0]) * s.factor[0])
+    s.d[0] = T.cuda.cta_sum(s.d[0], layout.warps, s.group_sum.data)
+    s.inverse[0] = T.float32(1) / s.d[0]
+    s.logarithm[0] = T.log(s.d[0])
 
 
-def write_softmax(layout: Layout) -> Callable[..., Any]:
+@phase
+def write_softmax(layout, /, io, at, s):
     """A pass that writes all probabilities.
 
     Reads: the row, `m`, `inverse`, `logarithm`.
     Writes: the workspace's row, `x`.
     Barriers: none.
     """
-    load = load_tile(layout, element)
-
-    @T.inline
-    def phase(io, at, s):
-        for i in T.serial(layout.tiles):
-            load(i, io, at, s)
-            for u in T.unroll(layout.loads):
-                if i * layout.tile + u * layout.threads + at.t < layout.vocab:
-                    write_value(
-                        io.probabilities, at.row, i * layout.tile + u * layout.threads + at.t,
-                        (s.x[u] - s.m[0]) * io.scale, s.inverse[0], s.logarithm[0], io.log)
-
-    return phase
+    for i in T.serial(layout.tiles):
+        load_tile(layout, element)(i, io, at, s)
+        for u in T.unroll(layout.loads):
+            if i * layout.tile + u * layout.threads + at.t < layout.vocab:
+                write_value(
+                    io.probabilities, at.row, i * layout.tile + u * layout.threads + at.t,
+                    (s.x[u] - s.m[0]) * io.scale, s.inverse[0], s.logarithm[0], io.log)
 
 
-def insert(layout: Layout) -> Callable[..., Any]:
-    """Insertion of a key into the thread's list; called with (s).
+@phase
+def insert(layout, /, s):
+    """Insertion of a key into the thread's list.
 
     Every key is looked at: registers cannot be indexed at run time.
 
@@ -290,20 +254,15 @@ def insert(layout: Layout) -> Callable[..., Any]:
     Writes: `keys`, into which it is inserted; the last one drops out.
     Barriers: none.
     """
-    kept = layout.kept
-
-    @T.inline
-    def into_list(s):
-        for i in T.unroll(kept - 1):
-            if s.key[0] > s.keys[kept - 2 - i]:
-                s.keys[kept - 1 - i] = s.keys[kept - 2 - i]
-            else:
-                if s.key[0] > s.keys[kept - 1 - i]:
-                    s.keys[kept - 1 - i] = s.key[0]
-        if s.key[0] > s.keys[0]:
-            s.keys[0] = s.key[0]
-
-    return into_list
+    kept = T.meta_var(layout.kept)
+    for i in T.unroll(kept - 1):
+        if s.key[0] > s.keys[kept - 2 - i]:
+            s.keys[kept - 1 - i] = s.keys[kept - 2 - i]
+        else:
+            if s.key[0] > s.keys[kept - 1 - i]:
+                s.keys[kept - 1 - i] = s.key[0]
+    if s.key[0] > s.keys[0]:
+        s.keys[0] = s.key[0]
 
 
 def scan(layout: Layout, source: Callable[..., Any], sums: bool) -> Callable[..., Any]:
@@ -341,7 +300,8 @@ def scan(layout: Layout, source: Callable[..., Any], sums: bool) -> Callable[...
     return phase
 
 
-def combine_sums(layout: Layout) -> Callable[..., Any]:
+@phase
+def combine_sums(layout, /, io, at, s):
     """From the threads' sums to the row's.
 
     Reads: `m`, `d`.
@@ -349,16 +309,11 @@ def combine_sums(layout: Layout) -> Callable[..., Any]:
     Barriers: those of one or two reductions.
     After: `top` is the row's maximum and `d` the sum of exp(scale * (element - top)), in all threads.
     """
-
-    @T.inline
-    def phase(io, at, s):
-        s.top[0] = s.m[0]
-        if layout.form == "online":
-            s.top[0] = T.cuda.cta_max(s.m[0], layout.warps, s.group.data)
-            s.d[0] = s.d[0] * T.exp2((s.m[0] - s.top[0]) * s.factor[0])
-        s.d[0] = T.cuda.cta_sum(s.d[0], layout.warps, s.group_sum.data)
-
-    return phase
+    s.top[0] = s.m[0]
+    if layout.form == "online":
+        s.top[0] = T.cuda.cta_max(s.m[0], layout.warps, s.group.data)
+        s.d[0] = s.d[0] * T.exp2((s.m[0] - s.top[0]) * s.factor[0])
+    s.d[0] = T.cuda.cta_sum(s.d[0], layout.warps, s.group_sum.data)
 
 
 def join_lists(layout: Layout) -> Callable[..., Any]:
@@ -411,7 +366,8 @@ def join_lists(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
-def check_order(layout: Layout) -> Callable[..., Any]:
+@phase
+def check_order(layout, /, io, at, s):
     """Whether probabilities tell the order of their elements.
 
     Reads: `joined`, keys of probabilities.
@@ -419,72 +375,55 @@ def check_order(layout: Layout) -> Callable[..., Any]:
     Barriers: none.
     After: `sure` is 1 if each probability exceeds the next by more than rounding explains.
     """
-
-    @T.inline
-    def phase(io, at, s):
-        s.sure[0] = 1
-        for i in T.serial(layout.kept - 1):
-            # No `not`: the simplifier would turn the comparison round, and NaN passes neither.
-            s.sure[0] = T.Select(
-                key_value(s.joined[i]) - key_value(s.joined[i + 1])
-                > T.abs(key_value(s.joined[i])) * T.float32(APART) + T.float32(VANISHING),
-                s.sure[0], 0)
-
-    return phase
+    s.sure[0] = 1
+    for i in T.serial(layout.kept - 1):
+        # No `not`: the simplifier would turn the comparison round, and NaN passes neither.
+        s.sure[0] = T.Select(
+            key_value(s.joined[i]) - key_value(s.joined[i + 1])
+            > T.abs(key_value(s.joined[i])) * T.float32(APART) + T.float32(VANISHING),
+            s.sure[0], 0)
 
 
-def copy_topk(layout: Layout) -> Callable[..., Any]:
+@phase
+def copy_topk(layout, /, io, at, s):
     """Values from the probabilities, and indices.
 
     Reads: `joined`, the workspace.
     Writes: values and indices.
     Barriers: none.
     """
-
-    @T.inline
-    def phase(io, at, s):
-        if at.t < layout.k:
-            io.indices[at.row, at.t] = T.Cast("int64", key_index(s.joined[at.t]))
-            io.values[at.row, at.t] = io.probabilities[at.row, T.Cast("int32", key_index(s.joined[at.t]))]
-
-    return phase
+    if at.t < layout.k:
+        io.indices[at.row, at.t] = T.Cast("int64", key_index(s.joined[at.t]))
+        io.values[at.row, at.t] = io.probabilities[at.row, T.Cast("int32", key_index(s.joined[at.t]))]
 
 
-def copy_asked(layout: Layout) -> Callable[..., Any]:
+@phase
+def copy_asked(layout, /, io, at, s):
     """The probabilities of given columns, from those of all.
 
     Reads: `ids`, the workspace.
     Writes: `given`.
     Barriers: none.
     """
-    threads = layout.threads
-
-    @T.inline
-    def phase(io, at, s):
-        for i in T.serial((layout.ids - at.t + (threads - 1)) // threads):
-            io.given[at.row, i * threads + at.t] = T.if_then_else(
-                io.ids[at.row, i * threads + at.t] >= T.int64(0)
-                and io.ids[at.row, i * threads + at.t] < T.int64(layout.vocab),
-                io.probabilities[at.row, io.ids[at.row, i * threads + at.t]], T.float32("nan"))
-
-    return phase
+    threads = T.meta_var(layout.threads)
+    for i in T.serial((layout.ids - at.t + (threads - 1)) // threads):
+        io.given[at.row, i * threads + at.t] = T.if_then_else(
+            io.ids[at.row, i * threads + at.t] >= T.int64(0)
+            and io.ids[at.row, i * threads + at.t] < T.int64(layout.vocab),
+            io.probabilities[at.row, io.ids[at.row, i * threads + at.t]], T.float32("nan"))
 
 
-def compute_topk(layout: Layout) -> Callable[..., Any]:
+@phase
+def compute_topk(layout, /, io, at, s):
     """Values from the elements, and indices.
 
     Reads: `joined`, `top`, `d`.
     Writes: values and indices.
     Barriers: none.
     """
-
-    @T.inline
-    def phase(io, at, s):
-        if at.t < layout.k:
-            io.indices[at.row, at.t] = T.Cast("int64", key_index(s.joined[at.t]))
-            write_value(
-                io.values, at.row, at.t, (key_value(s.joined[at.t]) - s.top[0]) * io.scale,
-                T.float32(1) / s.d[0], T.log(s.d[0]), io.log)
-
-    return phase
+    if at.t < layout.k:
+        io.indices[at.row, at.t] = T.Cast("int64", key_index(s.joined[at.t]))
+        write_value(
+            io.values, at.row, at.t, (key_value(s.joined[at.t]) - s.top[0]) * io.scale,
+            T.float32(1) / s.d[0], T.log(s.d[0]), io.log)
 # fmt: on

@@ -7,6 +7,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import Decisions, Program
 
 from ...device.cluster import cluster_arrive
@@ -56,37 +57,28 @@ def main(ext: Extents) -> Callable[..., Any]:
     return body
 
 
-def row_of_threads(ext: Extents) -> Callable[..., Any]:
+@phase
+def row_of_threads(ext, /, io, block, row, part, t):
     """What the threads of one row do, phase by phase."""
-    locate = hold.locate(ext)
-    begin_pair, accumulate, add_edge = sums.begin_pair(ext), sums.accumulate(ext), sums.add_edge(ext)
-    join_warp, join_block, join_cluster = join.join_warp(), join.join_block(ext), join.join_cluster(ext)
-    normalise, write, write_edge = results.normalise(ext), results.write(ext), results.write_edge(ext)
-    write_value = results.write_value()
+    views = Views(ext, io)
+    log = T.meta_var(io.log if ext.writes else None)
+    s = RowState(ext, row, part, t)
+    hold.locate(ext)(s, io.logits)
 
-    @T.inline
-    def one_row(io, block, row, part, t):
-        views = Views(ext, io)
-        log = T.meta_var(io.log if ext.writes else None)
-        s = RowState(ext, row, part, t)
-        locate(s, io.logits)
+    sums.begin_pair(ext)(s)
+    sums.accumulate(ext)(s, views.words, block, log)
+    sums.add_edge(ext)(s)
 
-        begin_pair(s)
-        accumulate(s, views.words, block, log)
-        add_edge(s)
+    join.join_warp()(s)
+    if ext.cluster > 1:
+        join.join_cluster(ext)(s, block)
+    elif ext.warps > 1:
+        join.join_block(ext)(s, block)
 
-        join_warp(s)
-        if ext.cluster > 1:
-            join_cluster(s, block)
-        elif ext.warps > 1:
-            join_block(s, block)
-
-        if ext.writes:
-            normalise(s, log)
-            write(s, views, block, log)
-            write_edge(s, io.probabilities, log)
-        else:
-            write_value(s, io.values)
-
-    return one_row
+    if ext.writes:
+        results.normalise(ext)(s, log)
+        results.write(ext)(s, views, block, log)
+        results.write_edge(ext)(s, io.probabilities, log)
+    else:
+        results.write_value()(s, io.values)
 # fmt: on

@@ -9,8 +9,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
-from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 
 from ...device.arithmetic import LOG2_E
 from ...device.selection import RADIX_BINS, RADIX_BITS, bits_value, order_bits
@@ -220,15 +220,11 @@ def unit_bits(vocab: int) -> int:
 
 
 # fmt: off
-def weigh(crew: Crew, vocab: int) -> Callable[..., Any]:
-    """The mass of an element; the phase is (s, x). Reads: `top`, `factor`. Writes: `power`, `mass`."""
-
-    @T.inline
-    def phase(s, x):
-        s.power[0] = crew.exponential(s, x)
-        s.mass[0] = T.Cast("uint64", s.power[0] * T.float32(2.0 ** unit_bits(vocab)))
-
-    return phase
+@phase
+def weigh(crew, vocab, /, s, x):
+    """The mass of an element. Reads: `top`, `factor`. Writes: `power`, `mass`."""
+    s.power[0] = crew.exponential(s, x)
+    s.mass[0] = T.Cast("uint64", s.power[0] * T.float32(2.0 ** unit_bits(vocab)))
 
 
 def slice_of(s: State, x: Any) -> tirx.PrimExpr:
@@ -286,21 +282,15 @@ def is_heavy(power: Any, vocab: int) -> tirx.PrimExpr:
     return power >= T.float32(2.0 ** -unit_bits(vocab))
 
 
-def pass_over_row(crew: Crew, see: Callable[..., Any]) -> Callable[..., Any]:
+@phase
+def pass_over_row(crew, see, /, io, row, t, s):
     """Calls see(io, row, t, s, j, e) for each element, which is `x`: the e-th of a thread's j-th step.
-
-    The phase is (io, row, t, s).
     """
-
-    @T.inline
-    def phase(io, row, t, s):
-        for j in T.serial(crew.steps, unroll=False):
-            crew.load(io, row, t, s, j)
-            for e in T.unroll(crew.elements):
-                crew.take(io, s, e)
-                see(io, row, t, s, j, e)
-
-    return phase
+    for j in T.serial(crew.steps, unroll=False):
+        crew.load(io, row, t, s, j)
+        for e in T.unroll(crew.elements):
+            crew.take(io, s, e)
+            see(io, row, t, s, j, e)
 
 
 def count_slices(crew: Crew, vocab: int) -> Callable[..., Any]:
@@ -389,20 +379,15 @@ def take_digit(s):
     s.passed[0] = T.Cast("int32", s.found[COUNT_BEFORE])
 
 
-def add_to_digit(crew: Crew, vocab: int) -> Callable[..., Any]:
-    """An element of the group, to the bin of its digit in hand; the phase is (s, t). Reads: `x`, `low`, `shift`."""
-    weighed = weigh(crew, vocab)
-
-    @T.inline
-    def phase(s, t):
-        weighed(s, s.x[0])
-        if s.mass[0] > T.uint64(0):
-            s.run[0] = T.Cast("int32", T.min(
-                (order_bits(s.x[0]) - s.low[0]) >> s.shift[0], T.uint32(RADIX_BINS - 1)))
-            crew.add(s, t, OTHERS, s.run[0], s.mass)
-            crew.count(s, t, s.run[0])
-
-    return phase
+@phase
+def add_to_digit(crew, vocab, /, s, t):
+    """An element of the group, to the bin of its digit in hand. Reads: `x`, `low`, `shift`."""
+    weigh(crew, vocab)(s, s.x[0])
+    if s.mass[0] > T.uint64(0):
+        s.run[0] = T.Cast("int32", T.min(
+            (order_bits(s.x[0]) - s.low[0]) >> s.shift[0], T.uint32(RADIX_BINS - 1)))
+        crew.add(s, t, OTHERS, s.run[0], s.mass)
+        crew.count(s, t, s.run[0])
 
 
 def narrow(crew: Crew, vocab: int, alike: int) -> Callable[..., Any]:
@@ -444,7 +429,8 @@ def begin_locating(crew, s):
     crew.meet()
 
 
-def locate(crew: Crew, vocab: int) -> Callable[..., Any]:
+@phase
+def locate(crew, vocab, /, io, row, t, s):
     """The slice within which a mass of `need` is reached, or, if `counting`, so many words; (io, row, t, s).
 
     Reads: `top`, `factor`, `need`, `counting`, and what `count_slices` has written.
@@ -452,19 +438,14 @@ def locate(crew: Crew, vocab: int) -> Callable[..., Any]:
     Barriers: several; begins and ends with one.
     After: the group is all words of the slice: `narrow` makes it one word, or all of some value, and words of no mass.
     """
-
-    @T.inline
-    def phase(io, row, t, s):
-        begin_locating(crew, s)
-        crew.find(s, t, SLICES)
-        crew.meet()
-        s.slice[0] = T.Cast("int32", s.found[BIN])
-        s.wide[0] = 0
-        s.above[0] = s.found[BEFORE]
-        s.passed[0] = T.Cast("int32", s.found[COUNT_BEFORE])
-        bound_slice(s)
-
-    return phase
+    begin_locating(crew, s)
+    crew.find(s, t, SLICES)
+    crew.meet()
+    s.slice[0] = T.Cast("int32", s.found[BIN])
+    s.wide[0] = 0
+    s.above[0] = s.found[BEFORE]
+    s.passed[0] = T.Cast("int32", s.found[COUNT_BEFORE])
+    bound_slice(s)
 
 
 def pick_of_group(crew: Crew, vocab: int) -> Callable[..., Any]:
@@ -508,8 +489,9 @@ def pick_of_group(crew: Crew, vocab: int) -> Callable[..., Any]:
     return phase
 
 
-def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
-    """A word of the whole row; the phase is (io, row, t, s, top_k, top_p, min_p, uniform).
+@phase
+def draw_by_search(crew, problem, /, io, row, t, s, top_k, top_p, min_p, uniform):
+    """A word of the whole row.
 
     `s` is the crew's state, with nothing in any bin; `top` is the row's best element, `best` its log-probability. Each
     filter leaves a prefix of the order, and so all of them the shortest.
@@ -520,72 +502,65 @@ def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
     Writes: the row's token and its log-probability.
     Barriers: several.
     """
-    vocab = problem.vocab
-    alike = 0 if problem.bias or problem.capped else ALIKE[problem.dtype]
-    summed, located, picked = count_slices(crew, vocab), locate(crew, vocab), pick_of_group(crew, vocab)
-    narrowed = narrow(crew, vocab, alike)
-
-    @T.inline
-    def phase(io, row, t, s, top_k, top_p, min_p, uniform):
-        s.factor[0] = io.scale * T.float32(LOG2_E)
-        s.least[0] = min_p
-        s.free[0] = T.Select(top_k >= vocab, 1, 0)
-        s.counting[0] = 1 - s.free[0]
-        s.left[0] = T.uint64(0)
-        s.rank[0] = T.uint64(0)
-        s.guessed[0] = 0
-        if crew.guesses:
-            if s.free[0] != 0 and top_p < T.float32(1):
-                crew.guess(io, row, t, s, top_p)
-        if s.guessed[0] == 0 and (s.free[0] == 0 or top_p < T.float32(1)):
-            summed(io, row, t, s)
-            s.left[0] = s.masses[SLICES + RADIX_BINS + 1]
-        if s.counting[0] != 0:
-            for b in T.serial(RADIX_BINS, unroll=False):
-                s.rank[0] = s.rank[0] + T.Cast("uint64", s.counts[b])
-            # Words without mass are not counted: if no more than top_k words have mass, top-k removes nothing.
-            if s.rank[0] <= T.Cast("uint64", top_k):
-                s.counting[0] = 0
-        # First how much top-k and top-p leave, where they have a say; then the word, if it is drawn in this order.
-        for turn in T.serial(3, unroll=False):
-            if ((turn == 2 and s.free[0] == 0) or (turn == 1 and top_p < T.float32(1))
-                    or (turn == 0 and s.counting[0] != 0)):
-                if turn == 2:
-                    s.need[0] = T.Cast("uint64", share(uniform, s.left[0])) + T.uint64(1)
-                elif turn == 0:
-                    s.need[0] = T.Cast("uint64", top_k)
-                elif s.guessed[0] == 0:
-                    s.need[0] = mass_share(top_p, s.masses[SLICES + RADIX_BINS])
-                if s.guessed[0] == 0:
-                    located(io, row, t, s)
-                    narrowed(io, row, t, s)
-                if turn < 2:
-                    # Up to the last word of the group that is left.
-                    s.mass[0] = T.truncdiv(s.found[MASS], s.found[COUNT])
-                    if turn == 0:
-                        s.mass[0] = s.above[0] + (s.need[0] - T.Cast("uint64", s.passed[0])) * s.mass[0]
-                        s.counting[0] = 0
-                        # The mass of what is left replaces the row's mass, of which top-p takes a share.
-                        if t == 0:
-                            s.masses[SLICES + RADIX_BINS] = s.mass[0]
-                        crew.meet()
-                    else:
-                        s.rank[0] = T.truncdiv(s.need[0] - s.above[0] + s.mass[0] - T.uint64(1), s.mass[0])
-                        s.tie[0] = T.Cast("float32", s.mass[0]) * T.float32(2.0 ** -unit_bits(vocab))
-                        s.mass[0] = s.above[0] + s.rank[0] * s.mass[0]
-                    s.left[0] = T.min(s.left[0], s.mass[0])
-        if s.free[0] != 0:
-            if top_p >= T.float32(1):
-                leave_all(s)
-            else:
-                # Within the group's bounds words of no mass are none of it.
-                s.least[0] = T.max(s.least[0], T.float32(2.0 ** -unit_bits(vocab)))
-            if crew.draws:
-                crew.draw(io, row, t, s, uniform)
+    vocab = T.meta_var(problem.vocab)
+    alike = T.meta_var(ALIKE[problem.dtype] if problem.bias + problem.capped == 0 else 0)
+    s.factor[0] = io.scale * T.float32(LOG2_E)
+    s.least[0] = min_p
+    s.free[0] = T.Select(top_k >= vocab, 1, 0)
+    s.counting[0] = 1 - s.free[0]
+    s.left[0] = T.uint64(0)
+    s.rank[0] = T.uint64(0)
+    s.guessed[0] = 0
+    if crew.guesses:
+        if s.free[0] != 0 and top_p < T.float32(1):
+            crew.guess(io, row, t, s, top_p)
+    if s.guessed[0] == 0 and (s.free[0] == 0 or top_p < T.float32(1)):
+        count_slices(crew, vocab)(io, row, t, s)
+        s.left[0] = s.masses[SLICES + RADIX_BINS + 1]
+    if s.counting[0] != 0:
+        for b in T.serial(RADIX_BINS, unroll=False):
+            s.rank[0] = s.rank[0] + T.Cast("uint64", s.counts[b])
+        # Words without mass are not counted: if no more than top_k words have mass, top-k removes nothing.
+        if s.rank[0] <= T.Cast("uint64", top_k):
+            s.counting[0] = 0
+    # First how much top-k and top-p leave, where they have a say; then the word, if it is drawn in this order.
+    for turn in T.serial(3, unroll=False):
+        if ((turn == 2 and s.free[0] == 0) or (turn == 1 and top_p < T.float32(1))
+                or (turn == 0 and s.counting[0] != 0)):
+            if turn == 2:
+                s.need[0] = T.Cast("uint64", share(uniform, s.left[0])) + T.uint64(1)
+            elif turn == 0:
+                s.need[0] = T.Cast("uint64", top_k)
+            elif s.guessed[0] == 0:
+                s.need[0] = mass_share(top_p, s.masses[SLICES + RADIX_BINS])
+            if s.guessed[0] == 0:
+                locate(crew, vocab)(io, row, t, s)
+                narrow(crew, vocab, alike)(io, row, t, s)
+            if turn < 2:
+                # Up to the last word of the group that is left.
+                s.mass[0] = T.truncdiv(s.found[MASS], s.found[COUNT])
+                if turn == 0:
+                    s.mass[0] = s.above[0] + (s.need[0] - T.Cast("uint64", s.passed[0])) * s.mass[0]
+                    s.counting[0] = 0
+                    # The mass of what is left replaces the row's mass, of which top-p takes a share.
+                    if t == 0:
+                        s.masses[SLICES + RADIX_BINS] = s.mass[0]
+                    crew.meet()
+                else:
+                    s.rank[0] = T.truncdiv(s.need[0] - s.above[0] + s.mass[0] - T.uint64(1), s.mass[0])
+                    s.tie[0] = T.Cast("float32", s.mass[0]) * T.float32(2.0 ** -unit_bits(vocab))
+                    s.mass[0] = s.above[0] + s.rank[0] * s.mass[0]
+                s.left[0] = T.min(s.left[0], s.mass[0])
+    if s.free[0] != 0:
+        if top_p >= T.float32(1):
+            leave_all(s)
         else:
-            picked(io, row, t, s)
-
-    return phase
+            # Within the group's bounds words of no mass are none of it.
+            s.least[0] = T.max(s.least[0], T.float32(2.0 ** -unit_bits(vocab)))
+        if crew.draws:
+            crew.draw(io, row, t, s, uniform)
+    else:
+        pick_of_group(crew, vocab)(io, row, t, s)
 
 
 @T.inline
