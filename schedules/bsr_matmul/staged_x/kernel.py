@@ -17,13 +17,13 @@ The ranks of a cluster that share a long row come together in `join`, `meet` and
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
@@ -107,29 +107,26 @@ class SharedState:
         return named(cls(staged, parts, others))
 
 
-def load_columns(e: Extents) -> Callable[..., Any]:
+@phase
+def load_columns(e, /, s, io, t, begin):
     """Load the column ids of the chunk that begins at block `begin`.
 
     Reads: `indices` for the chunk that begins at block `begin`.
     Writes: `columns`.
     Barriers: none.
     """
-
     # fmt: off
-    @T.inline
-    def phase(s, io, t, begin):
-        for j in T.unroll(e.copies):
-            s.columns[j] = 0
-            if begin + (j * e.threads + t) // (e.tile_m * e.across) < s.count:
-                load_int(
-                    s.columns[j],
-                    io.indices.ptr_to([s.first + begin + (j * e.threads + t) // (e.tile_m * e.across)]))
-                s.columns[j] = s.columns[j] * e.cols
-    # fmt: on
-    return phase
+    for j in T.unroll(e.copies):
+        s.columns[j] = 0
+        if begin + (j * e.threads + t) // (e.tile_m * e.across) < s.count:
+            load_int(
+                s.columns[j],
+                io.indices.ptr_to([s.first + begin + (j * e.threads + t) // (e.tile_m * e.across)]))
+            s.columns[j] = s.columns[j] * e.cols
 
 
-def load_weight(e: Extents) -> Callable[..., Any]:
+@phase
+def load_weight(e, /, s, io, t):
     """Load the weight's chunk in hand into registers.
 
     Reads: the weight's chunk in hand.
@@ -138,25 +135,21 @@ def load_weight(e: Extents) -> Callable[..., Any]:
     After: these loads are issued before the copies of x. Without the barrier the assembler would move them behind
     those, which wait for the column ids.
     """
-
     # fmt: off
-    @T.inline
-    def phase(s, io, t):
-        for d in T.unroll(e.depth):
-            if s.begin + d * e.groups + t // e.block_vectors < s.count:
-                for p in T.unroll(e.passes):
-                    load_words(
-                        e.words * 4, s.weight, (d * e.passes + p) * e.words, None,
-                        io.data.ptr_to([
-                            s.first + s.begin + d * e.groups + t // e.block_vectors,
-                            t // e.across % e.rows + p * e.row_step,
-                            t % e.across * e.vec]))
-        T.cuda.warp_sync()
-    # fmt: on
-    return phase
+    for d in T.unroll(e.depth):
+        if s.begin + d * e.groups + t // e.block_vectors < s.count:
+            for p in T.unroll(e.passes):
+                load_words(
+                    e.words * 4, s.weight, (d * e.passes + p) * e.words, None,
+                    io.data.ptr_to([
+                        s.first + s.begin + d * e.groups + t // e.block_vectors,
+                        t // e.across % e.rows + p * e.row_step,
+                        t % e.across * e.vec]))
+    T.cuda.warp_sync()
 
 
-def stage_x(e: Extents) -> Callable[..., Any]:
+@phase
+def stage_x(e, /, s, shared, io, w, t):
     """Start to copy x's chunk in hand into shared memory.
 
     Reads: x in `columns`.
@@ -164,30 +157,26 @@ def stage_x(e: Extents) -> Callable[..., Any]:
     Barriers: none, one group of copies.
     After: the copies are on their way; rows beyond m repeat the last one.
     """
-    size = e.words * 4
-    copy = T.ptx.cp.async_.cg.shared.global_ if size == 16 else T.ptx.cp.async_.ca.shared.global_
-
     # fmt: off
-    @T.inline
-    def phase(s, shared, io, w, t):
-        for j in T.unroll(e.copies):
-            if j * e.threads + t < e.chunk * e.tile_m * e.across:
-                if s.begin + (j * e.threads + t) // (e.tile_m * e.across) < s.count:
-                    copy(
-                        shared.staged.ptr_to([
-                            (j * e.threads + t) // (e.tile_m * e.across),
-                            (j * e.threads + t) // e.across % e.tile_m,
-                            t % e.across * e.vec]),
-                        io.x.ptr_to([
-                            T.min(w.strip * e.tile_m + (j * e.threads + t) // e.across % e.tile_m, io.m - 1),
-                            s.columns[j] + t % e.across * e.vec]),
-                        size)
-        T.ptx.cp.async_.commit_group()
-    # fmt: on
-    return phase
+    size = T.meta_var(e.words * 4)
+    copy = T.meta_var(T.ptx.cp.async_.cg.shared.global_ if size == 16 else T.ptx.cp.async_.ca.shared.global_)
+    for j in T.unroll(e.copies):
+        if j * e.threads + t < e.chunk * e.tile_m * e.across:
+            if s.begin + (j * e.threads + t) // (e.tile_m * e.across) < s.count:
+                copy(
+                    shared.staged.ptr_to([
+                        (j * e.threads + t) // (e.tile_m * e.across),
+                        (j * e.threads + t) // e.across % e.tile_m,
+                        t % e.across * e.vec]),
+                    io.x.ptr_to([
+                        T.min(w.strip * e.tile_m + (j * e.threads + t) // e.across % e.tile_m, io.m - 1),
+                        s.columns[j] + t % e.across * e.vec]),
+                    size)
+    T.ptx.cp.async_.commit_group()
 
 
-def multiply(e: Extents) -> Callable[..., Any]:
+@phase
+def multiply(e, /, s, shared, t):
     """Multiply the chunk in hand, once its copies are there.
 
     Reads: `weight` and `staged`.
@@ -195,50 +184,41 @@ def multiply(e: Extents) -> Callable[..., Any]:
     Barriers: of the thread block, at the begin, with a wait for the copies, and at the end.
     After: `staged` is free.
     """
-    per_word = e.vec // e.words
-
     # fmt: off
-    @T.inline
-    def phase(s, shared, t):
-        T.ptx.cp.async_.wait_group(0)
-        T.cuda.cta_sync()
-        for d in T.unroll(e.depth):
-            if s.begin + d * e.groups + t // e.block_vectors < s.count:
-                for i in T.unroll(e.tile_m):
-                    for v in T.vectorized(e.vec):
-                        s.x[v] = shared.staged[d * e.groups + t // e.block_vectors, i, t % e.across * e.vec + v]
-                    for p in T.unroll(e.passes):
-                        for v in T.unroll(e.vec):
-                            s.sums[p * e.tile_m + i] = s.sums[p * e.tile_m + i] + value_in(
-                                e.dtype, s.weight[(d * e.passes + p) * e.words + v // per_word], v % per_word
-                            ) * T.Cast("float32", s.x[v])
-        T.cuda.cta_sync()
-    # fmt: on
-    return phase
+    per_word = T.meta_var(e.vec // e.words)
+    T.ptx.cp.async_.wait_group(0)
+    T.cuda.cta_sync()
+    for d in T.unroll(e.depth):
+        if s.begin + d * e.groups + t // e.block_vectors < s.count:
+            for i in T.unroll(e.tile_m):
+                for v in T.vectorized(e.vec):
+                    s.x[v] = shared.staged[d * e.groups + t // e.block_vectors, i, t % e.across * e.vec + v]
+                for p in T.unroll(e.passes):
+                    for v in T.unroll(e.vec):
+                        s.sums[p * e.tile_m + i] = s.sums[p * e.tile_m + i] + value_in(
+                            e.dtype, s.weight[(d * e.passes + p) * e.words + v // per_word], v % per_word
+                        ) * T.Cast("float32", s.x[v])
+    T.cuda.cta_sync()
 
 
-def fold_lanes(e: Extents) -> Callable[..., Any]:
+@phase
+def fold_lanes(e, /, s):
     """Add up the sums of lanes that share a row.
 
     Reads and writes: `sums`. Barriers: the lanes of a warp shuffle. After: each sum covers all lanes that share a row:
     neighbours, which have other columns of a block, and lanes that are `block_vectors` apart, which have other blocks.
     """
-    columns, blocks = e.across.bit_length() - 1, e.warp_blocks.bit_length() - 1
-
     # fmt: off
-    @T.inline
-    def phase(s):
-        for i in T.unroll(e.passes * e.tile_m):
-            for j in T.unroll(columns):
-                s.sums[i] = s.sums[i] + T.tvm_warp_shuffle_xor(T.uint32(ALL_LANES), s.sums[i], 1 << j, 32, 32)
-            for j in T.unroll(blocks):
-                s.sums[i] = s.sums[i] + T.tvm_warp_shuffle_xor(
-                    T.uint32(ALL_LANES), s.sums[i], e.block_vectors << j, 32, 32)
-    # fmt: on
-    return phase
+    for i in T.unroll(e.passes * e.tile_m):
+        for j in T.unroll(e.across.bit_length() - 1):
+            s.sums[i] = s.sums[i] + T.tvm_warp_shuffle_xor(T.uint32(ALL_LANES), s.sums[i], 1 << j, 32, 32)
+        for j in T.unroll(e.warp_blocks.bit_length() - 1):
+            s.sums[i] = s.sums[i] + T.tvm_warp_shuffle_xor(
+                T.uint32(ALL_LANES), s.sums[i], e.block_vectors << j, 32, 32)
 
 
-def write_parts(e: Extents) -> Callable[..., Any]:
+@phase
+def write_parts(e, /, s, shared, t):
     """Put the sums of each set into shared memory.
 
     Reads: `sums`.
@@ -246,22 +226,18 @@ def write_parts(e: Extents) -> Callable[..., Any]:
     Barriers: of the thread block, at the end.
     After: `parts` holds the sums of all sets.
     """
-
     # fmt: off
-    @T.inline
-    def phase(s, shared, t):
-        if t % e.across == 0 and t % 32 // e.block_vectors == 0:
-            for p in T.unroll(e.passes):
-                for i in T.unroll(e.tile_m):
-                    shared.parts[
-                        t // e.block_vectors * e.sets // e.groups, i, t // e.across % e.rows + p * e.row_step
-                    ] = s.sums[p * e.tile_m + i]
-        T.cuda.cta_sync()
-    # fmt: on
-    return phase
+    if t % e.across == 0 and t % 32 // e.block_vectors == 0:
+        for p in T.unroll(e.passes):
+            for i in T.unroll(e.tile_m):
+                shared.parts[
+                    t // e.block_vectors * e.sets // e.groups, i, t // e.across % e.rows + p * e.row_step
+                ] = s.sums[p * e.tile_m + i]
+    T.cuda.cta_sync()
 
 
-def add_parts(e: Extents) -> Callable[..., Any]:
+@phase
+def add_parts(e, /, s, shared, io, w, t):
     """Add up what the sets have, and the ranks of a cluster, and store the tile.
 
     Reads: `parts`, and `others` of rank 0.
@@ -269,23 +245,17 @@ def add_parts(e: Extents) -> Callable[..., Any]:
     Barriers: none; `write_parts` and `balance.meet` come before.
     After: sums were added up in the order of the sets, then of the ranks, so that equal inputs give equal bits.
     """
-    add_cluster = add_ranks(e.cluster, e.chunk, 1)
-
     # fmt: off
-    @T.inline
-    def phase(s, shared, io, w, t):
-        for o in T.serial((e.outputs - t + (e.threads - 1)) // e.threads):
-            if w.strip * e.tile_m + (o * e.threads + t) // e.rows < io.m:
-                s.total[0] = T.float32(0)
-                for part in T.unroll(e.sets):
-                    s.total[0] = s.total[0] + shared.parts[
-                        part, (o * e.threads + t) // e.rows, (o * e.threads + t) % e.rows]
-                add_cluster(w, s.count, s.total, shared.others, o * e.threads + t)
-                if w.rank == 0:
-                    column: T.int32 = s.row * e.rows + (o * e.threads + t) % e.rows
-                    io.y[w.strip * e.tile_m + (o * e.threads + t) // e.rows, column] = output(io, column, s.total[0])
-    # fmt: on
-    return phase
+    for o in T.serial((e.outputs - t + (e.threads - 1)) // e.threads):
+        if w.strip * e.tile_m + (o * e.threads + t) // e.rows < io.m:
+            s.total[0] = T.float32(0)
+            for part in T.unroll(e.sets):
+                s.total[0] = s.total[0] + shared.parts[
+                    part, (o * e.threads + t) // e.rows, (o * e.threads + t) % e.rows]
+            add_ranks(e.cluster, e.chunk, 1)(w, s.count, s.total, shared.others, o * e.threads + t)
+            if w.rank == 0:
+                column: T.int32 = s.row * e.rows + (o * e.threads + t) % e.rows
+                io.y[w.strip * e.tile_m + (o * e.threads + t) // e.rows, column] = output(io, column, s.total[0])
 
 
 def program(problem: BsrMatmul, decisions: Decisions) -> Program:

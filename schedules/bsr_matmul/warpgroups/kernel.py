@@ -28,6 +28,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
@@ -155,104 +156,91 @@ def begin(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def find_rows(e: Extents) -> Callable[..., Any]:
-    """Lanes of the producer warp have a block row of the tile each; the phase is (io, s).
+@phase
+def find_rows(e, /, io, s):
+    """Lanes of the producer warp have a block row of the tile each.
 
     Reads: `order`, or `indptr` where the host has not looked at the pattern; `indices`.
     Writes: `at`, `stop`, `column`, `next_column`; `row_of`.
     Barriers: none.
     """
-
-    @T.inline
-    def phase(io, s):
-        row: T.int32 = s.tile * e.rows_each + s.lane
-        found: T.int32 = -1
-        s.at[0] = 0
-        s.stop[0] = 0
-        if s.lane < e.rows_each and row < e.block_rows:
-            if io.long >= 0:
-                load_int(found, io.order.ptr_to([row, 0]))
-                load_int(s.at[0], io.order.ptr_to([row, 1]))
-                load_int(s.stop[0], io.order.ptr_to([row, 2]))
-            else:
-                found = row
-                load_int(s.at[0], io.indptr.ptr_to([row]))
-                load_int(s.stop[0], io.indptr.ptr_to([row + 1]))
-        if s.lane < e.rows_each:
-            s.row_of[s.lane] = found
-        s.column[0] = FAR
-        s.next_column[0] = FAR
-        if s.at[0] < s.stop[0]:
-            load_int(s.column[0], io.indices.ptr_to([s.at[0]]))
-        if s.at[0] + 1 < s.stop[0]:
-            load_int(s.next_column[0], io.indices.ptr_to([s.at[0] + 1]))
-
-    return phase
+    row: T.int32 = s.tile * e.rows_each + s.lane
+    found: T.int32 = -1
+    s.at[0] = 0
+    s.stop[0] = 0
+    if s.lane < e.rows_each and row < e.block_rows:
+        if io.long >= 0:
+            load_int(found, io.order.ptr_to([row, 0]))
+            load_int(s.at[0], io.order.ptr_to([row, 1]))
+            load_int(s.stop[0], io.order.ptr_to([row, 2]))
+        else:
+            found = row
+            load_int(s.at[0], io.indptr.ptr_to([row]))
+            load_int(s.stop[0], io.indptr.ptr_to([row + 1]))
+    if s.lane < e.rows_each:
+        s.row_of[s.lane] = found
+    s.column[0] = FAR
+    s.next_column[0] = FAR
+    if s.at[0] < s.stop[0]:
+        load_int(s.column[0], io.indices.ptr_to([s.at[0]]))
+    if s.at[0] + 1 < s.stop[0]:
+        load_int(s.next_column[0], io.indices.ptr_to([s.at[0] + 1]))
 
 
-def next_panel(e: Extents) -> Callable[..., Any]:
-    """Find the first panel in which a block row has its next block, and take all blocks that come next
-    and lie in it; the phase is (io, s).
+@phase
+def next_panel(e, /, io, s):
+    """Find the first panel in which a block row has its next block, and take all blocks that come next and lie in it.
 
     Reads: `base`, of the warp's lanes; `indices`.
     Writes: `word`, `first`, `mine`; moves `at`, `column` and `next_column` on.
     Barriers: none, but all lanes of the warp take part.
     After: each block is taken once, in any order of a row's columns. Only where these ascend every panel comes once.
     """
-
-    @T.inline
-    def phase(io, s):
-        s.first = s.at[0]
-        s.mine = T.uint32(0)
-        for i in T.unroll(e.beside):
-            s.has = s.column[0] == s.base[0] * e.beside + i
-            s.word[i] = T.cuda.ballot_sync(T.uint32(FULL_WARP), s.has)
-            if s.has:
-                s.mine = s.mine | T.uint32(1 << i)
-                s.at[0] = s.at[0] + 1
-                s.column[0] = s.next_column[0]
-                s.next_column[0] = FAR
-                if s.at[0] + 1 < s.stop[0]:
-                    load_int(s.next_column[0], io.indices.ptr_to([s.at[0] + 1]))
-
-    return phase
+    s.first = s.at[0]
+    s.mine = T.uint32(0)
+    for i in T.unroll(e.beside):
+        s.has = s.column[0] == s.base[0] * e.beside + i
+        s.word[i] = T.cuda.ballot_sync(T.uint32(FULL_WARP), s.has)
+        if s.has:
+            s.mine = s.mine | T.uint32(1 << i)
+            s.at[0] = s.at[0] + 1
+            s.column[0] = s.next_column[0]
+            s.next_column[0] = FAR
+            if s.at[0] + 1 < s.stop[0]:
+                load_int(s.next_column[0], io.indices.ptr_to([s.at[0] + 1]))
 
 
-def bring_panel(e: Extents) -> Callable[..., Any]:
-    """Have a panel of x and its blocks brought; the phase is (s, part), for the producer warp.
+@phase
+def bring_panel(e, /, s, part):
+    """Have a panel of x and its blocks brought, for the producer warp.
 
     Reads: `base`, `word`, `first`, `mine`.
     Writes: `told`; `ring`, by and by.
     Barriers: of the warp; awaits `empty`, and has copies arrive at `full`.
     """
-    stage = e.stage_bytes // 4
-
-    @T.inline
-    def phase(s, part):
-        await_phase(s.done, s.empty.ptr_to([s.slot]), s.turn ^ T.uint32(1))
-        full = T.meta_var(s.full.ptr_to([s.slot]))
-        if s.lane == 0:
-            s.count = T.uint32(0)
-            for i in T.unroll(e.beside):
-                s.told[s.slot * e.beside + i] = s.word[i]
-                s.count = s.count + T.popcount(s.word[i])
-            arrive_expecting(full, T.uint32(e.x_bytes) + s.count * T.uint32(e.block_bytes))
-        T.cuda.warp_sync()
-        if s.lane == 0:
-            column = T.meta_var(s.base[0] * (e.cols if e.parts > 1 else e.panel) + part * e.panel)
-            copy_box(s.ring.ptr_to([s.slot * stage]), s.x_map, column, s.top, full)
-        if s.lane < e.rows_each:
-            for i in T.unroll(e.beside):
-                if (s.mine >> T.uint32(i)) & T.uint32(1) != T.uint32(0):
-                    block = T.meta_var(
-                        s.first + T.Cast("int32", T.popcount(s.mine & T.uint32((1 << i) - 1))))
-                    copy_box(
-                        s.ring.ptr_to([
-                            s.slot * stage + e.x_bytes // 4
-                            + (s.lane * e.beside + i) * (e.block_bytes // 4)]),
-                        s.weight_map, part * e.width, block * e.rows, full)
-
-    return phase
+    stage = T.meta_var(e.stage_bytes // 4)
+    await_phase(s.done, s.empty.ptr_to([s.slot]), s.turn ^ T.uint32(1))
+    full = T.meta_var(s.full.ptr_to([s.slot]))
+    if s.lane == 0:
+        s.count = T.uint32(0)
+        for i in T.unroll(e.beside):
+            s.told[s.slot * e.beside + i] = s.word[i]
+            s.count = s.count + T.popcount(s.word[i])
+        arrive_expecting(full, T.uint32(e.x_bytes) + s.count * T.uint32(e.block_bytes))
+    T.cuda.warp_sync()
+    if s.lane == 0:
+        column = T.meta_var(s.base[0] * (e.cols if e.parts > 1 else e.panel) + part * e.panel)
+        copy_box(s.ring.ptr_to([s.slot * stage]), s.x_map, column, s.top, full)
+    if s.lane < e.rows_each:
+        for i in T.unroll(e.beside):
+            if (s.mine >> T.uint32(i)) & T.uint32(1) != T.uint32(0):
+                block = T.meta_var(
+                    s.first + T.Cast("int32", T.popcount(s.mine & T.uint32((1 << i) - 1))))
+                copy_box(
+                    s.ring.ptr_to([
+                        s.slot * stage + e.x_bytes // 4
+                        + (s.lane * e.beside + i) * (e.block_bytes // 4)]),
+                    s.weight_map, part * e.width, block * e.rows, full)
 
 
 def produce(e: Extents) -> Callable[..., Any]:
@@ -318,47 +306,42 @@ def multiply_panel(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def consume(e: Extents) -> Callable[..., Any]:
-    """The work of a warpgroup, the phase is (s).
+@phase
+def consume(e, /, s):
+    """The work of a warpgroup.
 
     Reads: `ring`, `told`.
     Writes: `sums`.
     Barriers: of the warp; awaits `full`, and arrives at `empty`.
     After: all products are in `sums`.
     """
-    multiply, give, advance = multiply_panel(e), hand_back(), next_stage(e.stages)
-
-    @T.inline
-    def phase(s):
-        start = T.meta_var(held_address("u32", T.cuda.cvta_generic_to_shared(s.ring.ptr_to([0]))))
-        s.panel_of[0] = operands.place_of(start + T.Cast("uint32", s.warp // 4 * (GROUP_M * e.panel * 2)))
-        s.weight_of[0] = operands.place_of(start + T.uint32(e.x_bytes))
-        for j in T.unroll(e.tile_n // 2):
-            s.sums[j] = T.float32(0)
-        s.left = -1
-        s.more = 1
-        while s.more != 0:
-            await_phase(s.done, s.full.ptr_to([s.slot]), s.turn)
-            s.any = T.uint32(0)
-            for i in T.unroll(e.beside):
-                s.word[i] = s.told[s.slot * e.beside + i]
-                s.any = s.any | s.word[i]
-            if s.word[0] == T.uint32(OVER):
-                s.more = 0
+    start = T.meta_var(held_address("u32", T.cuda.cvta_generic_to_shared(s.ring.ptr_to([0]))))
+    s.panel_of[0] = operands.place_of(start + T.Cast("uint32", s.warp // 4 * (GROUP_M * e.panel * 2)))
+    s.weight_of[0] = operands.place_of(start + T.uint32(e.x_bytes))
+    for j in T.unroll(e.tile_n // 2):
+        s.sums[j] = T.float32(0)
+    s.left = -1
+    s.more = 1
+    while s.more != 0:
+        await_phase(s.done, s.full.ptr_to([s.slot]), s.turn)
+        s.any = T.uint32(0)
+        for i in T.unroll(e.beside):
+            s.word[i] = s.told[s.slot * e.beside + i]
+            s.any = s.any | s.word[i]
+        if s.word[0] == T.uint32(OVER):
+            s.more = 0
+        else:
+            multiply_panel(e)(s)
+            # The products of one block may be in flight, which has to be one of this stage.
+            if s.any == T.uint32(0):
+                operands.wait(0)
             else:
-                multiply(s)
-                # The products of one block may be in flight, which has to be one of this stage.
-                if s.any == T.uint32(0):
-                    operands.wait(0)
-                else:
-                    operands.wait(1)
-                if s.left >= 0:
-                    give(s)
-                s.left = s.slot
-                advance(s)
-        operands.wait(0)
-
-    return phase
+                operands.wait(1)
+            if s.left >= 0:
+                hand_back()(s)
+            s.left = s.slot
+            next_stage(e.stages)(s)
+    operands.wait(0)
 
 
 def pass_tile(e: Extents) -> Callable[..., Any]:
@@ -387,29 +370,25 @@ def pass_tile(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def store_tile(e: Extents) -> Callable[..., Any]:
-    """A warp's 16 rows of y, from shared memory to global memory, in vectors of 16 bytes; the phase is (io, s).
+@phase
+def store_tile(e, /, io, s):
+    """A warp's 16 rows of y, from shared memory to global memory, in vectors of 16 bytes.
 
     Reads: `stored`, `row_of`. Writes: y, but for rows beyond m. Barriers: none.
     """
-    vectors = e.tile_n // VECTOR
-
-    @T.inline
-    def phase(io, s):
-        for j in T.serial((16 * vectors + 31) // 32):
-            i: T.int32 = j * 32 + s.lane
-            if i < 16 * vectors:
-                row: T.int32 = s.row_of[i % vectors * VECTOR // e.rows]
-                if row >= 0 and s.top + s.warp * 16 + i // vectors < io.m:
-                    T.ptx.ld.shared.v4.u32(
-                        s.words[0], s.words[1], s.words[2], s.words[3],
-                        s.stored.ptr_to([((s.warp * 16 + i // vectors) * e.pitch + i % vectors * VECTOR) // 2]))
-                    T.ptx.st.global_.v4.u32(
-                        io.y.ptr_to([
-                            s.top + s.warp * 16 + i // vectors, row * e.rows + i % vectors * VECTOR % e.rows]),
-                        s.words[0], s.words[1], s.words[2], s.words[3])
-
-    return phase
+    vectors = T.meta_var(e.tile_n // VECTOR)
+    for j in T.serial((16 * vectors + 31) // 32):
+        i: T.int32 = j * 32 + s.lane
+        if i < 16 * vectors:
+            row: T.int32 = s.row_of[i % vectors * VECTOR // e.rows]
+            if row >= 0 and s.top + s.warp * 16 + i // vectors < io.m:
+                T.ptx.ld.shared.v4.u32(
+                    s.words[0], s.words[1], s.words[2], s.words[3],
+                    s.stored.ptr_to([((s.warp * 16 + i // vectors) * e.pitch + i % vectors * VECTOR) // 2]))
+                T.ptx.st.global_.v4.u32(
+                    io.y.ptr_to([
+                        s.top + s.warp * 16 + i // vectors, row * e.rows + i % vectors * VECTOR % e.rows]),
+                    s.words[0], s.words[1], s.words[2], s.words[3])
 
 
 def program(problem: BsrMatmul, decisions: Decisions) -> Program:

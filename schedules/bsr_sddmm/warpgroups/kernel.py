@@ -25,6 +25,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.bsr_sddmm.problem import BsrSddmm
 
@@ -184,43 +185,39 @@ def begin(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def produce(e: Extents) -> Callable[..., Any]:
-    """The producer warp's work: a lane copies a box of each step; the phase is (io, s).
+@phase
+def produce(e, /, io, s):
+    """The producer warp's work: a lane copies a box of each step.
 
     Reads: the thread block's blocks.
     Writes: `ring`, stage after stage.
     Barriers: of the warp; awaits `empty`, and has copies arrive at `full`.
     """
-    advance, stage = next_stage(e.stages), e.stage_bytes // 4
-
-    @T.inline
-    def phase(io, s):
-        boxes: T.int32 = e.halves + s.count * e.parts
+    stage = T.meta_var(e.stage_bytes // 4)
+    boxes: T.int32 = e.halves + s.count * e.parts
+    if s.lane < e.halves:
+        s.column[0] = s.row * e.rows + s.lane * GROUP_M
+        s.place = s.lane * (e.left_bytes // 4)
+    elif s.lane < boxes:
+        load_int(s.column[0], io.indices.ptr_to([s.first + (s.lane - e.halves) // e.parts]))
+        s.column[0] = s.column[0] * e.cols + (s.lane - e.halves) % e.parts * e.box
+        s.place = e.halves * (e.left_bytes // 4) + (s.lane - e.halves) * (e.right_bytes // 4)
+    for i in T.serial(s.steps):
+        await_phase(s.done, s.empty.ptr_to([s.slot]), s.turn ^ T.uint32(1))
+        if s.lane == 0:
+            arrive_expecting(
+                s.full.ptr_to([s.slot]),
+                T.Cast("uint32", e.halves * e.left_bytes + s.count * (e.parts * e.right_bytes)))
+        T.cuda.warp_sync()
         if s.lane < e.halves:
-            s.column[0] = s.row * e.rows + s.lane * GROUP_M
-            s.place = s.lane * (e.left_bytes // 4)
+            copy_box(
+                s.ring.ptr_to([s.slot * stage + s.place]), s.left_map, s.column[0], s.top + i * e.tile_m,
+                s.full.ptr_to([s.slot]))
         elif s.lane < boxes:
-            load_int(s.column[0], io.indices.ptr_to([s.first + (s.lane - e.halves) // e.parts]))
-            s.column[0] = s.column[0] * e.cols + (s.lane - e.halves) % e.parts * e.box
-            s.place = e.halves * (e.left_bytes // 4) + (s.lane - e.halves) * (e.right_bytes // 4)
-        for i in T.serial(s.steps):
-            await_phase(s.done, s.empty.ptr_to([s.slot]), s.turn ^ T.uint32(1))
-            if s.lane == 0:
-                arrive_expecting(
-                    s.full.ptr_to([s.slot]),
-                    T.Cast("uint32", e.halves * e.left_bytes + s.count * (e.parts * e.right_bytes)))
-            T.cuda.warp_sync()
-            if s.lane < e.halves:
-                copy_box(
-                    s.ring.ptr_to([s.slot * stage + s.place]), s.left_map, s.column[0], s.top + i * e.tile_m,
-                    s.full.ptr_to([s.slot]))
-            elif s.lane < boxes:
-                copy_box(
-                    s.ring.ptr_to([s.slot * stage + s.place]), s.right_map, s.column[0], s.top + i * e.tile_m,
-                    s.full.ptr_to([s.slot]))
-            advance(s)
-
-    return phase
+            copy_box(
+                s.ring.ptr_to([s.slot * stage + s.place]), s.right_map, s.column[0], s.top + i * e.tile_m,
+                s.full.ptr_to([s.slot]))
+        next_stage(e.stages)(s)
 
 
 def multiply(e: Extents) -> Callable[..., Any]:
@@ -251,37 +248,32 @@ def multiply(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def consume(e: Extents) -> Callable[..., Any]:
-    """The work of a warpgroup; the phase is (s).
+@phase
+def consume(e, /, s):
+    """The work of a warpgroup.
 
     Reads: `ring`. Writes: `sums`. Barriers: of the warp; awaits `full`, and arrives at `empty`.
     After: all products are in `sums`.
     """
-    products, give, advance = multiply(e), hand_back(), next_stage(e.stages)
-    boxes_each = e.wide // e.box
-
-    @T.inline
-    def phase(s):
-        start = T.meta_var(held_address("u32", T.cuda.cvta_generic_to_shared(s.ring.ptr_to([0]))))
-        s.left_of[0] = operands.place_of(
-            start + T.Cast("uint32", s.warp // 4 % e.halves * e.left_bytes), e.left_bytes // operands.UNIT)
-        s.right_of[0] = operands.place_of(
-            start + T.Cast("uint32", e.halves * e.left_bytes + s.warp // 4 // e.halves * (boxes_each * e.right_bytes)),
-            e.right_bytes // operands.UNIT)
-        for j in T.unroll(e.sums):
-            s.sums[j] = T.float32(0)
-        s.left = -1
-        for _ in T.serial(s.steps):
-            await_phase(s.done, s.full.ptr_to([s.slot]), s.turn)
-            products(s)
-            operands.wait(1)
-            if s.left >= 0:
-                give(s)
-            s.left = s.slot
-            advance(s)
-        operands.wait(0)
-
-    return phase
+    boxes_each = T.meta_var(e.wide // e.box)
+    start = T.meta_var(held_address("u32", T.cuda.cvta_generic_to_shared(s.ring.ptr_to([0]))))
+    s.left_of[0] = operands.place_of(
+        start + T.Cast("uint32", s.warp // 4 % e.halves * e.left_bytes), e.left_bytes // operands.UNIT)
+    s.right_of[0] = operands.place_of(
+        start + T.Cast("uint32", e.halves * e.left_bytes + s.warp // 4 // e.halves * (boxes_each * e.right_bytes)),
+        e.right_bytes // operands.UNIT)
+    for j in T.unroll(e.sums):
+        s.sums[j] = T.float32(0)
+    s.left = -1
+    for _ in T.serial(s.steps):
+        await_phase(s.done, s.full.ptr_to([s.slot]), s.turn)
+        multiply(e)(s)
+        operands.wait(1)
+        if s.left >= 0:
+            hand_back()(s)
+        s.left = s.slot
+        next_stage(e.stages)(s)
+    operands.wait(0)
 
 
 def store_pair(e: Extents) -> Callable[..., Any]:
@@ -306,45 +298,35 @@ def store_pair(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def store_sums(e: Extents) -> Callable[..., Any]:
-    """Store a warpgroup's sums; the phase is (io, s). Reads: `sums`. Writes: the blocks. Barriers: none."""
-    store = store_pair(e)
-
-    @T.inline
-    def phase(io, s):
-        for pair in T.unroll(e.sums // 2):
-            store(io, s, pair * 2, s.sums[pair * 2], s.sums[pair * 2 + 1])
-
-    return phase
+@phase
+def store_sums(e, /, io, s):
+    """Store a warpgroup's sums. Reads: `sums`. Writes: the blocks. Barriers: none."""
+    for pair in T.unroll(e.sums // 2):
+        store_pair(e)(io, s, pair * 2, s.sums[pair * 2], s.sums[pair * 2 + 1])
 
 
-def join_sums(e: Extents) -> Callable[..., Any]:
-    """Add up the sums of the cluster's thread blocks, each a share of every thread's, and store them; the phase is
-    (io, s).
+@phase
+def join_sums(e, /, io, s):
+    """Add up the sums of the cluster's thread blocks, each a share of every thread's, and store them.
 
     Reads: `sums`, and `passed` of all ranks. Writes: `passed`; the blocks.
     Barriers: two of the cluster.
     """
-    store, threads, share = store_pair(e), e.groups * WARPGROUP, e.sums // e.cluster
-
-    @T.inline
-    def phase(io, s):
-        if s.t < threads:
-            for j in T.unroll(e.sums):
-                s.passed[j * threads + s.t] = s.sums[j]
-        cluster_barrier()
-        if s.t < threads:
-            for pair in T.serial(share // 2):
-                j: T.int32 = s.rank * share + pair * 2
-                for v in T.unroll(2):
-                    s.both[v] = T.float32(0)
-                    for r in T.unroll(e.cluster):
-                        s.both[v] = s.both[v] + passed_sum(s.passed.ptr_to([(j + v) * threads + s.t]), r)
-                store(io, s, j, s.both[0], s.both[1])
-        # No thread block ends while others may still read its sums.
-        cluster_barrier()
-
-    return phase
+    threads, share = T.meta_var(e.groups * WARPGROUP), T.meta_var(e.sums // e.cluster)
+    if s.t < threads:
+        for j in T.unroll(e.sums):
+            s.passed[j * threads + s.t] = s.sums[j]
+    cluster_barrier()
+    if s.t < threads:
+        for pair in T.serial(share // 2):
+            j: T.int32 = s.rank * share + pair * 2
+            for v in T.unroll(2):
+                s.both[v] = T.float32(0)
+                for r in T.unroll(e.cluster):
+                    s.both[v] = s.both[v] + passed_sum(s.passed.ptr_to([(j + v) * threads + s.t]), r)
+            store_pair(e)(io, s, j, s.both[0], s.both[1])
+    # No thread block ends while others may still read its sums.
+    cluster_barrier()
 
 
 def program(problem: BsrSddmm, decisions: Decisions) -> Program:

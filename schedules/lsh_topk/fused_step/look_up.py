@@ -27,6 +27,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.cluster import cluster_arrive, cluster_wait, peer_store
@@ -86,77 +87,64 @@ def begin(e: Extents) -> Phase:
     return phase
 
 
-def find_pieces(e: Extents) -> Phase:
-    """Where the buckets of `many` bands from `begin` on are, whose units' places are known; the phase is (s, io).
+@phase
+def find_pieces(e, /, s, io):
+    """Where the buckets of `many` bands from `begin` on are, whose units' places are known.
 
     Reads: `places`, tables; `stride`, the words of a piece; `further`, 0. Writes: `further`; `spans`, all of them if
     `further` is not above `spare`. Barriers: none; one has to come before, and one after.
     """
-    find = find_buckets(e.counting)
-
-    @T.inline
-    def phase(s, io):
-        for n in T.serial((s.many - s.t + (e.hash_threads - 1)) // e.hash_threads):
-            s.at = n * e.hash_threads + s.t
-            s.band[0] = s.begin + s.at
-            s.code[0] = code_of_places(e.hashing, s, s.at)
-            find(s, io, 1)
-            s.next = s.first[0] // PER_VECTOR * PER_VECTOR + s.stride
-            s.more = 0
-            s.place_at = 0
-            if s.next < s.last[0]:
-                s.more = T.truncdiv(s.last[0] - s.next + s.stride - 1, s.stride)
-                s.place_at = T.cuda.atomic_add(s.further.ptr_to([0]), s.more)
-            s.spans[s.at] = span_of(s.first[0], T.min(s.next, s.last[0]))
-            if s.place_at + s.more <= e.spare:
-                for j in T.serial(s.more):
-                    s.spans[s.many + s.place_at + j] = span_of(s.next, s.next + T.min(s.stride, s.last[0] - s.next))
-                    s.next = s.next + s.stride
-
-    return phase
+    for n in T.serial((s.many - s.t + (e.hash_threads - 1)) // e.hash_threads):
+        s.at = n * e.hash_threads + s.t
+        s.band[0] = s.begin + s.at
+        s.code[0] = code_of_places(e.hashing, s, s.at)
+        find_buckets(e.counting)(s, io, 1)
+        s.next = s.first[0] // PER_VECTOR * PER_VECTOR + s.stride
+        s.more = 0
+        s.place_at = 0
+        if s.next < s.last[0]:
+            s.more = T.truncdiv(s.last[0] - s.next + s.stride - 1, s.stride)
+            s.place_at = T.cuda.atomic_add(s.further.ptr_to([0]), s.more)
+        s.spans[s.at] = span_of(s.first[0], T.min(s.next, s.last[0]))
+        if s.place_at + s.more <= e.spare:
+            for j in T.serial(s.more):
+                s.spans[s.many + s.place_at + j] = span_of(s.next, s.next + T.min(s.stride, s.last[0] - s.next))
+                s.next = s.next + s.stride
 
 
-def lengthen(e: Extents) -> Phase:
-    """Choose longer pieces, if there is no room for all of them; the phase is (s).
+@phase
+def lengthen(e, /, s):
+    """Choose longer pieces, if there is no room for all of them.
 
     Reads: `further`. Writes: `going`, whether they have to be found again; if so `stride`, and `further`, to 0.
     Barriers: two of the thread block, if so; one has to come before. After: found again they all fit, because a band
     has at most one more than its share of those that `spare` has room for beside one a band.
     """
-
-    @T.inline
-    def phase(s):
-        s.going = T.Cast("int32", s.further[0] > e.spare)
-        if s.going != 0:
-            s.stride = T.truncdiv(s.further[0] + (e.spare - e.counting.tile - 1), e.spare - e.counting.tile) * e.piece
-            T.cuda.cta_sync()
-            if s.t == 0:
-                s.further[0] = 0
-            T.cuda.cta_sync()
-
-    return phase
+    s.going = T.Cast("int32", s.further[0] > e.spare)
+    if s.going != 0:
+        s.stride = T.truncdiv(s.further[0] + (e.spare - e.counting.tile - 1), e.spare - e.counting.tile) * e.piece
+        T.cuda.cta_sync()
+        if s.t == 0:
+            s.further[0] = 0
+        T.cuda.cta_sync()
 
 
-def load_pieces(e: Extents) -> Phase:
-    """Load a lane's vectors of words of `loads` pieces; the phase is (s, io, words).
+@phase
+def load_pieces(e, /, s, io, words):
+    """Load a lane's vectors of words of `loads` pieces.
 
     Reads: `last`, `upcoming`, words. Writes: `word`, of vectors that begin before the end of their piece. Barriers:
     none.
     """
-
-    @T.inline
-    def phase(s, io, words):
-        for u in T.unroll(e.loads):
-            at = T.meta_var([u * PER_VECTOR + v for v in range(PER_VECTOR)])
-            if s.upcoming[u] < s.last[u]:
-                if e.vocab % PER_VECTOR == 0 or s.upcoming[u] + PER_VECTOR <= io.bands * e.vocab:
-                    T.ptx.ld.global_.v4.s32(*[s.word[i] for i in at], words.ptr_to([s.upcoming[u]]))
-                else:
-                    for v in T.unroll(PER_VECTOR):
-                        if s.upcoming[u] + v < io.bands * e.vocab:
-                            T.ptx.ld.global_.s32(s.word[u * PER_VECTOR + v], words.ptr_to([s.upcoming[u] + v]))
-
-    return phase
+    for u in T.unroll(e.loads):
+        at = T.meta_var([u * PER_VECTOR + v for v in range(PER_VECTOR)])
+        if s.upcoming[u] < s.last[u]:
+            if e.vocab % PER_VECTOR == 0 or s.upcoming[u] + PER_VECTOR <= io.bands * e.vocab:
+                T.ptx.ld.global_.v4.s32(*[s.word[i] for i in at], words.ptr_to([s.upcoming[u]]))
+            else:
+                for v in T.unroll(PER_VECTOR):
+                    if s.upcoming[u] + v < io.bands * e.vocab:
+                        T.ptx.ld.global_.s32(s.word[u * PER_VECTOR + v], words.ptr_to([s.upcoming[u] + v]))
 
 
 def count_pieces(e: Extents) -> Phase:
@@ -218,77 +206,64 @@ def count_pieces(e: Extents) -> Phase:
     return phase
 
 
-def tell(e: Extents) -> Phase:
-    """How many hits the thread block has sent to each other one; the phase is (s).
+@phase
+def tell(e, /, s):
+    """How many hits the thread block has sent to each other one.
 
     Reads: `many_sent`. Writes: `many_got`, of the others. Barriers: none; one of the thread block has to come before,
     and one of the cluster after.
     """
-
-    @T.inline
-    def phase(s):
-        if s.t < e.cluster * e.segments:
-            T.evaluate(put_many(
-                s.many_got.ptr_to([s.rank * e.segments + s.t % e.segments]), s.t // e.segments, s.many_sent[s.t]))
-
-    return phase
+    if s.t < e.cluster * e.segments:
+        T.evaluate(put_many(
+            s.many_got.ptr_to([s.rank * e.segments + s.t % e.segments]), s.t // e.segments, s.many_sent[s.t]))
 
 
-def receive(e: Extents) -> Phase:
-    """The hits that the cluster's thread blocks have sent, a warp a segment; the phase is (s).
+@phase
+def receive(e, /, s):
+    """The hits that the cluster's thread blocks have sent, a warp a segment.
 
     Reads: `sent` and `many_got`. Writes: counts. Barriers: none; one of the cluster has to come before, and one of the
     thread block after.
     """
-    segments = e.cluster * e.segments
-
-    @T.inline
-    def phase(s):
-        for n in T.serial((segments - s.warp + (e.counting.warps - 1)) // e.counting.warps):
-            segment: T.int32 = n * e.counting.warps + s.warp
-            s.many = T.min(s.many_got[segment], e.room)
-            for i in T.serial((s.many + (WARP * RECEIVED - 1)) // (WARP * RECEIVED)):
-                for u in T.unroll(RECEIVED):
-                    at = T.meta_var((i * RECEIVED + u) * WARP + s.lane)
-                    if at < s.many:
-                        local: T.int32 = T.Cast("int32", s.sent[segment * e.room + at])
-                        T.evaluate(T.cuda.atomic_add(s.cells.ptr_to([cell_of(local)]), one_of(local)))
-
-    return phase
+    for n in T.serial(((e.cluster * e.segments) - s.warp + (e.counting.warps - 1)) // e.counting.warps):
+        segment: T.int32 = n * e.counting.warps + s.warp
+        s.many = T.min(s.many_got[segment], e.room)
+        for i in T.serial((s.many + (WARP * RECEIVED - 1)) // (WARP * RECEIVED)):
+            for u in T.unroll(RECEIVED):
+                at = T.meta_var((i * RECEIVED + u) * WARP + s.lane)
+                if at < s.many:
+                    local: T.int32 = T.Cast("int32", s.sent[segment * e.room + at])
+                    T.evaluate(T.cuda.atomic_add(s.cells.ptr_to([cell_of(local)]), one_of(local)))
 
 
-def vote(e: Extents) -> Phase:
-    """What reaches the threshold in the thread block's part, 64 words of it at a time; the phase is (s, io).
+@phase
+def vote(e, /, s, io):
+    """What reaches the threshold in the thread block's part, 64 words of it at a time.
 
     Few do: where no lane has one, which a maximum of both halves of its cell tells, 64 words are passed over at once.
 
     Reads: counts. Writes: `votes`, of words that reach it; the others are 0 before. Barriers: of the warp; one of the
     thread block has to come before and after.
     """
-    stretches = e.counting.part // PER_WARP
-    at_once = min(STRETCHES, ceildiv(stretches, e.counting.warps))
-
-    @T.inline
-    def phase(s, io):
-        held = T.alloc_local([at_once], "uint32")
-        below: T.uint32 = T.Cast("uint32", T.min(io.threshold - 1, 0xFFFF)) * T.uint32(0x10001)
-        for n in T.serial(ceildiv(stretches, e.counting.warps * at_once)):
-            for u in T.unroll(at_once):
-                stretch = T.meta_var((n * at_once + u) * e.counting.warps + s.warp)
-                held[u] = T.uint32(0)
-                if stretch < stretches:
-                    held[u] = s.cells[stretch * WARP + s.lane]
-            for u in T.unroll(at_once):
-                stretch = T.meta_var((n * at_once + u) * e.counting.warps + s.warp)
-                if T.cuda.ballot_sync(T.uint32(FULL_WARP), larger_halves(held[u], below) != below) != T.uint32(0):
-                    low: T.uint32 = T.cuda.ballot_sync(
-                        T.uint32(FULL_WARP), T.Cast("int32", held[u] & T.uint32(0xFFFF)) >= io.threshold)
-                    high: T.uint32 = T.cuda.ballot_sync(
-                        T.uint32(FULL_WARP), T.Cast("int32", held[u] >> T.uint32(16)) >= io.threshold)
-                    if s.lane < 2:
-                        s.votes[stretch * 2 + s.lane] = T.Select(s.lane == 0, low, high)
-
-    return phase
+    stretches = T.meta_var(e.counting.part // PER_WARP)
+    at_once = T.meta_var(min(STRETCHES, ceildiv(stretches, e.counting.warps)))
+    held = T.alloc_local([at_once], "uint32")
+    below: T.uint32 = T.Cast("uint32", T.min(io.threshold - 1, 0xFFFF)) * T.uint32(0x10001)
+    for n in T.serial(ceildiv(stretches, e.counting.warps * at_once)):
+        for u in T.unroll(at_once):
+            stretch = T.meta_var((n * at_once + u) * e.counting.warps + s.warp)
+            held[u] = T.uint32(0)
+            if stretch < stretches:
+                held[u] = s.cells[stretch * WARP + s.lane]
+        for u in T.unroll(at_once):
+            stretch = T.meta_var((n * at_once + u) * e.counting.warps + s.warp)
+            if T.cuda.ballot_sync(T.uint32(FULL_WARP), larger_halves(held[u], below) != below) != T.uint32(0):
+                low: T.uint32 = T.cuda.ballot_sync(
+                    T.uint32(FULL_WARP), T.Cast("int32", held[u] & T.uint32(0xFFFF)) >= io.threshold)
+                high: T.uint32 = T.cuda.ballot_sync(
+                    T.uint32(FULL_WARP), T.Cast("int32", held[u] >> T.uint32(16)) >= io.threshold)
+                if s.lane < 2:
+                    s.votes[stretch * 2 + s.lane] = T.Select(s.lane == 0, low, high)
 
 
 def list_reached(e: Extents) -> Phase:

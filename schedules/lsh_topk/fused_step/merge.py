@@ -21,6 +21,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...device.arithmetic import LOG2_E
 from ...device.overlap import wait_then_start_consumer
 from ...device.powers import LOWEST, change_unit, over_largest, unit_of_bits
@@ -112,74 +114,61 @@ class State(Buffers):
 
 
 # fmt: off
-def load_heads(e: Extents) -> Phase:
+@phase
+def load_heads(e, /, io, s):
     """Load the blocks' best keys and sums of powers. Writes: `heads` and `parts`, 0 beyond the last block. Barriers:
     none.
     """
-
-    @T.inline
-    def phase(io, s):
-        for i in T.unroll(e.heads_each * e.maxima):
-            s.heads[i] = T.uint32(0)
-            s.parts[i] = T.float64(0)
-            if i * WARP + s.t % WARP < e.group_blocks:
-                T.ptx.ld.global_.u32(s.heads[i], io.heads.ptr_to([s.flat, i * WARP + s.t % WARP]))
-                load_sum(s.parts[i], io.sums.ptr_to([s.flat, i * WARP + s.t % WARP]))
-
-    return phase
+    for i in T.unroll(e.heads_each * e.maxima):
+        s.heads[i] = T.uint32(0)
+        s.parts[i] = T.float64(0)
+        if i * WARP + s.t % WARP < e.group_blocks:
+            T.ptx.ld.global_.u32(s.heads[i], io.heads.ptr_to([s.flat, i * WARP + s.t % WARP]))
+            load_sum(s.parts[i], io.sums.ptr_to([s.flat, i * WARP + s.t % WARP]))
 
 
-def find_blocks(e: Extents) -> Phase:
+@phase
+def find_blocks(e, /, s):
     """The first warp finds the bound: the n-th largest of the groups' largest keys. At least n keys reach it.
 
     Reads: `heads`. Writes: `bound`, 0 if there are fewer than n groups with a key; `blocks`. Barriers: of the warp.
     """
-    find = kth_of_lanes(e.maxima, e.n)
-
-    @T.inline
-    def phase(s):
-        for q in T.unroll(e.maxima):
-            s.maxima[q] = s.heads[q]
-            for i in T.unroll(e.heads_each - 1):
-                s.maxima[q] = T.max(s.maxima[q], s.heads[q + (i + 1) * e.maxima])
-        find(s.maxima, s.ranks, s.bits)
-        s.found[0] = 0
-        for i in T.unroll(e.heads_each * e.maxima):
-            s.chosen[0] = T.cuda.ballot_sync(
-                T.uint32(FULL_WARP), tirx.all(s.heads[i] != T.uint32(0), s.heads[i] >= s.bits[0]))
-            if (s.chosen[0] >> T.Cast("uint32", s.t % WARP)) & T.uint32(1) != T.uint32(0):
-                s.blocks[s.found[0] + below(s.t % WARP, s.chosen[0])] = i * WARP + s.t % WARP
-            s.found[0] = s.found[0] + T.Cast("int32", T.popcount(s.chosen[0]))
-        if s.t % WARP == 0:
-            s.bound[0] = s.bits[0]
-            s.counts[1] = s.found[0]
-
-    return phase
+    for q in T.unroll(e.maxima):
+        s.maxima[q] = s.heads[q]
+        for i in T.unroll(e.heads_each - 1):
+            s.maxima[q] = T.max(s.maxima[q], s.heads[q + (i + 1) * e.maxima])
+    kth_of_lanes(e.maxima, e.n)(s.maxima, s.ranks, s.bits)
+    s.found[0] = 0
+    for i in T.unroll(e.heads_each * e.maxima):
+        s.chosen[0] = T.cuda.ballot_sync(
+            T.uint32(FULL_WARP), tirx.all(s.heads[i] != T.uint32(0), s.heads[i] >= s.bits[0]))
+        if (s.chosen[0] >> T.Cast("uint32", s.t % WARP)) & T.uint32(1) != T.uint32(0):
+            s.blocks[s.found[0] + below(s.t % WARP, s.chosen[0])] = i * WARP + s.t % WARP
+        s.found[0] = s.found[0] + T.Cast("int32", T.popcount(s.chosen[0]))
+    if s.t % WARP == 0:
+        s.bound[0] = s.bits[0]
+        s.counts[1] = s.found[0]
 
 
-def join_sums(e: Extents) -> Phase:
-    """Add up the blocks' sums of powers, by the second warp; the phase is (s, factor).
+@phase
+def join_sums(e, /, s, factor):
+    """Add up the blocks' sums of powers, by the second warp.
 
     Reads: `heads`, `parts`. Writes: `largest`, `sums`. Barriers: of the warp.
     """
-
-    @T.inline
-    def phase(s, factor):
-        s.bits[0] = T.uint32(0)
-        for i in T.unroll(e.heads_each * e.maxima):
-            s.bits[0] = T.max(s.bits[0], s.heads[i])
-        s.bits[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0])
-        s.sum[0] = T.float64(0)
-        for i in T.unroll(e.heads_each * e.maxima):
-            s.sum[0] = s.sum[0] + change_unit(
-                s.parts[i], unit_of_bits(s.heads[i], factor), unit_of_bits(s.bits[0], factor))
-        for b in T.unroll(5):
-            s.sum[0] = s.sum[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sum[0], 1 << b, 32, 32)
-        if s.t % WARP == 0:
-            s.largest[0] = s.bits[0]
-            s.sums[0] = s.sum[0]
-
-    return phase
+    s.bits[0] = T.uint32(0)
+    for i in T.unroll(e.heads_each * e.maxima):
+        s.bits[0] = T.max(s.bits[0], s.heads[i])
+    s.bits[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0])
+    s.sum[0] = T.float64(0)
+    for i in T.unroll(e.heads_each * e.maxima):
+        s.sum[0] = s.sum[0] + change_unit(
+            s.parts[i], unit_of_bits(s.heads[i], factor), unit_of_bits(s.bits[0], factor))
+    for b in T.unroll(5):
+        s.sum[0] = s.sum[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sum[0], 1 << b, 32, 32)
+    if s.t % WARP == 0:
+        s.largest[0] = s.bits[0]
+        s.sums[0] = s.sum[0]
 
 
 @T.inline
@@ -233,74 +222,60 @@ def other_end(e: Extents, s: Any) -> Any:
     return (s.reached[0] + (QUAD - 1)) // QUAD * (QUAD * e.group_blocks)
 
 
-def go_through(e: Extents, keys: int, others: int, take: Callable[..., Any]) -> Phase:
-    """The row's keys one after another: frequent words' from the `keys`-th on, and the others from the `others`-th. The
-    phase is (io, s); `take`, called with (s), handles the key in `other`.
+@phase
+def go_through(e, keys, others, take, /, io, s):
+    """The row's keys one after another: frequent words' from the `keys`-th on, and the others from the `others`-th.
+    `take(s)` handles the key in `other`.
 
     Reads: keys, `words`, `reached`. Writes: `other`, and what `take` does. Barriers: none.
     """
-
-    @T.inline
-    def phase(io, s):
-        for i in T.serial((frequent_first(e, io) - keys - s.t + (SEARCHERS - 1)) // SEARCHERS):
-            load_key(s.other[0], io.keys.ptr_to([s.flat, keys + i * SEARCHERS + s.t]))
+    for i in T.serial((frequent_first(e, io) - keys - s.t + (SEARCHERS - 1)) // SEARCHERS):
+        load_key(s.other[0], io.keys.ptr_to([s.flat, keys + i * SEARCHERS + s.t]))
+        take(s)
+    for i in T.serial((other_end(e, s) - others - s.t + (SEARCHERS - 1)) // SEARCHERS):
+        if is_other(e, s, others + i * SEARCHERS + s.t):
+            load_key(s.other[0], io.others.ptr_to([s.flat, other_at(e, others + i * SEARCHERS + s.t)]))
             take(s)
-        for i in T.serial((other_end(e, s) - others - s.t + (SEARCHERS - 1)) // SEARCHERS):
-            if is_other(e, s, others + i * SEARCHERS + s.t):
-                load_key(s.other[0], io.others.ptr_to([s.flat, other_at(e, others + i * SEARCHERS + s.t)]))
-                take(s)
-
-    return phase
 
 
-def ask_keys(e: Extents) -> Phase:
+@phase
+def ask_keys(e, /, io, s):
     """Load keys of the row before the bound is known: waiting for memory a second time takes longer than loading all of
     them. Fewer words may reach the threshold than keys are loaded for.
 
-    Reads: keys. Writes: `asked`. Barriers: none. The phase is (io, s).
+    Reads: keys. Writes: `asked`. Barriers: none.
     """
-
-    @T.inline
-    def phase(io, s):
-        for i in T.unroll(e.keys):
-            s.asked[i] = T.uint64(0)
-            if i * SEARCHERS + s.t < frequent_first(e, io):
-                load_key(s.asked[i], io.keys.ptr_to([s.flat, i * SEARCHERS + s.t]))
-        for i in T.unroll(e.other_keys):
-            s.asked[e.keys + i] = T.uint64(0)
-            if i * SEARCHERS + s.t < e.reached_most:
-                load_key(s.asked[e.keys + i], io.others.ptr_to([s.flat, other_at(e, i * SEARCHERS + s.t)]))
-
-    return phase
+    for i in T.unroll(e.keys):
+        s.asked[i] = T.uint64(0)
+        if i * SEARCHERS + s.t < frequent_first(e, io):
+            load_key(s.asked[i], io.keys.ptr_to([s.flat, i * SEARCHERS + s.t]))
+    for i in T.unroll(e.other_keys):
+        s.asked[e.keys + i] = T.uint64(0)
+        if i * SEARCHERS + s.t < e.reached_most:
+            load_key(s.asked[e.keys + i], io.others.ptr_to([s.flat, other_at(e, i * SEARCHERS + s.t)]))
 
 
-def take_asked(e: Extents) -> Phase:
+@phase
+def take_asked(e, /, io, s, factor):
     """Keep those loaded keys that reach the bound. Reads: `asked`, and the keys for which there was no room. Writes:
-    `keys`; `top` and `d`. Barriers: of the warp; one has to come before, and one after. The phase is (io, s, factor).
+    `keys`; `top` and `d`. Barriers: of the warp; one has to come before, and one after.
     """
-
-    rest = go_through(e, e.keys * SEARCHERS, e.other_keys * SEARCHERS, keep_key)
-
-    @T.inline
-    def phase(io, s, factor):
-        total(s, factor)
-        # Every key has a bit that is set; 0 is no key.
-        bound: T.uint32 = T.max(s.bound[0], T.uint32(1))
-        s.rank[0] = 0
-        for i in T.unroll(e.other_keys):
-            if not is_other(e, s, i * SEARCHERS + s.t):
-                s.asked[e.keys + i] = T.uint64(0)
+    total(s, factor)
+    # Every key has a bit that is set; 0 is no key.
+    bound: T.uint32 = T.max(s.bound[0], T.uint32(1))
+    s.rank[0] = 0
+    for i in T.unroll(e.other_keys):
+        if not is_other(e, s, i * SEARCHERS + s.t):
+            s.asked[e.keys + i] = T.uint64(0)
+    for i in T.unroll(e.keys + e.other_keys):
+        s.rank[0] = s.rank[0] + T.Cast("int32", key_bits(s.asked[i]) >= bound)
+    if s.rank[0] > 0:
+        s.place[0] = T.cuda.atomic_add(s.counts.ptr_to([0]), s.rank[0])
         for i in T.unroll(e.keys + e.other_keys):
-            s.rank[0] = s.rank[0] + T.Cast("int32", key_bits(s.asked[i]) >= bound)
-        if s.rank[0] > 0:
-            s.place[0] = T.cuda.atomic_add(s.counts.ptr_to([0]), s.rank[0])
-            for i in T.unroll(e.keys + e.other_keys):
-                if tirx.all(key_bits(s.asked[i]) >= bound, s.place[0] < SURVIVORS):
-                    s.keys[s.place[0]] = s.asked[i]
-                    s.place[0] = s.place[0] + 1
-        rest(io, s)
-
-    return phase
+            if tirx.all(key_bits(s.asked[i]) >= bound, s.place[0] < SURVIVORS):
+                s.keys[s.place[0]] = s.asked[i]
+                s.place[0] = s.place[0] + 1
+    go_through(e, e.keys * SEARCHERS, e.other_keys * SEARCHERS, keep_key)(io, s)
 
 
 def take_keys(e: Extents) -> Phase:
@@ -352,19 +327,15 @@ def take_keys(e: Extents) -> Phase:
     return phase
 
 
-def write_best(e: Extents) -> Phase:
-    """Write one of the n best; the phase is (io, s, rank, factor), `key` being its key, 0 for none."""
-
-    @T.inline
-    def phase(io, s, rank, factor):
-        if s.key[0] != T.uint64(0):
-            io.indices[s.index, s.row, rank] = T.Cast("int64", key_index(s.key[0]))
-            write_value(io, s, io.values, [s.index, s.row, rank], key_value(s.key[0]), factor)
-        else:
-            io.indices[s.index, s.row, rank] = T.int64(-1)
-            io.values[s.index, s.row, rank] = T.Select(io.log != 0, T.float32("-inf"), T.float32(0))
-
-    return phase
+@phase
+def write_best(e, /, io, s, rank, factor):
+    """Write one of the n best, `key` being its key, 0 for none."""
+    if s.key[0] != T.uint64(0):
+        io.indices[s.index, s.row, rank] = T.Cast("int64", key_index(s.key[0]))
+        write_value(io, s, io.values, [s.index, s.row, rank], key_value(s.key[0]), factor)
+    else:
+        io.indices[s.index, s.row, rank] = T.int64(-1)
+        io.values[s.index, s.row, rank] = T.Select(io.log != 0, T.float32("-inf"), T.float32(0))
 
 
 def rank(e: Extents) -> Phase:
@@ -428,40 +399,32 @@ def rank(e: Extents) -> Phase:
     return phase
 
 
-def finish_list(e: Extents) -> Phase:
+@phase
+def finish_list(e, /, io, s):
     """Write the results of the row that are no key. Reads: `words`. Writes: the normaliser, and by the list's first row
     `counts`; the list's counters to 0, by the last of its thread blocks, when all of them have read them. Barriers:
     none; one has to come before.
     """
-
-    @T.inline
-    def phase(io, s):
-        # By the last warp, which has the fewest keys to rank.
-        if s.t == SEARCHERS - WARP:
-            io.normaliser[s.index, s.row] = s.top[0] * io.scale + T.log(s.d[0])
-            if s.row == 0:
-                io.counts[s.index] = frequent_first(e, io) + s.words[0]
-            if T.cuda.atomic_add(io.found.ptr_to([s.index, 1]), T.int32(1)) == e.beam - 1:
-                for i in T.unroll(2):
-                    io.found[s.index, i] = 0
-
-    return phase
+    # By the last warp, which has the fewest keys to rank.
+    if s.t == SEARCHERS - WARP:
+        io.normaliser[s.index, s.row] = s.top[0] * io.scale + T.log(s.d[0])
+        if s.row == 0:
+            io.counts[s.index] = frequent_first(e, io) + s.words[0]
+        if T.cuda.atomic_add(io.found.ptr_to([s.index, 1]), T.int32(1)) == e.beam - 1:
+            for i in T.unroll(2):
+                io.found[s.index, i] = 0
 
 
-def clear(e: Extents) -> Phase:
-    """Set bitmaps to 0; the phase is (io, block, t), for `blocks` thread blocks."""
-    stride = e.blocks * SEARCHERS * 4
-
-    @T.inline
-    def phase(io, block, t):
-        at = T.meta_var(block * SEARCHERS + t)
-        words = T.decl_buffer((io.lists * e.bitmap,), "uint32", data=io.bitmap.data)
-        for i in T.serial((io.lists * e.bitmap - at * 4 + (stride - 1)) // stride):
-            T.ptx.st.global_.v4.u32(
-                words.ptr_to([i * stride + at * 4]),
-                T.uint32(0), T.uint32(0), T.uint32(0), T.uint32(0))
-
-    return phase
+@phase
+def clear(e, /, io, block, t):
+    """Set bitmaps to 0, for `blocks` thread blocks."""
+    stride = T.meta_var(e.blocks * SEARCHERS * 4)
+    at = T.meta_var(block * SEARCHERS + t)
+    words = T.decl_buffer((io.lists * e.bitmap,), "uint32", data=io.bitmap.data)
+    for i in T.serial((io.lists * e.bitmap - at * 4 + (stride - 1)) // stride):
+        T.ptx.st.global_.v4.u32(
+            words.ptr_to([i * stride + at * 4]),
+            T.uint32(0), T.uint32(0), T.uint32(0), T.uint32(0))
 
 
 def merge(e: Extents) -> Phase:
