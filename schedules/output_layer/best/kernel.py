@@ -33,6 +33,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...device.arithmetic import LN_2, LOG2_E
 from ...device.overlap import wait_then_start_consumer
 from ...device.region import device_region
@@ -51,29 +53,25 @@ load_long = T.ptx.ld.global_.s64
 
 
 # fmt: off
-def clear(e: TileSearchSizes) -> Callable[..., Any]:
-    """Set shared memory to how it is before anything was found; the phase is (s).
+@phase
+def clear(e, /, s):
+    """Set shared memory to how it is before anything was found.
 
     Writes: `chosen`, `count`, `bound`; `tops`, and the front of `reached`, where they come as 0; and `counters`.
     Barriers: one, at the end.
     """
-
-    @T.inline
-    def phase(s):
-        s.counters[0] = counter_address(s.count.ptr_to([0]))
-        for i in T.serial((e.k - s.t + (e.threads - 1)) // e.threads):
-            s.chosen[i * e.threads + s.t] = 0
-        if s.t < 2:
-            s.count[s.t] = 0
-            s.bound[s.t] = T.uint64(0)
-        if e.by_bits:
-            if s.t < e.tile_groups:
-                s.tops[s.t] = T.uint32(0)
-            if s.t < e.at_once:
-                s.reached[s.t] = T.uint64(0)
-        T.cuda.cta_sync()
-
-    return phase
+    s.counters[0] = counter_address(s.count.ptr_to([0]))
+    for i in T.serial((e.k - s.t + (e.threads - 1)) // e.threads):
+        s.chosen[i * e.threads + s.t] = 0
+    if s.t < 2:
+        s.count[s.t] = 0
+        s.bound[s.t] = T.uint64(0)
+    if e.by_bits:
+        if s.t < e.tile_groups:
+            s.tops[s.t] = T.uint32(0)
+        if s.t < e.at_once:
+            s.reached[s.t] = T.uint64(0)
+    T.cuda.cta_sync()
 
 
 def near_position(e: TileSearchSizes, s: Any, i: Any) -> Any:
@@ -81,22 +79,18 @@ def near_position(e: TileSearchSizes, s: Any, i: Any) -> Any:
     return T.Cast("int32", key_index(s.keys[i // e.tile_n])) * e.tile_n + i % e.tile_n
 
 
-def begin_near(e: TileSearchSizes) -> Callable[..., Any]:
-    """Load the tokens of the tiles that were collected, those that a thread looks at first; the phase is (io, s).
+@phase
+def begin_near(e, /, io, s):
+    """Load the tokens of the tiles that were collected, those that a thread looks at first.
 
     Reads: `keys` and `count`, of tiles.
     Writes: `near`, how many tokens these are, none where there are too many tiles; `bits`.
     Barriers: none.
     """
-
-    @T.inline
-    def phase(io, s):
-        s.near[0] = T.Select(s.count[0] > e.most_tiles, 0, s.count[0] * e.tile_n)
-        for j in T.unroll(e.near_loads):
-            if j * e.threads + s.t < s.near[0]:
-                load_uint(s.bits[j], score_at(io, s, near_position(e, s, j * e.threads + s.t)))
-
-    return phase
+    s.near[0] = T.Select(s.count[0] > e.most_tiles, 0, s.count[0] * e.tile_n)
+    for j in T.unroll(e.near_loads):
+        if j * e.threads + s.t < s.near[0]:
+            load_uint(s.bits[j], score_at(io, s, near_position(e, s, j * e.threads + s.t)))
 
 
 def collect_near(e: TileSearchSizes) -> Callable[..., Any]:
@@ -181,35 +175,27 @@ def write_value(io, s, values, at, score, factor):
         io.log != 0, s.value[0] * T.float32(LN_2) - T.log(s.d[0]), T.exp2(s.value[0]) * (T.float32(1) / s.d[0])), at)
 
 
-def write_absent(e: SearchSizes) -> Callable[..., Any]:
+@phase
+def write_absent(e, /, io, s):
     """Reads: `words`. Writes: -1 and no probability by the ranks for which a list has no token. Barriers: none."""
-
-    @T.inline
-    def phase(io, s):
-        for i in T.serial((e.k - s.t + (e.threads - 1)) // e.threads):
-            if i * e.threads + s.t >= s.words[0]:
-                T.buffer_store(io.indices, T.int64(-1), at_row(io, s.index, s.row, i * e.threads + s.t))
-                T.buffer_store(
-                    io.values, T.Select(io.log != 0, T.float32("-inf"), T.float32(0)),
-                    at_row(io, s.index, s.row, i * e.threads + s.t))
-
-    return phase
+    for i in T.serial((e.k - s.t + (e.threads - 1)) // e.threads):
+        if i * e.threads + s.t >= s.words[0]:
+            T.buffer_store(io.indices, T.int64(-1), at_row(io, s.index, s.row, i * e.threads + s.t))
+            T.buffer_store(
+                io.values, T.Select(io.log != 0, T.float32("-inf"), T.float32(0)),
+                at_row(io, s.index, s.row, i * e.threads + s.t))
 
 
-def write_asked(e: SearchSizes) -> Callable[..., Any]:
+@phase
+def write_asked(e, /, io, s, factor):
     """Reads: `ids`, their scores, `top`, `d`. Writes: `given`, NaN for a token that there is not. Barriers: none."""
-
-    @T.inline
-    def phase(io, s, factor):
-        for i in T.serial((e.ids - s.t + (e.threads - 1)) // e.threads):
-            load_long(s.wanted[0], io.ids.ptr_to([s.row, i * e.threads + s.t]))
-            if s.wanted[0] >= T.int64(0) and s.wanted[0] < T.Cast("int64", s.words[0]):
-                load_float(s.pair[0], score_at(io, s, T.Cast("int32", s.wanted[0])))
-                write_value(io, s, io.given, [s.row, i * e.threads + s.t], s.pair[0], factor)
-            else:
-                io.given[s.row, i * e.threads + s.t] = T.float32("nan")
-
-    return phase
+    for i in T.serial((e.ids - s.t + (e.threads - 1)) // e.threads):
+        load_long(s.wanted[0], io.ids.ptr_to([s.row, i * e.threads + s.t]))
+        if s.wanted[0] >= T.int64(0) and s.wanted[0] < T.Cast("int64", s.words[0]):
+            load_float(s.pair[0], score_at(io, s, T.Cast("int32", s.wanted[0])))
+            write_value(io, s, io.given, [s.row, i * e.threads + s.t], s.pair[0], factor)
+        else:
+            io.given[s.row, i * e.threads + s.t] = T.float32("nan")
 
 
 def best(e: TileSearchSizes) -> Callable[..., Any]:

@@ -12,6 +12,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...device.ranking import rank_at_once
 from ...device.selection import FULL_WARP, join_key, key_bits, take_places
 from ...rows.best import find_kth, offer
@@ -49,32 +51,24 @@ class Search:
 
 
 # fmt: off
-def begin_search(e: SearchSizes, search: Search) -> Callable[..., Any]:
-    """Load what each thread looks at first; the phase is (io, s). Writes: `bits`. Barriers: none."""
-
-    @T.inline
-    def phase(io, s):
-        for j in T.unroll(e.loads):
-            s.bits[j] = T.uint32(0)
-            if j * e.threads + s.t < search.most:
-                search.load(io, s, j * e.threads + s.t, j)
-
-    return phase
+@phase
+def begin_search(e, search, /, io, s):
+    """Load what each thread looks at first. Writes: `bits`. Barriers: none."""
+    for j in T.unroll(e.loads):
+        s.bits[j] = T.uint32(0)
+        if j * e.threads + s.t < search.most:
+            search.load(io, s, j * e.threads + s.t, j)
 
 
-def write_largest(e: SearchSizes) -> Callable[..., Any]:
-    """The row's largest score, by the group of threads that has it; the phase is (s, lanes, bits).
+@phase
+def write_largest(e, /, s, lanes, bits):
+    """The row's largest score, by the group of threads that has it.
 
     Reads: `rank`. Writes: `largest`, if that is to be told. Barriers: none. The next one makes it visible.
     """
-
-    @T.inline
-    def phase(s, lanes, bits):
-        if e.tells_largest:
-            if s.t % lanes == 0 and s.rank[0] == 0:
-                s.largest[0] = bits
-
-    return phase
+    if e.tells_largest:
+        if s.t % lanes == 0 and s.rank[0] == 0:
+            s.largest[0] = bits
 
 
 def collect(e: SearchSizes, search: Search) -> Callable[..., Any]:
@@ -138,25 +132,21 @@ def collect(e: SearchSizes, search: Search) -> Callable[..., Any]:
     return phase
 
 
-def find_tops(e: TileSearchSizes) -> Callable[..., Any]:
-    """The best of each thread's tiles, and of each group of threads. The phase is (s, size).
+@phase
+def find_tops(e, /, s, size):
+    """The best of each thread's tiles, and of each group of threads.
 
     Reads: `bits`, from `begin_search`; `tops`, which come as 0.
     Writes: `tops`; `bits` of what is no tile as 0; scratch is `peak`.
     Barriers: one, at the end.
     """
-
-    @T.inline
-    def phase(s, size):
-        s.peak[0] = T.uint32(0)
-        for j in T.unroll(e.loads):
-            if j * e.threads + s.t >= size:
-                s.bits[j] = T.uint32(0)
-            s.peak[0] = T.max(s.peak[0], s.bits[j])
-        offer(s, s.tops, s.t % e.tile_groups, s.peak[0])
-        T.cuda.cta_sync()
-
-    return phase
+    s.peak[0] = T.uint32(0)
+    for j in T.unroll(e.loads):
+        if j * e.threads + s.t >= size:
+            s.bits[j] = T.uint32(0)
+        s.peak[0] = T.max(s.peak[0], s.bits[j])
+    offer(s, s.tops, s.t % e.tile_groups, s.peak[0])
+    T.cuda.cta_sync()
 
 
 def bound_tiles(e: TileSearchSizes) -> Callable[..., Any]:
@@ -181,28 +171,22 @@ def bound_tiles(e: TileSearchSizes) -> Callable[..., Any]:
     return phase
 
 
-def collect_bits(e: TileSearchSizes) -> Callable[..., Any]:
-    """`collect` of tiles by scores alone, of which threads have all in registers: equal ones are all taken. The phase
-    is (io, s, size, factor).
+@phase
+def collect_bits(e, /, io, s, size, factor):
+    """`collect` of tiles by scores alone, of which threads have all in registers: equal ones are all taken.
 
     Reads: `bits`, from `begin_search`; `tops`, which come as 0.
     Writes: `own`, `bound`, `keys`, as far as there is room, `count`; scratch.
     Barriers: three; ends with one.
     """
-    tops, bound = find_tops(e), bound_tiles(e)
-
-    @T.inline
-    def phase(io, s, size, factor):
-        tops(s, size)
-        bound(s)
-        for j in T.unroll(e.loads):
-            if s.bits[j] != T.uint32(0) and s.bits[j] >= key_bits(s.bound[0]):
-                s.slot[0] = take_places(s.counters[0], T.int32(1))
-                if s.slot[0] < e.most_tiles:
-                    s.keys[s.slot[0]] = join_key(s.bits[j], j * e.threads + s.t)
-        T.cuda.cta_sync()
-
-    return phase
+    find_tops(e)(s, size)
+    bound_tiles(e)(s)
+    for j in T.unroll(e.loads):
+        if s.bits[j] != T.uint32(0) and s.bits[j] >= key_bits(s.bound[0]):
+            s.slot[0] = take_places(s.counters[0], T.int32(1))
+            if s.slot[0] < e.most_tiles:
+                s.keys[s.slot[0]] = join_key(s.bits[j], j * e.threads + s.t)
+    T.cuda.cta_sync()
 
 
 def rank(e: SearchSizes, search: Search, keys: str = "keys") -> Callable[..., Any]:
@@ -237,59 +221,50 @@ def rank(e: SearchSizes, search: Search, keys: str = "keys") -> Callable[..., An
     return phase
 
 
-def rank_few(e: TileSearchSizes, search: Search) -> Callable[..., Any]:
-    """`rank` of the tokens that reach the tiles' bound, in one step if they are few. The phase is (io, s, factor).
+@phase
+def rank_few(e, search, /, io, s, factor):
+    """`rank` of the tokens that reach the tiles' bound, in one step if they are few.
 
     Reads: `count`, `reached`, with zeros after it.
     Writes: what the search's `place` does.
     Barriers: one, at the end, if they are many.
     """
-    at_once, many = rank_at_once(e.at_once, e.rankers), rank(e, search, "reached")
-
-    @T.inline
-    def phase(io, s, factor):
-        if s.count[1] <= e.at_once:
-            at_once(s, s.t, s.reached)
-            if s.t % e.rankers == 0 and s.need[0] < s.count[1] and s.slot[0] < e.k:
-                search.place(io, s, s.slot[0], s.pivot[0], factor)
-        else:
-            many(io, s, factor)
-
-    return phase
+    if s.count[1] <= e.at_once:
+        rank_at_once(e.at_once, e.rankers)(s, s.t, s.reached)
+        if s.t % e.rankers == 0 and s.need[0] < s.count[1] and s.slot[0] < e.k:
+            search.place(io, s, s.slot[0], s.pivot[0], factor)
+    else:
+        rank(e, search, "reached")(io, s, factor)
 
 
-def choose_tiles(e: TileSearchSizes, search: Search) -> Callable[..., Any]:
+@phase
+def choose_tiles(e, search, /, io, s, size, factor):
     """The k best of `size` tiles, one after another: for `collect_bits`, where equal ones are more than `keys` has room
-    for. The phase is (io, s, size, factor).
+    for.
 
     Reads: `tops` of the row.
     Writes: what the search's `place` does; `bits`, `maxima`; scratch is `best`, `pivot`.
     Barriers: two a tile.
     """
-    load, join, warps = begin_search(e, search), best_of_lanes(32), e.threads // 32
-
-    @T.inline
-    def phase(io, s, size, factor):
-        load(io, s)
-        s.pivot[0] = T.max_value("uint64")
-        for i in T.serial(T.min(size, e.k)):
-            s.best[0] = T.uint64(0)
-            for j in T.unroll(e.loads):
-                if j * e.threads + s.t < size and join_key(s.bits[j], j * e.threads + s.t) <= s.pivot[0]:
-                    s.best[0] = T.max(s.best[0], join_key(s.bits[j], j * e.threads + s.t))
-            join(s)
-            if s.t % 32 == 0:
-                s.maxima[s.t // 32] = s.best[0]
-            T.cuda.cta_sync()
-            s.best[0] = s.maxima[s.t % warps]
-            join(s)
-            # The next key is a lower one; the first may be the largest there is: of tile 0, with NaN.
-            s.pivot[0] = s.best[0] - T.uint64(1)
-            if s.t == 0:
-                search.place(io, s, i, s.best[0], factor)
-            T.cuda.cta_sync()
-
-    return phase
+    join = T.meta_var(best_of_lanes(32))
+    begin_search(e, search)(io, s)
+    s.pivot[0] = T.max_value("uint64")
+    for i in T.serial(T.min(size, e.k)):
+        s.best[0] = T.uint64(0)
+        for j in T.unroll(e.loads):
+            if j * e.threads + s.t < size and join_key(s.bits[j], j * e.threads + s.t) <= s.pivot[0]:
+                s.best[0] = T.max(s.best[0], join_key(s.bits[j], j * e.threads + s.t))
+        join(s)
+        if s.t % 32 == 0:
+            s.maxima[s.t // 32] = s.best[0]
+        T.cuda.cta_sync()
+        s.best[0] = s.maxima[s.t % (e.threads // 32)]
+        join(s)
+        # The next key is a lower one; the first may be the largest there is: of tile 0, with NaN.
+        s.pivot[0] = s.best[0] - T.uint64(1)
+        if s.t == 0:
+            search.place(io, s, i, s.best[0], factor)
+        T.cuda.cta_sync()
 
 
 def rank_tiles(e: TileSearchSizes, search: Search) -> Callable[..., Any]:
@@ -316,14 +291,9 @@ def rank_tiles(e: TileSearchSizes, search: Search) -> Callable[..., Any]:
     return of_few if e.by_bits else of_all
 
 
-def select(e: SearchSizes, search: Search) -> Callable[..., Any]:
-    """Place the k best of `size` keys: `collect`, then `rank`. The phase is (io, s, size, factor)."""
-    find, put = collect(e, search), rank(e, search)
-
-    @T.inline
-    def phase(io, s, size, factor):
-        find(io, s, size, factor)
-        put(io, s, factor)
-
-    return phase
+@phase
+def select(e, search, /, io, s, size, factor):
+    """Place the k best of `size` keys: `collect`, then `rank`."""
+    collect(e, search)(io, s, size, factor)
+    rank(e, search)(io, s, factor)
 # fmt: on

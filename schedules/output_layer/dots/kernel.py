@@ -8,6 +8,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import Program, Workspace
 from tvm_sparse.formats.quantized import word_number
 from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
@@ -48,20 +49,16 @@ def program(problem: OutputLayer, threads: int) -> Program:
     return gpu_program(problem, body(problem, threads), own)
 
 
-def body(problem: OutputLayer, threads: int) -> Callable[..., Any]:
+@phase
+def body(problem, threads, /, given):
     """The kernels, called with the arguments by name."""
-    alone = isinstance(problem, CandidateLogits)
-    multiply, find = score_words(problem), None if alone else select_words(problem, threads)
-
     # fmt: off
-    @T.inline
-    def kernels(given):
-        io = T.meta_var(with_scores(given))
-        multiply(io, io.logits if alone else io.scores)
-        if not alone:
-            find(io)
-    # fmt: on
-    return kernels
+    alone = T.meta_var(isinstance(problem, CandidateLogits))
+    find = T.meta_var(None if alone else select_words(problem, threads))
+    io = T.meta_var(with_scores(given))
+    score_words(problem)(io, io.logits if alone else io.scores)
+    if not alone:
+        find(io)
 
 
 def count_words(io: Any, index: Any) -> Any:

@@ -17,6 +17,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...device.arithmetic import LOG2_E
 from ...device.overlap import wait_then_start_consumer
 from ...device.region import device_region
@@ -59,41 +61,33 @@ def load_evict_first(words: Any, address: Any) -> tirx.PrimExpr:
 
 
 # fmt: off
-def find_words(e: Extents) -> Callable[..., Any]:
-    """The ids of a tile's tokens that this lane loads; the phase is (io, s, p, tile).
+@phase
+def find_words(e, /, io, s, p, tile):
+    """The ids of a tile's tokens that this lane loads.
 
     Reads: the list.
     Writes: `word`. Positions beyond the list's tokens, and tiles beyond the block's last, give a token that there is.
     Barriers: none.
     """
-    find = find_word(e)
-
-    @T.inline
-    def phase(io, s, p, tile):
-        for i in T.unroll(e.word_groups * 2):
-            word = T.alloc_local([1], "int32")
-            find(io, s.index, T.max(T.min(
-                tile * e.tile_n + i // 2 * 8 + p.group - p.odd + i % 2, s.words[0] - 1), 0), word)
-            s.word[i] = word[0]
-
-    return phase
+    for i in T.unroll(e.word_groups * 2):
+        word = T.alloc_local([1], "int32")
+        find_word(e)(io, s.index, T.max(T.min(
+            tile * e.tile_n + i // 2 * 8 + p.group - p.odd + i % 2, s.words[0] - 1), 0), word)
+        s.word[i] = word[0]
 
 
-def find_rows(e: Extents) -> Callable[..., Any]:
-    """Reads: `word`. Writes: `at` or `ahead`, where the rows are. Barriers: none. The phase is (io, s, p, at)."""
-
-    @T.inline
-    def phase(io, s, p, at):
-        for i in T.unroll(e.word_groups * 2):
-            at[i] = s.base[0] + (
-                T.Cast("uint64", s.word[i]) * T.uint64(e.vectors * VECTOR)
-                + T.Cast("uint64", (p.warp * (e.steps * 8) + p.odd * 4 + p.member) * VECTOR))
-
-    return phase
+@phase
+def find_rows(e, /, io, s, p, at):
+    """Reads: `word`. Writes: `at` or `ahead`, where the rows are. Barriers: none."""
+    for i in T.unroll(e.word_groups * 2):
+        at[i] = s.base[0] + (
+            T.Cast("uint64", s.word[i]) * T.uint64(e.vectors * VECTOR)
+            + T.Cast("uint64", (p.warp * (e.steps * 8) + p.odd * 4 + p.member) * VECTOR))
 
 
-def load_step(e: Extents) -> Callable[..., Any]:
-    """Load a step of the tokens at `at`; the phase is (s, p, at, step).
+@phase
+def load_step(e, /, s, p, at, step):
+    """Load a step of the tokens at `at`.
 
     A step is a cache line of each row, which eight lanes load: those of a row and of its neighbour, first of the one,
     then of the other. Four lanes a row, as operands have it, would ask for half a line at a time, which memory answers
@@ -103,46 +97,37 @@ def load_step(e: Extents) -> Callable[..., Any]:
     Writes: `hand` for the step, zeros beyond the last column.
     Barriers: none.
     """
-
-    @T.inline
-    def phase(s, p, at, step):
-        for n in T.unroll(e.word_groups * 2):
-            i = (step % e.depth * (e.word_groups * 2) + n) * 4
-            if (p.warp * e.steps + step) * 8 + p.odd * 4 + p.member < e.vectors:
-                if e.evict_first > 0:
-                    load_evict_first(s.hand.ptr_to([i]), at[n] + T.Cast("uint64", step * STEP))
-                else:
-                    load_once(
-                        s.hand[i], s.hand[i + 1], s.hand[i + 2], s.hand[i + 3],
-                        at[n] + T.Cast("uint64", step * STEP))
+    for n in T.unroll(e.word_groups * 2):
+        i = (step % e.depth * (e.word_groups * 2) + n) * 4
+        if (p.warp * e.steps + step) * 8 + p.odd * 4 + p.member < e.vectors:
+            if e.evict_first > 0:
+                load_evict_first(s.hand.ptr_to([i]), at[n] + T.Cast("uint64", step * STEP))
             else:
-                for v in T.unroll(4):
-                    s.hand[i + v] = T.uint32(0)
+                load_once(
+                    s.hand[i], s.hand[i + 1], s.hand[i + 2], s.hand[i + 3],
+                    at[n] + T.Cast("uint64", step * STEP))
+        else:
+            for v in T.unroll(4):
+                s.hand[i + v] = T.uint32(0)
 
-    return phase
 
-
-def part_rows(e: Extents) -> Callable[..., Any]:
-    """Give each lane both halves of its own row's line; the phase is (s, p, step).
+@phase
+def part_rows(e, /, s, p, step):
+    """Give each lane both halves of its own row's line.
 
     Reads and writes: `hand`. Before: a half of the even row's line and of the odd row's. After: the line's first half,
     and its second.
     Barriers: none, but all lanes of a warp take part.
     """
-
-    @T.inline
-    def phase(s, p, step):
-        for n in T.unroll(e.word_groups):
-            for v in T.unroll(4):
-                i = (step % e.depth * e.word_groups + n) * 8 + v
-                s.passed[0] = T.tvm_warp_shuffle_xor(
-                    T.uint32(FULL_WARP), T.Select(p.odd == 1, s.hand[i], s.hand[i + 4]), 4, 32, 32)
-                if p.odd == 1:
-                    s.hand[i] = s.passed[0]
-                else:
-                    s.hand[i + 4] = s.passed[0]
-
-    return phase
+    for n in T.unroll(e.word_groups):
+        for v in T.unroll(4):
+            i = (step % e.depth * e.word_groups + n) * 8 + v
+            s.passed[0] = T.tvm_warp_shuffle_xor(
+                T.uint32(FULL_WARP), T.Select(p.odd == 1, s.hand[i], s.hand[i + 4]), 4, 32, 32)
+            if p.odd == 1:
+                s.hand[i] = s.passed[0]
+            else:
+                s.hand[i + 4] = s.passed[0]
 
 
 def product(e: Extents) -> Callable[..., Any]:

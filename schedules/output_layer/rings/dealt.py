@@ -14,6 +14,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...device.arithmetic import LOG2_E
 from ...device.mbarriers import arrive_expecting
 from ...device.overlap import wait_then_start_consumer
@@ -37,45 +39,35 @@ from ..tiles.sizes import Extents
 
 
 # fmt: off
-def copy_tile(e: Extents) -> Callable[..., Any]:
-    """Have the tile `asked` brought to a stage; the phase is (s), for one thread.
+@phase
+def copy_tile(e, /, s):
+    """Have the tile `asked` brought to a stage, for one thread.
 
     Reads: `asked`, `asked_slot`.
     Writes: `ring`, by and by.
     Barriers: none. One has to come before: nothing may still be read of the stage that the copy overwrites.
     """
-    row = e.word_row
-
-    @T.inline
-    def phase(s):
-        words = T.meta_var(T.min(s.words[0] - s.asked[0] * e.tile_n, e.tile_n))
-        size = T.meta_var(T.Cast("uint32", words * row))
-        full = T.meta_var(s.full.ptr_to([s.asked_slot[0]]))
-        arrive_expecting(full, size)
-        to = T.meta_var(s.ring.ptr_to([s.asked_slot[0] * (e.tile_bytes // 4)]))
-        from_ = T.meta_var(s.base[0] + T.Cast("uint64", s.asked[0]) * T.uint64(e.tile_bytes))
-        copy_words(e, s, s.asked[0], to, from_, size, full)
-
-    return phase
+    words = T.meta_var(T.min(s.words[0] - s.asked[0] * e.tile_n, e.tile_n))
+    size = T.meta_var(T.Cast("uint32", words * e.word_row))
+    full = T.meta_var(s.full.ptr_to([s.asked_slot[0]]))
+    arrive_expecting(full, size)
+    to = T.meta_var(s.ring.ptr_to([s.asked_slot[0] * (e.tile_bytes // 4)]))
+    from_ = T.meta_var(s.base[0] + T.Cast("uint64", s.asked[0]) * T.uint64(e.tile_bytes))
+    copy_words(e, s, s.asked[0], to, from_, size, full)
 
 
-def ask_tile(e: Extents) -> Callable[..., Any]:
-    """Ask for the next tile, if there is one; the phase is (s), for one thread.
+@phase
+def ask_tile(e, /, s):
+    """Ask for the next tile, if there is one, for one thread.
 
     Reads: `asked`.
     Writes: that, moved on; `ring`, by and by.
     Barriers: those of `copy_tile`.
     """
-    copy = copy_tile(e)
-
-    @T.inline
-    def phase(s):
-        if s.asked[0] < s.end[0]:
-            copy(s)
-            s.asked[0] = s.asked[0] + e.stride
-            next_asked(e, s)
-
-    return phase
+    if s.asked[0] < s.end[0]:
+        copy_tile(e)(s)
+        s.asked[0] = s.asked[0] + e.stride
+        next_asked(e, s)
 
 
 def product(e: Extents) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import Program, Workspace, ceildiv
 
 from ...device.overlap import wait_then_start_consumer
@@ -79,110 +80,87 @@ class State(Buffers):
 
 
 # fmt: off
-def find_words(e: Extents) -> Phase:
-    """Where the words in hand lie; the phase is (io, s). Beyond the list's last word it is the last word.
+@phase
+def find_words(e, /, io, s):
+    """Where the words in hand lie. Beyond the list's last word it is the last word.
 
     Reads: the list; `position`, `words`. Writes: `name`, `at`. Barriers: none.
     """
-    find = find_word(e)
-
-    @T.inline
-    def phase(io, s):
-        base: T.uint64 = held_address("u64", io.embedding.ptr_to([0, 0]))
-        for n in T.unroll(e.tile_n):
-            found = T.alloc_local([1], "int32")
-            find(io, s.index, T.min(s.position + n, s.words[0] - 1), found)
-            s.name[n] = found[0]
-        for n in T.unroll(e.tile_n):
-            s.at[n] = base + T.Cast("uint64", s.name[n]) * T.uint64(e.row_vectors * VECTOR)
-
-    return phase
+    base: T.uint64 = held_address("u64", io.embedding.ptr_to([0, 0]))
+    for n in T.unroll(e.tile_n):
+        found = T.alloc_local([1], "int32")
+        find_word(e)(io, s.index, T.min(s.position + n, s.words[0] - 1), found)
+        s.name[n] = found[0]
+    for n in T.unroll(e.tile_n):
+        s.at[n] = base + T.Cast("uint64", s.name[n]) * T.uint64(e.row_vectors * VECTOR)
 
 
-def load_vector(e: Extents) -> Phase:
-    """Load vector `v` of step `step` of word `n` in hand; 0 beyond the row's end. The phase is (s, step, n, v).
+@phase
+def load_vector(e, /, s, step, n, v):
+    """Load vector `v` of step `step` of word `n` in hand; 0 beyond the row's end.
 
     Reads: `at`. Writes: `hand`. Barriers: none.
     """
-
-    @T.inline
-    def phase(s, step, n, v):
-        place: T.int32 = (step * e.vectors + v) * e.reduce_threads + s.member
-        slot = T.meta_var((n * e.vectors + v) * PER_VECTOR)
-        if e.uneven:
-            for i in T.unroll(PER_VECTOR):
-                s.hand[slot + i] = T.uint32(0)
-        if not e.uneven or place < e.row_vectors:
-            load_words(VECTOR, s.hand, slot, None, s.at[n] + T.Cast("uint64", place * VECTOR))
-
-    return phase
+    place: T.int32 = (step * e.vectors + v) * e.reduce_threads + s.member
+    slot = T.meta_var((n * e.vectors + v) * PER_VECTOR)
+    if e.uneven:
+        for i in T.unroll(PER_VECTOR):
+            s.hand[slot + i] = T.uint32(0)
+    if not e.uneven or place < e.row_vectors:
+        load_words(VECTOR, s.hand, slot, None, s.at[n] + T.Cast("uint64", place * VECTOR))
 
 
-def stage_state(e: Extents) -> Phase:
-    """Copy the hidden state to shared memory; the phase is (io, s). Writes: `state`. Barriers:
-    none; one has to follow.
+@phase
+def stage_state(e, /, io, s):
+    """Copy the hidden state to shared memory. Writes: `state`. Barriers: none; one has to follow.
     """
-
-    @T.inline
-    def phase(io, s):
-        for i in T.serial(ceildiv(e.state_vectors, e.product_threads)):
-            place: T.int32 = i * e.product_threads + s.t
-            if place < e.state_vectors:
-                for v in T.unroll(PER_VECTOR):
-                    s.part[v] = T.uint32(0)
-                if place < e.row_vectors:
-                    load_words(
-                        VECTOR, s.part, 0, None,
-                        io.hidden.ptr_to(at_row(io, s.index, 0, place * (PER_VECTOR * per_word(e.dtype)))))
-                store_shared(s.state.ptr_to([place * PER_VECTOR]), s.part[0], s.part[1], s.part[2], s.part[3])
-
-    return phase
+    for i in T.serial(ceildiv(e.state_vectors, e.product_threads)):
+        place: T.int32 = i * e.product_threads + s.t
+        if place < e.state_vectors:
+            for v in T.unroll(PER_VECTOR):
+                s.part[v] = T.uint32(0)
+            if place < e.row_vectors:
+                load_words(
+                    VECTOR, s.part, 0, None,
+                    io.hidden.ptr_to(at_row(io, s.index, 0, place * (PER_VECTOR * per_word(e.dtype)))))
+            store_shared(s.state.ptr_to([place * PER_VECTOR]), s.part[0], s.part[1], s.part[2], s.part[3])
 
 
-def multiply(e: Extents) -> Phase:
-    """The products of a step; the phase is (s, step).
+@phase
+def multiply(e, /, s, step):
+    """The products of a step.
 
     Reads: `hand`, `state`. Writes: `sums`; `hand`, of the step that follows. Barriers: none.
     """
-    load = load_vector(e)
-
-    @T.inline
-    def phase(s, step):
-        for v in T.unroll(e.vectors):
-            load_shared(
-                s.part[0], s.part[1], s.part[2], s.part[3],
-                T.cuda.cvta_generic_to_shared(
-                    s.state.ptr_to([((step * e.vectors + v) * e.reduce_threads + s.member) * PER_VECTOR])))
-            for n in T.unroll(e.tile_n):
-                for i in T.unroll(PER_VECTOR * per_word(e.dtype)):
-                    s.sums[n] = s.sums[n] + value_at(e.dtype, s.hand, (n * e.vectors + v) * PER_VECTOR, i) * value_at(
-                        e.dtype, s.part, 0, i)
-                if step + 1 < e.steps:
-                    load(s, step + 1, n, v)
-
-    return phase
-
-
-def add_lanes(e: Extents) -> Phase:
-    """Add the sums of the lanes of a word, and store its score. Reads: `sums`; the bias. Writes: scores; -inf beyond
-    the list's words, for the operator that finds no best words. Barriers: of the warp. The phase is (io, s, scores).
-    """
-
-    @T.inline
-    def phase(io, s, scores):
+    for v in T.unroll(e.vectors):
+        load_shared(
+            s.part[0], s.part[1], s.part[2], s.part[3],
+            T.cuda.cvta_generic_to_shared(
+                s.state.ptr_to([((step * e.vectors + v) * e.reduce_threads + s.member) * PER_VECTOR])))
         for n in T.unroll(e.tile_n):
-            for b in T.unroll(e.reduce_threads.bit_length() - 1):
-                s.sums[n] = s.sums[n] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sums[n], 1 << b, 32, 32)
-        if s.member == 0:
-            for n in T.unroll(e.tile_n):
-                if s.position + n < s.words[0]:
-                    if io.bias is not None:
-                        s.sums[n] = s.sums[n] + load_element("float32", io.bias.ptr_to([s.name[n]]))
-                    T.buffer_store(scores, s.sums[n], at_row(io, s.index, 0, s.position + n))
-                elif e.k == 0 and s.position + n < e.words:
-                    T.buffer_store(scores, MINUS_INFINITY, at_row(io, s.index, 0, s.position + n))
+            for i in T.unroll(PER_VECTOR * per_word(e.dtype)):
+                s.sums[n] = s.sums[n] + value_at(e.dtype, s.hand, (n * e.vectors + v) * PER_VECTOR, i) * value_at(
+                    e.dtype, s.part, 0, i)
+            if step + 1 < e.steps:
+                load_vector(e)(s, step + 1, n, v)
 
-    return phase
+
+@phase
+def add_lanes(e, /, io, s, scores):
+    """Add the sums of the lanes of a word, and store its score. Reads: `sums`; the bias. Writes: scores; -inf beyond
+    the list's words, for the operator that finds no best words. Barriers: of the warp.
+    """
+    for n in T.unroll(e.tile_n):
+        for b in T.unroll(e.reduce_threads.bit_length() - 1):
+            s.sums[n] = s.sums[n] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sums[n], 1 << b, 32, 32)
+    if s.member == 0:
+        for n in T.unroll(e.tile_n):
+            if s.position + n < s.words[0]:
+                if io.bias is not None:
+                    s.sums[n] = s.sums[n] + load_element("float32", io.bias.ptr_to([s.name[n]]))
+                T.buffer_store(scores, s.sums[n], at_row(io, s.index, 0, s.position + n))
+            elif e.k == 0 and s.position + n < e.words:
+                T.buffer_store(scores, MINUS_INFINITY, at_row(io, s.index, 0, s.position + n))
 
 
 def product(e: Extents) -> Phase:

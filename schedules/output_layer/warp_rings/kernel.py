@@ -14,6 +14,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...device.arithmetic import LOG2_E
 from ...device.mbarriers import arrive_expecting
 from ...device.overlap import wait_then_start_consumer
@@ -52,57 +54,46 @@ def asked_position(e: Extents, s: Any, p: Place, tile: Any) -> Any:
     return T.max(T.min(tile * e.tile_n + p.lane % e.tile_n, s.words[0] - 1), 0)
 
 
-def begin_asking(e: Extents) -> Callable[..., Any]:
-    """Reads: `tile`; the list. Writes: what `begin_ring` does; `word` and `later`. Barriers: none. The phase is (io, s,
-    p)."""
-    begin, find, load = begin_ring(e), find_word(e), load_name(e)
-
-    @T.inline
-    def phase(io, s, p):
-        begin(s)
-        find(io, s.index, asked_position(e, s, p, s.tile[0]), s.word)
-        load(io, s.index, asked_position(e, s, p, s.tile[0] + e.stride), s.later)
-
-    return phase
+@phase
+def begin_asking(e, /, io, s, p):
+    """Reads: `tile`; the list. Writes: what `begin_ring` does; `word` and `later`. Barriers: none."""
+    begin_ring(e)(s)
+    find_word(e)(io, s.index, asked_position(e, s, p, s.tile[0]), s.word)
+    load_name(e)(io, s.index, asked_position(e, s, p, s.tile[0] + e.stride), s.later)
 
 
-def ask(e: Extents) -> Callable[..., Any]:
-    """Request the next stage, if there is one; the phase is (io, s, p).
+@phase
+def ask(e, /, io, s, p):
+    """Request the next stage, if there is one.
 
     Reads: `asked`, `part`, `word`, `later`.
     Writes: those, for the stage after; `ring`, asynchronously.
     Barriers: of the warp, before the copies: nothing may still be read of the stage that they overwrite.
     """
-    load = load_name(e)
-    most, row = e.depth * STEP, e.vectors * VECTOR
-
-    @T.inline
-    def phase(io, s, p):
-        if s.asked[0] < s.end[0]:
-            column: T.int32 = (p.warp * e.parts + s.part[0]) * most
-            # The last part of a row may be shorter, or empty.
-            size = T.meta_var(
-                T.Cast("uint32", T.max(T.min(row - column, most), 0)) if e.uneven else T.uint32(most))
-            stage = T.meta_var(stage_at(e, p, s.asked_slot[0]))
-            if p.lane == 0:
-                arrive_expecting(s.full.ptr_to([stage]), size * T.uint32(e.tile_n))
-            T.cuda.warp_sync()
-            if p.lane < e.tile_n and (not e.uneven or column < row):
-                from_ = T.meta_var(
-                    s.base[0] + T.Cast("uint64", s.word[0]) * T.uint64(row)
-                    + T.Cast("uint64", column))
-                to = T.meta_var(s.ring.ptr_to([(stage * e.tile_n + p.lane) * (e.ring_pitch // 4)]))
-                copy_words(e, s, s.asked[0], to, from_, size, s.full.ptr_to([stage]))
-            next_asked(e, s)
-            s.part[0] = s.part[0] + 1
-            if s.part[0] == e.parts:
-                s.part[0] = 0
-                s.asked[0] = s.asked[0] + e.stride
-                # `later` was loaded a tile ago. The value loaded here has not arrived; a comparison would wait for it.
-                s.word[0] = named_word(e, io, asked_position(e, s, p, s.asked[0]), s.later[0])
-                load(io, s.index, asked_position(e, s, p, s.asked[0] + e.stride), s.later)
-
-    return phase
+    most, row = T.meta_var(e.depth * STEP), T.meta_var(e.vectors * VECTOR)
+    if s.asked[0] < s.end[0]:
+        column: T.int32 = (p.warp * e.parts + s.part[0]) * most
+        # The last part of a row may be shorter, or empty.
+        size = T.meta_var(
+            T.Cast("uint32", T.max(T.min(row - column, most), 0)) if e.uneven else T.uint32(most))
+        stage = T.meta_var(stage_at(e, p, s.asked_slot[0]))
+        if p.lane == 0:
+            arrive_expecting(s.full.ptr_to([stage]), size * T.uint32(e.tile_n))
+        T.cuda.warp_sync()
+        if p.lane < e.tile_n and (not e.uneven or column < row):
+            from_ = T.meta_var(
+                s.base[0] + T.Cast("uint64", s.word[0]) * T.uint64(row)
+                + T.Cast("uint64", column))
+            to = T.meta_var(s.ring.ptr_to([(stage * e.tile_n + p.lane) * (e.ring_pitch // 4)]))
+            copy_words(e, s, s.asked[0], to, from_, size, s.full.ptr_to([stage]))
+        next_asked(e, s)
+        s.part[0] = s.part[0] + 1
+        if s.part[0] == e.parts:
+            s.part[0] = 0
+            s.asked[0] = s.asked[0] + e.stride
+            # `later` was loaded a tile ago. The value loaded here has not arrived; a comparison would wait for it.
+            s.word[0] = named_word(e, io, asked_position(e, s, p, s.asked[0]), s.later[0])
+            load_name(e)(io, s.index, asked_position(e, s, p, s.asked[0] + e.stride), s.later)
 
 
 def product(e: Extents) -> Callable[..., Any]:

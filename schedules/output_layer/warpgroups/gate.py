@@ -20,6 +20,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.selection import FULL_WARP
@@ -46,19 +47,15 @@ def bound_of(e: Extents, io: Any, row: Any) -> Any:
 
 
 # fmt: off
-def clear_tops(e: Extents, threads: int) -> Callable[..., Any]:
+@phase
+def clear_tops(e, threads, /, io, top, rows, thread):
     """Clear the bounds of a strip's rows, and the largest scores of their tiles. The phase is (io, top, rows, thread),
     for `threads` threads of all thread blocks."""
-
-    @T.inline
-    def phase(io, top, rows, thread):
-        vectors: T.int32 = rows * (e.tops_pitch // 4)  # of the strip
-        for i in T.serial((vectors - thread + (threads - 1)) // threads):
-            store_vector(
-                io.tops.ptr_to([top, (i * threads + thread) * 4]),
-                T.uint32(0), T.uint32(0), T.uint32(0), T.uint32(0))
-
-    return phase
+    vectors: T.int32 = rows * (e.tops_pitch // 4)  # of the strip
+    for i in T.serial((vectors - thread + (threads - 1)) // threads):
+        store_vector(
+            io.tops.ptr_to([top, (i * threads + thread) * 4]),
+            T.uint32(0), T.uint32(0), T.uint32(0), T.uint32(0))
 
 
 def find_bounds(e: Extents) -> Callable[..., Any]:
@@ -115,21 +112,17 @@ def find_bounds(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def look_up(e: Extents) -> Callable[..., Any]:
-    """The bounds of the lane's rows, as far as they are found; the phase is (io, s, p).
+@phase
+def look_up(e, /, io, s, p):
+    """The bounds of the lane's rows, as far as they are found.
 
     Reads: bounds.
     Writes: `bound`.
     Barriers: none.
     """
-
-    @T.inline
-    def phase(io, s, p):
-        for turn in T.unroll(e.turns):
-            if s.bound[turn] == T.uint32(0) and s.tile[0] >= e.stride and turn * 32 + p.lane < s.rows[0]:
-                load_bits(s.bound[turn], bound_of(e, io, s.top + turn * 32 + p.lane))
-
-    return phase
+    for turn in T.unroll(e.turns):
+        if s.bound[turn] == T.uint32(0) and s.tile[0] >= e.stride and turn * 32 + p.lane < s.rows[0]:
+            load_bits(s.bound[turn], bound_of(e, io, s.top + turn * 32 + p.lane))
 
 
 @T.inline

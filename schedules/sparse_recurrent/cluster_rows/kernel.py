@@ -30,6 +30,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.cluster import cluster_arrive_relaxed, cluster_barrier, cluster_wait
@@ -179,111 +180,90 @@ def keep(e: ClusterExtents) -> Phase:
     return phase
 
 
-def send(e: ClusterExtents) -> Phase:
-    """The states of the thread block's units to all others of the cluster; the phase is (s, rank).
+@phase
+def send(e, /, s, rank):
+    """The states of the thread block's units to all others of the cluster.
 
     Reads: `stages`, the own chunk of the copy that is not read in this step. Writes: the same place in the others'
     copies. Barriers: of the thread block, at the beginning.
     """
-
-    @T.inline
-    def phase(s, rank):
-        # Make what threads wrote visible to bulk copies, which read through another proxy.
-        T.ptx.fence.proxy.async_.shared__cta()
-        T.cuda.cta_sync()
-        if s.t % WARP == 0:
-            chunk = T.meta_var(s.copies[0] - s.front[0] + s.chunk_at[0])
-            for i in T.unroll(e.sends):
-                if peer_of(e, s, i) < e.cluster and peer_of(e, s, i) != rank:
-                    bulk_copy(
-                        s.peers[i] + (chunk - s.pool[0]), chunk, T.uint32(e.chunk_bytes),
-                        s.peers[i] + T.uint32(e.barriers_at) + T.Cast("uint32", s.turn[0] * BARRIER_BYTES))
-
-    return phase
+    # Make what threads wrote visible to bulk copies, which read through another proxy.
+    T.ptx.fence.proxy.async_.shared__cta()
+    T.cuda.cta_sync()
+    if s.t % WARP == 0:
+        chunk = T.meta_var(s.copies[0] - s.front[0] + s.chunk_at[0])
+        for i in T.unroll(e.sends):
+            if peer_of(e, s, i) < e.cluster and peer_of(e, s, i) != rank:
+                bulk_copy(
+                    s.peers[i] + (chunk - s.pool[0]), chunk, T.uint32(e.chunk_bytes),
+                    s.peers[i] + T.uint32(e.barriers_at) + T.Cast("uint32", s.turn[0] * BARRIER_BYTES))
 
 
-def await_states(e: ClusterExtents) -> Phase:
-    """Wait until the others' states after the step are there; the phase is (s, io, step).
+@phase
+def await_states(e, /, s, io, step):
+    """Wait until the others' states after the step are there.
 
     The first thread then tells the mbarrier how many bytes to expect next: those of two steps later.
 
     Reads and writes: `barriers`. Barriers: none.
     """
-
-    @T.inline
-    def phase(s, io, step):
-        at = T.meta_var(s.pool[0] + T.uint32(e.barriers_at) + T.Cast("uint32", s.turn[0] * BARRIER_BYTES))
-        s.done[0] = T.uint32(0)
-        while s.done[0] == T.uint32(0):
-            try_wait(s.done[0], at, T.Cast("uint32", step // COPIES % 2))
-        if s.t == 0 and step + 1 + COPIES < io.steps:
-            arrive_expecting(at, T.uint32(e.expected_bytes))
-
-    return phase
+    at = T.meta_var(s.pool[0] + T.uint32(e.barriers_at) + T.Cast("uint32", s.turn[0] * BARRIER_BYTES))
+    s.done[0] = T.uint32(0)
+    while s.done[0] == T.uint32(0):
+        try_wait(s.done[0], at, T.Cast("uint32", step // COPIES % 2))
+    if s.t == 0 and step + 1 + COPIES < io.steps:
+        arrive_expecting(at, T.uint32(e.expected_bytes))
 
 
-def take_step(e: ClusterExtents) -> Phase:
-    """One step; the phase is (s, io, step, pack, rank)."""
-    load, take, ahead = load_inputs(e), take_inputs(e), load_ahead(e)
-    multiply, reduce, compute, hold = gather(e), reduce_lanes(e), next_state(e), keep(e)
-    give, write, wait = send(e), write_outputs(e), await_states(e)
-
-    @T.inline
-    def phase(s, io, step, pack, rank):
-        take(s)
-        if step + 1 < io.steps:
-            load(s, io, step + 1, pack)
-        ahead(s, io)
-        multiply(s, io)
-        reduce(s)
-        for u in T.unroll(e.units):
-            mine = T.meta_var(u * e.groups + s.group < s.count[0])
-            compute(s, io, step, pack, u, mine)
-            hold(s, u, mine)
-        if step + 1 < io.steps:
-            give(s, rank)
-        for u in T.unroll(e.units):
-            write(s, io, step, pack, u, u * e.groups + s.group < s.count[0])
-        if step + 1 < io.steps:
-            wait(s, io, step)
-        s.front[0] = s.copies[0] - s.front[0]
-        s.turn[0] = 1 - s.turn[0]
-
-    return phase
+@phase
+def take_step(e, /, s, io, step, pack, rank):
+    """One step."""
+    take_inputs(e)(s)
+    if step + 1 < io.steps:
+        load_inputs(e)(s, io, step + 1, pack)
+    load_ahead(e)(s, io)
+    gather(e)(s, io)
+    reduce_lanes(e)(s)
+    for u in T.unroll(e.units):
+        mine = T.meta_var(u * e.groups + s.group < s.count[0])
+        next_state(e)(s, io, step, pack, u, mine)
+        keep(e)(s, u, mine)
+    if step + 1 < io.steps:
+        send(e)(s, rank)
+    for u in T.unroll(e.units):
+        write_outputs(e)(s, io, step, pack, u, u * e.groups + s.group < s.count[0])
+    if step + 1 < io.steps:
+        await_states(e)(s, io, step)
+    s.front[0] = s.copies[0] - s.front[0]
+    s.turn[0] = 1 - s.turn[0]
 
 
-def kernel_body(e: ClusterExtents) -> Phase:
+@phase
+def kernel_body(e, /, io):
     """The kernel, as the body of the function; called with its arguments."""
-    deal, ready, begin, load = take_units(e), prepare(e), fill(e), load_weights(e)
-    first, first_inputs, length, go = first_state(e), load_inputs(e), load_length(e), take_step(e)
-
-    @T.inline
-    def body(io):
-        T.device_entry()
-        # Numbers of clusters are kept in registers: otherwise they are read from a special register at each use.
-        cluster_id = T.cluster_id([e.packs])
-        rank_id = T.cta_id_in_cluster([e.cluster])
-        t = T.thread_id([e.threads])
-        T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
-        pack: T.int32 = cluster_id
-        rank: T.int32 = rank_id
-        s = T.meta_var(ClusterState.of(e, t))
-        deal(s, io, rank)
-        ready(s, io, rank)
-        T.cuda.cta_sync()
-        begin(s, io, pack)
-        for u in T.unroll(e.units):
-            first(s, io, pack, u, u * e.groups + s.group < s.count[0])
-        load(s, io)
-        length(s, io, pack)
-        first_inputs(s, io, 0, pack)
-        # Bulk copies will write where threads have written zeros.
-        T.ptx.fence.proxy.async_.shared__cta()
-        cluster_barrier()
-        for step in T.serial(io.steps):
-            go(s, io, step, pack, rank)
-        cluster_arrive_relaxed()
-        cluster_wait()
-
-    return body
+    T.device_entry()
+    # Numbers of clusters are kept in registers: otherwise they are read from a special register at each use.
+    cluster_id = T.cluster_id([e.packs])
+    rank_id = T.cta_id_in_cluster([e.cluster])
+    t = T.thread_id([e.threads])
+    T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
+    pack: T.int32 = cluster_id
+    rank: T.int32 = rank_id
+    s = T.meta_var(ClusterState.of(e, t))
+    take_units(e)(s, io, rank)
+    prepare(e)(s, io, rank)
+    T.cuda.cta_sync()
+    fill(e)(s, io, pack)
+    for u in T.unroll(e.units):
+        first_state(e)(s, io, pack, u, u * e.groups + s.group < s.count[0])
+    load_weights(e)(s, io)
+    load_length(e)(s, io, pack)
+    load_inputs(e)(s, io, 0, pack)
+    # Bulk copies will write where threads have written zeros.
+    T.ptx.fence.proxy.async_.shared__cta()
+    cluster_barrier()
+    for step in T.serial(io.steps):
+        take_step(e)(s, io, step, pack, rank)
+    cluster_arrive_relaxed()
+    cluster_wait()
 # fmt: on
