@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, NotApplicable, Table, ceildiv, powers
@@ -68,6 +69,9 @@ def fitting(problem: BsrMatmul, machine: Machine, table: Table) -> list[Decision
         for cluster in clusters
     ]
     return [point for point in choices if allowed(problem, machine, point) is None]
+
+
+extent = Derived["Extents", int]
 
 
 @dataclass(frozen=True)
@@ -147,25 +151,14 @@ class Extents:
             words=vec * itemsize // 4,
         )
 
-    @property
-    def warp_blocks(self) -> int:
-        """Blocks that the lanes of a warp have a vector of at once; 1 if a block is a warp's work or more."""
-        return max(1, 32 // self.block_vectors)
-
-    @property
-    def sets(self) -> int:
-        """Sets of sums that no shuffle joins: one for every warp, or warps, that work on blocks of their own."""
-        return self.groups // min(self.groups, self.warp_blocks)
-
-    @property
-    def outputs(self) -> int:
-        """Elements of y that a thread block computes."""
-        return self.rows * self.tile_m
-
-    @property
-    def held(self) -> int:
-        """Sums, and elements of the weight in flight, that a thread holds."""
-        return self.passes * (self.tile_m + self.depth * self.vec)
+    # Blocks that the lanes of a warp have a vector of at once; 1 if a block is a warp's work or more.
+    warp_blocks = extent(lambda e: max(1, 32 // e.block_vectors))
+    # Sets of sums that no shuffle joins: one for every warp, or warps, that work on blocks of their own.
+    sets = extent(lambda e: e.groups // min(e.groups, e.warp_blocks))
+    # Elements of y that a thread block computes.
+    outputs = extent(lambda e: e.rows * e.tile_m)
+    # Sums, and elements of the weight in flight, that a thread holds.
+    held = extent(lambda e: e.passes * (e.tile_m + e.depth * e.vec))
 
     @property
     def shared_bytes(self) -> int:

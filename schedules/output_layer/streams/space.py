@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv
@@ -104,6 +105,10 @@ def _likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
             yield point
 
 
+extent = Derived["Extents", int]
+whether = Derived["Extents", bool]
+
+
 @dataclass(frozen=True)
 class Extents(SearchSizes):
     """What the kernels know before they run.
@@ -149,60 +154,25 @@ class Extents(SearchSizes):
             **decisions,
         )
 
-    @property
-    def words(self) -> int:
-        """Words of a full list."""
-        return self.m * self.block
-
-    @property
-    def row_vectors(self) -> int:
-        """16-byte vectors of a row."""
-        return self.hidden * numpy_dtype(self.dtype).itemsize // VECTOR
-
-    @property
-    def step(self) -> int:
-        """Vectors of a row that lanes have in hand together."""
-        return self.reduce_threads * self.vectors
-
-    @property
-    def steps(self) -> int:
-        return ceildiv(self.row_vectors, self.step)
-
-    @property
-    def state_vectors(self) -> int:
-        """Vectors of a hidden state, with zeros up to the end of the last step."""
-        return self.steps * self.step
-
-    @property
-    def uneven(self) -> bool:
-        """Whether the last step reaches beyond a row's end."""
-        return self.state_vectors != self.row_vectors
-
-    @property
-    def held(self) -> int:
-        """Vectors that a thread has in hand."""
-        return self.vectors * self.tile_n
-
-    @property
-    def all_vectors(self) -> int:
-        """A thread's part of a word."""
-        return ceildiv(self.row_vectors, self.reduce_threads)
-
-    @property
-    def product_threads(self) -> int:
-        """Threads of a block of the first kernel."""
-        return WARP * self.tiles
-
-    @property
-    def words_each(self) -> int:
-        """Words of such a block."""
-        return self.product_threads // self.reduce_threads * self.tile_n
-
-    @property
-    def parts(self) -> int:
-        """Thread blocks of the first kernel per list."""
-        return ceildiv(self.words, self.words_each)
-
-    @property
-    def searched_words(self) -> int:
-        return self.words
+    # Words of a full list.
+    words = extent(lambda e: e.m * e.block)
+    # 16-byte vectors of a row.
+    row_vectors = extent(lambda e: e.hidden * numpy_dtype(e.dtype).itemsize // VECTOR)
+    # Vectors of a row that lanes have in hand together.
+    step = extent(lambda e: e.reduce_threads * e.vectors)
+    steps = extent(lambda e: ceildiv(e.row_vectors, e.step))
+    # Vectors of a hidden state, with zeros up to the end of the last step.
+    state_vectors = extent(lambda e: e.steps * e.step)
+    # Whether the last step reaches beyond a row's end.
+    uneven = whether(lambda e: e.state_vectors != e.row_vectors)
+    # Vectors that a thread has in hand.
+    held = extent(lambda e: e.vectors * e.tile_n)
+    # A thread's part of a word.
+    all_vectors = extent(lambda e: ceildiv(e.row_vectors, e.reduce_threads))
+    # Threads of a block of the first kernel.
+    product_threads = extent(lambda e: WARP * e.tiles)
+    # Words of such a block.
+    words_each = extent(lambda e: e.product_threads // e.reduce_threads * e.tile_n)
+    # Thread blocks of the first kernel per list.
+    parts = extent(lambda e: ceildiv(e.words, e.words_each))
+    searched_words = extent(lambda e: e.words)
