@@ -15,11 +15,13 @@ from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.core.template import ceildiv
+from tvm_sparse.core.template import Decisions, Program, ceildiv
+from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
 from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
 from ...device.state import named, register
 from ...device.words import PTX_INDEX, load_element, load_words, value_at
+from ...interface import gpu_program
 from .space import Extents
 
 Phase = Callable[..., Any]
@@ -307,3 +309,9 @@ def sum_groups_and_store(e, /, s, io, at, t):
                 s.result[v] = T.Cast(e.dtype, s.total[v])
             for v in T.vectorized(together):
                 flat[at.first * e.vec + T.Cast("int64", item) + v] = s.result[v]
+
+
+def program(problem: NhotLookup, decisions: Decisions) -> Program:
+    """The program of a point."""
+    e = Extents.of(problem, decisions)
+    return gpu_program(problem, kernel_body(e), overlapped=e.overlap > 0, index="int64")

@@ -16,12 +16,14 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
-from tvm_sparse.core.template import ceildiv
+from tvm_sparse.core.template import Decisions, Program, ceildiv
+from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
 from ...device.overlap import CACHE_LINE, start_consumer, wait_for_producer, wait_then_start_consumer
 from ...device.selection import FULL_WARP
 from ...device.state import named, register
 from ...device.words import FILLERS, PTX_INDEX, load_element, load_words, stored_at, value_at
+from ...interface import gpu_program
 from .space import WARP, Extents
 
 Phase = Callable[..., Any]
@@ -542,3 +544,9 @@ def store_tile(e, /, s, io, at):
                     io.out[
                         out_row(e, io, at), out_column(e, io, at, column + part * together + v)
                     ] = s.result[part * together + v]
+
+
+def program(problem: NhotLookup, decisions: Decisions) -> Program:
+    """The program of a point."""
+    e = Extents.of(problem, decisions)
+    return gpu_program(problem, kernel_body(e), overlapped=e.overlap > 0, index="int64")

@@ -18,6 +18,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
+from tvm_sparse.core.template import Decisions, Program
 
 from ...device.arithmetic import LOG2_E
 from ...device.overlap import wait_then_start_consumer
@@ -26,6 +27,7 @@ from ...device.selection import FULL_WARP
 from ...device.words import held_address
 from ..best.sizes import VECTOR
 from ..lists import find_word
+from ..tiles import program as tiles
 from ..tiles.product import (
     Place,
     State,
@@ -39,6 +41,8 @@ from ..tiles.product import (
     take_tiles,
 )
 from ..tiles.sizes import STEP, Extents
+from ..words import OutputLayer
+from .space import extents
 
 # What one warp alone reads, once, need not push hidden states out of the L1 cache.
 load_once = T.ptx.ld.global_.L1__no_allocate.v4.u32
@@ -203,3 +207,8 @@ def product(e: Extents) -> Callable[..., Any]:
 
     return kernel
 # fmt: on
+
+
+def program(problem: OutputLayer, decisions: Decisions) -> Program:
+    """The program of a point."""
+    return tiles.program(problem, extents(problem, decisions), product)

@@ -12,6 +12,7 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Table, powers
 
 from ..best.sizes import THREADS, most_shared, search_allowed
+from ..tiles import sizes
 from ..tiles.sizes import (
     BESIDES,
     BLOCKS_EACH,
@@ -180,3 +181,6 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
             e = extents(problem, point)
             if e.tiles == tiles and refusal(e, machine) is None:
                 yield point
+
+
+launch = sizes.launch(extents)

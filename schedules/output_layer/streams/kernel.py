@@ -18,7 +18,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
-from tvm_sparse.core.template import Program, Workspace, ceildiv
+from tvm_sparse.core.template import Decisions, Program, Workspace, ceildiv
 
 from ...device.overlap import wait_then_start_consumer
 from ...device.region import device_region
@@ -199,8 +199,9 @@ def product(e: Extents) -> Phase:
 # fmt: on
 
 
-def program(problem: OutputLayer, e: Extents) -> Program:
-    """The program of one point of the space."""
+def program(problem: OutputLayer, decisions: Decisions) -> Program:
+    """The program of a point."""
+    e = Extents.of(problem, decisions)
     multiply_words = product(e)
     if not e.k:
         # fmt: off

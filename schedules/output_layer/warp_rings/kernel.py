@@ -15,6 +15,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
+from tvm_sparse.core.template import Decisions, Program
 
 from ...device.arithmetic import LOG2_E
 from ...device.mbarriers import arrive_expecting
@@ -23,6 +24,7 @@ from ...device.region import device_region
 from ...device.words import held_address
 from ..best.sizes import VECTOR
 from ..lists import find_word, load_name, named_word
+from ..tiles import program as tiles
 from ..tiles.product import (
     Place,
     bring_states,
@@ -46,6 +48,8 @@ from ..tiles.ring import (
     stage_at,
 )
 from ..tiles.sizes import STEP, Extents
+from ..words import OutputLayer
+from .space import extents
 
 
 # fmt: off
@@ -150,3 +154,8 @@ def product(e: Extents) -> Callable[..., Any]:
 
     return kernel
 # fmt: on
+
+
+def program(problem: OutputLayer, decisions: Decisions) -> Program:
+    """The program of a point."""
+    return tiles.program(problem, extents(problem, decisions), product)

@@ -11,11 +11,14 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
+from tvm_sparse.core.template import Decisions, Program
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 from ...device.arithmetic import LOG2_E
 from ...device.selection import MINUS_INFINITY, bits_value, key_bits, key_index, key_value, make_key
 from ...device.state import named
 from ...softmax_topk.elements import element, write_value, write_wanted
+from ...softmax_topk.interface import gpu_program
 
 
 @dataclass(frozen=True)
@@ -135,3 +138,8 @@ def write_places(k, threads, /, io, row, t, s):
             io.values, row, i * threads + t, (key_value(s.key[0]) - s.top[0]) * io.scale,
             T.float32(1) / s.d[0], T.log(s.d[0]), io.log)
 # fmt: on
+
+
+def program(problem: SoftmaxTopk, decisions: Decisions) -> Program:
+    """The program of a point."""
+    return gpu_program(problem, kernel(problem, decisions["threads"], bool(decisions["skip"])))

@@ -8,12 +8,15 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
+from tvm_sparse.core.template import Decisions, Program
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 from ...device.arithmetic import LOG2_E
 from ...device.cluster import cluster_arrive_relaxed, cluster_wait
 from ...device.mbarriers import await_arrivals
 from ...device.overlap import wait_for_producer, wait_then_start_consumer
-from ..ending import Own
+from ..ending import Own, own_of
+from ..interface import gpu_program
 from .agreement import begin_agreement
 from .bound import find_tops
 from .cluster import count_parts, filter_parts, prepare_exchange, share_parts, unite_parts
@@ -185,3 +188,8 @@ def kernel(layout: Layout, own: Own | None = None) -> Callable[..., Any]:
 
     return body
 # fmt: on
+
+
+def program(problem: SoftmaxTopk, decisions: Decisions) -> Program:
+    """The program of a point."""
+    return gpu_program(problem, kernel(Layout.of(problem, decisions), own_of(problem)), overlapped=True)

@@ -13,6 +13,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
+from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 from ...device.arithmetic import LOG2_E
@@ -20,6 +21,7 @@ from ...device.selection import RADIX_BINS, key_index, key_value, make_key, radi
 from ...device.state import named
 from ..elements import element, write_value, write_wanted
 from ..ending import Ending, end_of_block, own_of
+from ..interface import gpu_program
 
 
 @dataclass(frozen=True)
@@ -208,3 +210,8 @@ def write_keys(k, threads, /, io, row, t, s):
             io.values, row, i * threads + t, (key_value(s.key[0]) - s.top[0]) * io.scale,
             T.float32(1) / s.d[0], T.log(s.d[0]), io.log)
 # fmt: on
+
+
+def program(problem: SoftmaxTopk, decisions: Decisions) -> Program:
+    """The program of a point."""
+    return gpu_program(problem, kernel(problem, decisions["threads"]))

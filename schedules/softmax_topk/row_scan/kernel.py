@@ -14,13 +14,16 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
+from tvm_sparse.core.template import Decisions, Program
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 from ...device.arithmetic import exp_nonpositive, is_nan
 from ...device.loops import in_parallel
 from ...device.state import named
 from ..elements import element_on_cpu as element
 from ..elements import write_given, write_value
-from ..ending import Ending, Own
+from ..ending import Ending, Own, own_of, own_on_cpu
+from ..interface import cpu_program
 from .keys import heap_key, index_of, value_of
 from .space import FEW, Extents
 
@@ -316,3 +319,9 @@ def write_outputs(extents, /, io, row, s):
                 (element(io, row, io.ids[row, i]) - s.m[0]) * io.scale,
                 T.float32(1) / s.d[0], T.log(s.d[0]), io.log)
 # fmt: on
+
+
+def program(problem: SoftmaxTopk, decisions: Decisions) -> Program:
+    """The program of a point."""
+    extents = Extents(problem.vocab, problem.k, problem.ids, decisions["chunk"], decisions["simd"])
+    return cpu_program(problem, function(extents, own_of(problem, of_row=own_on_cpu)))

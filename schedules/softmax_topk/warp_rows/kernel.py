@@ -8,11 +8,14 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
+from tvm_sparse.core.template import Decisions, Program
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 from ...device.arithmetic import LOG2_E
 from ...device.overlap import wait_then_start_consumer
 from ...device.words import held_address
-from ..ending import Ending, Own
+from ..ending import Ending, Own, own_of
+from ..interface import gpu_program
 from . import bins, bisection, counting, levels, results, row
 from .space import Layout
 from .state import Place, State
@@ -105,3 +108,9 @@ def larger_k(layout, /, io, at, s):
             bisection.collect_selected(layout)(io, at, s)
             bisection.sort_keys(layout)(io, at, s)
         bisection.write_sorted(layout)(io, at, s)
+
+
+def program(problem: SoftmaxTopk, decisions: Decisions) -> Program:
+    """The program of a point."""
+    layout = Layout.of(problem, decisions)
+    return gpu_program(problem, kernel(layout, own_of(problem)), overlapped=layout.overlapped)

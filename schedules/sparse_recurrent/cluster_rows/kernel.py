@@ -31,11 +31,13 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
-from tvm_sparse.core.template import ceildiv
+from tvm_sparse.core.template import Decisions, Program, ceildiv
+from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
 from ...device.cluster import cluster_arrive_relaxed, cluster_barrier, cluster_wait
 from ...device.mbarriers import arrive_expecting
 from ...device.state import local, pooled
+from ...interface import gpu_program
 from ...recurrent.exchange import element_bits
 from ...recurrent.sizes import WARP
 from ..persistent_rows.state import State
@@ -267,3 +269,8 @@ def kernel_body(e, /, io):
     cluster_arrive_relaxed()
     cluster_wait()
 # fmt: on
+
+
+def program(problem: SparseRecurrent, decisions: Decisions) -> Program:
+    """The program of a point."""
+    return gpu_program(problem, kernel_body(ClusterExtents.of(problem, decisions)))
