@@ -158,26 +158,18 @@ def launch(problem: BsrMatmul, decisions: Decisions) -> Launch:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How a product is cut into partial sums.
+    """How a product is cut into partial sums."""
 
-    Attributes
-    ----------
-    rows, cols
-        Shape of a weight block.
-    tile_m, tile_n, vec
-        As the decisions of these names. A *row tile* is `tile_n` rows of the weight, within a block row.
-    threads
-        Threads that share a dot product.
-    whole_blocks
-        Whether a thread takes every `threads`-th block of the block row, instead of every `threads`-th vector.
-    """
-
+    # Shape of a weight block.
     rows: int
     cols: int
+    # As the decisions of these names. A *row tile* is `tile_n` rows of the weight, within a block row.
     tile_m: int
     tile_n: int
     vec: int
+    # Threads that share a dot product.
     threads: int
+    # Whether a thread takes every `threads`-th block of the block row, instead of every `threads`-th vector.
     whole_blocks: bool
 
     def position(self, q: Any, thread: Any) -> Any:

@@ -42,49 +42,33 @@ whether = Derived["Extents", bool]
 
 @dataclass(frozen=True)
 class Extents:
-    """What a kernel is generated from.
+    """What a kernel is generated from."""
 
-    Attributes
-    ----------
-    writes
-        Whether the kernel writes a result for each element, as softmax does; else one value a row, as logsumexp.
-    algorithm
-        The paper's: "online", "safe" or "naive".
-    dtype, vocab
-        The logits' dtype and how many a row has.
-    keep
-        Where a row's elements stay until the normaliser is known.
-    cluster
-        Thread blocks that share a row, as one cluster.
-    threads
-        Threads of a block that share a row, or its part.
-    rows
-        Rows of a block; more than one only where a row has one warp.
-    vectors
-        Vectors that a thread has in registers at once.
-    slices
-        Parts of a thread block: 1, or one for each of its warps, which then is all that `threads` counts. Parts are
-        numbered in the order of their columns, and the last one has the ragged elements at the row's end.
-    written
-        Whether vectors are loaded so that what a producer kernel wrote is seen (`device.overlap`).
-    out_dtype
-        The dtype of the results, where there is one for each element; the logits' if absent.
-    tempered
-        Whether each row has a temperature: exponents are multiplied by `RowState.factor`.
-    """
-
+    # Whether the kernel writes a result for each element, as softmax does; else one value a row, as logsumexp.
     writes: bool
+    # The paper's: "online", "safe" or "naive".
     algorithm: str
+    # The logits' dtype and how many a row has.
     dtype: str
     vocab: int
+    # Where a row's elements stay until the normaliser is known.
     keep: Keep
+    # Thread blocks that share a row, as one cluster.
     cluster: int
+    # Threads of a block that share a row, or its part.
     threads: int
+    # Rows of a block; more than one only where a row has one warp.
     rows: int
+    # Vectors that a thread has in registers at once.
     vectors: int
+    # Parts of a thread block: 1, or one for each of its warps, which then is all that `threads` counts. Parts are
+    # numbered in the order of their columns, and the last one has the ragged elements at the row's end.
     slices: int = 1
+    # Whether vectors are loaded so that what a producer kernel wrote is seen (`device.overlap`).
     written: bool = False
+    # The dtype of the results, where there is one for each element; the logits' if absent.
     out_dtype: str = ""
+    # Whether each row has a temperature: exponents are multiplied by `RowState.factor`.
     tempered: bool = False
 
     # ---- vectors -----------------------------------------------------------------------------------

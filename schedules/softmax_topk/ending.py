@@ -25,27 +25,21 @@ Own = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Ending:
-    """The places at which a kernel is added to.
+    """The places at which a kernel is added to."""
 
-    Attributes
-    ----------
-    own
-        Called by a kernel where it may read what its producer kernel has written, and before it takes the first
-        exponential.
-    finish
-        A phase (arguments, row, t, barrier, needed), called when a row's values and indices have been written by
-        threads that meet at `barrier`, of which t is the number; the first 32 are a warp. Values are log-probabilities.
-        `needed` is an integer in shared memory that says whether `search` is needed, or None if there is none. On a CPU
-        there is one thread, and no barrier: None.
-    search
-        A phase (arguments, row, t, part, pool) for all threads of all blocks that have the row, `part` being the
-        block's number in its cluster, or None. `pool` is dynamic shared memory of `pool_bytes` in each block, of
-        which the kernel needs nothing any more.
-    """
-
+    # Called by a kernel where it may read what its producer kernel has written, and before it takes the first
+    # exponential.
     own: Own
+    # A phase (arguments, row, t, barrier, needed), called when a row's values and indices have been written by threads
+    # that meet at `barrier`, of which t is the number; the first 32 are a warp. Values are log-probabilities. `needed`
+    # is an integer in shared memory that says whether `search` is needed, or None if there is none. On a CPU there is
+    # one thread, and no barrier: None.
     finish: Callable[..., Any]
+    # A phase (arguments, row, t, part, pool) for all threads of all blocks that have the row, `part` being the block's
+    # number in its cluster, or None. `pool` is dynamic shared memory of `pool_bytes` in each block, of which the kernel
+    # needs nothing any more.
     search: Callable[..., Any] | None = None
+
     pool_bytes: int = 0
 
 

@@ -40,37 +40,25 @@ ALL_LANES = 0xFFFFFFFF
 
 @dataclass
 class RowState:
-    """What a thread has of its block row.
+    """What a thread has of its block row."""
 
-    Attributes
-    ----------
-    sums
-        For each of the thread's rows of the block and each row of x, in this order.
-    weight
-        The thread's vectors of a chunk, in words.
-    x
-        One vector of x.
-    columns
-        The column of x at which the block of each copy begins.
-    row, first, count
-        The block row, its first block, and how many it has.
-    ends
-        Its first block, and the one after its last.
-    begin
-        The first block of the chunk in hand, counted from the block row's begin.
-    total
-        The sum of one element of y.
-    """
-
+    # For each of the thread's rows of the block and each row of x, in this order.
     sums: Any
+    # The thread's vectors of a chunk, in words.
     weight: Any
+    # One vector of x.
     x: Any
+    # The column of x at which the block of each copy begins.
     columns: Any
+    # The block row, its first block, and how many it has.
     row: Any
     first: Any
     count: Any
+    # Its first block, and the one after its last.
     ends: Any
+    # The first block of the chunk in hand, counted from the block row's begin.
     begin: Any
+    # The sum of one element of y.
     total: Any
 
     @classmethod

@@ -76,55 +76,39 @@ extent = Derived["Extents", int]
 
 @dataclass(frozen=True)
 class Extents:
-    """What a kernel's phases know before it runs.
+    """What a kernel's phases know before it runs."""
 
-    Attributes
-    ----------
-    rows, cols
-        Of a block of the weight.
-    block_rows
-        Block rows of the weight: units of work.
-    threads, tile_m, vec, depth, cluster, overlap
-        The decisions of these names.
-    dtype, itemsize
-        Of x, the weight and y; bytes of an element.
-    across
-        Vectors in a row of a block.
-    block_vectors
-        Vectors of a block.
-    groups
-        Blocks that the threads have a vector of at once.
-    passes
-        Rows of a block that a thread has a vector of, `row_step` rows apart: 1, unless a block has more vectors than
-        there are threads.
-    row_step
-        See `passes`.
-    chunk
-        Blocks of a block row that a thread block has in flight at once, `depth` of each group.
-    copies
-        Copies of x that a thread issues for a chunk.
-    words
-        32-bit words of a vector.
-    """
-
+    # Of a block of the weight.
     rows: int
     cols: int
+    # Block rows of the weight: units of work.
     block_rows: int
+    # The decisions of these names.
     threads: int
     tile_m: int
     vec: int
     depth: int
     cluster: int
     overlap: int
+    # Of x, the weight and y; bytes of an element.
     dtype: str
     itemsize: int
+    # Vectors in a row of a block.
     across: int
+    # Vectors of a block.
     block_vectors: int
+    # Blocks that the threads have a vector of at once.
     groups: int
+    # Rows of a block that a thread has a vector of, `row_step` rows apart: 1, unless a block has more vectors than
+    # there are threads.
     passes: int
+    # See `passes`.
     row_step: int
+    # Blocks of a block row that a thread block has in flight at once, `depth` of each group.
     chunk: int
+    # Copies of x that a thread issues for a chunk.
     copies: int
+    # 32-bit words of a vector.
     words: int
 
     @classmethod

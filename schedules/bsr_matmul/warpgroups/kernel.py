@@ -52,86 +52,64 @@ FAR, OVER = 0x7FFFFFFF, 0x80000000
 
 @dataclass
 class State(Buffers):
-    """What the phases share.
+    """What the phases share."""
 
-    Attributes
-    ----------
-    t, lane, warp
-        The thread, its place in its warp, and that in the thread block.
-    tile, top
-        The tile of block rows, and the first row of x.
-    x_map, weight_map
-        Addresses of the tensor maps.
-    slot, turn
-        The stage in hand, and the parity of its mbarriers' phase.
-    done
-        Whether a phase is over.
-    at, stop
-        The lane's block, and the one after the last of its row.
-    column, next_column
-        Block columns of it and of the block after it; FAR if there is none.
-    base
-        The panel in hand: its first block column, divided by `beside`.
-    first, mine
-        The lane's first block in the panel, and which of its block columns it has: a bit each.
-    has, word
-        Whether a lane has a block, and that of all lanes.
-    count
-        Blocks of the thread block in the panel.
-    sums
-        Sums of the warpgroup's 64 rows of x: a thread has `rows // 2` for each block row.
-    left
-        The stage whose products are in flight; -1 if there is none.
-    panel_of, weight_of
-        Descriptors of the operands in the first stage.
-    words
-        A vector of y.
-    ring
-        Shared: the stages, a panel of x and its blocks each.
-    stored
-        Shared, in the same place: a tile of y.
-    full, empty
-        Shared: mbarriers of stages that have come, and that all warps have multiplied.
-    told
-        Shared: for each stage and block column in it, which block rows have a block: a bit each.
-    row_of
-        Shared: the thread block's block rows, -1 beyond the last.
-    """
-
+    # The thread, its place in its warp, and that in the thread block.
     t: Any
     lane: Any
     warp: Any
+    # The tile of block rows, and the first row of x.
     tile: Any
     top: Any
+    # Addresses of the tensor maps.
     x_map: Any
     weight_map: Any
+    # The stage in hand, and the parity of its mbarriers' phase.
     slot: Any = scalar()
     turn: Any = scalar("uint32")
+    # Whether a phase is over.
     done: Any = local("uint32")
+    # The lane's block, and the one after the last of its row.
     at: Any = local("int32")
     stop: Any = local("int32")
+    # Block columns of it and of the block after it; FAR if there is none.
     column: Any = local("int32")
     next_column: Any = local("int32")
+    # The panel in hand: its first block column, divided by `beside`.
     base: Any = local("int32")
+    # The lane's first block in the panel, and which of its block columns it has: a bit each.
     first: Any = scalar()
     mine: Any = scalar("uint32")
+    # Whether a lane has a block, and that of all lanes.
     has: Any = scalar("bool")
     word: Any = local("uint32", lambda e: e.beside)
+    # Blocks of the thread block in the panel.
     count: Any = scalar("uint32")
+    # Sums of the warpgroup's 64 rows of x: a thread has `rows // 2` for each block row.
     sums: Any = local("float32", lambda e: e.tile_n // 2)
+    # The stage whose products are in flight; -1 if there is none.
     left: Any = scalar()
+
     more: Any = scalar()
     any: Any = scalar("uint32")
+    # Descriptors of the operands in the first stage.
     panel_of: Any = local("uint32")
     weight_of: Any = local("uint32")
+
     panel_at: Any = scalar("uint32")
     weight_at: Any = scalar("uint32")
+    # A vector of y.
     words: Any = local("uint32", 4)
+    # Shared: the stages, a panel of x and its blocks each.
     ring: Any = pooled("uint32", lambda e: e.barriers_at // 4, 0)
+    # Shared, in the same place: a tile of y.
     stored: Any = pooled("uint32", lambda e: e.stored_bytes // 4, 0)
+    # Shared: mbarriers of stages that have come, and that all warps have multiplied.
     full: Any = pooled("uint64", lambda e: e.stages, lambda e: e.barriers_at // 8)
     empty: Any = pooled("uint64", lambda e: e.stages, lambda e: e.barriers_at // 8 + e.stages)
+    # Shared: for each stage and block column in it, which block rows have a block: a bit each.
     told: Any = pooled("uint32", lambda e: e.stages * e.beside, lambda e: e.told_at // 4)
+    # Shared: the thread block's block rows, -1 beyond the last.
     row_of: Any = pooled("int32", lambda e: e.rows_each, lambda e: e.told_at // 4 + e.stages * e.beside)
 
 

@@ -171,26 +171,18 @@ extent = Derived["Extents", int]
 
 @dataclass(frozen=True)
 class Extents:
-    """What the kernel's phases know before it runs.
+    """What the kernel's phases know before it runs."""
 
-    Attributes
-    ----------
-    rows, cols
-        Extents of a block of the weight.
-    block_rows, k, n
-        Block rows of the weight, its columns and its rows.
-    dtype
-        The dtype of x, the weight and y.
-    tile_m, tile_n, panel, stages, overlap
-        The decisions of these names.
-    """
-
+    # Extents of a block of the weight.
     rows: int
     cols: int
+    # Block rows of the weight, its columns and its rows.
     block_rows: int
     k: int
     n: int
+    # The dtype of x, the weight and y.
     dtype: str
+    # The decisions of these names.
     tile_m: int
     tile_n: int
     panel: int

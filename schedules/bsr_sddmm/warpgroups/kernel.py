@@ -50,52 +50,32 @@ passed_sum = peer_load("passed_sum", "float", "float32")
 
 @dataclass
 class State(Buffers):
-    """What the phases share.
+    """What the phases share."""
 
-    Attributes
-    ----------
-    t, lane, warp
-        The thread, its place in its warp, and that in the thread block.
-    unit, rank
-        Which of the parts of all block rows the thread block has, and its place in the cluster.
-    left_map, right_map
-        Addresses of the tensor maps.
-    slot, turn, left
-        As `device.stages` says.
-    done
-        Whether a phase is over.
-    row, first, count
-        The block row, its first block of this thread block, and how many there are; a row of -1 if there is none.
-    top, steps
-        The first row of both matrices, and the number of steps.
-    sums
-        Sums of the warpgroup's 64 rows: of eight columns a thread has two neighbours, in two rows.
-    left_of, right_of
-        Low halves of descriptors of the operands in the first stage.
-    ring
-        Shared: the stages, boxes of the left and of the right matrix each.
-    passed
-        Shared, in the same place: the sums of all threads.
-    full, empty
-        Shared: mbarriers of stages that have come, and that all warps have multiplied.
-    """
-
+    # The thread, its place in its warp, and that in the thread block.
     t: Any
     lane: Any
     warp: Any
+    # Which of the parts of all block rows the thread block has, and its place in the cluster.
     unit: Any
     rank: Any
+    # Addresses of the tensor maps.
     left_map: Any
     right_map: Any
+    # As `device.stages` says.
     slot: Any = scalar()
     turn: Any = scalar("uint32")
     left: Any = scalar()
+    # Whether a phase is over.
     done: Any = local("uint32")
+    # The block row, its first block of this thread block, and how many there are; a row of -1 if there is none.
     row: Any = scalar()
     first: Any = scalar()
     count: Any = scalar()
+    # The first row of both matrices, and the number of steps.
     top: Any = scalar()
     steps: Any = scalar()
+
     chunk: Any = scalar()
     behind: Any = scalar()
     start: Any = local("int32")
@@ -104,14 +84,21 @@ class State(Buffers):
     other: Any = local("int32")
     column: Any = local("int32")
     place: Any = scalar()
+    # Sums of the warpgroup's 64 rows: of eight columns a thread has two neighbours, in two rows.
     sums: Any = local("float32", lambda e: e.sums)
+
     both: Any = local("float32", 2)
+    # Low halves of descriptors of the operands in the first stage.
     left_of: Any = local("uint32")
     right_of: Any = local("uint32")
+
     left_at: Any = scalar("uint32")
     right_at: Any = scalar("uint32")
+    # Shared: the stages, boxes of the left and of the right matrix each.
     ring: Any = pooled("uint32", lambda e: e.stages * e.stage_bytes // 4, 0)
+    # Shared, in the same place: the sums of all threads.
     passed: Any = pooled("float32", lambda e: e.passed_bytes // 4, 0, when=lambda e: e.cluster > 1)
+    # Shared: mbarriers of stages that have come, and that all warps have multiplied.
     full: Any = pooled("uint64", lambda e: e.stages, lambda e: e.stages * e.stage_bytes // 8)
     empty: Any = pooled("uint64", lambda e: e.stages, lambda e: e.stages * e.stage_bytes // 8 + e.stages)
 

@@ -100,26 +100,18 @@ extent = Derived["Extents", int]
 
 @dataclass(frozen=True)
 class Extents:
-    """What the kernel's phases know before it runs.
+    """What the kernel's phases know before it runs."""
 
-    Attributes
-    ----------
-    rows, cols
-        Extents of a block.
-    block_rows, k, n
-        Block rows of the matrix, its columns and its rows.
-    dtype
-        The dtype of both matrices and of the blocks.
-    tile_m, tile_k, stages, cluster
-        The decisions of these names.
-    """
-
+    # Extents of a block.
     rows: int
     cols: int
+    # Block rows of the matrix, its columns and its rows.
     block_rows: int
     k: int
     n: int
+    # The dtype of both matrices and of the blocks.
     dtype: str
+    # The decisions of these names.
     tile_m: int
     tile_k: int
     stages: int

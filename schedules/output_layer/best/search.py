@@ -24,29 +24,19 @@ from .sums import add_up, best_of_lanes, exponentials
 
 @dataclass(frozen=True)
 class Search:
-    """What `select` looks through.
+    """What `select` looks through."""
 
-    Attributes
-    ----------
-    number
-        0 of tiles, 1 of tokens: of their counters.
-    most
-        How many there may be: memory is read so far before their number is known.
-    load
-        (io, s, i, j) loads the i-th into `bits[j]`.
-    finish
-        (s, i, j) makes it the bits that order like it, 0 for none.
-    name
-        (s, i) is the number by which equals are put in order.
-    place
-        (io, s, rank, key, factor) does with one of the k best what is to be done.
-    """
-
+    # 0 of tiles, 1 of tokens: of their counters.
     number: int
+    # How many there may be: memory is read so far before their number is known.
     most: int
+    # (io, s, i, j) loads the i-th into `bits[j]`.
     load: Callable[..., Any]
+    # (s, i, j) makes it the bits that order like it, 0 for none.
     finish: Callable[..., Any]
+    # (s, i) is the number by which equals are put in order.
     name: Callable[..., Any]
+    # (io, s, rank, key, factor) does with one of the k best what is to be done.
     place: Callable[..., Any]
 
 

@@ -42,40 +42,27 @@ MINUS_INFINITY = T.float32("-inf")
 
 @dataclass
 class State(Buffers):
-    """What the phases share.
+    """What the phases share."""
 
-    Attributes
-    ----------
-    index, t, member
-        The list, the thread, and which of the lanes that share words it is.
-    position
-        Position in the list of the first word in hand.
-    words
-        Number of words of the list.
-    name
-        A word.
-    at
-        Addresses of the words in hand.
-    hand
-        Their vectors.
-    part
-        A vector of the hidden state, from or to shared memory.
-    sums
-        The partial sum of each word in hand.
-    state
-        Shared: the hidden state.
-    """
-
+    # The list, the thread, and which of the lanes that share words it is.
     index: Any
     t: Any
     member: Any
+    # Position in the list of the first word in hand.
     position: Any
+    # Number of words of the list.
     words: Any = local("int32")
+    # A word.
     name: Any = local("int32", lambda e: e.tile_n)
+    # Addresses of the words in hand.
     at: Any = local("uint64", lambda e: e.tile_n)
+    # Their vectors.
     hand: Any = local("uint32", lambda e: e.held * PER_VECTOR)
+    # A vector of the hidden state, from or to shared memory.
     part: Any = local("uint32", PER_VECTOR)
+    # The partial sum of each word in hand.
     sums: Any = local("float32", lambda e: e.tile_n)
+    # Shared: the hidden state.
     state: Any = shared("uint32", lambda e: e.state_vectors * PER_VECTOR)
 
 

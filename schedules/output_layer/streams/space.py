@@ -111,35 +111,26 @@ whether = Derived["Extents", bool]
 
 @dataclass(frozen=True)
 class Extents(SearchSizes):
-    """What the kernels know before they run.
+    """What the kernels know before they run."""
 
-    Attributes
-    ----------
-    dtype, hidden
-        Dtype and columns of hidden states and words.
-    k, ids
-        Words to find in a row (0 for `candidate_logits`, which finds none), and given words whose probabilities are
-        wanted.
-    m, block
-        Candidates of a list, and words of a candidate.
-    reduce_threads, vectors, tile_n, tiles, threads, overlap
-        The decisions of these names.
-    direct
-        1: all scores are searched.
-    """
-
+    # Dtype and columns of hidden states and words.
     dtype: str
     hidden: int
+    # Words to find in a row (0 for `candidate_logits`, which finds none), and given words whose probabilities are
+    # wanted.
     k: int
     ids: int
+    # Candidates of a list, and words of a candidate.
     m: int
     block: int
+    # The decisions of these names.
     reduce_threads: int
     vectors: int
     tile_n: int
     tiles: int
     threads: int
     overlap: int
+    # 1: all scores are searched.
     direct: int = 1
 
     @classmethod

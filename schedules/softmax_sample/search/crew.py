@@ -150,66 +150,45 @@ class State:
 
 @dataclass(frozen=True)
 class Crew:
-    """The threads that go through a row together.
+    """The threads that go through a row together."""
 
-    Attributes
-    ----------
-    elements
-        Of a step: how many elements a thread has in hand at once.
-    steps
-        How many steps go through a row.
-    element
-        (io, row, column) -> an element.
-    load
-        A phase (io, row, t, s, j): the elements of a thread's j-th step.
-    take
-        (io, s, e): the e-th of these becomes `s.x[0]`; -inf if it is not of the row.
-    column
-        (s, t, j, e) -> its column, if it is of the row.
-    exponential
-        (s, x) -> that of an element, relative to the row's largest. Reads `top`, `factor`.
-    meet
-        Their barrier.
-    clear
-        (s, t): nothing in any bin of digits; on a GPU all bins are empty after every `unite`.
-    add, count
-        (s, t, start, bin, mass): to the mass of a bin of those from `start` on; (s, t, bin): 1 to its number of words.
-    add_part
-        (s, t, i) -> the threads' `s.part[i]` to that sum.
-    unite
-        (s, t, start): what all threads have added is in `masses`, from `start` on, and in `counts`. Begins and ends
-        with a barrier.
-    find
-        (s, t, start): in which of the bins from `start` on, the last one first, a mass of `s.need` is reached; or, if
-        `s.counting`, so many words. Reads `masses`, `counts`, `above`, `passed`, writes `found`.
-    pick
-        (io, row, t, s, first, last): the `s.rank`-th of the group's columns from `first` to `last` becomes the token.
-    draw
-        (io, row, t, s, uniform): a word that is left becomes the token, in the order of columns. Left are words of at
-        least `s.least` that come before the group, and the first `s.rank` of it.
-    draws
-        Whether the search draws where no top_k bounds the row; else it ends when what is left is known.
-    guesses, guess
-        Whether there is a faster way to top-p's bound, which may fail; and that: see `bracket.guess`.
-    """
-
+    # Of a step: how many elements a thread has in hand at once.
     elements: int
+    # How many steps go through a row.
     steps: int
+    # (io, row, column) -> an element.
     element: Callable[[Any, Any, Any], tirx.PrimExpr]
+    # A phase (io, row, t, s, j): the elements of a thread's j-th step.
     load: Callable[..., Any]
+    # (io, s, e): the e-th of these becomes `s.x[0]`; -inf if it is not of the row.
     take: Callable[..., Any]
+    # (s, t, j, e) -> its column, if it is of the row.
     column: Callable[..., Any]
+    # (s, x) -> that of an element, relative to the row's largest. Reads `top`, `factor`.
     exponential: Callable[[State, Any], tirx.PrimExpr]
+    # Their barrier.
     meet: Callable[[], Any]
+    # (s, t): nothing in any bin of digits; on a GPU all bins are empty after every `unite`.
     clear: Callable[..., Any]
+    # (s, t, start, bin, mass): to the mass of a bin of those from `start` on; (s, t, bin): 1 to its number of words.
     add: Callable[..., Any]
     count: Callable[..., Any]
+    # (s, t, i) -> the threads' `s.part[i]` to that sum.
     add_part: Callable[..., Any]
+    # (s, t, start): what all threads have added is in `masses`, from `start` on, and in `counts`. Begins and ends with
+    # a barrier.
     unite: Callable[..., Any]
+    # (s, t, start): in which of the bins from `start` on, the last one first, a mass of `s.need` is reached; or, if
+    # `s.counting`, so many words. Reads `masses`, `counts`, `above`, `passed`, writes `found`.
     find: Callable[..., Any]
+    # (io, row, t, s, first, last): the `s.rank`-th of the group's columns from `first` to `last` becomes the token.
     pick: Callable[..., Any]
+    # (io, row, t, s, uniform): a word that is left becomes the token, in the order of columns. Left are words of at
+    # least `s.least` that come before the group, and the first `s.rank` of it.
     draw: Callable[..., Any] | None = None
+    # Whether the search draws where no top_k bounds the row; else it ends when what is left is known.
     draws: bool = True
+    # Whether there is a faster way to top-p's bound, which may fail; and that: see `bracket.guess`.
     guesses: bool = False
     guess: Callable[..., Any] | None = None
 

@@ -264,21 +264,10 @@ layout_whether = Derived["Layout", bool]
 
 @dataclass(frozen=True)
 class Layout:
-    """All static extents of a point: what phases are made for.
+    """All static extents of a point: what phases are made for."""
 
-    Attributes
-    ----------
-    vocab, k, ids, dtype, bias, masked, capped
-        The problem's: columns of a row, elements to find, given columns, the logits' dtype, whether there is a bias,
-        whether there are bitmaps of allowed columns, and whether there is a soft cap.
-    tiling
-        How a row is cut up.
-    first
-        The first threshold.
-    deferred, overlap, prefetch, unroll
-        The decisions of these names (see `vocabulary`). Clusters always overlap, and do not prefetch.
-    """
-
+    # The problem's: columns of a row, elements to find, given columns, the logits' dtype, whether there is a bias,
+    # whether there are bitmaps of allowed columns, and whether there is a soft cap.
     vocab: int
     k: int
     ids: int
@@ -286,8 +275,11 @@ class Layout:
     bias: bool
     masked: bool
     capped: bool
+    # How a row is cut up.
     tiling: Tiling
+    # The first threshold.
     first: FirstThreshold
+    # The decisions of these names (see `vocabulary`). Clusters always overlap, and do not prefetch.
     deferred: bool
     overlap: bool
     prefetch: bool

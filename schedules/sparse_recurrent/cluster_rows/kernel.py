@@ -62,32 +62,21 @@ try_wait = T.ptx.mbarrier.try_wait.parity.acquire.cluster.shared__cta.b64
 
 @dataclass
 class ClusterState(State):
-    """What the phases share.
+    """What the phases share."""
 
-    Attributes
-    ----------
-    pool
-        The address of the thread block's dynamic shared memory.
-    peers
-        The addresses, within the cluster, of the dynamic shared memory of the thread blocks that the warp sends to.
-    chunk_at
-        Bytes from the beginning of a copy to the thread block's chunk.
-    turn
-        Which copy is written in this step: 0 or 1.
-    done
-        Whether a wait is over.
-    where
-        Shared: of each column, the place of its states in a copy.
-    barriers
-        Shared: the mbarrier of each copy.
-    """
-
+    # The address of the thread block's dynamic shared memory.
     pool: Any = local("uint32")
+    # The addresses, within the cluster, of the dynamic shared memory of the thread blocks that the warp sends to.
     peers: Any = local("uint32", lambda e: e.sends)
+    # Bytes from the beginning of a copy to the thread block's chunk.
     chunk_at: Any = local("uint32")
+    # Which copy is written in this step: 0 or 1.
     turn: Any = local("int32")
+    # Whether a wait is over.
     done: Any = local("uint32")
+    # Shared: of each column, the place of its states in a copy.
     where: Any = pooled("uint16", lambda e: e.hidden, lambda e: e.stage_bytes // 2)
+    # Shared: the mbarrier of each copy.
     barriers: Any = pooled("uint64", COPIES, lambda e: e.barriers_at // BARRIER_BYTES)
 
 
