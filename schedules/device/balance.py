@@ -146,7 +146,8 @@ def deal_out(deal: Deal, strip_rows: int, two_axes: bool = False) -> Callable[..
     return phase
 
 
-def join(cluster: int, chunk: int) -> Callable[..., Any]:
+@phase
+def join(cluster, chunk, /, w, count):
     """Let those ranks leave that have no chunk, and tell the others that this one has started.
 
     Reads: the work, and `count`, what its row holds.
@@ -154,17 +155,12 @@ def join(cluster: int, chunk: int) -> Callable[..., Any]:
     Barriers: arrives at the cluster's first, for which thread blocks that have left count as arrived.
     After: every thread block that is left has a chunk of `chunk`, or is rank 0. `meet` must follow.
     """
-
     # fmt: off
-    @T.inline
-    def phase(w, count):
-        if cluster > 1:
-            if w.rank > 0 and w.rank * chunk >= count:
-                T.thread_return()
-            if w.ranks > 1 and count > chunk:
-                cluster_arrive()
-    # fmt: on
-    return phase
+    if cluster > 1:
+        if w.rank > 0 and w.rank * chunk >= count:
+            T.thread_return()
+        if w.ranks > 1 and count > chunk:
+            cluster_arrive()
 
 
 @phase

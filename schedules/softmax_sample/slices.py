@@ -68,16 +68,11 @@ def build(problem: SoftmaxSample, decisions: Decisions) -> Program:
 
 
 # fmt: off
-def alone(blocks: Blocks) -> Callable[..., Any]:
+@phase
+def alone(blocks, /, io):
     """The body of a program of one kernel, for all rows."""
-    kernel = main(blocks)
-
-    @T.inline
-    def body(io):
-        T.device_entry()
-        kernel(io)
-
-    return body
+    T.device_entry()
+    main(blocks)(io)
 
 
 def beside_tickets(blocks: Blocks, singles: Blocks, overlap: bool) -> Callable[..., Any]:

@@ -18,7 +18,6 @@ The ranks of a cluster that share a long row come together in `join`, `meet` and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from tvm.script import tirx as T
@@ -249,28 +248,13 @@ def add_parts(e, /, s, shared, io, w, t):
 def program(problem: BsrMatmul, decisions: Decisions) -> Program:
     """The program of a point."""
     e = Extents.of(problem, decisions)
-    do = SimpleNamespace(
-        deal_out=deal_out(Deal(e.block_rows, 1, e.cluster), e.tile_m),
-        find_listed_row=listed_row(1),
-        find_unlisted_row=unlisted_row(1),
-        load_columns=load_columns(e),
-        load_weight=load_weight(e),
-        stage_x=stage_x(e),
-        multiply=multiply(e),
-        fold_lanes=fold_lanes(e),
-        write_parts=write_parts(e),
-        add_parts=add_parts(e),
-        join=join(e.cluster, e.chunk),
-        meet=meet(e.cluster, e.chunk),
-        hand_in=hand_in(e.cluster),
-    )
 
     # fmt: off
     @T.inline
     def body(io):
         T.device_entry()
         w = T.meta_var(Work.alloc())
-        do.deal_out(w, io.m, io.long)
+        deal_out(Deal(e.block_rows, 1, e.cluster), e.tile_m)(w, io.m, io.long)
         t = T.thread_id([e.threads])
         shared = T.meta_var(SharedState.alloc(e))
         s = T.meta_var(RowState.alloc(e))
@@ -278,32 +262,32 @@ def program(problem: BsrMatmul, decisions: Decisions) -> Program:
         # The structure is read before the wait if nobody writes it any more.
         s.begin = w.rank * e.chunk
         if io.long >= 0:
-            do.find_listed_row(s, io, w, s.ends[0], s.ends[1])
+            listed_row(1)(s, io, w, s.ends[0], s.ends[1])
         else:
             if e.overlap > 0:
                 wait_then_start_consumer()
-            do.find_unlisted_row(s, io, w, s.ends[0], s.ends[1])
+            unlisted_row(1)(s, io, w, s.ends[0], s.ends[1])
         s.first = s.ends[0]
         s.count = s.ends[1] - s.ends[0]
-        do.load_columns(s, io, t, s.begin)
+        load_columns(e)(s, io, t, s.begin)
         if e.overlap > 0:
             if io.long >= 0:
                 wait_then_start_consumer()
-        do.join(w, s.count)
+        join(e.cluster, e.chunk)(w, s.count)
 
         for i in T.unroll(e.passes * e.tile_m):
             s.sums[i] = T.float32(0)
         while s.begin < s.count:
-            do.load_weight(s, io, t)
-            do.stage_x(s, shared, io, w, t)
-            do.load_columns(s, io, t, s.begin + e.chunk * w.ranks)
-            do.multiply(s, shared, t)
+            load_weight(e)(s, io, t)
+            stage_x(e)(s, shared, io, w, t)
+            load_columns(e)(s, io, t, s.begin + e.chunk * w.ranks)
+            multiply(e)(s, shared, t)
             s.begin = s.begin + e.chunk * w.ranks
 
-        do.fold_lanes(s)
-        do.write_parts(s, shared, t)
-        do.meet(w, s.count)
-        do.add_parts(s, shared, io, w, t)
-        do.hand_in(w)
+        fold_lanes(e)(s)
+        write_parts(e)(s, shared, t)
+        meet(e.cluster, e.chunk)(w, s.count)
+        add_parts(e)(s, shared, io, w, t)
+        hand_in(e.cluster)(w)
     # fmt: on
     return gpu_program(problem, body, overlapped=e.overlap > 0)

@@ -20,7 +20,6 @@ row come together in `join`, `meet` and `hand_in` (`device.balance`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from tvm.script import tirx as T
@@ -319,25 +318,6 @@ def add_parts(e, /, s, shared, io, w, t, left):
 def program(problem: BsrMatmul, decisions: Decisions) -> Program:
     """The program of a point."""
     e = Extents.of(problem, decisions)
-    do = SimpleNamespace(
-        deal_out=deal_out(Deal(e.units, e.slices, e.cluster), e.tile_m * e.warps_m, two_axes=e.overlap == 2),
-        take_places=take_places(e),
-        find_listed_row=count_octets(e, listed_row(e.slices)),
-        find_unlisted_row=count_octets(e, unlisted_row(e.slices)),
-        keep_within_arrays=within_arrays(e),
-        load_columns=load_columns(e),
-        load_next_columns=load_columns(e, load_int_anew if e.overlap else load_int),
-        start_ahead=start_ahead(e),
-        load_weight=load_weight(e),
-        load_x=load_x(e),
-        multiply=multiply(e),
-        store_tile=store_tile(e),
-        write_parts=write_parts(e),
-        add_parts=add_parts(e),
-        join=join(e.cluster, e.chunk),
-        meet=meet(e.cluster, e.chunk),
-        hand_in=hand_in(e.cluster),
-    )
 
     # fmt: off
     @T.inline
@@ -347,58 +327,58 @@ def program(problem: BsrMatmul, decisions: Decisions) -> Program:
             # The consumer kernel may start whenever there is room: it waits until this kernel has ended.
             start_consumer()
         w = T.meta_var(Work.alloc())
-        do.deal_out(w, io.m, io.long)
+        deal_out(Deal(e.units, e.slices, e.cluster), e.tile_m * e.warps_m, two_axes=e.overlap == 2)(w, io.m, io.long)
         t = T.thread_id([e.threads])
         s = T.meta_var(TileState.alloc(e))
-        do.take_places(s, w, t, io.m)
+        take_places(e)(s, w, t, io.m)
 
         if e.overlap == 2 and (io.constant != 0 and io.long >= 0):
             # The weight is constant: only x has to be waited for.
-            do.find_listed_row(s, io, w)
-            do.load_columns(s, io, s.columns)
-            do.load_weight(s, io, w)
+            count_octets(e, listed_row(e.slices))(s, io, w)
+            load_columns(e)(s, io, s.columns)
+            load_weight(e)(s, io, w)
             wait_for_producer()
-            do.load_x(s, io)
-            do.join(w, s.count)
-            do.multiply(s)
+            load_x(e)(s, io)
+            join(e.cluster, e.chunk)(w, s.count)
+            multiply(e)(s)
             s.octet = s.octet + e.chunk * w.ranks
             # Most rows end here: reading the column ids of the next round ahead would delay the first round.
             while s.octet - s.member < s.count:
-                do.load_columns(s, io, s.columns)
-                do.load_weight(s, io, w)
-                do.load_x(s, io)
-                do.multiply(s)
+                load_columns(e)(s, io, s.columns)
+                load_weight(e)(s, io, w)
+                load_x(e)(s, io)
+                multiply(e)(s)
                 s.octet = s.octet + e.chunk * w.ranks
         else:
             s.loaded = int(e.overlap > 0)
             if io.long >= 0:
-                do.find_listed_row(s, io, w)
+                count_octets(e, listed_row(e.slices))(s, io, w)
             else:
-                do.find_unlisted_row(s, io, w)
+                count_octets(e, unlisted_row(e.slices))(s, io, w)
             if e.overlap > 0:
-                do.keep_within_arrays(s, io.nnzb)
-            do.load_columns(s, io, s.columns)
+                within_arrays(e)(s, io.nnzb)
+            load_columns(e)(s, io, s.columns)
             if e.overlap > 0:
-                do.start_ahead(s, io, w)
-            do.join(w, s.count)
+                start_ahead(e)(s, io, w)
+            join(e.cluster, e.chunk)(w, s.count)
             # The first lane's octet decides for the whole warp, since an instruction needs all lanes.
             while s.octet - s.member < s.count:
                 if s.loaded == 0:
-                    do.load_weight(s, io, w)
-                    do.load_x(s, io)
+                    load_weight(e)(s, io, w)
+                    load_x(e)(s, io)
                 s.loaded = 0
                 s.octet = s.octet + e.chunk * w.ranks
-                do.load_next_columns(s, io, s.columns)
-                do.multiply(s)
+                load_columns(e, load_int_anew if e.overlap else load_int)(s, io, s.columns)
+                multiply(e)(s)
 
         left: T.int32 = first_column(e, s, w)
         if e.reduce_warps == 1:
-            do.store_tile(s, io, left)
+            store_tile(e)(s, io, left)
         else:
             shared = T.meta_var(SharedSums.alloc(e))
-            do.write_parts(s, shared, t)
-            do.meet(w, s.count)
-            do.add_parts(s, shared, io, w, t, left)
-            do.hand_in(w)
+            write_parts(e)(s, shared, t)
+            meet(e.cluster, e.chunk)(w, s.count)
+            add_parts(e)(s, shared, io, w, t, left)
+            hand_in(e.cluster)(w)
     # fmt: on
     return gpu_program(problem, body, overlapped=e.overlap > 0)

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from tvm.script import tirx as T
@@ -114,24 +113,19 @@ class State(Buffers):
 
 
 # fmt: off
-def begin(e: Extents) -> Callable[..., Any]:
-    """Make the mbarriers; the phase is (s).
+@phase
+def begin(e, /, s):
+    """Make the mbarriers.
 
     Reads: nothing. Writes: `full`, `empty`, `slot`, `turn`. Barriers: of the thread block, at the end.
     """
-    make = begin_stages(e.stages, 4 * e.groups)
-
-    @T.inline
-    def phase(s):
-        if s.t == 0:
-            T.ptx.prefetch.tensormap(s.x_map)
-            T.ptx.prefetch.tensormap(s.weight_map)
-            make(s)
-        s.slot = 0
-        s.turn = T.uint32(0)
-        T.cuda.cta_sync()
-
-    return phase
+    if s.t == 0:
+        T.ptx.prefetch.tensormap(s.x_map)
+        T.ptx.prefetch.tensormap(s.weight_map)
+        begin_stages(e.stages, 4 * e.groups)(s)
+    s.slot = 0
+    s.turn = T.uint32(0)
+    T.cuda.cta_sync()
 
 
 @phase
@@ -221,33 +215,27 @@ def bring_panel(e, /, s, part):
                     s.weight_map, part * e.width, block * e.rows, full)
 
 
-def produce(e: Extents) -> Callable[..., Any]:
-    """The producer warp's work; the phase is (io, s).
+@phase
+def produce(e, /, io, s):
+    """The producer warp's work.
 
     Reads: the structure.
     Writes: `ring` and `told`, stage after stage; OVER after the last.
     Barriers: those of `bring_panel`.
     """
-    do = SimpleNamespace(
-        find_rows=find_rows(e), next_panel=next_panel(e), bring_panel=bring_panel(e), next_stage=next_stage(e.stages))
-
-    @T.inline
-    def phase(io, s):
-        do.find_rows(io, s)
+    find_rows(e)(io, s)
+    least_of_warp(s.base[0], s.column[0], T.uint32(FULL_WARP))
+    while s.base[0] != FAR:
+        s.base[0] = s.base[0] // e.beside
+        next_panel(e)(io, s)
+        for part in T.serial(e.parts):
+            bring_panel(e)(s, part)
+            next_stage(e.stages)(s)
         least_of_warp(s.base[0], s.column[0], T.uint32(FULL_WARP))
-        while s.base[0] != FAR:
-            s.base[0] = s.base[0] // e.beside
-            do.next_panel(io, s)
-            for part in T.serial(e.parts):
-                do.bring_panel(s, part)
-                do.next_stage(s)
-            least_of_warp(s.base[0], s.column[0], T.uint32(FULL_WARP))
-        await_phase(s.done, s.empty.ptr_to([s.slot]), s.turn ^ T.uint32(1))
-        if s.lane == 0:
-            s.told[s.slot * e.beside] = T.uint32(OVER)
-            arrive_expecting(s.full.ptr_to([s.slot]), T.uint32(0))
-
-    return phase
+    await_phase(s.done, s.empty.ptr_to([s.slot]), s.turn ^ T.uint32(1))
+    if s.lane == 0:
+        s.told[s.slot * e.beside] = T.uint32(OVER)
+        arrive_expecting(s.full.ptr_to([s.slot]), T.uint32(0))
 
 
 def multiply_panel(e: Extents) -> Callable[..., Any]:
@@ -372,8 +360,6 @@ def store_tile(e, /, io, s):
 def program(problem: BsrMatmul, decisions: Decisions) -> Program:
     """The program of a point."""
     e = Extents.of(problem, decisions)
-    do = SimpleNamespace(
-        begin=begin(e), produce=produce(e), consume=consume(e), pass_tile=pass_tile(e), store_tile=store_tile(e))
 
     @T.inline
     def body(io):
@@ -392,18 +378,18 @@ def program(problem: BsrMatmul, decisions: Decisions) -> Program:
             s = T.meta_var(State.alloc(
                 e, e.pool_bytes, t=t, lane=t % 32, warp=t // 32, tile=place % e.tiles_n,
                 top=place // e.tiles_n * e.tile_m, x_map=T.address_of(x_map), weight_map=T.address_of(weight_map)))
-            do.begin(s)
+            begin(e)(s)
             if e.overlap > 0:
                 wait_then_start_consumer()
             if s.warp == e.groups * 4:
-                do.produce(io, s)
+                produce(e)(io, s)
             else:
-                do.consume(s)
+                consume(e)(s)
             # All stages have been multiplied, and `row_of` is there.
             T.cuda.cta_sync()
             if s.warp < e.groups * 4:
-                do.pass_tile(io, s)
-                do.store_tile(io, s)
+                pass_tile(e)(io, s)
+                store_tile(e)(io, s)
 
     return gpu_program(problem, body, overlapped=e.overlap > 0)
 # fmt: on

@@ -148,28 +148,23 @@ def find_blocks(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def begin(e: Extents) -> Callable[..., Any]:
-    """Make the mbarriers, and share out the rows over the cluster; the phase is (io, s).
+@phase
+def begin(e, /, io, s):
+    """Make the mbarriers, and share out the rows over the cluster.
 
     Reads: `rank`. Writes: `full`, `empty`, `slot`, `turn`, `top`, `steps`. Barriers: of the thread block, at the end.
     """
-    make = begin_stages(e.stages, 4 * e.groups)
-
-    @T.inline
-    def phase(io, s):
-        if s.t == 0:
-            T.ptx.prefetch.tensormap(s.left_map)
-            T.ptx.prefetch.tensormap(s.right_map)
-            make(s)
-        s.slot = 0
-        s.turn = T.uint32(0)
-        all_steps: T.int32 = (io.m + (e.tile_m - 1)) // e.tile_m
-        s.top = all_steps * s.rank // e.cluster
-        s.steps = all_steps * (s.rank + 1) // e.cluster - s.top
-        s.top = s.top * e.tile_m
-        T.cuda.cta_sync()
-
-    return phase
+    if s.t == 0:
+        T.ptx.prefetch.tensormap(s.left_map)
+        T.ptx.prefetch.tensormap(s.right_map)
+        begin_stages(e.stages, 4 * e.groups)(s)
+    s.slot = 0
+    s.turn = T.uint32(0)
+    all_steps: T.int32 = (io.m + (e.tile_m - 1)) // e.tile_m
+    s.top = all_steps * s.rank // e.cluster
+    s.steps = all_steps * (s.rank + 1) // e.cluster - s.top
+    s.top = s.top * e.tile_m
+    T.cuda.cta_sync()
 
 
 @phase

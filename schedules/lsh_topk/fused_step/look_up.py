@@ -58,33 +58,28 @@ put_many = peer_store("put_many", "int")
 
 
 # fmt: off
-def begin(e: Extents) -> Phase:
+@phase
+def begin(e, /, s, io):
     """Start the kernel's work: columns of the first units, and counts and votes of 0. Reads: permutations. Writes: the
     thread block's bands and its part, counts and votes to 0, columns. Barriers: none; one of the cluster has to follow
-    before hits are added to the counts of others. The phase is (s, io).
+    before hits are added to the counts of others.
     """
-    h = e.hashing
-    load_first, clear = load_first_columns(h), clear_counts(e.counting)
-
-    @T.inline
-    def phase(s, io):
-        columns = T.decl_buffer((io.bands * h.units * h.k,), "int16", data=io.permutations.data)
-        s.share = (io.bands + (e.cluster - 1)) // e.cluster
-        s.from_band = s.rank * s.share
-        s.bands = T.max(T.min(io.bands - s.from_band, s.share), 0)
-        s.base = (s.slice * e.cluster + s.rank) * e.counting.part
-        clear(s, s.t)
-        if s.t == 0:
-            s.listed[0] = 0
-            s.further[0] = 0
-        if s.t < SEGMENTS:
-            s.many_sent[s.t] = 0
-        for n in T.unroll(ceildiv(e.votes, e.hash_threads)):
-            if n * e.hash_threads + s.t < e.votes:
-                s.votes[n * e.hash_threads + s.t] = T.uint32(0)
-        load_first(s, columns, s.from_band * h.units, T.min(s.bands, e.counting.tile) * h.units, s.t)
-
-    return phase
+    h = T.meta_var(e.hashing)
+    columns = T.decl_buffer((io.bands * h.units * h.k,), "int16", data=io.permutations.data)
+    s.share = (io.bands + (e.cluster - 1)) // e.cluster
+    s.from_band = s.rank * s.share
+    s.bands = T.max(T.min(io.bands - s.from_band, s.share), 0)
+    s.base = (s.slice * e.cluster + s.rank) * e.counting.part
+    clear_counts(e.counting)(s, s.t)
+    if s.t == 0:
+        s.listed[0] = 0
+        s.further[0] = 0
+    if s.t < SEGMENTS:
+        s.many_sent[s.t] = 0
+    for n in T.unroll(ceildiv(e.votes, e.hash_threads)):
+        if n * e.hash_threads + s.t < e.votes:
+            s.votes[n * e.hash_threads + s.t] = T.uint32(0)
+    load_first_columns(h)(s, columns, s.from_band * h.units, T.min(s.bands, e.counting.tile) * h.units, s.t)
 
 
 @phase

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from tvm import tirx
@@ -429,9 +428,7 @@ def clear(e, /, io, block, t):
 
 def merge(e: Extents) -> Phase:
     """The kernel, called with (io)."""
-    do = SimpleNamespace(
-        load=load_heads(e), find=find_blocks(e), join=join_sums(e), rank=rank(e),
-        ask=ask_keys(e), take=take_asked(e) if e.keys else take_keys(e), finish=finish_list(e), clear=clear(e))
+    take = take_asked(e) if e.keys else take_keys(e)
 
     @T.inline
     def search(io, s):
@@ -442,20 +439,20 @@ def merge(e: Extents) -> Phase:
         s.each[0] = frequent_each(e, io)
         s.reached[0] = each_block(e, s.words[0])
         if s.t < 2 * WARP:
-            do.load(io, s)
+            load_heads(e)(io, s)
         if e.keys > 0:
             # The loads that the bound depends on come first.
             T.cuda.cta_sync()
-            do.ask(io, s)
+            ask_keys(e)(io, s)
         if s.t < WARP:
-            do.find(s)
+            find_blocks(e)(s)
         elif s.t < 2 * WARP:
-            do.join(s, factor)
+            join_sums(e)(s, factor)
         T.cuda.cta_sync()
-        do.take(io, s, factor)
+        take(io, s, factor)
         T.cuda.cta_sync()
-        do.finish(io, s)
-        do.rank(io, s, factor)
+        finish_list(e)(io, s)
+        rank(e)(io, s, factor)
 
     @T.inline
     def kernel(io):
@@ -472,7 +469,7 @@ def merge(e: Extents) -> Phase:
             if flat < io.lists * e.beam:
                 search(io, s)
             else:
-                do.clear(io, flat - io.lists * e.beam, t)
+                clear(e)(io, flat - io.lists * e.beam, t)
 
     return kernel
 # fmt: on

@@ -28,7 +28,6 @@ select          the k best; between its barriers `exponentials` has the row's su
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from tvm.script import tirx as T
@@ -198,103 +197,75 @@ def write_asked(e, /, io, s, factor):
             io.given[s.row, i * e.threads + s.t] = T.float32("nan")
 
 
-def best(e: TileSearchSizes) -> Callable[..., Any]:
+@phase
+def best(e, /, io):
     """The kernel, called with (io)."""
-    count, tiles_search, words_search = count_words(e), search_tiles(e), search_words(e)
-    do = SimpleNamespace(
-        clear=clear(e),
-        load_pairs=sums.load_pairs(e),
-        begin_tiles=begin_search(e, tiles_search),
-        collect_tiles=search.collect_bits(e) if e.by_bits else search.collect(e, tiles_search),
-        begin_near=begin_near(e),
-        join_lanes=sums.join_lanes(e),
-        collect_near=collect_near(e),
-        join_pairs=sums.join_pairs(e),
-        rank_near=search.rank_few(e, words_search) if e.at_once else search.rank(e, words_search, "reached"),
-        rank_tiles=search.rank_tiles(e, tiles_search),
-        begin_words=begin_search(e, words_search),
-        select_words=search.select(e, words_search),
-        write_absent=write_absent(e),
-        write_asked=write_asked(e),
-    )
-
-    @T.inline
-    def kernel(io):
-        with device_region():
-            if e.by_bits:
-                T.attr({"tirx.launch_bounds_min_blocks_per_sm": e.search_resident})
-            flat = T.cta_id([io.rows])
-            t = T.thread_id([e.threads])
-            s = T.meta_var(State.of_row(e, io, flat, t))
-            factor: T.float32 = io.scale * T.float32(LOG2_E)
-            do.clear(s)
-            if e.overlap > 0:
-                wait_then_start_consumer()
-            of_row = T.meta_var(own_arguments(io, s.row))
-            if of_row is not io:
-                factor = of_row.scale * T.float32(LOG2_E)
-            if e.dynamic > 0:
-                if t == 0:
-                    T.buffer_store(io.tickets, 0, at_row(io, s.index, s.row))
-            do.begin_tiles(io, s)
-            count(io, s.index, s.words)
-            do.load_pairs(io, s, factor)
-            tiles: T.int32 = (s.words[0] + (e.tile_n - 1)) // e.tile_n
-            do.collect_tiles(io, s, tiles, factor)
-            do.begin_near(io, s)
-            do.join_lanes(s, factor)
-            do.collect_near(io, s)
-            do.join_pairs(of_row, s, factor)
-            if s.count[0] <= e.most_tiles and s.count[1] <= e.most_near:
-                do.rank_near(io, s, factor)
-            else:
-                do.rank_tiles(io, s, tiles, factor)
-                if t == 0:
-                    s.count[1] = 0
-                do.begin_words(io, s)
-                do.select_words(of_row, s, T.min(tiles, e.k) * e.tile_n, factor)
-            if e.m > 0:
-                do.write_absent(io, s)
-            if e.ids > 0:
-                do.write_asked(io, s, factor)
-
-    return kernel
+    tiles_search, words_search = T.meta_var(search_tiles(e)), T.meta_var(search_words(e))
+    collect_tiles = T.meta_var(search.collect_bits(e) if e.by_bits else search.collect(e, tiles_search))
+    rank_near = T.meta_var(search.rank_few(e, words_search) if e.at_once else search.rank(e, words_search, "reached"))
+    with device_region():
+        if e.by_bits:
+            T.attr({"tirx.launch_bounds_min_blocks_per_sm": e.search_resident})
+        flat = T.cta_id([io.rows])
+        t = T.thread_id([e.threads])
+        s = T.meta_var(State.of_row(e, io, flat, t))
+        factor: T.float32 = io.scale * T.float32(LOG2_E)
+        clear(e)(s)
+        if e.overlap > 0:
+            wait_then_start_consumer()
+        of_row = T.meta_var(own_arguments(io, s.row))
+        if of_row is not io:
+            factor = of_row.scale * T.float32(LOG2_E)
+        if e.dynamic > 0:
+            if t == 0:
+                T.buffer_store(io.tickets, 0, at_row(io, s.index, s.row))
+        begin_search(e, tiles_search)(io, s)
+        count_words(e)(io, s.index, s.words)
+        sums.load_pairs(e)(io, s, factor)
+        tiles: T.int32 = (s.words[0] + (e.tile_n - 1)) // e.tile_n
+        collect_tiles(io, s, tiles, factor)
+        begin_near(e)(io, s)
+        sums.join_lanes(e)(s, factor)
+        collect_near(e)(io, s)
+        sums.join_pairs(e)(of_row, s, factor)
+        if s.count[0] <= e.most_tiles and s.count[1] <= e.most_near:
+            rank_near(io, s, factor)
+        else:
+            search.rank_tiles(e, tiles_search)(io, s, tiles, factor)
+            if t == 0:
+                s.count[1] = 0
+            begin_search(e, words_search)(io, s)
+            search.select(e, words_search)(of_row, s, T.min(tiles, e.k) * e.tile_n, factor)
+        if e.m > 0:
+            write_absent(e)(io, s)
+        if e.ids > 0:
+            write_asked(e)(io, s, factor)
 
 
-def best_of_all(e: SearchSizes) -> Callable[..., Any]:
+@phase
+def best_of_all(e, /, io):
     """The kernel that searches all scores at once, called with (io)."""
-    count, words_search = count_words(e), search_words(e)
-    do = SimpleNamespace(
-        begin_words=begin_search(e, words_search),
-        select_words=search.select(e, words_search),
-        write_absent=write_absent(e),
-        write_asked=write_asked(e),
-    )
-
-    @T.inline
-    def kernel(io):
-        with device_region():
-            beam = T.meta_var(io.beam)
-            flat = T.cta_id([io.rows])
-            t = T.thread_id([e.threads])
-            s = T.meta_var(State.alloc(e, e.pool_bytes, index=flat // beam, row=flat % beam, t=t))
-            factor: T.float32 = io.scale * T.float32(LOG2_E)
-            s.counters[0] = counter_address(s.count.ptr_to([0]))
-            if t < 2:
-                s.count[t] = 0
-                s.bound[t] = T.uint64(0)
-            # The first barrier of the search makes these visible.
-            if e.overlap > 0:
-                wait_then_start_consumer()
-            of_row = T.meta_var(own_arguments(io, s.row))
-            if of_row is not io:
-                factor = of_row.scale * T.float32(LOG2_E)
-            do.begin_words(io, s)
-            count(io, s.index, s.words)
-            do.select_words(of_row, s, s.words[0], factor)
-            do.write_absent(io, s)
-            if e.ids > 0:
-                do.write_asked(io, s, factor)
-
-    return kernel
+    words_search = T.meta_var(search_words(e))
+    with device_region():
+        beam = T.meta_var(io.beam)
+        flat = T.cta_id([io.rows])
+        t = T.thread_id([e.threads])
+        s = T.meta_var(State.alloc(e, e.pool_bytes, index=flat // beam, row=flat % beam, t=t))
+        factor: T.float32 = io.scale * T.float32(LOG2_E)
+        s.counters[0] = counter_address(s.count.ptr_to([0]))
+        if t < 2:
+            s.count[t] = 0
+            s.bound[t] = T.uint64(0)
+        # The first barrier of the search makes these visible.
+        if e.overlap > 0:
+            wait_then_start_consumer()
+        of_row = T.meta_var(own_arguments(io, s.row))
+        if of_row is not io:
+            factor = of_row.scale * T.float32(LOG2_E)
+        begin_search(e, words_search)(io, s)
+        count_words(e)(io, s.index, s.words)
+        search.select(e, words_search)(of_row, s, s.words[0], factor)
+        write_absent(e)(io, s)
+        if e.ids > 0:
+            write_asked(e)(io, s, factor)
 # fmt: on

@@ -11,7 +11,6 @@ The other phases are those of `tiles.product`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from tvm import tirx
@@ -136,25 +135,21 @@ def part_rows(e, /, s, p, step):
 
 def product(e: Extents) -> Callable[..., Any]:
     """The kernel, called with (io, scores, tops, sums); the last two are None where they are not wanted."""
-    do = SimpleNamespace(
-        prefetch_tiles=prefetch_tiles(e), take_tiles=take_tiles(e), load_states=load_states(e),
-        bring_states=bring_states(e), find_words=find_words(e), find_rows=find_rows(e), load_step=load_step(e),
-        part_rows=part_rows(e), multiply_step=multiply_step(e), finish_tile=finish_tile(e), join_tiles=join_tiles(e))
 
     @T.inline
     def begin(io, s, p, block):
         s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
-        do.take_tiles(io, s, p, block)
+        take_tiles(e)(io, s, p, block)
 
     @T.inline
     def load_first(io, s, p):
         """The first steps of the first tile, and the names of the next one's tokens."""
         if s.tile[0] < s.end[0]:
-            do.find_words(io, s, p, s.tile[0])
-            do.find_rows(io, s, p, s.at)
+            find_words(e)(io, s, p, s.tile[0])
+            find_rows(e)(io, s, p, s.at)
             for step in T.unroll(e.depth):
-                do.load_step(s, p, s.at, step)
-            do.find_words(io, s, p, s.tile[0] + e.stride)
+                load_step(e)(s, p, s.at, step)
+            find_words(e)(io, s, p, s.tile[0] + e.stride)
 
     @T.inline
     def multiply(s, p):
@@ -162,14 +157,14 @@ def product(e: Extents) -> Callable[..., Any]:
         for i in T.unroll(e.sums_each):
             s.sums[i] = T.float32(0)
         for step in T.unroll(e.steps):
-            do.bring_states(s, p, step)
-            do.part_rows(s, p, step)
-            do.multiply_step(s, step)
+            bring_states(e)(s, p, step)
+            part_rows(e)(s, p, step)
+            multiply_step(e)(s, step)
             if step + e.depth < e.steps:
-                do.load_step(s, p, s.at, step + e.depth)
+                load_step(e)(s, p, s.at, step + e.depth)
             else:
                 if s.tile[0] + e.stride < s.end[0]:
-                    do.load_step(s, p, s.ahead, step + e.depth - e.steps)
+                    load_step(e)(s, p, s.ahead, step + e.depth - e.steps)
         for i in T.unroll(e.word_groups * 2):
             s.at[i] = s.ahead[i]
 
@@ -183,7 +178,7 @@ def product(e: Extents) -> Callable[..., Any]:
             s = T.meta_var(State.alloc(e, e.kept_bytes, index=y // strips, top=y % strips * e.tile_m))
             factor: T.float32 = io.scale * T.float32(LOG2_E) if e.k > 0 else T.float32(0)
             if e.prefetch > 0:
-                do.prefetch_tiles(io, s, p, block)
+                prefetch_tiles(e)(io, s, p, block)
             # A vocabulary that the caller says is constant is read before the producer kernel has ended.
             if e.early:
                 begin(io, s, p, block)
@@ -194,16 +189,16 @@ def product(e: Extents) -> Callable[..., Any]:
             factors = T.meta_var(own_factors(e, io, s, p, factor))
             if not e.early:
                 begin(io, s, p, block)
-            do.load_states(io, s, p)
+            load_states(e)(io, s, p)
             if not e.early or io.constant == 0:
                 load_first(io, s, p)
             while s.tile[0] < s.end[0]:
-                do.find_rows(io, s, p, s.ahead)
-                do.find_words(io, s, p, s.tile[0] + 2 * e.stride)
+                find_rows(e)(io, s, p, s.ahead)
+                find_words(e)(io, s, p, s.tile[0] + 2 * e.stride)
                 multiply(s, p)
-                do.finish_tile(io, s, p, scores, tops, factors)
+                finish_tile(e)(io, s, p, scores, tops, factors)
                 s.tile[0] = s.tile[0] + e.stride
-            do.join_tiles(io, s, p, block, sums, factors)
+            join_tiles(e)(io, s, p, block, sums, factors)
 
     return kernel
 # fmt: on

@@ -9,7 +9,6 @@ The other phases are those of `tiles.ring` and `tiles.product`; with `dynamic`, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from tvm.script import tirx as T
@@ -72,24 +71,18 @@ def ask_tile(e, /, s):
 
 def product(e: Extents) -> Callable[..., Any]:
     """The kernel, called with (io, scores, tops, sums)."""
-    do = SimpleNamespace(
-        init_ring=init_ring(e), prefetch_tiles=prefetch_tiles(e), take_tiles=take_tiles(e), begin_ring=begin_ring(e),
-        ask_tile=ask_tile(e), load_states=load_states(e), await_stage=await_stage(e), bring_words=bring_words(e),
-        bring_scales=bring_scales(e), bring_states=bring_states(e), multiply_step=multiply_step(e),
-        write_parts=write_parts(e),
-        next_stage=next_stage(e), finish_scores=finish_scores(e), join_tiles=join_tiles(e))
 
     @T.inline
     def multiply(io, s, p):
         """The products of the tile in hand."""
-        do.bring_scales(io, s, p)
+        bring_scales(e)(io, s, p)
         for i in T.unroll(e.sums_each):
             s.sums[i] = T.float32(0)
-        do.await_stage(s, p)
+        await_stage(e)(s, p)
         for step in T.unroll(e.steps):
-            do.bring_words(s, p, 0, step)
-            do.bring_states(s, p, step)
-            do.multiply_step(s, step)
+            bring_words(e)(s, p, 0, step)
+            bring_states(e)(s, p, step)
+            multiply_step(e)(s, step)
 
     @T.inline
     def kernel(io, scores, tops, sums):
@@ -101,28 +94,28 @@ def product(e: Extents) -> Callable[..., Any]:
             s = T.meta_var(RingState.alloc(e, e.kept_bytes, index=y // strips, top=y % strips * e.tile_m))
             factor: T.float32 = io.scale * T.float32(LOG2_E)
             s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
-            do.init_ring(s, p)
+            init_ring(e)(s, p)
             if e.prefetch > 0:
-                do.prefetch_tiles(io, s, p, block)
+                prefetch_tiles(e)(io, s, p, block)
             wait_then_start_consumer()
             factors = T.meta_var(own_factors(e, io, s, p, factor))
-            do.take_tiles(io, s, p, block)
-            do.begin_ring(s)
+            take_tiles(e)(io, s, p, block)
+            begin_ring(e)(s)
             if t == 0:
                 for _ in T.serial(e.stages):
-                    do.ask_tile(s)
-            do.load_states(io, s, p)
+                    ask_tile(e)(s)
+            load_states(e)(io, s, p)
             while s.tile[0] < s.end[0]:
                 multiply(io, s, p)
                 half: T.int32 = s.tile[0] // e.stride % 2
-                do.write_parts(s, p, half)
+                write_parts(e)(s, p, half)
                 # All threads have read the stage: the barrier in `write_parts`.
                 if t == 0:
-                    do.ask_tile(s)
-                do.next_stage(s)
-                do.finish_scores(io, s, p, half, scores, tops, factors)
+                    ask_tile(e)(s)
+                next_stage(e)(s)
+                finish_scores(e)(io, s, p, half, scores, tops, factors)
                 s.tile[0] = s.tile[0] + e.stride
-            do.join_tiles(io, s, p, block, sums, factors)
+            join_tiles(e)(io, s, p, block, sums, factors)
 
     return kernel
 # fmt: on

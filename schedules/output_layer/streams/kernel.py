@@ -150,39 +150,33 @@ def add_lanes(e, /, io, s, scores):
                 T.buffer_store(scores, MINUS_INFINITY, at_row(io, s.index, 0, s.position + n))
 
 
-def product(e: Extents) -> Phase:
+@phase
+def product(e, /, io, scores):
     """The first kernel, called with (io, scores)."""
-    count, find, load = count_words(e), find_words(e), load_vector(e)
-    stage, step_of, finish = stage_state(e), multiply(e), add_lanes(e)
-
-    @T.inline
-    def kernel(io, scores):
-        with device_region():
-            flat = T.cta_id([io.lists * e.parts])
-            t = T.thread_id([e.product_threads])
-            s = T.meta_var(State.alloc(
-                e, index=flat // e.parts, t=t, member=t % e.reduce_threads,
-                position=(flat % e.parts * (e.product_threads // e.reduce_threads) + t // e.reduce_threads) * e.tile_n))
-            if e.overlap > 0:
-                wait_then_start_consumer()
-            count(io, s.index, s.words)
-            # All threads of the block go through the loop equally often, because they meet at a barrier.
-            some: T.bool = flat % e.parts * e.words_each < s.words[0]
-            for n in T.unroll(e.tile_n):
-                s.sums[n] = T.float32(0)
-            if some:
-                find(io, s)
-                for v in T.unroll(e.vectors):
-                    for n in T.unroll(e.tile_n):
-                        load(s, 0, n, v)
-                stage(io, s)
-            T.cuda.cta_sync()
-            if some:
-                for step in T.serial(e.steps):
-                    step_of(s, step)
-            finish(io, s, scores)
-
-    return kernel
+    with device_region():
+        flat = T.cta_id([io.lists * e.parts])
+        t = T.thread_id([e.product_threads])
+        s = T.meta_var(State.alloc(
+            e, index=flat // e.parts, t=t, member=t % e.reduce_threads,
+            position=(flat % e.parts * (e.product_threads // e.reduce_threads) + t // e.reduce_threads) * e.tile_n))
+        if e.overlap > 0:
+            wait_then_start_consumer()
+        count_words(e)(io, s.index, s.words)
+        # All threads of the block go through the loop equally often, because they meet at a barrier.
+        some: T.bool = flat % e.parts * e.words_each < s.words[0]
+        for n in T.unroll(e.tile_n):
+            s.sums[n] = T.float32(0)
+        if some:
+            find_words(e)(io, s)
+            for v in T.unroll(e.vectors):
+                for n in T.unroll(e.tile_n):
+                    load_vector(e)(s, 0, n, v)
+            stage_state(e)(io, s)
+        T.cuda.cta_sync()
+        if some:
+            for step in T.serial(e.steps):
+                multiply(e)(s, step)
+        add_lanes(e)(io, s, scores)
 # fmt: on
 
 

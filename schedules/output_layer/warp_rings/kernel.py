@@ -9,7 +9,6 @@ The other phases are those of `tiles.ring` and `tiles.product`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from tvm.script import tirx as T
@@ -102,11 +101,6 @@ def ask(e, /, io, s, p):
 
 def product(e: Extents) -> Callable[..., Any]:
     """The kernel, called with (io, scores, tops, sums); the last two are None where they are not wanted."""
-    do = SimpleNamespace(
-        init_ring=init_ring(e), prefetch_tiles=prefetch_tiles(e), take_tiles=take_tiles(e),
-        begin_asking=begin_asking(e), ask=ask(e), load_states=load_states(e), await_stage=await_stage(e),
-        bring_words=bring_words(e), bring_states=bring_states(e), multiply_step=multiply_step(e),
-        next_stage=next_stage(e), finish_tile=finish_tile(e), join_tiles=join_tiles(e))
     # Hidden states in registers are known by the number of the step.
     loop = T.unroll if e.register_steps else T.serial
 
@@ -116,14 +110,14 @@ def product(e: Extents) -> Callable[..., Any]:
         for i in T.unroll(e.sums_each):
             s.sums[i] = T.float32(0)
         for part in loop(e.parts):
-            do.await_stage(s, p)
+            await_stage(e)(s, p)
             for step in T.unroll(e.stage_steps):
-                do.bring_words(s, p, part, step)
-                do.bring_states(s, p, part * e.stage_steps + step)
-                do.multiply_step(s, part * e.stage_steps + step)
+                bring_words(e)(s, p, part, step)
+                bring_states(e)(s, p, part * e.stage_steps + step)
+                multiply_step(e)(s, part * e.stage_steps + step)
             # All lanes have read the stage: the barrier in `ask`.
-            do.ask(io, s, p)
-            do.next_stage(s)
+            ask(e)(io, s, p)
+            next_stage(e)(s)
 
     @T.inline
     def kernel(io, scores, tops, sums):
@@ -135,22 +129,22 @@ def product(e: Extents) -> Callable[..., Any]:
             s = T.meta_var(RingState.alloc(e, e.kept_bytes, index=y // strips, top=y % strips * e.tile_m))
             factor: T.float32 = io.scale * T.float32(LOG2_E) if e.k > 0 else T.float32(0)
             s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
-            do.init_ring(s, p)
+            init_ring(e)(s, p)
             if e.prefetch > 0:
-                do.prefetch_tiles(io, s, p, block)
+                prefetch_tiles(e)(io, s, p, block)
             if e.overlap > 0:
                 wait_then_start_consumer()
             factors = T.meta_var(own_factors(e, io, s, p, factor))
-            do.take_tiles(io, s, p, block)
-            do.begin_asking(io, s, p)
+            take_tiles(e)(io, s, p, block)
+            begin_asking(e)(io, s, p)
             for _ in T.serial(e.stages):
-                do.ask(io, s, p)
-            do.load_states(io, s, p)
+                ask(e)(io, s, p)
+            load_states(e)(io, s, p)
             while s.tile[0] < s.end[0]:
                 multiply(io, s, p)
-                do.finish_tile(io, s, p, scores, tops, factors)
+                finish_tile(e)(io, s, p, scores, tops, factors)
                 s.tile[0] = s.tile[0] + e.stride
-            do.join_tiles(io, s, p, block, sums, factors)
+            join_tiles(e)(io, s, p, block, sums, factors)
 
     return kernel
 # fmt: on

@@ -128,12 +128,12 @@ def unfused(layout, /, io):
         at = T.meta_var(Place(T.Cast("int64", block), t))
         s = T.meta_var(State.alloc(layout))
         begin(io, at, s)
-        scan(layout, probability, sums=False)(io, at, s)
+        scan(layout, probability, False)(io, at, s)
         join(io, at, s)
         check_order(layout)(io, at, s)
         if s.sure[0] == 0:
             T.cuda.cta_sync()
-            scan(layout, element, sums=False)(io, at, s)
+            scan(layout, element, False)(io, at, s)
             join(io, at, s)
         copy_topk(layout)(io, at, s)
         if layout.ids > 0:
@@ -154,7 +154,7 @@ def fused(layout, /, io):
     begin(io, at, s)
     if layout.form == "safe":
         row_maximum(layout)(io, at, s)
-    scan(layout, element, sums=True)(io, at, s)
+    scan(layout, element, True)(io, at, s)
     combine_sums(layout)(io, at, s)
     join_lists(layout)(io, at, s)
     compute_topk(layout)(io, at, s)
@@ -265,7 +265,8 @@ def insert(layout, /, s):
         s.keys[0] = s.key[0]
 
 
-def scan(layout: Layout, source: Callable[..., Any], sums: bool) -> Callable[..., Any]:
+@phase
+def scan(layout, source, sums, /, io, at, s):
     """A pass for the thread's best elements, and with `sums` for the sum.
 
     Reads: the row, by `source`; `m` and `d` if `sums`.
@@ -274,30 +275,23 @@ def scan(layout: Layout, source: Callable[..., Any], sums: bool) -> Callable[...
     After: `keys` are the best of the thread's elements. If `sums`, `d` has grown by its exponentials, and in the online
         form `m` is the largest of them.
     """
-    load, into_list = load_tile(layout, source), insert(layout)
-    online = layout.form == "online"
-
-    @T.inline
-    def phase(io, at, s):
-        for i in T.unroll(layout.kept):
-            s.keys[i] = T.Cast("uint64", T.uint32(MINUS_INFINITY)) << T.uint64(32)
-        s.gate[0] = -T.infinity("float32")
-        for i in T.serial(layout.tiles):
-            load(i, io, at, s)
-            for u in T.unroll(layout.loads):
-                if sums:
-                    if online:
-                        if s.x[u] > s.m[0]:
-                            s.d[0] = s.d[0] * T.exp2((s.m[0] - s.x[u]) * s.factor[0])
-                            s.m[0] = s.x[u]
-                    s.d[0] = s.d[0] + T.exp2((s.x[u] - s.m[0]) * s.factor[0])
-                if s.x[u] >= s.gate[0] or is_nan(s.x[u]):
-                    s.key[0] = make_key(s.x[u], i * layout.tile + u * layout.threads + at.t)
-                    if s.key[0] > s.keys[layout.kept - 1]:
-                        into_list(s)
-                        s.gate[0] = key_value(s.keys[layout.kept - 1])
-
-    return phase
+    for i in T.unroll(layout.kept):
+        s.keys[i] = T.Cast("uint64", T.uint32(MINUS_INFINITY)) << T.uint64(32)
+    s.gate[0] = -T.infinity("float32")
+    for i in T.serial(layout.tiles):
+        load_tile(layout, source)(i, io, at, s)
+        for u in T.unroll(layout.loads):
+            if sums:
+                if (layout.form == "online"):
+                    if s.x[u] > s.m[0]:
+                        s.d[0] = s.d[0] * T.exp2((s.m[0] - s.x[u]) * s.factor[0])
+                        s.m[0] = s.x[u]
+                s.d[0] = s.d[0] + T.exp2((s.x[u] - s.m[0]) * s.factor[0])
+            if s.x[u] >= s.gate[0] or is_nan(s.x[u]):
+                s.key[0] = make_key(s.x[u], i * layout.tile + u * layout.threads + at.t)
+                if s.key[0] > s.keys[layout.kept - 1]:
+                    insert(layout)(s)
+                    s.gate[0] = key_value(s.keys[layout.kept - 1])
 
 
 @phase

@@ -203,34 +203,30 @@ def scale_kept(ext, /, s, Y):
                         Y[s.row, (c * ext.chunk + u) * simd + lane] * s.base[c])
 
 
-def write(ext: Extents) -> Phase:
+@phase
+def write(ext, /, s, X, log, Y):
     """Reads: the row, (m, d). Writes: its probabilities or their logarithms; `d`."""
-    simd, tail, dtype, exp, scaled = ext.simd, ext.tail, ext.out_dtype, exponential(ext), scale_kept(ext)
-
-    @T.inline
-    def phase(s, X, log, Y):
-        if log != 0:
-            s.d[0] = T.log(s.d[0])
+    simd, tail, dtype = T.meta_var(ext.simd), T.meta_var(ext.tail), T.meta_var(ext.out_dtype)
+    if log != 0:
+        s.d[0] = T.log(s.d[0])
+        for u in range(ext.vectors):
+            for lane in T.vectorized(simd):
+                Y[s.row, u * simd + lane] = T.Cast(
+                    dtype, T.Cast("float32", X[s.row, u * simd + lane]) - s.m[0] - s.d[0])
+        for i in range(ext.vocab - tail):
+            Y[s.row, tail + i] = T.Cast(dtype, T.Cast("float32", X[s.row, tail + i]) - s.m[0] - s.d[0])
+    else:
+        s.d[0] = T.float32(1) / s.d[0]
+        if ext.kept:
+            scale_kept(ext)(s, Y)
+        else:
             for u in range(ext.vectors):
                 for lane in T.vectorized(simd):
                     Y[s.row, u * simd + lane] = T.Cast(
-                        dtype, T.Cast("float32", X[s.row, u * simd + lane]) - s.m[0] - s.d[0])
-            for i in range(ext.vocab - tail):
-                Y[s.row, tail + i] = T.Cast(dtype, T.Cast("float32", X[s.row, tail + i]) - s.m[0] - s.d[0])
-        else:
-            s.d[0] = T.float32(1) / s.d[0]
-            if ext.kept:
-                scaled(s, Y)
-            else:
-                for u in range(ext.vectors):
-                    for lane in T.vectorized(simd):
-                        Y[s.row, u * simd + lane] = T.Cast(
-                            dtype, exp(T.Cast("float32", X[s.row, u * simd + lane]) - s.m[0]) * s.d[0])
-            for i in range(ext.vocab - tail):
-                Y[s.row, tail + i] = T.Cast(
-                    dtype, T.exp(T.Cast("float32", X[s.row, tail + i]) - s.m[0]) * s.d[0])
-
-    return phase
+                        dtype, exponential(ext)(T.Cast("float32", X[s.row, u * simd + lane]) - s.m[0]) * s.d[0])
+        for i in range(ext.vocab - tail):
+            Y[s.row, tail + i] = T.Cast(
+                dtype, T.exp(T.Cast("float32", X[s.row, tail + i]) - s.m[0]) * s.d[0])
 
 
 def build(problem: RowProblem, decisions: Decisions) -> Program:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
@@ -13,7 +10,7 @@ from tvm_sparse.core.template import Decisions, Program
 from ...device.cluster import cluster_arrive
 from ...rows import hold, join
 from ...rows import sum as sums
-from ...rows.cut import Extents, Keep
+from ...rows.cut import Keep
 from ...rows.state import BlockState, RowState, Views
 from ..interface import gpu_program
 from ..problems import RowProblem, extents
@@ -25,36 +22,32 @@ def build(problem: RowProblem, decisions: Decisions, keep: Keep) -> Program:
 
 
 # fmt: off
-def main(ext: Extents) -> Callable[..., Any]:
+@phase
+def main(ext, /, io):
     """The body of a kernel: its threads, and the row that each of them has."""
-    one_row = row_of_threads(ext)
-    threads, rows = ext.threads, ext.rows
-
-    @T.inline
-    def body(io):
-        T.device_entry()
-        if ext.keep == "registers":
-            # Otherwise the compiler takes as many registers as one block may have, to overlap more of the arithmetic.
-            T.attr({"tirx.launch_bounds_min_blocks_per_sm": ext.resident})
-        if ext.cluster > 1:
-            group = T.cluster_id([io.batch])
-            part = T.cta_id_in_cluster([ext.cluster])
-        else:
-            group = T.cta_id([(io.batch + (rows - 1)) // rows])
-            part = 0
-        thread = T.thread_id([threads * rows])
-        block = BlockState(ext)
-        if ext.cluster > 1:
-            # Every block has to have begun before another one writes to it (`join_cluster` waits).
-            cluster_arrive()
-        if rows > 1:
-            if group * rows + thread // threads < io.batch:
-                row = T.meta_var(T.Cast("int64", group) * rows + T.Cast("int64", thread // threads))
-                one_row(io, block, row, part, thread % threads)
-        else:
-            one_row(io, block, T.Cast("int64", group), part, thread)
-
-    return body
+    one_row, threads = T.meta_var(row_of_threads(ext)), T.meta_var(ext.threads)
+    rows = T.meta_var(ext.rows)
+    T.device_entry()
+    if ext.keep == "registers":
+        # Otherwise the compiler takes as many registers as one block may have, to overlap more of the arithmetic.
+        T.attr({"tirx.launch_bounds_min_blocks_per_sm": ext.resident})
+    if ext.cluster > 1:
+        group = T.cluster_id([io.batch])
+        part = T.cta_id_in_cluster([ext.cluster])
+    else:
+        group = T.cta_id([(io.batch + (rows - 1)) // rows])
+        part = 0
+    thread = T.thread_id([threads * rows])
+    block = BlockState(ext)
+    if ext.cluster > 1:
+        # Every block has to have begun before another one writes to it (`join_cluster` waits).
+        cluster_arrive()
+    if rows > 1:
+        if group * rows + thread // threads < io.batch:
+            row = T.meta_var(T.Cast("int64", group) * rows + T.Cast("int64", thread // threads))
+            one_row(io, block, row, part, thread % threads)
+    else:
+        one_row(io, block, T.Cast("int64", group), part, thread)
 
 
 @phase

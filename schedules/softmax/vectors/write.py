@@ -18,21 +18,17 @@ Phase = Callable[..., Any]
 
 
 # fmt: off
-def result() -> Callable[..., Any]:
+@phase
+def result(s, logit, log):
     """Reads: `top`, the row's maximum, and `d`, made into a divisor or subtrahend by `normalise`.
 
     After: `power` is the result for one logit. `log` is known when the kernel is generated.
     """
-
-    @T.inline
-    def compute(s, logit, log):
-        if log:
-            s.power = logit - s.top - s.d
-        else:
-            T.ptx.ex2.approx.ftz.f32(s.power, (logit - s.top) * T.float32(LOG2_E))
-            s.power = s.power * s.d
-
-    return compute
+    if log:
+        s.power = logit - s.top - s.d
+    else:
+        T.ptx.ex2.approx.ftz.f32(s.power, (logit - s.top) * T.float32(LOG2_E))
+        s.power = s.power * s.d
 
 
 def store_tile(ext: Extents) -> Callable[..., Any]:

@@ -131,44 +131,35 @@ def peer_of(e: ClusterExtents, s: Any, i: Any) -> Any:
     return s.t // WARP + i * (e.threads // WARP)
 
 
-def fill(e: ClusterExtents) -> Phase:
-    """The states of all units before the first step, to the copy that is read first; the phase is (s, io, pack).
+@phase
+def fill(e, /, s, io, pack):
+    """The states of all units before the first step, to the copy that is read first.
 
     Reads: `h0`, `where`. Writes: `stages`. Barriers: none; one of the thread block has to follow.
     """
-    elements, store = e.hidden * e.pack, store_shared[e.itemsize]
-
-    @T.inline
-    def phase(s, io, pack):
-        for i in T.serial(ceildiv(elements, e.threads)):
-            at: T.int32 = i * e.threads + s.t
-            if at < elements and pack * e.pack + at % e.pack < e.batch:
-                s.bits[0] = element_bits(e.dtype, io.h0[pack * e.pack + at % e.pack, at // e.pack])
-                store(
-                    s.front[0] + T.Cast("uint32", s.where[at // e.pack]) * T.uint32(e.column_bytes)
-                    + T.Cast("uint32", at % e.pack * e.itemsize),
-                    T.Cast("uint16", s.bits[0]) if e.itemsize == 2 else s.bits[0])
-
-    return phase
+    elements = T.meta_var(e.hidden * e.pack)
+    for i in T.serial(ceildiv(elements, e.threads)):
+        at: T.int32 = i * e.threads + s.t
+        if at < elements and pack * e.pack + at % e.pack < e.batch:
+            s.bits[0] = element_bits(e.dtype, io.h0[pack * e.pack + at % e.pack, at // e.pack])
+            store_shared[e.itemsize](
+                s.front[0] + T.Cast("uint32", s.where[at // e.pack]) * T.uint32(e.column_bytes)
+                + T.Cast("uint32", at % e.pack * e.itemsize),
+                T.Cast("uint16", s.bits[0]) if e.itemsize == 2 else s.bits[0])
 
 
-def keep(e: ClusterExtents) -> Phase:
-    """A unit's states after the step, in the thread block's own copy; the phase is (s, u, mine).
+@phase
+def keep(e, /, s, u, mine):
+    """A unit's states after the step, in the thread block's own copy.
 
     Reads: `bits`. Writes: `stages`, the copy that is not read in this step.
     Barriers: none; one of the thread block has to follow.
     """
-    store = store_shared[e.itemsize]
-
-    @T.inline
-    def phase(s, u, mine):
-        if s.lane < e.finishing and mine:
-            at = T.meta_var(
-                s.copies[0] - s.front[0] + s.chunk_at[0]
-                + T.Cast("uint32", (u * e.groups + s.group) * e.column_bytes + s.sample * e.itemsize))
-            store(at, T.Cast("uint16", s.bits[0]) if e.itemsize == 2 else s.bits[0])
-
-    return phase
+    if s.lane < e.finishing and mine:
+        at = T.meta_var(
+            s.copies[0] - s.front[0] + s.chunk_at[0]
+            + T.Cast("uint32", (u * e.groups + s.group) * e.column_bytes + s.sample * e.itemsize))
+        store_shared[e.itemsize](at, T.Cast("uint16", s.bits[0]) if e.itemsize == 2 else s.bits[0])
 
 
 @phase
