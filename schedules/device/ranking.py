@@ -108,9 +108,37 @@ def sum_before(chunks, /, s, t, above, own, other):
     above[0] = above[0] - own[0]
 
 
-def scan_bins(threads: int, bins: int, crowd: int) -> Callable[..., Any]:
-    """Replace the number of keys of each bin by how many are in the bins before it, within its chunk. The phase is (s,
-    t).
+@phase
+def scan(crowd, /, s, t, chunk):
+    held = T.alloc_local([LANE_BINS], "int32")
+    above = T.alloc_local([1], "int32")
+    own = T.alloc_local([1], "int32")
+    other = T.alloc_local([1], "int32")
+    for e in T.vectorized(LANE_BINS):
+        held[e] = s.counts[chunk * WARP_BINS + t % 32 * LANE_BINS + e]
+    own[0] = 0
+    other[0] = 0
+    for e in T.unroll(LANE_BINS):
+        own[0] = own[0] + held[e]
+        other[0] = T.max(other[0], held[e])
+    if other[0] > crowd:
+        s.flag[0] = 1
+    above[0] = own[0]
+    scan_lanes(t, above, other)
+    if t % 32 == 31:
+        s.bin_totals[chunk] = above[0]
+    above[0] = above[0] - own[0]
+    for e in T.unroll(LANE_BINS):
+        other[0] = held[e]
+        held[e] = other[0] << LOW_BITS | above[0]
+        above[0] = above[0] + other[0]
+    for e in T.vectorized(LANE_BINS):
+        s.counts[chunk * WARP_BINS + t % 32 * LANE_BINS + e] = held[e]
+
+
+@phase
+def scan_bins(threads, bins, crowd, /, s, t):
+    """Replace the number of keys of each bin by how many are in the bins before it, within its chunk.
 
     A chunk is WARP_BINS bins, which a warp scans.
 
@@ -119,45 +147,13 @@ def scan_bins(threads: int, bins: int, crowd: int) -> Callable[..., Any]:
         a bin has more than `crowd`.
     Barriers: none.
     """
-    chunks, warps = bins // WARP_BINS, threads // 32
-
-    @T.inline
-    def scan(s, t, chunk):
-        held = T.alloc_local([LANE_BINS], "int32")
-        above = T.alloc_local([1], "int32")
-        own = T.alloc_local([1], "int32")
-        other = T.alloc_local([1], "int32")
-        for e in T.vectorized(LANE_BINS):
-            held[e] = s.counts[chunk * WARP_BINS + t % 32 * LANE_BINS + e]
-        own[0] = 0
-        other[0] = 0
-        for e in T.unroll(LANE_BINS):
-            own[0] = own[0] + held[e]
-            other[0] = T.max(other[0], held[e])
-        if other[0] > crowd:
-            s.flag[0] = 1
-        above[0] = own[0]
-        scan_lanes(t, above, other)
-        if t % 32 == 31:
-            s.bin_totals[chunk] = above[0]
-        above[0] = above[0] - own[0]
-        for e in T.unroll(LANE_BINS):
-            other[0] = held[e]
-            held[e] = other[0] << LOW_BITS | above[0]
-            above[0] = above[0] + other[0]
-        for e in T.vectorized(LANE_BINS):
-            s.counts[chunk * WARP_BINS + t % 32 * LANE_BINS + e] = held[e]
-
-    @T.inline
-    def phase(s, t):
-        for c in T.unroll(ceildiv(chunks, warps)):
-            if (c + 1) * warps <= chunks:
-                scan(s, t, c * warps + t // 32)
-            else:
-                if c * warps + t // 32 < chunks:
-                    scan(s, t, c * warps + t // 32)
-
-    return phase
+    chunks, warps = T.meta_var(bins // WARP_BINS), T.meta_var(threads // 32)
+    for c in T.unroll(ceildiv(chunks, warps)):
+        if (c + 1) * warps <= chunks:
+            scan(crowd)(s, t, c * warps + t // 32)
+        else:
+            if c * warps + t // 32 < chunks:
+                scan(crowd)(s, t, c * warps + t // 32)
 
 
 def rank_in_bins(

@@ -36,7 +36,7 @@ def next_stage(stages, /, s):
         s.turn = s.turn ^ T.uint32(1)
 
 
-@phase
+@T.inline
 def hand_back(s):
     """Tell the producer warp that a warp has multiplied the stage `left`.
 

@@ -94,7 +94,17 @@ def column(e: HashExtents, s: Any, c: Any) -> tirx.PrimExpr:
     return T.Cast("int32", (s.columns[c // 2] >> T.Cast("uint32", c % 2 * 16)) & T.uint32(0xFFFF))
 
 
-def find_places(e: HashExtents) -> Phase:
+@phase
+def compare(e, /, s, step, a, t):
+    for c in T.unroll(e.held):
+        s.value = s.row[column(e, s, a * e.held + c) * e.copies + t % e.copies]
+        if s.value > s.best[a]:
+            s.best[a] = s.value
+            s.place[a] = step * e.held + c
+
+
+@phase
+def find_places(e, /, s, permutations, first, count, t):
     """The places of some units; called with (s, permutations, first, count, t).
 
     The columns of a thread's first units are in `columns` already (`load_first_columns`).
@@ -103,45 +113,30 @@ def find_places(e: HashExtents) -> Phase:
     Writes: `places[0]` to `places[count - 1]`; as scratch `columns`, `unit`, `place`, `best`, `value`.
     Barriers: none; one has to come before and one has to follow.
     """
-    load, load_further = load_columns(e), load_further_columns(e)
-    steps = e.k // e.held
-
-    # fmt: off
-    @T.inline
-    def compare(s, step, a, t):
-        for c in T.unroll(e.held):
-            s.value = s.row[column(e, s, a * e.held + c) * e.copies + t % e.copies]
-            if s.value > s.best[a]:
-                s.best[a] = s.value
-                s.place[a] = step * e.held + c
-
-    @T.inline
-    def phase(s, permutations, first, count, t):
-        s.unit = t
-        while s.unit < count:
-            for q in T.unroll(e.ahead):
-                s.best[q] = T.float32("-inf")
-                s.place[q] = 0
-            for step in T.serial(steps):
-                if step > 0:
-                    load(s, permutations, (first + s.unit) * e.k + step * e.held, 0)
-                    load_further(s, permutations, (first + s.unit) * e.k + step * e.held, s.unit, count)
-                compare(s, step, 0, t)
-                if e.ahead > 1:
-                    for a in T.unroll(e.ahead - 1):
-                        if s.unit + (a + 1) * e.threads < count:
-                            compare(s, step, a + 1, t)
-            s.places[s.unit] = s.place[0]
+    load, load_further = T.meta_var(load_columns(e)), T.meta_var(load_further_columns(e))
+    s.unit = t
+    while s.unit < count:
+        for q in T.unroll(e.ahead):
+            s.best[q] = T.float32("-inf")
+            s.place[q] = 0
+        for step in T.serial(e.k // e.held):
+            if step > 0:
+                load(s, permutations, (first + s.unit) * e.k + step * e.held, 0)
+                load_further(s, permutations, (first + s.unit) * e.k + step * e.held, s.unit, count)
+            compare(e)(s, step, 0, t)
             if e.ahead > 1:
                 for a in T.unroll(e.ahead - 1):
                     if s.unit + (a + 1) * e.threads < count:
-                        s.places[s.unit + (a + 1) * e.threads] = s.place[a + 1]
-            s.unit = s.unit + e.ahead * e.threads
-            if s.unit < count:
-                load(s, permutations, (first + s.unit) * e.k, 0)
-                load_further(s, permutations, (first + s.unit) * e.k, s.unit, count)
-    # fmt: on
-    return phase
+                        compare(e)(s, step, a + 1, t)
+        s.places[s.unit] = s.place[0]
+        if e.ahead > 1:
+            for a in T.unroll(e.ahead - 1):
+                if s.unit + (a + 1) * e.threads < count:
+                    s.places[s.unit + (a + 1) * e.threads] = s.place[a + 1]
+        s.unit = s.unit + e.ahead * e.threads
+        if s.unit < count:
+            load(s, permutations, (first + s.unit) * e.k, 0)
+            load_further(s, permutations, (first + s.unit) * e.k, s.unit, count)
 
 
 @phase

@@ -5,7 +5,6 @@ Each factory takes the kernel's extents and returns an inline over a thread's `R
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
@@ -75,35 +74,32 @@ def locate(ext, /, s, logits):
             s.edge = T.Cast("float32", logits[s.row, s.edge_at])
 
 
-def load_tile(ext: Extents) -> Callable[..., Any]:
+@phase
+def load_vector(ext, /, s, words, u, at):
+    if ext.written:
+        T.ptx.ld.global_.v4.u32(
+            s.raw[u * 4], s.raw[u * 4 + 1], s.raw[u * 4 + 2], s.raw[u * 4 + 3], words.ptr_to([at * 4]))
+    else:
+        for v in T.vectorized(4):
+            s.raw[u * 4 + v] = words[at * 4 + v]
+
+
+@phase
+def load_tile(ext, /, s, words, base, inside):
     """Reads: the logits' words. Writes: `raw`. Barriers: none.
 
     After: `raw` holds the thread's vectors of the tile that begins at the part's vector `base`; minus infinity for
     those beyond the part. The first `inside` of them are known to be in the part, without a comparison.
     """
-    threads, vectors = ext.threads, ext.vectors
-
-    @T.inline
-    def load_vector(s, words, u, at):
-        if ext.written:
-            T.ptx.ld.global_.v4.u32(
-                s.raw[u * 4], s.raw[u * 4 + 1], s.raw[u * 4 + 2], s.raw[u * 4 + 3], words.ptr_to([at * 4]))
-        else:
-            for v in T.vectorized(4):
-                s.raw[u * 4 + v] = words[at * 4 + v]
-
-    @T.inline
-    def load(s, words, base, inside):
-        for u in T.unroll(inside):
-            load_vector(s, words, u, s.first + T.Cast("int64", base + u * threads + s.t))
-        for u in T.unroll(vectors - inside):
-            if base + (inside + u) * threads + s.t < s.count:
-                load_vector(s, words, inside + u, s.first + T.Cast("int64", base + (inside + u) * threads + s.t))
-        for w in T.unroll((vectors - inside) * 4):
-            s.raw[inside * 4 + w] = T.Select(
-                base + (inside + w // 4) * threads + s.t < s.count, s.raw[inside * 4 + w], minus_infinity(ext))
-
-    return load
+    threads, vectors = T.meta_var(ext.threads), T.meta_var(ext.vectors)
+    for u in T.unroll(inside):
+        load_vector(ext)(s, words, u, s.first + T.Cast("int64", base + u * threads + s.t))
+    for u in T.unroll(vectors - inside):
+        if base + (inside + u) * threads + s.t < s.count:
+            load_vector(ext)(s, words, inside + u, s.first + T.Cast("int64", base + (inside + u) * threads + s.t))
+    for w in T.unroll((vectors - inside) * 4):
+        s.raw[inside * 4 + w] = T.Select(
+            base + (inside + w // 4) * threads + s.t < s.count, s.raw[inside * 4 + w], minus_infinity(ext))
 
 
 @phase
@@ -132,18 +128,15 @@ def take_tile(ext, /, s, stage, base):
         s.raw[w] = T.Select(base + w // 4 * ext.threads + s.t < s.count, s.raw[w], minus_infinity(ext))
 
 
-def fence_tile(ext: Extents) -> Callable[..., Any]:
-    """Writes: `raw`, with what it holds, in a way that the compiler cannot see through (see `Extents.fenced`)."""
+def fenced(word: Any) -> Any:
     source = '__device__ __forceinline__ unsigned fenced_word(unsigned x) { asm volatile("" : "+r"(x)); return x; }'
+    return T.cuda.func_call("fenced_word", word, source_code=source, return_type="uint32")
 
-    def fenced(word: Any) -> Any:
-        return T.cuda.func_call("fenced_word", word, source_code=source, return_type="uint32")
 
-    @T.inline
-    def fence(s):
-        if ext.fenced:
-            for w in T.unroll(ext.vectors * 4):
-                s.raw[w] = fenced(s.raw[w])
-
-    return fence
+@phase
+def fence_tile(ext, /, s):
+    """Writes: `raw`, with what it holds, in a way that the compiler cannot see through (see `Extents.fenced`)."""
+    if ext.fenced:
+        for w in T.unroll(ext.vectors * 4):
+            s.raw[w] = fenced(s.raw[w])
 # fmt: on

@@ -21,7 +21,7 @@ Phase = Callable[..., Any]
 
 
 # fmt: off
-@phase
+@T.inline
 def join_warp(s):
     """Reads: (m, d) of the warp's threads. Writes: `top`, `d`. Barriers: shuffles of the whole warp.
 

@@ -149,7 +149,7 @@ def main(blocks: Blocks, last: bool = False, overlap: bool = False) -> Callable[
     ext, cluster, threads, words = blocks.ext, blocks.cluster, blocks.threads, blocks.problem.words
     crew = crew_of(blocks)
     sum_slice = sum_of_slice(blocks, crew)
-    join_warp, join_block, join_cluster = join.join_warp(), join.join_block(ext), join.join_cluster(ext)
+    join_warp, join_block, join_cluster = join.join_warp, join.join_block(ext), join.join_cluster(ext)
     write_best, write_first = write_best_word(blocks, crew), write_first_word(blocks)
     begin, search = begin_search(blocks), draw_by_search(crew, blocks.problem)
     summed, choose, take = sum_slices(blocks, crew), choose_slice(blocks), take_word(blocks, crew)
@@ -315,39 +315,36 @@ def write_best_word(blocks, crew, /, io, row, t, s, own, top_k):
                 io.logprobs[row] = s.best[0]
 
 
-def write_first_word(blocks: Blocks) -> Callable[..., Any]:
-    """The first word in the order, of a row without a distribution, by one warp; the phase is (io, row, t, s).
+def is_first(blocks: Blocks, t: Any, s: Any) -> Any:
+    return t < 32 if blocks.ticketed else s.r.part == 0
+
+
+@phase
+def write_first_word(blocks, /, io, row, t, s):
+    """The first word in the order, of a row without a distribution, by one warp.
 
     Reads: the row.
     Writes: token, value and index; the log-probability, which is NaN.
     Barriers: shuffles.
     """
-    vocab = blocks.problem.vocab
-
-    def is_first(t: Any, s: Any) -> Any:
-        return t < 32 if blocks.ticketed else s.r.part == 0
-
-    @T.inline
-    def phase(io, row, t, s):
-        if is_first(t, s):
-            largest = T.alloc_local([1], "uint32")
-            bits = T.alloc_local([1], "uint32")
-            column = T.alloc_local([1], "int32")
-            largest[0] = T.uint32(0)
-            column[0] = NONE
-            for i in T.serial(ceildiv(vocab, 32), unroll=False):
-                if i * 32 + t < vocab:
-                    bits[0] = order_bits(written_element(io, row, i * 32 + t))
-                    if bits[0] > largest[0]:
-                        largest[0] = bits[0]
-                        column[0] = i * 32 + t
-            bits[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(0xFFFFFFFF), largest[0])
-            column[0] = lanes_min(T.Select(bits[0] == largest[0], column[0], NONE))
-            if t == 0:
-                io.tokens[row] = column[0]
-                io.logprobs[row] = T.float32("nan")
-                io.values[row, 0] = T.float32("nan")
-                io.indices[row, 0] = T.Cast("int64", column[0])
-
-    return phase
+    vocab = T.meta_var(blocks.problem.vocab)
+    if is_first(blocks, t, s):
+        largest = T.alloc_local([1], "uint32")
+        bits = T.alloc_local([1], "uint32")
+        column = T.alloc_local([1], "int32")
+        largest[0] = T.uint32(0)
+        column[0] = NONE
+        for i in T.serial(ceildiv(vocab, 32), unroll=False):
+            if i * 32 + t < vocab:
+                bits[0] = order_bits(written_element(io, row, i * 32 + t))
+                if bits[0] > largest[0]:
+                    largest[0] = bits[0]
+                    column[0] = i * 32 + t
+        bits[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(0xFFFFFFFF), largest[0])
+        column[0] = lanes_min(T.Select(bits[0] == largest[0], column[0], NONE))
+        if t == 0:
+            io.tokens[row] = column[0]
+            io.logprobs[row] = T.float32("nan")
+            io.values[row, 0] = T.float32("nan")
+            io.indices[row, 0] = T.Cast("int64", column[0])
 # fmt: on

@@ -8,7 +8,6 @@ in which the uniform number's share of the sum is reached, and the one in which 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
@@ -52,74 +51,74 @@ def is_free(limit: Any, words: int) -> Any:
 
 
 # fmt: off
-def kernel(blocks: Blocks, sum_slice: Callable[..., Any], write_first: Callable[..., Any]) -> Callable[..., Any]:
+@phase
+def draw(blocks, write_first, /, io, row, t, s, r):
+    ext, words = T.meta_var(blocks.ext), T.meta_var(blocks.problem.words)
+    crew, joined = T.meta_var(crew_of(blocks)), T.meta_var(join.join_pairs(ext))
+    take = T.meta_var(take_word(blocks, crew))
+    write_best = T.meta_var(write_best_word(blocks, crew))
+    d = T.meta_var(Drawing.alloc(1))
+    read_filters(io, row, d)
+    read_uniform(io, row, d)
+    d.top_k[0] = limit_of(d.temperature[0], d.top_k[0], words)
+    load_pairs(blocks)(io, row, t, s)
+    joined(r, s)
+    s.top[0] = r.top
+    s.best[0] = -T.log(r.d)
+    s.summed[0] = 0
+    if r.d > T.float32(0) and r.d < T.infinity("float32"):
+        if is_uncut(d.top_k[0], d.top_p[0], d.min_p[0], words):
+            cuts.show_row(io, row, t, cuts.DONE, r.top, r.d)
+            if d.top_k[0] > 1:
+                leave_all(s)
+                choose_slice(blocks)(t, s, clamped(d.uniform[0]))
+                take(io, row, t, s)
+        else:
+            cuts.show_row(
+                io, row, t, T.Select(d.top_p[0] < T.float32(1), cuts.FIND, cuts.SUM), r.top, r.d)
+        write_best(io, row, t, s, d.top_k[0])
+    else:
+        cuts.show_row(io, row, t, cuts.DONE, r.top, r.d)
+        write_first(io, row, t, s)
+
+
+@phase
+def of_row(blocks, sum_slice, write_first, /, given, row, part, t):
+    ext = T.meta_var(blocks.ext)
+    io = T.meta_var(own_on_gpu(given, row))
+    r = RowState(ext, row, part * ext.slices + t // 32, t % 32)
+    s = T.meta_var(cuts.state_of(blocks, io, r))
+    s.factor[0] = io.scale * T.float32(LOG2_E)
+    r.factor = s.factor[0]
+    sum_slice(io, row, t, s)
+    join.join_warp(r)
+    take_ticket(blocks)(io, row, t, s)
+    if s.ties[0] == blocks.cluster - 1:
+        draw(blocks, write_first)(io, row, t, s, r)
+
+
+@phase
+def kernel(blocks, sum_slice, write_first, /, io):
     """The kernel's body, over the arguments.
 
     `sum_slice`: the phase that finds the pair of a lane's elements; `write_first`: see `slices`.
     """
-    ext, threads, words, tickets = blocks.ext, blocks.threads, blocks.problem.words, blocks.cluster
-    crew = crew_of(blocks)
-    join_warp, joined = join.join_warp(), join.join_pairs(ext)
-    leave, load = take_ticket(blocks), load_pairs(blocks)
-    choose, take, write_best = choose_slice(blocks), take_word(blocks, crew), write_best_word(blocks, crew)
-
-    @T.inline
-    def draw(io, row, t, s, r):
-        d = T.meta_var(Drawing.alloc(1))
-        read_filters(io, row, d)
-        read_uniform(io, row, d)
-        d.top_k[0] = limit_of(d.temperature[0], d.top_k[0], words)
-        load(io, row, t, s)
-        joined(r, s)
-        s.top[0] = r.top
-        s.best[0] = -T.log(r.d)
-        s.summed[0] = 0
-        if r.d > T.float32(0) and r.d < T.infinity("float32"):
-            if is_uncut(d.top_k[0], d.top_p[0], d.min_p[0], words):
-                cuts.show_row(io, row, t, cuts.DONE, r.top, r.d)
-                if d.top_k[0] > 1:
-                    leave_all(s)
-                    choose(t, s, clamped(d.uniform[0]))
-                    take(io, row, t, s)
-            else:
-                cuts.show_row(
-                    io, row, t, T.Select(d.top_p[0] < T.float32(1), cuts.FIND, cuts.SUM), r.top, r.d)
-            write_best(io, row, t, s, d.top_k[0])
-        else:
-            cuts.show_row(io, row, t, cuts.DONE, r.top, r.d)
-            write_first(io, row, t, s)
-
-    @T.inline
-    def of_row(given, row, part, t):
-        io = T.meta_var(own_on_gpu(given, row))
-        r = RowState(ext, row, part * ext.slices + t // 32, t % 32)
-        s = T.meta_var(cuts.state_of(blocks, io, r))
-        s.factor[0] = io.scale * T.float32(LOG2_E)
-        r.factor = s.factor[0]
-        sum_slice(io, row, t, s)
-        join_warp(r)
-        leave(io, row, t, s)
-        if s.ties[0] == tickets - 1:
-            draw(io, row, t, s, r)
-
-    @T.inline
-    def body(io):
-        T.attr({"tirx.launch_bounds_min_blocks_per_sm": RESIDENT_TICKETS // threads})
-        block = T.cta_id([io.batch * tickets])
-        t = T.thread_id([threads])
-        if blocks.overlap:
-            wait_then_start_consumer()
-        if io.per_row:
-            filters = T.meta_var(Drawing.alloc(1))
-            read_filters(io, T.Cast("int64", block // tickets), filters)
-            if is_free(limit_of(filters.temperature[0], filters.top_k[0], words), words):
-                of_row(io, T.Cast("int64", block // tickets), block % tickets, t)
-            elif block % tickets == 0 and t == 0:
-                io.stages[block // tickets, cuts.STAGE] = T.uint32(cuts.DONE)
-        else:
-            of_row(io, T.Cast("int64", block // tickets), block % tickets, t)
-
-    return body
+    threads, words = T.meta_var(blocks.threads), T.meta_var(blocks.problem.words)
+    tickets = T.meta_var(blocks.cluster)
+    T.attr({"tirx.launch_bounds_min_blocks_per_sm": RESIDENT_TICKETS // threads})
+    block = T.cta_id([io.batch * tickets])
+    t = T.thread_id([threads])
+    if blocks.overlap:
+        wait_then_start_consumer()
+    if io.per_row:
+        filters = T.meta_var(Drawing.alloc(1))
+        read_filters(io, T.Cast("int64", block // tickets), filters)
+        if is_free(limit_of(filters.temperature[0], filters.top_k[0], words), words):
+            of_row(blocks, sum_slice, write_first)(io, T.Cast("int64", block // tickets), block % tickets, t)
+        elif block % tickets == 0 and t == 0:
+            io.stages[block // tickets, cuts.STAGE] = T.uint32(cuts.DONE)
+    else:
+        of_row(blocks, sum_slice, write_first)(io, T.Cast("int64", block // tickets), block % tickets, t)
 
 
 @phase

@@ -368,7 +368,7 @@ def program(problem: BsrMatmul, decisions: Decisions) -> Program:
                     load_x(e)(s, io)
                 s.loaded = 0
                 s.octet = s.octet + e.chunk * w.ranks
-                load_columns(e, load_int_anew if e.overlap else load_int)(s, io, s.columns)
+                load_columns(e, load_int_anew if e.overlap > 0 else load_int)(s, io, s.columns)
                 multiply(e)(s)
 
         left: T.int32 = first_column(e, s, w)

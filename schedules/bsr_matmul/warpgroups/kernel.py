@@ -21,7 +21,6 @@ and these after a barrier,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -238,38 +237,35 @@ def produce(e, /, io, s):
         arrive_expecting(s.full.ptr_to([s.slot]), T.uint32(0))
 
 
-def multiply_panel(e: Extents) -> Callable[..., Any]:
-    """The products of the stage in hand; the phase is (s).
+def of_block(e: Extents, s: Any, r: Any, i: Any, step: Any) -> Any:
+    """16 columns of a block row's i-th block."""
+    sums_each = e.rows // 2
+    a = (i * (e.width // 16) + step) * operands.STEP_UNITS
+    b = (r * e.beside + i) * (e.block_bytes // operands.UNIT) + step * operands.STEP_UNITS
+    return operands.product(e.dtype, e.rows)(
+        *(s.sums[r * sums_each + j] for j in range(sums_each)),
+        operands.swizzled(s.panel_at + T.Cast("uint32", a), e.panel * 2),
+        operands.swizzled(s.weight_at + T.Cast("uint32", b), e.width * 2), T.bool(True), 1, 1, 0, 0)
+
+
+@phase
+def multiply_panel(e, /, s):
+    """The products of the stage in hand.
 
     Reads: `ring`, until the products are awaited; `told`.
     Writes: adds the products to `sums`, by and by.
     Barriers: none, but all warps of a warpgroup take part.
     """
-    mma, sums_each = operands.product(e.dtype, e.rows), e.rows // 2
-    stage = e.stage_bytes // operands.UNIT
-
-    def of_block(s: Any, r: Any, i: Any, step: Any) -> Any:
-        """16 columns of a block row's i-th block."""
-        a = (i * (e.width // 16) + step) * operands.STEP_UNITS
-        b = (r * e.beside + i) * (e.block_bytes // operands.UNIT) + step * operands.STEP_UNITS
-        return mma(
-            *(s.sums[r * sums_each + j] for j in range(sums_each)),
-            operands.swizzled(s.panel_at + T.Cast("uint32", a), e.panel * 2),
-            operands.swizzled(s.weight_at + T.Cast("uint32", b), e.width * 2), T.bool(True), 1, 1, 0, 0)
-
-    @T.inline
-    def phase(s):
-        s.panel_at = s.panel_of[0] + T.Cast("uint32", s.slot * stage)
-        s.weight_at = s.weight_of[0] + T.Cast("uint32", s.slot * stage)
-        for i in T.unroll(e.beside):
-            for r in T.unroll(e.rows_each):
-                if (s.word[i] >> T.uint32(r)) & T.uint32(1) != T.uint32(0):
-                    operands.fence()
-                    for step in T.unroll(e.width // 16):
-                        of_block(s, r, i, step)
-                    operands.commit()
-
-    return phase
+    stage = T.meta_var(e.stage_bytes // operands.UNIT)
+    s.panel_at = s.panel_of[0] + T.Cast("uint32", s.slot * stage)
+    s.weight_at = s.weight_of[0] + T.Cast("uint32", s.slot * stage)
+    for i in T.unroll(e.beside):
+        for r in T.unroll(e.rows_each):
+            if (s.word[i] >> T.uint32(r)) & T.uint32(1) != T.uint32(0):
+                operands.fence()
+                for step in T.unroll(e.width // 16):
+                    of_block(e, s, r, i, step)
+                operands.commit()
 
 
 @phase
@@ -304,36 +300,33 @@ def consume(e, /, s):
             else:
                 operands.wait(1)
             if s.left >= 0:
-                hand_back()(s)
+                hand_back(s)
             s.left = s.slot
             next_stage(e.stages)(s)
     operands.wait(0)
 
 
-def pass_tile(e: Extents) -> Callable[..., Any]:
-    """A warp's 16 rows of y, to shared memory; the phase is (io, s).
+def element(e: Extents, io: Any, s: Any, row: Any, r: Any, g: Any, i: Any, v: int) -> Any:
+    """An element of y as bits: of eight columns a lane has two neighbours, in two rows."""
+    found = output(io, row * e.rows + g * 8 + s.lane % 4 * 2 + v, s.sums[r * (e.rows // 2) + g * 4 + i * 2 + v])
+    return T.Cast("uint32", T.reinterpret("uint16", found))
+
+
+@phase
+def pass_tile(e, /, io, s):
+    """A warp's 16 rows of y, to shared memory.
 
     Reads: `sums`, `row_of`; the bias. Writes: `stored`. Barriers: of the warp, at the end.
     """
-
-    def element(io: Any, s: Any, row: Any, r: Any, g: Any, i: Any, v: int) -> Any:
-        """An element of y as bits: of eight columns a lane has two neighbours, in two rows."""
-        found = output(io, row * e.rows + g * 8 + s.lane % 4 * 2 + v, s.sums[r * (e.rows // 2) + g * 4 + i * 2 + v])
-        return T.Cast("uint32", T.reinterpret("uint16", found))
-
-    @T.inline
-    def phase(io, s):
-        for r in T.unroll(e.rows_each):
-            row: T.int32 = s.row_of[r]
-            if row >= 0:
-                for g in T.unroll(e.rows // 8):
-                    for i in T.unroll(2):
-                        s.stored[
-                            ((s.warp * 16 + i * 8 + s.lane // 4) * e.pitch + r * e.rows + g * 8) // 2 + s.lane % 4
-                        ] = element(io, s, row, r, g, i, 0) | (element(io, s, row, r, g, i, 1) << T.uint32(16))
-        T.cuda.warp_sync()
-
-    return phase
+    for r in T.unroll(e.rows_each):
+        row: T.int32 = s.row_of[r]
+        if row >= 0:
+            for g in T.unroll(e.rows // 8):
+                for i in T.unroll(2):
+                    s.stored[
+                        ((s.warp * 16 + i * 8 + s.lane // 4) * e.pitch + r * e.rows + g * 8) // 2 + s.lane % 4
+                    ] = element(e, io, s, row, r, g, i, 0) | (element(e, io, s, row, r, g, i, 1) << T.uint32(16))
+    T.cuda.warp_sync()
 
 
 @phase

@@ -104,48 +104,45 @@ class State(Buffers):
 
 
 # fmt: off
-def find_blocks(e: Extents) -> Callable[..., Any]:
-    """Find the unit's block row, whose blocks are shared out evenly over its units; the phase is (io, s).
+def units(e: Extents, s: Any) -> Any:
+    return (s.stop[0] - s.start[0] + (e.each - 1)) // e.each
+
+
+@phase
+def find_blocks(e, /, io, s):
+    """Find the unit's block row, whose blocks are shared out evenly over its units.
 
     Reads: `indptr`, 32 block rows at a time. Writes: `row`, `first`, `count`. Barriers: none.
     After: all warps know them. `row` is -1 where there are fewer units.
     """
-
-    def units(s: Any) -> Any:
-        return (s.stop[0] - s.start[0] + (e.each - 1)) // e.each
-
-    @T.inline
-    def phase(io, s):
-        s.row = -1
-        s.behind = s.unit  # units between the first of the next rows and this one
-        s.chunk = 0
-        while T.And(s.row < 0, s.chunk < e.block_rows):
-            s.start[0] = 0
-            s.stop[0] = 0
-            if s.chunk + s.lane < e.block_rows:
-                load_int(s.start[0], io.indptr.ptr_to([s.chunk + s.lane]))
-                load_int(s.stop[0], io.indptr.ptr_to([s.chunk + s.lane + 1]))
-            s.upto[0] = units(s)
-            scan_lanes(s.lane, s.upto, s.other)
-            which: T.int32 = T.Cast(
-                "int32", T.popcount(T.cuda.ballot_sync(T.uint32(FULL_WARP), s.upto[0] <= s.behind)))
-            if which < 32:
-                s.behind = s.behind - T.tvm_warp_shuffle(
-                    T.uint32(FULL_WARP), s.upto[0] - units(s), which, 32, 32)
-                s.start[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.start[0], which, 32, 32)
-                s.stop[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.stop[0], which, 32, 32)
-                s.row = s.chunk + which
-            else:
-                s.behind = s.behind - T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.upto[0], 31, 32, 32)
-            s.chunk = s.chunk + 32
-        if s.row >= 0:
-            stored: T.int32 = s.stop[0] - s.start[0]
-            many: T.int32 = units(s)
-            s.first = stored // many * s.behind + T.min(stored % many, s.behind)
-            s.count = stored // many + T.Select(s.behind < stored % many, 1, 0)
-            s.first = s.start[0] + s.first
-
-    return phase
+    s.row = -1
+    s.behind = s.unit  # units between the first of the next rows and this one
+    s.chunk = 0
+    while T.And(s.row < 0, s.chunk < e.block_rows):
+        s.start[0] = 0
+        s.stop[0] = 0
+        if s.chunk + s.lane < e.block_rows:
+            load_int(s.start[0], io.indptr.ptr_to([s.chunk + s.lane]))
+            load_int(s.stop[0], io.indptr.ptr_to([s.chunk + s.lane + 1]))
+        s.upto[0] = units(e, s)
+        scan_lanes(s.lane, s.upto, s.other)
+        which: T.int32 = T.Cast(
+            "int32", T.popcount(T.cuda.ballot_sync(T.uint32(FULL_WARP), s.upto[0] <= s.behind)))
+        if which < 32:
+            s.behind = s.behind - T.tvm_warp_shuffle(
+                T.uint32(FULL_WARP), s.upto[0] - units(e, s), which, 32, 32)
+            s.start[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.start[0], which, 32, 32)
+            s.stop[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.stop[0], which, 32, 32)
+            s.row = s.chunk + which
+        else:
+            s.behind = s.behind - T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.upto[0], 31, 32, 32)
+        s.chunk = s.chunk + 32
+    if s.row >= 0:
+        stored: T.int32 = s.stop[0] - s.start[0]
+        many: T.int32 = units(e, s)
+        s.first = stored // many * s.behind + T.min(stored % many, s.behind)
+        s.count = stored // many + T.Select(s.behind < stored % many, 1, 0)
+        s.first = s.start[0] + s.first
 
 
 @phase
@@ -252,32 +249,30 @@ def consume(e, /, s):
         multiply(e)(s)
         operands.wait(1)
         if s.left >= 0:
-            hand_back()(s)
+            hand_back(s)
         s.left = s.slot
         next_stage(e.stages)(s)
     operands.wait(0)
 
 
-def store_pair(e: Extents) -> Callable[..., Any]:
-    """Store the sums j and j + 1 of a thread, if they are a block's; the phase is (io, s, j, one, other)."""
+def bits(e: Extents, value: Any) -> Any:
+    return T.Cast("uint32", T.reinterpret("uint16", T.Cast(e.dtype, value)))
 
-    def bits(value: Any) -> Any:
-        return T.Cast("uint32", T.reinterpret("uint16", T.Cast(e.dtype, value)))
 
-    def stored(s: Any, row: Any, column: Any) -> Any:
-        there = column // e.cols < s.count
-        return T.And(there, row < e.rows) if e.rows % GROUP_M else there
+def stored(e: Extents, s: Any, row: Any, column: Any) -> Any:
+    there = column // e.cols < s.count
+    return T.And(there, row < e.rows) if e.rows % GROUP_M else there
 
-    @T.inline
-    def phase(io, s, j, one, other):
-        column = T.meta_var(s.warp // 4 // e.halves * e.wide + j // 4 * 8)  # the first of eight
-        row = T.meta_var(s.warp // 4 % e.halves * GROUP_M + s.warp % 4 * 16 + j // 2 % 2 * 8 + s.lane // 4)
-        if stored(s, row, column):
-            T.ptx.st.global_.u32(
-                io.data.ptr_to([s.first + column // e.cols, row, column % e.cols + s.lane % 4 * 2]),
-                bits(one) | (bits(other) << T.uint32(16)))
 
-    return phase
+@phase
+def store_pair(e, /, io, s, j, one, other):
+    """Store the sums j and j + 1 of a thread, if they are a block's."""
+    column = T.meta_var(s.warp // 4 // e.halves * e.wide + j // 4 * 8)  # the first of eight
+    row = T.meta_var(s.warp // 4 % e.halves * GROUP_M + s.warp % 4 * 16 + j // 2 % 2 * 8 + s.lane // 4)
+    if stored(e, s, row, column):
+        T.ptx.st.global_.u32(
+            io.data.ptr_to([s.first + column // e.cols, row, column % e.cols + s.lane % 4 * 2]),
+            bits(e, one) | (bits(e, other) << T.uint32(16)))
 
 
 @phase

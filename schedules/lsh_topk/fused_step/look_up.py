@@ -142,63 +142,62 @@ def load_pieces(e, /, s, io, words):
                         T.ptx.ld.global_.s32(s.word[u * PER_VECTOR + v], words.ptr_to([s.upcoming[u] + v]))
 
 
-def count_pieces(e: Extents) -> Phase:
-    """The hits of these pieces; the phase is (s, io). `bucket_lanes` lanes have a piece, and `loads` pieces in flight.
+@phase
+def send(e, /, s, local, owner):
+    at: T.int32 = T.cuda.atomic_add(
+        s.many_sent.ptr_to([owner * e.segments + s.warp % e.segments]), T.int32(1))
+    if at < e.room:
+        T.evaluate(put_hit(
+            s.sent.ptr_to([(s.rank * e.segments + s.warp % e.segments) * e.room + at]), owner,
+            T.Cast("uint16", local)))
+    else:
+        T.evaluate(add_at_peer(s.cells.ptr_to([cell_of(local)]), owner, one_of(local)))
+
+
+@phase
+def hit(e, /, s, word):
+    part = T.meta_var(e.counting.part)
+    # As an unsigned number, one below 0 is larger than any word.
+    local: T.int32 = word - s.base
+    if T.Cast("uint32", local) < T.uint32(part):
+        T.evaluate(T.cuda.atomic_add(s.cells.ptr_to([cell_of(local)]), one_of(local)))
+    elif e.cluster > 1:
+        within: T.uint32 = T.Cast("uint32", word - s.slice * (e.cluster * part))
+        if e.slices == 1 or within < T.uint32(e.cluster * part):
+            send(e)(s, T.Cast("int32", within % T.uint32(part)), T.Cast("int32", within // T.uint32(part)))
+
+
+@phase
+def count_pieces(e, /, s, io):
+    """The hits of these pieces. `bucket_lanes` lanes have a piece, and `loads` pieces in flight.
 
     Reads: `spans`, `further`, words. Writes: counts, and `sent` of the whole cluster; `many_sent`. Barriers: none; one
     of the cluster has to come before, and one after.
     """
-    load, groups, part = load_pieces(e), e.counting.groups, e.counting.part
-
-    @T.inline
-    def send(s, local, owner):
-        at: T.int32 = T.cuda.atomic_add(
-            s.many_sent.ptr_to([owner * e.segments + s.warp % e.segments]), T.int32(1))
-        if at < e.room:
-            T.evaluate(put_hit(
-                s.sent.ptr_to([(s.rank * e.segments + s.warp % e.segments) * e.room + at]), owner,
-                T.Cast("uint16", local)))
-        else:
-            T.evaluate(add_at_peer(s.cells.ptr_to([cell_of(local)]), owner, one_of(local)))
-
-    @T.inline
-    def hit(s, word):
-        # As an unsigned number, one below 0 is larger than any word.
-        local: T.int32 = word - s.base
-        if T.Cast("uint32", local) < T.uint32(part):
-            T.evaluate(T.cuda.atomic_add(s.cells.ptr_to([cell_of(local)]), one_of(local)))
-        elif e.cluster > 1:
-            within: T.uint32 = T.Cast("uint32", word - s.slice * (e.cluster * part))
-            if e.slices == 1 or within < T.uint32(e.cluster * part):
-                send(s, T.Cast("int32", within % T.uint32(part)), T.Cast("int32", within // T.uint32(part)))
-
-    @T.inline
-    def phase(s, io):
-        words = T.decl_buffer((io.bands * e.vocab,), "int32", data=io.words.data)
-        pieces: T.int32 = s.many + s.further[0]
-        for n in T.serial((pieces + (groups * e.loads - 1)) // (groups * e.loads)):
+    groups = T.meta_var(e.counting.groups)
+    words = T.decl_buffer((io.bands * e.vocab,), "int32", data=io.words.data)
+    pieces: T.int32 = s.many + s.further[0]
+    for n in T.serial((pieces + (groups * e.loads - 1)) // (groups * e.loads)):
+        for u in T.unroll(e.loads):
+            at = T.meta_var((n * e.loads + u) * groups + s.t // e.bucket_lanes)
+            s.span = T.uint64(0)
+            if at < pieces:
+                s.span = s.spans[at]
+            s.first[u] = first_of(s.span)
+            s.last[u] = last_of(s.span)
+            s.upcoming[u] = (s.first[u] // PER_VECTOR + s.t % e.bucket_lanes) * PER_VECTOR
+        s.going = 1
+        while s.going != 0:
+            load_pieces(e)(s, io, words)
+            s.going = 0
             for u in T.unroll(e.loads):
-                at = T.meta_var((n * e.loads + u) * groups + s.t // e.bucket_lanes)
-                s.span = T.uint64(0)
-                if at < pieces:
-                    s.span = s.spans[at]
-                s.first[u] = first_of(s.span)
-                s.last[u] = last_of(s.span)
-                s.upcoming[u] = (s.first[u] // PER_VECTOR + s.t % e.bucket_lanes) * PER_VECTOR
-            s.going = 1
-            while s.going != 0:
-                load(s, io, words)
-                s.going = 0
-                for u in T.unroll(e.loads):
-                    for v in T.unroll(PER_VECTOR):
-                        # Only words of this piece are counted, not those before or after it.
-                        if T.Cast("uint32", s.upcoming[u] + v - s.first[u]) < T.Cast("uint32", s.last[u] - s.first[u]):
-                            hit(s, s.word[u * PER_VECTOR + v])
-                    s.upcoming[u] = s.upcoming[u] + e.piece
-                    if s.upcoming[u] < s.last[u]:
-                        s.going = 1
-
-    return phase
+                for v in T.unroll(PER_VECTOR):
+                    # Only words of this piece are counted, not those before or after it.
+                    if T.Cast("uint32", s.upcoming[u] + v - s.first[u]) < T.Cast("uint32", s.last[u] - s.first[u]):
+                        hit(e)(s, s.word[u * PER_VECTOR + v])
+                s.upcoming[u] = s.upcoming[u] + e.piece
+                if s.upcoming[u] < s.last[u]:
+                    s.going = 1
 
 
 @phase
@@ -261,61 +260,58 @@ def vote(e, /, s, io):
                     s.votes[stretch * 2 + s.lane] = T.Select(s.lane == 0, low, high)
 
 
-def list_reached(e: Extents) -> Phase:
-    """Words that no row of the list had before, and that are not candidates anyway, to the list; the phase is (s, io).
+@phase
+def prefetch(e, /, s, io):
+    for n in T.serial(ceildiv(e.hidden, CACHE_LINE // e.itemsize)):
+        T.ptx.prefetch.global_.L2(io.embedding.ptr_to([s.local, n * (CACHE_LINE // e.itemsize)]))
+
+
+@phase
+def list_reached(e, /, s, io):
+    """Words that no row of the list had before, and that are not candidates anyway, to the list.
 
     Words are brought to the L2 cache, where the second kernel will look for them.
 
     Reads: `votes`, `always`. Writes: the bitmap, the list and its length; as scratch `listed`. Barriers: of the
     thread block; one has to come before.
     """
-    rounds = ceildiv(e.votes, e.hash_threads)
-
-    @T.inline
-    def prefetch(s, io):
-        for n in T.serial(ceildiv(e.hidden, CACHE_LINE // e.itemsize)):
-            T.ptx.prefetch.global_.L2(io.embedding.ptr_to([s.local, n * (CACHE_LINE // e.itemsize)]))
-
-    @T.inline
-    def phase(s, io):
-        first: T.int32 = s.base // WARP
-        for i in T.unroll(rounds):
-            s.reached[i] = T.uint32(0)
-            s.before[i] = T.uint32(0)
-            s.anyway[i] = T.uint32(0)
-            if i * e.hash_threads + s.t < e.votes:
-                s.reached[i] = s.votes[i * e.hash_threads + s.t]
-            if s.reached[i] != T.uint32(0):
-                s.before[i] = set_bits(
-                    io.bitmap.ptr_to([s.work_list, first + i * e.hash_threads + s.t]), s.reached[i])
-                T.ptx.ld.global_.u32(s.anyway[i], io.always.ptr_to([first + i * e.hash_threads + s.t]))
-        s.upto[0] = 0
-        for i in T.unroll(rounds):
-            s.reached[i] = s.reached[i] & ~(s.before[i] | s.anyway[i])
-            s.upto[0] = s.upto[0] + T.Cast("int32", T.popcount(s.reached[i]))
-        s.place_at = s.upto[0]
-        scan_lanes(s.lane, s.upto, s.other)
-        s.place_at = s.upto[0] - s.place_at
-        s.other[0] = 0
-        if s.lane == WARP - 1 and s.upto[0] > 0:
-            s.other[0] = T.cuda.atomic_add(s.listed.ptr_to([0]), s.upto[0])
-        s.place_at = s.place_at + T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.other[0], WARP - 1, 32, 32)
-        T.cuda.cta_sync()
-        # One addition for all warps: a counter in memory takes additions one after another. Its result has a place of
-        # its own, because the compiler lets all threads read what the first one adds.
-        if s.t == 0 and s.listed[0] > 0:
-            s.listed[1] = T.cuda.atomic_add(io.found.ptr_to([s.work_list, 0]), s.listed[0])
-        T.cuda.cta_sync()
-        s.place_at = s.place_at + s.listed[1]
-        for i in T.unroll(rounds):
-            while s.reached[i] != T.uint32(0):
-                s.local = (first + i * e.hash_threads + s.t) * WARP + T.cuda.ffs_u32(s.reached[i]) - 1
-                io.queue[s.work_list, s.place_at] = s.local
-                prefetch(s, io)
-                s.reached[i] = s.reached[i] & (s.reached[i] - T.uint32(1))
-                s.place_at = s.place_at + 1
-
-    return phase
+    rounds = T.meta_var(ceildiv(e.votes, e.hash_threads))
+    first: T.int32 = s.base // WARP
+    for i in T.unroll(rounds):
+        s.reached[i] = T.uint32(0)
+        s.before[i] = T.uint32(0)
+        s.anyway[i] = T.uint32(0)
+        if i * e.hash_threads + s.t < e.votes:
+            s.reached[i] = s.votes[i * e.hash_threads + s.t]
+        if s.reached[i] != T.uint32(0):
+            s.before[i] = set_bits(
+                io.bitmap.ptr_to([s.work_list, first + i * e.hash_threads + s.t]), s.reached[i])
+            T.ptx.ld.global_.u32(s.anyway[i], io.always.ptr_to([first + i * e.hash_threads + s.t]))
+    s.upto[0] = 0
+    for i in T.unroll(rounds):
+        s.reached[i] = s.reached[i] & ~(s.before[i] | s.anyway[i])
+        s.upto[0] = s.upto[0] + T.Cast("int32", T.popcount(s.reached[i]))
+    s.place_at = s.upto[0]
+    scan_lanes(s.lane, s.upto, s.other)
+    s.place_at = s.upto[0] - s.place_at
+    s.other[0] = 0
+    if s.lane == WARP - 1 and s.upto[0] > 0:
+        s.other[0] = T.cuda.atomic_add(s.listed.ptr_to([0]), s.upto[0])
+    s.place_at = s.place_at + T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.other[0], WARP - 1, 32, 32)
+    T.cuda.cta_sync()
+    # One addition for all warps: a counter in memory takes additions one after another. Its result has a place of
+    # its own, because the compiler lets all threads read what the first one adds.
+    if s.t == 0 and s.listed[0] > 0:
+        s.listed[1] = T.cuda.atomic_add(io.found.ptr_to([s.work_list, 0]), s.listed[0])
+    T.cuda.cta_sync()
+    s.place_at = s.place_at + s.listed[1]
+    for i in T.unroll(rounds):
+        while s.reached[i] != T.uint32(0):
+            s.local = (first + i * e.hash_threads + s.t) * WARP + T.cuda.ffs_u32(s.reached[i]) - 1
+            io.queue[s.work_list, s.place_at] = s.local
+            prefetch(e)(s, io)
+            s.reached[i] = s.reached[i] & (s.reached[i] - T.uint32(1))
+            s.place_at = s.place_at + 1
 
 
 @T.inline
@@ -334,67 +330,63 @@ def wait(e):
         T.cuda.cta_sync()
 
 
-def look_up(e: Extents) -> Phase:
+def state(e: Extents, io: Any, t: Any) -> HashState:
+    many = io.lists * (e.beam * e.slices)
+    if e.cluster == 1:
+        work, rank = T.cta_id([many]), 0
+    else:
+        work, rank = T.cluster_id([many]), T.cta_id_in_cluster([e.cluster])
+    row = work // e.slices
+    place = {"work_row": row, "work_list": row // e.beam, "slice": work % e.slices, "rank": rank}
+    return HashState.alloc(e, e.hash_bytes, **place, t=t, warp=t // WARP, lane=t % WARP)
+
+
+@phase
+def look_up(e, /, io):
     """The kernel, called with (io)."""
-    h, tile = e.hashing, e.counting.tile
-    prepare, stage, load_first, find = begin(e), stage_row(h), load_first_columns(h), find_places(h)
-    seek, fit, count, elect, take = find_pieces(e), lengthen(e), count_pieces(e), vote(e), list_reached(e)
-    tell_all, receive_all = tell(e), receive(e)
-
-    def state(io: Any, t: Any) -> HashState:
-        many = io.lists * (e.beam * e.slices)
-        if e.cluster == 1:
-            work, rank = T.cta_id([many]), 0
-        else:
-            work, rank = T.cluster_id([many]), T.cta_id_in_cluster([e.cluster])
-        row = work // e.slices
-        place = {"work_row": row, "work_list": row // e.beam, "slice": work % e.slices, "rank": rank}
-        return HashState.alloc(e, e.hash_bytes, **place, t=t, warp=t // WARP, lane=t % WARP)
-
-    @T.inline
-    def kernel(io):
-        with device_region():
-            T.attr({"tirx.launch_bounds_min_blocks_per_sm": e.hash_resident})
-            t = T.thread_id([e.hash_threads])
-            s = T.meta_var(state(io, t))
-            columns = T.decl_buffer((io.bands * h.units * h.k,), "int16", data=io.permutations.data)
-            rows = T.decl_buffer((io.lists * e.beam * e.hidden,), e.dtype, data=io.hidden.data)
-            prepare(s, io)
-            arrive(e)
-            if e.overlap == 1:
-                wait_then_start_consumer()
-            stage(s, rows, s.work_row * e.hidden, s.t)
+    h, tile = T.meta_var(e.hashing), T.meta_var(e.counting.tile)
+    stage, load_first = T.meta_var(stage_row(h)), T.meta_var(load_first_columns(h))
+    find = T.meta_var(find_places(h))
+    with device_region():
+        T.attr({"tirx.launch_bounds_min_blocks_per_sm": e.hash_resident})
+        t = T.thread_id([e.hash_threads])
+        s = T.meta_var(state(e, io, t))
+        columns = T.decl_buffer((io.bands * h.units * h.k,), "int16", data=io.permutations.data)
+        rows = T.decl_buffer((io.lists * e.beam * e.hidden,), e.dtype, data=io.hidden.data)
+        begin(e)(s, io)
+        arrive(e)
+        if e.overlap == 1:
+            wait_then_start_consumer()
+        stage(s, rows, s.work_row * e.hidden, s.t)
+        T.cuda.cta_sync()
+        for n in T.serial((s.share + (tile - 1)) // tile):
+            s.begin = s.from_band + n * tile
+            s.many = T.max(T.min(s.bands - n * tile, tile), 0)
+            if n > 0:
+                load_first(s, columns, s.begin * h.units, s.many * h.units, s.t)
+            find(s, columns, s.begin * h.units, s.many * h.units, s.t)
             T.cuda.cta_sync()
-            for n in T.serial((s.share + (tile - 1)) // tile):
-                s.begin = s.from_band + n * tile
-                s.many = T.max(T.min(s.bands - n * tile, tile), 0)
-                if n > 0:
-                    load_first(s, columns, s.begin * h.units, s.many * h.units, s.t)
-                find(s, columns, s.begin * h.units, s.many * h.units, s.t)
+            s.stride = e.piece
+            s.going = 1
+            while s.going != 0:
+                find_pieces(e)(s, io)
                 T.cuda.cta_sync()
-                s.stride = e.piece
-                s.going = 1
-                while s.going != 0:
-                    seek(s, io)
-                    T.cuda.cta_sync()
-                    fit(s)
-                if n == 0:
-                    wait(e)
-                count(s, io)
-                T.cuda.cta_sync()
-                if s.t == 0:
-                    s.further[0] = 0
-            if e.cluster > 1:
-                tell_all(s)
-            arrive(e)
-            wait(e)
-            # From here on no thread block accesses another one's shared memory.
-            if e.cluster > 1:
-                receive_all(s)
-                T.cuda.cta_sync()
-            elect(s, io)
+                lengthen(e)(s)
+            if n == 0:
+                wait(e)
+            count_pieces(e)(s, io)
             T.cuda.cta_sync()
-            take(s, io)
-
-    return kernel
+            if s.t == 0:
+                s.further[0] = 0
+        if e.cluster > 1:
+            tell(e)(s)
+        arrive(e)
+        wait(e)
+        # From here on no thread block accesses another one's shared memory.
+        if e.cluster > 1:
+            receive(e)(s)
+            T.cuda.cta_sync()
+        vote(e)(s, io)
+        T.cuda.cta_sync()
+        list_reached(e)(s, io)
 # fmt: on

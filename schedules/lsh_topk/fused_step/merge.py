@@ -277,53 +277,51 @@ def take_asked(e, /, io, s, factor):
     go_through(e, e.keys * SEARCHERS, e.other_keys * SEARCHERS, keep_key)(io, s)
 
 
-def take_keys(e: Extents) -> Phase:
-    """Keep the keys that reach the bound. Reads: keys of the blocks that reach the bound, a warp a block. Writes:
-    `keys`; `top` and `d`, of the row. Barriers: of the warp; one has to come before, and one after. The phase is (io,
-    s, factor).
+@phase
+def load(e, /, io, s, block, at, j):
+    """Load the `at`-th key of a block: first those of frequent words, then those of words that
+    reach the threshold.
     """
+    slot = T.meta_var(at - s.each[0])
+    s.own[j] = T.uint64(0)
+    if at < s.each[0]:
+        if block * s.each[0] + at < frequent_first(e, io):
+            load_key(s.own[j], io.keys.ptr_to([s.flat, block * s.each[0] + at]))
+    elif at < s.each[0] + s.reached[0]:
+        if is_reached(e, s, block, slot):
+            load_key(s.own[j], io.others.ptr_to([s.flat, block * e.reached_each + slot]))
 
-    @T.inline
-    def load(io, s, block, at, j):
-        """Load the `at`-th key of a block: first those of frequent words, then those of words that
-        reach the threshold.
-        """
-        slot = T.meta_var(at - s.each[0])
-        s.own[j] = T.uint64(0)
-        if at < s.each[0]:
-            if block * s.each[0] + at < frequent_first(e, io):
-                load_key(s.own[j], io.keys.ptr_to([s.flat, block * s.each[0] + at]))
-        elif at < s.each[0] + s.reached[0]:
-            if is_reached(e, s, block, slot):
-                load_key(s.own[j], io.others.ptr_to([s.flat, block * e.reached_each + slot]))
 
-    @T.inline
-    def load_some(io, s, i, first):
-        if i * e.searchers + s.t // WARP < s.counts[1]:
-            s.place[0] = s.blocks[i * e.searchers + s.t // WARP]
-            for j in T.unroll(AT_ONCE):
-                load(io, s, s.place[0], (first + j) * WARP + s.t % WARP, j)
-
-    @T.inline
-    def keep_some(s):
+@phase
+def load_some(e, /, io, s, i, first):
+    if i * e.searchers + s.t // WARP < s.counts[1]:
+        s.place[0] = s.blocks[i * e.searchers + s.t // WARP]
         for j in T.unroll(AT_ONCE):
-            s.other[0] = s.own[j]
-            keep_key(s)
+            load(e)(io, s, s.place[0], (first + j) * WARP + s.t % WARP, j)
 
-    @T.inline
-    def phase(io, s, factor):
-        # The keys of the first block are being loaded meanwhile.
-        load_some(io, s, 0, 0)
-        total(s, factor)
-        for i in T.serial((s.counts[1] - s.t // WARP + (e.searchers - 1)) // e.searchers):
-            if i > 0:
-                load_some(io, s, i, 0)
+
+@T.inline
+def keep_some(s):
+    for j in T.unroll(AT_ONCE):
+        s.other[0] = s.own[j]
+        keep_key(s)
+
+
+@phase
+def take_keys(e, /, io, s, factor):
+    """Keep the keys that reach the bound. Reads: keys of the blocks that reach the bound, a warp a block. Writes:
+    `keys`; `top` and `d`, of the row. Barriers: of the warp; one has to come before, and one after.
+    """
+    # The keys of the first block are being loaded meanwhile.
+    load_some(e)(io, s, 0, 0)
+    total(s, factor)
+    for i in T.serial((s.counts[1] - s.t // WARP + (e.searchers - 1)) // e.searchers):
+        if i > 0:
+            load_some(e)(io, s, i, 0)
+        keep_some(s)
+        for j in T.serial((s.each[0] + s.reached[0] - 1) // (WARP * AT_ONCE)):
+            load_some(e)(io, s, i, (j + 1) * AT_ONCE)
             keep_some(s)
-            for j in T.serial((s.each[0] + s.reached[0] - 1) // (WARP * AT_ONCE)):
-                load_some(io, s, i, (j + 1) * AT_ONCE)
-                keep_some(s)
-
-    return phase
 
 
 @phase
@@ -337,65 +335,59 @@ def write_best(e, /, io, s, rank, factor):
         io.values[s.index, s.row, rank] = T.Select(io.log != 0, T.float32("-inf"), T.float32(0))
 
 
-def rank(e: Extents) -> Phase:
+@phase
+def by_counting(e, /, io, s, factor):
+    """One warp per key: its lanes compare the key with all others. Places for which there is no key come last."""
+    for i in T.serial((T.max(s.counts[0], e.n) - s.t // WARP + (e.searchers - 1)) // e.searchers):
+        s.rank[0] = i * e.searchers + s.t // WARP
+        s.key[0] = T.uint64(0)
+        if s.rank[0] < s.counts[0]:
+            s.key[0] = s.keys[s.rank[0]]
+            s.rank[0] = 0
+            for j in T.serial((s.counts[0] + (WARP - 1)) // WARP):
+                s.other[0] = s.keys[T.min(j * WARP + s.t % WARP, s.counts[0] - 1)]
+                s.bits[0] = T.cuda.ballot_sync(
+                    T.uint32(FULL_WARP), tirx.all(j * WARP + s.t % WARP < s.counts[0], s.other[0] > s.key[0]))
+                s.rank[0] = s.rank[0] + T.Cast("int32", T.popcount(s.bits[0]))
+        if s.t % WARP == 0 and s.rank[0] < e.n:
+            write_best(e)(io, s, s.rank[0], factor)
+
+
+@T.inline
+def best_below(s):
+    if s.other[0] < s.last[0]:
+        s.key[0] = T.max(s.key[0], s.other[0])
+
+
+@phase
+def one_by_one(e, /, io, s, factor):
+    s.last[0] = ~T.uint64(0)
+    for r in T.serial(e.n):
+        s.key[0] = T.uint64(0)
+        go_through(e, 0, 0, best_below)(io, s)
+        for b in T.unroll(5):
+            s.key[0] = T.max(s.key[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.key[0], 1 << b, 32, 32))
+        if s.t % WARP == 0:
+            s.bests[s.t // WARP] = s.key[0]
+        T.cuda.cta_sync()
+        s.key[0] = T.uint64(0)
+        for w in T.serial(e.searchers):
+            s.key[0] = T.max(s.key[0], s.bests[w])
+        s.last[0] = s.key[0]
+        if s.t == 0:
+            write_best(e)(io, s, r, factor)
+        T.cuda.cta_sync()
+
+
+@phase
+def rank(e, /, io, s, factor):
     """Rank the keys, and write the n best. Reads: `keys`, or all keys of the row. Writes: values and indices. Barriers:
     where there are too many survivors.
-
-    The phase is (io, s, factor).
     """
-    write = write_best(e)
-
-    @T.inline
-    def by_counting(io, s, factor):
-        """One warp per key: its lanes compare the key with all others. Places for which there is no key come last."""
-        for i in T.serial((T.max(s.counts[0], e.n) - s.t // WARP + (e.searchers - 1)) // e.searchers):
-            s.rank[0] = i * e.searchers + s.t // WARP
-            s.key[0] = T.uint64(0)
-            if s.rank[0] < s.counts[0]:
-                s.key[0] = s.keys[s.rank[0]]
-                s.rank[0] = 0
-                for j in T.serial((s.counts[0] + (WARP - 1)) // WARP):
-                    s.other[0] = s.keys[T.min(j * WARP + s.t % WARP, s.counts[0] - 1)]
-                    s.bits[0] = T.cuda.ballot_sync(
-                        T.uint32(FULL_WARP), tirx.all(j * WARP + s.t % WARP < s.counts[0], s.other[0] > s.key[0]))
-                    s.rank[0] = s.rank[0] + T.Cast("int32", T.popcount(s.bits[0]))
-            if s.t % WARP == 0 and s.rank[0] < e.n:
-                write(io, s, s.rank[0], factor)
-
-    @T.inline
-    def best_below(s):
-        if s.other[0] < s.last[0]:
-            s.key[0] = T.max(s.key[0], s.other[0])
-
-    best_of = go_through(e, 0, 0, best_below)
-
-    @T.inline
-    def one_by_one(io, s, factor):
-        s.last[0] = ~T.uint64(0)
-        for r in T.serial(e.n):
-            s.key[0] = T.uint64(0)
-            best_of(io, s)
-            for b in T.unroll(5):
-                s.key[0] = T.max(s.key[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.key[0], 1 << b, 32, 32))
-            if s.t % WARP == 0:
-                s.bests[s.t // WARP] = s.key[0]
-            T.cuda.cta_sync()
-            s.key[0] = T.uint64(0)
-            for w in T.serial(e.searchers):
-                s.key[0] = T.max(s.key[0], s.bests[w])
-            s.last[0] = s.key[0]
-            if s.t == 0:
-                write(io, s, r, factor)
-            T.cuda.cta_sync()
-
-    @T.inline
-    def phase(io, s, factor):
-        if s.counts[0] <= SURVIVORS:
-            by_counting(io, s, factor)
-        else:
-            one_by_one(io, s, factor)
-
-    return phase
+    if s.counts[0] <= SURVIVORS:
+        by_counting(e)(io, s, factor)
+    else:
+        one_by_one(e)(io, s, factor)
 
 
 @phase
@@ -426,50 +418,47 @@ def clear(e, /, io, block, t):
             T.uint32(0), T.uint32(0), T.uint32(0), T.uint32(0))
 
 
-def merge(e: Extents) -> Phase:
+@phase
+def search(e, /, io, s):
+    take = T.meta_var(take_asked(e) if e.keys > 0 else take_keys(e))
+    factor: T.float32 = io.scale * T.float32(LOG2_E)
+    T.ptx.ld.global_.s32(s.words[0], io.found.ptr_to([s.index, 0]))
+    if e.late_words > 0:
+        s.words[0] = s.words[0] + (io.frequent - frequent_first(e, io))
+    s.each[0] = frequent_each(e, io)
+    s.reached[0] = each_block(e, s.words[0])
+    if s.t < 2 * WARP:
+        load_heads(e)(io, s)
+    if e.keys > 0:
+        # The loads that the bound depends on come first.
+        T.cuda.cta_sync()
+        ask_keys(e)(io, s)
+    if s.t < WARP:
+        find_blocks(e)(s)
+    elif s.t < 2 * WARP:
+        join_sums(e)(s, factor)
+    T.cuda.cta_sync()
+    take(io, s, factor)
+    T.cuda.cta_sync()
+    finish_list(e)(io, s)
+    rank(e)(io, s, factor)
+
+
+@phase
+def merge(e, /, io):
     """The kernel, called with (io)."""
-    take = take_asked(e) if e.keys else take_keys(e)
-
-    @T.inline
-    def search(io, s):
-        factor: T.float32 = io.scale * T.float32(LOG2_E)
-        T.ptx.ld.global_.s32(s.words[0], io.found.ptr_to([s.index, 0]))
-        if e.late_words > 0:
-            s.words[0] = s.words[0] + (io.frequent - frequent_first(e, io))
-        s.each[0] = frequent_each(e, io)
-        s.reached[0] = each_block(e, s.words[0])
-        if s.t < 2 * WARP:
-            load_heads(e)(io, s)
-        if e.keys > 0:
-            # The loads that the bound depends on come first.
-            T.cuda.cta_sync()
-            ask_keys(e)(io, s)
-        if s.t < WARP:
-            find_blocks(e)(s)
-        elif s.t < 2 * WARP:
-            join_sums(e)(s, factor)
+    with device_region():
+        flat = T.cta_id([io.lists * e.beam + e.blocks])
+        t = T.thread_id([SEARCHERS])
+        s = T.meta_var(State.alloc(
+            e, e.merge_bytes, flat=flat, index=flat // e.beam, row=flat % e.beam, t=t))
+        if t == 0:
+            s.counts[0] = 0
         T.cuda.cta_sync()
-        take(io, s, factor)
-        T.cuda.cta_sync()
-        finish_list(e)(io, s)
-        rank(e)(io, s, factor)
-
-    @T.inline
-    def kernel(io):
-        with device_region():
-            flat = T.cta_id([io.lists * e.beam + e.blocks])
-            t = T.thread_id([SEARCHERS])
-            s = T.meta_var(State.alloc(
-                e, e.merge_bytes, flat=flat, index=flat // e.beam, row=flat % e.beam, t=t))
-            if t == 0:
-                s.counts[0] = 0
-            T.cuda.cta_sync()
-            if e.overlap > 0:
-                wait_then_start_consumer()
-            if flat < io.lists * e.beam:
-                search(io, s)
-            else:
-                clear(e)(io, flat - io.lists * e.beam, t)
-
-    return kernel
+        if e.overlap > 0:
+            wait_then_start_consumer()
+        if flat < io.lists * e.beam:
+            search(e)(io, s)
+        else:
+            clear(e)(io, flat - io.lists * e.beam, t)
 # fmt: on

@@ -396,8 +396,51 @@ def multiply_floats(e, /, s, c, octet, at):
         mma(*third, *low, s.state[at + i * 2], s.state[at + i * 2 + 1], *third)
 
 
-def multiply_job(e: Extents) -> Phase:
-    """Multiply a job with all hidden states; the phase is (s, job, following).
+@T.inline
+def split_words(s, c):
+    for n in T.unroll(8):
+        word = T.meta_var(s.hand[in_hand(n % 2, c) + n // 2])
+        s.high[n] = word & T.uint32(0xFFFFE000)
+        s.low[n] = T.reinterpret(
+            "uint32", T.reinterpret("float32", word) - T.reinterpret("float32", s.high[n]))
+
+
+@phase
+def multiply(e, /, s, following, step, at):
+    products = T.meta_var(multiply_floats(e) if e.halves == 2 else multiply_halves(e))
+    if step % (2 * e.octets) == 0:
+        part_words(e)(s, step // (2 * e.octets))
+    if e.halves == 2:
+        if step % e.octets == 0:
+            split_words(s, step // e.octets)
+    products(s, step // e.octets, step % e.octets, at)
+    if step % (2 * e.octets) == 2 * e.octets - 1:
+        if s.asked != 0:
+            ask_chunks(e)(s, following, step // (2 * e.octets))
+
+
+@phase
+def from_shared(e, /, s, job, following):
+    steps, turn = T.meta_var(e.depth * e.octets), T.meta_var(4 * e.halves)
+    bring = T.meta_var(bring_states(e))
+    whole: T.uint32 = part_of_row(e, s, s.group, job)
+    last: T.uint32 = part_of_row(e, s, last_row(e, s), job)
+    bring(s, whole, last, 0, 0, 0)
+    for step in T.unroll(steps):
+        if step + 1 < steps:
+            bring(s, whole, last, (step + 1) // e.octets, (step + 1) % e.octets, (step + 1) % 2 * turn)
+        multiply(e)(s, following, step, step % 2 * turn)
+
+
+@phase
+def from_registers(e, /, s, job, following):
+    for step in T.unroll(e.depth * e.octets):
+        multiply(e)(s, following, step, in_state(e, step // e.octets, step % e.octets))
+
+
+@phase
+def multiply_job(e, /, s, job, following):
+    """Multiply a job with all hidden states.
 
     As soon as two chunks have been multiplied, two chunks of the next job are loaded in their place, if `asked` is set;
     its words are at the addresses `at`. Hidden states in shared memory are loaded a step ahead.
@@ -408,57 +451,13 @@ def multiply_job(e: Extents) -> Phase:
     Reads: `hand`, `at`, `asked`, `states` or `state`. Writes: sums to the first of `chains`; `hand`. Barriers: none,
     but all lanes take part.
     """
-    steps, turn = e.depth * e.octets, 4 * e.halves
-    ask, part, bring = ask_chunks(e), part_words(e), bring_states(e)
-    products = multiply_floats(e) if e.halves == 2 else multiply_halves(e)
-
-    @T.inline
-    def split_words(s, c):
-        for n in T.unroll(8):
-            word = T.meta_var(s.hand[in_hand(n % 2, c) + n // 2])
-            s.high[n] = word & T.uint32(0xFFFFE000)
-            s.low[n] = T.reinterpret(
-                "uint32", T.reinterpret("float32", word) - T.reinterpret("float32", s.high[n]))
-
-    @T.inline
-    def multiply(s, following, step, at):
-        if step % (2 * e.octets) == 0:
-            part(s, step // (2 * e.octets))
-        if e.halves == 2:
-            if step % e.octets == 0:
-                split_words(s, step // e.octets)
-        products(s, step // e.octets, step % e.octets, at)
-        if step % (2 * e.octets) == 2 * e.octets - 1:
-            if s.asked != 0:
-                ask(s, following, step // (2 * e.octets))
-
-    @T.inline
-    def from_shared(s, job, following):
-        whole: T.uint32 = part_of_row(e, s, s.group, job)
-        last: T.uint32 = part_of_row(e, s, last_row(e, s), job)
-        bring(s, whole, last, 0, 0, 0)
-        for step in T.unroll(steps):
-            if step + 1 < steps:
-                bring(s, whole, last, (step + 1) // e.octets, (step + 1) % e.octets, (step + 1) % 2 * turn)
-            multiply(s, following, step, step % 2 * turn)
-
-    @T.inline
-    def from_registers(s, job, following):
-        for step in T.unroll(steps):
-            multiply(s, following, step, in_state(e, step // e.octets, step % e.octets))
-
-    all_steps = from_shared if e.staged else from_registers
-
-    @T.inline
-    def phase(s, job, following):
-        for i in T.unroll(e.chains * e.chain):
-            s.chains[i] = T.float32(0)
-        all_steps(s, job, following)
-        for n in T.unroll(e.chain):
-            for c in T.unroll(e.chains - 1):
-                s.chains[n] = s.chains[n] + s.chains[(c + 1) * e.chain + n]
-
-    return phase
+    all_steps = T.meta_var(from_shared(e) if e.staged > 0 else from_registers(e))
+    for i in T.unroll(e.chains * e.chain):
+        s.chains[i] = T.float32(0)
+    all_steps(s, job, following)
+    for n in T.unroll(e.chain):
+        for c in T.unroll(e.chains - 1):
+            s.chains[n] = s.chains[n] + s.chains[(c + 1) * e.chain + n]
 
 
 @phase
@@ -477,33 +476,29 @@ def ask_first(e, /, s, round, count):
             s.hand[v] = T.uint32(0)
 
 
-def multiply_tile(e: Extents) -> Phase:
-    """The parts of the scores of `count` words, whose first jobs are in hand; the phase is (s, round, count).
+@phase
+def put(e, /, s, job):
+    for n in T.unroll(e.chain):
+        row = T.meta_var(n // 4 * OCTET + s.member * 2 + n % 2)
+        word = T.meta_var(job // e.parts * TILE + n // 2 % 2 * (TILE // 2) + s.group)
+        if row < e.rows:
+            s.sums[(job % e.parts * e.rows + row) * e.sum_pitch + word] = s.chains[n]
+
+
+@phase
+def multiply_tile(e, /, s, round, count):
+    """The parts of the scores of `count` words, whose first jobs are in hand.
 
     Reads: `hand`, `names`, words, `states`. Writes: `sums`. Barriers: none; one has to follow.
     """
-    find, multiply = find_words(e), multiply_job(e)
-
-    @T.inline
-    def put(s, job):
-        for n in T.unroll(e.chain):
-            row = T.meta_var(n // 4 * OCTET + s.member * 2 + n % 2)
-            word = T.meta_var(job // e.parts * TILE + n // 2 % 2 * (TILE // 2) + s.group)
-            if row < e.rows:
-                s.sums[(job % e.parts * e.rows + row) * e.sum_pitch + word] = s.chains[n]
-
-    @T.inline
-    def phase(s, round, count):
-        jobs: T.int32 = (count + (TILE - 1)) // TILE * e.parts
-        for n in T.serial((jobs - s.warp + (e.warps - 1)) // e.warps):
-            s.job = n * e.warps + s.warp
-            s.asked = T.Cast("int32", s.job + e.warps < jobs)
-            if s.asked != 0:
-                find(s, s.job + e.warps, round, count)
-            multiply(s, s.job, s.job + e.warps)
-            put(s, s.job)
-
-    return phase
+    jobs: T.int32 = (count + (TILE - 1)) // TILE * e.parts
+    for n in T.serial((jobs - s.warp + (e.warps - 1)) // e.warps):
+        s.job = n * e.warps + s.warp
+        s.asked = T.Cast("int32", s.job + e.warps < jobs)
+        if s.asked != 0:
+            find_words(e)(s, s.job + e.warps, round, count)
+        multiply_job(e)(s, s.job, s.job + e.warps)
+        put(e)(s, s.job)
 
 
 @phase
@@ -525,8 +520,91 @@ def sum_again(e, /, s, io, row, word):
                 T.reinterpret("float32", s.state[v]) + T.reinterpret("float32", s.state[4 + v]))
 
 
-def finish_tile(e: Extents) -> Phase:
-    """Scores to keys, `row_lanes` lanes a row; the phase is (s, io, round, count).
+@phase
+def add(e, /, s, round, row, n):
+    """The id of the lane's `n`-th word, and its score, added up over all parts."""
+    lanes = T.meta_var(e.row_lanes)
+    rounds = T.meta_var(ceildiv(e.tile, lanes))
+    at_once = T.meta_var(min(FINISHED, rounds))
+    s.some_names[n % at_once] = s.names[name_at(e, round, n * lanes + s.lane % lanes)]
+    s.score[0] = T.float32(0)
+    for p in T.unroll(e.parts):
+        s.score[0] = s.score[0] + s.sums[(p * e.rows + row) * e.sum_pitch + n * lanes + s.lane % lanes]
+    s.held[n] = s.score[0]
+
+
+@phase
+def take(e, /, s, io, round, row, n):
+    """Make a key of that score, and store it."""
+    lanes = T.meta_var(e.row_lanes)
+    rounds = T.meta_var(ceildiv(e.tile, lanes))
+    at_once = T.meta_var(min(FINISHED, rounds))
+    again = T.meta_var(sum_again(e) if e.halves == 2 else None)
+    at = T.meta_var(round * e.tile + n * lanes + s.lane % lanes)
+    s.score[0] = s.held[n]
+    if e.halves == 2:
+        if is_nan(s.score[0]):
+            again(s, io, row, s.some_names[n % at_once])
+    if e.bias:
+        s.score[0] = s.score[0] + io.bias[s.some_names[n % at_once]]
+    order(s.score[0], s.score, s.bits)
+    s.key[0] = join_key(s.bits[0], s.some_names[n % at_once])
+    if e.group_lists == 1 or tirx.all(s.own_from <= at, at < s.own_to):
+        store_key(s.keys + T.Cast("uint64", at * KEY), s.key[0])
+        s.held[n] = s.score[0]
+        s.largest[0] = T.max(s.largest[0], s.bits[0])
+    else:
+        s.held[n] = T.float32("-inf")
+
+
+@phase
+def take_some(e, /, s, io, round, row, count, first):
+    """Finish some words from the lane's `first` on; at least one lane has one."""
+    lanes = T.meta_var(e.row_lanes)
+    rounds = T.meta_var(ceildiv(e.tile, lanes))
+    at_once = T.meta_var(min(FINISHED, rounds))
+    for u in T.unroll(at_once):
+        if first + u < rounds:
+            add(e)(s, round, T.min(row, e.rows - 1), first + u)
+    for u in T.unroll(at_once):
+        if first + u < rounds:
+            if tirx.all((first + u) * lanes + s.lane % lanes < count, row < s.rows):
+                take(e)(s, io, round, row, first + u)
+            else:
+                s.held[first + u] = T.float32("-inf")
+
+
+@phase
+def join(e, /, s, io, row, count, factor):
+    """Add the powers of this tile's scores to those of the tiles before, in the unit given by `best`, the largest
+    score; write both to memory.
+    """
+    lanes = T.meta_var(e.row_lanes)
+    rounds, steps = T.meta_var(ceildiv(e.tile, lanes)), T.meta_var((lanes - 1).bit_length())
+    at_once = T.meta_var(min(FINISHED, rounds))
+    unit: T.float32 = unit_of_bits(T.max(s.best[row], s.largest[0]), factor)
+    s.d[0] = T.float64(0)
+    for n in T.unroll(ceildiv(rounds, at_once)):
+        if n * at_once * lanes < count:
+            for u in T.unroll(at_once):
+                if n * at_once + u < rounds:
+                    add_power(s.d, s.rest_power, s.held[n * at_once + u], factor, unit)
+    for b in T.unroll(steps):
+        s.d[0] = s.d[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[0], 1 << b, 32, 32)
+    T.cuda.warp_sync()  # all lanes have read `best`; shuffles order no memory
+    if s.lane % lanes == 0 and s.largest[0] != T.uint32(0):
+        if s.best[row] != T.uint32(0):
+            s.d[0] = s.d[0] + change_unit(s.exponentials[row], unit_of_bits(s.best[row], factor), unit)
+        s.largest[0] = T.max(s.best[row], s.largest[0])
+        s.exponentials[row] = s.d[0]
+        s.best[row] = s.largest[0]
+        io.heads[s.first_row + row, s.block] = s.largest[0]
+        io.sums[s.first_row + row, s.block] = s.d[0]
+
+
+@phase
+def finish_tile(e, /, s, io, round, count):
+    """Scores to keys, `row_lanes` lanes a row.
 
     A warp has every `rows_apart`-th of eight rows, so that its lanes read sums from banks of their own. A lane adds up
     some words at a time without a branch, so that what they wait for overlaps; what it computes beyond the last word it
@@ -535,97 +613,26 @@ def finish_tile(e: Extents) -> Phase:
     Reads: `sums`, `names`, `bias`. Writes: keys; `best` and `exponentials`, and both in memory. Barriers: of the warp;
     one of the thread block has to come before.
     """
-    lanes, apart = e.row_lanes, e.rows_apart
-    rounds, steps = ceildiv(e.tile, lanes), (lanes - 1).bit_length()
-    at_once = min(FINISHED, rounds)
-    again, find = sum_again(e) if e.halves == 2 else None, find_keys(e)
-
-    @T.inline
-    def add(s, round, row, n):
-        """The id of the lane's `n`-th word, and its score, added up over all parts."""
-        s.some_names[n % at_once] = s.names[name_at(e, round, n * lanes + s.lane % lanes)]
-        s.score[0] = T.float32(0)
-        for p in T.unroll(e.parts):
-            s.score[0] = s.score[0] + s.sums[(p * e.rows + row) * e.sum_pitch + n * lanes + s.lane % lanes]
-        s.held[n] = s.score[0]
-
-    @T.inline
-    def take(s, io, round, row, n):
-        """Make a key of that score, and store it."""
-        at = T.meta_var(round * e.tile + n * lanes + s.lane % lanes)
-        s.score[0] = s.held[n]
-        if e.halves == 2:
-            if is_nan(s.score[0]):
-                again(s, io, row, s.some_names[n % at_once])
-        if e.bias:
-            s.score[0] = s.score[0] + io.bias[s.some_names[n % at_once]]
-        order(s.score[0], s.score, s.bits)
-        s.key[0] = join_key(s.bits[0], s.some_names[n % at_once])
-        if e.group_lists == 1 or tirx.all(s.own_from <= at, at < s.own_to):
-            store_key(s.keys + T.Cast("uint64", at * KEY), s.key[0])
-            s.held[n] = s.score[0]
-            s.largest[0] = T.max(s.largest[0], s.bits[0])
-        else:
+    lanes, apart = T.meta_var(e.row_lanes), T.meta_var(e.rows_apart)
+    rounds, steps = T.meta_var(ceildiv(e.tile, lanes)), T.meta_var((lanes - 1).bit_length())
+    at_once = T.meta_var(min(FINISHED, rounds))
+    factor: T.float32 = io.scale * T.float32(LOG2_E)
+    for r in T.serial((e.octets * apart - s.warp + (e.warps - 1)) // e.warps):
+        turn: T.int32 = r * e.warps + s.warp
+        row: T.int32 = turn // apart * OCTET + turn % apart + s.lane // lanes * apart
+        find_keys(e)(s, io, row)
+        s.largest[0] = T.uint32(0)
+        # All lanes do this: otherwise the compiler keeps the sums of the tile before in registers, of which there
+        # are too few.
+        for n in T.unroll(rounds):
             s.held[n] = T.float32("-inf")
-
-    @T.inline
-    def take_some(s, io, round, row, count, first):
-        """Finish some words from the lane's `first` on; at least one lane has one."""
-        for u in T.unroll(at_once):
-            if first + u < rounds:
-                add(s, round, T.min(row, e.rows - 1), first + u)
-        for u in T.unroll(at_once):
-            if first + u < rounds:
-                if tirx.all((first + u) * lanes + s.lane % lanes < count, row < s.rows):
-                    take(s, io, round, row, first + u)
-                else:
-                    s.held[first + u] = T.float32("-inf")
-
-    @T.inline
-    def join(s, io, row, count, factor):
-        """Add the powers of this tile's scores to those of the tiles before, in the unit given by `best`, the largest
-        score; write both to memory.
-        """
-        unit: T.float32 = unit_of_bits(T.max(s.best[row], s.largest[0]), factor)
-        s.d[0] = T.float64(0)
         for n in T.unroll(ceildiv(rounds, at_once)):
             if n * at_once * lanes < count:
-                for u in T.unroll(at_once):
-                    if n * at_once + u < rounds:
-                        add_power(s.d, s.rest_power, s.held[n * at_once + u], factor, unit)
+                take_some(e)(s, io, round, row, count, n * at_once)
         for b in T.unroll(steps):
-            s.d[0] = s.d[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[0], 1 << b, 32, 32)
-        T.cuda.warp_sync()  # all lanes have read `best`; shuffles order no memory
-        if s.lane % lanes == 0 and s.largest[0] != T.uint32(0):
-            if s.best[row] != T.uint32(0):
-                s.d[0] = s.d[0] + change_unit(s.exponentials[row], unit_of_bits(s.best[row], factor), unit)
-            s.largest[0] = T.max(s.best[row], s.largest[0])
-            s.exponentials[row] = s.d[0]
-            s.best[row] = s.largest[0]
-            io.heads[s.first_row + row, s.block] = s.largest[0]
-            io.sums[s.first_row + row, s.block] = s.d[0]
-
-    @T.inline
-    def phase(s, io, round, count):
-        factor: T.float32 = io.scale * T.float32(LOG2_E)
-        for r in T.serial((e.octets * apart - s.warp + (e.warps - 1)) // e.warps):
-            turn: T.int32 = r * e.warps + s.warp
-            row: T.int32 = turn // apart * OCTET + turn % apart + s.lane // lanes * apart
-            find(s, io, row)
-            s.largest[0] = T.uint32(0)
-            # All lanes do this: otherwise the compiler keeps the sums of the tile before in registers, of which there
-            # are too few.
-            for n in T.unroll(rounds):
-                s.held[n] = T.float32("-inf")
-            for n in T.unroll(ceildiv(rounds, at_once)):
-                if n * at_once * lanes < count:
-                    take_some(s, io, round, row, count, n * at_once)
-            for b in T.unroll(steps):
-                s.other_bits[0] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.largest[0], 1 << b, 32, 32)
-                s.largest[0] = T.max(s.largest[0], s.other_bits[0])
-            join(s, io, row, count, factor)
-
-    return phase
+            s.other_bits[0] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.largest[0], 1 << b, 32, 32)
+            s.largest[0] = T.max(s.largest[0], s.other_bits[0])
+        join(e)(s, io, row, count, factor)
 
 
 @phase

@@ -239,7 +239,15 @@ def gather_where_guessed(e, /, s, io, at):
         s.done = 1
 
 
-def gather_entries(e: Extents) -> Phase:
+@phase
+def load_entry(e, /, s, io, u, entry):
+    getattr(T.ptx.ld.global_, PTX_INDEX[e.index])(s.id[u], io.indices.ptr_to([entry]))
+    if e.weighted:
+        s.weight[u] = load_element(e.value, io.values.ptr_to([entry]))
+
+
+@phase
+def gather_entries(e, /, s, io, at):
     """Add the thread's shares of the row that are not added yet, entry by entry of the row as it is.
 
     The groups take shares of `loads` entries in turn.
@@ -247,29 +255,15 @@ def gather_entries(e: Extents) -> Phase:
     Reads: `ends`, `done`, `indices`, `values`, the table. Writes: `acc`. Barriers: none.
     After: `acc` has the vector's sums over the entries of the thread's group.
     """
-    rows, add = load_rows(e), add_rows(e)
-    read = getattr(T.ptx.ld.global_, PTX_INDEX[e.index])
-
-    # fmt: off
-    @T.inline
-    def load_entry(s, io, u, entry):
-        read(s.id[u], io.indices.ptr_to([entry]))
-        if e.weighted:
-            s.weight[u] = load_element(e.value, io.values.ptr_to([entry]))
-
-    @T.inline
-    def phase(s, io, at):
-        s.next = s.ends[0] + T.Cast(e.index, (s.done * e.groups + at.group) * e.loads)
-        while s.next < s.ends[1]:
-            for u in T.unroll(e.loads):
-                # Where there are fewer, the last one is loaded again: a branch would delay the loads.
-                load_entry(s, io, u, T.min(s.next + T.Cast(e.index, u), s.ends[1] - T.Cast(e.index, 1)))
-            rows(s, io, at.column)
-            s.count = T.Cast("int32", T.min(s.ends[1] - s.next, T.Cast(e.index, e.loads)))
-            add(s, False)
-            s.next = s.next + T.Cast(e.index, e.groups * e.loads)
-    # fmt: on
-    return phase
+    s.next = s.ends[0] + T.Cast(e.index, (s.done * e.groups + at.group) * e.loads)
+    while s.next < s.ends[1]:
+        for u in T.unroll(e.loads):
+            # Where there are fewer, the last one is loaded again: a branch would delay the loads.
+            load_entry(e)(s, io, u, T.min(s.next + T.Cast(e.index, u), s.ends[1] - T.Cast(e.index, 1)))
+        load_rows(e)(s, io, at.column)
+        s.count = T.Cast("int32", T.min(s.ends[1] - s.next, T.Cast(e.index, e.loads)))
+        add_rows(e)(s, False)
+        s.next = s.next + T.Cast(e.index, e.groups * e.loads)
 
 
 @phase

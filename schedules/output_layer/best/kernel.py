@@ -27,7 +27,6 @@ select          the k best; between its barriers `exponentials` has the row's su
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
@@ -92,34 +91,31 @@ def begin_near(e, /, io, s):
             load_uint(s.bits[j], score_at(io, s, near_position(e, s, j * e.threads + s.t)))
 
 
-def collect_near(e: TileSearchSizes) -> Callable[..., Any]:
-    """Collect the tokens that reach the tiles' bound; the phase is (io, s).
+@phase
+def keep(e, /, s, i, j):
+    s.bits[j] = order_bits(T.reinterpret("float32", s.bits[j]))
+    if near_position(e, s, i) < s.words[0] and s.bits[j] >= key_bits(s.bound[0]):
+        s.place[0] = take_places(s.counters[0] + T.uint32(COUNT), T.int32(1))
+        if s.place[0] < e.most_near:
+            s.reached[s.place[0]] = join_key(s.bits[j], near_position(e, s, i))
+
+
+@phase
+def collect_near(e, /, io, s):
+    """Collect the tokens that reach the tiles' bound.
 
     Reads: `near` and `bits`, from `begin_near`; `keys` and `bound`, of tiles.
     Writes: `reached`, as far as there is room, and `count`.
     Barriers: one, at the end.
     """
-
-    @T.inline
-    def keep(s, i, j):
-        s.bits[j] = order_bits(T.reinterpret("float32", s.bits[j]))
-        if near_position(e, s, i) < s.words[0] and s.bits[j] >= key_bits(s.bound[0]):
-            s.place[0] = take_places(s.counters[0] + T.uint32(COUNT), T.int32(1))
-            if s.place[0] < e.most_near:
-                s.reached[s.place[0]] = join_key(s.bits[j], near_position(e, s, i))
-
-    @T.inline
-    def phase(io, s):
-        for j in T.unroll(e.near_loads):
-            if j * e.threads + s.t < s.near[0]:
-                keep(s, j * e.threads + s.t, j)
-        for i in T.serial(T.max((s.near[0] - s.t + (e.threads - 1)) // e.threads - e.near_loads, 0)):
-            at: T.int32 = (i + e.near_loads) * e.threads + s.t
-            load_uint(s.bits[0], score_at(io, s, near_position(e, s, at)))
-            keep(s, at, 0)
-        T.cuda.cta_sync()
-
-    return phase
+    for j in T.unroll(e.near_loads):
+        if j * e.threads + s.t < s.near[0]:
+            keep(e)(s, j * e.threads + s.t, j)
+    for i in T.serial(T.max((s.near[0] - s.t + (e.threads - 1)) // e.threads - e.near_loads, 0)):
+        at: T.int32 = (i + e.near_loads) * e.threads + s.t
+        load_uint(s.bits[0], score_at(io, s, near_position(e, s, at)))
+        keep(e)(s, at, 0)
+    T.cuda.cta_sync()
 
 
 def search_tiles(e: TileSearchSizes) -> Search:
@@ -202,7 +198,8 @@ def best(e, /, io):
     """The kernel, called with (io)."""
     tiles_search, words_search = T.meta_var(search_tiles(e)), T.meta_var(search_words(e))
     collect_tiles = T.meta_var(search.collect_bits(e) if e.by_bits else search.collect(e, tiles_search))
-    rank_near = T.meta_var(search.rank_few(e, words_search) if e.at_once else search.rank(e, words_search, "reached"))
+    rank_all = T.meta_var(search.rank(e, words_search, "reached"))
+    rank_near = T.meta_var(search.rank_few(e, words_search) if e.at_once > 0 else rank_all)
     with device_region():
         if e.by_bits:
             T.attr({"tirx.launch_bounds_min_blocks_per_sm": e.search_resident})

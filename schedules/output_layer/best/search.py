@@ -61,65 +61,61 @@ def write_largest(e, /, s, lanes, bits):
             s.largest[0] = bits
 
 
-def collect(e: SearchSizes, search: Search) -> Callable[..., Any]:
-    """Collect keys that reach a bound, which k of `size` do at least; the phase is (io, s, size, factor).
+@phase
+def hold(search, /, s, i, j, size):
+    if i < size:
+        search.finish(s, i, j)
+        s.held[i] = s.bits[j]
+        s.best[0] = T.max(s.best[0], join_key(s.bits[j], search.name(s, i)))
+
+
+@phase
+def collect(e, search, /, io, s, size, factor):
+    """Collect keys that reach a bound, which k of `size` do at least.
 
     Reads: `bits`, from `begin_search`.
     Writes: `held`, `maxima`, `bound`, `keys`, `count`; of tiles `largest`; of all tokens also `top` and `d` of
         the row, and the normaliser.
     Barriers: several; ends with one.
     """
-    weigh, total, tell_largest = exponentials(e), add_up(e), write_largest(e)
-    threads, lanes = e.threads, e.threads // e.groups
-    at, join = search.number, best_of_lanes(lanes)
-
-    @T.inline
-    def hold(s, i, j, size):
-        if i < size:
-            search.finish(s, i, j)
-            s.held[i] = s.bits[j]
-            s.best[0] = T.max(s.best[0], join_key(s.bits[j], search.name(s, i)))
-
-    @T.inline
-    def phase(io, s, size, factor):
-        s.best[0] = T.uint64(0)
+    threads, lanes = T.meta_var(e.threads), T.meta_var(e.threads // e.groups)
+    at, join = T.meta_var(search.number), T.meta_var(best_of_lanes(lanes))
+    s.best[0] = T.uint64(0)
+    for j in T.unroll(e.loads):
+        hold(search)(s, j * threads + s.t, j, size)
+    for i in T.serial((size - 1) // (threads * e.loads)):
         for j in T.unroll(e.loads):
-            hold(s, j * threads + s.t, j, size)
-        for i in T.serial((size - 1) // (threads * e.loads)):
-            for j in T.unroll(e.loads):
-                if ((i + 1) * e.loads + j) * threads + s.t < size:
-                    search.load(io, s, ((i + 1) * e.loads + j) * threads + s.t, j)
-            for j in T.unroll(e.loads):
-                hold(s, ((i + 1) * e.loads + j) * threads + s.t, j, size)
-        join(s)
-        if s.t % lanes == 0:
-            s.maxima[s.t // lanes] = s.best[0]
-        T.cuda.cta_sync()
-        # The k-th largest of the maxima: k keys at least reach it. Groups without a key have 0, and share a rank.
-        s.rank[0] = 0
-        for j in T.serial(e.groups // lanes):
-            if s.maxima[j * lanes + s.t % lanes] > s.best[0]:
-                s.rank[0] = s.rank[0] + 1
-        for b in T.unroll(min(lanes, 32).bit_length() - 1):
-            s.rank[0] = s.rank[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.rank[0], 1 << b, 32, 32)
-        if s.t % lanes == 0 and s.rank[0] == e.k - 1 and s.best[0] != T.uint64(0):
-            s.bound[at] = s.best[0]
-        if at == 0:
-            tell_largest(s, lanes, key_bits(s.best[0]))
-        if e.direct > 0:
-            weigh(s, size, factor)
-        T.cuda.cta_sync()
-        for i in T.serial((size - s.t + (threads - 1)) // threads):
-            s.best[0] = join_key(s.held[i * threads + s.t], search.name(s, i * threads + s.t))
-            if s.best[0] >= s.bound[at]:
-                s.keys[take_places(s.counters[0] + T.uint32(at * COUNT), T.int32(1))] = s.best[0]
-        if e.direct > 0:
-            total(io, s)
-        T.cuda.cta_sync()
-        if e.direct > 0:
-            s.d[0] = s.pairs[32]
-
-    return phase
+            if ((i + 1) * e.loads + j) * threads + s.t < size:
+                search.load(io, s, ((i + 1) * e.loads + j) * threads + s.t, j)
+        for j in T.unroll(e.loads):
+            hold(search)(s, ((i + 1) * e.loads + j) * threads + s.t, j, size)
+    join(s)
+    if s.t % lanes == 0:
+        s.maxima[s.t // lanes] = s.best[0]
+    T.cuda.cta_sync()
+    # The k-th largest of the maxima: k keys at least reach it. Groups without a key have 0, and share a rank.
+    s.rank[0] = 0
+    for j in T.serial(e.groups // lanes):
+        if s.maxima[j * lanes + s.t % lanes] > s.best[0]:
+            s.rank[0] = s.rank[0] + 1
+    for b in T.unroll(min(lanes, 32).bit_length() - 1):
+        s.rank[0] = s.rank[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.rank[0], 1 << b, 32, 32)
+    if s.t % lanes == 0 and s.rank[0] == e.k - 1 and s.best[0] != T.uint64(0):
+        s.bound[at] = s.best[0]
+    if at == 0:
+        write_largest(e)(s, lanes, key_bits(s.best[0]))
+    if e.direct > 0:
+        exponentials(e)(s, size, factor)
+    T.cuda.cta_sync()
+    for i in T.serial((size - s.t + (threads - 1)) // threads):
+        s.best[0] = join_key(s.held[i * threads + s.t], search.name(s, i * threads + s.t))
+        if s.best[0] >= s.bound[at]:
+            s.keys[take_places(s.counters[0] + T.uint32(at * COUNT), T.int32(1))] = s.best[0]
+    if e.direct > 0:
+        add_up(e)(io, s)
+    T.cuda.cta_sync()
+    if e.direct > 0:
+        s.d[0] = s.pairs[32]
 
 
 @phase
@@ -139,26 +135,21 @@ def find_tops(e, /, s, size):
     T.cuda.cta_sync()
 
 
-def bound_tiles(e: TileSearchSizes) -> Callable[..., Any]:
-    """The k-th best of the groups' best tiles. The phase is (s).
+@T.inline
+def tell(s, top):
+    s.bound[0] = T.Cast("uint64", top) << T.uint64(32)
+
+
+@phase
+def bound_tiles(e, /, s):
+    """The k-th best of the groups' best tiles.
 
     Reads: `tops`.
     Writes: `own`; `bound`, of fewer than k groups with a tile 0; scratch is `need`, `slot`.
     Barriers: one, at the end.
     """
-
-    @T.inline
-    def tell(s, top):
-        s.bound[0] = T.Cast("uint64", top) << T.uint64(32)
-
-    find = find_kth(e.tile_groups, e.threads // 32, e.k, tell)
-
-    @T.inline
-    def phase(s):
-        find(s, s.tops)
-        T.cuda.cta_sync()
-
-    return phase
+    find_kth(e.tile_groups, e.threads // 32, e.k, tell)(s, s.tops)
+    T.cuda.cta_sync()
 
 
 @phase

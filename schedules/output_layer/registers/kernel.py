@@ -10,7 +10,6 @@ The other phases are those of `tiles.product`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
@@ -39,7 +38,7 @@ from ..tiles.product import (
     prefetch_tiles,
     take_tiles,
 )
-from ..tiles.sizes import STEP, Extents
+from ..tiles.sizes import STEP
 from ..words import OutputLayer
 from .space import extents
 
@@ -133,74 +132,73 @@ def part_rows(e, /, s, p, step):
                 s.hand[i + 4] = s.passed[0]
 
 
-def product(e: Extents) -> Callable[..., Any]:
+@phase
+def begin(e, /, io, s, p, block):
+    s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
+    take_tiles(e)(io, s, p, block)
+
+
+@phase
+def load_first(e, /, io, s, p):
+    """The first steps of the first tile, and the names of the next one's tokens."""
+    if s.tile[0] < s.end[0]:
+        find_words(e)(io, s, p, s.tile[0])
+        find_rows(e)(io, s, p, s.at)
+        for step in T.unroll(e.depth):
+            load_step(e)(s, p, s.at, step)
+        find_words(e)(io, s, p, s.tile[0] + e.stride)
+
+
+@phase
+def multiply(e, /, s, p):
+    """The products of a tile, in whose place the next one's tokens are loaded."""
+    for i in T.unroll(e.sums_each):
+        s.sums[i] = T.float32(0)
+    for step in T.unroll(e.steps):
+        bring_states(e)(s, p, step)
+        part_rows(e)(s, p, step)
+        multiply_step(e)(s, step)
+        if step + e.depth < e.steps:
+            load_step(e)(s, p, s.at, step + e.depth)
+        else:
+            if s.tile[0] + e.stride < s.end[0]:
+                load_step(e)(s, p, s.ahead, step + e.depth - e.steps)
+    for i in T.unroll(e.word_groups * 2):
+        s.at[i] = s.ahead[i]
+
+
+@phase
+def product(e, /, io, scores, tops, sums):
     """The kernel, called with (io, scores, tops, sums); the last two are None where they are not wanted."""
-
-    @T.inline
-    def begin(io, s, p, block):
-        s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
-        take_tiles(e)(io, s, p, block)
-
-    @T.inline
-    def load_first(io, s, p):
-        """The first steps of the first tile, and the names of the next one's tokens."""
-        if s.tile[0] < s.end[0]:
-            find_words(e)(io, s, p, s.tile[0])
-            find_rows(e)(io, s, p, s.at)
-            for step in T.unroll(e.depth):
-                load_step(e)(s, p, s.at, step)
-            find_words(e)(io, s, p, s.tile[0] + e.stride)
-
-    @T.inline
-    def multiply(s, p):
-        """The products of a tile, in whose place the next one's tokens are loaded."""
-        for i in T.unroll(e.sums_each):
-            s.sums[i] = T.float32(0)
-        for step in T.unroll(e.steps):
-            bring_states(e)(s, p, step)
-            part_rows(e)(s, p, step)
-            multiply_step(e)(s, step)
-            if step + e.depth < e.steps:
-                load_step(e)(s, p, s.at, step + e.depth)
-            else:
-                if s.tile[0] + e.stride < s.end[0]:
-                    load_step(e)(s, p, s.ahead, step + e.depth - e.steps)
-        for i in T.unroll(e.word_groups * 2):
-            s.at[i] = s.ahead[i]
-
-    @T.inline
-    def kernel(io, scores, tops, sums):
-        with device_region():
-            strips = T.meta_var((io.beam + (e.tile_m - 1)) // e.tile_m)
-            block, y = T.cta_id([e.blocks, io.lists * strips])
-            t = T.thread_id([e.product_threads])
-            p = T.meta_var(Place(t, e.reduce_warps))
-            s = T.meta_var(State.alloc(e, e.kept_bytes, index=y // strips, top=y % strips * e.tile_m))
-            factor: T.float32 = io.scale * T.float32(LOG2_E) if e.k > 0 else T.float32(0)
-            if e.prefetch > 0:
-                prefetch_tiles(e)(io, s, p, block)
-            # A vocabulary that the caller says is constant is read before the producer kernel has ended.
-            if e.early:
-                begin(io, s, p, block)
-                if io.constant != 0:
-                    load_first(io, s, p)
-            if e.overlap > 0:
-                wait_then_start_consumer()
-            factors = T.meta_var(own_factors(e, io, s, p, factor))
-            if not e.early:
-                begin(io, s, p, block)
-            load_states(e)(io, s, p)
-            if not e.early or io.constant == 0:
-                load_first(io, s, p)
-            while s.tile[0] < s.end[0]:
-                find_rows(e)(io, s, p, s.ahead)
-                find_words(e)(io, s, p, s.tile[0] + 2 * e.stride)
-                multiply(s, p)
-                finish_tile(e)(io, s, p, scores, tops, factors)
-                s.tile[0] = s.tile[0] + e.stride
-            join_tiles(e)(io, s, p, block, sums, factors)
-
-    return kernel
+    with device_region():
+        strips = T.meta_var((io.beam + (e.tile_m - 1)) // e.tile_m)
+        block, y = T.cta_id([e.blocks, io.lists * strips])
+        t = T.thread_id([e.product_threads])
+        p = T.meta_var(Place(t, e.reduce_warps))
+        s = T.meta_var(State.alloc(e, e.kept_bytes, index=y // strips, top=y % strips * e.tile_m))
+        factor: T.float32 = io.scale * T.float32(LOG2_E) if e.k > 0 else T.float32(0)
+        if e.prefetch > 0:
+            prefetch_tiles(e)(io, s, p, block)
+        # A vocabulary that the caller says is constant is read before the producer kernel has ended.
+        if e.early:
+            begin(e)(io, s, p, block)
+            if io.constant != 0:
+                load_first(e)(io, s, p)
+        if e.overlap > 0:
+            wait_then_start_consumer()
+        factors = T.meta_var(own_factors(e, io, s, p, factor))
+        if not e.early:
+            begin(e)(io, s, p, block)
+        load_states(e)(io, s, p)
+        if not e.early or io.constant == 0:
+            load_first(e)(io, s, p)
+        while s.tile[0] < s.end[0]:
+            find_rows(e)(io, s, p, s.ahead)
+            find_words(e)(io, s, p, s.tile[0] + 2 * e.stride)
+            multiply(e)(s, p)
+            finish_tile(e)(io, s, p, scores, tops, factors)
+            s.tile[0] = s.tile[0] + e.stride
+        join_tiles(e)(io, s, p, block, sums, factors)
 # fmt: on
 
 

@@ -8,9 +8,6 @@ The other phases are those of `tiles.ring` and `tiles.product`; with `dynamic`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
@@ -34,7 +31,6 @@ from ..tiles.product import (
     write_parts,
 )
 from ..tiles.ring import RingState, await_stage, begin_ring, bring_words, copy_words, init_ring, next_asked, next_stage
-from ..tiles.sizes import Extents
 
 
 # fmt: off
@@ -69,53 +65,50 @@ def ask_tile(e, /, s):
         next_asked(e, s)
 
 
-def product(e: Extents) -> Callable[..., Any]:
+@phase
+def multiply(e, /, io, s, p):
+    """The products of the tile in hand."""
+    bring_scales(e)(io, s, p)
+    for i in T.unroll(e.sums_each):
+        s.sums[i] = T.float32(0)
+    await_stage(e)(s, p)
+    for step in T.unroll(e.steps):
+        bring_words(e)(s, p, 0, step)
+        bring_states(e)(s, p, step)
+        multiply_step(e)(s, step)
+
+
+@phase
+def product(e, /, io, scores, tops, sums):
     """The kernel, called with (io, scores, tops, sums)."""
-
-    @T.inline
-    def multiply(io, s, p):
-        """The products of the tile in hand."""
-        bring_scales(e)(io, s, p)
-        for i in T.unroll(e.sums_each):
-            s.sums[i] = T.float32(0)
-        await_stage(e)(s, p)
-        for step in T.unroll(e.steps):
-            bring_words(e)(s, p, 0, step)
-            bring_states(e)(s, p, step)
-            multiply_step(e)(s, step)
-
-    @T.inline
-    def kernel(io, scores, tops, sums):
-        with device_region():
-            strips = T.meta_var((io.beam + (e.tile_m - 1)) // e.tile_m)
-            block, y = T.cta_id([e.blocks, io.lists * strips])
-            t = T.thread_id([e.product_threads])
-            p = T.meta_var(Place(t, e.reduce_warps))
-            s = T.meta_var(RingState.alloc(e, e.kept_bytes, index=y // strips, top=y % strips * e.tile_m))
-            factor: T.float32 = io.scale * T.float32(LOG2_E)
-            s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
-            init_ring(e)(s, p)
-            if e.prefetch > 0:
-                prefetch_tiles(e)(io, s, p, block)
-            wait_then_start_consumer()
-            factors = T.meta_var(own_factors(e, io, s, p, factor))
-            take_tiles(e)(io, s, p, block)
-            begin_ring(e)(s)
+    with device_region():
+        strips = T.meta_var((io.beam + (e.tile_m - 1)) // e.tile_m)
+        block, y = T.cta_id([e.blocks, io.lists * strips])
+        t = T.thread_id([e.product_threads])
+        p = T.meta_var(Place(t, e.reduce_warps))
+        s = T.meta_var(RingState.alloc(e, e.kept_bytes, index=y // strips, top=y % strips * e.tile_m))
+        factor: T.float32 = io.scale * T.float32(LOG2_E)
+        s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
+        init_ring(e)(s, p)
+        if e.prefetch > 0:
+            prefetch_tiles(e)(io, s, p, block)
+        wait_then_start_consumer()
+        factors = T.meta_var(own_factors(e, io, s, p, factor))
+        take_tiles(e)(io, s, p, block)
+        begin_ring(e)(s)
+        if t == 0:
+            for _ in T.serial(e.stages):
+                ask_tile(e)(s)
+        load_states(e)(io, s, p)
+        while s.tile[0] < s.end[0]:
+            multiply(e)(io, s, p)
+            half: T.int32 = s.tile[0] // e.stride % 2
+            write_parts(e)(s, p, half)
+            # All threads have read the stage: the barrier in `write_parts`.
             if t == 0:
-                for _ in T.serial(e.stages):
-                    ask_tile(e)(s)
-            load_states(e)(io, s, p)
-            while s.tile[0] < s.end[0]:
-                multiply(io, s, p)
-                half: T.int32 = s.tile[0] // e.stride % 2
-                write_parts(e)(s, p, half)
-                # All threads have read the stage: the barrier in `write_parts`.
-                if t == 0:
-                    ask_tile(e)(s)
-                next_stage(e)(s)
-                finish_scores(e)(io, s, p, half, scores, tops, factors)
-                s.tile[0] = s.tile[0] + e.stride
-            join_tiles(e)(io, s, p, block, sums, factors)
-
-    return kernel
+                ask_tile(e)(s)
+            next_stage(e)(s)
+            finish_scores(e)(io, s, p, half, scores, tops, factors)
+            s.tile[0] = s.tile[0] + e.stride
+        join_tiles(e)(io, s, p, block, sums, factors)
 # fmt: on

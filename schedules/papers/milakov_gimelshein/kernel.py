@@ -7,7 +7,6 @@ column, so that keys of a row are never equal; of a list of keys the first is th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -310,7 +309,19 @@ def combine_sums(layout, /, io, at, s):
     s.d[0] = T.cuda.cta_sum(s.d[0], layout.warps, s.group_sum.data)
 
 
-def join_lists(layout: Layout) -> Callable[..., Any]:
+@T.inline
+def warp_best(s):
+    high = T.alloc_local([1], "uint32")
+    low = T.alloc_local([1], "uint32")
+    high[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), key_bits(s.key[0]))
+    low[0] = T.Select(
+        key_bits(s.key[0]) == high[0], T.Cast("uint32", s.key[0] & T.uint64(0xFFFFFFFF)), T.uint32(0))
+    low[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), low[0])
+    s.best[0] = (T.Cast("uint64", high[0]) << T.uint64(32)) | T.Cast("uint64", low[0])
+
+
+@phase
+def join_lists(layout, /, io, at, s):
     """From the threads' lists to the row's.
 
     Reads: `keys`.
@@ -319,45 +330,30 @@ def join_lists(layout: Layout) -> Callable[..., Any]:
     After: `joined` are the best of all threads' keys. Each warp has joined its lanes' lists, and the first warp those
         of the warps; each time the largest head of the lists is taken off, `kept` times. `keys` are lost.
     """
-    kept = layout.kept
-
-    @T.inline
-    def warp_best(s):
-        high = T.alloc_local([1], "uint32")
-        low = T.alloc_local([1], "uint32")
-        high[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), key_bits(s.key[0]))
-        low[0] = T.Select(
-            key_bits(s.key[0]) == high[0], T.Cast("uint32", s.key[0] & T.uint64(0xFFFFFFFF)), T.uint32(0))
-        low[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), low[0])
-        s.best[0] = (T.Cast("uint64", high[0]) << T.uint64(32)) | T.Cast("uint64", low[0])
-
-    @T.inline
-    def phase(io, at, s):
+    kept = T.meta_var(layout.kept)
+    for r in T.serial(kept):
+        s.key[0] = s.keys[0]
+        warp_best(s)
+        if s.key[0] == s.best[0]:
+            for i in T.unroll(kept - 1):
+                s.keys[i] = s.keys[i + 1]
+            s.keys[kept - 1] = T.uint64(0)
+        if at.t % 32 == 0:
+            s.lists[at.t // 32 * kept + r] = s.best[0]
+    T.cuda.cta_sync()
+    if at.t < 32:
+        place = T.alloc_local([1], "int32")
+        place[0] = 0
         for r in T.serial(kept):
-            s.key[0] = s.keys[0]
+            s.key[0] = T.uint64(0)
+            if at.t < layout.warps and place[0] < kept:
+                s.key[0] = s.lists[at.t * kept + place[0]]
             warp_best(s)
             if s.key[0] == s.best[0]:
-                for i in T.unroll(kept - 1):
-                    s.keys[i] = s.keys[i + 1]
-                s.keys[kept - 1] = T.uint64(0)
-            if at.t % 32 == 0:
-                s.lists[at.t // 32 * kept + r] = s.best[0]
-        T.cuda.cta_sync()
-        if at.t < 32:
-            place = T.alloc_local([1], "int32")
-            place[0] = 0
-            for r in T.serial(kept):
-                s.key[0] = T.uint64(0)
-                if at.t < layout.warps and place[0] < kept:
-                    s.key[0] = s.lists[at.t * kept + place[0]]
-                warp_best(s)
-                if s.key[0] == s.best[0]:
-                    place[0] = place[0] + 1
-                if at.t == 0:
-                    s.joined[r] = s.best[0]
-        T.cuda.cta_sync()
-
-    return phase
+                place[0] = place[0] + 1
+            if at.t == 0:
+                s.joined[r] = s.best[0]
+    T.cuda.cta_sync()
 
 
 @phase

@@ -87,30 +87,26 @@ def tail_maximum(ext, /, s, X):
         s.m[0] = T.max(s.m[0], T.Cast("float32", X[s.row, ext.tail + i]))
 
 
-def add_exponentials(ext: Extents) -> Phase:
+@phase
+def add_some(ext, /, s, X, first, count):
+    for lane in T.vectorized(ext.simd):
+        s.fold[lane] = T.float32(0)
+    for u in range(count):
+        for lane in T.vectorized(ext.simd):
+            s.fold[lane] = s.fold[lane] + exponential(ext)(
+                T.Cast("float32", X[s.row, (first + u) * ext.simd + lane]) - s.m[0])
+    for lane in T.vectorized(ext.simd):
+        s.part[lane] = s.part[lane] + T.Cast("float64", s.fold[lane])
+
+
+@phase
+def add_exponentials(ext, /, s, X, first, count):
     """Reads: the row, `m`. Writes: `part`; as scratch `fold`. After: `part` covers vectors first to first + count."""
-    exp = exponential(ext)
-
-    @T.inline
-    def add_some(s, X, first, count):
-        for lane in T.vectorized(ext.simd):
-            s.fold[lane] = T.float32(0)
-        for u in range(count):
-            for lane in T.vectorized(ext.simd):
-                s.fold[lane] = s.fold[lane] + exp(
-                    T.Cast("float32", X[s.row, (first + u) * ext.simd + lane]) - s.m[0])
-        for lane in T.vectorized(ext.simd):
-            s.part[lane] = s.part[lane] + T.Cast("float64", s.fold[lane])
-
-    @T.inline
-    def phase(s, X, first, count):
-        if ext.chunk <= APART:
-            add_some(s, X, first, count)
-        else:
-            for n in range((count + (APART - 1)) // APART):
-                add_some(s, X, first + n * APART, T.min(APART, count - n * APART))
-
-    return phase
+    if ext.chunk <= APART:
+        add_some(ext)(s, X, first, count)
+    else:
+        for n in range((count + (APART - 1)) // APART):
+            add_some(ext)(s, X, first + n * APART, T.min(APART, count - n * APART))
 
 
 @phase

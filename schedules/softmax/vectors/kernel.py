@@ -62,7 +62,7 @@ def row_of_threads(ext, /, io, block, row, part, t):
     sums.accumulate(ext)(s, views.words, block, log)
     sums.add_edge(ext)(s)
 
-    join.join_warp()(s)
+    join.join_warp(s)
     if ext.cluster > 1:
         join.join_cluster(ext)(s, block)
     elif ext.warps > 1:
@@ -73,5 +73,5 @@ def row_of_threads(ext, /, io, block, row, part, t):
         results.write(ext)(s, views, block, log)
         results.write_edge(ext)(s, io.probabilities, log)
     else:
-        results.write_value()(s, io.values)
+        results.write_value(s, io.values)
 # fmt: on

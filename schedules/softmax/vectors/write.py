@@ -18,7 +18,7 @@ Phase = Callable[..., Any]
 
 
 # fmt: off
-@phase
+@T.inline
 def result(s, logit, log):
     """Reads: `top`, the row's maximum, and `d`, made into a divisor or subtrahend by `normalise`.
 
@@ -31,41 +31,37 @@ def result(s, logit, log):
         s.power = s.power * s.d
 
 
-def store_tile(ext: Extents) -> Callable[..., Any]:
+@phase
+def store_vectors(ext, /, s, elements, base, inside, log):
+    for u in T.unroll(ext.vectors):
+        for v in T.unroll(ext.width):
+            if ext.in_place:
+                s.out[v] = (value(ext, s.raw, u * ext.width + v) - s.shift) * s.scale + s.offset
+            else:
+                result(s, value(ext, s.raw, u * ext.width + v), log)
+                s.out[v] = T.Cast(ext.out_dtype, s.power)
+        if u < inside or base + u * ext.threads + s.t < s.count:
+            for n in T.unroll(ext.stores):
+                for v in T.vectorized(ext.width // ext.stores):
+                    elements[
+                        (s.first + T.Cast("int64", base + u * ext.threads + s.t)) * ext.width
+                        + n * (ext.width // ext.stores) + v
+                    ] = s.out[n * (ext.width // ext.stores) + v]
+
+
+@phase
+def store_tile(ext, /, s, elements, base, inside, log):
     """Reads: `raw`, and what `normalise` wrote. Writes: the probabilities of the tile's vectors; `out`, `power`.
 
     Barriers: none. `base` and `inside`: as in `load_tile`.
     """
-    computed = result()
-
-    @T.inline
-    def store_vectors(s, elements, base, inside, log):
-        for u in T.unroll(ext.vectors):
-            for v in T.unroll(ext.width):
-                if ext.in_place:
-                    s.out[v] = (value(ext, s.raw, u * ext.width + v) - s.shift) * s.scale + s.offset
-                else:
-                    computed(s, value(ext, s.raw, u * ext.width + v), log)
-                    s.out[v] = T.Cast(ext.out_dtype, s.power)
-            if u < inside or base + u * ext.threads + s.t < s.count:
-                for n in T.unroll(ext.stores):
-                    for v in T.vectorized(ext.width // ext.stores):
-                        elements[
-                            (s.first + T.Cast("int64", base + u * ext.threads + s.t)) * ext.width
-                            + n * (ext.width // ext.stores) + v
-                        ] = s.out[n * (ext.width // ext.stores) + v]
-
-    @T.inline
-    def store(s, elements, base, inside, log):
-        # Two loops, and not a branch in one: the compiler would first work out, for all elements, what both share.
-        if ext.in_place:
-            store_vectors(s, elements, base, inside, False)
-        elif log != 0:
-            store_vectors(s, elements, base, inside, True)
-        else:
-            store_vectors(s, elements, base, inside, False)
-
-    return store
+    # Two loops, and not a branch in one: the compiler would first work out, for all elements, what both share.
+    if ext.in_place:
+        store_vectors(ext)(s, elements, base, inside, False)
+    elif log != 0:
+        store_vectors(ext)(s, elements, base, inside, True)
+    else:
+        store_vectors(ext)(s, elements, base, inside, False)
 
 
 @phase
@@ -125,7 +121,7 @@ def _write_streamed(ext, /, s, views, block, log):
 @phase
 def write_edge(ext, /, s, out, log):
     """Reads: `edge`, and what `normalise` wrote. Writes: the probability of the ragged element. Barriers: none."""
-    computed = T.meta_var(result())
+    computed = T.meta_var(result)
     if ext.ragged:
         if s.edge_at >= 0:
             if log != 0:
@@ -135,7 +131,7 @@ def write_edge(ext, /, s, out, log):
             out[s.row, s.edge_at] = T.Cast(ext.out_dtype, s.power)
 
 
-@phase
+@T.inline
 def write_value(s, out):
     """Reads: (top, d), the row's pair. Writes: the row's logsumexp, by one thread. Barriers: none."""
     if s.part == 0 and s.t == 0:

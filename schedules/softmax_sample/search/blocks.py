@@ -150,32 +150,29 @@ def first_column_of(blocks: Blocks) -> Callable[..., Any]:
     return lambda s, e: T.min(column(s, e // width * width), blocks.ext.vocab - width)
 
 
-def take_of_step(blocks: Blocks) -> Callable[..., Any]:
-    """The e-th element of a step; the phase is (io, s, e).
+def inside(blocks: Blocks, s: Any, e: Any) -> tirx.PrimExpr:
+    ext, first = blocks.ext, first_column_of(blocks)
+    # Bias and bitmap of one column, also for elements beyond the row.
+    return first(s, e) + e % ext.width if blocks.has_bits else T.min(column_of(blocks)(s, e), ext.vocab - 1)
+
+
+@phase
+def take_of_step(blocks, /, io, s, e):
+    """The e-th element of a step.
 
     Reads: `r.raw`, `column`, `bits`; the bias; the bitmap.
     Writes: `x`.
     """
-    ext, column, biased, masked = blocks.ext, column_of(blocks), bool(blocks.problem.bias), bool(blocks.problem.allowed)
-    first, with_cap, cap = first_column_of(blocks), bool(blocks.problem.capped), cap_elements(1)
-
-    def inside(s: Any, e: Any) -> tirx.PrimExpr:
-        # Bias and bitmap of one column, also for elements beyond the row.
-        return first(s, e) + e % ext.width if blocks.has_bits else T.min(column(s, e), ext.vocab - 1)
-
-    @T.inline
-    def phase(io, s, e):
-        s.x[0] = value(ext, s.r.raw, e)
-        if with_cap:
-            cap(io, s.x)
-        if biased:
-            s.x[0] = s.x[0] + load_element("float32", io.bias.ptr_to([inside(s, e)]))
-        if blocks.has_bits:
-            s.x[0] = chosen(s.bits[e // ext.width], e % ext.width, s.x[0])
-        elif masked:
-            s.x[0] = chosen(bits_from(io, s.r.row, inside(s, e)), 0, s.x[0])
-
-    return phase
+    ext = T.meta_var(blocks.ext)
+    s.x[0] = value(ext, s.r.raw, e)
+    if bool(blocks.problem.capped):
+        cap_elements(1)(io, s.x)
+    if bool(blocks.problem.bias):
+        s.x[0] = s.x[0] + load_element("float32", io.bias.ptr_to([inside(blocks, s, e)]))
+    if blocks.has_bits:
+        s.x[0] = chosen(s.bits[e // ext.width], e % ext.width, s.x[0])
+    elif bool(blocks.problem.allowed):
+        s.x[0] = chosen(bits_from(io, s.r.row, inside(blocks, s, e)), 0, s.x[0])
 
 
 @T.inline
@@ -343,46 +340,41 @@ def bound_least(s):
             s.lowest[0] = T.max(s.lowest[0], s.goal[0])
 
 
-def sum_slices(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
-    """The sum of the words of each slice that are left; the phase is (io, row, t, s).
+@T.inline
+def see(io, row, t, s, j, e):
+    raise_to_power(s)
+    # Without branches, which take longer.
+    s.sum[0] = s.sum[0] + T.Select(s.x[0] > s.highest[0], s.power[0], T.float32(0))
+    s.number[0] = s.number[0] + T.Select(s.x[0] > s.highest[0], 0, T.Select(s.x[0] >= s.lowest[0], 1, 0))
+
+
+@phase
+def sum_slices(blocks, crew, /, io, row, t, s):
+    """The sum of the words of each slice that are left.
 
     Reads: the row, `top`, `factor`, and the bounds of the group at which the words that are left end (`bound_least`).
     Writes: `sums`, `ties` of all slices, in every block; `summed`; scratch.
     Barriers: one of the block, or of the cluster.
     After: `sums` has the sum of the exponentials of a slice's words before the group, and `ties` how many it has of it.
     """
-    cluster = blocks.cluster
-
-    @T.inline
-    def see(io, row, t, s, j, e):
-        raise_to_power(s)
-        # Without branches, which take longer.
-        s.sum[0] = s.sum[0] + T.Select(s.x[0] > s.highest[0], s.power[0], T.float32(0))
-        s.number[0] = s.number[0] + T.Select(s.x[0] > s.highest[0], 0, T.Select(s.x[0] >= s.lowest[0], 1, 0))
-
-    pass_over = pass_over_row(crew, see)
-
-    @T.inline
-    def phase(io, row, t, s):
-        s.sum[0] = T.float32(0)
-        s.number[0] = 0
-        s.summed[0] = 1
-        pass_over(io, row, t, s)
-        for h in T.unroll(5):
-            s.sum[0] = s.sum[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sum[0], 1 << h, 32, 32)
-        s.number[0] = lanes_sum(s.number[0])
-        if cluster > 1:
-            if t % 32 < cluster:
-                put_sum(s.sums.ptr_to([s.r.part]), t % 32, s.sum[0])
-                put_ties(s.ties.ptr_to([s.r.part]), t % 32, s.number[0])
-            cluster_barrier()
-        else:
-            if t % 32 == 0:
-                s.sums[s.r.part] = s.sum[0]
-                s.ties[s.r.part] = s.number[0]
-            T.cuda.cta_sync()
-
-    return phase
+    cluster = T.meta_var(blocks.cluster)
+    s.sum[0] = T.float32(0)
+    s.number[0] = 0
+    s.summed[0] = 1
+    pass_over_row(crew, see)(io, row, t, s)
+    for h in T.unroll(5):
+        s.sum[0] = s.sum[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sum[0], 1 << h, 32, 32)
+    s.number[0] = lanes_sum(s.number[0])
+    if cluster > 1:
+        if t % 32 < cluster:
+            put_sum(s.sums.ptr_to([s.r.part]), t % 32, s.sum[0])
+            put_ties(s.ties.ptr_to([s.r.part]), t % 32, s.number[0])
+        cluster_barrier()
+    else:
+        if t % 32 == 0:
+            s.sums[s.r.part] = s.sum[0]
+            s.ties[s.r.part] = s.number[0]
+        T.cuda.cta_sync()
 
 
 @phase

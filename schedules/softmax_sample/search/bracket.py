@@ -51,50 +51,45 @@ def raise_to_power(s):
     T.ptx.ex2.approx.ftz.f32(s.power[0], (s.x[0] - s.top[0]) * s.factor[0])
 
 
-def weigh_sample(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
-    """Masses of slices by a sample; the phase is (io, row, t, s).
+@T.inline
+def weigh(s, t, times):
+    raise_to_power(s)
+    s.added[0] = T.Cast("uint32", s.power[0] * (s.goal[0] * times))
+    if s.added[0] > T.uint32(0):
+        s.part[0] = s.part[0] + T.Cast("uint64", s.added[0])
+        T.evaluate(T.cuda.atomic_add(
+            s.lows.ptr_to([(SLICES + RADIX_BINS - 1 - slice_of(s, s.x[0])) * COPIES + t % COPIES]), s.added[0]))
+
+
+@T.inline
+def see(io, row, t, s, j, e):
+    if e % SAMPLE == 0:
+        weigh(s, t, T.Select(s.x[0] >= s.lowest[0], T.float32(1), T.float32(SAMPLE)))
+        if s.x[0] < s.lowest[0]:
+            s.part[1] = s.part[1] + T.Cast("uint64", s.added[0]) * T.Cast("uint64", s.added[0])
+    else:
+        if s.x[0] >= s.lowest[0]:
+            weigh(s, t, T.float32(1))
+
+
+@phase
+def weigh_sample(blocks, crew, /, io, row, t, s):
+    """Masses of slices by a sample.
 
     Reads: the row, `top`, `factor`, `total`.
     Writes: `masses` of slices, and after them their sum and that of the squares of those that stand for others;
         scratch, `lowest` among it.
     Barriers: several; ends with one.
     """
-    vocab = blocks.problem.vocab
-
-    @T.inline
-    def weigh(s, t, times):
-        raise_to_power(s)
-        s.added[0] = T.Cast("uint32", s.power[0] * (s.goal[0] * times))
-        if s.added[0] > T.uint32(0):
-            s.part[0] = s.part[0] + T.Cast("uint64", s.added[0])
-            T.evaluate(T.cuda.atomic_add(
-                s.lows.ptr_to([(SLICES + RADIX_BINS - 1 - slice_of(s, s.x[0])) * COPIES + t % COPIES]), s.added[0]))
-
-    @T.inline
-    def see(io, row, t, s, j, e):
-        if e % SAMPLE == 0:
-            weigh(s, t, T.Select(s.x[0] >= s.lowest[0], T.float32(1), T.float32(SAMPLE)))
-            if s.x[0] < s.lowest[0]:
-                s.part[1] = s.part[1] + T.Cast("uint64", s.added[0]) * T.Cast("uint64", s.added[0])
-        else:
-            if s.x[0] >= s.lowest[0]:
-                weigh(s, t, T.float32(1))
-
-    pass_over = pass_over_row(crew, see)
-
-    @T.inline
-    def phase(io, row, t, s):
-        s.part[0] = T.uint64(0)
-        s.part[1] = T.uint64(0)
-        s.goal[0] = T.float32(2.0 ** SAMPLE_BITS) / s.total[0]
-        # From here on words are heavy; some roundings more or less say the same.
-        s.lowest[0] = s.top[0] + T.log2(s.total[0] * T.float32(HEAVY / vocab)) / s.factor[0]
-        pass_over(io, row, t, s)
-        crew.add_part(s, t, 0)
-        crew.add_part(s, t, 1)
-        crew.unite(s, t, SLICES)
-
-    return phase
+    s.part[0] = T.uint64(0)
+    s.part[1] = T.uint64(0)
+    s.goal[0] = T.float32(2.0 ** SAMPLE_BITS) / s.total[0]
+    # From here on words are heavy; some roundings more or less say the same.
+    s.lowest[0] = s.top[0] + T.log2(s.total[0] * T.float32(HEAVY / blocks.problem.vocab)) / s.factor[0]
+    pass_over_row(crew, see)(io, row, t, s)
+    crew.add_part(s, t, 0)
+    crew.add_part(s, t, 1)
+    crew.unite(s, t, SLICES)
 
 
 def list_words(blocks: Blocks, crew: Crew) -> Callable[..., Any]:

@@ -272,52 +272,46 @@ def pass_over_row(crew, see, /, io, row, t, s):
             see(io, row, t, s, j, e)
 
 
-def count_slices(crew: Crew, vocab: int) -> Callable[..., Any]:
+@phase
+def see(crew, vocab, /, io, row, t, s, j, e):
+    weigh(crew, vocab)(s, s.x[0])
+    if s.mass[0] > T.uint64(0):
+        s.part[0] = s.part[0] + s.mass[0]
+        if s.power[0] >= s.least[0]:
+            s.part[1] = s.part[1] + s.mass[0]
+        s.slice[0] = slice_of(s, s.x[0])
+        if s.counting[0] != 0:
+            crew.count(s, t, RADIX_BINS - 1 - s.slice[0])
+        # Masses of neighbours in one slice are added together first: otherwise rows of equal elements would wait
+        # for one bin.
+        if s.slice[0] != s.run[0]:
+            if s.gathered[0] > T.uint64(0):
+                crew.add(s, t, SLICES, RADIX_BINS - 1 - s.run[0], s.gathered)
+            s.run[0] = s.slice[0]
+            s.gathered[0] = s.mass[0]
+        else:
+            s.gathered[0] = s.gathered[0] + s.mass[0]
+
+
+@phase
+def count_slices(crew, vocab, /, io, row, t, s):
     """The masses of the row, of what min-p leaves of it, and of each slice; if `counting`, the words of each, too.
 
     Reads: the row, `top`, `factor`, `least`, `counting`.
     Writes: `masses` of slices, and of the two sums behind them; `counts`; scratch.
     Barriers: several; ends with one.
     """
-    weighed = weigh(crew, vocab)
-
-    @T.inline
-    def see(io, row, t, s, j, e):
-        weighed(s, s.x[0])
-        if s.mass[0] > T.uint64(0):
-            s.part[0] = s.part[0] + s.mass[0]
-            if s.power[0] >= s.least[0]:
-                s.part[1] = s.part[1] + s.mass[0]
-            s.slice[0] = slice_of(s, s.x[0])
-            if s.counting[0] != 0:
-                crew.count(s, t, RADIX_BINS - 1 - s.slice[0])
-            # Masses of neighbours in one slice are added together first: otherwise rows of equal elements would wait
-            # for one bin.
-            if s.slice[0] != s.run[0]:
-                if s.gathered[0] > T.uint64(0):
-                    crew.add(s, t, SLICES, RADIX_BINS - 1 - s.run[0], s.gathered)
-                s.run[0] = s.slice[0]
-                s.gathered[0] = s.mass[0]
-            else:
-                s.gathered[0] = s.gathered[0] + s.mass[0]
-
-    pass_over = pass_over_row(crew, see)
-
-    @T.inline
-    def phase(io, row, t, s):
-        s.part[0] = T.uint64(0)
-        s.part[1] = T.uint64(0)
-        s.run[0] = 0
-        s.gathered[0] = T.uint64(0)
-        pass_over(io, row, t, s)
-        if s.gathered[0] > T.uint64(0):
-            # Bins are searched from the last one on.
-            crew.add(s, t, SLICES, RADIX_BINS - 1 - s.run[0], s.gathered)
-        crew.add_part(s, t, 0)
-        crew.add_part(s, t, 1)
-        crew.unite(s, t, SLICES)
-
-    return phase
+    s.part[0] = T.uint64(0)
+    s.part[1] = T.uint64(0)
+    s.run[0] = 0
+    s.gathered[0] = T.uint64(0)
+    pass_over_row(crew, see(crew, vocab))(io, row, t, s)
+    if s.gathered[0] > T.uint64(0):
+        # Bins are searched from the last one on.
+        crew.add(s, t, SLICES, RADIX_BINS - 1 - s.run[0], s.gathered)
+    crew.add_part(s, t, 0)
+    crew.add_part(s, t, 1)
+    crew.unite(s, t, SLICES)
 
 
 @T.inline

@@ -6,9 +6,6 @@ k-th best of all tops, so that k elements are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
@@ -20,7 +17,6 @@ from ...device.words import value_in
 from ...rows.best import find_kth, offer
 from .keys import lowest_mark, mark_elements, mark_vectors, pick_vector, set_threshold
 from .row import load_vector
-from .space import Layout
 from .state import column_of
 from .words import HALF, LEAST, largest
 
@@ -52,29 +48,24 @@ def find_tops(layout, /, s):
     T.cuda.cta_sync()
 
 
-def find_bound(layout: Layout) -> Callable[..., Any]:
-    """The k-th best of the tops. The phase is (s, tops).
+@T.inline
+def tell(s, top):
+    s.kth[0] = top
+    s.equals[0] = s.slot[0] - s.need[0]
+
+
+@phase
+def find_bound(layout, /, s, tops):
+    """The k-th best of the tops.
 
     Reads: `tops`.
     Writes: `own`, `kth`, `equals`, `bound`; scratch is `need`, `slot`.
     Barriers: one, before the end.
     After: `bound` is the same in all threads, and above minus infinity.
     """
-
-    @T.inline
-    def tell(s, top):
-        s.kth[0] = top
-        s.equals[0] = s.slot[0] - s.need[0]
-
-    find = find_kth(layout.groups, layout.warps, layout.k, tell)
-
-    @T.inline
-    def phase(s, tops):
-        find(s, tops)
-        T.cuda.cta_sync()
-        s.bound[0] = T.max(s.kth[0], T.uint32(LEAST[layout.dtype]))
-
-    return phase
+    find_kth(layout.groups, layout.warps, layout.k, tell)(s, tops)
+    T.cuda.cta_sync()
+    s.bound[0] = T.max(s.kth[0], T.uint32(LEAST[layout.dtype]))
 
 
 @phase

@@ -7,7 +7,6 @@ GPU; and who needs the keys would wait for the sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
@@ -90,8 +89,90 @@ def send_block_sum(layout, /, s):
             send_word(there[0], sum_word(s.sum[0], s.reference[0]), barrier[0])
 
 
-def unite_parts(layout: Layout) -> Callable[..., Any]:
-    """From the blocks' keys and sums to the row's, in the first block. The phase is (s).
+def group_of(layout: Layout, s: Any, at: Any, r: Any) -> Any:
+    """The group of a key, by the key's place; it need not be that of its block's bound."""
+    return (at + Deal(layout.cluster, layout.warps).part(s.t, r) * TURN) % layout.groups
+
+
+@phase
+def place(layout, /, s, at, r):
+    """Where a thread begins in the part of a round."""
+    deal = T.meta_var(Deal(layout.cluster, layout.warps))
+    at[0] = deal.part(s.t, r) * layout.room + deal.turn(s.t) * 32 + s.t % 32
+
+
+@phase
+def offer_keys(layout, /, s, own, ends, at):
+    """Offer the largest keys to their groups."""
+    groups, deal = T.meta_var(layout.groups), T.meta_var(Deal(layout.cluster, layout.warps))
+    step = T.meta_var(deal.groups * 32)
+    chunks = T.meta_var(ceildiv(3 * groups // 2, step))
+    for r in T.unroll(deal.rounds):
+        place(layout)(s, at, r)
+        ends[r] = 0
+        if deal.has(s.t, deal.part(s.t, r)):
+            ends[r] = deal.part(s.t, r) * layout.room + T.Cast("int32", s.united_sizes[deal.part(s.t, r)])
+        for c in T.unroll(chunks):
+            own[r * chunks + c] = T.uint64(0)
+            if at[0] < ends[r]:
+                own[r * chunks + c] = s.united[at[0]]
+                offer(s, s.united_tops, group_of(layout, s, at[0], r), key_bits(own[r * chunks + c]))
+            at[0] = at[0] + step
+        while at[0] < ends[r]:
+            offer(s, s.united_tops, group_of(layout, s, at[0], r), key_bits(s.united[at[0]]))
+            at[0] = at[0] + step
+
+
+@phase
+def offer_firsts(layout, /, s, ends, at):
+    """Offer the first columns of the groups' largest keys, as `find_firsts` does for elements."""
+    deal = T.meta_var(Deal(layout.cluster, layout.warps))
+    step = T.meta_var(deal.groups * 32)
+    for r in T.unroll(deal.rounds):
+        place(layout)(s, at, r)
+        while at[0] < ends[r]:
+            if key_bits(s.united[at[0]]) == s.united_tops[group_of(layout, s, at[0], r)]:
+                offer_first(
+                    s, s.united_firsts, group_of(layout, s, at[0], r), T.Cast("int32", key_index(s.united[at[0]])))
+            at[0] = at[0] + step
+
+
+@phase
+def keep_from(layout, /, s, ends, at, first):
+    """Keep the keys of each part that are no less than `pivot`, from its thread's `first` key on."""
+    deal = T.meta_var(Deal(layout.cluster, layout.warps))
+    step = T.meta_var(deal.groups * 32)
+    for r in T.unroll(deal.rounds):
+        place(layout)(s, at, r)
+        at[0] = at[0] + first * step
+        while at[0] < ends[r]:
+            s.key[0] = s.united[at[0]]
+            if s.key[0] >= s.pivot[0]:
+                s.slot[0] = take_places(s.counter[0], T.int32(1))
+                s.keys[s.slot[0]] = s.key[0]
+            at[0] = at[0] + step
+
+
+@phase
+def keep_first_equals(layout, /, s, ends, at):
+    """Keep only the first of the keys that equal the bound, as blocks do where such keys take too much room."""
+    T.cuda.cta_sync()
+    if s.t == 0:
+        s.united_count[0] = 0
+        s.last[0] = layout.vocab
+    offer_firsts(layout)(s, ends, at)
+    T.cuda.cta_sync()
+    bound_equals(layout)(s, s.united_tops, s.united_firsts)
+    s.pivot[0] = join_key(s.bound[0], s.until[0])
+    keep_from(layout)(s, ends, at, 0)
+    T.cuda.cta_sync()
+    s.size[0] = s.united_count[0]
+    clear_behind(layout, s)
+
+
+@phase
+def unite_parts(layout, /, s):
+    """From the blocks' keys and sums to the row's, in the first block.
 
     Reads: `united`, `united_sizes`, `sums`; `united_tops` and `united_count`, which come as 0, and `united_firsts`, as
         the number of columns.
@@ -99,112 +180,39 @@ def unite_parts(layout: Layout) -> Callable[..., Any]:
     Barriers: three, the last at the end; and three for many equals.
     After: these are the same in all threads. All that can be among the k best is in `keys`, followed by zeros.
     """
-    groups, room, deal = layout.groups, layout.room, Deal(layout.cluster, layout.warps)
-    bound, equals, add = find_bound(layout), bound_equals(layout), add_up(0, layout.entries)
-    step = deal.groups * 32  # keys of a part that its warps read at a time
-    chunks = ceildiv(3 * groups // 2, step)  # how often warps are expected to do so: these keys stay in registers
-    held = chunks * deal.rounds
-
-    def group_of(s: Any, at: Any, r: Any) -> Any:
-        """The group of a key, by the key's place; it need not be that of its block's bound."""
-        return (at + deal.part(s.t, r) * TURN) % groups
-
-    @T.inline
-    def place(s, at, r):
-        """Where a thread begins in the part of a round."""
-        at[0] = deal.part(s.t, r) * room + deal.turn(s.t) * 32 + s.t % 32
-
-    @T.inline
-    def offer_keys(s, own, ends, at):
-        """Offer the largest keys to their groups."""
-        for r in T.unroll(deal.rounds):
-            place(s, at, r)
-            ends[r] = 0
-            if deal.has(s.t, deal.part(s.t, r)):
-                ends[r] = deal.part(s.t, r) * room + T.Cast("int32", s.united_sizes[deal.part(s.t, r)])
-            for c in T.unroll(chunks):
-                own[r * chunks + c] = T.uint64(0)
-                if at[0] < ends[r]:
-                    own[r * chunks + c] = s.united[at[0]]
-                    offer(s, s.united_tops, group_of(s, at[0], r), key_bits(own[r * chunks + c]))
-                at[0] = at[0] + step
-            while at[0] < ends[r]:
-                offer(s, s.united_tops, group_of(s, at[0], r), key_bits(s.united[at[0]]))
-                at[0] = at[0] + step
-
-    @T.inline
-    def offer_firsts(s, ends, at):
-        """Offer the first columns of the groups' largest keys, as `find_firsts` does for elements."""
-        for r in T.unroll(deal.rounds):
-            place(s, at, r)
-            while at[0] < ends[r]:
-                if key_bits(s.united[at[0]]) == s.united_tops[group_of(s, at[0], r)]:
-                    offer_first(
-                        s, s.united_firsts, group_of(s, at[0], r), T.Cast("int32", key_index(s.united[at[0]])))
-                at[0] = at[0] + step
-
-    @T.inline
-    def keep_from(s, ends, at, first):
-        """Keep the keys of each part that are no less than `pivot`, from its thread's `first` key on."""
-        for r in T.unroll(deal.rounds):
-            place(s, at, r)
-            at[0] = at[0] + first * step
-            while at[0] < ends[r]:
-                s.key[0] = s.united[at[0]]
-                if s.key[0] >= s.pivot[0]:
-                    s.slot[0] = take_places(s.counter[0], T.int32(1))
-                    s.keys[s.slot[0]] = s.key[0]
-                at[0] = at[0] + step
-
-    @T.inline
-    def keep_first_equals(s, ends, at):
-        """Keep only the first of the keys that equal the bound, as blocks do where such keys take too much room."""
-        T.cuda.cta_sync()
-        if s.t == 0:
-            s.united_count[0] = 0
-            s.last[0] = layout.vocab
-        offer_firsts(s, ends, at)
-        T.cuda.cta_sync()
-        equals(s, s.united_tops, s.united_firsts)
-        s.pivot[0] = join_key(s.bound[0], s.until[0])
-        keep_from(s, ends, at, 0)
-        T.cuda.cta_sync()
-        s.size[0] = s.united_count[0]
-        clear_behind(layout, s)
-
-    @T.inline
-    def phase(s):
-        at = T.alloc_local([1], "int32")
-        ends = T.alloc_local([deal.rounds], "int32")
-        own = T.alloc_local([held], "uint64")
-        lanes = T.alloc_local([held], "uint32")
-        s.counter[0] = counter_address(s.united_count.ptr_to([0]))
-        offer_keys(s, own, ends, at)
-        T.cuda.cta_sync()
-        bound(s, s.united_tops)
-        s.pivot[0] = T.Cast("uint64", s.bound[0]) << T.uint64(32)
-        s.need[0] = 0
-        for c in T.unroll(held):
-            lanes[c] = T.cuda.ballot_sync(T.uint32(FULL_WARP), own[c] >= s.pivot[0])
-            s.need[0] = s.need[0] + T.Cast("int32", T.popcount(lanes[c]))
-        s.slot[0] = 0
-        if s.t % 32 == 0 and s.need[0] > 0:
-            s.slot[0] = take_places(s.counter[0], s.need[0])
-        # The sums arrive meanwhile.
-        await_arrivals(s.barriers.ptr_to([SUMS]))
-        add(s)
-        s.slot[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.slot[0], 0, 32, 32)
-        for c in T.unroll(held):
-            if own[c] >= s.pivot[0]:
-                s.keys[s.slot[0] + below(s.t % 32, lanes[c])] = own[c]
-            s.slot[0] = s.slot[0] + T.Cast("int32", T.popcount(lanes[c]))
-        keep_from(s, ends, at, chunks)
-        T.cuda.cta_sync()
-        s.size[0] = s.united_count[0]
-        if s.size[0] > layout.at_once:
-            keep_first_equals(s, ends, at)
-
-    return phase
+    groups, deal = T.meta_var(layout.groups), T.meta_var(Deal(layout.cluster, layout.warps))
+    step = T.meta_var(deal.groups * 32)
+    chunks = T.meta_var(ceildiv(3 * groups // 2, step))
+    held = T.meta_var(chunks * deal.rounds)
+    at = T.alloc_local([1], "int32")
+    ends = T.alloc_local([deal.rounds], "int32")
+    own = T.alloc_local([held], "uint64")
+    lanes = T.alloc_local([held], "uint32")
+    s.counter[0] = counter_address(s.united_count.ptr_to([0]))
+    offer_keys(layout)(s, own, ends, at)
+    T.cuda.cta_sync()
+    find_bound(layout)(s, s.united_tops)
+    s.pivot[0] = T.Cast("uint64", s.bound[0]) << T.uint64(32)
+    s.need[0] = 0
+    for c in T.unroll(held):
+        lanes[c] = T.cuda.ballot_sync(T.uint32(FULL_WARP), own[c] >= s.pivot[0])
+        s.need[0] = s.need[0] + T.Cast("int32", T.popcount(lanes[c]))
+    s.slot[0] = 0
+    if s.t % 32 == 0 and s.need[0] > 0:
+        s.slot[0] = take_places(s.counter[0], s.need[0])
+    # The sums arrive meanwhile.
+    await_arrivals(s.barriers.ptr_to([SUMS]))
+    add_up(0, layout.entries)(s)
+    s.slot[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.slot[0], 0, 32, 32)
+    for c in T.unroll(held):
+        if own[c] >= s.pivot[0]:
+            s.keys[s.slot[0] + below(s.t % 32, lanes[c])] = own[c]
+        s.slot[0] = s.slot[0] + T.Cast("int32", T.popcount(lanes[c]))
+    keep_from(layout)(s, ends, at, chunks)
+    T.cuda.cta_sync()
+    s.size[0] = s.united_count[0]
+    if s.size[0] > layout.at_once:
+        keep_first_equals(layout)(s, ends, at)
 
 
 @phase
@@ -272,36 +280,30 @@ def filter_parts(layout, /, s):
     s.size[0] = s.united_count[0]
 
 
-def share_parts(layout: Layout) -> Callable[..., Any]:
-    """The block's keys and its sum to the first block, which then has the keys of all; others end here. The phase is
-    (s).
+@phase
+def add(layout, /, s):
+    """Add up the block's sum while its keys are being sent."""
+    if layout.late:
+        if s.t >= layout.threads:
+            add_threads(layout)(s)
+    else:
+        # The additional warp has no sum.
+        if s.t < layout.threads:
+            sum_of_warp(layout)(s)
+
+
+@phase
+def share_parts(layout, /, s):
+    """The block's keys and its sum to the first block, which then has the keys of all; others end here.
 
     Reads, writes: as `send_keys`, `add_threads`, `sum_of_warp` and `send_block_sum`.
     Barriers: that of `send_block_sum`; awaits the keys.
     """
-    keys, of_threads, of_warp, total = (
-        send_keys(layout), add_threads(layout), sum_of_warp(layout), send_block_sum(layout))
-
-    @T.inline
-    def add(s):
-        """Add up the block's sum while its keys are being sent."""
-        if layout.late:
-            if s.t >= layout.threads:
-                of_threads(s)
-        else:
-            # The additional warp has no sum.
-            if s.t < layout.threads:
-                of_warp(s)
-
-    @T.inline
-    def phase(s):
-        keys(s)
-        add(s)
-        if s.part != 0:
-            if layout.senders == 0:
-                total(s)
-            T.thread_return()
-        await_arrivals(s.barriers.ptr_to([KEYS]))
-
-    return phase
+    send_keys(layout)(s)
+    add(layout)(s)
+    if s.part != 0:
+        if layout.senders == 0:
+            send_block_sum(layout)(s)
+        T.thread_return()
+    await_arrivals(s.barriers.ptr_to([KEYS]))
 # fmt: on

@@ -123,38 +123,32 @@ def end_row(layout, /, s):
     finish_row(layout)(s)
 
 
-def end_agreed(layout: Layout) -> Callable[..., Any]:
-    """The same where blocks have agreed on a bound, which mostly leaves no more keys than are ranked at once. The phase
-    is (s).
+@phase
+def end_filtered(layout, /, s):
+    """Finish a row whose bound is the same in all blocks."""
+    if T.Cast("int32", s.united_sizes[0]) >= layout.k:
+        filter_parts(layout)(s)
+        await_arrivals(s.barriers.ptr_to([SUMS]))
+        add_up(0, layout.entries)(s)
+        finish_row(layout)(s)
+    else:
+        end_row(layout)(s)
+
+
+@phase
+def end_agreed(layout, /, s):
+    """The same where blocks have agreed on a bound, which mostly leaves no more keys than are ranked at once.
 
     Reads, writes, barriers: as the phases of `cluster` and `rank`.
     """
-    count, finish, end = count_parts(layout), finish_agreed(layout), end_row(layout)
-    left, add, finish_left = filter_parts(layout), add_up(0, layout.entries), finish_row(layout)
-
-    @T.inline
-    def end_filtered(s):
-        """Finish a row whose bound is the same in all blocks."""
-        if T.Cast("int32", s.united_sizes[0]) >= layout.k:
-            left(s)
-            await_arrivals(s.barriers.ptr_to([SUMS]))
-            add(s)
-            finish_left(s)
-        else:
-            end(s)
-
-    end_many = end_filtered if layout.late else end
-
-    @T.inline
-    def phase(s):
-        if layout.cluster > 1:
-            count(s)
-        if s.size[0] >= layout.k and s.size[0] <= layout.at_once:
-            finish(s)
-        else:
-            end_many(s)
-
-    return phase
+    end = T.meta_var(end_row(layout))
+    end_many = T.meta_var(end_filtered(layout) if layout.late else end)
+    if layout.cluster > 1:
+        count_parts(layout)(s)
+    if s.size[0] >= layout.k and s.size[0] <= layout.at_once:
+        finish_agreed(layout)(s)
+    else:
+        end_many(s)
 
 
 def kernel(layout: Layout, own: Own | None = None) -> Callable[..., Any]:

@@ -7,9 +7,6 @@ then all threads look at an element each of what is listed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
@@ -19,14 +16,34 @@ from ...device.selection import join_key, order, take_places
 from ...device.words import value_in
 from .keys import put_key, set_threshold, take_mark
 from .row import load_vector
-from .space import Layout
 from .state import column_of
 from .words import either, largest, reach
 
 
 # fmt: off
-def list_steps(layout: Layout, limited: bool) -> Callable[..., Any]:
-    """List the steps of a staged share that have elements which reach the bound. The phase is (s).
+@phase
+def mark_steps(layout, /, s):
+    for i in T.unroll(layout.steps):
+        s.marks[0] = s.marks[0] | reach(layout.dtype, s.step_peaks[i * layout.threads + s.t], s.pair[0], i)
+
+
+@phase
+def mark_limited(layout, /, s):
+    """As `mark_steps`, but beyond the last column for equals only vectors with an element above the bound."""
+    dtype = T.meta_var(layout.dtype)
+    peak = T.alloc_local([1], "uint32")
+    for u in rolled(layout.vectors):
+        load_vector(layout)(s, u)
+        peak[0] = largest(dtype, [s.vector[w] for w in range(4)])
+        s.marks[0] = s.marks[0] | T.Select(
+            column_of(layout, s, u * layout.width) <= s.until[0],
+            reach(dtype, peak[0], s.pair[0], u // layout.step),
+            reach(dtype, peak[0], s.pair[0], u // layout.step, beyond=True))
+
+
+@phase
+def list_steps(layout, limited, /, s):
+    """List the steps of a staged share that have elements which reach the bound.
 
     `limited`: of its equals those up to a column.
 
@@ -35,44 +52,19 @@ def list_steps(layout: Layout, limited: bool) -> Callable[..., Any]:
     Barriers: none.
     After: if there is no room for all, the count exceeds it.
     """
-    threads, dtype = layout.threads, layout.dtype
-    load = load_vector(layout)
-
-    @T.inline
-    def mark_steps(s):
-        for i in T.unroll(layout.steps):
-            s.marks[0] = s.marks[0] | reach(dtype, s.step_peaks[i * threads + s.t], s.pair[0], i)
-
-    @T.inline
-    def mark_limited(s):
-        """As `mark_steps`, but beyond the last column for equals only vectors with an element above the bound."""
-        peak = T.alloc_local([1], "uint32")
-        for u in rolled(layout.vectors):
-            load(s, u)
-            peak[0] = largest(dtype, [s.vector[w] for w in range(4)])
-            s.marks[0] = s.marks[0] | T.Select(
-                column_of(layout, s, u * layout.width) <= s.until[0],
-                reach(dtype, peak[0], s.pair[0], u // layout.step),
-                reach(dtype, peak[0], s.pair[0], u // layout.step, beyond=True))
-
-    mark = mark_limited if limited else mark_steps
-
-    @T.inline
-    def phase(s):
-        set_threshold(layout, s)
-        # Written so that TVM's simplifier does not make "no less" of "not below": a NaN is not below, but not "no
-        # less".
-        if T.Select(s.top[0] < s.threshold[0], 0, 1) != 0:
-            s.marks[0] = T.uint32(0)
-            mark(s)
-            s.marks[0] = either(s.marks[0])
-            while s.marks[0] != T.uint32(0):
-                take_mark(s.marks, s.spot)
-                s.slot[0] = take_places(s.listing[0], T.int32(1))
-                if s.slot[0] < layout.reached_room:
-                    s.reached[s.slot[0]] = s.spot[0] * threads + s.t
-
-    return phase
+    mark = T.meta_var(mark_limited(layout) if limited else mark_steps(layout))
+    set_threshold(layout, s)
+    # Written so that TVM's simplifier does not make "no less" of "not below": a NaN is not below, but not "no
+    # less".
+    if T.Select(s.top[0] < s.threshold[0], 0, 1) != 0:
+        s.marks[0] = T.uint32(0)
+        mark(s)
+        s.marks[0] = either(s.marks[0])
+        while s.marks[0] != T.uint32(0):
+            take_mark(s.marks, s.spot)
+            s.slot[0] = take_places(s.listing[0], T.int32(1))
+            if s.slot[0] < layout.reached_room:
+                s.reached[s.slot[0]] = s.spot[0] * layout.threads + s.t
 
 
 @phase

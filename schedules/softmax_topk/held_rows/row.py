@@ -46,110 +46,108 @@ def locate_row(layout, /, s, block):
         s.listing[0] = counter_address(s.listed.ptr_to([0]))
 
 
-def clear(layout: Layout) -> Callable[..., Any]:
-    """Set shared memory to how it is before any element was read. The phase is (s).
+@phase
+def clear_group(layout, /, s, group):
+    s.tops[group] = T.uint32(0)
+    s.firsts[group] = layout.vocab
+    if layout.cluster > 1:
+        s.united_tops[group] = T.uint32(0)
+        s.united_firsts[group] = layout.vocab
+
+
+@phase
+def clear(layout, /, s):
+    """Set shared memory to how it is before any element was read.
 
     Writes: `tops`, `firsts`, `united_tops`, `united_firsts`, `last`, `count`, `listed`, `united_count`, the
         front of `keys`.
     Barriers: none.
     """
-    groups, at_once, threads = layout.groups, layout.at_once, layout.preparers
-
-    @T.inline
-    def clear_group(s, group):
-        s.tops[group] = T.uint32(0)
-        s.firsts[group] = layout.vocab
+    groups, at_once = T.meta_var(layout.groups), T.meta_var(layout.at_once)
+    threads = T.meta_var(layout.preparers)
+    for i in T.unroll(ceildiv(groups, threads)):
+        if i * threads + s.t % threads < groups:
+            clear_group(layout)(s, i * threads + s.t % threads)
+    for i in T.unroll(ceildiv(at_once, threads)):
+        if i * threads + s.t % threads < at_once:
+            s.keys[i * threads + s.t % threads] = T.uint64(0)
+    if s.t % threads == 0:
+        s.count[0] = 0
+        if layout.early:
+            s.listed[0] = 0
+        s.last[0] = layout.vocab
         if layout.cluster > 1:
-            s.united_tops[group] = T.uint32(0)
-            s.united_firsts[group] = layout.vocab
-
-    @T.inline
-    def phase(s):
-        for i in T.unroll(ceildiv(groups, threads)):
-            if i * threads + s.t % threads < groups:
-                clear_group(s, i * threads + s.t % threads)
-        for i in T.unroll(ceildiv(at_once, threads)):
-            if i * threads + s.t % threads < at_once:
-                s.keys[i * threads + s.t % threads] = T.uint64(0)
-        if s.t % threads == 0:
-            s.count[0] = 0
-            if layout.early:
-                s.listed[0] = 0
-            s.last[0] = layout.vocab
-            if layout.cluster > 1:
-                s.united_count[0] = 0
-
-    return phase
+            s.united_count[0] = 0
 
 
-def load_row(layout: Layout) -> Callable[..., Any]:
-    """The thread's vectors. The phase is (s).
+@phase
+def put(layout, /, s, e, value):
+    """Set element e to `value`, given as bits in their place in a word."""
+    per_word, mask = T.meta_var(layout.per_word), T.meta_var((1 << 8 * layout.itemsize) - 1)
+    s.raw[e // per_word] = (
+        s.raw[e // per_word] & ~(T.uint32(mask) << T.Cast("uint32", e % per_word * (8 * layout.itemsize)))) | value
+
+
+@phase
+def mend(layout, /, s, u, small):
+    """Load those elements of a vector that belong to the row, where the vector lies partly outside of it."""
+    vocab, width = T.meta_var(layout.vocab), T.meta_var(layout.width)
+    per_word, bits = T.meta_var(layout.per_word), T.meta_var(8 * layout.itemsize)
+    if column_of(layout, s, u * width) + width > s.left[0]:
+        # Nothing may be read beyond the array's end.
+        for e in T.unroll(width):
+            if column_of(layout, s, u * width + e) < vocab:
+                load_words(
+                    layout.itemsize, s.bits, 0, small,
+                    s.io.logits.ptr_to([s.row[0], column_of(layout, s, u * width + e)]))
+                put(layout)(s, u * width + e, s.bits[0] << T.Cast("uint32", e % per_word * bits))
+    if column_of(layout, s, u * width) < 0 or column_of(layout, s, u * width) + width > vocab:
+        for e in T.unroll(width):
+            if column_of(layout, s, u * width + e) < 0 or column_of(layout, s, u * width + e) >= vocab:
+                put(layout)(s, u * width + e, T.uint32(NOTHING[layout.dtype]) & (
+                    T.uint32((1 << 8 * layout.itemsize) - 1) << T.Cast("uint32", e % per_word * bits)))
+
+
+@phase
+def cap_row(layout, /, s):
+    x = T.alloc_local([layout.words], "float32")
+    for w in T.unroll(layout.words):
+        x[w] = T.reinterpret("float32", s.raw[w])
+    cap_elements(layout.words)(s.io, x)
+    for w in T.unroll(layout.words):
+        s.raw[w] = T.reinterpret("uint32", x[w])
+
+
+@phase
+def load_row(layout, /, s):
+    """The thread's vectors.
 
     Reads: the logits, `row`, `start`, `mine`, `left`.
     Writes: `raw`; scratch is `bits`.
     Barriers: none.
     After: what is not of the row and of this block's share is minus infinity.
     """
-    cap = cap_elements(layout.words)
-    vocab, width, per_word, vectors, threads = (
-        layout.vocab, layout.width, layout.per_word, layout.vectors, layout.threads)
-    bits, nothing, mask = 8 * layout.itemsize, NOTHING[layout.dtype], (1 << 8 * layout.itemsize) - 1
-
-    @T.inline
-    def put(s, e, value):
-        """Set element e to `value`, given as bits in their place in a word."""
-        s.raw[e // per_word] = (
-            s.raw[e // per_word] & ~(T.uint32(mask) << T.Cast("uint32", e % per_word * bits))) | value
-
-    @T.inline
-    def mend(s, u, small):
-        """Load those elements of a vector that belong to the row, where the vector lies partly outside of it."""
-        if column_of(layout, s, u * width) + width > s.left[0]:
-            # Nothing may be read beyond the array's end.
-            for e in T.unroll(width):
-                if column_of(layout, s, u * width + e) < vocab:
-                    load_words(
-                        layout.itemsize, s.bits, 0, small,
-                        s.io.logits.ptr_to([s.row[0], column_of(layout, s, u * width + e)]))
-                    put(s, u * width + e, s.bits[0] << T.Cast("uint32", e % per_word * bits))
-        if column_of(layout, s, u * width) < 0 or column_of(layout, s, u * width) + width > vocab:
-            for e in T.unroll(width):
-                if column_of(layout, s, u * width + e) < 0 or column_of(layout, s, u * width + e) >= vocab:
-                    put(s, u * width + e, T.uint32(nothing) & (
-                        T.uint32(mask) << T.Cast("uint32", e % per_word * bits)))
-
-    @T.inline
-    def cap_row(s):
-        x = T.alloc_local([layout.words], "float32")
-        for w in T.unroll(layout.words):
-            x[w] = T.reinterpret("float32", s.raw[w])
-        cap(s.io, x)
-        for w in T.unroll(layout.words):
-            s.raw[w] = T.reinterpret("uint32", x[w])
-
-    @T.inline
-    def phase(s):
-        small = T.alloc_local([1], "uint16")
-        for u in T.unroll(vectors):
-            if u < layout.inner:
+    width, vectors = T.meta_var(layout.width), T.meta_var(layout.vectors)
+    threads = T.meta_var(layout.threads)
+    small = T.alloc_local([1], "uint16")
+    for u in T.unroll(vectors):
+        if u < layout.inner:
+            load_words(
+                16, s.raw, u * 4, small, s.io.logits.ptr_to([s.row[0], column_of(layout, s, u * width)]))
+        else:
+            for w in T.unroll(4):
+                s.raw[u * 4 + w] = T.uint32(NOTHING[layout.dtype])
+            if u * threads + s.t < s.mine[0] and (
+                layout.aligned or column_of(layout, s, u * width) + width <= s.left[0]
+            ):
                 load_words(
                     16, s.raw, u * 4, small, s.io.logits.ptr_to([s.row[0], column_of(layout, s, u * width)]))
-            else:
-                for w in T.unroll(4):
-                    s.raw[u * 4 + w] = T.uint32(nothing)
-                if u * threads + s.t < s.mine[0] and (
-                    layout.aligned or column_of(layout, s, u * width) + width <= s.left[0]
-                ):
-                    load_words(
-                        16, s.raw, u * 4, small, s.io.logits.ptr_to([s.row[0], column_of(layout, s, u * width)]))
-        if not layout.aligned:
-            for u in T.unroll(vectors):
-                if u * threads + s.t < s.mine[0]:
-                    mend(s, u, small)
-        if layout.capped:
-            cap_row(s)
-
-    return phase
+    if not layout.aligned:
+        for u in T.unroll(vectors):
+            if u * threads + s.t < s.mine[0]:
+                mend(layout)(s, u, small)
+    if layout.capped:
+        cap_row(layout)(s)
 
 
 def load_vector(layout: Layout) -> Callable[..., Any]:

@@ -6,16 +6,12 @@ asynchronous copies each is a group, whose end a thread awaits before it looks a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
 
 from ...device.words import value_in
 from .row import load_vector
-from .space import Layout
 from .state import column_of
 from .sums import LOWEST, add_partial, sum_of_partials, take_power
 from .words import NOTHING, larger, largest
@@ -26,7 +22,15 @@ PACE = 1
 
 
 # fmt: off
-def stage_row(layout: Layout) -> Callable[..., Any]:
+@phase
+def copy(layout, /, s, u):
+    T.ptx.cp.async_.cg.shared.global_(
+        s.staged.ptr_to([(u * layout.threads + s.t) * 4]),
+        s.io.logits.ptr_to([s.row[0], column_of(layout, s, u * layout.width)]), VECTOR)
+
+
+@phase
+def stage_row(layout, /, s):
     """Have the thread's vectors copied. The phase is (s), of the threads that have some.
 
     Reads: `row`, `start`, `mine`.
@@ -35,32 +39,21 @@ def stage_row(layout: Layout) -> Callable[..., Any]:
         between the steps (see `paced`).
     After: a group of copies for each step is in flight.
     """
-    step, width, threads = layout.step, layout.width, layout.threads
-
-    @T.inline
-    def copy(s, u):
-        T.ptx.cp.async_.cg.shared.global_(
-            s.staged.ptr_to([(u * threads + s.t) * 4]),
-            s.io.logits.ptr_to([s.row[0], column_of(layout, s, u * width)]), VECTOR)
-
-    @T.inline
-    def phase(s):
-        for u in T.unroll(layout.vectors):
-            if u < layout.inner:
-                copy(s, u)
+    step, threads = T.meta_var(layout.step), T.meta_var(layout.threads)
+    for u in T.unroll(layout.vectors):
+        if u < layout.inner:
+            copy(layout)(s, u)
+        else:
+            if u * threads + s.t < s.mine[0]:
+                copy(layout)(s, u)
             else:
-                if u * threads + s.t < s.mine[0]:
-                    copy(s, u)
-                else:
-                    for w in T.unroll(4):
-                        s.staged[(u * threads + s.t) * 4 + w] = T.uint32(NOTHING[layout.dtype])
-            if u % step == step - 1:
-                T.ptx.cp.async_.commit_group()
-                if layout.early:
-                    if u < layout.vectors - 1:
-                        T.ptx.bar.sync(T.uint32(PACE), T.uint32(threads))
-
-    return phase
+                for w in T.unroll(4):
+                    s.staged[(u * threads + s.t) * 4 + w] = T.uint32(NOTHING[layout.dtype])
+        if u % step == step - 1:
+            T.ptx.cp.async_.commit_group()
+            if layout.early:
+                if u < layout.vectors - 1:
+                    T.ptx.bar.sync(T.uint32(PACE), T.uint32(threads))
 
 
 @phase

@@ -245,8 +245,41 @@ def limit_equals(layout, /, s):
         * share[1] / T.max(share[0], T.float32(1)), T.float32(tiling.vocab)))
 
 
-def floor_of_warp(layout: Layout) -> Callable[..., Any]:
-    """Find what neighbouring lanes reach with all of a vector, if the row is in order here. The phase is (s).
+def in_order(layout: Layout, x: Any, small: int, large: int) -> tirx.PrimExpr:
+    """Whether a vector with these two ends may belong to a run in order; it does not if it lies outside of the row.
+    """
+    tiling = layout.tiling
+    whole = tiling.whole
+    ordered = x[small] <= x[large]
+    return ordered if whole else T.And(ordered, x[large] > -T.infinity("float32"))
+
+
+def is_run(layout: Layout, rising: Any, falling: Any) -> tirx.PrimExpr:
+    """Whether all of a warp's last vectors ascend, up to the row's end, or all of its first ones descend."""
+    tiling, first = layout.tiling, layout.first
+    whole, lead, run = tiling.whole, tiling.lead, first.floor.lanes if first.floor else 0
+    descends = (falling | T.uint32(lead)) == T.uint32(FULL_WARP)
+    if whole:
+        return T.Or(rising == T.uint32(FULL_WARP), descends)
+    ascends = T.And(rising & (rising + T.uint32(1)) == T.uint32(0), rising >= T.uint32((1 << run) - 1))
+    return T.Or(ascends, descends)
+
+
+@phase
+def raise_floor(layout, /, s, low, taken):
+    """Raise the floor to what the lanes that are `taken` all reach with the vector from x[low] on."""
+    tiling = T.meta_var(layout.tiling)
+    width = T.meta_var(tiling.width)
+    order(folded(T.min, s.x, low, width), s.plain, s.bits)
+    if not taken:
+        s.bits[0] = T.uint32(FULL_WARP)
+    s.bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), s.bits[0])
+    s.floor[0] = T.max(s.floor[0], s.bits[0])
+
+
+@phase
+def floor_of_warp(layout, /, s):
+    """Find what neighbouring lanes reach with all of a vector, if the row is in order here.
 
     A warp's vectors of one slot are a run of the row. The last run of an ascending row ends in its largest elements and
     the first one of a descending row begins with them. The ends of the vectors only tell whether it is worth looking;
@@ -256,46 +289,18 @@ def floor_of_warp(layout: Layout) -> Callable[..., Any]:
     Writes: `floor`, an order; 0 if the row is not in order.
     Barriers: none, but all lanes take part.
     """
-    tiling, first, last = layout.tiling, layout.first, layout.first.last_vector
-    width, whole, lead = tiling.width, tiling.whole, tiling.lead
-    run = first.floor.lanes if first.floor else 0  # lanes that give the floor
-
-    def in_order(x: Any, small: int, large: int) -> tirx.PrimExpr:
-        """Whether a vector with these two ends may belong to a run in order; it does not if it lies outside of the row.
-        """
-        ordered = x[small] <= x[large]
-        return ordered if whole else T.And(ordered, x[large] > -T.infinity("float32"))
-
-    def is_run(rising: Any, falling: Any) -> tirx.PrimExpr:
-        """Whether all of a warp's last vectors ascend, up to the row's end, or all of its first ones descend."""
-        descends = (falling | T.uint32(lead)) == T.uint32(FULL_WARP)
-        if whole:
-            return T.Or(rising == T.uint32(FULL_WARP), descends)
-        ascends = T.And(rising & (rising + T.uint32(1)) == T.uint32(0), rising >= T.uint32((1 << run) - 1))
-        return T.Or(ascends, descends)
-
-    @T.inline
-    def raise_floor(s, low, taken):
-        """Raise the floor to what the lanes that are `taken` all reach with the vector from x[low] on."""
-        order(folded(T.min, s.x, low, width), s.plain, s.bits)
-        if not taken:
-            s.bits[0] = T.uint32(FULL_WARP)
-        s.bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), s.bits[0])
-        s.floor[0] = T.max(s.floor[0], s.bits[0])
-
-    @T.inline
-    def phase(s):
-        rising = T.alloc_local([1], "uint32")
-        falling = T.alloc_local([1], "uint32")
-        rising[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), in_order(s.x, last * width, last * width + width - 1))
-        falling[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), in_order(s.x, width - 1, 0))
-        s.floor[0] = T.uint32(0)
-        if is_run(rising[0], falling[0]):
-            # Places are in a circle, so that there are always as many lanes; where the run is shorter, some have
-            # nothing.
-            raise_floor(
-                s, last * width, (s.t - T.Cast("int32", T.popcount(rising[0]))) & 31 >= 32 - run)
-            raise_floor(s, 0, (s.t - lead) & 31 < run)
-
-    return phase
+    tiling, first = T.meta_var(layout.tiling), T.meta_var(layout.first)
+    last, width = T.meta_var(layout.first.last_vector), T.meta_var(tiling.width)
+    lead, run = T.meta_var(tiling.lead), T.meta_var(first.floor.lanes if first.floor is not None else 0)
+    rising = T.alloc_local([1], "uint32")
+    falling = T.alloc_local([1], "uint32")
+    rising[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), in_order(layout, s.x, last * width, last * width + width - 1))
+    falling[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), in_order(layout, s.x, width - 1, 0))
+    s.floor[0] = T.uint32(0)
+    if is_run(layout, rising[0], falling[0]):
+        # Places are in a circle, so that there are always as many lanes; where the run is shorter, some have
+        # nothing.
+        raise_floor(layout)(
+            s, last * width, (s.t - T.Cast("int32", T.popcount(rising[0]))) & 31 >= 32 - run)
+        raise_floor(layout)(s, 0, (s.t - lead) & 31 < run)
 # fmt: on

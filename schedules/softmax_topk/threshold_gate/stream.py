@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
@@ -13,7 +10,6 @@ from ...device.overlap import wait_then_start_consumer
 from ...device.selection import FULL_WARP, order
 from . import deferred
 from .cluster import announce_block, await_blocks
-from .layout import Layout
 from .rank import clear_bins
 from .sample import lower_threshold, offer_sample, take_threshold
 from .state import EQUALS, LOWER_AGAIN, LOWEST, SETTLED, SUM_AGAIN, WRITTEN, not_below
@@ -100,41 +96,38 @@ def add_exponentials(layout, /, s):
         s.sum[0] = s.sum[0] + s.power[0]
 
 
-def take_survivors(layout: Layout) -> Callable[..., Any]:
-    """Push what passes the threshold of the tile in hand, or mark the tile. The phase is (s, attempt).
+@phase
+def push_marked(layout, /, s):
+    if s.bits[0] != T.uint32(0):
+        push_survivors(layout)(s, s.i[0])
+    if layout.compacts:
+        s.called[0] = T.Cast("uint32", T.cuda.any_sync(T.uint32(FULL_WARP), s.bits[0] != T.uint32(0)))
+        if s.called[0] != T.uint32(0):
+            if s.i[0] == 0:
+                s.sampling[0] = REPEATED
+            else:
+                s.sum[0] = s.sum_before[0]
+
+
+@phase
+def take_survivors(layout, /, s, attempt):
+    """Push what passes the threshold of the tile in hand, or mark the tile.
 
     Reads: the tile, `threshold`, `equals_until`, `i`. Writes: `keys`, `count`, or the list of marked tiles; `largest`;
     `called`, not 0 if the buffer is full: then the tile is taken again; its exponentials are removed from the sum, or
     `sampling` says that the sum already has them. Barriers: none.
     """
-    mark, push, mark_tile = mark_survivors(layout), push_survivors(layout), deferred.mark_tile(layout)
-
-    @T.inline
-    def push_marked(s):
-        if s.bits[0] != T.uint32(0):
-            push(s, s.i[0])
-        if layout.compacts:
-            s.called[0] = T.Cast("uint32", T.cuda.any_sync(T.uint32(FULL_WARP), s.bits[0] != T.uint32(0)))
-            if s.called[0] != T.uint32(0):
-                if s.i[0] == 0:
-                    s.sampling[0] = REPEATED
-                else:
-                    s.sum[0] = s.sum_before[0]
-
-    @T.inline
-    def phase(s, attempt):
-        # A row with a NaN is always read twice: only then may elements pass where the largest does not.
-        if layout.deferred:
-            mark_tile(s, s.i[0], attempt)
-        elif layout.dense:
-            mark(s, attempt)
-            push_marked(s)
-        elif T.cuda.any_sync(T.uint32(FULL_WARP), not_below(s.top[0], s.threshold[0], attempt)) != 0:
-            s.largest[0] = T.max(s.largest[0], s.top[0])
-            mark(s, attempt)
-            push_marked(s)
-
-    return phase
+    mark = T.meta_var(mark_survivors(layout))
+    # A row with a NaN is always read twice: only then may elements pass where the largest does not.
+    if layout.deferred:
+        deferred.mark_tile(layout)(s, s.i[0], attempt)
+    elif layout.dense:
+        mark(s, attempt)
+        push_marked(layout)(s)
+    elif T.cuda.any_sync(T.uint32(FULL_WARP), not_below(s.top[0], s.threshold[0], attempt)) != 0:
+        s.largest[0] = T.max(s.largest[0], s.top[0])
+        mark(s, attempt)
+        push_marked(layout)(s)
 
 
 @phase

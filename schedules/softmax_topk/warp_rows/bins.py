@@ -116,7 +116,15 @@ def count_bins(layout, /, io, at, s):
     T.cuda.warp_sync()
 
 
-def scan_bins(layout: Layout) -> Callable[..., Any]:
+@phase
+def load_counts(layout, /, at, s, b):
+    T.ptx.ld.volatile.shared.v4.s32(
+        s.own[0], s.own[1], s.own[2], s.own[3],
+        s.counts.ptr_to([at.warp * layout.counts + at.lane * layout.lane_bins + b * 4 + 4]))
+
+
+@phase
+def scan_bins(layout, /, io, at, s):
     """From counts to places, and whether bins will do.
 
     Reads: `counts`, `fine`.
@@ -125,53 +133,42 @@ def scan_bins(layout: Layout) -> Callable[..., Any]:
     After: a bin's count is how many elements the bins before it have. `cut` is the bin of the k-th largest, and `size`
         elements are in the bins up to it. `settled` if these are not too many to be ranked, in any of their bins.
     """
-    k, bins, lane_bins = layout.k, layout.bins, layout.lane_bins
-
-    @T.inline
-    def load_counts(at, s, b):
-        T.ptx.ld.volatile.shared.v4.s32(
-            s.own[0], s.own[1], s.own[2], s.own[3],
-            s.counts.ptr_to([at.warp * layout.counts + at.lane * lane_bins + b * 4 + 4]))
-
-    @T.inline
-    def phase(io, at, s):
-        above, other = T.meta_var(s.rank), T.meta_var(s.slot)  # elements in the bins before; scratch
-        s.settled[0] = 1
-        s.size[0] = 0
-        for b in T.unroll(lane_bins // 4):
-            load_counts(at, s, b)
-            s.size[0] = s.size[0] + folded(added, s.own, 4)
-        above[0] = s.size[0]
-        scan_lanes(at.lane, above, other)
-        # Lanes whose bins end before the k-th element; the cut is in the bins of the next one.
-        s.lanes[0] = lanes_with(above[0] < k)
-        s.cut[0] = count_lanes(s.lanes[0]) * lane_bins
-        above[0] = above[0] - s.size[0]
-        s.crowd[0] = 0
-        # Loaded again, because there are too few registers to keep them.
-        for b in T.unroll(lane_bins // 4):
-            load_counts(at, s, b)
-            for v in T.unroll(4):
-                s.size[0] = s.own[v]
-                if above[0] < k:
-                    s.crowd[0] = T.max(s.crowd[0], s.size[0])
-                s.own[v] = above[0]
-                above[0] = above[0] + s.size[0]
-            for v in T.vectorized(4):
-                s.counts[at.warp * layout.counts + at.lane * lane_bins + (b * 4 + 4) + v] = s.own[v]
-        T.cuda.warp_sync()
-        s.lanes[0] = lanes_with(
-            at.lane < lane_bins and s.counts[
-                at.warp * layout.counts + 4 + s.cut[0] + T.min(at.lane, lane_bins - 1)] < k)
-        s.cut[0] = s.cut[0] + count_lanes(s.lanes[0]) - 1
-        s.size[0] = s.counts[at.warp * layout.counts + 4 + T.min(s.cut[0] + 1, bins - 1)]
-        T.cuda.warp_sync()
-        if any_lane(s.crowd[0] > CROWD) or s.size[0] > layout.room or s.cut[0] == bins - 1 or (
-            s.fine[0] > T.float32(MAX_FINE)
-        ):
-            s.settled[0] = 0
-
-    return phase
+    k, bins, lane_bins = T.meta_var(layout.k), T.meta_var(layout.bins), T.meta_var(layout.lane_bins)
+    above, other = T.meta_var(s.rank), T.meta_var(s.slot)  # elements in the bins before; scratch
+    s.settled[0] = 1
+    s.size[0] = 0
+    for b in T.unroll(lane_bins // 4):
+        load_counts(layout)(at, s, b)
+        s.size[0] = s.size[0] + folded(added, s.own, 4)
+    above[0] = s.size[0]
+    scan_lanes(at.lane, above, other)
+    # Lanes whose bins end before the k-th element; the cut is in the bins of the next one.
+    s.lanes[0] = lanes_with(above[0] < k)
+    s.cut[0] = count_lanes(s.lanes[0]) * lane_bins
+    above[0] = above[0] - s.size[0]
+    s.crowd[0] = 0
+    # Loaded again, because there are too few registers to keep them.
+    for b in T.unroll(lane_bins // 4):
+        load_counts(layout)(at, s, b)
+        for v in T.unroll(4):
+            s.size[0] = s.own[v]
+            if above[0] < k:
+                s.crowd[0] = T.max(s.crowd[0], s.size[0])
+            s.own[v] = above[0]
+            above[0] = above[0] + s.size[0]
+        for v in T.vectorized(4):
+            s.counts[at.warp * layout.counts + at.lane * lane_bins + (b * 4 + 4) + v] = s.own[v]
+    T.cuda.warp_sync()
+    s.lanes[0] = lanes_with(
+        at.lane < lane_bins and s.counts[
+            at.warp * layout.counts + 4 + s.cut[0] + T.min(at.lane, lane_bins - 1)] < k)
+    s.cut[0] = s.cut[0] + count_lanes(s.lanes[0]) - 1
+    s.size[0] = s.counts[at.warp * layout.counts + 4 + T.min(s.cut[0] + 1, bins - 1)]
+    T.cuda.warp_sync()
+    if any_lane(s.crowd[0] > CROWD) or s.size[0] > layout.room or s.cut[0] == bins - 1 or (
+        s.fine[0] > T.float32(MAX_FINE)
+    ):
+        s.settled[0] = 0
 
 
 @phase

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
@@ -12,12 +9,25 @@ from tvm_sparse.core.phase import phase
 from ...device.selection import PLUS_INFINITY, below, bits_value, join_key, lanes_sum
 from .results import write_key
 from .row import mark_reached, take_marked
-from .space import Layout
 from .state import count_lanes, lanes_with
 
 
 # fmt: off
-def collect_reached(layout: Layout) -> Callable[..., Any]:
+@phase
+def push_marked(layout, /, io, at, s):
+    s.size[0] = 0
+    for w in T.unroll(layout.mark_words):
+        s.lanes[0] = lanes_with(s.marks[w] != T.uint32(0))
+        while s.lanes[0] != T.uint32(0):
+            if s.marks[w] != T.uint32(0):
+                take_marked(layout)(io, at, s, w)
+                s.keys[at.keys + s.size[0] + below(at.lane, s.lanes[0])] = join_key(s.ordered[0], s.column[0])
+            s.size[0] = s.size[0] + count_lanes(s.lanes[0])
+            s.lanes[0] = lanes_with(s.marks[w] != T.uint32(0))
+
+
+@phase
+def collect_reached(layout, /, io, at, s):
     """Collect the keys of the elements that reach the threshold.
 
     Reads: `x`, `lower`.
@@ -26,37 +36,18 @@ def collect_reached(layout: Layout) -> Callable[..., Any]:
     After: `size` elements reach `lower` and are above minus infinity, NaN left out. If `settled`, their keys are there,
         in no order.
     """
-    mark, take = mark_reached(layout), take_marked(layout)
-    lowest = T.min_value("float32")
-
-    @T.inline
-    def push_marked(io, at, s):
-        s.size[0] = 0
-        for w in T.unroll(layout.mark_words):
-            s.lanes[0] = lanes_with(s.marks[w] != T.uint32(0))
-            while s.lanes[0] != T.uint32(0):
-                if s.marks[w] != T.uint32(0):
-                    take(io, at, s, w)
-                    s.keys[at.keys + s.size[0] + below(at.lane, s.lanes[0])] = join_key(s.ordered[0], s.column[0])
-                s.size[0] = s.size[0] + count_lanes(s.lanes[0])
-                s.lanes[0] = lanes_with(s.marks[w] != T.uint32(0))
-
-    @T.inline
-    def phase(io, at, s):
-        s.settled[0] = 1
-        s.gate[0] = T.max(bits_value(T.min(s.lower[0], T.uint32(PLUS_INFINITY))), lowest)
-        mark(s)
-        s.size[0] = 0
-        for w in T.unroll(layout.mark_words):
-            s.size[0] = s.size[0] + T.Cast("int32", T.popcount(s.marks[w]))
-        s.size[0] = lanes_sum(s.size[0])
-        # Fewer than k if fewer than k elements are above minus infinity; more than there is room for if many are equal.
-        if s.size[0] < layout.k or s.size[0] > layout.room:
-            s.settled[0] = 0
-        else:
-            push_marked(io, at, s)
-
-    return phase
+    s.settled[0] = 1
+    s.gate[0] = T.max(bits_value(T.min(s.lower[0], T.uint32(PLUS_INFINITY))), T.min_value("float32"))
+    mark_reached(layout)(s)
+    s.size[0] = 0
+    for w in T.unroll(layout.mark_words):
+        s.size[0] = s.size[0] + T.Cast("int32", T.popcount(s.marks[w]))
+    s.size[0] = lanes_sum(s.size[0])
+    # Fewer than k if fewer than k elements are above minus infinity; more than there is room for if many are equal.
+    if s.size[0] < layout.k or s.size[0] > layout.room:
+        s.settled[0] = 0
+    else:
+        push_marked(layout)(io, at, s)
 
 
 @T.inline

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
@@ -15,7 +12,6 @@ from ...device.selection import MINUS_INFINITY, bits_value, maxima_of_warp, orde
 from ...device.thresholds import Rank
 from ...device.words import load_element, load_words, per_word, value_in
 from ..elements import cap_elements, capped, mask_vectors
-from .space import Layout
 from .state import added, column_of, folded, lanes_max, lanes_min, ragged
 
 
@@ -105,7 +101,18 @@ def bound_by_lanes(layout, /, io, at, s):
     s.top[0] = bits_value(s.top_bits[0])
 
 
-def bound_by_groups(layout: Layout) -> Callable[..., Any]:
+@phase
+def least_finite(layout, /, s):
+    s.value[0] = T.infinity("float32")
+    for e in T.unroll(layout.held):
+        if s.x[e] > -T.infinity("float32"):
+            s.value[0] = T.min(s.value[0], s.x[e])
+    order(s.value[0], s.value, s.ordered)
+    s.lower[0] = lanes_min(s.ordered[0])
+
+
+@phase
+def bound_by_groups(layout, /, io, at, s):
     """For larger k: the range that bins divide, from the maxima of groups.
 
     Reads: `x`, `maxima`, `top`.
@@ -114,29 +121,15 @@ def bound_by_groups(layout: Layout) -> Callable[..., Any]:
     After: `top` is the row's maximum. `lower` is the least of all groups' maxima, which at least k elements reach; but
         if that is minus infinity, the row's least element above it.
     """
-
-    @T.inline
-    def least_finite(s):
-        s.value[0] = T.infinity("float32")
-        for e in T.unroll(layout.held):
-            if s.x[e] > -T.infinity("float32"):
-                s.value[0] = T.min(s.value[0], s.x[e])
-        order(s.value[0], s.value, s.ordered)
-        s.lower[0] = lanes_min(s.ordered[0])
-
-    @T.inline
-    def phase(io, at, s):
-        order(s.top[0], s.value, s.ordered)
-        s.top_bits[0] = lanes_max(s.ordered[0])
-        if layout.groups > 1:
-            order(folded(T.min, s.maxima, layout.groups), s.value, s.ordered)
-        s.lower[0] = lanes_min(s.ordered[0])
-        # Bins cannot divide a range that is infinite.
-        if s.lower[0] <= T.uint32(MINUS_INFINITY):
-            least_finite(s)
-        s.top[0] = bits_value(s.top_bits[0])
-
-    return phase
+    order(s.top[0], s.value, s.ordered)
+    s.top_bits[0] = lanes_max(s.ordered[0])
+    if layout.groups > 1:
+        order(folded(T.min, s.maxima, layout.groups), s.value, s.ordered)
+    s.lower[0] = lanes_min(s.ordered[0])
+    # Bins cannot divide a range that is infinite.
+    if s.lower[0] <= T.uint32(MINUS_INFINITY):
+        least_finite(layout)(s)
+    s.top[0] = bits_value(s.top_bits[0])
 
 
 @phase

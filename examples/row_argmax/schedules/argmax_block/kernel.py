@@ -126,7 +126,7 @@ def program(problem: RowArgmaxLogsumexp, decisions: Decisions) -> Program:
         sums.add_edge(ext)(s)
 
         join_best(ext)(s, best)
-        join.join_warp()(s)
+        join.join_warp(s)
         if ext.warps > 1:
             # Its barrier makes `keys` visible, too.
             join.join_block(ext)(s, block)
