@@ -16,6 +16,7 @@ from tvm_sparse.core.phase import phase
 load_int = T.ptx.ld.global_.s32
 
 
+# fmt: off
 @phase
 def listed_row(slices, /, s, io, w, first, stop):
     """Find the block row of the work's unit by the list that the host made when it looked at the pattern.
@@ -27,7 +28,6 @@ def listed_row(slices, /, s, io, w, first, stop):
 
     `slices`: units of a block row.
     """
-    # fmt: off
     load_int(s.row, io.order.ptr_to([w.unit // slices, 0]))
     load_int(first, io.order.ptr_to([w.unit // slices, 1]))
     load_int(stop, io.order.ptr_to([w.unit // slices, 2]))
@@ -36,7 +36,7 @@ def listed_row(slices, /, s, io, w, first, stop):
 @phase
 def unlisted_row(slices, /, s, io, w, first, stop):
     """The same for a pattern that the host has not looked at. Reads: `indptr`, which a producer kernel may write."""
-    # fmt: off
     s.row = w.unit // slices
     load_int(first, io.indptr.ptr_to([w.unit // slices]))
     load_int(stop, io.indptr.ptr_to([w.unit // slices + 1]))
+# fmt: on

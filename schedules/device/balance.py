@@ -101,6 +101,7 @@ class Work:
         return named(cls(register(), register(), register(), register()))
 
 
+# fmt: off
 def deal_out(deal: Deal, strip_rows: int, two_axes: bool = False) -> Callable[..., Any]:
     """Lay out the grid, and tell each thread block its work.
 
@@ -117,7 +118,6 @@ def deal_out(deal: Deal, strip_rows: int, two_axes: bool = False) -> Callable[..
     def strips(m):
         return (m + (strip_rows - 1)) // strip_rows
 
-    # fmt: off
     @T.inline
     def phase(w, m, long):
         if two_axes and deal.cluster == 1:
@@ -142,7 +142,6 @@ def deal_out(deal: Deal, strip_rows: int, two_axes: bool = False) -> Callable[..
         if deal.cluster > 1:
             if w.unit >= deal.units:
                 T.thread_return()
-    # fmt: on
     return phase
 
 
@@ -155,7 +154,6 @@ def join(cluster, chunk, /, w, count):
     Barriers: arrives at the cluster's first, for which thread blocks that have left count as arrived.
     After: every thread block that is left has a chunk of `chunk`, or is rank 0. `meet` must follow.
     """
-    # fmt: off
     if cluster > 1:
         if w.rank > 0 and w.rank * chunk >= count:
             T.thread_return()
@@ -174,7 +172,6 @@ def meet(cluster, chunk, /, w, count):
     After: rank 0 of a shared unit has started, so that the others may write into its shared memory. Rank 0 itself gets
     past it only when they have done so.
     """
-    # fmt: off
     if cluster > 1:
         if w.ranks > 1 and count > chunk:
             cluster_wait()
@@ -194,7 +191,6 @@ def add_ranks(cluster, chunk, width, /, w, count, sums, others, at):
     `others` is a buffer in shared memory of shape (cluster - 1, sums of a thread block / width, width); `at` is where
     the thread's sums lie along its second axis.
     """
-    # fmt: off
     if cluster > 1:
         if w.rank > 0:
             for e in T.unroll(width):
@@ -215,7 +211,7 @@ def hand_in(cluster, /, w):
     Barriers: all ranks but 0 arrive and wait at the cluster's second.
     After: rank 0 has their sums.
     """
-    # fmt: off
     if cluster > 1:
         if w.rank > 0:
             cluster_barrier()
+# fmt: on

@@ -78,13 +78,13 @@ def last_of(span: Any) -> tirx.PrimExpr:
     return T.Cast("int32", span >> T.uint64(32))
 
 
+# fmt: off
 @phase
 def clear_counts(e, /, s, t):
     """All counts to 0.
 
     Writes: `cells`. Barriers: none; one of the cluster has to follow before peers add to them.
     """
-    # fmt: off
     for n in T.serial(ceildiv(e.cells, e.threads)):
         if n * e.threads + t < e.cells:
             s.cells[n * e.threads + t] = T.uint32(0)
@@ -98,7 +98,6 @@ def find_buckets(e, /, s, io, loads):
     Writes: `first` and `last` of each, places in all bands' words as one list; as scratch `entry`, for cuckoo tables.
     Barriers: none.
     """
-    # fmt: off
     if e.cuckoo:
         for u in T.unroll(loads):
             s.row_of = T.max(s.band[u], 0)
@@ -133,7 +132,6 @@ def count_hit(e, /, s, word):
     Reads: `base`, the first word of the cluster's parts, or of the thread block's own part where hits stay.
     Writes: `cells`, of a peer where hits go to each other; as scratch `local`, `owner`. Barriers: none.
     """
-    # fmt: off
     away = T.meta_var(e.cluster > 1 and e.exchange == 0)
     s.local = word - s.base
     # A number below 0 is a large one without a sign.
@@ -155,7 +153,6 @@ def count_words(e, /, s, words, total, lane):
 
     Reads: `first` and `last` of each, the words. Writes: as `count_hit`; as scratch `word`, `next`. Barriers: none.
     """
-    # fmt: off
     hit = T.meta_var(count_hit(e))
     for u in T.unroll(e.loads):
         T.ptx.ld.global_.s32(s.word[u], words.ptr_to([T.min(s.first[u] + lane, total - 1)]))
@@ -176,7 +173,6 @@ def count_own_bands(e, code_of, /, s, io, words, total, first, count, t):
 
     Reads: codes, tables, words. Writes: as `count_hit`. Barriers: none.
     """
-    # fmt: off
     s.at = t // e.lanes
     while s.at < count:
         for u in T.unroll(e.loads):
@@ -194,7 +190,6 @@ def share_spans(e, code_of, /, s, io, first, count, t, rank):
     Reads: codes, tables. Writes: `spans` of all peers, `tile` of them, those from `count` on empty.
     Barriers: none; one of the cluster has to come before and one has to follow.
     """
-    # fmt: off
     s.at = t
     while s.at < e.tile:
         s.band[0] = T.Select(s.at < count, first + s.at, -1)
@@ -212,7 +207,6 @@ def count_spans(e, /, s, words, total, t):
 
     Reads: `spans`, words. Writes: as `count_hit`. Barriers: none.
     """
-    # fmt: off
     s.at = t // e.lanes
     while s.at < e.spans:
         for u in T.unroll(e.loads):
@@ -234,7 +228,6 @@ def set_reached(e, /, s, bits, row, first, threshold, t):
     Reads: `cells`. Writes: bits of other thread blocks' rows, too, hence by atomics; as scratch `cell`, `low`, `high`.
     Barriers: votes of a warp; one has to come before.
     """
-    # fmt: off
     at_once = T.meta_var(e.part // PER_WARP)
     for n in T.serial(ceildiv(at_once, e.warps)):
         if n * e.warps + t // WARP < at_once:
@@ -248,3 +241,4 @@ def set_reached(e, /, s, bits, row, first, threshold, t):
             if t % WARP < 2 and s.low != T.uint32(0):
                 T.evaluate(set_bits(
                     bits.ptr_to([row, first // WARP + (n * e.warps + t // WARP) * 2 + t % WARP]), s.low))
+# fmt: on

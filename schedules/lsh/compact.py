@@ -22,6 +22,7 @@ from .extents import WARP
 Phase = Callable[..., Any]
 
 
+# fmt: off
 @phase
 def read_bitmap(e, load, /, s, io, row, share, t):
     """The bitmap into shared memory, and how many words it has. `load(s, io, row, word, u)` loads one of its int32 into
@@ -31,7 +32,6 @@ def read_bitmap(e, load, /, s, io, row, share, t):
     thread; as scratch `held`, `mine`, `totals`.
     Barriers: one.
     """
-    # fmt: off
     s.before = 0
     s.total = 0
     for n in T.serial(ceildiv(e.bitmap, e.loads * e.threads)):
@@ -62,7 +62,6 @@ def write_share(e, /, s, io, row, share, t):
     Reads: `bitmap`, `before`. Writes: candidates; `before`; as scratch `bits`, `mine`, `counts`, `at`.
     Barriers: one each round.
     """
-    # fmt: off
     per_word = T.meta_var(BITS // e.item)
     for n in T.serial(ceildiv(e.items, e.threads)):
         item: T.let = n * e.threads + t
@@ -94,10 +93,10 @@ def fill_rest(e, /, s, io, row, share, t):
 
     Reads: `total`. Writes: candidates, counts; as scratch `at`. Barriers: none.
     """
-    # fmt: off
     s.at = s.total + share * e.threads + t
     while s.at < io.capacity:
         io.candidates[row, s.at] = -1
         s.at = s.at + e.shares * e.threads
     if share == 0 and t == 0:
         io.counts[row] = s.total
+# fmt: on

@@ -30,6 +30,7 @@ from .extents import BANKS, HashExtents
 Phase = Callable[..., Any]
 
 
+# fmt: off
 @phase
 def stage_row(e, /, s, hidden, first, t):
     """A row into shared memory, NaN as -inf, `hidden` being a flat buffer of rows.
@@ -37,7 +38,6 @@ def stage_row(e, /, s, hidden, first, t):
     Reads: `e.hidden` elements from `hidden[first]` on. Writes: `row`; as scratch `raw`, `small`, `value`, `vector`.
     Barriers: none; one has to follow.
     """
-    # fmt: off
     wide, apart = T.meta_var(min(e.vec, 4)), T.meta_var(max(1, BANKS // e.copies))
     for n in T.serial(ceildiv(e.hidden // e.vec, e.threads * e.vectors)):
         for u in T.unroll(e.vectors):
@@ -69,7 +69,6 @@ def load_columns(e, /, s, permutations, at, a):
 
     Reads: permutations. Writes: `columns`, `small`. Barriers: none.
     """
-    # fmt: off
     for u in T.unroll(e.column_loads):
         load_words(e.column_bytes, s.columns, (a * e.column_loads + u) * e.column_words, s.small,
                    permutations.ptr_to([at + u * (e.column_bytes // 2)]))
@@ -80,7 +79,6 @@ def load_further_columns(e, /, s, permutations, at, unit, count):
     """The next columns of the thread's further units, of `count` units in all, `at` and `unit` being those of the first
     unit.
     """
-    # fmt: off
     if e.ahead > 1:
         for a in T.unroll(e.ahead - 1):
             if unit + (a + 1) * e.threads < count:
@@ -145,10 +143,10 @@ def load_first_columns(e, /, s, permutations, first, count, t):
 
     Reads: permutations. Writes: `columns`. Barriers: none.
     """
-    # fmt: off
     if t < count:
         load_columns(e)(s, permutations, (first + t) * e.k, 0)
         load_further_columns(e)(s, permutations, (first + t) * e.k, t, count)
+# fmt: on
 
 
 def code_of_places(e: HashExtents, s: Any, band: Any) -> tirx.PrimExpr:

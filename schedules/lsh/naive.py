@@ -29,12 +29,12 @@ def alloc_scratch() -> SimpleNamespace:
     return SimpleNamespace(**{name: T.alloc_local([1], dtype) for name, dtype in names.items()})
 
 
+# fmt: off
 @phase
 def hash_elements(k, units, threads, element, /, io):
     """One thread per code, which reads the row from global memory: `io.codes` of `io.rows` rows, `element(io, row,
     column)`.
     """
-    # fmt: off
     block = T.cta_id([(io.rows * io.bands + (threads - 1)) // threads])
     t = T.thread_id([threads])
     s = T.meta_var(alloc_scratch())
@@ -47,7 +47,6 @@ def hash_elements(k, units, threads, element, /, io):
 @phase
 def count_in_global_memory(cuckoo, threads, /, io):
     """One thread per bucket (Figure 4, naive): adds hits of `io.rows` rows with `io.codes` to `io.hits`, which is 0."""
-    # fmt: off
     block = T.cta_id([(io.rows * io.bands + (threads - 1)) // threads])
     t = T.thread_id([threads])
     s = T.meta_var(alloc_scratch())
@@ -65,7 +64,6 @@ def choose_words(vocab, threads, /, io):
     """One thread for 32 words of a list: compares their `io.hits` with the threshold and sets them to 0; writes
     `io.chosen`.
     """
-    # fmt: off
     words = T.meta_var(bitmap_words(vocab))
     block = T.cta_id([(io.lists * words + (threads - 1)) // threads])
     t = T.thread_id([threads])
@@ -88,7 +86,6 @@ def scan_bitmap(vocab, threads, /, io):
 
     A thread adds up a run of the bitmap, and one thread the runs.
     """
-    # fmt: off
     words = T.meta_var(bitmap_words(vocab))
     run = T.meta_var(-(-words // threads))
     row = T.cta_id([io.lists])
@@ -126,7 +123,6 @@ def copy_if(vocab, threads, /, io):
     """One thread per word, or per place of a list: copies each word in `io.chosen` to its place; -1 to places left
     over.
     """
-    # fmt: off
     block = T.cta_id([(io.lists * T.max(io.capacity, vocab) + (threads - 1)) // threads])
     t = T.thread_id([threads])
     s = T.meta_var(alloc_scratch())
@@ -142,3 +138,4 @@ def copy_if(vocab, threads, /, io):
                     io.candidates[row, s.place[0]] = at
         if at < io.capacity and at >= io.counts[row]:
             io.candidates[row, at] = -1
+# fmt: on

@@ -43,10 +43,10 @@ class Place:
         return named(cls(*(register() for _ in range(7))))
 
 
+# fmt: off
 @phase
 def locate(e, /, s, at, io):
     """Which row, part and bands this thread block works for."""
-    # fmt: off
     if e.cluster > 1:
         block = T.cluster_id([io.lists * io.beam * e.slices])
         rank = T.cta_id_in_cluster([e.cluster])
@@ -72,7 +72,6 @@ def count_row(e, make_codes, code_of, /, s, at, io, t):
 
     Reads: tables, words. Writes: `cells`, of peers too. Barriers: some; ends with one of the cluster.
     """
-    # fmt: off
     words = T.decl_buffer((io.bands * e.vocab,), "int32", data=io.words.data)
     if e.cluster > 1:
         cluster_wait()
@@ -105,7 +104,6 @@ def set_bits_and_leave(e, /, s, at, io, t):
     Barriers: two of the cluster; of the thread block, if it may be the one finisher.
     After: only the list's finishers are left, and its bitmap is complete. `rank` is that of a finisher.
     """
-    # fmt: off
     joint, tickets = T.meta_var(e.finishers > 1), T.meta_var(e.slices * e.cluster // e.finishers)
     set_reached(e)(s, io.workspace, at.list, (at.slice * e.cluster + at.rank) * e.part, io.threshold, t)
     T.cuda.thread_fence()
@@ -136,7 +134,6 @@ def load_reached(vocab, /, s, io, row, word, u):
 
     Writes: the `u`-th of `held`, without bits that stand for no word; as scratch `extra`. Barriers: none.
     """
-    # fmt: off
     T.ptx.ld.relaxed.gpu.global_.u32(s.held[u], io.workspace.ptr_to([row, word]))
     T.ptx.ld.global_.u32(s.extra[u], io.always.ptr_to([word]))
     s.held[u] = (s.held[u] | s.extra[u]) & valid_bits(vocab, word)
@@ -149,7 +146,6 @@ def copy_reached(e, /, s, at, io, t):
     Reads: bitmap and `always`. Writes: `chosen`; the bitmap and its ticket to 0; as scratch `held`, `extra`.
     Barriers: none; each thread block takes a share.
     """
-    # fmt: off
     share = T.meta_var(ceildiv(e.bitmap, e.finishers))
     for n in T.serial(ceildiv(share, e.threads)):
         if n * e.threads + t < share and at.rank * share + n * e.threads + t < e.bitmap:
@@ -174,7 +170,6 @@ def clear_workspace(e, /, s, at, io, t):
     Writes: `io.workspace`. Barriers: the second half of one of the cluster; a single thread block needs a barrier of
     its own between its reads and this phase.
     """
-    # fmt: off
     share = T.meta_var(ceildiv(e.bitmap, e.finishers))
     if e.finishers > 1:
         cluster_wait()
@@ -183,3 +178,4 @@ def clear_workspace(e, /, s, at, io, t):
             io.workspace[at.list, at.rank * share + n * e.threads + t] = 0
     if at.rank == 0 and t == 0:
         io.workspace[at.list, e.bitmap] = 0
+# fmt: on

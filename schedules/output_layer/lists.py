@@ -17,10 +17,10 @@ from .best.sizes import SearchSizes
 load_int = T.ptx.ld.global_.s32
 
 
+# fmt: off
 @phase
 def count_words(e, /, io, index, words):
     """The phase is (io, index, words). Writes: `words[0]`, how many tokens list `index` has."""
-    # fmt: off
     if e.m == 0:
         words[0] = io.vocab
     else:
@@ -34,7 +34,6 @@ def load_name(e, /, io, index, position, name):
 
     Writes: `name[0]`, the candidate at a position of list `index`, as it is there.
     """
-    # fmt: off
     if e.m == 0:
         name[0] = position
     else:
@@ -51,7 +50,7 @@ def named_word(e: SearchSizes, io: Any, position: Any, name: Any) -> Any:
 @phase
 def find_word(e, /, io, index, position, word):
     """The phase is (io, index, position, word). Writes: `word[0]`, the token at a position of list `index`."""
-    # fmt: off
     load_name(e)(io, index, position, word)
     if e.m > 0:
         word[0] = named_word(e, io, position, word[0])
+# fmt: on

@@ -195,6 +195,7 @@ class Sizes:
         return (io.indptr[tile * self.tile_n // self.rows + 1] - self.first(io, tile)) * self.cols
 
 
+# fmt: off
 def partial_sums(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
     """The block `part` of a schedule: each thread's part of each sum.
 
@@ -209,7 +210,6 @@ def partial_sums(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
     )  # fmt: skip
     position, steps, first, elements = sizes.position, sizes.steps, sizes.first, sizes.elements
 
-    # fmt: off
     @T.inline
     def stage(io, part):
         for i, j, t in T.grid((io.m + (tile_m - 1)) // tile_m, row_tiles, threads):
@@ -244,7 +244,6 @@ def partial_sums(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
                                 for v in T.unroll(vec):
                                     part[vi, vj, jj, ii, thread] = part[vi, vj, jj, ii, thread] + T.Cast(
                                         "float32", w[jj, v]) * T.Cast("float32", a[v])
-    # fmt: on
     return stage
 
 
@@ -259,7 +258,6 @@ def totals(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
 
     tile_m, tile_n, threads = sizes.tile_m, sizes.tile_n, sizes.threads
 
-    # fmt: off
     @T.inline
     def stage(io, part, total):
         for i, j, jj, ii, t in T.grid((io.m + (tile_m - 1)) // tile_m, row_tiles, tile_n, tile_m, threads):
@@ -268,7 +266,6 @@ def totals(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
                 with T.init():
                     total[vi, vj, vjj, vii] = T.float32(0)
                 total[vi, vj, vjj, vii] = total[vi, vj, vjj, vii] + part[vi, vj, vjj, vii, thread]
-    # fmt: on
     return stage
 
 
@@ -284,7 +281,6 @@ def outputs(sizes: Sizes, row_tiles: int, biased: bool) -> Callable[..., Any]:
 
     tile_m, tile_n = sizes.tile_m, sizes.tile_n
 
-    # fmt: off
     @T.inline
     def stage(io, total):
         for i, j, jj, ii in T.grid((io.m + (tile_m - 1)) // tile_m, row_tiles, tile_n, tile_m):
@@ -298,7 +294,6 @@ def outputs(sizes: Sizes, row_tiles: int, biased: bool) -> Callable[..., Any]:
                 if vi * tile_m + vii < io.m:
                     io.y[vi * tile_m + vii, vj * tile_n + vjj] = output(
                         io, vj * tile_n + vjj, total[vi, vj, vjj, vii], plain=True)
-    # fmt: on
     return stage
 
 
@@ -318,7 +313,6 @@ def definition(problem: BsrMatmul, tile_m: int, tile_n: int, threads: int, vec: 
         partial_sums(sizes, row_tiles), totals(sizes, row_tiles), outputs(sizes, row_tiles, bool(problem.bias)),
     )  # fmt: skip
 
-    # fmt: off
     @T.inline
     def body(io):
         part = T.sblock_alloc_buffer(((io.m + (tile_m - 1)) // tile_m, row_tiles, tile_n, tile_m, threads), "float32")
@@ -326,8 +320,8 @@ def definition(problem: BsrMatmul, tile_m: int, tile_n: int, threads: int, vec: 
         sum_parts(io, part)
         add_up(io, part, total)
         store(io, total)
-    # fmt: on
     return scheduled(problem, body)
+# fmt: on
 
 
 def build(problem: BsrMatmul, decisions: Decisions, whole_blocks: bool = False) -> Program:

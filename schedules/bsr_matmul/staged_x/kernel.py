@@ -94,6 +94,7 @@ class SharedState:
         return named(cls(staged, parts, others))
 
 
+# fmt: off
 @phase
 def load_columns(e, /, s, io, t, begin):
     """Load the column ids of the chunk that begins at block `begin`.
@@ -102,7 +103,6 @@ def load_columns(e, /, s, io, t, begin):
     Writes: `columns`.
     Barriers: none.
     """
-    # fmt: off
     for j in T.unroll(e.copies):
         s.columns[j] = 0
         if begin + (j * e.threads + t) // (e.tile_m * e.across) < s.count:
@@ -122,7 +122,6 @@ def load_weight(e, /, s, io, t):
     After: these loads are issued before the copies of x. Without the barrier the assembler would move them behind
     those, which wait for the column ids.
     """
-    # fmt: off
     for d in T.unroll(e.depth):
         if s.begin + d * e.groups + t // e.block_vectors < s.count:
             for p in T.unroll(e.passes):
@@ -144,7 +143,6 @@ def stage_x(e, /, s, shared, io, w, t):
     Barriers: none, one group of copies.
     After: the copies are on their way; rows beyond m repeat the last one.
     """
-    # fmt: off
     size = T.meta_var(e.words * 4)
     copy = T.meta_var(T.ptx.cp.async_.cg.shared.global_ if size == 16 else T.ptx.cp.async_.ca.shared.global_)
     for j in T.unroll(e.copies):
@@ -171,7 +169,6 @@ def multiply(e, /, s, shared, t):
     Barriers: of the thread block, at the begin, with a wait for the copies, and at the end.
     After: `staged` is free.
     """
-    # fmt: off
     per_word = T.meta_var(e.vec // e.words)
     T.ptx.cp.async_.wait_group(0)
     T.cuda.cta_sync()
@@ -195,7 +192,6 @@ def fold_lanes(e, /, s):
     Reads and writes: `sums`. Barriers: the lanes of a warp shuffle. After: each sum covers all lanes that share a row:
     neighbours, which have other columns of a block, and lanes that are `block_vectors` apart, which have other blocks.
     """
-    # fmt: off
     for i in T.unroll(e.passes * e.tile_m):
         for j in T.unroll(e.across.bit_length() - 1):
             s.sums[i] = s.sums[i] + T.tvm_warp_shuffle_xor(T.uint32(ALL_LANES), s.sums[i], 1 << j, 32, 32)
@@ -213,7 +209,6 @@ def write_parts(e, /, s, shared, t):
     Barriers: of the thread block, at the end.
     After: `parts` holds the sums of all sets.
     """
-    # fmt: off
     if t % e.across == 0 and t % 32 // e.block_vectors == 0:
         for p in T.unroll(e.passes):
             for i in T.unroll(e.tile_m):
@@ -232,7 +227,6 @@ def add_parts(e, /, s, shared, io, w, t):
     Barriers: none; `write_parts` and `balance.meet` come before.
     After: sums were added up in the order of the sets, then of the ranks, so that equal inputs give equal bits.
     """
-    # fmt: off
     for o in T.serial((e.outputs - t + (e.threads - 1)) // e.threads):
         if w.strip * e.tile_m + (o * e.threads + t) // e.rows < io.m:
             s.total[0] = T.float32(0)
@@ -249,7 +243,6 @@ def program(problem: BsrMatmul, decisions: Decisions) -> Program:
     """The program of a point."""
     e = Extents.of(problem, decisions)
 
-    # fmt: off
     @T.inline
     def body(io):
         T.device_entry()
@@ -289,5 +282,5 @@ def program(problem: BsrMatmul, decisions: Decisions) -> Program:
         meet(e.cluster, e.chunk)(w, s.count)
         add_parts(e)(s, shared, io, w, t)
         hand_in(e.cluster)(w)
-    # fmt: on
     return gpu_program(problem, body, overlapped=e.overlap > 0)
+# fmt: on

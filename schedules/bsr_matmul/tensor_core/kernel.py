@@ -45,6 +45,7 @@ load_int_anew = T.ptx.ld.relaxed.gpu.global_.s32
 ALL_LANES = 0xFFFFFFFF
 
 
+# fmt: off
 @phase
 def take_places(e, /, s, w, t, m):
     """Give each lane its rows and octets of its warp's tile.
@@ -53,7 +54,6 @@ def take_places(e, /, s, w, t, m):
     Writes: `group`, `member`, `top`, `octet`, `x_rows` and zeros to `sums`.
     Barriers: none.
     """
-    # fmt: off
     s.group = t % 32 // 4
     s.member = t % 4
     s.top = (w.strip * e.warps_m + t // e.tile_threads) * e.tile_m
@@ -73,7 +73,6 @@ def count_octets(e, find_row, /, s, io, w):
     Writes: `row`, `first` and `count`.
     Barriers: none.
     """
-    # fmt: off
     find_row(s, io, w, s.first, s.count)
     s.count = (s.count - s.first) * e.octets
 
@@ -86,7 +85,6 @@ def within_arrays(e, /, s, nnzb):
     Barriers: none.
     After: they lead to no place outside of the arrays, even if they were read while the producer kernel wrote them.
     """
-    # fmt: off
     s.first = T.max(T.min(s.first, nnzb), 0)
     s.count = T.max(T.min(s.count, (nnzb - s.first) * e.octets), 0)
 
@@ -99,13 +97,11 @@ def load_columns(e: Extents, load: Callable[..., Any] = load_int) -> Callable[..
     Barriers: none.
     """
 
-    # fmt: off
     @T.inline
     def phase(s, io, columns):
         for d in T.unroll(e.depth):
             if s.octet + d * e.stride < s.count:
                 load(columns[d], io.indices.ptr_to([s.first + (s.octet + d * e.stride) // e.octets]))
-    # fmt: on
     return phase
 
 
@@ -118,7 +114,6 @@ def load_weight(e, /, s, io, w):
     Barriers: of the warp, at the end.
     After: these loads are issued before any that follow.
     """
-    # fmt: off
     load = T.meta_var(load_once if e.warps_m == 1 else load_vector)
     fragments = T.meta_var(e.tile_n // 8)
     for d in T.unroll(e.depth):
@@ -145,7 +140,6 @@ def load_x(e, /, s, io):
     Writes: `x`, zeros beyond the row's last octet: the weight is zero there too, but x might hold NaN.
     Barriers: none.
     """
-    # fmt: off
     fragments = T.meta_var(e.tile_m // 8)
     for d in T.unroll(e.depth):
         if s.octet + d * e.stride < s.count:
@@ -168,7 +162,6 @@ def multiply(e, /, s):
     Writes: adds their products to `sums`.
     Barriers: of the warp, at the begin. All of its lanes take part.
     """
-    # fmt: off
     kind = T.meta_var({"float16": "f16", "bfloat16": "bf16"}[e.dtype])
     mma = T.meta_var(getattr(getattr(T.ptx.mma.sync.aligned.m16n8k16.row.col.f32, kind), kind).f32)
     T.cuda.warp_sync()
@@ -196,7 +189,6 @@ def verify_guesses(e, /, s, io, w):
     in any.
     Barriers: the lanes of a warp vote.
     """
-    # fmt: off
     load_columns_anew = T.meta_var(load_columns(e, load_int_anew))
     ends = T.alloc_local([2], "int32")
     columns = T.alloc_local([e.depth], "int32")
@@ -225,7 +217,6 @@ def start_ahead(e, /, s, io, w):
     Barriers: waits for the producer kernel; those of `load_weight` and `verify_guesses`.
     After: `loaded` says whether the operands are those of the steps in hand; `first`, `count` and `columns` are right.
     """
-    # fmt: off
     for d in T.unroll(e.depth):
         s.columns[d] = T.max(T.min(s.columns[d], e.block_cols - 1), 0)
     if e.overlap == 2:
@@ -247,7 +238,6 @@ def store_tile(e, /, s, io, left):
     Writes: the tile of y, but for rows beyond m.
     Barriers: none.
     """
-    # fmt: off
     for f in T.unroll(e.a_fragments):
         for g in T.unroll(e.b_fragments):
             if e.weight_is_a:
@@ -276,7 +266,6 @@ def write_parts(e, /, s, shared, t):
     Barriers: of the thread block, at the end.
     After: all warps' tiles are there.
     """
-    # fmt: off
     for f in T.unroll(e.a_fragments):
         for g in T.unroll(e.b_fragments):
             for i in T.unroll(4):
@@ -294,7 +283,6 @@ def add_parts(e, /, s, shared, io, w, t, left):
     Barriers: none; `write_parts` and `balance.meet` come before.
     After: sums were added up in the order of the warps, then of the ranks, so that equal inputs give equal bits.
     """
-    # fmt: off
     half = T.meta_var(e.tile_n // 2)
     # Launches that read ahead have few pairs; the compiler would unroll a loop that usually runs once.
     for i in (
@@ -319,7 +307,6 @@ def program(problem: BsrMatmul, decisions: Decisions) -> Program:
     """The program of a point."""
     e = Extents.of(problem, decisions)
 
-    # fmt: off
     @T.inline
     def body(io):
         T.device_entry()
@@ -380,5 +367,5 @@ def program(problem: BsrMatmul, decisions: Decisions) -> Program:
             meet(e.cluster, e.chunk)(w, s.count)
             add_parts(e)(s, shared, io, w, t, left)
             hand_in(e.cluster)(w)
-    # fmt: on
     return gpu_program(problem, body, overlapped=e.overlap > 0)
+# fmt: on

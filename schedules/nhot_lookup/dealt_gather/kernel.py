@@ -95,10 +95,10 @@ class State:
         )
 
 
+# fmt: off
 @phase
 def kernel_body(e, /, io):
     """The kernel, as the body of `interface.gpu_program`."""
-    # fmt: off
     # Computed on the host. `each`: entries of a row if all have as many. The grid grows with the rows, so that a
     # thread block gets no more units (`share`, or one more) than at the number of rows that the point was chosen
     # for.
@@ -142,7 +142,6 @@ def load_guessed_entries(e, /, s, io, begin, group):
 
     Where shares are uneven, the last group loads its last id again instead of ids beyond the row.
     """
-    # fmt: off
     together, kind = T.meta_var(e.ids_together), T.meta_var(PTX_INDEX[e.index])
     size = T.meta_var(numpy_dtype(e.value).itemsize)
     read = T.meta_var(getattr(T.ptx.ld.global_ if together == 1 else getattr(T.ptx.ld.global_, f"v{together}"), kind))
@@ -157,7 +156,6 @@ def load_guessed_entries(e, /, s, io, begin, group):
 @phase
 def load_rows(e, /, s, io, column):
     """Begin the loads of the table rows of all ids."""
-    # fmt: off
     for u in T.unroll(e.loads):
         load_words(
             e.vec * e.itemsize, s.raw, u * e.words, s.small, io.table.ptr_to([T.Cast("int64", s.id[u]), column]))
@@ -166,7 +164,6 @@ def load_rows(e, /, s, io, column):
 @phase
 def add_rows(e, /, s, every):
     """Add the loaded rows, weighted, to `acc`: all of them, or the first `count`."""
-    # fmt: off
     for u in T.unroll(e.loads):
         if every or u < s.count:
             for v in T.unroll(e.vec):
@@ -188,7 +185,6 @@ def deal_out(e: Extents) -> Phase:
     After: slots from `have` on, and groups from `groups` on, have no vector; their `row` may be none of the output's.
     """
 
-    # fmt: off
     @T.inline
     def phase(at, block, share, more, t):
         at.first = (T.Cast("int64", block) * T.Cast("int64", share) + T.Cast("int64", T.min(block, more))) * e.unit
@@ -198,7 +194,6 @@ def deal_out(e: Extents) -> Phase:
         local: T.int32 = T.Cast("int32", at.first % e.row_vectors) + at.slot  # vectors from where the first row begins
         at.row = at.first // e.row_vectors + T.Cast("int64", local // e.row_vectors)
         at.column = local % e.row_vectors * e.vec
-    # fmt: on
     return phase
 
 
@@ -208,7 +203,6 @@ def load_row_ends(e, /, s, io, at):
 
     Reads: `indptr`. Writes: `ends`. Barriers: none.
     """
-    # fmt: off
     read = T.meta_var(getattr(T.ptx.ld.global_, PTX_INDEX[e.index]))
     read(s.ends[0], io.indptr.ptr_to([at.row]))
     read(s.ends[1], io.indptr.ptr_to([at.row + 1]))
@@ -224,7 +218,6 @@ def gather_where_guessed(e, /, s, io, at):
     Writes: `ends`; if the guess was right `acc` and `done`. Barriers: none.
     After: `done` is 1 and the thread's first share is in `acc`, or `done` and `acc` are as they were.
     """
-    # fmt: off
     begin: T.let = T.Cast(e.index, at.row * e.nonzeros)
     load_guessed_entries(e)(s, io, begin, at.group)
     load_row_ends(e)(s, io, at)
@@ -272,7 +265,6 @@ def leave_partial_sums(e, /, s, at):
 
     Reads: `acc`. Writes: `parts`. Barriers: none; one of the thread block has to follow.
     """
-    # fmt: off
     if not e.spare_threads or at.group < e.groups:
         for q in T.unroll(e.quads):
             for v in T.vectorized(e.wide):
@@ -286,7 +278,6 @@ def sum_groups_and_store(e, /, s, io, at, t):
     Reads: `parts`. Writes: the output, `total`, `result`. Barriers: none.
     After: the thread block's `have` vectors are stored. All sums are the same in every run.
     """
-    # fmt: off
     together = T.meta_var(e.summed_together)
     flat = T.decl_buffer((io.rows * e.width,), e.dtype, data=io.out.data)
     for i in T.unroll(ceildiv(e.slots * e.vec // together, e.threads)):
@@ -303,6 +294,7 @@ def sum_groups_and_store(e, /, s, io, at, t):
                 s.result[v] = T.Cast(e.dtype, s.total[v])
             for v in T.vectorized(together):
                 flat[at.first * e.vec + T.Cast("int64", item) + v] = s.result[v]
+# fmt: on
 
 
 def program(problem: NhotLookup, decisions: Decisions) -> Program:

@@ -129,10 +129,10 @@ class State:
         )
 
 
+# fmt: off
 @phase
 def kernel_body(e, /, io):
     """The kernel, as the body of `interface.gpu_program`."""
-    # fmt: off
     guess_own_entries, load_row_ends = T.meta_var(guess_entries(e)), T.meta_var(read_row_ends(e))
     each: T.let = io.nnz // bags(e, io)  # entries of a row if all have as many; counted on the host
     T.device_entry()
@@ -196,7 +196,6 @@ def load_window(e, /, s, io, begin, lane, window):
     """
     # What was read ahead of the wait is read again by a load that bypasses the multiprocessor's own cache: there it
     # may still be as it was before the producer kernel wrote it.
-    # fmt: off
     read = T.meta_var(getattr(T.ptx.ld.relaxed.gpu.global_ if e.reads_ahead else T.ptx.ld.global_, PTX_INDEX[e.index]))
     window.column = 0
     window.value = T.float32(0)
@@ -221,7 +220,6 @@ def held_by(s: State, u: Any, whole: bool) -> Any:
 @phase
 def choose_row(e, /, s, u, b, lane, column, whole):
     """`entry` and `table_row` of load `u` of the window's batch `b`: the lane that holds the id hands it over."""
-    # fmt: off
     s.entry[u] = b * e.batch + u * e.groups + lane // e.lanes
     s.table_row[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), column, held_by(s, u, whole), 32, 32)
 
@@ -229,7 +227,6 @@ def choose_row(e, /, s, u, b, lane, column, whole):
 @phase
 def choose_weight(e, /, s, u, whole):
     """`weight` of load `u`, if entries have values."""
-    # fmt: off
     if e.weighted:
         s.weight[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.window.value, held_by(s, u, whole), 32, 32)
 
@@ -244,7 +241,6 @@ def row_address(e: Extents, s: State, u: Any, io: Any, at: Place) -> Any:
 @phase
 def load_row(e, /, s, u, io, at):
     """Begin load `u`: this lane's columns of `table_row[u]`, into `raw`."""
-    # fmt: off
     load_words(e.load_bytes, s.raw, u * e.words, s.small, row_address(e, s, u, io, at))
     if e.scaled:
         T.ptx.ld.global_.f32(s.scale[u], io.scales.ptr_to([T.Cast("int64", s.table_row[u])]))
@@ -258,7 +254,6 @@ def nothing(e: Extents) -> Any:
 @phase
 def add_to_sum(e, /, s, v, other):
     """Add a number to the lane's sum of column `v`; or make it the larger one of both, NaN if one is."""
-    # fmt: off
     if e.mode == "max":
         T.ptx.max.NaN.f32(s.acc[v], s.acc[v], other)
     else:
@@ -286,7 +281,6 @@ def add_batch(e, /, s, whole):
     ahead, since such a launch rarely adds another batch; otherwise zeros are added. So are loads of padding, which may
     hold NaN.
     """
-    # fmt: off
     for u in T.unroll(e.loads):
         if whole or not e.reads_ahead or s.entry[u] < s.count:
             for v in T.unroll(e.vec):
@@ -300,7 +294,6 @@ def add_batch(e, /, s, whole):
 @phase
 def gather_batch(e, /, s, io, at, b, whole):
     """Add batch `b` of the window: all loads first, then the sums."""
-    # fmt: off
     for u in T.unroll(e.loads):
         choose_row(e)(s, u, b, at.lane, s.window.column, whole)
         choose_weight(e)(s, u, whole)
@@ -318,7 +311,6 @@ def place_warps(e, /, at, io, block, t):
     Reads: nothing. Writes: all of `Place`. Barriers: none.
     After: `row` is one of the output's. Spare warps repeat the last one, so that they can take part in barriers.
     """
-    # fmt: off
     at.lane = t % WARP
     at.line = (block * e.tiles + t // WARP) // e.row_tiles
     at.tile = (block * e.tiles + t // WARP) % e.row_tiles
@@ -331,7 +323,6 @@ def find_own_table(e, /, s, io, at):
 
     Reads: `first_rows`. Writes: `base`, `padding`. Barriers: none.
     """
-    # fmt: off
     T.ptx.ld.global_.s32(s.base, io.first_rows.ptr_to([table_of(io, at)]))
     if e.padded:
         s.padding = s.padding + s.base
@@ -344,7 +335,6 @@ def guess_entries(e, /, s, at, each):
     Reads: nothing. Writes: `guessed`, `first`, `last`. Barriers: none.
     After: `first` and `last` are within `indices`, whatever the rows are like.
     """
-    # fmt: off
     s.guessed[0] = T.Cast(e.index, at.row * each)
     s.guessed[1] = s.guessed[0] + T.Cast(e.index, each)
     s.first = s.guessed[0]
@@ -359,7 +349,6 @@ def read_ids_ahead(e, /, s, io, at):
     Barriers: shuffles of the whole warp.
     After: `table_row` has ids of the first batch, which may be wrong but are rows of the table.
     """
-    # fmt: off
     s.guessed_column = 0
     if s.first + T.Cast(e.index, at.lane) < s.last:
         getattr(T.ptx.ld.global_, PTX_INDEX[e.index])(s.id, io.indices.ptr_to([s.first + T.Cast(e.index, at.lane)]))
@@ -377,7 +366,6 @@ def prefetch_guessed_rows(e, /, s, io, at):
     Reads: `table_row`. Writes: nothing. Barriers: none.
     After: no value of the table has been read, so the producer kernel may still write it.
     """
-    # fmt: off
     if at.lane % ceildiv(min(e.lanes * e.load_bytes, CACHE_LINE), e.load_bytes) == 0:
         for u in T.unroll(e.loads):
             T.ptx.prefetch.global_.L2(row_address(e, s, u, io, at))
@@ -390,7 +378,6 @@ def load_rows_ahead(e, /, s, io, at):
     Reads: `table_row`, the table. Writes: `raw`. Barriers: one of the warp.
     After: the loads are in flight, ahead of those of the phases to come.
     """
-    # fmt: off
     for u in T.unroll(e.loads):
         load_row(e)(s, u, io, at)
     # Without the barrier the assembler moves later loads, which depend on less, before these.
@@ -403,7 +390,6 @@ def read_row_ends(e, /, s, io, at):
 
     Reads: `indptr`. Writes: `start`, `stop`. Barriers: none.
     """
-    # fmt: off
     read = T.meta_var(getattr(T.ptx.ld.relaxed.gpu.global_ if e.reads_ahead else T.ptx.ld.global_, PTX_INDEX[e.index]))
     starts = T.meta_var(io.offsets if e.tables > 1 else io.indptr)
     read(s.start, starts.ptr_to([at.row]))
@@ -417,7 +403,6 @@ def load_own_ids(e, /, s, io, at):
     Reads: `start`, `stop`, `indices`, `values`. Writes: `first`, `last`, `window`. Barriers: none.
     After: the window at `first` is in the lanes.
     """
-    # fmt: off
     s.first = s.start
     s.last = s.stop
     if e.counts:
@@ -433,7 +418,6 @@ def check_guessed_ids(e, /, s, io, at):
     Writes: `window`; and `first` and `last` if they were wrong. Barriers: none.
     After: as after `load_own_ids`.
     """
-    # fmt: off
     load_window(e)(s, io, s.first, at.lane, s.window)
     # One branch for both ends: it waits for the row's ends, after the ids were requested.
     if (s.start ^ s.guessed[0]) | (s.stop ^ s.guessed[1]) != T.Cast(e.index, 0):
@@ -449,7 +433,6 @@ def check_what_was_read_ahead(e, /, s, io, at):
     Barriers: a vote of the warp, and shuffles.
     After: the window at `first` is in the lanes, and the first `done` (0 or 1) of its batches in `acc`.
     """
-    # fmt: off
     load_window(e)(s, io, s.first, at.lane, s.window)
     # A vote, because all lanes take part in the shuffles that follow, also if only some of them were wrong. A warp
     # that was to have no entry has loaded no row of its own.
@@ -472,7 +455,6 @@ def gather_entries(e, /, s, io, at):
     the table. Writes: `acc`. Barriers: shuffles of the whole warp, which has one `first` and one `last`.
     After: `acc` of a lane has the sums of its columns over the entries of its group.
     """
-    # fmt: off
     gather, ahead = T.meta_var(gather_batch(e)), T.meta_var(e.reads_ahead)
     while s.first + T.Cast(e.index, s.done * e.batch if ahead else 0) < s.last:
         load_window(e)(s, io, s.first + T.Cast(e.index, WARP), at.lane, s.next_window)
@@ -496,7 +478,6 @@ def reduce_groups(e, /, s):
     Reads and writes: `acc`, `real`. Barriers: shuffles of the whole warp.
     After: `acc` of every lane has the sums of its columns over the row's entries, and `real` the number of these.
     """
-    # fmt: off
     for h in T.unroll(e.groups.bit_length() - 1):
         for v in T.unroll(e.vec):
             add_to_sum(e)(s, v, T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.acc[v], e.lanes << h, 32, 32))
@@ -531,7 +512,6 @@ def store_tile(e, /, s, io, at):
     """
     # A check that always holds delays the store by some 50 cycles. It stays in launches that begin by waiting, because
     # their kernels take fewer registers with it.
-    # fmt: off
     spare_warps = T.meta_var(not e.reads_ahead or e.row_tiles % e.tiles != 0)
     together = T.meta_var(e.stored_together)
     column = T.meta_var((at.tile * e.lanes + at.lane) * e.vec)
@@ -544,6 +524,7 @@ def store_tile(e, /, s, io, at):
                     io.out[
                         out_row(e, io, at), out_column(e, io, at, column + part * together + v)
                     ] = s.result[part * together + v]
+# fmt: on
 
 
 def program(problem: NhotLookup, decisions: Decisions) -> Program:
