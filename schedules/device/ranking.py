@@ -110,6 +110,7 @@ def sum_before(chunks, /, s, t, above, own, other):
 
 @phase
 def scan(crowd, /, s, t, chunk):
+    """A warp scans a chunk's bins: each bin's count becomes the number of keys in the bins before it."""
     held = T.alloc_local([LANE_BINS], "int32")
     above = T.alloc_local([1], "int32")
     own = T.alloc_local([1], "int32")

@@ -94,6 +94,7 @@ def column(e: HashExtents, s: Any, c: Any) -> tirx.PrimExpr:
 
 @phase
 def compare(e, /, s, step, a, t):
+    """Take the larger of the best element so far and those in hand of unit `a`, with its place."""
     for c in T.unroll(e.held):
         s.value = s.row[column(e, s, a * e.held + c) * e.copies + t % e.copies]
         if s.value > s.best[a]:

@@ -21,6 +21,7 @@ AHEAD = 8
 # fmt: off
 @phase
 def some_steps(problem, /, io, s, words, marks, first, b, unit):
+    """Cell states of AHEAD steps from `first` on, whose loads are in flight together."""
     dtype, resetting = T.meta_var(problem.dtype), T.meta_var(bool(problem.resets))
     for i in T.unroll(AHEAD):
         if first + i < io.steps:

@@ -76,6 +76,7 @@ def locate(ext, /, s, logits):
 
 @phase
 def load_vector(ext, /, s, words, u, at):
+    """Load vector `at` of the row as the u-th in hand; what a kernel also writes needs a load that sees it."""
     if ext.written:
         T.ptx.ld.global_.v4.u32(
             s.raw[u * 4], s.raw[u * 4 + 1], s.raw[u * 4 + 2], s.raw[u * 4 + 3], words.ptr_to([at * 4]))

@@ -89,6 +89,7 @@ def state_of(blocks: Blocks, io: Any, r: Any) -> Any:
 
 @phase
 def begin(blocks, of_row, /, given, row, part, t):
+    """The states of a row and of its search: factor, maximum and total, and where its elements lie."""
     ext = T.meta_var(blocks.ext)
     io = T.meta_var(own_on_gpu(given, row))
     r = RowState(ext, row, part * ext.slices + t // 32, t % 32)
@@ -240,6 +241,7 @@ def share_list(blocks, /, io, row, t, s):
 
 @T.inline
 def take(s, i):
+    """The i-th listed element and its power."""
     s.x[0] = T.reinterpret("float32", s.list[i])
     raise_to_power(s)
 

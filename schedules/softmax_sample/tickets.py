@@ -53,6 +53,7 @@ def is_free(limit: Any, words: int) -> Any:
 # fmt: off
 @phase
 def draw(blocks, write_first, /, io, row, t, s, r):
+    """Draw a row's token from the sums of its slices, by the thread block with the last ticket."""
     ext, words = T.meta_var(blocks.ext), T.meta_var(blocks.problem.words)
     crew, joined = T.meta_var(crew_of(blocks)), T.meta_var(join.join_pairs(ext))
     take = T.meta_var(take_word(blocks, crew))
@@ -84,6 +85,7 @@ def draw(blocks, write_first, /, io, row, t, s, r):
 
 @phase
 def of_row(blocks, sum_slice, write_first, /, given, row, part, t):
+    """Sum a slice of a row, and draw its token where it is the last to be summed."""
     ext = T.meta_var(blocks.ext)
     io = T.meta_var(own_on_gpu(given, row))
     r = RowState(ext, row, part * ext.slices + t // 32, t % 32)

@@ -78,7 +78,7 @@ extent = Derived["Extents", int]
 class Extents:
     """What a kernel's phases know before it runs."""
 
-    # Of a block of the weight.
+    # Extents of a block of the weight.
     rows: int
     cols: int
     # Block rows of the weight: units of work.
@@ -90,7 +90,7 @@ class Extents:
     depth: int
     cluster: int
     overlap: int
-    # Of x, the weight and y; bytes of an element.
+    # The dtype of x, the weight and y, and bytes of an element.
     dtype: str
     itemsize: int
     # Vectors in a row of a block.

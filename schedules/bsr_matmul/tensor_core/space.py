@@ -175,7 +175,7 @@ class Extents:
     depth: int
     cluster: int
     overlap: int
-    # Of x, the weight and y.
+    # The dtype of x, the weight and y.
     dtype: str
     # Octets in a row of a block.
     octets: int

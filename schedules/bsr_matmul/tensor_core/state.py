@@ -16,7 +16,7 @@ from .space import Extents
 class TileState:
     """What a thread has of its warp's tile."""
 
-    # Of all pairs of fragments, four a pair: rows `group` and `group + 8` of operand A, two columns of each.
+    # Sums of all pairs of fragments, four a pair: rows `group` and `group + 8` of operand A, two columns of each.
     sums: Any
     # Operands of the steps in hand: for each step and each 8 rows of the tile the four words of one octet.
     weight: Any

@@ -26,6 +26,7 @@ from .state import ProductState
 # fmt: off
 @phase
 def begin(e, /, s, io, flat):
+    """Which rows and which tokens the thread block `flat` multiplies. Barriers: none."""
     s.block = flat % e.group_blocks
     group: T.int32 = flat // e.group_blocks
     s.first_list = group // e.row_groups * e.group_lists

@@ -144,6 +144,7 @@ def load_pieces(e, /, s, io, words):
 
 @phase
 def send(e, /, s, local, owner):
+    """Send a hit to the thread block that counts it; where its segment is full, count it there at once."""
     at: T.int32 = T.cuda.atomic_add(
         s.many_sent.ptr_to([owner * e.segments + s.warp % e.segments]), T.int32(1))
     if at < e.room:
@@ -156,6 +157,7 @@ def send(e, /, s, local, owner):
 
 @phase
 def hit(e, /, s, word):
+    """Count a hit, here or in the thread block of the cluster that has the token."""
     part = T.meta_var(e.counting.part)
     # As an unsigned number, one below 0 is larger than any word.
     local: T.int32 = word - s.base
@@ -262,6 +264,7 @@ def vote(e, /, s, io):
 
 @phase
 def prefetch(e, /, s, io):
+    """Have the row of token `local` brought into the L2 cache."""
     for n in T.serial(ceildiv(e.hidden, CACHE_LINE // e.itemsize)):
         T.ptx.prefetch.global_.L2(io.embedding.ptr_to([s.local, n * (CACHE_LINE // e.itemsize)]))
 

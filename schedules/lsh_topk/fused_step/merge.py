@@ -294,6 +294,7 @@ def load(e, /, io, s, block, at, j):
 
 @phase
 def load_some(e, /, io, s, i, first):
+    """Load a lane's next AT_ONCE keys of the i-th block in hand."""
     if i * e.searchers + s.t // WARP < s.counts[1]:
         s.place[0] = s.blocks[i * e.searchers + s.t // WARP]
         for j in T.unroll(AT_ONCE):
@@ -302,6 +303,7 @@ def load_some(e, /, io, s, i, first):
 
 @T.inline
 def keep_some(s):
+    """Keep those of the loaded keys that reach the bound."""
     for j in T.unroll(AT_ONCE):
         s.other[0] = s.own[j]
         keep_key(s)
@@ -355,12 +357,14 @@ def by_counting(e, /, io, s, factor):
 
 @T.inline
 def best_below(s):
+    """Raise `key` to `other` if that is below the last key found."""
     if s.other[0] < s.last[0]:
         s.key[0] = T.max(s.key[0], s.other[0])
 
 
 @phase
 def one_by_one(e, /, io, s, factor):
+    """Find the n best one after another, each by a pass over all keys. Barriers: two a key."""
     s.last[0] = ~T.uint64(0)
     for r in T.serial(e.n):
         s.key[0] = T.uint64(0)
@@ -420,6 +424,7 @@ def clear(e, /, io, block, t):
 
 @phase
 def search(e, /, io, s):
+    """Find a row's n best and its sum, and write both. Barriers: several."""
     take = T.meta_var(take_asked(e) if e.keys > 0 else take_keys(e))
     factor: T.float32 = io.scale * T.float32(LOG2_E)
     T.ptx.ld.global_.s32(s.words[0], io.found.ptr_to([s.index, 0]))

@@ -398,6 +398,7 @@ def multiply_floats(e, /, s, c, octet, at):
 
 @T.inline
 def split_words(s, c):
+    """Split the words in hand into two parts of tf32 each. Writes: `high`, `low`."""
     for n in T.unroll(8):
         word = T.meta_var(s.hand[in_hand(n % 2, c) + n // 2])
         s.high[n] = word & T.uint32(0xFFFFE000)
@@ -407,6 +408,7 @@ def split_words(s, c):
 
 @phase
 def multiply(e, /, s, following, step, at):
+    """The products of a step, then the loads that take the place of what it has used."""
     products = T.meta_var(multiply_floats(e) if e.halves == 2 else multiply_halves(e))
     if step % (2 * e.octets) == 0:
         part_words(e)(s, step // (2 * e.octets))
@@ -421,6 +423,7 @@ def multiply(e, /, s, following, step, at):
 
 @phase
 def from_shared(e, /, s, job, following):
+    """All steps of a job, with hidden states from shared memory, brought a step ahead."""
     steps, turn = T.meta_var(e.depth * e.octets), T.meta_var(4 * e.halves)
     bring = T.meta_var(bring_states(e))
     whole: T.uint32 = part_of_row(e, s, s.group, job)
@@ -434,6 +437,7 @@ def from_shared(e, /, s, job, following):
 
 @phase
 def from_registers(e, /, s, job, following):
+    """All steps of a job, with hidden states in registers."""
     for step in T.unroll(e.depth * e.octets):
         multiply(e)(s, following, step, in_state(e, step // e.octets, step % e.octets))
 
@@ -478,6 +482,7 @@ def ask_first(e, /, s, round, count):
 
 @phase
 def put(e, /, s, job):
+    """Store a lane's sums of a job. Reads: `chains`. Writes: `sums`."""
     for n in T.unroll(e.chain):
         row = T.meta_var(n // 4 * OCTET + s.member * 2 + n % 2)
         word = T.meta_var(job // e.parts * TILE + n // 2 % 2 * (TILE // 2) + s.group)

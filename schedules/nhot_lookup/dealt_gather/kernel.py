@@ -234,6 +234,7 @@ def gather_where_guessed(e, /, s, io, at):
 
 @phase
 def load_entry(e, /, s, io, u, entry):
+    """Load the id and the weight of an entry, the u-th in hand."""
     getattr(T.ptx.ld.global_, PTX_INDEX[e.index])(s.id[u], io.indices.ptr_to([entry]))
     if e.weighted:
         s.weight[u] = load_element(e.value, io.values.ptr_to([entry]))

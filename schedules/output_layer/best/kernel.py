@@ -93,6 +93,7 @@ def begin_near(e, /, io, s):
 
 @phase
 def keep(e, /, s, i, j):
+    """Append the j-th score in hand to `reached` if it reaches the bound."""
     s.bits[j] = order_bits(T.reinterpret("float32", s.bits[j]))
     if near_position(e, s, i) < s.words[0] and s.bits[j] >= key_bits(s.bound[0]):
         s.place[0] = take_places(s.counters[0] + T.uint32(COUNT), T.int32(1))

@@ -63,6 +63,7 @@ def write_largest(e, /, s, lanes, bits):
 
 @phase
 def hold(search, /, s, i, j, size):
+    """Hold the j-th score in hand as the i-th of the thread, and the best key of these."""
     if i < size:
         search.finish(s, i, j)
         s.held[i] = s.bits[j]
@@ -137,6 +138,7 @@ def find_tops(e, /, s, size):
 
 @T.inline
 def tell(s, top):
+    """The bound is the lowest key of a score."""
     s.bound[0] = T.Cast("uint64", top) << T.uint64(32)
 
 

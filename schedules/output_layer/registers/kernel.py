@@ -134,6 +134,7 @@ def part_rows(e, /, s, p, step):
 
 @phase
 def begin(e, /, io, s, p, block):
+    """The address of the tokens, and the warp's tiles."""
     s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
     take_tiles(e)(io, s, p, block)
 

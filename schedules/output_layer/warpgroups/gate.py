@@ -77,6 +77,7 @@ def load(e, /, io, s, p, row):
 
 @T.inline
 def listen(s):
+    """Pause, then look whether the bound has been told."""
     T.cuda.nano_sleep(PAUSE)
     load_flag(s.heard[0], s.said.ptr_to([0]))
     # One lane's word for all.

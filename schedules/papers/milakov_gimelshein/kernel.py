@@ -311,6 +311,7 @@ def combine_sums(layout, /, io, at, s):
 
 @T.inline
 def warp_best(s):
+    """The largest of the lanes' keys. Reads: `key`. Writes: `best`."""
     high = T.alloc_local([1], "uint32")
     low = T.alloc_local([1], "uint32")
     high[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), key_bits(s.key[0]))

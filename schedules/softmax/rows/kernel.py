@@ -89,6 +89,7 @@ def tail_maximum(ext, /, s, X):
 
 @phase
 def add_some(ext, /, s, X, first, count):
+    """Add `count` vectors' exponentials to a sum of their own, and that to `part`."""
     for lane in T.vectorized(ext.simd):
         s.fold[lane] = T.float32(0)
     for u in range(count):

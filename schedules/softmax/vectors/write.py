@@ -33,6 +33,7 @@ def result(s, logit, log):
 
 @phase
 def store_vectors(ext, /, s, elements, base, inside, log):
+    """Store a tile's results; `inside` vectors of each thread lie in the row for certain."""
     for u in T.unroll(ext.vectors):
         for v in T.unroll(ext.width):
             if ext.in_place:

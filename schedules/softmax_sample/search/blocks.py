@@ -188,11 +188,13 @@ def add_atomically(s, t, start, at, mass):
 
 @T.inline
 def count_atomically(s, t, at):
+    """Count an element of a bin. Barriers: none."""
     T.evaluate(T.cuda.atomic_add(s.tallies.ptr_to([at * COPIES + t % COPIES]), T.uint32(1)))
 
 
 @T.inline
 def add_part_of_warp(s, t, i):
+    """Add the i-th part of a warp's threads to its total. Barriers: none."""
     s.mass[0] = s.part[i]
     for h in T.unroll(5):
         s.mass[0] = s.mass[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.mass[0], 1 << h, 32, 32)
@@ -245,6 +247,7 @@ def unite_blocks(blocks, /, s, t, start):
 
 @T.inline
 def find_by_warp(s, t, start):
+    """Find the bin in which the goal is reached, by the first warp."""
     if t < 32:
         s.part[0] = T.uint64(0)
         s.part[1] = T.uint64(0)
@@ -342,6 +345,7 @@ def bound_least(s):
 
 @T.inline
 def see(io, row, t, s, j, e):
+    """Add an element to the sum above the bracket, or to the number of those within."""
     raise_to_power(s)
     # Without branches, which take longer.
     s.sum[0] = s.sum[0] + T.Select(s.x[0] > s.highest[0], s.power[0], T.float32(0))

@@ -53,6 +53,7 @@ def raise_to_power(s):
 
 @T.inline
 def weigh(s, t, times):
+    """Add the mass of an element, `times` times, to its slice."""
     raise_to_power(s)
     s.added[0] = T.Cast("uint32", s.power[0] * (s.goal[0] * times))
     if s.added[0] > T.uint32(0):
@@ -63,6 +64,7 @@ def weigh(s, t, times):
 
 @T.inline
 def see(io, row, t, s, j, e):
+    """Weigh an element: every SAMPLE-th one of a vector for the others, too, where it is small."""
     if e % SAMPLE == 0:
         weigh(s, t, T.Select(s.x[0] >= s.lowest[0], T.float32(1), T.float32(SAMPLE)))
         if s.x[0] < s.lowest[0]:

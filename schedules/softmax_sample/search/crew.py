@@ -152,7 +152,7 @@ class State:
 class Crew:
     """The threads that go through a row together."""
 
-    # Of a step: how many elements a thread has in hand at once.
+    # How many elements a thread has in hand at once.
     elements: int
     # How many steps go through a row.
     steps: int
@@ -274,6 +274,7 @@ def pass_over_row(crew, see, /, io, row, t, s):
 
 @phase
 def see(crew, vocab, /, io, row, t, s, j, e):
+    """Add the mass and the count of an element to its slice."""
     weigh(crew, vocab)(s, s.x[0])
     if s.mass[0] > T.uint64(0):
         s.part[0] = s.part[0] + s.mass[0]

@@ -33,11 +33,13 @@ def load_elements(vocab, /, io, row, t, s, j):
 
 @T.inline
 def take_element(io, s, e):
+    """`x` is the next element of the vector in hand."""
     s.x[0] = s.x[1 + e]
 
 
 @T.inline
 def clear_bins(s, t):
+    """Set masses and counts of the bins to 0."""
     for b in range(BINS):
         s.masses[OTHERS + b] = T.uint64(0)
         s.counts[b] = 0
@@ -45,6 +47,7 @@ def clear_bins(s, t):
 
 @T.inline
 def clear_slices(s):
+    """Set masses and counts of the slices to 0."""
     for b in range(BINS):
         s.masses[SLICES + b] = T.uint64(0)
         s.counts[b] = 0
@@ -52,21 +55,25 @@ def clear_slices(s):
 
 @T.inline
 def add_plainly(s, t, start, at, mass):
+    """Add a mass to a bin."""
     s.masses[start + at] = s.masses[start + at] + mass[0]
 
 
 @T.inline
 def count_plainly(s, t, at):
+    """Count an element of a bin."""
     s.counts[at] = s.counts[at] + 1
 
 
 @T.inline
 def add_own_part(s, t, i):
+    """The i-th total is the thread's own."""
     s.masses[SLICES + RADIX_BINS + i] = s.part[i]
 
 
 @T.inline
 def find_by_thread(s, t, start):
+    """Find the bin in which the goal is reached, bin by bin."""
     s.part[0] = s.above[0]
     s.part[1] = T.Cast("uint64", s.passed[0])
     for b in range(RADIX_BINS):

@@ -50,6 +50,7 @@ def find_tops(layout, /, s):
 
 @T.inline
 def tell(s, top):
+    """The k-th best top, and how many tops that equal it are among the k best."""
     s.kth[0] = top
     s.equals[0] = s.slot[0] - s.need[0]
 

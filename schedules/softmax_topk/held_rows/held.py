@@ -18,6 +18,7 @@ from .words import NOTHING, largest
 # fmt: off
 @phase
 def look(layout, /, s):
+    """Look at a share in registers: its largest elements, and the warp's sum."""
     dtype, vectors = T.meta_var(layout.dtype), T.meta_var(layout.vectors)
     for u in T.unroll(vectors):
         s.peaks[u] = largest(dtype, [s.raw[u * 4 + w] for w in range(4)])

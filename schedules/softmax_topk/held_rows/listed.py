@@ -23,6 +23,7 @@ from .words import either, largest, reach
 # fmt: off
 @phase
 def mark_steps(layout, /, s):
+    """Set a bit for each step with an element that reaches the bound."""
     for i in T.unroll(layout.steps):
         s.marks[0] = s.marks[0] | reach(layout.dtype, s.step_peaks[i * layout.threads + s.t], s.pair[0], i)
 

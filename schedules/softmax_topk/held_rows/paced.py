@@ -75,6 +75,7 @@ def weigh_step(layout, /, s, peak):
 
 @phase
 def look(layout, /, s, peak):
+    """Look at each step's vectors as they come."""
     dtype, steps = T.meta_var(layout.dtype), T.meta_var(layout.steps)
     for i in rolled(steps):
         T.ptx.cp.async_.wait_group(steps - 1)

@@ -48,6 +48,7 @@ def locate_row(layout, /, s, block):
 
 @phase
 def clear_group(layout, /, s, group):
+    """Set the tops and firsts of a group to those of no element."""
     s.tops[group] = T.uint32(0)
     s.firsts[group] = layout.vocab
     if layout.cluster > 1:
@@ -110,6 +111,7 @@ def mend(layout, /, s, u, small):
 
 @phase
 def cap_row(layout, /, s):
+    """The soft cap of the elements in registers."""
     x = T.alloc_local([layout.words], "float32")
     for w in T.unroll(layout.words):
         x[w] = T.reinterpret("float32", s.raw[w])

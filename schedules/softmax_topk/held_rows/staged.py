@@ -24,6 +24,7 @@ PACE = 1
 # fmt: off
 @phase
 def copy(layout, /, s, u):
+    """Have the thread's u-th vector copied to shared memory."""
     T.ptx.cp.async_.cg.shared.global_(
         s.staged.ptr_to([(u * layout.threads + s.t) * 4]),
         s.io.logits.ptr_to([s.row[0], column_of(layout, s, u * layout.width)]), VECTOR)

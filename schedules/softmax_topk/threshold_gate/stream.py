@@ -98,6 +98,7 @@ def add_exponentials(layout, /, s):
 
 @phase
 def push_marked(layout, /, s):
+    """Push the tile's survivors, and call for a compaction where some find no room."""
     if s.bits[0] != T.uint32(0):
         push_survivors(layout)(s, s.i[0])
     if layout.compacts:

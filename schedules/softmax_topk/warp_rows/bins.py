@@ -118,6 +118,7 @@ def count_bins(layout, /, io, at, s):
 
 @phase
 def load_counts(layout, /, at, s, b):
+    """Load four of a lane's counts."""
     T.ptx.ld.volatile.shared.v4.s32(
         s.own[0], s.own[1], s.own[2], s.own[3],
         s.counts.ptr_to([at.warp * layout.counts + at.lane * layout.lane_bins + b * 4 + 4]))

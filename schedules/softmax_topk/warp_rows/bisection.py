@@ -54,6 +54,7 @@ def enclose_by_bin(layout, /, io, at, s):
 
 @phase
 def count_above(layout, /, s, bound, count):
+    """How many elements of the row are above a bound, in all lanes."""
     count[0] = 0
     for e in T.unroll(layout.held):
         if s.ordered_row[e] > bound:
@@ -142,6 +143,7 @@ def collect_selected(layout, /, io, at, s):
 
 @phase
 def bitonic_sort(layout, /, at, s):
+    """Sort the keys in descending order."""
     rounded = T.meta_var(layout.sorted_keys)
     for p in T.serial(rounded.bit_length() - 1):
         for q in T.serial(p + 1):

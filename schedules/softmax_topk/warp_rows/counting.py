@@ -15,6 +15,7 @@ from .state import count_lanes, lanes_with
 # fmt: off
 @phase
 def push_marked(layout, /, io, at, s):
+    """Append the keys of the marked elements."""
     s.size[0] = 0
     for w in T.unroll(layout.mark_words):
         s.lanes[0] = lanes_with(s.marks[w] != T.uint32(0))

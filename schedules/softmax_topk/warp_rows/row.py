@@ -103,6 +103,7 @@ def bound_by_lanes(layout, /, io, at, s):
 
 @phase
 def least_finite(layout, /, s):
+    """The order of the least element that is not minus infinity. Writes: `lower`."""
     s.value[0] = T.infinity("float32")
     for e in T.unroll(layout.held):
         if s.x[e] > -T.infinity("float32"):

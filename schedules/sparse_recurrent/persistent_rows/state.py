@@ -22,29 +22,29 @@ class State(Buffers):
     # The first of the block's slots, and how many it has.
     first: Any = local("int32")
     count: Any = local("int32")
-    # Of each of the group's slots.
+    # The unit of each of the group's slots.
     unit: Any = local("int32", lambda e: e.units)
-    # Of each row: entries of the lane that has most, in all groups of the warp.
+    # Entries of each row, of the lane that has most in all groups of the warp.
     rounds: Any = local("int32", lambda e: e.rows)
-    # Of each row: its first entries, in the extents' `form`.
+    # The first entries of each row, in the extents' `form`.
     weights: Any = local("uint32", lambda e: max(1, e.rows * e.row_words))
-    # Of each row: the entry of the first round that is not on chip.
+    # The entry of each row in the first round that is not on chip.
     ahead: Any = local("uint32", lambda e: e.rows * e.words)
-    # Of each row: its sum where all states are zero.
+    # The sum of each row where all states are zero.
     zeros: Any = local("float32", lambda e: e.rows if e.resets else 1)
-    # Of each row: where its entries are.
+    # Where the entries of each row begin, and how many there are.
     begin: Any = local("int32", lambda e: e.rows)
     length: Any = local("int32", lambda e: e.rows)
     # An entry's words.
     word: Any = local("uint32", 2)
-    # Of the entries that are gathered, where they are not in `weights`.
+    # Columns and values of the entries that are gathered, where they are not in `weights`.
     places: Any = local("uint32", BATCHED)
     values: Any = local("float32", BATCHED)
     # What was gathered.
     vectors: Any = local("uint32", lambda e: e.gathered * e.column_words)
     # A load of 2 bytes.
     small: Any = local("uint16")
-    # By unit, gate and sample.
+    # Sums by unit, gate and sample.
     sums: Any = local("float32", lambda e: e.rows * e.pack)
     # To and from another lane.
     passed: Any = local("float32")
@@ -54,7 +54,7 @@ class State(Buffers):
     # Global memory: the addresses of the exchange, and of the pack's states in it.
     base: Any = local("uint64")
     source: Any = local("uint64")
-    # Vectors on their way from there to shared memory.
+    # Vectors in flight from there to shared memory.
     copied: Any = local("uint32", lambda e: e.loads * 4)
     # Whether some of them were not there yet.
     waiting: Any = local("int32")
@@ -65,15 +65,15 @@ class State(Buffers):
     # Those of the step after it, projections as they are: to make floats of them would wait for their loads.
     next_x: Any = local("uint32", lambda e: e.rows)
     next_reset: Any = local("int32")
-    # Of the unit in hand: the cell's state, and the hidden state before.
+    # The cell's state and the hidden state before, for the unit in hand.
     cell: Any = local("float32")
     own: Any = local("float32")
     # What these stay where a sequence has ended.
     last_cell: Any = local("float32")
     last_own: Any = local("float32")
-    # Of each unit: the hidden state after the step.
+    # The hidden state of each unit after the step.
     result: Any = local("float32", lambda e: e.units)
-    # Of each unit: `cell` and `own`, if the thread block has one pack.
+    # `cell` and `own` of each unit, if the thread block has one pack.
     cell_of: Any = local("float32", lambda e: e.units)
     own_of: Any = local("float32", lambda e: e.units)
     # The hidden state in the problem's dtype, and the states of a pack as they are sent.
