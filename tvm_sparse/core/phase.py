@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ def phase(body: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
 
     Parameters have no annotations: with one, mypy would check the body, which is no Python.
     """
+    # TVM asks for it at every call, and Python would make it anew.
+    vars(body)["__signature__"] = inspect.signature(body)
 
     @functools.wraps(body)
     def made(*known: Any) -> Callable[..., Any]:
