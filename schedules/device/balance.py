@@ -35,7 +35,7 @@ from tvm.script import tirx as T
 from tvm_sparse.core.phase import phase
 
 from .cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_store
-from .state import named, register
+from .state import Buffers, scalar
 
 put_sum = peer_store("put_sum", "float")
 
@@ -88,17 +88,13 @@ class Deal:
 
 
 @dataclass
-class Work:
+class Work(Buffers):
     """What a thread block has to compute: `strip` of x times `unit` of the weight, as rank `rank` of `ranks`."""
 
-    strip: Any
-    unit: Any
-    rank: Any
-    ranks: Any
-
-    @classmethod
-    def alloc(cls) -> Work:
-        return named(cls(register(), register(), register(), register()))
+    strip: Any = scalar()
+    unit: Any = scalar()
+    rank: Any = scalar()
+    ranks: Any = scalar()
 
 
 # fmt: off

@@ -19,7 +19,7 @@ from tvm_sparse.core.template import ceildiv
 from tvm_sparse.operators.lsh_lookup.definition import valid_bits
 
 from ..device.cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_store
-from ..device.state import named, register
+from ..device.state import Buffers, scalar
 from .buckets import count_own_bands, count_spans, set_reached, share_spans
 
 Phase = Callable[..., Any]
@@ -27,20 +27,16 @@ put_flag = peer_store("put_flag", "int")
 
 
 @dataclass
-class Place:
+class Place(Buffers):
     """Which row, part and bands a thread block works for: registers."""
 
-    list: Any
-    row: Any  # index among the rows of all lists
-    slice: Any
-    rank: Any  # of the thread block in its cluster
-    share: Any  # bands per thread block; the last one may have fewer
-    first: Any  # the first of the thread block's bands
-    count: Any  # how many bands the thread block has
-
-    @classmethod
-    def alloc(cls) -> Place:
-        return named(cls(*(register() for _ in range(7))))
+    list: Any = scalar()
+    row: Any = scalar()  # index among the rows of all lists
+    slice: Any = scalar()
+    rank: Any = scalar()  # of the thread block in its cluster
+    share: Any = scalar()  # bands per thread block; the last one may have fewer
+    first: Any = scalar()  # the first of the thread block's bands
+    count: Any = scalar()  # how many bands the thread block has
 
 
 # fmt: off

@@ -30,58 +30,32 @@ from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 
 from ..device.loops import rolled
 from ..device.selection import FULL_WARP, lanes_max, lanes_min, lanes_sum, scan_lanes
-from ..device.state import named
+from ..device.state import Buffers, local, named
 from ..device.words import load_element
 from ..softmax_topk.ending import Ending, argument_on_cpu, argument_on_gpu, own_on_cpu, own_on_gpu
 from .search import Blocks, search_by_blocks, search_by_thread
 
 
-@dataclass(frozen=True)
-class Drawing:
+@dataclass
+class Drawing(Buffers):
     """What a lane of the warp that draws has in registers: `each` of the best words, neighbours in the order."""
 
-    chance: tirx.Buffer  # the words' probabilities; 0 for a word that does not count
-    sums: tirx.Buffer  # the sum of the lane's probabilities up to each word
-    before: tirx.Buffer  # the sum of all lanes' probabilities before
-    other: tirx.Buffer  # scratch
-    scale: tirx.Buffer  # inverse temperature
-    temperature: tirx.Buffer
-    top_p: tirx.Buffer
-    min_p: tirx.Buffer
-    uniform: tirx.Buffer
-    top_k: tirx.Buffer
-    left: tirx.Buffer  # how many words are left
-    place: tirx.Buffer  # which word, by its rank, is drawn
-    numbers: tirx.Buffer  # seed and offset; then the word
-    words: tirx.Buffer  # words of the random generator's counter
-    high: tirx.Buffer
-    key: tirx.Buffer
-
-    @classmethod
-    def alloc(cls, each: int) -> Drawing:
-        def register(dtype: str, number: int = 1) -> tirx.Buffer:
-            return T.alloc_local([number], dtype)
-
-        return named(
-            cls(
-                chance=register("float32", each),
-                sums=register("float32", each),
-                before=register("float32"),
-                other=register("float32"),
-                scale=register("float32"),
-                temperature=register("float32"),
-                top_p=register("float32"),
-                min_p=register("float32"),
-                uniform=register("float32"),
-                top_k=register("int32"),
-                left=register("int32"),
-                place=register("int32"),
-                numbers=register("int64", 2),
-                words=register("uint32", 4),
-                high=register("uint32", 2),
-                key=register("uint32", 2),
-            )
-        )
+    chance: Any = local("float32", lambda each: each)  # the words' probabilities; 0 for a word that does not count
+    sums: Any = local("float32", lambda each: each)  # the sum of the lane's probabilities up to each word
+    before: Any = local("float32")  # the sum of all lanes' probabilities before
+    other: Any = local("float32")  # scratch
+    scale: Any = local("float32")  # inverse temperature
+    temperature: Any = local("float32")
+    top_p: Any = local("float32")
+    min_p: Any = local("float32")
+    uniform: Any = local("float32")
+    top_k: Any = local("int32")
+    left: Any = local("int32")  # how many words are left
+    place: Any = local("int32")  # which word, by its rank, is drawn
+    numbers: Any = local("int64", 2)  # seed and offset; then the word
+    words: Any = local("uint32", 4)  # words of the random generator's counter
+    high: Any = local("uint32", 2)
+    key: Any = local("uint32", 2)
 
 
 # fmt: off

@@ -28,7 +28,7 @@ from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ...device.balance import Deal, Work, add_ranks, deal_out, hand_in, join, meet
 from ...device.overlap import wait_then_start_consumer
-from ...device.state import named, register
+from ...device.state import Buffers, local, named, scalar
 from ...device.words import load_words, value_in
 from ..block_row import listed_row, load_int, unlisted_row
 from ..interface import gpu_program, output
@@ -38,40 +38,31 @@ ALL_LANES = 0xFFFFFFFF
 
 
 @dataclass
-class RowState:
-    """What a thread has of its block row."""
+class RowState(Buffers):
+    """What a thread has of its block row.
+
+    The compiler's choice of registers depends on this order, in which measured kernels declare them.
+    """
 
     # For each of the thread's rows of the block and each row of x, in this order.
-    sums: Any
+    sums: Any = local("float32", lambda e: e.passes * e.tile_m)
     # The thread's vectors of a chunk, in words.
-    weight: Any
+    weight: Any = local("uint32", lambda e: e.depth * e.passes * e.words)
     # One vector of x.
-    x: Any
+    x: Any = local(lambda e: e.dtype, lambda e: e.vec)
     # The column of x at which the block of each copy begins.
-    columns: Any
-    # The block row, its first block, and how many it has.
-    row: Any
-    first: Any
-    count: Any
-    # Its first block, and the one after its last.
-    ends: Any
-    # The first block of the chunk in hand, counted from the block row's begin.
-    begin: Any
+    columns: Any = local("int32", lambda e: e.copies)
+    # The first block of the block row, and the one after its last.
+    ends: Any = local("int32", 2)
+    # The block row.
+    row: Any = scalar()
     # The sum of one element of y.
-    total: Any
-
-    @classmethod
-    def alloc(cls, e: Extents) -> RowState:
-        # In this order measured kernels declare them: the compiler's choice of registers depends on it.
-        sums = T.alloc_local([e.passes * e.tile_m], "float32")
-        weight = T.alloc_local([e.depth * e.passes * e.words], "uint32")
-        x = T.alloc_local([e.vec], e.dtype)
-        columns = T.alloc_local([e.copies], "int32")
-        ends = T.alloc_local([2], "int32")
-        row = register()
-        total = T.alloc_local([1], "float32")
-        begin, first, count = (register() for _ in range(3))
-        return named(cls(sums, weight, x, columns, row, first, count, ends, begin, total))
+    total: Any = local("float32")
+    # The first block of the chunk in hand, counted from the block row's begin.
+    begin: Any = scalar()
+    # The first block of the block row, and how many it has.
+    first: Any = scalar()
+    count: Any = scalar()
 
 
 @dataclass

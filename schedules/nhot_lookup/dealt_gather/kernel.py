@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
@@ -19,7 +18,7 @@ from tvm_sparse.core.template import Decisions, Program, ceildiv
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
 from ...device.overlap import start_consumer, wait_for_producer, wait_then_start_consumer
-from ...device.state import named, register
+from ...device.state import Buffers, local, scalar, shared
 from ...device.words import PTX_INDEX, load_element, load_words, value_at
 from ...interface import gpu_program
 from .space import Extents
@@ -27,72 +26,39 @@ from .space import Extents
 Phase = Callable[..., Any]
 
 
-@dataclass(frozen=True)
-class Place:
+@dataclass
+class Place(Buffers):
     """Which vector of the output a thread works for, and with which share of its row's entries: registers."""
 
-    first: Any  # the first vector of the output that the thread block has
-    have: Any  # how many vectors the thread block has
-    slot: Any
-    group: Any
-    row: Any
-    column: Any  # of the vector's first element
-
-    @classmethod
-    def alloc(cls) -> Place:
-        return named(
-            cls(
-                first=register("int64"),
-                have=register("int32"),
-                slot=register("int32"),
-                group=register("int32"),
-                row=register("int64"),
-                column=register("int32"),
-            )
-        )
+    first: Any = scalar("int64")  # the first vector of the output that the thread block has
+    have: Any = scalar()  # how many vectors the thread block has
+    slot: Any = scalar()
+    group: Any = scalar()
+    row: Any = scalar("int64")
+    column: Any = scalar()  # of the vector's first element
 
 
-@dataclass(frozen=True)
-class State:
+@dataclass
+class State(Buffers):
     """What the phases share: registers of a thread, and in shared memory what the groups have of each sum."""
 
-    parts: tirx.Buffer  # (groups, quads, pitch, wide), shared
+    parts: Any = shared("float32", lambda e: e.partial_sums)  # (groups, quads, pitch, wide), shared
     # One element per load.
-    id: tirx.Buffer
-    weight: tirx.Buffer
-    raw: tirx.Buffer  # table rows, as words
-    raw_values: tirx.Buffer  # values that were loaded several at a time, as words
-    small: tirx.Buffer  # a load of 2 bytes
+    id: Any = local(lambda e: e.index, lambda e: e.loads)
+    weight: Any = local("float32", lambda e: e.loads)
+    raw: Any = local("uint32", lambda e: e.loads * e.words)  # table rows, as words
+    # values that were loaded several at a time, as words
+    raw_values: Any = local("uint32", lambda e: e.loads // e.ids_together * e.value_words)
+    small: Any = local("uint16")  # a load of 2 bytes
     # The row's entries are those from `ends[0]` to before `ends[1]`; `next` is the first that the thread adds next.
-    ends: tirx.Buffer
-    next: Any
-    count: Any  # entries of these loads
-    done: Any  # shares of `loads` entries that are added already
-    term: Any
-    acc: tirx.Buffer  # the thread's sums
-    total: tirx.Buffer  # sums over the groups
-    result: tirx.Buffer  # what is stored, in the output's dtype
-
-    @classmethod
-    def alloc(cls, e: Extents) -> State:
-        return named(
-            cls(
-                parts=T.alloc_shared([e.partial_sums], "float32"),
-                id=T.alloc_local([e.loads], e.index),
-                weight=T.alloc_local([e.loads], "float32"),
-                raw=T.alloc_local([e.loads * e.words], "uint32"),
-                raw_values=T.alloc_local([e.loads // e.ids_together * e.value_words], "uint32"),
-                small=T.alloc_local([1], "uint16"),
-                ends=T.alloc_local([2], e.index),
-                next=register(e.index),
-                count=register("int32"),
-                done=register("int32"),
-                term=register("float32"),
-                acc=T.alloc_local([e.vec], "float32"),
-                total=T.alloc_local([e.summed_together], "float32"),
-                result=T.alloc_local([e.summed_together], e.dtype),
-            )
-        )
+    ends: Any = local(lambda e: e.index, 2)
+    next: Any = scalar(lambda e: e.index)
+    count: Any = scalar()  # entries of these loads
+    done: Any = scalar()  # shares of `loads` entries that are added already
+    term: Any = scalar("float32")
+    acc: Any = local("float32", lambda e: e.vec)  # the thread's sums
+    total: Any = local("float32", lambda e: e.summed_together)  # sums over the groups
+    result: Any = local(lambda e: e.dtype, lambda e: e.summed_together)  # what is stored, in the output's dtype
 
 
 # fmt: off

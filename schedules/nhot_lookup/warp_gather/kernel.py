@@ -21,7 +21,7 @@ from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
 from ...device.overlap import CACHE_LINE, start_consumer, wait_for_producer, wait_then_start_consumer
 from ...device.selection import FULL_WARP
-from ...device.state import named, register
+from ...device.state import Buffers, named, register, scalar
 from ...device.words import FILLERS, PTX_INDEX, load_element, load_words, stored_at, value_at
 from ...interface import gpu_program
 from .space import WARP, Extents
@@ -29,37 +29,22 @@ from .space import WARP, Extents
 Phase = Callable[..., Any]
 
 
-@dataclass(frozen=True)
-class Place:
+@dataclass
+class Place(Buffers):
     """Which part of the output a thread works for: registers."""
 
-    lane: Any  # of the warp
-    tile: Any  # which tile of the row
-    line: Any  # the row by the grid's count; beyond the last one for spare warps of the last thread block
-    row: Any  # the row that is read: `line`, or the last one
-
-    @classmethod
-    def alloc(cls) -> Place:
-        return named(
-            cls(
-                lane=register("int32"),
-                tile=register("int32"),
-                line=register("int32"),
-                row=register("int64"),
-            )
-        )
+    lane: Any = scalar()  # of the warp
+    tile: Any = scalar()  # which tile of the row
+    line: Any = scalar()  # the row by the grid's count; beyond the last one for spare warps of the last thread block
+    row: Any = scalar("int64")  # the row that is read: `line`, or the last one
 
 
-@dataclass(frozen=True)
-class Window:
+@dataclass
+class Window(Buffers):
     """What a lane holds of up to 32 entries, one a lane: registers."""
 
-    column: Any  # the entry's id
-    value: Any
-
-    @classmethod
-    def alloc(cls) -> Window:
-        return named(cls(column=register("int32"), value=register("float32")))
+    column: Any = scalar()  # the entry's id
+    value: Any = scalar("float32")
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ A phase is called with (io, row, t, s): the kernel's arguments, the thread block
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
@@ -16,38 +16,23 @@ from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 from ...device.arithmetic import LOG2_E
 from ...device.selection import MINUS_INFINITY, bits_value, key_bits, key_index, key_value, make_key
-from ...device.state import named
+from ...device.state import Buffers, local, shared
 from ...softmax_topk.elements import element, write_value, write_wanted
 from ...softmax_topk.interface import gpu_program
 
 
-@dataclass(frozen=True)
-class State:
+@dataclass
+class State(Buffers):
     """What a thread block has in shared memory, and a thread in registers."""
 
-    places: tirx.Buffer  # shared: the k best, as keys in descending order
-    peak: tirx.Buffer  # shared: bits of the row's maximum
-    group: tirx.Buffer  # shared: room for a reduction over the thread block
-    key: tirx.Buffer  # the element that a thread takes along the places
-    other: tirx.Buffer  # the one that was there
-    top: tirx.Buffer  # the row's maximum
-    d: tirx.Buffer  # the sum of exponentials
-    factor: tirx.Buffer  # scale * log2(e)
-
-    @classmethod
-    def alloc(cls, k: int) -> State:
-        return named(
-            cls(
-                places=T.alloc_shared([k], "uint64"),
-                peak=T.alloc_shared([1], "uint32"),
-                group=T.alloc_shared([32], "float32"),
-                key=T.alloc_local([1], "uint64"),
-                other=T.alloc_local([1], "uint64"),
-                top=T.alloc_local([1], "float32"),
-                d=T.alloc_local([1], "float32"),
-                factor=T.alloc_local([1], "float32"),
-            )
-        )
+    places: Any = shared("uint64", lambda k: k)  # shared: the k best, as keys in descending order
+    peak: Any = shared("uint32")  # shared: bits of the row's maximum
+    group: Any = shared("float32", 32)  # shared: room for a reduction over the thread block
+    key: Any = local("uint64")  # the element that a thread takes along the places
+    other: Any = local("uint64")  # the one that was there
+    top: Any = local("float32")  # the row's maximum
+    d: Any = local("float32")  # the sum of exponentials
+    factor: Any = local("float32")  # scale * log2(e)
 
 
 @phase

@@ -17,9 +17,8 @@ from tvm_sparse.core.phase import phase
 
 from ...device.arithmetic import LOG2_E, is_nan
 from ...device.selection import FULL_WARP, MINUS_INFINITY, key_bits, key_index, key_value, make_key
-from ...device.state import named
+from ...device.state import Buffers, local, shared
 from ...softmax_topk.elements import element, write_value, write_wanted
-from .space import Layout
 
 # Probabilities a > b are those of elements in the same order if a - b exceeds APART * |a| + VANISHING: exponentials and
 # products keep the order of their arguments to 2^-21, and what is below the least normal number may be 0.
@@ -34,74 +33,39 @@ class Place:
     t: Any  # the thread
 
 
-@dataclass(frozen=True)
-class SoftmaxState:
+@dataclass
+class SoftmaxState(Buffers):
     """What the kernel that writes probabilities keeps."""
 
-    group: tirx.Buffer  # shared: room for a reduction over the thread block
-    group_sum: tirx.Buffer  # shared: for another one
-    x: tirx.Buffer  # the thread's elements of a tile
-    m: tirx.Buffer  # the row's maximum
-    d: tirx.Buffer  # the sum of exponentials
-    inverse: tirx.Buffer  # 1 / d
-    logarithm: tirx.Buffer  # ln(d)
-    factor: tirx.Buffer  # scale * log2(e)
-
-    @classmethod
-    def alloc(cls, layout: Layout) -> SoftmaxState:
-        return named(
-            cls(
-                group=T.alloc_shared([32], "float32"),
-                group_sum=T.alloc_shared([32], "float32"),
-                x=T.alloc_local([layout.loads], "float32"),
-                m=T.alloc_local([1], "float32"),
-                d=T.alloc_local([1], "float32"),
-                inverse=T.alloc_local([1], "float32"),
-                logarithm=T.alloc_local([1], "float32"),
-                factor=T.alloc_local([1], "float32"),
-            )
-        )
+    group: Any = shared("float32", 32)  # shared: room for a reduction over the thread block
+    group_sum: Any = shared("float32", 32)  # shared: for another one
+    x: Any = local("float32", lambda layout: layout.loads)  # the thread's elements of a tile
+    m: Any = local("float32")  # the row's maximum
+    d: Any = local("float32")  # the sum of exponentials
+    inverse: Any = local("float32")  # 1 / d
+    logarithm: Any = local("float32")  # ln(d)
+    factor: Any = local("float32")  # scale * log2(e)
 
 
-@dataclass(frozen=True)
-class State:
+@dataclass
+class State(Buffers):
     """What a kernel that selects keeps."""
 
-    group: tirx.Buffer  # shared: room for a reduction over the thread block
-    group_sum: tirx.Buffer  # shared: for another one
-    lists: tirx.Buffer  # shared: a list of `kept` keys for each warp
-    joined: tirx.Buffer  # shared: the list of the thread block
-    x: tirx.Buffer  # the thread's elements of a tile
-    m: tirx.Buffer  # the largest element: of the row, or those that the thread has seen
-    top: tirx.Buffer  # the row's maximum
-    d: tirx.Buffer  # the sum of exponentials: of the row, or the thread's part
-    factor: tirx.Buffer  # scale * log2(e)
-    gate: tirx.Buffer  # the value of the list's last key: elements below it do not belong into the list
-    keys: tirx.Buffer  # the thread's list
-    key: tirx.Buffer  # scratch: a key
-    best: tirx.Buffer  # the largest key of a warp
-    sure: tirx.Buffer  # whether the order of the probabilities is that of their elements
-
-    @classmethod
-    def alloc(cls, layout: Layout) -> State:
-        return named(
-            cls(
-                group=T.alloc_shared([32], "float32"),
-                group_sum=T.alloc_shared([32], "float32"),
-                lists=T.alloc_shared([layout.warps * layout.kept], "uint64"),
-                joined=T.alloc_shared([layout.kept], "uint64"),
-                x=T.alloc_local([layout.loads], "float32"),
-                m=T.alloc_local([1], "float32"),
-                top=T.alloc_local([1], "float32"),
-                d=T.alloc_local([1], "float32"),
-                factor=T.alloc_local([1], "float32"),
-                gate=T.alloc_local([1], "float32"),
-                keys=T.alloc_local([layout.kept], "uint64"),
-                key=T.alloc_local([1], "uint64"),
-                best=T.alloc_local([1], "uint64"),
-                sure=T.alloc_local([1], "int32"),
-            )
-        )
+    group: Any = shared("float32", 32)  # shared: room for a reduction over the thread block
+    group_sum: Any = shared("float32", 32)  # shared: for another one
+    # shared: a list of `kept` keys for each warp
+    lists: Any = shared("uint64", lambda layout: layout.warps * layout.kept)
+    joined: Any = shared("uint64", lambda layout: layout.kept)  # shared: the list of the thread block
+    x: Any = local("float32", lambda layout: layout.loads)  # the thread's elements of a tile
+    m: Any = local("float32")  # the largest element: of the row, or those that the thread has seen
+    top: Any = local("float32")  # the row's maximum
+    d: Any = local("float32")  # the sum of exponentials: of the row, or the thread's part
+    factor: Any = local("float32")  # scale * log2(e)
+    gate: Any = local("float32")  # the value of the list's last key: elements below it do not belong into the list
+    keys: Any = local("uint64", lambda layout: layout.kept)  # the thread's list
+    key: Any = local("uint64")  # scratch: a key
+    best: Any = local("uint64")  # the largest key of a warp
+    sure: Any = local("int32")  # whether the order of the probabilities is that of their elements
 
 
 def probability(io: Any, row: Any, column: Any) -> tirx.PrimExpr:

@@ -18,55 +18,32 @@ from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 from ...device.arithmetic import LOG2_E
 from ...device.selection import RADIX_BINS, key_index, key_value, make_key, radix_selection
-from ...device.state import named
+from ...device.state import Buffers, local, shared
 from ..elements import element, write_value, write_wanted
 from ..ending import Ending, end_of_block, own_of
 from ..interface import gpu_program
 
 
-@dataclass(frozen=True)
-class State:
+@dataclass
+class State(Buffers):
     """What a thread block has in shared memory, and a thread in registers."""
 
-    histogram: tirx.Buffer  # shared: elements by one digit of their keys
-    found: tirx.Buffer  # shared: scratch of the selection
-    count: tirx.Buffer  # shared: keys collected
-    group: tirx.Buffer  # shared: room for a reduction over the thread block
-    group_sum: tirx.Buffer  # shared: for another one
-    x: tirx.Buffer  # an element
-    m: tirx.Buffer  # the largest of the thread's elements
-    d: tirx.Buffer  # the sum of exponentials: the thread's part, then the row's
-    top: tirx.Buffer  # the row's maximum
-    factor: tirx.Buffer  # scale * log2(e)
-    key: tirx.Buffer  # a key
-    other: tirx.Buffer  # another one
-    pivot: tirx.Buffer  # the k-th largest key, or a smaller number that no other key reaches
-    mask: tirx.Buffer  # scratch of the selection
-    need: tirx.Buffer  # scratch of the selection
-    slot: tirx.Buffer  # a place for a key
-
-    @classmethod
-    def alloc(cls) -> State:
-        return named(
-            cls(
-                histogram=T.alloc_shared([RADIX_BINS], "int32"),
-                found=T.alloc_shared([4], "int32"),
-                count=T.alloc_shared([1], "int32"),
-                group=T.alloc_shared([32], "float32"),
-                group_sum=T.alloc_shared([32], "float32"),
-                x=T.alloc_local([1], "float32"),
-                m=T.alloc_local([1], "float32"),
-                d=T.alloc_local([1], "float32"),
-                top=T.alloc_local([1], "float32"),
-                factor=T.alloc_local([1], "float32"),
-                key=T.alloc_local([1], "uint64"),
-                other=T.alloc_local([1], "uint64"),
-                pivot=T.alloc_local([1], "uint64"),
-                mask=T.alloc_local([1], "uint64"),
-                need=T.alloc_local([1], "int32"),
-                slot=T.alloc_local([1], "int32"),
-            )
-        )
+    histogram: Any = shared("int32", RADIX_BINS)  # shared: elements by one digit of their keys
+    found: Any = shared("int32", 4)  # shared: scratch of the selection
+    count: Any = shared("int32")  # shared: keys collected
+    group: Any = shared("float32", 32)  # shared: room for a reduction over the thread block
+    group_sum: Any = shared("float32", 32)  # shared: for another one
+    x: Any = local("float32")  # an element
+    m: Any = local("float32")  # the largest of the thread's elements
+    d: Any = local("float32")  # the sum of exponentials: the thread's part, then the row's
+    top: Any = local("float32")  # the row's maximum
+    factor: Any = local("float32")  # scale * log2(e)
+    key: Any = local("uint64")  # a key
+    other: Any = local("uint64")  # another one
+    pivot: Any = local("uint64")  # the k-th largest key, or a smaller number that no other key reaches
+    mask: Any = local("uint64")  # scratch of the selection
+    need: Any = local("int32")  # scratch of the selection
+    slot: Any = local("int32")  # a place for a key
 
 
 def kernel(problem: SoftmaxTopk, threads: int, ending: Ending | None = None) -> Callable[..., Any]:
