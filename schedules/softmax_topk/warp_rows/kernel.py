@@ -38,7 +38,7 @@ def kernel(layout: Layout, own: Own | None = None, ending: Ending | None = None)
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": layout.resident})
         block = T.cta_id([(io.batch + (layout.rows - 1)) // layout.rows])
         t = T.thread_id([layout.threads])
-        s = T.meta_var(State.alloc(layout))
+        s = T.meta_var(State.alloc(layout, layout.rows * layout.bytes))
 
         # Which row the warp has, and where it lies.
         lane: T.int32 = t % 32
