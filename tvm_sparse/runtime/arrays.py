@@ -6,11 +6,13 @@ this: an array exists only if its library has been imported.
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import functools
 import math
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -363,7 +365,32 @@ def prototype(tensor: Any) -> Any:
 
     `torch.empty_like` of it takes half as long as `torch.empty`.
     """
-    return tensor.new_empty((1,) * tensor.dim()).expand(tensor.shape)
+    index = tensor.device.index if tensor.is_cuda else None
+    return kept(lambda: tensor.new_empty((1,) * tensor.dim()), index).expand(tensor.shape)
+
+
+def kept(make: Callable[[], Any], index: int | None) -> Any:
+    """A torch tensor that outlives the call in which it is made, by `make()`; on the CUDA device `index`, if given.
+
+    On a GPU `make` runs in a thread of its own, for the device's current stream. What the caller's thread allocates
+    while `torch.compile` prepares a CUDA graph (mode="reduce-overhead") belongs to the graph's memory, which PyTorch
+    reuses without regard to tensors that are kept. A stream that is being captured takes no work of other threads.
+    """
+    if index is None:
+        return make()
+    torch = sys.modules["torch"]
+    stream = torch.cuda.current_stream(index)
+
+    def on_stream() -> Any:
+        with torch.cuda.stream(stream):
+            return make()
+
+    with torch.cuda.stream(stream):
+        capturing = torch.cuda.is_current_stream_capturing()
+    if capturing:
+        return on_stream()
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        return executor.submit(on_stream).result()
 
 
 def returned(array: Any, like: Any) -> Any:
