@@ -393,6 +393,34 @@ def kept(make: Callable[[], Any], index: int | None) -> Any:
         return executor.submit(on_stream).result()
 
 
+def constant(shape: tuple[int, ...], value: float, dtype: str, like: Any) -> Any:
+    """A torch tensor full of `value`, on the device of the torch tensor `like`, to be read alone.
+
+    It is kept for later calls on the device's current stream, but for one that is filled while that is captured: its
+    graph does so whenever it is replayed.
+    """
+    torch = sys.modules["torch"]
+    index = like.device.index if like.is_cuda else None
+    stream = 0 if index is None else torch._C._cuda_getCurrentRawStream(index)
+    count = math.prod(shape)
+    whole = 1 << max(0, count - 1).bit_length()  # so that few sizes are kept
+    key = whole, value, dtype, index, stream
+    found = _CONSTANTS.get(key)
+    if found is None:
+
+        def make() -> Any:
+            with torch.inference_mode(False):
+                return torch.full((whole,), value, dtype=getattr(torch, dtype), device=like.device)
+
+        found = kept(make, index)
+        if index is None or not torch.cuda.is_current_stream_capturing():
+            _CONSTANTS[key] = found
+    return found[:count].view(shape)
+
+
+_CONSTANTS: dict[Any, Any] = {}
+
+
 def returned(array: Any, like: Any) -> Any:
     """Convert an output made by `empty` to an array of the library of `like`."""
     if is_torch(array) or is_numpy(like):
