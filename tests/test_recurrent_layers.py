@@ -565,7 +565,9 @@ def test_layers_change_dtype_and_device() -> None:
 def test_a_compiled_call_keeps_nothing_of_a_graph() -> None:
     """Zeros of a state that a traced call made would belong to a graph, which may write something else there."""
     store: dict[str, Any] = {}
-    compiled = torch.compile(lambda x: x + kept(store, "zeros", lambda: torch.zeros(3)), backend="eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda x: x + kept(store, "zeros", lambda: torch.zeros(3)), backend="eager", fullgraph=True
+    )
     x = torch.randn(3)
     assert torch.equal(compiled(x), x) and not store
     zeros = kept(store, "zeros", lambda: torch.zeros(3))
