@@ -764,8 +764,7 @@ class SparseGRU(_Layer):
     reset_after
         Whether the reset gate scales the product, as in `torch.nn.GRU`, or, before it, the state: Keras's argument of
         this name, and ONNX's `linear_before_reset`. Both have their gates in the order z, r, n. With a reset before the
-        product `form="auto"` means entries, for which one launch takes all steps on a GPU; its gradients, and blocks,
-        take two kernel launches per step.
+        product a step takes about twice as long on a GPU.
     density, method, block, dtype, form, order, device
         As in `SparseRNN`.
 

@@ -18,6 +18,9 @@ in each pass of each step
     a barrier of the thread block
     finish          the parts' sums, gates; the state after the step, to all thread blocks
     save            the states of the pass
+
+With the reset before the product each pass has two turns, one after those of all others: in the first one `send_scaled`
+takes the place of `finish`.
 """
 
 from __future__ import annotations

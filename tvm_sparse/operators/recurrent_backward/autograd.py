@@ -103,7 +103,7 @@ class Pattern:
         return found
 
     def transposed(self, values: Any, batch: int, parts: int) -> TransposedWeight:
-        """The transposed weight, laid out for a batch, with rows of so many parts."""
+        """The transposed weight, laid out for a batch; each row is cut into `parts`."""
         key = parts, banks_for(batch, self.weights.dtype)
         if values is None:
             if ("transposed", key) not in self._constant:
