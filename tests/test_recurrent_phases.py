@@ -177,10 +177,8 @@ def test_a_step_of_two_exchanges(dtype: str, stages: int) -> None:
 def test_a_step_back_of_two_exchanges(dtype: str, pack: int) -> None:
     """Both regions of a copy, with a gap of one column or several, packs one after another, rows beyond registers."""
     for seed, structure in enumerate(("random", "special", "one_long_row")):
-        marks = ",ragged=1,resets=1" if seed else ""
-        problem = parse(
-            f"recurrent_backward/steps={3 - seed},batch=5,hidden=23,nonzeros=17,cell=gru_reset_before,dtype={dtype}{marks}"
-        )
+        axes = f"steps={3 - seed},batch=5,hidden=23,nonzeros=17,dtype={dtype}" + ",ragged=1,resets=1" * bool(seed)
+        problem = parse(f"recurrent_backward/{axes},cell=gru_reset_before")
         inputs = problem.generate(seed, structure)
         point = {**POINT, "blocks": 3, "threads": 32, "pack": pack, "registers": seed}
         problem.check(inputs, problem.reference(inputs), run("persistent_back", problem, point, inputs, seed))
