@@ -176,7 +176,7 @@ class Template(Generic[P]):
 OF_SPACE = ("space", "default", "allowed", "features", "launch", "declines")
 
 
-def in_phases(space: ModuleType, **declared: Any) -> Template[Any]:
+def in_phases(space: ModuleType, /, **declared: Any) -> Template[Any]:
     """The template of a package with a generated kernel: its functions are those of `space.py`, and its program is
     `program(problem, decisions)` of `kernel.py`, which is imported when a point is built.
 

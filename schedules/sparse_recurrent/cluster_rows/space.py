@@ -53,11 +53,8 @@ class ClusterExtents(Extents):
     # Thread blocks of a cluster.
     cluster = extent(lambda e: e.blocks)
     packs_each = extent(lambda e: 1)
-
-    @property
-    def loads(self) -> int:
-        return 1  # nothing is copied
-
+    # Nothing is copied.
+    loads = extent(lambda e: 1)
     by_slot = whether(lambda e: True)
     # The states of a thread block's units.
     chunk_bytes = extent(lambda e: ceildiv(e.most * e.column_bytes, WIDEST) * WIDEST)
