@@ -58,7 +58,7 @@ def program_with_barrier(problem: SparseRecurrent, decisions: Decisions) -> Prog
 persistent_rows = in_phases(
     space,
     name="persistent_rows",
-    version=3,
+    version=4,
     operator="sparse_recurrent",
     summary="all steps in one launch; weights stay on chip, blocks exchange states",
     cooperative=True,
