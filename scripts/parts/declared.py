@@ -147,7 +147,7 @@ def phase_example() -> str:
     registry.add_plugin(ROOT / "examples" / "row_norm")
     from row_norm.schedules.norm_block.kernel import join
 
-    return f"```python\n{inspect.getsource(join)}```"
+    return f"```python\nfrom tvm_sparse.core.phase import phase\n\n\n{inspect.getsource(join)}```"
 
 
 @part
