@@ -41,74 +41,57 @@ load_sum = T.ptx.ld.global_.f64
 
 @dataclass
 class State(Buffers):
-    """What the phases share.
+    """What the phases share."""
 
-    Attributes
-    ----------
-    flat, index, row, t
-        The row's index among those of all lists, the list, the row in the list's beam, and the thread.
-    each, reached
-        Words of a block that are frequent ones, and words of it that reached the threshold; ``words``: how many reached
-        it in the whole list.
-    heads, parts
-        Ordered bits of the blocks' best keys, and the blocks' sums of powers.
-    maxima, ranks
-        The largest of `heads` in each group of blocks, and their ranks.
-    asked
-        Keys of the row that were loaded before the bound was known.
-    found, chosen
-        How many blocks reach the bound; a ballot of them.
-    own, key, other, last
-        Keys of a block, the key being ranked, one it is compared with, and the last one that was written.
-    top, d
-        The largest score, and the sum of all exponentials divided by that score's exponential.
-    sum, value
-        A sum of powers, and a logarithm.
-    bits, rank, place
-        Registers for what is compared.
-    bound
-        Shared: the least ordered bits that count.
-    blocks
-        Shared: the blocks that reach it; how many stands in `counts[1]`.
-    counts, keys
-        Shared: how many keys reach it (`counts[0]`), and they themselves.
-    largest, sums
-        Shared: ordered bits of the row's largest score, and the sum of powers.
-    bests
-        Shared: each warp's best key.
-    """
-
+    # The row's index among those of all lists, the list, the row in the list's beam, and the thread.
     flat: Any
     index: Any
     row: Any
     t: Any
+    # Words of a block that are frequent ones, and words of it that reached the threshold; ``words``: how many reached
+    # it in the whole list.
     each: Any = local("int32")
+
     words: Any = local("int32")
+    # As `each`.
     reached: Any = local("int32")
+    # Ordered bits of the blocks' best keys, and the blocks' sums of powers.
     heads: Any = local("uint32", lambda e: e.heads_each * e.maxima)
     parts: Any = local("float64", lambda e: e.heads_each * e.maxima)
+    # The largest of `heads` in each group of blocks, and their ranks.
     maxima: Any = local("uint32", lambda e: e.maxima)
     ranks: Any = local("int32", lambda e: e.maxima)
+    # How many blocks reach the bound; a ballot of them.
     found: Any = local("int32")
     chosen: Any = local("uint32")
+    # Keys of the row that were loaded before the bound was known.
     asked: Any = local("uint64", lambda e: e.keys + e.other_keys)
+    # Keys of a block, the key being ranked, one it is compared with, and the last one that was written.
     own: Any = local("uint64", AT_ONCE)
     key: Any = local("uint64")
     other: Any = local("uint64")
     last: Any = local("uint64")
+    # The largest score, and the sum of all exponentials divided by that score's exponential.
     top: Any = local("float32")
     d: Any = local("float32")
+    # A sum of powers, and a logarithm.
     sum: Any = local("float64")
     value: Any = local("float32")
+    # Registers for what is compared.
     bits: Any = local("uint32")
     rank: Any = local("int32")
     place: Any = local("int32")
+    # Shared: the least ordered bits that count.
     bound: Any = shared("uint32", 1)
+    # Shared: the blocks that reach it; how many stands in `counts[1]`.
     blocks: Any = shared("int32", lambda e: e.group_blocks)
+    # Shared: how many keys reach it (`counts[0]`), and they themselves.
     counts: Any = shared("int32", 2)
     keys: Any = shared("uint64", SURVIVORS)
+    # Shared: ordered bits of the row's largest score, and the sum of powers.
     largest: Any = shared("uint32", 1)
     sums: Any = shared("float64", 1)
+    # Shared: each warp's best key.
     bests: Any = shared("uint64", lambda e: e.searchers)
 
 

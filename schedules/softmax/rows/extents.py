@@ -15,33 +15,23 @@ extent = Derived["Extents", int]
 
 @dataclass(frozen=True)
 class Extents:
-    """What a kernel is generated from.
+    """What a kernel is generated from."""
 
-    Attributes
-    ----------
-    softmax
-        Whether the kernel writes probabilities; else it is logsumexp's.
-    algorithm
-        The paper's: "online", "safe" or "naive".
-    dtype, vocab
-        The logits' dtype and how many a row has.
-    out_dtype
-        The dtype of the probabilities.
-    simd
-        Elements of a vector.
-    chunk
-        Vectors between two rescalings.
-    kept
-        Whether the exponentials computed for the sum are kept, and probabilities made of them.
-    """
-
+    # Whether the kernel writes probabilities; else it is logsumexp's.
     softmax: bool
+    # The paper's: "online", "safe" or "naive".
     algorithm: str
+    # The logits' dtype and how many a row has.
     dtype: str
+    # The dtype of the probabilities.
     out_dtype: str
+    # As `dtype`.
     vocab: int
+    # Elements of a vector.
     simd: int
+    # Vectors between two rescalings.
     chunk: int
+    # Whether the exponentials computed for the sum are kept, and probabilities made of them.
     kept: bool
 
     @classmethod
