@@ -357,8 +357,7 @@ def sort_descending(threads: int, extent: int, loop: Loop = T.serial) -> Callabl
     A thread holds keys t, t + threads, ... Step p compares elements 2^p, ..., 2, 1 apart. Within a warp the exchange is
     a shuffle, beyond it goes through shared memory.
 
-    Reads and writes: `keys`.
-    Barriers: several; begins and ends with one.
+    Reads and writes: `keys`. Barriers: several; begins and ends with one.
     """
     each = ceildiv(extent, threads)
 

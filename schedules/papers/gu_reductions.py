@@ -199,9 +199,7 @@ class Sizes:
 def partial_sums(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
     """The block `part` of a schedule: each thread's part of each sum.
 
-    Reads: x and the weight.
-    Writes: `part`.
-    After: every thread has its part of each sum, zero if that is nothing.
+    Reads: x and the weight. Writes: `part`. After: every thread has its part of each sum, zero if that is nothing.
     """
     from tvm.script import tirx as T
 
@@ -250,9 +248,7 @@ def partial_sums(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
 def totals(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
     """The block `total` of a schedule: the sum over the threads.
 
-    Reads: `part`.
-    Writes: `total`.
-    After: each sum is whole.
+    Reads: `part`. Writes: `total`. After: each sum is whole.
     """
     from tvm.script import tirx as T
 
@@ -272,8 +268,7 @@ def totals(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
 def outputs(sizes: Sizes, row_tiles: int, biased: bool) -> Callable[..., Any]:
     """The block `y` of a schedule: bias, activation, and the store.
 
-    Reads: `total` and the bias.
-    Writes: y, but for rows beyond m.
+    Reads: `total` and the bias. Writes: y, but for rows beyond m.
     """
     from tvm.script import tirx as T
 

@@ -323,9 +323,7 @@ def is_first(blocks: Blocks, t: Any, s: Any) -> Any:
 def write_first_word(blocks, /, io, row, t, s):
     """The first word in the order, of a row without a distribution, by one warp.
 
-    Reads: the row.
-    Writes: token, value and index; the log-probability, which is NaN.
-    Barriers: shuffles.
+    Reads: the row. Writes: token, value and index; the log-probability, which is NaN. Barriers: shuffles.
     """
     vocab = T.meta_var(blocks.problem.vocab)
     if is_first(blocks, t, s):

@@ -146,8 +146,7 @@ def take_ticket(blocks, /, io, row, t, s):
 def load_pairs(blocks, /, io, row, t, s):
     """Load the pairs of the row's slices, once all are written.
 
-    Writes: `pair_m`, `pair_d`; the row's tickets, for the next call: none is taken.
-    Barriers: one.
+    Writes: `pair_m`, `pair_d`; the row's tickets, for the next call: none is taken. Barriers: one.
     """
     parts, threads = T.meta_var(blocks.ext.parts), T.meta_var(blocks.threads)
     T.cuda.thread_fence()

@@ -94,9 +94,7 @@ def mask_vectors(vocab, width, vectors, aligned, /, io, row, x, column):
     `column(e)` is the column of x[e], of `vectors` vectors of `width` neighbours. `aligned`: vectors begin at multiples
     of `width`, so that one word of the bitmap has all bits of a vector. Columns outside of the row get any element.
 
-    Reads: `allowed`.
-    Writes: `x`.
-    Barriers: none.
+    Reads: `allowed`. Writes: `x`. Barriers: none.
     """
     bits = T.alloc_local([1], "uint32")
     for u in T.unroll(vectors):

@@ -15,9 +15,7 @@ from .elements import write_given, written_element
 def fill_up(vocab, k, /, s):
     """Append the row's first elements at minus infinity until there are k keys.
 
-    Reads: the arguments, `size`.
-    Writes: `keys`, `size`.
-    Barriers: none; the first warp comes alone.
+    Reads: the arguments, `size`. Writes: `keys`, `size`. Barriers: none; the first warp comes alone.
     """
     lanes = T.alloc_local([1], "uint32")
     has = T.alloc_local([1], "int32")
@@ -55,9 +53,7 @@ def write_given_columns(threads, vocab, n, exponent, loop, /, s):
 
     `exponent`: (state, element) -> the exponent of the element's exponential.
 
-    Reads: the arguments, what `exponent` reads, `inverse`, `logarithm`.
-    Writes: the output `given`.
-    Barriers: none.
+    Reads: the arguments, what `exponent` reads, `inverse`, `logarithm`. Writes: the output `given`. Barriers: none.
     """
     for i in loop((n - s.t + (threads - 1)) // threads):
         T.ptx.ld.global_.s64(s.wanted[0], s.io.ids.ptr_to([s.row[0], i * threads + s.t]))

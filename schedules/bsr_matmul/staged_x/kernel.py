@@ -90,9 +90,7 @@ class SharedState:
 def load_columns(e, /, s, io, t, begin):
     """Load the column ids of the chunk that begins at block `begin`.
 
-    Reads: `indices` for the chunk that begins at block `begin`.
-    Writes: `columns`.
-    Barriers: none.
+    Reads: `indices` for the chunk that begins at block `begin`. Writes: `columns`. Barriers: none.
     """
     for j in T.unroll(e.copies):
         s.columns[j] = 0

@@ -50,9 +50,7 @@ ALL_LANES = 0xFFFFFFFF
 def take_places(e, /, s, w, t, m):
     """Give each lane its rows and octets of its warp's tile.
 
-    Reads: the work.
-    Writes: `group`, `member`, `top`, `octet`, `x_rows` and zeros to `sums`.
-    Barriers: none.
+    Reads: the work. Writes: `group`, `member`, `top`, `octet`, `x_rows` and zeros to `sums`. Barriers: none.
     """
     s.group = t % 32 // 4
     s.member = t % 4
@@ -69,9 +67,7 @@ def take_places(e, /, s, w, t, m):
 def count_octets(e, find_row, /, s, io, w):
     """Find the block row by `find_row`, and count its octets.
 
-    Reads: as `find_row`.
-    Writes: `row`, `first` and `count`.
-    Barriers: none.
+    Reads: as `find_row`. Writes: `row`, `first` and `count`. Barriers: none.
     """
     find_row(s, io, w, s.first, s.count)
     s.count = (s.count - s.first) * e.octets
@@ -92,9 +88,7 @@ def within_arrays(e, /, s, nnzb):
 def load_columns(e: Extents, load: Callable[..., Any] = load_int) -> Callable[..., Any]:
     """Load the column ids of the steps in hand.
 
-    Reads: `indices` for the steps in hand.
-    Writes: `columns`, but for octets beyond the row.
-    Barriers: none.
+    Reads: `indices` for the steps in hand. Writes: `columns`, but for octets beyond the row. Barriers: none.
     """
 
     @T.inline
@@ -234,9 +228,7 @@ def start_ahead(e, /, s, io, w):
 def store_tile(e, /, s, io, left):
     """Store a tile of which one warp has the whole sum.
 
-    Reads: `sums`, whole in one warp.
-    Writes: the tile of y, but for rows beyond m.
-    Barriers: none.
+    Reads: `sums`, whole in one warp. Writes: the tile of y, but for rows beyond m. Barriers: none.
     """
     for f in T.unroll(e.a_fragments):
         for g in T.unroll(e.b_fragments):
@@ -261,10 +253,7 @@ def store_tile(e, /, s, io, left):
 def write_parts(e, /, s, shared, t):
     """Put each warp's sums into shared memory.
 
-    Reads: `sums`.
-    Writes: `parts`.
-    Barriers: of the thread block, at the end.
-    After: all warps' tiles are there.
+    Reads: `sums`. Writes: `parts`. Barriers: of the thread block, at the end. After: all warps' tiles are there.
     """
     for f in T.unroll(e.a_fragments):
         for g in T.unroll(e.b_fragments):

@@ -286,8 +286,7 @@ def store_sums(e, /, io, s):
 def join_sums(e, /, io, s):
     """Add up the sums of the cluster's thread blocks, each a share of every thread's, and store them.
 
-    Reads: `sums`, and `passed` of all ranks. Writes: `passed`; the blocks.
-    Barriers: two of the cluster.
+    Reads: `sums`, and `passed` of all ranks. Writes: `passed`; the blocks. Barriers: two of the cluster.
     """
     threads, share = T.meta_var(e.groups * WARPGROUP), T.meta_var(e.sums // e.cluster)
     if s.t < threads:

@@ -175,9 +175,7 @@ def collect_bits(e, /, io, s, size, factor):
 def rank(e: SearchSizes, search: Search, keys: str = "keys") -> Callable[..., Any]:
     """Place the k best of the keys that were collected; the phase is (io, s, factor).
 
-    Reads: `count`, and `keys` or another buffer.
-    Writes: what the search's `place` does.
-    Barriers: one, at the end.
+    Reads: `count`, and `keys` or another buffer. Writes: what the search's `place` does. Barriers: one, at the end.
     """
     threads = e.threads
     # Threads that compare a key with the others.

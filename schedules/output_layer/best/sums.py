@@ -84,9 +84,7 @@ def load_pairs(e: TileSearchSizes) -> Callable[..., Any]:
 def find_top(e: TileSearchSizes) -> Callable[..., Any]:
     """The row's largest score, which the search for tiles has told. The phase is (s).
 
-    Reads: `own`; or `largest`.
-    Writes: `top`.
-    Barriers: none, but all lanes take part.
+    Reads: `own`; or `largest`. Writes: `top`. Barriers: none, but all lanes take part.
     """
 
     @T.inline
@@ -156,9 +154,7 @@ def join_lanes(e: TileSearchSizes) -> Callable[..., Any]:
 def join_pairs(e: TileSearchSizes) -> Callable[..., Any]:
     """The row's sum of exponentials, and its maximum. The phase is (io, s, factor).
 
-    Reads: `pairs`; `top`, if it is known.
-    Writes: `d` and `top`, in every thread; the normaliser.
-    Barriers: none.
+    Reads: `pairs`; `top`, if it is known. Writes: `d` and `top`, in every thread; the normaliser. Barriers: none.
     """
 
     @T.inline

@@ -95,9 +95,7 @@ def load_step(e, /, s, p, at, step):
     then of the other. Four lanes a row, as operands have it, would ask for half a line at a time, which memory answers
     at three quarters of its speed.
 
-    Reads: tokens.
-    Writes: `hand` for the step, zeros beyond the last column.
-    Barriers: none.
+    Reads: tokens. Writes: `hand` for the step, zeros beyond the last column. Barriers: none.
     """
     for n in T.unroll(e.word_groups * 2):
         i = (step % e.depth * (e.word_groups * 2) + n) * 4

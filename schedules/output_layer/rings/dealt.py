@@ -55,9 +55,7 @@ def copy_tile(e, /, s):
 def ask_tile(e, /, s):
     """Ask for the next tile, if there is one, for one thread.
 
-    Reads: `asked`.
-    Writes: that, moved on; `ring`, by and by.
-    Barriers: those of `copy_tile`.
+    Reads: `asked`. Writes: that, moved on; `ring`, by and by. Barriers: those of `copy_tile`.
     """
     if s.asked[0] < s.end[0]:
         copy_tile(e)(s)

@@ -113,9 +113,7 @@ def find_bounds(e, /, io, s, p, block):
 def look_up(e, /, io, s, p):
     """The bounds of the lane's rows, as far as they are found.
 
-    Reads: bounds.
-    Writes: `bound`.
-    Barriers: none.
+    Reads: bounds. Writes: `bound`. Barriers: none.
     """
     for turn in T.unroll(e.turns):
         if s.bound[turn] == T.uint32(0) and s.tile[0] >= e.stride and turn * 32 + p.lane < s.rows[0]:

@@ -59,9 +59,7 @@ def kernel(problem, threads, skip, /, io):
 def clear_places(k, threads, /, io, row, t, s):
     """Places for any elements.
 
-    Writes: `places`, `peak`.
-    Barriers: one, at the end.
-    After: all places hold minus infinity.
+    Writes: `places`, `peak`. Barriers: one, at the end. After: all places hold minus infinity.
     """
     for i in T.serial((k - t + (threads - 1)) // threads):
         s.places[i * threads + t] = T.Cast("uint64", T.uint32(MINUS_INFINITY)) << T.uint64(32)
@@ -74,10 +72,7 @@ def clear_places(k, threads, /, io, row, t, s):
 def insert_all(vocab, k, threads, skip, /, io, row, t, s):
     """Every element down the places.
 
-    Reads: the row.
-    Writes: `places`, `peak`.
-    Barriers: one, at the end.
-    After: `places` has the k best in order.
+    Reads: the row. Writes: `places`, `peak`. Barriers: one, at the end. After: `places` has the k best in order.
     """
     for i in T.serial((vocab - t + (threads - 1)) // threads):
         s.key[0] = make_key(element(io, row, i * threads + t), i * threads + t)
@@ -112,9 +107,7 @@ def sum_exponentials(vocab, threads, /, io, row, t, s):
 def write_places(k, threads, /, io, row, t, s):
     """Places to values and indices.
 
-    Reads: `places`, `top`, `d`.
-    Writes: values and indices.
-    Barriers: none.
+    Reads: `places`, `top`, `d`. Writes: values and indices. Barriers: none.
     """
     for i in T.serial((k - t + (threads - 1)) // threads):
         s.key[0] = s.places[i * threads + t]

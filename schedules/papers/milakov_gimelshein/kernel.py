@@ -143,9 +143,7 @@ def load_tile(layout, source, /, i, io, at, s):
 
     Beyond the row there is minus infinity, whose keys are below all of the row's.
 
-    Reads: tile i of the row, by `source`.
-    Writes: `x`.
-    Barriers: none.
+    Reads: tile i of the row, by `source`. Writes: `x`. Barriers: none.
     """
     for u in T.unroll(layout.loads):
         s.x[u] = T.if_then_else(
@@ -194,9 +192,7 @@ def sum_elements(layout, /, io, at, s):
 def write_softmax(layout, /, io, at, s):
     """A pass that writes all probabilities.
 
-    Reads: the row, `m`, `inverse`, `logarithm`.
-    Writes: the workspace's row, `x`.
-    Barriers: none.
+    Reads: the row, `m`, `inverse`, `logarithm`. Writes: the workspace's row, `x`. Barriers: none.
     """
     for i in T.serial(layout.tiles):
         load_tile(layout, element)(i, io, at, s)
@@ -213,9 +209,7 @@ def insert(layout, /, s):
 
     Every key is looked at: registers cannot be indexed at run time.
 
-    Reads: `key`.
-    Writes: `keys`, into which it is inserted; the last one drops out.
-    Barriers: none.
+    Reads: `key`. Writes: `keys`, into which it is inserted; the last one drops out. Barriers: none.
     """
     kept = T.meta_var(layout.kept)
     for i in T.unroll(kept - 1):
@@ -343,9 +337,7 @@ def check_order(layout, /, io, at, s):
 def copy_topk(layout, /, io, at, s):
     """Values from the probabilities, and indices.
 
-    Reads: `joined`, the workspace.
-    Writes: values and indices.
-    Barriers: none.
+    Reads: `joined`, the workspace. Writes: values and indices. Barriers: none.
     """
     if at.t < layout.k:
         io.indices[at.row, at.t] = T.Cast("int64", key_index(s.joined[at.t]))
@@ -356,9 +348,7 @@ def copy_topk(layout, /, io, at, s):
 def copy_asked(layout, /, io, at, s):
     """The probabilities of given columns, from those of all.
 
-    Reads: `ids`, the workspace.
-    Writes: `given`.
-    Barriers: none.
+    Reads: `ids`, the workspace. Writes: `given`. Barriers: none.
     """
     threads = T.meta_var(layout.threads)
     for i in T.serial((layout.ids - at.t + (threads - 1)) // threads):
@@ -372,9 +362,7 @@ def copy_asked(layout, /, io, at, s):
 def compute_topk(layout, /, io, at, s):
     """Values from the elements, and indices.
 
-    Reads: `joined`, `top`, `d`.
-    Writes: values and indices.
-    Barriers: none.
+    Reads: `joined`, `top`, `d`. Writes: values and indices. Barriers: none.
     """
     if at.t < layout.k:
         io.indices[at.row, at.t] = T.Cast("int64", key_index(s.joined[at.t]))

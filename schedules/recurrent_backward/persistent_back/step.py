@@ -292,8 +292,7 @@ def finish(e, /, s, io, step, pack, slot):
 def finish_gates(e, /, s, step, pack, slot):
     """The gradients of the units' reset and update gates, to all who need them.
 
-    Reads: as `through_gate`. Writes: the exchange, what is carried.
-    Barriers: none, but all lanes of a warp take part.
+    Reads: as `through_gate`. Writes: the exchange, what is carried. Barriers: none, but all lanes of a warp take part.
     """
     for u in T.unroll(e.units):
         mine = T.meta_var(u * e.groups + s.group < s.count[0])

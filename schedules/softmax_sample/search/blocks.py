@@ -97,8 +97,7 @@ def search_state(blocks: Blocks, pool: Any, **more: Any) -> State:
 def begin_search(blocks, /, t, s, part):
     """Before the first pass, `part` being the number of the block in its cluster.
 
-    Writes: `own`, `turn`; empty bins.
-    Barriers: one, at the end.
+    Writes: `own`, `turn`; empty bins. Barriers: one, at the end.
     """
     threads = T.meta_var(blocks.threads)
     s.own[0] = part * threads + t
@@ -114,8 +113,7 @@ def begin_search(blocks, /, t, s, part):
 def load_step(blocks, /, io, row, t, s, j):
     """A thread's vectors of its j-th tile, or, after the last, its ragged element.
 
-    Reads: the row, or what of it is staged; the bitmap.
-    Writes: `r.raw`, `column`, `bits`; scratch is `small`.
+    Reads: the row, or what of it is staged; the bitmap. Writes: `r.raw`, `column`, `bits`; scratch is `small`.
     """
     ext, per_word = T.meta_var(blocks.ext), T.meta_var(blocks.ext.width // 4)
     if ext.ragged and j == blocks.steps:
@@ -160,8 +158,7 @@ def inside(blocks: Blocks, s: Any, e: Any) -> tirx.PrimExpr:
 def take_of_step(blocks, /, io, s, e):
     """The e-th element of a step.
 
-    Reads: `r.raw`, `column`, `bits`; the bias; the bitmap.
-    Writes: `x`.
+    Reads: `r.raw`, `column`, `bits`; the bias; the bitmap. Writes: `x`.
     """
     ext = T.meta_var(blocks.ext)
     s.x[0] = value(ext, s.r.raw, e)

@@ -319,8 +319,7 @@ def count_slices(crew, vocab, /, io, row, t, s):
 def bound_slice(s):
     """Bounds of a slice, or of some, somewhat too wide, as their elements are those that `slice_of` finds in them.
 
-    Reads: `slice`, `wide`, `top`, `factor`.
-    Writes: `low`, `high`, `lowest`, `highest`, `unknown`; scratch is `power`.
+    Reads: `slice`, `wide`, `top`, `factor`. Writes: `low`, `high`, `lowest`, `highest`, `unknown`; scratch is `power`.
     """
     # The width of a slice.
     s.power[0] = T.float32(1) / (s.factor[0] * T.float32(OF_OCTAVE))
@@ -472,9 +471,7 @@ def draw_by_search(crew, problem, /, io, row, t, s, top_k, top_p, min_p, uniform
 
     Without a top_k the word is drawn from that prefix in the order of columns, else in the order of words.
 
-    Reads: the row.
-    Writes: the row's token and its log-probability.
-    Barriers: several.
+    Reads: the row. Writes: the row's token and its log-probability. Barriers: several.
     """
     vocab = T.meta_var(problem.vocab)
     alike = T.meta_var(ALIKE[problem.dtype] if problem.bias + problem.capped == 0 else 0)

@@ -79,9 +79,7 @@ def send_tops(layout, /, s):
     """The tops of this block to all others of the cluster: two a lane, to as many blocks at a time as a warp has lanes
     for. One warp executes it.
 
-    Reads: `row_tops` of this block.
-    Writes: those of the others, asynchronously.
-    Barriers: none.
+    Reads: `row_tops` of this block. Writes: those of the others, asynchronously. Barriers: none.
     """
     groups, cluster = T.meta_var(layout.row_groups), T.meta_var(layout.cluster)
     lanes = T.meta_var(groups // 2)
@@ -133,8 +131,7 @@ def find_agreed(layout, /, s):
 def agree(layout, /, s):
     """The bound, by the warp that has no vectors.
 
-    Reads, writes: as `send_tops` and `find_agreed`.
-    Barriers: awaits OFFERED and EXCHANGED, arrives at BOUNDED.
+    Reads, writes: as `send_tops` and `find_agreed`. Barriers: awaits OFFERED and EXCHANGED, arrives at BOUNDED.
     """
     await_arrivals(s.row_barriers.ptr_to([OFFERED]))
     if layout.cluster > 1:

@@ -232,9 +232,7 @@ def count_parts(layout, /, s):
 def gather_parts(layout, /, s):
     """Concatenate the blocks' keys, which are few enough to be ranked at once. Threads that have vectors execute it.
 
-    Reads: `united`; `need` of `count_parts`.
-    Writes: `keys`.
-    Barriers: one of these threads, at the end.
+    Reads: `united`; `need` of `count_parts`. Writes: `keys`. Barriers: one of these threads, at the end.
     """
     deal = T.meta_var(Deal(layout.cluster, layout.warps))
     step = T.meta_var(deal.groups * 32)

@@ -82,8 +82,7 @@ def load_and_agree(layout: Layout, own: Own | None) -> Callable[..., Any]:
     """The same where blocks agree on a bound: a warp more prepares the block, and later finds the bound. The phase is
     (s).
 
-    Reads, writes: as the phases of `row` and `held`, or `staged` and `paced`.
-    Barriers: the cluster's, and the block's.
+    Reads, writes: as the phases of `row` and `held`, or `staged` and `paced`. Barriers: the cluster's, and the block's.
     """
     prepare = prepare_block(layout)
     load, take = (stage_row(layout), take_steps(layout)) if layout.staged else (load_row(layout), take_held(layout))

@@ -39,9 +39,7 @@ def marked_column(layout: Layout, s: Any, place: Any) -> Any:
 def put_key(layout, /, s):
     """Append `key` to the block's.
 
-    Reads: `key`, `counter`.
-    Writes: `count`, `slot`, and `found_keys` if there is room.
-    Barriers: none.
+    Reads: `key`, `counter`. Writes: `count`, `slot`, and `found_keys` if there is room. Barriers: none.
     """
     s.slot[0] = take_places(s.counter[0], T.int32(1))
     if s.slot[0] < layout.room:
@@ -53,8 +51,7 @@ def set_threshold(layout, s):
     """The bound as a value, and as a word whose elements both have that value. A NaN becomes plus infinity: no
     NaN is below that.
 
-    Reads: `bound`.
-    Writes: `threshold`, `pair`.
+    Reads: `bound`. Writes: `threshold`, `pair`.
     """
     s.threshold[0] = bits_value(T.min(s.bound[0], T.uint32(PLUS_INFINITY)))
     s.pair[0] = twice(layout.dtype, s.threshold[0])
@@ -237,9 +234,7 @@ def select_keys(layout: Layout) -> Callable[..., Any]:
 def clear_behind(layout, s):
     """Write zeros after the row's keys, as far as they are ranked at once.
 
-    Reads: `size`.
-    Writes: `keys`.
-    Barriers: one, at the end.
+    Reads: `size`. Writes: `keys`. Barriers: one, at the end.
     """
     if s.t >= s.size[0] and s.t < layout.at_once:
         s.keys[s.t] = T.uint64(0)

@@ -33,9 +33,7 @@ REACH = 8
 def raise_reference(layout, /, s):
     """Make `plain` the reference of the thread's sum.
 
-    Reads: `plain`, `factor`.
-    Writes: `reference`, `base`, `rest`, `near`, `sum`; scratch is `power`.
-    Barriers: none.
+    Reads: `plain`, `factor`. Writes: `reference`, `base`, `rest`, `near`, `sum`; scratch is `power`. Barriers: none.
     """
     s.power[0] = (s.reference[0] - s.plain[0]) * s.factor[0] - s.rest[0]
     s.reference[0] = s.plain[0]

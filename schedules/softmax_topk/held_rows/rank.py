@@ -45,8 +45,7 @@ def write_ranked(k, rankers, /, s):
 def rank_all(layout: Layout) -> Callable[..., Any]:
     """Any number of keys, fewer than k included. The phase is (s).
 
-    Reads, writes: as `finish_row`.
-    Barriers: several.
+    Reads, writes: as `finish_row`. Barriers: several.
     """
     threads, k = layout.block_threads, layout.k
     completed, rank, write = complete(layout.vocab, k), rank_key(threads, RANKERS), write_ranked(k, RANKERS)

@@ -155,8 +155,7 @@ def load_row(layout, /, s):
 def load_vector(layout: Layout) -> Callable[..., Any]:
     """`vector` = the thread's vector number u, in registers a constant. The phase is (s, u).
 
-    Reads: `raw` or `staged`.
-    Barriers: none.
+    Reads: `raw` or `staged`. Barriers: none.
     """
 
     @T.inline
@@ -183,8 +182,7 @@ def read_staged(layout, s, u, at):
 def load_staged(layout, /, s, i):
     """`vector` = the thread's vectors of step i, staged.
 
-    Reads: `staged`.
-    Barriers: none.
+    Reads: `staged`. Barriers: none.
     """
     for v in T.unroll(layout.step):
         read_staged(layout, s, i * layout.step + v, 4 * v)

@@ -62,9 +62,7 @@ def weigh_vector(layout, /, s, peak):
     """Add the exponentials of a vector to the thread's sum (Milakov & Gimelshein 2018, Algorithm 3, lines 4 to 6, by
     vectors). `peak` is a word that has the vector's largest element.
 
-    Reads: `vector`, `factor`.
-    Writes: `sum`, `reference`; scratch is `plain`, `power`, `partial`.
-    Barriers: none.
+    Reads: `vector`, `factor`. Writes: `sum`, `reference`; scratch is `plain`, `power`, `partial`. Barriers: none.
     """
     dtype, per_word = T.meta_var(layout.dtype), T.meta_var(layout.per_word)
     s.plain[0] = s.reference[0]

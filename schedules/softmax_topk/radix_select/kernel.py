@@ -148,9 +148,7 @@ def merge_exchange(k, threads, /, io, row, t, s):
 
     The comparators (i, i + distance) of one step touch no key twice.
 
-    Reads, writes: `indices`; `key`, `other`.
-    Barriers: one each step.
-    After: the row's keys are in descending order.
+    Reads, writes: `indices`; `key`, `other`. Barriers: one each step. After: the row's keys are in descending order.
     """
     half = T.meta_var(1 << max((k - 1).bit_length() - 1, 0))
     p: T.int32 = half

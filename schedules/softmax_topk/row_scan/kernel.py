@@ -111,8 +111,7 @@ def vectors_of(extents: Extents, c: Any) -> tirx.PrimExpr:
 def sift_down(s, size):
     """Insert a key into the heap.
 
-    Reads: `key`, `node`.
-    Writes: `heap`: the key sinks from the hole at the node of the min-heap of this size.
+    Reads: `key`, `node`. Writes: `heap`: the key sinks from the hole at the node of the min-heap of this size.
     """
     s.child[0] = s.node[0] * 2 + 1
     while s.child[0] < size:
@@ -132,9 +131,7 @@ def sift_down(s, size):
 def fill_heap(k, /, io, row, s):
     """Make a heap of the first k elements.
 
-    Reads: the first k elements.
-    Writes: `heap`.
-    After: it holds them as a heap.
+    Reads: the first k elements. Writes: `heap`. After: it holds them as a heap.
     """
     for j in range(k):
         s.heap[j] = heap_key(element(io, row, j), j)
@@ -148,8 +145,7 @@ def fill_heap(k, /, io, row, s):
 def offer(k, /, io, row, s, j):
     """An element into the heap if it belongs there.
 
-    Reads: the element in column j.
-    Writes: `heap`, if the element is better than the k-th best.
+    Reads: the element in column j. Writes: `heap`, if the element is better than the k-th best.
     """
     s.key[0] = heap_key(element(io, row, j), j)
     if s.key[0] > s.heap[0]:
@@ -161,9 +157,7 @@ def offer(k, /, io, row, s, j):
 def begin_row(extents, /, io, row, s):
     """Begin a row: the first k elements in the heap, and sums of 0.
 
-    Reads: the first k elements.
-    Writes: `m`, `part`, `heap`, `tau`.
-    After: the heap holds the first k elements.
+    Reads: the first k elements. Writes: `m`, `part`, `heap`, `tau`. After: the heap holds the first k elements.
     """
     s.m[0] = T.min_value("float32")
     for lane in T.vectorized(extents.lanes):
@@ -176,9 +170,7 @@ def begin_row(extents, /, io, row, s):
 def chunk_maximum(extents, /, io, row, s, c):
     """A chunk's maximum.
 
-    Reads: chunk c.
-    Writes: `top`, `fold`.
-    After: `top` has each lane's largest element, `fold[0]` the chunk's.
+    Reads: chunk c. Writes: `top`, `fold`. After: `top` has each lane's largest element, `fold[0]` the chunk's.
     """
     lanes = T.meta_var(extents.lanes)
     for lane in T.vectorized(lanes):
@@ -198,9 +190,7 @@ def chunk_maximum(extents, /, io, row, s, c):
 def rescale_sums(extents, /, io, row, s):
     """Make the sums relative to a new maximum.
 
-    Reads: `fold[0]`, a new maximum of the row.
-    Writes: `part`, `m`.
-    After: the sums are relative to it.
+    Reads: `fold[0]`, a new maximum of the row. Writes: `part`, `m`. After: the sums are relative to it.
     """
     for lane in T.vectorized(extents.lanes):
         s.part[lane] = s.part[lane] * T.Cast("float64", T.exp((s.m[0] - s.fold[0]) * io.scale))
@@ -214,9 +204,7 @@ def offer_from_chunk(extents, /, io, row, s, c):
     Few lanes have the elements that made the chunk exceed the threshold. A lane's elements are `lanes` columns apart,
     so they are not offered in the order of columns, and equals of the threshold must be offered too: keys decide.
 
-    Reads: chunk c, `top`, `tau`.
-    Writes: `heap`, `tau`.
-    After: the heap holds the k best of all up to this chunk.
+    Reads: chunk c, `top`, `tau`. Writes: `heap`, `tau`. After: the heap holds the k best of all up to this chunk.
     """
     lanes, k = T.meta_var(extents.lanes), T.meta_var(extents.k)
     for lane in range(lanes):
@@ -234,8 +222,7 @@ def add_exponentials(extents, /, io, row, s, c):
 
     A chunk's exponentials are added to each other first, since each addition to a long row's sum rounds.
 
-    Reads: chunk c, `m`.
-    Writes: `part`; as scratch `top`.
+    Reads: chunk c, `m`. Writes: `part`; as scratch `top`.
     """
     lanes = T.meta_var(extents.lanes)
     for lane in T.vectorized(lanes):
@@ -276,9 +263,7 @@ def finish_row(extents, /, io, row, s):
 def refill_heap(extents, /, io, row, s):
     """Fill the heap again, for a row with a NaN.
 
-    Reads: the row.
-    Writes: `heap`.
-    After: it holds the k best, NaN first.
+    Reads: the row. Writes: `heap`. After: it holds the k best, NaN first.
     """
     fill_heap(extents.k)(io, row, s)
     for i in range(extents.vocab - extents.k):
@@ -289,8 +274,7 @@ def refill_heap(extents, /, io, row, s):
 def sort_heap(extents, /, io, row, s):
     """Sort the keys.
 
-    Reads, writes: `heap`.
-    After: its keys are in descending order (heapsort: the least goes to the end).
+    Reads, writes: `heap`. After: its keys are in descending order (heapsort: the least goes to the end).
     """
     k = T.meta_var(extents.k)
     for i in range(k - 1):
@@ -304,8 +288,7 @@ def sort_heap(extents, /, io, row, s):
 def write_outputs(extents, /, io, row, s):
     """Values, indices and given columns.
 
-    Reads: `heap`, `m`, `d`, `ids` and the elements in these columns.
-    Writes: all outputs.
+    Reads: `heap`, `m`, `d`, `ids` and the elements in these columns. Writes: all outputs.
     """
     for i in range(extents.k):
         io.indices[row, i] = index_of(s.heap[i])

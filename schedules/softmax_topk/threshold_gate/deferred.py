@@ -53,9 +53,7 @@ def mark_tile(layout, /, s, i, attempt):
 def place_marked(tiling, /, s, number):
     """Where a marked tile lies.
 
-    Reads: `marked`.
-    Writes: `at`, `slot`.
-    Barriers: none.
+    Reads: `marked`. Writes: `at`, `slot`. Barriers: none.
     """
     s.slot[0] = T.Cast("int32", s.marked[number])
     place_tile(tiling)(s, s.at, s.slot[0] // tiling.threads, s.slot[0] % tiling.threads)
@@ -65,8 +63,7 @@ def place_marked(tiling, /, s, number):
 def load_copied(pool, /, s, number):
     """The elements of a marked tile that was copied.
 
-    Reads: `copied`.
-    Writes: `x`.
+    Reads: `copied`. Writes: `x`.
     """
     for e in T.unroll(pool.tiling.held // 4):
         for v in T.vectorized(4):

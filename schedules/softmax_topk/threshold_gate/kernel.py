@@ -33,9 +33,7 @@ from .tiles import locate_row
 def gather_survivors(layout, /, s):
     """Let every thread know the block's number of survivors and its largest element, once the share has been read.
 
-    Reads: `count`, `warp_largest`.
-    Writes: `size`, `largest`.
-    Barriers: none.
+    Reads: `count`, `warp_largest`. Writes: `size`, `largest`. Barriers: none.
     """
     s.size[0] = s.count[0]
     s.ordered[0] = T.call_extern(
@@ -95,9 +93,7 @@ def refer_to_largest(s):
 def invert_sum(s):
     """What outputs need of the sum: its inverse for probabilities, or its logarithm.
 
-    Reads: `sum`.
-    Writes: `inverse`, `logarithm`.
-    Barriers: none.
+    Reads: `sum`. Writes: `inverse`, `logarithm`. Barriers: none.
     """
     s.inverse[0] = T.float32(1) / s.sum[0]
     s.logarithm[0] = T.float32(0)
@@ -115,9 +111,7 @@ def few_marked(layout: Layout, s: Any) -> tirx.PrimExpr:
 def try_one_warp(layout, /, s):
     """Let one warp finish the row if it can. See `few_marked`.
 
-    Reads: `sum`, and what `finish_by_one_warp` reads.
-    Writes: `written`, and the outputs if that is 1.
-    Barriers: one.
+    Reads: `sum`, and what `finish_by_one_warp` reads. Writes: `written`, and the outputs if that is 1. Barriers: one.
     """
     if s.t < 32:
         invert_sum(s)
@@ -135,9 +129,7 @@ def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
 def finish_row(layout: Layout) -> Callable[..., Any]:
     """Compute the outputs from a row's survivors and its sum, by the row's first block. The phase is (s).
 
-    Reads: `keys`, `size`, `sum`, `written`, and what its parts read.
-    Writes: the outputs.
-    Barriers: several.
+    Reads: `keys`, `size`, `sum`, `written`, and what its parts read. Writes: the outputs. Barriers: several.
     """
     completed, rank = complete(layout.vocab, layout.k), rank_survivors(layout)
     write_given = write_given_columns(

@@ -37,8 +37,7 @@ def exponent(s: Any, value: Any) -> tirx.PrimExpr:
 def clear_bins(layout, /, s):
     """Set to 0 what `rank_in_bins` expects as 0.
 
-    Writes: `counts`, `flag`.
-    Barriers: none.
+    Writes: `counts`, `flag`. Barriers: none.
     """
     threads, bins = T.meta_var(layout.tiling.threads), T.meta_var(layout.pool.bins)
     for i in T.unroll(ceildiv(bins, 4 * threads)):
@@ -53,9 +52,7 @@ def clear_bins(layout, /, s):
 def least_value(layout, /, s):
     """For a row without a threshold: the smallest value of the keys that is not minus infinity.
 
-    Reads: `keys`, `size`.
-    Writes: `threshold`; scratch is `warp_ranked`, `bits`.
-    Barriers: one.
+    Reads: `keys`, `size`. Writes: `threshold`; scratch is `warp_ranked`, `bits`. Barriers: one.
     """
     threads, warps = T.meta_var(layout.tiling.threads), T.meta_var(layout.tiling.warps)
     s.bits[0] = T.uint32(0xFFFFFFFF)
@@ -92,9 +89,7 @@ def rank_by_counting(layout, place, rankers, /, s):
 
     `rankers` threads share the ranking of a key.
 
-    Reads: keys[0:size].
-    Writes: what `place` does; scratch is `need`, `pivot`, `slot`.
-    Barriers: none.
+    Reads: keys[0:size]. Writes: what `place` does; scratch is `need`, `pivot`, `slot`. Barriers: none.
     """
     threads = T.meta_var(layout.tiling.threads)
     for i in loop_of(layout.unroll)((s.size[0] * rankers + (threads - 1)) // threads):
@@ -107,9 +102,7 @@ def rank_by_counting(layout, place, rankers, /, s):
 def sort_best(layout, /, s):
     """Sort the k best keys, whatever they are, into `kept`. After a barrier.
 
-    Reads: keys[0:size].
-    Writes: `keys`, `kept`, and scratch as `keep_best`.
-    Barriers: several.
+    Reads: keys[0:size]. Writes: `keys`, `kept`, and scratch as `keep_best`. Barriers: several.
     """
     threads, k = T.meta_var(layout.tiling.threads), T.meta_var(layout.k)
     rounded, loop = T.meta_var(layout.pool.rounded), T.meta_var(loop_of(layout.unroll))

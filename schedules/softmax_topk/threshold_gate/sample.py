@@ -106,9 +106,7 @@ def lower_threshold(layout, /, s):
 def refer_to_sample(s):
     """Make the largest element of a sample, if it is finite and not far below 0, the reference of the exponentials.
 
-    Reads: `sample_top`, `factor`.
-    Writes: `largest`, `reference`.
-    Barriers: none.
+    Reads: `sample_top`, `factor`. Writes: `largest`, `reference`. Barriers: none.
     """
     s.largest[0] = T.Select(s.sample_top[0] < T.uint32(PLUS_INFINITY), bits_value(s.sample_top[0]), T.float32(0))
     s.reference[0] = sampled_reference(s.largest[0] * s.factor[0])
@@ -184,9 +182,7 @@ def combine_samples(layout: Layout) -> Callable[..., Any]:
 def limit_maxima(layout, /, s):
     """As `limit_equals` where the threshold is the sample's maximum, so that none is larger.
 
-    Reads: `x`, `threshold`, `start`, `end`; found[EQUALS], which comes as 0.
-    Writes: `equals_until`.
-    Barriers: one.
+    Reads: `x`, `threshold`, `start`, `end`; found[EQUALS], which comes as 0. Writes: `equals_until`. Barriers: one.
     """
     tiling = T.meta_var(layout.tiling)
     equal = T.alloc_local([1], "int32")
@@ -213,9 +209,7 @@ def limit_equals(layout, /, s):
     (`FirstThreshold.equals`). How many of either the block's share has is known from the sample, which is one of its
     tiles; for the other tiles it assumes as many as all but one of a thousand rows in random order have.
 
-    Reads: `x`, `threshold`, `start`, `end`; found[EQUALS], which comes as 0.
-    Writes: `equals_until`.
-    Barriers: one.
+    Reads: `x`, `threshold`, `start`, `end`; found[EQUALS], which comes as 0. Writes: `equals_until`. Barriers: one.
     """
     tiling, larger = T.meta_var(layout.tiling), T.meta_var(1 << COUNT_BITS)
     counted = T.alloc_local([1], "int32")
@@ -285,9 +279,7 @@ def floor_of_warp(layout, /, s):
     the first one of a descending row begins with them. The ends of the vectors only tell whether it is worth looking;
     what is found holds for any row. A NaN is left out of a minimum, which it counts as larger than.
 
-    Reads: `x`.
-    Writes: `floor`, an order; 0 if the row is not in order.
-    Barriers: none, but all lanes take part.
+    Reads: `x`. Writes: `floor`, an order; 0 if the row is not in order. Barriers: none, but all lanes take part.
     """
     tiling, first = T.meta_var(layout.tiling), T.meta_var(layout.first)
     last, width = T.meta_var(layout.first.last_vector), T.meta_var(tiling.width)

@@ -26,9 +26,7 @@ SAMPLE, REPEATED = 1, 2
 def await_producer(layout, /, s):
     """Do what does not depend on the producer kernel, and then wait until what that wrote is visible.
 
-    Reads: `address`, `start`, `end`.
-    Writes: `ahead`; `counts`, `flag` as 0 if bins will be needed.
-    Barriers: none.
+    Reads: `address`, `start`, `end`. Writes: `ahead`; `counts`, `flag` as 0 if bins will be needed. Barriers: none.
     """
     if layout.tiling.cluster > 1:
         announce_block(s)
@@ -83,9 +81,7 @@ def begin_pass(layout, /, s, attempt):
 def add_exponentials(layout, /, s):
     """Add the tile's exponentials to the thread's sum.
 
-    Reads: `x`, `factor`, `reference`.
-    Writes: `sum`, `sum_before`; scratch is `power`.
-    Barriers: none.
+    Reads: `x`, `factor`, `reference`. Writes: `sum`, `sum_before`; scratch is `power`. Barriers: none.
     """
     s.sum_before[0] = s.sum[0]
     for e in T.unroll(layout.tiling.held):
@@ -203,9 +199,7 @@ def stream_row(layout, /, s, attempt):
 def share_of_warp(s):
     """A warp's sum and its largest element, for the block.
 
-    Reads: `sum`, `largest`.
-    Writes: `warp_sums`, `warp_largest`.
-    Barriers: none, but all lanes take part.
+    Reads: `sum`, `largest`. Writes: `warp_sums`, `warp_largest`. Barriers: none, but all lanes take part.
     """
     s.plain[0] = T.cuda.warp_sum(s.sum[0])
     order(s.largest[0], s.power, s.ordered)
@@ -219,9 +213,7 @@ def share_of_warp(s):
 def add_up(layout, /, s):
     """The block's sum of exponentials.
 
-    Reads: `warp_sums`.
-    Writes: `sum`.
-    Barriers: none.
+    Reads: `warp_sums`. Writes: `sum`. Barriers: none.
     """
     s.sum[0] = T.float32(0)
     if s.t % 32 < layout.tiling.warps:

@@ -29,9 +29,7 @@ def key_in_buffer(keys: Any, i: Any) -> Any:
 def mark_elements(s, first, extent, threshold):
     """Set the bits of those of x[first:first + extent] that reach a threshold, as every NaN does.
 
-    Reads: `x`.
-    Writes: `bits`.
-    Barriers: none.
+    Reads: `x`. Writes: `bits`. Barriers: none.
     """
     for e in T.unroll(extent):
         if not_below(s.x[first + e], threshold[0]):
@@ -42,9 +40,7 @@ def mark_elements(s, first, extent, threshold):
 def unmark_equals(tiling, /, s):
     """Clear the bits of elements that equal the threshold and lie after its column.
 
-    Reads: `x`, `threshold`, `equals_until`, `at`.
-    Writes: `bits`.
-    Barriers: none.
+    Reads: `x`, `threshold`, `equals_until`, `at`. Writes: `bits`. Barriers: none.
     """
     if s.equals_until[0] < tiling.vocab:
         for e in T.unroll(tiling.held):
@@ -65,9 +61,7 @@ def mark_survivors(layout, /, s, attempt):
 
     When a row is read again, tiles of NaN alone are looked at, too.
 
-    Reads: `x`, `top`, `threshold`, `equals_until`, `at`, `pending`.
-    Writes: `bits`.
-    Barriers: none.
+    Reads: `x`, `top`, `threshold`, `equals_until`, `at`, `pending`. Writes: `bits`. Barriers: none.
     """
     tiling = T.meta_var(layout.tiling)
     unmark = T.meta_var(unmark_equals(tiling))
@@ -165,9 +159,7 @@ def compact(layout, /, s):
 def take_pivot(s, vocab):
     """Make the k-th key the threshold. Its last digits are 0 where equal elements did not have to be distinguished.
 
-    Reads: `pivot`.
-    Writes: `threshold`, `equals_until`.
-    Barriers: none.
+    Reads: `pivot`. Writes: `threshold`, `equals_until`. Barriers: none.
     """
     s.threshold[0] = key_value(s.pivot[0])
     s.equals_until[0] = T.Cast("int32", T.min(key_index(s.pivot[0]), T.uint32(vocab)))

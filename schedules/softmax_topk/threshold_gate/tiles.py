@@ -41,9 +41,7 @@ def rows_beside(layout: Layout) -> tirx.PrimExpr:
 def locate_row(layout, /, s):
     """The columns and the address of this block's share.
 
-    Reads: the arguments.
-    Writes: `row`, `lead`, `start`, `end`, `address`, `factor`.
-    Barriers: none.
+    Reads: the arguments. Writes: `row`, `lead`, `start`, `end`, `address`, `factor`. Barriers: none.
     """
     tiling = T.meta_var(layout.tiling)
     vocab, width = T.meta_var(tiling.vocab), T.meta_var(tiling.width)
@@ -127,9 +125,7 @@ def prefetch_tile(tiling, /, s, address):
     Each thread asks for a line of its own and its neighbours' vectors. The row at `address` may begin at another place
     within a vector than the row that `start` and `end` belong to.
 
-    Reads: `start`, `end`.
-    Writes: `ahead`.
-    Barriers: none.
+    Reads: `start`, `end`. Writes: `ahead`. Barriers: none.
     """
     place_tile(tiling)(s, s.ahead, 0, s.t)
     for u in T.unroll(tiling.vectors):
@@ -184,9 +180,7 @@ def take_tile(layout: Layout) -> Callable[..., Any]:
 def find_top(s, held):
     """The largest of the tile's elements; NaN is left out.
 
-    Reads: `x`.
-    Writes: `top`.
-    Barriers: none.
+    Reads: `x`. Writes: `top`. Barriers: none.
     """
     s.top[0] = folded(T.max, s.x, 0, held)
 # fmt: on

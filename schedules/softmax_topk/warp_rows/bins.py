@@ -70,9 +70,7 @@ def find_bin(layout, /, s, x):
     A larger x never gets a later bin, whatever `top` and `fine` are: each step of the computation is monotonic. An
     intermediate NaN (a difference of infinities) goes to bin 0.
 
-    Reads: `top`, `fine`.
-    Writes: `bin`, `value`.
-    After: `bin` is the number of x's bin, plus MAGIC_BITS.
+    Reads: `top`, `fine`. Writes: `bin`, `value`. After: `bin` is the number of x's bin, plus MAGIC_BITS.
     """
     T.ptx.sub.rn.f32(s.value[0], s.top[0], x)
     T.ptx.fma.rn.f32(
@@ -85,9 +83,7 @@ def find_bin(layout, /, s, x):
 def clear_bins(layout, /, io, at, s):
     """Empty bins.
 
-    Writes: `counts`, `first`.
-    Barriers: none.
-    After: all counts are 0.
+    Writes: `counts`, `first`. Barriers: none. After: all counts are 0.
     """
     for b in T.unroll(layout.lane_bins // 4):
         for v in T.vectorized(4):
@@ -179,8 +175,7 @@ def read_back(layout, /, at, s):
     `top` does not change, but the assembler does not know that. It would keep the bins of all elements since they were
     counted, and there are not enough registers for that; with a `top` that may be another one it finds them again.
 
-    Reads: the free word of `counts`.
-    Writes: `top`.
+    Reads: the free word of `counts`. Writes: `top`.
     """
     T.ptx.ld.volatile.shared.f32(s.top[0], s.counts.ptr_to([at.warp * layout.counts]))
 

@@ -180,9 +180,7 @@ def sort_keys(layout, /, io, at, s):
 def write_sorted(layout, /, io, at, s):
     """Write the first k keys to the outputs.
 
-    Reads: the first k of `keys`.
-    Writes: the values and indices.
-    Barriers: none.
+    Reads: the first k of `keys`. Writes: the values and indices. Barriers: none.
     """
     for i in T.serial((layout.k - at.lane + 31) // 32):
         write_key(io, s, i * 32 + at.lane, s.keys[at.keys + i * 32 + at.lane])

@@ -55,8 +55,7 @@ def collect_reached(layout, /, io, at, s):
 def pad_keys(at, s):
     """Write two keys after the last one, smaller than all others, because keys are read two at a time.
 
-    Reads: `size`.
-    Writes: these two of `keys`.
+    Reads: `size`. Writes: these two of `keys`.
     """
     if at.lane < 2:
         s.keys[at.keys + s.size[0] + at.lane] = T.uint64(0)
@@ -66,8 +65,7 @@ def pad_keys(at, s):
 def count_larger(layout, /, at, s, j):
     """One step of ranking: a key against two.
 
-    Reads: `key`, the j-th two of `keys`.
-    Writes: `rank`, to which it adds how many of the two are larger.
+    Reads: `key`, the j-th two of `keys`. Writes: `rank`, to which it adds how many of the two are larger.
     """
     for v in T.vectorized(2):
         s.pair[v] = s.keys[at.warp * layout.keys + j * 2 + v]
@@ -80,9 +78,7 @@ def count_larger(layout, /, at, s, j):
 def rank_by_counting(layout, /, io, at, s):
     """Compare each key with all others, and write it by its rank.
 
-    Reads: `keys`, `size`.
-    Writes: two keys after the last, the values and indices.
-    Barriers: one, at the start.
+    Reads: `keys`, `size`. Writes: two keys after the last, the values and indices. Barriers: one, at the start.
     """
     pad_keys(at, s)
     T.cuda.warp_sync()

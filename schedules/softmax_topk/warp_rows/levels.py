@@ -18,9 +18,7 @@ ELEMENTS, LEVELS = 8, 4
 def order_row(layout, /, io, at, s):
     """Turn the row into integers that order as its elements do.
 
-    Reads: `x`.
-    Writes: `ordered_row`, 0 for what is not of the row, which no element is.
-    Barriers: none.
+    Reads: `x`. Writes: `ordered_row`, 0 for what is not of the row, which no element is. Barriers: none.
     """
     for e in T.unroll(layout.held):
         order(s.x[e], s.value, s.ordered)

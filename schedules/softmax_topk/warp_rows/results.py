@@ -16,8 +16,7 @@ from ..elements import write_given, written_element
 def write_key(io, s, rank, key):
     """Write a key's value and index, by its rank.
 
-    Reads: what `sum_exponentials` wrote.
-    Writes: the value and the index of this rank.
+    Reads: what `sum_exponentials` wrote. Writes: the value and the index of this rank.
     """
     T.ptx.st.global_.s64(s.outputs_at[1] + T.Cast("uint64", rank * 8), T.Cast("int64", key_index(key)))
     T.ptx.fma.rn.f32(s.power[0], key_value(key), s.factor[0], T.float32(0) - s.reference[0])
@@ -31,9 +30,7 @@ def write_key(io, s, rank, key):
 def write_asked(layout, /, io, at, s):
     """Write the probabilities of given columns.
 
-    Reads: `ids`, the logits in these columns, and what `sum_exponentials` wrote.
-    Writes: `given`.
-    Barriers: none.
+    Reads: `ids`, the logits in these columns, and what `sum_exponentials` wrote. Writes: `given`. Barriers: none.
     """
     for i in T.serial((layout.ids - at.lane + 31) // 32):
         T.ptx.ld.global_.s64(s.wanted[0], io.ids.ptr_to([at.row, i * 32 + at.lane]))

@@ -170,9 +170,7 @@ def sum_exponentials(layout, /, io, at, s):
 def mark_reached(layout, /, s):
     """A bit for each element that reaches the gate.
 
-    Reads: `x`, `gate`.
-    Writes: `marks`.
-    After: a bit for each element that is not below `gate`, as no NaN is.
+    Reads: `x`, `gate`. Writes: `marks`. After: a bit for each element that is not below `gate`, as no NaN is.
     """
     for w in T.unroll(layout.mark_words):
         s.marks[w] = T.uint32(0)

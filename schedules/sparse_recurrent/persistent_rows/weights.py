@@ -192,8 +192,7 @@ def hold(e, /, s, io, row, r):
 def load_weights(e, /, s, io):
     """Bring the group's weights on chip.
 
-    Reads: the entries. Writes: `weights`, `zeros`.
-    Barriers: none, but all lanes of a warp take part.
+    Reads: the entries. Writes: `weights`, `zeros`. Barriers: none, but all lanes of a warp take part.
     """
     for u in T.unroll(e.units):
         for g in T.unroll(e.gates):
