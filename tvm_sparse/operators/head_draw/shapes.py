@@ -1,0 +1,13 @@
+"""Shapes of this operator, as problem keys; `core.registry` says what each list is for."""
+
+QUICKSTART: tuple[str, ...] = ()
+AWKWARD: tuple[str, ...] = (
+    "head_draw/batch=1,vocab=1,hidden=1,dtype=float32",
+    "head_draw/batch=3,vocab=301,hidden=24,dtype=bfloat16,bias=1,per_row=1,seeded=2",
+    "head_draw/batch=19,vocab=1333,hidden=72,dtype=float16,seeded=1,capped=1",
+    "head_draw/batch=5,vocab=517,hidden=33,dtype=float32,bias=1,seeded=3",  # rows that are no whole vectors
+)
+REALISTIC: tuple[str, ...] = (
+    "head_draw/batch=1,vocab=128256,hidden=4096,dtype=bfloat16",
+    "head_draw/batch=64,vocab=151936,hidden=4096,dtype=bfloat16,seeded=2",
+)
