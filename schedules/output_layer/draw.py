@@ -83,9 +83,9 @@ class State(Buffers):
         The best slice of a thread, then of a warp and of the row: ordered bits and number.
     m, d
         Maximum and sum: of a thread's slices, then of the row.
-    up_to, before, top, other
-        The sum up to a thread's last slice, in units of a warp and then of the row; that before its first one; a
-        maximum; scratch.
+    own, up_to, before, top, other
+        What a thread's slices add to the sum, in units of a warp and then of the row; the sum up to its last slice; that
+        before its first one; a maximum; scratch.
     aim, tile, lane
         What is to be passed; the slice; the token's number in it.
     raw, small
@@ -105,6 +105,7 @@ class State(Buffers):
     key: Any = local("uint64")
     m: Any = local("float32")
     d: Any = local("float32")
+    own: Any = local("float32")
     up_to: Any = local("float32")
     before: Any = local("float32")
     top: Any = local("float32")
@@ -169,7 +170,7 @@ def sum_slices(e: Any) -> Callable[..., Any]:
         s.key[0] = T.uint64(0)
         s.m[0] = LOWEST
         s.d[0] = T.float32(0)
-        for i in T.serial(ceildiv(slices_each(e), SLICES)):
+        for i in T.serial(ceildiv(slices_each(e), SLICES), unroll=False):
             load(io, s, i * SLICES, tiles)
             for j in T.unroll(min(SLICES, slices_each(e))):
                 s.key[0] = T.max(
@@ -186,8 +187,8 @@ def join_threads(e: Any) -> Callable[..., Any]:
     """Join what the threads have summed; the phase is (s, factor).
 
     Reads: `key`, `m`, `d`.
-    Writes: `key`, of the row; `m` and `d`, of the row; `up_to` and `before` of the thread's slices; scratch `keys`,
-        `sums`.
+    Writes: `key`, of the row; `m` and `d`, of the row; `own`, `up_to` and `before` of the thread's slices; scratch
+        `keys`, `sums`.
     Barriers: one, and shuffles.
     """
     warps = e.threads // WARP
@@ -198,7 +199,8 @@ def join_threads(e: Any) -> Callable[..., Any]:
         for b in T.unroll(5):
             s.key[0] = T.max(s.key[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.key[0], 1 << b, 32, 32))
             s.top[0] = T.max(s.top[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.top[0], 1 << b, 32, 32))
-        s.up_to[0] = s.d[0] * T.exp2((s.m[0] - s.top[0]) * factor)
+        s.own[0] = s.d[0] * T.exp2((s.m[0] - s.top[0]) * factor)
+        s.up_to[0] = s.own[0]
         scan_lanes(s.t, s.up_to, s.other)
         s.other[0] = T.tvm_warp_shuffle_up(T.uint32(FULL_WARP), s.up_to[0], 1, 32, 32)
         s.before[0] = T.Select(s.t % WARP == 0, T.float32(0), s.other[0])
@@ -206,19 +208,25 @@ def join_threads(e: Any) -> Callable[..., Any]:
             s.keys[s.t // WARP] = s.key[0]
             s.sums[s.t // WARP] = s.up_to[0]
         T.cuda.cta_sync()
+        # Every warp joins the warps, a lane each.
         s.key[0] = T.uint64(0)
-        for w in T.serial(warps):
-            s.key[0] = T.max(s.key[0], s.keys[w])
-        s.m[0] = T.max(key_value(s.key[0]), LOWEST)
-        s.other[0] = T.exp2((s.top[0] - s.m[0]) * factor)
-        s.up_to[0] = s.up_to[0] * s.other[0]
-        s.before[0] = s.before[0] * s.other[0]
         s.d[0] = T.float32(0)
-        for w in T.serial(warps):
-            if w == s.t // WARP:
-                s.up_to[0] = s.up_to[0] + s.d[0]
-                s.before[0] = s.before[0] + s.d[0]
-            s.d[0] = s.d[0] + s.sums[w] * T.exp2((T.max(key_value(s.keys[w]), LOWEST) - s.m[0]) * factor)
+        if s.t % WARP < warps:
+            s.key[0] = s.keys[s.t % WARP]
+            s.d[0] = s.sums[s.t % WARP]
+        s.other[0] = T.max(key_value(s.key[0]), LOWEST)
+        for b in T.unroll(5):
+            s.key[0] = T.max(s.key[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.key[0], 1 << b, 32, 32))
+        s.m[0] = T.max(key_value(s.key[0]), LOWEST)
+        s.d[0] = s.d[0] * T.exp2((s.other[0] - s.m[0]) * factor)
+        scan_lanes(s.t, s.d, s.other)
+        s.other[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.d[0], T.max(s.t // WARP - 1, 0), 32, 32)
+        s.d[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.d[0], WARP - 1, 32, 32)
+        s.other[0] = T.Select(s.t < WARP, T.float32(0), s.other[0])
+        s.top[0] = T.exp2((s.top[0] - s.m[0]) * factor)
+        s.own[0] = s.own[0] * s.top[0]
+        s.up_to[0] = s.up_to[0] * s.top[0] + s.other[0]
+        s.before[0] = s.before[0] * s.top[0] + s.other[0]
 
     return phase
 
@@ -227,7 +235,7 @@ def choose_thread(e: Any) -> Callable[..., Any]:
     """Find the thread whose slices reach `aim`: the first, or the last with a mass where by rounding none does. The
     phase is (s).
 
-    Reads: `up_to`, `before`, `aim`.
+    Reads: `own`, `up_to`, `aim`.
     Writes: `lane`, the thread; scratch `picks`, `lasts`.
     Barriers: one, and shuffles.
     """
@@ -235,18 +243,18 @@ def choose_thread(e: Any) -> Callable[..., Any]:
 
     @T.inline
     def phase(s):
-        s.tile[0] = lanes_min(T.Select(T.And(s.up_to[0] > s.before[0], s.up_to[0] > s.aim[0]), s.t, NONE))
-        s.lane[0] = lanes_max(T.Select(s.up_to[0] > s.before[0], s.t, 0))
+        s.tile[0] = lanes_min(T.Select(T.And(s.own[0] > T.float32(0), s.up_to[0] > s.aim[0]), s.t, NONE))
+        s.lane[0] = lanes_max(T.Select(s.own[0] > T.float32(0), s.t, 0))
         if s.t % WARP == 0:
             s.picks[s.t // WARP] = s.tile[0]
             s.lasts[s.t // WARP] = s.lane[0]
         T.cuda.cta_sync()
         s.tile[0] = NONE
         s.lane[0] = 0
-        for w in T.serial(warps):
-            s.tile[0] = T.min(s.tile[0], s.picks[w])
-            s.lane[0] = T.max(s.lane[0], s.lasts[w])
-        s.lane[0] = T.min(s.tile[0], s.lane[0])
+        if s.t % WARP < warps:
+            s.tile[0] = s.picks[s.t % WARP]
+            s.lane[0] = s.lasts[s.t % WARP]
+        s.lane[0] = T.min(lanes_min(s.tile[0]), lanes_max(s.lane[0]))
 
     return phase
 
@@ -254,19 +262,19 @@ def choose_thread(e: Any) -> Callable[..., Any]:
 def find_slice(e: Any) -> Callable[..., Any]:
     """Find the slice that reaches `aim`, for the thread that has it; the phase is (io, s, tiles, factor).
 
-    Reads: `slices`, `m`, `aim`, `before`.
-    Writes: `where`, `rest`; `aim` and `before` are lost.
+    Reads: `slices`, `m`, `key`, `aim`, `before`.
+    Writes: `where`, the best slice of the row where rounding leaves the thread none; `rest`; `before` is lost.
     Barriers: none.
     """
     load = load_slices(e)
 
     @T.inline
     def phase(io, s, tiles, factor):
-        s.tile[0] = 0
+        s.tile[0] = T.Cast("int32", key_index(s.key[0]))
         # What a slice has, once one is found that reaches the aim.
         s.other[0] = T.float32(0)
         s.rest[0] = T.float32(0)
-        for i in T.serial(ceildiv(slices_each(e), SLICES)):
+        for i in T.serial(ceildiv(slices_each(e), SLICES), unroll=False):
             load(io, s, i * SLICES, tiles)
             for j in T.unroll(min(SLICES, slices_each(e))):
                 s.top[0] = mass_of(s, s.pair[2 * j], s.pair[2 * j + 1], factor)
@@ -315,7 +323,7 @@ def multiply_slice(e: Any) -> Callable[..., Any]:
             if task < e.tile_n * share:
                 token = T.meta_var(T.Cast("int64", T.min(s.tile[0] * e.tile_n + task // share, io.vocab - 1)))
                 s.other[0] = T.float32(0)
-                for r in T.serial(rounds):
+                for r in T.serial(rounds, unroll=False):
                     load_round(io, s, token, r * (VECTORS * stride) + task % share * WARP + s.t % WARP)
                     for u in T.unroll(VECTORS):
                         for j in T.unroll(elements):

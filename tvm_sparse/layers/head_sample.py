@@ -9,6 +9,7 @@ from ..core.libraries import library
 from ..core.problem import width as rounded_up
 from ..formats.quantized import QuantizedEmbedding
 from ..operators.edit_logits.call import edit_logits
+from ..operators.head_draw.call import head_draw
 from ..operators.head_topk.call import FUSED_K, head_topk, pair_facts
 from ..operators.head_topk.product import all_scores, rows_at_once
 from ..operators.softmax_sample import seeds
@@ -23,15 +24,18 @@ from ..runtime.calls import outputs_for, whole_number, without_gradient
 EVEN = 1e6
 # Arguments that may have something for each row.
 OF_ROWS = ("temperature", "top_k", "top_p", "min_p", "allowed", "uniforms", "seed", "offset")
+# Arguments of a draw from all words.
+OF_DRAW = ("temperature", "bias", "uniforms", "seed", "offset", "soft_cap")
 
 
 class Parts(NamedTuple):
-    """The functions of which a draw is made: public ones, or those of a graph."""
+    """The functions of which a draw is made: public ones, or those of a graph, which has no `head_draw`."""
 
     head_topk: Callable[..., Any]
     softmax_sample: Callable[..., Any]
     scores: Callable[[Any, Any], Any]
     edit_logits: Callable[..., Any]
+    head_draw: Callable[..., Any] | None = None
 
 
 def head_sample(
@@ -121,7 +125,7 @@ def head_sample(
     ]
     options |= {name: on_host(name, options[name]) for name in held}
     batch, most = known.shape[0], rows_at_once(theirs.shape[0], known.shape[1], known.device)
-    parts = Parts(head_topk, softmax_sample, all_scores, edit_logits)
+    parts = Parts(head_topk, softmax_sample, all_scores, edit_logits, head_draw)
     if batch <= most or _bound(options, theirs.shape[0]) is not None:
         results = _drawn(parts, states, words, constant, options)
     else:
@@ -194,10 +198,28 @@ def _bound(options: dict[str, Any], vocab: int) -> tuple[int, Any] | None:
     return (top_k, heat) if 0 < top_k <= min(FUSED_K, vocab) else None
 
 
+def _draws_alone(hidden: Any, embedding: Any, options: dict[str, Any]) -> bool:
+    """Whether all words count, on a GPU: no filter is on, and no best words are wanted."""
+    if not (arrays.is_torch(hidden) and arrays.is_torch(embedding) and hidden.is_cuda and len(hidden)):
+        return False
+    top_k, (top_p, min_p) = options["top_k"], (_number(options[name]) for name in ("top_p", "min_p"))
+    if options["allowed"] is not None or options["max_top_k"] is not None or type(options["best"]) is not int:
+        return False
+    every = top_k is None or (type(top_k) is int and not 0 < top_k < embedding.shape[0])
+    heat = _number(options["temperature"])
+    suits = _is_array(options["temperature"]) or (heat is not None and GREEDY <= heat < EVEN)
+    return every and suits and top_p == 1 and min_p == 0 and options["best"] == 0
+
+
 def _drawn(parts: Parts, hidden: Any, embedding: Any, constant: bool, options: dict[str, Any]) -> tuple[Any, ...]:
     """The draw for rows whose scores are written at once, if they are written."""
     vocab = embedding.shape[0]
     bound = _bound(options, vocab)
+    if bound is None and parts.head_draw is not None and _draws_alone(hidden, embedding, options):
+        own = {name: options[name] for name in OF_DRAW}
+        found = parts.head_draw(hidden, embedding, constant=constant, **own)
+        if found is not None:
+            return tuple(found)
     if bound is None:
         scores = parts.scores(hidden, embedding)
         if options["soft_cap"] is not None:

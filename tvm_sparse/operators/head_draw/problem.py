@@ -251,7 +251,7 @@ class HeadDraw(Problem):
         rng = np.random.default_rng([seed, self.vocab, self.hidden, self.seeded])
         return [states, words, heat, *others, *numbers(rng, self.seeded, self.batch, structure == self.tuned)]
 
-    def _extras(self, inputs: Sequence[Any]) -> tuple[np.ndarray | None, float | None]:
+    def extras(self, inputs: Sequence[Any]) -> tuple[np.ndarray | None, float | None]:
         """The bias and the soft cap among the inputs; None for absent ones."""
         return inputs[4 + self.capped] if self.bias else None, inputs[4] if self.capped else None
 
@@ -259,7 +259,7 @@ class HeadDraw(Problem):
         """Scores `(rows, vocab)` in float64, the factor of each row, and which rows are greedy."""
         import numpy as np
 
-        found, heat = scores.scores(inputs[0], inputs[1], *self._extras(inputs)), inputs[2]
+        found, heat = scores.scores(inputs[0], inputs[1], *self.extras(inputs)), inputs[2]
         if not self.per_row:
             return found, np.full(len(found), float(np.float32(heat))), np.zeros(len(found), bool)
         return found, row_scales(heat), ~(np.asarray(heat) >= GREEDY)
@@ -298,7 +298,7 @@ class HeadDraw(Problem):
 
     def _slack(self, inputs: Sequence[Any]) -> np.ndarray:
         """By how much exponents of a row may be off, `(rows,)`."""
-        return self._scaled(inputs)[1] * 2 * scores.rounding(inputs[0], inputs[1], *self._extras(inputs))
+        return self._scaled(inputs)[1] * 2 * scores.rounding(inputs[0], inputs[1], *self.extras(inputs))
 
     def tolerance(self, inputs: Sequence[Any], expected: Sequence[np.ndarray]) -> list[np.ndarray | None]:
         """Log-probabilities within the rounding of scores; for tokens see `agree`."""
