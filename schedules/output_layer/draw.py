@@ -53,6 +53,7 @@ from ..softmax_sample.words import Drawing, read_uniform
 from ..softmax_topk.ending import argument_on_gpu
 from .best.sizes import VECTOR
 from .scales import has_cap, head_capped, own_arguments
+from .words import OutputLayer
 
 WARP = 32
 LOWEST = T.min_value("float32")
@@ -84,7 +85,7 @@ class State(Buffers):
     m, d
         Maximum and sum: of a thread's slices, then of the row.
     own, up_to, before, top, other
-        What a thread's slices add to the sum, in units of a warp and then of the row; the sum up to its last slice; that
+        What a thread's slices add to the sum, in units of a warp and then of the row; the sums up to its last slice and
         before its first one; a maximum; scratch.
     aim, tile, lane
         What is to be passed; the slice; the token's number in it.
@@ -384,9 +385,10 @@ def write_token(io, s, n, drawn, whole, factor):
             io.logprobs[s.row] = T.float32("nan")
 
 
-def draw_token(problem: HeadDraw, e: Any) -> Callable[..., Any]:
+def draw_token(problem: OutputLayer, e: Any) -> Callable[..., Any]:
     """The kernel, called with (io), which has `slices`. `e` has what is static: `dtype`, `hidden`, `tile_n` tokens of a
     slice, `list_tiles` slices, `threads` of a thread block, `overlap`, and `dynamic`, see `tiles.sizes`."""
+    assert isinstance(problem, HeadDraw)
     per_row = bool(problem.per_row)
     do = SimpleNamespace(
         sum_slices=sum_slices(e), join_threads=join_threads(e), choose_thread=choose_thread(e),

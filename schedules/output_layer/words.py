@@ -14,12 +14,9 @@ from tvm_sparse.operators.candidate_topk.problem import CandidateTopk
 from tvm_sparse.operators.head_draw.problem import HeadDraw
 from tvm_sparse.operators.head_topk.problem import HeadTopk
 
-OutputLayer = HeadTopk | HeadDraw | CandidateTopk | CandidateLogits
-
-
-def has_vocabulary(problem: OutputLayer) -> bool:
-    """Whether its list of tokens is the vocabulary."""
-    return isinstance(problem, HeadTopk | HeadDraw)
+# Those whose list of tokens is the vocabulary.
+ExactHead = HeadTopk | HeadDraw
+OutputLayer = ExactHead | CandidateTopk | CandidateLogits
 
 
 def draws_one(problem: OutputLayer) -> bool:
@@ -34,12 +31,12 @@ def block_of(problem: OutputLayer) -> int:
 
 def most_words(problem: OutputLayer) -> int:
     """Tokens of a list that is full."""
-    return problem.vocab if has_vocabulary(problem) else problem.m * block_of(problem)
+    return problem.vocab if isinstance(problem, ExactHead) else problem.m * block_of(problem)
 
 
 def lists_of(problem: OutputLayer) -> tuple[int, int]:
     """Lists of tokens, and rows of hidden states of each."""
-    return (1, problem.batch) if has_vocabulary(problem) else (problem.lists, problem.beam)
+    return (1, problem.batch) if isinstance(problem, ExactHead) else (problem.lists, problem.beam)
 
 
 def best_of(problem: OutputLayer) -> int:
@@ -49,7 +46,7 @@ def best_of(problem: OutputLayer) -> int:
 
 def candidates_of(problem: OutputLayer) -> int:
     """Candidates of a list; 0 of the exact head, whose list is the vocabulary."""
-    return 0 if has_vocabulary(problem) else problem.m
+    return 0 if isinstance(problem, ExactHead) else problem.m
 
 
 def stored_of(problem: OutputLayer) -> str:
@@ -71,9 +68,9 @@ def with_scores(io: Any) -> Any:
 
 def rows_shape(problem: OutputLayer, *rest: int) -> tuple[int | str, ...]:
     """The shape of a workspace that has `rest` elements for each row."""
-    return ("batch", *rest) if has_vocabulary(problem) else ("lists", problem.beam, *rest)
+    return ("batch", *rest) if isinstance(problem, ExactHead) else ("lists", problem.beam, *rest)
 
 
 def at_row(io: Any, index: Any, row: Any, *rest: Any) -> list[Any]:
     """Indices of an element of `hidden`, of an output or of a workspace, for row `row` of list `index`."""
-    return [row, *rest] if has_vocabulary(io.problem) else [index, row, *rest]
+    return [row, *rest] if isinstance(io.problem, ExactHead) else [index, row, *rest]

@@ -9,7 +9,7 @@ from ..core.libraries import library
 from ..core.problem import width as rounded_up
 from ..formats.quantized import QuantizedEmbedding
 from ..operators.edit_logits.call import edit_logits
-from ..operators.head_draw.call import head_draw
+from ..operators.head_draw.call import head_draw, is_faster
 from ..operators.head_topk.call import FUSED_K, head_topk, pair_facts
 from ..operators.head_topk.product import all_scores, rows_at_once
 from ..operators.softmax_sample import seeds
@@ -198,7 +198,7 @@ def _bound(options: dict[str, Any], vocab: int) -> tuple[int, Any] | None:
     return (top_k, heat) if 0 < top_k <= min(FUSED_K, vocab) else None
 
 
-def _draws_alone(hidden: Any, embedding: Any, options: dict[str, Any]) -> bool:
+def _has_no_filter(hidden: Any, embedding: Any, options: dict[str, Any]) -> bool:
     """Whether all words count, on a GPU: no filter is on, and no best words are wanted."""
     if not (arrays.is_torch(hidden) and arrays.is_torch(embedding) and hidden.is_cuda and len(hidden)):
         return False
@@ -215,11 +215,10 @@ def _drawn(parts: Parts, hidden: Any, embedding: Any, constant: bool, options: d
     """The draw for rows whose scores are written at once, if they are written."""
     vocab = embedding.shape[0]
     bound = _bound(options, vocab)
-    if bound is None and parts.head_draw is not None and _draws_alone(hidden, embedding, options):
-        own = {name: options[name] for name in OF_DRAW}
-        found = parts.head_draw(hidden, embedding, constant=constant, **own)
-        if found is not None:
-            return tuple(found)
+    if bound is None and parts.head_draw is not None and _has_no_filter(hidden, embedding, options):
+        if is_faster(hidden, embedding):
+            wanted = {name: options[name] for name in OF_DRAW}
+            return tuple(parts.head_draw(hidden, embedding, constant=constant, **wanted))
     if bound is None:
         scores = parts.scores(hidden, embedding)
         if options["soft_cap"] is not None:

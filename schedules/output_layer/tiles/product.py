@@ -555,7 +555,7 @@ def store_slice(slices, row, tile, bits, mass):
 
 
 def write_top(e: Extents) -> Callable[..., Any]:
-    """The largest score of a row in a tile, and for a draw its sum of exponentials relative to that; the phase is (io, s,
+    """The largest score of a row in a tile, and for a draw the sum of exponentials relative to it; the phase is (io, s,
     p, tops, row, tile, factor).
 
     Reads: `score`.

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv
+from tvm_sparse.operators.head_draw.problem import HeadDraw
 from tvm_sparse.operators.head_topk.problem import SIXTEEN
 
 from ..best.sizes import MAX_TILES_EACH, THREADS, VECTOR, dynamic_shared, require_ranks, search_allowed
 from ..tiles.sizes import MAX_BLOCKS_Y, STEP, TileSizes, is_large, require_whole_vectors
-from ..words import OutputLayer, best_of, draws_one, has_vocabulary, lists_of, most_words
+from ..words import ExactHead, OutputLayer, best_of, draws_one, lists_of, most_words
 
 # Rows of a tile: columns of operand B.
 TILE_M = (32, 64, 128, 16, 8)
@@ -42,7 +43,7 @@ SEARCH_REGISTERS = {6: 32, 20: 48, MAX_TILES_EACH: 96}
 
 
 def space(problem: OutputLayer, machine: Machine) -> Table:
-    if not has_vocabulary(problem):
+    if not isinstance(problem, ExactHead):
         raise NotApplicable("words of candidates do not follow each other")
     if not machine.has_warpgroups:
         raise NotApplicable(f"{machine.arch} has no products of warpgroups (wgmma)")
@@ -67,7 +68,7 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         "threads": THREADS,
         "evict_first": (0, 1) if is_large(problem) else (0,),
         # Who asks for the probabilities of some words may ask for any, and needs all scores; a draw needs none.
-        "gated": (0,) if draws_one(problem) or getattr(problem, "ids", 0) else (0, 1),
+        "gated": (0,) if isinstance(problem, HeadDraw) or problem.ids else (0, 1),
     }
 
 

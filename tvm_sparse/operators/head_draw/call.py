@@ -9,6 +9,7 @@ from tvm_sparse.operators.head_topk import call as head
 from tvm_sparse.operators.softmax_sample import seeds
 from tvm_sparse.operators.softmax_sample.call import NUMBERS
 from tvm_sparse.runtime import arrays, repeat
+from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import facts_beside, launch, machine_of, outputs_for, passed, scales_of
 from tvm_sparse.runtime.dispatch import UNCHANGING, dispatcher
 from tvm_sparse.runtime.signature import Signature
@@ -29,14 +30,13 @@ def head_draw(
     offset: Any = 0,
     soft_cap: float | None = None,
     constant: bool = False,
-) -> tuple[Any, ...] | None:
-    """`(tokens, logprobs)` as of `head_sample` without filters; None where PyTorch's product and `softmax_sample` are
-    likely to be faster.
+) -> tuple[Any, ...]:
+    """`(tokens, logprobs)` as of `head_sample` without filters.
 
     Parameters
     ----------
     hidden, embedding
-        Torch tensors, with a row at least, as for `head_topk`, whose errors this raises.
+        As for `head_topk`, whose errors this raises, with a row at least; of one library.
     temperature
         A number from 1e-5 to 1e6, or `(batch,)` float32.
     bias, uniforms, seed, offset, soft_cap
@@ -44,19 +44,17 @@ def head_draw(
     constant
         As for `head_topk`.
     """
+    launchers = dispatcher.launchers
     kind, numbers = seeds.told(uniforms, seed, offset) or seeds.fresh(hidden)
     scale, heats = scales_of(temperature)
     what, given = ("head_draw", kind), (scale, heats, 1 if constant else 0, soft_cap)
-    found = repeat.again(dispatcher.launchers, what, (hidden, embedding, *given, bias, *numbers), None)
+    found = repeat.again(launchers, what, (hidden, embedding, *given, bias, *numbers), None)
     if found is not None:
         return found
     known, theirs = head.pair_facts(hidden, embedding)
-    batch, width = known.shape
     axes = {"bias": int(bias is not None), "per_row": int(heats is not None), "seeded": kind}
-    problem = HeadDraw(batch, theirs.shape[0], width, known.dtype, **axes, capped=int(soft_cap is not None))
-    machine = machine_of("hidden", known)
-    if likely_way(problem, machine) == head.PRODUCT:
-        return None
+    problem, machine = _problem(known, theirs, **axes, capped=int(soft_cap is not None))
+    batch = problem.batch
 
     def beside(name: str, array: Any, dtype: str, *shape: int) -> Any:
         return passed(facts_beside(name, array, shape, dtype, known, head.WHERE))
@@ -69,6 +67,20 @@ def head_draw(
     ready = arrays.ready("hidden", hidden, known), arrays.ready("embedding", embedding, theirs)
     launch(dispatcher, problem, machine, what, (*ready, scale, heats, *given[2:], row, *drawn), outputs)
     return tuple(outputs)
+
+
+def _problem(known: Facts, theirs: Facts, **axes: int) -> tuple[HeadDraw, Machine]:
+    """The problem of hidden states and an embedding, and the machine."""
+    return HeadDraw(known.shape[0], theirs.shape[0], known.shape[1], known.dtype, **axes), machine_of("hidden", known)
+
+
+def is_faster(hidden: Any, embedding: Any) -> bool:
+    """Whether the kernel is likely to be faster than a product and `softmax_sample`, for torch tensors."""
+    launchers = dispatcher.launchers
+    asked = ("head_draw by", hidden.shape, embedding.shape, hidden.dtype, hidden.device)
+    if asked not in launchers:
+        launchers[asked] = likely_way(*_problem(*head.pair_facts(hidden, embedding)))
+    return launchers[asked] == head.KERNEL
 
 
 def likely_way(problem: HeadDraw, machine: Machine) -> str:

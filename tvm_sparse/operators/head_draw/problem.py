@@ -241,9 +241,7 @@ class HeadDraw(Problem):
         return body
 
     def generate(self, seed: int, structure: str | None = None, settings: Settings | None = None) -> list[Any]:
-        """Hidden states, embedding, bias and soft cap as of `HeadTopk`. Uniform numbers and seeds are at random; but for
-        what is tuned, half of the numbers are at their bounds.
-        """
+        """Hidden states, embedding, bias and soft cap of `HeadTopk`, uniform numbers and seeds of `SoftmaxSample`."""
         import numpy as np
 
         structure, chosen = self.chosen(structure, settings)
@@ -267,8 +265,9 @@ class HeadDraw(Problem):
     def _uniforms(self, inputs: Sequence[Any]) -> np.ndarray:
         """The uniform number of each row."""
         at = len(self.kernel_inputs)
-        given = inputs[at - 2 : at] if self.counts_rows else inputs[at - 1 : at]
-        return uniforms_of(self.seeded, given, self._numbers(inputs) if self.counts_rows else None)
+        if self.counts_rows:
+            return uniforms_of(self.seeded, inputs[at - 2 : at], self._numbers(inputs))
+        return uniforms_of(self.seeded, inputs[at - 1 : at])
 
     def _logarithms(self, inputs: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Log-probabilities `(rows, vocab)`, of NaN in rows without a distribution; the word that a row gets without a
@@ -344,7 +343,9 @@ class HeadDraw(Problem):
         size = numpy_dtype(self.dtype).itemsize
         numbers = (4, 16, 0, 8)[self.seeded]
         small = self.batch * (8 + numbers + 4 * self.per_row) + self.vocab * 4 * self.bias
-        return Cost(self.hidden * (self.batch + self.vocab) * size + small, (2 * self.hidden + 3) * self.batch * self.vocab)
+        return Cost(
+            self.hidden * (self.batch + self.vocab) * size + small, (2 * self.hidden + 3) * self.batch * self.vocab
+        )
 
 
 PROBLEM = HeadDraw

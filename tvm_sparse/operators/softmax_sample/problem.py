@@ -433,11 +433,11 @@ class SoftmaxSample(Problem):
         return reference.Filters(temperature, given[1].astype(np.int64), top_p, min_p)
 
     def _uniforms(self, inputs: Sequence[Any]) -> np.ndarray:
-        import numpy as np
 
         at = len(self.kernel_inputs)
-        rows = self._numbers(inputs) if self.counts_rows else None
-        return uniforms_of(self.seeded, inputs[at - 2 : at] if self.counts_rows else inputs[at - 1 : at], rows)
+        if self.counts_rows:
+            return uniforms_of(self.seeded, inputs[at - 2 : at], self._numbers(inputs))
+        return uniforms_of(self.seeded, inputs[at - 1 : at])
 
     def _numbers(self, inputs: Sequence[Any]) -> np.ndarray:
         """The numbers of the rows that inputs have: those of a `sample`, or all."""
@@ -543,9 +543,9 @@ class SoftmaxSample(Problem):
         return Cost(logits * numpy_dtype(self.dtype).itemsize + small, 3 * logits)
 
 
-def uniforms_of(seeded: int, given: Sequence[Any], rows: np.ndarray | None) -> np.ndarray:
-    """The uniform numbers of rows, in float64, from what kernels are given for them; `rows` are the rows' numbers, where
-    they count.
+def uniforms_of(seeded: int, given: Sequence[Any], rows: np.ndarray | int = 0) -> np.ndarray:
+    """The uniform numbers of rows in float64, from what kernels are given for them; `rows` are the rows' numbers, where
+    these count.
     """
     import numpy as np
 
@@ -554,7 +554,7 @@ def uniforms_of(seeded: int, given: Sequence[Any], rows: np.ndarray | None) -> n
     elif seeded == 1:
         uniform = philox.uniforms(given[0][:, 0], given[0][:, 1])
     else:
-        seed, offset = (np.asarray(one) + np.zeros(len(rows), np.int64) for one in given)
+        seed, offset = (np.asarray(one) + np.zeros(np.shape(rows), np.int64) for one in given)
         uniform = philox.uniforms(seed, offset, rows)
     return np.clip(uniform.astype(np.float64), 0, reference.BELOW_ONE)
 
