@@ -159,7 +159,7 @@ class HeadDraw(Problem):
         return self.draw.altered(inputs, rng)
 
     def definition(self) -> tirx.PrimFunc:
-        """Scores are computed three times: for the best word, for the sum of exponentials, and up to the word."""
+        """Scores are computed three times: for the best word, for the sum in float64, and up to the word."""
         from tvm_sparse.core.arguments import function
 
         return function(self, self.by_rows(), blocks=True, packed=True, index="int64")
@@ -190,12 +190,13 @@ class HeadDraw(Problem):
             for b in loop(io.batch):
                 with T.sblock("row"):
                     row = T.axis.spatial(io.batch, b)
-                    T.reads([])
-                    T.writes([])
+                    T.reads(io.hidden[row, 0:hidden], io.embedding[0 : io.vocab, 0:hidden])
+                    T.writes(io.tokens[row], io.logprobs[row])
                     s = T.meta_var(topk.Best.alloc(1))
                     d = T.meta_var(sample.Draw.alloc(1))
                     sums = T.sblock_alloc_buffer((3,), "float64")  # up to a word, of all, and what is aimed at
-                    own = T.sblock_alloc_buffer((2,), "float32")  # the row's scale, and its uniform number
+                    # The row's scale and uniform number; the score of the word; an exponential.
+                    own = T.sblock_alloc_buffer((4,), "float32")
                     found = T.sblock_alloc_buffer((2,), "int64")  # whether the word is found, and the word
                     if per_row:
                         own[0] = topk.inverse(io.temperatures[row])
@@ -215,6 +216,7 @@ class HeadDraw(Problem):
                     io.logprobs[row] = T.float32("nan")
                     if s.d[0] > T.float32(0) and s.d[0] < T.infinity("float32"):
                         found[1] = s.p[0]
+                        own[2] = s.u[0]
                         if per_row:
                             found[0] = T.Select(topk.is_greedy(io.temperatures[row]), T.int64(1), T.int64(0))
                         else:
@@ -226,17 +228,17 @@ class HeadDraw(Problem):
                             for j in range(io.vocab):
                                 if found[0] == T.int64(0) or turn == 0:
                                     score(io, s, row, j)
-                                    s.x[0] = T.exp((s.x[0] - s.m[0]) * own[0])
-                                    sums[0] = sums[0] + T.Cast("float64", s.x[0])
-                                    if turn == 1 and s.x[0] > T.float32(0):
+                                    own[3] = T.exp((s.x[0] - s.m[0]) * own[0])
+                                    sums[0] = sums[0] + T.Cast("float64", own[3])
+                                    if turn == 1 and own[3] > T.float32(0):
                                         found[1] = T.Cast("int64", j)
+                                        own[2] = s.x[0]
                                         if sums[0] > sums[2]:
                                             found[0] = T.int64(1)
                             if turn == 0:
                                 sums[1] = sums[0]
-                        score(io, s, row, found[1])
                         io.tokens[row] = T.Cast("int32", found[1])
-                        io.logprobs[row] = T.min((s.x[0] - s.m[0]) * own[0] - T.log(s.d[0]), T.float32(0))
+                        io.logprobs[row] = T.min((own[2] - s.m[0]) * own[0] - T.log(s.d[0]), T.float32(0))
         # fmt: on
         return body
 
