@@ -16,6 +16,8 @@ from ..output_layer.warpgroups import warpgroups
 
 # Threads of a block, for any problem; and tokens of its slices, which a warp has a lane each for.
 THREADS, SLICE = (128, 256, 512, 1024), 32
+# Partial sums of a score, in vectors of a CPU.
+SIMD = (4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ def rows_program(problem: HeadDraw, decisions: Decisions) -> Program:
 
     from tvm_sparse.core.arguments import function
 
-    main = function(problem, problem.by_rows(parallel=True), blocks=True, packed=True, index="int64")
+    body = problem.by_rows(decisions["simd"], parallel=True)
+    main = function(problem, body, blocks=True, packed=True, index="int64")
     return Program(tvm.IRModule({"main": main}))
 
 
@@ -88,8 +91,8 @@ draw_rows: Template[Any] = Template(
     operator="head_draw",
     kind="llvm",
     summary="cores take rows, whose scores are computed three times",
-    space=lambda problem, machine: {},
-    default=lambda problem, machine: {},
+    space=lambda problem, machine: {"simd": SIMD},
+    default=lambda problem, machine: {"simd": SIMD[-1]},
     program=rows_program,
 )
 draw_slices: Template[Any] = Template(

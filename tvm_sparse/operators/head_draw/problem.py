@@ -164,8 +164,8 @@ class HeadDraw(Problem):
 
         return function(self, self.by_rows(), blocks=True, packed=True, index="int64")
 
-    def by_rows(self, parallel: bool = False) -> Callable[..., Any]:
-        """The body of the definition, whose rows are on all cores if `parallel`."""
+    def by_rows(self, simd: int = 1, parallel: bool = False) -> Callable[..., Any]:
+        """The body of the definition, with `simd` partial sums of a score; its rows are on all cores if `parallel`."""
         from tvm.script import tirx as T
 
         from tvm_sparse.operators.softmax_sample import definition as sample
@@ -176,9 +176,19 @@ class HeadDraw(Problem):
 
         # fmt: off
         @T.inline
-        def score(io, s, row, j):
+        def score(io, s, part, row, j):
             s.x[0] = T.float32(0)
-            for h in range(hidden):
+            if simd > 1:
+                for i in T.vectorized(simd):
+                    part[i] = T.float32(0)
+                for h in range(hidden // simd):
+                    for i in T.vectorized(simd):
+                        part[i] = part[i] + T.Cast("float32", io.hidden[row, h * simd + i]) * T.Cast(
+                            "float32", io.embedding[j, h * simd + i])
+                for i in range(simd):
+                    s.x[0] = s.x[0] + part[i]
+            for i in range(hidden % simd if simd > 1 else hidden):
+                h = T.meta_var(hidden // simd * simd + i if simd > 1 else i)
                 s.x[0] = s.x[0] + T.Cast("float32", io.hidden[row, h]) * T.Cast("float32", io.embedding[j, h])
             if capped:
                 s.x[0] = topk.soft_capped(s.x[0], s.x[0] / io.cap, io.cap)
@@ -197,6 +207,7 @@ class HeadDraw(Problem):
                     sums = T.sblock_alloc_buffer((3,), "float64")  # up to a word, of all, and what is aimed at
                     # The row's scale and uniform number; the score of the word; an exponential.
                     own = T.sblock_alloc_buffer((4,), "float32")
+                    part = T.sblock_alloc_buffer((simd,), "float32")
                     found = T.sblock_alloc_buffer((2,), "int64")  # whether the word is found, and the word
                     if per_row:
                         own[0] = topk.inverse(io.temperatures[row])
@@ -210,7 +221,7 @@ class HeadDraw(Problem):
                         own[1] = sample.clamped(io.uniforms[row])
                     topk.begin(s)
                     for j in range(io.vocab):
-                        score(io, s, row, j)
+                        score(io, s, part, row, j)
                         take(s, own[0], j, j)
                     io.tokens[row] = T.Cast("int32", s.p[0])
                     io.logprobs[row] = T.float32("nan")
@@ -227,7 +238,7 @@ class HeadDraw(Problem):
                             sums[2] = T.Cast("float64", own[1]) * sums[1]
                             for j in range(io.vocab):
                                 if found[0] == T.int64(0) or turn == 0:
-                                    score(io, s, row, j)
+                                    score(io, s, part, row, j)
                                     own[3] = T.exp((s.x[0] - s.m[0]) * own[0])
                                     sums[0] = sums[0] + T.Cast("float64", own[3])
                                     if turn == 1 and own[3] > T.float32(0):
