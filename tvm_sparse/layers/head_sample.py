@@ -199,8 +199,8 @@ def _bound(options: dict[str, Any], vocab: int) -> tuple[int, Any] | None:
 
 
 def _has_no_filter(hidden: Any, embedding: Any, options: dict[str, Any]) -> bool:
-    """Whether all words count, on a GPU: no filter is on, and no best words are wanted."""
-    if not (arrays.is_torch(hidden) and arrays.is_torch(embedding) and hidden.is_cuda and len(hidden)):
+    """Whether all words count: no filter is on, and no best words are wanted. Of torch tensors with rows."""
+    if not (arrays.is_torch(hidden) and arrays.is_torch(embedding) and len(hidden)):
         return False
     top_k, (top_p, min_p) = options["top_k"], (_number(options[name]) for name in ("top_p", "min_p"))
     if options["allowed"] is not None or options["max_top_k"] is not None or type(options["best"]) is not int:
