@@ -99,8 +99,12 @@ def head_sample(
     -----
     If top_k is one number for all rows, of at most 256, `head_topk` finds the top_k best words with their
     log-probabilities, whatever the temperatures, and the draw reads these alone: on a GPU no other scores reach memory
-    with up to 64 or 128 rows without a soft cap. The same holds for a greedy draw. In all other cases float32 scores of
-    a chunk of rows are written, up to 240 MB on a GPU and 120 MB on a CPU, from which `softmax_sample` draws.
+    with up to 64 or 128 rows. The same holds for a greedy draw. Without filters, on a GPU and with as many rows, one
+    pass over the embedding writes sums of slices of 8 to 32 words, and the slice that has the token is multiplied
+    again; temperatures may be those of rows. `explain("head_draw", ...)` says whether a call is drawn so. It is not in
+    graphs of PyTorch, with `configure(batch_invariant=True)` and with a `QuantizedEmbedding`. In these and all other
+    cases float32 scores of a chunk of rows are written, up to 240 MB on a GPU and 120 MB on a CPU, from which
+    `softmax_sample` draws.
 
     When not to use it: if the scores of a row are changed one by one before the draw.
 
