@@ -66,7 +66,7 @@ load_two = T.ptx.ld.global_.v2.u32
 
 
 def slices_of(e: Any) -> Workspace:
-    """Of each slice of a row ordered bits of its largest score, and the bits of its sum of exponentials."""
+    """The workspace with, by row and slice, ordered bits of the largest score and bits of the sum of exponentials."""
     return Workspace("slices", ("batch", e.list_tiles, 2), "uint32")
 
 
@@ -88,14 +88,13 @@ class State(Buffers):
         What a thread's slices add to the sum, in units of a warp and then of the row; the sums up to its last slice and
         before its first one; a maximum; scratch.
     aim, tile, lane
-        What is to be passed; the slice; the token's number in it.
+        The sum that the token has to pass; the slice; the token's number in it.
     raw, small
         Vectors of tokens and of the hidden state.
     keys, sums, picks, lasts
-        Shared: of each warp the best slice, the sum, the first thread that reaches what is to be passed, and the last
-        one with a mass.
+        Shared: of each warp the best slice, the sum, the first thread that passes `aim`, and the last one with a mass.
     where, rest
-        Shared: the slice, and the share of its sum to be passed.
+        Shared: the slice, and the share of its sum before the token.
     parts
         Shared: scores of the slice, by the warps that share a token.
     """
@@ -209,7 +208,7 @@ def join_threads(e: Any) -> Callable[..., Any]:
             s.keys[s.t // WARP] = s.key[0]
             s.sums[s.t // WARP] = s.up_to[0]
         T.cuda.cta_sync()
-        # Every warp joins the warps, a lane each.
+        # In every warp a lane has one of the warps.
         s.key[0] = T.uint64(0)
         s.d[0] = T.float32(0)
         if s.t % WARP < warps:

@@ -203,7 +203,7 @@ def _bound(options: dict[str, Any], vocab: int) -> tuple[int, Any] | None:
 
 
 def _has_no_filter(hidden: Any, embedding: Any, options: dict[str, Any]) -> bool:
-    """Whether all words count: no filter is on, and no best words are wanted. Of torch tensors with rows."""
+    """Whether the arrays are torch tensors with rows, no filter is on, and no best words are wanted."""
     if not (arrays.is_torch(hidden) and arrays.is_torch(embedding) and len(hidden)):
         return False
     top_k, (top_p, min_p) = options["top_k"], (_number(options[name]) for name in ("top_p", "min_p"))

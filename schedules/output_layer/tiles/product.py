@@ -550,7 +550,7 @@ def bring_scales(e: Extents) -> Callable[..., Any]:
 
 @T.inline
 def store_slice(slices, row, tile, bits, mass):
-    """Of a tile of a row that a token is drawn for: ordered bits of its largest score, and its sum of exponentials."""
+    """Store ordered bits of the largest score of a tile of a row, and its sum of exponentials, for a draw."""
     store_two(slices.ptr_to([row, tile, 0]), bits, T.reinterpret("uint32", mass))
 
 

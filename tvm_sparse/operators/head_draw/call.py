@@ -31,7 +31,7 @@ def head_draw(
     soft_cap: float | None = None,
     constant: bool = False,
 ) -> tuple[Any, ...]:
-    """`(tokens, logprobs)` as of `head_sample` without filters.
+    """The `(tokens, logprobs)` that `head_sample` without filters returns.
 
     Parameters
     ----------

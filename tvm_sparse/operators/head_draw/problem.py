@@ -118,7 +118,7 @@ class HeadDraw(Problem):
         return tuple(replace(self, seeded=seeded) for seeded in (0, 1, 2))
 
     def distance(self, other: Problem) -> float | None:
-        """None for a problem with other columns, and for one whose rows need a smaller tile, as of `HeadTopk`."""
+        """As for `HeadTopk`: None for a problem with other columns, and for one whose rows need a smaller tile."""
         if not isinstance(other, HeadDraw) or other.hidden != self.hidden:
             return None
         if any(other.batch <= rows < self.batch for rows in TILES):
