@@ -19,9 +19,11 @@ from tvm_sparse.core import machine as machines  # noqa: E402
 from tvm_sparse.core.registry import parse  # noqa: E402
 from tvm_sparse.layers import head_sample as module  # noqa: E402
 from tvm_sparse.operators.head_draw import call  # noqa: E402
+from tvm_sparse.operators.head_draw.problem import HeadDraw  # noqa: E402
 from tvm_sparse.operators.head_topk import product  # noqa: E402
 from tvm_sparse.runtime import dispatch  # noqa: E402
 from tvm_sparse.runtime.dispatch import Dispatcher  # noqa: E402
+from tvm_sparse.runtime.loading import Miss  # noqa: E402
 
 PLACES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 BATCH, VOCAB, HIDDEN = 9, 301, 48
@@ -55,7 +57,13 @@ ALONE = ("plain", "temperature", "temperatures alone", "soft cap alone")
 @pytest.fixture
 def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws without a filter are by the kernel, on a CPU as well."""
-    monkeypatch.setattr(module, "is_faster", lambda *arrays: True)
+    monkeypatch.setattr(call, "likely_way", lambda problem, machine: "kernel")
+    monkeypatch.setattr(call.dispatcher, "launchers", {})
+
+
+def drawn_alone(name: str, place: str, dtype: str) -> bool:
+    problem = HeadDraw(BATCH, VOCAB, HIDDEN, dtype)
+    return name in ALONE and call.likely_way(problem, machines.resolve(place)) == "kernel"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,8 +150,7 @@ def test_draws_are_those_of_the_scores(name: str, dtype: str, place: str, monkey
                 hidden.to(place), embedding.to(place), uniforms=uniforms, bias=row, **options
             )
             check(found, scores, uniforms, row, options)
-    alone = name in ALONE and module.is_faster(hidden.to(place), embedding.to(place))
-    assert len(written) == (0 if CALLS[name][1] or alone else 2)
+    assert len(written) == (0 if CALLS[name][1] or drawn_alone(name, place, dtype) else 2)
 
 
 @pytest.mark.usefixtures("by_kernel")
@@ -162,6 +169,21 @@ def test_draws_have_their_own_kernel_where_that_is_likely_faster() -> None:
 
     assert [way(rows) for rows in (1, 16, 64, 128, 129)] == [True] * 4 + [False]
     assert not way(4, columns=4097) and not way(4, machine=machines.cpu())
+
+
+@pytest.mark.usefixtures("by_kernel")
+def test_a_draw_without_its_own_kernel_is_from_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_kernel(*args: Any, **how: Any) -> None:
+        raise Miss("none")
+
+    hidden, embedding, _ = drawn()
+    uniforms = torch.rand(BATCH)
+    wanted = tvm_sparse.softmax_sample(hidden @ embedding.T, uniforms=uniforms)
+    monkeypatch.setattr(call, "launch", no_kernel)
+    for _ in range(2):
+        same(tvm_sparse.head_sample(hidden, embedding, uniforms=uniforms), wanted)
+    monkeypatch.setattr(call, "head_draw", None)  # not tried again
+    same(tvm_sparse.head_sample(hidden, embedding, uniforms=uniforms), wanted)
 
 
 @pytest.mark.parametrize("name", ["plain", "all filters", "greedy", "by kernel"])

@@ -9,7 +9,7 @@ from ..core.libraries import library
 from ..core.problem import width as rounded_up
 from ..formats.quantized import QuantizedEmbedding
 from ..operators.edit_logits.call import edit_logits
-from ..operators.head_draw.call import head_draw, is_faster
+from ..operators.head_draw.call import if_faster
 from ..operators.head_topk.call import FUSED_K, head_topk, pair_facts
 from ..operators.head_topk.product import all_scores, rows_at_once
 from ..operators.softmax_sample import seeds
@@ -129,7 +129,7 @@ def head_sample(
     ]
     options |= {name: on_host(name, options[name]) for name in held}
     batch, most = known.shape[0], rows_at_once(theirs.shape[0], known.shape[1], known.device)
-    parts = Parts(head_topk, softmax_sample, all_scores, edit_logits, head_draw)
+    parts = Parts(head_topk, softmax_sample, all_scores, edit_logits, if_faster)
     if batch <= most or _bound(options, theirs.shape[0]) is not None:
         results = _drawn(parts, states, words, constant, options)
     else:
@@ -220,9 +220,9 @@ def _drawn(parts: Parts, hidden: Any, embedding: Any, constant: bool, options: d
     vocab = embedding.shape[0]
     bound = _bound(options, vocab)
     if bound is None and parts.head_draw is not None and _has_no_filter(hidden, embedding, options):
-        if is_faster(hidden, embedding):
-            wanted = {name: options[name] for name in OF_DRAW}
-            return tuple(parts.head_draw(hidden, embedding, constant=constant, **wanted))
+        found = parts.head_draw(hidden, embedding, constant=constant, **{name: options[name] for name in OF_DRAW})
+        if found is not None:
+            return tuple(found)
     if bound is None:
         scores = parts.scores(hidden, embedding)
         if options["soft_cap"] is not None:

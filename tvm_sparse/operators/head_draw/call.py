@@ -12,6 +12,7 @@ from tvm_sparse.runtime import arrays, repeat
 from tvm_sparse.runtime.arrays import Facts
 from tvm_sparse.runtime.calls import facts_beside, launch, machine_of, outputs_for, passed, scales_of
 from tvm_sparse.runtime.dispatch import UNCHANGING, dispatcher
+from tvm_sparse.runtime.loading import Miss
 from tvm_sparse.runtime.signature import Signature
 
 from .problem import HeadDraw
@@ -74,13 +75,20 @@ def _problem(known: Facts, theirs: Facts, **axes: int) -> tuple[HeadDraw, Machin
     return HeadDraw(known.shape[0], theirs.shape[0], known.shape[1], known.dtype, **axes), machine_of("hidden", known)
 
 
-def is_faster(hidden: Any, embedding: Any) -> bool:
-    """Whether the kernel is likely to be faster than a product and `softmax_sample`, for torch tensors."""
+def if_faster(hidden: Any, embedding: Any, **options: Any) -> tuple[Any, ...] | None:
+    """`head_draw` of torch tensors; None where a product and `softmax_sample` are likely to be faster, or there is no
+    kernel, which is remembered until other kernels are loaded.
+    """
     launchers = dispatcher.launchers
     asked = ("head_draw by", hidden.shape, embedding.shape, hidden.dtype, hidden.device)
     if asked not in launchers:
         launchers[asked] = likely_way(*_problem(*head.pair_facts(hidden, embedding)))
-    return launchers[asked] == head.KERNEL
+    if launchers[asked] == head.KERNEL:
+        try:
+            return head_draw(hidden, embedding, **options)
+        except Miss:
+            launchers[asked] = head.PRODUCT
+    return None
 
 
 def likely_way(problem: HeadDraw, machine: Machine) -> str:
