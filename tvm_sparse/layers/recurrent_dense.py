@@ -30,7 +30,7 @@ OPERATORS: dict[str, Any] = {
 }
 # Sequences that cuDNN's persistent kernels take at once: 17 of an LSTM take nearly twice as long as 16.
 AT_ONCE = 16
-# Kinds of cuDNN's kernels: one a step; persistent, for so many sequences or for more.
+# Kinds of cuDNN's kernels: one a step, or a persistent one, of up to AT_ONCE sequences or of more.
 STEPS, FEW, MANY = "kernels of a step", f"a persistent kernel of up to {AT_ONCE} sequences", "a persistent kernel"
 # The least batch from which the dense way is faster, in 16 bits on Hopper: by cell and kind of cuDNN's kernels, by
 # units, at each of DENSITIES. Logarithms are interpolated in between. scripts/rnn_grid.py prints the table that its
