@@ -205,6 +205,17 @@ def test_a_reset_meets_an_infinite_weight() -> None:
         problem.check(inputs, expected, run(template, problem, point, inputs))
 
 
+def test_a_reset_meets_a_reset_gate_that_is_nan() -> None:
+    """With the reset before the product, zero times the gate of a unit is NaN for all units that multiply it."""
+    problem = problem_of("steps=2,batch=2,hidden=41,nonzeros=6,cell=gru_reset_before,resets=1")
+    names = [argument.name for argument in problem.kernel_inputs]
+    for seed in range(20):
+        inputs = problem.generate(seed, "special")
+        inputs[names.index("resets")][:] = 1
+        expected = problem.reference(inputs)
+        problem.check(inputs, expected, run("persistent_rows", problem, {**POINT, "pack": 2}, inputs))
+
+
 # ---- spaces --------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ from ..runtime.calls import check_device, facts_beside, machine_of, outputs_for
 from ..runtime.dispatch import Explanation, dispatcher
 from . import storage
 from .captured import CapturedLayer
-from .libraries import TORCH, library, to_host
+from .libraries import TORCH, kept, library, to_host
 from .pruning import BLOCK, prune
 from .recurrent_weights import (
     Weights,
@@ -549,17 +549,13 @@ class _Layer:
         return xp.where(left < most, left, most)
 
     def _zeros(self, x: Any) -> Any:
-        key = ("zeros", x.shape[1], *_place(x))
-        if key not in self._constants:
-            shape = (x.shape[1], self.hidden)
-            self._constants[key] = library("x_projected", x).full(shape, 0.0, self.dtype, x)
-        return self._constants[key]
+        shape = (x.shape[1], self.hidden)
+        make = library("x_projected", x).full
+        return kept(self._constants, ("zeros", x.shape[1], *_place(x)), lambda: make(shape, 0.0, self.dtype, x))
 
     def _placed(self, name: str, array: np.ndarray, like: Any) -> Any:
-        key = (name, *_place(like))
-        if key not in self._constants:
-            self._constants[key] = library("x_projected", like).from_host(array, like)
-        return self._constants[key]
+        make = library("x_projected", like).from_host
+        return kept(self._constants, (name, *_place(like)), lambda: make(array, like))
 
 
 class SparseRNN(_Layer):

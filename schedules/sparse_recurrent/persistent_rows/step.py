@@ -340,7 +340,8 @@ def next_state(e: Extents) -> Phase:
     Writes: `result`, `bits`, what is carried. Lanes that finish no sample have `bits` of 0.
     Barriers: none.
     """
-    compute, anew = gates(e), begin_anew(e, e.gates)
+    # With two exchanges the sums of r and z are spent, and the candidate's, of r times zero, are right: NaN if an r is.
+    compute, anew = gates(e), begin_anew(e, 0 if e.exchanges == 2 else e.gates)
 
     @T.inline
     def begin(s, u):
