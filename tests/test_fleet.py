@@ -277,7 +277,7 @@ def test_the_limit_of_a_plan_is_that_of_each_candidate(tmp_path: Path) -> None:
         tune(dataclasses.replace(make_plan(PROBLEM, cpu(), 2, log, 1), limit=2.5), log, using=devices)
     proof = next(number for number, (steps, _) in enumerate(limits) if "prove" in steps)  # of the winner alone
     limits = limits[: proof - 1]
-    whole = [limit for steps, limit in limits if "draw" in steps]
+    whole = [limit for steps, limit in limits if "verify" in steps]
     assert len(whole) > 2 and set(whole) == {2.5}
     assert all(2 < limit <= 2.5 for _, limit in limits) and any(limit < 2.5 for _, limit in limits)
 

@@ -367,7 +367,8 @@ class Fleet:
             try:
                 reply = measurer.measure(job.problem, {**job.library, "steps": steps, **more}, left, self._is_closed)
             finally:
-                left = max(LEAST_SECONDS, left - (time.monotonic() - began))
+                if DRAW not in steps:  # which is not the library's work
+                    left = max(LEAST_SECONDS, left - (time.monotonic() - began))
             return _believed(_unchanged(reply), steps, job.timeout)
 
         def verified(*steps: str) -> Reply:
