@@ -21,12 +21,12 @@ from typing import Any
 import core_only
 import pytest
 import quick_build_worker
-from turns import turn
+from turns import once
 
 from tvm_sparse.artifacts.compile import Compiled, compile_candidate, target_of
 from tvm_sparse.core import registry, spaces
 from tvm_sparse.core.candidate import Candidate
-from tvm_sparse.core.machine import Machine, cpu
+from tvm_sparse.core.machine import Machine, cpu, default_builders
 from tvm_sparse.core.problem import Problem, Settings
 from tvm_sparse.core.registry import make, parse
 from tvm_sparse.core.template import Program, Table, Template
@@ -293,10 +293,6 @@ def use_dispatcher(patch: pytest.MonkeyPatch, own: Dispatcher) -> None:
     patch.setattr(dispatch, "dispatcher", own)
 
 
-# Folder in a cache of kernels for what is no kernel.
-BESIDE = "beside"
-
-
 @contextmanager
 def calls_run(keys: Iterable[str], cache: Path, optimised: bool = False) -> Iterator[Dispatcher]:
     """The public functions run the fallbacks of these problems on the CPU, built side by side, and nothing else.
@@ -305,15 +301,14 @@ def calls_run(keys: Iterable[str], cache: Path, optimised: bool = False) -> Iter
     what users have, and `optimised` is for tests that call often. Libraries of programs that an earlier run had too are
     copied (`quick_build_worker`).
     """
-    own = Dispatcher(logs=(), shipped=cache / "none", cache=cache)
-    (beside := cache / BESIDE).mkdir(parents=True, exist_ok=True)
-    # Processes that share the cache build nothing twice.
-    with turn(beside, alone=True), pytest.MonkeyPatch.context() as patch:
+    own, builders = Dispatcher(logs=(), shipped=cache / "none", cache=cache), max(2, default_builders())
+    (beside := cache / "beside").mkdir(parents=True, exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
         how = (quick_build_worker.OPTIMISED,) if optimised else ()
         patch.setattr(building, "BUILD_WORKER", (sys.executable, quick_build_worker.__file__, *how))
         # The processes that compile start sooner without PyTorch, which TVM imports wherever it is.
         patch.setenv("PYTHONPATH", core_only.environment(beside, absent=("torch",))["PYTHONPATH"])
-        own.warmup([parse(key) for key in keys], cpu(), builders=2)
+        once(beside, lambda: own.warmup([parse(key) for key in keys], cpu(), builders))
     with pytest.MonkeyPatch.context() as patch:
         use_dispatcher(patch, own)
         yield own
@@ -332,7 +327,7 @@ def calls_run_without_gpu(cache: Path) -> Iterator[Dispatcher | None]:
 
 
 __all__ = [
-    "AWKWARD", "BESIDE", "MACHINES", "PARKED_BYTES", "REALISTIC", "SM80", "SM90", "calls_run", "calls_run_without_gpu",
+    "AWKWARD", "MACHINES", "PARKED_BYTES", "REALISTIC", "SM80", "SM90", "calls_run", "calls_run_without_gpu",
     "case_id", "cases", "each_with_some", "make", "needs_cuda", "of_each_choice", "of_each_operator", "sampled",
     "settings_of", "thorough", "use_dispatcher",
 ]  # fmt: skip

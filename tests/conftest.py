@@ -160,7 +160,7 @@ def gpu_turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     if "PYTEST_XDIST_WORKER" not in os.environ or not node.get_closest_marker("gpu"):
         yield
         return
-    with turn(tmp_path_factory.getbasetemp().parent, alone=node.get_closest_marker("large") is not None):
+    with turn(tmp_path_factory.getbasetemp().parent, alone=node.get_closest_marker("alone") is not None):
         yield
         if (torch := sys.modules.get("torch")) and torch.cuda.memory_reserved() > MOST_CACHED:
             gc.collect()

@@ -37,6 +37,8 @@ PathFinder.find_spec = find_spec
 
 def environment(folder: Path, absent: tuple[str, ...] = EXTRAS) -> dict[str, str]:
     """Variables for a process that has none of the extras, and whose children have none either."""
-    (folder / "sitecustomize.py").write_text(_AT_START.format(absent=absent))
+    written = folder / f"{os.getpid()}.py"
+    written.write_text(_AT_START.format(absent=absent))
+    written.replace(folder / "sitecustomize.py")  # at once: processes that share the folder read it
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "COLUMNS": "160"}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse
-from cases import SM80, SM90, case_id, cases, each_with_some, own_on_host, run_emulated
+from cases import SM80, SM90, case_id, cases, each_with_some, own_on_host, run_emulated, thorough
 
 import tvm_sparse
 from tvm_sparse.core import registry, spaces
@@ -177,6 +177,22 @@ def test_what_the_kernel_is_not_for_takes_a_kernel_a_step(axes: str, machine: Ma
     with pytest.raises(NotApplicable, match=reason):
         spaces.find("persistent_tiles").space(problem, machine)
     assert spaces.fallback(problem, machine).template == "step_tiles"
+
+
+@pytest.mark.parametrize(("dtype", "point"), [
+    ("float16", {"blocks": 4, "registers": 1, "stages": 1, "passes": 3}),
+    thorough("bfloat16", {"blocks": 10, "registers": 1, "stages": 0, "passes": 3}),
+    thorough("bfloat16", {"blocks": 5, "registers": 0, "stages": 1, "passes": 1}),
+])  # fmt: skip
+def test_a_step_of_two_exchanges(dtype: str, point: dict[str, int]) -> None:
+    """With the reset before the product: several passes and tiles, sequences that end, others that begin."""
+    key = f"block_recurrent/steps=4,batch=19,hidden=37,nonzeros=4,cell=gru_reset_before,dtype={dtype},ragged=1,resets=1"
+    problem, template = registry.parse(key), spaces.find("persistent_tiles")
+    decisions = {**point, "threads": 64}
+    assert template.allowed(problem, SM90, decisions) is None
+    program = template.build(problem, decisions)
+    for seed, structure in enumerate(("random", "special", "one_long_row")):
+        run_emulated(program, problem, problem.generate(seed, structure), own_on_host(program, problem), seed)
 
 
 # ---- resets --------------------------------------------------------------------------------------

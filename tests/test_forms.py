@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import BESIDE, calls_run, thorough
-from turns import turn
+from cases import calls_run, thorough
+from turns import once
 
 torch = pytest.importorskip("torch")
 
@@ -490,10 +490,10 @@ def test_a_kernel_of_more_words_serves_fewer(
 def on_gpu(dispatcher: Dispatcher, kernels: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("this build of torch finds no CUDA GPU")
-    where = machine.gpu()
+    where, keys = machine.gpu(), [parse(key) for key in (*forms.keys(), *WIDE)]
     assert where is not None
-    with turn(kernels / BESIDE, alone=True):
-        dispatcher.warmup([parse(key) for key in (*forms.keys(), *WIDE)], where, machine.default_builders())
+    (beside := kernels / "on_gpu").mkdir(exist_ok=True)
+    once(beside, lambda: dispatcher.warmup(keys, where, machine.default_builders()))
 
 
 ON_GPU = [(name, variant) for name, variant in EACH if variant.library == "torch"]

@@ -209,6 +209,7 @@ def test_lookups_of_other_lengths_take_the_short_way_too(monkeypatch: pytest.Mon
         problem.check(given, problem.reference(given), [host(out)])
 
 
+@pytest.mark.alone
 @pytest.mark.large
 def test_rows_of_a_table_beyond_2_to_the_31_elements() -> None:
     if torch.cuda.mem_get_info()[0] < 20e9:
@@ -277,6 +278,7 @@ def test_softmax_of_misaligned_views(dispatcher: Dispatcher) -> None:
                 check_softmax(name, view, getattr(tvm_sparse, name)(view))
 
 
+@pytest.mark.alone
 @pytest.mark.large
 def test_softmax_of_rows_beyond_2_to_the_31_elements() -> None:
     rows, vocab = 70_000, 40_000
@@ -342,6 +344,7 @@ def test_a_large_vocabulary() -> None:
     check_topk(logits, tvm_sparse.softmax_topk(logits, 5))
 
 
+@pytest.mark.alone
 @pytest.mark.large
 def test_rows_beyond_2_to_the_31_elements() -> None:
     """Offsets of logits must be 64-bit: the last rows begin 2.8e9 elements after the first."""

@@ -242,6 +242,19 @@ def test_autocast(name: str, dtype: str, device: str) -> None:
         assert torch.equal(out(made, x), plain)  # nothing of it stays
 
 
+@pytest.mark.gpu
+@MODULES
+def test_a_compiled_module_becomes_a_cuda_graph(name: str) -> None:
+    """What a module keeps from its first call must lie outside of the graph's memory."""
+    case = CASES[name]
+    made = case.make().to("cuda")
+    compiled = torch.compile(made, backend="cudagraphs")
+    with torch.no_grad():
+        for _ in range(4):
+            x = case.input().to("cuda")
+            assert torch.equal(out(compiled, x).clone(), out(made, x))
+
+
 @MODULES
 def test_other_dtypes_of_inputs_are_named(name: str) -> None:
     case = CASES[name]

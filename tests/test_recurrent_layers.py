@@ -23,6 +23,7 @@ from tvm_sparse.core.problem import FLOATS, numpy_dtype
 from tvm_sparse.formats.recurrent import recurrent_weights
 from tvm_sparse.layers import recurrent, storage
 from tvm_sparse.layers import recurrent_weights as forms
+from tvm_sparse.layers.libraries import kept
 
 torch = pytest.importorskip("torch")
 from dense_layers import LIMIT, dense_layer  # noqa: E402
@@ -559,6 +560,18 @@ def test_layers_change_dtype_and_device() -> None:
     close(half.weights.dense().astype(np.float32), layer.weights.dense(), 1e-3)
     moved = layer.to("cpu")
     assert moved.device == "cpu" and moved.to("cpu") is moved and moved.weights is layer.weights
+
+
+def test_a_compiled_call_keeps_nothing_of_a_graph() -> None:
+    """Zeros of a state that a traced call made would belong to a graph, which may write something else there."""
+    store: dict[str, Any] = {}
+    compiled = torch.compile(
+        lambda x: x + kept(store, "zeros", lambda: torch.zeros(3)), backend="eager", fullgraph=True
+    )
+    x = torch.randn(3)
+    assert torch.equal(compiled(x), x) and not store
+    zeros = kept(store, "zeros", lambda: torch.zeros(3))
+    assert kept(store, "zeros", lambda: pytest.fail("made twice")) is zeros
 
 
 # ---- stacks --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from tvm.script import tirx as T
 
 from tvm_sparse.artifacts.compile import target_of
 from tvm_sparse.core import spaces
-from tvm_sparse.core.problem import numpy_dtype
+from tvm_sparse.core.problem import Problem, numpy_dtype
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.template import NotApplicable
 from tvm_sparse.emulation import run_on_cpu
@@ -38,7 +38,7 @@ def problem_of(key: str) -> SparseRecurrent:
 
 
 def run(
-    template: str, problem: SparseRecurrent, decisions: dict[str, int], inputs: list[Any], seed: int = 0
+    template: str, problem: Problem, decisions: dict[str, int], inputs: list[Any], seed: int = 0
 ) -> list[np.ndarray]:
     """The outputs of a point in the emulator; also of points that are too small for their space."""
     program = spaces.find(template).build(problem, decisions)
@@ -173,6 +173,17 @@ def test_a_step_of_two_exchanges(dtype: str, stages: int) -> None:
         problem.check(inputs, problem.reference(inputs), run(POLLED, problem, point, inputs, seed))
 
 
+@pytest.mark.parametrize(("dtype", "pack"), [("float16", 4), ("float32", 2), thorough("bfloat16", 8)])
+def test_a_step_back_of_two_exchanges(dtype: str, pack: int) -> None:
+    """Both regions of a copy, with a gap of one column or several, packs one after another, rows beyond registers."""
+    for seed, structure in enumerate(("random", "special", "one_long_row")):
+        axes = f"steps={3 - seed},batch=5,hidden=23,nonzeros=17,dtype={dtype}" + ",ragged=1,resets=1" * bool(seed)
+        problem = parse(f"recurrent_backward/{axes},cell=gru_reset_before")
+        inputs = problem.generate(seed, structure)
+        point = {**POINT, "blocks": 3, "threads": 32, "pack": pack, "registers": seed}
+        problem.check(inputs, problem.reference(inputs), run("persistent_back", problem, point, inputs, seed))
+
+
 def test_entries_that_are_nowhere_on_chip() -> None:
     """Rows of very different lengths, of which registers keep the beginnings."""
     problem = problem_of("steps=3,batch=2,hidden=60,nonzeros=12,cell=gru")
@@ -192,6 +203,17 @@ def test_a_reset_meets_an_infinite_weight() -> None:
     assert np.isnan(expected[0]).any()
     for template, point in (("persistent_rows", {**POINT, "pack": 2}), ("cluster_rows", {**CLUSTER, "pack": 2})):
         problem.check(inputs, expected, run(template, problem, point, inputs))
+
+
+def test_a_reset_meets_a_reset_gate_that_is_nan() -> None:
+    """With the reset before the product, zero times the gate of a unit is NaN for all units that multiply it."""
+    problem = problem_of("steps=2,batch=2,hidden=41,nonzeros=6,cell=gru_reset_before,resets=1")
+    names = [argument.name for argument in problem.kernel_inputs]
+    for seed in range(20):
+        inputs = problem.generate(seed, "special")
+        inputs[names.index("resets")][:] = 1
+        expected = problem.reference(inputs)
+        problem.check(inputs, expected, run("persistent_rows", problem, {**POINT, "pack": 2}, inputs))
 
 
 # ---- spaces --------------------------------------------------------------------------------------

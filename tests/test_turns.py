@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
-from turns import turn
+from turns import once, turn
 
 
 def test_one_that_is_alone_gets_its_turn_between_those_that_share(tmp_path: Path) -> None:
@@ -40,3 +41,26 @@ def test_one_that_is_alone_gets_its_turn_between_those_that_share(tmp_path: Path
     for thread in threads:
         thread.join(30)
     assert said[:4] == ["first", "first ends", "alone", "alone ends"]
+
+
+def test_a_cache_is_filled_by_one_and_then_read_by_all(tmp_path: Path) -> None:
+    said: list[str] = []
+    filled, all_read = threading.Event(), threading.Barrier(3)
+
+    def make() -> None:
+        if not said:
+            said.append("filled")
+            assert filled.wait(30)
+        else:
+            said.append("read")
+            all_read.wait(30)  # the three that come later do so beside each other
+
+    threads = [threading.Thread(target=once, args=(tmp_path, make)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    assert said == ["filled"]
+    filled.set()
+    for thread in threads:
+        thread.join(30)
+    assert said == ["filled", "read", "read", "read"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -19,3 +19,16 @@ def turn(folder: Path, alone: bool) -> Iterator[None]:
         fcntl.flock(gpu, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(door, fcntl.LOCK_UN)
         yield
+
+
+def once(folder: Path, make: Callable[[], None]) -> None:
+    """Fill a cache that processes share: `make` runs in one of them first, alone, and then in the others, which find
+    what it made.
+    """
+    if not (made := folder / "made").exists():
+        with turn(folder, alone=True):
+            if not made.exists():
+                make()
+                made.touch()
+                return
+    make()

@@ -174,14 +174,16 @@ def put(e: Exchanged) -> Phase:
     return phase
 
 
-def mark(e: Exchanged, polled: bool = True, begun: bool = True) -> Phase:
+def mark(e: Exchanged, polled: bool = True, begun: bool = True, gap: tuple[int, int] = (0, 0)) -> Phase:
     """Make the exchange ready; the phase is (s, io, block).
 
-    `begun`: whether states are being written to the first slot meanwhile.
+    `begun`: whether states are being written to the first slot meanwhile. `gap`: the first of the columns that nobody
+    sends, at a whole word, and how many they are, whole words too; only if nothing has `begun`.
 
-    Writes: the mark from the second slot on (or from the first), and zeros after the last column of each pack.
-    Barriers: none; one of the grid has to follow.
+    Writes: the mark from the second slot on (or from the first), and zeros after the last column of each pack and in
+    the gap. Barriers: none; one of the grid has to follow.
     """
+    zeros, zeros_end = (column * e.column_bytes // 4 for column in (gap[0], sum(gap)))
     # Words that are sent, and bytes of states in the word after them. A store of whole words has zeros for columns
     # beyond the last one.
     words, rest = divmod(e.columns * e.column_bytes, 4)
@@ -199,6 +201,9 @@ def mark(e: Exchanged, polled: bool = True, begun: bool = True) -> Phase:
                 s.copied[v] = T.Select(word < words, T.uint32(MARK), T.uint32(0))
                 if rest > 0:
                     s.copied[v] = T.Select(word == words, T.uint32(HALF_MARK), s.copied[v])
+                if zeros_end > zeros:
+                    s.copied[v] = T.Select(
+                        tirx.all(word >= zeros, word < zeros_end), T.uint32(0), s.copied[v])
             # Meanwhile the states before the first step are being written to the first slot.
             if number >= (e.packs * e.pitch if begun else 0):
                 store_vector(s.base[0] + T.Cast("uint64", number) * T.uint64(WIDEST),

@@ -51,7 +51,7 @@ class Gated(Protocol):
 def gates(e: Gated) -> Phase:
     """The state after the step from the sums and the inputs; the phase is (s, io, u).
 
-    Reads: `sums`, `x`, `own`, `cell`, the bias; with the reset before the product z, in `cell_of`.
+    Reads: `sums`, `x`, `own`, `cell`, the bias; with the reset before the product z, in `passed`.
     Writes: `result`, `cell`. Barriers: none.
     """
     many, k = e.gates, e.pack
@@ -86,7 +86,24 @@ def gates(e: Gated) -> Phase:
     def reset_before(s, io, u):
         row = T.meta_var(u * many)
         s.result[u] = (
-            (T.float32(1) - s.cell_of[u]) * tanh(s.x[row + 2] + s.sums[(row + 2) * k]) + s.cell_of[u] * s.own[0])
+            (T.float32(1) - s.passed[0]) * tanh(s.x[row + 2] + s.sums[(row + 2) * k]) + s.passed[0] * s.own[0])
 
     return {"lstm": lstm, "gru": gru, "gru_reset_before": reset_before}.get(e.cell, plain)
+
+
+def reset_gates(e: Gated) -> Phase:
+    """The first half of a step with the reset before the product; the phase is (s, u).
+
+    Reads: `sums` and `x` of r and z, `own`. Writes: `passed`, z; `result`, the state before the step times r.
+    Barriers: none.
+    """
+    many, k = e.gates, e.pack
+
+    @T.inline
+    def phase(s, u):
+        row = T.meta_var(u * many)
+        s.passed[0] = sigmoid(s.x[row + 1] + s.sums[(row + 1) * k])
+        s.result[u] = sigmoid(s.x[row] + s.sums[row * k]) * s.own[0]
+
+    return phase
 # fmt: on

@@ -39,18 +39,10 @@ def build(problem: RecurrentBackward, decisions: Decisions) -> Program:
     # fmt: off
     @T.inline
     def load_gradient(io, t, b, column, into, at):
-        if twice:
-            into[at] = T.if_then_else(
-                column < 2 * hidden, T.Cast("float32", io.d_sums[t, b, column]), T.float32(0))
-        else:
-            into[at] = T.Cast("float32", io.d_sums[t, b, column])
+        into[at] = T.Cast("float32", io.d_sums[t, b, column])
 
-    @T.inline
-    def load_candidate(io, t, b, column, into, at):
-        into[at] = T.if_then_else(column < 2 * hidden, T.float32(0), T.Cast("float32", io.d_sums[t, b, column]))
-
-    add_up = sum_rows(rows, 1, batch, samples, lanes, load_gradient)
-    add_up_candidates = sum_rows(rows, 1, batch, samples, lanes, load_candidate)
+    add_up = sum_rows(rows, 2 if twice else 1, batch, samples, lanes, load_gradient)
+    add_up_candidates = sum_rows(rows, 3, batch, samples, lanes, load_gradient, 2)
 
     @T.inline
     def come(io, s, t, b, unit, v):
@@ -62,7 +54,8 @@ def build(problem: RecurrentBackward, decisions: Decisions) -> Program:
             s.one.dh[0] = io.passed[b, unit]
             s.one.dc[0] = io.dcs[b, unit] if lstm else T.float32(0)
         if t + 1 < (T.min(io.lengths[b], io.steps) if ragged else io.steps):
-            s.one.dh[0] = s.one.dh[0] + s.sums[v]
+            for part in T.unroll(2 if twice else 1):
+                s.one.dh[0] = s.one.dh[0] + s.sums[part * samples + v]
             if resetting:
                 if io.resets[t + 1, b] != 0:
                     s.one.dh[0] = T.float32(0)
@@ -100,7 +93,7 @@ def build(problem: RecurrentBackward, decisions: Decisions) -> Program:
     @T.inline
     def reset_gate(io, s, t, b, unit, v):
         if t < (io.lengths[b] if ragged else io.steps):
-            s.one.dh[0] = s.sums[v]
+            s.one.dh[0] = s.sums[2 * samples + v]
             s.one.kept[0] = T.Cast("float32", io.kept[t, b, unit])
             s.one.h[0] = T.Cast("float32", io.before[t, b, unit])
             of_reset(s.one, 0)
@@ -127,7 +120,7 @@ def build(problem: RecurrentBackward, decisions: Decisions) -> Program:
         block = T.cta_id([ceildiv(hidden, threads // lanes)])
         thread = T.thread_id([threads])
         s = T.meta_var(SimpleNamespace(
-            sums=T.alloc_local([samples], "float32"),
+            sums=T.alloc_local([problem.parts * samples], "float32"),
             h=T.alloc_local([1], "float32"),
             one=SimpleNamespace(**unit_buffers(problem, lambda extent: T.alloc_local([extent], "float32")))))
         slot: T.let = block * (threads // lanes) + thread // lanes
@@ -165,7 +158,7 @@ def build(problem: RecurrentBackward, decisions: Decisions) -> Program:
 
 back_kernels = Template(
     name="back_kernels",
-    version=1,
+    version=2,
     operator="recurrent_backward",
     kind="cuda",
     summary="a kernel a step, from the last one back; lanes of a warp share the row of a unit",

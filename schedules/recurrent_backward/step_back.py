@@ -2,8 +2,8 @@
 
 In each step threads share the units, a thread `chunk` of them at a time; TVM's parallel loop is the barrier between
 steps. Gradients d of the step after are kept as float32, `(gates * hidden, batch)`, in two buffers that take turns.
-With the reset before the product a third one has the gradients of the candidate, and a second loop follows in each
-step.
+With the reset before the product a second loop follows in each step, from the candidate's gradients to the reset
+gate's.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ def program(problem: RecurrentBackward, decisions: Decisions) -> Program:
     chunk, simd = decisions["chunk"], decisions["simd"]
     parts, padded = ceildiv(hidden, chunk), ceildiv(batch, simd) * simd
     loop, rows, width = T.parallel if parts > 1 else T.serial, problem.rows(), problem.width
-    sums = EntrySums(width, 1, rows, simd, decisions["depth"])
-    add_up, through, advance = sums.sums(), through_cell(cell, simd, sigmoid, tanh), next_cell(1, sigmoid, tanh)
     twice, of_reset = problem.exchanges == 2, through_reset(simd, sigmoid)
+    sums = EntrySums(width, problem.parts, rows, simd, decisions["depth"])
+    before, through, advance = 2 if twice else 1, through_cell(cell, simd, sigmoid, tanh), next_cell(1, sigmoid, tanh)
+    add_up, add_up_candidates = sums.sums(0, before), sums.sums(2)
 
     # fmt: off
     @T.inline
@@ -81,8 +82,6 @@ def program(problem: RecurrentBackward, decisions: Decisions) -> Program:
                 for j in range(padded):
                     turns[0, i, j] = T.float32(0)
                     turns[1, i, j] = T.float32(0)
-                    if twice:
-                        turns[2, i, j] = T.float32(0)
         for unit_of in range(hidden):
             with T.sblock("begin"):
                 unit = T.axis.spatial(hidden, unit_of)
@@ -97,7 +96,8 @@ def program(problem: RecurrentBackward, decisions: Decisions) -> Program:
         s.dh[v] = passed[unit, b]
         s.dc[v] = dcs[unit, b] if lstm else T.float32(0)
         if t + 1 < (T.min(io.lengths[b], io.steps) if ragged else io.steps):
-            s.dh[v] = s.dh[v] + s.sums[v]
+            for gate in range(before):
+                s.dh[v] = s.dh[v] + s.sums[gate * simd + v]
             if resetting:
                 if io.resets[t + 1, b] != 0:
                     s.dh[v] = T.float32(0)
@@ -125,7 +125,7 @@ def program(problem: RecurrentBackward, decisions: Decisions) -> Program:
 
     @T.inline
     def load_reset(io, s, t, unit, b, v):
-        s.dh[v] = s.sums[v]
+        s.dh[v] = s.sums[2 * simd + v]
         s.kept[v] = T.Cast("float32", io.kept[t, b, unit])
         s.h[v] = T.Cast("float32", io.before[t, b, unit])
 
@@ -137,12 +137,8 @@ def program(problem: RecurrentBackward, decisions: Decisions) -> Program:
 
     @T.inline
     def write(io, s, turns, passed, dcs, t, unit, b, v):
-        if twice:
-            keep(io, s, turns, t % 2, t, 1, unit, b, v)
-            keep(io, s, turns, 2, t, 2, unit, b, v)
-        else:
-            for gate in range(gates):
-                keep(io, s, turns, t % 2, t, gate, unit, b, v)
+        for gate in range(int(twice), gates):
+            keep(io, s, turns, t % 2, t, gate, unit, b, v)
         if gru:
             io.d_new[t, b, unit] = T.Cast(dtype, s.fresh[v])
         if lstm:
@@ -201,7 +197,7 @@ def program(problem: RecurrentBackward, decisions: Decisions) -> Program:
         unit = T.meta_var(rows.unit(io, slot))
         if t >= 0:
             for part in range(padded // simd):
-                add_up(io, s, turns, 2, slot, part * simd)
+                add_up_candidates(io, s, turns, t % 2, slot, part * simd)
                 for v in range(simd):
                     if part * simd + v < batch:
                         load_reset(io, s, t, unit, part * simd + v, v)
@@ -213,7 +209,7 @@ def program(problem: RecurrentBackward, decisions: Decisions) -> Program:
 
     def buffers():
         return SimpleNamespace(
-            sums=T.sblock_alloc_buffer((simd,), "float32"), **sums.alloc(),
+            sums=T.sblock_alloc_buffer((problem.parts * simd,), "float32"), **sums.alloc(),
             **unit_buffers(problem, lambda n: T.sblock_alloc_buffer((n,), "float32"), simd))
 
     @T.inline
@@ -228,7 +224,7 @@ def program(problem: RecurrentBackward, decisions: Decisions) -> Program:
 
     @T.inline
     def body(io):
-        turns = T.sblock_alloc_buffer((3 if twice else 2, width, padded), "float32")
+        turns = T.sblock_alloc_buffer((2, width, padded), "float32")
         passed = T.sblock_alloc_buffer((hidden, padded), "float32")
         dcs = T.sblock_alloc_buffer((hidden, padded), "float32")
         if lstm:
@@ -245,7 +241,7 @@ def program(problem: RecurrentBackward, decisions: Decisions) -> Program:
 
 step_back = Template(
     name="step_back",
-    version=1,
+    version=2,
     operator="recurrent_backward",
     kind="llvm",
     summary="step by step from the last one back; threads share the units, vectors run along the batch",

@@ -11,7 +11,7 @@ from tvm_sparse.core.machine import resolve
 from tvm_sparse.operators.bsr_matmul.dense import likely_way
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 from tvm_sparse.operators.bsr_sddmm.problem import BsrSddmm
-from tvm_sparse.runtime.dense import DENSE
+from tvm_sparse.runtime.dense import DENSE, KERNEL
 
 from .headlines import headlines
 from .register import PARTS, part
@@ -150,6 +150,21 @@ def block_training() -> str:
 
 
 @part
+def entry_products() -> str:
+    """Both ways of `csr_linear`, the one that calls take in bold."""
+    rows = results("entry-products-h200").rows
+    shapes = dict.fromkeys((row["k"], row["n"], row["sparsity"]) for row in rows)
+    batches = sorted({int(row["m"]) for row in rows})
+    cells = {}
+    for row in rows:
+        times = {way: us(float(row[way])) for way in (KERNEL, DENSE)}
+        times[row["way"]] = f"**{times[row['way']]}**"
+        cells[row["k"], row["n"], row["sparsity"], int(row["m"])] = " / ".join(times.values())
+    lines = [[f"({k}, {n})", sparsity, *(cells[k, n, sparsity, m] for m in batches)] for k, n, sparsity in shapes]
+    return table(["(k, n)", "sparsity", *(f"m = {m}" for m in batches)], lines)
+
+
+@part
 def pruned_transformer() -> str:
     """Losses and times of the example's runs at their end, and the time of a step in each phase."""
     found = results("pruned-transformer-h200")
@@ -183,4 +198,5 @@ PARTS["where-float16"] = partial(where, "peers-float16-h200")
 PARTS["where-rotated"] = partial(where, "peers-rotated-h200")
 PARTS["where-blocks"] = partial(where, "block-products-h200")
 PARTS["where-training"] = partial(where, "block-training-h200")
+PARTS["where-entries"] = partial(where, "entry-products-h200")
 PARTS["where-launch"] = partial(where, "launch-floor-h200")

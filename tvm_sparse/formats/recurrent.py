@@ -255,7 +255,7 @@ class Transposed(NamedTuple):
     units
         `(hidden,)` int32: the unit at each slot, a permutation.
     row_start
-        `(hidden + 1,)` int32: the first entry of a slot's row.
+        `(hidden * parts + 1,)` int32: the first entry of the part of a slot's row at `slot * parts + part`.
     columns
         `(nonzeros,)` int64: rows of the weight, `gate * hidden + unit`.
     places
@@ -268,19 +268,22 @@ class Transposed(NamedTuple):
     places: np.ndarray
 
 
-def transposed_layout(rows: np.ndarray, columns: np.ndarray, hidden: int, gates: int, banks: int) -> Transposed:
+def transposed_layout(
+    rows: np.ndarray, columns: np.ndarray, hidden: int, gates: int, banks: int, parts: int = 1
+) -> Transposed:
     """Lay out the transpose of a weight with entries at these rows and columns, which are all different.
 
-    Units are in balanced order, and the entries of a row in the order for `banks`, as in `recurrent_weights`.
+    Units are in balanced order. A row is cut into `parts`: 1, or `gates`, one for each gate. The entries of a part are
+    in the order for `banks`, as in `recurrent_weights`.
     """
     rows, columns, width = rows.astype(np.int64), columns.astype(np.int64), gates * hidden
     dealt = balanced_units(np.bincount(columns, minlength=hidden))
     slot = np.empty(hidden, np.int64)
     slot[dealt] = np.arange(hidden)
     sort = np.argsort(slot[columns] * width + rows)
-    lengths = np.bincount(slot[columns], minlength=hidden)
+    lengths = np.bincount(slot[columns] * parts + rows * parts // width, minlength=hidden * parts)
     row_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    places = sort[bank_order(row_start, rows[sort], banks)]
+    places = sort[bank_order(row_start, rows[sort], banks, parts)]
     return Transposed(dealt.astype(np.int32), row_start, rows[places], places)
 
 

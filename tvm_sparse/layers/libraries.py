@@ -7,6 +7,7 @@ array's device, and no function waits for a GPU.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -138,6 +139,20 @@ class _Torch:
 
 
 NUMPY, TORCH = _NumPy(), _Torch()
+
+
+def kept(store: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """`store[key]`, made by `make()` where it is absent.
+
+    While torch.compile traces the caller, the result is not stored: what is made then belongs to a graph, which may
+    write something else to its memory.
+    """
+    if key in store:
+        return store[key]
+    made, torch = make(), sys.modules.get("torch")
+    if torch is None or not torch.compiler.is_compiling():
+        store[key] = made
+    return made
 
 
 def library(name: str, array: Any) -> Library:

@@ -41,7 +41,7 @@ from ..runtime.calls import check_device, check_floats, facts_beside, inverse_te
 from ..runtime.dispatch import Explanation
 from . import storage
 from .captured import CapturedHead, HeadInfo
-from .libraries import library, tensor, to_host
+from .libraries import kept, library, tensor, to_host
 from .settings import (
     HASHED,
     PATHS,
@@ -653,9 +653,7 @@ class LshHead:
         )
 
     def _constant(self, name: str, count: int, made: Any) -> Any:
-        if (name, count) not in self._constants:
-            self._constants[name, count] = made()
-        return self._constants[name, count]
+        return kept(self._constants, (name, count), made)
 
     def _explain(self, rows: int, n: int, sentences: int, path: str) -> HeadExplanation:
         own = self.settings

@@ -22,14 +22,14 @@ from ..core.problem import FLOATS, Problem, numpy_dtype
 from ..formats.block_recurrent import BlockRecurrentWeights
 from ..formats.recurrent import RecurrentWeights
 from ..operators.sparse_recurrent.call import input_facts, with_gradient
-from ..operators.sparse_recurrent.problem import EXCHANGES, GATES, rounded_limit
+from ..operators.sparse_recurrent.problem import GATES, rounded_limit
 from ..runtime import arrays
 from ..runtime.arrays import Facts
 from ..runtime.calls import check_device, facts_beside, machine_of, outputs_for
 from ..runtime.dispatch import Explanation, dispatcher
 from . import storage
 from .captured import CapturedLayer
-from .libraries import TORCH, library, to_host
+from .libraries import TORCH, kept, library, to_host
 from .pruning import BLOCK, prune
 from .recurrent_weights import (
     Weights,
@@ -196,8 +196,6 @@ class _Layer:
                     )
                 options: dict[str, Any] = {"method": method, "block": block, "gates": _gates_of(weight_hh, cell)}
                 weight_hh = prune(weight_hh, density, **options)
-            if form == "auto" and cell in EXCHANGES:
-                form = "entries"  # no kernel of blocks exchanges twice a step in one launch
             weights = prepared(weight_hh, GATES[cell], dtype, form, order)
         self._set(weights, cell, device)
 
@@ -360,7 +358,7 @@ class _Layer:
             return own, BATCH
         if isinstance(own, BlockRecurrentWeights):
             return own, TILES_BATCH
-        if not fits_as_blocks(own) or self.cell in EXCHANGES:
+        if not fits_as_blocks(own):
             return own, BATCH
         if self._tiles is None:
             self._tiles = as_blocks(own)
@@ -551,17 +549,13 @@ class _Layer:
         return xp.where(left < most, left, most)
 
     def _zeros(self, x: Any) -> Any:
-        key = ("zeros", x.shape[1], *_place(x))
-        if key not in self._constants:
-            shape = (x.shape[1], self.hidden)
-            self._constants[key] = library("x_projected", x).full(shape, 0.0, self.dtype, x)
-        return self._constants[key]
+        shape = (x.shape[1], self.hidden)
+        make = library("x_projected", x).full
+        return kept(self._constants, ("zeros", x.shape[1], *_place(x)), lambda: make(shape, 0.0, self.dtype, x))
 
     def _placed(self, name: str, array: np.ndarray, like: Any) -> Any:
-        key = (name, *_place(like))
-        if key not in self._constants:
-            self._constants[key] = library("x_projected", like).from_host(array, like)
-        return self._constants[key]
+        make = library("x_projected", like).from_host
+        return kept(self._constants, (name, *_place(like)), lambda: make(array, like))
 
 
 class SparseRNN(_Layer):
@@ -766,8 +760,7 @@ class SparseGRU(_Layer):
     reset_after
         Whether the reset gate scales the product, as in `torch.nn.GRU`, or, before it, the state: Keras's argument of
         this name, and ONNX's `linear_before_reset`. Both have their gates in the order z, r, n. With a reset before the
-        product `form="auto"` means entries, for which one launch takes all steps on a GPU; its gradients, and blocks,
-        take two kernel launches per step.
+        product a step takes about twice as long on a GPU.
     density, method, block, dtype, form, order, device
         As in `SparseRNN`.
 

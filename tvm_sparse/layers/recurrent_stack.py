@@ -274,6 +274,8 @@ class RecurrentStack(torch.nn.Module):
             f" dtype={self.dtype}"
         )
 
+    # What a traced forward kept (weights of a dtype, zeros) would belong to a graph.
+    @torch.compiler.disable
     def forward(self, input: Any, hx: Any = None, *, lengths: Any = None, resets: Any = None) -> tuple[Any, Any]:
         """As in `torch.nn.LSTM` (`RNN`, `GRU`), with two more arguments.
 

@@ -6,11 +6,13 @@ this: an array exists only if its library has been imported.
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import functools
 import math
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -363,7 +365,60 @@ def prototype(tensor: Any) -> Any:
 
     `torch.empty_like` of it takes half as long as `torch.empty`.
     """
-    return tensor.new_empty((1,) * tensor.dim()).expand(tensor.shape)
+    index = tensor.device.index if tensor.is_cuda else None
+    return kept(lambda: tensor.new_empty((1,) * tensor.dim()), index).expand(tensor.shape)
+
+
+def kept(make: Callable[[], Any], index: int | None) -> Any:
+    """A torch tensor that outlives the call in which it is made, by `make()`; on the CUDA device `index`, if given.
+
+    On a GPU `make` runs in a thread of its own, for the device's current stream. What the caller's thread allocates
+    while `torch.compile` prepares a CUDA graph (mode="reduce-overhead") belongs to the graph's memory, which PyTorch
+    reuses without regard to tensors that are kept. A stream that is being captured takes no work of other threads.
+    """
+    if index is None:
+        return make()
+    torch = sys.modules["torch"]
+    stream = torch.cuda.current_stream(index)
+
+    def on_stream() -> Any:
+        with torch.cuda.stream(stream):
+            return make()
+
+    with torch.cuda.stream(stream):
+        capturing = torch.cuda.is_current_stream_capturing()
+    if capturing:
+        return on_stream()
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        return executor.submit(on_stream).result()
+
+
+def constant(shape: tuple[int, ...], value: float, dtype: str, like: Any) -> Any:
+    """A torch tensor full of `value`, on the device of the torch tensor `like`, to be read alone.
+
+    It is kept for later calls on the device's current stream, but for one that is filled while that is captured: its
+    graph does so whenever it is replayed.
+    """
+    torch = sys.modules["torch"]
+    index = like.device.index if like.is_cuda else None
+    stream = 0 if index is None else torch._C._cuda_getCurrentRawStream(index)
+    count = math.prod(shape)
+    whole = 1 << max(0, count - 1).bit_length()  # so that few sizes are kept
+    key = whole, value, dtype, index, stream
+    found = _CONSTANTS.get(key)
+    if found is None:
+
+        def make() -> Any:
+            with torch.inference_mode(False):
+                return torch.full((whole,), value, dtype=getattr(torch, dtype), device=like.device)
+
+        found = kept(make, index)
+        if index is None or not torch.cuda.is_current_stream_capturing():
+            _CONSTANTS[key] = found
+    return found[:count].view(shape)
+
+
+_CONSTANTS: dict[Any, Any] = {}
 
 
 def returned(array: Any, like: Any) -> Any:

@@ -7,7 +7,6 @@ CUDA, its CUDA part. These are taken from the installed apache-tvm, without impo
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import hashlib
 import logging
@@ -324,27 +323,11 @@ def _on_cpu(shape: tuple[int, ...], dtype: str, fill: int) -> Any:
 
 
 def _on_gpu(shape: tuple[int, ...], dtype: str, fill: int, index: int) -> Any:
-    """A new array on a device, for its current stream, all of whose bytes are `fill`.
-
-    It is made in a thread of its own. What the caller's thread allocates while `torch.compile` prepares a CUDA graph
-    (mode="reduce-overhead") belongs to the graph's memory, which PyTorch reuses without regard to tensors that are
-    kept. A stream that is being captured takes no work of other threads.
-    """
+    """A new array on a device, for its current stream, all of whose bytes are `fill`."""
     torch = sys.modules["torch"]
     kind = getattr(torch, dtype)
-    stream = torch.cuda.current_stream(index)
-
-    def make() -> Any:
-        with torch.cuda.stream(stream):
-            return torch.full((math.prod(shape) * kind.itemsize,), fill, dtype=torch.uint8, device=f"cuda:{index}")
-
-    with torch.cuda.stream(stream):
-        capturing = torch.cuda.is_current_stream_capturing()
-    if capturing:
-        filled = make()
-    else:
-        with concurrent.futures.ThreadPoolExecutor(1) as executor:
-            filled = executor.submit(make).result()
+    count = math.prod(shape) * kind.itemsize
+    filled = arrays.kept(lambda: torch.full((count,), fill, dtype=torch.uint8, device=f"cuda:{index}"), index)
     return filled.view(kind).view(shape)
 
 

@@ -28,6 +28,11 @@ part is computed, the states of the one before are exchanged, and those of the n
 threads own of the other parts are kept in shared memory. Samples that the last part lacks are exchanged as zeros.
 
 What a step needs beside states, the input projection, is loaded a step ahead.
+
+**Two exchanges.** With the reset before the product a step has two halves: from the states r and z follow, and the
+states times r are exchanged in a slot of their own, from which the candidate follows. Both halves multiply whole tiles,
+since an instruction takes all 16 rows of one, and add up the rows of their own gates. All passes take the first half,
+then all the second, so that the exchange of one pass overlaps with the products of another.
 """
 
 from __future__ import annotations

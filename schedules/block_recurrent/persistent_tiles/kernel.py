@@ -18,6 +18,9 @@ in each pass of each step
     a barrier of the thread block
     finish          the parts' sums, gates; the state after the step, to all thread blocks
     save            the states of the pass
+
+With the reset before the product each pass has two turns, one after those of all others: in the first one `send_scaled`
+takes the place of `finish`.
 """
 
 from __future__ import annotations
@@ -36,7 +39,18 @@ from ...recurrent.exchange import collect, element_bits, fetch, find_source, mar
 from ...recurrent.sizes import WIDEST
 from .space import SAMPLES, Extents
 from .state import State
-from .step import finish, is_item, item, load_inputs, multiply_tiles, restore, save, sends, take_inputs
+from .step import (
+    finish,
+    is_item,
+    item,
+    load_inputs,
+    multiply_tiles,
+    restore,
+    save,
+    send_scaled,
+    sends,
+    take_inputs,
+)
 from .weights import load_weights, take_tiles
 
 Phase = Callable[..., Any]
@@ -88,7 +102,7 @@ def kernel_body(e: Extents) -> Phase:
     """The kernel, as the body of the function; called with its arguments."""
     deal, load, ready, first_states = take_tiles(e), load_weights(e), mark(e), begin(e)
     take, inputs, multiply, end = take_inputs(e), load_inputs(e), multiply_tiles(e), finish(e)
-    find, bring_back, keep = find_source(e), restore(e), save(e)
+    find, bring_back, keep, scale = find_source(e), restore(e), save(e), send_scaled(e)
     ahead = e.passes > 1 and e.stages > 0
     fetch_ahead = fetch(e, e.vectors)
     copy = stage(
@@ -96,40 +110,44 @@ def kernel_body(e: Extents) -> Phase:
         prefetched=ahead)
 
     @T.inline
-    def one_step(s, io, step):
-        take(s)
-        if step + 1 < io.steps:
-            inputs(s, io, step + 1)
-        find(s, io, step, 0)
-        if e.stages > 0:
-            copy(s)
-        half: T.int32 = step % e.halves
-        multiply(s, io, half)
-        T.cuda.cta_sync()
+    def end_items(s, io, slot, half):
         for j in T.unroll(e.items):
-            end(s, io, step, j, half, step + 1)
+            end(s, io, slot // e.exchanges, j, half, slot + 1)
 
     @T.inline
-    def one_pass(s, io, turn):
-        step: T.int32 = turn // e.passes
-        bring_back(s, io)
+    def scale_or_end_items(s, io, slot, half):
+        if slot % 2 == 0:
+            for j in T.unroll(e.items):
+                scale(s, j, half, slot + 1)
+        else:
+            end_items(s, io, slot, half)
+
+    finish_items = scale_or_end_items if e.exchanges == 2 else end_items
+
+    @T.inline
+    def one_pass(s, io, turn, slot, following, first):
         take(s)
-        following: T.int32 = (turn + 1) // e.passes
-        s.next_first[0] = (turn + 1) % e.passes * e.samples
-        if following < io.steps:
+        if following < io.steps * e.exchanges:
             inputs(s, io, following)
-        find(s, io, step, s.first[0])
+        find(s, io, slot, first)
         if e.stages > 0:
             copy(s)
         if ahead:
-            if following < io.steps:
+            if following < io.steps * e.exchanges:
                 find(s, io, following, s.next_first[0])
                 fetch_ahead(s, s.t)
         half: T.int32 = turn % e.halves
         multiply(s, io, half)
         T.cuda.cta_sync()
-        for j in T.unroll(e.items):
-            end(s, io, step, j, half, step + 1)
+        finish_items(s, io, slot, half)
+
+    @T.inline
+    def one_of_several(s, io, turn):
+        bring_back(s, io)
+        slot: T.int32 = turn // e.passes
+        following: T.int32 = (turn + 1) // e.passes
+        s.next_first[0] = (turn + 1) % e.passes * e.samples
+        one_pass(s, io, turn, slot, following, s.first[0])
         keep(s)
         s.first[0] = s.next_first[0]
 
@@ -155,12 +173,11 @@ def kernel_body(e: Extents) -> Phase:
         if ahead:
             find(s, io, 0, 0)
             fetch_ahead(s, s.t)
-        if e.passes > 1:
-            for turn in T.serial(io.steps * e.passes):
-                one_pass(s, io, turn)
-        else:
-            for step in T.serial(io.steps):
-                one_step(s, io, step)
+        for turn in T.serial(io.steps * (e.exchanges * e.passes)):
+            if e.passes > 1:
+                one_of_several(s, io, turn)
+            else:
+                one_pass(s, io, turn, turn, turn + 1, 0)
 
     return body
 # fmt: on
@@ -168,6 +185,6 @@ def kernel_body(e: Extents) -> Phase:
 
 def program(problem: BlockRecurrent, e: Extents) -> Program:
     """The program of one point of the space."""
-    words = e.packs * e.pitch * WIDEST // 4
+    words = e.exchanges * e.packs * e.pitch * WIDEST // 4  # of all slots of a step
     own = Workspace("exchange", ("steps", words), "uint32", fill=None)
     return gpu_program(problem, kernel_body(e), (own,), resident=Resident(e.blocks, e.threads, e.shared_bytes))

@@ -11,8 +11,9 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
 from tvm_sparse.formats.block_recurrent import ROWS, tile_units
 from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
+from tvm_sparse.operators.sparse_recurrent.problem import EXCHANGES
 
-from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit, require_one_exchange
+from ...recurrent.sizes import LINE, WARP, WIDEST, register_limit
 
 TENSOR_CORES = 80  # the compute capability from which on tensor cores multiply bfloat16
 # Groups that a warp multiplies in one round, a vector of each of two rows a lane: two instructions of a tensor core.
@@ -81,8 +82,8 @@ class Extents:
 
     @property
     def exchanges(self) -> int:
-        """Slots of the exchange in a step."""
-        return 1
+        """Slots of the exchange in a step: see `RecurrentLayer.exchanges`."""
+        return EXCHANGES.get(self.cell, 1)
 
     @property
     def warps(self) -> int:
@@ -194,9 +195,16 @@ class Extents:
         return self.warps * self.most * self.fragments * SAMPLES * self.part_pitch
 
     @property
+    def has_cell(self) -> bool:
+        """Whether items carry a second value: the cell state of an LSTM, or z from a step's first exchange to the
+        second one.
+        """
+        return self.cell == "lstm" or self.exchanges == 2
+
+    @property
     def kept(self) -> int:
-        """Floats of states that threads keep for the other passes: hidden states, and cell states of an LSTM."""
-        states = 2 if self.cell == "lstm" else 1
+        """Floats of states that threads keep for the other passes: hidden states, and the second values of items."""
+        states = 1 + self.has_cell
         return states * self.passes * self.items * self.threads if self.passes > 1 else 0
 
     @property
@@ -279,7 +287,6 @@ def likely_points(problem: BlockRecurrent, machine: Machine, table: Table) -> It
 def space(problem: BlockRecurrent, machine: Machine) -> Table:
     if machine.capability < TENSOR_CORES:
         raise NotApplicable(f"{machine.arch} has no tensor cores for bfloat16")
-    require_one_exchange(problem)
     if problem.dtype == "float32":
         raise NotApplicable("tensor cores multiply 16 bits: float32 takes a kernel a step")
     if problem.batch > MOST_SAMPLES * MOST_PASSES:

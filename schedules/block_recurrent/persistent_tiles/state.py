@@ -52,7 +52,7 @@ class State(Buffers):
     unit, length
         Of each item: its unit, and the steps of its sequence.
     cells, owns
-        Of each item: the cell's state, and the hidden state.
+        For each item: the cell's state, or z between the halves of a step, and the hidden state.
     sums, result
         Of each item: the sums of its gates, and the hidden state after the step.
     cell, own, passed, bits, sent

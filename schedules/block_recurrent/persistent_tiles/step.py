@@ -12,7 +12,7 @@ from tvm_sparse.core.template import ceildiv
 
 from ...device.words import value_in
 from ...recurrent.exchange import collect, element_bits, load_vector, missing, put, sent_words, state_bits
-from ...recurrent.gates import gates
+from ...recurrent.gates import gates, reset_gates
 from .space import BATCHED, SAMPLES, Extents
 from .weights import find_tile, load_shared, read_round
 
@@ -64,7 +64,7 @@ def restore(e: Extents) -> Phase:
     def phase(s, io):
         for j in T.unroll(e.items):
             s.owns[j] = s.kept[kept_at(e, s, j, 0)]
-            if e.cell == "lstm":
+            if e.has_cell:
                 s.cells[j] = s.kept[kept_at(e, s, j, 1)]
             if e.ragged:
                 s.length[j] = io.lengths[T.min(item(e, s, j, of_batch=True)[1], e.batch - 1)]
@@ -82,31 +82,55 @@ def save(e: Extents) -> Phase:
     def phase(s):
         for j in T.unroll(e.items):
             s.kept[kept_at(e, s, j, 0)] = s.owns[j]
-            if e.cell == "lstm":
+            if e.has_cell:
                 s.kept[kept_at(e, s, j, 1)] = s.cells[j]
 
     return phase
 
 
 def load_inputs(e: Extents) -> Phase:
-    """Begin the loads of a step's inputs; the phase is (s, io, step), a step ahead of their use.
+    """Begin the loads of what the products of a slot of the exchange meet; the phase is (s, io, slot), a slot ahead of
+    their use.
 
     Reads: `x_projected`, `resets`. Writes: `next_x`, `next_reset`, `next_fresh`. Barriers: none.
     """
 
+    def projections(begin: int, end: int) -> Phase:
+        @T.inline
+        def load(s, io, step, b, j):
+            for g in T.unroll(begin, end):
+                s.next_x[j * e.gates + g] = element_bits(
+                    e.dtype, io.x_projected[step, b, g * e.hidden + s.unit[j]])
+
+        return load
+
+    every, of_gates, of_candidate = projections(0, e.gates), projections(0, 2), projections(2, e.gates)
+
     @T.inline
-    def phase(s, io, step):
+    def of_half(s, io, slot, b, j):
+        if slot % 2 == 0:
+            of_gates(s, io, slot // 2, b, j)
+        else:
+            of_candidate(s, io, slot // 2, b, j)
+
+    @T.inline
+    def phase(s, io, slot):
+        step = T.meta_var(slot // e.exchanges)
         for j in T.unroll(e.items):
             b = T.meta_var(item(e, s, j, of_batch=True, following=True)[1])
             if is_item(e, s, j, following=True):
-                for g in T.unroll(e.gates):
-                    s.next_x[j * e.gates + g] = element_bits(
-                        e.dtype, io.x_projected[step, b, g * e.hidden + s.unit[j]])
+                if e.exchanges == 2:
+                    of_half(s, io, slot, b, j)
+                else:
+                    every(s, io, step, b, j)
                 if e.resets:
                     s.next_reset[j] = io.resets[step, b]
         if e.resets:
             for f in T.unroll(e.fragments):
                 s.next_fresh[f] = io.resets[step, T.min(next_row(e, s, f), e.batch - 1)]
+                if e.exchanges == 2:  # scaled states are those of the new sequence
+                    if slot % 2 != 0:
+                        s.next_fresh[f] = 0
 
     return phase
 
@@ -304,21 +328,66 @@ def multiply_tiles(e: Extents) -> Phase:
     return phase
 
 
-def sum_parts(e: Extents) -> Phase:
+def sum_parts(e: Extents, begin: int = 0, end: int | None = None) -> Phase:
     """Add up what the warps have for an item; the phase is (s, j, half).
+
+    `begin`, `end`: of the gates that are summed; all by default.
 
     Reads: `parts`. Writes: `sums`. Barriers: none.
     """
+    gates = begin, e.gates if end is None else end
 
     @T.inline
     def phase(s, j, half):
         unit = T.meta_var(item(e, s, j)[0])
         b = T.meta_var(item(e, s, j)[1])
-        for g in T.unroll(e.gates):
+        for g in T.unroll(*gates):
             s.sums[j * e.gates + g] = T.float32(0)
             for w in T.unroll(e.warps):
                 s.sums[j * e.gates + g] = s.sums[j * e.gates + g] + s.parts[part_at(
                     e, half, w, unit // e.tile_units, b, g * e.tile_units + unit % e.tile_units)]
+
+    return phase
+
+
+def begin_anew(e: Extents) -> Phase:
+    """Take an item's states, zeros where its sequence begins; the phase is (s, j).
+
+    Reads: `cells`, `owns`, `reset`. Writes: `cell`, `own`. Barriers: none.
+    """
+
+    @T.inline
+    def phase(s, j):
+        s.cell[0] = s.cells[j]
+        s.own[0] = s.owns[j]
+        if e.resets:
+            if s.reset[j] != 0:
+                s.cell[0] = T.float32(0)
+                s.own[0] = T.float32(0)
+
+    return phase
+
+
+def send_scaled(e: Extents) -> Phase:
+    """Send an item's state times its reset gate, of a cell with two exchanges; the phase is (s, j, half, slot).
+
+    Reads: `parts`, `x`, `reset`, `owns`. Writes: the exchange; z, to `cells`.
+    Barriers: none, but all lanes of a warp take part.
+    """
+    add, anew, compute, join, send = sum_parts(e, 0, 2), begin_anew(e), reset_gates(e), collect(e), put(e)
+
+    @T.inline
+    def phase(s, j, half, slot):
+        b = T.meta_var(item(e, s, j, of_batch=True)[1])
+        s.bits[0] = T.uint32(0)
+        if is_item(e, s, j):
+            add(s, j, half)
+            anew(s, j)
+            compute(s, j)
+            s.cells[j] = s.passed[0]
+            s.bits[0] = state_bits(e, s.result[j])
+        join(s)
+        send(s, slot, b, s.unit[j], sends(e, s, j))
 
     return phase
 
@@ -331,16 +400,14 @@ def finish(e: Extents) -> Phase:
     Reads: `parts`, `x`, `reset`, `length`, `cells`, `owns`. Writes: the exchange, the outputs, `cells`, `owns`.
     Barriers: none, but all lanes of a warp take part.
     """
-    add, compute, join, send, write = sum_parts(e), gates(e), collect(e), put(e), write_output(e)
+    add, anew = sum_parts(e, 2 if e.exchanges == 2 else 0), begin_anew(e)
+    compute, join, send, write = gates(e), collect(e), put(e), write_output(e)
 
     @T.inline
     def new_state(s, io, step, j):
-        s.cell[0] = s.cells[j]
-        s.own[0] = s.owns[j]
-        if e.resets:
-            if s.reset[j] != 0:
-                s.cell[0] = T.float32(0)
-                s.own[0] = T.float32(0)
+        anew(s, j)
+        if e.exchanges == 2:
+            s.passed[0] = s.cells[j]
         compute(s, io, j)
         s.bits[0] = state_bits(e, s.result[j])
         if e.ragged:

@@ -22,7 +22,8 @@ from ...device.overlap import CACHE_LINE, start_consumer, wait_for_producer, wai
 from ...device.selection import FULL_WARP
 from ...device.state import named, register
 from ...device.words import FILLERS, PTX_INDEX, load_element, load_words, stored_at, value_at
-from .space import WARP, Extents
+from .digits import add_products, find_digits, join_groups, load_scales
+from .space import SLOTS, WARP, Extents
 
 Phase = Callable[..., Any]
 
@@ -35,15 +36,17 @@ class Place:
     tile: Any  # which tile of the row
     line: Any  # the row by the grid's count; beyond the last one for spare warps of the last thread block
     row: Any  # the row that is read: `line`, or the last one
+    table: Any = None  # if the grid has a dimension of tables: the thread block's, whose rows `line` counts
 
     @classmethod
-    def alloc(cls) -> Place:
+    def alloc(cls, table: Any = None) -> Place:
         return named(
             cls(
                 lane=register("int32"),
                 tile=register("int32"),
                 line=register("int32"),
                 row=register("int64"),
+                table=table,
             )
         )
 
@@ -94,6 +97,18 @@ class State:
     # With a table in eight bits: scales of the loads' rows, and the entry of `words.FILLERS` for its dtype.
     scale: Any = None
     filler: Any = None
+    # With tensor cores: see `digits`.
+    own_scale: Any = None
+    exponent: Any = None
+    unit: Any = None
+    whole: Any = None
+    inexact: Any = None
+    digits: Any = None
+    of_entry: Any = None
+    picked: Any = None
+    halves: Any = None
+    turned: Any = None
+    product: Any = None
 
     @classmethod
     def alloc(cls, e: Extents) -> State:
@@ -123,8 +138,20 @@ class State:
                 base=register("int32") if e.tables > 1 else None,
                 scale=T.alloc_local([e.loads], "float32") if e.scaled else None,
                 filler=register("uint32") if e.scaled else None,
+                **(digit_registers() if e.tensor_cores else {}),
             )
         )
+
+
+def digit_registers() -> dict[str, Any]:
+    """The registers of `digits`."""
+    scalars = {"own_scale": "float32", "exponent": "uint32", "unit": "float32", "whole": "int32", "inexact": "int32"}
+    buffers = {"of_entry": SLOTS, "picked": 2, "halves": 4, "turned": 8, "product": 4}
+    return {
+        **{name: register(dtype) for name, dtype in scalars.items()},
+        "digits": register("uint32"),
+        **{name: T.alloc_local([extent], "uint32") for name, extent in buffers.items()},
+    }
 
 
 def kernel_body(e: Extents) -> Body:
@@ -138,15 +165,10 @@ def kernel_body(e: Extents) -> Body:
 
     # fmt: off
     @T.inline
-    def body(io):
-        each: T.let = io.nnz // bags(e, io)  # entries of a row if all have as many; counted on the host
-        T.device_entry()
-        if e.reads_ahead:
-            start_consumer()  # a consumer kernel waits for this one whenever it starts
-        block = T.cta_id([T.Cast("int32", (bags(e, io) * e.row_tiles + (e.tiles - 1)) // e.tiles)])
+    def work(io, each, block, table):
         t = T.thread_id([e.threads])
         s = T.meta_var(State.alloc(e))
-        at = T.meta_var(Place.alloc())
+        at = T.meta_var(Place.alloc(table))
         place(at, io, block, t)
         for v in T.unroll(e.vec):
             s.acc[v] = nothing(e)
@@ -178,6 +200,19 @@ def kernel_body(e: Extents) -> Body:
         gather(s, io, at)
         sum_groups(s)
         store(s, io, at)
+
+    @T.inline
+    def body(io):
+        each: T.let = io.nnz // bags(e, io)  # entries of a row if all have as many; counted on the host
+        T.device_entry()
+        if e.reads_ahead:
+            start_consumer()  # a consumer kernel waits for this one whenever it starts
+        if e.table_grid:
+            block, table = T.cta_id([blocks(e, io), e.tables])
+            work(io, each, block, table)
+        else:
+            block = T.cta_id([blocks(e, io)])
+            work(io, each, block, None)
     # fmt: on
     return body
 
@@ -187,9 +222,19 @@ def bags(e: Extents, io: Any) -> Any:
     return io.rows if e.tables == 1 else io.rows * e.tables
 
 
+def lines(e: Extents, io: Any) -> Any:
+    """Rows that `Place.line` counts."""
+    return io.rows if e.table_grid else bags(e, io)
+
+
+def blocks(e: Extents, io: Any) -> Any:
+    """Thread blocks of the grid, or of a table."""
+    return T.Cast("int32", (lines(e, io) * e.row_tiles + (e.tiles - 1)) // e.tiles)
+
+
 def table_of(io: Any, at: Place) -> Any:
     """The table that the row is looked up in."""
-    return T.Cast("int64", at.row // io.rows)
+    return T.Cast("int64", at.row // io.rows if at.table is None else at.table)
 
 
 # ---- parts of phases -------------------------------------------------------------------------------
@@ -220,6 +265,25 @@ def load_window(e: Extents) -> Phase:
     return phase
 
 
+def column_lane(e: Extents, lane: Any) -> Any:
+    """The place of a lane along the columns of a tile."""
+    return lane // e.groups if e.tensor_cores else lane % e.lanes
+
+
+def group_of(e: Extents, lane: Any) -> Any:
+    """The group of a lane."""
+    return lane % e.groups if e.tensor_cores else lane // e.lanes
+
+
+def first_lane(e: Extents, lane: Any) -> Any:
+    """`column_lane` of a lane of the first group."""
+    return column_lane(e, lane) if e.tensor_cores else lane
+
+
+def in_first_group(e: Extents, lane: Any) -> Any:
+    return lane % e.groups == 0 if e.tensor_cores else lane < e.lanes
+
+
 def held_by(s: State, u: Any, whole: bool) -> Any:
     """The lane that holds the entry of load `u`.
 
@@ -235,7 +299,7 @@ def choose_row(e: Extents) -> Phase:
     # fmt: off
     @T.inline
     def phase(s, u, b, lane, column, whole):
-        s.entry[u] = b * e.batch + u * e.groups + lane // e.lanes
+        s.entry[u] = b * e.batch + u * e.groups + group_of(e, lane)
         s.table_row[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), column, held_by(s, u, whole), 32, 32)
     # fmt: on
     return phase
@@ -255,7 +319,7 @@ def choose_weight(e: Extents) -> Phase:
 
 def row_address(e: Extents, s: State, u: Any, io: Any, at: Place) -> Any:
     """Where the table has this lane's columns in the row of load `u`."""
-    column = (at.tile * e.lanes + at.lane % e.lanes) * e.vec
+    column = (at.tile * e.lanes + column_lane(e, at.lane)) * e.vec
     # Lanes beyond the last column read it again, and store nothing.
     return io.table.ptr_to([T.Cast("int64", s.table_row[u]), T.min(column, e.width - e.vec) if e.ragged else column])
 
@@ -267,7 +331,7 @@ def load_row(e: Extents) -> Phase:
     @T.inline
     def phase(s, u, io, at):
         load_words(e.load_bytes, s.raw, u * e.words, s.small, row_address(e, s, u, io, at))
-        if e.scaled:
+        if e.scaled and not e.tensor_cores:
             T.ptx.ld.global_.f32(s.scale[u], io.scales.ptr_to([T.Cast("int64", s.table_row[u])]))
     # fmt: on
     return phase
@@ -331,6 +395,8 @@ def add_batch(e: Extents) -> Phase:
 
 def gather_batch(e: Extents) -> Phase:
     """Add batch `b` of the window: all loads first, then the sums."""
+    if e.tensor_cores:
+        return gather_whole_numbers(e)
     choose, weigh, load, add = choose_row(e), choose_weight(e), load_row(e), add_batch(e)
 
     # fmt: off
@@ -341,6 +407,30 @@ def gather_batch(e: Extents) -> Phase:
             weigh(s, u, whole)
             load(s, u, io, at)
         add(s, whole)
+    # fmt: on
+    return phase
+
+
+def gather_whole_numbers(e: Extents) -> Phase:
+    """`gather_batch` by tensor cores, or as without them where scales are no whole numbers."""
+    choose, weigh, load, add = choose_row(e), choose_weight(e), load_row(e), add_batch(e)
+    find, multiply, join = find_digits(e), add_products(e, held_by), join_groups(e)
+
+    # fmt: off
+    @T.inline
+    def phase(s, io, at, b, whole):
+        for u in T.unroll(e.loads):
+            choose(s, u, b, at.lane, s.window.column, whole)
+            load(s, u, io, at)
+        find(s)
+        if s.inexact != 0:
+            for u in T.unroll(e.loads):
+                s.scale[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.own_scale, held_by(s, u, whole), 32, 32)
+                weigh(s, u, whole)
+            add(s, whole)
+            join(s, at)
+        else:
+            multiply(s, at, whole)
     # fmt: on
     return phase
 
@@ -361,7 +451,9 @@ def place_warps(e: Extents) -> Phase:
         at.lane = t % WARP
         at.line = (block * e.tiles + t // WARP) // e.row_tiles
         at.tile = (block * e.tiles + t // WARP) % e.row_tiles
-        at.row = T.min(T.Cast("int64", at.line), bags(e, io) - 1)
+        at.row = T.min(T.Cast("int64", at.line), lines(e, io) - 1)
+        if e.table_grid:
+            at.row = at.row + T.Cast("int64", at.table) * io.rows
     # fmt: on
     return phase
 
@@ -556,7 +648,7 @@ def gather_entries(e: Extents) -> Phase:
     After: `acc` of a lane has the sums of its columns over the entries of its group.
     """
     gather, load = gather_batch(e), load_window(e)
-    ahead = e.reads_ahead
+    ahead, scales = e.reads_ahead, load_scales(e)
 
     # fmt: off
     @T.inline
@@ -564,6 +656,8 @@ def gather_entries(e: Extents) -> Phase:
         while s.first + T.Cast(e.index, s.done * e.batch if ahead else 0) < s.last:
             load(s, io, s.first + T.Cast(e.index, WARP), at.lane, s.next_window)
             s.count = T.Cast("int32", T.min(s.last - s.first, T.Cast(e.index, WARP)))
+            if e.tensor_cores:
+                scales(s, io, at)
             batches = s.count // e.batch
             for b in T.serial(s.done if ahead else 0, batches, unroll=False if ahead else None):
                 gather(s, io, at, b, True)
@@ -584,14 +678,16 @@ def reduce_groups(e: Extents) -> Phase:
     Reads and writes: `acc`, `real`. Barriers: shuffles of the whole warp.
     After: `acc` of every lane has the sums of its columns over the row's entries, and `real` the number of these.
     """
-    halvings, lane_halvings, add = e.groups.bit_length() - 1, WARP.bit_length() - 1, add_to_sum(e)
+    halvings = 1 if e.tensor_cores else e.groups.bit_length() - 1
+    lane_halvings, add = WARP.bit_length() - 1, add_to_sum(e)
+    first = 1 if e.tensor_cores else e.lanes
 
     # fmt: off
     @T.inline
     def phase(s):
         for h in T.unroll(halvings):
             for v in T.unroll(e.vec):
-                add(s, v, T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.acc[v], e.lanes << h, 32, 32))
+                add(s, v, T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.acc[v], first << h, 32, 32))
         if e.counts:
             for h in T.unroll(lane_halvings):
                 s.real = s.real + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.real, 1 << h, 32, 32)
@@ -609,6 +705,8 @@ def finished(e: Extents, s: State, v: Any) -> Any:
 
 def out_row(e: Extents, io: Any, at: Place) -> Any:
     """The row of the output that has the row's result."""
+    if e.table_grid:
+        return T.Cast("int64", at.line)
     return at.row if e.tables == 1 else at.row % io.rows
 
 
@@ -630,8 +728,8 @@ def store_tile(e: Extents) -> Phase:
     # fmt: off
     @T.inline
     def phase(s, io, at):
-        column = T.meta_var((at.tile * e.lanes + at.lane) * e.vec)
-        if at.lane < e.lanes and (not spare_warps or T.Cast("int64", at.line) < bags(e, io)):
+        column = T.meta_var((at.tile * e.lanes + first_lane(e, at.lane)) * e.vec)
+        if in_first_group(e, at.lane) and (not spare_warps or T.Cast("int64", at.line) < lines(e, io)):
             if not spare_lanes or column < e.width:
                 for v in T.unroll(e.vec):
                     s.result[v] = T.Cast(e.dtype, finished(e, s, v))

@@ -7,6 +7,10 @@ sums are the gradient dh of its unit's state after a step, and from it and what 
 its gates (`recurrent_backward.definition.through_cell`). What passes a state by, and the gradient of an LSTM's cell
 state, stay with the group.
 
+With the reset before the product a step has two halves: the gradient of the candidate follows from dh, and that of the
+reset gate from the product of the candidate's gradients with their rows. The gradients of a step lie in one slot of the
+exchange, and in two regions of one copy: while one region is written, the other one is read.
+
 Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs", for the forward pass.
 """
 

@@ -18,6 +18,9 @@ in each step back from there, for each pack
     reduce_lanes    their sums
     finish          the gradients of the gates, to all thread blocks       (`step`)
     write_exchanged the gradients of the step after, to the caller
+
+With the reset before the product a step has a second half: `finish` sends the gradients of the candidate alone, whose
+products `finish_gates` makes those of the other gates of.
 """
 
 from __future__ import annotations
@@ -38,17 +41,33 @@ from ...sparse_recurrent.persistent_rows.step import load_length
 from ..cells import cells_of
 from .space import BackExtents
 from .state import BackState
-from .step import begin, finish, load_inputs, take_inputs, write_exchanged
+from .step import begin, finish, finish_gates, load_inputs, take_inputs, write_exchanged
 
 Phase = Callable[..., Any]
 
 
 # fmt: off
+def second_half(e: BackExtents) -> Phase:
+    """From the gradients of a step's candidates to those of its other gates; the phase is (s, io, step, slot, pack)."""
+    sums, end, write = sum_products(e, 2, 3, e.regions[1]), finish_gates(e), write_exchanged(e, 2)
+
+    @T.inline
+    def phase(s, io, step, slot, pack):
+        sums(s, io, slot, pack)
+        end(s, step, pack, slot)
+        write(s, io, step, pack)
+
+    return phase
+
+
 def take_pack(e: BackExtents) -> Phase:
     """A pack's way through one step back; the phase is (s, io, back, pack), `back` counting the steps from the last
     but one.
     """
-    load, take, sums, end, write = load_inputs(e), take_inputs(e), sum_products(e), finish(e), write_exchanged(e)
+    load, take, end = load_inputs(e), take_inputs(e), finish(e)
+    gates = second_half(e) if e.twice else None
+    sums = sum_products(e, 0, 2, e.regions[0]) if e.twice else sum_products(e)
+    write = write_exchanged(e, 0, 2 if e.twice else None)
 
     @T.inline
     def phase(s, io, back, pack):
@@ -61,7 +80,12 @@ def take_pack(e: BackExtents) -> Phase:
         sums(s, io, back, pack)
         end(s, io, step, pack, back + 1)
         write(s, io, step + 1, pack)
-        if e.stages == 2:
+        if e.twice:
+            if step >= 0:
+                gates(s, io, step, back + 1, pack)
+            elif e.packs > 1:  # the next copy goes to the same place
+                T.cuda.cta_sync()
+        elif e.stages == 2:
             s.front[0] = s.copies[0] - s.front[0]
 
     return phase
@@ -73,6 +97,7 @@ def last_step(e: BackExtents) -> Phase:
     After: the inputs of the step before it are being loaded. Barriers: none, but all lanes of a warp take part.
     """
     load, take, length, start = load_inputs(e), take_inputs(e), load_length(e), begin(e)
+    gates = second_half(e) if e.twice else None
 
     @T.inline
     def phase(s, io):
@@ -81,6 +106,10 @@ def last_step(e: BackExtents) -> Phase:
             take(s)
             length(s, io, pack)
             start(s, io, pack)
+            if e.twice:
+                gates(s, io, io.steps - 1, 0, pack)
+                if e.packs > 1:  # the next copy goes to the same place
+                    T.cuda.cta_sync()
         load(s, io, io.steps - 2, 0)
 
     return phase
@@ -95,7 +124,7 @@ def kernel_body(problem: RecurrentBackward, e: BackExtents) -> Phase:
         if e.cell == "lstm":
             scan(io, block * e.threads + s.t, e.blocks * e.threads)
 
-    return persistent(e, BackState, mark(e, begun=False), cells, last_step(e), take_pack(e))
+    return persistent(e, BackState, mark(e, begun=False, gap=e.gap), cells, last_step(e), take_pack(e))
 # fmt: on
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.template import Decisions, Table
+from tvm_sparse.core.template import Decisions, Table, ceildiv
 from tvm_sparse.operators.recurrent_backward.problem import RecurrentBackward
+from tvm_sparse.operators.sparse_recurrent.problem import EXCHANGES
 
-from ...recurrent.sizes import require_one_exchange
+from ...recurrent.sizes import WIDEST
 from ...sparse_recurrent.persistent_rows.space import Extents
 from ...sparse_recurrent.persistent_rows.space import allowed as _allowed
 from ...sparse_recurrent.persistent_rows.space import default as _default
@@ -23,7 +24,8 @@ class BackExtents(Extents):
     """The sizes of one point's kernel: those of a layer of one gate whose weight is the transposed one.
 
     Thread blocks exchange the gradients of all gates after a step, `columns` of them: that of a unit's gate is number
-    gate * hidden + unit.
+    gate * hidden + unit. With the reset before the product the weight has the rows of three gates, those of each gate's
+    gradients, which come at two times: the last gate's begin at a whole vector, after a gap.
     """
 
     derived: int  # gates of the cell, of each of which a step yields a gradient
@@ -32,12 +34,51 @@ class BackExtents(Extents):
 
     @classmethod
     def of(cls, problem: Any, decisions: Decisions, polled: bool = True) -> BackExtents:
-        layer = {**vars(Extents.of(problem, decisions, polled)), "gates": 1, "resets": False}
+        layer = {**vars(Extents.of(problem, decisions, polled)), "gates": problem.parts, "resets": False}
+        layer["nonzeros"] = ceildiv(problem.nonzeros, problem.parts)
         return cls(**layer, derived=problem.gates, kept=problem.kept, cuts=bool(problem.resets))
 
     @property
+    def twice(self) -> bool:
+        """Whether gradients of a step come at two times."""
+        return EXCHANGES.get(self.cell, 1) == 2
+
+    @property
+    def exchanges(self) -> int:
+        """Slots of a step: both times' gradients are in one."""
+        return 1
+
+    @property
+    def mixed(self) -> bool:
+        """Whether a part of the gradient goes to the state before the step without the recurrent weight."""
+        return self.cell.startswith("gru")
+
+    @property
+    def has_own(self) -> bool:
+        return self.mixed or self.ragged
+
+    @property
+    def gap(self) -> tuple[int, int]:
+        first, vector = 2 * self.hidden, WIDEST // self.column_bytes
+        return (first, vector - first % vector) if self.twice else (0, 0)
+
+    @property
     def columns(self) -> int:
-        return self.derived * self.hidden
+        return self.derived * self.hidden + self.gap[1]
+
+    @property
+    def regions(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The gradients of the first two gates and those of the last one: the first vector, and how many."""
+        first = sum(self.gap) * self.column_bytes // WIDEST
+        return (0, first), (first, self.vectors - first)
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.vectors * WIDEST if self.twice else super().stage_bytes
+
+    def column(self, gate: Any) -> Any:
+        """The column of a gate's first unit."""
+        return gate * self.hidden + (gate // 2 * self.gap[1] if self.twice else 0)
 
     def held_in(self, form: str) -> int:
         """`held`: with two steps' inputs, and the gradients of a unit's gates."""
@@ -45,7 +86,6 @@ class BackExtents(Extents):
 
 
 def space(problem: RecurrentBackward, machine: Machine) -> Table:
-    require_one_exchange(problem)
     return _space(problem, machine, BackExtents.of)
 
 

@@ -22,6 +22,8 @@ class BackState(State):
         Gradient of each unit's output in these two steps (float32, and bits of the dtype).
     before, next_before
         Cell state (LSTM) or state (GRU) of each unit before these two steps.
+    cell_of
+        With the reset before the product: of each unit, the gradient of z until it is sent.
     reset, next_reset
         Whether the step after the one in hand began a sequence, so that its gradient ends there.
     kept, c, h

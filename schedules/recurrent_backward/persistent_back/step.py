@@ -8,7 +8,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvm_sparse.core.template import ceildiv
-from tvm_sparse.operators.recurrent_backward.definition import through_cell
+from tvm_sparse.operators.recurrent_backward.definition import through_cell, through_reset
 
 from ...device.words import value_in
 from ...recurrent.exchange import collect, element_bits, element_of, put, state_bits
@@ -36,7 +36,7 @@ def load_inputs(e: BackExtents) -> Phase:
         s.next_given[u] = element_bits(e.dtype, io.d_output[step, b, s.unit[u]])
         if e.cell == "lstm":
             s.next_before[u] = io.cells[step, b, s.unit[u]]
-        elif e.cell == "gru":
+        elif e.mixed:
             s.next_before[u] = T.Cast("float32", io.before[step, b, s.unit[u]])
 
     @T.inline
@@ -113,7 +113,9 @@ def add_gradients(e: BackExtents) -> Phase:
         cell = T.meta_var(carried(e, s, "cell", u, pack))
         own = T.meta_var(carried(e, s, "own", u, pack))
         if s.lane < e.finishing and mine and pack * e.pack + s.sample < e.batch:
-            s.dh[0] = s.sums[u * e.pack]
+            s.dh[0] = s.sums[u * e.gates * e.pack]
+            if e.twice:
+                s.dh[0] = s.dh[0] + s.sums[(u * e.gates + 1) * e.pack]
             if e.ragged:
                 # An infinite value times the zeros of a sequence that has ended is no gradient of it.
                 if step + 1 >= s.steps_of[0]:
@@ -132,7 +134,7 @@ def through_step(e: BackExtents) -> Phase:
     """The gradients of a unit's gates in a step; the phase is (s, io, step, pack, u, mine).
 
     Reads: `dh`, `dc`, `x`, `given`, `before`, `steps_of`.
-    Writes: `d`, what is carried; of a GRU the output `d_new`. Lanes that finish no sample have `d` of 0.
+    Writes: `d`, what is carried, `cell_of`; of a GRU the output `d_new`. Lanes that finish no sample have `d` of 0.
     Barriers: none.
     """
     through = through_cell(e.cell, 1, sigmoid, tanh)
@@ -150,7 +152,7 @@ def through_step(e: BackExtents) -> Phase:
         s.dh[0] = s.dh[0] + s.given[u]
         if e.cell == "lstm":
             s.c[0] = s.before[u]
-        elif e.cell == "gru":
+        elif e.mixed:
             s.h[0] = s.before[u]
         through(s, 0)
 
@@ -176,25 +178,62 @@ def through_step(e: BackExtents) -> Phase:
                 cell[0][cell[1]] = s.dc[0]
             if e.has_own:
                 own[0][own[1]] = s.own[0]
+            if e.twice:
+                s.cell_of[u] = s.d[1]
         else:
             pass_over(s)
 
     return phase
 
 
-def send_gradients(e: BackExtents) -> Phase:
+def through_gate(e: BackExtents) -> Phase:
+    """The gradients of a unit's reset gate, of a cell with two exchanges; the phase is (s, step, pack, u, mine).
+
+    Reads: `sums` of the last gate, `x`, `before`, `cell_of`, `steps_of`.
+    Writes: `d` of the first two gates; adds to what is carried. Lanes that finish no sample have `d` of 0.
+    Barriers: none.
+    """
+    through = through_reset(1, sigmoid)
+
+    @T.inline
+    def take(s, u, own, at):
+        s.dh[0] = s.sums[(u * e.gates + 2) * e.pack]
+        s.kept[0] = s.x[u * e.kept]
+        s.h[0] = s.before[u]
+        through(s, 0)
+        s.d[1] = s.cell_of[u]
+        own[at] = own[at] + s.own[0]
+
+    @T.inline
+    def phase(s, step, pack, u, mine):
+        own = T.meta_var(carried(e, s, "own", u, pack))
+        s.d[0] = T.float32(0)
+        s.d[1] = T.float32(0)
+        if s.lane < e.finishing and mine and pack * e.pack + s.sample < e.batch:
+            if e.ragged:
+                if step < s.steps_of[0]:
+                    take(s, u, own[0], own[1])
+            else:
+                take(s, u, own[0], own[1])
+
+    return phase
+
+
+def send_gradients(e: BackExtents, begin: int = 0, end: int | None = None) -> Phase:
     """The gradients of a unit's gates, to all thread blocks; the phase is (s, slot, pack, u, mine).
+
+    `begin`, `end`: of the gates whose gradients are sent; all by default.
 
     Reads: `d`. Writes: the exchange. Barriers: none, but all lanes of a warp take part.
     """
-    join, send = collect(e), put(e)
+    join, send, gates = collect(e), put(e), (begin, e.derived if end is None else end)
 
     @T.inline
     def phase(s, slot, pack, u, mine):
-        for g in T.unroll(e.derived):
+        for g in T.unroll(*gates):
             s.bits[0] = state_bits(e, s.d[g])
             join(s)
-            send(s, slot, pack, g * e.hidden + s.unit[u], s.lane == 0 and mine)
+            send(s, slot, pack, e.column(g) + s.unit[u], s.lane == 0 and mine)
 
     return phase
 
@@ -237,7 +276,8 @@ def begin(e: BackExtents) -> Phase:
     Reads: `x`, `given`, `before`, `steps_of`, `d_h_n`, `d_c_n`. Writes: the exchange's first slot, what is carried.
     Barriers: none, but all lanes of a warp take part.
     """
-    start, through, send, write = last_gradients(e), through_step(e), send_gradients(e), write_new(e)
+    start, through, write = last_gradients(e), through_step(e), write_new(e)
+    send = send_gradients(e, 2 if e.twice else 0)
 
     @T.inline
     def phase(s, io, pack):
@@ -260,7 +300,7 @@ def finish(e: BackExtents) -> Phase:
     Reads: as `add_gradients` and `through_step`. Writes: the exchange or the outputs, what is carried.
     Barriers: none, but all lanes of a warp take part.
     """
-    add, through, send = add_gradients(e), through_step(e), send_gradients(e)
+    add, through, send = add_gradients(e), through_step(e), send_gradients(e, 2 if e.twice else 0)
     write, write_states = write_new(e), write_first(e)
 
     @T.inline
@@ -279,26 +319,45 @@ def finish(e: BackExtents) -> Phase:
     return phase
 
 
-def write_exchanged(e: BackExtents) -> Phase:
+def finish_gates(e: BackExtents) -> Phase:
+    """The gradients of the units' reset and update gates, to all who need them; the phase is (s, step, pack, slot).
+
+    Reads: as `through_gate`. Writes: the exchange, what is carried.
+    Barriers: none, but all lanes of a warp take part.
+    """
+    through, send = through_gate(e), send_gradients(e, 0, 2)
+
+    @T.inline
+    def phase(s, step, pack, slot):
+        for u in T.unroll(e.units):
+            mine = T.meta_var(u * e.groups + s.group < s.count[0])
+            through(s, step, pack, u, mine)
+            send(s, slot, pack, u, mine)
+
+    return phase
+
+
+def write_exchanged(e: BackExtents, begin: int = 0, end: int | None = None) -> Phase:
     """The gradients that have been copied, to the caller; the phase is (s, io, step, pack), `step` being theirs.
 
     The thread block writes neighbouring columns of each gate, as many as it has units, as `write_before` of
-    `persistent_rows` does.
+    `persistent_rows` does. `begin`, `end`: of the gates; all by default.
 
     Reads: `stages` at `front`. Writes: `d_sums`. Barriers: none.
     """
-    load = load_shared[e.itemsize]
+    load, gates = load_shared[e.itemsize], (e.derived if end is None else end) - begin
 
     @T.inline
     def phase(s, io, step, pack):
-        for i in T.serial(ceildiv(e.most * e.pack * e.derived, e.threads)):
+        for i in T.serial(ceildiv(e.most * e.pack * gates, e.threads)):
             number: T.int32 = i * e.threads + s.t
             place: T.int32 = number % e.most
-            gate: T.int32 = number // e.most % e.derived
-            member: T.int32 = number // (e.most * e.derived)
+            gate: T.int32 = begin + number // e.most % gates
+            member: T.int32 = number // (e.most * gates)
             if member < e.pack and place < s.count[0] and pack * e.pack + member < e.batch:
                 column = T.meta_var(gate * e.hidden + s.first[0] + place)
-                at = T.meta_var(s.front[0] + T.Cast("uint32", column * e.column_bytes + member * e.itemsize))
+                copied = T.meta_var(e.column(gate) + s.first[0] + place)
+                at = T.meta_var(s.front[0] + T.Cast("uint32", copied * e.column_bytes + member * e.itemsize))
                 if e.itemsize == 2:
                     load(s.small[0], at)
                     s.bits[0] = T.Cast("uint32", s.small[0])

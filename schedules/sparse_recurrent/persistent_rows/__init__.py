@@ -63,7 +63,7 @@ def build_with_barrier(problem: SparseRecurrent, decisions: Decisions) -> Progra
 
 persistent_rows = Template(
     name="persistent_rows",
-    version=3,
+    version=4,
     operator="sparse_recurrent",
     kind="cuda",
     summary="all steps in one launch; weights stay on chip, blocks exchange states",

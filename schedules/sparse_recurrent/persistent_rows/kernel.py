@@ -76,20 +76,25 @@ def begin(e: Extents) -> Phase:
     return phase
 
 
-def sum_products(e: Extents, begin: int = 0, end: int | None = None) -> Phase:
+def sum_products(
+    e: Extents, begin: int = 0, end: int | None = None, region: tuple[int, int] | None = None
+) -> Phase:
     """The sums of a pack of what the exchange has in a slot; the phase is (s, io, slot, pack). See its parts.
 
-    `begin`, `end`: as for `gather`.
+    `begin`, `end`: as for `gather`. `region`: the first vector that is copied, and how many; all by default.
     """
     length, find = load_length(e), find_source(e)
     ahead, multiply, reduce = (of(e, begin, end) for of in (load_ahead, gather, reduce_lanes))
-    copy = stage(e, e.vectors, lambda number: number, e.stages == 1, e.polled)
+    first, many = region or (0, e.vectors)
+    copy = stage(e, many, lambda number: number + first, e.stages == 1, e.polled)
 
     @T.inline
     def phase(s, io, slot, pack):
         length(s, io, pack)
         ahead(s, io)
         find(s, io, slot, pack)
+        if first > 0:
+            s.source[0] = s.source[0] + T.uint64(first * WIDEST)
         copy(s)
         multiply(s, io)
         reduce(s)

@@ -39,6 +39,7 @@ BESIDES = 8
 # As few suffice for entries apart, which are used at once: to take them out of fewer registers costs more time, in each
 # step, than the few words that may be spilled.
 LEAST_BESIDES = 4
+MOST_GAP = 8  # columns of a gap, at most
 ADDRESSES = 2  # registers for the addresses of such a load, beside what it brings
 MOST_LOADS = 12  # 16-byte loads of the hidden state that a thread has in flight
 # Words that a thread gathers before it multiplies: enough to hide the latency of shared memory.
@@ -155,8 +156,13 @@ class Extents:
 
     @property
     def columns(self) -> int:
-        """Columns of the weight: the states of all units."""
+        """Columns of the weight: the states of all units; and those of the `gap`."""
         return self.hidden
+
+    @property
+    def gap(self) -> tuple[int, int]:
+        """Columns of zeros among the others, which no entry refers to: the first, and how many."""
+        return 0, 0
 
     @property
     def absent(self) -> int:
@@ -290,7 +296,7 @@ Sizes = Callable[[Any, Decisions], Extents]
 
 def longest_row(problem: RecurrentLayer) -> int:
     """Entries that few rows of a random pattern exceed."""
-    return longest(problem.nonzeros, problem.most_nonzeros)
+    return longest(ceildiv(problem.nonzeros, problem.parts), problem.most_nonzeros // problem.parts)
 
 
 def longest(nonzeros: int, hidden: int) -> int:
@@ -373,7 +379,7 @@ def usual(problem: RecurrentLayer, point: Decisions, of: Sizes) -> bool:
     """Whether a point has as many threads and lanes as the fastest points for similar shapes."""
     e = of(problem, point)
     wide = e.vectors > USUAL_THREADS * MOST_LOADS
-    long = problem.nonzeros >= WHOLE_WARPS and not wide
+    long = e.nonzeros >= WHOLE_WARPS and not wide
     threads = USUAL_THREADS
     if e.itemsize == 4 and e.column_bytes == WIDEST:
         if wide:
@@ -400,7 +406,8 @@ def _table(problem: RecurrentLayer, machine: Machine) -> Table:
         "reduce_threads": LANES,
         "registers": REGISTERS,
         "pack": packs_of(problem),
-        "stages": (1, 2),
+        # Parts of rows have copies beside each other.
+        "stages": (1, 2) if problem.parts == 1 else (2,),
     }
 
 
@@ -408,7 +415,7 @@ def require(problem: SparseRecurrent | RecurrentBackward, machine: Machine) -> N
     """Raise `NotApplicable` for problems that this template does not support."""
     if machine.capability < WARP_MAXIMA:
         raise NotApplicable("maxima of a warp need compute capability 8.0")
-    if problem.words == 1 and problem.most_nonzeros >> 16:
+    if problem.words == 1 and (problem.most_nonzeros + (MOST_GAP if problem.parts > 1 else 0)) >> 16:
         raise NotApplicable(f"16 bits have no number for absent entries beyond {problem.most_nonzeros} columns")
 
 

@@ -14,7 +14,7 @@ from tvm_sparse.core.template import ceildiv
 from ...device.selection import FULL_WARP
 from ...device.words import value_at, value_in
 from ...recurrent.exchange import collect, element_bits, element_of, put, state_bits
-from ...recurrent.gates import gates, sigmoid
+from ...recurrent.gates import gates, reset_gates
 from .space import BATCHED, Extents
 from .weights import held_place, held_value, place_of, read_entry, value_of
 
@@ -317,18 +317,17 @@ def scaled_state(e: Extents) -> Phase:
     Reads: `sums` and `x` of r and z, `reset`, `zeros`, what is carried. Writes: `bits`; z, to `cell_of`.
     Barriers: none.
     """
-    anew = begin_anew(e, 2)
+    anew, scale = begin_anew(e, 2), reset_gates(e)
 
     @T.inline
     def phase(s, io, pack, u, mine):
         own = T.meta_var(carried(e, s, "own", u, pack))
-        row = T.meta_var(u * e.gates)
         s.bits[0] = T.uint32(0)
         if s.lane < e.finishing and mine and pack * e.pack + s.sample < e.batch:
             s.own[0] = own[0][own[1]]
             anew(s, u)
-            s.cell_of[u] = sigmoid(s.x[row + 1] + s.sums[(row + 1) * e.pack])
-            s.result[u] = sigmoid(s.x[row] + s.sums[row * e.pack]) * s.own[0]
+            scale(s, u)
+            s.cell_of[u] = s.passed[0]
             s.bits[0] = state_bits(e, s.result[u])
 
     return phase
@@ -341,7 +340,8 @@ def next_state(e: Extents) -> Phase:
     Writes: `result`, `bits`, what is carried. Lanes that finish no sample have `bits` of 0.
     Barriers: none.
     """
-    compute, anew = gates(e), begin_anew(e, e.gates)
+    # With two exchanges the sums of r and z are spent, and the candidate's, of r times zero, are right: NaN if an r is.
+    compute, anew = gates(e), begin_anew(e, 0 if e.exchanges == 2 else e.gates)
 
     @T.inline
     def begin(s, u):
@@ -371,6 +371,8 @@ def next_state(e: Extents) -> Phase:
             if e.has_own:
                 s.own[0] = own[0][own[1]]
             begin(s, u)
+            if e.exchanges == 2:
+                s.passed[0] = s.cell_of[u]
             compute(s, io, u)
             end(s, step, u)
             if e.has_cell:

@@ -108,23 +108,33 @@ def read_entry(e: Extents) -> Phase:
 
     Reads: `begin`, `length`, the entries. Writes: `words` from `at` on. Barriers: none.
     After: these words are the entry, or refer to the column of absent ones. Where copies of the states have an order of
-    their own, the place in it is in the column's stead.
+    their own, or a gap, the place there is in the column's stead.
     """
-    absent = e.absent if e.words == 1 else e.absent * e.column_bytes
+    unit = 1 if e.words == 1 else e.column_bytes
+
+    first, lacking = e.gap
+    placed = e.by_slot or lacking > 0
+
+    def absent(row: Any) -> tirx.PrimExpr:
+        # Rows of the columns before the gap find a zero there.
+        last = T.uint32(e.absent * unit)
+        return T.Select(row % e.gates * e.hidden < first, T.uint32(first * unit), last) if lacking else last
 
     def place(s: Any, column: tirx.PrimExpr) -> tirx.PrimExpr:
+        if lacking:
+            return T.Cast("uint32", column) + T.Select(T.Cast("int32", column) >= first, T.uint32(lacking), T.uint32(0))
         return T.Cast("uint32", s.where[column] if e.by_slot else column)
 
     @T.inline
     def phase(s, io, row, r, words, at):
-        words[at] = T.uint32(absent)
+        words[at] = absent(row)
         if e.words == 2:
             words[at + 1] = T.uint32(0)
         if r * e.lanes + s.lane < s.length[row]:
             entry = T.meta_var(s.begin[row] + r * e.lanes + s.lane)
             if e.words == 1:
                 words[at] = T.reinterpret("uint32", io.entries[entry, 0])
-                if e.by_slot:
+                if placed:
                     words[at] = (words[at] & T.uint32(0xFFFF0000)) | place(s, words[at] & T.uint32(0xFFFF))
             else:
                 words[at] = place(s, io.entries[entry, 1]) * T.uint32(e.column_bytes)

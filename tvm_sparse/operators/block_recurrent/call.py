@@ -72,7 +72,7 @@ def block_recurrent(
     zero of a group is NaN, as in a dense product.
 
     When not to use it: with scattered nonzeros, for which `sparse_recurrent` reads less; on a GPU with float32, or with
-    batches of more than 1,024, which need one kernel launch for each step; "gru_reset_before" needs two.
+    batches of more than 1,024, which need one kernel launch for each step, and "gru_reset_before" two.
 
     Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs: Squeezing Large Recurrent Networks On-Chip"; dense: Diamos
     et al. 2016, "Persistent RNNs: Stashing Recurrent Weights On-Chip".

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from tvm_sparse.formats.block_recurrent import BlockRecurrentWeights, value_places
 from tvm_sparse.formats.recurrent import RecurrentWeights, banks_for, entry_words, transposed_layout
 
-from ..sparse_recurrent.problem import rounded_limit
+from ..sparse_recurrent.problem import EXCHANGES, rounded_limit
 from .call import TransposedWeight, recurrent_backward
 
 Weights = RecurrentWeights | BlockRecurrentWeights
@@ -48,7 +48,7 @@ class Pattern:
         self.places = self._on(self._rows * self.hidden + self._columns)
         self.own = self._on(own).to(self.dtype)
         self._forward: dict[int, Any] = {}
-        self._transposed: dict[int, Any] = {}
+        self._transposed: dict[Any, Any] = {}
         self._constant: dict[Any, Any] = {}
 
     def _on(self, array: np.ndarray) -> Any:
@@ -102,19 +102,19 @@ class Pattern:
         found.view(-1)[self.places] = values
         return found
 
-    def transposed(self, values: Any, batch: int) -> TransposedWeight:
-        """The transposed weight, laid out for a batch."""
-        banks = banks_for(batch, self.weights.dtype)
+    def transposed(self, values: Any, batch: int, parts: int) -> TransposedWeight:
+        """The transposed weight, laid out for a batch; each row is cut into `parts`."""
+        key = parts, banks_for(batch, self.weights.dtype)
         if values is None:
-            if ("transposed", banks) not in self._constant:
-                self._constant["transposed", banks] = self.transposed(self.own, batch)
-            return self._constant["transposed", banks]
-        found = self._transposed.get(banks)
+            if ("transposed", key) not in self._constant:
+                self._constant["transposed", key] = self.transposed(self.own, batch, parts)
+            return self._constant["transposed", key]
+        found = self._transposed.get(key)
         if found is None:
-            layout = transposed_layout(self._rows, self._columns, self.hidden, self.gates, banks)
+            layout = transposed_layout(self._rows, self._columns, self.hidden, self.gates, key[1], parts)
             fixed = (self._on(layout.units), self._on(layout.row_start))
             found = *fixed, self._on(layout.columns.astype(np.int32)), self._on(layout.places)
-            self._transposed[banks] = found
+            self._transposed[key] = found
         units, row_start, columns, places = found
         words = entry_words(self.gates * self.hidden, self.weights.dtype)
         entries = self._entries(values[places], columns, words)
@@ -167,7 +167,7 @@ class _Layer(torch.autograd.Function):
             if ctx.limit is not None:
                 kept = kept.masked_fill(kept >= ctx.limit, 0)
             found = recurrent_backward(
-                pattern.transposed(values, batch),
+                pattern.transposed(values, batch, pattern.gates if cell in EXCHANGES else 1),
                 kept,
                 before if pattern.gates == 3 else None,
                 c0,

@@ -17,8 +17,9 @@ from tvm_sparse.operators.sparse_recurrent.definition import EntryRows
 
 
 def transposed_rows(problem: Any) -> EntryRows:
-    """Access to the transposed weight, which has one row for each unit."""
-    return EntryRows(SimpleNamespace(hidden=problem.hidden, gates=1, words=problem.words, dtype=problem.dtype))
+    """Access to the transposed weight, which has one row for each unit, or a part of it for each gate."""
+    sizes = {"hidden": problem.hidden, "gates": problem.parts, "words": problem.words, "dtype": problem.dtype}
+    return EntryRows(SimpleNamespace(**sizes))
 
 
 def next_cell(samples: int = 1, sigmoid: Callable[..., Any] = T.sigmoid, tanh: Callable[..., Any] = T.tanh) -> Any:
@@ -169,22 +170,19 @@ def scan_back(problem: Any) -> tirx.PrimFunc:
                             cells[t + 1, b, unit] = s.c[0]
 
     @T.inline
-    def add_up(io, s, t, b, slot, first, last):
-        """To `s.dh`, the products with the gradients of the sums from `first` to `last`."""
-        for e in range(rows.stop(io, slot, 0) - rows.start(io, slot, 0)):
-            entry = T.meta_var(rows.start(io, slot, 0) + e)
-            column = T.meta_var(rows.column(io, slot, 0, entry))
-            if twice:
-                if column >= first and column < last:
-                    s.dh[0] = s.dh[0] + rows.value(io, slot, 0, entry) * T.Cast("float32", io.d_sums[t, b, column])
-            else:
-                s.dh[0] = s.dh[0] + rows.value(io, slot, 0, entry) * T.Cast("float32", io.d_sums[t, b, column])
+    def add_up(io, s, t, b, slot, part):
+        """To `s.dh`, the products of a part of the row."""
+        for e in range(rows.stop(io, slot, part) - rows.start(io, slot, part)):
+            entry = T.meta_var(rows.start(io, slot, part) + e)
+            s.dh[0] = s.dh[0] + rows.value(io, slot, part, entry) * T.Cast(
+                "float32", io.d_sums[t, b, rows.column(io, slot, part, entry)])
 
     @T.inline
     def gather(io, s, t, b, slot):
         """`s.dh`: the gradient of a unit's state after step t - 1, before that of its output is added."""
         s.dh[0] = s.passed[b, rows.unit(io, slot)]
-        add_up(io, s, t, b, slot, 0, (2 if twice else gates) * hidden)
+        for part in range(2 if twice else 1):
+            add_up(io, s, t, b, slot, part)
         unit = T.meta_var(rows.unit(io, slot))
         if resetting:
             if io.resets[t, b] != 0:
@@ -245,7 +243,7 @@ def scan_back(problem: Any) -> tirx.PrimFunc:
         """The gradients of a step's reset gate, once those of its candidate are known."""
         unit = T.meta_var(rows.unit(io, slot))
         s.dh[0] = T.float32(0)
-        add_up(io, s, t, b, slot, 2 * hidden, 3 * hidden)
+        add_up(io, s, t, b, slot, 2)
         s.kept[0] = T.Cast("float32", io.kept[t, b, unit])
         s.h[0] = T.Cast("float32", io.before[t, b, unit])
         of_reset(s, 0)

@@ -55,7 +55,13 @@ class RecurrentBackward(RecurrentLayer):
     cells: ClassVar[tuple[str, ...]] = tuple(KEPT)
     inputs: ClassVar[tuple[Argument, ...]] = (
         Argument("units", ("hidden",), "int32", "Unit at each slot, a permutation: kernels deal slots out in order."),
-        Argument("row_start", ("hidden + 1",), "int32", "First entry of the transposed weight's row of a slot."),
+        Argument(
+            "row_start",
+            ("hidden * parts + 1",),
+            "int32",
+            "First entry of the transposed weight's row of a slot; with the reset before the product a row has a part"
+            " for each gate, at slot * gates + gate.",
+        ),
         Argument(
             "entries",
             ("entries", "words"),
@@ -105,6 +111,11 @@ class RecurrentBackward(RecurrentLayer):
         return KEPT[self.cell]
 
     @property
+    def parts(self) -> int:
+        """Parts of a row of the transposed weight: one for each gate where these are multiplied at different times."""
+        return self.gates if self.exchanges == 2 else 1
+
+    @property
     def width(self) -> int:
         """Columns of the transposed weight."""
         return self.gates * self.hidden
@@ -134,7 +145,7 @@ class RecurrentBackward(RecurrentLayer):
         if name == "words":
             return self.words
         known = {
-            "hidden + 1": self.hidden + 1,
+            "hidden * parts + 1": self.hidden * self.parts + 1,
             "entries": self.hidden * self.row_entries,
             "kept * hidden": self.kept * self.hidden,
             "mixed": int(self.cell.startswith("gru")),
@@ -157,14 +168,15 @@ class RecurrentBackward(RecurrentLayer):
         from tvm_sparse.formats.recurrent import matrix_rows, unpack_entries
 
         units, row_start, entries = inputs[:3]
-        return (matrix_rows(units, row_start), *unpack_entries(entries, self.dtype))
+        return (matrix_rows(units, row_start) % self.hidden, *unpack_entries(entries, self.dtype))
 
     def weight(self, rng: np.random.Generator, structure: str) -> list[np.ndarray]:
         """A transposed weight with the structures of `SparseRecurrent.weight`, without infinite values."""
         from tvm_sparse.formats.recurrent import banks_for, pack_entries, transposed_layout
 
         units, rows, values = drawn_entries(rng, structure, self.hidden, self.width, self.row_entries, False)
-        found = transposed_layout(rows, units, self.hidden, self.gates, banks_for(self.batch, self.dtype))
+        banks = banks_for(self.batch, self.dtype)
+        found = transposed_layout(rows, units, self.hidden, self.gates, banks, self.parts)
         entries = pack_entries(found.columns, values[found.places], self.width, self.dtype)
         return [found.units, found.row_start, entries]
 
@@ -222,7 +234,7 @@ class RecurrentBackward(RecurrentLayer):
         lstm, states = self.extent("lstm"), self.batch * self.hidden
         floats = self.steps * states * (self.kept + self.gates + 1 + self.extent("mixed") + self.extent("gru"))
         floats += states * (2 + 3 * lstm)
-        words = nnz * self.words + 2 * self.hidden + 1
+        words = nnz * self.words + self.hidden + self.hidden * self.parts + 1
         words += self.ragged * self.batch + self.resets * self.steps * self.batch
         each = 2 * nnz + 5 * self.hidden * (self.kept + lstm)
         return Cost(floats * numpy_dtype(self.dtype).itemsize + 4 * words, self.steps * self.batch * each)

@@ -195,6 +195,7 @@ def softmax_sample(
     filters = [temperature, top_k, top_p, min_p]
     own = [is_of_rows(one) for one in filters]
     filters = [one if array else _number(i, one) for i, (one, array) in enumerate(zip(filters, own, strict=True))]
+    given = _filled(filters, own, logits)
     said = seeds.told(uniforms, seed, offset)
     tensors = [one for one, array in zip(filters, own, strict=True) if array]
     through = said is None and custom.transformed(logits, *tensors, bias, allowed)
@@ -204,8 +205,8 @@ def softmax_sample(
     what = ("softmax_sample", None if own[1] else filters[1], max_top_k, best, seeded)
     if cap is not None and bias is not None and not through:
         logits, cap, soft_cap = capped_floats(logits, cap), None, None
-    if out is None and not through and any(own) is all(own) and type(best) is int:
-        results = repeat.again(dispatcher.launchers, what, (logits, *filters, cap, bias, allowed, *numbers), None)
+    if out is None and not through and type(best) is int:
+        results = repeat.again(dispatcher.launchers, what, (logits, *given, cap, bias, allowed, *numbers), None)
         if results is not None:
             return tuple([*results[:2], *[array[:, :best] for array in results[2:] if best]])
 
@@ -241,14 +242,13 @@ def softmax_sample(
         ]
 
     passed_filters = [
-        by_row(name, one, dtype) if array else one
-        for (name, dtype, *_), one, array in zip(FILTERS, filters, own, strict=True)
+        by_row(name, one, dtype)
+        if is_of_rows(one)
+        else arrays.argument(arrays.full((batch,), one, dtype, logits, known))
+        if any(own)
+        else one
+        for (name, dtype, *_), one in zip(FILTERS, given, strict=True)
     ]
-    if any(own):
-        passed_filters = [
-            one if array else arrays.argument(arrays.full((batch,), one, dtype, logits, known))
-            for (_, dtype, *_), one, array in zip(FILTERS, passed_filters, own, strict=True)
-        ]
     words = bitmap_words(vocab)
     extras = [
         None if bias is None else passed(facts_beside("bias", bias, (vocab,), "float32", known)),
@@ -331,6 +331,20 @@ def _kernel(problem: SoftmaxSample, machine: Machine) -> tuple[Any, int]:
             raise miss from None
         dispatcher.launchers["softmax_sample, given", problem] = True
         return found, seeds.GIVEN
+
+
+# The numbers of a call that says nothing of them. Kernels that take arrays of filters are given kept ones of these.
+NEUTRAL = (1.0, 0, 1.0, 0.0)
+
+
+def _filled(filters: list[Any], own: list[bool], logits: Any) -> list[Any]:
+    """The filters; where some are arrays beside a plain torch tensor, neutral numbers as arrays too."""
+    if any(own) is all(own) or not arrays.is_torch(logits) or not repeat.is_plain(logits):
+        return filters
+    return [
+        one if array or one != neutral else arrays.constant(logits.shape[:-1], neutral, dtype, logits)
+        for (_, dtype, *_), one, array, neutral in zip(FILTERS, filters, own, NEUTRAL, strict=True)
+    ]
 
 
 def _number(which: int, value: Any) -> Any:

@@ -137,7 +137,7 @@ def sparse_recurrent(
     that reaches the limit passes no gradient.
 
     A step of "gru_reset_before" has two products, one after the other, between which units exchange r h: on a GPU it
-    takes about twice as long as that of "gru". The backward pass takes two kernel launches per step.
+    takes about twice as long as that of "gru".
 
     When not to use it: with weights that are not sparse, or batches of hundreds, for which one dense product per step
     is faster; if a step's input depends on the previous output, as in text generation, which needs one call per step.

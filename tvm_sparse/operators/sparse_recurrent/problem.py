@@ -166,6 +166,11 @@ class RecurrentLayer(Problem):
         return octaves + 0.1 * steps + 0.1 * ((self.ragged != other.ragged) + (self.resets != other.resets))
 
     @property
+    def parts(self) -> int:
+        """Parts of a row, each of which is a row of kernels."""
+        return 1
+
+    @property
     @abstractmethod
     def row_entries(self) -> int:
         """Number of values in a typical row of the weight."""
