@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import csv as csvs
-import dataclasses
 import random
 import statistics
 import tempfile
@@ -73,8 +72,8 @@ PROVEN_SHARE = 2
 # Problems that are tuned on a GPU at the same time. A problem needs it for a tenth of its time; the rest goes to
 # compilers, references and proposals.
 SEATS = 6
-# Seconds to check and to time a candidate. A kernel of a drawn problem takes microseconds or milliseconds, so more means
-# that it hangs, and all others wait for it.
+# Seconds to check and to time a candidate. A kernel of a drawn problem takes microseconds or milliseconds: one that
+# takes longer hangs, and all others wait for it.
 LIMIT = 10.0
 
 
@@ -216,8 +215,8 @@ def measure(
         for one in devices.devices:
             spent = time.monotonic() - began
             typer.echo(
-                f"{one.name}: of {spent:.0f} s it was in use for {one.turn.busy:.0f}, and timed for"
-                f" {one.turn.timed:.0f}; seats verified for {one.turn.checked:.0f} and waited for {one.turn.waited:.0f}",
+                f"{one.name}: in use for {one.turn.busy:.0f} of {spent:.0f} s, and timed for {one.turn.timed:.0f};"
+                f" seats verified for {one.turn.checked:.0f} and waited for {one.turn.waited:.0f}",
                 err=True,
             )
 

@@ -532,13 +532,13 @@ class Pool:
                 return
             kind = next(iter(self._waiting))
             waiting = self._waiting.pop(kind)
-            future, *request = waiting.popleft()
+            future, request, timeout, abandoned = waiting.popleft()
             if waiting:
                 self._waiting[kind] = waiting  # behind the others
         if not future.set_running_or_notify_cancel():
             return
         try:
-            future.set_result(self._run(*request))
+            future.set_result(self._run(request, timeout, abandoned))
         except BaseException as error:
             future.set_exception(error)
 

@@ -35,8 +35,8 @@ OVERLAPPING, OVERLAPPED = 1900, (256, 512)
 # Bytes of a thread block's part of a row: the fewest that are worth a thread block by default, and the most of a
 # logsumexp; and into how many parts a row of one is cut before.
 LEAST_PART, MOST_PART, FEW_PARTS = 16 << 10, 128 << 10, 4
-# The fewest bytes of a part of a softmax in clusters of up to SMALL_CLUSTER thread blocks, which find room together more
-# easily: two rows of 24,280 elements in float16 took 1.2 times as long in parts of 24 KB as in parts of 6 KB.
+# The fewest bytes of a part of a softmax in clusters of up to SMALL_CLUSTER thread blocks, which find room together
+# more easily: two rows of 24,280 elements in float16 took 1.2 times as long in parts of 24 KB as in parts of 6 KB.
 SMALL_PART, SMALL_CLUSTER = 5 << 10, 8
 # Threads of a block that holds a row or its part in registers, by default the first number that leaves a thread at most
 # HELD_EACH vectors. With 24 vectors each, rows are read faster without being held.
@@ -217,9 +217,9 @@ def held_declines(problem: RowProblem, machine: Machine) -> bool:
 
 def _clusters_to_fill(problem: RowProblem, machine: Machine) -> list[int]:
     """Sizes of clusters: first the largest whose thread blocks run at the same time and have `LEAST_PART` bytes each,
-    then smaller ones, then larger ones; of a softmax that reads a row once, clusters of up to `SMALL_CLUSTER`
-    whose thread blocks have `SMALL_PART` bytes. For a logsumexp four thread blocks, if none of them has more than `MOST_PART` bytes: what more
-    of them gain, they lose in joining their sums.
+    then smaller ones, then larger ones. A softmax that reads a row once has clusters of up to `SMALL_CLUSTER` also if
+    their thread blocks have `SMALL_PART` bytes each. A logsumexp has four thread blocks, if none of them has more than
+    `MOST_PART` bytes: what more of them gain, they lose in joining their sums.
     """
     sizes = base_space(problem, machine)["cluster"]
     row = problem.vocab * numpy_dtype(problem.dtype).itemsize
