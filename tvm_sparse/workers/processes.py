@@ -534,7 +534,7 @@ class Pool:
             waiting = self._waiting.pop(kind)
             future, request, timeout, abandoned = waiting.popleft()
             if waiting:
-                self._waiting[kind] = waiting  # behind the others
+                self._waiting[kind] = waiting  # after the other kinds
         if not future.set_running_or_notify_cancel():
             return
         try:
