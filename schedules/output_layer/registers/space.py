@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from tvm_sparse.core.machine import REGISTER_FILE, Machine
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.core.template import Decisions, Table, powers
+from tvm_sparse.core.template import Decisions, Table, ceildiv, powers
 
 from ..best.sizes import THREADS, most_shared, search_allowed
 from ..tiles import sizes
@@ -152,7 +152,8 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
             kinds.sort(key=lambda kind: kind[0])
     tiles_m = table["tile_m"][::-1]
     if cached:
-        few = 8 if rows <= 16 and lists < machine.cores else 16  # with many lists there are tiles enough
+        # Where there are few tiles of tokens, tiles of eight rows are more.
+        few = 8 if rows <= 16 and lists * ceildiv(most_words(problem), TILE_N[0]) < 2 * machine.cores else 16
         tiles_m = (*(tile for tile in tiles_m if tile <= few), *(tile for tile in tiles_m if tile > few))
     for tile_m in tiles_m:
         for tile_n, (reduce_warps, tiles, staged), depth, threads in itertools.product(
