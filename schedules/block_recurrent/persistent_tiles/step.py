@@ -69,20 +69,16 @@ def restore(e, /, s, io):
             s.length[j] = io.lengths[T.min(item(e, s, j, of_batch=True)[1], e.batch - 1)]
 
 
-def save(e: Extents) -> Phase:
-    """Keep the states of the pass in hand; the phase is (s).
+@phase
+def save(e, /, s):
+    """Keep the states of the pass in hand.
 
     Reads: `owns`, `cells`, `first`. Writes: `kept`. Barriers: none.
     """
-
-    @T.inline
-    def phase(s):
-        for j in T.unroll(e.items):
-            s.kept[kept_at(e, s, j, 0)] = s.owns[j]
-            if e.has_cell:
-                s.kept[kept_at(e, s, j, 1)] = s.cells[j]
-
-    return phase
+    for j in T.unroll(e.items):
+        s.kept[kept_at(e, s, j, 0)] = s.owns[j]
+        if e.has_cell:
+            s.kept[kept_at(e, s, j, 1)] = s.cells[j]
 
 
 def load_inputs(e: Extents) -> Phase:

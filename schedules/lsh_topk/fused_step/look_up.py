@@ -346,7 +346,7 @@ def state(e: Extents, io: Any, t: Any) -> HashState:
 
 @phase
 def look_up(e, /, io):
-    """The kernel, called with (io)."""
+    """The kernel."""
     h, tile = T.meta_var(e.hashing), T.meta_var(e.counting.tile)
     stage, load_first = T.meta_var(stage_row(h)), T.meta_var(load_first_columns(h))
     find = T.meta_var(find_places(h))

@@ -17,7 +17,7 @@ from tvm_sparse.core.phase import phase
 from ...device.ranking import rank_at_once
 from ...device.selection import FULL_WARP, join_key, key_bits, take_places
 from ...rows.best import find_kth, offer
-from .sizes import SearchSizes, TileSearchSizes
+from .sizes import SearchSizes
 from .state import COUNT
 from .sums import add_up, best_of_lanes, exponentials
 
@@ -248,28 +248,22 @@ def choose_tiles(e, search, /, io, s, size, factor):
         T.cuda.cta_sync()
 
 
-def rank_tiles(e: TileSearchSizes, search: Search) -> Callable[..., Any]:
-    """The k best tiles, where more tiles or tokens reach the bound than are looked through. The phase is (io, s, size,
-    factor).
+@phase
+def rank_tiles(e, search, /, io, s, size, factor):
+    """The k best tiles, where more tiles or tokens reach the bound than are looked through.
 
     Reads: `count`; `keys`; or `tops` of the row.
     Writes: what the search's `place` does.
     Barriers: one at least, at the end.
     """
-    put, choose = rank(e, search), choose_tiles(e, search)
-
-    @T.inline
-    def of_all(io, s, size, factor):
-        put(io, s, factor)
-
-    @T.inline
-    def of_few(io, s, size, factor):
+    put = T.meta_var(rank(e, search))
+    if e.by_bits:
         if s.count[0] > e.most_tiles:
-            choose(io, s, size, factor)
+            choose_tiles(e, search)(io, s, size, factor)
         else:
             put(io, s, factor)
-
-    return of_few if e.by_bits else of_all
+    else:
+        put(io, s, factor)
 
 
 @phase

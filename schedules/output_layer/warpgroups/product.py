@@ -492,37 +492,33 @@ def tell_sums(e, /, s, p):
             s.pairs[at + 1] = s.d[turn]
 
 
-def product(e: Extents) -> Callable[..., Any]:
-    """The kernel, called with (io)."""
-
-    @T.inline
-    def kernel(io):
-        with device_region():
-            block, y = T.cta_id([e.blocks, (io.beam + (e.tile_m - 1)) // e.tile_m])
-            t = T.thread_id([e.block_threads])
-            p = T.meta_var(Place(t, 1))
-            s = T.meta_var(State.alloc(e, e.pool_of_product, index=0, top=y * e.tile_m))
-            factor: T.float32 = io.scale * T.float32(LOG2_E)
-            begin(e)(io, s, p)
-            if p.team < e.tiles:
-                begin_tiles(e)(io, s, p, block)
-                # What the producer kernel cannot have written comes while it runs.
-                if io.constant != 0:
-                    fill_ring(e)(io, s, p)
-            wait_then_start_consumer()
-            if p.team < e.tiles:
-                if io.constant == 0:
-                    fill_ring(e)(io, s, p)
-                factors = T.meta_var(factors_of(io, [s.top + i * 32 + p.lane for i in range(e.turns)], factor))
-                consume(e)(io, s, p, block, factors)
-            elif p.team == e.tiles:
-                if p.lane == 0:
-                    produce(e)(io, s, block, io.matrices)
-            elif e.gated > 0:
-                find_bounds(e)(io, s, p, block)
-            if not e.draws:
-                tell_sums(e)(s, p)
-                join_warps(e)(io, s, p, block, io.sums, factor)
-
-    return kernel
+@phase
+def product(e, /, io):
+    """The kernel."""
+    with device_region():
+        block, y = T.cta_id([e.blocks, (io.beam + (e.tile_m - 1)) // e.tile_m])
+        t = T.thread_id([e.block_threads])
+        p = T.meta_var(Place(t, 1))
+        s = T.meta_var(State.alloc(e, e.pool_of_product, index=0, top=y * e.tile_m))
+        factor: T.float32 = io.scale * T.float32(LOG2_E)
+        begin(e)(io, s, p)
+        if p.team < e.tiles:
+            begin_tiles(e)(io, s, p, block)
+            # What the producer kernel cannot have written comes while it runs.
+            if io.constant != 0:
+                fill_ring(e)(io, s, p)
+        wait_then_start_consumer()
+        if p.team < e.tiles:
+            if io.constant == 0:
+                fill_ring(e)(io, s, p)
+            factors = T.meta_var(factors_of(io, [s.top + i * 32 + p.lane for i in range(e.turns)], factor))
+            consume(e)(io, s, p, block, factors)
+        elif p.team == e.tiles:
+            if p.lane == 0:
+                produce(e)(io, s, block, io.matrices)
+        elif e.gated > 0:
+            find_bounds(e)(io, s, p, block)
+        if not e.draws:
+            tell_sums(e)(s, p)
+            join_warps(e)(io, s, p, block, io.sums, factor)
 # fmt: on

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
@@ -14,7 +11,6 @@ from ...device.arithmetic import LOG2_E
 from ...device.selection import counter_address
 from ...device.words import load_words
 from ..elements import cap_elements
-from .space import Layout
 from .state import column_of
 from .words import NOTHING
 
@@ -152,22 +148,14 @@ def load_row(layout, /, s):
         cap_row(layout)(s)
 
 
-def load_vector(layout: Layout) -> Callable[..., Any]:
-    """`vector` = the thread's vector number u, in registers a constant. The phase is (s, u).
-
-    Reads: `raw` or `staged`. Barriers: none.
-    """
-
-    @T.inline
-    def of_registers(s, u):
+@phase
+def load_vector(layout, /, s, u):
+    """`vector` = the thread's vector number u, in registers a constant. Reads: `raw` or `staged`. Barriers: none."""
+    if layout.staged:
+        read_staged(layout, s, u, 0)
+    else:
         for w in T.unroll(4):
             s.vector[w] = s.raw[u * 4 + w]
-
-    @T.inline
-    def of_shared(s, u):
-        read_staged(layout, s, u, 0)
-
-    return of_shared if layout.staged else of_registers
 
 
 @T.inline

@@ -180,7 +180,8 @@ def read_back(layout, /, at, s):
     T.ptx.ld.volatile.shared.f32(s.top[0], s.counts.ptr_to([at.warp * layout.counts]))
 
 
-def fill_bins(layout: Layout) -> Callable[..., Any]:
+@phase
+def fill_bins(layout, /, io, at, s):
     """Write the keys of the bins up to the cut, each into its bin's range.
 
     Reads: `x`, `top`, `fine`, `cut`.
@@ -189,26 +190,22 @@ def fill_bins(layout: Layout) -> Callable[..., Any]:
     After: the keys of the bins up to the cut are there bin after bin, in no order within a bin. A bin's count is where
         its keys end.
     """
-    mark, take, find, again = mark_reached(layout), take_marked(layout), find_bin(layout), read_back(layout)
-
-    @T.inline
-    def fill_by_marks(io, at, s):
+    find = T.meta_var(find_bin(layout))
+    if layout.sparse:
         # A value a little below the cut's bin: all elements of that bin reach it. Elements of later bins that reach it,
         # too, are left out one by one.
         s.gate[0] = s.top[0] - (T.Cast("float32", s.cut[0]) + T.float32(0.75)) / (
             s.fine[0] * T.float32(layout.bins - 1))
-        mark(s)
+        mark_reached(layout)(s)
         for w in T.unroll(layout.mark_words):
             while s.marks[w] != T.uint32(0):
-                take(io, at, s, w)
+                take_marked(layout)(io, at, s, w)
                 find(s, s.value[0])
                 s.slot[0] = of_bin("place_in_bin", s, s.bin[0])
                 if s.bin[0] <= s.cut[0] + MAGIC_BITS:
                     s.keys[at.keys + s.slot[0]] = join_key(s.ordered[0], s.column[0])
-
-    @T.inline
-    def fill_with_all(io, at, s):
-        again(at, s)
+    else:
+        read_back(layout)(at, s)
         # Four at a time, so that the loads of their places overlap.
         for u in T.unroll(layout.held // 4):
             for v in T.unroll(4):
@@ -219,8 +216,6 @@ def fill_bins(layout: Layout) -> Callable[..., Any]:
                 order(s.x[u * 4 + v], s.value, s.ordered)
                 if s.own[v] <= s.cut[0] + MAGIC_BITS:
                     s.keys[at.keys + s.places[v]] = join_key(s.ordered[0], column_of(layout, at, u * 4 + v))
-
-    return fill_by_marks if layout.sparse else fill_with_all
 
 
 def rank_in_bins(layout: Layout) -> Callable[..., Any]:

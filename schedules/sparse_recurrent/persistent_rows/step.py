@@ -92,26 +92,21 @@ def fetch(e, /, s, i, place):
         load(*[s.vectors[i * words + w] for w in range(words)], s.front[0] + place)
 
 
-def multiply(e: Extents) -> Phase:
-    """Add an entry's products with the states that its gather brought; the phase is (s, row, i, value).
+@phase
+def multiply(e, /, s, row, i, value):
+    """Add an entry's products with the states that its gather brought.
 
     Reads: `vectors`. Writes: `sums` of the row. Barriers: none.
     """
-
-    @T.inline
-    def halves(s, row, i, value):
+    if e.dtype == "float16" and e.pack > 1:
         for w in T.unroll(e.column_words):
             at = T.meta_var(row * e.pack + w * 2)
             s.sums[at] = s.sums[at] + value * half_of("low", s.vectors[i * e.column_words + w])
             s.sums[at + 1] = s.sums[at + 1] + value * half_of("high", s.vectors[i * e.column_words + w])
-
-    @T.inline
-    def others(s, row, i, value):
+    else:
         for j in T.unroll(e.pack):
             s.sums[row * e.pack + j] = s.sums[row * e.pack + j] + value * value_at(
                 e.dtype, s.vectors, i * e.column_words, j)
-
-    return halves if e.dtype == "float16" and e.pack > 1 else others
 
 
 def in_turn(phases: Sequence[Phase]) -> Phase:
