@@ -45,8 +45,12 @@ from tvm_sparse.core import machine
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.layers.recurrent import BATCH
 from tvm_sparse.layers.recurrent_dense import (
+    AT_ONCE,
     DENSITIES,
+    FEW,
+    MANY,
     NEVER,
+    STEPS,
     DenseCall,
     family,
     likely_way,
@@ -62,7 +66,7 @@ CELLS, UNITS = ("tanh", "lstm", "gru"), (256, 512, 1024, 1280, 2048, 4096)
 BATCHES = (1, 4, 8, 16, 32, 64, 128, 256)
 DTYPE, OTHER_DTYPE = "float16", "bfloat16"
 # Layers whose kernels are built at once, before any of them is timed.
-AT_ONCE = 24
+TOGETHER = 24
 # A way with several launches is not timed beyond this multiple of the other's time.
 HOPELESS = 2.0
 ROUNDS = 3
@@ -202,22 +206,31 @@ def judged(line: dict[str, Any], where: Machine) -> dict[str, Any]:
     return line
 
 
-def crossing(lines: Sequence[Mapping[str, Any]], kind: bool) -> int | None:
-    """The least batch from which the dense way, by persistent kernels or others, is faster; None if it has no times.
+def dense_time(line: Mapping[str, Any], kind: str) -> float | None:
+    """The dense way's time by cuDNN's kernels of a kind, or None."""
+    own = STEPS if not line["persistent"] else FEW if line["batch"] <= AT_ONCE else MANY
+    found = line[WAY] if own == kind else line[OTHER] if kind == STEPS else None
+    return None if found is None else float(found)
 
-    Logarithms of sparse over dense time are interpolated between batches. A sparse time that was not measured is
-    taken to be in proportion to the batch.
+
+def crossing(lines: Sequence[Mapping[str, Any]], kind: str) -> int | None:
+    """The least batch from which the dense way, by kernels of a kind, is faster; None if it has no times.
+
+    Logarithms of sparse over dense time are interpolated between batches, and for few sequences extrapolated beyond
+    them. A sparse time that was not measured is taken to be in proportion to the batch.
     """
     ratios: dict[int, float] = {}
     known = None
     for line in sorted(lines, key=lambda line: line["batch"]):
         batch, sparse = line["batch"], line[SPARSE]
-        dense = line[WAY] if bool(line["persistent"]) == kind else None if kind else line[OTHER]
+        dense = dense_time(line, kind)
         known = (batch, sparse) if sparse else known
         if dense:
             ratios[batch] = math.inf if known is None else known[1] * batch / known[0] / dense
     if not ratios:
         return None
+    if kind == FEW and len(ratios) > 1:
+        return reaches_one(*sorted(ratios.items())[-2:])
     first = None
     for batch in sorted(ratios, reverse=True):
         if ratios[batch] < 1:
@@ -227,17 +240,29 @@ def crossing(lines: Sequence[Mapping[str, Any]], kind: bool) -> int | None:
         return NEVER
     before = max((batch for batch in ratios if batch < first), default=None)
     if before is None:
-        return first
-    share = math.log(1 / ratios[before]) / math.log(ratios[first] / ratios[before])
-    found = math.exp(math.log(before) + share * math.log(first / before))
+        return AT_ONCE + 1 if kind == MANY else first
+    found = where_one((before, ratios[before]), (first, ratios[first]))
     # The sparse way takes as long for any further 16 sequences.
     return math.ceil(found) if before < BATCH else math.floor(found / BATCH) * BATCH + 1
+
+
+def where_one(one: tuple[int, float], other: tuple[int, float]) -> float:
+    """The batch at which the line through two batches' logarithms of ratios is 0."""
+    share = math.log(1 / one[1]) / math.log(other[1] / one[1])
+    return math.exp(math.log(one[0]) + share * math.log(other[0] / one[0]))
+
+
+def reaches_one(one: tuple[int, float], other: tuple[int, float]) -> int:
+    """`where_one` of ratios that grow, rounded; `NEVER` of others that are below 1, and 1 of others that are above."""
+    if other[1] <= one[1]:
+        return NEVER if other[1] < 1 else 1
+    return max(1, round(min(where_one(one, other), NEVER)))
 
 
 def print_table(found: Mapping[Layer, Sequence[Mapping[str, Any]]]) -> None:
     """The rows of `LEAST_BATCH` that the measurements make."""
     for cell in CELLS:
-        for kind in (True, False):
+        for name, kind in (("MANY", MANY), ("FEW", FEW), ("STEPS", STEPS)):
             rows = []
             for units in sorted({one.hidden for one in found}):
                 least = [
@@ -249,7 +274,7 @@ def print_table(found: Mapping[Layer, Sequence[Mapping[str, Any]]]) -> None:
                     cells = ("?" if one is None else "NEVER" if one == NEVER else str(one) for one in least)
                     rows.append(f"        {units}: ({', '.join(cells)}),")
             if rows:
-                typer.echo("\n".join([f'    ("{family(cell)}", {kind}): {{', *rows, "    },"]))
+                typer.echo("\n".join([f'    ("{family(cell)}", {name}): {{', *rows, "    },"]))
 
 
 def summary(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -321,8 +346,8 @@ def main(
             waiting = [pool.submit(weights_of, one, seed + number) for number, one in enumerate(chosen)]
             where = machine_here(target, "comparing")
             report, found, left = Report(csv_path, provenance(where), COLUMNS), {}, 0
-            for first in range(0, len(chosen), AT_ONCE):
-                part = list(zip(chosen, waiting, strict=True))[first : first + AT_ONCE]
+            for first in range(0, len(chosen), TOGETHER):
+                part = list(zip(chosen, waiting, strict=True))[first : first + TOGETHER]
                 if time.monotonic() > ends:
                     for _, future in part:
                         future.cancel()

@@ -10,6 +10,7 @@ from tvm import te
 from tvm.script import tirx as T
 
 from tvm_sparse.emulation import EmulationError, keep_objects, run, run_on_cpu
+from tvm_sparse.schedules.device import words
 from tvm_sparse.schedules.device.region import device_region
 
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
@@ -346,6 +347,23 @@ def test_tensor_cores(dtype):
         expected = c.astype("float64") + a.astype("float64") @ b.astype("float64")
     for way in range(2):
         np.testing.assert_allclose(d[way], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_float8_becomes_float16():
+    """Every number, subnormal ones and NaN too."""
+
+    @T.prim_func
+    def func(X: T.Buffer((256,), "uint32"), Y: T.Buffer((256,), "float32")):
+        T.device_entry()
+        T.cta_id([1])
+        t = T.thread_id([256])
+        w = T.alloc_local([1], "uint32")
+        w[0] = X[t // 4]
+        Y[t] = words.stored_at("float8_e4m3fn", w, 0, t % 4, T.uint32(0))
+
+    x, out = np.arange(256, dtype="uint8"), np.zeros(256, "float32")
+    run_tirx(func, [np.pad(x.view("uint32"), (0, 192)), out])
+    np.testing.assert_array_equal(out, x.view(ml_dtypes.float8_e4m3fn).astype("float32"))
 
 
 def test_tensor_cores_of_whole_numbers():

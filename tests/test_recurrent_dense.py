@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import csv
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +17,11 @@ from tvm_sparse.operators.sparse_recurrent.problem import GATES
 
 torch = pytest.importorskip("torch")
 from tvm_sparse.layers import recurrent_dense, recurrent_stack  # noqa: E402
-from tvm_sparse.layers.recurrent_dense import DenseCall, likely_way  # noqa: E402
+from tvm_sparse.layers.recurrent_dense import FEW, MANY, STEPS, DenseCall, likely_way  # noqa: E402
 
 CELLS = tuple(recurrent_stack.CELLS.values())
 KINDS = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}
+RESULTS = Path(__file__).parent.parent / "scripts" / "results"
 TOLERANCE = {"float32": 5e-6, "float16": 4e-3, "bfloat16": 4e-2}
 
 
@@ -146,8 +149,9 @@ def test_the_dense_way_in_training_follows_the_optimiser(tmp_path: Any) -> None:
 
 # A table of the rule, so that the tests do not depend on measurements.
 TABLE = {
-    ("lstm", True): {512: (512, 64, 32, 32), 1024: (64, 16, 8, 8)},
-    ("lstm", False): {1024: (128, 64, 32, 32), 2048: (128, 32, 32, 16)},
+    ("lstm", FEW): {512: (512, 64, 16, 8), 1024: (64, 16, 8, 8)},
+    ("lstm", MANY): {512: (512, 64, 32, 32), 1024: (64, 24, 24, 24)},
+    ("lstm", STEPS): {1024: (128, 64, 32, 32), 2048: (128, 32, 32, 16)},
 }
 
 
@@ -160,6 +164,8 @@ def test_the_way_is_a_rule_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
         return likely_way(DenseCall(**{**vars(call), **changed}), where).way
 
     assert way() == way(batch=24) == way(batch=128) == way(hidden=512, batch=64) == way(density=0.5, batch=8) == "dense"
+    # A few sequences, and not more of them.
+    assert way(hidden=512, density=0.3) == "dense" and way(hidden=512, density=0.3, batch=24) == "kernel"
     # Where cuDNN has no persistent kernel the other row of the table counts.
     for changed in ({"batch": 100}, {"dtype": "bfloat16", "batch": 64}, {"inputs": 100, "batch": 64}, {"batch": 256}):
         assert way(**changed) == "dense", changed
@@ -179,11 +185,11 @@ def test_least_batches_are_interpolated(monkeypatch: pytest.MonkeyPatch) -> None
     def least(*given: Any) -> int | None:
         return recurrent_dense.least_batch("lstm", *given)
 
-    assert [least(True, 512, one) for one in recurrent_dense.DENSITIES] == [512, 64, 32, 32]
-    assert least(True, 1024, 0.01) == 64 and least(True, 1024, 0.009) is None
-    assert least(True, 724, 0.1) == 32 and least(False, 1448, 0.1) == 45  # geometric means
-    assert least(True, 1024, (0.1 * 0.3) ** 0.5) == 11
-    assert least(False, 512, 0.1) is None and least(False, 2049, 0.1) is None
+    assert [least(MANY, 512, one) for one in recurrent_dense.DENSITIES] == [512, 64, 32, 32]
+    assert least(FEW, 1024, 0.01) == 64 and least(FEW, 1024, 0.009) is None
+    assert least(FEW, 724, 0.1) == 32 and least(STEPS, 1448, 0.1) == 45  # geometric means
+    assert least(FEW, 1024, (0.1 * 0.3) ** 0.5) == 11
+    assert least(STEPS, 512, 0.1) is None and least(STEPS, 2049, 0.1) is None
 
 
 def test_the_table_of_least_batches_is_whole() -> None:
@@ -192,6 +198,20 @@ def test_the_table_of_least_batches_is_whole() -> None:
         for row in rows.values():
             assert len(row) == len(recurrent_dense.DENSITIES)
             assert all(1 <= batch <= recurrent_dense.NEVER for batch in row)
+
+
+@pytest.mark.parametrize(("name", "most"), [("rnn-grid-h200", 1.05), ("rnn-grid-drawn-h200", 1.25)])
+def test_no_call_that_was_measured_is_slower_than_cudnn(name: str, most: float) -> None:
+    """By the committed times; drawn calls are between those of the table, and may cost more."""
+    rows = [line for line in (RESULTS / f"{name}.csv").read_text().splitlines() if not line.startswith("#")]
+    counted = 0
+    for row in csv.DictReader(rows):
+        units, batch = int(row["hidden"]), int(row["batch"])
+        call = DenseCall(row["cell"], units, units, batch, float(row["density"]), "float16")
+        time = row["dense" if likely_way(call, machine.resolve("h200")).way == "dense" else "sparse"]
+        assert float(time) <= most * float(row["module"]), row
+        counted += 1
+    assert counted >= 71
 
 
 def test_persistent_kernels_of_cudnn() -> None:

@@ -53,6 +53,19 @@ PAIRS = {
   unsigned int a = (high & 0x80008000) | ((high & 0x7F007F00) >> 1), b = 0x5C005C00;
   __half2 pair = __hmul2(*(__half2*)&a, *(__half2*)&b);""",
 }
+# One instruction from compute capability 8.9 on.
+HALVES_OF_E4M3 = f"""
+__device__ __forceinline__ unsigned int halves_of_e4m3(unsigned int w) {{
+#if __CUDA_ARCH__ >= 890
+  unsigned int halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((unsigned short)w));
+  return halves;
+#else
+  const bool second = false;{PAIRS["float8_e4m3fn", "float16"]}
+  return *(unsigned int*)&pair;
+#endif
+}}
+"""
 # What fills the upper bytes, where they are not those of the number. It comes from a register, because the compiler
 # would otherwise move the constant to one for each pair.
 FILLERS = {("int8", "bfloat16"): 0x43434343, ("int8", "float16"): 0x64646464}
@@ -86,7 +99,13 @@ def stored_at(
     """The float32 of the `e`-th element, of the dtype `stored` of eight bits, of a vector whose first word is
     `words[at]`. `filler`: as for `pair_of_bytes` and float16.
     """
-    pair = pair_of_bytes(stored, "float16", words[at + e // 4], e % 4 // 2, filler)
+    if stored == "float8_e4m3fn":
+        which = T.Cast("uint32", e % 4 // 2 * 16)
+        pair = T.cuda.func_call(
+            "halves_of_e4m3", words[at + e // 4] >> which, source_code=HALVES_OF_E4M3, return_type="uint32"
+        )
+    else:
+        pair = pair_of_bytes(stored, "float16", words[at + e // 4], e % 4 // 2, filler)
     # A float16 in the program, without which its code has no header of such numbers.
     half = T.reinterpret("float16", T.Cast("uint16", pair >> (T.Cast("uint32", e % 2) * T.uint32(16))))
     return T.Cast("float32", half)

@@ -2119,6 +2119,18 @@ COC_DEVICE uint32_t dp4a(uint32_t a, uint32_t b, uint32_t c) {
   return c;
 }
 
+// cvt.f16x2.e4m3x2: the low byte becomes the low half. All ones but for the sign are NaN, and there is no infinity.
+COC_DEVICE uint32_t halves_of_e4m3(uint16_t bytes) {
+  uint32_t found = 0;
+  for (int i = 0; i < 2; i++) {
+    int byte = bytes >> 8 * i & 0xFF, exponent = byte >> 3 & 15, mantissa = byte & 7;
+    double size = exponent ? ldexp(8 + mantissa, exponent - 10) : ldexp(mantissa, -9);
+    if ((byte & 0x7F) == 0x7F) size = NAN;
+    found |= uint32_t(half_bits(byte & 0x80 ? -size : size)) << 16 * i;
+  }
+  return found;
+}
+
 // shfl.sync: `c` holds the clamp in bits 0-4 and the segment mask in bits 8-12.
 COC_DEVICE uint32_t shuffle(const char* mode, uint32_t a, uint32_t b, uint32_t c, uint32_t mask,
                             bool* in_range, int line) {

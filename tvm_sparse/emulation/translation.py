@@ -140,6 +140,7 @@ BITS = {
     "cvta.to.global.u64": "(uint64_t){0}", "cvt.u32.u64": "uint32_t({0})",
     "dp4a.u32.s32": "cuda_on_cpu::ptx::dp4a<uint8_t, int8_t>({0}, {1}, {2})",
     "dp4a.s32.u32": "cuda_on_cpu::ptx::dp4a<int8_t, uint8_t>({0}, {1}, {2})",
+    "cvt.rn.f16x2.e4m3x2": "cuda_on_cpu::ptx::halves_of_e4m3({0})",
     "cvt.u8.u16": "uint8_t({0})", "cvt.u16.u8": "uint16_t({0})",
     "activemask.b32": "__activemask()", "createpolicy.fractional.L2::evict_first.b64": "0ull",
     "createpolicy.fractional.L2::evict_last.b64": "0ull",

@@ -28,18 +28,27 @@ OPERATORS: dict[str, Any] = {
     "lstm": torch._VF.lstm,  # type: ignore[attr-defined]
     "gru": torch._VF.gru,  # type: ignore[attr-defined]
 }
-# The least batch from which the dense way is faster, in 16 bits on Hopper: by cell and whether cuDNN has a persistent
-# kernel, by units, at each of DENSITIES. Logarithms are interpolated in between. scripts/rnn_grid.py prints the table
-# that its measurements make.
+# Sequences that cuDNN's persistent kernels take at once: 17 of an LSTM take nearly twice as long as 16.
+AT_ONCE = 16
+# Kinds of cuDNN's kernels: one a step, or a persistent one, of up to AT_ONCE sequences or of more.
+STEPS, FEW, MANY = "kernels of a step", f"a persistent kernel of up to {AT_ONCE} sequences", "a persistent kernel"
+# The least batch from which the dense way is faster, in 16 bits on Hopper: by cell and kind of cuDNN's kernels, by
+# units, at each of DENSITIES. Logarithms are interpolated in between. scripts/rnn_grid.py prints the table that its
+# measurements make. A number above AT_ONCE for FEW is extrapolated, and serves to interpolate.
 DENSITIES = (0.02, 0.1, 0.3, 1.0)
 NEVER = 512
-LEAST_BATCH: dict[tuple[str, bool], dict[int, tuple[int, int, int, int]]] = {
-    ("rnn", True): {
+LEAST_BATCH: dict[tuple[str, str], dict[int, tuple[int, int, int, int]]] = {
+    ("rnn", MANY): {
         256: (17, 17, 17, 17),
         512: (49, 49, 49, 49),
         1024: (49, 49, 49, 49),
     },
-    ("rnn", False): {
+    ("rnn", FEW): {
+        256: (NEVER, NEVER, 18, 18),
+        512: (NEVER, NEVER, NEVER, NEVER),
+        1024: (NEVER, NEVER, NEVER, NEVER),
+    },
+    ("rnn", STEPS): {
         256: (49, 49, 49, 49),
         512: (49, 49, 65, 49),
         1024: (65, 65, 65, 65),
@@ -47,12 +56,17 @@ LEAST_BATCH: dict[tuple[str, bool], dict[int, tuple[int, int, int, int]]] = {
         2048: (49, 49, 49, 49),
         4096: (33, 17, 7, 17),
     },
-    ("lstm", True): {
+    ("lstm", MANY): {
         256: (65, 65, 65, 65),
-        512: (17, 8, 8, 8),
-        1024: (11, 9, 11, 11),
+        512: (17, 17, 17, 17),
+        1024: (17, 17, 17, 17),
     },
-    ("lstm", False): {
+    ("lstm", FEW): {
+        256: (NEVER, 47, 4, 4),
+        512: (48, 7, 5, 5),
+        1024: (11, 9, 10, 10),
+    },
+    ("lstm", STEPS): {
         256: (81, 81, 81, 81),
         512: (65, 65, 65, 65),
         1024: (49, 49, 49, 49),
@@ -60,7 +74,7 @@ LEAST_BATCH: dict[tuple[str, bool], dict[int, tuple[int, int, int, int]]] = {
         2048: (49, 17, 8, 17),
         4096: (65, 17, 4, 4),
     },
-    ("gru", False): {
+    ("gru", STEPS): {
         256: (65, 65, 65, 65),
         512: (65, 65, 65, 65),
         1024: (49, 49, 49, 49),
@@ -105,9 +119,16 @@ def persistent(call: DenseCall) -> bool:
     )
 
 
-def least_batch(cell: str, persistent: bool, hidden: int, density: float) -> int | None:
-    """The batch from which the dense way is likely to be faster: `NEVER` for none, None where nothing is known."""
-    known = LEAST_BATCH.get((family(cell), persistent), {})
+def kernels_of(call: DenseCall) -> str:
+    """The kind of cuDNN's kernels for a call."""
+    return STEPS if not persistent(call) else FEW if call.batch <= AT_ONCE else MANY
+
+
+def least_batch(cell: str, kind: str, hidden: int, density: float) -> int | None:
+    """The batch from which the dense way is likely to be faster by kernels of a kind: `NEVER` for none, None where
+    nothing is known.
+    """
+    known = LEAST_BATCH.get((family(cell), kind), {})
     if not known or not min(known) <= hidden <= max(known) or density < DENSITIES[0] / 2:
         return None
     of_units = {units: _between(density, dict(zip(DENSITIES, found, strict=True))) for units, found in known.items()}
@@ -149,13 +170,12 @@ def likely_way(call: DenseCall, machine: Machine) -> Likely:
         return Likely(DENSE, f"the folded weight has {many:,} values, those of PyTorch's layer {few:,}")
     if machine.kind != "cuda" or not machine.has_warpgroups or numpy_dtype(call.dtype).itemsize != 2:
         return Likely(KERNEL, f"nothing is known of a faster dense layer in {call.dtype} on {machine.arch}")
-    stays = persistent(call)
-    least = least_batch(call.cell, stays, call.hidden, call.density)
-    kind = "a persistent kernel" if stays else "kernels of a step"
+    kind = kernels_of(call)
+    least = least_batch(call.cell, kind, call.hidden, call.density)
     layer = f"cuDNN has {kind} for {call.hidden:,} units with {call.density:.3g} of the weights stored"
     if least is None:
         return Likely(KERNEL, f"{layer}, and no batch is known from which it is faster")
-    if least >= NEVER:
+    if least >= NEVER or kind == FEW and least > AT_ONCE:
         return Likely(KERNEL, f"{layer}, and is likely faster at no batch")
     way = DENSE if call.batch >= least else KERNEL
     return Likely(way, f"{layer}, and is likely faster from batch {least} on")

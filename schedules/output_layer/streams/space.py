@@ -27,12 +27,15 @@ MOST_STATE = 40 * 1024
 # Words of a list. Longer lists are read faster through `warp_rings`.
 MOST_WORDS = 4096
 # Bytes of a row up to which many small thread blocks with few words in hand read faster.
-NARROW = 2048
+NARROW = 4096
 # Bytes of a row up to which a warp has four words in turn there: with two, rows of 560 bytes took 1.3 times as long
 # on an H200 (`scripts/regret.py`).
 VERY_NARROW = 1024
 # Words of a list up to which a search by few threads is faster.
 FEW = 256
+# Words of all lists up to which warps are few, so that each has many vectors of its wide rows in flight; up to which
+# each word of wide rows has a warp; and beyond which a warp takes several narrow rows.
+FEW_WARPS, MANY_WARPS, CROWDED = 2048, 16384, 1 << 20
 
 
 def space(problem: OutputLayer, machine: Machine) -> Table:
@@ -82,17 +85,22 @@ def default(problem: OutputLayer, machine: Machine) -> Decisions:
 
 
 def _likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[Decisions]:
-    """Points of a table, the best first: small thread blocks for narrow rows; for others one warp per word, with eight
-    vectors in hand.
+    """Points of a table, the best first: small thread blocks for narrow rows; for others one warp per word, with the
+    fewer vectors in hand the more warps there are.
     """
-    size = problem.hidden * numpy_dtype(problem.dtype).itemsize
-    narrow = size <= NARROW
+    size, lists = problem.hidden * numpy_dtype(problem.dtype).itemsize, lists_of(problem)[0]
+    narrow, words = size <= NARROW, lists * most_words(problem)
     all_lanes, all_vectors, tiles = ((16, 8, 32), (1, 2, 4), 2) if narrow else ((32, 16, 8), (4, 8, 2, 1), 8)
     tiles = 4 if size <= VERY_NARROW else tiles
+    all_tiles_n = (4, 2, 1, 8) if narrow and words > CROWDED else (2, 1, 4, 8)
     all_threads = table["threads"]
     if most_words(problem) > FEW:
-        all_threads = (512, 1024) if narrow else all_threads[::-1]
-    for tile_n, vectors, lanes, threads in itertools.product((2, 1, 4, 8), all_vectors, all_lanes, all_threads):
+        all_threads = (512, 1024) if narrow or words <= MANY_WARPS else all_threads[::-1]
+    if not narrow and words > MANY_WARPS:
+        all_vectors, all_tiles_n = (1, 2, 4, 8), (8, 4, 2, 1)
+    elif not narrow and words > FEW_WARPS:
+        all_vectors, all_tiles_n, tiles = (2, 4, 1, 8), (1, 2, 4, 8), 4
+    for tile_n, vectors, lanes, threads in itertools.product(all_tiles_n, all_vectors, all_lanes, all_threads):
         point = {
             "reduce_threads": lanes,
             "vectors": vectors,

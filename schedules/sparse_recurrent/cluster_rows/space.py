@@ -33,10 +33,11 @@ COPIES = 2  # of the hidden states
 MOST_PRODUCTS = 1_000_000  # of a step, by default
 BARRIER_BYTES = 8  # bytes of an mbarrier
 
-# For `cycles`, as fitted to an H200. Cycles of a step until all states are exchanged; for each warp; for 32 words that
-# are read from shared memory; for an instruction of all warps of a quarter of a multiprocessor; for the reduction
-# and the gates of a row and sample by such a warp; and for each row, one after another, of a group.
-EXCHANGE, EACH_WARP, WORDS, ISSUED, FINISHED, ROW = 660, 10, 1, 3, 72, 200
+# For `cycles`, as fitted to an H200. Cycles of a step until all states are exchanged, and for each thread block that
+# takes part; for each warp; for 32 words that are read from shared memory; for an instruction of all warps of a quarter
+# of a multiprocessor; for the reduction and the gates of a row and sample by such a warp; and for each row, one after
+# another, of a group.
+EXCHANGE, EACH_BLOCK, EACH_WARP, WORDS, ISSUED, FINISHED, ROW = 500, 16, 10, 1, 3, 72, 200
 
 
 extent = Derived["ClusterExtents", int]
@@ -162,6 +163,7 @@ def cycles(e: ClusterExtents, machine: Machine) -> float:
     issued = warps * e.rows * ceildiv(row, e.lanes) * (e.pack + 2)
     step = (
         EXCHANGE
+        + EACH_BLOCK * e.cluster
         + EACH_WARP * (e.threads // WARP)
         + WORDS * words
         + ISSUED * issued
