@@ -36,7 +36,7 @@ def default(problem: RecurrentLayer, machine: Machine) -> Decisions:
 
 # fmt: off
 def sum_rows(
-    rows: Any, gates: int, batch: int, samples: int, lanes: int, load: Callable[..., Any], begin: int = 0
+    rows: Any, gates: int, batch: int, samples: int, lanes: int, load: Callable[..., Any], begin: int
 ) -> Callable[..., Any]:
     """The products of a unit's rows with what the step before wrote; the phase is (io, s, t, slot, first, lane).
 
@@ -108,10 +108,10 @@ def build(problem: RecurrentLayer, decisions: Decisions) -> Program:
         into[at] = T.Cast("float32", io.scaled[b, unit])
 
     if twice:
-        add_up_gates = sum_rows(rows, 2, batch, samples, lanes, load_state)
+        add_up_gates = sum_rows(rows, 2, batch, samples, lanes, load_state, 0)
         add_up = sum_rows(rows, 3, batch, samples, lanes, load_scaled, 2)
     else:
-        add_up = sum_rows(rows, gates, batch, samples, lanes, load_state)
+        add_up = sum_rows(rows, gates, batch, samples, lanes, load_state, 0)
 
     @T.inline
     def load_sums(io, s, t, b, unit, v, gate):

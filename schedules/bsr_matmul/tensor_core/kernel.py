@@ -303,7 +303,7 @@ def program(problem: BsrMatmul, decisions: Decisions) -> Program:
             # The consumer kernel may start whenever there is room: it waits until this kernel has ended.
             start_consumer()
         w = T.meta_var(Work.alloc())
-        deal_out(Deal(e.units, e.slices, e.cluster), e.tile_m * e.warps_m, two_axes=e.overlap == 2)(w, io.m, io.long)
+        deal_out(Deal(e.units, e.slices, e.cluster), e.tile_m * e.warps_m, e.overlap == 2)(w, io.m, io.long)
         t = T.thread_id([e.threads])
         s = T.meta_var(TileState.alloc(e))
         take_places(e)(s, w, t, io.m)

@@ -41,7 +41,7 @@ def bound_anew(layout, /, s):
         bound_equals(layout)(s, s.tops, s.firsts)
 
 
-def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None = None) -> Callable[..., Any]:
+def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None) -> Callable[..., Any]:
     """All of the block's share that can be among the row's k best. The phase is (s).
 
     `meanwhile`: a phase (s) for the time until all warps have found theirs.

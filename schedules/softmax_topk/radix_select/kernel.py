@@ -46,7 +46,7 @@ class State(Buffers):
     slot: Any = local("int32")  # a place for a key
 
 
-def kernel(problem: SoftmaxTopk, threads: int, ending: Ending | None = None) -> Callable[..., Any]:
+def kernel(problem: SoftmaxTopk, threads: int, ending: Ending | None) -> Callable[..., Any]:
     """The kernel's body, over the operator's arguments (see `interface.gpu_program`)."""
     own = own_of(problem, ending) or (lambda io, row: io)
     vocab, k = problem.vocab, problem.k
@@ -119,7 +119,7 @@ def select_pivot(vocab, k, threads, /, io, row, t, s):
     Barriers: some each digit.
     After: k keys are no less than `pivot`.
     """
-    radix_selection(threads, k, key_of)(s, t, (io, row), vocab)
+    radix_selection(threads, k, key_of, T.serial)(s, t, (io, row), vocab)
 
 
 @phase
@@ -189,4 +189,4 @@ def write_keys(k, threads, /, io, row, t, s):
 
 def program(problem: SoftmaxTopk, decisions: Decisions) -> Program:
     """The program of a point."""
-    return gpu_program(problem, kernel(problem, decisions["threads"]))
+    return gpu_program(problem, kernel(problem, decisions["threads"], None))
