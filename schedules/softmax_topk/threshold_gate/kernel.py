@@ -16,7 +16,7 @@ from ...device.arithmetic import LN_2, LOG2_E, is_nan
 from ...device.loops import loop_of
 from ...device.references import exact_factor, is_far, unit_of
 from ...device.selection import FULL_WARP, bits_value
-from ..ending import end_of_block, own_of
+from ..ending import Ending, Own, end_of_block, own_of
 from ..finishing import complete, write_given_columns
 from ..interface import gpu_program
 from .cluster import agree, await_others, call_others, share_parts
@@ -123,7 +123,7 @@ def try_one_warp(layout, /, s):
 def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
     """The program of a point of either template's space."""
     layout = Layout.of(problem, decisions)
-    return gpu_program(problem, kernel(layout, own_of(problem), None), overlapped=layout.overlap)
+    return gpu_program(problem, kernel(layout, own_of(problem)), overlapped=layout.overlap)
 
 
 def finish_row(layout: Layout) -> Callable[..., Any]:
@@ -167,70 +167,78 @@ def end_of_cluster(layout, ending, /, s, io, needed):
         ending.search(io, s.row[0], s.t, s.part, s.ring.data)
 
 
-@phase
-def kernel(layout, own, ending, /, io):
+def kernel(layout: Layout, own: Own | None = None, ending: Ending | None = None) -> Callable[..., Any]:
     """The kernel's body, over the operator's arguments (see `interface.gpu_program`)."""
+    threads, cluster = layout.tiling.threads, layout.tiling.cluster
+    locate, await_inputs, begin = locate_row(layout), await_producer(layout), begin_pass(layout)
+    stream, add, search, gather = stream_row(layout), add_up(layout), search_marked(layout), gather_survivors(layout)
+    one_warp, share, settled = try_one_warp(layout), share_parts(layout), settle(layout)
+    finish = finish_row(layout)
     # Blocks that may have to search the row stay until the end.
-    cluster = T.meta_var(layout.tiling.cluster)
-    stay = T.meta_var(cluster > 1 and ending is not None and ending.search is not None)
-    end = T.meta_var(None if ending is None else end_of_cluster(layout, ending) if stay else end_of_block(ending))
-    pool_bytes = T.meta_var(max(layout.pool.bytes, ending.pool_bytes if ending else 0))
-    T.device_entry()
-    T.attr({"tirx.launch_bounds_min_blocks_per_sm": layout.resident})
-    if cluster > 1:
-        block = T.cluster_id([io.batch])
-        part = T.cta_id_in_cluster([cluster])
-    else:
-        block = T.cta_id([io.batch])
-        part = 0
-    t = T.thread_id([layout.tiling.threads])
-    s = T.meta_var(State.alloc(layout, pool_bytes, io=io, t=t, block=block, part=part))
-    # 1. Locate the row, and wait for the producer kernel.
-    locate_row(layout)(s)
-    await_producer(layout)(s)
-    if own is not None:
-        of_row = T.meta_var(own(io, s.row[0]))
-        s.factor[0] = of_row.scale * T.float32(LOG2_E)
-    if stay:
-        needed = T.alloc_shared([1], "int32")
-        if t == 0:
-            needed[0] = 0
-    s.written[0] = 0
-    s.settled[0] = ALL_AGAIN
-    s.unit[0] = T.float32(LN_2)
-    for attempt in T.serial(READINGS):
-        # 2. Stream the row.
-        begin_pass(layout)(s, attempt)
-        stream_row(layout)(s, attempt)
-        # 3. Add up, and search the marked tiles.
-        add_up(layout)(s)
-        if layout.one_warp:
-            if few_marked(layout, s):
-                try_one_warp(layout)(s)
-                if s.written[0] != 0:
-                    break
-        if layout.deferred:
-            search_marked(layout)(s)
-        gather_survivors(layout)(s)
-        # 4. Share the parts of a cluster.
+    stay = cluster > 1 and ending is not None and ending.search is not None
+    end = None if ending is None else end_of_cluster(layout, ending) if stay else end_of_block(ending)
+    pool_bytes = max(layout.pool.bytes, ending.pool_bytes if ending else 0)
+
+    @T.inline
+    def body(io):
+        T.device_entry()
+        T.attr({"tirx.launch_bounds_min_blocks_per_sm": layout.resident})
         if cluster > 1:
-            share_parts(layout)(s)
-        # 5. Settle, or read the row once more, with the row's true maximum.
-        settle(layout)(s, attempt)
-        if s.settled[0] == SETTLED:
-            break
-        T.cuda.cta_sync()
-        refer_to_largest(s)
-    if is_far(s.reference[0]):
-        s.unit[0] = unit_of(s.reference[0], s.factor[0], of_row.scale if own is not None else io.scale)
-    if stay:
-        end(s, of_row, needed)
-    else:
-        if cluster > 1 and part != 0:
-            T.thread_return()
-        finish_row(layout)(s)
-        if ending is not None:
-            end(of_row, s.row[0], t, s.ring.data)
-        if cluster > 1:
-            await_others(s)
+            block = T.cluster_id([io.batch])
+            part = T.cta_id_in_cluster([cluster])
+        else:
+            block = T.cta_id([io.batch])
+            part = 0
+        t = T.thread_id([threads])
+        s = T.meta_var(State.alloc(layout, pool_bytes, io=io, t=t, block=block, part=part))
+        # 1. Locate the row, and wait for the producer kernel.
+        locate(s)
+        await_inputs(s)
+        if own is not None:
+            of_row = T.meta_var(own(io, s.row[0]))
+            s.factor[0] = of_row.scale * T.float32(LOG2_E)
+        if stay:
+            needed = T.alloc_shared([1], "int32")
+            if t == 0:
+                needed[0] = 0
+        s.written[0] = 0
+        s.settled[0] = ALL_AGAIN
+        s.unit[0] = T.float32(LN_2)
+        for attempt in T.serial(READINGS):
+            # 2. Stream the row.
+            begin(s, attempt)
+            stream(s, attempt)
+            # 3. Add up, and search the marked tiles.
+            add(s)
+            if layout.one_warp:
+                if few_marked(layout, s):
+                    one_warp(s)
+                    if s.written[0] != 0:
+                        break
+            if layout.deferred:
+                search(s)
+            gather(s)
+            # 4. Share the parts of a cluster.
+            if cluster > 1:
+                share(s)
+            # 5. Settle, or read the row once more, with the row's true maximum.
+            settled(s, attempt)
+            if s.settled[0] == SETTLED:
+                break
+            T.cuda.cta_sync()
+            refer_to_largest(s)
+        if is_far(s.reference[0]):
+            s.unit[0] = unit_of(s.reference[0], s.factor[0], of_row.scale if own is not None else io.scale)
+        if stay:
+            end(s, of_row, needed)
+        else:
+            if cluster > 1 and part != 0:
+                T.thread_return()
+            finish(s)
+            if ending is not None:
+                end(of_row, s.row[0], t, s.ring.data)
+            if cluster > 1:
+                await_others(s)
+
+    return body
 # fmt: on
