@@ -16,6 +16,7 @@ def phase(body: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
     of `io`, `s` and `row`: a kernel calls it as `store(e)(io, s, row)`.
 
     Parameters have no annotations: with one, mypy would check the body, which is no Python.
+    Conditions that are known are Python's bools there: `e.stages > 0`, not `e.stages`.
     """
     # TVM asks for it at every call, and Python would make it anew.
     vars(body)["__signature__"] = inspect.signature(body)

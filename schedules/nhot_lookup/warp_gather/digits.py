@@ -27,7 +27,6 @@ from ...device.selection import FULL_WARP
 from .space import GROUPS, SLOTS, Extents
 
 Phase = Callable[..., Any]
-Held = Callable[[Any, Any, bool], Any]
 multiply = T.ptx.mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32
 # Makes four bytes signed digits, each with a carry into the next one.
 CARRIES = 0x00808080
