@@ -15,7 +15,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 
 from .loops import Loop
@@ -168,7 +168,7 @@ def rank_in_bins(
     each: int = 1,
     finer: bool = False,
     loop: Loop = T.serial,
-) -> Callable[..., Any]:
+) -> Phase:
     """Call place(s, rank, key) for the k best of keys[0:size], size >= k, unless a bin is crowded. The phase is (s, t).
 
     Bins are linear in the value between `threshold` and `largest`; or in the index, if these are equal: it is one of so

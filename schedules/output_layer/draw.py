@@ -17,14 +17,13 @@ greedy row, and one without a distribution, gets the first of its best tokens, b
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
 
 from tvm_sparse.core.arguments import beside
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Workspace, ceildiv
 from tvm_sparse.operators.head_draw.problem import HeadDraw
@@ -248,7 +247,7 @@ def find_slice(e, /, io, s, tiles, factor):
     s.where[0] = s.tile[0]
 
 
-def multiply_slice(e: Any) -> Callable[..., Any]:
+def multiply_slice(e: Any) -> Phase:
     """The scores of slice `tile`, by the first warp's lanes; the phase is (io, s).
 
     Reads: the hidden state, the embedding, the bias.
@@ -342,7 +341,7 @@ def write_token(io, s, n, drawn, whole, factor):
             io.logprobs[s.row] = T.float32("nan")
 
 
-def draw_token(problem: OutputLayer, e: Any) -> Callable[..., Any]:
+def draw_token(problem: OutputLayer, e: Any) -> Phase:
     """The kernel, called with (io), which has `slices`. `e` has what is static: `dtype`, `hidden`, `tile_n` tokens of a
     slice, `list_tiles` slices, `threads` of a thread block, `overlap`, and `dynamic`, see `tiles.sizes`."""
     assert isinstance(problem, HeadDraw)

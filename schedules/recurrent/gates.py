@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 
-Phase = Callable[..., Any]
 # 1 / (1 + e^-x) by the approximate instructions of the hardware: an error of 2 units in the last place, and of |x| / 2
 # more from the exponential where x is large and the result is nearly 0 or 1. 1 / inf is 0.
 SIGMOID = """

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.phase import Phase
 from tvm_sparse.core.template import Decisions, Program, Table, Workspace, ceildiv, powers
 from tvm_sparse.operators.sparse_recurrent.problem import RecurrentLayer
 
@@ -37,7 +38,7 @@ def default(problem: RecurrentLayer, machine: Machine) -> Decisions:
 # fmt: off
 def sum_rows(
     rows: Any, gates: int, batch: int, samples: int, lanes: int, load: Callable[..., Any], begin: int
-) -> Callable[..., Any]:
+) -> Phase:
     """The products of a unit's rows with what the step before wrote; the phase is (io, s, t, slot, first, lane).
 
     `rows`: access to the weight (`sparse_recurrent.definition.Rows`), of whose gates those from `begin` to `gates` are

@@ -14,12 +14,11 @@ A list that is too long is not searched: the row's stage is `SEARCH` then, for a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Workspace, ceildiv
 from tvm_sparse.operators.softmax_sample.definition import clamped
 
@@ -140,7 +139,7 @@ def take_ticket(io, row, t, s):
     T.cuda.cta_sync()
 
 
-def find_bin(blocks: Blocks) -> Callable[..., Any]:
+def find_bin(blocks: Blocks) -> Phase:
     """The body of the kernel that finds in which bin top-p's share of the row's mass is reached."""
     threads, tickets, crew = blocks.threads, blocks.cluster, crew_of(blocks)
 
@@ -366,7 +365,7 @@ def add_listed(blocks, /, t, s):
     T.cuda.cta_sync()
 
 
-def draw_left(blocks: Blocks) -> Callable[..., Any]:
+def draw_left(blocks: Blocks) -> Phase:
     """The body of the kernel that draws a word of what is left."""
     ext, threads, tickets, crew = blocks.ext, blocks.threads, blocks.cluster, crew_of(blocks)
     put, share, narrow, add = list_entry(blocks), share_list(blocks), narrow_list(blocks), add_listed(blocks)

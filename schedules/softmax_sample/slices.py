@@ -18,12 +18,11 @@ each other (`tickets`, `cuts`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Decisions, Program, ceildiv
 from tvm_sparse.operators.softmax_sample.definition import clamped, limit_of
 from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
@@ -75,7 +74,7 @@ def alone(blocks, /, io):
     main(blocks)(io)
 
 
-def beside_tickets(blocks: Blocks, singles: Blocks, overlap: bool) -> Callable[..., Any]:
+def beside_tickets(blocks: Blocks, singles: Blocks, overlap: bool) -> Phase:
     """The body of a program of several kernels: a row with a top-k is searched, and others only as a last resort.
 
     Where filters are numbers for all rows, kernels that they do not need are not launched.
@@ -140,7 +139,7 @@ def sum_of_slice(blocks, crew, /, io, row, t, s):
         sums.add_edge(ext)(s.r)
 
 
-def main(blocks: Blocks, last: bool = False, overlap: bool = False) -> Callable[..., Any]:
+def main(blocks: Blocks, last: bool = False, overlap: bool = False) -> Phase:
     """The body of a kernel: its threads, the state, and the row's phases.
 
     `last`: for rows that have a top-k, and those in the stage `SEARCH`. `overlap`: it may start while the kernel

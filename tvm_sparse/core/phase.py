@@ -7,8 +7,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+# What a phase is in a kernel, and what a factory of one returns: an inline.
+Phase = Callable[..., Any]
 
-def phase(body: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
+
+def phase(body: Callable[..., Any]) -> Callable[..., Phase]:
     """Make a phase of a function whose body is TVMScript.
 
     Parameters before the slash are known before the kernel is generated, as its extents are; those after it are state,
@@ -22,7 +25,7 @@ def phase(body: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
     vars(body)["__signature__"] = inspect.signature(body)
 
     @functools.wraps(body)
-    def made(*known: Any) -> Callable[..., Any]:
+    def made(*known: Any) -> Phase:
         from tvm.script import tirx as T
 
         return functools.partial(T.inline(body), *known)

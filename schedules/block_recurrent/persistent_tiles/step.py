@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.words import value_in
@@ -17,7 +16,6 @@ from ...recurrent.gates import gates, reset_gates
 from .space import BATCHED, SAMPLES, Extents
 from .weights import find_tile, load_shared, read_round
 
-Phase = Callable[..., Any]
 STORE_GLOBAL = {16: T.ptx.st.global_.v4.u32, 8: T.ptx.st.global_.v2.u32}
 
 

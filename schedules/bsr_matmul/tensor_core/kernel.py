@@ -24,7 +24,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Decisions, Program, ceildiv
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
@@ -85,7 +85,7 @@ def within_arrays(e, /, s, nnzb):
     s.count = T.max(T.min(s.count, (nnzb - s.first) * e.octets), 0)
 
 
-def load_columns(e: Extents, load: Callable[..., Any] = load_int) -> Callable[..., Any]:
+def load_columns(e: Extents, load: Callable[..., Any] = load_int) -> Phase:
     """Load the column ids of the steps in hand.
 
     Reads: `indices` for the steps in hand. Writes: `columns`, but for octets beyond the row. Barriers: none.

@@ -13,13 +13,12 @@ operands of a product have them in the same order, whatever that is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LOG2_E, is_nan
@@ -29,7 +28,6 @@ from ...device.words import held_address
 from ...output_layer.tiles.product import split
 from .space import CHUNK, FINISHED, OCTET, TILE, VECTOR, Extents
 
-Phase = Callable[..., Any]
 load_once = T.ptx.ld.global_.L1__no_allocate.v4.u32
 load_anew = T.ptx.ld.relaxed.gpu.global_.v4.u32
 IN_FLIGHT = 8  # vectors of hidden states that a thread loads together, where it splits them

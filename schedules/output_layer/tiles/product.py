@@ -22,14 +22,13 @@ and where each warp has tiles of its own, which need no barrier,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.powers import change_base
@@ -311,7 +310,7 @@ def states_at(e: Extents, step: Any) -> Any:
     return (T.min(step, e.register_steps) if e.register_steps else 0) * e.row_groups
 
 
-def bring_states(e: Extents) -> Callable[..., Any]:
+def bring_states(e: Extents) -> Phase:
     """Load the hidden states of a step from shared memory. Reads: `kept`. Writes: `states`, unless those of the step
     stay there. Barriers: none. The phase is (s, p, step).
     """
@@ -342,7 +341,7 @@ def bring_states(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def multiply_step(e: Extents) -> Callable[..., Any]:
+def multiply_step(e: Extents) -> Phase:
     """Multiply a step; the phase is (s, step).
 
     Reads: `hand` and `states` of the step.
@@ -692,7 +691,7 @@ def own_factors(e: Extents, io: Any, s: State, p: Place, factor: Any) -> Any:
     return factors_of(io, [s.top + row for row in rows], factor)
 
 
-def finish_tile(e: Extents) -> Callable[..., Any]:
+def finish_tile(e: Extents) -> Phase:
     """Finish a tile that is multiplied; the phase is (io, s, p, scores, tops, factor).
 
     Reads: `sums`; the bias.

@@ -27,14 +27,13 @@ All together in the end,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device import operands
@@ -195,7 +194,7 @@ def produce(e, /, io, s, block, matrices):
         s.first[0] = s.first[0] + e.stride
 
 
-def ask_part(e: Extents) -> Callable[..., Any]:
+def ask_part(e: Extents) -> Phase:
     """Ask for the next part of a tile's words, or for nothing, as a group of copies; the phase is (io, s, p).
 
     Reads: `asked`, `part`, `asked_slot`.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LOG2_E
@@ -136,13 +135,13 @@ def load_step(blocks, /, io, row, t, s, j):
                 s.bits[u] = bits_from(io, row, first_column_of(blocks)(s, u * ext.width))
 
 
-def column_of(blocks: Blocks) -> Callable[..., Any]:
+def column_of(blocks: Blocks) -> Phase:
     """(s, e) -> the column of a step's e-th element."""
     ext = blocks.ext
     return lambda s, e: s.column[0] + e // ext.width * (ext.threads * ext.width) + e % ext.width
 
 
-def first_column_of(blocks: Blocks) -> Callable[..., Any]:
+def first_column_of(blocks: Blocks) -> Phase:
     """(s, e) -> the first column of the vector of a step's e-th element; of one beyond the row, of its last vector."""
     width, column = blocks.ext.width, column_of(blocks)
     return lambda s, e: T.min(column(s, e // width * width), blocks.ext.vocab - width)
@@ -451,7 +450,7 @@ def choose(count, begun, sum_of, aim, /, t, s, to):
     s.number[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.number[0], to[0] // each, 32, 32)
 
 
-def choose_slice(blocks: Blocks) -> Callable[..., Any]:
+def choose_slice(blocks: Blocks) -> Phase:
     """The slice in which the uniform number's share of all that is left is reached; the phase is (t, s, uniform).
 
     Reads: `sums`, `ties`; or the pairs of all slices, if not `summed`; `rank`, `tie`.
@@ -478,7 +477,7 @@ def choose_slice(blocks: Blocks) -> Callable[..., Any]:
     return phase
 
 
-def take_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
+def take_word(blocks: Blocks, crew: Crew) -> Phase:
     """The word with which `goal` is passed, by the thread block of the chosen slice, or by the one that draws alone.
 
     The phase is (io, row, t, s). Its warps share the slice's rounds. Then one of them goes through the round in which

@@ -10,12 +10,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.selection import RADIX_BINS, RADIX_BITS
@@ -94,7 +93,7 @@ def weigh_sample(blocks, crew, /, io, row, t, s):
     crew.unite(s, t, SLICES)
 
 
-def list_words(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
+def list_words(blocks: Blocks, crew: Crew) -> Phase:
     """The words of a bracket, and the mass above it; the phase is (io, row, t, s).
 
     Reads: the row, `lowest`, `highest`: both within the bracket.

@@ -7,7 +7,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 
 from .agreement import take_agreed
 from .bound import bound_columns, bound_equals, find_bound, find_first_reached, find_firsts, find_tops
@@ -41,7 +41,7 @@ def bound_anew(layout, /, s):
         bound_equals(layout)(s, s.tops, s.firsts)
 
 
-def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None) -> Callable[..., Any]:
+def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None) -> Phase:
     """All of the block's share that can be among the row's k best. The phase is (s).
 
     `meanwhile`: a phase (s) for the time until all warps have found theirs.
@@ -54,7 +54,7 @@ def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None) -> Callable[
     bound, another, select = find_bound(layout), bound_anew(layout), select_keys(layout)
     most_equals = layout.row_groups // 2
 
-    def put_from(limited: bool) -> Callable[..., Any]:
+    def put_from(limited: bool) -> Phase:
         """Append the keys of what reaches the bound."""
         if layout.late and not limited:
             return put_single(layout)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
@@ -78,7 +75,7 @@ def load_and_bound(layout, own, /, s):
     find_tops(layout)(s)
 
 
-def load_and_agree(layout: Layout, own: Own | None) -> Callable[..., Any]:
+def load_and_agree(layout: Layout, own: Own | None) -> Phase:
     """The same where blocks agree on a bound: a warp more prepares the block, and later finds the bound. The phase is
     (s).
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 
 from ...device.loops import rolled
 from ...device.selection import PLUS_INFINITY, bits_value, join_key, order, order_bits, radix_selection, take_places
@@ -191,7 +190,7 @@ def put_single(layout, /, s):
             put_reached(layout, False)(s)
 
 
-def select_keys(layout: Layout) -> Callable[..., Any]:
+def select_keys(layout: Layout) -> Phase:
     """The k best of the block's share, whatever they are; if it has fewer elements, all of them. The phase is (s).
 
     Reads: the logits.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 
 from ...device.arithmetic import LN_2
 from ...device.loops import rolled
@@ -42,7 +41,7 @@ def write_ranked(k, rankers, /, s):
             s.io.log != 0, exponent(s, key_value(s.pivot[0])) - s.logarithm[0], s.power[0] * s.inverse[0])
 
 
-def rank_all(layout: Layout) -> Callable[..., Any]:
+def rank_all(layout: Layout) -> Phase:
     """Any number of keys, fewer than k included. The phase is (s).
 
     Reads, writes: as `finish_row`. Barriers: several.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.cluster import place_there
@@ -112,7 +111,7 @@ def take_rest(s):
     s.sum[0] = s.sum[0] * s.power[0]
 
 
-def weigh_warp(layout: Layout) -> Callable[..., Any]:
+def weigh_warp(layout: Layout) -> Phase:
     """Each thread's sum, relative to the largest element of the warp. The phase is (s).
 
     Reads: `raw`, `top`; or, of a staged row, each thread's `sum` and `reference`; `factor`.

@@ -6,14 +6,13 @@ row and what it keeps of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
@@ -63,7 +62,7 @@ class State:
         )
 
 
-def function(extents: Extents, own: Own | None = None, ending: Ending | None = None) -> Callable[..., Any]:
+def function(extents: Extents, own: Own | None = None, ending: Ending | None = None) -> Phase:
     """The function's body, over the operator's arguments (see `interface.cpu_program`); `own` as `ending.own_of`."""
     own = own or (lambda io, row: io)
     begin, take_maxima, rescale = begin_row(extents), chunk_maximum(extents), rescale_sums(extents)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device import references
@@ -115,7 +114,7 @@ def sort_best(layout, /, s):
         s.kept[i * threads + s.t] = s.keys[i * threads + s.t]
 
 
-def rank_survivors(layout: Layout) -> Callable[..., Any]:
+def rank_survivors(layout: Layout) -> Phase:
     """Rank the k best survivors, and write them to the outputs. The phase is (s); `size` is k or more, after a barrier.
 
     A few are ranked by counting; others in bins, or in finer ones where ties crowd a bin; what crowds even these, by

@@ -13,14 +13,13 @@ Milakov & Gimelshein: the sum is never rescaled again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import gcd
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 
 from ...device.references import sampled_reference
 from ...device.selection import (
@@ -112,7 +111,7 @@ def refer_to_sample(s):
     s.reference[0] = sampled_reference(s.largest[0] * s.factor[0])
 
 
-def combine_samples(layout: Layout) -> Callable[..., Any]:
+def combine_samples(layout: Layout) -> Phase:
     """Combine the warps' parts of the sample. The phase is (s).
 
     Reads: `warp_ranked`, `warp_tops`, `warp_floors`; of a block of one warp its own `ranked`, `sample_top`, `floor`,

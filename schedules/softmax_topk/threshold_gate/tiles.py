@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 
 from ...device.arithmetic import LOG2_E
 from ...device.overlap import CACHE_LINE, multiprocessors
@@ -134,7 +133,7 @@ def prefetch_tile(tiling, /, s, address):
                 tiling, address, T.min(column_of(tiling, s.ahead, u * tiling.width), s.end[0] - tiling.width)))
 
 
-def take_tile(layout: Layout) -> Callable[..., Any]:
+def take_tile(layout: Layout) -> Phase:
     """The elements of the tile in hand, once it has arrived. The phase is (s, i).
 
     Reads: `ring`, the bias, the bitmap, `start`, `end`.

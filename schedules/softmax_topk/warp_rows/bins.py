@@ -5,13 +5,10 @@ Bin 0 has the largest elements. The last bin has all elements below the range th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 
 from ...device.selection import FULL_WARP, bits_value, join_key, key_value, order, scan_lanes
 from ...device.words import held_address
@@ -218,7 +215,7 @@ def fill_bins(layout, /, io, at, s):
                     s.keys[at.keys + s.places[v]] = join_key(s.ordered[0], column_of(layout, at, u * 4 + v))
 
 
-def rank_in_bins(layout: Layout) -> Callable[..., Any]:
+def rank_in_bins(layout: Layout) -> Phase:
     """Compare each key with the others of its bin, and write it by its rank.
 
     A key's rank is where its bin begins, plus how many keys of its bin are larger.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.selection import FULL_WARP
@@ -19,7 +19,6 @@ from ...recurrent.gates import gates, reset_gates
 from .space import BATCHED, Extents
 from .weights import held_place, held_value, place_of, read_entry, value_of
 
-Phase = Callable[..., Any]
 load_shared = {
     16: T.ptx.ld.shared.v4.u32, 8: T.ptx.ld.shared.v2.u32, 4: T.ptx.ld.shared.u32, 2: T.ptx.ld.shared.u16,
 }  # fmt: skip
