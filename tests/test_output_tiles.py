@@ -305,7 +305,7 @@ def test_records_of_a_divided_template_mean_the_same_points(changes: dict[str, i
         return
     template = spaces.find(heir)
     assert (now.template, now.version) == (heir, 1) and list(now.values) == list(template.space(problem, SM90))
-    room = importlib.import_module(f"tvm_sparse.schedules.output_layer.{heir.removeprefix('head_')}")
+    room = importlib.import_module(f"tvm_sparse.schedules.output_layer.{heir.removeprefix('head_')}.space")
     e = room.extents(problem, now.values)
     assert {name: getattr(e, name) for name in BEFORE} == BEFORE | changes
 
