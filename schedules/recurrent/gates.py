@@ -98,8 +98,7 @@ def reset_gates(e, /, s, u):
     Reads: `sums` and `x` of r and z, `own`. Writes: `passed`, z; `result`, the state before the step times r.
     Barriers: none.
     """
-    k = T.meta_var(e.pack)
     row = T.meta_var(u * e.gates)
-    s.passed[0] = sigmoid(s.x[row + 1] + s.sums[(row + 1) * k])
-    s.result[u] = sigmoid(s.x[row] + s.sums[row * k]) * s.own[0]
+    s.passed[0] = sigmoid(s.x[row + 1] + s.sums[(row + 1) * e.pack])
+    s.result[u] = sigmoid(s.x[row] + s.sums[row * e.pack]) * s.own[0]
 # fmt: on

@@ -539,11 +539,10 @@ def add(e, /, s, round, row, n):
 @phase
 def take(e, /, s, io, round, row, n):
     """Make a key of that score, and store it."""
-    lanes = T.meta_var(e.row_lanes)
-    rounds = T.meta_var(ceildiv(e.tile, lanes))
+    rounds = T.meta_var(ceildiv(e.tile, e.row_lanes))
     at_once = T.meta_var(min(FINISHED, rounds))
     again = T.meta_var(sum_again(e) if e.halves == 2 else None)
-    at = T.meta_var(round * e.tile + n * lanes + s.lane % lanes)
+    at = T.meta_var(round * e.tile + n * e.row_lanes + s.lane % e.row_lanes)
     s.score[0] = s.held[n]
     if e.halves == 2:
         if is_nan(s.score[0]):
@@ -563,15 +562,14 @@ def take(e, /, s, io, round, row, n):
 @phase
 def take_some(e, /, s, io, round, row, count, first):
     """Finish some words from the lane's `first` on; at least one lane has one."""
-    lanes = T.meta_var(e.row_lanes)
-    rounds = T.meta_var(ceildiv(e.tile, lanes))
+    rounds = T.meta_var(ceildiv(e.tile, e.row_lanes))
     at_once = T.meta_var(min(FINISHED, rounds))
     for u in T.unroll(at_once):
         if first + u < rounds:
             add(e)(s, round, T.min(row, e.rows - 1), first + u)
     for u in T.unroll(at_once):
         if first + u < rounds:
-            if tirx.all((first + u) * lanes + s.lane % lanes < count, row < s.rows):
+            if tirx.all((first + u) * e.row_lanes + s.lane % e.row_lanes < count, row < s.rows):
                 take(e)(s, io, round, row, first + u)
             else:
                 s.held[first + u] = T.float32("-inf")

@@ -178,11 +178,11 @@ def rank(e, search, keys, /, io, s, factor):
     Reads: `count`, and `keys` or another buffer. Writes: what the search's `place` does. Barriers: one, at the end.
     """
     # Threads that compare a key with the others.
-    threads, rankers, at = T.meta_var(e.threads), T.meta_var(16), T.meta_var(search.number)
+    rankers, at = T.meta_var(16), T.meta_var(search.number)
     collected = T.meta_var(getattr(s, keys))
     # All threads come as often: those that compare a key add up what they count.
-    for i in T.serial((s.count[at] * rankers + (threads - 1)) // threads):
-        s.place[0] = (i * threads + s.t) // rankers
+    for i in T.serial((s.count[at] * rankers + (e.threads - 1)) // e.threads):
+        s.place[0] = (i * e.threads + s.t) // rankers
         s.best[0] = collected[T.min(s.place[0], s.count[at] - 1)]
         s.rank[0] = 0
         for j in T.serial((s.count[at] - s.t % rankers + (rankers - 1)) // rankers):

@@ -611,16 +611,15 @@ def store_score(e, /, io, s, p, scores, row, n):
 @phase
 def sum_up(e, /, io, s, p, tops, row, factor):
     """Add a row's scores in this tile to its pair."""
-    words = T.meta_var(e.word_groups)
     s.bits[0] = order_bits(s.score[0])
-    for n in T.unroll(words - 1):
+    for n in T.unroll(e.word_groups - 1):
         s.bits[0] = T.max(s.bits[0], order_bits(s.score[n + 1]))
     for b in T.unroll(3):
         s.bits[0] = T.max(s.bits[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.bits[0], 4 << b, 32, 32))
     # At least the lowest finite number: the difference of two infinities would be NaN.
     s.other[0] = T.max(bits_value(s.bits[0]), LOWEST)
     s.other[1] = T.float32(0)
-    for n in T.unroll(words):
+    for n in T.unroll(e.word_groups):
         s.other[1] = s.other[1] + T.exp2((s.score[n] - s.other[0]) * factor)
     for b in T.unroll(3):
         s.other[1] = s.other[1] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.other[1], 4 << b, 32, 32)
@@ -642,16 +641,15 @@ def finish_alone(e, /, io, s, p, scores, tops, factor):
     Writes: scores, -inf beyond the list's tokens; each row's largest in `tops`; `pairs`.
     Barriers: none, but all lanes of a warp take part.
     """
-    words = T.meta_var(e.word_groups)
     if io.bias is not None:
-        for n in T.unroll(words):
+        for n in T.unroll(e.word_groups):
             word = T.alloc_local([1], "int32")
             find_word(e)(io, s.index, T.max(T.min(s.tile[0] * e.tile_n + n * 8 + p.group, s.words[0] - 1), 0), word)
             s.added[n] = load_element("float32", io.bias.ptr_to([word[0]]))
     for g in T.unroll(e.row_groups):
         for i in T.unroll(2):
             row = T.meta_var(g * 8 + p.member * 2 + i)
-            for n in T.unroll(words):
+            for n in T.unroll(e.word_groups):
                 s.score[n] = s.sums[(n // 2 * e.row_groups + g) * 4 + n % 2 * 2 + i]
                 store_score(e)(io, s, p, scores, row, n)
             if e.summed:

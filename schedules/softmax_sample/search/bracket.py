@@ -137,7 +137,6 @@ def guess(blocks, crew, alike, /, io, row, t, s, top_p):
     Barriers: several; begins and ends with one.
     After: `guessed` is 1 and the group is one word, or all of some value; or it is 0, as the bound lies elsewhere.
     """
-    threads, vocab = T.meta_var(blocks.threads), T.meta_var(blocks.problem.vocab)
     begin_locating(crew, s)
     weigh_sample(blocks, crew)(io, row, t, s)
     s.guessed[0] = 0
@@ -166,10 +165,10 @@ def guess(blocks, crew, alike, /, io, row, t, s, top_p):
         for digit in T.serial(ceildiv(32, RADIX_BITS) + 1, unroll=False):
             if digit == 0 or (s.guessed[0] != 0 and s.unknown[0] > alike and s.found[COUNT] > T.uint64(1)):
                 s.shift[0] = T.Cast("uint32", T.max(s.unknown[0] - RADIX_BITS, alike))
-                for i in T.serial(T.min(s.listed[0] // threads, blocks.listed), unroll=False):
-                    s.x[0] = s.list[i * threads + t]
+                for i in T.serial(T.min(s.listed[0] // blocks.threads, blocks.listed), unroll=False):
+                    s.x[0] = s.list[i * blocks.threads + t]
                     if s.x[0] >= s.lowest[0] and s.x[0] <= s.highest[0]:
-                        add_to_digit(crew, vocab)(s, t)
+                        add_to_digit(crew, blocks.problem.vocab)(s, t)
                 if digit == 0:
                     crew.add_part(s, t, 0)
                     crew.add_part(s, t, 1)
@@ -179,7 +178,7 @@ def guess(blocks, crew, alike, /, io, row, t, s, top_p):
                 crew.unite(s, t, OTHERS)
                 if digit == 0:
                     s.above[0] = s.masses[OTHERS + RADIX_BINS + 1]
-                    s.need[0] = mass_share(top_p, s.total[0] * T.float32(2.0 ** unit_bits(vocab)))
+                    s.need[0] = mass_share(top_p, s.total[0] * T.float32(2.0 ** unit_bits(blocks.problem.vocab)))
                 crew.find(s, t, OTHERS)
                 crew.meet()
                 if s.found[COUNT] > T.uint64(0) and (digit > 0 or s.masses[OTHERS + RADIX_BINS] == T.uint64(0)):

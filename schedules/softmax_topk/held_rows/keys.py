@@ -110,17 +110,16 @@ def mark_elements(layout, s, elements):
 @phase
 def take_vector(layout, /, s):
     """Load vector number `spot`."""
-    vectors = T.meta_var(layout.vectors)
     if layout.staged:
         load_vector(layout)(s, s.spot[0])
-    elif vectors <= PICKED or layout.late:
+    elif layout.vectors <= PICKED or layout.late:
         pick_vector(layout, s)
     elif layout.aligned:
         load_words(
             16, s.vector, 0, None, s.io.logits.ptr_to([s.row[0], column_of(layout, s, s.spot[0] * layout.width)]))
     else:
         # The ends of this vector may lie beyond the array.
-        for u in T.unroll(vectors):
+        for u in T.unroll(layout.vectors):
             if s.spot[0] == u:
                 for w in T.unroll(4):
                     s.vector[w] = s.raw[u * 4 + w]

@@ -205,13 +205,12 @@ def offer_from_chunk(extents, /, io, row, s, c):
 
     Reads: chunk c, `top`, `tau`. Writes: `heap`, `tau`. After: the heap holds the k best of all up to this chunk.
     """
-    lanes, k = T.meta_var(extents.lanes), T.meta_var(extents.k)
-    for lane in range(lanes):
+    for lane in range(extents.lanes):
         if s.top[lane] >= s.tau[0]:
             for u in range(vectors_of(extents, c)):
-                s.j[0] = (c * extents.step + u) * lanes + lane
-                if element(io, row, s.j[0]) >= s.tau[0] and s.j[0] >= k:
-                    offer(k)(io, row, s, s.j[0])
+                s.j[0] = (c * extents.step + u) * extents.lanes + lane
+                if element(io, row, s.j[0]) >= s.tau[0] and s.j[0] >= extents.k:
+                    offer(extents.k)(io, row, s, s.j[0])
                     s.tau[0] = value_of(s.heap[0])
 
 
@@ -243,7 +242,7 @@ def finish_row(extents, /, io, row, s):
     Writes: `d`, `m`, `heap`, `tau`.
     After: `d` is the sum of exp(scale * (element - m)) over the row, and the heap holds the k best, but for NaN.
     """
-    k, scalars = T.meta_var(extents.k), T.meta_var(extents.whole * extents.lanes)
+    scalars = T.meta_var(extents.whole * extents.lanes)
     for lane in range(extents.lanes - 1):
         s.part[0] = s.part[0] + s.part[lane + 1]
     s.d[0] = T.Cast("float32", s.part[0])
@@ -253,8 +252,8 @@ def finish_row(extents, /, io, row, s):
             s.d[0] = s.d[0] * T.exp((s.m[0] - s.top[0]) * io.scale)
             s.m[0] = s.top[0]
         s.d[0] = s.d[0] + T.exp((s.top[0] - s.m[0]) * io.scale)
-        if s.top[0] > s.tau[0] and scalars + i >= k:
-            offer(k)(io, row, s, scalars + i)
+        if s.top[0] > s.tau[0] and scalars + i >= extents.k:
+            offer(extents.k)(io, row, s, scalars + i)
             s.tau[0] = value_of(s.heap[0])
 
 

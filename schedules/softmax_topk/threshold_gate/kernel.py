@@ -53,7 +53,6 @@ def settle(layout, /, s, attempt):
     Writes: `settled`; a row is read for its sum only once more, and `READINGS` times in all.
     Barriers: of a cluster those of `agree`.
     """
-    cluster = T.meta_var(layout.tiling.cluster)
     lowered = T.meta_var(LOWER_AGAIN if layout.lowers else ALL_AGAIN)
     s.settled[0] = SETTLED
     if s.size[0] < layout.k and s.threshold[0] > LOWEST:
@@ -61,16 +60,16 @@ def settle(layout, /, s, attempt):
     elif no_good(s.sum[0]) and attempt == 0:
         s.settled[0] = SUM_AGAIN
     if s.settled[0] != SETTLED:
-        if cluster == 1:
+        if layout.tiling.cluster == 1:
             if is_nan(s.sum[0]):
                 s.settled[0] = ALL_AGAIN
         elif s.part == 0:
-            for b in T.serial(cluster):
+            for b in T.serial(layout.tiling.cluster):
                 if is_nan(s.united_sum[b]):
                     s.settled[0] = ALL_AGAIN
     if attempt == READINGS - 1:
         s.settled[0] = SETTLED
-    if cluster > 1:
+    if layout.tiling.cluster > 1:
         agree(layout)(s)
 
 

@@ -127,7 +127,7 @@ def scan_bins(layout, /, io, at, s):
     After: a bin's count is how many elements the bins before it have. `cut` is the bin of the k-th largest, and `size`
         elements are in the bins up to it. `settled` if these are not too many to be ranked, in any of their bins.
     """
-    k, bins, lane_bins = T.meta_var(layout.k), T.meta_var(layout.bins), T.meta_var(layout.lane_bins)
+    lane_bins = T.meta_var(layout.lane_bins)
     above, other = T.meta_var(s.rank), T.meta_var(s.slot)  # elements in the bins before; scratch
     s.settled[0] = 1
     s.size[0] = 0
@@ -137,7 +137,7 @@ def scan_bins(layout, /, io, at, s):
     above[0] = s.size[0]
     scan_lanes(at.lane, above, other)
     # Lanes whose bins end before the k-th element; the cut is in the bins of the next one.
-    s.lanes[0] = lanes_with(above[0] < k)
+    s.lanes[0] = lanes_with(above[0] < layout.k)
     s.cut[0] = count_lanes(s.lanes[0]) * lane_bins
     above[0] = above[0] - s.size[0]
     s.crowd[0] = 0
@@ -146,7 +146,7 @@ def scan_bins(layout, /, io, at, s):
         load_counts(layout)(at, s, b)
         for v in T.unroll(4):
             s.size[0] = s.own[v]
-            if above[0] < k:
+            if above[0] < layout.k:
                 s.crowd[0] = T.max(s.crowd[0], s.size[0])
             s.own[v] = above[0]
             above[0] = above[0] + s.size[0]
@@ -155,11 +155,11 @@ def scan_bins(layout, /, io, at, s):
     T.cuda.warp_sync()
     s.lanes[0] = lanes_with(
         at.lane < lane_bins and s.counts[
-            at.warp * layout.counts + 4 + s.cut[0] + T.min(at.lane, lane_bins - 1)] < k)
+            at.warp * layout.counts + 4 + s.cut[0] + T.min(at.lane, lane_bins - 1)] < layout.k)
     s.cut[0] = s.cut[0] + count_lanes(s.lanes[0]) - 1
-    s.size[0] = s.counts[at.warp * layout.counts + 4 + T.min(s.cut[0] + 1, bins - 1)]
+    s.size[0] = s.counts[at.warp * layout.counts + 4 + T.min(s.cut[0] + 1, layout.bins - 1)]
     T.cuda.warp_sync()
-    if any_lane(s.crowd[0] > CROWD) or s.size[0] > layout.room or s.cut[0] == bins - 1 or (
+    if any_lane(s.crowd[0] > CROWD) or s.size[0] > layout.room or s.cut[0] == layout.bins - 1 or (
         s.fine[0] > T.float32(MAX_FINE)
     ):
         s.settled[0] = 0

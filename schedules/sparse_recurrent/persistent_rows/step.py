@@ -83,12 +83,12 @@ def fetch(e, /, s, i, place):
 
     Reads: `stages` at `front`. Writes: `vectors`, its `i`-th. Barriers: none.
     """
-    load, words = T.meta_var(load_shared[e.column_bytes]), T.meta_var(e.column_words)
+    load = T.meta_var(load_shared[e.column_bytes])
     if e.column_bytes == 2:
         load(s.small[0], s.front[0] + place)
         s.vectors[i] = T.Cast("uint32", s.small[0])
     else:
-        load(*[s.vectors[i * words + w] for w in range(words)], s.front[0] + place)
+        load(*[s.vectors[i * e.column_words + w] for w in range(e.column_words)], s.front[0] + place)
 
 
 @phase
