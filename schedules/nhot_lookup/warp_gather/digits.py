@@ -15,19 +15,16 @@ the lanes of m, so that those of the last two groups have none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 
 from ...device.selection import FULL_WARP
 from .space import GROUPS, SLOTS, Extents
 
-Phase = Callable[..., Any]
-Held = Callable[[Any, Any, bool], Any]
 multiply = T.ptx.mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32
 # Makes four bytes signed digits, each with a carry into the next one.
 CARRIES = 0x00808080

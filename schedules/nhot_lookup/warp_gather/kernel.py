@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Decisions, Program, ceildiv
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
@@ -26,8 +25,6 @@ from ...device.words import FILLERS, PTX_INDEX, load_element, load_words, stored
 from ...interface import gpu_program
 from .digits import add_products, find_digits, join_groups, load_scales
 from .space import SLOTS, WARP, Extents
-
-Phase = Callable[..., Any]
 
 
 @dataclass(frozen=True)
