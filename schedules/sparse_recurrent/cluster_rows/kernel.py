@@ -18,6 +18,9 @@ in each step
     write_outputs
     await_states    those of all other thread blocks
 
+With the reset before the product a step has two halves with an exchange each: in the first one `scaled_state` takes the
+place of `next_state`.
+
 after the last one a barrier of the cluster, because a thread block's shared memory has to stay until all others have
 read of it and written to it.
 """
@@ -45,6 +48,7 @@ from ..persistent_rows.step import (
     load_length,
     next_state,
     reduce_lanes,
+    scaled_state,
     take_inputs,
     write_outputs,
 )
@@ -127,8 +131,8 @@ def prepare(e: ClusterExtents) -> Phase:
                 T.ptx.mbarrier.init.shared__cta.b64(s.barriers.ptr_to([i]), T.uint32(1))
             T.ptx.fence.mbarrier_init.release.cluster()
             for i in T.unroll(COPIES):
-                # The second copy receives the states after the first step, the first copy those after the second step.
-                if COPIES - i < io.steps:
+                # The second copy receives what is exchanged first, the first copy what is exchanged then.
+                if COPIES - i < io.steps * e.exchanges:
                     arrive_expecting(s.barriers.ptr_to([i]), T.uint32(e.expected_bytes))
 
     return phase
@@ -203,39 +207,81 @@ def send(e: ClusterExtents) -> Phase:
 
 
 def await_states(e: ClusterExtents) -> Phase:
-    """Wait until the others' states after the step are there; the phase is (s, io, step).
+    """Wait until the others' states are there; the phase is (s, io, number), `number` being that of the exchange.
 
-    The first thread then tells the mbarrier how many bytes to expect next: those of two steps later.
+    The first thread then tells the mbarrier how many bytes to expect next: those of the exchange after the next one.
 
     Reads and writes: `barriers`. Barriers: none.
     """
 
     @T.inline
-    def phase(s, io, step):
+    def phase(s, io, number):
         at = T.meta_var(s.pool[0] + T.uint32(e.barriers_at) + T.Cast("uint32", s.turn[0] * BARRIER_BYTES))
         s.done[0] = T.uint32(0)
         while s.done[0] == T.uint32(0):
-            try_wait(s.done[0], at, T.Cast("uint32", step // COPIES % 2))
-        if s.t == 0 and step + 1 + COPIES < io.steps:
+            try_wait(s.done[0], at, T.Cast("uint32", number // COPIES % 2))
+        if s.t == 0 and number + 1 + COPIES < io.steps * e.exchanges:
             arrive_expecting(at, T.uint32(e.expected_bytes))
+
+    return phase
+
+
+@T.inline
+def turn_copies(s):  # type: ignore[no-untyped-def]
+    """Go on to the other copy."""
+    s.front[0] = s.copies[0] - s.front[0]
+    s.turn[0] = 1 - s.turn[0]
+
+
+def add_up(e: ClusterExtents, begin: int = 0, end: int | None = None) -> Phase:
+    """The sums of the copy that is read; the phase is (s, io). `begin`, `end`: as for `gather`."""
+    ahead, multiply, reduce = (of(e, begin, end) for of in (load_ahead, gather, reduce_lanes))
+
+    @T.inline
+    def phase(s, io):
+        ahead(s, io)
+        multiply(s, io)
+        reduce(s)
+
+    return phase
+
+
+def scale_states(e: ClusterExtents) -> Phase:
+    """The first half of a step of two exchanges; the phase is (s, io, step, pack, rank).
+
+    After: the copy that is read has the states times their reset gates.
+    """
+    sums, compute, hold, give, wait = add_up(e, 0, 2), scaled_state(e), keep(e), send(e), await_states(e)
+
+    @T.inline
+    def phase(s, io, step, pack, rank):
+        sums(s, io)
+        for u in T.unroll(e.units):
+            mine = T.meta_var(u * e.groups + s.group < s.count[0])
+            compute(s, io, pack, u, mine)
+            hold(s, u, mine)
+        give(s, rank)
+        wait(s, io, step * e.exchanges)
+        turn_copies(s)
 
     return phase
 
 
 def take_step(e: ClusterExtents) -> Phase:
     """One step; the phase is (s, io, step, pack, rank)."""
-    load, take, ahead = load_inputs(e), take_inputs(e), load_ahead(e)
-    multiply, reduce, compute, hold = gather(e), reduce_lanes(e), next_state(e), keep(e)
+    twice = e.exchanges == 2
+    load, take, sums, compute, hold = load_inputs(e), take_inputs(e), add_up(e, 2 * twice), next_state(e), keep(e)
     give, write, wait = send(e), write_outputs(e), await_states(e)
+    scale = scale_states(e) if twice else None
 
     @T.inline
     def phase(s, io, step, pack, rank):
         take(s)
         if step + 1 < io.steps:
             load(s, io, step + 1, pack)
-        ahead(s, io)
-        multiply(s, io)
-        reduce(s)
+        if twice:
+            scale(s, io, step, pack, rank)
+        sums(s, io)
         for u in T.unroll(e.units):
             mine = T.meta_var(u * e.groups + s.group < s.count[0])
             compute(s, io, step, pack, u, mine)
@@ -245,9 +291,8 @@ def take_step(e: ClusterExtents) -> Phase:
         for u in T.unroll(e.units):
             write(s, io, step, pack, u, u * e.groups + s.group < s.count[0])
         if step + 1 < io.steps:
-            wait(s, io, step)
-        s.front[0] = s.copies[0] - s.front[0]
-        s.turn[0] = 1 - s.turn[0]
+            wait(s, io, step * e.exchanges + (e.exchanges - 1))
+        turn_copies(s)
 
     return phase
 
