@@ -164,21 +164,14 @@ ADDED: Mapping[str, Mapping[str, int]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Heir:
-    """A template that has taken over some points of another one, with the same programs.
+    """A template that has taken over some points of another one, with the same programs."""
 
-    Attributes
-    ----------
-    template, version
-        Its name, and the version at which it did.
-    dropped
-        Decisions that it has not, at the values at which its points mean the same.
-    values
-        Values of other decisions that its points have, where it has not all.
-    """
-
+    # Its name, and the version at which it did.
     template: str
     version: int
+    # Decisions that it has not, at the values at which its points mean the same.
     dropped: Mapping[str, int]
+    # Values of other decisions that its points have, where it has not all.
     values: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def takes(self, decisions: Mapping[str, int]) -> bool:

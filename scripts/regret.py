@@ -4,6 +4,9 @@
     python scripts/regret.py --target cpu --operators softmax,logsumexp --problems 4 --trials 8
     python scripts/regret.py --summary scripts/results/regret-h200.csv            # the tables of an earlier run
 
+On a GPU many problems are tuned at the same time: while one is timed, which it is alone, others are verified, built and
+searched. All GPUs of one kind take part; a problem is timed on one of them.
+
 Problems are drawn from the distributions that operators declare (`core.distribution`), for the operators in turn; a
 seed determines them. For each one look-up chooses a kernel from the shipped records, or those of `--records`, and the
 problem is tuned: the chosen kernel, the fallback, winners of similar problems and a search's proposals are measured.
@@ -22,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import csv as csvs
-import dataclasses
 import random
 import statistics
 import tempfile
@@ -43,7 +45,7 @@ from tvm_sparse.runtime import paths
 from tvm_sparse.runtime.dispatch import Dispatcher
 from tvm_sparse.runtime.lookup import Choice
 from tvm_sparse.tuning import fleet
-from tvm_sparse.tuning.plans import Plan, Progress, before_search, make_plan
+from tvm_sparse.tuning.plans import Plan, Progress, before_search, recorded, uncounted
 from tvm_sparse.tuning.session import stop_on_interrupt, tune_all
 from tvm_sparse.tuning.workbench import NoValidRecord
 
@@ -67,6 +69,12 @@ COLUMNS = (
 BAD, LOST = 1.5, 1.05
 # One in this many trials measures a winner of a similar problem.
 PROVEN_SHARE = 2
+# Problems that are tuned on a GPU at the same time. A problem needs it for a tenth of its time; the rest goes to
+# compilers, references and proposals.
+SEATS = 6
+# Seconds to check and to time a candidate. A kernel of a drawn problem takes microseconds or milliseconds: one that
+# takes longer hangs, and all others wait for it.
+LIMIT = 10.0
 
 
 def draw(operators: Sequence[str], seed: int, count: int) -> list[Problem]:
@@ -92,8 +100,10 @@ def plan_of(
     proposed = before_search(problem, where, tables, records, trials // PROVEN_SHARE)
     if spaces.refusal(choice.candidate, problem, where) is None:
         proposed = list(dict.fromkeys([choice.candidate, *proposed]))
-    plan = make_plan(problem, where, trials, log, builders)
-    return dataclasses.replace(plan, proposed=tuple(proposed), rivals={choice.candidate: choice.compiled_for})
+    rivals = {choice.candidate: choice.compiled_for}
+    done = len(recorded(log, problem).get(problem.key, {}))
+    left = max(0, trials - done)
+    return uncounted(problem, where, left, builders, proposed=tuple(proposed), rivals=rivals, limit=LIMIT)
 
 
 def line_of(plan: Plan, choice: Choice, found: Best | NoValidRecord, progress: Progress | None) -> dict[str, Any]:
@@ -191,8 +201,8 @@ def measure(
     def end(plan: Plan, found: Best | NoValidRecord) -> None:
         done(line_of(plan, plans[plan], found, last.get(plan)))
 
-    numbers = [machine.gpus().index(where)] if where.kind == "cuda" else [0]
-    with fleet.local(where, builders, gpus=numbers) as devices:
+    with fleet.local(where, builders, gpus=like(where), seats=SEATS) as devices:
+        began = time.monotonic()
         tune_all(
             list(plans),
             root,
@@ -202,6 +212,18 @@ def measure(
             end=end,
             stop=stop,
         )
+        for one in devices.devices:
+            spent = time.monotonic() - began
+            typer.echo(
+                f"{one.name}: in use for {one.turn.busy:.0f} of {spent:.0f} s, and timed for {one.turn.timed:.0f};"
+                f" seats verified for {one.turn.checked:.0f} and waited for {one.turn.waited:.0f}",
+                err=True,
+            )
+
+
+def like(where: Machine) -> list[int]:
+    """Numbers of the GPUs that are like this machine; [0] for a CPU."""
+    return [number for number, gpu in enumerate(machine.gpus()) if gpu == where] if where.kind == "cuda" else [0]
 
 
 def main(
@@ -232,7 +254,8 @@ def main(
         if not known.is_dir():
             fail(f"records: {known} is no folder")
         drawn = draw(named, seed, problems)
-        count = builders or machine.default_builders(1 if where.kind == "cuda" else 0)
+        # Verification is short for drawn problems, so that builders may take nearly all cores.
+        count = builders or max(1, machine.cpu().cores - 3 * (len(like(where)) if where.kind == "cuda" else 0))
         with contextlib.ExitStack() as stack:
             nothing = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tvm_sparse-regret-")))
             root = logs or nothing / "logs"

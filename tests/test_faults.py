@@ -131,6 +131,29 @@ def test_steps_may_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
         measured(monkeypatch, problem, lambda call: call.run(), steps=("time",))
 
 
+def test_cases_may_be_drawn_before_and_a_proof_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step checks the cases that were drawn for its library and seed, and draws all of its own if there are none."""
+    checked: list[int] = []
+    monkeypatch.setattr(measure, "_drawn", None)
+    monkeypatch.setattr(measure, "verify", lambda function, kind, cases, workspaces: checked.append(len(cases)))
+    problem = parse(PROBLEMS["softmax_topk"])
+
+    def ask(*steps: str, **more: Any) -> dict[str, Any]:
+        return measured(monkeypatch, problem, lambda call: call.run(), steps=steps, draw=7, **more)
+
+    ask("prove")
+    whole = checked.copy()
+    checked.clear()
+    while ask("draw", proof=True)["left"]:
+        before = len(checked)
+        ask("prove")
+        assert len(checked) == before + 1
+    assert checked == whole and len(whole) > 5
+    ask("prove")  # nothing is left of what was drawn
+    assert checked == 2 * whole
+    assert ask("draw")["left"] and not ask("draw")["left"]
+
+
 def test_candidates_are_timed_with_the_same_arrays_unless_one_was_faulty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a faulty one may be spoilt, and nothing of it is to be the next one's fault."""
     monkeypatch.setattr(measure, "_kept", None)

@@ -8,17 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
-from cases import calls_run_without_gpu
+from cases import SM90, calls_run_without_gpu
 
 torch = pytest.importorskip("torch")
 
 import forms  # noqa: E402
 
 import tvm_sparse  # noqa: E402
+from tvm_sparse.core import machine as machines  # noqa: E402
+from tvm_sparse.core.registry import parse  # noqa: E402
 from tvm_sparse.layers import head_sample as module  # noqa: E402
+from tvm_sparse.operators.head_draw import call  # noqa: E402
+from tvm_sparse.operators.head_draw.problem import HeadDraw  # noqa: E402
 from tvm_sparse.operators.head_topk import product  # noqa: E402
 from tvm_sparse.runtime import dispatch  # noqa: E402
 from tvm_sparse.runtime.dispatch import Dispatcher  # noqa: E402
+from tvm_sparse.runtime.loading import Miss  # noqa: E402
 
 PLACES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 BATCH, VOCAB, HIDDEN = 9, 301, 48
@@ -40,9 +45,25 @@ CALLS: dict[str, tuple[dict[str, Any], bool]] = {
     "top_k by row": ({"top_k": "rows", "temperature": "rows", "best": 3}, False),
     "temperature by row": ({"temperature": "rows", "top_k": 20, "top_p": 0.9, "best": 4}, True),
     "allowed": ({"allowed": "rows", "top_k": 20}, False),
+    "temperatures alone": ({"temperature": "rows"}, False),
+    "soft cap alone": ({"soft_cap": 2.5, "top_k": 0}, False),
     "soft cap": ({"soft_cap": 2.5, "temperature": 0.7, "top_p": 0.9}, False),
     "soft cap and top_k": ({"soft_cap": 2.5, "top_k": 20, "min_p": 0.01, "best": 3}, True),
 }
+# Those without a filter, which have a kernel of their own, where that is taken.
+ALONE = ("plain", "temperature", "temperatures alone", "soft cap alone")
+
+
+@pytest.fixture
+def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws without a filter are by the kernel, on a CPU as well."""
+    monkeypatch.setattr(call, "likely_way", lambda problem, machine: "kernel")
+    monkeypatch.setattr(call.dispatcher, "launchers", {})
+
+
+def drawn_alone(name: str, place: str, dtype: str) -> bool:
+    problem = HeadDraw(BATCH, VOCAB, HIDDEN, dtype)
+    return name in ALONE and call.likely_way(problem, machines.resolve(place)) == "kernel"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,6 +93,13 @@ def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
         "allowed": rng.integers(-(2**31), 2**31, (BATCH, -(-VOCAB // 32))).astype(np.int32),
     }
     return {key: rows[key] if isinstance(value, str) else value for key, value in CALLS[name][0].items()}
+
+
+def named(name: str, request: pytest.FixtureRequest) -> str:
+    """A name among `CALLS`; "by kernel" is the plain call by the kernel of its own."""
+    if name == "by kernel":
+        request.getfixturevalue("by_kernel")
+    return "plain" if name == "by kernel" else name
 
 
 def placed(value: Any, library: str, place: str) -> Any:
@@ -122,14 +150,47 @@ def test_draws_are_those_of_the_scores(name: str, dtype: str, place: str, monkey
                 hidden.to(place), embedding.to(place), uniforms=uniforms, bias=row, **options
             )
             check(found, scores, uniforms, row, options)
-    assert len(written) == (0 if CALLS[name][1] else 2)
+    assert len(written) == (0 if CALLS[name][1] or drawn_alone(name, place, dtype) else 2)
 
 
-@pytest.mark.parametrize("name", ["plain", "all filters", "greedy"])
-def test_rows_without_a_distribution(name: str) -> None:
+@pytest.mark.usefixtures("by_kernel")
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in ALONE), ("plain", "bfloat16")])
+def test_draws_by_their_own_kernel_are_those_of_the_scores(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_draws_are_those_of_the_scores(name, dtype, "cpu", monkeypatch)
+
+
+def test_draws_have_their_own_kernel_where_that_is_likely_faster() -> None:
+    def way(batch: int, words: int = 128256, columns: int = 4096, machine: Any = SM90) -> bool:
+        problem = parse(f"head_draw/batch={batch},vocab={words},hidden={columns},dtype=bfloat16")
+        assert ("softmax_sample" in call.told_way(problem, machine)) == (call.likely_way(problem, machine) == "product")
+        return call.likely_way(problem, machine) == "kernel"
+
+    assert [way(rows) for rows in (1, 16, 64, 128, 129)] == [True] * 4 + [False]
+    assert not way(4, columns=4097) and not way(4, machine=machines.cpu())
+
+
+@pytest.mark.usefixtures("by_kernel")
+def test_a_draw_without_its_own_kernel_is_from_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_kernel(*args: Any, **how: Any) -> None:
+        raise Miss("none")
+
+    hidden, embedding, _ = drawn()
+    uniforms = torch.rand(BATCH)
+    wanted = tvm_sparse.softmax_sample(hidden @ embedding.T, uniforms=uniforms)
+    monkeypatch.setattr(call, "launch", no_kernel)
+    for _ in range(2):
+        same(tvm_sparse.head_sample(hidden, embedding, uniforms=uniforms), wanted)
+    monkeypatch.setattr(call, "head_draw", None)  # not tried again
+    same(tvm_sparse.head_sample(hidden, embedding, uniforms=uniforms), wanted)
+
+
+@pytest.mark.parametrize("name", ["plain", "all filters", "greedy", "by kernel"])
+def test_rows_without_a_distribution(name: str, request: pytest.FixtureRequest) -> None:
     """NaN, and rows of equal scores: the first word of the order, with NaN; words in their order."""
     hidden, embedding, _ = drawn(special=True)
-    uniforms, options = torch.rand(BATCH), options_of(name, np.random.default_rng(0))
+    uniforms, options = torch.rand(BATCH), options_of(named(name, request), np.random.default_rng(0))
     found = tvm_sparse.head_sample(hidden, embedding, uniforms=uniforms, **options)
     scores = torch.nn.functional.linear(hidden, embedding)
     check(found, scores, uniforms, None, options)
@@ -165,11 +226,14 @@ SEEDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["plain", "all filters"])
+@pytest.mark.parametrize("way", ["plain", "all filters", "by kernel"])
 @pytest.mark.parametrize("kind", SEEDS)
-def test_random_numbers_are_those_of_the_sampler(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_numbers_are_those_of_the_sampler(
+    kind: str, way: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """Also for rows in chunks, whose numbers in the batch count."""
     hidden, embedding, _ = drawn()
+    way = named(way, request)
     options = {key: placed(value, "torch", "cpu") for key, value in options_of(way, np.random.default_rng(3)).items()}
     given = {key: placed(value, "torch", "cpu") for key, value in SEEDS[kind].items()}
     wanted = tvm_sparse.softmax_sample(hidden @ embedding.T, **options, **given)
@@ -180,9 +244,10 @@ def test_random_numbers_are_those_of_the_sampler(kind: str, way: str, monkeypatc
             torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("way", ["plain", "all filters"])
-def test_draws_have_their_probabilities(way: str) -> None:
+@pytest.mark.parametrize("way", ["plain", "all filters", "by kernel"])
+def test_draws_have_their_probabilities(way: str, request: pytest.FixtureRequest) -> None:
     """Chi-square over 50,000 draws, with seeds of PyTorch's generator."""
+    way = named(way, request)
     generator = torch.Generator().manual_seed(11)
     row, embedding = torch.randn(1, 8, generator=generator), torch.randn(30, 8, generator=generator) / 2
     options = {"top_k": 12, "top_p": 0.9} if way == "all filters" else {}

@@ -86,14 +86,14 @@ def small(*problems: str, others: tuple[str, ...] = OTHERS, version: int | None 
     return Predictor(
         "softmax",
         "sm_90a",
-        {template.name: template.version if version is None else version},
+        {template.name: template.version if version is None else version, "softmax_held": 1},
         trees,
         tuple(template.candidate(one) for one in decisions),
         30,
         (*problems, *others),
         1.05,
         1.25,
-        seen={template.name: len({*problems, *others})},
+        seen=dict.fromkeys((template.name, "softmax_held"), len({*problems, *others})),
     )
 
 
@@ -110,7 +110,7 @@ def test_a_small_model_by_hand() -> None:
     rows = trees.matrix([{"decision.threads": 511}, {"decision.threads": 512}, {"decision.threads": 2000}, {}])
     np.testing.assert_allclose(trees.predict(rows), [0.9, 0.4, 0.1, 0.9], rtol=1e-6)
     found = small().choose(problem(4000), SM90)
-    assert found is not None and found.candidate.values["threads"] == 1024 and found.ranked == 4  # and the default
+    assert found is not None and found.candidate.values["threads"] == 1024 and found.ranked == 5  # and two defaults
     # Nothing of it fits a CPU.
     assert small().choose(problem(4000), dataclasses.replace(SM90, kind="llvm")) is None
 
@@ -131,7 +131,7 @@ def test_when_look_up_predicts(tmp_path: Path) -> None:
     assert said(100) == said(700) == ("predicted", None)
     found = kernels.explain(problem(700), SM90)
     assert "threads=1024" in found.candidate and found.tune and not found.figures
-    for part in ("the best of 4 points", f"30 trials of {1 + len(OTHERS)} problems", "1.05x", "at worst 1.25x"):
+    for part in ("the best of 5 points", f"30 trials of {1 + len(OTHERS)} problems", "1.05x", "at worst 1.25x"):
         assert part in found.why and part in str(found)
     kernels.configure("exact", None)
     assert said(100) == ("bucket", learned.key) and said(700) == ("nearby", learned.key)

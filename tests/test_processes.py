@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
@@ -674,6 +675,33 @@ def test_pool_keeps_the_order_and_runs_at_the_same_time(argv, tmp_path):
         requests = [{"do": "meet", "folder": str(tmp_path), "number": number, "all": 3} for number in range(3)]
         assert [reply.value for reply in pool.map(requests, timeout=30)] == [0, 1, 2]
         assert [*pool.map([], timeout=1)] == []
+
+
+def test_kinds_of_a_pool_take_turns(argv):
+    with Pool(1, argv, env=ENV, name="pool", kind=lambda request: request["kind"]) as pool:
+        first = pool.submit({"do": "nap", "seconds": 0.5, "kind": "a"}, timeout=20)
+        while not first.running():
+            time.sleep(0.01)
+        names, ended = ("a1", "a2", "a3", "b1", "b2", "c1"), []
+        futures = {name: pool.submit({"do": "pid", "kind": name[0]}, timeout=20) for name in names}
+        assert futures.pop("a2").cancel()
+        for name, future in futures.items():
+            future.add_done_callback(lambda _, name=name: ended.append(name))
+        assert all(future.result().ok for future in futures.values())
+    assert ended == ["a1", "b1", "c1", "b2", "a3"]
+
+
+def test_a_closed_pool_cancels_what_waits(argv):
+    pool = Pool(1, argv, env=ENV, name="pool")
+    running, waiting = (pool.submit({"do": "nap", "seconds": 20}, timeout=60) for _ in range(2))
+    while not running.running():
+        time.sleep(0.01)
+    pool.close()
+    assert waiting.cancelled()
+    with pytest.raises(CancelledError):
+        running.result()
+    with pytest.raises(RuntimeError):
+        pool.submit({"do": "pid"}, timeout=1)
 
 
 def test_pool_failures_cost_themselves(argv):

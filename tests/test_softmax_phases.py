@@ -218,7 +218,7 @@ def hand_made_pairs(ext: Extents, batch: int) -> np.ndarray:
 )
 def test_pairs_are_joined(threads: int, cluster: int) -> None:
     ext = extents(Softmax(1, 2**14), threads=threads, cluster=cluster)
-    join_warp, join_block, join_cluster = join.join_warp(), join.join_block(ext), join.join_cluster(ext)
+    join_warp, join_block, join_cluster = join.join_warp, join.join_block(ext), join.join_cluster(ext)
 
     # fmt: off
     @T.inline
@@ -252,7 +252,7 @@ def test_pairs_are_joined(threads: int, cluster: int) -> None:
 
 def test_a_cluster_may_not_be_joined_before_its_blocks_have_begun() -> None:
     ext = extents(Softmax(1, 2**10), cluster=2)
-    join_warp, join_cluster = join.join_warp(), join.join_cluster(ext)
+    join_warp, join_cluster = join.join_warp, join.join_cluster(ext)
 
     # fmt: off
     @T.inline

@@ -501,6 +501,11 @@ OVERLAPPED = {
         "head_topk/batch=3,vocab=301,hidden=40,k=5,dtype=float16,bias=1,ids=2",
         "head_topk/batch=19,vocab=173,hidden=136,k=5,dtype=bfloat16,bias=1",
     ),
+    "head_draw": (
+        "head_draw/batch=3,vocab=301,hidden=456,dtype=float16,bias=1,per_row=1,seeded=1",
+        "head_draw/batch=19,vocab=173,hidden=136,dtype=bfloat16,bias=1,seeded=3",
+        "head_draw/batch=2,vocab=37,hidden=2696,dtype=float16,bias=1",
+    ),
     "candidate_topk": (
         "candidate_topk/lists=2,beam=3,vocab=301,hidden=40,m=70,k=5,dtype=float16,bias=1",
         "candidate_topk/lists=2,beam=1,vocab=301,hidden=40,m=70,k=5,dtype=float16,bias=1",
@@ -575,7 +580,8 @@ def test_overlapping_launches_use_nothing_that_the_producer_kernel_still_writes(
     kept = [names.index(name) for name in CONSTANT.get(template.name, ())]
     for seed, structure in enumerate(problem.structures[:2]):
         # They would else be told that nobody writes the structure, or the words.
-        settings = {"bsr_matmul": UNKNOWN, "head_topk": {"constant": 0}}.get(problem.operator)
+        heads = dict.fromkeys(("head_topk", "head_draw"), {"constant": 0})
+        settings = {"bsr_matmul": UNKNOWN, **heads}.get(problem.operator)
         verify(
             problem,
             structure,

@@ -9,15 +9,16 @@ has written, and the assembler keeps these loads in their order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
+
+from tvm_sparse.core.phase import phase
 
 load_int = T.ptx.ld.global_.s32
 
 
-def listed_row(slices: int) -> Callable[..., Any]:
+# fmt: off
+@phase
+def listed_row(slices, /, s, io, w, first, stop):
     """Find the block row of the work's unit by the list that the host made when it looked at the pattern.
 
     Reads: `order`.
@@ -27,25 +28,15 @@ def listed_row(slices: int) -> Callable[..., Any]:
 
     `slices`: units of a block row.
     """
-
-    # fmt: off
-    @T.inline
-    def phase(s, io, w, first, stop):
-        load_int(s.row, io.order.ptr_to([w.unit // slices, 0]))
-        load_int(first, io.order.ptr_to([w.unit // slices, 1]))
-        load_int(stop, io.order.ptr_to([w.unit // slices, 2]))
-    # fmt: on
-    return phase
+    load_int(s.row, io.order.ptr_to([w.unit // slices, 0]))
+    load_int(first, io.order.ptr_to([w.unit // slices, 1]))
+    load_int(stop, io.order.ptr_to([w.unit // slices, 2]))
 
 
-def unlisted_row(slices: int) -> Callable[..., Any]:
+@phase
+def unlisted_row(slices, /, s, io, w, first, stop):
     """The same for a pattern that the host has not looked at. Reads: `indptr`, which a producer kernel may write."""
-
-    # fmt: off
-    @T.inline
-    def phase(s, io, w, first, stop):
-        s.row = w.unit // slices
-        load_int(first, io.indptr.ptr_to([w.unit // slices]))
-        load_int(stop, io.indptr.ptr_to([w.unit // slices + 1]))
-    # fmt: on
-    return phase
+    s.row = w.unit // slices
+    load_int(first, io.indptr.ptr_to([w.unit // slices]))
+    load_int(stop, io.indptr.ptr_to([w.unit // slices + 1]))
+# fmt: on

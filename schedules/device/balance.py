@@ -32,8 +32,10 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from .cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_store
-from .state import named, register
+from .state import Buffers, scalar
 
 put_sum = peer_store("put_sum", "float")
 
@@ -86,19 +88,16 @@ class Deal:
 
 
 @dataclass
-class Work:
+class Work(Buffers):
     """What a thread block has to compute: `strip` of x times `unit` of the weight, as rank `rank` of `ranks`."""
 
-    strip: Any
-    unit: Any
-    rank: Any
-    ranks: Any
-
-    @classmethod
-    def alloc(cls) -> Work:
-        return named(cls(register(), register(), register(), register()))
+    strip: Any = scalar()
+    unit: Any = scalar()
+    rank: Any = scalar()
+    ranks: Any = scalar()
 
 
+# fmt: off
 def deal_out(deal: Deal, strip_rows: int, two_axes: bool = False) -> Callable[..., Any]:
     """Lay out the grid, and tell each thread block its work.
 
@@ -115,7 +114,6 @@ def deal_out(deal: Deal, strip_rows: int, two_axes: bool = False) -> Callable[..
     def strips(m):
         return (m + (strip_rows - 1)) // strip_rows
 
-    # fmt: off
     @T.inline
     def phase(w, m, long):
         if two_axes and deal.cluster == 1:
@@ -140,11 +138,11 @@ def deal_out(deal: Deal, strip_rows: int, two_axes: bool = False) -> Callable[..
         if deal.cluster > 1:
             if w.unit >= deal.units:
                 T.thread_return()
-    # fmt: on
     return phase
 
 
-def join(cluster: int, chunk: int) -> Callable[..., Any]:
+@phase
+def join(cluster, chunk, /, w, count):
     """Let those ranks leave that have no chunk, and tell the others that this one has started.
 
     Reads: the work, and `count`, what its row holds.
@@ -152,20 +150,15 @@ def join(cluster: int, chunk: int) -> Callable[..., Any]:
     Barriers: arrives at the cluster's first, for which thread blocks that have left count as arrived.
     After: every thread block that is left has a chunk of `chunk`, or is rank 0. `meet` must follow.
     """
-
-    # fmt: off
-    @T.inline
-    def phase(w, count):
-        if cluster > 1:
-            if w.rank > 0 and w.rank * chunk >= count:
-                T.thread_return()
-            if w.ranks > 1 and count > chunk:
-                cluster_arrive()
-    # fmt: on
-    return phase
+    if cluster > 1:
+        if w.rank > 0 and w.rank * chunk >= count:
+            T.thread_return()
+        if w.ranks > 1 and count > chunk:
+            cluster_arrive()
 
 
-def meet(cluster: int, chunk: int) -> Callable[..., Any]:
+@phase
+def meet(cluster, chunk, /, w, count):
     """Wait until the ranks that share a unit have started; rank 0 also until they have put in their sums.
 
     Reads: as `join`.
@@ -175,20 +168,15 @@ def meet(cluster: int, chunk: int) -> Callable[..., Any]:
     After: rank 0 of a shared unit has started, so that the others may write into its shared memory. Rank 0 itself gets
     past it only when they have done so.
     """
-
-    # fmt: off
-    @T.inline
-    def phase(w, count):
-        if cluster > 1:
-            if w.ranks > 1 and count > chunk:
-                cluster_wait()
-                if w.rank == 0:
-                    cluster_barrier()
-    # fmt: on
-    return phase
+    if cluster > 1:
+        if w.ranks > 1 and count > chunk:
+            cluster_wait()
+            if w.rank == 0:
+                cluster_barrier()
 
 
-def add_ranks(cluster: int, chunk: int, width: int) -> Callable[..., Any]:
+@phase
+def add_ranks(cluster, chunk, width, /, w, count, sums, others, at):
     """Put a thread's sums into rank 0's shared memory, or, as rank 0, add up what is there.
 
     Reads: `width` sums of a thread, and of rank 0 what others have put into `others`.
@@ -199,24 +187,19 @@ def add_ranks(cluster: int, chunk: int, width: int) -> Callable[..., Any]:
     `others` is a buffer in shared memory of shape (cluster - 1, sums of a thread block / width, width); `at` is where
     the thread's sums lie along its second axis.
     """
-
-    # fmt: off
-    @T.inline
-    def phase(w, count, sums, others, at):
-        if cluster > 1:
-            if w.rank > 0:
-                for e in T.unroll(width):
-                    T.evaluate(put_sum(others.ptr_to([w.rank - 1, at, e]), 0, sums[e]))
-            else:
-                for r in T.unroll(cluster - 1):
-                    if r + 1 < w.ranks and (r + 1) * chunk < count:
-                        for e in T.unroll(width):
-                            sums[e] = sums[e] + others[r, at, e]
-    # fmt: on
-    return phase
+    if cluster > 1:
+        if w.rank > 0:
+            for e in T.unroll(width):
+                T.evaluate(put_sum(others.ptr_to([w.rank - 1, at, e]), 0, sums[e]))
+        else:
+            for r in T.unroll(cluster - 1):
+                if r + 1 < w.ranks and (r + 1) * chunk < count:
+                    for e in T.unroll(width):
+                        sums[e] = sums[e] + others[r, at, e]
 
 
-def hand_in(cluster: int) -> Callable[..., Any]:
+@phase
+def hand_in(cluster, /, w):
     """Tell rank 0 that the sums are in its shared memory.
 
     Reads: the work.
@@ -224,12 +207,7 @@ def hand_in(cluster: int) -> Callable[..., Any]:
     Barriers: all ranks but 0 arrive and wait at the cluster's second.
     After: rank 0 has their sums.
     """
-
-    # fmt: off
-    @T.inline
-    def phase(w):
-        if cluster > 1:
-            if w.rank > 0:
-                cluster_barrier()
-    # fmt: on
-    return phase
+    if cluster > 1:
+        if w.rank > 0:
+            cluster_barrier()
+# fmt: on

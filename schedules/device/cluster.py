@@ -16,6 +16,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.template import ceildiv
 
 # Thread blocks send few keys each. So that all lanes get some, the first key of each block goes to a lane at this
@@ -82,6 +83,9 @@ def place_there(there, place, rank):
     T.ptx.mapa.shared__cluster.u32(there[0], T.cuda.cvta_generic_to_shared(place), rank)
 
 
+extent = Derived["Deal", int]
+
+
 @dataclass(frozen=True)
 class Deal:
     """How a block's warps share what the blocks of its cluster have sent: each part goes to a few warps, which take 32
@@ -91,20 +95,12 @@ class Deal:
     cluster: int  # parts
     warps: int
 
-    @property
-    def together(self) -> int:
-        """Parts that are read at the same time."""
-        return min(self.cluster, self.warps)
-
-    @property
-    def groups(self) -> int:
-        """Warps of each of these parts."""
-        return max(self.warps // self.cluster, 1)
-
-    @property
-    def rounds(self) -> int:
-        """Rounds until all parts have been read."""
-        return ceildiv(self.cluster, self.warps)
+    # Parts that are read at the same time.
+    together = extent(lambda e: min(e.cluster, e.warps))
+    # Warps of each of these parts.
+    groups = extent(lambda e: max(e.warps // e.cluster, 1))
+    # Rounds until all parts have been read.
+    rounds = extent(lambda e: ceildiv(e.cluster, e.warps))
 
     def part(self, t: Any, r: Any) -> Any:
         """The part that a thread reads in a round; `has` says whether there is one."""

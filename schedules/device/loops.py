@@ -13,6 +13,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 # Makes a loop over an extent.
 Loop = Callable[[Any], Any]
 
@@ -22,21 +24,17 @@ def rolled(extent: Any) -> Any:
     return T.serial(extent, unroll=False)
 
 
-def in_parallel(work: Callable[..., Any], extent: Callable[[Any], Any], few: int) -> Callable[..., Any]:
+@phase
+def in_parallel(work, extent, few, /, io):
     """The body (io) of a CPU kernel that calls work(io, i) for each i below extent(io), divided among threads. No more
     than `few` are left to the calling thread, because waking others would take longer.
     """
-
-    @T.inline
-    def body(io):
-        if extent(io) <= few:
-            for i in range(extent(io)):
-                work(io, i)
-        else:
-            for i in T.parallel(extent(io)):
-                work(io, i)
-
-    return body
+    if extent(io) <= few:
+        for i in range(extent(io)):
+            work(io, i)
+    else:
+        for i in T.parallel(extent(io)):
+            work(io, i)
 
 
 def loop_of(unroll: int) -> Loop:

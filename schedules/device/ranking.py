@@ -15,6 +15,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 
 from .loops import Loop
@@ -31,103 +32,114 @@ WARP_BINS = 32 * LANE_BINS
 
 
 # fmt: off
-def rank_key(threads: int, rankers: int) -> Callable[..., Any]:
+@phase
+def rank_key(threads, rankers, /, s, t, i):
     """In step i, `rankers` threads (a power of two) count how many keys are above one: its place in the order.
 
-    The phase is (s, t, i). Every thread of the block must come here, for i = 0, 1, ... until i * threads is at least
-    size * rankers.
+    Every thread of the block must come here, for i = 0, 1, ... until i * threads is at least size * rankers.
 
     Reads: keys[0:size].
     Writes: `need`, the key's position in the buffer; `pivot`, the key; `slot`, its rank, in all of its threads.
         Positions from `size` on repeat the last key.
     Barriers: none.
     """
-
-    @T.inline
-    def phase(s, t, i):
-        s.need[0] = (i * threads + t) // rankers
-        s.pivot[0] = s.keys[T.min(s.need[0], s.size[0] - 1)]
-        s.slot[0] = 0
-        for j in T.serial((s.size[0] - t % rankers + (rankers - 1)) // rankers):
-            if s.keys[j * rankers + t % rankers] > s.pivot[0]:
-                s.slot[0] = s.slot[0] + 1
-        for b in T.unroll(rankers.bit_length() - 1):
-            s.slot[0] = s.slot[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.slot[0], 1 << b, 32, 32)
-
-    return phase
+    s.need[0] = (i * threads + t) // rankers
+    s.pivot[0] = s.keys[T.min(s.need[0], s.size[0] - 1)]
+    s.slot[0] = 0
+    for j in T.serial((s.size[0] - t % rankers + (rankers - 1)) // rankers):
+        if s.keys[j * rankers + t % rankers] > s.pivot[0]:
+            s.slot[0] = s.slot[0] + 1
+    for b in T.unroll(rankers.bit_length() - 1):
+        s.slot[0] = s.slot[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.slot[0], 1 << b, 32, 32)
 
 
-def rank_at_once(extent: int, rankers: int) -> Callable[..., Any]:
-    """As `rank_key`, of keys that are few enough for one step, followed by zeros up to `extent`.
-
-    The phase is (s, t, keys); `rankers` times `extent` threads are there at least.
+@phase
+def rank_at_once(extent, rankers, /, s, t, keys):
+    """As `rank_key`, of keys that are few enough for one step, followed by zeros up to `extent`. `rankers` times
+    `extent` threads are there at least.
 
     Reads: `keys`, all of them.
     Writes: `need`, `pivot`, `slot`, as `rank_key` does. Positions from `extent` on repeat the last key.
     Barriers: none, but all lanes take part.
     """
-
-    @T.inline
-    def phase(s, t, keys):
-        s.need[0] = t // rankers
-        s.pivot[0] = keys[T.min(s.need[0], extent - 1)]
-        s.slot[0] = 0
-        for j in T.unroll(extent // rankers):
-            if keys[j * rankers + t % rankers] > s.pivot[0]:
-                s.slot[0] = s.slot[0] + 1
-        for b in T.unroll(rankers.bit_length() - 1):
-            s.slot[0] = s.slot[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.slot[0], 1 << b, 32, 32)
-
-    return phase
+    s.need[0] = t // rankers
+    s.pivot[0] = keys[T.min(s.need[0], extent - 1)]
+    s.slot[0] = 0
+    for j in T.unroll(extent // rankers):
+        if keys[j * rankers + t % rankers] > s.pivot[0]:
+            s.slot[0] = s.slot[0] + 1
+    for b in T.unroll(rankers.bit_length() - 1):
+        s.slot[0] = s.slot[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.slot[0], 1 << b, 32, 32)
 
 
-def bin_of_key(bins: int) -> Callable[..., Any]:
-    """The bin of a key, linear in the value from `largest` down. The phase is (s, key, slope, bin).
+@phase
+def bin_of_key(bins, /, s, key, slope, bin):
+    """The bin of a key, linear in the value from `largest` down.
 
     Where all values are equal it is linear in the index. If the range is infinite, all keys share a bin.
     """
-
-    @T.inline
-    def phase(s, key, slope, bin):
-        if s.largest[0] == s.threshold[0]:
-            bin[0] = T.Cast("int32", T.min(T.Cast("float32", key_index(key)) * slope[0], T.float32(bins - 1)))
-            if key_bits(key) <= T.uint32(MINUS_INFINITY):
-                bin[0] = bins - 1
-            if key_bits(key) == T.uint32(0xFFFFFFFF):
-                bin[0] = 0
-        else:
-            # A NaN on the way, as from a difference of infinities or an element that is NaN, becomes 0 here: a GPU's
-            # maximum of a NaN and a number is the number.
-            bin[0] = T.Cast("int32", T.min(
-                T.max((s.largest[0] - key_value(key)) * slope[0], T.float32(0)), T.float32(bins - 1)))
-
-    return phase
+    if s.largest[0] == s.threshold[0]:
+        bin[0] = T.Cast("int32", T.min(T.Cast("float32", key_index(key)) * slope[0], T.float32(bins - 1)))
+        if key_bits(key) <= T.uint32(MINUS_INFINITY):
+            bin[0] = bins - 1
+        if key_bits(key) == T.uint32(0xFFFFFFFF):
+            bin[0] = 0
+    else:
+        # A NaN on the way, as from a difference of infinities or an element that is NaN, becomes 0 here: a GPU's
+        # maximum of a NaN and a number is the number.
+        bin[0] = T.Cast("int32", T.min(
+            T.max((s.largest[0] - key_value(key)) * slope[0], T.float32(0)), T.float32(bins - 1)))
 
 
-def sum_before(chunks: int) -> Callable[..., Any]:
-    """`above`: how many keys are in the chunks before a lane's own. The phase is (s, t, above, own, other).
+@phase
+def sum_before(chunks, /, s, t, above, own, other):
+    """`above`: how many keys are in the chunks before a lane's own.
 
     Every warp scans `bin_totals` for itself. `own` and `other` are overwritten.
     """
-
-    @T.inline
-    def phase(s, t, above, own, other):
-        above[0] = 0
-        if t % 32 < chunks:
-            above[0] = s.bin_totals[t % 32]
-        own[0] = above[0]
-        for b in T.unroll((chunks - 1).bit_length()):
-            other[0] = T.tvm_warp_shuffle_up(T.uint32(FULL_WARP), above[0], 1 << b, 32, 32)
-            if t % 32 >= (1 << b):
-                above[0] = above[0] + other[0]
-        above[0] = above[0] - own[0]
-
-    return phase
+    above[0] = 0
+    if t % 32 < chunks:
+        above[0] = s.bin_totals[t % 32]
+    own[0] = above[0]
+    for b in T.unroll((chunks - 1).bit_length()):
+        other[0] = T.tvm_warp_shuffle_up(T.uint32(FULL_WARP), above[0], 1 << b, 32, 32)
+        if t % 32 >= (1 << b):
+            above[0] = above[0] + other[0]
+    above[0] = above[0] - own[0]
 
 
-def scan_bins(threads: int, bins: int, crowd: int) -> Callable[..., Any]:
-    """Replace the number of keys of each bin by how many are in the bins before it, within its chunk. The phase is (s,
-    t).
+@phase
+def scan(crowd, /, s, t, chunk):
+    """A warp scans a chunk's bins: each bin's count becomes the number of keys in the bins before it."""
+    held = T.alloc_local([LANE_BINS], "int32")
+    above = T.alloc_local([1], "int32")
+    own = T.alloc_local([1], "int32")
+    other = T.alloc_local([1], "int32")
+    for e in T.vectorized(LANE_BINS):
+        held[e] = s.counts[chunk * WARP_BINS + t % 32 * LANE_BINS + e]
+    own[0] = 0
+    other[0] = 0
+    for e in T.unroll(LANE_BINS):
+        own[0] = own[0] + held[e]
+        other[0] = T.max(other[0], held[e])
+    if other[0] > crowd:
+        s.flag[0] = 1
+    above[0] = own[0]
+    scan_lanes(t, above, other)
+    if t % 32 == 31:
+        s.bin_totals[chunk] = above[0]
+    above[0] = above[0] - own[0]
+    for e in T.unroll(LANE_BINS):
+        other[0] = held[e]
+        held[e] = other[0] << LOW_BITS | above[0]
+        above[0] = above[0] + other[0]
+    for e in T.vectorized(LANE_BINS):
+        s.counts[chunk * WARP_BINS + t % 32 * LANE_BINS + e] = held[e]
+
+
+@phase
+def scan_bins(threads, bins, crowd, /, s, t):
+    """Replace the number of keys of each bin by how many are in the bins before it, within its chunk.
 
     A chunk is WARP_BINS bins, which a warp scans.
 
@@ -136,45 +148,13 @@ def scan_bins(threads: int, bins: int, crowd: int) -> Callable[..., Any]:
         a bin has more than `crowd`.
     Barriers: none.
     """
-    chunks, warps = bins // WARP_BINS, threads // 32
-
-    @T.inline
-    def scan(s, t, chunk):
-        held = T.alloc_local([LANE_BINS], "int32")
-        above = T.alloc_local([1], "int32")
-        own = T.alloc_local([1], "int32")
-        other = T.alloc_local([1], "int32")
-        for e in T.vectorized(LANE_BINS):
-            held[e] = s.counts[chunk * WARP_BINS + t % 32 * LANE_BINS + e]
-        own[0] = 0
-        other[0] = 0
-        for e in T.unroll(LANE_BINS):
-            own[0] = own[0] + held[e]
-            other[0] = T.max(other[0], held[e])
-        if other[0] > crowd:
-            s.flag[0] = 1
-        above[0] = own[0]
-        scan_lanes(t, above, other)
-        if t % 32 == 31:
-            s.bin_totals[chunk] = above[0]
-        above[0] = above[0] - own[0]
-        for e in T.unroll(LANE_BINS):
-            other[0] = held[e]
-            held[e] = other[0] << LOW_BITS | above[0]
-            above[0] = above[0] + other[0]
-        for e in T.vectorized(LANE_BINS):
-            s.counts[chunk * WARP_BINS + t % 32 * LANE_BINS + e] = held[e]
-
-    @T.inline
-    def phase(s, t):
-        for c in T.unroll(ceildiv(chunks, warps)):
-            if (c + 1) * warps <= chunks:
-                scan(s, t, c * warps + t // 32)
-            else:
-                if c * warps + t // 32 < chunks:
-                    scan(s, t, c * warps + t // 32)
-
-    return phase
+    chunks, warps = T.meta_var(bins // WARP_BINS), T.meta_var(threads // 32)
+    for c in T.unroll(ceildiv(chunks, warps)):
+        if (c + 1) * warps <= chunks:
+            scan(crowd)(s, t, c * warps + t // 32)
+        else:
+            if c * warps + t // 32 < chunks:
+                scan(crowd)(s, t, c * warps + t // 32)
 
 
 def rank_in_bins(
@@ -296,8 +276,9 @@ def rank_in_bins(
     return phase
 
 
-def spread_equals(bins: int, crowd: int, columns: int) -> Callable[..., Any]:
-    """A key's finer bin where many keys are equal, from bins that are linear in the value. The phase is (s, own, bin).
+@phase
+def spread_equals(bins, crowd, columns, /, s, own, bin):
+    """A key's finer bin where many keys are equal, from bins that are linear in the value.
 
     A bin of one value alone is divided by the index: it takes as many of the finer bins as it has of the keys, and its
     keys lie among these as their indices lie among the columns that may have them: those up to `equals_until` for
@@ -308,26 +289,21 @@ def spread_equals(bins: int, crowd: int, columns: int) -> Callable[..., Any]:
     Writes: numbers[own], with the finer bin; flag[1], not 0 if the key's bin is crowded by keys of several values.
     Barriers: none.
     """
-
-    @T.inline
-    def phase(s, own, bin):
-        place = T.alloc_local([1], "float32")
-        place[0] = T.float32(0)
-        if bin[2] > crowd:
-            s.pivot[0] = s.keys[s.homes[bin[0]]]
-            if key_bits(s.keys[own]) != key_bits(s.pivot[0]):
-                s.flag[1] = 1
-            place[0] = T.Cast("float32", columns)
-            if key_value(s.pivot[0]) == s.threshold[0]:
-                place[0] = T.Cast("float32", T.min(s.equals_until[0], columns - 1) + 1)
-            # Rounding does not change the order: every step keeps it.
-            place[0] = T.Cast("float32", bin[2] - 1) * T.min(
-                T.Cast("float32", key_index(s.keys[own])) / place[0], T.float32(1))
-        s.numbers[own] = T.min(bins - 1, T.Cast(
-            "int32", (T.Cast("float32", bin[1]) + place[0]) * (T.float32(bins) / T.Cast("float32", s.size[0]))
-        )) << LOW_BITS
-
-    return phase
+    place = T.alloc_local([1], "float32")
+    place[0] = T.float32(0)
+    if bin[2] > crowd:
+        s.pivot[0] = s.keys[s.homes[bin[0]]]
+        if key_bits(s.keys[own]) != key_bits(s.pivot[0]):
+            s.flag[1] = 1
+        place[0] = T.Cast("float32", columns)
+        if key_value(s.pivot[0]) == s.threshold[0]:
+            place[0] = T.Cast("float32", T.min(s.equals_until[0], columns - 1) + 1)
+        # Rounding does not change the order: every step keeps it.
+        place[0] = T.Cast("float32", bin[2] - 1) * T.min(
+            T.Cast("float32", key_index(s.keys[own])) / place[0], T.float32(1))
+    s.numbers[own] = T.min(bins - 1, T.Cast(
+        "int32", (T.Cast("float32", bin[1]) + place[0]) * (T.float32(bins) / T.Cast("float32", s.size[0]))
+    )) << LOW_BITS
 
 
 def refine_bins(threads: int, bins: int, crowd: int, columns: int, loop: Loop = T.serial) -> Callable[..., Any]:
@@ -381,8 +357,7 @@ def sort_descending(threads: int, extent: int, loop: Loop = T.serial) -> Callabl
     A thread holds keys t, t + threads, ... Step p compares elements 2^p, ..., 2, 1 apart. Within a warp the exchange is
     a shuffle, beyond it goes through shared memory.
 
-    Reads and writes: `keys`.
-    Barriers: several; begins and ends with one.
+    Reads and writes: `keys`. Barriers: several; begins and ends with one.
     """
     each = ceildiv(extent, threads)
 

@@ -15,9 +15,10 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from .arithmetic import is_nan
 from .loops import Loop
-from .thresholds import Rank
 
 # The mask of a warp collective in which all lanes take part.
 FULL_WARP = 0xFFFFFFFF
@@ -274,33 +275,29 @@ def remove_largest(t, value, largest, lanes):
     largest[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), value[0])
 
 
-def maxima_of_warp(rank: Rank) -> Callable[..., Any]:
-    """The largest and the `rank.lane`-th largest of the values of a warp's lanes. The phase is (t, bits, top, ranked).
+@phase
+def maxima_of_warp(rank, /, t, bits, top, ranked):
+    """The largest and the `rank.lane`-th largest of the values of a warp's lanes.
 
     Reads: `bits`, one value per lane, which are overwritten. Writes: `top` and `ranked`. Barriers: none, but all lanes
     take part.
     """
-
-    @T.inline
-    def phase(t, bits, top, ranked):
-        lanes = T.alloc_local([1], "uint32")
-        if rank.lane > REMOVALS:
-            # A bitonic sort of the lanes, the largest first.
-            for p in T.unroll(5):
-                for q in T.unroll(5):
-                    if q <= p:
-                        lanes[0] = T.tvm_warp_shuffle_xor(
-                            T.uint32(FULL_WARP), bits[0], 1 << T.max(p - q, 0), 32, 32)
-                        bits[0] = T.Select(
-                            (t % 32 >> (p + 1)) & 1 == (t >> T.max(p - q, 0)) & 1,
-                            T.max(bits[0], lanes[0]), T.min(bits[0], lanes[0]))
-            top[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), bits[0], 0, 32, 32)
-            ranked[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), bits[0], rank.lane - 1, 32, 32)
-        else:
-            top[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), bits[0])
-            ranked[0] = top[0]
-            for _ in T.serial(rank.lane - 1):
-                remove_largest(t, bits, ranked, lanes)
-
-    return phase
+    lanes = T.alloc_local([1], "uint32")
+    if rank.lane > REMOVALS:
+        # A bitonic sort of the lanes, the largest first.
+        for p in T.unroll(5):
+            for q in T.unroll(5):
+                if q <= p:
+                    lanes[0] = T.tvm_warp_shuffle_xor(
+                        T.uint32(FULL_WARP), bits[0], 1 << T.max(p - q, 0), 32, 32)
+                    bits[0] = T.Select(
+                        (t % 32 >> (p + 1)) & 1 == (t >> T.max(p - q, 0)) & 1,
+                        T.max(bits[0], lanes[0]), T.min(bits[0], lanes[0]))
+        top[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), bits[0], 0, 32, 32)
+        ranked[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), bits[0], rank.lane - 1, 32, 32)
+    else:
+        top[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), bits[0])
+        ranked[0] = top[0]
+        for _ in T.serial(rank.lane - 1):
+            remove_largest(t, bits, ranked, lanes)
 # fmt: on

@@ -7,55 +7,42 @@ warps have handed back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
+
+from tvm_sparse.core.phase import phase
 
 from .mbarriers import arrive_expecting
 
 
 # fmt: off
-def begin_stages(stages: int, warps: int) -> Callable[..., Any]:
-    """Make the mbarriers, in one thread; the phase is (s). `warps`: those that hand stages back.
+@phase
+def begin_stages(stages, warps, /, s):
+    """Make the mbarriers, in one thread. `warps`: those that hand stages back.
 
     Reads: nothing. Writes: `full`, `empty`. Barriers: none; one of the thread block must follow.
     """
-
-    @T.inline
-    def phase(s):
-        for i in T.unroll(stages):
-            T.ptx.mbarrier.init.shared__cta.b64(s.full.ptr_to([i]), T.uint32(1))
-            T.ptx.mbarrier.init.shared__cta.b64(s.empty.ptr_to([i]), T.uint32(warps))
-        T.ptx.fence.mbarrier_init.release.cluster()
-
-    return phase
+    for i in T.unroll(stages):
+        T.ptx.mbarrier.init.shared__cta.b64(s.full.ptr_to([i]), T.uint32(1))
+        T.ptx.mbarrier.init.shared__cta.b64(s.empty.ptr_to([i]), T.uint32(warps))
+    T.ptx.fence.mbarrier_init.release.cluster()
 
 
-def next_stage(stages: int) -> Callable[..., Any]:
+@phase
+def next_stage(stages, /, s):
     """Reads and writes: `slot`, `turn`. Barriers: none."""
-
-    @T.inline
-    def phase(s):
-        s.slot = s.slot + 1
-        if s.slot == stages:
-            s.slot = 0
-            s.turn = s.turn ^ T.uint32(1)
-
-    return phase
+    s.slot = s.slot + 1
+    if s.slot == stages:
+        s.slot = 0
+        s.turn = s.turn ^ T.uint32(1)
 
 
-def hand_back() -> Callable[..., Any]:
-    """Tell the producer warp that a warp has multiplied the stage `left`; the phase is (s).
+@T.inline
+def hand_back(s):
+    """Tell the producer warp that a warp has multiplied the stage `left`.
 
     Reads: `left`. Writes: nothing. Barriers: of the warp; arrives at `empty`.
     """
-
-    @T.inline
-    def phase(s):
-        T.cuda.warp_sync()
-        if s.lane == 0:
-            arrive_expecting(s.empty.ptr_to([s.left]), T.uint32(0))
-
-    return phase
+    T.cuda.warp_sync()
+    if s.lane == 0:
+        arrive_expecting(s.empty.ptr_to([s.left]), T.uint32(0))
 # fmt: on

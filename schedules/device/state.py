@@ -61,9 +61,9 @@ def local(dtype: Dtype, extent: Extent = 1, when: Callable[[Any], bool] | None =
     return _field(scope="local", dtype=dtype, extent=extent, when=when)
 
 
-def scalar(dtype: Dtype = "int32") -> Any:
-    """A `register`, assigned by its name."""
-    return _field(scope="scalar", dtype=dtype, extent=1)
+def scalar(dtype: Dtype = "int32", when: Callable[[Any], bool] | None = None) -> Any:
+    """A `register`, assigned by its name. `when`: as for `local`."""
+    return _field(scope="scalar", dtype=dtype, extent=1, when=when)
 
 
 def shared(dtype: Dtype, extent: Extent = 1, when: Callable[[Any], bool] | None = None) -> Any:
@@ -85,7 +85,7 @@ class Buffers:
     """The base of a kernel's state."""
 
     @classmethod
-    def alloc(cls, layout: Any, pool_bytes: int = 0, **given: Any) -> Self:
+    def alloc(cls, layout: Any = None, pool_bytes: int = 0, **given: Any) -> Self:
         """Within a kernel: allocate every declared buffer. `given`: the fields that are no buffers."""
         if pool_bytes:
             pool = T.alloc_buffer([pool_bytes // 8], "uint64", scope="shared.dyn")

@@ -45,6 +45,7 @@ def default(problem: EditLogits, machine: Machine) -> Decisions:
     return {"threads": threads, "slices": slices, "overlap": int(machine.has_clusters)}
 
 
+# fmt: off
 def build(problem: EditLogits, decisions: Decisions) -> Program:
     from tvm.script import tirx as T
 
@@ -56,7 +57,6 @@ def build(problem: EditLogits, decisions: Decisions) -> Program:
     capped = bool(problem.capped)
     copy, bias, penalise = copy_slice(threads), add_biases(problem, threads), penalise_seen(problem, threads)
 
-    # fmt: off
     @T.inline
     def body(io):
         T.device_entry()
@@ -75,7 +75,6 @@ def build(problem: EditLogits, decisions: Decisions) -> Program:
                 T.cuda.cta_sync()
         if seen:
             penalise(io, T.Cast("int64", row), t, first, end)
-    # fmt: on
     return gpu_program(problem, body, overlapped=overlap)
 
 
@@ -114,7 +113,6 @@ def add_biases(problem: EditLogits, threads: int) -> Callable[..., Any]:
 
     dtype = problem.dtype
 
-    # fmt: off
     @T.inline
     def phase(io, row, t, first, end):
         word = T.alloc_local([1], "int32")
@@ -124,7 +122,6 @@ def add_biases(problem: EditLogits, threads: int) -> Callable[..., Any]:
                 io.edited[row, word[0]] = T.Cast(
                     dtype, load_element(dtype, io.edited.ptr_to([row, word[0]])) + load_element(
                         "float32", io.bias_values.ptr_to([row, i * threads + t])))
-    # fmt: on
     return phase
 
 
@@ -141,7 +138,6 @@ def penalise_seen(problem: EditLogits, threads: int) -> Callable[..., Any]:
     def penalty(io: Any, name: str, row: Any) -> Any:
         return load_element("float32", getattr(io, PENALTIES[name]).ptr_to([row])) if per_row else getattr(io, name)
 
-    # fmt: off
     @T.inline
     def phase(io, row, t, first, end):
         word = T.alloc_local([1], "int32")
@@ -155,8 +151,8 @@ def penalise_seen(problem: EditLogits, threads: int) -> Callable[..., Any]:
                 io.edited[row, word[0]] = T.Cast(dtype, penalised(
                     load_element(dtype, io.edited.ptr_to([row, word[0]])),
                     word_at(io.generated, row, i * threads + t), own[0], own[1], own[2]))
-    # fmt: on
     return phase
+# fmt: on
 
 
 edit_slices = Template(

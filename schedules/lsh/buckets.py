@@ -17,12 +17,13 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 from tvm_sparse.operators.lsh_lookup.definition import slot_of
 
 from ..device.cluster import peer_store
 from ..device.selection import FULL_WARP
-from .extents import PER_WARP, WARP, CountExtents
+from .extents import PER_WARP, WARP
 
 Phase = Callable[..., Any]
 ADD = """
@@ -77,211 +78,167 @@ def last_of(span: Any) -> tirx.PrimExpr:
     return T.Cast("int32", span >> T.uint64(32))
 
 
-def clear_counts(e: CountExtents) -> Phase:
-    """All counts to 0; called with (s, t).
+# fmt: off
+@phase
+def clear_counts(e, /, s, t):
+    """All counts to 0.
 
     Writes: `cells`. Barriers: none; one of the cluster has to follow before peers add to them.
     """
-
-    # fmt: off
-    @T.inline
-    def phase(s, t):
-        for n in T.serial(ceildiv(e.cells, e.threads)):
-            if n * e.threads + t < e.cells:
-                s.cells[n * e.threads + t] = T.uint32(0)
-    # fmt: on
-    return phase
+    for n in T.serial(ceildiv(e.cells, e.threads)):
+        if n * e.threads + t < e.cells:
+            s.cells[n * e.threads + t] = T.uint32(0)
 
 
-def find_buckets(e: CountExtents) -> Phase:
-    """Where the buckets of `loads` codes are, all look-ups in flight together; called with (s, io).
+@phase
+def find_buckets(e, /, s, io, loads):
+    """Where the buckets of `loads` codes are, all look-ups in flight together.
 
     Reads: `code`, `band` of each; a `band` of -1 has no bucket. Tables.
     Writes: `first` and `last` of each, places in all bands' words as one list; as scratch `entry`, for cuckoo tables.
     Barriers: none.
     """
-
-    # fmt: off
-    @T.inline
-    def phase(s, io, loads):
-        if e.cuckoo:
-            for u in T.unroll(loads):
-                s.row_of = T.max(s.band[u], 0)
-                for half in T.unroll(2):
-                    s.slot = slot_of(s.code[u], io.multipliers[s.row_of, half], io.slots)
-                    T.ptx.ld.global_.v4.s32(
-                        *[s.entry[(u * 2 + half) * 4 + i] for i in range(4)],
-                        io.entries.ptr_to([s.row_of, half, s.slot, 0]))
-            for u in T.unroll(loads):
-                s.first[u] = 0
-                s.last[u] = 0
-                for half in T.unroll(2):
-                    if s.entry[(u * 2 + half) * 4] == s.code[u] and s.band[u] >= 0:
-                        s.first[u] = s.band[u] * e.vocab + s.entry[(u * 2 + half) * 4 + 1]
-                        s.last[u] = s.first[u] + s.entry[(u * 2 + half) * 4 + 2]
-        else:
-            for u in T.unroll(loads):
-                # A load that is not needed costs less than a branch around it.
-                s.row_of = T.max(s.band[u], 0)
-                T.ptx.ld.global_.s32(s.first[u], io.starts.ptr_to([s.row_of, s.code[u]]))
-                T.ptx.ld.global_.s32(s.last[u], io.starts.ptr_to([s.row_of, s.code[u] + 1]))
-            for u in T.unroll(loads):
-                s.row_of = T.max(s.band[u], 0)
-                s.first[u] = s.first[u] + s.row_of * e.vocab
-                s.last[u] = T.Select(s.band[u] >= 0, s.last[u] + s.row_of * e.vocab, s.first[u])
-    # fmt: on
-    return phase
+    if e.cuckoo:
+        for u in T.unroll(loads):
+            s.row_of = T.max(s.band[u], 0)
+            for half in T.unroll(2):
+                s.slot = slot_of(s.code[u], io.multipliers[s.row_of, half], io.slots)
+                T.ptx.ld.global_.v4.s32(
+                    *[s.entry[(u * 2 + half) * 4 + i] for i in range(4)],
+                    io.entries.ptr_to([s.row_of, half, s.slot, 0]))
+        for u in T.unroll(loads):
+            s.first[u] = 0
+            s.last[u] = 0
+            for half in T.unroll(2):
+                if s.entry[(u * 2 + half) * 4] == s.code[u] and s.band[u] >= 0:
+                    s.first[u] = s.band[u] * e.vocab + s.entry[(u * 2 + half) * 4 + 1]
+                    s.last[u] = s.first[u] + s.entry[(u * 2 + half) * 4 + 2]
+    else:
+        for u in T.unroll(loads):
+            # A load that is not needed costs less than a branch around it.
+            s.row_of = T.max(s.band[u], 0)
+            T.ptx.ld.global_.s32(s.first[u], io.starts.ptr_to([s.row_of, s.code[u]]))
+            T.ptx.ld.global_.s32(s.last[u], io.starts.ptr_to([s.row_of, s.code[u] + 1]))
+        for u in T.unroll(loads):
+            s.row_of = T.max(s.band[u], 0)
+            s.first[u] = s.first[u] + s.row_of * e.vocab
+            s.last[u] = T.Select(s.band[u] >= 0, s.last[u] + s.row_of * e.vocab, s.first[u])
 
 
-def count_hit(e: CountExtents) -> Phase:
-    """A hit of a word for the thread block that counts it; called with (s, word).
+@phase
+def count_hit(e, /, s, word):
+    """A hit of a word for the thread block that counts it.
 
     Reads: `base`, the first word of the cluster's parts, or of the thread block's own part where hits stay.
     Writes: `cells`, of a peer where hits go to each other; as scratch `local`, `owner`. Barriers: none.
     """
-    away = e.cluster > 1 and e.exchange == 0
-    within = e.part * (e.cluster if away else 1)
-
-    # fmt: off
-    @T.inline
-    def phase(s, word):
-        s.local = word - s.base
-        # A number below 0 is a large one without a sign.
-        if T.Cast("uint32", s.local) < T.uint32(within):
-            if away:
-                s.owner = s.local // e.part
-                s.local = s.local - s.owner * e.part
-            cell = T.meta_var(s.cells.ptr_to([cell_of(s.local)]))
-            if away:
-                T.evaluate(add_at_peer(cell, s.owner, one_of(s.local)))
-            else:
-                T.evaluate(T.cuda.atomic_add(cell, one_of(s.local)))
-    # fmt: on
-    return phase
+    away = T.meta_var(e.cluster > 1 and e.exchange == 0)
+    s.local = word - s.base
+    # A number below 0 is a large one without a sign.
+    if T.Cast("uint32", s.local) < T.uint32(e.part * (e.cluster if away else 1)):
+        if away:
+            s.owner = s.local // e.part
+            s.local = s.local - s.owner * e.part
+        cell = T.meta_var(s.cells.ptr_to([cell_of(s.local)]))
+        if away:
+            T.evaluate(add_at_peer(cell, s.owner, one_of(s.local)))
+        else:
+            T.evaluate(T.cuda.atomic_add(cell, one_of(s.local)))
 
 
-def count_words(e: CountExtents) -> Phase:
-    """Hits of the words of `loads` buckets, the first words of all of them in flight together; called with (s, words,
-    lane), `words` being those of all bands as one list, `lane` the thread's lane in the group.
+@phase
+def count_words(e, /, s, words, total, lane):
+    """Hits of the words of `loads` buckets, the first words of all of them in flight together: `words` are those of all
+    bands as one list, `lane` the thread's lane in the group.
 
     Reads: `first` and `last` of each, the words. Writes: as `count_hit`; as scratch `word`, `next`. Barriers: none.
     """
-    hit = count_hit(e)
-
-    # fmt: off
-    @T.inline
-    def phase(s, words, total, lane):
-        for u in T.unroll(e.loads):
-            T.ptx.ld.global_.s32(s.word[u], words.ptr_to([T.min(s.first[u] + lane, total - 1)]))
-        for u in T.unroll(e.loads):
-            if s.first[u] + lane < s.last[u]:
-                hit(s, s.word[u])
-        for u in T.unroll(e.loads):
-            s.next = s.first[u] + lane + e.lanes
-            while s.next < s.last[u]:
-                T.ptx.ld.global_.s32(s.word[u], words.ptr_to([s.next]))
-                hit(s, s.word[u])
-                s.next = s.next + e.lanes
-    # fmt: on
-    return phase
+    hit = T.meta_var(count_hit(e))
+    for u in T.unroll(e.loads):
+        T.ptx.ld.global_.s32(s.word[u], words.ptr_to([T.min(s.first[u] + lane, total - 1)]))
+    for u in T.unroll(e.loads):
+        if s.first[u] + lane < s.last[u]:
+            hit(s, s.word[u])
+    for u in T.unroll(e.loads):
+        s.next = s.first[u] + lane + e.lanes
+        while s.next < s.last[u]:
+            T.ptx.ld.global_.s32(s.word[u], words.ptr_to([s.next]))
+            hit(s, s.word[u])
+            s.next = s.next + e.lanes
 
 
-def count_own_bands(e: CountExtents, code_of: Callable[..., Any]) -> Phase:
-    """The hits of some bands; called with (s, io, words, total, first, count, t): `count` bands from `first` on, whose
-    codes are `code_of(s, i)`.
+@phase
+def count_own_bands(e, code_of, /, s, io, words, total, first, count, t):
+    """The hits of some bands: `count` bands from `first` on, whose codes are `code_of(s, i)`.
 
     Reads: codes, tables, words. Writes: as `count_hit`. Barriers: none.
     """
-    find, count_all = find_buckets(e), count_words(e)
-
-    # fmt: off
-    @T.inline
-    def phase(s, io, words, total, first, count, t):
-        s.at = t // e.lanes
-        while s.at < count:
-            for u in T.unroll(e.loads):
-                s.band[u] = T.Select(s.at + u * e.groups < count, first + s.at + u * e.groups, -1)
-                s.code[u] = code_of(s, T.min(s.at + u * e.groups, count - 1))
-            find(s, io, e.loads)
-            count_all(s, words, total, t % e.lanes)
-            s.at = s.at + e.loads * e.groups
-    # fmt: on
-    return phase
+    s.at = t // e.lanes
+    while s.at < count:
+        for u in T.unroll(e.loads):
+            s.band[u] = T.Select(s.at + u * e.groups < count, first + s.at + u * e.groups, -1)
+            s.code[u] = code_of(s, T.min(s.at + u * e.groups, count - 1))
+        find_buckets(e)(s, io, e.loads)
+        count_words(e)(s, words, total, t % e.lanes)
+        s.at = s.at + e.loads * e.groups
 
 
-def share_spans(e: CountExtents, code_of: Callable[..., Any]) -> Phase:
-    """Where the buckets of some bands are, for all thread blocks of the cluster; called with (s, io, first, count, t,
-    rank).
+@phase
+def share_spans(e, code_of, /, s, io, first, count, t, rank):
+    """Where the buckets of some bands are, for all thread blocks of the cluster.
 
     Reads: codes, tables. Writes: `spans` of all peers, `tile` of them, those from `count` on empty.
     Barriers: none; one of the cluster has to come before and one has to follow.
     """
-    find = find_buckets(e)
-
-    # fmt: off
-    @T.inline
-    def phase(s, io, first, count, t, rank):
-        s.at = t
-        while s.at < e.tile:
-            s.band[0] = T.Select(s.at < count, first + s.at, -1)
-            s.code[0] = T.Select(s.at < count, code_of(s, s.at), 0)
-            find(s, io, 1)
-            for r in T.unroll(e.cluster):
-                T.evaluate(put_span(
-                    s.spans.ptr_to([rank * e.tile + s.at]), r, span_of(s.first[0], s.last[0])))
-            s.at = s.at + e.threads
-    # fmt: on
-    return phase
+    s.at = t
+    while s.at < e.tile:
+        s.band[0] = T.Select(s.at < count, first + s.at, -1)
+        s.code[0] = T.Select(s.at < count, code_of(s, s.at), 0)
+        find_buckets(e)(s, io, 1)
+        for r in T.unroll(e.cluster):
+            T.evaluate(put_span(
+                s.spans.ptr_to([rank * e.tile + s.at]), r, span_of(s.first[0], s.last[0])))
+        s.at = s.at + e.threads
 
 
-def count_spans(e: CountExtents) -> Phase:
-    """The hits of the buckets that all thread blocks of the cluster found; called with (s, words, total, t).
+@phase
+def count_spans(e, /, s, words, total, t):
+    """The hits of the buckets that all thread blocks of the cluster found.
 
     Reads: `spans`, words. Writes: as `count_hit`. Barriers: none.
     """
-    count_all = count_words(e)
-
-    # fmt: off
-    @T.inline
-    def phase(s, words, total, t):
-        s.at = t // e.lanes
-        while s.at < e.spans:
-            for u in T.unroll(e.loads):
-                s.first[u] = 0
-                s.last[u] = 0
-                if s.at + u * e.groups < e.spans:
-                    s.span = s.spans[s.at + u * e.groups]
-                    s.first[u] = first_of(s.span)
-                    s.last[u] = last_of(s.span)
-            count_all(s, words, total, t % e.lanes)
-            s.at = s.at + e.loads * e.groups
-    # fmt: on
-    return phase
+    s.at = t // e.lanes
+    while s.at < e.spans:
+        for u in T.unroll(e.loads):
+            s.first[u] = 0
+            s.last[u] = 0
+            if s.at + u * e.groups < e.spans:
+                s.span = s.spans[s.at + u * e.groups]
+                s.first[u] = first_of(s.span)
+                s.last[u] = last_of(s.span)
+        count_words(e)(s, words, total, t % e.lanes)
+        s.at = s.at + e.loads * e.groups
 
 
-def set_reached(e: CountExtents) -> Phase:
-    """Bits of the words of a part that reach the threshold; called with (s, bits, row, first, threshold, t): into the
-    row `row` of the bitmaps `bits`, the part's first word being `first`.
+@phase
+def set_reached(e, /, s, bits, row, first, threshold, t):
+    """Bits of the words of a part that reach the threshold: into the row `row` of the bitmaps `bits`, the part's first
+    word being `first`.
 
     Reads: `cells`. Writes: bits of other thread blocks' rows, too, hence by atomics; as scratch `cell`, `low`, `high`.
     Barriers: votes of a warp; one has to come before.
     """
-    at_once = e.part // PER_WARP
-
-    # fmt: off
-    @T.inline
-    def phase(s, bits, row, first, threshold, t):
-        for n in T.serial(ceildiv(at_once, e.warps)):
-            if n * e.warps + t // WARP < at_once:
-                s.cell = s.cells[(n * e.warps + t // WARP) * WARP + t % WARP]
-                s.low = T.cuda.ballot_sync(
-                    T.uint32(FULL_WARP), T.Cast("int32", s.cell & T.uint32(0xFFFF)) >= threshold)
-                s.high = T.cuda.ballot_sync(
-                    T.uint32(FULL_WARP), T.Cast("int32", s.cell >> T.uint32(16)) >= threshold)
-                if t % WARP == 1:
-                    s.low = s.high
-                if t % WARP < 2 and s.low != T.uint32(0):
-                    T.evaluate(set_bits(
-                        bits.ptr_to([row, first // WARP + (n * e.warps + t // WARP) * 2 + t % WARP]), s.low))
-    # fmt: on
-    return phase
+    at_once = T.meta_var(e.part // PER_WARP)
+    for n in T.serial(ceildiv(at_once, e.warps)):
+        if n * e.warps + t // WARP < at_once:
+            s.cell = s.cells[(n * e.warps + t // WARP) * WARP + t % WARP]
+            s.low = T.cuda.ballot_sync(
+                T.uint32(FULL_WARP), T.Cast("int32", s.cell & T.uint32(0xFFFF)) >= threshold)
+            s.high = T.cuda.ballot_sync(
+                T.uint32(FULL_WARP), T.Cast("int32", s.cell >> T.uint32(16)) >= threshold)
+            if t % WARP == 1:
+                s.low = s.high
+            if t % WARP < 2 and s.low != T.uint32(0):
+                T.evaluate(set_bits(
+                    bits.ptr_to([row, first // WARP + (n * e.warps + t // WARP) * 2 + t % WARP]), s.low))
+# fmt: on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import ceildiv
@@ -49,6 +50,9 @@ def cpu_chunk_each(vocab: int, lists: int, machine: Machine) -> int:
     return cpu_chunk(vocab, max(n for n in CPU_SLICES if n == 1 or n * lists <= machine.cores))
 
 
+hash_extents_extent = Derived["HashExtents", int]
+
+
 @dataclass(frozen=True)
 class HashExtents:
     """How a thread block hashes a row: a thread finds the places of `ahead` units at a time."""
@@ -61,10 +65,8 @@ class HashExtents:
     ahead: int = 1  # units whose columns a thread holds together
     copies: int = 1  # of a row in shared memory, each in banks of its own; a power of two
 
-    @property
-    def bits(self) -> int:
-        """Bits of the place of a unit."""
-        return index_bits(self.k)
+    # Bits of the place of a unit.
+    bits = hash_extents_extent(lambda e: index_bits(e.k))
 
     @property
     def vec(self) -> int:
@@ -73,29 +75,15 @@ class HashExtents:
         fitting = [v for v in (1, 2, 4, 8) if v <= most and self.hidden % v == 0]
         return next((v for v in fitting if self.hidden // v <= self.threads), fitting[-1])
 
-    @property
-    def vector_bytes(self) -> int:
-        return self.vec * numpy_dtype(self.dtype).itemsize
-
-    @property
-    def vector_words(self) -> int:
-        """Registers of 32 bits that such a load fills."""
-        return ceildiv(self.vector_bytes, 4)
-
-    @property
-    def vectors(self) -> int:
-        """Loads that a thread has in flight."""
-        return min(MOST_VECTORS, ceildiv(self.hidden // self.vec, self.threads))
-
-    @property
-    def row_words(self) -> int:
-        """32-bit words of shared memory that the row and its copies take."""
-        return self.hidden * self.copies
-
-    @property
-    def column_bytes(self) -> int:
-        """Bytes of one load of a unit's columns, which are int16."""
-        return next(size for size in (16, 8, 4, 2) if 2 * self.k % size == 0)
+    vector_bytes = hash_extents_extent(lambda e: e.vec * numpy_dtype(e.dtype).itemsize)
+    # Registers of 32 bits that such a load fills.
+    vector_words = hash_extents_extent(lambda e: ceildiv(e.vector_bytes, 4))
+    # Loads that a thread has in flight.
+    vectors = hash_extents_extent(lambda e: min(MOST_VECTORS, ceildiv(e.hidden // e.vec, e.threads)))
+    # 32-bit words of shared memory that the row and its copies take.
+    row_words = hash_extents_extent(lambda e: e.hidden * e.copies)
+    # Bytes of one load of a unit's columns, which are int16.
+    column_bytes = hash_extents_extent(lambda e: next(size for size in (16, 8, 4, 2) if 2 * e.k % size == 0))
 
     @property
     def column_loads(self) -> int:
@@ -103,15 +91,13 @@ class HashExtents:
         every = 2 * self.k // self.column_bytes
         return max(n for n in range(1, every + 1) if every % n == 0 and n * self.column_bytes <= 2 * MOST_COLUMNS)
 
-    @property
-    def column_words(self) -> int:
-        """Registers of 32 bits that one load of columns fills."""
-        return ceildiv(self.column_bytes, 4)
+    # Registers of 32 bits that one load of columns fills.
+    column_words = hash_extents_extent(lambda e: ceildiv(e.column_bytes, 4))
+    # Columns that a thread holds at a time.
+    held = hash_extents_extent(lambda e: e.column_loads * e.column_bytes // 2)
 
-    @property
-    def held(self) -> int:
-        """Columns that a thread holds at a time."""
-        return self.column_loads * self.column_bytes // 2
+
+count_extents_extent = Derived["CountExtents", int]
 
 
 @dataclass(frozen=True)
@@ -133,39 +119,22 @@ class CountExtents:
     finishers: int  # thread blocks that finish a list: 1, or all of a cluster
     bands: int  # at which the kernel is fast; it runs with any number
 
-    @property
-    def warps(self) -> int:
-        return self.threads // WARP
+    warps = count_extents_extent(lambda e: e.threads // WARP)
+    # Groups of `lanes` lanes in a thread block.
+    groups = count_extents_extent(lambda e: e.threads // e.lanes)
+    # Words of the vocabulary in a part: a multiple of what a warp compares at a time.
+    part = count_extents_extent(lambda e: PER_WARP * ceildiv(e.vocab, PER_WARP * e.slices * e.cluster))
+    # Number of 32-bit words of shared memory with the hits of a part.
+    cells = count_extents_extent(lambda e: e.part // PER_CELL)
+    # Number of 32-bit words in the bitmap of the vocabulary.
+    bitmap = count_extents_extent(lambda e: bitmap_words(e.vocab))
+    # Bands of a thread block's share whose codes are in shared memory at a time.
+    tile = count_extents_extent(lambda e: ceildiv(min(e.bands, MOST_BANDS), e.cluster))
+    # Buckets that thread blocks tell each other of at a time.
+    spans = count_extents_extent(lambda e: e.tile * e.cluster if e.exchange else 0)
 
-    @property
-    def groups(self) -> int:
-        """Groups of `lanes` lanes in a thread block."""
-        return self.threads // self.lanes
 
-    @property
-    def part(self) -> int:
-        """Words of the vocabulary in a part: a multiple of what a warp compares at a time."""
-        return PER_WARP * ceildiv(self.vocab, PER_WARP * self.slices * self.cluster)
-
-    @property
-    def cells(self) -> int:
-        """Number of 32-bit words of shared memory with the hits of a part."""
-        return self.part // PER_CELL
-
-    @property
-    def bitmap(self) -> int:
-        """Number of 32-bit words in the bitmap of the vocabulary."""
-        return bitmap_words(self.vocab)
-
-    @property
-    def tile(self) -> int:
-        """Bands of a thread block's share whose codes are in shared memory at a time."""
-        return ceildiv(min(self.bands, MOST_BANDS), self.cluster)
-
-    @property
-    def spans(self) -> int:
-        """Buckets that thread blocks tell each other of at a time."""
-        return self.tile * self.cluster if self.exchange else 0
+compact_extents_extent = Derived["CompactExtents", int]
 
 
 @dataclass(frozen=True)
@@ -176,34 +145,21 @@ class CompactExtents:
     threads: int
     shares: int
 
-    @property
-    def warps(self) -> int:
-        return self.threads // WARP
-
-    @property
-    def bitmap(self) -> int:
-        """Number of 32-bit words in the bitmap."""
-        return bitmap_words(self.vocab)
-
-    @property
-    def loads(self) -> int:
-        """Number of the bitmap's 32-bit words that a thread loads together."""
-        return min(MOST_LOADS, ceildiv(self.bitmap, self.threads))
-
-    @property
-    def share(self) -> int:
-        """Number of the bitmap's 32-bit words in a share; the last one may have fewer."""
-        return ceildiv(self.bitmap, self.shares)
+    warps = compact_extents_extent(lambda e: e.threads // WARP)
+    # Number of 32-bit words in the bitmap.
+    bitmap = compact_extents_extent(lambda e: bitmap_words(e.vocab))
+    # Number of the bitmap's 32-bit words that a thread loads together.
+    loads = compact_extents_extent(lambda e: min(MOST_LOADS, ceildiv(e.bitmap, e.threads)))
+    # Number of the bitmap's 32-bit words in a share; the last one may have fewer.
+    share = compact_extents_extent(lambda e: ceildiv(e.bitmap, e.shares))
 
     @property
     def item(self) -> int:
         """Bits that a thread takes at a time: fewer where there are threads enough."""
         return next(bits for bits in (8, 16, BITS) if self.share * BITS <= self.threads * bits or bits == BITS)
 
-    @property
-    def items(self) -> int:
-        """Pieces of `item` bits in a share."""
-        return self.share * BITS // self.item
+    # Pieces of `item` bits in a share.
+    items = compact_extents_extent(lambda e: e.share * BITS // e.item)
 
 
 def shared_limit(machine: Machine) -> int:

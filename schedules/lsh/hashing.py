@@ -20,6 +20,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 
 from ..device.arithmetic import is_nan
@@ -29,76 +30,59 @@ from .extents import BANKS, HashExtents
 Phase = Callable[..., Any]
 
 
-def stage_row(e: HashExtents) -> Phase:
-    """A row into shared memory, NaN as -inf; called with (s, hidden, first, t), `hidden` being a flat buffer of rows.
+# fmt: off
+@phase
+def stage_row(e, /, s, hidden, first, t):
+    """A row into shared memory, NaN as -inf, `hidden` being a flat buffer of rows.
 
     Reads: `e.hidden` elements from `hidden[first]` on. Writes: `row`; as scratch `raw`, `small`, `value`, `vector`.
     Barriers: none; one has to follow.
     """
-    rounds = ceildiv(e.hidden // e.vec, e.threads * e.vectors)
-    wide = min(e.vec, 4)  # floats of one access to shared memory
-    apart = max(1, BANKS // e.copies)  # elements whose copies fill all banks
-
-    # fmt: off
-    @T.inline
-    def phase(s, hidden, first, t):
-        for n in T.serial(rounds):
-            for u in T.unroll(e.vectors):
-                if ((n * e.vectors + u) * e.threads + t) * e.vec < e.hidden:
-                    load_words(e.vector_bytes, s.raw, u * e.vector_words, s.small, hidden.ptr_to(
-                        [first + ((n * e.vectors + u) * e.threads + t) * e.vec]))
-            for u in T.unroll(e.vectors):
-                if ((n * e.vectors + u) * e.threads + t) * e.vec < e.hidden:
+    wide, apart = T.meta_var(min(e.vec, 4)), T.meta_var(max(1, BANKS // e.copies))
+    for n in T.serial(ceildiv(e.hidden // e.vec, e.threads * e.vectors)):
+        for u in T.unroll(e.vectors):
+            if ((n * e.vectors + u) * e.threads + t) * e.vec < e.hidden:
+                load_words(e.vector_bytes, s.raw, u * e.vector_words, s.small, hidden.ptr_to(
+                    [first + ((n * e.vectors + u) * e.threads + t) * e.vec]))
+        for u in T.unroll(e.vectors):
+            if ((n * e.vectors + u) * e.threads + t) * e.vec < e.hidden:
+                for v in T.unroll(e.vec):
+                    s.value = value_at(e.dtype, s.raw, u * e.vector_words, v)
+                    s.vector[v] = T.Select(is_nan(s.value), T.float32("-inf"), s.value)
+                if e.copies > 1:
                     for v in T.unroll(e.vec):
-                        s.value = value_at(e.dtype, s.raw, u * e.vector_words, v)
-                        s.vector[v] = T.Select(is_nan(s.value), T.float32("-inf"), s.value)
-                    if e.copies > 1:
-                        for v in T.unroll(e.vec):
-                            element: T.let = ((n * e.vectors + u) * e.threads + t) * e.vec + v
-                            # In turn, so that the lanes of a warp write to different banks.
-                            for q in T.unroll(e.copies):
-                                s.row[element * e.copies + (q + element // apart) % e.copies] = s.vector[v]
-                    else:
-                        for q in T.unroll(e.vec // wide):
-                            for v in T.vectorized(wide):
-                                s.row[((n * e.vectors + u) * e.threads + t) * e.vec + q * wide + v] = (
-                                    s.vector[q * wide + v])
-    # fmt: on
-    return phase
+                        element: T.let = ((n * e.vectors + u) * e.threads + t) * e.vec + v
+                        # In turn, so that the lanes of a warp write to different banks.
+                        for q in T.unroll(e.copies):
+                            s.row[element * e.copies + (q + element // apart) % e.copies] = s.vector[v]
+                else:
+                    for q in T.unroll(e.vec // wide):
+                        for v in T.vectorized(wide):
+                            s.row[((n * e.vectors + u) * e.threads + t) * e.vec + q * wide + v] = (
+                                s.vector[q * wide + v])
 
 
-def load_columns(e: HashExtents) -> Phase:
-    """The next columns of a unit; called with (s, columns, at, a): from element `at` of the flat buffer on, as those of
+@phase
+def load_columns(e, /, s, permutations, at, a):
+    """The next columns of a unit: from element `at` of the flat buffer on, as those of
     the `a`-th unit that the thread holds.
 
     Reads: permutations. Writes: `columns`, `small`. Barriers: none.
     """
-
-    # fmt: off
-    @T.inline
-    def phase(s, permutations, at, a):
-        for u in T.unroll(e.column_loads):
-            load_words(e.column_bytes, s.columns, (a * e.column_loads + u) * e.column_words, s.small,
-                       permutations.ptr_to([at + u * (e.column_bytes // 2)]))
-    # fmt: on
-    return phase
+    for u in T.unroll(e.column_loads):
+        load_words(e.column_bytes, s.columns, (a * e.column_loads + u) * e.column_words, s.small,
+                   permutations.ptr_to([at + u * (e.column_bytes // 2)]))
 
 
-def load_further_columns(e: HashExtents) -> Phase:
-    """The next columns of the thread's further units, of `count` units in all; called with (s, permutations, at, unit,
-    count), `at` and `unit` being those of the first unit.
+@phase
+def load_further_columns(e, /, s, permutations, at, unit, count):
+    """The next columns of the thread's further units, of `count` units in all, `at` and `unit` being those of the first
+    unit.
     """
-    load = load_columns(e)
-
-    # fmt: off
-    @T.inline
-    def phase(s, permutations, at, unit, count):
-        if e.ahead > 1:
-            for a in T.unroll(e.ahead - 1):
-                if unit + (a + 1) * e.threads < count:
-                    load(s, permutations, at + (a + 1) * e.threads * e.k, a + 1)
-    # fmt: on
-    return phase
+    if e.ahead > 1:
+        for a in T.unroll(e.ahead - 1):
+            if unit + (a + 1) * e.threads < count:
+                load_columns(e)(s, permutations, at + (a + 1) * e.threads * e.k, a + 1)
 
 
 def column(e: HashExtents, s: Any, c: Any) -> tirx.PrimExpr:
@@ -108,7 +92,18 @@ def column(e: HashExtents, s: Any, c: Any) -> tirx.PrimExpr:
     return T.Cast("int32", (s.columns[c // 2] >> T.Cast("uint32", c % 2 * 16)) & T.uint32(0xFFFF))
 
 
-def find_places(e: HashExtents) -> Phase:
+@phase
+def compare(e, /, s, step, a, t):
+    """Take the larger of the best element so far and those in hand of unit `a`, with its place."""
+    for c in T.unroll(e.held):
+        s.value = s.row[column(e, s, a * e.held + c) * e.copies + t % e.copies]
+        if s.value > s.best[a]:
+            s.best[a] = s.value
+            s.place[a] = step * e.held + c
+
+
+@phase
+def find_places(e, /, s, permutations, first, count, t):
     """The places of some units; called with (s, permutations, first, count, t).
 
     The columns of a thread's first units are in `columns` already (`load_first_columns`).
@@ -117,63 +112,42 @@ def find_places(e: HashExtents) -> Phase:
     Writes: `places[0]` to `places[count - 1]`; as scratch `columns`, `unit`, `place`, `best`, `value`.
     Barriers: none; one has to come before and one has to follow.
     """
-    load, load_further = load_columns(e), load_further_columns(e)
-    steps = e.k // e.held
-
-    # fmt: off
-    @T.inline
-    def compare(s, step, a, t):
-        for c in T.unroll(e.held):
-            s.value = s.row[column(e, s, a * e.held + c) * e.copies + t % e.copies]
-            if s.value > s.best[a]:
-                s.best[a] = s.value
-                s.place[a] = step * e.held + c
-
-    @T.inline
-    def phase(s, permutations, first, count, t):
-        s.unit = t
-        while s.unit < count:
-            for q in T.unroll(e.ahead):
-                s.best[q] = T.float32("-inf")
-                s.place[q] = 0
-            for step in T.serial(steps):
-                if step > 0:
-                    load(s, permutations, (first + s.unit) * e.k + step * e.held, 0)
-                    load_further(s, permutations, (first + s.unit) * e.k + step * e.held, s.unit, count)
-                compare(s, step, 0, t)
-                if e.ahead > 1:
-                    for a in T.unroll(e.ahead - 1):
-                        if s.unit + (a + 1) * e.threads < count:
-                            compare(s, step, a + 1, t)
-            s.places[s.unit] = s.place[0]
+    load, load_further = T.meta_var(load_columns(e)), T.meta_var(load_further_columns(e))
+    s.unit = t
+    while s.unit < count:
+        for q in T.unroll(e.ahead):
+            s.best[q] = T.float32("-inf")
+            s.place[q] = 0
+        for step in T.serial(e.k // e.held):
+            if step > 0:
+                load(s, permutations, (first + s.unit) * e.k + step * e.held, 0)
+                load_further(s, permutations, (first + s.unit) * e.k + step * e.held, s.unit, count)
+            compare(e)(s, step, 0, t)
             if e.ahead > 1:
                 for a in T.unroll(e.ahead - 1):
                     if s.unit + (a + 1) * e.threads < count:
-                        s.places[s.unit + (a + 1) * e.threads] = s.place[a + 1]
-            s.unit = s.unit + e.ahead * e.threads
-            if s.unit < count:
-                load(s, permutations, (first + s.unit) * e.k, 0)
-                load_further(s, permutations, (first + s.unit) * e.k, s.unit, count)
-    # fmt: on
-    return phase
+                        compare(e)(s, step, a + 1, t)
+        s.places[s.unit] = s.place[0]
+        if e.ahead > 1:
+            for a in T.unroll(e.ahead - 1):
+                if s.unit + (a + 1) * e.threads < count:
+                    s.places[s.unit + (a + 1) * e.threads] = s.place[a + 1]
+        s.unit = s.unit + e.ahead * e.threads
+        if s.unit < count:
+            load(s, permutations, (first + s.unit) * e.k, 0)
+            load_further(s, permutations, (first + s.unit) * e.k, s.unit, count)
 
 
-def load_first_columns(e: HashExtents) -> Phase:
-    """The columns of a thread's first units, which need nothing of the row; called with (s, permutations, first, count,
-    t) as `find_places` is.
+@phase
+def load_first_columns(e, /, s, permutations, first, count, t):
+    """The columns of a thread's first units, which need nothing of the row as `find_places` is.
 
     Reads: permutations. Writes: `columns`. Barriers: none.
     """
-    load, load_further = load_columns(e), load_further_columns(e)
-
-    # fmt: off
-    @T.inline
-    def phase(s, permutations, first, count, t):
-        if t < count:
-            load(s, permutations, (first + t) * e.k, 0)
-            load_further(s, permutations, (first + t) * e.k, t, count)
-    # fmt: on
-    return phase
+    if t < count:
+        load_columns(e)(s, permutations, (first + t) * e.k, 0)
+        load_further_columns(e)(s, permutations, (first + t) * e.k, t, count)
+# fmt: on
 
 
 def code_of_places(e: HashExtents, s: Any, band: Any) -> tirx.PrimExpr:

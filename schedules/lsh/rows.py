@@ -12,180 +12,144 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 from tvm_sparse.operators.lsh_lookup.definition import valid_bits
 
 from ..device.cluster import cluster_arrive, cluster_barrier, cluster_wait, peer_store
-from ..device.state import named, register
+from ..device.state import Buffers, scalar
 from .buckets import count_own_bands, count_spans, set_reached, share_spans
-from .extents import CountExtents
 
 Phase = Callable[..., Any]
 put_flag = peer_store("put_flag", "int")
 
 
 @dataclass
-class Place:
+class Place(Buffers):
     """Which row, part and bands a thread block works for: registers."""
 
-    list: Any
-    row: Any  # index among the rows of all lists
-    slice: Any
-    rank: Any  # of the thread block in its cluster
-    share: Any  # bands per thread block; the last one may have fewer
-    first: Any  # the first of the thread block's bands
-    count: Any  # how many bands the thread block has
-
-    @classmethod
-    def alloc(cls) -> Place:
-        return named(cls(*(register() for _ in range(7))))
+    list: Any = scalar()
+    row: Any = scalar()  # index among the rows of all lists
+    slice: Any = scalar()
+    rank: Any = scalar()  # of the thread block in its cluster
+    share: Any = scalar()  # bands per thread block; the last one may have fewer
+    first: Any = scalar()  # the first of the thread block's bands
+    count: Any = scalar()  # how many bands the thread block has
 
 
-def locate(e: CountExtents) -> Phase:
-    """Which row, part and bands this thread block works for; called with (s, at, io)."""
-    away = e.cluster > 1 and e.exchange == 0
-
-    # fmt: off
-    @T.inline
-    def phase(s, at, io):
-        if e.cluster > 1:
-            block = T.cluster_id([io.lists * io.beam * e.slices])
-            rank = T.cta_id_in_cluster([e.cluster])
-            at.rank = rank
-        else:
-            block = T.cta_id([io.lists * io.beam * e.slices])
-            at.rank = 0
-        at.row = block // e.slices
-        at.slice = block % e.slices
-        at.list = at.row // io.beam
-        at.share = (io.bands + (e.cluster - 1)) // e.cluster
-        at.first = at.rank * at.share
-        at.count = T.max(T.min(io.bands - at.first, at.share), 0)
-        s.base = (at.slice * e.cluster + (0 if away else at.rank)) * e.part
-    # fmt: on
-    return phase
+# fmt: off
+@phase
+def locate(e, /, s, at, io):
+    """Which row, part and bands this thread block works for."""
+    if e.cluster > 1:
+        block = T.cluster_id([io.lists * io.beam * e.slices])
+        rank = T.cta_id_in_cluster([e.cluster])
+        at.rank = rank
+    else:
+        block = T.cta_id([io.lists * io.beam * e.slices])
+        at.rank = 0
+    at.row = block // e.slices
+    at.slice = block % e.slices
+    at.list = at.row // io.beam
+    at.share = (io.bands + (e.cluster - 1)) // e.cluster
+    at.first = at.rank * at.share
+    at.count = T.max(T.min(io.bands - at.first, at.share), 0)
+    s.base = (at.slice * e.cluster + (0 if (e.cluster > 1 and e.exchange == 0) else at.rank)) * e.part
 
 
-def count_row(e: CountExtents, make_codes: Phase, code_of: Callable[..., tirx.PrimExpr]) -> Phase:
-    """All hits of a row; called with (s, at, io, t). Counts are zero, and the cluster's thread blocks have arrived at
-    a barrier that tells so.
+@phase
+def count_row(e, make_codes, code_of, /, s, at, io, t):
+    """All hits of a row. Counts are zero, and the cluster's thread blocks have arrived at a barrier that tells so.
 
     `make_codes(s, at, io, t)` leaves the codes of the `many` bands from `begin` on in shared memory; it ends with what
     the caller's barrier needs to find them by `code_of(s, i)`.
 
     Reads: tables, words. Writes: `cells`, of peers too. Barriers: some; ends with one of the cluster.
     """
-    count_own, share, count_shared = count_own_bands(e, code_of), share_spans(e, code_of), count_spans(e)
-
-    # fmt: off
-    @T.inline
-    def phase(s, at, io, t):
-        words = T.decl_buffer((io.bands * e.vocab,), "int32", data=io.words.data)
-        if e.cluster > 1:
-            cluster_wait()
-        for n in T.serial((at.share + (e.tile - 1)) // e.tile, unroll=False):
-            s.begin = at.first + n * e.tile
-            s.many = T.max(T.min(at.count - n * e.tile, e.tile), 0)
-            make_codes(s, at, io, t)
-            T.cuda.cta_sync()
-            if e.exchange == 1:
-                share(s, io, s.begin, s.many, t, at.rank)
-                cluster_barrier()
-                count_shared(s, words, io.bands * e.vocab, t)
-                if (n + 1) * e.tile < at.share:
-                    cluster_barrier()
-            else:
-                count_own(s, io, words, io.bands * e.vocab, s.begin, s.many, t)
-                if (n + 1) * e.tile < at.share:
-                    T.cuda.cta_sync()
-        if e.cluster > 1 and e.exchange == 0:
+    words = T.decl_buffer((io.bands * e.vocab,), "int32", data=io.words.data)
+    if e.cluster > 1:
+        cluster_wait()
+    for n in T.serial((at.share + (e.tile - 1)) // e.tile, unroll=False):
+        s.begin = at.first + n * e.tile
+        s.many = T.max(T.min(at.count - n * e.tile, e.tile), 0)
+        make_codes(s, at, io, t)
+        T.cuda.cta_sync()
+        if e.exchange == 1:
+            share_spans(e, code_of)(s, io, s.begin, s.many, t, at.rank)
             cluster_barrier()
+            count_spans(e)(s, words, io.bands * e.vocab, t)
+            if (n + 1) * e.tile < at.share:
+                cluster_barrier()
         else:
-            T.cuda.cta_sync()
-    # fmt: on
-    return phase
+            count_own_bands(e, code_of)(s, io, words, io.bands * e.vocab, s.begin, s.many, t)
+            if (n + 1) * e.tile < at.share:
+                T.cuda.cta_sync()
+    if e.cluster > 1 and e.exchange == 0:
+        cluster_barrier()
+    else:
+        T.cuda.cta_sync()
 
 
-def set_bits_and_leave(e: CountExtents) -> Phase:
-    """Set the bits of words that reach the threshold in the list's bitmap; called with (s, at, io, t).
+@phase
+def set_bits_and_leave(e, /, s, at, io, t):
+    """Set the bits of words that reach the threshold in the list's bitmap.
 
     Reads: `cells`. Writes: bitmap and ticket of the list, in `io.workspace`; `settled` of all peers.
     Barriers: two of the cluster; of the thread block, if it may be the one finisher.
     After: only the list's finishers are left, and its bitmap is complete. `rank` is that of a finisher.
     """
-    reach = set_reached(e)
-    joint = e.finishers > 1
-    tickets = e.slices * e.cluster // e.finishers  # of each row
-
-    # fmt: off
-    @T.inline
-    def phase(s, at, io, t):
-        reach(s, io.workspace, at.list, (at.slice * e.cluster + at.rank) * e.part, io.threshold, t)
-        T.cuda.thread_fence()
+    joint, tickets = T.meta_var(e.finishers > 1), T.meta_var(e.slices * e.cluster // e.finishers)
+    set_reached(e)(s, io.workspace, at.list, (at.slice * e.cluster + at.rank) * e.part, io.threshold, t)
+    T.cuda.thread_fence()
+    if joint:
+        cluster_barrier()
+    else:
+        T.cuda.cta_sync()
+        at.rank = 0
+    if at.rank == 0 and t == 0:
+        s.ticket = T.cuda.atomic_add(io.workspace.ptr_to([at.list, e.bitmap]), T.int32(1))
         if joint:
-            cluster_barrier()
+            for r in T.unroll(e.cluster):
+                T.evaluate(put_flag(s.settled.ptr_to([0]), r, T.Cast("int32", s.ticket == io.beam * tickets - 1)))
         else:
-            T.cuda.cta_sync()
-            at.rank = 0
-        if at.rank == 0 and t == 0:
-            s.ticket = T.cuda.atomic_add(io.workspace.ptr_to([at.list, e.bitmap]), T.int32(1))
-            if joint:
-                for r in T.unroll(e.cluster):
-                    T.evaluate(put_flag(s.settled.ptr_to([0]), r, T.Cast("int32", s.ticket == io.beam * tickets - 1)))
-            else:
-                s.settled[0] = T.Cast("int32", s.ticket == io.beam * tickets - 1)
-        if joint:
-            cluster_barrier()
-        else:
-            T.cuda.cta_sync()
-        if s.settled[0] == 0:
-            T.thread_return()
-        T.cuda.thread_fence()
-    # fmt: on
-    return phase
+            s.settled[0] = T.Cast("int32", s.ticket == io.beam * tickets - 1)
+    if joint:
+        cluster_barrier()
+    else:
+        T.cuda.cta_sync()
+    if s.settled[0] == 0:
+        T.thread_return()
+    T.cuda.thread_fence()
 
 
-def load_reached(vocab: int) -> Phase:
-    """One int32 of a list's complete bitmap, and of the words that are candidates anyway; called with (s, io, row,
-    word, u).
+@phase
+def load_reached(vocab, /, s, io, row, word, u):
+    """One int32 of a list's complete bitmap, and of the words that are candidates anyway.
 
     Writes: the `u`-th of `held`, without bits that stand for no word; as scratch `extra`. Barriers: none.
     """
-
-    # fmt: off
-    @T.inline
-    def phase(s, io, row, word, u):
-        T.ptx.ld.relaxed.gpu.global_.u32(s.held[u], io.workspace.ptr_to([row, word]))
-        T.ptx.ld.global_.u32(s.extra[u], io.always.ptr_to([word]))
-        s.held[u] = (s.held[u] | s.extra[u]) & valid_bits(vocab, word)
-    # fmt: on
-    return phase
+    T.ptx.ld.relaxed.gpu.global_.u32(s.held[u], io.workspace.ptr_to([row, word]))
+    T.ptx.ld.global_.u32(s.extra[u], io.always.ptr_to([word]))
+    s.held[u] = (s.held[u] | s.extra[u]) & valid_bits(vocab, word)
 
 
-def copy_reached(e: CountExtents) -> Phase:
-    """A list's complete bitmap into `chosen`; called with (s, at, io, t).
+@phase
+def copy_reached(e, /, s, at, io, t):
+    """A list's complete bitmap into `chosen`.
 
     Reads: bitmap and `always`. Writes: `chosen`; the bitmap and its ticket to 0; as scratch `held`, `extra`.
     Barriers: none; each thread block takes a share.
     """
-    load = load_reached(e.vocab)
-    share = ceildiv(e.bitmap, e.finishers)
-
-    # fmt: off
-    @T.inline
-    def phase(s, at, io, t):
-        for n in T.serial(ceildiv(share, e.threads)):
-            if n * e.threads + t < share and at.rank * share + n * e.threads + t < e.bitmap:
-                load(s, io, at.list, at.rank * share + n * e.threads + t, 0)
-                io.chosen[at.list, at.rank * share + n * e.threads + t] = T.reinterpret("int32", s.held[0])
-                io.workspace[at.list, at.rank * share + n * e.threads + t] = 0
-        if at.rank == 0 and t == 0:
-            io.workspace[at.list, e.bitmap] = 0
-    # fmt: on
-    return phase
+    share = T.meta_var(ceildiv(e.bitmap, e.finishers))
+    for n in T.serial(ceildiv(share, e.threads)):
+        if n * e.threads + t < share and at.rank * share + n * e.threads + t < e.bitmap:
+            load_reached(e.vocab)(s, io, at.list, at.rank * share + n * e.threads + t, 0)
+            io.chosen[at.list, at.rank * share + n * e.threads + t] = T.reinterpret("int32", s.held[0])
+            io.workspace[at.list, at.rank * share + n * e.threads + t] = 0
+    if at.rank == 0 and t == 0:
+        io.workspace[at.list, e.bitmap] = 0
 
 
 @T.inline
@@ -195,24 +159,19 @@ def announce_read(finishers: Any):
         cluster_arrive()
 
 
-def clear_workspace(e: CountExtents) -> Phase:
-    """The list's bitmap and tickets to 0, once all thread blocks have read it; called with (s, at, io, t), after
-    `announce_read`.
+@phase
+def clear_workspace(e, /, s, at, io, t):
+    """The list's bitmap and tickets to 0, once all thread blocks have read it, after `announce_read`.
 
     Writes: `io.workspace`. Barriers: the second half of one of the cluster; a single thread block needs a barrier of
     its own between its reads and this phase.
     """
-    share = ceildiv(e.bitmap, e.finishers)
-
-    # fmt: off
-    @T.inline
-    def phase(s, at, io, t):
-        if e.finishers > 1:
-            cluster_wait()
-        for n in T.serial(ceildiv(share, e.threads)):
-            if n * e.threads + t < share and at.rank * share + n * e.threads + t < e.bitmap:
-                io.workspace[at.list, at.rank * share + n * e.threads + t] = 0
-        if at.rank == 0 and t == 0:
-            io.workspace[at.list, e.bitmap] = 0
-    # fmt: on
-    return phase
+    share = T.meta_var(ceildiv(e.bitmap, e.finishers))
+    if e.finishers > 1:
+        cluster_wait()
+    for n in T.serial(ceildiv(share, e.threads)):
+        if n * e.threads + t < share and at.rank * share + n * e.threads + t < e.bitmap:
+            io.workspace[at.list, at.rank * share + n * e.threads + t] = 0
+    if at.rank == 0 and t == 0:
+        io.workspace[at.list, e.bitmap] = 0
+# fmt: on

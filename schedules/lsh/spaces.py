@@ -28,6 +28,9 @@ from .extents import (
 # the last are finished by all thread blocks of a cluster.
 FEW_THREADS, FEW_LANES, FEW_LOADS = 1024, 32, 2
 LONG_LIST = 32768
+# Words of a bucket from which on thread blocks of a cluster gain by exchanging buckets instead of hits, where they are
+# more than multiprocessors: 19 rows in 256 buckets took 1.3 times as long on an H200 without.
+LONG_BUCKET = 16
 # For many rows: threads of a multiprocessor, which thread blocks share, those that keep it busy, and the fewest of a
 # thread block.
 MOST_THREADS, BUSY_THREADS, FEWEST_THREADS = 2048, 1536, 256
@@ -89,9 +92,9 @@ def usual_point(
     """The point to start with; None if there is none in the table.
 
     As few slices as there may be. For few rows as many thread blocks a cluster as possible. Where these would be more
-    than two a multiprocessor, as many a row as each have a multiprocessor, else one; several thread blocks exchange
-    buckets, and one of them finishes. On an H200 319 rows took 8 times as long with the clusters that suit few rows,
-    875 rows twice (`scripts/regret.py`, seeds 1 and 7).
+    than two a multiprocessor, or more than one and buckets are long, as many a row as each have a multiprocessor, else
+    one; several thread blocks exchange buckets, and one of them finishes. On an H200 319 rows took 8 times as long with
+    the clusters that suit few rows, 875 rows twice (`scripts/regret.py`, seeds 1 and 7).
     """
     rows = problem.lists * problem.beam
     for slices in table["slices"]:
@@ -102,11 +105,14 @@ def usual_point(
         ]
         if not points:
             continue
-        if rows * points[0]["cluster"] <= 2 * machine.cores:
+        most = 1 if problem.vocab >= LONG_BUCKET * problem.buckets else 2
+        if rows * points[0]["cluster"] <= most * machine.cores:
             return points[0]
         fitting = [point for point in points if rows * point["cluster"] <= machine.cores]
         for point in [*fitting, *points[::-1]]:
-            found = {**point, "exchange": int(point["cluster"] > 1), "finishers": 1}
+            found = {**point, "finishers": 1}
+            if point["cluster"] > 1:  # the next launch's clusters would take the room of this one's
+                found |= {"exchange": 1, "overlap": min(1, point["overlap"])}
             if point not in fitting:
                 found |= _crowded(problem, machine, found)
             if allowed(found) is None:

@@ -11,9 +11,17 @@ from typing import Any
 
 from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
 from tvm_sparse.operators.candidate_topk.problem import CandidateTopk
+from tvm_sparse.operators.head_draw.problem import HeadDraw
 from tvm_sparse.operators.head_topk.problem import HeadTopk
 
-OutputLayer = HeadTopk | CandidateTopk | CandidateLogits
+# Those whose list of tokens is the vocabulary.
+ExactHead = HeadTopk | HeadDraw
+OutputLayer = ExactHead | CandidateTopk | CandidateLogits
+
+
+def draws_one(problem: OutputLayer) -> bool:
+    """Whether a token is drawn, and no best ones are found."""
+    return isinstance(problem, HeadDraw)
 
 
 def block_of(problem: OutputLayer) -> int:
@@ -23,22 +31,22 @@ def block_of(problem: OutputLayer) -> int:
 
 def most_words(problem: OutputLayer) -> int:
     """Tokens of a list that is full."""
-    return problem.vocab if isinstance(problem, HeadTopk) else problem.m * block_of(problem)
+    return problem.vocab if isinstance(problem, ExactHead) else problem.m * block_of(problem)
 
 
 def lists_of(problem: OutputLayer) -> tuple[int, int]:
     """Lists of tokens, and rows of hidden states of each."""
-    return (1, problem.batch) if isinstance(problem, HeadTopk) else (problem.lists, problem.beam)
+    return (1, problem.batch) if isinstance(problem, ExactHead) else (problem.lists, problem.beam)
 
 
 def best_of(problem: OutputLayer) -> int:
-    """Tokens to be found in each row; 0 of the gathered product, which finds none."""
-    return 0 if isinstance(problem, CandidateLogits) else problem.k
+    """Tokens to be found in each row, or drawn; 0 of the gathered product, which finds none."""
+    return 0 if isinstance(problem, CandidateLogits) else 1 if isinstance(problem, HeadDraw) else problem.k
 
 
 def candidates_of(problem: OutputLayer) -> int:
     """Candidates of a list; 0 of the exact head, whose list is the vocabulary."""
-    return 0 if isinstance(problem, HeadTopk) else problem.m
+    return 0 if isinstance(problem, ExactHead) else problem.m
 
 
 def stored_of(problem: OutputLayer) -> str:
@@ -60,9 +68,9 @@ def with_scores(io: Any) -> Any:
 
 def rows_shape(problem: OutputLayer, *rest: int) -> tuple[int | str, ...]:
     """The shape of a workspace that has `rest` elements for each row."""
-    return ("batch", *rest) if isinstance(problem, HeadTopk) else ("lists", problem.beam, *rest)
+    return ("batch", *rest) if isinstance(problem, ExactHead) else ("lists", problem.beam, *rest)
 
 
 def at_row(io: Any, index: Any, row: Any, *rest: Any) -> list[Any]:
     """Indices of an element of `hidden`, of an output or of a workspace, for row `row` of list `index`."""
-    return [row, *rest] if isinstance(io.problem, HeadTopk) else [index, row, *rest]
+    return [row, *rest] if isinstance(io.problem, ExactHead) else [index, row, *rest]

@@ -158,26 +158,18 @@ def launch(problem: BsrMatmul, decisions: Decisions) -> Launch:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How a product is cut into partial sums.
+    """How a product is cut into partial sums."""
 
-    Attributes
-    ----------
-    rows, cols
-        Shape of a weight block.
-    tile_m, tile_n, vec
-        As the decisions of these names. A *row tile* is `tile_n` rows of the weight, within a block row.
-    threads
-        Threads that share a dot product.
-    whole_blocks
-        Whether a thread takes every `threads`-th block of the block row, instead of every `threads`-th vector.
-    """
-
+    # Shape of a weight block.
     rows: int
     cols: int
+    # As the decisions of these names. A *row tile* is `tile_n` rows of the weight, within a block row.
     tile_m: int
     tile_n: int
     vec: int
+    # Threads that share a dot product.
     threads: int
+    # Whether a thread takes every `threads`-th block of the block row, instead of every `threads`-th vector.
     whole_blocks: bool
 
     def position(self, q: Any, thread: Any) -> Any:
@@ -203,12 +195,11 @@ class Sizes:
         return (io.indptr[tile * self.tile_n // self.rows + 1] - self.first(io, tile)) * self.cols
 
 
+# fmt: off
 def partial_sums(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
     """The block `part` of a schedule: each thread's part of each sum.
 
-    Reads: x and the weight.
-    Writes: `part`.
-    After: every thread has its part of each sum, zero if that is nothing.
+    Reads: x and the weight. Writes: `part`. After: every thread has its part of each sum, zero if that is nothing.
     """
     from tvm.script import tirx as T
 
@@ -217,7 +208,6 @@ def partial_sums(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
     )  # fmt: skip
     position, steps, first, elements = sizes.position, sizes.steps, sizes.first, sizes.elements
 
-    # fmt: off
     @T.inline
     def stage(io, part):
         for i, j, t in T.grid((io.m + (tile_m - 1)) // tile_m, row_tiles, threads):
@@ -252,22 +242,18 @@ def partial_sums(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
                                 for v in T.unroll(vec):
                                     part[vi, vj, jj, ii, thread] = part[vi, vj, jj, ii, thread] + T.Cast(
                                         "float32", w[jj, v]) * T.Cast("float32", a[v])
-    # fmt: on
     return stage
 
 
 def totals(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
     """The block `total` of a schedule: the sum over the threads.
 
-    Reads: `part`.
-    Writes: `total`.
-    After: each sum is whole.
+    Reads: `part`. Writes: `total`. After: each sum is whole.
     """
     from tvm.script import tirx as T
 
     tile_m, tile_n, threads = sizes.tile_m, sizes.tile_n, sizes.threads
 
-    # fmt: off
     @T.inline
     def stage(io, part, total):
         for i, j, jj, ii, t in T.grid((io.m + (tile_m - 1)) // tile_m, row_tiles, tile_n, tile_m, threads):
@@ -276,15 +262,13 @@ def totals(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
                 with T.init():
                     total[vi, vj, vjj, vii] = T.float32(0)
                 total[vi, vj, vjj, vii] = total[vi, vj, vjj, vii] + part[vi, vj, vjj, vii, thread]
-    # fmt: on
     return stage
 
 
 def outputs(sizes: Sizes, row_tiles: int, biased: bool) -> Callable[..., Any]:
     """The block `y` of a schedule: bias, activation, and the store.
 
-    Reads: `total` and the bias.
-    Writes: y, but for rows beyond m.
+    Reads: `total` and the bias. Writes: y, but for rows beyond m.
     """
     from tvm.script import tirx as T
 
@@ -292,7 +276,6 @@ def outputs(sizes: Sizes, row_tiles: int, biased: bool) -> Callable[..., Any]:
 
     tile_m, tile_n = sizes.tile_m, sizes.tile_n
 
-    # fmt: off
     @T.inline
     def stage(io, total):
         for i, j, jj, ii in T.grid((io.m + (tile_m - 1)) // tile_m, row_tiles, tile_n, tile_m):
@@ -306,7 +289,6 @@ def outputs(sizes: Sizes, row_tiles: int, biased: bool) -> Callable[..., Any]:
                 if vi * tile_m + vii < io.m:
                     io.y[vi * tile_m + vii, vj * tile_n + vjj] = output(
                         io, vj * tile_n + vjj, total[vi, vj, vjj, vii], plain=True)
-    # fmt: on
     return stage
 
 
@@ -326,7 +308,6 @@ def definition(problem: BsrMatmul, tile_m: int, tile_n: int, threads: int, vec: 
         partial_sums(sizes, row_tiles), totals(sizes, row_tiles), outputs(sizes, row_tiles, bool(problem.bias)),
     )  # fmt: skip
 
-    # fmt: off
     @T.inline
     def body(io):
         part = T.sblock_alloc_buffer(((io.m + (tile_m - 1)) // tile_m, row_tiles, tile_n, tile_m, threads), "float32")
@@ -334,8 +315,8 @@ def definition(problem: BsrMatmul, tile_m: int, tile_n: int, threads: int, vec: 
         sum_parts(io, part)
         add_up(io, part, total)
         store(io, total)
-    # fmt: on
     return scheduled(problem, body)
+# fmt: on
 
 
 def build(problem: BsrMatmul, decisions: Decisions, whole_blocks: bool = False) -> Program:

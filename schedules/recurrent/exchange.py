@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 
 from ..device.selection import FULL_WARP
@@ -126,52 +127,43 @@ def sent_words(e: Exchanged) -> int:
 
 
 # fmt: off
-def collect(e: Exchanged) -> Phase:
-    """Bring together the states that are sent at once, those of neighbouring lanes; the phase is (s).
+@phase
+def collect(e, /, s):
+    """Bring together the states that are sent at once, those of neighbouring lanes.
 
     Reads: `bits`. Writes: `sent`; it is right in the first lane of those whose states are sent together. Barriers:
     none, but all lanes of a warp take part.
     """
-    infinity, nan = INFINITY[e.dtype], NAN if e.itemsize == 4 else HALF_NAN
     # 16 bits: the first exchange makes words, each further one doubles their number.
-    halves = e.itemsize == 2 and e.sent_bytes > 2
-    doublings = sent_words(e).bit_length() - 1
-
-    @T.inline
-    def phase(s):
-        s.sent[0] = T.Select((s.bits[0] & T.uint32(nan)) > T.uint32(infinity), T.uint32(nan), s.bits[0])
-        if halves:
-            s.sent[0] = s.sent[0] | (T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sent[0], 1, 32, 32) << T.uint32(16))
-        for d in T.unroll(doublings):
-            for i in T.unroll(sent_words(e)):
-                if i < (1 << d):
-                    s.sent[(1 << d) + i] = T.tvm_warp_shuffle_xor(
-                        T.uint32(FULL_WARP), s.sent[i], (2 if halves else 1) << d, 32, 32)
-
-    return phase
+    nan = T.meta_var(NAN if e.itemsize == 4 else HALF_NAN)
+    halves = T.meta_var(e.itemsize == 2 and e.sent_bytes > 2)
+    s.sent[0] = T.Select((s.bits[0] & T.uint32(nan)) > T.uint32(INFINITY[e.dtype]), T.uint32(nan), s.bits[0])
+    if halves:
+        s.sent[0] = s.sent[0] | (T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sent[0], 1, 32, 32) << T.uint32(16))
+    for d in T.unroll(sent_words(e).bit_length() - 1):
+        for i in T.unroll(sent_words(e)):
+            if i < (1 << d):
+                s.sent[(1 << d) + i] = T.tvm_warp_shuffle_xor(
+                    T.uint32(FULL_WARP), s.sent[i], (2 if halves else 1) << d, 32, 32)
 
 
-def put(e: Exchanged) -> Phase:
-    """Store the collected states in the exchange; the phase is (s, slot, pack, column, mine).
+@phase
+def put(e, /, s, slot, pack, column, mine):
+    """Store the collected states in the exchange.
 
     `column`: of the first state. `mine`: whether the lane stores.
 
     Reads: `sent`. Writes: the exchange, by a store that goes to the L2 cache at once. Barriers: none.
     """
-    store = STORE_EXCHANGED[e.sent_bytes]
-
-    @T.inline
-    def phase(s, slot, pack, column, mine):
-        if mine:
-            at = T.meta_var(
-                s.base[0] + T.Cast("uint64", slot * e.packs + pack) * T.uint64(e.pitch * WIDEST)
-                + T.Cast("uint64", column) * T.uint64(e.column_bytes))
-            if e.sent_bytes == 2:
-                store(at, T.Cast("uint16", s.sent[0]))
-            else:
-                store(at, *[s.sent[i] for i in range(sent_words(e))])
-
-    return phase
+    store = T.meta_var(STORE_EXCHANGED[e.sent_bytes])
+    if mine:
+        at = T.meta_var(
+            s.base[0] + T.Cast("uint64", slot * e.packs + pack) * T.uint64(e.pitch * WIDEST)
+            + T.Cast("uint64", column) * T.uint64(e.column_bytes))
+        if e.sent_bytes == 2:
+            store(at, T.Cast("uint16", s.sent[0]))
+        else:
+            store(at, *[s.sent[i] for i in range(sent_words(e))])
 
 
 def mark(e: Exchanged, polled: bool = True, begun: bool = True, gap: tuple[int, int] = (0, 0)) -> Phase:
@@ -220,17 +212,13 @@ def mark(e: Exchanged, polled: bool = True, begun: bool = True, gap: tuple[int, 
     return phase
 
 
-def find_source(e: Exchanged) -> Phase:
-    """The address of the states of a pack before a step; the phase is (s, io, slot, pack).
+@phase
+def find_source(e, /, s, io, slot, pack):
+    """The address of the states of a pack before a step.
 
     Writes: `source`. Barriers: none.
     """
-
-    @T.inline
-    def phase(s, io, slot, pack):
-        s.source[0] = s.base[0] + T.Cast("uint64", slot * e.packs + pack) * T.uint64(e.pitch * WIDEST)
-
-    return phase
+    s.source[0] = s.base[0] + T.Cast("uint64", slot * e.packs + pack) * T.uint64(e.pitch * WIDEST)
 
 
 @T.inline
@@ -241,24 +229,20 @@ def load_copied(s, number, i):  # type: ignore[no-untyped-def]
         s.source[0] + T.Cast("uint64", number * WIDEST))
 
 
-def fetch(e: Exchanged, vectors: int) -> Phase:
-    """Issue the loads of a round of `stage`; the phase is (s, base).
+@phase
+def fetch(e, vectors, /, s, base):
+    """Issue the loads of a round of `stage`.
 
     `base`: the first vector of the thread in the round, counted from `source`; in the first round that is `s.t`.
 
     Reads: the exchange, from the address `source` on. Writes: `copied`. Barriers: none.
     """
-
-    @T.inline
-    def phase(s, base):
-        for i in T.unroll(e.loads):
-            if base + i * e.threads < vectors:
-                load_copied(s, base + i * e.threads, i)
-            else:
-                for v in T.unroll(4):
-                    s.copied[i * 4 + v] = T.uint32(0)
-
-    return phase
+    for i in T.unroll(e.loads):
+        if base + i * e.threads < vectors:
+            load_copied(s, base + i * e.threads, i)
+        else:
+            for v in T.unroll(4):
+                s.copied[i * 4 + v] = T.uint32(0)
 
 
 def stage(

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 Phase = Callable[..., Any]
 # 1 / (1 + e^-x) by the approximate instructions of the hardware: an error of 2 units in the last place, and of |x| / 2
 # more from the exponential where x is large and the result is nearly 0 or 1. 1 / inf is 0.
@@ -91,19 +93,15 @@ def gates(e: Gated) -> Phase:
     return {"lstm": lstm, "gru": gru, "gru_reset_before": reset_before}.get(e.cell, plain)
 
 
-def reset_gates(e: Gated) -> Phase:
-    """The first half of a step with the reset before the product; the phase is (s, u).
+@phase
+def reset_gates(e, /, s, u):
+    """The first half of a step with the reset before the product.
 
     Reads: `sums` and `x` of r and z, `own`. Writes: `passed`, z; `result`, the state before the step times r.
     Barriers: none.
     """
-    many, k = e.gates, e.pack
-
-    @T.inline
-    def phase(s, u):
-        row = T.meta_var(u * many)
-        s.passed[0] = sigmoid(s.x[row + 1] + s.sums[(row + 1) * k])
-        s.result[u] = sigmoid(s.x[row] + s.sums[row * k]) * s.own[0]
-
-    return phase
+    k = T.meta_var(e.pack)
+    row = T.meta_var(u * e.gates)
+    s.passed[0] = sigmoid(s.x[row + 1] + s.sums[(row + 1) * k])
+    s.result[u] = sigmoid(s.x[row] + s.sums[row * k]) * s.own[0]
 # fmt: on

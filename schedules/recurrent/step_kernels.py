@@ -34,6 +34,7 @@ def default(problem: RecurrentLayer, machine: Machine) -> Decisions:
     }
 
 
+# fmt: off
 def sum_rows(
     rows: Any, gates: int, batch: int, samples: int, lanes: int, load: Callable[..., Any], begin: int = 0
 ) -> Callable[..., Any]:
@@ -50,7 +51,6 @@ def sum_rows(
 
     from ..device.selection import FULL_WARP
 
-    # fmt: off
     @T.inline
     def phase(io, s, t, slot, first, lane):
         for gate in T.unroll(begin, gates):
@@ -70,7 +70,6 @@ def sum_rows(
                 for bit in T.unroll(lanes.bit_length() - 1):
                     s.sums[gate * samples + v] = s.sums[gate * samples + v] + T.tvm_warp_shuffle_xor(
                         T.uint32(FULL_WARP), s.sums[gate * samples + v], 1 << bit, 32, 32)
-    # fmt: on
     return phase
 
 
@@ -92,7 +91,6 @@ def build(problem: RecurrentLayer, decisions: Decisions) -> Program:
     rows, twice = problem.rows(), problem.exchanges == 2
     update, reset = next_state(cell, 1, sigmoid, tanh), reset_state(1, sigmoid)
 
-    # fmt: off
     @T.inline
     def load_state(io, t, b, unit, into, at):
         """`into[at]`: the state of a unit before step t."""
@@ -202,8 +200,8 @@ def build(problem: RecurrentLayer, decisions: Decisions) -> Program:
                     for_units(io, t, add_up_gates, scale_state)
             with device_region():
                 for_units(io, t, add_up, one_sequence)
-    # fmt: on
     own = [Workspace("cells", (batch, hidden), "float32")] if lstm or twice else []
     if twice:
         own.append(Workspace("scaled", (batch, hidden), dtype))
     return gpu_program(problem, body, own)
+# fmt: on

@@ -6,8 +6,8 @@ sum    the pair (m, d) of a thread's elements: maximum, and sum of exponentials 
 join   pairs of a warp, a thread block and a cluster
 best   a bound that at least k elements of a row reach: the k-th best of the largest elements of groups
 
-A phase is a factory: it takes a kernel's `Extents` and returns an inline over a thread's `RowState` (`state`) and what
-else it reads or writes. Its docstring says what it reads, what it writes, which barriers it holds, and what is true
-afterwards. Users: `softmax`, `logsumexp` and `softmax_sample`. The phases of `best` take buffers instead of a state;
-its users are the kernels of softmax_topk, of the output layer and of the LSH step that look for a bound.
+A phase takes a kernel's `Extents`, then a thread's `RowState` (`state`) and what else it reads or writes. Its docstring
+says what it reads, what it writes, which barriers it holds, and what is true afterwards. Users: `softmax`, `logsumexp`
+and `softmax_sample`. The phases of `best` take buffers instead of a state; its users are the kernels of softmax_topk,
+of the output layer and of the LSH step that look for a bound.
 """

@@ -17,11 +17,9 @@ Users: `softmax_topk/held_rows`, `output_layer/best`, `output_layer/warpgroups` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 
 from ..device.selection import FULL_WARP
@@ -37,8 +35,9 @@ def offer(s, tops, group, ordered):
     T.evaluate(T.call_extern("uint32", "atomicMax", tops.ptr_to([group]), ordered))
 
 
-def find_kth(groups: int, warps: int, k: int, tell: Callable[..., Any]) -> Callable[..., Any]:
-    """Find the k-th best of `groups` tops. The phase is (s, tops).
+@phase
+def find_kth(groups, warps, k, tell, /, s, tops):
+    """Find the k-th best of `groups` tops.
 
     `tell`: (s, top), called in the lane that has the k-th best; there, `slot` tops are no less and `need` are better.
         Several lanes call it if several tops are equal.
@@ -46,108 +45,87 @@ def find_kth(groups: int, warps: int, k: int, tell: Callable[..., Any]) -> Calla
     Reads: `tops`. Writes: `own`, the tops by lanes; scratch is `need`, `slot`. Barriers: none; one has to come before
     other threads read what `tell` has written.
     """
-
-    @T.inline
-    def phase(s, tops):
-        other = T.alloc_local([1], "uint32")
+    other = T.alloc_local([1], "uint32")
+    for j in T.unroll(groups // 32):
+        s.own[j] = tops[j * 32 + s.t % 32]
+    # Each warp looks at some tops: is the top the k-th best, or one of equals among which that is?
+    for i in T.unroll(ceildiv(groups, warps)):
+        other[0] = tops[(i * warps + s.t // 32) % groups]
+        s.need[0] = 0
+        s.slot[0] = 0
         for j in T.unroll(groups // 32):
-            s.own[j] = tops[j * 32 + s.t % 32]
-        # Each warp looks at some tops: is the top the k-th best, or one of equals among which that is?
-        for i in T.unroll(ceildiv(groups, warps)):
-            other[0] = tops[(i * warps + s.t // 32) % groups]
-            s.need[0] = 0
-            s.slot[0] = 0
-            for j in T.unroll(groups // 32):
-                s.need[0] = s.need[0] + T.Cast(
-                    "int32", T.popcount(T.cuda.ballot_sync(T.uint32(FULL_WARP), s.own[j] > other[0])))
-                s.slot[0] = s.slot[0] + T.Cast(
-                    "int32", T.popcount(T.cuda.ballot_sync(T.uint32(FULL_WARP), s.own[j] >= other[0])))
-            if s.t % 32 == 0 and s.need[0] < k and s.slot[0] >= k:
-                tell(s, other[0])
-
-    return phase
+            s.need[0] = s.need[0] + T.Cast(
+                "int32", T.popcount(T.cuda.ballot_sync(T.uint32(FULL_WARP), s.own[j] > other[0])))
+            s.slot[0] = s.slot[0] + T.Cast(
+                "int32", T.popcount(T.cuda.ballot_sync(T.uint32(FULL_WARP), s.own[j] >= other[0])))
+        if s.t % 32 == 0 and s.need[0] < k and s.slot[0] >= k:
+            tell(s, other[0])
 
 
-def kth_of_shared(groups: int, k: int) -> Callable[..., Any]:
+@phase
+def kth_of_shared(groups, k, /, tops, first, own, bits):
     """Find the k-th best of `groups` tops, a multiple of 32: the least top that fewer than k tops exceed.
 
-    The phase is (tops, first, own, bits), of one warp.
+    One warp executes it.
 
     Reads: `tops[first:first + groups]`, with `first` a multiple of four; `own`, those of them that are this lane's.
     Writes: `bits[0]`, the k-th best, in all lanes. Barriers: none, but all lanes take part.
     """
-    each = groups // 32
-
-    @T.inline
-    def phase(tops, first, own, bits):
-        better = T.alloc_local([each], "int32")
-        others = T.alloc_local([4], "uint32")
-        for j in T.unroll(each):
-            better[j] = 0
-        for four in T.unroll(groups // 4):
-            load_shared(others[0], others[1], others[2], others[3], tops.ptr_to([first + four * 4]))
-            for i in T.unroll(4):
-                for j in T.unroll(each):
-                    if others[i] > own[j]:
-                        better[j] = better[j] + 1
-        bits[0] = T.uint32(NONE)
-        for j in T.unroll(each):
-            if better[j] < k:
-                bits[0] = T.min(bits[0], own[j])
-        bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), bits[0])
-
-    return phase
+    each = T.meta_var(groups // 32)
+    better = T.alloc_local([each], "int32")
+    others = T.alloc_local([4], "uint32")
+    for j in T.unroll(each):
+        better[j] = 0
+    for four in T.unroll(groups // 4):
+        load_shared(others[0], others[1], others[2], others[3], tops.ptr_to([first + four * 4]))
+        for i in T.unroll(4):
+            for j in T.unroll(each):
+                if others[i] > own[j]:
+                    better[j] = better[j] + 1
+    bits[0] = T.uint32(NONE)
+    for j in T.unroll(each):
+        if better[j] < k:
+            bits[0] = T.min(bits[0], own[j])
+    bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), bits[0])
 
 
-def kth_of_lanes(each: int, k: int) -> Callable[..., Any]:
+@phase
+def kth_of_lanes(each, k, /, own, better, bits):
     """Find the k-th best of the tops of a warp's lanes, `each` a lane; the largest number of fewer than k.
-
-    The phase is (own, better, bits).
 
     Reads: `own`. Writes: `better`, how many tops exceed each of them; `bits[0]`, in all lanes. Barriers: none, but all
     lanes take part.
     """
-
-    @T.inline
-    def phase(own, better, bits):
+    for q in T.unroll(each):
+        better[q] = 0
+    for lane in T.unroll(32):
         for q in T.unroll(each):
-            better[q] = 0
-        for lane in T.unroll(32):
-            for q in T.unroll(each):
-                bits[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), own[q], lane, 32, 32)
-                for r in T.unroll(each):
-                    if bits[0] > own[r]:
-                        better[r] = better[r] + 1
-        # Equal tops are exceeded by as many. A selection and an `if` are different machine code.
-        bits[0] = T.uint32(NONE)
-        for q in T.unroll(each):
-            bits[0] = T.min(bits[0], T.Select(better[q] < k, own[q], T.uint32(NONE)))
-        bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), bits[0])
-
-    return phase
+            bits[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), own[q], lane, 32, 32)
+            for r in T.unroll(each):
+                if bits[0] > own[r]:
+                    better[r] = better[r] + 1
+    # Equal tops are exceeded by as many. A selection and an `if` are different machine code.
+    bits[0] = T.uint32(NONE)
+    for q in T.unroll(each):
+        bits[0] = T.min(bits[0], T.Select(better[q] < k, own[q], T.uint32(NONE)))
+    bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), bits[0])
 
 
-def kth_by_bits(each: int, k: int, digits: int) -> Callable[..., Any]:
+@phase
+def kth_by_bits(each, k, digits, /, own, reached, bits):
     """Find the upper `digits` bits of the k-th best of the tops of a warp's lanes, `each` a lane.
-
-    The phase is (own, reached, bits).
 
     Reads: `own`. Writes: `bits[0]`, the largest number that k tops reach and whose other bits are 0;
     scratch is `reached`. Barriers: none, but all lanes take part.
     """
-
-    @T.inline
-    def phase(own, reached, bits):
-        bits[0] = T.uint32(0)
-        for i in T.serial(digits):
-            bit: T.uint32 = T.uint32(1 << 31) >> T.Cast("uint32", i)
-            reached[0] = T.uint32(0)
-            for j in T.unroll(each):
-                if own[j] >= (bits[0] | bit):
-                    reached[0] = reached[0] + T.uint32(1)
-            reached[0] = T.call_extern("uint32", "__reduce_add_sync", T.uint32(FULL_WARP), reached[0])
-            if reached[0] >= T.uint32(k):
-                bits[0] = bits[0] | bit
-
-    return phase
+    bits[0] = T.uint32(0)
+    for i in T.serial(digits):
+        bit: T.uint32 = T.uint32(1 << 31) >> T.Cast("uint32", i)
+        reached[0] = T.uint32(0)
+        for j in T.unroll(each):
+            if own[j] >= (bits[0] | bit):
+                reached[0] = reached[0] + T.uint32(1)
+        reached[0] = T.call_extern("uint32", "__reduce_add_sync", T.uint32(FULL_WARP), reached[0])
+        if reached[0] >= T.uint32(k):
+            bits[0] = bits[0] | bit
 # fmt: on

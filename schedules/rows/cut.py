@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import ceildiv
 
@@ -35,74 +36,55 @@ REGISTERS = 16384
 OVERHEAD = {"float32": 28, "float16": 40, "bfloat16": 40}
 
 
+extent = Derived["Extents", int]
+whether = Derived["Extents", bool]
+
+
 @dataclass(frozen=True)
 class Extents:
-    """What a kernel is generated from.
+    """What a kernel is generated from."""
 
-    Attributes
-    ----------
-    writes
-        Whether the kernel writes a result for each element, as softmax does; else one value a row, as logsumexp.
-    algorithm
-        The paper's: "online", "safe" or "naive".
-    dtype, vocab
-        The logits' dtype and how many a row has.
-    keep
-        Where a row's elements stay until the normaliser is known.
-    cluster
-        Thread blocks that share a row, as one cluster.
-    threads
-        Threads of a block that share a row, or its part.
-    rows
-        Rows of a block; more than one only where a row has one warp.
-    vectors
-        Vectors that a thread has in registers at once.
-    slices
-        Parts of a thread block: 1, or one for each of its warps, which then is all that `threads` counts. Parts are
-        numbered in the order of their columns, and the last one has the ragged elements at the row's end.
-    written
-        Whether vectors are loaded so that what a producer kernel wrote is seen (`device.overlap`).
-    out_dtype
-        The dtype of the results, where there is one for each element; the logits' if absent.
-    tempered
-        Whether each row has a temperature: exponents are multiplied by `RowState.factor`.
-    """
-
+    # Whether the kernel writes a result for each element, as softmax does; else one value a row, as logsumexp.
     writes: bool
+    # The paper's: "online", "safe" or "naive".
     algorithm: str
+    # The logits' dtype and how many a row has.
     dtype: str
     vocab: int
+    # Where a row's elements stay until the normaliser is known.
     keep: Keep
+    # Thread blocks that share a row, as one cluster.
     cluster: int
+    # Threads of a block that share a row, or its part.
     threads: int
+    # Rows of a block; more than one only where a row has one warp.
     rows: int
+    # Vectors that a thread has in registers at once.
     vectors: int
+    # Parts of a thread block: 1, or one for each of its warps, which then is all that `threads` counts. Parts are
+    # numbered in the order of their columns, and the last one has the ragged elements at the row's end.
     slices: int = 1
+    # Whether vectors are loaded so that what a producer kernel wrote is seen (`device.overlap`).
     written: bool = False
+    # The dtype of the results, where there is one for each element; the logits' if absent.
     out_dtype: str = ""
+    # Whether each row has a temperature: exponents are multiplied by `RowState.factor`.
     tempered: bool = False
 
     # ---- vectors -----------------------------------------------------------------------------------
 
-    @property
-    def width(self) -> int:
-        """Elements of a vector."""
-        return vector_width(self.dtype)
+    # Elements of a vector.
+    width = extent(lambda e: vector_width(e.dtype))
 
     @property
     def word(self) -> str:
         """The dtype of a vector's four words: one float32, or two elements of half precision."""
         return "float32" if self.dtype == "float32" and not self.written else "uint32"
 
-    @property
-    def stores(self) -> int:
-        """Stores of 16 bytes that the results of a vector take."""
-        return self.width // vector_width(self.out_dtype or self.dtype)
-
-    @property
-    def ragged(self) -> bool:
-        """Whether rows have elements outside of their whole vectors."""
-        return self.vocab % self.width != 0
+    # Stores of 16 bytes that the results of a vector take.
+    stores = extent(lambda e: e.width // vector_width(e.out_dtype or e.dtype))
+    # Whether rows have elements outside of their whole vectors.
+    ragged = whether(lambda e: e.vocab % e.width != 0)
 
     @property
     def fewest(self) -> int:
@@ -112,64 +94,34 @@ class Extents:
 
     # ---- parts -------------------------------------------------------------------------------------
 
-    @property
-    def parts(self) -> int:
-        """Parts of a row."""
-        return self.cluster * self.slices
-
-    @property
-    def part(self) -> int:
-        """Whole vectors of a part, of the last one at most."""
-        return ceildiv(self.vocab // self.width, self.parts)
-
-    @property
-    def part_fewest(self) -> int:
-        """Whole vectors that every part has, wherever its row begins."""
-        return max(0, self.fewest - (self.parts - 1) * self.part)
-
-    @property
-    def kept(self) -> int:
-        """Vectors of a thread that keeps its share of the part."""
-        return ceildiv(self.part, self.threads)
-
-    @property
-    def warps(self) -> int:
-        """Warps of a block that share a row, or its part."""
-        return self.threads // 32
-
-    @property
-    def pairs(self) -> int:
-        """Pairs of (m, d) that are joined through shared memory: one from every warp of the row."""
-        return self.parts * self.warps
+    # Parts of a row.
+    parts = extent(lambda e: e.cluster * e.slices)
+    # Whole vectors of a part, of the last one at most.
+    part = extent(lambda e: ceildiv(e.vocab // e.width, e.parts))
+    # Whole vectors that every part has, wherever its row begins.
+    part_fewest = extent(lambda e: max(0, e.fewest - (e.parts - 1) * e.part))
+    # Vectors of a thread that keeps its share of the part.
+    kept = extent(lambda e: ceildiv(e.part, e.threads))
+    # Warps of a block that share a row, or its part.
+    warps = extent(lambda e: e.threads // 32)
+    # Pairs of (m, d) that are joined through shared memory: one from every warp of the row.
+    pairs = extent(lambda e: e.parts * e.warps)
 
     # ---- tiles -------------------------------------------------------------------------------------
 
-    @property
-    def tile(self) -> int:
-        """Vectors of a tile."""
-        return self.vectors * self.threads
-
-    @property
-    def full_tiles(self) -> int:
-        """Tiles of a part that lie inside of it for every row; they are read without comparing indices."""
-        return self.part_fewest // self.tile
-
-    @property
-    def other_tiles(self) -> int:
-        """Tiles that follow these, of which some vectors may lie beyond the part."""
-        return ceildiv(self.part, self.tile) - self.full_tiles
-
-    @property
-    def certain(self) -> int:
-        """Vectors that every thread has for every row; used where a part is one tile, kept in registers."""
-        return self.part_fewest // self.threads
+    # Vectors of a tile.
+    tile = extent(lambda e: e.vectors * e.threads)
+    # Tiles of a part that lie inside of it for every row; they are read without comparing indices.
+    full_tiles = extent(lambda e: e.part_fewest // e.tile)
+    # Tiles that follow these, of which some vectors may lie beyond the part.
+    other_tiles = extent(lambda e: ceildiv(e.part, e.tile) - e.full_tiles)
+    # Vectors that every thread has for every row; used where a part is one tile, kept in registers.
+    certain = extent(lambda e: e.part_fewest // e.threads)
 
     # ---- elements in registers ---------------------------------------------------------------------
 
-    @property
-    def in_place(self) -> bool:
-        """Whether exponentials take the place of the logits in registers, so that each is computed once."""
-        return self.keep == "registers" and self.dtype == "float32" and self.writes
+    # Whether exponentials take the place of the logits in registers, so that each is computed once.
+    in_place = whether(lambda e: e.keep == "registers" and e.dtype == "float32" and e.writes)
 
     @property
     def fenced(self) -> bool:
@@ -179,10 +131,8 @@ class Extents:
         """
         return self.keep == "registers" and self.dtype != "float32"
 
-    @property
-    def registers(self) -> int:
-        """Registers that a thread needs which keeps its share of the part."""
-        return 4 * self.kept + OVERHEAD[self.dtype] + (4 * (self.stores - 1) if self.writes else 0)
+    # Registers that a thread needs which keeps its share of the part.
+    registers = extent(lambda e: 4 * e.kept + OVERHEAD[e.dtype] + (4 * (e.stores - 1) if e.writes else 0))
 
     def available(self, blocks: int) -> int:
         """Registers that a thread may have if `blocks` thread blocks are to share a multiprocessor."""

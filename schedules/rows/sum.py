@@ -7,6 +7,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ..device.arithmetic import LOG2_E
 from .cut import Extents
 from .hold import copy_part, fence_tile, load_tile, take_tile, value
@@ -24,72 +26,59 @@ def scaled(s: Any, difference: Any) -> Any:
 
 
 # fmt: off
-def begin_pair(ext: Extents) -> Phase:
+@phase
+def begin_pair(ext, /, s):
     """Reads: `edge`. Writes: `m`, `d`, `tile`, `top_tile`. Barriers: none.
 
     After: `m` covers the ragged element, whose exponential is added last (`add_edge`), when `m` is final; `d` is 0.
     """
-
-    @T.inline
-    def phase(s):
-        s.m = T.max(LOWEST, s.edge)
-        if ext.algorithm == "naive":
-            s.m = T.float32(0)
-        if not ext.writes:
-            s.m = T.min(s.m, HIGHEST)
-        s.d = T.float32(0)
-        if ext.tempered:
-            s.tile = 0
-            s.top_tile = ext.full_tiles + ext.other_tiles
-
-    return phase
+    s.m = T.max(LOWEST, s.edge)
+    if ext.algorithm == "naive":
+        s.m = T.float32(0)
+    if not ext.writes:
+        s.m = T.min(s.m, HIGHEST)
+    s.d = T.float32(0)
+    if ext.tempered:
+        s.tile = 0
+        s.top_tile = ext.full_tiles + ext.other_tiles
 
 
-def raise_maximum(ext: Extents) -> Phase:
+@phase
+def raise_maximum(ext, /, s):
     """Reads: `raw`, `tile`. Writes: `m`, `d`, `top`, `top_tile`. Barriers: none.
 
     After: `m` covers `raw`, and `d` is relative to it.
     """
-
-    @T.inline
-    def phase(s):
-        s.top = s.m
-        for e in T.unroll(ext.vectors * ext.width):
-            s.top = T.max(s.top, value(ext, s.raw, e))
-        if not ext.writes:
-            s.top = T.min(s.top, HIGHEST)
-        if s.top > s.m:
-            s.d = s.d * T.exp2(scaled(s, s.m - s.top))
-            s.m = s.top
-            if ext.tempered:
-                s.top_tile = s.tile
-
-    return phase
+    s.top = s.m
+    for e in T.unroll(ext.vectors * ext.width):
+        s.top = T.max(s.top, value(ext, s.raw, e))
+    if not ext.writes:
+        s.top = T.min(s.top, HIGHEST)
+    if s.top > s.m:
+        s.d = s.d * T.exp2(scaled(s, s.m - s.top))
+        s.m = s.top
+        if ext.tempered:
+            s.top_tile = s.tile
 
 
-def absorb(ext: Extents) -> Phase:
+@phase
+def absorb(ext, /, s, log):
     """Reads: `raw`. Writes: `m`, `d`, `top`, `power`, `tile`; `raw` where it is to hold exponentials. Barriers: none.
 
     After: (m, d) covers the elements of `raw`: the online algorithm, rescaled once for all of them. The others have
     their maximum before.
     """
-    raised, fenced = raise_maximum(ext), fence_tile(ext)
-
-    @T.inline
-    def phase(s, log):
-        if ext.algorithm == "online":
-            raised(s)
-            fenced(s)
-        for e in T.unroll(ext.vectors * ext.width):
-            # Without the steps that exp2 takes for subnormal results, which add nothing to a sum of at least 1.
-            T.ptx.ex2.approx.ftz.f32(s.power, scaled(s, value(ext, s.raw, e) - s.m))
-            s.d = s.d + s.power
-            if ext.in_place:
-                s.raw[e] = T.Select(log != 0, s.raw[e], s.power)
-        if ext.tempered:
-            s.tile = s.tile + 1
-
-    return phase
+    if ext.algorithm == "online":
+        raise_maximum(ext)(s)
+        fence_tile(ext)(s)
+    for e in T.unroll(ext.vectors * ext.width):
+        # Without the steps that exp2 takes for subnormal results, which add nothing to a sum of at least 1.
+        T.ptx.ex2.approx.ftz.f32(s.power, scaled(s, value(ext, s.raw, e) - s.m))
+        s.d = s.d + s.power
+        if ext.in_place:
+            s.raw[e] = T.Select(log != 0, s.raw[e], s.power)
+    if ext.tempered:
+        s.tile = s.tile + 1
 
 
 def accumulate(ext: Extents) -> Phase:
@@ -100,61 +89,44 @@ def accumulate(ext: Extents) -> Phase:
     return {"registers": _accumulate_held, "shared": _accumulate_staged, "nowhere": _accumulate_streamed}[ext.keep](ext)
 
 
-def _accumulate_held(ext: Extents) -> Phase:
-    load, absorbed = load_tile(ext), absorb(ext)
-
-    @T.inline
-    def phase(s, words, block, log):
-        load(s, words, 0, ext.certain)
-        absorbed(s, log)
-
-    return phase
+@phase
+def _accumulate_held(ext, /, s, words, block, log):
+    load_tile(ext)(s, words, 0, ext.certain)
+    absorb(ext)(s, log)
 
 
-def _accumulate_staged(ext: Extents) -> Phase:
-    copied, take, absorbed = copy_part(ext), take_tile(ext), absorb(ext)
-
-    @T.inline
-    def phase(s, words, block, log):
-        copied(s, words, block.stage)
-        for i in T.serial(ext.full_tiles + ext.other_tiles):
-            take(s, block.stage, i * ext.tile)
-            absorbed(s, log)
-
-    return phase
+@phase
+def _accumulate_staged(ext, /, s, words, block, log):
+    copy_part(ext)(s, words, block.stage)
+    for i in T.serial(ext.full_tiles + ext.other_tiles):
+        take_tile(ext)(s, block.stage, i * ext.tile)
+        absorb(ext)(s, log)
 
 
-def _accumulate_streamed(ext: Extents) -> Phase:
-    load, raised, absorbed = load_tile(ext), raise_maximum(ext), absorb(ext)
-
-    @T.inline
-    def phase(s, words, block, log):
-        if ext.algorithm == "safe":
-            # The maximum of this thread's own elements; those of the row's threads are joined with their sums.
-            for i in T.serial(ext.full_tiles):
-                load(s, words, i * ext.tile, ext.vectors)
-                raised(s)
-            for i in T.serial(ext.other_tiles):
-                load(s, words, (ext.full_tiles + i) * ext.tile, 0)
-                raised(s)
+@phase
+def _accumulate_streamed(ext, /, s, words, block, log):
+    load, raised = T.meta_var(load_tile(ext)), T.meta_var(raise_maximum(ext))
+    absorbed = T.meta_var(absorb(ext))
+    if ext.algorithm == "safe":
+        # The maximum of this thread's own elements; those of the row's threads are joined with their sums.
         for i in T.serial(ext.full_tiles):
             load(s, words, i * ext.tile, ext.vectors)
-            absorbed(s, log)
+            raised(s)
         for i in T.serial(ext.other_tiles):
             load(s, words, (ext.full_tiles + i) * ext.tile, 0)
-            absorbed(s, log)
+            raised(s)
+    for i in T.serial(ext.full_tiles):
+        load(s, words, i * ext.tile, ext.vectors)
+        absorbed(s, log)
+    for i in T.serial(ext.other_tiles):
+        load(s, words, (ext.full_tiles + i) * ext.tile, 0)
+        absorbed(s, log)
 
-    return phase
 
-
-def add_edge(ext: Extents) -> Phase:
+@phase
+def add_edge(ext, /, s):
     """Reads: `edge`, `m`. Writes: `d`, `power`. Barriers: none. After: (m, d) covers all elements of this thread."""
-
-    @T.inline
-    def phase(s):
-        if ext.ragged:
-            T.ptx.ex2.approx.ftz.f32(s.power, scaled(s, s.edge - s.m))
-            s.d = s.d + s.power
-
-    return phase
+    if ext.ragged:
+        T.ptx.ex2.approx.ftz.f32(s.power, scaled(s, s.edge - s.m))
+        s.d = s.d + s.power
 # fmt: on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.template import ceildiv
 from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 
@@ -22,6 +23,10 @@ BIN, BEFORE, MASS, COUNT, COUNT_BEFORE = FOUND = range(5)
 LISTED_SHARE, LISTED_MORE, LISTED_BYTES = 0.13, 5, 64 * 1024
 # Vectors that a thread loads at once, and of how many threads at most: more have too few registers.
 VECTORS, MOST_THREADS = 2, 512
+
+
+extent = Derived["Blocks", int]
+whether = Derived["Blocks", bool]
 
 
 @dataclass(frozen=True)
@@ -57,30 +62,16 @@ class Blocks:
             tempered=True,
         )
 
-    @property
-    def searches(self) -> bool:
-        """Whether rows are searched for bounds of filters."""
-        return not self.ticketed
-
-    @property
-    def adjusted(self) -> bool:
-        """Whether elements are not the logits as they are in memory."""
-        return bool(self.problem.bias or self.problem.allowed or self.problem.capped)
-
-    @property
-    def has_bits(self) -> bool:
-        """Whether a vector's bits of the bitmap are in one 32-bit word, which is loaded with it."""
-        return bool(self.problem.allowed) and not self.ext.ragged
-
-    @property
-    def steps(self) -> int:
-        """Tiles of a slice; one more step has the row's ragged elements."""
-        return self.ext.full_tiles + self.ext.other_tiles
-
-    @property
-    def rounds(self) -> int:
-        """Loads of a slice in the order of columns: its tiles, between the ragged elements of both ends."""
-        return self.steps + (2 if self.ext.ragged else 0)
+    # Whether rows are searched for bounds of filters.
+    searches = whether(lambda e: not e.ticketed)
+    # Whether elements are not the logits as they are in memory.
+    adjusted = whether(lambda e: bool(e.problem.bias or e.problem.allowed or e.problem.capped))
+    # Whether a vector's bits of the bitmap are in one 32-bit word, which is loaded with it.
+    has_bits = whether(lambda e: bool(e.problem.allowed) and not e.ext.ragged)
+    # Tiles of a slice; one more step has the row's ragged elements.
+    steps = extent(lambda e: e.ext.full_tiles + e.ext.other_tiles)
+    # Loads of a slice in the order of columns: its tiles, between the ragged elements of both ends.
+    rounds = extent(lambda e: e.steps + (2 if e.ext.ragged else 0))
 
     @property
     def bytes(self) -> int:
@@ -99,7 +90,5 @@ class Blocks:
         share = LISTED_SHARE * own
         return min(own, round(share + LISTED_MORE * share**0.5), LISTED_BYTES // (4 * self.threads))
 
-    @property
-    def staged(self) -> int:
-        """Bytes of the row that a thread block keeps in shared memory."""
-        return 16 * self.ext.slices * self.ext.part if self.keep == "shared" else 0
+    # Bytes of the row that a thread block keeps in shared memory.
+    staged = extent(lambda e: 16 * e.ext.slices * e.ext.part if e.keep == "shared" else 0)

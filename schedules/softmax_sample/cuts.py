@@ -19,6 +19,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import Workspace, ceildiv
 from tvm_sparse.operators.softmax_sample.definition import clamped
 
@@ -86,38 +87,37 @@ def state_of(blocks: Blocks, io: Any, r: Any) -> Any:
     return search_state(blocks, pool.data, r=r, words=Views(blocks.ext, io).words)
 
 
-def of_rows(blocks: Blocks, stage: int, of_row: Callable[..., Any]) -> Callable[..., Any]:
+@phase
+def begin(blocks, of_row, /, given, row, part, t):
+    """The states of a row and of its search: factor, maximum and total, and where its elements lie."""
+    ext = T.meta_var(blocks.ext)
+    io = T.meta_var(own_on_gpu(given, row))
+    r = RowState(ext, row, part * ext.slices + t // 32, t % 32)
+    s = T.meta_var(state_of(blocks, io, r))
+    s.factor[0] = io.scale * T.float32(LOG2_E)
+    r.factor = s.factor[0]
+    s.top[0] = T.reinterpret("float32", io.stages[row, TOP])
+    s.total[0] = T.reinterpret("float32", io.stages[row, TOTAL])
+    locate(blocks.ext)(r, io.logits)
+    of_row(io, row, t, s)
+
+
+@phase
+def of_rows(blocks, stage, of_row, /, io):
     """The body of a kernel for rows in a stage: of_row(io, row, t, s) in each thread block.
 
     Before: the warp's slice is known, and `top`, `factor`, `total` are.
     """
-    ext, threads, tickets, located = blocks.ext, blocks.threads, blocks.cluster, locate(blocks.ext)
-
-    @T.inline
-    def begin(given, row, part, t):
-        io = T.meta_var(own_on_gpu(given, row))
-        r = RowState(ext, row, part * ext.slices + t // 32, t % 32)
-        s = T.meta_var(state_of(blocks, io, r))
-        s.factor[0] = io.scale * T.float32(LOG2_E)
-        r.factor = s.factor[0]
-        s.top[0] = T.reinterpret("float32", io.stages[row, TOP])
-        s.total[0] = T.reinterpret("float32", io.stages[row, TOTAL])
-        located(r, io.logits)
-        of_row(io, row, t, s)
-
-    @T.inline
-    def body(io):
-        T.attr({"tirx.launch_bounds_min_blocks_per_sm": RESIDENT_TICKETS // threads})
-        block = T.cta_id([io.batch * tickets])
-        t = T.thread_id([threads])
-        found = T.alloc_local([1], "uint32")
-        if blocks.overlap:
-            wait_then_start_consumer()
-        load_stage(io, T.Cast("int64", block // tickets), found)
-        if found[0] == T.uint32(stage):
-            begin(io, T.Cast("int64", block // tickets), block % tickets, t)
-
-    return body
+    threads, tickets = T.meta_var(blocks.threads), T.meta_var(blocks.cluster)
+    T.attr({"tirx.launch_bounds_min_blocks_per_sm": RESIDENT_TICKETS // threads})
+    block = T.cta_id([io.batch * tickets])
+    t = T.thread_id([threads])
+    found = T.alloc_local([1], "uint32")
+    if blocks.overlap:
+        wait_then_start_consumer()
+    load_stage(io, T.Cast("int64", block // tickets), found)
+    if found[0] == T.uint32(stage):
+        begin(blocks, of_row)(io, T.Cast("int64", block // tickets), block % tickets, t)
 
 
 def octaves_below(s: Any) -> Any:
@@ -209,174 +209,161 @@ def find_bin(blocks: Blocks) -> Callable[..., Any]:
     return of_rows(blocks, FIND, of_row)
 
 
-def list_entry(blocks: Blocks) -> Callable[..., Any]:
-    """Put the element in hand on the thread block's list; the phase is (s). Reads: `x`, `r.part`. Writes: `number`."""
-
-    @T.inline
-    def phase(s):
-        s.number[0] = T.cuda.atomic_add(s.ties.ptr_to([0]), T.int32(1))
-        if s.number[0] < LISTED:
-            s.list[s.number[0]] = T.reinterpret("uint32", s.x[0])
-            s.list[LISTED + s.number[0]] = T.Cast("uint32", s.r.part)
-
-    return phase
+@phase
+def list_entry(blocks, /, s):
+    """Put the element in hand on the thread block's list. Reads: `x`, `r.part`. Writes: `number`."""
+    s.number[0] = T.cuda.atomic_add(s.ties.ptr_to([0]), T.int32(1))
+    if s.number[0] < LISTED:
+        s.list[s.number[0]] = T.reinterpret("uint32", s.x[0])
+        s.list[LISTED + s.number[0]] = T.Cast("uint32", s.r.part)
 
 
-def share_list(blocks: Blocks) -> Callable[..., Any]:
-    """Append the thread block's list to the row's; the phase is (io, row, t, s).
+@phase
+def share_list(blocks, /, io, row, t, s):
+    """Append the thread block's list to the row's.
 
     Reads: `list`; `ties[0]`: how many there are.
     Writes: the row's list, and `counted`: more than LISTED if one is too long.
     Barriers: two.
     """
-    threads = blocks.threads
-
-    @T.inline
-    def phase(io, row, t, s):
-        T.cuda.cta_sync()
-        s.listed[0] = s.ties[0]
-        if t == 0:
-            s.ties[1] = T.cuda.atomic_add(
-                io.counted.ptr_to([row]), T.Select(s.listed[0] > LISTED, LISTED + 1, s.listed[0]))
-        T.cuda.cta_sync()
-        if s.listed[0] + s.ties[1] <= LISTED:
-            for i in T.serial((s.listed[0] - t + threads - 1) // threads):
-                io.listed[row, s.ties[1] + i * threads + t] = s.list[i * threads + t]
-                io.listed[row, LISTED + s.ties[1] + i * threads + t] = s.list[LISTED + i * threads + t]
-
-    return phase
+    threads = T.meta_var(blocks.threads)
+    T.cuda.cta_sync()
+    s.listed[0] = s.ties[0]
+    if t == 0:
+        s.ties[1] = T.cuda.atomic_add(
+            io.counted.ptr_to([row]), T.Select(s.listed[0] > LISTED, LISTED + 1, s.listed[0]))
+    T.cuda.cta_sync()
+    if s.listed[0] + s.ties[1] <= LISTED:
+        for i in T.serial((s.listed[0] - t + threads - 1) // threads):
+            io.listed[row, s.ties[1] + i * threads + t] = s.list[i * threads + t]
+            io.listed[row, LISTED + s.ties[1] + i * threads + t] = s.list[LISTED + i * threads + t]
 
 
-def narrow_list(blocks: Blocks) -> Callable[..., Any]:
-    """The group of equal words in the row's list within which top-p's share is reached; the phase is (io, row, t, s).
+@T.inline
+def take(s, i):
+    """The i-th listed element and its power."""
+    s.x[0] = T.reinterpret("float32", s.list[i])
+    raise_to_power(s)
+
+
+@T.inline
+def find(s, t):
+    """The bin, by a warp; the last bins have the largest words."""
+    own = T.alloc_local([1], "uint32")
+    reached = T.alloc_local([1], "uint32")
+    other = T.alloc_local([1], "uint32")
+    own[0] = T.uint32(0)
+    for b in T.unroll(RADIX_BINS // 32):
+        own[0] = own[0] + s.lows[RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b)]
+    reached[0] = own[0]
+    scan_lanes(t, reached, other)
+    reached[0] = reached[0] - own[0] + s.scanned[ABOVE]
+    for b in T.unroll(RADIX_BINS // 32):
+        own[0] = s.lows[RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b)]
+        if reached[0] < s.scanned[NEED] and s.scanned[NEED] <= reached[0] + own[0]:
+            s.scanned[BIN] = T.Cast("uint32", RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b))
+            s.scanned[TOP] = reached[0]
+            s.scanned[TOTAL] = own[0]
+            s.scanned[STAGE] = s.lows[RADIX_BINS + RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b)]
+        reached[0] = reached[0] + own[0]
+
+
+@phase
+def narrow_list(blocks, /, io, row, t, s):
+    """The group of equal words in the row's list within which top-p's share is reached.
 
     Reads: `list`, `listed`; what `find_bin` has left of the row.
     Writes: `lowest`, `highest`, `rank`, `tie`; scratch.
     Barriers: several.
     """
-    threads = blocks.threads
-
-    @T.inline
-    def take(s, i):
-        s.x[0] = T.reinterpret("float32", s.list[i])
-        raise_to_power(s)
-
-    @T.inline
-    def find(s, t):
-        """The bin, by a warp; the last bins have the largest words."""
-        own = T.alloc_local([1], "uint32")
-        reached = T.alloc_local([1], "uint32")
-        other = T.alloc_local([1], "uint32")
-        own[0] = T.uint32(0)
-        for b in T.unroll(RADIX_BINS // 32):
-            own[0] = own[0] + s.lows[RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b)]
-        reached[0] = own[0]
-        scan_lanes(t, reached, other)
-        reached[0] = reached[0] - own[0] + s.scanned[ABOVE]
-        for b in T.unroll(RADIX_BINS // 32):
-            own[0] = s.lows[RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b)]
-            if reached[0] < s.scanned[NEED] and s.scanned[NEED] <= reached[0] + own[0]:
-                s.scanned[BIN] = T.Cast("uint32", RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b))
-                s.scanned[TOP] = reached[0]
-                s.scanned[TOTAL] = own[0]
-                s.scanned[STAGE] = s.lows[RADIX_BINS + RADIX_BINS - 1 - (t * (RADIX_BINS // 32) + b)]
-            reached[0] = reached[0] + own[0]
-
-    @T.inline
-    def phase(io, row, t, s):
-        # Bounds of the list, as order bits.
-        s.low[0] = T.uint32(0xFFFFFFFF)
-        s.high[0] = T.uint32(0)
-        for i in T.serial((s.listed[0] - t + threads - 1) // threads):
-            s.added[0] = order_bits(T.reinterpret("float32", s.list[i * threads + t]))
-            s.low[0] = T.min(s.low[0], s.added[0])
-            s.high[0] = T.max(s.high[0], s.added[0])
-        if t == 0:
-            s.lows[0] = T.uint32(0xFFFFFFFF)
-            s.lows[1] = T.uint32(0)
-            for field in T.unroll(FIELDS):
-                s.scanned[field] = io.stages[row, field]
-        T.cuda.cta_sync()
-        T.evaluate(T.call_extern("uint32", "atomicMin", s.lows.ptr_to([0]), s.low[0]))
-        T.evaluate(T.call_extern("uint32", "atomicMax", s.lows.ptr_to([1]), s.high[0]))
-        T.cuda.cta_sync()
-        s.low[0] = s.lows[0]
-        s.high[0] = s.lows[1]
-        s.unknown[0] = 1
-        for _ in T.serial(ceildiv(32, RADIX_BITS) + 1, unroll=False):
-            if s.unknown[0] > 0:
-                # The number of leading zeros of 0 is undefined.
-                s.unknown[0] = T.Select(
-                    s.high[0] == s.low[0], 0,
-                    T.max(32 - T.Cast("int32", T.clz(T.reinterpret("int32", s.high[0] - s.low[0]))) - RADIX_BITS, 0))
-                T.cuda.cta_sync()
-                for i in T.serial((2 * RADIX_BINS - t + threads - 1) // threads):
-                    s.lows[i * threads + t] = T.uint32(0)
-                T.cuda.cta_sync()
-                for i in T.serial((s.listed[0] - t + threads - 1) // threads):
-                    take(s, i * threads + t)
-                    s.added[0] = order_bits(s.x[0])
-                    if s.added[0] >= s.low[0] and s.added[0] <= s.high[0]:
-                        s.number[0] = T.Cast("int32", (s.added[0] - s.low[0]) >> T.Cast("uint32", s.unknown[0]))
-                        s.added[0] = mass_of(s)
-                        if s.added[0] > T.uint32(0):
-                            T.evaluate(T.cuda.atomic_add(s.lows.ptr_to([s.number[0]]), s.added[0]))
-                            T.evaluate(T.cuda.atomic_add(s.lows.ptr_to([RADIX_BINS + s.number[0]]), T.uint32(1)))
-                T.cuda.cta_sync()
-                if t < 32:
-                    find(s, t)
-                T.cuda.cta_sync()
-                if t == 0:
-                    s.scanned[ABOVE] = s.scanned[TOP]
-                s.low[0] = s.low[0] + (s.scanned[BIN] << T.Cast("uint32", s.unknown[0]))
-                s.high[0] = s.low[0] + T.min(
-                    s.high[0] - s.low[0], (T.uint32(1) << T.Cast("uint32", s.unknown[0])) - T.uint32(1))
-                # Equal words have equal masses: one is as good as any.
-                if s.scanned[STAGE] == T.uint32(1):
-                    s.unknown[0] = 0
-        s.lowest[0] = bits_value(s.low[0])
-        s.highest[0] = bits_value(s.high[0])
-        s.added[0] = T.truncdiv(s.scanned[TOTAL], s.scanned[STAGE])
-        s.rank[0] = T.Cast("uint64", T.truncdiv(
-            s.scanned[NEED] - s.scanned[TOP] + s.added[0] - T.uint32(1), s.added[0]))
-        s.tie[0] = T.Cast("float32", s.added[0]) * s.total[0] * T.float32(2.0 ** -MASS_BITS)
-
-    return phase
+    threads = T.meta_var(blocks.threads)
+    # Bounds of the list, as order bits.
+    s.low[0] = T.uint32(0xFFFFFFFF)
+    s.high[0] = T.uint32(0)
+    for i in T.serial((s.listed[0] - t + threads - 1) // threads):
+        s.added[0] = order_bits(T.reinterpret("float32", s.list[i * threads + t]))
+        s.low[0] = T.min(s.low[0], s.added[0])
+        s.high[0] = T.max(s.high[0], s.added[0])
+    if t == 0:
+        s.lows[0] = T.uint32(0xFFFFFFFF)
+        s.lows[1] = T.uint32(0)
+        for field in T.unroll(FIELDS):
+            s.scanned[field] = io.stages[row, field]
+    T.cuda.cta_sync()
+    T.evaluate(T.call_extern("uint32", "atomicMin", s.lows.ptr_to([0]), s.low[0]))
+    T.evaluate(T.call_extern("uint32", "atomicMax", s.lows.ptr_to([1]), s.high[0]))
+    T.cuda.cta_sync()
+    s.low[0] = s.lows[0]
+    s.high[0] = s.lows[1]
+    s.unknown[0] = 1
+    for _ in T.serial(ceildiv(32, RADIX_BITS) + 1, unroll=False):
+        if s.unknown[0] > 0:
+            # The number of leading zeros of 0 is undefined.
+            s.unknown[0] = T.Select(
+                s.high[0] == s.low[0], 0,
+                T.max(32 - T.Cast("int32", T.clz(T.reinterpret("int32", s.high[0] - s.low[0]))) - RADIX_BITS, 0))
+            T.cuda.cta_sync()
+            for i in T.serial((2 * RADIX_BINS - t + threads - 1) // threads):
+                s.lows[i * threads + t] = T.uint32(0)
+            T.cuda.cta_sync()
+            for i in T.serial((s.listed[0] - t + threads - 1) // threads):
+                take(s, i * threads + t)
+                s.added[0] = order_bits(s.x[0])
+                if s.added[0] >= s.low[0] and s.added[0] <= s.high[0]:
+                    s.number[0] = T.Cast("int32", (s.added[0] - s.low[0]) >> T.Cast("uint32", s.unknown[0]))
+                    s.added[0] = mass_of(s)
+                    if s.added[0] > T.uint32(0):
+                        T.evaluate(T.cuda.atomic_add(s.lows.ptr_to([s.number[0]]), s.added[0]))
+                        T.evaluate(T.cuda.atomic_add(s.lows.ptr_to([RADIX_BINS + s.number[0]]), T.uint32(1)))
+            T.cuda.cta_sync()
+            if t < 32:
+                find(s, t)
+            T.cuda.cta_sync()
+            if t == 0:
+                s.scanned[ABOVE] = s.scanned[TOP]
+            s.low[0] = s.low[0] + (s.scanned[BIN] << T.Cast("uint32", s.unknown[0]))
+            s.high[0] = s.low[0] + T.min(
+                s.high[0] - s.low[0], (T.uint32(1) << T.Cast("uint32", s.unknown[0])) - T.uint32(1))
+            # Equal words have equal masses: one is as good as any.
+            if s.scanned[STAGE] == T.uint32(1):
+                s.unknown[0] = 0
+    s.lowest[0] = bits_value(s.low[0])
+    s.highest[0] = bits_value(s.high[0])
+    s.added[0] = T.truncdiv(s.scanned[TOTAL], s.scanned[STAGE])
+    s.rank[0] = T.Cast("uint64", T.truncdiv(
+        s.scanned[NEED] - s.scanned[TOP] + s.added[0] - T.uint32(1), s.added[0]))
+    s.tie[0] = T.Cast("float32", s.added[0]) * s.total[0] * T.float32(2.0 ** -MASS_BITS)
 
 
-def add_listed(blocks: Blocks) -> Callable[..., Any]:
-    """Add what is left of the row's list to the sums of its slices; the phase is (t, s).
+@phase
+def add_listed(blocks, /, t, s):
+    """Add what is left of the row's list to the sums of its slices.
 
     Reads: `list`, `listed`, and the bounds of the group at which the words that are left end.
     Writes: `sums`, `ties`; scratch.
     Barriers: three.
     """
-    threads, parts = blocks.threads, blocks.ext.parts
-
-    @T.inline
-    def phase(t, s):
-        T.cuda.cta_sync()
-        for i in T.serial((parts - t + threads - 1) // threads):
-            # Whole numbers, whose sums are the same in any order.
-            s.lows[i * threads + t] = T.uint32(0)
-            s.ties[i * threads + t] = 0
-        T.cuda.cta_sync()
-        for i in T.serial((s.listed[0] - t + threads - 1) // threads):
-            s.x[0] = T.reinterpret("float32", s.list[i * threads + t])
-            if s.x[0] > s.highest[0]:
-                raise_to_power(s)
-                T.evaluate(T.cuda.atomic_add(
-                    s.lows.ptr_to([T.Cast("int32", s.list[LISTED + i * threads + t])]), mass_of(s)))
-            elif s.x[0] >= s.lowest[0]:
-                T.evaluate(T.cuda.atomic_add(
-                    s.ties.ptr_to([T.Cast("int32", s.list[LISTED + i * threads + t])]), T.int32(1)))
-        T.cuda.cta_sync()
-        for i in T.serial((parts - t + threads - 1) // threads):
-            s.sums[i * threads + t] = s.sums[i * threads + t] + (
-                T.Cast("float32", s.lows[i * threads + t]) * (s.total[0] * T.float32(2.0 ** -MASS_BITS)))
-        T.cuda.cta_sync()
-
-    return phase
+    threads, parts = T.meta_var(blocks.threads), T.meta_var(blocks.ext.parts)
+    T.cuda.cta_sync()
+    for i in T.serial((parts - t + threads - 1) // threads):
+        # Whole numbers, whose sums are the same in any order.
+        s.lows[i * threads + t] = T.uint32(0)
+        s.ties[i * threads + t] = 0
+    T.cuda.cta_sync()
+    for i in T.serial((s.listed[0] - t + threads - 1) // threads):
+        s.x[0] = T.reinterpret("float32", s.list[i * threads + t])
+        if s.x[0] > s.highest[0]:
+            raise_to_power(s)
+            T.evaluate(T.cuda.atomic_add(
+                s.lows.ptr_to([T.Cast("int32", s.list[LISTED + i * threads + t])]), mass_of(s)))
+        elif s.x[0] >= s.lowest[0]:
+            T.evaluate(T.cuda.atomic_add(
+                s.ties.ptr_to([T.Cast("int32", s.list[LISTED + i * threads + t])]), T.int32(1)))
+    T.cuda.cta_sync()
+    for i in T.serial((parts - t + threads - 1) // threads):
+        s.sums[i * threads + t] = s.sums[i * threads + t] + (
+            T.Cast("float32", s.lows[i * threads + t]) * (s.total[0] * T.float32(2.0 ** -MASS_BITS)))
+    T.cuda.cta_sync()
 
 
 def draw_left(blocks: Blocks) -> Callable[..., Any]:

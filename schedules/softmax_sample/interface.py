@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tvm.script import tirx as T
-
 from tvm_sparse.core.arguments import Body, beside
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import Program, Workspace
 from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 
@@ -36,9 +35,6 @@ def arguments(io: Any) -> Any:
     return beside(io, {"scale": 1.0, "log": 1, "per_row": bool(io.problem.per_row), "seeded": io.problem.seeded})
 
 
-def _over_arguments(body: Body) -> Body:
-    @T.inline
-    def whole(io):
-        body(arguments(io))
-
-    return whole
+@phase
+def _over_arguments(body, /, io):
+    body(arguments(io))

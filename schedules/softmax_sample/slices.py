@@ -23,6 +23,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import Decisions, Program, ceildiv
 from tvm_sparse.operators.softmax_sample.definition import clamped, limit_of
 from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
@@ -51,7 +52,7 @@ from .search.blocks import (
     sum_slices,
     take_word,
 )
-from .search.crew import Crew, draw_by_search, leave_all
+from .search.crew import draw_by_search, leave_all
 from .space import RESIDENT, blocks_of, ticketed
 from .words import Drawing, read_filters, read_uniform
 
@@ -67,16 +68,11 @@ def build(problem: SoftmaxSample, decisions: Decisions) -> Program:
 
 
 # fmt: off
-def alone(blocks: Blocks) -> Callable[..., Any]:
+@phase
+def alone(blocks, /, io):
     """The body of a program of one kernel, for all rows."""
-    kernel = main(blocks)
-
-    @T.inline
-    def body(io):
-        T.device_entry()
-        kernel(io)
-
-    return body
+    T.device_entry()
+    main(blocks)(io)
 
 
 def beside_tickets(blocks: Blocks, singles: Blocks, overlap: bool) -> Callable[..., Any]:
@@ -126,28 +122,22 @@ def beside_tickets(blocks: Blocks, singles: Blocks, overlap: bool) -> Callable[.
     return body
 
 
-def sum_of_slice(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
-    """The pair (m, d) of a lane's elements; the phase is (io, row, t, s).
+@phase
+def sum_of_slice(blocks, crew, /, io, row, t, s):
+    """The pair (m, d) of a lane's elements.
 
     Reads: the row.
     Writes: `r.m`, `r.d`, `r.top_tile`, where the slice lies (`hold.locate`), and `stage` if the row is kept there.
     Barriers: none.
     """
-    ext = blocks.ext
-    locate, begin_pair = hold.locate(ext), sums.begin_pair(ext)
-    accumulate, add_edge, sum_elements = sums.accumulate(ext), sums.add_edge(ext), sum_adjusted(blocks, crew)
-
-    @T.inline
-    def phase(io, row, t, s):
-        locate(s.r, io.logits)
-        if blocks.adjusted:
-            sum_elements(io, row, t, s)
-        else:
-            begin_pair(s.r)
-            accumulate(s.r, s.words, s, 0)
-            add_edge(s.r)
-
-    return phase
+    ext = T.meta_var(blocks.ext)
+    hold.locate(ext)(s.r, io.logits)
+    if blocks.adjusted:
+        sum_adjusted(blocks, crew)(io, row, t, s)
+    else:
+        sums.begin_pair(ext)(s.r)
+        sums.accumulate(ext)(s.r, s.words, s, 0)
+        sums.add_edge(ext)(s.r)
 
 
 def main(blocks: Blocks, last: bool = False, overlap: bool = False) -> Callable[..., Any]:
@@ -159,7 +149,7 @@ def main(blocks: Blocks, last: bool = False, overlap: bool = False) -> Callable[
     ext, cluster, threads, words = blocks.ext, blocks.cluster, blocks.threads, blocks.problem.words
     crew = crew_of(blocks)
     sum_slice = sum_of_slice(blocks, crew)
-    join_warp, join_block, join_cluster = join.join_warp(), join.join_block(ext), join.join_cluster(ext)
+    join_warp, join_block, join_cluster = join.join_warp, join.join_block(ext), join.join_cluster(ext)
     write_best, write_first = write_best_word(blocks, crew), write_first_word(blocks)
     begin, search = begin_search(blocks), draw_by_search(crew, blocks.problem)
     summed, choose, take = sum_slices(blocks, crew), choose_slice(blocks), take_word(blocks, crew)
@@ -249,47 +239,44 @@ def main(blocks: Blocks, last: bool = False, overlap: bool = False) -> Callable[
     return body
 
 
-def sum_adjusted(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
+@phase
+def sum_adjusted(blocks, crew, /, io, row, t, s):
     """The pair (m, d) of a thread's elements, with bias and bitmap, as `rows.sum` finds it of logits; (io, row, t, s).
 
     Reads: the row, the bias, the bitmap.
     Writes: `r.m`, `r.d`, `r.top`, `r.tile`, `r.top_tile`, and `stage` if the row is kept there; scratch.
     Barriers: none.
     """
-    ext, steps, elements = blocks.ext, blocks.steps, crew.elements
-    copied = hold.copy_part(ext)
-
-    @T.inline
-    def phase(io, row, t, s):
-        x = T.alloc_local([elements], "float32")
-        if ext.keep == "shared":
-            copied(s.r, s.words, s.stage)
-        s.r.m = sums.LOWEST
-        s.r.d = T.float32(0)
-        s.r.top_tile = steps
-        for i in T.serial(crew.steps, unroll=False):
-            # The ragged elements first: a lane that has the row's maximum there looks through all of its steps for it.
-            s.r.tile = T.Select(i == 0, steps, i - 1) if ext.ragged else i
-            crew.load(io, row, t, s, s.r.tile)
-            s.r.top = s.r.m
-            for e in T.unroll(elements):
-                crew.take(io, s, e)
-                x[e] = s.x[0]
-                s.r.top = T.max(s.r.top, x[e])
-            s.r.top = T.min(s.r.top, sums.HIGHEST)
-            if s.r.top > s.r.m:
-                s.r.d = s.r.d * T.exp2(sums.scaled(s.r, s.r.m - s.r.top))
-                s.r.m = s.r.top
-                s.r.top_tile = s.r.tile
-            for e in T.unroll(elements):
-                T.ptx.ex2.approx.ftz.f32(s.r.power, sums.scaled(s.r, x[e] - s.r.m))
-                s.r.d = s.r.d + s.r.power
-
-    return phase
+    ext, steps = T.meta_var(blocks.ext), T.meta_var(blocks.steps)
+    elements = T.meta_var(crew.elements)
+    x = T.alloc_local([elements], "float32")
+    if ext.keep == "shared":
+        hold.copy_part(ext)(s.r, s.words, s.stage)
+    s.r.m = sums.LOWEST
+    s.r.d = T.float32(0)
+    s.r.top_tile = steps
+    for i in T.serial(crew.steps, unroll=False):
+        # The ragged elements first: a lane that has the row's maximum there looks through all of its steps for it.
+        s.r.tile = T.Select(i == 0, steps, i - 1) if ext.ragged else i
+        crew.load(io, row, t, s, s.r.tile)
+        s.r.top = s.r.m
+        for e in T.unroll(elements):
+            crew.take(io, s, e)
+            x[e] = s.x[0]
+            s.r.top = T.max(s.r.top, x[e])
+        s.r.top = T.min(s.r.top, sums.HIGHEST)
+        if s.r.top > s.r.m:
+            s.r.d = s.r.d * T.exp2(sums.scaled(s.r, s.r.m - s.r.top))
+            s.r.m = s.r.top
+            s.r.top_tile = s.r.tile
+        for e in T.unroll(elements):
+            T.ptx.ex2.approx.ftz.f32(s.r.power, sums.scaled(s.r, x[e] - s.r.m))
+            s.r.d = s.r.d + s.r.power
 
 
-def write_best_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
-    """The best word, the first of equals, by the warp that owns it; the phase is (io, row, t, s, own, top_k).
+@phase
+def write_best_word(blocks, crew, /, io, row, t, s, own, top_k):
+    """The best word, the first of equals, by the warp that owns it.
 
     `own` is the lane's own maximum. Each lane looks for the row's in the tile that last raised its own. Only if that of
     any lane was no tile's, the warp looks through all of its slice.
@@ -298,74 +285,64 @@ def write_best_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
     Writes: the row's value and index, and its token if top_k is 1; `chosen`, and scratch.
     Barriers: shuffles.
     """
-    parts, column, steps = blocks.ext.parts, column_of(blocks), blocks.steps
-    each = ceildiv(parts, 32)
-
-    @T.inline
-    def phase(io, row, t, s, own, top_k):
-        found = T.alloc_local([1], "int32")
-        rest = T.alloc_local([1], "int32")
-        s.chosen[0] = NONE
-        for i in T.unroll(each):
-            if t % 32 * each + i < parts:
-                # A slice of nothing above minus infinity has the lowest maximum, and no sum.
-                if s.pair_m[t % 32 * each + i] == s.top[0] and s.pair_d[t % 32 * each + i] > T.float32(0):
-                    s.chosen[0] = T.min(s.chosen[0], t % 32 * each + i)
-        s.chosen[0] = lanes_min(s.chosen[0])
-        if s.chosen[0] == s.r.part:
-            found[0] = NONE
-            # One lookup, or one of each step.
-            rest[0] = lanes_max(T.Select(own == s.top[0] and s.r.top_tile == steps, crew.steps, 1))
-            for j in T.serial(rest[0], unroll=False):
-                crew.load(io, row, t, s, T.Select(rest[0] == 1, T.min(s.r.top_tile, crew.steps - 1), j))
-                for e in T.unroll(crew.elements):
-                    crew.take(io, s, e)
-                    if s.x[0] == s.top[0]:
-                        found[0] = T.min(found[0], column(s, e))
-            found[0] = lanes_min(found[0])
-            if t % 32 == 0:
-                io.values[row, 0] = s.best[0]
-                io.indices[row, 0] = T.Cast("int64", found[0])
-                if top_k == 1:
-                    io.tokens[row] = found[0]
-                    io.logprobs[row] = s.best[0]
-
-    return phase
+    parts = T.meta_var(blocks.ext.parts)
+    each = T.meta_var(ceildiv(parts, 32))
+    found = T.alloc_local([1], "int32")
+    rest = T.alloc_local([1], "int32")
+    s.chosen[0] = NONE
+    for i in T.unroll(each):
+        if t % 32 * each + i < parts:
+            # A slice of nothing above minus infinity has the lowest maximum, and no sum.
+            if s.pair_m[t % 32 * each + i] == s.top[0] and s.pair_d[t % 32 * each + i] > T.float32(0):
+                s.chosen[0] = T.min(s.chosen[0], t % 32 * each + i)
+    s.chosen[0] = lanes_min(s.chosen[0])
+    if s.chosen[0] == s.r.part:
+        found[0] = NONE
+        # One lookup, or one of each step.
+        rest[0] = lanes_max(T.Select(own == s.top[0] and s.r.top_tile == blocks.steps, crew.steps, 1))
+        for j in T.serial(rest[0], unroll=False):
+            crew.load(io, row, t, s, T.Select(rest[0] == 1, T.min(s.r.top_tile, crew.steps - 1), j))
+            for e in T.unroll(crew.elements):
+                crew.take(io, s, e)
+                if s.x[0] == s.top[0]:
+                    found[0] = T.min(found[0], column_of(blocks)(s, e))
+        found[0] = lanes_min(found[0])
+        if t % 32 == 0:
+            io.values[row, 0] = s.best[0]
+            io.indices[row, 0] = T.Cast("int64", found[0])
+            if top_k == 1:
+                io.tokens[row] = found[0]
+                io.logprobs[row] = s.best[0]
 
 
-def write_first_word(blocks: Blocks) -> Callable[..., Any]:
-    """The first word in the order, of a row without a distribution, by one warp; the phase is (io, row, t, s).
+def is_first(blocks: Blocks, t: Any, s: Any) -> Any:
+    return t < 32 if blocks.ticketed else s.r.part == 0
 
-    Reads: the row.
-    Writes: token, value and index; the log-probability, which is NaN.
-    Barriers: shuffles.
+
+@phase
+def write_first_word(blocks, /, io, row, t, s):
+    """The first word in the order, of a row without a distribution, by one warp.
+
+    Reads: the row. Writes: token, value and index; the log-probability, which is NaN. Barriers: shuffles.
     """
-    vocab = blocks.problem.vocab
-
-    def is_first(t: Any, s: Any) -> Any:
-        return t < 32 if blocks.ticketed else s.r.part == 0
-
-    @T.inline
-    def phase(io, row, t, s):
-        if is_first(t, s):
-            largest = T.alloc_local([1], "uint32")
-            bits = T.alloc_local([1], "uint32")
-            column = T.alloc_local([1], "int32")
-            largest[0] = T.uint32(0)
-            column[0] = NONE
-            for i in T.serial(ceildiv(vocab, 32), unroll=False):
-                if i * 32 + t < vocab:
-                    bits[0] = order_bits(written_element(io, row, i * 32 + t))
-                    if bits[0] > largest[0]:
-                        largest[0] = bits[0]
-                        column[0] = i * 32 + t
-            bits[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(0xFFFFFFFF), largest[0])
-            column[0] = lanes_min(T.Select(bits[0] == largest[0], column[0], NONE))
-            if t == 0:
-                io.tokens[row] = column[0]
-                io.logprobs[row] = T.float32("nan")
-                io.values[row, 0] = T.float32("nan")
-                io.indices[row, 0] = T.Cast("int64", column[0])
-
-    return phase
+    vocab = T.meta_var(blocks.problem.vocab)
+    if is_first(blocks, t, s):
+        largest = T.alloc_local([1], "uint32")
+        bits = T.alloc_local([1], "uint32")
+        column = T.alloc_local([1], "int32")
+        largest[0] = T.uint32(0)
+        column[0] = NONE
+        for i in T.serial(ceildiv(vocab, 32), unroll=False):
+            if i * 32 + t < vocab:
+                bits[0] = order_bits(written_element(io, row, i * 32 + t))
+                if bits[0] > largest[0]:
+                    largest[0] = bits[0]
+                    column[0] = i * 32 + t
+        bits[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(0xFFFFFFFF), largest[0])
+        column[0] = lanes_min(T.Select(bits[0] == largest[0], column[0], NONE))
+        if t == 0:
+            io.tokens[row] = column[0]
+            io.logprobs[row] = T.float32("nan")
+            io.values[row, 0] = T.float32("nan")
+            io.indices[row, 0] = T.Cast("int64", column[0])
 # fmt: on

@@ -8,11 +8,11 @@ in which the uniform number's share of the sum is reached, and the one in which 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import Workspace, ceildiv
 from tvm_sparse.operators.softmax_sample.definition import clamped, limit_of
 
@@ -26,7 +26,7 @@ from ..softmax_topk.ending import own_on_gpu
 from . import cuts
 from .blocks import Blocks
 from .search.blocks import NONE, choose_slice, column_of, crew_of, take_word
-from .search.crew import Crew, leave_all
+from .search.crew import leave_all
 from .space import RESIDENT_TICKETS
 from .words import Drawing, read_filters, read_uniform
 
@@ -51,172 +51,161 @@ def is_free(limit: Any, words: int) -> Any:
 
 
 # fmt: off
-def kernel(blocks: Blocks, sum_slice: Callable[..., Any], write_first: Callable[..., Any]) -> Callable[..., Any]:
+@phase
+def draw(blocks, write_first, /, io, row, t, s, r):
+    """Draw a row's token from the sums of its slices, by the thread block with the last ticket."""
+    ext, words = T.meta_var(blocks.ext), T.meta_var(blocks.problem.words)
+    crew, joined = T.meta_var(crew_of(blocks)), T.meta_var(join.join_pairs(ext))
+    take = T.meta_var(take_word(blocks, crew))
+    write_best = T.meta_var(write_best_word(blocks, crew))
+    d = T.meta_var(Drawing.alloc(1))
+    read_filters(io, row, d)
+    read_uniform(io, row, d)
+    d.top_k[0] = limit_of(d.temperature[0], d.top_k[0], words)
+    load_pairs(blocks)(io, row, t, s)
+    joined(r, s)
+    s.top[0] = r.top
+    s.best[0] = -T.log(r.d)
+    s.summed[0] = 0
+    if r.d > T.float32(0) and r.d < T.infinity("float32"):
+        if is_uncut(d.top_k[0], d.top_p[0], d.min_p[0], words):
+            cuts.show_row(io, row, t, cuts.DONE, r.top, r.d)
+            if d.top_k[0] > 1:
+                leave_all(s)
+                choose_slice(blocks)(t, s, clamped(d.uniform[0]))
+                take(io, row, t, s)
+        else:
+            cuts.show_row(
+                io, row, t, T.Select(d.top_p[0] < T.float32(1), cuts.FIND, cuts.SUM), r.top, r.d)
+        write_best(io, row, t, s, d.top_k[0])
+    else:
+        cuts.show_row(io, row, t, cuts.DONE, r.top, r.d)
+        write_first(io, row, t, s)
+
+
+@phase
+def of_row(blocks, sum_slice, write_first, /, given, row, part, t):
+    """Sum a slice of a row, and draw its token where it is the last to be summed."""
+    ext = T.meta_var(blocks.ext)
+    io = T.meta_var(own_on_gpu(given, row))
+    r = RowState(ext, row, part * ext.slices + t // 32, t % 32)
+    s = T.meta_var(cuts.state_of(blocks, io, r))
+    s.factor[0] = io.scale * T.float32(LOG2_E)
+    r.factor = s.factor[0]
+    sum_slice(io, row, t, s)
+    join.join_warp(r)
+    take_ticket(blocks)(io, row, t, s)
+    if s.ties[0] == blocks.cluster - 1:
+        draw(blocks, write_first)(io, row, t, s, r)
+
+
+@phase
+def kernel(blocks, sum_slice, write_first, /, io):
     """The kernel's body, over the arguments.
 
     `sum_slice`: the phase that finds the pair of a lane's elements; `write_first`: see `slices`.
     """
-    ext, threads, words, tickets = blocks.ext, blocks.threads, blocks.problem.words, blocks.cluster
-    crew = crew_of(blocks)
-    join_warp, joined = join.join_warp(), join.join_pairs(ext)
-    leave, load = take_ticket(blocks), load_pairs(blocks)
-    choose, take, write_best = choose_slice(blocks), take_word(blocks, crew), write_best_word(blocks, crew)
-
-    @T.inline
-    def draw(io, row, t, s, r):
-        d = T.meta_var(Drawing.alloc(1))
-        read_filters(io, row, d)
-        read_uniform(io, row, d)
-        d.top_k[0] = limit_of(d.temperature[0], d.top_k[0], words)
-        load(io, row, t, s)
-        joined(r, s)
-        s.top[0] = r.top
-        s.best[0] = -T.log(r.d)
-        s.summed[0] = 0
-        if r.d > T.float32(0) and r.d < T.infinity("float32"):
-            if is_uncut(d.top_k[0], d.top_p[0], d.min_p[0], words):
-                cuts.show_row(io, row, t, cuts.DONE, r.top, r.d)
-                if d.top_k[0] > 1:
-                    leave_all(s)
-                    choose(t, s, clamped(d.uniform[0]))
-                    take(io, row, t, s)
-            else:
-                cuts.show_row(
-                    io, row, t, T.Select(d.top_p[0] < T.float32(1), cuts.FIND, cuts.SUM), r.top, r.d)
-            write_best(io, row, t, s, d.top_k[0])
-        else:
-            cuts.show_row(io, row, t, cuts.DONE, r.top, r.d)
-            write_first(io, row, t, s)
-
-    @T.inline
-    def of_row(given, row, part, t):
-        io = T.meta_var(own_on_gpu(given, row))
-        r = RowState(ext, row, part * ext.slices + t // 32, t % 32)
-        s = T.meta_var(cuts.state_of(blocks, io, r))
-        s.factor[0] = io.scale * T.float32(LOG2_E)
-        r.factor = s.factor[0]
-        sum_slice(io, row, t, s)
-        join_warp(r)
-        leave(io, row, t, s)
-        if s.ties[0] == tickets - 1:
-            draw(io, row, t, s, r)
-
-    @T.inline
-    def body(io):
-        T.attr({"tirx.launch_bounds_min_blocks_per_sm": RESIDENT_TICKETS // threads})
-        block = T.cta_id([io.batch * tickets])
-        t = T.thread_id([threads])
-        if blocks.overlap:
-            wait_then_start_consumer()
-        if io.per_row:
-            filters = T.meta_var(Drawing.alloc(1))
-            read_filters(io, T.Cast("int64", block // tickets), filters)
-            if is_free(limit_of(filters.temperature[0], filters.top_k[0], words), words):
-                of_row(io, T.Cast("int64", block // tickets), block % tickets, t)
-            elif block % tickets == 0 and t == 0:
-                io.stages[block // tickets, cuts.STAGE] = T.uint32(cuts.DONE)
-        else:
-            of_row(io, T.Cast("int64", block // tickets), block % tickets, t)
-
-    return body
+    threads, words = T.meta_var(blocks.threads), T.meta_var(blocks.problem.words)
+    tickets = T.meta_var(blocks.cluster)
+    T.attr({"tirx.launch_bounds_min_blocks_per_sm": RESIDENT_TICKETS // threads})
+    block = T.cta_id([io.batch * tickets])
+    t = T.thread_id([threads])
+    if blocks.overlap:
+        wait_then_start_consumer()
+    if io.per_row:
+        filters = T.meta_var(Drawing.alloc(1))
+        read_filters(io, T.Cast("int64", block // tickets), filters)
+        if is_free(limit_of(filters.temperature[0], filters.top_k[0], words), words):
+            of_row(blocks, sum_slice, write_first)(io, T.Cast("int64", block // tickets), block % tickets, t)
+        elif block % tickets == 0 and t == 0:
+            io.stages[block // tickets, cuts.STAGE] = T.uint32(cuts.DONE)
+    else:
+        of_row(blocks, sum_slice, write_first)(io, T.Cast("int64", block // tickets), block % tickets, t)
 
 
-def take_ticket(blocks: Blocks) -> Callable[..., Any]:
-    """Show the pairs of the thread block's slices, and take a ticket of the row; the phase is (io, row, t, s).
+@phase
+def take_ticket(blocks, /, io, row, t, s):
+    """Show the pairs of the thread block's slices, and take a ticket of the row.
 
     Reads: (top, d) of the warps.
     Writes: their pairs, to global memory; `ties[0]`: how many tickets had been taken before, in every thread.
     Barriers: two.
     """
-
-    @T.inline
-    def phase(io, row, t, s):
-        if t % 32 == 0:
-            io.pairs[row, s.r.part * 2] = s.r.top
-            io.pairs[row, s.r.part * 2 + 1] = s.r.d
-            # Before the ticket, for the thread block that takes the last one.
-            T.cuda.thread_fence()
-        T.cuda.cta_sync()
-        if t == 0:
-            s.ties[0] = T.cuda.atomic_add(io.taken.ptr_to([row]), T.int32(1))
-        T.cuda.cta_sync()
-
-    return phase
-
-
-def load_pairs(blocks: Blocks) -> Callable[..., Any]:
-    """Load the pairs of the row's slices, once all are written; the phase is (io, row, t, s).
-
-    Writes: `pair_m`, `pair_d`; the row's tickets, for the next call: none is taken.
-    Barriers: one.
-    """
-    parts, threads = blocks.ext.parts, blocks.threads
-
-    @T.inline
-    def phase(io, row, t, s):
+    if t % 32 == 0:
+        io.pairs[row, s.r.part * 2] = s.r.top
+        io.pairs[row, s.r.part * 2 + 1] = s.r.d
+        # Before the ticket, for the thread block that takes the last one.
         T.cuda.thread_fence()
-        for i in T.serial(ceildiv(parts, threads)):
-            if i * threads + t < parts:
-                # Not from the L1 cache, which may hold the line of a row before.
-                T.ptx.ld.relaxed.gpu.global_.f32(
-                    s.pair_m[i * threads + t], io.pairs.ptr_to([row, (i * threads + t) * 2]))
-                T.ptx.ld.relaxed.gpu.global_.f32(
-                    s.pair_d[i * threads + t], io.pairs.ptr_to([row, (i * threads + t) * 2 + 1]))
-        if t == 0:
-            io.taken[row] = 0
-        T.cuda.cta_sync()
-
-    return phase
+    T.cuda.cta_sync()
+    if t == 0:
+        s.ties[0] = T.cuda.atomic_add(io.taken.ptr_to([row]), T.int32(1))
+    T.cuda.cta_sync()
 
 
-def write_best_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
-    """The best word, the first of equals; the phase is (io, row, t, s, top_k). All warps look through its slice.
+@phase
+def load_pairs(blocks, /, io, row, t, s):
+    """Load the pairs of the row's slices, once all are written.
+
+    Writes: `pair_m`, `pair_d`; the row's tickets, for the next call: none is taken. Barriers: one.
+    """
+    parts, threads = T.meta_var(blocks.ext.parts), T.meta_var(blocks.threads)
+    T.cuda.thread_fence()
+    for i in T.serial(ceildiv(parts, threads)):
+        if i * threads + t < parts:
+            # Not from the L1 cache, which may hold the line of a row before.
+            T.ptx.ld.relaxed.gpu.global_.f32(
+                s.pair_m[i * threads + t], io.pairs.ptr_to([row, (i * threads + t) * 2]))
+            T.ptx.ld.relaxed.gpu.global_.f32(
+                s.pair_d[i * threads + t], io.pairs.ptr_to([row, (i * threads + t) * 2 + 1]))
+    if t == 0:
+        io.taken[row] = 0
+    T.cuda.cta_sync()
+
+
+@phase
+def write_best_word(blocks, crew, /, io, row, t, s, top_k):
+    """The best word, the first of equals. All warps look through its slice.
 
     Reads: the pairs of all slices, `top`, `best`; the slice.
     Writes: the row's value and index, and its token if top_k is 1; `chosen`, `ties`, and scratch.
     Barriers: two; shuffles.
     """
-    ext, column = blocks.ext, column_of(blocks)
-    parts, slices, located = ext.parts, ext.slices, locate(ext)
-    each = ceildiv(parts, 32)
-
-    @T.inline
-    def phase(io, row, t, s, top_k):
-        found = T.alloc_local([1], "int32")
-        s.chosen[0] = NONE
-        for i in T.unroll(each):
-            if t % 32 * each + i < parts:
-                # A slice of nothing above minus infinity has the lowest maximum, and no sum.
-                if s.pair_m[t % 32 * each + i] == s.top[0] and s.pair_d[t % 32 * each + i] > T.float32(0):
-                    s.chosen[0] = T.min(s.chosen[0], t % 32 * each + i)
-        s.chosen[0] = lanes_min(s.chosen[0])
-        slice_ = RowState(ext, row, s.chosen[0], t % 32)
-        located(slice_, io.logits)
-        q = T.meta_var(dataclasses.replace(s, r=slice_))
+    ext = T.meta_var(blocks.ext)
+    parts, slices = T.meta_var(ext.parts), T.meta_var(ext.slices)
+    each = T.meta_var(ceildiv(parts, 32))
+    found = T.alloc_local([1], "int32")
+    s.chosen[0] = NONE
+    for i in T.unroll(each):
+        if t % 32 * each + i < parts:
+            # A slice of nothing above minus infinity has the lowest maximum, and no sum.
+            if s.pair_m[t % 32 * each + i] == s.top[0] and s.pair_d[t % 32 * each + i] > T.float32(0):
+                s.chosen[0] = T.min(s.chosen[0], t % 32 * each + i)
+    s.chosen[0] = lanes_min(s.chosen[0])
+    slice_ = RowState(ext, row, s.chosen[0], t % 32)
+    locate(ext)(slice_, io.logits)
+    q = T.meta_var(dataclasses.replace(s, r=slice_))
+    found[0] = NONE
+    for i in T.serial(ceildiv(crew.steps, slices), unroll=False):
+        if i * slices + t // 32 < crew.steps:
+            crew.load(io, row, t, q, i * slices + t // 32)
+            for e in T.unroll(crew.elements):
+                crew.take(io, q, e)
+                if q.x[0] == s.top[0]:
+                    found[0] = T.min(found[0], column_of(blocks)(q, e))
+    found[0] = lanes_min(found[0])
+    T.cuda.cta_sync()
+    if t % 32 == 0:
+        s.ties[t // 32] = found[0]
+    T.cuda.cta_sync()
+    if t < 32:
         found[0] = NONE
-        for i in T.serial(ceildiv(crew.steps, slices), unroll=False):
-            if i * slices + t // 32 < crew.steps:
-                crew.load(io, row, t, q, i * slices + t // 32)
-                for e in T.unroll(crew.elements):
-                    crew.take(io, q, e)
-                    if q.x[0] == s.top[0]:
-                        found[0] = T.min(found[0], column(q, e))
+        if t < slices:
+            found[0] = s.ties[t]
         found[0] = lanes_min(found[0])
-        T.cuda.cta_sync()
-        if t % 32 == 0:
-            s.ties[t // 32] = found[0]
-        T.cuda.cta_sync()
-        if t < 32:
-            found[0] = NONE
-            if t < slices:
-                found[0] = s.ties[t]
-            found[0] = lanes_min(found[0])
-            if t == 0:
-                io.values[row, 0] = s.best[0]
-                io.indices[row, 0] = T.Cast("int64", found[0])
-                if top_k == 1:
-                    io.tokens[row] = found[0]
-                    io.logprobs[row] = s.best[0]
-
-    return phase
+        if t == 0:
+            io.values[row, 0] = s.best[0]
+            io.indices[row, 0] = T.Cast("int64", found[0])
+            if top_k == 1:
+                io.tokens[row] = found[0]
+                io.logprobs[row] = s.best[0]
 # fmt: on

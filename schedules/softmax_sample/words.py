@@ -5,13 +5,13 @@ The k best are read back from the outputs, in order, which is why this stands be
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 from tvm_sparse.operators.softmax_sample.definition import (
     Columns,
@@ -30,58 +30,32 @@ from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 
 from ..device.loops import rolled
 from ..device.selection import FULL_WARP, lanes_max, lanes_min, lanes_sum, scan_lanes
-from ..device.state import named
+from ..device.state import Buffers, local, named
 from ..device.words import load_element
 from ..softmax_topk.ending import Ending, argument_on_cpu, argument_on_gpu, own_on_cpu, own_on_gpu
 from .search import Blocks, search_by_blocks, search_by_thread
 
 
-@dataclass(frozen=True)
-class Drawing:
+@dataclass
+class Drawing(Buffers):
     """What a lane of the warp that draws has in registers: `each` of the best words, neighbours in the order."""
 
-    chance: tirx.Buffer  # the words' probabilities; 0 for a word that does not count
-    sums: tirx.Buffer  # the sum of the lane's probabilities up to each word
-    before: tirx.Buffer  # the sum of all lanes' probabilities before
-    other: tirx.Buffer  # scratch
-    scale: tirx.Buffer  # inverse temperature
-    temperature: tirx.Buffer
-    top_p: tirx.Buffer
-    min_p: tirx.Buffer
-    uniform: tirx.Buffer
-    top_k: tirx.Buffer
-    left: tirx.Buffer  # how many words are left
-    place: tirx.Buffer  # which word, by its rank, is drawn
-    numbers: tirx.Buffer  # seed and offset; then the word
-    words: tirx.Buffer  # words of the random generator's counter
-    high: tirx.Buffer
-    key: tirx.Buffer
-
-    @classmethod
-    def alloc(cls, each: int) -> Drawing:
-        def register(dtype: str, number: int = 1) -> tirx.Buffer:
-            return T.alloc_local([number], dtype)
-
-        return named(
-            cls(
-                chance=register("float32", each),
-                sums=register("float32", each),
-                before=register("float32"),
-                other=register("float32"),
-                scale=register("float32"),
-                temperature=register("float32"),
-                top_p=register("float32"),
-                min_p=register("float32"),
-                uniform=register("float32"),
-                top_k=register("int32"),
-                left=register("int32"),
-                place=register("int32"),
-                numbers=register("int64", 2),
-                words=register("uint32", 4),
-                high=register("uint32", 2),
-                key=register("uint32", 2),
-            )
-        )
+    chance: Any = local("float32", lambda each: each)  # the words' probabilities; 0 for a word that does not count
+    sums: Any = local("float32", lambda each: each)  # the sum of the lane's probabilities up to each word
+    before: Any = local("float32")  # the sum of all lanes' probabilities before
+    other: Any = local("float32")  # scratch
+    scale: Any = local("float32")  # inverse temperature
+    temperature: Any = local("float32")
+    top_p: Any = local("float32")
+    min_p: Any = local("float32")
+    uniform: Any = local("float32")
+    top_k: Any = local("int32")
+    left: Any = local("int32")  # how many words are left
+    place: Any = local("int32")  # which word, by its rank, is drawn
+    numbers: Any = local("int64", 2)  # seed and offset; then the word
+    words: Any = local("uint32", 4)  # words of the random generator's counter
+    high: Any = local("uint32", 2)
+    key: Any = local("uint32", 2)
 
 
 # fmt: off
@@ -120,8 +94,9 @@ def read_uniform(io, row, s):
         s.uniform[0] = load_element("float32", io.uniforms.ptr_to([row]))
 
 
-def draw_by_warp(problem: SoftmaxSample) -> Callable[..., Any]:
-    """A word of the k best, by one warp; called with (io, row, t, barrier, needed), see `Ending.finish`.
+@phase
+def draw_by_warp(problem, /, io, row, t, barrier, needed):
+    """A word of the k best, by one warp, see `Ending.finish`.
 
     Each lane has some neighbours in the order, and the lanes' sums are scanned. What is left is a prefix of the order:
     the sum before a word decides for top-p, and its chance for min-p; a word of chance 0 is none of it. The word drawn
@@ -135,146 +110,131 @@ def draw_by_warp(problem: SoftmaxSample) -> Callable[..., Any]:
     Writes: the row's token and its log-probability; `needed`, if the whole row counts: whether it has to be searched.
     Barriers: one.
     """
-    k, words, whole = problem.k, problem.words, bool(problem.whole)
-    each, unbounded = ceildiv(k, 32), problem.words == problem.vocab
-    placed = place_by_column(k)
-
-    @T.inline
-    def phase(io, row, t, barrier, needed):
-        s = T.meta_var(Drawing.alloc(each))
-        if t < 32:
-            # Loaded before the barrier: these loads overlap those of the other values.
-            read_filters(io, row, s)
-            read_uniform(io, row, s)
-        barrier()
-        if t < 32:
-            s.top_k[0] = limit_of(s.temperature[0], s.top_k[0], words)
+    k, words = T.meta_var(problem.k), T.meta_var(problem.words)
+    whole, each = T.meta_var(bool(problem.whole)), T.meta_var(ceildiv(k, 32))
+    s = T.meta_var(Drawing.alloc(each))
+    if t < 32:
+        # Loaded before the barrier: these loads overlap those of the other values.
+        read_filters(io, row, s)
+        read_uniform(io, row, s)
+    barrier()
+    if t < 32:
+        s.top_k[0] = limit_of(s.temperature[0], s.top_k[0], words)
+        for j in T.unroll(each):
+            s.chance[j] = T.float32(0)
+            if t * each + j < T.min(s.top_k[0], k):
+                s.chance[j] = T.exp(load_element("float32", io.values.ptr_to([row, t * each + j])))
+            s.sums[j] = s.chance[j]
+            if j > 0:
+                s.sums[j] = s.sums[T.max(j - 1, 0)] + s.chance[j]
+        s.before[0] = s.sums[each - 1]
+        scan_lanes(t, s.before, s.other)
+        # The sum of all that counts; top-p leaves the share `top_p` of it.
+        s.other[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.before[0], 31, 32, 32)
+        if whole:
+            if s.top_k[0] > k:
+                s.other[0] = T.float32(1)
+        s.scale[0] = s.top_p[0] * s.other[0]
+        s.other[0] = T.tvm_warp_shuffle_up(T.uint32(FULL_WARP), s.before[0], 1, 32, 32)
+        s.before[0] = T.Select(t == 0, T.float32(0), s.other[0])
+        s.other[0] = s.min_p[0] * T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.chance[0], 0, 32, 32)
+        s.left[0] = 0
+        for j in T.unroll(each):
+            if t * each + j < T.min(s.top_k[0], k) and (
+                s.chance[j] > T.float32(0) and s.chance[j] >= s.other[0]
+            ) and (
+                s.before[0] + (s.sums[T.max(j - 1, 0)] if j > 0 else T.float32(0)) < s.scale[0]
+                or s.top_p[0] >= T.float32(1)
+            ):
+                s.left[0] = s.left[0] + 1
+        # For a row of NaN, or if `top_p` is 0, nothing is left: then the best word is drawn.
+        s.left[0] = lanes_sum(s.left[0])
+        s.other[0] = T.float32(0)
+        for j in T.unroll(each):
+            if t * each + j < T.max(s.left[0], 1):
+                s.other[0] = s.before[0] + s.sums[j]
+        # Sums are not negative, so their bits order as they do.
+        s.other[0] = T.reinterpret("float32", T.call_extern(
+            "uint32", "__reduce_max_sync", T.uint32(FULL_WARP), T.reinterpret("uint32", s.other[0])))
+        s.other[0] = clamped(s.uniform[0]) * s.other[0]
+        if (problem.words == problem.vocab) and s.top_k[0] == words:
+            place_by_column(k)(io, row, t, s)
+        else:
+            s.place[0] = 0
             for j in T.unroll(each):
-                s.chance[j] = T.float32(0)
-                if t * each + j < T.min(s.top_k[0], k):
-                    s.chance[j] = T.exp(load_element("float32", io.values.ptr_to([row, t * each + j])))
-                s.sums[j] = s.chance[j]
-                if j > 0:
-                    s.sums[j] = s.sums[T.max(j - 1, 0)] + s.chance[j]
-            s.before[0] = s.sums[each - 1]
-            scan_lanes(t, s.before, s.other)
-            # The sum of all that counts; top-p leaves the share `top_p` of it.
-            s.other[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.before[0], 31, 32, 32)
-            if whole:
-                if s.top_k[0] > k:
-                    s.other[0] = T.float32(1)
-            s.scale[0] = s.top_p[0] * s.other[0]
-            s.other[0] = T.tvm_warp_shuffle_up(T.uint32(FULL_WARP), s.before[0], 1, 32, 32)
-            s.before[0] = T.Select(t == 0, T.float32(0), s.other[0])
-            s.other[0] = s.min_p[0] * T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.chance[0], 0, 32, 32)
-            s.left[0] = 0
-            for j in T.unroll(each):
-                if t * each + j < T.min(s.top_k[0], k) and (
-                    s.chance[j] > T.float32(0) and s.chance[j] >= s.other[0]
-                ) and (
-                    s.before[0] + (s.sums[T.max(j - 1, 0)] if j > 0 else T.float32(0)) < s.scale[0]
-                    or s.top_p[0] >= T.float32(1)
-                ):
-                    s.left[0] = s.left[0] + 1
-            # For a row of NaN, or if `top_p` is 0, nothing is left: then the best word is drawn.
-            s.left[0] = lanes_sum(s.left[0])
-            s.other[0] = T.float32(0)
-            for j in T.unroll(each):
-                if t * each + j < T.max(s.left[0], 1):
-                    s.other[0] = s.before[0] + s.sums[j]
-            # Sums are not negative, so their bits order as they do.
-            s.other[0] = T.reinterpret("float32", T.call_extern(
-                "uint32", "__reduce_max_sync", T.uint32(FULL_WARP), T.reinterpret("uint32", s.other[0])))
-            s.other[0] = clamped(s.uniform[0]) * s.other[0]
-            if unbounded and s.top_k[0] == words:
-                placed(io, row, t, s)
-            else:
-                s.place[0] = 0
-                for j in T.unroll(each):
-                    if t * each + j < T.max(s.left[0], 1) and s.before[0] + s.sums[j] <= s.other[0]:
-                        s.place[0] = s.place[0] + 1
-                s.place[0] = lanes_sum(s.place[0])
-            if whole:
-                if t == 0:
-                    needed[0] = T.Select(is_open(k, words, s), 1, 0)
-            s.place[0] = T.min(s.place[0], T.max(s.left[0], 1) - 1)
+                if t * each + j < T.max(s.left[0], 1) and s.before[0] + s.sums[j] <= s.other[0]:
+                    s.place[0] = s.place[0] + 1
+            s.place[0] = lanes_sum(s.place[0])
+        if whole:
             if t == 0:
-                T.ptx.ld.global_.s64(s.numbers[0], io.indices.ptr_to([row, s.place[0]]))
-                io.tokens[row] = T.Cast("int32", s.numbers[0])
-                io.logprobs[row] = load_element("float32", io.values.ptr_to([row, s.place[0]]))
+                needed[0] = T.Select(is_open(k, words, s), 1, 0)
+        s.place[0] = T.min(s.place[0], T.max(s.left[0], 1) - 1)
+        if t == 0:
+            T.ptx.ld.global_.s64(s.numbers[0], io.indices.ptr_to([row, s.place[0]]))
+            io.tokens[row] = T.Cast("int32", s.numbers[0])
+            io.logprobs[row] = load_element("float32", io.values.ptr_to([row, s.place[0]]))
 
-    return phase
 
-
-def place_by_column(k: int) -> Callable[..., Any]:
-    """Which of the best words that are left is drawn in the order of columns; the phase is (io, row, t, s).
+@phase
+def place_by_column(k, /, io, row, t, s):
+    """Which of the best words that are left is drawn in the order of columns.
 
     Reads: `chance`, `left`, the row's indices, and `other`, how much is to be passed.
     Writes: `place`, in all lanes.
     Barriers: shuffles.
     """
-    each = ceildiv(k, 32)
     # Registers that a loop which is not unrolled indexes are in memory; unrolled, many would be long code.
-    loop = T.unroll if each <= 4 else rolled
-
-    @T.inline
-    def phase(io, row, t, s):
-        columns = T.alloc_local([each], "int32")
-        before = T.alloc_local([each], "float32")
-        found = T.alloc_local([1], "int32")
-        last = T.alloc_local([1], "int32")
-        for j in loop(each):
-            before[j] = s.chance[j]
-            T.ptx.ld.global_.s64(s.numbers[0], io.indices.ptr_to([row, T.min(t * each + j, k - 1)]))
-            columns[j] = T.Cast("int32", s.numbers[0])
-        for lane in rolled(32):
-            for i in loop(each):
-                if lane * each + i < s.left[0]:
-                    found[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), columns[i], lane, 32, 32)
-                    s.min_p[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.chance[i], lane, 32, 32)
-                    for j in loop(each):
-                        if found[0] < columns[j]:
-                            before[j] = before[j] + s.min_p[0]
-        found[0] = 2**31 - 1
-        last[0] = -1
-        for j in loop(each):
-            if t * each + j < s.left[0]:
-                last[0] = T.max(last[0], columns[j])
-                if before[j] > s.other[0]:
-                    found[0] = T.min(found[0], columns[j])
-        found[0] = lanes_min(found[0])
-        last[0] = lanes_max(last[0])
-        # By rounding the sum of all may be too little.
-        found[0] = T.Select(last[0] < found[0], last[0], found[0])
-        s.place[0] = 0
-        for j in loop(each):
-            if t * each + j < s.left[0] and columns[j] == found[0]:
-                s.place[0] = t * each + j
-        s.place[0] = lanes_max(s.place[0])
-
-    return phase
+    each = T.meta_var(ceildiv(k, 32))
+    loop = T.meta_var(T.unroll if each <= 4 else rolled)
+    columns = T.alloc_local([each], "int32")
+    before = T.alloc_local([each], "float32")
+    found = T.alloc_local([1], "int32")
+    last = T.alloc_local([1], "int32")
+    for j in loop(each):
+        before[j] = s.chance[j]
+        T.ptx.ld.global_.s64(s.numbers[0], io.indices.ptr_to([row, T.min(t * each + j, k - 1)]))
+        columns[j] = T.Cast("int32", s.numbers[0])
+    for lane in rolled(32):
+        for i in loop(each):
+            if lane * each + i < s.left[0]:
+                found[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), columns[i], lane, 32, 32)
+                s.min_p[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.chance[i], lane, 32, 32)
+                for j in loop(each):
+                    if found[0] < columns[j]:
+                        before[j] = before[j] + s.min_p[0]
+    found[0] = 2**31 - 1
+    last[0] = -1
+    for j in loop(each):
+        if t * each + j < s.left[0]:
+            last[0] = T.max(last[0], columns[j])
+            if before[j] > s.other[0]:
+                found[0] = T.min(found[0], columns[j])
+    found[0] = lanes_min(found[0])
+    last[0] = lanes_max(last[0])
+    # By rounding the sum of all may be too little.
+    found[0] = T.Select(last[0] < found[0], last[0], found[0])
+    s.place[0] = 0
+    for j in loop(each):
+        if t * each + j < s.left[0] and columns[j] == found[0]:
+            s.place[0] = t * each + j
+    s.place[0] = lanes_max(s.place[0])
 
 
-def draw_by_blocks(problem: SoftmaxSample, blocks: Blocks) -> Callable[..., Any]:
-    """A word of the whole row, by all threads of its blocks; called with (io, row, t, part, pool), see `Ending.search`.
+@phase
+def draw_by_blocks(problem, blocks, /, io, row, t, part, pool):
+    """A word of the whole row, by all threads of its blocks, see `Ending.search`.
 
     Reads: the row, and its best word, which `draw_by_warp` has seen.
     Writes: the row's token and its log-probability.
     Barriers: those of a search.
     """
-    search = search_by_blocks(blocks)
-
-    @T.inline
-    def phase(io, row, t, part, pool):
-        s = T.meta_var(Drawing.alloc(1))
-        read_filters(io, row, s)
-        read_uniform(io, row, s)
-        s.top_k[0] = limit_of(s.temperature[0], s.top_k[0], problem.words)
-        T.ptx.ld.global_.s64(s.numbers[0], io.indices.ptr_to([row, 0]))
-        search(io, row, t, part, pool, s.numbers[0], load_element("float32", io.values.ptr_to([row, 0])),
-               s.top_k[0], s.top_p[0], s.min_p[0], clamped(s.uniform[0]))
-
-    return phase
+    s = T.meta_var(Drawing.alloc(1))
+    read_filters(io, row, s)
+    read_uniform(io, row, s)
+    s.top_k[0] = limit_of(s.temperature[0], s.top_k[0], problem.words)
+    T.ptx.ld.global_.s64(s.numbers[0], io.indices.ptr_to([row, 0]))
+    search_by_blocks(blocks)(io, row, t, part, pool, s.numbers[0], load_element("float32", io.values.ptr_to([row, 0])),
+           s.top_k[0], s.top_p[0], s.min_p[0], clamped(s.uniform[0]))
 
 
 def is_open(k: int, words: int, s: Any) -> tirx.PrimExpr:
@@ -287,48 +247,44 @@ def is_open(k: int, words: int, s: Any) -> tirx.PrimExpr:
     return T.And(T.And(s.top_k[0] > k, s.left[0] > 0), T.Or(s.left[0] == k, share))
 
 
-def draw_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
+@phase
+def draw_by_thread(problem, /, io, row, t, barrier, needed):
     """As `draw_by_warp`, one word after another."""
-    k, words, whole = problem.k, problem.words, bool(problem.whole)
-    drawn, left, taken, by_column = draw(k, problem.vocab), cut(k), take(k), take_by_column(k)
-    search = search_by_thread(problem) if whole else None
-
-    @T.inline
-    def phase(io, row, t, barrier, needed):
-        s = T.meta_var(named(Draw.alloc(k)))
-        uniform = T.meta_var(uniform_of(s.words) if io.seeded > 0 else io.uniforms[row])
-        top_p = T.meta_var(argument_on_cpu(io, "top_p", row))
-        min_p = T.meta_var(argument_on_cpu(io, "min_p", row))
-        columns = T.meta_var(Columns(io.indices, row))
-        s.limit[0] = limit_of(argument_on_cpu(io, "temperature", row), argument_on_cpu(io, "top_k", row), words)
-        for i in range(k):
-            s.chance[i] = T.exp(io.values[row, i])
-        if io.seeded > 0:
-            at = T.meta_var(counter_of(io.seeded, row, io.seeds, io.seed, io.offset, io.offsets))
-            philox(s.words, s.high, s.key, at[0], at[1], at[2])
-        if whole:
-            if s.limit[0] > k:
-                s.total[0] = T.float32(1)
-                left(s, top_p, min_p)
-                if s.chance[0] > T.float32(0) and (s.left[0] == k or (s.limit[0] < words and top_p < T.float32(1))):
-                    s.place[0] = k
-                elif s.limit[0] == words:
-                    by_column(s, uniform, columns)
-                else:
-                    taken(s, uniform)
-                    s.place[0] = T.min(s.place[0], s.left[0] - 1)
+    k, words = T.meta_var(problem.k), T.meta_var(problem.words)
+    whole, drawn = T.meta_var(bool(problem.whole)), T.meta_var(draw(k, problem.vocab))
+    search = T.meta_var(search_by_thread(problem) if whole else None)
+    s = T.meta_var(named(Draw.alloc(k)))
+    uniform = T.meta_var(uniform_of(s.words) if io.seeded > 0 else io.uniforms[row])
+    top_p = T.meta_var(argument_on_cpu(io, "top_p", row))
+    min_p = T.meta_var(argument_on_cpu(io, "min_p", row))
+    columns = T.meta_var(Columns(io.indices, row))
+    s.limit[0] = limit_of(argument_on_cpu(io, "temperature", row), argument_on_cpu(io, "top_k", row), words)
+    for i in range(k):
+        s.chance[i] = T.exp(io.values[row, i])
+    if io.seeded > 0:
+        at = T.meta_var(counter_of(io.seeded, row, io.seeds, io.seed, io.offset, io.offsets))
+        philox(s.words, s.high, s.key, at[0], at[1], at[2])
+    if whole:
+        if s.limit[0] > k:
+            s.total[0] = T.float32(1)
+            cut(k)(s, top_p, min_p)
+            if s.chance[0] > T.float32(0) and (s.left[0] == k or (s.limit[0] < words and top_p < T.float32(1))):
+                s.place[0] = k
+            elif s.limit[0] == words:
+                take_by_column(k)(s, uniform, columns)
             else:
-                drawn(s, top_p, min_p, uniform, columns)
+                take(k)(s, uniform)
+                s.place[0] = T.min(s.place[0], s.left[0] - 1)
         else:
             drawn(s, top_p, min_p, uniform, columns)
-        if s.place[0] < k:
-            io.tokens[row] = T.Cast("int32", io.indices[row, s.place[0]])
-            io.logprobs[row] = io.values[row, s.place[0]]
-        if whole:
-            if s.place[0] >= k:
-                search(io, row, io.indices[row, 0], io.values[row, 0], s.limit[0], top_p, min_p, clamped(uniform))
-
-    return phase
+    else:
+        drawn(s, top_p, min_p, uniform, columns)
+    if s.place[0] < k:
+        io.tokens[row] = T.Cast("int32", io.indices[row, s.place[0]])
+        io.logprobs[row] = io.values[row, s.place[0]]
+    if whole:
+        if s.place[0] >= k:
+            search(io, row, io.indices[row, 0], io.values[row, 0], s.limit[0], top_p, min_p, clamped(uniform))
 # fmt: on
 
 

@@ -7,12 +7,12 @@ temperature multiplies only what is exponentiated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.formats.bitmap import BITS
 from tvm_sparse.operators.softmax_topk.definition import masked, soft_capped
 
@@ -53,31 +53,26 @@ def held_capped(io: Any, x: tirx.PrimExpr) -> tirx.PrimExpr:
     return capped(io, held[0], tanh_on_gpu)
 
 
-def cap_elements(number: int) -> Callable[..., Any]:
-    """The soft cap of a thread's `number` logits, which `capped` makes of each; the phase is (io, x).
+@phase
+def cap_elements(number, /, io, x):
+    """The soft cap of a thread's `number` logits, which `capped` makes of each.
 
     Few logits of a model are more than half of the cap: those of a thread mostly need the series alone, without a
     quotient and an exponential for each.
 
     Reads and writes: `x`. Barriers: none.
     """
-
     # fmt: off
-    @T.inline
-    def phase(io, x):
-        largest = T.alloc_local([1], "float32")
-        largest[0] = T.abs(x[0])
-        for e in T.unroll(number - 1):
-            largest[0] = T.max(largest[0], T.abs(x[e + 1]))
-        if largest[0] * (T.float32(1) / io.cap) < T.float32(TANH_SMALL):
-            for e in T.unroll(number):
-                x[e] = io.cap * tanh_small(x[e] * (T.float32(1) / io.cap), fma_on_gpu)
-        else:
-            for e in T.unroll(number):
-                x[e] = capped(io, x[e], tanh_on_gpu)
-    # fmt: on
-
-    return phase
+    largest = T.alloc_local([1], "float32")
+    largest[0] = T.abs(x[0])
+    for e in T.unroll(number - 1):
+        largest[0] = T.max(largest[0], T.abs(x[e + 1]))
+    if largest[0] * (T.float32(1) / io.cap) < T.float32(TANH_SMALL):
+        for e in T.unroll(number):
+            x[e] = io.cap * tanh_small(x[e] * (T.float32(1) / io.cap), fma_on_gpu)
+    else:
+        for e in T.unroll(number):
+            x[e] = capped(io, x[e], tanh_on_gpu)
 
 
 def bits_from(io: Any, row: Any, column: Any) -> tirx.PrimExpr:
@@ -92,32 +87,26 @@ def chosen(bits: Any, e: Any, x: Any) -> tirx.PrimExpr:
     return T.Select(bit != T.uint32(0), x, -T.infinity("float32"))
 
 
-def mask_vectors(vocab: int, width: int, vectors: int, aligned: bool) -> Callable[..., Any]:
-    """Minus infinity for elements that are not allowed; the phase is (io, row, x, column).
+@phase
+def mask_vectors(vocab, width, vectors, aligned, /, io, row, x, column):
+    """Minus infinity for elements that are not allowed.
 
     `column(e)` is the column of x[e], of `vectors` vectors of `width` neighbours. `aligned`: vectors begin at multiples
     of `width`, so that one word of the bitmap has all bits of a vector. Columns outside of the row get any element.
 
-    Reads: `allowed`.
-    Writes: `x`.
-    Barriers: none.
+    Reads: `allowed`. Writes: `x`. Barriers: none.
     """
-
-    @T.inline
-    def phase(io, row, x, column):
-        bits = T.alloc_local([1], "uint32")
-        for u in T.unroll(vectors):
-            if aligned:
-                bits[0] = bits_from(io, row, T.min(column(u * width), vocab - width))
-                for v in T.unroll(width):
-                    x[u * width + v] = chosen(bits[0], v, x[u * width + v])
-            else:
-                for v in T.unroll(width):
-                    x[u * width + v] = chosen(
-                        bits_from(io, row, T.max(T.min(column(u * width + v), vocab - 1), 0)), 0, x[u * width + v]
-                    )
-
-    return phase
+    bits = T.alloc_local([1], "uint32")
+    for u in T.unroll(vectors):
+        if aligned:
+            bits[0] = bits_from(io, row, T.min(column(u * width), vocab - width))
+            for v in T.unroll(width):
+                x[u * width + v] = chosen(bits[0], v, x[u * width + v])
+        else:
+            for v in T.unroll(width):
+                x[u * width + v] = chosen(
+                    bits_from(io, row, T.max(T.min(column(u * width + v), vocab - 1), 0)), 0, x[u * width + v]
+                )
 
 
 @T.inline
@@ -142,20 +131,16 @@ def write_given(G, row, i, column, vocab, exponent, inverse, logarithm, log):
 
 
 # fmt: off
-def write_wanted(vocab: int, ids: int, threads: int) -> Callable[..., Any]:
-    """The last phase of a kernel whose thread blocks have a row each, called with (io, row, t, s). Barriers: none.
+@phase
+def write_wanted(vocab, ids, threads, /, io, row, t, s):
+    """The last phase of a kernel whose thread blocks have a row each. Barriers: none.
 
     Reads: `ids`, the row's elements in these columns, the row's maximum `s.top` and its sum of exponentials `s.d`.
     Writes: `given`.
     """
-
-    @T.inline
-    def phase(io, row, t, s):
-        for i in T.serial((ids - t + (threads - 1)) // threads):
-            write_given(
-                io.given, row, i * threads + t, io.ids[row, i * threads + t], vocab,
-                (element(io, row, io.ids[row, i * threads + t]) - s.top[0]) * io.scale,
-                T.float32(1) / s.d[0], T.log(s.d[0]), io.log)
-
-    return phase
+    for i in T.serial((ids - t + (threads - 1)) // threads):
+        write_given(
+            io.given, row, i * threads + t, io.ids[row, i * threads + t], vocab,
+            (element(io, row, io.ids[row, i * threads + t]) - s.top[0]) * io.scale,
+            T.float32(1) / s.d[0], T.log(s.d[0]), io.log)
 # fmt: on

@@ -13,6 +13,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvm_sparse.core.arguments import beside
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.problem import Problem
 from tvm_sparse.operators.softmax_topk.definition import inverse
 
@@ -24,27 +25,21 @@ Own = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Ending:
-    """The places at which a kernel is added to.
+    """The places at which a kernel is added to."""
 
-    Attributes
-    ----------
-    own
-        Called by a kernel where it may read what its producer kernel has written, and before it takes the first
-        exponential.
-    finish
-        A phase (arguments, row, t, barrier, needed), called when a row's values and indices have been written by
-        threads that meet at `barrier`, of which t is the number; the first 32 are a warp. Values are log-probabilities.
-        `needed` is an integer in shared memory that says whether `search` is needed, or None if there is none. On a CPU
-        there is one thread, and no barrier: None.
-    search
-        A phase (arguments, row, t, part, pool) for all threads of all blocks that have the row, `part` being the
-        block's number in its cluster, or None. `pool` is dynamic shared memory of `pool_bytes` in each block, of
-        which the kernel needs nothing any more.
-    """
-
+    # Called by a kernel where it may read what its producer kernel has written, and before it takes the first
+    # exponential.
     own: Own
+    # A phase (arguments, row, t, barrier, needed), called when a row's values and indices have been written by threads
+    # that meet at `barrier`, of which t is the number; the first 32 are a warp. Values are log-probabilities. `needed`
+    # is an integer in shared memory that says whether `search` is needed, or None if there is none. On a CPU there is
+    # one thread, and no barrier: None.
     finish: Callable[..., Any]
+    # A phase (arguments, row, t, part, pool) for all threads of all blocks that have the row, `part` being the block's
+    # number in its cluster, or None. `pool` is dynamic shared memory of `pool_bytes` in each block, of which the kernel
+    # needs nothing any more.
     search: Callable[..., Any] | None = None
+
     pool_bytes: int = 0
 
 
@@ -82,23 +77,18 @@ def own_of(problem: Problem, ending: Ending | None = None, *, of_row: Own = own_
     return ending.own if ending is not None else of_row if problem.axes.get("per_row") else None
 
 
-def end_of_block(ending: Ending) -> Callable[..., Any]:
-    """The part of an ending that a block which has a row alone executes; the phase is (io, row, t, pool).
+@phase
+def end_of_block(ending, /, io, row, t, pool):
+    """The part of an ending that a block which has a row alone executes.
 
     Reads, writes, barriers: as `Ending.finish` and `Ending.search`, and one barrier between them.
     """
-
     # fmt: off
-    @T.inline
-    def phase(io, row, t, pool):
-        if ending.search is not None:
-            needed = T.alloc_shared([1], "int32")
-            ending.finish(io, row, t, T.cuda.cta_sync, needed)
-            T.cuda.cta_sync()
-            if needed[0] != 0:
-                ending.search(io, row, t, 0, pool)
-        else:
-            ending.finish(io, row, t, T.cuda.cta_sync, None)
-    # fmt: on
-
-    return phase
+    if ending.search is not None:
+        needed = T.alloc_shared([1], "int32")
+        ending.finish(io, row, t, T.cuda.cta_sync, needed)
+        T.cuda.cta_sync()
+        if needed[0] != 0:
+            ending.search(io, row, t, 0, pool)
+    else:
+        ending.finish(io, row, t, T.cuda.cta_sync, None)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.template import ceildiv
+
+extent = Derived["Share", int]
+whether = Derived["Share", bool]
 
 
 @dataclass(frozen=True)
@@ -17,32 +20,15 @@ class Share:
     threads: int
     cluster: int  # blocks that share a row
 
-    @cached_property
-    def warps(self) -> int:
-        """Warps of a block."""
-        return self.threads // 32
-
-    @cached_property
-    def width(self) -> int:
-        """Elements of a vector."""
-        return 16 // self.itemsize
-
-    @cached_property
-    def per_word(self) -> int:
-        """Elements of a 32-bit word."""
-        return 4 // self.itemsize
-
-    @cached_property
-    def aligned(self) -> bool:
-        """Whether every row begins with a vector. If not, its first and last vector are shared with other rows."""
-        return self.vocab % self.width == 0
-
-    @cached_property
-    def row_vectors(self) -> int:
-        """The most vectors that a row touches."""
-        return ceildiv(self.vocab + (0 if self.aligned else self.width - 1), self.width)
-
-    @cached_property
-    def share(self) -> int:
-        """Vectors of a block, 32 per warp: all blocks have as many, except the last ones, which may have fewer."""
-        return ceildiv(ceildiv(self.row_vectors, self.cluster), 32) * 32
+    # Warps of a block.
+    warps = extent(lambda e: e.threads // 32)
+    # Elements of a vector.
+    width = extent(lambda e: 16 // e.itemsize)
+    # Elements of a 32-bit word.
+    per_word = extent(lambda e: 4 // e.itemsize)
+    # Whether every row begins with a vector. If not, its first and last vector are shared with other rows.
+    aligned = whether(lambda e: e.vocab % e.width == 0)
+    # The most vectors that a row touches.
+    row_vectors = extent(lambda e: ceildiv(e.vocab + (0 if e.aligned else e.width - 1), e.width))
+    # Vectors of a block, 32 per warp: all blocks have as many, except the last ones, which may have fewer.
+    share = extent(lambda e: ceildiv(ceildiv(e.row_vectors, e.cluster), 32) * 32)

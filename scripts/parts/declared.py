@@ -145,9 +145,9 @@ def decisions() -> str:
 def phase_example() -> str:
     """One phase of the example's generated kernel."""
     registry.add_plugin(ROOT / "examples" / "row_norm")
-    from row_norm.schedules.norm_block import join
+    from row_norm.schedules.norm_block.kernel import join
 
-    return f"```python\n{inspect.getsource(join)}```"
+    return f"```python\nfrom tvm_sparse.core.phase import phase\n\n\n{inspect.getsource(join)}```"
 
 
 @part

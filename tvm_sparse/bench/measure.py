@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ from .verification import POISONS, Arguments, Case, call, check_again, make_case
 # check these arguments and the outputs of the timed calls. Each step may be requested by a message of its own; only
 # TIME needs exclusive use of the device.
 VERIFY, PROVE, CHECK, TIME, RECHECK = EVERYTHING = ("verify", "prove", "check", "time", "recheck")
+# A step before VERIFY, or before PROVE with `proof` in the message: draw the cases of the next step, without the
+# device. It may be left out: VERIFY and PROVE then draw all their cases. A proof has several portions of cases, each
+# drawn and proven by messages of their own; the reply's `left` says whether there was one to be drawn.
+DRAW = "draw"
 WITHOUT_VERIFY = (CHECK, TIME, RECHECK)
 STEPS = (VERIFY, *WITHOUT_VERIFY)
 # Most bytes of the whole batch's arrays that are kept for the next candidate, beside its verification's arrays.
@@ -80,6 +85,16 @@ class Checked:
             self.arguments.check_inputs()
 
 
+@dataclass
+class Drawn:
+    """The cases that `DRAW` has drawn for a library and seed."""
+
+    of: tuple[str, int, bool]  # the library, the seed, and whether it is a proof
+    portions: Iterator[list[Case]]
+    next: list[Case] | None = None  # the portion for the next step; None if there is none left
+
+
+_drawn: Drawn | None = None
 _checked: Checked | None = None  # kept between messages
 _kept: Checked | None = None  # kept for the next candidate, for its arguments, whose inputs are unchanged
 # Producers live as long as their arguments: each has copies of the inputs.
@@ -108,6 +123,25 @@ def check(library: str, kind: str, function: Any, whole: Case, workspaces: Any) 
         call(function, given)
         check_again(whole, first, arguments.outputs())
     return Checked(library, kind, function, whole, arguments, given, first)
+
+
+def draw(pool: Pool, of: tuple[str, int, bool]) -> bool:
+    """Draw the next portion of cases; returns whether there was one left."""
+    global _drawn
+    if _drawn is None or _drawn.of != of:
+        _, seed, proof = of
+        _drawn = Drawn(of, pool.proof(seed) if proof else iter([pool.draw(seed)]))
+    _drawn.next = next(_drawn.portions, None)
+    return _drawn.next is not None
+
+
+def cases_of(pool: Pool, of: tuple[str, int, bool]) -> Iterator[list[Case]]:
+    """The portion of cases that was drawn, or all portions if none was."""
+    if _drawn is not None and _drawn.of == of and _drawn.next is not None:
+        cases, _drawn.next = _drawn.next, None
+        return iter([cases])
+    _, seed, proof = of
+    return pool.proof(seed) if proof else iter([pool.draw(seed)])
 
 
 @functools.lru_cache(maxsize=1)
@@ -148,15 +182,16 @@ def handle(message: dict[str, Any]) -> dict[str, Any]:
         device_of(kind)
         return {}
     library, steps = message["library"], message.get("steps", EVERYTHING)
+    if DRAW in steps:
+        return {"seconds": [], "left": draw(pool, (library, message["draw"], bool(message.get("proof"))))}
     if {VERIFY, PROVE, CHECK} & set(steps):
         checked, function, workspaces = None, load(library, kind), message["workspaces"]
-        draw = message.get("draw")
-        draw = int.from_bytes(os.urandom(6), "little") if draw is None else draw
-        if VERIFY in steps:
-            verify(function, kind, pool.draw(draw), workspaces)
-        if PROVE in steps:
-            for cases in pool.proof(draw):
-                verify(function, kind, cases, workspaces)
+        seed = message.get("draw")
+        seed = int.from_bytes(os.urandom(6), "little") if seed is None else seed
+        for step in (VERIFY, PROVE):
+            if step in steps:
+                for cases in cases_of(pool, (library, seed, step == PROVE)):
+                    verify(function, kind, cases, workspaces)
         if CHECK in steps:
             checked = check(library, kind, function, whole, workspaces_on(kind, workspaces, problem))
     if TIME not in steps and RECHECK not in steps:

@@ -130,6 +130,7 @@ BUILTIN = (
     Operator("lsh_candidates", public=("lsh_candidates",)),
     Operator("lsh_topk", public=("lsh_topk",)),
     Operator("head_topk", public=("head_topk",)),
+    Operator("head_draw"),
     Operator("candidate_topk", public=("candidate_topk",)),
     Operator("candidate_logits", public=("candidate_logits",)),
     Operator("sparse_recurrent", public=("sparse_recurrent", "recurrent_weights", "RecurrentWeights")),
@@ -143,7 +144,7 @@ BUILTIN = (
 SETS: Mapping[str, tuple[str, ...]] = {
     "serve": (
         *("softmax_topk", "softmax_sample", "edit_logits", "softmax", "logsumexp"),
-        *("head_topk", "candidate_topk", "candidate_logits", "screen"),
+        *("head_topk", "head_draw", "candidate_topk", "candidate_logits", "screen"),
         *("wta_hash", "lsh_lookup", "compaction", "lsh_candidates", "lsh_topk"),
     ),
     "sparse": ("bsr_matmul", "bsr_sddmm", "csr_linear", "nhot_lookup"),

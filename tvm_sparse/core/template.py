@@ -176,7 +176,7 @@ class Template(Generic[P]):
 OF_SPACE = ("space", "default", "allowed", "features", "launch", "declines")
 
 
-def in_phases(space: ModuleType, **declared: Any) -> Template[Any]:
+def in_phases(space: ModuleType, /, **declared: Any) -> Template[Any]:
     """The template of a package with a generated kernel: its functions are those of `space.py`, and its program is
     `program(problem, decisions)` of `kernel.py`, which is imported when a point is built.
 
@@ -185,7 +185,8 @@ def in_phases(space: ModuleType, **declared: Any) -> Template[Any]:
     space
         The package's module of that name.
     declared
-        `name`, `version`, `operator`, `summary`, and what else of `Template` is not its default.
+        `name`, `version`, `operator`, `summary`, and what else of `Template` is neither its default nor that of a
+        generated kernel: "cuda" and explicit threads.
     """
 
     def program(problem: Any, decisions: Decisions) -> Program:
@@ -194,7 +195,7 @@ def in_phases(space: ModuleType, **declared: Any) -> Template[Any]:
         return made
 
     found = {name: getattr(space, name) for name in OF_SPACE if hasattr(space, name)}
-    return Template(kind="cuda", program=program, explicit_threads=True, **found, **declared)
+    return Template(**{"kind": "cuda", "explicit_threads": True, "program": program, **found, **declared})
 
 
 def powers(low: int, high: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from ..core.libraries import library
 from ..core.problem import width as rounded_up
 from ..formats.quantized import QuantizedEmbedding
 from ..operators.edit_logits.call import edit_logits
+from ..operators.head_draw.call import if_faster
 from ..operators.head_topk.call import FUSED_K, head_topk, pair_facts
 from ..operators.head_topk.product import all_scores, rows_at_once
 from ..operators.softmax_sample import seeds
@@ -23,15 +24,18 @@ from ..runtime.calls import outputs_for, whole_number, without_gradient
 EVEN = 1e6
 # Arguments that may have something for each row.
 OF_ROWS = ("temperature", "top_k", "top_p", "min_p", "allowed", "uniforms", "seed", "offset")
+# Arguments of a draw from all words.
+OF_DRAW = ("temperature", "bias", "uniforms", "seed", "offset", "soft_cap")
 
 
 class Parts(NamedTuple):
-    """The functions of which a draw is made: public ones, or those of a graph."""
+    """The functions of which a draw is made: public ones, or those of a graph, which has no `head_draw`."""
 
     head_topk: Callable[..., Any]
     softmax_sample: Callable[..., Any]
     scores: Callable[[Any, Any], Any]
     edit_logits: Callable[..., Any]
+    head_draw: Callable[..., Any] | None = None
 
 
 def head_sample(
@@ -95,8 +99,12 @@ def head_sample(
     -----
     If top_k is one number for all rows, of at most 256, `head_topk` finds the top_k best words with their
     log-probabilities, whatever the temperatures, and the draw reads these alone: on a GPU no other scores reach memory
-    with up to 64 or 128 rows without a soft cap. The same holds for a greedy draw. In all other cases float32 scores of
-    a chunk of rows are written, up to 240 MB on a GPU and 120 MB on a CPU, from which `softmax_sample` draws.
+    with up to 64 or 128 rows. The same holds for a greedy draw. Without filters, on a GPU and with as many rows, one
+    pass over the embedding writes sums of slices of 8 to 32 words, and the slice that has the token is multiplied
+    again; temperatures may be those of rows. `explain("head_draw", ...)` says whether a call is drawn so. It is not in
+    graphs of PyTorch, with `configure(batch_invariant=True)` and with a `QuantizedEmbedding`. In these and all other
+    cases float32 scores of a chunk of rows are written, up to 240 MB on a GPU and 120 MB on a CPU, from which
+    `softmax_sample` draws.
 
     When not to use it: if the scores of a row are changed one by one before the draw.
 
@@ -121,7 +129,7 @@ def head_sample(
     ]
     options |= {name: on_host(name, options[name]) for name in held}
     batch, most = known.shape[0], rows_at_once(theirs.shape[0], known.shape[1], known.device)
-    parts = Parts(head_topk, softmax_sample, all_scores, edit_logits)
+    parts = Parts(head_topk, softmax_sample, all_scores, edit_logits, if_faster)
     if batch <= most or _bound(options, theirs.shape[0]) is not None:
         results = _drawn(parts, states, words, constant, options)
     else:
@@ -194,10 +202,27 @@ def _bound(options: dict[str, Any], vocab: int) -> tuple[int, Any] | None:
     return (top_k, heat) if 0 < top_k <= min(FUSED_K, vocab) else None
 
 
+def _has_no_filter(hidden: Any, embedding: Any, options: dict[str, Any]) -> bool:
+    """Whether the arrays are torch tensors with rows, no filter is on, and no best words are wanted."""
+    if not (arrays.is_torch(hidden) and arrays.is_torch(embedding) and len(hidden)):
+        return False
+    top_k, (top_p, min_p) = options["top_k"], (_number(options[name]) for name in ("top_p", "min_p"))
+    if options["allowed"] is not None or options["max_top_k"] is not None or type(options["best"]) is not int:
+        return False
+    every = top_k is None or (type(top_k) is int and not 0 < top_k < embedding.shape[0])
+    heat = _number(options["temperature"])
+    suits = _is_array(options["temperature"]) or (heat is not None and GREEDY <= heat < EVEN)
+    return every and suits and top_p == 1 and min_p == 0 and options["best"] == 0
+
+
 def _drawn(parts: Parts, hidden: Any, embedding: Any, constant: bool, options: dict[str, Any]) -> tuple[Any, ...]:
     """The draw for rows whose scores are written at once, if they are written."""
     vocab = embedding.shape[0]
     bound = _bound(options, vocab)
+    if bound is None and parts.head_draw is not None and _has_no_filter(hidden, embedding, options):
+        found = parts.head_draw(hidden, embedding, constant=constant, **{name: options[name] for name in OF_DRAW})
+        if found is not None:
+            return tuple(found)
     if bound is None:
         scores = parts.scores(hidden, embedding)
         if options["soft_cap"] is not None:

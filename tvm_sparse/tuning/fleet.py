@@ -26,7 +26,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..bench.measure import RECHECK, TIME
+from ..bench.measure import DRAW, PROVE, RECHECK, TIME, VERIFY
 from ..core import machine as machines
 from ..core.machine import Machine, UnknownArch
 from ..workers.building import BUILD_WORKER
@@ -46,6 +46,8 @@ GPU_SEATS = 3
 LOOK_SECONDS = 0.2
 # Least share of a candidate's time limit for each of its steps.
 LEAST_SECONDS = 0.2
+# Most portions of a winner's proof, beyond those that `draws.Pool.proof` has.
+MOST_PORTIONS = 40
 
 
 class Measures(Protocol):
@@ -351,29 +353,47 @@ class Fleet:
                 job.future.set_result(reply)
 
     def _measure(self, seat: Seat, job: _Job) -> Reply:
-        """Prepare at any time, verify beside other seats, and time alone.
+        """Prepare and draw cases at any time, verify beside other seats, and time alone.
 
-        Verification mostly uses the host, so the device is free for others in the meantime.
+        Verification mostly uses the host, so the device is free for others in the meantime. While one seat verifies,
+        none times: what needs no device is done before, and a proof, which takes seconds, in portions.
         """
         measurer, turn, left = seat.measurer, seat.device.turn, job.timeout
+        asked = job.library["steps"]
 
-        def ask(*steps: str) -> Reply:
+        def ask(*steps: str, **more: bool) -> Reply:
             nonlocal left
             began = time.monotonic()
             try:
-                reply = measurer.measure(job.problem, {**job.library, "steps": steps}, left, self._is_closed)
+                reply = measurer.measure(job.problem, {**job.library, "steps": steps, **more}, left, self._is_closed)
             finally:
-                left = max(LEAST_SECONDS, left - (time.monotonic() - began))
+                if DRAW not in steps:  # which is not the library's work
+                    left = max(LEAST_SECONDS, left - (time.monotonic() - began))
             return _believed(_unchanged(reply), steps, job.timeout)
 
+        def verified(*steps: str) -> Reply:
+            with turn.beside(self._is_closed):
+                reply = ask(*steps)
+            if reply.environment:  # perhaps because several seats ran out of memory together
+                with turn.alone(self._is_closed):
+                    reply = ask(*steps)
+            return reply
+
         measurer.prepare(job.problem, self._is_closed)
-        before = [step for step in job.library["steps"] if step not in (TIME, RECHECK)]
-        with turn.beside(self._is_closed):
-            reply = ask(*before)
-        if reply.environment:  # perhaps because several seats ran out of memory together
-            with turn.alone(self._is_closed):
-                reply = ask(*before)
-        if not reply.ok or TIME not in job.library["steps"]:
+        if PROVE in asked:
+            for number in range(MOST_PORTIONS):
+                drawn = ask(DRAW, proof=True)
+                if not drawn.ok:
+                    return drawn
+                if number and drawn.value.get("left") is not True:
+                    break
+                if not (reply := verified(PROVE)).ok:
+                    break
+            return reply
+        if VERIFY in asked and not (drawn := ask(DRAW)).ok:
+            return drawn
+        reply = verified(*(step for step in asked if step not in (TIME, RECHECK)))
+        if not reply.ok or TIME not in asked:
             return reply
         with turn.alone(self._is_closed):
             timed = ask(TIME)
@@ -516,7 +536,9 @@ def of_one_model(found: Iterable[Machine], model: str | None = None) -> set[Mach
 # ------------------------------------------------------------------------------------------------- this machine
 
 
-def local(machine: Machine, builders: int, *, gpus: Sequence[int] = (0,), workers: int = 1) -> Fleet:
+def local(
+    machine: Machine, builders: int, *, gpus: Sequence[int] = (0,), workers: int = 1, seats: int = GPU_SEATS
+) -> Fleet:
     """Devices of this machine; their processes start at the first use, which takes seconds.
 
     Parameters
@@ -526,21 +548,24 @@ def local(machine: Machine, builders: int, *, gpus: Sequence[int] = (0,), worker
     builders
         Number of processes that compile, for all devices together.
     gpus
-        Indices of GPUs in `core.machine.gpus`. Each has `GPU_SEATS`, and all share the builders.
+        Indices of GPUs in `core.machine.gpus`, which share the builders.
     workers
         Number of parts into which the processors are divided. Builders and measurers of a part are bound to its
         processors, so that parts do not disturb each other.
+    seats
+        Number of seats of each GPU.
     """
     if machine.kind == "cuda":
-        few = few_threads(threads_of_seat(len(gpus) * GPU_SEATS))
-        pool = Pool(builders, BUILD_WORKER, env=few, name="build")
+        few = few_threads(threads_of_seat(len(gpus) * seats))
+        # Problems take turns: one whose candidates compile for many seconds does not hold up the others.
+        pool = Pool(builders, BUILD_WORKER, env=few, name="build", kind=lambda request: request["problem"])
         all_gpus, names = machines.gpus(), machines.visible_gpus()
         return Fleet(
             [
                 Device(
                     f"GPU {number}",
                     all_gpus[number],
-                    [Measurer({"CUDA_VISIBLE_DEVICES": names[number], **few}) for _ in range(GPU_SEATS)],
+                    [Measurer({"CUDA_VISIBLE_DEVICES": names[number], **few}) for _ in range(seats)],
                     pool,
                     device_state(machine, number),
                 )

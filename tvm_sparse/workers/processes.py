@@ -23,6 +23,7 @@ of its request. A `Reply` says whether the request itself or its environment cau
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import logging
 import math
@@ -36,7 +37,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -423,6 +425,9 @@ class Worker:
         poller.poll(max(0, math.ceil((until - time.monotonic()) * 1000)))
 
 
+_Waiting = tuple[Future[Reply], Mapping[str, Any], float, threading.Event | None]
+
+
 class Pool:
     """Several workers for independent requests. Thread-safe.
 
@@ -437,6 +442,9 @@ class Pool:
         As in `Worker`.
     cores : collection of int, optional
         The processors that the children may use. Default: those of this process.
+    kind : callable, optional
+        Returns the kind of a request. Kinds take turns, so that many requests of one do not delay those of another;
+        requests of one kind keep their order. Default: all are of one kind.
     """
 
     def __init__(
@@ -448,6 +456,7 @@ class Pool:
         name: str,
         start_timeout: float = _START_SECONDS,
         cores: Collection[int] = (),
+        kind: Callable[[Mapping[str, Any]], Hashable] = lambda request: None,
     ) -> None:
         if size < 1:
             raise ValueError(f"a pool has at least one worker, not {size}")
@@ -455,6 +464,8 @@ class Pool:
             Worker(argv, env=env, name=f"{name}-{number}", start_timeout=start_timeout) for number in range(size)
         )
         self._idle = list(self.workers)
+        self._kind = kind
+        self._waiting: dict[Hashable, deque[_Waiting]] = {}  # by kind; the kind whose turn it is comes first
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._threads = ThreadPoolExecutor(size, f"{name}-pool", initializer=pin, initargs=(cores,))
@@ -468,12 +479,16 @@ class Pool:
     def submit(
         self, request: Mapping[str, Any], *, timeout: float, abandoned: threading.Event | None = None
     ) -> Future[Reply]:
-        """Give a request to the next free worker; `timeout` counts from then on.
+        """Give a request to a free worker when it is its turn; `timeout` counts from then on.
 
         The future's exceptions are those of `Worker.call`. A request that kills its worker does not affect others.
         Setting `abandoned`, or closing the pool, ends it.
         """
-        return self._threads.submit(self._run, request, timeout, abandoned)
+        future: Future[Reply] = Future()
+        with self._lock:
+            self._threads.submit(self._run_next)
+            self._waiting.setdefault(self._kind(request), deque()).append((future, request, timeout, abandoned))
+        return future
 
     def start(self) -> None:
         """Start the workers that are not running, and wait until all are ready. The pool must be idle.
@@ -510,6 +525,23 @@ class Pool:
             abandoned.set()
             wait([future for future in futures if not future.cancel()])
 
+    def _run_next(self) -> None:
+        """Run the request whose turn it is."""
+        with self._lock:
+            if not self._waiting:  # all were cancelled by `close`
+                return
+            kind = next(iter(self._waiting))
+            waiting = self._waiting.pop(kind)
+            future, request, timeout, abandoned = waiting.popleft()
+            if waiting:
+                self._waiting[kind] = waiting  # after the other kinds
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(self._run(request, timeout, abandoned))
+        except BaseException as error:
+            future.set_exception(error)
+
     def _run(self, request: Mapping[str, Any], timeout: float, abandoned: threading.Event | None) -> Reply:
         with self._lock:
             # Running workers first, so that few requests start few children.
@@ -528,7 +560,12 @@ class Pool:
     def close(self) -> None:
         """End every worker and all running requests; new ones are refused. May be called again."""
         self._closed.set()
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for future, *_ in itertools.chain.from_iterable(waiting.values()):
+            future.cancel()
+        self._threads.shutdown()
         for worker in self.workers:
             worker.close()
 

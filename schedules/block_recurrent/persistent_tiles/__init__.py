@@ -37,28 +37,15 @@ then all the second, so that the exchange of one pass overlaps with the products
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
-from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
+from tvm_sparse.core.template import in_phases
 
-from .space import Extents, allowed, default, space
+from . import space
 
-
-def build(problem: BlockRecurrent, decisions: Decisions) -> Program:
-    from .kernel import program
-
-    return program(problem, Extents.of(problem, decisions))
-
-
-persistent_tiles = Template(
+persistent_tiles = in_phases(
+    space,
     name="persistent_tiles",
     version=2,
     operator="block_recurrent",
-    kind="cuda",
     summary="all steps in one launch; weights stay on chip, tensor cores multiply, blocks exchange states",
-    space=space,
-    default=default,
-    program=build,
-    allowed=allowed,
-    explicit_threads=True,
     cooperative=True,
 )

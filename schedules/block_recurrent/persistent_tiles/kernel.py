@@ -30,7 +30,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.template import Program, Resident, Workspace
+from tvm_sparse.core.phase import phase
+from tvm_sparse.core.template import Decisions, Program, Resident, Workspace
 from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 
 from ...device.words import held_address, value_in
@@ -57,45 +58,42 @@ Phase = Callable[..., Any]
 
 
 # fmt: off
-def begin(e: Extents) -> Phase:
-    """The items, and the states before the first step; the phase is (s, io).
+@phase
+def first_states(e, /, s, io):
+    """The states of the thread's items before the first step."""
+    for j in T.unroll(e.items):
+        b = T.meta_var(item(e, s, j, of_batch=True)[1])
+        s.unit[j] = s.tile[0] * e.tile_units + item(e, s, j)[0]
+        s.bits[0] = T.uint32(0)
+        if is_item(e, s, j):
+            s.bits[0] = element_bits(e.dtype, io.h0[b, s.unit[j]])
+            s.owns[j] = value_in(e.dtype, s.bits[0], 0)
+            if e.cell == "lstm":
+                s.cells[j] = T.Cast("float32", io.c0[b, s.unit[j]])
+            if e.ragged:
+                s.length[j] = io.lengths[b]
+        collect(e)(s)
+        put(e)(s, 0, b, s.unit[j], sends(e, s, j))
+
+
+@phase
+def begin(e, /, s, io):
+    """The items, and the states before the first step.
 
     Reads: `h0`, `c0`, `lengths`. Writes: `unit`, `length`, `cells`, `owns`, `samples`, `kept`; the exchange's first
     slot. Barriers: none, but all lanes of a warp take part.
     """
-    join, send, keep = collect(e), put(e), save(e)
-    apart = (e.copy_pitch if e.stages else e.pitch) * WIDEST  # bytes from one sample to the next
-
-    @T.inline
-    def first_states(s, io):
-        for j in T.unroll(e.items):
-            b = T.meta_var(item(e, s, j, of_batch=True)[1])
-            s.unit[j] = s.tile[0] * e.tile_units + item(e, s, j)[0]
-            s.bits[0] = T.uint32(0)
-            if is_item(e, s, j):
-                s.bits[0] = element_bits(e.dtype, io.h0[b, s.unit[j]])
-                s.owns[j] = value_in(e.dtype, s.bits[0], 0)
-                if e.cell == "lstm":
-                    s.cells[j] = T.Cast("float32", io.c0[b, s.unit[j]])
-                if e.ragged:
-                    s.length[j] = io.lengths[b]
-            join(s)
-            send(s, 0, b, s.unit[j], sends(e, s, j))
-
-    @T.inline
-    def phase(s, io):
-        for f in T.unroll(e.fragments):
-            # Samples beyond the last one are read as the last one; their sums are not used.
-            s.samples[f] = T.Cast("uint32", T.min(f * SAMPLES + s.row, e.samples - 1) * apart)
-        if e.passes > 1:
-            for part in T.serial(e.passes):
-                s.first[0] = part * e.samples
-                first_states(s, io)
-                keep(s)
-        else:
-            first_states(s, io)
-
-    return phase
+    apart = T.meta_var((e.copy_pitch if e.stages > 0 else e.pitch) * WIDEST)
+    for f in T.unroll(e.fragments):
+        # Samples beyond the last one are read as the last one; their sums are not used.
+        s.samples[f] = T.Cast("uint32", T.min(f * SAMPLES + s.row, e.samples - 1) * apart)
+    if e.passes > 1:
+        for part in T.serial(e.passes):
+            s.first[0] = part * e.samples
+            first_states(e)(s, io)
+            save(e)(s)
+    else:
+        first_states(e)(s, io)
 
 
 def kernel_body(e: Extents) -> Phase:
@@ -183,8 +181,9 @@ def kernel_body(e: Extents) -> Phase:
 # fmt: on
 
 
-def program(problem: BlockRecurrent, e: Extents) -> Program:
-    """The program of one point of the space."""
+def program(problem: BlockRecurrent, decisions: Decisions) -> Program:
+    """The program of a point."""
+    e = Extents.of(problem, decisions)
     words = e.exchanges * e.packs * e.pitch * WIDEST // 4  # of all slots of a step
     own = Workspace("exchange", ("steps", words), "uint32", fill=None)
     return gpu_program(problem, kernel_body(e), (own,), resident=Resident(e.blocks, e.threads, e.shared_bytes))

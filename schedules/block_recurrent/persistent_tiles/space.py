@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
@@ -38,6 +39,10 @@ PAD = 4  # floats between samples of a tile's sums beyond its rows: keeps lanes 
 ROUNDS = 4
 # How many more groups than a typical tile has the default keeps on the chip: tiles are not equal.
 MORE = 1.1
+
+
+extent = Derived["Extents", int]
+whether = Derived["Extents", bool]
 
 
 @dataclass(frozen=True)
@@ -80,126 +85,55 @@ class Extents:
 
     # How tiles are dealt out.
 
-    @property
-    def exchanges(self) -> int:
-        """Slots of the exchange in a step: see `RecurrentLayer.exchanges`."""
-        return EXCHANGES.get(self.cell, 1)
-
-    @property
-    def warps(self) -> int:
-        return self.threads // WARP
-
-    @property
-    def most(self) -> int:
-        """Tiles of a thread block, at most."""
-        return ceildiv(self.tiles, self.blocks)
-
-    @property
-    def tile_units(self) -> int:
-        return tile_units(self.gates)
-
-    @property
-    def units(self) -> int:
-        """Units of a thread block, at most."""
-        return self.most * self.tile_units
-
-    @property
-    def samples(self) -> int:
-        """Samples of a pass; the last one may have fewer, and the missing ones have states of zero."""
-        return samples_of(self.batch, self.passes)
-
-    @property
-    def items(self) -> int:
-        """Items of a thread in a pass, at most; an item is a unit and a sample, which one thread finishes."""
-        return ceildiv(self.units * self.samples, self.threads)
-
-    @property
-    def fragments(self) -> int:
-        """Fragments of operand B, which have eight samples each."""
-        return ceildiv(self.samples, SAMPLES)
+    # Slots of the exchange in a step: see `RecurrentLayer.exchanges`.
+    exchanges = extent(lambda e: EXCHANGES.get(e.cell, 1))
+    warps = extent(lambda e: e.threads // WARP)
+    # Tiles of a thread block, at most.
+    most = extent(lambda e: ceildiv(e.tiles, e.blocks))
+    tile_units = extent(lambda e: tile_units(e.gates))
+    # Units of a thread block, at most.
+    units = extent(lambda e: e.most * e.tile_units)
+    # Samples of a pass; the last one may have fewer, and the missing ones have states of zero.
+    samples = extent(lambda e: samples_of(e.batch, e.passes))
+    # Items of a thread in a pass, at most; an item is a unit and a sample, which one thread finishes.
+    items = extent(lambda e: ceildiv(e.units * e.samples, e.threads))
+    # Fragments of operand B, which have eight samples each.
+    fragments = extent(lambda e: ceildiv(e.samples, SAMPLES))
 
     # How hidden states lie, in the exchange: [sample][column], each sample a pack of its own.
 
-    @property
-    def itemsize(self) -> int:
-        return numpy_dtype(self.dtype).itemsize
-
-    @property
-    def columns(self) -> int:
-        return self.hidden
-
-    @property
-    def pack(self) -> int:
-        return 1
-
-    @property
-    def packs(self) -> int:
-        return self.passes * self.samples
-
-    @property
-    def column_bytes(self) -> int:
-        return self.itemsize
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of one store into the exchange: the states of neighbouring units of a tile."""
-        return self.at_once * self.itemsize
-
-    @property
-    def at_once(self) -> int:
-        """Units whose states leave in one store: a tile's, up to 16 bytes of them."""
-        return min(self.tile_units, WIDEST // self.itemsize)
-
-    @property
-    def pitch(self) -> int:
-        """Vectors from one sample to the next: whole cache lines."""
-        return ceildiv(self.across, LINE // WIDEST) * (LINE // WIDEST)
-
-    @property
-    def vectors(self) -> int:
-        """Vectors of the states of a pass."""
-        return self.samples * self.pitch
-
-    @property
-    def loads(self) -> int:
-        """Vectors that a thread has in flight while it copies."""
-        return min(MOST_LOADS, ceildiv(self.vectors, self.threads))
+    itemsize = extent(lambda e: numpy_dtype(e.dtype).itemsize)
+    columns = extent(lambda e: e.hidden)
+    pack = extent(lambda e: 1)
+    packs = extent(lambda e: e.passes * e.samples)
+    column_bytes = extent(lambda e: e.itemsize)
+    # Units whose states leave in one store: a tile's, up to 16 bytes of them.
+    at_once = extent(lambda e: min(e.tile_units, WIDEST // e.itemsize))
+    # Bytes of one store into the exchange: the states of neighbouring units of a tile.
+    sent_bytes = extent(lambda e: e.at_once * e.itemsize)
+    # Vectors from one sample to the next: whole cache lines.
+    pitch = extent(lambda e: ceildiv(e.across, LINE // WIDEST) * (LINE // WIDEST))
+    # Vectors of the states of a pass.
+    vectors = extent(lambda e: e.samples * e.pitch)
+    # Vectors that a thread has in flight while it copies.
+    loads = extent(lambda e: min(MOST_LOADS, ceildiv(e.vectors, e.threads)))
 
     # Shared memory.
 
-    @property
-    def copy_pitch(self) -> int:
-        """Vectors from one sample in shared memory to the next: half a line beyond whole ones, so that the two samples
-        that eight lanes read of neighbouring groups lie in different banks."""
-        return self.pitch + LINE // WIDEST // 2
-
-    @property
-    def stage_bytes(self) -> int:
-        return self.samples * self.copy_pitch * WIDEST if self.stages else 0
-
-    @property
-    def halves(self) -> int:
-        """Buffers of sums: while one is read, others write to the next. With a copy of the states one suffices, since
-        the copy has a barrier.
-        """
-        return 1 if self.stages else 2
-
-    @property
-    def part_pitch(self) -> int:
-        """Floats from one sample of a warp's sums of a tile to the next."""
-        return ROWS + PAD
-
-    @property
-    def parts(self) -> int:
-        """Floats of all warps' sums."""
-        return self.warps * self.most * self.fragments * SAMPLES * self.part_pitch
-
-    @property
-    def has_cell(self) -> bool:
-        """Whether items carry a second value: the cell state of an LSTM, or z from a step's first exchange to the
-        second one.
-        """
-        return self.cell == "lstm" or self.exchanges == 2
+    # Vectors from one sample in shared memory to the next: half a line beyond whole ones, so that the two samples that
+    # eight lanes read of neighbouring groups lie in different banks.
+    copy_pitch = extent(lambda e: e.pitch + LINE // WIDEST // 2)
+    stage_bytes = extent(lambda e: e.samples * e.copy_pitch * WIDEST if e.stages else 0)
+    # Buffers of sums: while one is read, others write to the next. With a copy of the states one suffices, since the
+    # copy has a barrier.
+    halves = extent(lambda e: 1 if e.stages else 2)
+    # Floats from one sample of a warp's sums of a tile to the next.
+    part_pitch = extent(lambda e: ROWS + PAD)
+    # Floats of all warps' sums.
+    parts = extent(lambda e: e.warps * e.most * e.fragments * SAMPLES * e.part_pitch)
+    # Whether items carry a second value: the cell state of an LSTM, or z from a step's first exchange to the second
+    # one.
+    has_cell = whether(lambda e: e.cell == "lstm" or e.exchanges == 2)
 
     @property
     def kept(self) -> int:
@@ -207,21 +141,14 @@ class Extents:
         states = 1 + self.has_cell
         return states * self.passes * self.items * self.threads if self.passes > 1 else 0
 
-    @property
-    def shared_bytes(self) -> int:
-        return self.stage_bytes + (self.halves * self.parts + self.kept) * 4
+    shared_bytes = extent(lambda e: e.stage_bytes + (e.halves * e.parts + e.kept) * 4)
 
     # Registers of a thread.
 
-    @property
-    def rounds(self) -> int:
-        """Rounds in registers, of all tiles."""
-        return self.most * self.registers
-
-    @property
-    def fetched(self) -> int:
-        """Vectors of hidden states, by eight samples, that a thread has in flight."""
-        return BATCHED if self.stages else max(BATCHED, self.registers)
+    # Rounds in registers, of all tiles.
+    rounds = extent(lambda e: e.most * e.registers)
+    # Vectors of hidden states, by eight samples, that a thread has in flight.
+    fetched = extent(lambda e: BATCHED if e.stages else max(BATCHED, e.registers))
 
     @property
     def held(self) -> int:
@@ -236,10 +163,8 @@ class Extents:
             + self.items * (2 * self.gates + 6 + 2 * self.resets + self.ragged)
         )
 
-    @property
-    def spills(self) -> bool:
-        """Whether a thread has too few registers."""
-        return self.held + self.held // SCHEDULED + BESIDES > register_limit(self.threads)
+    # Whether a thread has too few registers.
+    spills = whether(lambda e: e.held + e.held // SCHEDULED + BESIDES > register_limit(e.threads))
 
 
 def samples_of(batch: int, passes: int) -> int:

@@ -12,95 +12,72 @@ from .space import BATCHED, Extents
 
 @dataclass
 class State(Buffers):
-    """Registers of a thread, and shared memory of its block.
+    """Registers of a thread, and shared memory of its block."""
 
-    Attributes
-    ----------
-    t, warp
-        The thread and its warp, in its block.
-    row, member
-        In fragments: its row of a tile, of eight, which is its sample too; and its group of a quad.
-    tile, count
-        The first of the block's tiles, and how many units the block has.
-    begin, groups
-        Of a tile: its first group, and the number of its groups.
-    rounds
-        Of each tile: rounds of this warp.
-    weights, places
-        Of rounds in registers: words of the two rows, and where the group's states are in a sample, in bytes; negative
-        where there is no group.
-    word, at
-        The same of rounds in hand that are not in registers.
-    vectors
-        States that were fetched.
-    samples
-        Of each fragment: the bytes from the first sample's states to those of the thread's.
-    products
-        This warp's sums of a tile.
-    front
-        Shared memory: the address of the copy of the states.
-    base, source
-        Global memory: the addresses of the exchange, and of the states in it.
-    copied, waiting
-        Vectors on their way to that copy, and whether something was not there yet.
-    first, next_first
-        The first sample of the pass in hand, and of the next one.
-    x, reset, fresh
-        The inputs of a step: projections, and whether an item's sample or a fragment's one begins anew.
-    next_x, next_reset, next_fresh
-        Those of the step after it, projections as they are: to make floats of them would wait for their loads.
-    unit, length
-        Of each item: its unit, and the steps of its sequence.
-    cells, owns
-        For each item: the cell's state, or z between the halves of a step, and the hidden state.
-    sums, result
-        Of each item: the sums of its gates, and the hidden state after the step.
-    cell, own, passed, bits, sent
-        Of the item in hand: both states before, a gate, and the state after in the problem's dtype and as it is sent.
-    stage, parts, kept
-        Shared: a copy of the states; all warps' sums; `owns` and `cells` of all passes, by pass, item and thread.
-    """
-
+    # The thread and its warp, in its block.
     t: Any
     warp: Any
+    # In fragments: its row of a tile, of eight, which is its sample too; and its group of a quad.
     row: Any
     member: Any
+    # The first of the block's tiles, and how many units the block has.
     tile: Any = local("int32")
     count: Any = local("int32")
+    # Of a tile: its first group, and the number of its groups.
     begin: Any = local("int32")
     groups: Any = local("int32")
+    # Of each tile: rounds of this warp.
     rounds: Any = local("int32", lambda e: e.most)
+    # Of rounds in registers: words of the two rows, and where the group's states are in a sample, in bytes; negative
+    # where there is no group.
     weights: Any = local("uint32", lambda e: max(1, e.rounds * 8))
     places: Any = local("int32", lambda e: max(1, e.rounds))
+    # The same of rounds in hand that are not in registers.
     word: Any = local("uint32", BATCHED * 8)
     at: Any = local("int32", BATCHED)
+    # States that were fetched.
     vectors: Any = local("uint32", lambda e: e.fetched * e.fragments * 4)
+    # Of each fragment: the bytes from the first sample's states to those of the thread's.
     samples: Any = local("uint32", lambda e: e.fragments)
+    # This warp's sums of a tile.
     products: Any = local("float32", lambda e: e.fragments * 4)
+    # Shared memory: the address of the copy of the states.
     front: Any = local("uint32")
+    # Global memory: the addresses of the exchange, and of the states in it.
     base: Any = local("uint64")
     source: Any = local("uint64")
+    # Vectors on their way to that copy, and whether something was not there yet.
     copied: Any = local("uint32", lambda e: e.loads * 4)
     waiting: Any = local("int32")
+    # The first sample of the pass in hand, and of the next one.
     first: Any = local("int32", when=lambda e: e.passes > 1)
     next_first: Any = local("int32", when=lambda e: e.passes > 1)
+    # The inputs of a step: projections, and whether an item's sample or a fragment's one begins anew.
     x: Any = local("float32", lambda e: e.items * e.gates)
     reset: Any = local("int32", lambda e: e.items)
     fresh: Any = local("int32", lambda e: e.fragments)
+    # Those of the step after it, projections as they are: to make floats of them would wait for their loads.
     next_x: Any = local("uint32", lambda e: e.items * e.gates)
     next_reset: Any = local("int32", lambda e: e.items)
     next_fresh: Any = local("int32", lambda e: e.fragments)
+    # Of each item: its unit, and the steps of its sequence.
     unit: Any = local("int32", lambda e: e.items)
     length: Any = local("int32", lambda e: e.items)
+    # For each item: the cell's state, or z between the halves of a step, and the hidden state.
     cells: Any = local("float32", lambda e: e.items)
     owns: Any = local("float32", lambda e: e.items)
+    # Of each item: the sums of its gates, and the hidden state after the step.
     sums: Any = local("float32", lambda e: e.items * e.gates)
+    # Of the item in hand: both states before, a gate, and the state after in the problem's dtype and as it is sent.
     cell: Any = local("float32")
     own: Any = local("float32")
+    # As `sums`.
     result: Any = local("float32", lambda e: e.items)
+    # As `cell`.
     passed: Any = local("float32")
     bits: Any = local("uint32")
     sent: Any = local("uint32", lambda e: e.sent_bytes // 4)
+    # Shared: a copy of the states; all warps' sums; `owns` and `cells` of all passes, by pass, item and thread.
     stage: Any = pooled("uint32", lambda e: e.stage_bytes // 4, 0, when=lambda e: e.stages)
     parts: Any = pooled("float32", lambda e: e.halves * e.parts, lambda e: e.stage_bytes // 4)
     kept: Any = pooled(

@@ -8,6 +8,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.words import value_in
@@ -54,22 +55,18 @@ def sends(e: Extents, s: Any, j: Any) -> tirx.PrimExpr:
 
 
 # fmt: off
-def restore(e: Extents) -> Phase:
-    """The states of the pass in hand; the phase is (s, io).
+@phase
+def restore(e, /, s, io):
+    """The states of the pass in hand.
 
     Reads: `kept`, `lengths`, `first`. Writes: `owns`, `cells`, `length`. Barriers: none: a thread reads what it wrote.
     """
-
-    @T.inline
-    def phase(s, io):
-        for j in T.unroll(e.items):
-            s.owns[j] = s.kept[kept_at(e, s, j, 0)]
-            if e.has_cell:
-                s.cells[j] = s.kept[kept_at(e, s, j, 1)]
-            if e.ragged:
-                s.length[j] = io.lengths[T.min(item(e, s, j, of_batch=True)[1], e.batch - 1)]
-
-    return phase
+    for j in T.unroll(e.items):
+        s.owns[j] = s.kept[kept_at(e, s, j, 0)]
+        if e.has_cell:
+            s.cells[j] = s.kept[kept_at(e, s, j, 1)]
+        if e.ragged:
+            s.length[j] = io.lengths[T.min(item(e, s, j, of_batch=True)[1], e.batch - 1)]
 
 
 def save(e: Extents) -> Phase:
@@ -135,197 +132,166 @@ def load_inputs(e: Extents) -> Phase:
     return phase
 
 
-def take_inputs(e: Extents) -> Phase:
-    """Make the loaded inputs those of this step; the phase is (s).
+@phase
+def take_inputs(e, /, s):
+    """Make the loaded inputs those of this step.
 
     Reads: `next_x`, `next_reset`, `next_fresh`. Writes: `x`, `reset`, `fresh`. Barriers: none.
     """
-
-    @T.inline
-    def phase(s):
-        for i in T.unroll(e.items * e.gates):
-            s.x[i] = value_in(e.dtype, s.next_x[i], 0)
-        if e.resets:
-            for j in T.unroll(e.items):
-                s.reset[j] = s.next_reset[j]
-            for f in T.unroll(e.fragments):
-                s.fresh[f] = s.next_fresh[f]
-
-    return phase
+    for i in T.unroll(e.items * e.gates):
+        s.x[i] = value_in(e.dtype, s.next_x[i], 0)
+    if e.resets:
+        for j in T.unroll(e.items):
+            s.reset[j] = s.next_reset[j]
+        for f in T.unroll(e.fragments):
+            s.fresh[f] = s.next_fresh[f]
 
 
-def bring(e: Extents) -> Phase:
-    """Begin to fetch the states that a round's weights are multiplied with; the phase is (s, i, f, place).
+@phase
+def bring(e, /, s, i, f, place):
+    """Begin to fetch the states that a round's weights are multiplied with.
 
     Reads: the copy at `front`, or the exchange at `source`. Writes: `vectors`, those of fragment f and the i-th round
     in hand: zeros where there is no group. Barriers: none.
     """
-
-    @T.inline
-    def phase(s, i, f, place):
-        at = T.meta_var((i * e.fragments + f) * 4)
-        if place >= 0:
-            if e.stages > 0:
-                load_shared(
-                    s.vectors[at], s.vectors[at + 1], s.vectors[at + 2], s.vectors[at + 3],
-                    s.front[0] + s.samples[f] + T.Cast("uint32", place))
-            else:
-                load_vector(
-                    s.vectors[at], s.vectors[at + 1], s.vectors[at + 2], s.vectors[at + 3],
-                    s.source[0] + T.Cast("uint64", s.samples[f] + T.Cast("uint32", place)))
+    at = T.meta_var((i * e.fragments + f) * 4)
+    if place >= 0:
+        if e.stages > 0:
+            load_shared(
+                s.vectors[at], s.vectors[at + 1], s.vectors[at + 2], s.vectors[at + 3],
+                s.front[0] + s.samples[f] + T.Cast("uint32", place))
         else:
-            for v in T.unroll(4):
-                s.vectors[at + v] = T.uint32(0)
+            load_vector(
+                s.vectors[at], s.vectors[at + 1], s.vectors[at + 2], s.vectors[at + 3],
+                s.source[0] + T.Cast("uint64", s.samples[f] + T.Cast("uint32", place)))
+    else:
+        for v in T.unroll(4):
+            s.vectors[at + v] = T.uint32(0)
 
-    return phase
 
-
-def fetch(e: Extents, count: int) -> Phase:
-    """Fetch the states for `count` rounds, all in flight before one is looked at; the phase is (s, places, first).
+@phase
+def fetch(e, count, /, s, places, first):
+    """Fetch the states for `count` rounds, all in flight before one is looked at.
 
     Reads: `places` from `first` on, and what `bring` reads. Writes: `vectors`. Barriers: of the warp, where lanes have
     waited for states.
     """
-    get = bring(e)
-
-    @T.inline
-    def phase(s, places, first):
-        for i in T.unroll(count):
-            for f in T.unroll(e.fragments):
-                get(s, i, f, places[first + i])
-        if e.stages == 0:
-            s.waiting[0] = 1
-            while s.waiting[0] != 0:
-                s.waiting[0] = 0
-                for i in T.unroll(count):
-                    for f in T.unroll(e.fragments):
-                        if missing(e, s.vectors, (i * e.fragments + f) * 4):
-                            get(s, i, f, places[first + i])
-                            s.waiting[0] = 1
-            T.cuda.warp_sync()
-
-    return phase
+    get = T.meta_var(bring(e))
+    for i in T.unroll(count):
+        for f in T.unroll(e.fragments):
+            get(s, i, f, places[first + i])
+    if e.stages == 0:
+        s.waiting[0] = 1
+        while s.waiting[0] != 0:
+            s.waiting[0] = 0
+            for i in T.unroll(count):
+                for f in T.unroll(e.fragments):
+                    if missing(e, s.vectors, (i * e.fragments + f) * 4):
+                        get(s, i, f, places[first + i])
+                        s.waiting[0] = 1
+        T.cuda.warp_sync()
 
 
-def multiply(e: Extents) -> Phase:
-    """Multiply a round's weights with the states that were fetched; the phase is (s, i, words, w).
+@phase
+def multiply(e, /, s, i, words, w):
+    """Multiply a round's weights with the states that were fetched.
 
     Reads: `vectors` of the i-th round in hand, and `words` from `w` on. Writes: adds to `products`.
     Barriers: none, but all lanes of a warp take part.
     """
-    kind = {"float16": "f16", "bfloat16": "bf16"}[e.dtype]
-    mma = getattr(getattr(T.ptx.mma.sync.aligned.m16n8k16.row.col.f32, kind), kind).f32
-
-    @T.inline
-    def phase(s, i, words, w):
-        for f in T.unroll(e.fragments):
-            at = T.meta_var((i * e.fragments + f) * 4)
-            p = T.meta_var(f * 4)
-            if e.resets:
-                if s.fresh[f] != 0:
-                    for v in T.unroll(4):
-                        s.vectors[at + v] = T.uint32(0)
-            for h in T.unroll(2):
-                mma(s.products[p], s.products[p + 1], s.products[p + 2], s.products[p + 3],
-                    words[w + h * 2], words[w + 4 + h * 2], words[w + h * 2 + 1], words[w + 4 + h * 2 + 1],
-                    s.vectors[at + h * 2], s.vectors[at + h * 2 + 1],
-                    s.products[p], s.products[p + 1], s.products[p + 2], s.products[p + 3])
-
-    return phase
+    kind = T.meta_var({"float16": "f16", "bfloat16": "bf16"}[e.dtype])
+    mma = T.meta_var(getattr(getattr(T.ptx.mma.sync.aligned.m16n8k16.row.col.f32, kind), kind).f32)
+    for f in T.unroll(e.fragments):
+        at = T.meta_var((i * e.fragments + f) * 4)
+        p = T.meta_var(f * 4)
+        if e.resets:
+            if s.fresh[f] != 0:
+                for v in T.unroll(4):
+                    s.vectors[at + v] = T.uint32(0)
+        for h in T.unroll(2):
+            mma(s.products[p], s.products[p + 1], s.products[p + 2], s.products[p + 3],
+                words[w + h * 2], words[w + 4 + h * 2], words[w + h * 2 + 1], words[w + 4 + h * 2 + 1],
+                s.vectors[at + h * 2], s.vectors[at + h * 2 + 1],
+                s.products[p], s.products[p + 1], s.products[p + 2], s.products[p + 3])
 
 
-def multiply_held(e: Extents) -> Phase:
-    """A tile's products with the weights in registers; the phase is (s, k).
+@phase
+def from_copy(e, /, s, k):
+    """Add the products of a tile's rounds on chip with the copy of the states."""
+    for c in T.unroll(ceildiv(e.registers, BATCHED)):
+        if c * BATCHED < s.rounds[k]:
+            for i in T.unroll(BATCHED):
+                if c * BATCHED + i < e.registers:
+                    for f in T.unroll(e.fragments):
+                        bring(e)(s, i, f, s.places[k * e.registers + c * BATCHED + i])
+            for i in T.unroll(BATCHED):
+                if c * BATCHED + i < e.registers:
+                    multiply(e)(s, i, s.weights, (k * e.registers + c * BATCHED + i) * 8)
+
+
+@phase
+def multiply_held(e, /, s, k):
+    """A tile's products with the weights in registers.
 
     Reads: `weights`, `places`, the copy of the states; or, without one, `vectors`, which has them for all rounds of the
         only tile.
     Writes: adds to `products`. Barriers: none, but all lanes of a warp take part.
     """
-    get, times = bring(e), multiply(e)
-
-    @T.inline
-    def from_copy(s, k):
-        for c in T.unroll(ceildiv(e.registers, BATCHED)):
-            if c * BATCHED < s.rounds[k]:
-                for i in T.unroll(BATCHED):
-                    if c * BATCHED + i < e.registers:
-                        for f in T.unroll(e.fragments):
-                            get(s, i, f, s.places[k * e.registers + c * BATCHED + i])
-                for i in T.unroll(BATCHED):
-                    if c * BATCHED + i < e.registers:
-                        times(s, i, s.weights, (k * e.registers + c * BATCHED + i) * 8)
-
-    @T.inline
-    def phase(s, k):
-        if e.stages > 0:
-            from_copy(s, k)
-        else:
-            for r in T.unroll(e.registers):
-                if r < s.rounds[k]:
-                    times(s, r, s.weights, r * 8)
-
-    return phase
+    if e.stages > 0:
+        from_copy(e)(s, k)
+    else:
+        for r in T.unroll(e.registers):
+            if r < s.rounds[k]:
+                multiply(e)(s, r, s.weights, r * 8)
 
 
-def multiply_rest(e: Extents) -> Phase:
-    """A tile's products with the other weights; the phase is (s, io, k).
+@phase
+def from_memory(e, /, s, io, k):
+    """Add the products of a tile's rounds that are not on chip, from memory."""
+    find_tile(e)(s, io, k)
+    for c in T.serial((s.rounds[k] - e.registers + (BATCHED - 1)) // BATCHED):
+        for i in T.unroll(BATCHED):
+            read_round(e)(s, io, e.registers + c * BATCHED + i, s.word, i * 8, s.at, i)
+        fetch(e, BATCHED)(s, s.at, 0)
+        for i in T.unroll(BATCHED):
+            multiply(e)(s, i, s.word, i * 8)
+
+
+@phase
+def multiply_rest(e, /, s, io, k):
+    """A tile's products with the other weights.
 
     Reads: the weights in global memory, and the states. Writes: adds to `products`.
     Barriers: as `fetch`; all lanes of a warp take part.
     """
-    read, find, get, times = read_round(e), find_tile(e), fetch(e, BATCHED), multiply(e)
-
-    @T.inline
-    def from_memory(s, io, k):
-        find(s, io, k)
-        for c in T.serial((s.rounds[k] - e.registers + (BATCHED - 1)) // BATCHED):
-            for i in T.unroll(BATCHED):
-                read(s, io, e.registers + c * BATCHED + i, s.word, i * 8, s.at, i)
-            get(s, s.at, 0)
-            for i in T.unroll(BATCHED):
-                times(s, i, s.word, i * 8)
-
-    @T.inline
-    def phase(s, io, k):
-        if s.rounds[k] > e.registers:
-            from_memory(s, io, k)
-
-    return phase
+    if s.rounds[k] > e.registers:
+        from_memory(e)(s, io, k)
 
 
-def write_parts(e: Extents) -> Phase:
-    """Put this warp's sums of a tile into shared memory, where they are added up; the phase is (s, k, half).
+@phase
+def write_parts(e, /, s, k, half):
+    """Put this warp's sums of a tile into shared memory, where they are added up.
 
     Reads: `products`. Writes: `parts`. Barriers: none; one of the thread block has to follow.
     """
-
-    @T.inline
-    def phase(s, k, half):
-        for f in T.unroll(e.fragments):
-            for i in T.unroll(4):  # rows `row` and `row + 8`, each with two neighbouring samples
-                s.parts[part_at(e, half, s.warp, k, f * SAMPLES + s.member * 2 + i % 2, s.row + i // 2 * 8)] = (
-                    s.products[f * 4 + i])
-
-    return phase
+    for f in T.unroll(e.fragments):
+        for i in T.unroll(4):  # rows `row` and `row + 8`, each with two neighbouring samples
+            s.parts[part_at(e, half, s.warp, k, f * SAMPLES + s.member * 2 + i % 2, s.row + i // 2 * 8)] = (
+                s.products[f * 4 + i])
 
 
-def multiply_tiles(e: Extents) -> Phase:
-    """All products of a step; the phase is (s, io, half). Reads and writes as the phases that it calls."""
-    get, held, rest, write = fetch(e, e.rounds), multiply_held(e), multiply_rest(e), write_parts(e)
-
-    @T.inline
-    def phase(s, io, half):
-        if e.stages == 0 and e.rounds > 0:
-            get(s, s.places, 0)
-        for k in T.unroll(e.most):
-            for i in T.unroll(e.fragments * 4):
-                s.products[i] = T.float32(0)
-            if e.registers > 0:
-                held(s, k)
-            rest(s, io, k)
-            write(s, k, half)
-
-    return phase
+@phase
+def multiply_tiles(e, /, s, io, half):
+    """All products of a step. Reads and writes as the phases that it calls."""
+    if e.stages == 0 and e.rounds > 0:
+        fetch(e, e.rounds)(s, s.places, 0)
+    for k in T.unroll(e.most):
+        for i in T.unroll(e.fragments * 4):
+            s.products[i] = T.float32(0)
+        if e.registers > 0:
+            multiply_held(e)(s, k)
+        multiply_rest(e)(s, io, k)
+        write_parts(e)(s, k, half)
 
 
 def sum_parts(e: Extents, begin: int = 0, end: int | None = None) -> Phase:
@@ -350,130 +316,115 @@ def sum_parts(e: Extents, begin: int = 0, end: int | None = None) -> Phase:
     return phase
 
 
-def begin_anew(e: Extents) -> Phase:
-    """Take an item's states, zeros where its sequence begins; the phase is (s, j).
+@phase
+def begin_anew(e, /, s, j):
+    """Take an item's states, zeros where its sequence begins.
 
     Reads: `cells`, `owns`, `reset`. Writes: `cell`, `own`. Barriers: none.
     """
-
-    @T.inline
-    def phase(s, j):
-        s.cell[0] = s.cells[j]
-        s.own[0] = s.owns[j]
-        if e.resets:
-            if s.reset[j] != 0:
-                s.cell[0] = T.float32(0)
-                s.own[0] = T.float32(0)
-
-    return phase
+    s.cell[0] = s.cells[j]
+    s.own[0] = s.owns[j]
+    if e.resets:
+        if s.reset[j] != 0:
+            s.cell[0] = T.float32(0)
+            s.own[0] = T.float32(0)
 
 
-def send_scaled(e: Extents) -> Phase:
-    """Send an item's state times its reset gate, of a cell with two exchanges; the phase is (s, j, half, slot).
+@phase
+def send_scaled(e, /, s, j, half, slot):
+    """Send an item's state times its reset gate, of a cell with two exchanges.
 
     Reads: `parts`, `x`, `reset`, `owns`. Writes: the exchange; z, to `cells`.
     Barriers: none, but all lanes of a warp take part.
     """
-    add, anew, compute, join, send = sum_parts(e, 0, 2), begin_anew(e), reset_gates(e), collect(e), put(e)
-
-    @T.inline
-    def phase(s, j, half, slot):
-        b = T.meta_var(item(e, s, j, of_batch=True)[1])
-        s.bits[0] = T.uint32(0)
-        if is_item(e, s, j):
-            add(s, j, half)
-            anew(s, j)
-            compute(s, j)
-            s.cells[j] = s.passed[0]
-            s.bits[0] = state_bits(e, s.result[j])
-        join(s)
-        send(s, slot, b, s.unit[j], sends(e, s, j))
-
-    return phase
+    b = T.meta_var(item(e, s, j, of_batch=True)[1])
+    s.bits[0] = T.uint32(0)
+    if is_item(e, s, j):
+        sum_parts(e, 0, 2)(s, j, half)
+        begin_anew(e)(s, j)
+        reset_gates(e)(s, j)
+        s.cells[j] = s.passed[0]
+        s.bits[0] = state_bits(e, s.result[j])
+    collect(e)(s)
+    put(e)(s, slot, b, s.unit[j], sends(e, s, j))
 
 
-def finish(e: Extents) -> Phase:
-    """Compute an item's new state, and store it where it is needed; the phase is (s, io, step, j, half, slot).
+@phase
+def new_state(e, /, s, io, step, j):
+    """The state of the j-th item after the step."""
+    begin_anew(e)(s, j)
+    if e.exchanges == 2:
+        s.passed[0] = s.cells[j]
+    gates(e)(s, io, j)
+    s.bits[0] = state_bits(e, s.result[j])
+    if e.ragged:
+        if step >= s.length[j]:
+            s.bits[0] = state_bits(e, s.owns[j])
+            s.cell[0] = s.cells[j]
+    s.owns[j] = value_in(e.dtype, s.bits[0], 0)
+    s.cells[j] = s.cell[0]
+
+
+@phase
+def finish(e, /, s, io, step, j, half, slot):
+    """Compute an item's new state, and store it where it is needed.
 
     `slot`: of the exchange, that of the next step. The exchange comes first: all others wait for it.
 
     Reads: `parts`, `x`, `reset`, `length`, `cells`, `owns`. Writes: the exchange, the outputs, `cells`, `owns`.
     Barriers: none, but all lanes of a warp take part.
     """
-    add, anew = sum_parts(e, 2 if e.exchanges == 2 else 0), begin_anew(e)
-    compute, join, send, write = gates(e), collect(e), put(e), write_output(e)
-
-    @T.inline
-    def new_state(s, io, step, j):
-        anew(s, j)
-        if e.exchanges == 2:
-            s.passed[0] = s.cells[j]
-        compute(s, io, j)
-        s.bits[0] = state_bits(e, s.result[j])
-        if e.ragged:
-            if step >= s.length[j]:
-                s.bits[0] = state_bits(e, s.owns[j])
-                s.cell[0] = s.cells[j]
-        s.owns[j] = value_in(e.dtype, s.bits[0], 0)
-        s.cells[j] = s.cell[0]
-
-    @T.inline
-    def phase(s, io, step, j, half, slot):
-        b = T.meta_var(item(e, s, j, of_batch=True)[1])
-        s.bits[0] = T.uint32(0)
+    b = T.meta_var(item(e, s, j, of_batch=True)[1])
+    s.bits[0] = T.uint32(0)
+    if is_item(e, s, j):
+        sum_parts(e, 2 if e.exchanges == 2 else 0)(s, j, half)
+        new_state(e)(s, io, step, j)
+    collect(e)(s)
+    if step + 1 < io.steps:
+        put(e)(s, slot, b, s.unit[j], sends(e, s, j))
+    write_output(e)(s, io, step, j)
+    if step + 1 == io.steps:
         if is_item(e, s, j):
-            add(s, j, half)
-            new_state(s, io, step, j)
-        join(s)
-        if step + 1 < io.steps:
-            send(s, slot, b, s.unit[j], sends(e, s, j))
-        write(s, io, step, j)
-        if step + 1 == io.steps:
-            if is_item(e, s, j):
-                io.h_n[b, s.unit[j]] = T.Cast(e.dtype, s.owns[j])
-                if e.cell == "lstm":
-                    io.c_n[b, s.unit[j]] = T.Cast(e.dtype, s.cells[j])
-
-    return phase
+            io.h_n[b, s.unit[j]] = T.Cast(e.dtype, s.owns[j])
+            if e.cell == "lstm":
+                io.c_n[b, s.unit[j]] = T.Cast(e.dtype, s.cells[j])
 
 
-def write_output(e: Extents) -> Phase:
-    """An item's output; the phase is (s, io, step, j).
+@phase
+def together(e, /, s, io, step, j, b):
+    """Store the outputs of neighbouring units, which a lane has, at once."""
+    if e.ragged:
+        if step >= s.length[j]:
+            for w in T.unroll(sent_words(e)):
+                s.sent[w] = T.uint32(0)
+    STORE_GLOBAL[e.sent_bytes](io.output.ptr_to([step, b, s.unit[j]]), *[s.sent[w] for w in range(sent_words(e))])
+
+
+@phase
+def apart(e, /, s, io, step, j, b):
+    """Store the output of one unit."""
+    if e.ragged:
+        io.output[step, b, s.unit[j]] = T.Cast(
+            e.dtype, T.Select(step < s.length[j], s.owns[j], T.float32(0)))
+    else:
+        io.output[step, b, s.unit[j]] = T.Cast(e.dtype, s.owns[j])
+
+
+@phase
+def write_output(e, /, s, io, step, j):
+    """An item's output.
 
     Where rows of the output are whole stores of the exchange, one lane writes what was sent: stores of 2 bytes delay
     the exchange in the L2 cache.
 
     Reads: `sent`, `owns`, `length`. Writes: `output`. Barriers: none.
     """
-    whole = e.hidden % e.at_once == 0
-    store = STORE_GLOBAL[e.sent_bytes]
-
-    @T.inline
-    def together(s, io, step, j, b):
-        if e.ragged:
-            if step >= s.length[j]:
-                for w in T.unroll(sent_words(e)):
-                    s.sent[w] = T.uint32(0)
-        store(io.output.ptr_to([step, b, s.unit[j]]), *[s.sent[w] for w in range(sent_words(e))])
-
-    @T.inline
-    def apart(s, io, step, j, b):
-        if e.ragged:
-            io.output[step, b, s.unit[j]] = T.Cast(
-                e.dtype, T.Select(step < s.length[j], s.owns[j], T.float32(0)))
-        else:
-            io.output[step, b, s.unit[j]] = T.Cast(e.dtype, s.owns[j])
-
-    @T.inline
-    def phase(s, io, step, j):
-        b = T.meta_var(item(e, s, j, of_batch=True)[1])
-        if whole:
-            if stores(e, s, j):
-                together(s, io, step, j, b)
-        elif is_item(e, s, j):
-            apart(s, io, step, j, b)
-
-    return phase
+    b = T.meta_var(item(e, s, j, of_batch=True)[1])
+    if (e.hidden % e.at_once == 0):
+        if stores(e, s, j):
+            together(e)(s, io, step, j, b)
+    elif is_item(e, s, j):
+        apart(e)(s, io, step, j, b)
 # fmt: on
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...recurrent.sizes import WIDEST
 from .space import QUAD, Extents
 
@@ -46,60 +48,47 @@ def take_tiles(e: Extents) -> Phase:
     return phase
 
 
-def find_tile(e: Extents) -> Phase:
+@phase
+def find_tile(e, /, s, io, k):
     """Where a tile's groups are. Reads: `group_start`. Writes: `begin`, `groups`; no groups beyond the block's last
     tile.
 
-    Barriers: none. The phase is (s, io, k).
+    Barriers: none.
     """
-
-    @T.inline
-    def phase(s, io, k):
-        tile = T.meta_var(T.min(s.tile[0] + k, e.tiles - 1))
-        s.begin[0] = io.group_start[tile]
-        s.groups[0] = io.group_start[tile + 1] - s.begin[0]
-        if k * e.tile_units >= s.count[0]:
-            s.groups[0] = 0
-
-    return phase
+    tile = T.meta_var(T.min(s.tile[0] + k, e.tiles - 1))
+    s.begin[0] = io.group_start[tile]
+    s.groups[0] = io.group_start[tile + 1] - s.begin[0]
+    if k * e.tile_units >= s.count[0]:
+        s.groups[0] = 0
 
 
-def read_round(e: Extents) -> Phase:
-    """Load the weights of a round; the phase is (s, io, r, words, w, places, p).
+@phase
+def read_round(e, /, s, io, r, words, w, places, p):
+    """Load the weights of a round.
 
     Reads: `begin`, `groups`. Writes: `words` from `w` on, eight of them, and `places[p]`. Barriers: none.
     """
-
-    @T.inline
-    def phase(s, io, r, words, w, places, p):
-        number: T.int32 = (r * e.warps + s.warp) * QUAD + s.member
-        if number < s.groups[0]:
-            places[p] = io.groups[s.begin[0] + number] * WIDEST
-            for h in T.unroll(2):
-                load_vector(
-                    words[w + h * 4], words[w + h * 4 + 1], words[w + h * 4 + 2], words[w + h * 4 + 3],
-                    io.weights.ptr_to([s.begin[0] + number, s.row + h * 8, 0]))
-        else:
-            places[p] = -1
-            for v in T.unroll(8):
-                words[w + v] = T.uint32(0)
-
-    return phase
+    number: T.int32 = (r * e.warps + s.warp) * QUAD + s.member
+    if number < s.groups[0]:
+        places[p] = io.groups[s.begin[0] + number] * WIDEST
+        for h in T.unroll(2):
+            load_vector(
+                words[w + h * 4], words[w + h * 4 + 1], words[w + h * 4 + 2], words[w + h * 4 + 3],
+                io.weights.ptr_to([s.begin[0] + number, s.row + h * 8, 0]))
+    else:
+        places[p] = -1
+        for v in T.unroll(8):
+            words[w + v] = T.uint32(0)
 
 
-def load_weights(e: Extents) -> Phase:
-    """Bring the warp's weights on chip; the phase is (s, io).
+@phase
+def load_weights(e, /, s, io):
+    """Bring the warp's weights on chip.
 
     Writes: `weights`, `places`. Barriers: none: a thread reads what it wrote.
     """
-    find, read = find_tile(e), read_round(e)
-
-    @T.inline
-    def phase(s, io):
-        for k in T.unroll(e.most):
-            find(s, io, k)
-            for r in T.unroll(e.registers):
-                read(s, io, r, s.weights, (k * e.registers + r) * 8, s.places, k * e.registers + r)
-
-    return phase
+    for k in T.unroll(e.most):
+        find_tile(e)(s, io, k)
+        for r in T.unroll(e.registers):
+            read_round(e)(s, io, r, s.weights, (k * e.registers + r) * 8, s.places, k * e.registers + r)
 # fmt: on

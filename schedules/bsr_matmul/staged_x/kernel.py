@@ -17,19 +17,18 @@ The ranks of a cluster that share a long row come together in `join`, `meet` and
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
 from ...device.balance import Deal, Work, add_ranks, deal_out, hand_in, join, meet
 from ...device.overlap import wait_then_start_consumer
-from ...device.state import named, register
+from ...device.state import Buffers, local, named, scalar
 from ...device.words import load_words, value_in
 from ..block_row import listed_row, load_int, unlisted_row
 from ..interface import gpu_program, output
@@ -39,52 +38,31 @@ ALL_LANES = 0xFFFFFFFF
 
 
 @dataclass
-class RowState:
+class RowState(Buffers):
     """What a thread has of its block row.
 
-    Attributes
-    ----------
-    sums
-        For each of the thread's rows of the block and each row of x, in this order.
-    weight
-        The thread's vectors of a chunk, in words.
-    x
-        One vector of x.
-    columns
-        The column of x at which the block of each copy begins.
-    row, first, count
-        The block row, its first block, and how many it has.
-    ends
-        Its first block, and the one after its last.
-    begin
-        The first block of the chunk in hand, counted from the block row's begin.
-    total
-        The sum of one element of y.
+    The compiler's choice of registers depends on this order, in which measured kernels declare them.
     """
 
-    sums: Any
-    weight: Any
-    x: Any
-    columns: Any
-    row: Any
-    first: Any
-    count: Any
-    ends: Any
-    begin: Any
-    total: Any
-
-    @classmethod
-    def alloc(cls, e: Extents) -> RowState:
-        # In this order measured kernels declare them: the compiler's choice of registers depends on it.
-        sums = T.alloc_local([e.passes * e.tile_m], "float32")
-        weight = T.alloc_local([e.depth * e.passes * e.words], "uint32")
-        x = T.alloc_local([e.vec], e.dtype)
-        columns = T.alloc_local([e.copies], "int32")
-        ends = T.alloc_local([2], "int32")
-        row = register()
-        total = T.alloc_local([1], "float32")
-        begin, first, count = (register() for _ in range(3))
-        return named(cls(sums, weight, x, columns, row, first, count, ends, begin, total))
+    # For each of the thread's rows of the block and each row of x, in this order.
+    sums: Any = local("float32", lambda e: e.passes * e.tile_m)
+    # The thread's vectors of a chunk, in words.
+    weight: Any = local("uint32", lambda e: e.depth * e.passes * e.words)
+    # One vector of x.
+    x: Any = local(lambda e: e.dtype, lambda e: e.vec)
+    # The column of x at which the block of each copy begins.
+    columns: Any = local("int32", lambda e: e.copies)
+    # The first block of the block row, and the one after its last.
+    ends: Any = local("int32", 2)
+    # The block row.
+    row: Any = scalar()
+    # The sum of one element of y.
+    total: Any = local("float32")
+    # The first block of the chunk in hand, counted from the block row's begin.
+    begin: Any = scalar()
+    # The first block of the block row, and how many it has.
+    first: Any = scalar()
+    count: Any = scalar()
 
 
 @dataclass
@@ -107,29 +85,24 @@ class SharedState:
         return named(cls(staged, parts, others))
 
 
-def load_columns(e: Extents) -> Callable[..., Any]:
+# fmt: off
+@phase
+def load_columns(e, /, s, io, t, begin):
     """Load the column ids of the chunk that begins at block `begin`.
 
-    Reads: `indices` for the chunk that begins at block `begin`.
-    Writes: `columns`.
-    Barriers: none.
+    Reads: `indices` for the chunk that begins at block `begin`. Writes: `columns`. Barriers: none.
     """
-
-    # fmt: off
-    @T.inline
-    def phase(s, io, t, begin):
-        for j in T.unroll(e.copies):
-            s.columns[j] = 0
-            if begin + (j * e.threads + t) // (e.tile_m * e.across) < s.count:
-                load_int(
-                    s.columns[j],
-                    io.indices.ptr_to([s.first + begin + (j * e.threads + t) // (e.tile_m * e.across)]))
-                s.columns[j] = s.columns[j] * e.cols
-    # fmt: on
-    return phase
+    for j in T.unroll(e.copies):
+        s.columns[j] = 0
+        if begin + (j * e.threads + t) // (e.tile_m * e.across) < s.count:
+            load_int(
+                s.columns[j],
+                io.indices.ptr_to([s.first + begin + (j * e.threads + t) // (e.tile_m * e.across)]))
+            s.columns[j] = s.columns[j] * e.cols
 
 
-def load_weight(e: Extents) -> Callable[..., Any]:
+@phase
+def load_weight(e, /, s, io, t):
     """Load the weight's chunk in hand into registers.
 
     Reads: the weight's chunk in hand.
@@ -138,25 +111,20 @@ def load_weight(e: Extents) -> Callable[..., Any]:
     After: these loads are issued before the copies of x. Without the barrier the assembler would move them behind
     those, which wait for the column ids.
     """
-
-    # fmt: off
-    @T.inline
-    def phase(s, io, t):
-        for d in T.unroll(e.depth):
-            if s.begin + d * e.groups + t // e.block_vectors < s.count:
-                for p in T.unroll(e.passes):
-                    load_words(
-                        e.words * 4, s.weight, (d * e.passes + p) * e.words, None,
-                        io.data.ptr_to([
-                            s.first + s.begin + d * e.groups + t // e.block_vectors,
-                            t // e.across % e.rows + p * e.row_step,
-                            t % e.across * e.vec]))
-        T.cuda.warp_sync()
-    # fmt: on
-    return phase
+    for d in T.unroll(e.depth):
+        if s.begin + d * e.groups + t // e.block_vectors < s.count:
+            for p in T.unroll(e.passes):
+                load_words(
+                    e.words * 4, s.weight, (d * e.passes + p) * e.words, None,
+                    io.data.ptr_to([
+                        s.first + s.begin + d * e.groups + t // e.block_vectors,
+                        t // e.across % e.rows + p * e.row_step,
+                        t % e.across * e.vec]))
+    T.cuda.warp_sync()
 
 
-def stage_x(e: Extents) -> Callable[..., Any]:
+@phase
+def stage_x(e, /, s, shared, io, w, t):
     """Start to copy x's chunk in hand into shared memory.
 
     Reads: x in `columns`.
@@ -164,30 +132,25 @@ def stage_x(e: Extents) -> Callable[..., Any]:
     Barriers: none, one group of copies.
     After: the copies are on their way; rows beyond m repeat the last one.
     """
-    size = e.words * 4
-    copy = T.ptx.cp.async_.cg.shared.global_ if size == 16 else T.ptx.cp.async_.ca.shared.global_
-
-    # fmt: off
-    @T.inline
-    def phase(s, shared, io, w, t):
-        for j in T.unroll(e.copies):
-            if j * e.threads + t < e.chunk * e.tile_m * e.across:
-                if s.begin + (j * e.threads + t) // (e.tile_m * e.across) < s.count:
-                    copy(
-                        shared.staged.ptr_to([
-                            (j * e.threads + t) // (e.tile_m * e.across),
-                            (j * e.threads + t) // e.across % e.tile_m,
-                            t % e.across * e.vec]),
-                        io.x.ptr_to([
-                            T.min(w.strip * e.tile_m + (j * e.threads + t) // e.across % e.tile_m, io.m - 1),
-                            s.columns[j] + t % e.across * e.vec]),
-                        size)
-        T.ptx.cp.async_.commit_group()
-    # fmt: on
-    return phase
+    size = T.meta_var(e.words * 4)
+    copy = T.meta_var(T.ptx.cp.async_.cg.shared.global_ if size == 16 else T.ptx.cp.async_.ca.shared.global_)
+    for j in T.unroll(e.copies):
+        if j * e.threads + t < e.chunk * e.tile_m * e.across:
+            if s.begin + (j * e.threads + t) // (e.tile_m * e.across) < s.count:
+                copy(
+                    shared.staged.ptr_to([
+                        (j * e.threads + t) // (e.tile_m * e.across),
+                        (j * e.threads + t) // e.across % e.tile_m,
+                        t % e.across * e.vec]),
+                    io.x.ptr_to([
+                        T.min(w.strip * e.tile_m + (j * e.threads + t) // e.across % e.tile_m, io.m - 1),
+                        s.columns[j] + t % e.across * e.vec]),
+                    size)
+    T.ptx.cp.async_.commit_group()
 
 
-def multiply(e: Extents) -> Callable[..., Any]:
+@phase
+def multiply(e, /, s, shared, t):
     """Multiply the chunk in hand, once its copies are there.
 
     Reads: `weight` and `staged`.
@@ -195,50 +158,39 @@ def multiply(e: Extents) -> Callable[..., Any]:
     Barriers: of the thread block, at the begin, with a wait for the copies, and at the end.
     After: `staged` is free.
     """
-    per_word = e.vec // e.words
-
-    # fmt: off
-    @T.inline
-    def phase(s, shared, t):
-        T.ptx.cp.async_.wait_group(0)
-        T.cuda.cta_sync()
-        for d in T.unroll(e.depth):
-            if s.begin + d * e.groups + t // e.block_vectors < s.count:
-                for i in T.unroll(e.tile_m):
-                    for v in T.vectorized(e.vec):
-                        s.x[v] = shared.staged[d * e.groups + t // e.block_vectors, i, t % e.across * e.vec + v]
-                    for p in T.unroll(e.passes):
-                        for v in T.unroll(e.vec):
-                            s.sums[p * e.tile_m + i] = s.sums[p * e.tile_m + i] + value_in(
-                                e.dtype, s.weight[(d * e.passes + p) * e.words + v // per_word], v % per_word
-                            ) * T.Cast("float32", s.x[v])
-        T.cuda.cta_sync()
-    # fmt: on
-    return phase
+    per_word = T.meta_var(e.vec // e.words)
+    T.ptx.cp.async_.wait_group(0)
+    T.cuda.cta_sync()
+    for d in T.unroll(e.depth):
+        if s.begin + d * e.groups + t // e.block_vectors < s.count:
+            for i in T.unroll(e.tile_m):
+                for v in T.vectorized(e.vec):
+                    s.x[v] = shared.staged[d * e.groups + t // e.block_vectors, i, t % e.across * e.vec + v]
+                for p in T.unroll(e.passes):
+                    for v in T.unroll(e.vec):
+                        s.sums[p * e.tile_m + i] = s.sums[p * e.tile_m + i] + value_in(
+                            e.dtype, s.weight[(d * e.passes + p) * e.words + v // per_word], v % per_word
+                        ) * T.Cast("float32", s.x[v])
+    T.cuda.cta_sync()
 
 
-def fold_lanes(e: Extents) -> Callable[..., Any]:
+@phase
+def fold_lanes(e, /, s):
     """Add up the sums of lanes that share a row.
 
     Reads and writes: `sums`. Barriers: the lanes of a warp shuffle. After: each sum covers all lanes that share a row:
     neighbours, which have other columns of a block, and lanes that are `block_vectors` apart, which have other blocks.
     """
-    columns, blocks = e.across.bit_length() - 1, e.warp_blocks.bit_length() - 1
-
-    # fmt: off
-    @T.inline
-    def phase(s):
-        for i in T.unroll(e.passes * e.tile_m):
-            for j in T.unroll(columns):
-                s.sums[i] = s.sums[i] + T.tvm_warp_shuffle_xor(T.uint32(ALL_LANES), s.sums[i], 1 << j, 32, 32)
-            for j in T.unroll(blocks):
-                s.sums[i] = s.sums[i] + T.tvm_warp_shuffle_xor(
-                    T.uint32(ALL_LANES), s.sums[i], e.block_vectors << j, 32, 32)
-    # fmt: on
-    return phase
+    for i in T.unroll(e.passes * e.tile_m):
+        for j in T.unroll(e.across.bit_length() - 1):
+            s.sums[i] = s.sums[i] + T.tvm_warp_shuffle_xor(T.uint32(ALL_LANES), s.sums[i], 1 << j, 32, 32)
+        for j in T.unroll(e.warp_blocks.bit_length() - 1):
+            s.sums[i] = s.sums[i] + T.tvm_warp_shuffle_xor(
+                T.uint32(ALL_LANES), s.sums[i], e.block_vectors << j, 32, 32)
 
 
-def write_parts(e: Extents) -> Callable[..., Any]:
+@phase
+def write_parts(e, /, s, shared, t):
     """Put the sums of each set into shared memory.
 
     Reads: `sums`.
@@ -246,22 +198,17 @@ def write_parts(e: Extents) -> Callable[..., Any]:
     Barriers: of the thread block, at the end.
     After: `parts` holds the sums of all sets.
     """
-
-    # fmt: off
-    @T.inline
-    def phase(s, shared, t):
-        if t % e.across == 0 and t % 32 // e.block_vectors == 0:
-            for p in T.unroll(e.passes):
-                for i in T.unroll(e.tile_m):
-                    shared.parts[
-                        t // e.block_vectors * e.sets // e.groups, i, t // e.across % e.rows + p * e.row_step
-                    ] = s.sums[p * e.tile_m + i]
-        T.cuda.cta_sync()
-    # fmt: on
-    return phase
+    if t % e.across == 0 and t % 32 // e.block_vectors == 0:
+        for p in T.unroll(e.passes):
+            for i in T.unroll(e.tile_m):
+                shared.parts[
+                    t // e.block_vectors * e.sets // e.groups, i, t // e.across % e.rows + p * e.row_step
+                ] = s.sums[p * e.tile_m + i]
+    T.cuda.cta_sync()
 
 
-def add_parts(e: Extents) -> Callable[..., Any]:
+@phase
+def add_parts(e, /, s, shared, io, w, t):
     """Add up what the sets have, and the ranks of a cluster, and store the tile.
 
     Reads: `parts`, and `others` of rank 0.
@@ -269,50 +216,27 @@ def add_parts(e: Extents) -> Callable[..., Any]:
     Barriers: none; `write_parts` and `balance.meet` come before.
     After: sums were added up in the order of the sets, then of the ranks, so that equal inputs give equal bits.
     """
-    add_cluster = add_ranks(e.cluster, e.chunk, 1)
-
-    # fmt: off
-    @T.inline
-    def phase(s, shared, io, w, t):
-        for o in T.serial((e.outputs - t + (e.threads - 1)) // e.threads):
-            if w.strip * e.tile_m + (o * e.threads + t) // e.rows < io.m:
-                s.total[0] = T.float32(0)
-                for part in T.unroll(e.sets):
-                    s.total[0] = s.total[0] + shared.parts[
-                        part, (o * e.threads + t) // e.rows, (o * e.threads + t) % e.rows]
-                add_cluster(w, s.count, s.total, shared.others, o * e.threads + t)
-                if w.rank == 0:
-                    column: T.int32 = s.row * e.rows + (o * e.threads + t) % e.rows
-                    io.y[w.strip * e.tile_m + (o * e.threads + t) // e.rows, column] = output(io, column, s.total[0])
-    # fmt: on
-    return phase
+    for o in T.serial((e.outputs - t + (e.threads - 1)) // e.threads):
+        if w.strip * e.tile_m + (o * e.threads + t) // e.rows < io.m:
+            s.total[0] = T.float32(0)
+            for part in T.unroll(e.sets):
+                s.total[0] = s.total[0] + shared.parts[
+                    part, (o * e.threads + t) // e.rows, (o * e.threads + t) % e.rows]
+            add_ranks(e.cluster, e.chunk, 1)(w, s.count, s.total, shared.others, o * e.threads + t)
+            if w.rank == 0:
+                column: T.int32 = s.row * e.rows + (o * e.threads + t) % e.rows
+                io.y[w.strip * e.tile_m + (o * e.threads + t) // e.rows, column] = output(io, column, s.total[0])
 
 
 def program(problem: BsrMatmul, decisions: Decisions) -> Program:
     """The program of a point."""
     e = Extents.of(problem, decisions)
-    do = SimpleNamespace(
-        deal_out=deal_out(Deal(e.block_rows, 1, e.cluster), e.tile_m),
-        find_listed_row=listed_row(1),
-        find_unlisted_row=unlisted_row(1),
-        load_columns=load_columns(e),
-        load_weight=load_weight(e),
-        stage_x=stage_x(e),
-        multiply=multiply(e),
-        fold_lanes=fold_lanes(e),
-        write_parts=write_parts(e),
-        add_parts=add_parts(e),
-        join=join(e.cluster, e.chunk),
-        meet=meet(e.cluster, e.chunk),
-        hand_in=hand_in(e.cluster),
-    )
 
-    # fmt: off
     @T.inline
     def body(io):
         T.device_entry()
         w = T.meta_var(Work.alloc())
-        do.deal_out(w, io.m, io.long)
+        deal_out(Deal(e.block_rows, 1, e.cluster), e.tile_m)(w, io.m, io.long)
         t = T.thread_id([e.threads])
         shared = T.meta_var(SharedState.alloc(e))
         s = T.meta_var(RowState.alloc(e))
@@ -320,32 +244,32 @@ def program(problem: BsrMatmul, decisions: Decisions) -> Program:
         # The structure is read before the wait if nobody writes it any more.
         s.begin = w.rank * e.chunk
         if io.long >= 0:
-            do.find_listed_row(s, io, w, s.ends[0], s.ends[1])
+            listed_row(1)(s, io, w, s.ends[0], s.ends[1])
         else:
             if e.overlap > 0:
                 wait_then_start_consumer()
-            do.find_unlisted_row(s, io, w, s.ends[0], s.ends[1])
+            unlisted_row(1)(s, io, w, s.ends[0], s.ends[1])
         s.first = s.ends[0]
         s.count = s.ends[1] - s.ends[0]
-        do.load_columns(s, io, t, s.begin)
+        load_columns(e)(s, io, t, s.begin)
         if e.overlap > 0:
             if io.long >= 0:
                 wait_then_start_consumer()
-        do.join(w, s.count)
+        join(e.cluster, e.chunk)(w, s.count)
 
         for i in T.unroll(e.passes * e.tile_m):
             s.sums[i] = T.float32(0)
         while s.begin < s.count:
-            do.load_weight(s, io, t)
-            do.stage_x(s, shared, io, w, t)
-            do.load_columns(s, io, t, s.begin + e.chunk * w.ranks)
-            do.multiply(s, shared, t)
+            load_weight(e)(s, io, t)
+            stage_x(e)(s, shared, io, w, t)
+            load_columns(e)(s, io, t, s.begin + e.chunk * w.ranks)
+            multiply(e)(s, shared, t)
             s.begin = s.begin + e.chunk * w.ranks
 
-        do.fold_lanes(s)
-        do.write_parts(s, shared, t)
-        do.meet(w, s.count)
-        do.add_parts(s, shared, io, w, t)
-        do.hand_in(w)
-    # fmt: on
+        fold_lanes(e)(s)
+        write_parts(e)(s, shared, t)
+        meet(e.cluster, e.chunk)(w, s.count)
+        add_parts(e)(s, shared, io, w, t)
+        hand_in(e.cluster)(w)
     return gpu_program(problem, body, overlapped=e.overlap > 0)
+# fmt: on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, NotApplicable, Table, ceildiv, powers
@@ -70,57 +71,44 @@ def fitting(problem: BsrMatmul, machine: Machine, table: Table) -> list[Decision
     return [point for point in choices if allowed(problem, machine, point) is None]
 
 
+extent = Derived["Extents", int]
+
+
 @dataclass(frozen=True)
 class Extents:
-    """What a kernel's phases know before it runs.
+    """What a kernel's phases know before it runs."""
 
-    Attributes
-    ----------
-    rows, cols
-        Of a block of the weight.
-    block_rows
-        Block rows of the weight: units of work.
-    threads, tile_m, vec, depth, cluster, overlap
-        The decisions of these names.
-    dtype, itemsize
-        Of x, the weight and y; bytes of an element.
-    across
-        Vectors in a row of a block.
-    block_vectors
-        Vectors of a block.
-    groups
-        Blocks that the threads have a vector of at once.
-    passes
-        Rows of a block that a thread has a vector of, `row_step` rows apart: 1, unless a block has more vectors than
-        there are threads.
-    row_step
-        See `passes`.
-    chunk
-        Blocks of a block row that a thread block has in flight at once, `depth` of each group.
-    copies
-        Copies of x that a thread issues for a chunk.
-    words
-        32-bit words of a vector.
-    """
-
+    # Extents of a block of the weight.
     rows: int
     cols: int
+    # Block rows of the weight: units of work.
     block_rows: int
+    # The decisions of these names.
     threads: int
     tile_m: int
     vec: int
     depth: int
     cluster: int
     overlap: int
+    # The dtype of x, the weight and y, and bytes of an element.
     dtype: str
     itemsize: int
+    # Vectors in a row of a block.
     across: int
+    # Vectors of a block.
     block_vectors: int
+    # Blocks that the threads have a vector of at once.
     groups: int
+    # Rows of a block that a thread has a vector of, `row_step` rows apart: 1, unless a block has more vectors than
+    # there are threads.
     passes: int
+    # See `passes`.
     row_step: int
+    # Blocks of a block row that a thread block has in flight at once, `depth` of each group.
     chunk: int
+    # Copies of x that a thread issues for a chunk.
     copies: int
+    # 32-bit words of a vector.
     words: int
 
     @classmethod
@@ -147,25 +135,14 @@ class Extents:
             words=vec * itemsize // 4,
         )
 
-    @property
-    def warp_blocks(self) -> int:
-        """Blocks that the lanes of a warp have a vector of at once; 1 if a block is a warp's work or more."""
-        return max(1, 32 // self.block_vectors)
-
-    @property
-    def sets(self) -> int:
-        """Sets of sums that no shuffle joins: one for every warp, or warps, that work on blocks of their own."""
-        return self.groups // min(self.groups, self.warp_blocks)
-
-    @property
-    def outputs(self) -> int:
-        """Elements of y that a thread block computes."""
-        return self.rows * self.tile_m
-
-    @property
-    def held(self) -> int:
-        """Sums, and elements of the weight in flight, that a thread holds."""
-        return self.passes * (self.tile_m + self.depth * self.vec)
+    # Blocks that the lanes of a warp have a vector of at once; 1 if a block is a warp's work or more.
+    warp_blocks = extent(lambda e: max(1, 32 // e.block_vectors))
+    # Sets of sums that no shuffle joins: one for every warp, or warps, that work on blocks of their own.
+    sets = extent(lambda e: e.groups // min(e.groups, e.warp_blocks))
+    # Elements of y that a thread block computes.
+    outputs = extent(lambda e: e.rows * e.tile_m)
+    # Sums, and elements of the weight in flight, that a thread holds.
+    held = extent(lambda e: e.passes * (e.tile_m + e.depth * e.vec))
 
     @property
     def shared_bytes(self) -> int:

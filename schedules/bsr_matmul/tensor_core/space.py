@@ -158,42 +158,16 @@ def of_one_strip(problem: BsrMatmul, machine: Machine, table: Table) -> list[tup
 
 @dataclass(frozen=True)
 class Extents:
-    """What a kernel's phases know before it runs.
+    """What a kernel's phases know before it runs."""
 
-    Attributes
-    ----------
-    cols
-        Columns of a block of the weight.
-    block_cols
-        Block columns of the weight: column ids are below it.
-    units, slices
-        Units of work, `tile_n` rows of the weight each: in all, and of a block row.
-    tile_m, tile_n, reduce_warps, warps_m, depth, cluster, overlap
-        The decisions of these names.
-    dtype
-        Of x, the weight and y.
-    octets
-        Octets in a row of a block.
-    threads, tile_threads
-        Threads of a thread block, and those of them that share a tile.
-    stride
-        Octets from one step of a warp to its next: the warps of a tile take the steps of its row in turn.
-    chunk
-        Octets of a block row that a thread block has in flight at once: `depth` steps of each warp of a tile.
-    weight_is_a
-        Whether the weight is the instruction's operand A, and x operand B, or the other way round.
-    a_fragments, b_fragments
-        Fragments of a tile: of 16 rows in operand A, of 8 in operand B.
-    pitch
-        Floats from one row of a tile in shared memory to the next.
-    pairs
-        Pairs of neighbouring elements in a tile.
-    """
-
+    # Columns of a block of the weight.
     cols: int
+    # Block columns of the weight: column ids are below it.
     block_cols: int
+    # Units of work, `tile_n` rows of the weight each: in all, and of a block row.
     units: int
     slices: int
+    # The decisions of these names.
     tile_m: int
     tile_n: int
     reduce_warps: int
@@ -201,16 +175,25 @@ class Extents:
     depth: int
     cluster: int
     overlap: int
+    # The dtype of x, the weight and y.
     dtype: str
+    # Octets in a row of a block.
     octets: int
+    # Threads of a thread block, and those of them that share a tile.
     threads: int
     tile_threads: int
+    # Octets from one step of a warp to its next: the warps of a tile take the steps of its row in turn.
     stride: int
+    # Octets of a block row that a thread block has in flight at once: `depth` steps of each warp of a tile.
     chunk: int
+    # Whether the weight is the instruction's operand A, and x operand B, or the other way round.
     weight_is_a: bool
+    # Fragments of a tile: of 16 rows in operand A, of 8 in operand B.
     a_fragments: int
     b_fragments: int
+    # Floats from one row of a tile in shared memory to the next.
     pitch: int
+    # Pairs of neighbouring elements in a tile.
     pairs: int
 
     @classmethod

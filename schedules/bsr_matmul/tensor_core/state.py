@@ -14,46 +14,32 @@ from .space import Extents
 
 @dataclass
 class TileState:
-    """What a thread has of its warp's tile.
+    """What a thread has of its warp's tile."""
 
-    Attributes
-    ----------
-    sums
-        Of all pairs of fragments, four a pair: rows `group` and `group + 8` of operand A, two columns of each.
-    weight, x
-        Operands of the steps in hand: for each step and each 8 rows of the tile the four words of one octet.
-    a, b
-        The same two, as operands A and B of the instruction.
-    columns
-        Block columns of the octets in hand.
-    x_rows
-        The rows of x that this lane loads.
-    group, member
-        A lane loads row `group` of every 8 rows of a tile, and of every step the octet `member`, of four.
-    top
-        The tile's first row of x, and of y.
-    row, first, count
-        The block row, its first block, and its octets.
-    octet
-        This lane's octet of the first step in hand, counted from the block row's begin.
-    loaded
-        1 if the operands of the steps in hand are loaded already.
-    """
-
+    # Sums of all pairs of fragments, four a pair: rows `group` and `group + 8` of operand A, two columns of each.
     sums: Any
+    # Operands of the steps in hand: for each step and each 8 rows of the tile the four words of one octet.
     weight: Any
     x: Any
+    # The same two, as operands A and B of the instruction.
     a: Any
     b: Any
+    # Block columns of the octets in hand.
     columns: Any
+    # The rows of x that this lane loads.
     x_rows: Any
+    # A lane loads row `group` of every 8 rows of a tile, and of every step the octet `member`, of four.
     group: Any
     member: Any
+    # The tile's first row of x, and of y.
     top: Any
+    # The block row, its first block, and its octets.
     row: Any
     first: Any
     count: Any
+    # This lane's octet of the first step in hand, counted from the block row's begin.
     octet: Any
+    # 1 if the operands of the steps in hand are loaded already.
     loaded: Any
 
     @classmethod

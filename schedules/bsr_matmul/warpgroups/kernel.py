@@ -21,13 +21,12 @@ and these after a barrier,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
@@ -51,372 +50,309 @@ FAR, OVER = 0x7FFFFFFF, 0x80000000
 
 @dataclass
 class State(Buffers):
-    """What the phases share.
+    """What the phases share."""
 
-    Attributes
-    ----------
-    t, lane, warp
-        The thread, its place in its warp, and that in the thread block.
-    tile, top
-        The tile of block rows, and the first row of x.
-    x_map, weight_map
-        Addresses of the tensor maps.
-    slot, turn
-        The stage in hand, and the parity of its mbarriers' phase.
-    done
-        Whether a phase is over.
-    at, stop
-        The lane's block, and the one after the last of its row.
-    column, next_column
-        Block columns of it and of the block after it; FAR if there is none.
-    base
-        The panel in hand: its first block column, divided by `beside`.
-    first, mine
-        The lane's first block in the panel, and which of its block columns it has: a bit each.
-    has, word
-        Whether a lane has a block, and that of all lanes.
-    count
-        Blocks of the thread block in the panel.
-    sums
-        Sums of the warpgroup's 64 rows of x: a thread has `rows // 2` for each block row.
-    left
-        The stage whose products are in flight; -1 if there is none.
-    panel_of, weight_of
-        Descriptors of the operands in the first stage.
-    words
-        A vector of y.
-    ring
-        Shared: the stages, a panel of x and its blocks each.
-    stored
-        Shared, in the same place: a tile of y.
-    full, empty
-        Shared: mbarriers of stages that have come, and that all warps have multiplied.
-    told
-        Shared: for each stage and block column in it, which block rows have a block: a bit each.
-    row_of
-        Shared: the thread block's block rows, -1 beyond the last.
-    """
-
+    # The thread, its place in its warp, and that in the thread block.
     t: Any
     lane: Any
     warp: Any
+    # The tile of block rows, and the first row of x.
     tile: Any
     top: Any
+    # Addresses of the tensor maps.
     x_map: Any
     weight_map: Any
+    # The stage in hand, and the parity of its mbarriers' phase.
     slot: Any = scalar()
     turn: Any = scalar("uint32")
+    # Whether a phase is over.
     done: Any = local("uint32")
+    # The lane's block, and the one after the last of its row.
     at: Any = local("int32")
     stop: Any = local("int32")
+    # Block columns of it and of the block after it; FAR if there is none.
     column: Any = local("int32")
     next_column: Any = local("int32")
+    # The panel in hand: its first block column, divided by `beside`.
     base: Any = local("int32")
+    # The lane's first block in the panel, and which of its block columns it has: a bit each.
     first: Any = scalar()
     mine: Any = scalar("uint32")
+    # Whether a lane has a block, and that of all lanes.
     has: Any = scalar("bool")
     word: Any = local("uint32", lambda e: e.beside)
+    # Blocks of the thread block in the panel.
     count: Any = scalar("uint32")
+    # Sums of the warpgroup's 64 rows of x: a thread has `rows // 2` for each block row.
     sums: Any = local("float32", lambda e: e.tile_n // 2)
+    # The stage whose products are in flight; -1 if there is none.
     left: Any = scalar()
+
     more: Any = scalar()
     any: Any = scalar("uint32")
+    # Descriptors of the operands in the first stage.
     panel_of: Any = local("uint32")
     weight_of: Any = local("uint32")
+
     panel_at: Any = scalar("uint32")
     weight_at: Any = scalar("uint32")
+    # A vector of y.
     words: Any = local("uint32", 4)
+    # Shared: the stages, a panel of x and its blocks each.
     ring: Any = pooled("uint32", lambda e: e.barriers_at // 4, 0)
+    # Shared, in the same place: a tile of y.
     stored: Any = pooled("uint32", lambda e: e.stored_bytes // 4, 0)
+    # Shared: mbarriers of stages that have come, and that all warps have multiplied.
     full: Any = pooled("uint64", lambda e: e.stages, lambda e: e.barriers_at // 8)
     empty: Any = pooled("uint64", lambda e: e.stages, lambda e: e.barriers_at // 8 + e.stages)
+    # Shared: for each stage and block column in it, which block rows have a block: a bit each.
     told: Any = pooled("uint32", lambda e: e.stages * e.beside, lambda e: e.told_at // 4)
+    # Shared: the thread block's block rows, -1 beyond the last.
     row_of: Any = pooled("int32", lambda e: e.rows_each, lambda e: e.told_at // 4 + e.stages * e.beside)
 
 
 # fmt: off
-def begin(e: Extents) -> Callable[..., Any]:
-    """Make the mbarriers; the phase is (s).
+@phase
+def begin(e, /, s):
+    """Make the mbarriers.
 
     Reads: nothing. Writes: `full`, `empty`, `slot`, `turn`. Barriers: of the thread block, at the end.
     """
-    make = begin_stages(e.stages, 4 * e.groups)
-
-    @T.inline
-    def phase(s):
-        if s.t == 0:
-            T.ptx.prefetch.tensormap(s.x_map)
-            T.ptx.prefetch.tensormap(s.weight_map)
-            make(s)
-        s.slot = 0
-        s.turn = T.uint32(0)
-        T.cuda.cta_sync()
-
-    return phase
+    if s.t == 0:
+        T.ptx.prefetch.tensormap(s.x_map)
+        T.ptx.prefetch.tensormap(s.weight_map)
+        begin_stages(e.stages, 4 * e.groups)(s)
+    s.slot = 0
+    s.turn = T.uint32(0)
+    T.cuda.cta_sync()
 
 
-def find_rows(e: Extents) -> Callable[..., Any]:
-    """Lanes of the producer warp have a block row of the tile each; the phase is (io, s).
+@phase
+def find_rows(e, /, io, s):
+    """Lanes of the producer warp have a block row of the tile each.
 
     Reads: `order`, or `indptr` where the host has not looked at the pattern; `indices`.
     Writes: `at`, `stop`, `column`, `next_column`; `row_of`.
     Barriers: none.
     """
-
-    @T.inline
-    def phase(io, s):
-        row: T.int32 = s.tile * e.rows_each + s.lane
-        found: T.int32 = -1
-        s.at[0] = 0
-        s.stop[0] = 0
-        if s.lane < e.rows_each and row < e.block_rows:
-            if io.long >= 0:
-                load_int(found, io.order.ptr_to([row, 0]))
-                load_int(s.at[0], io.order.ptr_to([row, 1]))
-                load_int(s.stop[0], io.order.ptr_to([row, 2]))
-            else:
-                found = row
-                load_int(s.at[0], io.indptr.ptr_to([row]))
-                load_int(s.stop[0], io.indptr.ptr_to([row + 1]))
-        if s.lane < e.rows_each:
-            s.row_of[s.lane] = found
-        s.column[0] = FAR
-        s.next_column[0] = FAR
-        if s.at[0] < s.stop[0]:
-            load_int(s.column[0], io.indices.ptr_to([s.at[0]]))
-        if s.at[0] + 1 < s.stop[0]:
-            load_int(s.next_column[0], io.indices.ptr_to([s.at[0] + 1]))
-
-    return phase
+    row: T.int32 = s.tile * e.rows_each + s.lane
+    found: T.int32 = -1
+    s.at[0] = 0
+    s.stop[0] = 0
+    if s.lane < e.rows_each and row < e.block_rows:
+        if io.long >= 0:
+            load_int(found, io.order.ptr_to([row, 0]))
+            load_int(s.at[0], io.order.ptr_to([row, 1]))
+            load_int(s.stop[0], io.order.ptr_to([row, 2]))
+        else:
+            found = row
+            load_int(s.at[0], io.indptr.ptr_to([row]))
+            load_int(s.stop[0], io.indptr.ptr_to([row + 1]))
+    if s.lane < e.rows_each:
+        s.row_of[s.lane] = found
+    s.column[0] = FAR
+    s.next_column[0] = FAR
+    if s.at[0] < s.stop[0]:
+        load_int(s.column[0], io.indices.ptr_to([s.at[0]]))
+    if s.at[0] + 1 < s.stop[0]:
+        load_int(s.next_column[0], io.indices.ptr_to([s.at[0] + 1]))
 
 
-def next_panel(e: Extents) -> Callable[..., Any]:
-    """Find the first panel in which a block row has its next block, and take all blocks that come next
-    and lie in it; the phase is (io, s).
+@phase
+def next_panel(e, /, io, s):
+    """Find the first panel in which a block row has its next block, and take all blocks that come next and lie in it.
 
     Reads: `base`, of the warp's lanes; `indices`.
     Writes: `word`, `first`, `mine`; moves `at`, `column` and `next_column` on.
     Barriers: none, but all lanes of the warp take part.
     After: each block is taken once, in any order of a row's columns. Only where these ascend every panel comes once.
     """
-
-    @T.inline
-    def phase(io, s):
-        s.first = s.at[0]
-        s.mine = T.uint32(0)
-        for i in T.unroll(e.beside):
-            s.has = s.column[0] == s.base[0] * e.beside + i
-            s.word[i] = T.cuda.ballot_sync(T.uint32(FULL_WARP), s.has)
-            if s.has:
-                s.mine = s.mine | T.uint32(1 << i)
-                s.at[0] = s.at[0] + 1
-                s.column[0] = s.next_column[0]
-                s.next_column[0] = FAR
-                if s.at[0] + 1 < s.stop[0]:
-                    load_int(s.next_column[0], io.indices.ptr_to([s.at[0] + 1]))
-
-    return phase
+    s.first = s.at[0]
+    s.mine = T.uint32(0)
+    for i in T.unroll(e.beside):
+        s.has = s.column[0] == s.base[0] * e.beside + i
+        s.word[i] = T.cuda.ballot_sync(T.uint32(FULL_WARP), s.has)
+        if s.has:
+            s.mine = s.mine | T.uint32(1 << i)
+            s.at[0] = s.at[0] + 1
+            s.column[0] = s.next_column[0]
+            s.next_column[0] = FAR
+            if s.at[0] + 1 < s.stop[0]:
+                load_int(s.next_column[0], io.indices.ptr_to([s.at[0] + 1]))
 
 
-def bring_panel(e: Extents) -> Callable[..., Any]:
-    """Have a panel of x and its blocks brought; the phase is (s, part), for the producer warp.
+@phase
+def bring_panel(e, /, s, part):
+    """Have a panel of x and its blocks brought, for the producer warp.
 
     Reads: `base`, `word`, `first`, `mine`.
     Writes: `told`; `ring`, by and by.
     Barriers: of the warp; awaits `empty`, and has copies arrive at `full`.
     """
-    stage = e.stage_bytes // 4
-
-    @T.inline
-    def phase(s, part):
-        await_phase(s.done, s.empty.ptr_to([s.slot]), s.turn ^ T.uint32(1))
-        full = T.meta_var(s.full.ptr_to([s.slot]))
-        if s.lane == 0:
-            s.count = T.uint32(0)
-            for i in T.unroll(e.beside):
-                s.told[s.slot * e.beside + i] = s.word[i]
-                s.count = s.count + T.popcount(s.word[i])
-            arrive_expecting(full, T.uint32(e.x_bytes) + s.count * T.uint32(e.block_bytes))
-        T.cuda.warp_sync()
-        if s.lane == 0:
-            column = T.meta_var(s.base[0] * (e.cols if e.parts > 1 else e.panel) + part * e.panel)
-            copy_box(s.ring.ptr_to([s.slot * stage]), s.x_map, column, s.top, full)
-        if s.lane < e.rows_each:
-            for i in T.unroll(e.beside):
-                if (s.mine >> T.uint32(i)) & T.uint32(1) != T.uint32(0):
-                    block = T.meta_var(
-                        s.first + T.Cast("int32", T.popcount(s.mine & T.uint32((1 << i) - 1))))
-                    copy_box(
-                        s.ring.ptr_to([
-                            s.slot * stage + e.x_bytes // 4
-                            + (s.lane * e.beside + i) * (e.block_bytes // 4)]),
-                        s.weight_map, part * e.width, block * e.rows, full)
-
-    return phase
+    stage = T.meta_var(e.stage_bytes // 4)
+    await_phase(s.done, s.empty.ptr_to([s.slot]), s.turn ^ T.uint32(1))
+    full = T.meta_var(s.full.ptr_to([s.slot]))
+    if s.lane == 0:
+        s.count = T.uint32(0)
+        for i in T.unroll(e.beside):
+            s.told[s.slot * e.beside + i] = s.word[i]
+            s.count = s.count + T.popcount(s.word[i])
+        arrive_expecting(full, T.uint32(e.x_bytes) + s.count * T.uint32(e.block_bytes))
+    T.cuda.warp_sync()
+    if s.lane == 0:
+        column = T.meta_var(s.base[0] * (e.cols if e.parts > 1 else e.panel) + part * e.panel)
+        copy_box(s.ring.ptr_to([s.slot * stage]), s.x_map, column, s.top, full)
+    if s.lane < e.rows_each:
+        for i in T.unroll(e.beside):
+            if (s.mine >> T.uint32(i)) & T.uint32(1) != T.uint32(0):
+                block = T.meta_var(
+                    s.first + T.Cast("int32", T.popcount(s.mine & T.uint32((1 << i) - 1))))
+                copy_box(
+                    s.ring.ptr_to([
+                        s.slot * stage + e.x_bytes // 4
+                        + (s.lane * e.beside + i) * (e.block_bytes // 4)]),
+                    s.weight_map, part * e.width, block * e.rows, full)
 
 
-def produce(e: Extents) -> Callable[..., Any]:
-    """The producer warp's work; the phase is (io, s).
+@phase
+def produce(e, /, io, s):
+    """The producer warp's work.
 
     Reads: the structure.
     Writes: `ring` and `told`, stage after stage; OVER after the last.
     Barriers: those of `bring_panel`.
     """
-    do = SimpleNamespace(
-        find_rows=find_rows(e), next_panel=next_panel(e), bring_panel=bring_panel(e), next_stage=next_stage(e.stages))
-
-    @T.inline
-    def phase(io, s):
-        do.find_rows(io, s)
+    find_rows(e)(io, s)
+    least_of_warp(s.base[0], s.column[0], T.uint32(FULL_WARP))
+    while s.base[0] != FAR:
+        s.base[0] = s.base[0] // e.beside
+        next_panel(e)(io, s)
+        for part in T.serial(e.parts):
+            bring_panel(e)(s, part)
+            next_stage(e.stages)(s)
         least_of_warp(s.base[0], s.column[0], T.uint32(FULL_WARP))
-        while s.base[0] != FAR:
-            s.base[0] = s.base[0] // e.beside
-            do.next_panel(io, s)
-            for part in T.serial(e.parts):
-                do.bring_panel(s, part)
-                do.next_stage(s)
-            least_of_warp(s.base[0], s.column[0], T.uint32(FULL_WARP))
-        await_phase(s.done, s.empty.ptr_to([s.slot]), s.turn ^ T.uint32(1))
-        if s.lane == 0:
-            s.told[s.slot * e.beside] = T.uint32(OVER)
-            arrive_expecting(s.full.ptr_to([s.slot]), T.uint32(0))
-
-    return phase
+    await_phase(s.done, s.empty.ptr_to([s.slot]), s.turn ^ T.uint32(1))
+    if s.lane == 0:
+        s.told[s.slot * e.beside] = T.uint32(OVER)
+        arrive_expecting(s.full.ptr_to([s.slot]), T.uint32(0))
 
 
-def multiply_panel(e: Extents) -> Callable[..., Any]:
-    """The products of the stage in hand; the phase is (s).
+def of_block(e: Extents, s: Any, r: Any, i: Any, step: Any) -> Any:
+    """16 columns of a block row's i-th block."""
+    sums_each = e.rows // 2
+    a = (i * (e.width // 16) + step) * operands.STEP_UNITS
+    b = (r * e.beside + i) * (e.block_bytes // operands.UNIT) + step * operands.STEP_UNITS
+    return operands.product(e.dtype, e.rows)(
+        *(s.sums[r * sums_each + j] for j in range(sums_each)),
+        operands.swizzled(s.panel_at + T.Cast("uint32", a), e.panel * 2),
+        operands.swizzled(s.weight_at + T.Cast("uint32", b), e.width * 2), T.bool(True), 1, 1, 0, 0)
+
+
+@phase
+def multiply_panel(e, /, s):
+    """The products of the stage in hand.
 
     Reads: `ring`, until the products are awaited; `told`.
     Writes: adds the products to `sums`, by and by.
     Barriers: none, but all warps of a warpgroup take part.
     """
-    mma, sums_each = operands.product(e.dtype, e.rows), e.rows // 2
-    stage = e.stage_bytes // operands.UNIT
-
-    def of_block(s: Any, r: Any, i: Any, step: Any) -> Any:
-        """16 columns of a block row's i-th block."""
-        a = (i * (e.width // 16) + step) * operands.STEP_UNITS
-        b = (r * e.beside + i) * (e.block_bytes // operands.UNIT) + step * operands.STEP_UNITS
-        return mma(
-            *(s.sums[r * sums_each + j] for j in range(sums_each)),
-            operands.swizzled(s.panel_at + T.Cast("uint32", a), e.panel * 2),
-            operands.swizzled(s.weight_at + T.Cast("uint32", b), e.width * 2), T.bool(True), 1, 1, 0, 0)
-
-    @T.inline
-    def phase(s):
-        s.panel_at = s.panel_of[0] + T.Cast("uint32", s.slot * stage)
-        s.weight_at = s.weight_of[0] + T.Cast("uint32", s.slot * stage)
-        for i in T.unroll(e.beside):
-            for r in T.unroll(e.rows_each):
-                if (s.word[i] >> T.uint32(r)) & T.uint32(1) != T.uint32(0):
-                    operands.fence()
-                    for step in T.unroll(e.width // 16):
-                        of_block(s, r, i, step)
-                    operands.commit()
-
-    return phase
+    stage = T.meta_var(e.stage_bytes // operands.UNIT)
+    s.panel_at = s.panel_of[0] + T.Cast("uint32", s.slot * stage)
+    s.weight_at = s.weight_of[0] + T.Cast("uint32", s.slot * stage)
+    for i in T.unroll(e.beside):
+        for r in T.unroll(e.rows_each):
+            if (s.word[i] >> T.uint32(r)) & T.uint32(1) != T.uint32(0):
+                operands.fence()
+                for step in T.unroll(e.width // 16):
+                    of_block(e, s, r, i, step)
+                operands.commit()
 
 
-def consume(e: Extents) -> Callable[..., Any]:
-    """The work of a warpgroup, the phase is (s).
+@phase
+def consume(e, /, s):
+    """The work of a warpgroup.
 
     Reads: `ring`, `told`.
     Writes: `sums`.
     Barriers: of the warp; awaits `full`, and arrives at `empty`.
     After: all products are in `sums`.
     """
-    multiply, give, advance = multiply_panel(e), hand_back(), next_stage(e.stages)
-
-    @T.inline
-    def phase(s):
-        start = T.meta_var(held_address("u32", T.cuda.cvta_generic_to_shared(s.ring.ptr_to([0]))))
-        s.panel_of[0] = operands.place_of(start + T.Cast("uint32", s.warp // 4 * (GROUP_M * e.panel * 2)))
-        s.weight_of[0] = operands.place_of(start + T.uint32(e.x_bytes))
-        for j in T.unroll(e.tile_n // 2):
-            s.sums[j] = T.float32(0)
-        s.left = -1
-        s.more = 1
-        while s.more != 0:
-            await_phase(s.done, s.full.ptr_to([s.slot]), s.turn)
-            s.any = T.uint32(0)
-            for i in T.unroll(e.beside):
-                s.word[i] = s.told[s.slot * e.beside + i]
-                s.any = s.any | s.word[i]
-            if s.word[0] == T.uint32(OVER):
-                s.more = 0
+    start = T.meta_var(held_address("u32", T.cuda.cvta_generic_to_shared(s.ring.ptr_to([0]))))
+    s.panel_of[0] = operands.place_of(start + T.Cast("uint32", s.warp // 4 * (GROUP_M * e.panel * 2)))
+    s.weight_of[0] = operands.place_of(start + T.uint32(e.x_bytes))
+    for j in T.unroll(e.tile_n // 2):
+        s.sums[j] = T.float32(0)
+    s.left = -1
+    s.more = 1
+    while s.more != 0:
+        await_phase(s.done, s.full.ptr_to([s.slot]), s.turn)
+        s.any = T.uint32(0)
+        for i in T.unroll(e.beside):
+            s.word[i] = s.told[s.slot * e.beside + i]
+            s.any = s.any | s.word[i]
+        if s.word[0] == T.uint32(OVER):
+            s.more = 0
+        else:
+            multiply_panel(e)(s)
+            # The products of one block may be in flight, which has to be one of this stage.
+            if s.any == T.uint32(0):
+                operands.wait(0)
             else:
-                multiply(s)
-                # The products of one block may be in flight, which has to be one of this stage.
-                if s.any == T.uint32(0):
-                    operands.wait(0)
-                else:
-                    operands.wait(1)
-                if s.left >= 0:
-                    give(s)
-                s.left = s.slot
-                advance(s)
-        operands.wait(0)
-
-    return phase
+                operands.wait(1)
+            if s.left >= 0:
+                hand_back(s)
+            s.left = s.slot
+            next_stage(e.stages)(s)
+    operands.wait(0)
 
 
-def pass_tile(e: Extents) -> Callable[..., Any]:
-    """A warp's 16 rows of y, to shared memory; the phase is (io, s).
+def element(e: Extents, io: Any, s: Any, row: Any, r: Any, g: Any, i: Any, v: int) -> Any:
+    """An element of y as bits: of eight columns a lane has two neighbours, in two rows."""
+    found = output(io, row * e.rows + g * 8 + s.lane % 4 * 2 + v, s.sums[r * (e.rows // 2) + g * 4 + i * 2 + v])
+    return T.Cast("uint32", T.reinterpret("uint16", found))
+
+
+@phase
+def pass_tile(e, /, io, s):
+    """A warp's 16 rows of y, to shared memory.
 
     Reads: `sums`, `row_of`; the bias. Writes: `stored`. Barriers: of the warp, at the end.
     """
-
-    def element(io: Any, s: Any, row: Any, r: Any, g: Any, i: Any, v: int) -> Any:
-        """An element of y as bits: of eight columns a lane has two neighbours, in two rows."""
-        found = output(io, row * e.rows + g * 8 + s.lane % 4 * 2 + v, s.sums[r * (e.rows // 2) + g * 4 + i * 2 + v])
-        return T.Cast("uint32", T.reinterpret("uint16", found))
-
-    @T.inline
-    def phase(io, s):
-        for r in T.unroll(e.rows_each):
-            row: T.int32 = s.row_of[r]
-            if row >= 0:
-                for g in T.unroll(e.rows // 8):
-                    for i in T.unroll(2):
-                        s.stored[
-                            ((s.warp * 16 + i * 8 + s.lane // 4) * e.pitch + r * e.rows + g * 8) // 2 + s.lane % 4
-                        ] = element(io, s, row, r, g, i, 0) | (element(io, s, row, r, g, i, 1) << T.uint32(16))
-        T.cuda.warp_sync()
-
-    return phase
+    for r in T.unroll(e.rows_each):
+        row: T.int32 = s.row_of[r]
+        if row >= 0:
+            for g in T.unroll(e.rows // 8):
+                for i in T.unroll(2):
+                    s.stored[
+                        ((s.warp * 16 + i * 8 + s.lane // 4) * e.pitch + r * e.rows + g * 8) // 2 + s.lane % 4
+                    ] = element(e, io, s, row, r, g, i, 0) | (element(e, io, s, row, r, g, i, 1) << T.uint32(16))
+    T.cuda.warp_sync()
 
 
-def store_tile(e: Extents) -> Callable[..., Any]:
-    """A warp's 16 rows of y, from shared memory to global memory, in vectors of 16 bytes; the phase is (io, s).
+@phase
+def store_tile(e, /, io, s):
+    """A warp's 16 rows of y, from shared memory to global memory, in vectors of 16 bytes.
 
     Reads: `stored`, `row_of`. Writes: y, but for rows beyond m. Barriers: none.
     """
-    vectors = e.tile_n // VECTOR
-
-    @T.inline
-    def phase(io, s):
-        for j in T.serial((16 * vectors + 31) // 32):
-            i: T.int32 = j * 32 + s.lane
-            if i < 16 * vectors:
-                row: T.int32 = s.row_of[i % vectors * VECTOR // e.rows]
-                if row >= 0 and s.top + s.warp * 16 + i // vectors < io.m:
-                    T.ptx.ld.shared.v4.u32(
-                        s.words[0], s.words[1], s.words[2], s.words[3],
-                        s.stored.ptr_to([((s.warp * 16 + i // vectors) * e.pitch + i % vectors * VECTOR) // 2]))
-                    T.ptx.st.global_.v4.u32(
-                        io.y.ptr_to([
-                            s.top + s.warp * 16 + i // vectors, row * e.rows + i % vectors * VECTOR % e.rows]),
-                        s.words[0], s.words[1], s.words[2], s.words[3])
-
-    return phase
+    vectors = T.meta_var(e.tile_n // VECTOR)
+    for j in T.serial((16 * vectors + 31) // 32):
+        i: T.int32 = j * 32 + s.lane
+        if i < 16 * vectors:
+            row: T.int32 = s.row_of[i % vectors * VECTOR // e.rows]
+            if row >= 0 and s.top + s.warp * 16 + i // vectors < io.m:
+                T.ptx.ld.shared.v4.u32(
+                    s.words[0], s.words[1], s.words[2], s.words[3],
+                    s.stored.ptr_to([((s.warp * 16 + i // vectors) * e.pitch + i % vectors * VECTOR) // 2]))
+                T.ptx.st.global_.v4.u32(
+                    io.y.ptr_to([
+                        s.top + s.warp * 16 + i // vectors, row * e.rows + i % vectors * VECTOR % e.rows]),
+                    s.words[0], s.words[1], s.words[2], s.words[3])
 
 
 def program(problem: BsrMatmul, decisions: Decisions) -> Program:
     """The program of a point."""
     e = Extents.of(problem, decisions)
-    do = SimpleNamespace(
-        begin=begin(e), produce=produce(e), consume=consume(e), pass_tile=pass_tile(e), store_tile=store_tile(e))
 
     @T.inline
     def body(io):
@@ -435,18 +371,18 @@ def program(problem: BsrMatmul, decisions: Decisions) -> Program:
             s = T.meta_var(State.alloc(
                 e, e.pool_bytes, t=t, lane=t % 32, warp=t // 32, tile=place % e.tiles_n,
                 top=place // e.tiles_n * e.tile_m, x_map=T.address_of(x_map), weight_map=T.address_of(weight_map)))
-            do.begin(s)
+            begin(e)(s)
             if e.overlap > 0:
                 wait_then_start_consumer()
             if s.warp == e.groups * 4:
-                do.produce(io, s)
+                produce(e)(io, s)
             else:
-                do.consume(s)
+                consume(e)(s)
             # All stages have been multiplied, and `row_of` is there.
             T.cuda.cta_sync()
             if s.warp < e.groups * 4:
-                do.pass_tile(io, s)
-                do.store_tile(io, s)
+                pass_tile(e)(io, s)
+                store_tile(e)(io, s)
 
     return gpu_program(problem, body, overlapped=e.overlap > 0)
 # fmt: on

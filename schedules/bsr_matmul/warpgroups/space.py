@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv
@@ -165,28 +166,23 @@ def estimate(problem: BsrMatmul, machine: Machine, e: Extents) -> float:
     return LAUNCH + rounds * max(alone(density), shared * each)
 
 
+extent = Derived["Extents", int]
+
+
 @dataclass(frozen=True)
 class Extents:
-    """What the kernel's phases know before it runs.
+    """What the kernel's phases know before it runs."""
 
-    Attributes
-    ----------
-    rows, cols
-        Extents of a block of the weight.
-    block_rows, k, n
-        Block rows of the weight, its columns and its rows.
-    dtype
-        The dtype of x, the weight and y.
-    tile_m, tile_n, panel, stages, overlap
-        The decisions of these names.
-    """
-
+    # Extents of a block of the weight.
     rows: int
     cols: int
+    # Block rows of the weight, its columns and its rows.
     block_rows: int
     k: int
     n: int
+    # The dtype of x, the weight and y.
     dtype: str
+    # The decisions of these names.
     tile_m: int
     tile_n: int
     panel: int
@@ -198,80 +194,36 @@ class Extents:
         rows, cols = problem.block_shape
         return cls(rows, cols, problem.grid[0], problem.k, problem.n, problem.dtype, **decisions)
 
-    @property
-    def groups(self) -> int:
-        """Warpgroups that multiply."""
-        return self.tile_m // GROUP_M
-
-    @property
-    def threads(self) -> int:
-        """Threads of a thread block: with those of the producer warp."""
-        return self.groups * WARPGROUP + 32
-
-    @property
-    def rows_each(self) -> int:
-        """Block rows of a thread block."""
-        return self.tile_n // self.rows
-
-    @property
-    def tiles_n(self) -> int:
-        """Thread blocks that have all block rows."""
-        return ceildiv(self.block_rows, self.rows_each)
-
-    @property
-    def beside(self) -> int:
-        """Block columns of a panel."""
-        return max(self.panel // self.cols, 1)
-
-    @property
-    def parts(self) -> int:
-        """Panels of a block column."""
-        return max(self.cols // self.panel, 1)
-
-    @property
-    def width(self) -> int:
-        """Columns of a block that a step takes."""
-        return min(self.cols, self.panel)
-
-    @property
-    def x_bytes(self) -> int:
-        """Bytes of a panel of x."""
-        return self.tile_m * self.panel * 2
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block's part that a step takes."""
-        return self.rows * self.width * 2
-
-    @property
-    def stage_bytes(self) -> int:
-        """Bytes of a stage: a panel of x, and room for each block that may be in it."""
-        return ceildiv(self.x_bytes + self.rows_each * self.beside * self.block_bytes, ALIGNED) * ALIGNED
-
-    @property
-    def pitch(self) -> int:
-        """Elements from one row of y to the next, in shared memory."""
-        return self.tile_n + VECTOR
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of a tile of y in shared memory, where the stages have been."""
-        return self.tile_m * self.pitch * 2
-
-    @property
-    def barriers_at(self) -> int:
-        """Bytes of all stages, after which mbarriers and words stand."""
-        return self.stages * self.stage_bytes
-
-    @property
-    def told_at(self) -> int:
-        """Bytes of stages and mbarriers, after which there are words: what each stage has, and the block rows."""
-        return self.barriers_at + 2 * 8 * self.stages
-
-    @property
-    def pool_bytes(self) -> int:
-        """Dynamic shared memory."""
-        return self.told_at + ceildiv(4 * (self.stages * self.beside + self.rows_each), 16) * 16
+    # Warpgroups that multiply.
+    groups = extent(lambda e: e.tile_m // GROUP_M)
+    # Threads of a thread block: with those of the producer warp.
+    threads = extent(lambda e: e.groups * WARPGROUP + 32)
+    # Block rows of a thread block.
+    rows_each = extent(lambda e: e.tile_n // e.rows)
+    # Thread blocks that have all block rows.
+    tiles_n = extent(lambda e: ceildiv(e.block_rows, e.rows_each))
+    # Block columns of a panel.
+    beside = extent(lambda e: max(e.panel // e.cols, 1))
+    # Panels of a block column.
+    parts = extent(lambda e: max(e.cols // e.panel, 1))
+    # Columns of a block that a step takes.
+    width = extent(lambda e: min(e.cols, e.panel))
+    # Bytes of a panel of x.
+    x_bytes = extent(lambda e: e.tile_m * e.panel * 2)
+    # Bytes of a block's part that a step takes.
+    block_bytes = extent(lambda e: e.rows * e.width * 2)
+    # Bytes of a stage: a panel of x, and room for each block that may be in it.
+    stage_bytes = extent(lambda e: ceildiv(e.x_bytes + e.rows_each * e.beside * e.block_bytes, ALIGNED) * ALIGNED)
+    # Elements from one row of y to the next, in shared memory.
+    pitch = extent(lambda e: e.tile_n + VECTOR)
+    # Bytes of a tile of y in shared memory, where the stages have been.
+    stored_bytes = extent(lambda e: e.tile_m * e.pitch * 2)
+    # Bytes of all stages, after which mbarriers and words stand.
+    barriers_at = extent(lambda e: e.stages * e.stage_bytes)
+    # Bytes of stages and mbarriers, after which there are words: what each stage has, and the block rows.
+    told_at = extent(lambda e: e.barriers_at + 2 * 8 * e.stages)
+    # Dynamic shared memory.
+    pool_bytes = extent(lambda e: e.told_at + ceildiv(4 * (e.stages * e.beside + e.rows_each), 16) * 16)
 
 
 def launch(problem: BsrMatmul, decisions: Decisions) -> Launch:

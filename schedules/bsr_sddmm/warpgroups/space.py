@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv
@@ -94,28 +95,23 @@ def stored_of_a_row(problem: BsrSddmm) -> float:
     return (1 - problem.sparsity) * problem.grid[1]
 
 
+extent = Derived["Extents", int]
+
+
 @dataclass(frozen=True)
 class Extents:
-    """What the kernel's phases know before it runs.
+    """What the kernel's phases know before it runs."""
 
-    Attributes
-    ----------
-    rows, cols
-        Extents of a block.
-    block_rows, k, n
-        Block rows of the matrix, its columns and its rows.
-    dtype
-        The dtype of both matrices and of the blocks.
-    tile_m, tile_k, stages, cluster
-        The decisions of these names.
-    """
-
+    # Extents of a block.
     rows: int
     cols: int
+    # Block rows of the matrix, its columns and its rows.
     block_rows: int
     k: int
     n: int
+    # The dtype of both matrices and of the blocks.
     dtype: str
+    # The decisions of these names.
     tile_m: int
     tile_k: int
     stages: int
@@ -126,80 +122,36 @@ class Extents:
         rows, cols = problem.block_shape
         return cls(rows, cols, problem.grid[0], problem.k, problem.n, problem.dtype, **decisions)
 
-    @property
-    def halves(self) -> int:
-        """Parts of a block's rows, the last of which may be shorter; a warpgroup has one."""
-        return ceildiv(self.rows, GROUP_M)
-
-    @property
-    def along(self) -> int:
-        """Warpgroups beside each other along the columns."""
-        return ceildiv(self.tile_k, MOST_N)
-
-    @property
-    def groups(self) -> int:
-        """Warpgroups that multiply."""
-        return self.halves * self.along
-
-    @property
-    def threads(self) -> int:
-        """Threads of a thread block: with those of the producer warp."""
-        return self.groups * WARPGROUP + 32
-
-    @property
-    def wide(self) -> int:
-        """Columns of a warpgroup."""
-        return self.tile_k // self.along
-
-    @property
-    def sums(self) -> int:
-        """Sums of a thread."""
-        return self.wide // 2
-
-    @property
-    def each(self) -> int:
-        """Blocks of a thread block, at most."""
-        return self.tile_k // self.cols
-
-    @property
-    def box(self) -> int:
-        """Columns of a box of the right matrix."""
-        return next(box for box in BOXES if self.cols % box == 0)
-
-    @property
-    def parts(self) -> int:
-        """Boxes of a block."""
-        return self.cols // self.box
-
-    @property
-    def boxes(self) -> int:
-        """Boxes of the right matrix in a step, at most."""
-        return self.each * self.parts
-
-    @property
-    def left_bytes(self) -> int:
-        """Bytes of a box of the left matrix."""
-        return self.tile_m * GROUP_M * 2
-
-    @property
-    def right_bytes(self) -> int:
-        """Bytes of a box of the right matrix."""
-        return self.tile_m * self.box * 2
-
-    @property
-    def stage_bytes(self) -> int:
-        """Bytes of a stage: the boxes of the left matrix, then those of the right one."""
-        return ceildiv(self.halves * self.left_bytes + self.boxes * self.right_bytes, ALIGNED) * ALIGNED
-
-    @property
-    def passed_bytes(self) -> int:
-        """Bytes of all threads' sums, which the thread blocks of a cluster pass on."""
-        return self.sums * self.groups * WARPGROUP * 4
-
-    @property
-    def pool_bytes(self) -> int:
-        """Dynamic shared memory: stages, then mbarriers."""
-        return self.stages * self.stage_bytes + 2 * 8 * self.stages
+    # Parts of a block's rows, the last of which may be shorter; a warpgroup has one.
+    halves = extent(lambda e: ceildiv(e.rows, GROUP_M))
+    # Warpgroups beside each other along the columns.
+    along = extent(lambda e: ceildiv(e.tile_k, MOST_N))
+    # Warpgroups that multiply.
+    groups = extent(lambda e: e.halves * e.along)
+    # Threads of a thread block: with those of the producer warp.
+    threads = extent(lambda e: e.groups * WARPGROUP + 32)
+    # Columns of a warpgroup.
+    wide = extent(lambda e: e.tile_k // e.along)
+    # Sums of a thread.
+    sums = extent(lambda e: e.wide // 2)
+    # Blocks of a thread block, at most.
+    each = extent(lambda e: e.tile_k // e.cols)
+    # Columns of a box of the right matrix.
+    box = extent(lambda e: next(box for box in BOXES if e.cols % box == 0))
+    # Boxes of a block.
+    parts = extent(lambda e: e.cols // e.box)
+    # Boxes of the right matrix in a step, at most.
+    boxes = extent(lambda e: e.each * e.parts)
+    # Bytes of a box of the left matrix.
+    left_bytes = extent(lambda e: e.tile_m * GROUP_M * 2)
+    # Bytes of a box of the right matrix.
+    right_bytes = extent(lambda e: e.tile_m * e.box * 2)
+    # Bytes of a stage: the boxes of the left matrix, then those of the right one.
+    stage_bytes = extent(lambda e: ceildiv(e.halves * e.left_bytes + e.boxes * e.right_bytes, ALIGNED) * ALIGNED)
+    # Bytes of all threads' sums, which the thread blocks of a cluster pass on.
+    passed_bytes = extent(lambda e: e.sums * e.groups * WARPGROUP * 4)
+    # Dynamic shared memory: stages, then mbarriers.
+    pool_bytes = extent(lambda e: e.stages * e.stage_bytes + 2 * 8 * e.stages)
 
 
 def launch(problem: BsrSddmm, decisions: Decisions) -> Launch:

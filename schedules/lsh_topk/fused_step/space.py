@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import REGISTER_FILE, Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv
@@ -66,6 +67,9 @@ MERGE = 20 * 1024  # bytes of its static shared memory, at most
 MERGE_APART = ALL // 2  # and of its dynamic shared memory, where its thread blocks are to have a multiprocessor each
 FEW_ROWS = 16  # rows up to which its thread blocks are on different multiprocessors in any case
 SMALL = 2048  # bytes of static shared memory of the other kernels, at most
+
+
+extent = Derived["Extents", int]
 
 
 @dataclass(frozen=True)
@@ -131,30 +135,16 @@ class Extents:
             exchange=0, finishers=1, bands=bands,
         )  # fmt: skip
 
-    @property
-    def piece(self) -> int:
-        """Words of a piece of a bucket, where there is room for as many: what `bucket_lanes` lanes load together."""
-        return self.bucket_lanes * PER_VECTOR
-
-    @property
-    def spare(self) -> int:
-        """Further pieces of its buckets that a thread block has room for, beside the first of each."""
-        return SPARE * self.counting.tile
-
-    @property
-    def segments(self) -> int:
-        """Segments of the hits that a thread block sends another one; warps write to them in turn."""
-        return SEGMENTS // self.cluster
-
-    @property
-    def room(self) -> int:
-        """Hits that one segment has room for."""
-        return SENT // SEGMENTS
-
-    @property
-    def votes(self) -> int:
-        """Number of 32-bit words in the bitmap of a part."""
-        return self.counting.part // WARP
+    # Words of a piece of a bucket, where there is room for as many: what `bucket_lanes` lanes load together.
+    piece = extent(lambda e: e.bucket_lanes * PER_VECTOR)
+    # Further pieces of its buckets that a thread block has room for, beside the first of each.
+    spare = extent(lambda e: SPARE * e.counting.tile)
+    # Segments of the hits that a thread block sends another one; warps write to them in turn.
+    segments = extent(lambda e: SEGMENTS // e.cluster)
+    # Hits that one segment has room for.
+    room = extent(lambda e: SENT // SEGMENTS)
+    # Number of 32-bit words in the bitmap of a part.
+    votes = extent(lambda e: e.counting.part // WARP)
 
     @property
     def hashing(self) -> HashExtents:
@@ -162,10 +152,8 @@ class Extents:
         copies = next(n for n in (16, 8, 4, 2, 1) if n == 1 or n * self.hidden * 4 <= COPIES)
         return HashExtents(self.hidden, self.k, self.units, self.dtype, self.hash_threads, ahead=ahead, copies=copies)
 
-    @property
-    def places(self) -> int:
-        """Units of the bands that a thread block hashes together."""
-        return self.counting.tile * self.units
+    # Units of the bands that a thread block hashes together.
+    places = extent(lambda e: e.counting.tile * e.units)
 
     @property
     def hash_arrays(self) -> Mapping[str, int]:
@@ -190,28 +178,14 @@ class Extents:
         own = ceildiv(sum(self.hash_arrays.values()), 2) * 8
         return max(own, self.least_beside) if self.beside else own
 
-    @property
-    def least_beside(self) -> int:
-        """The least shared memory that a thread block of the first kernel has to ask for, so that one of the second
-        fits beside it.
-        """
-        return self.product_bytes if self.product_bytes <= MOST_BESIDE else ALL_FOR_TWO
-
-    @property
-    def merge_bytes(self) -> int:
-        """Dynamic shared memory of a thread block of the third kernel. The kernel does not use it: it keeps a second
-        thread block off the multiprocessor.
-        """
-        return MERGE_APART if self.apart else 0
+    # Dynamic shared memory of a thread block of the third kernel. The kernel does not use it: it keeps a second thread
+    # block off the multiprocessor.
+    merge_bytes = extent(lambda e: MERGE_APART if e.apart else 0)
 
     # Registers. Where the kernels overlap, a multiprocessor needs enough for one thread block of each.
 
-    @property
-    def hash_resident(self) -> int:
-        """Thread blocks of the first kernel that a multiprocessor has registers for: as many as leave 56 or 64 per
-        thread.
-        """
-        return ceildiv(1024, self.hash_threads) if self.overlap else 1
+    # Thread blocks of the first kernel that a multiprocessor has registers for: as many as leave 56 or 64 per thread.
+    hash_resident = extent(lambda e: ceildiv(1024, e.hash_threads) if e.overlap else 1)
 
     @property
     def left(self) -> int:
@@ -219,66 +193,27 @@ class Extents:
         taken = self.hash_threads * register_limit(self.hash_resident * self.hash_threads) if self.beside else 0
         return min(MOST_REGISTERS, (REGISTER_FILE - taken) // self.threads // 8 * 8)
 
-    @property
-    def resident(self) -> int:
-        """Thread blocks of the second kernel per multiprocessor for which the compiler limits registers: two, where
-        that is enough for a thread, since one may take the place of a thread block of the first kernel.
-        """
-        return 1 + (self.beside and self.held + BESIDES <= register_limit(2 * self.threads))
-
     # The product. A *job* is a tile of 16 words, times `depth` chunks of each of them.
 
-    @property
-    def group_lists(self) -> int:
-        """Lists of a group; 1 where a list is cut into groups."""
-        return max(1, GROUP // self.beam) if self.row_groups == 1 else 1
-
-    @property
-    def rows(self) -> int:
-        """Rows of a group."""
-        return ceildiv(self.group_lists * self.beam, self.row_groups)
-
-    @property
-    def group_blocks(self) -> int:
-        """Thread blocks of a group."""
-        return self.blocks // self.row_groups
-
-    @property
-    def octets(self) -> int:
-        """Octets that the rows of a group fill."""
-        return ceildiv(self.rows, OCTET)
-
-    @property
-    def warps(self) -> int:
-        return self.threads // WARP
-
-    @property
-    def itemsize(self) -> int:
-        return numpy_dtype(self.dtype).itemsize
-
-    @property
-    def vectors(self) -> int:
-        """16-byte vectors of a row."""
-        return self.hidden * self.itemsize // VECTOR
-
-    @property
-    def chunks(self) -> int:
-        return ceildiv(self.vectors * VECTOR, CHUNK)
-
-    @property
-    def parts(self) -> int:
-        """Jobs per tile."""
-        return ceildiv(self.chunks, self.depth)
-
-    @property
-    def padded(self) -> int:
-        """Vectors of a row up to the end of its last job."""
-        return self.parts * self.depth * (CHUNK // VECTOR)
-
-    @property
-    def pitch(self) -> int:
-        """Vectors from one hidden state to the next in shared memory. Eight of them start in different banks."""
-        return self.padded if self.padded % 8 == 4 else self.padded + 4
+    # Lists of a group; 1 where a list is cut into groups.
+    group_lists = extent(lambda e: max(1, GROUP // e.beam) if e.row_groups == 1 else 1)
+    # Rows of a group.
+    rows = extent(lambda e: ceildiv(e.group_lists * e.beam, e.row_groups))
+    # Thread blocks of a group.
+    group_blocks = extent(lambda e: e.blocks // e.row_groups)
+    # Octets that the rows of a group fill.
+    octets = extent(lambda e: ceildiv(e.rows, OCTET))
+    warps = extent(lambda e: e.threads // WARP)
+    itemsize = extent(lambda e: numpy_dtype(e.dtype).itemsize)
+    # 16-byte vectors of a row.
+    vectors = extent(lambda e: e.hidden * e.itemsize // VECTOR)
+    chunks = extent(lambda e: ceildiv(e.vectors * VECTOR, CHUNK))
+    # Jobs per tile.
+    parts = extent(lambda e: ceildiv(e.chunks, e.depth))
+    # Vectors of a row up to the end of its last job.
+    padded = extent(lambda e: e.parts * e.depth * (CHUNK // VECTOR))
+    # Vectors from one hidden state to the next in shared memory. Eight of them start in different banks.
+    pitch = extent(lambda e: e.padded if e.padded % 8 == 4 else e.padded + 4)
 
     @property
     def beyond(self) -> int:
@@ -286,114 +221,60 @@ class Extents:
         each = ceildiv(self.frequent, self.group_blocks)
         return each % TILE if each > TILE and each % TILE <= self.late_words else 0
 
-    @property
-    def each(self) -> int:
-        """Frequent words of a thread block in the first part."""
-        return ceildiv(self.frequent, self.group_blocks) - self.beyond
-
-    @property
-    def tiles(self) -> int:
-        """Into how many tiles a thread block cuts these: as few as there is room for."""
-        return ceildiv(self.each, self.words)
-
-    @property
-    def tile(self) -> int:
-        """Words of the vocabulary in a tile."""
-        return ceildiv(ceildiv(self.each, self.tiles), TILE) * TILE
-
-    @property
-    def halves(self) -> int:
-        """Parts of a hidden state in shared memory: for float32 the higher one, which tf32 holds, and the rest."""
-        return 2 if self.dtype == "float32" else 1
-
-    @property
-    def chains(self) -> int:
-        """Chains of sums that do not wait for each other. With many octets, these alone are enough."""
-        return 2 if self.octets <= FEW_OCTETS else 1
-
-    @property
-    def chain(self) -> int:
-        """Sums of one chain: registers of a thread."""
-        return self.octets * 4
-
-    @property
-    def hand(self) -> int:
-        """Registers of a thread for the words of a job."""
-        return self.depth * 8
-
-    @property
-    def half_bytes(self) -> int:
-        """Bytes of one part (`halves`) of all hidden states."""
-        return self.rows * self.pitch * VECTOR
-
-    @property
-    def state_bytes(self) -> int:
-        return self.halves * self.half_bytes if self.staged else 0
-
-    @property
-    def state_held(self) -> int:
-        """Registers of a thread for hidden states: of two steps, or of its warp's part."""
-        return 2 * 4 * self.halves if self.staged else self.depth * self.octets * 4
-
-    @property
-    def sum_pitch(self) -> int:
-        """Sums from one row to the next: eight words of every second of eight rows have banks of their own."""
-        return self.tile + 4
-
-    @property
-    def tile_bytes(self) -> int:
-        """Sums of the jobs of `tile` words. Lanes read some beyond the last row."""
-        return (self.parts * self.rows * self.sum_pitch + WARP) * 4
-
-    @property
-    def row_lanes(self) -> int:
-        """Lanes that finish a row: as many as let all warps take part at once."""
-        return next((n for n in ROW_LANES if n * self.octets * OCTET <= self.threads), ROW_LANES[-1])
-
-    @property
-    def rows_apart(self) -> int:
-        """How far apart the rows of a warp's lanes are, so that their sums are `row_lanes` banks apart: from one row to
-        the next it is four, or 20."""
-        return self.row_lanes * OCTET // WARP
-
-    @property
-    def product_bytes(self) -> int:
-        """Shared memory of a thread block; both begin at a multiple of 16."""
-        return dynamic_shared(self.state_bytes + self.tile_bytes, SMALL)
-
-    @property
-    def held(self) -> int:
-        """Registers of a thread for words of a job and operands made of them, for hidden states, and for sums."""
-        return self.hand + 8 * self.halves + self.state_held + self.chains * self.chain
+    # Frequent words of a thread block in the first part.
+    each = extent(lambda e: ceildiv(e.frequent, e.group_blocks) - e.beyond)
+    # Into how many tiles a thread block cuts these: as few as there is room for.
+    tiles = extent(lambda e: ceildiv(e.each, e.words))
+    # Words of the vocabulary in a tile.
+    tile = extent(lambda e: ceildiv(ceildiv(e.each, e.tiles), TILE) * TILE)
+    # Parts of a hidden state in shared memory: for float32 the higher one, which tf32 holds, and the rest.
+    halves = extent(lambda e: 2 if e.dtype == "float32" else 1)
+    # Chains of sums that do not wait for each other. With many octets, these alone are enough.
+    chains = extent(lambda e: 2 if e.octets <= FEW_OCTETS else 1)
+    # Sums of one chain: registers of a thread.
+    chain = extent(lambda e: e.octets * 4)
+    # Registers of a thread for the words of a job.
+    hand = extent(lambda e: e.depth * 8)
+    # Bytes of one part (`halves`) of all hidden states.
+    half_bytes = extent(lambda e: e.rows * e.pitch * VECTOR)
+    state_bytes = extent(lambda e: e.halves * e.half_bytes if e.staged else 0)
+    # Registers of a thread for hidden states: of two steps, or of its warp's part.
+    state_held = extent(lambda e: 2 * 4 * e.halves if e.staged else e.depth * e.octets * 4)
+    # Sums from one row to the next: eight words of every second of eight rows have banks of their own.
+    sum_pitch = extent(lambda e: e.tile + 4)
+    # Sums of the jobs of `tile` words. Lanes read some beyond the last row.
+    tile_bytes = extent(lambda e: (e.parts * e.rows * e.sum_pitch + WARP) * 4)
+    # Lanes that finish a row: as many as let all warps take part at once.
+    row_lanes = extent(lambda e: next((n for n in ROW_LANES if n * e.octets * OCTET <= e.threads), ROW_LANES[-1]))
+    # How far apart the rows of a warp's lanes are, so that their sums are `row_lanes` banks apart: from one row to the
+    # next it is four, or 20.
+    rows_apart = extent(lambda e: e.row_lanes * OCTET // WARP)
+    # Shared memory of a thread block; both begin at a multiple of 16.
+    product_bytes = extent(lambda e: dynamic_shared(e.state_bytes + e.tile_bytes, SMALL))
+    # The least shared memory that a thread block of the first kernel has to ask for, so that one of the second fits
+    # beside it.
+    least_beside = extent(lambda e: e.product_bytes if e.product_bytes <= MOST_BESIDE else ALL_FOR_TWO)
+    # Registers of a thread for words of a job and operands made of them, for hidden states, and for sums.
+    held = extent(lambda e: e.hand + 8 * e.halves + e.state_held + e.chains * e.chain)
+    # Thread blocks of the second kernel per multiprocessor for which the compiler limits registers: two, where that is
+    # enough for a thread, since one may take the place of a thread block of the first kernel.
+    resident = extent(lambda e: 1 + (e.beside and e.held + BESIDES <= register_limit(2 * e.threads)))
 
     # Memory.
 
-    @property
-    def bitmap(self) -> int:
-        """Number of 32-bit words in one list's bitmap, rounded up to whole 16-byte vectors."""
-        return ceildiv(bitmap_words(self.vocab), 4) * 4
-
-    @property
-    def reached_each(self) -> int:
-        """Words of a list that reach the threshold, of which a thread block stores keys, at most."""
-        return ceildiv(self.vocab, self.group_blocks * QUAD) * QUAD
-
-    @property
-    def reached_most(self) -> int:
-        """The same, of all thread blocks together."""
-        return self.group_blocks * self.reached_each
+    # Number of 32-bit words in one list's bitmap, rounded up to whole 16-byte vectors.
+    bitmap = extent(lambda e: ceildiv(bitmap_words(e.vocab), 4) * 4)
+    # Words of a list that reach the threshold, of which a thread block stores keys, at most.
+    reached_each = extent(lambda e: ceildiv(e.vocab, e.group_blocks * QUAD) * QUAD)
+    # The same, of all thread blocks together.
+    reached_most = extent(lambda e: e.group_blocks * e.reached_each)
 
     # The third kernel.
 
-    @property
-    def maxima(self) -> int:
-        """Groups of thread blocks whose largest keys one lane has; all lanes of a warp together have at least n."""
-        return ceildiv(self.n, WARP)
-
-    @property
-    def heads_each(self) -> int:
-        """Thread blocks per group."""
-        return ceildiv(self.group_blocks, self.maxima * WARP)
+    # Groups of thread blocks whose largest keys one lane has; all lanes of a warp together have at least n.
+    maxima = extent(lambda e: ceildiv(e.n, WARP))
+    # Thread blocks per group.
+    heads_each = extent(lambda e: ceildiv(e.group_blocks, e.maxima * WARP))
 
     @property
     def keys(self) -> int:
@@ -407,10 +288,8 @@ class Extents:
         quads = ceildiv(REACHED * self.beam, self.group_blocks * QUAD) * self.group_blocks
         return min(ceildiv(quads * QUAD, SEARCHERS), MOST_OTHERS)
 
-    @property
-    def searchers(self) -> int:
-        """Warps of a thread block."""
-        return SEARCHERS // WARP
+    # Warps of a thread block.
+    searchers = extent(lambda e: SEARCHERS // WARP)
 
 
 def require(problem: LshTopk, machine: Machine) -> None:

@@ -28,31 +28,14 @@ consumer kernel start; with 2 it lets the consumer start before it waits. In bot
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
-from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
+from tvm_sparse.core.template import in_phases
 
-from .space import Extents, allowed, default, features, launch, space
+from . import space
 
-
-def build(problem: NhotLookup, decisions: Decisions) -> Program:
-    from ...interface import gpu_program
-    from .kernel import kernel_body
-
-    extents = Extents.of(problem, decisions)
-    return gpu_program(problem, kernel_body(extents), overlapped=extents.overlap > 0, index="int64")
-
-
-dealt_gather = Template(
+dealt_gather = in_phases(
+    space,
     name="dealt_gather",
     version=1,
     operator="nhot_lookup",
-    kind="cuda",
     summary="the output dealt out evenly, threads read their own entries, all of a share in flight",
-    space=space,
-    default=default,
-    program=build,
-    allowed=allowed,
-    features=features,
-    launch=launch,
-    explicit_threads=True,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import MAX_THREADS, REGISTER_FILE, Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv
@@ -22,6 +23,10 @@ SECTOR = 32  # bytes: the least that L2 cache and memory read or write
 MAX_SHARED = 48 * 1024  # bytes of shared memory that any kernel may have
 # Registers that a thread needs beside loads, values and sums (addresses, counts).
 BESIDES = 24
+
+
+extent = Derived["Extents", int]
+whether = Derived["Extents", bool]
 
 
 @dataclass(frozen=True)
@@ -58,14 +63,9 @@ class Extents:
 
     # How the output is dealt out.
 
-    @property
-    def itemsize(self) -> int:
-        return numpy_dtype(self.dtype).itemsize
-
-    @property
-    def row_vectors(self) -> int:
-        """Vectors of a row."""
-        return self.width // self.vec
+    itemsize = extent(lambda e: numpy_dtype(e.dtype).itemsize)
+    # Vectors of a row.
+    row_vectors = extent(lambda e: e.width // e.vec)
 
     @property
     def unit(self) -> int:
@@ -73,40 +73,21 @@ class Extents:
         sector = SECTOR // (self.vec * self.itemsize)
         return sector if self.row_vectors % sector == 0 else 1
 
-    @property
-    def row_units(self) -> int:
-        return self.row_vectors // self.unit
-
-    @property
-    def slots(self) -> int:
-        """Vectors of a thread block at most."""
-        return self.unit * ceildiv(self.rows * self.row_units, self.blocks)
-
-    @property
-    def threads(self) -> int:
-        """Threads of a thread block, whole warps: `groups` for each slot."""
-        return ceildiv(self.slots * self.groups, 32) * 32
-
-    @property
-    def spare_threads(self) -> bool:
-        return self.slots * self.groups != self.threads
+    row_units = extent(lambda e: e.row_vectors // e.unit)
+    # Vectors of a thread block at most.
+    slots = extent(lambda e: e.unit * ceildiv(e.rows * e.row_units, e.blocks))
+    # Threads of a thread block, whole warps: `groups` for each slot.
+    threads = extent(lambda e: ceildiv(e.slots * e.groups, 32) * 32)
+    spare_threads = whether(lambda e: e.slots * e.groups != e.threads)
 
     # What one thread loads.
 
-    @property
-    def words(self) -> int:
-        """Registers of 32 bits that a vector fills."""
-        return ceildiv(self.vec * self.itemsize, 4)
-
-    @property
-    def loads(self) -> int:
-        """Entries whose table rows a thread has in flight at once."""
-        return min(ceildiv(self.nonzeros, self.groups), MOST_LOADS)
-
-    @property
-    def even_loads(self) -> bool:
-        """Whether all threads have `loads` of a row's `nonzeros` entries; else some have fewer."""
-        return self.loads * self.groups == self.nonzeros
+    # Registers of 32 bits that a vector fills.
+    words = extent(lambda e: ceildiv(e.vec * e.itemsize, 4))
+    # Entries whose table rows a thread has in flight at once.
+    loads = extent(lambda e: min(ceildiv(e.nonzeros, e.groups), MOST_LOADS))
+    # Whether all threads have `loads` of a row's `nonzeros` entries; else some have fewer.
+    even_loads = whether(lambda e: e.loads * e.groups == e.nonzeros)
 
     @property
     def ids_together(self) -> int:
@@ -114,22 +95,15 @@ class Extents:
         most = WIDEST // numpy_dtype(self.index).itemsize
         return next(v for v in (4, 2, 1) if v <= most and self.nonzeros % v == 0 and self.loads % v == 0)
 
-    @property
-    def value_words(self) -> int:
-        """Registers of 32 bits that the values of one load of ids fill."""
-        return ceildiv(self.ids_together * numpy_dtype(self.value).itemsize, 4)
+    # Registers of 32 bits that the values of one load of ids fill.
+    value_words = extent(lambda e: ceildiv(e.ids_together * numpy_dtype(e.value).itemsize, 4))
 
     # How the threads' sums are added: floats in shared memory, (groups, quads, pitch, wide).
 
-    @property
-    def wide(self) -> int:
-        """Floats of one access to shared memory."""
-        return min(self.vec, 4)
-
-    @property
-    def quads(self) -> int:
-        """Accesses to shared memory for the sums of a vector."""
-        return self.vec // self.wide
+    # Floats of one access to shared memory.
+    wide = extent(lambda e: min(e.vec, 4))
+    # Accesses to shared memory for the sums of a vector.
+    quads = extent(lambda e: e.vec // e.wide)
 
     @property
     def pitch(self) -> int:
@@ -139,15 +113,10 @@ class Extents:
         """
         return self.slots if self.quads == 1 else (self.slots + 3) // 8 * 8 + 4
 
-    @property
-    def partial_sums(self) -> int:
-        """Floats in shared memory."""
-        return self.groups * self.quads * self.pitch * self.wide
-
-    @property
-    def summed_together(self) -> int:
-        """Neighbouring elements that a thread adds over the groups, and stores together."""
-        return min(self.vec, 2)
+    # Floats in shared memory.
+    partial_sums = extent(lambda e: e.groups * e.quads * e.pitch * e.wide)
+    # Neighbouring elements that a thread adds over the groups, and stores together.
+    summed_together = extent(lambda e: min(e.vec, 2))
 
 
 def space(problem: NhotLookup, machine: Machine) -> Table:

@@ -29,31 +29,14 @@ which makes them guesses as well, for the producer may be about to write them:
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
-from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
+from tvm_sparse.core.template import in_phases
 
-from .space import Extents, allowed, default, features, launch, space
+from . import space
 
-
-def build(problem: NhotLookup, decisions: Decisions) -> Program:
-    from ...interface import gpu_program
-    from .kernel import kernel_body
-
-    extents = Extents.of(problem, decisions)
-    return gpu_program(problem, kernel_body(extents), overlapped=extents.overlap > 0, index="int64")
-
-
-warp_gather = Template(
+warp_gather = in_phases(
+    space,
     name="warp_gather",
     version=3,
     operator="nhot_lookup",
-    kind="cuda",
     summary="a warp a tile of a row, several wide loads in flight a lane",
-    space=space,
-    default=default,
-    program=build,
-    allowed=allowed,
-    features=features,
-    launch=launch,
-    explicit_threads=True,
 )

@@ -21,6 +21,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...device.selection import FULL_WARP
 from .space import GROUPS, SLOTS, Extents
 
@@ -46,77 +48,67 @@ def bytes_of(a: Any, b: Any, which: Any) -> tirx.PrimExpr:
 
 
 # fmt: off
-def load_scales(e: Extents) -> Phase:
-    """Begin to load the scale of the lane's entry of the window; the phase is (s, io, at).
+@T.inline
+def load_scale(s, io):
+    """Load the scale of the window's entry."""
+    T.ptx.ld.global_.f32(s.own_scale, io.scales.ptr_to([T.Cast("int64", s.window.column)]))
+
+
+@phase
+def load_scales(e, /, s, io, at):
+    """Begin to load the scale of the lane's entry of the window.
 
     Reads: `window`, `count`, `padding`. Writes: `own_scale`; 0 without an entry. Barriers: none.
     """
-
-    @T.inline
-    def load(s, io):
-        T.ptx.ld.global_.f32(s.own_scale, io.scales.ptr_to([T.Cast("int64", s.window.column)]))
-
-    @T.inline
-    def phase(s, io, at):
-        s.own_scale = T.float32(0)
-        if e.padded:
-            if at.lane < s.count and s.window.column != s.padding:
-                load(s, io)
-        else:
-            if at.lane < s.count:
-                load(s, io)
-
-    return phase
+    s.own_scale = T.float32(0)
+    if e.padded:
+        if at.lane < s.count and s.window.column != s.padding:
+            load_scale(s, io)
+    else:
+        if at.lane < s.count:
+            load_scale(s, io)
 
 
-def find_digits(e: Extents) -> Phase:
-    """The digits of the window's scales; the phase is (s).
+@phase
+def find_digits(e, /, s):
+    """The digits of the window's scales.
 
     Reads: `own_scale`, `window`. Writes: `digits` of the lane's entry; `unit`, what the last digit counts; `inexact`,
     whether the warp has a scale that is no whole number of it. Barriers: a maximum and a vote of the warp.
     """
-
-    @T.inline
-    def phase(s):
-        s.term = s.own_scale * s.window.value if e.weighted else s.own_scale
-        s.exponent = T.call_extern(
-            "uint32", "__reduce_max_sync", T.uint32(FULL_WARP),
-            T.reinterpret("uint32", s.term) & T.uint32(0x7FFFFFFF)) >> T.uint32(23)
-        s.exponent = T.min(T.uint32(ENLARGED) - s.exponent, T.uint32(MOST_ENLARGED))
-        s.term = s.term * T.reinterpret("float32", s.exponent << T.uint32(23))
-        s.unit = T.reinterpret("float32", (T.uint32(254) - s.exponent) << T.uint32(23))
-        s.whole = T.Cast("int32", s.term)
-        s.inexact = T.cuda.any_sync(T.uint32(FULL_WARP), T.Cast("float32", s.whole) != s.term)
-        s.digits = (T.Cast("uint32", s.whole) + T.uint32(CARRIES)) ^ T.uint32(CARRIES)
-
-    return phase
+    s.term = s.own_scale * s.window.value if e.weighted else s.own_scale
+    s.exponent = T.call_extern(
+        "uint32", "__reduce_max_sync", T.uint32(FULL_WARP),
+        T.reinterpret("uint32", s.term) & T.uint32(0x7FFFFFFF)) >> T.uint32(23)
+    s.exponent = T.min(T.uint32(ENLARGED) - s.exponent, T.uint32(MOST_ENLARGED))
+    s.term = s.term * T.reinterpret("float32", s.exponent << T.uint32(23))
+    s.unit = T.reinterpret("float32", (T.uint32(254) - s.exponent) << T.uint32(23))
+    s.whole = T.Cast("int32", s.term)
+    s.inexact = T.cuda.any_sync(T.uint32(FULL_WARP), T.Cast("float32", s.whole) != s.term)
+    s.digits = (T.Cast("uint32", s.whole) + T.uint32(CARRIES)) ^ T.uint32(CARRIES)
 
 
-def hand_out(e: Extents, held: Held) -> Phase:
-    """Operand B: each lane's digit of its entries of the batch; the phase is (s, at, whole).
+@phase
+def hand_out(e, held, /, s, at, whole):
+    """Operand B: each lane's digit of its entries of the batch.
 
     `held`: the lane that holds the entry of load u, of (s, u, whole).
 
     Reads: `digits`, `entry`, `count`. Writes: `picked`. Barriers: shuffles of the whole warp.
     """
-
-    @T.inline
-    def phase(s, at, whole):
-        which: T.uint32 = T.Cast("uint32", at.lane // GROUPS)  # lanes beyond the last digit put zeros
-        for u in T.unroll(SLOTS):
-            s.of_entry[u] = T.uint32(0)
-        for u in T.unroll(e.loads):
-            s.of_entry[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.digits, held(s, u, whole), 32, 32)
-            if not whole:
-                s.of_entry[u] = T.Select(s.entry[u] < s.count, s.of_entry[u], T.uint32(0))
-        pair: T.uint32 = which | (which + T.uint32(4)) << T.uint32(4)
-        for q in T.unroll(SLOTS // QUAD):
-            s.picked[q] = bytes_of(
-                bytes_of(s.of_entry[q * QUAD], s.of_entry[q * QUAD + 1], pair),
-                bytes_of(s.of_entry[q * QUAD + 2], s.of_entry[q * QUAD + 3], pair), 0x5410)
-            s.picked[q] = T.Select(which < T.uint32(4), s.picked[q], T.uint32(0))
-
-    return phase
+    which: T.uint32 = T.Cast("uint32", at.lane // GROUPS)  # lanes beyond the last digit put zeros
+    for u in T.unroll(SLOTS):
+        s.of_entry[u] = T.uint32(0)
+    for u in T.unroll(e.loads):
+        s.of_entry[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.digits, held(s, u, whole), 32, 32)
+        if not whole:
+            s.of_entry[u] = T.Select(s.entry[u] < s.count, s.of_entry[u], T.uint32(0))
+    pair: T.uint32 = which | (which + T.uint32(4)) << T.uint32(4)
+    for q in T.unroll(SLOTS // QUAD):
+        s.picked[q] = bytes_of(
+            bytes_of(s.of_entry[q * QUAD], s.of_entry[q * QUAD + 1], pair),
+            bytes_of(s.of_entry[q * QUAD + 2], s.of_entry[q * QUAD + 3], pair), 0x5410)
+        s.picked[q] = T.Select(which < T.uint32(4), s.picked[q], T.uint32(0))
 
 
 def turn(e: Extents, q: int) -> Phase:
@@ -152,45 +144,36 @@ def turn(e: Extents, q: int) -> Phase:
     return phase
 
 
-def add_products(e: Extents, held: Held) -> Phase:
-    """Add a batch's rows times their scales to `acc`; the phase is (s, at, whole), `held` as for `hand_out`.
+@phase
+def add_products(e, held, /, s, at, whole):
+    """Add a batch's rows times their scales to `acc`, `held` as for `hand_out`.
 
     Reads: `raw`, `digits`, `unit`, `entry`, `count`. Writes: `acc`; in the lanes of the first two groups.
     Barriers: shuffles and products of the whole warp.
     """
-    give, first, second = hand_out(e, held), turn(e, 0), turn(e, 1)
-
-    @T.inline
-    def phase(s, at, whole):
-        give(s, at, whole)
-        s.unit = s.unit * T.Select(at.lane % GROUPS == 1, T.float32(65536), T.float32(1))
-        for w in T.unroll(e.words):
-            first(s, w)
-            second(s, w)
-            for p in T.unroll(2):
-                multiply(
-                    s.product[0], s.product[1], s.product[2], s.product[3],
-                    s.turned[p * 2], s.turned[p * 2 + 1], s.turned[QUAD + p * 2], s.turned[QUAD + p * 2 + 1],
-                    s.picked[0], s.picked[1], *[T.uint32(0) for _ in range(4)])
-                for i in T.unroll(2):
-                    column = T.meta_var(w * 4 + p * 2 + i)
-                    s.acc[column] = s.acc[column] + s.unit * T.Cast("float32", T.reinterpret(
-                        "int32", s.product[i * 2] + s.product[i * 2 + 1] * T.uint32(256)))
-
-    return phase
+    hand_out(e, held)(s, at, whole)
+    s.unit = s.unit * T.Select(at.lane % GROUPS == 1, T.float32(65536), T.float32(1))
+    for w in T.unroll(e.words):
+        turn(e, 0)(s, w)
+        turn(e, 1)(s, w)
+        for p in T.unroll(2):
+            multiply(
+                s.product[0], s.product[1], s.product[2], s.product[3],
+                s.turned[p * 2], s.turned[p * 2 + 1], s.turned[QUAD + p * 2], s.turned[QUAD + p * 2 + 1],
+                s.picked[0], s.picked[1], *[T.uint32(0) for _ in range(4)])
+            for i in T.unroll(2):
+                column = T.meta_var(w * 4 + p * 2 + i)
+                s.acc[column] = s.acc[column] + s.unit * T.Cast("float32", T.reinterpret(
+                    "int32", s.product[i * 2] + s.product[i * 2 + 1] * T.uint32(256)))
 
 
-def join_groups(e: Extents) -> Phase:
-    """Bring the sums of the last two groups to the first two; the phase is (s, at).
+@phase
+def join_groups(e, /, s, at):
+    """Bring the sums of the last two groups to the first two.
 
     Reads and writes: `acc`. Barriers: shuffles of the whole warp.
     """
-
-    @T.inline
-    def phase(s, at):
-        for v in T.unroll(e.vec):
-            s.acc[v] = s.acc[v] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.acc[v], GROUPS // 2, 32, 32)
-            s.acc[v] = T.Select(at.lane % GROUPS < GROUPS // 2, s.acc[v], T.float32(0))
-
-    return phase
+    for v in T.unroll(e.vec):
+        s.acc[v] = s.acc[v] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.acc[v], GROUPS // 2, 32, 32)
+        s.acc[v] = T.Select(at.lane % GROUPS < GROUPS // 2, s.acc[v], T.float32(0))
 # fmt: on

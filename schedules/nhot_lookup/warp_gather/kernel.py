@@ -15,13 +15,15 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.arguments import Body
-from tvm_sparse.core.template import ceildiv
+from tvm_sparse.core.phase import phase
+from tvm_sparse.core.template import Decisions, Program, ceildiv
+from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
 from ...device.overlap import CACHE_LINE, start_consumer, wait_for_producer, wait_then_start_consumer
 from ...device.selection import FULL_WARP
-from ...device.state import named, register
+from ...device.state import Buffers, named, register, scalar
 from ...device.words import FILLERS, PTX_INDEX, load_element, load_words, stored_at, value_at
+from ...interface import gpu_program
 from .digits import add_products, find_digits, join_groups, load_scales
 from .space import SLOTS, WARP, Extents
 
@@ -51,16 +53,12 @@ class Place:
         )
 
 
-@dataclass(frozen=True)
-class Window:
+@dataclass
+class Window(Buffers):
     """What a lane holds of up to 32 entries, one a lane: registers."""
 
-    column: Any  # the entry's id
-    value: Any
-
-    @classmethod
-    def alloc(cls) -> Window:
-        return named(cls(column=register("int32"), value=register("float32")))
+    column: Any = scalar()  # the entry's id
+    value: Any = scalar("float32")
 
 
 @dataclass(frozen=True)
@@ -154,67 +152,59 @@ def digit_registers() -> dict[str, Any]:
     }
 
 
-def kernel_body(e: Extents) -> Body:
+@phase
+def work(e, /, io, each, block, table):
+    """A thread block's tiles of the rows that it reads from one table: all phases, in order."""
+    guess_own_entries, load_row_ends = T.meta_var(guess_entries(e)), T.meta_var(read_row_ends(e))
+    t = T.thread_id([e.threads])
+    s = T.meta_var(State.alloc(e))
+    at = T.meta_var(Place.alloc(table))
+    place_warps(e)(at, io, block, t)
+    for v in T.unroll(e.vec):
+        s.acc[v] = nothing(e)
+    if e.padded:
+        s.padding = T.Cast("int32", io.padding)
+    if e.counts:
+        s.real = 0
+    if e.scaled:
+        s.filler = T.uint32(FILLERS.get((e.stored, "float16"), 0))
+
+    if e.reads_ahead:
+        guess_own_entries(s, at, each)
+        read_ids_ahead(e)(s, io, at)
+        if e.prefetch:
+            prefetch_guessed_rows(e)(s, io, at)
+        wait_for_producer()
+        load_rows_ahead(e)(s, io, at)
+        load_row_ends(s, io, at)
+        check_what_was_read_ahead(e)(s, io, at)
+    else:
+        if e.overlap == 1:
+            wait_then_start_consumer()
+        if e.tables > 1:
+            find_own_table(e)(s, io, at)
+        load_row_ends(s, io, at)
+        guess_own_entries(s, at, each)
+        check_guessed_ids(e)(s, io, at)
+
+    gather_entries(e)(s, io, at)
+    reduce_groups(e)(s)
+    store_tile(e)(s, io, at)
+
+
+@phase
+def kernel_body(e, /, io):
     """The kernel, as the body of `interface.gpu_program`."""
-    place, guess_own_entries = place_warps(e), guess_entries(e)
-    read_guessed_ids, prefetch_rows, load_guessed_rows = read_ids_ahead(e), prefetch_guessed_rows(e), load_rows_ahead(e)
-    load_row_ends = read_row_ends(e)
-    check_ids, check_rows = check_guessed_ids(e), check_what_was_read_ahead(e)
-    gather, sum_groups, store = gather_entries(e), reduce_groups(e), store_tile(e)
-    find_table = find_own_table(e)
-
-    # fmt: off
-    @T.inline
-    def work(io, each, block, table):
-        t = T.thread_id([e.threads])
-        s = T.meta_var(State.alloc(e))
-        at = T.meta_var(Place.alloc(table))
-        place(at, io, block, t)
-        for v in T.unroll(e.vec):
-            s.acc[v] = nothing(e)
-        if e.padded:
-            s.padding = T.Cast("int32", io.padding)
-        if e.counts:
-            s.real = 0
-        if e.scaled:
-            s.filler = T.uint32(FILLERS.get((e.stored, "float16"), 0))
-
-        if e.reads_ahead:
-            guess_own_entries(s, at, each)
-            read_guessed_ids(s, io, at)
-            if e.prefetch:
-                prefetch_rows(s, io, at)
-            wait_for_producer()
-            load_guessed_rows(s, io, at)
-            load_row_ends(s, io, at)
-            check_rows(s, io, at)
-        else:
-            if e.overlap == 1:
-                wait_then_start_consumer()
-            if e.tables > 1:
-                find_table(s, io, at)
-            load_row_ends(s, io, at)
-            guess_own_entries(s, at, each)
-            check_ids(s, io, at)
-
-        gather(s, io, at)
-        sum_groups(s)
-        store(s, io, at)
-
-    @T.inline
-    def body(io):
-        each: T.let = io.nnz // bags(e, io)  # entries of a row if all have as many; counted on the host
-        T.device_entry()
-        if e.reads_ahead:
-            start_consumer()  # a consumer kernel waits for this one whenever it starts
-        if e.table_grid:
-            block, table = T.cta_id([blocks(e, io), e.tables])
-            work(io, each, block, table)
-        else:
-            block = T.cta_id([blocks(e, io)])
-            work(io, each, block, None)
-    # fmt: on
-    return body
+    each: T.let = io.nnz // bags(e, io)  # entries of a row if all have as many; counted on the host
+    T.device_entry()
+    if e.reads_ahead:
+        start_consumer()  # a consumer kernel waits for this one whenever it starts
+    if e.table_grid:
+        block, table = T.cta_id([blocks(e, io), e.tables])
+        work(e)(io, each, block, table)
+    else:
+        block = T.cta_id([blocks(e, io)])
+        work(e)(io, each, block, None)
 
 
 def bags(e: Extents, io: Any) -> Any:
@@ -240,29 +230,25 @@ def table_of(io: Any, at: Place) -> Any:
 # ---- parts of phases -------------------------------------------------------------------------------
 
 
-def load_window(e: Extents) -> Phase:
+# fmt: off
+@phase
+def load_window(e, /, s, io, begin, lane, window):
     """A window: ids and values of the 32 entries from `begin` on, one a lane.
 
     Lanes beyond the warp's last entry get id 0 and value 0.
     """
     # What was read ahead of the wait is read again by a load that bypasses the multiprocessor's own cache: there it
     # may still be as it was before the producer kernel wrote it.
-    read = getattr(T.ptx.ld.relaxed.gpu.global_ if e.reads_ahead else T.ptx.ld.global_, PTX_INDEX[e.index])
-
-    # fmt: off
-    @T.inline
-    def phase(s, io, begin, lane, window):
-        window.column = 0
-        window.value = T.float32(0)
-        if begin + T.Cast(e.index, lane) < s.last:
-            read(s.id, io.indices.ptr_to([begin + T.Cast(e.index, lane)]))
-            window.column = T.Cast("int32", s.id) + s.base if e.tables > 1 else T.Cast("int32", s.id)
-            if e.counts:
-                s.real = s.real + T.Cast("int32", window.column != s.padding)
-            if e.weighted:
-                window.value = load_element(e.value, io.values.ptr_to([begin + T.Cast(e.index, lane)]))
-    # fmt: on
-    return phase
+    read = T.meta_var(getattr(T.ptx.ld.relaxed.gpu.global_ if e.reads_ahead else T.ptx.ld.global_, PTX_INDEX[e.index]))
+    window.column = 0
+    window.value = T.float32(0)
+    if begin + T.Cast(e.index, lane) < s.last:
+        read(s.id, io.indices.ptr_to([begin + T.Cast(e.index, lane)]))
+        window.column = T.Cast("int32", s.id) + s.base if e.tables > 1 else T.Cast("int32", s.id)
+        if e.counts:
+            s.real = s.real + T.Cast("int32", window.column != s.padding)
+        if e.weighted:
+            window.value = load_element(e.value, io.values.ptr_to([begin + T.Cast(e.index, lane)]))
 
 
 def column_lane(e: Extents, lane: Any) -> Any:
@@ -293,28 +279,18 @@ def held_by(s: State, u: Any, whole: bool) -> Any:
     return s.entry[u] if whole else T.min(s.entry[u], s.count - 1)
 
 
-def choose_row(e: Extents) -> Phase:
+@phase
+def choose_row(e, /, s, u, b, lane, column, whole):
     """`entry` and `table_row` of load `u` of the window's batch `b`: the lane that holds the id hands it over."""
-
-    # fmt: off
-    @T.inline
-    def phase(s, u, b, lane, column, whole):
-        s.entry[u] = b * e.batch + u * e.groups + group_of(e, lane)
-        s.table_row[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), column, held_by(s, u, whole), 32, 32)
-    # fmt: on
-    return phase
+    s.entry[u] = b * e.batch + u * e.groups + group_of(e, lane)
+    s.table_row[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), column, held_by(s, u, whole), 32, 32)
 
 
-def choose_weight(e: Extents) -> Phase:
+@phase
+def choose_weight(e, /, s, u, whole):
     """`weight` of load `u`, if entries have values."""
-
-    # fmt: off
-    @T.inline
-    def phase(s, u, whole):
-        if e.weighted:
-            s.weight[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.window.value, held_by(s, u, whole), 32, 32)
-    # fmt: on
-    return phase
+    if e.weighted:
+        s.weight[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.window.value, held_by(s, u, whole), 32, 32)
 
 
 def row_address(e: Extents, s: State, u: Any, io: Any, at: Place) -> Any:
@@ -324,17 +300,12 @@ def row_address(e: Extents, s: State, u: Any, io: Any, at: Place) -> Any:
     return io.table.ptr_to([T.Cast("int64", s.table_row[u]), T.min(column, e.width - e.vec) if e.ragged else column])
 
 
-def load_row(e: Extents) -> Phase:
+@phase
+def load_row(e, /, s, u, io, at):
     """Begin load `u`: this lane's columns of `table_row[u]`, into `raw`."""
-
-    # fmt: off
-    @T.inline
-    def phase(s, u, io, at):
-        load_words(e.load_bytes, s.raw, u * e.words, s.small, row_address(e, s, u, io, at))
-        if e.scaled and not e.tensor_cores:
-            T.ptx.ld.global_.f32(s.scale[u], io.scales.ptr_to([T.Cast("int64", s.table_row[u])]))
-    # fmt: on
-    return phase
+    load_words(e.load_bytes, s.raw, u * e.words, s.small, row_address(e, s, u, io, at))
+    if e.scaled and not e.tensor_cores:
+        T.ptx.ld.global_.f32(s.scale[u], io.scales.ptr_to([T.Cast("int64", s.table_row[u])]))
 
 
 def nothing(e: Extents) -> Any:
@@ -342,18 +313,13 @@ def nothing(e: Extents) -> Any:
     return T.float32(-math.inf if e.mode == "max" else 0)
 
 
-def add_to_sum(e: Extents) -> Phase:
+@phase
+def add_to_sum(e, /, s, v, other):
     """Add a number to the lane's sum of column `v`; or make it the larger one of both, NaN if one is."""
-
-    # fmt: off
-    @T.inline
-    def phase(s, v, other):
-        if e.mode == "max":
-            T.ptx.max.NaN.f32(s.acc[v], s.acc[v], other)
-        else:
-            s.acc[v] = s.acc[v] + other
-    # fmt: on
-    return phase
+    if e.mode == "max":
+        T.ptx.max.NaN.f32(s.acc[v], s.acc[v], other)
+    else:
+        s.acc[v] = s.acc[v] + other
 
 
 def counted(e: Extents, s: State, u: Any, every: bool) -> Any:
@@ -369,28 +335,22 @@ def element(e: Extents, s: State, u: Any, v: Any) -> Any:
     return value_at(e.dtype, s.raw, u * e.words, v)
 
 
-def add_batch(e: Extents) -> Phase:
+@phase
+def add_batch(e, /, s, whole):
     """Add the loads of a batch, weighted, to `acc`; of one that is not `whole` those that the window has entries for.
 
     In a batch that is not whole, loads without an entry are left out by predicates or branches where ids are read
     ahead, since such a launch rarely adds another batch; otherwise zeros are added. So are loads of padding, which may
     hold NaN.
     """
-    add = add_to_sum(e)
-
-    # fmt: off
-    @T.inline
-    def phase(s, whole):
-        for u in T.unroll(e.loads):
-            if whole or not e.reads_ahead or s.entry[u] < s.count:
-                for v in T.unroll(e.vec):
-                    s.term = element(e, s, u, v)
-                    if e.weighted:
-                        s.term = s.weight[u] * s.term
-                    counts = T.meta_var(counted(e, s, u, whole or e.reads_ahead))
-                    add(s, v, s.term if counts is None else T.Select(counts, s.term, nothing(e)))
-    # fmt: on
-    return phase
+    for u in T.unroll(e.loads):
+        if whole or not e.reads_ahead or s.entry[u] < s.count:
+            for v in T.unroll(e.vec):
+                s.term = element(e, s, u, v)
+                if e.weighted:
+                    s.term = s.weight[u] * s.term
+                counts = T.meta_var(counted(e, s, u, whole or e.reads_ahead))
+                add_to_sum(e)(s, v, s.term if counts is None else T.Select(counts, s.term, nothing(e)))
 
 
 def gather_batch(e: Extents) -> Phase:
@@ -399,7 +359,6 @@ def gather_batch(e: Extents) -> Phase:
         return gather_whole_numbers(e)
     choose, weigh, load, add = choose_row(e), choose_weight(e), load_row(e), add_batch(e)
 
-    # fmt: off
     @T.inline
     def phase(s, io, at, b, whole):
         for u in T.unroll(e.loads):
@@ -407,211 +366,153 @@ def gather_batch(e: Extents) -> Phase:
             weigh(s, u, whole)
             load(s, u, io, at)
         add(s, whole)
-    # fmt: on
     return phase
 
 
-def gather_whole_numbers(e: Extents) -> Phase:
+@phase
+def gather_whole_numbers(e, /, s, io, at, b, whole):
     """`gather_batch` by tensor cores, or as without them where scales are no whole numbers."""
-    choose, weigh, load, add = choose_row(e), choose_weight(e), load_row(e), add_batch(e)
-    find, multiply, join = find_digits(e), add_products(e, held_by), join_groups(e)
-
-    # fmt: off
-    @T.inline
-    def phase(s, io, at, b, whole):
+    for u in T.unroll(e.loads):
+        choose_row(e)(s, u, b, at.lane, s.window.column, whole)
+        load_row(e)(s, u, io, at)
+    find_digits(e)(s)
+    if s.inexact != 0:
         for u in T.unroll(e.loads):
-            choose(s, u, b, at.lane, s.window.column, whole)
-            load(s, u, io, at)
-        find(s)
-        if s.inexact != 0:
-            for u in T.unroll(e.loads):
-                s.scale[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.own_scale, held_by(s, u, whole), 32, 32)
-                weigh(s, u, whole)
-            add(s, whole)
-            join(s, at)
-        else:
-            multiply(s, at, whole)
-    # fmt: on
-    return phase
+            s.scale[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.own_scale, held_by(s, u, whole), 32, 32)
+            choose_weight(e)(s, u, whole)
+        add_batch(e)(s, whole)
+        join_groups(e)(s, at)
+    else:
+        add_products(e, held_by)(s, at, whole)
 
 
 # ---- phases ----------------------------------------------------------------------------------------
 
 
-def place_warps(e: Extents) -> Phase:
+@phase
+def place_warps(e, /, at, io, block, t):
     """The tile of this thread's warp. Tiles are counted along the rows of the output.
 
     Reads: nothing. Writes: all of `Place`. Barriers: none.
     After: `row` is one of the output's. Spare warps repeat the last one, so that they can take part in barriers.
     """
-
-    # fmt: off
-    @T.inline
-    def phase(at, io, block, t):
-        at.lane = t % WARP
-        at.line = (block * e.tiles + t // WARP) // e.row_tiles
-        at.tile = (block * e.tiles + t // WARP) % e.row_tiles
-        at.row = T.min(T.Cast("int64", at.line), lines(e, io) - 1)
-        if e.table_grid:
-            at.row = at.row + T.Cast("int64", at.table) * io.rows
-    # fmt: on
-    return phase
+    at.lane = t % WARP
+    at.line = (block * e.tiles + t // WARP) // e.row_tiles
+    at.tile = (block * e.tiles + t // WARP) % e.row_tiles
+    at.row = T.min(T.Cast("int64", at.line), lines(e, io) - 1)
+    if e.table_grid:
+        at.row = at.row + T.Cast("int64", at.table) * io.rows
 
 
-def find_own_table(e: Extents) -> Phase:
+@phase
+def find_own_table(e, /, s, io, at):
     """Where the table begins that the row is looked up in, and which of its rows is padding.
 
     Reads: `first_rows`. Writes: `base`, `padding`. Barriers: none.
     """
-
-    # fmt: off
-    @T.inline
-    def phase(s, io, at):
-        T.ptx.ld.global_.s32(s.base, io.first_rows.ptr_to([table_of(io, at)]))
-        if e.padded:
-            s.padding = s.padding + s.base
-    # fmt: on
-    return phase
+    T.ptx.ld.global_.s32(s.base, io.first_rows.ptr_to([table_of(io, at)]))
+    if e.padded:
+        s.padding = s.padding + s.base
 
 
-def guess_entries(e: Extents) -> Phase:
+@phase
+def guess_entries(e, /, s, at, each):
     """The entries that the warp has if all rows have as many (`each`).
 
     Reads: nothing. Writes: `guessed`, `first`, `last`. Barriers: none.
     After: `first` and `last` are within `indices`, whatever the rows are like.
     """
-
-    # fmt: off
-    @T.inline
-    def phase(s, at, each):
-        s.guessed[0] = T.Cast(e.index, at.row * each)
-        s.guessed[1] = s.guessed[0] + T.Cast(e.index, each)
-        s.first = s.guessed[0]
-        s.last = s.guessed[1]
-    # fmt: on
-    return phase
+    s.guessed[0] = T.Cast(e.index, at.row * each)
+    s.guessed[1] = s.guessed[0] + T.Cast(e.index, each)
+    s.first = s.guessed[0]
+    s.last = s.guessed[1]
 
 
-def read_ids_ahead(e: Extents) -> Phase:
+@phase
+def read_ids_ahead(e, /, s, io, at):
     """Read the ids of the guessed entries, before the wait: the producer kernel may be writing them.
 
     Reads: `indices` from `first` on, `last`. Writes: `guessed_column`, `count`, `entry`, `table_row`.
     Barriers: shuffles of the whole warp.
     After: `table_row` has ids of the first batch, which may be wrong but are rows of the table.
     """
-    choose = choose_row(e)
-    read = getattr(T.ptx.ld.global_, PTX_INDEX[e.index])
-
-    # fmt: off
-    @T.inline
-    def phase(s, io, at):
-        s.guessed_column = 0
-        if s.first + T.Cast(e.index, at.lane) < s.last:
-            read(s.id, io.indices.ptr_to([s.first + T.Cast(e.index, at.lane)]))
-            s.guessed_column = T.Cast(
-                "int32", T.max(T.min(s.id, T.Cast(e.index, io.vocab - 1)), T.Cast(e.index, 0)))
-        s.count = T.Cast("int32", T.min(s.last - s.first, T.Cast(e.index, WARP)))
-        for u in T.unroll(e.loads):
-            choose(s, u, 0, at.lane, s.guessed_column, e.batch == 1)
-    # fmt: on
-    return phase
+    s.guessed_column = 0
+    if s.first + T.Cast(e.index, at.lane) < s.last:
+        getattr(T.ptx.ld.global_, PTX_INDEX[e.index])(s.id, io.indices.ptr_to([s.first + T.Cast(e.index, at.lane)]))
+        s.guessed_column = T.Cast(
+            "int32", T.max(T.min(s.id, T.Cast(e.index, io.vocab - 1)), T.Cast(e.index, 0)))
+    s.count = T.Cast("int32", T.min(s.last - s.first, T.Cast(e.index, WARP)))
+    for u in T.unroll(e.loads):
+        choose_row(e)(s, u, 0, at.lane, s.guessed_column, e.batch == 1)
 
 
-def prefetch_guessed_rows(e: Extents) -> Phase:
+@phase
+def prefetch_guessed_rows(e, /, s, io, at):
     """Bring what the first batch will load into the L2 cache.
 
     Reads: `table_row`. Writes: nothing. Barriers: none.
     After: no value of the table has been read, so the producer kernel may still write it.
     """
-    lanes_per_line = ceildiv(min(e.lanes * e.load_bytes, CACHE_LINE), e.load_bytes)
-
-    # fmt: off
-    @T.inline
-    def phase(s, io, at):
-        if at.lane % lanes_per_line == 0:
-            for u in T.unroll(e.loads):
-                T.ptx.prefetch.global_.L2(row_address(e, s, u, io, at))
-    # fmt: on
-    return phase
+    if at.lane % ceildiv(min(e.lanes * e.load_bytes, CACHE_LINE), e.load_bytes) == 0:
+        for u in T.unroll(e.loads):
+            T.ptx.prefetch.global_.L2(row_address(e, s, u, io, at))
 
 
-def load_rows_ahead(e: Extents) -> Phase:
+@phase
+def load_rows_ahead(e, /, s, io, at):
     """Load the table rows of the guessed ids, right after the wait.
 
     Reads: `table_row`, the table. Writes: `raw`. Barriers: one of the warp.
     After: the loads are in flight, ahead of those of the phases to come.
     """
-    load = load_row(e)
-
-    # fmt: off
-    @T.inline
-    def phase(s, io, at):
-        for u in T.unroll(e.loads):
-            load(s, u, io, at)
-        # Without the barrier the assembler moves later loads, which depend on less, before these.
-        T.cuda.warp_sync()
-    # fmt: on
-    return phase
+    for u in T.unroll(e.loads):
+        load_row(e)(s, u, io, at)
+    # Without the barrier the assembler moves later loads, which depend on less, before these.
+    T.cuda.warp_sync()
 
 
-def read_row_ends(e: Extents) -> Phase:
+@phase
+def read_row_ends(e, /, s, io, at):
     """Where the row's entries begin and end.
 
     Reads: `indptr`. Writes: `start`, `stop`. Barriers: none.
     """
-    read = getattr(T.ptx.ld.relaxed.gpu.global_ if e.reads_ahead else T.ptx.ld.global_, PTX_INDEX[e.index])
-
-    # fmt: off
-    @T.inline
-    def phase(s, io, at):
-        starts = T.meta_var(io.offsets if e.tables > 1 else io.indptr)
-        read(s.start, starts.ptr_to([at.row]))
-        read(s.stop, starts.ptr_to([at.row + 1]))
-    # fmt: on
-    return phase
+    read = T.meta_var(getattr(T.ptx.ld.relaxed.gpu.global_ if e.reads_ahead else T.ptx.ld.global_, PTX_INDEX[e.index]))
+    starts = T.meta_var(io.offsets if e.tables > 1 else io.indptr)
+    read(s.start, starts.ptr_to([at.row]))
+    read(s.stop, starts.ptr_to([at.row + 1]))
 
 
-def load_own_ids(e: Extents) -> Phase:
+@phase
+def load_own_ids(e, /, s, io, at):
     """The warp's entries, and the first window of them.
 
     Reads: `start`, `stop`, `indices`, `values`. Writes: `first`, `last`, `window`. Barriers: none.
     After: the window at `first` is in the lanes.
     """
-    load = load_window(e)
-
-    # fmt: off
-    @T.inline
-    def phase(s, io, at):
-        s.first = s.start
-        s.last = s.stop
-        if e.counts:
-            s.real = 0
-        load(s, io, s.first, at.lane, s.window)
-    # fmt: on
-    return phase
+    s.first = s.start
+    s.last = s.stop
+    if e.counts:
+        s.real = 0
+    load_window(e)(s, io, s.first, at.lane, s.window)
 
 
-def check_guessed_ids(e: Extents) -> Phase:
+@phase
+def check_guessed_ids(e, /, s, io, at):
     """The first window, from where it is guessed to be; if the row's ends tell otherwise, from where it is.
 
     Reads: `guessed`, `first`, `last`, `start`, `stop`, `indices`, `values`.
     Writes: `window`; and `first` and `last` if they were wrong. Barriers: none.
     After: as after `load_own_ids`.
     """
-    load, load_ids = load_window(e), load_own_ids(e)
-
-    # fmt: off
-    @T.inline
-    def phase(s, io, at):
-        load(s, io, s.first, at.lane, s.window)
-        # One branch for both ends: it waits for the row's ends, after the ids were requested.
-        if (s.start ^ s.guessed[0]) | (s.stop ^ s.guessed[1]) != T.Cast(e.index, 0):
-            load_ids(s, io, at)
-    # fmt: on
-    return phase
+    load_window(e)(s, io, s.first, at.lane, s.window)
+    # One branch for both ends: it waits for the row's ends, after the ids were requested.
+    if (s.start ^ s.guessed[0]) | (s.stop ^ s.guessed[1]) != T.Cast(e.index, 0):
+        load_own_ids(e)(s, io, at)
 
 
-def check_what_was_read_ahead(e: Extents) -> Phase:
+@phase
+def check_what_was_read_ahead(e, /, s, io, at):
     """Add the batch that was loaded ahead if ends and ids are what they were taken to be; else begin anew.
 
     Reads: `guessed`, `guessed_column`, `raw`, `start`, `stop`, `indices`, `values`.
@@ -619,80 +520,61 @@ def check_what_was_read_ahead(e: Extents) -> Phase:
     Barriers: a vote of the warp, and shuffles.
     After: the window at `first` is in the lanes, and the first `done` (0 or 1) of its batches in `acc`.
     """
-    load, load_ids, weigh, add = load_window(e), load_own_ids(e), choose_weight(e), add_batch(e)
-
-    # fmt: off
-    @T.inline
-    def phase(s, io, at):
-        load(s, io, s.first, at.lane, s.window)
-        # A vote, because all lanes take part in the shuffles that follow, also if only some of them were wrong. A warp
-        # that was to have no entry has loaded no row of its own.
-        if T.cuda.any_sync(T.uint32(FULL_WARP), (s.count <= 0) | (s.window.column != s.guessed_column) | (
-                (s.start ^ s.guessed[0]) | (s.stop ^ s.guessed[1]) != T.Cast(e.index, 0))) != 0:
-            load_ids(s, io, at)
-            s.done = 0
-        else:
-            for u in T.unroll(e.loads):
-                weigh(s, u, e.batch == 1)
-            add(s, e.batch == 1)
-            s.done = 1
-    # fmt: on
-    return phase
+    load_window(e)(s, io, s.first, at.lane, s.window)
+    # A vote, because all lanes take part in the shuffles that follow, also if only some of them were wrong. A warp
+    # that was to have no entry has loaded no row of its own.
+    if T.cuda.any_sync(T.uint32(FULL_WARP), (s.count <= 0) | (s.window.column != s.guessed_column) | (
+            (s.start ^ s.guessed[0]) | (s.stop ^ s.guessed[1]) != T.Cast(e.index, 0))) != 0:
+        load_own_ids(e)(s, io, at)
+        s.done = 0
+    else:
+        for u in T.unroll(e.loads):
+            choose_weight(e)(s, u, e.batch == 1)
+        add_batch(e)(s, e.batch == 1)
+        s.done = 1
 
 
-def gather_entries(e: Extents) -> Phase:
+@phase
+def gather_entries(e, /, s, io, at):
     """Add all entries of the warp that are not added yet, window by window.
 
     Reads: `first`, `last`, `window`, `done` (if ids are read ahead), and through them `indices`, `values` and
     the table. Writes: `acc`. Barriers: shuffles of the whole warp, which has one `first` and one `last`.
     After: `acc` of a lane has the sums of its columns over the entries of its group.
     """
-    gather, load = gather_batch(e), load_window(e)
-    ahead, scales = e.reads_ahead, load_scales(e)
-
-    # fmt: off
-    @T.inline
-    def phase(s, io, at):
-        while s.first + T.Cast(e.index, s.done * e.batch if ahead else 0) < s.last:
-            load(s, io, s.first + T.Cast(e.index, WARP), at.lane, s.next_window)
-            s.count = T.Cast("int32", T.min(s.last - s.first, T.Cast(e.index, WARP)))
-            if e.tensor_cores:
-                scales(s, io, at)
-            batches = s.count // e.batch
-            for b in T.serial(s.done if ahead else 0, batches, unroll=False if ahead else None):
-                gather(s, io, at, b, True)
-            if s.count % e.batch != 0:
-                gather(s, io, at, batches, False)
-            if ahead:
-                s.done = 0
-            s.first = s.first + T.Cast(e.index, WARP)
-            s.window.column = s.next_window.column
-            s.window.value = s.next_window.value
-    # fmt: on
-    return phase
+    gather, ahead = T.meta_var(gather_batch(e)), T.meta_var(e.reads_ahead)
+    while s.first + T.Cast(e.index, s.done * e.batch if ahead else 0) < s.last:
+        load_window(e)(s, io, s.first + T.Cast(e.index, WARP), at.lane, s.next_window)
+        s.count = T.Cast("int32", T.min(s.last - s.first, T.Cast(e.index, WARP)))
+        if e.tensor_cores:
+            load_scales(e)(s, io, at)
+        batches = s.count // e.batch
+        for b in T.serial(s.done if ahead else 0, batches, unroll=False if ahead else None):
+            gather(s, io, at, b, True)
+        if s.count % e.batch != 0:
+            gather(s, io, at, batches, False)
+        if ahead:
+            s.done = 0
+        s.first = s.first + T.Cast(e.index, WARP)
+        s.window.column = s.next_window.column
+        s.window.value = s.next_window.value
 
 
-def reduce_groups(e: Extents) -> Phase:
+@phase
+def reduce_groups(e, /, s):
     """Add what the groups of a warp have, by halves; and where lanes have counted entries, what they have.
 
     Reads and writes: `acc`, `real`. Barriers: shuffles of the whole warp.
     After: `acc` of every lane has the sums of its columns over the row's entries, and `real` the number of these.
     """
-    halvings = 1 if e.tensor_cores else e.groups.bit_length() - 1
-    lane_halvings, add = WARP.bit_length() - 1, add_to_sum(e)
-    first = 1 if e.tensor_cores else e.lanes
-
-    # fmt: off
-    @T.inline
-    def phase(s):
-        for h in T.unroll(halvings):
-            for v in T.unroll(e.vec):
-                add(s, v, T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.acc[v], first << h, 32, 32))
-        if e.counts:
-            for h in T.unroll(lane_halvings):
-                s.real = s.real + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.real, 1 << h, 32, 32)
-    # fmt: on
-    return phase
+    halvings = T.meta_var(1 if e.tensor_cores else e.groups.bit_length() - 1)
+    first = T.meta_var(1 if e.tensor_cores else e.lanes)
+    for h in T.unroll(halvings):
+        for v in T.unroll(e.vec):
+            add_to_sum(e)(s, v, T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.acc[v], first << h, 32, 32))
+    if e.counts:
+        for h in T.unroll(WARP.bit_length() - 1):
+            s.real = s.real + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.real, 1 << h, 32, 32)
 
 
 def finished(e: Extents, s: State, v: Any) -> Any:
@@ -715,28 +597,30 @@ def out_column(e: Extents, io: Any, at: Place, column: Any) -> Any:
     return column if e.tables == 1 else table_of(io, at) * e.width + column
 
 
-def store_tile(e: Extents) -> Phase:
+@phase
+def store_tile(e, /, s, io, at):
     """Store the tile, by the first group of its warp.
 
     Reads: `acc`; `real`, or `start` and `stop`, for means and maxima. Writes: the output, and `result`. Barriers: none.
     """
     # A check that always holds delays the store by some 50 cycles. It stays in launches that begin by waiting, because
     # their kernels take fewer registers with it.
-    spare_warps = not e.reads_ahead or e.row_tiles % e.tiles != 0
-    spare_lanes, together = not e.reads_ahead or e.ragged, e.stored_together
+    spare_warps = T.meta_var(not e.reads_ahead or e.row_tiles % e.tiles != 0)
+    together = T.meta_var(e.stored_together)
+    column = T.meta_var((at.tile * e.lanes + first_lane(e, at.lane)) * e.vec)
+    if in_first_group(e, at.lane) and (not spare_warps or T.Cast("int64", at.line) < lines(e, io)):
+        if not (not e.reads_ahead or e.ragged) or column < e.width:
+            for v in T.unroll(e.vec):
+                s.result[v] = T.Cast(e.dtype, finished(e, s, v))
+            for part in T.unroll(e.vec // together):
+                for v in T.vectorized(together):
+                    io.out[
+                        out_row(e, io, at), out_column(e, io, at, column + part * together + v)
+                    ] = s.result[part * together + v]
+# fmt: on
 
-    # fmt: off
-    @T.inline
-    def phase(s, io, at):
-        column = T.meta_var((at.tile * e.lanes + first_lane(e, at.lane)) * e.vec)
-        if in_first_group(e, at.lane) and (not spare_warps or T.Cast("int64", at.line) < lines(e, io)):
-            if not spare_lanes or column < e.width:
-                for v in T.unroll(e.vec):
-                    s.result[v] = T.Cast(e.dtype, finished(e, s, v))
-                for part in T.unroll(e.vec // together):
-                    for v in T.vectorized(together):
-                        io.out[
-                            out_row(e, io, at), out_column(e, io, at, column + part * together + v)
-                        ] = s.result[part * together + v]
-    # fmt: on
-    return phase
+
+def program(problem: NhotLookup, decisions: Decisions) -> Program:
+    """The program of a point."""
+    e = Extents.of(problem, decisions)
+    return gpu_program(problem, kernel_body(e), overlapped=e.overlap > 0, index="int64")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, Launch, Table, ceildiv, powers
@@ -28,6 +29,10 @@ LONG_ROW, MAX_ROUNDS = 512, 32
 # than thread blocks that the multiprocessors hold at once: 6,597 rows of 1,426 columns, in loads of 8 bytes, took half
 # as long on an H200 (`scripts/regret.py`).
 FEW_BYTES, FEW_BYTES_TILES, RESIDENT_BLOCKS = 64, 4, 32
+
+
+extent = Derived["Extents", int]
+whether = Derived["Extents", bool]
 
 
 @dataclass(frozen=True)
@@ -72,68 +77,30 @@ class Extents:
             tensor_cores=bool(decisions["tensor_cores"]),
         )
 
-    @property
-    def counts(self) -> bool:
-        """Whether entries have to be counted: a row's ends do not tell how many of them count."""
-        return self.padded and self.mode != "sum"
-
-    @property
-    def scaled(self) -> bool:
-        """Whether rows of the table have scales."""
-        return bool(self.stored)
-
-    @property
-    def table_grid(self) -> bool:
-        """Whether the grid has a dimension of tables, so that no thread divides."""
-        return self.tensor_cores and self.tables > 1
-
-    @property
-    def load_bytes(self) -> int:
-        return self.vec * (1 if self.scaled else numpy_dtype(self.dtype).itemsize)
-
-    @property
-    def stored_together(self) -> int:
-        """Elements of the output that a lane stores at once: up to 16 bytes."""
-        return min(self.vec, WIDEST // numpy_dtype(self.dtype).itemsize)
-
-    @property
-    def words(self) -> int:
-        """Registers of 32 bits that a load fills."""
-        return ceildiv(self.load_bytes, 4)
-
-    @property
-    def groups(self) -> int:
-        """Groups of `lanes` lanes in a warp. Each group takes entries of its own, all of them the same columns."""
-        return WARP // self.lanes
-
-    @property
-    def batch(self) -> int:
-        """Entries whose table rows a warp has in flight at once."""
-        return self.groups * self.loads
-
-    @property
-    def tile_columns(self) -> int:
-        return self.lanes * self.vec
-
-    @property
-    def row_tiles(self) -> int:
-        """Tiles of a row of the output."""
-        return ceildiv(self.width, self.tile_columns)
-
-    @property
-    def ragged(self) -> bool:
-        """Whether the last tile of a row has lanes without a column."""
-        return self.width % self.tile_columns != 0
-
-    @property
-    def threads(self) -> int:
-        """Threads of a thread block: a warp for each tile."""
-        return WARP * self.tiles
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether ids are read before the wait for the producer kernel."""
-        return self.overlap == 2
+    # Whether entries have to be counted: a row's ends do not tell how many of them count.
+    counts = whether(lambda e: e.padded and e.mode != "sum")
+    # Whether rows of the table have scales.
+    scaled = whether(lambda e: bool(e.stored))
+    # Whether the grid has a dimension of tables, so that no thread divides.
+    table_grid = whether(lambda e: e.tensor_cores and e.tables > 1)
+    load_bytes = extent(lambda e: e.vec * (1 if e.scaled else numpy_dtype(e.dtype).itemsize))
+    # Elements of the output that a lane stores at once: up to 16 bytes.
+    stored_together = extent(lambda e: min(e.vec, WIDEST // numpy_dtype(e.dtype).itemsize))
+    # Registers of 32 bits that a load fills.
+    words = extent(lambda e: ceildiv(e.load_bytes, 4))
+    # Groups of `lanes` lanes in a warp. Each group takes entries of its own, all of them the same columns.
+    groups = extent(lambda e: WARP // e.lanes)
+    # Entries whose table rows a warp has in flight at once.
+    batch = extent(lambda e: e.groups * e.loads)
+    tile_columns = extent(lambda e: e.lanes * e.vec)
+    # Tiles of a row of the output.
+    row_tiles = extent(lambda e: ceildiv(e.width, e.tile_columns))
+    # Whether the last tile of a row has lanes without a column.
+    ragged = whether(lambda e: e.width % e.tile_columns != 0)
+    # Threads of a thread block: a warp for each tile.
+    threads = extent(lambda e: WARP * e.tiles)
+    # Whether ids are read before the wait for the producer kernel.
+    reads_ahead = whether(lambda e: e.overlap == 2)
 
 
 def space(problem: NhotLookup, machine: Machine) -> Table:

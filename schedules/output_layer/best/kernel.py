@@ -27,11 +27,11 @@ select          the k best; between its barriers `exponentials` has the row's su
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from tvm.script import tirx as T
+
+from tvm_sparse.core.phase import phase
 
 from ...device.arithmetic import LN_2, LOG2_E
 from ...device.overlap import wait_then_start_consumer
@@ -51,29 +51,25 @@ load_long = T.ptx.ld.global_.s64
 
 
 # fmt: off
-def clear(e: TileSearchSizes) -> Callable[..., Any]:
-    """Set shared memory to how it is before anything was found; the phase is (s).
+@phase
+def clear(e, /, s):
+    """Set shared memory to how it is before anything was found.
 
     Writes: `chosen`, `count`, `bound`; `tops`, and the front of `reached`, where they come as 0; and `counters`.
     Barriers: one, at the end.
     """
-
-    @T.inline
-    def phase(s):
-        s.counters[0] = counter_address(s.count.ptr_to([0]))
-        for i in T.serial((e.k - s.t + (e.threads - 1)) // e.threads):
-            s.chosen[i * e.threads + s.t] = 0
-        if s.t < 2:
-            s.count[s.t] = 0
-            s.bound[s.t] = T.uint64(0)
-        if e.by_bits:
-            if s.t < e.tile_groups:
-                s.tops[s.t] = T.uint32(0)
-            if s.t < e.at_once:
-                s.reached[s.t] = T.uint64(0)
-        T.cuda.cta_sync()
-
-    return phase
+    s.counters[0] = counter_address(s.count.ptr_to([0]))
+    for i in T.serial((e.k - s.t + (e.threads - 1)) // e.threads):
+        s.chosen[i * e.threads + s.t] = 0
+    if s.t < 2:
+        s.count[s.t] = 0
+        s.bound[s.t] = T.uint64(0)
+    if e.by_bits:
+        if s.t < e.tile_groups:
+            s.tops[s.t] = T.uint32(0)
+        if s.t < e.at_once:
+            s.reached[s.t] = T.uint64(0)
+    T.cuda.cta_sync()
 
 
 def near_position(e: TileSearchSizes, s: Any, i: Any) -> Any:
@@ -81,52 +77,46 @@ def near_position(e: TileSearchSizes, s: Any, i: Any) -> Any:
     return T.Cast("int32", key_index(s.keys[i // e.tile_n])) * e.tile_n + i % e.tile_n
 
 
-def begin_near(e: TileSearchSizes) -> Callable[..., Any]:
-    """Load the tokens of the tiles that were collected, those that a thread looks at first; the phase is (io, s).
+@phase
+def begin_near(e, /, io, s):
+    """Load the tokens of the tiles that were collected, those that a thread looks at first.
 
     Reads: `keys` and `count`, of tiles.
     Writes: `near`, how many tokens these are, none where there are too many tiles; `bits`.
     Barriers: none.
     """
-
-    @T.inline
-    def phase(io, s):
-        s.near[0] = T.Select(s.count[0] > e.most_tiles, 0, s.count[0] * e.tile_n)
-        for j in T.unroll(e.near_loads):
-            if j * e.threads + s.t < s.near[0]:
-                load_uint(s.bits[j], score_at(io, s, near_position(e, s, j * e.threads + s.t)))
-
-    return phase
+    s.near[0] = T.Select(s.count[0] > e.most_tiles, 0, s.count[0] * e.tile_n)
+    for j in T.unroll(e.near_loads):
+        if j * e.threads + s.t < s.near[0]:
+            load_uint(s.bits[j], score_at(io, s, near_position(e, s, j * e.threads + s.t)))
 
 
-def collect_near(e: TileSearchSizes) -> Callable[..., Any]:
-    """Collect the tokens that reach the tiles' bound; the phase is (io, s).
+@phase
+def keep(e, /, s, i, j):
+    """Append the j-th score in hand to `reached` if it reaches the bound."""
+    s.bits[j] = order_bits(T.reinterpret("float32", s.bits[j]))
+    if near_position(e, s, i) < s.words[0] and s.bits[j] >= key_bits(s.bound[0]):
+        s.place[0] = take_places(s.counters[0] + T.uint32(COUNT), T.int32(1))
+        if s.place[0] < e.most_near:
+            s.reached[s.place[0]] = join_key(s.bits[j], near_position(e, s, i))
+
+
+@phase
+def collect_near(e, /, io, s):
+    """Collect the tokens that reach the tiles' bound.
 
     Reads: `near` and `bits`, from `begin_near`; `keys` and `bound`, of tiles.
     Writes: `reached`, as far as there is room, and `count`.
     Barriers: one, at the end.
     """
-
-    @T.inline
-    def keep(s, i, j):
-        s.bits[j] = order_bits(T.reinterpret("float32", s.bits[j]))
-        if near_position(e, s, i) < s.words[0] and s.bits[j] >= key_bits(s.bound[0]):
-            s.place[0] = take_places(s.counters[0] + T.uint32(COUNT), T.int32(1))
-            if s.place[0] < e.most_near:
-                s.reached[s.place[0]] = join_key(s.bits[j], near_position(e, s, i))
-
-    @T.inline
-    def phase(io, s):
-        for j in T.unroll(e.near_loads):
-            if j * e.threads + s.t < s.near[0]:
-                keep(s, j * e.threads + s.t, j)
-        for i in T.serial(T.max((s.near[0] - s.t + (e.threads - 1)) // e.threads - e.near_loads, 0)):
-            at: T.int32 = (i + e.near_loads) * e.threads + s.t
-            load_uint(s.bits[0], score_at(io, s, near_position(e, s, at)))
-            keep(s, at, 0)
-        T.cuda.cta_sync()
-
-    return phase
+    for j in T.unroll(e.near_loads):
+        if j * e.threads + s.t < s.near[0]:
+            keep(e)(s, j * e.threads + s.t, j)
+    for i in T.serial(T.max((s.near[0] - s.t + (e.threads - 1)) // e.threads - e.near_loads, 0)):
+        at: T.int32 = (i + e.near_loads) * e.threads + s.t
+        load_uint(s.bits[0], score_at(io, s, near_position(e, s, at)))
+        keep(e)(s, at, 0)
+    T.cuda.cta_sync()
 
 
 def search_tiles(e: TileSearchSizes) -> Search:
@@ -181,134 +171,99 @@ def write_value(io, s, values, at, score, factor):
         io.log != 0, s.value[0] * T.float32(LN_2) - T.log(s.d[0]), T.exp2(s.value[0]) * (T.float32(1) / s.d[0])), at)
 
 
-def write_absent(e: SearchSizes) -> Callable[..., Any]:
+@phase
+def write_absent(e, /, io, s):
     """Reads: `words`. Writes: -1 and no probability by the ranks for which a list has no token. Barriers: none."""
-
-    @T.inline
-    def phase(io, s):
-        for i in T.serial((e.k - s.t + (e.threads - 1)) // e.threads):
-            if i * e.threads + s.t >= s.words[0]:
-                T.buffer_store(io.indices, T.int64(-1), at_row(io, s.index, s.row, i * e.threads + s.t))
-                T.buffer_store(
-                    io.values, T.Select(io.log != 0, T.float32("-inf"), T.float32(0)),
-                    at_row(io, s.index, s.row, i * e.threads + s.t))
-
-    return phase
+    for i in T.serial((e.k - s.t + (e.threads - 1)) // e.threads):
+        if i * e.threads + s.t >= s.words[0]:
+            T.buffer_store(io.indices, T.int64(-1), at_row(io, s.index, s.row, i * e.threads + s.t))
+            T.buffer_store(
+                io.values, T.Select(io.log != 0, T.float32("-inf"), T.float32(0)),
+                at_row(io, s.index, s.row, i * e.threads + s.t))
 
 
-def write_asked(e: SearchSizes) -> Callable[..., Any]:
+@phase
+def write_asked(e, /, io, s, factor):
     """Reads: `ids`, their scores, `top`, `d`. Writes: `given`, NaN for a token that there is not. Barriers: none."""
-
-    @T.inline
-    def phase(io, s, factor):
-        for i in T.serial((e.ids - s.t + (e.threads - 1)) // e.threads):
-            load_long(s.wanted[0], io.ids.ptr_to([s.row, i * e.threads + s.t]))
-            if s.wanted[0] >= T.int64(0) and s.wanted[0] < T.Cast("int64", s.words[0]):
-                load_float(s.pair[0], score_at(io, s, T.Cast("int32", s.wanted[0])))
-                write_value(io, s, io.given, [s.row, i * e.threads + s.t], s.pair[0], factor)
-            else:
-                io.given[s.row, i * e.threads + s.t] = T.float32("nan")
-
-    return phase
+    for i in T.serial((e.ids - s.t + (e.threads - 1)) // e.threads):
+        load_long(s.wanted[0], io.ids.ptr_to([s.row, i * e.threads + s.t]))
+        if s.wanted[0] >= T.int64(0) and s.wanted[0] < T.Cast("int64", s.words[0]):
+            load_float(s.pair[0], score_at(io, s, T.Cast("int32", s.wanted[0])))
+            write_value(io, s, io.given, [s.row, i * e.threads + s.t], s.pair[0], factor)
+        else:
+            io.given[s.row, i * e.threads + s.t] = T.float32("nan")
 
 
-def best(e: TileSearchSizes) -> Callable[..., Any]:
+@phase
+def best(e, /, io):
     """The kernel, called with (io)."""
-    count, tiles_search, words_search = count_words(e), search_tiles(e), search_words(e)
-    do = SimpleNamespace(
-        clear=clear(e),
-        load_pairs=sums.load_pairs(e),
-        begin_tiles=begin_search(e, tiles_search),
-        collect_tiles=search.collect_bits(e) if e.by_bits else search.collect(e, tiles_search),
-        begin_near=begin_near(e),
-        join_lanes=sums.join_lanes(e),
-        collect_near=collect_near(e),
-        join_pairs=sums.join_pairs(e),
-        rank_near=search.rank_few(e, words_search) if e.at_once else search.rank(e, words_search, "reached"),
-        rank_tiles=search.rank_tiles(e, tiles_search),
-        begin_words=begin_search(e, words_search),
-        select_words=search.select(e, words_search),
-        write_absent=write_absent(e),
-        write_asked=write_asked(e),
-    )
-
-    @T.inline
-    def kernel(io):
-        with device_region():
-            if e.by_bits:
-                T.attr({"tirx.launch_bounds_min_blocks_per_sm": e.search_resident})
-            flat = T.cta_id([io.rows])
-            t = T.thread_id([e.threads])
-            s = T.meta_var(State.of_row(e, io, flat, t))
-            factor: T.float32 = io.scale * T.float32(LOG2_E)
-            do.clear(s)
-            if e.overlap > 0:
-                wait_then_start_consumer()
-            of_row = T.meta_var(own_arguments(io, s.row))
-            if of_row is not io:
-                factor = of_row.scale * T.float32(LOG2_E)
-            if e.dynamic > 0:
-                if t == 0:
-                    T.buffer_store(io.tickets, 0, at_row(io, s.index, s.row))
-            do.begin_tiles(io, s)
-            count(io, s.index, s.words)
-            do.load_pairs(io, s, factor)
-            tiles: T.int32 = (s.words[0] + (e.tile_n - 1)) // e.tile_n
-            do.collect_tiles(io, s, tiles, factor)
-            do.begin_near(io, s)
-            do.join_lanes(s, factor)
-            do.collect_near(io, s)
-            do.join_pairs(of_row, s, factor)
-            if s.count[0] <= e.most_tiles and s.count[1] <= e.most_near:
-                do.rank_near(io, s, factor)
-            else:
-                do.rank_tiles(io, s, tiles, factor)
-                if t == 0:
-                    s.count[1] = 0
-                do.begin_words(io, s)
-                do.select_words(of_row, s, T.min(tiles, e.k) * e.tile_n, factor)
-            if e.m > 0:
-                do.write_absent(io, s)
-            if e.ids > 0:
-                do.write_asked(io, s, factor)
-
-    return kernel
+    tiles_search, words_search = T.meta_var(search_tiles(e)), T.meta_var(search_words(e))
+    collect_tiles = T.meta_var(search.collect_bits(e) if e.by_bits else search.collect(e, tiles_search))
+    rank_all = T.meta_var(search.rank(e, words_search, "reached"))
+    rank_near = T.meta_var(search.rank_few(e, words_search) if e.at_once > 0 else rank_all)
+    with device_region():
+        if e.by_bits:
+            T.attr({"tirx.launch_bounds_min_blocks_per_sm": e.search_resident})
+        flat = T.cta_id([io.rows])
+        t = T.thread_id([e.threads])
+        s = T.meta_var(State.of_row(e, io, flat, t))
+        factor: T.float32 = io.scale * T.float32(LOG2_E)
+        clear(e)(s)
+        if e.overlap > 0:
+            wait_then_start_consumer()
+        of_row = T.meta_var(own_arguments(io, s.row))
+        if of_row is not io:
+            factor = of_row.scale * T.float32(LOG2_E)
+        if e.dynamic > 0:
+            if t == 0:
+                T.buffer_store(io.tickets, 0, at_row(io, s.index, s.row))
+        begin_search(e, tiles_search)(io, s)
+        count_words(e)(io, s.index, s.words)
+        sums.load_pairs(e)(io, s, factor)
+        tiles: T.int32 = (s.words[0] + (e.tile_n - 1)) // e.tile_n
+        collect_tiles(io, s, tiles, factor)
+        begin_near(e)(io, s)
+        sums.join_lanes(e)(s, factor)
+        collect_near(e)(io, s)
+        sums.join_pairs(e)(of_row, s, factor)
+        if s.count[0] <= e.most_tiles and s.count[1] <= e.most_near:
+            rank_near(io, s, factor)
+        else:
+            search.rank_tiles(e, tiles_search)(io, s, tiles, factor)
+            if t == 0:
+                s.count[1] = 0
+            begin_search(e, words_search)(io, s)
+            search.select(e, words_search)(of_row, s, T.min(tiles, e.k) * e.tile_n, factor)
+        if e.m > 0:
+            write_absent(e)(io, s)
+        if e.ids > 0:
+            write_asked(e)(io, s, factor)
 
 
-def best_of_all(e: SearchSizes) -> Callable[..., Any]:
+@phase
+def best_of_all(e, /, io):
     """The kernel that searches all scores at once, called with (io)."""
-    count, words_search = count_words(e), search_words(e)
-    do = SimpleNamespace(
-        begin_words=begin_search(e, words_search),
-        select_words=search.select(e, words_search),
-        write_absent=write_absent(e),
-        write_asked=write_asked(e),
-    )
-
-    @T.inline
-    def kernel(io):
-        with device_region():
-            beam = T.meta_var(io.beam)
-            flat = T.cta_id([io.rows])
-            t = T.thread_id([e.threads])
-            s = T.meta_var(State.alloc(e, e.pool_bytes, index=flat // beam, row=flat % beam, t=t))
-            factor: T.float32 = io.scale * T.float32(LOG2_E)
-            s.counters[0] = counter_address(s.count.ptr_to([0]))
-            if t < 2:
-                s.count[t] = 0
-                s.bound[t] = T.uint64(0)
-            # The first barrier of the search makes these visible.
-            if e.overlap > 0:
-                wait_then_start_consumer()
-            of_row = T.meta_var(own_arguments(io, s.row))
-            if of_row is not io:
-                factor = of_row.scale * T.float32(LOG2_E)
-            do.begin_words(io, s)
-            count(io, s.index, s.words)
-            do.select_words(of_row, s, s.words[0], factor)
-            do.write_absent(io, s)
-            if e.ids > 0:
-                do.write_asked(io, s, factor)
-
-    return kernel
+    words_search = T.meta_var(search_words(e))
+    with device_region():
+        beam = T.meta_var(io.beam)
+        flat = T.cta_id([io.rows])
+        t = T.thread_id([e.threads])
+        s = T.meta_var(State.alloc(e, e.pool_bytes, index=flat // beam, row=flat % beam, t=t))
+        factor: T.float32 = io.scale * T.float32(LOG2_E)
+        s.counters[0] = counter_address(s.count.ptr_to([0]))
+        if t < 2:
+            s.count[t] = 0
+            s.bound[t] = T.uint64(0)
+        # The first barrier of the search makes these visible.
+        if e.overlap > 0:
+            wait_then_start_consumer()
+        of_row = T.meta_var(own_arguments(io, s.row))
+        if of_row is not io:
+            factor = of_row.scale * T.float32(LOG2_E)
+        begin_search(e, words_search)(io, s)
+        count_words(e)(io, s.index, s.words)
+        search.select(e, words_search)(of_row, s, s.words[0], factor)
+        write_absent(e)(io, s)
+        if e.ids > 0:
+            write_asked(e)(io, s, factor)
 # fmt: on

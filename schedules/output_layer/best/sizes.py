@@ -45,6 +45,8 @@ def most_shared(machine: Machine) -> int:
 
 def search_allowed(e: SearchSizes, machine: Machine) -> str | None:
     """Why there is no such second kernel."""
+    if e.draws:
+        return None
     if e.k and e.groups > e.threads:
         return f"{e.groups} maxima for k={e.k} exceed {e.threads} threads"
     if e.k and e.pool_bytes + e.static_bytes > most_shared(machine):
@@ -68,6 +70,7 @@ class SearchSizes:
     threads: int  # of a thread block of that kernel
     overlap: int
     direct: int
+    draws: bool = False  # whether the second kernel draws a token, and finds no best ones
 
     @property
     def whole_sums(self) -> bool:
@@ -138,7 +141,7 @@ class TileSearchSizes(SearchSizes):
     @property
     def whole_sums(self) -> bool:
         """Which thread block adds up what differs from run to run if tiles are taken as they come; results do not."""
-        return self.dynamic > 0
+        return self.dynamic > 0 and not self.draws
 
     @property
     def tiles_each(self) -> int:

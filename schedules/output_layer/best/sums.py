@@ -9,12 +9,13 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.powers import change_base, over_largest, power_unit
 from ...device.selection import FULL_WARP, bits_value, key_value
 from ..words import at_row
-from .sizes import SearchSizes, TileSearchSizes
+from .sizes import TileSearchSizes
 from .state import LOWEST, add_pair, sum_lanes
 
 load_pair = T.ptx.ld.global_.v2.f32
@@ -83,9 +84,7 @@ def load_pairs(e: TileSearchSizes) -> Callable[..., Any]:
 def find_top(e: TileSearchSizes) -> Callable[..., Any]:
     """The row's largest score, which the search for tiles has told. The phase is (s).
 
-    Reads: `own`; or `largest`.
-    Writes: `top`.
-    Barriers: none, but all lanes take part.
+    Reads: `own`; or `largest`. Writes: `top`. Barriers: none, but all lanes take part.
     """
 
     @T.inline
@@ -155,9 +154,7 @@ def join_lanes(e: TileSearchSizes) -> Callable[..., Any]:
 def join_pairs(e: TileSearchSizes) -> Callable[..., Any]:
     """The row's sum of exponentials, and its maximum. The phase is (io, s, factor).
 
-    Reads: `pairs`; `top`, if it is known.
-    Writes: `d` and `top`, in every thread; the normaliser.
-    Barriers: none.
+    Reads: `pairs`; `top`, if it is known. Writes: `d` and `top`, in every thread; the normaliser. Barriers: none.
     """
 
     @T.inline
@@ -191,58 +188,44 @@ def join_pairs(e: TileSearchSizes) -> Callable[..., Any]:
     return add_whole if e.whole_sums else add_known if e.by_bits else join
 
 
-def best_of_lanes(lanes: int) -> Callable[..., Any]:
-    """`best` = the best of `lanes` neighbouring lanes, at most of a warp. The phase is (s). Barriers: none, but all
-    lanes take part."""
-
-    @T.inline
-    def phase(s):
-        for b in T.unroll(min(lanes, 32).bit_length() - 1):
-            s.best[0] = T.max(s.best[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.best[0], 1 << b, 32, 32))
-
-    return phase
+@phase
+def best_of_lanes(lanes, /, s):
+    """`best` = the best of `lanes` neighbouring lanes, at most of a warp. Barriers: none, but all lanes take part."""
+    for b in T.unroll(min(lanes, 32).bit_length() - 1):
+        s.best[0] = T.max(s.best[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.best[0], 1 << b, 32, 32))
 
 
-def exponentials(e: SearchSizes) -> Callable[..., Any]:
-    """What a warp's scores add to the row's sum of exponentials; the phase is (s, size, factor).
+@phase
+def exponentials(e, /, s, size, factor):
+    """What a warp's scores add to the row's sum of exponentials.
 
     Reads: `maxima`, `held`.
     Writes: `top`, of the row; `pairs`, the warp's sum; `best` is lost.
     Barriers: none. The next one makes the sum visible.
     """
-    lanes = e.threads // e.groups
-    join = best_of_lanes(lanes)
-
-    @T.inline
-    def phase(s, size, factor):
-        s.best[0] = T.uint64(0)
-        for j in T.serial(e.groups // lanes):
-            s.best[0] = T.max(s.best[0], s.maxima[j * lanes + s.t % lanes])
-        join(s)
-        # Not below the lowest number: the difference of two infinities would be NaN.
-        s.top[0] = T.Select(s.best[0] == T.uint64(0), LOWEST, T.max(key_value(s.best[0]), LOWEST))
-        s.d[0] = T.float32(0)
-        for i in T.serial((size - s.t + (e.threads - 1)) // e.threads):
-            s.d[0] = s.d[0] + T.exp2((bits_value(s.held[i * e.threads + s.t]) - s.top[0]) * factor)
-        sum_lanes(s.d, 0)
-        if s.t % 32 == 0:
-            s.pairs[s.t // 32] = s.d[0]
-
-    return phase
+    lanes = T.meta_var(e.threads // e.groups)
+    s.best[0] = T.uint64(0)
+    for j in T.serial(e.groups // lanes):
+        s.best[0] = T.max(s.best[0], s.maxima[j * lanes + s.t % lanes])
+    best_of_lanes(lanes)(s)
+    # Not below the lowest number: the difference of two infinities would be NaN.
+    s.top[0] = T.Select(s.best[0] == T.uint64(0), LOWEST, T.max(key_value(s.best[0]), LOWEST))
+    s.d[0] = T.float32(0)
+    for i in T.serial((size - s.t + (e.threads - 1)) // e.threads):
+        s.d[0] = s.d[0] + T.exp2((bits_value(s.held[i * e.threads + s.t]) - s.top[0]) * factor)
+    sum_lanes(s.d, 0)
+    if s.t % 32 == 0:
+        s.pairs[s.t // 32] = s.d[0]
 
 
-def add_up(e: SearchSizes) -> Callable[..., Any]:
+@phase
+def add_up(e, /, io, s):
     """Reads: `pairs`, `top`. Writes: `d`, of the row, in the first warp, and after `pairs`; the normaliser.
-    Barriers: none. The next one makes the sum visible. The phase is (io, s)."""
-
-    @T.inline
-    def phase(io, s):
-        if s.t < 32:
-            s.d[0] = T.Select(s.t < e.threads // 32, s.pairs[s.t], T.float32(0))
-            sum_lanes(s.d, 0)
-            if s.t == 0:
-                s.pairs[32] = s.d[0]
-                T.buffer_store(io.normaliser, s.top[0] * io.scale + T.log(s.d[0]), at_row(io, s.index, s.row))
-
-    return phase
+    Barriers: none. The next one makes the sum visible."""
+    if s.t < 32:
+        s.d[0] = T.Select(s.t < e.threads // 32, s.pairs[s.t], T.float32(0))
+        sum_lanes(s.d, 0)
+        if s.t == 0:
+            s.pairs[32] = s.d[0]
+            T.buffer_store(io.normaliser, s.top[0] * io.scale + T.log(s.d[0]), at_row(io, s.index, s.row))
 # fmt: on

@@ -8,6 +8,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import Program, Workspace
 from tvm_sparse.formats.quantized import word_number
 from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
@@ -48,20 +49,16 @@ def program(problem: OutputLayer, threads: int) -> Program:
     return gpu_program(problem, body(problem, threads), own)
 
 
-def body(problem: OutputLayer, threads: int) -> Callable[..., Any]:
+@phase
+def body(problem, threads, /, given):
     """The kernels, called with the arguments by name."""
-    alone = isinstance(problem, CandidateLogits)
-    multiply, find = score_words(problem), None if alone else select_words(problem, threads)
-
     # fmt: off
-    @T.inline
-    def kernels(given):
-        io = T.meta_var(with_scores(given))
-        multiply(io, io.logits if alone else io.scores)
-        if not alone:
-            find(io)
-    # fmt: on
-    return kernels
+    alone = T.meta_var(isinstance(problem, CandidateLogits))
+    find = T.meta_var(None if alone else select_words(problem, threads))
+    io = T.meta_var(with_scores(given))
+    score_words(problem)(io, io.logits if alone else io.scores)
+    if not alone:
+        find(io)
 
 
 def count_words(io: Any, index: Any) -> Any:
@@ -81,51 +78,47 @@ def word_at(io: Any, index: Any, position: Any) -> Any:
 
 
 # fmt: off
-def score_words(problem: OutputLayer) -> Callable[..., Any]:
-    """The first kernel. Reads: hidden states and words. Writes: scores, -inf beyond a list's words."""
-    hidden, dtype = problem.hidden, problem.dtype
-    static = None if isinstance(problem, HeadTopk) else most_words(problem)
+def number(problem: OutputLayer, io: Any, word: Any, column: Any) -> Any:
+    """A number of the embedding, as float32."""
     stored = stored_of(problem)
+    if stored:
+        return word_number(stored, io.embedding[word, column])
+    return load_element(problem.dtype, io.embedding.ptr_to([word, column]))
 
-    def number(io: Any, word: Any, column: Any) -> Any:
-        """A number of the embedding, as float32."""
-        if stored:
-            return word_number(stored, io.embedding[word, column])
-        return load_element(dtype, io.embedding.ptr_to([word, column]))
 
-    @T.inline
-    def kernel(io, scores):
-        with device_region():
-            positions = T.meta_var(io.vocab if static is None else static)
-            parts = T.meta_var((positions + (WARPS - 1)) // WARPS)
-            block = T.cta_id([io.rows * parts])
-            t = T.thread_id([WARPS * WARP])
-            index = T.meta_var(block // parts // io.beam)
-            row = T.meta_var(block // parts % io.beam)
-            position = T.meta_var(block % parts * WARPS + t // WARP)
-            if position < positions:
-                total: T.float32 = T.float32("-inf")
-                if position < count_words(io, index):
-                    # Offsets into the embedding can exceed 2^31.
-                    word: T.int64 = T.Cast("int64", word_at(io, index, position))
-                    total = T.float32(0)
-                    for i in T.serial((hidden - t % WARP + (WARP - 1)) // WARP):
-                        total = total + load_element(
-                            dtype, io.hidden.ptr_to(at_row(io, index, row, i * WARP + t % WARP))
-                        ) * number(io, word, i * WARP + t % WARP)
-                    # Not `T.cuda.warp_sum`: with the block's sum of the second kernel it would be defined twice.
-                    for b in T.unroll(5):
-                        total = total + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), total, 1 << b, 32, 32)
-                    if stored != "":
-                        total = total * io.scales[word]
-                    if has_cap(io):
-                        total = head_capped(io, total)
-                    if io.bias is not None:
-                        total = total + io.bias[word]
-                if t % WARP == 0:
-                    T.buffer_store(scores, total, at_row(io, index, row, position))
-
-    return kernel
+@phase
+def score_words(problem, /, io, scores):
+    """The first kernel. Reads: hidden states and words. Writes: scores, -inf beyond a list's words."""
+    static = T.meta_var(None if isinstance(problem, HeadTopk) else most_words(problem))
+    with device_region():
+        positions = T.meta_var(io.vocab if static is None else static)
+        parts = T.meta_var((positions + (WARPS - 1)) // WARPS)
+        block = T.cta_id([io.rows * parts])
+        t = T.thread_id([WARPS * WARP])
+        index = T.meta_var(block // parts // io.beam)
+        row = T.meta_var(block // parts % io.beam)
+        position = T.meta_var(block % parts * WARPS + t // WARP)
+        if position < positions:
+            total: T.float32 = T.float32("-inf")
+            if position < count_words(io, index):
+                # Offsets into the embedding can exceed 2^31.
+                word: T.int64 = T.Cast("int64", word_at(io, index, position))
+                total = T.float32(0)
+                for i in T.serial((problem.hidden - t % WARP + (WARP - 1)) // WARP):
+                    total = total + load_element(
+                        problem.dtype, io.hidden.ptr_to(at_row(io, index, row, i * WARP + t % WARP))
+                    ) * number(problem, io, word, i * WARP + t % WARP)
+                # Not `T.cuda.warp_sum`: with the block's sum of the second kernel it would be defined twice.
+                for b in T.unroll(5):
+                    total = total + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), total, 1 << b, 32, 32)
+                if stored_of(problem) != "":
+                    total = total * io.scales[word]
+                if has_cap(io):
+                    total = head_capped(io, total)
+                if io.bias is not None:
+                    total = total + io.bias[word]
+            if t % WARP == 0:
+                T.buffer_store(scores, total, at_row(io, index, row, position))
 
 
 def select_words(problem: OutputLayer, threads: int) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Table, powers
 
 from ..best.sizes import THREADS, most_shared, search_allowed
+from ..tiles import sizes
 from ..tiles.sizes import (
     BESIDES,
     BLOCKS_EACH,
@@ -136,7 +137,7 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
             yield point
     shared = [(reduce_warps, 1, staged) for staged in (1, 0) for reduce_warps in (8, 16, 4, 2)]
     alone = [(1, tiles, 1) for tiles in reversed(powers(4, MOST_TILES))] + [(1, 1, 1)]
-    in_registers = [(8, 1, 0)]
+    in_registers = [(8, 1, 0), (4, 1, 0)]
     # Large tiles where there are many, with as many loads in flight.
     many = not wide and word_bytes(problem) > CACHE
     # For one short list of candidates of a beam, large tiles, which are few.
@@ -151,7 +152,7 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
             kinds.sort(key=lambda kind: kind[0])
     tiles_m = table["tile_m"][::-1]
     if cached:
-        few = 8 if rows <= 16 else 16
+        few = 8 if rows <= 16 and lists < machine.cores else 16  # with many lists there are tiles enough
         tiles_m = (*(tile for tile in tiles_m if tile <= few), *(tile for tile in tiles_m if tile > few))
     for tile_m in tiles_m:
         for tile_n, (reduce_warps, tiles, staged), depth, threads in itertools.product(
@@ -160,7 +161,8 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
             depths,
             usual_threads(problem, table),
         ):
-            blocks = table["blocks"][0 if tiles > 1 or short else min(1, len(table["blocks"]) - 1)]
+            each = 0 if tiles > 1 or short else 2 if wide and reduce_warps == 4 else 1
+            blocks = table["blocks"][min(each, len(table["blocks"]) - 1)]
             if cached:
                 each = max(n for n in BLOCKS_EACH if n == 1 or n * reduce_warps <= RESIDENT_WARPS)
                 blocks = min(table["blocks"], key=lambda blocks: abs(blocks * lists - each * machine.cores))
@@ -180,3 +182,6 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
             e = extents(problem, point)
             if e.tiles == tiles and refusal(e, machine) is None:
                 yield point
+
+
+launch = sizes.launch(extents)

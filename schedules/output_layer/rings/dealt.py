@@ -8,11 +8,9 @@ The other phases are those of `tiles.ring` and `tiles.product`; with `dynamic`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
-
 from tvm.script import tirx as T
+
+from tvm_sparse.core.phase import phase
 
 from ...device.arithmetic import LOG2_E
 from ...device.mbarriers import arrive_expecting
@@ -33,104 +31,82 @@ from ..tiles.product import (
     write_parts,
 )
 from ..tiles.ring import RingState, await_stage, begin_ring, bring_words, copy_words, init_ring, next_asked, next_stage
-from ..tiles.sizes import Extents
 
 
 # fmt: off
-def copy_tile(e: Extents) -> Callable[..., Any]:
-    """Have the tile `asked` brought to a stage; the phase is (s), for one thread.
+@phase
+def copy_tile(e, /, s):
+    """Have the tile `asked` brought to a stage, for one thread.
 
     Reads: `asked`, `asked_slot`.
     Writes: `ring`, by and by.
     Barriers: none. One has to come before: nothing may still be read of the stage that the copy overwrites.
     """
-    row = e.word_row
-
-    @T.inline
-    def phase(s):
-        words = T.meta_var(T.min(s.words[0] - s.asked[0] * e.tile_n, e.tile_n))
-        size = T.meta_var(T.Cast("uint32", words * row))
-        full = T.meta_var(s.full.ptr_to([s.asked_slot[0]]))
-        arrive_expecting(full, size)
-        to = T.meta_var(s.ring.ptr_to([s.asked_slot[0] * (e.tile_bytes // 4)]))
-        from_ = T.meta_var(s.base[0] + T.Cast("uint64", s.asked[0]) * T.uint64(e.tile_bytes))
-        copy_words(e, s, s.asked[0], to, from_, size, full)
-
-    return phase
+    words = T.meta_var(T.min(s.words[0] - s.asked[0] * e.tile_n, e.tile_n))
+    size = T.meta_var(T.Cast("uint32", words * e.word_row))
+    full = T.meta_var(s.full.ptr_to([s.asked_slot[0]]))
+    arrive_expecting(full, size)
+    to = T.meta_var(s.ring.ptr_to([s.asked_slot[0] * (e.tile_bytes // 4)]))
+    from_ = T.meta_var(s.base[0] + T.Cast("uint64", s.asked[0]) * T.uint64(e.tile_bytes))
+    copy_words(e, s, s.asked[0], to, from_, size, full)
 
 
-def ask_tile(e: Extents) -> Callable[..., Any]:
-    """Ask for the next tile, if there is one; the phase is (s), for one thread.
+@phase
+def ask_tile(e, /, s):
+    """Ask for the next tile, if there is one, for one thread.
 
-    Reads: `asked`.
-    Writes: that, moved on; `ring`, by and by.
-    Barriers: those of `copy_tile`.
+    Reads: `asked`. Writes: that, moved on; `ring`, by and by. Barriers: those of `copy_tile`.
     """
-    copy = copy_tile(e)
-
-    @T.inline
-    def phase(s):
-        if s.asked[0] < s.end[0]:
-            copy(s)
-            s.asked[0] = s.asked[0] + e.stride
-            next_asked(e, s)
-
-    return phase
+    if s.asked[0] < s.end[0]:
+        copy_tile(e)(s)
+        s.asked[0] = s.asked[0] + e.stride
+        next_asked(e, s)
 
 
-def product(e: Extents) -> Callable[..., Any]:
+@phase
+def multiply(e, /, io, s, p):
+    """The products of the tile in hand."""
+    bring_scales(e)(io, s, p)
+    for i in T.unroll(e.sums_each):
+        s.sums[i] = T.float32(0)
+    await_stage(e)(s, p)
+    for step in T.unroll(e.steps):
+        bring_words(e)(s, p, 0, step)
+        bring_states(e)(s, p, step)
+        multiply_step(e)(s, step)
+
+
+@phase
+def product(e, /, io, scores, tops, sums):
     """The kernel, called with (io, scores, tops, sums)."""
-    do = SimpleNamespace(
-        init_ring=init_ring(e), prefetch_tiles=prefetch_tiles(e), take_tiles=take_tiles(e), begin_ring=begin_ring(e),
-        ask_tile=ask_tile(e), load_states=load_states(e), await_stage=await_stage(e), bring_words=bring_words(e),
-        bring_scales=bring_scales(e), bring_states=bring_states(e), multiply_step=multiply_step(e),
-        write_parts=write_parts(e),
-        next_stage=next_stage(e), finish_scores=finish_scores(e), join_tiles=join_tiles(e))
-
-    @T.inline
-    def multiply(io, s, p):
-        """The products of the tile in hand."""
-        do.bring_scales(io, s, p)
-        for i in T.unroll(e.sums_each):
-            s.sums[i] = T.float32(0)
-        do.await_stage(s, p)
-        for step in T.unroll(e.steps):
-            do.bring_words(s, p, 0, step)
-            do.bring_states(s, p, step)
-            do.multiply_step(s, step)
-
-    @T.inline
-    def kernel(io, scores, tops, sums):
-        with device_region():
-            strips = T.meta_var((io.beam + (e.tile_m - 1)) // e.tile_m)
-            block, y = T.cta_id([e.blocks, io.lists * strips])
-            t = T.thread_id([e.product_threads])
-            p = T.meta_var(Place(t, e.reduce_warps))
-            s = T.meta_var(RingState.alloc(e, e.kept_bytes, index=y // strips, top=y % strips * e.tile_m))
-            factor: T.float32 = io.scale * T.float32(LOG2_E)
-            s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
-            do.init_ring(s, p)
-            if e.prefetch > 0:
-                do.prefetch_tiles(io, s, p, block)
-            wait_then_start_consumer()
-            factors = T.meta_var(own_factors(e, io, s, p, factor))
-            do.take_tiles(io, s, p, block)
-            do.begin_ring(s)
+    with device_region():
+        strips = T.meta_var((io.beam + (e.tile_m - 1)) // e.tile_m)
+        block, y = T.cta_id([e.blocks, io.lists * strips])
+        t = T.thread_id([e.product_threads])
+        p = T.meta_var(Place(t, e.reduce_warps))
+        s = T.meta_var(RingState.alloc(e, e.kept_bytes, index=y // strips, top=y % strips * e.tile_m))
+        factor: T.float32 = io.scale * T.float32(LOG2_E)
+        s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
+        init_ring(e)(s, p)
+        if e.prefetch > 0:
+            prefetch_tiles(e)(io, s, p, block)
+        wait_then_start_consumer()
+        factors = T.meta_var(own_factors(e, io, s, p, factor))
+        take_tiles(e)(io, s, p, block)
+        begin_ring(e)(s)
+        if t == 0:
+            for _ in T.serial(e.stages):
+                ask_tile(e)(s)
+        load_states(e)(io, s, p)
+        while s.tile[0] < s.end[0]:
+            multiply(e)(io, s, p)
+            half: T.int32 = s.tile[0] // e.stride % 2
+            write_parts(e)(s, p, half)
+            # All threads have read the stage: the barrier in `write_parts`.
             if t == 0:
-                for _ in T.serial(e.stages):
-                    do.ask_tile(s)
-            do.load_states(io, s, p)
-            while s.tile[0] < s.end[0]:
-                multiply(io, s, p)
-                half: T.int32 = s.tile[0] // e.stride % 2
-                do.write_parts(s, p, half)
-                # All threads have read the stage: the barrier in `write_parts`.
-                if t == 0:
-                    do.ask_tile(s)
-                do.next_stage(s)
-                do.finish_scores(io, s, p, half, scores, tops, factors)
-                s.tile[0] = s.tile[0] + e.stride
-            do.join_tiles(io, s, p, block, sums, factors)
-
-    return kernel
+                ask_tile(e)(s)
+            next_stage(e)(s)
+            finish_scores(e)(io, s, p, half, scores, tops, factors)
+            s.tile[0] = s.tile[0] + e.stride
+        join_tiles(e)(io, s, p, block, sums, factors)
 # fmt: on

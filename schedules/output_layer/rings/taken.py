@@ -283,12 +283,15 @@ def weigh_scores(e: Extents) -> Callable[..., Any]:
                 if pairs % e.product_threads == 0 or i * e.product_threads + p.t < pairs:
                     if has_rows(e, io, s, p, i):
                         s.score[0] = s.held[i]
-                        write(io, s, p, tops, (i * e.product_threads + p.t) // e.tile_n, s.held_tile[0])
-                        s.sum[0] = s.d[i]
-                        s.unit[0] = s.m[i]
-                        add_to_base(s.sum, s.unit, s.rest, s.score[0], factor_at(factor, i))
-                        s.d[i] = s.sum[0]
-                        s.m[i] = s.unit[0]
+                        write(
+                            io, s, p, tops, (i * e.product_threads + p.t) // e.tile_n, s.held_tile[0],
+                            factor_at(factor, i))
+                        if not e.draws:
+                            s.sum[0] = s.d[i]
+                            s.unit[0] = s.m[i]
+                            add_to_base(s.sum, s.unit, s.rest, s.score[0], factor_at(factor, i))
+                            s.d[i] = s.sum[0]
+                            s.m[i] = s.unit[0]
 
     return phase
 

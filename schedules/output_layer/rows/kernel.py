@@ -10,6 +10,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.machine import AVX512_BF16
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import Decisions, Program, Workspace
 from tvm_sparse.formats.quantized import word_number
 from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
@@ -49,21 +50,17 @@ def program(problem: OutputLayer, decisions: Decisions) -> Program:
     return cpu_program(problem, body(problem, decisions), own, instructions=(AVX512_BF16,) if decisions["dots"] else ())
 
 
-def body(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
+@phase
+def body(problem, decisions, /, given):
     """Both phases, called with the arguments by name."""
-    alone = isinstance(problem, CandidateLogits)
-    product, best = multiply(problem, decisions), None if alone else select(problem, most_words(problem))
-
     # fmt: off
-    @T.inline
-    def phases(given):
-        io = T.meta_var(with_scores(given))
-        target = T.meta_var(io.logits if alone else io.scores)
-        product(io, target)
-        if not alone:
-            best(io)
-    # fmt: on
-    return phases
+    alone = T.meta_var(isinstance(problem, CandidateLogits))
+    best = T.meta_var(None if alone else select(problem, most_words(problem)))
+    io = T.meta_var(with_scores(given))
+    target = T.meta_var(io.logits if alone else io.scores)
+    multiply(problem, decisions)(io, target)
+    if not alone:
+        best(io)
 
 
 def words_of(io: Any, index: Any) -> tirx.PrimExpr:

@@ -18,26 +18,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from tvm_sparse.core.template import Decisions, Program, Template
+from tvm_sparse.core.template import in_phases
 
-from ..words import OutputLayer
-from .space import Extents, allowed, default, launch, space
-
-
-def build(problem: OutputLayer, decisions: Decisions) -> Program:
-    from .kernel import program
-
-    return program(problem, Extents.of(problem, decisions))
-
+from . import space
 
 streams = partial(
-    Template,
-    kind="cuda",
+    in_phases,
+    space,
     summary="lists of one row each: words streamed through registers; the best words of all",
-    space=space,
-    default=default,
-    program=build,
-    allowed=allowed,
-    launch=launch,
-    explicit_threads=True,
 )

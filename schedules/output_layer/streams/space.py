@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv
@@ -26,12 +27,15 @@ MOST_STATE = 40 * 1024
 # Words of a list. Longer lists are read faster through `warp_rings`.
 MOST_WORDS = 4096
 # Bytes of a row up to which many small thread blocks with few words in hand read faster.
-NARROW = 2048
+NARROW = 4096
 # Bytes of a row up to which a warp has four words in turn there: with two, rows of 560 bytes took 1.3 times as long
 # on an H200 (`scripts/regret.py`).
 VERY_NARROW = 1024
 # Words of a list up to which a search by few threads is faster.
 FEW = 256
+# Words of all lists up to which warps are few, so that each has many vectors of its wide rows in flight; up to which
+# each word of wide rows has a warp; and beyond which a warp takes several narrow rows.
+FEW_WARPS, MANY_WARPS, CROWDED = 2048, 16384, 1 << 20
 
 
 def space(problem: OutputLayer, machine: Machine) -> Table:
@@ -81,17 +85,22 @@ def default(problem: OutputLayer, machine: Machine) -> Decisions:
 
 
 def _likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[Decisions]:
-    """Points of a table, the best first: small thread blocks for narrow rows; for others one warp per word, with eight
-    vectors in hand.
+    """Points of a table, the best first: small thread blocks for narrow rows; for others one warp per word, with the
+    fewer vectors in hand the more warps there are.
     """
-    size = problem.hidden * numpy_dtype(problem.dtype).itemsize
-    narrow = size <= NARROW
+    size, lists = problem.hidden * numpy_dtype(problem.dtype).itemsize, lists_of(problem)[0]
+    narrow, words = size <= NARROW, lists * most_words(problem)
     all_lanes, all_vectors, tiles = ((16, 8, 32), (1, 2, 4), 2) if narrow else ((32, 16, 8), (4, 8, 2, 1), 8)
     tiles = 4 if size <= VERY_NARROW else tiles
+    all_tiles_n = (4, 2, 1, 8) if narrow and words > CROWDED else (2, 1, 4, 8)
     all_threads = table["threads"]
     if most_words(problem) > FEW:
-        all_threads = (512, 1024) if narrow else all_threads[::-1]
-    for tile_n, vectors, lanes, threads in itertools.product((2, 1, 4, 8), all_vectors, all_lanes, all_threads):
+        all_threads = (512, 1024) if narrow or words <= MANY_WARPS else all_threads[::-1]
+    if not narrow and words > MANY_WARPS:
+        all_vectors, all_tiles_n = (1, 2, 4, 8), (8, 4, 2, 1)
+    elif not narrow and words > FEW_WARPS:
+        all_vectors, all_tiles_n, tiles = (2, 4, 1, 8), (1, 2, 4, 8), 4
+    for tile_n, vectors, lanes, threads in itertools.product(all_tiles_n, all_vectors, all_lanes, all_threads):
         point = {
             "reduce_threads": lanes,
             "vectors": vectors,
@@ -104,37 +113,32 @@ def _likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Iter
             yield point
 
 
+extent = Derived["Extents", int]
+whether = Derived["Extents", bool]
+
+
 @dataclass(frozen=True)
 class Extents(SearchSizes):
-    """What the kernels know before they run.
+    """What the kernels know before they run."""
 
-    Attributes
-    ----------
-    dtype, hidden
-        Dtype and columns of hidden states and words.
-    k, ids
-        Words to find in a row (0 for `candidate_logits`, which finds none), and given words whose probabilities are
-        wanted.
-    m, block
-        Candidates of a list, and words of a candidate.
-    reduce_threads, vectors, tile_n, tiles, threads, overlap
-        The decisions of these names.
-    direct
-        1: all scores are searched.
-    """
-
+    # Dtype and columns of hidden states and words.
     dtype: str
     hidden: int
+    # Words to find in a row (0 for `candidate_logits`, which finds none), and given words whose probabilities are
+    # wanted.
     k: int
     ids: int
+    # Candidates of a list, and words of a candidate.
     m: int
     block: int
+    # The decisions of these names.
     reduce_threads: int
     vectors: int
     tile_n: int
     tiles: int
     threads: int
     overlap: int
+    # 1: all scores are searched.
     direct: int = 1
 
     @classmethod
@@ -149,60 +153,25 @@ class Extents(SearchSizes):
             **decisions,
         )
 
-    @property
-    def words(self) -> int:
-        """Words of a full list."""
-        return self.m * self.block
-
-    @property
-    def row_vectors(self) -> int:
-        """16-byte vectors of a row."""
-        return self.hidden * numpy_dtype(self.dtype).itemsize // VECTOR
-
-    @property
-    def step(self) -> int:
-        """Vectors of a row that lanes have in hand together."""
-        return self.reduce_threads * self.vectors
-
-    @property
-    def steps(self) -> int:
-        return ceildiv(self.row_vectors, self.step)
-
-    @property
-    def state_vectors(self) -> int:
-        """Vectors of a hidden state, with zeros up to the end of the last step."""
-        return self.steps * self.step
-
-    @property
-    def uneven(self) -> bool:
-        """Whether the last step reaches beyond a row's end."""
-        return self.state_vectors != self.row_vectors
-
-    @property
-    def held(self) -> int:
-        """Vectors that a thread has in hand."""
-        return self.vectors * self.tile_n
-
-    @property
-    def all_vectors(self) -> int:
-        """A thread's part of a word."""
-        return ceildiv(self.row_vectors, self.reduce_threads)
-
-    @property
-    def product_threads(self) -> int:
-        """Threads of a block of the first kernel."""
-        return WARP * self.tiles
-
-    @property
-    def words_each(self) -> int:
-        """Words of such a block."""
-        return self.product_threads // self.reduce_threads * self.tile_n
-
-    @property
-    def parts(self) -> int:
-        """Thread blocks of the first kernel per list."""
-        return ceildiv(self.words, self.words_each)
-
-    @property
-    def searched_words(self) -> int:
-        return self.words
+    # Words of a full list.
+    words = extent(lambda e: e.m * e.block)
+    # 16-byte vectors of a row.
+    row_vectors = extent(lambda e: e.hidden * numpy_dtype(e.dtype).itemsize // VECTOR)
+    # Vectors of a row that lanes have in hand together.
+    step = extent(lambda e: e.reduce_threads * e.vectors)
+    steps = extent(lambda e: ceildiv(e.row_vectors, e.step))
+    # Vectors of a hidden state, with zeros up to the end of the last step.
+    state_vectors = extent(lambda e: e.steps * e.step)
+    # Whether the last step reaches beyond a row's end.
+    uneven = whether(lambda e: e.state_vectors != e.row_vectors)
+    # Vectors that a thread has in hand.
+    held = extent(lambda e: e.vectors * e.tile_n)
+    # A thread's part of a word.
+    all_vectors = extent(lambda e: ceildiv(e.row_vectors, e.reduce_threads))
+    # Threads of a block of the first kernel.
+    product_threads = extent(lambda e: WARP * e.tiles)
+    # Words of such a block.
+    words_each = extent(lambda e: e.product_threads // e.reduce_threads * e.tile_n)
+    # Thread blocks of the first kernel per list.
+    parts = extent(lambda e: ceildiv(e.words, e.words_each))
+    searched_words = extent(lambda e: e.words)

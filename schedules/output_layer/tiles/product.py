@@ -46,6 +46,7 @@ load_shared = T.ptx.ld.shared.v4.u32
 bulk_prefetch = T.ptx.cp.async_.bulk.prefetch.L2.global_
 bulk_prefetch_hinted = bulk_prefetch.L2__cache_hint
 store_shared = T.ptx.st.shared.v4.u32
+store_two = T.ptx.st.global_.v2.u32
 LOWEST = T.min_value("float32")
 MINUS_INFINITY = T.float32("-inf")
 
@@ -522,8 +523,9 @@ def add_parts(e: Extents) -> Callable[..., Any]:
                 s.score[0] = s.score[0] + load_element("float32", io.bias.ptr_to([word[0]]))
         else:
             s.score[0] = MINUS_INFINITY
-        if s.top + row < io.beam and (e.k > 0 or position < e.m):
-            T.buffer_store(scores, s.score[0], at_row(io, s.index, s.top + row, position))
+        if not e.draws:
+            if s.top + row < io.beam and (e.k > 0 or position < e.m):
+                T.buffer_store(scores, s.score[0], at_row(io, s.index, s.top + row, position))
 
     return phase
 
@@ -546,22 +548,38 @@ def bring_scales(e: Extents) -> Callable[..., Any]:
     return phase
 
 
+@T.inline
+def store_slice(slices, row, tile, bits, mass):
+    """Store ordered bits of the largest score of a tile of a row, and its sum of exponentials, for a draw."""
+    store_two(slices.ptr_to([row, tile, 0]), bits, T.reinterpret("uint32", mass))
+
+
 def write_top(e: Extents) -> Callable[..., Any]:
-    """The largest score of a row in a tile; the phase is (io, s, p, tops, row, tile).
+    """The largest score of a row in a tile, and for a draw the sum of exponentials relative to it; the phase is (io, s,
+    p, tops, row, tile, factor).
 
     Reads: `score`.
-    Writes: `tops`; `bits`.
+    Writes: `tops`; `bits`, and for a draw `other`.
     Barriers: none, but all lanes of a warp take part.
     """
 
     @T.inline
-    def phase(io, s, p, tops, row, tile):
+    def phase(io, s, p, tops, row, tile, factor):
         s.bits[0] = order_bits(s.score[0])
         for b in T.unroll(e.tile_n.bit_length() - 1):
             s.bits[0] = T.max(
                 s.bits[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.bits[0], 1 << b, 32, 32))
-        if p.t % e.tile_n == 0 and s.top + row < io.beam:
-            T.buffer_store(tops, s.bits[0], at_row(io, s.index, s.top + row, tile))
+        if e.draws:
+            # At least the lowest finite number: the difference of two infinities would be NaN.
+            s.other[0] = T.max(bits_value(s.bits[0]), LOWEST)
+            s.other[1] = T.exp2((s.score[0] - s.other[0]) * factor)
+            for b in T.unroll(e.tile_n.bit_length() - 1):
+                s.other[1] = s.other[1] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.other[1], 1 << b, 32, 32)
+            if p.t % e.tile_n == 0 and s.top + row < io.beam:
+                store_slice(tops, s.top + row, tile, s.bits[0], s.other[1])
+        else:
+            if p.t % e.tile_n == 0 and s.top + row < io.beam:
+                T.buffer_store(tops, s.bits[0], at_row(io, s.index, s.top + row, tile))
 
     return phase
 
@@ -585,9 +603,10 @@ def finish_scores(e: Extents) -> Callable[..., Any]:
                 position: T.int32 = s.tile[0] * e.tile_n + p.t % e.tile_n
                 add(io, s, p, half, scores, row, position)
                 if e.summed:
-                    write(io, s, p, tops, row, s.tile[0])
-                    if position < s.words[0]:
-                        add_pair(s.m, i, s.d, i, s.score[0], T.float32(1), s.other, factor_at(factor, i))
+                    write(io, s, p, tops, row, s.tile[0], factor_at(factor, i))
+                    if not e.draws:
+                        if position < s.words[0]:
+                            add_pair(s.m, i, s.d, i, s.score[0], T.float32(1), s.other, factor_at(factor, i))
 
     return phase
 
@@ -654,9 +673,10 @@ def finish_alone(e: Extents) -> Callable[..., Any]:
                 s.score[n] = s.score[n] + s.added[n]
         else:
             s.score[n] = MINUS_INFINITY
-        if s.top + row < io.beam and (e.k > 0 or s.tile[0] * e.tile_n + n * 8 + p.group < e.m):
-            T.buffer_store(
-                scores, s.score[n], at_row(io, s.index, s.top + row, s.tile[0] * e.tile_n + n * 8 + p.group))
+        if not e.draws:
+            if s.top + row < io.beam and (e.k > 0 or s.tile[0] * e.tile_n + n * 8 + p.group < e.m):
+                T.buffer_store(
+                    scores, s.score[n], at_row(io, s.index, s.top + row, s.tile[0] * e.tile_n + n * 8 + p.group))
 
     @T.inline
     def sum_up(io, s, p, tops, row, factor):
@@ -674,9 +694,12 @@ def finish_alone(e: Extents) -> Callable[..., Any]:
         for b in T.unroll(3):
             s.other[1] = s.other[1] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.other[1], 4 << b, 32, 32)
         if p.group == 0 and s.top + row < io.beam:
-            T.buffer_store(tops, s.bits[0], at_row(io, s.index, s.top + row, s.tile[0]))
-            at = T.meta_var((p.team * e.tile_m + row) * 2)
-            add_pair(s.pairs, at, s.pairs, at + 1, s.other[0], s.other[1], s.score, factor)
+            if e.draws:
+                store_slice(tops, s.top + row, s.tile[0], s.bits[0], s.other[1])
+            else:
+                T.buffer_store(tops, s.bits[0], at_row(io, s.index, s.top + row, s.tile[0]))
+                at = T.meta_var((p.team * e.tile_m + row) * 2)
+                add_pair(s.pairs, at, s.pairs, at + 1, s.other[0], s.other[1], s.score, factor)
 
     @T.inline
     def phase(io, s, p, scores, tops, factor):
@@ -765,7 +788,7 @@ def join_tiles(e: Extents) -> Callable[..., Any]:
 
     @T.inline
     def phase(io, s, p, block, sums, factor):
-        if e.summed:
+        if e.summed and not e.draws:
             join(io, s, p, block, sums, factor)
 
     return phase

@@ -3,6 +3,7 @@
 product     the scores of tiles of tokens, given by the template
 best        the best tokens of the rows, from the best of the tiles  (`best.kernel`),
             or from all scores of a short list                       (`best_of_all`)
+draw        or a token drawn, from the sums of tiles                 (`draw`)
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tvm_sparse.core.template import Program, Workspace
 
 from ...interface import gpu_program
 from ..best.kernel import best, best_of_all
+from ..draw import draw_token, slices_of
 from ..words import OutputLayer, rows_shape, with_scores, writes_scores
 from .sizes import Extents
 
@@ -32,6 +34,19 @@ def program(problem: OutputLayer, e: Extents, product: Callable[[Extents], Calla
 
         return gpu_program(problem, alone, overlapped=e.overlap > 0)
 
+    # How many tiles of a strip of rows were taken: of each strip's first row.
+    tickets = (Workspace("tickets", rows_shape(problem), "int32"),) if e.dynamic else ()
+    if e.draws:
+        draw = draw_token(problem, e)
+
+        # fmt: off
+        @T.inline
+        def and_draw(io):
+            multiply(io, None, io.slices, None)
+            draw(io)
+        # fmt: on
+        return gpu_program(problem, and_draw, (slices_of(e), *tickets), overlapped=e.overlap > 0)
+
     shown = writes_scores(problem)
     own: tuple[Workspace, ...] = ()
     if not shown:
@@ -42,9 +57,7 @@ def program(problem: OutputLayer, e: Extents, product: Callable[[Extents], Calla
             Workspace("tops", rows_shape(problem, e.list_tiles), "uint32"),
             Workspace("sums", rows_shape(problem, e.blocks, 2), e.sum_dtype),
         )
-    if e.dynamic:
-        # How many tiles of a strip of rows were taken: of each strip's first row.
-        own += (Workspace("tickets", rows_shape(problem), "int32"),)
+    own += tickets
 
     # fmt: off
     @T.inline

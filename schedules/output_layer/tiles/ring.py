@@ -16,6 +16,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...device.mbarriers import await_phase, bulk_copy
 from ...device.state import local, pooled, shared
 from ...device.words import FILLERS, pair_of_bytes
@@ -67,31 +69,27 @@ def stage_at(e: Extents, p: Place, slot: Any) -> Any:
 
 
 # fmt: off
-def init_ring(e: Extents) -> Callable[..., Any]:
+@phase
+def init_ring(e, /, s, p):
     """Initialise the mbarriers of the ring, the cache policy, and what fills bytes. Writes: `full`, `policy`, `filler`.
-    Barriers: of those that share the ring, at the end. The phase is (s, p).
+    Barriers: of those that share the ring, at the end.
     """
-    filler = FILLERS.get((e.stored, e.dtype), 0)
-
-    @T.inline
-    def phase(s, p):
-        if (p.t if e.whole else p.lane) == 0:
-            for i in T.unroll(e.stages):
-                T.ptx.mbarrier.init.shared__cta.b64(s.full.ptr_to([stage_at(e, p, i)]), T.uint32(1))
-            T.ptx.fence.mbarrier_init.release.cluster()
-            if filler > 0:
-                s.shown[0] = T.uint32(filler)
-        if e.evict_first > 0:
-            T.ptx.createpolicy.fractional.L2__evict_first.b64(s.policy[0])
-        if e.whole:
-            T.cuda.cta_sync()
-        else:
-            T.cuda.warp_sync()
-        # Through memory, so that the compiler does not know it, and keeps it in a register.
+    filler = T.meta_var(FILLERS.get((e.stored, e.dtype), 0))
+    if (p.t if e.whole else p.lane) == 0:
+        for i in T.unroll(e.stages):
+            T.ptx.mbarrier.init.shared__cta.b64(s.full.ptr_to([stage_at(e, p, i)]), T.uint32(1))
+        T.ptx.fence.mbarrier_init.release.cluster()
         if filler > 0:
-            T.ptx.ld.shared.u32(s.filler[0], s.shown.ptr_to([0]))
-
-    return phase
+            s.shown[0] = T.uint32(filler)
+    if e.evict_first > 0:
+        T.ptx.createpolicy.fractional.L2__evict_first.b64(s.policy[0])
+    if e.whole:
+        T.cuda.cta_sync()
+    else:
+        T.cuda.warp_sync()
+    # Through memory, so that the compiler does not know it, and keeps it in a register.
+    if filler > 0:
+        T.ptx.ld.shared.u32(s.filler[0], s.shown.ptr_to([0]))
 
 
 @T.inline
@@ -108,28 +106,20 @@ def copy_words(e, s, tile, to, from_, size, full):
         bulk_copy(to, from_, size, full)
 
 
-def begin_ring(e: Extents) -> Callable[..., Any]:
-    """Reads: `tile`. Writes: `asked`, `part`, `slot`, `turn`, `asked_slot`. Barriers: none. The phase is (s)."""
-
-    @T.inline
-    def phase(s):
-        s.asked[0] = s.tile[0]
-        s.part[0] = 0
-        s.slot[0] = 0
-        s.turn[0] = T.uint32(0)
-        s.asked_slot[0] = 0
-
-    return phase
+@phase
+def begin_ring(e, /, s):
+    """Reads: `tile`. Writes: `asked`, `part`, `slot`, `turn`, `asked_slot`. Barriers: none."""
+    s.asked[0] = s.tile[0]
+    s.part[0] = 0
+    s.slot[0] = 0
+    s.turn[0] = T.uint32(0)
+    s.asked_slot[0] = 0
 
 
-def await_stage(e: Extents) -> Callable[..., Any]:
-    """Reads: `full`, `slot`, `turn`. Barriers: none. After: the stage's tokens are in `ring`. The phase is (s, p)."""
-
-    @T.inline
-    def phase(s, p):
-        await_phase(s.done, s.full.ptr_to([stage_at(e, p, s.slot[0])]), s.turn[0])
-
-    return phase
+@phase
+def await_stage(e, /, s, p):
+    """Reads: `full`, `slot`, `turn`. Barriers: none. After: the stage's tokens are in `ring`."""
+    await_phase(s.done, s.full.ptr_to([stage_at(e, p, s.slot[0])]), s.turn[0])
 
 
 def bring_words(e: Extents) -> Callable[..., Any]:
@@ -169,39 +159,31 @@ def bring_words(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def bring_octets(e: Extents) -> Callable[..., Any]:
+@phase
+def bring_octets(e, /, s, p, part, step):
     """`bring_words` for whole rows of tokens in eight bits: a lane has one vector of a step, twice as many columns."""
-    vectors = e.word_row // VECTOR
-
-    @T.inline
-    def phase(s, p, part, step):
-        vector = T.meta_var((p.warp * e.steps + step) * 4 + p.member)
-        for n in T.unroll(e.word_groups):
-            row = T.meta_var(s.slot[0] * e.tile_n + n * 8 + row_of_group(e, p.group))
-            load_shared(
-                s.octets[n * 4], s.octets[n * 4 + 1], s.octets[n * 4 + 2], s.octets[n * 4 + 3],
-                s.ring.ptr_to([row * (e.ring_pitch // 4) + T.min(vector, vectors - 1) * 4]))
-            for v in T.unroll(4):
-                if e.uneven:
-                    if vector >= vectors:
-                        s.octets[n * 4 + v] = T.uint32(0)
-                s.hand[n * 8 + v * 2] = pair_of_bytes(e.stored, e.dtype, s.octets[n * 4 + v], 0, s.filler[0])
-                s.hand[n * 8 + v * 2 + 1] = pair_of_bytes(e.stored, e.dtype, s.octets[n * 4 + v], 1, s.filler[0])
-
-    return phase
+    vectors = T.meta_var(e.word_row // VECTOR)
+    vector = T.meta_var((p.warp * e.steps + step) * 4 + p.member)
+    for n in T.unroll(e.word_groups):
+        row = T.meta_var(s.slot[0] * e.tile_n + n * 8 + row_of_group(e, p.group))
+        load_shared(
+            s.octets[n * 4], s.octets[n * 4 + 1], s.octets[n * 4 + 2], s.octets[n * 4 + 3],
+            s.ring.ptr_to([row * (e.ring_pitch // 4) + T.min(vector, vectors - 1) * 4]))
+        for v in T.unroll(4):
+            if e.uneven:
+                if vector >= vectors:
+                    s.octets[n * 4 + v] = T.uint32(0)
+            s.hand[n * 8 + v * 2] = pair_of_bytes(e.stored, e.dtype, s.octets[n * 4 + v], 0, s.filler[0])
+            s.hand[n * 8 + v * 2 + 1] = pair_of_bytes(e.stored, e.dtype, s.octets[n * 4 + v], 1, s.filler[0])
 
 
-def next_stage(e: Extents) -> Callable[..., Any]:
-    """Go on to the next stage. Reads and writes: `slot`, `turn`. Barriers: none. The phase is (s)."""
-
-    @T.inline
-    def phase(s):
-        s.slot[0] = s.slot[0] + 1
-        if s.slot[0] == e.stages:
-            s.slot[0] = 0
-            s.turn[0] = s.turn[0] ^ T.uint32(1)
-
-    return phase
+@phase
+def next_stage(e, /, s):
+    """Go on to the next stage. Reads and writes: `slot`, `turn`. Barriers: none."""
+    s.slot[0] = s.slot[0] + 1
+    if s.slot[0] == e.stages:
+        s.slot[0] = 0
+        s.turn[0] = s.turn[0] ^ T.uint32(1)
 
 
 @T.inline

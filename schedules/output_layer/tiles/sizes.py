@@ -11,7 +11,7 @@ from tvm_sparse.core.template import Decisions, Launch, NotApplicable, ceildiv, 
 from tvm_sparse.operators.head_topk.problem import word_size
 
 from ..best.sizes import STATIC_SHARED, VECTOR, TileSearchSizes, dynamic_shared, require_ranks, search_allowed
-from ..words import OutputLayer, best_of, block_of, candidates_of, lists_of, most_words, stored_of
+from ..words import OutputLayer, best_of, block_of, candidates_of, draws_one, lists_of, most_words, stored_of
 
 # Vectors of hidden states that a thread holds if they are float32: the compiler also holds their parts.
 MAX_SPLIT = 4
@@ -201,6 +201,8 @@ class Extents(TileSizes):
         Tokens of a candidate.
     beam
         Rows of a list; 0 of the exact head, whose batch may be any.
+    draws
+        Whether a token is drawn: then the first kernel writes sums of tiles, and no scores.
     stored
         The dtype of tokens in eight bits; empty of those in the dtype of the hidden states.
     vectors
@@ -236,6 +238,7 @@ class Extents(TileSizes):
     direct: int = 0
     dynamic: int = 0
     cached: int = 0
+    draws: bool = False
     stored: str = ""
 
     @classmethod
@@ -249,6 +252,7 @@ class Extents(TileSizes):
             m=candidates_of(problem),
             block=block_of(problem),
             beam=lists_of(problem)[1] if candidates_of(problem) else 0,
+            draws=draws_one(problem),
             stored=stored_of(problem),
             vectors=problem.hidden * numpy_dtype(problem.dtype).itemsize // VECTOR,
             list_tiles=ceildiv(most_words(problem), decided["tile_n"]),

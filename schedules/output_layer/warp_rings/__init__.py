@@ -16,29 +16,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from tvm_sparse.core.template import Decisions, Program, Template
+from tvm_sparse.core.template import in_phases
 
-from ..tiles.sizes import launch
-from ..words import OutputLayer
-from .space import allowed, declines, default, extents, space
-
-
-def build(problem: OutputLayer, decisions: Decisions) -> Program:
-    from ..tiles.program import program
-    from .kernel import product
-
-    return program(problem, extents(problem, decisions), product)
-
+from . import space
 
 warp_rings = partial(
-    Template,
-    kind="cuda",
+    in_phases,
+    space,
     summary="parts of rows to rings of warps and through tensor cores; the best tokens of all or of the best tiles",
-    space=space,
-    default=default,
-    program=build,
-    allowed=allowed,
-    launch=launch(extents),
-    explicit_threads=True,
-    declines=declines,
 )

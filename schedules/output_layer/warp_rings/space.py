@@ -12,6 +12,7 @@ from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv
 from ..best.sizes import MAX_DIRECT, THREADS, VECTOR
 from ..registers.space import allowed as allowed_in_registers
 from ..registers.space import few_wide_rows
+from ..tiles import sizes
 from ..tiles.sizes import (
     BOTH,
     CACHED,
@@ -146,3 +147,6 @@ def _points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[De
     for values in itertools.product(*(order[name] for name in names)):
         if allowed(problem, machine, point := {**least, **dict(zip(names, values, strict=True))}) is None:
             yield point
+
+
+launch = sizes.launch(extents)

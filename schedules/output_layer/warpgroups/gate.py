@@ -15,11 +15,11 @@ are found do not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.selection import FULL_WARP
@@ -46,90 +46,78 @@ def bound_of(e: Extents, io: Any, row: Any) -> Any:
 
 
 # fmt: off
-def clear_tops(e: Extents, threads: int) -> Callable[..., Any]:
+@phase
+def clear_tops(e, threads, /, io, top, rows, thread):
     """Clear the bounds of a strip's rows, and the largest scores of their tiles. The phase is (io, top, rows, thread),
     for `threads` threads of all thread blocks."""
-
-    @T.inline
-    def phase(io, top, rows, thread):
-        vectors: T.int32 = rows * (e.tops_pitch // 4)  # of the strip
-        for i in T.serial((vectors - thread + (threads - 1)) // threads):
-            store_vector(
-                io.tops.ptr_to([top, (i * threads + thread) * 4]),
-                T.uint32(0), T.uint32(0), T.uint32(0), T.uint32(0))
-
-    return phase
+    vectors: T.int32 = rows * (e.tops_pitch // 4)  # of the strip
+    for i in T.serial((vectors - thread + (threads - 1)) // threads):
+        store_vector(
+            io.tops.ptr_to([top, (i * threads + thread) * 4]),
+            T.uint32(0), T.uint32(0), T.uint32(0), T.uint32(0))
 
 
-def find_bounds(e: Extents) -> Callable[..., Any]:
-    """Those of the strip's rows `block`, `block + blocks` and so on; the phase is (io, s, p, block), for one warp.
+@phase
+def load(e, /, io, s, p, row):
+    """The largest of each group; the number of lanes that miss a tile goes to `reached`."""
+    each = T.meta_var(ceildiv(e.first_tiles, 32))
+    for j in T.unroll(each):
+        s.seen[j] = T.uint32(0)
+        if j * 32 + p.lane < e.first_tiles:
+            load_bits(s.seen[j], io.tops.ptr_to([row, j * 32 + p.lane]))
+    s.bits[0] = T.uint32(0)
+    for j in T.unroll(e.groups_each):
+        s.largest[j] = T.uint32(0)
+    for j in T.unroll(each):
+        s.largest[j % e.groups_each] = T.max(s.largest[j % e.groups_each], s.seen[j])
+        if s.seen[j] == T.uint32(0) and j * 32 + p.lane < e.first_tiles:
+            s.bits[0] = T.uint32(1)
+    s.reached[0] = T.call_extern("uint32", "__reduce_add_sync", T.uint32(FULL_WARP), s.bits[0])
+
+
+@T.inline
+def listen(s):
+    """Pause, then look whether the bound has been told."""
+    T.cuda.nano_sleep(PAUSE)
+    load_flag(s.heard[0], s.said.ptr_to([0]))
+    # One lane's word for all.
+    s.heard[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.heard[0], 0, 32, 32)
+
+
+@phase
+def find_bounds(e, /, io, s, p, block):
+    """Those of the strip's rows `block`, `block + blocks` and so on, for one warp.
 
     Reads: `tops` of the first tiles, as soon as all are there; `said`.
     Writes: the bounds; scratch is `seen`, `largest`, `bits`, `reached`, `heard`.
     Barriers: none.
     """
-    each = ceildiv(e.first_tiles, 32)  # tiles of a lane
-    find = kth_by_bits(e.groups_each, e.k, BITS)
-
-    @T.inline
-    def load(io, s, p, row):
-        """The largest of each group; the number of lanes that miss a tile goes to `reached`."""
-        for j in T.unroll(each):
-            s.seen[j] = T.uint32(0)
-            if j * 32 + p.lane < e.first_tiles:
-                load_bits(s.seen[j], io.tops.ptr_to([row, j * 32 + p.lane]))
-        s.bits[0] = T.uint32(0)
-        for j in T.unroll(e.groups_each):
-            s.largest[j] = T.uint32(0)
-        for j in T.unroll(each):
-            s.largest[j % e.groups_each] = T.max(s.largest[j % e.groups_each], s.seen[j])
-            if s.seen[j] == T.uint32(0) and j * 32 + p.lane < e.first_tiles:
-                s.bits[0] = T.uint32(1)
-        s.reached[0] = T.call_extern("uint32", "__reduce_add_sync", T.uint32(FULL_WARP), s.bits[0])
-
-    @T.inline
-    def listen(s):
-        T.cuda.nano_sleep(PAUSE)
-        load_flag(s.heard[0], s.said.ptr_to([0]))
-        # One lane's word for all.
-        s.heard[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.heard[0], 0, 32, 32)
-
-    @T.inline
-    def phase(io, s, p, block):
-        s.heard[0] = T.uint32(0)
-        # While its own thread block has its first tiles in hand, so have others: a look would come too early.
-        while s.heard[0] == T.uint32(0):
-            listen(s)
-        for i in T.serial((s.rows[0] - block + (e.blocks - 1)) // e.blocks):
-            row: T.int32 = s.top + i * e.blocks + block
-            s.reached[0] = T.uint32(32)
-            while s.reached[0] > T.uint32(0) and s.heard[0] != T.uint32(OVER):
-                load(io, s, p, row)
-                if s.reached[0] > T.uint32(0):
-                    listen(s)
-            if s.reached[0] == T.uint32(0):
-                find(s.largest, s.reached, s.bits)
-                if p.lane == 0:
-                    store_bits(bound_of(e, io, row), s.bits[0])
-
-    return phase
+    s.heard[0] = T.uint32(0)
+    # While its own thread block has its first tiles in hand, so have others: a look would come too early.
+    while s.heard[0] == T.uint32(0):
+        listen(s)
+    for i in T.serial((s.rows[0] - block + (e.blocks - 1)) // e.blocks):
+        row: T.int32 = s.top + i * e.blocks + block
+        s.reached[0] = T.uint32(32)
+        while s.reached[0] > T.uint32(0) and s.heard[0] != T.uint32(OVER):
+            load(e)(io, s, p, row)
+            if s.reached[0] > T.uint32(0):
+                listen(s)
+        if s.reached[0] == T.uint32(0):
+            kth_by_bits(e.groups_each, e.k, BITS)(s.largest, s.reached, s.bits)
+            if p.lane == 0:
+                store_bits(bound_of(e, io, row), s.bits[0])
 
 
-def look_up(e: Extents) -> Callable[..., Any]:
-    """The bounds of the lane's rows, as far as they are found; the phase is (io, s, p).
+@phase
+def look_up(e, /, io, s, p):
+    """The bounds of the lane's rows, as far as they are found.
 
-    Reads: bounds.
-    Writes: `bound`.
-    Barriers: none.
+    Reads: bounds. Writes: `bound`. Barriers: none.
     """
-
-    @T.inline
-    def phase(io, s, p):
-        for turn in T.unroll(e.turns):
-            if s.bound[turn] == T.uint32(0) and s.tile[0] >= e.stride and turn * 32 + p.lane < s.rows[0]:
-                load_bits(s.bound[turn], bound_of(e, io, s.top + turn * 32 + p.lane))
-
-    return phase
+    for turn in T.unroll(e.turns):
+        if s.bound[turn] == T.uint32(0) and s.tile[0] >= e.stride and turn * 32 + p.lane < s.rows[0]:
+            load_bits(s.bound[turn], bound_of(e, io, s.top + turn * 32 + p.lane))
 
 
 @T.inline

@@ -2,7 +2,7 @@
 
 arrange     the hidden states as operand B, part by part of the columns; with `gated` no bounds, and no tiles yet
 product     the scores of tiles of words  (`product`)
-best        the best words of the rows    (`best`)
+best        the best words of the rows    (`best`); or a word drawn (`draw`)
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ...device.region import device_region
 from ...interface import gpu_program
 from ..best.kernel import best
 from ..best.sizes import VECTOR
+from ..draw import draw_token, slices_of
 from ..tiles.product import load_vector
 from ..words import OutputLayer, rows_shape
 from .gate import clear_tops, store_vector
@@ -64,13 +65,16 @@ def arrange(e: Extents) -> Callable[..., Any]:
 
 def program(problem: OutputLayer, e: Extents) -> Program:
     """The program of one point of the space."""
-    own = (
+    told = (
         Workspace("scores", rows_shape(problem, e.row_pitch), "float32"),
         Workspace("tops", rows_shape(problem, e.tops_pitch), "uint32"),
         Workspace("sums", rows_shape(problem, e.blocks, 2), "float32"),
+    )
+    own = (
+        *((slices_of(e),) if e.draws else told),
         Workspace("matrices", rows_shape(problem, e.parts * e.part_vectors * (VECTOR // 4)), "uint32"),
     )
-    put_in_order, multiply, find = arrange(e), product(e), best(e)
+    put_in_order, multiply, find = arrange(e), product(e), draw_token(problem, e) if e.draws else best(e)
 
     # fmt: off
     @T.inline

@@ -47,7 +47,7 @@ from ...device.state import Buffers, local, pooled, shared
 from ...device.words import held_address, load_element
 from ..best.sizes import VECTOR
 from ..scales import factor_at, factors_of, head_capped
-from ..tiles.product import LOWEST, MINUS_INFINITY, Place, join_warps
+from ..tiles.product import LOWEST, MINUS_INFINITY, Place, join_warps, store_slice
 from ..tiles.sizes import STEP
 from .gate import FIRST_TOLD, OVER, find_bounds, look_up, say
 from .space import HELD_PARTS, Extents
@@ -338,7 +338,8 @@ def finish_tile(e: Extents) -> Callable[..., Any]:
 
     Reads: `sums`; the bias; with `gated` bounds.
     Writes: `scores`, -inf beyond the last word; each row's largest in `tops`; `m` and `d` of the lane's rows. With
-        `gated`, rows whose largest score is below their bound get neither scores nor a largest one.
+        `gated`, rows whose largest score is below their bound get neither scores nor a largest one. For a draw
+        `slices` alone, of the tile's own `m` and `d`.
     Barriers: of the warp.
     """
     words, quads, bounds = e.word_groups, e.tile_n // 4, look_up(e)
@@ -375,6 +376,9 @@ def finish_tile(e: Extents) -> Callable[..., Any]:
             largest(s.other[n % 2], s.other[n % 2], s.own[n + 2])
         largest(s.other[0], s.other[0], s.other[1])
         s.bits[0] = order_bits(s.other[0])
+        if e.draws:
+            s.m[turn] = LOWEST
+            s.d[turn] = T.float32(0)
         # Not below the lowest number: the difference of two infinities would be NaN.
         s.other[0] = T.max(s.other[0], s.m[turn])
         s.d[turn] = s.d[turn] * T.exp2((s.m[turn] - s.other[0]) * factor_at(factor, turn))
@@ -425,9 +429,12 @@ def finish_tile(e: Extents) -> Callable[..., Any]:
             T.cuda.warp_sync()
             if turn * 32 + p.lane < s.rows[0]:
                 weigh(io, s, p, turn, factor)
-            tell(io, s, p, turn)
-            if s.wanted[0] != T.uint32(0):
-                store(io, s, p, turn)
+                if e.draws:
+                    store_slice(io.slices, s.top + turn * 32 + p.lane, s.tile[0], s.bits[0], s.d[turn])
+            if not e.draws:
+                tell(io, s, p, turn)
+                if s.wanted[0] != T.uint32(0):
+                    store(io, s, p, turn)
             T.cuda.warp_sync()
 
     return phase
@@ -580,8 +587,9 @@ def product(e: Extents) -> Callable[..., Any]:
                     do.produce(io, s, block, io.matrices)
             elif e.gated > 0:
                 do.find_bounds(io, s, p, block)
-            do.tell_sums(s, p)
-            do.join_warps(io, s, p, block, io.sums, factor)
+            if not e.draws:
+                do.tell_sums(s, p)
+                do.join_warps(io, s, p, block, io.sums, factor)
 
     return kernel
 # fmt: on

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv
-from tvm_sparse.operators.head_topk.problem import SIXTEEN, HeadTopk
+from tvm_sparse.operators.head_draw.problem import HeadDraw
+from tvm_sparse.operators.head_topk.problem import SIXTEEN
 
 from ..best.sizes import MAX_TILES_EACH, THREADS, VECTOR, dynamic_shared, require_ranks, search_allowed
 from ..tiles.sizes import MAX_BLOCKS_Y, STEP, TileSizes, is_large, require_whole_vectors
-from ..words import OutputLayer, best_of, lists_of, most_words
+from ..words import ExactHead, OutputLayer, best_of, draws_one, lists_of, most_words
 
 # Rows of a tile: columns of operand B.
 TILE_M = (32, 64, 128, 16, 8)
@@ -42,7 +43,7 @@ SEARCH_REGISTERS = {6: 32, 20: 48, MAX_TILES_EACH: 96}
 
 
 def space(problem: OutputLayer, machine: Machine) -> Table:
-    if not isinstance(problem, HeadTopk):
+    if not isinstance(problem, ExactHead):
         raise NotApplicable("words of candidates do not follow each other")
     if not machine.has_warpgroups:
         raise NotApplicable(f"{machine.arch} has no products of warpgroups (wgmma)")
@@ -66,8 +67,8 @@ def space(problem: OutputLayer, machine: Machine) -> Table:
         "blocks": tuple(dict.fromkeys(min(most, machine.cores * n) for n in BLOCKS_EACH)),
         "threads": THREADS,
         "evict_first": (0, 1) if is_large(problem) else (0,),
-        # Who asks for the probabilities of some words may ask for any, and needs all scores.
-        "gated": (0,) if problem.ids else (0, 1),
+        # Who asks for the probabilities of some words may ask for any, and needs all scores; a draw needs none.
+        "gated": (0,) if isinstance(problem, HeadDraw) or problem.ids else (0, 1),
     }
 
 
@@ -115,7 +116,7 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
         if gated and e.list_tiles <= LEAST_ROUNDS * e.stride:
             continue
         # Where a thread has more tiles than registers, they are searched in another way.
-        if threads < max(table["threads"]) and not e.by_bits:
+        if threads < max(table["threads"]) and not (e.by_bits or e.draws):
             continue
         if allowed(problem, machine, point) is None:
             yield point
@@ -137,6 +138,8 @@ class Extents(TileSizes):
         16-byte vectors of a row.
     list_tiles
         Tiles of the vocabulary.
+    draws
+        Whether a token is drawn: then sums of tiles are written, and no scores.
     """
 
     dtype: str
@@ -154,6 +157,7 @@ class Extents(TileSizes):
     gated: int
     vectors: int
     list_tiles: int
+    draws: bool
 
     # All words of the vocabulary are in one list, and its tiles are dealt out beforehand.
     m, block, direct, dynamic = 0, 1, 0, 0
@@ -170,6 +174,7 @@ class Extents(TileSizes):
             **decisions,
             vectors=problem.hidden * numpy_dtype(problem.dtype).itemsize // VECTOR,
             list_tiles=ceildiv(most_words(problem), decisions["tile_n"]),
+            draws=draws_one(problem),
         )
 
     @property

@@ -19,28 +19,15 @@ nothing is lost. The paper does not do this.
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
-from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+from tvm_sparse.core.template import in_phases
 
-from .space import default, space
+from . import space
 
-
-def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
-    from ...softmax_topk.interface import gpu_program
-    from .kernel import kernel
-
-    return gpu_program(problem, kernel(problem, decisions["threads"], bool(decisions["skip"])))
-
-
-packed_insertion = Template(
+packed_insertion = in_phases(
+    space,
     name="packed_insertion",
     version=1,
     operator="softmax_topk",
-    kind="cuda",
     summary="for comparison: every element down the k best by atomicMax of packed words in shared memory",
-    space=space,
-    default=default,
-    program=build,
-    explicit_threads=True,
     comparison=True,
 )

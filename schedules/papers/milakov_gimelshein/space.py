@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, NotApplicable, Table, ceildiv, powers
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
@@ -13,6 +14,9 @@ THREADS = powers(128, 512)
 LOADS = (1, 4)
 # A thread's list takes two registers a key.
 MAX_K = 32
+
+
+extent = Derived["Layout", int]
 
 
 @dataclass(frozen=True)
@@ -26,25 +30,14 @@ class Layout:
     threads: int  # of a thread block
     loads: int  # elements of a thread that are loaded together
 
-    @property
-    def warps(self) -> int:
-        """Warps of a thread block."""
-        return self.threads // 32
-
-    @property
-    def tile(self) -> int:
-        """Elements of a row that a thread block loads together."""
-        return self.threads * self.loads
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of a row."""
-        return ceildiv(self.vocab, self.tile)
-
-    @property
-    def kept(self) -> int:
-        """Keys of a list. One more than k shows whether the k-th probability is above all that are left out."""
-        return min(self.k + 1, self.vocab) if self.form == "unfused" else self.k
+    # Warps of a thread block.
+    warps = extent(lambda e: e.threads // 32)
+    # Elements of a row that a thread block loads together.
+    tile = extent(lambda e: e.threads * e.loads)
+    # Tiles of a row.
+    tiles = extent(lambda e: ceildiv(e.vocab, e.tile))
+    # Keys of a list. One more than k shows whether the k-th probability is above all that are left out.
+    kept = extent(lambda e: min(e.k + 1, e.vocab) if e.form == "unfused" else e.k)
 
 
 def space(problem: SoftmaxTopk, machine: Machine) -> Table:

@@ -16,29 +16,15 @@ Source: Zhu, Pool et al. 2018, "Sparse Persistent RNNs", for the forward pass.
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
-from tvm_sparse.operators.recurrent_backward.problem import RecurrentBackward
+from tvm_sparse.core.template import in_phases
 
-from .space import BackExtents, allowed, default, launch, space
+from . import space
 
-
-def build(problem: RecurrentBackward, decisions: Decisions) -> Program:
-    from .kernel import program
-
-    return program(problem, BackExtents.of(problem, decisions))
-
-
-persistent_back = Template(
+persistent_back = in_phases(
+    space,
     name="persistent_back",
     version=1,
     operator="recurrent_backward",
-    kind="cuda",
     summary="all steps back in one launch; the transposed weight stays on chip, blocks exchange gradients",
-    space=space,
-    default=default,
-    program=build,
-    allowed=allowed,
-    launch=launch,
-    explicit_threads=True,
     cooperative=True,
 )

@@ -30,7 +30,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.template import Program, Resident, Workspace
+from tvm_sparse.core.phase import phase
+from tvm_sparse.core.template import Decisions, Program, Resident, Workspace
 from tvm_sparse.operators.recurrent_backward.problem import RecurrentBackward
 
 from ...interface import gpu_program
@@ -47,72 +48,55 @@ Phase = Callable[..., Any]
 
 
 # fmt: off
-def second_half(e: BackExtents) -> Phase:
-    """From the gradients of a step's candidates to those of its other gates; the phase is (s, io, step, slot, pack)."""
-    sums, end, write = sum_products(e, 2, 3, e.regions[1]), finish_gates(e), write_exchanged(e, 2)
-
-    @T.inline
-    def phase(s, io, step, slot, pack):
-        sums(s, io, slot, pack)
-        end(s, step, pack, slot)
-        write(s, io, step, pack)
-
-    return phase
+@phase
+def second_half(e, /, s, io, step, slot, pack):
+    """From the gradients of a step's candidates to those of its other gates."""
+    sum_products(e, 2, 3, e.regions[1])(s, io, slot, pack)
+    finish_gates(e)(s, step, pack, slot)
+    write_exchanged(e, 2)(s, io, step, pack)
 
 
-def take_pack(e: BackExtents) -> Phase:
-    """A pack's way through one step back; the phase is (s, io, back, pack), `back` counting the steps from the last
-    but one.
+@phase
+def take_pack(e, /, s, io, back, pack):
+    """A pack's way through one step back, `back` counting the steps from the last but one.
     """
-    load, take, end = load_inputs(e), take_inputs(e), finish(e)
-    gates = second_half(e) if e.twice else None
-    sums = sum_products(e, 0, 2, e.regions[0]) if e.twice else sum_products(e)
-    write = write_exchanged(e, 0, 2 if e.twice else None)
-
-    @T.inline
-    def phase(s, io, back, pack):
-        step = T.meta_var(io.steps - 2 - back)
-        take(s)
-        if pack + 1 < e.packs:
-            load(s, io, step, pack + 1)
-        elif step >= 0:
-            load(s, io, step - 1, 0)
-        sums(s, io, back, pack)
-        end(s, io, step, pack, back + 1)
-        write(s, io, step + 1, pack)
-        if e.twice:
-            if step >= 0:
-                gates(s, io, step, back + 1, pack)
-            elif e.packs > 1:  # the next copy goes to the same place
-                T.cuda.cta_sync()
-        elif e.stages == 2:
-            s.front[0] = s.copies[0] - s.front[0]
-
-    return phase
+    load, gates = T.meta_var(load_inputs(e)), T.meta_var(second_half(e) if e.twice else None)
+    sums = T.meta_var(sum_products(e, 0, 2, e.regions[0]) if e.twice else sum_products(e))
+    step = T.meta_var(io.steps - 2 - back)
+    take_inputs(e)(s)
+    if pack + 1 < e.packs:
+        load(s, io, step, pack + 1)
+    elif step >= 0:
+        load(s, io, step - 1, 0)
+    sums(s, io, back, pack)
+    finish(e)(s, io, step, pack, back + 1)
+    write_exchanged(e, 0, 2 if e.twice else None)(s, io, step + 1, pack)
+    if e.twice:
+        if step >= 0:
+            gates(s, io, step, back + 1, pack)
+        elif e.packs > 1:  # the next copy goes to the same place
+            T.cuda.cta_sync()
+    elif e.stages == 2:
+        s.front[0] = s.copies[0] - s.front[0]
 
 
-def last_step(e: BackExtents) -> Phase:
-    """The last step of all packs; the phase is (s, io).
+@phase
+def last_step(e, /, s, io):
+    """The last step of all packs.
 
     After: the inputs of the step before it are being loaded. Barriers: none, but all lanes of a warp take part.
     """
-    load, take, length, start = load_inputs(e), take_inputs(e), load_length(e), begin(e)
-    gates = second_half(e) if e.twice else None
-
-    @T.inline
-    def phase(s, io):
-        for pack in T.serial(e.packs):
-            load(s, io, io.steps - 1, pack)
-            take(s)
-            length(s, io, pack)
-            start(s, io, pack)
-            if e.twice:
-                gates(s, io, io.steps - 1, 0, pack)
-                if e.packs > 1:  # the next copy goes to the same place
-                    T.cuda.cta_sync()
-        load(s, io, io.steps - 2, 0)
-
-    return phase
+    load, gates = T.meta_var(load_inputs(e)), T.meta_var(second_half(e) if e.twice else None)
+    for pack in T.serial(e.packs):
+        load(s, io, io.steps - 1, pack)
+        take_inputs(e)(s)
+        load_length(e)(s, io, pack)
+        begin(e)(s, io, pack)
+        if e.twice:
+            gates(s, io, io.steps - 1, 0, pack)
+            if e.packs > 1:  # the next copy goes to the same place
+                T.cuda.cta_sync()
+    load(s, io, io.steps - 2, 0)
 
 
 def kernel_body(problem: RecurrentBackward, e: BackExtents) -> Phase:
@@ -128,8 +112,9 @@ def kernel_body(problem: RecurrentBackward, e: BackExtents) -> Phase:
 # fmt: on
 
 
-def program(problem: RecurrentBackward, e: BackExtents) -> Program:
-    """The program of one point of the space."""
+def program(problem: RecurrentBackward, decisions: Decisions) -> Program:
+    """The program of a point."""
+    e = BackExtents.of(problem, decisions)
     own = [Workspace("exchange", ("steps", e.packs * e.pitch * WIDEST // 4), "uint32", fill=None)]
     if e.cell == "lstm":
         own.append(Workspace("cells", ("steps", e.batch, e.hidden), "float32", fill=None))

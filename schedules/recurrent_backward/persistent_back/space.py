@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, Table, ceildiv
 from tvm_sparse.operators.recurrent_backward.problem import RecurrentBackward
@@ -17,6 +18,9 @@ from ...sparse_recurrent.persistent_rows.space import allowed as _allowed
 from ...sparse_recurrent.persistent_rows.space import default as _default
 from ...sparse_recurrent.persistent_rows.space import launch as _launch
 from ...sparse_recurrent.persistent_rows.space import space as _space
+
+extent = Derived["BackExtents", int]
+whether = Derived["BackExtents", bool]
 
 
 @dataclass(frozen=True)
@@ -38,33 +42,20 @@ class BackExtents(Extents):
         layer["nonzeros"] = ceildiv(problem.nonzeros, problem.parts)
         return cls(**layer, derived=problem.gates, kept=problem.kept, cuts=bool(problem.resets))
 
-    @property
-    def twice(self) -> bool:
-        """Whether gradients of a step come at two times."""
-        return EXCHANGES.get(self.cell, 1) == 2
-
-    @property
-    def exchanges(self) -> int:
-        """Slots of a step: both times' gradients are in one."""
-        return 1
-
-    @property
-    def mixed(self) -> bool:
-        """Whether a part of the gradient goes to the state before the step without the recurrent weight."""
-        return self.cell.startswith("gru")
-
-    @property
-    def has_own(self) -> bool:
-        return self.mixed or self.ragged
+    # Whether gradients of a step come at two times.
+    twice = whether(lambda e: EXCHANGES.get(e.cell, 1) == 2)
+    # Slots of a step: both times' gradients are in one.
+    exchanges = extent(lambda e: 1)
+    # Whether a part of the gradient goes to the state before the step without the recurrent weight.
+    mixed = whether(lambda e: e.cell.startswith("gru"))
+    has_own = whether(lambda e: e.mixed or e.ragged)
 
     @property
     def gap(self) -> tuple[int, int]:
         first, vector = 2 * self.hidden, WIDEST // self.column_bytes
         return (first, vector - first % vector) if self.twice else (0, 0)
 
-    @property
-    def columns(self) -> int:
-        return self.derived * self.hidden + self.gap[1]
+    columns = extent(lambda e: e.derived * e.hidden + e.gap[1])
 
     @property
     def regions(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -72,9 +63,7 @@ class BackExtents(Extents):
         first = sum(self.gap) * self.column_bytes // WIDEST
         return (0, first), (first, self.vectors - first)
 
-    @property
-    def stage_bytes(self) -> int:
-        return self.vectors * WIDEST if self.twice else super().stage_bytes
+    stage_bytes = extent(lambda e: e.vectors * WIDEST if e.twice else Extents.stage_bytes.find(e))
 
     def column(self, gate: Any) -> Any:
         """The column of a gate's first unit."""

@@ -4,41 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.template import Decisions, ceildiv
 from tvm_sparse.operators.softmax.problem import Softmax
 
 from ..problems import RowProblem, algorithm, out_dtype
 
+extent = Derived["Extents", int]
+
 
 @dataclass(frozen=True)
 class Extents:
-    """What a kernel is generated from.
+    """What a kernel is generated from."""
 
-    Attributes
-    ----------
-    softmax
-        Whether the kernel writes probabilities; else it is logsumexp's.
-    algorithm
-        The paper's: "online", "safe" or "naive".
-    dtype, vocab
-        The logits' dtype and how many a row has.
-    out_dtype
-        The dtype of the probabilities.
-    simd
-        Elements of a vector.
-    chunk
-        Vectors between two rescalings.
-    kept
-        Whether the exponentials computed for the sum are kept, and probabilities made of them.
-    """
-
+    # Whether the kernel writes probabilities; else it is logsumexp's.
     softmax: bool
+    # The paper's: "online", "safe" or "naive".
     algorithm: str
+    # The logits' dtype and how many a row has.
     dtype: str
+    # The dtype of the probabilities.
     out_dtype: str
+    # As `dtype`.
     vocab: int
+    # Elements of a vector.
     simd: int
+    # Vectors between two rescalings.
     chunk: int
+    # Whether the exponentials computed for the sum are kept, and probabilities made of them.
     kept: bool
 
     @classmethod
@@ -49,30 +42,16 @@ class Extents:
         written = out_dtype(problem)
         return cls(isinstance(problem, Softmax), algorithm(problem), problem.dtype, written, vocab, simd, chunk, kept)
 
-    @property
-    def vectors(self) -> int:
-        """Whole vectors of a row."""
-        return self.vocab // self.simd
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of a row; the last one may be shorter."""
-        return ceildiv(self.vectors, self.chunk)
-
-    @property
-    def tail(self) -> int:
-        """The first element that no vector covers."""
-        return self.vectors * self.simd
-
-    @property
-    def halvings(self) -> int:
-        """Steps in which the elements of a vector are reduced to one."""
-        return self.simd.bit_length() - 1
-
-    @property
-    def scratch(self) -> int:
-        """Elements of the float32 row that keeps exponentials where the output cannot."""
-        return self.tail if self.kept and self.out_dtype != "float32" else 0
+    # Whole vectors of a row.
+    vectors = extent(lambda e: e.vocab // e.simd)
+    # Chunks of a row; the last one may be shorter.
+    chunks = extent(lambda e: ceildiv(e.vectors, e.chunk))
+    # The first element that no vector covers.
+    tail = extent(lambda e: e.vectors * e.simd)
+    # Steps in which the elements of a vector are reduced to one.
+    halvings = extent(lambda e: e.simd.bit_length() - 1)
+    # Elements of the float32 row that keeps exponentials where the output cannot.
+    scratch = extent(lambda e: e.tail if e.kept and e.out_dtype != "float32" else 0)
 
     @property
     def exceeds(self) -> bool:

@@ -1,7 +1,7 @@
 """The CPU kernel of softmax and logsumexp, in phases.
 
-A phase is a factory that takes the kernel's `Extents` and returns an inline over the row's `RowState`. In all of them
-(m, d) is the paper's pair: the maximum, and the sum of the exponentials of the elements less the maximum.
+A phase takes the kernel's `Extents`, then the row's `RowState`. In all of them (m, d) is the paper's pair: the maximum,
+and the sum of the exponentials of the elements less the maximum.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import Decisions, Program
 
 from ...device.arithmetic import exp_any, exp_nonpositive
@@ -62,198 +63,167 @@ class RowState:
 
 
 # fmt: off
-def vector_maximum(ext: Extents) -> Phase:
+@phase
+def vector_maximum(ext, /, s, X, first, count):
     """Reads: the row. Writes: `top`, `fold`. After: `fold[0]` is the maximum of vectors first to first + count."""
-    simd = ext.simd
-
-    @T.inline
-    def phase(s, X, first, count):
+    simd = T.meta_var(ext.simd)
+    for lane in T.vectorized(simd):
+        s.top[lane] = LOWEST
+    for u in range(count):
         for lane in T.vectorized(simd):
-            s.top[lane] = LOWEST
-        for u in range(count):
-            for lane in T.vectorized(simd):
-                s.top[lane] = T.max(s.top[lane], T.Cast("float32", X[s.row, (first + u) * simd + lane]))
-        # By halving, in vectors; lanes past the half only repeat a comparison.
-        for lane in T.vectorized(simd):
-            s.fold[lane] = s.top[lane]
-        for h in T.unroll(ext.halvings):
-            for lane in T.vectorized(simd // 2):
-                s.fold[lane] = T.max(s.fold[lane], s.fold[lane + (simd >> (h + 1))])
-
-    return phase
+            s.top[lane] = T.max(s.top[lane], T.Cast("float32", X[s.row, (first + u) * simd + lane]))
+    # By halving, in vectors; lanes past the half only repeat a comparison.
+    for lane in T.vectorized(simd):
+        s.fold[lane] = s.top[lane]
+    for h in T.unroll(ext.halvings):
+        for lane in T.vectorized(simd // 2):
+            s.fold[lane] = T.max(s.fold[lane], s.fold[lane + (simd >> (h + 1))])
 
 
-def tail_maximum(ext: Extents) -> Phase:
+@phase
+def tail_maximum(ext, /, s, X):
     """Reads: the elements that no vector covers. Writes: `m`. After: `m` covers them too."""
-
-    @T.inline
-    def phase(s, X):
-        for i in range(ext.vocab - ext.tail):
-            s.m[0] = T.max(s.m[0], T.Cast("float32", X[s.row, ext.tail + i]))
-
-    return phase
+    for i in range(ext.vocab - ext.tail):
+        s.m[0] = T.max(s.m[0], T.Cast("float32", X[s.row, ext.tail + i]))
 
 
-def add_exponentials(ext: Extents) -> Phase:
+@phase
+def add_some(ext, /, s, X, first, count):
+    """Add `count` vectors' exponentials to a sum of their own, and that to `part`."""
+    for lane in T.vectorized(ext.simd):
+        s.fold[lane] = T.float32(0)
+    for u in range(count):
+        for lane in T.vectorized(ext.simd):
+            s.fold[lane] = s.fold[lane] + exponential(ext)(
+                T.Cast("float32", X[s.row, (first + u) * ext.simd + lane]) - s.m[0])
+    for lane in T.vectorized(ext.simd):
+        s.part[lane] = s.part[lane] + T.Cast("float64", s.fold[lane])
+
+
+@phase
+def add_exponentials(ext, /, s, X, first, count):
     """Reads: the row, `m`. Writes: `part`; as scratch `fold`. After: `part` covers vectors first to first + count."""
-    exp = exponential(ext)
-
-    @T.inline
-    def add_some(s, X, first, count):
-        for lane in T.vectorized(ext.simd):
-            s.fold[lane] = T.float32(0)
-        for u in range(count):
-            for lane in T.vectorized(ext.simd):
-                s.fold[lane] = s.fold[lane] + exp(
-                    T.Cast("float32", X[s.row, (first + u) * ext.simd + lane]) - s.m[0])
-        for lane in T.vectorized(ext.simd):
-            s.part[lane] = s.part[lane] + T.Cast("float64", s.fold[lane])
-
-    @T.inline
-    def phase(s, X, first, count):
-        if ext.chunk <= APART:
-            add_some(s, X, first, count)
-        else:
-            for n in range((count + (APART - 1)) // APART):
-                add_some(s, X, first + n * APART, T.min(APART, count - n * APART))
-
-    return phase
+    if ext.chunk <= APART:
+        add_some(ext)(s, X, first, count)
+    else:
+        for n in range((count + (APART - 1)) // APART):
+            add_some(ext)(s, X, first + n * APART, T.min(APART, count - n * APART))
 
 
-def keep_exponentials(ext: Extents) -> Phase:
+@phase
+def keep_exponentials(ext, /, s, X, Y, first, count):
     """Reads: the row, `m`. Writes: `part`; the output, or `kept`. After: both cover vectors first to first + count."""
-    exp, simd, scratch = exponential(ext), ext.simd, ext.scratch > 0
-
-    @T.inline
-    def phase(s, X, Y, first, count):
+    simd = T.meta_var(ext.simd)
+    for lane in T.vectorized(simd):
+        s.fold[lane] = T.float32(0)
+    for u in range(count):
         for lane in T.vectorized(simd):
-            s.fold[lane] = T.float32(0)
-        for u in range(count):
-            for lane in T.vectorized(simd):
-                s.top[lane] = exp(T.Cast("float32", X[s.row, (first + u) * simd + lane]) - s.m[0])
-            for lane in T.vectorized(simd):
-                s.fold[lane] = s.fold[lane] + s.top[lane]
-            if scratch:
-                for lane in T.vectorized(simd):
-                    s.kept[(first + u) * simd + lane] = s.top[lane]
-            else:
-                for lane in T.vectorized(simd):
-                    Y[s.row, (first + u) * simd + lane] = s.top[lane]
+            s.top[lane] = exponential(ext)(T.Cast("float32", X[s.row, (first + u) * simd + lane]) - s.m[0])
         for lane in T.vectorized(simd):
-            s.part[lane] = s.part[lane] + T.Cast("float64", s.fold[lane])
+            s.fold[lane] = s.fold[lane] + s.top[lane]
+        if (ext.scratch > 0):
+            for lane in T.vectorized(simd):
+                s.kept[(first + u) * simd + lane] = s.top[lane]
+        else:
+            for lane in T.vectorized(simd):
+                Y[s.row, (first + u) * simd + lane] = s.top[lane]
+    for lane in T.vectorized(simd):
+        s.part[lane] = s.part[lane] + T.Cast("float64", s.fold[lane])
 
-    return phase
 
-
-def accumulate(ext: Extents) -> Phase:
+@phase
+def accumulate(ext, /, s, X, log, Y):
     """Reads: the row. Writes: `m`, `part`, `top`, `fold`. After: `m` is the row's, `part` covers all vectors.
 
     If exponentials are `kept`, and `log` is 0, also `base`, and what `keep_exponentials` writes.
     """
-    of_vectors, of_tail, added = vector_maximum(ext), tail_maximum(ext), add_exponentials(ext)
-    kept = keep_exponentials(ext)
-
-    @T.inline
-    def phase(s, X, log, Y):
-        for lane in T.vectorized(ext.simd):
-            s.part[lane] = T.float64(0)
-        if ext.algorithm == "naive":
-            s.m[0] = T.float32(0)
-            added(s, X, 0, ext.vectors)
-        elif ext.algorithm == "safe":
-            of_vectors(s, X, 0, ext.vectors)
-            s.m[0] = s.fold[0]
-            of_tail(s, X)
-            added(s, X, 0, ext.vectors)
-        else:
-            # The elements that no vector covers come first: their maximum needs no rescaling.
-            s.m[0] = LOWEST
-            of_tail(s, X)
+    of_vectors, of_tail = T.meta_var(vector_maximum(ext)), T.meta_var(tail_maximum(ext))
+    added = T.meta_var(add_exponentials(ext))
+    for lane in T.vectorized(ext.simd):
+        s.part[lane] = T.float64(0)
+    if ext.algorithm == "naive":
+        s.m[0] = T.float32(0)
+        added(s, X, 0, ext.vectors)
+    elif ext.algorithm == "safe":
+        of_vectors(s, X, 0, ext.vectors)
+        s.m[0] = s.fold[0]
+        of_tail(s, X)
+        added(s, X, 0, ext.vectors)
+    else:
+        # The elements that no vector covers come first: their maximum needs no rescaling.
+        s.m[0] = LOWEST
+        of_tail(s, X)
+        if not ext.softmax:
+            s.m[0] = T.min(s.m[0], HIGHEST)
+        for c in range(ext.chunks):
+            of_vectors(s, X, c * ext.chunk, T.min(ext.chunk, ext.vectors - c * ext.chunk))
             if not ext.softmax:
-                s.m[0] = T.min(s.m[0], HIGHEST)
-            for c in range(ext.chunks):
-                of_vectors(s, X, c * ext.chunk, T.min(ext.chunk, ext.vectors - c * ext.chunk))
-                if not ext.softmax:
-                    # Finite, so that plus infinity makes the sum infinite and not NaN.
-                    s.fold[0] = T.min(s.fold[0], HIGHEST)
-                if s.fold[0] > s.m[0]:
-                    for lane in T.vectorized(ext.simd):
-                        s.part[lane] = s.part[lane] * T.Cast("float64", T.exp(s.m[0] - s.fold[0]))
-                    s.m[0] = s.fold[0]
-                if ext.kept:
-                    if log == 0:
-                        s.base[c] = s.m[0]
-                        kept(s, X, Y, c * ext.chunk, T.min(ext.chunk, ext.vectors - c * ext.chunk))
-                    else:
-                        added(s, X, c * ext.chunk, T.min(ext.chunk, ext.vectors - c * ext.chunk))
+                # Finite, so that plus infinity makes the sum infinite and not NaN.
+                s.fold[0] = T.min(s.fold[0], HIGHEST)
+            if s.fold[0] > s.m[0]:
+                for lane in T.vectorized(ext.simd):
+                    s.part[lane] = s.part[lane] * T.Cast("float64", T.exp(s.m[0] - s.fold[0]))
+                s.m[0] = s.fold[0]
+            if ext.kept:
+                if log == 0:
+                    s.base[c] = s.m[0]
+                    keep_exponentials(ext)(s, X, Y, c * ext.chunk, T.min(ext.chunk, ext.vectors - c * ext.chunk))
                 else:
                     added(s, X, c * ext.chunk, T.min(ext.chunk, ext.vectors - c * ext.chunk))
+            else:
+                added(s, X, c * ext.chunk, T.min(ext.chunk, ext.vectors - c * ext.chunk))
 
-    return phase
 
-
-def join_lanes(ext: Extents) -> Phase:
+@phase
+def join_lanes(ext, /, s, X):
     """Reads: the elements that no vector covers, `m`, `part`. Writes: `d`. After: (m, d) is the row's pair."""
-
-    @T.inline
-    def phase(s, X):
-        for i in range(ext.vocab - ext.tail):
-            s.part[0] = s.part[0] + T.Cast("float64", T.exp(T.Cast("float32", X[s.row, ext.tail + i]) - s.m[0]))
-        for lane in range(ext.simd - 1):
-            s.part[0] = s.part[0] + s.part[lane + 1]
-        s.d[0] = T.Cast("float32", s.part[0])
-
-    return phase
+    for i in range(ext.vocab - ext.tail):
+        s.part[0] = s.part[0] + T.Cast("float64", T.exp(T.Cast("float32", X[s.row, ext.tail + i]) - s.m[0]))
+    for lane in range(ext.simd - 1):
+        s.part[0] = s.part[0] + s.part[lane + 1]
+    s.d[0] = T.Cast("float32", s.part[0])
 
 
-def scale_kept(ext: Extents) -> Phase:
+@phase
+def scale_kept(ext, /, s, Y):
     """Reads: what `keep_exponentials` wrote, `base`, `m`, `d`. Writes: `base`; the probabilities of all vectors."""
-    simd, dtype, scratch = ext.simd, ext.out_dtype, ext.scratch > 0
-
-    @T.inline
-    def phase(s, Y):
-        for c in range(ext.chunks):
-            s.base[c] = T.exp(s.base[c] - s.m[0]) * s.d[0]
-            for u in range(T.min(ext.chunk, ext.vectors - c * ext.chunk)):
-                for lane in T.vectorized(simd):
-                    if scratch:
-                        Y[s.row, (c * ext.chunk + u) * simd + lane] = T.Cast(
-                            dtype, s.kept[(c * ext.chunk + u) * simd + lane] * s.base[c])
-                    else:
-                        Y[s.row, (c * ext.chunk + u) * simd + lane] = (
-                            Y[s.row, (c * ext.chunk + u) * simd + lane] * s.base[c])
-
-    return phase
+    simd = T.meta_var(ext.simd)
+    for c in range(ext.chunks):
+        s.base[c] = T.exp(s.base[c] - s.m[0]) * s.d[0]
+        for u in range(T.min(ext.chunk, ext.vectors - c * ext.chunk)):
+            for lane in T.vectorized(simd):
+                if (ext.scratch > 0):
+                    Y[s.row, (c * ext.chunk + u) * simd + lane] = T.Cast(
+                        ext.out_dtype, s.kept[(c * ext.chunk + u) * simd + lane] * s.base[c])
+                else:
+                    Y[s.row, (c * ext.chunk + u) * simd + lane] = (
+                        Y[s.row, (c * ext.chunk + u) * simd + lane] * s.base[c])
 
 
-def write(ext: Extents) -> Phase:
+@phase
+def write(ext, /, s, X, log, Y):
     """Reads: the row, (m, d). Writes: its probabilities or their logarithms; `d`."""
-    simd, tail, dtype, exp, scaled = ext.simd, ext.tail, ext.out_dtype, exponential(ext), scale_kept(ext)
-
-    @T.inline
-    def phase(s, X, log, Y):
-        if log != 0:
-            s.d[0] = T.log(s.d[0])
+    simd, tail, dtype = T.meta_var(ext.simd), T.meta_var(ext.tail), T.meta_var(ext.out_dtype)
+    if log != 0:
+        s.d[0] = T.log(s.d[0])
+        for u in range(ext.vectors):
+            for lane in T.vectorized(simd):
+                Y[s.row, u * simd + lane] = T.Cast(
+                    dtype, T.Cast("float32", X[s.row, u * simd + lane]) - s.m[0] - s.d[0])
+        for i in range(ext.vocab - tail):
+            Y[s.row, tail + i] = T.Cast(dtype, T.Cast("float32", X[s.row, tail + i]) - s.m[0] - s.d[0])
+    else:
+        s.d[0] = T.float32(1) / s.d[0]
+        if ext.kept:
+            scale_kept(ext)(s, Y)
+        else:
             for u in range(ext.vectors):
                 for lane in T.vectorized(simd):
                     Y[s.row, u * simd + lane] = T.Cast(
-                        dtype, T.Cast("float32", X[s.row, u * simd + lane]) - s.m[0] - s.d[0])
-            for i in range(ext.vocab - tail):
-                Y[s.row, tail + i] = T.Cast(dtype, T.Cast("float32", X[s.row, tail + i]) - s.m[0] - s.d[0])
-        else:
-            s.d[0] = T.float32(1) / s.d[0]
-            if ext.kept:
-                scaled(s, Y)
-            else:
-                for u in range(ext.vectors):
-                    for lane in T.vectorized(simd):
-                        Y[s.row, u * simd + lane] = T.Cast(
-                            dtype, exp(T.Cast("float32", X[s.row, u * simd + lane]) - s.m[0]) * s.d[0])
-            for i in range(ext.vocab - tail):
-                Y[s.row, tail + i] = T.Cast(
-                    dtype, T.exp(T.Cast("float32", X[s.row, tail + i]) - s.m[0]) * s.d[0])
-
-    return phase
+                        dtype, exponential(ext)(T.Cast("float32", X[s.row, u * simd + lane]) - s.m[0]) * s.d[0])
+        for i in range(ext.vocab - tail):
+            Y[s.row, tail + i] = T.Cast(
+                dtype, T.exp(T.Cast("float32", X[s.row, tail + i]) - s.m[0]) * s.d[0])
 
 
 def build(problem: RowProblem, decisions: Decisions) -> Program:

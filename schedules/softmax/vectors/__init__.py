@@ -49,7 +49,7 @@ def _template(operator: str, name: str, keep: Keep, summary: str) -> Template:
         allowed=allowed,
         features=partial(space.features, keep),
         launch=partial(space.launch, keep),
-        declines=lambda problem, machine: keep == "registers" and space.held_declines(problem),
+        declines=lambda problem, machine: keep == "registers" and space.held_declines(problem, machine),
         explicit_threads=True,
     )
 

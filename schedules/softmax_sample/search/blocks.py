@@ -9,6 +9,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LOG2_E
@@ -92,58 +93,47 @@ def search_state(blocks: Blocks, pool: Any, **more: Any) -> State:
     return State.alloc(shared, T.alloc_local, **more)
 
 
-def begin_search(blocks: Blocks) -> Callable[..., Any]:
-    """Before the first pass; the phase is (t, s, part), `part` being the number of the block in its cluster.
+@phase
+def begin_search(blocks, /, t, s, part):
+    """Before the first pass, `part` being the number of the block in its cluster.
 
-    Writes: `own`, `turn`; empty bins.
-    Barriers: one, at the end.
+    Writes: `own`, `turn`; empty bins. Barriers: one, at the end.
     """
-    threads, bins = blocks.threads, COPIES * BINS
-
-    @T.inline
-    def phase(t, s, part):
-        s.own[0] = part * threads + t
-        s.turn[0] = 0
-        for i in T.serial((bins - 1 - t + threads) // threads):
-            s.lows[i * threads + t] = T.uint32(0)
-            s.highs[i * threads + t] = T.uint32(0)
-            s.tallies[i * threads + t] = T.uint32(0)
-        T.cuda.cta_sync()
-
-    return phase
+    threads = T.meta_var(blocks.threads)
+    s.own[0] = part * threads + t
+    s.turn[0] = 0
+    for i in T.serial(((COPIES * BINS) - 1 - t + threads) // threads):
+        s.lows[i * threads + t] = T.uint32(0)
+        s.highs[i * threads + t] = T.uint32(0)
+        s.tallies[i * threads + t] = T.uint32(0)
+    T.cuda.cta_sync()
 
 
-def load_step(blocks: Blocks) -> Callable[..., Any]:
-    """A thread's vectors of its j-th tile, or, after the last, its ragged element; the phase is (io, row, t, s, j).
+@phase
+def load_step(blocks, /, io, row, t, s, j):
+    """A thread's vectors of its j-th tile, or, after the last, its ragged element.
 
-    Reads: the row, or what of it is staged; the bitmap.
-    Writes: `r.raw`, `column`, `bits`; scratch is `small`.
+    Reads: the row, or what of it is staged; the bitmap. Writes: `r.raw`, `column`, `bits`; scratch is `small`.
     """
-    ext, steps, per_word = blocks.ext, blocks.steps, blocks.ext.width // 4
-    load, take, first = load_tile(ext), take_tile(ext), first_column_of(blocks)
-
-    @T.inline
-    def phase(io, row, t, s, j):
-        if ext.ragged and j == steps:
-            for w in T.unroll(ext.vectors * 4):
-                s.r.raw[w] = minus_infinity(ext)
-            s.column[0] = T.max(s.r.edge_at, 0)
-            if s.r.edge_at >= 0:
-                load_words(4 // per_word, s.r.raw, 0, s.small, io.logits.ptr_to([row, s.column[0]]))
-                if per_word > 1:
-                    s.r.raw[0] = s.r.raw[0] | (minus_infinity(ext) & T.uint32(0xFFFF0000))
+    ext, per_word = T.meta_var(blocks.ext), T.meta_var(blocks.ext.width // 4)
+    if ext.ragged and j == blocks.steps:
+        for w in T.unroll(ext.vectors * 4):
+            s.r.raw[w] = minus_infinity(ext)
+        s.column[0] = T.max(s.r.edge_at, 0)
+        if s.r.edge_at >= 0:
+            load_words(4 // per_word, s.r.raw, 0, s.small, io.logits.ptr_to([row, s.column[0]]))
+            if per_word > 1:
+                s.r.raw[0] = s.r.raw[0] | (minus_infinity(ext) & T.uint32(0xFFFF0000))
+    else:
+        s.column[0] = T.Cast("int32", s.r.first * ext.width - row * T.int64(ext.vocab)) + (
+            j * ext.tile + s.r.t) * ext.width
+        if ext.keep == "shared":
+            take_tile(ext)(s.r, s.stage, j * ext.tile)
         else:
-            s.column[0] = T.Cast("int32", s.r.first * ext.width - row * T.int64(ext.vocab)) + (
-                j * ext.tile + s.r.t) * ext.width
-            if ext.keep == "shared":
-                take(s.r, s.stage, j * ext.tile)
-            else:
-                load(s.r, s.words, j * ext.tile, 0)
-            if blocks.has_bits:
-                for u in T.unroll(ext.vectors):
-                    s.bits[u] = bits_from(io, row, first(s, u * ext.width))
-
-    return phase
+            load_tile(ext)(s.r, s.words, j * ext.tile, 0)
+        if blocks.has_bits:
+            for u in T.unroll(ext.vectors):
+                s.bits[u] = bits_from(io, row, first_column_of(blocks)(s, u * ext.width))
 
 
 def column_of(blocks: Blocks) -> Callable[..., Any]:
@@ -158,32 +148,28 @@ def first_column_of(blocks: Blocks) -> Callable[..., Any]:
     return lambda s, e: T.min(column(s, e // width * width), blocks.ext.vocab - width)
 
 
-def take_of_step(blocks: Blocks) -> Callable[..., Any]:
-    """The e-th element of a step; the phase is (io, s, e).
+def inside(blocks: Blocks, s: Any, e: Any) -> tirx.PrimExpr:
+    ext, first = blocks.ext, first_column_of(blocks)
+    # Bias and bitmap of one column, also for elements beyond the row.
+    return first(s, e) + e % ext.width if blocks.has_bits else T.min(column_of(blocks)(s, e), ext.vocab - 1)
 
-    Reads: `r.raw`, `column`, `bits`; the bias; the bitmap.
-    Writes: `x`.
+
+@phase
+def take_of_step(blocks, /, io, s, e):
+    """The e-th element of a step.
+
+    Reads: `r.raw`, `column`, `bits`; the bias; the bitmap. Writes: `x`.
     """
-    ext, column, biased, masked = blocks.ext, column_of(blocks), bool(blocks.problem.bias), bool(blocks.problem.allowed)
-    first, with_cap, cap = first_column_of(blocks), bool(blocks.problem.capped), cap_elements(1)
-
-    def inside(s: Any, e: Any) -> tirx.PrimExpr:
-        # Bias and bitmap of one column, also for elements beyond the row.
-        return first(s, e) + e % ext.width if blocks.has_bits else T.min(column(s, e), ext.vocab - 1)
-
-    @T.inline
-    def phase(io, s, e):
-        s.x[0] = value(ext, s.r.raw, e)
-        if with_cap:
-            cap(io, s.x)
-        if biased:
-            s.x[0] = s.x[0] + load_element("float32", io.bias.ptr_to([inside(s, e)]))
-        if blocks.has_bits:
-            s.x[0] = chosen(s.bits[e // ext.width], e % ext.width, s.x[0])
-        elif masked:
-            s.x[0] = chosen(bits_from(io, s.r.row, inside(s, e)), 0, s.x[0])
-
-    return phase
+    ext = T.meta_var(blocks.ext)
+    s.x[0] = value(ext, s.r.raw, e)
+    if bool(blocks.problem.capped):
+        cap_elements(1)(io, s.x)
+    if bool(blocks.problem.bias):
+        s.x[0] = s.x[0] + load_element("float32", io.bias.ptr_to([inside(blocks, s, e)]))
+    if blocks.has_bits:
+        s.x[0] = chosen(s.bits[e // ext.width], e % ext.width, s.x[0])
+    elif bool(blocks.problem.allowed):
+        s.x[0] = chosen(bits_from(io, s.r.row, inside(blocks, s, e)), 0, s.x[0])
 
 
 @T.inline
@@ -199,11 +185,13 @@ def add_atomically(s, t, start, at, mass):
 
 @T.inline
 def count_atomically(s, t, at):
+    """Count an element of a bin. Barriers: none."""
     T.evaluate(T.cuda.atomic_add(s.tallies.ptr_to([at * COPIES + t % COPIES]), T.uint32(1)))
 
 
 @T.inline
 def add_part_of_warp(s, t, i):
+    """Add the i-th part of a warp's threads to its total. Barriers: none."""
     s.mass[0] = s.part[i]
     for h in T.unroll(5):
         s.mass[0] = s.mass[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.mass[0], 1 << h, 32, 32)
@@ -211,55 +199,52 @@ def add_part_of_warp(s, t, i):
         add_atomically(s, t, SLICES, RADIX_BINS + i, s.mass)
 
 
-def unite_blocks(blocks: Blocks) -> Callable[..., Any]:
-    """Add up what the threads of all blocks have added; the phase is (s, t, start).
+@phase
+def unite_blocks(blocks, /, s, t, start):
+    """Add up what the threads of all blocks have added.
 
     Reads: `lows`, `highs`, `tallies`, which are empty afterwards; `turn`.
     Writes: `masses` from `start` on, `counts`; `turn`; `shown` and `shown_counts`, which the others read until they
         come to the next barrier of the cluster: so there are two of each.
     Barriers: two, and one of the cluster.
     """
-    threads, cluster = blocks.threads, blocks.cluster
-
-    @T.inline
-    def phase(s, t, start):
-        T.cuda.cta_sync()
+    threads, cluster = T.meta_var(blocks.threads), T.meta_var(blocks.cluster)
+    T.cuda.cta_sync()
+    for i in T.serial((BINS - 1 - t + threads) // threads):
+        s.mass[0] = T.uint64(0)
+        s.number[0] = 0
+        for c in T.unroll(COPIES):
+            s.mass[0] = s.mass[0] + T.Cast("uint64", s.lows[(i * threads + t) * COPIES + c]) + (
+                T.Cast("uint64", s.highs[(i * threads + t) * COPIES + c]) << T.uint64(32))
+            s.number[0] = s.number[0] + T.Cast("int32", s.tallies[(i * threads + t) * COPIES + c])
+        for c in T.unroll(COPIES):
+            s.lows[(i * threads + t) * COPIES + c] = T.uint32(0)
+            s.highs[(i * threads + t) * COPIES + c] = T.uint32(0)
+            s.tallies[(i * threads + t) * COPIES + c] = T.uint32(0)
+        if cluster > 1:
+            s.shown[s.turn[0] * BINS + i * threads + t] = s.mass[0]
+            s.shown_counts[s.turn[0] * BINS + i * threads + t] = s.number[0]
+        else:
+            s.masses[start + i * threads + t] = s.mass[0]
+            s.counts[i * threads + t] = s.number[0]
+    if cluster > 1:
+        cluster_barrier()
         for i in T.serial((BINS - 1 - t + threads) // threads):
             s.mass[0] = T.uint64(0)
             s.number[0] = 0
-            for c in T.unroll(COPIES):
-                s.mass[0] = s.mass[0] + T.Cast("uint64", s.lows[(i * threads + t) * COPIES + c]) + (
-                    T.Cast("uint64", s.highs[(i * threads + t) * COPIES + c]) << T.uint64(32))
-                s.number[0] = s.number[0] + T.Cast("int32", s.tallies[(i * threads + t) * COPIES + c])
-            for c in T.unroll(COPIES):
-                s.lows[(i * threads + t) * COPIES + c] = T.uint32(0)
-                s.highs[(i * threads + t) * COPIES + c] = T.uint32(0)
-                s.tallies[(i * threads + t) * COPIES + c] = T.uint32(0)
-            if cluster > 1:
-                s.shown[s.turn[0] * BINS + i * threads + t] = s.mass[0]
-                s.shown_counts[s.turn[0] * BINS + i * threads + t] = s.number[0]
-            else:
-                s.masses[start + i * threads + t] = s.mass[0]
-                s.counts[i * threads + t] = s.number[0]
-        if cluster > 1:
-            cluster_barrier()
-            for i in T.serial((BINS - 1 - t + threads) // threads):
-                s.mass[0] = T.uint64(0)
-                s.number[0] = 0
-                for r in T.unroll(cluster):
-                    s.mass[0] = s.mass[0] + mass_of(s.shown.ptr_to([s.turn[0] * BINS + i * threads + t]), r)
-                    s.number[0] = s.number[0] + count_of(
-                        s.shown_counts.ptr_to([s.turn[0] * BINS + i * threads + t]), r)
-                s.masses[start + i * threads + t] = s.mass[0]
-                s.counts[i * threads + t] = s.number[0]
-            s.turn[0] = 1 - s.turn[0]
-        T.cuda.cta_sync()
-
-    return phase
+            for r in T.unroll(cluster):
+                s.mass[0] = s.mass[0] + mass_of(s.shown.ptr_to([s.turn[0] * BINS + i * threads + t]), r)
+                s.number[0] = s.number[0] + count_of(
+                    s.shown_counts.ptr_to([s.turn[0] * BINS + i * threads + t]), r)
+            s.masses[start + i * threads + t] = s.mass[0]
+            s.counts[i * threads + t] = s.number[0]
+        s.turn[0] = 1 - s.turn[0]
+    T.cuda.cta_sync()
 
 
 @T.inline
 def find_by_warp(s, t, start):
+    """Find the bin in which the goal is reached, by the first warp."""
     if t < 32:
         s.part[0] = T.uint64(0)
         s.part[1] = T.uint64(0)
@@ -286,39 +271,35 @@ def find_by_warp(s, t, start):
             s.part[1] = s.part[1] + s.other[0]
 
 
-def pick_by_warp(blocks: Blocks) -> Callable[..., Any]:
+@phase
+def pick_by_warp(blocks, /, io, row, t, s, first, last):
     """Find the word by the first warp of the first block: each lane counts the group's elements among some neighbouring
     columns, and the lane that has the right one looks for it.
     """
-    vocab = blocks.problem.vocab
-    piece = ceildiv(ceildiv(vocab, RADIX_BINS), 32)
-
-    @T.inline
-    def phase(io, row, t, s, first, last):
-        if s.own[0] < 32:
-            wanted = T.alloc_local([1], "int32")
-            before = T.alloc_local([1], "int32")
-            wanted[0] = -1
-            for turn in T.serial(2, unroll=False):
-                s.number[0] = 0
-                for i in T.serial(ceildiv(piece, LOADS)):
-                    for u in T.unroll(LOADS):
-                        s.x[1 + u] = -T.infinity("float32")
-                        if i * LOADS + u < piece and first + t * piece + i * LOADS + u < last:
-                            s.x[1 + u] = written_element(io, row, first + t * piece + i * LOADS + u)
-                    for u in T.unroll(LOADS):
-                        if agrees(s, s.x[1 + u]):
-                            if is_heavy(exponential_on_gpu(s, s.x[1 + u]), vocab):
-                                if s.number[0] == wanted[0]:
-                                    write_word(io, row, s, first + t * piece + i * LOADS + u, s.x[1 + u])
-                                s.number[0] = s.number[0] + 1
-                if turn == 0:
-                    before[0] = s.number[0]
-                    scan_lanes(t, before, wanted)
-                    # If another lane has the element, this rank is below 0, or not less than the lane's count.
-                    wanted[0] = T.Cast("int32", s.rank[0]) - (before[0] - s.number[0])
-
-    return phase
+    vocab = T.meta_var(blocks.problem.vocab)
+    piece = T.meta_var(ceildiv(ceildiv(vocab, RADIX_BINS), 32))
+    if s.own[0] < 32:
+        wanted = T.alloc_local([1], "int32")
+        before = T.alloc_local([1], "int32")
+        wanted[0] = -1
+        for turn in T.serial(2, unroll=False):
+            s.number[0] = 0
+            for i in T.serial(ceildiv(piece, LOADS)):
+                for u in T.unroll(LOADS):
+                    s.x[1 + u] = -T.infinity("float32")
+                    if i * LOADS + u < piece and first + t * piece + i * LOADS + u < last:
+                        s.x[1 + u] = written_element(io, row, first + t * piece + i * LOADS + u)
+                for u in T.unroll(LOADS):
+                    if agrees(s, s.x[1 + u]):
+                        if is_heavy(exponential_on_gpu(s, s.x[1 + u]), vocab):
+                            if s.number[0] == wanted[0]:
+                                write_word(io, row, s, first + t * piece + i * LOADS + u, s.x[1 + u])
+                            s.number[0] = s.number[0] + 1
+            if turn == 0:
+                before[0] = s.number[0]
+                scan_lanes(t, before, wanted)
+                # If another lane has the element, this rank is below 0, or not less than the lane's count.
+                wanted[0] = T.Cast("int32", s.rank[0]) - (before[0] - s.number[0])
 
 
 def exponential_on_gpu(s: State, x: Any) -> tirx.PrimExpr:
@@ -359,52 +340,47 @@ def bound_least(s):
             s.lowest[0] = T.max(s.lowest[0], s.goal[0])
 
 
-def sum_slices(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
-    """The sum of the words of each slice that are left; the phase is (io, row, t, s).
+@T.inline
+def see(io, row, t, s, j, e):
+    """Add an element to the sum above the bracket, or to the number of those within."""
+    raise_to_power(s)
+    # Without branches, which take longer.
+    s.sum[0] = s.sum[0] + T.Select(s.x[0] > s.highest[0], s.power[0], T.float32(0))
+    s.number[0] = s.number[0] + T.Select(s.x[0] > s.highest[0], 0, T.Select(s.x[0] >= s.lowest[0], 1, 0))
+
+
+@phase
+def sum_slices(blocks, crew, /, io, row, t, s):
+    """The sum of the words of each slice that are left.
 
     Reads: the row, `top`, `factor`, and the bounds of the group at which the words that are left end (`bound_least`).
     Writes: `sums`, `ties` of all slices, in every block; `summed`; scratch.
     Barriers: one of the block, or of the cluster.
     After: `sums` has the sum of the exponentials of a slice's words before the group, and `ties` how many it has of it.
     """
-    cluster = blocks.cluster
-
-    @T.inline
-    def see(io, row, t, s, j, e):
-        raise_to_power(s)
-        # Without branches, which take longer.
-        s.sum[0] = s.sum[0] + T.Select(s.x[0] > s.highest[0], s.power[0], T.float32(0))
-        s.number[0] = s.number[0] + T.Select(s.x[0] > s.highest[0], 0, T.Select(s.x[0] >= s.lowest[0], 1, 0))
-
-    pass_over = pass_over_row(crew, see)
-
-    @T.inline
-    def phase(io, row, t, s):
-        s.sum[0] = T.float32(0)
-        s.number[0] = 0
-        s.summed[0] = 1
-        pass_over(io, row, t, s)
-        for h in T.unroll(5):
-            s.sum[0] = s.sum[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sum[0], 1 << h, 32, 32)
-        s.number[0] = lanes_sum(s.number[0])
-        if cluster > 1:
-            if t % 32 < cluster:
-                put_sum(s.sums.ptr_to([s.r.part]), t % 32, s.sum[0])
-                put_ties(s.ties.ptr_to([s.r.part]), t % 32, s.number[0])
-            cluster_barrier()
-        else:
-            if t % 32 == 0:
-                s.sums[s.r.part] = s.sum[0]
-                s.ties[s.r.part] = s.number[0]
-            T.cuda.cta_sync()
-
-    return phase
+    cluster = T.meta_var(blocks.cluster)
+    s.sum[0] = T.float32(0)
+    s.number[0] = 0
+    s.summed[0] = 1
+    pass_over_row(crew, see)(io, row, t, s)
+    for h in T.unroll(5):
+        s.sum[0] = s.sum[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sum[0], 1 << h, 32, 32)
+    s.number[0] = lanes_sum(s.number[0])
+    if cluster > 1:
+        if t % 32 < cluster:
+            put_sum(s.sums.ptr_to([s.r.part]), t % 32, s.sum[0])
+            put_ties(s.ties.ptr_to([s.r.part]), t % 32, s.number[0])
+        cluster_barrier()
+    else:
+        if t % 32 == 0:
+            s.sums[s.r.part] = s.sum[0]
+            s.ties[s.r.part] = s.number[0]
+        T.cuda.cta_sync()
 
 
-def choose(
-    count: int, begun: Callable[..., Any], sum_of: Callable[..., Any], aim: Callable[..., Any]
-) -> Callable[..., Any]:
-    """In which of `count` pieces, in the order of columns, a share of what is left is reached; the phase is (t, s, to).
+@phase
+def choose(count, begun, sum_of, aim, /, t, s, to):
+    """In which of `count` pieces, in the order of columns, a share of what is left is reached.
 
     Every warp chooses for itself, alike. A piece of which nothing is left is never chosen, however sums are rounded.
 
@@ -416,68 +392,63 @@ def choose(
     Writes: the piece, to `to`; `goal`: how much of it is to be passed, and `number`: how many of the group come before.
     Barriers: shuffles.
     """
-    each = ceildiv(count, 32)
-
-    @T.inline
-    def phase(t, s, to):
-        before = T.alloc_local([1], "int32")
-        scratch = T.alloc_local([1], "int32")
-        own = T.alloc_local([each], "float32")
-        ties = T.alloc_local([each], "int32")
-        reached = T.alloc_local([1], "float32")
-        other = T.alloc_local([1], "float32")
-        last = T.alloc_local([1], "int32")
+    each = T.meta_var(ceildiv(count, 32))
+    before = T.alloc_local([1], "int32")
+    scratch = T.alloc_local([1], "int32")
+    own = T.alloc_local([each], "float32")
+    ties = T.alloc_local([each], "int32")
+    reached = T.alloc_local([1], "float32")
+    other = T.alloc_local([1], "float32")
+    last = T.alloc_local([1], "int32")
+    for i in T.unroll(each):
+        ties[i] = 0
+        own[i] = T.float32(0)
+        if t % 32 * each + i < count:
+            sum_of(s, t % 32 * each + i, own, ties, i)
+    before[0] = ties[0]
+    for i in T.unroll(each - 1):
+        before[0] = before[0] + ties[1 + i]
+    scratch[0] = before[0]
+    if s.rank[0] > T.uint64(0):
+        scan_lanes(t, before, s.scratch)
+    before[0] = before[0] - scratch[0] + begun(s)
+    reached[0] = T.float32(0)
+    for i in T.unroll(each):
+        own[i] = own[i] + s.tie[0] * T.Cast(
+            "float32", T.min(T.max(T.Cast("int32", s.rank[0]) - before[0], 0), ties[i]))
+        scratch[0] = ties[i]
+        ties[i] = before[0]
+        before[0] = before[0] + scratch[0]
+        reached[0] = reached[0] + own[i]
+    scan_lanes(t, reached, other)
+    other[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), reached[0], 31, 32, 32)
+    s.goal[0] = aim(s, other[0])
+    # The pieces before this lane's.
+    other[0] = T.tvm_warp_shuffle_up(T.uint32(FULL_WARP), reached[0], 1, 32, 32)
+    reached[0] = T.Select(t % 32 == 0, T.float32(0), other[0])
+    to[0] = NONE
+    last[0] = -1
+    s.sum[0] = T.float32(0)
+    s.number[0] = 0
+    for i in T.unroll(each):
+        if own[i] > T.float32(0):
+            last[0] = t % 32 * each + i
+            if to[0] == NONE and reached[0] + own[i] > s.goal[0]:
+                to[0] = t % 32 * each + i
+                s.sum[0] = s.goal[0] - reached[0]
+                s.number[0] = ties[i]
+        reached[0] = reached[0] + own[i]
+    to[0] = lanes_min(to[0])
+    s.goal[0] = s.sum[0]
+    if to[0] == NONE:
+        # By rounding none reaches it: the last word that is left, then.
+        to[0] = lanes_max(last[0])
+        s.goal[0] = T.infinity("float32")
         for i in T.unroll(each):
-            ties[i] = 0
-            own[i] = T.float32(0)
-            if t % 32 * each + i < count:
-                sum_of(s, t % 32 * each + i, own, ties, i)
-        before[0] = ties[0]
-        for i in T.unroll(each - 1):
-            before[0] = before[0] + ties[1 + i]
-        scratch[0] = before[0]
-        if s.rank[0] > T.uint64(0):
-            scan_lanes(t, before, s.scratch)
-        before[0] = before[0] - scratch[0] + begun(s)
-        reached[0] = T.float32(0)
-        for i in T.unroll(each):
-            own[i] = own[i] + s.tie[0] * T.Cast(
-                "float32", T.min(T.max(T.Cast("int32", s.rank[0]) - before[0], 0), ties[i]))
-            scratch[0] = ties[i]
-            ties[i] = before[0]
-            before[0] = before[0] + scratch[0]
-            reached[0] = reached[0] + own[i]
-        scan_lanes(t, reached, other)
-        other[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), reached[0], 31, 32, 32)
-        s.goal[0] = aim(s, other[0])
-        # The pieces before this lane's.
-        other[0] = T.tvm_warp_shuffle_up(T.uint32(FULL_WARP), reached[0], 1, 32, 32)
-        reached[0] = T.Select(t % 32 == 0, T.float32(0), other[0])
-        to[0] = NONE
-        last[0] = -1
-        s.sum[0] = T.float32(0)
-        s.number[0] = 0
-        for i in T.unroll(each):
-            if own[i] > T.float32(0):
-                last[0] = t % 32 * each + i
-                if to[0] == NONE and reached[0] + own[i] > s.goal[0]:
-                    to[0] = t % 32 * each + i
-                    s.sum[0] = s.goal[0] - reached[0]
-                    s.number[0] = ties[i]
-            reached[0] = reached[0] + own[i]
-        to[0] = lanes_min(to[0])
-        s.goal[0] = s.sum[0]
-        if to[0] == NONE:
-            # By rounding none reaches it: the last word that is left, then.
-            to[0] = lanes_max(last[0])
-            s.goal[0] = T.infinity("float32")
-            for i in T.unroll(each):
-                if t % 32 * each + i == to[0]:
-                    s.number[0] = ties[i]
-        s.goal[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.goal[0], to[0] // each, 32, 32)
-        s.number[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.number[0], to[0] // each, 32, 32)
-
-    return phase
+            if t % 32 * each + i == to[0]:
+                s.number[0] = ties[i]
+    s.goal[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.goal[0], to[0] // each, 32, 32)
+    s.number[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.number[0], to[0] // each, 32, 32)
 
 
 def choose_slice(blocks: Blocks) -> Callable[..., Any]:
@@ -627,18 +598,13 @@ def take_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
     return phase
 
 
-def draw_in_columns(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
+@phase
+def draw_in_columns(blocks, crew, /, io, row, t, s, uniform):
     """A word of those that are left, by the inverse of their distribution function in the order of columns."""
-    summed, chosen, taken = sum_slices(blocks, crew), choose_slice(blocks), take_word(blocks, crew)
-
-    @T.inline
-    def phase(io, row, t, s, uniform):
-        bound_least(s)
-        summed(io, row, t, s)
-        chosen(t, s, uniform)
-        taken(io, row, t, s)
-
-    return phase
+    bound_least(s)
+    sum_slices(blocks, crew)(io, row, t, s)
+    choose_slice(blocks)(t, s, uniform)
+    take_word(blocks, crew)(io, row, t, s)
 
 
 def crew_of(blocks: Blocks) -> Crew:
@@ -671,27 +637,20 @@ def crew_of(blocks: Blocks) -> Crew:
     )
 
 
-def search_by_blocks(blocks: Blocks) -> Callable[..., Any]:
+@phase
+def search_by_blocks(blocks, /, io, row, t, part, pool, first, best, top_k, top_p, min_p, uniform):
     """The search of all threads of a row.
-
-    The phase is (io, row, t, part, pool, first, best, top_k, top_p, min_p, uniform).
 
     Barriers: several; the last one is the cluster's, as no block may end while others read what it has found.
     """
-    begin, search, located = begin_search(blocks), draw_by_search(crew_of(blocks), blocks.problem), locate(blocks.ext)
-
-    @T.inline
-    def phase(io, row, t, part, pool, first, best, top_k, top_p, min_p, uniform):
-        r = RowState(blocks.ext, row, part * blocks.ext.slices + t // 32, t % 32)
-        located(r, io.logits)
-        views = Views(blocks.ext, io)
-        s = T.meta_var(search_state(blocks, pool, r=r, words=views.words))
-        s.top[0] = written_element(io, row, first)
-        s.best[0] = best
-        begin(t, s, part)
-        search(io, row, t, s, top_k, top_p, min_p, uniform)
-        if blocks.cluster > 1:
-            cluster_barrier()
-
-    return phase
+    r = RowState(blocks.ext, row, part * blocks.ext.slices + t // 32, t % 32)
+    locate(blocks.ext)(r, io.logits)
+    views = Views(blocks.ext, io)
+    s = T.meta_var(search_state(blocks, pool, r=r, words=views.words))
+    s.top[0] = written_element(io, row, first)
+    s.best[0] = best
+    begin_search(blocks)(t, s, part)
+    draw_by_search(crew_of(blocks), blocks.problem)(io, row, t, s, top_k, top_p, min_p, uniform)
+    if blocks.cluster > 1:
+        cluster_barrier()
 # fmt: on

@@ -9,8 +9,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
-from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 
 from ...device.arithmetic import LOG2_E
 from ...device.selection import RADIX_BINS, RADIX_BITS, bits_value, order_bits
@@ -150,66 +150,45 @@ class State:
 
 @dataclass(frozen=True)
 class Crew:
-    """The threads that go through a row together.
+    """The threads that go through a row together."""
 
-    Attributes
-    ----------
-    elements
-        Of a step: how many elements a thread has in hand at once.
-    steps
-        How many steps go through a row.
-    element
-        (io, row, column) -> an element.
-    load
-        A phase (io, row, t, s, j): the elements of a thread's j-th step.
-    take
-        (io, s, e): the e-th of these becomes `s.x[0]`; -inf if it is not of the row.
-    column
-        (s, t, j, e) -> its column, if it is of the row.
-    exponential
-        (s, x) -> that of an element, relative to the row's largest. Reads `top`, `factor`.
-    meet
-        Their barrier.
-    clear
-        (s, t): nothing in any bin of digits; on a GPU all bins are empty after every `unite`.
-    add, count
-        (s, t, start, bin, mass): to the mass of a bin of those from `start` on; (s, t, bin): 1 to its number of words.
-    add_part
-        (s, t, i) -> the threads' `s.part[i]` to that sum.
-    unite
-        (s, t, start): what all threads have added is in `masses`, from `start` on, and in `counts`. Begins and ends
-        with a barrier.
-    find
-        (s, t, start): in which of the bins from `start` on, the last one first, a mass of `s.need` is reached; or, if
-        `s.counting`, so many words. Reads `masses`, `counts`, `above`, `passed`, writes `found`.
-    pick
-        (io, row, t, s, first, last): the `s.rank`-th of the group's columns from `first` to `last` becomes the token.
-    draw
-        (io, row, t, s, uniform): a word that is left becomes the token, in the order of columns. Left are words of at
-        least `s.least` that come before the group, and the first `s.rank` of it.
-    draws
-        Whether the search draws where no top_k bounds the row; else it ends when what is left is known.
-    guesses, guess
-        Whether there is a faster way to top-p's bound, which may fail; and that: see `bracket.guess`.
-    """
-
+    # How many elements a thread has in hand at once.
     elements: int
+    # How many steps go through a row.
     steps: int
+    # (io, row, column) -> an element.
     element: Callable[[Any, Any, Any], tirx.PrimExpr]
+    # A phase (io, row, t, s, j): the elements of a thread's j-th step.
     load: Callable[..., Any]
+    # (io, s, e): the e-th of these becomes `s.x[0]`; -inf if it is not of the row.
     take: Callable[..., Any]
+    # (s, t, j, e) -> its column, if it is of the row.
     column: Callable[..., Any]
+    # (s, x) -> that of an element, relative to the row's largest. Reads `top`, `factor`.
     exponential: Callable[[State, Any], tirx.PrimExpr]
+    # Their barrier.
     meet: Callable[[], Any]
+    # (s, t): nothing in any bin of digits; on a GPU all bins are empty after every `unite`.
     clear: Callable[..., Any]
+    # (s, t, start, bin, mass): to the mass of a bin of those from `start` on; (s, t, bin): 1 to its number of words.
     add: Callable[..., Any]
     count: Callable[..., Any]
+    # (s, t, i) -> the threads' `s.part[i]` to that sum.
     add_part: Callable[..., Any]
+    # (s, t, start): what all threads have added is in `masses`, from `start` on, and in `counts`. Begins and ends with
+    # a barrier.
     unite: Callable[..., Any]
+    # (s, t, start): in which of the bins from `start` on, the last one first, a mass of `s.need` is reached; or, if
+    # `s.counting`, so many words. Reads `masses`, `counts`, `above`, `passed`, writes `found`.
     find: Callable[..., Any]
+    # (io, row, t, s, first, last): the `s.rank`-th of the group's columns from `first` to `last` becomes the token.
     pick: Callable[..., Any]
+    # (io, row, t, s, uniform): a word that is left becomes the token, in the order of columns. Left are words of at
+    # least `s.least` that come before the group, and the first `s.rank` of it.
     draw: Callable[..., Any] | None = None
+    # Whether the search draws where no top_k bounds the row; else it ends when what is left is known.
     draws: bool = True
+    # Whether there is a faster way to top-p's bound, which may fail; and that: see `bracket.guess`.
     guesses: bool = False
     guess: Callable[..., Any] | None = None
 
@@ -220,15 +199,11 @@ def unit_bits(vocab: int) -> int:
 
 
 # fmt: off
-def weigh(crew: Crew, vocab: int) -> Callable[..., Any]:
-    """The mass of an element; the phase is (s, x). Reads: `top`, `factor`. Writes: `power`, `mass`."""
-
-    @T.inline
-    def phase(s, x):
-        s.power[0] = crew.exponential(s, x)
-        s.mass[0] = T.Cast("uint64", s.power[0] * T.float32(2.0 ** unit_bits(vocab)))
-
-    return phase
+@phase
+def weigh(crew, vocab, /, s, x):
+    """The mass of an element. Reads: `top`, `factor`. Writes: `power`, `mass`."""
+    s.power[0] = crew.exponential(s, x)
+    s.mass[0] = T.Cast("uint64", s.power[0] * T.float32(2.0 ** unit_bits(vocab)))
 
 
 def slice_of(s: State, x: Any) -> tirx.PrimExpr:
@@ -286,77 +261,65 @@ def is_heavy(power: Any, vocab: int) -> tirx.PrimExpr:
     return power >= T.float32(2.0 ** -unit_bits(vocab))
 
 
-def pass_over_row(crew: Crew, see: Callable[..., Any]) -> Callable[..., Any]:
+@phase
+def pass_over_row(crew, see, /, io, row, t, s):
     """Calls see(io, row, t, s, j, e) for each element, which is `x`: the e-th of a thread's j-th step.
-
-    The phase is (io, row, t, s).
     """
-
-    @T.inline
-    def phase(io, row, t, s):
-        for j in T.serial(crew.steps, unroll=False):
-            crew.load(io, row, t, s, j)
-            for e in T.unroll(crew.elements):
-                crew.take(io, s, e)
-                see(io, row, t, s, j, e)
-
-    return phase
+    for j in T.serial(crew.steps, unroll=False):
+        crew.load(io, row, t, s, j)
+        for e in T.unroll(crew.elements):
+            crew.take(io, s, e)
+            see(io, row, t, s, j, e)
 
 
-def count_slices(crew: Crew, vocab: int) -> Callable[..., Any]:
+@phase
+def see(crew, vocab, /, io, row, t, s, j, e):
+    """Add the mass and the count of an element to its slice."""
+    weigh(crew, vocab)(s, s.x[0])
+    if s.mass[0] > T.uint64(0):
+        s.part[0] = s.part[0] + s.mass[0]
+        if s.power[0] >= s.least[0]:
+            s.part[1] = s.part[1] + s.mass[0]
+        s.slice[0] = slice_of(s, s.x[0])
+        if s.counting[0] != 0:
+            crew.count(s, t, RADIX_BINS - 1 - s.slice[0])
+        # Masses of neighbours in one slice are added together first: otherwise rows of equal elements would wait
+        # for one bin.
+        if s.slice[0] != s.run[0]:
+            if s.gathered[0] > T.uint64(0):
+                crew.add(s, t, SLICES, RADIX_BINS - 1 - s.run[0], s.gathered)
+            s.run[0] = s.slice[0]
+            s.gathered[0] = s.mass[0]
+        else:
+            s.gathered[0] = s.gathered[0] + s.mass[0]
+
+
+@phase
+def count_slices(crew, vocab, /, io, row, t, s):
     """The masses of the row, of what min-p leaves of it, and of each slice; if `counting`, the words of each, too.
 
     Reads: the row, `top`, `factor`, `least`, `counting`.
     Writes: `masses` of slices, and of the two sums behind them; `counts`; scratch.
     Barriers: several; ends with one.
     """
-    weighed = weigh(crew, vocab)
-
-    @T.inline
-    def see(io, row, t, s, j, e):
-        weighed(s, s.x[0])
-        if s.mass[0] > T.uint64(0):
-            s.part[0] = s.part[0] + s.mass[0]
-            if s.power[0] >= s.least[0]:
-                s.part[1] = s.part[1] + s.mass[0]
-            s.slice[0] = slice_of(s, s.x[0])
-            if s.counting[0] != 0:
-                crew.count(s, t, RADIX_BINS - 1 - s.slice[0])
-            # Masses of neighbours in one slice are added together first: otherwise rows of equal elements would wait
-            # for one bin.
-            if s.slice[0] != s.run[0]:
-                if s.gathered[0] > T.uint64(0):
-                    crew.add(s, t, SLICES, RADIX_BINS - 1 - s.run[0], s.gathered)
-                s.run[0] = s.slice[0]
-                s.gathered[0] = s.mass[0]
-            else:
-                s.gathered[0] = s.gathered[0] + s.mass[0]
-
-    pass_over = pass_over_row(crew, see)
-
-    @T.inline
-    def phase(io, row, t, s):
-        s.part[0] = T.uint64(0)
-        s.part[1] = T.uint64(0)
-        s.run[0] = 0
-        s.gathered[0] = T.uint64(0)
-        pass_over(io, row, t, s)
-        if s.gathered[0] > T.uint64(0):
-            # Bins are searched from the last one on.
-            crew.add(s, t, SLICES, RADIX_BINS - 1 - s.run[0], s.gathered)
-        crew.add_part(s, t, 0)
-        crew.add_part(s, t, 1)
-        crew.unite(s, t, SLICES)
-
-    return phase
+    s.part[0] = T.uint64(0)
+    s.part[1] = T.uint64(0)
+    s.run[0] = 0
+    s.gathered[0] = T.uint64(0)
+    pass_over_row(crew, see(crew, vocab))(io, row, t, s)
+    if s.gathered[0] > T.uint64(0):
+        # Bins are searched from the last one on.
+        crew.add(s, t, SLICES, RADIX_BINS - 1 - s.run[0], s.gathered)
+    crew.add_part(s, t, 0)
+    crew.add_part(s, t, 1)
+    crew.unite(s, t, SLICES)
 
 
 @T.inline
 def bound_slice(s):
     """Bounds of a slice, or of some, somewhat too wide, as their elements are those that `slice_of` finds in them.
 
-    Reads: `slice`, `wide`, `top`, `factor`.
-    Writes: `low`, `high`, `lowest`, `highest`, `unknown`; scratch is `power`.
+    Reads: `slice`, `wide`, `top`, `factor`. Writes: `low`, `high`, `lowest`, `highest`, `unknown`; scratch is `power`.
     """
     # The width of a slice.
     s.power[0] = T.float32(1) / (s.factor[0] * T.float32(OF_OCTAVE))
@@ -389,20 +352,15 @@ def take_digit(s):
     s.passed[0] = T.Cast("int32", s.found[COUNT_BEFORE])
 
 
-def add_to_digit(crew: Crew, vocab: int) -> Callable[..., Any]:
-    """An element of the group, to the bin of its digit in hand; the phase is (s, t). Reads: `x`, `low`, `shift`."""
-    weighed = weigh(crew, vocab)
-
-    @T.inline
-    def phase(s, t):
-        weighed(s, s.x[0])
-        if s.mass[0] > T.uint64(0):
-            s.run[0] = T.Cast("int32", T.min(
-                (order_bits(s.x[0]) - s.low[0]) >> s.shift[0], T.uint32(RADIX_BINS - 1)))
-            crew.add(s, t, OTHERS, s.run[0], s.mass)
-            crew.count(s, t, s.run[0])
-
-    return phase
+@phase
+def add_to_digit(crew, vocab, /, s, t):
+    """An element of the group, to the bin of its digit in hand. Reads: `x`, `low`, `shift`."""
+    weigh(crew, vocab)(s, s.x[0])
+    if s.mass[0] > T.uint64(0):
+        s.run[0] = T.Cast("int32", T.min(
+            (order_bits(s.x[0]) - s.low[0]) >> s.shift[0], T.uint32(RADIX_BINS - 1)))
+        crew.add(s, t, OTHERS, s.run[0], s.mass)
+        crew.count(s, t, s.run[0])
 
 
 def narrow(crew: Crew, vocab: int, alike: int) -> Callable[..., Any]:
@@ -444,7 +402,8 @@ def begin_locating(crew, s):
     crew.meet()
 
 
-def locate(crew: Crew, vocab: int) -> Callable[..., Any]:
+@phase
+def locate(crew, vocab, /, io, row, t, s):
     """The slice within which a mass of `need` is reached, or, if `counting`, so many words; (io, row, t, s).
 
     Reads: `top`, `factor`, `need`, `counting`, and what `count_slices` has written.
@@ -452,19 +411,14 @@ def locate(crew: Crew, vocab: int) -> Callable[..., Any]:
     Barriers: several; begins and ends with one.
     After: the group is all words of the slice: `narrow` makes it one word, or all of some value, and words of no mass.
     """
-
-    @T.inline
-    def phase(io, row, t, s):
-        begin_locating(crew, s)
-        crew.find(s, t, SLICES)
-        crew.meet()
-        s.slice[0] = T.Cast("int32", s.found[BIN])
-        s.wide[0] = 0
-        s.above[0] = s.found[BEFORE]
-        s.passed[0] = T.Cast("int32", s.found[COUNT_BEFORE])
-        bound_slice(s)
-
-    return phase
+    begin_locating(crew, s)
+    crew.find(s, t, SLICES)
+    crew.meet()
+    s.slice[0] = T.Cast("int32", s.found[BIN])
+    s.wide[0] = 0
+    s.above[0] = s.found[BEFORE]
+    s.passed[0] = T.Cast("int32", s.found[COUNT_BEFORE])
+    bound_slice(s)
 
 
 def pick_of_group(crew: Crew, vocab: int) -> Callable[..., Any]:
@@ -508,84 +462,76 @@ def pick_of_group(crew: Crew, vocab: int) -> Callable[..., Any]:
     return phase
 
 
-def draw_by_search(crew: Crew, problem: SoftmaxSample) -> Callable[..., Any]:
-    """A word of the whole row; the phase is (io, row, t, s, top_k, top_p, min_p, uniform).
+@phase
+def draw_by_search(crew, problem, /, io, row, t, s, top_k, top_p, min_p, uniform):
+    """A word of the whole row.
 
     `s` is the crew's state, with nothing in any bin; `top` is the row's best element, `best` its log-probability. Each
     filter leaves a prefix of the order, and so all of them the shortest.
 
     Without a top_k the word is drawn from that prefix in the order of columns, else in the order of words.
 
-    Reads: the row.
-    Writes: the row's token and its log-probability.
-    Barriers: several.
+    Reads: the row. Writes: the row's token and its log-probability. Barriers: several.
     """
-    vocab = problem.vocab
-    alike = 0 if problem.bias or problem.capped else ALIKE[problem.dtype]
-    summed, located, picked = count_slices(crew, vocab), locate(crew, vocab), pick_of_group(crew, vocab)
-    narrowed = narrow(crew, vocab, alike)
-
-    @T.inline
-    def phase(io, row, t, s, top_k, top_p, min_p, uniform):
-        s.factor[0] = io.scale * T.float32(LOG2_E)
-        s.least[0] = min_p
-        s.free[0] = T.Select(top_k >= vocab, 1, 0)
-        s.counting[0] = 1 - s.free[0]
-        s.left[0] = T.uint64(0)
-        s.rank[0] = T.uint64(0)
-        s.guessed[0] = 0
-        if crew.guesses:
-            if s.free[0] != 0 and top_p < T.float32(1):
-                crew.guess(io, row, t, s, top_p)
-        if s.guessed[0] == 0 and (s.free[0] == 0 or top_p < T.float32(1)):
-            summed(io, row, t, s)
-            s.left[0] = s.masses[SLICES + RADIX_BINS + 1]
-        if s.counting[0] != 0:
-            for b in T.serial(RADIX_BINS, unroll=False):
-                s.rank[0] = s.rank[0] + T.Cast("uint64", s.counts[b])
-            # Words without mass are not counted: if no more than top_k words have mass, top-k removes nothing.
-            if s.rank[0] <= T.Cast("uint64", top_k):
-                s.counting[0] = 0
-        # First how much top-k and top-p leave, where they have a say; then the word, if it is drawn in this order.
-        for turn in T.serial(3, unroll=False):
-            if ((turn == 2 and s.free[0] == 0) or (turn == 1 and top_p < T.float32(1))
-                    or (turn == 0 and s.counting[0] != 0)):
-                if turn == 2:
-                    s.need[0] = T.Cast("uint64", share(uniform, s.left[0])) + T.uint64(1)
-                elif turn == 0:
-                    s.need[0] = T.Cast("uint64", top_k)
-                elif s.guessed[0] == 0:
-                    s.need[0] = mass_share(top_p, s.masses[SLICES + RADIX_BINS])
-                if s.guessed[0] == 0:
-                    located(io, row, t, s)
-                    narrowed(io, row, t, s)
-                if turn < 2:
-                    # Up to the last word of the group that is left.
-                    s.mass[0] = T.truncdiv(s.found[MASS], s.found[COUNT])
-                    if turn == 0:
-                        s.mass[0] = s.above[0] + (s.need[0] - T.Cast("uint64", s.passed[0])) * s.mass[0]
-                        s.counting[0] = 0
-                        # The mass of what is left replaces the row's mass, of which top-p takes a share.
-                        if t == 0:
-                            s.masses[SLICES + RADIX_BINS] = s.mass[0]
-                        crew.meet()
-                    else:
-                        s.rank[0] = T.truncdiv(s.need[0] - s.above[0] + s.mass[0] - T.uint64(1), s.mass[0])
-                        s.tie[0] = T.Cast("float32", s.mass[0]) * T.float32(2.0 ** -unit_bits(vocab))
-                        s.mass[0] = s.above[0] + s.rank[0] * s.mass[0]
-                    s.left[0] = T.min(s.left[0], s.mass[0])
-        if s.free[0] != 0:
-            if top_p >= T.float32(1):
-                leave_all(s)
-            else:
-                # Within the group's bounds words of no mass are none of it.
-                s.least[0] = T.max(s.least[0], T.float32(2.0 ** -unit_bits(vocab)))
-            if crew.draws:
-                crew.draw(io, row, t, s, uniform)
+    vocab = T.meta_var(problem.vocab)
+    alike = T.meta_var(ALIKE[problem.dtype] if problem.bias + problem.capped == 0 else 0)
+    s.factor[0] = io.scale * T.float32(LOG2_E)
+    s.least[0] = min_p
+    s.free[0] = T.Select(top_k >= vocab, 1, 0)
+    s.counting[0] = 1 - s.free[0]
+    s.left[0] = T.uint64(0)
+    s.rank[0] = T.uint64(0)
+    s.guessed[0] = 0
+    if crew.guesses:
+        if s.free[0] != 0 and top_p < T.float32(1):
+            crew.guess(io, row, t, s, top_p)
+    if s.guessed[0] == 0 and (s.free[0] == 0 or top_p < T.float32(1)):
+        count_slices(crew, vocab)(io, row, t, s)
+        s.left[0] = s.masses[SLICES + RADIX_BINS + 1]
+    if s.counting[0] != 0:
+        for b in T.serial(RADIX_BINS, unroll=False):
+            s.rank[0] = s.rank[0] + T.Cast("uint64", s.counts[b])
+        # Words without mass are not counted: if no more than top_k words have mass, top-k removes nothing.
+        if s.rank[0] <= T.Cast("uint64", top_k):
+            s.counting[0] = 0
+    # First how much top-k and top-p leave, where they have a say; then the word, if it is drawn in this order.
+    for turn in T.serial(3, unroll=False):
+        if ((turn == 2 and s.free[0] == 0) or (turn == 1 and top_p < T.float32(1))
+                or (turn == 0 and s.counting[0] != 0)):
+            if turn == 2:
+                s.need[0] = T.Cast("uint64", share(uniform, s.left[0])) + T.uint64(1)
+            elif turn == 0:
+                s.need[0] = T.Cast("uint64", top_k)
+            elif s.guessed[0] == 0:
+                s.need[0] = mass_share(top_p, s.masses[SLICES + RADIX_BINS])
+            if s.guessed[0] == 0:
+                locate(crew, vocab)(io, row, t, s)
+                narrow(crew, vocab, alike)(io, row, t, s)
+            if turn < 2:
+                # Up to the last word of the group that is left.
+                s.mass[0] = T.truncdiv(s.found[MASS], s.found[COUNT])
+                if turn == 0:
+                    s.mass[0] = s.above[0] + (s.need[0] - T.Cast("uint64", s.passed[0])) * s.mass[0]
+                    s.counting[0] = 0
+                    # The mass of what is left replaces the row's mass, of which top-p takes a share.
+                    if t == 0:
+                        s.masses[SLICES + RADIX_BINS] = s.mass[0]
+                    crew.meet()
+                else:
+                    s.rank[0] = T.truncdiv(s.need[0] - s.above[0] + s.mass[0] - T.uint64(1), s.mass[0])
+                    s.tie[0] = T.Cast("float32", s.mass[0]) * T.float32(2.0 ** -unit_bits(vocab))
+                    s.mass[0] = s.above[0] + s.rank[0] * s.mass[0]
+                s.left[0] = T.min(s.left[0], s.mass[0])
+    if s.free[0] != 0:
+        if top_p >= T.float32(1):
+            leave_all(s)
         else:
-            picked(io, row, t, s)
-
-    return phase
+            # Within the group's bounds words of no mass are none of it.
+            s.least[0] = T.max(s.least[0], T.float32(2.0 ** -unit_bits(vocab)))
+        if crew.draws:
+            crew.draw(io, row, t, s, uniform)
+    else:
+        pick_of_group(crew, vocab)(io, row, t, s)
 
 
 @T.inline

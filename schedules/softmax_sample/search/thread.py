@@ -8,6 +8,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 
@@ -19,28 +20,26 @@ from .crew import LOADS, OTHERS, SLICES, Crew, State, agrees, draw_by_search, is
 
 
 # fmt: off
-def load_elements(vocab: int) -> Callable[..., Any]:
+@phase
+def load_elements(vocab, /, io, row, t, s, j):
     """Load the elements of the j-th step, -inf past the end of the row. Writes: `x`, except its first element, which is
     the one in hand.
     """
-
-    @T.inline
-    def phase(io, row, t, s, j):
-        for u in T.unroll(LOADS):
-            s.x[1 + u] = -T.infinity("float32")
-            if j * LOADS + u < vocab:
-                s.x[1 + u] = element(io, row, j * LOADS + u)
-
-    return phase
+    for u in T.unroll(LOADS):
+        s.x[1 + u] = -T.infinity("float32")
+        if j * LOADS + u < vocab:
+            s.x[1 + u] = element(io, row, j * LOADS + u)
 
 
 @T.inline
 def take_element(io, s, e):
+    """`x` is the next element of the vector in hand."""
     s.x[0] = s.x[1 + e]
 
 
 @T.inline
 def clear_bins(s, t):
+    """Set masses and counts of the bins to 0."""
     for b in range(BINS):
         s.masses[OTHERS + b] = T.uint64(0)
         s.counts[b] = 0
@@ -48,6 +47,7 @@ def clear_bins(s, t):
 
 @T.inline
 def clear_slices(s):
+    """Set masses and counts of the slices to 0."""
     for b in range(BINS):
         s.masses[SLICES + b] = T.uint64(0)
         s.counts[b] = 0
@@ -55,21 +55,25 @@ def clear_slices(s):
 
 @T.inline
 def add_plainly(s, t, start, at, mass):
+    """Add a mass to a bin."""
     s.masses[start + at] = s.masses[start + at] + mass[0]
 
 
 @T.inline
 def count_plainly(s, t, at):
+    """Count an element of a bin."""
     s.counts[at] = s.counts[at] + 1
 
 
 @T.inline
 def add_own_part(s, t, i):
+    """The i-th total is the thread's own."""
     s.masses[SLICES + RADIX_BINS + i] = s.part[i]
 
 
 @T.inline
 def find_by_thread(s, t, start):
+    """Find the bin in which the goal is reached, bin by bin."""
     s.part[0] = s.above[0]
     s.part[1] = T.Cast("uint64", s.passed[0])
     for b in range(RADIX_BINS):
@@ -85,53 +89,45 @@ def find_by_thread(s, t, start):
         s.part[1] = s.part[1] + s.other[0]
 
 
-def pick_by_thread(vocab: int) -> Callable[..., Any]:
+@phase
+def pick_by_thread(vocab, /, io, row, t, s, first, last):
     """Find the word by looking at one element after another."""
-
-    @T.inline
-    def phase(io, row, t, s, first, last):
-        for i in range(last - first):
-            s.x[0] = element(io, row, first + i)
-            if agrees(s, s.x[0]):
-                if is_heavy(exponential_on_cpu(s, s.x[0]), vocab):
-                    if s.rank[0] == T.uint64(0):
-                        write_word(io, row, s, first + i, s.x[0])
-                    s.rank[0] = s.rank[0] - T.uint64(1)
-
-    return phase
+    for i in range(last - first):
+        s.x[0] = element(io, row, first + i)
+        if agrees(s, s.x[0]):
+            if is_heavy(exponential_on_cpu(s, s.x[0]), vocab):
+                if s.rank[0] == T.uint64(0):
+                    write_word(io, row, s, first + i, s.x[0])
+                s.rank[0] = s.rank[0] - T.uint64(1)
 
 
-def draw_by_thread(vocab: int) -> Callable[..., Any]:
+@phase
+def draw_by_thread(vocab, /, io, row, t, s, uniform):
     """Column after column: once for the sum of all that is left, and once up to the word."""
-
-    @T.inline
-    def phase(io, row, t, s, uniform):
-        s.chosen[0] = 0
-        for turn in range(2):
-            s.part[0] = s.rank[0]  # how many of the group are left
-            s.total[0] = T.float64(0)
-            s.number[0] = -1
-            for i in range(vocab):
-                if s.number[0] < 0:
-                    s.x[0] = element(io, row, i)
-                    s.power[0] = exponential_on_cpu(s, s.x[0])
-                    if s.power[0] < s.least[0]:
+    s.chosen[0] = 0
+    for turn in range(2):
+        s.part[0] = s.rank[0]  # how many of the group are left
+        s.total[0] = T.float64(0)
+        s.number[0] = -1
+        for i in range(vocab):
+            if s.number[0] < 0:
+                s.x[0] = element(io, row, i)
+                s.power[0] = exponential_on_cpu(s, s.x[0])
+                if s.power[0] < s.least[0]:
+                    s.power[0] = T.float32(0)
+                elif not is_before(s, s.x[0]):
+                    if s.part[0] > T.uint64(0) and agrees(s, s.x[0]) and is_heavy(s.power[0], vocab):
+                        s.part[0] = s.part[0] - T.uint64(1)
+                    else:
                         s.power[0] = T.float32(0)
-                    elif not is_before(s, s.x[0]):
-                        if s.part[0] > T.uint64(0) and agrees(s, s.x[0]) and is_heavy(s.power[0], vocab):
-                            s.part[0] = s.part[0] - T.uint64(1)
-                        else:
-                            s.power[0] = T.float32(0)
-                    if s.power[0] > T.float32(0):
-                        s.total[0] = s.total[0] + T.Cast("float64", s.power[0])
-                        s.chosen[0] = i
-                        if turn == 1 and s.total[0] > s.aim[0]:
-                            s.number[0] = i
-            s.aim[0] = T.Cast("float64", uniform) * s.total[0]
-        s.x[0] = element(io, row, s.chosen[0])
-        write_word(io, row, s, s.chosen[0], s.x[0])
-
-    return phase
+                if s.power[0] > T.float32(0):
+                    s.total[0] = s.total[0] + T.Cast("float64", s.power[0])
+                    s.chosen[0] = i
+                    if turn == 1 and s.total[0] > s.aim[0]:
+                        s.number[0] = i
+        s.aim[0] = T.Cast("float64", uniform) * s.total[0]
+    s.x[0] = element(io, row, s.chosen[0])
+    write_word(io, row, s, s.chosen[0], s.x[0])
 
 
 def search_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:

@@ -59,34 +59,17 @@ file           holds
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
-from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+from tvm_sparse.core.template import in_phases
 
-from .space import Layout, allowed, default, features, launch, space
+from . import space
+from .space import Layout
 
 __all__ = ["Layout", "held_rows"]
 
-
-def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
-    from ..ending import own_of
-    from ..interface import gpu_program
-    from .kernel import kernel
-
-    layout = Layout.of(problem, decisions)
-    return gpu_program(problem, kernel(layout, own_of(problem)), overlapped=True)
-
-
-held_rows = Template(
+held_rows = in_phases(
+    space,
     name="held_rows",
     version=3,
     operator="softmax_topk",
-    kind="cuda",
     summary="a cluster of blocks a row, held in registers or shared memory; each finds its own k best and little more",
-    space=space,
-    default=default,
-    program=build,
-    allowed=allowed,
-    features=features,
-    launch=launch,
-    explicit_threads=True,
 )

@@ -16,11 +16,9 @@ row in ascending order too many later elements reach it; then blocks use bounds 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.cluster import place_there
@@ -28,7 +26,6 @@ from ...device.mbarriers import arrive_expecting, await_arrivals, send_word
 from ...device.selection import FULL_WARP, order
 from ...rows.best import kth_of_shared, offer
 from .bound import find_top
-from .space import Layout
 from .state import BOUNDED, EXCHANGED, OFFERED, WEIGHED
 from .words import LEAST
 
@@ -37,27 +34,23 @@ TOP = 4
 
 
 # fmt: off
-def begin_agreement(layout: Layout) -> Callable[..., Any]:
-    """Initialise the mbarriers, and set the tops to 0. The phase is (s), of one warp.
+@phase
+def begin_agreement(layout, /, s):
+    """Initialise the mbarriers, and set the tops to 0. One warp executes it.
 
     Writes: `row_barriers`, `row_tops` of this block. Barriers: none; one of the cluster has to come before anything is
     offered.
     """
-    groups = layout.row_groups
-
-    @T.inline
-    def phase(s):
-        if s.t % 32 == 0:
-            T.ptx.mbarrier.init.shared__cta.b64(s.row_barriers.ptr_to([OFFERED]), T.uint32(layout.warps))
-            T.ptx.mbarrier.init.shared__cta.b64(s.row_barriers.ptr_to([EXCHANGED]), T.uint32(1))
-            T.ptx.mbarrier.init.shared__cta.b64(s.row_barriers.ptr_to([BOUNDED]), T.uint32(1))
-            T.ptx.mbarrier.init.shared__cta.b64(s.row_barriers.ptr_to([WEIGHED]), T.uint32(layout.warps))
-            T.ptx.fence.mbarrier_init.release.cluster()
-            arrive_expecting(s.row_barriers.ptr_to([EXCHANGED]), T.uint32((layout.cluster - 1) * groups * TOP))
-        for j in T.unroll(groups // 32):
-            s.row_tops[s.part * groups + j * 32 + s.t % 32] = T.uint32(0)
-
-    return phase
+    groups = T.meta_var(layout.row_groups)
+    if s.t % 32 == 0:
+        T.ptx.mbarrier.init.shared__cta.b64(s.row_barriers.ptr_to([OFFERED]), T.uint32(layout.warps))
+        T.ptx.mbarrier.init.shared__cta.b64(s.row_barriers.ptr_to([EXCHANGED]), T.uint32(1))
+        T.ptx.mbarrier.init.shared__cta.b64(s.row_barriers.ptr_to([BOUNDED]), T.uint32(1))
+        T.ptx.mbarrier.init.shared__cta.b64(s.row_barriers.ptr_to([WEIGHED]), T.uint32(layout.warps))
+        T.ptx.fence.mbarrier_init.release.cluster()
+        arrive_expecting(s.row_barriers.ptr_to([EXCHANGED]), T.uint32((layout.cluster - 1) * groups * TOP))
+    for j in T.unroll(groups // 32):
+        s.row_tops[s.part * groups + j * 32 + s.t % 32] = T.uint32(0)
 
 
 @T.inline
@@ -68,105 +61,84 @@ def tell(s, which):
         arrive_expecting(s.row_barriers.ptr_to([which]), T.uint32(0))
 
 
-def offer_top(layout: Layout) -> Callable[..., Any]:
-    """Offer the thread's largest element so far to its group's top. The phase is (s).
+@phase
+def offer_top(layout, /, s):
+    """Offer the thread's largest element so far to its group's top.
 
     Reads: `pair`. Writes: `row_tops`; scratch is `top`, `plain`, `bits`. Barriers: arrives at OFFERED.
     """
-    groups = layout.row_groups
-
-    @T.inline
-    def phase(s):
-        find_top(layout, s)
-        order(s.top[0], s.plain, s.bits)
-        offer(s, s.row_tops, s.part * groups + s.t % groups, s.bits[0])
-        tell(s, OFFERED)
-
-    return phase
+    groups = T.meta_var(layout.row_groups)
+    find_top(layout, s)
+    order(s.top[0], s.plain, s.bits)
+    offer(s, s.row_tops, s.part * groups + s.t % groups, s.bits[0])
+    tell(s, OFFERED)
 
 
-def send_tops(layout: Layout) -> Callable[..., Any]:
+@phase
+def send_tops(layout, /, s):
     """The tops of this block to all others of the cluster: two a lane, to as many blocks at a time as a warp has lanes
-    for. The phase is (s), of one warp.
+    for. One warp executes it.
 
-    Reads: `row_tops` of this block.
-    Writes: those of the others, asynchronously.
-    Barriers: none.
+    Reads: `row_tops` of this block. Writes: those of the others, asynchronously. Barriers: none.
     """
-    groups, cluster = layout.row_groups, layout.cluster
-    lanes = groups // 2
-    together = 32 // lanes
-
-    @T.inline
-    def phase(s):
-        pair = T.alloc_local([1], "uint64")
-        peer = T.alloc_local([1], "int32")
-        barrier = T.alloc_local([1], "uint32")
-        there = T.alloc_local([1], "uint32")
-        at = T.meta_var(s.part * groups + s.t % lanes * 2)
-        pair[0] = T.Cast("uint64", s.row_tops[at]) | (T.Cast("uint64", s.row_tops[at + 1]) << T.uint64(32))
-        for turn in T.unroll(ceildiv(cluster - 1, together)):
-            peer[0] = s.part + 1 + turn * together + s.t % 32 // lanes
-            peer[0] = T.Select(peer[0] >= cluster, peer[0] - cluster, peer[0])
-            place_there(barrier, s.row_barriers.ptr_to([EXCHANGED]), T.Cast("uint32", peer[0]))
-            place_there(there, s.row_tops.ptr_to([at]), T.Cast("uint32", peer[0]))
-            if turn * together + s.t % 32 // lanes < cluster - 1:
-                send_word(there[0], pair[0], barrier[0])
-
-    return phase
+    groups, cluster = T.meta_var(layout.row_groups), T.meta_var(layout.cluster)
+    lanes = T.meta_var(groups // 2)
+    together = T.meta_var(32 // lanes)
+    pair = T.alloc_local([1], "uint64")
+    peer = T.alloc_local([1], "int32")
+    barrier = T.alloc_local([1], "uint32")
+    there = T.alloc_local([1], "uint32")
+    at = T.meta_var(s.part * groups + s.t % lanes * 2)
+    pair[0] = T.Cast("uint64", s.row_tops[at]) | (T.Cast("uint64", s.row_tops[at + 1]) << T.uint64(32))
+    for turn in T.unroll(ceildiv(cluster - 1, together)):
+        peer[0] = s.part + 1 + turn * together + s.t % 32 // lanes
+        peer[0] = T.Select(peer[0] >= cluster, peer[0] - cluster, peer[0])
+        place_there(barrier, s.row_barriers.ptr_to([EXCHANGED]), T.Cast("uint32", peer[0]))
+        place_there(there, s.row_tops.ptr_to([at]), T.Cast("uint32", peer[0]))
+        if turn * together + s.t % 32 // lanes < cluster - 1:
+            send_word(there[0], pair[0], barrier[0])
 
 
-def find_agreed(layout: Layout) -> Callable[..., Any]:
-    """The k-th best of the tops of all blocks. The phase is (s), of one warp.
+@phase
+def find_agreed(layout, /, s):
+    """The k-th best of the tops of all blocks. One warp executes it.
 
     Reads: `row_tops`.
     Writes: those of this block, with the best of all; `kth`, `equals`; scratch is `own`, `bits`, `need`.
     Barriers: none.
     """
-    groups, cluster, each = layout.row_groups, layout.cluster, layout.row_groups // 32
-    find = kth_of_shared(groups, layout.k)
-
-    @T.inline
-    def phase(s):
-        tops = T.meta_var(s.part * groups)
-        for j in T.unroll(each):
-            s.own[j] = s.row_tops[j * 32 + s.t % 32]
-            for part in T.unroll(cluster - 1):
-                s.own[j] = T.max(s.own[j], s.row_tops[(1 + part) * groups + j * 32 + s.t % 32])
-        T.cuda.warp_sync()
-        for j in T.unroll(each):
-            s.row_tops[tops + j * 32 + s.t % 32] = s.own[j]
-        T.cuda.warp_sync()
-        find(s.row_tops, tops, s.own, s.bits)
-        s.need[0] = 0
-        for j in T.unroll(each):
-            s.need[0] = s.need[0] + T.Cast("int32", T.popcount(T.cuda.ballot_sync(
-                T.uint32(FULL_WARP), s.own[j] == s.bits[0])))
-        if s.t % 32 == 0:
-            s.kth[0] = s.bits[0]
-            s.equals[0] = s.need[0]
-
-    return phase
+    groups, each = T.meta_var(layout.row_groups), T.meta_var(layout.row_groups // 32)
+    tops = T.meta_var(s.part * groups)
+    for j in T.unroll(each):
+        s.own[j] = s.row_tops[j * 32 + s.t % 32]
+        for part in T.unroll(layout.cluster - 1):
+            s.own[j] = T.max(s.own[j], s.row_tops[(1 + part) * groups + j * 32 + s.t % 32])
+    T.cuda.warp_sync()
+    for j in T.unroll(each):
+        s.row_tops[tops + j * 32 + s.t % 32] = s.own[j]
+    T.cuda.warp_sync()
+    kth_of_shared(groups, layout.k)(s.row_tops, tops, s.own, s.bits)
+    s.need[0] = 0
+    for j in T.unroll(each):
+        s.need[0] = s.need[0] + T.Cast("int32", T.popcount(T.cuda.ballot_sync(
+            T.uint32(FULL_WARP), s.own[j] == s.bits[0])))
+    if s.t % 32 == 0:
+        s.kth[0] = s.bits[0]
+        s.equals[0] = s.need[0]
 
 
-def agree(layout: Layout) -> Callable[..., Any]:
-    """The bound, by the warp that has no vectors. The phase is (s).
+@phase
+def agree(layout, /, s):
+    """The bound, by the warp that has no vectors.
 
-    Reads, writes: as `send_tops` and `find_agreed`.
-    Barriers: awaits OFFERED and EXCHANGED, arrives at BOUNDED.
+    Reads, writes: as `send_tops` and `find_agreed`. Barriers: awaits OFFERED and EXCHANGED, arrives at BOUNDED.
     """
-    send, find = send_tops(layout), find_agreed(layout)
-
-    @T.inline
-    def phase(s):
-        await_arrivals(s.row_barriers.ptr_to([OFFERED]))
-        if layout.cluster > 1:
-            send(s)
-            await_arrivals(s.row_barriers.ptr_to([EXCHANGED]))
-        find(s)
-        tell(s, BOUNDED)
-
-    return phase
+    await_arrivals(s.row_barriers.ptr_to([OFFERED]))
+    if layout.cluster > 1:
+        send_tops(layout)(s)
+        await_arrivals(s.row_barriers.ptr_to([EXCHANGED]))
+    find_agreed(layout)(s)
+    tell(s, BOUNDED)
 
 
 @T.inline

@@ -7,11 +7,16 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+from tvm_sparse.core.template import Decisions, Program
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+
 from ...device.arithmetic import LOG2_E
 from ...device.cluster import cluster_arrive_relaxed, cluster_wait
 from ...device.mbarriers import await_arrivals
 from ...device.overlap import wait_for_producer, wait_then_start_consumer
-from ..ending import Own
+from ..ending import Own, own_of
+from ..interface import gpu_program
 from .agreement import begin_agreement
 from .bound import find_tops
 from .cluster import count_parts, filter_parts, prepare_exchange, share_parts, unite_parts
@@ -27,74 +32,57 @@ from .sums import add_up, sum_of_warp
 
 
 # fmt: off
-def prepare_block(layout: Layout) -> Callable[..., Any]:
-    """Do what depends neither on the producer kernel nor on the row. The phase is (s).
+@phase
+def prepare_block(layout, /, s):
+    """Do what depends neither on the producer kernel nor on the row.
 
     Writes: as `row.clear`, `agreement.begin_agreement` and `cluster.prepare_exchange`. Barriers: none.
     """
-    empty, agreement, exchange = clear(layout), begin_agreement(layout), prepare_exchange(layout)
-
-    @T.inline
-    def phase(s):
-        empty(s)
-        if layout.agreed:
-            agreement(s)
-        if layout.cluster > 1:
-            exchange(s)
-
-    return phase
+    clear(layout)(s)
+    if layout.agreed:
+        begin_agreement(layout)(s)
+    if layout.cluster > 1:
+        prepare_exchange(layout)(s)
 
 
-def take_own_factor(own: Own | None) -> Callable[..., Any]:
-    """The factor of a row with a scale of its own (`ending.own_of`), else the one that there is. The phase is (s).
+@phase
+def take_own_factor(own, /, s):
+    """The factor of a row with a scale of its own (`ending.own_of`), else the one that there is.
 
     Reads: the row's temperature. Writes: `factor`. Barriers: none; the producer kernel has ended.
     """
-
-    @T.inline
-    def phase(s):
-        if own is not None:
-            of_row = T.meta_var(own(s.io, s.row[0]))
-            s.factor[0] = of_row.scale * T.float32(LOG2_E)
-
-    return phase
+    if own is not None:
+        of_row = T.meta_var(own(s.io, s.row[0]))
+        s.factor[0] = of_row.scale * T.float32(LOG2_E)
 
 
-def load_and_bound(layout: Layout, own: Own | None) -> Callable[..., Any]:
-    """Steps 1 and 2: load the row, while all blocks come to be ready to receive; and find the bound. The phase is (s).
+@phase
+def load_and_bound(layout, own, /, s):
+    """Steps 1 and 2: load the row, while all blocks come to be ready to receive; and find the bound.
 
     Reads: as the phases of `row` or `staged`.
     Writes: as these, and as `find_tops`.
     Barriers: the cluster's, and the block's.
     """
-    prepare, load, take, tops = (
-        prepare_block(layout), (stage_row if layout.staged else load_row)(layout), take_row(layout), find_tops(layout))
-    take_factor = take_own_factor(own)
-
-    @T.inline
-    def phase(s):
-        prepare(s)
-        if layout.cluster > 1:
-            cluster_arrive_relaxed()
-        wait_then_start_consumer()
-        take_factor(s)
-        load(s)
-        if layout.cluster > 1:
-            cluster_wait()
-        T.cuda.cta_sync()
-        if layout.staged:
-            take(s)
-        tops(s)
-
-    return phase
+    prepare_block(layout)(s)
+    if layout.cluster > 1:
+        cluster_arrive_relaxed()
+    wait_then_start_consumer()
+    take_own_factor(own)(s)
+    (stage_row if layout.staged else load_row)(layout)(s)
+    if layout.cluster > 1:
+        cluster_wait()
+    T.cuda.cta_sync()
+    if layout.staged:
+        take_row(layout)(s)
+    find_tops(layout)(s)
 
 
 def load_and_agree(layout: Layout, own: Own | None) -> Callable[..., Any]:
     """The same where blocks agree on a bound: a warp more prepares the block, and later finds the bound. The phase is
     (s).
 
-    Reads, writes: as the phases of `row` and `held`, or `staged` and `paced`.
-    Barriers: the cluster's, and the block's.
+    Reads, writes: as the phases of `row` and `held`, or `staged` and `paced`. Barriers: the cluster's, and the block's.
     """
     prepare = prepare_block(layout)
     load, take = (stage_row(layout), take_steps(layout)) if layout.staged else (load_row(layout), take_held(layout))
@@ -121,56 +109,45 @@ def load_and_agree(layout: Layout, own: Own | None) -> Callable[..., Any]:
     return phase
 
 
-def end_row(layout: Layout) -> Callable[..., Any]:
-    """Steps 6 and 7: from the keys and sums of all blocks to the outputs, in the first block. The phase is (s).
+@phase
+def end_row(layout, /, s):
+    """Steps 6 and 7: from the keys and sums of all blocks to the outputs, in the first block.
 
     Reads, writes, barriers: as the phases of `cluster` and `rank`.
     """
-    unite, add, finish = unite_parts(layout), add_up(1, layout.block_warps), finish_row(layout)
-
-    @T.inline
-    def phase(s):
-        if layout.cluster > 1:
-            unite(s)
-        else:
-            add(s)
-        finish(s)
-
-    return phase
+    if layout.cluster > 1:
+        unite_parts(layout)(s)
+    else:
+        add_up(1, layout.block_warps)(s)
+    finish_row(layout)(s)
 
 
-def end_agreed(layout: Layout) -> Callable[..., Any]:
-    """The same where blocks have agreed on a bound, which mostly leaves no more keys than are ranked at once. The phase
-    is (s).
+@phase
+def end_filtered(layout, /, s):
+    """Finish a row whose bound is the same in all blocks."""
+    if T.Cast("int32", s.united_sizes[0]) >= layout.k:
+        filter_parts(layout)(s)
+        await_arrivals(s.barriers.ptr_to([SUMS]))
+        add_up(0, layout.entries)(s)
+        finish_row(layout)(s)
+    else:
+        end_row(layout)(s)
+
+
+@phase
+def end_agreed(layout, /, s):
+    """The same where blocks have agreed on a bound, which mostly leaves no more keys than are ranked at once.
 
     Reads, writes, barriers: as the phases of `cluster` and `rank`.
     """
-    count, finish, end = count_parts(layout), finish_agreed(layout), end_row(layout)
-    left, add, finish_left = filter_parts(layout), add_up(0, layout.entries), finish_row(layout)
-
-    @T.inline
-    def end_filtered(s):
-        """Finish a row whose bound is the same in all blocks."""
-        if T.Cast("int32", s.united_sizes[0]) >= layout.k:
-            left(s)
-            await_arrivals(s.barriers.ptr_to([SUMS]))
-            add(s)
-            finish_left(s)
-        else:
-            end(s)
-
-    end_many = end_filtered if layout.late else end
-
-    @T.inline
-    def phase(s):
-        if layout.cluster > 1:
-            count(s)
-        if s.size[0] >= layout.k and s.size[0] <= layout.at_once:
-            finish(s)
-        else:
-            end_many(s)
-
-    return phase
+    end = T.meta_var(end_row(layout))
+    end_many = T.meta_var(end_filtered(layout) if layout.late else end)
+    if layout.cluster > 1:
+        count_parts(layout)(s)
+    if s.size[0] >= layout.k and s.size[0] <= layout.at_once:
+        finish_agreed(layout)(s)
+    else:
+        end_many(s)
 
 
 def kernel(layout: Layout, own: Own | None = None) -> Callable[..., Any]:
@@ -204,3 +181,8 @@ def kernel(layout: Layout, own: Own | None = None) -> Callable[..., Any]:
 
     return body
 # fmt: on
+
+
+def program(problem: SoftmaxTopk, decisions: Decisions) -> Program:
+    """The program of a point."""
+    return gpu_program(problem, kernel(Layout.of(problem, decisions), own_of(problem)), overlapped=True)

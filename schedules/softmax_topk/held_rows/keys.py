@@ -7,6 +7,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...device.loops import rolled
 from ...device.selection import PLUS_INFINITY, bits_value, join_key, order, order_bits, radix_selection, take_places
 from ...device.words import load_element, load_words, value_in
@@ -33,21 +35,15 @@ def marked_column(layout: Layout, s: Any, place: Any) -> Any:
 
 
 # fmt: off
-def put_key(layout: Layout) -> Callable[..., Any]:
-    """Append `key` to the block's. The phase is (s).
+@phase
+def put_key(layout, /, s):
+    """Append `key` to the block's.
 
-    Reads: `key`, `counter`.
-    Writes: `count`, `slot`, and `found_keys` if there is room.
-    Barriers: none.
+    Reads: `key`, `counter`. Writes: `count`, `slot`, and `found_keys` if there is room. Barriers: none.
     """
-
-    @T.inline
-    def phase(s):
-        s.slot[0] = take_places(s.counter[0], T.int32(1))
-        if s.slot[0] < layout.room:
-            s.found_keys[s.slot[0]] = s.key[0]
-
-    return phase
+    s.slot[0] = take_places(s.counter[0], T.int32(1))
+    if s.slot[0] < layout.room:
+        s.found_keys[s.slot[0]] = s.key[0]
 
 
 @T.inline
@@ -55,8 +51,7 @@ def set_threshold(layout, s):
     """The bound as a value, and as a word whose elements both have that value. A NaN becomes plus infinity: no
     NaN is below that.
 
-    Reads: `bound`.
-    Writes: `threshold`, `pair`.
+    Reads: `bound`. Writes: `threshold`, `pair`.
     """
     s.threshold[0] = bits_value(T.min(s.bound[0], T.uint32(PLUS_INFINITY)))
     s.pair[0] = twice(layout.dtype, s.threshold[0])
@@ -169,40 +164,35 @@ def put_reached(layout: Layout, limited: bool = False) -> Callable[..., Any]:
     return phase
 
 
-def put_single(layout: Layout) -> Callable[..., Any]:
+@phase
+def put_single(layout, /, s):
     """As `put_reached`, without a column for the bound, where few threads have elements that reach it, and most of them
-    one: for one there is neither a loop nor a branch. The phase is (s).
+    one: for one there is neither a loop nor a branch.
 
     Reads, writes, barriers: as `put_reached`, of a share in registers.
     """
-    put, several = put_key(layout), put_reached(layout)
-
-    @T.inline
-    def phase(s):
-        place = T.alloc_local([1], "int32")
-        elements = T.alloc_local([1], "uint32")
-        found = T.alloc_local([1], "int32")
-        set_threshold(layout, s)
-        # Written so that TVM's simplifier does not make "no less" of "not below": a NaN is not below, but not "no
-        # less".
-        if T.Select(s.top[0] < s.threshold[0], 0, 1) != 0:
-            mark_vectors(layout, s)
-            found[0] = T.Cast("int32", T.popcount(s.marks[0]))
-            take_mark(s.marks, s.spot)
-            pick_vector(layout, s)
-            mark_elements(layout, s, elements)
-            found[0] = found[0] + T.Cast("int32", T.popcount(elements[0]))
-            if found[0] == 2:
-                take_mark(elements, place)
-                s.column[0] = marked_column(layout, s, place[0])
-                # The single element is the thread's largest one.
-                order(s.top[0], s.plain, s.bits)
-                s.key[0] = join_key(s.bits[0], s.column[0])
-                put(s)
-            else:
-                several(s)
-
-    return phase
+    place = T.alloc_local([1], "int32")
+    elements = T.alloc_local([1], "uint32")
+    found = T.alloc_local([1], "int32")
+    set_threshold(layout, s)
+    # Written so that TVM's simplifier does not make "no less" of "not below": a NaN is not below, but not "no
+    # less".
+    if T.Select(s.top[0] < s.threshold[0], 0, 1) != 0:
+        mark_vectors(layout, s)
+        found[0] = T.Cast("int32", T.popcount(s.marks[0]))
+        take_mark(s.marks, s.spot)
+        pick_vector(layout, s)
+        mark_elements(layout, s, elements)
+        found[0] = found[0] + T.Cast("int32", T.popcount(elements[0]))
+        if found[0] == 2:
+            take_mark(elements, place)
+            s.column[0] = marked_column(layout, s, place[0])
+            # The single element is the thread's largest one.
+            order(s.top[0], s.plain, s.bits)
+            s.key[0] = join_key(s.bits[0], s.column[0])
+            put_key(layout)(s)
+        else:
+            put_reached(layout)(s)
 
 
 def select_keys(layout: Layout) -> Callable[..., Any]:
@@ -244,9 +234,7 @@ def select_keys(layout: Layout) -> Callable[..., Any]:
 def clear_behind(layout, s):
     """Write zeros after the row's keys, as far as they are ranked at once.
 
-    Reads: `size`.
-    Writes: `keys`.
-    Barriers: one, at the end.
+    Reads: `size`. Writes: `keys`. Barriers: one, at the end.
     """
     if s.t >= s.size[0] and s.t < layout.at_once:
         s.keys[s.t] = T.uint64(0)

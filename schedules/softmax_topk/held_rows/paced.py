@@ -13,16 +13,14 @@ As `staged`, but by *steps* of two vectors, and with three differences:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
+
+from tvm_sparse.core.phase import phase
 
 from ...device.loops import rolled
 from ...device.words import value_in
 from .agreement import agree, offer_top
 from .row import load_staged
-from .space import Layout
 from .sums import LOWEST, add_partial, set_base, sum_of_partials, take_near_power, take_power, take_rest
 from .words import NOTHING, larger, largest
 
@@ -31,28 +29,22 @@ REACH = 8
 
 
 # fmt: off
-def raise_reference(layout: Layout) -> Callable[..., Any]:
-    """Make `plain` the reference of the thread's sum. The phase is (s).
+@phase
+def raise_reference(layout, /, s):
+    """Make `plain` the reference of the thread's sum.
 
-    Reads: `plain`, `factor`.
-    Writes: `reference`, `base`, `rest`, `near`, `sum`; scratch is `power`.
-    Barriers: none.
+    Reads: `plain`, `factor`. Writes: `reference`, `base`, `rest`, `near`, `sum`; scratch is `power`. Barriers: none.
     """
-
-    @T.inline
-    def phase(s):
-        s.power[0] = (s.reference[0] - s.plain[0]) * s.factor[0] - s.rest[0]
-        s.reference[0] = s.plain[0]
-        set_base(s)
-        T.ptx.ex2.approx.ftz.f32(s.power[0], s.power[0] + s.rest[0])
-        s.sum[0] = s.sum[0] * s.power[0]
-
-    return phase
+    s.power[0] = (s.reference[0] - s.plain[0]) * s.factor[0] - s.rest[0]
+    s.reference[0] = s.plain[0]
+    set_base(s)
+    T.ptx.ex2.approx.ftz.f32(s.power[0], s.power[0] + s.rest[0])
+    s.sum[0] = s.sum[0] * s.power[0]
 
 
-def weigh_step(layout: Layout) -> Callable[..., Any]:
-    """Add the exponentials of a step's vectors to the thread's sum. The phase is (s, peak), of which the second is a
-    word that has their largest element.
+@phase
+def weigh_step(layout, /, s, peak):
+    """Add the exponentials of a step's vectors to the thread's sum. `peak` is a word that has their largest element.
 
     As Algorithm 3 of Milakov & Gimelshein 2018 (lines 4 to 6), but for whole vectors, and relative to an element that
     few others exceed by much: it changes seldom.
@@ -61,70 +53,60 @@ def weigh_step(layout: Layout) -> Callable[..., Any]:
     Writes: `sum` and what it is relative to; scratch is `plain`, `power`, `partial`.
     Barriers: none.
     """
-    dtype, per_word = layout.dtype, layout.per_word
-    rise = raise_reference(layout)
-
-    @T.inline
-    def phase(s, peak):
-        s.plain[0] = value_in(dtype, peak, 0)
-        if per_word == 2:
-            s.plain[0] = T.max(s.plain[0], value_in(dtype, peak, 1))
-        if (s.plain[0] - s.reference[0]) * s.factor[0] > T.float32(REACH):
-            rise(s)
-        if s.near[0] != 0:
-            for e in T.unroll(layout.step * layout.width):
-                take_near_power(s, value_in(dtype, s.vector[e // per_word], e % per_word))
-                add_partial(s, e)
-        else:
-            # Numbers of any size: where they are equal the difference is 0, and else minus infinity.
-            for e in T.unroll(layout.step * layout.width):
-                take_power(s, s.power, value_in(dtype, s.vector[e // per_word], e % per_word))
-                add_partial(s, e)
-        s.sum[0] = s.sum[0] + sum_of_partials(s)
-
-    return phase
+    dtype, per_word = T.meta_var(layout.dtype), T.meta_var(layout.per_word)
+    s.plain[0] = value_in(dtype, peak, 0)
+    if per_word == 2:
+        s.plain[0] = T.max(s.plain[0], value_in(dtype, peak, 1))
+    if (s.plain[0] - s.reference[0]) * s.factor[0] > T.float32(REACH):
+        raise_reference(layout)(s)
+    if s.near[0] != 0:
+        for e in T.unroll(layout.step * layout.width):
+            take_near_power(s, value_in(dtype, s.vector[e // per_word], e % per_word))
+            add_partial(s, e)
+    else:
+        # Numbers of any size: where they are equal the difference is 0, and else minus infinity.
+        for e in T.unroll(layout.step * layout.width):
+            take_power(s, s.power, value_in(dtype, s.vector[e // per_word], e % per_word))
+            add_partial(s, e)
+    s.sum[0] = s.sum[0] + sum_of_partials(s)
 
 
-def take_steps(layout: Layout) -> Callable[..., Any]:
-    """Look at the thread's vectors as they come; the warp that has none finds the early bound. The phase is (s).
+@phase
+def look(layout, /, s, peak):
+    """Look at each step's vectors as they come."""
+    dtype, steps = T.meta_var(layout.dtype), T.meta_var(layout.steps)
+    for i in rolled(steps):
+        T.ptx.cp.async_.wait_group(steps - 1)
+        # An empty group, so that in every step the same number of groups has to be complete.
+        T.ptx.cp.async_.commit_group()
+        load_staged(layout)(s, i)
+        peak[0] = largest(dtype, [s.vector[w] for w in range(4 * layout.step)])
+        s.step_peaks[i * layout.threads + s.t] = peak[0]
+        s.pair[0] = larger(dtype, s.pair[0], peak[0])
+        weigh_step(layout)(s, peak[0])
+        if i == layout.early_steps - 1:
+            offer_top(layout)(s)
+
+
+@phase
+def take_steps(layout, /, s):
+    """Look at the thread's vectors as they come; the warp that has none finds the early bound.
 
     Reads: `staged`, `factor`.
     Writes: `step_peaks`, `pair`, the largest elements of all, `sum`, `reference`; as `offer_top` and `agree`; scratch
         is `vector`, and as `weigh_step`.
     Barriers: as `offer_top` and `agree`.
     """
-    dtype, threads, steps, early = layout.dtype, layout.threads, layout.steps, layout.early_steps
-    load, weigh = load_staged(layout), weigh_step(layout)
-    offer, bound = offer_top(layout), agree(layout)
-
-    @T.inline
-    def look(s, peak):
-        for i in rolled(steps):
-            T.ptx.cp.async_.wait_group(steps - 1)
-            # An empty group, so that in every step the same number of groups has to be complete.
-            T.ptx.cp.async_.commit_group()
-            load(s, i)
-            peak[0] = largest(dtype, [s.vector[w] for w in range(4 * layout.step)])
-            s.step_peaks[i * threads + s.t] = peak[0]
-            s.pair[0] = larger(dtype, s.pair[0], peak[0])
-            weigh(s, peak[0])
-            if i == early - 1:
-                offer(s)
-
-    @T.inline
-    def phase(s):
-        peak = T.alloc_local([1], "uint32")
-        s.pair[0] = T.uint32(NOTHING[dtype])
-        s.reference[0] = LOWEST
-        s.rest[0] = T.float32(0)
-        s.base[0] = T.float32(0)
-        s.near[0] = 0
-        s.sum[0] = T.float32(0)
-        if s.t < threads:
-            look(s, peak)
-        else:
-            bound(s)
-        take_rest(s)
-
-    return phase
+    peak = T.alloc_local([1], "uint32")
+    s.pair[0] = T.uint32(NOTHING[layout.dtype])
+    s.reference[0] = LOWEST
+    s.rest[0] = T.float32(0)
+    s.base[0] = T.float32(0)
+    s.near[0] = 0
+    s.sum[0] = T.float32(0)
+    if s.t < layout.threads:
+        look(layout)(s, peak)
+    else:
+        agree(layout)(s)
+    take_rest(s)
 # fmt: on

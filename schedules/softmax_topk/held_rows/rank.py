@@ -7,6 +7,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...device.arithmetic import LN_2
 from ...device.loops import rolled
 from ...device.mbarriers import await_arrivals
@@ -25,30 +27,25 @@ def exponent(s: Any, value: Any) -> Any:
 
 
 # fmt: off
-def write_ranked(k: int, rankers: int) -> Callable[..., Any]:
-    """The value and the index of a key that has its rank, if that is one of the k best. The phase is (s).
+@phase
+def write_ranked(k, rankers, /, s):
+    """The value and the index of a key that has its rank, if that is one of the k best.
 
     Reads: `need`, `slot`, `pivot`, `size`, `factor`, `reference`, `inverse`, `logarithm`.
     Writes: the outputs; scratch is `power`.
     Barriers: none.
     """
-
-    @T.inline
-    def phase(s):
-        if s.t % rankers == 0 and s.need[0] < s.size[0] and s.slot[0] < k:
-            s.io.indices[s.row[0], s.slot[0]] = T.Cast("int64", key_index(s.pivot[0]))
-            take_power(s, s.power, key_value(s.pivot[0]))
-            s.io.values[s.row[0], s.slot[0]] = T.Select(
-                s.io.log != 0, exponent(s, key_value(s.pivot[0])) - s.logarithm[0], s.power[0] * s.inverse[0])
-
-    return phase
+    if s.t % rankers == 0 and s.need[0] < s.size[0] and s.slot[0] < k:
+        s.io.indices[s.row[0], s.slot[0]] = T.Cast("int64", key_index(s.pivot[0]))
+        take_power(s, s.power, key_value(s.pivot[0]))
+        s.io.values[s.row[0], s.slot[0]] = T.Select(
+            s.io.log != 0, exponent(s, key_value(s.pivot[0])) - s.logarithm[0], s.power[0] * s.inverse[0])
 
 
 def rank_all(layout: Layout) -> Callable[..., Any]:
     """Any number of keys, fewer than k included. The phase is (s).
 
-    Reads, writes: as `finish_row`.
-    Barriers: several.
+    Reads, writes: as `finish_row`. Barriers: several.
     """
     threads, k = layout.block_threads, layout.k
     completed, rank, write = complete(layout.vocab, k), rank_key(threads, RANKERS), write_ranked(k, RANKERS)
@@ -80,68 +77,55 @@ def invert(s):
         s.logarithm[0] = T.log(s.sum[0])
 
 
-def finish_row(layout: Layout) -> Callable[..., Any]:
-    """From a row's keys and its sum to the outputs. The phase is (s).
+@phase
+def finish_row(layout, /, s):
+    """From a row's keys and its sum to the outputs.
 
     Reads: `keys`, `size`, `sum`, `reference`, `factor`, the arguments.
     Writes: the outputs, and scratch.
     Barriers: none if the keys are ranked at once, else several.
     """
-    at_once, every = rank_at_once(layout.at_once, layout.rankers), rank_all(layout)
-    write = write_ranked(layout.k, layout.rankers)
-    write_given = write_given_columns(layout.block_threads, layout.vocab, layout.ids, exponent, rolled)
-
-    @T.inline
-    def phase(s):
-        invert(s)
-        if s.size[0] >= layout.k and s.size[0] <= layout.at_once:
-            at_once(s, s.t, s.keys)
-            write(s)
-        else:
-            every(s)
-        if layout.ids > 0:
-            write_given(s)
-
-    return phase
+    invert(s)
+    if s.size[0] >= layout.k and s.size[0] <= layout.at_once:
+        rank_at_once(layout.at_once, layout.rankers)(s, s.t, s.keys)
+        write_ranked(layout.k, layout.rankers)(s)
+    else:
+        rank_all(layout)(s)
+    if layout.ids > 0:
+        write_given_columns(layout.block_threads, layout.vocab, layout.ids, exponent, rolled)(s)
 
 
-def finish_agreed(layout: Layout) -> Callable[..., Any]:
+@phase
+def finish_agreed(layout, /, s):
     """As `finish_row`, where blocks have agreed on a bound, of keys that are few enough: they are ranked while the warp
-    that has no vectors adds up the sum. The phase is (s).
+    that has no vectors adds up the sum.
 
     Reads: `united`, or in a block alone `keys`; `size`, `sums`, `factor`, the arguments.
     Writes: the outputs, and scratch.
     Barriers: one, and one of the threads that have vectors; awaits the sums.
     """
-    threads, rankers, gather = layout.threads, layout.rankers, gather_parts(layout)
-    rank, write = rank_at_once(layout.at_once, rankers), write_ranked(layout.k, rankers)
-    add = add_up(0, layout.entries) if layout.cluster > 1 else add_up(1, layout.block_warps)
-    write_given = write_given_columns(layout.block_threads, layout.vocab, layout.ids, exponent, rolled)
-
-    @T.inline
-    def phase(s):
-        # Threads that ranked nothing have nothing to write.
-        s.slot[0] = layout.k
-        if s.t >= threads:
-            if layout.cluster > 1:
-                await_arrivals(s.barriers.ptr_to([SUMS]))
-            add(s)
-            if s.t == threads:
-                s.total[0] = sum_word(s.sum[0], s.reference[0])
-        else:
-            if layout.cluster > 1:
-                gather(s)
-            if s.t // 32 * 32 // rankers < s.size[0]:
-                rank(s, s.t, s.keys)
-        T.cuda.cta_sync()
-        s.key[0] = s.total[0]
-        parts = T.meta_var(parts_of(s.key[0]))
-        s.sum[0] = parts[0]
-        s.reference[0] = parts[1]
-        invert(s)
-        write(s)
-        if layout.ids > 0:
-            write_given(s)
-
-    return phase
+    threads, rankers = T.meta_var(layout.threads), T.meta_var(layout.rankers)
+    add = T.meta_var(add_up(0, layout.entries) if layout.cluster > 1 else add_up(1, layout.block_warps))
+    # Threads that ranked nothing have nothing to write.
+    s.slot[0] = layout.k
+    if s.t >= threads:
+        if layout.cluster > 1:
+            await_arrivals(s.barriers.ptr_to([SUMS]))
+        add(s)
+        if s.t == threads:
+            s.total[0] = sum_word(s.sum[0], s.reference[0])
+    else:
+        if layout.cluster > 1:
+            gather_parts(layout)(s)
+        if s.t // 32 * 32 // rankers < s.size[0]:
+            rank_at_once(layout.at_once, rankers)(s, s.t, s.keys)
+    T.cuda.cta_sync()
+    s.key[0] = s.total[0]
+    parts = T.meta_var(parts_of(s.key[0]))
+    s.sum[0] = parts[0]
+    s.reference[0] = parts[1]
+    invert(s)
+    write_ranked(layout.k, rankers)(s)
+    if layout.ids > 0:
+        write_given_columns(layout.block_threads, layout.vocab, layout.ids, exponent, rolled)(s)
 # fmt: on

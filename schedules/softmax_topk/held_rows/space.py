@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import MAX_THREADS, REGISTER_FILE, Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv
@@ -44,6 +45,10 @@ RANKERS = 8
 RANKED = 512
 
 
+extent = Derived["Layout", int]
+whether = Derived["Layout", bool]
+
+
 @dataclass(frozen=True)
 class Layout(Share):
     """How a row lies over the blocks of a cluster, their threads and registers. A vector is 16 bytes of the row.
@@ -75,29 +80,15 @@ class Layout(Share):
 
     # The row in registers, or in shared memory.
 
-    @cached_property
-    def early(self) -> bool:
-        """Whether blocks agree on a bound while the last vectors of their shares are being copied."""
-        return self.agreed and self.staged
-
-    @cached_property
-    def late(self) -> bool:
-        """Whether blocks agree on a bound once all of the row has arrived."""
-        return self.agreed and not self.staged
-
-    @cached_property
-    def vectors(self) -> int:
-        """Vectors of a thread."""
-        return ceildiv(self.share, self.threads)
-
-    @cached_property
-    def step(self) -> int:
-        """Vectors that a thread looks at together: two, if there are several such steps."""
-        return 2 if self.early and self.vectors % 2 == 0 and self.vectors >= 4 else 1
-
-    @cached_property
-    def steps(self) -> int:
-        return self.vectors // self.step
+    # Whether blocks agree on a bound while the last vectors of their shares are being copied.
+    early = whether(lambda e: e.agreed and e.staged)
+    # Whether blocks agree on a bound once all of the row has arrived.
+    late = whether(lambda e: e.agreed and not e.staged)
+    # Vectors of a thread.
+    vectors = extent(lambda e: ceildiv(e.share, e.threads))
+    # Vectors that a thread looks at together: two, if there are several such steps.
+    step = extent(lambda e: 2 if e.early and e.vectors % 2 == 0 and e.vectors >= 4 else 1)
+    steps = extent(lambda e: e.vectors // e.step)
 
     @cached_property
     def inner(self) -> int:
@@ -105,10 +96,8 @@ class Layout(Share):
         least = max(min(self.share, self.row_vectors - self.share * (self.cluster - 1)), 0)
         return least // self.threads if self.aligned else 0
 
-    @cached_property
-    def words(self) -> int:
-        """32-bit words of a row in a thread's registers."""
-        return 0 if self.staged else 4 * self.vectors
+    # 32-bit words of a row in a thread's registers.
+    words = extent(lambda e: 0 if e.staged else 4 * e.vectors)
 
     @cached_property
     def resident(self) -> int:
@@ -120,35 +109,18 @@ class Layout(Share):
 
     # Keys.
 
-    @cached_property
-    def groups(self) -> int:
-        """Groups of threads, of whose largest elements the k-th best is the bound."""
-        return next(groups for most, groups in GROUPS.items() if self.k <= most)
-
-    @cached_property
-    def block_threads(self) -> int:
-        """Threads of a block: a warp more, which has no vectors, agrees with other blocks on a bound."""
-        return self.threads + 32 * self.agreed
-
-    @cached_property
-    def preparers(self) -> int:
-        """Threads that prepare shared memory: those of the additional warp, or of the block."""
-        return 32 if self.agreed else self.threads
-
-    @cached_property
-    def block_warps(self) -> int:
-        return self.block_threads // 32
-
-    @cached_property
-    def early_steps(self) -> int:
-        """Steps after which tops are offered: all but those that pass while blocks agree."""
-        return max(self.steps - (3 if self.steps > 4 else 2), 1)
-
-    @cached_property
-    def row_groups(self) -> int:
-        """Groups of the tops that blocks tell each other. Early ones are more, as fewer elements of part of a row reach
-        the k-th best."""
-        return 2 * self.groups if self.early else self.groups
+    # Groups of threads, of whose largest elements the k-th best is the bound.
+    groups = extent(lambda e: next(groups for most, groups in GROUPS.items() if e.k <= most))
+    # Threads of a block: a warp more, which has no vectors, agrees with other blocks on a bound.
+    block_threads = extent(lambda e: e.threads + 32 * e.agreed)
+    # Threads that prepare shared memory: those of the additional warp, or of the block.
+    preparers = extent(lambda e: 32 if e.agreed else e.threads)
+    block_warps = extent(lambda e: e.block_threads // 32)
+    # Steps after which tops are offered: all but those that pass while blocks agree.
+    early_steps = extent(lambda e: max(e.steps - (3 if e.steps > 4 else 2), 1))
+    # Groups of the tops that blocks tell each other. Early ones are more, as fewer elements of part of a row reach the
+    # k-th best.
+    row_groups = extent(lambda e: 2 * e.groups if e.early else e.groups)
 
     @cached_property
     def room(self) -> int:
@@ -159,80 +131,40 @@ class Layout(Share):
         """
         return ceildiv(max(2 * self.k * self.width, 3 * self.groups), 32) * 32
 
-    @cached_property
-    def reached_room(self) -> int:
-        """Steps that may have elements which reach the bound: of a row in order k, and where equals are among them
-        twice as many."""
-        return 3 * self.groups
-
-    @cached_property
-    def at_once(self) -> int:
-        """Keys of a row that are ranked in one step: seldom are there more."""
-        return 2 * self.groups
-
-    @cached_property
-    def rankers(self) -> int:
-        """Threads that share the ranking of a key in that step."""
-        return min(1 << ((self.threads // self.at_once).bit_length() - 1), RANKERS)
-
-    @cached_property
-    def entries(self) -> int:
-        """Sums of exponentials that the first block adds up: of all blocks, and of its own warps; or as many as
-        `senders` send."""
-        return self.cluster * self.senders if self.senders else self.cluster + self.block_warps
-
-    @cached_property
-    def senders(self) -> int:
-        """How many sums each block, the first one included, sends the first one where blocks agree on a bound: one, of
-        which the warp more has the time to add it up, or those of its warps. 0: the others send one at the end."""
-        return 1 if self.late else self.warps if self.early and self.cluster > 1 else 0
+    # Steps that may have elements which reach the bound: of a row in order k, and where equals are among them twice as
+    # many.
+    reached_room = extent(lambda e: 3 * e.groups)
+    # Keys of a row that are ranked in one step: seldom are there more.
+    at_once = extent(lambda e: 2 * e.groups)
+    # Threads that share the ranking of a key in that step.
+    rankers = extent(lambda e: min(1 << ((e.threads // e.at_once).bit_length() - 1), RANKERS))
+    # How many sums each block, the first one included, sends the first one where blocks agree on a bound: one, of which
+    # the warp more has the time to add it up, or those of its warps. 0: the others send one at the end.
+    senders = extent(lambda e: 1 if e.late else e.warps if e.early and e.cluster > 1 else 0)
+    # Sums of exponentials that the first block adds up: of all blocks, and of its own warps; or as many as `senders`
+    # send.
+    entries = extent(lambda e: e.cluster * e.senders if e.senders else e.cluster + e.block_warps)
 
     # Dynamic shared memory; offsets are in keys.
 
-    @cached_property
-    def capacity(self) -> int:
-        """Keys of the row, from all blocks."""
-        return max(self.cluster * self.room, self.at_once)
-
-    @cached_property
-    def kept(self) -> int:
-        """Keys that a selection keeps."""
-        return ceildiv(self.k, 32) * 32
-
-    @cached_property
-    def at_found(self) -> int:
-        """Where a block of a cluster puts the keys that it finds. A block alone finds those of the row."""
-        return self.capacity + self.kept if self.cluster > 1 else 0
-
-    @cached_property
-    def at_united(self) -> int:
-        """Where the first block receives the keys of all."""
-        return self.at_found + self.room
-
-    @cached_property
-    def keys_bytes(self) -> int:
-        """Bytes of all keys."""
-        return 8 * (self.at_united + self.capacity if self.cluster > 1 else self.capacity + self.kept)
-
-    @cached_property
-    def at_staged(self) -> int:
-        """Where a staged share is, in words: at a multiple of a vector."""
-        return ceildiv(self.keys_bytes, 16) * 4
-
-    @cached_property
-    def at_peaks(self) -> int:
-        """Where the largest elements of its steps are in shared memory, in 32-bit words."""
-        return self.at_staged + 4 * self.vectors * self.threads
-
-    @cached_property
-    def at_row_tops(self) -> int:
-        """Where the tops of all blocks are in shared memory, in 32-bit words."""
-        return self.at_peaks + self.steps * self.threads if self.early else self.at_staged
-
-    @cached_property
-    def at_thread_sums(self) -> int:
-        """Where the sums of threads are in shared memory, in 32-bit words."""
-        return self.at_row_tops + self.cluster * self.row_groups
+    # Keys of the row, from all blocks.
+    capacity = extent(lambda e: max(e.cluster * e.room, e.at_once))
+    # Keys that a selection keeps.
+    kept = extent(lambda e: ceildiv(e.k, 32) * 32)
+    # Where a block of a cluster puts the keys that it finds. A block alone finds those of the row.
+    at_found = extent(lambda e: e.capacity + e.kept if e.cluster > 1 else 0)
+    # Where the first block receives the keys of all.
+    at_united = extent(lambda e: e.at_found + e.room)
+    # Bytes of all keys.
+    keys_bytes = extent(lambda e: 8 * (e.at_united + e.capacity if e.cluster > 1 else e.capacity + e.kept))
+    # Where a staged share is, in words: at a multiple of a vector.
+    at_staged = extent(lambda e: ceildiv(e.keys_bytes, 16) * 4)
+    # Where the largest elements of its steps are in shared memory, in 32-bit words.
+    at_peaks = extent(lambda e: e.at_staged + 4 * e.vectors * e.threads)
+    # Where the tops of all blocks are in shared memory, in 32-bit words.
+    at_row_tops = extent(lambda e: e.at_peaks + e.steps * e.threads if e.early else e.at_staged)
+    # Where the sums of threads are in shared memory, in 32-bit words.
+    at_thread_sums = extent(lambda e: e.at_row_tops + e.cluster * e.row_groups)
 
     @cached_property
     def bytes(self) -> int:

@@ -6,14 +6,12 @@ asynchronous copies each is a group, whose end a thread awaits before it looks a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
+
+from tvm_sparse.core.phase import phase
 
 from ...device.words import value_in
 from .row import load_vector
-from .space import Layout
 from .state import column_of
 from .sums import LOWEST, add_partial, sum_of_partials, take_power
 from .words import NOTHING, larger, largest
@@ -24,7 +22,16 @@ PACE = 1
 
 
 # fmt: off
-def stage_row(layout: Layout) -> Callable[..., Any]:
+@phase
+def copy(layout, /, s, u):
+    """Have the thread's u-th vector copied to shared memory."""
+    T.ptx.cp.async_.cg.shared.global_(
+        s.staged.ptr_to([(u * layout.threads + s.t) * 4]),
+        s.io.logits.ptr_to([s.row[0], column_of(layout, s, u * layout.width)]), VECTOR)
+
+
+@phase
+def stage_row(layout, /, s):
     """Have the thread's vectors copied. The phase is (s), of the threads that have some.
 
     Reads: `row`, `start`, `mine`.
@@ -33,82 +40,60 @@ def stage_row(layout: Layout) -> Callable[..., Any]:
         between the steps (see `paced`).
     After: a group of copies for each step is in flight.
     """
-    step, width, threads = layout.step, layout.width, layout.threads
-
-    @T.inline
-    def copy(s, u):
-        T.ptx.cp.async_.cg.shared.global_(
-            s.staged.ptr_to([(u * threads + s.t) * 4]),
-            s.io.logits.ptr_to([s.row[0], column_of(layout, s, u * width)]), VECTOR)
-
-    @T.inline
-    def phase(s):
-        for u in T.unroll(layout.vectors):
-            if u < layout.inner:
-                copy(s, u)
+    step, threads = T.meta_var(layout.step), T.meta_var(layout.threads)
+    for u in T.unroll(layout.vectors):
+        if u < layout.inner:
+            copy(layout)(s, u)
+        else:
+            if u * threads + s.t < s.mine[0]:
+                copy(layout)(s, u)
             else:
-                if u * threads + s.t < s.mine[0]:
-                    copy(s, u)
-                else:
-                    for w in T.unroll(4):
-                        s.staged[(u * threads + s.t) * 4 + w] = T.uint32(NOTHING[layout.dtype])
-            if u % step == step - 1:
-                T.ptx.cp.async_.commit_group()
-                if layout.early:
-                    if u < layout.vectors - 1:
-                        T.ptx.bar.sync(T.uint32(PACE), T.uint32(threads))
-
-    return phase
+                for w in T.unroll(4):
+                    s.staged[(u * threads + s.t) * 4 + w] = T.uint32(NOTHING[layout.dtype])
+        if u % step == step - 1:
+            T.ptx.cp.async_.commit_group()
+            if layout.early:
+                if u < layout.vectors - 1:
+                    T.ptx.bar.sync(T.uint32(PACE), T.uint32(threads))
 
 
-def weigh_vector(layout: Layout) -> Callable[..., Any]:
+@phase
+def weigh_vector(layout, /, s, peak):
     """Add the exponentials of a vector to the thread's sum (Milakov & Gimelshein 2018, Algorithm 3, lines 4 to 6, by
-    vectors). The phase is (s, peak), of which the second is a word that has the vector's largest element.
+    vectors). `peak` is a word that has the vector's largest element.
 
-    Reads: `vector`, `factor`.
-    Writes: `sum`, `reference`; scratch is `plain`, `power`, `partial`.
-    Barriers: none.
+    Reads: `vector`, `factor`. Writes: `sum`, `reference`; scratch is `plain`, `power`, `partial`. Barriers: none.
     """
-    dtype, per_word = layout.dtype, layout.per_word
-
-    @T.inline
-    def phase(s, peak):
-        s.plain[0] = s.reference[0]
-        for part in T.unroll(per_word):
-            s.reference[0] = T.max(s.reference[0], value_in(dtype, peak, part))
-        # The sum so far, relative to the new reference.
-        take_power(s, s.power, s.plain[0])
-        s.sum[0] = s.sum[0] * s.power[0]
-        for e in T.unroll(layout.width):
-            take_power(s, s.power, value_in(dtype, s.vector[e // per_word], e % per_word))
-            add_partial(s, e)
-        s.sum[0] = s.sum[0] + sum_of_partials(s)
-
-    return phase
+    dtype, per_word = T.meta_var(layout.dtype), T.meta_var(layout.per_word)
+    s.plain[0] = s.reference[0]
+    for part in T.unroll(per_word):
+        s.reference[0] = T.max(s.reference[0], value_in(dtype, peak, part))
+    # The sum so far, relative to the new reference.
+    take_power(s, s.power, s.plain[0])
+    s.sum[0] = s.sum[0] * s.power[0]
+    for e in T.unroll(layout.width):
+        take_power(s, s.power, value_in(dtype, s.vector[e // per_word], e % per_word))
+        add_partial(s, e)
+    s.sum[0] = s.sum[0] + sum_of_partials(s)
 
 
-def take_row(layout: Layout) -> Callable[..., Any]:
-    """Look at the thread's vectors as they come. The phase is (s).
+@phase
+def take_row(layout, /, s):
+    """Look at the thread's vectors as they come.
 
     Reads: `staged`, `factor`.
     Writes: `peaks`, `pair`, the largest elements of all, `sum`, `reference`; scratch is `vector`, and as
         `weigh_vector`.
     Barriers: none.
     """
-    dtype, vectors = layout.dtype, layout.vectors
-    load, weigh = load_vector(layout), weigh_vector(layout)
-
-    @T.inline
-    def phase(s):
-        s.pair[0] = T.uint32(NOTHING[dtype])
-        s.reference[0] = LOWEST
-        s.sum[0] = T.float32(0)
-        for u in T.unroll(vectors):
-            T.ptx.cp.async_.wait_group(vectors - 1 - u)
-            load(s, u)
-            s.peaks[u] = largest(dtype, [s.vector[w] for w in range(4)])
-            s.pair[0] = larger(dtype, s.pair[0], s.peaks[u])
-            weigh(s, s.peaks[u])
-
-    return phase
+    dtype, vectors = T.meta_var(layout.dtype), T.meta_var(layout.vectors)
+    s.pair[0] = T.uint32(NOTHING[dtype])
+    s.reference[0] = LOWEST
+    s.sum[0] = T.float32(0)
+    for u in T.unroll(vectors):
+        T.ptx.cp.async_.wait_group(vectors - 1 - u)
+        load_vector(layout)(s, u)
+        s.peaks[u] = largest(dtype, [s.vector[w] for w in range(4)])
+        s.pair[0] = larger(dtype, s.pair[0], s.peaks[u])
+        weigh_vector(layout)(s, s.peaks[u])
 # fmt: on

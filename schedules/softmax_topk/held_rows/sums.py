@@ -8,6 +8,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.cluster import place_there
@@ -165,86 +166,73 @@ def weigh_warp(layout: Layout) -> Callable[..., Any]:
     return of_threads if layout.staged else of_registers
 
 
-def sum_of_warp(layout: Layout) -> Callable[..., Any]:
-    """The sum of a warp's elements. The phase is (s).
+@phase
+def sum_of_warp(layout, /, s):
+    """The sum of a warp's elements.
 
     Reads: as `weigh_warp`.
     Writes: `sums` of the warp, or those of the first block, asynchronously; as `weigh_warp`.
     Barriers: none, but all lanes take part.
     """
-    weigh = weigh_warp(layout)
-
-    @T.inline
-    def phase(s):
-        weigh(s)
-        s.sum[0] = T.cuda.warp_sum(s.sum[0])
-        if s.t % 32 == 0:
-            if layout.senders > 0:
-                send_sum(s, s.part * layout.warps + s.t // 32)
-            else:
-                s.sums[layout.cluster + s.t // 32] = sum_word(s.sum[0], s.reference[0])
-
-    return phase
+    weigh_warp(layout)(s)
+    s.sum[0] = T.cuda.warp_sum(s.sum[0])
+    if s.t % 32 == 0:
+        if layout.senders > 0:
+            send_sum(s, s.part * layout.warps + s.t // 32)
+        else:
+            s.sums[layout.cluster + s.t // 32] = sum_word(s.sum[0], s.reference[0])
 
 
-def add_threads(layout: Layout) -> Callable[..., Any]:
-    """The sum of a block, by the warp that has no vectors, to the first block. The phase is (s).
+@phase
+def add_threads(layout, /, s):
+    """The sum of a block, by the warp that has no vectors, to the first block.
 
     Reads: `thread_sums`, `warp_references`, `factor`.
     Writes: `sums` of the first block, asynchronously; scratch is `sum`, `reference`, `plain`, `bits`, `power`.
     Barriers: awaits WEIGHED.
     """
-    warps = layout.warps
-
-    @T.inline
-    def phase(s):
-        scale = T.alloc_local([1], "float32")
-        await_arrivals(s.row_barriers.ptr_to([WEIGHED]))
-        scale[0] = s.warp_references[T.min(s.t % 32, warps - 1)]
-        order(scale[0], s.plain, s.bits)
-        s.reference[0] = bits_value(T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0]))
-        take_power(s, s.power, scale[0])
-        scale[0] = s.power[0]
-        s.sum[0] = T.float32(0)
-        for w in T.unroll(warps):
-            s.sum[0] = s.sum[0] + s.thread_sums[w * 32 + s.t % 32] * T.tvm_warp_shuffle(
-                T.uint32(FULL_WARP), scale[0], w, 32, 32)
-        s.sum[0] = T.cuda.warp_sum(s.sum[0])
-        if s.t % 32 == 0:
-            send_sum(s, s.part)
-
-    return phase
+    warps = T.meta_var(layout.warps)
+    scale = T.alloc_local([1], "float32")
+    await_arrivals(s.row_barriers.ptr_to([WEIGHED]))
+    scale[0] = s.warp_references[T.min(s.t % 32, warps - 1)]
+    order(scale[0], s.plain, s.bits)
+    s.reference[0] = bits_value(T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0]))
+    take_power(s, s.power, scale[0])
+    scale[0] = s.power[0]
+    s.sum[0] = T.float32(0)
+    for w in T.unroll(warps):
+        s.sum[0] = s.sum[0] + s.thread_sums[w * 32 + s.t % 32] * T.tvm_warp_shuffle(
+            T.uint32(FULL_WARP), scale[0], w, 32, 32)
+    s.sum[0] = T.cuda.warp_sum(s.sum[0])
+    if s.t % 32 == 0:
+        send_sum(s, s.part)
 
 
-def add_up(first: int, extent: int) -> Callable[..., Any]:
-    """The sum of `extent` sums from the `first` one on, in all lanes of a warp. The phase is (s).
+@phase
+def add_up(first, extent, /, s):
+    """The sum of `extent` sums from the `first` one on, in all lanes of a warp.
 
     Reads: `sums`, `factor`.
     Writes: `sum`, `reference`; scratch is `key`, `plain`, `bits`, `power`.
     Barriers: none, but all lanes take part.
     """
-    each = ceildiv(extent, 32)
-
-    @T.inline
-    def phase(s):
-        totals = T.alloc_local([each], "float32")
-        references = T.alloc_local([each], "float32")
-        for i in T.unroll(each):
-            # Lanes beyond the last sum take that sum's reference, and add nothing.
-            s.key[0] = s.sums[first + T.min(i * 32 + s.t % 32, extent - 1)]
-            parts = T.meta_var(parts_of(s.key[0]))
-            totals[i] = T.Select(i * 32 + s.t % 32 < extent, parts[0], T.float32(0))
-            references[i] = parts[1]
-        s.power[0] = references[0]
-        for i in T.unroll(each - 1):
-            T.ptx.max.NaN.f32(s.power[0], s.power[0], references[1 + i])
-        order(s.power[0], s.plain, s.bits)
-        s.reference[0] = bits_value(T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0]))
-        s.sum[0] = T.float32(0)
-        for i in T.unroll(each):
-            take_power(s, s.power, references[i])
-            s.sum[0] = s.sum[0] + totals[i] * s.power[0]
-        s.sum[0] = T.cuda.warp_sum(s.sum[0])
-
-    return phase
+    each = T.meta_var(ceildiv(extent, 32))
+    totals = T.alloc_local([each], "float32")
+    references = T.alloc_local([each], "float32")
+    for i in T.unroll(each):
+        # Lanes beyond the last sum take that sum's reference, and add nothing.
+        s.key[0] = s.sums[first + T.min(i * 32 + s.t % 32, extent - 1)]
+        parts = T.meta_var(parts_of(s.key[0]))
+        totals[i] = T.Select(i * 32 + s.t % 32 < extent, parts[0], T.float32(0))
+        references[i] = parts[1]
+    s.power[0] = references[0]
+    for i in T.unroll(each - 1):
+        T.ptx.max.NaN.f32(s.power[0], s.power[0], references[1 + i])
+    order(s.power[0], s.plain, s.bits)
+    s.reference[0] = bits_value(T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0]))
+    s.sum[0] = T.float32(0)
+    for i in T.unroll(each):
+        take_power(s, s.power, references[i])
+        s.sum[0] = s.sum[0] + totals[i] * s.power[0]
+    s.sum[0] = T.cuda.warp_sum(s.sum[0])
 # fmt: on

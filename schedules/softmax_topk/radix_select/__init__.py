@@ -10,28 +10,14 @@ Programming 3, 5.2.2, Algorithm M). Its comparators all point one way, so that k
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
-from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+from tvm_sparse.core.template import in_phases
 
-from .space import default, features, space
+from . import space
 
-
-def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
-    from ..interface import gpu_program
-    from .kernel import kernel
-
-    return gpu_program(problem, kernel(problem, decisions["threads"]))
-
-
-radix_select = Template(
+radix_select = in_phases(
+    space,
     name="radix_select",
     version=2,
     operator="softmax_topk",
-    kind="cuda",
     summary="a block a row, radix passes over the row, any k",
-    space=space,
-    default=default,
-    program=build,
-    features=features,
-    explicit_threads=True,
 )

@@ -12,58 +12,38 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
 from ...device.arithmetic import LOG2_E
 from ...device.selection import RADIX_BINS, key_index, key_value, make_key, radix_selection
-from ...device.state import named
+from ...device.state import Buffers, local, shared
 from ..elements import element, write_value, write_wanted
 from ..ending import Ending, end_of_block, own_of
+from ..interface import gpu_program
 
 
-@dataclass(frozen=True)
-class State:
+@dataclass
+class State(Buffers):
     """What a thread block has in shared memory, and a thread in registers."""
 
-    histogram: tirx.Buffer  # shared: elements by one digit of their keys
-    found: tirx.Buffer  # shared: scratch of the selection
-    count: tirx.Buffer  # shared: keys collected
-    group: tirx.Buffer  # shared: room for a reduction over the thread block
-    group_sum: tirx.Buffer  # shared: for another one
-    x: tirx.Buffer  # an element
-    m: tirx.Buffer  # the largest of the thread's elements
-    d: tirx.Buffer  # the sum of exponentials: the thread's part, then the row's
-    top: tirx.Buffer  # the row's maximum
-    factor: tirx.Buffer  # scale * log2(e)
-    key: tirx.Buffer  # a key
-    other: tirx.Buffer  # another one
-    pivot: tirx.Buffer  # the k-th largest key, or a smaller number that no other key reaches
-    mask: tirx.Buffer  # scratch of the selection
-    need: tirx.Buffer  # scratch of the selection
-    slot: tirx.Buffer  # a place for a key
-
-    @classmethod
-    def alloc(cls) -> State:
-        return named(
-            cls(
-                histogram=T.alloc_shared([RADIX_BINS], "int32"),
-                found=T.alloc_shared([4], "int32"),
-                count=T.alloc_shared([1], "int32"),
-                group=T.alloc_shared([32], "float32"),
-                group_sum=T.alloc_shared([32], "float32"),
-                x=T.alloc_local([1], "float32"),
-                m=T.alloc_local([1], "float32"),
-                d=T.alloc_local([1], "float32"),
-                top=T.alloc_local([1], "float32"),
-                factor=T.alloc_local([1], "float32"),
-                key=T.alloc_local([1], "uint64"),
-                other=T.alloc_local([1], "uint64"),
-                pivot=T.alloc_local([1], "uint64"),
-                mask=T.alloc_local([1], "uint64"),
-                need=T.alloc_local([1], "int32"),
-                slot=T.alloc_local([1], "int32"),
-            )
-        )
+    histogram: Any = shared("int32", RADIX_BINS)  # shared: elements by one digit of their keys
+    found: Any = shared("int32", 4)  # shared: scratch of the selection
+    count: Any = shared("int32")  # shared: keys collected
+    group: Any = shared("float32", 32)  # shared: room for a reduction over the thread block
+    group_sum: Any = shared("float32", 32)  # shared: for another one
+    x: Any = local("float32")  # an element
+    m: Any = local("float32")  # the largest of the thread's elements
+    d: Any = local("float32")  # the sum of exponentials: the thread's part, then the row's
+    top: Any = local("float32")  # the row's maximum
+    factor: Any = local("float32")  # scale * log2(e)
+    key: Any = local("uint64")  # a key
+    other: Any = local("uint64")  # another one
+    pivot: Any = local("uint64")  # the k-th largest key, or a smaller number that no other key reaches
+    mask: Any = local("uint64")  # scratch of the selection
+    need: Any = local("int32")  # scratch of the selection
+    slot: Any = local("int32")  # a place for a key
 
 
 def kernel(problem: SoftmaxTopk, threads: int, ending: Ending | None = None) -> Callable[..., Any]:
@@ -103,7 +83,8 @@ def kernel(problem: SoftmaxTopk, threads: int, ending: Ending | None = None) -> 
 
 
 # fmt: off
-def sum_row(vocab: int, threads: int) -> Callable[..., Any]:
+@phase
+def sum_row(vocab, threads, /, io, row, t, s):
     """A pass over the row for the maximum and the sum, which is corrected when the maximum rises.
 
     Reads: the row.
@@ -111,23 +92,17 @@ def sum_row(vocab: int, threads: int) -> Callable[..., Any]:
     Barriers: those of two reductions.
     After: `top` is the row's maximum and `d` the sum of exp(scale * (element - top)) over it, in all threads.
     """
-    lowest = T.min_value("float32")
-
-    @T.inline
-    def phase(io, row, t, s):
-        s.factor[0] = io.scale * T.float32(LOG2_E)
-        s.m[0] = lowest
-        s.d[0] = T.float32(0)
-        for i in T.serial((vocab - t + (threads - 1)) // threads):
-            s.x[0] = element(io, row, i * threads + t)
-            if s.x[0] > s.m[0]:
-                s.d[0] = s.d[0] * T.exp2((s.m[0] - s.x[0]) * s.factor[0])
-                s.m[0] = s.x[0]
-            s.d[0] = s.d[0] + T.exp2((s.x[0] - s.m[0]) * s.factor[0])
-        s.top[0] = T.cuda.cta_max(s.m[0], threads // 32, s.group.data)
-        s.d[0] = T.cuda.cta_sum(s.d[0] * T.exp2((s.m[0] - s.top[0]) * s.factor[0]), threads // 32, s.group_sum.data)
-
-    return phase
+    s.factor[0] = io.scale * T.float32(LOG2_E)
+    s.m[0] = T.min_value("float32")
+    s.d[0] = T.float32(0)
+    for i in T.serial((vocab - t + (threads - 1)) // threads):
+        s.x[0] = element(io, row, i * threads + t)
+        if s.x[0] > s.m[0]:
+            s.d[0] = s.d[0] * T.exp2((s.m[0] - s.x[0]) * s.factor[0])
+            s.m[0] = s.x[0]
+        s.d[0] = s.d[0] + T.exp2((s.x[0] - s.m[0]) * s.factor[0])
+    s.top[0] = T.cuda.cta_max(s.m[0], threads // 32, s.group.data)
+    s.d[0] = T.cuda.cta_sum(s.d[0] * T.exp2((s.m[0] - s.top[0]) * s.factor[0]), threads // 32, s.group_sum.data)
 
 
 def key_of(place: tuple[Any, Any], i: Any) -> tirx.PrimExpr:
@@ -135,7 +110,8 @@ def key_of(place: tuple[Any, Any], i: Any) -> tirx.PrimExpr:
     return make_key(element(*place, i), i)
 
 
-def select_pivot(vocab: int, k: int, threads: int) -> Callable[..., Any]:
+@phase
+def select_pivot(vocab, k, threads, /, io, row, t, s):
     """The k-th largest key.
 
     Reads: the row.
@@ -143,16 +119,11 @@ def select_pivot(vocab: int, k: int, threads: int) -> Callable[..., Any]:
     Barriers: some each digit.
     After: k keys are no less than `pivot`.
     """
-    select = radix_selection(threads, k, key_of)
-
-    @T.inline
-    def phase(io, row, t, s):
-        select(s, t, (io, row), vocab)
-
-    return phase
+    radix_selection(threads, k, key_of)(s, t, (io, row), vocab)
 
 
-def collect_keys(vocab: int, threads: int) -> Callable[..., Any]:
+@phase
+def collect_keys(vocab, threads, /, io, row, t, s):
     """The k largest keys, where the indices will be.
 
     Reads: the row, `pivot`.
@@ -160,72 +131,62 @@ def collect_keys(vocab: int, threads: int) -> Callable[..., Any]:
     Barriers: one at the start, one at the end.
     After: the row of `indices` holds the k largest keys, in no order.
     """
-
-    @T.inline
-    def phase(io, row, t, s):
-        if t == 0:
-            s.count[0] = 0
-        T.cuda.cta_sync()
-        for i in T.serial((vocab - t + (threads - 1)) // threads):
-            s.key[0] = key_of((io, row), i * threads + t)
-            if s.key[0] >= s.pivot[0]:
-                s.slot[0] = T.cuda.atomic_add(s.count.ptr_to([0]), T.int32(1))
-                io.indices[row, s.slot[0]] = T.Cast("int64", s.key[0])
-        T.cuda.cta_sync()
-
-    return phase
+    if t == 0:
+        s.count[0] = 0
+    T.cuda.cta_sync()
+    for i in T.serial((vocab - t + (threads - 1)) // threads):
+        s.key[0] = key_of((io, row), i * threads + t)
+        if s.key[0] >= s.pivot[0]:
+            s.slot[0] = T.cuda.atomic_add(s.count.ptr_to([0]), T.int32(1))
+            io.indices[row, s.slot[0]] = T.Cast("int64", s.key[0])
+    T.cuda.cta_sync()
 
 
-def merge_exchange(k: int, threads: int) -> Callable[..., Any]:
+@phase
+def merge_exchange(k, threads, /, io, row, t, s):
     """Sort these keys, by Batcher's merge exchange.
 
     The comparators (i, i + distance) of one step touch no key twice.
 
-    Reads, writes: `indices`; `key`, `other`.
-    Barriers: one each step.
-    After: the row's keys are in descending order.
+    Reads, writes: `indices`; `key`, `other`. Barriers: one each step. After: the row's keys are in descending order.
     """
-    half = 1 << max((k - 1).bit_length() - 1, 0)  # half of k rounded up to a power of two
-
-    @T.inline
-    def phase(io, row, t, s):
-        p: T.int32 = half
-        while p > 0:
-            q: T.int32 = half
-            remainder: T.int32 = 0
-            distance: T.int32 = p
-            while distance > 0:
-                for i in T.serial((k - t + (threads - 1)) // threads):
-                    if i * threads + t + distance < k:
-                        if ((i * threads + t) & p) == remainder:
-                            s.key[0] = T.Cast("uint64", io.indices[row, i * threads + t])
-                            s.other[0] = T.Cast("uint64", io.indices[row, i * threads + t + distance])
-                            if s.key[0] < s.other[0]:
-                                io.indices[row, i * threads + t] = T.Cast("int64", s.other[0])
-                                io.indices[row, i * threads + t + distance] = T.Cast("int64", s.key[0])
-                T.cuda.cta_sync()
-                distance = q - p
-                q = q >> 1
-                remainder = p
-            p = p >> 1
-
-    return phase
+    half = T.meta_var(1 << max((k - 1).bit_length() - 1, 0))
+    p: T.int32 = half
+    while p > 0:
+        q: T.int32 = half
+        remainder: T.int32 = 0
+        distance: T.int32 = p
+        while distance > 0:
+            for i in T.serial((k - t + (threads - 1)) // threads):
+                if i * threads + t + distance < k:
+                    if ((i * threads + t) & p) == remainder:
+                        s.key[0] = T.Cast("uint64", io.indices[row, i * threads + t])
+                        s.other[0] = T.Cast("uint64", io.indices[row, i * threads + t + distance])
+                        if s.key[0] < s.other[0]:
+                            io.indices[row, i * threads + t] = T.Cast("int64", s.other[0])
+                            io.indices[row, i * threads + t + distance] = T.Cast("int64", s.key[0])
+            T.cuda.cta_sync()
+            distance = q - p
+            q = q >> 1
+            remainder = p
+        p = p >> 1
 
 
-def write_keys(k: int, threads: int) -> Callable[..., Any]:
+@phase
+def write_keys(k, threads, /, io, row, t, s):
     """Replace the keys by values and indices.
 
     Reads: keys in `indices`, `top`, `d`. Writes: `indices`, in the place of the keys; values. Barriers: none.
     """
-
-    @T.inline
-    def phase(io, row, t, s):
-        for i in T.serial((k - t + (threads - 1)) // threads):
-            s.key[0] = T.Cast("uint64", io.indices[row, i * threads + t])
-            io.indices[row, i * threads + t] = T.Cast("int64", key_index(s.key[0]))
-            write_value(
-                io.values, row, i * threads + t, (key_value(s.key[0]) - s.top[0]) * io.scale,
-                T.float32(1) / s.d[0], T.log(s.d[0]), io.log)
-
-    return phase
+    for i in T.serial((k - t + (threads - 1)) // threads):
+        s.key[0] = T.Cast("uint64", io.indices[row, i * threads + t])
+        io.indices[row, i * threads + t] = T.Cast("int64", key_index(s.key[0]))
+        write_value(
+            io.values, row, i * threads + t, (key_value(s.key[0]) - s.top[0]) * io.scale,
+            T.float32(1) / s.d[0], T.log(s.d[0]), io.log)
 # fmt: on
+
+
+def program(problem: SoftmaxTopk, decisions: Decisions) -> Program:
+    """The program of a point."""
+    return gpu_program(problem, kernel(problem, decisions["threads"]))

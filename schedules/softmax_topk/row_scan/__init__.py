@@ -12,28 +12,15 @@ heap, as a NaN passes no comparison but comes first in the order.
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
-from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+from tvm_sparse.core.template import in_phases
 
-from .space import Extents, default, space
+from . import space
 
-
-def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
-    from ..ending import own_of, own_on_cpu
-    from ..interface import cpu_program
-    from .kernel import function
-
-    extents = Extents(problem.vocab, problem.k, problem.ids, decisions["chunk"], decisions["simd"])
-    return cpu_program(problem, function(extents, own_of(problem, of_row=own_on_cpu)))
-
-
-row_scan = Template(
+row_scan = in_phases(
+    space,
     name="row_scan",
     version=5,
     operator="softmax_topk",
     kind="llvm",
     summary="a thread a row, one pass in chunks, a heap behind a threshold",
-    space=space,
-    default=default,
-    program=build,
 )

@@ -13,12 +13,17 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+from tvm_sparse.core.template import Decisions, Program
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+
 from ...device.arithmetic import exp_nonpositive, is_nan
 from ...device.loops import in_parallel
 from ...device.state import named
 from ..elements import element_on_cpu as element
 from ..elements import write_given, write_value
-from ..ending import Ending, Own
+from ..ending import Ending, Own, own_of, own_on_cpu
+from ..interface import cpu_program
 from .keys import heap_key, index_of, value_of
 from .space import FEW, Extents
 
@@ -106,8 +111,7 @@ def vectors_of(extents: Extents, c: Any) -> tirx.PrimExpr:
 def sift_down(s, size):
     """Insert a key into the heap.
 
-    Reads: `key`, `node`.
-    Writes: `heap`: the key sinks from the hole at the node of the min-heap of this size.
+    Reads: `key`, `node`. Writes: `heap`: the key sinks from the hole at the node of the min-heap of this size.
     """
     s.child[0] = s.node[0] * 2 + 1
     while s.child[0] < size:
@@ -123,244 +127,184 @@ def sift_down(s, size):
     s.heap[s.node[0]] = s.key[0]
 
 
-def fill_heap(k: int) -> Callable[..., Any]:
-    """Make a heap of the first k elements; called with (io, row, s).
+@phase
+def fill_heap(k, /, io, row, s):
+    """Make a heap of the first k elements.
 
-    Reads: the first k elements.
-    Writes: `heap`.
-    After: it holds them as a heap.
+    Reads: the first k elements. Writes: `heap`. After: it holds them as a heap.
     """
-
-    @T.inline
-    def fill(io, row, s):
-        for j in range(k):
-            s.heap[j] = heap_key(element(io, row, j), j)
-        for j in range(k // 2):
-            s.node[0] = k // 2 - 1 - j
-            s.key[0] = s.heap[s.node[0]]
-            sift_down(s, k)
-
-    return fill
+    for j in range(k):
+        s.heap[j] = heap_key(element(io, row, j), j)
+    for j in range(k // 2):
+        s.node[0] = k // 2 - 1 - j
+        s.key[0] = s.heap[s.node[0]]
+        sift_down(s, k)
 
 
-def offer(k: int) -> Callable[..., Any]:
-    """An element into the heap if it belongs there; called with (io, row, s, j).
+@phase
+def offer(k, /, io, row, s, j):
+    """An element into the heap if it belongs there.
 
-    Reads: the element in column j.
-    Writes: `heap`, if the element is better than the k-th best.
+    Reads: the element in column j. Writes: `heap`, if the element is better than the k-th best.
     """
-
-    @T.inline
-    def offer_one(io, row, s, j):
-        s.key[0] = heap_key(element(io, row, j), j)
-        if s.key[0] > s.heap[0]:
-            s.node[0] = 0
-            sift_down(s, k)
-
-    return offer_one
+    s.key[0] = heap_key(element(io, row, j), j)
+    if s.key[0] > s.heap[0]:
+        s.node[0] = 0
+        sift_down(s, k)
 
 
-def begin_row(extents: Extents) -> Callable[..., Any]:
+@phase
+def begin_row(extents, /, io, row, s):
     """Begin a row: the first k elements in the heap, and sums of 0.
 
-    Reads: the first k elements.
-    Writes: `m`, `part`, `heap`, `tau`.
-    After: the heap holds the first k elements.
+    Reads: the first k elements. Writes: `m`, `part`, `heap`, `tau`. After: the heap holds the first k elements.
     """
-    fill = fill_heap(extents.k)
-    lowest = T.min_value("float32")
-
-    @T.inline
-    def phase(io, row, s):
-        s.m[0] = lowest
-        for lane in T.vectorized(extents.lanes):
-            s.part[lane] = T.float64(0)
-        fill(io, row, s)
-        s.tau[0] = value_of(s.heap[0])
-
-    return phase
+    s.m[0] = T.min_value("float32")
+    for lane in T.vectorized(extents.lanes):
+        s.part[lane] = T.float64(0)
+    fill_heap(extents.k)(io, row, s)
+    s.tau[0] = value_of(s.heap[0])
 
 
-def chunk_maximum(extents: Extents) -> Callable[..., Any]:
+@phase
+def chunk_maximum(extents, /, io, row, s, c):
     """A chunk's maximum.
 
-    Reads: chunk c.
-    Writes: `top`, `fold`.
-    After: `top` has each lane's largest element, `fold[0]` the chunk's.
+    Reads: chunk c. Writes: `top`, `fold`. After: `top` has each lane's largest element, `fold[0]` the chunk's.
     """
-    lanes, step = extents.lanes, extents.step
-    lowest = T.min_value("float32")
-
-    @T.inline
-    def phase(io, row, s, c):
+    lanes = T.meta_var(extents.lanes)
+    for lane in T.vectorized(lanes):
+        s.top[lane] = T.min_value("float32")
+    for u in range(vectors_of(extents, c)):
         for lane in T.vectorized(lanes):
-            s.top[lane] = lowest
-        for u in range(vectors_of(extents, c)):
-            for lane in T.vectorized(lanes):
-                s.top[lane] = T.max(s.top[lane], element(io, row, (c * step + u) * lanes + lane))
-        # By halving, in vectors; lanes past the half only repeat a comparison.
-        for lane in T.vectorized(lanes):
-            s.fold[lane] = s.top[lane]
-        for h in T.unroll(lanes.bit_length() - 1):
-            for lane in T.vectorized(lanes // 2):
-                s.fold[lane] = T.max(s.fold[lane], s.fold[lane + (lanes >> (h + 1))])
-
-    return phase
+            s.top[lane] = T.max(s.top[lane], element(io, row, (c * extents.step + u) * lanes + lane))
+    # By halving, in vectors; lanes past the half only repeat a comparison.
+    for lane in T.vectorized(lanes):
+        s.fold[lane] = s.top[lane]
+    for h in T.unroll(lanes.bit_length() - 1):
+        for lane in T.vectorized(lanes // 2):
+            s.fold[lane] = T.max(s.fold[lane], s.fold[lane + (lanes >> (h + 1))])
 
 
-def rescale_sums(extents: Extents) -> Callable[..., Any]:
+@phase
+def rescale_sums(extents, /, io, row, s):
     """Make the sums relative to a new maximum.
 
-    Reads: `fold[0]`, a new maximum of the row.
-    Writes: `part`, `m`.
-    After: the sums are relative to it.
+    Reads: `fold[0]`, a new maximum of the row. Writes: `part`, `m`. After: the sums are relative to it.
     """
-
-    @T.inline
-    def phase(io, row, s):
-        for lane in T.vectorized(extents.lanes):
-            s.part[lane] = s.part[lane] * T.Cast("float64", T.exp((s.m[0] - s.fold[0]) * io.scale))
-        s.m[0] = s.fold[0]
-
-    return phase
+    for lane in T.vectorized(extents.lanes):
+        s.part[lane] = s.part[lane] * T.Cast("float64", T.exp((s.m[0] - s.fold[0]) * io.scale))
+    s.m[0] = s.fold[0]
 
 
-def offer_from_chunk(extents: Extents) -> Callable[..., Any]:
+@phase
+def offer_from_chunk(extents, /, io, row, s, c):
     """A chunk's elements that reach the threshold, into the heap.
 
     Few lanes have the elements that made the chunk exceed the threshold. A lane's elements are `lanes` columns apart,
     so they are not offered in the order of columns, and equals of the threshold must be offered too: keys decide.
 
-    Reads: chunk c, `top`, `tau`.
-    Writes: `heap`, `tau`.
-    After: the heap holds the k best of all up to this chunk.
+    Reads: chunk c, `top`, `tau`. Writes: `heap`, `tau`. After: the heap holds the k best of all up to this chunk.
     """
-    lanes, step, k = extents.lanes, extents.step, extents.k
-    offer_one = offer(k)
-
-    @T.inline
-    def phase(io, row, s, c):
-        for lane in range(lanes):
-            if s.top[lane] >= s.tau[0]:
-                for u in range(vectors_of(extents, c)):
-                    s.j[0] = (c * step + u) * lanes + lane
-                    if element(io, row, s.j[0]) >= s.tau[0] and s.j[0] >= k:
-                        offer_one(io, row, s, s.j[0])
-                        s.tau[0] = value_of(s.heap[0])
-
-    return phase
+    lanes, k = T.meta_var(extents.lanes), T.meta_var(extents.k)
+    for lane in range(lanes):
+        if s.top[lane] >= s.tau[0]:
+            for u in range(vectors_of(extents, c)):
+                s.j[0] = (c * extents.step + u) * lanes + lane
+                if element(io, row, s.j[0]) >= s.tau[0] and s.j[0] >= k:
+                    offer(k)(io, row, s, s.j[0])
+                    s.tau[0] = value_of(s.heap[0])
 
 
-def add_exponentials(extents: Extents) -> Callable[..., Any]:
+@phase
+def add_exponentials(extents, /, io, row, s, c):
     """Add a chunk's exponentials to the sums.
 
     A chunk's exponentials are added to each other first, since each addition to a long row's sum rounds.
 
-    Reads: chunk c, `m`.
-    Writes: `part`; as scratch `top`.
+    Reads: chunk c, `m`. Writes: `part`; as scratch `top`.
     """
-    lanes, step = extents.lanes, extents.step
-
-    @T.inline
-    def phase(io, row, s, c):
+    lanes = T.meta_var(extents.lanes)
+    for lane in T.vectorized(lanes):
+        s.top[lane] = T.float32(0)
+    for u in range(vectors_of(extents, c)):
         for lane in T.vectorized(lanes):
-            s.top[lane] = T.float32(0)
-        for u in range(vectors_of(extents, c)):
-            for lane in T.vectorized(lanes):
-                s.top[lane] = s.top[lane] + exp_nonpositive(
-                    (element(io, row, (c * step + u) * lanes + lane) - s.m[0]) * io.scale
-                )
-        for lane in T.vectorized(lanes):
-            s.part[lane] = s.part[lane] + T.Cast("float64", s.top[lane])
-
-    return phase
+            s.top[lane] = s.top[lane] + exp_nonpositive(
+                (element(io, row, (c * extents.step + u) * lanes + lane) - s.m[0]) * io.scale
+            )
+    for lane in T.vectorized(lanes):
+        s.part[lane] = s.part[lane] + T.Cast("float64", s.top[lane])
 
 
-def finish_row(extents: Extents) -> Callable[..., Any]:
+@phase
+def finish_row(extents, /, io, row, s):
     """One sum, and the elements that no vector covers.
 
     Reads: `part`, the elements after the last vector.
     Writes: `d`, `m`, `heap`, `tau`.
     After: `d` is the sum of exp(scale * (element - m)) over the row, and the heap holds the k best, but for NaN.
     """
-    k, scalars = extents.k, extents.whole * extents.lanes
-    offer_one = offer(k)
-
-    @T.inline
-    def phase(io, row, s):
-        for lane in range(extents.lanes - 1):
-            s.part[0] = s.part[0] + s.part[lane + 1]
-        s.d[0] = T.Cast("float32", s.part[0])
-        for i in range(extents.vocab - scalars):
-            s.top[0] = element(io, row, scalars + i)
-            if s.top[0] > s.m[0]:
-                s.d[0] = s.d[0] * T.exp((s.m[0] - s.top[0]) * io.scale)
-                s.m[0] = s.top[0]
-            s.d[0] = s.d[0] + T.exp((s.top[0] - s.m[0]) * io.scale)
-            if s.top[0] > s.tau[0] and scalars + i >= k:
-                offer_one(io, row, s, scalars + i)
-                s.tau[0] = value_of(s.heap[0])
-
-    return phase
+    k, scalars = T.meta_var(extents.k), T.meta_var(extents.whole * extents.lanes)
+    for lane in range(extents.lanes - 1):
+        s.part[0] = s.part[0] + s.part[lane + 1]
+    s.d[0] = T.Cast("float32", s.part[0])
+    for i in range(extents.vocab - scalars):
+        s.top[0] = element(io, row, scalars + i)
+        if s.top[0] > s.m[0]:
+            s.d[0] = s.d[0] * T.exp((s.m[0] - s.top[0]) * io.scale)
+            s.m[0] = s.top[0]
+        s.d[0] = s.d[0] + T.exp((s.top[0] - s.m[0]) * io.scale)
+        if s.top[0] > s.tau[0] and scalars + i >= k:
+            offer(k)(io, row, s, scalars + i)
+            s.tau[0] = value_of(s.heap[0])
 
 
-def refill_heap(extents: Extents) -> Callable[..., Any]:
+@phase
+def refill_heap(extents, /, io, row, s):
     """Fill the heap again, for a row with a NaN.
 
-    Reads: the row.
-    Writes: `heap`.
-    After: it holds the k best, NaN first.
+    Reads: the row. Writes: `heap`. After: it holds the k best, NaN first.
     """
-    fill, offer_one = fill_heap(extents.k), offer(extents.k)
-
-    @T.inline
-    def phase(io, row, s):
-        fill(io, row, s)
-        for i in range(extents.vocab - extents.k):
-            offer_one(io, row, s, extents.k + i)
-
-    return phase
+    fill_heap(extents.k)(io, row, s)
+    for i in range(extents.vocab - extents.k):
+        offer(extents.k)(io, row, s, extents.k + i)
 
 
-def sort_heap(extents: Extents) -> Callable[..., Any]:
+@phase
+def sort_heap(extents, /, io, row, s):
     """Sort the keys.
 
-    Reads, writes: `heap`.
-    After: its keys are in descending order (heapsort: the least goes to the end).
+    Reads, writes: `heap`. After: its keys are in descending order (heapsort: the least goes to the end).
     """
-    k = extents.k
-
-    @T.inline
-    def phase(io, row, s):
-        for i in range(k - 1):
-            s.key[0] = s.heap[k - 1 - i]
-            s.heap[k - 1 - i] = s.heap[0]
-            s.node[0] = 0
-            sift_down(s, k - 1 - i)
-
-    return phase
+    k = T.meta_var(extents.k)
+    for i in range(k - 1):
+        s.key[0] = s.heap[k - 1 - i]
+        s.heap[k - 1 - i] = s.heap[0]
+        s.node[0] = 0
+        sift_down(s, k - 1 - i)
 
 
-def write_outputs(extents: Extents) -> Callable[..., Any]:
+@phase
+def write_outputs(extents, /, io, row, s):
     """Values, indices and given columns.
 
-    Reads: `heap`, `m`, `d`, `ids` and the elements in these columns.
-    Writes: all outputs.
+    Reads: `heap`, `m`, `d`, `ids` and the elements in these columns. Writes: all outputs.
     """
-
-    @T.inline
-    def phase(io, row, s):
-        for i in range(extents.k):
-            io.indices[row, i] = index_of(s.heap[i])
-            write_value(
-                io.values, row, i, (value_of(s.heap[i]) - s.m[0]) * io.scale,
+    for i in range(extents.k):
+        io.indices[row, i] = index_of(s.heap[i])
+        write_value(
+            io.values, row, i, (value_of(s.heap[i]) - s.m[0]) * io.scale,
+            T.float32(1) / s.d[0], T.log(s.d[0]), io.log)
+    if extents.ids > 0:
+        for i in range(extents.ids):
+            write_given(
+                io.given, row, i, io.ids[row, i], extents.vocab,
+                (element(io, row, io.ids[row, i]) - s.m[0]) * io.scale,
                 T.float32(1) / s.d[0], T.log(s.d[0]), io.log)
-        if extents.ids > 0:
-            for i in range(extents.ids):
-                write_given(
-                    io.given, row, i, io.ids[row, i], extents.vocab,
-                    (element(io, row, io.ids[row, i]) - s.m[0]) * io.scale,
-                    T.float32(1) / s.d[0], T.log(s.d[0]), io.log)
-
-    return phase
 # fmt: on
+
+
+def program(problem: SoftmaxTopk, decisions: Decisions) -> Program:
+    """The program of a point."""
+    extents = Extents(problem.vocab, problem.k, problem.ids, decisions["chunk"], decisions["simd"])
+    return cpu_program(problem, function(extents, own_of(problem, of_row=own_on_cpu)))

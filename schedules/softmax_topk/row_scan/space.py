@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, Table, ceildiv
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
@@ -16,6 +17,9 @@ LANES = (8, 16, 32, 64)
 FEW = 16 * 1024
 
 
+extent = Derived["Extents", int]
+
+
 @dataclass(frozen=True)
 class Extents:
     """The extents of one point's function."""
@@ -26,20 +30,12 @@ class Extents:
     chunk: int  # elements of a chunk
     lanes: int  # elements of a vector
 
-    @property
-    def whole(self) -> int:
-        """Whole vectors of a row. The elements after them are taken one by one."""
-        return self.vocab // self.lanes
-
-    @property
-    def step(self) -> int:
-        """Vectors of a chunk."""
-        return self.chunk // self.lanes
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of a row; the last one may be shorter."""
-        return ceildiv(self.whole, self.step)
+    # Whole vectors of a row. The elements after them are taken one by one.
+    whole = extent(lambda e: e.vocab // e.lanes)
+    # Vectors of a chunk.
+    step = extent(lambda e: e.chunk // e.lanes)
+    # Chunks of a row; the last one may be shorter.
+    chunks = extent(lambda e: ceildiv(e.whole, e.step))
 
 
 def space(problem: SoftmaxTopk, machine: Machine) -> Table:

@@ -8,18 +8,15 @@ block. Tiles that were not copied are read again from global memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import tanh_on_gpu
 from ...device.selection import FULL_WARP, below, bits_value, join_key, order
 from ...device.words import load_element, load_words, value_in
 from ..elements import capped, mask_vectors, written_element
-from .layout import Layout, Pool, Tiling
 from .rank import place_in_output
 from .state import WRITTEN, address_of, column_of, folded, not_below
 from .survivors import compact, mark_elements, take_mark, unmark_equals
@@ -27,8 +24,9 @@ from .tiles import place_tile
 
 
 # fmt: off
-def mark_tile(layout: Layout) -> Callable[..., Any]:
-    """Put the tile in hand on the list if its largest element passes the threshold. The phase is (s, i, attempt).
+@phase
+def mark_tile(layout, /, s, i, attempt):
+    """Put the tile in hand on the list if its largest element passes the threshold.
 
     When a row is read again, a tile of NaN alone passes, too.
 
@@ -36,165 +34,135 @@ def mark_tile(layout: Layout) -> Callable[..., Any]:
     Writes: `marks`, `marked`, `copied`, `tops`; `largest`.
     Barriers: none.
     """
-    pool, tiling = layout.pool, layout.tiling
-
-    @T.inline
-    def phase(s, i, attempt):
-        if not_below(s.top[0], s.threshold[0], attempt):
-            if s.top[0] != s.threshold[0] or s.at[0] <= s.equals_until[0] or attempt != 0:
-                s.largest[0] = T.max(s.largest[0], s.top[0])
-                s.slot[0] = T.cuda.atomic_add(s.marks.ptr_to([0]), T.int32(1))
-                s.marked[s.slot[0]] = T.Cast("uint16", i * tiling.threads + s.t)
-                if s.slot[0] < pool.copies:
-                    if layout.one_warp:
-                        order(s.top[0], s.plain, s.ordered)
-                        s.tops[s.slot[0]] = s.ordered[0]
-                    for e in T.unroll(tiling.held // 4):
-                        for v in T.vectorized(4):
-                            s.copied[s.slot[0] * pool.padded + e * 4 + v] = s.x[e * 4 + v]
-
-    return phase
+    pool, tiling = T.meta_var(layout.pool), T.meta_var(layout.tiling)
+    if not_below(s.top[0], s.threshold[0], attempt):
+        if s.top[0] != s.threshold[0] or s.at[0] <= s.equals_until[0] or attempt != 0:
+            s.largest[0] = T.max(s.largest[0], s.top[0])
+            s.slot[0] = T.cuda.atomic_add(s.marks.ptr_to([0]), T.int32(1))
+            s.marked[s.slot[0]] = T.Cast("uint16", i * tiling.threads + s.t)
+            if s.slot[0] < pool.copies:
+                if layout.one_warp:
+                    order(s.top[0], s.plain, s.ordered)
+                    s.tops[s.slot[0]] = s.ordered[0]
+                for e in T.unroll(tiling.held // 4):
+                    for v in T.vectorized(4):
+                        s.copied[s.slot[0] * pool.padded + e * 4 + v] = s.x[e * 4 + v]
 
 
-def place_marked(tiling: Tiling) -> Callable[..., Any]:
-    """Where a marked tile lies. The phase is (s, number).
+@phase
+def place_marked(tiling, /, s, number):
+    """Where a marked tile lies.
 
-    Reads: `marked`.
-    Writes: `at`, `slot`.
-    Barriers: none.
+    Reads: `marked`. Writes: `at`, `slot`. Barriers: none.
     """
-    placed = place_tile(tiling)
-
-    @T.inline
-    def phase(s, number):
-        s.slot[0] = T.Cast("int32", s.marked[number])
-        placed(s, s.at, s.slot[0] // tiling.threads, s.slot[0] % tiling.threads)
-
-    return phase
+    s.slot[0] = T.Cast("int32", s.marked[number])
+    place_tile(tiling)(s, s.at, s.slot[0] // tiling.threads, s.slot[0] % tiling.threads)
 
 
-def load_copied(pool: Pool) -> Callable[..., Any]:
-    """The elements of a marked tile that was copied. The phase is (s, number).
+@phase
+def load_copied(pool, /, s, number):
+    """The elements of a marked tile that was copied.
 
-    Reads: `copied`.
-    Writes: `x`.
+    Reads: `copied`. Writes: `x`.
     """
-
-    @T.inline
-    def phase(s, number):
-        for e in T.unroll(pool.tiling.held // 4):
-            for v in T.vectorized(4):
-                s.x[e * 4 + v] = s.copied[number * pool.padded + e * 4 + v]
-
-    return phase
+    for e in T.unroll(pool.tiling.held // 4):
+        for v in T.vectorized(4):
+            s.x[e * 4 + v] = s.copied[number * pool.padded + e * 4 + v]
 
 
-def load_marked(layout: Layout) -> Callable[..., Any]:
-    """Load the vector of the row that begins at a column again. The phase is (s, column).
+@phase
+def load_marked(layout, /, s, column):
+    """Load the vector of the row that begins at a column again.
 
     Reads: the arguments.
     Writes: x[0:width], minus infinity for what is not of this block's share; `raw`.
     Barriers: none.
     """
-    tiling, dtype = layout.tiling, layout.dtype
-    width, vocab, per_word = tiling.width, tiling.vocab, tiling.per_word
-    mask = mask_vectors(vocab, width, 1, tiling.aligned)
-
-    @T.inline
-    def phase(s, column):
-        for e in T.unroll(width):
-            s.x[e] = -T.infinity("float32")
-        if column < s.end[0]:
-            if tiling.aligned or (column >= 0 and column + width <= vocab):
-                load_words(16, s.raw, 0, None, address_of(tiling, s.address, column))
-                for e in T.unroll(width):
-                    s.x[e] = value_in(dtype, s.raw[e // per_word], e % per_word)
-                    if layout.capped:
-                        s.x[e] = capped(s.io, s.x[e], tanh_on_gpu)
-                    if layout.bias:
-                        s.x[e] = s.x[e] + load_element("float32", s.io.bias.ptr_to([column + e]))
-                if layout.masked:
-                    mask(s.io, s.row[0], s.x, lambda e: column + e)
-            else:
-                for e in T.unroll(width):
-                    if column + e >= 0 and column + e < vocab:
-                        s.x[e] = written_element(s.io, s.row[0], column + e)
-
-    return phase
+    tiling = T.meta_var(layout.tiling)
+    width, vocab = T.meta_var(tiling.width), T.meta_var(tiling.vocab)
+    per_word = T.meta_var(tiling.per_word)
+    for e in T.unroll(width):
+        s.x[e] = -T.infinity("float32")
+    if column < s.end[0]:
+        if tiling.aligned or (column >= 0 and column + width <= vocab):
+            load_words(16, s.raw, 0, None, address_of(tiling, s.address, column))
+            for e in T.unroll(width):
+                s.x[e] = value_in(layout.dtype, s.raw[e // per_word], e % per_word)
+                if layout.capped:
+                    s.x[e] = capped(s.io, s.x[e], tanh_on_gpu)
+                if layout.bias:
+                    s.x[e] = s.x[e] + load_element("float32", s.io.bias.ptr_to([column + e]))
+            if layout.masked:
+                mask_vectors(vocab, width, 1, tiling.aligned)(s.io, s.row[0], s.x, lambda e: column + e)
+        else:
+            for e in T.unroll(width):
+                if column + e >= 0 and column + e < vocab:
+                    s.x[e] = written_element(s.io, s.row[0], column + e)
 
 
-def search_vectors(layout: Layout) -> Callable[..., Any]:
+@phase
+def search_vectors(layout, /, s, first, last, step):
     """Put what passes the threshold of some vectors of marked tiles into the buffer.
 
-    The phase is (s, first, last, step): the vectors from `first` up to, but not, `last` of all marked tiles' vectors;
+    These are the vectors from `first` up to, but not, `last` of all marked tiles' vectors;
     `step` threads take one after another.
 
     Reads: `marked`, the arguments, `threshold`, `equals_until`. Writes: `keys`, `count`. Barriers: none. After: if
     `count` is more than the buffer's capacity less a tile, some keys may be missing.
     """
-    tiling, capacity = layout.tiling, layout.pool.capacity
-    vectors, width = tiling.vectors, tiling.width
-    placed, load = place_marked(tiling), load_marked(layout)
-
-    @T.inline
-    def phase(s, first, last, step):
-        for r in T.serial((last - first - s.t + (step - 1)) // step):
-            if s.t < step:
-                s.spot[0] = first + r * step + s.t
-                placed(s, s.spot[0] // vectors)
-                s.spot[0] = column_of(tiling, s.at, s.spot[0] % vectors * width)
-                load(s, s.spot[0])
-                s.bits[0] = T.uint32(0)
-                for e in T.unroll(width):
-                    if not_below(s.x[e], s.threshold[0]) and (
-                        s.x[e] != s.threshold[0] or s.spot[0] + e <= s.equals_until[0]
-                    ):
-                        s.bits[0] = s.bits[0] | (T.uint32(1) << T.Cast("uint32", e))
-                if s.bits[0] != T.uint32(0):
-                    s.slot[0] = T.cuda.atomic_add(s.count.ptr_to([0]), T.Cast("int32", T.popcount(s.bits[0])))
-                    if s.slot[0] + width <= capacity:
-                        for e in T.unroll(width):
-                            if (s.bits[0] >> T.Cast("uint32", e)) & T.uint32(1) != T.uint32(0):
-                                order(s.x[e], s.plain, s.ordered)
-                                s.keys[s.slot[0]] = join_key(s.ordered[0], s.spot[0] + e)
-                                s.slot[0] = s.slot[0] + 1
-
-    return phase
+    tiling = T.meta_var(layout.tiling)
+    vectors, width = T.meta_var(tiling.vectors), T.meta_var(tiling.width)
+    for r in T.serial((last - first - s.t + (step - 1)) // step):
+        if s.t < step:
+            s.spot[0] = first + r * step + s.t
+            place_marked(tiling)(s, s.spot[0] // vectors)
+            s.spot[0] = column_of(tiling, s.at, s.spot[0] % vectors * width)
+            load_marked(layout)(s, s.spot[0])
+            s.bits[0] = T.uint32(0)
+            for e in T.unroll(width):
+                if not_below(s.x[e], s.threshold[0]) and (
+                    s.x[e] != s.threshold[0] or s.spot[0] + e <= s.equals_until[0]
+                ):
+                    s.bits[0] = s.bits[0] | (T.uint32(1) << T.Cast("uint32", e))
+            if s.bits[0] != T.uint32(0):
+                s.slot[0] = T.cuda.atomic_add(s.count.ptr_to([0]), T.Cast("int32", T.popcount(s.bits[0])))
+                if s.slot[0] + width <= layout.pool.capacity:
+                    for e in T.unroll(width):
+                        if (s.bits[0] >> T.Cast("uint32", e)) & T.uint32(1) != T.uint32(0):
+                            order(s.x[e], s.plain, s.ordered)
+                            s.keys[s.slot[0]] = join_key(s.ordered[0], s.spot[0] + e)
+                            s.slot[0] = s.slot[0] + 1
 
 
-def search_copied(layout: Layout) -> Callable[..., Any]:
-    """Put what passes the threshold of the copied tiles into the buffer; a thread searches a tile. The phase is (s).
+@phase
+def search_copied(layout, /, s):
+    """Put what passes the threshold of the copied tiles into the buffer; a thread searches a tile.
 
     Reads: `marks`, `marked`, `copied`, `threshold`, `equals_until`.
     Writes: `keys`, `count`.
     Barriers: none.
     After: as after `search_vectors`.
     """
-    tiling, pool = layout.tiling, layout.pool
-    threads, held = tiling.threads, tiling.held
-    placed, load, unmark = place_marked(tiling), load_copied(pool), unmark_equals(tiling)
-
-    @T.inline
-    def phase(s):
-        for r in T.serial((T.min(s.marks[0], pool.copies) - s.t + (threads - 1)) // threads):
-            load(s, r * threads + s.t)
-            placed(s, r * threads + s.t)
-            s.bits[0] = T.uint32(0)
-            mark_elements(s, 0, held, s.threshold)
-            unmark(s)
-            s.slot[0] = T.cuda.atomic_add(s.count.ptr_to([0]), T.Cast("int32", T.popcount(s.bits[0])))
-            if s.slot[0] + held <= pool.capacity:
-                while s.bits[0] != T.uint32(0):
-                    take_mark(s)
-                    order(s.copied[(r * threads + s.t) * pool.padded + s.spot[0]], s.plain, s.ordered)
-                    s.keys[s.slot[0]] = join_key(s.ordered[0], column_of(tiling, s.at, s.spot[0]))
-                    s.slot[0] = s.slot[0] + 1
-
-    return phase
+    tiling, pool = T.meta_var(layout.tiling), T.meta_var(layout.pool)
+    threads, held = T.meta_var(tiling.threads), T.meta_var(tiling.held)
+    for r in T.serial((T.min(s.marks[0], pool.copies) - s.t + (threads - 1)) // threads):
+        load_copied(pool)(s, r * threads + s.t)
+        place_marked(tiling)(s, r * threads + s.t)
+        s.bits[0] = T.uint32(0)
+        mark_elements(s, 0, held, s.threshold)
+        unmark_equals(tiling)(s)
+        s.slot[0] = T.cuda.atomic_add(s.count.ptr_to([0]), T.Cast("int32", T.popcount(s.bits[0])))
+        if s.slot[0] + held <= pool.capacity:
+            while s.bits[0] != T.uint32(0):
+                take_mark(s)
+                order(s.copied[(r * threads + s.t) * pool.padded + s.spot[0]], s.plain, s.ordered)
+                s.keys[s.slot[0]] = join_key(s.ordered[0], column_of(tiling, s.at, s.spot[0]))
+                s.slot[0] = s.slot[0] + 1
 
 
-def search_marked(layout: Layout) -> Callable[..., Any]:
-    """Put what passes the threshold of all marked tiles into the buffer. The phase is (s); after a barrier.
+@phase
+def search_marked(layout, /, s):
+    """Put what passes the threshold of all marked tiles into the buffer. After a barrier.
 
     If there is no room for the survivors of all, the tiles are searched in steps, each with the threshold that the step
     before has raised.
@@ -204,34 +172,30 @@ def search_marked(layout: Layout) -> Callable[..., Any]:
     Barriers: one, and more in steps.
     After: `count` keys are in the buffer, all that may be among the k best.
     """
-    tiling, pool = layout.tiling, layout.pool
-    vectors, step = tiling.vectors, pool.step
-    copied, searched, compacted = search_copied(layout), search_vectors(layout), compact(layout)
-
-    @T.inline
-    def phase(s):
-        copied(s)
-        searched(s, pool.copies * vectors, s.marks[0] * vectors, tiling.threads)
-        T.cuda.cta_sync()
-        if pool.overflows:
-            if s.count[0] > pool.capacity - tiling.held:
+    tiling, pool = T.meta_var(layout.tiling), T.meta_var(layout.pool)
+    vectors, step = T.meta_var(tiling.vectors), T.meta_var(pool.step)
+    searched = T.meta_var(search_vectors(layout))
+    search_copied(layout)(s)
+    searched(s, pool.copies * vectors, s.marks[0] * vectors, tiling.threads)
+    T.cuda.cta_sync()
+    if pool.overflows:
+        if s.count[0] > pool.capacity - tiling.held:
+            T.cuda.cta_sync()
+            if s.t == 0:
+                s.count[0] = 0
+            T.cuda.cta_sync()
+            for r in T.serial((s.marks[0] * vectors + (step - 1)) // step):
+                searched(s, r * step, T.min((r + 1) * step, s.marks[0] * vectors), step)
                 T.cuda.cta_sync()
-                if s.t == 0:
-                    s.count[0] = 0
+                s.size[0] = s.count[0]
                 T.cuda.cta_sync()
-                for r in T.serial((s.marks[0] * vectors + (step - 1)) // step):
-                    searched(s, r * step, T.min((r + 1) * step, s.marks[0] * vectors), step)
-                    T.cuda.cta_sync()
-                    s.size[0] = s.count[0]
-                    T.cuda.cta_sync()
-                    if s.size[0] > pool.rounded:
-                        compacted(s)
-
-    return phase
+                if s.size[0] > pool.rounded:
+                    compact(layout)(s)
 
 
-def finish_by_one_warp(layout: Layout) -> Callable[..., Any]:
-    """One warp finds the k best in the copied tiles alone and writes them, where that is possible. The phase is (s).
+@phase
+def finish_by_one_warp(layout, /, s):
+    """One warp finds the k best in the copied tiles alone and writes them, where that is possible.
 
     The k-th largest of the tiles' maxima is a threshold that seldom a second element of a tile reaches. If one does, or
     if many elements are equal, the warp leaves the row to the block. It is called only if at least k tiles are marked
@@ -242,72 +206,66 @@ def finish_by_one_warp(layout: Layout) -> Callable[..., Any]:
     Writes: the outputs, and then found[WRITTEN] = 1, which otherwise stays as it is; scratch in `keys`. Barriers: none;
     the first warp comes alone.
     """
-    tiling, pool, k = layout.tiling, layout.pool, layout.k
-    each = ceildiv(pool.copies, 32)
-    placed, load, write = place_marked(tiling), load_copied(pool), place_in_output
-
-    @T.inline
-    def phase(s):
-        own = T.alloc_local([each], "uint32")
-        lanes = T.alloc_local([1], "uint32")
-        least = T.alloc_local([1], "uint32")
+    tiling, pool, k = T.meta_var(layout.tiling), T.meta_var(layout.pool), T.meta_var(layout.k)
+    each = T.meta_var(ceildiv(pool.copies, 32))
+    own = T.alloc_local([each], "uint32")
+    lanes = T.alloc_local([1], "uint32")
+    least = T.alloc_local([1], "uint32")
+    for j in T.unroll(each):
+        own[j] = T.uint32(0)
+        if j * 32 + s.t < s.marks[0]:
+            own[j] = s.tops[j * 32 + s.t]
+    # Loops are not unrolled: fetching instructions takes longer than executing them once.
+    above: T.int32 = 0
+    s.bits[0] = folded(T.max, own, 0, each)
+    least[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0])
+    while above < k - 1:
+        lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), s.bits[0] == least[0])
+        s.need[0] = T.Select(T.Cast("int32", T.cuda.ffs_u32(lanes[0])) - 1 == s.t, 1, 0)
         for j in T.unroll(each):
-            own[j] = T.uint32(0)
-            if j * 32 + s.t < s.marks[0]:
-                own[j] = s.tops[j * 32 + s.t]
-        # Loops are not unrolled: fetching instructions takes longer than executing them once.
-        above: T.int32 = 0
+            if s.need[0] != 0 and own[j] == least[0]:
+                own[j] = T.uint32(0)
+                s.need[0] = 0
         s.bits[0] = folded(T.max, own, 0, each)
         least[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0])
-        while above < k - 1:
-            lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), s.bits[0] == least[0])
-            s.need[0] = T.Select(T.Cast("int32", T.cuda.ffs_u32(lanes[0])) - 1 == s.t, 1, 0)
-            for j in T.unroll(each):
-                if s.need[0] != 0 and own[j] == least[0]:
-                    own[j] = T.uint32(0)
-                    s.need[0] = 0
-            s.bits[0] = folded(T.max, own, 0, each)
-            least[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0])
-            above = above + 1
-        # A lane for each tile whose maximum reaches the threshold.
-        s.need[0] = 0
-        for j in T.unroll(each):
-            s.bits[0] = T.uint32(0)
-            if j * 32 + s.t < s.marks[0]:
-                s.bits[0] = s.tops[j * 32 + s.t]
-            lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), s.bits[0] >= least[0])
-            s.slot[0] = s.need[0] + below(s.t, lanes[0])
-            if s.bits[0] >= least[0] and s.slot[0] < 32:
-                s.keys[s.slot[0]] = T.Cast("uint64", j * 32 + s.t)
-            s.need[0] = s.need[0] + T.Cast("int32", T.popcount(lanes[0]))
-        T.cuda.warp_sync()
+        above = above + 1
+    # A lane for each tile whose maximum reaches the threshold.
+    s.need[0] = 0
+    for j in T.unroll(each):
         s.bits[0] = T.uint32(0)
-        if s.t < s.need[0]:
-            s.slot[0] = T.Cast("int32", s.keys[s.t])
-            load(s, s.slot[0])
-            s.plain[0] = bits_value(least[0])
-            mark_elements(s, 0, tiling.held, s.plain)
-            take_mark(s)
-            s.ordered[0] = s.tops[s.slot[0]]
-            placed(s, s.slot[0])
-            s.pivot[0] = join_key(s.ordered[0], column_of(tiling, s.at, s.spot[0]))
-        T.cuda.warp_sync()
-        if s.t < s.need[0]:
-            s.keys[s.t] = s.pivot[0]
-        T.cuda.warp_sync()
-        order(s.threshold[0], s.plain, s.ordered)
-        # Elements that equal the first threshold and lie after its column are not marked.
-        if s.need[0] <= 32 and (least[0] > s.ordered[0] or s.equals_until[0] >= layout.vocab) and T.cuda.any_sync(
-            T.uint32(FULL_WARP), s.bits[0] != T.uint32(0)
-        ) == 0:
-            s.slot[0] = 0
-            for j in T.serial(s.need[0]):
-                if s.keys[j] > s.pivot[0]:
-                    s.slot[0] = s.slot[0] + 1
-            if s.t < s.need[0] and s.slot[0] < k:
-                write(s, s.slot[0], s.pivot[0])
-            if s.t == 0:
-                s.found[WRITTEN] = 1
-
-    return phase
+        if j * 32 + s.t < s.marks[0]:
+            s.bits[0] = s.tops[j * 32 + s.t]
+        lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), s.bits[0] >= least[0])
+        s.slot[0] = s.need[0] + below(s.t, lanes[0])
+        if s.bits[0] >= least[0] and s.slot[0] < 32:
+            s.keys[s.slot[0]] = T.Cast("uint64", j * 32 + s.t)
+        s.need[0] = s.need[0] + T.Cast("int32", T.popcount(lanes[0]))
+    T.cuda.warp_sync()
+    s.bits[0] = T.uint32(0)
+    if s.t < s.need[0]:
+        s.slot[0] = T.Cast("int32", s.keys[s.t])
+        load_copied(pool)(s, s.slot[0])
+        s.plain[0] = bits_value(least[0])
+        mark_elements(s, 0, tiling.held, s.plain)
+        take_mark(s)
+        s.ordered[0] = s.tops[s.slot[0]]
+        place_marked(tiling)(s, s.slot[0])
+        s.pivot[0] = join_key(s.ordered[0], column_of(tiling, s.at, s.spot[0]))
+    T.cuda.warp_sync()
+    if s.t < s.need[0]:
+        s.keys[s.t] = s.pivot[0]
+    T.cuda.warp_sync()
+    order(s.threshold[0], s.plain, s.ordered)
+    # Elements that equal the first threshold and lie after its column are not marked.
+    if s.need[0] <= 32 and (least[0] > s.ordered[0] or s.equals_until[0] >= layout.vocab) and T.cuda.any_sync(
+        T.uint32(FULL_WARP), s.bits[0] != T.uint32(0)
+    ) == 0:
+        s.slot[0] = 0
+        for j in T.serial(s.need[0]):
+            if s.keys[j] > s.pivot[0]:
+                s.slot[0] = s.slot[0] + 1
+        if s.t < s.need[0] and s.slot[0] < k:
+            place_in_output(s, s.slot[0], s.pivot[0])
+        if s.t == 0:
+            s.found[WRITTEN] = 1
 # fmt: on

@@ -8,6 +8,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
@@ -28,28 +29,21 @@ from .tiles import locate_row
 
 
 # fmt: off
-def gather_survivors(layout: Layout) -> Callable[..., Any]:
-    """Let every thread know the block's number of survivors and its largest element, once the share has been read. The
-    phase is (s).
+@phase
+def gather_survivors(layout, /, s):
+    """Let every thread know the block's number of survivors and its largest element, once the share has been read.
 
-    Reads: `count`, `warp_largest`.
-    Writes: `size`, `largest`.
-    Barriers: none.
+    Reads: `count`, `warp_largest`. Writes: `size`, `largest`. Barriers: none.
     """
-    warps = layout.tiling.warps
-
-    @T.inline
-    def phase(s):
-        s.size[0] = s.count[0]
-        s.ordered[0] = T.call_extern(
-            "uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.warp_largest[s.t % warps])
-        s.largest[0] = bits_value(s.ordered[0])
-
-    return phase
+    s.size[0] = s.count[0]
+    s.ordered[0] = T.call_extern(
+        "uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.warp_largest[s.t % layout.tiling.warps])
+    s.largest[0] = bits_value(s.ordered[0])
 
 
-def settle(layout: Layout) -> Callable[..., Any]:
-    """Find out whether there are enough survivors, and whether the sum is finite. The phase is (s, attempt).
+@phase
+def settle(layout, /, s, attempt):
+    """Find out whether there are enough survivors, and whether the sum is finite.
 
     If only the sum is of no use, k elements and more reach the threshold, and so they do again. If fewer do, a lower
     threshold is likely to do, once. Neither holds if the sum is NaN: the row may have NaN, which rank first and are
@@ -60,30 +54,25 @@ def settle(layout: Layout) -> Callable[..., Any]:
     Writes: `settled`; a row is read for its sum only once more, and `READINGS` times in all.
     Barriers: of a cluster those of `agree`.
     """
-    agreed, cluster = agree(layout), layout.tiling.cluster
-    lowered = LOWER_AGAIN if layout.lowers else ALL_AGAIN
-
-    @T.inline
-    def phase(s, attempt):
-        s.settled[0] = SETTLED
-        if s.size[0] < layout.k and s.threshold[0] > LOWEST:
-            s.settled[0] = T.Select(attempt == 0, lowered, ALL_AGAIN)
-        elif no_good(s.sum[0]) and attempt == 0:
-            s.settled[0] = SUM_AGAIN
-        if s.settled[0] != SETTLED:
-            if cluster == 1:
-                if is_nan(s.sum[0]):
+    cluster = T.meta_var(layout.tiling.cluster)
+    lowered = T.meta_var(LOWER_AGAIN if layout.lowers else ALL_AGAIN)
+    s.settled[0] = SETTLED
+    if s.size[0] < layout.k and s.threshold[0] > LOWEST:
+        s.settled[0] = T.Select(attempt == 0, lowered, ALL_AGAIN)
+    elif no_good(s.sum[0]) and attempt == 0:
+        s.settled[0] = SUM_AGAIN
+    if s.settled[0] != SETTLED:
+        if cluster == 1:
+            if is_nan(s.sum[0]):
+                s.settled[0] = ALL_AGAIN
+        elif s.part == 0:
+            for b in T.serial(cluster):
+                if is_nan(s.united_sum[b]):
                     s.settled[0] = ALL_AGAIN
-            elif s.part == 0:
-                for b in T.serial(cluster):
-                    if is_nan(s.united_sum[b]):
-                        s.settled[0] = ALL_AGAIN
-        if attempt == READINGS - 1:
-            s.settled[0] = SETTLED
-        if cluster > 1:
-            agreed(s)
-
-    return phase
+    if attempt == READINGS - 1:
+        s.settled[0] = SETTLED
+    if cluster > 1:
+        agree(layout)(s)
 
 
 @T.inline
@@ -104,9 +93,7 @@ def refer_to_largest(s):
 def invert_sum(s):
     """What outputs need of the sum: its inverse for probabilities, or its logarithm.
 
-    Reads: `sum`.
-    Writes: `inverse`, `logarithm`.
-    Barriers: none.
+    Reads: `sum`. Writes: `inverse`, `logarithm`. Barriers: none.
     """
     s.inverse[0] = T.float32(1) / s.sum[0]
     s.logarithm[0] = T.float32(0)
@@ -120,24 +107,17 @@ def few_marked(layout: Layout, s: Any) -> tirx.PrimExpr:
     return T.And(enough, T.Not(no_good(s.sum[0])))
 
 
-def try_one_warp(layout: Layout) -> Callable[..., Any]:
-    """Let one warp finish the row if it can. The phase is (s); see `few_marked`.
+@phase
+def try_one_warp(layout, /, s):
+    """Let one warp finish the row if it can. See `few_marked`.
 
-    Reads: `sum`, and what `finish_by_one_warp` reads.
-    Writes: `written`, and the outputs if that is 1.
-    Barriers: one.
+    Reads: `sum`, and what `finish_by_one_warp` reads. Writes: `written`, and the outputs if that is 1. Barriers: one.
     """
-    finish = finish_by_one_warp(layout)
-
-    @T.inline
-    def phase(s):
-        if s.t < 32:
-            invert_sum(s)
-            finish(s)
-        T.cuda.cta_sync()
-        s.written[0] = s.found[WRITTEN]
-
-    return phase
+    if s.t < 32:
+        invert_sum(s)
+        finish_by_one_warp(layout)(s)
+    T.cuda.cta_sync()
+    s.written[0] = s.found[WRITTEN]
 
 
 def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
@@ -149,9 +129,7 @@ def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
 def finish_row(layout: Layout) -> Callable[..., Any]:
     """Compute the outputs from a row's survivors and its sum, by the row's first block. The phase is (s).
 
-    Reads: `keys`, `size`, `sum`, `written`, and what its parts read.
-    Writes: the outputs.
-    Barriers: several.
+    Reads: `keys`, `size`, `sum`, `written`, and what its parts read. Writes: the outputs. Barriers: several.
     """
     completed, rank = complete(layout.vocab, layout.k), rank_survivors(layout)
     write_given = write_given_columns(
@@ -171,28 +149,22 @@ def finish_row(layout: Layout) -> Callable[..., Any]:
     return phase
 
 
-def end_of_cluster(layout: Layout, ending: Ending) -> Callable[..., Any]:
-    """The end of a row that all blocks of the cluster may have to search. The phase is (s, arguments, needed).
-
-    `needed` is an integer in shared memory, 0 in each block.
+@phase
+def end_of_cluster(layout, ending, /, s, io, needed):
+    """The end of a row that all blocks of the cluster may have to search. `needed` is an integer in shared memory, 0 in
+    each block.
 
     Reads, writes: as `finish_row`, `Ending.finish` and `Ending.search`.
     Barriers: those of these phases; of the cluster that of `agree`, and one that tells the others whether to search.
     """
-    finish, call = finish_row(layout), call_others(layout)
-
-    @T.inline
-    def phase(s, io, needed):
-        if s.part == 0:
-            finish(s)
-            ending.finish(io, s.row[0], s.t, T.cuda.cta_sync, needed)
-            T.cuda.cta_sync()
-            await_others(s)
-        call(s, needed)
-        if needed[0] != 0:
-            ending.search(io, s.row[0], s.t, s.part, s.ring.data)
-
-    return phase
+    if s.part == 0:
+        finish_row(layout)(s)
+        ending.finish(io, s.row[0], s.t, T.cuda.cta_sync, needed)
+        T.cuda.cta_sync()
+        await_others(s)
+    call_others(layout)(s, needed)
+    if needed[0] != 0:
+        ending.search(io, s.row[0], s.t, s.part, s.ring.data)
 
 
 def kernel(layout: Layout, own: Own | None = None, ending: Ending | None = None) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, isqrt, sqrt
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, ceildiv
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
@@ -55,6 +56,10 @@ LARGE = 8
 MAX_SHARED, MAX_CLUSTER_SHARED = 112 * 1024, 200 * 1024
 
 
+tiling_extent = Derived["Tiling", int]
+tiling_whether = Derived["Tiling", bool]
+
+
 @dataclass(frozen=True)
 class Tiling(Share):
     """How a row lies over the blocks of a cluster, over tiles, warps and lanes. A vector is 16 bytes of the row.
@@ -67,50 +72,28 @@ class Tiling(Share):
     vectors: int
     stages: int
 
-    @cached_property
-    def held(self) -> int:
-        """Elements of a tile that a thread has in registers."""
-        return self.vectors * self.width
-
-    @cached_property
-    def words(self) -> int:
-        """32-bit words of these elements."""
-        return 4 * self.vectors
-
-    @cached_property
-    def tile(self) -> int:
-        """Elements of a block's tile."""
-        return self.threads * self.held
-
-    @cached_property
-    def ring(self) -> int:
-        """Bytes of the tiles in shared memory: the one that is worked on, and those that are being copied."""
-        return self.stages * self.tile * self.itemsize
-
-    @cached_property
-    def lead(self) -> int:
-        """Lanes at a row's beginning that have no whole vector of the row."""
-        return 0 if self.aligned else 1
+    # Elements of a tile that a thread has in registers.
+    held = tiling_extent(lambda e: e.vectors * e.width)
+    # 32-bit words of these elements.
+    words = tiling_extent(lambda e: 4 * e.vectors)
+    # Elements of a block's tile.
+    tile = tiling_extent(lambda e: e.threads * e.held)
+    # Bytes of the tiles in shared memory: the one that is worked on, and those that are being copied.
+    ring = tiling_extent(lambda e: e.stages * e.tile * e.itemsize)
+    # Lanes at a row's beginning that have no whole vector of the row.
+    lead = tiling_extent(lambda e: 0 if e.aligned else 1)
 
     @cached_property
     def shares(self) -> set[int]:
         """The numbers of vectors that blocks have, as far as they have any."""
         return {min(self.share, self.row_vectors), self.row_vectors % self.share or self.share}
 
-    @cached_property
-    def chunks(self) -> int:
-        """Chunks of a block's share."""
-        return self.share // 32
-
-    @cached_property
-    def tiles(self) -> int:
-        """Tiles that a block reads one after another."""
-        return ceildiv(self.chunks, self.warps * self.vectors)
-
-    @cached_property
-    def slots(self) -> int:
-        """Slots that have a chunk in some tile. What threads have beyond these is idle in all tiles."""
-        return ceildiv(self.chunks, self.tiles)
+    # Chunks of a block's share.
+    chunks = tiling_extent(lambda e: e.share // 32)
+    # Tiles that a block reads one after another.
+    tiles = tiling_extent(lambda e: ceildiv(e.chunks, e.warps * e.vectors))
+    # Slots that have a chunk in some tile. What threads have beyond these is idle in all tiles.
+    slots = tiling_extent(lambda e: ceildiv(e.chunks, e.tiles))
 
     @cached_property
     def inner(self) -> int:
@@ -118,20 +101,16 @@ class Tiling(Share):
         least = min(self.shares) if self.share * (self.cluster - 1) < self.row_vectors else 0
         return least // (32 * self.tiles * self.warps)
 
-    @cached_property
-    def slot_columns(self) -> int:
-        """Columns from one vector of a thread's tile to the next."""
-        return self.warps * self.tiles * 32 * self.width
+    # Columns from one vector of a thread's tile to the next.
+    slot_columns = tiling_extent(lambda e: e.warps * e.tiles * 32 * e.width)
+    # Elements of a block's first tile: the sample of its share.
+    sampled = tiling_extent(lambda e: e.slots * 32 * e.width)
+    # Whether tiles have only elements of the row, so that columns need not be checked.
+    whole = tiling_whether(lambda e: e.aligned and e.row_vectors == e.tiles * e.warps * e.vectors * 32 * e.cluster)
 
-    @cached_property
-    def sampled(self) -> int:
-        """Elements of a block's first tile: the sample of its share."""
-        return self.slots * 32 * self.width
 
-    @cached_property
-    def whole(self) -> bool:
-        """Whether tiles have only elements of the row, so that columns need not be checked."""
-        return self.aligned and self.row_vectors == self.tiles * self.warps * self.vectors * 32 * self.cluster
+first_threshold_extent = Derived["FirstThreshold", int]
+first_threshold_whether = Derived["FirstThreshold", bool]
 
 
 @dataclass(frozen=True)
@@ -149,10 +128,8 @@ class FirstThreshold:
         tiling = self.tiling
         return first_threshold(self.k, min(tiling.sampled / tiling.vocab, 1.0), min(tiling.warps, tiling.slots))
 
-    @cached_property
-    def gated(self) -> bool:
-        """Whether there is a first threshold. Without one the first compaction gives the row its threshold."""
-        return self.found is not None
+    # Whether there is a first threshold. Without one the first compaction gives the row its threshold.
+    gated = first_threshold_whether(lambda e: e.found is not None)
 
     @cached_property
     def rank(self) -> Rank:
@@ -167,10 +144,8 @@ class FirstThreshold:
             return None
         return floor_of_runs(self.k, tiling.width, 32 - tiling.lead, min(tiling.warps, tiling.slots))
 
-    @cached_property
-    def floors(self) -> int:
-        """Warps that offer a floor; 0 for none."""
-        return self.floor.warps if self.floor else 0
+    # Warps that offer a floor; 0 for none.
+    floors = first_threshold_extent(lambda e: e.floor.warps if e.floor else 0)
 
     @cached_property
     def last_vector(self) -> int:
@@ -178,10 +153,8 @@ class FirstThreshold:
         tiling = self.tiling
         return max((min(tiling.shares) // 32 // tiling.tiles - self.floors) // tiling.warps, 0)
 
-    @cached_property
-    def equals(self) -> int:
-        """How many elements should pass where the threshold is the largest element: a little more than k, all equal."""
-        return ceil(self.k * (1 + MORE_EQUALS) + SPARE_EQUALS)
+    # How many elements should pass where the threshold is the largest element: a little more than k, all equal.
+    equals = first_threshold_extent(lambda e: ceil(e.k * (1 + MORE_EQUALS) + SPARE_EQUALS))
 
     @cached_property
     def survivors(self) -> int:
@@ -206,6 +179,10 @@ class FirstThreshold:
         return min(max(ascending, descending), share) * tiling.width
 
 
+pool_extent = Derived["Pool", int]
+pool_whether = Derived["Pool", bool]
+
+
 @dataclass(frozen=True)
 class Pool:
     """The dynamic shared memory of a block, from front to back, and how large its buffers are.
@@ -219,15 +196,10 @@ class Pool:
     deferred: bool
     room: int  # keys that each block of a cluster may push into the first block; 0 without a cluster
 
-    @cached_property
-    def rounded(self) -> int:
-        """k rounded up for a bitonic sort: a power of two, at least a warp."""
-        return max(1 << (self.k - 1).bit_length(), 32)
-
-    @cached_property
-    def padded(self) -> int:
-        """Elements from a copied tile to the next: padded, so that threads with one each meet few bank conflicts."""
-        return self.tiling.held + 4
+    # k rounded up for a bitonic sort: a power of two, at least a warp.
+    rounded = pool_extent(lambda e: max(1 << (e.k - 1).bit_length(), 32))
+    # Elements from a copied tile to the next: padded, so that threads with one each meet few bank conflicts.
+    padded = pool_extent(lambda e: e.tiling.held + 4)
 
     @cached_property
     def copies(self) -> int:
@@ -235,10 +207,8 @@ class Pool:
         tiling = self.tiling
         return min(COPIED // (4 * self.padded), tiling.tiles * tiling.threads) if self.deferred else 0
 
-    @cached_property
-    def step(self) -> int:
-        """Threads that search marked vectors in steps, so that what each step finds has room after the best k."""
-        return min(self.tiling.threads, STEP)
+    # Threads that search marked vectors in steps, so that what each step finds has room after the best k.
+    step = pool_extent(lambda e: min(e.tiling.threads, STEP))
 
     @cached_property
     def wanted(self) -> int:
@@ -248,10 +218,8 @@ class Pool:
             rest = max(rest, ceildiv(self.rounded + self.step * self.tiling.width, 32) * 32)
         return max(rest, self.tiling.cluster * self.room)
 
-    @cached_property
-    def overflows(self) -> bool:
-        """Whether more keys may survive than there is room for. No, if there is room for all elements of the share."""
-        return self.wanted < self.tiling.tiles * self.tiling.tile
+    # Whether more keys may survive than there is room for. No, if there is room for all elements of the share.
+    overflows = pool_whether(lambda e: e.wanted < e.tiling.tiles * e.tiling.tile)
 
     @cached_property
     def capacity(self) -> int:
@@ -260,62 +228,28 @@ class Pool:
             return self.wanted
         return max(self.tiling.tiles * self.tiling.tile, self.rounded, self.tiling.cluster * self.room)
 
-    @cached_property
-    def kept(self) -> int:
-        """Keys of the second buffer: those that a compaction keeps, or those of all bins that have one of the best."""
-        return ceildiv(max(self.rounded, self.k + 2 * CROWD + SPARE_KEPT), 32) * 32
-
-    @cached_property
-    def bins(self) -> int:
-        """Bins in which keys are ranked, a power of two: about one for each key that is wanted."""
-        return min(max(MIN_BINS, self.rounded), MAX_BINS)
-
-    @cached_property
-    def at_keys(self) -> int:
-        """Where the buffer of survivors begins: after the ring of tiles."""
-        return self.tiling.ring // 8
-
-    @cached_property
-    def at_kept(self) -> int:
-        """Where the second buffer begins."""
-        return self.at_keys + self.capacity
-
-    @cached_property
-    def at_united(self) -> int:
-        """Where the keys lie that the blocks of a cluster push."""
-        return self.at_kept + self.kept
-
-    @cached_property
-    def at_counts(self) -> int:
-        """Where the numbers of keys of the bins lie."""
-        return 2 * (self.at_united + self.tiling.cluster * self.room)
-
-    @cached_property
-    def at_homes(self) -> int:
-        """Where, for each place of the second buffer, the beginning of its key's bin lies; or for each bin, one of its
-        keys.
-        """
-        return self.at_counts + self.bins
-
-    @cached_property
-    def homes(self) -> int:
-        """Elements of that array."""
-        return max(self.kept, self.bins)
-
-    @cached_property
-    def at_numbers(self) -> int:
-        """Where each key's bin, and its number within the bin, lie."""
-        return self.at_homes + self.homes
-
-    @cached_property
-    def at_copied(self) -> int:
-        """Where the elements of copied tiles lie, which are read by vectors of 16 bytes."""
-        return ceildiv(self.at_numbers + self.capacity, 4) * 4
-
-    @cached_property
-    def at_marked(self) -> int:
-        """Where the numbers of all marked tiles lie."""
-        return 2 * (self.at_copied + self.copies * self.padded)
+    # Keys of the second buffer: those that a compaction keeps, or those of all bins that have one of the best.
+    kept = pool_extent(lambda e: ceildiv(max(e.rounded, e.k + 2 * CROWD + SPARE_KEPT), 32) * 32)
+    # Bins in which keys are ranked, a power of two: about one for each key that is wanted.
+    bins = pool_extent(lambda e: min(max(MIN_BINS, e.rounded), MAX_BINS))
+    # Where the buffer of survivors begins: after the ring of tiles.
+    at_keys = pool_extent(lambda e: e.tiling.ring // 8)
+    # Where the second buffer begins.
+    at_kept = pool_extent(lambda e: e.at_keys + e.capacity)
+    # Where the keys lie that the blocks of a cluster push.
+    at_united = pool_extent(lambda e: e.at_kept + e.kept)
+    # Where the numbers of keys of the bins lie.
+    at_counts = pool_extent(lambda e: 2 * (e.at_united + e.tiling.cluster * e.room))
+    # Where, for each place of the second buffer, the beginning of its key's bin lies; or for each bin, one of its keys.
+    at_homes = pool_extent(lambda e: e.at_counts + e.bins)
+    # Elements of that array.
+    homes = pool_extent(lambda e: max(e.kept, e.bins))
+    # Where each key's bin, and its number within the bin, lie.
+    at_numbers = pool_extent(lambda e: e.at_homes + e.homes)
+    # Where the elements of copied tiles lie, which are read by vectors of 16 bytes.
+    at_copied = pool_extent(lambda e: ceildiv(e.at_numbers + e.capacity, 4) * 4)
+    # Where the numbers of all marked tiles lie.
+    at_marked = pool_extent(lambda e: 2 * (e.at_copied + e.copies * e.padded))
 
     @cached_property
     def bytes(self) -> int:
@@ -324,23 +258,16 @@ class Pool:
         return asked(ceildiv(2 * (self.at_marked + marked), 16) * 16)
 
 
+layout_extent = Derived["Layout", int]
+layout_whether = Derived["Layout", bool]
+
+
 @dataclass(frozen=True)
 class Layout:
-    """All static extents of a point: what phases are made for.
+    """All static extents of a point: what phases are made for."""
 
-    Attributes
-    ----------
-    vocab, k, ids, dtype, bias, masked, capped
-        The problem's: columns of a row, elements to find, given columns, the logits' dtype, whether there is a bias,
-        whether there are bitmaps of allowed columns, and whether there is a soft cap.
-    tiling
-        How a row is cut up.
-    first
-        The first threshold.
-    deferred, overlap, prefetch, unroll
-        The decisions of these names (see `vocabulary`). Clusters always overlap, and do not prefetch.
-    """
-
+    # The problem's: columns of a row, elements to find, given columns, the logits' dtype, whether there is a bias,
+    # whether there are bitmaps of allowed columns, and whether there is a soft cap.
     vocab: int
     k: int
     ids: int
@@ -348,8 +275,11 @@ class Layout:
     bias: bool
     masked: bool
     capped: bool
+    # How a row is cut up.
     tiling: Tiling
+    # The first threshold.
     first: FirstThreshold
+    # The decisions of these names (see `vocabulary`). Clusters always overlap, and do not prefetch.
     deferred: bool
     overlap: bool
     prefetch: bool
@@ -401,15 +331,10 @@ class Layout:
     def _pool(self, room: int) -> Pool:
         return Pool(self.tiling, self.first, self.k, self.deferred, room)
 
-    @cached_property
-    def compacts(self) -> bool:
-        """Whether the stream may find the buffer full, and has to wait for a compaction."""
-        return self.pool.overflows and not self.deferred
-
-    @cached_property
-    def lowers(self) -> bool:
-        """Whether the sample has a lower threshold for a row of which fewer than k elements reach the first one."""
-        return self.first.gated and self.first.rank.warp < self.tiling.warps
+    # Whether the stream may find the buffer full, and has to wait for a compaction.
+    compacts = layout_whether(lambda e: e.pool.overflows and not e.deferred)
+    # Whether the sample has a lower threshold for a row of which fewer than k elements reach the first one.
+    lowers = layout_whether(lambda e: e.first.gated and e.first.rank.warp < e.tiling.warps)
 
     @cached_property
     def dense(self) -> bool:
@@ -430,10 +355,8 @@ class Layout:
         """
         return self.deferred or not self.counted or self.tiling.cluster > 1
 
-    @cached_property
-    def counted(self) -> bool:
-        """Whether survivors are ranked by counting in nearly all rows: bins are cleared only in the others."""
-        return self.k <= COUNTED
+    # Whether survivors are ranked by counting in nearly all rows: bins are cleared only in the others.
+    counted = layout_whether(lambda e: e.k <= COUNTED)
 
     @cached_property
     def rankers(self) -> int:
@@ -458,20 +381,12 @@ class Layout:
         """
         return 2 * self.countable if 0 < self.countable and not self.counted and self.tiling.cluster > 1 else 0
 
-    @cached_property
-    def crowded_countable(self) -> int:
-        """Survivors that are ranked by counting where bins have failed: as many as take no longer than a sort."""
-        return isqrt(COMPARISONS * self.tiling.threads)
-
-    @cached_property
-    def binned_at_once(self) -> int:
-        """Keys that a thread puts into bins at once: about all that it has, of twice as many as are wanted."""
-        return min(ceildiv(2 * self.k, self.tiling.threads), BINNED_AT_ONCE)
-
-    @cached_property
-    def one_warp(self) -> bool:
-        """Whether one warp may do all that is left after the stream."""
-        return self.deferred and self.counted and self.tiling.cluster == 1
+    # Survivors that are ranked by counting where bins have failed: as many as take no longer than a sort.
+    crowded_countable = layout_extent(lambda e: isqrt(COMPARISONS * e.tiling.threads))
+    # Keys that a thread puts into bins at once: about all that it has, of twice as many as are wanted.
+    binned_at_once = layout_extent(lambda e: min(ceildiv(2 * e.k, e.tiling.threads), BINNED_AT_ONCE))
+    # Whether one warp may do all that is left after the stream.
+    one_warp = layout_whether(lambda e: e.deferred and e.counted and e.tiling.cluster == 1)
 
     @cached_property
     def resident(self) -> int:
@@ -482,7 +397,5 @@ class Layout:
         # A bitonic sort of many keys by few threads needs more registers.
         return max(most // (threads if self.pool.rounded <= 8 * threads else 2 * threads), 1)
 
-    @cached_property
-    def beside(self) -> int:
-        """Blocks that a multiprocessor works on at the same time."""
-        return max(min(self.resident, SHARED // (self.pool.bytes + STATIC + RESERVED)), 1)
+    # Blocks that a multiprocessor works on at the same time.
+    beside = layout_extent(lambda e: max(min(e.resident, SHARED // (e.pool.bytes + STATIC + RESERVED)), 1))

@@ -8,6 +8,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device import references
@@ -32,48 +33,37 @@ def exponent(s: Any, value: Any) -> tirx.PrimExpr:
 
 
 # fmt: off
-def clear_bins(layout: Layout) -> Callable[..., Any]:
-    """Set to 0 what `rank_in_bins` expects as 0. The phase is (s).
+@phase
+def clear_bins(layout, /, s):
+    """Set to 0 what `rank_in_bins` expects as 0.
 
-    Writes: `counts`, `flag`.
-    Barriers: none.
+    Writes: `counts`, `flag`. Barriers: none.
     """
-    threads, bins = layout.tiling.threads, layout.pool.bins
-
-    @T.inline
-    def phase(s):
-        for i in T.unroll(ceildiv(bins, 4 * threads)):
-            if (i * threads + s.t) * 4 < bins:
-                for v in T.vectorized(4):
-                    s.counts[(i * threads + s.t) * 4 + v] = 0
-        if s.t < 2:
-            s.flag[s.t] = 0
-
-    return phase
+    threads, bins = T.meta_var(layout.tiling.threads), T.meta_var(layout.pool.bins)
+    for i in T.unroll(ceildiv(bins, 4 * threads)):
+        if (i * threads + s.t) * 4 < bins:
+            for v in T.vectorized(4):
+                s.counts[(i * threads + s.t) * 4 + v] = 0
+    if s.t < 2:
+        s.flag[s.t] = 0
 
 
-def least_value(layout: Layout) -> Callable[..., Any]:
-    """For a row without a threshold: the smallest value of the keys that is not minus infinity. The phase is (s).
+@phase
+def least_value(layout, /, s):
+    """For a row without a threshold: the smallest value of the keys that is not minus infinity.
 
-    Reads: `keys`, `size`.
-    Writes: `threshold`; scratch is `warp_ranked`, `bits`.
-    Barriers: one.
+    Reads: `keys`, `size`. Writes: `threshold`; scratch is `warp_ranked`, `bits`. Barriers: one.
     """
-    threads, warps, loop = layout.tiling.threads, layout.tiling.warps, loop_of(layout.unroll)
-
-    @T.inline
-    def phase(s):
-        s.bits[0] = T.uint32(0xFFFFFFFF)
-        for i in loop((s.size[0] - s.t + (threads - 1)) // threads):
-            s.bits[0] = T.min(s.bits[0], key_bits(s.keys[i * threads + s.t]))
-        s.bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), s.bits[0])
-        if s.t % 32 == 0:
-            s.warp_ranked[s.t // 32] = s.bits[0]
-        T.cuda.cta_sync()
-        s.bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), s.warp_ranked[s.t % warps])
-        s.threshold[0] = T.max(bits_value(s.bits[0]), LOWEST)
-
-    return phase
+    threads, warps = T.meta_var(layout.tiling.threads), T.meta_var(layout.tiling.warps)
+    s.bits[0] = T.uint32(0xFFFFFFFF)
+    for i in loop_of(layout.unroll)((s.size[0] - s.t + (threads - 1)) // threads):
+        s.bits[0] = T.min(s.bits[0], key_bits(s.keys[i * threads + s.t]))
+    s.bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), s.bits[0])
+    if s.t % 32 == 0:
+        s.warp_ranked[s.t // 32] = s.bits[0]
+    T.cuda.cta_sync()
+    s.bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), s.warp_ranked[s.t % warps])
+    s.threshold[0] = T.max(bits_value(s.bits[0]), LOWEST)
 
 
 @T.inline
@@ -93,50 +83,36 @@ def place_in_kept(s, rank, key):
     s.kept[rank] = key
 
 
-def rank_by_counting(layout: Layout, place: Callable[..., Any], rankers: int) -> Callable[..., Any]:
-    """Call place(s, rank, key) for the k best keys, every one counted against every other. The phase is (s).
+@phase
+def rank_by_counting(layout, place, rankers, /, s):
+    """Call place(s, rank, key) for the k best keys, every one counted against every other.
 
     `rankers` threads share the ranking of a key.
 
-    Reads: keys[0:size].
-    Writes: what `place` does; scratch is `need`, `pivot`, `slot`.
-    Barriers: none.
+    Reads: keys[0:size]. Writes: what `place` does; scratch is `need`, `pivot`, `slot`. Barriers: none.
     """
-    threads, k = layout.tiling.threads, layout.k
-    rank, loop = rank_key(threads, rankers), loop_of(layout.unroll)
-
-    @T.inline
-    def phase(s):
-        for i in loop((s.size[0] * rankers + (threads - 1)) // threads):
-            rank(s, s.t, i)
-            if s.t % rankers == 0 and s.need[0] < s.size[0] and s.slot[0] < k:
-                place(s, s.slot[0], s.pivot[0])
-
-    return phase
+    threads = T.meta_var(layout.tiling.threads)
+    for i in loop_of(layout.unroll)((s.size[0] * rankers + (threads - 1)) // threads):
+        rank_key(threads, rankers)(s, s.t, i)
+        if s.t % rankers == 0 and s.need[0] < s.size[0] and s.slot[0] < layout.k:
+            place(s, s.slot[0], s.pivot[0])
 
 
-def sort_best(layout: Layout) -> Callable[..., Any]:
-    """Sort the k best keys, whatever they are, into `kept`. The phase is (s); after a barrier.
+@phase
+def sort_best(layout, /, s):
+    """Sort the k best keys, whatever they are, into `kept`. After a barrier.
 
-    Reads: keys[0:size].
-    Writes: `keys`, `kept`, and scratch as `keep_best`.
-    Barriers: several.
+    Reads: keys[0:size]. Writes: `keys`, `kept`, and scratch as `keep_best`. Barriers: several.
     """
-    threads, k, rounded = layout.tiling.threads, layout.k, layout.pool.rounded
-    loop = loop_of(layout.unroll)
-    keep, sort = keep_best(layout), sort_descending(threads, rounded, loop)
-
-    @T.inline
-    def phase(s):
-        if s.size[0] > k:
-            keep(s)
-        for i in loop((rounded - k - s.t + (threads - 1)) // threads):
-            s.keys[k + i * threads + s.t] = T.uint64(0)
-        sort(s, s.t)
-        for i in loop((k - 1 - s.t + threads) // threads):
-            s.kept[i * threads + s.t] = s.keys[i * threads + s.t]
-
-    return phase
+    threads, k = T.meta_var(layout.tiling.threads), T.meta_var(layout.k)
+    rounded, loop = T.meta_var(layout.pool.rounded), T.meta_var(loop_of(layout.unroll))
+    if s.size[0] > k:
+        keep_best(layout)(s)
+    for i in loop((rounded - k - s.t + (threads - 1)) // threads):
+        s.keys[k + i * threads + s.t] = T.uint64(0)
+    sort_descending(threads, rounded, loop)(s, s.t)
+    for i in loop((k - 1 - s.t + threads) // threads):
+        s.kept[i * threads + s.t] = s.keys[i * threads + s.t]
 
 
 def rank_survivors(layout: Layout) -> Callable[..., Any]:

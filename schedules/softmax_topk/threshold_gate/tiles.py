@@ -8,6 +8,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...device.arithmetic import LOG2_E
 from ...device.overlap import CACHE_LINE, multiprocessors
 from ...device.words import held_address, load_element, value_in
@@ -35,31 +37,27 @@ def rows_beside(layout: Layout) -> tirx.PrimExpr:
 
 
 # fmt: off
-def locate_row(layout: Layout) -> Callable[..., Any]:
-    """The columns and the address of this block's share. The phase is (s).
+@phase
+def locate_row(layout, /, s):
+    """The columns and the address of this block's share.
 
-    Reads: the arguments.
-    Writes: `row`, `lead`, `start`, `end`, `address`, `factor`.
-    Barriers: none.
+    Reads: the arguments. Writes: `row`, `lead`, `start`, `end`, `address`, `factor`. Barriers: none.
     """
-    tiling = layout.tiling
-    vocab, width, share = tiling.vocab, tiling.width, tiling.share
-
-    @T.inline
-    def phase(s):
-        s.row[0] = T.Cast("int64", s.block)
-        s.lead[0] = 0 if tiling.aligned else T.Cast("int32", (s.row[0] * vocab) % width)
-        s.start[0] = s.part * share * width - s.lead[0]
-        s.end[0] = T.min(
-            s.start[0] + share * width, (vocab + s.lead[0] + (width - 1)) // width * width - s.lead[0])
-        s.factor[0] = s.io.scale * T.float32(LOG2_E)
-        s.address[0] = held_address("u64", s.io.logits.ptr_to([s.row[0], 0]))
-
-    return phase
+    tiling = T.meta_var(layout.tiling)
+    vocab, width = T.meta_var(tiling.vocab), T.meta_var(tiling.width)
+    share = T.meta_var(tiling.share)
+    s.row[0] = T.Cast("int64", s.block)
+    s.lead[0] = 0 if tiling.aligned else T.Cast("int32", (s.row[0] * vocab) % width)
+    s.start[0] = s.part * share * width - s.lead[0]
+    s.end[0] = T.min(
+        s.start[0] + share * width, (vocab + s.lead[0] + (width - 1)) // width * width - s.lead[0])
+    s.factor[0] = s.io.scale * T.float32(LOG2_E)
+    s.address[0] = held_address("u64", s.io.logits.ptr_to([s.row[0], 0]))
 
 
-def place_tile(tiling: Tiling) -> Callable[..., Any]:
-    """Where thread t's i-th tile lies. The phase is (s, at, i, t).
+@phase
+def place_tile(tiling, /, s, at, i, t):
+    """Where thread t's i-th tile lies.
 
     Reads: `start`.
     Writes: at[0], the column of its first vector, and at[1], which serves the later ones (`column_of`).
@@ -68,88 +66,72 @@ def place_tile(tiling: Tiling) -> Callable[..., Any]:
     The first tile takes the first chunk of a slot, but in the upper half of the slots the last one: the sample then
     holds both ends of a row that ascends or descends.
     """
-    tiles, width = tiling.tiles, tiling.width
-
-    @T.inline
-    def phase(s, at, i, t):
-        at[0] = s.start[0] + ((t // 32 * tiles + i) * 32 + t % 32) * width
-        at[1] = s.start[0] + ((t // 32 * tiles + (tiles - 1) - i) * 32 + t % 32) * width
-        if tiling.vectors == 1:
-            if t // 32 >= (tiling.warps + 1) // 2:
-                at[0] = at[1]
-
-    return phase
+    tiles, width = T.meta_var(tiling.tiles), T.meta_var(tiling.width)
+    at[0] = s.start[0] + ((t // 32 * tiles + i) * 32 + t % 32) * width
+    at[1] = s.start[0] + ((t // 32 * tiles + (tiles - 1) - i) * 32 + t % 32) * width
+    if tiling.vectors == 1:
+        if t // 32 >= (tiling.warps + 1) // 2:
+            at[0] = at[1]
 
 
-def start_tile(tiling: Tiling) -> Callable[..., Any]:
-    """Have the i-th tile copied into this thread's part of the ring. The phase is (s, i).
+@phase
+def start_tile(tiling, /, s, i):
+    """Have the i-th tile copied into this thread's part of the ring.
 
     Reads: `address`, `start`, `end`.
     Writes: `ring`, asynchronously; `ahead`.
     Barriers: none; a thread reads only what it had copied itself.
     After: one more group of copies is in flight, an empty one if there is no such tile.
     """
-    vectors, width, stages, threads = tiling.vectors, tiling.width, tiling.stages, tiling.threads
-    vocab, itemsize = tiling.vocab, tiling.itemsize
-    placed = place_tile(tiling)
-
-    @T.inline
-    def phase(s, i):
-        if i < tiling.tiles:
-            placed(s, s.ahead, i, s.t)
-            if tiling.aligned:
-                for u in T.unroll(vectors):
-                    # Beyond the share: its last vector again.
-                    T.ptx.cp.async_.cg.shared.global_(
-                        s.ring.ptr_to([(((i % stages) * vectors + u) * threads + s.t) * 4]),
-                        T.Select(
-                            u < tiling.inner,
-                            vector_address(tiling, s.address, s.ahead, u),
-                            address_of(
-                                tiling, s.address, T.min(column_of(tiling, s.ahead, u * width), s.end[0] - width))),
-                        VECTOR)
-            elif inside(tiling, s, s.ahead):
-                for u in T.unroll(vectors):
-                    T.ptx.cp.async_.cg.shared.global_(
-                        s.ring.ptr_to([(((i % stages) * vectors + u) * threads + s.t) * 4]),
-                        vector_address(tiling, s.address, s.ahead, u), VECTOR)
-            else:
-                for u in T.unroll(vectors):
-                    # Beyond the row: its last vector again, and of that only the row's elements, because the array may
-                    # end there.
-                    T.ptx.cp.async_.cg.shared.global_(
-                        s.ring.ptr_to([(((i % stages) * vectors + u) * threads + s.t) * 4]),
+    vectors, width = T.meta_var(tiling.vectors), T.meta_var(tiling.width)
+    stages, threads = T.meta_var(tiling.stages), T.meta_var(tiling.threads)
+    vocab = T.meta_var(tiling.vocab)
+    if i < tiling.tiles:
+        place_tile(tiling)(s, s.ahead, i, s.t)
+        if tiling.aligned:
+            for u in T.unroll(vectors):
+                # Beyond the share: its last vector again.
+                T.ptx.cp.async_.cg.shared.global_(
+                    s.ring.ptr_to([(((i % stages) * vectors + u) * threads + s.t) * 4]),
+                    T.Select(
+                        u < tiling.inner,
+                        vector_address(tiling, s.address, s.ahead, u),
                         address_of(
-                            tiling, s.address, T.min(column_of(tiling, s.ahead, u * width), s.end[0] - width)), VECTOR,
-                        T.Cast("uint32", T.min(
-                            (vocab - T.min(column_of(tiling, s.ahead, u * width), s.end[0] - width)) * itemsize,
-                            VECTOR)))
-        T.ptx.cp.async_.commit_group()
+                            tiling, s.address, T.min(column_of(tiling, s.ahead, u * width), s.end[0] - width))),
+                    VECTOR)
+        elif inside(tiling, s, s.ahead):
+            for u in T.unroll(vectors):
+                T.ptx.cp.async_.cg.shared.global_(
+                    s.ring.ptr_to([(((i % stages) * vectors + u) * threads + s.t) * 4]),
+                    vector_address(tiling, s.address, s.ahead, u), VECTOR)
+        else:
+            for u in T.unroll(vectors):
+                # Beyond the row: its last vector again, and of that only the row's elements, because the array may
+                # end there.
+                T.ptx.cp.async_.cg.shared.global_(
+                    s.ring.ptr_to([(((i % stages) * vectors + u) * threads + s.t) * 4]),
+                    address_of(
+                        tiling, s.address, T.min(column_of(tiling, s.ahead, u * width), s.end[0] - width)), VECTOR,
+                    T.Cast("uint32", T.min(
+                        (vocab - T.min(column_of(tiling, s.ahead, u * width), s.end[0] - width)) * tiling.itemsize,
+                        VECTOR)))
+    T.ptx.cp.async_.commit_group()
 
-    return phase
 
-
-def prefetch_tile(tiling: Tiling) -> Callable[..., Any]:
-    """Have a row's first tile brought into the L2 cache. The phase is (s, address).
+@phase
+def prefetch_tile(tiling, /, s, address):
+    """Have a row's first tile brought into the L2 cache.
 
     Each thread asks for a line of its own and its neighbours' vectors. The row at `address` may begin at another place
     within a vector than the row that `start` and `end` belong to.
 
-    Reads: `start`, `end`.
-    Writes: `ahead`.
-    Barriers: none.
+    Reads: `start`, `end`. Writes: `ahead`. Barriers: none.
     """
-    placed = place_tile(tiling)
-
-    @T.inline
-    def phase(s, address):
-        placed(s, s.ahead, 0, s.t)
-        for u in T.unroll(tiling.vectors):
-            if s.t % (CACHE_LINE // VECTOR) == u:
-                T.ptx.prefetch.global_.L2(address_of(
-                    tiling, address, T.min(column_of(tiling, s.ahead, u * tiling.width), s.end[0] - tiling.width)))
-
-    return phase
+    place_tile(tiling)(s, s.ahead, 0, s.t)
+    for u in T.unroll(tiling.vectors):
+        if s.t % (CACHE_LINE // VECTOR) == u:
+            T.ptx.prefetch.global_.L2(address_of(
+                tiling, address, T.min(column_of(tiling, s.ahead, u * tiling.width), s.end[0] - tiling.width)))
 
 
 def take_tile(layout: Layout) -> Callable[..., Any]:
@@ -198,9 +180,7 @@ def take_tile(layout: Layout) -> Callable[..., Any]:
 def find_top(s, held):
     """The largest of the tile's elements; NaN is left out.
 
-    Reads: `x`.
-    Writes: `top`.
-    Barriers: none.
+    Reads: `x`. Writes: `top`. Barriers: none.
     """
     s.top[0] = folded(T.max, s.x, 0, held)
 # fmt: on

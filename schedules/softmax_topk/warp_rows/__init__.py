@@ -28,31 +28,14 @@ The files: `space` has the decisions and the extents that follow from them; `ker
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
-from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+from tvm_sparse.core.template import in_phases
 
-from .space import Layout, declines, default, features, space
+from . import space
 
-
-def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
-    from ..ending import own_of
-    from ..interface import gpu_program
-    from .kernel import kernel
-
-    layout = Layout.of(problem, decisions)
-    return gpu_program(problem, kernel(layout, own_of(problem)), overlapped=layout.overlapped)
-
-
-warp_rows = Template(
+warp_rows = in_phases(
+    space,
     name="warp_rows",
     version=3,
     operator="softmax_topk",
-    kind="cuda",
     summary="a warp a row, which its registers hold; survivors are ranked by counting or in bins",
-    space=space,
-    default=default,
-    program=build,
-    features=features,
-    explicit_threads=True,
-    declines=declines,
 )

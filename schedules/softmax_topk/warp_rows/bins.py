@@ -11,6 +11,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...device.selection import FULL_WARP, bits_value, join_key, key_value, order, scan_lanes
 from ...device.words import held_address
 from .counting import count_larger, pad_keys
@@ -61,73 +63,65 @@ def of_bin(name: str, s: State, bin: tirx.PrimExpr) -> tirx.PrimExpr:
 
 
 # fmt: off
-def find_bin(layout: Layout) -> Callable[..., Any]:
-    """The bin of a value; called with (s, x).
+@phase
+def find_bin(layout, /, s, x):
+    """The bin of a value.
 
     A larger x never gets a later bin, whatever `top` and `fine` are: each step of the computation is monotonic. An
     intermediate NaN (a difference of infinities) goes to bin 0.
 
-    Reads: `top`, `fine`.
-    Writes: `bin`, `value`.
-    After: `bin` is the number of x's bin, plus MAGIC_BITS.
+    Reads: `top`, `fine`. Writes: `bin`, `value`. After: `bin` is the number of x's bin, plus MAGIC_BITS.
     """
-
-    @T.inline
-    def find(s, x):
-        T.ptx.sub.rn.f32(s.value[0], s.top[0], x)
-        T.ptx.fma.rn.f32(
-            s.value[0], T.call_extern("float32", "__saturatef", s.value[0] * s.fine[0]),
-            T.float32(layout.bins - 1), T.float32(MAGIC))
-        s.bin[0] = T.reinterpret("int32", s.value[0])
-
-    return find
+    T.ptx.sub.rn.f32(s.value[0], s.top[0], x)
+    T.ptx.fma.rn.f32(
+        s.value[0], T.call_extern("float32", "__saturatef", s.value[0] * s.fine[0]),
+        T.float32(layout.bins - 1), T.float32(MAGIC))
+    s.bin[0] = T.reinterpret("int32", s.value[0])
 
 
-def clear_bins(layout: Layout) -> Callable[..., Any]:
+@phase
+def clear_bins(layout, /, io, at, s):
     """Empty bins.
 
-    Writes: `counts`, `first`.
-    Barriers: none.
-    After: all counts are 0.
+    Writes: `counts`, `first`. Barriers: none. After: all counts are 0.
     """
-
-    @T.inline
-    def phase(io, at, s):
-        for b in T.unroll(layout.lane_bins // 4):
-            for v in T.vectorized(4):
-                s.counts[at.warp * layout.counts + (b * 32 + at.lane) * 4 + 4 + v] = 0
-        if at.lane == 0:
-            s.counts[at.warp * layout.counts + 3] = 0
-        s.first[0] = held_address("u32", T.cuda.cvta_generic_to_shared(
-            s.counts.ptr_to([at.warp * layout.counts + 4])) - T.uint32(4 * MAGIC_BITS & FULL_WARP))
-
-    return phase
+    for b in T.unroll(layout.lane_bins // 4):
+        for v in T.vectorized(4):
+            s.counts[at.warp * layout.counts + (b * 32 + at.lane) * 4 + 4 + v] = 0
+    if at.lane == 0:
+        s.counts[at.warp * layout.counts + 3] = 0
+    s.first[0] = held_address("u32", T.cuda.cvta_generic_to_shared(
+        s.counts.ptr_to([at.warp * layout.counts + 4])) - T.uint32(4 * MAGIC_BITS & FULL_WARP))
 
 
-def count_bins(layout: Layout) -> Callable[..., Any]:
+@phase
+def count_bins(layout, /, io, at, s):
     """How many elements each bin has.
 
     Reads: `x`, `top`, `lower`. Writes: `gate`, `fine`, `counts`. Barriers: one before counting, one after it. After:
     bins up to the last but one divide the values from `top` down to that of `lower`, and each has its count.
     """
-    find = find_bin(layout)
-
-    @T.inline
-    def phase(io, at, s):
-        s.gate[0] = bits_value(s.lower[0])
-        s.fine[0] = T.float32(1 - 2 / layout.bins) / (s.top[0] - s.gate[0])
-        if at.lane == 0:
-            s.counts[at.warp * layout.counts] = T.reinterpret("int32", s.top[0])
-        T.cuda.warp_sync()
-        for e in T.unroll(layout.held):
-            find(s, s.x[e])
-            T.evaluate(count_in_bin(s, s.bin[0]))
-        T.cuda.warp_sync()
-
-    return phase
+    s.gate[0] = bits_value(s.lower[0])
+    s.fine[0] = T.float32(1 - 2 / layout.bins) / (s.top[0] - s.gate[0])
+    if at.lane == 0:
+        s.counts[at.warp * layout.counts] = T.reinterpret("int32", s.top[0])
+    T.cuda.warp_sync()
+    for e in T.unroll(layout.held):
+        find_bin(layout)(s, s.x[e])
+        T.evaluate(count_in_bin(s, s.bin[0]))
+    T.cuda.warp_sync()
 
 
-def scan_bins(layout: Layout) -> Callable[..., Any]:
+@phase
+def load_counts(layout, /, at, s, b):
+    """Load four of a lane's counts."""
+    T.ptx.ld.volatile.shared.v4.s32(
+        s.own[0], s.own[1], s.own[2], s.own[3],
+        s.counts.ptr_to([at.warp * layout.counts + at.lane * layout.lane_bins + b * 4 + 4]))
+
+
+@phase
+def scan_bins(layout, /, io, at, s):
     """From counts to places, and whether bins will do.
 
     Reads: `counts`, `fine`.
@@ -136,70 +130,54 @@ def scan_bins(layout: Layout) -> Callable[..., Any]:
     After: a bin's count is how many elements the bins before it have. `cut` is the bin of the k-th largest, and `size`
         elements are in the bins up to it. `settled` if these are not too many to be ranked, in any of their bins.
     """
-    k, bins, lane_bins = layout.k, layout.bins, layout.lane_bins
-
-    @T.inline
-    def load_counts(at, s, b):
-        T.ptx.ld.volatile.shared.v4.s32(
-            s.own[0], s.own[1], s.own[2], s.own[3],
-            s.counts.ptr_to([at.warp * layout.counts + at.lane * lane_bins + b * 4 + 4]))
-
-    @T.inline
-    def phase(io, at, s):
-        above, other = T.meta_var(s.rank), T.meta_var(s.slot)  # elements in the bins before; scratch
-        s.settled[0] = 1
-        s.size[0] = 0
-        for b in T.unroll(lane_bins // 4):
-            load_counts(at, s, b)
-            s.size[0] = s.size[0] + folded(added, s.own, 4)
-        above[0] = s.size[0]
-        scan_lanes(at.lane, above, other)
-        # Lanes whose bins end before the k-th element; the cut is in the bins of the next one.
-        s.lanes[0] = lanes_with(above[0] < k)
-        s.cut[0] = count_lanes(s.lanes[0]) * lane_bins
-        above[0] = above[0] - s.size[0]
-        s.crowd[0] = 0
-        # Loaded again, because there are too few registers to keep them.
-        for b in T.unroll(lane_bins // 4):
-            load_counts(at, s, b)
-            for v in T.unroll(4):
-                s.size[0] = s.own[v]
-                if above[0] < k:
-                    s.crowd[0] = T.max(s.crowd[0], s.size[0])
-                s.own[v] = above[0]
-                above[0] = above[0] + s.size[0]
-            for v in T.vectorized(4):
-                s.counts[at.warp * layout.counts + at.lane * lane_bins + (b * 4 + 4) + v] = s.own[v]
-        T.cuda.warp_sync()
-        s.lanes[0] = lanes_with(
-            at.lane < lane_bins and s.counts[
-                at.warp * layout.counts + 4 + s.cut[0] + T.min(at.lane, lane_bins - 1)] < k)
-        s.cut[0] = s.cut[0] + count_lanes(s.lanes[0]) - 1
-        s.size[0] = s.counts[at.warp * layout.counts + 4 + T.min(s.cut[0] + 1, bins - 1)]
-        T.cuda.warp_sync()
-        if any_lane(s.crowd[0] > CROWD) or s.size[0] > layout.room or s.cut[0] == bins - 1 or (
-            s.fine[0] > T.float32(MAX_FINE)
-        ):
-            s.settled[0] = 0
-
-    return phase
+    k, bins, lane_bins = T.meta_var(layout.k), T.meta_var(layout.bins), T.meta_var(layout.lane_bins)
+    above, other = T.meta_var(s.rank), T.meta_var(s.slot)  # elements in the bins before; scratch
+    s.settled[0] = 1
+    s.size[0] = 0
+    for b in T.unroll(lane_bins // 4):
+        load_counts(layout)(at, s, b)
+        s.size[0] = s.size[0] + folded(added, s.own, 4)
+    above[0] = s.size[0]
+    scan_lanes(at.lane, above, other)
+    # Lanes whose bins end before the k-th element; the cut is in the bins of the next one.
+    s.lanes[0] = lanes_with(above[0] < k)
+    s.cut[0] = count_lanes(s.lanes[0]) * lane_bins
+    above[0] = above[0] - s.size[0]
+    s.crowd[0] = 0
+    # Loaded again, because there are too few registers to keep them.
+    for b in T.unroll(lane_bins // 4):
+        load_counts(layout)(at, s, b)
+        for v in T.unroll(4):
+            s.size[0] = s.own[v]
+            if above[0] < k:
+                s.crowd[0] = T.max(s.crowd[0], s.size[0])
+            s.own[v] = above[0]
+            above[0] = above[0] + s.size[0]
+        for v in T.vectorized(4):
+            s.counts[at.warp * layout.counts + at.lane * lane_bins + (b * 4 + 4) + v] = s.own[v]
+    T.cuda.warp_sync()
+    s.lanes[0] = lanes_with(
+        at.lane < lane_bins and s.counts[
+            at.warp * layout.counts + 4 + s.cut[0] + T.min(at.lane, lane_bins - 1)] < k)
+    s.cut[0] = s.cut[0] + count_lanes(s.lanes[0]) - 1
+    s.size[0] = s.counts[at.warp * layout.counts + 4 + T.min(s.cut[0] + 1, bins - 1)]
+    T.cuda.warp_sync()
+    if any_lane(s.crowd[0] > CROWD) or s.size[0] > layout.room or s.cut[0] == bins - 1 or (
+        s.fine[0] > T.float32(MAX_FINE)
+    ):
+        s.settled[0] = 0
 
 
-def read_back(layout: Layout) -> Callable[..., Any]:
-    """The maximum anew, so that bins are not kept in registers; called with (at, s).
+@phase
+def read_back(layout, /, at, s):
+    """The maximum anew, so that bins are not kept in registers.
 
     `top` does not change, but the assembler does not know that. It would keep the bins of all elements since they were
     counted, and there are not enough registers for that; with a `top` that may be another one it finds them again.
 
-    Reads: the free word of `counts`.
-    Writes: `top`.
+    Reads: the free word of `counts`. Writes: `top`.
     """
-
-    @T.inline
-    def read(at, s):
-        T.ptx.ld.volatile.shared.f32(s.top[0], s.counts.ptr_to([at.warp * layout.counts]))
-
-    return read
+    T.ptx.ld.volatile.shared.f32(s.top[0], s.counts.ptr_to([at.warp * layout.counts]))
 
 
 def fill_bins(layout: Layout) -> Callable[..., Any]:

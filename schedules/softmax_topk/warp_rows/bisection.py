@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
+
+from tvm_sparse.core.phase import phase
 
 from ...device.arithmetic import is_nan
 from ...device.selection import FULL_WARP, MINUS_INFINITY, PLUS_INFINITY, below, join_key, lanes_sum, order
 from ..elements import written_element
 from .bins import MAGIC_BITS, find_bin, read_back
 from .results import write_key
-from .space import Layout
 from .state import count_lanes, lanes_max, lanes_min, lanes_with
 
 
 # fmt: off
-def enclose_by_lanes(layout: Layout) -> Callable[..., Any]:
+@phase
+def enclose_by_lanes(layout, /, io, at, s):
     """For small k: the interval to begin with.
 
     Reads: `lower`, `top_bits`.
@@ -25,16 +24,12 @@ def enclose_by_lanes(layout: Layout) -> Callable[..., Any]:
     Barriers: none.
     After: the interval from `lower` to `upper` encloses the k-th largest, unless that is a NaN.
     """
-
-    @T.inline
-    def phase(io, at, s):
-        s.lower[0] = T.max(s.lower[0], T.uint32(MINUS_INFINITY))
-        s.upper[0] = s.top_bits[0]
-
-    return phase
+    s.lower[0] = T.max(s.lower[0], T.uint32(MINUS_INFINITY))
+    s.upper[0] = s.top_bits[0]
 
 
-def enclose_by_bin(layout: Layout) -> Callable[..., Any]:
+@phase
+def enclose_by_bin(layout, /, io, at, s):
     """For larger k: the interval to begin with is the bin at the cut.
 
     Reads: `x`, `cut`, `fine`, `top`.
@@ -42,28 +37,33 @@ def enclose_by_bin(layout: Layout) -> Callable[..., Any]:
     Barriers: none.
     After: `lower` and `upper` are the least and the largest element of the bin at the cut, which has the k-th largest.
     """
-    find, again = find_bin(layout), read_back(layout)
-
-    @T.inline
-    def phase(io, at, s):
-        least, largest = T.meta_var(s.gate), T.meta_var(s.high)
-        again(at, s)
-        least[0] = T.infinity("float32")
-        largest[0] = -T.infinity("float32")
-        for e in T.unroll(layout.held):
-            find(s, s.x[e])
-            if s.bin[0] == s.cut[0] + MAGIC_BITS:
-                T.ptx.min.f32(least[0], least[0], s.x[e])
-                T.ptx.max.f32(largest[0], largest[0], s.x[e])
-        order(least[0], s.value, s.ordered)
-        s.lower[0] = lanes_min(s.ordered[0])
-        order(largest[0], s.value, s.ordered)
-        s.upper[0] = lanes_max(s.ordered[0])
-
-    return phase
+    least, largest = T.meta_var(s.gate), T.meta_var(s.high)
+    read_back(layout)(at, s)
+    least[0] = T.infinity("float32")
+    largest[0] = -T.infinity("float32")
+    for e in T.unroll(layout.held):
+        find_bin(layout)(s, s.x[e])
+        if s.bin[0] == s.cut[0] + MAGIC_BITS:
+            T.ptx.min.f32(least[0], least[0], s.x[e])
+            T.ptx.max.f32(largest[0], largest[0], s.x[e])
+    order(least[0], s.value, s.ordered)
+    s.lower[0] = lanes_min(s.ordered[0])
+    order(largest[0], s.value, s.ordered)
+    s.upper[0] = lanes_max(s.ordered[0])
 
 
-def bisect(layout: Layout) -> Callable[..., Any]:
+@phase
+def count_above(layout, /, s, bound, count):
+    """How many elements of the row are above a bound, in all lanes."""
+    count[0] = 0
+    for e in T.unroll(layout.held):
+        if s.ordered_row[e] > bound:
+            count[0] = count[0] + 1
+    count[0] = lanes_sum(count[0])
+
+
+@phase
+def bisect(layout, /, io, at, s):
     """Halve the interval until few enough elements are above its lower end.
 
     Before: at least k elements are no less than `lower`, and fewer than k that are no NaN are above `upper`.
@@ -73,56 +73,44 @@ def bisect(layout: Layout) -> Callable[..., Any]:
     After: at most `selected` elements are above `lower`. If these are fewer than k, `lower` is the k-th largest, and
         `equals` of the elements that equal it complete the k; else `equals` is 0.
     """
-    k, selected = layout.k, layout.selected
-
-    @T.inline
-    def count_above(s, bound, count):
-        count[0] = 0
-        for e in T.unroll(layout.held):
-            if s.ordered_row[e] > bound:
-                count[0] = count[0] + 1
-        count[0] = lanes_sum(count[0])
-
-    @T.inline
-    def phase(io, at, s):
-        above = T.meta_var(s.rank)  # how many elements are above `lower`
-        middle = T.alloc_local([1], "uint32")
-        reached = T.alloc_local([1], "int32")
-        # Compared as integers, because comparisons of floats take subnormal numbers for 0.
-        for e in T.unroll(layout.held):
-            order(s.x[e], s.value, s.ordered)
-            s.ordered_row[e] = s.ordered[0]
-        above[0] = 0
-        # A NaN makes the sum NaN (so does an infinity, which does no harm here).
-        if is_nan(s.d[0]):
-            s.upper[0] = T.uint32(PLUS_INFINITY)
-            count_above(s, s.upper[0], above)
-        if above[0] >= k:
-            # All of the k largest are NaN.
-            s.lower[0] = T.uint32(FULL_WARP)
-            s.equals[0] = k
-        else:
-            count_above(s, s.lower[0], above)
-            s.equals[0] = k - above[0]
-            if s.equals[0] <= 0:
-                s.equals[0] = 0
-                while above[0] > selected and s.upper[0] - s.lower[0] > T.uint32(1):
-                    middle[0] = s.lower[0] + ((s.upper[0] - s.lower[0]) >> T.uint32(1))
-                    count_above(s, middle[0], reached)
-                    if reached[0] >= k:
-                        s.lower[0] = middle[0]
-                        above[0] = reached[0]
-                    else:
-                        s.upper[0] = middle[0]
-                if above[0] > selected:
-                    s.lower[0] = s.upper[0]
-                    count_above(s, s.lower[0], above)
-                    s.equals[0] = k - above[0]
-
-    return phase
+    k, selected = T.meta_var(layout.k), T.meta_var(layout.selected)
+    above = T.meta_var(s.rank)  # how many elements are above `lower`
+    middle = T.alloc_local([1], "uint32")
+    reached = T.alloc_local([1], "int32")
+    # Compared as integers, because comparisons of floats take subnormal numbers for 0.
+    for e in T.unroll(layout.held):
+        order(s.x[e], s.value, s.ordered)
+        s.ordered_row[e] = s.ordered[0]
+    above[0] = 0
+    # A NaN makes the sum NaN (so does an infinity, which does no harm here).
+    if is_nan(s.d[0]):
+        s.upper[0] = T.uint32(PLUS_INFINITY)
+        count_above(layout)(s, s.upper[0], above)
+    if above[0] >= k:
+        # All of the k largest are NaN.
+        s.lower[0] = T.uint32(FULL_WARP)
+        s.equals[0] = k
+    else:
+        count_above(layout)(s, s.lower[0], above)
+        s.equals[0] = k - above[0]
+        if s.equals[0] <= 0:
+            s.equals[0] = 0
+            while above[0] > selected and s.upper[0] - s.lower[0] > T.uint32(1):
+                middle[0] = s.lower[0] + ((s.upper[0] - s.lower[0]) >> T.uint32(1))
+                count_above(layout)(s, middle[0], reached)
+                if reached[0] >= k:
+                    s.lower[0] = middle[0]
+                    above[0] = reached[0]
+                else:
+                    s.upper[0] = middle[0]
+            if above[0] > selected:
+                s.lower[0] = s.upper[0]
+                count_above(layout)(s, s.lower[0], above)
+                s.equals[0] = k - above[0]
 
 
-def collect_selected(layout: Layout) -> Callable[..., Any]:
+@phase
+def collect_selected(layout, /, io, at, s):
     """Collect the keys of the elements that the bisection has selected.
 
     Reads: the logits again, `lower`, `equals`.
@@ -131,34 +119,48 @@ def collect_selected(layout: Layout) -> Callable[..., Any]:
     After: `keys` has those of all elements above `lower`, of which there are `cut`, and after them those of the first
         `equals` that equal it, by their columns.
     """
-    k, vocab = layout.k, layout.vocab
-
-    @T.inline
-    def phase(io, at, s):
-        above = T.meta_var(s.cut)
-        above[0] = 0
-        s.size[0] = k - s.equals[0]
-        i: T.int32 = 0
-        while i * 32 < vocab and (s.equals[0] == 0 or s.size[0] < k or above[0] < k - s.equals[0]):
-            s.ordered[0] = T.uint32(0)
-            if i * 32 + at.lane < vocab:
-                order(written_element(io, at.row, i * 32 + at.lane), s.value, s.ordered)
-            s.lanes[0] = lanes_with(s.ordered[0] > s.lower[0])
-            if s.ordered[0] > s.lower[0]:
-                s.keys[at.keys + above[0] + below(at.lane, s.lanes[0])] = join_key(s.ordered[0], i * 32 + at.lane)
-            above[0] = above[0] + count_lanes(s.lanes[0])
-            s.lanes[0] = lanes_with(s.ordered[0] == s.lower[0])
-            s.slot[0] = s.size[0] + below(at.lane, s.lanes[0])
-            if s.ordered[0] == s.lower[0] and s.slot[0] < k:
-                s.keys[at.keys + s.slot[0]] = join_key(s.ordered[0], i * 32 + at.lane)
-            s.size[0] = s.size[0] + count_lanes(s.lanes[0])
-            i = i + 1
-        s.size[0] = T.Select(s.equals[0] > 0, k, above[0])
-
-    return phase
+    k, vocab = T.meta_var(layout.k), T.meta_var(layout.vocab)
+    above = T.meta_var(s.cut)
+    above[0] = 0
+    s.size[0] = k - s.equals[0]
+    i: T.int32 = 0
+    while i * 32 < vocab and (s.equals[0] == 0 or s.size[0] < k or above[0] < k - s.equals[0]):
+        s.ordered[0] = T.uint32(0)
+        if i * 32 + at.lane < vocab:
+            order(written_element(io, at.row, i * 32 + at.lane), s.value, s.ordered)
+        s.lanes[0] = lanes_with(s.ordered[0] > s.lower[0])
+        if s.ordered[0] > s.lower[0]:
+            s.keys[at.keys + above[0] + below(at.lane, s.lanes[0])] = join_key(s.ordered[0], i * 32 + at.lane)
+        above[0] = above[0] + count_lanes(s.lanes[0])
+        s.lanes[0] = lanes_with(s.ordered[0] == s.lower[0])
+        s.slot[0] = s.size[0] + below(at.lane, s.lanes[0])
+        if s.ordered[0] == s.lower[0] and s.slot[0] < k:
+            s.keys[at.keys + s.slot[0]] = join_key(s.ordered[0], i * 32 + at.lane)
+        s.size[0] = s.size[0] + count_lanes(s.lanes[0])
+        i = i + 1
+    s.size[0] = T.Select(s.equals[0] > 0, k, above[0])
 
 
-def sort_keys(layout: Layout) -> Callable[..., Any]:
+@phase
+def bitonic_sort(layout, /, at, s):
+    """Sort the keys in descending order."""
+    rounded = T.meta_var(layout.sorted_keys)
+    for p in T.serial(rounded.bit_length() - 1):
+        for q in T.serial(p + 1):
+            for i in T.serial(rounded // 64):
+                # The lower place of the pair: the pair's number with a 0 inserted before bit p - q.
+                low: T.int32 = (((i * 32 + at.lane) >> (p - q)) << (p - q + 1)) | (
+                    (i * 32 + at.lane) & ((1 << (p - q)) - 1))
+                own: T.uint64 = s.keys[at.keys + low]
+                other: T.uint64 = s.keys[at.keys + low + (1 << (p - q))]
+                if (own < other) == ((low >> (p + 1)) & 1 == 0):
+                    s.keys[at.keys + low] = other
+                    s.keys[at.keys + low + (1 << (p - q))] = own
+            T.cuda.warp_sync()
+
+
+@phase
+def sort_keys(layout, /, io, at, s):
     """Sort the keys, for larger k.
 
     Reads: `keys`, `size`, `cut`.
@@ -166,47 +168,20 @@ def sort_keys(layout: Layout) -> Callable[..., Any]:
     Barriers: one, and one for each step of the sort.
     After: `keys` are in descending order, with zeros after the last.
     """
-    rounded = layout.sorted_keys
-
-    @T.inline
-    def bitonic_sort(at, s):
-        for p in T.serial(rounded.bit_length() - 1):
-            for q in T.serial(p + 1):
-                for i in T.serial(rounded // 64):
-                    # The lower place of the pair: the pair's number with a 0 inserted before bit p - q.
-                    low: T.int32 = (((i * 32 + at.lane) >> (p - q)) << (p - q + 1)) | (
-                        (i * 32 + at.lane) & ((1 << (p - q)) - 1))
-                    own: T.uint64 = s.keys[at.keys + low]
-                    other: T.uint64 = s.keys[at.keys + low + (1 << (p - q))]
-                    if (own < other) == ((low >> (p + 1)) & 1 == 0):
-                        s.keys[at.keys + low] = other
-                        s.keys[at.keys + low + (1 << (p - q))] = own
-                T.cuda.warp_sync()
-
-    @T.inline
-    def phase(io, at, s):
-        for i in T.serial((rounded - s.size[0] - at.lane + 31) // 32):
-            s.keys[at.keys + s.size[0] + i * 32 + at.lane] = T.uint64(0)
-        T.cuda.warp_sync()
-        # The keys of elements that are all equal are already in order.
-        if s.cut[0] > 0:
-            bitonic_sort(at, s)
-
-    return phase
+    for i in T.serial((layout.sorted_keys - s.size[0] - at.lane + 31) // 32):
+        s.keys[at.keys + s.size[0] + i * 32 + at.lane] = T.uint64(0)
+    T.cuda.warp_sync()
+    # The keys of elements that are all equal are already in order.
+    if s.cut[0] > 0:
+        bitonic_sort(layout)(at, s)
 
 
-def write_sorted(layout: Layout) -> Callable[..., Any]:
+@phase
+def write_sorted(layout, /, io, at, s):
     """Write the first k keys to the outputs.
 
-    Reads: the first k of `keys`.
-    Writes: the values and indices.
-    Barriers: none.
+    Reads: the first k of `keys`. Writes: the values and indices. Barriers: none.
     """
-
-    @T.inline
-    def phase(io, at, s):
-        for i in T.serial((layout.k - at.lane + 31) // 32):
-            write_key(io, s, i * 32 + at.lane, s.keys[at.keys + i * 32 + at.lane])
-
-    return phase
+    for i in T.serial((layout.k - at.lane + 31) // 32):
+        write_key(io, s, i * 32 + at.lane, s.keys[at.keys + i * 32 + at.lane])
 # fmt: on

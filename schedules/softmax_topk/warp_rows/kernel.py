@@ -7,10 +7,15 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+from tvm_sparse.core.template import Decisions, Program
+from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
+
 from ...device.arithmetic import LOG2_E
 from ...device.overlap import wait_then_start_consumer
 from ...device.words import held_address
-from ..ending import Ending, Own
+from ..ending import Ending, Own, own_of
+from ..interface import gpu_program
 from . import bins, bisection, counting, levels, results, row
 from .space import Layout
 from .state import Place, State
@@ -33,7 +38,7 @@ def kernel(layout: Layout, own: Own | None = None, ending: Ending | None = None)
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": layout.resident})
         block = T.cta_id([(io.batch + (layout.rows - 1)) // layout.rows])
         t = T.thread_id([layout.threads])
-        s = T.meta_var(State.alloc(layout))
+        s = T.meta_var(State.alloc(layout, layout.rows * layout.bytes))
 
         # Which row the warp has, and where it lies.
         lane: T.int32 = t % 32
@@ -73,58 +78,39 @@ def kernel(layout: Layout, own: Own | None = None, ending: Ending | None = None)
     return body
 
 
-def small_k(layout: Layout) -> Callable[..., Any]:
+@phase
+def small_k(layout, /, io, at, s):
     """Find the k largest, for small k: the lanes' maxima give the threshold."""
-    collect_reached = counting.collect_reached(layout)
-    enclose = bisection.enclose_by_lanes(layout)
-    bisect = bisection.bisect(layout)
-    collect_selected = bisection.collect_selected(layout)
-    rank_by_counting = counting.rank_by_counting(layout)
-
-    @T.inline
-    def find_topk(io, at, s):
-        collect_reached(io, at, s)
-        if s.settled[0] == 0:
-            enclose(io, at, s)
-            bisect(io, at, s)
-            collect_selected(io, at, s)
-        rank_by_counting(io, at, s)
-
-    return find_topk
+    counting.collect_reached(layout)(io, at, s)
+    if s.settled[0] == 0:
+        bisection.enclose_by_lanes(layout)(io, at, s)
+        bisection.bisect(layout)(io, at, s)
+        bisection.collect_selected(layout)(io, at, s)
+    counting.rank_by_counting(layout)(io, at, s)
 
 
-def larger_k(layout: Layout) -> Callable[..., Any]:
+@phase
+def larger_k(layout, /, io, at, s):
     """Find the k largest, for larger k: elements are counted in bins."""
-    count_bins = bins.count_bins(layout)
-    scan_bins = bins.scan_bins(layout)
-    fill_bins = bins.fill_bins(layout)
-    rank_in_bins = bins.rank_in_bins(layout)
-    enclose = bisection.enclose_by_bin(layout)
-    bisect = bisection.bisect(layout)
-    collect_selected = bisection.collect_selected(layout)
-    sort_keys = bisection.sort_keys(layout)
-    order_row = levels.order_row(layout)
-    load_row = row.load_row(layout)
-    place_levels = levels.place_levels(layout)
-    write_sorted = bisection.write_sorted(layout)
+    bins.count_bins(layout)(io, at, s)
+    bins.scan_bins(layout)(io, at, s)
+    if s.settled[0] != 0:
+        bins.fill_bins(layout)(io, at, s)
+        bins.rank_in_bins(layout)(io, at, s)
+    else:
+        levels.order_row(layout)(io, at, s)
+        levels.place_levels(layout)(io, at, s)
+        if s.settled[0] == 0:
+            # Load the row again: other things needed its registers.
+            row.load_row(layout)(io, at, s)
+            bisection.enclose_by_bin(layout)(io, at, s)
+            bisection.bisect(layout)(io, at, s)
+            bisection.collect_selected(layout)(io, at, s)
+            bisection.sort_keys(layout)(io, at, s)
+        bisection.write_sorted(layout)(io, at, s)
 
-    @T.inline
-    def find_topk(io, at, s):
-        count_bins(io, at, s)
-        scan_bins(io, at, s)
-        if s.settled[0] != 0:
-            fill_bins(io, at, s)
-            rank_in_bins(io, at, s)
-        else:
-            order_row(io, at, s)
-            place_levels(io, at, s)
-            if s.settled[0] == 0:
-                # Load the row again: other things needed its registers.
-                load_row(io, at, s)
-                enclose(io, at, s)
-                bisect(io, at, s)
-                collect_selected(io, at, s)
-                sort_keys(io, at, s)
-            write_sorted(io, at, s)
 
-    return find_topk
+def program(problem: SoftmaxTopk, decisions: Decisions) -> Program:
+    """The program of a point."""
+    layout = Layout.of(problem, decisions)
+    return gpu_program(problem, kernel(layout, own_of(problem)), overlapped=layout.overlapped)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...device.selection import below, join_key, order
-from .space import Layout
 from .state import column_of, count_lanes, folded, lanes_max, lanes_with, ragged
 
 # A value costs as much time as some eight keys cost otherwise. So many keys may come before values pay.
@@ -16,30 +14,42 @@ ELEMENTS, LEVELS = 8, 4
 
 
 # fmt: off
-def order_row(layout: Layout) -> Callable[..., Any]:
+@phase
+def order_row(layout, /, io, at, s):
     """Turn the row into integers that order as its elements do.
 
-    Reads: `x`.
-    Writes: `ordered_row`, 0 for what is not of the row, which no element is.
-    Barriers: none.
+    Reads: `x`. Writes: `ordered_row`, 0 for what is not of the row, which no element is. Barriers: none.
     """
-
-    @T.inline
-    def phase(io, at, s):
-        for e in T.unroll(layout.held):
-            order(s.x[e], s.value, s.ordered)
-            s.ordered_row[e] = s.ordered[0]
-            if ragged(layout, e // layout.width):
-                if column_of(layout, at, e) >= layout.vocab:
-                    s.ordered_row[e] = T.uint32(0)
-            if not layout.aligned and e < layout.width:
-                if column_of(layout, at, e) < 0:
-                    s.ordered_row[e] = T.uint32(0)
-
-    return phase
+    for e in T.unroll(layout.held):
+        order(s.x[e], s.value, s.ordered)
+        s.ordered_row[e] = s.ordered[0]
+        if ragged(layout, e // layout.width):
+            if column_of(layout, at, e) >= layout.vocab:
+                s.ordered_row[e] = T.uint32(0)
+        if not layout.aligned and e < layout.width:
+            if column_of(layout, at, e) < 0:
+                s.ordered_row[e] = T.uint32(0)
 
 
-def place_levels(layout: Layout) -> Callable[..., Any]:
+@phase
+def place_vector(layout, /, at, s, u, placed):
+    """Place the elements of a vector that have the level's value."""
+    width = T.meta_var(layout.width)
+    s.slot[0] = placed[0]
+    for v in T.unroll(width):
+        s.lanes[0] = lanes_with(s.ordered_row[u * width + v] == s.upper[0])
+        placed[0] = placed[0] + count_lanes(s.lanes[0])
+        s.slot[0] = s.slot[0] + below(at.lane, s.lanes[0])
+    for v in T.unroll(width):
+        if s.ordered_row[u * width + v] == s.upper[0]:
+            s.ordered_row[u * width + v] = T.uint32(0)
+            if s.slot[0] < layout.k:
+                s.keys[at.keys + s.slot[0]] = join_key(s.upper[0], column_of(layout, at, u * width + v))
+            s.slot[0] = s.slot[0] + 1
+
+
+@phase
+def place_levels(layout, /, io, at, s):
     """Put the k best in order, if they have few distinct values.
 
     All elements of one value follow each other in the order as their columns do, which is how vectors, lanes and a
@@ -48,35 +58,15 @@ def place_levels(layout: Layout) -> Callable[..., Any]:
     Reads: `ordered_row`, which is overwritten. Writes: `keys`, `settled`. Barriers: one, at the end. After: if
     `settled`, the first k of `keys` are the k best, in their order.
     """
-    k, width = layout.k, layout.width
-
-    @T.inline
-    def place_vector(at, s, u, placed):
-        """Place the elements of a vector that have the level's value."""
-        s.slot[0] = placed[0]
-        for v in T.unroll(width):
-            s.lanes[0] = lanes_with(s.ordered_row[u * width + v] == s.upper[0])
-            placed[0] = placed[0] + count_lanes(s.lanes[0])
-            s.slot[0] = s.slot[0] + below(at.lane, s.lanes[0])
-        for v in T.unroll(width):
-            if s.ordered_row[u * width + v] == s.upper[0]:
-                s.ordered_row[u * width + v] = T.uint32(0)
-                if s.slot[0] < k:
-                    s.keys[at.keys + s.slot[0]] = join_key(s.upper[0], column_of(layout, at, u * width + v))
-                s.slot[0] = s.slot[0] + 1
-
-    @T.inline
-    def phase(io, at, s):
-        placed, due = T.meta_var(s.size), T.meta_var(s.crowd)  # elements: placed; to be placed with this level
-        placed[0] = 0
-        due[0] = -ELEMENTS * LEVELS
-        while placed[0] < k and placed[0] >= due[0]:
-            s.upper[0] = lanes_max(folded(T.max, s.ordered_row, layout.held))
-            for u in T.unroll(layout.vectors):
-                place_vector(at, s, u, placed)
-            due[0] = due[0] + ELEMENTS
-        s.settled[0] = T.Select(placed[0] >= k, 1, 0)
-        T.cuda.warp_sync()
-
-    return phase
+    k = T.meta_var(layout.k)
+    placed, due = T.meta_var(s.size), T.meta_var(s.crowd)  # elements: placed; to be placed with this level
+    placed[0] = 0
+    due[0] = -ELEMENTS * LEVELS
+    while placed[0] < k and placed[0] >= due[0]:
+        s.upper[0] = lanes_max(folded(T.max, s.ordered_row, layout.held))
+        for u in T.unroll(layout.vectors):
+            place_vector(layout)(at, s, u, placed)
+        due[0] = due[0] + ELEMENTS
+    s.settled[0] = T.Select(placed[0] >= k, 1, 0)
+    T.cuda.warp_sync()
 # fmt: on

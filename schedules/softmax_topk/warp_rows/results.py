@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
+
+from tvm_sparse.core.phase import phase
 
 from ...device.references import exponent
 from ...device.selection import key_index, key_value
 from ..elements import write_given, written_element
-from .space import Layout
 
 
 # fmt: off
@@ -18,8 +16,7 @@ from .space import Layout
 def write_key(io, s, rank, key):
     """Write a key's value and index, by its rank.
 
-    Reads: what `sum_exponentials` wrote.
-    Writes: the value and the index of this rank.
+    Reads: what `sum_exponentials` wrote. Writes: the value and the index of this rank.
     """
     T.ptx.st.global_.s64(s.outputs_at[1] + T.Cast("uint64", rank * 8), T.Cast("int64", key_index(key)))
     T.ptx.fma.rn.f32(s.power[0], key_value(key), s.factor[0], T.float32(0) - s.reference[0])
@@ -29,23 +26,17 @@ def write_key(io, s, rank, key):
         T.Select(io.log != 0, s.power[0] * s.unit[0] - s.logarithm[0], s.value[0] * s.inverse[0]))
 
 
-def write_asked(layout: Layout) -> Callable[..., Any]:
+@phase
+def write_asked(layout, /, io, at, s):
     """Write the probabilities of given columns.
 
-    Reads: `ids`, the logits in these columns, and what `sum_exponentials` wrote.
-    Writes: `given`.
-    Barriers: none.
+    Reads: `ids`, the logits in these columns, and what `sum_exponentials` wrote. Writes: `given`. Barriers: none.
     """
-
-    @T.inline
-    def phase(io, at, s):
-        for i in T.serial((layout.ids - at.lane + 31) // 32):
-            T.ptx.ld.global_.s64(s.wanted[0], io.ids.ptr_to([at.row, i * 32 + at.lane]))
-            s.column[0] = T.Cast("int32", T.max(T.min(s.wanted[0], T.int64(layout.vocab - 1)), T.int64(0)))
-            write_given(
-                io.given, at.row, i * 32 + at.lane, s.wanted[0], layout.vocab,
-                exponent(written_element(io, at.row, s.column[0]), s.factor[0], s.reference[0]) * s.unit[0],
-                s.inverse[0], s.logarithm[0], io.log)
-
-    return phase
+    for i in T.serial((layout.ids - at.lane + 31) // 32):
+        T.ptx.ld.global_.s64(s.wanted[0], io.ids.ptr_to([at.row, i * 32 + at.lane]))
+        s.column[0] = T.Cast("int32", T.max(T.min(s.wanted[0], T.int64(layout.vocab - 1)), T.int64(0)))
+        write_given(
+            io.given, at.row, i * 32 + at.lane, s.wanted[0], layout.vocab,
+            exponent(written_element(io, at.row, s.column[0]), s.factor[0], s.reference[0]) * s.unit[0],
+            s.inverse[0], s.logarithm[0], io.log)
 # fmt: on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, NotApplicable, Table, ceildiv, powers
@@ -29,6 +30,10 @@ SPARSE = 0.16
 # How many threads a multiprocessor is to hold, by the most elements that a lane holds. That bounds a thread's registers
 # to 64, 96 and 128.
 RESIDENT = ((32, 1024), (64, 640), (MAX_VOCAB, 512))
+
+
+extent = Derived["Layout", int]
+whether = Derived["Layout", bool]
 
 
 @dataclass(frozen=True)
@@ -62,29 +67,15 @@ class Layout:
             overlapped=bool(decisions["overlap"]),
         )
 
-    @property
-    def threads(self) -> int:
-        """Threads of a thread block."""
-        return WARP * self.rows
-
-    @property
-    def resident(self) -> int:
-        """Thread blocks that should fit on a multiprocessor at the same time, which limits the
-        registers of a thread.
-        """
-        return max(next(threads for held, threads in RESIDENT if self.held <= held) // self.threads, 1)
+    # Threads of a thread block.
+    threads = extent(lambda e: WARP * e.rows)
 
     # The row in registers.
 
-    @property
-    def width(self) -> int:
-        """Elements of a 16-byte vector."""
-        return 16 // numpy_dtype(self.dtype).itemsize
-
-    @property
-    def aligned(self) -> bool:
-        """Whether every row begins with a vector; if not, a row's first vector also has the end of the row before."""
-        return self.vocab % self.width == 0
+    # Elements of a 16-byte vector.
+    width = extent(lambda e: 16 // numpy_dtype(e.dtype).itemsize)
+    # Whether every row begins with a vector; if not, a row's first vector also has the end of the row before.
+    aligned = whether(lambda e: e.vocab % e.width == 0)
 
     @property
     def vectors(self) -> int:
@@ -92,37 +83,27 @@ class Layout:
         row_vectors = ceildiv(self.vocab + (0 if self.aligned else self.width - 1), self.width)
         return ceildiv(row_vectors, WARP)
 
-    @property
-    def held(self) -> int:
-        """Elements of a lane, including places before or after the row, which hold minus infinity."""
-        return self.vectors * self.width
-
-    @property
-    def mark_words(self) -> int:
-        """Words of 32 bits that have one bit for each element of a lane."""
-        return ceildiv(self.held, 32)
-
-    @property
-    def sums(self) -> int:
-        """Partial sums that a lane keeps, so that an addition does not wait for the one before."""
-        return min(self.held, 4)
+    # Elements of a lane, including places before or after the row, which hold minus infinity.
+    held = extent(lambda e: e.vectors * e.width)
+    # Thread blocks that should fit on a multiprocessor at the same time, which limits the registers of a thread.
+    resident = extent(lambda e: max(next(threads for held, threads in RESIDENT if e.held <= held) // e.threads, 1))
+    # Words of 32 bits that have one bit for each element of a lane.
+    mark_words = extent(lambda e: ceildiv(e.held, 32))
+    # Partial sums that a lane keeps, so that an addition does not wait for the one before.
+    sums = extent(lambda e: min(e.held, 4))
 
     # How the k largest are found.
 
-    @property
-    def counted(self) -> bool:
-        """Whether the threshold comes from the lanes' maxima, and keys are ranked by counting, without bins."""
-        return self.k <= COUNTED
+    # Whether the threshold comes from the lanes' maxima, and keys are ranked by counting, without bins.
+    counted = whether(lambda e: e.k <= COUNTED)
 
     @property
     def _parts(self) -> list[int]:
         """Numbers of equal groups into which a lane's elements can be divided, so that a warp has at least k groups."""
         return [g for g in range(ceildiv(self.k, WARP), self.held + 1) if self.held % g == 0]
 
-    @property
-    def groups(self) -> int:
-        """Groups of a lane's elements whose maxima are looked at: at least k elements reach the least of all maxima."""
-        return self._parts[0]
+    # Groups of a lane's elements whose maxima are looked at: at least k elements reach the least of all maxima.
+    groups = extent(lambda e: e._parts[0])
 
     @property
     def tops(self) -> int:
@@ -132,42 +113,23 @@ class Layout:
         """
         return next(g for g in self._parts if g % self.groups == 0 and g >= min(4, self.held))
 
-    @property
-    def bins(self) -> int:
-        """Bins; a multiple of 128, because a lane scans four at a time. 0 if keys are ranked by counting."""
-        return 0 if self.counted else max(128, min(2 * self.sorted_keys, 512), self.sorted_keys)
-
-    @property
-    def lane_bins(self) -> int:
-        """Bins that a lane scans."""
-        return self.bins // WARP
-
-    @property
-    def sparse(self) -> bool:
-        """Whether elements up to the cut are few enough to be marked and then found one by one."""
-        return self.k < SPARSE * self.vocab
+    # Whether elements up to the cut are few enough to be marked and then found one by one.
+    sparse = whether(lambda e: e.k < SPARSE * e.vocab)
 
     # Keys and counts in shared memory.
 
-    @property
-    def room(self) -> int:
-        """Keys that there may be to rank."""
-        return COUNTED_ROOM if self.counted else self.k + CROWD
-
-    @property
-    def sorted_keys(self) -> int:
-        """Keys that the bitonic sort puts in order: a power of two, at least a pair for each lane."""
-        return max(1 << (self.k - 1).bit_length(), 2 * WARP)
-
-    @property
-    def selected(self) -> int:
-        """Keys that a bisection may leave."""
-        return self.room if self.counted else self.sorted_keys
-
-    @property
-    def keys(self) -> int:
-        """Places for keys. Ranking reads two at a time, and up to two after the last."""
-        return max(ceildiv(self.room + 2, 4) * 4, self.sorted_keys)
+    # Keys that there may be to rank.
+    room = extent(lambda e: COUNTED_ROOM if e.counted else e.k + CROWD)
+    # Keys that the bitonic sort puts in order: a power of two, at least a pair for each lane.
+    sorted_keys = extent(lambda e: max(1 << (e.k - 1).bit_length(), 2 * WARP))
+    # Bins; a multiple of 128, because a lane scans four at a time. 0 if keys are ranked by counting.
+    bins = extent(lambda e: 0 if e.counted else max(128, min(2 * e.sorted_keys, 512), e.sorted_keys))
+    # Bins that a lane scans.
+    lane_bins = extent(lambda e: e.bins // WARP)
+    # Keys that a bisection may leave.
+    selected = extent(lambda e: e.room if e.counted else e.sorted_keys)
+    # Places for keys. Ranking reads two at a time, and up to two after the last.
+    keys = extent(lambda e: max(ceildiv(e.room + 2, 4) * 4, e.sorted_keys))
 
     @property
     def counts(self) -> int:
@@ -177,10 +139,8 @@ class Layout:
         """
         return self.bins + 4 if self.bins else 0
 
-    @property
-    def bytes(self) -> int:
-        """Shared memory of a warp."""
-        return 8 * self.keys + 4 * self.counts
+    # Shared memory of a warp.
+    bytes = extent(lambda e: 8 * e.keys + 4 * e.counts)
 
 
 # Words that a warp ranks as fast as a thread block.

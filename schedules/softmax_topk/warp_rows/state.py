@@ -1,6 +1,6 @@
 """What the phases of `warp_rows` share: a thread's place, its warp's registers and shared memory, and small helpers.
 
-A phase is made for a `Layout` and called with (io, at, s): the kernel's arguments, the thread's `Place` and `State`.
+A phase takes a `Layout`, then (io, at, s): the kernel's arguments, the thread's `Place` and `State`.
 All threads of a warp take part in a phase, and no phase waits for another warp. Its head says what it reads and writes;
 its "barriers" are those of a warp (`warp_sync`), which let lanes see what others wrote to shared memory.
 
@@ -16,10 +16,9 @@ from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
-from tvm.script.ir_builder import IRBuilder
 
 from ...device.selection import FULL_WARP
-from ...device.state import named
+from ...device.state import Buffers, local, pooled
 from .space import WARP, Layout
 
 
@@ -35,125 +34,64 @@ class Place:
     left: Any  # elements from the row's first to the end of the logits, or any number beyond the row's last vector
 
 
-@dataclass(frozen=True)
-class State:
+@dataclass
+class State(Buffers):
     """What a thread has in registers, and its thread block in shared memory.
 
     Registers have the same value in all lanes of a warp, but for those of one lane's elements. Without bins, what is
-    for bins alone is None.
+    for bins alone is None. Scratch is free when a phase begins. The compiler numbers registers by the order of these
+    declarations: another order, or scratch declared where it is used, gives other machine code (neither better nor
+    worse).
     """
 
-    # Shared memory of the thread block.
-    keys: tirx.Buffer  # `layout.keys` for each warp
-    counts: tirx.Buffer  # of bins, `layout.counts` words for each warp; first how many elements, then where
-    # The row, and the sum of its exponentials.
-    x: tirx.Buffer  # the lane's elements; minus infinity for what is not of the row
-    maxima: tirx.Buffer  # maxima[g]: of the lane's elements g, g + groups, g + 2 * groups and so on
-    top: tirx.Buffer  # the row's maximum
-    top_bits: tirx.Buffer  # order bits of the row's maximum
-    factor: tirx.Buffer  # scale * log2(e)
-    reference: tirx.Buffer  # top * factor, subtracted from all exponents
-    unit: tirx.Buffer  # what exponents are multiplied by to be in powers of e
-    d: tirx.Buffer  # the sum of exponentials
-    inverse: tirx.Buffer  # 1 / d
-    logarithm: tirx.Buffer  # ln(d), if `log` is not 0
-    # Which elements become keys.
-    gate: tirx.Buffer  # a value: elements below it are not marked
-    marks: tirx.Buffer  # bit e % 32 of word e // 32: whether the lane's element e is still to become a key
-    size: tirx.Buffer  # keys in shared memory
-    settled: tirx.Buffer  # 1 if these include the k largest and are few enough to be ranked; 0 if bisection is needed
-    # Bins.
-    first: tirx.Buffer  # the address that the count of bin -MAGIC_BITS would have (see `bins.find_bin`)
-    fine: tirx.Buffer  # the share of all bins that a unit of value covers
-    cut: tirx.Buffer  # the bin of the k-th largest; after a bisection, keys of elements above `lower`
-    # Bisection, on order bits.
-    ordered_row: tirx.Buffer  # order bits of the lane's elements
-    lower: tirx.Buffer  # at least k elements are no less than this
-    upper: tirx.Buffer  # fewer than k elements, NaN left out, are above this
-    equals: tirx.Buffer  # how many of the elements that equal `lower` are among the k
-    # Outputs: addresses of the row's first value and first index.
-    outputs_at: tirx.Buffer
-    # Scratch: free when a phase begins.
-    column: tirx.Buffer  # of one element; and so the next four
-    value: tirx.Buffer
-    ordered: tirx.Buffer  # order bits of an element
-    bin: tirx.Buffer
-    key: tirx.Buffer
-    rank: tirx.Buffer  # how many keys are larger than the one in hand
-    slot: tirx.Buffer  # a place among the keys
-    pair: tirx.Buffer  # two keys
-    own: tirx.Buffer  # counts of four bins, or bins of four elements
-    places: tirx.Buffer  # places of four elements among the keys
-    power: tirx.Buffer  # an exponent or an exponential
-    partial: tirx.Buffer  # sums of exponentials
-    high: tirx.Buffer  # a value
-    crowd: tirx.Buffer  # the most elements of one of the lane's bins
-    lanes: tirx.Buffer  # a ballot
-    raw: tirx.Buffer  # the row as words
-    small: tirx.Buffer
-    wanted: tirx.Buffer  # a given column
-
-    @classmethod
-    def alloc(cls, layout: Layout) -> State:
-        pool = T.alloc_buffer([layout.rows * layout.bytes // 8], "uint64", scope="shared.dyn")
-        IRBuilder.name("pool", pool)
-        key_words = 2 * layout.rows * layout.keys
-
-        def shared(extent: int, dtype: str, elem_offset: int) -> tirx.Buffer:
-            return T.decl_buffer([extent], dtype, data=pool.data, elem_offset=elem_offset, scope="shared.dyn")
-
-        def register(dtype: str, number: int = 1) -> tirx.Buffer:
-            return T.alloc_local([number], dtype)
-
-        binned = layout.bins > 0
-        # The compiler numbers registers by the order of these declarations: another order, or scratch declared where
-        # it is used, gives other machine code (neither better nor worse).
-        return named(
-            cls(
-                keys=shared(layout.rows * layout.keys, "uint64", 0),
-                counts=shared(layout.rows * layout.counts, "int32", key_words) if binned else None,
-                own=register("int32", 4) if binned else None,
-                first=register("uint32") if binned else None,
-                places=register("int32", 4) if binned else None,
-                raw=register("uint32", 4 * layout.vectors),
-                small=register("uint16"),
-                x=register("float32", layout.held),
-                ordered_row=register("uint32", layout.held),
-                partial=register("float32", layout.sums),
-                d=register("float32"),
-                power=register("float32"),
-                value=register("float32"),
-                factor=register("float32"),
-                top=register("float32"),
-                reference=register("float32"),
-                unit=register("float32"),
-                gate=register("float32"),
-                fine=register("float32"),
-                high=register("float32"),
-                inverse=register("float32"),
-                logarithm=register("float32"),
-                maxima=register("float32", layout.tops),
-                marks=register("uint32", layout.mark_words),
-                ordered=register("uint32"),
-                top_bits=register("uint32"),
-                lower=register("uint32"),
-                upper=register("uint32"),
-                lanes=register("uint32"),
-                column=register("int32"),
-                size=register("int32"),
-                slot=register("int32"),
-                cut=register("int32"),
-                bin=register("int32"),
-                crowd=register("int32"),
-                rank=register("int32"),
-                equals=register("int32"),
-                key=register("uint64"),
-                pair=register("uint64", 2),
-                settled=register("int32"),
-                outputs_at=register("uint64", 2),
-                wanted=register("int64"),
-            )
-        )
+    keys: Any = pooled("uint64", lambda e: e.rows * e.keys, 0)  # shared: `layout.keys` for each warp
+    # Counts of bins, `layout.counts` words for each warp: first how many elements, then where.
+    counts: Any = pooled("int32", lambda e: e.rows * e.counts, lambda e: 2 * e.rows * e.keys, when=lambda e: e.bins > 0)
+    own: Any = local("int32", 4, when=lambda e: e.bins > 0)  # scratch: counts of four bins, or bins of four elements
+    # The address that the count of bin -MAGIC_BITS would have (see `bins.find_bin`).
+    first: Any = local("uint32", when=lambda e: e.bins > 0)
+    places: Any = local("int32", 4, when=lambda e: e.bins > 0)  # scratch: places of four elements among the keys
+    raw: Any = local("uint32", lambda e: 4 * e.vectors)  # the row as words
+    small: Any = local("uint16")
+    x: Any = local("float32", lambda e: e.held)  # the lane's elements; minus infinity for what is not of the row
+    ordered_row: Any = local("uint32", lambda e: e.held)  # order bits of the lane's elements
+    partial: Any = local("float32", lambda e: e.sums)  # scratch: sums of exponentials
+    d: Any = local("float32")  # the sum of exponentials
+    power: Any = local("float32")  # scratch: an exponent or an exponential
+    value: Any = local("float32")  # scratch: an element
+    factor: Any = local("float32")  # scale * log2(e)
+    top: Any = local("float32")  # the row's maximum
+    reference: Any = local("float32")  # top * factor, subtracted from all exponents
+    unit: Any = local("float32")  # what exponents are multiplied by to be in powers of e
+    gate: Any = local("float32")  # a value: elements below it are not marked
+    fine: Any = local("float32")  # the share of all bins that a unit of value covers
+    high: Any = local("float32")  # scratch: a value
+    inverse: Any = local("float32")  # 1 / d
+    logarithm: Any = local("float32")  # ln(d), if `log` is not 0
+    # maxima[g]: the largest of the lane's elements g, g + groups, g + 2 * groups and so on.
+    maxima: Any = local("float32", lambda e: e.tops)
+    # Bit e % 32 of word e // 32: whether the lane's element e is still to become a key.
+    marks: Any = local("uint32", lambda e: e.mark_words)
+    ordered: Any = local("uint32")  # scratch: order bits of an element
+    top_bits: Any = local("uint32")  # order bits of the row's maximum
+    lower: Any = local("uint32")  # at least k elements are no less than this
+    upper: Any = local("uint32")  # fewer than k elements, NaN left out, are above this
+    lanes: Any = local("uint32")  # scratch: a ballot
+    column: Any = local("int32")  # scratch: the column of an element
+    size: Any = local("int32")  # keys in shared memory
+    slot: Any = local("int32")  # scratch: a place among the keys
+    cut: Any = local("int32")  # the bin of the k-th largest; after a bisection, keys of elements above `lower`
+    bin: Any = local("int32")  # scratch: the bin of an element
+    crowd: Any = local("int32")  # scratch: the most elements of one of the lane's bins
+    rank: Any = local("int32")  # scratch: how many keys are larger than the one in hand
+    equals: Any = local("int32")  # how many of the elements that equal `lower` are among the k
+    key: Any = local("uint64")  # scratch: the key of an element
+    pair: Any = local("uint64", 2)  # scratch: two keys
+    # 1 if these include the k largest and are few enough to be ranked; 0 if bisection is needed.
+    settled: Any = local("int32")
+    # Addresses of the row's first value and first index.
+    outputs_at: Any = local("uint64", 2)
+    wanted: Any = local("int64")  # a given column
 
 
 def column_of(layout: Layout, at: Place, e: Any) -> Any:

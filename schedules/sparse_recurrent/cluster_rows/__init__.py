@@ -20,30 +20,14 @@ Each thread block has a table of the places of columns, from which its entries a
 
 from __future__ import annotations
 
-from tvm_sparse.core.template import Decisions, Program, Template
-from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
+from tvm_sparse.core.template import in_phases
 
-from .space import ClusterExtents, allowed, declines, default, launch, space
+from . import space
 
-
-def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
-    from ...interface import gpu_program
-    from .kernel import kernel_body
-
-    return gpu_program(problem, kernel_body(ClusterExtents.of(problem, decisions)))
-
-
-cluster_rows = Template(
+cluster_rows = in_phases(
+    space,
     name="cluster_rows",
     version=3,
     operator="sparse_recurrent",
-    kind="cuda",
     summary="a cluster of thread blocks a pack of samples, states exchanged through their shared memory",
-    space=space,
-    default=default,
-    program=build,
-    allowed=allowed,
-    launch=launch,
-    explicit_threads=True,
-    declines=declines,
 )

@@ -33,11 +33,14 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.template import ceildiv
+from tvm_sparse.core.phase import phase
+from tvm_sparse.core.template import Decisions, Program, ceildiv
+from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
 from ...device.cluster import cluster_arrive_relaxed, cluster_barrier, cluster_wait
 from ...device.mbarriers import arrive_expecting
 from ...device.state import local, pooled
+from ...interface import gpu_program
 from ...recurrent.exchange import element_bits
 from ...recurrent.sizes import WARP
 from ..persistent_rows.state import State
@@ -63,32 +66,21 @@ try_wait = T.ptx.mbarrier.try_wait.parity.acquire.cluster.shared__cta.b64
 
 @dataclass
 class ClusterState(State):
-    """What the phases share.
+    """What the phases share."""
 
-    Attributes
-    ----------
-    pool
-        The address of the thread block's dynamic shared memory.
-    peers
-        The addresses, within the cluster, of the dynamic shared memory of the thread blocks that the warp sends to.
-    chunk_at
-        Bytes from the beginning of a copy to the thread block's chunk.
-    turn
-        Which copy is written in this step: 0 or 1.
-    done
-        Whether a wait is over.
-    where
-        Shared: of each column, the place of its states in a copy.
-    barriers
-        Shared: the mbarrier of each copy.
-    """
-
+    # The address of the thread block's dynamic shared memory.
     pool: Any = local("uint32")
+    # The addresses, within the cluster, of the dynamic shared memory of the thread blocks that the warp sends to.
     peers: Any = local("uint32", lambda e: e.sends)
+    # Bytes from the beginning of a copy to the thread block's chunk.
     chunk_at: Any = local("uint32")
+    # Which copy is written in this step: 0 or 1.
     turn: Any = local("int32")
+    # Whether a wait is over.
     done: Any = local("uint32")
+    # Shared: of each column, the place of its states in a copy.
     where: Any = pooled("uint16", lambda e: e.hidden, lambda e: e.stage_bytes // 2)
+    # Shared: the mbarrier of each copy.
     barriers: Any = pooled("uint64", COPIES, lambda e: e.barriers_at // BARRIER_BYTES)
 
 
@@ -143,192 +135,153 @@ def peer_of(e: ClusterExtents, s: Any, i: Any) -> Any:
     return s.t // WARP + i * (e.threads // WARP)
 
 
-def fill(e: ClusterExtents) -> Phase:
-    """The states of all units before the first step, to the copy that is read first; the phase is (s, io, pack).
+@phase
+def fill(e, /, s, io, pack):
+    """The states of all units before the first step, to the copy that is read first.
 
     Reads: `h0`, `where`. Writes: `stages`. Barriers: none; one of the thread block has to follow.
     """
-    elements, store = e.hidden * e.pack, store_shared[e.itemsize]
-
-    @T.inline
-    def phase(s, io, pack):
-        for i in T.serial(ceildiv(elements, e.threads)):
-            at: T.int32 = i * e.threads + s.t
-            if at < elements and pack * e.pack + at % e.pack < e.batch:
-                s.bits[0] = element_bits(e.dtype, io.h0[pack * e.pack + at % e.pack, at // e.pack])
-                store(
-                    s.front[0] + T.Cast("uint32", s.where[at // e.pack]) * T.uint32(e.column_bytes)
-                    + T.Cast("uint32", at % e.pack * e.itemsize),
-                    T.Cast("uint16", s.bits[0]) if e.itemsize == 2 else s.bits[0])
-
-    return phase
+    elements = T.meta_var(e.hidden * e.pack)
+    for i in T.serial(ceildiv(elements, e.threads)):
+        at: T.int32 = i * e.threads + s.t
+        if at < elements and pack * e.pack + at % e.pack < e.batch:
+            s.bits[0] = element_bits(e.dtype, io.h0[pack * e.pack + at % e.pack, at // e.pack])
+            store_shared[e.itemsize](
+                s.front[0] + T.Cast("uint32", s.where[at // e.pack]) * T.uint32(e.column_bytes)
+                + T.Cast("uint32", at % e.pack * e.itemsize),
+                T.Cast("uint16", s.bits[0]) if e.itemsize == 2 else s.bits[0])
 
 
-def keep(e: ClusterExtents) -> Phase:
-    """A unit's states after the step, in the thread block's own copy; the phase is (s, u, mine).
+@phase
+def keep(e, /, s, u, mine):
+    """A unit's states after the step, in the thread block's own copy.
 
     Reads: `bits`. Writes: `stages`, the copy that is not read in this step.
     Barriers: none; one of the thread block has to follow.
     """
-    store = store_shared[e.itemsize]
-
-    @T.inline
-    def phase(s, u, mine):
-        if s.lane < e.finishing and mine:
-            at = T.meta_var(
-                s.copies[0] - s.front[0] + s.chunk_at[0]
-                + T.Cast("uint32", (u * e.groups + s.group) * e.column_bytes + s.sample * e.itemsize))
-            store(at, T.Cast("uint16", s.bits[0]) if e.itemsize == 2 else s.bits[0])
-
-    return phase
+    if s.lane < e.finishing and mine:
+        at = T.meta_var(
+            s.copies[0] - s.front[0] + s.chunk_at[0]
+            + T.Cast("uint32", (u * e.groups + s.group) * e.column_bytes + s.sample * e.itemsize))
+        store_shared[e.itemsize](at, T.Cast("uint16", s.bits[0]) if e.itemsize == 2 else s.bits[0])
 
 
-def send(e: ClusterExtents) -> Phase:
-    """The states of the thread block's units to all others of the cluster; the phase is (s, rank).
+@phase
+def send(e, /, s, rank):
+    """The states of the thread block's units to all others of the cluster.
 
     Reads: `stages`, the own chunk of the copy that is not read in this step. Writes: the same place in the others'
     copies. Barriers: of the thread block, at the beginning.
     """
-
-    @T.inline
-    def phase(s, rank):
-        # Make what threads wrote visible to bulk copies, which read through another proxy.
-        T.ptx.fence.proxy.async_.shared__cta()
-        T.cuda.cta_sync()
-        if s.t % WARP == 0:
-            chunk = T.meta_var(s.copies[0] - s.front[0] + s.chunk_at[0])
-            for i in T.unroll(e.sends):
-                if peer_of(e, s, i) < e.cluster and peer_of(e, s, i) != rank:
-                    bulk_copy(
-                        s.peers[i] + (chunk - s.pool[0]), chunk, T.uint32(e.chunk_bytes),
-                        s.peers[i] + T.uint32(e.barriers_at) + T.Cast("uint32", s.turn[0] * BARRIER_BYTES))
-
-    return phase
+    # Make what threads wrote visible to bulk copies, which read through another proxy.
+    T.ptx.fence.proxy.async_.shared__cta()
+    T.cuda.cta_sync()
+    if s.t % WARP == 0:
+        chunk = T.meta_var(s.copies[0] - s.front[0] + s.chunk_at[0])
+        for i in T.unroll(e.sends):
+            if peer_of(e, s, i) < e.cluster and peer_of(e, s, i) != rank:
+                bulk_copy(
+                    s.peers[i] + (chunk - s.pool[0]), chunk, T.uint32(e.chunk_bytes),
+                    s.peers[i] + T.uint32(e.barriers_at) + T.Cast("uint32", s.turn[0] * BARRIER_BYTES))
 
 
-def await_states(e: ClusterExtents) -> Phase:
-    """Wait until the others' states are there; the phase is (s, io, number), `number` being that of the exchange.
+@phase
+def await_states(e, /, s, io, number):
+    """Wait until the others' states are there, by the exchange of this `number`.
 
     The first thread then tells the mbarrier how many bytes to expect next: those of the exchange after the next one.
 
     Reads and writes: `barriers`. Barriers: none.
     """
-
-    @T.inline
-    def phase(s, io, number):
-        at = T.meta_var(s.pool[0] + T.uint32(e.barriers_at) + T.Cast("uint32", s.turn[0] * BARRIER_BYTES))
-        s.done[0] = T.uint32(0)
-        while s.done[0] == T.uint32(0):
-            try_wait(s.done[0], at, T.Cast("uint32", number // COPIES % 2))
-        if s.t == 0 and number + 1 + COPIES < io.steps * e.exchanges:
-            arrive_expecting(at, T.uint32(e.expected_bytes))
-
-    return phase
+    at = T.meta_var(s.pool[0] + T.uint32(e.barriers_at) + T.Cast("uint32", s.turn[0] * BARRIER_BYTES))
+    s.done[0] = T.uint32(0)
+    while s.done[0] == T.uint32(0):
+        try_wait(s.done[0], at, T.Cast("uint32", number // COPIES % 2))
+    if s.t == 0 and number + 1 + COPIES < io.steps * e.exchanges:
+        arrive_expecting(at, T.uint32(e.expected_bytes))
 
 
-@T.inline
-def turn_copies(s):  # type: ignore[no-untyped-def]
+@phase
+def turn_copies(s):
     """Go on to the other copy."""
     s.front[0] = s.copies[0] - s.front[0]
     s.turn[0] = 1 - s.turn[0]
 
 
-def add_up(e: ClusterExtents, begin: int = 0, end: int | None = None) -> Phase:
-    """The sums of the copy that is read; the phase is (s, io). `begin`, `end`: as for `gather`."""
-    ahead, multiply, reduce = (of(e, begin, end) for of in (load_ahead, gather, reduce_lanes))
-
-    @T.inline
-    def phase(s, io):
-        ahead(s, io)
-        multiply(s, io)
-        reduce(s)
-
-    return phase
-
-
-def scale_states(e: ClusterExtents) -> Phase:
-    """The first half of a step of two exchanges; the phase is (s, io, step, pack, rank).
+@phase
+def scale_states(e, /, s, io, step, pack, rank):
+    """The first half of a step of two exchanges.
 
     After: the copy that is read has the states times their reset gates.
     """
-    sums, compute, hold, give, wait = add_up(e, 0, 2), scaled_state(e), keep(e), send(e), await_states(e)
-
-    @T.inline
-    def phase(s, io, step, pack, rank):
-        sums(s, io)
-        for u in T.unroll(e.units):
-            mine = T.meta_var(u * e.groups + s.group < s.count[0])
-            compute(s, io, pack, u, mine)
-            hold(s, u, mine)
-        give(s, rank)
-        wait(s, io, step * e.exchanges)
-        turn_copies(s)
-
-    return phase
+    load_ahead(e, 0, 2)(s, io)
+    gather(e, 0, 2)(s, io)
+    reduce_lanes(e, 0, 2)(s)
+    for u in T.unroll(e.units):
+        mine = T.meta_var(u * e.groups + s.group < s.count[0])
+        scaled_state(e)(s, io, pack, u, mine)
+        keep(e)(s, u, mine)
+    send(e)(s, rank)
+    await_states(e)(s, io, step * 2)
+    turn_copies()(s)
 
 
-def take_step(e: ClusterExtents) -> Phase:
-    """One step; the phase is (s, io, step, pack, rank)."""
-    twice = e.exchanges == 2
-    load, take, sums, compute, hold = load_inputs(e), take_inputs(e), add_up(e, 2 * twice), next_state(e), keep(e)
-    give, write, wait = send(e), write_outputs(e), await_states(e)
-    scale = scale_states(e) if twice else None
-
-    @T.inline
-    def phase(s, io, step, pack, rank):
-        take(s)
-        if step + 1 < io.steps:
-            load(s, io, step + 1, pack)
-        if twice:
-            scale(s, io, step, pack, rank)
-        sums(s, io)
-        for u in T.unroll(e.units):
-            mine = T.meta_var(u * e.groups + s.group < s.count[0])
-            compute(s, io, step, pack, u, mine)
-            hold(s, u, mine)
-        if step + 1 < io.steps:
-            give(s, rank)
-        for u in T.unroll(e.units):
-            write(s, io, step, pack, u, u * e.groups + s.group < s.count[0])
-        if step + 1 < io.steps:
-            wait(s, io, step * e.exchanges + (e.exchanges - 1))
-        turn_copies(s)
-
-    return phase
+@phase
+def take_step(e, /, s, io, step, pack, rank):
+    """One step."""
+    take_inputs(e)(s)
+    if step + 1 < io.steps:
+        load_inputs(e)(s, io, step + 1, pack)
+    if e.exchanges == 2:
+        scale_states(e)(s, io, step, pack, rank)
+    begin = T.meta_var(2 if e.exchanges == 2 else 0)  # of the gates whose rows the new states need
+    load_ahead(e, begin)(s, io)
+    gather(e, begin)(s, io)
+    reduce_lanes(e, begin)(s)
+    for u in T.unroll(e.units):
+        mine = T.meta_var(u * e.groups + s.group < s.count[0])
+        next_state(e)(s, io, step, pack, u, mine)
+        keep(e)(s, u, mine)
+    if step + 1 < io.steps:
+        send(e)(s, rank)
+    for u in T.unroll(e.units):
+        write_outputs(e)(s, io, step, pack, u, u * e.groups + s.group < s.count[0])
+    if step + 1 < io.steps:
+        await_states(e)(s, io, step * e.exchanges + (e.exchanges - 1))
+    turn_copies()(s)
 
 
-def kernel_body(e: ClusterExtents) -> Phase:
+@phase
+def kernel_body(e, /, io):
     """The kernel, as the body of the function; called with its arguments."""
-    deal, ready, begin, load = take_units(e), prepare(e), fill(e), load_weights(e)
-    first, first_inputs, length, go = first_state(e), load_inputs(e), load_length(e), take_step(e)
-
-    @T.inline
-    def body(io):
-        T.device_entry()
-        # Numbers of clusters are kept in registers: otherwise they are read from a special register at each use.
-        cluster_id = T.cluster_id([e.packs])
-        rank_id = T.cta_id_in_cluster([e.cluster])
-        t = T.thread_id([e.threads])
-        T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
-        pack: T.int32 = cluster_id
-        rank: T.int32 = rank_id
-        s = T.meta_var(ClusterState.of(e, t))
-        deal(s, io, rank)
-        ready(s, io, rank)
-        T.cuda.cta_sync()
-        begin(s, io, pack)
-        for u in T.unroll(e.units):
-            first(s, io, pack, u, u * e.groups + s.group < s.count[0])
-        load(s, io)
-        length(s, io, pack)
-        first_inputs(s, io, 0, pack)
-        # Bulk copies will write where threads have written zeros.
-        T.ptx.fence.proxy.async_.shared__cta()
-        cluster_barrier()
-        for step in T.serial(io.steps):
-            go(s, io, step, pack, rank)
-        cluster_arrive_relaxed()
-        cluster_wait()
-
-    return body
+    T.device_entry()
+    # Numbers of clusters are kept in registers: otherwise they are read from a special register at each use.
+    cluster_id = T.cluster_id([e.packs])
+    rank_id = T.cta_id_in_cluster([e.cluster])
+    t = T.thread_id([e.threads])
+    T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
+    pack: T.int32 = cluster_id
+    rank: T.int32 = rank_id
+    s = T.meta_var(ClusterState.of(e, t))
+    take_units(e)(s, io, rank)
+    prepare(e)(s, io, rank)
+    T.cuda.cta_sync()
+    fill(e)(s, io, pack)
+    for u in T.unroll(e.units):
+        first_state(e)(s, io, pack, u, u * e.groups + s.group < s.count[0])
+    load_weights(e)(s, io)
+    load_length(e)(s, io, pack)
+    load_inputs(e)(s, io, 0, pack)
+    # Bulk copies will write where threads have written zeros.
+    T.ptx.fence.proxy.async_.shared__cta()
+    cluster_barrier()
+    for step in T.serial(io.steps):
+        take_step(e)(s, io, step, pack, rank)
+    cluster_arrive_relaxed()
+    cluster_wait()
 # fmt: on
+
+
+def program(problem: SparseRecurrent, decisions: Decisions) -> Program:
+    """The program of a point."""
+    return gpu_program(problem, kernel_body(ClusterExtents.of(problem, decisions)))

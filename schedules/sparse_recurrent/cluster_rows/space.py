@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
@@ -32,10 +33,15 @@ COPIES = 2  # of the hidden states
 MOST_PRODUCTS = 1_000_000  # of a step, by default
 BARRIER_BYTES = 8  # bytes of an mbarrier
 
-# For `cycles`, as fitted to an H200. Cycles of a step until all states are exchanged; for each warp; for 32 words that
-# are read from shared memory; for an instruction of all warps of a quarter of a multiprocessor; for the reduction
-# and the gates of a row and sample by such a warp; and for each row, one after another, of a group.
-EXCHANGE, EACH_WARP, WORDS, ISSUED, FINISHED, ROW = 660, 10, 1, 3, 72, 200
+# For `cycles`, as fitted to an H200. Cycles of a step until all states are exchanged, and for each thread block that
+# takes part; for each warp; for 32 words that are read from shared memory; for an instruction of all warps of a quarter
+# of a multiprocessor; for the reduction and the gates of a row and sample by such a warp; and for each row, one after
+# another, of a group.
+EXCHANGE, EACH_BLOCK, EACH_WARP, WORDS, ISSUED, FINISHED, ROW = 500, 16, 10, 1, 3, 72, 200
+
+
+extent = Derived["ClusterExtents", int]
+whether = Derived["ClusterExtents", bool]
 
 
 @dataclass(frozen=True)
@@ -45,56 +51,26 @@ class ClusterExtents(Extents):
     A copy of the hidden states has a chunk for each thread block, and one more vector of zeros.
     """
 
-    @property
-    def cluster(self) -> int:
-        """Thread blocks of a cluster."""
-        return self.blocks
-
-    @property
-    def packs_each(self) -> int:
-        return 1
-
-    @property
-    def loads(self) -> int:
-        return 1  # nothing is copied
-
-    @property
-    def by_slot(self) -> bool:
-        return True
-
-    @property
-    def chunk_bytes(self) -> int:
-        """The states of a thread block's units."""
-        return ceildiv(self.most * self.column_bytes, WIDEST) * WIDEST
-
-    @property
-    def chunk(self) -> int:
-        """Places of a chunk; the last ones may be unused."""
-        return self.chunk_bytes // self.column_bytes
-
-    @property
-    def absent(self) -> int:
-        return self.cluster * self.chunk
-
-    @property
-    def vectors(self) -> int:
-        return self.cluster * self.chunk_bytes // WIDEST + 1
-
-    @property
-    def expected_bytes(self) -> int:
-        """Bytes that a thread block is sent in a step."""
-        return (self.cluster - 1) * self.chunk_bytes
-
-    @property
-    def sends(self) -> int:
-        """Thread blocks that a warp sends to at most."""
-        return ceildiv(self.cluster, self.threads // WARP)
+    # Thread blocks of a cluster.
+    cluster = extent(lambda e: e.blocks)
+    packs_each = extent(lambda e: 1)
+    # Nothing is copied.
+    loads = extent(lambda e: 1)
+    by_slot = whether(lambda e: True)
+    # The states of a thread block's units.
+    chunk_bytes = extent(lambda e: ceildiv(e.most * e.column_bytes, WIDEST) * WIDEST)
+    # Places of a chunk; the last ones may be unused.
+    chunk = extent(lambda e: e.chunk_bytes // e.column_bytes)
+    absent = extent(lambda e: e.cluster * e.chunk)
+    vectors = extent(lambda e: e.cluster * e.chunk_bytes // WIDEST + 1)
+    # Bytes that a thread block is sent in a step.
+    expected_bytes = extent(lambda e: (e.cluster - 1) * e.chunk_bytes)
+    # Thread blocks that a warp sends to at most.
+    sends = extent(lambda e: ceildiv(e.cluster, e.threads // WARP))
 
     # Shared memory: the copies, the table of places (16 bits each: two copies of more do not fit), mbarriers.
 
-    @property
-    def where_bytes(self) -> int:
-        return self.hidden * 2
+    where_bytes = extent(lambda e: e.hidden * 2)
 
     @property
     def barriers_at(self) -> int:
@@ -102,9 +78,7 @@ class ClusterExtents(Extents):
         before = self.stage_bytes + self.where_bytes
         return ceildiv(before, BARRIER_BYTES) * BARRIER_BYTES
 
-    @property
-    def shared_bytes(self) -> int:
-        return self.barriers_at + COPIES * BARRIER_BYTES
+    shared_bytes = extent(lambda e: e.barriers_at + COPIES * BARRIER_BYTES)
 
     @property
     def batches(self) -> tuple[tuple[int, int], ...]:
@@ -187,7 +161,7 @@ def cycles(e: ClusterExtents, machine: Machine) -> float:
     words = e.most * e.gates * (row * e.column_words + read_again) / WARP
     issued = warps * e.rows * ceildiv(row, e.lanes) * (e.pack + 2)
     step = (
-        EXCHANGE * e.exchanges
+        (EXCHANGE + EACH_BLOCK * e.cluster) * e.exchanges
         + EACH_WARP * (e.threads // WARP)
         + WORDS * words
         + ISSUED * issued

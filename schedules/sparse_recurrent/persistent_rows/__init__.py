@@ -37,57 +37,41 @@ candidate from the states times r, which are exchanged in the same way, in a slo
 from __future__ import annotations
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.template import Decisions, Program, Table, Template
+from tvm_sparse.core.template import Decisions, Program, Table, in_phases
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
 from ...recurrent.sizes import require_one_exchange
-from .space import Extents, allowed, default, launch, space
-
-
-def build(problem: SparseRecurrent, decisions: Decisions) -> Program:
-    from .kernel import program
-
-    return program(problem, Extents.of(problem, decisions))
+from . import space
 
 
 def space_with_barrier(problem: SparseRecurrent, machine: Machine) -> Table:
     require_one_exchange(problem)
-    return space(problem, machine)
+    return space.space(problem, machine)
 
 
-def build_with_barrier(problem: SparseRecurrent, decisions: Decisions) -> Program:
+def program_with_barrier(problem: SparseRecurrent, decisions: Decisions) -> Program:
     from .kernel import program
 
-    return program(problem, Extents.of(problem, decisions, polled=False))
+    return program(problem, decisions, polled=False)
 
 
-persistent_rows = Template(
+persistent_rows = in_phases(
+    space,
     name="persistent_rows",
     version=4,
     operator="sparse_recurrent",
-    kind="cuda",
     summary="all steps in one launch; weights stay on chip, blocks exchange states",
-    space=space,
-    default=default,
-    program=build,
-    allowed=allowed,
-    launch=launch,
-    explicit_threads=True,
     cooperative=True,
 )
 
-barrier_rows = Template(
+barrier_rows = in_phases(
+    space,
     name="barrier_rows",
     version=1,
     operator="sparse_recurrent",
-    kind="cuda",
     summary="as persistent_rows, with a barrier of the grid after each step (Zhu, Pool et al. 2018, table 1)",
     space=space_with_barrier,
-    default=default,
-    program=build_with_barrier,
-    allowed=allowed,
-    launch=launch,
-    explicit_threads=True,
+    program=program_with_barrier,
     cooperative=True,
     comparison=True,
 )

@@ -30,7 +30,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.template import Program, Resident, Workspace
+from tvm_sparse.core.phase import phase
+from tvm_sparse.core.template import Decisions, Program, Resident, Workspace
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
 from ...device.words import held_address
@@ -56,24 +57,19 @@ Phase = Callable[..., Any]
 
 
 # fmt: off
-def begin(e: Extents) -> Phase:
-    """The states before the first step; the phase is (s, io).
+@phase
+def begin(e, /, s, io):
+    """The states before the first step.
 
     Reads: `h0`, `c0`. Writes: the exchange's first slot; what is carried.
     Barriers: none, but all lanes of a warp take part.
     """
-    join, send, take = collect(e), put(e), first_state(e)
-
-    @T.inline
-    def phase(s, io):
-        for u in T.unroll(e.units):
-            for p in T.serial(e.packs):
-                mine = T.meta_var(u * e.groups + s.group < s.count[0])
-                take(s, io, p, u, mine)
-                join(s)
-                send(s, 0, p, s.unit[u], s.lane == 0 and mine)
-
-    return phase
+    for u in T.unroll(e.units):
+        for p in T.serial(e.packs):
+            mine = T.meta_var(u * e.groups + s.group < s.count[0])
+            first_state(e)(s, io, p, u, mine)
+            collect(e)(s)
+            put(e)(s, 0, p, s.unit[u], s.lane == 0 and mine)
 
 
 def sum_products(
@@ -102,29 +98,21 @@ def sum_products(
     return phase
 
 
-def load_next(e: Extents) -> Phase:
-    """Load the inputs of the next pack, or of the next step's first one; the phase is (s, io, step, pack)."""
-    load = load_inputs(e)
-
-    @T.inline
-    def phase(s, io, step, pack):
-        if pack + 1 < e.packs:
-            load(s, io, step, pack + 1)
-        elif step + 1 < io.steps:
-            load(s, io, step + 1, 0)
-
-    return phase
+@phase
+def load_next(e, /, s, io, step, pack):
+    """Load the inputs of the next pack, or of the next step's first one."""
+    load = T.meta_var(load_inputs(e))
+    if pack + 1 < e.packs:
+        load(s, io, step, pack + 1)
+    elif step + 1 < io.steps:
+        load(s, io, step + 1, 0)
 
 
-def turn_copies(e: Extents) -> Phase:
-    """Go on to the other copy of the states; the phase is (s)."""
-
-    @T.inline
-    def phase(s):
-        if e.stages == 2:
-            s.front[0] = s.copies[0] - s.front[0]
-
-    return phase
+@phase
+def turn_copies(e, /, s):
+    """Go on to the other copy of the states."""
+    if e.stages == 2:
+        s.front[0] = s.copies[0] - s.front[0]
 
 
 def take_pack(e: Extents) -> Phase:
@@ -147,62 +135,52 @@ def take_pack(e: Extents) -> Phase:
     return phase
 
 
-def take_pack_twice(e: Extents) -> Phase:
+@phase
+def take_pack_twice(e, /, s, io, step, pack):
     """`take_pack` of a cell whose step has two exchanges: slot 2 * step has states, the next one scaled states."""
-    load, take, end, write, turn = load_next(e), take_inputs(e), finish(e), write_before(e), turn_copies(e)
-    sums_of_gates, scale, sums_of_candidates = sum_products(e, 0, 2), send_scaled(e), sum_products(e, 2, 3)
-
-    @T.inline
-    def phase(s, io, step, pack):
-        take(s)
-        load(s, io, step, pack)
-        sums_of_gates(s, io, step * 2, pack)
-        scale(s, io, pack, step * 2 + 1)
-        if step > 0:
-            write(s, io, step, pack)
-        turn(s)
-        sums_of_candidates(s, io, step * 2 + 1, pack)
-        end(s, io, step, pack, step * 2 + 2)
-        turn(s)
-
-    return phase
+    turn = T.meta_var(turn_copies(e))
+    take_inputs(e)(s)
+    load_next(e)(s, io, step, pack)
+    sum_products(e, 0, 2)(s, io, step * 2, pack)
+    send_scaled(e)(s, io, pack, step * 2 + 1)
+    if step > 0:
+        write_before(e)(s, io, step, pack)
+    turn(s)
+    sum_products(e, 2, 3)(s, io, step * 2 + 1, pack)
+    finish(e)(s, io, step, pack, step * 2 + 2)
+    turn(s)
 
 
-def persistent(e: Extents, state: type[State], ready: Phase, first: Phase, begin: Phase, go: Phase) -> Phase:
+@phase
+def persistent(e, state, ready, first, begin, go, /, io):
     """The body of a kernel that stays for all steps; called with the kernel's arguments.
 
     `ready` and `first`, phases (s, io, block), come before the barrier of the grid; `begin`, a phase (s, io), after it,
     and `go`, a phase (s, io, step, pack), in each step. Without `polled` a barrier of the grid divides steps.
     """
-    deal, load = take_units(e), load_weights(e)
-
-    @T.inline
-    def body(io):
-        T.device_entry()
-        block = T.cta_id([e.blocks])
-        t = T.thread_id([e.threads])
-        T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
-        s = T.meta_var(state.of(e, t))
-        s.base[0] = held_address("u64", io.exchange.ptr_to([0, 0]))
-        s.front[0] = T.cuda.cvta_generic_to_shared(s.stages.ptr_to([0]))
-        s.copies[0] = s.front[0] * T.uint32(2) + T.uint32(e.vectors * WIDEST)
-        deal(s, io, block)
-        ready(s, io, block)
-        first(s, io, block)
-        load(s, io)
-        T.cuda.grid_sync()
-        begin(s, io)
-        for step in T.serial(io.steps):
-            if e.packs == 1:
-                go(s, io, step, 0)
-            else:
-                for pack in T.serial(e.packs):
-                    go(s, io, step, pack)
-            if not e.polled:
-                if step + 1 < io.steps:
-                    T.cuda.grid_sync()
-
-    return body
+    T.device_entry()
+    block = T.cta_id([e.blocks])
+    t = T.thread_id([e.threads])
+    T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
+    s = T.meta_var(state.of(e, t))
+    s.base[0] = held_address("u64", io.exchange.ptr_to([0, 0]))
+    s.front[0] = T.cuda.cvta_generic_to_shared(s.stages.ptr_to([0]))
+    s.copies[0] = s.front[0] * T.uint32(2) + T.uint32(e.vectors * WIDEST)
+    take_units(e)(s, io, block)
+    ready(s, io, block)
+    first(s, io, block)
+    load_weights(e)(s, io)
+    T.cuda.grid_sync()
+    begin(s, io)
+    for step in T.serial(io.steps):
+        if e.packs == 1:
+            go(s, io, step, 0)
+        else:
+            for pack in T.serial(e.packs):
+                go(s, io, step, pack)
+        if not e.polled:
+            if step + 1 < io.steps:
+                T.cuda.grid_sync()
 
 
 def kernel_body(e: Extents) -> Phase:
@@ -221,8 +199,9 @@ def kernel_body(e: Extents) -> Phase:
 # fmt: on
 
 
-def program(problem: SparseRecurrent, e: Extents) -> Program:
-    """The program of one point of the space."""
+def program(problem: SparseRecurrent, decisions: Decisions, polled: bool = True) -> Program:
+    """The program of a point; `polled`: without a barrier of the grid."""
+    e = Extents.of(problem, decisions, polled)
     words = e.exchanges * e.packs * e.pitch * WIDEST // 4  # of all slots of a step
     own = Workspace("exchange", ("steps" if e.polled else 2, words), "uint32", fill=None)
     return gpu_program(problem, kernel_body(e), (own,), resident=Resident(e.blocks, e.threads, e.shared_bytes))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv, powers
@@ -57,6 +58,10 @@ GATHER, SHUFFLE, GATES, ROUND, POLL, WAIT, REST = 45, 26, 150, 900, 0.8, 2, 400
 BUSY = 8  # warps that keep shared memory busy
 
 
+extent = Derived["Extents", int]
+whether = Derived["Extents", bool]
+
+
 @dataclass(frozen=True)
 class Extents:
     """The sizes of one point's kernel. An *entry* is a nonzero weight; a *group* of lanes has whole units."""
@@ -101,139 +106,66 @@ class Extents:
 
     # How units are dealt out.
 
-    @property
-    def groups(self) -> int:
-        """Groups of a thread block."""
-        return self.threads // self.lanes
-
-    @property
-    def most(self) -> int:
-        """Units of a thread block, at most."""
-        return ceildiv(self.hidden, self.blocks)
-
-    @property
-    def units(self) -> int:
-        """Units of a group, at most; it works on one after another."""
-        return ceildiv(self.most, self.groups)
-
-    @property
-    def rows(self) -> int:
-        """Rows of the weight of a group, at most."""
-        return self.units * self.gates
+    # Groups of a thread block.
+    groups = extent(lambda e: e.threads // e.lanes)
+    # Units of a thread block, at most.
+    most = extent(lambda e: ceildiv(e.hidden, e.blocks))
+    # Units of a group, at most; it works on one after another.
+    units = extent(lambda e: ceildiv(e.most, e.groups))
+    # Rows of the weight of a group, at most.
+    rows = extent(lambda e: e.units * e.gates)
 
     # How hidden states lie, in the exchange and in shared memory: [column][sample of the pack].
 
-    @property
-    def itemsize(self) -> int:
-        return numpy_dtype(self.dtype).itemsize
-
-    @property
-    def packs(self) -> int:
-        """Packs of samples, of which the last may be filled with zeros."""
-        return ceildiv(self.batch, self.pack)
-
-    @property
-    def packs_each(self) -> int:
-        """Packs that a thread block goes through in a step."""
-        return self.packs
-
-    @property
-    def finishing(self) -> int:
-        """Lanes of a group that finish a sample: the first ones."""
-        return self.pack
-
-    @property
-    def column_bytes(self) -> int:
-        """The states of a column: what one gather brings."""
-        return self.pack * self.itemsize
-
-    @property
-    def by_slot(self) -> bool:
-        """Whether a copy of the states is in the order of slots, which the state's `where` tells; otherwise it is in
-        that of columns.
-        """
-        return False
-
-    @property
-    def columns(self) -> int:
-        """Columns of the weight: the states of all units; and those of the `gap`."""
-        return self.hidden
+    itemsize = extent(lambda e: numpy_dtype(e.dtype).itemsize)
+    # Packs of samples, of which the last may be filled with zeros.
+    packs = extent(lambda e: ceildiv(e.batch, e.pack))
+    # Packs that a thread block goes through in a step.
+    packs_each = extent(lambda e: e.packs)
+    # Lanes of a group that finish a sample: the first ones.
+    finishing = extent(lambda e: e.pack)
+    # The states of a column: what one gather brings.
+    column_bytes = extent(lambda e: e.pack * e.itemsize)
+    # Whether a copy of the states is in the order of slots, which the state's `where` tells; otherwise it is in that of
+    # columns.
+    by_slot = whether(lambda e: False)
+    # Columns of the weight: the states of all units; and those of the `gap`.
+    columns = extent(lambda e: e.hidden)
 
     @property
     def gap(self) -> tuple[int, int]:
         """Columns of zeros among the others, which no entry refers to: the first, and how many."""
         return 0, 0
 
-    @property
-    def absent(self) -> int:
-        """The column that absent entries refer to, always zero: the one behind the last."""
-        return self.columns
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of one store into the exchange: a column's states."""
-        return self.column_bytes
-
-    @property
-    def column_words(self) -> int:
-        return ceildiv(self.column_bytes, 4)
-
-    @property
-    def vectors(self) -> int:
-        """16-byte vectors of a pack's states. Absent entries refer to one more column, which is always zero."""
-        return ceildiv((self.columns + 1) * self.column_bytes, WIDEST)
-
-    @property
-    def pitch(self) -> int:
-        """Vectors from one pack to the next in the exchange: whole cache lines."""
-        return ceildiv(self.vectors, LINE // WIDEST) * (LINE // WIDEST)
-
-    @property
-    def loads(self) -> int:
-        """Vectors that a thread has in flight while it copies: in every round as many."""
-        return ceildiv(self.vectors, self.threads * ceildiv(self.vectors, self.threads * MOST_LOADS))
+    # The column that absent entries refer to, always zero: the one behind the last.
+    absent = extent(lambda e: e.columns)
+    # Bytes of one store into the exchange: a column's states.
+    sent_bytes = extent(lambda e: e.column_bytes)
+    column_words = extent(lambda e: ceildiv(e.column_bytes, 4))
+    # 16-byte vectors of a pack's states. Absent entries refer to one more column, which is always zero.
+    vectors = extent(lambda e: ceildiv((e.columns + 1) * e.column_bytes, WIDEST))
+    # Vectors from one pack to the next in the exchange: whole cache lines.
+    pitch = extent(lambda e: ceildiv(e.vectors, LINE // WIDEST) * (LINE // WIDEST))
+    # Vectors that a thread has in flight while it copies: in every round as many.
+    loads = extent(lambda e: ceildiv(e.vectors, e.threads * ceildiv(e.vectors, e.threads * MOST_LOADS)))
 
     # Shared memory.
 
-    @property
-    def has_cell(self) -> bool:
-        """Whether units carry a cell state, in float32."""
-        return self.cell == "lstm"
-
-    @property
-    def has_own(self) -> bool:
-        """Whether units carry their own hidden state, too: where it may have to stay as it is, they need it."""
-        return self.cell == "gru" or self.exchanges == 2 or self.ragged
-
-    @property
-    def exchanges(self) -> int:
-        """How often thread blocks exchange values in a step: see `RecurrentLayer.exchanges`."""
-        return EXCHANGES.get(self.cell, 1)
-
-    @property
-    def carried_each(self) -> int:
-        """float32 values of the cell states, or of the own hidden states: one for each unit and sample of the thread
-        block.
-        """
-        return self.most * self.packs * self.pack
-
-    @property
-    def carried_bytes(self) -> int:
-        return 0 if self.packs_each == 1 else (self.has_cell + self.has_own) * self.carried_each * 4
-
-    @property
-    def stage_bytes(self) -> int:
-        return self.stages * self.vectors * WIDEST
-
-    @property
-    def shared_bytes(self) -> int:
-        return ceildiv(self.stage_bytes + self.carried_bytes, 8) * 8
+    # Whether units carry a cell state, in float32.
+    has_cell = whether(lambda e: e.cell == "lstm")
+    # How often thread blocks exchange values in a step: see `RecurrentLayer.exchanges`.
+    exchanges = extent(lambda e: EXCHANGES.get(e.cell, 1))
+    # Whether units carry their own hidden state, too: where it may have to stay as it is, they need it.
+    has_own = whether(lambda e: e.cell == "gru" or e.exchanges == 2 or e.ragged)
+    # float32 values of the cell states, or of the own hidden states: one for each unit and sample of the thread block.
+    carried_each = extent(lambda e: e.most * e.packs * e.pack)
+    carried_bytes = extent(lambda e: 0 if e.packs_each == 1 else (e.has_cell + e.has_own) * e.carried_each * 4)
+    stage_bytes = extent(lambda e: e.stages * e.vectors * WIDEST)
+    shared_bytes = extent(lambda e: ceildiv(e.stage_bytes + e.carried_bytes, 8) * 8)
 
     # Registers of a thread.
 
-    @property
-    def register_limit(self) -> int:
-        return register_limit(self.threads)
+    register_limit = extent(lambda e: register_limit(e.threads))
 
     @property
     def form(self) -> str:
@@ -246,35 +178,26 @@ class Extents:
         """The `form` of the fewest registers."""
         return "joined" if self.words == 1 else "paired" if self.columns >> 16 == 0 else "apart"
 
-    @property
-    def row_words(self) -> int:
-        """Registers for a row's entries."""
-        return self.words_in(self.form)
+    # Registers for a row's entries.
+    row_words = extent(lambda e: e.words_in(e.form))
 
     def words_in(self, form: str) -> int:
         """`row_words` of a form."""
         columns = {"apart": self.registers, "joined": 0, "paired": ceildiv(self.registers, 2)}
         return self.registers + columns[form]
 
-    @property
-    def held(self) -> int:
-        """Registers at least for weights, sums, what is in flight, and inputs of this step and the next."""
-        return self.held_in(self.small_form)
+    # Registers at least for weights, sums, what is in flight, and inputs of this step and the next.
+    held = extent(lambda e: e.held_in(e.small_form))
 
     def held_in(self, form: str) -> int:
         """`held`, if entries in registers have this form."""
         each = self.words_in(form) + self.words + self.pack + 5 + self.resets
         return self.rows * each + max(self.loads * (4 + ADDRESSES), self.gathered * self.column_words)
 
-    @property
-    def spills(self) -> bool:
-        """Whether a thread has too few registers."""
-        return self.held + BESIDES > self.register_limit
-
-    @property
-    def gathered(self) -> int:
-        """Entries that are gathered before they are multiplied, at most."""
-        return max(GATHERED // self.column_words, BATCHED)
+    # Whether a thread has too few registers.
+    spills = whether(lambda e: e.held + BESIDES > e.register_limit)
+    # Entries that are gathered before they are multiplied, at most.
+    gathered = extent(lambda e: max(GATHERED // e.column_words, BATCHED))
 
     @property
     def batches(self) -> tuple[tuple[int, int], ...]:

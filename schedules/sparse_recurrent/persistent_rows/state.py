@@ -11,109 +11,77 @@ from .space import BATCHED, Extents
 
 @dataclass
 class State(Buffers):
-    """Registers of a thread, and shared memory of its block. A lane of a group has the place `lane`.
+    """Registers of a thread, and shared memory of its block. A lane of a group has the place `lane`."""
 
-    Attributes
-    ----------
-    t, lane, group
-        The thread, in its block; its lane, and its group.
-    sample
-        The sample of a pack that the thread finishes. Lanes beyond `pack` do the same again, and write nothing.
-    first, count
-        The first of the block's slots, and how many it has.
-    unit
-        Of each of the group's slots.
-    rounds
-        Of each row: entries of the lane that has most, in all groups of the warp.
-    weights
-        Of each row: its first entries, in the extents' `form`.
-    ahead
-        Of each row: the entry of the first round that is not on chip.
-    zeros
-        Of each row: its sum where all states are zero.
-    begin, length
-        Of each row: where its entries are.
-    word
-        An entry's words.
-    places, values
-        Of the entries that are gathered, where they are not in `weights`.
-    vectors
-        What was gathered.
-    small
-        A load of 2 bytes.
-    sums
-        By unit, gate and sample.
-    passed
-        To and from another lane.
-    front, copies
-        Shared memory: the address of the copy of the hidden states that is in use, and the sum of both addresses.
-    base, source
-        Global memory: the addresses of the exchange, and of the pack's states in it.
-    copied
-        Vectors on their way from there to shared memory.
-    waiting
-        Whether some of them were not there yet.
-    x, reset, steps_of
-        The inputs of a step: projections of each row, whether the sample begins anew, and how many steps it has.
-    next_x, next_reset
-        Those of the step after it, projections as they are: to make floats of them would wait for their loads.
-    cell, own
-        Of the unit in hand: the cell's state, and the hidden state before.
-    last_cell, last_own
-        What these stay where a sequence has ended.
-    result
-        Of each unit: the hidden state after the step.
-    cell_of, own_of
-        Of each unit: `cell` and `own`, if the thread block has one pack.
-    bits, sent
-        The hidden state in the problem's dtype, and the states of a pack as they are sent.
-    stages
-        Shared: copies of a pack's states.
-    cells, owns
-        Shared: the same of each slot and sample, if there are several packs. Written and read by one thread.
-    """
-
+    # The thread, in its block; its lane, and its group.
     t: Any
     lane: Any
     group: Any
+    # The sample of a pack that the thread finishes. Lanes beyond `pack` do the same again, and write nothing.
     sample: Any
+    # The first of the block's slots, and how many it has.
     first: Any = local("int32")
     count: Any = local("int32")
+    # The unit of each of the group's slots.
     unit: Any = local("int32", lambda e: e.units)
+    # Entries of each row, of the lane that has most in all groups of the warp.
     rounds: Any = local("int32", lambda e: e.rows)
+    # The first entries of each row, in the extents' `form`.
     weights: Any = local("uint32", lambda e: max(1, e.rows * e.row_words))
+    # The entry of each row in the first round that is not on chip.
     ahead: Any = local("uint32", lambda e: e.rows * e.words)
+    # The sum of each row where all states are zero.
     zeros: Any = local("float32", lambda e: e.rows if e.resets else 1)
+    # Where the entries of each row begin, and how many there are.
     begin: Any = local("int32", lambda e: e.rows)
     length: Any = local("int32", lambda e: e.rows)
+    # An entry's words.
     word: Any = local("uint32", 2)
+    # Columns and values of the entries that are gathered, where they are not in `weights`.
     places: Any = local("uint32", BATCHED)
     values: Any = local("float32", BATCHED)
+    # What was gathered.
     vectors: Any = local("uint32", lambda e: e.gathered * e.column_words)
+    # A load of 2 bytes.
     small: Any = local("uint16")
+    # Sums by unit, gate and sample.
     sums: Any = local("float32", lambda e: e.rows * e.pack)
+    # To and from another lane.
     passed: Any = local("float32")
+    # Shared memory: the address of the copy of the hidden states that is in use, and the sum of both addresses.
     front: Any = local("uint32")
     copies: Any = local("uint32")
+    # Global memory: the addresses of the exchange, and of the pack's states in it.
     base: Any = local("uint64")
     source: Any = local("uint64")
+    # Vectors in flight from there to shared memory.
     copied: Any = local("uint32", lambda e: e.loads * 4)
+    # Whether some of them were not there yet.
     waiting: Any = local("int32")
+    # The inputs of a step: projections of each row, whether the sample begins anew, and how many steps it has.
     x: Any = local("float32", lambda e: e.rows)
     reset: Any = local("int32")
     steps_of: Any = local("int32")
+    # Those of the step after it, projections as they are: to make floats of them would wait for their loads.
     next_x: Any = local("uint32", lambda e: e.rows)
     next_reset: Any = local("int32")
+    # The cell's state and the hidden state before, for the unit in hand.
     cell: Any = local("float32")
     own: Any = local("float32")
+    # What these stay where a sequence has ended.
     last_cell: Any = local("float32")
     last_own: Any = local("float32")
+    # The hidden state of each unit after the step.
     result: Any = local("float32", lambda e: e.units)
+    # `cell` and `own` of each unit, if the thread block has one pack.
     cell_of: Any = local("float32", lambda e: e.units)
     own_of: Any = local("float32", lambda e: e.units)
+    # The hidden state in the problem's dtype, and the states of a pack as they are sent.
     bits: Any = local("uint32")
     sent: Any = local("uint32", lambda e: e.column_words)
+    # Shared: copies of a pack's states.
     stages: Any = pooled("uint32", lambda e: e.stage_bytes // 4, 0)
+    # Shared: the same of each slot and sample, if there are several packs. Written and read by one thread.
     cells: Any = pooled(
         "float32",
         lambda e: e.carried_each,

@@ -9,6 +9,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.selection import FULL_WARP
@@ -39,72 +40,56 @@ def half_of(part: str, word: tirx.PrimExpr) -> tirx.PrimExpr:
 
 
 # fmt: off
-def load_inputs(e: Extents) -> Phase:
-    """Begin the loads of a step's inputs; the phase is (s, io, step, pack), a step ahead of their use.
+@phase
+def load_inputs(e, /, s, io, step, pack):
+    """Begin the loads of a step's inputs, a step ahead of their use.
 
     Reads: `x_projected`, `resets`. Writes: `next_x`, `next_reset`, of lanes that finish a unit and sample.
     Barriers: none.
     """
-
-    @T.inline
-    def phase(s, io, step, pack):
-        if s.lane < e.finishing and pack * e.pack + s.sample < e.batch:
-            for u in T.unroll(e.units):
-                for g in T.unroll(e.gates):
-                    s.next_x[u * e.gates + g] = element_bits(
-                        e.dtype, io.x_projected[step, pack * e.pack + s.sample, g * e.hidden + s.unit[u]])
-            if e.resets:
-                s.next_reset[0] = io.resets[step, pack * e.pack + s.sample]
-
-    return phase
+    if s.lane < e.finishing and pack * e.pack + s.sample < e.batch:
+        for u in T.unroll(e.units):
+            for g in T.unroll(e.gates):
+                s.next_x[u * e.gates + g] = element_bits(
+                    e.dtype, io.x_projected[step, pack * e.pack + s.sample, g * e.hidden + s.unit[u]])
+        if e.resets:
+            s.next_reset[0] = io.resets[step, pack * e.pack + s.sample]
 
 
-def take_inputs(e: Extents) -> Phase:
-    """Make the loaded inputs those of this step; the phase is (s).
+@phase
+def take_inputs(e, /, s):
+    """Make the loaded inputs those of this step.
 
     Reads: `next_x`, `next_reset`. Writes: `x`, `reset`. Barriers: none.
     """
-
-    @T.inline
-    def phase(s):
-        for i in T.unroll(e.rows):
-            s.x[i] = value_in(e.dtype, s.next_x[i], 0)
-        s.reset[0] = s.next_reset[0]
-
-    return phase
+    for i in T.unroll(e.rows):
+        s.x[i] = value_in(e.dtype, s.next_x[i], 0)
+    s.reset[0] = s.next_reset[0]
 
 
-def load_length(e: Extents) -> Phase:
-    """How many steps the sample has; the phase is (s, io, pack).
+@phase
+def load_length(e, /, s, io, pack):
+    """How many steps the sample has.
 
     Reads: `lengths`. Writes: `steps_of`. Barriers: none.
     """
-
-    @T.inline
-    def phase(s, io, pack):
-        if e.ragged:
-            if pack * e.pack + s.sample < e.batch:
-                s.steps_of[0] = io.lengths[pack * e.pack + s.sample]
-
-    return phase
+    if e.ragged:
+        if pack * e.pack + s.sample < e.batch:
+            s.steps_of[0] = io.lengths[pack * e.pack + s.sample]
 
 
-def fetch(e: Extents) -> Phase:
-    """Begin the gather of a column's states; the phase is (s, i, place).
+@phase
+def fetch(e, /, s, i, place):
+    """Begin the gather of a column's states.
 
     Reads: `stages` at `front`. Writes: `vectors`, its `i`-th. Barriers: none.
     """
-    load, words = load_shared[e.column_bytes], e.column_words
-
-    @T.inline
-    def phase(s, i, place):
-        if e.column_bytes == 2:
-            load(s.small[0], s.front[0] + place)
-            s.vectors[i] = T.Cast("uint32", s.small[0])
-        else:
-            load(*[s.vectors[i * words + w] for w in range(words)], s.front[0] + place)
-
-    return phase
+    load, words = T.meta_var(load_shared[e.column_bytes]), T.meta_var(e.column_words)
+    if e.column_bytes == 2:
+        load(s.small[0], s.front[0] + place)
+        s.vectors[i] = T.Cast("uint32", s.small[0])
+    else:
+        load(*[s.vectors[i * words + w] for w in range(words)], s.front[0] + place)
 
 
 def multiply(e: Extents) -> Phase:
@@ -170,33 +155,31 @@ def gather_held(e: Extents) -> Phase:
     return in_turn([batch(first, count) for first, count in e.batches])
 
 
-def gather_rest(e: Extents) -> Phase:
-    """Add up the products of a row's other entries; the phase is (s, io, row).
+@phase
+def from_memory(e, /, s, io, row):
+    """Add the products of a row's entries that are not on chip, from memory, BATCHED at a time."""
+    bring, add = T.meta_var(fetch(e)), T.meta_var(multiply(e))
+    bring(s, 0, place_of(e, s.ahead, row * e.words))
+    add(s, row, 0, value_of(e, s.ahead, row * e.words))
+    for b in T.serial((s.rounds[row] - e.registers - 1 + (BATCHED - 1)) // BATCHED):
+        for i in T.unroll(BATCHED):
+            read_entry(e)(s, io, row, e.registers + 1 + b * BATCHED + i, s.word, 0)
+            s.places[i] = place_of(e, s.word, 0)
+            s.values[i] = value_of(e, s.word, 0)
+        for i in T.unroll(BATCHED):
+            bring(s, i, s.places[i])
+        for i in T.unroll(BATCHED):
+            add(s, row, i, s.values[i])
+
+
+@phase
+def gather_rest(e, /, s, io, row):
+    """Add up the products of a row's other entries.
 
     Reads: `ahead`, the entries, `rounds`, `stages`. Writes: `sums`. Barriers: none.
     """
-    bring, add, read = fetch(e), multiply(e), read_entry(e)
-
-    @T.inline
-    def from_memory(s, io, row):
-        bring(s, 0, place_of(e, s.ahead, row * e.words))
-        add(s, row, 0, value_of(e, s.ahead, row * e.words))
-        for b in T.serial((s.rounds[row] - e.registers - 1 + (BATCHED - 1)) // BATCHED):
-            for i in T.unroll(BATCHED):
-                read(s, io, row, e.registers + 1 + b * BATCHED + i, s.word, 0)
-                s.places[i] = place_of(e, s.word, 0)
-                s.values[i] = value_of(e, s.word, 0)
-            for i in T.unroll(BATCHED):
-                bring(s, i, s.places[i])
-            for i in T.unroll(BATCHED):
-                add(s, row, i, s.values[i])
-
-    @T.inline
-    def phase(s, io, row):
-        if s.rounds[row] > e.registers:
-            from_memory(s, io, row)
-
-    return phase
+    if s.rounds[row] > e.registers:
+        from_memory(e)(s, io, row)
 
 
 def gather(e: Extents, begin: int = 0, end: int | None = None) -> Phase:
@@ -271,66 +254,53 @@ def carried(e: Extents, s: Any, what: str, u: Any, pack: Any) -> tuple[tirx.Buff
     return getattr(s, what + "s"), (slot * e.packs + pack) * e.pack + s.sample
 
 
-def first_state(e: Extents) -> Phase:
-    """A unit's state before the first step; the phase is (s, io, pack, u, mine), `mine` as for `next_state`.
+@phase
+def first_state(e, /, s, io, pack, u, mine):
+    """A unit's state before the first step, `mine` as for `next_state`.
 
     Reads: `h0`, `c0`. Writes: `bits`, what is carried. Barriers: none.
     """
-
-    @T.inline
-    def phase(s, io, pack, u, mine):
-        b = T.meta_var(pack * e.pack + s.sample)
-        cell = T.meta_var(carried(e, s, "cell", u, pack))
-        own = T.meta_var(carried(e, s, "own", u, pack))
-        s.bits[0] = T.uint32(0)
-        if s.lane < e.finishing and mine and b < e.batch:
-            s.bits[0] = element_bits(e.dtype, io.h0[b, s.unit[u]])
-            if e.has_cell:
-                cell[0][cell[1]] = T.Cast("float32", io.c0[b, s.unit[u]])
-            if e.has_own:
-                own[0][own[1]] = value_in(e.dtype, s.bits[0], 0)
-
-    return phase
+    b = T.meta_var(pack * e.pack + s.sample)
+    cell = T.meta_var(carried(e, s, "cell", u, pack))
+    own = T.meta_var(carried(e, s, "own", u, pack))
+    s.bits[0] = T.uint32(0)
+    if s.lane < e.finishing and mine and b < e.batch:
+        s.bits[0] = element_bits(e.dtype, io.h0[b, s.unit[u]])
+        if e.has_cell:
+            cell[0][cell[1]] = T.Cast("float32", io.c0[b, s.unit[u]])
+        if e.has_own:
+            own[0][own[1]] = value_in(e.dtype, s.bits[0], 0)
 
 
-def begin_anew(e: Extents, gates: int) -> Phase:
-    """Zero states where a sequence begins; the phase is (s, u), for the first `gates` of a unit.
+@phase
+def begin_anew(e, gates, /, s, u):
+    """Zero states where a sequence begins, for the first `gates` of a unit.
 
     Reads: `reset`, `zeros`. Writes: `sums`, `cell`, `own`. Barriers: none.
     """
-
-    @T.inline
-    def phase(s, u):
-        if e.resets:
-            if s.reset[0] != 0:
-                for g in T.unroll(gates):
-                    s.sums[(u * e.gates + g) * e.pack] = s.zeros[u * e.gates + g]
-                s.cell[0] = T.float32(0)
-                s.own[0] = T.float32(0)
-
-    return phase
+    if e.resets:
+        if s.reset[0] != 0:
+            for g in T.unroll(gates):
+                s.sums[(u * e.gates + g) * e.pack] = s.zeros[u * e.gates + g]
+            s.cell[0] = T.float32(0)
+            s.own[0] = T.float32(0)
 
 
-def scaled_state(e: Extents) -> Phase:
-    """A unit's state times its reset gate, of a cell with two exchanges; the phase is (s, io, pack, u, mine).
+@phase
+def scaled_state(e, /, s, io, pack, u, mine):
+    """A unit's state times its reset gate, of a cell with two exchanges.
 
     Reads: `sums` and `x` of r and z, `reset`, `zeros`, what is carried. Writes: `bits`; z, to `cell_of`.
     Barriers: none.
     """
-    anew, scale = begin_anew(e, 2), reset_gates(e)
-
-    @T.inline
-    def phase(s, io, pack, u, mine):
-        own = T.meta_var(carried(e, s, "own", u, pack))
-        s.bits[0] = T.uint32(0)
-        if s.lane < e.finishing and mine and pack * e.pack + s.sample < e.batch:
-            s.own[0] = own[0][own[1]]
-            anew(s, u)
-            scale(s, u)
-            s.cell_of[u] = s.passed[0]
-            s.bits[0] = state_bits(e, s.result[u])
-
-    return phase
+    own = T.meta_var(carried(e, s, "own", u, pack))
+    s.bits[0] = T.uint32(0)
+    if s.lane < e.finishing and mine and pack * e.pack + s.sample < e.batch:
+        s.own[0] = own[0][own[1]]
+        begin_anew(e, 2)(s, u)
+        reset_gates(e)(s, u)
+        s.cell_of[u] = s.passed[0]
+        s.bits[0] = state_bits(e, s.result[u])
 
 
 def next_state(e: Extents) -> Phase:
@@ -383,50 +353,42 @@ def next_state(e: Extents) -> Phase:
     return phase
 
 
-def write_outputs(e: Extents) -> Phase:
-    """A unit's state after the step to the caller; the phase is (s, io, step, pack, u, mine).
+@phase
+def write_outputs(e, /, s, io, step, pack, u, mine):
+    """A unit's state after the step to the caller.
 
     Reads: `result`, `steps_of`, what is carried. Writes: the outputs. Barriers: none.
     """
-
-    @T.inline
-    def phase(s, io, step, pack, u, mine):
-        b = T.meta_var(pack * e.pack + s.sample)
-        cell = T.meta_var(carried(e, s, "cell", u, pack))
-        if s.lane < e.pack and mine and b < e.batch:
-            if e.ragged:
-                io.output[step, b, s.unit[u]] = T.Cast(
-                    e.dtype, T.Select(step < s.steps_of[0], s.result[u], T.float32(0)))
-            else:
-                io.output[step, b, s.unit[u]] = T.Cast(e.dtype, s.result[u])
-            if step + 1 == io.steps:
-                io.h_n[b, s.unit[u]] = T.Cast(e.dtype, s.result[u])
-                if e.has_cell:
-                    io.c_n[b, s.unit[u]] = T.Cast(e.dtype, cell[0][cell[1]])
-
-    return phase
+    b = T.meta_var(pack * e.pack + s.sample)
+    cell = T.meta_var(carried(e, s, "cell", u, pack))
+    if s.lane < e.pack and mine and b < e.batch:
+        if e.ragged:
+            io.output[step, b, s.unit[u]] = T.Cast(
+                e.dtype, T.Select(step < s.steps_of[0], s.result[u], T.float32(0)))
+        else:
+            io.output[step, b, s.unit[u]] = T.Cast(e.dtype, s.result[u])
+        if step + 1 == io.steps:
+            io.h_n[b, s.unit[u]] = T.Cast(e.dtype, s.result[u])
+            if e.has_cell:
+                io.c_n[b, s.unit[u]] = T.Cast(e.dtype, cell[0][cell[1]])
 
 
-def send_scaled(e: Extents) -> Phase:
-    """The units' states times their reset gates, to all thread blocks; the phase is (s, io, pack, slot).
+@phase
+def send_scaled(e, /, s, io, pack, slot):
+    """The units' states times their reset gates, to all thread blocks.
 
     Reads: as `scaled_state`. Writes: the exchange. Barriers: none, but all lanes of a warp take part.
     """
-    compute, join, send = scaled_state(e), collect(e), put(e)
-
-    @T.inline
-    def phase(s, io, pack, slot):
-        for u in T.unroll(e.units):
-            mine = T.meta_var(u * e.groups + s.group < s.count[0])
-            compute(s, io, pack, u, mine)
-            join(s)
-            send(s, slot, pack, s.unit[u], s.lane == 0 and mine)
-
-    return phase
+    for u in T.unroll(e.units):
+        mine = T.meta_var(u * e.groups + s.group < s.count[0])
+        scaled_state(e)(s, io, pack, u, mine)
+        collect(e)(s)
+        put(e)(s, slot, pack, s.unit[u], s.lane == 0 and mine)
 
 
-def finish(e: Extents) -> Phase:
-    """The units' new states, to all who need them; the phase is (s, io, step, pack, slot).
+@phase
+def finish(e, /, s, io, step, pack, slot):
+    """The units' new states, to all who need them.
 
     `slot`: of the exchange, that of the next step. The exchange comes first: all others wait for it. After the last
     step there is none, and the states go to the caller; after the others `write_before` sees to that.
@@ -434,50 +396,40 @@ def finish(e: Extents) -> Phase:
     Reads: as `next_state`. Writes: the exchange or the outputs, what is carried.
     Barriers: none, but all lanes of a warp take part.
     """
-    compute, join, send, write = next_state(e), collect(e), put(e), write_outputs(e)
-
-    @T.inline
-    def phase(s, io, step, pack, slot):
+    for u in T.unroll(e.units):
+        mine = T.meta_var(u * e.groups + s.group < s.count[0])
+        next_state(e)(s, io, step, pack, u, mine)
+        if step + 1 < io.steps:
+            collect(e)(s)
+            put(e)(s, slot, pack, s.unit[u], s.lane == 0 and mine)
+    if step + 1 == io.steps:
         for u in T.unroll(e.units):
-            mine = T.meta_var(u * e.groups + s.group < s.count[0])
-            compute(s, io, step, pack, u, mine)
-            if step + 1 < io.steps:
-                join(s)
-                send(s, slot, pack, s.unit[u], s.lane == 0 and mine)
-        if step + 1 == io.steps:
-            for u in T.unroll(e.units):
-                write(s, io, step, pack, u, u * e.groups + s.group < s.count[0])
-
-    return phase
+            write_outputs(e)(s, io, step, pack, u, u * e.groups + s.group < s.count[0])
 
 
-def write_before(e: Extents) -> Phase:
-    """The output of the step before, which is the state before this one; the phase is (s, io, step, pack).
+@phase
+def write_before(e, /, s, io, step, pack):
+    """The output of the step before, which is the state before this one.
 
     The thread block writes neighbouring columns, as many as it has units: stores of 2 bytes here and there, which the
     units' own threads would make, hold up the exchange in the L2 cache.
 
     Reads: `stages` at `front`, `lengths`. Writes: `output`. Barriers: none.
     """
-    load = load_shared[e.itemsize]
-
-    @T.inline
-    def phase(s, io, step, pack):
-        for i in T.serial(ceildiv(e.most * e.pack, e.threads)):
-            number: T.int32 = i * e.threads + s.t
-            column: T.int32 = s.first[0] + number % e.most
-            member: T.int32 = number // e.most
-            if number < e.most * e.pack and number % e.most < s.count[0] and pack * e.pack + member < e.batch:
-                at = T.meta_var(s.front[0] + T.Cast("uint32", column * e.column_bytes + member * e.itemsize))
-                if e.itemsize == 2:
-                    load(s.small[0], at)
-                    s.bits[0] = T.Cast("uint32", s.small[0])
-                else:
-                    load(s.bits[0], at)
-                if e.ragged:
-                    if step > io.lengths[pack * e.pack + member]:
-                        s.bits[0] = T.uint32(0)
-                io.output[step - 1, pack * e.pack + member, column] = element_of(e.dtype, s.bits[0])
-
-    return phase
+    load = T.meta_var(load_shared[e.itemsize])
+    for i in T.serial(ceildiv(e.most * e.pack, e.threads)):
+        number: T.int32 = i * e.threads + s.t
+        column: T.int32 = s.first[0] + number % e.most
+        member: T.int32 = number // e.most
+        if number < e.most * e.pack and number % e.most < s.count[0] and pack * e.pack + member < e.batch:
+            at = T.meta_var(s.front[0] + T.Cast("uint32", column * e.column_bytes + member * e.itemsize))
+            if e.itemsize == 2:
+                load(s.small[0], at)
+                s.bits[0] = T.Cast("uint32", s.small[0])
+            else:
+                load(s.bits[0], at)
+            if e.ragged:
+                if step > io.lengths[pack * e.pack + member]:
+                    s.bits[0] = T.uint32(0)
+            io.output[step - 1, pack * e.pack + member, column] = element_of(e.dtype, s.bits[0])
 # fmt: on

@@ -13,6 +13,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
+
 from ...device.selection import FULL_WARP
 from ...device.words import value_in
 from ...recurrent.exchange import INFINITY
@@ -165,42 +167,39 @@ def sum_of_zeros(e: Extents) -> Phase:
     return phase
 
 
-def load_weights(e: Extents) -> Phase:
-    """Bring the group's weights on chip; the phase is (s, io).
-
-    Reads: the entries. Writes: `weights`, `zeros`.
-    Barriers: none, but all lanes of a warp take part.
-    """
-    read, add_zeros = read_entry(e), sum_of_zeros(e)
-
-    @T.inline
-    def hold(s, io, row, r):
-        first = T.meta_var(row * e.row_words)
-        if e.form == "joined":
-            read(s, io, row, r, s.weights, first + r)
-        elif e.form == "apart" and e.words == 2:
-            read(s, io, row, r, s.weights, first + r * 2)
+@phase
+def hold(e, /, s, io, row, r):
+    """Hold the r-th entry of a row in registers, in the extents' `form`."""
+    read = T.meta_var(read_entry(e))
+    first = T.meta_var(row * e.row_words)
+    if e.form == "joined":
+        read(s, io, row, r, s.weights, first + r)
+    elif e.form == "apart" and e.words == 2:
+        read(s, io, row, r, s.weights, first + r * 2)
+    else:
+        read(s, io, row, r, s.word, 0)
+        if e.form == "apart":
+            s.weights[first + r * 2] = place_of(e, s.word, 0)
+            s.weights[first + r * 2 + 1] = T.reinterpret("uint32", value_of(e, s.word, 0))
         else:
-            read(s, io, row, r, s.word, 0)
-            if e.form == "apart":
-                s.weights[first + r * 2] = place_of(e, s.word, 0)
-                s.weights[first + r * 2 + 1] = T.reinterpret("uint32", value_of(e, s.word, 0))
-            else:
-                pair = T.meta_var(first + e.registers + r // 2)
-                s.weights[first + r] = s.word[1]
-                s.weights[pair] = T.Select(r % 2 == 0, T.uint32(0), s.weights[pair]) | (
-                    s.word[0] // T.uint32(e.column_bytes) << T.Cast("uint32", r % 2 * 16))
+            pair = T.meta_var(first + e.registers + r // 2)
+            s.weights[first + r] = s.word[1]
+            s.weights[pair] = T.Select(r % 2 == 0, T.uint32(0), s.weights[pair]) | (
+                s.word[0] // T.uint32(e.column_bytes) << T.Cast("uint32", r % 2 * 16))
 
-    @T.inline
-    def phase(s, io):
-        for u in T.unroll(e.units):
-            for g in T.unroll(e.gates):
-                for r in T.unroll(e.registers):
-                    hold(s, io, u * e.gates + g, r)
-                if e.resets:
-                    add_zeros(s, io, u * e.gates + g)
 
-    return phase
+@phase
+def load_weights(e, /, s, io):
+    """Bring the group's weights on chip.
+
+    Reads: the entries. Writes: `weights`, `zeros`. Barriers: none, but all lanes of a warp take part.
+    """
+    for u in T.unroll(e.units):
+        for g in T.unroll(e.gates):
+            for r in T.unroll(e.registers):
+                hold(e)(s, io, u * e.gates + g, r)
+            if e.resets:
+                sum_of_zeros(e)(s, io, u * e.gates + g)
 
 
 def load_ahead(e: Extents, begin: int = 0, end: int | None = None) -> Phase:

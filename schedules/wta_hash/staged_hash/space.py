@@ -39,14 +39,18 @@ def allowed(problem: WtaHash, machine: Machine, decisions: Decisions) -> str | N
 # each thread block copies a row again, and larger ones copy it less often.
 USUAL_THREADS, CROWDED_THREADS = 192, 512
 RESIDENT_THREADS = 2048
+# Units of a multiprocessor up to which smaller thread blocks end sooner, and up to which those of the next launch find
+# room beside them.
+FEW_UNITS, FEW_THREADS, BESIDE_UNITS = 32, 128, 128
 
 
 def default(problem: WtaHash, machine: Machine) -> Decisions:
     """192 threads, or 512 where there are more units than resident threads: with 192 of them 2,502 rows of 324 bands
-    took 1.7 times as long on an H200 (`scripts/regret.py`, seed 10). The launch overlaps the producer kernel's.
+    took 1.7 times as long on an H200 (`scripts/regret.py`, seed 10). The launch overlaps the producer kernel's, and
+    that of the consumer kernel if there are few units.
     """
-    overlap = int(machine.has_clusters)
-    crowded = problem.batch * problem.bands * problem.units > machine.cores * RESIDENT_THREADS
-    usual = CROWDED_THREADS if crowded else USUAL_THREADS
+    each = problem.batch * problem.bands * problem.units / machine.cores
+    overlap = (2 if each <= BESIDE_UNITS else 1) if machine.has_clusters else 0
+    usual = CROWDED_THREADS if each > RESIDENT_THREADS else FEW_THREADS if each <= FEW_UNITS else USUAL_THREADS
     fitting = [t for t in THREADS if allowed(problem, machine, {"threads": t, "overlap": overlap}) is None]
     return {"threads": max((t for t in fitting if t <= usual), default=fitting[0]), "overlap": overlap}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.operators.softmax_topk.definition import soft_capped as capped_float
 
 from .penalties import PENALTIES
@@ -35,37 +35,32 @@ def penalty(io: Any, name: str, row: Any) -> tirx.PrimExpr:
 
 
 # fmt: off
-def edit_row(problem: Any) -> Callable[..., Any]:
-    """All edits of a row, one word after another; called with (io, row), it makes an SBlock.
+@phase
+def edit_row(problem, /, io, r):
+    """All edits of a row, one word after another, as an SBlock.
 
     Reads: the row, if it is copied or capped; its words. Writes: the edited row.
     """
-    dtype, vocab, biased, seen = problem.dtype, problem.vocab, bool(problem.bias), bool(problem.penalties)
-    capped = bool(problem.capped)
-
-    @T.inline
-    def work(io, r):
-        with T.sblock("row"):
-            row = T.axis.spatial(io.batch, r)
-            T.reads(io.logits[row, 0:vocab])
-            T.writes(io.edited[row, 0:vocab])
-            x = T.sblock_alloc_buffer((1,), "float32")
-            if capped or io.copied != 0:
-                for j in range(vocab):
-                    io.edited[row, j] = soft_capped(io, io.logits[row, j])
-            if biased:
-                for i in range(io.biased):
-                    if io.bias_ids[row, i] >= 0 and io.bias_ids[row, i] < vocab:
-                        x[0] = T.Cast("float32", io.edited[row, io.bias_ids[row, i]]) + io.bias_values[row, i]
-                        io.edited[row, io.bias_ids[row, i]] = T.Cast(dtype, x[0])
-            if seen:
-                for i in range(io.seen):
-                    if io.seen_ids[row, i] >= 0 and io.seen_ids[row, i] < vocab:
-                        x[0] = T.Cast("float32", io.edited[row, io.seen_ids[row, i]])
-                        x[0] = penalised(
-                            x[0], io.generated[row, i], penalty(io, "repetition", row), penalty(io, "presence", row),
-                            penalty(io, "frequency", row))
-                        io.edited[row, io.seen_ids[row, i]] = T.Cast(dtype, x[0])
-
-    return work
+    dtype, vocab = T.meta_var(problem.dtype), T.meta_var(problem.vocab)
+    with T.sblock("row"):
+        row = T.axis.spatial(io.batch, r)
+        T.reads(io.logits[row, 0:vocab])
+        T.writes(io.edited[row, 0:vocab])
+        x = T.sblock_alloc_buffer((1,), "float32")
+        if bool(problem.capped) or io.copied != 0:
+            for j in range(vocab):
+                io.edited[row, j] = soft_capped(io, io.logits[row, j])
+        if bool(problem.bias):
+            for i in range(io.biased):
+                if io.bias_ids[row, i] >= 0 and io.bias_ids[row, i] < vocab:
+                    x[0] = T.Cast("float32", io.edited[row, io.bias_ids[row, i]]) + io.bias_values[row, i]
+                    io.edited[row, io.bias_ids[row, i]] = T.Cast(dtype, x[0])
+        if bool(problem.penalties):
+            for i in range(io.seen):
+                if io.seen_ids[row, i] >= 0 and io.seen_ids[row, i] < vocab:
+                    x[0] = T.Cast("float32", io.edited[row, io.seen_ids[row, i]])
+                    x[0] = penalised(
+                        x[0], io.generated[row, i], penalty(io, "repetition", row), penalty(io, "presence", row),
+                        penalty(io, "frequency", row))
+                    io.edited[row, io.seen_ids[row, i]] = T.Cast(dtype, x[0])
 # fmt: on

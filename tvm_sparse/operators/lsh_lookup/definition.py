@@ -5,13 +5,13 @@ Loads the compiler.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.formats.bitmap import BITS, bitmap_words
 from tvm_sparse.formats.wta import MIX, MIX_SHIFT
 
@@ -46,31 +46,28 @@ def alloc_scratch(counted: int) -> SimpleNamespace:
     )
 
 
-def find_bucket(cuckoo: bool) -> Callable[..., Any]:
-    """Find the bucket of a code; called with (io, band, s).
+@phase
+def find_bucket(cuckoo, /, io, band, s):
+    """Find the bucket of a code.
 
     Reads: `code`, the band's table. Writes: `start` and `length`, which is 0 if no word has the code.
     """
-
     # fmt: off
-    @T.inline
-    def phase(io, band, s):
-        if cuckoo:
-            s.start[0] = 0
-            s.length[0] = 0
-            for half in range(2):
-                s.word[0] = slot_of(s.code[0], io.multipliers[band, half], io.slots)
-                if io.entries[band, half, s.word[0], 0] == s.code[0]:
-                    s.start[0] = io.entries[band, half, s.word[0], 1]
-                    s.length[0] = io.entries[band, half, s.word[0], 2]
-        else:
-            s.start[0] = io.starts[band, s.code[0]]
-            s.length[0] = io.starts[band, s.code[0] + 1] - s.start[0]
-    # fmt: on
-    return phase
+    if cuckoo:
+        s.start[0] = 0
+        s.length[0] = 0
+        for half in range(2):
+            s.word[0] = slot_of(s.code[0], io.multipliers[band, half], io.slots)
+            if io.entries[band, half, s.word[0], 0] == s.code[0]:
+                s.start[0] = io.entries[band, half, s.word[0], 1]
+                s.length[0] = io.entries[band, half, s.word[0], 2]
+    else:
+        s.start[0] = io.starts[band, s.code[0]]
+        s.length[0] = io.starts[band, s.code[0] + 1] - s.start[0]
 
 
-def look_up_list(vocab: int, counted: int, cuckoo: bool, set_code: Callable[..., Any]) -> Callable[..., Any]:
+@phase
+def look_up_list(vocab, counted, cuckoo, set_code, /, io, row, first, bitmap, at, s):
     """Set the bits of the words in a range with enough hits of some row of a list's beam, and of those that are always
     candidates.
 
@@ -79,32 +76,26 @@ def look_up_list(vocab: int, counted: int, cuckoo: bool, set_code: Callable[...,
 
     Reads: words, table, `always`, `threshold`. Writes: the bitmap; as scratch `s`.
     """
-    find = find_bucket(cuckoo)
-    words = bitmap_words(vocab)
-
     # fmt: off
-    @T.inline
-    def phase(io, row, first, bitmap, at, s):
+    words = T.meta_var(bitmap_words(vocab))
+    for w in range(counted // BITS):
+        if first // BITS + w < words:
+            bitmap[at, first // BITS + w] = T.reinterpret("int32", T.reinterpret("uint32", io.always[
+                first // BITS + w]) & valid_bits(vocab, first // BITS + w))
+    for i in range(io.beam):
+        for j in range(counted):
+            s.counts[j] = 0
+        for band in range(io.bands):
+            set_code(io, row, i, band, s)
+            find_bucket(cuckoo)(io, band, s)
+            for p in range(s.length[0]):
+                s.word[0] = io.words[band, s.start[0] + p] - first
+                if s.word[0] >= 0 and s.word[0] < counted:
+                    s.counts[s.word[0]] = s.counts[s.word[0]] + 1
         for w in range(counted // BITS):
             if first // BITS + w < words:
-                bitmap[at, first // BITS + w] = T.reinterpret("int32", T.reinterpret("uint32", io.always[
-                    first // BITS + w]) & valid_bits(vocab, first // BITS + w))
-        for i in range(io.beam):
-            for j in range(counted):
-                s.counts[j] = 0
-            for band in range(io.bands):
-                set_code(io, row, i, band, s)
-                find(io, band, s)
-                for p in range(s.length[0]):
-                    s.word[0] = io.words[band, s.start[0] + p] - first
-                    if s.word[0] >= 0 and s.word[0] < counted:
-                        s.counts[s.word[0]] = s.counts[s.word[0]] + 1
-            for w in range(counted // BITS):
-                if first // BITS + w < words:
-                    s.bits[0] = T.uint32(0)
-                    for j in range(BITS):
-                        if s.counts[w * BITS + j] >= io.threshold:
-                            s.bits[0] = s.bits[0] | (T.uint32(1) << T.Cast("uint32", j))
-                    bitmap[at, first // BITS + w] = bitmap[at, first // BITS + w] | T.reinterpret("int32", s.bits[0])
-    # fmt: on
-    return phase
+                s.bits[0] = T.uint32(0)
+                for j in range(BITS):
+                    if s.counts[w * BITS + j] >= io.threshold:
+                        s.bits[0] = s.bits[0] | (T.uint32(1) << T.Cast("uint32", j))
+                bitmap[at, first // BITS + w] = bitmap[at, first // BITS + w] | T.reinterpret("int32", s.bits[0])

@@ -12,6 +12,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import phase
 from tvm_sparse.operators.softmax_topk.definition import is_greedy
 
 from .philox import MULTIPLIERS, ROUNDS, WEYL
@@ -112,41 +113,33 @@ def counter_of(seeded: int, row: tirx.PrimExpr, seeds: Any, seed: Any, offset: A
     return seed, offset if seeded == 2 else offsets[row], T.Cast("uint32", row)
 
 
-def sum_up(n: int) -> Callable[..., Any]:
-    """All that counts of the first n words; the phase is (s). Reads: `chance`, `limit`. Writes: `total`."""
-
-    @T.inline
-    def phase(s):
-        s.total[0] = T.float32(0)
-        for i in range(n):
-            if i < s.limit[0]:
-                s.total[0] = s.total[0] + s.chance[i]
-
-    return phase
+@phase
+def sum_up(n, /, s):
+    """All that counts of the first n words. Reads: `chance`, `limit`. Writes: `total`."""
+    s.total[0] = T.float32(0)
+    for i in range(n):
+        if i < s.limit[0]:
+            s.total[0] = s.total[0] + s.chance[i]
 
 
-def cut(n: int) -> Callable[..., Any]:
-    """How many of the first n words are left; the phase is (s, top_p, min_p).
+@phase
+def cut(n, /, s, top_p, min_p):
+    """How many of the first n words are left.
 
     The first is, whatever it is, and none of chance 0 beside it.
 
     Reads: `chance`, `limit`, `total`.
     Writes: `left`, and `sum`, their chances.
     """
-
-    @T.inline
-    def phase(s, top_p, min_p):
-        s.sum[0] = T.float32(0)
-        s.left[0] = 0
-        for i in range(n):
-            if i < s.limit[0] and i == s.left[0] and (
-                i == 0 or ((s.sum[0] < top_p * s.total[0] or top_p >= T.float32(1))
-                           and s.chance[i] > T.float32(0) and s.chance[i] >= min_p * s.chance[0])
-            ):
-                s.sum[0] = s.sum[0] + s.chance[i]
-                s.left[0] = i + 1
-
-    return phase
+    s.sum[0] = T.float32(0)
+    s.left[0] = 0
+    for i in range(n):
+        if i < s.limit[0] and i == s.left[0] and (
+            i == 0 or ((s.sum[0] < top_p * s.total[0] or top_p >= T.float32(1))
+                       and s.chance[i] > T.float32(0) and s.chance[i] >= min_p * s.chance[0])
+        ):
+            s.sum[0] = s.sum[0] + s.chance[i]
+            s.left[0] = i + 1
 
 
 def take(n: int) -> Callable[..., Any]:
@@ -170,32 +163,28 @@ def take(n: int) -> Callable[..., Any]:
     return phase
 
 
-def take_by_column(n: int) -> Callable[..., Any]:
-    """Which of the first n words is drawn in the order of columns; the phase is (s, uniform, columns).
+@phase
+def take_by_column(n, /, s, uniform, columns):
+    """Which of the first n words is drawn in the order of columns.
 
     Reads: `chance`, `left`, `sum`.
     Writes: `place`; `total`, `sum` and `last`, as scratch.
     """
-
-    @T.inline
-    def phase(s, uniform, columns):
-        s.total[0] = clamped(uniform) * s.sum[0]
-        s.place[0] = -1
-        s.last[0] = 0
-        for i in range(n):
-            if i < s.left[0]:
-                s.sum[0] = T.float32(0)
-                for j in range(n):
-                    if j < s.left[0] and columns[j] <= columns[i]:
-                        s.sum[0] = s.sum[0] + s.chance[j]
-                if s.sum[0] > s.total[0] and (s.place[0] < 0 or columns[i] < columns[T.max(s.place[0], 0)]):
-                    s.place[0] = i
-                if columns[i] > columns[s.last[0]]:
-                    s.last[0] = i
-        if s.place[0] < 0:
-            s.place[0] = s.last[0]
-
-    return phase
+    s.total[0] = clamped(uniform) * s.sum[0]
+    s.place[0] = -1
+    s.last[0] = 0
+    for i in range(n):
+        if i < s.left[0]:
+            s.sum[0] = T.float32(0)
+            for j in range(n):
+                if j < s.left[0] and columns[j] <= columns[i]:
+                    s.sum[0] = s.sum[0] + s.chance[j]
+            if s.sum[0] > s.total[0] and (s.place[0] < 0 or columns[i] < columns[T.max(s.place[0], 0)]):
+                s.place[0] = i
+            if columns[i] > columns[s.last[0]]:
+                s.last[0] = i
+    if s.place[0] < 0:
+        s.place[0] = s.last[0]
 
 
 def draw(n: int, vocab: int) -> Callable[..., Any]:

@@ -33,6 +33,22 @@ def any_integers(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray
     return np.where(rng.random(shape) < 0.25, rng.choice(np.array(INTEGERS, np.int64), shape), whole)
 
 
+def numbers(rng: np.random.Generator, seeded: int, rows: int, plain: bool) -> list[Any]:
+    """What a kernel is given for the uniform numbers of rows (`SoftmaxSample.seeded`): numbers, some of them at their
+    bounds unless `plain`, or seeds and offsets of every magnitude.
+    """
+    import numpy as np
+
+    if seeded == 0:
+        uniform = rng.random(rows, dtype=np.float32)
+        return [uniform if plain else at_bounds(rng, uniform)]
+    if seeded == 1:
+        return [any_integers(rng, (rows, 2))]
+    first = int(any_integers(rng, (1,))[0])
+    offsets = any_integers(rng, (rows if seeded == 3 else 1,))
+    return [first, offsets if seeded == 3 else int(offsets[0])]
+
+
 def any_filters(rng: np.random.Generator, rows: int, chosen: list[Any], k: int, vocab: int) -> list[np.ndarray]:
     """Temperature, top_k, top_p and min_p of each row: each the chosen one in half of the rows, whatever others are."""
     import numpy as np

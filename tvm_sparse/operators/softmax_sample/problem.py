@@ -411,14 +411,7 @@ class SoftmaxSample(Problem):
                 filters[i] = np.where(kinds == kind, other, filters[i]).astype(dtype)
         elif self.per_row:
             filters = edges.any_filters(rng, self.batch, filters, self.k, self.vocab)
-        if self.seeded == 0:
-            uniform = rng.random(self.batch, dtype=np.float32)
-            return [logits, *filters, *extras, uniform if plain else edges.at_bounds(rng, uniform)]
-        if self.seeded == 1:
-            return [logits, *filters, *extras, edges.any_integers(rng, (self.batch, 2))]
-        first = int(edges.any_integers(rng, (1,))[0])
-        offsets = edges.any_integers(rng, (self.batch if self.seeded == 3 else 1,))
-        return [logits, *filters, *extras, first, offsets if self.seeded == 3 else int(offsets[0])]
+        return [logits, *filters, *extras, *edges.numbers(rng, self.seeded, self.batch, plain)]
 
     def _scores(self, inputs: Sequence[Any]) -> np.ndarray:
         """Those of the k best words' problem."""
@@ -440,18 +433,11 @@ class SoftmaxSample(Problem):
         return reference.Filters(temperature, given[1].astype(np.int64), top_p, min_p)
 
     def _uniforms(self, inputs: Sequence[Any]) -> np.ndarray:
-        import numpy as np
 
         at = len(self.kernel_inputs)
-        if self.seeded == 0:
-            uniform = np.asarray(inputs[at - 1])
-        elif self.seeded == 1:
-            uniform = philox.uniforms(inputs[at - 1][:, 0], inputs[at - 1][:, 1])
-        else:
-            rows = self._numbers(inputs)
-            seed, offset = (np.asarray(one) + np.zeros(len(rows), np.int64) for one in inputs[at - 2 : at])
-            uniform = philox.uniforms(seed, offset, rows)
-        return np.clip(uniform.astype(np.float64), 0, reference.BELOW_ONE)
+        if self.counts_rows:
+            return uniforms_of(self.seeded, inputs[at - 2 : at], self._numbers(inputs))
+        return uniforms_of(self.seeded, inputs[at - 1 : at])
 
     def _numbers(self, inputs: Sequence[Any]) -> np.ndarray:
         """The numbers of the rows that inputs have: those of a `sample`, or all."""
@@ -555,6 +541,22 @@ class SoftmaxSample(Problem):
         small = self.batch * (8 + numbers + self.k * 12 + 16 * self.per_row) + self.vocab * 4 * self.bias
         small += self.batch * self.extent("bitmap") * 4 * self.allowed
         return Cost(logits * numpy_dtype(self.dtype).itemsize + small, 3 * logits)
+
+
+def uniforms_of(seeded: int, given: Sequence[Any], rows: np.ndarray | int = 0) -> np.ndarray:
+    """The uniform numbers of rows in float64, from what kernels are given for them; `rows` are the rows' numbers, where
+    these count.
+    """
+    import numpy as np
+
+    if seeded == 0:
+        uniform = np.asarray(given[0])
+    elif seeded == 1:
+        uniform = philox.uniforms(given[0][:, 0], given[0][:, 1])
+    else:
+        seed, offset = (np.asarray(one) + np.zeros(np.shape(rows), np.int64) for one in given)
+        uniform = philox.uniforms(seed, offset, rows)
+    return np.clip(uniform.astype(np.float64), 0, reference.BELOW_ONE)
 
 
 def width_of(top_k: int, vocab: int) -> int:
