@@ -13,8 +13,7 @@ trip; it never changes a result, and it reads nothing outside of `indices`.
 
 **Bags.** Entries of padding are loaded like others, mostly from the cache, and take no part in sums. For a mean, or a
 maximum, which is 0 for no entry, the lanes count the entries of their windows beside them. A table in eight bits
-becomes float16 in registers, two numbers at a time, and each load of a row has one of its scale; or, with
-**tensor_cores**, rows of int8 are multiplied by their scales in whole numbers (`digits`). With several tables a
+becomes float16 in registers, two numbers at a time, and each load of a row has one of its scale. With several tables a
 warp reads where its own begins while it reads ids, and finds its place in the output, where tables stand side by side.
 
 **overlap** is programmatic dependent launch: the kernel may start while its producer kernel (the one before it in the
