@@ -1026,7 +1026,7 @@ def in_bins_or_finer_ones(layout: Layout, each: int = 2) -> Callable[..., Any]:
     threads, k, bins = layout.tiling.threads, layout.k, layout.pool.bins
     clear = rank.clear_bins(layout)
     in_bins = rank.rank_in_bins(threads, k, bins, CROWD, layout.vocab, place_in_keys, each=each)
-    refine = rank.refine_bins(threads, bins, CROWD, layout.vocab)
+    refine = rank.refine_bins(threads, bins, CROWD, layout.vocab, T.serial)
     in_finer_bins = rank.rank_in_bins(threads, k, bins, 2 * CROWD, layout.vocab, place_in_keys, finer=True)
 
     @T.inline

@@ -148,7 +148,7 @@ def test_how_many_words_reach_the_bound(
     problem = parse(f"head_topk/batch=3,vocab=2405,hidden={columns},k={k},dtype=float16")
     point = template.default(problem, SM90) | decisions
     assert template.allowed(problem, SM90, point) is None
-    assert (rings if dynamic else registers).extents(problem, point).by_bits
+    assert (rings if dynamic else registers).space.extents(problem, point).by_bits
     hidden, words, *others = problem.generate(k)
     # A row's scores are a column of the embedding.
     hidden[:] = np.eye(len(hidden), hidden.shape[1])
@@ -174,7 +174,7 @@ def test_as_much_stays_cached_as_was_asked_for(dynamic: int) -> None:
     problem = parse("head_topk/batch=12,vocab=40000,hidden=1000,k=12,dtype=float16")
     template, known = spaces.find("head_rings"), Analyzer()
     for cached in (16, 24, 32):
-        e = rings.extents(problem, {**template.default(problem, SM90), "cached": cached, "dynamic": dynamic})
+        e = rings.space.extents(problem, {**template.default(problem, SM90), "cached": cached, "dynamic": dynamic})
         tiles = [tile for tile in range(e.list_tiles) if known.can_prove(stays_cached(e, tile))]
         assert abs(len(tiles) * e.tile_bytes - cached * 2**20) <= e.stride * e.tile_bytes / 2
         # None of the first round, which memory brings ahead, and none that may be another block's in the next call.
@@ -305,7 +305,7 @@ def test_records_of_a_divided_template_mean_the_same_points(changes: dict[str, i
         return
     template = spaces.find(heir)
     assert (now.template, now.version) == (heir, 1) and list(now.values) == list(template.space(problem, SM90))
-    room = importlib.import_module(f"tvm_sparse.schedules.output_layer.{heir.removeprefix('head_')}")
+    room = importlib.import_module(f"tvm_sparse.schedules.output_layer.{heir.removeprefix('head_')}.space")
     e = room.extents(problem, now.values)
     assert {name: getattr(e, name) for name in BEFORE} == BEFORE | changes
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tvm_sparse.core import registry, spaces
-from tvm_sparse.core.machine import cpu
+from tvm_sparse.core.machine import Machine, cpu
 from tvm_sparse.core.registry import parse
 from tvm_sparse.records import Log
 from tvm_sparse.runtime import paths
@@ -71,6 +71,12 @@ def test_the_chosen_kernel_is_first_and_in_the_final(regret: Any, tmp_path: Path
     log = Log(tmp_path, cpu().arch, problem.operator)
     plan = regret.plan_of(problem, cpu(), choice, 8, log, log, 1)
     assert plan.proposed[0] == candidate and plan.rivals == {candidate: problem.with_batch(8)}
+
+
+def test_all_gpus_of_one_kind_take_part(regret: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    h200, other = (Machine("cuda", "sm_90a", name, cores=132) for name in ("H200", "H100"))
+    monkeypatch.setattr(regret.machine, "gpus", lambda: (h200, other, h200))
+    assert regret.like(h200) == [0, 2] and regret.like(other) == [1] and regret.like(cpu()) == [0]
 
 
 def test_the_summary_counts_bad_and_lost_choices(regret: Any) -> None:

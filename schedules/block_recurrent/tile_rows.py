@@ -7,11 +7,11 @@ are added up in the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.phase import Phase
 from tvm_sparse.core.template import Decisions, Program, Table, Template, powers
 from tvm_sparse.formats.block_recurrent import COLUMNS, ROWS, tile_units
 from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
@@ -45,7 +45,7 @@ class TileSums:
 
         return {"parts": T.sblock_alloc_buffer((self.rows * self.sequences, COLUMNS), "float32")}
 
-    def sums(self, begin: int = 0, end: int | None = None) -> Callable[..., Any]:
+    def sums(self, begin: int = 0, end: int | None = None) -> Phase:
         from tvm.script import tirx as T
 
         from ..device.vectors import sum_elements

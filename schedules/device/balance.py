@@ -25,7 +25,6 @@ the others put into its shared memory, in the order of their ranks, so that equa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +97,12 @@ class Work(Buffers):
 
 
 # fmt: off
-def deal_out(deal: Deal, strip_rows: int, two_axes: bool = False) -> Callable[..., Any]:
+def strips(strip_rows: int, m):
+    return (m + (strip_rows - 1)) // strip_rows
+
+
+@phase
+def deal_out(deal, strip_rows, two_axes, /, w, m, long):
     """Lay out the grid, and tell each thread block its work.
 
     Reads: the place in the grid.
@@ -110,35 +114,28 @@ def deal_out(deal: Deal, strip_rows: int, two_axes: bool = False) -> Callable[..
     by a number that is known only at run time, 0.1 us at the kernel's start. It serves up to 65535 units, and no
     clusters: TVM launches those along one axis.
     """
-
-    def strips(m):
-        return (m + (strip_rows - 1)) // strip_rows
-
-    @T.inline
-    def phase(w, m, long):
-        if two_axes and deal.cluster == 1:
-            strip, unit = T.cta_id([strips(m), deal.units])
-            w.strip = strip
-            w.unit = unit
-            w.rank = 0
-            w.ranks = 1
-        else:
-            if deal.cluster > 1:
-                block = T.cluster_id([strips(m) * deal.clusters(long)])
-                place = T.cta_id_in_cluster([deal.cluster])
-            else:
-                block = T.cta_id([strips(m) * deal.units])
-                place = 0
-            many: T.int32 = strips(m)
-            w.strip = block % many
-            cluster: T.int32 = block // many
-            w.unit = deal.unit(cluster, place, long)
-            w.rank = deal.rank(cluster, place, long)
-            w.ranks = deal.ranks(cluster, long)
+    if two_axes and deal.cluster == 1:
+        strip, unit = T.cta_id([strips(strip_rows, m), deal.units])
+        w.strip = strip
+        w.unit = unit
+        w.rank = 0
+        w.ranks = 1
+    else:
         if deal.cluster > 1:
-            if w.unit >= deal.units:
-                T.thread_return()
-    return phase
+            block = T.cluster_id([strips(strip_rows, m) * deal.clusters(long)])
+            place = T.cta_id_in_cluster([deal.cluster])
+        else:
+            block = T.cta_id([strips(strip_rows, m) * deal.units])
+            place = 0
+        many: T.int32 = strips(strip_rows, m)
+        w.strip = block % many
+        cluster: T.int32 = block // many
+        w.unit = deal.unit(cluster, place, long)
+        w.rank = deal.rank(cluster, place, long)
+        w.ranks = deal.ranks(cluster, long)
+    if deal.cluster > 1:
+        if w.unit >= deal.units:
+            T.thread_return()
 
 
 @phase

@@ -15,7 +15,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 
 from .loops import Loop
@@ -168,7 +168,7 @@ def rank_in_bins(
     each: int = 1,
     finer: bool = False,
     loop: Loop = T.serial,
-) -> Callable[..., Any]:
+) -> Phase:
     """Call place(s, rank, key) for the k best of keys[0:size], size >= k, unless a bin is crowded. The phase is (s, t).
 
     Bins are linear in the value between `threshold` and `largest`; or in the index, if these are equal: it is one of so
@@ -306,8 +306,9 @@ def spread_equals(bins, crowd, columns, /, s, own, bin):
     )) << LOW_BITS
 
 
-def refine_bins(threads: int, bins: int, crowd: int, columns: int, loop: Loop = T.serial) -> Callable[..., Any]:
-    """Finer bins for what `rank_in_bins` could not rank, if it is ties that crowd a bin. The phase is (s, t).
+@phase
+def refine_bins(threads, bins, crowd, columns, loop, /, s, t):
+    """Finer bins for what `rank_in_bins` could not rank, if it is ties that crowd a bin.
 
     They may join a few bins of which none was crowded: more keys make a crowd of theirs. Keys belong to a row of
     `columns` columns.
@@ -318,84 +319,75 @@ def refine_bins(threads: int, bins: int, crowd: int, columns: int, loop: Loop = 
         one a bin, and `pivot`.
     Barriers: several; ends with one.
     """
-    before, refine = sum_before(bins // WARP_BINS), spread_equals(bins, crowd, columns)
-
-    @T.inline
-    def phase(s, t):
-        bin = T.alloc_local([3], "int32")
-        own = T.alloc_local([1], "int32")
-        above = T.alloc_local([1], "int32")
-        other = T.alloc_local([1], "int32")
-        before(s, t, above, own, other)
-        for i in loop((s.size[0] - t + (threads - 1)) // threads):
-            if s.numbers[i * threads + t] & LOW == 0:
-                s.homes[s.numbers[i * threads + t] >> LOW_BITS] = i * threads + t
-        T.cuda.cta_sync()
-        for i in loop((s.size[0] + (threads - 1)) // threads):
-            bin[0] = 0
-            if i * threads + t < s.size[0]:
-                bin[0] = s.numbers[i * threads + t] >> LOW_BITS
-            bin[1] = (s.counts[bin[0]] & LOW) + T.tvm_warp_shuffle(
-                T.uint32(FULL_WARP), above[0], bin[0] // WARP_BINS, 32, 32)
-            bin[2] = s.counts[bin[0]] >> LOW_BITS
-            if i * threads + t < s.size[0]:
-                refine(s, i * threads + t, bin)
-        T.cuda.cta_sync()
-        s.slot[0] = s.flag[1]
-        for i in loop((bins - 1 - t + threads) // threads):
-            s.counts[i * threads + t] = 0
-        if t == 0:
-            s.flag[0] = 0
-        T.cuda.cta_sync()
-
-    return phase
+    bin = T.alloc_local([3], "int32")
+    own = T.alloc_local([1], "int32")
+    above = T.alloc_local([1], "int32")
+    other = T.alloc_local([1], "int32")
+    sum_before(bins // WARP_BINS)(s, t, above, own, other)
+    for i in loop((s.size[0] - t + (threads - 1)) // threads):
+        if s.numbers[i * threads + t] & LOW == 0:
+            s.homes[s.numbers[i * threads + t] >> LOW_BITS] = i * threads + t
+    T.cuda.cta_sync()
+    for i in loop((s.size[0] + (threads - 1)) // threads):
+        bin[0] = 0
+        if i * threads + t < s.size[0]:
+            bin[0] = s.numbers[i * threads + t] >> LOW_BITS
+        bin[1] = (s.counts[bin[0]] & LOW) + T.tvm_warp_shuffle(
+            T.uint32(FULL_WARP), above[0], bin[0] // WARP_BINS, 32, 32)
+        bin[2] = s.counts[bin[0]] >> LOW_BITS
+        if i * threads + t < s.size[0]:
+            spread_equals(bins, crowd, columns)(s, i * threads + t, bin)
+    T.cuda.cta_sync()
+    s.slot[0] = s.flag[1]
+    for i in loop((bins - 1 - t + threads) // threads):
+        s.counts[i * threads + t] = 0
+    if t == 0:
+        s.flag[0] = 0
+    T.cuda.cta_sync()
 
 
-def sort_descending(threads: int, extent: int, loop: Loop = T.serial) -> Callable[..., Any]:
-    """A bitonic sort of keys[0:extent], the largest first; `extent` is a power of two, 32 or more. The phase is (s, t).
+@phase
+def keep_ordered(threads, /, t, e, p, distance, own, other):
+    """One comparator: of a pair `distance` apart, step p wants the larger below if bit p + 1 of the place is 0."""
+    if (((e * threads + t) >> (p + 1)) & 1 == 0) == ((e * threads + t) & distance == 0):
+        own[e] = T.max(own[e], other[0])
+    else:
+        own[e] = T.min(own[e], other[0])
+
+
+@phase
+def sort_descending(threads, extent, loop, /, s, t):
+    """A bitonic sort of keys[0:extent], the largest first; `extent` is a power of two, 32 or more.
 
     A thread holds keys t, t + threads, ... Step p compares elements 2^p, ..., 2, 1 apart. Within a warp the exchange is
     a shuffle, beyond it goes through shared memory.
 
     Reads and writes: `keys`. Barriers: several; begins and ends with one.
     """
-    each = ceildiv(extent, threads)
-
-    @T.inline
-    def keep_ordered(t, e, p, distance, own, other):
-        """One comparator: of a pair `distance` apart, step p wants the larger below if bit p + 1 of the place is 0."""
-        if (((e * threads + t) >> (p + 1)) & 1 == 0) == ((e * threads + t) & distance == 0):
-            own[e] = T.max(own[e], other[0])
-        else:
-            own[e] = T.min(own[e], other[0])
-
-    @T.inline
-    def phase(s, t):
-        own = T.alloc_local([each], "uint64")
-        other = T.alloc_local([1], "uint64")
-        T.cuda.cta_sync()
-        for e in T.unroll(each):
-            own[e] = s.keys[T.min(e * threads + t, extent - 1)]
-        for p in loop(extent.bit_length() - 1):
-            for q in loop(T.max(p - 4, 0)):
-                T.cuda.cta_sync()
-                for e in T.unroll(each):
-                    if e * threads + t < extent:
-                        s.keys[e * threads + t] = own[e]
-                T.cuda.cta_sync()
-                for e in T.unroll(each):
-                    other[0] = s.keys[T.min((e * threads + t) ^ (1 << (p - q)), extent - 1)]
-                    keep_ordered(t, e, p, 1 << (p - q), own, other)
-            for q in loop(T.min(p, 4) + 1):
-                for e in T.unroll(each):
-                    other[0] = T.tvm_warp_shuffle_xor(
-                        T.uint32(FULL_WARP), own[e], 1 << (T.min(p, 4) - q), 32, 32)
-                    keep_ordered(t, e, p, 1 << (T.min(p, 4) - q), own, other)
-        T.cuda.cta_sync()
-        for e in T.unroll(each):
-            if e * threads + t < extent:
-                s.keys[e * threads + t] = own[e]
-        T.cuda.cta_sync()
-
-    return phase
+    each = T.meta_var(ceildiv(extent, threads))
+    own = T.alloc_local([each], "uint64")
+    other = T.alloc_local([1], "uint64")
+    T.cuda.cta_sync()
+    for e in T.unroll(each):
+        own[e] = s.keys[T.min(e * threads + t, extent - 1)]
+    for p in loop(extent.bit_length() - 1):
+        for q in loop(T.max(p - 4, 0)):
+            T.cuda.cta_sync()
+            for e in T.unroll(each):
+                if e * threads + t < extent:
+                    s.keys[e * threads + t] = own[e]
+            T.cuda.cta_sync()
+            for e in T.unroll(each):
+                other[0] = s.keys[T.min((e * threads + t) ^ (1 << (p - q)), extent - 1)]
+                keep_ordered(threads)(t, e, p, 1 << (p - q), own, other)
+        for q in loop(T.min(p, 4) + 1):
+            for e in T.unroll(each):
+                other[0] = T.tvm_warp_shuffle_xor(
+                    T.uint32(FULL_WARP), own[e], 1 << (T.min(p, 4) - q), 32, 32)
+                keep_ordered(threads)(t, e, p, 1 << (T.min(p, 4) - q), own, other)
+    T.cuda.cta_sync()
+    for e in T.unroll(each):
+        if e * threads + t < extent:
+            s.keys[e * threads + t] = own[e]
+    T.cuda.cta_sync()
 # fmt: on

@@ -9,16 +9,12 @@ that has the buffers which the head of the phase names. How keys are put in orde
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
 
 from .arithmetic import is_nan
-from .loops import Loop
 
 # The mask of a warp collective in which all lanes take part.
 FULL_WARP = 0xFFFFFFFF
@@ -193,77 +189,66 @@ def next_ticket(counter: tirx.PrimExpr) -> tirx.PrimExpr:
     return T.cuda.func_call("next_ticket", counter, source_code=TICKET, return_type="int32")
 
 
-def radix_selection(
-    threads: int, k: int, key_at: Callable[..., Any], loop: Loop = T.serial
-) -> Callable[..., Any]:
+@phase
+def radix_selection(threads, k, key_at, loop, /, s, t, source, size):
     """The k-th largest of a block's keys, digit by digit from the top: a histogram of a digit tells which one it has.
-
-    The phase is (s, t, source, size); the i-th of `size` >= k unique keys is key_at(source, i). `loop` makes its loops
-    (see `loops`), as in the phases below.
+    The i-th of `size` >= k unique keys is key_at(source, i). `loop` makes its loops (see `loops`), as in the phases
+    below.
 
     Reads: the keys.
     Writes: `pivot`, and as scratch `histogram` (RADIX_BINS), `found` (3 or more), `mask`, `need`.
     Barriers: several; begins and ends with one.
     After: exactly k keys are >= `pivot`, in every thread.
     """
-
-    @T.inline
-    def phase(s, t, source, size):
-        s.pivot[0] = T.uint64(0)
-        s.mask[0] = T.uint64(0)
-        s.need[0] = k
+    s.pivot[0] = T.uint64(0)
+    s.mask[0] = T.uint64(0)
+    s.need[0] = k
+    T.cuda.cta_sync()
+    for digit in loop(64 // RADIX_BITS):
+        for i in loop((RADIX_BINS - 1 - t + threads) // threads):
+            s.histogram[i * threads + t] = 0
         T.cuda.cta_sync()
-        for digit in loop(64 // RADIX_BITS):
-            for i in loop((RADIX_BINS - 1 - t + threads) // threads):
-                s.histogram[i * threads + t] = 0
-            T.cuda.cta_sync()
-            for i in loop((size - t + (threads - 1)) // threads):
-                if (key_at(source, i * threads + t) ^ s.pivot[0]) & s.mask[0] == T.uint64(0):
-                    T.evaluate(T.cuda.atomic_add(
-                        s.histogram.ptr_to([T.Cast("int32",
-                            (key_at(source, i * threads + t)
-                             >> T.Cast("uint64", 64 - RADIX_BITS - digit * RADIX_BITS))
-                            & T.uint64(RADIX_BINS - 1))]),
-                        T.int32(1)))
-            T.cuda.cta_sync()
-            find_digit(s, t)
-            T.cuda.cta_sync()
-            s.pivot[0] = s.pivot[0] | (
-                T.Cast("uint64", s.found[0]) << T.Cast("uint64", 64 - RADIX_BITS - digit * RADIX_BITS))
-            s.mask[0] = s.mask[0] | (
-                T.uint64(RADIX_BINS - 1) << T.Cast("uint64", 64 - RADIX_BITS - digit * RADIX_BITS))
-            s.need[0] = s.found[1]
-            # All keys of the bin are wanted: no lower digit decides.
-            if s.found[1] == s.found[2]:
-                break
-
-    return phase
+        for i in loop((size - t + (threads - 1)) // threads):
+            if (key_at(source, i * threads + t) ^ s.pivot[0]) & s.mask[0] == T.uint64(0):
+                T.evaluate(T.cuda.atomic_add(
+                    s.histogram.ptr_to([T.Cast("int32",
+                        (key_at(source, i * threads + t)
+                         >> T.Cast("uint64", 64 - RADIX_BITS - digit * RADIX_BITS))
+                        & T.uint64(RADIX_BINS - 1))]),
+                    T.int32(1)))
+        T.cuda.cta_sync()
+        find_digit(s, t)
+        T.cuda.cta_sync()
+        s.pivot[0] = s.pivot[0] | (
+            T.Cast("uint64", s.found[0]) << T.Cast("uint64", 64 - RADIX_BITS - digit * RADIX_BITS))
+        s.mask[0] = s.mask[0] | (
+            T.uint64(RADIX_BINS - 1) << T.Cast("uint64", 64 - RADIX_BITS - digit * RADIX_BITS))
+        s.need[0] = s.found[1]
+        # All keys of the bin are wanted: no lower digit decides.
+        if s.found[1] == s.found[2]:
+            break
 
 
-def keep_selected(threads: int, k: int, loop: Loop = T.serial) -> Callable[..., Any]:
-    """Move the k keys that are >= `pivot` to the front of the buffer, through another one. The phase is (s, t, size).
+@phase
+def keep_selected(threads, k, loop, /, s, t, size):
+    """Move the k keys that are >= `pivot` to the front of the buffer, through another one.
 
     Reads: `keys`, `pivot`.
     Writes: `keys`, and as scratch `kept` (k or more) and `count`.
     Barriers: several; begins and ends with one.
     After: keys[0:k] are those, in no order.
     """
-
-    @T.inline
-    def phase(s, t, size):
-        T.cuda.cta_sync()
-        if t == 0:
-            s.count[0] = 0
-        T.cuda.cta_sync()
-        for i in loop((size - t + (threads - 1)) // threads):
-            if s.keys[i * threads + t] >= s.pivot[0]:
-                s.kept[T.cuda.atomic_add(s.count.ptr_to([0]), T.int32(1))] = s.keys[i * threads + t]
-        T.cuda.cta_sync()
-        for i in loop((k - 1 - t + threads) // threads):
-            s.keys[i * threads + t] = s.kept[i * threads + t]
-        T.cuda.cta_sync()
-
-    return phase
+    T.cuda.cta_sync()
+    if t == 0:
+        s.count[0] = 0
+    T.cuda.cta_sync()
+    for i in loop((size - t + (threads - 1)) // threads):
+        if s.keys[i * threads + t] >= s.pivot[0]:
+            s.kept[T.cuda.atomic_add(s.count.ptr_to([0]), T.int32(1))] = s.keys[i * threads + t]
+    T.cuda.cta_sync()
+    for i in loop((k - 1 - t + threads) // threads):
+        s.keys[i * threads + t] = s.kept[i * threads + t]
+    T.cuda.cta_sync()
 
 
 @T.inline

@@ -10,10 +10,10 @@ Words of a slice belong to one thread block, so that a barrier is enough where a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.phase import Phase
 from tvm_sparse.core.template import Decisions, Program, Table, Template, ceildiv, powers
 from tvm_sparse.operators.edit_logits.penalties import PENALTIES
 from tvm_sparse.operators.edit_logits.problem import EditLogits
@@ -78,7 +78,7 @@ def build(problem: EditLogits, decisions: Decisions) -> Program:
     return gpu_program(problem, body, overlapped=overlap)
 
 
-def copy_slice(threads: int) -> Callable[..., Any]:
+def copy_slice(threads: int) -> Phase:
     """Reads: the slice of the logits. Writes: that of the edited row. Barriers: none."""
     from tvm.script import tirx as T
 
@@ -105,7 +105,7 @@ def word_at(ids: Any, row: Any, place: Any) -> Any:
     return T.reinterpret("int32", load_word(ids.ptr_to([row, place])))
 
 
-def add_biases(problem: EditLogits, threads: int) -> Callable[..., Any]:
+def add_biases(problem: EditLogits, threads: int) -> Phase:
     """Reads: the row's biased words. Writes: those of the slice. Barriers: none."""
     from tvm.script import tirx as T
 
@@ -125,7 +125,7 @@ def add_biases(problem: EditLogits, threads: int) -> Callable[..., Any]:
     return phase
 
 
-def penalise_seen(problem: EditLogits, threads: int) -> Callable[..., Any]:
+def penalise_seen(problem: EditLogits, threads: int) -> Phase:
     """Reads: the row's words that were seen, and its penalties. Writes: those of the slice. Barriers: none."""
     from tvm.script import tirx as T
 

@@ -104,7 +104,7 @@ def compare(e, /, s, step, a, t):
 
 @phase
 def find_places(e, /, s, permutations, first, count, t):
-    """The places of some units; called with (s, permutations, first, count, t).
+    """The places of some units.
 
     The columns of a thread's first units are in `columns` already (`load_first_columns`).
 

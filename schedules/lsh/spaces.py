@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from tvm_sparse.core.machine import Machine
-from tvm_sparse.core.template import Decisions, Table
+from tvm_sparse.core.template import Decisions, Table, ceildiv
 from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
 from tvm_sparse.operators.lsh_lookup.problem import LshLookup
 
@@ -148,7 +148,7 @@ def _crowded(problem: TableProblem, machine: Machine, point: Decisions) -> Decis
     room = max(1, MOST_SHARED // (4 // PER_CELL * count_extents(problem, point).part))
     wanted = max(
         FEWEST_THREADS,
-        min(MOST_THREADS * machine.cores // (problem.lists * problem.beam), THREADS[-1]),
+        min(MOST_THREADS // ceildiv(problem.lists * problem.beam, machine.cores), THREADS[-1]),
         min(BUSY_THREADS // room, THREADS[-1]),
     )
     return {"threads": max(n for n in THREADS if n <= wanted), "bucket_lanes": lanes, "loads": CROWDED_LOADS}

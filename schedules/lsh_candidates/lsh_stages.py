@@ -5,9 +5,7 @@ Threads take bands of rows to hash, and then slices of the lists' vocabularies t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
+from tvm_sparse.core.phase import Phase
 from tvm_sparse.core.template import Decisions, Program, ceildiv
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
@@ -15,7 +13,7 @@ from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
 from ..lsh.slices import sliced
 
 
-def stages(problem: LshCandidates, chunk: int) -> Callable[..., Any]:
+def stages(problem: LshCandidates, chunk: int) -> Phase:
     """The stages, called with the arguments by name, and `codes` and `chosen` among them."""
     from tvm.script import tirx as T
 

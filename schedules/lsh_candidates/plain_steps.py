@@ -7,9 +7,7 @@ and runs where `row_clusters` does not fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
+from tvm_sparse.core.phase import Phase
 from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
@@ -17,7 +15,7 @@ from tvm_sparse.operators.lsh_candidates.problem import LshCandidates
 from ..lsh.plain import plain
 
 
-def steps(problem: LshCandidates, threads: int) -> Callable[..., Any]:
+def steps(problem: LshCandidates, threads: int) -> Phase:
     """The kernels, called with the arguments by name, and the workspaces `codes`, `hits`, `chosen` and `places`."""
     from tvm.script import tirx as T
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tvm_sparse.core.phase import Phase
 from tvm_sparse.core.template import Decisions, Program, Template, Workspace
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.lsh_topk.problem import LshTopk
@@ -29,7 +30,7 @@ def _ranked(problem: LshTopk, io: Any) -> Any:
     return beside(io, {"problem": problem.ranking, "vocab": problem.vocab})
 
 
-def _both(problem: LshTopk, candidates: Callable[..., Any], ranking: Callable[..., Any]) -> Callable[..., Any]:
+def _both(problem: LshTopk, candidates: Callable[..., Any], ranking: Callable[..., Any]) -> Phase:
     from tvm.script import tirx as T
 
     from tvm_sparse.core.arguments import beside

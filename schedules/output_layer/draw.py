@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from tvm.script import tirx as T
 
 from tvm_sparse.core.arguments import beside
+from tvm_sparse.core.phase import phase
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Workspace, ceildiv
 from tvm_sparse.operators.head_draw.problem import HeadDraw
@@ -140,50 +140,42 @@ def mass_of(s: State, largest: Any, mass: Any, factor: Any) -> Any:
 
 
 # fmt: off
-def load_slices(e: Any) -> Callable[..., Any]:
+@phase
+def load_slices(e, /, io, s, first, tiles):
     """Load a few of a thread's slices, from the `first` on; those that there are not are empty. The phase is (io, s,
     first, tiles). Writes: `pair`. Barriers: none."""
-
-    @T.inline
-    def phase(io, s, first, tiles):
-        for j in T.unroll(min(SLICES, slices_each(e))):
-            s.pair[2 * j] = T.uint32(MINUS_INFINITY)
-            s.pair[2 * j + 1] = T.uint32(0)
-            if first + j < slices_each(e) and s.t * slices_each(e) + first + j < tiles:
-                load_two(s.pair[2 * j], s.pair[2 * j + 1],
-                         io.slices.ptr_to([s.row, s.t * slices_each(e) + first + j, 0]))
-
-    return phase
+    for j in T.unroll(min(SLICES, slices_each(e))):
+        s.pair[2 * j] = T.uint32(MINUS_INFINITY)
+        s.pair[2 * j + 1] = T.uint32(0)
+        if first + j < slices_each(e) and s.t * slices_each(e) + first + j < tiles:
+            load_two(s.pair[2 * j], s.pair[2 * j + 1],
+                     io.slices.ptr_to([s.row, s.t * slices_each(e) + first + j, 0]))
 
 
-def sum_slices(e: Any) -> Callable[..., Any]:
+@phase
+def sum_slices(e, /, io, s, tiles, factor):
     """Sum a thread's slices; the phase is (io, s, tiles, factor).
 
     Reads: `slices`.
     Writes: `m` and `d`, relative to it; `key`, of the best slice, the first of equals.
     Barriers: none.
     """
-    load = load_slices(e)
-
-    @T.inline
-    def phase(io, s, tiles, factor):
-        s.key[0] = T.uint64(0)
-        s.m[0] = LOWEST
-        s.d[0] = T.float32(0)
-        for i in T.serial(ceildiv(slices_each(e), SLICES), unroll=False):
-            load(io, s, i * SLICES, tiles)
-            for j in T.unroll(min(SLICES, slices_each(e))):
-                s.key[0] = T.max(
-                    s.key[0], join_key(s.pair[2 * j], s.t * slices_each(e) + i * SLICES + j))
-                s.top[0] = T.max(s.m[0], bits_value(s.pair[2 * j]))
-                s.d[0] = s.d[0] * T.exp2((s.m[0] - s.top[0]) * factor)
-                s.m[0] = s.top[0]
-                s.d[0] = s.d[0] + mass_of(s, s.pair[2 * j], s.pair[2 * j + 1], factor)
-
-    return phase
+    s.key[0] = T.uint64(0)
+    s.m[0] = LOWEST
+    s.d[0] = T.float32(0)
+    for i in T.serial(ceildiv(slices_each(e), SLICES), unroll=False):
+        load_slices(e)(io, s, i * SLICES, tiles)
+        for j in T.unroll(min(SLICES, slices_each(e))):
+            s.key[0] = T.max(
+                s.key[0], join_key(s.pair[2 * j], s.t * slices_each(e) + i * SLICES + j))
+            s.top[0] = T.max(s.m[0], bits_value(s.pair[2 * j]))
+            s.d[0] = s.d[0] * T.exp2((s.m[0] - s.top[0]) * factor)
+            s.m[0] = s.top[0]
+            s.d[0] = s.d[0] + mass_of(s, s.pair[2 * j], s.pair[2 * j + 1], factor)
 
 
-def join_threads(e: Any) -> Callable[..., Any]:
+@phase
+def join_threads(e, /, s, factor):
     """Join what the threads have summed; the phase is (s, factor).
 
     Reads: `key`, `m`, `d`.
@@ -191,47 +183,42 @@ def join_threads(e: Any) -> Callable[..., Any]:
         `keys`, `sums`.
     Barriers: one, and shuffles.
     """
-    warps = e.threads // WARP
-
-    @T.inline
-    def phase(s, factor):
-        s.top[0] = s.m[0]
-        for b in T.unroll(5):
-            s.key[0] = T.max(s.key[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.key[0], 1 << b, 32, 32))
-            s.top[0] = T.max(s.top[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.top[0], 1 << b, 32, 32))
-        s.own[0] = s.d[0] * T.exp2((s.m[0] - s.top[0]) * factor)
-        s.up_to[0] = s.own[0]
-        scan_lanes(s.t, s.up_to, s.other)
-        s.other[0] = T.tvm_warp_shuffle_up(T.uint32(FULL_WARP), s.up_to[0], 1, 32, 32)
-        s.before[0] = T.Select(s.t % WARP == 0, T.float32(0), s.other[0])
-        if s.t % WARP == WARP - 1:
-            s.keys[s.t // WARP] = s.key[0]
-            s.sums[s.t // WARP] = s.up_to[0]
-        T.cuda.cta_sync()
-        # In every warp a lane has one of the warps.
-        s.key[0] = T.uint64(0)
-        s.d[0] = T.float32(0)
-        if s.t % WARP < warps:
-            s.key[0] = s.keys[s.t % WARP]
-            s.d[0] = s.sums[s.t % WARP]
-        s.other[0] = T.max(key_value(s.key[0]), LOWEST)
-        for b in T.unroll(5):
-            s.key[0] = T.max(s.key[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.key[0], 1 << b, 32, 32))
-        s.m[0] = T.max(key_value(s.key[0]), LOWEST)
-        s.d[0] = s.d[0] * T.exp2((s.other[0] - s.m[0]) * factor)
-        scan_lanes(s.t, s.d, s.other)
-        s.other[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.d[0], T.max(s.t // WARP - 1, 0), 32, 32)
-        s.d[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.d[0], WARP - 1, 32, 32)
-        s.other[0] = T.Select(s.t < WARP, T.float32(0), s.other[0])
-        s.top[0] = T.exp2((s.top[0] - s.m[0]) * factor)
-        s.own[0] = s.own[0] * s.top[0]
-        s.up_to[0] = s.up_to[0] * s.top[0] + s.other[0]
-        s.before[0] = s.before[0] * s.top[0] + s.other[0]
-
-    return phase
+    s.top[0] = s.m[0]
+    for b in T.unroll(5):
+        s.key[0] = T.max(s.key[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.key[0], 1 << b, 32, 32))
+        s.top[0] = T.max(s.top[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.top[0], 1 << b, 32, 32))
+    s.own[0] = s.d[0] * T.exp2((s.m[0] - s.top[0]) * factor)
+    s.up_to[0] = s.own[0]
+    scan_lanes(s.t, s.up_to, s.other)
+    s.other[0] = T.tvm_warp_shuffle_up(T.uint32(FULL_WARP), s.up_to[0], 1, 32, 32)
+    s.before[0] = T.Select(s.t % WARP == 0, T.float32(0), s.other[0])
+    if s.t % WARP == WARP - 1:
+        s.keys[s.t // WARP] = s.key[0]
+        s.sums[s.t // WARP] = s.up_to[0]
+    T.cuda.cta_sync()
+    # In every warp a lane has one of the warps.
+    s.key[0] = T.uint64(0)
+    s.d[0] = T.float32(0)
+    if s.t % WARP < e.threads // WARP:
+        s.key[0] = s.keys[s.t % WARP]
+        s.d[0] = s.sums[s.t % WARP]
+    s.other[0] = T.max(key_value(s.key[0]), LOWEST)
+    for b in T.unroll(5):
+        s.key[0] = T.max(s.key[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.key[0], 1 << b, 32, 32))
+    s.m[0] = T.max(key_value(s.key[0]), LOWEST)
+    s.d[0] = s.d[0] * T.exp2((s.other[0] - s.m[0]) * factor)
+    scan_lanes(s.t, s.d, s.other)
+    s.other[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.d[0], T.max(s.t // WARP - 1, 0), 32, 32)
+    s.d[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.d[0], WARP - 1, 32, 32)
+    s.other[0] = T.Select(s.t < WARP, T.float32(0), s.other[0])
+    s.top[0] = T.exp2((s.top[0] - s.m[0]) * factor)
+    s.own[0] = s.own[0] * s.top[0]
+    s.up_to[0] = s.up_to[0] * s.top[0] + s.other[0]
+    s.before[0] = s.before[0] * s.top[0] + s.other[0]
 
 
-def choose_thread(e: Any) -> Callable[..., Any]:
+@phase
+def choose_thread(e, /, s):
     """Find the thread whose slices reach `aim`: the first, or the last with a mass where by rounding none does. The
     phase is (s).
 
@@ -239,55 +226,44 @@ def choose_thread(e: Any) -> Callable[..., Any]:
     Writes: `lane`, the thread; scratch `picks`, `lasts`.
     Barriers: one, and shuffles.
     """
-    warps = e.threads // WARP
-
-    @T.inline
-    def phase(s):
-        s.tile[0] = lanes_min(T.Select(T.And(s.own[0] > T.float32(0), s.up_to[0] > s.aim[0]), s.t, NONE))
-        s.lane[0] = lanes_max(T.Select(s.own[0] > T.float32(0), s.t, 0))
-        if s.t % WARP == 0:
-            s.picks[s.t // WARP] = s.tile[0]
-            s.lasts[s.t // WARP] = s.lane[0]
-        T.cuda.cta_sync()
-        s.tile[0] = NONE
-        s.lane[0] = 0
-        if s.t % WARP < warps:
-            s.tile[0] = s.picks[s.t % WARP]
-            s.lane[0] = s.lasts[s.t % WARP]
-        s.lane[0] = T.min(lanes_min(s.tile[0]), lanes_max(s.lane[0]))
-
-    return phase
+    s.tile[0] = lanes_min(T.Select(T.And(s.own[0] > T.float32(0), s.up_to[0] > s.aim[0]), s.t, NONE))
+    s.lane[0] = lanes_max(T.Select(s.own[0] > T.float32(0), s.t, 0))
+    if s.t % WARP == 0:
+        s.picks[s.t // WARP] = s.tile[0]
+        s.lasts[s.t // WARP] = s.lane[0]
+    T.cuda.cta_sync()
+    s.tile[0] = NONE
+    s.lane[0] = 0
+    if s.t % WARP < e.threads // WARP:
+        s.tile[0] = s.picks[s.t % WARP]
+        s.lane[0] = s.lasts[s.t % WARP]
+    s.lane[0] = T.min(lanes_min(s.tile[0]), lanes_max(s.lane[0]))
 
 
-def find_slice(e: Any) -> Callable[..., Any]:
+@phase
+def find_slice(e, /, io, s, tiles, factor):
     """Find the slice that reaches `aim`, for the thread that has it; the phase is (io, s, tiles, factor).
 
     Reads: `slices`, `m`, `key`, `aim`, `before`.
     Writes: `where`, the best slice of the row where rounding leaves the thread none; `rest`; `before` is lost.
     Barriers: none.
     """
-    load = load_slices(e)
-
-    @T.inline
-    def phase(io, s, tiles, factor):
-        s.tile[0] = T.Cast("int32", key_index(s.key[0]))
-        # What a slice has, once one is found that reaches the aim.
-        s.other[0] = T.float32(0)
-        s.rest[0] = T.float32(0)
-        for i in T.serial(ceildiv(slices_each(e), SLICES), unroll=False):
-            load(io, s, i * SLICES, tiles)
-            for j in T.unroll(min(SLICES, slices_each(e))):
-                s.top[0] = mass_of(s, s.pair[2 * j], s.pair[2 * j + 1], factor)
-                if s.top[0] > T.float32(0) and s.other[0] <= T.float32(0):
-                    s.tile[0] = s.t * slices_each(e) + i * SLICES + j
-                    s.rest[0] = (s.aim[0] - s.before[0]) / s.top[0]
-                    s.before[0] = s.before[0] + s.top[0]
-                    if s.before[0] > s.aim[0]:
-                        s.other[0] = s.top[0]
-        s.rest[0] = T.max(T.min(s.rest[0], T.float32(BELOW_ONE)), T.float32(0))
-        s.where[0] = s.tile[0]
-
-    return phase
+    s.tile[0] = T.Cast("int32", key_index(s.key[0]))
+    # What a slice has, once one is found that reaches the aim.
+    s.other[0] = T.float32(0)
+    s.rest[0] = T.float32(0)
+    for i in T.serial(ceildiv(slices_each(e), SLICES), unroll=False):
+        load_slices(e)(io, s, i * SLICES, tiles)
+        for j in T.unroll(min(SLICES, slices_each(e))):
+            s.top[0] = mass_of(s, s.pair[2 * j], s.pair[2 * j + 1], factor)
+            if s.top[0] > T.float32(0) and s.other[0] <= T.float32(0):
+                s.tile[0] = s.t * slices_each(e) + i * SLICES + j
+                s.rest[0] = (s.aim[0] - s.before[0]) / s.top[0]
+                s.before[0] = s.before[0] + s.top[0]
+                if s.before[0] > s.aim[0]:
+                    s.other[0] = s.top[0]
+    s.rest[0] = T.max(T.min(s.rest[0], T.float32(BELOW_ONE)), T.float32(0))
+    s.where[0] = s.tile[0]
 
 
 def multiply_slice(e: Any) -> Callable[..., Any]:
@@ -389,15 +365,13 @@ def draw_token(problem: OutputLayer, e: Any) -> Callable[..., Any]:
     slice, `list_tiles` slices, `threads` of a thread block, `overlap`, and `dynamic`, see `tiles.sizes`."""
     assert isinstance(problem, HeadDraw)
     per_row = bool(problem.per_row)
-    do = SimpleNamespace(
-        sum_slices=sum_slices(e), join_threads=join_threads(e), choose_thread=choose_thread(e),
-        find_slice=find_slice(e), multiply_slice=multiply_slice(e))
+    multiply = multiply_slice(e)
 
     @T.inline
     def of_row(io, s, d, tiles):
         factor: T.float32 = io.scale * T.float32(LOG2_E)
-        do.sum_slices(io, s, tiles, factor)
-        do.join_threads(s, factor)
+        sum_slices(e)(io, s, tiles, factor)
+        join_threads(e)(s, factor)
         # False for NaN, and for a row of nothing above minus infinity.
         whole: T.bool = T.And(s.d[0] > T.float32(0), s.d[0] < T.infinity("float32"))
         drawn: T.bool = whole
@@ -406,12 +380,12 @@ def draw_token(problem: OutputLayer, e: Any) -> Callable[..., Any]:
         s.tile[0] = T.Cast("int32", key_index(s.key[0]))
         if drawn:
             s.aim[0] = clamped(d.uniform[0]) * s.d[0]
-            do.choose_thread(s)
+            choose_thread(e)(s)
             if s.t == s.lane[0]:
-                do.find_slice(io, s, tiles, factor)
+                find_slice(e)(io, s, tiles, factor)
             T.cuda.cta_sync()
             s.tile[0] = s.where[0]
-        do.multiply_slice(io, s)
+        multiply(io, s)
         if s.t < WARP:
             write_token(io, s, e.tile_n, drawn, whole, factor)
 

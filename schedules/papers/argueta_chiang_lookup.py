@@ -12,6 +12,8 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, NotApplicable, Program, Table, Template, powers
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
+from .gu_elements import thread_an_element
+
 THREADS = powers(32, 512)
 
 
@@ -32,19 +34,7 @@ def features(problem: NhotLookup, machine: Machine, decisions: Decisions) -> Fea
 
 
 def build(problem: NhotLookup, decisions: Decisions) -> Program:
-    import tvm
-    from tvm.s_tir import Schedule
-
-    schedule = Schedule(tvm.IRModule({"main": problem.definition()}))
-    out, total = schedule.get_sblock("out"), schedule.get_sblock("total_l1")
-
-    # Neighbouring threads take neighbouring elements, and hold their sums in registers.
-    block, thread = schedule.split(schedule.fuse(*schedule.get_loops(out)), [None, decisions["threads"]])
-    schedule.bind(block, "blockIdx.x")
-    schedule.bind(thread, "threadIdx.x")
-    schedule.compute_at(total, thread)
-    schedule.set_scope(total, 0, "local")
-    return Program(schedule.mod)
+    return thread_an_element(problem.definition(), "out", decisions)
 
 
 def space(problem: NhotLookup, machine: Machine) -> Table:

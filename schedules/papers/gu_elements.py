@@ -7,6 +7,8 @@ share nothing but the caches. The per-element form asks nothing of the shape, an
 
 from __future__ import annotations
 
+from typing import Any
+
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, Features, NotApplicable, Program, Table, Template, ceildiv, powers
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
@@ -63,12 +65,13 @@ def features(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> Feat
     )
 
 
-def element_build(problem: BsrMatmul, decisions: Decisions) -> Program:
+def thread_an_element(definition: Any, output: str, decisions: Decisions) -> Program:
+    """The program of a definition in which each thread computes one element of the SBlock `output`."""
     import tvm
     from tvm.s_tir import Schedule
 
-    schedule = Schedule(tvm.IRModule({"main": problem.definition()}))
-    y, total = schedule.get_sblock("y"), schedule.get_sblock("total_l1")
+    schedule = Schedule(tvm.IRModule({"main": definition}))
+    y, total = schedule.get_sblock(output), schedule.get_sblock("total_l1")
 
     # neighbouring elements on neighbouring threads, and each one's sum in a register
     block, thread = schedule.split(schedule.fuse(*schedule.get_loops(y)), [None, decisions["threads"]])
@@ -77,6 +80,10 @@ def element_build(problem: BsrMatmul, decisions: Decisions) -> Program:
     schedule.compute_at(total, thread)
     schedule.set_scope(total, 0, "local")
     return Program(schedule.mod)
+
+
+def element_build(problem: BsrMatmul, decisions: Decisions) -> Program:
+    return thread_an_element(problem.definition(), "y", decisions)
 
 
 def tile_build(problem: BsrMatmul, decisions: Decisions) -> Program:

@@ -11,11 +11,11 @@ up to 32 threads (4.4.3, the `warp_shuffle` template), and to shared memory and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.phase import Phase
 from tvm_sparse.core.template import (
     Decisions,
     Features,
@@ -196,7 +196,7 @@ class Sizes:
 
 
 # fmt: off
-def partial_sums(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
+def partial_sums(sizes: Sizes, row_tiles: int) -> Phase:
     """The block `part` of a schedule: each thread's part of each sum.
 
     Reads: x and the weight. Writes: `part`. After: every thread has its part of each sum, zero if that is nothing.
@@ -245,7 +245,7 @@ def partial_sums(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
     return stage
 
 
-def totals(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
+def totals(sizes: Sizes, row_tiles: int) -> Phase:
     """The block `total` of a schedule: the sum over the threads.
 
     Reads: `part`. Writes: `total`. After: each sum is whole.
@@ -265,7 +265,7 @@ def totals(sizes: Sizes, row_tiles: int) -> Callable[..., Any]:
     return stage
 
 
-def outputs(sizes: Sizes, row_tiles: int, biased: bool) -> Callable[..., Any]:
+def outputs(sizes: Sizes, row_tiles: int, biased: bool) -> Phase:
     """The block `y` of a schedule: bias, activation, and the store.
 
     Reads: `total` and the bias. Writes: y, but for rows beyond m.

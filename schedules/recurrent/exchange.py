@@ -14,13 +14,12 @@ from typing import Any, Protocol
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 
 from ..device.selection import FULL_WARP
 from .sizes import WIDEST
 
-Phase = Callable[..., Any]
 MARK = 0xFFFFFFFF
 HALF_MARK = 0xFFFF
 # The NaN that every NaN is written as, so that no state equals the mark.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 
-Phase = Callable[..., Any]
 # 1 / (1 + e^-x) by the approximate instructions of the hardware: an error of 2 units in the last place, and of |x| / 2
 # more from the exponential where x is large and the result is nearly 0 or 1. 1 / inf is 0.
 SIGMOID = """
@@ -100,8 +98,7 @@ def reset_gates(e, /, s, u):
     Reads: `sums` and `x` of r and z, `own`. Writes: `passed`, z; `result`, the state before the step times r.
     Barriers: none.
     """
-    k = T.meta_var(e.pack)
     row = T.meta_var(u * e.gates)
-    s.passed[0] = sigmoid(s.x[row + 1] + s.sums[(row + 1) * k])
-    s.result[u] = sigmoid(s.x[row] + s.sums[row * k]) * s.own[0]
+    s.passed[0] = sigmoid(s.x[row + 1] + s.sums[(row + 1) * e.pack])
+    s.result[u] = sigmoid(s.x[row] + s.sums[row * e.pack]) * s.own[0]
 # fmt: on

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.phase import Phase
 from tvm_sparse.core.template import Decisions, Program, Table, Workspace, ceildiv, powers
 from tvm_sparse.operators.sparse_recurrent.problem import RecurrentLayer
 
@@ -36,8 +37,8 @@ def default(problem: RecurrentLayer, machine: Machine) -> Decisions:
 
 # fmt: off
 def sum_rows(
-    rows: Any, gates: int, batch: int, samples: int, lanes: int, load: Callable[..., Any], begin: int = 0
-) -> Callable[..., Any]:
+    rows: Any, gates: int, batch: int, samples: int, lanes: int, load: Callable[..., Any], begin: int
+) -> Phase:
     """The products of a unit's rows with what the step before wrote; the phase is (io, s, t, slot, first, lane).
 
     `rows`: access to the weight (`sparse_recurrent.definition.Rows`), of whose gates those from `begin` to `gates` are
@@ -108,10 +109,10 @@ def build(problem: RecurrentLayer, decisions: Decisions) -> Program:
         into[at] = T.Cast("float32", io.scaled[b, unit])
 
     if twice:
-        add_up_gates = sum_rows(rows, 2, batch, samples, lanes, load_state)
+        add_up_gates = sum_rows(rows, 2, batch, samples, lanes, load_state, 0)
         add_up = sum_rows(rows, 3, batch, samples, lanes, load_scaled, 2)
     else:
-        add_up = sum_rows(rows, gates, batch, samples, lanes, load_state)
+        add_up = sum_rows(rows, gates, batch, samples, lanes, load_state, 0)
 
     @T.inline
     def load_sums(io, s, t, b, unit, v, gate):

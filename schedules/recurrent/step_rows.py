@@ -9,10 +9,10 @@ states times their reset gates.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+from tvm_sparse.core.phase import Phase
 from tvm_sparse.core.template import Program, ceildiv, powers
 from tvm_sparse.operators.sparse_recurrent.problem import RecurrentLayer
 
@@ -48,7 +48,7 @@ class Weight(Protocol):
     def alloc(self) -> dict[str, Any]:
         """Buffers that `sums` works with, for the attributes of its `s`."""
 
-    def sums(self, begin: int = 0, end: int | None = None) -> Callable[..., Any]:
+    def sums(self, begin: int = 0, end: int | None = None) -> Phase:
         """The phase (io, s, states, turn, tile, base): U h of each gate (or of those from `begin` to `end`) and unit of
         a tile, for the sequences from `base` on, to `s.sums[(gate * units + unit) * sequences + sequence]`. `turn`:
         which of the buffers."""

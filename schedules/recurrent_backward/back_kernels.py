@@ -41,7 +41,7 @@ def build(problem: RecurrentBackward, decisions: Decisions) -> Program:
     def load_gradient(io, t, b, column, into, at):
         into[at] = T.Cast("float32", io.d_sums[t, b, column])
 
-    add_up = sum_rows(rows, 2 if twice else 1, batch, samples, lanes, load_gradient)
+    add_up = sum_rows(rows, 2 if twice else 1, batch, samples, lanes, load_gradient, 0)
     add_up_candidates = sum_rows(rows, 3, batch, samples, lanes, load_gradient, 2)
 
     @T.inline

@@ -22,11 +22,11 @@ AHEAD = 8
 @phase
 def some_steps(problem, /, io, s, words, marks, first, b, unit):
     """Cell states of AHEAD steps from `first` on, whose loads are in flight together."""
-    dtype, resetting = T.meta_var(problem.dtype), T.meta_var(bool(problem.resets))
+    resetting = T.meta_var(bool(problem.resets))
     for i in T.unroll(AHEAD):
         if first + i < io.steps:
             for k in T.unroll(4):
-                words[i * 4 + k] = element_bits(dtype, io.kept[first + i, b, k * problem.hidden + unit])
+                words[i * 4 + k] = element_bits(problem.dtype, io.kept[first + i, b, k * problem.hidden + unit])
             if resetting:
                 marks[i] = io.resets[first + i, b]
     for i in T.unroll(AHEAD):
@@ -36,7 +36,7 @@ def some_steps(problem, /, io, s, words, marks, first, b, unit):
                     s.c[0] = T.float32(0)
             io.cells[first + i, b, unit] = s.c[0]
             for k in T.unroll(4):
-                s.kept[k] = T.Cast("float32", element_of(dtype, words[i * 4 + k]))
+                s.kept[k] = T.Cast("float32", element_of(problem.dtype, words[i * 4 + k]))
             next_cell(1, sigmoid, tanh)(s, 0)
 
 
@@ -46,12 +46,12 @@ def cells_of(problem, /, io, number, threads):
 
     Reads: `kept`, `c0`, `resets`. Writes: `io.cells`, `(steps, batch, hidden)` float32. Barriers: none.
     """
-    batch, hidden = T.meta_var(problem.batch), T.meta_var(problem.hidden)
+    hidden = T.meta_var(problem.hidden)
     s = T.meta_var(SimpleNamespace(kept=T.alloc_local([4], "float32"), c=T.alloc_local([1], "float32")))
     words = T.alloc_local([AHEAD * 4], "uint32")
     marks = T.alloc_local([AHEAD if bool(problem.resets) else 1], "int32")
-    for i in T.serial(ceildiv(batch * hidden, threads)):
-        if i * threads + number < batch * hidden:
+    for i in T.serial(ceildiv(problem.batch * hidden, threads)):
+        if i * threads + number < problem.batch * hidden:
             b: T.int32 = (i * threads + number) // hidden
             unit: T.int32 = (i * threads + number) % hidden
             s.c[0] = T.Cast("float32", io.c0[b, unit])

@@ -92,13 +92,13 @@ def load_tile(ext, /, s, words, base, inside):
     After: `raw` holds the thread's vectors of the tile that begins at the part's vector `base`; minus infinity for
     those beyond the part. The first `inside` of them are known to be in the part, without a comparison.
     """
-    threads, vectors = T.meta_var(ext.threads), T.meta_var(ext.vectors)
+    threads = T.meta_var(ext.threads)
     for u in T.unroll(inside):
         load_vector(ext)(s, words, u, s.first + T.Cast("int64", base + u * threads + s.t))
-    for u in T.unroll(vectors - inside):
+    for u in T.unroll(ext.vectors - inside):
         if base + (inside + u) * threads + s.t < s.count:
             load_vector(ext)(s, words, inside + u, s.first + T.Cast("int64", base + (inside + u) * threads + s.t))
-    for w in T.unroll((vectors - inside) * 4):
+    for w in T.unroll((ext.vectors - inside) * 4):
         s.raw[inside * 4 + w] = T.Select(
             base + (inside + w // 4) * threads + s.t < s.count, s.raw[inside * 4 + w], minus_infinity(ext))
 

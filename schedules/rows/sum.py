@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 
 from ..device.arithmetic import LOG2_E
 from .cut import Extents
 from .hold import copy_part, fence_tile, load_tile, take_tile, value
-
-Phase = Callable[..., Any]
 
 # Maxima begin with the least finite number: with minus infinity, the first difference of a masked row would be NaN.
 # Those of logsumexp are kept at most at the largest one, so that plus infinity makes the sum infinite and not NaN.

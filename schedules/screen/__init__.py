@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.phase import Phase
 from tvm_sparse.core.template import Decisions, Launch, Program, Table, Template, ceildiv, powers
 from tvm_sparse.formats.bitmap import bitmap_words
 from tvm_sparse.operators.screen.problem import Screen
@@ -42,7 +42,7 @@ def default(problem: Screen, machine: Machine) -> Decisions:
 
 
 # fmt: off
-def find_reached(e: Extents) -> Callable[..., Any]:
+def find_reached(e: Extents) -> Phase:
     """Find what the best words of each row reach. Reads: all inputs. Writes: `norms`, `reached`. Barriers: one, of the
     thread block, at the end. The phase is (io, s, top, t); `top` is the first row."""
     from tvm.script import tirx as T
@@ -78,7 +78,7 @@ def find_reached(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def fill_bitmap(e: Extents) -> Callable[..., Any]:
+def fill_bitmap(e: Extents) -> Phase:
     """Screen the words of a warp. Reads: `norms`, `reached`, scores and bounds. Writes: the bitmap. Barriers: none, but
     all lanes of a warp take part. The phase is (io, s, top, first, t); `first` is the warp's first bitmap word."""
     from tvm.script import tirx as T

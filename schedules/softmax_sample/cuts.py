@@ -14,12 +14,11 @@ A list that is too long is not searched: the row's stage is `SEARCH` then, for a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Workspace, ceildiv
 from tvm_sparse.operators.softmax_sample.definition import clamped
 
@@ -90,9 +89,8 @@ def state_of(blocks: Blocks, io: Any, r: Any) -> Any:
 @phase
 def begin(blocks, of_row, /, given, row, part, t):
     """The states of a row and of its search: factor, maximum and total, and where its elements lie."""
-    ext = T.meta_var(blocks.ext)
     io = T.meta_var(own_on_gpu(given, row))
-    r = RowState(ext, row, part * ext.slices + t // 32, t % 32)
+    r = RowState(blocks.ext, row, part * blocks.ext.slices + t // 32, t % 32)
     s = T.meta_var(state_of(blocks, io, r))
     s.factor[0] = io.scale * T.float32(LOG2_E)
     r.factor = s.factor[0]
@@ -108,10 +106,10 @@ def of_rows(blocks, stage, of_row, /, io):
 
     Before: the warp's slice is known, and `top`, `factor`, `total` are.
     """
-    threads, tickets = T.meta_var(blocks.threads), T.meta_var(blocks.cluster)
-    T.attr({"tirx.launch_bounds_min_blocks_per_sm": RESIDENT_TICKETS // threads})
+    tickets = T.meta_var(blocks.cluster)
+    T.attr({"tirx.launch_bounds_min_blocks_per_sm": RESIDENT_TICKETS // blocks.threads})
     block = T.cta_id([io.batch * tickets])
-    t = T.thread_id([threads])
+    t = T.thread_id([blocks.threads])
     found = T.alloc_local([1], "uint32")
     if blocks.overlap:
         wait_then_start_consumer()
@@ -140,7 +138,7 @@ def take_ticket(io, row, t, s):
     T.cuda.cta_sync()
 
 
-def find_bin(blocks: Blocks) -> Callable[..., Any]:
+def find_bin(blocks: Blocks) -> Phase:
     """The body of the kernel that finds in which bin top-p's share of the row's mass is reached."""
     threads, tickets, crew = blocks.threads, blocks.cluster, crew_of(blocks)
 
@@ -343,9 +341,9 @@ def add_listed(blocks, /, t, s):
     Writes: `sums`, `ties`; scratch.
     Barriers: three.
     """
-    threads, parts = T.meta_var(blocks.threads), T.meta_var(blocks.ext.parts)
+    threads = T.meta_var(blocks.threads)
     T.cuda.cta_sync()
-    for i in T.serial((parts - t + threads - 1) // threads):
+    for i in T.serial((blocks.ext.parts - t + threads - 1) // threads):
         # Whole numbers, whose sums are the same in any order.
         s.lows[i * threads + t] = T.uint32(0)
         s.ties[i * threads + t] = 0
@@ -360,13 +358,13 @@ def add_listed(blocks, /, t, s):
             T.evaluate(T.cuda.atomic_add(
                 s.ties.ptr_to([T.Cast("int32", s.list[LISTED + i * threads + t])]), T.int32(1)))
     T.cuda.cta_sync()
-    for i in T.serial((parts - t + threads - 1) // threads):
+    for i in T.serial((blocks.ext.parts - t + threads - 1) // threads):
         s.sums[i * threads + t] = s.sums[i * threads + t] + (
             T.Cast("float32", s.lows[i * threads + t]) * (s.total[0] * T.float32(2.0 ** -MASS_BITS)))
     T.cuda.cta_sync()
 
 
-def draw_left(blocks: Blocks) -> Callable[..., Any]:
+def draw_left(blocks: Blocks) -> Phase:
     """The body of the kernel that draws a word of what is left."""
     ext, threads, tickets, crew = blocks.ext, blocks.threads, blocks.cluster, crew_of(blocks)
     put, share, narrow, add = list_entry(blocks), share_list(blocks), narrow_list(blocks), add_listed(blocks)

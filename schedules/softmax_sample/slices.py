@@ -18,12 +18,11 @@ each other (`tickets`, `cuts`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Decisions, Program, ceildiv
 from tvm_sparse.operators.softmax_sample.definition import clamped, limit_of
 from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
@@ -75,7 +74,7 @@ def alone(blocks, /, io):
     main(blocks)(io)
 
 
-def beside_tickets(blocks: Blocks, singles: Blocks, overlap: bool) -> Callable[..., Any]:
+def beside_tickets(blocks: Blocks, singles: Blocks, overlap: bool) -> Phase:
     """The body of a program of several kernels: a row with a top-k is searched, and others only as a last resort.
 
     Where filters are numbers for all rows, kernels that they do not need are not launched.
@@ -140,7 +139,7 @@ def sum_of_slice(blocks, crew, /, io, row, t, s):
         sums.add_edge(ext)(s.r)
 
 
-def main(blocks: Blocks, last: bool = False, overlap: bool = False) -> Callable[..., Any]:
+def main(blocks: Blocks, last: bool = False, overlap: bool = False) -> Phase:
     """The body of a kernel: its threads, the state, and the row's phases.
 
     `last`: for rows that have a top-k, and those in the stage `SEARCH`. `overlap`: it may start while the kernel
@@ -247,20 +246,18 @@ def sum_adjusted(blocks, crew, /, io, row, t, s):
     Writes: `r.m`, `r.d`, `r.top`, `r.tile`, `r.top_tile`, and `stage` if the row is kept there; scratch.
     Barriers: none.
     """
-    ext, steps = T.meta_var(blocks.ext), T.meta_var(blocks.steps)
-    elements = T.meta_var(crew.elements)
-    x = T.alloc_local([elements], "float32")
-    if ext.keep == "shared":
-        hold.copy_part(ext)(s.r, s.words, s.stage)
+    x = T.alloc_local([crew.elements], "float32")
+    if blocks.ext.keep == "shared":
+        hold.copy_part(blocks.ext)(s.r, s.words, s.stage)
     s.r.m = sums.LOWEST
     s.r.d = T.float32(0)
-    s.r.top_tile = steps
+    s.r.top_tile = blocks.steps
     for i in T.serial(crew.steps, unroll=False):
         # The ragged elements first: a lane that has the row's maximum there looks through all of its steps for it.
-        s.r.tile = T.Select(i == 0, steps, i - 1) if ext.ragged else i
+        s.r.tile = T.Select(i == 0, blocks.steps, i - 1) if blocks.ext.ragged else i
         crew.load(io, row, t, s, s.r.tile)
         s.r.top = s.r.m
-        for e in T.unroll(elements):
+        for e in T.unroll(crew.elements):
             crew.take(io, s, e)
             x[e] = s.x[0]
             s.r.top = T.max(s.r.top, x[e])
@@ -269,7 +266,7 @@ def sum_adjusted(blocks, crew, /, io, row, t, s):
             s.r.d = s.r.d * T.exp2(sums.scaled(s.r, s.r.m - s.r.top))
             s.r.m = s.r.top
             s.r.top_tile = s.r.tile
-        for e in T.unroll(elements):
+        for e in T.unroll(crew.elements):
             T.ptx.ex2.approx.ftz.f32(s.r.power, sums.scaled(s.r, x[e] - s.r.m))
             s.r.d = s.r.d + s.r.power
 
@@ -285,13 +282,12 @@ def write_best_word(blocks, crew, /, io, row, t, s, own, top_k):
     Writes: the row's value and index, and its token if top_k is 1; `chosen`, and scratch.
     Barriers: shuffles.
     """
-    parts = T.meta_var(blocks.ext.parts)
-    each = T.meta_var(ceildiv(parts, 32))
+    each = T.meta_var(ceildiv(blocks.ext.parts, 32))
     found = T.alloc_local([1], "int32")
     rest = T.alloc_local([1], "int32")
     s.chosen[0] = NONE
     for i in T.unroll(each):
-        if t % 32 * each + i < parts:
+        if t % 32 * each + i < blocks.ext.parts:
             # A slice of nothing above minus infinity has the lowest maximum, and no sum.
             if s.pair_m[t % 32 * each + i] == s.top[0] and s.pair_d[t % 32 * each + i] > T.float32(0):
                 s.chosen[0] = T.min(s.chosen[0], t % 32 * each + i)
@@ -325,15 +321,14 @@ def write_first_word(blocks, /, io, row, t, s):
 
     Reads: the row. Writes: token, value and index; the log-probability, which is NaN. Barriers: shuffles.
     """
-    vocab = T.meta_var(blocks.problem.vocab)
     if is_first(blocks, t, s):
         largest = T.alloc_local([1], "uint32")
         bits = T.alloc_local([1], "uint32")
         column = T.alloc_local([1], "int32")
         largest[0] = T.uint32(0)
         column[0] = NONE
-        for i in T.serial(ceildiv(vocab, 32), unroll=False):
-            if i * 32 + t < vocab:
+        for i in T.serial(ceildiv(blocks.problem.vocab, 32), unroll=False):
+            if i * 32 + t < blocks.problem.vocab:
                 bits[0] = order_bits(written_element(io, row, i * 32 + t))
                 if bits[0] > largest[0]:
                     largest[0] = bits[0]

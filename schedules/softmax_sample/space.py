@@ -28,8 +28,9 @@ RESIDENT_TICKETS = 1024
 TICKETS = (0, 2, 4, 8, 16)
 # Bytes of logits from which they do by default on GPUs with clusters.
 LEAST_TICKETED = 15 << 20
-# Thread blocks with tickets also share each of at most FEW_ROWS rows with at least LONG_ROW bytes.
-FEW_ROWS, LONG_ROW = 8, 240 << 10
+# Thread blocks with tickets also share each of at most FEW_ROWS rows with at least LONG_ROW bytes; beyond ALONE rows
+# several of them share a multiprocessor, and have fewer vectors in hand.
+FEW_ROWS, LONG_ROW, ALONE = 16, 240 << 10, 8
 # Most bytes of a row that a thread block keeps by default.
 KEPT = 160 * 1024
 
@@ -110,7 +111,7 @@ def _likely_points(problem: SoftmaxSample, machine: Machine) -> Iterator[Decisio
     for cluster, threads, vectors, staged, tickets in itertools.product(
         sorted((size for size in clusters if size <= max(0 if few else fill, keep or 1)), reverse=True),
         threads_in_order,
-        (2, 4, 1) if few else (4, 2, 1),
+        ((2, 4, 1) if rows <= ALONE else (1, 2, 4)) if few else (4, 2, 1),
         (1, 0),
         [one for one in reversed(TICKETS) if one <= most] if ticketed else [0],
     ):

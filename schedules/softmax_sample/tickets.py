@@ -54,21 +54,20 @@ def is_free(limit: Any, words: int) -> Any:
 @phase
 def draw(blocks, write_first, /, io, row, t, s, r):
     """Draw a row's token from the sums of its slices, by the thread block with the last ticket."""
-    ext, words = T.meta_var(blocks.ext), T.meta_var(blocks.problem.words)
-    crew, joined = T.meta_var(crew_of(blocks)), T.meta_var(join.join_pairs(ext))
+    crew, joined = T.meta_var(crew_of(blocks)), T.meta_var(join.join_pairs(blocks.ext))
     take = T.meta_var(take_word(blocks, crew))
     write_best = T.meta_var(write_best_word(blocks, crew))
     d = T.meta_var(Drawing.alloc(1))
     read_filters(io, row, d)
     read_uniform(io, row, d)
-    d.top_k[0] = limit_of(d.temperature[0], d.top_k[0], words)
+    d.top_k[0] = limit_of(d.temperature[0], d.top_k[0], blocks.problem.words)
     load_pairs(blocks)(io, row, t, s)
     joined(r, s)
     s.top[0] = r.top
     s.best[0] = -T.log(r.d)
     s.summed[0] = 0
     if r.d > T.float32(0) and r.d < T.infinity("float32"):
-        if is_uncut(d.top_k[0], d.top_p[0], d.min_p[0], words):
+        if is_uncut(d.top_k[0], d.top_p[0], d.min_p[0], blocks.problem.words):
             cuts.show_row(io, row, t, cuts.DONE, r.top, r.d)
             if d.top_k[0] > 1:
                 leave_all(s)
@@ -86,9 +85,8 @@ def draw(blocks, write_first, /, io, row, t, s, r):
 @phase
 def of_row(blocks, sum_slice, write_first, /, given, row, part, t):
     """Sum a slice of a row, and draw its token where it is the last to be summed."""
-    ext = T.meta_var(blocks.ext)
     io = T.meta_var(own_on_gpu(given, row))
-    r = RowState(ext, row, part * ext.slices + t // 32, t % 32)
+    r = RowState(blocks.ext, row, part * blocks.ext.slices + t // 32, t % 32)
     s = T.meta_var(cuts.state_of(blocks, io, r))
     s.factor[0] = io.scale * T.float32(LOG2_E)
     r.factor = s.factor[0]
@@ -105,17 +103,16 @@ def kernel(blocks, sum_slice, write_first, /, io):
 
     `sum_slice`: the phase that finds the pair of a lane's elements; `write_first`: see `slices`.
     """
-    threads, words = T.meta_var(blocks.threads), T.meta_var(blocks.problem.words)
     tickets = T.meta_var(blocks.cluster)
-    T.attr({"tirx.launch_bounds_min_blocks_per_sm": RESIDENT_TICKETS // threads})
+    T.attr({"tirx.launch_bounds_min_blocks_per_sm": RESIDENT_TICKETS // blocks.threads})
     block = T.cta_id([io.batch * tickets])
-    t = T.thread_id([threads])
+    t = T.thread_id([blocks.threads])
     if blocks.overlap:
         wait_then_start_consumer()
     if io.per_row:
         filters = T.meta_var(Drawing.alloc(1))
         read_filters(io, T.Cast("int64", block // tickets), filters)
-        if is_free(limit_of(filters.temperature[0], filters.top_k[0], words), words):
+        if is_free(limit_of(filters.temperature[0], filters.top_k[0], blocks.problem.words), blocks.problem.words):
             of_row(blocks, sum_slice, write_first)(io, T.Cast("int64", block // tickets), block % tickets, t)
         elif block % tickets == 0 and t == 0:
             io.stages[block // tickets, cuts.STAGE] = T.uint32(cuts.DONE)
@@ -148,10 +145,10 @@ def load_pairs(blocks, /, io, row, t, s):
 
     Writes: `pair_m`, `pair_d`; the row's tickets, for the next call: none is taken. Barriers: one.
     """
-    parts, threads = T.meta_var(blocks.ext.parts), T.meta_var(blocks.threads)
+    threads = T.meta_var(blocks.threads)
     T.cuda.thread_fence()
-    for i in T.serial(ceildiv(parts, threads)):
-        if i * threads + t < parts:
+    for i in T.serial(ceildiv(blocks.ext.parts, threads)):
+        if i * threads + t < blocks.ext.parts:
             # Not from the L1 cache, which may hold the line of a row before.
             T.ptx.ld.relaxed.gpu.global_.f32(
                 s.pair_m[i * threads + t], io.pairs.ptr_to([row, (i * threads + t) * 2]))
@@ -171,12 +168,12 @@ def write_best_word(blocks, crew, /, io, row, t, s, top_k):
     Barriers: two; shuffles.
     """
     ext = T.meta_var(blocks.ext)
-    parts, slices = T.meta_var(ext.parts), T.meta_var(ext.slices)
-    each = T.meta_var(ceildiv(parts, 32))
+    slices = T.meta_var(ext.slices)
+    each = T.meta_var(ceildiv(ext.parts, 32))
     found = T.alloc_local([1], "int32")
     s.chosen[0] = NONE
     for i in T.unroll(each):
-        if t % 32 * each + i < parts:
+        if t % 32 * each + i < ext.parts:
             # A slice of nothing above minus infinity has the lowest maximum, and no sum.
             if s.pair_m[t % 32 * each + i] == s.top[0] and s.pair_d[t % 32 * each + i] > T.float32(0):
                 s.chosen[0] = T.min(s.chosen[0], t % 32 * each + i)

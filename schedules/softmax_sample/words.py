@@ -110,7 +110,7 @@ def draw_by_warp(problem, /, io, row, t, barrier, needed):
     Writes: the row's token and its log-probability; `needed`, if the whole row counts: whether it has to be searched.
     Barriers: one.
     """
-    k, words = T.meta_var(problem.k), T.meta_var(problem.words)
+    k = T.meta_var(problem.k)
     whole, each = T.meta_var(bool(problem.whole)), T.meta_var(ceildiv(k, 32))
     s = T.meta_var(Drawing.alloc(each))
     if t < 32:
@@ -119,7 +119,7 @@ def draw_by_warp(problem, /, io, row, t, barrier, needed):
         read_uniform(io, row, s)
     barrier()
     if t < 32:
-        s.top_k[0] = limit_of(s.temperature[0], s.top_k[0], words)
+        s.top_k[0] = limit_of(s.temperature[0], s.top_k[0], problem.words)
         for j in T.unroll(each):
             s.chance[j] = T.float32(0)
             if t * each + j < T.min(s.top_k[0], k):
@@ -157,7 +157,7 @@ def draw_by_warp(problem, /, io, row, t, barrier, needed):
         s.other[0] = T.reinterpret("float32", T.call_extern(
             "uint32", "__reduce_max_sync", T.uint32(FULL_WARP), T.reinterpret("uint32", s.other[0])))
         s.other[0] = clamped(s.uniform[0]) * s.other[0]
-        if (problem.words == problem.vocab) and s.top_k[0] == words:
+        if (problem.words == problem.vocab) and s.top_k[0] == problem.words:
             place_by_column(k)(io, row, t, s)
         else:
             s.place[0] = 0
@@ -167,7 +167,7 @@ def draw_by_warp(problem, /, io, row, t, barrier, needed):
             s.place[0] = lanes_sum(s.place[0])
         if whole:
             if t == 0:
-                needed[0] = T.Select(is_open(k, words, s), 1, 0)
+                needed[0] = T.Select(is_open(k, problem.words, s), 1, 0)
         s.place[0] = T.min(s.place[0], T.max(s.left[0], 1) - 1)
         if t == 0:
             T.ptx.ld.global_.s64(s.numbers[0], io.indices.ptr_to([row, s.place[0]]))

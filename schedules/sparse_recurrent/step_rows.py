@@ -6,11 +6,11 @@ States are kept as `(hidden, batch)`, so that an entry's value meets `simd` sequ
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tvm_sparse.core.machine import Machine
+from tvm_sparse.core.phase import Phase
 from tvm_sparse.core.template import Decisions, Program, Table, Template, powers
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
@@ -46,7 +46,7 @@ class EntrySums:
 
         return {"parts": T.sblock_alloc_buffer((self.depth * self.sequences,), "float32")}
 
-    def sums(self, begin: int = 0, end: int | None = None) -> Callable[..., Any]:
+    def sums(self, begin: int = 0, end: int | None = None) -> Phase:
         from tvm.script import tirx as T
 
         simd, depth, rows = self.sequences, self.depth, self.rows

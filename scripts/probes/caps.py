@@ -52,7 +52,7 @@ def microseconds(contenders: dict[str, Callable[[], Any]], calls: int = 40) -> d
 def show(name: str, contenders: dict[str, Callable[[], Any]], calls: int = 40) -> None:
     plain, *others = (found := microseconds(contenders, calls)).items()
     ratios = ", ".join(f"{other} {seconds / plain[1]:.2f}" for other, seconds in others)
-    print(f"{name}: {found['plain']:.1f} us; {ratios}", flush=True)
+    print(f"{name}: {plain[1]:.1f} us; {ratios}", flush=True)
 
 
 def compare_rows(name: str, rows: int, dtype: torch.dtype) -> None:

@@ -25,12 +25,9 @@ takes the place of `finish`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Decisions, Program, Resident, Workspace
 from tvm_sparse.operators.block_recurrent.problem import BlockRecurrent
 
@@ -53,8 +50,6 @@ from .step import (
     take_inputs,
 )
 from .weights import load_weights, take_tiles
-
-Phase = Callable[..., Any]
 
 
 # fmt: off

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.words import value_in
@@ -17,7 +16,6 @@ from ...recurrent.gates import gates, reset_gates
 from .space import BATCHED, SAMPLES, Extents
 from .weights import find_tile, load_shared, read_round
 
-Phase = Callable[..., Any]
 STORE_GLOBAL = {16: T.ptx.st.global_.v4.u32, 8: T.ptx.st.global_.v2.u32}
 
 
@@ -69,20 +67,16 @@ def restore(e, /, s, io):
             s.length[j] = io.lengths[T.min(item(e, s, j, of_batch=True)[1], e.batch - 1)]
 
 
-def save(e: Extents) -> Phase:
-    """Keep the states of the pass in hand; the phase is (s).
+@phase
+def save(e, /, s):
+    """Keep the states of the pass in hand.
 
     Reads: `owns`, `cells`, `first`. Writes: `kept`. Barriers: none.
     """
-
-    @T.inline
-    def phase(s):
-        for j in T.unroll(e.items):
-            s.kept[kept_at(e, s, j, 0)] = s.owns[j]
-            if e.has_cell:
-                s.kept[kept_at(e, s, j, 1)] = s.cells[j]
-
-    return phase
+    for j in T.unroll(e.items):
+        s.kept[kept_at(e, s, j, 0)] = s.owns[j]
+        if e.has_cell:
+            s.kept[kept_at(e, s, j, 1)] = s.cells[j]
 
 
 def load_inputs(e: Extents) -> Phase:

@@ -11,17 +11,13 @@ that there is not has weights of zero, and a negative place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 
 from ...recurrent.sizes import WIDEST
 from .space import QUAD, Extents
 
-Phase = Callable[..., Any]
 load_vector = T.ptx.ld.global_.v4.u32
 load_shared = T.ptx.ld.shared.v4.u32
 store_shared = T.ptx.st.shared.v4.u32

@@ -236,7 +236,7 @@ def program(problem: BsrMatmul, decisions: Decisions) -> Program:
     def body(io):
         T.device_entry()
         w = T.meta_var(Work.alloc())
-        deal_out(Deal(e.block_rows, 1, e.cluster), e.tile_m)(w, io.m, io.long)
+        deal_out(Deal(e.block_rows, 1, e.cluster), e.tile_m, False)(w, io.m, io.long)
         t = T.thread_id([e.threads])
         shared = T.meta_var(SharedState.alloc(e))
         s = T.meta_var(RowState.alloc(e))

@@ -24,7 +24,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Decisions, Program, ceildiv
 from tvm_sparse.operators.bsr_matmul.problem import BsrMatmul
 
@@ -85,7 +85,7 @@ def within_arrays(e, /, s, nnzb):
     s.count = T.max(T.min(s.count, (nnzb - s.first) * e.octets), 0)
 
 
-def load_columns(e: Extents, load: Callable[..., Any] = load_int) -> Callable[..., Any]:
+def load_columns(e: Extents, load: Callable[..., Any] = load_int) -> Phase:
     """Load the column ids of the steps in hand.
 
     Reads: `indices` for the steps in hand. Writes: `columns`, but for octets beyond the row. Barriers: none.
@@ -303,7 +303,7 @@ def program(problem: BsrMatmul, decisions: Decisions) -> Program:
             # The consumer kernel may start whenever there is room: it waits until this kernel has ended.
             start_consumer()
         w = T.meta_var(Work.alloc())
-        deal_out(Deal(e.units, e.slices, e.cluster), e.tile_m * e.warps_m, two_axes=e.overlap == 2)(w, io.m, io.long)
+        deal_out(Deal(e.units, e.slices, e.cluster), e.tile_m * e.warps_m, e.overlap == 2)(w, io.m, io.long)
         t = T.thread_id([e.threads])
         s = T.meta_var(TileState.alloc(e))
         take_places(e)(s, w, t, io.m)

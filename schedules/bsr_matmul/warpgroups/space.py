@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any, Self
 
 from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import Machine
@@ -166,33 +167,38 @@ def estimate(problem: BsrMatmul, machine: Machine, e: Extents) -> float:
     return LAUNCH + rounds * max(alone(density), shared * each)
 
 
+@dataclass(frozen=True)
+class OfMatrix:
+    """Extents of a matrix in blocks."""
+
+    # Extents of a block.
+    rows: int
+    cols: int
+    # Block rows of the matrix, its columns and its rows.
+    block_rows: int
+    k: int
+    n: int
+    # The dtype of all arrays of elements.
+    dtype: str
+
+    @classmethod
+    def of(cls, problem: Any, decisions: Decisions) -> Self:
+        rows, cols = problem.block_shape
+        return cls(rows, cols, problem.grid[0], problem.k, problem.n, problem.dtype, **decisions)
+
+
 extent = Derived["Extents", int]
 
 
 @dataclass(frozen=True)
-class Extents:
-    """What the kernel's phases know before it runs."""
+class Extents(OfMatrix):
+    """What the kernel's phases know before it runs: the weight, and the decisions of these names."""
 
-    # Extents of a block of the weight.
-    rows: int
-    cols: int
-    # Block rows of the weight, its columns and its rows.
-    block_rows: int
-    k: int
-    n: int
-    # The dtype of x, the weight and y.
-    dtype: str
-    # The decisions of these names.
     tile_m: int
     tile_n: int
     panel: int
     stages: int
     overlap: int
-
-    @classmethod
-    def of(cls, problem: BsrMatmul, decisions: Decisions) -> Extents:
-        rows, cols = problem.block_shape
-        return cls(rows, cols, problem.grid[0], problem.k, problem.n, problem.dtype, **decisions)
 
     # Warpgroups that multiply.
     groups = extent(lambda e: e.tile_m // GROUP_M)

@@ -19,13 +19,12 @@ and after a barrier,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.bsr_sddmm.problem import BsrSddmm
 
@@ -199,7 +198,7 @@ def produce(e, /, io, s):
         next_stage(e.stages)(s)
 
 
-def multiply(e: Extents) -> Callable[..., Any]:
+def multiply(e: Extents) -> Phase:
     """The products of the stage in hand; the phase is (s).
 
     Reads: `ring`, until the products are awaited. Writes: adds the products to `sums`, by and by.

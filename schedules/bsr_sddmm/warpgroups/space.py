@@ -12,7 +12,7 @@ from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Features, Launch, NotApplicable, Table, ceildiv
 from tvm_sparse.operators.bsr_sddmm.problem import BsrSddmm
 
-from ...bsr_matmul.warpgroups.space import ALIGNED, GROUP_M, MOST_N, WARPGROUP
+from ...bsr_matmul.warpgroups.space import ALIGNED, GROUP_M, MOST_N, WARPGROUP, OfMatrix
 
 # Rows of both matrices of a step.
 TILE_M = (16, 32, 64, 128)
@@ -99,28 +99,13 @@ extent = Derived["Extents", int]
 
 
 @dataclass(frozen=True)
-class Extents:
-    """What the kernel's phases know before it runs."""
+class Extents(OfMatrix):
+    """What the kernel's phases know before it runs: the matrix in blocks, and the decisions of these names."""
 
-    # Extents of a block.
-    rows: int
-    cols: int
-    # Block rows of the matrix, its columns and its rows.
-    block_rows: int
-    k: int
-    n: int
-    # The dtype of both matrices and of the blocks.
-    dtype: str
-    # The decisions of these names.
     tile_m: int
     tile_k: int
     stages: int
     cluster: int
-
-    @classmethod
-    def of(cls, problem: BsrSddmm, decisions: Decisions) -> Extents:
-        rows, cols = problem.block_shape
-        return cls(rows, cols, problem.grid[0], problem.k, problem.n, problem.dtype, **decisions)
 
     # Parts of a block's rows, the last of which may be shorter; a warpgroup has one.
     halves = extent(lambda e: ceildiv(e.rows, GROUP_M))

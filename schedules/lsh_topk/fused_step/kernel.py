@@ -49,7 +49,7 @@ def begin(e, /, s, io, flat):
 
 @phase
 def product(e, /, io):
-    """The second kernel, called with (io)."""
+    """The second kernel."""
     begin_states = T.meta_var(stage_states(e) if e.staged > 0 else keep_states(e))
     fetch = T.meta_var(fetch_names(e))
     with device_region():

@@ -176,12 +176,11 @@ def count_pieces(e, /, s, io):
     Reads: `spans`, `further`, words. Writes: counts, and `sent` of the whole cluster; `many_sent`. Barriers: none; one
     of the cluster has to come before, and one after.
     """
-    groups = T.meta_var(e.counting.groups)
     words = T.decl_buffer((io.bands * e.vocab,), "int32", data=io.words.data)
     pieces: T.int32 = s.many + s.further[0]
-    for n in T.serial((pieces + (groups * e.loads - 1)) // (groups * e.loads)):
+    for n in T.serial((pieces + (e.counting.groups * e.loads - 1)) // (e.counting.groups * e.loads)):
         for u in T.unroll(e.loads):
-            at = T.meta_var((n * e.loads + u) * groups + s.t // e.bucket_lanes)
+            at = T.meta_var((n * e.loads + u) * e.counting.groups + s.t // e.bucket_lanes)
             s.span = T.uint64(0)
             if at < pieces:
                 s.span = s.spans[at]
@@ -346,7 +345,7 @@ def state(e: Extents, io: Any, t: Any) -> HashState:
 
 @phase
 def look_up(e, /, io):
-    """The kernel, called with (io)."""
+    """The kernel."""
     h, tile = T.meta_var(e.hashing), T.meta_var(e.counting.tile)
     stage, load_first = T.meta_var(stage_row(h)), T.meta_var(load_first_columns(h))
     find = T.meta_var(find_places(h))

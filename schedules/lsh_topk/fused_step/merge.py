@@ -434,7 +434,7 @@ def search(e, /, io, s):
 
 @phase
 def merge(e, /, io):
-    """The kernel, called with (io)."""
+    """The kernel."""
     with device_region():
         flat = T.cta_id([io.lists * e.beam + e.blocks])
         t = T.thread_id([SEARCHERS])

@@ -13,13 +13,12 @@ operands of a product have them in the same order, whatever that is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LOG2_E, is_nan
@@ -29,7 +28,6 @@ from ...device.words import held_address
 from ...output_layer.tiles.product import split
 from .space import CHUNK, FINISHED, OCTET, TILE, VECTOR, Extents
 
-Phase = Callable[..., Any]
 load_once = T.ptx.ld.global_.L1__no_allocate.v4.u32
 load_anew = T.ptx.ld.relaxed.gpu.global_.v4.u32
 IN_FLIGHT = 8  # vectors of hidden states that a thread loads together, where it splits them
@@ -541,11 +539,10 @@ def add(e, /, s, round, row, n):
 @phase
 def take(e, /, s, io, round, row, n):
     """Make a key of that score, and store it."""
-    lanes = T.meta_var(e.row_lanes)
-    rounds = T.meta_var(ceildiv(e.tile, lanes))
+    rounds = T.meta_var(ceildiv(e.tile, e.row_lanes))
     at_once = T.meta_var(min(FINISHED, rounds))
     again = T.meta_var(sum_again(e) if e.halves == 2 else None)
-    at = T.meta_var(round * e.tile + n * lanes + s.lane % lanes)
+    at = T.meta_var(round * e.tile + n * e.row_lanes + s.lane % e.row_lanes)
     s.score[0] = s.held[n]
     if e.halves == 2:
         if is_nan(s.score[0]):
@@ -565,15 +562,14 @@ def take(e, /, s, io, round, row, n):
 @phase
 def take_some(e, /, s, io, round, row, count, first):
     """Finish some words from the lane's `first` on; at least one lane has one."""
-    lanes = T.meta_var(e.row_lanes)
-    rounds = T.meta_var(ceildiv(e.tile, lanes))
+    rounds = T.meta_var(ceildiv(e.tile, e.row_lanes))
     at_once = T.meta_var(min(FINISHED, rounds))
     for u in T.unroll(at_once):
         if first + u < rounds:
             add(e)(s, round, T.min(row, e.rows - 1), first + u)
     for u in T.unroll(at_once):
         if first + u < rounds:
-            if tirx.all((first + u) * lanes + s.lane % lanes < count, row < s.rows):
+            if tirx.all((first + u) * e.row_lanes + s.lane % e.row_lanes < count, row < s.rows):
                 take(e)(s, io, round, row, first + u)
             else:
                 s.held[first + u] = T.float32("-inf")

@@ -21,6 +21,7 @@ OVERLAPS = 90  # the compute capability from which on there is programmatic depe
 THREADS = (128, 256, 512)
 HASH_THREADS = (256, 384, 512, 1024)
 WIDE_BEAM = 40  # beams above this leave no room for a thread block of the first kernel beside one of the product
+NARROW = 256  # columns up to which hidden states of several lists are in shared memory by default
 KEPT_ROWS = 24  # rows of a group up to which warps keep hidden states in registers by default
 CLUSTERS = (1, 2, 3, 4, 5, 8)  # of thread blocks; more than 8 are not portable
 SLICES = (1, 2, 4, 8)
@@ -394,6 +395,10 @@ def default(problem: LshTopk, machine: Machine) -> Decisions:
             for n in reversed(TILES)
             if overlap and groups in ROW_GROUPS
         ]
+        # Several lists of few rows in 16 bits: smaller thread blocks, and narrow hidden states in shared memory.
+        small = [one | {"threads": threads} for one in kept for threads in few if problem.beam <= FEW_ROWS]
+        narrow = [one | {"staged": 1, "row_groups": 1} for one in small if problem.hidden <= NARROW]
+        kept = [*narrow, *small, *kept]
         choices = [*alone, *together] if e.itemsize == 4 else [*separate, *kept, *together, *alone]
         for choice in choices:
             reason = allowed(problem, machine, found | choice)

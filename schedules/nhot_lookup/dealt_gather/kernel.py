@@ -142,7 +142,8 @@ def add_rows(e, /, s, every):
 # ---- phases ----------------------------------------------------------------------------------------
 
 
-def deal_out(e: Extents) -> Phase:
+@phase
+def deal_out(e, /, at, block, share, more, t):
     """The vectors of a thread block, and the one of this thread.
 
     Each thread block has `share` units, and the first `more` of them one unit more.
@@ -150,17 +151,13 @@ def deal_out(e: Extents) -> Phase:
     Reads: nothing. Writes: all of `Place`. Barriers: none.
     After: slots from `have` on, and groups from `groups` on, have no vector; their `row` may be none of the output's.
     """
-
-    @T.inline
-    def phase(at, block, share, more, t):
-        at.first = (T.Cast("int64", block) * T.Cast("int64", share) + T.Cast("int64", T.min(block, more))) * e.unit
-        at.have = (share + T.Cast("int32", block < more)) * e.unit
-        at.slot = t % e.slots
-        at.group = t // e.slots
-        local: T.int32 = T.Cast("int32", at.first % e.row_vectors) + at.slot  # vectors from where the first row begins
-        at.row = at.first // e.row_vectors + T.Cast("int64", local // e.row_vectors)
-        at.column = local % e.row_vectors * e.vec
-    return phase
+    at.first = (T.Cast("int64", block) * T.Cast("int64", share) + T.Cast("int64", T.min(block, more))) * e.unit
+    at.have = (share + T.Cast("int32", block < more)) * e.unit
+    at.slot = t % e.slots
+    at.group = t // e.slots
+    local: T.int32 = T.Cast("int32", at.first % e.row_vectors) + at.slot  # vectors from where the first row begins
+    at.row = at.first // e.row_vectors + T.Cast("int64", local // e.row_vectors)
+    at.column = local % e.row_vectors * e.vec
 
 
 @phase

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Decisions, Program, ceildiv
 from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
@@ -25,8 +24,6 @@ from ...device.state import Buffers, named, register, scalar
 from ...device.words import FILLERS, PTX_INDEX, load_element, load_words, stored_at, value_at
 from ...interface import gpu_program
 from .space import WARP, Extents
-
-Phase = Callable[..., Any]
 
 
 @dataclass(frozen=True)

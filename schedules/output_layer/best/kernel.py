@@ -196,7 +196,7 @@ def write_asked(e, /, io, s, factor):
 
 @phase
 def best(e, /, io):
-    """The kernel, called with (io)."""
+    """The kernel."""
     tiles_search, words_search = T.meta_var(search_tiles(e)), T.meta_var(search_words(e))
     collect_tiles = T.meta_var(search.collect_bits(e) if e.by_bits else search.collect(e, tiles_search))
     rank_all = T.meta_var(search.rank(e, words_search, "reached"))
@@ -242,7 +242,7 @@ def best(e, /, io):
 
 @phase
 def best_of_all(e, /, io):
-    """The kernel that searches all scores at once, called with (io)."""
+    """The kernel that searches all scores at once."""
     words_search = T.meta_var(search_words(e))
     with device_region():
         beam = T.meta_var(io.beam)

@@ -17,7 +17,6 @@ from tvm_sparse.core.phase import phase
 from ...device.ranking import rank_at_once
 from ...device.selection import FULL_WARP, join_key, key_bits, take_places
 from ...rows.best import find_kth, offer
-from .sizes import SearchSizes, TileSearchSizes
 from .state import COUNT
 from .sums import add_up, best_of_lanes, exponentials
 
@@ -172,34 +171,28 @@ def collect_bits(e, /, io, s, size, factor):
     T.cuda.cta_sync()
 
 
-def rank(e: SearchSizes, search: Search, keys: str = "keys") -> Callable[..., Any]:
-    """Place the k best of the keys that were collected; the phase is (io, s, factor).
+@phase
+def rank(e, search, keys, /, io, s, factor):
+    """Place the k best of the keys that were collected.
 
     Reads: `count`, and `keys` or another buffer. Writes: what the search's `place` does. Barriers: one, at the end.
     """
-    threads = e.threads
     # Threads that compare a key with the others.
-    rankers = 16
-    at = search.number
-
-    @T.inline
-    def phase(io, s, factor):
-        collected = T.meta_var(getattr(s, keys))
-        # All threads come as often: those that compare a key add up what they count.
-        for i in T.serial((s.count[at] * rankers + (threads - 1)) // threads):
-            s.place[0] = (i * threads + s.t) // rankers
-            s.best[0] = collected[T.min(s.place[0], s.count[at] - 1)]
-            s.rank[0] = 0
-            for j in T.serial((s.count[at] - s.t % rankers + (rankers - 1)) // rankers):
-                if collected[j * rankers + s.t % rankers] > s.best[0]:
-                    s.rank[0] = s.rank[0] + 1
-            for b in T.unroll(rankers.bit_length() - 1):
-                s.rank[0] = s.rank[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.rank[0], 1 << b, 32, 32)
-            if s.t % rankers == 0 and s.place[0] < s.count[at] and s.rank[0] < e.k:
-                search.place(io, s, s.rank[0], s.best[0], factor)
-        T.cuda.cta_sync()
-
-    return phase
+    rankers, at = T.meta_var(16), T.meta_var(search.number)
+    collected = T.meta_var(getattr(s, keys))
+    # All threads come as often: those that compare a key add up what they count.
+    for i in T.serial((s.count[at] * rankers + (e.threads - 1)) // e.threads):
+        s.place[0] = (i * e.threads + s.t) // rankers
+        s.best[0] = collected[T.min(s.place[0], s.count[at] - 1)]
+        s.rank[0] = 0
+        for j in T.serial((s.count[at] - s.t % rankers + (rankers - 1)) // rankers):
+            if collected[j * rankers + s.t % rankers] > s.best[0]:
+                s.rank[0] = s.rank[0] + 1
+        for b in T.unroll(rankers.bit_length() - 1):
+            s.rank[0] = s.rank[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.rank[0], 1 << b, 32, 32)
+        if s.t % rankers == 0 and s.place[0] < s.count[at] and s.rank[0] < e.k:
+            search.place(io, s, s.rank[0], s.best[0], factor)
+    T.cuda.cta_sync()
 
 
 @phase
@@ -248,33 +241,27 @@ def choose_tiles(e, search, /, io, s, size, factor):
         T.cuda.cta_sync()
 
 
-def rank_tiles(e: TileSearchSizes, search: Search) -> Callable[..., Any]:
-    """The k best tiles, where more tiles or tokens reach the bound than are looked through. The phase is (io, s, size,
-    factor).
+@phase
+def rank_tiles(e, search, /, io, s, size, factor):
+    """The k best tiles, where more tiles or tokens reach the bound than are looked through.
 
     Reads: `count`; `keys`; or `tops` of the row.
     Writes: what the search's `place` does.
     Barriers: one at least, at the end.
     """
-    put, choose = rank(e, search), choose_tiles(e, search)
-
-    @T.inline
-    def of_all(io, s, size, factor):
-        put(io, s, factor)
-
-    @T.inline
-    def of_few(io, s, size, factor):
+    put = T.meta_var(rank(e, search, "keys"))
+    if e.by_bits:
         if s.count[0] > e.most_tiles:
-            choose(io, s, size, factor)
+            choose_tiles(e, search)(io, s, size, factor)
         else:
             put(io, s, factor)
-
-    return of_few if e.by_bits else of_all
+    else:
+        put(io, s, factor)
 
 
 @phase
 def select(e, search, /, io, s, size, factor):
     """Place the k best of `size` keys: `collect`, then `rank`."""
     collect(e, search)(io, s, size, factor)
-    rank(e, search)(io, s, factor)
+    rank(e, search, "keys")(io, s, factor)
 # fmt: on

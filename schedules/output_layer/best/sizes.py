@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import REGISTER_FILE, Machine
 from tvm_sparse.core.template import NotApplicable, ceildiv
 
@@ -59,6 +60,10 @@ def dynamic_shared(wanted: int, static: int) -> int:
     return max(wanted, STATIC_SHARED + VECTOR) if wanted and wanted + static > STATIC_SHARED else wanted
 
 
+search_extent = Derived["SearchSizes", int]
+search_whether = Derived["SearchSizes", bool]
+
+
 class SearchSizes:
     """What the kernel that finds the best tokens (`best`) asks of a template's sizes."""
 
@@ -98,30 +103,20 @@ class SearchSizes:
         """The most that it searches at a time: these, or tiles."""
         return self.searched_words
 
-    @property
-    def tells_largest(self) -> bool:
-        """Whether its search for tiles puts down the row's largest score."""
-        return self.whole_sums and not self.by_bits
-
-    @property
-    def groups(self) -> int:
-        """Groups of its threads whose maxima are ranked."""
-        return max(LEAST_GROUPS, 1 << (2 * self.k - 1).bit_length())
-
-    @property
-    def most_near(self) -> int:
-        """The most tokens that it ranks at once: of more, it first finds their k-th best as a bound."""
-        return max(LEAST_NEAR, 2 * self.k)
+    # Whether its search for tiles puts down the row's largest score.
+    tells_largest = search_whether(lambda e: e.whole_sums and not e.by_bits)
+    # Groups of its threads whose maxima are ranked.
+    groups = search_extent(lambda e: max(LEAST_GROUPS, 1 << (2 * e.k - 1).bit_length()))
+    # The most tokens that it ranks at once: of more, it first finds their k-th best as a bound.
+    most_near = search_extent(lambda e: max(LEAST_NEAR, 2 * e.k))
 
     @property
     def loads(self) -> int:
         """Loads of one of its threads that are in flight together."""
         return max(LOADS, min(MAX_WORDS_EACH if self.direct else LOADS, ceildiv(self.searched, self.threads)))
 
-    @property
-    def pool_bytes(self) -> int:
-        """Its dynamic shared memory: a key and an ordered score for all that is searched."""
-        return dynamic_shared(12 * self.searched + 8, self.static_bytes)
+    # Its dynamic shared memory: a key and an ordered score for all that is searched.
+    pool_bytes = search_extent(lambda e: dynamic_shared(12 * e.searched + 8, e.static_bytes))
 
     @property
     def static_bytes(self) -> int:
@@ -129,6 +124,9 @@ class SearchSizes:
         near = 0 if self.direct else 8 * self.most_near
         more = 4 * self.groups * self.by_bits + 256 * self.whole_sums
         return self.groups * 8 + self.k * 12 + near + more + 512
+
+
+tile_extent = Derived["TileSearchSizes", int]
 
 
 class TileSearchSizes(SearchSizes):
@@ -143,10 +141,8 @@ class TileSearchSizes(SearchSizes):
         """Which thread block adds up what differs from run to run if tiles are taken as they come; results do not."""
         return self.dynamic > 0 and not self.draws
 
-    @property
-    def tiles_each(self) -> int:
-        """Tiles of a thread of the second kernel."""
-        return ceildiv(self.list_tiles, self.threads)
+    # Tiles of a thread of the second kernel.
+    tiles_each = tile_extent(lambda e: ceildiv(e.list_tiles, e.threads))
 
     @property
     def by_bits(self) -> bool:
@@ -169,26 +165,15 @@ class TileSearchSizes(SearchSizes):
         registers = next(registers for most, registers in self.search_registers.items() if self.tiles_each <= most)
         return max(1, REGISTER_FILE // (registers * self.threads))
 
-    @property
-    def tile_groups(self) -> int:
-        """Groups of threads by whose best tiles a bound is found, `by_bits`. With the fewest groups half as many
-        tiles more reach it."""
-        return FEW_GROUPS if self.k <= FEW else self.groups
-
-    @property
-    def at_once(self) -> int:
-        """Tokens of the best tiles that are ranked in one step: most often there are no more. 0: in several."""
-        return 2 * FEW_GROUPS if self.by_bits and self.k <= FEW else 0
-
-    @property
-    def rankers(self) -> int:
-        """Threads that then rank a token."""
-        return min(8, self.threads // self.at_once)
-
-    @property
-    def row_pitch(self) -> int:
-        """Scores of a row in the workspace."""
-        return self.list_tiles * self.tile_n
+    # Groups of threads by whose best tiles a bound is found, `by_bits`. With the fewest groups half as many tiles more
+    # reach it.
+    tile_groups = tile_extent(lambda e: FEW_GROUPS if e.k <= FEW else e.groups)
+    # Tokens of the best tiles that are ranked in one step: most often there are no more. 0: in several.
+    at_once = tile_extent(lambda e: 2 * FEW_GROUPS if e.by_bits and e.k <= FEW else 0)
+    # Threads that then rank a token.
+    rankers = tile_extent(lambda e: min(8, e.threads // e.at_once))
+    # Scores of a row in the workspace.
+    row_pitch = tile_extent(lambda e: e.list_tiles * e.tile_n)
 
     @property
     def summed(self) -> bool:
@@ -210,7 +195,5 @@ class TileSearchSizes(SearchSizes):
         """Tiles that the second kernel looks through without ranking them."""
         return max(2 * self.k, self.at_once)
 
-    @property
-    def near_loads(self) -> int:
-        """Loads of a thread for these tokens that are in flight together."""
-        return min(self.loads, ceildiv(self.most_tiles * self.tile_n, self.threads))
+    # Loads of a thread for these tokens that are in flight together.
+    near_loads = tile_extent(lambda e: min(e.loads, ceildiv(e.most_tiles * e.tile_n, e.threads)))

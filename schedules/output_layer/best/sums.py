@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tvm.script import tirx as T
@@ -32,74 +32,59 @@ def rescaled(pairs: Any, at: int, unit: Any) -> Any:
     return change_base(pairs[at + 1], T.Cast("float32", pairs[at]), unit)
 
 
+def pair_at(io: Any, s: Any, block: Any) -> Any:
+    """Where the pair of a thread block of the first kernel is."""
+    return io.sums.ptr_to(at_row(io, s.index, s.row, block, 0))
+
+
 # fmt: off
-def load_pairs(e: TileSearchSizes) -> Callable[..., Any]:
+@phase
+def load_pairs(e, /, io, s, factor):
     """Load the pairs of the first kernel's blocks, as far as a thread has them.
 
     Reads: `sums` of the row.
     Writes: `m` and `d`, or `whole`, of warps that have a pair. With a pair a thread nobody waits for it here.
     Barriers: none.
     """
-
-    @T.inline
-    def load(io, s, block, m, d):
-        load_pair(m, d, io.sums.ptr_to(at_row(io, s.index, s.row, block, 0)))
-
-    @T.inline
-    def phase(io, s, factor):
-        if s.t < pair_warps(e) * 32:
-            s.m[0] = LOWEST
-            s.d[0] = T.float32(0)
-            if e.blocks <= e.threads:
-                if s.t < e.blocks:
-                    load(io, s, s.t, s.m[0], s.d[0])
-            else:
-                for i in T.serial((e.blocks - s.t + (e.threads - 1)) // e.threads):
-                    load(io, s, i * e.threads + s.t, s.pair[0], s.pair[1])
-                    add_pair(s.m, 0, s.d, 0, s.pair[0], s.pair[1], s.top, factor)
-
-    @T.inline
-    def load_whole(io, s, block, at):
-        load_whole_pair(
-            s.whole[at], s.whole[at + 1], io.sums.ptr_to(at_row(io, s.index, s.row, block, 0)))
-
-    @T.inline
-    def load_joined(io, s, factor):
-        if s.t < pair_warps(e) * 32:
+    if s.t < pair_warps(e) * 32:
+        if e.whole_sums:
             s.whole[0] = T.Cast("float64", LOWEST)
             s.whole[1] = T.float64(0)
-            if e.blocks <= e.threads:
-                if s.t < e.blocks:
-                    load_whole(io, s, s.t, 0)
-            else:
-                for i in T.serial((e.blocks - s.t + (e.threads - 1)) // e.threads):
-                    load_whole(io, s, i * e.threads + s.t, 2)
+        else:
+            s.m[0] = LOWEST
+            s.d[0] = T.float32(0)
+        if e.blocks <= e.threads:
+            if s.t < e.blocks:
+                if e.whole_sums:
+                    load_whole_pair(s.whole[0], s.whole[1], pair_at(io, s, s.t))
+                else:
+                    load_pair(s.m[0], s.d[0], pair_at(io, s, s.t))
+        else:
+            for i in T.serial((e.blocks - s.t + (e.threads - 1)) // e.threads):
+                if e.whole_sums:
+                    load_whole_pair(s.whole[2], s.whole[3], pair_at(io, s, i * e.threads + s.t))
                     s.top[0] = T.Cast("float32", T.max(s.whole[0], s.whole[2]))
                     s.whole[1] = rescaled(s.whole, 0, s.top[0]) + rescaled(s.whole, 2, s.top[0])
                     s.whole[0] = T.Cast("float64", s.top[0])
+                else:
+                    load_pair(s.pair[0], s.pair[1], pair_at(io, s, i * e.threads + s.t))
+                    add_pair(s.m, 0, s.d, 0, s.pair[0], s.pair[1], s.top, factor)
 
-    return load_joined if e.whole_sums else phase
 
-
-def find_top(e: TileSearchSizes) -> Callable[..., Any]:
-    """The row's largest score, which the search for tiles has told. The phase is (s).
+@phase
+def find_top(e, /, s):
+    """The row's largest score, which the search for tiles has told.
 
     Reads: `own`; or `largest`. Writes: `top`. Barriers: none, but all lanes take part.
     """
-
-    @T.inline
-    def of_groups(s):
+    if e.by_bits:
         s.peak[0] = s.own[0]
         for j in T.unroll(e.tile_groups // 32 - 1):
             s.peak[0] = T.max(s.peak[0], s.own[j + 1])
         s.top[0] = T.max(
             bits_value(T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.peak[0])), LOWEST)
-
-    @T.inline
-    def told(s):
+    else:
         s.top[0] = T.max(bits_value(s.largest[0]), LOWEST)
-
-    return of_groups if e.by_bits else told
 
 
 def pairwise(terms: Sequence[Any]) -> Any:
@@ -109,83 +94,59 @@ def pairwise(terms: Sequence[Any]) -> Any:
     return terms[0]
 
 
-def join_lanes(e: TileSearchSizes) -> Callable[..., Any]:
-    """The sum of a warp's pairs; and its maximum, unless the row's is known. The phase is (s, factor).
+@phase
+def join_lanes(e, /, s, factor):
+    """The sum of a warp's pairs; and its maximum, unless the row's is known.
 
     Reads: `m` and `d`, or `whole`; what `find_top` reads.
     Writes: `pairs`, the warp's; `top`, of the row if that is known.
     Barriers: none. The next one makes them visible.
     """
-    find = find_top(e)
-
-    @T.inline
-    def join(s, factor):
-        if s.t < pair_warps(e) * 32:
-            s.top[0] = s.m[0]
-            for b in T.unroll(5):
-                s.top[0] = T.max(s.top[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.top[0], 1 << b, 32, 32))
-            s.d[0] = s.d[0] * T.exp2((s.m[0] - s.top[0]) * factor)
-            sum_lanes(s.d, 0)
-            if s.t % 32 == 0:
-                s.pairs[s.t // 32 * 2] = s.top[0]
-                s.pairs[s.t // 32 * 2 + 1] = s.d[0]
-
-    @T.inline
-    def join_known(s, factor):
-        find(s)
-        if s.t < pair_warps(e) * 32:
-            s.d[0] = s.d[0] * T.exp2((s.m[0] - s.top[0]) * factor)
-            sum_lanes(s.d, 0)
-            if s.t % 32 == 0:
-                s.pairs[s.t // 32] = s.d[0]
-
-    @T.inline
-    def join_whole(s, factor):
-        find(s)
-        if s.t < pair_warps(e) * 32:
+    if e.whole_sums or e.by_bits:
+        find_top(e)(s)
+    if s.t < pair_warps(e) * 32:
+        if e.whole_sums:
             s.whole[1] = rescaled(s.whole, 0, power_unit(s.top[0], factor))
             sum_lanes(s.whole, 1)
             if s.t % 32 == 0:
                 s.pairs[s.t // 32] = s.whole[1]
+        else:
+            if not e.by_bits:
+                s.top[0] = s.m[0]
+                for b in T.unroll(5):
+                    s.top[0] = T.max(s.top[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.top[0], 1 << b, 32, 32))
+            s.d[0] = s.d[0] * T.exp2((s.m[0] - s.top[0]) * factor)
+            sum_lanes(s.d, 0)
+            if s.t % 32 == 0:
+                if e.by_bits:
+                    s.pairs[s.t // 32] = s.d[0]
+                else:
+                    s.pairs[s.t // 32 * 2] = s.top[0]
+                    s.pairs[s.t // 32 * 2 + 1] = s.d[0]
 
-    return join_whole if e.whole_sums else join_known if e.by_bits else join
 
-
-def join_pairs(e: TileSearchSizes) -> Callable[..., Any]:
-    """The row's sum of exponentials, and its maximum. The phase is (io, s, factor).
+@phase
+def join_pairs(e, /, io, s, factor):
+    """The row's sum of exponentials, and its maximum.
 
     Reads: `pairs`; `top`, if it is known. Writes: `d` and `top`, in every thread; the normaliser. Barriers: none.
     """
-
-    @T.inline
-    def write(io, s):
-        if s.t == 0:
-            T.buffer_store(io.normaliser, s.top[0] * io.scale + T.log(s.d[0]), at_row(io, s.index, s.row))
-
-    @T.inline
-    def join(io, s, factor):
+    if e.whole_sums:
+        s.whole[0] = pairwise([s.pairs[w] for w in range(pair_warps(e))])
+        over_largest(s.d, s.rest, s.whole, s.top[0], factor)
+    elif e.by_bits:
+        s.d[0] = s.pairs[0]
+        for w in T.unroll(pair_warps(e) - 1):
+            s.d[0] = s.d[0] + s.pairs[w + 1]
+    else:
         s.top[0] = LOWEST
         for w in T.unroll(pair_warps(e)):
             s.top[0] = T.max(s.top[0], s.pairs[w * 2])
         s.d[0] = T.float32(0)
         for w in T.unroll(pair_warps(e)):
             s.d[0] = s.d[0] + s.pairs[w * 2 + 1] * T.exp2((s.pairs[w * 2] - s.top[0]) * factor)
-        write(io, s)
-
-    @T.inline
-    def add_known(io, s, factor):
-        s.d[0] = s.pairs[0]
-        for w in T.unroll(pair_warps(e) - 1):
-            s.d[0] = s.d[0] + s.pairs[w + 1]
-        write(io, s)
-
-    @T.inline
-    def add_whole(io, s, factor):
-        s.whole[0] = pairwise([s.pairs[w] for w in range(pair_warps(e))])
-        over_largest(s.d, s.rest, s.whole, s.top[0], factor)
-        write(io, s)
-
-    return add_whole if e.whole_sums else add_known if e.by_bits else join
+    if s.t == 0:
+        T.buffer_store(io.normaliser, s.top[0] * io.scale + T.log(s.d[0]), at_row(io, s.index, s.row))
 
 
 @phase

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Program, Workspace
 from tvm_sparse.formats.quantized import word_number
 from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
@@ -121,7 +120,7 @@ def score_words(problem, /, io, scores):
                 T.buffer_store(scores, total, at_row(io, index, row, position))
 
 
-def select_words(problem: OutputLayer, threads: int) -> Callable[..., Any]:
+def select_words(problem: OutputLayer, threads: int) -> Phase:
     """The second kernel. Reads: scores. Writes: all outputs."""
     k, ids = best_of(problem), getattr(problem, "ids", 0)
     static = None if isinstance(problem, HeadTopk) else most_words(problem)

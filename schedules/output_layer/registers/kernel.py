@@ -168,7 +168,7 @@ def multiply(e, /, s, p):
 
 @phase
 def product(e, /, io, scores, tops, sums):
-    """The kernel, called with (io, scores, tops, sums); the last two are None where they are not wanted."""
+    """The kernel; the last two are None where they are not wanted."""
     with device_region():
         strips = T.meta_var((io.beam + (e.tile_m - 1)) // e.tile_m)
         block, y = T.cta_id([e.blocks, io.lists * strips])

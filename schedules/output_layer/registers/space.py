@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from tvm_sparse.core.machine import REGISTER_FILE, Machine
 from tvm_sparse.core.problem import numpy_dtype
-from tvm_sparse.core.template import Decisions, Table, powers
+from tvm_sparse.core.template import Decisions, Table, ceildiv, powers
 
 from ..best.sizes import THREADS, most_shared, search_allowed
 from ..tiles import sizes
@@ -40,6 +40,9 @@ DEPTH = (1, 2, 3, 4)
 MAX_LOADS = 16
 # Tokens times steps in hand of a warp with a tile of its own and eight rows: from there on the compiler spills.
 MAX_ALONE = 64
+# Steps of a warp in 16 bits, all of which are written out; those of float32, with three products each, count twice. More
+# take the compiler minutes.
+MAX_STEPS = 128
 # Registers of a thread for operands and sums.
 MAX_HELD = 188
 # Tokens of a short list.
@@ -90,6 +93,8 @@ def allowed(problem: OutputLayer, machine: Machine, decisions: Decisions) -> str
 
 def refusal(e: Extents, machine: Machine) -> str | None:
     """Why a point with these sizes is left out; None if it is not."""
+    if e.steps * (2 if e.dtype == "float32" else 1) > MAX_STEPS:
+        return f"{e.steps} steps written out in {e.dtype} take the compiler too long"
     if e.steps % e.depth:
         return f"{e.depth} steps in hand do not divide the {e.steps} of a row"
     if e.depth * (e.tile_n // 4) > MAX_LOADS:
@@ -152,7 +157,8 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
             kinds.sort(key=lambda kind: kind[0])
     tiles_m = table["tile_m"][::-1]
     if cached:
-        few = 8 if rows <= 16 and lists < machine.cores else 16  # with many lists there are tiles enough
+        # Where there are few tiles of tokens, tiles of eight rows are more.
+        few = 8 if rows <= 16 and lists * ceildiv(most_words(problem), TILE_N[0]) < 2 * machine.cores else 16
         tiles_m = (*(tile for tile in tiles_m if tile <= few), *(tile for tile in tiles_m if tile > few))
     for tile_m in tiles_m:
         for tile_n, (reduce_warps, tiles, staged), depth, threads in itertools.product(

@@ -20,30 +20,23 @@ from __future__ import annotations
 
 from functools import partial
 
-from tvm_sparse.core.template import Decisions, Program, Template
+from tvm_sparse.core.template import Decisions, Program, in_phases
 
-from ..tiles.sizes import launch
 from ..words import OutputLayer
-from .space import allowed, declines, default, extents, space
+from . import space
 
 
 def build(problem: OutputLayer, decisions: Decisions) -> Program:
     from ..tiles.program import program
     from . import dealt, taken
 
-    e = extents(problem, decisions)
+    e = space.extents(problem, decisions)
     return program(problem, e, taken.product if e.dynamic else dealt.product)
 
 
 rings = partial(
-    Template,
-    kind="cuda",
+    in_phases,
+    space,
     summary="whole rows to a ring in shared memory and through tensor cores; the best tokens of the best tiles",
-    space=space,
-    default=default,
     program=build,
-    allowed=allowed,
-    launch=launch(extents),
-    explicit_threads=True,
-    declines=declines,
 )

@@ -78,7 +78,7 @@ def multiply(e, /, io, s, p):
 
 @phase
 def product(e, /, io, scores, tops, sums):
-    """The kernel, called with (io, scores, tops, sums)."""
+    """The kernel."""
     with device_region():
         strips = T.meta_var((io.beam + (e.tile_m - 1)) // e.tile_m)
         block, y = T.cta_id([e.blocks, io.lists * strips])

@@ -11,6 +11,7 @@ from tvm_sparse.core.template import Decisions, NotApplicable, Table
 from tvm_sparse.operators.head_topk.problem import word_size
 
 from ..best.sizes import SEARCH_REGISTERS, THREADS
+from ..tiles import sizes
 from ..tiles.sizes import (
     CACHED,
     MAX_SPLIT,
@@ -143,3 +144,6 @@ def _points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[De
         point |= {"stages": STAGES} if "stages" in table else {}
         if allowed(problem, machine, point) is None:
             yield point
+
+
+launch = sizes.launch(extents)

@@ -24,12 +24,12 @@ slower on an H200 by a tenth and more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from tvm.script import tirx as T
+
+from tvm_sparse.core.phase import phase
 
 from ...device.arithmetic import LOG2_E
 from ...device.mbarriers import arrive_expecting
@@ -66,33 +66,23 @@ from .dealt import copy_tile
 
 @dataclass
 class DynamicState(RingState):
-    """What the phases share, beside what those of a ring do.
+    """What the phases share, beside what those of a ring do."""
 
-    Attributes
-    ----------
-    rows_at
-        Where the lane's hidden states are, if registers have them.
-    tiles
-        Shared: numbers of the tiles in the stages; the number of tiles where there are no more.
-    many, dealt, ticket
-        In the requesting thread: how many tiles it has requested, how many are dealt out to the thread block, and which
-        of the other tiles it takes next.
-    half
-        In which half of `parts` the sums of the tile in hand are.
-    held, held_tile
-        The thread's scores of the tile before, and which that was, -1 for none.
-    sum, unit, rest
-        A sum of exponentials, its base, and one of these.
-    """
-
+    # Where the lane's hidden states are, if registers have them.
     rows_at: Any = local("uint64", lambda e: e.row_groups, when=lambda e: not e.staged)
+    # Shared: numbers of the tiles in the stages; the number of tiles where there are no more.
     tiles: Any = shared("int32", lambda e: e.stages)
+    # In the requesting thread: how many tiles it has requested, how many are dealt out to the thread block, and which
+    # of the other tiles it takes next.
     many: Any = local("int32")
     dealt: Any = local("int32")
     ticket: Any = local("int32")
+    # In which half of `parts` the sums of the tile in hand are.
     half: Any = local("int32")
+    # The thread's scores of the tile before, and which that was, -1 for none.
     held: Any = local("float32", lambda e: e.pairs_each)
     held_tile: Any = local("int32")
+    # A sum of exponentials, its base, and one of these.
     sum: Any = local("float64")
     unit: Any = local("float32")
     rest: Any = local("float32")
@@ -109,100 +99,80 @@ def has_rows(e: Extents, io: Any, s: Any, p: Place, i: Any) -> Any:
 
 
 # fmt: off
-def locate_states(e: Extents) -> Callable[..., Any]:
-    """Reads: nothing. Writes: `rows_at`. Barriers: none. The phase is (io, s, p)."""
-
-    @T.inline
-    def phase(io, s, p):
-        for f in T.unroll(e.row_groups):
-            s.rows_at[f] = held_address("u64", io.hidden.ptr_to(at_row(io, s.index, state_row(io, s, p, f), 0)))
-
-    return phase
+@phase
+def locate_states(e, /, io, s, p):
+    """Reads: nothing. Writes: `rows_at`. Barriers: none."""
+    for f in T.unroll(e.row_groups):
+        s.rows_at[f] = held_address("u64", io.hidden.ptr_to(at_row(io, s.index, state_row(io, s, p, f), 0)))
 
 
-def ask_states(e: Extents) -> Callable[..., Any]:
+@phase
+def ask_states(e, /, s, p):
     """Load the hidden states in the warp's columns to registers. Nothing waits for them before `end_states`, so that
-    all are in flight together. The phase is (s, p).
+    all are in flight together.
 
     Reads: `hidden`, rows beyond the beam as its last one; `rows_at`.
     Writes: `states`, what is beyond the last column as the last vector.
     Barriers: none.
     """
-
-    @T.inline
-    def phase(s, p):
-        for step in T.unroll(e.steps):
-            for f in T.unroll(e.row_groups):
-                for h in T.unroll(2):
-                    i = (step * e.row_groups + f) * 8 + h * 4
-                    vector = T.meta_var(
-                        T.min(vector_of(e, p, step, h), e.vectors - 1) if e.uneven else vector_of(e, p, step, h))
-                    load_vector(
-                        s.states[i], s.states[i + 1], s.states[i + 2], s.states[i + 3],
-                        s.rows_at[f] + T.Cast("uint64", vector * VECTOR))
-
-    return phase
+    for step in T.unroll(e.steps):
+        for f in T.unroll(e.row_groups):
+            for h in T.unroll(2):
+                i = (step * e.row_groups + f) * 8 + h * 4
+                vector = T.meta_var(
+                    T.min(vector_of(e, p, step, h), e.vectors - 1) if e.uneven else vector_of(e, p, step, h))
+                load_vector(
+                    s.states[i], s.states[i + 1], s.states[i + 2], s.states[i + 3],
+                    s.rows_at[f] + T.Cast("uint64", vector * VECTOR))
 
 
-def end_states(e: Extents) -> Callable[..., Any]:
-    """Reads and writes: `states`, zeros beyond the last column. Barriers: none. The phase is (s, p)."""
-
-    @T.inline
-    def phase(s, p):
-        for step in T.unroll(e.steps):
-            for f in T.unroll(e.row_groups):
-                for h in T.unroll(2):
-                    if e.uneven:
-                        if vector_of(e, p, step, h) >= e.vectors:
-                            for v in T.unroll(4):
-                                s.states[(step * e.row_groups + f) * 8 + h * 4 + v] = T.uint32(0)
-
-    return phase
+@phase
+def end_states(e, /, s, p):
+    """Reads and writes: `states`, zeros beyond the last column. Barriers: none."""
+    for step in T.unroll(e.steps):
+        for f in T.unroll(e.row_groups):
+            for h in T.unroll(2):
+                if e.uneven:
+                    if vector_of(e, p, step, h) >= e.vectors:
+                        for v in T.unroll(4):
+                            s.states[(step * e.row_groups + f) * 8 + h * 4 + v] = T.uint32(0)
 
 
-def begin_dealing(e: Extents) -> Callable[..., Any]:
-    """`begin_ring`, and what this kernel has beside a ring; the phase is (s).
+@phase
+def begin_dealing(e, /, s):
+    """`begin_ring`, and what this kernel has beside a ring.
 
     Reads: `tile`, `end`. Writes: what that does; `many`, `dealt`, `ticket`, `half`, `held_tile`. Barriers: none.
     """
-    begin = begin_ring(e)
-
-    @T.inline
-    def phase(s):
-        begin(s)
-        s.many[0] = 0
-        s.ticket[0] = 0
-        s.dealt[0] = T.max(e.dealt(s.end[0]), 1)
-        s.half[0] = 0
-        s.held_tile[0] = -1
-
-    return phase
+    begin_ring(e)(s)
+    s.many[0] = 0
+    s.ticket[0] = 0
+    s.dealt[0] = T.max(e.dealt(s.end[0]), 1)
+    s.half[0] = 0
+    s.held_tile[0] = -1
 
 
-def take_ticket(e: Extents) -> Callable[..., Any]:
+@phase
+def take_ticket(e, /, io, s):
     """Choose the tile that is requested next. If the one after it is not dealt out, take its number from the counter
-    already. The phase is (io, s).
+    already.
 
     Reads: `many`, `dealt`, `ticket`.
     Writes: `asked`, the number of tiles if there is none; `many`, one more; `ticket`, asynchronously; the counter.
     Barriers: none.
     """
-
-    @T.inline
-    def phase(io, s):
-        if s.many[0] >= s.dealt[0]:
-            s.asked[0] = s.dealt[0] * e.stride + s.ticket[0]
-        elif s.many[0] > 0:
-            s.asked[0] = s.asked[0] + e.stride
-        s.many[0] = s.many[0] + 1
-        if s.many[0] >= s.dealt[0]:
-            # Needed a tile later, so that nothing may wait for it here.
-            s.ticket[0] = next_ticket(io.tickets.ptr_to(at_row(io, s.index, s.top)))
-
-    return phase
+    if s.many[0] >= s.dealt[0]:
+        s.asked[0] = s.dealt[0] * e.stride + s.ticket[0]
+    elif s.many[0] > 0:
+        s.asked[0] = s.asked[0] + e.stride
+    s.many[0] = s.many[0] + 1
+    if s.many[0] >= s.dealt[0]:
+        # Needed a tile later, so that nothing may wait for it here.
+        s.ticket[0] = next_ticket(io.tickets.ptr_to(at_row(io, s.index, s.top)))
 
 
-def ask_next(e: Extents) -> Callable[..., Any]:
+@phase
+def ask_next(e, /, io, s):
     """Request a tile, if there may be one more. If there is none, the stage tells so to all threads. The phase is (io,
     s), for one thread.
 
@@ -210,157 +180,123 @@ def ask_next(e: Extents) -> Callable[..., Any]:
     Writes: `asked`, `tiles`, and what `take_ticket` does; `ring`, asynchronously.
     Barriers: as in `copy_tile`.
     """
-    take, copy = take_ticket(e), copy_tile(e)
-
-    @T.inline
-    def phase(io, s):
+    if s.asked[0] < s.end[0]:
+        take_ticket(e)(io, s)
+        s.tiles[s.asked_slot[0]] = s.asked[0]
         if s.asked[0] < s.end[0]:
-            take(io, s)
-            s.tiles[s.asked_slot[0]] = s.asked[0]
-            if s.asked[0] < s.end[0]:
-                copy(s)
-            else:
-                arrive_expecting(s.full.ptr_to([s.asked_slot[0]]), T.uint32(0))
-            next_asked(e, s)
-
-    return phase
+            copy_tile(e)(s)
+        else:
+            arrive_expecting(s.full.ptr_to([s.asked_slot[0]]), T.uint32(0))
+        next_asked(e, s)
 
 
-def find_tile(e: Extents) -> Callable[..., Any]:
-    """Find the tile of the stage in use, which was requested before the last barrier. The phase is (s, p).
+@phase
+def find_tile(e, /, s, p):
+    """Find the tile of the stage in use, which was requested before the last barrier.
 
-    Reads: `tiles`, `full`.
-    Writes: `tile`.
-    Barriers: none.
-    After: its tokens are in `ring`.
+    Reads: `tiles`, `full`. Writes: `tile`. Barriers: none. After: its tokens are in `ring`.
     """
-    wait = await_stage(e)
-
-    @T.inline
-    def phase(s, p):
-        s.tile[0] = s.tiles[s.slot[0]]
-        wait(s, p)
-
-    return phase
+    s.tile[0] = s.tiles[s.slot[0]]
+    await_stage(e)(s, p)
 
 
-def hold_scores(e: Extents) -> Callable[..., Any]:
-    """Add up the warps' sums of a tile; the phase is (io, s, p, scores).
+@phase
+def hold_scores(e, /, io, s, p, scores):
+    """Add up the warps' sums of a tile.
 
-    Reads: `parts`; the bias.
-    Writes: scores, -inf beyond the list's tokens; `held` and `held_tile`.
-    Barriers: none.
+    Reads: `parts`; the bias. Writes: scores, -inf beyond the list's tokens; `held` and `held_tile`. Barriers: none.
     """
-    pairs, add = e.tile_m * e.tile_n, add_parts(e)
-
-    @T.inline
-    def phase(io, s, p, scores):
-        s.held_tile[0] = s.tile[0]
-        for i in T.unroll(e.pairs_each):
-            if pairs % e.product_threads == 0 or i * e.product_threads + p.t < pairs:
-                if has_rows(e, io, s, p, i):
-                    row: T.int32 = (i * e.product_threads + p.t) // e.tile_n
-                    add(io, s, p, s.half[0], scores, row, s.tile[0] * e.tile_n + p.t % e.tile_n)
-                    s.held[i] = s.score[0]
-
-    return phase
+    pairs = T.meta_var(e.tile_m * e.tile_n)
+    s.held_tile[0] = s.tile[0]
+    for i in T.unroll(e.pairs_each):
+        if pairs % e.product_threads == 0 or i * e.product_threads + p.t < pairs:
+            if has_rows(e, io, s, p, i):
+                row: T.int32 = (i * e.product_threads + p.t) // e.tile_n
+                add_parts(e)(io, s, p, s.half[0], scores, row, s.tile[0] * e.tile_n + p.t % e.tile_n)
+                s.held[i] = s.score[0]
 
 
-def weigh_scores(e: Extents) -> Callable[..., Any]:
-    """What the scores of the tile before add. All warps come here at about the same time, so that nobody else would
-    use the time in which tokens come from shared memory. The phase is (io, s, p, tops, factor).
+@phase
+def weigh_scores(e, /, io, s, p, tops, factor):
+    """What the scores of the tile before add. All warps come here at about the same time, so that nobody else would use
+    the time in which tokens come from shared memory.
 
     Reads: `held`, `held_tile`.
     Writes: each row's largest in `tops`; `m` and `d`.
     Barriers: none, but all lanes of a warp take part.
     """
-    pairs, write = e.tile_m * e.tile_n, write_top(e)
-
-    @T.inline
-    def phase(io, s, p, tops, factor):
-        if s.held_tile[0] >= 0:
-            for i in T.unroll(e.pairs_each):
-                if pairs % e.product_threads == 0 or i * e.product_threads + p.t < pairs:
-                    if has_rows(e, io, s, p, i):
-                        s.score[0] = s.held[i]
-                        write(
-                            io, s, p, tops, (i * e.product_threads + p.t) // e.tile_n, s.held_tile[0],
-                            factor_at(factor, i))
-                        if not e.draws:
-                            s.sum[0] = s.d[i]
-                            s.unit[0] = s.m[i]
-                            add_to_base(s.sum, s.unit, s.rest, s.score[0], factor_at(factor, i))
-                            s.d[i] = s.sum[0]
-                            s.m[i] = s.unit[0]
-
-    return phase
+    pairs = T.meta_var(e.tile_m * e.tile_n)
+    if s.held_tile[0] >= 0:
+        for i in T.unroll(e.pairs_each):
+            if pairs % e.product_threads == 0 or i * e.product_threads + p.t < pairs:
+                if has_rows(e, io, s, p, i):
+                    s.score[0] = s.held[i]
+                    write_top(e)(
+                        io, s, p, tops, (i * e.product_threads + p.t) // e.tile_n, s.held_tile[0],
+                        factor_at(factor, i))
+                    if not e.draws:
+                        s.sum[0] = s.d[i]
+                        s.unit[0] = s.m[i]
+                        add_to_base(s.sum, s.unit, s.rest, s.score[0], factor_at(factor, i))
+                        s.d[i] = s.sum[0]
+                        s.m[i] = s.unit[0]
 
 
-def product(e: Extents) -> Callable[..., Any]:
-    """The kernel, called with (io, scores, tops, sums)."""
-    do = SimpleNamespace(
-        init_ring=init_ring(e), prefetch_tiles=prefetch_tiles(e), take_tiles=take_tiles(e),
-        locate_states=locate_states(e), ask_states=ask_states(e), end_states=end_states(e),
-        begin_dealing=begin_dealing(e), ask_next=ask_next(e), load_states=load_states(e), await_stage=await_stage(e),
-        find_tile=find_tile(e), bring_scales=bring_scales(e), bring_states=bring_states(e), bring_words=bring_words(e),
-        multiply_step=multiply_step(e), write_parts=write_parts(e), hold_scores=hold_scores(e),
-        next_stage=next_stage(e), weigh_scores=weigh_scores(e), join_tiles=join_tiles(e))
+@phase
+def multiply(e, /, io, s, p, tops, factor):
+    """The tile in hand, and meanwhile what the scores of the one before add."""
+    bring_scales(e)(io, s, p)
+    for i in T.unroll(e.sums_each):
+        s.sums[i] = T.float32(0)
+    for step in T.unroll(e.steps):
+        bring_words(e)(s, p, 0, step)
+        if step == 0:
+            weigh_scores(e)(io, s, p, tops, factor)
+        bring_states(e)(s, p, step)
+        multiply_step(e)(s, step)
 
-    @T.inline
-    def multiply(io, s, p, tops, factor):
-        """The tile in hand, and meanwhile what the scores of the one before add."""
-        do.bring_scales(io, s, p)
-        for i in T.unroll(e.sums_each):
-            s.sums[i] = T.float32(0)
-        for step in T.unroll(e.steps):
-            do.bring_words(s, p, 0, step)
-            if step == 0:
-                do.weigh_scores(io, s, p, tops, factor)
-            do.bring_states(s, p, step)
-            do.multiply_step(s, step)
 
-    @T.inline
-    def kernel(io, scores, tops, sums):
-        with device_region():
-            # One list, the vocabulary, and all its rows.
-            block, y = T.cta_id([e.blocks, (io.beam + (e.tile_m - 1)) // e.tile_m])
-            t = T.thread_id([e.product_threads])
-            p = T.meta_var(Place(t, e.reduce_warps))
-            s = T.meta_var(DynamicState.alloc(e, e.kept_bytes, index=0, top=y * e.tile_m))
-            factor: T.float32 = io.scale * T.float32(LOG2_E)
-            s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
-            do.init_ring(s, p)
-            if e.prefetch > 0:
-                do.prefetch_tiles(io, s, p, block)
-            if e.staged == 0:
-                do.locate_states(io, s, p)
-            wait_then_start_consumer()
-            factors = T.meta_var(own_factors(e, io, s, p, factor))
-            do.take_tiles(io, s, p, block)
-            do.begin_dealing(s)
+@phase
+def product(e, /, io, scores, tops, sums):
+    """The kernel."""
+    with device_region():
+        # One list, the vocabulary, and all its rows.
+        block, y = T.cta_id([e.blocks, (io.beam + (e.tile_m - 1)) // e.tile_m])
+        t = T.thread_id([e.product_threads])
+        p = T.meta_var(Place(t, e.reduce_warps))
+        s = T.meta_var(DynamicState.alloc(e, e.kept_bytes, index=0, top=y * e.tile_m))
+        factor: T.float32 = io.scale * T.float32(LOG2_E)
+        s.base[0] = held_address("u64", io.embedding.ptr_to([0, 0]))
+        init_ring(e)(s, p)
+        if e.prefetch > 0:
+            prefetch_tiles(e)(io, s, p, block)
+        if e.staged == 0:
+            locate_states(e)(io, s, p)
+        wait_then_start_consumer()
+        factors = T.meta_var(own_factors(e, io, s, p, factor))
+        take_tiles(e)(io, s, p, block)
+        begin_dealing(e)(s)
+        if t == asker(e):
+            for _ in T.serial(e.stages):
+                ask_next(e)(io, s)
+        if e.staged == 0:
+            ask_states(e)(s, p)
+        else:
+            load_states(e)(io, s, p)
+        if s.tile[0] < s.end[0]:
+            await_stage(e)(s, p)
+        if e.staged == 0:
+            end_states(e)(s, p)
+        while s.tile[0] < s.end[0]:
+            multiply(e)(io, s, p, tops, factors)
+            write_parts(e)(s, p, s.half[0])
+            # All threads have read the stage: the barrier in `write_parts`.
             if t == asker(e):
-                for _ in T.serial(e.stages):
-                    do.ask_next(io, s)
-            if e.staged == 0:
-                do.ask_states(s, p)
-            else:
-                do.load_states(io, s, p)
-            if s.tile[0] < s.end[0]:
-                do.await_stage(s, p)
-            if e.staged == 0:
-                do.end_states(s, p)
-            while s.tile[0] < s.end[0]:
-                multiply(io, s, p, tops, factors)
-                do.write_parts(s, p, s.half[0])
-                # All threads have read the stage: the barrier in `write_parts`.
-                if t == asker(e):
-                    do.ask_next(io, s)
-                do.hold_scores(io, s, p, scores)
-                s.half[0] = s.half[0] ^ 1
-                do.next_stage(s)
-                do.find_tile(s, p)
-            do.weigh_scores(io, s, p, tops, factors)
-            do.join_tiles(io, s, p, block, sums, factors)
-
-    return kernel
+                ask_next(e)(io, s)
+            hold_scores(e)(io, s, p, scores)
+            s.half[0] = s.half[0] ^ 1
+            next_stage(e)(s)
+            find_tile(e)(s, p)
+        weigh_scores(e)(io, s, p, tops, factors)
+        join_tiles(e)(io, s, p, block, sums, factors)
 # fmt: on

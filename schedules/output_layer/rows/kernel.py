@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvm_sparse.core.machine import AVX512_BF16
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Decisions, Program, Workspace
 from tvm_sparse.formats.quantized import word_number
 from tvm_sparse.operators.candidate_logits.problem import CandidateLogits
@@ -99,7 +98,7 @@ def bits_of(buffer: Any) -> Any:
     return T.decl_buffer(buffer.shape, "uint16", data=buffer.data, align=2)
 
 
-def multiply(problem: OutputLayer, decisions: Decisions) -> Callable[..., Any]:
+def multiply(problem: OutputLayer, decisions: Decisions) -> Phase:
     """Reads: hidden states and words. Writes: `target`, the scores of all positions, -inf beyond a list's words."""
     tile_m, tile_n, simd = decisions["tile_m"], decisions["tile_n"], decisions["simd"]
     ahead, dots = decisions["prefetch"], bool(decisions["dots"])
@@ -231,7 +230,7 @@ class Row:
         return tirx.BufferLoad(self._io.scores, at_row(self._io, self._index, self._row, at[1]))
 
 
-def select(problem: OutputLayer, static: int) -> Callable[..., Any]:
+def select(problem: OutputLayer, static: int) -> Phase:
     """Find the best words of each row. Reads: `scores`. Writes: all outputs."""
     exact_head, k, ids = isinstance(problem, HeadTopk), best_of(problem), getattr(problem, "ids", 0)
     own = own_of(problem, of_row=own_on_cpu) or (lambda io, row: io)

@@ -152,7 +152,7 @@ def add_lanes(e, /, io, s, scores):
 
 @phase
 def product(e, /, io, scores):
-    """The first kernel, called with (io, scores)."""
+    """The first kernel."""
     with device_region():
         flat = T.cta_id([io.lists * e.parts])
         t = T.thread_id([e.product_threads])
@@ -200,6 +200,7 @@ def program(problem: OutputLayer, decisions: Decisions) -> Program:
     def both(io):
         multiply_words(io, io.scores)
         search(io)
+
     # fmt: on
 
     scores = (Workspace("scores", rows_shape(problem, e.words), "float32"),)

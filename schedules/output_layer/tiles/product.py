@@ -22,13 +22,13 @@ and where each warp has tiles of its own, which need no barrier,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.powers import change_base
@@ -39,7 +39,7 @@ from ..best.state import add_pair
 from ..lists import count_words, find_word
 from ..scales import factor_at, factors_of, has_cap, head_capped
 from ..words import at_row
-from .sizes import Extents, TileSizes
+from .sizes import Extents
 
 load_vector = T.ptx.ld.global_.v4.u32
 load_shared = T.ptx.ld.shared.v4.u32
@@ -68,70 +68,52 @@ def in_place(word: Any) -> tirx.PrimExpr:
 
 @dataclass
 class State(Buffers):
-    """What the phases share.
+    """What the phases share."""
 
-    Attributes
-    ----------
-    index, top
-        The list, and the first row of its beam in this block's tiles.
-    tile, end
-        The tile in hand, and the number of the list's tiles.
-    words
-        Number of tokens of the list.
-    states, kept
-        Hidden states: in registers those in the warp's columns, for each step and each 8 rows the registers of two
-        vectors; or in shared memory all rows of a tile, and in registers those of one step; or of the first steps as
-        the one, and of the others as the other.
-    hand
-        Tokens of the steps in hand, in the same order.
-    base
-        The address of the embedding.
-    at, ahead
-        Addresses of the tokens of the tile in hand and of the next one, at this lane's column of the first step.
-    word
-        Ids of the tokens of the tile after that.
-    passed
-        What a lane has from another one.
-    octets, filler, factor
-        Tokens in eight bits of the step in hand, as they are in the ring; what fills them up to 16 bits (see
-        `device.words`); and the scale of the token whose scores a thread finishes.
-    sums
-        Sums of all pairs of fragments, four a pair.
-    parts
-        Shared: each warp's sums of a tile by row and token, of two tiles in turn.
-    m, d
-        For each score that a thread finishes in every tile: the largest so far, and the sum of exponentials relative to
-        it; with `whole_sums` the sum's base, and the sum in its unit (see `device.powers`).
-    pairs
-        Shared: the same of each row, by the warps that have tiles of their own.
-    score, added, other, bits
-        Scores, their tokens' biases, values of another lane, and ordered bits.
-    """
-
+    # The list, and the first row of its beam in this block's tiles.
     index: Any
     top: Any
+    # The tile in hand, and the number of the list's tiles.
     tile: Any = local("int32")
     end: Any = local("int32")
+    # Number of tokens of the list.
     words: Any = local("int32")
+    # Hidden states: in registers those in the warp's columns, for each step and each 8 rows the registers of two
+    # vectors; or in shared memory all rows of a tile, and in registers those of one step; or of the first steps as the
+    # one, and of the others as the other.
     states: Any = local("uint32", lambda e: e.held_steps * e.row_groups * 8)
+    # Tokens of the steps in hand, in the same order.
     hand: Any = local("uint32", lambda e: e.in_hand * e.word_groups * 8)
+    # The address of the embedding.
     base: Any = local("uint64")
+    # Addresses of the tokens of the tile in hand and of the next one, at this lane's column of the first step.
     at: Any = local("uint64", lambda e: e.word_groups * 2)
     ahead: Any = local("uint64", lambda e: e.word_groups * 2)
+    # Ids of the tokens of the tile after that.
     word: Any = local("int32", lambda e: e.word_groups * 2)
+    # What a lane has from another one.
     passed: Any = local("uint32")
+    # Tokens in eight bits of the step in hand, as they are in the ring; what fills them up to 16 bits (see
+    # `device.words`); and the scale of the token whose scores a thread finishes.
     octets: Any = local("uint32", lambda e: e.word_groups * 4, when=lambda e: e.stored)
     filler: Any = local("uint32", when=lambda e: e.stored)
     factor: Any = local("float32", when=lambda e: e.stored)
+    # Sums of all pairs of fragments, four a pair.
     sums: Any = local("float32", lambda e: e.sums_each)
+    # For each score that a thread finishes in every tile: the largest so far, and the sum of exponentials relative to
+    # it; with `whole_sums` the sum's base, and the sum in its unit (see `device.powers`).
     m: Any = local("float32", lambda e: e.pairs_each)
     d: Any = local(lambda e: e.sum_dtype, lambda e: e.pairs_each)
+    # Shared: the same of each row, by the warps that have tiles of their own.
     pairs: Any = shared("float32", lambda e: e.tiles * e.tile_m * 2, when=lambda e: e.reduce_warps == 1)
+    # Scores, their tokens' biases, values of another lane, and ordered bits.
     score: Any = local("float32", lambda e: e.word_groups)
     added: Any = local("float32", lambda e: e.word_groups)
     other: Any = local("float32", 2)
     bits: Any = local("uint32", 2)
+    # Shared: each warp's sums of a tile by row and token, of two tiles in turn.
     parts: Any = shared("float32", lambda e: 2 * e.reduce_warps * e.tile_m * e.pitch, when=lambda e: e.reduce_warps > 1)
+    # As `states`.
     kept: Any = pooled(
         "uint32", lambda e: e.ring_at // 4 if e.stages else e.kept_bytes // 4, 0, when=lambda e: e.staged
     )
@@ -218,32 +200,27 @@ def first_tile(e: Extents, p: Place, block: Any) -> Any:
     return p.team * e.blocks + block if e.stages else block * e.tiles + p.team
 
 
-def prefetch_tiles(e: Extents) -> Callable[..., Any]:
+@phase
+def prefetch_tiles(e, /, io, s, p, block):
     """Have the first tiles of a vocabulary brought into the L2 cache. All accesses to memory go through this cache, so
-    a prefetch may come before the wait for the producer kernel, whatever that kernel writes. The phase is (io, s, p,
-    block).
+    a prefetch may come before the wait for the producer kernel, whatever that kernel writes.
 
-    Reads: with `cached` `policy`. Writes: nothing.
-    Barriers: none.
+    Reads: with `cached` `policy`. Writes: nothing. Barriers: none.
     """
-
-    @T.inline
-    def phase(io, s, p, block):
-        for i in T.serial(e.prefetched):
-            tile = T.meta_var(first_tile(e, p, block) + i * e.stride)
-            first = T.meta_var(tile * e.tile_n)
-            size = T.meta_var(T.uint32(e.tile_bytes))
-            if p.t % (32 * e.reduce_warps) == 0 and first + e.tile_n <= io.vocab:
-                if e.cached > 0:
-                    if not stays_cached(e, tile):
-                        bulk_prefetch_hinted(io.embedding.ptr_to([first, 0]), size, s.policy[0])
-                else:
-                    bulk_prefetch(io.embedding.ptr_to([first, 0]), size)
-
-    return phase
+    for i in T.serial(e.prefetched):
+        tile = T.meta_var(first_tile(e, p, block) + i * e.stride)
+        first = T.meta_var(tile * e.tile_n)
+        size = T.meta_var(T.uint32(e.tile_bytes))
+        if p.t % (32 * e.reduce_warps) == 0 and first + e.tile_n <= io.vocab:
+            if e.cached > 0:
+                if not stays_cached(e, tile):
+                    bulk_prefetch_hinted(io.embedding.ptr_to([first, 0]), size, s.policy[0])
+            else:
+                bulk_prefetch(io.embedding.ptr_to([first, 0]), size)
 
 
-def take_tiles(e: Extents) -> Callable[..., Any]:
+@phase
+def take_tiles(e, /, io, s, p, block):
     """Deal the tiles of a list out to the blocks, and those that have several in hand, one in turn: so at any time all
     of them read neighbouring tokens, which memory answers faster than many runs of tokens at once.
 
@@ -251,28 +228,67 @@ def take_tiles(e: Extents) -> Callable[..., Any]:
     Writes: `words`, `tile`, `end`, and empty sums to `m` and `d`, or to `pairs`.
     Barriers: none.
     """
-    count = count_words(e)
-
-    @T.inline
-    def phase(io, s, p, block):
-        count(io, s.index, s.words)
-        s.tile[0] = first_tile(e, p, block)
-        # Only the operator that computes all logits also writes those beyond the count.
-        s.end[0] = (s.words[0] + (e.tile_n - 1)) // e.tile_n if e.k > 0 else e.list_tiles
-        if e.reduce_warps > 1:
-            for i in T.unroll(e.pairs_each):
-                s.m[i] = LOWEST
-                s.d[i] = T.Cast(e.sum_dtype, 0)
-        else:
-            for i in T.serial((e.tile_m - p.t % 32 + 31) // 32):
-                s.pairs[(p.team * e.tile_m + i * 32 + p.t % 32) * 2] = LOWEST
-                s.pairs[(p.team * e.tile_m + i * 32 + p.t % 32) * 2 + 1] = T.float32(0)
-            T.cuda.warp_sync()
-
-    return phase
+    count_words(e)(io, s.index, s.words)
+    s.tile[0] = first_tile(e, p, block)
+    # Only the operator that computes all logits also writes those beyond the count.
+    s.end[0] = (s.words[0] + (e.tile_n - 1)) // e.tile_n if e.k > 0 else e.list_tiles
+    if e.reduce_warps > 1:
+        for i in T.unroll(e.pairs_each):
+            s.m[i] = LOWEST
+            s.d[i] = T.Cast(e.sum_dtype, 0)
+    else:
+        for i in T.serial((e.tile_m - p.t % 32 + 31) // 32):
+            s.pairs[(p.team * e.tile_m + i * 32 + p.t % 32) * 2] = LOWEST
+            s.pairs[(p.team * e.tile_m + i * 32 + p.t % 32) * 2 + 1] = T.float32(0)
+        T.cuda.warp_sync()
 
 
-def load_states(e: Extents) -> Callable[..., Any]:
+def kept_vector(e: Extents, i: Any) -> Any:
+    """Which vector of its row the i-th one in shared memory is: for each warp, the vectors of its last steps."""
+    if not e.register_steps:
+        return i
+    return (i // (e.kept_steps * 8) * e.steps + e.register_steps) * 8 + i % (e.kept_steps * 8)
+
+
+@phase
+def of_warp(e, /, io, s, p):
+    """Load the hidden states in the warp's columns to registers."""
+    for step in T.unroll(e.register_steps):
+        for f in T.unroll(e.row_groups):
+            for h in T.unroll(2):
+                i = (step * e.row_groups + f) * 8 + h * 4
+                vector = T.meta_var(vector_of(e, p, step, h))
+                if vector < e.vectors:
+                    load_vector(
+                        s.states[i], s.states[i + 1], s.states[i + 2], s.states[i + 3],
+                        io.hidden.ptr_to(at_row(io, s.index, state_row(io, s, p, f), vector * (e.hidden // e.vectors))))
+                else:
+                    for v in T.unroll(4):
+                        s.states[i + v] = T.uint32(0)
+
+
+@phase
+def of_block(e, /, io, s, p):
+    """Load hidden states to shared memory, zeros beyond the last column."""
+    for i in T.serial(ceildiv(e.kept_rows * e.kept_vectors, e.product_threads)):
+        at = T.meta_var(i * e.product_threads + p.t)
+        if at < e.kept_rows * e.kept_vectors:
+            for v in T.unroll(4):
+                s.states[v] = T.uint32(0)
+            if kept_vector(e, at % e.kept_vectors) < e.vectors:
+                load_vector(
+                    s.states[0], s.states[1], s.states[2], s.states[3],
+                    io.hidden.ptr_to(at_row(
+                        io, s.index, T.min(s.top + at // e.kept_vectors, io.beam - 1),
+                        kept_vector(e, at % e.kept_vectors) * (e.hidden // e.vectors))))
+            store_shared(
+                s.kept.ptr_to([(at // e.kept_vectors * e.kept_pitch + at % e.kept_vectors) * 4]),
+                s.states[0], s.states[1], s.states[2], s.states[3])
+    T.cuda.cta_sync()
+
+
+@phase
+def load_states(e, /, io, s, p):
     """Load the hidden states: into registers those in the warp's columns, or into shared memory all of the tile's, or
     a part of each.
 
@@ -280,55 +296,10 @@ def load_states(e: Extents) -> Callable[..., Any]:
     Writes: `states`, zeros beyond the last column; `kept`.
     Barriers: none; with `kept` of the thread block, when that is written.
     """
-    elements = e.hidden // e.vectors  # of a vector
-
-    def kept_vector(i: Any) -> Any:
-        """Which vector of its row the i-th one in shared memory is: for each warp, the vectors of its last steps."""
-        if not e.register_steps:
-            return i
-        return (i // (e.kept_steps * 8) * e.steps + e.register_steps) * 8 + i % (e.kept_steps * 8)
-
-    @T.inline
-    def of_warp(io, s, p):
-        for step in T.unroll(e.register_steps):
-            for f in T.unroll(e.row_groups):
-                for h in T.unroll(2):
-                    i = (step * e.row_groups + f) * 8 + h * 4
-                    vector = T.meta_var(vector_of(e, p, step, h))
-                    if vector < e.vectors:
-                        load_vector(
-                            s.states[i], s.states[i + 1], s.states[i + 2], s.states[i + 3],
-                            io.hidden.ptr_to(at_row(io, s.index, state_row(io, s, p, f), vector * elements)))
-                    else:
-                        for v in T.unroll(4):
-                            s.states[i + v] = T.uint32(0)
-
-    @T.inline
-    def of_block(io, s, p):
-        for i in T.serial(ceildiv(e.kept_rows * e.kept_vectors, e.product_threads)):
-            at = T.meta_var(i * e.product_threads + p.t)
-            if at < e.kept_rows * e.kept_vectors:
-                for v in T.unroll(4):
-                    s.states[v] = T.uint32(0)
-                if kept_vector(at % e.kept_vectors) < e.vectors:
-                    load_vector(
-                        s.states[0], s.states[1], s.states[2], s.states[3],
-                        io.hidden.ptr_to(at_row(
-                            io, s.index, T.min(s.top + at // e.kept_vectors, io.beam - 1),
-                            kept_vector(at % e.kept_vectors) * elements)))
-                store_shared(
-                    s.kept.ptr_to([(at // e.kept_vectors * e.kept_pitch + at % e.kept_vectors) * 4]),
-                    s.states[0], s.states[1], s.states[2], s.states[3])
-        T.cuda.cta_sync()
-
-    @T.inline
-    def phase(io, s, p):
-        if e.kept_steps > 0:
-            of_block(io, s, p)
-        if e.register_steps > 0:
-            of_warp(io, s, p)
-
-    return phase
+    if e.kept_steps > 0:
+        of_block(e)(io, s, p)
+    if e.register_steps > 0:
+        of_warp(e)(io, s, p)
 
 
 def states_at(e: Extents, step: Any) -> Any:
@@ -339,7 +310,7 @@ def states_at(e: Extents, step: Any) -> Any:
     return (T.min(step, e.register_steps) if e.register_steps else 0) * e.row_groups
 
 
-def bring_states(e: Extents) -> Callable[..., Any]:
+def bring_states(e: Extents) -> Phase:
     """Load the hidden states of a step from shared memory. Reads: `kept`. Writes: `states`, unless those of the step
     stay there. Barriers: none. The phase is (s, p, step).
     """
@@ -370,7 +341,7 @@ def bring_states(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def multiply_step(e: Extents) -> Callable[..., Any]:
+def multiply_step(e: Extents) -> Phase:
     """Multiply a step; the phase is (s, step).
 
     Reads: `hand` and `states` of the step.
@@ -418,46 +389,42 @@ def split(word, high, low, finite, i):
         finite[i] = T.uint32(0)
 
 
-def multiply_floats(e: Extents) -> Callable[..., Any]:
+@phase
+def multiply_floats(e, /, s, step):
     """`multiply_step` for float32: three products of tf32.
 
     An infinity or NaN has no lower part, and must not meet the lower part of its partner, which may be 0.
     """
-    mma = T.ptx.mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32
-
-    @T.inline
-    def phase(s, step):
-        a_high = T.alloc_local([4], "uint32")
-        a_low = T.alloc_local([4], "uint32")
-        a_finite = T.alloc_local([4], "uint32")
-        b_high = T.alloc_local([e.row_groups * 2], "uint32")
-        b_low = T.alloc_local([e.row_groups * 2], "uint32")
-        b_finite = T.alloc_local([e.row_groups * 2], "uint32")
-        for half in T.unroll(4):
+    mma = T.meta_var(T.ptx.mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32)
+    a_high = T.alloc_local([4], "uint32")
+    a_low = T.alloc_local([4], "uint32")
+    a_finite = T.alloc_local([4], "uint32")
+    b_high = T.alloc_local([e.row_groups * 2], "uint32")
+    b_low = T.alloc_local([e.row_groups * 2], "uint32")
+    b_finite = T.alloc_local([e.row_groups * 2], "uint32")
+    for half in T.unroll(4):
+        for g in T.unroll(e.row_groups):
+            for i in T.unroll(2):
+                split(in_place(s.states[(states_at(e, step) + g) * 8 + half * 2 + i]),
+                      b_high, b_low, b_finite, g * 2 + i)
+        for f in T.unroll(e.word_groups // 2):
+            # In the order of the instruction: rows `group` and `group + 8` of one column, then those rows of the
+            # other column.
+            for i in T.unroll(4):
+                split(s.hand[(step % e.in_hand * e.word_groups + f * 2) * 8 + half * 2 + i // 2 + i % 2 * 8],
+                      a_high, a_low, a_finite, i)
             for g in T.unroll(e.row_groups):
-                for i in T.unroll(2):
-                    split(in_place(s.states[(states_at(e, step) + g) * 8 + half * 2 + i]),
-                          b_high, b_low, b_finite, g * 2 + i)
-            for f in T.unroll(e.word_groups // 2):
-                # In the order of the instruction: rows `group` and `group + 8` of one column, then those rows of the
-                # other column.
-                for i in T.unroll(4):
-                    split(s.hand[(step % e.in_hand * e.word_groups + f * 2) * 8 + half * 2 + i // 2 + i % 2 * 8],
-                          a_high, a_low, a_finite, i)
-                for g in T.unroll(e.row_groups):
-                    at = (f * e.row_groups + g) * 4
-                    b = g * 2
-                    mma(s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3],
-                        a_low[0], a_low[1], a_low[2], a_low[3], b_finite[b], b_finite[b + 1],
-                        s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3])
-                    mma(s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3],
-                        a_finite[0], a_finite[1], a_finite[2], a_finite[3], b_low[b], b_low[b + 1],
-                        s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3])
-                    mma(s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3],
-                        a_high[0], a_high[1], a_high[2], a_high[3], b_high[b], b_high[b + 1],
-                        s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3])
-
-    return phase
+                at = (f * e.row_groups + g) * 4
+                b = g * 2
+                mma(s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3],
+                    a_low[0], a_low[1], a_low[2], a_low[3], b_finite[b], b_finite[b + 1],
+                    s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3])
+                mma(s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3],
+                    a_finite[0], a_finite[1], a_finite[2], a_finite[3], b_low[b], b_low[b + 1],
+                    s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3])
+                mma(s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3],
+                    a_high[0], a_high[1], a_high[2], a_high[3], b_high[b], b_high[b + 1],
+                    s.sums[at], s.sums[at + 1], s.sums[at + 2], s.sums[at + 3])
 
 
 def row_of_group(e: Extents, group: Any) -> Any:
@@ -468,7 +435,18 @@ def row_of_group(e: Extents, group: Any) -> Any:
     return group % 2 * e.rows_apart + group // (2 * e.rows_apart) * (2 * e.rows_apart) + group // 2 % e.rows_apart
 
 
-def write_parts(e: Extents) -> Callable[..., Any]:
+def of_row(e: Extents, p: Place, f: Any, g: Any, i: Any) -> Any:
+    return f * 16 + i // 2 * 8 + p.group if e.words_second else g * 8 + p.member * 2 + i % 2
+
+
+def of_word(e: Extents, p: Place, f: Any, g: Any, i: Any) -> Any:
+    if e.words_second:
+        return g * 8 + row_of_group(e, p.member * 2 + i % 2)
+    return f * 16 + i // 2 * 8 + row_of_group(e, p.group)
+
+
+@phase
+def write_parts(e, /, s, p, half):
     """Put a warp's sums into shared memory.
 
     Reads: `sums`.
@@ -476,76 +454,50 @@ def write_parts(e: Extents) -> Callable[..., Any]:
     Barriers: of the thread block, at the end. With two halves a thread that is a tile ahead overwrites nothing that is
         still read.
     """
-
-    def of_row(p: Place, f: Any, g: Any, i: Any) -> Any:
-        return f * 16 + i // 2 * 8 + p.group if e.words_second else g * 8 + p.member * 2 + i % 2
-
-    def of_word(p: Place, f: Any, g: Any, i: Any) -> Any:
-        if e.words_second:
-            return g * 8 + row_of_group(e, p.member * 2 + i % 2)
-        return f * 16 + i // 2 * 8 + row_of_group(e, p.group)
-
-    @T.inline
-    def phase(s, p, half):
-        for f in T.unroll(e.a_groups // 2):
-            for g in T.unroll(e.b_groups):
-                for i in T.unroll(4):
-                    s.parts[((half * e.reduce_warps + p.warp) * e.tile_m + of_row(p, f, g, i)) * e.pitch
-                            + of_word(p, f, g, i)] = s.sums[(f * e.b_groups + g) * 4 + i]
-        T.cuda.cta_sync()
-
-    return phase
+    for f in T.unroll(e.a_groups // 2):
+        for g in T.unroll(e.b_groups):
+            for i in T.unroll(4):
+                s.parts[((half * e.reduce_warps + p.warp) * e.tile_m + of_row(e, p, f, g, i)) * e.pitch
+                        + of_word(e, p, f, g, i)] = s.sums[(f * e.b_groups + g) * 4 + i]
+    T.cuda.cta_sync()
 
 
-def add_parts(e: Extents) -> Callable[..., Any]:
-    """Add up the warps' sums of one score of a tile; the phase is (io, s, p, half, scores, row, position).
+@phase
+def add_parts(e, /, io, s, p, half, scores, row, position):
+    """Add up the warps' sums of one score of a tile.
 
-    Reads: `parts`; the bias.
-    Writes: `score` and `scores`, -inf beyond the list's tokens.
-    Barriers: none.
+    Reads: `parts`; the bias. Writes: `score` and `scores`, -inf beyond the list's tokens. Barriers: none.
     """
-    find = find_word(e)
-
-    @T.inline
-    def phase(io, s, p, half, scores, row, position):
-        s.score[0] = T.float32(0)
-        for w in T.unroll(e.reduce_warps):
-            s.score[0] = s.score[0] + s.parts[
-                ((half * e.reduce_warps + w) * e.tile_m + row) * e.pitch + p.t % e.tile_n]
-        if position < s.words[0]:
-            if e.stored != "":
-                s.score[0] = s.score[0] * s.factor[0]
-            if has_cap(io):
-                s.score[0] = head_capped(io, s.score[0])
-            if io.bias is not None:
-                word = T.alloc_local([1], "int32")
-                find(io, s.index, position, word)
-                s.score[0] = s.score[0] + load_element("float32", io.bias.ptr_to([word[0]]))
-        else:
-            s.score[0] = MINUS_INFINITY
-        if not e.draws:
-            if s.top + row < io.beam and (e.k > 0 or position < e.m):
-                T.buffer_store(scores, s.score[0], at_row(io, s.index, s.top + row, position))
-
-    return phase
-
-
-def bring_scales(e: Extents) -> Callable[..., Any]:
-    """Load the scale of the token whose scores a thread finishes, which is the same for all its rows. Nothing waits for
-    it before the sums of the tile. The phase is (io, s, p).
-
-    Reads: `tile`; the scales.
-    Writes: `factor`, where tokens are in eight bits.
-    Barriers: none.
-    """
-
-    @T.inline
-    def phase(io, s, p):
+    s.score[0] = T.float32(0)
+    for w in T.unroll(e.reduce_warps):
+        s.score[0] = s.score[0] + s.parts[
+            ((half * e.reduce_warps + w) * e.tile_m + row) * e.pitch + p.t % e.tile_n]
+    if position < s.words[0]:
         if e.stored != "":
-            s.factor[0] = load_element(
-                "float32", io.scales.ptr_to([T.min(s.tile[0] * e.tile_n + p.t % e.tile_n, io.vocab - 1)]))
+            s.score[0] = s.score[0] * s.factor[0]
+        if has_cap(io):
+            s.score[0] = head_capped(io, s.score[0])
+        if io.bias is not None:
+            word = T.alloc_local([1], "int32")
+            find_word(e)(io, s.index, position, word)
+            s.score[0] = s.score[0] + load_element("float32", io.bias.ptr_to([word[0]]))
+    else:
+        s.score[0] = MINUS_INFINITY
+    if not e.draws:
+        if s.top + row < io.beam and (e.k > 0 or position < e.m):
+            T.buffer_store(scores, s.score[0], at_row(io, s.index, s.top + row, position))
 
-    return phase
+
+@phase
+def bring_scales(e, /, io, s, p):
+    """Load the scale of the token whose scores a thread finishes, which is the same for all its rows. Nothing waits for
+    it before the sums of the tile.
+
+    Reads: `tile`; the scales. Writes: `factor`, where tokens are in eight bits. Barriers: none.
+    """
+    if e.stored != "":
+        s.factor[0] = load_element(
+            "float32", io.scales.ptr_to([T.min(s.tile[0] * e.tile_n + p.t % e.tile_n, io.vocab - 1)]))
 
 
 @T.inline
@@ -554,37 +506,31 @@ def store_slice(slices, row, tile, bits, mass):
     store_two(slices.ptr_to([row, tile, 0]), bits, T.reinterpret("uint32", mass))
 
 
-def write_top(e: Extents) -> Callable[..., Any]:
-    """The largest score of a row in a tile, and for a draw the sum of exponentials relative to it; the phase is (io, s,
-    p, tops, row, tile, factor).
+@phase
+def write_top(e, /, io, s, p, tops, row, tile, factor):
+    """The largest score of a row in a tile, and for a draw the sum of exponentials relative to it.
 
-    Reads: `score`.
-    Writes: `tops`; `bits`, and for a draw `other`.
-    Barriers: none, but all lanes of a warp take part.
+    Reads: `score`. Writes: `tops`; `bits`, and for a draw `other`. Barriers: none, but all lanes of a warp take part.
     """
-
-    @T.inline
-    def phase(io, s, p, tops, row, tile, factor):
-        s.bits[0] = order_bits(s.score[0])
+    s.bits[0] = order_bits(s.score[0])
+    for b in T.unroll(e.tile_n.bit_length() - 1):
+        s.bits[0] = T.max(
+            s.bits[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.bits[0], 1 << b, 32, 32))
+    if e.draws:
+        # At least the lowest finite number: the difference of two infinities would be NaN.
+        s.other[0] = T.max(bits_value(s.bits[0]), LOWEST)
+        s.other[1] = T.exp2((s.score[0] - s.other[0]) * factor)
         for b in T.unroll(e.tile_n.bit_length() - 1):
-            s.bits[0] = T.max(
-                s.bits[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.bits[0], 1 << b, 32, 32))
-        if e.draws:
-            # At least the lowest finite number: the difference of two infinities would be NaN.
-            s.other[0] = T.max(bits_value(s.bits[0]), LOWEST)
-            s.other[1] = T.exp2((s.score[0] - s.other[0]) * factor)
-            for b in T.unroll(e.tile_n.bit_length() - 1):
-                s.other[1] = s.other[1] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.other[1], 1 << b, 32, 32)
-            if p.t % e.tile_n == 0 and s.top + row < io.beam:
-                store_slice(tops, s.top + row, tile, s.bits[0], s.other[1])
-        else:
-            if p.t % e.tile_n == 0 and s.top + row < io.beam:
-                T.buffer_store(tops, s.bits[0], at_row(io, s.index, s.top + row, tile))
-
-    return phase
+            s.other[1] = s.other[1] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.other[1], 1 << b, 32, 32)
+        if p.t % e.tile_n == 0 and s.top + row < io.beam:
+            store_slice(tops, s.top + row, tile, s.bits[0], s.other[1])
+    else:
+        if p.t % e.tile_n == 0 and s.top + row < io.beam:
+            T.buffer_store(tops, s.bits[0], at_row(io, s.index, s.top + row, tile))
 
 
-def finish_scores(e: Extents) -> Callable[..., Any]:
+@phase
+def finish_scores(e, /, io, s, p, half, scores, tops, factor):
     """Add up the warps' sums of a tile, and do with a score what is to be done with it. A thread has the same row and
     place in every tile.
 
@@ -592,67 +538,102 @@ def finish_scores(e: Extents) -> Callable[..., Any]:
     Writes: scores, -inf beyond the list's tokens; each row's largest in `tops`; `m` and `d`.
     Barriers: none, but all lanes of a warp take part.
     """
-    pairs = e.tile_m * e.tile_n
-    add, write = add_parts(e), write_top(e)
-
-    @T.inline
-    def phase(io, s, p, half, scores, tops, factor):
-        for i in T.unroll(e.pairs_each):
-            if pairs % e.product_threads == 0 or i * e.product_threads + p.t < pairs:
-                row: T.int32 = (i * e.product_threads + p.t) // e.tile_n
-                position: T.int32 = s.tile[0] * e.tile_n + p.t % e.tile_n
-                add(io, s, p, half, scores, row, position)
-                if e.summed:
-                    write(io, s, p, tops, row, s.tile[0], factor_at(factor, i))
-                    if not e.draws:
-                        if position < s.words[0]:
-                            add_pair(s.m, i, s.d, i, s.score[0], T.float32(1), s.other, factor_at(factor, i))
-
-    return phase
+    pairs = T.meta_var(e.tile_m * e.tile_n)
+    for i in T.unroll(e.pairs_each):
+        if pairs % e.product_threads == 0 or i * e.product_threads + p.t < pairs:
+            row: T.int32 = (i * e.product_threads + p.t) // e.tile_n
+            position: T.int32 = s.tile[0] * e.tile_n + p.t % e.tile_n
+            add_parts(e)(io, s, p, half, scores, row, position)
+            if e.summed:
+                write_top(e)(io, s, p, tops, row, s.tile[0], factor_at(factor, i))
+                if not e.draws:
+                    if position < s.words[0]:
+                        add_pair(s.m, i, s.d, i, s.score[0], T.float32(1), s.other, factor_at(factor, i))
 
 
-def join_sums(e: Extents) -> Callable[..., Any]:
+@phase
+def join_rounded(e, /, s, i, factor):
+    """Join the lanes' pairs of row i, in the order of lanes."""
+    for b in T.unroll(e.tile_n.bit_length() - 1):
+        s.other[0] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.m[i], 1 << b, 32, 32)
+        s.other[1] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[i], 1 << b, 32, 32)
+        add_pair(s.m, i, s.d, i, s.other[0], s.other[1], s.score, factor)
+
+
+@phase
+def join_whole(e, /, s, i, factor):
+    """Join the lanes' pairs of row i; sums in units of whole powers of two are the same in any order."""
+    steps = T.meta_var(e.tile_n.bit_length() - 1)
+    s.score[0] = s.m[i]
+    for b in T.unroll(steps):
+        s.score[0] = T.max(s.score[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.score[0], 1 << b, 32, 32))
+    s.d[i] = change_base(s.d[i], s.m[i], s.score[0])
+    s.m[i] = s.score[0]
+    for b in T.unroll(steps):
+        s.d[i] = s.d[i] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[i], 1 << b, 32, 32)
+
+
+@phase
+def join_sums(e, /, io, s, p, block, sums, factor):
     """Join what the lanes of a row know.
 
     Reads: `m` and `d`.
     Writes: the block's pair of each row to `sums`.
     Barriers: none, but all lanes of a warp take part.
     """
-    pairs, steps = e.tile_m * e.tile_n, e.tile_n.bit_length() - 1
-
-    @T.inline
-    def join_rounded(s, i, factor):
-        for b in T.unroll(steps):
-            s.other[0] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.m[i], 1 << b, 32, 32)
-            s.other[1] = T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[i], 1 << b, 32, 32)
-            add_pair(s.m, i, s.d, i, s.other[0], s.other[1], s.score, factor)
-
-    @T.inline
-    def join_whole(s, i, factor):
-        s.score[0] = s.m[i]
-        for b in T.unroll(steps):
-            s.score[0] = T.max(s.score[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.score[0], 1 << b, 32, 32))
-        s.d[i] = change_base(s.d[i], s.m[i], s.score[0])
-        s.m[i] = s.score[0]
-        for b in T.unroll(steps):
-            s.d[i] = s.d[i] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.d[i], 1 << b, 32, 32)
-
-    join = join_whole if e.whole_sums else join_rounded
-
-    @T.inline
-    def phase(io, s, p, block, sums, factor):
-        for i in T.unroll(e.pairs_each):
-            if pairs % e.product_threads == 0 or i * e.product_threads + p.t < pairs:
-                row: T.int32 = (i * e.product_threads + p.t) // e.tile_n
-                join(s, i, factor_at(factor, i))
-                if p.t % e.tile_n == 0 and s.top + row < io.beam:
-                    T.buffer_store(sums, T.Cast(e.sum_dtype, s.m[i]), at_row(io, s.index, s.top + row, block, 0))
-                    T.buffer_store(sums, s.d[i], at_row(io, s.index, s.top + row, block, 1))
-
-    return phase
+    pairs = T.meta_var(e.tile_m * e.tile_n)
+    join = T.meta_var(join_whole(e) if e.whole_sums else join_rounded(e))
+    for i in T.unroll(e.pairs_each):
+        if pairs % e.product_threads == 0 or i * e.product_threads + p.t < pairs:
+            row: T.int32 = (i * e.product_threads + p.t) // e.tile_n
+            join(s, i, factor_at(factor, i))
+            if p.t % e.tile_n == 0 and s.top + row < io.beam:
+                T.buffer_store(sums, T.Cast(e.sum_dtype, s.m[i]), at_row(io, s.index, s.top + row, block, 0))
+                T.buffer_store(sums, s.d[i], at_row(io, s.index, s.top + row, block, 1))
 
 
-def finish_alone(e: Extents) -> Callable[..., Any]:
+@phase
+def store_score(e, /, io, s, p, scores, row, n):
+    """Add the bias to the score of the lane's n-th token in this row, and store it; -inf beyond the list."""
+    if s.tile[0] * e.tile_n + n * 8 + p.group < s.words[0]:
+        if has_cap(io):
+            s.score[n] = head_capped(io, s.score[n])
+        if io.bias is not None:
+            s.score[n] = s.score[n] + s.added[n]
+    else:
+        s.score[n] = MINUS_INFINITY
+    if not e.draws:
+        if s.top + row < io.beam and (e.k > 0 or s.tile[0] * e.tile_n + n * 8 + p.group < e.m):
+            T.buffer_store(
+                scores, s.score[n], at_row(io, s.index, s.top + row, s.tile[0] * e.tile_n + n * 8 + p.group))
+
+
+@phase
+def sum_up(e, /, io, s, p, tops, row, factor):
+    """Add a row's scores in this tile to its pair."""
+    s.bits[0] = order_bits(s.score[0])
+    for n in T.unroll(e.word_groups - 1):
+        s.bits[0] = T.max(s.bits[0], order_bits(s.score[n + 1]))
+    for b in T.unroll(3):
+        s.bits[0] = T.max(s.bits[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.bits[0], 4 << b, 32, 32))
+    # At least the lowest finite number: the difference of two infinities would be NaN.
+    s.other[0] = T.max(bits_value(s.bits[0]), LOWEST)
+    s.other[1] = T.float32(0)
+    for n in T.unroll(e.word_groups):
+        s.other[1] = s.other[1] + T.exp2((s.score[n] - s.other[0]) * factor)
+    for b in T.unroll(3):
+        s.other[1] = s.other[1] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.other[1], 4 << b, 32, 32)
+    if p.group == 0 and s.top + row < io.beam:
+        if e.draws:
+            store_slice(tops, s.top + row, s.tile[0], s.bits[0], s.other[1])
+        else:
+            T.buffer_store(tops, s.bits[0], at_row(io, s.index, s.top + row, s.tile[0]))
+            at = T.meta_var((p.team * e.tile_m + row) * 2)
+            add_pair(s.pairs, at, s.pairs, at + 1, s.other[0], s.other[1], s.score, factor)
+
+
+@phase
+def finish_alone(e, /, io, s, p, scores, tops, factor):
     """`finish_scores` for a warp that has whole sums in its registers: rows are two of each fragment's, by `member`,
     and their tokens lie with eight lanes.
 
@@ -660,92 +641,41 @@ def finish_alone(e: Extents) -> Callable[..., Any]:
     Writes: scores, -inf beyond the list's tokens; each row's largest in `tops`; `pairs`.
     Barriers: none, but all lanes of a warp take part.
     """
-    find = find_word(e)
-    words = e.word_groups  # words per lane
-
-    @T.inline
-    def store_score(io, s, p, scores, row, n):
-        """Add the bias to the score of the lane's n-th token in this row, and store it; -inf beyond the list."""
-        if s.tile[0] * e.tile_n + n * 8 + p.group < s.words[0]:
-            if has_cap(io):
-                s.score[n] = head_capped(io, s.score[n])
-            if io.bias is not None:
-                s.score[n] = s.score[n] + s.added[n]
-        else:
-            s.score[n] = MINUS_INFINITY
-        if not e.draws:
-            if s.top + row < io.beam and (e.k > 0 or s.tile[0] * e.tile_n + n * 8 + p.group < e.m):
-                T.buffer_store(
-                    scores, s.score[n], at_row(io, s.index, s.top + row, s.tile[0] * e.tile_n + n * 8 + p.group))
-
-    @T.inline
-    def sum_up(io, s, p, tops, row, factor):
-        """Add a row's scores in this tile to its pair."""
-        s.bits[0] = order_bits(s.score[0])
-        for n in T.unroll(words - 1):
-            s.bits[0] = T.max(s.bits[0], order_bits(s.score[n + 1]))
-        for b in T.unroll(3):
-            s.bits[0] = T.max(s.bits[0], T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.bits[0], 4 << b, 32, 32))
-        # At least the lowest finite number: the difference of two infinities would be NaN.
-        s.other[0] = T.max(bits_value(s.bits[0]), LOWEST)
-        s.other[1] = T.float32(0)
-        for n in T.unroll(words):
-            s.other[1] = s.other[1] + T.exp2((s.score[n] - s.other[0]) * factor)
-        for b in T.unroll(3):
-            s.other[1] = s.other[1] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.other[1], 4 << b, 32, 32)
-        if p.group == 0 and s.top + row < io.beam:
-            if e.draws:
-                store_slice(tops, s.top + row, s.tile[0], s.bits[0], s.other[1])
-            else:
-                T.buffer_store(tops, s.bits[0], at_row(io, s.index, s.top + row, s.tile[0]))
-                at = T.meta_var((p.team * e.tile_m + row) * 2)
-                add_pair(s.pairs, at, s.pairs, at + 1, s.other[0], s.other[1], s.score, factor)
-
-    @T.inline
-    def phase(io, s, p, scores, tops, factor):
-        if io.bias is not None:
-            for n in T.unroll(words):
-                word = T.alloc_local([1], "int32")
-                find(io, s.index, T.max(T.min(s.tile[0] * e.tile_n + n * 8 + p.group, s.words[0] - 1), 0), word)
-                s.added[n] = load_element("float32", io.bias.ptr_to([word[0]]))
-        for g in T.unroll(e.row_groups):
-            for i in T.unroll(2):
-                row = T.meta_var(g * 8 + p.member * 2 + i)
-                for n in T.unroll(words):
-                    s.score[n] = s.sums[(n // 2 * e.row_groups + g) * 4 + n % 2 * 2 + i]
-                    store_score(io, s, p, scores, row, n)
-                if e.summed:
-                    sum_up(io, s, p, tops, row, factor_at(factor, g * 2 + i))
-
-    return phase
+    if io.bias is not None:
+        for n in T.unroll(e.word_groups):
+            word = T.alloc_local([1], "int32")
+            find_word(e)(io, s.index, T.max(T.min(s.tile[0] * e.tile_n + n * 8 + p.group, s.words[0] - 1), 0), word)
+            s.added[n] = load_element("float32", io.bias.ptr_to([word[0]]))
+    for g in T.unroll(e.row_groups):
+        for i in T.unroll(2):
+            row = T.meta_var(g * 8 + p.member * 2 + i)
+            for n in T.unroll(e.word_groups):
+                s.score[n] = s.sums[(n // 2 * e.row_groups + g) * 4 + n % 2 * 2 + i]
+                store_score(e)(io, s, p, scores, row, n)
+            if e.summed:
+                sum_up(e)(io, s, p, tops, row, factor_at(factor, g * 2 + i))
 
 
-def join_warps(e: TileSizes) -> Callable[..., Any]:
+@phase
+def join_warps(e, /, io, s, p, block, sums, factor):
     """Join what the warps of a block know.
 
-    Reads: `pairs`.
-    Writes: the block's pair of each row to `sums`.
-    Barriers: of the thread block, at the begin.
+    Reads: `pairs`. Writes: the block's pair of each row to `sums`. Barriers: of the thread block, at the begin.
     """
-
-    @T.inline
-    def phase(io, s, p, block, sums, factor):
-        T.cuda.cta_sync()
-        for i in T.serial((e.tile_m - p.t + (e.product_threads - 1)) // e.product_threads):
-            row = T.meta_var(i * e.product_threads + p.t)
-            own = T.meta_var(factor_at(factors_of(io, [s.top + row], factor), 0))
-            s.other[0] = LOWEST
-            for w in T.unroll(e.tiles):
-                s.other[0] = T.max(s.other[0], s.pairs[(w * e.tile_m + row) * 2])
-            s.other[1] = T.float32(0)
-            for w in T.unroll(e.tiles):
-                s.other[1] = s.other[1] + s.pairs[(w * e.tile_m + row) * 2 + 1] * T.exp2(
-                    (s.pairs[(w * e.tile_m + row) * 2] - s.other[0]) * own)
-            if s.top + row < io.beam:
-                T.buffer_store(sums, s.other[0], at_row(io, s.index, s.top + row, block, 0))
-                T.buffer_store(sums, s.other[1], at_row(io, s.index, s.top + row, block, 1))
-
-    return phase
+    T.cuda.cta_sync()
+    for i in T.serial((e.tile_m - p.t + (e.product_threads - 1)) // e.product_threads):
+        row = T.meta_var(i * e.product_threads + p.t)
+        own = T.meta_var(factor_at(factors_of(io, [s.top + row], factor), 0))
+        s.other[0] = LOWEST
+        for w in T.unroll(e.tiles):
+            s.other[0] = T.max(s.other[0], s.pairs[(w * e.tile_m + row) * 2])
+        s.other[1] = T.float32(0)
+        for w in T.unroll(e.tiles):
+            s.other[1] = s.other[1] + s.pairs[(w * e.tile_m + row) * 2 + 1] * T.exp2(
+                (s.pairs[(w * e.tile_m + row) * 2] - s.other[0]) * own)
+        if s.top + row < io.beam:
+            T.buffer_store(sums, s.other[0], at_row(io, s.index, s.top + row, block, 0))
+            T.buffer_store(sums, s.other[1], at_row(io, s.index, s.top + row, block, 1))
 
 
 def own_factors(e: Extents, io: Any, s: State, p: Place, factor: Any) -> Any:
@@ -759,7 +689,7 @@ def own_factors(e: Extents, io: Any, s: State, p: Place, factor: Any) -> Any:
     return factors_of(io, [s.top + row for row in rows], factor)
 
 
-def finish_tile(e: Extents) -> Callable[..., Any]:
+def finish_tile(e: Extents) -> Phase:
     """Finish a tile that is multiplied; the phase is (io, s, p, scores, tops, factor).
 
     Reads: `sums`; the bias.
@@ -779,17 +709,13 @@ def finish_tile(e: Extents) -> Callable[..., Any]:
     return phase
 
 
-def join_tiles(e: Extents) -> Callable[..., Any]:
-    """Join what a thread block has summed of exponentials, if anything; the phase is (io, s, p, block, sums, factor).
+@phase
+def join_tiles(e, /, io, s, p, block, sums, factor):
+    """Join what a thread block has summed of exponentials, if anything.
 
     Writes: the block's pair of each row to `sums`. Barriers: where each warp has tiles of its own, of the thread block.
     """
-    join = join_sums(e) if e.reduce_warps > 1 else join_warps(e)
-
-    @T.inline
-    def phase(io, s, p, block, sums, factor):
-        if e.summed and not e.draws:
-            join(io, s, p, block, sums, factor)
-
-    return phase
+    join = T.meta_var(join_sums(e) if e.reduce_warps > 1 else join_warps(e))
+    if e.summed and not e.draws:
+        join(io, s, p, block, sums, factor)
 # fmt: on

@@ -22,15 +22,14 @@ from ..words import OutputLayer, rows_shape, with_scores, writes_scores
 from .sizes import Extents
 
 
+# fmt: off
 def program(problem: OutputLayer, e: Extents, product: Callable[[Extents], Callable[..., Any]]) -> Program:
     """The program of one point, whose first kernel is `product(e)`, called with (io, scores, tops, sums)."""
     multiply = product(e)
     if not e.k:
-        # fmt: off
         @T.inline
         def alone(io):
             multiply(io, io.logits, None, None)
-        # fmt: on
 
         return gpu_program(problem, alone, overlapped=e.overlap > 0)
 
@@ -39,12 +38,10 @@ def program(problem: OutputLayer, e: Extents, product: Callable[[Extents], Calla
     if e.draws:
         draw = draw_token(problem, e)
 
-        # fmt: off
         @T.inline
         def and_draw(io):
             multiply(io, None, io.slices, None)
             draw(io)
-        # fmt: on
         return gpu_program(problem, and_draw, (slices_of(e), *tickets), overlapped=e.overlap > 0)
 
     shown = writes_scores(problem)
@@ -59,11 +56,10 @@ def program(problem: OutputLayer, e: Extents, product: Callable[[Extents], Calla
         )
     own += tickets
 
-    # fmt: off
     @T.inline
     def both(given):
         io = T.meta_var(with_scores(given))
         multiply(io, io.scores, getattr(io, "tops", None), getattr(io, "sums", None))
         find(io)
-    # fmt: on
     return gpu_program(problem, both, own, overlapped=e.overlap > 0)
+# fmt: on

@@ -10,13 +10,12 @@ next_stage      the ring turns
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 
 from ...device.mbarriers import await_phase, bulk_copy
 from ...device.state import local, pooled, shared
@@ -122,7 +121,7 @@ def await_stage(e, /, s, p):
     await_phase(s.done, s.full.ptr_to([stage_at(e, p, s.slot[0])]), s.turn[0])
 
 
-def bring_words(e: Extents) -> Callable[..., Any]:
+def bring_words(e: Extents) -> Phase:
     """Load the words of a step from a stage; the phase is (s, p, part, step).
 
     Reads: `ring`. Writes: `hand`, zeros beyond the last column; `octets`. Barriers: none.

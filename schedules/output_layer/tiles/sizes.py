@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import REGISTER_FILE, Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, ceildiv, powers
@@ -146,6 +147,9 @@ def launch(extents: Any) -> Any:
     return of_product
 
 
+tile_sizes_extent = Derived["TileSizes", int]
+
+
 class TileSizes(TileSearchSizes):
     """Sizes of the first kernels' tiles, those of `warpgroups` too: `tile_n` tokens by `tile_m` rows."""
 
@@ -157,30 +161,20 @@ class TileSizes(TileSearchSizes):
         """Threads of a block that multiply."""
         raise NotImplementedError
 
-    @property
-    def stride(self) -> int:
-        """Tiles that all blocks have in hand together: from one tile of a warp or block to its next."""
-        return self.blocks * self.tiles
+    # Tiles that all blocks have in hand together: from one tile of a warp or block to its next.
+    stride = tile_sizes_extent(lambda e: e.blocks * e.tiles)
+    # Groups of eight tokens in a tile.
+    word_groups = tile_sizes_extent(lambda e: e.tile_n // 8)
+    # Groups of eight rows of hidden states in a tile.
+    row_groups = tile_sizes_extent(lambda e: e.tile_m // 8)
+    # Sums of a tile that a lane has.
+    sums_each = tile_sizes_extent(lambda e: e.tile_m * e.tile_n // 32)
+    # Floats from one row of a tile's sums to the next.
+    pitch = tile_sizes_extent(lambda e: e.tile_n + PAD)
 
-    @property
-    def word_groups(self) -> int:
-        """Groups of eight tokens in a tile."""
-        return self.tile_n // 8
 
-    @property
-    def row_groups(self) -> int:
-        """Groups of eight rows of hidden states in a tile."""
-        return self.tile_m // 8
-
-    @property
-    def sums_each(self) -> int:
-        """Sums of a tile that a lane has."""
-        return self.tile_m * self.tile_n // 32
-
-    @property
-    def pitch(self) -> int:
-        """Floats from one row of a tile's sums to the next."""
-        return self.tile_n + PAD
+extents_extent = Derived["Extents", int]
+extents_whether = Derived["Extents", bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,10 +259,8 @@ class Extents(TileSizes):
         each = max(self.depth, 1) if self.stages else 1
         return ceildiv(self.vectors, 8 * self.reduce_warps * each) * each
 
-    @property
-    def product_threads(self) -> int:
-        """Threads of a block of the first kernel."""
-        return 32 * self.reduce_warps * self.tiles
+    # Threads of a block of the first kernel.
+    product_threads = extents_extent(lambda e: 32 * e.reduce_warps * e.tiles)
 
     @property
     def words_second(self) -> bool:
@@ -277,75 +269,37 @@ class Extents(TileSizes):
         rows enough."""
         return self.tile_n == NARROW or (self.whole and self.dtype != "float32" and self.tile_m >= 16)
 
-    @property
-    def a_groups(self) -> int:
-        """Groups of eight rows of operand A: two are a fragment."""
-        return self.row_groups if self.words_second else self.word_groups
-
-    @property
-    def b_groups(self) -> int:
-        """Groups of eight rows of operand B: each is a fragment."""
-        return self.word_groups if self.words_second else self.row_groups
-
-    @property
-    def in_hand(self) -> int:
-        """Steps of tokens in registers."""
-        return 1 if self.stages else self.depth
-
-    @property
-    def whole(self) -> bool:
-        """Whether a stage has whole rows."""
-        return self.stages > 0 and not self.depth
-
-    @property
-    def rings(self) -> int:
-        """Rings of a thread block: one, or one a warp."""
-        return 1 if self.whole else self.product_threads // 32
-
-    @property
-    def stage_steps(self) -> int:
-        """Steps of a warp in a stage."""
-        return self.steps if self.whole else self.depth
-
-    @property
-    def parts(self) -> int:
-        """Stages of a tile."""
-        return self.steps // self.stage_steps
-
-    @property
-    def word_row(self) -> int:
-        """Bytes of a token's row."""
-        return self.hidden if self.stored else self.vectors * VECTOR
-
-    @property
-    def tile_bytes(self) -> int:
-        return self.tile_n * self.word_row
-
-    @property
-    def prefetched(self) -> int:
-        """Tiles that a warp, or those that share one, have brought into the L2 cache ahead."""
-        return max(1, PREFETCHED // (self.stride * self.tile_bytes))
-
-    @property
-    def dealt_turns(self) -> int:
-        """Tiles that each block or warp is given: all but the last of them, and those that are taken (`dynamic`)."""
-        return max(self.dealt(self.list_tiles), 1)
+    # Groups of eight rows of operand A: two are a fragment.
+    a_groups = extents_extent(lambda e: e.row_groups if e.words_second else e.word_groups)
+    # Groups of eight rows of operand B: each is a fragment.
+    b_groups = extents_extent(lambda e: e.word_groups if e.words_second else e.row_groups)
+    # Steps of tokens in registers.
+    in_hand = extents_extent(lambda e: 1 if e.stages else e.depth)
+    # Whether a stage has whole rows.
+    whole = extents_whether(lambda e: e.stages > 0 and not e.depth)
+    # Rings of a thread block: one, or one a warp.
+    rings = extents_extent(lambda e: 1 if e.whole else e.product_threads // 32)
+    # Steps of a warp in a stage.
+    stage_steps = extents_extent(lambda e: e.steps if e.whole else e.depth)
+    # Stages of a tile.
+    parts = extents_extent(lambda e: e.steps // e.stage_steps)
+    # Bytes of a token's row.
+    word_row = extents_extent(lambda e: e.hidden if e.stored else e.vectors * VECTOR)
+    tile_bytes = extents_extent(lambda e: e.tile_n * e.word_row)
+    # Tiles that a warp, or those that share one, have brought into the L2 cache ahead.
+    prefetched = extents_extent(lambda e: max(1, PREFETCHED // (e.stride * e.tile_bytes)))
+    # Tiles that each block or warp is given: all but the last of them, and those that are taken (`dynamic`).
+    dealt_turns = extents_extent(lambda e: max(e.dealt(e.list_tiles), 1))
 
     def dealt(self, tiles: Any) -> Any:
         """How many rounds of `tiles` tiles are dealt out, each round a tile for each thread block or warp."""
         return tiles * (100 - self.dynamic) // (100 * self.stride)
 
-    @property
-    def cached_turns(self) -> int:
-        """How many of these stay in the L2 cache, of all blocks: as many as come nearest to `cached`."""
-        return min(round(self.cached * 2**20 / (self.stride * self.tile_bytes)), self.dealt_turns - 1)
-
-    @property
-    def early(self) -> bool:
-        """Whether tokens that are constant are read before the producer kernel has ended: those of a vocabulary, where
-        they go to registers. A ring that is filled so early gains nothing on an H200: the wait takes longer by as much.
-        """
-        return self.overlap > 0 and not self.m and not self.stages
+    # How many of these stay in the L2 cache, of all blocks: as many as come nearest to `cached`.
+    cached_turns = extents_extent(lambda e: min(round(e.cached * 2**20 / (e.stride * e.tile_bytes)), e.dealt_turns - 1))
+    # Whether tokens that are constant are read before the producer kernel has ended: those of a vocabulary, where they
+    # go to registers. A ring that is filled so early gains nothing on an H200: the wait takes longer by as much.
+    early = extents_whether(lambda e: e.overlap > 0 and not e.m and not e.stages)
 
     @property
     def held(self) -> int:
@@ -355,10 +309,8 @@ class Extents(TileSizes):
         operands = self.in_hand * self.tile_n + states + split + (4 * self.word_groups if self.stored else 0)
         return operands + self.sums_each + self.word_groups * 10 + 3 * self.pairs_each
 
-    @property
-    def pairs_each(self) -> int:
-        """Scores of a tile that a thread of the first kernel finishes."""
-        return ceildiv(self.tile_m * self.tile_n, self.product_threads) if self.reduce_warps > 1 else 1
+    # Scores of a tile that a thread of the first kernel finishes.
+    pairs_each = extents_extent(lambda e: ceildiv(e.tile_m * e.tile_n, e.product_threads) if e.reduce_warps > 1 else 1)
 
     @property
     def parts_bytes(self) -> int:
@@ -368,57 +320,28 @@ class Extents(TileSizes):
             return self.tiles * self.tile_m * 8
         return 2 * self.reduce_warps * self.tile_m * self.pitch * 4
 
-    @property
-    def register_steps(self) -> int:
-        """Steps of a warp whose hidden states stay in registers: the first ones."""
-        return ceildiv(self.steps, 2) if self.staged == BOTH else 0 if self.staged else self.steps
-
-    @property
-    def kept_steps(self) -> int:
-        """Those whose hidden states are in shared memory."""
-        return self.steps - self.register_steps
-
-    @property
-    def held_steps(self) -> int:
-        """Those whose hidden states are in registers at a time."""
-        return self.register_steps + (self.kept_steps > 0)
-
-    @property
-    def kept_vectors(self) -> int:
-        """Vectors of a hidden state in shared memory."""
-        return self.kept_steps * 8 * self.reduce_warps
-
-    @property
-    def padded_vectors(self) -> int:
-        """Vectors of a row up to the last warp's last step."""
-        return self.steps * 8 * self.reduce_warps
-
-    @property
-    def uneven(self) -> bool:
-        """Whether that is beyond a row's end."""
-        return self.padded_vectors != self.vectors
-
-    @property
-    def kept_pitch(self) -> int:
-        """Vectors from one hidden state in shared memory to the next: 4 beyond a multiple of 8, so that the two rows
-        that eight lanes read lie in different banks."""
-        return (self.kept_vectors + 3) // 8 * 8 + 4
-
-    @property
-    def kept_rows(self) -> int:
-        """Hidden states in shared memory. Beside a ring no row is there twice."""
-        return min(self.tile_m, self.beam) if self.stages and self.beam else self.tile_m
-
-    @property
-    def ring_at(self) -> int:
-        """Bytes of hidden states, after which the ring lies."""
-        return self.kept_rows * self.kept_pitch * VECTOR if self.staged else 0
-
-    @property
-    def ring_pitch(self) -> int:
-        """Bytes from one row of a stage to the next: half a cache line beyond whole ones, as `kept_pitch` is. Whole
-        rows lie as they do in memory."""
-        return self.word_row if self.whole else self.depth * STEP + STEP // 2
+    # Steps of a warp whose hidden states stay in registers: the first ones.
+    register_steps = extents_extent(lambda e: ceildiv(e.steps, 2) if e.staged == BOTH else 0 if e.staged else e.steps)
+    # Those whose hidden states are in shared memory.
+    kept_steps = extents_extent(lambda e: e.steps - e.register_steps)
+    # Those whose hidden states are in registers at a time.
+    held_steps = extents_extent(lambda e: e.register_steps + (e.kept_steps > 0))
+    # Vectors of a hidden state in shared memory.
+    kept_vectors = extents_extent(lambda e: e.kept_steps * 8 * e.reduce_warps)
+    # Vectors of a row up to the last warp's last step.
+    padded_vectors = extents_extent(lambda e: e.steps * 8 * e.reduce_warps)
+    # Whether that is beyond a row's end.
+    uneven = extents_whether(lambda e: e.padded_vectors != e.vectors)
+    # Vectors from one hidden state in shared memory to the next: 4 beyond a multiple of 8, so that the two rows that
+    # eight lanes read lie in different banks.
+    kept_pitch = extents_extent(lambda e: (e.kept_vectors + 3) // 8 * 8 + 4)
+    # Hidden states in shared memory. Beside a ring no row is there twice.
+    kept_rows = extents_extent(lambda e: min(e.tile_m, e.beam) if e.stages and e.beam else e.tile_m)
+    # Bytes of hidden states, after which the ring lies.
+    ring_at = extents_extent(lambda e: e.kept_rows * e.kept_pitch * VECTOR if e.staged else 0)
+    # Bytes from one row of a stage to the next: half a cache line beyond whole ones, as `kept_pitch` is. Whole rows lie
+    # as they do in memory.
+    ring_pitch = extents_extent(lambda e: e.word_row if e.whole else e.depth * STEP + STEP // 2)
 
     @property
     def rows_apart(self) -> int:
@@ -426,21 +349,10 @@ class Extents(TileSizes):
         banks of shared memory, if any two do."""
         return next((rows for rows in (1, 2, 4) if self.ring_pitch * rows % STEP == STEP // 2), 1)
 
-    @property
-    def ring_bytes(self) -> int:
-        return self.rings * self.stages * self.tile_n * self.ring_pitch
-
-    @property
-    def kept_bytes(self) -> int:
-        """Dynamic shared memory of the first kernel: of hidden states, and of a ring."""
-        return dynamic_shared(self.ring_at + (self.ring_bytes if self.stages else 0), self.parts_bytes)
-
-    @property
-    def barrier_bytes(self) -> int:
-        """Static shared memory of a ring's barriers, and of the tiles that are taken."""
-        return (12 if self.dynamic else 8) * self.stages * self.rings
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of the first kernel with a ring."""
-        return self.kept_bytes + self.parts_bytes + self.barrier_bytes
+    ring_bytes = extents_extent(lambda e: e.rings * e.stages * e.tile_n * e.ring_pitch)
+    # Dynamic shared memory of the first kernel: of hidden states, and of a ring.
+    kept_bytes = extents_extent(lambda e: dynamic_shared(e.ring_at + (e.ring_bytes if e.stages else 0), e.parts_bytes))
+    # Static shared memory of a ring's barriers, and of the tiles that are taken.
+    barrier_bytes = extents_extent(lambda e: (12 if e.dynamic else 8) * e.stages * e.rings)
+    # Shared memory of the first kernel with a ring.
+    shared_bytes = extents_extent(lambda e: e.kept_bytes + e.parts_bytes + e.barrier_bytes)

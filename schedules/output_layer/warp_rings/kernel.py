@@ -8,12 +8,11 @@ The other phases are those of `tiles.ring` and `tiles.product`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Decisions, Program
 
 from ...device.arithmetic import LOG2_E
@@ -99,7 +98,7 @@ def ask(e, /, io, s, p):
             load_name(e)(io, s.index, asked_position(e, s, p, s.asked[0] + e.stride), s.later)
 
 
-def product(e: Extents) -> Callable[..., Any]:
+def product(e: Extents) -> Phase:
     """The kernel, called with (io, scores, tops, sums); the last two are None where they are not wanted."""
     # Hidden states in registers are known by the number of the step.
     loop = T.unroll if e.register_steps else T.serial

@@ -32,26 +32,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from tvm_sparse.core.template import Decisions, Program, Template
+from tvm_sparse.core.template import in_phases
 
-from ..words import OutputLayer
-from .space import Extents, allowed, default, launch, space
-
-
-def build(problem: OutputLayer, decisions: Decisions) -> Program:
-    from .kernel import program
-
-    return program(problem, Extents.of(problem, decisions))
-
+from . import space
 
 warpgroups = partial(
-    Template,
-    kind="cuda",
+    in_phases,
+    space,
     summary="words streamed through products of warpgroups, of tens of rows or long ones; the best of their tiles",
-    space=space,
-    default=default,
-    program=build,
-    allowed=allowed,
-    launch=launch,
-    explicit_threads=True,
 )

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv
@@ -122,30 +123,21 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
             yield point
 
 
+extent = Derived["Extents", int]
+whether = Derived["Extents", bool]
+
+
 @dataclass(frozen=True)
 class Extents(TileSizes):
-    """What the kernels know before they run.
+    """What the kernels know before they run."""
 
-    Attributes
-    ----------
-    dtype, hidden
-        Dtype and columns of hidden states and words.
-    k, ids
-        Words to find in a row, and given words whose probabilities are wanted.
-    tile_m, tile_n, tiles, depth, stages, blocks, threads, evict_first, gated
-        The decisions of these names.
-    vectors
-        16-byte vectors of a row.
-    list_tiles
-        Tiles of the vocabulary.
-    draws
-        Whether a token is drawn: then sums of tiles are written, and no scores.
-    """
-
+    # Dtype and columns of hidden states and words.
     dtype: str
     hidden: int
+    # Words to find in a row, and given words whose probabilities are wanted.
     k: int
     ids: int
+    # The decisions of these names.
     tile_m: int
     tile_n: int
     tiles: int
@@ -155,8 +147,11 @@ class Extents(TileSizes):
     threads: int
     evict_first: int
     gated: int
+    # 16-byte vectors of a row.
     vectors: int
+    # Tiles of the vocabulary.
     list_tiles: int
+    # Whether a token is drawn: then sums of tiles are written, and no scores.
     draws: bool
 
     # All words of the vocabulary are in one list, and its tiles are dealt out beforehand.
@@ -177,103 +172,47 @@ class Extents(TileSizes):
             draws=draws_one(problem),
         )
 
-    @property
-    def product_threads(self) -> int:
-        """Threads of a block of the first kernel that multiply."""
-        return 32 * self.tiles
-
-    @property
-    def block_threads(self) -> int:
-        """All threads of a block: with those of the producer warp, and of the warp that finds a bound."""
-        return self.product_threads + 32 * (1 + self.gated)
-
-    @property
-    def first_tiles(self) -> int:
-        """Tiles by whose largest scores a bound is found: some of those that all blocks have in hand at first."""
-        return min(self.stride, self.list_tiles, 32 * FIRST_EACH)
+    # Threads of a block of the first kernel that multiply.
+    product_threads = extent(lambda e: 32 * e.tiles)
+    # All threads of a block: with those of the producer warp, and of the warp that finds a bound.
+    block_threads = extent(lambda e: e.product_threads + 32 * (1 + e.gated))
+    # Tiles by whose largest scores a bound is found: some of those that all blocks have in hand at first.
+    first_tiles = extent(lambda e: min(e.stride, e.list_tiles, 32 * FIRST_EACH))
 
     @property
     def search_registers(self) -> Mapping[int, int]:
         return SEARCH_REGISTERS
 
-    @property
-    def groups_each(self) -> int:
-        """Groups of these tiles per lane: 4k groups in all lanes, or one for each tile if there are fewer tiles."""
-        return min(ceildiv(self.first_tiles, 32), ceildiv(4 * self.k, 32))
-
-    @property
-    def tops_pitch(self) -> int:
-        """Words per row in the workspace: ordered bits of the tiles' largest scores, followed by those of the bound, in
-        whole vectors.
-        """
-        return ceildiv(self.list_tiles + 1, 4) * 4 if self.gated else self.list_tiles
-
-    @property
-    def turns(self) -> int:
-        """Turns in which the lanes of a warp have a row each."""
-        return ceildiv(self.tile_m, 32)
-
-    @property
-    def in_hand(self) -> int:
-        """Steps of words, a cache line each, in registers."""
-        return min(self.depth, 2)
-
-    @property
-    def held(self) -> int:
-        """Registers of a thread for words in hand, and for sums."""
-        return self.in_hand * self.tile_n + self.sums_each
-
-    @property
-    def part_vectors(self) -> int:
-        """16-byte vectors of a row's part."""
-        return self.depth * STEP // VECTOR
-
-    @property
-    def parts(self) -> int:
-        """Parts of a row."""
-        return ceildiv(self.vectors, self.part_vectors)
-
-    @property
-    def uneven(self) -> bool:
-        """Whether the last part reaches beyond a row's end."""
-        return self.parts * self.part_vectors != self.vectors
-
-    @property
-    def held_part_bytes(self) -> int:
-        """Bytes of a part of all hidden states."""
-        return self.tile_m * self.depth * STEP
-
-    @property
-    def stage_bytes(self) -> int:
-        """Bytes of a stage of a warp's ring: a part of its words."""
-        return self.tile_n * self.depth * STEP
-
-    @property
-    def ring_at(self) -> int:
-        """Bytes of hidden states in shared memory, after which the rings begin."""
-        return HELD_PARTS * self.held_part_bytes
-
-    @property
-    def passed_at(self) -> int:
-        """Bytes of hidden states and rings, after which scores are passed on."""
-        return self.ring_at + self.tiles * self.stages * self.stage_bytes
-
-    @property
-    def passed_bytes(self) -> int:
-        """Bytes of the scores of 32 rows, of each warp."""
-        return self.tiles * 32 * self.pitch * 4
-
-    @property
-    def said_at(self) -> int:
-        """Bytes of all these, after which there is one more word with `gated`."""
-        return self.passed_at + self.passed_bytes
-
-    @property
-    def pool_of_product(self) -> int:
-        """Dynamic shared memory of the first kernel."""
-        return dynamic_shared(self.said_at + 16 * self.gated, 0)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of the first kernel: dynamic, and two mbarriers per part."""
-        return self.pool_of_product + 16 * HELD_PARTS
+    # Groups of these tiles per lane: 4k groups in all lanes, or one for each tile if there are fewer tiles.
+    groups_each = extent(lambda e: min(ceildiv(e.first_tiles, 32), ceildiv(4 * e.k, 32)))
+    # Words per row in the workspace: ordered bits of the tiles' largest scores, followed by those of the bound, in
+    # whole vectors.
+    tops_pitch = extent(lambda e: ceildiv(e.list_tiles + 1, 4) * 4 if e.gated else e.list_tiles)
+    # Turns in which the lanes of a warp have a row each.
+    turns = extent(lambda e: ceildiv(e.tile_m, 32))
+    # Steps of words, a cache line each, in registers.
+    in_hand = extent(lambda e: min(e.depth, 2))
+    # Registers of a thread for words in hand, and for sums.
+    held = extent(lambda e: e.in_hand * e.tile_n + e.sums_each)
+    # 16-byte vectors of a row's part.
+    part_vectors = extent(lambda e: e.depth * STEP // VECTOR)
+    # Parts of a row.
+    parts = extent(lambda e: ceildiv(e.vectors, e.part_vectors))
+    # Whether the last part reaches beyond a row's end.
+    uneven = whether(lambda e: e.parts * e.part_vectors != e.vectors)
+    # Bytes of a part of all hidden states.
+    held_part_bytes = extent(lambda e: e.tile_m * e.depth * STEP)
+    # Bytes of a stage of a warp's ring: a part of its words.
+    stage_bytes = extent(lambda e: e.tile_n * e.depth * STEP)
+    # Bytes of hidden states in shared memory, after which the rings begin.
+    ring_at = extent(lambda e: HELD_PARTS * e.held_part_bytes)
+    # Bytes of hidden states and rings, after which scores are passed on.
+    passed_at = extent(lambda e: e.ring_at + e.tiles * e.stages * e.stage_bytes)
+    # Bytes of the scores of 32 rows, of each warp.
+    passed_bytes = extent(lambda e: e.tiles * 32 * e.pitch * 4)
+    # Bytes of all these, after which there is one more word with `gated`.
+    said_at = extent(lambda e: e.passed_at + e.passed_bytes)
+    # Dynamic shared memory of the first kernel.
+    pool_of_product = extent(lambda e: dynamic_shared(e.said_at + 16 * e.gated, 0))
+    # Shared memory of the first kernel: dynamic, and two mbarriers per part.
+    shared_bytes = extent(lambda e: e.pool_of_product + 16 * HELD_PARTS)

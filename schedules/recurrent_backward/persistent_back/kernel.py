@@ -25,12 +25,9 @@ products `finish_gates` makes those of the other gates of.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Decisions, Program, Resident, Workspace
 from tvm_sparse.operators.recurrent_backward.problem import RecurrentBackward
 
@@ -43,8 +40,6 @@ from ..cells import cells_of
 from .space import BackExtents
 from .state import BackState
 from .step import begin, finish, finish_gates, load_inputs, take_inputs, write_exchanged
-
-Phase = Callable[..., Any]
 
 
 # fmt: off

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 from tvm_sparse.operators.recurrent_backward.definition import through_cell, through_reset
 
@@ -16,8 +13,6 @@ from ...recurrent.exchange import collect, element_bits, element_of, put, state_
 from ...recurrent.gates import sigmoid, tanh
 from ...sparse_recurrent.persistent_rows.step import carried, load_shared
 from .space import BackExtents
-
-Phase = Callable[..., Any]
 
 
 # fmt: off

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 
 from ...device.arithmetic import LOG2_E
 from ...rows.cut import Extents
 from ...rows.hold import fence_tile, load_tile, take_tile, value
 from ...rows.sum import scaled
-
-Phase = Callable[..., Any]
 
 
 # fmt: off

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LOG2_E
@@ -136,13 +135,13 @@ def load_step(blocks, /, io, row, t, s, j):
                 s.bits[u] = bits_from(io, row, first_column_of(blocks)(s, u * ext.width))
 
 
-def column_of(blocks: Blocks) -> Callable[..., Any]:
+def column_of(blocks: Blocks) -> Phase:
     """(s, e) -> the column of a step's e-th element."""
     ext = blocks.ext
     return lambda s, e: s.column[0] + e // ext.width * (ext.threads * ext.width) + e % ext.width
 
 
-def first_column_of(blocks: Blocks) -> Callable[..., Any]:
+def first_column_of(blocks: Blocks) -> Phase:
     """(s, e) -> the first column of the vector of a step's e-th element; of one beyond the row, of its last vector."""
     width, column = blocks.ext.width, column_of(blocks)
     return lambda s, e: T.min(column(s, e // width * width), blocks.ext.vocab - width)
@@ -160,14 +159,13 @@ def take_of_step(blocks, /, io, s, e):
 
     Reads: `r.raw`, `column`, `bits`; the bias; the bitmap. Writes: `x`.
     """
-    ext = T.meta_var(blocks.ext)
-    s.x[0] = value(ext, s.r.raw, e)
+    s.x[0] = value(blocks.ext, s.r.raw, e)
     if bool(blocks.problem.capped):
         cap_elements(1)(io, s.x)
     if bool(blocks.problem.bias):
         s.x[0] = s.x[0] + load_element("float32", io.bias.ptr_to([inside(blocks, s, e)]))
     if blocks.has_bits:
-        s.x[0] = chosen(s.bits[e // ext.width], e % ext.width, s.x[0])
+        s.x[0] = chosen(s.bits[e // blocks.ext.width], e % blocks.ext.width, s.x[0])
     elif bool(blocks.problem.allowed):
         s.x[0] = chosen(bits_from(io, s.r.row, inside(blocks, s, e)), 0, s.x[0])
 
@@ -208,7 +206,7 @@ def unite_blocks(blocks, /, s, t, start):
         come to the next barrier of the cluster: so there are two of each.
     Barriers: two, and one of the cluster.
     """
-    threads, cluster = T.meta_var(blocks.threads), T.meta_var(blocks.cluster)
+    threads = T.meta_var(blocks.threads)
     T.cuda.cta_sync()
     for i in T.serial((BINS - 1 - t + threads) // threads):
         s.mass[0] = T.uint64(0)
@@ -221,18 +219,18 @@ def unite_blocks(blocks, /, s, t, start):
             s.lows[(i * threads + t) * COPIES + c] = T.uint32(0)
             s.highs[(i * threads + t) * COPIES + c] = T.uint32(0)
             s.tallies[(i * threads + t) * COPIES + c] = T.uint32(0)
-        if cluster > 1:
+        if blocks.cluster > 1:
             s.shown[s.turn[0] * BINS + i * threads + t] = s.mass[0]
             s.shown_counts[s.turn[0] * BINS + i * threads + t] = s.number[0]
         else:
             s.masses[start + i * threads + t] = s.mass[0]
             s.counts[i * threads + t] = s.number[0]
-    if cluster > 1:
+    if blocks.cluster > 1:
         cluster_barrier()
         for i in T.serial((BINS - 1 - t + threads) // threads):
             s.mass[0] = T.uint64(0)
             s.number[0] = 0
-            for r in T.unroll(cluster):
+            for r in T.unroll(blocks.cluster):
                 s.mass[0] = s.mass[0] + mass_of(s.shown.ptr_to([s.turn[0] * BINS + i * threads + t]), r)
                 s.number[0] = s.number[0] + count_of(
                     s.shown_counts.ptr_to([s.turn[0] * BINS + i * threads + t]), r)
@@ -276,8 +274,7 @@ def pick_by_warp(blocks, /, io, row, t, s, first, last):
     """Find the word by the first warp of the first block: each lane counts the group's elements among some neighbouring
     columns, and the lane that has the right one looks for it.
     """
-    vocab = T.meta_var(blocks.problem.vocab)
-    piece = T.meta_var(ceildiv(ceildiv(vocab, RADIX_BINS), 32))
+    piece = T.meta_var(ceildiv(ceildiv(blocks.problem.vocab, RADIX_BINS), 32))
     if s.own[0] < 32:
         wanted = T.alloc_local([1], "int32")
         before = T.alloc_local([1], "int32")
@@ -291,7 +288,7 @@ def pick_by_warp(blocks, /, io, row, t, s, first, last):
                         s.x[1 + u] = written_element(io, row, first + t * piece + i * LOADS + u)
                 for u in T.unroll(LOADS):
                     if agrees(s, s.x[1 + u]):
-                        if is_heavy(exponential_on_gpu(s, s.x[1 + u]), vocab):
+                        if is_heavy(exponential_on_gpu(s, s.x[1 + u]), blocks.problem.vocab):
                             if s.number[0] == wanted[0]:
                                 write_word(io, row, s, first + t * piece + i * LOADS + u, s.x[1 + u])
                             s.number[0] = s.number[0] + 1
@@ -358,7 +355,6 @@ def sum_slices(blocks, crew, /, io, row, t, s):
     Barriers: one of the block, or of the cluster.
     After: `sums` has the sum of the exponentials of a slice's words before the group, and `ties` how many it has of it.
     """
-    cluster = T.meta_var(blocks.cluster)
     s.sum[0] = T.float32(0)
     s.number[0] = 0
     s.summed[0] = 1
@@ -366,8 +362,8 @@ def sum_slices(blocks, crew, /, io, row, t, s):
     for h in T.unroll(5):
         s.sum[0] = s.sum[0] + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.sum[0], 1 << h, 32, 32)
     s.number[0] = lanes_sum(s.number[0])
-    if cluster > 1:
-        if t % 32 < cluster:
+    if blocks.cluster > 1:
+        if t % 32 < blocks.cluster:
             put_sum(s.sums.ptr_to([s.r.part]), t % 32, s.sum[0])
             put_ties(s.ties.ptr_to([s.r.part]), t % 32, s.number[0])
         cluster_barrier()
@@ -451,7 +447,7 @@ def choose(count, begun, sum_of, aim, /, t, s, to):
     s.number[0] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.number[0], to[0] // each, 32, 32)
 
 
-def choose_slice(blocks: Blocks) -> Callable[..., Any]:
+def choose_slice(blocks: Blocks) -> Phase:
     """The slice in which the uniform number's share of all that is left is reached; the phase is (t, s, uniform).
 
     Reads: `sums`, `ties`; or the pairs of all slices, if not `summed`; `rank`, `tie`.
@@ -478,7 +474,7 @@ def choose_slice(blocks: Blocks) -> Callable[..., Any]:
     return phase
 
 
-def take_word(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
+def take_word(blocks: Blocks, crew: Crew) -> Phase:
     """The word with which `goal` is passed, by the thread block of the chosen slice, or by the one that draws alone.
 
     The phase is (io, row, t, s). Its warps share the slice's rounds. Then one of them goes through the round in which

@@ -10,12 +10,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.selection import RADIX_BINS, RADIX_BITS
@@ -94,7 +93,7 @@ def weigh_sample(blocks, crew, /, io, row, t, s):
     crew.unite(s, t, SLICES)
 
 
-def list_words(blocks: Blocks, crew: Crew) -> Callable[..., Any]:
+def list_words(blocks: Blocks, crew: Crew) -> Phase:
     """The words of a bracket, and the mass above it; the phase is (io, row, t, s).
 
     Reads: the row, `lowest`, `highest`: both within the bracket.
@@ -138,7 +137,6 @@ def guess(blocks, crew, alike, /, io, row, t, s, top_p):
     Barriers: several; begins and ends with one.
     After: `guessed` is 1 and the group is one word, or all of some value; or it is 0, as the bound lies elsewhere.
     """
-    threads, vocab = T.meta_var(blocks.threads), T.meta_var(blocks.problem.vocab)
     begin_locating(crew, s)
     weigh_sample(blocks, crew)(io, row, t, s)
     s.guessed[0] = 0
@@ -167,10 +165,10 @@ def guess(blocks, crew, alike, /, io, row, t, s, top_p):
         for digit in T.serial(ceildiv(32, RADIX_BITS) + 1, unroll=False):
             if digit == 0 or (s.guessed[0] != 0 and s.unknown[0] > alike and s.found[COUNT] > T.uint64(1)):
                 s.shift[0] = T.Cast("uint32", T.max(s.unknown[0] - RADIX_BITS, alike))
-                for i in T.serial(T.min(s.listed[0] // threads, blocks.listed), unroll=False):
-                    s.x[0] = s.list[i * threads + t]
+                for i in T.serial(T.min(s.listed[0] // blocks.threads, blocks.listed), unroll=False):
+                    s.x[0] = s.list[i * blocks.threads + t]
                     if s.x[0] >= s.lowest[0] and s.x[0] <= s.highest[0]:
-                        add_to_digit(crew, vocab)(s, t)
+                        add_to_digit(crew, blocks.problem.vocab)(s, t)
                 if digit == 0:
                     crew.add_part(s, t, 0)
                     crew.add_part(s, t, 1)
@@ -180,7 +178,7 @@ def guess(blocks, crew, alike, /, io, row, t, s, top_p):
                 crew.unite(s, t, OTHERS)
                 if digit == 0:
                     s.above[0] = s.masses[OTHERS + RADIX_BINS + 1]
-                    s.need[0] = mass_share(top_p, s.total[0] * T.float32(2.0 ** unit_bits(vocab)))
+                    s.need[0] = mass_share(top_p, s.total[0] * T.float32(2.0 ** unit_bits(blocks.problem.vocab)))
                 crew.find(s, t, OTHERS)
                 crew.meet()
                 if s.found[COUNT] > T.uint64(0) and (digit > 0 or s.masses[OTHERS + RADIX_BINS] == T.uint64(0)):

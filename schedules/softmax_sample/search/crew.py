@@ -9,7 +9,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.arithmetic import LOG2_E
@@ -363,7 +363,7 @@ def add_to_digit(crew, vocab, /, s, t):
         crew.count(s, t, s.run[0])
 
 
-def narrow(crew: Crew, vocab: int, alike: int) -> Callable[..., Any]:
+def narrow(crew: Crew, vocab: int, alike: int) -> Phase:
     """One digit after another, until the group is one word, or all of some value; the phase is (io, row, t, s).
 
     Reads, writes, barriers: as of `locate`.
@@ -421,7 +421,7 @@ def locate(crew, vocab, /, io, row, t, s):
     bound_slice(s)
 
 
-def pick_of_group(crew: Crew, vocab: int) -> Callable[..., Any]:
+def pick_of_group(crew: Crew, vocab: int) -> Phase:
     """The word of a group within which a mass of `need` is reached: of equals the one that is as many behind the first.
 
     A histogram over columns tells in which part of the row it is.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 from tvm_sparse.operators.softmax_sample.problem import SoftmaxSample
 
@@ -130,7 +129,7 @@ def draw_by_thread(vocab, /, io, row, t, s, uniform):
     write_word(io, row, s, s.chosen[0], s.x[0])
 
 
-def search_by_thread(problem: SoftmaxSample) -> Callable[..., Any]:
+def search_by_thread(problem: SoftmaxSample) -> Phase:
     """The search of a CPU's thread; the phase is (io, row, first, best, top_k, top_p, min_p, uniform)."""
     vocab = problem.vocab
     crew = Crew(

@@ -41,16 +41,15 @@ def begin_agreement(layout, /, s):
     Writes: `row_barriers`, `row_tops` of this block. Barriers: none; one of the cluster has to come before anything is
     offered.
     """
-    groups = T.meta_var(layout.row_groups)
     if s.t % 32 == 0:
         T.ptx.mbarrier.init.shared__cta.b64(s.row_barriers.ptr_to([OFFERED]), T.uint32(layout.warps))
         T.ptx.mbarrier.init.shared__cta.b64(s.row_barriers.ptr_to([EXCHANGED]), T.uint32(1))
         T.ptx.mbarrier.init.shared__cta.b64(s.row_barriers.ptr_to([BOUNDED]), T.uint32(1))
         T.ptx.mbarrier.init.shared__cta.b64(s.row_barriers.ptr_to([WEIGHED]), T.uint32(layout.warps))
         T.ptx.fence.mbarrier_init.release.cluster()
-        arrive_expecting(s.row_barriers.ptr_to([EXCHANGED]), T.uint32((layout.cluster - 1) * groups * TOP))
-    for j in T.unroll(groups // 32):
-        s.row_tops[s.part * groups + j * 32 + s.t % 32] = T.uint32(0)
+        arrive_expecting(s.row_barriers.ptr_to([EXCHANGED]), T.uint32((layout.cluster - 1) * layout.row_groups * TOP))
+    for j in T.unroll(layout.row_groups // 32):
+        s.row_tops[s.part * layout.row_groups + j * 32 + s.t % 32] = T.uint32(0)
 
 
 @T.inline
@@ -67,10 +66,9 @@ def offer_top(layout, /, s):
 
     Reads: `pair`. Writes: `row_tops`; scratch is `top`, `plain`, `bits`. Barriers: arrives at OFFERED.
     """
-    groups = T.meta_var(layout.row_groups)
     find_top(layout, s)
     order(s.top[0], s.plain, s.bits)
-    offer(s, s.row_tops, s.part * groups + s.t % groups, s.bits[0])
+    offer(s, s.row_tops, s.part * layout.row_groups + s.t % layout.row_groups, s.bits[0])
     tell(s, OFFERED)
 
 
@@ -81,14 +79,14 @@ def send_tops(layout, /, s):
 
     Reads: `row_tops` of this block. Writes: those of the others, asynchronously. Barriers: none.
     """
-    groups, cluster = T.meta_var(layout.row_groups), T.meta_var(layout.cluster)
-    lanes = T.meta_var(groups // 2)
+    cluster = T.meta_var(layout.cluster)
+    lanes = T.meta_var(layout.row_groups // 2)
     together = T.meta_var(32 // lanes)
     pair = T.alloc_local([1], "uint64")
     peer = T.alloc_local([1], "int32")
     barrier = T.alloc_local([1], "uint32")
     there = T.alloc_local([1], "uint32")
-    at = T.meta_var(s.part * groups + s.t % lanes * 2)
+    at = T.meta_var(s.part * layout.row_groups + s.t % lanes * 2)
     pair[0] = T.Cast("uint64", s.row_tops[at]) | (T.Cast("uint64", s.row_tops[at + 1]) << T.uint64(32))
     for turn in T.unroll(ceildiv(cluster - 1, together)):
         peer[0] = s.part + 1 + turn * together + s.t % 32 // lanes
@@ -107,17 +105,17 @@ def find_agreed(layout, /, s):
     Writes: those of this block, with the best of all; `kth`, `equals`; scratch is `own`, `bits`, `need`.
     Barriers: none.
     """
-    groups, each = T.meta_var(layout.row_groups), T.meta_var(layout.row_groups // 32)
-    tops = T.meta_var(s.part * groups)
+    each = T.meta_var(layout.row_groups // 32)
+    tops = T.meta_var(s.part * layout.row_groups)
     for j in T.unroll(each):
         s.own[j] = s.row_tops[j * 32 + s.t % 32]
         for part in T.unroll(layout.cluster - 1):
-            s.own[j] = T.max(s.own[j], s.row_tops[(1 + part) * groups + j * 32 + s.t % 32])
+            s.own[j] = T.max(s.own[j], s.row_tops[(1 + part) * layout.row_groups + j * 32 + s.t % 32])
     T.cuda.warp_sync()
     for j in T.unroll(each):
         s.row_tops[tops + j * 32 + s.t % 32] = s.own[j]
     T.cuda.warp_sync()
-    kth_of_shared(groups, layout.k)(s.row_tops, tops, s.own, s.bits)
+    kth_of_shared(layout.row_groups, layout.k)(s.row_tops, tops, s.own, s.bits)
     s.need[0] = 0
     for j in T.unroll(each):
         s.need[0] = s.need[0] + T.Cast("int32", T.popcount(T.cuda.ballot_sync(

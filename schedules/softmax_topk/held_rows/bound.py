@@ -78,17 +78,15 @@ def find_firsts(layout, /, s):
     Barriers: one, at the end.
     After: a group whose top is NaN has the number of columns still.
     """
-    per_word, width = T.meta_var(layout.per_word), T.meta_var(layout.width)
-    groups = T.meta_var(layout.groups)
     order(s.top[0], s.plain, s.bits)
-    if s.bits[0] == s.tops[s.t % groups] and s.t < layout.threads:
+    if s.bits[0] == s.tops[s.t % layout.groups] and s.t < layout.threads:
         s.column[0] = layout.vocab
         for u in (rolled if layout.early else T.unroll)(layout.vectors):
             load_vector(layout)(s, u)
-            for e in T.unroll(width):
-                if value_in(layout.dtype, s.vector[e // per_word], e % per_word) == s.top[0]:
-                    s.column[0] = T.min(s.column[0], column_of(layout, s, u * width + e))
-        offer_first(s, s.firsts, s.t % groups, s.column[0])
+            for e in T.unroll(layout.width):
+                if value_in(layout.dtype, s.vector[e // layout.per_word], e % layout.per_word) == s.top[0]:
+                    s.column[0] = T.min(s.column[0], column_of(layout, s, u * layout.width + e))
+        offer_first(s, s.firsts, s.t % layout.groups, s.column[0])
     T.cuda.cta_sync()
 
 
@@ -133,11 +131,10 @@ def bound_columns(layout, /, s):
     Barriers: one, before the end.
     After: `until` is the number of columns if fewer groups than k have such an element.
     """
-    groups, warps = T.meta_var(layout.groups), T.meta_var(layout.block_warps)
-    for i in T.unroll(ceildiv(groups, warps)):
-        s.column[0] = s.firsts[(i * warps + s.t // 32) % groups]
+    for i in T.unroll(ceildiv(layout.groups, layout.block_warps)):
+        s.column[0] = s.firsts[(i * layout.block_warps + s.t // 32) % layout.groups]
         s.need[0] = 0
-        for j in T.unroll(groups // 32):
+        for j in T.unroll(layout.groups // 32):
             s.need[0] = s.need[0] + T.Cast("int32", T.popcount(T.cuda.ballot_sync(
                 T.uint32(FULL_WARP), s.firsts[j * 32 + s.t % 32] < s.column[0])))
         if s.t % 32 == 0 and s.need[0] == layout.k - 1:

@@ -78,13 +78,12 @@ def send_block_sum(layout, /, s):
 
     Reads: `sums` of its warps. Writes: `sums` of the first block, asynchronously. Barriers: one, at the start.
     """
-    warps = T.meta_var(layout.block_warps)
     barrier = T.alloc_local([1], "uint32")
     there = T.alloc_local([1], "uint32")
     T.cuda.cta_sync()
-    if s.t // 32 == warps - 1:
+    if s.t // 32 == layout.block_warps - 1:
         place_sum(s, there, barrier, s.part)
-        add_up(layout.cluster, warps)(s)
+        add_up(layout.cluster, layout.block_warps)(s)
         if s.t == layout.block_threads - 32:
             send_word(there[0], sum_word(s.sum[0], s.reference[0]), barrier[0])
 
@@ -104,9 +103,9 @@ def place(layout, /, s, at, r):
 @phase
 def offer_keys(layout, /, s, own, ends, at):
     """Offer the largest keys to their groups."""
-    groups, deal = T.meta_var(layout.groups), T.meta_var(Deal(layout.cluster, layout.warps))
+    deal = T.meta_var(Deal(layout.cluster, layout.warps))
     step = T.meta_var(deal.groups * 32)
-    chunks = T.meta_var(ceildiv(3 * groups // 2, step))
+    chunks = T.meta_var(ceildiv(3 * layout.groups // 2, step))
     for r in T.unroll(deal.rounds):
         place(layout)(s, at, r)
         ends[r] = 0
@@ -180,9 +179,9 @@ def unite_parts(layout, /, s):
     Barriers: three, the last at the end; and three for many equals.
     After: these are the same in all threads. All that can be among the k best is in `keys`, followed by zeros.
     """
-    groups, deal = T.meta_var(layout.groups), T.meta_var(Deal(layout.cluster, layout.warps))
+    deal = T.meta_var(Deal(layout.cluster, layout.warps))
     step = T.meta_var(deal.groups * 32)
-    chunks = T.meta_var(ceildiv(3 * groups // 2, step))
+    chunks = T.meta_var(ceildiv(3 * layout.groups // 2, step))
     held = T.meta_var(chunks * deal.rounds)
     at = T.alloc_local([1], "int32")
     ends = T.alloc_local([deal.rounds], "int32")

@@ -7,6 +7,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvm_sparse.core.phase import Phase, phase
+
 from .agreement import take_agreed
 from .bound import bound_columns, bound_equals, find_bound, find_first_reached, find_firsts, find_tops
 from .keys import clear_behind, put_reached, put_single, select_keys
@@ -15,8 +17,9 @@ from .space import Layout
 
 
 # fmt: off
-def bound_anew(layout: Layout) -> Callable[..., Any]:
-    """A bound with a column up to which its equals are wanted, where too many reach it. The phase is (s).
+@phase
+def bound_anew(layout, /, s):
+    """A bound with a column up to which its equals are wanted, where too many reach it.
 
     A bound on which blocks have agreed of all of the row stays, and each has a column of its own. Else the bound is
     that of all of the block's share.
@@ -26,27 +29,19 @@ def bound_anew(layout: Layout) -> Callable[..., Any]:
     Barriers: several.
     After: `bound` and `until` are the same in all threads.
     """
-    first_reached, columns = find_first_reached(layout), bound_columns(layout)
-    tops, bound, firsts, equals = find_tops(layout), find_bound(layout), find_firsts(layout), bound_equals(layout)
-
-    @T.inline
-    def of_row(s):
-        first_reached(s)
-        columns(s)
-
-    @T.inline
-    def of_block(s):
+    if layout.late:
+        find_first_reached(layout)(s)
+        bound_columns(layout)(s)
+    else:
         # With an early bound, the block has no tops of its own yet.
         if layout.early:
-            tops(s)
-            bound(s, s.tops)
-        firsts(s)
-        equals(s, s.tops, s.firsts)
-
-    return of_row if layout.late else of_block
+            find_tops(layout)(s)
+            find_bound(layout)(s, s.tops)
+        find_firsts(layout)(s)
+        bound_equals(layout)(s, s.tops, s.firsts)
 
 
-def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None = None) -> Callable[..., Any]:
+def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None) -> Phase:
     """All of the block's share that can be among the row's k best. The phase is (s).
 
     `meanwhile`: a phase (s) for the time until all warps have found theirs.
@@ -59,7 +54,7 @@ def find_keys(layout: Layout, meanwhile: Callable[..., Any] | None = None) -> Ca
     bound, another, select = find_bound(layout), bound_anew(layout), select_keys(layout)
     most_equals = layout.row_groups // 2
 
-    def put_from(limited: bool) -> Callable[..., Any]:
+    def put_from(limited: bool) -> Phase:
         """Append the keys of what reaches the bound."""
         if layout.late and not limited:
             return put_single(layout)

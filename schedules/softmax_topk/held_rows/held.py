@@ -19,10 +19,9 @@ from .words import NOTHING, largest
 @phase
 def look(layout, /, s):
     """Look at a share in registers: its largest elements, and the warp's sum."""
-    dtype, vectors = T.meta_var(layout.dtype), T.meta_var(layout.vectors)
-    for u in T.unroll(vectors):
-        s.peaks[u] = largest(dtype, [s.raw[u * 4 + w] for w in range(4)])
-    s.pair[0] = largest(dtype, [s.peaks[u] for u in range(vectors)])
+    for u in T.unroll(layout.vectors):
+        s.peaks[u] = largest(layout.dtype, [s.raw[u * 4 + w] for w in range(4)])
+    s.pair[0] = largest(layout.dtype, [s.peaks[u] for u in range(layout.vectors)])
     offer_top(layout)(s)
     weigh_warp(layout)(s)
     s.thread_sums[s.t] = s.sum[0]

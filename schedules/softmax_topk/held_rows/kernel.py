@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
@@ -78,7 +75,7 @@ def load_and_bound(layout, own, /, s):
     find_tops(layout)(s)
 
 
-def load_and_agree(layout: Layout, own: Own | None) -> Callable[..., Any]:
+def load_and_agree(layout: Layout, own: Own | None) -> Phase:
     """The same where blocks agree on a bound: a warp more prepares the block, and later finds the bound. The phase is
     (s).
 
@@ -150,36 +147,28 @@ def end_agreed(layout, /, s):
         end_many(s)
 
 
-def kernel(layout: Layout, own: Own | None = None) -> Callable[..., Any]:
+@phase
+def kernel(layout, own, /, io):
     """The kernel's body, over the operator's arguments (see `interface.gpu_program`)."""
-    cluster = layout.cluster
-    locate, share = locate_row(layout), share_parts(layout)
-    load = (load_and_agree if layout.agreed else load_and_bound)(layout, own)
-    end = (end_agreed if layout.agreed else end_row)(layout)
     # In a cluster, sums are computed while keys are being sent; in a single block, while other warps find theirs.
-    find = find_keys(layout, sum_of_warp(layout) if cluster == 1 else None)
-
-    @T.inline
-    def body(io):
-        T.device_entry()
-        T.attr({"tirx.launch_bounds_min_blocks_per_sm": layout.resident})
-        if cluster > 1:
-            block = T.cluster_id([io.batch])
-            part = T.cta_id_in_cluster([cluster])
-        else:
-            block = T.cta_id([io.batch])
-            part = 0
-        t = T.thread_id([layout.block_threads])
-        s = T.meta_var(State.alloc(layout, layout.bytes, io=io, t=t, part=part))
-        # The steps of the package's docstring.
-        locate(s, block)
-        load(s)
-        find(s)
-        if cluster > 1:
-            share(s)
-        end(s)
-
-    return body
+    cluster = T.meta_var(layout.cluster)
+    T.device_entry()
+    T.attr({"tirx.launch_bounds_min_blocks_per_sm": layout.resident})
+    if cluster > 1:
+        block = T.cluster_id([io.batch])
+        part = T.cta_id_in_cluster([cluster])
+    else:
+        block = T.cta_id([io.batch])
+        part = 0
+    t = T.thread_id([layout.block_threads])
+    s = T.meta_var(State.alloc(layout, layout.bytes, io=io, t=t, part=part))
+    # The steps of the package's docstring.
+    locate_row(layout)(s, block)
+    (load_and_agree if layout.agreed else load_and_bound)(layout, own)(s)
+    find_keys(layout, sum_of_warp(layout) if cluster == 1 else None)(s)
+    if cluster > 1:
+        share_parts(layout)(s)
+    (end_agreed if layout.agreed else end_row)(layout)(s)
 # fmt: on
 
 

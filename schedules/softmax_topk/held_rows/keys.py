@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 
 from ...device.loops import rolled
 from ...device.selection import PLUS_INFINITY, bits_value, join_key, order, order_bits, radix_selection, take_places
@@ -108,60 +107,55 @@ def mark_elements(layout, s, elements):
         elements[0] = elements[0] | reach(layout.dtype, s.vector[w], s.pair[0], w)
 
 
-def put_reached(layout: Layout, limited: bool = False) -> Callable[..., Any]:
-    """Append the keys of elements that exceed the bound, or equal it in a column up to `until`. The phase is (s).
+@phase
+def take_vector(layout, /, s):
+    """Load vector number `spot`."""
+    if layout.staged:
+        load_vector(layout)(s, s.spot[0])
+    elif layout.vectors <= PICKED or layout.late:
+        pick_vector(layout, s)
+    elif layout.aligned:
+        load_words(
+            16, s.vector, 0, None, s.io.logits.ptr_to([s.row[0], column_of(layout, s, s.spot[0] * layout.width)]))
+    else:
+        # The ends of this vector may lie beyond the array.
+        for u in T.unroll(layout.vectors):
+            if s.spot[0] == u:
+                for w in T.unroll(4):
+                    s.vector[w] = s.raw[u * 4 + w]
+
+
+@phase
+def put_reached(layout, limited, /, s):
+    """Append the keys of elements that exceed the bound, or equal it in a column up to `until`.
 
     Reads: `raw`, or `staged` and `peaks`; `top`, `bound`, `until`. Writes: as `put_key`; scratch is `threshold`,
     `pair`, `pivot`, `marks`, `spot`, `vector`, `column`, `key`. Barriers: none. After: if there is no room for all,
     `count` exceeds the room, and the buffer has an arbitrary part of the keys.
     """
-    put, load, dtype, vectors, width = (
-        put_key(layout), load_vector(layout), layout.dtype, layout.vectors, layout.width)
-
-    @T.inline
-    def take_vector(s):
-        """Load vector number `spot`."""
-        if layout.staged:
-            load(s, s.spot[0])
-        elif vectors <= PICKED or layout.late:
-            pick_vector(layout, s)
-        elif layout.aligned:
-            load_words(
-                16, s.vector, 0, None, s.io.logits.ptr_to([s.row[0], column_of(layout, s, s.spot[0] * width)]))
-        else:
-            # The ends of this vector may lie beyond the array.
-            for u in T.unroll(vectors):
-                if s.spot[0] == u:
-                    for w in T.unroll(4):
-                        s.vector[w] = s.raw[u * 4 + w]
-
-    @T.inline
-    def phase(s):
-        place = T.alloc_local([1], "int32")
-        elements = T.alloc_local([1], "uint32")
-        set_threshold(layout, s)
-        s.pivot[0] = join_key(s.bound[0], s.until[0])
-        # Written so that TVM's simplifier does not make "no less" of "not below": a NaN is not below, but not "no
-        # less".
-        if T.Select(s.top[0] < s.threshold[0], 0, 1) != 0:
-            mark_vectors(layout, s, limited and layout.late)
-            while s.marks[0] != T.uint32(0):
-                take_mark(s.marks, s.spot)
-                take_vector(s)
-                mark_elements(layout, s, elements)
-                while elements[0] != T.uint32(0):
-                    take_mark(elements, place)
-                    s.column[0] = marked_column(layout, s, place[0])
-                    order(value_in(dtype, picked(s.vector, place[0] % HALF, 4), place[0] // HALF), s.plain, s.bits)
-                    s.key[0] = join_key(s.bits[0], s.column[0])
-                    if s.key[0] >= s.pivot[0]:
-                        put(s)
-                        # If there is no room for a key, the thread need not look any further.
-                        if s.slot[0] >= layout.room:
-                            s.marks[0] = T.uint32(0)
-                            elements[0] = T.uint32(0)
-
-    return phase
+    place = T.alloc_local([1], "int32")
+    elements = T.alloc_local([1], "uint32")
+    set_threshold(layout, s)
+    s.pivot[0] = join_key(s.bound[0], s.until[0])
+    # Written so that TVM's simplifier does not make "no less" of "not below": a NaN is not below, but not "no
+    # less".
+    if T.Select(s.top[0] < s.threshold[0], 0, 1) != 0:
+        mark_vectors(layout, s, limited and layout.late)
+        while s.marks[0] != T.uint32(0):
+            take_mark(s.marks, s.spot)
+            take_vector(layout)(s)
+            mark_elements(layout, s, elements)
+            while elements[0] != T.uint32(0):
+                take_mark(elements, place)
+                s.column[0] = marked_column(layout, s, place[0])
+                order(value_in(layout.dtype, picked(s.vector, place[0] % HALF, 4), place[0] // HALF), s.plain, s.bits)
+                s.key[0] = join_key(s.bits[0], s.column[0])
+                if s.key[0] >= s.pivot[0]:
+                    put_key(layout)(s)
+                    # If there is no room for a key, the thread need not look any further.
+                    if s.slot[0] >= layout.room:
+                        s.marks[0] = T.uint32(0)
+                        elements[0] = T.uint32(0)
 
 
 @phase
@@ -192,10 +186,10 @@ def put_single(layout, /, s):
             s.key[0] = join_key(s.bits[0], s.column[0])
             put_key(layout)(s)
         else:
-            put_reached(layout)(s)
+            put_reached(layout, False)(s)
 
 
-def select_keys(layout: Layout) -> Callable[..., Any]:
+def select_keys(layout: Layout) -> Phase:
     """The k best of the block's share, whatever they are; if it has fewer elements, all of them. The phase is (s).
 
     Reads: the logits.

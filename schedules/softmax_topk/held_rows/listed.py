@@ -31,15 +31,14 @@ def mark_steps(layout, /, s):
 @phase
 def mark_limited(layout, /, s):
     """As `mark_steps`, but beyond the last column for equals only vectors with an element above the bound."""
-    dtype = T.meta_var(layout.dtype)
     peak = T.alloc_local([1], "uint32")
     for u in rolled(layout.vectors):
         load_vector(layout)(s, u)
-        peak[0] = largest(dtype, [s.vector[w] for w in range(4)])
+        peak[0] = largest(layout.dtype, [s.vector[w] for w in range(4)])
         s.marks[0] = s.marks[0] | T.Select(
             column_of(layout, s, u * layout.width) <= s.until[0],
-            reach(dtype, peak[0], s.pair[0], u // layout.step),
-            reach(dtype, peak[0], s.pair[0], u // layout.step, beyond=True))
+            reach(layout.dtype, peak[0], s.pair[0], u // layout.step),
+            reach(layout.dtype, peak[0], s.pair[0], u // layout.step, beyond=True))
 
 
 @phase
@@ -77,17 +76,16 @@ def put_listed(layout, /, s):
     Writes: as `put_key`; scratch is `pivot`, `size`, `column`, `key`, `plain`, `bits`.
     Barriers: none; one has to come between `list_steps` and this.
     """
-    threads, block = T.meta_var(layout.threads), T.meta_var(layout.block_threads)
+    threads = T.meta_var(layout.threads)
     width, per_word = T.meta_var(layout.width), T.meta_var(layout.per_word)
-    step = T.meta_var(layout.step)
-    lanes = T.meta_var(step * width)
+    lanes = T.meta_var(layout.step * width)
     vector = T.alloc_local([1], "int32")
     s.pivot[0] = join_key(s.bound[0], s.until[0])
     s.size[0] = T.min(s.listed[0], layout.reached_room)
-    for i in rolled((s.size[0] * lanes - s.t + (block - 1)) // block):
-        vector[0] = s.reached[(i * block + s.t) // lanes]
+    for i in rolled((s.size[0] * lanes - s.t + (layout.block_threads - 1)) // layout.block_threads):
+        vector[0] = s.reached[(i * layout.block_threads + s.t) // lanes]
         # Which vector of the step has the element.
-        vector[0] = (vector[0] // threads * step + s.t % lanes // width) * threads + vector[0] % threads
+        vector[0] = (vector[0] // threads * layout.step + s.t % lanes // width) * threads + vector[0] % threads
         s.column[0] = s.start[0] + vector[0] * width + s.t % width
         order(
             value_in(layout.dtype, s.staged[vector[0] * 4 + s.t % width // per_word], s.t % per_word), s.plain, s.bits)

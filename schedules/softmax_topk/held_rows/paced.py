@@ -74,15 +74,14 @@ def weigh_step(layout, /, s, peak):
 @phase
 def look(layout, /, s, peak):
     """Look at each step's vectors as they come."""
-    dtype, steps = T.meta_var(layout.dtype), T.meta_var(layout.steps)
-    for i in rolled(steps):
-        T.ptx.cp.async_.wait_group(steps - 1)
+    for i in rolled(layout.steps):
+        T.ptx.cp.async_.wait_group(layout.steps - 1)
         # An empty group, so that in every step the same number of groups has to be complete.
         T.ptx.cp.async_.commit_group()
         load_staged(layout)(s, i)
-        peak[0] = largest(dtype, [s.vector[w] for w in range(4 * layout.step)])
+        peak[0] = largest(layout.dtype, [s.vector[w] for w in range(4 * layout.step)])
         s.step_peaks[i * layout.threads + s.t] = peak[0]
-        s.pair[0] = larger(dtype, s.pair[0], peak[0])
+        s.pair[0] = larger(layout.dtype, s.pair[0], peak[0])
         weigh_step(layout)(s, peak[0])
         if i == layout.early_steps - 1:
             offer_top(layout)(s)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 
 from ...device.arithmetic import LN_2
 from ...device.loops import rolled
@@ -42,7 +41,7 @@ def write_ranked(k, rankers, /, s):
             s.io.log != 0, exponent(s, key_value(s.pivot[0])) - s.logarithm[0], s.power[0] * s.inverse[0])
 
 
-def rank_all(layout: Layout) -> Callable[..., Any]:
+def rank_all(layout: Layout) -> Phase:
     """Any number of keys, fewer than k included. The phase is (s).
 
     Reads, writes: as `finish_row`. Barriers: several.
@@ -104,28 +103,27 @@ def finish_agreed(layout, /, s):
     Writes: the outputs, and scratch.
     Barriers: one, and one of the threads that have vectors; awaits the sums.
     """
-    threads, rankers = T.meta_var(layout.threads), T.meta_var(layout.rankers)
     add = T.meta_var(add_up(0, layout.entries) if layout.cluster > 1 else add_up(1, layout.block_warps))
     # Threads that ranked nothing have nothing to write.
     s.slot[0] = layout.k
-    if s.t >= threads:
+    if s.t >= layout.threads:
         if layout.cluster > 1:
             await_arrivals(s.barriers.ptr_to([SUMS]))
         add(s)
-        if s.t == threads:
+        if s.t == layout.threads:
             s.total[0] = sum_word(s.sum[0], s.reference[0])
     else:
         if layout.cluster > 1:
             gather_parts(layout)(s)
-        if s.t // 32 * 32 // rankers < s.size[0]:
-            rank_at_once(layout.at_once, rankers)(s, s.t, s.keys)
+        if s.t // 32 * 32 // layout.rankers < s.size[0]:
+            rank_at_once(layout.at_once, layout.rankers)(s, s.t, s.keys)
     T.cuda.cta_sync()
     s.key[0] = s.total[0]
     parts = T.meta_var(parts_of(s.key[0]))
     s.sum[0] = parts[0]
     s.reference[0] = parts[1]
     invert(s)
-    write_ranked(layout.k, rankers)(s)
+    write_ranked(layout.k, layout.rankers)(s)
     if layout.ids > 0:
         write_given_columns(layout.block_threads, layout.vocab, layout.ids, exponent, rolled)(s)
 # fmt: on

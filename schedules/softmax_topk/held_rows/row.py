@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
 from tvm_sparse.core.phase import phase
@@ -14,7 +11,6 @@ from ...device.arithmetic import LOG2_E
 from ...device.selection import counter_address
 from ...device.words import load_words
 from ..elements import cap_elements
-from .space import Layout
 from .state import column_of
 from .words import NOTHING
 
@@ -30,17 +26,17 @@ def locate_row(layout, /, s, block):
     Writes: `row`, `start`, `mine`, `left`, `factor`, `counter`, `listing`.
     Barriers: none.
     """
-    vocab, width = T.meta_var(layout.vocab), T.meta_var(layout.width)
+    width = T.meta_var(layout.width)
     share = T.meta_var(layout.share)
     s.row[0] = T.Cast("int64", block)
     s.factor[0] = s.io.scale * T.float32(LOG2_E)
     s.start[0] = s.part * share * width
     s.mine[0] = T.max(T.min(layout.row_vectors - s.part * share, share), 0)
     if not layout.aligned:
-        lead: T.int32 = T.Cast("int32", (s.row[0] * vocab) % width)
+        lead: T.int32 = T.Cast("int32", (s.row[0] * layout.vocab) % width)
         s.start[0] = s.start[0] - lead
-        s.mine[0] = T.max(T.min((vocab + lead + (width - 1)) // width - s.part * share, share), 0)
-        s.left[0] = T.Cast("int32", T.min(T.Cast("int64", s.io.batch) - s.row[0], T.int64(width + 1)) * vocab)
+        s.mine[0] = T.max(T.min((layout.vocab + lead + (width - 1)) // width - s.part * share, share), 0)
+        s.left[0] = T.Cast("int32", T.min(T.Cast("int64", s.io.batch) - s.row[0], T.int64(width + 1)) * layout.vocab)
     s.counter[0] = counter_address(s.count.ptr_to([0]))
     if layout.early:
         s.listing[0] = counter_address(s.listed.ptr_to([0]))
@@ -64,13 +60,12 @@ def clear(layout, /, s):
         front of `keys`.
     Barriers: none.
     """
-    groups, at_once = T.meta_var(layout.groups), T.meta_var(layout.at_once)
     threads = T.meta_var(layout.preparers)
-    for i in T.unroll(ceildiv(groups, threads)):
-        if i * threads + s.t % threads < groups:
+    for i in T.unroll(ceildiv(layout.groups, threads)):
+        if i * threads + s.t % threads < layout.groups:
             clear_group(layout)(s, i * threads + s.t % threads)
-    for i in T.unroll(ceildiv(at_once, threads)):
-        if i * threads + s.t % threads < at_once:
+    for i in T.unroll(ceildiv(layout.at_once, threads)):
+        if i * threads + s.t % threads < layout.at_once:
             s.keys[i * threads + s.t % threads] = T.uint64(0)
     if s.t % threads == 0:
         s.count[0] = 0
@@ -92,21 +87,21 @@ def put(layout, /, s, e, value):
 @phase
 def mend(layout, /, s, u, small):
     """Load those elements of a vector that belong to the row, where the vector lies partly outside of it."""
-    vocab, width = T.meta_var(layout.vocab), T.meta_var(layout.width)
-    per_word, bits = T.meta_var(layout.per_word), T.meta_var(8 * layout.itemsize)
+    width = T.meta_var(layout.width)
+    bits = T.meta_var(8 * layout.itemsize)
     if column_of(layout, s, u * width) + width > s.left[0]:
         # Nothing may be read beyond the array's end.
         for e in T.unroll(width):
-            if column_of(layout, s, u * width + e) < vocab:
+            if column_of(layout, s, u * width + e) < layout.vocab:
                 load_words(
                     layout.itemsize, s.bits, 0, small,
                     s.io.logits.ptr_to([s.row[0], column_of(layout, s, u * width + e)]))
-                put(layout)(s, u * width + e, s.bits[0] << T.Cast("uint32", e % per_word * bits))
-    if column_of(layout, s, u * width) < 0 or column_of(layout, s, u * width) + width > vocab:
+                put(layout)(s, u * width + e, s.bits[0] << T.Cast("uint32", e % layout.per_word * bits))
+    if column_of(layout, s, u * width) < 0 or column_of(layout, s, u * width) + width > layout.vocab:
         for e in T.unroll(width):
-            if column_of(layout, s, u * width + e) < 0 or column_of(layout, s, u * width + e) >= vocab:
+            if column_of(layout, s, u * width + e) < 0 or column_of(layout, s, u * width + e) >= layout.vocab:
                 put(layout)(s, u * width + e, T.uint32(NOTHING[layout.dtype]) & (
-                    T.uint32((1 << 8 * layout.itemsize) - 1) << T.Cast("uint32", e % per_word * bits)))
+                    T.uint32((1 << 8 * layout.itemsize) - 1) << T.Cast("uint32", e % layout.per_word * bits)))
 
 
 @phase
@@ -129,45 +124,36 @@ def load_row(layout, /, s):
     Barriers: none.
     After: what is not of the row and of this block's share is minus infinity.
     """
-    width, vectors = T.meta_var(layout.width), T.meta_var(layout.vectors)
-    threads = T.meta_var(layout.threads)
+    width = T.meta_var(layout.width)
     small = T.alloc_local([1], "uint16")
-    for u in T.unroll(vectors):
+    for u in T.unroll(layout.vectors):
         if u < layout.inner:
             load_words(
                 16, s.raw, u * 4, small, s.io.logits.ptr_to([s.row[0], column_of(layout, s, u * width)]))
         else:
             for w in T.unroll(4):
                 s.raw[u * 4 + w] = T.uint32(NOTHING[layout.dtype])
-            if u * threads + s.t < s.mine[0] and (
+            if u * layout.threads + s.t < s.mine[0] and (
                 layout.aligned or column_of(layout, s, u * width) + width <= s.left[0]
             ):
                 load_words(
                     16, s.raw, u * 4, small, s.io.logits.ptr_to([s.row[0], column_of(layout, s, u * width)]))
     if not layout.aligned:
-        for u in T.unroll(vectors):
-            if u * threads + s.t < s.mine[0]:
+        for u in T.unroll(layout.vectors):
+            if u * layout.threads + s.t < s.mine[0]:
                 mend(layout)(s, u, small)
     if layout.capped:
         cap_row(layout)(s)
 
 
-def load_vector(layout: Layout) -> Callable[..., Any]:
-    """`vector` = the thread's vector number u, in registers a constant. The phase is (s, u).
-
-    Reads: `raw` or `staged`. Barriers: none.
-    """
-
-    @T.inline
-    def of_registers(s, u):
+@phase
+def load_vector(layout, /, s, u):
+    """`vector` = the thread's vector number u, in registers a constant. Reads: `raw` or `staged`. Barriers: none."""
+    if layout.staged:
+        read_staged(layout, s, u, 0)
+    else:
         for w in T.unroll(4):
             s.vector[w] = s.raw[u * 4 + w]
-
-    @T.inline
-    def of_shared(s, u):
-        read_staged(layout, s, u, 0)
-
-    return of_shared if layout.staged else of_registers
 
 
 @T.inline

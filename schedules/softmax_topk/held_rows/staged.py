@@ -40,21 +40,20 @@ def stage_row(layout, /, s):
         between the steps (see `paced`).
     After: a group of copies for each step is in flight.
     """
-    step, threads = T.meta_var(layout.step), T.meta_var(layout.threads)
     for u in T.unroll(layout.vectors):
         if u < layout.inner:
             copy(layout)(s, u)
         else:
-            if u * threads + s.t < s.mine[0]:
+            if u * layout.threads + s.t < s.mine[0]:
                 copy(layout)(s, u)
             else:
                 for w in T.unroll(4):
-                    s.staged[(u * threads + s.t) * 4 + w] = T.uint32(NOTHING[layout.dtype])
-        if u % step == step - 1:
+                    s.staged[(u * layout.threads + s.t) * 4 + w] = T.uint32(NOTHING[layout.dtype])
+        if u % layout.step == layout.step - 1:
             T.ptx.cp.async_.commit_group()
             if layout.early:
                 if u < layout.vectors - 1:
-                    T.ptx.bar.sync(T.uint32(PACE), T.uint32(threads))
+                    T.ptx.bar.sync(T.uint32(PACE), T.uint32(layout.threads))
 
 
 @phase
@@ -64,15 +63,14 @@ def weigh_vector(layout, /, s, peak):
 
     Reads: `vector`, `factor`. Writes: `sum`, `reference`; scratch is `plain`, `power`, `partial`. Barriers: none.
     """
-    dtype, per_word = T.meta_var(layout.dtype), T.meta_var(layout.per_word)
     s.plain[0] = s.reference[0]
-    for part in T.unroll(per_word):
-        s.reference[0] = T.max(s.reference[0], value_in(dtype, peak, part))
+    for part in T.unroll(layout.per_word):
+        s.reference[0] = T.max(s.reference[0], value_in(layout.dtype, peak, part))
     # The sum so far, relative to the new reference.
     take_power(s, s.power, s.plain[0])
     s.sum[0] = s.sum[0] * s.power[0]
     for e in T.unroll(layout.width):
-        take_power(s, s.power, value_in(dtype, s.vector[e // per_word], e % per_word))
+        take_power(s, s.power, value_in(layout.dtype, s.vector[e // layout.per_word], e % layout.per_word))
         add_partial(s, e)
     s.sum[0] = s.sum[0] + sum_of_partials(s)
 
@@ -86,14 +84,13 @@ def take_row(layout, /, s):
         `weigh_vector`.
     Barriers: none.
     """
-    dtype, vectors = T.meta_var(layout.dtype), T.meta_var(layout.vectors)
-    s.pair[0] = T.uint32(NOTHING[dtype])
+    s.pair[0] = T.uint32(NOTHING[layout.dtype])
     s.reference[0] = LOWEST
     s.sum[0] = T.float32(0)
-    for u in T.unroll(vectors):
-        T.ptx.cp.async_.wait_group(vectors - 1 - u)
+    for u in T.unroll(layout.vectors):
+        T.ptx.cp.async_.wait_group(layout.vectors - 1 - u)
         load_vector(layout)(s, u)
-        s.peaks[u] = largest(dtype, [s.vector[w] for w in range(4)])
-        s.pair[0] = larger(dtype, s.pair[0], s.peaks[u])
+        s.peaks[u] = largest(layout.dtype, [s.vector[w] for w in range(4)])
+        s.pair[0] = larger(layout.dtype, s.pair[0], s.peaks[u])
         weigh_vector(layout)(s, s.peaks[u])
 # fmt: on

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.cluster import place_there
@@ -112,7 +111,7 @@ def take_rest(s):
     s.sum[0] = s.sum[0] * s.power[0]
 
 
-def weigh_warp(layout: Layout) -> Callable[..., Any]:
+def weigh_warp(layout: Layout) -> Phase:
     """Each thread's sum, relative to the largest element of the warp. The phase is (s).
 
     Reads: `raw`, `top`; or, of a staged row, each thread's `sum` and `reference`; `factor`.
@@ -191,16 +190,15 @@ def add_threads(layout, /, s):
     Writes: `sums` of the first block, asynchronously; scratch is `sum`, `reference`, `plain`, `bits`, `power`.
     Barriers: awaits WEIGHED.
     """
-    warps = T.meta_var(layout.warps)
     scale = T.alloc_local([1], "float32")
     await_arrivals(s.row_barriers.ptr_to([WEIGHED]))
-    scale[0] = s.warp_references[T.min(s.t % 32, warps - 1)]
+    scale[0] = s.warp_references[T.min(s.t % 32, layout.warps - 1)]
     order(scale[0], s.plain, s.bits)
     s.reference[0] = bits_value(T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0]))
     take_power(s, s.power, scale[0])
     scale[0] = s.power[0]
     s.sum[0] = T.float32(0)
-    for w in T.unroll(warps):
+    for w in T.unroll(layout.warps):
         s.sum[0] = s.sum[0] + s.thread_sums[w * 32 + s.t % 32] * T.tvm_warp_shuffle(
             T.uint32(FULL_WARP), scale[0], w, 32, 32)
     s.sum[0] = T.cuda.warp_sum(s.sum[0])

@@ -5,14 +5,13 @@ A phase is called with (io, row, t, s): the kernel's arguments, the thread block
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
@@ -46,7 +45,7 @@ class State(Buffers):
     slot: Any = local("int32")  # a place for a key
 
 
-def kernel(problem: SoftmaxTopk, threads: int, ending: Ending | None = None) -> Callable[..., Any]:
+def kernel(problem: SoftmaxTopk, threads: int, ending: Ending | None) -> Phase:
     """The kernel's body, over the operator's arguments (see `interface.gpu_program`)."""
     own = own_of(problem, ending) or (lambda io, row: io)
     vocab, k = problem.vocab, problem.k
@@ -119,7 +118,7 @@ def select_pivot(vocab, k, threads, /, io, row, t, s):
     Barriers: some each digit.
     After: k keys are no less than `pivot`.
     """
-    radix_selection(threads, k, key_of)(s, t, (io, row), vocab)
+    radix_selection(threads, k, key_of, T.serial)(s, t, (io, row), vocab)
 
 
 @phase
@@ -189,4 +188,4 @@ def write_keys(k, threads, /, io, row, t, s):
 
 def program(problem: SoftmaxTopk, decisions: Decisions) -> Program:
     """The program of a point."""
-    return gpu_program(problem, kernel(problem, decisions["threads"]))
+    return gpu_program(problem, kernel(problem, decisions["threads"], None))

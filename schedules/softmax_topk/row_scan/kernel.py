@@ -6,14 +6,13 @@ row and what it keeps of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
@@ -63,7 +62,7 @@ class State:
         )
 
 
-def function(extents: Extents, own: Own | None = None, ending: Ending | None = None) -> Callable[..., Any]:
+def function(extents: Extents, own: Own | None = None, ending: Ending | None = None) -> Phase:
     """The function's body, over the operator's arguments (see `interface.cpu_program`); `own` as `ending.own_of`."""
     own = own or (lambda io, row: io)
     begin, take_maxima, rescale = begin_row(extents), chunk_maximum(extents), rescale_sums(extents)
@@ -206,13 +205,12 @@ def offer_from_chunk(extents, /, io, row, s, c):
 
     Reads: chunk c, `top`, `tau`. Writes: `heap`, `tau`. After: the heap holds the k best of all up to this chunk.
     """
-    lanes, k = T.meta_var(extents.lanes), T.meta_var(extents.k)
-    for lane in range(lanes):
+    for lane in range(extents.lanes):
         if s.top[lane] >= s.tau[0]:
             for u in range(vectors_of(extents, c)):
-                s.j[0] = (c * extents.step + u) * lanes + lane
-                if element(io, row, s.j[0]) >= s.tau[0] and s.j[0] >= k:
-                    offer(k)(io, row, s, s.j[0])
+                s.j[0] = (c * extents.step + u) * extents.lanes + lane
+                if element(io, row, s.j[0]) >= s.tau[0] and s.j[0] >= extents.k:
+                    offer(extents.k)(io, row, s, s.j[0])
                     s.tau[0] = value_of(s.heap[0])
 
 
@@ -244,7 +242,7 @@ def finish_row(extents, /, io, row, s):
     Writes: `d`, `m`, `heap`, `tau`.
     After: `d` is the sum of exp(scale * (element - m)) over the row, and the heap holds the k best, but for NaN.
     """
-    k, scalars = T.meta_var(extents.k), T.meta_var(extents.whole * extents.lanes)
+    scalars = T.meta_var(extents.whole * extents.lanes)
     for lane in range(extents.lanes - 1):
         s.part[0] = s.part[0] + s.part[lane + 1]
     s.d[0] = T.Cast("float32", s.part[0])
@@ -254,8 +252,8 @@ def finish_row(extents, /, io, row, s):
             s.d[0] = s.d[0] * T.exp((s.m[0] - s.top[0]) * io.scale)
             s.m[0] = s.top[0]
         s.d[0] = s.d[0] + T.exp((s.top[0] - s.m[0]) * io.scale)
-        if s.top[0] > s.tau[0] and scalars + i >= k:
-            offer(k)(io, row, s, scalars + i)
+        if s.top[0] > s.tau[0] and scalars + i >= extents.k:
+            offer(extents.k)(io, row, s, scalars + i)
             s.tau[0] = value_of(s.heap[0])
 
 

@@ -6,12 +6,9 @@ workspace. A block must not be written to before it has begun, nor end while oth
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 
 from ...device.cluster import (
     Deal,
@@ -32,7 +29,7 @@ put_key = peer_store("put_key", "unsigned long long")
 
 
 # fmt: off
-def push_part(layout: Layout) -> Callable[..., Any]:
+def push_part(layout: Layout) -> Phase:
     """Write what this block found to its place in the first block. The phase is (s).
 
     Reads: `keys`, `size`, which is at most `Pool.room`, `largest`, `reference`, `sum`, `threshold`, `equals_until`.

@@ -34,19 +34,18 @@ def mark_tile(layout, /, s, i, attempt):
     Writes: `marks`, `marked`, `copied`, `tops`; `largest`.
     Barriers: none.
     """
-    pool, tiling = T.meta_var(layout.pool), T.meta_var(layout.tiling)
     if not_below(s.top[0], s.threshold[0], attempt):
         if s.top[0] != s.threshold[0] or s.at[0] <= s.equals_until[0] or attempt != 0:
             s.largest[0] = T.max(s.largest[0], s.top[0])
             s.slot[0] = T.cuda.atomic_add(s.marks.ptr_to([0]), T.int32(1))
-            s.marked[s.slot[0]] = T.Cast("uint16", i * tiling.threads + s.t)
-            if s.slot[0] < pool.copies:
+            s.marked[s.slot[0]] = T.Cast("uint16", i * layout.tiling.threads + s.t)
+            if s.slot[0] < layout.pool.copies:
                 if layout.one_warp:
                     order(s.top[0], s.plain, s.ordered)
                     s.tops[s.slot[0]] = s.ordered[0]
-                for e in T.unroll(tiling.held // 4):
+                for e in T.unroll(layout.tiling.held // 4):
                     for v in T.vectorized(4):
-                        s.copied[s.slot[0] * pool.padded + e * 4 + v] = s.x[e * 4 + v]
+                        s.copied[s.slot[0] * layout.pool.padded + e * 4 + v] = s.x[e * 4 + v]
 
 
 @phase
@@ -79,24 +78,23 @@ def load_marked(layout, /, s, column):
     Barriers: none.
     """
     tiling = T.meta_var(layout.tiling)
-    width, vocab = T.meta_var(tiling.width), T.meta_var(tiling.vocab)
-    per_word = T.meta_var(tiling.per_word)
+    width = T.meta_var(tiling.width)
     for e in T.unroll(width):
         s.x[e] = -T.infinity("float32")
     if column < s.end[0]:
-        if tiling.aligned or (column >= 0 and column + width <= vocab):
+        if tiling.aligned or (column >= 0 and column + width <= tiling.vocab):
             load_words(16, s.raw, 0, None, address_of(tiling, s.address, column))
             for e in T.unroll(width):
-                s.x[e] = value_in(layout.dtype, s.raw[e // per_word], e % per_word)
+                s.x[e] = value_in(layout.dtype, s.raw[e // tiling.per_word], e % tiling.per_word)
                 if layout.capped:
                     s.x[e] = capped(s.io, s.x[e], tanh_on_gpu)
                 if layout.bias:
                     s.x[e] = s.x[e] + load_element("float32", s.io.bias.ptr_to([column + e]))
             if layout.masked:
-                mask_vectors(vocab, width, 1, tiling.aligned)(s.io, s.row[0], s.x, lambda e: column + e)
+                mask_vectors(tiling.vocab, width, 1, tiling.aligned)(s.io, s.row[0], s.x, lambda e: column + e)
         else:
             for e in T.unroll(width):
-                if column + e >= 0 and column + e < vocab:
+                if column + e >= 0 and column + e < tiling.vocab:
                     s.x[e] = written_element(s.io, s.row[0], column + e)
 
 
@@ -111,12 +109,12 @@ def search_vectors(layout, /, s, first, last, step):
     `count` is more than the buffer's capacity less a tile, some keys may be missing.
     """
     tiling = T.meta_var(layout.tiling)
-    vectors, width = T.meta_var(tiling.vectors), T.meta_var(tiling.width)
+    width = T.meta_var(tiling.width)
     for r in T.serial((last - first - s.t + (step - 1)) // step):
         if s.t < step:
             s.spot[0] = first + r * step + s.t
-            place_marked(tiling)(s, s.spot[0] // vectors)
-            s.spot[0] = column_of(tiling, s.at, s.spot[0] % vectors * width)
+            place_marked(tiling)(s, s.spot[0] // tiling.vectors)
+            s.spot[0] = column_of(tiling, s.at, s.spot[0] % tiling.vectors * width)
             load_marked(layout)(s, s.spot[0])
             s.bits[0] = T.uint32(0)
             for e in T.unroll(width):
@@ -144,15 +142,15 @@ def search_copied(layout, /, s):
     After: as after `search_vectors`.
     """
     tiling, pool = T.meta_var(layout.tiling), T.meta_var(layout.pool)
-    threads, held = T.meta_var(tiling.threads), T.meta_var(tiling.held)
+    threads = T.meta_var(tiling.threads)
     for r in T.serial((T.min(s.marks[0], pool.copies) - s.t + (threads - 1)) // threads):
         load_copied(pool)(s, r * threads + s.t)
         place_marked(tiling)(s, r * threads + s.t)
         s.bits[0] = T.uint32(0)
-        mark_elements(s, 0, held, s.threshold)
+        mark_elements(s, 0, tiling.held, s.threshold)
         unmark_equals(tiling)(s)
         s.slot[0] = T.cuda.atomic_add(s.count.ptr_to([0]), T.Cast("int32", T.popcount(s.bits[0])))
-        if s.slot[0] + held <= pool.capacity:
+        if s.slot[0] + tiling.held <= pool.capacity:
             while s.bits[0] != T.uint32(0):
                 take_mark(s)
                 order(s.copied[(r * threads + s.t) * pool.padded + s.spot[0]], s.plain, s.ordered)
@@ -172,14 +170,14 @@ def search_marked(layout, /, s):
     Barriers: one, and more in steps.
     After: `count` keys are in the buffer, all that may be among the k best.
     """
-    tiling, pool = T.meta_var(layout.tiling), T.meta_var(layout.pool)
-    vectors, step = T.meta_var(tiling.vectors), T.meta_var(pool.step)
+    pool = T.meta_var(layout.pool)
+    vectors, step = T.meta_var(layout.tiling.vectors), T.meta_var(pool.step)
     searched = T.meta_var(search_vectors(layout))
     search_copied(layout)(s)
-    searched(s, pool.copies * vectors, s.marks[0] * vectors, tiling.threads)
+    searched(s, pool.copies * vectors, s.marks[0] * vectors, layout.tiling.threads)
     T.cuda.cta_sync()
     if pool.overflows:
-        if s.count[0] > pool.capacity - tiling.held:
+        if s.count[0] > pool.capacity - layout.tiling.held:
             T.cuda.cta_sync()
             if s.t == 0:
                 s.count[0] = 0
@@ -206,8 +204,7 @@ def finish_by_one_warp(layout, /, s):
     Writes: the outputs, and then found[WRITTEN] = 1, which otherwise stays as it is; scratch in `keys`. Barriers: none;
     the first warp comes alone.
     """
-    tiling, pool, k = T.meta_var(layout.tiling), T.meta_var(layout.pool), T.meta_var(layout.k)
-    each = T.meta_var(ceildiv(pool.copies, 32))
+    each = T.meta_var(ceildiv(layout.pool.copies, 32))
     own = T.alloc_local([each], "uint32")
     lanes = T.alloc_local([1], "uint32")
     least = T.alloc_local([1], "uint32")
@@ -219,7 +216,7 @@ def finish_by_one_warp(layout, /, s):
     above: T.int32 = 0
     s.bits[0] = folded(T.max, own, 0, each)
     least[0] = T.call_extern("uint32", "__reduce_max_sync", T.uint32(FULL_WARP), s.bits[0])
-    while above < k - 1:
+    while above < layout.k - 1:
         lanes[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), s.bits[0] == least[0])
         s.need[0] = T.Select(T.Cast("int32", T.cuda.ffs_u32(lanes[0])) - 1 == s.t, 1, 0)
         for j in T.unroll(each):
@@ -244,13 +241,13 @@ def finish_by_one_warp(layout, /, s):
     s.bits[0] = T.uint32(0)
     if s.t < s.need[0]:
         s.slot[0] = T.Cast("int32", s.keys[s.t])
-        load_copied(pool)(s, s.slot[0])
+        load_copied(layout.pool)(s, s.slot[0])
         s.plain[0] = bits_value(least[0])
-        mark_elements(s, 0, tiling.held, s.plain)
+        mark_elements(s, 0, layout.tiling.held, s.plain)
         take_mark(s)
         s.ordered[0] = s.tops[s.slot[0]]
-        place_marked(tiling)(s, s.slot[0])
-        s.pivot[0] = join_key(s.ordered[0], column_of(tiling, s.at, s.spot[0]))
+        place_marked(layout.tiling)(s, s.slot[0])
+        s.pivot[0] = join_key(s.ordered[0], column_of(layout.tiling, s.at, s.spot[0]))
     T.cuda.warp_sync()
     if s.t < s.need[0]:
         s.keys[s.t] = s.pivot[0]
@@ -264,7 +261,7 @@ def finish_by_one_warp(layout, /, s):
         for j in T.serial(s.need[0]):
             if s.keys[j] > s.pivot[0]:
                 s.slot[0] = s.slot[0] + 1
-        if s.t < s.need[0] and s.slot[0] < k:
+        if s.t < s.need[0] and s.slot[0] < layout.k:
             place_in_output(s, s.slot[0], s.pivot[0])
         if s.t == 0:
             s.found[WRITTEN] = 1

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
@@ -54,7 +53,6 @@ def settle(layout, /, s, attempt):
     Writes: `settled`; a row is read for its sum only once more, and `READINGS` times in all.
     Barriers: of a cluster those of `agree`.
     """
-    cluster = T.meta_var(layout.tiling.cluster)
     lowered = T.meta_var(LOWER_AGAIN if layout.lowers else ALL_AGAIN)
     s.settled[0] = SETTLED
     if s.size[0] < layout.k and s.threshold[0] > LOWEST:
@@ -62,16 +60,16 @@ def settle(layout, /, s, attempt):
     elif no_good(s.sum[0]) and attempt == 0:
         s.settled[0] = SUM_AGAIN
     if s.settled[0] != SETTLED:
-        if cluster == 1:
+        if layout.tiling.cluster == 1:
             if is_nan(s.sum[0]):
                 s.settled[0] = ALL_AGAIN
         elif s.part == 0:
-            for b in T.serial(cluster):
+            for b in T.serial(layout.tiling.cluster):
                 if is_nan(s.united_sum[b]):
                     s.settled[0] = ALL_AGAIN
     if attempt == READINGS - 1:
         s.settled[0] = SETTLED
-    if cluster > 1:
+    if layout.tiling.cluster > 1:
         agree(layout)(s)
 
 
@@ -126,7 +124,7 @@ def build(problem: SoftmaxTopk, decisions: Decisions) -> Program:
     return gpu_program(problem, kernel(layout, own_of(problem)), overlapped=layout.overlap)
 
 
-def finish_row(layout: Layout) -> Callable[..., Any]:
+def finish_row(layout: Layout) -> Phase:
     """Compute the outputs from a row's survivors and its sum, by the row's first block. The phase is (s).
 
     Reads: `keys`, `size`, `sum`, `written`, and what its parts read. Writes: the outputs. Barriers: several.
@@ -167,7 +165,7 @@ def end_of_cluster(layout, ending, /, s, io, needed):
         ending.search(io, s.row[0], s.t, s.part, s.ring.data)
 
 
-def kernel(layout: Layout, own: Own | None = None, ending: Ending | None = None) -> Callable[..., Any]:
+def kernel(layout: Layout, own: Own | None = None, ending: Ending | None = None) -> Phase:
     """The kernel's body, over the operator's arguments (see `interface.gpu_program`)."""
     threads, cluster = layout.tiling.threads, layout.tiling.cluster
     locate, await_inputs, begin = locate_row(layout), await_producer(layout), begin_pass(layout)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device import references
@@ -39,11 +38,10 @@ def clear_bins(layout, /, s):
 
     Writes: `counts`, `flag`. Barriers: none.
     """
-    threads, bins = T.meta_var(layout.tiling.threads), T.meta_var(layout.pool.bins)
-    for i in T.unroll(ceildiv(bins, 4 * threads)):
-        if (i * threads + s.t) * 4 < bins:
+    for i in T.unroll(ceildiv(layout.pool.bins, 4 * layout.tiling.threads)):
+        if (i * layout.tiling.threads + s.t) * 4 < layout.pool.bins:
             for v in T.vectorized(4):
-                s.counts[(i * threads + s.t) * 4 + v] = 0
+                s.counts[(i * layout.tiling.threads + s.t) * 4 + v] = 0
     if s.t < 2:
         s.flag[s.t] = 0
 
@@ -54,10 +52,10 @@ def least_value(layout, /, s):
 
     Reads: `keys`, `size`. Writes: `threshold`; scratch is `warp_ranked`, `bits`. Barriers: one.
     """
-    threads, warps = T.meta_var(layout.tiling.threads), T.meta_var(layout.tiling.warps)
+    warps = T.meta_var(layout.tiling.warps)
     s.bits[0] = T.uint32(0xFFFFFFFF)
-    for i in loop_of(layout.unroll)((s.size[0] - s.t + (threads - 1)) // threads):
-        s.bits[0] = T.min(s.bits[0], key_bits(s.keys[i * threads + s.t]))
+    for i in loop_of(layout.unroll)((s.size[0] - s.t + (layout.tiling.threads - 1)) // layout.tiling.threads):
+        s.bits[0] = T.min(s.bits[0], key_bits(s.keys[i * layout.tiling.threads + s.t]))
     s.bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), s.bits[0])
     if s.t % 32 == 0:
         s.warp_ranked[s.t // 32] = s.bits[0]
@@ -91,9 +89,8 @@ def rank_by_counting(layout, place, rankers, /, s):
 
     Reads: keys[0:size]. Writes: what `place` does; scratch is `need`, `pivot`, `slot`. Barriers: none.
     """
-    threads = T.meta_var(layout.tiling.threads)
-    for i in loop_of(layout.unroll)((s.size[0] * rankers + (threads - 1)) // threads):
-        rank_key(threads, rankers)(s, s.t, i)
+    for i in loop_of(layout.unroll)((s.size[0] * rankers + (layout.tiling.threads - 1)) // layout.tiling.threads):
+        rank_key(layout.tiling.threads, rankers)(s, s.t, i)
         if s.t % rankers == 0 and s.need[0] < s.size[0] and s.slot[0] < layout.k:
             place(s, s.slot[0], s.pivot[0])
 
@@ -105,17 +102,17 @@ def sort_best(layout, /, s):
     Reads: keys[0:size]. Writes: `keys`, `kept`, and scratch as `keep_best`. Barriers: several.
     """
     threads, k = T.meta_var(layout.tiling.threads), T.meta_var(layout.k)
-    rounded, loop = T.meta_var(layout.pool.rounded), T.meta_var(loop_of(layout.unroll))
+    loop = T.meta_var(loop_of(layout.unroll))
     if s.size[0] > k:
         keep_best(layout)(s)
-    for i in loop((rounded - k - s.t + (threads - 1)) // threads):
+    for i in loop((layout.pool.rounded - k - s.t + (threads - 1)) // threads):
         s.keys[k + i * threads + s.t] = T.uint64(0)
-    sort_descending(threads, rounded, loop)(s, s.t)
+    sort_descending(threads, layout.pool.rounded, loop)(s, s.t)
     for i in loop((k - 1 - s.t + threads) // threads):
         s.kept[i * threads + s.t] = s.keys[i * threads + s.t]
 
 
-def rank_survivors(layout: Layout) -> Callable[..., Any]:
+def rank_survivors(layout: Layout) -> Phase:
     """Rank the k best survivors, and write them to the outputs. The phase is (s); `size` is k or more, after a barrier.
 
     A few are ranked by counting; others in bins, or in finer ones where ties crowd a bin; what crowds even these, by

@@ -13,14 +13,13 @@ Milakov & Gimelshein: the sum is never rescaled again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import gcd
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 
 from ...device.references import sampled_reference
 from ...device.selection import (
@@ -52,16 +51,15 @@ def offer_sample(layout, /, s):
         `warp_tops`, `warp_floors`.
     Barriers: none. After a barrier `take_threshold` may read them.
     """
-    first = T.meta_var(layout.first)
-    if first.floors > 0:
+    if layout.first.floors > 0:
         floor_of_warp(layout)(s)
     order(s.top[0], s.plain, s.bits)
-    maxima_of_warp(first.rank)(s.t, s.bits, s.sample_top, s.ranked)
+    maxima_of_warp(layout.first.rank)(s.t, s.bits, s.sample_top, s.ranked)
     if layout.tiling.warps > 1:
         if s.t % 32 == 0:
             s.warp_ranked[s.t // 32] = s.ranked[0]
             s.warp_tops[s.t // 32] = s.sample_top[0]
-            if first.floors > 0:
+            if layout.first.floors > 0:
                 s.warp_floors[s.t // 32] = s.floor[0]
     refer_to_sample(s)
 
@@ -112,7 +110,7 @@ def refer_to_sample(s):
     s.reference[0] = sampled_reference(s.largest[0] * s.factor[0])
 
 
-def combine_samples(layout: Layout) -> Callable[..., Any]:
+def combine_samples(layout: Layout) -> Phase:
     """Combine the warps' parts of the sample. The phase is (s).
 
     Reads: `warp_ranked`, `warp_tops`, `warp_floors`; of a block of one warp its own `ranked`, `sample_top`, `floor`,
@@ -262,9 +260,7 @@ def is_run(layout: Layout, rising: Any, falling: Any) -> tirx.PrimExpr:
 @phase
 def raise_floor(layout, /, s, low, taken):
     """Raise the floor to what the lanes that are `taken` all reach with the vector from x[low] on."""
-    tiling = T.meta_var(layout.tiling)
-    width = T.meta_var(tiling.width)
-    order(folded(T.min, s.x, low, width), s.plain, s.bits)
+    order(folded(T.min, s.x, low, layout.tiling.width), s.plain, s.bits)
     if not taken:
         s.bits[0] = T.uint32(FULL_WARP)
     s.bits[0] = T.call_extern("uint32", "__reduce_min_sync", T.uint32(FULL_WARP), s.bits[0])
@@ -281,9 +277,8 @@ def floor_of_warp(layout, /, s):
 
     Reads: `x`. Writes: `floor`, an order; 0 if the row is not in order. Barriers: none, but all lanes take part.
     """
-    tiling, first = T.meta_var(layout.tiling), T.meta_var(layout.first)
-    last, width = T.meta_var(layout.first.last_vector), T.meta_var(tiling.width)
-    lead, run = T.meta_var(tiling.lead), T.meta_var(first.floor.lanes if first.floor is not None else 0)
+    last, width = T.meta_var(layout.first.last_vector), T.meta_var(layout.tiling.width)
+    run = T.meta_var(layout.first.floor.lanes if layout.first.floor is not None else 0)
     rising = T.alloc_local([1], "uint32")
     falling = T.alloc_local([1], "uint32")
     rising[0] = T.cuda.ballot_sync(T.uint32(FULL_WARP), in_order(layout, s.x, last * width, last * width + width - 1))
@@ -294,5 +289,5 @@ def floor_of_warp(layout, /, s):
         # nothing.
         raise_floor(layout)(
             s, last * width, (s.t - T.Cast("int32", T.popcount(rising[0]))) & 31 >= 32 - run)
-        raise_floor(layout)(s, 0, (s.t - lead) & 31 < run)
+        raise_floor(layout)(s, 0, (s.t - layout.tiling.lead) & 31 < run)
 # fmt: on

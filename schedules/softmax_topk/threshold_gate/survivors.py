@@ -63,18 +63,17 @@ def mark_survivors(layout, /, s, attempt):
 
     Reads: `x`, `top`, `threshold`, `equals_until`, `at`, `pending`. Writes: `bits`. Barriers: none.
     """
-    tiling = T.meta_var(layout.tiling)
-    unmark = T.meta_var(unmark_equals(tiling))
+    unmark = T.meta_var(unmark_equals(layout.tiling))
     s.bits[0] = T.uint32(0)
     if layout.dense:
-        mark_elements(s, 0, tiling.held, s.threshold)
+        mark_elements(s, 0, layout.tiling.held, s.threshold)
         unmark(s)
         if layout.compacts:
             if s.pending[0] == 0:
                 s.bits[0] = T.uint32(0)
     # Equals of the threshold pass only up to its own column, and all of this tile may lie after it.
     elif s.pending[0] != 0 and (s.top[0] != s.threshold[0] or s.at[0] <= s.equals_until[0] or attempt != 0):
-        mark_elements(s, 0, tiling.held, s.threshold)
+        mark_elements(s, 0, layout.tiling.held, s.threshold)
         unmark(s)
 
 
@@ -89,12 +88,11 @@ def push_survivors(layout, /, s, i):
         there was no room. `bits` are overwritten if there was room.
     Barriers: none.
     """
-    tiling, capacity = T.meta_var(layout.tiling), T.meta_var(layout.pool.capacity)
-    width, per_word = T.meta_var(tiling.width), T.meta_var(tiling.per_word)
+    tiling = T.meta_var(layout.tiling)
     s.slot[0] = T.cuda.atomic_add(s.count.ptr_to([0]), T.Cast("int32", T.popcount(s.bits[0])))
-    if layout.compacts and s.slot[0] + T.Cast("int32", T.popcount(s.bits[0])) > capacity:
+    if layout.compacts and s.slot[0] + T.Cast("int32", T.popcount(s.bits[0])) > layout.pool.capacity:
         # Fill what is left of the room with void keys.
-        while s.slot[0] < capacity:
+        while s.slot[0] < layout.pool.capacity:
             s.keys[s.slot[0]] = T.uint64(0)
             s.slot[0] = s.slot[0] + 1
         T.evaluate(T.call_extern("uint32", "atomicExch", s.full.ptr_to([0]), T.uint32(1)))
@@ -105,9 +103,9 @@ def push_survivors(layout, /, s, i):
             take_mark(s)
             s.power[0] = value_in(
                 layout.dtype,
-                s.ring[(((i % tiling.stages) * tiling.vectors + s.spot[0] // width) * tiling.threads + s.t) * 4
-                       + s.spot[0] % width // per_word],
-                s.spot[0] % per_word)
+                s.ring[(((i % tiling.stages) * tiling.vectors + s.spot[0] // tiling.width) * tiling.threads + s.t) * 4
+                       + s.spot[0] % tiling.width // tiling.per_word],
+                s.spot[0] % tiling.per_word)
             if layout.capped:
                 s.power[0] = capped(s.io, s.power[0], tanh_on_gpu)
             if layout.bias:
@@ -129,10 +127,9 @@ def keep_best(layout, /, s):
         `mask`, `need`.
     Barriers: several; begins and ends with one.
     """
-    threads, k = T.meta_var(layout.tiling.threads), T.meta_var(layout.k)
     loop = T.meta_var(loop_of(layout.unroll))
-    radix_selection(threads, k, key_in_buffer, loop)(s, s.t, s.keys, s.size[0])
-    keep_selected(threads, k, loop)(s, s.t, s.size[0])
+    radix_selection(layout.tiling.threads, layout.k, key_in_buffer, loop)(s, s.t, s.keys, s.size[0])
+    keep_selected(layout.tiling.threads, layout.k, loop)(s, s.t, s.size[0])
 
 
 @phase

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 
 from ...device.arithmetic import LOG2_E
 from ...device.overlap import CACHE_LINE, multiprocessors
@@ -44,13 +43,12 @@ def locate_row(layout, /, s):
     Reads: the arguments. Writes: `row`, `lead`, `start`, `end`, `address`, `factor`. Barriers: none.
     """
     tiling = T.meta_var(layout.tiling)
-    vocab, width = T.meta_var(tiling.vocab), T.meta_var(tiling.width)
-    share = T.meta_var(tiling.share)
+    width = T.meta_var(tiling.width)
     s.row[0] = T.Cast("int64", s.block)
-    s.lead[0] = 0 if tiling.aligned else T.Cast("int32", (s.row[0] * vocab) % width)
-    s.start[0] = s.part * share * width - s.lead[0]
+    s.lead[0] = 0 if tiling.aligned else T.Cast("int32", (s.row[0] * tiling.vocab) % width)
+    s.start[0] = s.part * tiling.share * width - s.lead[0]
     s.end[0] = T.min(
-        s.start[0] + share * width, (vocab + s.lead[0] + (width - 1)) // width * width - s.lead[0])
+        s.start[0] + tiling.share * width, (tiling.vocab + s.lead[0] + (width - 1)) // width * width - s.lead[0])
     s.factor[0] = s.io.scale * T.float32(LOG2_E)
     s.address[0] = held_address("u64", s.io.logits.ptr_to([s.row[0], 0]))
 
@@ -66,9 +64,8 @@ def place_tile(tiling, /, s, at, i, t):
     The first tile takes the first chunk of a slot, but in the upper half of the slots the last one: the sample then
     holds both ends of a row that ascends or descends.
     """
-    tiles, width = T.meta_var(tiling.tiles), T.meta_var(tiling.width)
-    at[0] = s.start[0] + ((t // 32 * tiles + i) * 32 + t % 32) * width
-    at[1] = s.start[0] + ((t // 32 * tiles + (tiles - 1) - i) * 32 + t % 32) * width
+    at[0] = s.start[0] + ((t // 32 * tiling.tiles + i) * 32 + t % 32) * tiling.width
+    at[1] = s.start[0] + ((t // 32 * tiling.tiles + (tiling.tiles - 1) - i) * 32 + t % 32) * tiling.width
     if tiling.vectors == 1:
         if t // 32 >= (tiling.warps + 1) // 2:
             at[0] = at[1]
@@ -84,7 +81,6 @@ def start_tile(tiling, /, s, i):
     After: one more group of copies is in flight, an empty one if there is no such tile.
     """
     vectors, width = T.meta_var(tiling.vectors), T.meta_var(tiling.width)
-    stages, threads = T.meta_var(tiling.stages), T.meta_var(tiling.threads)
     vocab = T.meta_var(tiling.vocab)
     if i < tiling.tiles:
         place_tile(tiling)(s, s.ahead, i, s.t)
@@ -92,7 +88,7 @@ def start_tile(tiling, /, s, i):
             for u in T.unroll(vectors):
                 # Beyond the share: its last vector again.
                 T.ptx.cp.async_.cg.shared.global_(
-                    s.ring.ptr_to([(((i % stages) * vectors + u) * threads + s.t) * 4]),
+                    s.ring.ptr_to([(((i % tiling.stages) * vectors + u) * tiling.threads + s.t) * 4]),
                     T.Select(
                         u < tiling.inner,
                         vector_address(tiling, s.address, s.ahead, u),
@@ -102,14 +98,14 @@ def start_tile(tiling, /, s, i):
         elif inside(tiling, s, s.ahead):
             for u in T.unroll(vectors):
                 T.ptx.cp.async_.cg.shared.global_(
-                    s.ring.ptr_to([(((i % stages) * vectors + u) * threads + s.t) * 4]),
+                    s.ring.ptr_to([(((i % tiling.stages) * vectors + u) * tiling.threads + s.t) * 4]),
                     vector_address(tiling, s.address, s.ahead, u), VECTOR)
         else:
             for u in T.unroll(vectors):
                 # Beyond the row: its last vector again, and of that only the row's elements, because the array may
                 # end there.
                 T.ptx.cp.async_.cg.shared.global_(
-                    s.ring.ptr_to([(((i % stages) * vectors + u) * threads + s.t) * 4]),
+                    s.ring.ptr_to([(((i % tiling.stages) * vectors + u) * tiling.threads + s.t) * 4]),
                     address_of(
                         tiling, s.address, T.min(column_of(tiling, s.ahead, u * width), s.end[0] - width)), VECTOR,
                     T.Cast("uint32", T.min(
@@ -134,7 +130,7 @@ def prefetch_tile(tiling, /, s, address):
                 tiling, address, T.min(column_of(tiling, s.ahead, u * tiling.width), s.end[0] - tiling.width)))
 
 
-def take_tile(layout: Layout) -> Callable[..., Any]:
+def take_tile(layout: Layout) -> Phase:
     """The elements of the tile in hand, once it has arrived. The phase is (s, i).
 
     Reads: `ring`, the bias, the bitmap, `start`, `end`.

@@ -5,13 +5,10 @@ Bin 0 has the largest elements. The last bin has all elements below the range th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 
 from ...device.selection import FULL_WARP, bits_value, join_key, key_value, order, scan_lanes
 from ...device.words import held_address
@@ -130,7 +127,7 @@ def scan_bins(layout, /, io, at, s):
     After: a bin's count is how many elements the bins before it have. `cut` is the bin of the k-th largest, and `size`
         elements are in the bins up to it. `settled` if these are not too many to be ranked, in any of their bins.
     """
-    k, bins, lane_bins = T.meta_var(layout.k), T.meta_var(layout.bins), T.meta_var(layout.lane_bins)
+    lane_bins = T.meta_var(layout.lane_bins)
     above, other = T.meta_var(s.rank), T.meta_var(s.slot)  # elements in the bins before; scratch
     s.settled[0] = 1
     s.size[0] = 0
@@ -140,7 +137,7 @@ def scan_bins(layout, /, io, at, s):
     above[0] = s.size[0]
     scan_lanes(at.lane, above, other)
     # Lanes whose bins end before the k-th element; the cut is in the bins of the next one.
-    s.lanes[0] = lanes_with(above[0] < k)
+    s.lanes[0] = lanes_with(above[0] < layout.k)
     s.cut[0] = count_lanes(s.lanes[0]) * lane_bins
     above[0] = above[0] - s.size[0]
     s.crowd[0] = 0
@@ -149,7 +146,7 @@ def scan_bins(layout, /, io, at, s):
         load_counts(layout)(at, s, b)
         for v in T.unroll(4):
             s.size[0] = s.own[v]
-            if above[0] < k:
+            if above[0] < layout.k:
                 s.crowd[0] = T.max(s.crowd[0], s.size[0])
             s.own[v] = above[0]
             above[0] = above[0] + s.size[0]
@@ -158,11 +155,11 @@ def scan_bins(layout, /, io, at, s):
     T.cuda.warp_sync()
     s.lanes[0] = lanes_with(
         at.lane < lane_bins and s.counts[
-            at.warp * layout.counts + 4 + s.cut[0] + T.min(at.lane, lane_bins - 1)] < k)
+            at.warp * layout.counts + 4 + s.cut[0] + T.min(at.lane, lane_bins - 1)] < layout.k)
     s.cut[0] = s.cut[0] + count_lanes(s.lanes[0]) - 1
-    s.size[0] = s.counts[at.warp * layout.counts + 4 + T.min(s.cut[0] + 1, bins - 1)]
+    s.size[0] = s.counts[at.warp * layout.counts + 4 + T.min(s.cut[0] + 1, layout.bins - 1)]
     T.cuda.warp_sync()
-    if any_lane(s.crowd[0] > CROWD) or s.size[0] > layout.room or s.cut[0] == bins - 1 or (
+    if any_lane(s.crowd[0] > CROWD) or s.size[0] > layout.room or s.cut[0] == layout.bins - 1 or (
         s.fine[0] > T.float32(MAX_FINE)
     ):
         s.settled[0] = 0
@@ -180,7 +177,8 @@ def read_back(layout, /, at, s):
     T.ptx.ld.volatile.shared.f32(s.top[0], s.counts.ptr_to([at.warp * layout.counts]))
 
 
-def fill_bins(layout: Layout) -> Callable[..., Any]:
+@phase
+def fill_bins(layout, /, io, at, s):
     """Write the keys of the bins up to the cut, each into its bin's range.
 
     Reads: `x`, `top`, `fine`, `cut`.
@@ -189,26 +187,22 @@ def fill_bins(layout: Layout) -> Callable[..., Any]:
     After: the keys of the bins up to the cut are there bin after bin, in no order within a bin. A bin's count is where
         its keys end.
     """
-    mark, take, find, again = mark_reached(layout), take_marked(layout), find_bin(layout), read_back(layout)
-
-    @T.inline
-    def fill_by_marks(io, at, s):
+    find = T.meta_var(find_bin(layout))
+    if layout.sparse:
         # A value a little below the cut's bin: all elements of that bin reach it. Elements of later bins that reach it,
         # too, are left out one by one.
         s.gate[0] = s.top[0] - (T.Cast("float32", s.cut[0]) + T.float32(0.75)) / (
             s.fine[0] * T.float32(layout.bins - 1))
-        mark(s)
+        mark_reached(layout)(s)
         for w in T.unroll(layout.mark_words):
             while s.marks[w] != T.uint32(0):
-                take(io, at, s, w)
+                take_marked(layout)(io, at, s, w)
                 find(s, s.value[0])
                 s.slot[0] = of_bin("place_in_bin", s, s.bin[0])
                 if s.bin[0] <= s.cut[0] + MAGIC_BITS:
                     s.keys[at.keys + s.slot[0]] = join_key(s.ordered[0], s.column[0])
-
-    @T.inline
-    def fill_with_all(io, at, s):
-        again(at, s)
+    else:
+        read_back(layout)(at, s)
         # Four at a time, so that the loads of their places overlap.
         for u in T.unroll(layout.held // 4):
             for v in T.unroll(4):
@@ -220,10 +214,8 @@ def fill_bins(layout: Layout) -> Callable[..., Any]:
                 if s.own[v] <= s.cut[0] + MAGIC_BITS:
                     s.keys[at.keys + s.places[v]] = join_key(s.ordered[0], column_of(layout, at, u * 4 + v))
 
-    return fill_by_marks if layout.sparse else fill_with_all
 
-
-def rank_in_bins(layout: Layout) -> Callable[..., Any]:
+def rank_in_bins(layout: Layout) -> Phase:
     """Compare each key with the others of its bin, and write it by its rank.
 
     A key's rank is where its bin begins, plus how many keys of its bin are larger.

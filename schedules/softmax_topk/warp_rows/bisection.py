@@ -73,7 +73,7 @@ def bisect(layout, /, io, at, s):
     After: at most `selected` elements are above `lower`. If these are fewer than k, `lower` is the k-th largest, and
         `equals` of the elements that equal it complete the k; else `equals` is 0.
     """
-    k, selected = T.meta_var(layout.k), T.meta_var(layout.selected)
+    k = T.meta_var(layout.k)
     above = T.meta_var(s.rank)  # how many elements are above `lower`
     middle = T.alloc_local([1], "uint32")
     reached = T.alloc_local([1], "int32")
@@ -95,7 +95,7 @@ def bisect(layout, /, io, at, s):
         s.equals[0] = k - above[0]
         if s.equals[0] <= 0:
             s.equals[0] = 0
-            while above[0] > selected and s.upper[0] - s.lower[0] > T.uint32(1):
+            while above[0] > layout.selected and s.upper[0] - s.lower[0] > T.uint32(1):
                 middle[0] = s.lower[0] + ((s.upper[0] - s.lower[0]) >> T.uint32(1))
                 count_above(layout)(s, middle[0], reached)
                 if reached[0] >= k:
@@ -103,7 +103,7 @@ def bisect(layout, /, io, at, s):
                     above[0] = reached[0]
                 else:
                     s.upper[0] = middle[0]
-            if above[0] > selected:
+            if above[0] > layout.selected:
                 s.lower[0] = s.upper[0]
                 count_above(layout)(s, s.lower[0], above)
                 s.equals[0] = k - above[0]
@@ -119,14 +119,14 @@ def collect_selected(layout, /, io, at, s):
     After: `keys` has those of all elements above `lower`, of which there are `cut`, and after them those of the first
         `equals` that equal it, by their columns.
     """
-    k, vocab = T.meta_var(layout.k), T.meta_var(layout.vocab)
+    k = T.meta_var(layout.k)
     above = T.meta_var(s.cut)
     above[0] = 0
     s.size[0] = k - s.equals[0]
     i: T.int32 = 0
-    while i * 32 < vocab and (s.equals[0] == 0 or s.size[0] < k or above[0] < k - s.equals[0]):
+    while i * 32 < layout.vocab and (s.equals[0] == 0 or s.size[0] < k or above[0] < k - s.equals[0]):
         s.ordered[0] = T.uint32(0)
-        if i * 32 + at.lane < vocab:
+        if i * 32 + at.lane < layout.vocab:
             order(written_element(io, at.row, i * 32 + at.lane), s.value, s.ordered)
         s.lanes[0] = lanes_with(s.ordered[0] > s.lower[0])
         if s.ordered[0] > s.lower[0]:
@@ -144,10 +144,9 @@ def collect_selected(layout, /, io, at, s):
 @phase
 def bitonic_sort(layout, /, at, s):
     """Sort the keys in descending order."""
-    rounded = T.meta_var(layout.sorted_keys)
-    for p in T.serial(rounded.bit_length() - 1):
+    for p in T.serial(layout.sorted_keys.bit_length() - 1):
         for q in T.serial(p + 1):
-            for i in T.serial(rounded // 64):
+            for i in T.serial(layout.sorted_keys // 64):
                 # The lower place of the pair: the pair's number with a 0 inserted before bit p - q.
                 low: T.int32 = (((i * 32 + at.lane) >> (p - q)) << (p - q + 1)) | (
                     (i * 32 + at.lane) & ((1 << (p - q)) - 1))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Decisions, Program
 from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 
@@ -21,7 +18,7 @@ from .space import Layout
 from .state import Place, State
 
 
-def kernel(layout: Layout, own: Own | None = None, ending: Ending | None = None) -> Callable[..., Any]:
+def kernel(layout: Layout, own: Own | None, ending: Ending | None) -> Phase:
     """The kernel's body, over the operator's arguments (see `interface.gpu_program`)."""
     find_topk = small_k(layout) if layout.counted else larger_k(layout)
     clear_bins = bins.clear_bins(layout)
@@ -113,4 +110,4 @@ def larger_k(layout, /, io, at, s):
 def program(problem: SoftmaxTopk, decisions: Decisions) -> Program:
     """The program of a point."""
     layout = Layout.of(problem, decisions)
-    return gpu_program(problem, kernel(layout, own_of(problem)), overlapped=layout.overlapped)
+    return gpu_program(problem, kernel(layout, own_of(problem), None), overlapped=layout.overlapped)

@@ -58,15 +58,14 @@ def place_levels(layout, /, io, at, s):
     Reads: `ordered_row`, which is overwritten. Writes: `keys`, `settled`. Barriers: one, at the end. After: if
     `settled`, the first k of `keys` are the k best, in their order.
     """
-    k = T.meta_var(layout.k)
     placed, due = T.meta_var(s.size), T.meta_var(s.crowd)  # elements: placed; to be placed with this level
     placed[0] = 0
     due[0] = -ELEMENTS * LEVELS
-    while placed[0] < k and placed[0] >= due[0]:
+    while placed[0] < layout.k and placed[0] >= due[0]:
         s.upper[0] = lanes_max(folded(T.max, s.ordered_row, layout.held))
         for u in T.unroll(layout.vectors):
             place_vector(layout)(at, s, u, placed)
         due[0] = due[0] + ELEMENTS
-    s.settled[0] = T.Select(placed[0] >= k, 1, 0)
+    s.settled[0] = T.Select(placed[0] >= layout.k, 1, 0)
     T.cuda.warp_sync()
 # fmt: on

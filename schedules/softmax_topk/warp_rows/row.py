@@ -26,7 +26,7 @@ def load_row(layout, /, io, at, s):
     After: `x` has the lane's elements, and minus infinity where there is none.
     """
     width, aligned = T.meta_var(layout.width), T.meta_var(layout.aligned)
-    held, dtype = T.meta_var(layout.held), T.meta_var(layout.dtype)
+    held = T.meta_var(layout.held)
     parts = T.meta_var(per_word(layout.dtype))
     for u in T.unroll(layout.vectors):
         if not ragged(layout, u):
@@ -39,7 +39,7 @@ def load_row(layout, /, io, at, s):
             ):
                 load_words(16, s.raw, u * 4, s.small, io.logits.ptr_to([at.row, column_of(layout, at, u * width)]))
     for e in T.unroll(held):
-        s.x[e] = value_in(dtype, s.raw[e // parts], e % parts)
+        s.x[e] = value_in(layout.dtype, s.raw[e // parts], e % parts)
     # A vector that reaches beyond the array's end is loaded element by element.
     if not aligned and layout.vectors * 32 * width > at.left:
         for e in T.unroll(held):
@@ -47,7 +47,7 @@ def load_row(layout, /, io, at, s):
                 if column_of(layout, at, e) < layout.vocab and (
                     column_of(layout, at, e // width * width) + width > at.left
                 ):
-                    s.x[e] = load_element(dtype, io.logits.ptr_to([at.row, column_of(layout, at, e)]))
+                    s.x[e] = load_element(layout.dtype, io.logits.ptr_to([at.row, column_of(layout, at, e)]))
     if layout.capped:
         cap_elements(held)(io, s.x)
     if layout.biased:

@@ -27,13 +27,12 @@ read of it and written to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Decisions, Program, ceildiv
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
@@ -58,7 +57,6 @@ from ..persistent_rows.step import (
 from ..persistent_rows.weights import load_ahead, load_weights, take_units
 from .space import BARRIER_BYTES, COPIES, ClusterExtents
 
-Phase = Callable[..., Any]
 store_shared = {4: T.ptx.st.shared.u32, 2: T.ptx.st.shared.u16}
 bulk_copy = T.ptx.cp.async_.bulk.shared__cluster.shared__cta.mbarrier__complete_tx__bytes
 try_wait = T.ptx.mbarrier.try_wait.parity.acquire.cluster.shared__cta.b64

@@ -25,12 +25,9 @@ by the candidate's rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import Decisions, Program, Resident, Workspace
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
@@ -52,8 +49,6 @@ from .step import (
     write_before,
 )
 from .weights import load_ahead, load_weights, take_units
-
-Phase = Callable[..., Any]
 
 
 # fmt: off

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 from tvm_sparse.core.template import ceildiv
 
 from ...device.selection import FULL_WARP
@@ -19,7 +19,6 @@ from ...recurrent.gates import gates, reset_gates
 from .space import BATCHED, Extents
 from .weights import held_place, held_value, place_of, read_entry, value_of
 
-Phase = Callable[..., Any]
 load_shared = {
     16: T.ptx.ld.shared.v4.u32, 8: T.ptx.ld.shared.v2.u32, 4: T.ptx.ld.shared.u32, 2: T.ptx.ld.shared.u16,
 }  # fmt: skip
@@ -84,34 +83,29 @@ def fetch(e, /, s, i, place):
 
     Reads: `stages` at `front`. Writes: `vectors`, its `i`-th. Barriers: none.
     """
-    load, words = T.meta_var(load_shared[e.column_bytes]), T.meta_var(e.column_words)
+    load = T.meta_var(load_shared[e.column_bytes])
     if e.column_bytes == 2:
         load(s.small[0], s.front[0] + place)
         s.vectors[i] = T.Cast("uint32", s.small[0])
     else:
-        load(*[s.vectors[i * words + w] for w in range(words)], s.front[0] + place)
+        load(*[s.vectors[i * e.column_words + w] for w in range(e.column_words)], s.front[0] + place)
 
 
-def multiply(e: Extents) -> Phase:
-    """Add an entry's products with the states that its gather brought; the phase is (s, row, i, value).
+@phase
+def multiply(e, /, s, row, i, value):
+    """Add an entry's products with the states that its gather brought.
 
     Reads: `vectors`. Writes: `sums` of the row. Barriers: none.
     """
-
-    @T.inline
-    def halves(s, row, i, value):
+    if e.dtype == "float16" and e.pack > 1:
         for w in T.unroll(e.column_words):
             at = T.meta_var(row * e.pack + w * 2)
             s.sums[at] = s.sums[at] + value * half_of("low", s.vectors[i * e.column_words + w])
             s.sums[at + 1] = s.sums[at + 1] + value * half_of("high", s.vectors[i * e.column_words + w])
-
-    @T.inline
-    def others(s, row, i, value):
+    else:
         for j in T.unroll(e.pack):
             s.sums[row * e.pack + j] = s.sums[row * e.pack + j] + value * value_at(
                 e.dtype, s.vectors, i * e.column_words, j)
-
-    return halves if e.dtype == "float16" and e.pack > 1 else others
 
 
 def in_turn(phases: Sequence[Phase]) -> Phase:

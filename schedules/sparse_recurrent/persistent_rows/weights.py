@@ -7,20 +7,18 @@ column behind the last one, where a zero is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvm_sparse.core.phase import phase
+from tvm_sparse.core.phase import Phase, phase
 
 from ...device.selection import FULL_WARP
 from ...device.words import value_in
 from ...recurrent.exchange import INFINITY
 from .space import Extents
 
-Phase = Callable[..., Any]
 NAN = 0x7FC00000
 
 
