@@ -40,8 +40,8 @@ DEPTH = (1, 2, 3, 4)
 MAX_LOADS = 16
 # Tokens times steps in hand of a warp with a tile of its own and eight rows: from there on the compiler spills.
 MAX_ALONE = 64
-# Steps of a warp in 16 bits, all of which are written out; those of float32, with three products each, count twice. More
-# take the compiler minutes.
+# Steps of a warp in 16 bits, all of which are written out; those of float32, with three products each, count twice.
+# More take the compiler minutes.
 MAX_STEPS = 128
 # Registers of a thread for operands and sums.
 MAX_HELD = 188
