@@ -101,7 +101,6 @@ DECISIONS: Mapping[str, str] = {
     "chunk": "Elements of a row that a CPU thread works on at a time.",
     "alone": "Rows up to which a CPU's calling thread does all the work; 0: other threads always take part.",
     "simd": "Elements of one SIMD vector of the CPU.",
-    "tensor_cores": "1: tensor cores multiply, in whole numbers. 0: other units do.",
     "dots": "1: an instruction multiplies pairs of bfloat16 numbers, and adds both products to a float32 sum.",
 }
 
@@ -157,7 +156,6 @@ ADDED: Mapping[str, Mapping[str, int]] = {
     "held_rows": {"staged": 0, "row_bound": 0},
     "persistent_tiles": {"passes": 1},
     "sample_slices": {"tickets": 0, "overlap": 0},
-    "warp_gather": {"tensor_cores": 0},
     **dict.fromkeys(("threshold_gate", "cluster_gate", "sample_gate", "sample_cluster"), {"unroll": 1}),
 }
 

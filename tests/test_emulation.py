@@ -366,35 +366,6 @@ def test_float8_becomes_float16():
     np.testing.assert_array_equal(out, x.view(ml_dtypes.float8_e4m3fn).astype("float32"))
 
 
-def test_tensor_cores_of_whole_numbers():
-    """A (16, 32) times B (32, 8) plus C, four numbers of a row of A or a column of B in a word; sums wrap around."""
-    mma = T.ptx.mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32
-
-    @T.prim_func
-    def func(
-        A: T.Buffer((16, 8), "uint32"), B: T.Buffer((8, 8), "uint32"), C: T.Buffer((16, 8), "uint32"),
-        D: T.Buffer((16, 8), "uint32"),
-    ):  # fmt: skip
-        T.device_entry()
-        T.cta_id([1])
-        t = T.thread_id([32])
-        c = T.alloc_local([4], "uint32")
-        for i in T.serial(4):
-            c[i] = C[t // 4 + i // 2 * 8, t % 4 * 2 + i % 2]
-        mma(
-            c[0], c[1], c[2], c[3],
-            *[A[t // 4 + i % 2 * 8, t % 4 + i // 2 * 4] for i in range(4)], B[t // 4, t % 4], B[t // 4, t % 4 + 4],
-            c[0], c[1], c[2], c[3],
-        )  # fmt: skip
-        for i in T.serial(4):
-            D[t // 4 + i // 2 * 8, t % 4 * 2 + i % 2] = c[i]
-
-    a, b = (RNG.integers(-128, 128, shape).astype("int8") for shape in ((16, 32), (8, 32)))
-    c, d = RNG.integers(0, 2**32, (16, 8)).astype("uint32"), np.zeros((16, 8), "uint32")
-    run_tirx(func, [a.view("uint32"), b.view("uint32"), c, d])
-    np.testing.assert_array_equal(d, c + (a.astype("int64") @ b.T.astype("int64")).astype("uint32"))
-
-
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
 def test_products_of_a_warpgroup(dtype):
     """A (64, 32) in registers times B (32, 24) in shared memory, plus C, and then A times B without it."""

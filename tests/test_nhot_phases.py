@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import tvm
-from cases import SM90, own_on_host, run_emulated
+from cases import SM90
 from tvm.script import tirx as T
 
 from tvm_sparse.artifacts.compile import target_of
-from tvm_sparse.core import spaces
 from tvm_sparse.core.arguments import function
 from tvm_sparse.core.registry import parse
 from tvm_sparse.core.template import Workspace
@@ -127,31 +126,6 @@ def test_a_warp_gathers_its_share(begin: int) -> None:
     for lane in range(WARP):
         group, column = lane // e.lanes, lane % e.lanes * e.vec
         close(seen[lane], terms[group :: e.groups, column : column + e.vec].sum(axis=0))
-
-
-@pytest.mark.parametrize(("vec", "loads"), [(16, 5), (8, 3)])
-def test_sums_in_whole_numbers(vec: int, loads: int) -> None:
-    """Scales within a factor of 64 give the exact sum, rounded once; others, NaN and infinity that of float32."""
-    counts = [20, 33, 20, 7, 20, 0]
-    problem = parse(f"nhot_lookup/rows={len(counts)},vocab=60,width={8 * vec},nonzeros=20,stored=int8,padded=1")
-    template, rng = spaces.find("warp_gather"), np.random.default_rng(vec)
-    point = {**default(problem, SM90), "column_lanes": 8, "vec": vec, "loads": loads, "tensor_cores": 1}
-    assert template.allowed(problem, SM90, point) is None
-    start = np.concatenate([[0], np.cumsum(counts)])
-    # Sums in float32 of these differ from the exact ones in more than half of the elements.
-    scales = rng.uniform(1 / 60, 1, problem.vocab).astype("f4")
-    table = rng.integers(-128, 128, (problem.vocab, problem.width))
-    indices = rng.integers(10, problem.vocab, start[-1]).astype("int32")
-    scales[0], scales[1], scales[2:4], scales[4] = np.nan, 2.0**-60, (np.inf, 3e38), 0
-    indices[start[2] : start[2] + 3] = 0, 4, 1  # padding has a scale of NaN; one of 2^-60 beside larger ones
-    indices[start[3]], indices[start[4]] = 2, 3
-    inputs = [start.astype("int32"), indices, table.astype("int8").view("uint8"), scales, 0]
-    program = template.build(problem, point)
-    outputs = run_emulated(program, problem, inputs, own_on_host(program, problem))
-    for row in (0, 5):
-        chosen = indices[start[row] : start[row + 1]]
-        exact = (scales[chosen, None].astype("f8") * table[chosen]).sum(0)
-        np.testing.assert_array_equal(outputs[0][row], exact.astype("f4"))
 
 
 def test_ids_that_are_read_ahead_are_kept_within_the_table() -> None:

@@ -171,6 +171,8 @@ def test_a_step_of_two_exchanges(dtype: str, stages: int) -> None:
         inputs = problem.generate(seed, structure)
         point = {**POINT, "blocks": 3, "threads": 32, "pack": 2, "stages": stages, "registers": seed}
         problem.check(inputs, problem.reference(inputs), run(POLLED, problem, point, inputs, seed))
+        point = {**CLUSTER, "threads": 32, "pack": 2}
+        problem.check(inputs, problem.reference(inputs), run("cluster_rows", problem, point, inputs, seed))
 
 
 @pytest.mark.parametrize(("dtype", "pack"), [("float16", 4), ("float32", 2), thorough("bfloat16", 8)])
@@ -245,9 +247,8 @@ def test_what_does_not_apply() -> None:
         rows.space(problem_of("steps=1,batch=1,hidden=65536,nonzeros=1,dtype=float16"), SM90)
     with pytest.raises(NotApplicable, match="no cluster keeps .* entries in each row of hidden=1792"):
         cluster.space(problem_of("steps=1,batch=4,hidden=1792,nonzeros=538"), SM90)
-    for template in (cluster, spaces.find(BARRIER)):
-        with pytest.raises(NotApplicable, match="gru_reset_before exchanges values twice a step"):
-            template.space(problem_of("steps=1,batch=4,hidden=64,nonzeros=5,cell=gru_reset_before"), SM90)
+    with pytest.raises(NotApplicable, match="gru_reset_before exchanges values twice a step"):
+        spaces.find(BARRIER).space(problem_of("steps=1,batch=4,hidden=64,nonzeros=5,cell=gru_reset_before"), SM90)
     with pytest.raises(NotApplicable, match="need compute capability 9.0"):
         cluster.space(problem_of("steps=1,batch=4,hidden=64,nonzeros=5"), SM80)
 

@@ -2199,26 +2199,6 @@ inline void mma_tf32(const uint32_t* a, const uint32_t* b, float* c, int line) {
   }
 }
 
-// mma.m16n8k32 with int8 operands. Lane 4g+t holds of A rows g and g+8, of B column g, in both the k of 4t to 4t+3 and
-// of 4t+16 to 4t+19, four to a register; of C and D as above. Sums wrap around.
-inline void mma_s8(const uint32_t* a, const uint32_t* b, int* c, int line) {
-  Thread& t = self();
-  uint64_t of_a[2][32], of_b[32];
-  gather_a("mma.sync", a, of_a, line);
-  exchange("mma.sync", line, 0xFFFFFFFFu, uint64_t(b[1]) << 32 | b[0]);
-  memcpy(of_b, t.lanes, sizeof t.lanes);
-  int g = t.lane / 4, first = t.lane % 4 * 2;
-  for (int i = 0; i < 4; i++) {
-    uint32_t sum = uint32_t(c[i]);
-    for (int k = 0; k < 32; k++) {
-      int from = k % 16 / 4, shift = k / 16 * 32 + k % 4 * 8;
-      sum += uint32_t(int(int8_t(of_a[i / 2][4 * g + from] >> shift)) *
-                      int(int8_t(of_b[4 * (first + i % 2) + from] >> shift)));
-    }
-    c[i] = int(sum);
-  }
-}
-
 // wgmma with A in registers: of the 64 rows each of four warps has 16, as of mma.m16n8k16, and likewise of D, whose N
 // columns lie one eight behind the other. B is in dynamic shared memory, where `matrix` describes it: matrices of eight
 // columns by 16 bytes of k, a column behind the other. Each warp goes through it when it comes to it.

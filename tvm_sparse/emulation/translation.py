@@ -279,10 +279,10 @@ def _warp(opcode: str, parts: list[str], ops: list[str]) -> str | None:
 VALUES = {"f16": "cuda_on_cpu::half_value", "bf16": "cuda_on_cpu::bfloat16_value"}
 
 
-def _product(call: str, results: list[str], sums: list[str], kind: str = "float", **operands: list[str]) -> str:
-    """A product of operands in registers that is added to `sums` of a kind, as C++."""
+def _product(call: str, results: list[str], sums: list[str], **operands: list[str]) -> str:
+    """A product of operands in registers that is added to `sums`, as C++."""
     code = "".join(f"uint32_t {name}[] = {{{', '.join(words)}}}; " for name, words in operands.items())
-    code += f"{kind} sums[] = {{{', '.join(sums)}}}; cuda_on_cpu::ptx::{call}; "
+    code += f"float sums[] = {{{', '.join(sums)}}}; cuda_on_cpu::ptx::{call}; "
     return "{ " + code + " ".join(_set(lane, f"sums[{i}]") for i, lane in enumerate(results)) + " }"
 
 
@@ -292,9 +292,6 @@ def _matrix(opcode: str, parts: list[str], ops: list[str]) -> str | None:
         d, a, b, c = map(_lanes, ops)
         call = f"mma({VALUES[matrix.group(1)]}, of_a, of_b, sums, __builtin_LINE())"
         return _product(call, d, c, of_a=a, of_b=b)
-    if opcode == "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32":
-        d, a, b, c = map(_lanes, ops)
-        return _product("mma_s8(of_a, of_b, sums, __builtin_LINE())", d, c, "int", of_a=a, of_b=b)
     if opcode == "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32":
         d, a, b, c = map(_lanes, ops)
         return _product("mma_tf32(of_a, of_b, sums, __builtin_LINE())", d, c, of_a=a, of_b=b)

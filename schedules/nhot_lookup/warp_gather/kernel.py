@@ -23,8 +23,7 @@ from ...device.selection import FULL_WARP
 from ...device.state import Buffers, named, register, scalar
 from ...device.words import FILLERS, PTX_INDEX, load_element, load_words, stored_at, value_at
 from ...interface import gpu_program
-from .digits import add_products, find_digits, join_groups, load_scales
-from .space import SLOTS, WARP, Extents
+from .space import WARP, Extents
 
 
 @dataclass(frozen=True)
@@ -35,17 +34,15 @@ class Place:
     tile: Any  # which tile of the row
     line: Any  # the row by the grid's count; beyond the last one for spare warps of the last thread block
     row: Any  # the row that is read: `line`, or the last one
-    table: Any = None  # if the grid has a dimension of tables: the thread block's, whose rows `line` counts
 
     @classmethod
-    def alloc(cls, table: Any = None) -> Place:
+    def alloc(cls) -> Place:
         return named(
             cls(
                 lane=register("int32"),
                 tile=register("int32"),
                 line=register("int32"),
                 row=register("int64"),
-                table=table,
             )
         )
 
@@ -92,18 +89,6 @@ class State:
     # With a table in eight bits: scales of the loads' rows, and the entry of `words.FILLERS` for its dtype.
     scale: Any = None
     filler: Any = None
-    # With tensor cores: see `digits`.
-    own_scale: Any = None
-    exponent: Any = None
-    unit: Any = None
-    whole: Any = None
-    inexact: Any = None
-    digits: Any = None
-    of_entry: Any = None
-    picked: Any = None
-    halves: Any = None
-    turned: Any = None
-    product: Any = None
 
     @classmethod
     def alloc(cls, e: Extents) -> State:
@@ -133,29 +118,22 @@ class State:
                 base=register("int32") if e.tables > 1 else None,
                 scale=T.alloc_local([e.loads], "float32") if e.scaled else None,
                 filler=register("uint32") if e.scaled else None,
-                **(digit_registers() if e.tensor_cores else {}),
             )
         )
 
 
-def digit_registers() -> dict[str, Any]:
-    """The registers of `digits`."""
-    scalars = {"own_scale": "float32", "exponent": "uint32", "unit": "float32", "whole": "int32", "inexact": "int32"}
-    buffers = {"of_entry": SLOTS, "picked": 2, "halves": 4, "turned": 8, "product": 4}
-    return {
-        **{name: register(dtype) for name, dtype in scalars.items()},
-        "digits": register("uint32"),
-        **{name: T.alloc_local([extent], "uint32") for name, extent in buffers.items()},
-    }
-
-
 @phase
-def work(e, /, io, each, block, table):
-    """A thread block's tiles of the rows that it reads from one table: all phases, in order."""
+def kernel_body(e, /, io):
+    """The kernel, as the body of `interface.gpu_program`."""
     guess_own_entries, load_row_ends = T.meta_var(guess_entries(e)), T.meta_var(read_row_ends(e))
+    each: T.let = io.nnz // bags(e, io)  # entries of a row if all have as many; counted on the host
+    T.device_entry()
+    if e.reads_ahead:
+        start_consumer()  # a consumer kernel waits for this one whenever it starts
+    block = T.cta_id([T.Cast("int32", (bags(e, io) * e.row_tiles + (e.tiles - 1)) // e.tiles)])
     t = T.thread_id([e.threads])
     s = T.meta_var(State.alloc(e))
-    at = T.meta_var(Place.alloc(table))
+    at = T.meta_var(Place.alloc())
     place_warps(e)(at, io, block, t)
     for v in T.unroll(e.vec):
         s.acc[v] = nothing(e)
@@ -189,39 +167,14 @@ def work(e, /, io, each, block, table):
     store_tile(e)(s, io, at)
 
 
-@phase
-def kernel_body(e, /, io):
-    """The kernel, as the body of `interface.gpu_program`."""
-    each: T.let = io.nnz // bags(e, io)  # entries of a row if all have as many; counted on the host
-    T.device_entry()
-    if e.reads_ahead:
-        start_consumer()  # a consumer kernel waits for this one whenever it starts
-    if e.table_grid:
-        block, table = T.cta_id([blocks(e, io), e.tables])
-        work(e)(io, each, block, table)
-    else:
-        block = T.cta_id([blocks(e, io)])
-        work(e)(io, each, block, None)
-
-
 def bags(e: Extents, io: Any) -> Any:
     """Rows of the sparse matrix: those of the output for each table."""
     return io.rows if e.tables == 1 else io.rows * e.tables
 
 
-def lines(e: Extents, io: Any) -> Any:
-    """Rows that `Place.line` counts."""
-    return io.rows if e.table_grid else bags(e, io)
-
-
-def blocks(e: Extents, io: Any) -> Any:
-    """Thread blocks of the grid, or of a table."""
-    return T.Cast("int32", (lines(e, io) * e.row_tiles + (e.tiles - 1)) // e.tiles)
-
-
 def table_of(io: Any, at: Place) -> Any:
     """The table that the row is looked up in."""
-    return T.Cast("int64", at.row // io.rows if at.table is None else at.table)
+    return T.Cast("int64", at.row // io.rows)
 
 
 # ---- parts of phases -------------------------------------------------------------------------------
@@ -248,25 +201,6 @@ def load_window(e, /, s, io, begin, lane, window):
             window.value = load_element(e.value, io.values.ptr_to([begin + T.Cast(e.index, lane)]))
 
 
-def column_lane(e: Extents, lane: Any) -> Any:
-    """The place of a lane along the columns of a tile."""
-    return lane // e.groups if e.tensor_cores else lane % e.lanes
-
-
-def group_of(e: Extents, lane: Any) -> Any:
-    """The group of a lane."""
-    return lane % e.groups if e.tensor_cores else lane // e.lanes
-
-
-def first_lane(e: Extents, lane: Any) -> Any:
-    """`column_lane` of a lane of the first group."""
-    return column_lane(e, lane) if e.tensor_cores else lane
-
-
-def in_first_group(e: Extents, lane: Any) -> Any:
-    return lane % e.groups == 0 if e.tensor_cores else lane < e.lanes
-
-
 def held_by(s: State, u: Any, whole: bool) -> Any:
     """The lane that holds the entry of load `u`.
 
@@ -279,7 +213,7 @@ def held_by(s: State, u: Any, whole: bool) -> Any:
 @phase
 def choose_row(e, /, s, u, b, lane, column, whole):
     """`entry` and `table_row` of load `u` of the window's batch `b`: the lane that holds the id hands it over."""
-    s.entry[u] = b * e.batch + u * e.groups + group_of(e, lane)
+    s.entry[u] = b * e.batch + u * e.groups + lane // e.lanes
     s.table_row[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), column, held_by(s, u, whole), 32, 32)
 
 
@@ -292,7 +226,7 @@ def choose_weight(e, /, s, u, whole):
 
 def row_address(e: Extents, s: State, u: Any, io: Any, at: Place) -> Any:
     """Where the table has this lane's columns in the row of load `u`."""
-    column = (at.tile * e.lanes + column_lane(e, at.lane)) * e.vec
+    column = (at.tile * e.lanes + at.lane % e.lanes) * e.vec
     # Lanes beyond the last column read it again, and store nothing.
     return io.table.ptr_to([T.Cast("int64", s.table_row[u]), T.min(column, e.width - e.vec) if e.ragged else column])
 
@@ -301,7 +235,7 @@ def row_address(e: Extents, s: State, u: Any, io: Any, at: Place) -> Any:
 def load_row(e, /, s, u, io, at):
     """Begin load `u`: this lane's columns of `table_row[u]`, into `raw`."""
     load_words(e.load_bytes, s.raw, u * e.words, s.small, row_address(e, s, u, io, at))
-    if e.scaled and not e.tensor_cores:
+    if e.scaled:
         T.ptx.ld.global_.f32(s.scale[u], io.scales.ptr_to([T.Cast("int64", s.table_row[u])]))
 
 
@@ -352,8 +286,6 @@ def add_batch(e, /, s, whole):
 
 def gather_batch(e: Extents) -> Phase:
     """Add batch `b` of the window: all loads first, then the sums."""
-    if e.tensor_cores:
-        return gather_whole_numbers(e)
     choose, weigh, load, add = choose_row(e), choose_weight(e), load_row(e), add_batch(e)
 
     @T.inline
@@ -364,23 +296,6 @@ def gather_batch(e: Extents) -> Phase:
             load(s, u, io, at)
         add(s, whole)
     return phase
-
-
-@phase
-def gather_whole_numbers(e, /, s, io, at, b, whole):
-    """`gather_batch` by tensor cores, or as without them where scales are no whole numbers."""
-    for u in T.unroll(e.loads):
-        choose_row(e)(s, u, b, at.lane, s.window.column, whole)
-        load_row(e)(s, u, io, at)
-    find_digits(e)(s)
-    if s.inexact != 0:
-        for u in T.unroll(e.loads):
-            s.scale[u] = T.tvm_warp_shuffle(T.uint32(FULL_WARP), s.own_scale, held_by(s, u, whole), 32, 32)
-            choose_weight(e)(s, u, whole)
-        add_batch(e)(s, whole)
-        join_groups(e)(s, at)
-    else:
-        add_products(e, held_by)(s, at, whole)
 
 
 # ---- phases ----------------------------------------------------------------------------------------
@@ -396,9 +311,7 @@ def place_warps(e, /, at, io, block, t):
     at.lane = t % WARP
     at.line = (block * e.tiles + t // WARP) // e.row_tiles
     at.tile = (block * e.tiles + t // WARP) % e.row_tiles
-    at.row = T.min(T.Cast("int64", at.line), lines(e, io) - 1)
-    if e.table_grid:
-        at.row = at.row + T.Cast("int64", at.table) * io.rows
+    at.row = T.min(T.Cast("int64", at.line), bags(e, io) - 1)
 
 
 @phase
@@ -543,8 +456,6 @@ def gather_entries(e, /, s, io, at):
     while s.first + T.Cast(e.index, s.done * e.batch if ahead else 0) < s.last:
         load_window(e)(s, io, s.first + T.Cast(e.index, WARP), at.lane, s.next_window)
         s.count = T.Cast("int32", T.min(s.last - s.first, T.Cast(e.index, WARP)))
-        if e.tensor_cores:
-            load_scales(e)(s, io, at)
         batches = s.count // e.batch
         for b in T.serial(s.done if ahead else 0, batches, unroll=False if ahead else None):
             gather(s, io, at, b, True)
@@ -564,11 +475,9 @@ def reduce_groups(e, /, s):
     Reads and writes: `acc`, `real`. Barriers: shuffles of the whole warp.
     After: `acc` of every lane has the sums of its columns over the row's entries, and `real` the number of these.
     """
-    halvings = T.meta_var(1 if e.tensor_cores else e.groups.bit_length() - 1)
-    first = T.meta_var(1 if e.tensor_cores else e.lanes)
-    for h in T.unroll(halvings):
+    for h in T.unroll(e.groups.bit_length() - 1):
         for v in T.unroll(e.vec):
-            add_to_sum(e)(s, v, T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.acc[v], first << h, 32, 32))
+            add_to_sum(e)(s, v, T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.acc[v], e.lanes << h, 32, 32))
     if e.counts:
         for h in T.unroll(WARP.bit_length() - 1):
             s.real = s.real + T.tvm_warp_shuffle_xor(T.uint32(FULL_WARP), s.real, 1 << h, 32, 32)
@@ -584,8 +493,6 @@ def finished(e: Extents, s: State, v: Any) -> Any:
 
 def out_row(e: Extents, io: Any, at: Place) -> Any:
     """The row of the output that has the row's result."""
-    if e.table_grid:
-        return T.Cast("int64", at.line)
     return at.row if e.tables == 1 else at.row % io.rows
 
 
@@ -604,8 +511,8 @@ def store_tile(e, /, s, io, at):
     # their kernels take fewer registers with it.
     spare_warps = T.meta_var(not e.reads_ahead or e.row_tiles % e.tiles != 0)
     together = T.meta_var(e.stored_together)
-    column = T.meta_var((at.tile * e.lanes + first_lane(e, at.lane)) * e.vec)
-    if in_first_group(e, at.lane) and (not spare_warps or T.Cast("int64", at.line) < lines(e, io)):
+    column = T.meta_var((at.tile * e.lanes + at.lane) * e.vec)
+    if at.lane < e.lanes and (not spare_warps or T.Cast("int64", at.line) < bags(e, io)):
         if not (not e.reads_ahead or e.ragged) or column < e.width:
             for v in T.unroll(e.vec):
                 s.result[v] = T.Cast(e.dtype, finished(e, s, v))

@@ -14,9 +14,6 @@ from ..gathering import gathered
 from ..vectors import WIDEST, load_widths
 
 WARP = 32  # lanes
-# With tensor cores: the groups of lanes that take entries of their own, and the entries of each in one instruction.
-GROUPS, SLOTS = 4, 8
-TENSOR_CORES = 80  # the compute capability from which on these multiply int8 by rows of 32 bytes
 LANES = powers(4, WARP)
 # Loads in flight a lane: 16 of 16 bytes take 64 registers. Between the powers of two are numbers that leave little for
 # a last, partly filled batch of a round number of entries.
@@ -54,7 +51,6 @@ class Extents:
     tiles: int  # tiles of a thread block
     overlap: int  # 0, 1, 2, as in vocabulary.py; 2 reads ids before the wait for the producer kernel
     prefetch: bool  # guessed rows are brought into the L2 cache before that wait
-    tensor_cores: bool  # whether these multiply rows and scales, in whole numbers
 
     @classmethod
     def of(cls, problem: NhotLookup, decisions: Decisions) -> Extents:
@@ -74,15 +70,12 @@ class Extents:
             tiles=decisions["tiles"],
             overlap=decisions["overlap"],
             prefetch=bool(decisions["prefetch"]),
-            tensor_cores=bool(decisions["tensor_cores"]),
         )
 
     # Whether entries have to be counted: a row's ends do not tell how many of them count.
     counts = whether(lambda e: e.padded and e.mode != "sum")
     # Whether rows of the table have scales.
     scaled = whether(lambda e: bool(e.stored))
-    # Whether the grid has a dimension of tables, so that no thread divides.
-    table_grid = whether(lambda e: e.tensor_cores and e.tables > 1)
     load_bytes = extent(lambda e: e.vec * (1 if e.scaled else numpy_dtype(e.dtype).itemsize))
     # Elements of the output that a lane stores at once: up to 16 bytes.
     stored_together = extent(lambda e: min(e.vec, WIDEST // numpy_dtype(e.dtype).itemsize))
@@ -111,13 +104,7 @@ def space(problem: NhotLookup, machine: Machine) -> Table:
         "tiles": TILES,
         "overlap": (0, 1, 2) if machine.has_clusters else (0,),
         "prefetch": (0, 1) if machine.has_clusters else (0,),
-        "tensor_cores": (0, 1) if has_whole_numbers(problem, machine) else (0,),
     }
-
-
-def has_whole_numbers(problem: NhotLookup, machine: Machine) -> bool:
-    """Whether tensor cores can add the table's rows."""
-    return problem.stored == "int8" and problem.mode != "max" and machine.capability >= TENSOR_CORES
 
 
 def most_lanes(problem: NhotLookup, vec: int) -> int:
@@ -130,8 +117,6 @@ def allowed(problem: NhotLookup, machine: Machine, decisions: Decisions) -> str 
     most = most_lanes(problem, e.vec)
     if e.reads_ahead and e.tables > 1:
         return "where a table begins is not read before the wait for the producer kernel"
-    if e.tensor_cores and (e.groups != GROUPS or e.loads > SLOTS or e.vec % 4 or e.reads_ahead):
-        return f"tensor cores add the rows of {GROUPS} groups, up to {SLOTS} of each, after the wait for the producer"
     if e.prefetch and not e.reads_ahead:
         return "rows are prefetched by the ids that are read ahead"
     if e.lanes > most:
@@ -157,15 +142,7 @@ def default(problem: NhotLookup, machine: Machine) -> Decisions:
         each = ceildiv(problem.nonzeros, WARP // lanes)
         usual = max(n for n in LOADS if n <= min(each, 8, lanes))
         points += [
-            {
-                "column_lanes": lanes,
-                "vec": vec,
-                "loads": loads,
-                "tiles": 1,
-                "overlap": 0,
-                "prefetch": 0,
-                "tensor_cores": 0,
-            }
+            {"column_lanes": lanes, "vec": vec, "loads": loads, "tiles": 1, "overlap": 0, "prefetch": 0}
             for loads in (usual, *LOADS[LOADS.index(usual) + 1 :])
         ]
     found = next(point for point in points if allowed(problem, machine, point) is None)

@@ -18,6 +18,9 @@ in each step
     write_outputs
     await_states    those of all other thread blocks
 
+With the reset before the product a step has two halves with an exchange each: in the first one `scaled_state` takes the
+place of `next_state`.
+
 after the last one a barrier of the cluster, because a thread block's shared memory has to stay until all others have
 read of it and written to it.
 """
@@ -47,6 +50,7 @@ from ..persistent_rows.step import (
     load_length,
     next_state,
     reduce_lanes,
+    scaled_state,
     take_inputs,
     write_outputs,
 )
@@ -117,8 +121,8 @@ def prepare(e: ClusterExtents) -> Phase:
                 T.ptx.mbarrier.init.shared__cta.b64(s.barriers.ptr_to([i]), T.uint32(1))
             T.ptx.fence.mbarrier_init.release.cluster()
             for i in T.unroll(COPIES):
-                # The second copy receives the states after the first step, the first copy those after the second step.
-                if COPIES - i < io.steps:
+                # The second copy receives what is exchanged first, the first copy what is exchanged then.
+                if COPIES - i < io.steps * e.exchanges:
                     arrive_expecting(s.barriers.ptr_to([i]), T.uint32(e.expected_bytes))
 
     return phase
@@ -180,19 +184,44 @@ def send(e, /, s, rank):
 
 
 @phase
-def await_states(e, /, s, io, step):
-    """Wait until the others' states after the step are there.
+def await_states(e, /, s, io, number):
+    """Wait until the others' states are there, by the exchange of this `number`.
 
-    The first thread then tells the mbarrier how many bytes to expect next: those of two steps later.
+    The first thread then tells the mbarrier how many bytes to expect next: those of the exchange after the next one.
 
     Reads and writes: `barriers`. Barriers: none.
     """
     at = T.meta_var(s.pool[0] + T.uint32(e.barriers_at) + T.Cast("uint32", s.turn[0] * BARRIER_BYTES))
     s.done[0] = T.uint32(0)
     while s.done[0] == T.uint32(0):
-        try_wait(s.done[0], at, T.Cast("uint32", step // COPIES % 2))
-    if s.t == 0 and step + 1 + COPIES < io.steps:
+        try_wait(s.done[0], at, T.Cast("uint32", number // COPIES % 2))
+    if s.t == 0 and number + 1 + COPIES < io.steps * e.exchanges:
         arrive_expecting(at, T.uint32(e.expected_bytes))
+
+
+@phase
+def turn_copies(s):
+    """Go on to the other copy."""
+    s.front[0] = s.copies[0] - s.front[0]
+    s.turn[0] = 1 - s.turn[0]
+
+
+@phase
+def scale_states(e, /, s, io, step, pack, rank):
+    """The first half of a step of two exchanges.
+
+    After: the copy that is read has the states times their reset gates.
+    """
+    load_ahead(e, 0, 2)(s, io)
+    gather(e, 0, 2)(s, io)
+    reduce_lanes(e, 0, 2)(s)
+    for u in T.unroll(e.units):
+        mine = T.meta_var(u * e.groups + s.group < s.count[0])
+        scaled_state(e)(s, io, pack, u, mine)
+        keep(e)(s, u, mine)
+    send(e)(s, rank)
+    await_states(e)(s, io, step * 2)
+    turn_copies()(s)
 
 
 @phase
@@ -201,9 +230,12 @@ def take_step(e, /, s, io, step, pack, rank):
     take_inputs(e)(s)
     if step + 1 < io.steps:
         load_inputs(e)(s, io, step + 1, pack)
-    load_ahead(e)(s, io)
-    gather(e)(s, io)
-    reduce_lanes(e)(s)
+    if e.exchanges == 2:
+        scale_states(e)(s, io, step, pack, rank)
+    begin = T.meta_var(2 if e.exchanges == 2 else 0)  # of the gates whose rows the new states need
+    load_ahead(e, begin)(s, io)
+    gather(e, begin)(s, io)
+    reduce_lanes(e, begin)(s)
     for u in T.unroll(e.units):
         mine = T.meta_var(u * e.groups + s.group < s.count[0])
         next_state(e)(s, io, step, pack, u, mine)
@@ -213,9 +245,8 @@ def take_step(e, /, s, io, step, pack, rank):
     for u in T.unroll(e.units):
         write_outputs(e)(s, io, step, pack, u, u * e.groups + s.group < s.count[0])
     if step + 1 < io.steps:
-        await_states(e)(s, io, step)
-    s.front[0] = s.copies[0] - s.front[0]
-    s.turn[0] = 1 - s.turn[0]
+        await_states(e)(s, io, step * e.exchanges + (e.exchanges - 1))
+    turn_copies()(s)
 
 
 @phase

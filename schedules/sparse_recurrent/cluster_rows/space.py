@@ -12,7 +12,7 @@ from tvm_sparse.core.machine import Machine
 from tvm_sparse.core.template import Decisions, Launch, NotApplicable, Table, ceildiv
 from tvm_sparse.operators.sparse_recurrent.problem import SparseRecurrent
 
-from ...recurrent.sizes import WARP, WIDEST, require_one_exchange
+from ...recurrent.sizes import WARP, WIDEST
 from ..persistent_rows.space import (
     BATCHED,
     LANES,
@@ -107,7 +107,6 @@ def space(problem: SparseRecurrent, machine: Machine) -> Table:
     if not machine.has_clusters:
         raise NotApplicable("clusters of thread blocks need compute capability 9.0")
     require(problem, machine)
-    require_one_exchange(problem)
     best_point(problem, machine)
     return _table(problem, machine)
 
@@ -162,8 +161,7 @@ def cycles(e: ClusterExtents, machine: Machine) -> float:
     words = e.most * e.gates * (row * e.column_words + read_again) / WARP
     issued = warps * e.rows * ceildiv(row, e.lanes) * (e.pack + 2)
     step = (
-        EXCHANGE
-        + EACH_BLOCK * e.cluster
+        (EXCHANGE + EACH_BLOCK * e.cluster) * e.exchanges
         + EACH_WARP * (e.threads // WARP)
         + WORDS * words
         + ISSUED * issued
