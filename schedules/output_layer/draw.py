@@ -72,55 +72,41 @@ def slices_of(e: Any) -> Workspace:
 
 @dataclass
 class State(Buffers):
-    """What the phases share.
+    """What the phases share."""
 
-    Attributes
-    ----------
-    row, t
-        The row, and the thread.
-    pair
-        Slices as they are loaded.
-    key
-        The best slice of a thread, then of a warp and of the row: ordered bits and number.
-    m, d
-        Maximum and sum: of a thread's slices, then of the row.
-    own, up_to, before, top, other
-        What a thread's slices add to the sum, in units of a warp and then of the row; the sums up to its last slice and
-        before its first one; a maximum; scratch.
-    aim, tile, lane
-        The sum that the token has to pass; the slice; the token's number in it.
-    raw, small
-        Vectors of tokens and of the hidden state.
-    keys, sums, picks, lasts
-        Shared: of each warp the best slice, the sum, the first thread that passes `aim`, and the last one with a mass.
-    where, rest
-        Shared: the slice, and the share of its sum before the token.
-    parts
-        Shared: scores of the slice, by the warps that share a token.
-    """
-
+    # The row, and the thread.
     row: Any
     t: Any
+    # Slices as they are loaded.
     pair: Any = local("uint32", 2 * SLICES)
+    # The best slice of a thread, then of a warp and of the row: ordered bits and number.
     key: Any = local("uint64")
+    # Maximum and sum: of a thread's slices, then of the row.
     m: Any = local("float32")
     d: Any = local("float32")
+    # What a thread's slices add to the sum, in units of a warp and then of the row; the sums up to its last slice and
+    # before its first one; a maximum; scratch.
     own: Any = local("float32")
     up_to: Any = local("float32")
     before: Any = local("float32")
     top: Any = local("float32")
     other: Any = local("float32")
+    # The sum that the token has to pass; the slice; the token's number in it.
     aim: Any = local("float32")
     tile: Any = local("int32")
     lane: Any = local("int32")
+    # Vectors of tokens and of the hidden state.
     raw: Any = local("uint32", 2 * VECTORS * (VECTOR // 4))
     small: Any = local("uint16")
+    # Shared: of each warp the best slice, the sum, the first thread that passes `aim`, and the last one with a mass.
     keys: Any = shared("uint64", lambda e: e.threads // WARP)
     sums: Any = shared("float32", lambda e: e.threads // WARP)
     picks: Any = shared("int32", lambda e: e.threads // WARP)
     lasts: Any = shared("int32", lambda e: e.threads // WARP)
+    # Shared: the slice, and the share of its sum before the token.
     where: Any = shared("int32")
     rest: Any = shared("float32")
+    # Shared: scores of the slice, by the warps that share a token.
     parts: Any = shared("float32", lambda e: e.tile_n * sharing(e))
 
 
@@ -142,8 +128,9 @@ def mass_of(s: State, largest: Any, mass: Any, factor: Any) -> Any:
 # fmt: off
 @phase
 def load_slices(e, /, io, s, first, tiles):
-    """Load a few of a thread's slices, from the `first` on; those that there are not are empty. The phase is (io, s,
-    first, tiles). Writes: `pair`. Barriers: none."""
+    """Load a few of a thread's slices, from the `first` on; those that there are not are empty. Writes: `pair`.
+    Barriers: none.
+    """
     for j in T.unroll(min(SLICES, slices_each(e))):
         s.pair[2 * j] = T.uint32(MINUS_INFINITY)
         s.pair[2 * j + 1] = T.uint32(0)
@@ -154,7 +141,7 @@ def load_slices(e, /, io, s, first, tiles):
 
 @phase
 def sum_slices(e, /, io, s, tiles, factor):
-    """Sum a thread's slices; the phase is (io, s, tiles, factor).
+    """Sum a thread's slices.
 
     Reads: `slices`.
     Writes: `m` and `d`, relative to it; `key`, of the best slice, the first of equals.
@@ -176,7 +163,7 @@ def sum_slices(e, /, io, s, tiles, factor):
 
 @phase
 def join_threads(e, /, s, factor):
-    """Join what the threads have summed; the phase is (s, factor).
+    """Join what the threads have summed.
 
     Reads: `key`, `m`, `d`.
     Writes: `key`, of the row; `m` and `d`, of the row; `own`, `up_to` and `before` of the thread's slices; scratch
@@ -219,8 +206,7 @@ def join_threads(e, /, s, factor):
 
 @phase
 def choose_thread(e, /, s):
-    """Find the thread whose slices reach `aim`: the first, or the last with a mass where by rounding none does. The
-    phase is (s).
+    """Find the thread whose slices reach `aim`: the first, or the last with a mass where by rounding none does.
 
     Reads: `own`, `up_to`, `aim`.
     Writes: `lane`, the thread; scratch `picks`, `lasts`.
@@ -242,7 +228,7 @@ def choose_thread(e, /, s):
 
 @phase
 def find_slice(e, /, io, s, tiles, factor):
-    """Find the slice that reaches `aim`, for the thread that has it; the phase is (io, s, tiles, factor).
+    """Find the slice that reaches `aim`, for the thread that has it.
 
     Reads: `slices`, `m`, `key`, `aim`, `before`.
     Writes: `where`, the best slice of the row where rounding leaves the thread none; `rest`; `before` is lost.
