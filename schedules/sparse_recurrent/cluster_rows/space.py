@@ -146,11 +146,11 @@ def declines(problem: SparseRecurrent, machine: Machine) -> bool:
     """Whether the products of a step are worth more multiprocessors than a cluster has, or the GPU has too few for it.
 
     On an H200 `persistent_rows` took 1.1 to 2.1 times as long in six searches of up to 870,000 products a step, and 0.6
-    to 0.8 times in three of 1.7 to 2.3 million.
+    to 0.8 times in three of 1.7 to 2.3 million. Cells with two exchanges have not been compared.
     """
     e = ClusterExtents.of(problem, default(problem, machine))
     products = e.hidden * longest_row(problem) * e.gates * problem.batch
-    return products > MOST_PRODUCTS or not machine.clusters_at_once(e.cluster)
+    return e.exchanges > 1 or products > MOST_PRODUCTS or not machine.clusters_at_once(e.cluster)
 
 
 def cycles(e: ClusterExtents, machine: Machine) -> float:
