@@ -504,6 +504,7 @@ OVERLAPPED = {
     "head_draw": (
         "head_draw/batch=3,vocab=301,hidden=456,dtype=float16,bias=1,per_row=1,seeded=1",
         "head_draw/batch=19,vocab=173,hidden=136,dtype=bfloat16,bias=1,seeded=3",
+        "head_draw/batch=2,vocab=37,hidden=2696,dtype=float16,bias=1",
     ),
     "candidate_topk": (
         "candidate_topk/lists=2,beam=3,vocab=301,hidden=40,m=70,k=5,dtype=float16,bias=1",

@@ -11,6 +11,7 @@ from tvm_sparse.operators.head_draw.problem import HeadDraw
 
 from ..output_layer.registers import registers
 from ..output_layer.rings import rings
+from ..output_layer.warp_rings import warp_rings
 from ..output_layer.warpgroups import warpgroups
 
 # Threads of a block, for any problem; and tokens of its slices, which a warp has a lane each for.
@@ -108,9 +109,10 @@ draw_slices: Template[Any] = Template(
 )
 draw_warpgroups = warpgroups(name="draw_warpgroups", version=1, operator="head_draw")
 draw_rings = rings(name="draw_rings", version=1, operator="head_draw")
+draw_warp_rings = warp_rings(name="draw_warp_rings", version=1, operator="head_draw")
 draw_registers = registers(name="draw_registers", version=1, operator="head_draw")
 
-_CUDA = (draw_warpgroups, draw_rings, draw_registers, draw_slices)
+_CUDA = (draw_warpgroups, draw_rings, draw_warp_rings, draw_registers, draw_slices)
 TEMPLATES: tuple[Template, ...] = (draw_rows, *_CUDA)
 
 # Those that run without tuning, by kind of machine: the first that fits the problem does, the last fits every shape.
