@@ -110,7 +110,7 @@ def test_defaults_fit_the_machine(where: Machine) -> None:
     found = spaces.fallback(problem, where)
     assert found.values["cluster" if found.template == "cluster_rows" else "blocks"] <= where.cores
     # A cluster runs as a whole or is refused, too, without being cooperative.
-    others = "cluster_rows" if where is SM90 else "step_kernels"
+    others = "cluster_rows" if where in (SM90, SLICE) else "step_kernels"
     assert spaces.fallback(problem, where, cooperative=False).template == others
 
 

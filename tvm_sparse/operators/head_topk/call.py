@@ -81,6 +81,9 @@ ODD_GROUPED_ROWS = 512
 # eight rows fit, sixteen read all words twice: at (10, 128256, 8192) in bfloat16 that takes 954 microseconds, and the
 # product 495.
 REGISTER_BYTES, DIVIDED_BYTES, SHARED_BYTES = 128 * 1024, 256 * 1024, 200 * 1024
+# Columns of float32 up to which a warp has whole rows of the embedding; warps that share wider ones keep their sums, of
+# so many bytes, beside the hidden states.
+ALONE_COLUMNS, SUMS_BYTES = 2048, 8192
 # A kernel reads an embedding in eight bits for at most STORED_ROWS rows, sixteen of them at a time, and at most
 # STORED_COLUMNS columns. Otherwise the embedding is converted in parts, each read three times, for PyTorch's product.
 # The kernel's WARPS divide the columns in steps of STEP, a cache line of 16-bit numbers, and each warp must have some.
@@ -382,7 +385,10 @@ def likely_way(problem: HeadTopk, machine: Machine) -> str:
         large = machine.has_clusters and machine.block_shared_bytes > SHARED_BYTES
         most = max(most, DIVIDED_BYTES if large else REGISTER_BYTES)
     rows = EIGHT if problem.batch <= EIGHT else FUSED_ROWS
-    return KERNEL if problem.batch <= rows and rows * problem.hidden * size <= most else PRODUCT
+    shared = rows * problem.hidden * size
+    if size == 4 and rows == FUSED_ROWS and problem.hidden > ALONE_COLUMNS:
+        shared += SUMS_BYTES
+    return KERNEL if problem.batch <= rows and shared <= most else PRODUCT
 
 
 def grouped_rows(problem: HeadTopk) -> int:
