@@ -246,8 +246,11 @@ def test_what_a_candidate_starts_ends_with_its_trial(log: Log, tmp_path: Path, m
     def end_processes(*arguments: Any) -> None:
         during.append(len(started()))
         real(*arguments)
-        # Processes that were killed may take a moment to be gone, and the next trial is not to count them.
-        psutil.wait_procs(started(), timeout=10)
+        # Processes that were killed, or were just being started, may take a moment to be gone: the next trial is not to
+        # count them.
+        end = time.monotonic() + 10
+        while started() and time.monotonic() < end:
+            time.sleep(0.02)
 
     monkeypatch.setattr(scratch, "end_processes", end_processes)
     run(log, 5, fixed={"simd": (simd,)})
