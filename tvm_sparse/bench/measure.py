@@ -125,12 +125,17 @@ def check(library: str, kind: str, function: Any, whole: Case, workspaces: Any) 
     return Checked(library, kind, function, whole, arguments, given, first)
 
 
+def portions(pool: Pool, of: tuple[str, int, bool]) -> Iterator[list[Case]]:
+    """All cases, in portions: several of a proof, one of a verification."""
+    _, seed, proof = of
+    return iter(pool.proof(seed)) if proof else iter([pool.draw(seed)])
+
+
 def draw(pool: Pool, of: tuple[str, int, bool]) -> bool:
     """Draw the next portion of cases; returns whether there was one left."""
     global _drawn
     if _drawn is None or _drawn.of != of:
-        _, seed, proof = of
-        _drawn = Drawn(of, pool.proof(seed) if proof else iter([pool.draw(seed)]))
+        _drawn = Drawn(of, portions(pool, of))
     _drawn.next = next(_drawn.portions, None)
     return _drawn.next is not None
 
@@ -140,8 +145,7 @@ def cases_of(pool: Pool, of: tuple[str, int, bool]) -> Iterator[list[Case]]:
     if _drawn is not None and _drawn.of == of and _drawn.next is not None:
         cases, _drawn.next = _drawn.next, None
         return iter([cases])
-    _, seed, proof = of
-    return pool.proof(seed) if proof else iter([pool.draw(seed)])
+    return portions(pool, of)
 
 
 @functools.lru_cache(maxsize=1)

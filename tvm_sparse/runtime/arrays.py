@@ -385,12 +385,18 @@ def kept(make: Callable[[], Any], index: int | None) -> Any:
         with torch.cuda.stream(stream):
             return make()
 
-    with torch.cuda.stream(stream):
-        capturing = torch.cuda.is_current_stream_capturing()
-    if capturing:
+    if _captured(index):
         return on_stream()
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         return executor.submit(on_stream).result()
+
+
+def _captured(index: int) -> bool:
+    """Whether the current stream of a CUDA device is being captured."""
+    cuda = sys.modules["torch"].cuda
+    with cuda.stream(cuda.current_stream(index)):
+        captured: bool = cuda.is_current_stream_capturing()
+    return captured
 
 
 def constant(shape: tuple[int, ...], value: float, dtype: str, like: Any) -> Any:
@@ -413,7 +419,7 @@ def constant(shape: tuple[int, ...], value: float, dtype: str, like: Any) -> Any
                 return torch.full((whole,), value, dtype=getattr(torch, dtype), device=like.device)
 
         found = kept(make, index)
-        if index is None or not torch.cuda.is_current_stream_capturing():
+        if index is None or not _captured(index):
             _CONSTANTS[key] = found
     return found[:count].view(shape)
 

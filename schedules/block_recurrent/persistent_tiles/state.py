@@ -23,12 +23,12 @@ class State(Buffers):
     # The first of the block's tiles, and how many units the block has.
     tile: Any = local("int32")
     count: Any = local("int32")
-    # Of a tile: its first group, and the number of its groups.
+    # The first group of a tile, and the number of its groups.
     begin: Any = local("int32")
     groups: Any = local("int32")
-    # Of each tile: rounds of this warp.
+    # Rounds of this warp in each tile.
     rounds: Any = local("int32", lambda e: e.most)
-    # Of rounds in registers: words of the two rows, and where the group's states are in a sample, in bytes; negative
+    # Words of the two rows for rounds in registers, and where the group's states are in a sample, in bytes; negative
     # where there is no group.
     weights: Any = local("uint32", lambda e: max(1, e.rounds * 8))
     places: Any = local("int32", lambda e: max(1, e.rounds))
@@ -37,7 +37,7 @@ class State(Buffers):
     at: Any = local("int32", BATCHED)
     # States that were fetched.
     vectors: Any = local("uint32", lambda e: e.fetched * e.fragments * 4)
-    # Of each fragment: the bytes from the first sample's states to those of the thread's.
+    # Bytes from the states of a fragment's first sample to those of the thread's sample.
     samples: Any = local("uint32", lambda e: e.fragments)
     # This warp's sums of a tile.
     products: Any = local("float32", lambda e: e.fragments * 4)
@@ -46,7 +46,7 @@ class State(Buffers):
     # Global memory: the addresses of the exchange, and of the states in it.
     base: Any = local("uint64")
     source: Any = local("uint64")
-    # Vectors on their way to that copy, and whether something was not there yet.
+    # Vectors between the exchange and that copy, and whether a value had not been sent yet.
     copied: Any = local("uint32", lambda e: e.loads * 4)
     waiting: Any = local("int32")
     # The first sample of the pass in hand, and of the next one.
@@ -60,20 +60,20 @@ class State(Buffers):
     next_x: Any = local("uint32", lambda e: e.items * e.gates)
     next_reset: Any = local("int32", lambda e: e.items)
     next_fresh: Any = local("int32", lambda e: e.fragments)
-    # Of each item: its unit, and the steps of its sequence.
+    # For each item: its unit, and the steps of its sequence.
     unit: Any = local("int32", lambda e: e.items)
     length: Any = local("int32", lambda e: e.items)
     # For each item: the cell's state, or z between the halves of a step, and the hidden state.
     cells: Any = local("float32", lambda e: e.items)
     owns: Any = local("float32", lambda e: e.items)
-    # Of each item: the sums of its gates, and the hidden state after the step.
+    # For each item: the sums of its gates.
     sums: Any = local("float32", lambda e: e.items * e.gates)
-    # Of the item in hand: both states before, a gate, and the state after in the problem's dtype and as it is sent.
+    # Both states of the item in hand before the step.
     cell: Any = local("float32")
     own: Any = local("float32")
-    # As `sums`.
+    # For each item: the hidden state after the step.
     result: Any = local("float32", lambda e: e.items)
-    # As `cell`.
+    # A gate of the item in hand; its state after the step, in the problem's dtype and as it is sent.
     passed: Any = local("float32")
     bits: Any = local("uint32")
     sent: Any = local("uint32", lambda e: e.sent_bytes // 4)

@@ -178,8 +178,8 @@ class Crew:
     # (s, t, start): what all threads have added is in `masses`, from `start` on, and in `counts`. Begins and ends with
     # a barrier.
     unite: Callable[..., Any]
-    # (s, t, start): in which of the bins from `start` on, the last one first, a mass of `s.need` is reached; or, if
-    # `s.counting`, so many words. Reads `masses`, `counts`, `above`, `passed`, writes `found`.
+    # (s, t, start): in which of the bins from `start` on, the last one first, a mass of `s.need` is reached; if
+    # `s.counting`, a number of words. Reads `masses`, `counts`, `above`, `passed`, writes `found`.
     find: Callable[..., Any]
     # (io, row, t, s, first, last): the `s.rank`-th of the group's columns from `first` to `last` becomes the token.
     pick: Callable[..., Any]

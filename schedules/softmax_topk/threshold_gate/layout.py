@@ -381,7 +381,8 @@ class Layout:
         """
         return 2 * self.countable if 0 < self.countable and not self.counted and self.tiling.cluster > 1 else 0
 
-    # Survivors that are ranked by counting where bins have failed: as many as take no longer than a sort.
+    # Most survivors that are ranked by counting where bins have failed: about as many as are counted in the time of a
+    # sort.
     crowded_countable = layout_extent(lambda e: isqrt(COMPARISONS * e.tiling.threads))
     # Keys that a thread puts into bins at once: about all that it has, of twice as many as are wanted.
     binned_at_once = layout_extent(lambda e: min(ceildiv(2 * e.k, e.tiling.threads), BINNED_AT_ONCE))

@@ -137,7 +137,7 @@ class Extents:
         """Columns of zeros among the others, which no entry refers to: the first, and how many."""
         return 0, 0
 
-    # The column that absent entries refer to, always zero: the one behind the last.
+    # The column that absent entries refer to, always zero: it follows the last one.
     absent = extent(lambda e: e.columns)
     # Bytes of one store into the exchange: a column's states.
     sent_bytes = extent(lambda e: e.column_bytes)

@@ -25,9 +25,9 @@ from tvm_sparse.core.problem import (
     require_positive,
 )
 from tvm_sparse.operators.head_topk import scores
-from tvm_sparse.operators.head_topk.problem import FEW_WORDS, TILES, HeadTopk
+from tvm_sparse.operators.head_topk.problem import FEW_WORDS, HeadTopk, divided_otherwise
 from tvm_sparse.operators.softmax_sample.edges import numbers
-from tvm_sparse.operators.softmax_sample.problem import SLACK, SoftmaxSample, uniforms_of
+from tvm_sparse.operators.softmax_sample.problem import SLACK, SoftmaxSample, row_numbers, uniforms_of
 from tvm_sparse.operators.softmax_topk.problem import ABSOLUTE_LOG, QUOTIENT, SCALE, TEMPERATURES, require_extras
 from tvm_sparse.operators.softmax_topk.reference import GREEDY, ranked, row_scales
 
@@ -119,9 +119,7 @@ class HeadDraw(Problem):
 
     def distance(self, other: Problem) -> float | None:
         """As for `HeadTopk`: None for a problem with other columns, and for one whose rows need a smaller tile."""
-        if not isinstance(other, HeadDraw) or other.hidden != self.hidden:
-            return None
-        if any(other.batch <= rows < self.batch for rows in TILES):
+        if not isinstance(other, HeadDraw) or divided_otherwise(self, other):
             return None
         return super().distance(other)
 
@@ -140,13 +138,7 @@ class HeadDraw(Problem):
     def sample(self, inputs: Sequence[Any], rows: np.ndarray) -> list[Any]:
         """As of `SoftmaxSample`: where rows are counted, their numbers follow as one more input."""
         some = super().sample(inputs[: len(self.kernel_inputs)], rows)
-        return [*some, self._numbers(inputs)[rows]] if self.counts_rows else some
-
-    def _numbers(self, inputs: Sequence[Any]) -> np.ndarray:
-        """The numbers of the rows that inputs have: those of a `sample`, or all."""
-        import numpy as np
-
-        return inputs[-1] if len(inputs) > len(self.kernel_inputs) else np.arange(len(inputs[0]))
+        return [*some, row_numbers(self, inputs)[rows]] if self.counts_rows else some
 
     @property
     def scaled(self) -> tuple[str, ...]:
@@ -275,13 +267,6 @@ class HeadDraw(Problem):
             return found, np.full(len(found), float(np.float32(heat))), np.zeros(len(found), bool)
         return found, row_scales(heat), ~(np.asarray(heat) >= GREEDY)
 
-    def _uniforms(self, inputs: Sequence[Any]) -> np.ndarray:
-        """The uniform number of each row."""
-        at = len(self.kernel_inputs)
-        if self.counts_rows:
-            return uniforms_of(self.seeded, inputs[at - 2 : at], self._numbers(inputs))
-        return uniforms_of(self.seeded, inputs[at - 1 : at])
-
     def _logarithms(self, inputs: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Log-probabilities `(rows, vocab)`, of NaN in rows without a distribution; the word that a row gets without a
         draw; and which rows are greedy.
@@ -302,7 +287,7 @@ class HeadDraw(Problem):
         logarithms, first, greedy = self._logarithms(inputs)
         chances = np.exp(logarithms)
         total = np.cumsum(chances, axis=1)
-        reached = (total > self._uniforms(inputs)[:, None] * total[:, -1:]) & (chances > 0)
+        reached = (total > uniforms_of(self, inputs)[:, None] * total[:, -1:]) & (chances > 0)
         last = chances.shape[1] - 1 - np.argmax((chances > 0)[:, ::-1], axis=1)
         tokens = np.where(reached.any(axis=1), reached.argmax(axis=1), last)
         tokens = np.where(greedy | np.isnan(total[:, -1]), first, tokens)
@@ -338,7 +323,7 @@ class HeadDraw(Problem):
         own = logarithms[rows, tokens]
         total = np.cumsum(np.exp(logarithms), axis=1)
         share = SLACK + np.expm1(np.minimum(slack, 1))
-        aim, end = self._uniforms(inputs), total[rows, tokens]
+        aim, end = uniforms_of(self, inputs), total[rows, tokens]
         good = (aim >= end - np.exp(own) - share) & (aim <= end + share) & (own > -np.inf)
         good = np.where(greedy, logarithms[rows, first] - own <= slack, good)
         wanted[good] = tokens[good]

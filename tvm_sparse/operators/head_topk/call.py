@@ -81,8 +81,8 @@ ODD_GROUPED_ROWS = 512
 # eight rows fit, sixteen read all words twice: at (10, 128256, 8192) in bfloat16 that takes 954 microseconds, and the
 # product 495.
 REGISTER_BYTES, DIVIDED_BYTES, SHARED_BYTES = 128 * 1024, 256 * 1024, 200 * 1024
-# Columns of float32 up to which a warp has whole rows of the embedding; warps that share wider ones keep their sums, of
-# so many bytes, beside the hidden states.
+# Columns of float32 up to which a warp has whole rows of the embedding, and bytes of shared memory for the sums of
+# warps that share wider rows.
 ALONE_COLUMNS, SUMS_BYTES = 2048, 8192
 # A kernel reads an embedding in eight bits for at most STORED_ROWS rows, sixteen of them at a time, and at most
 # STORED_COLUMNS columns. Otherwise the embedding is converted in parts, each read three times, for PyTorch's product.

@@ -164,9 +164,7 @@ class HeadTopk(Problem):
         all words would be read twice: (10, 151936, 4096) takes 565 microseconds with the decisions for one row, and 299
         with its own; (32, 128256, 4096) takes 487 with those for ten rows, and 254 with its own.
         """
-        if not isinstance(other, HeadTopk) or other.hidden != self.hidden:
-            return None
-        if any(other.batch <= rows < self.batch for rows in TILES):
+        if not isinstance(other, HeadTopk) or divided_otherwise(self, other):
             return None
         return super().distance(other)
 
@@ -390,6 +388,12 @@ def tolerances(
         return [
             None if a.name == "indices" else bound(a, wanted) for a, wanted in zip(arguments, expected, strict=True)
         ]
+
+
+def divided_otherwise(own: Any, other: Any) -> bool:
+    """Whether decisions for the other problem are for other columns, or for rows that a smaller tile holds."""
+    columns_differ: bool = other.hidden != own.hidden
+    return columns_differ or any(other.batch <= rows < own.batch for rows in TILES)
 
 
 PROBLEM = HeadTopk

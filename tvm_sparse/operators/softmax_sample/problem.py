@@ -273,7 +273,7 @@ class SoftmaxSample(Problem):
         """As of any problem; where rows are counted, their numbers follow as one more input, which the reference reads
         and kernels do not have."""
         some = super().sample(inputs[: len(self.kernel_inputs)], rows)
-        return [*some, self._numbers(inputs)[rows]] if self.counts_rows else some
+        return [*some, row_numbers(self, inputs)[rows]] if self.counts_rows else some
 
     @property
     def scaled(self) -> tuple[str, ...]:
@@ -432,19 +432,6 @@ class SoftmaxSample(Problem):
         temperature, top_p, min_p = (given[i].astype(np.float64) for i in (0, 2, 3))
         return reference.Filters(temperature, given[1].astype(np.int64), top_p, min_p)
 
-    def _uniforms(self, inputs: Sequence[Any]) -> np.ndarray:
-
-        at = len(self.kernel_inputs)
-        if self.counts_rows:
-            return uniforms_of(self.seeded, inputs[at - 2 : at], self._numbers(inputs))
-        return uniforms_of(self.seeded, inputs[at - 1 : at])
-
-    def _numbers(self, inputs: Sequence[Any]) -> np.ndarray:
-        """The numbers of the rows that inputs have: those of a `sample`, or all."""
-        import numpy as np
-
-        return inputs[-1] if len(inputs) > len(self.kernel_inputs) else np.arange(len(inputs[0]))
-
     def _ranked(self, inputs: Sequence[Any], n: int, rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """The n best words of all rows, or of `rows`, and their log-probabilities."""
         import numpy as np
@@ -467,7 +454,7 @@ class SoftmaxSample(Problem):
         chances = np.exp(values)
         left = reference.kept(chances, filters.limits(self.words), filters.top_p, filters.min_p)
         free = filters.free(self.words, self.vocab)
-        place = reference.drawn(chances, left, self._uniforms(inputs), indices, free)[:, None]
+        place = reference.drawn(chances, left, uniforms_of(self, inputs), indices, free)[:, None]
         tokens, logprobs = (np.take_along_axis(array, place, axis=1)[:, 0] for array in (indices, values))
         return [tokens.astype(np.int32), logprobs, values[:, : self.k], indices[:, : self.k]]
 
@@ -515,7 +502,7 @@ class SoftmaxSample(Problem):
             free = filters.free(self.words, self.vocab)
             apart = slack[rows] * filters.scale if self.capped else None
             good &= reference.possible(
-                chances, ranks, filters, limits, self._uniforms(inputs)[rows], SLACK, indices, free, apart
+                chances, ranks, filters, limits, uniforms_of(self, inputs)[rows], SLACK, indices, free, apart
             )
             off = (slack[rows] * filters.scale)[good]
             rows, logprob = rows[good], values[good, ranks[good]]
@@ -543,18 +530,25 @@ class SoftmaxSample(Problem):
         return Cost(logits * numpy_dtype(self.dtype).itemsize + small, 3 * logits)
 
 
-def uniforms_of(seeded: int, given: Sequence[Any], rows: np.ndarray | int = 0) -> np.ndarray:
-    """The uniform numbers of rows in float64, from what kernels are given for them; `rows` are the rows' numbers, where
-    these count.
-    """
+def row_numbers(problem: Problem, inputs: Sequence[Any]) -> np.ndarray:
+    """The numbers of the rows that inputs have: those of a `sample`, or all."""
     import numpy as np
 
-    if seeded == 0:
-        uniform = np.asarray(given[0])
-    elif seeded == 1:
-        uniform = philox.uniforms(given[0][:, 0], given[0][:, 1])
+    return inputs[-1] if len(inputs) > len(problem.kernel_inputs) else np.arange(len(inputs[0]))
+
+
+def uniforms_of(problem: Any, inputs: Sequence[Any]) -> np.ndarray:
+    """The uniform number of each row in float64, of a problem with `seeded` whose last inputs make them."""
+    import numpy as np
+
+    given = inputs[: len(problem.kernel_inputs)]
+    if problem.seeded == 0:
+        uniform = np.asarray(given[-1])
+    elif problem.seeded == 1:
+        uniform = philox.uniforms(given[-1][:, 0], given[-1][:, 1])
     else:
-        seed, offset = (np.asarray(one) + np.zeros(np.shape(rows), np.int64) for one in given)
+        rows = row_numbers(problem, inputs)
+        seed, offset = (np.asarray(one) + np.zeros(len(rows), np.int64) for one in given[-2:])
         uniform = philox.uniforms(seed, offset, rows)
     return np.clip(uniform.astype(np.float64), 0, reference.BELOW_ONE)
 
