@@ -137,7 +137,6 @@ def test_a_record_that_was_compared_with_another_default_is_named() -> None:
     assert "1.00x the default's speed" in chosen(rows(60), rows(64), 0.0).why
 
 
-
 def test_the_points_of_these_tests_are_points() -> None:
     for batch in (16, 64, 250, 256, 1024):
         assert spaces.fallback(rows(batch), SM90) == DEFAULT
