@@ -51,6 +51,12 @@ OPTIONAL = {"optional": True}
 ROWS = 64
 
 
+@functools.cache
+def fields(cls: type[Problem]) -> tuple[dataclasses.Field, ...]:
+    """The axes of an operator's problems, as declared. Kept, because look-up asks often."""
+    return dataclasses.fields(cls)
+
+
 class ProblemError(ValueError):
     """An axis, dtype or key that is not valid for any problem of the operator."""
 
@@ -133,20 +139,20 @@ class Problem(ABC):
 
     @property
     def axes(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(type(self))}
 
     @property
     def added(self) -> dict[str, Any]:
         """Those of the `added_axes` that have another value than the default."""
-        fields = {field.name: field.default for field in dataclasses.fields(self)}
-        return {name: self.axes[name] for name in self.added_axes if self.axes[name] != fields[name]}
+        default = {field.name: field.default for field in fields(type(self))}
+        return {name: value for name in self.added_axes if (value := getattr(self, name)) != default[name]}
 
     @property
     def key(self) -> str:
         """The axes as text; axes whose field has `metadata=OPTIONAL` appear only where they differ from the default."""
         shown = (
             f"{field.name}={getattr(self, field.name)}"
-            for field in dataclasses.fields(self)
+            for field in fields(type(self))
             if not (field.metadata.get("optional") and getattr(self, field.name) == field.default)
         )
         return f"{self.operator}/" + ",".join(shown)
@@ -154,8 +160,8 @@ class Problem(ABC):
     @property
     def typed(self) -> str:
         """Operator and axes as typed after `tvm-sparse tune`, without axes that have their default value."""
-        fields = {field.name: field.default for field in dataclasses.fields(self)}
-        shown = (f"{name}={value}" for name, value in self.axes.items() if fields[name] != value)
+        default = {field.name: field.default for field in fields(type(self))}
+        shown = (f"{name}={value}" for name, value in self.axes.items() if default[name] != value)
         return " ".join((self.operator, *shown))
 
     @property
