@@ -139,6 +139,11 @@ class Problem(ABC):
 
     @property
     def axes(self) -> dict[str, Any]:
+        return dict(self._axes)
+
+    # Kept, as the arguments of its kernels: look-up and checks ask a problem often.
+    @functools.cached_property
+    def _axes(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(type(self))}
 
     @property
@@ -164,12 +169,12 @@ class Problem(ABC):
         shown = (f"{name}={value}" for name, value in self.axes.items() if default[name] != value)
         return " ".join((self.operator, *shown))
 
-    @property
+    @functools.cached_property
     def kernel_inputs(self) -> tuple[Argument, ...]:
         """The inputs that kernels of this problem take, in calling order."""
         return tuple(filter(self.has, self.inputs))
 
-    @property
+    @functools.cached_property
     def kernel_outputs(self) -> tuple[Argument, ...]:
         """The outputs that kernels of this problem write, in calling order."""
         return tuple(filter(self.has, self.outputs))
@@ -181,7 +186,7 @@ class Problem(ABC):
 
     def dtype_of(self, argument: Argument) -> str:
         """The dtype of an argument of this very problem."""
-        return self.axes.get(argument.dtype, argument.dtype)
+        return self._axes.get(argument.dtype, argument.dtype)
 
     def __str__(self) -> str:
         return self.key
@@ -426,7 +431,7 @@ class Problem(ABC):
         A name is that of an axis. An operator whose arguments have other extents, such as the 32-bit words of a bitmap,
         overrides this.
         """
-        return self.axes[name] if isinstance(name, str) else name
+        return self._axes[name] if isinstance(name, str) else name
 
     def has(self, argument: Argument) -> bool:
         """Whether kernels of this problem have an argument."""
