@@ -157,20 +157,20 @@ def drawn(
     return found | dict.fromkeys(random.Random(seed).sample(left, min(count, len(left))))
 
 
-def weight_of(problem: BlockSparse, seed: int) -> tuple[BsrWeight, Any]:
-    """A random weight on the GPU, scaled as a layer's, and x."""
+def weight_of(problem: BlockSparse, seed: int, device: str = "cuda") -> tuple[BsrWeight, Any]:
+    """A random weight, and x."""
     import numpy as np
     import torch
 
     rng = np.random.default_rng(seed)
     block_rows, block_cols = problem.grid
     indptr, indices = random_pattern(rng, problem.nnzb, block_cols, np.ones(block_rows))
-    generator = torch.Generator("cuda").manual_seed(seed)
-    made: dict[str, Any] = {"generator": generator, "device": "cuda"}
+    generator = torch.Generator(device).manual_seed(seed)
+    made: dict[str, Any] = {"generator": generator, "device": device}
     dtype = getattr(torch, problem.dtype)
     data = torch.randn((len(indices), *problem.block_shape), **made).to(dtype)
     x = torch.randn((problem.m, problem.k), **made).to(dtype)
-    parts = data, torch.from_numpy(indices).cuda(), torch.from_numpy(indptr).cuda()
+    parts = data, torch.from_numpy(indices).to(device), torch.from_numpy(indptr).to(device)
     return BsrWeight(parts, columns=problem.k, constant=True), x
 
 
@@ -395,18 +395,23 @@ def compiled(work: dict[tuple[int, int, int], Any], machine: Machine, folder: Pa
     return found
 
 
-def triton_call(problem: BsrMatmul, weight: BsrWeight, x: Any) -> Callable[[], Any]:
-    """PyTorch's block-sparse product."""
+def triton_call(
+    problem: BsrMatmul, weight: BsrWeight, x: Any, meta: dict[str, int] | None = None
+) -> Callable[[], Any]:
+    """PyTorch's block-sparse product, transposed: by its usual kernel, or by that with these settings."""
     import warnings
 
     import torch
-    from torch.sparse._triton_ops import bsr_dense_mm
+    from torch.sparse._triton_ops import bsr_dense_addmm, bsr_dense_mm
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that sparse tensors are in beta
         own = torch.sparse_bsr_tensor(weight.indptr, weight.indices, weight.data, size=(problem.n, problem.k))
     across = x.T
-    return lambda: bsr_dense_mm(own, across)
+    if meta is None:
+        return lambda: bsr_dense_mm(own, across)
+    unread = x.new_empty(()).expand(problem.n, problem.m)  # beta is 0
+    return lambda: bsr_dense_addmm(unread, own, across, beta=0, meta=dict(meta))
 
 
 def main(
