@@ -66,6 +66,7 @@ CHOSEN: dict[int, tuple[tuple[int, int, int, int, int, int], ...]] = {
         (128, 256, 32, 8, 1, 1),
         (128, 256, 32, 8, 2, 1),
         (128, 256, 32, 8, 2, 2),
+        (128, 256, 32, 8, 4, 4),
         (128, 160, 32, 6, 1, 1),
         (128, 160, 32, 6, 1, 2),
         (128, 128, 32, 6, 2, 1),
@@ -78,6 +79,7 @@ CHOSEN: dict[int, tuple[tuple[int, int, int, int, int, int], ...]] = {
     64: (
         (128, 128, 64, 3, 2, 1),
         (128, 128, 64, 3, 1, 2),
+        (128, 128, 64, 3, 1, 4),
         (128, 192, 64, 4, 2, 2),
         (128, 256, 64, 4, 2, 1),
         (128, 256, 64, 4, 2, 2),
@@ -395,9 +397,7 @@ def compiled(work: dict[tuple[int, int, int], Any], machine: Machine, folder: Pa
     return found
 
 
-def triton_call(
-    problem: BsrMatmul, weight: BsrWeight, x: Any, meta: dict[str, int] | None = None
-) -> Callable[[], Any]:
+def triton_call(problem: BsrMatmul, weight: BsrWeight, x: Any, meta: dict[str, int] | None = None) -> Callable[[], Any]:
     """PyTorch's block-sparse product, transposed: by its usual kernel, or by that with these settings."""
     import warnings
 

@@ -43,7 +43,7 @@ OTHERS: tuple[tuple[str, dict[str, int]], ...] = (
     ),
     (
         "m=70,k=256,n=256,block=64,sparsity=0.7,dtype=bfloat16",
-        {"tile_m": 64, "tile_n": 64, "panel": 64, "stages": 4, "cluster": 2, "overlap": 1},
+        {"tile_m": 64, "tile_n": 64, "panel": 64, "stages": 4, "cluster": 4, "overlap": 1},
     ),
     (
         "m=70,k=128,n=80,block=8x32,sparsity=0.7,dtype=bfloat16,pattern=skewed",

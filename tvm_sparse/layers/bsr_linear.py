@@ -287,9 +287,10 @@ class BsrLinear(torch.nn.Module):
         if self._trains_dense(x, data):
             return dense_product(x, (data, self.indices, self.indptr), bias, self.activation)
         if unseen(x, data, bias):
-            if self._known is None:  # a module takes long to set an attribute
-                self._known = self._structures()
-            return Trained.apply(x, data, bias, self.activation or "", self._known)
+            known = self._known
+            if known is None or known.indices is not self.indices:  # a module takes long to set an attribute
+                known = self._known = self._structures()
+            return Trained.apply(x, data, bias, self.activation or "", known)
         known = self._structures()
         options = {"bias": bias, "activation": self.activation, "backward": known.turned}
         return product(x, (data, known.indices, known.indptr), known.order, known.structure, **options)

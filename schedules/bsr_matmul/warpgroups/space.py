@@ -27,7 +27,7 @@ STAGES = (2, 3, 4, 6, 8, 12)
 # for its products.
 PRODUCERS = (1, 2, 4)
 # Thread blocks of a cluster: they have the same block rows for neighbouring rows of x, and copy blocks for each other.
-CLUSTER = (1, 2)
+CLUSTER = (1, 2, 4)
 # Rows of x from which on the template is offered.
 LEAST_M = 33
 # Most block rows of a thread block; each has a lane of the producer warp.

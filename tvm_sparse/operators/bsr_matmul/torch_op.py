@@ -191,6 +191,9 @@ def _through(grad: Any, before: Any, activation: str) -> Any:
     """The gradient of the value before an activation."""
     if activation == "relu":
         return torch.where(before > 0, grad, 0)
+    if activation == "silu" and torch.is_grad_enabled():  # PyTorch's operator has no derivative
+        gate = torch.sigmoid(before)
+        return grad * gate * (1 + before * (1 - gate))
     backward = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}
     return backward[activation](grad, before)
 
