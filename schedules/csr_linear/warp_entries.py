@@ -157,7 +157,8 @@ def build(problem: CsrLinear, decisions: Decisions) -> Program:
         x: Any = T.alloc_buffer([pool], "uint32", scope="shared.dyn") if pool else None
         halves = T.decl_buffer([pool * 2], "uint16", data=x.data, scope="shared.dyn") if pool else None
         return named(SimpleNamespace(
-            x=x, halves=halves, results=T.alloc_shared([rows * tile_m], "float32"), own=T.alloc_local([beside * tile_m], dtype),
+            x=x, halves=halves, results=T.alloc_shared([rows * tile_m], "float32"),
+            own=T.alloc_local([beside * tile_m], dtype),
             sums=T.alloc_local([tile_m], "float32"), word=T.alloc_local([words], "uint32"),
             bound=T.alloc_local([2], problem.index), column=T.alloc_local([loads], problem.index),
             value=T.alloc_local([loads], "float32"),
