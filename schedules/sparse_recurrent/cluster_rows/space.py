@@ -153,9 +153,7 @@ def declines(problem: SparseRecurrent, machine: Machine) -> bool:
     """
     e = ClusterExtents.of(problem, default(problem, machine))
     products = e.hidden * longest_row(problem) * e.gates * problem.batch
-    return (
-        step_alone(problem) or products > MOST_PRODUCTS * e.exchanges or not machine.clusters_at_once(e.cluster)
-    )
+    return step_alone(problem) or products > MOST_PRODUCTS * e.exchanges or not machine.clusters_at_once(e.cluster)
 
 
 def cycles(e: ClusterExtents, machine: Machine) -> float:
