@@ -296,6 +296,9 @@ def fitted_ways(
     order = np.arange(min(FITTED_ON[0], len(given.dev.sources)))
     sentences = given.encode(given.dev, order)
     samples = states_of(given.search(first, sentences, BEAM), first, sentences, range(len(order)), FITTED_ON[1])
+    if len(samples) < 2:
+        typer.echo("no head is fitted: the search of the development set ends after its first step", err=True)
+        return
     grouped = torch.stack([hidden for _, hidden in samples])
     for goal in recalls:
         if time.monotonic() > deadline:
