@@ -325,12 +325,11 @@ def hashed_ways(embedding: torch.Tensor, groups: Sequence[str], settings: int) -
     # Real embeddings have buckets of thousands of words; these are two ways around them.
     few = max(BEAM, vocab // 128)
     options = {heads.CENTRED: {"centred": True}, heads.SMALL: {"most": few}, heads.BOTH: {"centred": True, "most": few}}
-    for (k, *numbers), thresholds in (((16, 3, 500), (2, 3)), ((8, 3, 500), (3, 5))) if BUCKETS in groups else ():
+    for k, units, bands, threshold in ((16, 3, 500, 2), (8, 3, 500, 4)) if BUCKETS in groups else ():
         for name, option in options.items() if k <= embedding.shape[1] else ():
-            other = heads.rehashed(tables(k, *numbers), **option)
-            for threshold in thresholds:
-                own = heads.changed(other, threshold=threshold, frequent=max(1, vocab // 16))
-                yield heads.hashed(own, BEAM, name)
+            other = heads.rehashed(tables(k, units, bands), **option)
+            own = heads.changed(other, threshold=threshold, frequent=max(1, vocab // 16))
+            yield heads.hashed(own, BEAM, name)
 
 
 def aligned_ways(given: Translations) -> Iterator[Way]:
