@@ -536,8 +536,8 @@ def greedy_order(row_start: np.ndarray, columns: np.ndarray, banks: int, gates: 
     with X the row's slot, or to those of the next residue that has one left.
 
     X spreads the rows of a warp over the banks where a row has fewer lanes than there are banks: at 1,152 columns, 10 %
-    and 8 banks with one lane a row, as in the paper's kernel, the penalty is 0.46, and 5.6 with X = 0. With 8 lanes a row
-    and more X changes nothing.
+    and 8 banks with one lane a row, as in the paper's kernel, the penalty is 0.46, and 5.6 with X = 0. With 8 lanes a
+    row and more X changes nothing.
     """
     rows = _Rows(row_start)
     next_place = ((rows.order // gates)[:, None] + np.arange(banks, dtype=np.int64)) % banks
