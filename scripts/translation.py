@@ -579,6 +579,7 @@ def prune(
         csv = Lines(file, facts, PRUNED, pruned_key if more else None)
         sizes = [tuple(map(int, shape.split("x"))) for shape in shapes.split(",")]
         pruned_line(given, csv, given.model, ("dense", 1.0), 0, given.facts["dev_loss"])
+        timed_line(given, csv, given.model, ("dense", 1.0), sizes)
         for one_ in METHODS if method is None else method:
             model = copy.deepcopy(given.model)
             for layers_ in (model.encoder, model.decoder):
@@ -593,10 +594,7 @@ def prune(
                 )
                 last = density
                 pruned_line(given, csv, model, (one_, density), curve[-1].step, curve[-1].dev_loss)
-                try:
-                    layers(given, csv, model, (one_, density), sizes)
-                except Exception as error:  # times that fail are no reason to lose quality
-                    typer.echo(f"{one_} at {density:g}: layers have no times: {str(error)[:300]}", err=True)
+                timed_line(given, csv, model, (one_, density), sizes)
         for key, found in given.judge.results():
             csv.put(key, bleu_interval=found.bleu_interval, p=found.p)
         shown = ("method", "density", "stored_density", "dev_loss", "bleu", "bleu_interval", "layer", "batch", "length",
@@ -660,6 +658,16 @@ def pruned_line(
         bleu=scores.bleu, chrf=scores.chrf, sentences=len(given.references),
     )  # fmt: skip
     typer.echo(f"{key[0]} at {key[1]:g}: dev {loss:.3f}, BLEU {_cell(scores.bleu)}")
+
+
+def timed_line(
+    given: Translations, csv: Lines, model: Translator, key: tuple[str, float], sizes: Sequence[tuple[int, ...]]
+) -> None:
+    """`layers`, whose failure is no reason to lose the quality of further models."""
+    try:
+        layers(given, csv, model, key, sizes)
+    except Exception as error:
+        typer.echo(f"{key[0]} at {key[1]:g}: layers have no times: {str(error)[:300]}", err=True)
 
 
 @torch.no_grad()

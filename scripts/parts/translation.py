@@ -17,6 +17,8 @@ TORCH, EXACT, FITTED, LSH, TOP, ALIGNED = "torch", "exact head", "LSH, fitted 0.
 FIRST = TORCH, EXACT, TOP, ALIGNED, FITTED
 LISTS = {TOP: "the most frequent words (TOP)", ALIGNED: "words that translate one of the sentence's (WA)"}
 METHODS = {"row_balanced": "row-balanced", "magnitude": "by magnitude", "block": "in blocks"}
+# Dense models of fewer units, trained for as long.
+SMALLER = {units: f"translation-dense-{units}-de-h200" for units in (256, 512)}
 BEAM = "12"
 SHAPES = ("1 x 32", "4 x 256")
 # p-value below which a difference of BLEU counts.
@@ -67,10 +69,10 @@ def over_exact(row: Row) -> float:
     return value(row, "over_exact")
 
 
-def pruned() -> dict[tuple[str, str], tuple[Row, dict[str, Row]]]:
+def pruned(file: str = PRUNE) -> dict[tuple[str, str], tuple[Row, dict[str, Row]]]:
     """By method and density: the line of quality, and lines of times by `batch x steps`."""
     rows: dict[tuple[str, str], list[Row]] = {}
-    for row in results(PRUNE).rows:
+    for row in results(file).rows:
         rows.setdefault((row["method"], row["density"]), []).append(row)
     return {
         key: (
@@ -233,11 +235,14 @@ def translation_beams() -> str:
 @part
 def translation_pruned() -> str:
     lines = []
-    for (method, density), (quality, times) in pruned().items():
-        cells = [METHODS.get(method, method), percent(float(density)), quality["steps"],
-                 f"{value(quality, 'dev_loss'):.2f}",
+    models = [(units, pruned(file)["dense", "1"]) for units, file in SMALLER.items() if exists(file)]
+    named = [(f"dense, {units} units", "1", *found) for units, found in models]
+    named += [(METHODS.get(method, method), density, *found) for (method, density), found in pruned().items()]
+    whole = value(pruned()["dense", "1"][0], "bleu")
+    for name, density, quality, times in named:
+        cells = [name, percent(float(density)), quality["steps"], f"{value(quality, 'dev_loss'):.2f}",
                  f"{value(quality, 'bleu'):.2f} ± {value(quality, 'bleu_interval'):.1f}",
-                 signed(pruned_loss((method, density)))]  # fmt: skip
+                 signed(whole - value(quality, "bleu"))]  # fmt: skip
         for shape in SHAPES:
             row = times.get(shape)
             cells += ["-", "-"] if row is None else [
