@@ -69,8 +69,8 @@ def wanted(problem: BsrMatmul, machine: Machine, tile_m: int) -> int:
 
 
 def fitting(problem: BsrMatmul, machine: Machine, table: Table) -> list[Decisions]:
-    """Points to begin with, the best guess first: four rows of x at once, widest loads, deep, and more threads where rows
-    are long or a multiprocessor has a thread block at most.
+    """Points to begin with, the best guess first: four rows of x at once, widest loads, deep, and more threads where
+    rows are long or a multiprocessor has a thread block at most.
     """
     vec, overlap = table["vec"][-1], int(machine.has_clusters)
     # With one strip of x a long row is shared; with several there is enough to do beside it.
