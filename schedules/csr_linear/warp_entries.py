@@ -25,8 +25,8 @@ THREADS = powers(128, 1024)
 ROWS, TILE_M, LOADS = powers(4, 128), powers(1, 16), (1, 2, 4)
 # Bytes of one load from shared memory, and of a lane's registers for a column of x, at most.
 VECTOR, WARP = 16, 32
-# Elements of x that a thread loads before it stores the first of them, at most; and cycles that this takes.
-MOST_LOADED, LOADED = 16, 300
+# Elements of x that a thread loads before it stores the first of them, at most.
+MOST_LOADED = 16
 # Static shared memory: sums of a thread block's rows.
 MOST_SUMS = 2048
 
@@ -64,52 +64,62 @@ def allowed(problem: CsrLinear, machine: Machine, decisions: Decisions) -> str |
     return None
 
 
-# With more rows of x than the first number, a thread block has at most the second number of them by default.
-MANY_ROWS, MOST_OF_MANY = 64, 4
+# With more rows of x than this, a column of a thread block's rows is one load by default.
+MANY_ROWS = 64
 
 
 def default(problem: CsrLinear, machine: Machine) -> Decisions:
-    """As many rows of x as shared memory holds, and the rows of the weight that `cycles` says, a warp for each. With
-    many rows of x four of them, beside as many rows of the weight as there may be: 393 rows took 0.54 times as long so
-    on an H200 (`scripts/regret.py`, seed 11).
+    """The rows of x and of the weight that `cycles` says, of which a warp has one or two. With many rows of x as many
+    as one load brings, beside as many rows of the weight as there may be: 393 rows of float32 took 0.54 times as long
+    so on an H200, 5126 of bfloat16 0.82 times as long as with half as many (`scripts/regret.py`, seeds 11 and 16).
     """
     table = space(problem, machine)
     if problem.m > MANY_ROWS:
         return _of_many(problem, machine, table)
     point = {"threads": THREADS[0], "rows": ROWS[0], "tile_m": 1, "loads": LOADS[-1], "staged": 1}
     fitting = [
-        point | {"threads": min(max(rows * WARP, THREADS[0]), THREADS[-1]), "rows": rows, "tile_m": tile}
+        point | {"threads": min(max(rows // each * WARP, THREADS[0]), THREADS[-1]), "rows": rows, "tile_m": tile}
         for rows in table["rows"]
         for tile in table["tile_m"]
+        for each in (1, 2)
     ]
     fitting = [one for one in fitting if allowed(problem, machine, one) is None]
     return min(fitting, key=lambda one: cycles(problem, machine, one), default=point | {"staged": 0})
 
 
+# For `cycles`, as fitted to 90 points of three drawn problems and 44 defaults on an H200. Cycles to load 32 entries,
+# and to read the words of their columns of x; until a thread has loaded some columns of x; and until a lane has used a
+# batch of entries.
+LOADED, READ, COPY, BATCH = 2.6, 4.2, 280, 130
+
+
 def cycles(problem: CsrLinear, machine: Machine, decisions: Decisions) -> float:
-    """Cycles that the busiest multiprocessor waits for its first rows of x, and for which its memory pipes are in use.
+    """Cycles for which the busiest multiprocessor's memory pipes are in use, and those that a warp waits for memory.
 
     A warp copies 32 columns of x by a load for each row of x and a store of as many cycles as a column has words. It
-    gets 32 entries from the L2 cache in some 5 cycles, and reads their columns of x in 1 and 2.5 for each word, as some
-    lie in the same banks.
+    gets 32 entries from the L2 cache, and reads their columns of x, of which some lie in the same banks.
     """
-    rows, tile = decisions["rows"], decisions["tile_m"]
+    rows, tile, warps = decisions["rows"], decisions["tile_m"], decisions["threads"] // WARP
     words = max(tile * numpy_dtype(problem.dtype).itemsize // 4, 1)
     copied, read = problem.k / WARP * (tile + words), ceildiv(round(problem.k * (1 - problem.sparsity)), WARP)
     blocks = ceildiv(problem.n, rows) * ceildiv(problem.m, tile)
-    awaited = LOADED * ceildiv(problem.k, decisions["threads"] * columns_at_once(problem, decisions))
-    return awaited + ceildiv(blocks, machine.cores) * (copied + rows * read * (6 + 2.5 * words))
+    used = ceildiv(blocks, machine.cores) * (copied + rows * read * (LOADED + READ * words))
+    copies = ceildiv(problem.k, warps * WARP * columns_at_once(problem, decisions))
+    waits = COPY * copies + BATCH * rows / warps * ceildiv(read, decisions["loads"])
+    at_once = machine.blocks_at_once(decisions["threads"], 1, staged_bytes(problem, decisions) + 4 * MOST_SUMS)
+    return used + waits * ceildiv(blocks, max(at_once, 1))
 
 
 def _of_many(problem: CsrLinear, machine: Machine, table: Table) -> Decisions:
-    places = problem.n * (problem.m // MOST_OF_MANY) // (2 * machine.cores)
+    most = VECTOR // numpy_dtype(problem.dtype).itemsize
+    places = problem.n * (problem.m // most) // (2 * machine.cores)
     rows = max(rows for rows in table["rows"] if rows <= max(places, ROWS[0]))
     threads = min(max(rows * WARP, THREADS[0]), 512)
     point = {"threads": threads, "rows": max(rows, threads // WARP), "tile_m": 1, "loads": 2, "staged": 1}
     fitting = [
         point | {"tile_m": tile}
         for tile in table["tile_m"]
-        if tile <= MOST_OF_MANY
+        if tile <= most
         and allowed(problem, machine, point | {"tile_m": tile}) is None
         and 2 * staged_bytes(problem, point | {"tile_m": tile}) <= machine.block_shared_bytes
     ]
