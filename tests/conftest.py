@@ -49,7 +49,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 DRAW = "TVM_SPARSE_TEST_DRAW"  # the seed by which a run's processes draw cases
-# Kernels for the emulator, compiled by g++ in this or earlier runs.
+# Kernels for the emulator, lowered and compiled by g++ in this or earlier runs.
 EMULATED = platformdirs.user_cache_path("tvm_sparse", appauthor=False) / "emulated"
 # Libraries of the CPU kernels that calls run, built in this or earlier runs.
 LIBRARIES = EMULATED.with_name("tested")
@@ -123,7 +123,7 @@ def pytest_collection_finish() -> None:
 
 def may_keep(folder: Path) -> bool:
     """Whether files may be written to a folder that runs share, from which old ones are removed."""
-    for file in folder.glob("*.*o"):
+    for file in folder.glob("*.*"):
         with contextlib.suppress(FileNotFoundError):
             if file.stat().st_mtime < time.time() - 30 * 86400:
                 file.unlink()

@@ -116,6 +116,26 @@ def test_it_trains_as_a_dense_layer_does(way: str, activation: str | None, monke
     close(made.to_dense().weight, theirs.weight.detach())
 
 
+@pytest.mark.parametrize("activation", [None, "gelu", "silu"])
+def test_gradients_of_gradients(activation: str | None) -> None:
+    made = layer(0.5, activation=activation)
+    theirs = made.to_dense()
+    act = getattr(torch.nn.functional, activation) if activation else torch.nn.Identity()
+    found = []
+    for module, call in ((made, made), (theirs, lambda x: act(theirs(x)))):
+        for _ in range(2):  # calls of the second one are repeated
+            x = X.clone().requires_grad_()
+            module.zero_grad()
+            [first] = torch.autograd.grad(call(x).square().mean(), x, create_graph=True)
+            first.square().sum().backward()
+        found.append((x.grad, module.bias.grad, made.data.grad if module is made else theirs.weight.grad))
+    close(found[0][0], found[1][0])
+    close(found[0][1], found[1][1])
+    blocks = found[1][2].view(7, 5, 22, 3).transpose(1, 2)
+    rows = torch.repeat_interleave(torch.arange(7), made.indptr.diff())
+    close(found[0][2], blocks[rows, made.indices])
+
+
 @pytest.mark.parametrize("block", [(16, 16), (5, 8), (8, 3)])
 def test_a_layer_that_blocks_do_not_divide_is_padded(block: tuple[int, int]) -> None:
     """It computes, trains and is saved as a dense layer of its own shape; padding stays zero."""

@@ -688,9 +688,13 @@ def test_a_bracket_finds_the_bound_of_top_p(dtype: str, monkeypatch: pytest.Monk
     problem.check(inputs, problem.reference(inputs), outputs)
 
 
-def test_rows_with_too_long_lists_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists of a row or of one thread block are too long; other rows are drawn from their lists."""
-    monkeypatch.setattr(cuts, "LISTED", 20)
+@pytest.mark.parametrize("whose", ["a row's", thorough("a thread's")])
+def test_rows_with_too_long_lists_are_searched(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of a row, of one thread block or of a thread are too long; other rows are drawn from their lists."""
+    if whose == "a row's":
+        monkeypatch.setattr(cuts, "LISTED", 20)
+    else:
+        monkeypatch.setattr(cuts, "room", lambda blocks: 0)
     problem = parse("softmax_sample/batch=12,vocab=2053,k=1,per_row=1,whole=1")
     rng = np.random.default_rng(5)
     logits = rng.standard_normal((12, problem.vocab)).astype(np.float32)

@@ -302,6 +302,16 @@ def test_both_ways_of_products_of_entries(scripts: Scripts, tmp_path: Path) -> N
         assert line["way"] == "kernel" and float(line["regret"]) == pytest.approx(kernel / min(kernel, dense), rel=0.1)
 
 
+def test_block_sparse_products_over_a_grid(scripts: Scripts, tmp_path: Path) -> None:
+    out = tmp_path / "grid.csv"
+    grid = ("--rows", "5", "--rows", "9", "--block", "8", "--sparsity", "0.8", "--weight", "48,64")
+    printed = scripts.run("block_grid.py", "--target", "cpu", *grid, "--dtype", "float32", "--csv", out)
+    assert "2 of 2 problems" in printed and "ahead of all from" in printed
+    for line in lines_of(out):
+        assert float(line["over_best"]) == pytest.approx(float(line["ours"]) / float(line["dense"]), rel=0.02)
+        assert line["triton"] == line["setting"] == ""
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(280)
 def test_ways_of_recurrent_stacks_over_a_grid(scripts: Scripts, tmp_path: Path) -> None:

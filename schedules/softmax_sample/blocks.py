@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm_sparse.core.derived import Derived
 from tvm_sparse.core.template import ceildiv
@@ -23,6 +23,11 @@ BIN, BEFORE, MASS, COUNT, COUNT_BEFORE = FOUND = range(5)
 LISTED_SHARE, LISTED_MORE, LISTED_BYTES = 0.13, 5, 64 * 1024
 # Vectors that a thread loads at once, and of how many threads at most: more have too few registers.
 VECTORS, MOST_THREADS = 2, 512
+# Thread blocks that take tickets (`cuts`): bins of an octave of probability, and of a thread block's counts.
+OF_OCTAVE, OCTAVES = 32, 32
+# Most words of a row's list, and how many of them a thread has room for beside those of a step. At 256 threads that is
+# as much shared memory as four thread blocks of a multiprocessor have.
+LISTED, LISTED_BESIDE = 5632, 8
 
 
 extent = Derived["Blocks", int]
@@ -89,6 +94,17 @@ class Blocks:
         own = (self.steps + (1 if self.ext.ragged else 0)) * self.ext.vectors * self.ext.width
         share = LISTED_SHARE * own
         return min(own, round(share + LISTED_MORE * share**0.5), LISTED_BYTES // (4 * self.threads))
+
+    @property
+    def counting(self) -> Blocks:
+        """Thread blocks with tickets that also count words by probability."""
+        return replace(self, bins=OF_OCTAVE * OCTAVES)
+
+    @property
+    def listing(self) -> Blocks:
+        """Thread blocks with tickets that list words of a bracket."""
+        own = self.threads * (self.ext.vectors * self.ext.width + LISTED_BESIDE)
+        return replace(self, bins=max(2 * RADIX_BINS, self.ext.parts), entries=max(2 * LISTED, own))
 
     # Bytes of the row that a thread block keeps in shared memory.
     staged = extent(lambda e: 16 * e.ext.slices * e.ext.part if e.keep == "shared" else 0)

@@ -31,7 +31,7 @@ from ..device.arithmetic import LOG2_E
 from ..device.cluster import cluster_arrive, cluster_barrier
 from ..device.overlap import wait_then_start_consumer
 from ..device.region import device_region
-from ..device.selection import RADIX_BINS, lanes_max, lanes_min, order_bits
+from ..device.selection import lanes_max, lanes_min, order_bits
 from ..rows import hold, join
 from ..rows import sum as sums
 from ..rows.state import RowState, Views
@@ -82,10 +82,15 @@ def beside_tickets(blocks: Blocks, singles: Blocks, overlap: bool) -> Phase:
     words = blocks.problem.words
     of_others = main(blocks, last=True, overlap=overlap)
     singles = dataclasses.replace(singles, overlap=overlap)
-    of_all = tickets.kernel(singles, sum_of_slice(singles, crew_of(singles)), write_first_word(singles))
-    bins = dataclasses.replace(singles, bins=cuts.BINS * cuts.COPIES)
-    lists = dataclasses.replace(singles, bins=max(2 * RADIX_BINS, singles.ext.parts), entries=2 * cuts.LISTED)
-    find, draw = cuts.find_bin(bins), cuts.draw_left(lists)
+    draw = cuts.draw_left(singles.listing)
+
+    def of_all(blocks: Blocks) -> Phase:
+        crew = crew_of(blocks)
+        count = cuts.count_slice(blocks, crew, absorb_adjusted(crew))
+        return tickets.kernel(
+            blocks, tickets.of_row(blocks, sum_of_slice(blocks, crew), count, write_first_word(blocks)))
+
+    of_uncut, of_counted = of_all(singles), of_all(singles.counting)
 
     def is_free(io: Any) -> Any:
         return tickets.is_free(limit_of(io.temperature, io.top_k, words), words)
@@ -97,21 +102,20 @@ def beside_tickets(blocks: Blocks, singles: Blocks, overlap: bool) -> Phase:
     def body(io):
         if io.per_row:
             with device_region():
-                of_all(io)
-            with device_region():
-                find(io)
+                of_counted(io)
             with device_region():
                 draw(io)
             with device_region():
                 of_others(io)
         else:
             if is_free(io):
-                with device_region():
-                    of_all(io)
+                if T.And(is_cut(io), io.top_p < T.float32(1)):
+                    with device_region():
+                        of_counted(io)
+                else:
+                    with device_region():
+                        of_uncut(io)
                 if is_cut(io):
-                    if io.top_p < T.float32(1):
-                        with device_region():
-                            find(io)
                     with device_region():
                         draw(io)
             if T.Or(T.Not(is_free(io)), T.And(is_cut(io), io.top_p < T.float32(1))):
@@ -239,6 +243,27 @@ def main(blocks: Blocks, last: bool = False, overlap: bool = False) -> Phase:
 
 
 @phase
+def absorb_adjusted(crew, /, io, s, x):
+    """Reads: the elements in hand, `r.tile`. Writes: `x`, `r.m`, `r.d`, `r.top`, `r.top_tile`; scratch. Barriers: none.
+
+    After: (m, d) covers them, as by `rows.sum.absorb`; they are in `x`.
+    """
+    s.r.top = s.r.m
+    for e in T.unroll(crew.elements):
+        crew.take(io, s, e)
+        x[e] = s.x[0]
+        s.r.top = T.max(s.r.top, x[e])
+    s.r.top = T.min(s.r.top, sums.HIGHEST)
+    if s.r.top > s.r.m:
+        s.r.d = s.r.d * T.exp2(sums.scaled(s.r, s.r.m - s.r.top))
+        s.r.m = s.r.top
+        s.r.top_tile = s.r.tile
+    for e in T.unroll(crew.elements):
+        T.ptx.ex2.approx.ftz.f32(s.r.power, sums.scaled(s.r, x[e] - s.r.m))
+        s.r.d = s.r.d + s.r.power
+
+
+@phase
 def sum_adjusted(blocks, crew, /, io, row, t, s):
     """The pair (m, d) of a thread's elements, with bias and bitmap, as `rows.sum` finds it of logits; (io, row, t, s).
 
@@ -256,19 +281,7 @@ def sum_adjusted(blocks, crew, /, io, row, t, s):
         # The ragged elements first: a lane that has the row's maximum there looks through all of its steps for it.
         s.r.tile = T.Select(i == 0, blocks.steps, i - 1) if blocks.ext.ragged else i
         crew.load(io, row, t, s, s.r.tile)
-        s.r.top = s.r.m
-        for e in T.unroll(crew.elements):
-            crew.take(io, s, e)
-            x[e] = s.x[0]
-            s.r.top = T.max(s.r.top, x[e])
-        s.r.top = T.min(s.r.top, sums.HIGHEST)
-        if s.r.top > s.r.m:
-            s.r.d = s.r.d * T.exp2(sums.scaled(s.r, s.r.m - s.r.top))
-            s.r.m = s.r.top
-            s.r.top_tile = s.r.tile
-        for e in T.unroll(crew.elements):
-            T.ptx.ex2.approx.ftz.f32(s.r.power, sums.scaled(s.r, x[e] - s.r.m))
-            s.r.d = s.r.d + s.r.power
+        absorb_adjusted(crew)(io, s, x)
 
 
 @phase

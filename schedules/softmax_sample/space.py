@@ -78,7 +78,10 @@ def allowed(problem: SoftmaxSample, machine: Machine, decisions: Decisions) -> s
     if decisions["overlap"] and not decisions["tickets"]:
         return "a single kernel has no consumer kernel to overlap with"
     if decisions["tickets"]:
-        part = ticketed(problem, decisions).ext.part
+        singles = ticketed(problem, decisions)
+        part = singles.ext.part
+        if (size := singles.listing.bytes) > limit:
+            return f"{size} bytes of shared memory exceed {limit}"
         if 2 * part <= ext.threads:
             return f"half of a warp's lanes have no vector of a slice of {part}"
         if ext.vectors > 1 and ext.tile >= 2 * part:

@@ -22,7 +22,7 @@ from ..device.selection import lanes_min
 from ..rows import join
 from ..rows.hold import locate
 from ..rows.state import RowState
-from ..softmax_topk.ending import own_on_gpu
+from ..softmax_topk.ending import argument_on_gpu, own_on_gpu
 from . import cuts
 from .blocks import Blocks
 from .search.blocks import NONE, choose_slice, column_of, crew_of, take_word
@@ -36,7 +36,7 @@ def workspaces(blocks: Blocks) -> tuple[Workspace, ...]:
     return (
         Workspace("pairs", ("batch", 2 * blocks.ext.parts), "float32", None),
         Workspace("taken", ("batch",), "int32"),
-        *cuts.workspaces(),
+        *cuts.workspaces(blocks.cluster),
     )
 
 
@@ -74,8 +74,14 @@ def draw(blocks, write_first, /, io, row, t, s, r):
                 choose_slice(blocks)(t, s, clamped(d.uniform[0]))
                 take(io, row, t, s)
         else:
-            cuts.show_row(
-                io, row, t, T.Select(d.top_p[0] < T.float32(1), cuts.FIND, cuts.SUM), r.top, r.d)
+            # Nothing is listed.
+            s.reached[0] = T.infinity("float32")
+            s.reached[1] = -T.infinity("float32")
+            if blocks.bins > 0:
+                if d.top_p[0] < T.float32(1):
+                    cuts.bracket(blocks)(io, row, t, s, d.top_p[0])
+            cuts.show_row(io, row, t, cuts.SUM, r.top, r.d)
+            cuts.show_bracket(io, row, t, s)
         write_best(io, row, t, s, d.top_k[0])
     else:
         cuts.show_row(io, row, t, cuts.DONE, r.top, r.d)
@@ -83,14 +89,26 @@ def draw(blocks, write_first, /, io, row, t, s, r):
 
 
 @phase
-def of_row(blocks, sum_slice, write_first, /, given, row, part, t):
-    """Sum a slice of a row, and draw its token where it is the last to be summed."""
+def of_row(blocks, sum_slice, count_slice, write_first, /, given, row, part, t):
+    """Sum a slice of a row, and draw its token where it is the last to be summed.
+
+    `sum_slice`: the phase that finds the pair of a lane's elements; `count_slice`: the one that also counts them, for
+    rows that top-p cuts, with `blocks.bins`; `write_first`: see `slices`.
+    """
     io = T.meta_var(own_on_gpu(given, row))
     r = RowState(blocks.ext, row, part * blocks.ext.slices + t // 32, t % 32)
     s = T.meta_var(cuts.state_of(blocks, io, r))
     s.factor[0] = io.scale * T.float32(LOG2_E)
     r.factor = s.factor[0]
-    sum_slice(io, row, t, s)
+    if blocks.bins == 0:
+        sum_slice(io, row, t, s)
+    elif not io.per_row:
+        count_slice(io, row, t, s)
+    else:
+        if argument_on_gpu(io, "top_p", row) < T.float32(1):
+            count_slice(io, row, t, s)
+        else:
+            sum_slice(io, row, t, s)
     join.join_warp(r)
     take_ticket(blocks)(io, row, t, s)
     if s.ties[0] == blocks.cluster - 1:
@@ -98,11 +116,8 @@ def of_row(blocks, sum_slice, write_first, /, given, row, part, t):
 
 
 @phase
-def kernel(blocks, sum_slice, write_first, /, io):
-    """The kernel's body, over the arguments.
-
-    `sum_slice`: the phase that finds the pair of a lane's elements; `write_first`: see `slices`.
-    """
+def kernel(blocks, of_row, /, io):
+    """The kernel's body, over the arguments: `of_row` of each row that is greedy or has no top-k."""
     tickets = T.meta_var(blocks.cluster)
     T.attr({"tirx.launch_bounds_min_blocks_per_sm": RESIDENT_TICKETS // blocks.threads})
     block = T.cta_id([io.batch * tickets])
@@ -113,11 +128,11 @@ def kernel(blocks, sum_slice, write_first, /, io):
         filters = T.meta_var(Drawing.alloc(1))
         read_filters(io, T.Cast("int64", block // tickets), filters)
         if is_free(limit_of(filters.temperature[0], filters.top_k[0], blocks.problem.words), blocks.problem.words):
-            of_row(blocks, sum_slice, write_first)(io, T.Cast("int64", block // tickets), block % tickets, t)
+            of_row(io, T.Cast("int64", block // tickets), block % tickets, t)
         elif block % tickets == 0 and t == 0:
             io.stages[block // tickets, cuts.STAGE] = T.uint32(cuts.DONE)
     else:
-        of_row(blocks, sum_slice, write_first)(io, T.Cast("int64", block // tickets), block % tickets, t)
+        of_row(io, T.Cast("int64", block // tickets), block % tickets, t)
 
 
 @phase

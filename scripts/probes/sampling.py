@@ -1,4 +1,4 @@
-"""Time samplers without a top-k by batch and by filter, point by point, on logits that are standard normal numbers.
+"""Time samplers without a top-k by batch and by filter, point by point, on logits that are normal numbers.
 
     python scripts/probes/sampling.py --out sampling.csv --batches 1,64,256,512 --vocab 128256 --dtypes float32,bfloat16
 
@@ -13,6 +13,7 @@ memory's speed.
 from __future__ import annotations
 
 import csv
+import itertools
 import random
 import statistics
 import tempfile
@@ -39,7 +40,8 @@ from tvm_sparse.runtime import loading
 # temperature, top_k, top_p, min_p
 FILTERS = {"temperature": (1.0, 0, 1.0, 0.0), "min_p": (1.0, 0, 1.0, 0.05), "top_p": (1.0, 0, 0.9, 0.0)}
 CHECKED = 16  # rows
-COLUMNS = ("dtype", "rows", "filter", "us", "read_us", "template", "decisions", "registers", "local_bytes", "note")
+COLUMNS = ("dtype", "rows", "deviation", "filter", "us", "read_us", "template", "decisions", "registers", "local_bytes",
+           "note")  # fmt: skip
 
 
 def wanted_points(
@@ -72,6 +74,7 @@ def main(
     batches: Annotated[str, typer.Option(help="Numbers of rows.")] = "1,64,256,512",
     vocab: Annotated[int, typer.Option(min=2)] = 128256,
     dtypes: Annotated[str, typer.Option()] = "float32,bfloat16",
+    deviations: Annotated[str, typer.Option(help="Of the logits; with 4 rows are peaked.")] = "1",
     allowed: Annotated[bool, typer.Option(help="With bitmaps that allow nine tenths of the columns.")] = False,
     points: Annotated[int, typer.Option(min=0, help="Beside the defaults.")] = 60,
     point: Annotated[list[str] | None, typer.Option(help="One to time, and no others, as threads=512,...")] = None,
@@ -82,7 +85,7 @@ def main(
 ) -> None:
     """Compile, check and time points, and write a CSV."""
     started, machine = time.monotonic(), machine_here("auto", "exploring")
-    numbers = list(map(int, batches.split(",")))
+    numbers, spread = list(map(int, batches.split(","))), list(map(float, deviations.split(",")))
     rng = np.random.default_rng(seed)
     flat = rng.standard_normal((max(*numbers, CHECKED), vocab), dtype=np.float32)
     uniforms = rng.random(len(flat), dtype=np.float32)
@@ -92,18 +95,26 @@ def main(
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
 
-        def write(dtype: str, rows: int, name: str, us: str, candidate: Candidate, reply: Any, note: str = "") -> None:
+        def write(
+            dtype: str,
+            rows: int,
+            deviation: float,
+            name: str,
+            us: str,
+            candidate: Candidate,
+            reply: Any,
+            note: str = "",
+        ) -> None:
             size = rows * vocab * numpy_dtype(dtype).itemsize
             read = f"{size / machine.bandwidth * 1e6:.2f}" if machine.bandwidth else ""
             resources = reply["resources"] or {}
             decisions = " ".join(f"{key}={value}" for key, value in candidate.decisions)
             told = (resources.get("registers", ""), resources.get("local_bytes", ""))
-            writer.writerow((dtype, rows, name, us, read, candidate.template, decisions, *told, note))
+            writer.writerow((dtype, rows, deviation, name, us, read, candidate.template, decisions, *told, note))
             file.flush()
 
         for number, dtype in enumerate(dtypes.split(",")):
             until = started + seconds * (number + 1) / len(dtypes.split(","))
-            logits = flat.astype(numpy_dtype(dtype))
             slices = SoftmaxSample(max(numbers), vocab, 1, dtype, whole=1, allowed=int(allowed))
             best = SoftmaxSample(max(numbers), vocab, UNSAID, dtype, whole=1, allowed=int(allowed))
             kinds = [(slices, wanted_points(slices, machine, fix or [], point or [], points, seed))]
@@ -119,7 +130,6 @@ def main(
                     make_case(problem.smaller(explore.FEW_ROWS), seed + n, structure, problem.settings[n % 3])
                     for n, structure in enumerate(problem.structures)
                 ]
-                checked = cases_of(problem, logits, [*bitmaps, uniforms])
                 good = []
                 for candidate, reply in built:
                     function = loading.load_function(Path(reply["path"]), machine.kind, None)
@@ -127,8 +137,11 @@ def main(
                         verify(function, machine.kind, small, reply["workspaces"])
                         good.append((candidate, reply, function))
                     except (Mismatch, Fatal) as error:
-                        write(dtype, 0, "", "", candidate, reply, f"wrong: {error}"[:300])
-                for rows in numbers:
+                        write(dtype, 0, 0, "", "", candidate, reply, f"wrong: {error}"[:300])
+                for deviation, rows in itertools.product(spread, numbers):
+                    logits = (flat * np.float32(deviation)).astype(numpy_dtype(dtype))
+                    if rows == numbers[0]:
+                        checked = cases_of(problem, logits, [*bitmaps, uniforms])
                     those = problem.with_batch(rows)
                     beside = [array[:rows] for array in (*bitmaps, uniforms)]
                     inputs = [logits[:rows], *FILTERS["temperature"], *beside]
@@ -138,7 +151,7 @@ def main(
                         arguments.take(workspaces_on(machine.kind, reply["workspaces"], those))
                         for name in FILTERS:
                             if time.monotonic() > until:
-                                write(dtype, rows, name, "", candidate, reply, "no time")
+                                write(dtype, rows, deviation, name, "", candidate, reply, "no time")
                                 continue
                             given = arguments.load(case, explore.POISON)
                             given[1:5] = FILTERS[name]
@@ -152,10 +165,10 @@ def main(
                                 found = [one[:few] for one in arguments.outputs()]
                                 problem.with_batch(few).check(inputs, expected, found)
                             except Mismatch as error:
-                                write(dtype, rows, name, "", candidate, reply, f"wrong: {error}"[:300])
+                                write(dtype, rows, deviation, name, "", candidate, reply, f"wrong: {error}"[:300])
                                 continue
                             us = statistics.median(time_kernel(machine.kind, function, given)) * 1e6
-                            write(dtype, rows, name, f"{us:.2f}", candidate, reply)
+                            write(dtype, rows, deviation, name, f"{us:.2f}", candidate, reply)
     print(f"{time.monotonic() - started:.0f} s, {out}")
 
 

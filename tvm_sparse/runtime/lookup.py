@@ -271,7 +271,7 @@ def _by_record(
 
     others: dict[Problem, Known] = {}
     for key, found in known.items():
-        other = _parsed(key, problem)
+        other = _parsed(key, type(problem))
         if other is not None and other != problem:
             others[other] = found
 
@@ -314,7 +314,7 @@ def _as_own(problem: Problem, records: Mapping[str, Known]) -> Mapping[str, Know
     like = problem.as_tuned()
     found = dict(records)
     for key, known in records.items():
-        other = _parsed(key, problem)
+        other = _parsed(key, type(problem))
         if other is not None and not apart_in_batch(other, problem) and apart_in_batch(other.as_tuned(), like):
             own = with_batch(problem, other.batch_extent)
             if own is not None and own.key not in records:
@@ -422,7 +422,7 @@ def _by_library(
     same = [
         (other, library)
         for library in built
-        if (other := _parsed(library.problem, problem)) is not None
+        if (other := _parsed(library.problem, type(problem))) is not None
         and (anything or all(other.axes[name] == problem.axes[name] for name in problem.data_axes))
         and _one_program(other, problem)
         and (anything or (2 * other.batch_extent >= problem.batch_extent and problem.distance(other) is not None))
@@ -451,23 +451,24 @@ def _typed(key: str | None) -> str:
         return str(key)
 
 
-def _parsed(key: str, like: Problem) -> Problem | None:
-    """The problem of a key, if it is of the same operator as `like`."""
-    if key.partition("/")[0] != like.operator:
+@functools.lru_cache(maxsize=1 << 14)
+def _parsed(key: str, cls: type[Problem]) -> Problem | None:
+    """The problem of a key, if it is of this operator."""
+    if key.partition("/")[0] != cls.operator:
         return None
     try:
         found = parse(key)
     except ProblemError:
         return None  # recorded by a version with other axes
-    return found if type(found) is type(like) else None
+    return found if type(found) is cls else None
 
 
 def same_program(key: str, problem: Problem) -> bool:
     """Whether a candidate's program for the problem of `key` is its program for `problem`."""
-    other = _parsed(key, problem)
+    other = _parsed(key, type(problem))
     return other is not None and _one_program(other, problem)
 
 
 def _one_program(one: Problem, other: Problem) -> bool:
     free = {one.batch_axis, *one.data_axes}
-    return all(other.axes[name] == value for name, value in one.axes.items() if name not in free)
+    return all(getattr(other, name) == value for name, value in one.axes.items() if name not in free)

@@ -23,6 +23,11 @@ TILE_N = (64, 96, 128, 160, 192, 256)
 # Columns of a step, as bytes of a row in shared memory: those that have a swizzle.
 PANEL = (16, 32, 64)
 STAGES = (2, 3, 4, 6, 8, 12)
+# Warps that bring panels: one takes about as long for the copies of a panel of 32 columns as two or three warpgroups
+# for its products.
+PRODUCERS = (1, 2, 4)
+# Thread blocks of a cluster: they have the same block rows for neighbouring rows of x, and copy blocks for each other.
+CLUSTER = (1, 2, 4)
 # Rows of x from which on the template is offered.
 LEAST_M = 33
 # Most block rows of a thread block; each has a lane of the producer warp.
@@ -66,6 +71,8 @@ def space(problem: BsrMatmul, machine: Machine) -> Table:
         "tile_n": tuple(sorted({tile // rows * rows for tile in TILE_N if tile >= rows} or {rows})),
         "panel": panels,
         "stages": STAGES,
+        "producers": PRODUCERS,
+        "cluster": machine.clusters(CLUSTER),
         "overlap": (0, 1),
     }
 
@@ -80,6 +87,12 @@ def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str |
         return f"{e.stages} stages of {e.stage_bytes} bytes exceed a multiprocessor's shared memory"
     if e.stored_bytes > e.stages * e.stage_bytes:
         return f"{e.stages} stages of {e.stage_bytes} bytes have no room for a tile of y, of {e.stored_bytes}"
+    if e.producers > e.stages:  # one would wait for a stage's phase before last, which has the same parity
+        return f"{e.producers} producer warps are more than {e.stages} stages"
+    if e.rows % (8 * e.cluster):
+        return f"blocks of {e.rows} rows are not of whole groups of eight for each of {e.cluster} thread blocks"
+    if e.cluster > 1 and problem.m <= e.tile_m:
+        return f"m={problem.m} is no more than {e.tile_m} rows, so that a cluster's second thread block has none"
     if e.stages > 2 and e.stages * e.panel > 2 * max(problem.k, e.panel):
         return f"{e.stages} stages of {e.panel} columns are twice a row of k={problem.k}"
     return None
@@ -99,6 +112,7 @@ def default(problem: BsrMatmul, machine: Machine) -> Decisions:
     if rows < WIDE:
         narrow = tuple(panel for panel in table["panel"] if panel <= max(cols, NARROW))
         table = {**table, "panel": narrow or table["panel"][:1]}
+    table = {**table, "producers": PRODUCERS[:1], "cluster": CLUSTER[:1]}
 
     def preferred(among: Table) -> Decisions:
         points = (dict(zip(among, choices, strict=True)) for choices in itertools.product(*among.values()))
@@ -198,12 +212,14 @@ class Extents(OfMatrix):
     tile_n: int
     panel: int
     stages: int
+    producers: int
+    cluster: int
     overlap: int
 
     # Warpgroups that multiply.
     groups = extent(lambda e: e.tile_m // GROUP_M)
-    # Threads of a thread block: with those of the producer warp.
-    threads = extent(lambda e: e.groups * WARPGROUP + 32)
+    # Threads of a thread block: with those of the producer warps.
+    threads = extent(lambda e: e.groups * WARPGROUP + 32 * e.producers)
     # Block rows of a thread block.
     rows_each = extent(lambda e: e.tile_n // e.rows)
     # Thread blocks that have all block rows.
