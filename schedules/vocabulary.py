@@ -18,7 +18,7 @@ DECISIONS: Mapping[str, str] = {
     "dynamic": "Percent of the tiles that thread blocks take when they are ready. 0: each has an equal share of all.",
     "cluster": (
         "Thread blocks of a cluster that share one row, or one list, joined over distributed shared memory; for a"
-        " product with blocks, those that share rows of x, or the rows over which a block is summed."
+        " product with blocks, those that share rows of x, blocks, or the rows over which a block is summed."
     ),
     "slices": (
         "Parts of the vocabulary, each with thread blocks of its own, which go through all buckets looked up, or all"
@@ -52,6 +52,7 @@ DECISIONS: Mapping[str, str] = {
     "loads": "Loads that a thread issues before it uses the first of them.",
     "depth": "Steps of a sum whose loads are in flight together; 0: one load brings a tile of whole rows.",
     "panel": "Columns of x that are brought together, for all block rows of the weight that have a block in them.",
+    "producers": "Warps of a thread block that take turns to copy the operands of a step to shared memory.",
     "stages": (
         "Tiles, or parts of tiles, in shared memory: one is in use while the others are being copied. 0: operands are"
         " not copied to shared memory."
@@ -143,15 +144,14 @@ RENAMED: Mapping[str, Mapping[str, str | Mapping[int, Mapping[str, int]]]] = {
     "tensor_core": {"split": "reduce_warps", "spread": "cluster", "early": _EARLY},
     "staged_x": {"spread": "cluster", "early": _EARLY},
     **dict.fromkeys(("softmax_held", "softmax_staged", "softmax_streamed", "logsumexp_streamed"), {"split": "cluster"}),
-    **dict.fromkeys(
-        ("cross_thread", "warp_shuffle", "over_blocks", "softmax_block", "logsumexp_block"), {"lanes": "reduce_threads"}
-    ),
+    **dict.fromkeys(("cross_thread", "warp_shuffle", "over_blocks"), {"lanes": "reduce_threads"}),
     **dict.fromkeys(("row_scan", "block_rows", "softmax_rows", "logsumexp_rows"), {"lanes": "simd"}),
 }
 
 # Decisions that were added later, at the values that mean the earlier programs: by template, after the decisions that
 # it had.
 ADDED: Mapping[str, Mapping[str, int]] = {
+    "block_warpgroups": {"producers": 1, "cluster": 1},
     "fused_step": {"late_words": 0, "apart": 0},
     "held_rows": {"staged": 0, "row_bound": 0},
     "persistent_tiles": {"passes": 1},

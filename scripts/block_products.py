@@ -59,12 +59,34 @@ FAMILIES: dict[tuple[int, int, int], tuple[tuple[int, float], ...]] = {
     (4096, 11008, 32): ((1024, 0.9),),
     (4096, 4096, 16): ((512, 0.5), (512, 0.8), (512, 0.95), (4096, 0.8)),
 }
-# Points beside the defaults, by a block's rows: tile_m, tile_n, panel and stages.
-CHOSEN: dict[int, tuple[tuple[int, int, int, int], ...]] = {
-    16: ((256, 64, 64, 4),),
-    32: ((128, 128, 32, 6), (192, 96, 32, 6), (192, 128, 32, 8), (256, 64, 32, 4), (256, 96, 32, 8), (256, 128, 32, 8)),
-    64: ((128, 128, 64, 3), (128, 64, 64, 4), (64, 64, 64, 6), (192, 64, 64, 3)),
-    128: ((128, 128, 64, 3), (128, 128, 32, 6), (64, 128, 64, 4)),
+# Points beside the defaults, by a block's rows: tile_m, tile_n, panel, stages, producers and cluster.
+CHOSEN: dict[int, tuple[tuple[int, int, int, int, int, int], ...]] = {
+    16: ((256, 64, 64, 4, 1, 1),),
+    32: (
+        (128, 256, 32, 8, 1, 1),
+        (128, 256, 32, 8, 2, 1),
+        (128, 256, 32, 8, 2, 2),
+        (128, 256, 32, 8, 4, 4),
+        (128, 160, 32, 6, 1, 1),
+        (128, 160, 32, 6, 1, 2),
+        (128, 128, 32, 6, 2, 1),
+        (128, 128, 32, 6, 2, 2),
+        (192, 64, 32, 6, 2, 1),
+        (192, 64, 32, 6, 1, 2),
+        (192, 128, 32, 8, 2, 1),
+        (256, 96, 32, 8, 2, 1),
+    ),
+    64: (
+        (128, 128, 64, 3, 2, 1),
+        (128, 128, 64, 3, 1, 2),
+        (128, 128, 64, 3, 1, 4),
+        (128, 192, 64, 4, 2, 2),
+        (128, 256, 64, 4, 2, 1),
+        (128, 256, 64, 4, 2, 2),
+        (128, 64, 64, 4, 2, 1),
+        (64, 64, 64, 6, 2, 1),
+    ),
+    128: ((128, 128, 32, 6, 2, 1), (128, 128, 32, 6, 1, 2), (128, 256, 64, 4, 2, 1), (128, 256, 64, 4, 2, 2)),
 }
 DENSE_SHAPES = ((1024, 1024), (768, 3072), (4096, 4096), (4096, 11008), (2048, 8192))
 DENSE_ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -117,7 +139,8 @@ def drawn(
     largest = max(problems, key=lambda problem: problem.m)
     found = {of.candidate(of.default(problem, machine)): None for of in (template, before) for problem in problems}
     for chosen in CHOSEN[largest.block_shape[0]]:
-        point = dict(zip(("tile_m", "tile_n", "panel", "stages"), chosen, strict=True)) | {"overlap": 1}
+        names = ("tile_m", "tile_n", "panel", "stages", "producers", "cluster")
+        point = dict(zip(names, chosen, strict=True)) | {"overlap": 1}
         if template.point(largest, machine, point) is None:
             found[template.candidate(point)] = None
     if not count:
@@ -136,20 +159,20 @@ def drawn(
     return found | dict.fromkeys(random.Random(seed).sample(left, min(count, len(left))))
 
 
-def weight_of(problem: BlockSparse, seed: int) -> tuple[BsrWeight, Any]:
-    """A random weight on the GPU, scaled as a layer's, and x."""
+def weight_of(problem: BlockSparse, seed: int, device: str = "cuda") -> tuple[BsrWeight, Any]:
+    """A random weight, and x."""
     import numpy as np
     import torch
 
     rng = np.random.default_rng(seed)
     block_rows, block_cols = problem.grid
     indptr, indices = random_pattern(rng, problem.nnzb, block_cols, np.ones(block_rows))
-    generator = torch.Generator("cuda").manual_seed(seed)
-    made: dict[str, Any] = {"generator": generator, "device": "cuda"}
+    generator = torch.Generator(device).manual_seed(seed)
+    made: dict[str, Any] = {"generator": generator, "device": device}
     dtype = getattr(torch, problem.dtype)
     data = torch.randn((len(indices), *problem.block_shape), **made).to(dtype)
     x = torch.randn((problem.m, problem.k), **made).to(dtype)
-    parts = data, torch.from_numpy(indices).cuda(), torch.from_numpy(indptr).cuda()
+    parts = data, torch.from_numpy(indices).to(device), torch.from_numpy(indptr).to(device)
     return BsrWeight(parts, columns=problem.k, constant=True), x
 
 
@@ -374,18 +397,21 @@ def compiled(work: dict[tuple[int, int, int], Any], machine: Machine, folder: Pa
     return found
 
 
-def triton_call(problem: BsrMatmul, weight: BsrWeight, x: Any) -> Callable[[], Any]:
-    """PyTorch's block-sparse product."""
+def triton_call(problem: BsrMatmul, weight: BsrWeight, x: Any, meta: dict[str, int] | None = None) -> Callable[[], Any]:
+    """PyTorch's block-sparse product, transposed: by its usual kernel, or by that with these settings."""
     import warnings
 
     import torch
-    from torch.sparse._triton_ops import bsr_dense_mm
+    from torch.sparse._triton_ops import bsr_dense_addmm, bsr_dense_mm
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that sparse tensors are in beta
         own = torch.sparse_bsr_tensor(weight.indptr, weight.indices, weight.data, size=(problem.n, problem.k))
     across = x.T
-    return lambda: bsr_dense_mm(own, across)
+    if meta is None:
+        return lambda: bsr_dense_mm(own, across)
+    unread = x.new_empty(()).expand(problem.n, problem.m)  # beta is 0
+    return lambda: bsr_dense_addmm(unread, own, across, beta=0, meta=dict(meta))
 
 
 def main(

@@ -99,10 +99,17 @@ def changed(head: Any, frequent: np.ndarray | None = None, **numbers: int) -> An
 
 
 def lsh_head(
-    embedding: torch.Tensor, hidden: torch.Tensor, candidates: int, *, k: int = 16, units: int = 3, bands: int = 500
+    embedding: torch.Tensor,
+    hidden: torch.Tensor,
+    candidates: int,
+    *,
+    k: int = 16,
+    units: int = 3,
+    bands: int = 500,
+    table: str | None = None,
 ) -> Any:
     """An LSH head whose list for these states has about `candidates` words: half by hits, the others frequent words."""
-    head = tvm_sparse.LshHead(embedding, k=k, units=units, bands=bands, threshold=1, frequent=0)
+    head = tvm_sparse.LshHead(embedding, k=k, units=units, bands=bands, threshold=1, frequent=0, table=table)
     most = hits(head, hidden).max(axis=0)
     threshold = next(t for t in range(1, bands + 2) if (most >= t).sum() <= candidates // 2)
     chosen = most >= threshold

@@ -1,7 +1,7 @@
 """A step of the LSH head compared with the exact head, product + softmax_topk, and torch.
 
     python scripts/lsh_bench.py --csv scripts/results/lsh-h200.csv          # about a minute
-    python scripts/lsh_bench.py --shape 12,40000,1000,6000,float16
+    python scripts/lsh_bench.py --shape 12,40000,1000,6000,float16 --table direct --table cuckoo
 
 Embeddings and states are random, and threshold and frequent words are set for about the given number of candidates: by
 default the paper's vocabularies, its hash, and its 6,000 candidates. `LshHead, auto` is the default: LSH, or the exact
@@ -46,8 +46,8 @@ SHAPES = (
     "12,66000,1000,6000,float16", "12,40000,1000,6000,float32", "12,40000,1000,6000,bfloat16",
 )  # fmt: skip
 AUTO = "LshHead, auto"
-COLUMNS = ("beam", "vocab", "hidden", "dtype", "n", "k", "units", "bands", "threshold", "frequent", "candidates",
-           "implementation", "path", "microseconds", "over_lsh", "timed", "note")  # fmt: skip
+COLUMNS = ("beam", "vocab", "hidden", "dtype", "n", "k", "units", "bands", "table", "threshold", "frequent",
+           "candidates", "implementation", "path", "microseconds", "over_lsh", "timed", "note")  # fmt: skip
 
 
 def parsed(text: str) -> tuple[int, int, int, int, str]:
@@ -69,6 +69,9 @@ def main(
     k: Annotated[int, typer.Option(min=2)] = 16,
     units: Annotated[int, typer.Option(min=1)] = 3,
     bands: Annotated[int, typer.Option(min=1)] = 500,
+    tables: Annotated[
+        list[str] | None, typer.Option("--table", help="direct, cuckoo; default: by the code's bits.")
+    ] = None,
     csv_path: Annotated[Path | None, typer.Option("--csv", help="File to write.")] = None,
     seed: Annotated[int, typer.Option(help="Of states and embeddings.")] = 0,
 ) -> None:
@@ -79,9 +82,10 @@ def main(
         made, problems = [], []
         for beam, vocab, hidden, candidates, dtype in map(parsed, shape or SHAPES):
             embedding, states = draw(vocab, hidden, beam, dtype, where.device, seed)
-            head = lsh_head(embedding, states, candidates, k=k, units=units, bands=bands)
-            made.append((head, states))
-            problems += problems_of(head, beam, n)
+            for table in tables or [None]:
+                head = lsh_head(embedding, states, candidates, k=k, units=units, bands=bands, table=table)
+                made.append((head, states))
+                problems += problems_of(head, beam, n)
             problems.append(make("softmax_topk", {"batch": beam, "vocab": vocab, "k": n, "dtype": dtype}))
         rows = []
         with ready(problems, where):
@@ -96,15 +100,16 @@ def main(
                 for name, result in found.items():
                     report.add(
                         beam=len(states), vocab=own.vocab, hidden=own.hidden, dtype=dtype, n=n, k=k, units=units,
-                        bands=bands, threshold=own.threshold, frequent=own.frequent, candidates=len(words),
-                        implementation=name, path=path if name == AUTO else "", microseconds=micro(result),
-                        over_lsh=over(result, found[LSH]), timed=result.how, note=result.note,
+                        bands=bands, table=own.table, threshold=own.threshold, frequent=own.frequent,
+                        candidates=len(words), implementation=name, path=path if name == AUTO else "",
+                        microseconds=micro(result), over_lsh=over(result, found[LSH]), timed=result.how,
+                        note=result.note,
                     )  # fmt: skip
                 gains = [over(found[name], found[LSH]) for name in (TORCH, CHAIN, EXACT, TORCH_GATHERED)]
-                named = f"{len(states)}, {own.vocab}, {own.hidden}, {len(words)}, {dtype}"
+                named = f"{len(states)}, {own.vocab}, {own.hidden}, {len(words)}, {dtype}, {own.table}"
                 rows.append([named, *found.values(), path, *gains])
-        names = ("beam, vocab, hidden, candidates", LSH, LISTS, EXACT, "+ softmax_topk", "torch", "gathered", "auto",
-                 "path", "torch / LSH", "+ softmax_topk / LSH", "exact / LSH", "gathered / LSH")  # fmt: skip
+        names = ("beam, vocab, hidden, candidates, table", LSH, LISTS, EXACT, "+ softmax_topk", "torch", "gathered",
+                 "auto", "path", "torch / LSH", "+ softmax_topk / LSH", "exact / LSH", "gathered / LSH")  # fmt: skip
         show("microseconds a step", names, rows)
         report.close()
 

@@ -3,11 +3,13 @@ regret of the way that stacks take.
 
     python scripts/rnn_grid.py --minutes 2.3 --csv scripts/results/rnn-grid-h200.csv       # a GPU and 16 cores
     python scripts/rnn_grid.py --draw 30 --seed 7 --minutes 2 --csv scripts/results/rnn-grid-drawn-h200.csv
+    python scripts/rnn_grid.py --draw 16 --seed 7 --minutes 1 --dtype bfloat16
     python scripts/rnn_grid.py --summary scripts/results/rnn-grid-h200.csv   # by the present table
 
 The grid has cells, hidden units, densities of a random pattern, and batches; `--draw N` draws N layers within its
 range, each with a few batches. All have as many inputs as units, and calls include the product with the inputs, in
-float16. bfloat16 is timed for torch's module alone, since cuDNN has no persistent kernels for it.
+float16 unless `--dtype` says bfloat16. A run in float16 times torch's module in bfloat16 too, for which cuDNN has no
+persistent kernels.
 
 regret       time of the way that a stack takes over that of the faster way
 over_cudnn   time of that way over that of torch's module
@@ -83,18 +85,24 @@ class Layer:
     hidden: int
     density: float
     batches: tuple[int, ...] = BATCHES
+    dtype: str = DTYPE
 
 
-def grid(cells: Sequence[str], units: Sequence[int], densities: Sequence[float], batches: Sequence[int]) -> list[Layer]:
+def grid(
+    cells: Sequence[str], units: Sequence[int], densities: Sequence[float], batches: Sequence[int], dtype: str
+) -> list[Layer]:
     """All layers of the grid, in a random order, so that a run that ends early has seen all kinds."""
     found = [
-        Layer(cell, hidden, density, tuple(batches)) for cell in cells for hidden in units for density in densities
+        Layer(cell, hidden, density, tuple(batches), dtype)
+        for cell in cells
+        for hidden in units
+        for density in densities
     ]
     random.Random(0).shuffle(found)
     return found
 
 
-def draw(count: int, seed: int) -> list[Layer]:
+def draw(count: int, seed: int, dtype: str) -> list[Layer]:
     """Layers within the range of the grid, half of them with multiples of 128 units, and three batches each."""
     rng, found = random.Random(seed), []
     for number in range(count):
@@ -102,7 +110,7 @@ def draw(count: int, seed: int) -> list[Layer]:
         hidden = round(math.exp(rng.uniform(math.log(256), math.log(4096))) / unit) * unit
         density = round(math.exp(rng.uniform(math.log(0.02), 0)), 3)
         batches = sorted({round(math.exp(rng.uniform(0, math.log(256)))) for _ in range(3)})
-        found.append(Layer(rng.choice(CELLS), hidden, density, tuple(batches)))
+        found.append(Layer(rng.choice(CELLS), hidden, density, tuple(batches), dtype))
     return found
 
 
@@ -111,9 +119,9 @@ def weights_of(one: Layer, seed: int) -> Weights:
     rng, rows = np.random.default_rng(seed), GATES[one.cell] * one.hidden
     values = rng.standard_normal((rows, one.hidden), np.float32) * (NORM / math.sqrt(one.hidden * one.density))
     if one.density == 1:
-        return prepared(values, GATES[one.cell], DTYPE, "blocks", "banks")
+        return prepared(values, GATES[one.cell], one.dtype, "blocks", "banks")
     values[rng.random((rows, one.hidden), np.float32) >= one.density] = 0
-    return prepared(scipy.sparse.csr_array(values), GATES[one.cell], DTYPE, "auto", "banks")
+    return prepared(scipy.sparse.csr_array(values), GATES[one.cell], one.dtype, "auto", "banks")
 
 
 def layer_of(one: Layer, weights: Weights) -> Any:
@@ -142,7 +150,7 @@ def measured(one: Layer, made: Any, steps: int, where: Machine, rounds: int, see
     rows, hidden, half, other = (
         GATES[one.cell] * one.hidden,
         one.hidden,
-        getattr(torch, DTYPE),
+        getattr(torch, one.dtype),
         getattr(torch, OTHER_DTYPE),
     )
 
@@ -159,7 +167,7 @@ def measured(one: Layer, made: Any, steps: int, where: Machine, rounds: int, see
     module.bias_hh_l0.zero_()
     module.flatten_parameters()
     # float16 times tell of cuDNN's other kernels, too, where it has no persistent ones.
-    call = DenseCall(one.cell, hidden, hidden, 8, weights.density, DTYPE)
+    call = DenseCall(one.cell, hidden, hidden, 8, weights.density, one.dtype)
     second = MODULES[mode](hidden, hidden, device=where.device, dtype=other) if persistent(call) else None
     lines: list[dict[str, Any]] = []
     for batch in one.batches:
@@ -175,7 +183,7 @@ def measured(one: Layer, made: Any, steps: int, where: Machine, rounds: int, see
         if not hopeless:
             calls[SPARSE] = lambda: way(False)
             error = float((way(True).float() - way(False).float()).abs().max())
-            if not error <= TOLERANCE[DTYPE]:
+            if not error <= TOLERANCE[one.dtype]:
                 typer.echo(f"{one}, batch {batch}: the ways differ by {error:.3g}", err=True)
                 del calls[SPARSE]
         if second is not None:
@@ -190,13 +198,13 @@ def measured(one: Layer, made: Any, steps: int, where: Machine, rounds: int, see
         if not hopeless:
             problem = next(iter(made.problems(steps, batch, target=where.device).values()))
             line["kernel"] = str(dispatcher.explain(problem, where).candidate)
-        lines.append(judged(line, where))
+        lines.append(judged(line, one.dtype, where))
     return lines
 
 
-def judged(line: dict[str, Any], where: Machine) -> dict[str, Any]:
+def judged(line: dict[str, Any], dtype: str, where: Machine) -> dict[str, Any]:
     """A line with the kind of cuDNN's kernel, the way that stacks take, and what it costs where that is known."""
-    call = DenseCall(line["cell"], line["hidden"], line["hidden"], line["batch"], line["density"], DTYPE)
+    call = DenseCall(line["cell"], line["hidden"], line["hidden"], line["batch"], line["density"], dtype)
     line |= {"persistent": int(persistent(call)), "way": likely_way(call, where).way}
     line |= {"regret": None, "over_cudnn": None}
     chosen = line[WAY] if line["way"] == DENSE else line[SPARSE]
@@ -306,7 +314,7 @@ def judge_again(earlier: Path, csv_path: Path | None) -> None:
     for row in rows:
         line = dict(row) | {name: float(row[name]) if row[name] else None for name in TIMES}
         line |= {name: int(row[name]) for name in ("hidden", "batch", "steps")}
-        lines.append(judged(line | {"density": float(row["density"])}, where))
+        lines.append(judged(line | {"density": float(row["density"])}, facts.get("dtype", DTYPE), where))
     report = Report(csv_path, facts, COLUMNS)
     for line in lines:
         report.add(**line)
@@ -322,6 +330,7 @@ def main(
     batch: Annotated[list[int] | None, typer.Option(help="Only these batches.")] = None,
     drawn: Annotated[int, typer.Option("--draw", help="Draw so many layers instead of the grid.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Of each call.")] = 64,
+    dtype: Annotated[str, typer.Option(help="float16 or bfloat16.")] = DTYPE,
     minutes: Annotated[float, typer.Option(help="No layer is begun after this time.")] = 30.0,
     rounds: Annotated[int, typer.Option(min=1, help="Of timing on a GPU.")] = ROUNDS,
     workers: Annotated[int, typer.Option(min=1, help="Processes that lay out weights.")] = 8,
@@ -337,15 +346,19 @@ def main(
         if earlier is not None:
             judge_again(earlier, csv_path)
             return
+        if dtype not in (DTYPE, OTHER_DTYPE):
+            raise typer.BadParameter(f"expected {DTYPE} or {OTHER_DTYPE}, got {dtype}", param_hint="--dtype")
         chosen = (
-            draw(drawn, seed) if drawn else grid(cell or CELLS, hidden or UNITS, density or DENSITIES, batch or BATCHES)
+            draw(drawn, seed, dtype)
+            if drawn
+            else grid(cell or CELLS, hidden or UNITS, density or DENSITIES, batch or BATCHES, dtype)
         )
         # Before this process uses a GPU, which forked processes could not.
         context = multiprocessing.get_context("fork")
         with ProcessPoolExecutor(workers, context) as pool:
             waiting = [pool.submit(weights_of, one, seed + number) for number, one in enumerate(chosen)]
             where = machine_here(target, "comparing")
-            report, found, left = Report(csv_path, provenance(where), COLUMNS), {}, 0
+            report, found, left = Report(csv_path, provenance(where) | {"dtype": dtype}, COLUMNS), {}, 0
             for first in range(0, len(chosen), TOGETHER):
                 part = list(zip(chosen, waiting, strict=True))[first : first + TOGETHER]
                 if time.monotonic() > ends:

@@ -13,6 +13,7 @@ LSH heads (the paper's settings and those that `LshHead.fit` finds), the most fr
 that translate one of the sentence's (WA). `prune` trains further while recurrent weights are pruned to lower
 and lower densities. Every command stops at its time limit, and writes what it has by then. `--more` adds to the lines
 of a run before, with the same model; `decode --only TOP --only WA` runs these heads beside PyTorch's and the exact one.
+`join` adds the lines of parts that ran side by side to one file.
 
 Sources: Shi, Xu & Knight 2018 (tables 1, 6, 7, 8, figures 6 to 8); Zhu, Pool et al. 2018 (appendix B, table 2).
 """
@@ -20,13 +21,13 @@ Sources: Shi, Xu & Knight 2018 (tables 1, 6, 7, 8, figures 6 to 8); Zhu, Pool et
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,8 +47,12 @@ from tvm_sparse.layers.pruning import METHODS
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False)
 
 BEAM = 12
-# Seconds of a command that scores and intervals of all translations take at its end.
-LAST = 30.0
+# Seconds of a command that its last translation, its scores and its second times take.
+LAST = 12.0
+# Sentences that are translated a second time, and the difference of their speeds from which on all are.
+AGAIN, FAR = 200, 0.05
+# Sentences whose steps are timed alone.
+STEPS_OF = 24
 # Sentences and lists of a beam whose states choose settings, and those that recall is measured on.
 FITTED_ON, MEASURED_ON = (40, 120), (40, 160)
 TRANSLATIONS = (5, 20, 50)
@@ -58,10 +63,10 @@ GROUPS = FIT, PAPER, BUCKETS, heads.TOP, heads.ALIGNED
 
 CURVE = ("language", "step", "epoch", "seconds", "words_per_second", "train_loss", "dev_loss")
 DECODED = ("language", "head", "setting", "beam", "candidates", "recall_12", "head_us", "step_us", "head_share",
-           "words_per_second", "speedup", "bleu", "bleu_interval", "chrf", "chrf_interval", "p",
-           "sentences")  # fmt: skip
+           "words_per_second", "again", "over_torch", "over_exact", "bleu", "bleu_interval", "chrf", "chrf_interval",
+           "p", "sentences")  # fmt: skip
 PRUNED = ("language", "method", "density", "stored_density", "steps", "dev_loss", "bleu", "bleu_interval", "chrf",
-          "layer", "batch", "length", "torch_us", "ours_us", "torch_over_ours", "difference",
+          "p", "layer", "batch", "length", "torch_us", "ours_us", "torch_over_ours", "difference",
           "sentences")  # fmt: skip
 
 Corpus = Annotated[Path, typer.Argument(help="A file that `data` wrote.")]
@@ -216,15 +221,20 @@ class Translations:
         self.model, ours, self.theirs, self.facts = load(out / "model.pt", device)
         self.model.eval().to(getattr(torch, dtype))
         self.parts, self.language, self.device, self.dtype = corpus.read(path), language_of(path), device, dtype
-        self.pairs = {
-            name: Pairs.encoded(some, ours, self.theirs, longest)
-            for name, some in (("train", self.parts.train), ("dev", self.parts.dev))
-        }
+        self._longest = longest
         # No sentence of the test set is left out; its longest are in the corpus by words, not by subwords.
         self.references = [pair.target for pair in self.parts.test[:most]]
         self.test = Pairs.encoded(self.parts.test[:most], ours, self.theirs, 10**6)
         self.vocabularies = ours, self.theirs
-        self.translated: dict[Any, list[str]] = {}
+        self.judge = quality.Judge(self.references)
+
+    @functools.cached_property
+    def train(self) -> Pairs:
+        return Pairs.encoded(self.parts.train, *self.vocabularies, self._longest)
+
+    @functools.cached_property
+    def dev(self) -> Pairs:
+        return Pairs.encoded(self.parts.dev, *self.vocabularies, self._longest)
 
     @property
     def embedding(self) -> torch.Tensor:
@@ -261,34 +271,20 @@ def microseconds(calls: dict[str, Callable[[], Any]], device: str) -> dict[str, 
     return {name: statistics.median(seconds) * 1e6 for name, (_, seconds) in times.items()}
 
 
-def step_microseconds(search: Search, rounds: int = 8, steps: int = 20) -> float:
-    """Median time of a step of a sentence that is under way; on a GPU a replay of its graph."""
-    device = search.memory.device
-    found = []
-    for _ in range(rounds if device.type == "cuda" else 2):
-        torch.cuda.synchronize() if device.type == "cuda" else None
-        begun = time.perf_counter()
-        for _ in range(steps if device.type == "cuda" else 2):
-            search.step()
-        torch.cuda.synchronize() if device.type == "cuda" else None
-        found.append((time.perf_counter() - begun) / (steps if device.type == "cuda" else 2))
-    return statistics.median(found) * 1e6
-
-
 def ways_of(
-    given: Translations, deadline: float, trials: int, recalls: Sequence[float], groups: Sequence[str]
+    given: Translations, deadline: float, trials: int, recalls: Sequence[float], groups: Sequence[str], settings: int
 ) -> list[Way]:
     """PyTorch's head, the exact one and those of these groups for a beam of 12, the most telling first."""
     embedding = given.embedding
     made = [heads.by_torch(embedding, BEAM), heads.exact(embedding, BEAM)]
-    if FIT in groups:
-        made += fitted_ways(given, made[0], deadline, trials, recalls)
-    if PAPER in groups or BUCKETS in groups:
-        made += hashed_ways(embedding, groups)
     if heads.TOP in groups:
         made += [heads.exact(embedding, BEAM, max(BEAM, len(embedding) // share)) for share in (16, 8, 4, 2)]
     if heads.ALIGNED in groups:
         made += aligned_ways(given)
+    if FIT in groups:
+        made += fitted_ways(given, made[0], deadline, trials, recalls)
+    if PAPER in groups or BUCKETS in groups:
+        made += hashed_ways(embedding, groups, settings)
     return made
 
 
@@ -297,9 +293,12 @@ def fitted_ways(
 ) -> Iterator[Way]:
     """LSH heads that `LshHead.fit` finds for these recalls, on states of a search with the first head."""
     embedding = given.embedding
-    order = np.arange(min(FITTED_ON[0], len(given.pairs["dev"].sources)))
-    sentences = given.encode(given.pairs["dev"], order)
+    order = np.arange(min(FITTED_ON[0], len(given.dev.sources)))
+    sentences = given.encode(given.dev, order)
     samples = states_of(given.search(first, sentences, BEAM), first, sentences, range(len(order)), FITTED_ON[1])
+    if len(samples) < 2:
+        typer.echo("no head is fitted: the search of the development set ends after its first step", err=True)
+        return
     grouped = torch.stack([hidden for _, hidden in samples])
     for goal in recalls:
         if time.monotonic() > deadline:
@@ -311,33 +310,34 @@ def fitted_ways(
             yield heads.hashed(head, BEAM, f"{heads.FITTED} {goal:g}")
 
 
-def hashed_ways(embedding: torch.Tensor, groups: Sequence[str]) -> Iterator[Way]:
-    """LSH heads at the paper's settings, and with other tables of its hashes."""
+def hashed_ways(embedding: torch.Tensor, groups: Sequence[str], settings: int) -> Iterator[Way]:
+    """LSH heads at the first of the paper's settings, and with other tables of its hashes."""
     vocab = len(embedding)
-    tables: dict[tuple[int, ...], Any] = {}
-    for setting in heads.settings_of(*embedding.shape):
-        numbers = setting["k"], setting["units"], setting["bands"]
-        if numbers not in tables:
-            tables[numbers] = tvm_sparse.LshHead(embedding, **setting)
-        if PAPER in groups:
-            yield heads.hashed(heads.changed(tables[numbers], **setting), BEAM)
+
+    @functools.cache
+    def tables(k: int, units: int, bands: int) -> Any:
+        return tvm_sparse.LshHead(embedding, k=k, units=units, bands=bands, threshold=1, frequent=1)
+
+    if PAPER in groups:
+        for setting in itertools.islice(heads.settings_of(*embedding.shape), settings):
+            k, units, bands = (setting.pop(name) for name in ("k", "units", "bands"))
+            yield heads.hashed(heads.changed(tables(k, units, bands), **setting), BEAM)
     # Real embeddings have buckets of thousands of words; these are two ways around them.
     few = max(BEAM, vocab // 128)
     options = {heads.CENTRED: {"centred": True}, heads.SMALL: {"most": few}, heads.BOTH: {"centred": True, "most": few}}
-    for numbers, thresholds in (((16, 3, 500), (2, 3)), ((8, 3, 500), (3, 5))) if BUCKETS in groups else ():
-        for name, option in options.items() if numbers in tables else ():
-            other = heads.rehashed(tables[numbers], **option)
-            for threshold in thresholds:
-                own = heads.changed(other, threshold=threshold, frequent=max(1, vocab // 16))
-                yield heads.hashed(own, BEAM, name)
+    for k, units, bands, threshold in ((16, 3, 500, 2), (8, 3, 500, 4)) if BUCKETS in groups else ():
+        for name, option in options.items() if k <= embedding.shape[1] else ():
+            other = heads.rehashed(tables(k, units, bands), **option)
+            own = heads.changed(other, threshold=threshold, frequent=max(1, vocab // 16))
+            yield heads.hashed(own, BEAM, name)
 
 
 def aligned_ways(given: Translations) -> Iterator[Way]:
     """Heads over words that translate one of the sentence's."""
     vocab = len(given.embedding)
-    train_, always = given.pairs["train"], max(BEAM, vocab // 128)
+    always = max(BEAM, vocab // 128)
     words, _ = alignment.translations(
-        train_.sources, train_.targets, (len(given.vocabularies[0]), vocab), max(TRANSLATIONS), given.device
+        given.train.sources, given.train.targets, (len(given.vocabularies[0]), vocab), max(TRANSLATIONS), given.device
     )
     longest = int(given.test.sources.lengths.max())
     for most in TRANSLATIONS:
@@ -360,6 +360,7 @@ def decode(
     recalls: Annotated[str, typer.Option(help="For which `LshHead.fit` finds settings.")] = "0.95,0.9",
     trials: Annotated[int, typer.Option(help="Settings that it measures for each.")] = 4,
     only: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(GROUPS)}; default: all.")] = None,
+    settings: Annotated[int, typer.Option(help="Of the paper's, the most telling first.")] = 9,
     csv_path: Csv = None,
     more: More = False,
 ) -> None:
@@ -378,32 +379,130 @@ def decode(
         source_us = source_side(given)
         typer.echo(f"source side: {source_us:.0f} us a sentence alone")
         all_ = given.encode(given.test, numbers)
-        made = ways_of(given, deadline - 0.5 * seconds, trials, numbers_of(recalls), groups)
+        made = ways_of(given, deadline - 0.5 * seconds, trials, numbers_of(recalls), groups, settings)
         typer.echo(f"{len(made)} heads after {time.monotonic() - begun:.0f} s")
-        others = [int(beam) for beam in numbers_of(beams)]
         plan = [(way, BEAM) for way in made]
-        of_beam = [(way, beam) for beam in others for way in ways_of_beam(given, made, beam)]
-        problems = [problem for way, beam in [*plan, *of_beam] for problem in way.problems(beam)]
+        plan += [(way, int(beam)) for beam in numbers_of(beams) for way in ways_of_beam(given, made, int(beam))]
+        problems = [problem for way, beam in plan for problem in way.problems(beam)]
         tvm_sparse.warmup(list(dict.fromkeys(problems)), target=target)
         typer.echo(f"{len(problems)} kernels after {time.monotonic() - begun:.0f} s")
 
-        first = given.search(made[0], all_, BEAM)
-        steps = states_of(first, made[0], all_, range(min(MEASURED_ON[0], len(numbers))), MEASURED_ON[1])
-        truth = [torch.topk(hidden.float() @ given.embedding.float().T, BEAM).indices for _, hidden in steps]
-        rest: dict[int, float] = {}
-        for way, beam in [*plan, *of_beam]:
+        runs = Runs(given, csv, all_, made[0], deadline)
+        for way, beam in plan:
             key = way.name, way.setting, beam
             if time.monotonic() > deadline:
                 typer.echo(f"no time is left for {key} and what comes after it", err=True)
                 break
             try:
-                one(given, csv, way, beam, all_, numbers, steps, truth, rest, deadline)
+                runs.first(way, beam)
             except Exception as error:  # one head that fails is no reason to lose the others
                 typer.echo(f"{key} has no result: {str(error)[:300]}", err=True)
-        finish(given, csv)
-        shown = ("head", "setting", "beam", "candidates", "recall_12", "head_us", "step_us", "head_share", "speedup",
-                 "bleu", "bleu_interval", "p")  # fmt: skip
+        runs.second()
+        for key, scores in given.judge.results():
+            csv.put(key, **scores._asdict())
+        shown = ("head", "setting", "beam", "candidates", "recall_12", "head_us", "step_us", "head_share", "again",
+                 "over_torch", "over_exact", "bleu", "bleu_interval", "p")  # fmt: skip
         csv.show(f"English to {given.language}, {len(given.references)} sentences", shown)
+
+
+class Run(NamedTuple):
+    """A head's translations of all sentences."""
+
+    key: tuple[str, str, int]
+    way: Way
+    search: Search
+    found: Found
+
+
+class Runs:
+    """Translations by one head after the other. Each head's speed is measured a second time, on the first sentences,
+    after the first translation of the next head; if both differ by more than `FAR`, all sentences are translated again,
+    and the faster of both times counts.
+    """
+
+    def __init__(self, given: Translations, csv: Lines, sentences: Encoded, first: Way, deadline: float) -> None:
+        """`first`: the head whose hidden states recall is measured on."""
+        self._given, self._csv, self._sentences, self._deadline = given, csv, sentences, deadline
+        self._numbers = range(len(given.references))
+        some = self._numbers[: MEASURED_ON[0]]
+        self._steps = states_of(given.search(first, sentences, BEAM), first, sentences, some, MEASURED_ON[1])
+        embedding = given.embedding.float()
+        self._truth = [torch.topk(hidden.float() @ embedding.T, BEAM).indices for _, hidden in self._steps]
+        # Sentences of at least the median length are not at their end when their steps are timed.
+        lengths = given.test.sources.lengths
+        self._timed = np.flatnonzero(lengths >= np.median(lengths))[:STEPS_OF].tolist()
+        self._rest: dict[int, float] = {}
+        self._measured: list[tuple[str, str, int]] = []
+        self._last: Run | None = None
+
+    def first(self, way: Way, beam: int) -> None:
+        """Translate by a head, and write its line."""
+        given, device, key = self._given, self._given.device, (way.name, way.setting, beam)
+        search = given.search(way, self._sentences, beam)
+        found = search(self._sentences, self._numbers, before=way.before, deadline=self._deadline)
+        if len(found.sentences) < len(self._numbers):
+            raise RuntimeError(f"the time limit came after {len(found.sentences)} sentences")
+        texts = given.texts(found)
+        given.judge.add(key, texts)
+        step_us = search.microseconds(self._sentences, self._timed, way.before)
+        cells: dict[str, Any] = {}
+        number, hidden = self._steps[0]
+        if beam == BEAM:
+            cells["recall_12"], counts = heads.recall(way, self._steps, self._truth)
+            cells["candidates"] = statistics.mean(counts)
+            number, hidden = self._steps[np.argsort(counts)[len(counts) // 2]]
+        else:
+            several = torch.cat([hidden for _, hidden in self._steps[: beam // BEAM + 1]])
+            hidden = several[:beam].contiguous()
+        way.before(number)
+        head_us = microseconds({"head": lambda: way.head(hidden)}, device)["head"]
+        scores = quality.scores(texts, given.references)
+        self._csv.put(
+            key, language=given.language, head=way.name, setting=way.setting, beam=beam, head_us=head_us,
+            step_us=step_us, head_share=max(0.0, 1 - self._without(beam) / step_us), words_per_second=found.rate(),
+            bleu=scores.bleu, chrf=scores.chrf, sentences=len(self._numbers), **cells,
+        )  # fmt: skip
+        self._ratios(key)
+        typer.echo(
+            f"{way.name} {way.setting}, beam {beam}: {found.rate():,.0f} words/s, head {head_us:.1f} of"
+            f" {step_us:.1f} us, {found.steps} steps, BLEU {_cell(scores.bleu)}"
+        )
+        self.second()
+        self._last = Run(key, way, search, found)
+
+    def second(self) -> None:
+        """Measure the last head's speed a second time."""
+        if self._last is None:
+            return
+        (key, way, search, found), self._last = self._last, None
+        again = search(self._sentences, self._numbers[:AGAIN], before=way.before)
+        ratio, rate = again.rate() / found.rate(AGAIN), found.rate()
+        if abs(ratio - 1) > FAR and time.monotonic() < self._deadline:
+            again = search(self._sentences, self._numbers, before=way.before)
+            ratio, rate = again.rate() / rate, max(again.rate(), rate)
+        self._csv.put(key, again=ratio, words_per_second=rate)
+        self._ratios(key)
+
+    def _without(self, beam: int) -> float:
+        """Time of a step without a head."""
+        if beam not in self._rest:
+            nothing = heads.nothing(beam, beam, self._given.device)
+            search = self._given.search(nothing, self._sentences, beam)
+            self._rest[beam] = search.microseconds(self._sentences, self._timed)
+        return self._rest[beam]
+
+    def _ratios(self, key: tuple[str, str, int]) -> None:
+        """Write a line's speed over those of PyTorch's and the exact head with the same beam; the line of one of these
+        changes what this run has measured before.
+        """
+        bases = {heads.TORCH: "over_torch", heads.EXACT: "over_exact"}
+        self._measured += [key] if key not in self._measured else []
+        keys = [own for own in self._measured if own[2] == key[2]] if key[0] in bases else [key]
+        for own, (name, column) in itertools.product(keys, bases.items()):
+            base = name, "", own[2]
+            if base in self._measured:
+                rates = (self._csv.lines[one]["words_per_second"] for one in (own, base))
+                self._csv.put(own, **{column: next(rates) / next(rates)})
 
 
 def decoded_key(line: dict[str, str]) -> tuple[str, str, int]:
@@ -447,69 +546,6 @@ def source_side(given: Translations) -> float:
     return statistics.median(found) * 1e6
 
 
-def one(
-    given: Translations,
-    csv: Lines,
-    way: Way,
-    beam: int,
-    sentences: Encoded,
-    numbers: np.ndarray,
-    steps: Sequence[tuple[int, torch.Tensor]],
-    truth: Sequence[torch.Tensor],
-    rest: dict[int, float],
-    deadline: float,
-) -> None:
-    """Translate by one head, and write its line; `rest` are times of steps without a head, by beam."""
-    device, key = given.device, (way.name, way.setting, beam)
-    search = given.search(way, sentences, beam)
-    found = search(sentences, numbers.tolist(), before=way.before, deadline=deadline)
-    if len(found.sentences) < len(numbers):
-        raise RuntimeError(f"the time limit came after {len(found.sentences)} sentences")
-    texts = given.translated[key] = given.texts(found)
-    search.begin(sentences, 0)
-    way.before(0)
-    if beam not in rest:
-        without = given.search(heads.nothing(beam, beam, device), sentences, beam)
-        without.begin(sentences, 0)
-        rest[beam] = step_microseconds(without)
-    step_us = step_microseconds(search)
-    hidden = steps[0][1] if beam == BEAM else torch.cat([h for _, h in steps[: beam // BEAM + 1]])[:beam].contiguous()
-    head_us = microseconds({"head": lambda: way.head(hidden)}, device)["head"]
-    cells: dict[str, Any] = {}
-    if beam == BEAM:
-        cells["recall_12"], cells["candidates"] = heads.recall(way, steps, truth)
-    words, base = sum(len(one_) + 1 for one_ in found.sentences) / found.seconds, (heads.TORCH, "", BEAM)
-    # Also of a line of a run before, which is a text.
-    full = words if key == base else float(csv.lines.get(base, {}).get("words_per_second", words))
-    scores = quality.scores(texts, given.references)
-    csv.put(
-        key, language=given.language, head=way.name, setting=way.setting, beam=beam, head_us=head_us, step_us=step_us,
-        head_share=max(0.0, 1 - rest[beam] / step_us), words_per_second=words,
-        speedup=words / full, bleu=scores.bleu, chrf=scores.chrf, sentences=len(numbers), **cells,
-    )  # fmt: skip
-    typer.echo(
-        f"{way.name} {way.setting}, beam {beam}: {words:,.0f} words/s, head {head_us:.1f} of {step_us:.1f} us,"
-        f" {found.steps} steps, BLEU {_cell(scores.bleu)}"
-    )
-
-
-def finish(given: Translations, csv: Lines) -> None:
-    """Intervals and p-values of all translations, in several processes."""
-    if not quality.has_sacrebleu() or not given.translated:
-        return
-    keys = list(given.translated)
-    base = given.translated[keys[0]]
-    with ProcessPoolExecutor(min(16, len(keys)), mp_context=get_context("spawn")) as pool:
-        found = pool.map(
-            quality.quality,
-            [given.translated[key] for key in keys],
-            [given.references] * len(keys),
-            [None, *[base] * (len(keys) - 1)],
-        )
-        for key, scores in zip(keys, found, strict=True):
-            csv.put(key, **scores._asdict())
-
-
 # ---- prune -------------------------------------------------------------------------------------------------------
 
 
@@ -543,6 +579,7 @@ def prune(
         csv = Lines(file, facts, PRUNED, pruned_key if more else None)
         sizes = [tuple(map(int, shape.split("x"))) for shape in shapes.split(",")]
         pruned_line(given, csv, given.model, ("dense", 1.0), 0, given.facts["dev_loss"])
+        timed_line(given, csv, given.model, ("dense", 1.0), sizes)
         for one_ in METHODS if method is None else method:
             model = copy.deepcopy(given.model)
             for layers_ in (model.encoder, model.decoder):
@@ -557,10 +594,9 @@ def prune(
                 )
                 last = density
                 pruned_line(given, csv, model, (one_, density), curve[-1].step, curve[-1].dev_loss)
-                try:
-                    layers(given, csv, model, (one_, density), sizes)
-                except Exception as error:  # times that fail are no reason to lose quality
-                    typer.echo(f"{one_} at {density:g}: layers have no times: {str(error)[:300]}", err=True)
+                timed_line(given, csv, model, (one_, density), sizes)
+        for key, found in given.judge.results():
+            csv.put(key, bleu_interval=found.bleu_interval, p=found.p)
         shown = ("method", "density", "stored_density", "dev_loss", "bleu", "bleu_interval", "layer", "batch", "length",
                  "torch_us", "ours_us", "torch_over_ours", "difference")  # fmt: skip
         csv.show(f"English to {given.language}, recurrent weights pruned", shown)
@@ -596,7 +632,7 @@ def train_pruned(
         tvm_sparse.GradualPruning(model, schedule, method=method).attach(adam)
 
     return train(
-        model, given.pairs["train"], given.pairs["dev"], limit, rate=rate, words=given.facts["words"], looks=2,
+        model, given.train, given.dev, limit, rate=rate, words=given.facts["words"], looks=2,
         device=device, seed=seed, prepared=prepared,
     )  # fmt: skip
 
@@ -613,15 +649,25 @@ def pruned_line(
     way = heads.exact(own.output.weight.detach(), BEAM)
     search = Search.of(own, way.head, sentences, BEAM)
     texts = given.theirs.decoded(search(sentences, numbers.tolist()).sentences)
-    base = given.translated.setdefault("dense", texts)
-    scores = quality.quality(texts, given.references, base)
+    given.judge.add(key, texts)
+    scores = quality.scores(texts, given.references)
     weights = [p for n, p in model.named_parameters() if "weight_hh_l" in n]
     stored = sum(int((p != 0).sum()) for p in weights) / sum(p.numel() for p in weights)
     csv.put(
         key, language=given.language, method=key[0], density=key[1], stored_density=stored, steps=step, dev_loss=loss,
-        bleu=scores.bleu, bleu_interval=scores.bleu_interval, chrf=scores.chrf, sentences=len(given.references),
+        bleu=scores.bleu, chrf=scores.chrf, sentences=len(given.references),
     )  # fmt: skip
     typer.echo(f"{key[0]} at {key[1]:g}: dev {loss:.3f}, BLEU {_cell(scores.bleu)}")
+
+
+def timed_line(
+    given: Translations, csv: Lines, model: Translator, key: tuple[str, float], sizes: Sequence[tuple[int, ...]]
+) -> None:
+    """`layers`, whose failure is no reason to lose the quality of further models."""
+    try:
+        layers(given, csv, model, key, sizes)
+    except Exception as error:
+        typer.echo(f"{key[0]} at {key[1]:g}: layers have no times: {str(error)[:300]}", err=True)
 
 
 @torch.no_grad()
@@ -644,6 +690,25 @@ def layers(
             torch_us=times["torch"], ours_us=times["ours"], torch_over_ours=times["torch"] / times["ours"],
             difference=difference,
         )  # fmt: skip
+
+
+# ---- join --------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def join(
+    first: Annotated[Path, typer.Argument(help="File of `decode` or `prune`, which is written anew.")],
+    others: Annotated[list[Path], typer.Argument(help="Files of the same model, whose further lines are added.")],
+) -> None:
+    """Add the lines of parts that ran side by side to one file; of lines about the same, the first file's are kept."""
+    with errors():
+        facts, lines = read_csv(first)
+        columns, key = (DECODED, decoded_key) if "head" in lines[0] else (PRUNED, pruned_key)
+        whole = Lines(first, facts, columns, key)
+        for path in others:
+            for own, line in Lines(path, facts, columns, key).lines.items():
+                if own not in whole.lines:
+                    whole.put(own, **line)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 test is almost sure to catch too is run only by `pytest --thorough`.
 
 A run of all tests draws half of the cases of each test marked as `drawn`, by a seed that it prints at its end: emulated
-kernels take most of the time, and the next run has others. A run that names files or tests has all of their cases.
+kernels and calls take most of the time, and the next run has others. A run that names files or tests has all of their
+cases.
 
 pyproject.toml runs the tests in two processes. GPU tests form a group (`--dist loadgroup`), which one of the two gets:
 two processes on one GPU would disturb each other's timings and share its memory. The other one goes on with the rest.
@@ -49,7 +50,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 DRAW = "TVM_SPARSE_TEST_DRAW"  # the seed by which a run's processes draw cases
-# Kernels for the emulator, compiled by g++ in this or earlier runs.
+# Kernels for the emulator, lowered and compiled by g++ in this or earlier runs.
 EMULATED = platformdirs.user_cache_path("tvm_sparse", appauthor=False) / "emulated"
 # Libraries of the CPU kernels that calls run, built in this or earlier runs.
 LIBRARIES = EMULATED.with_name("tested")
@@ -123,7 +124,7 @@ def pytest_collection_finish() -> None:
 
 def may_keep(folder: Path) -> bool:
     """Whether files may be written to a folder that runs share, from which old ones are removed."""
-    for file in folder.glob("*.*o"):
+    for file in folder.glob("*.*"):
         with contextlib.suppress(FileNotFoundError):
             if file.stat().st_mtime < time.time() - 30 * 86400:
                 file.unlink()

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import quick_build_worker
 
 from tvm_sparse.core import shape_files
 
@@ -33,10 +34,14 @@ def blocks(page: str) -> Iterator[tuple[str, str, str]]:
         yield found[1], found[2] or "", found[3]
 
 
-# Every page has names of its own.
+# Every page has names of its own. Libraries of programs that an earlier run had too are copied.
 PYTHON = """
 import json, sys
 
+from tvm_sparse.workers import building
+
+building.BUILD_WORKER = sys.executable, sys.argv[2]
+building.kept = building.Kept(argv=building.BUILD_WORKER)
 for page, text in json.loads(sys.argv[1]):
     print(page, flush=True)
     exec(compile("from __future__ import annotations\\n" + text, page, "exec"), {"__name__": "__page__"})
@@ -66,7 +71,7 @@ def run(pages: list[str], folder: Path) -> None:
             elif title:
                 (folder / title).write_text(text)
         python.append((page, "".join(text for language, _, text in blocks(page) if language == "python")))
-    spawn(sys.executable, "-c", PYTHON, json.dumps(python))
+    spawn(sys.executable, "-c", PYTHON, json.dumps(python), quick_build_worker.__file__)
 
 
 @pytest.mark.timeout(280)

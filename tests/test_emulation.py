@@ -1,6 +1,7 @@
 """The CUDA emulator gives right results for right kernels, and catches wrong ones."""
 
 import functools
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -1523,39 +1524,56 @@ def test_what_is_not_emulated_is_refused():
         run_tirx(unknown, [np.ones(32, "float32")])
 
 
-def test_kept_objects_are_compiled_once(monkeypatch, tmp_path):
-    """Kernels, and the emulator itself; and again with other options, or after another header."""
-    compiled, call = [], run._gxx
+def test_kept_objects_are_made_once(monkeypatch, tmp_path):
+    """Lowered programs, kernels, and the emulator itself; and again for another program, with other options, or after
+    another header."""
+    made, call, lower = [], run._gxx, run._lower
 
     def gxx(command):
-        compiled.extend(name for name in command if name.endswith(".o") and "-c" in command)
+        made.extend("compiled" for name in command if name.endswith(".o") and "-c" in command)
         call(command)
 
+    def makes(size=512):
+        made.clear()
+        for kept in (run._built, run._compiled, run._machine_object):
+            kept.cache_clear()
+        out, n = np.zeros(size, "float32"), np.zeros(1, "int32")
+        run_tirx(compaction(size), [np.ones(size, "float32"), out, n])
+        assert n[0] == size and (out == 1).all()
+        return made.count("lowered"), made.count("compiled")
+
     def compiles():
-        compiled.clear()
-        run._compiled.cache_clear()
+        made.clear()
         run._machine_object.cache_clear()
-        out, n = np.zeros(512, "float32"), np.zeros(1, "int32")
-        run_tirx(compaction(512), [np.ones(512, "float32"), out, n])
-        assert n[0] == 512 and (out == 1).all()
-        return len(compiled)
+        assert run._kernel_object("") == run._machine_object() == b"an object"
+        return len(made)
 
     monkeypatch.setattr(run, "_gxx", gxx)
-    # Optimising takes most of the time of what is compiled nine times.
+    monkeypatch.setattr(run, "_lower", lambda key: made.append("lowered") or lower(key))
+    # Optimising takes most of the time of what is compiled twice.
     monkeypatch.setattr(run, "MACHINE_FLAGS", [*run.MACHINE_FLAGS, "-O0"])
     usual = run._kept
     try:
-        keep_objects(None)
-        assert compiles() == 2 and compiles() == 2
         keep_objects(tmp_path / "kept")
+        assert makes() == (1, 2) and makes() == (0, 0)
+        assert makes(256) == (1, 1) and makes(256) == makes() == (0, 0)
+        monkeypatch.setattr(run, "_lowered_by", lambda: ["another compiler"])
+        assert makes() == (1, 0) and makes() == (0, 0)
+        assert len(list((tmp_path / "kept").glob("*.o"))) == len(list((tmp_path / "kept").glob("*.zlib"))) == 3
+        # What g++ would do takes long.
+        call = lambda command: Path(command[command.index("-o") + 1]).write_bytes(b"an object")  # noqa: E731
+        keep_objects(None)
+        assert compiles() == compiles() == 2
+        keep_objects(tmp_path / "others")
         assert compiles() == 2 and compiles() == 0
-        assert len(list((tmp_path / "kept").glob("*.o"))) == 2
         monkeypatch.setattr(run, "KERNEL_FLAGS", [*run.KERNEL_FLAGS, "-DOTHER"])
         assert compiles() == 1 and compiles() == 0
         header = tmp_path / "other.h"
         header.write_text(f"{run.HEADER.read_text()}\n// another")
         monkeypatch.setattr(run, "HEADER", header)
-        monkeypatch.setattr(run, "_compiler", lambda: "another")
         assert compiles() == 2
+        monkeypatch.setattr(run, "_compiler", lambda: "another")
+        assert compiles() == 2 and compiles() == 0
     finally:
         keep_objects(usual)
+        run._machine_object.cache_clear()

@@ -116,6 +116,44 @@ def test_it_trains_as_a_dense_layer_does(way: str, activation: str | None, monke
     close(made.to_dense().weight, theirs.weight.detach())
 
 
+def test_blocks_in_one_place_are_added_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By dense products, too, which write blocks with distinct places without adding them up."""
+    monkeypatch.setattr(nn.BsrLinear, "_trains_dense", lambda *_: True)
+    parts = torch.randn(4, 5, 3), torch.tensor([1, 1, 0, 1]), torch.tensor([0, 2, 2, 4])
+    twice, once = (nn.BsrLinear(tvm_sparse.BsrWeight(given, columns=6)) for given in (
+        parts, (torch.stack([parts[0][:2].sum(0), parts[0][2], parts[0][3]]), parts[1][1:], torch.tensor([0, 1, 1, 3]))
+    ))  # fmt: skip
+    x = torch.randn(7, 6)
+    for made in (twice, once):
+        made(x).square().sum().backward()
+    close(twice(x), once(x))
+    close(twice.data.grad[1:], once.data.grad)
+    close(twice.data.grad[0], once.data.grad[0])
+
+
+@pytest.mark.parametrize(
+    ("activation", "way"), [(None, "sparse"), ("gelu", "sparse"), ("silu", "sparse"), (None, "dense")]
+)
+def test_gradients_of_gradients(activation: str | None, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.BsrLinear, "_trains_dense", lambda *_: way == "dense")
+    made = layer(0.5, activation=activation)
+    theirs = made.to_dense()
+    act = getattr(torch.nn.functional, activation) if activation else torch.nn.Identity()
+    found = []
+    for module, call in ((made, made), (theirs, lambda x: act(theirs(x)))):
+        for _ in range(2):  # calls of the second one are repeated
+            x = X.clone().requires_grad_()
+            module.zero_grad()
+            [first] = torch.autograd.grad(call(x).square().mean(), x, create_graph=True)
+            first.square().sum().backward()
+        found.append((x.grad, module.bias.grad, made.data.grad if module is made else theirs.weight.grad))
+    close(found[0][0], found[1][0])
+    close(found[0][1], found[1][1])
+    blocks = found[1][2].view(7, 5, 22, 3).transpose(1, 2)
+    rows = torch.repeat_interleave(torch.arange(7), made.indptr.diff())
+    close(found[0][2], blocks[rows, made.indices])
+
+
 @pytest.mark.parametrize("block", [(16, 16), (5, 8), (8, 3)])
 def test_a_layer_that_blocks_do_not_divide_is_padded(block: tuple[int, int]) -> None:
     """It computes, trains and is saved as a dense layer of its own shape; padding stays zero."""

@@ -257,7 +257,11 @@ def test_the_whole_way(script: Any, tmp_path: Path) -> None:
             tmp_path / name, out, "cpu", seconds=200.0, sentences=2, beams="", only=[group], more=group == "WA",
             csv_path=tmp_path / "more.csv",
         )  # fmt: skip
-    again = {(row["head"], row["setting"], row["beam"]): row for row in rows(tmp_path / "more.csv")}
+    script.join(tmp_path / "decode.csv", [tmp_path / "more.csv"])
+    assert rows(tmp_path / "decode.csv") == lines  # all of them are there already
+    script.join(tmp_path / "more.csv", [tmp_path / "decode.csv"])
+    assert len(rows(tmp_path / "more.csv")) == len(lines)
+    again = {(row["head"], row["setting"], row["beam"]): row for row in rows(tmp_path / "more.csv")[:9]}
     assert {head for head, *_ in again} == {"torch", "exact head", "TOP", "WA"}
     assert all(one["bleu"] == kept[key]["bleu"] for key, one in again.items() if key in kept)
 
@@ -269,4 +273,4 @@ def test_the_whole_way(script: Any, tmp_path: Path) -> None:
     assert [float(row["stored_density"]) for row in lines if row["stored_density"]] == [1, 0.25]
     assert [row["sentences"] for row in lines if row["stored_density"]] == ["2", "2"]
     timed = [row for row in lines if row["layer"]]
-    assert len(timed) == 1 and all(float(row["difference"]) < 1e-4 for row in timed)
+    assert [row["density"] for row in timed] == ["1", "0.25"] and all(float(row["difference"]) < 1e-4 for row in timed)

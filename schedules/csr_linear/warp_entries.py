@@ -25,6 +25,8 @@ THREADS = powers(128, 1024)
 ROWS, TILE_M, LOADS = powers(4, 128), powers(1, 16), (1, 2, 4)
 # Bytes of one load from shared memory, and of a lane's registers for a column of x, at most.
 VECTOR, WARP = 16, 32
+# Elements of x that a thread loads before it stores the first of them, at most.
+MOST_LOADED = 16
 # Static shared memory: sums of a thread block's rows.
 MOST_SUMS = 2048
 
@@ -37,6 +39,11 @@ def space(problem: CsrLinear, machine: Machine) -> Table:
         "loads": LOADS,
         "staged": (0, 1),
     }
+
+
+def columns_at_once(problem: CsrLinear, decisions: Decisions) -> int:
+    """Columns of x that a thread loads before it stores the first of them."""
+    return max(min(ceildiv(problem.k, decisions["threads"]), MOST_LOADED // decisions["tile_m"]), 1)
 
 
 def staged_bytes(problem: CsrLinear, decisions: Decisions) -> int:
@@ -57,51 +64,62 @@ def allowed(problem: CsrLinear, machine: Machine, decisions: Decisions) -> str |
     return None
 
 
-# With more rows of x than the first number, a thread block has at most the second number of them by default.
-MANY_ROWS, MOST_OF_MANY = 64, 4
+# With more rows of x than this, a column of a thread block's rows is one load by default.
+MANY_ROWS = 64
 
 
 def default(problem: CsrLinear, machine: Machine) -> Decisions:
-    """As many rows of x as shared memory holds, and the rows of the weight that `cycles` says, a warp for each. With
-    many rows of x four of them, beside as many rows of the weight as there may be: 393 rows took 0.54 times as long so
-    on an H200 (`scripts/regret.py`, seed 11).
+    """The rows of x and of the weight that `cycles` says, of which a warp has one or two. With many rows of x as many
+    as one load brings, beside as many rows of the weight as there may be: 393 rows of float32 took 0.54 times as long
+    so on an H200, 5126 of bfloat16 0.82 times as long as with half as many (`scripts/regret.py`, seeds 11 and 16).
     """
     table = space(problem, machine)
     if problem.m > MANY_ROWS:
         return _of_many(problem, machine, table)
     point = {"threads": THREADS[0], "rows": ROWS[0], "tile_m": 1, "loads": LOADS[-1], "staged": 1}
     fitting = [
-        point | {"threads": min(max(rows * WARP, THREADS[0]), THREADS[-1]), "rows": rows, "tile_m": tile}
+        point | {"threads": min(max(rows // each * WARP, THREADS[0]), THREADS[-1]), "rows": rows, "tile_m": tile}
         for rows in table["rows"]
         for tile in table["tile_m"]
+        for each in (1, 2)
     ]
     fitting = [one for one in fitting if allowed(problem, machine, one) is None]
     return min(fitting, key=lambda one: cycles(problem, machine, one), default=point | {"staged": 0})
 
 
+# For `cycles`, as fitted to 90 points of three drawn problems and 44 defaults on an H200. Cycles to load 32 entries,
+# and to read the words of their columns of x; until a thread has loaded some columns of x; and until a lane has used a
+# batch of entries.
+LOADED, READ, COPY, BATCH = 2.6, 4.2, 280, 130
+
+
 def cycles(problem: CsrLinear, machine: Machine, decisions: Decisions) -> float:
-    """Cycles for which the busiest multiprocessor's memory pipes are in use.
+    """Cycles for which the busiest multiprocessor's memory pipes are in use, and those that a warp waits for memory.
 
     A warp copies 32 columns of x by a load for each row of x and a store of as many cycles as a column has words. It
-    gets 32 entries from the L2 cache in some 5 cycles, and reads their columns of x in 1 and 2.5 for each word, as some
-    lie in the same banks.
+    gets 32 entries from the L2 cache, and reads their columns of x, of which some lie in the same banks.
     """
-    rows, tile = decisions["rows"], decisions["tile_m"]
+    rows, tile, warps = decisions["rows"], decisions["tile_m"], decisions["threads"] // WARP
     words = max(tile * numpy_dtype(problem.dtype).itemsize // 4, 1)
     copied, read = problem.k / WARP * (tile + words), ceildiv(round(problem.k * (1 - problem.sparsity)), WARP)
     blocks = ceildiv(problem.n, rows) * ceildiv(problem.m, tile)
-    return ceildiv(blocks, machine.cores) * (copied + rows * read * (6 + 2.5 * words))
+    used = ceildiv(blocks, machine.cores) * (copied + rows * read * (LOADED + READ * words))
+    copies = ceildiv(problem.k, warps * WARP * columns_at_once(problem, decisions))
+    waits = COPY * copies + BATCH * rows / warps * ceildiv(read, decisions["loads"])
+    at_once = machine.blocks_at_once(decisions["threads"], 1, staged_bytes(problem, decisions) + 4 * MOST_SUMS)
+    return used + waits * ceildiv(blocks, max(at_once, 1))
 
 
 def _of_many(problem: CsrLinear, machine: Machine, table: Table) -> Decisions:
-    places = problem.n * (problem.m // MOST_OF_MANY) // (2 * machine.cores)
+    most = VECTOR // numpy_dtype(problem.dtype).itemsize
+    places = problem.n * (problem.m // most) // (2 * machine.cores)
     rows = max(rows for rows in table["rows"] if rows <= max(places, ROWS[0]))
     threads = min(max(rows * WARP, THREADS[0]), 512)
     point = {"threads": threads, "rows": max(rows, threads // WARP), "tile_m": 1, "loads": 2, "staged": 1}
     fitting = [
         point | {"tile_m": tile}
         for tile in table["tile_m"]
-        if tile <= MOST_OF_MANY
+        if tile <= most
         and allowed(problem, machine, point | {"tile_m": tile}) is None
         and 2 * staged_bytes(problem, point | {"tile_m": tile}) <= machine.block_shared_bytes
     ]
@@ -133,7 +151,7 @@ def build(problem: CsrLinear, decisions: Decisions) -> Program:
 
     dtype, k, n = problem.dtype, problem.k, problem.n
     threads, rows, tile_m, loads = (decisions[name] for name in ("threads", "rows", "tile_m", "loads"))
-    warps, size = threads // WARP, numpy_dtype(dtype).itemsize
+    warps, size, beside = threads // WARP, numpy_dtype(dtype).itemsize, columns_at_once(problem, decisions)
     column_bytes = tile_m * size
     words, per_word = max(column_bytes // 4, 1), 4 // size
     each, vector = rows // warps, min(words, VECTOR // 4)
@@ -149,7 +167,8 @@ def build(problem: CsrLinear, decisions: Decisions) -> Program:
         x: Any = T.alloc_buffer([pool], "uint32", scope="shared.dyn") if pool else None
         halves = T.decl_buffer([pool * 2], "uint16", data=x.data, scope="shared.dyn") if pool else None
         return named(SimpleNamespace(
-            x=x, halves=halves, results=T.alloc_shared([rows * tile_m], "float32"), own=T.alloc_local([tile_m], dtype),
+            x=x, halves=halves, results=T.alloc_shared([rows * tile_m], "float32"),
+            own=T.alloc_local([beside * tile_m], dtype),
             sums=T.alloc_local([tile_m], "float32"), word=T.alloc_local([words], "uint32"),
             bound=T.alloc_local([2], problem.index), column=T.alloc_local([loads], problem.index),
             value=T.alloc_local([loads], "float32"),
@@ -158,24 +177,28 @@ def build(problem: CsrLinear, decisions: Decisions) -> Program:
     # fmt: off
     @T.inline
     def stage(io, s, t, top):
-        """A thread has a column of x at a time, from every row."""
-        for step in T.serial((k + (threads - 1)) // threads):
-            c: T.int32 = step * threads + t
-            if c < k:
+        """A thread has `beside` columns of x at a time, from every row. The last row stands for those beyond it, whose
+        sums nobody reads.
+        """
+        for step in T.serial((k + (threads * beside - 1)) // (threads * beside)):
+            for u in T.unroll(beside):
                 for i in T.unroll(tile_m):
-                    s.own[i] = T.Cast(dtype, T.float32(0))
-                    if top + i < io.m:
-                        s.own[i] = io.x[top + i, c]
-                if column_bytes == 2:
-                    s.halves[c] = T.reinterpret("uint16", s.own[0])
-                else:
-                    for w in T.unroll(words):
-                        s.word[w] = T.uint32(0)
-                        for v in T.unroll(per_word):
-                            s.word[w] = s.word[w] | (bits(s.own[w * per_word + v]) << T.uint32(16 * v))
-                    for w in T.unroll(words // vector):
-                        shared_store(
-                            s.x.ptr_to([c * words + w * vector]), *[s.word[w * vector + v] for v in range(vector)])
+                    s.own[u * tile_m + i] = io.x[
+                        T.min(top + i, io.m - 1), T.min((step * beside + u) * threads + t, k - 1)]
+            for u in T.unroll(beside):
+                c: T.int32 = (step * beside + u) * threads + t
+                if c < k:
+                    if column_bytes == 2:
+                        s.halves[c] = T.reinterpret("uint16", s.own[u])
+                    else:
+                        for w in T.unroll(words):
+                            s.word[w] = T.uint32(0)
+                            for v in T.unroll(per_word):
+                                s.word[w] = s.word[w] | (
+                                    bits(s.own[u * tile_m + w * per_word + v]) << T.uint32(16 * v))
+                        for w in T.unroll(words // vector):
+                            shared_store(
+                                s.x.ptr_to([c * words + w * vector]), *[s.word[w * vector + v] for v in range(vector)])
 
     @T.inline
     def multiply(io, s, column, value, top):
@@ -242,7 +265,7 @@ def build(problem: CsrLinear, decisions: Decisions) -> Program:
 
 warp_entries = Template(
     name="warp_entries",
-    version=2,
+    version=3,
     operator="csr_linear",
     kind="cuda",
     summary="a warp a row of the weight, rows of x side by side in shared memory",

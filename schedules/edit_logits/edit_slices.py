@@ -23,6 +23,7 @@ THREADS = powers(64, 1024)
 SLICES = powers(1, 16)
 # Thread blocks of a multiprocessor up to which the default has more slices.
 MOST_BLOCKS = 4
+USUAL_THREADS = 512
 
 
 def space(problem: EditLogits, machine: Machine) -> Table:
@@ -37,11 +38,17 @@ def allowed(problem: EditLogits, machine: Machine, decisions: Decisions) -> str 
 
 def default(problem: EditLogits, machine: Machine) -> Decisions:
     """As many slices as the multiprocessors can copy at the same time; where there is one, whose time is that of the
-    longest list if nothing is copied, a thread has a word or few of them.
+    longest list if nothing is copied, a thread has a word or few of them. A thread block that has a multiprocessor for
+    itself is large where lists are long or tanh is computed.
     """
     most = max(MOST_BLOCKS * machine.cores // problem.batch, 1)
     slices = max(n for n in SLICES if n <= most and (n == 1 or not allowed(problem, machine, {"slices": n})))
-    threads = 512 if slices > 1 or problem.capped else min(n for n in THREADS if n >= min(problem.words, 512))
+    if problem.batch * slices <= machine.cores and (problem.capped or problem.words > USUAL_THREADS):
+        threads = THREADS[-1]
+    elif slices > 1 or problem.capped:
+        threads = USUAL_THREADS
+    else:
+        threads = min(n for n in THREADS if n >= min(problem.words, USUAL_THREADS))
     return {"threads": threads, "slices": slices, "overlap": int(machine.has_clusters)}
 
 

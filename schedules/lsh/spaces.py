@@ -113,7 +113,9 @@ def usual_point(
             found = {**point, "finishers": 1}
             if point["cluster"] > 1:  # the next launch's clusters would take the room of this one's
                 found |= {"exchange": 1, "overlap": min(1, point["overlap"])}
-            if point not in fitting:
+            if point in fitting:
+                found["bucket_lanes"] = min(found["bucket_lanes"], max(_lanes(problem), LEAST_LANES))
+            else:
                 found |= _crowded(problem, machine, found)
             if allowed(found) is None:
                 return found
@@ -134,21 +136,27 @@ def _of_few_rows(problem: TableProblem, table: Table, slices: int, cluster: int)
     }
 
 
-# Words of the vocabulary for each lane of those that share a bucket, on an H200.
-WORDS_A_LANE = 600
+# Words of the vocabulary for each lane of those that share a bucket, on an H200; and the fewest lanes of a thread block
+# that has a multiprocessor.
+WORDS_A_LANE, LEAST_LANES = 600, 8
+
+
+def _lanes(problem: TableProblem) -> int:
+    """Lanes that share a bucket: each has up to two words of a mean bucket, or more lanes share a row's few long
+    buckets, which have a share of the vocabulary.
+    """
+    mean, long = problem.vocab / (2 * problem.buckets), problem.vocab / WORDS_A_LANE
+    return next((n for n in BUCKET_LANES if n >= mean and n * math.sqrt(2) >= long), BUCKET_LANES[-1])
 
 
 def _crowded(problem: TableProblem, machine: Machine, point: Decisions) -> Decisions:
     """Decisions for one of several thread blocks on a multiprocessor: as many threads as let all of them run at the
-    same time, and more where shared memory has room for few of them; a lane has up to two words of a mean bucket, or
-    more lanes share a row's few long buckets, which have a share of the vocabulary.
+    same time, and more where shared memory has room for few of them.
     """
-    mean, long = problem.vocab / (2 * problem.buckets), problem.vocab / WORDS_A_LANE
-    lanes = next((n for n in BUCKET_LANES if n >= mean and n * math.sqrt(2) >= long), BUCKET_LANES[-1])
     room = max(1, MOST_SHARED // (4 // PER_CELL * count_extents(problem, point).part))
     wanted = max(
         FEWEST_THREADS,
         min(MOST_THREADS // ceildiv(problem.lists * problem.beam, machine.cores), THREADS[-1]),
         min(BUSY_THREADS // room, THREADS[-1]),
     )
-    return {"threads": max(n for n in THREADS if n <= wanted), "bucket_lanes": lanes, "loads": CROWDED_LOADS}
+    return {"threads": max(n for n in THREADS if n <= wanted), "bucket_lanes": _lanes(problem), "loads": CROWDED_LOADS}

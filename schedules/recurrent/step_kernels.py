@@ -30,7 +30,7 @@ def space(problem: RecurrentLayer, machine: Machine) -> Table:
 
 def default(problem: RecurrentLayer, machine: Machine) -> Decisions:
     return {
-        "threads": 128,
+        "threads": 256,
         "reduce_threads": max(lanes for lanes in LANES if lanes == 1 or EACH * lanes <= problem.row_entries),
     }
 

@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from .register import part
-from .results import Row, provenance, results
-from .text import percent, span, table, times_as, us
+from .results import Row, exists, provenance, results
+from .text import listed, percent, span, table, times_as, us
 
 TRAIN, DECODE, PRUNE, PACKAGES = (
     "translation-train-de-h200", "translation-decode-de-h200", "translation-prune-de-h200", "translation-packages",
 )  # fmt: skip
+FRENCH, FRENCH_TRAIN = "translation-decode-fr-h200", "translation-train-fr-h200"
 TORCH, EXACT, FITTED, LSH, TOP, ALIGNED = "torch", "exact head", "LSH, fitted 0.95", "LSH", "TOP", "WA"
+# Heads of the first table; the others, LSH at the paper's settings and with other tables, have one of their own.
+FIRST = TORCH, EXACT, TOP, ALIGNED, FITTED
+LISTS = {TOP: "the most frequent words (TOP)", ALIGNED: "words that translate one of the sentence's (WA)"}
+METHODS = {"row_balanced": "row-balanced", "magnitude": "by magnitude", "block": "in blocks"}
+# Dense models of fewer units, trained for as long.
+SMALLER = {units: f"translation-dense-{units}-de-h200" for units in (256, 512)}
 BEAM = "12"
 SHAPES = ("1 x 32", "4 x 256")
+# p-value below which a difference of BLEU counts.
+SIGNIFICANT = 0.05
 
 
-def decoded(name: str, beam: str = BEAM) -> list[Row]:
+def decoded(name: str, beam: str = BEAM, file: str = DECODE) -> list[Row]:
     """Lines of a head by its name, with a beam."""
-    return [row for row in results(DECODE).rows if row["head"] == name and row["beam"] == beam]
+    return [row for row in results(file).rows if row["head"] == name and row["beam"] == beam]
+
+
+def chosen_lsh(file: str = DECODE) -> Row | None:
+    """The setting of LSH that `LshHead.fit` chose; else that of the paper's which loses least; None: there is none."""
+    found = decoded(FITTED, file=file) or sorted(decoded(LSH, file=file), key=lambda row: lost(row, file))
+    return found[0] if found else None
+
+
+def hashed() -> list[Row]:
+    """Lines of LSH at the paper's settings and with other tables."""
+    return [row for row in results(DECODE).rows if row["beam"] == BEAM and row["head"] not in FIRST]
 
 
 def value(row: Row, column: str) -> float:
     return float(row[column])
 
 
-def lost(row: Row) -> float:
+def lost(row: Row, file: str = DECODE) -> float:
     """BLEU below that of PyTorch's head."""
-    return value(decoded(TORCH)[0], "bleu") - value(row, "bleu")
+    return value(decoded(TORCH, file=file)[0], "bleu") - value(row, "bleu")
 
 
 def signed(loss: float) -> str:
@@ -33,29 +55,26 @@ def signed(loss: float) -> str:
     return f"{round(loss, 2) + 0.0:.2f}"
 
 
-def disturbed(row: Row) -> bool:
-    """Whether the time of all sentences and that of one step do not fit together: words a step, by both, are far from
-    those of the exact head, whose translations are as long.
-    """
-    [exact] = decoded(EXACT)
-    words = [value(one, "words_per_second") * value(one, "step_us") for one in (row, exact)]
-    return not 0.7 < words[0] / words[1] < 1.4
+def losing(row: Row, file: str = DECODE) -> str:
+    """What a head loses beside PyTorch's: BLEU, or none if the difference may be chance."""
+    loss = f"{signed(lost(row, file))} BLEU" if value(row, "p") < SIGNIFICANT and lost(row, file) > 0 else "no BLEU"
+    return f"{loss} (p {value(row, 'p'):.2f})"
+
+
+def timed(row: Row) -> bool:
+    """Whether the line's speed is shown: not one whose two measurements differ."""
+    return bool(row["words_per_second"]) and (not row["again"] or abs(value(row, "again") - 1) < 0.1)
 
 
 def over_exact(row: Row) -> float:
     """Speed of translating with a head over that with the exact one."""
-    return value(row, "words_per_second") / value(decoded(EXACT)[0], "words_per_second")
+    return value(row, "over_exact")
 
 
-def paper_settings() -> list[Row]:
-    """LSH at the paper's hashes, without lines whose times were disturbed."""
-    return [row for row in decoded(LSH) if not disturbed(row)]
-
-
-def pruned() -> dict[tuple[str, str], tuple[Row, dict[str, Row]]]:
+def pruned(file: str = PRUNE) -> dict[tuple[str, str], tuple[Row, dict[str, Row]]]:
     """By method and density: the line of quality, and lines of times by `batch x steps`."""
     rows: dict[tuple[str, str], list[Row]] = {}
-    for row in results(PRUNE).rows:
+    for row in results(file).rows:
         rows.setdefault((row["method"], row["density"]), []).append(row)
     return {
         key: (
@@ -71,60 +90,153 @@ def pruned_loss(key: tuple[str, str]) -> float:
     return value(pruned()["dense", "1"][0], "bleu") - value(pruned()[key][0], "bleu")
 
 
-def pruned_gains(key: tuple[str, str]) -> list[float]:
-    """cuDNN's time over ours at all timed shapes."""
-    return [value(row, "torch_over_ours") for row in pruned()[key][1].values()]
+def lost_at_a_tenth() -> dict[str, float]:
+    """BLEU lost at a density of 10 %, by the method's name on the page."""
+    return {METHODS[method]: pruned_loss((method, density)) for method, density in pruned() if density == "0.1"}
 
 
 @part
 def translation_findings() -> str:
-    [torch], [exact], [fitted] = (decoded(name) for name in (TORCH, EXACT, FITTED))
-    others = paper_settings()
-    mildest = min(others, key=lost)
-    fastest = max(others, key=over_exact)
-    tenth = "row_balanced", "0.1"
-    lists = (
-        "**Lists without a hash.** " + " ".join(map(of_list, (TOP, ALIGNED)))
-        if decoded(TOP) and decoded(ALIGNED)
-        else "Lists without a hash, of frequent words (TOP) or of words that translate the sentence's (WA), have no"
-        " BLEU here yet. By recall frequent words alone [beat LSH](papers.md#speed-against-quality) on another model."
-    )
+    [torch], [exact] = (decoded(name) for name in (TORCH, EXACT))
+    parts = [
+        f"**Use the exact head.** It translates {times_as(value(exact, 'over_torch'))} times as fast as PyTorch's"
+        f" product, log-softmax and top-k and loses {losing(exact)}: the head's share of a step falls from"
+        f" {percent(value(torch, 'head_share'))} to {percent(value(exact, 'head_share'))}."
+    ]
+    lists = [name for name in LISTS if any(map(timed, decoded(name)))]
+    if lists:
+        parts.append("**A list without a hash.** " + " ".join(map(of_list, lists)))
+    own = [row for row in decoded(LSH) if timed(row)]
+    text = "**Use LSH only where a loss of BLEU is allowed.**"
+    for fitted in decoded(FITTED):
+        text += (
+            f" The setting that `LshHead.fit` chose for a recall of 0.95 loses {losing(fitted)}, and translates"
+            f" {over_exact(fitted):.2f} times as fast as the exact head."
+        )
+    if own:
+        mildest, fastest = min(own, key=lost), max(own, key=over_exact)
+        text += (
+            f" At the paper's hashes LSH loses {span((lost(row) for row in own), 1)} BLEU: the setting that loses least"
+            f" is {over_exact(mildest):.2f} times as fast as the exact head, and the fastest, {over_exact(fastest):.2f}"
+            f" times, loses {lost(fastest):.1f}."
+        )
+    if own or decoded(FITTED):
+        parts.append(text + beaten())
+    if lost_at_a_tenth():
+        parts.append(pruning())
+    if exists(FRENCH):
+        parts.append(into_french())
+    return "\n\n".join(parts)
+
+
+def pruning() -> str:
+    """What the layers lose and gain at a density of 10 %."""
+    tenths = [found for (_, density), found in pruned().items() if density == "0.1"]
+    gains = [value(row, "torch_over_ours") for _, times in tenths for row in times.values()]
+    costs = listed([f"{loss:.1f} ({method})" for method, loss in lost_at_a_tenth().items()])
+    steps = span((value(quality, "steps") for quality, _ in tenths), 0)
     return (
-        f"**Use the exact head.** It translates {times_as(value(exact, 'speedup'))} times as fast as PyTorch's product,"
-        f" log-softmax and top-k with the same BLEU (p {value(exact, 'p'):.2f}): the head's share of a step falls from"
-        f" {percent(value(torch, 'head_share'))} to {percent(value(exact, 'head_share'))}.\n\n"
-        f"**Use LSH only where a loss of BLEU is allowed.** The setting that `LshHead.fit` chose for a recall of 0.95"
-        f" loses none (p {value(fitted, 'p'):.2f}), and translates {over_exact(fitted):.2f} times as fast as the exact"
-        f" head: no gain. At the paper's hashes LSH loses {span((lost(row) for row in others), 1)} BLEU. The setting"
-        f" that loses least is {over_exact(mildest):.2f} times as fast as the exact head; the fastest,"
-        f" {over_exact(fastest):.2f} times, loses {lost(fastest):.1f}.\n\n"
-        f"{lists}\n\n"
-        f"**Pruning to 10 % costs {pruned_loss(tenth):.1f} BLEU** after {pruned()[tenth][0]['steps']} further steps of"
-        f" training; both encoder layers together run {span(pruned_gains(tenth), 1)} times as fast as cuDNN's dense"
-        " ones."
+        f"**Pruning to 10 % costs {costs} BLEU** after {steps} further steps of training; both encoder layers together"
+        f" run {span(gains, 1)} times as fast as cuDNN's dense ones."
     )
 
 
 def of_list(name: str) -> str:
     """What the lists of a name lose and gain."""
-    rows = decoded(name)
+    rows = [row for row in decoded(name) if timed(row)]
     mildest, fastest = min(rows, key=lost), max(rows, key=over_exact)
-    what = {TOP: "The most frequent words (TOP)", ALIGNED: "Words that translate one of the sentence's (WA)"}[name]
-    return (
-        f"{what} lose {signed(lost(mildest))} BLEU at least, with {value(mildest, 'candidates'):,.0f} words and"
-        f" {over_exact(mildest):.2f} times the exact head's speed; the fastest list, {over_exact(fastest):.2f} times,"
-        f" loses {signed(lost(fastest))}."
+    what = LISTS[name]
+    text = (
+        f"{what[0].upper()}{what[1:]} lose {losing(mildest)} with {value(mildest, 'candidates'):,.0f} words, at"
+        f" {over_exact(mildest):.2f} times the exact head's speed"
     )
+    if fastest is mildest:
+        return text + "."
+    return text + f"; the fastest such list, {over_exact(fastest):.2f} times, loses {signed(lost(fastest))} BLEU."
+
+
+def beaten() -> str:
+    """How many settings of LSH a list without a hash beats."""
+    lists = [row for name in LISTS for row in decoded(name) if timed(row)]
+    own = [row for row in (*decoded(FITTED), *hashed()) if timed(row)]
+    if not lists or not own:
+        return ""
+    worse = [row for row in own if any(over_exact(a) >= over_exact(row) and lost(a) <= lost(row) for a in lists)]
+    return f" A list without a hash is both faster and better than {len(worse)} of {len(own)} settings of LSH."
+
+
+def into_french() -> str:
+    """The same findings in the other language."""
+    [exact], own = decoded(EXACT, file=FRENCH), chosen_lsh(FRENCH)
+    lsh = "" if own is None else f", LSH {over_exact(own):.2f} times as fast as that with {losing(own, FRENCH)} lost"
+    return (
+        f"**Into French** the exact head is {times_as(value(exact, 'over_torch'))} times as fast as PyTorch's{lsh}"
+        " ([table](#english-to-french))."
+    )
+
+
+def heads_table(rows: Iterable[Row], file: str) -> str:
+    lines = []
+    for row in rows:
+        speeds = ["-"] * 3 if not timed(row) else [
+            f"{value(row, 'words_per_second'):,.0f}", times_as(value(row, "over_torch")), f"{over_exact(row):.2f}",
+        ]  # fmt: skip
+        lines.append([
+            f"{row['head']} {row['setting']}".strip(), f"{value(row, 'candidates'):,.0f}",
+            f"{value(row, 'recall_12'):.3f}", us(value(row, "head_us")), us(value(row, "step_us")), *speeds,
+            f"{value(row, 'bleu'):.2f} ± {value(row, 'bleu_interval'):.1f}", signed(lost(row, file)),
+            f"{value(row, 'p'):.3f}" if row["p"] else "-",
+        ])  # fmt: skip
+    heads = ["head", "words multiplied", "recall@12", "us alone", "us a step", "words a second", "over torch",
+             "over exact", "BLEU", "lost", "p"]  # fmt: skip
+    return table(heads, lines)
+
+
+def ordered(file: str) -> list[Row]:
+    """Lines of the first table, in its order."""
+    return [row for name in FIRST for row in decoded(name, file=file)]
+
+
+def first_table(file: str) -> str:
+    first = decoded(TORCH, file=file)[0]
+    return (
+        f"{provenance(file)}; {first['sentences']} sentences, one at a time, beam {first['beam']}, float16.\n\n"
+        f"{heads_table(ordered(file), file)}{twice(ordered(file))}"
+    )
+
+
+def twice(rows: Sequence[Row]) -> str:
+    """How far second measurements of speed are from the first."""
+    ratios = [value(row, "again") for row in rows if row["again"] and timed(row)]
+    if not ratios:
+        return "\n\nSpeeds were measured once."
+    text = f"\n\nSpeeds were measured twice; the second is {span(ratios)} of the first."
+    return text if all(map(timed, rows)) else text + " None is given where both differ by more than a tenth."
+
+
+@part
+def translation_heads() -> str:
+    return first_table(DECODE)
+
+
+@part
+def translation_hashes() -> str:
+    rows = hashed()
+    return heads_table(rows, DECODE) + twice(rows)
+
+
+@part
+def translation_french() -> str:
+    return first_table(FRENCH) if exists(FRENCH) else "Not measured."
 
 
 @part
 def translation_beams() -> str:
     lines = [
         [row["beam"], f"{row['head']} {row['setting']}".strip(), us(value(row, "head_us")), us(value(row, "step_us")),
-         f"{value(row, 'words_per_second'):,.0f}",
-         f"{value(row, 'words_per_second') / value(decoded(TORCH, row['beam'])[0], 'words_per_second'):.2f}",
+         f"{value(row, 'words_per_second'):,.0f}", times_as(value(row, "over_torch")),
          f"{value(row, 'bleu'):.2f} ± {value(row, 'bleu_interval'):.1f}"]
-        for row in results(DECODE).rows if row["beam"] != BEAM
+        for row in sorted(results(DECODE).rows, key=lambda row: int(row["beam"])) if row["beam"] != BEAM
     ]  # fmt: skip
     if not lines:
         return "No other beam has been measured."
@@ -132,38 +244,18 @@ def translation_beams() -> str:
 
 
 @part
-def translation_heads() -> str:
-    lines = []
-    for row in results(DECODE).rows:
-        if row["beam"] != BEAM:
-            continue
-        speeds = ["-"] * 3 if disturbed(row) else [
-            f"{value(row, 'words_per_second'):,.0f}", times_as(value(row, "speedup")), f"{over_exact(row):.2f}",
-        ]  # fmt: skip
-        lines.append([
-            f"{row['head']} {row['setting']}".strip(), f"{value(row, 'candidates'):,.0f}",
-            f"{value(row, 'recall_12'):.3f}", us(value(row, "head_us")), *speeds,
-            f"{value(row, 'bleu'):.2f} ± {value(row, 'bleu_interval'):.1f}", signed(lost(row)),
-            f"{value(row, 'p'):.3f}" if row["p"] else "-",
-        ])  # fmt: skip
-    heads = ["head", "words multiplied", "recall@12", "us alone", "words a second", "over torch", "over exact", "BLEU",
-             "lost", "p"]  # fmt: skip
-    first = decoded(TORCH)[0]
-    return (
-        f"{provenance(DECODE)}; {first['sentences']} sentences, one at a time, beam {first['beam']}, float16.\n\n"
-        f"{table(heads, lines)}"
-    )
-
-
-@part
 def translation_pruned() -> str:
     lines = []
-    for (method, density), (quality, timed) in pruned().items():
-        cells = [method, percent(float(density)), quality["steps"], f"{value(quality, 'dev_loss'):.2f}",
+    models = [(units, pruned(file)["dense", "1"]) for units, file in SMALLER.items() if exists(file)]
+    named = [(f"dense, {units} units", "1", *found) for units, found in models]
+    named += [(METHODS.get(method, method), density, *found) for (method, density), found in pruned().items()]
+    whole = value(pruned()["dense", "1"][0], "bleu")
+    for name, density, quality, times in named:
+        cells = [name, percent(float(density)), quality["steps"], f"{value(quality, 'dev_loss'):.2f}",
                  f"{value(quality, 'bleu'):.2f} ± {value(quality, 'bleu_interval'):.1f}",
-                 signed(pruned_loss((method, density)))]  # fmt: skip
+                 signed(whole - value(quality, "bleu"))]  # fmt: skip
         for shape in SHAPES:
-            row = timed.get(shape)
+            row = times.get(shape)
             cells += ["-", "-"] if row is None else [
                 f"{us(value(row, 'ours_us'))} / {us(value(row, 'torch_us'))}", times_as(value(row, "torch_over_ours")),
             ]  # fmt: skip
@@ -171,17 +263,28 @@ def translation_pruned() -> str:
     heads = ["weights", "density", "further steps", "loss on dev", "BLEU", "lost"]
     for shape in SHAPES:
         heads += [f"us, ours / cuDNN, {shape}", "gain"]
-    return f"{provenance(PRUNE)}; both encoder layers in float16, batch x steps.\n\n{table(heads, lines)}"
+    sentences = pruned()["dense", "1"][0]["sentences"]
+    counted = f", {sentences} sentences" if sentences else ""
+    return f"{provenance(PRUNE)}; both encoder layers in float16, batch x steps{counted}.\n\n{table(heads, lines)}"
+
+
+def trained(file: str, language: str) -> str:
+    """Size of the data, the model, and its training."""
+    facts, rows = results(file).facts, results(file).rows
+    best = min(rows, key=lambda row: value(row, "dev_loss"))
+    packages = sum(int(row[language]) > 0 for row in results(PACKAGES).rows)
+    return (
+        f"{facts['corpus']}, from the message catalogues of {packages} packages. The model was trained for"
+        f" {value(best, 'seconds'):.0f} seconds, {value(best, 'epoch'):.0f} epochs, to a loss of"
+        f" {value(best, 'dev_loss'):.2f} a word on the development set."
+    )
 
 
 @part
 def translation_data() -> str:
-    facts, rows = results(TRAIN).facts, results(TRAIN).rows
-    best = min(rows, key=lambda row: value(row, "dev_loss"))
-    some = [row for row in results(PACKAGES).rows if int(row["de"])]
+    french = f" Into French: {trained(FRENCH_TRAIN, 'fr')}" if exists(FRENCH_TRAIN) else ""
     return (
-        f"{provenance(TRAIN)}. Sentences come from the message catalogues of {len(some)} packages of translated"
-        " programs, whose names, versions and hashes are in `scripts/results/translation-packages.csv`. Training data:"
-        f" {facts['corpus']}. Model: {facts['model']}. It was trained for {value(best, 'seconds'):.0f} seconds,"
-        f" {value(best, 'epoch'):.0f} epochs, to a loss of {value(best, 'dev_loss'):.2f} a word on the development set."
+        f"{provenance(TRAIN)}. Names, versions and hashes of the packages are in"
+        f" `scripts/results/translation-packages.csv`. Model: {results(TRAIN).facts['model']}. Into German:"
+        f" {trained(TRAIN, 'de')}{french}"
     )

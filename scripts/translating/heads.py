@@ -173,8 +173,11 @@ def nothing(rows: int, n: int, device: str) -> Way:
     return Way(NONE, "", lambda hidden: (values, ids), lambda hidden: 0.0)
 
 
-def recall(way: Way, steps: Sequence[tuple[int, torch.Tensor]], truth: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """Share of the best words of these steps' rows that are among a head's candidates, and the mean number of those.
+def recall(
+    way: Way, steps: Sequence[tuple[int, torch.Tensor]], truth: Sequence[torch.Tensor]
+) -> tuple[float, list[float]]:
+    """Share of the best words of these steps' rows that are among a head's candidates, and the number of those at each
+    step.
 
     `steps` are sentences' numbers with hidden states, `truth` the best words of each row. A head's own best words
     contain all of those that are candidates.
@@ -187,15 +190,15 @@ def recall(way: Way, steps: Sequence[tuple[int, torch.Tensor]], truth: Sequence[
         kept += float((best[:, :, None] == ids[:, None, :].long()).any(-1).sum())
         total += best.numel()
         counts.append(way.candidates(hidden))
-    return kept / max(1.0, total), float(np.mean(counts))
+    return kept / max(1.0, total), counts
 
 
 def settings_of(vocab: int, hidden: int) -> Iterator[dict[str, int]]:
-    """The paper's hashes, each with several thresholds and numbers of frequent words."""
+    """The paper's hashes with several thresholds and numbers of frequent words, the most telling first."""
     few, some, many = (max(1, vocab // share) for share in (64, 16, 8))
     grid = [
-        (16, 3, 500, 3, some), (16, 3, 500, 2, some), (16, 3, 500, 4, some), (16, 3, 500, 3, few),
-        (16, 3, 500, 3, many), (8, 3, 500, 5, some), (8, 3, 500, 4, some), (8, 3, 500, 6, few), (8, 3, 500, 5, many),
+        (16, 3, 500, 3, some), (8, 3, 500, 4, some), (16, 3, 500, 2, some), (8, 3, 500, 5, some), (16, 3, 500, 4, some),
+        (16, 3, 500, 3, many), (8, 3, 500, 5, many), (16, 3, 500, 3, few), (8, 3, 500, 6, few),
     ]  # fmt: skip
     for k, units, bands, threshold, frequent in grid:
         if k <= hidden:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from .vocabulary import BOS, EOS, Sentences
 
 # Steps between checks whether all hypotheses have ended, each of which waits for the GPU.
 LOOK_EVERY = 4
+# Steps of a sentence before those that are timed alone, and these.
+BEFORE_TIMED, TIMED = 2, 4
 # Sentences that are encoded at once.
 AT_ONCE = 64
 # Most steps of a sentence: `STRETCH` for each of its words, plus `MORE`. Few translations are longer.
@@ -64,13 +67,17 @@ class Found(NamedTuple):
     steps
         Number of steps in all.
     seconds
-        Time of the whole search, after encoding.
+        Wall time of each sentence, after encoding.
     """
 
     sentences: list[list[int]]
     scores: list[float]
     steps: int
-    seconds: float
+    seconds: list[float]
+
+    def rate(self, most: int | None = None) -> float:
+        """Words a second of the first `most` sentences, `EOS` included; default: of all."""
+        return sum(len(one) + 1 for one in self.sentences[:most]) / sum(self.seconds[:most])
 
 
 class Search:
@@ -194,10 +201,11 @@ class Search:
         deadline
             A `time.monotonic()` after which no further sentence is begun.
         """
-        found, total, steps, begun = [], [], 0, time.monotonic()
+        found, total, seconds, steps = [], [], [], 0
         most = (STRETCH * (~sentences.padding).sum(1) + MORE).tolist()
         for number in numbers:
-            if deadline is not None and time.monotonic() > deadline:
+            begun = time.monotonic()
+            if deadline is not None and begun > deadline:
                 break
             self.begin(sentences, number)
             before(number)
@@ -210,5 +218,37 @@ class Search:
             words, score = self.best(step + 1)
             found.append(words)
             total.append(score)
+            seconds.append(time.monotonic() - begun)
             steps += step + 1
-        return Found(found, total, steps, time.monotonic() - begun)
+        return Found(found, total, steps, seconds)
+
+    def microseconds(
+        self, sentences: Encoded, numbers: Sequence[int], before: Callable[[int], None] = lambda number: None
+    ) -> float:
+        """Median time of a step near the beginning of these sentences, when no hypothesis has ended yet; on a GPU the
+        device's time of replays of the graph.
+        """
+        found = []
+        for number in numbers:
+            self.begin(sentences, number)
+            before(number)
+            for _ in range(BEFORE_TIMED):
+                self.step()
+            found.append(_seconds_of(self.step, TIMED, self.memory.device))
+        return statistics.median(found) * 1e6
+
+
+def _seconds_of(call: Callable[[], Any], times: int, device: torch.device) -> float:
+    """Mean time of calls in a row."""
+    if device.type != "cuda":
+        begun = time.perf_counter()
+        for _ in range(times):
+            call()
+        return (time.perf_counter() - begun) / times
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(times):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / times / 1e3

@@ -12,6 +12,7 @@ was made for another problem lacks this name, whatever the manifest says.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -110,7 +111,11 @@ def symbol_of(
 
 def versions() -> dict[str, str]:
     """The installed versions on which it depends whether a library can be called."""
-    return {name: importlib.metadata.version(name) for name in ("tvm_sparse", "apache-tvm", "apache-tvm-ffi", "numpy")}
+    return {name: _version(name) for name in ("tvm_sparse", "apache-tvm", "apache-tvm-ffi", "numpy")}
+
+
+# Kept: a look-up in the user's cache asks for each kernel, and reading metadata takes a millisecond.
+_version = functools.cache(importlib.metadata.version)
 
 
 def digest(path: Path) -> str:

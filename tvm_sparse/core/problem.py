@@ -51,6 +51,12 @@ OPTIONAL = {"optional": True}
 ROWS = 64
 
 
+@functools.cache
+def fields(cls: type[Problem]) -> tuple[dataclasses.Field, ...]:
+    """The axes of an operator's problems, as declared. Kept, because look-up asks often."""
+    return dataclasses.fields(cls)
+
+
 class ProblemError(ValueError):
     """An axis, dtype or key that is not valid for any problem of the operator."""
 
@@ -133,20 +139,31 @@ class Problem(ABC):
 
     @property
     def axes(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return dict(self._axes)
+
+    # Kept, as the arguments of its kernels: look-up and checks ask a problem often.
+    @functools.cached_property
+    def _axes(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(type(self))}
+
+    def settle(self, **axes: Any) -> None:
+        """Give axes their one form, at the end of `__post_init__`: a problem changes nowhere else."""
+        for name, value in axes.items():
+            object.__setattr__(self, name, value)
+        self.__dict__.pop("_axes", None)
 
     @property
     def added(self) -> dict[str, Any]:
         """Those of the `added_axes` that have another value than the default."""
-        fields = {field.name: field.default for field in dataclasses.fields(self)}
-        return {name: self.axes[name] for name in self.added_axes if self.axes[name] != fields[name]}
+        default = {field.name: field.default for field in fields(type(self))}
+        return {name: value for name in self.added_axes if (value := getattr(self, name)) != default[name]}
 
     @property
     def key(self) -> str:
         """The axes as text; axes whose field has `metadata=OPTIONAL` appear only where they differ from the default."""
         shown = (
             f"{field.name}={getattr(self, field.name)}"
-            for field in dataclasses.fields(self)
+            for field in fields(type(self))
             if not (field.metadata.get("optional") and getattr(self, field.name) == field.default)
         )
         return f"{self.operator}/" + ",".join(shown)
@@ -154,16 +171,16 @@ class Problem(ABC):
     @property
     def typed(self) -> str:
         """Operator and axes as typed after `tvm-sparse tune`, without axes that have their default value."""
-        fields = {field.name: field.default for field in dataclasses.fields(self)}
-        shown = (f"{name}={value}" for name, value in self.axes.items() if fields[name] != value)
+        default = {field.name: field.default for field in fields(type(self))}
+        shown = (f"{name}={value}" for name, value in self.axes.items() if default[name] != value)
         return " ".join((self.operator, *shown))
 
-    @property
+    @functools.cached_property
     def kernel_inputs(self) -> tuple[Argument, ...]:
         """The inputs that kernels of this problem take, in calling order."""
         return tuple(filter(self.has, self.inputs))
 
-    @property
+    @functools.cached_property
     def kernel_outputs(self) -> tuple[Argument, ...]:
         """The outputs that kernels of this problem write, in calling order."""
         return tuple(filter(self.has, self.outputs))
@@ -175,7 +192,7 @@ class Problem(ABC):
 
     def dtype_of(self, argument: Argument) -> str:
         """The dtype of an argument of this very problem."""
-        return self.axes.get(argument.dtype, argument.dtype)
+        return self._axes.get(argument.dtype, argument.dtype)
 
     def __str__(self) -> str:
         return self.key
@@ -420,7 +437,7 @@ class Problem(ABC):
         A name is that of an axis. An operator whose arguments have other extents, such as the 32-bit words of a bitmap,
         overrides this.
         """
-        return self.axes[name] if isinstance(name, str) else name
+        return self._axes[name] if isinstance(name, str) else name
 
     def has(self, argument: Argument) -> bool:
         """Whether kernels of this problem have an argument."""

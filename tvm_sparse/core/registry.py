@@ -40,7 +40,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .problem import Problem, ProblemError
+from .problem import Problem, ProblemError, fields
 
 if TYPE_CHECKING:
     from .template import Template
@@ -305,15 +305,15 @@ def make(operator: str, axes: Mapping[str, Any]) -> Problem:
         For an unknown operator or axis (with the nearest valid names), a missing axis, or a value out of range.
     """
     cls = find(operator).problem
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+    axis = {field.name: field for field in fields(cls)}
     for name in axes:
-        if name not in fields and name not in cls.call_words:
-            raise ProblemError(f"{operator}: unknown axis {name!r}; {nearest(name, (*fields, *cls.call_words))}")
+        if name not in axis and name not in cls.call_words:
+            raise ProblemError(f"{operator}: unknown axis {name!r}; {nearest(name, (*axis, *cls.call_words))}")
     axes = cls.of_call(axes)
-    missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in axes]
+    missing = [name for name, field in axis.items() if field.default is dataclasses.MISSING and name not in axes]
     if missing:
-        raise ProblemError(f"{operator}: missing axis {', '.join(missing)}; expected {', '.join(fields)}")
-    values = {name: _convert(operator, fields[name], value) for name, value in axes.items()}
+        raise ProblemError(f"{operator}: missing axis {', '.join(missing)}; expected {', '.join(axis)}")
+    values = {name: _convert(operator, axis[name], value) for name, value in axes.items()}
     for name, value in values.items():
         if isinstance(value, int) and abs(value) > _LARGEST:
             raise ProblemError(f"{operator}: {name} must be below 2^48, got a number of {value.bit_length()} bits")

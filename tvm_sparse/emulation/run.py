@@ -30,9 +30,11 @@ GPU's limits. Races through global memory between blocks show only as different 
 from __future__ import annotations
 
 import atexit
+import base64
 import contextlib
 import functools
 import hashlib
+import json
 import mmap
 import os
 import re
@@ -43,8 +45,9 @@ import socket
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +60,7 @@ from tvm.tirx.build import split_host_device_mods
 
 from ..core import scratch
 from ..core.scratch import Scratch
+from . import translation
 from .child import (
     CLUSTER_DIMS,
     COOPERATIVE,
@@ -70,7 +74,6 @@ from .child import (
     receive,
     send,
 )
-from .translation import translate
 
 __all__ = ["EmulationError", "cuda_source", "run_on_cpu"]
 
@@ -225,13 +228,32 @@ class _Built:
 # running.
 @functools.lru_cache(maxsize=8)
 def _built(key: _Lowering) -> _Built:
+    made_of = [key.mod.script(show_meta=True), str(key.target), key.pipeline, *_lowered_by()]
+    content = json.loads(zlib.decompress(_once(made_of, "json.zlib", lambda: _packed(_build(key)))))
+    kernels = tuple(Kernel(k["name"], tuple(k["dtypes"]), tuple(k["launch_params"])) for k in content["kernels"])
+    return _Built(content["source"], kernels, base64.b64decode(content["host"]), content["entry"])
+
+
+@functools.cache
+def _lowered_by() -> list[str]:
+    """What makes sources of programs: the compiler, and the files that translate what it emits."""
+    return [tvm.__version__, *(Path(path).read_text() for path in (__file__, translation.__file__, CHILD))]
+
+
+def _packed(built: _Built) -> bytes:
+    """What `_built` reads."""
+    content = {**asdict(built), "host": base64.b64encode(built.host).decode()}
+    return zlib.compress(json.dumps(content).encode(), level=1)
+
+
+def _build(key: _Lowering) -> _Built:
     host, device, target = _lower(key)
     entries = [str(f.attrs["global_symbol"]) for f in host.functions.values()]
     entries = [e.removeprefix("__tvm_ffi_") for e in entries if e.startswith("__tvm_ffi_")]
     if len(entries) != 1:
         raise ValueError(f"expected a module with one public function, got {entries}")
     kernels = tuple(_kernel(str(gv.name_hint), f) for gv, f in device.functions.items())
-    source = translate(_device_source(device, target))
+    source = translation.translate(_device_source(device, target))
     runtime = tvm.get_global_func("target.build.llvm")(host, tvm.target.Target(QUICK_LLVM))
     with scratch.folder() as folder:
         compiled = folder / "host.o"
@@ -312,10 +334,12 @@ def _keep_text(code: str, *_: object) -> bytes:
 
 
 def keep_objects(folder: Path | None) -> None:
-    """Keep what g++ compiles in `folder`, where every process that names it finds it; None: keep nothing, as at first.
+    """Keep what is lowered and compiled in `folder`, where every process that names it finds it; None: keep nothing, as
+    at first.
 
-    g++ takes most of the time of a short run. A file is named after all that it is made of: source, header, options
-    and compiler. So none is ever stale, and any may be removed; its time of modification is that of its last use.
+    Both take most of the time of a short run. A file is named after all that it is made of: the program's text, or
+    source, header, options and compiler. So none is ever stale, and any may be removed; its time of modification is
+    that of its last use.
     """
     global _kept
     _kept = folder
@@ -360,17 +384,25 @@ def _machine_object() -> bytes:
 
 
 def _object(source: str, flags: Sequence[str], compile_to: Callable[[Path], None]) -> bytes:
-    """The object file of a source compiled after the header: the one that is kept, or one that is compiled now."""
-    made_of = hashlib.sha256("\0".join([source, *GXX, *flags, _compiler()]).encode() + HEADER.read_bytes())
-    kept = None if _kept is None else _kept / f"{made_of.hexdigest()}.o"
+    """The object file of a source compiled after the header."""
+
+    def compiled() -> bytes:
+        with scratch.folder() as folder:
+            out = folder / "object.o"
+            compile_to(out)
+            return out.read_bytes()
+
+    return _once([source, *GXX, *flags, _compiler(), HEADER.read_text()], "o", compiled)
+
+
+def _once(made_of: Sequence[str], suffix: str, make: Callable[[], bytes]) -> bytes:
+    """The content of the kept file that is made of these texts; where there is none, what `make` returns, kept."""
+    kept = None if _kept is None else _kept / f"{hashlib.sha256(chr(0).join(made_of).encode()).hexdigest()}.{suffix}"
     if kept is not None:
         with contextlib.suppress(FileNotFoundError):
             os.utime(kept)
             return kept.read_bytes()
-    with scratch.folder() as folder:
-        out = folder / "object.o"
-        compile_to(out)
-        content = out.read_bytes()
+    content = make()
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
         with scratch.written(kept) as unfinished:

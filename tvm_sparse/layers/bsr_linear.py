@@ -13,9 +13,19 @@ from ..core.problem import FLOATS
 from ..operators.bsr_matmul.call import BsrWeight, bsr_matmul
 from ..operators.bsr_matmul.dense import trains_dense
 from ..operators.bsr_matmul.problem import ACTIVATIONS
-from ..operators.bsr_matmul.torch_op import Turned, dense_matrix, dense_product, product, turned
+from ..operators.bsr_matmul.torch_op import (
+    Known,
+    Trained,
+    Turned,
+    dense_matrix,
+    dense_product,
+    distinct_rows,
+    product,
+    turned,
+)
 from ..operators.bsr_matmul.weight import Structure, balanced
 from ..runtime.arrays import dtype_name
+from ..runtime.custom import unseen
 from .dense_weight import DenseWeight
 from .modules import (
     DTYPES,
@@ -110,6 +120,8 @@ class BsrLinear(torch.nn.Module):
     turned_order: torch.Tensor
     _padded: tuple[int, int]
     _kept: tuple[BsrWeight, Any, tuple[int, int, bool, int]] | None
+    _known: Known | None
+    _rows: tuple[Any, Any] | None
     _frozen: bool
     _dense: bool | None
     _structure: int
@@ -283,16 +295,29 @@ class BsrLinear(torch.nn.Module):
                 x, weight, bias=bias, activation=self.activation, dense=self._dense if weight.constant else None
             )
         if self._trains_dense(x, data):
-            return dense_product(x, (data, self.indices, self.indptr), bias, self.activation)
-        backward = Turned(
-            self.turned_places,
-            self.turned_indices,
-            self.turned_indptr,
-            self.turned_order,
-            self._turned_structure,
-        )
-        options = {"bias": bias, "activation": self.activation, "backward": backward}
-        return product(x, (data, self.indices, self.indptr), self.order, self._structure, **options)
+            high = self._block_rows() if unseen(x, data, bias) else None
+            return dense_product(x, (data, self.indices, self.indptr), bias, self.activation, high=high)
+        if unseen(x, data, bias):
+            known = self._known
+            if known is None or known.indices is not self.indices:  # a module takes long to set an attribute
+                known = self._known = self._structures()
+            return Trained.apply(x, data, bias, self.activation or "", known)
+        known = self._structures()
+        options = {"bias": bias, "activation": self.activation, "backward": known.turned}
+        return product(x, (data, known.indices, known.indptr), known.order, known.structure, **options)
+
+    def _block_rows(self) -> Any:
+        """As `distinct_rows`, computed once for a structure."""
+        kept = self._rows
+        if kept is None or kept[0] is not self.indices:
+            kept = self._rows = self.indices, distinct_rows(self.indices, self.indptr)
+        return kept[1]
+
+    def _structures(self) -> Known:
+        """The buffers of the structure."""
+        places, indices, indptr, order = (getattr(self, name) for name in _TURNED)
+        back = Turned(places, indices, indptr, order, self._turned_structure)
+        return Known(self.indices, self.indptr, self.order, self._structure, back)
 
     def _trains_dense(self, x: Any, data: Any) -> bool:
         """Whether a step of training takes dense products."""
@@ -361,7 +386,7 @@ class BsrLinear(torch.nn.Module):
 
     def _prepare(self) -> None:
         """Analyse the structure for kernels, and make the transposed one."""
-        self._kept = None
+        self._kept = self._known = self._rows = None
         if self.data.device.type == "meta":
             return
         rows, cols = self.block_shape
@@ -405,7 +430,8 @@ class BsrLinear(torch.nn.Module):
         self._prepare()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}  # kernels cannot be copied
+        # Kernels cannot be copied.
+        return {**self.__dict__, "_kept": None, "_known": None, "_rows": None}
 
 
 def sparsify(

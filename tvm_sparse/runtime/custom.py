@@ -108,14 +108,6 @@ def define(
         return results
 
     set_tracing: Callable[[Any], None] = vars(torch._C)["_set_tracing_state"]
-    parameter = torch.nn.Parameter
-
-    def plain(one: Any) -> Any:
-        """A parameter, or a tensor that requires a gradient, as a tensor of the same memory: below PyTorch's layer of
-        gradients nothing records what happens to it, and calls of a training step are repeated like others.
-        """
-        kind = type(one)
-        return one.detach() if kind is parameter or (kind is torch.Tensor and one.requires_grad) else one
 
     def run(*args: Any) -> Any:
         graph = torch._C._get_tracing_state()
@@ -154,7 +146,9 @@ def define(
         @staticmethod
         def forward(ctx: Any, *given: Any) -> Any:
             *args, keyset = given
-            results = beneath(keyset, tuple(args))
+            results = repeat.recalled(dispatch.dispatcher.launchers, qualified, tuple(map(plain, args)))
+            if results is None:
+                results = beneath(keyset, tuple(args))
             if setup is not None:
                 setup(ctx, (*args, *rest[len(args)]), results)
             return results
@@ -183,6 +177,41 @@ def define(
 
     library.impl(name, front, "Autograd", with_keyset=True)
     return overload
+
+
+def plain(one: Any) -> Any:
+    """A parameter, or a tensor that requires a gradient, as a tensor of the same memory: where nothing records a
+    gradient, calls of a training step are then repeated like others.
+    """
+    torch = sys.modules["torch"]
+    kind = type(one)
+    return one.detach() if kind is torch.nn.Parameter or (kind is torch.Tensor and one.requires_grad) else one
+
+
+def call(operator: Any, *args: Any) -> Any:
+    """Call a custom operator. An eager call of plain tensors like one before skips PyTorch's dispatcher, which takes
+    longer than the call.
+    """
+    torch = sys.modules["torch"]
+    if not torch.compiler.is_compiling():
+        known = args if torch.is_grad_enabled() else tuple(map(plain, args))
+        found = repeat.recalled(dispatch.dispatcher.launchers, operator._name.partition(".")[0], known)
+        if found is not None:
+            return found
+    return operator(*args)
+
+
+def unseen(*tensors: Any) -> bool:
+    """Whether nothing of PyTorch but its recording of gradients may see a computation with these tensors (or None)."""
+    torch = sys.modules["torch"]
+    kinds = torch.Tensor, torch.nn.Parameter
+    return (
+        all([one is None or type(one) in kinds for one in tensors])
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._get_tracing_state() is None
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
 
 
 def number(value: Any) -> tuple[Any, Any]:

@@ -158,7 +158,7 @@ def _chosen(problem: Problem, machine: Machine, evidence: Evidence, judge: Judge
                 why += ", but for what this one lacks"
             found = Choice("borrowed", why, found.compiled_for, found.candidate, found.record, found.figures)
     if found is None:
-        like = "".join(judge.doubts) or f", nor anything like it on {machine.arch}"
+        like = "".join(judge.doubts or judge.strangers) or f", nor anything like it on {machine.arch}"
         why = f"not tuned{like}; the decisions are a template's default{''.join(passed_over)}"
         found = fallback(problem, machine, why)
     return found
@@ -191,6 +191,8 @@ class Judge:
         The records are another architecture's: values that this machine lacks are replaced by the nearest ones.
     doubts
         Why the first record was rejected, for the reason of the fallback.
+    strangers
+        The same of the first record that is not `comparable`.
     """
 
     problem: Problem
@@ -198,6 +200,7 @@ class Judge:
     lenient: bool = False
     adapts: bool = False
     doubts: list[str] = field(default_factory=list)
+    strangers: list[str] = field(default_factory=list)
 
     def of_another_architecture(self) -> Judge:
         return dataclasses.replace(self, adapts=True)
@@ -223,6 +226,10 @@ class Judge:
             theirs = spaces.fallback(other, self.machine)
         if self.adapts and theirs != self.default:
             theirs = spaces.adapted(theirs, self.problem, self.machine)
+        if theirs != self.default and not self.strangers:
+            self.strangers.append(
+                f"; the record of {other.typed}, the most like it, was compared with another default than this one's"
+            )
         return theirs == self.default
 
     def takes(self, other: Problem, known: Known, away: float) -> bool:
@@ -271,7 +278,7 @@ def _by_record(
 
     others: dict[Problem, Known] = {}
     for key, found in known.items():
-        other = _parsed(key, problem)
+        other = _parsed(key, type(problem))
         if other is not None and other != problem:
             others[other] = found
 
@@ -314,7 +321,7 @@ def _as_own(problem: Problem, records: Mapping[str, Known]) -> Mapping[str, Know
     like = problem.as_tuned()
     found = dict(records)
     for key, known in records.items():
-        other = _parsed(key, problem)
+        other = _parsed(key, type(problem))
         if other is not None and not apart_in_batch(other, problem) and apart_in_batch(other.as_tuned(), like):
             own = with_batch(problem, other.batch_extent)
             if own is not None and own.key not in records:
@@ -422,7 +429,7 @@ def _by_library(
     same = [
         (other, library)
         for library in built
-        if (other := _parsed(library.problem, problem)) is not None
+        if (other := _parsed(library.problem, type(problem))) is not None
         and (anything or all(other.axes[name] == problem.axes[name] for name in problem.data_axes))
         and _one_program(other, problem)
         and (anything or (2 * other.batch_extent >= problem.batch_extent and problem.distance(other) is not None))
@@ -451,23 +458,24 @@ def _typed(key: str | None) -> str:
         return str(key)
 
 
-def _parsed(key: str, like: Problem) -> Problem | None:
-    """The problem of a key, if it is of the same operator as `like`."""
-    if key.partition("/")[0] != like.operator:
+@functools.lru_cache(maxsize=1 << 14)
+def _parsed(key: str, cls: type[Problem]) -> Problem | None:
+    """The problem of a key, if it is of this operator."""
+    if key.partition("/")[0] != cls.operator:
         return None
     try:
         found = parse(key)
     except ProblemError:
         return None  # recorded by a version with other axes
-    return found if type(found) is type(like) else None
+    return found if type(found) is cls else None
 
 
 def same_program(key: str, problem: Problem) -> bool:
     """Whether a candidate's program for the problem of `key` is its program for `problem`."""
-    other = _parsed(key, problem)
+    other = _parsed(key, type(problem))
     return other is not None and _one_program(other, problem)
 
 
 def _one_program(one: Problem, other: Problem) -> bool:
     free = {one.batch_axis, *one.data_axes}
-    return all(other.axes[name] == value for name, value in one.axes.items() if name not in free)
+    return all(getattr(other, name) == value for name, value in one.axes.items() if name not in free)

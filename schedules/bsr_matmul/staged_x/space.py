@@ -26,6 +26,8 @@ COPY_BYTES = (4, 16)
 # Sums, and elements of the weight in flight, that a thread holds; copies of x that it issues for a chunk, each with an
 # address in a register.
 MAX_HELD, MAX_COPIES = 96, 16
+# Threads by default, the first guess first, and the entries of a long row.
+USUAL_THREADS, LONG = (128, 256, 64, 512, 32), 1024
 # Bytes of static shared memory of a thread block.
 MAX_SHARED = 48 * 1024
 
@@ -55,8 +57,21 @@ def space(problem: BsrMatmul, machine: Machine) -> Table:
     return table
 
 
+def wanted(problem: BsrMatmul, machine: Machine, tile_m: int) -> int:
+    """The threads of a thread block that are likely to be the best.
+
+    At (371, 4352, 256), 16x16, 66 %, 256 took 0.73 times as long as 128 on an H200; at (1, 2944, 128), 4x4, 65 %, 512
+    took 0.76 times as long.
+    """
+    long = problem.k * (1 - problem.sparsity) >= LONG
+    alone = problem.grid[0] * ceildiv(problem.m, tile_m) <= machine.cores
+    return (128, 256, 512)[long + alone]
+
+
 def fitting(problem: BsrMatmul, machine: Machine, table: Table) -> list[Decisions]:
-    """Points to begin with, the best guess first: four rows of x at once, widest loads, deep."""
+    """Points to begin with, the best guess first: four rows of x at once, widest loads, deep, and more threads where
+    rows are long or a multiprocessor has a thread block at most.
+    """
     vec, overlap = table["vec"][-1], int(machine.has_clusters)
     # With one strip of x a long row is shared; with several there is enough to do beside it.
     clusters = (4, 1) if 4 in table["cluster"] and problem.m <= 8 else (1,)
@@ -64,7 +79,7 @@ def fitting(problem: BsrMatmul, machine: Machine, table: Table) -> list[Decision
         {"threads": threads, "tile_m": tile_m, "vec": vec, "depth": depth, "cluster": cluster, "overlap": overlap}
         for tile_m in (4, 8, 2, 1)
         if tile_m in table["tile_m"]
-        for threads in (128, 256, 64, 512, 32)
+        for threads in sorted(USUAL_THREADS, key=lambda threads: threads != wanted(problem, machine, tile_m))
         for depth in (8, 4, 2, 1)
         for cluster in clusters
     ]
@@ -169,11 +184,11 @@ def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str |
 
 def declines(problem: BsrMatmul, machine: Machine) -> bool:
     """Whether `default` leaves the problem to another template: a block has fewer elements than a warp has lanes, so
-    that a thread block computes few outputs. Blocks of 4x4 took 1.7 times as long as in `warp_shuffle` on an H200
-    (`scripts/regret.py`, seed 10).
+    that a thread block computes few outputs, and there are more than a wave of them. Blocks of 4x4 took 1.7 times as
+    long as in `warp_shuffle` on an H200 (`scripts/regret.py`, seed 10); 32 long block rows 0.36 times as long.
     """
     rows, cols = problem.block_shape
-    return rows * cols < WARP
+    return rows * cols < WARP and problem.grid[0] * ceildiv(problem.m, TILE_M[-1]) > machine.cores
 
 
 def default(problem: BsrMatmul, machine: Machine) -> Decisions:

@@ -6,12 +6,16 @@ rows of the weight, which are several block rows. It walks the columns in *panel
 panel of x once for all of its block rows that have a block there.
 
 For density d, blocks of b rows and R block rows of a tile, a product of two elements takes
-(1 - (1 - d)^R) / (R b d) + 1 / tile_m bytes from the L2 cache.
+(1 - (1 - d)^R) / (R b d) + 1 / tile_m bytes from the L2 cache. With `cluster` the thread blocks of a cluster have the
+same block rows for neighbouring rows of x. Each copies its part of every block to all of them (multicast), so that the
+second term becomes 1 / (cluster * tile_m); they go through the same panels.
 
-**The producer warp** merges block rows: a lane has one, and its next block's column. The least of these is the next
+**A producer warp** merges block rows: a lane has one, and its next block's column. The least of these is the next
 panel, and a ballot says which rows have a block in it. Nothing is sorted or prepared. Columns in any order and repeated
 blocks are right, since each block is taken once, with whatever panel it needs; they only bring panels again. x and the
-blocks come by tensor maps (`device.tensor_maps`) to a ring of `stages`, in the layout that tensor cores read.
+blocks come by tensor maps (`device.tensor_maps`) to a ring of `stages`, in the layout that tensor cores read. A warp
+takes longer for the copies of a panel than for the merge: of `producers` warps each goes through all panels and copies
+those that are its turn.
 
 **Warpgroups** have 64 rows of x each, and all of the tile's rows of the weight. x is operand A, and a block operand B,
 both in shared memory; products of a block are issued without waiting for those of the block before. Sums are float32

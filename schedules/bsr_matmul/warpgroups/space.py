@@ -23,6 +23,11 @@ TILE_N = (64, 96, 128, 160, 192, 256)
 # Columns of a step, as bytes of a row in shared memory: those that have a swizzle.
 PANEL = (16, 32, 64)
 STAGES = (2, 3, 4, 6, 8, 12)
+# Warps that bring panels: one takes about as long for the copies of a panel of 32 columns as two or three warpgroups
+# for its products.
+PRODUCERS = (1, 2, 4)
+# Thread blocks of a cluster: they have the same block rows for neighbouring rows of x, and copy blocks for each other.
+CLUSTER = (1, 2, 4)
 # Rows of x from which on the template is offered.
 LEAST_M = 33
 # Most block rows of a thread block; each has a lane of the producer warp.
@@ -44,10 +49,11 @@ RESERVED = 1024
 # beginning and end; clocks of a microsecond; and how many standard deviations the fullest block row is above the mean.
 L2_BYTES, STORED_BYTES, CLOCKS = 68e3, 21e3, 1700
 ON_ITS_WAY, OF_COPY, LAUNCH, BEGIN, FULLEST = 0.8, 0.1, 3.8, 2.3, 1.5
-# Tiles of the default, rows of x by those of the weight, for blocks of fewer rows than `WIDE` and for others; and
-# stages below which two thread blocks of a multiprocessor wait for memory: where all panels have a block of each block
-# row, and where there are several block rows.
-WIDE, NARROW, USUAL_TILES, FEWEST_STAGES = 64, 32, (((64, 64), (192, 64)), ((64, 64), (128, 128))), (4, 3)
+# Tiles of the default, rows of x by those of the weight, with producer warps and thread blocks of a cluster, for blocks
+# of fewer rows than `WIDE` and for others; and stages below which two thread blocks of a multiprocessor wait for memory:
+# where all panels have a block of each block row, and where there are several block rows.
+WIDE, NARROW, FEWEST_STAGES = 64, 32, (4, 3)
+USUAL_TILES = (((64, 64, 1, 1), (192, 64, 1, 1)), ((64, 64, 1, 1), (128, 128, 1, 1)))
 
 
 def space(problem: BsrMatmul, machine: Machine) -> Table:
@@ -66,6 +72,8 @@ def space(problem: BsrMatmul, machine: Machine) -> Table:
         "tile_n": tuple(sorted({tile // rows * rows for tile in TILE_N if tile >= rows} or {rows})),
         "panel": panels,
         "stages": STAGES,
+        "producers": PRODUCERS,
+        "cluster": machine.clusters(CLUSTER),
         "overlap": (0, 1),
     }
 
@@ -80,6 +88,12 @@ def allowed(problem: BsrMatmul, machine: Machine, decisions: Decisions) -> str |
         return f"{e.stages} stages of {e.stage_bytes} bytes exceed a multiprocessor's shared memory"
     if e.stored_bytes > e.stages * e.stage_bytes:
         return f"{e.stages} stages of {e.stage_bytes} bytes have no room for a tile of y, of {e.stored_bytes}"
+    if e.producers > e.stages:  # one would wait for a stage's phase before last, which has the same parity
+        return f"{e.producers} producer warps are more than {e.stages} stages"
+    if e.rows % (8 * e.cluster):
+        return f"blocks of {e.rows} rows are not of whole groups of eight for each of {e.cluster} thread blocks"
+    if e.cluster > 1 and problem.m <= e.tile_m:
+        return f"m={problem.m} is no more than {e.tile_m} rows, so that a cluster's second thread block has none"
     if e.stages > 2 and e.stages * e.panel > 2 * max(problem.k, e.panel):
         return f"{e.stages} stages of {e.panel} columns are twice a row of k={problem.k}"
     return None
@@ -105,10 +119,12 @@ def default(problem: BsrMatmul, machine: Machine) -> Decisions:
         return max(points, key=lambda point: preference(problem, machine, point))
 
     found = []
-    for tile_m, tile_n in USUAL_TILES[rows >= WIDE]:
+    table = {**table, "overlap": table["overlap"][-1:]}
+    for tile_m, tile_n, producers, cluster in USUAL_TILES[rows >= WIDE]:
         if tile_m in table["tile_m"]:
-            tile = {"tile_m": (tile_m,), "tile_n": (max(tile_n // rows, 1) * rows,), "overlap": table["overlap"][-1:]}
-            found.append(preferred({**table, **tile}))
+            tile = {"tile_m": (tile_m,), "tile_n": (max(tile_n // rows, 1) * rows,)}
+            found.append(preferred({**table, **tile, "producers": (producers,), "cluster": (cluster,)}))
+    table = {**table, "producers": PRODUCERS[:1], "cluster": CLUSTER[:1]}
     found = [point for point in found if allowed(problem, machine, point) is None] or [preferred(table)]
     return min(found, key=lambda point: estimate(problem, machine, Extents.of(problem, point)))
 
@@ -150,11 +166,11 @@ def estimate(problem: BsrMatmul, machine: Machine, e: Extents) -> float:
         return (1 - (1 - density) ** (e.beside * e.rows_each)) * e.k / e.panel
 
     def brought(density: float) -> float:
-        return panels(density) * e.x_bytes + density * e.tile_n * e.k * 2
+        return panels(density) * e.x_bytes + density * e.tile_n * e.k * 2 / e.cluster
 
     def alone(density: float) -> float:
         copies = panels(density) + density * e.rows_each * e.k / e.width
-        return max(panels(density) * ON_ITS_WAY / e.stages, copies * OF_COPY) + BEGIN + stored / STORED_BYTES
+        return max(panels(density) * ON_ITS_WAY / e.stages, copies * OF_COPY / e.producers) + BEGIN + stored / STORED_BYTES
 
     # An instruction reads 64 rows of x by 16 columns, and as many of each of a block's rows.
     products = e.groups * density * e.rows_each * e.k / 16 * max(e.rows / 2, 16 + e.rows / 4) / CLOCKS
@@ -198,12 +214,14 @@ class Extents(OfMatrix):
     tile_n: int
     panel: int
     stages: int
+    producers: int
+    cluster: int
     overlap: int
 
     # Warpgroups that multiply.
     groups = extent(lambda e: e.tile_m // GROUP_M)
-    # Threads of a thread block: with those of the producer warp.
-    threads = extent(lambda e: e.groups * WARPGROUP + 32)
+    # Threads of a thread block: with those of the producer warps.
+    threads = extent(lambda e: e.groups * WARPGROUP + 32 * e.producers)
     # Block rows of a thread block.
     rows_each = extent(lambda e: e.tile_n // e.rows)
     # Thread blocks that have all block rows.

@@ -12,6 +12,7 @@ from tvm_sparse.operators.nhot_lookup.problem import NhotLookup
 
 from ..gathering import gathered
 from ..vectors import WIDEST, load_widths
+from ..warp_gather.space import waits
 
 # Thread blocks per multiprocessor, at the problem's number of rows.
 BLOCKS_EACH = (1, 2, 3, 4, 5, 6, 8, 12, 16)
@@ -158,6 +159,10 @@ def default(problem: NhotLookup, machine: Machine) -> Decisions:
         for threads in REDUCE_THREADS[::-1]
     )
     return next(point for point in points if allowed(problem, machine, point) is None)
+
+
+def declines(problem: NhotLookup, machine: Machine) -> bool:
+    return waits(problem, machine)
 
 
 def launch(problem: NhotLookup, decisions: Decisions) -> Launch:

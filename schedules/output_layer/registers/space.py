@@ -11,7 +11,7 @@ from tvm_sparse.core.machine import REGISTER_FILE, Machine
 from tvm_sparse.core.problem import numpy_dtype
 from tvm_sparse.core.template import Decisions, Table, ceildiv, powers
 
-from ..best.sizes import THREADS, most_shared, search_allowed
+from ..best.sizes import THREADS, VECTOR, most_shared, search_allowed
 from ..tiles import sizes
 from ..tiles.sizes import (
     BESIDES,
@@ -129,6 +129,12 @@ def usual_threads(problem: OutputLayer, table: Table) -> tuple[int, ...]:
     return tuple(sorted(table["threads"], key=lambda threads: abs(math.log2(threads / wanted))))
 
 
+def even(problem: OutputLayer) -> bool:
+    """Whether each of eight warps that share a tile has a part of every row."""
+    vectors, warps = problem.hidden * numpy_dtype(problem.dtype).itemsize // VECTOR, 8
+    return (warps - 1) * ceildiv(vectors, 8 * warps) * 8 < vectors
+
+
 def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[Decisions]:
     """Points of a table, the best first: all rows in a tile, if there is room, and eight warps that share it. With wide
     rows each warp has a tile of its own, unless registers hold all hidden states. If the L2 cache holds the tokens,
@@ -146,30 +152,38 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
     # Large tiles where there are many, with as many loads in flight.
     many = not wide and word_bytes(problem) > CACHE
     # For one short list of candidates of a beam, large tiles, which are few.
-    short = bool(candidates_of(problem)) and lists == 1 and rows <= 16 and most_words(problem) <= SHORT and not wide
+    listed = bool(candidates_of(problem))
+    short = listed and lists == 1 and rows <= 16 and most_words(problem) <= SHORT and not wide
     cached = not (wide or many or short or is_large(problem))
+    # Of many tokens, rows that eight warps do not share in equal parts: fewer warps, in more thread blocks. Small tiles
+    # come sooner to their end, and are as many loads in flight if whole parts of rows are.
+    uneven = many and halves and not even(problem)
+    # Lists of wide rows in float32: warps with tiles of their own would be few, and each has the hidden states again.
+    split = wide and listed and not halves
     kinds = in_registers if wide else shared
     depths = (1, 2, 3, 4) if many or short else (2, 4, 1, 3) if wide else (2, 1, 3, 4)
+    if uneven:
+        kinds, depths = shared[4:] + shared[:4], (3, 4, 2, 1)
     if cached:
         kinds = [kind for kind in shared[4:] + shared[:4] if halves or kind in shared[:4]]
         depths = (2, 1, 3, 4) if halves else (3, 2, 4, 1)
-        if rows > 16:  # several tiles of rows: more thread blocks of fewer warps
+        if rows > 16 and (halves or not listed):  # several tiles of rows: more thread blocks of fewer warps
             kinds.sort(key=lambda kind: kind[0])
     tiles_m = table["tile_m"][::-1]
-    if cached:
+    if cached or split:
         # Where there are few tiles of tokens, tiles of eight rows are more.
         few = 8 if rows <= 16 and lists * ceildiv(most_words(problem), TILE_N[0]) < 2 * machine.cores else 16
         tiles_m = (*(tile for tile in tiles_m if tile <= few), *(tile for tile in tiles_m if tile > few))
     for tile_m in tiles_m:
         for tile_n, (reduce_warps, tiles, staged), depth, threads in itertools.product(
-            table["tile_n"][:: -1 if many or short else 1],
-            kinds[tile_m > 8 :] + alone + shared if wide else kinds + alone,
+            table["tile_n"][:: -1 if (many or short) and not uneven else 1],
+            shared if split else kinds[tile_m > 8 :] + alone + shared if wide else kinds + alone,
             depths,
             usual_threads(problem, table),
         ):
             each = 0 if tiles > 1 or short else 2 if wide and reduce_warps == 4 else 1
             blocks = table["blocks"][min(each, len(table["blocks"]) - 1)]
-            if cached:
+            if cached or uneven:
                 each = max(n for n in BLOCKS_EACH if n == 1 or n * reduce_warps <= RESIDENT_WARPS)
                 blocks = min(table["blocks"], key=lambda blocks: abs(blocks * lists - each * machine.cores))
             point = {
@@ -181,7 +195,7 @@ def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Itera
                 "blocks": blocks,
                 "threads": threads,
                 "overlap": max(table["overlap"]),
-                "evict_first": max(table["evict_first"]),
+                "evict_first": 0 if uneven else max(table["evict_first"]),
                 # Narrow tokens of 16 bits: thread blocks ask for no more ahead than the second kernel leaves time for.
                 "prefetch": max(table["prefetch"]) if (many if halves else cached and rows <= 16) else 0,
             }

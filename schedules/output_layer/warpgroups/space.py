@@ -36,6 +36,8 @@ BLOCKS_EACH = (1, 2)
 BESIDES = 52
 # The most tiles by whose largest scores a bound is found, for each lane of a warp, which has a register for each.
 FIRST_EACH = 32
+# Rows that are no more than few, and the cache lines of a wide row.
+FEW_ROWS, MANY_LINES = 8, 16
 # A bound is found only if thread blocks multiply more tiles than this, one after the other.
 LEAST_ROUNDS = 3
 # Registers of a thread of the search kernel, by tiles of a thread, as in `best.sizes`. With 512 threads of 32 or 48
@@ -98,14 +100,32 @@ def default(problem: OutputLayer, machine: Machine) -> Decisions:
     return next(likely_points(problem, machine, space(problem, machine)))
 
 
+def few_tiles(problem: OutputLayer, machine: Machine) -> bool:
+    """Whether one warpgroup of each multiprocessor has all tiles of the vocabulary at once."""
+    return ceildiv(most_words(problem), TILE_N[0]) <= TILES[0] * machine.cores
+
+
+def declines(problem: OutputLayer, machine: Machine) -> bool:
+    """Whether another template is likely to be faster: for few rows of few words, warps that share each word's row.
+
+    At (3, 4081, 8128) a draw took 37.8 us with warpgroups, 24.7 us by `warp_rings` and 27.7 us by `registers`.
+    """
+    return lists_of(problem)[1] <= FEW_ROWS and few_tiles(problem, machine)
+
+
 def likely_points(problem: OutputLayer, machine: Machine, table: Table) -> Iterator[Decisions]:
-    """Points of a table, the best first: all rows in a tile, and as many words as registers have room for."""
+    """Points of a table, the best first: all rows in a tile, and as many words as registers have room for. Few tiles go
+    to as many thread blocks as there are, which have more bytes of wide rows in flight.
+    """
     rows = lists_of(problem)[1]
     enough = sorted(tile for tile in table["tile_m"] if tile >= rows) or [max(table["tile_m"])]
-    shapes = [(16, 2, 3), (16, 2, 2), (16, 1, 2)]  # words per tile, depth and stages
-    ways = itertools.product(enough, shapes, (512, 1024), table["gated"][::-1])
+    few, wide = few_tiles(problem, machine), problem.hidden * 2 >= MANY_LINES * STEP
+    tiles, threads_of = (TILES[0], (256, 512, 1024)) if few else (8, (512, 1024))
+    # Words per tile, depth and stages.
+    shapes = [(16, 4, 4)] * (few and wide) + [(16, 1, 3)] * (few and not wide) + [(16, 2, 3), (16, 2, 2), (16, 1, 2)]
+    ways = itertools.product(enough, shapes, threads_of, table["gated"][::-1])
     for tile_m, (tile_n, depth, stages), threads, gated in ways:
-        point = {"tile_m": tile_m, "tile_n": tile_n, "tiles": 8, "depth": depth, "stages": stages}
+        point = {"tile_m": tile_m, "tile_n": tile_n, "tiles": tiles, "depth": depth, "stages": stages}
         point |= {
             "blocks": table["blocks"][0],
             "threads": threads,

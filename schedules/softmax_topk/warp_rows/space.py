@@ -13,6 +13,8 @@ from tvm_sparse.operators.softmax_topk.problem import SoftmaxTopk
 WARP = 32  # lanes
 # Rows of a thread block, each with a warp.
 ROWS = powers(1, 8)
+# Words up to which ranking takes all warps as long.
+FEW_RANKED = 8
 # A lane holds MAX_VOCAB / 32 = 64 elements; more would not leave enough registers to work with.
 MAX_VOCAB = 2048
 # All keys are ranked by the 32 lanes of one warp.
@@ -158,7 +160,10 @@ def space(problem: SoftmaxTopk, machine: Machine) -> Table:
 
 
 def default(problem: SoftmaxTopk, machine: Machine) -> Decisions:
-    return {"rows": 4, "overlap": int(machine.has_clusters)}
+    """Four rows a thread block, or one where many words are ranked: warps take different times for that, and a thread
+    block ends with its last one.
+    """
+    return {"rows": 4 if problem.k <= FEW_RANKED else 1, "overlap": int(machine.has_clusters)}
 
 
 def declines(problem: SoftmaxTopk, machine: Machine) -> bool:

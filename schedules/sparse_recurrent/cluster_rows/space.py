@@ -24,13 +24,14 @@ from ..persistent_rows.space import (
     packs_of,
     refusal,
     require,
+    step_alone,
     too_much,
 )
 
 # Clusters of more than 8 thread blocks are not portable; an H100 allows 16.
 CLUSTERS = (2, 4, 8, 16)
 COPIES = 2  # of the hidden states
-MOST_PRODUCTS = 1_000_000  # of a step, by default
+MOST_PRODUCTS = 1_000_000  # of a step and exchange, by default
 BARRIER_BYTES = 8  # bytes of an mbarrier
 
 # For `cycles`, as fitted to an H200. Cycles of a step until all states are exchanged, and for each thread block that
@@ -143,14 +144,16 @@ def default(problem: SparseRecurrent, machine: Machine) -> Decisions:
 
 
 def declines(problem: SparseRecurrent, machine: Machine) -> bool:
-    """Whether the products of a step are worth more multiprocessors than a cluster has, or the GPU has too few for it.
+    """Whether the products of a step are worth more multiprocessors than a cluster has, or the GPU has too few for it,
+    or there is nothing to exchange.
 
     On an H200 `persistent_rows` took 1.1 to 2.1 times as long in six searches of up to 870,000 products a step, and 0.6
-    to 0.8 times in three of 1.7 to 2.3 million. Cells with two exchanges have not been compared.
+    to 0.8 times in three of 1.7 to 2.3 million. With two exchanges a step, which cost it twice as much, it took 2.0
+    times as long at 78,000 products.
     """
     e = ClusterExtents.of(problem, default(problem, machine))
     products = e.hidden * longest_row(problem) * e.gates * problem.batch
-    return e.exchanges > 1 or products > MOST_PRODUCTS or not machine.clusters_at_once(e.cluster)
+    return step_alone(problem) or products > MOST_PRODUCTS * e.exchanges or not machine.clusters_at_once(e.cluster)
 
 
 def cycles(e: ClusterExtents, machine: Machine) -> float:

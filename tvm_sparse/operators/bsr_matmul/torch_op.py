@@ -20,7 +20,17 @@ from tvm_sparse.runtime.calls import most_rows, refuse_gradient
 from . import call
 from .weight import INSTEAD, BsrWeight, Structure, balanced
 
-__all__ = ["Turned", "bsr_matmul", "dense_matrix", "dense_product", "product", "turned"]
+__all__ = [
+    "Known",
+    "Trained",
+    "Turned",
+    "bsr_matmul",
+    "dense_matrix",
+    "dense_product",
+    "distinct_rows",
+    "product",
+    "turned",
+]
 
 # Elements of x and of the gradient that are gathered at once for the gradient of stored blocks.
 GATHERED = 2**26
@@ -39,6 +49,38 @@ def dense_matrix(data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -
     return found.view(high, wide, rows, cols).transpose(1, 2).reshape(shape)
 
 
+def distinct_rows(indices: Any, indptr: Any) -> Any:
+    """The block row of each block, int32; None if two blocks have the same place. It waits for the GPU."""
+    high = _block_rows(indices, indptr)
+    places = torch.stack([high, indices])
+    return high if torch.unique(places, dim=1).shape[1] == places.shape[1] else None
+
+
+def _in_blocks(matrix: Any, block: Any) -> Any:
+    """A view of a dense matrix whose element [r, c] is the block in block row r and block column c."""
+    (n, k), (rows, cols) = matrix.shape, block
+    return matrix.view(n // rows, rows, k // cols, cols).transpose(1, 2)
+
+
+class Densified(torch.autograd.Function):
+    """The dense matrix of stored blocks with distinct places: blocks are written, and their gradients read, where they
+    are, while `dense_matrix` adds them up and copies the matrix each way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, data: Any, high: Any, indices: Any, shape: tuple[int, int]) -> Any:
+        ctx.save_for_backward(high, indices)
+        ctx.block = data.shape[1:]
+        found = data.new_zeros(shape)
+        _in_blocks(found, ctx.block)[high, indices] = data
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        high, indices = ctx.saved_tensors
+        return _in_blocks(grad.contiguous(), ctx.block)[high, indices], None, None, None
+
+
 class Turned(NamedTuple):
     """The structure of a transposed weight, whose block b is the transposed block `places[b]`.
 
@@ -50,6 +92,16 @@ class Turned(NamedTuple):
     indptr: Any = None
     order: Any = None
     structure: int = 0
+
+
+class Known(NamedTuple):
+    """The structure of a weight whose blocks are trained, as a `BsrWeight` has it, and that of its transpose."""
+
+    indices: Any
+    indptr: Any
+    order: Any
+    structure: int
+    turned: Turned
 
 
 def turned(indices: Any, indptr: Any, columns: int, block: tuple[int, ...], itemsize: int | None = None) -> Turned:
@@ -132,25 +184,58 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, grad: Any) -> Any:
     x, data, indices, indptr, order, bias, *known = ctx.saved_tensors
-    structure = Structure.unpacked(ctx.structure)
-    if ctx.activation:
-        # Blocks that are trained are not constant.
-        before = product(x, (data, indices, indptr), order, structure._replace(constant=False).packed(), bias=bias)
-        grad = _through(grad, before, ctx.activation)
+    given = Known(indices, indptr, order, ctx.structure, Turned._make((*known, ctx.turned)))
     found: list[Any] = [None] * ctx.inputs
-    if ctx.needs_input_grad[0]:
-        found[0] = _of_x(grad, data, indices, indptr, structure.columns, Turned._make((*known, ctx.turned)))
-    if ctx.needs_input_grad[1]:
-        found[1] = _of_blocks(grad, x, data, indices, indptr, structure.pattern)
-    if bias is not None and ctx.needs_input_grad[6]:
-        found[6] = grad.reshape(-1, grad.shape[-1]).sum(0)
+    needed = *ctx.needs_input_grad[:2], bias is not None and ctx.needs_input_grad[6]
+    gradients = _gradients(needed, grad, x, data, bias, ctx.activation, given)
+    for place, one in zip((0, 1, 6), gradients, strict=True):
+        if one is not None:
+            found[place] = one
     return tuple(found)
+
+
+def _gradients(
+    needed: tuple[bool, ...], grad: Any, x: Any, data: Any, bias: Any, activation: str, known: Known
+) -> tuple[Any, Any, Any]:
+    """The gradients of x, the stored blocks and the bias; None for those that are not needed."""
+    indices, indptr, structure = known.indices, known.indptr, Structure.unpacked(known.structure)
+    if activation:
+        # Blocks that are trained are not constant.
+        packed = structure._replace(constant=False).packed()
+        grad = _through(grad, product(x, (data, indices, indptr), known.order, packed, bias=bias), activation)
+    of_x, of_blocks, of_bias = needed
+    return (
+        _of_x(grad, data, indices, indptr, structure.columns, known.turned) if of_x else None,
+        _of_blocks(grad, x, data, indices, indptr, structure.pattern) if of_blocks else None,
+        grad.reshape(-1, grad.shape[-1]).sum(0) if of_bias else None,
+    )
+
+
+class Trained(torch.autograd.Function):
+    """A product of plain tensors with its gradients, for layers: without PyTorch's dispatcher and with few arguments
+    for autograd, both of which take as long as the launches of a step.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, data: Any, bias: Any, activation: str, known: Known) -> Any:
+        ctx.save_for_backward(x, data, bias)
+        ctx.activation, ctx.known = activation, known
+        parts = data, known.indices, known.indptr
+        return product(x, parts, known.order, known.structure, bias=bias, activation=activation)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, data, bias = ctx.saved_tensors
+        return *_gradients(ctx.needs_input_grad[:3], grad, x, data, bias, ctx.activation, ctx.known), None, None
 
 
 def _through(grad: Any, before: Any, activation: str) -> Any:
     """The gradient of the value before an activation."""
     if activation == "relu":
         return torch.where(before > 0, grad, 0)
+    if activation == "silu" and torch.is_grad_enabled():  # PyTorch's operator has no derivative
+        gate = torch.sigmoid(before)
+        return grad * gate * (1 + before * (1 - gate))
     backward = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}
     return backward[activation](grad, before)
 
@@ -159,7 +244,7 @@ def _of_x(grad: Any, data: Any, indices: Any, indptr: Any, columns: int, given: 
     """dx = g @ W, as a product with the transposed weight."""
     if given.places is None:
         given = turned(indices, indptr, columns, data.shape[1:])
-    blocks = data.index_select(0, given.places).transpose(1, 2).contiguous()
+    blocks = data.transpose(1, 2).index_select(0, given.places)
     return product(grad, (blocks, given.indices, given.indptr), given.order, given.structure)
 
 
@@ -169,8 +254,9 @@ def _of_blocks(grad: Any, x: Any, data: Any, indices: Any, indptr: Any, pattern:
     if not blocks:
         return torch.zeros_like(data)
     if _sampled(blocks, rows, cols, grad, x):
-        flat = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        return _SAMPLED(*flat, indices, indptr, rows, cols, pattern)
+        if x.dim() != 2:
+            grad, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        return custom.call(_SAMPLED, grad, x, indices, indptr, rows, cols, pattern)
     at = _block_rows(indices, indptr)
     if _all_at_once(blocks, rows, cols, grad, x):
         whole = grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
@@ -296,7 +382,7 @@ def product(
         args += bias, activation or ""
     if full:
         args += *(backward or _UNKNOWN), validate
-    return _OPERATORS[len(args)](*args)
+    return custom.call(_OPERATORS[len(args)], *args)
 
 
 def bsr_matmul(
@@ -346,12 +432,20 @@ def bsr_matmul(
     return custom.written(product(x, parts, *known, **options), out)
 
 
-def dense_product(x: Any, parts: tuple[Any, Any, Any], bias: Any = None, activation: str | None = None) -> Any:
-    """The product with a dense matrix made of the parts, through which gradients flow to them."""
+def dense_product(
+    x: Any, parts: tuple[Any, Any, Any], bias: Any = None, activation: str | None = None, *, high: Any = None
+) -> Any:
+    """The product with a dense matrix made of the parts, through which gradients flow to them. `high`: the block rows
+    of blocks with distinct places, for an eager call.
+    """
     data, indices, indptr = parts
     shape = ((indptr.shape[0] - 1) * data.shape[1], x.shape[-1])
     with torch.autocast(x.device.type, enabled=False):
-        y = torch.nn.functional.linear(x, dense_matrix(data, indices, indptr, shape), bias)
+        if high is None:
+            matrix = dense_matrix(data, indices, indptr, shape)
+        else:
+            matrix = Densified.apply(data, high, indices, shape)
+        y = torch.nn.functional.linear(x, matrix, bias)
         return y if activation is None else getattr(torch.nn.functional, activation)(y)
 
 
