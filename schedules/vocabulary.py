@@ -144,9 +144,7 @@ RENAMED: Mapping[str, Mapping[str, str | Mapping[int, Mapping[str, int]]]] = {
     "tensor_core": {"split": "reduce_warps", "spread": "cluster", "early": _EARLY},
     "staged_x": {"spread": "cluster", "early": _EARLY},
     **dict.fromkeys(("softmax_held", "softmax_staged", "softmax_streamed", "logsumexp_streamed"), {"split": "cluster"}),
-    **dict.fromkeys(
-        ("cross_thread", "warp_shuffle", "over_blocks", "softmax_block", "logsumexp_block"), {"lanes": "reduce_threads"}
-    ),
+    **dict.fromkeys(("cross_thread", "warp_shuffle", "over_blocks"), {"lanes": "reduce_threads"}),
     **dict.fromkeys(("row_scan", "block_rows", "softmax_rows", "logsumexp_rows"), {"lanes": "simd"}),
 }
 

@@ -314,6 +314,17 @@ def test_block_sparse_products_over_a_grid(scripts: Scripts, tmp_path: Path) -> 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(280)
+def test_cells_and_projected_states(scripts: Scripts, tmp_path: Path) -> None:
+    out = tmp_path / "cells.csv"
+    given = ("--case", "40,3,4,0.2", "--projection", "24,8,3", "--steps", "5", "--dtype", "float32")
+    scripts.run("rnn_cells.py", "--target", "cpu", *given, "--csv", out)
+    names = [line["implementation"] for line in lines_of(out)]
+    assert names[:4] == ["gru", "gru_reset_before", "relu", "clipped_relu"] and len(names) == 7
+    assert all(float(line["microseconds"]) > 0 and not line["note"] for line in lines_of(out))
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(280)
 def test_ways_of_recurrent_stacks_over_a_grid(scripts: Scripts, tmp_path: Path) -> None:
     out = tmp_path / "grid.csv"
     given = ("--cell", "tanh", "--hidden", "128", "--density", "0.1", "--density", "1", "--batch", "4", "--batch", "18")
