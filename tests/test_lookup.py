@@ -87,8 +87,6 @@ BAD = [
         "logsumexp/batch=4000,vocab=25000,dtype=bfloat16",
         "logsumexp_streamed@1(threads=640, cluster=2, rows=1, vectors=2)",
     ),
-    # 58.5 and 34.0: the model has seen nothing like it
-    ("softmax/batch=65536,vocab=512,dtype=float16", "softmax_block@1(reduce_threads=128)"),
     # 12.9 and 10.0: best by the model for 32 rows, not for 24
     (
         "softmax_topk/batch=24,vocab=256000,k=50",
@@ -127,6 +125,14 @@ def chosen(
     figures = {"seconds": 1e-6, "fallback_seconds": 1e-6 * math.exp(gain)}
     known = {of.key: Known(WON, figures, fallback=fallback)}
     return lookup.choose(problem, where, Evidence(known, **how))  # type: ignore[arg-type]
+
+
+def test_a_record_that_was_compared_with_another_default_is_named() -> None:
+    other = dataclasses.replace(DEFAULT, decisions=(("threads", 64), ("cluster", 1), ("rows", 2)))
+    found = chosen(rows(60), rows(64), 1.0, fallback=other)
+    assert found.how == "fallback" and "batch=64 vocab=500, the most like it, was compared with another" in found.why
+    # What a comparable record says counts more.
+    assert "1.00x the default's speed" in chosen(rows(60), rows(64), 0.0).why
 
 
 def test_the_points_of_these_tests_are_points() -> None:

@@ -20,7 +20,17 @@ from tvm_sparse.runtime.calls import most_rows, refuse_gradient
 from . import call
 from .weight import INSTEAD, BsrWeight, Structure, balanced
 
-__all__ = ["Known", "Trained", "Turned", "bsr_matmul", "dense_matrix", "dense_product", "product", "turned"]
+__all__ = [
+    "Known",
+    "Trained",
+    "Turned",
+    "bsr_matmul",
+    "dense_matrix",
+    "dense_product",
+    "distinct_rows",
+    "product",
+    "turned",
+]
 
 # Elements of x and of the gradient that are gathered at once for the gradient of stored blocks.
 GATHERED = 2**26
@@ -37,6 +47,38 @@ def dense_matrix(data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -
     at = first.repeat_interleave(indptr.diff(), output_size=blocks) + indices
     found = data.new_zeros((high * wide, rows, cols)).index_add(0, at, data)
     return found.view(high, wide, rows, cols).transpose(1, 2).reshape(shape)
+
+
+def distinct_rows(indices: Any, indptr: Any) -> Any:
+    """The block row of each block, int32; None if two blocks have the same place. It waits for the GPU."""
+    high = _block_rows(indices, indptr)
+    places = torch.stack([high, indices])
+    return high if torch.unique(places, dim=1).shape[1] == places.shape[1] else None
+
+
+def _in_blocks(matrix: Any, block: Any) -> Any:
+    """A view of a dense matrix whose element [r, c] is the block in block row r and block column c."""
+    (n, k), (rows, cols) = matrix.shape, block
+    return matrix.view(n // rows, rows, k // cols, cols).transpose(1, 2)
+
+
+class Densified(torch.autograd.Function):
+    """The dense matrix of stored blocks with distinct places: blocks are written, and their gradients read, where they
+    are, while `dense_matrix` adds them up and copies the matrix each way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, data: Any, high: Any, indices: Any, shape: tuple[int, int]) -> Any:
+        ctx.save_for_backward(high, indices)
+        ctx.block = data.shape[1:]
+        found = data.new_zeros(shape)
+        _in_blocks(found, ctx.block)[high, indices] = data
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        high, indices = ctx.saved_tensors
+        return _in_blocks(grad.contiguous(), ctx.block)[high, indices], None, None, None
 
 
 class Turned(NamedTuple):
@@ -390,12 +432,20 @@ def bsr_matmul(
     return custom.written(product(x, parts, *known, **options), out)
 
 
-def dense_product(x: Any, parts: tuple[Any, Any, Any], bias: Any = None, activation: str | None = None) -> Any:
-    """The product with a dense matrix made of the parts, through which gradients flow to them."""
+def dense_product(
+    x: Any, parts: tuple[Any, Any, Any], bias: Any = None, activation: str | None = None, *, high: Any = None
+) -> Any:
+    """The product with a dense matrix made of the parts, through which gradients flow to them. `high`: the block rows
+    of blocks with distinct places, for an eager call.
+    """
     data, indices, indptr = parts
     shape = ((indptr.shape[0] - 1) * data.shape[1], x.shape[-1])
     with torch.autocast(x.device.type, enabled=False):
-        y = torch.nn.functional.linear(x, dense_matrix(data, indices, indptr, shape), bias)
+        if high is None:
+            matrix = dense_matrix(data, indices, indptr, shape)
+        else:
+            matrix = Densified.apply(data, high, indices, shape)
+        y = torch.nn.functional.linear(x, matrix, bias)
         return y if activation is None else getattr(torch.nn.functional, activation)(y)
 
 
