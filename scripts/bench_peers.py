@@ -95,6 +95,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="Of the default shapes.")] = "float32",
     csv_path: Annotated[Path | None, typer.Option("--csv", help="File to write.")] = None,
     rotated: Annotated[bool, typer.Option("--rotated", help="Every call reads its inputs from memory.")] = False,
+    alone: Annotated[bool, typer.Option("--alone", help="Time no peers.")] = False,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
     structure: Annotated[str | None, typer.Option(help="How the data lie, in the place of what is tuned.")] = None,
 ) -> None:
@@ -130,7 +131,10 @@ def main(
                 told = " ".join(f"{name}={value:g}" for name, value in (settings or {}).items())
                 typer.echo(f"\n[{number}/{len(runs)}] {problem.typed} {told}".rstrip())
                 try:
-                    last = compare(problem, where, seed=seed, structure=structure, settings=settings, rotated=rotated)
+                    peers = () if alone else None
+                    last = compare(
+                        problem, where, seed=seed, structure=structure, settings=settings, peers=peers, rotated=rotated
+                    )
                 except Mismatch as error:
                     wrong += 1
                     typer.echo(f"error: our own result is wrong: {error}", err=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -295,7 +296,8 @@ def use_dispatcher(patch: pytest.MonkeyPatch, own: Dispatcher) -> None:
 
 @contextmanager
 def calls_run(keys: Iterable[str], cache: Path, optimised: bool = False) -> Iterator[Dispatcher]:
-    """The public functions run the fallbacks of these problems on the CPU, built side by side, and nothing else.
+    """The public functions run the fallbacks of these problems on the CPU, built side by side, and what else they are
+    called for, built when it is.
 
     Most libraries are not optimised, which takes most of a build: these tests are about calls. Those of templates run
     what users have, and `optimised` is for tests that call often. Libraries of programs that an earlier run had too are
@@ -303,13 +305,15 @@ def calls_run(keys: Iterable[str], cache: Path, optimised: bool = False) -> Iter
     """
     own, builders = Dispatcher(logs=(), shipped=cache / "none", cache=cache), max(2, default_builders())
     (beside := cache / "beside").mkdir(parents=True, exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch:
-        how = (quick_build_worker.OPTIMISED,) if optimised else ()
-        patch.setattr(building, "BUILD_WORKER", (sys.executable, quick_build_worker.__file__, *how))
-        # The processes that compile start sooner without PyTorch, which TVM imports wherever it is.
-        patch.setenv("PYTHONPATH", core_only.environment(beside, absent=("torch",))["PYTHONPATH"])
-        once(beside, lambda: own.warmup([parse(key) for key in keys], cpu(), builders))
-    with pytest.MonkeyPatch.context() as patch:
+    how = (quick_build_worker.OPTIMISED,) if optimised else ()
+    worker = (sys.executable, quick_build_worker.__file__, *how)
+    with pytest.MonkeyPatch.context() as patch, contextlib.closing(building.Kept(argv=worker)) as kept:
+        patch.setattr(building, "BUILD_WORKER", worker)
+        patch.setattr(building, "kept", kept)
+        with pytest.MonkeyPatch.context() as first:
+            # The processes that compile start sooner without PyTorch, which TVM imports wherever it is.
+            first.setenv("PYTHONPATH", core_only.environment(beside, absent=("torch",))["PYTHONPATH"])
+            once(beside, lambda: own.warmup([parse(key) for key in keys], cpu(), builders))
         use_dispatcher(patch, own)
         yield own
 

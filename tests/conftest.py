@@ -2,7 +2,8 @@
 test is almost sure to catch too is run only by `pytest --thorough`.
 
 A run of all tests draws half of the cases of each test marked as `drawn`, by a seed that it prints at its end: emulated
-kernels take most of the time, and the next run has others. A run that names files or tests has all of their cases.
+kernels and calls take most of the time, and the next run has others. A run that names files or tests has all of their
+cases.
 
 pyproject.toml runs the tests in two processes. GPU tests form a group (`--dist loadgroup`), which one of the two gets:
 two processes on one GPU would disturb each other's timings and share its memory. The other one goes on with the rest.

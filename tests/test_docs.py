@@ -41,6 +41,7 @@ import json, sys
 from tvm_sparse.workers import building
 
 building.BUILD_WORKER = sys.executable, sys.argv[2]
+building.kept = building.Kept(argv=building.BUILD_WORKER)
 for page, text in json.loads(sys.argv[1]):
     print(page, flush=True)
     exec(compile("from __future__ import annotations\\n" + text, page, "exec"), {"__name__": "__page__"})

@@ -50,6 +50,7 @@ def few_cases(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     measure.prepared.cache_clear()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("cases", ["cases", "few_cases"])
 @pytest.mark.parametrize(
     ("operator", "name"), [(operator, name) for operator, faults in FAULTS.items() for name in faults]

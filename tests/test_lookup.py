@@ -87,8 +87,6 @@ BAD = [
         "logsumexp/batch=4000,vocab=25000,dtype=bfloat16",
         "logsumexp_streamed@1(threads=640, cluster=2, rows=1, vectors=2)",
     ),
-    # 58.5 and 34.0: the model has seen nothing like it
-    ("softmax/batch=65536,vocab=512,dtype=float16", "softmax_block@1(reduce_threads=128)"),
     # 12.9 and 10.0: best by the model for 32 rows, not for 24
     (
         "softmax_topk/batch=24,vocab=256000,k=50",

@@ -63,7 +63,6 @@ OLD = Machine("cuda", "sm_75", "sm_75", cores=40)  # neither bfloat16, nor async
         ("sample_slices", "softmax_sample/batch=5,vocab=301,k=7,whole=1", "sums of slices tell the best word alone"),
         ("softmax_held", "softmax/batch=1,vocab=2000000", "a cluster does not hold a row of vocab=2000000"),
         ("softmax_staged", "softmax/batch=1,vocab=2048,algorithm=naive", "the naive algorithm reads a row more than"),
-        ("softmax_warp", "softmax/batch=1,vocab=30", "vocab=30 has no work for 32 threads"),
         ("per_tile", "bsr_matmul/m=3,k=66,n=35,block=5x3,sparsity=0.5", "n=35 does not divide"),
         ("cross_thread", "bsr_matmul/m=3,k=32,n=32,block=4,sparsity=0.5", "k=32 has no work"),
         ("over_blocks", "bsr_matmul/m=3,k=32,n=35,block=5x32,sparsity=0.5", "rows of 1 blocks have no work"),

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from tvm_sparse.core.template import Template
 
-from ..softmax.ladder import logsumexp_block, logsumexp_thread, logsumexp_warp
 from ..softmax.rows import logsumexp_rows
 from ..softmax.vectors import logsumexp_streamed
 
-TEMPLATES: tuple[Template, ...] = (
-    logsumexp_rows,
-    logsumexp_thread,
-    logsumexp_block,
-    logsumexp_warp,
-    logsumexp_streamed,
-)
+TEMPLATES: tuple[Template, ...] = (logsumexp_rows, logsumexp_streamed)
 
 # Those that run without tuning, by kind of machine: the first that fits the problem does, the last fits every shape.
 FALLBACKS: dict[str, tuple[Template, ...]] = {

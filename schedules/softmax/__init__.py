@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from tvm_sparse.core.template import Template
 
-from .ladder import softmax_block, softmax_thread, softmax_warp
 from .rows import softmax_rows
 from .vectors import softmax_held, softmax_staged, softmax_streamed
 
-TEMPLATES: tuple[Template, ...] = (
-    softmax_rows,
-    softmax_thread,
-    softmax_block,
-    softmax_warp,
-    softmax_held,
-    softmax_staged,
-    softmax_streamed,
-)
+TEMPLATES: tuple[Template, ...] = (softmax_rows, softmax_held, softmax_staged, softmax_streamed)
 
 # Those that run without tuning, by kind of machine: the first that fits the problem does, the last fits every shape.
 FALLBACKS: dict[str, tuple[Template, ...]] = {

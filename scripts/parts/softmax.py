@@ -11,7 +11,7 @@ from tvm_sparse.core.problem import Problem
 
 from .headlines import headlines
 from .register import PARTS, part
-from .results import best, results, where
+from .results import RESULTS, best, results, where
 from .text import code, listed, percent, span, table, times_as, us
 
 # Rows of a batch, and one row without a top_k.
@@ -142,6 +142,24 @@ def softmax_ratios() -> str:
         f"The faster of `torch.softmax`, eager and compiled, takes {times_as(min(found.ratios))} to"
         f" {times_as(max(found.ratios))} times as long, {times_as(found.mean)} in the geometric mean."
     )
+
+
+READING = "rows-reading-h200"
+
+
+@part
+def rows_reading() -> str:
+    """Shares of the card's limit that rows of logits reach."""
+    if not (RESULTS / f"{READING}.csv").exists():
+        return ""
+    rows = []
+    for row in results(READING).rows:
+        problem = registry.parse(row["problem"])
+        shape = f"{problem.axes['batch']} x {problem.axes['vocab']}"
+        k = str(problem.axes.get("k", "-"))
+        cells = [us(float(row["microseconds"])), percent(float(row["share_of_limit"]))]
+        rows.append([code(problem.operator), shape, k, problem.axes["dtype"], *cells])
+    return f"{where(READING)}\n\n{table(['operator', 'logits', 'k', 'dtype', 'us', 'share of the limit'], rows)}"
 
 
 @part
