@@ -10,7 +10,7 @@ is timed is the step, not what it says. On a GPU the whole step is a CUDA graph.
     torch             product with the embedding, torch.topk, softmax, cumulative sums, an exponential race
     FlashInfer        product with the embedding, its softmax and its top-k top-p sampler; if `flashinfer` is importable
     softmax_sample    product with the embedding, and one kernel in the place of all that follows
-    head_topk         one call for product and top-k, and a draw of `softmax_sample` from the words that are left
+    head_sample       one call from the hidden states to tokens
 """
 
 from __future__ import annotations
@@ -122,10 +122,10 @@ def ways_of(model: Decoder, batch: int) -> dict[str, Draw]:
         return tokens
 
     def head(hidden: torch.Tensor) -> torch.Tensor:
-        logprobs, words = tvm_sparse.head_topk(hidden, embedding, TOP_K, log=True, temperature=TEMPERATURE)
-        places, _ = tvm_sparse.softmax_sample(logprobs, top_k=TOP_K, top_p=TOP_P, seed=seeds)
+        filters = {"temperature": TEMPERATURE, "top_k": TOP_K, "top_p": TOP_P}
+        tokens, _ = tvm_sparse.head_sample(hidden, embedding, **filters, seed=seeds, constant=True)
         seeds[:, 1] += 1
-        return words.gather(1, places[:, None].long())[:, 0]
+        return tokens
 
     found: dict[str, Draw] = {"body alone": lambda hidden: hidden[:, 0].long(), "torch": in_torch}
     try:
@@ -139,7 +139,7 @@ def ways_of(model: Decoder, batch: int) -> dict[str, Draw]:
         found["FlashInfer"] = lambda hidden: sampling.top_k_top_p_sampling_from_probs(
             sampling.softmax((hidden @ embedding.T).float(), **numbers), kept, share
         )
-    return {**found, "softmax_sample": sampler, "head_topk": head}
+    return {**found, "softmax_sample": sampler, "head_sample": head}
 
 
 def check(model: Decoder, hidden: torch.Tensor, ways: dict[str, Draw]) -> None:

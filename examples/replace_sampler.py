@@ -8,7 +8,7 @@ The model is a Llama with random weights: what is timed is the step, not what it
     body alone        the layers, no head and no sampler: what every way adds to
     transformers      lm_head, the warpers of temperature, top-k and top-p, softmax, torch.multinomial
     softmax_sample    lm_head, and one kernel in the place of all that follows
-    head_topk         one kernel for lm_head and top-k, and a draw from the k words that are left
+    head_sample       one call from the hidden states to tokens, which writes no logits
 
 Needs transformers (tried with 5.24).
 """
@@ -97,18 +97,15 @@ def ways_of(model: Any, batch: int) -> dict[str, Draw]:
 
     def head(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # No logits are written: the k most probable words and their log-probabilities come from one kernel.
-        logprobs, words = tvm_sparse.head_topk(hidden, model.lm_head.weight, TOP_K, log=True, temperature=TEMPERATURE)
-        p = logprobs.exp()
-        before = p.cumsum(1) - p
-        left = logprobs.masked_fill(before >= TOP_P * p.sum(1, keepdim=True), -float("inf"))
-        # The exponential race draws in proportion to exp(left), and needs no normaliser.
-        place = (left - torch.empty_like(left).exponential_().log()).argmax(1, keepdim=True)
-        return words.gather(1, place)[:, 0], logprobs.gather(1, place)[:, 0]
+        filters = {"temperature": TEMPERATURE, "top_k": TOP_K, "top_p": TOP_P}
+        token, logprob = tvm_sparse.head_sample(hidden, model.lm_head.weight, **filters, seed=seeds, constant=True)
+        seeds[:, 1] += 1
+        return token.long(), logprob
 
     def nothing(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(batch, dtype=torch.int64, device=device), hidden[:, 0]
 
-    return {"body alone": nothing, "transformers": theirs, "softmax_sample": sampler, "head_topk": head}
+    return {"body alone": nothing, "transformers": theirs, "softmax_sample": sampler, "head_sample": head}
 
 
 def check(model: Any, hidden: torch.Tensor, ways: Mapping[str, Draw]) -> None:
@@ -116,7 +113,7 @@ def check(model: Any, hidden: torch.Tensor, ways: Mapping[str, Draw]) -> None:
     scores = model.lm_head(hidden).float() / TEMPERATURE
     kth = scores.topk(TOP_K).values[:, -1]
     slack = 0.05 if hidden.dtype == torch.bfloat16 else 1e-4
-    for name in ("transformers", "softmax_sample", "head_topk"):
+    for name in ("transformers", "softmax_sample", "head_sample"):
         token, _ = ways[name](hidden)
         assert (scores.gather(1, token[:, None])[:, 0] >= kth - slack).all(), f"{name}: a token beyond the top-k"
 

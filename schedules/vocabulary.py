@@ -52,7 +52,7 @@ DECISIONS: Mapping[str, str] = {
     "loads": "Loads that a thread issues before it uses the first of them.",
     "depth": "Steps of a sum whose loads are in flight together; 0: one load brings a tile of whole rows.",
     "panel": "Columns of x that are brought together, for all block rows of the weight that have a block in them.",
-    "producers": "Warps of a thread block that copy operands to shared memory, a step each in turn.",
+    "producers": "Warps of a thread block that take turns to copy the operands of a step to shared memory.",
     "stages": (
         "Tiles, or parts of tiles, in shared memory: one is in use while the others are being copied. 0: operands are"
         " not copied to shared memory."

@@ -1,5 +1,5 @@
 """What `bsr_matmul` takes beside a dense product and other block-sparse ones, over a grid of rows of x, blocks and
-sparsities: a CSV, and where it is ahead of all.
+sparsities: a CSV, and where it is the fastest.
 
     python scripts/block_grid.py --csv scripts/results/block-grid-h200.csv --seconds 170
 
@@ -84,20 +84,20 @@ def compile_triton(job: tuple[BsrMatmul, Setting]) -> None:
 
 
 def summary(lines: Sequence[Mapping[str, Any]]) -> str:
-    """For each block the least sparsity from which on ours is ahead at all rows, and how often and how far it is
-    behind.
+    """For each block how often and by how much ours is slower than the best, and the least sparsity from which on it is
+    the fastest at all rows.
     """
     told = []
     for block in sorted({line["block"] for line in lines}):
         own = [line for line in lines if line["block"] == block]
         ratios = [line["over_best"] for line in own]
-        behind = [line for line in own if line["over_best"] > 1]
-        ahead = [s for s in SPARSITIES if all(line["sparsity"] < s for line in behind)]
+        slower = [line for line in own if line["over_best"] > 1]
+        ahead = [s for s in SPARSITIES if all(line["sparsity"] < s for line in slower)]
         worst = max(own, key=lambda line: line["over_best"])
         told.append(
-            f"block {block}: {sum(ratio > EQUAL for ratio in ratios)} of {len(ratios)} behind by more than"
+            f"block {block}: {sum(ratio > EQUAL for ratio in ratios)} of {len(ratios)} slower by more than"
             f" {EQUAL - 1:.0%}, {statistics.geometric_mean(ratios):.2f} in the mean, worst {worst['over_best']:.2f} at"
-            f" m={worst['m']}, sparsity {worst['sparsity']}; ahead of all from {ahead[0] if ahead else '-'} on"
+            f" m={worst['m']}, sparsity {worst['sparsity']}; the fastest from {ahead[0] if ahead else '-'} on"
         )
     return "\n".join(told)
 

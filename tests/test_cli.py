@@ -364,6 +364,7 @@ def test_a_shell_completes_operators_axes_and_targets(command: str, tuned: tuple
     assert completed(command, "softmax_topk", "batch=3", "v") == ["vocab="]
     assert "dtype=bfloat16" in completed(command, "softmax_topk", "dtype=")
     assert completed(command, "softmax_topk", "--target", "sm_9") == ["sm_90a"]
+    assert completed(command, "softmax_topk", "--target", "rtx4") == ["rtx4090", "rtx4080"]
     assert set(completed("tune", "bsr_matmul", "--template", "")) >= {
         template.name for template in registry.find("bsr_matmul").templates
     }

@@ -120,7 +120,7 @@ def test_a_sampler_is_replaced(tmp_path: Path) -> None:
     printed = spawn(tmp_path, sys.executable, EXAMPLES / "replace_sampler.py", "--quick", "--csv", "steps.csv")
     facts, table = (tmp_path / "steps.csv").read_text().split("way,", 1)
     ways = [line.split(",")[0] for line in table.splitlines()[1:]]
-    assert ways[:4] == ["body alone", "transformers", "softmax_sample", "head_topk"] and "# device:" in facts
+    assert ways[:4] == ["body alone", "transformers", "softmax_sample", "head_sample"] and "# device:" in facts
     assert all(way in printed for way in ways)
 
 
@@ -130,7 +130,7 @@ def test_decoders_take_every_sampler(tmp_path: Path) -> None:
     printed = spawn(tmp_path, sys.executable, EXAMPLES / "decode_models.py", "--quick", "--csv", "models.csv")
     facts, table = (tmp_path / "models.csv").read_text().split("model,", 1)
     ways = [line.split(",")[2] for line in table.splitlines()[1:]]
-    assert {"body alone", "torch", "softmax_sample", "head_topk"} <= set(ways) and "# device:" in facts
+    assert {"body alone", "torch", "softmax_sample", "head_sample"} <= set(ways) and "# device:" in facts
     assert all(way in printed for way in ways)
 
 

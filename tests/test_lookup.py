@@ -127,6 +127,14 @@ def chosen(
     return lookup.choose(problem, where, Evidence(known, **how))  # type: ignore[arg-type]
 
 
+def test_a_record_that_was_compared_with_another_default_is_named() -> None:
+    other = dataclasses.replace(DEFAULT, decisions=(("threads", 64), ("cluster", 1), ("rows", 2)))
+    found = chosen(rows(60), rows(64), 1.0, fallback=other)
+    assert found.how == "fallback" and "batch=64 vocab=500, the most like it, was compared with another" in found.why
+    # What a comparable record says counts more.
+    assert "1.00x the default's speed" in chosen(rows(60), rows(64), 0.0).why
+
+
 def test_the_points_of_these_tests_are_points() -> None:
     for batch in (16, 64, 250, 256, 1024):
         assert spaces.fallback(rows(batch), SM90) == DEFAULT

@@ -116,8 +116,26 @@ def test_it_trains_as_a_dense_layer_does(way: str, activation: str | None, monke
     close(made.to_dense().weight, theirs.weight.detach())
 
 
-@pytest.mark.parametrize("activation", [None, "gelu", "silu"])
-def test_gradients_of_gradients(activation: str | None) -> None:
+def test_blocks_in_one_place_are_added_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By dense products, too, which write blocks with distinct places without adding them up."""
+    monkeypatch.setattr(nn.BsrLinear, "_trains_dense", lambda *_: True)
+    parts = torch.randn(4, 5, 3), torch.tensor([1, 1, 0, 1]), torch.tensor([0, 2, 2, 4])
+    twice, once = (nn.BsrLinear(tvm_sparse.BsrWeight(given, columns=6)) for given in (
+        parts, (torch.stack([parts[0][:2].sum(0), parts[0][2], parts[0][3]]), parts[1][1:], torch.tensor([0, 1, 1, 3]))
+    ))  # fmt: skip
+    x = torch.randn(7, 6)
+    for made in (twice, once):
+        made(x).square().sum().backward()
+    close(twice(x), once(x))
+    close(twice.data.grad[1:], once.data.grad)
+    close(twice.data.grad[0], once.data.grad[0])
+
+
+@pytest.mark.parametrize(
+    ("activation", "way"), [(None, "sparse"), ("gelu", "sparse"), ("silu", "sparse"), (None, "dense")]
+)
+def test_gradients_of_gradients(activation: str | None, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.BsrLinear, "_trains_dense", lambda *_: way == "dense")
     made = layer(0.5, activation=activation)
     theirs = made.to_dense()
     act = getattr(torch.nn.functional, activation) if activation else torch.nn.Identity()

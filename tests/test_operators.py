@@ -82,6 +82,20 @@ def test_keys_are_stable() -> None:
     assert nhot.key == "nhot_lookup/rows=100,vocab=10240,width=512,nonzeros=10,dtype=float32,weighted=1,index=int64"
 
 
+@pytest.mark.parametrize(
+    ("key", "axes"),
+    [
+        ("bsr_matmul/m=1,k=64,n=64,block=8,sparsity=0.512", {"block": "8x8", "sparsity": 0.51}),
+        ("bsr_sddmm/m=1,k=64,n=64,block=8,sparsity=0.512", {"block": "8x8", "sparsity": 0.51}),
+        ("csr_linear/m=1,k=64,n=64,sparsity=0.912", {"sparsity": 0.91}),
+    ],
+)
+def test_axes_have_one_form(key: str, axes: dict[str, Any]) -> None:
+    """Look-up compares axes, also with those of problems that came from keys."""
+    problem = parse(key)
+    assert problem.axes == parse(problem.key).axes and axes.items() <= problem.axes.items()
+
+
 @pytest.mark.parametrize("operator", registry.operators())
 def test_example_is_a_problem_and_declares_its_arguments(operator: str) -> None:
     problem = make(operator, registry.find(operator).problem.example)

@@ -306,10 +306,21 @@ def test_block_sparse_products_over_a_grid(scripts: Scripts, tmp_path: Path) -> 
     out = tmp_path / "grid.csv"
     grid = ("--rows", "5", "--rows", "9", "--block", "8", "--sparsity", "0.8", "--weight", "48,64")
     printed = scripts.run("block_grid.py", "--target", "cpu", *grid, "--dtype", "float32", "--csv", out)
-    assert "2 of 2 problems" in printed and "ahead of all from" in printed
+    assert "2 of 2 problems" in printed and "the fastest from" in printed
     for line in lines_of(out):
         assert float(line["over_best"]) == pytest.approx(float(line["ours"]) / float(line["dense"]), rel=0.02)
         assert line["triton"] == line["setting"] == ""
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(280)
+def test_cells_and_projected_states(scripts: Scripts, tmp_path: Path) -> None:
+    out = tmp_path / "cells.csv"
+    given = ("--case", "40,3,4,0.2", "--projection", "24,8,3", "--steps", "5", "--dtype", "float32")
+    scripts.run("rnn_cells.py", "--target", "cpu", *given, "--csv", out)
+    names = [line["implementation"] for line in lines_of(out)]
+    assert names[:4] == ["gru", "gru_reset_before", "relu", "clipped_relu"] and len(names) == 7
+    assert all(float(line["microseconds"]) > 0 and not line["note"] for line in lines_of(out))
 
 
 @pytest.mark.thorough
@@ -318,7 +329,7 @@ def test_ways_of_recurrent_stacks_over_a_grid(scripts: Scripts, tmp_path: Path) 
     out = tmp_path / "grid.csv"
     given = ("--cell", "tanh", "--hidden", "128", "--density", "0.1", "--density", "1", "--batch", "4", "--batch", "18")
     printed = scripts.run("rnn_grid.py", "--target", "cpu", *given, "--steps", "3", "--workers", "1", "--csv", out)
-    assert '("rnn", False): {' in printed and "128: (?, " in printed
+    assert '("rnn", STEPS): {' in printed and "128: (?, " in printed
     lines = lines_of(out)
     assert len(lines) == 4 and {line["form"] for line in lines} == {"entries", "blocks"}
     assert all(float(line[name]) > 0 for line in lines for name in ("sparse", "dense", "module", "regret"))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 
 from .register import part
-from .results import RESULTS, Times, provenance, results, where
+from .results import Times, exists, provenance, results, where
 from .text import table, times_as, us
 
 RNN, ZHU_TABLE1, ZHU_FIGURES, ZHU_TABLES = (
@@ -102,13 +104,83 @@ def zhu_pool_tables23() -> str:
     return f"{where(ZHU_TABLES)}\n\n{table(['table: layer', *RNN_COLUMNS], rows)}"
 
 
+CELLS, AGAIN, BFLOAT16 = "rnn-cells-h200", "rnn-again-h200", "rnn-grid-bfloat16-h200"
+NOT_MEASURED = "Not measured."
+
+
+def cell_groups() -> dict[tuple[str, ...], dict[str, float]]:
+    """Microseconds by implementation, by group, units, `proj_size`, batch and steps."""
+    return dict(results(CELLS).by("group", "hidden", "proj_size", "batch", "steps")) if exists(CELLS) else {}
+
+
+@part
+def rnn_cells() -> str:
+    """The GRU with the reset before the product, and the clipped ReLU, beside the cells that they extend."""
+    rows = []
+    for (group, hidden, _, batch, steps), times in cell_groups().items():
+        if group != "projected":
+            other = next(name for name in times if name != group)
+            names = f"`{other}` / `{group}`"
+            cells = (us(times[other]), us(times[group]), times_as(times[other] / times[group]))
+            rows.append([names, f"{hidden} x {batch} x {steps}", *cells])
+    if not rows:
+        return NOT_MEASURED
+    head = ["cells", "units x batch x steps, 10 %", "us", "us of the second", "ratio"]
+    return f"{where(CELLS)} Weights of entries in float16, without the input product.\n\n{table(head, rows)}"
+
+
+@part
+def rnn_projected() -> str:
+    """Dense LSTM layers with projected states: the folded weight beside PyTorch's module and its layer in a stack."""
+    rows = []
+    for (group, hidden, proj, batch, steps), times in cell_groups().items():
+        if group == "projected":
+            names = ("folded weight", "PyTorch's layer in the stack", "torch module")
+            rows.append([f"{hidden}, {proj}", f"{batch} x {steps}", *(us(times.get(name)) for name in names)])
+    if not rows:
+        return NOT_MEASURED
+    head = ["units, `proj_size`", "batch x steps", "folded weight", "PyTorch's layer in a stack", "PyTorch's module"]
+    return f"{where(CELLS)} Dense layers in float16, with the input product.\n\n{table(head, rows)}"
+
+
+@part
+def rnn_again() -> str:
+    """Wide float32 layers, and a narrow LSTM of many steps."""
+    if not exists(AGAIN):
+        return NOT_MEASURED
+
+    def first(key: Sequence[str]) -> str:
+        cell, *numbers, density = key
+        return f"{cell}, {' x '.join(numbers)}, {float(density):.3g}"
+
+    rows = recurrent_rows(AGAIN, first=first)
+    return f"{where(AGAIN)}\n\n{table(['cell, hidden x batch x steps, density', *RNN_COLUMNS], rows)}"
+
+
+@part
+def rnn_bfloat16() -> str:
+    """The way that stacks take of drawn calls in bfloat16."""
+    if not exists(BFLOAT16):
+        return NOT_MEASURED
+    rows = [row for row in results(BFLOAT16).rows if row["over_cudnn"]]
+    ratios, regrets = ([float(row[name]) for row in rows] for name in ("over_cudnn", "regret"))
+    mean = math.exp(statistics.mean(map(math.log, ratios)))
+    slower = sum(ratio > 1.05 for ratio in ratios)
+    return (
+        f"In bfloat16 ({len(rows)} drawn calls, {provenance(BFLOAT16)}) the way that stacks take has {mean:.2f} of"
+        f" cuDNN's time in the mean and {max(ratios):.2f} at most; {slower or 'none'} of the calls"
+        f" {'is' if slower == 1 else 'are'} slower by more than 5 %. It is at most {max(regrets):.2f} times as slow as"
+        " the other way."
+    )
+
+
 PRUNED = "pruned-lstm-h200"
 
 
 @part
 def pruned_lstm() -> str:
     """Losses of the example's language model, dense, pruned at once, and pruned gradually."""
-    if not (RESULTS / f"{PRUNED}.csv").exists():
+    if not exists(PRUNED):
         return "It prints the losses; the machine of this project's figures has not run it since it writes them down."
     found = results(PRUNED)
     rows = [[row["model"], row["loss"]] for row in found.rows]

@@ -44,6 +44,11 @@ class Results:
         return dict(found)
 
 
+def exists(name: str) -> bool:
+    """Whether there is a file of this name."""
+    return (RESULTS / f"{name}.csv").exists()
+
+
 @functools.cache
 def results(name: str) -> Results:
     facts, rows = read_csv(RESULTS / f"{name}.csv")

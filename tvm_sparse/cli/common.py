@@ -23,7 +23,7 @@ from ..core import machine, registry
 from ..core.commands import PROGRAM as PROGRAM
 from ..core.commands import install
 from ..core.commands import program as program
-from ..core.machine import Machine, UnknownArch
+from ..core.machine import CARDS, Machine, UnknownArch
 from ..core.problem import FROM_FILE, Problem, ProblemError
 from ..core.registry import PluginError, add_plugins, make, parse
 
@@ -97,7 +97,7 @@ def axis_choices(operator: registry.Operator, name: str) -> list[str]:
 
 def target_names(incomplete: str) -> list[str]:
     """Values for `--target`, as far as they can be listed."""
-    return [name for name in ("auto", "cpu", "cuda", *ARCHS) if name.startswith(incomplete)]
+    return [name for name in ("auto", "cpu", "cuda", *ARCHS, *CARDS) if name.startswith(incomplete)]
 
 
 def template_names(incomplete: str) -> list[str]:

@@ -146,6 +146,12 @@ class Problem(ABC):
     def _axes(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(type(self))}
 
+    def settle(self, **axes: Any) -> None:
+        """Give axes their one form, at the end of `__post_init__`: a problem changes nowhere else."""
+        for name, value in axes.items():
+            object.__setattr__(self, name, value)
+        self.__dict__.pop("_axes", None)
+
     @property
     def added(self) -> dict[str, Any]:
         """Those of the `added_axes` that have another value than the default."""

@@ -13,7 +13,17 @@ from ..core.problem import FLOATS
 from ..operators.bsr_matmul.call import BsrWeight, bsr_matmul
 from ..operators.bsr_matmul.dense import trains_dense
 from ..operators.bsr_matmul.problem import ACTIVATIONS
-from ..operators.bsr_matmul.torch_op import Known, Trained, Turned, dense_matrix, dense_product, product, turned
+from ..operators.bsr_matmul.torch_op import (
+    Known,
+    Trained,
+    Turned,
+    by_rows,
+    dense_matrix,
+    dense_product,
+    distinct_rows,
+    product,
+    turned,
+)
 from ..operators.bsr_matmul.weight import Structure, balanced
 from ..runtime.arrays import dtype_name
 from ..runtime.custom import unseen
@@ -112,6 +122,7 @@ class BsrLinear(torch.nn.Module):
     _padded: tuple[int, int]
     _kept: tuple[BsrWeight, Any, tuple[int, int, bool, int]] | None
     _known: Known | None
+    _rows: tuple[Any, Any] | None
     _frozen: bool
     _dense: bool | None
     _structure: int
@@ -281,11 +292,15 @@ class BsrLinear(torch.nn.Module):
         elif not self._in_graph(x, data, bias):
             weight, kept = self._eager(data, self.bias)
             bias = kept if bias is self.bias else bias.detach()
-            return bsr_matmul(
-                x, weight, bias=bias, activation=self.activation, dense=self._dense if weight.constant else None
-            )
+            options = {
+                "bias": bias,
+                "activation": self.activation,
+                "dense": self._dense if weight.constant else None,
+            }
+            return by_rows(lambda rows: bsr_matmul(rows, weight, **options), x, self._padded[1])
         if self._trains_dense(x, data):
-            return dense_product(x, (data, self.indices, self.indptr), bias, self.activation)
+            high = self._block_rows() if unseen(x, data, bias) else None
+            return dense_product(x, (data, self.indices, self.indptr), bias, self.activation, high=high)
         if unseen(x, data, bias):
             known = self._known
             if known is None or known.indices is not self.indices:  # a module takes long to set an attribute
@@ -294,6 +309,13 @@ class BsrLinear(torch.nn.Module):
         known = self._structures()
         options = {"bias": bias, "activation": self.activation, "backward": known.turned}
         return product(x, (data, known.indices, known.indptr), known.order, known.structure, **options)
+
+    def _block_rows(self) -> Any:
+        """As `distinct_rows`, computed once for a structure."""
+        kept = self._rows
+        if kept is None or kept[0] is not self.indices:
+            kept = self._rows = self.indices, distinct_rows(self.indices, self.indptr)
+        return kept[1]
 
     def _structures(self) -> Known:
         """The buffers of the structure."""
@@ -368,7 +390,7 @@ class BsrLinear(torch.nn.Module):
 
     def _prepare(self) -> None:
         """Analyse the structure for kernels, and make the transposed one."""
-        self._kept = self._known = None
+        self._kept = self._known = self._rows = None
         if self.data.device.type == "meta":
             return
         rows, cols = self.block_shape
@@ -412,7 +434,8 @@ class BsrLinear(torch.nn.Module):
         self._prepare()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None, "_known": None}  # kernels cannot be copied
+        # Kernels cannot be copied.
+        return {**self.__dict__, "_kept": None, "_known": None, "_rows": None}
 
 
 def sparsify(

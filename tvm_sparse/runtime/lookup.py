@@ -158,7 +158,7 @@ def _chosen(problem: Problem, machine: Machine, evidence: Evidence, judge: Judge
                 why += ", but for what this one lacks"
             found = Choice("borrowed", why, found.compiled_for, found.candidate, found.record, found.figures)
     if found is None:
-        like = "".join(judge.doubts) or f", nor anything like it on {machine.arch}"
+        like = "".join(judge.doubts or judge.strangers) or f", nor anything like it on {machine.arch}"
         why = f"not tuned{like}; the decisions are a template's default{''.join(passed_over)}"
         found = fallback(problem, machine, why)
     return found
@@ -191,6 +191,8 @@ class Judge:
         The records are another architecture's: values that this machine lacks are replaced by the nearest ones.
     doubts
         Why the first record was rejected, for the reason of the fallback.
+    strangers
+        The same of the first record that is not `comparable`.
     """
 
     problem: Problem
@@ -198,6 +200,7 @@ class Judge:
     lenient: bool = False
     adapts: bool = False
     doubts: list[str] = field(default_factory=list)
+    strangers: list[str] = field(default_factory=list)
 
     def of_another_architecture(self) -> Judge:
         return dataclasses.replace(self, adapts=True)
@@ -223,6 +226,10 @@ class Judge:
             theirs = spaces.fallback(other, self.machine)
         if self.adapts and theirs != self.default:
             theirs = spaces.adapted(theirs, self.problem, self.machine)
+        if theirs != self.default and not self.strangers:
+            self.strangers.append(
+                f"; the record of {other.typed}, the most like it, was compared with another default than this one's"
+            )
         return theirs == self.default
 
     def takes(self, other: Problem, known: Known, away: float) -> bool:

@@ -49,10 +49,11 @@ RESERVED = 1024
 # beginning and end; clocks of a microsecond; and how many standard deviations the fullest block row is above the mean.
 L2_BYTES, STORED_BYTES, CLOCKS = 68e3, 21e3, 1700
 ON_ITS_WAY, OF_COPY, LAUNCH, BEGIN, FULLEST = 0.8, 0.1, 3.8, 2.3, 1.5
-# Tiles of the default, rows of x by those of the weight, for blocks of fewer rows than `WIDE` and for others; and
-# stages below which two thread blocks of a multiprocessor wait for memory: where all panels have a block of each block
-# row, and where there are several block rows.
-WIDE, NARROW, USUAL_TILES, FEWEST_STAGES = 64, 32, (((64, 64), (192, 64)), ((64, 64), (128, 128))), (4, 3)
+# Tiles of the default, rows of x by those of the weight, with producer warps and thread blocks of a cluster, for blocks
+# of fewer rows than `WIDE` and for others; and stages below which two thread blocks of a multiprocessor wait for
+# memory: where all panels have a block of each block row, and where there are several block rows.
+WIDE, NARROW, FEWEST_STAGES = 64, 32, (4, 3)
+USUAL_TILES = (((64, 64, 1, 1), (192, 64, 1, 1)), ((64, 64, 1, 1), (128, 128, 1, 1)))
 
 
 def space(problem: BsrMatmul, machine: Machine) -> Table:
@@ -112,17 +113,18 @@ def default(problem: BsrMatmul, machine: Machine) -> Decisions:
     if rows < WIDE:
         narrow = tuple(panel for panel in table["panel"] if panel <= max(cols, NARROW))
         table = {**table, "panel": narrow or table["panel"][:1]}
-    table = {**table, "producers": PRODUCERS[:1], "cluster": CLUSTER[:1]}
 
     def preferred(among: Table) -> Decisions:
         points = (dict(zip(among, choices, strict=True)) for choices in itertools.product(*among.values()))
         return max(points, key=lambda point: preference(problem, machine, point))
 
     found = []
-    for tile_m, tile_n in USUAL_TILES[rows >= WIDE]:
+    table = {**table, "overlap": table["overlap"][-1:]}
+    for tile_m, tile_n, producers, cluster in USUAL_TILES[rows >= WIDE]:
         if tile_m in table["tile_m"]:
-            tile = {"tile_m": (tile_m,), "tile_n": (max(tile_n // rows, 1) * rows,), "overlap": table["overlap"][-1:]}
-            found.append(preferred({**table, **tile}))
+            tile = {"tile_m": (tile_m,), "tile_n": (max(tile_n // rows, 1) * rows,)}
+            found.append(preferred({**table, **tile, "producers": (producers,), "cluster": (cluster,)}))
+    table = {**table, "producers": PRODUCERS[:1], "cluster": CLUSTER[:1]}
     found = [point for point in found if allowed(problem, machine, point) is None] or [preferred(table)]
     return min(found, key=lambda point: estimate(problem, machine, Extents.of(problem, point)))
 
@@ -164,11 +166,13 @@ def estimate(problem: BsrMatmul, machine: Machine, e: Extents) -> float:
         return (1 - (1 - density) ** (e.beside * e.rows_each)) * e.k / e.panel
 
     def brought(density: float) -> float:
-        return panels(density) * e.x_bytes + density * e.tile_n * e.k * 2
+        return panels(density) * e.x_bytes + density * e.tile_n * e.k * 2 / e.cluster
 
     def alone(density: float) -> float:
         copies = panels(density) + density * e.rows_each * e.k / e.width
-        return max(panels(density) * ON_ITS_WAY / e.stages, copies * OF_COPY) + BEGIN + stored / STORED_BYTES
+        return (
+            max(panels(density) * ON_ITS_WAY / e.stages, copies * OF_COPY / e.producers) + BEGIN + stored / STORED_BYTES
+        )
 
     # An instruction reads 64 rows of x by 16 columns, and as many of each of a block's rows.
     products = e.groups * density * e.rows_each * e.k / 16 * max(e.rows / 2, 16 + e.rows / 4) / CLOCKS

@@ -113,8 +113,7 @@ class BlockSparse(Problem):
             raise ProblemError(f"{name}: pattern must be one of {', '.join(PATTERNS)}, got {self.pattern!r}")
         if max(self.m * self.k, self.m * self.n, self.n * self.k) >= 2**31:
             raise ProblemError(f"{name}: each matrix must have fewer than 2^31 elements")
-        object.__setattr__(self, "block", f"{rows}x{cols}")
-        object.__setattr__(self, "sparsity", round(float(self.sparsity), 2))
+        self.settle(block=f"{rows}x{cols}", sparsity=round(float(self.sparsity), 2))
 
     @classmethod
     def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:

@@ -7,6 +7,7 @@ if it has its default: the product, for inference; with bias and activation; and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,18 @@ from tvm_sparse.runtime.calls import most_rows, refuse_gradient
 from . import call
 from .weight import INSTEAD, BsrWeight, Structure, balanced
 
-__all__ = ["Known", "Trained", "Turned", "bsr_matmul", "dense_matrix", "dense_product", "product", "turned"]
+__all__ = [
+    "Known",
+    "Trained",
+    "Turned",
+    "bsr_matmul",
+    "by_rows",
+    "dense_matrix",
+    "dense_product",
+    "distinct_rows",
+    "product",
+    "turned",
+]
 
 # Elements of x and of the gradient that are gathered at once for the gradient of stored blocks.
 GATHERED = 2**26
@@ -37,6 +49,38 @@ def dense_matrix(data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -
     at = first.repeat_interleave(indptr.diff(), output_size=blocks) + indices
     found = data.new_zeros((high * wide, rows, cols)).index_add(0, at, data)
     return found.view(high, wide, rows, cols).transpose(1, 2).reshape(shape)
+
+
+def distinct_rows(indices: Any, indptr: Any) -> Any:
+    """The block row of each block, int32; None if two blocks have the same place. It waits for the GPU."""
+    high = _block_rows(indices, indptr)
+    places = torch.stack([high, indices])
+    return high if torch.unique(places, dim=1).shape[1] == places.shape[1] else None
+
+
+def _in_blocks(matrix: Any, block: Any) -> Any:
+    """A view of a dense matrix whose element [r, c] is the block in block row r and block column c."""
+    (n, k), (rows, cols) = matrix.shape, block
+    return matrix.view(n // rows, rows, k // cols, cols).transpose(1, 2)
+
+
+class Densified(torch.autograd.Function):
+    """The dense matrix of stored blocks with distinct places: blocks are written, and their gradients read, where they
+    are, while `dense_matrix` adds them up and copies the matrix each way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, data: Any, high: Any, indices: Any, shape: tuple[int, int]) -> Any:
+        ctx.save_for_backward(high, indices)
+        ctx.block = data.shape[1:]
+        found = data.new_zeros(shape)
+        _in_blocks(found, ctx.block)[high, indices] = data
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        high, indices = ctx.saved_tensors
+        return _in_blocks(grad.contiguous(), ctx.block)[high, indices], None, None, None
 
 
 class Turned(NamedTuple):
@@ -178,13 +222,30 @@ class Trained(torch.autograd.Function):
     def forward(ctx: Any, x: Any, data: Any, bias: Any, activation: str, known: Known) -> Any:
         ctx.save_for_backward(x, data, bias)
         ctx.activation, ctx.known = activation, known
-        parts = data, known.indices, known.indptr
-        return product(x, parts, known.order, known.structure, bias=bias, activation=activation)
+        parts, options = (data, known.indices, known.indptr), {"bias": bias, "activation": activation}
+
+        def of_rows(rows: Any) -> Any:
+            return product(rows, parts, known.order, known.structure, **options)
+
+        return by_rows(of_rows, x, Structure.unpacked(known.structure).columns)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         x, data, bias = ctx.saved_tensors
-        return *_gradients(ctx.needs_input_grad[:3], grad, x, data, bias, ctx.activation, ctx.known), None, None
+        shape = x.shape
+        if x.dim() > 2:
+            x, grad = x.flatten(0, -2), grad.flatten(0, -2)
+        needed = ctx.needs_input_grad[:3]
+        of_x, *others = _gradients(needed, grad, x, data, bias, ctx.activation, ctx.known)
+        return None if of_x is None else of_x.view(shape), *others, None, None
+
+
+def by_rows(call: Callable[[Any], Any], x: Any, columns: int) -> Any:
+    """A product with x `(..., columns)`, as one of its rows: eager calls with two dimensions are repeated quickly."""
+    if x.dim() < 3 or x.shape[-1] != columns:  # the call refuses another number of columns
+        return call(x)
+    y = call(x.flatten(0, -2))
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _through(grad: Any, before: Any, activation: str) -> Any:
@@ -390,12 +451,20 @@ def bsr_matmul(
     return custom.written(product(x, parts, *known, **options), out)
 
 
-def dense_product(x: Any, parts: tuple[Any, Any, Any], bias: Any = None, activation: str | None = None) -> Any:
-    """The product with a dense matrix made of the parts, through which gradients flow to them."""
+def dense_product(
+    x: Any, parts: tuple[Any, Any, Any], bias: Any = None, activation: str | None = None, *, high: Any = None
+) -> Any:
+    """The product with a dense matrix made of the parts, through which gradients flow to them. `high`: the block rows
+    of blocks with distinct places, for an eager call.
+    """
     data, indices, indptr = parts
     shape = ((indptr.shape[0] - 1) * data.shape[1], x.shape[-1])
     with torch.autocast(x.device.type, enabled=False):
-        y = torch.nn.functional.linear(x, dense_matrix(data, indices, indptr, shape), bias)
+        if high is None:
+            matrix = dense_matrix(data, indices, indptr, shape)
+        else:
+            matrix = Densified.apply(data, high, indices, shape)
+        y = torch.nn.functional.linear(x, matrix, bias)
         return y if activation is None else getattr(torch.nn.functional, activation)(y)
 
 

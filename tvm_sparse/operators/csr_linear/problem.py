@@ -75,7 +75,7 @@ class CsrLinear(Problem):
             raise ProblemError(f"csr_linear: index must be one of {', '.join(INDEX)}, got {self.index!r}")
         if max(self.m * self.k, self.m * self.n, self.n * self.k) >= 2**31:
             raise ProblemError("csr_linear: each matrix must have fewer than 2^31 elements")
-        object.__setattr__(self, "sparsity", round(float(self.sparsity), 2))
+        self.settle(sparsity=round(float(self.sparsity), 2))
 
     @classmethod
     def drawn_axes(cls, rng: random.Random) -> dict[str, Any]:

@@ -221,7 +221,10 @@ def require_extents(operator: str, rows: int, hidden: int, vocab: int, words: in
             f"{operator}: vocab must be below 2^31 and hidden below 2^20, got vocab={vocab}, hidden={hidden}"
         )
     if rows * max(words, hidden) >= 2**31:
-        raise ProblemError(f"{operator}: rows times words must be below 2^31, got {rows} rows of {words} words")
+        raise ProblemError(
+            f"{operator}: rows times words must be below 2^31, got {rows} rows of {words} words; calls compute more in"
+            f" parts of up to {(2**31 - 1) // max(words, hidden)} rows"
+        )
 
 
 def pair_scores(states: np.ndarray, words: np.ndarray, bias: np.ndarray | None, cap: float | None = None) -> np.ndarray:
