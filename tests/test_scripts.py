@@ -329,7 +329,7 @@ def test_ways_of_recurrent_stacks_over_a_grid(scripts: Scripts, tmp_path: Path) 
     out = tmp_path / "grid.csv"
     given = ("--cell", "tanh", "--hidden", "128", "--density", "0.1", "--density", "1", "--batch", "4", "--batch", "18")
     printed = scripts.run("rnn_grid.py", "--target", "cpu", *given, "--steps", "3", "--workers", "1", "--csv", out)
-    assert '("rnn", False): {' in printed and "128: (?, " in printed
+    assert '("rnn", STEPS): {' in printed and "128: (?, " in printed
     lines = lines_of(out)
     assert len(lines) == 4 and {line["form"] for line in lines} == {"entries", "blocks"}
     assert all(float(line[name]) > 0 for line in lines for name in ("sparse", "dense", "module", "regret"))
