@@ -863,3 +863,9 @@ def test_steps_of_training_are_repeated_without_look_up(bias: bool, monkeypatch:
         layer(x).square().sum().backward()
         assert step < 2 or len(asked) == before, asked[before:]
     assert asked
+    # An x with more dimensions is one of as many rows.
+    monkeypatch.setattr(custom.module_of("bsr_matmul").call, "bsr_matmul", lambda *_, **__: pytest.fail("not repeated"))
+    wanted = layer(x)
+    found = layer(x.view(2, 1, 3, 32))
+    assert torch.equal(found.reshape(6, 32), wanted)
+    found.square().sum().backward()

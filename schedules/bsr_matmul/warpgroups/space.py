@@ -50,8 +50,8 @@ RESERVED = 1024
 L2_BYTES, STORED_BYTES, CLOCKS = 68e3, 21e3, 1700
 ON_ITS_WAY, OF_COPY, LAUNCH, BEGIN, FULLEST = 0.8, 0.1, 3.8, 2.3, 1.5
 # Tiles of the default, rows of x by those of the weight, with producer warps and thread blocks of a cluster, for blocks
-# of fewer rows than `WIDE` and for others; and stages below which two thread blocks of a multiprocessor wait for memory:
-# where all panels have a block of each block row, and where there are several block rows.
+# of fewer rows than `WIDE` and for others; and stages below which two thread blocks of a multiprocessor wait for
+# memory: where all panels have a block of each block row, and where there are several block rows.
 WIDE, NARROW, FEWEST_STAGES = 64, 32, (4, 3)
 USUAL_TILES = (((64, 64, 1, 1), (192, 64, 1, 1)), ((64, 64, 1, 1), (128, 128, 1, 1)))
 
@@ -170,7 +170,9 @@ def estimate(problem: BsrMatmul, machine: Machine, e: Extents) -> float:
 
     def alone(density: float) -> float:
         copies = panels(density) + density * e.rows_each * e.k / e.width
-        return max(panels(density) * ON_ITS_WAY / e.stages, copies * OF_COPY / e.producers) + BEGIN + stored / STORED_BYTES
+        return (
+            max(panels(density) * ON_ITS_WAY / e.stages, copies * OF_COPY / e.producers) + BEGIN + stored / STORED_BYTES
+        )
 
     # An instruction reads 64 rows of x by 16 columns, and as many of each of a block's rows.
     products = e.groups * density * e.rows_each * e.k / 16 * max(e.rows / 2, 16 + e.rows / 4) / CLOCKS

@@ -7,6 +7,7 @@ if it has its default: the product, for inference; with bias and activation; and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "Trained",
     "Turned",
     "bsr_matmul",
+    "by_rows",
     "dense_matrix",
     "dense_product",
     "distinct_rows",
@@ -220,13 +222,30 @@ class Trained(torch.autograd.Function):
     def forward(ctx: Any, x: Any, data: Any, bias: Any, activation: str, known: Known) -> Any:
         ctx.save_for_backward(x, data, bias)
         ctx.activation, ctx.known = activation, known
-        parts = data, known.indices, known.indptr
-        return product(x, parts, known.order, known.structure, bias=bias, activation=activation)
+        parts, options = (data, known.indices, known.indptr), {"bias": bias, "activation": activation}
+
+        def of_rows(rows: Any) -> Any:
+            return product(rows, parts, known.order, known.structure, **options)
+
+        return by_rows(of_rows, x, Structure.unpacked(known.structure).columns)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         x, data, bias = ctx.saved_tensors
-        return *_gradients(ctx.needs_input_grad[:3], grad, x, data, bias, ctx.activation, ctx.known), None, None
+        shape = x.shape
+        if x.dim() > 2:
+            x, grad = x.flatten(0, -2), grad.flatten(0, -2)
+        needed = ctx.needs_input_grad[:3]
+        of_x, *others = _gradients(needed, grad, x, data, bias, ctx.activation, ctx.known)
+        return None if of_x is None else of_x.view(shape), *others, None, None
+
+
+def by_rows(call: Callable[[Any], Any], x: Any, columns: int) -> Any:
+    """A product with x `(..., columns)`, as one of its rows: eager calls with two dimensions are repeated quickly."""
+    if x.dim() < 3 or x.shape[-1] != columns:  # the call refuses another number of columns
+        return call(x)
+    y = call(x.flatten(0, -2))
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _through(grad: Any, before: Any, activation: str) -> Any:
